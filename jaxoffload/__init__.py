@@ -1,0 +1,13 @@
+"""Activation offload for JAX on NVIDIA GPUs: save, offload or recompute each named residual, and see that it is so."""
+
+from ._checkpoint import checkpoint as checkpoint
+from ._policy import Policy as Policy
+from ._policy import PolicyError as PolicyError
+from ._residuals import Residual as Residual
+from ._residuals import Residuals as Residuals
+from ._residuals import check as check
+from ._residuals import residuals as residuals
+from ._scan import scan as scan
+from ._tags import scope as scope
+from ._tags import tag as tag
+from ._xla import compiler_options as compiler_options

@@ -1,0 +1,195 @@
+"""checkpoint(): `jax.checkpoint` whose residuals a `Policy` chooses.
+
+A primitive holds the function's jaxpr until it is differentiated. Then its JVP rule, like that of `jax.checkpoint`,
+differentiates the jaxpr; but before it hands the result to `jax.checkpoint` it makes a plan on it. By then custom rules
+are expanded and it is known which inputs are perturbed, so what the plan sees is what the backward pass can use.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+from ._plan import Layers, Plan, make_plan
+from ._policy import Policy
+from ._values import mark_dots
+
+
+def checkpoint(
+    f: Callable[..., Any],
+    *,
+    policy: Policy,
+    strict: bool = True,
+    prevent_cse: bool = True,
+    static_argnums: int | tuple[int, ...] = (),
+) -> Callable[..., Any]:
+    """`jax.checkpoint` under a `Policy`: `f` with each named residual saved, offloaded or recomputed.
+
+    The result computes what `f` computes; differentiated in reverse, it keeps what the policy says. A function has no
+    layers, so `resident_layers`, `offload_layers` and `other_layers` do not apply.
+
+    Args:
+      f: any function that `jax.checkpoint` takes, with pytrees, keyword and static arguments.
+      policy: decides on the values that `f` names with `tag` or `checkpoint_name`.
+      strict: a pattern that matches no value of `f` is an error, raised when `f` is differentiated. Pass False where
+        several functions share one policy, and judge them together with `check`.
+      prevent_cse, static_argnums: as for `jax.checkpoint`.
+
+    Raises (when differentiated, before anything is compiled):
+      PolicyError: a pattern matches nothing, or two names of one value have different decisions.
+      NotImplementedError: offloading here would give wrong gradients; it says what to change.
+    """
+    if not isinstance(policy, Policy):
+        raise TypeError(f"checkpoint: policy must be a jaxoffload.Policy, got {policy!r}")
+
+    @functools.wraps(f)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        fun, args = _bind_static(f, static_argnums, args)
+        jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
+        leaves = jax.tree.leaves((args, kwargs))
+        roles = ("weight",) * len(jaxpr.consts) + ("argument",) * len(leaves)
+        out = bind(jaxpr, leaves, roles=roles, policy=policy, strict=strict, prevent_cse=prevent_cse)
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    return wrapped
+
+
+def _bind_static(
+    f: Callable[..., Any], static_argnums: int | tuple[int, ...], args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """`f` with its static arguments filled in, and the other arguments."""
+    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    if bad := [i for i in static if not -len(args) <= i < len(args)]:
+        raise ValueError(
+            f"checkpoint: static_argnums {bad} must be in [-{len(args)}, {len(args)}), one per argument"
+        )
+    static = tuple(i % len(args) for i in static)
+    if not static:
+        return f, args
+    dynamic = [i for i in range(len(args)) if i not in static]
+
+    def with_static(*given: Any, **kwargs: Any) -> Any:
+        whole = list(args)
+        for i, arg in zip(dynamic, given, strict=True):
+            whole[i] = arg
+        return f(*whole, **kwargs)
+
+    return with_static, tuple(args[i] for i in dynamic)
+
+
+def bind(
+    jaxpr: Jaxpr,
+    args: Sequence[Any],
+    *,
+    roles: tuple[str, ...],
+    policy: Policy,
+    strict: bool,
+    prevent_cse: bool = True,
+    layers: Layers | None = None,
+) -> list[Any]:
+    """Evaluate `jaxpr` under a policy. `roles`, of its constants and then its inputs, are those of `make_plan`."""
+    consts = jaxpr.consts
+    return checkpoint_p.bind(
+        *consts,
+        *args,
+        jaxpr=_without_consts(jaxpr) if consts else jaxpr,
+        roles=roles,
+        policy=policy,
+        strict=strict,
+        prevent_cse=prevent_cse,
+        layers=layers,
+    )
+
+
+def _cached[T](make: Callable[..., T]) -> Callable[..., T]:
+    """`make(jaxpr, *key)`, remembered while `jaxpr` lives: an eager loop over layers then plans and traces once."""
+    memory: weakref.WeakKeyDictionary[Jaxpr, dict[Any, T]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def remembered(jaxpr: Jaxpr, *key: Any) -> T:
+        made = memory.setdefault(jaxpr, {})
+        if key not in made:
+            made[key] = make(jaxpr, *key)
+        return made[key]
+
+    return remembered
+
+
+@_cached
+def _without_consts(jaxpr: Jaxpr) -> Jaxpr:
+    return pe.convert_constvars_jaxpr(jaxpr)
+
+
+@_cached
+def differentiated(
+    jaxpr: Jaxpr,
+    perturbed: tuple[bool, ...],
+    roles: tuple[str, ...],
+    policy: Policy,
+    strict: bool,
+    prevent_cse: bool,
+    layers: Layers | None,
+) -> tuple[Callable[..., list[Any]], list[Any], list[bool], Plan]:
+    """The JVP of `jaxpr` under a plan: a function of its constants, the primals and the perturbed tangents; those
+    constants; which outputs have a tangent; the plan."""
+    marked = jaxpr if policy.dots == "recompute" else mark_dots(jaxpr)
+    jvp, out_perturbed = ad.jvp_jaxpr(marked, perturbed, False)
+    consts, jvp = jvp.consts, pe.convert_constvars_jaxpr(jvp) if jvp.consts else jvp
+    all_roles = ("weight",) * len(consts) + roles + (None,) * sum(perturbed)
+    plan, planned = make_plan(jvp, policy, all_roles, layers, strict)
+    run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=plan, prevent_cse=prevent_cse)
+    return run, consts, out_perturbed, plan
+
+
+checkpoint_p = Primitive("jaxoffload_checkpoint")
+checkpoint_p.multiple_results = True
+
+
+def _evaluate(*args: Any, jaxpr: Jaxpr, **_: Any) -> list[Any]:
+    return jaxpr_as_fun(jaxpr)(*args)
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Jaxpr, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    perturbed = tuple(type(t) is not ad.Zero for t in tangents)
+    run, consts, out_perturbed, _ = differentiated(jaxpr, perturbed, *_plan_key(**params))
+    outs = iter(run(*consts, *primals, *[t for t, p in zip(tangents, perturbed, strict=True) if p]))
+    primals_out = [next(outs) for _ in out_perturbed]
+    zero = lambda primal: ad.Zero(jax.typeof(primal).to_tangent_aval())
+    return primals_out, [
+        next(outs) if p else zero(y) for p, y in zip(out_perturbed, primals_out, strict=True)
+    ]
+
+
+def _plan_key(
+    *, roles: Any, policy: Policy, strict: bool, prevent_cse: bool, layers: Layers | None
+) -> tuple[Any, ...]:
+    return roles, policy, strict, prevent_cse, layers
+
+
+def _batch(
+    axis: Any,
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    jaxpr: Jaxpr,
+    roles: tuple[str, ...],
+    **params: Any,
+) -> tuple[list[Any], list[Any]]:
+    wanted = [batching.zero_if_mapped] * len(jaxpr.outvars)
+    batched, out_batched = batching.batch_jaxpr_axes(jaxpr, axis, dims, wanted)
+    roles = ("weight",) * len(batched.consts) + roles
+    return bind(batched, args, roles=roles, **params), [0 if b else None for b in out_batched]
+
+
+checkpoint_p.def_impl(_evaluate)
+checkpoint_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
+mlir.register_lowering(checkpoint_p, mlir.lower_fun(_evaluate, multiple_results=True))
+ad.primitive_jvps[checkpoint_p] = _jvp
+batching.fancy_primitive_batchers[checkpoint_p] = _batch

@@ -1,0 +1,42 @@
+"""Memory: bytes of an array, and what the pinned host pool can hold."""
+
+import math
+import os
+from typing import Any
+
+import jax
+
+GIB = 2**30
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of an array of this shape and dtype."""
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def on_host(aval: Any) -> bool:
+    """Whether an abstract value lives in host memory (`f32<host>[...]` in a jaxpr)."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def host_pool_bytes() -> int | None:
+    """What XLA's pinned host pool holds, in bytes a device; None where there is none (CPU).
+
+    `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` sets it, in units of 2**30 bytes; 64 is XLA's default.
+    """
+    limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    if limit is None and jax.default_backend() != "gpu":
+        return None
+    return int(float(limit or 64) * GIB)
+
+
+def per_device(total: int) -> int:
+    """Bytes a device of `total` traced bytes, if they are spread evenly.
+
+    Inside `shard_map` sizes are a device's own. Elsewhere they are global; where no mesh is set the compiler divides
+    them over a mesh that cannot be known yet, and all devices of the process group are assumed.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return total // jax.device_count()
+    return total // math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)

@@ -1,0 +1,236 @@
+"""Policy: which named residuals the backward pass finds saved, offloaded or recomputed."""
+
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core.primitives import name_p
+
+from ._memory import nbytes
+from ._tags import read_names
+
+Decision = Literal["save", "offload", "recompute"]
+
+_DECISIONS = get_args(Decision)
+_UNITS = {"": 1, "B": 1} | {
+    f"{p}{b}": s**k for k, p in enumerate("KMGT", 1) for b, s in (("iB", 1024), ("B", 1000))
+}
+
+
+class PolicyError(ValueError):
+    """All that is wrong with a policy, one sentence each in `problems`."""
+
+    def __init__(self, problems: Iterable[str]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What the backward pass should find saved, offloaded (in pinned host memory) or recomputed.
+
+    Args:
+      residuals: pattern -> decision. A pattern is matched as `fnmatch` does, component by component: `*` does not
+        cross `/`, `**` is any number of components. Without a slash it is matched with a name's last component, in
+        every scope; without a dot it means all leaves of a composite. The last matching pattern wins.
+      default: the decision for tagged values that no pattern matches.
+      dots: the decision for untagged outputs of matrix products without batch dimensions.
+      min_offload_bytes: a smaller value (bytes a layer; a composite is judged whole) marked offload is saved.
+        Bytes, or a string such as "1MiB".
+      resident_layers: the last layers of a `scan`, whose residuals stay on the device.
+      offload_layers: the first layers of a `scan` offload: "all", a count, or a fraction in [0, 1], rounded down.
+      other_layers: what the layers between those two do with values marked offload: "save" or "recompute".
+      on_host_full: the pinned host pool is smaller than the need: "error", or "save" (offload fewer layers).
+
+    Raises:
+      PolicyError: one or more fields are wrong; it names each, its value, what is allowed and the nearest.
+
+    A policy is frozen and hashable. It is also callable as JAX's own `policy=`, for `jax.checkpoint`, `nn.remat` and
+    `nnx.remat`. That route sees one equation at a time, so there: a matmul under a tag marked recompute is kept by
+    `dots`; a value with two kept names is stored twice; composites are judged leaf by leaf; a pattern that matches
+    nothing is not an error (call `check`); there are no layers; the output of `exp` and the like is computed again.
+    """
+
+    residuals: Mapping[str, Decision] | tuple[tuple[str, Decision], ...] = ()
+    default: Decision = "recompute"
+    dots: Decision = "recompute"
+    min_offload_bytes: int | str = 2**20
+    resident_layers: int = 1
+    offload_layers: int | float | Literal["all"] = "all"
+    other_layers: Literal["save", "recompute"] = "save"
+    on_host_full: Literal["error", "save"] = "error"
+
+    def __post_init__(self) -> None:
+        problems = [*_residual_problems(self.residuals), *_choice_problems(self), *_number_problems(self)]
+        if problems:
+            raise PolicyError(problems)
+        object.__setattr__(self, "residuals", tuple(dict(self.residuals).items()))
+        object.__setattr__(self, "min_offload_bytes", _size(self.min_offload_bytes))
+
+    def match(self, *names: str) -> tuple[str, Decision] | None:
+        """The last pattern that matches one of `names`, and its decision."""
+        hits = (pair for pair in reversed(tuple(self.residuals)) if any(matches(pair[0], n) for n in names))
+        return next(hits, None)
+
+    def offloaded_layers(self, layers: int) -> int:
+        """How many of the first layers offload."""
+        wanted = self.offload_layers
+        if wanted == "all":
+            wanted = layers
+        elif isinstance(wanted, float):
+            wanted = math.floor(wanted * layers)
+        return max(0, min(int(wanted), layers - self.resident_layers))
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """A sentence for each pattern that matches none of `names`."""
+        names = sorted(set(names))
+        return [_unmatched(p, names) for p, _ in self.residuals if not any(matches(p, n) for n in names)]
+
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+        """JAX's `policy=`: what becomes of one equation's outputs."""
+        if prim is name_p:
+            (name,) = read_names(params["name"])[:1] or [None]
+            if name is None:
+                return VERDICT["recompute"]
+            if name.keep or not jnp.issubdtype(avals[0].dtype, jnp.inexact):
+                return VERDICT["save"]
+            decision = (self.match(name.text) or (None, self.default))[1]
+        elif jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *avals, **params):
+            decision = self.dots
+        else:
+            return VERDICT["recompute"]
+        if decision == "offload" and prim is name_p and nbytes(avals[0]) < self.min_offload_bytes:
+            decision = "save"
+        return VERDICT[decision]
+
+
+def _verdicts() -> dict[str, Any]:
+    """What a JAX policy returns for each decision; asked of a public policy, for the types are not public."""
+    ask = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["save"],
+        names_which_can_be_offloaded=["offload"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return {decision: ask(name_p, name=decision) for decision in _DECISIONS}
+
+
+VERDICT = _verdicts()
+
+
+@functools.cache
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of `Policy.residuals` matches a tagged value's name."""
+    wanted, have = pattern.split("/"), name.split("/")
+    if "." not in wanted[-1]:
+        have[-1] = have[-1].partition(".")[0]
+    if len(wanted) == 1 and wanted != ["**"]:
+        have = have[-1:]
+    return _components_match(wanted, have)
+
+
+def _components_match(pattern: list[str], name: list[str]) -> bool:
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        return any(_components_match(pattern[1:], name[i:]) for i in range(len(name) + 1))
+    return (
+        bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _components_match(pattern[1:], name[1:])
+    )
+
+
+def _unmatched(pattern: str, names: list[str]) -> str:
+    said = f"residuals[{pattern!r}]: no tagged value has a name that it matches"
+    if not names:
+        return f"{said}; the function tags nothing that the backward pass could use"
+    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    return f"{said}; the names seen are {shown}{_nearest(pattern, [*names, *(n.rpartition('/')[2] for n in names)])}"
+
+
+def _nearest(value: object, allowed: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(value), list(allowed), 1, cutoff=0.5)
+    return f"; the nearest is {close[0]!r}" if close else ""
+
+
+def _choice(field: str, value: object, allowed: Iterable[str]) -> list[str]:
+    if isinstance(value, str) and value in allowed:
+        return []
+    return [f"{field}: {value!r} is not allowed; use {' or '.join(allowed)}{_nearest(value, allowed)}"]
+
+
+def _residual_problems(residuals: Any) -> list[str]:
+    try:
+        pairs = list(dict(residuals).items())
+    except (TypeError, ValueError):
+        return [f"residuals: {residuals!r} is not a mapping of patterns to {', '.join(_DECISIONS)}"]
+    problems = []
+    for pattern, decision in pairs:
+        if why := _pattern_problem(pattern):
+            problems.append(f"residuals[{pattern!r}]: {why}")
+        problems += _choice(f"residuals[{pattern!r}]", decision, _DECISIONS)
+    return problems
+
+
+def _pattern_problem(pattern: Any) -> str | None:
+    if not isinstance(pattern, str) or not pattern:
+        return "a pattern is a non-empty string, such as 'fc1' or 'attn/*'"
+    if pattern.startswith("!"):
+        return "patterns have no '!'; give the exception a later line of its own"
+    if found := re.search(r"[^\w\-./*?\[\]!]", pattern):
+        return f"a name cannot have {found.group()!r}"
+    if "" in pattern.split("/"):
+        return "a component is empty; write 'attn/q', without a slash at either end"
+    if any("**" in c and c != "**" for c in pattern.split("/")):
+        return "'**' stands for whole components; write 'moe/**' or 'moe/fc*'"
+    return None
+
+
+def _choice_problems(policy: Policy) -> list[str]:
+    return [
+        *_choice("default", policy.default, _DECISIONS),
+        *_choice("dots", policy.dots, _DECISIONS),
+        *_choice("other_layers", policy.other_layers, ("save", "recompute")),
+        *_choice("on_host_full", policy.on_host_full, ("error", "save")),
+    ]
+
+
+def _number_problems(policy: Policy) -> list[str]:
+    problems = []
+    if _size(policy.min_offload_bytes) is None:
+        problems.append(
+            f"min_offload_bytes: {policy.min_offload_bytes!r} is not a size; "
+            "use a number of bytes >= 0 or a string such as '512KiB', '1MiB' or '2GB'"
+        )
+    if not _is_count(policy.resident_layers):
+        problems.append(
+            f"resident_layers: {policy.resident_layers!r} is not allowed; use a whole number >= 0"
+        )
+    wanted = policy.offload_layers
+    fraction = isinstance(wanted, float) and 0 <= wanted <= 1
+    if not (wanted == "all" or _is_count(wanted) or fraction):
+        problems.append(
+            f"offload_layers: {wanted!r} is not allowed; use all, a whole number >= 0 (layers) "
+            f"or a fraction from 0.0 to 1.0{_nearest(wanted, ['all'])}"
+        )
+    return problems
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _size(value: object) -> int | None:
+    """Bytes of 1048576 or '1MiB'; None for what is no size."""
+    if _is_count(value):
+        return value  # type: ignore[return-value]
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
+    if not found or found[2] not in _UNITS:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]])

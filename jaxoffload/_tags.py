@@ -1,0 +1,117 @@
+"""Names of residuals: `tag` and `scope` write them, leaf by leaf; a plan's own names are read and written here too."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+T = TypeVar("T")
+
+# Part of every trace cache's key: one jitted function used under two scopes is traced twice, once a name.
+_scope = jax.make_user_context("")
+
+_NAME = re.compile(r"[A-Za-z0-9_\-]+([./][A-Za-z0-9_\-]+)*")
+_KEEP = "#keep"
+
+
+def tag(x: T, name: str, *, keep: bool = False) -> T:
+    """Name the arrays of a pytree, so that a `Policy` can save, offload or recompute each of them.
+
+    One array is named `name`; the leaves of a composite get their field: `tag({"gate": g, "up": u}, "fc1")` names
+    `fc1.gate` and `fc1.up`. Inside `scope("mlp")` the names are `mlp/fc1.gate` and `mlp/fc1.up`. The values are
+    those of `x`; outside `checkpoint` and `scan` a tag does nothing. It is `jax.ad_checkpoint.checkpoint_name`, so
+    JAX's own policies see the same names.
+
+    Args:
+      x: a pytree of arrays of any shape and dtype. Tagged integers, booleans and PRNG keys are always saved.
+      name: components of letters, digits, `_` and `-`, separated by `/` (scopes) or `.` (fields).
+      keep: the values stay on the device, whatever the policy says.
+
+    Raises:
+      ValueError: `name` is empty or has another character.
+    """
+    _check_name("tag", name)
+    full = _scope.value + name
+    named = lambda path, leaf: checkpoint_name(leaf, full + _field(path) + (_KEEP if keep else ""))
+    return jax.tree_util.tree_map_with_path(named, x)
+
+
+@contextlib.contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Prefix the names of all tags made inside: `with scope("moe"): tag(x, "fc1")` names `moe/fc1`. Scopes nest.
+
+    Raises:
+      ValueError: `name` is empty or has a character that a name cannot have.
+    """
+    _check_name("scope", name)
+    with _scope(f"{_scope.value}{name}/"):
+        yield
+
+
+def _check_name(function: str, name: str) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{function}: {name!r} is not a name; allowed are letters, digits, '_' and '-', "
+            "in components separated by '/' or '.', such as 'mlp/fc1'"
+        )
+
+
+def _field(path: tuple[Any, ...]) -> str:
+    key = lambda k: next(getattr(k, a) for a in ("name", "key", "idx") if hasattr(k, a))
+    return "".join(f".{key(k)}" for k in path)
+
+
+class Name(NamedTuple):
+    """A name as a policy reads it."""
+
+    text: str
+    keep: bool = False
+
+    @property
+    def composite(self) -> str:
+        """The name without its last component's fields: `moe/fc1` of `moe/fc1.scale_inv`."""
+        head, slash, last = self.text.rpartition("/")
+        return head + slash + last.partition(".")[0]
+
+
+class PlanName(NamedTuple):
+    """The one name that a plan writes behind a value's definition; all that a residual must tell of itself.
+
+    `depth` keeps nested plans apart, `plan` (a digest) neighbouring ones, `value` the values of one plan.
+    """
+
+    decision: str
+    depth: int
+    plan: str
+    value: int
+    names: tuple[Name, ...]
+
+    def __str__(self) -> str:
+        names = " | ".join(n.text + _KEEP * n.keep for n in self.names)
+        return f"{_PLAN_PREFIX}{self.decision}:{self.depth}:{self.plan}:{self.value}:{names}"
+
+
+_PLAN_PREFIX = "jaxoffload:"
+
+
+def read_plan_name(text: str) -> PlanName | None:
+    """The `PlanName` that `text` writes; None for a user's name."""
+    if not text.startswith(_PLAN_PREFIX):
+        return None
+    decision, depth, plan, value, names = text.removeprefix(_PLAN_PREFIX).split(":", 4)
+    return PlanName(
+        decision, int(depth), plan, int(value), tuple(map(_read_name, filter(None, names.split(" | "))))
+    )
+
+
+def read_names(text: str) -> tuple[Name, ...]:
+    """The user's names that a `checkpoint_name` carries: one, or those that an inner plan found for its value."""
+    plan_name = read_plan_name(text)
+    return plan_name.names if plan_name else (_read_name(text),)
+
+
+def _read_name(text: str) -> Name:
+    return Name(text.removesuffix(_KEEP), text.endswith(_KEEP))

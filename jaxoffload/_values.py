@@ -1,0 +1,180 @@
+"""The values of a jaxpr that have names: found through nested jaxprs, and named anew at their definitions.
+
+A value is one array, however many variables stand for it: a `name` and a `reduce_precision` that changes nothing pass
+their operand on, and the operands of a nested jit or branch are the variables inside.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
+from jax.extend.core.primitives import name_p
+from jax.interpreters import partial_eval as pe
+
+from ._tags import Name, PlanName, read_names, read_plan_name
+
+# Where a variable lives: the equation numbers and parameters that lead to its jaxpr. The same jaxpr object can stand
+# at two places, with a value each.
+Path = tuple[Any, ...]
+
+# Equations whose nested jaxpr's results are the equation's own results.
+_CALLS = {"jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "jaxoffload_checkpoint"}
+
+# The name that `mark_dots` gives to matrix products, so that they are known after differentiation.
+DOT = Name("<dot>")
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """One array: where it is defined, and its names. `role` is that of the function's argument that it is, if any."""
+
+    aval: Any
+    path: Path
+    var: Var
+    role: str | None = None
+    names: list[Name] = dataclasses.field(default_factory=list)
+
+
+def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> tuple[list[Value], int]:
+    """The values of `jaxpr` that have a name, in order of definition; and how deep plans nest inside it.
+
+    `roles`: what each input is to the caller ("carry", "argument", ...).
+    """
+    found = _Search()
+    for var, role in zip(jaxpr.invars, roles, strict=True):
+        found.define((), var, role)
+    found.walk(jaxpr, ())
+    return [v for v in found.values if v.names], found.depth
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.at: dict[tuple[Path, Var], Value] = {}
+        self.depth = 0
+
+    def define(self, path: Path, var: Var, role: str | None = None) -> None:
+        self.values.append(Value(var.aval, path, var, role))
+        self.at[path, var] = self.values[-1]
+
+    def alias(self, path: Path, var: Var, of: Value | None) -> None:
+        if of is None:
+            self.define(path, var)
+        else:
+            self.at[path, var] = of
+
+    def value(self, path: Path, atom: Any) -> Value | None:
+        return None if isinstance(atom, Literal) else self.at.get((path, atom))
+
+    def walk(self, jaxpr: Jaxpr, path: Path) -> None:
+        for i, eqn in enumerate(jaxpr.eqns):
+            for key, body in bodies(eqn):
+                inside = (*path, i, key)
+                for var, operand in zip(body.invars, _operands(eqn, body), strict=True):
+                    self.alias(inside, var, self.value(path, operand))
+                self.walk(body, inside)
+                if eqn.primitive.name in _CALLS:
+                    for var, result in zip(eqn.outvars, body.outvars, strict=True):
+                        if (value := self.value(inside, result)) is not None:
+                            self.at[path, var] = value
+            if eqn.primitive is name_p or _keeps_all_bits(eqn):
+                self.alias(path, eqn.outvars[0], self.value(path, eqn.invars[0]))
+            if eqn.primitive is name_p:
+                self.add_names(self.at[path, eqn.outvars[0]], eqn.params["name"])
+            for var in eqn.outvars:
+                if (path, var) not in self.at:
+                    self.define(path, var)
+
+    def add_names(self, value: Value, text: str) -> None:
+        value.names += [n for n in read_names(text) if n not in value.names]
+        if plan_name := read_plan_name(text):
+            self.depth = max(self.depth, plan_name.depth + 1)
+
+
+def bodies(eqn: JaxprEqn) -> Iterator[tuple[Any, Jaxpr]]:
+    """The nested jaxprs that autodiff looks into, each with its place among the equation's parameters."""
+    if eqn.primitive not in pe.partial_eval_jaxpr_custom_rules and eqn.primitive.name not in _CALLS:
+        return
+    for key, value in eqn.params.items():
+        for k, body in enumerate(value if isinstance(value, (tuple, list)) else [value]):
+            if isinstance(body, Jaxpr):
+                yield (key, k), body
+
+
+def map_bodies(eqn: JaxprEqn, change: Callable[[Any, Jaxpr], Jaxpr]) -> JaxprEqn:
+    """The equation with each nested jaxpr replaced by what `change(place, jaxpr)` makes of it."""
+    params = dict(eqn.params)
+    for (key, k), body in bodies(eqn):
+        new = change((key, k), body)
+        old = params[key]
+        params[key] = type(old)([*old[:k], new, *old[k + 1 :]]) if isinstance(old, (tuple, list)) else new
+    return eqn.replace(params=params)
+
+
+def _operands(eqn: JaxprEqn, body: Jaxpr) -> Sequence[Any]:
+    """For each input of a nested jaxpr, the outer variable that is the same value; None where there is none."""
+    if eqn.primitive.name in _CALLS:
+        return eqn.invars
+    if eqn.primitive.name == "cond":
+        return eqn.invars[1:]
+    return [None] * len(body.invars)
+
+
+def _keeps_all_bits(eqn: JaxprEqn) -> bool:
+    """JAX puts such a `reduce_precision` behind residuals (https://github.com/jax-ml/jax/pull/22244)."""
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    return eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant
+
+
+def write_names(jaxpr: Jaxpr, names: dict[tuple[Path, Var], PlanName], path: Path = ()) -> Jaxpr:
+    """`jaxpr` with a `name` right behind the definition of each variable in `names`; all its uses read the name.
+
+    Behind the definition, not where the user tagged it: the derivatives of exp, tanh, rsqrt and of custom rules read
+    their own output, and would otherwise need it from before the tag, hence compute it again.
+    """
+    eqns: list[JaxprEqn] = []
+
+    def named(var: Var, like: JaxprEqn | None) -> tuple[Var, list[JaxprEqn]]:
+        if (path, var) not in names:
+            return var, []
+        fresh = Var(var.aval)
+        source = (like.source_info, like.ctx) if like else ()
+        return fresh, [new_jaxpr_eqn([fresh], [var], name_p, {"name": str(names[path, var])}, set(), *source)]
+
+    renamed = [named(var, None) for var in jaxpr.invars]
+    for _, behind in renamed:
+        eqns += behind
+    for i, eqn in enumerate(jaxpr.eqns):
+        eqn = map_bodies(eqn, lambda key, body: write_names(body, names, (*path, i, key)))
+        outs = [named(var, eqn) for var in eqn.outvars]
+        eqns.append(eqn.replace(outvars=[var for var, _ in outs]))
+        for _, behind in outs:
+            eqns += behind
+    return jaxpr.replace(invars=[var for var, _ in renamed], eqns=eqns)
+
+
+def mark_dots(jaxpr: Jaxpr) -> Jaxpr:
+    """`jaxpr` with a name behind each matrix product without batch dimensions.
+
+    Done before differentiation, so that the products of tangents are none of them; and not inside custom rules.
+    """
+    is_dot = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        eqn = map_bodies(eqn, lambda _, body: mark_dots(body))
+        if not is_dot(eqn.primitive, *[v.aval for v in eqn.invars], **eqn.params):
+            eqns.append(eqn)
+            continue
+        fresh = Var(eqn.outvars[0].aval)
+        eqns.append(eqn.replace(outvars=[fresh, *eqn.outvars[1:]]))
+        eqns.append(
+            new_jaxpr_eqn(
+                [fresh], [eqn.outvars[0]], name_p, {"name": DOT.text}, set(), eqn.source_info, eqn.ctx
+            )
+        )
+    return jaxpr.replace(eqns=eqns)

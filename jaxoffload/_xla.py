@@ -1,0 +1,45 @@
+"""XLA: the options an offloading step is compiled with, and the versions that must not run one."""
+
+import re
+
+import jax
+import jaxlib
+
+# What it takes for copies to run beside the compute (measured on H200). Command buffers put async host copies on the
+# compute stream; without double buffering a loop's two copies wait for each other; the latency-hiding scheduler goes
+# off by itself when a module holds a ragged all-to-all.
+_GPU_OPTIONS: dict[str, str | bool] = {
+    "xla_gpu_enable_command_buffer": "",
+    "xla_gpu_enable_while_loop_double_buffering": True,
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+}
+
+_FIRST_RIGHT_JAXLIB = (0, 11, 2)
+
+
+def compiler_options(backend: str | None = None) -> dict[str, str | bool]:
+    """The options to compile a training step with: `jax.jit(step, compiler_options=compiler_options())`.
+
+    Args:
+      backend: "gpu", "cpu", ...; JAX's default backend if None.
+
+    Returns:
+      XLA's names and values; empty on anything but a GPU.
+    """
+    return dict(_GPU_OPTIONS) if (backend or jax.default_backend()) in ("gpu", "cuda") else {}
+
+
+def refuse_wrong_offload() -> None:
+    """Raise where offloaded residuals are known to come back wrong, before anything is compiled."""
+    if getattr(jax.config, "jax_remat3", False):
+        raise NotImplementedError(
+            "jaxoffload: jax_remat3 is on, and under it XLA computes on the host and names are lost; "
+            "switch it off with jax.config.update('jax_remat3', False)"
+        )
+    version = tuple(map(int, re.findall(r"\d+", jaxlib.__version__)[:3]))
+    if jax.default_backend() == "gpu" and version < _FIRST_RIGHT_JAXLIB:
+        # https://github.com/openxla/xla/issues/46231: offloaded residuals under a scan come back in another order.
+        raise NotImplementedError(
+            f"jaxoffload: jaxlib {jaxlib.__version__} returns wrong gradients for offloaded residuals on GPU; "
+            "install jaxlib >= 0.11.2"
+        )

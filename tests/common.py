@@ -1,0 +1,87 @@
+"""What several tests need: exact runs, what autodiff keeps, counts of equations."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxoffload import Policy
+
+
+def exact_options():
+    """Options under which two programs of the same arithmetic give the same bits."""
+    if jax.default_backend() != "gpu":
+        return {"xla_allow_excess_precision": False}
+    return {
+        "xla_allow_excess_precision": False,
+        "xla_gpu_deterministic_ops": True,
+        "xla_gpu_autotune_level": 0,
+        "xla_disable_automatic_host_compute_offload": True,  # an error instead of silent compute on the host
+    }
+
+
+def run(f, *args):
+    """The flat outputs of jitted `f`, as numpy arrays, under `exact_options`."""
+    out = jax.jit(f, compiler_options=exact_options())(*args)
+    return [np.asarray(x) for x in jax.tree.leaves(out)]
+
+
+def assert_same_bits(got, want):
+    assert len(got) == len(want) and want
+    for k, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape, (k, a.dtype, b.dtype, a.shape, b.shape)
+        differ = int((a.view(np.uint8) != b.view(np.uint8)).sum())
+        assert not differ, f"output {k}: {differ} bytes differ, by up to {np.abs(a - b).max()}"
+
+
+def total(out):
+    """A scalar of all of a pytree's floating-point leaves, each weighted otherwise."""
+    leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return sum((k + 1) * jnp.sum(x.astype(jnp.float32) ** 2) for k, x in enumerate(leaves))
+
+
+def gradient(f, argnums=0):
+    return jax.grad(lambda *args: total(f(*args)), argnums=argnums)
+
+
+def gradient_jaxpr(f, *args, argnums=0):
+    return jax.make_jaxpr(gradient(f, argnums))(*args)
+
+
+def kept(f, *args):
+    """What autodiff keeps between forward and backward, arguments apart: a count of (place, dtype, shape)."""
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(f, *args)[1]))(*args)
+    leaves = {v: None for v in jaxpr.outvars if hasattr(v, "count") or not hasattr(v, "val")}
+    place = lambda a: "host" if a.memory_space == jax.memory.Space.Host else "device"
+    return Counter((place(v.aval), str(v.aval.dtype), v.aval.shape) for v in leaves if v not in jaxpr.invars)
+
+
+def kept_bytes(f, *args):
+    """(device, host) bytes that autodiff keeps, arguments apart."""
+    sums = Counter()
+    for (place, dtype, shape), count in kept(f, *args).items():
+        sums[place] += count * int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+    return sums["device"], sums["host"]
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr and of those inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def count(jaxpr, primitive):
+    return sum(eqn.primitive.name == primitive for eqn in equations(jaxpr))
+
+
+def policy(residuals=(), **fields):
+    """A policy that offloads however small."""
+    return Policy(residuals=residuals, **{"min_offload_bytes": 0, **fields})
+
+
+def normal(seed, shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)

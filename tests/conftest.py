@@ -1,0 +1,27 @@
+"""Strict: warnings are errors (pyproject), ranks are never promoted; 8 virtual CPU devices, or the machine's GPUs."""
+
+import os
+
+
+def pytest_configure(config):
+    # Before JAX is imported. `-m gpu` is the only way onto a GPU: the other tests count on CPU's exact sums.
+    if config.option.markexpr != "gpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = (
+            os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+        )
+
+    import jax
+
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(items):
+    import jax
+    import pytest
+
+    if jax.default_backend() != "gpu":
+        skip = pytest.mark.skip(reason=f"needs an NVIDIA GPU; JAX's backend is {jax.default_backend()}")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

@@ -8,13 +8,15 @@ are expanded and it is known which inputs are perturbed, so what the plan sees i
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
+from ._memory import host_pool_bytes, layers_that_fit, nbytes, on_host
 from ._plan import Layers, Plan, make_plan
 from ._policy import Policy
 from ._values import mark_dots
@@ -65,9 +67,7 @@ def _bind_static(
     """`f` with its static arguments filled in, and the other arguments."""
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     if bad := [i for i in static if not -len(args) <= i < len(args)]:
-        raise ValueError(
-            f"checkpoint: static_argnums {bad} must be in [-{len(args)}, {len(args)}), one per argument"
-        )
+        raise ValueError(f"checkpoint: static_argnums {bad} must be in [-{len(args)}, {len(args)}), one per argument")
     static = tuple(i % len(args) for i in static)
     if not static:
         return f, args
@@ -125,6 +125,17 @@ def _without_consts(jaxpr: Jaxpr) -> Jaxpr:
     return pe.convert_constvars_jaxpr(jaxpr)
 
 
+class Differentiated(NamedTuple):
+    """A function's JVP under a plan."""
+
+    run: Callable[..., list[Any]]  # (*consts, *primals, *perturbed tangents) -> (*primals, *perturbed tangents)
+    consts: Sequence[Any]
+    out_perturbed: Sequence[bool]
+    plan: Plan
+    in_avals: Sequence[Any]
+    tangents: int
+
+
 @_cached
 def differentiated(
     jaxpr: Jaxpr,
@@ -134,16 +145,36 @@ def differentiated(
     strict: bool,
     prevent_cse: bool,
     layers: Layers | None,
-) -> tuple[Callable[..., list[Any]], list[Any], list[bool], Plan]:
-    """The JVP of `jaxpr` under a plan: a function of its constants, the primals and the perturbed tangents; those
-    constants; which outputs have a tangent; the plan."""
+) -> Differentiated:
+    """The JVP of `jaxpr` with respect to the perturbed inputs, under the plan that the policy makes of it."""
     marked = jaxpr if policy.dots == "recompute" else mark_dots(jaxpr)
     jvp, out_perturbed = ad.jvp_jaxpr(marked, perturbed, False)
     consts, jvp = jvp.consts, pe.convert_constvars_jaxpr(jvp) if jvp.consts else jvp
     all_roles = ("weight",) * len(consts) + roles + (None,) * sum(perturbed)
-    plan, planned = make_plan(jvp, policy, all_roles, layers, strict)
-    run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=plan, prevent_cse=prevent_cse)
-    return run, consts, out_perturbed, plan
+
+    def under(layers: Layers | None) -> Differentiated:
+        plan, planned = make_plan(jvp, policy, all_roles, layers, strict)
+        run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=plan, prevent_cse=prevent_cse)
+        return Differentiated(run, consts, out_perturbed, plan, planned.in_avals, sum(perturbed))
+
+    made = under(layers)
+    alone = layers is None and made.plan.offloads and host_pool_bytes() is not None
+    if alone and not layers_that_fit("checkpoint", 1, host_bytes(made), policy.on_host_full):
+        made = under(Layers("save", "on_host_full"))
+    return made
+
+
+def for_all_inputs(jaxpr: Jaxpr, *key: Any) -> Differentiated:
+    """`differentiated` with respect to all floating-point inputs."""
+    return differentiated(jaxpr, tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals), *key)
+
+
+def host_bytes(made: Differentiated) -> int:
+    """Bytes that autodiff keeps on the host between forward and backward."""
+    jaxpr = jax.make_jaxpr(made.run)(*made.in_avals)
+    unknown = [False] * (len(made.in_avals) - made.tangents) + [True] * made.tangents
+    residuals = pe.partial_eval_jaxpr_nounits(jaxpr, unknown, False)[3]
+    return sum(nbytes(aval) for aval in residuals if on_host(aval))
 
 
 checkpoint_p = Primitive("jaxoffload_checkpoint")
@@ -158,18 +189,14 @@ def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Jaxpr, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     perturbed = tuple(type(t) is not ad.Zero for t in tangents)
-    run, consts, out_perturbed, _ = differentiated(jaxpr, perturbed, *_plan_key(**params))
-    outs = iter(run(*consts, *primals, *[t for t, p in zip(tangents, perturbed, strict=True) if p]))
-    primals_out = [next(outs) for _ in out_perturbed]
+    made = differentiated(jaxpr, perturbed, *plan_key(**params))
+    outs = iter(made.run(*made.consts, *primals, *[t for t, p in zip(tangents, perturbed, strict=True) if p]))
+    primals_out = [next(outs) for _ in made.out_perturbed]
     zero = lambda primal: ad.Zero(jax.typeof(primal).to_tangent_aval())
-    return primals_out, [
-        next(outs) if p else zero(y) for p, y in zip(out_perturbed, primals_out, strict=True)
-    ]
+    return primals_out, [next(outs) if p else zero(y) for p, y in zip(made.out_perturbed, primals_out, strict=True)]
 
 
-def _plan_key(
-    *, roles: Any, policy: Policy, strict: bool, prevent_cse: bool, layers: Layers | None
-) -> tuple[Any, ...]:
+def plan_key(*, roles: Any, policy: Policy, strict: bool, prevent_cse: bool, layers: Layers | None) -> tuple[Any, ...]:
     return roles, policy, strict, prevent_cse, layers
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from typing import Any
 
 import jax
@@ -40,3 +41,26 @@ def per_device(total: int) -> int:
     if mesh.empty:
         return total // jax.device_count()
     return total // math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
+
+
+def layers_that_fit(who: str, layers: int, bytes_per_layer: int, on_host_full: str) -> int:
+    """How many of `layers` the pinned host pool holds; where not all fit, an error or a warning, as the policy says.
+
+    Raises:
+      MemoryError: they do not fit and `on_host_full` is "error".
+    """
+    pool, a_layer = host_pool_bytes(), per_device(bytes_per_layer)
+    if pool is None or a_layer * layers <= pool:
+        return layers
+    fit = pool // a_layer
+    need = (
+        f"{who}: {layers} layer(s) would offload {a_layer * layers / GIB:.4g} GiB a device, and the pinned host pool "
+        f"holds {pool / GIB:.4g} GiB, enough for {fit}"
+    )
+    if on_host_full == "error":
+        raise MemoryError(
+            f"{need}; offload less (offload_layers: {fit}), set on_host_full: save, "
+            "or set a larger XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB before JAX starts"
+        )
+    warnings.warn(f"jaxoffload: {need}, which offload (on_host_full: save)", stacklevel=2)
+    return fit

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Var
 from jax.extend.core.primitives import name_p
 
 from ._memory import nbytes
 from ._policy import VERDICT, Decision, Policy, PolicyError
-from ._tags import PlanName, read_plan_name
-from ._values import DOT, Value, named_values, write_names
+from ._tags import Name, PlanName, read_plan_name
+from ._values import DOT, Path, Value, named_values, write_names
 from ._xla import refuse_wrong_offload
 
 
@@ -66,9 +66,9 @@ class Plan:
         return f"Plan({', '.join(f'{"|".join(r.names) or "dot"}: {r.decision}' for r in self.rows)})"
 
     @property
-    def offloaded_bytes(self) -> int:
-        """Bytes a layer marked offload; an upper bound, for what the backward pass does not need is not kept."""
-        return sum(row.nbytes for row in self.rows if row.decision == "offload")
+    def offloads(self) -> bool:
+        """Whether anything is marked offload; the backward pass may still not need it."""
+        return any(row.decision == "offload" for row in self.rows)
 
 
 def make_plan(
@@ -90,7 +90,9 @@ def make_plan(
     labels = _labels(values)
     composites = _composite_bytes(values)
     digest = f"{zlib.crc32(repr((policy, layers)).encode()):08x}"
-    rows, written, conflicts = [], {}, []
+    rows: list[Row] = []
+    written: dict[tuple[Path, Var], PlanName] = {}
+    conflicts: list[str] = []
     for index, value in enumerate(values):
         try:
             decision, reason = _decide(value, labels[value], composites, policy, layers or Layers())
@@ -109,7 +111,7 @@ def make_plan(
     if problems:
         raise PolicyError(problems)
     plan = Plan(policy, depth, tuple(rows), seen, _notes(values, policy, layers))
-    if plan.offloaded_bytes:
+    if plan.offloads:
         refuse_wrong_offload()
     return plan, write_names(jaxpr, written)
 
@@ -125,7 +127,7 @@ def _decide(
     decision, reason = _by_policy(tagged, labels, value, policy)
     if decision == "offload":
         size = max((composites[n.composite] for n in tagged), default=nbytes(value.aval))
-        if size < policy.min_offload_bytes:
+        if size < int(policy.min_offload_bytes):
             decision, reason = "save", "smaller than min_offload_bytes"
         elif layers.decision != "offload":
             decision, reason = layers.decision, layers.reason
@@ -136,7 +138,7 @@ def _decide(
     return decision, reason
 
 
-def _by_policy(tagged: list, labels: Sequence[str], value: Value, policy: Policy) -> tuple[Decision, str]:
+def _by_policy(tagged: list[Name], labels: Sequence[str], value: Value, policy: Policy) -> tuple[Decision, str]:
     if any(n.keep for n in tagged):
         return "save", "keep=True"
     if not tagged:
@@ -147,9 +149,7 @@ def _by_policy(tagged: list, labels: Sequence[str], value: Value, policy: Policy
     matched = {text: hit for text, hit in hits.items() if hit}
     if len({decision for _, decision in matched.values()}) > 1:
         each = " and ".join(f"{t!r} is {d} by residuals[{p!r}]" for t, (p, d) in matched.items())
-        raise PolicyError(
-            [f"residuals: one value has several names with different decisions: {each}; give them one"]
-        )
+        raise PolicyError([f"residuals: one value has several names with different decisions: {each}; give them one"])
     if not matched:
         return policy.default, "default"
     pattern, decision = next(iter(matched.values()))
@@ -178,9 +178,7 @@ def _composite_bytes(values: list[Value]) -> dict[str, int]:
 def _notes(values: list[Value], policy: Policy, layers: Layers | None) -> tuple[str, ...]:
     notes = []
     if layers is None:
-        notes.append(
-            "checkpoint has no layers: resident_layers, offload_layers and other_layers do not apply"
-        )
+        notes.append("checkpoint has no layers: resident_layers, offload_layers and other_layers do not apply")
     if policy.dots != "recompute" and not any(v.names == [DOT] for v in values):
         notes.append(
             f"dots: {policy.dots} matched nothing: the function has no untagged matrix product without batch dimensions"

@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,7 @@ from ._tags import read_names
 Decision = Literal["save", "offload", "recompute"]
 
 _DECISIONS = get_args(Decision)
-_UNITS = {"": 1, "B": 1} | {
-    f"{p}{b}": s**k for k, p in enumerate("KMGT", 1) for b, s in (("iB", 1024), ("B", 1000))
-}
+_UNITS = {"": 1, "B": 1} | {f"{p}{b}": s**k for k, p in enumerate("KMGT", 1) for b, s in (("iB", 1024), ("B", 1000))}
 
 
 class PolicyError(ValueError):
@@ -74,9 +72,14 @@ class Policy:
         object.__setattr__(self, "residuals", tuple(dict(self.residuals).items()))
         object.__setattr__(self, "min_offload_bytes", _size(self.min_offload_bytes))
 
+    @property
+    def rules(self) -> tuple[tuple[str, Decision], ...]:
+        """`residuals` as pairs of pattern and decision."""
+        return cast(tuple[tuple[str, Decision], ...], self.residuals)
+
     def match(self, *names: str) -> tuple[str, Decision] | None:
         """The last pattern that matches one of `names`, and its decision."""
-        hits = (pair for pair in reversed(tuple(self.residuals)) if any(matches(pair[0], n) for n in names))
+        hits = (rule for rule in reversed(self.rules) if any(matches(rule[0], n) for n in names))
         return next(hits, None)
 
     def offloaded_layers(self, layers: int) -> int:
@@ -91,7 +94,7 @@ class Policy:
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """A sentence for each pattern that matches none of `names`."""
         names = sorted(set(names))
-        return [_unmatched(p, names) for p, _ in self.residuals if not any(matches(p, n) for n in names)]
+        return [_unmatched(p, names) for p, _ in self.rules if not any(matches(p, n) for n in names)]
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
         """JAX's `policy=`: what becomes of one equation's outputs."""
@@ -106,7 +109,7 @@ class Policy:
             decision = self.dots
         else:
             return VERDICT["recompute"]
-        if decision == "offload" and prim is name_p and nbytes(avals[0]) < self.min_offload_bytes:
+        if decision == "offload" and prim is name_p and nbytes(avals[0]) < int(self.min_offload_bytes):
             decision = "save"
         return VERDICT[decision]
 
@@ -141,9 +144,7 @@ def _components_match(pattern: list[str], name: list[str]) -> bool:
         return not name
     if pattern[0] == "**":
         return any(_components_match(pattern[1:], name[i:]) for i in range(len(name) + 1))
-    return (
-        bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _components_match(pattern[1:], name[1:])
-    )
+    return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _components_match(pattern[1:], name[1:])
 
 
 def _unmatched(pattern: str, names: list[str]) -> str:
@@ -209,9 +210,7 @@ def _number_problems(policy: Policy) -> list[str]:
             "use a number of bytes >= 0 or a string such as '512KiB', '1MiB' or '2GB'"
         )
     if not _is_count(policy.resident_layers):
-        problems.append(
-            f"resident_layers: {policy.resident_layers!r} is not allowed; use a whole number >= 0"
-        )
+        problems.append(f"resident_layers: {policy.resident_layers!r} is not allowed; use a whole number >= 0")
     wanted = policy.offload_layers
     fraction = isinstance(wanted, float) and 0 <= wanted <= 1
     if not (wanted == "all" or _is_count(wanted) or fraction):

@@ -6,7 +6,6 @@ back to the name that a plan gave it. So the table holds what autodiff keeps, no
 
 import dataclasses
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import name_p
 
-from ._checkpoint import checkpoint, checkpoint_p, differentiated
+from ._checkpoint import checkpoint, checkpoint_p, for_all_inputs, plan_key
 from ._memory import nbytes, on_host
 from ._plan import ARGUMENT, Plan, Row, make_plan
 from ._policy import Policy, PolicyError
@@ -165,9 +164,7 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
             untagged.append(_untagged(var.aval, where))
     rows = {row.plan_name: row for plan in plans for row in plan.rows}
     first = {names: i for i, names in reversed(list(enumerate(row.names for row in rows.values())))}
-    rows = dict(
-        sorted(rows.items(), key=lambda item: first[item[1].names])
-    )  # the parts of a scan side by side
+    rows = dict(sorted(rows.items(), key=lambda item: first[item[1].names]))  # the parts of a scan side by side
     tagged = [_tagged(row, by_name[row.plan_name], recomputed[row.plan_name]) for row in rows.values()]
     notes = dict.fromkeys(note for plan in plans for note in plan.notes)
     return Residuals((*tagged, *untagged), tuple(notes))
@@ -270,9 +267,7 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
     """
     seen = _names_under(jax.make_jaxpr(f)(*args), policy)
     if seen is None:
-        raise ValueError(
-            "check: no scan, checkpoint or jax.checkpoint in the function has this policy; pass the same"
-        )
+        raise ValueError("check: no scan, checkpoint or jax.checkpoint in the function has this policy; pass the same")
     if problems := policy.unmatched(seen):
         raise PolicyError(problems)
 
@@ -285,16 +280,10 @@ def _names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
         if isinstance(used, Plan) and used.policy == policy:
             found.append(used.seen)
         elif used == policy and eqn.primitive is checkpoint_p:
-            params = {k: v for k, v in eqn.params.items() if k not in ("jaxpr", "strict")}
-            found.append(_plan_of(eqn.params["jaxpr"], strict=False, **params).seen)
+            params = {**eqn.params, "strict": False}
+            found.append(for_all_inputs(params.pop("jaxpr"), *plan_key(**params)).plan.seen)
         elif used == policy:  # JAX's own checkpoint, with the policy as its callable
             body = eqn.params["jaxpr"]
             found.append(make_plan(body, policy, ["argument"] * len(body.invars), None, False)[0].seen)
         found += [inner for _, body in bodies(eqn) if (inner := _names_under(body, policy)) is not None]
     return set().union(*found) if found else None
-
-
-def _plan_of(jaxpr: Jaxpr, *, roles, policy, strict, prevent_cse, layers) -> Plan:
-    """The plan of a function that is not differentiated yet, for all its floating-point inputs."""
-    perturbed = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals)
-    return differentiated(jaxpr, perturbed, roles, policy, strict, prevent_cse, layers)[-1]

@@ -5,17 +5,16 @@ does, in one `lax.scan` for each group of neighbouring layers that treat their r
 last stay on the device.
 """
 
-import warnings
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
-from ._checkpoint import bind, differentiated
-from ._memory import GIB, host_pool_bytes, per_device
+from ._checkpoint import bind, for_all_inputs, host_bytes
+from ._memory import host_pool_bytes, layers_that_fit
 from ._plan import Layers
 from ._policy import Policy
 
@@ -68,9 +67,7 @@ class _Body(NamedTuple):
     @property
     def roles(self) -> tuple[str, ...]:
         xs = len(self.jaxpr.invars) - self.consts - self.carry
-        return (
-            ("weight",) * (len(self.jaxpr.consts) + self.consts) + ("carry",) * self.carry + ("weight",) * xs
-        )
+        return ("weight",) * (len(self.jaxpr.consts) + self.consts) + ("carry",) * self.carry + ("weight",) * xs
 
 
 class _Group(NamedTuple):
@@ -114,47 +111,26 @@ def _groups(body: _Body, policy: Policy) -> list[_Group]:
 
 def _that_fit(body: _Body, policy: Policy, offloaded: int) -> int:
     """As many of the layers that should offload as the pinned host pool holds."""
-    pool = host_pool_bytes()
-    if pool is None or not offloaded:
+    if not offloaded or host_pool_bytes() is None:
         return offloaded
-    perturbed = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in body.jaxpr.in_avals)
-    plan = differentiated(body.jaxpr, perturbed, body.roles, policy, False, True, Layers())[-1]
-    a_layer = per_device(plan.offloaded_bytes)
-    if a_layer * offloaded <= pool:
-        return offloaded
-    fit = pool // a_layer
-    need = (
-        f"scan: {offloaded} layers would offload {a_layer * offloaded / GIB:.2f} GiB a device, "
-        f"and the pinned host pool holds {pool / GIB:.2f} GiB, enough for {fit}"
-    )
-    if policy.on_host_full == "error":
-        raise MemoryError(
-            f"{need}; set offload_layers: {fit}, or on_host_full: save, "
-            "or a larger XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB before JAX starts"
-        )
-    warnings.warn(f"jaxoffload: {need}; the others keep theirs (on_host_full: save)", stacklevel=4)
-    return fit
+    made = for_all_inputs(body.jaxpr, body.roles, policy, False, True, Layers())
+    return layers_that_fit("scan", offloaded, host_bytes(made), policy.on_host_full)
 
 
 def _run(body, operands, groups, reverse, unroll, policy, strict) -> list[Any]:
-    consts, carry, xs = (
-        operands[: body.consts],
-        operands[body.consts : body.consts + body.carry],
-        operands[body.consts + body.carry :],
-    )
+    first, last = body.consts, body.consts + body.carry
+    consts, carry, xs = operands[:first], operands[first:last], operands[last:]
 
     def step(layers: Layers, carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = bind(
-            body.jaxpr, [*consts, *carry, *x], roles=body.roles, policy=policy, strict=strict, layers=layers
-        )
+        out = bind(body.jaxpr, [*consts, *carry, *x], roles=body.roles, policy=policy, strict=strict, layers=layers)
         return out[: body.carry], out[body.carry :]
 
-    parts = []
+    parts: list[list[Any]] = []
     for start, stop, layers in groups:
         rows = slice(body.layers - stop, body.layers - start) if reverse else slice(start, stop)
         part = xs if len(groups) == 1 else [x[rows] for x in xs]
         carry, ys = lax.scan(
-            lambda c, x, layers=layers: step(layers, c, x),
+            functools.partial(step, layers),
             carry,
             part,
             length=stop - start,

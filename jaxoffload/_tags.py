@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9_\-]+([./][A-Za-z0-9_\-]+)*")
 _KEEP = "#keep"
 
 
-def tag(x: T, name: str, *, keep: bool = False) -> T:
+def tag[T](x: T, name: str, *, keep: bool = False) -> T:
     """Name the arrays of a pytree, so that a `Policy` can save, offload or recompute each of them.
 
     One array is named `name`; the leaves of a composite get their field: `tag({"gate": g, "up": u}, "fc1")` names
@@ -102,9 +102,7 @@ def read_plan_name(text: str) -> PlanName | None:
     if not text.startswith(_PLAN_PREFIX):
         return None
     decision, depth, plan, value, names = text.removeprefix(_PLAN_PREFIX).split(":", 4)
-    return PlanName(
-        decision, int(depth), plan, int(value), tuple(map(_read_name, filter(None, names.split(" | "))))
-    )
+    return PlanName(decision, int(depth), plan, int(value), tuple(map(_read_name, filter(None, names.split(" | ")))))
 
 
 def read_names(text: str) -> tuple[Name, ...]:

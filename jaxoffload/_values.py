@@ -127,7 +127,8 @@ def _keeps_all_bits(eqn: JaxprEqn) -> bool:
     """JAX puts such a `reduce_precision` behind residuals (https://github.com/jax-ml/jax/pull/22244)."""
     if eqn.primitive.name != "reduce_precision":
         return False
-    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    aval: Any = eqn.invars[0].aval
+    info = jnp.finfo(aval.dtype)
     return eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant
 
 
@@ -173,8 +174,6 @@ def mark_dots(jaxpr: Jaxpr) -> Jaxpr:
         fresh = Var(eqn.outvars[0].aval)
         eqns.append(eqn.replace(outvars=[fresh, *eqn.outvars[1:]]))
         eqns.append(
-            new_jaxpr_eqn(
-                [fresh], [eqn.outvars[0]], name_p, {"name": DOT.text}, set(), eqn.source_info, eqn.ctx
-            )
+            new_jaxpr_eqn([fresh], [eqn.outvars[0]], name_p, {"name": DOT.text}, set(), eqn.source_info, eqn.ctx)
         )
     return jaxpr.replace(eqns=eqns)

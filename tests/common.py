@@ -5,6 +5,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Var
 
 from jaxoffload import Policy
 
@@ -50,15 +51,16 @@ def gradient_jaxpr(f, *args, argnums=0):
 
 
 def kept(f, *args):
-    """What autodiff keeps between forward and backward, arguments apart: a count of (place, dtype, shape)."""
+    """What autodiff keeps between forward and backward, arguments and constants apart: a count of (place, dtype, shape)."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(f, *args)[1]))(*args)
-    leaves = {v: None for v in jaxpr.outvars if hasattr(v, "count") or not hasattr(v, "val")}
+    given = {*jaxpr.invars, *jaxpr.constvars}
+    leaves = {v: None for v in jaxpr.outvars if isinstance(v, Var) and v not in given}
     place = lambda a: "host" if a.memory_space == jax.memory.Space.Host else "device"
-    return Counter((place(v.aval), str(v.aval.dtype), v.aval.shape) for v in leaves if v not in jaxpr.invars)
+    return Counter((place(v.aval), str(v.aval.dtype), v.aval.shape) for v in leaves)
 
 
 def kept_bytes(f, *args):
-    """(device, host) bytes that autodiff keeps, arguments apart."""
+    """(device, host) bytes that autodiff keeps, arguments and constants apart."""
     sums = Counter()
     for (place, dtype, shape), count in kept(f, *args).items():
         sums[place] += count * int(np.prod(shape)) * jnp.dtype(dtype).itemsize

@@ -7,9 +7,7 @@ def pytest_configure(config):
     # Before JAX is imported. `-m gpu` is the only way onto a GPU: the other tests count on CPU's exact sums.
     if config.option.markexpr != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["XLA_FLAGS"] = (
-            os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-        )
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
     import jax
 

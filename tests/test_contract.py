@@ -64,10 +64,7 @@ def reference(kind, saved):
 
 
 def assignments():
-    return [
-        dict(zip(NAMES, d, strict=True))
-        for d in itertools.product(("save", "offload", "recompute"), repeat=3)
-    ]
+    return [dict(zip(NAMES, d, strict=True)) for d in itertools.product(("save", "offload", "recompute"), repeat=3)]
 
 
 def saved_names(rules):
@@ -94,9 +91,7 @@ ON_GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("kind", ["checkpoint", "scan"])
 def test_gradients_of_all_27_assignments_equal_the_reference(kind, dtype, device):
-    through = (
-        through_checkpoint if kind == "checkpoint" else functools.partial(through_scan, resident_layers=0)
-    )
+    through = through_checkpoint if kind == "checkpoint" else functools.partial(through_scan, resident_layers=0)
     args = inputs(dtype)
     grads = run(lambda *args: [gradient(through(rules), (0, 1))(*args) for rules in assignments()], *args)
     size = len(grads) // 27
@@ -119,11 +114,7 @@ def test_the_host_holds_exactly_what_is_offloaded(kind, rules):
     saved = stacks(chosen("save"), lead)
     # The carry is kept beside: the layer's input is read by the norm's and the residual branch's recomputation. In
     # checkpoint it is an argument, and the sliced weights are no residuals of the layer.
-    beside = (
-        Counter({(LAYERS, BATCH, DIM): 1})
-        if kind == "scan"
-        else Counter({(DIM, HIDDEN): 2, (HIDDEN, DIM): 1})
-    )
+    beside = Counter({(LAYERS, BATCH, DIM): 1}) if kind == "scan" else Counter({(DIM, HIDDEN): 2, (HIDDEN, DIM): 1})
     assert by_place["device"] == saved + beside
 
 

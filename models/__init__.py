@@ -1,0 +1,1 @@
+"""Reference models and the training program, which use jaxoffload as any user would."""

@@ -1,0 +1,239 @@
+"""Policy: its fields, its patterns against a slow and plain reading of them, its use as JAX's own policy."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from common import assert_same_bits, count, gradient, gradient_jaxpr, kept, normal, policy, run
+from flax import linen as nn
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxoffload import Policy, PolicyError, check, tag
+from jaxoffload._policy import matches
+
+BAD_FIELDS = [
+    (
+        {"residuals": {"fc1": "ofload"}},
+        "residuals['fc1']: 'ofload' is not allowed",
+        "save or offload or recompute",
+        "offload",
+    ),
+    ({"residuals": {"fc1": True}}, "residuals['fc1']: True", "save or offload or recompute", None),
+    ({"residuals": ["fc1"]}, "residuals: ['fc1'] is not a mapping", "save, offload, recompute", None),
+    ({"residuals": {"": "save"}}, "residuals['']", "non-empty string", None),
+    ({"residuals": {3: "save"}}, "residuals[3]", "non-empty string", None),
+    ({"residuals": {"!fc1": "save"}}, "residuals['!fc1']", "no '!'", None),
+    ({"residuals": {"a//b": "save"}}, "residuals['a//b']", "a component is empty", None),
+    ({"residuals": {"fc 1": "save"}}, "residuals['fc 1']", "cannot have ' '", None),
+    ({"residuals": {"moe**/x": "save"}}, "residuals['moe**/x']", "whole components", None),
+    ({"default": "rekompute"}, "default: 'rekompute'", "save or offload or recompute", "recompute"),
+    ({"dots": None}, "dots: None", "save or offload or recompute", None),
+    ({"min_offload_bytes": "1 Mib"}, "min_offload_bytes: '1 Mib'", "512KiB", None),
+    ({"min_offload_bytes": -1}, "min_offload_bytes: -1", "bytes >= 0", None),
+    ({"min_offload_bytes": 1.5}, "min_offload_bytes: 1.5", "bytes >= 0", None),
+    ({"resident_layers": -1}, "resident_layers: -1", "whole number >= 0", None),
+    ({"resident_layers": True}, "resident_layers: True", "whole number >= 0", None),
+    ({"offload_layers": "al"}, "offload_layers: 'al'", "fraction from 0.0 to 1.0", "all"),
+    ({"offload_layers": 1.5}, "offload_layers: 1.5", "fraction from 0.0 to 1.0", None),
+    ({"offload_layers": -2}, "offload_layers: -2", "whole number >= 0", None),
+    ({"other_layers": "offload"}, "other_layers: 'offload'", "save or recompute", None),
+    ({"on_host_full": "eror"}, "on_host_full: 'eror'", "error or save", "error"),
+]
+
+
+@pytest.mark.parametrize("fields, key_and_value, allowed, nearest", BAD_FIELDS, ids=lambda x: str(x)[:30])
+def test_a_bad_field_is_named_with_its_value_and_what_is_allowed(fields, key_and_value, allowed, nearest):
+    with pytest.raises(PolicyError) as error:
+        Policy(**fields)
+    (problem,) = error.value.problems
+    assert problem.startswith(key_and_value) and allowed in problem
+    assert (f"the nearest is {nearest!r}" in problem) == (nearest is not None)
+
+
+def test_all_problems_are_raised_together():
+    with pytest.raises(PolicyError) as error:
+        Policy(residuals={"fc1": "x", "a//b": "save"}, dots="maybe", resident_layers=-3)
+    assert len(error.value.problems) == 4
+
+
+def test_a_policy_is_frozen_hashable_and_equal_by_value():
+    a, b = Policy(residuals={"fc1": "save"}), Policy(residuals=(("fc1", "save"),))
+    assert a == b and hash(a) == hash(b)
+    assert dataclasses.replace(a, residuals={"fc1": "offload"}) != a
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        a.dots = "save"
+
+
+@pytest.mark.parametrize(
+    "size, expected",
+    [(0, 0), (4096, 4096), ("17", 17), ("4KiB", 4096), ("1MiB", 2**20), ("0.5GiB", 2**29), ("2MB", 2 * 10**6)],
+)
+def test_sizes_are_bytes_or_strings(size, expected):
+    assert Policy(min_offload_bytes=size).min_offload_bytes == expected
+
+
+@pytest.mark.parametrize(
+    "pattern, name, expected",
+    [
+        ("fc1", "fc1", True),
+        ("fc1", "moe/shared/fc1", True),
+        ("fc1", "moe/fc10", False),
+        ("fc1", "fc1/other", False),
+        ("fc1", "moe/fc1.gate", True),
+        ("fc1.gate", "moe/fc1.gate", True),
+        ("fc1.gate", "moe/fc1.up", False),
+        ("fc1.gate", "fc1", False),
+        ("fc1.*", "fc1.up", True),
+        ("*.scale_inv", "moe/act.scale_inv", True),
+        ("moe/*", "moe/fc1", True),
+        ("moe/*", "moe/shared/fc1", False),
+        ("moe/*", "decoder/moe/fc1", False),
+        ("moe/**", "moe/shared/fc1", True),
+        ("**/fc1", "fc1", True),
+        ("**/fc1", "a/b/fc1.up", True),
+        ("**", "a/b", True),
+        ("*", "a/b", True),
+        ("FC1", "fc1", False),
+        ("fc[12]", "mlp/fc2", True),
+        ("a/**/z", "a/z", True),
+        ("a/**/z", "a/b/c/z", True),
+        ("layer.0/fc1", "layer.0/fc1.gate", True),
+    ],
+)
+def test_patterns(pattern, name, expected):
+    assert matches(pattern, name) == expected
+
+
+def slow_reading(pattern, name):
+    """The rules read literally, character by character."""
+
+    def component(p, n):
+        if not p:
+            return not n
+        if p[0] == "*":
+            return component(p[1:], n) or (n != "" and component(p, n[1:]))
+        return n != "" and p[0] in ("?", n[0]) and component(p[1:], n[1:])
+
+    def path(ps, ns):
+        if not ps:
+            return not ns
+        if ps[0] == "**":
+            return path(ps[1:], ns) or (ns != [] and path(ps, ns[1:]))
+        return ns != [] and component(ps[0], ns[0]) and path(ps[1:], ns[1:])
+
+    ps, ns = pattern.split("/"), name.split("/")
+    if "." not in ps[-1]:
+        ns = [*ns[:-1], ns[-1].split(".")[0]]
+    if "/" not in pattern and pattern != "**":
+        ns = ns[-1:]
+    return path(ps, ns)
+
+
+parts = st.lists(st.sampled_from(["a", "b", "ab", "fc1"]), min_size=1, max_size=3)
+fields = st.sampled_from(["", ".a", ".gate"])
+some_names = st.builds(lambda ps, f: "/".join(ps) + f, parts, fields)
+some_patterns = st.builds(
+    lambda ps, f: "/".join(ps) + f,
+    st.lists(st.sampled_from(["a", "b", "a*", "*", "**", "?b", "fc1", "*c*"]), min_size=1, max_size=4),
+    st.sampled_from(["", "", ".a", ".*", ".g*"]),
+).filter(lambda p: not any("**" in c and c != "**" for c in p.split("/")))
+decisions = st.sampled_from(["save", "offload", "recompute"])
+
+
+@settings(max_examples=1000, derandomize=True, deadline=None)
+@given(some_patterns, some_names)
+def test_patterns_as_a_slow_reading_has_them(pattern, name):
+    assert matches(pattern, name) == slow_reading(pattern, name)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.dictionaries(some_patterns, decisions, max_size=5), some_names)
+def test_the_last_matching_pattern_wins(residuals, name):
+    wanted = None
+    for pattern, decision in residuals.items():
+        if slow_reading(pattern, name):
+            wanted = (pattern, decision)
+    assert Policy(residuals=residuals).match(name) == wanted
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.integers(0, 9), st.one_of(st.just("all"), st.integers(0, 9), st.floats(0, 1)), st.integers(0, 9))
+def test_layers_arithmetic(n, wanted, resident):
+    k = Policy(offload_layers=wanted, resident_layers=resident).offloaded_layers(n)
+    asked = n if wanted == "all" else int(wanted * n) if isinstance(wanted, float) else wanted
+    assert k == max(0, min(asked, n - resident))
+
+
+# ------------------------------------------------------------------------------------------- as JAX's own policy
+
+
+def mlp(x, w):
+    return jnp.sin(tag(jnp.sin(tag(x @ w, "fc1")), "act")) @ w
+
+
+X, W = normal(0, (4, 8)), normal(1, (8, 8))
+RULES = {"fc1": "offload", "act": "save"}
+
+
+def test_callable_for_jax_checkpoint():
+    f = jax.checkpoint(mlp, policy=policy(RULES))
+    plain = jax.checkpoint(mlp, policy=jax.checkpoint_policies.save_only_these_names("fc1", "act"))
+    assert kept(f, X, W) == {("host", "float32", (4, 8)): 1, ("device", "float32", (4, 8)): 1}
+    assert_same_bits(run(gradient(f, (0, 1)), X, W), run(gradient(plain, (0, 1)), X, W))
+    check(policy(RULES), f, X, W)
+    with pytest.raises(PolicyError, match=r"residuals\['fc2'\].*nearest is 'fc1'"):
+        check(policy({"fc2": "save"}), jax.checkpoint(mlp, policy=policy({"fc2": "save"})), X, W)
+
+
+def test_callable_for_linen_remat():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = checkpoint_name(nn.Dense(8)(x), "fc1")
+            return nn.Dense(8)(tag(jnp.sin(x), "act"))
+
+    block = nn.remat(Block, policy=policy(RULES))()
+    params = block.init(jax.random.key(0), X)
+    f = lambda params, x: block.apply(params, x)
+    place = lambda held: sorted((p, n) for (p, _, shape), n in held.items() if shape == (4, 8))
+    assert place(kept(f, params, X)) == [("device", 1), ("host", 1)]
+
+
+def test_callable_for_nnx_remat():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.fc1 = nnx.Linear(8, 8, rngs=rngs)
+            self.fc2 = nnx.Linear(8, 8, rngs=rngs)
+
+        @functools.partial(nnx.remat, policy=policy(RULES))
+        def __call__(self, x):
+            x = checkpoint_name(self.fc1(x), "fc1")
+            return self.fc2(tag(jnp.sin(x), "act"))
+
+    graph, state = nnx.split(Block(nnx.Rngs(0)))
+    f = lambda state, x: nnx.merge(graph, state)(x)
+    held = kept(f, state, X)
+    assert held["host", "float32", (4, 8)] == 1
+
+
+def test_callable_keeps_dots_tagged_integers_and_opt_outs():
+    def f(x, w):
+        h = tag(x @ w, "fc1", keep=True)
+        order = tag(jnp.argsort(h), "order")
+        return jnp.take_along_axis(jnp.sin(h), order, 1) @ w
+
+    every = jax.checkpoint(f, policy=policy({"**": "offload"}))
+    assert kept(every, X, W) == {("device", "float32", (4, 8)): 1, ("device", "int32", (4, 8)): 1}
+    dots = jax.checkpoint(lambda x, w: jnp.sin(x @ w) @ w, policy=policy(dots="offload"))
+    assert kept(dots, X, W) == {("host", "float32", (4, 8)): 1}
+    assert count(gradient_jaxpr(dots, X, W, argnums=(0, 1)), "dot_general") == 6
+
+
+def test_callable_saves_what_is_small():
+    f = jax.checkpoint(mlp, policy=Policy(residuals=RULES))
+    assert kept(f, X, W) == {("device", "float32", (4, 8)): 2}

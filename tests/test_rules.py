@@ -1,0 +1,456 @@
+"""The ten rules of a policy, each with its tests, on small functions whose residuals can be counted by hand."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from common import (
+    assert_same_bits,
+    count,
+    equations,
+    gradient,
+    gradient_jaxpr,
+    kept,
+    kept_bytes,
+    normal,
+    policy,
+    run,
+)
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxoffload import Policy, PolicyError, check, checkpoint, residuals, scan, scope, tag
+
+X, W = normal(0, (4, 8)), normal(1, (8, 8)) * 0.5
+ONE = 4 * 8 * 4  # bytes of a float32 (4, 8)
+HOST, DEVICE = ("host", "float32", (4, 8)), ("device", "float32", (4, 8))
+
+
+def under(f, rules=(), **fields):
+    return checkpoint(f, policy=policy(rules, **fields))
+
+
+def states(f, *args, **kwargs):
+    """name -> (state, reason)"""
+    return {name: (r.state, r.reason) for r in residuals(f, *args, **kwargs) for name in r.names}
+
+
+def fails(f, *args):
+    with pytest.raises(PolicyError) as error:
+        jax.make_jaxpr(gradient(f))(*args)
+    return str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------- 1
+
+
+def two_scopes(x, w):
+    for name in ("attn", "mlp"):
+        with scope(name):
+            fc1 = tag({"gate": x @ w, "up": x @ (w + 1)}, "fc1")
+            x = jnp.sin(tag(fc1["gate"] * fc1["up"], "act"))
+    return x
+
+
+def test_rule_1_matching_by_last_component_scope_field_and_order():
+    f = under(two_scopes, {"fc1": "offload", "attn/*": "save", "mlp/fc1.up": "recompute"})
+    found = {name: state for name, (state, _) in states(f, X, W).items()}
+    assert found == {
+        "attn/fc1.gate": "saved",
+        "attn/fc1.up": "saved",
+        "attn/act": "saved",
+        "mlp/fc1.gate": "offloaded",
+        "mlp/fc1.up": "recomputed",
+        "mlp/act": "recomputed",
+    }
+    assert kept(f, X, W)[HOST] == 1 and kept(f, X, W)[DEVICE] == 3
+
+
+# ---------------------------------------------------------------------------------------------- 2
+
+
+def test_rule_2_nested_tags_are_one_value_kept_once():
+    f = lambda x, w: jnp.sin(tag(tag(x @ w, "inner"), "outer"))
+    for rules in ({"inner": "offload", "outer": "offload"}, {"inner": "offload"}, {"outer": "offload"}):
+        assert kept(under(f, rules), X, W) == {HOST: 1}
+    assert states(under(f, {"outer": "save"}), X, W)["inner"] == ("saved", "outer")
+
+
+def test_rule_2_sibling_tags_are_one_value_kept_once():
+    def f(x, w):
+        h = x @ w
+        return jnp.sin(tag(h, "p")) * jnp.cos(tag(h, "q"))
+
+    assert kept(under(f, {"p": "save", "q": "save"}), X, W) == {DEVICE: 1}
+    assert kept(under(f, {"p": "offload"}), X, W) == {HOST: 1}
+
+
+def test_rule_2_one_value_through_jit_and_reduce_precision():
+    def f(x, w):
+        h = jax.jit(lambda x: tag(x @ w, "inside"))(x)
+        h = lax.reduce_precision(h, exponent_bits=8, mantissa_bits=23)
+        return jax.jit(lambda h: jnp.sin(tag(h, "deeper")))(tag(h, "outside"))
+
+    assert kept(under(f, {"*side": "offload", "deeper": "offload"}), X, W) == {HOST: 1}
+    assert "'inside' is save" in fails(under(f, {"inside": "save", "deeper": "offload"}), X, W)
+
+
+def test_rule_2_one_value_through_custom_vjp():
+    @jax.custom_vjp
+    def f(x, w):
+        return jnp.sin(x @ w)
+
+    def forward(x, w):
+        out = checkpoint_name(jnp.sin(x @ w), "inside")
+        return out, (out, w)
+
+    f.defvjp(forward, lambda res, ct: ((ct * res[0]) @ res[1].T, jnp.zeros_like(res[1])))
+    g = lambda x, w: jnp.exp(tag(f(x, w), "outside"))
+    both = under(g, {"inside": "offload", "outside": "offload"})
+    assert kept(both, X, W) == {HOST: 1}
+    assert count(gradient_jaxpr(both, X, W), "sin") == 1
+    assert kept(under(g, {"outside": "offload"}), X, W) == {HOST: 1}  # the rule's own residual is the same value
+    assert "'outside' is offload" in fails(under(g, {"inside": "save", "outside": "offload"}), X, W)
+
+
+def test_rule_2_different_decisions_are_an_error_that_shows_both():
+    f = lambda x, w: jnp.sin(tag(tag(x @ w, "a"), "b"))
+    said = fails(under(f, {"a": "save", "b": "offload"}), X, W)
+    assert "'a' is save by residuals['a']" in said and "'b' is offload by residuals['b']" in said
+
+
+def test_rule_2_branches_of_a_cond_hold_their_own_values():
+    def f(x, w):
+        a = lambda: jnp.exp(tag(jnp.sin(x @ w), "p"))
+        b = lambda: jnp.exp(tag(jnp.cos(x @ w), "q"))
+        return lax.cond(x[0, 0] > 0, a, b)
+
+    g = under(f, {"p": "save", "q": "offload"})
+    assert kept(g, X, W) == {HOST: 1, DEVICE: 1}
+    for x in (X, -X):
+        assert_same_bits(run(gradient(g, (0, 1)), x, W), run(gradient(f, (0, 1)), x, W))
+    both_names = lambda x, w: tag(f(x, w), "r")
+    assert kept(under(both_names, {"p": "save", "q": "offload", "r": "save"}), X, W)[HOST] == 1
+
+
+# ---------------------------------------------------------------------------------------------- 3
+
+
+def test_rule_3_keep_beats_every_pattern():
+    f = lambda x, w: jnp.sin(tag(x @ w, "fc1", keep=True))
+    for rules in ({"**": "offload"}, {"fc1": "recompute"}, {}):
+        assert kept(under(f, rules), X, W) == {DEVICE: 1}
+        assert states(under(f, rules), X, W)["fc1"] == ("saved", "keep=True")
+    two = lambda x, w: jnp.sin(tag(tag(x @ w, "a"), "b", keep=True))
+    assert kept(under(two, {"a": "offload", "b": "recompute"}), X, W) == {DEVICE: 1}
+
+
+def test_rule_3_tagged_integers_booleans_and_keys_stay_saved():
+    def f(x, w):
+        key = tag(jax.random.fold_in(jax.random.key(0), 7), "key")
+        mask = tag(jax.random.bernoulli(key, 0.5, x.shape), "mask")
+        scores = x @ w
+        ids = tag(lax.top_k(scores, 2)[1], "routing")
+        return jnp.take_along_axis(jnp.where(mask, scores, 0.0), ids, 1)
+
+    for decision in ("offload", "recompute"):
+        g = under(f, {"**": decision})
+        held = kept(g, X, W)
+        assert held["device", "bool", (4, 8)] == 1 and held["device", "int32", (4, 2)] == 1
+        jaxpr = gradient_jaxpr(g, X, W, argnums=(0, 1))
+        assert count(jaxpr, "top_k") == 1 and count(jaxpr, "random_fold_in") == 1
+        assert states(g, X, W)["routing"] == ("saved", "integers are always saved")
+
+
+def test_rule_3_a_key_that_the_backward_pass_reads_is_saved_not_made_again():
+    def f(x, w):
+        key = tag(jax.random.fold_in(jax.random.key(0), 7), "key")
+        return x @ w * jax.random.normal(key, (4, 8))
+
+    g = under(f, {"key": "recompute"})
+    assert count(gradient_jaxpr(g, X, W), "random_fold_in") == 1
+    assert states(g, X, W)["key"][0] == "saved"
+
+
+def test_rule_3_patterns_beat_the_default_and_untagged_values_follow_jax():
+    f = lambda x, w: jnp.sin(jnp.sin(tag(jnp.sin(tag(x @ w, "a")), "b")))
+    assert kept(under(f, {"a": "recompute"}, default="offload"), X, W) == {HOST: 1}
+    assert states(under(f, {"a": "recompute"}, default="offload"), X, W)["b"] == ("offloaded", "default")
+
+
+# ---------------------------------------------------------------------------------------------- 4
+
+
+def dots(x, w):
+    h = jnp.sin(tag(x @ w, "fc1"))
+    h = jnp.sin(h @ w)
+    return jnp.sin(jnp.einsum("bij,bjk->bik", h[None], w[None])[0])
+
+
+def test_rule_4_dots_keep_untagged_products_without_batch_dimensions():
+    assert kept(under(dots, {"fc1": "recompute"}, dots="save"), X, W) == {DEVICE: 1}
+    assert kept(under(dots, {"fc1": "recompute"}, dots="offload"), X, W) == {HOST: 1}
+    found = states(under(dots, {"fc1": "recompute"}, dots="offload"), X, W)
+    assert found["(matrix product)"] == ("offloaded", "dots")
+
+
+def test_rule_4_a_tag_marked_recompute_does_not_keep_its_dot():
+    f = under(lambda x, w: jnp.sin(tag(x @ w, "fc1")), {"fc1": "recompute"}, dots="save")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert kept(f, X, W) == {}
+        assert count(gradient_jaxpr(f, X, W, argnums=(0, 1)), "dot_general") == 1 + 1 + 2
+
+
+def test_rule_4_not_inside_custom_vjp_forward_rules():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.defvjp(lambda x, w: (jnp.sin(x @ w), (x, w, x @ w)), lambda r, ct: (ct @ r[1].T * r[2], r[0].T @ ct))
+    f = under(lambda x, w: jnp.sin(product(jnp.sin(x @ w), w)), dots="save")
+    assert kept(f, X, W) == {DEVICE: 1}
+
+
+def test_rule_4_one_warning_and_a_note_where_dots_matched_nothing():
+    f = under(lambda x, w: jnp.sin(tag(x @ w, "fc1")), {"fc1": "save"}, dots="save")
+    with pytest.warns(UserWarning, match="dots: save matched nothing") as seen:
+        table = residuals(f, X, W)
+    assert len(seen) == 1
+    assert any("dots: save matched nothing" in note for note in table.notes)
+
+
+# ---------------------------------------------------------------------------------------------- 5
+
+
+def test_rule_5_a_pattern_without_a_match_names_the_nearest():
+    said = fails(under(two_scopes, {"fc1": "save", "atn/act": "offload"}), X, W)
+    assert "residuals['atn/act']" in said and "the nearest is 'attn/act'" in said and "mlp/fc1.gate" in said
+    assert "residuals['fc1']" not in said
+
+
+def test_rule_5_several_stacks_share_one_policy_under_check():
+    def model(rules):
+        p = policy(rules)
+
+        def loss(x, w):
+            x = checkpoint(lambda x: jnp.sin(tag(x @ w, "dense")), policy=p, strict=False)(x)
+            return scan(lambda x, _: (jnp.sin(tag(x @ w, "moe")), None), x, length=2, policy=p, strict=False)[0].sum()
+
+        return p, loss
+
+    p, loss = model({"dense": "save", "moe": "save"})
+    for f in (loss, jax.grad(loss), jax.jit(jax.value_and_grad(loss))):
+        check(p, f, X, W)
+    p, loss = model({"dense": "save", "mo": "save"})
+    for f in (loss, jax.jit(jax.grad(loss))):
+        with pytest.raises(PolicyError, match=r"residuals\['mo'\].*nearest is 'moe'"):
+            check(p, f, X, W)
+    with pytest.raises(ValueError, match="has this policy"):
+        check(policy({"moe": "save"}), loss, X, W)
+
+
+def test_rule_5_names_are_seen_through_everything():
+    @jax.custom_vjp
+    def custom(x):
+        return jnp.sin(x)
+
+    def forward(x):
+        return checkpoint_name(jnp.sin(x), "in_custom_vjp"), x
+
+    custom.defvjp(forward, lambda x, ct: (ct * jnp.cos(x),))
+
+    def f(x, w):
+        x = jax.jit(lambda x: jnp.sin(tag(x, "in_jit")))(x)
+        x = lax.cond(x[0, 0] > 0, lambda: jnp.sin(tag(x * 2, "in_cond")), lambda: x)
+        x, _ = lax.scan(lambda x, _: (jnp.sin(tag(x @ w, "in_scan")), None), x, length=2)
+        x, _ = scan(
+            lambda x, _: (jnp.sin(tag(x @ w, "in_ours")), None),
+            x,
+            length=2,
+            policy=policy({"in_ours": "save"}, resident_layers=0),
+        )
+        x = jax.checkpoint(lambda x: jnp.sin(tag(x * 2, "in_remat")))(x)
+        x = checkpoint(lambda x: jnp.sin(tag(x * 2, "in_ours_too")), policy=policy({"in_ours_too": "save"}))(x)
+        x = jax.vmap(lambda x: jnp.sin(tag(x * 2, "in_vmap")))(x)
+        return custom(x)
+
+    table = residuals(under(f, {"in_*": "offload"}), X, W)
+    where = {r.names[0]: r.state for r in table if r.names}
+    wanted = ["in_jit", "in_cond", "in_scan", "in_ours", "in_remat", "in_ours_too", "in_vmap"]
+    assert all(where[name] == "offloaded" for name in wanted), where
+    assert where["in_custom_vjp"] == "not needed"  # that rule's backward pass reads its input
+
+
+def test_rule_5_a_foreign_name_of_several_values_is_numbered():
+    def f(x, w):
+        a, b = checkpoint_name(x @ w, "context"), checkpoint_name(x @ (w + 1), "context")
+        return jnp.sin(a) * jnp.cos(b)
+
+    found = states(under(f, {"context": "save", "context.1": "offload"}), X, W)
+    assert found["context.0"][0] == "saved" and found["context.1"][0] == "offloaded"
+    assert states(under(f, {"context": "offload"}), X, W)["context.0"][0] == "offloaded"
+
+
+# ---------------------------------------------------------------------------------------------- 6
+
+
+def body(x, w):
+    x = tag(x, "layer_input")
+    return jnp.sin(tag(x @ w, "fc1")), None
+
+
+WS = normal(2, (6, 8, 8)) * 0.5
+
+
+@pytest.mark.parametrize(
+    "fields, offloaded, saved",
+    [
+        ({}, 5, 1),
+        ({"resident_layers": 0}, 6, 0),
+        ({"resident_layers": 2}, 4, 2),
+        ({"offload_layers": 3}, 3, 3),
+        ({"offload_layers": 0.5}, 3, 3),
+        ({"offload_layers": 0.99, "resident_layers": 0}, 5, 1),
+        ({"offload_layers": 3, "other_layers": "recompute"}, 3, 1),
+        ({"offload_layers": 3, "other_layers": "recompute", "resident_layers": 2}, 3, 2),
+        ({"offload_layers": 0}, 0, 6),
+        ({"offload_layers": 9}, 5, 1),
+        ({"resident_layers": 6}, 0, 6),
+        ({"resident_layers": 7}, 0, 6),
+    ],
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_rule_6_layers(fields, offloaded, saved, reverse):
+    f = lambda x, w: scan(body, x, w, reverse=reverse, policy=policy({"fc1": "offload"}, **fields))
+    layers = {"offloaded": 0, "saved": 0, "recomputed": 0}
+    for r in residuals(f, X, WS):
+        if r.names == ("fc1",):
+            layers[r.state] += r.layers
+    assert layers == {"offloaded": offloaded, "saved": saved, "recomputed": 6 - offloaded - saved}
+    assert kept_bytes(f, X, WS)[1] == offloaded * ONE
+
+
+def test_rule_6_the_report_says_resident():
+    f = lambda x, w: scan(body, x, w, policy=policy({"fc1": "offload"}, resident_layers=6))
+    assert states(f, X, WS)["fc1"] == ("saved", "resident")
+
+
+def test_rule_6_a_layers_value_is_the_same_wherever_the_stack_is_split():
+    want = run(gradient(lambda x, w: lax.scan(jax.checkpoint(body), x, w), (0, 1)), X, WS)
+    fields = [{"resident_layers": 2}, {"offload_layers": 2, "other_layers": "recompute"}]
+    fs = [lambda x, w, k=k: scan(body, x, w, policy=policy({"fc1": "offload"}, **k)) for k in fields]
+    got = run(lambda *args: [gradient(f, (0, 1))(*args) for f in fs], X, WS)
+    assert_same_bits(got[:2], want)
+    assert_same_bits(got[2:], want)
+
+
+def test_rule_6_checkpoint_has_no_layers_and_the_report_says_so():
+    f = under(lambda x, w: body(x, w)[0], {"fc1": "offload"}, resident_layers=5, offload_layers=0)
+    assert kept(f, X, W) == {HOST: 1}
+    assert any("checkpoint has no layers" in note for note in residuals(f, X, W).notes)
+
+
+# ---------------------------------------------------------------------------------------------- 7
+
+
+def test_rule_7_the_carry_is_never_recomputed():
+    f = lambda x, w: scan(body, x, w, policy=policy({"layer_input": "recompute"}, resident_layers=0))
+    assert states(f, X, WS)["layer_input"] == ("saved", "carry")
+    assert kept(f, X, WS) == {("device", "float32", (6, 4, 8)): 1}
+
+
+def test_rule_7_tag_and_argument_are_one_value():
+    f = lambda x, w: scan(body, x, w, policy=policy({"layer_input": "offload"}, resident_layers=0))
+    assert kept(f, X, WS) == {("host", "float32", (6, 4, 8)): 1}
+
+
+# ---------------------------------------------------------------------------------------------- 8
+
+
+def test_rule_8_weights_and_plain_arguments_are_never_moved_or_copied():
+    shared = normal(5, (8,))
+
+    def tagged_weights(x, w):
+        w = tag(w, "weight")
+        return jnp.sin(x @ w) * tag(shared, "scale").reshape(1, 8), None
+
+    rules = {"weight": "offload", "scale": "offload"}
+    f = lambda x, w: scan(tagged_weights, x, w, policy=policy(rules, resident_layers=0))
+    assert kept(f, X, WS) == {("device", "float32", (6, 4, 8)): 1}  # the carry
+    assert states(f, X, WS)["weight"] == ("saved", "argument")
+    g = under(lambda x, w: jnp.sin(tag(x, "x") @ tag(w, "w")), {"x": "recompute", "w": "save"})
+    assert kept(g, X, W) == {}
+    assert states(g, X, W)["w"] == ("saved", "argument")
+
+
+def test_rule_8_an_argument_of_checkpoint_moves_only_if_it_is_tagged_and_marked():
+    f = under(lambda x, w: jnp.sin(tag(x, "layer_input") @ w), {"layer_input": "offload"})
+    assert kept(f, X, W) == {HOST: 1}
+
+
+def test_rule_8_the_host_side_is_pinned_host_and_nothing_else():
+    f = under(lambda x, w: jnp.sin(tag(x @ w, "fc1")), {"fc1": "offload"})
+    places = [
+        d for e in equations(gradient_jaxpr(f, X, W)) if e.primitive.name == "device_put" for d in e.params["devices"]
+    ]
+    assert sorted(map(str, places)) == ["MemorySpace.Device", "MemorySpace.Host"]
+
+
+# ---------------------------------------------------------------------------------------------- 9
+
+
+def test_rule_9_sizes_are_as_traced_global_outside_shard_map_and_local_inside():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    P = jax.P
+    local = under(lambda x, w: jnp.sin(tag(x @ w, "fc1")), {"fc1": "offload"})
+    inside = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    outside = under(
+        jax.shard_map(
+            lambda x, w: jnp.sin(tag(x @ w, "fc1")), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+        ),
+        {"fc1": "offload"},
+    )
+    for f in (inside, outside):
+        (row,) = [r for r in residuals(f, X, W) if r.names]
+        assert row.shape == (1, 8) and row.bytes_per_layer == 1 * 8 * 4
+        assert kept_bytes(f, X, W)[1] == ONE  # the global array that shard_map hands on
+    (row,) = [r for r in residuals(jax.jit(local), X, W) if r.names]
+    assert row.shape == (4, 8)
+
+
+def test_rule_9_min_offload_bytes_judges_a_composite_whole():
+    def f(x, w):
+        fc1 = tag({"gate": x @ w, "up": x @ (w + 1)}, "fc1")
+        return jnp.sin(fc1["gate"]) * jnp.sin(fc1["up"]) + jnp.sin(tag(x @ w, "other"))
+
+    rules = {"fc1": "offload", "other": "offload"}
+    g = checkpoint(f, policy=Policy(residuals=rules, min_offload_bytes=2 * ONE))
+    assert kept(g, X, W) == {HOST: 2, DEVICE: 1}
+    assert states(g, X, W)["other"] == ("saved", "smaller than min_offload_bytes")
+    h = checkpoint(f, policy=Policy(residuals=rules, min_offload_bytes=2 * ONE + 1))
+    assert kept(h, X, W) == {DEVICE: 3}
+
+
+# ---------------------------------------------------------------------------------------------- 10
+
+
+def test_rule_10_the_four_states():
+    def layer(x, w):
+        x = tag(x, "layer_input")
+        h = tag(x @ w, "fc1")
+        h = tag(jnp.sin(h), "act")
+        h = tag(jnp.sin(h), "other")
+        return x + tag(h @ w, "fc2"), None
+
+    rules = {"fc1": "offload", "act": "save", "other": "recompute", "fc2": "offload"}
+    f = lambda x, w: scan(layer, x, w, policy=policy(rules, resident_layers=0))
+    table = {r.names[0]: (r.state, r.layers, r.bytes) for r in residuals(f, X, WS)}
+    assert table == {
+        "layer_input": ("saved", 6, 6 * ONE),
+        "fc1": ("offloaded", 6, 6 * ONE),
+        "act": ("saved", 6, 6 * ONE),
+        "other": ("recomputed", 6, 6 * ONE),
+        "fc2": ("not needed", 0, 0),
+    }

@@ -206,8 +206,8 @@ def _backward_plans(jaxpr: Jaxpr) -> tuple[list[Plan], dict[str, int]]:
     def walk(jaxpr: Jaxpr, times: int, backward: bool) -> None:
         for eqn in jaxpr.eqns:
             inner = backward
-            if isinstance(plan := eqn.params.get("policy"), Plan):
-                plans[plan] = None
+            if not backward and eqn.params.get("differentiated") and isinstance(plan := eqn.params["policy"], Plan):
+                plans[plan] = None  # the plans inside it decide when the backward pass runs it again, not before
                 inner = True
             if backward and eqn.primitive is name_p and read_plan_name(eqn.params["name"]):
                 recomputed[eqn.params["name"]] += times

@@ -51,7 +51,7 @@ def gradient_jaxpr(f, *args, argnums=0):
 
 
 def kept(f, *args):
-    """What autodiff keeps between forward and backward, arguments and constants apart: a count of (place, dtype, shape)."""
+    """What autodiff keeps, apart from arguments and constants: (place, dtype, shape) -> count."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(f, *args)[1]))(*args)
     given = {*jaxpr.invars, *jaxpr.constvars}
     leaves = {v: None for v in jaxpr.outvars if isinstance(v, Var) and v not in given}

@@ -6,6 +6,7 @@ own, and the plan, as JAX's policy, looks at those names alone.
 """
 
 import dataclasses
+import functools
 import warnings
 import zlib
 from collections import defaultdict
@@ -64,6 +65,11 @@ class Plan:
     def __repr__(self) -> str:
         """Short, for it stands in every printed jaxpr."""
         return f"Plan({', '.join(f'{"|".join(r.names) or "dot"}: {r.decision}' for r in self.rows)})"
+
+    @functools.cached_property
+    def plan_names(self) -> frozenset[str]:
+        """The names that the plan wrote."""
+        return frozenset(row.plan_name for row in self.rows)
 
     @property
     def offloads(self) -> bool:

@@ -7,7 +7,7 @@ back to the name that a plan gave it. So the table holds what autodiff keeps, no
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -151,23 +151,28 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
         return kept, vjp(jax.tree.map(_zero_cotangent, out))
 
     jaxpr = jax.make_jaxpr(forward_and_backward)(*args)
-    plans, recomputed = _backward_plans(jaxpr)
-    arguments = {*jaxpr.invars, *jaxpr.constvars}
-    kept = {v: None for v in jaxpr.outvars[:kept_leaves] if isinstance(v, Var) and v not in arguments}
-    by_name: dict[str, list[Var]] = defaultdict(list)
+    plans, recomputed = _plans(jaxpr)
+    rows = _side_by_side(row for plan in plans for row in plan.rows)
+    kept: dict[str, list[Var]] = {name: [] for name in rows}
     untagged = []
-    for var in kept:
+    arguments = {*jaxpr.invars, *jaxpr.constvars}
+    for var in dict.fromkeys(v for v in jaxpr.outvars[:kept_leaves] if isinstance(v, Var) and v not in arguments):
         plan_name, where = _origin(jaxpr, var)
-        if plan_name:
-            by_name[plan_name].append(var)
+        if plan_name in kept:
+            kept[plan_name].append(var)
         else:
             untagged.append(_untagged(var.aval, where))
-    rows = {row.plan_name: row for plan in plans for row in plan.rows}
-    first = {names: i for i, names in reversed(list(enumerate(row.names for row in rows.values())))}
-    rows = dict(sorted(rows.items(), key=lambda item: first[item[1].names]))  # the parts of a scan side by side
-    tagged = [_tagged(row, by_name[row.plan_name], recomputed[row.plan_name]) for row in rows.values()]
+    tagged = [_tagged(row, kept[name], recomputed[name]) for name, row in rows.items()]
     notes = dict.fromkeys(note for plan in plans for note in plan.notes)
     return Residuals((*tagged, *untagged), tuple(notes))
+
+
+def _side_by_side(rows: Iterable[Row]) -> dict[str, Row]:
+    """Plan name -> row; in order, but the parts of a scan, which have rows of the same names, side by side."""
+    groups: dict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        groups[row.names][row.plan_name] = row
+    return {name: row for group in groups.values() for name, row in group.items()}
 
 
 def _zero_cotangent(out: Any) -> Any:
@@ -198,25 +203,30 @@ def _untagged(aval: Any, where: str) -> Residual:
     return Residual((), tuple(aval.shape), str(aval.dtype), size, 1, size, state, None, where)
 
 
-def _backward_plans(jaxpr: Jaxpr) -> tuple[list[Plan], dict[str, int]]:
-    """The plans that the gradient runs, and for each plan name how many layers' backward computes its value again."""
-    plans: dict[Plan, None] = {}
+def _plans(jaxpr: Jaxpr) -> tuple[list[Plan], dict[str, int]]:
+    """The outermost plans of a gradient, in the order of the layers; and for each plan name, in how many layers the
+    backward pass computes its value again."""
+    outermost: dict[Plan, None] = {}
+    nested: set[Plan] = set()  # they decide when the backward pass runs them again, not what it finds
     recomputed: dict[str, int] = defaultdict(int)
 
-    def walk(jaxpr: Jaxpr, times: int, backward: bool) -> None:
+    def walk(jaxpr: Jaxpr, times: int, owner: Plan | None) -> None:
         for eqn in jaxpr.eqns:
-            inner = backward
-            if not backward and eqn.params.get("differentiated") and isinstance(plan := eqn.params["policy"], Plan):
-                plans[plan] = None  # the plans inside it decide when the backward pass runs it again, not before
-                inner = True
-            if backward and eqn.primitive is name_p and read_plan_name(eqn.params["name"]):
+            inside = owner
+            if isinstance(plan := eqn.params.get("policy"), Plan):
+                inside = owner or plan
+                if owner:
+                    nested.add(plan)
+                else:
+                    outermost[plan] = None
+            if owner and eqn.primitive is name_p and eqn.params["name"] in owner.plan_names:
                 recomputed[eqn.params["name"]] += times
             for _, body in bodies(eqn):
-                walk(body, times * eqn.params.get("length", 1), inner)
+                walk(body, times * eqn.params.get("length", 1), inside)
 
-    walk(jaxpr, 1, False)
+    walk(jaxpr, 1, None)
     # The backward pass meets the last part of a function first.
-    return list(plans)[::-1], recomputed
+    return [plan for plan in reversed(outermost) if plan not in nested], recomputed
 
 
 def _origin(jaxpr: Jaxpr, var: Var) -> tuple[str | None, str]:
@@ -226,7 +236,7 @@ def _origin(jaxpr: Jaxpr, var: Var) -> tuple[str | None, str]:
         eqn = producer[var]
         prim = eqn.primitive.name
         if prim == "name" and read_plan_name(eqn.params["name"]):
-            return eqn.params["name"], ""
+            return eqn.params["name"], "an inner plan"
         if prim not in ("name", "reduce_precision", "device_put"):
             return _inner_origin(eqn, eqn.outvars.index(var))
         if isinstance(eqn.invars[0], Literal):
@@ -242,7 +252,7 @@ def _inner_origin(eqn: JaxprEqn, index: int) -> tuple[str | None, str]:
         if isinstance(inner, Var):
             name, where = _origin(body, inner)
             if name:
-                return name, ""
+                return name, where
             if prim == "scan":
                 return None, "the carry of a scan" if where == "an input" else f"{where}, in a scan"
             if prim != "cond":

@@ -1,7 +1,7 @@
 """The values of a jaxpr that have names: found through nested jaxprs, and named anew at their definitions.
 
-A value is one array, however many variables stand for it: a `name` and a `reduce_precision` that changes nothing pass
-their operand on, and the operands of a nested jit or branch are the variables inside.
+A value is one array, however many variables stand for it: a `name`, a sharding constraint and a `reduce_precision`
+that changes nothing pass their operand on, and the operands of a nested jit or branch are the variables inside.
 """
 
 import dataclasses
@@ -19,6 +19,9 @@ from ._tags import Name, PlanName, read_names, read_plan_name
 # Where a variable lives: the equation numbers and parameters that lead to its jaxpr. The same jaxpr object can stand
 # at two places, with a value each.
 Path = tuple[Any, ...]
+
+# Equations whose result is their operand.
+_IDENTITIES = {"name", "sharding_constraint"}
 
 # Equations whose nested jaxpr's results are the equation's own results.
 _CALLS = {"jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "jaxoffload_checkpoint"}
@@ -80,7 +83,7 @@ class _Search:
                     for var, result in zip(eqn.outvars, body.outvars, strict=True):
                         if (value := self.value(inside, result)) is not None:
                             self.at[path, var] = value
-            if eqn.primitive is name_p or _keeps_all_bits(eqn):
+            if eqn.primitive.name in _IDENTITIES or _keeps_all_bits(eqn):
                 self.alias(path, eqn.outvars[0], self.value(path, eqn.invars[0]))
             if eqn.primitive is name_p:
                 self.add_names(self.at[path, eqn.outvars[0]], eqn.params["name"])

@@ -1,0 +1,1 @@
+"""Peers side by side in one run; what was measured is in results/."""

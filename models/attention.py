@@ -1,0 +1,58 @@
+"""Causal grouped-query attention with rotary positions."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxoffload import scope, tag
+from models.config import Model
+from models.layers import RMSNorm, weight
+from models.sharding import constrain
+
+
+def rotations(seq_len: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of RoPE's angles, (seq_len, head_dim / 2) float32 each."""
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = jnp.outer(jnp.arange(seq_len, dtype=jnp.float32), frequencies)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rope(x_BxSxNxH: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turns the pair (i, i + H/2) of each head by position * frequency i, in float32 (Su et al., 2021)."""
+    cos, sin = (part[None, :, None, :] for part in rotation)
+    first, second = jnp.split(x_BxSxNxH.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BxSxNxH.dtype)
+
+
+class Attention(nnx.Module):
+    """Residuals: attn/norm, attn/q, attn/k, attn/v, attn/context, attn/out.
+
+    q and k are named after RoPE: that is what attention's backward pass reads, and RoPE's own reads neither.
+    """
+
+    def __init__(self, config: Model, rngs: nnx.Rngs):
+        D, N, K, H = config.d_model, config.heads, config.kv_heads, config.d_head
+        self.norm = RMSNorm(D, config.norm_eps)
+        self.q_DxNxH = weight(rngs, (D, N, H), ("embed", "heads", "head"), D**-0.5)
+        self.k_DxKxH = weight(rngs, (D, K, H), ("embed", "kv_heads", "head"), D**-0.5)
+        self.v_DxKxH = weight(rngs, (D, K, H), ("embed", "kv_heads", "head"), D**-0.5)
+        self.out_NxHxD = weight(rngs, (N, H, D), ("heads", "head", "embed"), (2 * config.layers * N * H) ** -0.5)
+        self.implementation = config.attention
+
+    def __call__(self, x_BxSxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+        product = lambda spec, x, weight: jnp.einsum(spec, x, weight.astype(x.dtype))
+        heads = lambda x, axis: constrain(x, "batch", "sequence", axis, "head")
+        with scope("attn"):
+            norm_BxSxD = tag(self.norm(x_BxSxD), "norm")
+            q_BxSxNxH = heads(product("BSD,DNH->BSNH", norm_BxSxD, self.q_DxNxH), "heads")
+            q_BxSxNxH = tag(rope(q_BxSxNxH, rotation), "q")
+            k_BxSxKxH = heads(product("BSD,DKH->BSKH", norm_BxSxD, self.k_DxKxH), "kv_heads")
+            k_BxSxKxH = tag(rope(k_BxSxKxH, rotation), "k")
+            v_BxSxKxH = heads(tag(product("BSD,DKH->BSKH", norm_BxSxD, self.v_DxKxH), "v"), "kv_heads")
+            context_BxSxNxH = jax.nn.dot_product_attention(
+                q_BxSxNxH, k_BxSxKxH, v_BxSxKxH, is_causal=True, implementation=self.implementation
+            )
+            context_BxSxNxH = heads(tag(context_BxSxNxH, "context"), "heads")
+            out_BxSxD = tag(product("BSNH,NHD->BSD", context_BxSxNxH, self.out_NxHxD), "out")
+            return constrain(out_BxSxD, "batch", "sequence", "residual")

@@ -1,0 +1,216 @@
+"""The training program's config: frozen dataclasses, a comment per field, and how a file becomes one."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+from jaxoffload import Policy, PolicyError
+from models.reading import ConfigError, Range, advice, known, override, read, typed
+
+Count = Annotated[int, Range(1)]
+Natural = Annotated[int, Range(0)]
+Positive = Annotated[float, Range(0, above=True)]
+Fraction = Annotated[float, Range(0, 1)]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama-style decoder."""
+
+    vocab_size: Annotated[int, Range(257)] = 2048  # at least the 256 bytes and the end of a document
+    layers: Count = 4
+    d_model: Count = 192  # width of the residual stream
+    heads: Count = 6  # query heads
+    kv_heads: Count = 2  # key and value heads, each shared by heads / kv_heads query heads
+    head_dim: Annotated[int, Range(2)] | None = None  # None: d_model / heads
+    d_ff: Count = 512  # width of the MLP's gate, up and activation
+    rope_theta: Positive = 10000.0  # base of RoPE's wavelengths
+    norm_eps: Positive = 1e-5
+    tied_embeddings: bool = True  # the unembedding is the embedding, transposed
+    # xla runs everywhere and materialises the scores. cudnn is flash attention on NVIDIA GPUs; it has no
+    # names inside, so its forward runs again in the backward pass even where attn/context is kept.
+    attention: Literal["xla", "cudnn"] = "xla"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the compute; parameters are float32
+
+    @property
+    def d_head(self) -> int:
+        return self.head_dim or self.d_model // self.heads
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices along each mesh axis; the product is the number of devices."""
+
+    data: Count = 1  # batch rows; weights replicated
+    fsdp: Count = 1  # batch rows; weights and optimizer state sharded
+    tensor: Count = 1  # heads, d_ff and vocabulary
+
+
+@dataclass(frozen=True)
+class Data:
+    path: str | tuple[str, ...] = "stdlib"  # Python's own library, or globs of .txt, .jsonl, .parquet files
+    tokenizer: str | None = None  # a tokenizer.json; None: a byte-level BPE trained on the text, cached
+    text_field: str = "text"  # the field of .jsonl and .parquet that holds the text
+    valid_fraction: Annotated[float, Range(1e-4, 0.5)] = 0.05  # of the documents, held out
+    cache_dir: str = "~/.cache/jaxoffload"  # tokenizers and token files
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: Count = 300
+    batch_size: Count = 8  # sequences a step, over all devices and microbatches
+    seq_len: Count = 256  # tokens of a sequence
+    grad_accumulation: Count = 1  # microbatches a step, one after another
+    loss_chunk: Count = 256  # positions of each sequence whose logits are in memory at once
+    learning_rate: Positive = 1e-3  # the peak, after warm-up
+    final_learning_rate: Fraction = 0.1  # end of the cosine, as a fraction of the peak
+    warmup_steps: Natural = 20  # linear, from zero
+    beta1: Annotated[float, Range(0, 0.9999)] = 0.9
+    beta2: Annotated[float, Range(0, 0.9999)] = 0.95
+    weight_decay: Annotated[float, Range(0)] = 0.1  # of matrices; norms have none
+    clip_norm: Positive = 1.0  # the gradient's global norm
+    seed: Natural = 0  # of the parameters and of the order of the data
+    log_every: Count = 10  # steps
+    eval_every: Count = 100  # steps
+    eval_batches: Count = 8  # held-out batches an evaluation
+    checkpoint_every: Count = 100  # steps; a kill loses at most these
+    out: str | None = None  # checkpoints, metrics.jsonl, loss.png; None: runs/NAME of the config file
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """Several processes without a launcher that JAX knows (Slurm and Open MPI need none of these)."""
+
+    coordinator: str | None = None  # host:port of process 0
+    num_processes: Count | None = None
+    process_id: Natural | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    model: Model = field(default_factory=Model)
+    remat: Policy = field(default_factory=Policy)
+    mesh: Mesh = field(default_factory=Mesh)
+    data: Data = field(default_factory=Data)
+    train: Train = field(default_factory=Train)
+    distributed: Distributed = field(default_factory=Distributed)
+
+
+SECTIONS: dict[str, type] = get_type_hints(Config)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in a YAML file, with `section.key=value` overrides whose values are YAML.
+
+    `remat.residuals[PATTERN]=save` appends a pattern behind those of the file, so that it wins.
+
+    Raises:
+      ConfigError: with all problems at once.
+    """
+    path = Path(path)
+    tree, problems = read(path)
+    for text in overrides:
+        problems += override(tree, text)
+    config, wrong = _parse(tree)
+    problems += wrong
+    if problems:
+        raise ConfigError(problems)
+    if config.train.out is None:
+        config = replace(config, train=replace(config.train, out=f"runs/{path.stem}"))
+    return config
+
+
+def _parse(tree: dict[str, Any]) -> tuple[Config, list[str]]:
+    """The config and its problems; where a value is wrong the config holds the default."""
+    sections, problems = {}, {}
+    for name, value in tree.items():
+        if name not in SECTIONS:
+            problems[name] = f"{name} = {value!r:.60}: no such section{advice(name, list(SECTIONS))}"
+        elif not isinstance(value, dict | None):
+            problems[name] = f"{name} = {value!r:.60}: must be a mapping of keys to values"
+        else:
+            sections[name], wrong = _section(name, value or {})
+            problems |= wrong
+    config = Config(**sections)
+    broken = [line for keys, holds, line in _relations(config) if not holds and problems.keys().isdisjoint(keys)]
+    return config, [*problems.values(), *broken]
+
+
+def _section(name: str, tree: dict[str, Any]) -> tuple[Any, dict[str, str]]:
+    """One section's dataclass, and {key: problem}."""
+    kind = SECTIONS[name]
+    given, problems = known(name, tree, list(inspect.signature(kind).parameters))
+    if kind is Policy:
+        try:
+            return Policy(**given), problems
+        except PolicyError as error:
+            return Policy(), problems | {f"remat, problem {i}": f"remat.{p}" for i, p in enumerate(error.problems)}
+    values, wrong = typed(name, given, get_type_hints(kind, include_extras=True))
+    return kind(**values), problems | wrong
+
+
+# ---- what one field says about another ----
+
+
+def _relations(config: Config) -> Iterator[tuple[tuple[str, ...], bool, str]]:
+    """(keys that it reads, whether it holds, what to say if not)."""
+    model, mesh, train, distributed = config.model, config.mesh, config.train, config.distributed
+
+    def divides(key: str, *others: str) -> tuple[tuple[str, ...], bool, str]:
+        number = _get(config, key)
+        broken = [f"{other} = {_get(config, other)}" for other in others if _get(config, other) % number]
+        return (key, *others), not broken, f"{key} = {number}: must divide {' and '.join(broken)}"
+
+    yield divides("model.kv_heads", "model.heads")
+    if model.head_dim is None:
+        yield divides("model.heads", "model.d_model")
+    yield divides("mesh.tensor", "model.heads", "model.kv_heads", "model.d_ff", "model.vocab_size")
+    yield divides("mesh.fsdp", "model.d_model")
+    yield divides("train.loss_chunk", "train.seq_len")
+    rows = train.grad_accumulation * mesh.data * mesh.fsdp
+    yield (
+        ("train.batch_size", "train.grad_accumulation", "mesh.data", "mesh.fsdp"),
+        train.batch_size % rows == 0,
+        f"train.batch_size = {train.batch_size}: must be a multiple of "
+        f"train.grad_accumulation * mesh.data * mesh.fsdp = {rows}",
+    )
+    yield (
+        ("train.warmup_steps", "train.steps"),
+        train.warmup_steps < train.steps,
+        f"train.warmup_steps = {train.warmup_steps}: must be below train.steps = {train.steps}",
+    )
+    yield (
+        ("model.head_dim", "model.d_model", "model.heads"),
+        model.d_head % 2 == 0,
+        f"model.head_dim = {model.d_head}: must be even, because RoPE turns pairs",
+    )
+    yield (
+        ("model.attention", "model.dtype"),
+        (model.attention, model.dtype) != ("cudnn", "float32"),
+        "model.attention = 'cudnn': must be xla where model.dtype = 'float32'; cuDNN takes bfloat16",
+    )
+    yield (
+        ("model.attention", "model.head_dim", "model.d_model", "model.heads"),
+        model.attention != "cudnn" or model.d_head % 8 == 0,
+        f"model.head_dim = {model.d_head}: must be a multiple of 8 for model.attention = 'cudnn'; or use xla",
+    )
+    explicit = (distributed.coordinator, distributed.num_processes, distributed.process_id)
+    yield (
+        ("distributed.coordinator", "distributed.num_processes", "distributed.process_id"),
+        explicit.count(None) in (0, 3),
+        f"distributed = {explicit}: must have coordinator, num_processes and process_id, or none of them",
+    )
+    if None not in explicit:
+        yield (
+            ("distributed.num_processes", "distributed.process_id"),
+            distributed.process_id < distributed.num_processes,
+            f"distributed.process_id = {distributed.process_id}: must be below "
+            f"distributed.num_processes = {distributed.num_processes}",
+        )
+
+
+def _get(config: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)

@@ -1,0 +1,124 @@
+"""What a run tells: memory, the chip's peak, progress lines, metrics.jsonl and the loss curve."""
+
+import io
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from models.config import Config
+
+Record = Mapping[str, Any]  # step, and loss, learning_rate, ... or valid_loss
+
+# Dense bf16 FLOP/s of a chip whose device_kind holds the name.
+PEAK_FLOPS = {"B200": 2250e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    return next((flops for chip, flops in PEAK_FLOPS.items() if chip in device_kind), None)
+
+
+def device_peak_bytes(device: jax.Device) -> int | None:
+    """The most that was in use; None where the backend does not count."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def host_peak_bytes() -> int:
+    """The most that this process held resident, pinned memory included."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def size(count: float) -> str:
+    """1536 -> 1.5 KiB."""
+    power = max(0, min(4, (int(count).bit_length() - 1) // 10))
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{count / 1024**power:.1f} {unit}" if power else f"{int(count)} B"
+
+
+def progress_line(record: Record, steps: int) -> str:
+    """One line for the terminal; memory is the peak so far."""
+    parts = [f"step {record['step']}/{steps}"]
+    if "valid_loss" in record:
+        return "  ".join([*parts, f"valid loss {record['valid_loss']:.4f}"])
+    parts += [
+        f"loss {record['loss']:.4f}",
+        f"lr {record['learning_rate']:.2e}",
+        f"grad {record['grad_norm']:.2f}",
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+    ]
+    if record["mfu"] is not None:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    if record["device_peak_bytes"] is not None:
+        parts.append(f"device {size(record['device_peak_bytes'])}")
+    return "  ".join([*parts, f"host {size(record['host_peak_bytes'])}"])
+
+
+class Journal(NamedTuple):
+    """A run's metrics.jsonl, loss.png beside it, and the lines on the terminal; process 0 writes them."""
+
+    path: Path
+    config: Config
+    unigram: float  # the loss of a model that knows no context
+
+    def begin(self, start: int) -> None:
+        """Drops what a killed run wrote after the checkpoint at `start`: this run writes it again."""
+        if jax.process_index() == 0:
+            kept = [record for record in read(self.path) if start and record["step"] <= start]
+            _replace(self.path, "".join(map(_line, kept)).encode())
+
+    def write(self, record: Record) -> None:
+        if jax.process_index() == 0:
+            print(progress_line(record, self.config.train.steps), flush=True)
+            with self.path.open("a") as file:
+                file.write(_line(record))
+
+    def draw(self) -> None:
+        if jax.process_index() == 0:
+            title = f"{self.path.parent.name}: {self.config.model.layers} layers of {self.config.model.d_model}"
+            curve = loss_curve(read(self.path), title, self.unigram, self.config.model.vocab_size)
+            _replace(self.path.with_name("loss.png"), curve)
+
+
+def read(path: Path) -> list[Record]:
+    """All whole records; a killed run can leave half a line at the end."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def loss_curve(records: Sequence[Record], title: str, unigram: float, vocab_size: int) -> bytes:
+    """A PNG of training and validation loss against steps, with the baselines of models without context."""
+    from matplotlib.figure import (
+        Figure,
+    )  # here, because its import takes as long as a small run's first steps
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for key, label, style in (("loss", "training", "-"), ("valid_loss", "validation", "o-")):
+        points = [(record["step"], record[key]) for record in records if key in record]
+        axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    axes.axhline(unigram, color="grey", linestyle="--", label=f"unigram baseline {unigram:.2f}")
+    axes.axhline(math.log(vocab_size), color="lightgrey", linestyle=":", label=f"ln({vocab_size})")
+    axes.set(title=title, xlabel="step", ylabel="loss (nats a token)")
+    axes.legend(frameon=False)
+    png = io.BytesIO()
+    figure.savefig(png, dpi=120)
+    return png.getvalue()
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record) + "\n"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Whole or not at all, whenever the run is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

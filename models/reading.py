@@ -1,0 +1,195 @@
+"""YAML files and key=value overrides to dataclasses, every problem collected: key, value, what is allowed."""
+
+import difflib
+import math
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A config that cannot run. `problems`: one line each, with the key, its value and what is allowed."""
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class Range(NamedTuple):
+    """The finite numbers that a field may have; `low` itself is out where `above` is true."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def holds(self, number: float) -> bool:
+        low = number > self.low if self.above else number >= self.low
+        return low and number <= self.high and number != math.inf
+
+    def __str__(self) -> str:
+        if self.high < math.inf:
+            return f"from {self.low:g} to {self.high:g}"
+        return f"{'above' if self.above else 'of at least'} {self.low:g}"
+
+
+# ---- a file and overrides to a tree ----
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 3e-4 as a string; here it is a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The mapping in a YAML file, and a line for each duplicate key.
+
+    Raises:
+      ConfigError: no such file, not YAML, not a mapping.
+    """
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        tree = {} if root is None else loader.construct_document(root)
+    except FileNotFoundError:
+        others = [str(other) for other in sorted(path.parent.glob("*.yaml"))]
+        raise ConfigError([f"{path}: no such file{advice(str(path), others)}"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read ({error}); must be a YAML file"]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{path}: not YAML: {_one_line(error)}"]) from None
+    if not isinstance(tree, dict):
+        raise ConfigError([f"{path} = {_short(tree)}: must be a mapping of sections"])
+    return tree, list(_duplicates(root, ""))
+
+
+def _duplicates(node: yaml.Node | None, prefix: str) -> Iterator[str]:
+    """YAML itself lets the last of two equal keys win, in silence."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = f"{prefix}{key.value}", key.start_mark.line + 1
+        if name in lines:
+            shown = value.value if isinstance(value, yaml.ScalarNode) else "..."
+            yield f"{name} = {shown}: a duplicate key, on lines {lines[name]} and {line}; keep one of them"
+        lines[name] = line
+        yield from _duplicates(value, f"{name}.")
+
+
+_OVERRIDE = re.compile(r"(?P<section>\w+)\.(?P<key>\w+)(\[(?P<entry>.+)\])?=(?P<value>.*)", re.DOTALL)
+
+
+def override(tree: dict[str, Any], text: str) -> list[str]:
+    """Puts one section.key=value, or section.key[entry]=value, into the tree; returns the problems."""
+    match = _OVERRIDE.fullmatch(text)
+    if match is None:
+        return [f"{text}: an override must be section.key=value, such as train.steps=10"]
+    section, key, entry, source = match.group("section", "key", "entry", "value")
+    try:
+        value = yaml.load(source, _Loader)
+    except yaml.YAMLError as error:
+        return [f"{section}.{key} = {source}: not YAML: {_one_line(error)}"]
+    if tree.get(section) is None:
+        tree[section] = {}
+    target = tree[section]
+    if not isinstance(target, dict):
+        return []  # the section itself is the problem, and is reported as such
+    if entry is not None:
+        entries = target.get(key) or {}
+        if not isinstance(entries, dict):
+            return [f"{section}.{key}[{entry}] = {source}: {section}.{key} = {_short(entries)} has no entries"]
+        # Behind all others: of several matching patterns the last wins.
+        value = {**{name: other for name, other in entries.items() if name != entry}, entry: value}
+    target[key] = value
+    return []
+
+
+# ---- a tree to dataclasses ----
+
+
+def known(section: str, tree: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The entries of a section whose names exist, and {key: problem} for the others."""
+    problems = {}
+    for name in [name for name in tree if name not in names]:
+        key = f"{section}.{name}"
+        problems[key] = f"{key} = {_short(tree[name])}: no such key{advice(str(name), names, f'{section}.')}"
+    return {name: value for name, value in tree.items() if name in names}, problems
+
+
+def typed(section: str, tree: Mapping[str, Any], hints: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of a section that fit their fields' types, converted, and {key: problem} for the others."""
+    values, problems = {}, {}
+    for name, value in tree.items():
+        hint, converted = hints[name], _convert(value, hints[name])
+        if converted is not _MISFIT:
+            values[name] = converted
+            continue
+        close = nearest(str(value), get_args(hint)) if get_origin(hint) is Literal else None
+        near = f"; the nearest is {close}" if close else ""
+        problems[f"{section}.{name}"] = f"{section}.{name} = {_short(value)}: must be {_describe(hint)}{near}"
+    return values, problems
+
+
+_MISFIT = object()
+_UNION = (Union, types.UnionType)
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """The value as its field's type, or _MISFIT."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in _UNION:
+        return next((v for v in (_convert(value, arg) for arg in args) if v is not _MISFIT), _MISFIT)
+    if origin is Annotated:
+        number = _convert(value, args[0])
+        return number if number is not _MISFIT and args[1].holds(number) else _MISFIT
+    if origin is Literal:
+        return value if value in args else _MISFIT
+    if origin is tuple:
+        strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return tuple(value) if strings else _MISFIT
+    if hint is float and type(value) is int:
+        return float(value)
+    return value if type(value) is hint else _MISFIT
+
+
+def _describe(hint: Any) -> str:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in _UNION:
+        return " or ".join(_describe(arg) for arg in args)
+    if origin is Annotated:
+        return f"{_describe(args[0])} {args[1]}"
+    if origin is Literal:
+        return " or ".join(args)
+    if origin is tuple:
+        return "a list of strings"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(hint, "null")
+
+
+# ---- sentences ----
+
+
+def nearest(name: str, names: Sequence[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, names, n=1)), None)
+
+
+def advice(name: str, names: Sequence[str], prefix: str = "") -> str:
+    """What to write instead: the nearest name, or all of them."""
+    close = nearest(name, names)
+    return f"; the nearest is {prefix}{close}" if close else f"; allowed: {', '.join(prefix + n for n in names)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

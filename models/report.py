@@ -1,0 +1,89 @@
+"""What a config needs, told from abstract values: the residual table, and bytes of state and residuals."""
+
+import math
+from typing import Any
+
+import jax
+
+import jaxoffload
+from jaxoffload import PolicyError
+from models.config import Config
+from models.metrics import size
+from models.reading import ConfigError
+from models.sharding import abstract_mesh
+from models.step import Program, program, traceable
+from models.transformer import flops_per_token
+
+
+def report(config: Config) -> str:
+    """The table and the bytes that training needs, on the config's own mesh, whatever this machine has."""
+    can = traceable(config)
+    lines = summary(can, program(can, abstract_mesh(can.mesh)))
+    if can != config:
+        lines += "\n(model.attention = 'cudnn' was traced as xla: no CUDA here. The named residuals are the same.)"
+    return lines
+
+
+def summary(config: Config, made: Program) -> str:
+    """What a run prints before it compiles.
+
+    Raises:
+      ConfigError: the policy does not fit the traced step, or this machine.
+    """
+    try:
+        jaxoffload.check(config.remat, made.loss, made.state.params, made.microbatch)
+        table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
+    except PolicyError as error:
+        raise ConfigError([f"remat.{problem}" for problem in error.problems]) from error
+    except (MemoryError, NotImplementedError) as error:
+        raise ConfigError([f"remat: {error}"]) from error
+    return "\n".join([model_line(config, made), str(table), *expected(config, made, table)])
+
+
+def model_line(config: Config, made: Program) -> str:
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params))
+    flops = flops_per_token(config.model, config.train.seq_len)
+    return f"{count:,} parameters, {flops / 1e9:.3g} GFLOP a token"
+
+
+def expected(config: Config, made: Program, table: Any) -> list[str]:
+    """Bytes by kind, in all and on each device; residuals are those of one microbatch.
+
+    What one layer and one chunk of logits need while they run comes on top: only the compiler knows it.
+    """
+    mesh = config.mesh
+    devices, split = mesh.data * mesh.fsdp * mesh.tensor, mesh.data * mesh.fsdp
+    rows = [
+        ("parameters", _bytes(made.state.params), _device_bytes(made.state.params)),
+        ("gradients", _bytes(made.state.params), _device_bytes(made.state.params)),
+        ("optimizer", _bytes(made.state.optimizer), _device_bytes(made.state.optimizer)),
+        ("residuals on the device", table.device_bytes, table.device_bytes / split),
+        ("residuals on the host", table.host_bytes, table.host_bytes / split),
+    ]
+    on_device = sum(row[2] for row in rows[:4])
+    return [
+        *(f"{name:24} {size(total):>12}  {size(each):>12} a device" for name, total, each in rows),
+        f"expected on each of {devices} devices: {size(on_device)}, and {size(rows[4][2])} of host memory",
+    ]
+
+
+def compiled_memory(compiled: jax.stages.Compiled) -> str:
+    """What the compiled step needs on each device, as XLA planned it."""
+    plan = compiled.memory_analysis()
+    arguments = plan.argument_size_in_bytes
+    outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    device = arguments + outputs + plan.temp_size_in_bytes
+    host = plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes
+    return (
+        f"the compiled step needs {size(device)} on each device (arguments {size(arguments)}, new outputs "
+        f"{size(outputs)}, temporaries {size(plan.temp_size_in_bytes)}) and {size(host)} of host memory"
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _device_bytes(tree: Any) -> int:
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -1,0 +1,133 @@
+"""Where arrays live: the device mesh, and one set of rules from logical axes to mesh axes."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from models import config
+from models.reading import ConfigError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+_AUTO = (AxisType.Auto,) * len(MESH_AXES)
+
+AnyMesh = jax.sharding.Mesh | AbstractMesh
+MeshAxes = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Logical axis -> the mesh axes that it is split over; None: whole on each device."""
+
+    batch: MeshAxes = ("data", "fsdp")
+    sequence: MeshAxes = None
+    residual: MeshAxes = None  # d_model of activations and norms
+    embed: MeshAxes = "fsdp"  # d_model of matrices: gathered for a layer's use, then dropped
+    heads: MeshAxes = "tensor"
+    kv_heads: MeshAxes = "tensor"
+    head: MeshAxes = None  # head_dim
+    mlp: MeshAxes = "tensor"  # d_ff
+    vocab: MeshAxes = "tensor"
+    layers: MeshAxes = None  # the leading axis of stacked layers
+
+    def spec(self, *axes: str) -> PartitionSpec:
+        return PartitionSpec(*(getattr(self, axis) for axis in axes))
+
+
+RULES = Rules()
+
+
+def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """The mesh over all devices (or those given), in their order, so that a process holds consecutive rows.
+
+    Raises:
+      ConfigError: the sizes do not fit the devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = (sizes.data, sizes.fsdp, sizes.tensor)
+    product = int(np.prod(shape))
+    if product != len(devices):
+        raise ConfigError(
+            [
+                f"mesh.data * mesh.fsdp * mesh.tensor = {product}: must be {len(devices)}, the number of "
+                f"devices here ({devices[0].device_kind}); for instance mesh.fsdp={len(devices)}, others 1"
+            ]
+        )
+    local = len(devices) // len({device.process_index for device in devices})
+    if sizes.tensor % local and local % sizes.tensor:
+        raise ConfigError(
+            [f"mesh.tensor = {sizes.tensor}: must divide, or be a multiple of, a process's {local} devices"]
+        )
+    return jax.sharding.Mesh(np.asarray(devices).reshape(shape), MESH_AXES, _AUTO)
+
+
+def abstract_mesh(sizes: config.Mesh) -> AbstractMesh:
+    """The same mesh without devices: for tracing a program whose machine is elsewhere."""
+    return AbstractMesh((sizes.data, sizes.fsdp, sizes.tensor), MESH_AXES, _AUTO)
+
+
+def on_mesh[**P, R](mesh: AnyMesh, f: Callable[P, R]) -> Callable[P, R]:
+    """f, with `constrain` splitting activations over the mesh while it is traced."""
+
+    @functools.wraps(f)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return f(*args, **kwargs)
+
+    return wrapped
+
+
+def constrain(x: jax.Array, *axes: str) -> jax.Array:
+    """An activation split over the mesh of `on_mesh` by its logical axes; outside of one, x itself.
+
+    A name goes before it, next to the value's definition: a policy then finds a matrix product under the name.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, RULES.spec(*axes))
+
+
+def batch_sharding(mesh: AnyMesh) -> NamedSharding:
+    """Of tokens (batch, sequence)."""
+    return NamedSharding(mesh, RULES.spec("batch", "sequence"))
+
+
+def param_shardings(params: nnx.State, mesh: AnyMesh) -> nnx.State:
+    """A NamedSharding in place of each parameter's value, from the logical `axes` in its metadata."""
+
+    def sharding(param: nnx.Param) -> nnx.Param:
+        # Stacking layers adds an axis in front of the value, not to the metadata that each layer shares.
+        stacked = ("layers",) * (len(param.shape) - len(param.axes))
+        return param.replace(NamedSharding(mesh, RULES.spec(*stacked, *param.axes)))
+
+    return jax.tree.map(sharding, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
+
+
+def optimizer_shardings(
+    optimizer: optax.GradientTransformation,
+    state: Any,
+    shardings: nnx.State,
+    mesh: AnyMesh,
+) -> Any:
+    """A NamedSharding for each leaf of an optimizer state: its parameter's, or whole on each device."""
+    return optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        state,
+        shardings,
+        transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
+    )
+
+
+def process_block(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, int]:
+    """(index, count): of `count` equal blocks of a batch's rows, this process holds number `index`."""
+    slices = sharding.addressable_devices_indices_map(shape).values()
+    bounds = [rows.indices(shape[0])[:2] for rows, _ in slices]
+    start, stop = min(low for low, _ in bounds), max(high for _, high in bounds)
+    return start // (stop - start), shape[0] // (stop - start)

@@ -1,0 +1,150 @@
+"""The training step: state, AdamW, and gradients over microbatches, as pure functions on a mesh."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models.config import Config, Train
+from models.sharding import AnyMesh, batch_sharding, make_mesh, on_mesh, optimizer_shardings, param_shardings
+from models.transformer import Transformer, next_token_loss
+
+
+class State(NamedTuple):
+    step: jax.Array  # () int32, steps taken
+    params: nnx.State  # float32
+    optimizer: optax.OptState
+
+
+class Program(NamedTuple):
+    """What a config computes: functions to jit, and their arguments as ShapeDtypeStructs with shardings."""
+
+    init: Callable[[], State]
+    step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # metrics: loss, grad_norm
+    loss: Callable[[nnx.State, jax.Array], jax.Array]  # of one microbatch: what is differentiated
+    state: State
+    tokens: jax.ShapeDtypeStruct  # (batch_size, seq_len + 1) int32
+    microbatch: jax.ShapeDtypeStruct  # (batch_size / grad_accumulation, seq_len + 1) int32
+
+
+def program(config: Config, mesh: AnyMesh) -> Program:
+    """The program of a config on a mesh; allocates nothing."""
+    train = config.train
+    optimizer = adamw(train)
+
+    def make() -> Transformer:
+        return Transformer(config.model, nnx.Rngs(params=jax.random.key(train.seed)))
+
+    graph = nnx.graphdef(nnx.eval_shape(make))
+
+    def init() -> State:
+        params = nnx.state(make())
+        return State(jnp.int32(0), params, optimizer.init(params))
+
+    def loss(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
+        return next_token_loss(nnx.merge(graph, params), tokens_BxS1, config.remat, train.loss_chunk)
+
+    def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        value, gradients = accumulate(jax.value_and_grad(loss), train.grad_accumulation, state.params, tokens_BxS1)
+        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(gradients)}
+        return State(state.step + 1, params, moments), metrics
+
+    def tokens(rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, train.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))
+
+    return Program(
+        on_mesh(mesh, init),
+        on_mesh(mesh, step),
+        on_mesh(mesh, loss),
+        placed(jax.eval_shape(init), optimizer, mesh),
+        tokens(train.batch_size),
+        tokens(train.batch_size // train.grad_accumulation),
+    )
+
+
+def adamw(train: Train) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter, 2019) on clipped gradients; norms do not decay."""
+
+    def matrices(params: nnx.State) -> Any:
+        is_param = lambda leaf: isinstance(leaf, nnx.Param)
+        return jax.tree.map(lambda param: param.replace(len(param.axes) > 1), params, is_leaf=is_param)
+
+    return optax.chain(
+        optax.clip_by_global_norm(train.clip_norm),
+        optax.adamw(learning_rate(train), train.beta1, train.beta2, weight_decay=train.weight_decay, mask=matrices),
+    )
+
+
+def learning_rate(train: Train) -> optax.Schedule:
+    """Linear from zero to the peak in `warmup_steps`, then a cosine to its fraction at the last step."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=train.learning_rate,
+        warmup_steps=train.warmup_steps,
+        decay_steps=train.steps,
+        end_value=train.learning_rate * train.final_learning_rate,
+    )
+
+
+def accumulate(
+    value_and_grad: Callable[[nnx.State, jax.Array], tuple[jax.Array, nnx.State]],
+    microbatches: int,
+    params: nnx.State,
+    tokens_BxS1: jax.Array,
+) -> tuple[jax.Array, nnx.State]:
+    """The loss and gradient of a batch as the mean over microbatches, one after another."""
+    if microbatches == 1:
+        return value_and_grad(params, tokens_BxS1)
+    B, S1 = tokens_BxS1.shape
+    # Row i goes to microbatch i mod A, so that each microbatch is split over the devices as the batch is.
+    tokens_AxMxS1 = jnp.swapaxes(tokens_BxS1.reshape(B // microbatches, microbatches, S1), 0, 1)
+
+    def add(total: Any, tokens_MxS1: jax.Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, value_and_grad(params, tokens_MxS1)), None
+
+    zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+    total, _ = jax.lax.scan(add, zeros, tokens_AxMxS1)
+    return jax.tree.map(lambda x: x / microbatches, total)
+
+
+def placed(state: State, optimizer: optax.GradientTransformation, mesh: AnyMesh) -> State:
+    """An abstract state with the sharding of each leaf."""
+    params = param_shardings(state.params, mesh)
+    moments = optimizer_shardings(optimizer, state.optimizer, params, mesh)
+    shardings = State(NamedSharding(mesh, PartitionSpec()), params, moments)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        shardings,
+    )
+
+
+def shardings_of(abstract: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def step_for(config: Config, mesh: AnyMesh | None = None) -> tuple[Callable[..., Any], tuple[State, Any]]:
+    """The training step of a config and its abstract arguments (state, tokens), for tools that trace it.
+
+    `mesh`: one over all devices if not given.
+    """
+    made = program(config, make_mesh(config.mesh) if mesh is None else mesh)
+    return made.step, (made.state, made.tokens)
+
+
+def traceable(config: Config) -> Config:
+    """The config as this machine can trace it.
+
+    JAX refuses to trace cuDNN's attention where there is no CUDA. XLA's has the same named residuals, so a
+    residual table is the same; what the attention computes inside, and again, is not.
+    """
+    if config.model.attention == "cudnn" and jax.default_backend() != "gpu":
+        return replace(config, model=replace(config.model, attention="xla"))
+    return config

@@ -28,6 +28,16 @@ def run(f, *args):
     return [np.asarray(x) for x in jax.tree.leaves(out)]
 
 
+def run_each(fs, *args):
+    """`run` for several functions. CPU compiles them together, which takes less time; in one GPU program XLA's host
+    offloader fails on several loops that differ in what they offload alone."""
+    if jax.default_backend() == "gpu":
+        return [run(f, *args) for f in fs]
+    flat = run(lambda *args: [f(*args) for f in fs], *args)
+    size = len(flat) // len(fs)
+    return [flat[i * size : (i + 1) * size] for i in range(len(fs))]
+
+
 def assert_same_bits(got, want):
     assert len(got) == len(want) and want
     for k, (a, b) in enumerate(zip(got, want, strict=True)):

@@ -11,7 +11,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, gradient, kept, normal, policy, run
+from common import assert_same_bits, gradient, kept, normal, policy, run, run_each
 from jax import lax
 
 from jaxoffload import checkpoint, scan, tag
@@ -75,9 +75,8 @@ def saved_names(rules):
 def references(kind, dtype):
     """The gradients of all distinct references, compiled together."""
     subsets = sorted({saved_names(rules) for rules in assignments()})
-    grads = run(lambda *args: [gradient(reference(kind, s), (0, 1))(*args) for s in subsets], *inputs(dtype))
-    size = len(grads) // len(subsets)
-    return {s: grads[i * size : (i + 1) * size] for i, s in enumerate(subsets)}
+    grads = run_each([gradient(reference(kind, s), (0, 1)) for s in subsets], *inputs(dtype))
+    return dict(zip(subsets, grads, strict=True))
 
 
 def stacks(names, lead=()):
@@ -92,11 +91,9 @@ ON_GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 @pytest.mark.parametrize("kind", ["checkpoint", "scan"])
 def test_gradients_of_all_27_assignments_equal_the_reference(kind, dtype, device):
     through = through_checkpoint if kind == "checkpoint" else functools.partial(through_scan, resident_layers=0)
-    args = inputs(dtype)
-    grads = run(lambda *args: [gradient(through(rules), (0, 1))(*args) for rules in assignments()], *args)
-    size = len(grads) // 27
-    for i, rules in enumerate(assignments()):
-        assert_same_bits(grads[i * size : (i + 1) * size], references(kind, dtype)[saved_names(rules)])
+    grads = run_each([gradient(through(rules), (0, 1)) for rules in assignments()], *inputs(dtype))
+    for rules, grad in zip(assignments(), grads, strict=True):
+        assert_same_bits(grad, references(kind, dtype)[saved_names(rules)])
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "scan"])

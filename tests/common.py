@@ -42,7 +42,7 @@ def assert_same_bits(got, want):
     assert len(got) == len(want) and want
     for k, (a, b) in enumerate(zip(got, want, strict=True)):
         assert a.dtype == b.dtype and a.shape == b.shape, (k, a.dtype, b.dtype, a.shape, b.shape)
-        differ = int((a.view(np.uint8) != b.view(np.uint8)).sum())
+        differ = sum(x != y for x, y in zip(a.tobytes(), b.tobytes(), strict=True))
         assert not differ, f"output {k}: {differ} bytes differ, by up to {np.abs(a - b).max()}"
 
 
@@ -60,20 +60,27 @@ def gradient_jaxpr(f, *args, argnums=0):
     return jax.make_jaxpr(gradient(f, argnums))(*args)
 
 
-def kept(f, *args):
-    """What autodiff keeps, apart from arguments and constants: (place, dtype, shape) -> count."""
+def kept_values(f, *args):
+    """The abstract values that autodiff keeps, apart from arguments and constants."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(f, *args)[1]))(*args)
     given = {*jaxpr.invars, *jaxpr.constvars}
-    leaves = {v: None for v in jaxpr.outvars if isinstance(v, Var) and v not in given}
-    place = lambda a: "host" if a.memory_space == jax.memory.Space.Host else "device"
-    return Counter((place(v.aval), str(v.aval.dtype), v.aval.shape) for v in leaves)
+    return [v.aval for v in dict.fromkeys(jaxpr.outvars) if isinstance(v, Var) and v not in given]
+
+
+def place(aval):
+    return "host" if aval.memory_space == jax.memory.Space.Host else "device"
+
+
+def kept(f, *args):
+    """What autodiff keeps, apart from arguments and constants: (place, dtype, shape) -> count."""
+    return Counter((place(aval), str(aval.dtype), aval.shape) for aval in kept_values(f, *args))
 
 
 def kept_bytes(f, *args):
-    """(device, host) bytes that autodiff keeps, arguments and constants apart."""
+    """(device, host) bytes that autodiff keeps, apart from arguments and constants."""
     sums = Counter()
-    for (place, dtype, shape), count in kept(f, *args).items():
-        sums[place] += count * int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+    for aval in kept_values(f, *args):
+        sums[place(aval)] += aval.size * aval.dtype.itemsize
     return sums["device"], sums["host"]
 
 

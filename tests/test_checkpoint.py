@@ -1,0 +1,305 @@
+"""checkpoint(): jax.checkpoint's behaviour under every transformation, with our residuals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import (
+    assert_same_bits,
+    count,
+    equations,
+    gradient,
+    gradient_jaxpr,
+    kept,
+    normal,
+    policy,
+    run,
+)
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxoffload import PolicyError, checkpoint, tag
+
+P = jax.P
+X, W = normal(0, (8, 4)), normal(1, (4, 4)) * 0.5
+HOST = ("host", "float32", (8, 4))
+OFF = policy({"fc1": "offload"})
+
+
+def layer(x, w):
+    h = tag(jnp.sin(x @ w), "fc1")
+    return jnp.sin(tag(jnp.exp(h), "act")) @ w
+
+
+def save_fc1(f):
+    return jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("fc1"))
+
+
+def transformations():
+    """name -> (ours, reference, arguments, what goes to the host)"""
+    ours, plain = checkpoint(layer, policy=OFF), save_fc1(layer)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def shard(f, check_vma, axes):
+        return jax.shard_map(
+            f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), check_vma=check_vma, axis_names=axes
+        )
+
+    all_axes, one_axis = {"a", "b"}, {"a"}
+    many = normal(3, (3, 8, 4))
+    vmapped = (("host", "float32", (3, 8, 4)),)
+    return {
+        "plain": (ours, plain, (X, W), (HOST,)),
+        "jit": (jax.jit(ours), plain, (X, W), (HOST,)),
+        "jit inside": (checkpoint(jax.jit(layer), policy=OFF), plain, (X, W), (HOST,)),
+        "vmap over x": (jax.vmap(ours, (0, None)), jax.vmap(plain, (0, None)), (many, W), vmapped),
+        "vmap inside": (
+            checkpoint(jax.vmap(layer, (0, None)), policy=OFF),
+            save_fc1(jax.vmap(layer, (0, None))),
+            (many, W),
+            vmapped,
+        ),
+        "nested vmap": (
+            jax.vmap(jax.vmap(ours, (0, None)), (None, 0)),
+            jax.vmap(jax.vmap(plain, (0, None)), (None, 0)),
+            (many, jnp.stack([W, W + 1])),
+            (("host", "float32", (3, 8, 2, 4)),),  # as the batched matrix product lays it out
+        ),
+        "shard_map": (shard(ours, True, all_axes), shard(plain, True, all_axes), (X, W), (HOST,)),
+        "shard_map unchecked": (
+            shard(ours, False, all_axes),
+            shard(plain, False, all_axes),
+            (X, W),
+            (("host", "float32", (16, 4)),),  # unchecked, JAX takes a residual to differ along b too
+        ),
+        "shard_map inside": (
+            checkpoint(shard(layer, True, all_axes), policy=OFF),
+            save_fc1(shard(layer, True, all_axes)),
+            (X, W),
+            (HOST,),
+        ),
+        "shard_map over one axis": (
+            jax.jit(shard(ours, True, one_axis)),
+            jax.jit(shard(plain, True, one_axis)),
+            (X, W),
+            (HOST,),
+        ),
+        "in lax.scan": (
+            lambda x, w: lax.scan(lambda x, _: (ours(x, w), None), x, length=3)[0],
+            lambda x, w: lax.scan(lambda x, _: (plain(x, w), None), x, length=3)[0],
+            (X, W),
+            vmapped,
+        ),
+        "in checkpoint": (
+            checkpoint(lambda x, w: jnp.cos(ours(x, w)), policy=OFF),
+            save_fc1(lambda x, w: jnp.cos(plain(x, w))),
+            (X, W),
+            (HOST,),
+        ),
+        "in jax.checkpoint": (
+            jax.checkpoint(lambda x, w: jnp.cos(ours(x, w))),
+            jax.checkpoint(lambda x, w: jnp.cos(plain(x, w))),
+            (X, W),
+            (),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", transformations())
+def test_under_every_transformation(name):
+    ours, reference, args, on_host = transformations()[name]
+    assert_same_bits(run(gradient(ours, (0, 1)), *args), run(gradient(reference, (0, 1)), *args))
+    assert [k for k in kept(ours, *args).elements() if k[0] == "host"] == list(on_host)
+
+
+def test_under_a_mesh_with_explicit_axes():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(X, P("a", None)), jax.device_put(W, P(None, "b"))
+        f = lambda x, w: jnp.sin(tag(jnp.sin(x @ w), "fc1"))
+        ours, reference = checkpoint(f, policy=OFF), save_fc1(f)
+        assert_same_bits(run(gradient(ours, (0, 1)), x, w), run(gradient(reference, (0, 1)), x, w))
+        jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(ours, *a)[1]))(x, w)
+        (held,) = [v.aval for v in jaxpr.outvars if v.aval.memory_space == jax.memory.Space.Host]
+        assert held.sharding.spec == P("a", "b")  # where it was produced
+
+
+def test_pytrees_keyword_and_static_arguments():
+    @functools.partial(checkpoint, policy=OFF, static_argnums=(1, -1))
+    def f(inputs, how, scale, last):
+        assert how == {"not": "hashable"} and last == "static"
+        h = tag(jnp.sin(inputs["x"] @ inputs["w"][0]), "fc1")
+        return {"out": jnp.exp(h) * scale, "none": None, "pair": (h, 3)}
+
+    inputs = {"x": X, "w": (W, None)}
+    out = f(inputs, {"not": "hashable"}, 2.0, "static")
+    assert jax.tree.structure(out) == jax.tree.structure({"out": 0, "none": None, "pair": (0, 0)})
+    np.testing.assert_array_equal(out["out"], jnp.exp(jnp.sin(X @ W)) * 2.0)
+    g = checkpoint(lambda x, *, w, flag: tag(jnp.sin(x @ w), "fc1") * flag, policy=OFF)
+    grad = jax.grad(lambda x: g(x, w=W, flag=2.0).sum())(X)
+    np.testing.assert_array_equal(grad, jax.grad(lambda x: (jnp.sin(x @ W) * 2.0).sum())(X))
+
+
+@pytest.mark.parametrize("static", [5, (0, -5)])
+def test_static_argnums_out_of_range_are_refused(static):
+    with pytest.raises(ValueError, match=r"checkpoint: static_argnums \[-?5\] must be in \[-2, 2\)"):
+        checkpoint(layer, policy=OFF, static_argnums=static)(X, W)
+
+
+def test_closed_over_tracers_get_their_gradients():
+    def f(x, w):
+        return checkpoint(lambda x: layer(x, w), policy=OFF)(x)
+
+    assert_same_bits(run(gradient(f, (0, 1)), X, W), run(gradient(save_fc1(layer), (0, 1)), X, W))
+    jitted = lambda x, w: jax.jit(lambda x: checkpoint(lambda x: layer(x, w), policy=OFF)(x))(x)
+    assert_same_bits(run(gradient(jitted, (0, 1)), X, W), run(gradient(save_fc1(layer), (0, 1)), X, W))
+
+
+def test_integers_booleans_and_keys_go_through():
+    @functools.partial(checkpoint, policy=OFF)
+    def f(x, n, flag, key):
+        x = tag(jnp.sin(x), "fc1") * n
+        return jnp.where(flag, x, -x) + jax.random.normal(key, x.shape), n + 1, ~flag, jax.random.split(key)[0]
+
+    key = jax.random.key(0)
+    loss = lambda x: f(x, 3, jnp.bool(True), key)[0].sum()
+    np.testing.assert_allclose(jax.grad(loss)(X), 3 * jnp.cos(X), rtol=1e-6)
+    grads = jax.grad(lambda x, n, flag: f(x, n, flag, key)[0].sum(), allow_int=True, argnums=(0, 1, 2))(X, 3, True)
+    assert grads[1].dtype == grads[2].dtype == jax.dtypes.float0
+
+
+def test_weak_types_are_those_of_jax_checkpoint():
+    f = lambda x: tag(jnp.sin(x), "fc1") * 2
+    for x in (1.0, jnp.float32(1), np.float32(1)):
+        ours = jax.make_jaxpr(checkpoint(f, policy=OFF))(x)
+        assert ours.out_avals == jax.make_jaxpr(jax.checkpoint(f))(x).out_avals
+
+
+@pytest.mark.parametrize("producer", [jnp.exp, jnp.tanh, jax.nn.sigmoid, jnp.sqrt, lax.rsqrt, jnp.cbrt])
+def test_a_kept_output_that_its_own_derivative_reads_is_not_computed_again(producer):
+    f = lambda x: jnp.sin(tag(producer(jnp.abs(x) + 1.0), "out"))
+    primitive = jax.make_jaxpr(producer)(X).eqns[-1].primitive.name
+    for decision in ("save", "offload"):
+        jaxpr = gradient_jaxpr(checkpoint(f, policy=policy({"out": decision})), X)
+        assert count(jaxpr, primitive) == 1
+    plain = jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("out"))
+    assert count(gradient_jaxpr(plain, X), primitive) == 2  # why this library names at the definition
+
+
+def test_a_kept_silu_is_not_computed_again():
+    f = lambda x, w: jnp.sin(tag(jax.nn.silu(tag(x @ w, "gate")), "silu")) @ w
+    jaxpr = gradient_jaxpr(checkpoint(f, policy=policy({"gate": "save", "silu": "offload"})), X, W, argnums=(0, 1))
+    assert count(jaxpr, "dot_general") == 2 + 4
+    # Once forward, once where its derivative reads the gate; silu's own product is not made again for sin or the GEMM.
+    assert count(jaxpr, "logistic") == 2
+    backward = next(e for e in equations(jaxpr) if e.primitive.name == "remat2")
+    assert not any(
+        e.primitive.name == "name" and e.params["name"].startswith("jaxoffload:offload")
+        for e in equations(backward.params["jaxpr"])
+    )
+
+
+def test_only_what_is_perturbed_is_kept():
+    f = checkpoint(
+        lambda x, w: jnp.sin(tag(x @ w, "fc1")) @ tag(jnp.sin(w), "frozen"), policy=policy({"**": "offload"})
+    )
+    both = kept(f, X, W)
+    only_x = kept(lambda x: f(x, W), X)
+    assert sum(both.values()) == 2 + 0 and both[HOST] == 1 and both["host", "float32", (4, 4)] == 1
+    assert only_x[HOST] == 1 and only_x["host", "float32", (4, 4)] == 1
+    only_w = kept(lambda w: f(X, w), W)
+    assert only_w == both
+
+
+def test_effects_happen_as_often_as_under_jax_checkpoint():
+    def calls(wrap):
+        seen = []
+
+        def f(x):
+            jax.debug.callback(lambda: seen.append(0))
+            return jnp.sin(tag(jnp.sin(x), "fc1"))
+
+        jax.block_until_ready(jax.jit(jax.grad(lambda x: wrap(f)(x).sum()))(X))
+        jax.effects_barrier()
+        return len(seen)
+
+    assert calls(functools.partial(checkpoint, policy=OFF)) == calls(save_fc1) > 0
+
+
+def test_an_eager_call_and_forward_mode():
+    f = checkpoint(layer, policy=OFF)
+    np.testing.assert_array_equal(f(X, W), layer(X, W))
+    tangents = (jnp.ones_like(X), jnp.ones_like(W))
+    plain = jax.checkpoint(layer)
+    got, want = run(lambda: jax.jvp(f, (X, W), tangents)), run(lambda: jax.jvp(plain, (X, W), tangents))
+    assert_same_bits(got, want)
+
+
+def test_second_derivatives_of_what_stays_on_the_device():
+    f = checkpoint(lambda x: jnp.exp(tag(jnp.sin(x), "fc1")).sum(), policy=policy({"fc1": "save"}))
+    plain = lambda x: jnp.exp(jnp.sin(x)).sum()
+    np.testing.assert_allclose(jax.hessian(f)(X[0]), jax.hessian(plain)(X[0]), rtol=1e-5)
+
+
+def test_an_eager_loop_traces_once_a_function():
+    traced = []
+
+    def f(x, w):
+        traced.append(0)
+        return layer(x, w)
+
+    g = checkpoint(f, policy=OFF)
+    jax.make_jaxpr(gradient(lambda x, w: g(g(g(x, w), w), w)))(X, W)
+    assert len(traced) == 1
+
+
+def test_a_custom_vjps_forward_rule_is_named_inside():
+    @jax.custom_vjp
+    def dense(x, w):
+        return jnp.sin(x @ w)
+
+    def forward(x, w):
+        h = checkpoint_name(x @ w, "fc1")
+        return jnp.sin(h), (h, x, w)
+
+    def backward(saved, ct):
+        h, x, w = saved
+        return (ct * jnp.cos(h)) @ w.T, x.T @ (ct * jnp.cos(h))
+
+    dense.defvjp(forward, backward)
+    f = checkpoint(dense, policy=OFF)
+    assert kept(f, X, W) == {HOST: 1}
+    assert count(gradient_jaxpr(f, X, W, argnums=(0, 1)), "dot_general") == 1 + 2
+
+
+def test_integers_that_a_custom_rule_makes_are_saved_where_nothing_is_perturbed():
+    """Routing from stopped gradients: computed again, it could name other tokens than the rows that were saved."""
+
+    @jax.custom_vjp
+    def route(scores):
+        return lax.top_k(scores, 2)[1]
+
+    route.defvjp(lambda s: (route(s), None), lambda _, ct: (jnp.zeros_like(X),))
+
+    def f(x, w):
+        ids = tag(route(lax.stop_gradient(x @ w)), "routing")
+        return jnp.take_along_axis(jnp.sin(x), ids, 1)
+
+    g = checkpoint(f, policy=policy({"routing": "recompute"}))
+    assert kept(g, X, W)["device", "int32", (8, 2)] == 1
+    assert count(gradient_jaxpr(g, X, W), "top_k") == 1
+
+
+def test_the_policy_must_be_ours():
+    with pytest.raises(TypeError, match="checkpoint: policy must be a jaxoffload.Policy"):
+        checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
+
+
+def test_an_unmatched_pattern_is_an_error_when_differentiated_and_none_without_strict():
+    bad = policy({"fc2": "save"})
+    checkpoint(layer, policy=bad)(X, W)  # a forward pass keeps nothing, whatever the policy
+    with pytest.raises(PolicyError, match=r"residuals\['fc2'\]"):
+        jax.eval_shape(gradient(checkpoint(layer, policy=bad)), X, W)
+    jax.eval_shape(gradient(checkpoint(layer, policy=bad, strict=False)), X, W)

@@ -1,0 +1,159 @@
+"""residuals(): the table equals what autodiff keeps, to the byte; check() is tested with the rules (rule 5)."""
+
+import json
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import pytest
+from common import kept_bytes, normal, policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from jaxoffload import Policy, checkpoint, residuals, scan, scope, tag
+
+N, BATCH, DIM, HIDDEN = 4, 2, 8, 12
+X = normal(0, (BATCH, DIM), jnp.bfloat16)
+W = {
+    "in": normal(1, (N, DIM, HIDDEN), jnp.bfloat16),
+    "out": normal(2, (N, HIDDEN, DIM), jnp.bfloat16),
+    "bias": normal(3, (N, 1, DIM)),
+}
+NARROW, WIDE = BATCH * DIM * 2, BATCH * HIDDEN * 2  # bytes of a bfloat16 (BATCH, DIM) and (BATCH, HIDDEN)
+
+
+def body(x, w):
+    x = tag(x, "layer_input")
+    with scope("mlp"):
+        h = tag({"gate": x @ w["in"], "up": jnp.sin(x) @ w["in"]}, "fc1")
+        act = tag(jax.nn.silu(h["gate"]) * h["up"], "act")
+        ids = tag(lax.top_k(act, 2)[1], "routing")
+        act = act + jnp.take_along_axis(act, ids, 1).sum(-1, keepdims=True)
+        return x + tag(act @ w["out"], "fc2") + w["bias"].astype(x.dtype), None
+
+
+def model(rules, **fields):
+    def loss(x, w):
+        x, _ = scan(body, x, w, policy=policy(rules, **fields))
+        head = jnp.exp(x.astype(jnp.float32))  # untagged: kept by JAX
+        return jnp.sum(head * head)
+
+    return loss
+
+
+decisions = st.sampled_from(["save", "offload", "recompute"])
+some_rules = st.fixed_dictionaries(
+    {}, optional=dict.fromkeys(("layer_input", "fc1", "fc1.gate", "mlp/act", "fc2", "**"), decisions)
+)
+some_fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "resident_layers": st.integers(0, N + 1),
+        "offload_layers": st.integers(0, N),
+        "other_layers": st.sampled_from(["save", "recompute"]),
+        "default": decisions,
+        "dots": decisions,
+    },
+)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(some_rules, some_fields)
+@pytest.mark.filterwarnings("ignore:jaxoffload. dots")
+def test_totals_are_what_autodiff_keeps_to_the_byte(rules, fields):
+    f = model(rules, **fields)
+    table = residuals(f, X, W)
+    assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
+    assert table.device_bytes == sum(r.bytes for r in table if r.state == "saved")
+    assert all(r.bytes == r.layers * r.bytes_per_layer for r in table)
+
+
+def test_a_row_says_what_where_why_and_how_much():
+    table = residuals(model({"fc1": "offload", "mlp/fc1.up": "save", "act": "recompute"}), X, W)
+    rows = {(r.names, r.state): r for r in table}
+    gate = rows[("mlp/fc1.gate",), "offloaded"]
+    assert (gate.shape, gate.dtype) == ((BATCH, HIDDEN), "bfloat16")
+    assert (gate.bytes_per_layer, gate.layers, gate.bytes) == (WIDE, N - 1, (N - 1) * WIDE)
+    assert (gate.decision, gate.reason) == ("offload", "fc1")
+    resident = rows[("mlp/fc1.gate",), "saved"]
+    assert (resident.layers, resident.decision, resident.reason) == (1, "save", "resident")
+    routing = rows[("mlp/routing",), "saved"]
+    assert (routing.dtype, routing.bytes_per_layer) == ("int32", BATCH * 2 * 4)
+    assert rows[("mlp/act",), "recomputed"].reason == "act"
+    assert rows[("mlp/fc2",), "not needed"].bytes == 0
+
+
+def test_untagged_residuals_are_shown_with_their_origin():
+    table = residuals(model({}, resident_layers=0), X, W)
+    untagged = {(r.shape, r.dtype): r.reason for r in table if r.decision is None}
+    assert untagged[(BATCH, DIM), "float32"] == "output of exp"
+    assert table.untagged_bytes == sum(r.bytes for r in table if r.decision is None) > 0
+
+
+def test_an_untagged_carry_is_shown_as_the_carry():
+    f = lambda x, w: scan(lambda x, w: (jnp.sin(x @ w), None), x, w, policy=policy(resident_layers=0))[0]
+    (row,) = residuals(f, normal(0, (2, 8)), normal(1, (N, 8, 8)))
+    assert (row.reason, row.bytes, row.names) == ("the carry of a scan", N * 2 * 8 * 4, ())
+
+
+def test_of_one_function_with_a_policy():
+    f = lambda x, w: jnp.sin(tag(x @ w, "fc1"))
+    (row,) = residuals(f, X, W["in"][0], policy=policy({"fc1": "offload"}))
+    assert (row.state, row.bytes, row.layers) == ("offloaded", WIDE, 1)
+
+
+def test_a_value_that_no_layer_varies_is_kept_once():
+    """JAX hoists it out of the scan."""
+
+    def f(x, w, scale):
+        step = lambda x, w: (jnp.sin(x @ w) * tag(jnp.sin(scale), "scale"), None)
+        return scan(step, x, w, policy=policy({"scale": "save"}, resident_layers=0))[0]
+
+    args = normal(0, (2, 8)), normal(1, (N, 8, 8)), jnp.ones((1, 8))
+    (row,) = [r for r in residuals(f, *args) if r.names == ("scale",)]
+    assert (row.layers, row.bytes) == (1, 8 * 4)
+
+
+def test_integer_outputs_pytrees_and_jitted_functions():
+    def f(batch):
+        x = checkpoint(lambda x: jnp.sin(tag(jnp.sin(x), "fc1")), policy=policy({"fc1": "save"}))(batch["x"])
+        return {"loss": x.sum(), "n": batch["n"] + 1, "key": batch["key"], "none": None}
+
+    batch = {"x": X, "n": jnp.int32(3), "key": jax.random.key(0)}
+    for g in (f, jax.jit(f)):
+        assert residuals(g, batch).device_bytes == NARROW
+
+
+def test_printed():
+    text = str(residuals(model({"fc1.gate": "offload"}), X, W))
+    lines = text.splitlines()
+    assert lines[0].split() == ["residual", "shape", "bytes/layer", "layers", "bytes", "state", "reason"]
+    (gate,) = [line for line in lines if line.startswith("mlp/fc1.gate") and "offloaded" in line]
+    assert gate.split() == f"mlp/fc1.gate bfloat16[2,12] {WIDE} B 3 {3 * WIDE} B offloaded fc1.gate".split()
+    assert lines[-1].startswith("device ") and f"host {3 * WIDE} B" in lines[-1]
+
+
+def test_json():
+    table = residuals(model({"fc1.gate": "offload"}), X, W)
+    read = json.loads(table.to_json())
+    assert read["host_bytes"] == table.host_bytes == 3 * WIDE
+    assert len(read["residuals"]) == len(table) == len(list(table))
+    assert {r["state"] for r in read["residuals"]} == {"saved", "offloaded", "recomputed", "not needed"}
+
+
+def test_nothing_is_allocated_or_run():
+    """A model of 70 billion parameters."""
+
+    def big(x, w):
+        step = lambda x, w: (jnp.sin(tag(x @ w["in"], "fc1")) @ w["out"], None)
+        return jnp.sum(scan(step, x, w, policy=Policy({"fc1": "offload"}))[0].astype(jnp.float32))
+
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    args = struct(8, 8192, 8192), {"in": struct(80, 8192, 53248), "out": struct(80, 53248, 8192)}
+    tracemalloc.start()
+    table = residuals(big, *args)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert table.host_bytes == 79 * 8 * 8192 * 53248 * 2
+    assert peak < 100 * 2**20

@@ -1,0 +1,259 @@
+"""scan(): lax.scan's behaviour, with our residuals. Public behaviour only, so that it holds for any engine."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import assert_same_bits, count, gradient, gradient_jaxpr, kept_bytes, normal, policy, run, run_each
+from jax import lax
+
+from jaxoffload import PolicyError, checkpoint, residuals, scan, scope, tag
+
+P = jax.P
+N, BATCH, DIM = 5, 4, 8
+ONE = BATCH * DIM * 4  # bytes of a float32 (BATCH, DIM)
+X, WS = normal(0, (BATCH, DIM)), normal(1, (N, DIM, DIM)) * 0.5
+RULES = {"fc1": "offload", "act": "save"}
+OFF = policy(RULES)
+
+
+def body(x, w):
+    x = tag(x, "layer_input")
+    h = tag(x @ w, "fc1")
+    act = tag(jnp.sin(h) * h, "act")
+    return jnp.sin(act) @ w, jnp.sum(h, -1)
+
+
+def plain(f, *names):
+    return jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(*(names or ("fc1", "act"))))
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 5])
+def test_any_number_of_layers_forwards_and_in_reverse(n):
+    ws = WS[:n]
+    ours = [lambda x, w, r=r: scan(body, x, w, reverse=r, policy=OFF) for r in (False, True)]
+    reference = [lambda x, w, r=r: lax.scan(plain(body), x, w, reverse=r) for r in (False, True)]
+    both = lambda f: lambda *args: (f(*args), gradient(f, (0, 1))(*args))
+    got, want = run_each(list(map(both, ours)), X, ws), run_each(list(map(both, reference)), X, ws)
+    for g, w in zip(got, want, strict=True):
+        assert_same_bits(g, w)
+    assert kept_bytes(ours[0], X, ws)[1] == max(0, n - 1) * ONE
+
+
+@pytest.mark.parametrize("unroll", [2, 5, True])
+def test_unroll(unroll):
+    ours = lambda x, w: scan(body, x, w, unroll=unroll, policy=policy(RULES, resident_layers=0))
+    reference = lambda x, w: lax.scan(plain(body), x, w, unroll=unroll)
+    assert_same_bits(run(gradient(ours, (0, 1)), X, WS), run(gradient(reference, (0, 1)), X, WS))
+
+
+def test_any_pytree_of_any_dtype():
+    def step(carry, x):
+        count, state, key, none = carry
+        key, use = jax.random.split(key)
+        h = tag(jnp.sin(state["a"] @ x["w"]), "fc1") * jax.random.bernoulli(use, 0.5, (BATCH, DIM))
+        on = x["flag"] & (count > 1)
+        return (count + 1, {"a": jnp.where(on, h, jnp.cos(h))}, key, none), {"h": h, "n": count, "none": None, "on": on}
+
+    init = (0, {"a": X}, jax.random.key(3), None)
+    xs = {"w": WS, "flag": jnp.arange(N) % 2 == 0, "none": None}
+    f = lambda scan: lambda w: scan(init, {**xs, "w": w})
+    ours = f(lambda init, xs: scan(step, init, xs, policy=policy({"fc1": "offload"})))
+    reference = f(lambda init, xs: lax.scan(plain(step, "fc1"), init, xs))
+    assert jax.tree.structure(ours(WS)) == jax.tree.structure(reference(WS))
+    assert jax.make_jaxpr(ours)(WS).out_avals == jax.make_jaxpr(reference)(WS).out_avals
+    assert_same_bits(run(gradient(ours), WS), run(gradient(reference), WS))
+    assert kept_bytes(ours, WS)[1] == (N - 1) * ONE
+
+
+def test_length_without_xs_and_promotion_of_weak_types():
+    step = lambda x, _: (tag(jnp.sin(x), "fc1") * jnp.float32(2), None)
+    ours = lambda x: scan(step, x, length=3, policy=policy({"fc1": "offload"}))
+    reference = lambda x: lax.scan(plain(step, "fc1"), x, length=3)
+    for x in (1.0, jnp.float32(1)):
+        assert jax.make_jaxpr(ours)(x).out_avals == jax.make_jaxpr(reference)(x).out_avals
+        assert_same_bits(run(ours, x), run(reference, x))
+    assert jax.grad(lambda x: ours(x)[0])(1.0) == jax.grad(lambda x: reference(x)[0])(1.0)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (lambda x, w: (x, None), X, (WS, WS[:2])),
+        (lambda x, w: (x, None), X, None),
+        (lambda x, w: x, X, WS),
+        (lambda x, w: (x[0], None), X, WS),
+        (lambda x, w: (x.astype(jnp.bfloat16), None), X, WS),
+        (lambda x, w: ((x, x), None), X, WS),
+        (lambda x, w: (x @ w[0], None), X, WS),
+    ],
+)
+def test_errors_are_those_of_lax_scan(args):
+    with pytest.raises((TypeError, ValueError)) as want:
+        lax.scan(*args)
+    with pytest.raises(type(want.value)) as got:
+        scan(*args, policy=OFF)
+    assert str(got.value) == str(want.value)
+
+
+def test_closed_over_tracers_get_their_gradients():
+    """Split at the resident layer, a constant's gradient is summed in another order: so is the reference's."""
+
+    def split(step, x, ws):
+        x, first = lax.scan(step, x, ws[: N - 1])
+        x, last = lax.scan(step, x, ws[N - 1 :])
+        return x, jnp.concatenate([first, last])
+
+    def model(through):
+        def f(x, ws, scale):
+            return through(lambda x, w: body(x * scale, w), x, ws)
+
+        return f
+
+    ours = model(lambda step, x, ws: scan(step, x, ws, policy=OFF))
+    whole = model(lambda step, x, ws: scan(step, x, ws, policy=policy(RULES, resident_layers=0)))
+    reference = model(lambda step, x, ws: lax.scan(plain(step), x, ws))
+    reference_split = model(lambda step, x, ws: split(plain(step), x, ws))
+    args = (X, WS, jnp.full((BATCH, 1), 0.9))
+    args_of = (0, 1, 2)
+    got, got_whole, want, want_split = (
+        run(gradient(f, args_of), *args) for f in (ours, whole, reference, reference_split)
+    )
+    assert_same_bits(got_whole, want)
+    assert_same_bits(got[:2], want[:2])
+    assert_same_bits(got[2:], want_split[2:])
+
+
+def test_vmap_in_any_order_with_grad():
+    many = normal(4, (3, BATCH, DIM))
+    weights = jnp.stack([WS, WS + 0.1, WS - 0.1])
+    ours = lambda x, w: scan(body, x, w, policy=OFF)
+    reference = lambda x, w: lax.scan(plain(body), x, w)
+    cases = [((0, None), many, WS), ((None, 0), X, weights), ((0, 0), many, weights)]
+    for axes, *args in cases:
+        grad_vmap = [gradient(jax.vmap(f, axes), (0, 1)) for f in (ours, reference)]
+        vmap_grad = [jax.vmap(gradient(f, (0, 1)), axes) for f in (ours, reference)]
+        for got, want in (grad_vmap, vmap_grad):
+            for a, b in zip(run(got, *args), run(want, *args), strict=True):
+                np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    f = jax.vmap(ours, (0, None))
+    assert kept_bytes(f, many, WS)[1] == 3 * (N - 1) * ONE
+
+
+def test_inside_shard_map_and_under_meshes():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    ours = lambda x, w: scan(body, x, w, policy=policy(RULES, resident_layers=0))[0]
+    reference = lambda x, w: lax.scan(plain(body), x, w)[0]
+    for check_vma in (True, False):
+        shard = lambda f, c=check_vma: jax.shard_map(
+            f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), check_vma=c, axis_names={"a", "b"}
+        )
+        assert_same_bits(run(gradient(shard(ours), (0, 1)), X, WS), run(gradient(shard(reference), (0, 1)), X, WS))
+    x = jax.device_put(X, jax.NamedSharding(mesh, P("a")))
+    w = jax.device_put(WS, jax.NamedSharding(mesh, P(None, None, "b")))
+    assert_same_bits(run(gradient(ours, (0, 1)), x, w), run(gradient(reference, (0, 1)), x, w))
+
+
+def test_under_explicit_axes_the_stacks_are_sharded_as_what_they_hold():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    step = lambda x, w: (jnp.sin(tag(x * w, "fc1")), None)
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(X, P("a", "b")), jax.device_put(WS[:, 0, :1], P(None, None))
+        ours = lambda x, w: scan(step, x, w, policy=policy({"fc1": "offload"}))[0]
+        reference = lambda x, w: lax.scan(plain(step, "fc1"), x, w)[0]
+        with jax.numpy_rank_promotion("allow"):
+            assert_same_bits(run(gradient(ours, (0, 1)), x, w), run(gradient(reference, (0, 1)), x, w))
+            jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(ours, *a)[1]))(x, w)
+    held = [v.aval for v in jaxpr.outvars if v.aval.memory_space == jax.memory.Space.Host]
+    assert [a.sharding.spec for a in held] == [P(None, "a", "b")]
+
+
+def test_nested_scans_follow_their_own_policies():
+    def layers(scan_of):
+        def inner(x, w):
+            return jnp.sin(tag(x @ w, "inner")), None
+
+        def outer(x, ws):
+            x = jnp.cos(tag(x * 2.0, "outer"))
+            return scan_of(inner, x, ws, {"inner": "save"})
+
+        return lambda x, ws: scan_of(outer, x, ws, {"outer": "offload", "inner": "offload"})
+
+    ours = layers(lambda f, x, ws, rules: scan(f, x, ws, policy=policy(rules, resident_layers=0)))
+    reference = layers(lambda f, x, ws, rules: lax.scan(plain(f, *rules), x, ws))
+    ws = WS.reshape(N, 1, DIM, DIM).repeat(2, 1)
+    assert_same_bits(run(gradient(ours, (0, 1)), X, ws), run(gradient(reference, (0, 1)), X, ws))
+    assert kept_bytes(ours, X, ws)[1] == N * ONE + N * 2 * ONE
+
+
+def test_in_control_flow_and_checkpoints():
+    ours = lambda x, w: scan(body, x, w, policy=OFF)[0]
+    reference = lambda x, w: lax.scan(plain(body), x, w)[0]
+    around = {
+        "cond": lambda f: lambda x, w: lax.cond(x[0, 0] > 0, f, lambda x, w: x, x, w),
+        "scan": lambda f: lambda x, w: lax.scan(lambda x, _: (f(x, w), None), x, length=2)[0],
+        "jax.checkpoint": jax.checkpoint,
+        "checkpoint": lambda f: checkpoint(f, policy=policy({"fc1": "save"})),
+        "jit": jax.jit,
+    }
+    for name, wrap in around.items():
+        want = run(gradient(wrap(reference), (0, 1)), X, WS)
+        if name == "checkpoint":
+            want = run(gradient(lambda *a: plain(reference, "fc1")(*a), (0, 1)), X, WS)
+        assert_same_bits(run(gradient(wrap(ours), (0, 1)), X, WS), want)
+
+
+def test_kept_producers_run_once():
+    rules = {"layer_input": "offload", "fc1": "offload", "act": "save"}
+    f = lambda x, w: scan(body, x, w, policy=policy(rules, resident_layers=0))
+    jaxpr = gradient_jaxpr(f, X, WS, argnums=(0, 1))
+    assert count(jaxpr, "dot_general") == 2 + 4
+    assert count(jaxpr, "sin") == 2 + 2  # again: sin(h) for h's own cotangent, sin(act) for the weight's
+
+
+def test_frozen_weights_need_nothing_kept():
+    """LoRA: what only a frozen weight's gradient would read is not kept."""
+
+    def step(x, w):
+        frozen, a, b = w
+        low = tag(x @ a, "low")
+        return x @ frozen + low @ b, None
+
+    frozen, a, b = WS, normal(7, (N, DIM, 2)), normal(8, (N, 2, DIM))
+    rules = policy({"low": "offload"}, resident_layers=0)
+    f = lambda a, b: scan(step, X, (frozen, a, b), policy=rules)[0]
+    assert [len(jax.tree.leaves(jax.grad(lambda *ab: f(*ab).sum(), (0, 1))(a, b)))] == [2]
+    assert kept_bytes(f, a, b)[1] == N * BATCH * 2 * 4
+    only_a = lambda a: scan(step, X, (frozen, a, b), policy=rules)[0]
+    assert kept_bytes(only_a, a)[1] == 0  # low itself is read by b's gradient alone
+    (row,) = [r for r in residuals(only_a, a) if r.names == ("low",)]
+    assert row.state in ("recomputed", "not needed") and row.bytes in (0, N * BATCH * 2 * 4)
+
+
+def test_scopes_reach_a_cached_body():
+    def f(x, w):
+        for name in ("dense", "moe"):
+            with scope(name):
+                x, _ = scan(body, x, w, policy=policy({f"{name}/fc1": "offload"}, resident_layers=0))
+        return x
+
+    assert {r.names[0] for r in residuals(f, X, WS) if r.state == "offloaded"} == {"dense/fc1", "moe/fc1"}
+
+
+def test_without_jit_it_is_a_python_loop():
+    with jax.disable_jit():
+        got = jax.grad(lambda w: scan(body, X, w, policy=OFF)[0].sum())(WS)
+    np.testing.assert_allclose(got, jax.grad(lambda w: lax.scan(body, X, w)[0].sum())(WS), rtol=1e-5, atol=1e-6)
+
+
+def test_undifferentiated_it_is_lax_scan():
+    jaxpr = jax.make_jaxpr(lambda x, w: scan(body, x, w, policy=policy(RULES, resident_layers=0)))(X, WS)
+    assert count(jaxpr, "scan") == 1 and count(jaxpr, "device_put") == 0
+    assert_same_bits(run(lambda: scan(body, X, WS, policy=OFF)), run(lambda: lax.scan(body, X, WS)))
+
+
+def test_an_unmatched_pattern_and_a_foreign_policy_are_refused():
+    with pytest.raises(PolicyError, match=r"residuals\['fc3'\].*nearest is 'fc1'"):
+        jax.eval_shape(gradient(lambda x, w: scan(body, x, w, policy=policy({"fc3": "save"}))), X, WS)
+    with pytest.raises(TypeError, match="scan: policy must be a jaxoffload.Policy"):
+        scan(body, X, WS, policy="save")

@@ -76,7 +76,7 @@ class Train:
     eval_every: Count = 100  # steps
     eval_batches: Count = 8  # held-out batches an evaluation
     checkpoint_every: Count = 100  # steps; a kill loses at most these
-    out: str | None = None  # checkpoints, metrics.jsonl, loss.png; None: runs/NAME of the config file
+    out: str = ""  # folder of checkpoints, metrics.jsonl and loss.png; empty: runs/NAME of the config file
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     problems += wrong
     if problems:
         raise ConfigError(problems)
-    if config.train.out is None:
+    if not config.train.out:
         config = replace(config, train=replace(config.train, out=f"runs/{path.stem}"))
     return config
 
@@ -202,13 +202,12 @@ def _relations(config: Config) -> Iterator[tuple[tuple[str, ...], bool, str]]:
         explicit.count(None) in (0, 3),
         f"distributed = {explicit}: must have coordinator, num_processes and process_id, or none of them",
     )
-    if None not in explicit:
-        yield (
-            ("distributed.num_processes", "distributed.process_id"),
-            distributed.process_id < distributed.num_processes,
-            f"distributed.process_id = {distributed.process_id}: must be below "
-            f"distributed.num_processes = {distributed.num_processes}",
-        )
+    count, index = distributed.num_processes, distributed.process_id
+    yield (
+        ("distributed.num_processes", "distributed.process_id"),
+        count is None or index is None or index < count,
+        f"distributed.process_id = {index}: must be below distributed.num_processes = {count}",
+    )
 
 
 def _get(config: Config, key: str) -> Any:

@@ -53,10 +53,12 @@ def expected(config: Config, made: Program, table: Any) -> list[str]:
     """
     mesh = config.mesh
     devices, split = mesh.data * mesh.fsdp * mesh.tensor, mesh.data * mesh.fsdp
+    params, moments = made.state.params, made.state.optimizer
+    gradients = 1 if config.train.grad_accumulation == 1 else 2  # a microbatch's, and the sum of those before
     rows = [
-        ("parameters", _bytes(made.state.params), _device_bytes(made.state.params)),
-        ("gradients", _bytes(made.state.params), _device_bytes(made.state.params)),
-        ("optimizer", _bytes(made.state.optimizer), _device_bytes(made.state.optimizer)),
+        ("parameters", _bytes(params), _device_bytes(params)),
+        ("gradients", gradients * _bytes(params), gradients * _device_bytes(params)),
+        ("optimizer", _bytes(moments), _device_bytes(moments)),
         ("residuals on the device", table.device_bytes, table.device_bytes / split),
         ("residuals on the host", table.host_bytes, table.host_bytes / split),
     ]
@@ -70,6 +72,8 @@ def expected(config: Config, made: Program, table: Any) -> list[str]:
 def compiled_memory(compiled: jax.stages.Compiled) -> str:
     """What the compiled step needs on each device, as XLA planned it."""
     plan = compiled.memory_analysis()
+    if plan is None:
+        return "this backend does not tell what the compiled step needs"
     arguments = plan.argument_size_in_bytes
     outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
     device = arguments + outputs + plan.temp_size_in_bytes

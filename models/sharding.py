@@ -101,7 +101,7 @@ def batch_sharding(mesh: AnyMesh) -> NamedSharding:
 def param_shardings(params: nnx.State, mesh: AnyMesh) -> nnx.State:
     """A NamedSharding in place of each parameter's value, from the logical `axes` in its metadata."""
 
-    def sharding(param: nnx.Param) -> nnx.Param:
+    def sharding(param: nnx.Param) -> Any:
         # Stacking layers adds an axis in front of the value, not to the metadata that each layer shares.
         stacked = ("layers",) * (len(param.shape) - len(param.axes))
         return param.replace(NamedSharding(mesh, RULES.spec(*stacked, *param.axes)))
@@ -127,7 +127,7 @@ def optimizer_shardings(
 
 def process_block(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, int]:
     """(index, count): of `count` equal blocks of a batch's rows, this process holds number `index`."""
-    slices = sharding.addressable_devices_indices_map(shape).values()
-    bounds = [rows.indices(shape[0])[:2] for rows, _ in slices]
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    bounds = [index[0].indices(shape[0])[:2] for index in indices if index is not None]
     start, stop = min(low for low, _ in bounds), max(high for _, high in bounds)
     return start // (stop - start), shape[0] // (stop - start)

@@ -118,7 +118,8 @@ def placed(state: State, optimizer: optax.GradientTransformation, mesh: AnyMesh)
     """An abstract state with the sharding of each leaf."""
     params = param_shardings(state.params, mesh)
     moments = optimizer_shardings(optimizer, state.optimizer, params, mesh)
-    shardings = State(NamedSharding(mesh, PartitionSpec()), params, moments)
+    everywhere: Any = NamedSharding(mesh, PartitionSpec())
+    shardings = State(everywhere, params, moments)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         state,

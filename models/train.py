@@ -182,6 +182,7 @@ def loop(run: Run, state: State, start: int) -> int:
                 return 128 + stop
             if log or judge or save:
                 mark = (step, time.monotonic())
+    run.manager.wait_until_finished()
     say(f"finished; the loss curve is {run.journal.path.with_name('loss.png')}")
     return 0
 

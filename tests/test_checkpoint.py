@@ -293,7 +293,7 @@ def test_integers_that_a_custom_rule_makes_are_saved_where_nothing_is_perturbed(
 
 
 def test_the_policy_must_be_ours():
-    with pytest.raises(TypeError, match="checkpoint: policy must be a jaxoffload.Policy"):
+    with pytest.raises(TypeError, match=r"checkpoint: policy must be a jaxoffload.Policy"):
         checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
 
 

@@ -43,7 +43,7 @@ BAD_VALUES = {
     "data.path=3": ("data.path", "3", "a string or a list of strings"),
     "data.path=[a.txt, 3]": ("data.path", "['a.txt', 3]", "a string or a list of strings"),
     "data.tokenizer=7": ("data.tokenizer", "7", "a string or null"),
-    "train.out=4": ("train.out", "4", "a string or null"),
+    "train.out=4": ("train.out", "4", "must be a string"),
     # ranges
     "model.vocab_size=256": ("model.vocab_size", "256", "an integer of at least 257"),
     "model.layers=0": ("model.layers", "0", "an integer of at least 1"),
@@ -70,6 +70,11 @@ BAD_VALUES = {
     "train.grad_accumulation=5": ("train.batch_size", "8", "a multiple of train.grad_accumulation * mesh.data"),
     "train.loss_chunk=48": ("train.loss_chunk", "48", "must divide train.seq_len = 64"),
     "train.warmup_steps=10": ("train.warmup_steps", "10", "must be below train.steps = 10"),
+    "distributed.coordinator=a:1; distributed.num_processes=2; distributed.process_id=2": (
+        "distributed.process_id",
+        "2",
+        "must be below distributed.num_processes = 2",
+    ),
     "distributed.num_processes=2": ("distributed", "2", "coordinator, num_processes and process_id, or none"),
     # the policy
     "remat.residuals[fc1]=ofload": ("remat.residuals['fc1']", "'ofload'", "the nearest is 'offload'"),

@@ -7,80 +7,122 @@ The reference is written with nothing of ours: `jax.checkpoint` with `save_only_
 import functools
 import itertools
 from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 from common import assert_same_bits, gradient, kept, normal, policy, run, run_each
+from flax import nnx
 from jax import lax
 
 from jaxoffload import checkpoint, scan, tag
+from models.attention import rotations
+from models.config import Model
+from models.transformer import Layer, stacked
 
-BATCH, DIM, HIDDEN, LAYERS = 4, 8, 16, 3
-NAMES = ("fc1_input", "fc1", "act")
-# Values of one layer, shapes written by hand.
-SHAPES = {
-    "fc1_input": [(BATCH, DIM)],
-    "fc1": [(BATCH, HIDDEN), (BATCH, HIDDEN)],  # gate and up
-    "act": [(BATCH, HIDDEN)],
-    "fc2": [(BATCH, DIM)],
-}
-LEAVES = {"fc1_input": ["fc1_input"], "fc1": ["fc1.gate", "fc1.up"], "act": ["act"], "fc2": ["fc2"]}
+LAYERS = 3
 
 
-def layer(x, w):
-    """x (BATCH, DIM) -> the same shape. Every named value is read by its own backward pass, fc2 too."""
-    norm = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3)
-    norm = tag(norm, "fc1_input")
+class Case(NamedTuple):
+    """A layer, and its residuals written by hand."""
+
+    step: Callable[..., Any]  # (carry, weights of a layer) -> (carry, y)
+    inputs: Callable[..., Any]  # dtype -> (carry, stacked weights)
+    shapes: dict[str, dict[str, tuple[int, ...]]]  # the name in a policy -> the name of each leaf -> its shape
+
+
+def mlp(x, w):
+    """x (4, 8) -> the same shape. Every named value is read by its own backward pass, fc2 too."""
+    norm = tag(x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3), "fc1_input")
     fc1 = tag({"gate": norm @ w["gate"], "up": norm @ w["up"]}, "fc1")
     act = tag(jax.nn.silu(fc1["gate"]) * fc1["up"], "act")
-    return x + jnp.sin(tag(act @ w["down"], "fc2"))
+    return x + jnp.sin(tag(act @ w["down"], "fc2")), jnp.sum(x, -1)
 
 
-def inputs(dtype):
-    shapes = {"gate": (DIM, HIDDEN), "up": (DIM, HIDDEN), "down": (HIDDEN, DIM)}
+def mlp_inputs(dtype):
+    shapes = {"gate": (8, 16), "up": (8, 16), "down": (16, 8)}
     w = {k: normal(i, (LAYERS, *s), dtype) * 0.5 for i, (k, s) in enumerate(shapes.items())}
-    return normal(9, (BATCH, DIM), dtype), w
+    return normal(9, (4, 8), dtype), w
 
 
-def step(carry, w):
-    return layer(carry, w), jnp.sum(carry, -1)
+MODEL = Model(layers=LAYERS, d_model=16, heads=2, kv_heads=1, d_ff=24, attention="xla")
 
 
-def through_checkpoint(rules):
-    return lambda x, w: checkpoint(layer, policy=policy(rules))(x, jax.tree.map(lambda a: a[0], w))
+def decoder(x, weights):
+    """The reference model's layer, x (2, 6, 16)."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(MODEL, nnx.Rngs(params=0))))
+    return nnx.merge(graph, weights)(x, rotations(6, MODEL.d_head, MODEL.rope_theta)), None
 
 
-def through_scan(rules, **fields):
-    return lambda x, w: scan(step, x, w, policy=policy(rules, **fields))
+def decoder_inputs(dtype):
+    weights = nnx.state(stacked(LAYERS, lambda rngs: Layer(MODEL, rngs), nnx.Rngs(params=0)))
+    return normal(9, (2, 6, 16), dtype), weights
 
 
-def reference(kind, saved):
-    """Plain JAX that saves these names."""
-    names = jax.checkpoint_policies.save_only_these_names(*[leaf for n in saved for leaf in LEAVES[n]])
+CASES = {
+    "mlp": Case(
+        mlp,
+        mlp_inputs,
+        {
+            "fc1_input": {"fc1_input": (4, 8)},
+            "fc1": {"fc1.gate": (4, 16), "fc1.up": (4, 16)},
+            "act": {"act": (4, 16)},
+        },
+    ),
+    "model": Case(
+        decoder,
+        decoder_inputs,
+        {
+            "mlp/norm": {"mlp/norm": (2, 6, 16)},
+            "fc1": {"mlp/fc1.gate": (2, 6, 24), "mlp/fc1.up": (2, 6, 24)},
+            "act": {"mlp/act": (2, 6, 24)},
+        },
+    ),
+}
+
+
+def assignments(case):
+    choices = itertools.product(("save", "offload", "recompute"), repeat=3)
+    return [dict(zip(CASES[case].shapes, chosen, strict=True)) for chosen in choices]
+
+
+def first(weights):
+    return jax.tree.map(lambda a: a[0], weights)
+
+
+def through(case, kind, rules, **fields):
+    step, p = CASES[case].step, policy(rules, **{"resident_layers": 0, **fields})
     if kind == "checkpoint":
-        return lambda x, w: jax.checkpoint(layer, policy=names)(x, jax.tree.map(lambda a: a[0], w))
-    return lambda x, w: lax.scan(jax.checkpoint(step, policy=names), x, w)
+        return lambda x, w: checkpoint(step, policy=p)(x, first(w))
+    return lambda x, w: scan(step, x, w, policy=p)
 
 
-def assignments():
-    return [dict(zip(NAMES, d, strict=True)) for d in itertools.product(("save", "offload", "recompute"), repeat=3)]
+def reference(case, kind, saved):
+    """Plain JAX that saves these names."""
+    step, _, shapes = CASES[case]
+    names = [leaf for name in saved for leaf in shapes[name]]
+    checkpointed = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    if kind == "checkpoint":
+        return lambda x, w: checkpointed(x, first(w))
+    return lambda x, w: lax.scan(checkpointed, x, w)
 
 
 def saved_names(rules):
-    return tuple(n for n, d in rules.items() if d != "recompute")
+    return tuple(name for name, decision in rules.items() if decision != "recompute")
 
 
 @functools.cache
-def references(kind, dtype):
+def references(case, kind, dtype):
     """The gradients of all distinct references, compiled together."""
-    subsets = sorted({saved_names(rules) for rules in assignments()})
-    grads = run_each([gradient(reference(kind, s), (0, 1)) for s in subsets], *inputs(dtype))
+    subsets = sorted({saved_names(rules) for rules in assignments(case)})
+    grads = run_each([gradient(reference(case, kind, s), (0, 1)) for s in subsets], *CASES[case].inputs(dtype))
     return dict(zip(subsets, grads, strict=True))
 
 
-def stacks(names, lead=()):
-    return Counter((*lead, *shape) for n in names for shape in SHAPES[n])
+def held(case, names, lead=()):
+    return Counter((*lead, *shape) for name in names for shape in CASES[case].shapes[name].values())
 
 
 ON_GPU = pytest.param("gpu", marks=pytest.mark.gpu)
@@ -89,38 +131,42 @@ ON_GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("kind", ["checkpoint", "scan"])
-def test_gradients_of_all_27_assignments_equal_the_reference(kind, dtype, device):
-    through = through_checkpoint if kind == "checkpoint" else functools.partial(through_scan, resident_layers=0)
-    grads = run_each([gradient(through(rules), (0, 1)) for rules in assignments()], *inputs(dtype))
-    for rules, grad in zip(assignments(), grads, strict=True):
-        assert_same_bits(grad, references(kind, dtype)[saved_names(rules)])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_all_27_assignments_equal_the_reference(case, kind, dtype, device):
+    every = assignments(case)
+    grads = run_each([gradient(through(case, kind, rules), (0, 1)) for rules in every], *CASES[case].inputs(dtype))
+    for rules, grad in zip(every, grads, strict=True):
+        assert_same_bits(grad, references(case, kind, dtype)[saved_names(rules)])
 
 
+@pytest.mark.parametrize("number", range(27))
 @pytest.mark.parametrize("kind", ["checkpoint", "scan"])
-@pytest.mark.parametrize("rules", assignments(), ids=lambda r: "-".join(r.values()))
-def test_the_host_holds_exactly_what_is_offloaded(kind, rules):
-    f = through_checkpoint(rules) if kind == "checkpoint" else through_scan(rules, resident_layers=0)
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_holds_exactly_what_is_offloaded(case, kind, number):
+    rules = assignments(case)[number]
+    args = jax.eval_shape(lambda: CASES[case].inputs(jnp.bfloat16))
     lead = () if kind == "checkpoint" else (LAYERS,)
-    held = kept(f, *inputs(jnp.bfloat16))
-    by_place = {p: Counter() for p in ("host", "device")}
-    for (place, dtype, shape), n in held.items():
-        assert dtype == "bfloat16"
-        by_place[place][shape] += n
-    chosen = lambda decision: [n for n, d in rules.items() if d == decision]
-    assert by_place["host"] == stacks(chosen("offload"), lead)
-    saved = stacks(chosen("save"), lead)
-    # The carry is kept beside: the layer's input is read by the norm's and the residual branch's recomputation. In
-    # checkpoint it is an argument, and the sliced weights are no residuals of the layer.
-    beside = Counter({(LAYERS, BATCH, DIM): 1}) if kind == "scan" else Counter({(DIM, HIDDEN): 2, (HIDDEN, DIM): 1})
-    assert by_place["device"] == saved + beside
+    places = {"host": Counter(), "device": Counter()}
+    for (place, dtype, shape), n in kept(through(case, kind, rules), *args).items():
+        if dtype == "bfloat16":
+            places[place][shape] += n
+        else:
+            assert place == "device"
+    chosen = lambda wanted: [name for name, decision in rules.items() if decision == wanted]
+    assert places["host"] == held(case, chosen("offload"), lead)
+    beside = places["device"] - held(case, chosen("save"), lead)
+    assert places["device"] == held(case, chosen("save"), lead) + beside
+    # Nothing is kept beside but the carry; in checkpoint that is an argument, and what is beside are sliced weights.
+    if kind == "scan":
+        assert beside == Counter([(LAYERS, *args[0].shape)])
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("resident", [1, 2, 3])
 def test_resident_layers_stay_on_the_device(resident, device):
     rules = {"fc1": "offload", "act": "save"}
-    args = inputs(jnp.bfloat16)
-    f = through_scan(rules, resident_layers=resident)
-    assert_same_bits(run(gradient(f, (0, 1)), *args), references("scan", jnp.bfloat16)["fc1", "act"])
+    args = mlp_inputs(jnp.bfloat16)
+    f = through("mlp", "scan", rules, resident_layers=resident)
+    assert_same_bits(run(gradient(f, (0, 1)), *args), references("mlp", "scan", jnp.bfloat16)["fc1", "act"])
     moved = {shape: n for (place, _, shape), n in kept(f, *args).items() if place == "host"}
-    assert moved == (stacks(["fc1"], (LAYERS - resident,)) if resident < LAYERS else {})
+    assert moved == (held("mlp", ["fc1"], (LAYERS - resident,)) if resident < LAYERS else {})

@@ -131,7 +131,7 @@ def _fresh():
 
 def test_jax_remat3_is_refused(monkeypatch):
     monkeypatch.setattr(type(jax.config), "jax_remat3", True, raising=False)
-    with pytest.raises(NotImplementedError, match="jax_remat3 is on.*jax.config.update"):
+    with pytest.raises(NotImplementedError, match=r"jax_remat3 is on.*jax.config.update"):
         _fresh()
 
 

@@ -255,5 +255,5 @@ def test_undifferentiated_it_is_lax_scan():
 def test_an_unmatched_pattern_and_a_foreign_policy_are_refused():
     with pytest.raises(PolicyError, match=r"residuals\['fc3'\].*nearest is 'fc1'"):
         jax.eval_shape(gradient(lambda x, w: scan(body, x, w, policy=policy({"fc3": "save"}))), X, WS)
-    with pytest.raises(TypeError, match="scan: policy must be a jaxoffload.Policy"):
+    with pytest.raises(TypeError, match=r"scan: policy must be a jaxoffload.Policy"):
         scan(body, X, WS, policy="save")

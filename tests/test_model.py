@@ -1,0 +1,317 @@
+"""The reference model: against plain references, and what its residuals weigh, by hand, at full size."""
+
+import dataclasses
+import math
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxoffload
+from jaxoffload import Policy
+from models.attention import rope, rotations
+from models.config import Config, Mesh, Model, Train, load
+from models.report import report
+from models.sharding import abstract_mesh
+from models.step import program, traceable
+from models.transformer import Transformer, flops_per_token, matmul_params, next_token_loss
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+TINY = Model(vocab_size=300, layers=2, d_model=32, heads=4, kv_heads=2, d_ff=48, dtype="float32", tied_embeddings=False)
+
+
+def model_and_tokens(config: Model, seq_len: int = 12) -> tuple[Transformer, jax.Array]:
+    tokens = jax.random.randint(jax.random.key(1), (3, seq_len + 1), 0, config.vocab_size)
+    return Transformer(config, nnx.Rngs(params=jax.random.key(0))), tokens
+
+
+# ---- a plain reference: numpy in float64, one loop a head, nothing of models/ but its parameters ----
+
+
+def norm_reference(x, scale, eps):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+
+
+def rope_reference(x_SxH, theta):
+    """Each pair (i, i + H/2) as a complex number, turned by position / theta^(2i/H)."""
+    S, H = x_SxH.shape
+    pairs = x_SxH[:, : H // 2] + 1j * x_SxH[:, H // 2 :]
+    turned = pairs * np.exp(1j * np.outer(np.arange(S), theta ** (-2.0 * np.arange(H // 2) / H)))
+    return np.concatenate([turned.real, turned.imag], axis=1)
+
+
+def attention_reference(x_SxD, p, config):
+    x_SxD = norm_reference(x_SxD, p["norm"]["scale_D"], config.norm_eps)
+    S, out = len(x_SxD), 0.0
+    for head in range(config.heads):
+        shared = head // (config.heads // config.kv_heads)
+        q = rope_reference(x_SxD @ p["q_DxNxH"][:, head], config.rope_theta)
+        k = rope_reference(x_SxD @ p["k_DxKxH"][:, shared], config.rope_theta)
+        scores = np.where(np.tri(S, dtype=bool), q @ k.T / math.sqrt(config.d_head), -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out += weights @ (x_SxD @ p["v_DxKxH"][:, shared]) @ p["out_NxHxD"][head]
+    return out
+
+
+def mlp_reference(x_SxD, p, config):
+    x_SxD = norm_reference(x_SxD, p["norm"]["scale_D"], config.norm_eps)
+    gate, up = x_SxD @ p["gate_DxF"], x_SxD @ p["up_DxF"]
+    return gate / (1 + np.exp(-gate)) * up @ p["down_FxD"]
+
+
+def loss_reference(params, tokens, config):
+    """Mean over all tokens of -log softmax, sequence by sequence, all logits at once."""
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    table = params["embedding_VxD" if config.tied_embeddings else "unembedding_VxD"]
+    losses = []
+    for row in np.asarray(tokens):
+        x = params["embedding_VxD"][row[:-1]]
+        for i in range(config.layers):
+            layer = jax.tree.map(lambda a, i=i: a[i], params["layers"])
+            x = x + attention_reference(x, layer["attention"], config)
+            x = x + mlp_reference(x, layer["mlp"], config)
+        logits = norm_reference(x, params["norm"]["scale_D"], config.norm_eps) @ table.T
+        log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+        losses += list(log_z - logits[np.arange(len(logits)), row[1:]])
+    return np.mean(losses)
+
+
+@pytest.mark.parametrize("tied, kv_heads", [(False, 2), (True, 1), (False, 4)])
+def test_the_loss_is_the_plain_reference(tied, kv_heads):
+    config = dataclasses.replace(TINY, tied_embeddings=tied, kv_heads=kv_heads)
+    model, tokens = model_and_tokens(config)
+    # Weights far from their start, so that no part of the model is negligible.
+    params = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape), nnx.state(model))
+    nnx.update(model, params)
+    got = next_token_loss(model, tokens, Policy(), chunk=4)
+    want = loss_reference(nnx.to_pure_dict(params), tokens, config)
+    np.testing.assert_allclose(got, want, rtol=2e-6)
+
+
+def test_chunks_of_the_loss_change_neither_value_nor_gradient():
+    model, tokens = model_and_tokens(TINY)
+    graph, params = nnx.split(model)
+
+    def loss(chunk):
+        return jax.jit(jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graph, p), tokens, Policy(), chunk)))(
+            params
+        )
+
+    whole, chunked = loss(12), loss(3)
+    np.testing.assert_allclose(chunked[0], whole[0], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), chunked[1], whole[1])
+
+
+def test_logits_exist_for_one_chunk_only():
+    made = program(tiny_config(loss_chunk=4), abstract_mesh(Mesh()))
+    jaxpr = jax.make_jaxpr(jax.grad(made.loss))(made.state.params, made.microbatch)
+    shapes = {v.aval.shape for eqn in equations(jaxpr) for v in eqn.outvars if TINY.vocab_size in v.aval.shape}
+    assert (4, 4, TINY.vocab_size) in shapes  # batch, chunk, vocabulary
+    sizes = [math.prod(shape) for shape in shapes if TINY.d_model not in shape]
+    assert max(sizes) == 4 * 4 * TINY.vocab_size
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for leaf in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(leaf, "eqns"):
+                yield from equations(leaf)
+
+
+def tiny_config(model: Model = TINY, residuals=None, **train) -> Config:
+    policy = Policy(residuals=residuals or {}, min_offload_bytes=0)
+    train = {"seq_len": 12, "batch_size": 4, "loss_chunk": 12, "steps": 10, "warmup_steps": 2} | train
+    return Config(model=model, remat=policy, train=Train(**train))
+
+
+def test_rope_is_the_complex_reference():
+    x = jax.random.normal(jax.random.key(0), (2, 7, 3, 10))
+    got = rope(x, rotations(7, 10, theta=100.0))
+    want = [[rope_reference(np.asarray(x[b, :, n], np.float64), 100.0) for n in range(3)] for b in range(2)]
+    np.testing.assert_allclose(np.asarray(got), np.swapaxes(want, 1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_the_compute_is_bfloat16_and_the_parameters_float32():
+    config = dataclasses.replace(TINY, dtype="bfloat16")
+    model, tokens = model_and_tokens(config)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("float32")}
+    assert model(tokens, Policy()).dtype == jnp.bfloat16
+    full, _ = model_and_tokens(TINY)
+    np.testing.assert_allclose(
+        next_token_loss(model, tokens, Policy(), 13 - 1), next_token_loss(full, tokens, Policy(), 12), rtol=2e-3
+    )
+
+
+def test_layers_start_different_and_the_loss_near_ln_vocab():
+    model, tokens = model_and_tokens(TINY)
+    q = model.layers.attention.q_DxNxH[...]
+    assert q.shape == (2, 32, 4, 8)
+    assert not np.array_equal(q[0], q[1])
+    assert abs(float(next_token_loss(model, tokens, Policy(), 12)) - math.log(300)) < 0.1
+
+
+# ---- counts, from the published figures ----
+
+
+def abstract(name: str, *overrides: str):
+    config = traceable(load(CONFIGS / f"{name}.yaml", overrides))
+    return config, program(config, abstract_mesh(config.mesh))
+
+
+def test_llama3_8b_has_its_published_parameters():
+    config, made = abstract("llama3-8b")
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params))
+    assert count == 8_030_261_248
+    matrices = 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
+    assert matmul_params(config.model) == matrices == count - 128256 * 4096 - (2 * 32 + 1) * 4096
+    assert flops_per_token(config.model, 8192) == 6 * matrices + 32 * 6 * 8192 * 4096
+
+
+def test_gpt_124m_has_124m_parameters():
+    _, made = abstract("gpt-124m")
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params))
+    assert count == 50304 * 768 + 12 * (4 * 768 * 768 + 3 * 768 * 2048 + 2 * 768) + 768 == 123_587_328
+
+
+# ---- residuals, in bytes written by hand ----
+
+
+def test_the_model_has_the_names_of_the_design():
+    made = program(tiny_config(), abstract_mesh(Mesh()))
+    table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
+    assert {name for row in table for name in row.names} == {
+        "layer_input",
+        *("attn/norm", "attn/q", "attn/k", "attn/v", "attn/context", "attn/out"),
+        "mlp_input",
+        *("mlp/norm", "mlp/fc1.gate", "mlp/fc1.up", "mlp/act", "mlp/fc2"),
+    }
+
+
+MIB = 2**20
+
+
+def layer_bytes(stream: int, kv: int, wide: int) -> dict[str, int]:
+    """Bytes of one layer's values: as wide as the residual stream, as the shared heads, as the MLP."""
+    of_stream = "layer_input attn/norm attn/q attn/context attn/out mlp_input mlp/norm mlp/fc2"
+    return {
+        **dict.fromkeys(of_stream.split(), stream),
+        **dict.fromkeys(["attn/k", "attn/v"], kv),
+        **dict.fromkeys(["mlp/fc1.gate", "mlp/fc1.up", "mlp/act"], wide),
+        "(matrix_product)": stream + kv,  # q and k before RoPE
+    }
+
+
+# 8 sequences of 8192 tokens, 2 bytes: 4096 wide, 8 heads of 128, 14336 wide.
+LLAMA = layer_bytes(512 * MIB, 128 * MIB, 1792 * MIB)
+# A microbatch of 32 sequences of 1024 tokens, 2 bytes: 768 wide, 12 heads of 64, 2048 wide.
+GPT = layer_bytes(48 * MIB, 48 * MIB, 128 * MIB)
+# 8 sequences of 256 tokens, 4 bytes: 192 wide, 2 heads of 32, 512 wide.
+TINY_BYTES = layer_bytes(1_572_864, 524_288, 4_194_304)
+
+# config: bytes of a layer, bytes on the host, {state: {layers: residuals}}. Of 32 layers the last is resident.
+BY_HAND = {
+    "llama3-8b": (
+        LLAMA,
+        31 * (512 + 512 + 1792) * MIB,
+        {
+            "offloaded": {31: "layer_input mlp_input mlp/fc1.gate"},
+            "saved": {1: "layer_input mlp_input mlp/fc1.gate"},
+            "recomputed": {32: "attn/norm attn/q attn/k attn/v attn/context mlp/norm mlp/fc1.up mlp/act"},
+            "not needed": {0: "attn/out mlp/fc2"},
+        },
+    ),
+    "mission": (
+        LLAMA,
+        31 * 3 * 1792 * MIB,
+        {
+            "offloaded": {31: "mlp/fc1.gate mlp/fc1.up mlp/act"},
+            "saved": {32: "layer_input", 1: "mlp/fc1.gate mlp/fc1.up mlp/act"},
+            "recomputed": {32: "attn/norm attn/q attn/k attn/v attn/context attn/out mlp_input mlp/norm"},
+            "not needed": {0: "mlp/fc2"},
+        },
+    ),
+    "mlp-offload": (
+        LLAMA,
+        31 * (512 + 3 * 1792) * MIB,
+        {
+            "offloaded": {31: "mlp/norm mlp/fc1.gate mlp/fc1.up mlp/act"},
+            "saved": {32: "layer_input", 1: "mlp/norm mlp/fc1.gate mlp/fc1.up mlp/act"},
+            "recomputed": {32: "attn/norm attn/q attn/k attn/v attn/context attn/out mlp_input"},
+            "not needed": {0: "mlp/fc2"},
+        },
+    ),
+    "dots-offload": (
+        LLAMA,
+        31 * (512 + 128 + 128 + 512 + 2 * 1792) * MIB,
+        {
+            "offloaded": {31: "(matrix_product) attn/v attn/out mlp/fc1.gate mlp/fc1.up"},
+            "saved": {32: "layer_input", 1: "(matrix_product) attn/v attn/out mlp/fc1.gate mlp/fc1.up"},
+            "recomputed": {32: "attn/norm attn/q attn/k attn/context mlp_input mlp/norm mlp/act"},
+            "not needed": {0: "mlp/fc2"},
+        },
+    ),
+    "gpt-124m": (
+        GPT,
+        0,
+        {
+            "saved": {12: "layer_input attn/q attn/k attn/v attn/context mlp_input mlp/fc1.gate mlp/fc1.up"},
+            "recomputed": {12: "attn/norm mlp/norm mlp/act"},
+            "not needed": {0: "attn/out mlp/fc2"},
+        },
+    ),
+    "tiny": (
+        TINY_BYTES,
+        3 * 2 * 4 * MIB,
+        {
+            "offloaded": {3: "mlp/fc1.gate mlp/fc1.up"},
+            "saved": {
+                4: "layer_input attn/norm attn/q attn/k attn/v attn/context attn/out",
+                1: "mlp/fc1.gate mlp/fc1.up",
+            },
+            "recomputed": {4: "mlp_input mlp/norm mlp/act"},
+            "not needed": {0: "mlp/fc2"},
+        },
+    ),
+}
+
+
+def test_every_config_is_weighed():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == BY_HAND.keys()
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_residuals_of_each_config_weigh_what_the_hand_says(name):
+    _, made = abstract(name)
+    table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
+    got = Counter()
+    for row in table:
+        if row.names:
+            got[row.state, ", ".join(row.names).replace(" ", "_")] += row.bytes
+    a_layer, host, states = BY_HAND[name]
+    want = {
+        (state, residual): layers * a_layer[residual]
+        for state, groups in states.items()
+        for layers, residuals in groups.items()
+        for residual in residuals.split()
+    }
+    assert dict(got) == want
+    assert table.host_bytes == host
+
+
+def test_the_report_of_8b_tells_bytes_and_allocates_nothing():
+    before = len(jax.live_arrays())
+    text = report(load(CONFIGS / "llama3-8b.yaml"))
+    assert len(jax.live_arrays()) == before
+    assert "8,030,261,248 parameters" in text
+    lines = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
+    # 8,030,261,248 parameters of 4 bytes; an eighth on each device, but for the norms' 266,240 on each.
+    assert lines["parameters"][:4] == ["29.9", "GiB", "3.7", "GiB"]
+    assert lines["optimizer"][:4] == ["59.8", "GiB", "7.5", "GiB"]  # two moments
+    assert lines["residuals on the host"][:4] == ["85.2", "GiB", "10.7", "GiB"]  # 31 * 2816 MiB
+    assert "mlp/fc2" in text and "was traced as xla" in text

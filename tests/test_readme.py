@@ -1,0 +1,57 @@
+"""The README: its example runs as printed, its numbers come from files, its config block is a policy."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+
+from benchmarks.dense import table
+from jaxoffload import Policy, residuals
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def block(language):
+    (code,) = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return code
+
+
+@pytest.mark.parametrize("naming", ["tag", "checkpoint_name"])
+def test_the_three_steps(naming, capsys):
+    code = block("python")
+    if naming == "checkpoint_name":
+        code = code.replace("import Policy, tag", "import Policy\nfrom jax.ad_checkpoint import checkpoint_name")
+        code = re.sub(r"\btag\(", "checkpoint_name(", code)
+        assert "tag" not in code
+    made = {}
+    exec(compile(code, "README.md", "exec"), made)
+    table = residuals(made["loss"], made["weights"], made["x"])
+    assert capsys.readouterr().out == f"{table}\n"
+    # Bytes by hand: float32, 7 of 8 layers; the last is resident.
+    assert table.host_bytes == 7 * (4 * 128 * 256 * 4 + 4 * 128 * 1024 * 4)
+    assert made["gradients"]["in"].shape == (8, 256, 1024)
+    assert float(made["value"]) > 0 and all(g.any() for g in jax.tree.leaves(made["gradients"]))
+
+
+def test_the_config_block_is_a_policy_and_names_every_field():
+    fields = yaml.safe_load(block("yaml"))["remat"]
+    assert set(fields) == {*Policy.__dataclass_fields__}
+    assert Policy(**fields).residuals[0] == ("fc1", "offload")
+
+
+def test_the_table_is_that_of_the_measurement():
+    measured = json.loads((ROOT / "benchmarks/results/dense.json").read_text())
+    assert table(measured) in README
+    assert {"device", "versions", "command", "commit", "shape", "modes", "ratios"} == set(measured)
+    assert "H200" in measured["device"]
+
+
+def test_files_that_it_names_exist():
+    for name in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"configs/([a-z0-9-]+\.yaml)", README):
+        assert (ROOT / "configs" / name).exists(), name

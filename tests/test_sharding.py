@@ -1,0 +1,160 @@
+"""Sharding: parameters lie where the rules say, and a mesh computes what one device computes."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxoffload import Policy
+from models.config import Config, Mesh, Model, Train
+from models.mlp import MLP
+from models.reading import ConfigError
+from models.sharding import make_mesh, process_block
+from models.step import Program, adamw, program, shardings_of, step_for
+
+CONFIG = Config(
+    model=Model(vocab_size=320, layers=3, d_model=32, heads=4, kv_heads=2, d_ff=48, dtype="float32"),
+    remat=Policy(residuals={"fc1": "offload", "attn/*": "save"}, min_offload_bytes=0),
+    train=Train(steps=4, warmup_steps=1, batch_size=16, seq_len=12, loss_chunk=4, learning_rate=1e-2),
+)
+TOKENS = np.asarray(jax.random.randint(jax.random.key(7), (16, 13), 0, 320))
+
+
+def on(sizes: Mesh, **train) -> Program:
+    config = dataclasses.replace(CONFIG, mesh=sizes, train=dataclasses.replace(CONFIG.train, **train))
+    count = sizes.data * sizes.fsdp * sizes.tensor
+    return program(config, make_mesh(sizes, jax.devices()[:count]))
+
+
+def start(made: Program):
+    return jax.jit(made.init, out_shardings=shardings_of(made.state))()
+
+
+def test_parameters_and_moments_are_split_by_the_rules():
+    made = on(Mesh(2, 2, 2))
+    state = start(made)
+    specs = {
+        "/".join(str(key.key) for key in path if hasattr(key, "key")): leaf.sharding.spec
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
+    }
+    assert specs == {
+        "embedding_VxD": P("tensor", "fsdp"),
+        "layers/attention/norm/scale_D": P(None, None),
+        "layers/attention/q_DxNxH": P(None, "fsdp", "tensor", None),
+        "layers/attention/k_DxKxH": P(None, "fsdp", "tensor", None),
+        "layers/attention/v_DxKxH": P(None, "fsdp", "tensor", None),
+        "layers/attention/out_NxHxD": P(None, "tensor", None, "fsdp"),
+        "layers/mlp/norm/scale_D": P(None, None),
+        "layers/mlp/gate_DxF": P(None, "fsdp", "tensor"),
+        "layers/mlp/up_DxF": P(None, "fsdp", "tensor"),
+        "layers/mlp/down_FxD": P(None, "tensor", "fsdp"),
+        "norm/scale_D": P(None),
+    }
+    gate = state.params["layers"]["mlp"]["gate_DxF"][...]
+    assert {shard.data.shape for shard in gate.addressable_shards} == {(3, 32 // 2, 48 // 2)}
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
+    params = jax.tree.leaves(state.params)
+    assert [m.sharding for m in moments] == [p.sharding for p in params] * 2
+
+
+def test_the_start_does_not_depend_on_the_mesh():
+    one, many = start(on(Mesh())), start(on(Mesh(2, 2, 2)))
+    jax.tree.map(np.testing.assert_array_equal, one.params, many.params)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    made = on(Mesh())
+    return jax.jit(jax.value_and_grad(made.loss))(start(made).params, TOKENS)
+
+
+@pytest.mark.parametrize("sizes", [Mesh(2, 2, 2), Mesh(1, 8, 1)], ids=["2x2x2", "1x8x1"])
+def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
+    made = on(sizes)
+    params = start(made).params
+    gradient = jax.jit(
+        jax.value_and_grad(made.loss), in_shardings=(shardings_of(made.state.params), made.microbatch.sharding)
+    )
+    compiled = gradient.lower(made.state.params, made.microbatch).compile()
+    # Activations are split too: the whole batch's gate is on no device, its part is.
+    rows = 16 // (sizes.data * sizes.fsdp)
+    assert "f32[16,12,48]" not in compiled.as_text() and "f32[16,12,32]" not in compiled.as_text()
+    assert f"f32[{rows},12,{48 // sizes.tensor}]" in compiled.as_text()
+    loss, gradients = compiled(params, jax.device_put(TOKENS, made.microbatch.sharding))
+    np.testing.assert_allclose(loss, one_device[0], rtol=1e-6)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, gradients, one_device[1])
+
+
+def test_accumulated_steps_on_a_mesh_have_the_gradient_of_one_device(one_device):
+    made = on(Mesh(2, 2, 2), grad_accumulation=4, warmup_steps=0)
+    state, step, history = start(made), jax.jit(made.step, donate_argnums=0), []
+    for _ in range(3):
+        state, metrics = step(state, jax.device_put(TOKENS, made.tokens.sharding))
+        history.append(metrics)
+    assert int(state.step) == 3
+    np.testing.assert_allclose(history[0]["loss"], one_device[0], rtol=1e-6)
+    np.testing.assert_allclose(history[0]["grad_norm"], optax.tree.norm(one_device[1]), rtol=1e-5)
+    assert history[0]["loss"] > history[1]["loss"] > history[2]["loss"]
+
+
+def test_step_for_gives_the_step_and_its_abstract_arguments():
+    mesh = Mesh(2, 2, 2)
+    step, arguments = step_for(dataclasses.replace(CONFIG, mesh=mesh))
+    state, metrics = jax.eval_shape(step, *arguments)
+    assert metrics["loss"].shape == () and state.params == jax.tree.map(strip, arguments[0].params)
+
+
+def strip(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def test_matrices_decay_and_norms_do_not():
+    train = dataclasses.replace(CONFIG.train, warmup_steps=0, learning_rate=0.5, weight_decay=0.1)
+    optimizer, params = adamw(train), nnx.state(MLP(CONFIG.model, nnx.Rngs(params=jax.random.key(0))))
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    gate, scale = updates["gate_DxF"][...], updates["norm"]["scale_D"][...]
+    np.testing.assert_allclose(gate, -0.5 * 0.1 * params["gate_DxF"][...], rtol=1e-6)
+    np.testing.assert_array_equal(scale, 0)
+
+
+@pytest.mark.parametrize(
+    "sizes, devices, problem",
+    [
+        (Mesh(2, 1, 1), 8, "mesh.data * mesh.fsdp * mesh.tensor = 2: must be 8, the number of devices here (cpu)"),
+        (Mesh(1, 16, 1), 8, "= 16: must be 8"),
+        (Mesh(1, 1, 1), 8, "for instance mesh.fsdp=8"),
+    ],
+)
+def test_a_mesh_that_is_not_the_machine_is_a_config_error(sizes, devices, problem):
+    with pytest.raises(ConfigError) as caught:
+        make_mesh(sizes, jax.devices()[:devices])
+    assert problem in caught.value.problems[0]
+
+
+def test_a_tensor_axis_across_parts_of_processes_is_a_config_error():
+    devices = [SimpleNamespace(process_index=i // 4, device_kind="x") for i in range(12)]
+    with pytest.raises(ConfigError, match=r"mesh.tensor = 3: must divide, or be a multiple of, a process's 4"):
+        make_mesh(Mesh(1, 4, 3), devices)
+
+
+@pytest.mark.parametrize(
+    "slices, block",
+    [
+        ([slice(0, 2), slice(2, 4)], (0, 2)),  # the first of two processes
+        ([slice(4, 6), slice(6, 8)], (1, 2)),  # the second
+        ([slice(2, 4)] * 4, (1, 4)),  # a tensor axis as large as a process
+        ([slice(None)] * 4, (0, 1)),  # a tensor axis over all processes: each has all rows
+    ],
+)
+def test_a_process_loads_the_rows_of_its_devices(slices, block):
+    sharding = SimpleNamespace(
+        addressable_devices_indices_map=lambda shape: {i: (s, slice(None)) for i, s in enumerate(slices)}
+    )
+    assert process_block(sharding, (8, 13)) == block

@@ -1,35 +1,32 @@
-"""The training program's data: documents, a byte-level BPE, cached token files, and resumable batches.
+"""The training program's data: a byte-level BPE, cached token files, and resumable batches.
 
 `load` turns documents into two memory-mapped token arrays, once; `batches` and `fixed_batches` read windows
 of them through grain.
 """
 
 import contextlib
-import difflib
-import glob
 import hashlib
 import itertools
-import json
 import math
 import os
 import random
-import re
-import sysconfig
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import grain
 import numpy as np
 import tokenizers
 
-END_OF_TEXT = "<|endoftext|>"
+from models.documents import files_of, read_documents
+
+END_OF_TEXT = "<|endoftext|>"  # of the tokenizers trained here
+# Or as others call it: Llama 3, Llama 2 and Mistral, Gemma.
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 _FORMAT = 1  # part of every cache key: raise it when the same input shall give other files
 _SAMPLE_CHARS = 64_000_000  # bounds the time that training a tokenizer takes, whatever the size of the corpus
-_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a pair, which no tokenizer takes
 _READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # grain's default holds 500 batches
 
 
@@ -53,7 +50,7 @@ def load(
 ) -> Dataset:
     """Returns the tokens of the documents in `path` (see `documents`), computed once.
 
-    `tokenizer` is a tokenizer.json with `vocab_size` tokens; None trains one with at most so many. About
+    `tokenizer` is a tokenizer.json with at most `vocab_size` tokens; None trains one with at most so many. About
     `valid_fraction` of the documents are held out, by their hash. All is kept in `cache_dir` under a hash of
     what it depends on, the documents' bytes included. Processes that fill a cache together write equal files.
     Raises ValueError with the config's key, its value and what is allowed.
@@ -62,11 +59,11 @@ def load(
         raise ValueError(f"data.valid_fraction = {valid_fraction}: allowed is a number between 0 and 1")
     if tokenizer is None and vocab_size < 257:
         raise ValueError(f"model.vocab_size = {vocab_size}: allowed is 257 (bytes and {END_OF_TEXT}) or more")
-    files = _files(path)
+    files = files_of(path)
     given = [] if tokenizer is None else [Path(tokenizer).expanduser()]
     bpe = _open_tokenizer(given[0]) if given else None
-    if bpe is not None and _ids(bpe) != vocab_size:
-        raise ValueError(f"model.vocab_size = {vocab_size}: allowed with {given[0]} is {_ids(bpe)}, its own")
+    if bpe is not None and _ids(bpe) > vocab_size:
+        raise ValueError(f"model.vocab_size = {vocab_size}: allowed with {given[0]} is {_ids(bpe)}, its own, or more")
     key = _key(files + given, _FORMAT, tokenizers.__version__, text_field, valid_fraction, vocab_size)
     folder = Path(cache_dir).expanduser() / key
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +72,7 @@ def load(
         bpe = _trained_tokenizer(folder / "tokenizer.json", files, text_field, valid_fraction, vocab_size)
     train, valid = folder / "train.npy", folder / "valid.npy"
     if not (train.exists() and valid.exists()):
-        _write_tokens(train, valid, _read(files, text_field), bpe, valid_fraction)
+        _write_tokens(train, valid, read_documents(files, text_field), bpe, valid_fraction)
     dataset = Dataset(np.load(train, mmap_mode="r"), np.load(valid, mmap_mode="r"), bpe, _ids(bpe))
     if not (len(dataset.train) and len(dataset.valid)):
         raise ValueError(
@@ -85,104 +82,11 @@ def load(
     return dataset
 
 
-# Documents
-
-
-def documents(path: str | Sequence[str] = "stdlib", text_field: str = "text") -> Iterator[str]:
-    """Returns the documents of `path` that are not empty, in the order of the files' names.
-
-    `path` is "stdlib", the running Python's own library without its tests, or a glob (`**` too) of .txt
-    (a file is a document), .jsonl (a line is one, its field `text_field`) and .parquet (a row, its column
-    `text_field`) files, or several of these. Raises ValueError, for faulty files when they are read.
-    """
-    return _read(_files(path), text_field)
-
-
-def _files(path: str | Sequence[str]) -> list[Path]:
-    found = {pattern: _match(pattern) for pattern in ([path] if isinstance(path, str) else path)}
-    allowed = f'allowed are "stdlib" and globs of {", ".join(_READERS)} files'
-    if not (found and all(found.values())):
-        empty = [pattern for pattern, files in found.items() if not files]
-        raise ValueError(f"data.path = {path!r}: {empty} matches no file; {allowed}")
-    for file in itertools.chain(*(files for pattern, files in found.items() if pattern != "stdlib")):
-        if file.suffix not in _READERS:
-            raise ValueError(f"data.path = {path!r}: {file} has the suffix {file.suffix!r}; {allowed}")
-    return sorted(set(itertools.chain(*found.values())))
-
-
-def _match(pattern: str) -> list[Path]:
-    if pattern != "stdlib":
-        matches = map(Path, glob.glob(os.path.expanduser(pattern), recursive=True))
-        return [file for file in matches if file.is_file()]
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return [file for file in root.rglob("*.py") if _NOT_LIBRARY.isdisjoint(file.relative_to(root).parts)]
-
-
-def _read(files: Iterable[Path], text_field: str) -> Iterator[str]:
-    for file in files:
-        yield from filter(None, _READERS.get(file.suffix, _read_source)(file, text_field))
-
-
-def _read_source(file: Path, text_field: str) -> Iterator[str]:
-    with contextlib.suppress(UnicodeDecodeError):
-        yield file.read_bytes().decode()
-
-
-def _read_txt(file: Path, text_field: str) -> Iterator[str]:
-    try:
-        yield file.read_bytes().decode()  # text mode would turn \r\n into \n
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data.path: {file} is not UTF-8 ({error}); allowed is UTF-8 text") from error
-
-
-def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{file}:{number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"data.path: {where} is no JSON ({error}); allowed is an object") from error
-            yield _text(record, text_field, where)
-
-
-def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(f"data.path: {file} needs pyarrow: pip install jaxoffload[parquet]") from error
-    with pyarrow.parquet.ParquetFile(file) as table:
-        _text(dict.fromkeys(table.schema_arrow.names, ""), text_field, str(file))
-        batches = table.iter_batches(1024, columns=[text_field])
-        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-            yield _text(row, text_field, f"{file}, row {number}")
-
-
-_READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-
-
-def _text(record: Any, field: str, where: str) -> str:
-    """Returns record[field], or says what is wrong with it."""
-    if not isinstance(record, dict):
-        raise ValueError(f"data.path: {where} is {record!r:.40}; allowed is an object")
-    if field not in record:
-        nearest = "".join(f", the nearest is {n!r}" for n in difflib.get_close_matches(field, record, n=1))
-        raise ValueError(
-            f"data.text_field = {field!r}: data.path has none in {where}; allowed are {list(record)}{nearest}"
-        )
-    text = record[field]
-    if not isinstance(text, str) or _SURROGATE.search(text):
-        raise ValueError(f"data.text_field = {field!r}: it is {text!r:.40} in {where}; allowed is Unicode text")
-    return text
+# The cache
 
 
 def _held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) < fraction * 2**64
-
-
-# The cache
 
 
 def _key(files: Iterable[Path], *settings: object) -> str:
@@ -198,14 +102,19 @@ def _open_tokenizer(path: Path) -> tokenizers.Tokenizer:
         bpe = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
         raise ValueError(f"data.tokenizer = {path}: {error}; allowed is a tokenizer.json") from error
-    if bpe.token_to_id(END_OF_TEXT) is None:
-        raise ValueError(f"data.tokenizer = {path}: allowed is a tokenizer with the token {END_OF_TEXT!r}")
+    if _end(bpe) is None:
+        raise ValueError(f"data.tokenizer = {path}: allowed is a tokenizer with one of the tokens {', '.join(_ENDS)}")
     # Some files ask for both, which would cut and fill up documents.
     bpe.no_truncation()
     bpe.no_padding()
     # A document that spells <|endoftext|> shall not end there.
     bpe.encode_special_tokens = True
     return bpe
+
+
+def _end(bpe: tokenizers.Tokenizer) -> int | None:
+    """The id of the token that ends a document."""
+    return next((id for token in _ENDS if (id := bpe.token_to_id(token)) is not None), None)
 
 
 def _ids(bpe: tokenizers.Tokenizer) -> int:
@@ -219,7 +128,7 @@ def _trained_tokenizer(
     """Returns the tokenizer in `path`, which is trained first if it is not there."""
     if not path.exists():
         # Shuffled, or the first of several sources would be all that the tokenizer sees.
-        texts = _read(random.Random(0).sample(files, len(files)), text_field)
+        texts = read_documents(random.Random(0).sample(files, len(files)), text_field)
         sample = _first(_SAMPLE_CHARS, (text for text in texts if not _held_out(text, valid_fraction)))
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -248,7 +157,7 @@ def _write_tokens(
     train: Path, valid: Path, texts: Iterable[str], bpe: tokenizers.Tokenizer, valid_fraction: float
 ) -> None:
     dtype = np.dtype(np.uint16 if _ids(bpe) <= 2**16 else np.uint32)
-    end = bpe.token_to_id(END_OF_TEXT)
+    end = _end(bpe)
     with _npy(train, dtype) as to_train, _npy(valid, dtype) as to_valid:
         for some in itertools.batched(texts, 64):
             for text, encoded in zip(some, bpe.encode_batch_fast(some, add_special_tokens=False), strict=True):

@@ -113,7 +113,7 @@ def open_source(config: Config, made: Program) -> Source:
         )
         batches = data.batches(corpus.train, seed=train.seed, **rows(made.tokens))
         held_out = data.fixed_batches(corpus.valid, **rows(made.microbatch))
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise ConfigError([str(error)]) from error
     unigram = data.unigram_entropy(corpus.train, corpus.valid, vocab_size=corpus.vocab_size)
     say(

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import tokenizers
 
 from models import data
+from models.documents import documents
 
 CORPUS = {"vocab_size": 400, "valid_fraction": 0.3}
 
@@ -57,19 +59,19 @@ def error(match: str, call, *args, kind: type[Exception] = ValueError, **kwargs)
 
 
 def test_txt(corpus, texts):
-    assert list(data.documents(corpus)) == texts
+    assert list(documents(corpus)) == texts
 
 
 def test_jsonl_and_field(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two\\r\\n", "id": 2}\n{"text": ""}\n')
     (tmp_path / "deep" / "er" / "est").mkdir(parents=True)
     (tmp_path / "deep" / "er" / "est" / "b.jsonl").write_text('{"body": "é"}')
-    assert list(data.documents(f"{tmp_path}/*.jsonl")) == ["one", "two\r\n"]
-    assert list(data.documents(f"{tmp_path}/deep/**/*.jsonl", "body")) == ["é"]
+    assert list(documents(f"{tmp_path}/*.jsonl")) == ["one", "two\r\n"]
+    assert list(documents(f"{tmp_path}/deep/**/*.jsonl", "body")) == ["é"]
 
 
 def test_stdlib_is_the_library_without_tests_and_packages(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     for name in ("json/decoder.py", "abc.py", "json/data.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -77,7 +79,7 @@ def test_stdlib_is_the_library_without_tests_and_packages(tmp_path, monkeypatch)
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.py").write_text(folder)
     (tmp_path / "latin.py").write_bytes("# coding: latin-1 é".encode("latin-1"))
-    assert list(data.documents("stdlib")) == ["abc.py", "json/decoder.py"]
+    assert list(documents("stdlib")) == ["abc.py", "json/decoder.py"]
 
 
 def test_parquet(tmp_path):
@@ -86,18 +88,18 @@ def test_parquet(tmp_path):
     rows = [f"row {n} é" for n in range(3000)]
     table = pyarrow.table({"id": list(range(3000)), "body": rows})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
-    assert list(data.documents(f"{tmp_path}/*.parquet", "body")) == rows
+    assert list(documents(f"{tmp_path}/*.parquet", "body")) == rows
     error(
         f"data.text_field = 'bodies': data.path has none in {tmp_path}/a.parquet; "
         "allowed are ['id', 'body'], the nearest is 'body'",
         list,
-        data.documents(f"{tmp_path}/*.parquet", "bodies"),
+        documents(f"{tmp_path}/*.parquet", "bodies"),
     )
     parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "b.parquet")
     error(
         f"data.text_field = 'text': it is None in {tmp_path}/b.parquet, row 1; allowed is Unicode text",
         list,
-        data.documents(f"{tmp_path}/b.parquet"),
+        documents(f"{tmp_path}/b.parquet"),
     )
 
 
@@ -108,7 +110,7 @@ def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
     error(
         f"data.path: {tmp_path}/a.parquet needs pyarrow: pip install jaxoffload[parquet]",
         list,
-        data.documents(f"{tmp_path}/a.parquet"),
+        documents(f"{tmp_path}/a.parquet"),
         kind=ImportError,
     )
 
@@ -117,9 +119,9 @@ def test_several_globs_each_file_once(tmp_path):
     (tmp_path / "b.txt").write_text("b")
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     globs = [f"{tmp_path}/*.txt", f"{tmp_path}/*.jsonl", f"{tmp_path}/b.*"]
-    assert list(data.documents(globs)) == ["a", "b"]
-    assert list(data.documents(tuple(reversed(globs)))) == ["a", "b"]
-    assert "b" in set(data.documents([globs[0], "stdlib"]))
+    assert list(documents(globs)) == ["a", "b"]
+    assert list(documents(tuple(reversed(globs)))) == ["a", "b"]
+    assert "b" in set(documents([globs[0], "stdlib"]))
 
 
 ALLOWED = 'allowed are "stdlib" and globs of .txt, .jsonl, .parquet files'
@@ -129,11 +131,11 @@ def test_path_errors(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "a.csv").write_text("a")
     good, bad, csv = f"{tmp_path}/*.txt", f"{tmp_path}/*.text", f"{tmp_path}/*.csv"
-    error(f"data.path = '{bad}': ['{bad}'] matches no file; {ALLOWED}", data.documents, bad)
-    error(f"data.path = ['{good}', '{bad}']: ['{bad}'] matches no file; {ALLOWED}", data.documents, [good, bad])
-    error(f"data.path = (): [] matches no file; {ALLOWED}", data.documents, ())
-    error(f"data.path = '{csv}': {tmp_path}/a.csv has the suffix '.csv'; {ALLOWED}", data.documents, csv)
-    error(f"data.path = '{tmp_path}': ['{tmp_path}'] matches no file; {ALLOWED}", data.documents, str(tmp_path))
+    error(f"data.path = '{bad}': ['{bad}'] matches no file; {ALLOWED}", documents, bad)
+    error(f"data.path = ['{good}', '{bad}']: ['{bad}'] matches no file; {ALLOWED}", documents, [good, bad])
+    error(f"data.path = (): [] matches no file; {ALLOWED}", documents, ())
+    error(f"data.path = '{csv}': {tmp_path}/a.csv has the suffix '.csv'; {ALLOWED}", documents, csv)
+    error(f"data.path = '{tmp_path}': ['{tmp_path}'] matches no file; {ALLOWED}", documents, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_path_errors(tmp_path):
 def test_jsonl_errors(tmp_path, line, message):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "fine"}\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
-    error(message.replace("FILE", str(file)), list, data.documents(str(file)))
+    error(message.replace("FILE", str(file)), list, documents(str(file)))
 
 
 def test_txt_must_be_utf8(tmp_path):
@@ -167,7 +169,7 @@ def test_txt_must_be_utf8(tmp_path):
     error(
         f"data.path: {tmp_path}/a.txt is not UTF-8 (...); allowed is UTF-8 text",
         list,
-        data.documents(f"{tmp_path}/a.txt"),
+        documents(f"{tmp_path}/a.txt"),
     )
 
 
@@ -200,15 +202,15 @@ def test_equal_documents_are_on_one_side(tmp_path):
 
 def test_stdlib(tmp_path):
     dataset = load("stdlib", tmp_path, vocab_size=4096, valid_fraction=0.05)
-    documents = list(data.documents("stdlib"))
+    texts = list(documents("stdlib"))
     train, valid = set(texts_of(dataset, dataset.train)), set(texts_of(dataset, dataset.valid))
     assert train.isdisjoint(valid)
-    assert train | valid == set(documents)
-    assert Path(json.__file__).read_text() in documents
+    assert train | valid == set(texts)
+    assert Path(json.__file__).read_text() in texts
     assert dataset.vocab_size == 4096
     assert len(dataset.train) > 1_000_000
     # The tokenizer must have learned something: bytes alone would give one token each.
-    characters = sum(map(len, documents))
+    characters = sum(map(len, texts))
     assert len(dataset.train) + len(dataset.valid) < characters / 2.5
     entropy = data.unigram_entropy(dataset.train, dataset.valid, vocab_size=4096)
     assert 3 < entropy < math.log(4096)
@@ -451,7 +453,8 @@ def test_tokenizer_errors(corpus, tmp_path):
     )
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(file))
     error(
-        f"data.tokenizer = {file}: allowed is a tokenizer with the token '<|endoftext|>'",
+        f"data.tokenizer = {file}: allowed is a tokenizer with one of the tokens "
+        "<|endoftext|>, <|end_of_text|>, </s>, <eos>",
         load,
         corpus,
         tmp_path,
@@ -459,15 +462,27 @@ def test_tokenizer_errors(corpus, tmp_path):
     )
     trained = load(corpus, tmp_path)
     trained.tokenizer.save(str(file))
-    for size in (trained.vocab_size - 1, trained.vocab_size + 1):
-        error(
-            f"model.vocab_size = {size}: allowed with {file} is {trained.vocab_size}, its own",
-            load,
-            corpus,
-            tmp_path,
-            tokenizer=str(file),
-            vocab_size=size,
-        )
+    size = trained.vocab_size - 1
+    error(
+        f"model.vocab_size = {size}: allowed with {file} is {trained.vocab_size}, its own, or more",
+        load,
+        corpus,
+        tmp_path,
+        tokenizer=str(file),
+        vocab_size=size,
+    )
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"])
+def test_a_given_tokenizer_may_name_its_end_otherwise_and_the_vocabulary_be_padded(corpus, tmp_path, end):
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    vocab = {token: number for number, token in enumerate([*letters, end])}
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.save(f"{tmp_path}/given.json")
+    dataset = load(corpus, tmp_path, tokenizer=f"{tmp_path}/given.json", vocab_size=1024)
+    assert dataset.vocab_size == 257 and dataset.train[-1] == 256
+    assert (dataset.train == 256).sum() > 1
 
 
 # Batches

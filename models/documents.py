@@ -1,0 +1,108 @@
+"""Documents: text from Python's own library, or from .txt, .jsonl and .parquet files."""
+
+import contextlib
+import difflib
+import glob
+import itertools
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a pair, which no tokenizer takes
+
+
+def documents(path: str | Sequence[str] = "stdlib", text_field: str = "text") -> Iterator[str]:
+    """Returns the documents of `path` that are not empty, in the order of the files' names.
+
+    `path` is "stdlib", the running Python's own library without its tests, or a glob (`**` too) of .txt
+    (a file is a document), .jsonl (a line is one, its field `text_field`) and .parquet (a row, its column
+    `text_field`) files, or several of these. Raises ValueError, for faulty files when they are read.
+    """
+    return read_documents(files_of(path), text_field)
+
+
+def files_of(path: str | Sequence[str]) -> list[Path]:
+    """The files that `path` names, sorted; ValueError for a glob that matches none, or another suffix."""
+    found = {pattern: _match(pattern) for pattern in ([path] if isinstance(path, str) else path)}
+    allowed = f'allowed are "stdlib" and globs of {", ".join(_READERS)} files'
+    if not (found and all(found.values())):
+        empty = [pattern for pattern, files in found.items() if not files]
+        raise ValueError(f"data.path = {path!r}: {empty} matches no file; {allowed}")
+    for file in itertools.chain(*(files for pattern, files in found.items() if pattern != "stdlib")):
+        if file.suffix not in _READERS:
+            raise ValueError(f"data.path = {path!r}: {file} has the suffix {file.suffix!r}; {allowed}")
+    return sorted(set(itertools.chain(*found.values())))
+
+
+def _match(pattern: str) -> list[Path]:
+    if pattern != "stdlib":
+        matches = map(Path, glob.glob(os.path.expanduser(pattern), recursive=True))
+        return [file for file in matches if file.is_file()]
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [file for file in root.rglob("*.py") if _NOT_LIBRARY.isdisjoint(file.relative_to(root).parts)]
+
+
+def read_documents(files: Iterable[Path], text_field: str) -> Iterator[str]:
+    """The documents of these files that are not empty."""
+    for file in files:
+        yield from filter(None, _READERS.get(file.suffix, _read_source)(file, text_field))
+
+
+def _read_source(file: Path, text_field: str) -> Iterator[str]:
+    with contextlib.suppress(UnicodeDecodeError):
+        yield file.read_bytes().decode()
+
+
+def _read_txt(file: Path, text_field: str) -> Iterator[str]:
+    try:
+        yield file.read_bytes().decode()  # text mode would turn \r\n into \n
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.path: {file} is not UTF-8 ({error}); allowed is UTF-8 text") from error
+
+
+def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file}:{number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"data.path: {where} is no JSON ({error}); allowed is an object") from error
+            yield _text(record, text_field, where)
+
+
+def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(f"data.path: {file} needs pyarrow: pip install jaxoffload[parquet]") from error
+    with pyarrow.parquet.ParquetFile(file) as table:
+        _text(dict.fromkeys(table.schema_arrow.names, ""), text_field, str(file))
+        batches = table.iter_batches(1024, columns=[text_field])
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            yield _text(row, text_field, f"{file}, row {number}")
+
+
+_READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+
+
+def _text(record: Any, field: str, where: str) -> str:
+    """Returns record[field], or says what is wrong with it."""
+    if not isinstance(record, dict):
+        raise ValueError(f"data.path: {where} is {record!r:.40}; allowed is an object")
+    if field not in record:
+        nearest = "".join(f", the nearest is {n!r}" for n in difflib.get_close_matches(field, record, n=1))
+        raise ValueError(
+            f"data.text_field = {field!r}: data.path has none in {where}; allowed are {list(record)}{nearest}"
+        )
+    text = record[field]
+    if not isinstance(text, str) or _SURROGATE.search(text):
+        raise ValueError(f"data.text_field = {field!r}: it is {text!r:.40} in {where}; allowed is Unicode text")
+    return text

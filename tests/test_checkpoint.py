@@ -37,79 +37,77 @@ def save_fc1(f):
     return jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("fc1"))
 
 
-def transformations():
-    """name -> (ours, reference, arguments, what goes to the host)"""
-    ours, plain = checkpoint(layer, policy=OFF), save_fc1(layer)
+def shard(f, check_vma, axes):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def shard(f, check_vma, axes):
-        return jax.shard_map(
-            f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), check_vma=check_vma, axis_names=axes
-        )
-
-    all_axes, one_axis = {"a", "b"}, {"a"}
-    many = normal(3, (3, 8, 4))
-    vmapped = (("host", "float32", (3, 8, 4)),)
-    return {
-        "plain": (ours, plain, (X, W), (HOST,)),
-        "jit": (jax.jit(ours), plain, (X, W), (HOST,)),
-        "jit inside": (checkpoint(jax.jit(layer), policy=OFF), plain, (X, W), (HOST,)),
-        "vmap over x": (jax.vmap(ours, (0, None)), jax.vmap(plain, (0, None)), (many, W), vmapped),
-        "vmap inside": (
-            checkpoint(jax.vmap(layer, (0, None)), policy=OFF),
-            save_fc1(jax.vmap(layer, (0, None))),
-            (many, W),
-            vmapped,
-        ),
-        "nested vmap": (
-            jax.vmap(jax.vmap(ours, (0, None)), (None, 0)),
-            jax.vmap(jax.vmap(plain, (0, None)), (None, 0)),
-            (many, jnp.stack([W, W + 1])),
-            (("host", "float32", (3, 8, 2, 4)),),  # as the batched matrix product lays it out
-        ),
-        "shard_map": (shard(ours, True, all_axes), shard(plain, True, all_axes), (X, W), (HOST,)),
-        "shard_map unchecked": (
-            shard(ours, False, all_axes),
-            shard(plain, False, all_axes),
-            (X, W),
-            (("host", "float32", (16, 4)),),  # unchecked, JAX takes a residual to differ along b too
-        ),
-        "shard_map inside": (
-            checkpoint(shard(layer, True, all_axes), policy=OFF),
-            save_fc1(shard(layer, True, all_axes)),
-            (X, W),
-            (HOST,),
-        ),
-        "shard_map over one axis": (
-            jax.jit(shard(ours, True, one_axis)),
-            jax.jit(shard(plain, True, one_axis)),
-            (X, W),
-            (HOST,),
-        ),
-        "in lax.scan": (
-            lambda x, w: lax.scan(lambda x, _: (ours(x, w), None), x, length=3)[0],
-            lambda x, w: lax.scan(lambda x, _: (plain(x, w), None), x, length=3)[0],
-            (X, W),
-            vmapped,
-        ),
-        "in checkpoint": (
-            checkpoint(lambda x, w: jnp.cos(ours(x, w)), policy=OFF),
-            save_fc1(lambda x, w: jnp.cos(plain(x, w))),
-            (X, W),
-            (HOST,),
-        ),
-        "in jax.checkpoint": (
-            jax.checkpoint(lambda x, w: jnp.cos(ours(x, w))),
-            jax.checkpoint(lambda x, w: jnp.cos(plain(x, w))),
-            (X, W),
-            (),
-        ),
-    }
+    return jax.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), check_vma=check_vma, axis_names=axes)
 
 
-@pytest.mark.parametrize("name", transformations())
+ALL_AXES, ONE_AXIS = {"a", "b"}, {"a"}
+OURS, PLAIN = checkpoint(layer, policy=OFF), save_fc1(layer)
+MANY = normal(3, (3, 8, 4))
+VMAPPED = (("host", "float32", (3, 8, 4)),)
+
+# name -> (ours, reference, arguments, what goes to the host), made when it is run: a mesh needs the devices
+TRANSFORMATIONS = {
+    "plain": lambda: (OURS, PLAIN, (X, W), (HOST,)),
+    "jit": lambda: (jax.jit(OURS), PLAIN, (X, W), (HOST,)),
+    "jit inside": lambda: (checkpoint(jax.jit(layer), policy=OFF), PLAIN, (X, W), (HOST,)),
+    "vmap over x": lambda: (jax.vmap(OURS, (0, None)), jax.vmap(PLAIN, (0, None)), (MANY, W), VMAPPED),
+    "vmap inside": lambda: (
+        checkpoint(jax.vmap(layer, (0, None)), policy=OFF),
+        save_fc1(jax.vmap(layer, (0, None))),
+        (MANY, W),
+        VMAPPED,
+    ),
+    "nested vmap": lambda: (
+        jax.vmap(jax.vmap(OURS, (0, None)), (None, 0)),
+        jax.vmap(jax.vmap(PLAIN, (0, None)), (None, 0)),
+        (MANY, jnp.stack([W, W + 1])),
+        (("host", "float32", (3, 8, 2, 4)),),  # as the batched matrix product lays it out
+    ),
+    "shard_map": lambda: (shard(OURS, True, ALL_AXES), shard(PLAIN, True, ALL_AXES), (X, W), (HOST,)),
+    "shard_map unchecked": lambda: (
+        shard(OURS, False, ALL_AXES),
+        shard(PLAIN, False, ALL_AXES),
+        (X, W),
+        (("host", "float32", (16, 4)),),  # unchecked, JAX takes a residual to differ along b too
+    ),
+    "shard_map inside": lambda: (
+        checkpoint(shard(layer, True, ALL_AXES), policy=OFF),
+        save_fc1(shard(layer, True, ALL_AXES)),
+        (X, W),
+        (HOST,),
+    ),
+    "shard_map over one axis": lambda: (
+        jax.jit(shard(OURS, True, ONE_AXIS)),
+        jax.jit(shard(PLAIN, True, ONE_AXIS)),
+        (X, W),
+        (HOST,),
+    ),
+    "in lax.scan": lambda: (
+        lambda x, w: lax.scan(lambda x, _: (OURS(x, w), None), x, length=3)[0],
+        lambda x, w: lax.scan(lambda x, _: (PLAIN(x, w), None), x, length=3)[0],
+        (X, W),
+        VMAPPED,
+    ),
+    "in checkpoint": lambda: (
+        checkpoint(lambda x, w: jnp.cos(OURS(x, w)), policy=OFF),
+        save_fc1(lambda x, w: jnp.cos(PLAIN(x, w))),
+        (X, W),
+        (HOST,),
+    ),
+    "in jax.checkpoint": lambda: (
+        jax.checkpoint(lambda x, w: jnp.cos(OURS(x, w))),
+        jax.checkpoint(lambda x, w: jnp.cos(PLAIN(x, w))),
+        (X, W),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_under_every_transformation(name):
-    ours, reference, args, on_host = transformations()[name]
+    ours, reference, args, on_host = TRANSFORMATIONS[name]()
     assert_same_bits(run(gradient(ours, (0, 1)), *args), run(gradient(reference, (0, 1)), *args))
     assert [k for k in kept(ours, *args).elements() if k[0] == "host"] == list(on_host)
 

@@ -108,7 +108,7 @@ def test_compiler_options_are_accepted_and_the_plan_frees_what_it_moves():
     assert offloaded.host_temp_size_in_bytes == N * size and saved.host_temp_size_in_bytes == 0
     freed = saved.temp_size_in_bytes - offloaded.temp_size_in_bytes
     # Less one or two buffers in flight, which double buffering and the copies hold.
-    assert (N - 3) * size <= freed <= N * size
+    assert (N - 3) * size <= freed <= N * size + 2**16  # buffers are aligned
 
 
 def test_a_gpu_with_a_jaxlib_that_returns_wrong_gradients_is_refused(monkeypatch):

@@ -1,6 +1,8 @@
 """The training program's config: frozen dataclasses, a comment per field, and how a file becomes one."""
 
 import inspect
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,7 +67,7 @@ class Train:
     grad_accumulation: Count = 1  # microbatches a step, one after another
     loss_chunk: Count = 256  # positions of each sequence whose logits are in memory at once
     learning_rate: Positive = 1e-3  # the peak, after warm-up
-    final_learning_rate: Fraction = 0.1  # end of the cosine, as a fraction of the peak
+    final_learning_rate_fraction: Fraction = 0.1  # end of the cosine, as a fraction of the peak
     warmup_steps: Natural = 20  # linear, from zero
     beta1: Annotated[float, Range(0, 0.9999)] = 0.9
     beta2: Annotated[float, Range(0, 0.9999)] = 0.95
@@ -109,25 +111,32 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
       ConfigError: with all problems at once.
     """
-    path = Path(path)
+    config, problems = parse(path, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def parse(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """As `load`, but returns the problems; where a value is wrong the config holds the default.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    path = Path(os.path.expanduser(path))
     tree, problems = read(path)
     for text in overrides:
         problems += override(tree, text)
     config, wrong = _parse(tree)
-    problems += wrong
-    if problems:
-        raise ConfigError(problems)
-    if not config.train.out:
-        config = replace(config, train=replace(config.train, out=f"runs/{path.stem}"))
-    return config
+    out = os.path.expanduser(config.train.out or f"runs/{path.stem}")
+    return replace(config, train=replace(config.train, out=out)), problems + wrong
 
 
 def _parse(tree: dict[str, Any]) -> tuple[Config, list[str]]:
-    """The config and its problems; where a value is wrong the config holds the default."""
     sections, problems = {}, {}
     for name, value in tree.items():
         if name not in SECTIONS:
-            problems[name] = f"{name} = {value!r:.60}: no such section{advice(name, list(SECTIONS))}"
+            problems[name] = f"{name} = {value!r:.60}: no such section{advice(str(name), list(SECTIONS))}"
         elif not isinstance(value, dict | None):
             problems[name] = f"{name} = {value!r:.60}: must be a mapping of keys to values"
         else:
@@ -196,7 +205,13 @@ def _relations(config: Config) -> Iterator[tuple[tuple[str, ...], bool, str]]:
         model.attention != "cudnn" or model.d_head % 8 == 0,
         f"model.head_dim = {model.d_head}: must be a multiple of 8 for model.attention = 'cudnn'; or use xla",
     )
-    explicit = (distributed.coordinator, distributed.num_processes, distributed.process_id)
+    coordinator = distributed.coordinator
+    yield (
+        ("distributed.coordinator",),
+        coordinator is None or re.fullmatch(r"\S+:\d+", coordinator) is not None,
+        f"distributed.coordinator = {coordinator!r}: must be host:port of process 0, such as node0:1234",
+    )
+    explicit = (coordinator, distributed.num_processes, distributed.process_id)
     yield (
         ("distributed.coordinator", "distributed.num_processes", "distributed.process_id"),
         explicit.count(None) in (0, 3),

@@ -83,7 +83,11 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
         import pyarrow.parquet
     except ImportError as error:
         raise ImportError(f"data.path: {file} needs pyarrow: pip install jaxoffload[parquet]") from error
-    with pyarrow.parquet.ParquetFile(file) as table:
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"data.path: {file} is no parquet ({error}); allowed is a table of rows") from error
+    with table:
         _text(dict.fromkeys(table.schema_arrow.names, ""), text_field, str(file))
         batches = table.iter_batches(1024, columns=[text_field])
         for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):

@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 import jax
 
 from models.config import Config
+from models.reading import ConfigError
 
 Record = Mapping[str, Any]  # step, and loss, learning_rate, ... or valid_loss
 
-# Dense bf16 FLOP/s of a chip whose device_kind holds the name.
-PEAK_FLOPS = {"B200": 2250e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    return next((flops for chip, flops in PEAK_FLOPS.items() if chip in device_kind), None)
+# Dense bf16 FLOP/s by device_kind. Exact, because an H100 PCIe or NVL and a GB200 have other peaks.
+PEAK_FLOPS = {
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+}
 
 
 def device_peak_bytes(device: jax.Device) -> int | None:
@@ -87,22 +90,40 @@ class Journal(NamedTuple):
 
 
 def read(path: Path) -> list[Record]:
-    """All whole records; a killed run can leave half a line at the end."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """All records but a damaged last one: a killed run can leave half a line.
+
+    Raises:
+      ConfigError: another line is damaged.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(_record(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise ConfigError([f"{path}:{number} is no record ({error}); delete that line to continue"]) from error
+    return records
+
+
+def _record(line: bytes) -> Record:
+    record = json.loads(line)
+    if not (line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int)):
+        raise ValueError("not a line with a step")
+    return record
 
 
 def loss_curve(records: Sequence[Record], title: str, unigram: float, vocab_size: int) -> bytes:
     """A PNG of training and validation loss against steps, with the baselines of models without context."""
-    from matplotlib.figure import (
-        Figure,
-    )  # here, because its import takes as long as a small run's first steps
+    # Here, because its import takes as long as a small run's first steps.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for key, label, style in (("loss", "training", "-"), ("valid_loss", "validation", "o-")):
-        points = [(record["step"], record[key]) for record in records if key in record]
-        axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+        points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+        if points:  # of none, matplotlib would make an axis of words
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     axes.axhline(unigram, color="grey", linestyle="--", label=f"unigram baseline {unigram:.2f}")
     axes.axhline(math.log(vocab_size), color="lightgrey", linestyle=":", label=f"ln({vocab_size})")
     axes.set(title=title, xlabel="step", ylabel="loss (nats a token)")
@@ -113,7 +134,9 @@ def loss_curve(records: Sequence[Record], title: str, unigram: float, vocab_size
 
 
 def _line(record: Record) -> str:
-    return json.dumps(record) + "\n"
+    """JSON has no NaN."""
+    finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -1,5 +1,6 @@
 """YAML files and key=value overrides to dataclasses, every problem collected: key, value, what is allowed."""
 
+import contextlib
 import difflib
 import math
 import re
@@ -17,6 +18,15 @@ class ConfigError(ValueError):
     def __init__(self, problems: Sequence[str]):
         self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
+
+
+@contextlib.contextmanager
+def blaming(key: str, value: Any, allowed: str) -> Iterator[None]:
+    """Turns what the file system refuses into a ConfigError of this key."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for a user without a home
+        raise ConfigError([f"{key} = {value!r}: {_one_line(error)}; must be {allowed}"]) from error
 
 
 class Range(NamedTuple):
@@ -40,12 +50,21 @@ class Range(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 3e-4 as a string; here it is a number."""
+    """All numbers are decimal. YAML 1.1 reads 3e-4 as a string, 010 as 8 and 1:30 as 90."""
 
 
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?\d+(_\d+)*$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    _FLOAT,
+    re.compile(r"[-+]?((\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"),
+    list("-+.0123456789"),
 )
+_Loader.add_constructor(_INT, lambda loader, node: int(loader.construct_scalar(node)))
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -60,7 +79,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
         tree = {} if root is None else loader.construct_document(root)
     except FileNotFoundError:
         others = [str(other) for other in sorted(path.parent.glob("*.yaml"))]
-        raise ConfigError([f"{path}: no such file{advice(str(path), others)}"]) from None
+        instead = advice(str(path), others) if others else "; give a YAML file, such as configs/tiny.yaml"
+        raise ConfigError([f"{path}: no such file{instead}"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read ({error}); must be a YAML file"]) from None
     except yaml.YAMLError as error:
@@ -155,6 +175,8 @@ def _convert(value: Any, hint: Any) -> Any:
     if origin is tuple:
         strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
         return tuple(value) if strings else _MISFIT
+    if hint is int and type(value) is float and value.is_integer():
+        return int(value)  # 1e5
     if hint is float and type(value) is int:
         return float(value)
     return value if type(value) is hint else _MISFIT

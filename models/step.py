@@ -83,13 +83,16 @@ def adamw(train: Train) -> optax.GradientTransformation:
 
 
 def learning_rate(train: Train) -> optax.Schedule:
-    """Linear from zero to the peak in `warmup_steps`, then a cosine to its fraction at the last step."""
+    """Of a number of steps taken: linear from zero to the peak, then a cosine to its fraction at `train.steps`.
+
+    The last step is taken at `train.steps` - 1, a little above the fraction.
+    """
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=train.learning_rate,
         warmup_steps=train.warmup_steps,
         decay_steps=train.steps,
-        end_value=train.learning_rate * train.final_learning_rate,
+        end_value=train.learning_rate * train.final_learning_rate_fraction,
     )
 
 

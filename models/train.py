@@ -192,7 +192,7 @@ def measured(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[int,
     train, device = run.config.train, run.mesh.devices.flat[0]
     loss, grad_norm = float(result["loss"]), float(result["grad_norm"])
     rate = (step - mark[0]) * train.batch_size * train.seq_len / (time.monotonic() - mark[1])
-    peak = metrics.peak_flops(device.device_kind)
+    peak = metrics.PEAK_FLOPS.get(device.device_kind)
     return {
         "step": step,
         "loss": loss,

@@ -5,6 +5,7 @@ that changes nothing pass their operand on, and the operands of a nested jit or 
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ _IDENTITIES = {"name", "sharding_constraint"}
 
 # Equations whose nested jaxpr's results are the equation's own results.
 _CALLS = {"jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "jaxoffload_checkpoint"}
+
+# Equations whose nested jaxpr sees a part of each operand.
+_SLICING = {"shard_map", "scan"}
 
 # The name that `mark_dots` gives to matrix products, so that they are known after differentiation.
 DOT = Name("<dot>")
@@ -72,12 +76,20 @@ class _Search:
     def value(self, path: Path, atom: Any) -> Value | None:
         return None if isinstance(atom, Literal) else self.at.get((path, atom))
 
+    def seen_inside(self, eqn: JaxprEqn, value: Value | None) -> Value | None:
+        """The value that an operand is inside an equation; None if it is one of its own there.
+
+        A shard or a row of an argument is the argument: it is there anyway, and not to be kept a second time. Of any
+        other value a shard or a row is another value, with a size and a sharding of its own.
+        """
+        return value if value is None or value.role or eqn.primitive.name not in _SLICING else None
+
     def walk(self, jaxpr: Jaxpr, path: Path) -> None:
         for i, eqn in enumerate(jaxpr.eqns):
             for key, body in bodies(eqn):
                 inside = (*path, i, key)
                 for var, operand in zip(body.invars, _operands(eqn, body), strict=True):
-                    self.alias(inside, var, self.value(path, operand))
+                    self.alias(inside, var, self.seen_inside(eqn, self.value(path, operand)))
                 self.walk(body, inside)
                 if eqn.primitive.name in _CALLS:
                     for var, result in zip(eqn.outvars, body.outvars, strict=True):
@@ -108,13 +120,18 @@ def bodies(eqn: JaxprEqn) -> Iterator[tuple[Any, Jaxpr]]:
 
 
 def map_bodies(eqn: JaxprEqn, change: Callable[[Any, Jaxpr], Jaxpr]) -> JaxprEqn:
-    """The equation with each nested jaxpr replaced by what `change(place, jaxpr)` makes of it."""
+    """The equation with each nested jaxpr replaced by what `change(place, jaxpr)` makes of it; itself if none changes.
+
+    JAX's caches and the functions of an HLO module go by a jaxpr's identity, hence what is as before must stay itself.
+    """
     params = dict(eqn.params)
+    changed = False
     for (key, k), body in bodies(eqn):
         new = change((key, k), body)
         old = params[key]
         params[key] = type(old)([*old[:k], new, *old[k + 1 :]]) if isinstance(old, (tuple, list)) else new
-    return eqn.replace(params=params)
+        changed |= new is not body
+    return eqn.replace(params=params) if changed else eqn
 
 
 def _operands(eqn: JaxprEqn, body: Jaxpr) -> Sequence[Any]:
@@ -123,7 +140,20 @@ def _operands(eqn: JaxprEqn, body: Jaxpr) -> Sequence[Any]:
         return eqn.invars
     if eqn.primitive.name == "cond":
         return eqn.invars[1:]
+    if eqn.primitive.name == "shard_map":
+        return eqn.invars
+    if eqn.primitive.name == "scan":
+        return [None if carried else v for v, carried in zip(eqn.invars, _carried(eqn, body), strict=True)]
     return [None] * len(body.invars)
+
+
+def _carried(eqn: JaxprEqn, body: Jaxpr) -> list[bool]:
+    """Which inputs of a scan's body are its carry: neither constants, which come first, nor xs, which are rows."""
+    is_part = lambda inside, whole: inside.aval.ndim < whole.aval.ndim
+    is_row = list(map(is_part, body.invars, eqn.invars))
+    carry = len(body.outvars) - sum(map(is_part, body.outvars, eqn.outvars))
+    first_row = len(is_row) - sum(is_row)
+    return [first_row - carry <= i < first_row for i in range(len(is_row))]
 
 
 def _keeps_all_bits(eqn: JaxprEqn) -> bool:
@@ -143,23 +173,30 @@ def write_names(jaxpr: Jaxpr, names: dict[tuple[Path, Var], PlanName], path: Pat
     """
     eqns: list[JaxprEqn] = []
 
-    def named(var: Var, like: JaxprEqn | None) -> tuple[Var, list[JaxprEqn]]:
+    def named(var: Var, like: JaxprEqn | None) -> Var:
         if (path, var) not in names:
-            return var, []
+            return var
         fresh = Var(var.aval)
         source = (like.source_info, like.ctx) if like else ()
-        return fresh, [new_jaxpr_eqn([fresh], [var], name_p, {"name": str(names[path, var])}, set(), *source)]
+        behind.append(new_jaxpr_eqn([fresh], [var], name_p, {"name": str(names[path, var])}, set(), *source))
+        return fresh
 
-    renamed = [named(var, None) for var in jaxpr.invars]
-    for _, behind in renamed:
-        eqns += behind
+    behind: list[JaxprEqn] = []
+    invars = [named(var, None) for var in jaxpr.invars]
+    eqns += behind
     for i, eqn in enumerate(jaxpr.eqns):
+        behind = []
         eqn = map_bodies(eqn, lambda key, body: write_names(body, names, (*path, i, key)))
-        outs = [named(var, eqn) for var in eqn.outvars]
-        eqns.append(eqn.replace(outvars=[var for var, _ in outs]))
-        for _, behind in outs:
-            eqns += behind
-    return jaxpr.replace(invars=[var for var, _ in renamed], eqns=eqns)
+        outvars = [named(var, eqn) for var in eqn.outvars]
+        eqns += [eqn.replace(outvars=outvars) if behind else eqn, *behind]
+    return _with_eqns(jaxpr, eqns, invars)
+
+
+def _with_eqns(jaxpr: Jaxpr, eqns: list[JaxprEqn], invars: Sequence[Var] | None = None) -> Jaxpr:
+    """`jaxpr` with these equations; itself where they are its own."""
+    if len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns)):
+        return jaxpr
+    return jaxpr.replace(invars=invars or jaxpr.invars, eqns=eqns)
 
 
 def mark_dots(jaxpr: Jaxpr) -> Jaxpr:
@@ -179,4 +216,4 @@ def mark_dots(jaxpr: Jaxpr) -> Jaxpr:
         eqns.append(
             new_jaxpr_eqn([fresh], [eqn.outvars[0]], name_p, {"name": DOT.text}, set(), eqn.source_info, eqn.ctx)
         )
-    return jaxpr.replace(eqns=eqns)
+    return _with_eqns(jaxpr, eqns)

@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxoffload import Policy, PolicyError, check, checkpoint, residuals, scan, scope, tag
 
 X, W = normal(0, (4, 8)), normal(1, (8, 8)) * 0.5
+P = jax.P
 ONE = 4 * 8 * 4  # bytes of a float32 (4, 8)
 HOST, DEVICE = ("host", "float32", (4, 8)), ("device", "float32", (4, 8))
 
@@ -366,6 +367,46 @@ def test_rule_7_tag_and_argument_are_one_value():
     assert kept(f, X, WS) == {("host", "float32", (6, 4, 8)): 1}
 
 
+def product(x, w):
+    return jnp.sin(tag(x, "x") @ tag(w, "w"))
+
+
+def sharded(x, w):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(product, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(x, w)
+
+
+def over_rows(x, w):
+    """x, a row at a time, with a constant w."""
+    return lax.scan(lambda n, row: (n + 1, product(row, w)), 0, x)[1]
+
+
+def nested_rows(x, w):
+    return lax.scan(lambda n, _: (n + 1, over_rows(x, w)), 0, length=2)[1][0]
+
+
+@pytest.mark.parametrize("inside", [sharded, over_rows, nested_rows, jax.checkpoint(sharded)])
+@pytest.mark.parametrize(
+    "decision, place", [("recompute", "device"), ("save", "device"), ("offload", "host"), (None, "device")]
+)
+def test_rules_7_and_8_hold_inside_shard_map_and_inner_scans(inside, decision, place):
+    rules = {"x": decision, "w": decision} if decision else {}
+    f = lambda x, w: scan(lambda x, w: (inside(x, w), None), x, w, policy=policy(rules, resident_layers=0))
+    assert kept(f, X, WS) == {(place, "float32", (6, 4, 8)): 1}  # the carry, once
+    assert states(f, X, WS)["w"] == ("saved", "argument")
+    g = under(inside, rules)
+    moved = {HOST: 1, ("host", "float32", (8, 8)): 1}  # arguments of checkpoint that were tagged and marked
+    assert kept(g, X, W) == (moved if decision == "offload" else {})
+
+
+def test_rule_7_the_state_of_an_inner_scan_is_no_argument():
+    def f(x, w):
+        return lax.scan(lambda x, w: (product(x, w), None), x, w)[0]
+
+    assert kept(under(f, {"x": "offload", "w": "save"}), X, WS) == {("host", "float32", (6, 4, 8)): 1}
+    assert kept(under(f), X, WS) == {}
+
+
 # ---------------------------------------------------------------------------------------------- 8
 
 
@@ -403,7 +444,6 @@ def test_rule_8_the_host_side_is_pinned_host_and_nothing_else():
 
 def test_rule_9_sizes_are_as_traced_global_outside_shard_map_and_local_inside():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    P = jax.P
     local = under(lambda x, w: jnp.sin(tag(x @ w, "fc1")), {"fc1": "offload"})
     inside = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     outside = under(

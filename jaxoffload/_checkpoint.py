@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.extend.core.primitives import remat_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -106,7 +107,7 @@ def bind(
     )
 
 
-def _cached[T](make: Callable[..., T]) -> Callable[..., T]:
+def cached[T](make: Callable[..., T]) -> Callable[..., T]:
     """`make(jaxpr, *key)`, remembered while `jaxpr` lives: an eager loop over layers then plans and traces once."""
     memory: weakref.WeakKeyDictionary[Jaxpr, dict[Any, T]] = weakref.WeakKeyDictionary()
 
@@ -120,7 +121,7 @@ def _cached[T](make: Callable[..., T]) -> Callable[..., T]:
     return remembered
 
 
-@_cached
+@cached
 def _without_consts(jaxpr: Jaxpr) -> Jaxpr:
     return pe.convert_constvars_jaxpr(jaxpr)
 
@@ -136,7 +137,7 @@ class Differentiated(NamedTuple):
     tangents: int
 
 
-@_cached
+@cached
 def differentiated(
     jaxpr: Jaxpr,
     perturbed: tuple[bool, ...],
@@ -215,8 +216,22 @@ def _batch(
     return bind(batched, args, roles=roles, **params), [0 if b else None for b in out_batched]
 
 
+@cached
+def _remat(jaxpr: Jaxpr, prevent_cse: bool) -> JaxprEqn:
+    return jax.make_jaxpr(jax.checkpoint(jaxpr_as_fun(jaxpr), prevent_cse=prevent_cse))(*jaxpr.in_avals).eqns[0]
+
+
+def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) -> Any:
+    """Inside another checkpoint, where nothing of it is differentiated: its names are the other's, routing above all,
+    as those of an undifferentiated `jax.checkpoint` are."""
+    remat = _remat(eqn.params["jaxpr"], eqn.params["prevent_cse"])
+    rule = pe.partial_eval_jaxpr_custom_rules[remat_p]
+    return rule(saveable, unknown, instantiate, eqn.replace(primitive=remat_p, params=remat.params))
+
+
 checkpoint_p.def_impl(_evaluate)
 checkpoint_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
 mlir.register_lowering(checkpoint_p, mlir.lower_fun(_evaluate, multiple_results=True))
 ad.primitive_jvps[checkpoint_p] = _jvp
+pe.partial_eval_jaxpr_custom_rules[checkpoint_p] = _partial_eval
 batching.fancy_primitive_batchers[checkpoint_p] = _batch

@@ -304,6 +304,20 @@ def test_integers_that_a_custom_rule_makes_are_saved_where_nothing_is_perturbed(
     assert count(gradient_jaxpr(g, X, W), "top_k") == 1
 
 
+@pytest.mark.parametrize(
+    "outer", [functools.partial(checkpoint, policy=policy({"routing": "recompute"})), save_fc1], ids=["ours", "jax's"]
+)
+def test_an_inner_checkpoint_of_stopped_gradients_shows_its_names(outer):
+    def f(x, w):
+        route = lambda scores: tag(lax.top_k(scores, 2)[1], "routing" if outer is not save_fc1 else "fc1")
+        ids = checkpoint(route, policy=policy(), strict=False)(lax.stop_gradient(x @ w))
+        return jnp.take_along_axis(jnp.sin(x), ids, 1)
+
+    assert kept(outer(f), X, W) == {("device", "int32", (8, 2)): 1}
+    assert count(gradient_jaxpr(outer(f), X, W), "top_k") == 1
+    assert_same_bits(run(gradient(outer(f)), X, W), run(gradient(jax.checkpoint(f)), X, W))
+
+
 def test_the_policy_must_be_ours():
     with pytest.raises(TypeError, match=r"checkpoint: policy must be a jaxoffload.Policy"):
         checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)

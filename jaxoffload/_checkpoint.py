@@ -5,7 +5,9 @@ differentiates the jaxpr; but before it hands the result to `jax.checkpoint` it 
 are expanded and it is known which inputs are perturbed, so what the plan sees is what the backward pass can use.
 """
 
+import dataclasses
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,10 +19,11 @@ from jax.extend.core.primitives import remat_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from ._memory import host_pool_bytes, layers_that_fit, nbytes, on_host
-from ._plan import Layers, Plan, make_plan
+from ._memory import NOT_THE_USERS, host_pool_bytes, layers_that_fit, nbytes, on_host
+from ._plan import Layers, Plan, decide, dots_matched_nothing, make_plan
 from ._policy import Policy
 from ._values import mark_dots
+from ._xla import refuse_wrong_offload
 
 
 def checkpoint(
@@ -148,26 +151,58 @@ def differentiated(
     layers: Layers | None,
 ) -> Differentiated:
     """The JVP of `jaxpr` with respect to the perturbed inputs, under the plan that the policy makes of it."""
-    marked = jaxpr if policy.dots == "recompute" else mark_dots(jaxpr)
-    jvp, out_perturbed = ad.jvp_jaxpr(marked, perturbed, False)
+    whole = judged(jaxpr, roles, policy, strict)
+    jvp, consts, out_perturbed, all_roles = _jvp_of(jaxpr, perturbed, roles, policy.dots != "recompute")
+    plan, planned = make_plan(jvp, policy, all_roles, layers, strict and whole is None)
+    if whole:
+        plan = dataclasses.replace(plan, seen=whole.seen, notes=whole.notes)
+    if layers is None:
+        plan = dataclasses.replace(plan, notes=(NO_LAYERS, *plan.notes))
+    run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=plan, prevent_cse=prevent_cse)
+    return Differentiated(run, consts, out_perturbed, plan, planned.in_avals, sum(perturbed))
+
+
+NO_LAYERS = "checkpoint has no layers: resident_layers, offload_layers and other_layers do not apply"
+
+
+@cached
+def _jvp_of(
+    jaxpr: Jaxpr, perturbed: tuple[bool, ...], roles: tuple[str, ...], dots: bool
+) -> tuple[Jaxpr, Sequence[Any], Sequence[bool], tuple[str | None, ...]]:
+    """The JVP with its constants as inputs; these constants; which results have tangents; the roles of the inputs."""
+    jvp, out_perturbed = ad.jvp_jaxpr(mark_dots(jaxpr) if dots else jaxpr, perturbed, False)
     consts, jvp = jvp.consts, pe.convert_constvars_jaxpr(jvp) if jvp.consts else jvp
-    all_roles = ("weight",) * len(consts) + roles + (None,) * sum(perturbed)
+    return jvp, consts, out_perturbed, ("weight",) * len(consts) + roles + (None,) * sum(perturbed)
 
-    def under(layers: Layers | None) -> Differentiated:
-        plan, planned = make_plan(jvp, policy, all_roles, layers, strict)
-        run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=plan, prevent_cse=prevent_cse)
-        return Differentiated(run, consts, out_perturbed, plan, planned.in_avals, sum(perturbed))
 
-    made = under(layers)
-    alone = layers is None and made.plan.offloads and host_pool_bytes() is not None
-    if alone and not layers_that_fit("checkpoint", 1, host_bytes(made), policy.on_host_full):
-        made = under(Layers("save", "on_host_full"))
-    return made
+@cached
+def judged(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool) -> Plan | None:
+    """What is true of a function whatever is perturbed: the plan where all floating-point inputs are.
+
+    Custom rules are expanded then, so all names are there. With fewer perturbed, as the first steps of `lax.scan`'s
+    JVP have it, names could be missing that this program's derivative does have. None if that derivative does not
+    exist, for an input that a program must not perturb: then each derivative that does is judged alone.
+
+    Raises:
+      PolicyError: a pattern matches nothing (if `strict`), or two names of one value have different decisions.
+    """
+    try:
+        jvp, _, _, all_roles = _jvp_of(jaxpr, _all_inputs(jaxpr), roles, policy.dots != "recompute")
+    except NotImplementedError:
+        return None
+    plan, _ = decide(jvp, policy, all_roles, None, strict, jaxpr)
+    if (note := dots_matched_nothing(policy)) in plan.notes:
+        warnings.warn(f"jaxoffload: {note}", skip_file_prefixes=NOT_THE_USERS)
+    return plan
+
+
+def _all_inputs(jaxpr: Jaxpr) -> tuple[bool, ...]:
+    return tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals)
 
 
 def for_all_inputs(jaxpr: Jaxpr, *key: Any) -> Differentiated:
     """`differentiated` with respect to all floating-point inputs."""
-    return differentiated(jaxpr, tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals), *key)
+    return differentiated(jaxpr, _all_inputs(jaxpr), *key)
 
 
 def host_bytes(made: Differentiated) -> int:
@@ -190,11 +225,31 @@ def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Jaxpr, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     perturbed = tuple(type(t) is not ad.Zero for t in tangents)
-    made = differentiated(jaxpr, perturbed, *plan_key(**params))
+    made = _that_fits(jaxpr, perturbed, **params)
     outs = iter(made.run(*made.consts, *primals, *[t for t, p in zip(tangents, perturbed, strict=True) if p]))
     primals_out = [next(outs) for _ in made.out_perturbed]
     zero = lambda primal: ad.Zero(jax.typeof(primal).to_tangent_aval())
     return primals_out, [next(outs) if p else zero(y) for p, y in zip(made.out_perturbed, primals_out, strict=True)]
+
+
+def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], *, layers: Layers | None, **params: Any) -> Differentiated:
+    """`differentiated`, or the same with all on the device. Not remembered: it depends on the environment."""
+    key = plan_key(layers=layers, **params)
+    made = differentiated(jaxpr, perturbed, *key)
+    if not made.plan.offloads:
+        return made
+    refuse_wrong_offload()
+    alone = layers is None and host_pool_bytes() is not None
+    if alone and not layers_that_fit(
+        "checkpoint", 1, _host_bytes(jaxpr, perturbed, *key), params["policy"].on_host_full
+    ):
+        key = plan_key(layers=Layers("save", "on_host_full"), **params)
+    return differentiated(jaxpr, perturbed, *key)
+
+
+@cached
+def _host_bytes(jaxpr: Jaxpr, perturbed: tuple[bool, ...], *key: Any) -> int:
+    return host_bytes(differentiated(jaxpr, perturbed, *key))
 
 
 def plan_key(*, roles: Any, policy: Policy, strict: bool, prevent_cse: bool, layers: Layers | None) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """Memory: bytes of an array, and what the pinned host pool can hold."""
 
+import contextlib
 import math
 import os
 import warnings
@@ -8,6 +9,9 @@ from typing import Any
 import jax
 
 GIB = 2**30
+
+# Directories of code that a warning must not point to: it is the user's line that it is about.
+NOT_THE_USERS = (os.path.dirname(__file__), os.path.dirname(jax.__file__), contextlib.__file__.removesuffix(".py"))
 
 
 def nbytes(aval: Any) -> int:
@@ -62,5 +66,5 @@ def layers_that_fit(who: str, layers: int, bytes_per_layer: int, on_host_full: s
             f"{need}; offload less (offload_layers: {fit}), set on_host_full: save, "
             "or set a larger XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB before JAX starts"
         )
-    warnings.warn(f"jaxoffload: {need}, which offload (on_host_full: save)", stacklevel=2)
+    warnings.warn(f"jaxoffload: {need}, which offload (on_host_full: save)", skip_file_prefixes=NOT_THE_USERS)
     return fit

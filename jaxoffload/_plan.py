@@ -7,20 +7,19 @@ own, and the plan, as JAX's policy, looks at those names alone.
 
 import dataclasses
 import functools
-import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import name_p
 
 from ._memory import nbytes
 from ._policy import VERDICT, Decision, Policy, PolicyError
-from ._tags import Name, PlanName, read_plan_name
-from ._values import DOT, Path, Value, named_values, write_names
+from ._tags import Name, PlanName, read_names, read_plan_name
+from ._values import DOT, Path, Value, every_equation, named_values, write_names
 from ._xla import refuse_wrong_offload
 
 
@@ -78,7 +77,12 @@ class Plan:
 
 
 def make_plan(
-    jaxpr: Jaxpr, policy: Policy, roles: Sequence[str | None], layers: Layers | None, strict: bool
+    jaxpr: Jaxpr,
+    policy: Policy,
+    roles: Sequence[str | None],
+    layers: Layers | None,
+    strict: bool,
+    primal: Jaxpr | None = None,
 ) -> tuple[Plan, Jaxpr]:
     """The plan of a differentiated function, and its jaxpr with the plan's names.
 
@@ -88,52 +92,85 @@ def make_plan(
         "argument" (moved only if tagged and marked offload), None (a tangent).
       layers: the part of a scan that runs the function; None outside a scan.
       strict: a pattern that matches nothing is an error.
+      primal: the function before it was differentiated. Names that only it has, in bodies which a custom rule
+        replaces, are no residuals, but a pattern may match them.
 
     Raises:
       PolicyError: a pattern matches no value, or two names of one value have different decisions.
     """
-    values, depth = named_values(jaxpr, roles)
-    labels = _labels(values)
-    composites = _composite_bytes(values)
-    digest = f"{zlib.crc32(repr((policy, layers)).encode()):08x}"
-    rows: list[Row] = []
-    written: dict[tuple[Path, Var], PlanName] = {}
-    conflicts: list[str] = []
-    for index, value in enumerate(values):
-        try:
-            decision, reason = _decide(value, labels[value], composites, policy, layers or Layers())
-        except PolicyError as conflict:
-            conflicts += conflict.problems
-            continue
-        name = PlanName(decision, depth, digest, index, tuple(value.names))
-        size = nbytes(value.aval)
-        shape, dtype = tuple(value.aval.shape), str(value.aval.dtype)
-        rows.append(Row(labels[value], shape, dtype, size, decision, reason, str(name)))
-        if reason != ARGUMENT:
-            written[value.path, value.var] = name
-    seen = frozenset(label for of_one in labels.values() for label in of_one)
-    seen |= {n.text for v in values for n in v.names if n != DOT}
-    problems = conflicts + (policy.unmatched(seen) if strict else [])
-    if problems:
-        raise PolicyError(problems)
-    plan = Plan(policy, depth, tuple(rows), seen, _notes(values, policy, layers))
+    plan, written = decide(jaxpr, policy, roles, layers, strict, primal)
     if plan.offloads:
         refuse_wrong_offload()
     return plan, write_names(jaxpr, written)
 
 
+def decide(
+    jaxpr: Jaxpr,
+    policy: Policy,
+    roles: Sequence[str | None],
+    layers: Layers | None,
+    strict: bool,
+    primal: Jaxpr | None = None,
+) -> tuple[Plan, dict[tuple[Path, Var], PlanName]]:
+    """The plan, and the names that it writes behind values' definitions; the arguments are those of `make_plan`."""
+    values, slots, depth = named_values(jaxpr, roles)
+    having = _having(values)
+    labels = _labels(values, having)
+    decided: dict[Value, tuple[Decision, str]] = {}
+    problems: list[str] = []
+    for value in values:
+        try:
+            whole = _bytes_of_whole(value, having)
+            decided[value] = _decide(value, labels[value], whole, policy, layers or Layers())
+        except PolicyError as conflict:
+            problems += conflict.problems
+    problems += _slot_conflicts(slots, decided)
+    everything = _all_names(jaxpr) | (_all_names(primal) if primal else set())
+    seen = everything.union(*labels.values())
+    problems += policy.unmatched(seen) if strict else []
+    if problems:
+        raise PolicyError(dict.fromkeys(problems))
+
+    rows = [_row(value, labels[value], *decided[value]) for value in values]
+    digest = f"{zlib.crc32(repr((policy, layers, rows)).encode()):08x}"
+    names = [
+        PlanName(row.decision, depth, digest, i, tuple(v.names))
+        for i, (row, v) in enumerate(zip(rows, values, strict=True))
+    ]
+    rows = [dataclasses.replace(row, plan_name=str(name)) for row, name in zip(rows, names, strict=True)]
+    written = {
+        (v.path, v.var): name for v, row, name in zip(values, rows, names, strict=True) if row.reason != ARGUMENT
+    }
+    return Plan(policy, depth, tuple(rows), frozenset(seen), _notes(values, policy, primal)), written
+
+
+def _row(value: Value, labels: tuple[str, ...], decision: Decision, reason: str) -> Row:
+    return Row(labels, tuple(value.aval.shape), str(value.aval.dtype), nbytes(value.aval), decision, reason, "")
+
+
+def _slot_conflicts(slots: list[list[Value]], decided: dict[Value, tuple[Decision, str]]) -> Iterator[str]:
+    """A sentence for each result of a `cond` that is to be saved from one branch and offloaded from another."""
+    for slot in slots:
+        found = {}
+        for value in slot:
+            if value in decided and not value.role:
+                decision, reason = decided[value]
+                found[decision] = f"{value.names[0].text!r} is {decision} by {reason!r}"
+        if found.keys() >= {"save", "offload"}:
+            each = f"{found['save']} and {found['offload']}"
+            yield f"residuals: names that share one result of a cond have different decisions: {each}; give them one"
+
+
 ARGUMENT = "argument"
 
 
-def _decide(
-    value: Value, labels: Sequence[str], composites: dict[str, int], policy: Policy, layers: Layers
-) -> tuple[Decision, str]:
-    """A value's decision and the reason for it, in the order that the rules take precedence."""
+def _decide(value: Value, labels: Sequence[str], whole: int, policy: Policy, layers: Layers) -> tuple[Decision, str]:
+    """A value's decision and the reason for it, in the order that the rules take precedence. `whole`: bytes of the
+    composite that it is part of."""
     tagged = [n for n in value.names if n != DOT]
     decision, reason = _by_policy(tagged, labels, value, policy)
     if decision == "offload":
-        size = max((composites[n.composite] for n in tagged), default=nbytes(value.aval))
-        if size < int(policy.min_offload_bytes):
+        if whole < int(policy.min_offload_bytes):
             decision, reason = "save", "smaller than min_offload_bytes"
         elif layers.decision != "offload":
             decision, reason = layers.decision, layers.reason
@@ -162,32 +199,63 @@ def _by_policy(tagged: list[Name], labels: Sequence[str], value: Value, policy: 
     return decision, pattern
 
 
-def _labels(values: list[Value]) -> dict[Value, tuple[str, ...]]:
-    """The names of each value as the report shows them: `context.0`, `context.1` where one name covers several."""
+def _having(values: list[Value]) -> dict[str, list[Value]]:
+    """The values that have each name, in order; several where one name was given more than once."""
     having = defaultdict(list)
     for value in values:
-        for name in value.names:
-            having[name.text].append(value)
-    label = lambda value, text: text if len(having[text]) == 1 else f"{text}.{having[text].index(value)}"
+        for text in dict.fromkeys(n.text for n in value.names):
+            having[text].append(value)
+    return having
+
+
+def _labels(values: list[Value], having: dict[str, list[Value]]) -> dict[Value, tuple[str, ...]]:
+    """The names of each value as the report shows them: `context.0`, `context.1` where one name covers several."""
+    label = lambda v, text: text if len(having[text]) == 1 else f"{text}.{having[text].index(v)}"
     return {v: tuple(label(v, n.text) for n in v.names if n != DOT) for v in values}
 
 
-def _composite_bytes(values: list[Value]) -> dict[str, int]:
-    """Bytes of each composite, all its leaves together."""
-    total: dict[str, int] = defaultdict(int)
-    for value in values:
-        for composite in {n.composite for n in value.names}:
-            total[composite] += nbytes(value.aval)
-    return total
+def _bytes_of_whole(value: Value, having: dict[str, list[Value]]) -> int:
+    """Bytes of the composite that a value is a leaf of, all leaves together.
+
+    Where composites of one name follow each other, each is judged alone: the first leaves are one, the second another.
+    """
+    sizes = [nbytes(value.aval)]
+    for name in value.names:
+        if name.text != name.composite:
+            nth = having[name.text].index(value)
+            leaves = [of[nth] for text, of in having.items() if text.startswith(f"{name.composite}.") and nth < len(of)]
+            sizes.append(sum(nbytes(leaf.aval) for leaf in dict.fromkeys(leaves)))
+    return max(sizes)
 
 
-def _notes(values: list[Value], policy: Policy, layers: Layers | None) -> tuple[str, ...]:
+def _all_names(jaxpr: Jaxpr) -> set[str]:
+    """All names in a jaxpr, wherever; and what the plans inside it have seen."""
+    found: set[str] = set()
+    for eqn, _ in every_equation(jaxpr):
+        found |= _names_of(eqn)
+        for value in eqn.params.values():
+            if isinstance(seen := getattr(value, "seen", None), frozenset):
+                found |= seen
+    return found
+
+
+def _names_of(eqn: JaxprEqn) -> set[str]:
+    return {n.text for n in read_names(eqn.params["name"]) if n != DOT} if eqn.primitive is name_p else set()
+
+
+def dots_matched_nothing(policy: Policy) -> str:
+    return f"dots: {policy.dots} matched nothing: the function has no untagged matrix product without batch dimensions"
+
+
+def _notes(values: list[Value], policy: Policy, primal: Jaxpr | None) -> tuple[str, ...]:
     notes = []
-    if layers is None:
-        notes.append("checkpoint has no layers: resident_layers, offload_layers and other_layers do not apply")
     if policy.dots != "recompute" and not any(v.names == [DOT] for v in values):
-        notes.append(
-            f"dots: {policy.dots} matched nothing: the function has no untagged matrix product without batch dimensions"
-        )
-        warnings.warn(f"jaxoffload: {notes[-1]}", stacklevel=2)
-    return tuple(notes)
+        notes.append(dots_matched_nothing(policy))
+    have = {n.text for v in values for n in v.names}
+    for eqn, replaced in every_equation(primal) if primal else ():
+        if replaced:
+            notes += [
+                f"{name!r} is only named where a custom derivative rule replaces it, and is no residual"
+                for name in sorted(_names_of(eqn) - have)
+            ]
+    return tuple(dict.fromkeys(notes))

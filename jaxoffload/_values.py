@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
-from jax.extend.core.primitives import name_p
+from jax.extend.core.primitives import cond_p, custom_jvp_call_p, custom_vjp_call_p, name_p
 from jax.interpreters import partial_eval as pe
 
 from ._tags import Name, PlanName, read_names, read_plan_name
@@ -45,8 +45,9 @@ class Value:
     names: list[Name] = dataclasses.field(default_factory=list)
 
 
-def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> tuple[list[Value], int]:
-    """The values of `jaxpr` that have a name, in order of definition; and how deep plans nest inside it.
+def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> tuple[list[Value], list[list[Value]], int]:
+    """The values of `jaxpr` that have a name, in order of definition; those of them that share a result of a `cond`,
+    from its branches and behind it; and how deep plans nest inside it.
 
     `roles`: what each input is to the caller ("carry", "argument", ...).
     """
@@ -54,13 +55,15 @@ def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> tuple[list[Value]
     for var, role in zip(jaxpr.invars, roles, strict=True):
         found.define((), var, role)
     found.walk(jaxpr, ())
-    return [v for v in found.values if v.names], found.depth
+    slots = [[v for v in slot if v is not None and v.names not in ([], [DOT])] for slot in found.slots]
+    return [v for v in found.values if v.names], slots, found.depth
 
 
 class _Search:
     def __init__(self) -> None:
         self.values: list[Value] = []
         self.at: dict[tuple[Path, Var], Value] = {}
+        self.slots: list[list[Value | None]] = []
         self.depth = 0
 
     def define(self, path: Path, var: Var, role: str | None = None) -> None:
@@ -102,11 +105,27 @@ class _Search:
             for var in eqn.outvars:
                 if (path, var) not in self.at:
                     self.define(path, var)
+            if eqn.primitive is cond_p:
+                branches = [((*path, i, key), body) for key, body in bodies(eqn)]
+                for k, var in enumerate(eqn.outvars):
+                    results = [self.value(at, body.outvars[k]) for at, body in branches]
+                    self.slots.append([*results, self.at[path, var]])
 
     def add_names(self, value: Value, text: str) -> None:
         value.names += [n for n in read_names(text) if n not in value.names]
         if plan_name := read_plan_name(text):
             self.depth = max(self.depth, plan_name.depth + 1)
+
+
+def every_equation(jaxpr: Jaxpr, in_custom: bool = False) -> Iterator[tuple[JaxprEqn, bool]]:
+    """All equations, those of bodies that autodiff replaces or does not look into too; and whether a custom rule
+    replaces it."""
+    for eqn in jaxpr.eqns:
+        yield eqn, in_custom
+        custom = in_custom or eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p)
+        for value in jax.tree.leaves(tuple(eqn.params.values())):
+            if isinstance(value, Jaxpr):
+                yield from every_equation(value, custom)
 
 
 def bodies(eqn: JaxprEqn) -> Iterator[tuple[Any, Jaxpr]]:

@@ -20,7 +20,7 @@ from common import (
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxoffload import PolicyError, checkpoint, tag
+from jaxoffload import PolicyError, checkpoint, residuals, tag
 
 P = jax.P
 X, W = normal(0, (8, 4)), normal(1, (4, 4)) * 0.5
@@ -316,6 +316,18 @@ def test_an_inner_checkpoint_of_stopped_gradients_shows_its_names(outer):
     assert kept(outer(f), X, W) == {("device", "int32", (8, 2)): 1}
     assert count(gradient_jaxpr(outer(f), X, W), "top_k") == 1
     assert_same_bits(run(gradient(outer(f)), X, W), run(gradient(jax.checkpoint(f)), X, W))
+
+
+def test_functions_that_differ_have_rows_of_their_own():
+    """The same policy and names, other sizes, other decisions: plans go by what is in them."""
+
+    def f(x, w):
+        for rows in (8, 4):
+            x = checkpoint(lambda x: jnp.sin(tag(jnp.sin(x @ w), "fc1")), policy=OFF)(x[:rows])
+        return checkpoint(lambda x: jnp.sin(tag(jnp.sin(x @ w), "fc1", keep=True)), policy=OFF)(x)
+
+    rows = [(r.shape, r.state, r.layers) for r in residuals(f, X, W) if r.names == ("fc1",)]
+    assert sorted(rows) == [((4, 4), "offloaded", 1), ((4, 4), "saved", 1), ((8, 4), "offloaded", 1)]
 
 
 def test_the_policy_must_be_ours():

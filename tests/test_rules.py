@@ -135,6 +135,43 @@ def test_rule_2_branches_of_a_cond_hold_their_own_values():
     assert kept(under(both_names, {"p": "save", "q": "offload", "r": "save"}), X, W)[HOST] == 1
 
 
+def test_rule_2_names_that_share_a_result_of_a_cond_are_not_both_saved_and_offloaded():
+    def f(x, w):
+        return jnp.sin(lax.cond(x[0, 0] > 0, lambda: tag(jnp.sin(x @ w), "p"), lambda: tag(jnp.cos(x @ w), "q")))
+
+    said = fails(under(f, {"p": "save", "q": "offload"}), X, W)
+    assert "'p' is save by 'p'" in said and "'q' is offload by 'q'" in said
+    assert "share one result of a cond" in said
+    behind = lambda x, w: tag(f(x, w), "r")
+    for rules in ({"p": "offload", "q": "recompute"}, {"p": "save", "q": "save"}, {"p": "offload", "q": "offload"}):
+        g = under(behind, {**rules, "r": "save"})
+        for x in (X, -X):
+            assert_same_bits(run(gradient(g, (0, 1)), x, W), run(gradient(f, (0, 1)), x, W))
+    skip = lambda x, w: lax.cond(x[0, 0] > 0, lambda: tag(jnp.sin(x @ w), "p"), lambda: tag(x, "layer_input"))
+    assert kept(under(lambda x, w: jnp.sin(skip(x, w)), {"p": "offload", "layer_input": "save"}), X, W)[HOST] == 1
+
+
+def test_rule_2_an_operand_of_a_cond_is_the_value_outside():
+    def f(x, w):
+        h = tag(x @ w, "outside")
+        return lax.cond(x[0, 0] > 0, lambda h: jnp.sin(tag(h, "inside")), lambda h: jnp.cos(h), h)
+
+    assert kept(under(f, {"inside": "offload", "outside": "offload"}), X, W)[HOST] == 1
+    assert kept(under(f, {"inside": "offload"}), X, W)[HOST] == 1
+    assert "'inside' is save" in fails(under(f, {"inside": "save", "outside": "offload"}), X, W)
+
+
+def test_rule_2_one_value_through_a_sharding_constraint():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def f(x, w):
+        h = lax.with_sharding_constraint(tag(x @ w, "before"), jax.NamedSharding(mesh, P("data")))
+        return jnp.sin(tag(h, "behind"))
+
+    assert kept(under(f, {"before": "offload", "behind": "offload"}), X, W) == {HOST: 1}
+    assert "'before' is save" in fails(under(f, {"before": "save", "behind": "offload"}), X, W)
+
+
 # ---------------------------------------------------------------------------------------------- 3
 
 
@@ -222,6 +259,19 @@ def test_rule_4_one_warning_and_a_note_where_dots_matched_nothing():
     assert any("dots: save matched nothing" in note for note in table.notes)
 
 
+def test_rule_4_dots_inside_jit_and_scans_are_kept():
+    inner = jax.jit(lambda x, w: jnp.sin(x @ w))
+    f = lambda x, w: jnp.sin(lax.scan(lambda x, _: (inner(x, w), None), inner(x, w), length=2)[0] @ w)
+    assert kept(under(f, dots="offload"), X, W) == {HOST: 2, ("host", "float32", (2, 4, 8)): 1}
+
+
+def test_rule_4_the_warning_points_to_the_user_and_comes_once_in_a_scan():
+    f = under(lambda x, w: jnp.sin(tag(x @ w, "fc1")), {"fc1": "save"}, dots="save")
+    with pytest.warns(UserWarning, match="dots: save matched nothing") as seen:
+        jax.make_jaxpr(jax.grad(lambda x, w: lax.scan(lambda x, w: (f(x, w), None), x, w)[0].sum()))(X, WS)
+    assert [w.filename for w in seen] == [__file__]
+
+
 # ---------------------------------------------------------------------------------------------- 5
 
 
@@ -282,6 +332,47 @@ def test_rule_5_names_are_seen_through_everything():
     wanted = ["in_jit", "in_cond", "in_scan", "in_ours", "in_remat", "in_ours_too", "in_vmap"]
     assert all(where[name] == "offloaded" for name in wanted), where
     assert where["in_custom_vjp"] == "not needed"  # that rule's backward pass reads its input
+
+
+@jax.custom_vjp
+def dense(x, w):
+    return tag(jnp.sin(tag(x @ w, "only_in_the_body")), "act")
+
+
+def dense_forward(x, w):
+    h = checkpoint_name(x @ w, "only_in_the_rule")
+    return tag(jnp.sin(h), "act"), (h, w)
+
+
+dense.defvjp(dense_forward, lambda res, ct: ((ct * jnp.cos(res[0])) @ res[1].T, jnp.zeros_like(res[1])))
+
+
+def test_rule_5_is_judged_on_the_whole_function_not_on_what_one_gradient_perturbs():
+    rules = {"only_in_the_rule": "offload", "act": "save"}
+    one = under(lambda x, b: jnp.sin(dense(x, W)) + b, rules)
+    f = lambda x, b: lax.scan(lambda x, b: (one(x, b), None), x, b)[0]
+    assert kept(lambda b: f(X, b), normal(5, (6, 4, 8))) == {
+        (place, "float32", (6, 4, 8)): 1 for place in ("host", "device")
+    }
+    jax.make_jaxpr(jax.grad(lambda b: one(X, b).sum()))(X)  # the rule is not even used here
+
+
+def test_rule_5_an_input_without_a_derivative_is_no_obstacle():
+    def f(x, low):
+        return jnp.sin(tag(jnp.sin(x), "fc1")) * lax.rng_uniform(low, 1.0, x.shape)
+
+    with pytest.raises(NotImplementedError, match="rng_uniform"):
+        jax.grad(lambda low: f(X, low).sum())(0.5)
+    assert kept(lambda x: under(f, {"fc1": "offload"})(x, 0.5), X)[HOST] == 1
+    assert "residuals['fc2']" in fails(lambda x: under(f, {"fc2": "offload"})(x, 0.5), X)
+
+
+def test_rule_5_a_name_that_a_custom_rule_replaces_is_seen_and_noted():
+    f = under(lambda x, w: jnp.sin(dense(x, w)), {"only_in_the_body": "offload", "act": "save"})
+    table = residuals(f, X, W)
+    (note,) = [note for note in table.notes if "custom derivative" in note]
+    assert "'only_in_the_body'" in note
+    assert "residuals['other']" in fails(under(lambda x, w: dense(x, w), {"other": "save"}), X, W)
 
 
 def test_rule_5_a_foreign_name_of_several_values_is_numbered():
@@ -454,6 +545,7 @@ def test_rule_9_sizes_are_as_traced_global_outside_shard_map_and_local_inside():
     )
     for f in (inside, outside):
         (row,) = [r for r in residuals(f, X, W) if r.names]
+        assert row.layers == 4  # on as many devices
         assert row.shape == (1, 8) and row.bytes_per_layer == 1 * 8 * 4
         assert kept_bytes(f, X, W)[1] == ONE  # the global array that shard_map hands on
     (row,) = [r for r in residuals(jax.jit(local), X, W) if r.names]
@@ -471,6 +563,27 @@ def test_rule_9_min_offload_bytes_judges_a_composite_whole():
     assert states(g, X, W)["other"] == ("saved", "smaller than min_offload_bytes")
     h = checkpoint(f, policy=Policy(residuals=rules, min_offload_bytes=2 * ONE + 1))
     assert kept(h, X, W) == {DEVICE: 3}
+
+
+def test_rule_9_only_the_leaves_of_one_tag_are_one_composite():
+    def f(x, w):
+        for k in range(2):
+            pair = tag({"gate": x @ (w + k), "up": x @ (w - k)}, "fc1")
+            x = jnp.sin(pair["gate"]) * jnp.sin(pair["up"])
+            x = jnp.sin(tag(x @ w, "x"))
+        return x
+
+    moved = lambda least: kept(
+        checkpoint(f, policy=Policy({"fc1": "offload", "x": "offload"}, min_offload_bytes=least)), X, W
+    )
+    assert moved(ONE) == {HOST: 6}
+    assert moved(2 * ONE) == {HOST: 4, DEVICE: 2}  # two values named x are judged apart
+    assert moved(2 * ONE + 1) == {DEVICE: 6}
+
+
+def test_rule_9_composites_of_two_scopes_are_judged_apart():
+    f = checkpoint(two_scopes, policy=Policy({"fc1": "offload"}, min_offload_bytes=2 * ONE + 1))
+    assert kept(f, X, W) == {DEVICE: 4}
 
 
 # ---------------------------------------------------------------------------------------------- 10

@@ -6,6 +6,7 @@ back to the name that a plan gave it. So the table holds what autodiff keeps, no
 
 import dataclasses
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,14 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, Var
 from jax.extend.core.primitives import name_p
 
 from ._checkpoint import checkpoint, checkpoint_p, for_all_inputs, plan_key
+from ._layer import Origin, origin, plan_of
+from ._loops import backward_p, forward_p
 from ._memory import nbytes, on_host
 from ._plan import ARGUMENT, Plan, Row, make_plan
 from ._policy import Policy, PolicyError
-from ._tags import read_plan_name
+from ._scan import judge, scan_p
 from ._values import bodies
 
 SAVED, OFFLOADED, RECOMPUTED, NOT_NEEDED = "saved", "offloaded", "recomputed", "not needed"
@@ -151,28 +154,19 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
         return kept, vjp(jax.tree.map(_zero_cotangent, out))
 
     jaxpr = jax.make_jaxpr(forward_and_backward)(*args)
-    plans, recomputed = _plans(jaxpr)
-    rows = _side_by_side(row for plan in plans for row in plan.rows)
-    kept: dict[str, list[Var]] = {name: [] for name in rows}
+    found = _Plans(jaxpr)
+    kept: dict[str, list[tuple[Var, Origin]]] = defaultdict(list)
     untagged = []
     arguments = {*jaxpr.invars, *jaxpr.constvars}
     for var in dict.fromkeys(v for v in jaxpr.outvars[:kept_leaves] if isinstance(v, Var) and v not in arguments):
-        plan_name, where = _origin(jaxpr, var)
-        if plan_name in kept:
-            kept[plan_name].append(var)
+        source = origin(jaxpr, var)
+        if (name := str(source.name)) in found.rows:
+            kept[name].append((var, source))
         else:
-            untagged.append(_untagged(var.aval, where))
-    tagged = [_tagged(row, kept[name], recomputed[name]) for name, row in rows.items()]
-    notes = dict.fromkeys(note for plan in plans for note in plan.notes)
-    return Residuals((*tagged, *untagged), tuple(notes))
-
-
-def _side_by_side(rows: Iterable[Row]) -> dict[str, Row]:
-    """Plan name -> row; in order, but the parts of a scan, which have rows of the same names, side by side."""
-    groups: dict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
-    for row in rows:
-        groups[row.names][row.plan_name] = row
-    return {name: row for group in groups.values() for name, row in group.items()}
+            untagged.append(_untagged(var.aval, source))
+    tagged = [r for name, row in found.rows.items() for r in _tagged(row, kept[name], *found.recomputed[name])]
+    notes = dict.fromkeys(note for plan in found.plans for note in plan.notes)
+    return Residuals((*_together(tagged), *untagged), tuple(notes))
 
 
 def _zero_cotangent(out: Any) -> Any:
@@ -181,83 +175,83 @@ def _zero_cotangent(out: Any) -> Any:
     return np.zeros(out.shape, jax.dtypes.float0)
 
 
-def _tagged(row: Row, kept: list[Var], computed_again: int) -> Residual:
-    """`computed_again`: in how many layers the backward pass computes the value."""
-    total = sum(nbytes(v.aval) for v in kept)
-    if kept:
-        state = OFFLOADED if on_host(kept[0].aval) else SAVED
-        layers = total // row.nbytes if row.nbytes else len(kept)
-    elif row.reason == ARGUMENT:
-        state, layers = SAVED, 0
-    elif computed_again:
-        state, layers, total = RECOMPUTED, computed_again, computed_again * row.nbytes
-    else:
-        state, layers = NOT_NEEDED, 0
-    name = row.names or ("(matrix product)",)
-    return Residual(name, row.shape, row.dtype, row.nbytes, layers, total, state, row.decision, row.reason)
+def _tagged(row: Row, kept: list[tuple[Var, Origin]], computed_again: int, bytes_again: int) -> Iterator[Residual]:
+    """A value of a plan, once for each state that it is found in."""
+    names = row.names or ("(matrix product)",)
+    line = lambda a_layer, layers, total, state, decision, reason: Residual(
+        names, row.shape, row.dtype, a_layer, layers, total, state, decision, reason
+    )
+    for var, source in kept:
+        total = nbytes(var.aval)
+        state = OFFLOADED if on_host(var.aval) else SAVED
+        decision, reason = ("save", source.where) if source.where else (row.decision, row.reason)
+        yield line(total // source.layers, source.layers, total, state, decision, reason)
+    if computed_again:
+        yield line(bytes_again // computed_again, computed_again, bytes_again, RECOMPUTED, row.decision, row.reason)
+    if not kept and not computed_again:
+        yield line(row.nbytes, 0, 0, SAVED if row.reason == ARGUMENT else NOT_NEEDED, row.decision, row.reason)
 
 
-def _untagged(aval: Any, where: str) -> Residual:
+def _together(lines: Iterable[Residual]) -> list[Residual]:
+    """Lines that differ in layers and bytes alone as one; those of the same names side by side."""
+    same: dict[tuple[str, ...], dict[Any, Residual]] = defaultdict(dict)
+    for r in lines:
+        what = dataclasses.replace(r, layers=0, bytes=0)
+        before = same[r.names].get(what, what)
+        same[r.names][what] = dataclasses.replace(r, layers=before.layers + r.layers, bytes=before.bytes + r.bytes)
+    # What the backward pass does not need in one part of a scan it may need in another.
+    needed = lambda of_one: [r for r in of_one if r.layers] or of_one[:1]
+    return [r for of_one in same.values() for r in needed(list(of_one.values()))]
+
+
+def _untagged(aval: Any, source: Origin) -> Residual:
     state = OFFLOADED if on_host(aval) else SAVED
     size = nbytes(aval)
-    return Residual((), tuple(aval.shape), str(aval.dtype), size, 1, size, state, None, where)
+    shape = tuple(aval.shape)[source.layers > 1 :]
+    return Residual((), shape, str(aval.dtype), size // source.layers, source.layers, size, state, None, source.where)
 
 
-def _plans(jaxpr: Jaxpr) -> tuple[list[Plan], dict[str, int]]:
-    """The outermost plans of a gradient, in the order of the layers; and for each plan name, in how many layers the
-    backward pass computes its value again."""
-    outermost: dict[Plan, None] = {}
-    nested: set[Plan] = set()  # they decide when the backward pass runs them again, not what it finds
-    recomputed: dict[str, int] = defaultdict(int)
+class _Plans:
+    """The outermost plans of a gradient, in the order of the layers.
 
-    def walk(jaxpr: Jaxpr, times: int, owner: Plan | None) -> None:
+    Attributes:
+      rows: by the names that the plans wrote.
+      recomputed: for each such name, in how many layers the backward pass computes its value again, and bytes in all.
+    """
+
+    def __init__(self, jaxpr: Jaxpr):
+        self._outermost: dict[Plan, None] = {}
+        self._nested: set[Plan] = set()  # they decide when the backward pass runs them again, not what it finds
+        self.recomputed: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        self._walk(jaxpr, 1, 1, None)
+        # The backward pass meets the last part of a function first.
+        self.plans = [plan for plan in reversed(self._outermost) if plan not in self._nested]
+        self.rows = {row.plan_name: row for plan in self.plans for row in plan.rows}
+
+    def _walk(self, jaxpr: Jaxpr, layers: int, devices: int, owner: Plan | None) -> None:
         for eqn in jaxpr.eqns:
             inside = owner
-            if isinstance(plan := eqn.params.get("policy"), Plan):
+            if plan := plan_of(eqn.params.get("policy")):
                 inside = owner or plan
-                if owner:
-                    nested.add(plan)
-                else:
-                    outermost[plan] = None
-            if owner and eqn.primitive is name_p and eqn.params["name"] in owner.plan_names:
-                recomputed[eqn.params["name"]] += times
+                self._meet(plan, owner)
+            if owner and eqn.primitive is name_p and (name := eqn.params["name"]) in owner.plan_names:
+                count, size = self.recomputed[name]
+                self.recomputed[name] = count + layers, size + layers * devices * nbytes(eqn.outvars[0].aval)
+            here = devices
+            if eqn.primitive.name == "shard_map":
+                here *= math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["manual_axes"])
             for _, body in bodies(eqn):
-                walk(body, times * eqn.params.get("length", 1), inside)
+                self._walk(body, layers * eqn.params.get("length", 1), here, inside)
+            if eqn.primitive in (forward_p, backward_p):
+                for part in eqn.params["loops"].parts:
+                    self._meet(part.layer.plan, owner)
+                    self._walk(part.jaxpr, layers * part.layers, here, owner)
 
-    walk(jaxpr, 1, None)
-    # The backward pass meets the last part of a function first.
-    return [plan for plan in reversed(outermost) if plan not in nested], recomputed
-
-
-def _origin(jaxpr: Jaxpr, var: Var) -> tuple[str | None, str]:
-    """The plan name behind a residual, or None; and in words where it comes from."""
-    producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    while var in producer:
-        eqn = producer[var]
-        prim = eqn.primitive.name
-        if prim == "name" and read_plan_name(eqn.params["name"]):
-            return eqn.params["name"], "an inner plan"
-        if prim not in ("name", "reduce_precision", "device_put"):
-            return _inner_origin(eqn, eqn.outvars.index(var))
-        if isinstance(eqn.invars[0], Literal):
-            return None, "a constant"
-        var = eqn.invars[0]
-    return None, "an input"
-
-
-def _inner_origin(eqn: JaxprEqn, index: int) -> tuple[str | None, str]:
-    prim = eqn.primitive.name
-    for _, body in bodies(eqn):
-        inner = body.outvars[index]
-        if isinstance(inner, Var):
-            name, where = _origin(body, inner)
-            if name:
-                return name, where
-            if prim == "scan":
-                return None, "the carry of a scan" if where == "an input" else f"{where}, in a scan"
-            if prim != "cond":
-                return None, where
-    return None, f"output of {prim}"
+    def _meet(self, plan: Plan, owner: Plan | None) -> None:
+        if owner and plan != owner:
+            self._nested.add(plan)
+        else:
+            self._outermost[plan] = None
 
 
 def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
@@ -287,8 +281,10 @@ def _names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
     found: list[frozenset[str] | set[str]] = []
     for eqn in jaxpr.eqns:
         used = eqn.params.get("policy")
-        if isinstance(used, Plan) and used.policy == policy:
-            found.append(used.seen)
+        if (plan := plan_of(used)) and plan.policy == policy:
+            found.append(plan.seen)
+        elif used == policy and eqn.primitive is scan_p:
+            found.append(judge(*(eqn.params[key] for key in ("jaxpr", "consts", "carry")), policy, False))
         elif used == policy and eqn.primitive is checkpoint_p:
             params = {**eqn.params, "strict": False}
             found.append(for_all_inputs(params.pop("jaxpr"), *plan_key(**params)).plan.seen)

@@ -1,22 +1,31 @@
 """scan(): `jax.lax.scan` whose residuals a `Policy` chooses, layer by layer.
 
-`lax.scan` itself traces the body, with its checks, promotions and errors. The traced body then runs as `checkpoint`
-does, in one `lax.scan` for each group of neighbouring layers that treat their residuals alike: the first offload, the
-last stay on the device.
+`lax.scan` traces the body, with its checks, promotions and errors; its equation is then replaced by one of ours, which
+is the same until it is differentiated. Its JVP rule linearises the body (`_layer`), decides which layers offload, and
+leaves two equations: the forward loop (`_loops`), which also keeps the residuals, and a linear one, of tangents, whose
+transpose is the backward loop.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, jaxpr_as_fun
+from jax.extend import core
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun, new_jaxpr_eqn
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 
-from ._checkpoint import bind, for_all_inputs, host_bytes
-from ._memory import host_pool_bytes, layers_that_fit
-from ._plan import Layers
-from ._policy import Policy
+from ._checkpoint import cached
+from ._layer import Body, Layer, differentiate, linearize, perturbed_carry
+from ._loops import Loops, Part, backward_p, forward_p
+from ._memory import layers_that_fit
+from ._plan import Layers, make_plan
+from ._policy import Policy, PolicyError
+from ._xla import refuse_wrong_offload
 
 
 def scan(
@@ -33,110 +42,202 @@ def scan(
     """`jax.lax.scan` under a `Policy`: a scan over layers with each named residual saved, offloaded or recomputed.
 
     Values, shapes, dtypes and errors are those of `lax.scan(jax.checkpoint(f), init, xs, length, reverse, unroll)`.
+    Differentiated in reverse, the copies of one layer's residuals run beside the computation of the next. It cannot be
+    differentiated twice, nor in forward mode.
 
     Args:
       f: `(carry, x) -> (carry, y)`; names its residuals with `tag` or `checkpoint_name`.
       init, xs, length, reverse, unroll: as for `lax.scan`. Layers count in the order in which they run.
       policy: decides on the named values of `f`. The carry is never computed again, xs and closed-over arrays (the
-        weights) are never moved or copied.
+        weights) are never moved or copied. A value that is the same in every layer is kept once, on the device. A scan
+        inside `f` follows its own policy.
       strict: a pattern that matches no value of `f` is an error, raised when the scan is differentiated. Pass False
         where several scans share one policy, and judge them together with `check`.
 
     Raises (when differentiated, before anything is compiled):
       PolicyError: a pattern matches nothing, or two names of one value have different decisions.
       MemoryError: the pinned host pool is smaller than the need, and the policy says `on_host_full: error`.
-      NotImplementedError: offloading here would give wrong gradients; it says what to change.
+      NotImplementedError: a derivative that there is not; or offloading here would give wrong gradients.
     """
     if not isinstance(policy, Policy):
         raise TypeError(f"scan: policy must be a jaxoffload.Policy, got {policy!r}")
-    if jax.config.jax_disable_jit:  # then lax.scan is a Python loop, and nothing is placed
-        return lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)
-    body, operands, tree = _trace(f, init, xs, length, reverse, unroll)
-    outs = _run(body, operands, _groups(body, policy), reverse, unroll, policy, strict)
-    return jax.tree.unflatten(tree, outs)
-
-
-class _Body(NamedTuple):
-    """A scan's body: (constants, carry, xs) -> (carry, ys), all flat; how many of each; the number of layers."""
-
-    jaxpr: Jaxpr
-    consts: int
-    carry: int
-    layers: int
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        xs = len(self.jaxpr.invars) - self.consts - self.carry
-        return ("weight",) * (len(self.jaxpr.consts) + self.consts) + ("carry",) * self.carry + ("weight",) * xs
-
-
-class _Group(NamedTuple):
-    """Neighbouring layers, in the order in which they run, that treat their residuals alike."""
-
-    start: int
-    stop: int
-    layers: Layers
-
-
-def _trace(f, init, xs, length, reverse, unroll) -> tuple[_Body, list[Any], Any]:
-    """The body as lax.scan traces it, the operands as it promotes them, and the structure of its result."""
 
     def lax_scan(init: Any, xs: Any) -> tuple[Any, Any]:
         return lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)
 
+    if jax.config.jax_disable_jit:  # then lax.scan is a Python loop, and nothing is placed
+        return lax_scan(init, xs)
     jaxpr, shape = jax.make_jaxpr(lax_scan, return_shape=True)(init, xs)
+    outs = jaxpr_as_fun(_under(jaxpr, policy, strict))(*jax.tree.leaves((init, xs)))
+    return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+
+def _under(jaxpr: Jaxpr, policy: Policy, strict: bool) -> Jaxpr:
+    """A jaxpr with one `lax.scan` in it, as a scan of ours."""
     at = max(i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive is lax.scan_p)
     eqn = jaxpr.eqns[at]
-    before = jaxpr.replace(
-        eqns=jaxpr.eqns[:at], outvars=eqn.invars, debug_info=jaxpr.debug_info._replace(result_paths=None)
+    consts, carry = _operands(eqn)
+    params = {**eqn.params, "consts": consts, "carry": carry, "policy": policy, "strict": strict}
+    ours = new_jaxpr_eqn(eqn.invars, eqn.outvars, scan_p, params, eqn.effects, eqn.source_info, eqn.ctx)
+    return jaxpr.replace(eqns=[*jaxpr.eqns[:at], ours, *jaxpr.eqns[at + 1 :]])
+
+
+def _operands(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many constants, and how many parts of the carry, a `lax.scan` has: xs and ys have an axis more outside."""
+    jaxpr = eqn.params["jaxpr"]
+    same = lambda outer, inner: sum(o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True))
+    carry = same(eqn.outvars, jaxpr.outvars)
+    return same(eqn.invars, jaxpr.invars) - carry, carry
+
+
+scan_p = Primitive("jaxoffload_scan")
+scan_p.multiple_results = True
+
+
+def _lax_scan(*args: Any, **params: Any) -> list[Any]:
+    return lax.scan_p.bind(*args, **_lax_params(params))
+
+
+def _lax_params(params: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key not in ("consts", "carry", "policy", "strict")}
+
+
+def _batch(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, policy: Policy, strict: bool, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    """As `lax.scan` is batched, before it is differentiated: then cotangents of weights are summed layer by layer."""
+    avals = [core.mapped_aval(axis.size, d, jax.typeof(x)) for x, d in zip(args, dims, strict=True)]
+    jaxpr = jax.make_jaxpr(functools.partial(_lax_scan, **params))(*avals)
+    batched, mapped = batching.batch_jaxpr_axes(jaxpr, axis, dims, [batching.zero_if_mapped] * len(jaxpr.outvars))
+    outs = jaxpr_as_fun(_under(batched, policy, strict))(*args)
+    return outs, [0 if m else None for m in mapped]
+
+
+def _jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    jaxpr: Jaxpr,
+    consts: int,
+    carry: int,
+    policy: Policy,
+    strict: bool,
+    **params: Any,
+) -> tuple[list[Any], list[Any]]:
+    if not params["length"]:
+        return ad.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
+    refuse_wrong_offload()
+    body = Body(jaxpr, consts, carry)
+    judge(*body, policy, strict)
+    perturbed = perturbed_carry(body, [type(t) is not ad.Zero for t in tangents], policy)
+    parts = _parts(body, perturbed, policy, params["length"])
+    loops = Loops(parts, params["length"], params["reverse"], params["unroll"], body.consts, body.carry)
+    outs = forward_p.bind(*primals, loops=loops)
+    primals_out, saved = outs[: len(body.jaxpr.outvars)], outs[len(body.jaxpr.outvars) :]
+
+    numbers = sorted({k.operand for part in parts for k in part.layer.kept if k.place == "operand"})
+    loops = dataclasses.replace(loops, reads=tuple((number, number < body.consts) for number in numbers))
+    reads = [primals[number] for number in numbers]
+    moving = [ad.instantiate_zeros(t) for t, p in zip(tangents, perturbed, strict=True) if p]
+    tangent_avals = [jax.typeof(x).to_tangent_aval() for x in primals_out]
+    out_perturbed = parts[0].layer.out_perturbed
+    avals = tuple(a for a, p in zip(tangent_avals, out_perturbed, strict=True) if p)
+    found = iter(linear_p.bind(*reads, *saved, *moving, loops=loops, avals=avals))
+    return primals_out, [next(found) if p else ad.Zero(a) for a, p in zip(tangent_avals, out_perturbed, strict=True)]
+
+
+def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) -> Any:
+    """Inside a checkpoint, where nothing of it is differentiated: it is a `lax.scan`, and its names are the outer's."""
+    rule = pe.partial_eval_jaxpr_custom_rules[lax.scan_p]
+    return rule(saveable, unknown, instantiate, eqn.replace(primitive=lax.scan_p, params=_lax_params(eqn.params)))
+
+
+@cached
+def judge(jaxpr: Jaxpr, consts: int, carry: int, policy: Policy, strict: bool) -> frozenset[str]:
+    """All names of a body that a pattern can match, those of scans inside it too.
+
+    Of the body differentiated with respect to all it can be: the names do not depend on who needs which gradient.
+
+    Raises:
+      PolicyError: a pattern matches none (if `strict`), or two names of one value have different decisions.
+    """
+    body = Body(jaxpr, consts, carry)
+    everything = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals)
+    jvp, _ = differentiate(body, everything, policy)
+    plan, _ = make_plan(jvp, policy, body.roles + (None,) * sum(everything), Layers(), strict=False)
+    inner = (
+        part.layer.plan.seen for eqn in jvp.eqns if eqn.primitive is forward_p for part in eqn.params["loops"].parts
     )
-    operands = jaxpr_as_fun(before)(*jax.tree.leaves((init, xs)))
-    body, carry = eqn.params["jaxpr"], len(jax.tree.leaves(init))
-    consts = len(body.invars) - carry - len(jax.tree.leaves(xs))
-    return _Body(body, consts, carry, eqn.params["length"]), operands, jax.tree.structure(shape)
+    seen = plan.seen.union(*inner)
+    if strict and (problems := policy.unmatched(seen)):
+        raise PolicyError(problems)
+    return seen
 
 
-def _groups(body: _Body, policy: Policy) -> list[_Group]:
-    """Which layers offload, which do what `other_layers` says, which are resident."""
-    n = body.layers
-    offloaded = _that_fit(body, policy, policy.offloaded_layers(n))
-    resident = n - min(policy.resident_layers, n)
-    groups = [
-        _Group(0, offloaded, Layers()),
-        _Group(offloaded, resident, Layers(policy.other_layers, "other_layers")),
-        _Group(resident, n, Layers("save", "resident")),
-    ]
-    return [g for g in groups if g.stop > g.start] or groups[:1]
+def _parts(body: Body, perturbed: tuple[bool, ...], policy: Policy, length: int) -> tuple[Part, ...]:
+    """The layers that offload, those that do what `other_layers` says, those that are resident."""
+    layer = linearize(*body, perturbed, policy, Layers())
+    moved = layer.host_bytes
+    offloaded = policy.offloaded_layers(length) if moved else 0
+    if offloaded:
+        offloaded = layers_that_fit("scan", offloaded, moved, policy.on_host_full)
+    resident = length - min(policy.resident_layers, length)
+    recompute = policy.other_layers == "recompute" and moved > 0
+    other = linearize(*body, perturbed, policy, Layers("recompute", "other_layers")) if recompute else layer
+    if not moved:
+        return (_part(0, length, 0, layer, ""),)
+
+    # The layer behind those that offload can run in their loop, and its residuals stay where they are.
+    rides = 0 < offloaded < length and (offloaded == resident or other is layer)
+    reason = "resident" if offloaded == resident else "other_layers"
+    start = offloaded + rides
+    parts = (
+        _part(0, start, offloaded, layer, reason),
+        _part(start, resident, 0, other, "other_layers"),
+        _part(max(start, resident), length, 0, layer, "resident"),
+    )
+    return tuple(part for part in parts if part.layers > 0)
 
 
-def _that_fit(body: _Body, policy: Policy, offloaded: int) -> int:
-    """As many of the layers that should offload as the pinned host pool holds."""
-    if not offloaded or host_pool_bytes() is None:
-        return offloaded
-    made = for_all_inputs(body.jaxpr, body.roles, policy, False, True, Layers())
-    return layers_that_fit("scan", offloaded, host_bytes(made), policy.on_host_full)
+def _part(start: int, stop: int, on_host: int, layer: Layer, reason: str) -> Part:
+    return Part(start, stop, on_host, layer.forward, layer, reason)
 
 
-def _run(body, operands, groups, reverse, unroll, policy, strict) -> list[Any]:
-    first, last = body.consts, body.consts + body.carry
-    consts, carry, xs = operands[:first], operands[first:last], operands[last:]
+scan_p.def_impl(_lax_scan)
+scan_p.def_effectful_abstract_eval(lambda *avals, **params: lax.scan_p.abstract_eval(*avals, **_lax_params(params)))
+mlir.register_lowering(scan_p, mlir.lower_fun(_lax_scan, multiple_results=True))
+ad.primitive_jvps[scan_p] = _jvp
+batching.fancy_primitive_batchers[scan_p] = _batch
+pe.partial_eval_jaxpr_custom_rules[scan_p] = _partial_eval
 
-    def step(layers: Layers, carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = bind(body.jaxpr, [*consts, *carry, *x], roles=body.roles, policy=policy, strict=strict, layers=layers)
-        return out[: body.carry], out[body.carry :]
 
-    parts: list[list[Any]] = []
-    for start, stop, layers in groups:
-        rows = slice(body.layers - stop, body.layers - start) if reverse else slice(start, stop)
-        part = xs if len(groups) == 1 else [x[rows] for x in xs]
-        carry, ys = lax.scan(
-            functools.partial(step, layers),
-            carry,
-            part,
-            length=stop - start,
-            reverse=reverse,
-            unroll=unroll,
-        )
-        parts.insert(0 if reverse else len(parts), ys)
-    ys = parts[0] if len(parts) == 1 else [lax.concatenate(rows, 0) for rows in zip(*parts, strict=True)]
-    return [*carry, *ys]
+linear_p = Primitive("jaxoffload_linear")  # the operands read, what was saved, tangents -> tangents
+linear_p.multiple_results = True
+
+
+def _forward_mode(*_: Any, **__: Any) -> Any:
+    raise TypeError(
+        "jaxoffload.scan has no forward-mode derivative (jvp, jacfwd, linearize): it is differentiated in reverse; "
+        "use jax.lax.scan there"
+    )
+
+
+def _transpose(cotangents: Sequence[Any], *args: Any, loops: Loops, avals: Any) -> list[Any]:
+    layer = loops.parts[0].layer
+    kept, moving = args[: len(args) - sum(layer.perturbed)], args[len(args) - sum(layer.perturbed) :]
+    consts, carry, _ = (sum(perturbed) for perturbed in layer.body.split(layer.perturbed))
+    wanted = tuple(i < carry or type(ct) is not ad.Zero for i, ct in enumerate(cotangents))
+    parts = tuple(part._replace(jaxpr=part.layer.backward(wanted)) for part in loops.parts)
+    loops = dataclasses.replace(loops, parts=parts, consts=consts, carry=carry)
+    cts = [ad.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w]
+    found = backward_p.bind(*kept, *cts, loops=loops)
+    # The tangent of a carry that only later layers perturb is a constant zero.
+    return [None] * len(kept) + [ct if ad.is_undefined_primal(x) else None for x, ct in zip(moving, found, strict=True)]
+
+
+linear_p.def_impl(_forward_mode)
+linear_p.def_abstract_eval(lambda *_, loops, avals: list(avals))
+mlir.register_lowering(linear_p, _forward_mode)
+ad.primitive_jvps[linear_p] = _forward_mode
+batching.fancy_primitive_batchers[linear_p] = _forward_mode
+ad.primitive_transposes[linear_p] = _transpose

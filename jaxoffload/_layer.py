@@ -1,0 +1,229 @@
+"""One layer of a scan, differentiated: what its forward pass keeps, and its cotangents from what was kept.
+
+The body of a `lax.scan` is differentiated once, a plan is made on the result, and `jax.checkpoint` splits it under that
+plan. Where the kept values live between forward and backward is not its business: the loops see to that.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from typing import Literal as OneOf
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core.primitives import name_p
+from jax.interpreters import ad
+from jax.interpreters import partial_eval as pe
+
+from ._checkpoint import cached
+from ._memory import nbytes
+from ._plan import Layers, Plan, make_plan
+from ._policy import VERDICT, Policy
+from ._tags import PlanName, read_plan_name
+from ._values import bodies, mark_dots
+
+# Between forward and backward a residual is: an "operand" (a constant or a slice of xs), which is read again; the same
+# in every layer, and kept "once"; or a layer's own, which goes to the "host" or stays on the "device".
+Place = OneOf["operand", "once", "host", "device"]
+
+
+class Kept(NamedTuple):
+    """A residual of one layer: where the plan wants it, and what it is."""
+
+    place: Place
+    operand: int  # the number of the body's operand that it is; -1 for all others
+    name: PlanName | None  # leads to its row in the plan
+    where: str  # in words, where there is no row
+
+
+class Body(NamedTuple):
+    """A scan's body: (constants, carry, xs) -> (carry, ys), all flat; how many of each."""
+
+    jaxpr: Jaxpr
+    consts: int
+    carry: int
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Of the operands, for `make_plan`."""
+        xs = len(self.jaxpr.invars) - self.consts - self.carry
+        return ("weight",) * self.consts + ("carry",) * self.carry + ("weight",) * xs
+
+    def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Constants, carry and xs."""
+        first, last = self.consts, self.consts + self.carry
+        return list(operands[:first]), list(operands[first:last]), list(operands[last:])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """A body and its derivative.
+
+    Attributes:
+      forward: operands -> carry, ys, and those residuals that are no operands.
+      linear: all residuals, tangents of the perturbed operands -> tangents of the perturbed results.
+      kept: the residuals, in the order of `linear`.
+      perturbed, out_perturbed: which operands and which results have tangents.
+    """
+
+    body: Body
+    forward: Jaxpr
+    linear: Jaxpr
+    kept: tuple[Kept, ...]
+    plan: Plan
+    perturbed: tuple[bool, ...]
+    out_perturbed: tuple[bool, ...]
+
+    @property
+    def host_bytes(self) -> int:
+        """What the layer keeps on the host, where it offloads."""
+        stored = [k.place for k in self.kept if k.place != "operand"]
+        avals = self.forward.out_avals[len(self.forward.out_avals) - len(stored) :]
+        return sum(nbytes(a) for a, place in zip(avals, stored, strict=True) if place == "host")
+
+    @functools.cache  # noqa: B019 (a layer lives as long as its body, and so may this)
+    def backward(self, wanted: tuple[bool, ...]) -> Jaxpr:
+        """All residuals, cotangents of the wanted among the perturbed results -> those of the perturbed operands."""
+        outs = [v for v, w in zip(self.linear.outvars, wanted, strict=True) if w]
+        linear, size = self.linear.replace(outvars=outs, debug_info=_without_paths(self.linear)), len(self.kept)
+        residuals, tangents = self.linear.in_avals[:size], self.linear.in_avals[size:]
+
+        def transposed(residuals: list[Any], cotangents: list[Any]) -> Any:
+            return jax.linear_transpose(lambda *ts: jaxpr_as_fun(linear)(*residuals, *ts), *tangents)(cotangents)
+
+        return jax.make_jaxpr(transposed)(residuals, [v.aval.to_ct_aval() for v in outs])
+
+
+class _InPlace(NamedTuple):
+    """A plan as the policy of a `jax.checkpoint` that moves nothing: what is to be offloaded is saved."""
+
+    plan: Plan
+
+    def __call__(self, *args: Any, **params: Any) -> Any:
+        verdict = self.plan(*args, **params)
+        return verdict if verdict is VERDICT["recompute"] else VERDICT["save"]
+
+
+def plan_of(policy: Any) -> Plan | None:
+    """The plan behind the `policy` of a `jax.checkpoint`, if there is one."""
+    return policy.plan if isinstance(policy, _InPlace) else policy if isinstance(policy, Plan) else None
+
+
+@cached
+def linearize(
+    jaxpr: Jaxpr, consts: int, carry: int, perturbed: tuple[bool, ...], policy: Policy, layers: Layers
+) -> Layer:
+    """The derivative of a body with respect to its perturbed operands, under the plan that `policy` makes of it.
+
+    `perturbed` must be closed: a carry that comes out perturbed goes in perturbed (`perturbed_carry`).
+    """
+    body = Body(jaxpr, consts, carry)
+    jvp, out_perturbed = differentiate(body, perturbed, policy)
+    plan, planned = make_plan(jvp, policy, body.roles + (None,) * sum(perturbed), layers, strict=False)
+    in_place: Any = _InPlace(plan)
+    run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=in_place)
+    known, linear = _halves(jax.make_jaxpr(run)(*planned.in_avals), len(perturbed), len(out_perturbed))
+    kept = tuple(_kept(known, body, known.outvars[len(out_perturbed) :]))
+    stored = [v for v, k in zip(known.outvars[len(out_perturbed) :], kept, strict=True) if k.place != "operand"]
+    outs = [*known.outvars[: len(out_perturbed)], *stored]
+    forward = known.replace(outvars=outs, debug_info=_without_paths(known))
+    return Layer(body, forward, linear, kept, plan, perturbed, out_perturbed)
+
+
+def differentiate(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:
+    """The JVP of a body, and which results have tangents. The carry has one wherever it went in with one."""
+    marked = body.jaxpr if policy.dots == "recompute" else mark_dots(body.jaxpr)
+    through = [*body.split(perturbed)[1], *[False] * (len(marked.outvars) - body.carry)]
+    jvp, out_perturbed = ad.jvp_jaxpr(marked, perturbed, through)
+    return jvp, tuple(out_perturbed)
+
+
+def perturbed_carry(body: Body, perturbed: Sequence[bool], policy: Policy) -> tuple[bool, ...]:
+    """`perturbed`, and also each part of the carry that a perturbed operand reaches in some layer."""
+    while True:
+        consts, carry, xs = body.split(perturbed)
+        reached = differentiate(body, tuple(perturbed), policy)[1][: body.carry]
+        if carry == list(reached):
+            return tuple(perturbed)
+        perturbed = [*consts, *reached, *xs]
+
+
+def _halves(jaxpr: Jaxpr, primals: int, results: int) -> tuple[Jaxpr, Jaxpr]:
+    """A JVP in two: (primals -> results, residuals) and (residuals, tangents -> tangents of the results)."""
+    unknown = [False] * primals + [True] * (len(jaxpr.invars) - primals)
+    instantiate = [False] * results + [True] * (len(jaxpr.outvars) - results)
+    known, linear, _, _ = pe.partial_eval_jaxpr_nounits(jaxpr, unknown, instantiate)
+    return known, linear
+
+
+def _kept(known: Jaxpr, body: Body, residuals: Sequence[Any]) -> list[Kept]:
+    operands = {var: i for i, var in enumerate(known.invars)}
+    same = _same_in_every_layer(known, body.consts)
+    carry = range(body.consts, body.consts + body.carry)
+
+    def kept(var: Any) -> Kept:
+        if isinstance(var, Literal):
+            return Kept("once", -1, None, "a constant")
+        if var in operands and operands[var] not in carry:
+            return Kept("operand", operands[var], None, "an operand")
+        name, where, _ = (None, "the carry of a scan", 1) if var in operands else origin(known, var)
+        if var in same:
+            return Kept("once", -1, name, "the same in every layer")
+        return Kept("host" if name and name.decision == "offload" else "device", -1, name, where)
+
+    return [kept(var) for var in residuals]
+
+
+def _same_in_every_layer(jaxpr: Jaxpr, consts: int) -> set[Var]:
+    same = {*jaxpr.constvars, *jaxpr.invars[:consts]}
+    for eqn in jaxpr.eqns:
+        if not eqn.effects and all(not isinstance(v, Var) or v in same for v in eqn.invars):
+            same.update(eqn.outvars)
+    return same
+
+
+def _without_paths(jaxpr: Jaxpr) -> Any:
+    """Debug info for other results than those that were traced."""
+    return jaxpr.debug_info._replace(result_paths=None)
+
+
+class Origin(NamedTuple):
+    """Where a residual comes from: the plan's name, if it has one; words; how many layers' values it holds."""
+
+    name: PlanName | None
+    where: str
+    layers: int = 1
+
+
+# Equations that pass all of a residual on between its definition and the place where it is kept.
+_VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pcast", "pvary"}
+
+
+def origin(jaxpr: Jaxpr, var: Any) -> Origin:
+    """Follows a variable to the equation that defines the value."""
+    producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    while var in producer:
+        eqn = producer[var]
+        if eqn.primitive is name_p and (name := read_plan_name(eqn.params["name"])):
+            return Origin(name, "")
+        if eqn.primitive.name not in _VIEWS or nbytes(eqn.invars[0].aval) != nbytes(var.aval):
+            return _inner_origin(eqn, eqn.outvars.index(var))
+        var = eqn.invars[0]
+    return Origin(None, "an input" if isinstance(var, Var) else "a constant")
+
+
+def _inner_origin(eqn: JaxprEqn, index: int) -> Origin:
+    prim = eqn.primitive.name
+    if prim == "jaxoffload_forward":
+        return eqn.params["loops"].origin(index)
+    for _, body in bodies(eqn):
+        inner = body.outvars[index]
+        if isinstance(inner, Var):
+            name, where, layers = origin(body, inner)
+            if prim == "scan":
+                carried = "the carry of a scan" if where == "an input" else f"{where}, in a scan"
+                where, layers = where and carried, layers * eqn.params["length"]
+            if name or prim != "cond":
+                return Origin(name, where, layers)
+    return Origin(None, f"output of {prim}")

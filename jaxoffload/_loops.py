@@ -1,0 +1,316 @@
+"""The two loops of a scan over layers: each copies the residuals of one layer while it computes the next.
+
+    forward   i:   compute layer i                 write the residuals of layer i-1 to the host
+    backward  i:   compute layer i's cotangents    fetch the residuals of layer i-1
+
+So nothing waits for a copy that takes less time than a layer. The last layer's residuals have not left when the
+backward pass begins with it. Layers that treat their residuals otherwise are a part of their own, with two loops of
+its own; the carry, the ys and the cotangents pass from part to part.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ._layer import Layer, Origin
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+class Part(NamedTuple):
+    """Neighbouring layers that one loop computes, in the order in which they run.
+
+    Of their residuals for the host, those of the first `on_host` layers go there: of all layers, of all but the last,
+    or of none.
+    """
+
+    start: int
+    stop: int
+    on_host: int
+    jaxpr: Jaxpr  # of one layer: its forward pass, or its backward pass
+    layer: Layer
+    reason: str  # why the others do not offload
+
+    @property
+    def layers(self) -> int:
+        return self.stop - self.start
+
+    def places(self) -> list[str]:
+        return ["device" if k.place == "host" and not self.on_host else k.place for k in self.layer.kept]
+
+    def origins(self) -> list[Origin]:
+        """Of the leaves of this part's `Saved`."""
+
+        def those(place: str, layers: int) -> list[Origin]:
+            kept = _those(self.layer.kept, self.places(), place)
+            return [Origin(k.name, k.where or (self.reason if k.place == "host" else ""), layers) for k in kept]
+
+        host, last = those("host", self.on_host), those("host", 1) if self.on_host < self.layers else []
+        return [*(o._replace(where="") for o in host), *last, *those("device", self.layers), *those("once", 1)]
+
+
+class Saved[T](NamedTuple):
+    """What a part keeps."""
+
+    host: list[T]  # (on_host, ...) each
+    last: list[T]  # the last layer's, where it does not go to the host
+    device: list[T]  # (layers, ...) each
+    once: list[T]  # the same in every layer
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Loops:
+    """A pass over all layers.
+
+    Attributes:
+      consts, carry: how many constants and parts of the carry it takes; in a backward pass, how many cotangents of such
+        it returns.
+      reads: of a backward pass: the operands of the scan that are residuals, each with whether it is a constant.
+    """
+
+    parts: tuple[Part, ...]
+    length: int
+    reverse: bool
+    unroll: int
+    consts: int
+    carry: int
+    reads: tuple[tuple[int, bool], ...] = ()
+
+    def __repr__(self) -> str:
+        """Short, for it stands in every printed jaxpr."""
+        return f"Loops({', '.join(f'{p.start}..{p.stop} offload {p.on_host}: {p.layer.plan}' for p in self.parts)})"
+
+    def row(self, layer: Any) -> Any:
+        """Of xs and ys. Affine in the loop's counter: XLA:GPU then copies by DMA, otherwise with a kernel."""
+        return self.length - 1 - layer if self.reverse else layer
+
+    @property
+    def results(self) -> int:
+        """How many results the scan has: carry and ys."""
+        return len(self.parts[0].layer.body.jaxpr.outvars)
+
+    def origin(self, index: int) -> Origin:
+        """Of a result of the forward pass."""
+        if index < self.results:
+            return Origin(None, "output of a scan")
+        return [origin for part in self.parts for origin in part.origins()][index - self.results]
+
+    @property
+    def saved(self) -> list[Saved[bool]]:
+        """In the form of what the parts keep: whether it is a stack of layers."""
+        count = lambda part, place: part.places().count(place)
+        last = lambda part: count(part, "host") if part.on_host < part.layers else 0
+        return [
+            Saved([True] * count(p, "host"), [False] * last(p), [True] * count(p, "device"), [False] * count(p, "once"))
+            for p in self.parts
+        ]
+
+
+def _forward(loops: Loops, *operands: Any) -> list[Any]:
+    """Constants, carry, xs -> carry, ys, and the leaves of a list of `Saved`."""
+    consts, carry, xs = _split(operands, loops.consts, loops.carry)
+    y_avals = loops.parts[0].jaxpr.out_avals[loops.carry : loops.results]
+    ys, saved = [_stack(a, loops.length) for a in y_avals], []
+    for number, part in enumerate(loops.parts):
+        carry, ys, kept = _forward_part(loops, part, number, consts, carry, ys, xs)
+        saved.append(kept)
+    return [*carry, *ys, *jax.tree.leaves(saved)]
+
+
+def _forward_part(
+    loops: Loops, part: Part, number: int, consts: list[Any], carry: list[Any], ys: list[Any], xs: list[Any]
+) -> tuple[list[Any], list[Any], Saved[Any]]:
+    compute = jaxpr_as_fun(part.jaxpr)
+    stored = [place for place in part.places() if place != "operand"]
+
+    def layer(i: Any, state: Any) -> Any:
+        carry, ys, saved = state
+        host = [_put(stack, jax.device_put(x, HOST), i - 1) for stack, x in zip(saved.host, saved.last, strict=True)]
+        row = loops.row(part.start + i)
+        carry, new_ys, new = _split(compute(*consts, *carry, *(_take(x, row) for x in xs)), len(carry), len(ys))
+        ys = [_put(stack, y, row) for stack, y in zip(ys, new_ys, strict=True)]
+        last, here, once = (_those(new, stored, place) for place in ("host", "device", "once"))
+        device = [_put(stack, x, i) for stack, x in zip(saved.device, here, strict=True)]
+        return carry, ys, Saved(host, last, device, once)
+
+    avals = part.jaxpr.out_avals[len(part.jaxpr.out_avals) - len(stored) :]
+    moved, here, once = (_those(avals, stored, place) for place in ("host", "device", "once"))
+    # A value of its own in each stack for the host: XLA merges equal ones, and two stacks in one buffer are copied from
+    # host to host. What is in it is overwritten.
+    host = [_stack(a, part.on_host, 1 + number + len(loops.parts) * k) for k, a in enumerate(moved)]
+    empty = Saved(
+        [jax.device_put(stack, HOST) for stack in host],
+        [_filled(a) for a in moved],
+        [_stack(a, part.layers) for a in here],
+        [_filled(a) for a in once],
+    )
+    carry, ys, saved = lax.fori_loop(0, part.layers, layer, (carry, ys, empty), unroll=loops.unroll)
+    if part.on_host == part.layers:
+        written = zip(saved.host, saved.last, strict=True)
+        host = [_put(stack, jax.device_put(x, HOST), part.layers - 1) for stack, x in written]
+        saved = saved._replace(host=host, last=[])
+    return carry, ys, saved
+
+
+def _backward(loops: Loops, *args: Any) -> list[Any]:
+    """Operands read, the leaves of a list of `Saved`, cotangents of carry and ys -> those of constants, carry, xs."""
+    form, tree = jax.tree.flatten(loops.saved)
+    operands, leaves, cotangents = _split(args, len(loops.reads), len(form))
+    saved = jax.tree.unflatten(tree, leaves)
+    carry, ys, _ = _split(cotangents, loops.carry, len(cotangents) - loops.carry)
+    consts_avals, _, xs_avals = _split(loops.parts[0].jaxpr.out_avals, loops.consts, loops.carry)
+    state = [_filled(a, 0) for a in consts_avals], carry, [_stack(a, loops.length) for a in xs_avals]
+    for part, kept in reversed(list(zip(loops.parts, saved, strict=True))):
+        state = _backward_part(loops, part, operands, kept, state, ys)
+    consts, carry, xs = state
+    return [*consts, *carry, *xs]
+
+
+def _backward_part(
+    loops: Loops, part: Part, operands: list[Any], saved: Saved[Any], cotangents: Any, ys: list[Any]
+) -> Any:
+    compute = jaxpr_as_fun(part.jaxpr)
+
+    def layer(j: Any, state: Any) -> Any:
+        (consts, carry, xs), fetched = state
+        i = part.layers - 1 - j
+        # For the first layer there is nothing to fetch; its i-1 is clamped, which costs a copy but no branch.
+        ahead = [jax.device_put(_take(stack, i - 1), DEVICE) for stack in saved.host]
+        row = loops.row(part.start + i)
+        have = {number: x if whole else _take(x, row) for (number, whole), x in zip(loops.reads, operands, strict=True)}
+        residuals = _in_order(part, have, fetched, [_take(x, i) for x in saved.device], saved.once)
+        outs = compute(*residuals, *carry, *(_take(y, row) for y in ys))
+        d_consts, carry, d_xs = _split(outs, loops.consts, loops.carry)
+        consts = [ad.add_jaxvals(total, d) for total, d in zip(consts, d_consts, strict=True)]
+        return (consts, carry, [_put(stack, d, row) for stack, d in zip(xs, d_xs, strict=True)]), ahead
+
+    fetched = saved.last or [jax.device_put(_take(stack, part.layers - 1), DEVICE) for stack in saved.host]
+    return lax.fori_loop(0, part.layers, layer, (cotangents, fetched), unroll=loops.unroll)[0]
+
+
+def _in_order(part: Part, operands: dict[int, Any], host: Any, device: Any, once: Any) -> list[Any]:
+    """A layer's residuals as its backward pass takes them."""
+    kept = {"host": iter(host), "device": iter(device), "once": iter(once)}
+    places = zip(part.layer.kept, part.places(), strict=True)
+    return [operands[k.operand] if place == "operand" else next(kept[place]) for k, place in places]
+
+
+def _split(xs: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    return list(xs[:first]), list(xs[first : first + second]), list(xs[first + second :])
+
+
+def _those(xs: Sequence[Any], places: Sequence[str], place: str) -> list[Any]:
+    return [x for x, p in zip(xs, places, strict=True) if p == place]
+
+
+def _take(stack: Any, i: Any) -> Any:
+    return lax.dynamic_index_in_dim(stack, i, keepdims=False, allow_negative_indices=False)
+
+
+def _put(stack: Any, x: Any, i: Any) -> Any:
+    return lax.dynamic_update_index_in_dim(stack, x, i, 0, allow_negative_indices=False)
+
+
+def _stack(aval: Any, rows: int, fill: int | None = None) -> Any:
+    return _filled(aval, fill, (rows,))
+
+
+def _filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> Any:
+    """An array for values like `aval`, sharded and varying over mesh axes as they are; its content unspecified."""
+    mesh, spec = aval.sharding.mesh, aval.sharding.spec
+    sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(lead), *spec)) if mesh.explicit_axes else None
+    shape = (*lead, *aval.shape)
+    if fill is None:
+        array = lax.empty(shape, aval.dtype, out_sharding=sharding)
+    else:
+        array = lax.full(shape, fill, aval.dtype, sharding=sharding)
+    varying = tuple(aval.manual_axis_type.varying)
+    return lax.pcast(array, varying, to="varying") if varying else array
+
+
+def _pass(name: str, run: Callable[..., list[Any]], batch: Callable[..., Any]) -> Primitive:
+    """A primitive, so that it can be batched layer by layer: a stack in host memory cannot be transposed."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    jitted = jax.jit(run, static_argnums=0)
+    run_with = lambda *args, loops: run(loops, *args)
+
+    def abstract(*avals: Any, loops: Loops) -> Any:
+        jaxpr = jax.make_jaxpr(functools.partial(run, loops))(*avals)
+        return jaxpr.out_avals, jaxpr.effects
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(
+            "jaxoffload.scan cannot be differentiated twice: its residuals may live in host memory; "
+            "use jax.lax.scan where you need second derivatives"
+        )
+
+    primitive.def_impl(lambda *args, loops: jitted(loops, *args))
+    primitive.def_effectful_abstract_eval(abstract)
+    mlir.register_lowering(primitive, mlir.lower_fun(run_with, multiple_results=True))
+    batching.fancy_primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = refuse
+    return primitive
+
+
+def _batch_forward(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loops: Loops) -> tuple[list[Any], list[int]]:
+    """The carry, and so all that is computed, is batched; constants and xs as they are."""
+    first, last = loops.consts, loops.consts + loops.carry
+    stacked = [False] * last + [True] * (len(args) - last)
+    sizes = [axis.size if first <= i < last else None for i in range(len(args))]
+    args = list(map(_axis_to, stacked, args, dims, sizes))
+    layer_dims = [None if d is None and size is None else 0 for d, size in zip(dims, sizes, strict=True)]
+    batched = _batched(loops, axis, [layer_dims] * len(loops.parts))
+    ys = len(loops.parts[0].layer.body.jaxpr.outvars) - loops.carry
+    return forward_p.bind(*args, loops=batched), [0] * loops.carry + [1] * ys + [
+        *map(int, jax.tree.leaves(loops.saved))
+    ]
+
+
+def _batch_backward(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loops: Loops
+) -> tuple[list[Any], list[int]]:
+    """The cotangents are batched; what was kept as it is."""
+    form, tree = jax.tree.flatten(loops.saved)
+    kept = len(loops.reads) + len(form)
+    stacked = [not whole for _, whole in loops.reads] + form + [False] * loops.carry
+    stacked += [True] * (len(args) - len(stacked))
+    sizes = [None if i < kept else axis.size for i in range(len(args))]
+    args = list(map(_axis_to, stacked, args, dims, sizes))
+    layer_dims = [None if d is None else 0 for d in dims]
+    read = {number: d for (number, _), d in zip(loops.reads, layer_dims[: len(loops.reads)], strict=True)}
+    in_dims = []
+    for part, saved in zip(loops.parts, jax.tree.unflatten(tree, layer_dims[len(loops.reads) : kept]), strict=True):
+        residuals = _in_order(part, read, saved.host, saved.device, saved.once)
+        in_dims.append(residuals + [0] * (len(args) - kept))
+    outs = backward_p.bind(*args, loops=_batched(loops, axis, in_dims))
+    return outs, [0] * (loops.consts + loops.carry) + [1] * (len(outs) - loops.consts - loops.carry)
+
+
+def _axis_to(at: bool, x: Any, dim: int | None, size: int | None) -> Any:
+    """`x` with its batch axis behind the axis of layers, if it has one, or else in front; made, if `size` says so."""
+    if dim is None:
+        return x if size is None else jnp.moveaxis(lax.broadcast(x, (size,)), 0, int(at))
+    return jnp.moveaxis(x, dim, int(at))
+
+
+def _batched(loops: Loops, axis: Any, in_dims: Sequence[Sequence[int | None]]) -> Loops:
+    """The same loops over batched layers, all results batched in front."""
+
+    def batched(part: Part, dims: Sequence[int | None]) -> Part:
+        jaxpr, _ = batching.batch_jaxpr_axes(part.jaxpr, axis, dims, [0] * len(part.jaxpr.outvars))
+        return part._replace(jaxpr=jaxpr)
+
+    return dataclasses.replace(loops, parts=tuple(map(batched, loops.parts, in_dims)))
+
+
+forward_p = _pass("jaxoffload_forward", _forward, _batch_forward)
+backward_p = _pass("jaxoffload_backward", _backward, _batch_backward)

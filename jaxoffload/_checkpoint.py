@@ -23,7 +23,7 @@ from ._memory import NOT_THE_USERS, host_pool_bytes, layers_that_fit, nbytes, on
 from ._plan import Layers, Plan, decide, dots_matched_nothing, make_plan
 from ._policy import Policy
 from ._values import mark_dots
-from ._xla import refuse_wrong_offload
+from ._xla import refuse_remat3, refuse_wrong_offload
 
 
 def checkpoint(
@@ -55,6 +55,7 @@ def checkpoint(
 
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        refuse_remat3()
         fun, args = _bind_static(f, static_argnums, args)
         jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
         leaves = jax.tree.leaves((args, kwargs))
@@ -234,6 +235,7 @@ def _jvp(
 
 def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], *, layers: Layers | None, **params: Any) -> Differentiated:
     """`differentiated`, or the same with all on the device. Not remembered: it depends on the environment."""
+    refuse_remat3()
     key = plan_key(layers=layers, **params)
     made = differentiated(jaxpr, perturbed, *key)
     if not made.plan.offloads:

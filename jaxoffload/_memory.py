@@ -24,31 +24,49 @@ def on_host(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
+def readable(size: int) -> str:
+    """Bytes in the largest unit that they reach: "1.50 GiB", "96 B"."""
+    for unit, scale in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size} B"
+
+
 def host_pool_bytes() -> int | None:
     """What XLA's pinned host pool holds, in bytes a device; None where there is none (CPU).
 
     `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` sets it, in units of 2**30 bytes; 64 is XLA's default.
+
+    Raises:
+      ValueError: that variable is no number.
     """
-    limit = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    limit = os.environ.get(_POOL)
     if limit is None and jax.default_backend() != "gpu":
         return None
-    return int(float(limit or 64) * GIB)
+    try:
+        return int(float(limit or 64) * GIB)
+    except (ValueError, OverflowError):
+        raise ValueError(f"{_POOL}: {limit!r} is not a number of GiB, such as 64") from None
+
+
+_POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def per_device(total: int) -> int:
-    """Bytes a device of `total` traced bytes, if they are spread evenly.
+    """Bytes a device of `total` traced bytes: divided evenly over the mesh that is set, but for `shard_map`'s axes.
 
-    Inside `shard_map` sizes are a device's own. Elsewhere they are global; where no mesh is set the compiler divides
-    them over a mesh that cannot be known yet, and all devices of the process group are assumed.
+    Inside `shard_map` sizes are a device's own; elsewhere they are global. Where no mesh is set, a trace does not tell
+    one device's function from one that `jit`'s `in_shardings` spread, and nothing is divided: too much is then refused
+    rather than too little, and `jax.set_mesh` mends that.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return total // jax.device_count()
     return total // math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
 
 
 def layers_that_fit(who: str, layers: int, bytes_per_layer: int, on_host_full: str) -> int:
     """How many of `layers` the pinned host pool holds; where not all fit, an error or a warning, as the policy says.
+
+    One call of `scan` or `checkpoint` is judged alone: what others of the same step hold is not known yet.
 
     Raises:
       MemoryError: they do not fit and `on_host_full` is "error".
@@ -57,14 +75,18 @@ def layers_that_fit(who: str, layers: int, bytes_per_layer: int, on_host_full: s
     if pool is None or a_layer * layers <= pool:
         return layers
     fit = pool // a_layer
+    of_layers = who == "scan"
     need = (
-        f"{who}: {layers} layer(s) would offload {a_layer * layers / GIB:.4g} GiB a device, and the pinned host pool "
-        f"holds {pool / GIB:.4g} GiB, enough for {fit}"
+        f"{who}: {f'{layers} layer(s) would offload' if of_layers else 'would offload'} {readable(a_layer * layers)} "
+        f"a device, and the pinned host pool holds {readable(pool)}{f', enough for {fit}' if of_layers else ''}"
     )
     if on_host_full == "error":
+        whole = jax.sharding.get_abstract_mesh().empty and jax.device_count() > 1
         raise MemoryError(
-            f"{need}; offload less (offload_layers: {fit}), set on_host_full: save, "
-            "or set a larger XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB before JAX starts"
+            f"{need}; offload less{f' (offload_layers: {fit})' if of_layers else ''}, set on_host_full: save, "
+            f"or set a larger {_POOL} before JAX starts"
+            + ("; if a mesh divides these arrays, call this under jax.set_mesh(mesh)" if whole else "")
         )
-    warnings.warn(f"jaxoffload: {need}, which offload (on_host_full: save)", skip_file_prefixes=NOT_THE_USERS)
+    instead = "which offload" if of_layers else "all stays on the device"
+    warnings.warn(f"jaxoffload: {need}, {instead} (on_host_full: save)", skip_file_prefixes=NOT_THE_USERS)
     return fit

@@ -15,6 +15,7 @@ from jax.extend.core.primitives import name_p
 
 from ._memory import nbytes
 from ._tags import read_names
+from ._xla import refuse_remat3, refuse_wrong_offload
 
 Decision = Literal["save", "offload", "recompute"]
 
@@ -98,6 +99,7 @@ class Policy:
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
         """JAX's `policy=`: what becomes of one equation's outputs."""
+        refuse_remat3()
         if prim is name_p:
             (name,) = read_names(params["name"])[:1] or [None]
             if name is None:
@@ -111,6 +113,8 @@ class Policy:
             return VERDICT["recompute"]
         if decision == "offload" and prim is name_p and nbytes(avals[0]) < int(self.min_offload_bytes):
             decision = "save"
+        if decision == "offload":
+            refuse_wrong_offload()
         return VERDICT[decision]
 
 

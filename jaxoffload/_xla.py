@@ -1,5 +1,6 @@
 """XLA: the options an offloading step is compiled with, and the versions that must not run one."""
 
+import difflib
 import re
 
 import jax
@@ -14,6 +15,8 @@ _GPU_OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
 }
 
+_BACKENDS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+
 _FIRST_RIGHT_JAXLIB = (0, 11, 2)
 
 
@@ -21,21 +24,33 @@ def compiler_options(backend: str | None = None) -> dict[str, str | bool]:
     """The options to compile a training step with: `jax.jit(step, compiler_options=compiler_options())`.
 
     Args:
-      backend: "gpu", "cpu", ...; JAX's default backend if None.
+      backend: "cpu", "gpu", "cuda", "rocm" or "tpu"; JAX's default backend if None.
 
     Returns:
-      XLA's names and values; empty on anything but a GPU.
+      XLA's names and values; empty on anything but an NVIDIA GPU.
+
+    Raises:
+      ValueError: there is no such backend.
     """
+    if backend is not None and backend not in _BACKENDS:
+        near = difflib.get_close_matches(str(backend), _BACKENDS, 1, cutoff=0.5)
+        said = f"; the nearest is {near[0]!r}" if near else ""
+        raise ValueError(f"compiler_options: backend {backend!r} is none of {', '.join(_BACKENDS)}{said}")
     return dict(_GPU_OPTIONS) if (backend or jax.default_backend()) in ("gpu", "cuda") else {}
 
 
-def refuse_wrong_offload() -> None:
-    """Raise where offloaded residuals are known to come back wrong, before anything is compiled."""
+def refuse_remat3() -> None:
+    """Raise under JAX's rewrite of `jax.checkpoint`, where a policy does not see names."""
     if getattr(jax.config, "jax_remat3", False):
         raise NotImplementedError(
             "jaxoffload: jax_remat3 is on, and under it XLA computes on the host and names are lost; "
             "switch it off with jax.config.update('jax_remat3', False)"
         )
+
+
+def refuse_wrong_offload() -> None:
+    """Raise where offloaded residuals are known to come back wrong, before anything is compiled."""
+    refuse_remat3()
     version = tuple(map(int, re.findall(r"\d+", jaxlib.__version__)[:3]))
     if jax.default_backend() == "gpu" and version < _FIRST_RIGHT_JAXLIB:
         # https://github.com/openxla/xla/issues/46231: offloaded residuals under a scan come back in another order.

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import jaxlib
 import pytest
 from common import gradient, kept_bytes, normal, policy
+from jax.extend.core import jaxpr_as_fun
 
 from jaxoffload import checkpoint, compiler_options, residuals, scan, tag
 
@@ -23,12 +24,8 @@ def stack(**fields):
 
 @pytest.fixture
 def pool(monkeypatch):
-    """Sets the pinned host pool, in bytes for the whole of the 8 devices that an unsharded trace assumes."""
-
-    def set_bytes(n):
-        monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(n / jax.device_count() / 2**30))
-
-    return set_bytes
+    """Sets the pinned host pool, in bytes a device."""
+    return lambda n: monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(n / 2**30))
 
 
 def test_a_pool_that_holds_the_need_changes_nothing(pool):
@@ -40,9 +37,8 @@ def test_a_pool_that_is_too_small_is_an_error_before_anything_is_compiled(pool):
     pool(N * ONE - 8)
     with pytest.raises(MemoryError, match=r"scan: 6 layer\(s\).*offload_layers: 5.*on_host_full: save"):
         jax.make_jaxpr(gradient(stack()))(X, WS)
-    with pytest.raises(MemoryError, match=r"checkpoint: 1 layer\(s\)"):
+    with pytest.raises(MemoryError, match=r"checkpoint: would offload 128 B a device.*holds 120 B; offload less, set"):
         pool(ONE - 8)
-        one = checkpoint(lambda x, w: body(x, w)[0], policy=policy({"fc1": "offload"}))
         jax.make_jaxpr(gradient(one))(X, WS[0])
 
 
@@ -58,9 +54,9 @@ def test_on_host_full_save_offloads_fewer_layers_with_one_warning(pool):
 
 def test_on_host_full_save_keeps_a_checkpoint_on_the_device(pool):
     pool(ONE - 8)
-    one = checkpoint(lambda x, w: body(x, w)[0], policy=policy({"fc1": "offload"}, on_host_full="save"))
-    with pytest.warns(UserWarning, match="enough for 0"):
-        assert kept_bytes(one, X, WS[0]) == (ONE, 0)
+    f = checkpoint(lambda x, w: body(x, w)[0], policy=policy({"fc1": "offload"}, on_host_full="save"))
+    with pytest.warns(UserWarning, match="all stays on the device"):
+        assert kept_bytes(f, X, WS[0]) == (ONE, 0)
 
 
 def test_what_the_backward_pass_does_not_need_takes_no_room(pool):
@@ -73,16 +69,59 @@ def test_what_the_backward_pass_does_not_need_takes_no_room(pool):
     assert kept_bytes(f, X, WS)[1] == N * ONE
 
 
-def test_inside_shard_map_the_sizes_are_a_devices_own(monkeypatch):
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    P = jax.P
-    f = jax.shard_map(stack(), mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
-    limit = lambda n: monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(n / 2**30))
-    limit(N * ONE // 4)
-    jax.make_jaxpr(gradient(f))(X, WS)
-    limit(N * ONE // 4 - 1)
+def one(x, w):
+    return checkpoint(lambda x, w: body(x, w)[0], policy=policy({"fc1": "offload"}))(x, w)
+
+
+CALLS = pytest.mark.parametrize("f, w, need", [(stack(), WS, N * ONE), (one, WS[0], ONE)], ids=["scan", "checkpoint"])
+
+
+@CALLS
+def test_a_forward_pass_keeps_nothing_and_needs_no_room(pool, f, w, need):
+    pool(need - 8)
+    jax.make_jaxpr(f)(X, w)
     with pytest.raises(MemoryError):
-        jax.make_jaxpr(gradient(f))(X, WS)
+        jax.make_jaxpr(gradient(f))(X, w)
+
+
+@CALLS
+def test_the_pool_is_looked_at_whenever_the_function_is_traced(pool, f, w, need):
+    """Though plans are remembered."""
+    for _ in range(2):
+        pool(need)
+        jax.make_jaxpr(gradient(f))(X, w)
+        pool(need - 8)
+        with pytest.raises(MemoryError):
+            jax.make_jaxpr(gradient(f))(X, w)
+
+
+@CALLS
+def test_sizes_are_a_devices_own_inside_shard_map_and_divided_by_the_mesh_that_is_set(pool, f, w, need):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    P = jax.P
+    local = jax.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    partly = jax.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"})
+    with jax.set_mesh(mesh):
+        for g, bytes_a_device in ((f, need // 8), (local, need // 4), (partly, need // 8)):
+            pool(bytes_a_device)
+            jax.make_jaxpr(gradient(g))(X, w)
+            pool(bytes_a_device - 1)
+            with pytest.raises(MemoryError, match=f"would offload {bytes_a_device} B a device") as error:
+                jax.make_jaxpr(gradient(g))(X, w)
+            assert "set_mesh" not in str(error.value)
+
+
+def test_without_a_mesh_nothing_is_divided_and_the_error_says_what_divides(pool):
+    pool(N * ONE - 8)
+    with pytest.raises(MemoryError, match=r"under jax.set_mesh\(mesh\)"):
+        jax.make_jaxpr(gradient(stack()))(X, WS)
+
+
+@pytest.mark.parametrize("limit", ["much", "1GiB", "inf"])
+def test_a_pool_that_is_no_number_is_named(monkeypatch, limit):
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", limit)
+    with pytest.raises(ValueError, match=f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB: '{limit}' is not a number of GiB"):
+        jax.make_jaxpr(gradient(one))(X, WS[0])
 
 
 def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
@@ -91,6 +130,9 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
     assert options["xla_gpu_enable_command_buffer"] == ""
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert compiler_options("gpu") is not compiler_options("gpu")  # a caller may change its own
+    assert compiler_options("cuda") == options and compiler_options("tpu") == compiler_options("rocm") == {}
+    with pytest.raises(ValueError, match=r"backend 'gpuu' is none of cpu, gpu.*nearest is 'gpu'"):
+        compiler_options("gpuu")
 
 
 @pytest.mark.gpu
@@ -129,10 +171,36 @@ def _fresh():
     return jax.make_jaxpr(gradient(f))(X, WS)
 
 
-def test_jax_remat3_is_refused(monkeypatch):
-    monkeypatch.setattr(type(jax.config), "jax_remat3", True, raising=False)
-    with pytest.raises(NotImplementedError, match=r"jax_remat3 is on.*jax.config.update"):
-        _fresh()
+def test_jax_remat3_is_refused():
+    off = policy({"fc1": "offload"})
+    f = lambda x, w: jnp.sin(tag(x @ w, "fc1"))
+    remembered = checkpoint(f, policy=off)
+    jax.make_jaxpr(gradient(remembered))(X, WS[0])
+    later = jax.make_jaxpr(remembered)(X, WS[0])
+    jax.config.update("jax_remat3", True)
+    try:
+        for g in (
+            remembered,
+            checkpoint(f, policy=off),
+            checkpoint(f, policy=policy({"fc1": "save"})),
+            jax.checkpoint(f, policy=off),
+            jaxpr_as_fun(later),
+        ):
+            with pytest.raises(NotImplementedError, match=r"jax_remat3 is on.*jax.config.update"):
+                jax.make_jaxpr(gradient(g))(X, WS[0])
+        with pytest.raises(NotImplementedError, match=r"jax_remat3 is on.*jax.config.update"):
+            _fresh()
+    finally:
+        jax.config.update("jax_remat3", False)
+
+
+def test_jaxs_own_checkpoint_with_a_policy_is_refused_too(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jaxlib, "__version__", "0.11.1")
+    f = lambda x, w: jnp.sin(tag(x @ w, "fc1"))
+    with pytest.raises(NotImplementedError, match=r"install jaxlib >= 0.11.2"):
+        jax.make_jaxpr(gradient(jax.checkpoint(f, policy=policy({"fc1": "offload"}))))(X, WS[0])
+    jax.make_jaxpr(gradient(jax.checkpoint(f, policy=policy({"fc1": "save"}))))(X, WS[0])
 
 
 def test_saving_needs_no_gate(monkeypatch):

@@ -1,14 +1,14 @@
-"""Checkpoints: training state, position in the data, and config, written in the background by orbax."""
+"""Checkpoints: training state, position in the data, and where both come from, written in the background by orbax."""
 
-import dataclasses
-import json
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
 
-from models.config import Config
-from models.reading import ConfigError
+from models.config import Config, flat
+from models.reading import ConfigError, one_line
 from models.step import State
 
 # With another value of these, the checkpoint would be of another model, which orbax could not restore, or its
@@ -18,50 +18,90 @@ _FIXED = {"train.batch_size", "train.seq_len", "train.seed"}
 _FREE = {"model.attention", "model.dtype", "data.cache_dir"}
 
 
+class Saved(NamedTuple):
+    """What a checkpoint says of itself."""
+
+    step: int
+    config: dict[str, Any]  # as `flat` gives it
+    data: dict[str, str]  # `origin` of its Dataset
+
+
+def latest(out: Path) -> Saved | None:
+    """The last checkpoint of a run's folder; reads its words only.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    # Orbax renames a folder to its bare number when it is whole.
+    steps = [int(path.name) for path in _folder(out).glob("*") if path.name.isdecimal()]
+    if not steps:
+        return None
+    with _readable(out, max(steps)) as folder:
+        saved = ocp.JsonCheckpointHandler().restore(folder / "origin")
+        return Saved(max(steps), dict(saved["config"]), dict(saved["data"]))
+
+
+def differences(config: Config, saved: Saved) -> dict[str, str]:
+    """{key: problem} of what must be as it was when the checkpoint was written."""
+    fixed = lambda key: key in _FIXED or (key.startswith(_FIXED_SECTIONS) and key not in _FREE)
+    return {
+        key: f"{key} = {value!r}: the checkpoint in {config.train.out}, of step {saved.step}, was written with "
+        f"{saved.config.get(key)!r}; set it back, or train.out to another folder"
+        for key, value in flat(config).items()
+        if fixed(key) and value != saved.config.get(key)
+    }
+
+
 def open_manager(out: Path) -> ocp.CheckpointManager:
     """Keeps the last two; a checkpoint gets its name when it is whole, so a kill leaves the one before."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
-    return ocp.CheckpointManager((out / "checkpoints").absolute(), options=options)
+    return ocp.CheckpointManager(_folder(out), options=options)
 
 
-def save(manager: ocp.CheckpointManager, step: int, state: State, position: dict[str, Any], config: Config) -> None:
+def save(
+    manager: ocp.CheckpointManager,
+    step: int,
+    state: State,
+    position: Mapping[str, Any],
+    config: Config,
+    data: Mapping[str, str],
+) -> None:
     """Copies the state out of the device and returns; the files are written meanwhile."""
     items = ocp.args.Composite(
         state=ocp.args.StandardSave(state),
-        position=ocp.args.JsonSave(position),
-        config=ocp.args.JsonSave(_plain(config)),
+        position=ocp.args.JsonSave(dict(position)),
+        origin=ocp.args.JsonSave({"config": flat(config), "data": dict(data)}),
     )
     manager.save(step, args=items)
 
 
-def restore(manager: ocp.CheckpointManager, step: int, abstract: State, config: Config) -> tuple[State, dict[str, Any]]:
+def restore(manager: ocp.CheckpointManager, out: Path, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
     """The state of a step, placed as `abstract` says whatever mesh wrote it, and the position in the data.
 
     Raises:
-      ConfigError: the checkpoint is of another model or of other data.
+      ConfigError: the checkpoint cannot be read.
     """
-    saved = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore())).config
-    now, then = _fixed(_plain(config)), _fixed(saved)
-    if problems := [
-        f"{key} = {now[key]!r}: the checkpoint in {manager.directory} was written with {then.get(key)!r}; "
-        "set it back, or train.out to another folder"
-        for key in now
-        if now[key] != then.get(key)
-    ]:
-        raise ConfigError(problems)
-    items = manager.restore(
-        step,
-        args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), position=ocp.args.JsonRestore()),
-    )
-    return items.state, items.position
+    with _readable(out, step):
+        items = manager.restore(
+            step,
+            args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), position=ocp.args.JsonRestore()),
+        )
+        return items.state, items.position
 
 
-def _plain(config: Config) -> dict[str, Any]:
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+def _folder(out: Path) -> Path:
+    return (out / "checkpoints").absolute()
 
 
-def _fixed(config: dict[str, Any]) -> dict[str, Any]:
-    """{key: value} of what must stay as it is."""
-    values = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
-    fixed = lambda key: key in _FIXED or (key.startswith(_FIXED_SECTIONS) and key not in _FREE)
-    return {key: value for key, value in values.items() if fixed(key)}
+@contextlib.contextmanager
+def _readable(out: Path, step: int) -> Iterator[Path]:
+    folder = _folder(out) / str(step)
+    try:
+        yield folder
+    except Exception as error:  # orbax and tensorstore raise whatever they meet
+        raise ConfigError(
+            [
+                f"train.out = '{out}': the checkpoint {folder} cannot be read ({one_line(error)[:200]}); delete that "
+                "folder to continue from the one before, or give another train.out"
+            ]
+        ) from error

@@ -1,10 +1,11 @@
 """The training program's config: frozen dataclasses, a comment per field, and how a file becomes one."""
 
 import inspect
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -118,7 +119,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """As `load`, but returns the problems; where a value is wrong the config holds the default.
+    """As `load`, but returns the problems, so that a caller can add its own; each line begins with its key.
+
+    Where a value is wrong the config holds the default.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -130,6 +133,13 @@ def parse(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list
     config, wrong = _parse(tree)
     out = os.path.expanduser(config.train.out or f"runs/{path.stem}")
     return replace(config, train=replace(config.train, out=out)), problems + wrong
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """{section.key: value} in JSON's types; model.head_dim is what it comes to."""
+    tree = asdict(replace(config, model=replace(config.model, head_dim=config.model.d_head)))
+    sections = json.loads(json.dumps(tree)).items()
+    return {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
 
 
 def _parse(tree: dict[str, Any]) -> tuple[Config, list[str]]:

@@ -11,7 +11,7 @@ import math
 import os
 import random
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -20,6 +20,7 @@ import numpy as np
 import tokenizers
 
 from models.documents import files_of, read_documents
+from models.reading import ConfigError, blaming
 
 END_OF_TEXT = "<|endoftext|>"  # of the tokenizers trained here
 # Or as others call it: Llama 3, Llama 2 and Mistral, Gemma.
@@ -37,6 +38,7 @@ class Dataset(NamedTuple):
     valid: np.ndarray  # (tokens,) of the same dtype
     tokenizer: tokenizers.Tokenizer
     vocab_size: int  # all ids are below it; little text trains fewer tokens than were asked for
+    origin: dict[str, str]  # a hash of what each of data.path and data.tokenizer stands for
 
 
 def load(
@@ -47,12 +49,14 @@ def load(
     vocab_size: int,
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
+    origin: Mapping[str, str] | None = None,
 ) -> Dataset:
     """Returns the tokens of the documents in `path` (see `documents`), computed once.
 
     `tokenizer` is a tokenizer.json with at most `vocab_size` tokens; None trains one with at most so many. About
     `valid_fraction` of the documents are held out, by their hash. All is kept in `cache_dir` under a hash of
     what it depends on, the documents' bytes included. Processes that fill a cache together write equal files.
+    `origin` is that of an earlier Dataset; another one is an error, before anything is computed.
     Raises ValueError with the config's key, its value and what is allowed.
     """
     if not 0 < valid_fraction < 1:
@@ -64,16 +68,18 @@ def load(
     bpe = _open_tokenizer(given[0]) if given else None
     if bpe is not None and _ids(bpe) > vocab_size:
         raise ValueError(f"model.vocab_size = {vocab_size}: allowed with {given[0]} is {_ids(bpe)}, its own, or more")
-    key = _key(files + given, _FORMAT, tokenizers.__version__, text_field, valid_fraction, vocab_size)
-    folder = Path(cache_dir).expanduser() / key
-    folder.mkdir(parents=True, exist_ok=True)
-
-    if bpe is None:
-        bpe = _trained_tokenizer(folder / "tokenizer.json", files, text_field, valid_fraction, vocab_size)
+    found = {"data.path": _digest(files), "data.tokenizer": _digest(given) if given else tokenizers.__version__}
+    _refuse_changes(found, origin, {"data.path": path, "data.tokenizer": tokenizer})
+    settings = repr((found, _FORMAT, tokenizers.__version__, text_field, valid_fraction, vocab_size))
+    folder = Path(cache_dir).expanduser() / hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
     train, valid = folder / "train.npy", folder / "valid.npy"
-    if not (train.exists() and valid.exists()):
-        _write_tokens(train, valid, read_documents(files, text_field), bpe, valid_fraction)
-    dataset = Dataset(np.load(train, mmap_mode="r"), np.load(valid, mmap_mode="r"), bpe, _ids(bpe))
+    with blaming("data.cache_dir", str(cache_dir), "a folder that can be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if bpe is None:
+            bpe = _trained_tokenizer(folder / "tokenizer.json", files, text_field, valid_fraction, vocab_size)
+        if not (train.exists() and valid.exists()):
+            _write_tokens(train, valid, read_documents(files, text_field), bpe, valid_fraction)
+    dataset = Dataset(np.load(train, mmap_mode="r"), np.load(valid, mmap_mode="r"), bpe, _ids(bpe), found)
     if not (len(dataset.train) and len(dataset.valid)):
         raise ValueError(
             f"data.valid_fraction = {valid_fraction}: data.path = {path!r} has no document to "
@@ -89,12 +95,24 @@ def _held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) < fraction * 2**64
 
 
-def _key(files: Iterable[Path], *settings: object) -> str:
-    digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+def _digest(files: Iterable[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
     for file in files:
-        with file.open("rb") as stream:
+        with blaming("data.path", str(file), "a file that can be read"), file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "blake2b").digest() + file.suffix.encode())
     return digest.hexdigest()
+
+
+def _refuse_changes(found: Mapping[str, str], origin: Mapping[str, str] | None, config: Mapping[str, object]) -> None:
+    changed = [] if origin is None else [key for key in found if found[key] != origin.get(key)]
+    if changed:
+        raise ConfigError(
+            [
+                f"{key} = {config[key]!r}: is not what it was when the run's checkpoint was written; "
+                "put that back, or set train.out to another folder"
+                for key in changed
+            ]
+        )
 
 
 def _open_tokenizer(path: Path) -> tokenizers.Tokenizer:
@@ -196,6 +214,11 @@ def _atomic(path: Path) -> Iterator[BinaryIO]:
 # Batches
 
 
+def windows(tokens: np.ndarray, seq_len: int) -> int:
+    """How many sequences of `seq_len` and one token are in `tokens`; neighbours share a token."""
+    return (len(tokens) - 1) // seq_len
+
+
 def batches(
     tokens: np.ndarray,
     *,
@@ -239,15 +262,15 @@ def _rows(
     """Puts the windows' numbers into `order` and batches, and reads this process's windows of each batch."""
     if batch_size % process_count:
         raise ValueError(f"train.batch_size = {batch_size}: allowed are multiples of {process_count} processes")
-    count = (len(tokens) - 1) // seq_len
+    count = windows(tokens, seq_len)
     if count < batch_size:
         raise ValueError(
             f"train.batch_size = {batch_size}: allowed is at most {count}, the windows of train.seq_len = "
             f"{seq_len} in {len(tokens)} tokens"
         )
 
-    def read(windows: np.ndarray) -> np.ndarray:
-        mine = np.split(windows, process_count)[process_index]
+    def read(numbers: np.ndarray) -> np.ndarray:
+        mine = np.split(numbers, process_count)[process_index]
         return np.stack([tokens[w * seq_len :][: seq_len + 1] for w in mine]).astype(np.int32)
 
     ordered = order(grain.MapDataset.range(count))

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from models.reading import blaming
+
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a pair, which no tokenizer takes
 
@@ -50,7 +52,8 @@ def _match(pattern: str) -> list[Path]:
 def read_documents(files: Iterable[Path], text_field: str) -> Iterator[str]:
     """The documents of these files that are not empty."""
     for file in files:
-        yield from filter(None, _READERS.get(file.suffix, _read_source)(file, text_field))
+        with blaming("data.path", str(file), "a file that can be read"):
+            yield from filter(None, _READERS.get(file.suffix, _read_source)(file, text_field))
 
 
 def _read_source(file: Path, text_field: str) -> Iterator[str]:

@@ -25,8 +25,17 @@ def blaming(key: str, value: Any, allowed: str) -> Iterator[None]:
     """Turns what the file system refuses into a ConfigError of this key."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for a user without a home
-        raise ConfigError([f"{key} = {value!r}: {_one_line(error)}; must be {allowed}"]) from error
+    except OSError as error:
+        raise ConfigError([f"{key} = {value!r}: {one_line(error)}; must be {allowed}"]) from error
+
+
+@contextlib.contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Adds a ConfigError's problems to the list, and goes on."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 class Range(NamedTuple):
@@ -84,7 +93,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read ({error}); must be a YAML file"]) from None
     except yaml.YAMLError as error:
-        raise ConfigError([f"{path}: not YAML: {_one_line(error)}"]) from None
+        raise ConfigError([f"{path}: not YAML: {one_line(error)}"]) from None
     if not isinstance(tree, dict):
         raise ConfigError([f"{path} = {_short(tree)}: must be a mapping of sections"])
     return tree, list(_duplicates(root, ""))
@@ -116,7 +125,7 @@ def override(tree: dict[str, Any], text: str) -> list[str]:
     try:
         value = yaml.load(source, _Loader)
     except yaml.YAMLError as error:
-        return [f"{section}.{key} = {source}: not YAML: {_one_line(error)}"]
+        return [f"{section}.{key} = {source}: not YAML: {one_line(error)}"]
     if tree.get(section) is None:
         tree[section] = {}
     target = tree[section]
@@ -213,5 +222,5 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split())

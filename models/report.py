@@ -1,6 +1,8 @@
 """What a config needs, told from abstract values: the residual table, and bytes of state and residuals."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,14 +32,31 @@ def summary(config: Config, made: Program) -> str:
     Raises:
       ConfigError: the policy does not fit the traced step, or this machine.
     """
-    try:
-        jaxoffload.check(config.remat, made.loss, made.state.params, made.microbatch)
+    with _policy_errors():
         table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
+    return "\n".join([model_line(config, made), str(table), *expected(config, made, table)])
+
+
+def check_patterns(config: Config) -> None:
+    """Traces the model, at a small batch and without a mesh's devices, for the names of its residuals.
+
+    Raises:
+      ConfigError: a pattern of the policy matches none of them.
+    """
+    small = traceable(Config(model=config.model, remat=config.remat))
+    made = program(small, abstract_mesh(small.mesh))
+    with _policy_errors():
+        jaxoffload.check(small.remat, made.loss, made.state.params, made.microbatch)
+
+
+@contextlib.contextmanager
+def _policy_errors() -> Iterator[None]:
+    try:
+        yield
     except PolicyError as error:
         raise ConfigError([f"remat.{problem}" for problem in error.problems]) from error
     except (MemoryError, NotImplementedError) as error:
         raise ConfigError([f"remat: {error}"]) from error
-    return "\n".join([model_line(config, made), str(table), *expected(config, made, table)])
 
 
 def model_line(config: Config, made: Program) -> str:
@@ -63,9 +82,10 @@ def expected(config: Config, made: Program, table: Any) -> list[str]:
         ("residuals on the host", table.host_bytes, table.host_bytes / split),
     ]
     on_device = sum(row[2] for row in rows[:4])
+    where = "the device" if devices == 1 else f"each of {devices} devices"
     return [
         *(f"{name:24} {size(total):>12}  {size(each):>12} a device" for name, total, each in rows),
-        f"expected on each of {devices} devices: {size(on_device)}, and {size(rows[4][2])} of host memory",
+        f"expected on {where}: {size(on_device)}, and {size(rows[4][2])} of host memory",
     ]
 
 

@@ -56,7 +56,7 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
         raise ConfigError(
             [
                 f"mesh.data * mesh.fsdp * mesh.tensor = {product}: must be {len(devices)}, the number of "
-                f"devices here ({devices[0].device_kind}); for instance mesh.fsdp={len(devices)}, others 1"
+                f"devices here ({devices[0].device_kind}); for instance mesh.fsdp={len(devices)}, the others 1"
             ]
         )
     local = len(devices) // len({device.process_index for device in devices})

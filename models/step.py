@@ -27,6 +27,7 @@ class Program(NamedTuple):
     init: Callable[[], State]
     step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # metrics: loss, grad_norm
     loss: Callable[[nnx.State, jax.Array], jax.Array]  # of one microbatch: what is differentiated
+    evaluate: Callable[[nnx.State, jax.Array], jax.Array]  # the loss of a batch, in microbatches
     state: State
     tokens: jax.ShapeDtypeStruct  # (batch_size, seq_len + 1) int32
     microbatch: jax.ShapeDtypeStruct  # (batch_size / grad_accumulation, seq_len + 1) int32
@@ -50,11 +51,15 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         return next_token_loss(nnx.merge(graph, params), tokens_BxS1, config.remat, train.loss_chunk)
 
     def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        value, gradients = accumulate(jax.value_and_grad(loss), train.grad_accumulation, state.params, tokens_BxS1)
+        like = (jnp.float32(0), state.params)
+        value, gradients = mean(jax.value_and_grad(loss), like, train.grad_accumulation, state.params, tokens_BxS1)
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": value, "grad_norm": optax.tree.norm(gradients)}
         return State(state.step + 1, params, moments), metrics
+
+    def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
+        return mean(loss, jnp.float32(0), train.grad_accumulation, params, tokens_BxS1)
 
     def tokens(rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, train.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))
@@ -63,6 +68,7 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         on_mesh(mesh, init),
         on_mesh(mesh, step),
         on_mesh(mesh, loss),
+        on_mesh(mesh, evaluate),
         placed(jax.eval_shape(init), optimizer, mesh),
         tokens(train.batch_size),
         tokens(train.batch_size // train.grad_accumulation),
@@ -96,24 +102,20 @@ def learning_rate(train: Train) -> optax.Schedule:
     )
 
 
-def accumulate(
-    value_and_grad: Callable[[nnx.State, jax.Array], tuple[jax.Array, nnx.State]],
-    microbatches: int,
-    params: nnx.State,
-    tokens_BxS1: jax.Array,
-) -> tuple[jax.Array, nnx.State]:
-    """The loss and gradient of a batch as the mean over microbatches, one after another."""
+def mean[T](
+    f: Callable[[nnx.State, jax.Array], T], like: T, microbatches: int, params: nnx.State, tokens_BxS1: jax.Array
+) -> T:
+    """The mean of f(params, tokens) over the microbatches of a batch, one after another; `like`: f's shapes."""
     if microbatches == 1:
-        return value_and_grad(params, tokens_BxS1)
+        return f(params, tokens_BxS1)
     B, S1 = tokens_BxS1.shape
     # Row i goes to microbatch i mod A, so that each microbatch is split over the devices as the batch is.
     tokens_AxMxS1 = jnp.swapaxes(tokens_BxS1.reshape(B // microbatches, microbatches, S1), 0, 1)
 
-    def add(total: Any, tokens_MxS1: jax.Array) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, value_and_grad(params, tokens_MxS1)), None
+    def add(total: T, tokens_MxS1: jax.Array) -> tuple[T, None]:
+        return jax.tree.map(jnp.add, total, f(params, tokens_MxS1)), None
 
-    zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
-    total, _ = jax.lax.scan(add, zeros, tokens_AxMxS1)
+    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, like), tokens_AxMxS1)
     return jax.tree.map(lambda x: x / microbatches, total)
 
 

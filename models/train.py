@@ -1,84 +1,107 @@
 """The training program: python -m models.train configs/NAME.yaml section.key=value ... [--report]"""
 
 import argparse
-import contextlib
-import functools
 import itertools
 import math
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 import jaxoffload
 from models import checkpoints, data, metrics
-from models.config import Config, Distributed, load
+from models.config import Config, parse
+from models.preflight import admitted, check_names
+from models.processes import greatest, noted_signals, say
 from models.reading import ConfigError
 from models.report import compiled_memory, report, summary
-from models.sharding import MESH_AXES, make_mesh, process_block
+from models.sharding import process_block
 from models.step import Program, State, learning_rate, program, shardings_of
 from models.transformer import flops_per_token
 
+USAGE = """\
+Trains a Llama-style decoder under a config that says of each residual: save, offload or recompute.
+
+  python -m models.train configs/tiny.yaml
+  python -m models.train configs/tiny.yaml train.steps=600 'remat.residuals[act]=offload'
+  python -m models.train configs/llama3-8b.yaml --report
+
+The same command goes on from the last checkpoint in train.out. All sections and keys, with their meaning and
+defaults: models/config.py."""
+
+EXIT_CODES = """\
+exit codes: 0 finished; 1 the loss is not finite; 2 the config cannot run; 130 and 143 stopped by Ctrl-C and SIGTERM"""
+
+
+class Diverged(Exception):
+    """The loss or its gradient is not finite."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 for a config error, 128 + the signal's number after Ctrl-C or SIGTERM."""
-    parser = argparse.ArgumentParser(prog="python -m models.train", description="Trains a transformer.")
+    """Returns the exit code; see EXIT_CODES."""
+    parser = argparse.ArgumentParser(
+        prog="python -m models.train",
+        description=USAGE,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("config", help="a YAML file, such as configs/tiny.yaml")
-    parser.add_argument("overrides", nargs="*", help="section.key=value; values are YAML")
-    parser.add_argument("--report", action="store_true", help="print residuals and memory; allocate nothing")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="in place of the file's; the value is YAML; section.key[entry]=value adds to a mapping",
+    )
+    parser.add_argument("--report", action="store_true", help="print residuals and bytes, on any machine; run nothing")
     options = parser.parse_intermixed_args(arguments)
     try:
-        config = load(options.config, options.overrides)
-        if options.report:
-            print(report(config))
-            return 0
-        join(config.distributed)
-        return train(config)
+        config, problems = parse(options.config, options.overrides)
+        if not options.report:
+            with admitted(config, problems) as mesh:
+                return train(config, mesh)
+        check_names(config, problems)
+        if problems:
+            raise ConfigError(problems)
+        print(report(config))
+        return 0
     except ConfigError as error:
         print("\n".join((f"{options.config} cannot run:", *error.problems)), file=sys.stderr)
         return 2
+    except Diverged as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped by SIGINT; what came after the last checkpoint is not saved", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
-def join(distributed: Distributed) -> None:
-    """Makes this process one of several, where the config or the launcher (Slurm, Open MPI) says so."""
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    tasks = (os.environ.get(name, "1") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
-    if distributed.coordinator is not None:
-        jax.distributed.initialize(distributed.coordinator, distributed.num_processes, distributed.process_id)
-    elif any(int(count) > 1 for count in tasks):
-        jax.distributed.initialize()
-
-
-def train(config: Config) -> int:
+def train(config: Config, mesh: Mesh) -> int:
     """Trains, from the last checkpoint if there is one; returns the exit code."""
-    mesh = make_mesh(config.mesh)
-    platform = mesh.devices.flat[0].platform
-    if config.model.attention == "cudnn" and platform != "gpu":
-        raise ConfigError([f"model.attention = 'cudnn': needs NVIDIA GPUs, and this is a {platform}; use xla"])
-    made = program(config, mesh)
     out, steps = Path(config.train.out), config.train.steps
+    saved = checkpoints.latest(out)
+    start = saved.step if saved else 0
+    if start >= steps:
+        say(f"{out} is finished, at step {start} of {steps}; train.steps={2 * start} would continue it")
+        return 0
+    made = program(config, mesh)
+    say(summary(config, made))
+    source = open_source(config, made, saved.data if saved else None)
+    step = compile_step(made)
+    say(compiled_memory(step))
     with checkpoints.open_manager(out) as manager:
-        start = manager.latest_step() or 0
-        if start >= steps:
-            say(f"{out} is finished, at step {start} of {steps}; train.steps={2 * start} would continue it")
-            return 0
-        say(summary(config, made))
-        source = open_source(config, made)
-        step = compile_step(made)
-        say(compiled_memory(step))
-        if start:
-            state, position = checkpoints.restore(manager, start, made.state, config)
+        if saved:
+            state, position = checkpoints.restore(manager, out, start, made.state)
             source.batches.set_state(position)
             say(f"continuing {out} from its checkpoint at step {start}")
+            if (before := saved.config["train.steps"]) != steps:
+                say(f"train.steps = {steps}, and {before} before: the learning rate now falls until step {steps}")
         else:
             state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
         journal = metrics.Journal(out / "metrics.jsonl", config, source.unigram)
@@ -90,29 +113,40 @@ class Source(NamedTuple):
     """The data, this process's rows of each batch only."""
 
     batches: Any  # grain's iterator: endless, with get_state and set_state
-    validation: Callable[[], Iterable[np.ndarray]]  # the same held-out batches each time, of a microbatch's size
+    validation: Callable[[], Iterable[np.ndarray]]  # the same held-out batches each time
     unigram: float  # cross-entropy of a model that knows no context, on the held-out tokens
+    origin: dict[str, str]  # hashes of what it was made from
 
 
-def open_source(config: Config, made: Program) -> Source:
-    train = config.train
-
-    def rows(tokens: jax.ShapeDtypeStruct) -> dict[str, int]:
-        index, count = process_block(tokens.sharding, tokens.shape)
-        shape = {"batch_size": tokens.shape[0], "seq_len": train.seq_len}
-        return shape | {"process_index": index, "process_count": count}
-
+def open_source(config: Config, made: Program, origin: dict[str, str] | None) -> Source:
+    """The data of a config; `origin`: that of the checkpoint to continue, which must be the same."""
+    train, fraction = config.train, config.data.valid_fraction
+    index, count = process_block(made.tokens.sharding, made.tokens.shape)
+    rows = {
+        "batch_size": train.batch_size,
+        "seq_len": train.seq_len,
+        "process_index": index,
+        "process_count": count,
+    }
     try:
         corpus = data.load(
             path=config.data.path,
             tokenizer=config.data.tokenizer,
             text_field=config.data.text_field,
             vocab_size=config.model.vocab_size,
-            valid_fraction=config.data.valid_fraction,
-            cache_dir=Path(config.data.cache_dir).expanduser(),
+            valid_fraction=fraction,
+            cache_dir=config.data.cache_dir,
+            origin=origin,
         )
-        batches = data.batches(corpus.train, seed=train.seed, **rows(made.tokens))
-        held_out = data.fixed_batches(corpus.valid, **rows(made.microbatch))
+        batches = data.batches(corpus.train, seed=train.seed, **rows)
+        if (held_out := data.windows(corpus.valid, train.seq_len)) < train.batch_size:
+            raise ValueError(
+                f"data.valid_fraction = {fraction}: holds out {held_out} windows of train.seq_len = {train.seq_len}; "
+                f"must hold out a batch, train.batch_size = {train.batch_size}: raise it, or add documents"
+            )
+        validation = data.fixed_batches(corpus.valid, **rows)
+    except ConfigError:
+        raise
     except (ValueError, ImportError) as error:
         raise ConfigError([str(error)]) from error
     unigram = data.unigram_entropy(corpus.train, corpus.valid, vocab_size=corpus.vocab_size)
@@ -120,7 +154,7 @@ def open_source(config: Config, made: Program) -> Source:
         f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; baselines: "
         f"ln(vocab) {math.log(config.model.vocab_size):.3f}, unigram {unigram:.3f}"
     )
-    return Source(batches, lambda: itertools.islice(held_out, train.eval_batches), unigram)
+    return Source(batches, lambda: itertools.islice(validation, train.eval_batches), unigram, corpus.origin)
 
 
 def compile_step(made: Program) -> jax.stages.Compiled:
@@ -146,13 +180,16 @@ class Run(NamedTuple):
 
 
 def loop(run: Run, state: State, start: int) -> int:
-    """Steps from `start` to the end or to a signal, with a checkpoint there; returns the exit code."""
+    """Steps from `start` to the end or to a signal, with a checkpoint there; returns the exit code.
+
+    Raises:
+      Diverged: before a state that is not finite is saved.
+    """
     train = run.config.train
-    evaluate = jax.jit(run.made.loss, compiler_options=jaxoffload.compiler_options())
+    evaluate = jax.jit(run.made.evaluate, compiler_options=jaxoffload.compiler_options())
 
     def validate(step: int) -> None:
-        rows = run.source.validation()
-        losses = [evaluate(state.params, place(some, run.made.microbatch)) for some in rows]
+        losses = [evaluate(state.params, place(rows, run.made.tokens)) for rows in run.source.validation()]
         run.journal.write({"step": step, "valid_loss": sum(map(float, losses)) / len(losses)})
 
     def due(step: int, every: int) -> bool:
@@ -166,12 +203,20 @@ def loop(run: Run, state: State, start: int) -> int:
             state, result = run.step(state, place(next(run.source.batches), run.made.tokens))
             # Read one step late: then the host need not wait for the step that it has just started.
             stop, agreed = int(agreed), greatest(run.mesh, received())
-            if log := due(step, train.log_every) or step == 1:
-                run.journal.write(measured(run, step, result, mark))
+            log = due(step, train.log_every) or step == 1
+            save = due(step, train.checkpoint_every) or bool(stop)
+            if log or save:
+                record = measured(run, step, result, mark)
+                finite = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
+                if log or not finite:
+                    run.journal.write(record)
+                if not finite:
+                    raise Diverged(diverged(run, record))
             if judge := due(step, train.eval_every):
                 validate(step)
-            if save := due(step, train.checkpoint_every) or bool(stop):
-                checkpoints.save(run.manager, step, state, run.source.batches.get_state(), run.config)
+            if save:
+                position = run.source.batches.get_state()
+                checkpoints.save(run.manager, step, state, position, run.config, run.source.origin)
                 run.journal.draw()
             if stop and step < train.steps:
                 run.manager.wait_until_finished()
@@ -185,6 +230,15 @@ def loop(run: Run, state: State, start: int) -> int:
     run.manager.wait_until_finished()
     say(f"finished; the loss curve is {run.journal.path.with_name('loss.png')}")
     return 0
+
+
+def diverged(run: Run, record: metrics.Record) -> str:
+    saved = run.manager.latest_step()
+    again = f"the same command would go on from step {saved}" if saved else "nothing is saved"
+    return (
+        f"stopped: at step {record['step']} the loss is {record['loss']}, its gradient's norm {record['grad_norm']}; "
+        f"{again}. A smaller train.learning_rate, a smaller train.clip_norm or more train.warmup_steps can help"
+    )
 
 
 def measured(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[int, float]) -> metrics.Record:
@@ -208,43 +262,6 @@ def measured(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[int,
 def place(rows: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
     """The global batch of which this process has these rows."""
     return jax.make_array_from_process_local_data(like.sharding, rows, like.shape)
-
-
-def greatest(mesh: Mesh, number: int) -> jax.Array:
-    """The greatest of all processes' numbers, as an array to read when it is needed."""
-    each = NamedSharding(mesh, PartitionSpec(MESH_AXES))
-    here = np.full(len(mesh.local_devices), number, np.int32)
-    return _max(mesh)(jax.make_array_from_process_local_data(each, here))
-
-
-@functools.cache
-def _max(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
-@contextlib.contextmanager
-def noted_signals() -> Iterator[Callable[[], int]]:
-    """Yields a function that says which of SIGINT and SIGTERM came, or 0; a second one acts as usual."""
-    received = [0]
-
-    def note(number: int, frame: Any) -> None:
-        received[0] = number
-        restore()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: received[0]
-    finally:
-        restore()
-
-
-def say(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Configs: what is wrong with one is said all at once, with the key, its value and what to write instead."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from jaxoffload import Policy
-from models.config import Config, load
+from models.config import Config, flat, load, parse
 from models.reading import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -36,6 +37,10 @@ BAD_VALUES = {
     "train.steps=1.5": ("train.steps", "1.5", "an integer of at least 1"),
     "train.steps=true": ("train.steps", "True", "an integer of at least 1"),
     "train.steps=": ("train.steps", "None", "an integer of at least 1"),
+    "train.steps=0x10": ("train.steps", "'0x10'", "an integer of at least 1"),
+    "train.steps=1:30": ("train.steps", "'1:30'", "an integer of at least 1"),
+    "train.steps=1e-1": ("train.steps", "0.1", "an integer of at least 1"),
+    "train.steps=1e400": ("train.steps", "inf", "an integer of at least 1"),
     "train.steps=[1]": ("train.steps", "[1]", "an integer of at least 1"),
     "train.learning_rate=fast": ("train.learning_rate", "'fast'", "a number above 0"),
     "model.tied_embeddings=1": ("model.tied_embeddings", "1", "true or false"),
@@ -75,6 +80,11 @@ BAD_VALUES = {
         "2",
         "must be below distributed.num_processes = 2",
     ),
+    "distributed.coordinator=node0; distributed.num_processes=2; distributed.process_id=0": (
+        "distributed.coordinator",
+        "'node0'",
+        "must be host:port of process 0, such as node0:1234",
+    ),
     "distributed.num_processes=2": ("distributed", "2", "coordinator, num_processes and process_id, or none"),
     # the policy
     "remat.residuals[fc1]=ofload": ("remat.residuals['fc1']", "'ofload'", "the nearest is 'offload'"),
@@ -103,6 +113,10 @@ BAD_FILES = {
     ),
     "a list": ("- 1\n- 2\n", ("bad.yaml", "[1, 2]", "must be a mapping of sections")),
     "a scalar section": (GOOD + "mesh: 8\n", ("mesh", "8", "a mapping of keys to values")),
+    "a number for a section": (GOOD + "3: {a: 1}\n", ("3", "{'a': 1}", "no such section; allowed: model, remat")),
+    "a number for a key": (GOOD + "mesh: {2: 8}\n", ("mesh.2", "8", "no such key; allowed: mesh.data, mesh.fsdp")),
+    "nothing for a key": (GOOD + "mesh: {null: 8}\n", ("mesh.None", "8", "no such key; allowed: mesh.data")),
+    "a list for a key": (GOOD + "mesh: {[a]: 8}\n", ("bad.yaml", "unhashable", "not YAML")),
     "no YAML": ("model: {layers: 2\ntrain: }", ("bad.yaml", "line 2", "not YAML")),
     "no text": ("model: \0", ("bad.yaml", "#x0000", "not YAML")),
 }
@@ -151,6 +165,11 @@ def test_a_missing_file_names_the_nearest(good):
     assert line == f"{good.with_name('god.yaml')}: no such file; the nearest is {good}"
 
 
+def test_a_missing_file_beside_no_other_says_what_to_give(tmp_path):
+    (line,) = problems(tmp_path / "nowhere" / "x.yaml")
+    assert line == f"{tmp_path}/nowhere/x.yaml: no such file; give a YAML file, such as configs/tiny.yaml"
+
+
 def test_a_folder_and_a_binary_are_no_configs(tmp_path):
     (line,) = problems(tmp_path)
     assert str(tmp_path) in line and "must be a YAML file" in line
@@ -188,6 +207,38 @@ def test_overrides_are_yaml_and_a_pattern_goes_last(good):
     assert config.remat.residuals == (("act", "save"), ("mlp/*", "offload"), ("fc1", "save"))
     assert config.remat.match("mlp/fc1.gate") == ("fc1", "save")
     assert config.mesh.data == 2
+
+
+@pytest.mark.parametrize(
+    "written, number", [("1e3", 1000), ("010", 10), ("1_000", 1000), ("64.0", 64), ("+7", 7), ("2.5e1", 25)]
+)
+def test_integers_are_decimal_and_may_be_written_as_whole_floats(good, written, number):
+    steps = load(good, [f"train.steps={written}"]).train.steps
+    assert steps == number and type(steps) is int
+
+
+@pytest.mark.parametrize("written, number", [("3e-4", 3e-4), (".5", 0.5), ("1", 1.0), ("2.", 2.0), ("1.5E+2", 150.0)])
+def test_numbers_are_decimal(good, written, number):
+    rate = load(good, [f"train.learning_rate={written}"]).train.learning_rate
+    assert rate == number and type(rate) is float
+
+
+def test_the_users_home_is_found(good, monkeypatch):
+    monkeypatch.setenv("HOME", str(good.parent))
+    assert load("~/good.yaml", ["train.out=~/runs/x"]).train.out == f"{good.parent}/runs/x"
+
+
+def test_parse_leaves_its_problems_to_be_added_to(good):
+    config, lines = parse(good, ["train.steps=x", "train.batch_size=16"])
+    assert lines == list(problems(good, "train.steps=x"))
+    assert config.train.steps == Config().train.steps and config.train.batch_size == 16
+
+
+def test_flat_is_json_with_the_width_of_a_head(good):
+    values = flat(load(good, ["data.path=[a.txt]"]))
+    assert json.loads(json.dumps(values)) == values
+    assert values["model.head_dim"] == 16 and values["data.path"] == ["a.txt"]
+    assert values["remat.residuals"] == [["fc1", "offload"]] and values["train.steps"] == 10
 
 
 def test_a_config_is_frozen_and_its_run_is_named_after_the_file(good):

@@ -16,7 +16,8 @@ import pytest
 import tokenizers
 
 from models import data
-from models.documents import documents
+from models.documents import documents, read_documents
+from models.reading import ConfigError
 
 CORPUS = {"vocab_size": 400, "valid_fraction": 0.3}
 
@@ -100,6 +101,19 @@ def test_parquet(tmp_path):
         f"data.text_field = 'text': it is None in {tmp_path}/b.parquet, row 1; allowed is Unicode text",
         list,
         documents(f"{tmp_path}/b.parquet"),
+    )
+
+
+def test_empty_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "no_rows.parquet")
+    assert list(documents(f"{tmp_path}/no_rows.parquet")) == []
+    (tmp_path / "no_bytes.parquet").touch()
+    error(
+        f"data.path: {tmp_path}/no_bytes.parquet is no parquet (...); allowed is a table of rows",
+        list,
+        documents(f"{tmp_path}/no_bytes.parquet"),
     )
 
 
@@ -396,6 +410,58 @@ def test_changed_tokenizer_file_computes_anew(corpus, tmp_path):
         settings = {"tokenizer": f"{tmp_path}/given.json", "vocab_size": bpe.get_vocab_size()}
         tokens.append(load(corpus, tmp_path, **settings).train)
     assert not np.array_equal(*tokens)
+
+
+def test_an_origin_that_changed_is_refused_before_anything_is_computed(corpus, tmp_path, work):
+    dataset = load(corpus, tmp_path)
+    dataset.tokenizer.save(f"{tmp_path}/given.json")
+    with_given = {"tokenizer": f"{tmp_path}/given.json", "vocab_size": dataset.vocab_size}
+    given = load(corpus, tmp_path, **with_given)
+    del work[:]
+    assert load(corpus, tmp_path, origin=dataset.origin).origin == dataset.origin
+    assert load(corpus, tmp_path, origin=given.origin, **with_given).origin == given.origin
+    Path(corpus).with_name("00.txt").write_text("another text")
+    load(corpus, tmp_path / "no origin")
+    changed = (
+        "is not what it was when the run's checkpoint was written; put that back, or set train.out to another folder"
+    )
+    del work[:]
+    error(f"data.path = '{corpus}': {changed}", load, corpus, tmp_path, origin=dataset.origin)
+    dataset.tokenizer.add_tokens(["new"])
+    dataset.tokenizer.save(f"{tmp_path}/given.json")
+    with_given["vocab_size"] += 1
+    error(
+        f"data.path = '{corpus}': {changed}\ndata.tokenizer = '{tmp_path}/given.json': {changed}",
+        load,
+        corpus,
+        tmp_path,
+        origin=given.origin,
+        **with_given,
+    )
+    assert work == []
+
+
+def test_files_that_cannot_be_opened(corpus, tmp_path, monkeypatch):
+    (tmp_path / "a file").touch()
+    folder = f"{tmp_path}/a file/cache"
+    with pytest.raises(ConfigError) as caught:
+        data.load(path=corpus, cache_dir=folder, **CORPUS)
+    assert re.fullmatch(
+        f"data.cache_dir = '{folder}': .*Not a directory.*; must be a folder that can be written", str(caught.value)
+    )
+    monkeypatch.setattr(data, "files_of", lambda path: [tmp_path / "gone.txt"])
+    gone = f"data.path = '{tmp_path}/gone.txt': ...No such file...; must be a file that can be read"
+    error(gone, load, corpus, tmp_path)  # while it is hashed
+    error(gone, list, read_documents([tmp_path / "gone.txt"], "text"))
+
+
+def test_the_users_home_is_found(corpus, texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    load(corpus, tmp_path).tokenizer.save(f"{tmp_path}/given.json")
+    settings = CORPUS | {"tokenizer": "~/given.json", "vocab_size": 4096}
+    dataset = data.load(path="~/*.txt", cache_dir="~/of_home", **settings)
+    assert sorted(texts_of(dataset, dataset.train) + texts_of(dataset, dataset.valid)) == sorted(texts)
+    assert files(tmp_path / "of_home")
 
 
 def test_large_vocabulary_is_uint32(corpus, tmp_path):

@@ -1,5 +1,6 @@
 """The training program as a user meets it: it learns, is stopped, killed, resumed, and run on two processes."""
 
+import dataclasses
 import json
 import math
 import os
@@ -16,8 +17,11 @@ import jax
 import numpy as np
 import pytest
 
-from models import data, metrics, train
-from models.config import Distributed, load
+from models import checkpoints, data, metrics, processes, train
+from models.config import Config, Distributed, Model, flat, load
+from models.reading import ConfigError
+from models.sharding import make_mesh
+from models.step import program, shardings_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,6 +78,20 @@ def test_the_loss_falls_from_ln_vocab_and_a_finished_run_is_left_alone(eight, co
     assert train.main([str(config), *EIGHT, f"train.out={eight}"]) == 0
     assert f"{eight} is finished, at step 24 of 24" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in eight.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_run_goes_on_with_more_steps_and_says_that_the_learning_rate_changes(
+    eight, config, tmp_path, capsys
+):
+    out = shutil.copytree(eight, tmp_path / "out")
+    # Another model is refused though nothing is left to do.
+    assert train.main([str(config), *EIGHT, f"train.out={out}", "model.d_ff=64"]) == 2
+    assert "model.d_ff = 64: the checkpoint in" in capsys.readouterr().err
+    assert train.main([str(config), *EIGHT, f"train.out={out}", "train.steps=25"]) == 0
+    said = capsys.readouterr().out
+    assert f"continuing {out} from its checkpoint at step 24" in said
+    assert "train.steps = 25, and 24 before: the learning rate now falls until step 25" in said
+    assert list(losses(out)) == list(range(1, 26))
 
 
 def test_the_run_beats_a_model_without_context(eight, config):
@@ -135,6 +153,22 @@ def wait_for(process: subprocess.Popen, happened) -> None:
         time.sleep(0.002)
 
 
+KILLED_WHEN_SAVED = """
+import os, signal, sys
+from models import train
+
+folder, rename = sys.argv[1], os.rename
+
+def killing(source, target):
+    if str(target) == folder:  # all is written, and the checkpoint would get its name
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(source, target)
+
+os.rename = killing
+train.main(sys.argv[2:])
+"""
+
+
 def test_stopped_and_killed_and_resumed_the_curve_is_the_uninterrupted_one(config, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     # Steps of a tenth of a second: time enough to be stopped in between.
@@ -151,14 +185,14 @@ def test_stopped_and_killed_and_resumed_the_curve_is_the_uninterrupted_one(confi
     assert f"stopped by SIGTERM; step {stopped} of 24 is saved, and the same command continues" in text
     assert 3 <= stopped < 24 and (broken / "checkpoints" / str(stopped)).is_dir()
 
-    process = spawn(again)
     later = 8 if stopped < 8 else 16
-    wait_for(process, lambda: (broken / "checkpoints" / str(later)).is_dir() and max(losses(broken)) > later)
-    process.kill()
-    assert f"from its checkpoint at step {stopped}" in finish(process, code=-signal.SIGKILL)
-    assert max(losses(broken)) < 24
+    program = [sys.executable, "-c", KILLED_WHEN_SAVED, str(broken / "checkpoints" / str(later)), *again[3:]]
+    assert f"from its checkpoint at step {stopped}" in finish(spawn(program), code=-signal.SIGKILL)
+    left = {folder.name for folder in (broken / "checkpoints").iterdir()}
+    assert str(stopped) in left and str(later) not in left
+    assert any(name.startswith(f"{later}.") for name in left), "the kill left no partial checkpoint"
 
-    assert "from its checkpoint at step" in finish(spawn(again))
+    assert f"from its checkpoint at step {stopped}" in finish(spawn(again))
     assert (broken / "metrics.jsonl").read_text().count('"loss"') == 24
     for key in ("loss", "grad_norm", "valid_loss"):
         assert losses(broken, key) == losses(whole, key)
@@ -173,14 +207,36 @@ def test_ctrl_c_saves_and_says_so(config, tmp_path):
     assert f"stopped by SIGINT; step {saved} of 100000 is saved" in text
 
 
-def two_processes(config: Path, out: Path, *overrides: str) -> list[subprocess.Popen]:
-    """Process 0 and process 1, of four devices each."""
+def test_ctrl_c_while_it_compiles_is_one_line(config, tmp_path):
+    # A model of many unlike parts would be needed for a compile of minutes; two seconds suffice.
+    process = spawn(command(config, f"train.out={tmp_path}/out", "train.grad_accumulation=2"))
+    wait_for(process, lambda: "held out" in process.stdout.readline())
+    process.send_signal(signal.SIGINT)
+    text = finish(process, code=128 + signal.SIGINT)
+    assert text.splitlines()[-1] == "stopped by SIGINT; what came after the last checkpoint is not saved"
+    assert "Traceback" not in text and not losses(tmp_path / "out")
+
+
+def test_a_second_ctrl_c_does_not_wait(config, tmp_path, monkeypatch, capsys):
+    with processes.noted_signals() as received:
+        signal.raise_signal(signal.SIGINT)
+        assert received() == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    monkeypatch.setattr(data, "load", lambda **settings: signal.raise_signal(signal.SIGINT))
+    assert train.main([str(config), *EIGHT, f"train.out={tmp_path}/out"]) == 130
+    assert capsys.readouterr().err == "stopped by SIGINT; what came after the last checkpoint is not saved\n"
+
+
+def two_processes(config: Path, out: Path, *overrides: str, second: tuple[str, ...] = ()) -> list[subprocess.Popen]:
+    """Process 0 and process 1, of four devices each; `second`: overrides of process 1 alone."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         coordinator = f"localhost:{probe.getsockname()[1]}"
     cluster = [f"distributed.coordinator={coordinator}", "distributed.num_processes=2"]
     arguments = command(config, *EIGHT, f"train.out={out}", *cluster, *overrides)
-    return [spawn([*arguments, f"distributed.process_id={i}"], devices=4) for i in range(2)]
+    each = ((), second)
+    return [spawn([*arguments, *each[i], f"distributed.process_id={i}"], devices=4) for i in range(2)]
 
 
 def until(step: int, finished: Path, out: Path) -> Path:
@@ -222,6 +278,19 @@ def test_a_signal_to_one_process_stops_all_at_one_step(config, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "second, said",
+    [
+        (["train.seed=3"], ["train.seed = 0 here: differs between the proc", "train.seed = 3 here: differs between"]),
+        (["model.layers=x"], ["distributed: process 1 cannot run; its own output says why", "model.layers = 'x'"]),
+    ],
+)
+def test_processes_that_disagree_end_with_a_sentence(config, tmp_path, second, said):
+    for process, sentence in zip(two_processes(config, tmp_path, second=second), said, strict=True):
+        assert sentence in finish(process, code=2)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
     "environment, distributed, expected",
     [
         ({}, {}, []),
@@ -242,8 +311,23 @@ def test_processes_join_when_the_launcher_or_the_config_says_so(monkeypatch, env
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    train.join(Distributed(**distributed))
+    processes.join(Distributed(**distributed))
     assert calls == expected
+
+
+@pytest.mark.parametrize(
+    "environment, said",
+    [
+        ({"SLURM_STEP_NUM_TASKS": "two"}, "distributed: the environment's SLURM_STEP_NUM_TASKS = 'two': must be a num"),
+        ({"OMPI_COMM_WORLD_SIZE": ""}, "distributed: the environment's OMPI_COMM_WORLD_SIZE = '': must be a number"),
+        # Open MPI's count of processes, but none of what says where they are.
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "and {'OMPI_COMM_WORLD_SIZE': '2'}: the processes cannot join (ValueError: "),
+    ],
+)
+def test_a_damaged_launcher_is_a_sentence(config, tmp_path, environment, said):
+    # In a process of its own, which has not used JAX yet.
+    arguments = ["env", *(f"{name}={value}" for name, value in environment.items()), *command(config)]
+    assert said in finish(spawn(arguments), code=2)
 
 
 # ---- what cannot run says why ----
@@ -257,24 +341,149 @@ def test_processes_join_when_the_launcher_or_the_config_says_so(monkeypatch, env
         (["mesh.data=4"], "mesh.data * mesh.fsdp * mesh.tensor = 16: must be 8, the number of devices here"),
         (["model.attention=cudnn", "model.dtype=bfloat16"], "model.attention = 'cudnn': needs NVIDIA GPUs"),
         (["data.path=/nowhere/*.txt"], "data.path = '/nowhere/*.txt': "),
+        (["data.path=[/nowhere/*.txt, stdlib]"], "data.path = ('/nowhere/*.txt', 'stdlib'): "),
+        (["data.tokenizer=/nowhere.json"], "data.tokenizer = /nowhere.json: "),
+        (["data.cache_dir=/proc/x"], "data.cache_dir = '/proc/x': "),
+        (["train.out=/proc/x"], "train.out = '/proc/x': "),
         (["train.seq_len=16384", "train.loss_chunk=16384"], "train.batch_size = 16: allowed is at most"),
+        (
+            ["train.seq_len=1024", "data.valid_fraction=0.05"],
+            "data.valid_fraction = 0.05: holds out 1 windows of train.",
+        ),
     ],
 )
 def test_what_cannot_run_is_a_sentence_and_exit_code_2(config, tmp_path, capsys, overrides, said):
     assert train.main([str(config), *EIGHT, f"train.out={tmp_path}/out", *overrides]) == 2
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 2
 
 
-def test_a_checkpoint_of_another_model_or_other_data_is_named(eight, config, tmp_path, capsys):
-    begun = until(16, eight, tmp_path / "begun")
-    before = (begun / "metrics.jsonl").read_text()
-    changed = ["model.layers=4", "train.seed=1", "train.learning_rate=1e-3", "model.dtype=bfloat16"]
-    assert train.main([str(config), *EIGHT, f"train.out={begun}", *changed]) == 2
-    said = capsys.readouterr().err
-    assert "model.layers = 4: the checkpoint in" in said and "was written with 2; set it back" in said
-    assert "train.seed = 1: the checkpoint in" in said
-    assert "learning_rate" not in said and "dtype" not in said  # these may change
-    assert (begun / "metrics.jsonl").read_text() == before
+def test_all_that_is_wrong_is_said_at_once(eight, config, capsys):
+    wrong = {
+        "train.step=3": "train.step = 3: no such key",
+        "remat.residuals[fc3]=save": "remat.residuals['fc3']: no tagged value",
+        "mesh.data=4": "mesh.data * mesh.fsdp * mesh.tensor = 16: must be 8",
+        "model.attention=cudnn": "model.attention = 'cudnn': needs NVIDIA GPUs",
+        "train.seed=x": "train.seed = 'x': must be an integer",  # and no line of the checkpoint's seed
+        "data.valid_fraction=0.1": "data.valid_fraction = 0.1: the checkpoint in",
+    }
+    assert train.main([str(config), *EIGHT, f"train.out={eight}", "model.dtype=bfloat16", *wrong]) == 2
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert len(lines) == len(wrong)
+    assert all(any(line.startswith(said) for line in lines) for said in wrong.values())
+
+
+def test_two_runs_cannot_share_a_folder(config, tmp_path, capsys):
+    with processes.locked(tmp_path):
+        assert train.main([str(config), *EIGHT, f"train.out={tmp_path}"]) == 2
+    assert f"train.out = '{tmp_path}': another run writes there now" in capsys.readouterr().err
+    with processes.locked(tmp_path):
+        pass  # it was given back
+
+
+def test_a_checkpoint_of_another_model_or_other_data_is_named():
+    then = Config(model=Model(d_model=64, heads=4, kv_heads=2))
+    saved = checkpoints.Saved(16, flat(then), {})
+
+    def changed(section: str, **values) -> set[str]:
+        now = dataclasses.replace(then, **{section: dataclasses.replace(getattr(then, section), **values)})
+        found = checkpoints.differences(now, saved)
+        assert all(line.startswith(f"{key} = {flat(now)[key]!r}: the checkpoint in") for key, line in found.items())
+        return set(found)
+
+    assert changed("model", layers=7, d_ff=7) == {"model.layers", "model.d_ff"}
+    assert changed("model", heads=2) == {"model.heads", "model.head_dim"}  # of d_model / heads
+    assert changed("model", head_dim=32) == {"model.head_dim"}
+    assert changed("model", rope_theta=1.0, tied_embeddings=False) == {"model.rope_theta", "model.tied_embeddings"}
+    assert changed("train", seed=1, seq_len=7, batch_size=7) == {"train.seed", "train.seq_len", "train.batch_size"}
+    assert changed("data", text_field="body", tokenizer="a.json") == {"data.text_field", "data.tokenizer"}
+    # The same heads, said otherwise; and what may change.
+    assert changed("model", head_dim=16, dtype="float32", attention="cudnn") == set()
+    assert changed("train", learning_rate=1.0, steps=7, grad_accumulation=2, loss_chunk=2) == set()
+    assert changed("data", cache_dir="/tmp/elsewhere") == set()
+    assert changed("mesh", fsdp=2) == set()
+
+
+def test_a_changed_corpus_is_not_continued(eight, config, capsys):
+    before = (eight / "metrics.jsonl").read_text()
+    added = config.with_name("added.txt")
+    added.write_text("one more document")
+    try:
+        assert train.main([str(config), *EIGHT, f"train.out={eight}", "train.steps=30"]) == 2
+    finally:
+        added.unlink()
+    error = capsys.readouterr().err
+    assert "/*.txt': is not what it was when the run's checkpoint was written" in error
+    assert (eight / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("damaged", ["origin/metadata", "position/metadata", "state/_METADATA", "state/d/*"])
+def test_a_damaged_checkpoint_is_a_sentence(eight, config, tmp_path, damaged):
+    out = until(16, eight, tmp_path / "out")
+    files = [*(out / "checkpoints" / "16").glob(damaged)]
+    assert files
+    for file in files:
+        file.write_bytes(file.read_bytes()[:9])
+    settings = load(config, EIGHT)
+    made = program(settings, make_mesh(settings.mesh))
+    with pytest.raises(ConfigError) as caught, checkpoints.open_manager(out) as manager:
+        checkpoints.latest(out)
+        checkpoints.restore(manager, out, 16, made.state)
+    (line,) = caught.value.problems
+    assert line.startswith(f"train.out = '{out}': the checkpoint {out}/checkpoints/16 cannot be read (")
+    assert line.endswith("; delete that folder to continue from the one before, or give another train.out")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_path, capsys):
+    out = tmp_path / "out"
+    simple = ("mesh.data=8", "train.learning_rate=1e30", "train.log_every=100", "train.checkpoint_every=1")
+    assert train.main([str(config), *simple, f"train.out={out}"]) == 1
+    said = capsys.readouterr()
+    last = metrics.read(out / "metrics.jsonl")[-1]
+    assert last["loss"] is None or last["grad_norm"] is None
+    assert f"stopped: at step {last['step']} the loss is" in said.err and "nan" in said.err + said.out
+    assert "NaN" not in (out / "metrics.jsonl").read_text()
+    assert checkpoints.latest(out).step == last["step"] - 1
+
+
+def test_the_validation_set_does_not_depend_on_grad_accumulation(config):
+    seen = []
+    for microbatches in (1, 2):
+        settings = load(config, ["mesh.data=8", f"train.grad_accumulation={microbatches}"])
+        made = program(settings, make_mesh(settings.mesh))
+        params = jax.jit(made.init, out_shardings=shardings_of(made.state))().params
+        batches = [*train.open_source(settings, made, None).validation()]
+        seen.append((batches, [float(jax.jit(made.evaluate)(params, train.place(b, made.tokens))) for b in batches]))
+    assert len(seen[0][0]) == 2 and seen[0][0][0].shape == (16, 33)
+    np.testing.assert_array_equal(seen[0][0], seen[1][0])
+    np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-6)
+
+
+def test_the_command_line_reports_and_explains(config, capsys):
+    assert train.main([str(config), "--report", "train.batch_size=32"]) == 0
+    said = capsys.readouterr().out
+    assert "mlp/fc1.gate" in said and "float32[32,32,96]" in said
+    assert "expected on the device: " in said.splitlines()[-1]
+    assert train.main([str(config), "--report", "mesh.fsdp=4"]) == 0
+    assert "expected on each of 4 devices: " in capsys.readouterr().out
+    assert train.main([str(config), "remat.residuals[fc3]=save", "--report", "train.step=3"]) == 2
+    assert capsys.readouterr().err.count("\n") == 3
+    with pytest.raises(SystemExit) as left:
+        train.main(["--help"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0
+    assert all(
+        word in said for word in ("configs/tiny.yaml", "--report", "section.key=value", "exit codes", "train.out")
+    )
+
+
+def test_the_peak_of_a_chip_is_that_of_its_exact_name():
+    assert metrics.PEAK_FLOPS.get("NVIDIA H100 80GB HBM3") == metrics.PEAK_FLOPS.get("NVIDIA H200") == 989e12
+    # Slower chips whose names hold a known one have no MFU rather than a wrong one.
+    assert not {"NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GB200", "cpu"} & metrics.PEAK_FLOPS.keys()
+
+
+# ---- the journal ----
 
 
 def test_half_a_line_at_the_end_of_the_metrics_is_dropped(tmp_path):
@@ -288,7 +497,20 @@ def test_half_a_line_at_the_end_of_the_metrics_is_dropped(tmp_path):
     assert metrics.read(path) == []
 
 
-def test_the_peak_of_a_chip_is_that_of_its_exact_name():
-    assert metrics.PEAK_FLOPS.get("NVIDIA H100 80GB HBM3") == metrics.PEAK_FLOPS.get("NVIDIA H200") == 989e12
-    # Slower chips whose names hold a known one have no MFU rather than a wrong one.
-    assert not {"NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GB200", "cpu"} & metrics.PEAK_FLOPS.keys()
+def test_a_line_cut_in_a_letter_is_dropped_and_a_damaged_one_before_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 0.5}\n' + '{"step": 2, "note": "é'.encode()[:-1])
+    assert metrics.read(path) == [{"step": 1, "loss": 0.5}]
+    path.write_text('{"step": 1, "loss": 0.5}\n{"ste\n{"step": 3, "loss": 0.5}\n')
+    with pytest.raises(ConfigError, match=r"metrics.jsonl:2 is no record .*; delete that line to continue"):
+        metrics.read(path)
+
+
+def test_a_curve_of_no_finite_loss_is_drawn(tmp_path):
+    journal = metrics.Journal(tmp_path / "metrics.jsonl", Config(), unigram=1.0)
+    record = dict.fromkeys(("mfu", "device_peak_bytes")) | {"learning_rate": 0.1, "host_peak_bytes": 1}
+    journal.write(record | {"step": 1, "loss": math.nan, "grad_norm": math.inf, "tokens_per_second": 1.0})
+    (read,) = metrics.read(journal.path)
+    assert read["loss"] is None and read["grad_norm"] is None and read["tokens_per_second"] == 1.0
+    journal.draw()
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

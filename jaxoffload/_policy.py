@@ -70,8 +70,16 @@ class Policy:
         problems = [*_residual_problems(self.residuals), *_choice_problems(self), *_number_problems(self)]
         if problems:
             raise PolicyError(problems)
-        object.__setattr__(self, "residuals", tuple(dict(self.residuals).items()))
+        rules: dict[str, Decision] = {}
+        for pattern, decision in _pairs(self.residuals):
+            rules.pop(pattern, None)  # the last one wins, at its own place
+            rules[pattern] = decision
+        object.__setattr__(self, "residuals", tuple(rules.items()))
         object.__setattr__(self, "min_offload_bytes", _size(self.min_offload_bytes))
+        if isinstance(self.offload_layers, float):  # 1.0 == 1 in Python, but it is all layers, and one is not
+            object.__setattr__(
+                self, "offload_layers", {0.0: 0, 1.0: "all"}.get(self.offload_layers, self.offload_layers)
+            )
 
     @property
     def rules(self) -> tuple[tuple[str, Decision], ...]:
@@ -170,13 +178,16 @@ def _choice(field: str, value: object, allowed: Iterable[str]) -> list[str]:
     return [f"{field}: {value!r} is not allowed; use {' or '.join(allowed)}{_nearest(value, allowed)}"]
 
 
+def _pairs(residuals: Any) -> list[tuple[Any, Any]]:
+    return list(residuals.items() if isinstance(residuals, Mapping) else residuals)
+
+
 def _residual_problems(residuals: Any) -> list[str]:
-    try:
-        pairs = list(dict(residuals).items())
-    except (TypeError, ValueError):
+    is_pair = lambda p: isinstance(p, (tuple, list)) and len(p) == 2
+    if isinstance(residuals, str) or not isinstance(residuals, Iterable) or not all(map(is_pair, _pairs(residuals))):
         return [f"residuals: {residuals!r} is not a mapping of patterns to {', '.join(_DECISIONS)}"]
     problems = []
-    for pattern, decision in pairs:
+    for pattern, decision in _pairs(residuals):
         if why := _pattern_problem(pattern):
             problems.append(f"residuals[{pattern!r}]: {why}")
         problems += _choice(f"residuals[{pattern!r}]", decision, _DECISIONS)

@@ -2,18 +2,18 @@
 
 import contextlib
 import re
+import urllib.parse
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-
-T = TypeVar("T")
 
 # Part of every trace cache's key: one jitted function used under two scopes is traced twice, once a name.
 _scope = jax.make_user_context("")
 
 _NAME = re.compile(r"[A-Za-z0-9_\-]+([./][A-Za-z0-9_\-]+)*")
+_FIELD = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 _KEEP = "#keep"
 
 
@@ -31,11 +31,11 @@ def tag[T](x: T, name: str, *, keep: bool = False) -> T:
       keep: the values stay on the device, whatever the policy says.
 
     Raises:
-      ValueError: `name` is empty or has another character.
+      ValueError: `name`, or a key of the pytree, is empty or has another character.
     """
     _check_name("tag", name)
     full = _scope.value + name
-    named = lambda path, leaf: checkpoint_name(leaf, full + _field(path) + (_KEEP if keep else ""))
+    named = lambda path, leaf: checkpoint_name(leaf, full + _field(name, path) + (_KEEP if keep else ""))
     return jax.tree_util.tree_map_with_path(named, x)
 
 
@@ -59,9 +59,16 @@ def _check_name(function: str, name: str) -> None:
         )
 
 
-def _field(path: tuple[Any, ...]) -> str:
-    key = lambda k: next(getattr(k, a) for a in ("name", "key", "idx") if hasattr(k, a))
-    return "".join(f".{key(k)}" for k in path)
+def _field(name: str, path: tuple[Any, ...]) -> str:
+    key = lambda k: str(next((getattr(k, a) for a in ("name", "key", "idx") if hasattr(k, a)), k))
+    fields = [key(k) for k in path]
+    for field in fields:
+        if not _FIELD.fullmatch(field):
+            raise ValueError(
+                f"tag: {name!r} has a leaf under the key {field!r}, which cannot be part of a name; "
+                "allowed are letters, digits, '_' and '-'"
+            )
+    return "".join(f".{field}" for field in fields)
 
 
 class Name(NamedTuple):
@@ -90,19 +97,23 @@ class PlanName(NamedTuple):
     names: tuple[Name, ...]
 
     def __str__(self) -> str:
-        names = " | ".join(n.text + _KEEP * n.keep for n in self.names)
-        return f"{_PLAN_PREFIX}{self.decision}:{self.depth}:{self.plan}:{self.value}:{names}"
+        # Quoted, for a foreign name may have any characters.
+        names = " | ".join(urllib.parse.quote(n.text, safe="/<>") + _KEEP * n.keep for n in self.names)
+        return f"jaxoffload:{self.decision}:{self.depth}:{self.plan}:{self.value}:{names}"
 
 
-_PLAN_PREFIX = "jaxoffload:"
+_PLAN_NAME = re.compile(r"jaxoffload:(save|offload|recompute):(\d+):([0-9a-f]{8}):(\d+):(.*)")
 
 
 def read_plan_name(text: str) -> PlanName | None:
     """The `PlanName` that `text` writes; None for a user's name."""
-    if not text.startswith(_PLAN_PREFIX):
+    found = _PLAN_NAME.fullmatch(text)
+    if not found:
         return None
-    decision, depth, plan, value, names = text.removeprefix(_PLAN_PREFIX).split(":", 4)
-    return PlanName(decision, int(depth), plan, int(value), tuple(map(_read_name, filter(None, names.split(" | ")))))
+    decision, depth, plan, value, quoted = found.groups()
+    names = (_read_name(name) for name in quoted.split(" | ") if name)
+    unquoted = tuple(name._replace(text=urllib.parse.unquote(name.text)) for name in names)
+    return PlanName(decision, int(depth), plan, int(value), unquoted)
 
 
 def read_names(text: str) -> tuple[Name, ...]:

@@ -25,6 +25,10 @@ BAD_FIELDS = [
     ),
     ({"residuals": {"fc1": True}}, "residuals['fc1']: True", "save or offload or recompute", None),
     ({"residuals": ["fc1"]}, "residuals: ['fc1'] is not a mapping", "save, offload, recompute", None),
+    ({"residuals": ["ab"]}, "residuals: ['ab'] is not a mapping", "save, offload, recompute", None),
+    ({"residuals": "ab"}, "residuals: 'ab' is not a mapping", "save, offload, recompute", None),
+    ({"residuals": 3}, "residuals: 3 is not a mapping", "save, offload, recompute", None),
+    ({"residuals": [(["a"], "save")]}, "residuals[['a']]", "non-empty string", None),
     ({"residuals": {"": "save"}}, "residuals['']", "non-empty string", None),
     ({"residuals": {3: "save"}}, "residuals[3]", "non-empty string", None),
     ({"residuals": {"!fc1": "save"}}, "residuals['!fc1']", "no '!'", None),
@@ -67,6 +71,20 @@ def test_a_policy_is_frozen_hashable_and_equal_by_value():
     assert dataclasses.replace(a, residuals={"fc1": "offload"}) != a
     with pytest.raises(dataclasses.FrozenInstanceError):
         a.dots = "save"
+
+
+def test_of_patterns_given_twice_the_later_one_wins_at_its_own_place():
+    p = Policy(residuals=(("a", "save"), ("*", "offload"), ("a", "recompute")))
+    assert p.rules == (("*", "offload"), ("a", "recompute"))
+    assert p.match("a") == ("a", "recompute")
+    p = Policy(residuals=(("*", "save"), ("a", "offload"), ("*", "save")))
+    assert p.match("a") == ("*", "save")
+
+
+def test_one_layer_and_all_layers_are_different_policies():
+    one, every = Policy(offload_layers=1), Policy(offload_layers=1.0)
+    assert one != every and every == Policy(offload_layers="all") and Policy(offload_layers=0.0).offload_layers == 0
+    assert (one.offloaded_layers(9), every.offloaded_layers(9)) == (1, 8)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from common import equations, normal
+from common import equations, kept, normal, policy
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxoffload import scope, tag
+from jaxoffload import checkpoint, residuals, scope, tag
+from jaxoffload._tags import Name, PlanName, read_names, read_plan_name
 
 
 def names(f, *args):
@@ -66,3 +68,56 @@ def test_what_is_no_name_is_refused(function, name):
     with pytest.raises(ValueError, match="is not a name; allowed are letters") as error:
         function(name)
     assert repr(name) in str(error.value)
+
+
+@pytest.mark.parametrize("tree, bad", [({"a b": 1.0}, "a b"), ({"x#keep": 1.0}, "x#keep"), ({"a/b": 1.0}, "a/b")])
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [t]])
+def test_a_key_that_no_name_can_have_is_refused(tree, bad, wrap):
+    with pytest.raises(ValueError, match=r"tag: 'fc1' has a leaf under the key") as error:
+        tag(wrap(tree), "fc1")
+    assert repr(bad) in str(error.value)
+
+
+def test_keys_of_any_kind_are_fields_if_they_read_as_names():
+    class Node:
+        def __init__(self, x):
+            self.x = x
+
+    class Key:
+        def __str__(self):
+            return "mine"
+
+    jax.tree_util.register_pytree_with_keys(Node, lambda n: (((Key(), n.x),), None), lambda _, xs: Node(*xs))
+    assert names(lambda t: tag(t, "fc1"), {3: 1.0}) == ["fc1.3"]
+    assert names(lambda t: tag(t, "fc1"), {"a.b": 1.0}) == ["fc1.a.b"]
+    assert names(lambda x: tag(Node(x), "fc1").x, 1.0) == ["fc1.mine"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a | b",
+        "jaxoffload:foo",
+        "jaxoffload:save:x:y:z:w",
+        "jaxoffload:save:0:0123abcd:0",
+        "50%",
+        "%41",
+        "a:b",
+        "x y",
+        "",
+    ],
+)
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_plans_name_gives_back_foreign_names_of_any_characters(text, keep):
+    assert read_names(text) == (Name(text),)
+    given = PlanName("offload", 2, "0123abcd", 17, (Name("mlp/fc1.gate"), Name(text, keep), Name("<dot>")))
+    if text or keep:
+        assert read_plan_name(str(given)) == given
+        assert read_names(str(given)) == given.names
+
+
+def test_foreign_names_of_any_characters_go_through_a_plan():
+    f = lambda x: jnp.sin(checkpoint_name(jnp.sin(x), "a | b: 50%"))
+    inner = checkpoint(f, policy=policy({"a*": "offload"}))
+    assert kept(checkpoint(inner, policy=policy({"a*": "offload"})), normal(0, (3,))) == {("host", "float32", (3,)): 1}
+    assert residuals(inner, normal(0, (3,))).rows[0].names == ("a | b: 50%",)

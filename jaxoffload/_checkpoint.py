@@ -23,7 +23,7 @@ from ._memory import NOT_THE_USERS, host_pool_bytes, layers_that_fit, nbytes, on
 from ._plan import Layers, Plan, decide, dots_matched_nothing, make_plan
 from ._policy import Policy
 from ._values import mark_dots
-from ._xla import refuse_remat3, refuse_wrong_offload
+from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 
 
 def checkpoint(
@@ -37,21 +37,26 @@ def checkpoint(
     """`jax.checkpoint` under a `Policy`: `f` with each named residual saved, offloaded or recomputed.
 
     The result computes what `f` computes; differentiated in reverse, it keeps what the policy says. A function has no
-    layers, so `resident_layers`, `offload_layers` and `other_layers` do not apply.
+    layers, so `resident_layers`, `offload_layers` and `other_layers` do not apply. What was saved can be differentiated
+    again; what was offloaded only in forward mode, for JAX has no reverse derivative of moving it. `checkify` looks
+    into it only where it is differentiated.
 
     Args:
       f: any function that `jax.checkpoint` takes, with pytrees, keyword and static arguments.
       policy: decides on the values that `f` names with `tag` or `checkpoint_name`.
       strict: a pattern that matches no value of `f` is an error, raised when `f` is differentiated. Pass False where
         several functions share one policy, and judge them together with `check`.
-      prevent_cse, static_argnums: as for `jax.checkpoint`.
+      prevent_cse, static_argnums: as for `jax.checkpoint`, but `prevent_cse` is one for all arguments.
 
     Raises (when differentiated, before anything is compiled):
       PolicyError: a pattern matches nothing, or two names of one value have different decisions.
-      NotImplementedError: offloading here would give wrong gradients; it says what to change.
+      MemoryError: what this call offloads does not fit in the pinned host pool; each call is judged alone.
+      NotImplementedError: offloading here would fail or give wrong gradients; it says what to change.
     """
     if not isinstance(policy, Policy):
         raise TypeError(f"checkpoint: policy must be a jaxoffload.Policy, got {policy!r}")
+    if not isinstance(prevent_cse, bool):
+        raise TypeError(f"checkpoint: prevent_cse must be True or False, for all arguments, got {prevent_cse!r}")
 
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -241,6 +246,7 @@ def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], *, layers: Layers | No
     if not made.plan.offloads:
         return made
     refuse_wrong_offload()
+    refuse_ordered_effects("checkpoint", jaxpr)
     alone = layers is None and host_pool_bytes() is not None
     if alone and not layers_that_fit(
         "checkpoint", 1, _host_bytes(jaxpr, perturbed, *key), params["policy"].on_host_full

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jaxlib
+from jax.extend.core import Jaxpr
 
 # What it takes for copies to run beside the compute (measured on H200). Command buffers put async host copies on the
 # compute stream; without double buffering a loop's two copies wait for each other; the latency-hiding scheduler goes
@@ -57,4 +58,13 @@ def refuse_wrong_offload() -> None:
         raise NotImplementedError(
             f"jaxoffload: jaxlib {jaxlib.__version__} returns wrong gradients for offloaded residuals on GPU; "
             "install jaxlib >= 0.11.2"
+        )
+
+
+def refuse_ordered_effects(who: str, jaxpr: Jaxpr) -> None:
+    """Raise for a function that JAX cannot lower together with values in host memory (its `safe_zip` fails)."""
+    if ordered := [effect for effect in jaxpr.effects if type(effect).__name__.startswith("Ordered")]:
+        raise NotImplementedError(
+            f"{who}: the function has ordered effects ({', '.join(map(str, ordered))}), and JAX cannot compile these "
+            "together with offloaded residuals; use ordered=False, or mark nothing offload"
         )

@@ -241,6 +241,75 @@ def test_second_derivatives_of_what_stays_on_the_device():
     np.testing.assert_allclose(jax.hessian(f)(X[0]), jax.hessian(plain)(X[0]), rtol=1e-5)
 
 
+def test_reverse_over_reverse_of_what_stays_on_the_device():
+    def f(x):
+        return jnp.exp(tag(jnp.sin(x @ W), "fc1")).sum()
+
+    twice = lambda f: jax.jit(jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()))
+    plain = jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("fc1"))
+    ours = checkpoint(f, policy=policy({"fc1": "save"}))
+    assert_same_bits(run(twice(ours), X), run(twice(plain), X))
+
+
+def test_forward_over_reverse_of_what_is_offloaded():
+    f = lambda x: jnp.exp(tag(jnp.sin(x), "fc1")).sum()
+    along = lambda f: jax.jvp(jax.grad(f), (X,), (W[:1] + jnp.ones_like(X),))
+    np.testing.assert_allclose(along(checkpoint(f, policy=OFF))[1], along(f)[1], rtol=1e-5)
+
+
+def test_refs_inside():
+    def f(x):
+        ref = jax.new_ref(jnp.sin(x))
+        y = tag(jnp.sin(ref[...]), "fc1")
+        ref[...] = y * 2
+        return jnp.sin(ref[...] + y)
+
+    assert kept(checkpoint(f, policy=OFF), X)[HOST] == 1
+    assert_same_bits(run(gradient(checkpoint(f, policy=OFF)), X), run(gradient(save_fc1(f)), X))
+
+
+def test_ordered_effects_with_offload_are_refused_in_a_sentence():
+    def f(x):
+        jax.debug.print("x", ordered=True)
+        return jnp.sin(tag(jnp.sin(x), "fc1"))
+
+    with pytest.raises(NotImplementedError, match=r"checkpoint: the function has ordered effects .*ordered=False"):
+        jax.make_jaxpr(gradient(checkpoint(f, policy=OFF)))(X)
+    run(gradient(checkpoint(f, policy=policy({"fc1": "save"}))), X)
+    run(checkpoint(f, policy=OFF), X)
+
+
+@pytest.mark.parametrize("prevent_cse", [(True, False), [True], None])
+def test_prevent_cse_is_one_boolean(prevent_cse):
+    with pytest.raises(TypeError, match="checkpoint: prevent_cse must be True or False"):
+        checkpoint(layer, policy=OFF, prevent_cse=prevent_cse)
+
+
+def test_frozen_weights_as_in_lora():
+    """Exact gradients of the small weights alone, and nothing kept that only the frozen ones' gradients would read."""
+
+    def f(x, frozen, low):
+        h = tag(x @ frozen + tag(x @ low["a"], "low") @ low["b"], "fc1")
+        return tag(jnp.sin(h), "act") @ frozen
+
+    low = {"a": normal(5, (4, 2)), "b": normal(6, (2, 4))}
+    names = {"fc1": "offload", "low": "offload", "act": "offload"}
+    loss = lambda wrap: lambda low: wrap(f)(X, W, low)
+    ours = loss(functools.partial(checkpoint, policy=policy(names)))
+    plain = loss(functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*names)))
+    assert_same_bits(run(gradient(ours), low), run(gradient(plain), low))
+    # Of act, only the gradient of the frozen weights behind it has need.
+    assert kept(ours, low) == {HOST: 1, ("host", "float32", (8, 2)): 1}
+
+
+def test_by_default_it_keeps_on_the_device_what_jax_checkpoint_keeps():
+    f = lambda x, w: layer(layer(x, w), w)
+    loss = lambda wrap: lambda x, w: jnp.sin(wrap(f)(jnp.sin(x), w))
+    assert kept(loss(functools.partial(checkpoint, policy=policy())), X, W) == kept(loss(jax.checkpoint), X, W)
+    saved = functools.partial(checkpoint, policy=policy({"fc1": "save"}))
+    assert kept(loss(saved), X, W) == kept(loss(save_fc1), X, W)
+
+
 def test_an_eager_loop_traces_once_a_function():
     traced = []
 

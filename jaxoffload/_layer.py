@@ -16,12 +16,12 @@ from jax.extend.core.primitives import name_p
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
-from ._checkpoint import cached
+from ._checkpoint import cached, judged
 from ._memory import nbytes
 from ._plan import Layers, Plan, make_plan
 from ._policy import VERDICT, Policy
 from ._tags import PlanName, read_plan_name
-from ._values import bodies, mark_dots
+from ._values import CALLS, bodies, mark_dots
 
 # Between forward and backward a residual is: an "operand" (a constant or a slice of xs), which is read again; the same
 # in every layer, and kept "once"; or a layer's own, which goes to the "host" or stays on the "device".
@@ -121,6 +121,8 @@ def linearize(
     body = Body(jaxpr, consts, carry)
     jvp, out_perturbed = differentiate(body, perturbed, policy)
     plan, planned = make_plan(jvp, policy, body.roles + (None,) * sum(perturbed), layers, strict=False)
+    if whole := judged(jaxpr, body.roles, policy, False):
+        plan = dataclasses.replace(plan, seen=whole.seen, notes=whole.notes)
     in_place: Any = _InPlace(plan)
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=in_place)
     known, linear = _halves(jax.make_jaxpr(run)(*planned.in_avals), len(perturbed), len(out_perturbed))
@@ -203,14 +205,26 @@ _VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broad
 def origin(jaxpr: Jaxpr, var: Any) -> Origin:
     """Follows a variable to the equation that defines the value."""
     producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    while var in producer:
+    while isinstance(var, Var) and var in producer:
         eqn = producer[var]
         if eqn.primitive is name_p and (name := read_plan_name(eqn.params["name"])):
             return Origin(name, "")
-        if eqn.primitive.name not in _VIEWS or nbytes(eqn.invars[0].aval) != nbytes(var.aval):
+        passed_on = _operand(eqn, eqn.outvars.index(var))
+        if passed_on is None:
             return _inner_origin(eqn, eqn.outvars.index(var))
-        var = eqn.invars[0]
+        var = passed_on
     return Origin(None, "an input" if isinstance(var, Var) else "a constant")
+
+
+def _operand(eqn: JaxprEqn, index: int) -> Any:
+    """The operand that a result of an equation is; None if it is none."""
+    if eqn.primitive.name in _VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval):
+        return eqn.invars[0]
+    if eqn.primitive.name in CALLS:
+        for _, body in bodies(eqn):
+            same = [operand for operand, var in zip(eqn.invars, body.invars, strict=True) if var is body.outvars[index]]
+            return same[0] if same else None
+    return None
 
 
 def _inner_origin(eqn: JaxprEqn, index: int) -> Origin:
@@ -218,12 +232,10 @@ def _inner_origin(eqn: JaxprEqn, index: int) -> Origin:
     if prim == "jaxoffload_forward":
         return eqn.params["loops"].origin(index)
     for _, body in bodies(eqn):
-        inner = body.outvars[index]
-        if isinstance(inner, Var):
-            name, where, layers = origin(body, inner)
-            if prim == "scan":
-                carried = "the carry of a scan" if where == "an input" else f"{where}, in a scan"
-                where, layers = where and carried, layers * eqn.params["length"]
-            if name or prim != "cond":
-                return Origin(name, where, layers)
+        name, where, layers = origin(body, body.outvars[index])
+        if prim == "scan":
+            carried = "the carry of a scan" if where == "an input" else f"{where}, in a scan"
+            where, layers = where and carried, layers * eqn.params["length"]
+        if name or prim != "cond":
+            return Origin(name, where, layers)
     return Origin(None, f"output of {prim}")

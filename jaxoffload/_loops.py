@@ -93,6 +93,11 @@ class Loops:
         return self.length - 1 - layer if self.reverse else layer
 
     @property
+    def seen(self) -> frozenset[str]:
+        """The names that count as seen by a policy around the scan."""
+        return frozenset().union(*(part.layer.plan.seen for part in self.parts))
+
+    @property
     def results(self) -> int:
         """How many results the scan has: carry and ys."""
         return len(self.parts[0].layer.body.jaxpr.outvars)

@@ -17,13 +17,13 @@ import numpy as np
 from jax.extend.core import Jaxpr, Var
 from jax.extend.core.primitives import name_p
 
-from ._checkpoint import checkpoint, checkpoint_p, for_all_inputs, plan_key
-from ._layer import Origin, origin, plan_of
+from ._checkpoint import checkpoint, checkpoint_p, for_all_inputs, judged, plan_key
+from ._layer import Body, Origin, origin, plan_of
 from ._loops import backward_p, forward_p
 from ._memory import nbytes, on_host
 from ._plan import ARGUMENT, Plan, Row, make_plan
 from ._policy import Policy, PolicyError
-from ._scan import judge, scan_p
+from ._scan import scan_p
 from ._values import bodies
 
 SAVED, OFFLOADED, RECOMPUTED, NOT_NEEDED = "saved", "offloaded", "recomputed", "not needed"
@@ -36,7 +36,8 @@ class Residual:
     Attributes:
       names: all names of the value; empty for an untagged one, then `reason` says where it comes from.
       shape, dtype: of one layer's value, as traced (global under auto and explicit mesh axes, local in `shard_map`).
-      bytes_per_layer, layers, bytes: `bytes` is what is kept (saved, offloaded) or what is computed again.
+      bytes_per_layer, layers, bytes: what is kept (saved, offloaded) or computed again; of `shard_map`'s shards
+        together.
       state: "saved" (device), "offloaded" (pinned host), "recomputed", or "not needed": the backward pass does not
         read it, 0 bytes.
       decision: what the policy asked for; None for an untagged residual.
@@ -239,7 +240,7 @@ class _Plans:
                 self.recomputed[name] = count + layers, size + layers * devices * nbytes(eqn.outvars[0].aval)
             here = devices
             if eqn.primitive.name == "shard_map":
-                here *= math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["manual_axes"])
+                here *= math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
             for _, body in bodies(eqn):
                 self._walk(body, layers * eqn.params.get("length", 1), here, inside)
             if eqn.primitive in (forward_p, backward_p):
@@ -284,7 +285,12 @@ def _names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
         if (plan := plan_of(used)) and plan.policy == policy:
             found.append(plan.seen)
         elif used == policy and eqn.primitive is scan_p:
-            found.append(judge(*(eqn.params[key] for key in ("jaxpr", "consts", "carry")), policy, False))
+            params = eqn.params
+            body = Body(params["jaxpr"], params["consts"], params["carry"])
+            if plan := judged(body.jaxpr, body.roles, policy, False):
+                found.append(plan.seen)
+        elif eqn.primitive is forward_p:
+            found += [p.layer.plan.seen for p in eqn.params["loops"].parts if p.layer.plan.policy == policy]
         elif used == policy and eqn.primitive is checkpoint_p:
             params = {**eqn.params, "strict": False}
             found.append(for_all_inputs(params.pop("jaxpr"), *plan_key(**params)).plan.seen)

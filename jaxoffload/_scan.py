@@ -12,20 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun, new_jaxpr_eqn
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from ._checkpoint import cached
-from ._layer import Body, Layer, differentiate, linearize, perturbed_carry
+from ._checkpoint import judged
+from ._layer import Body, Layer, linearize, perturbed_carry
 from ._loops import Loops, Part, backward_p, forward_p
 from ._memory import layers_that_fit
-from ._plan import Layers, make_plan
-from ._policy import Policy, PolicyError
-from ._xla import refuse_wrong_offload
+from ._plan import Layers
+from ._policy import Policy
+from ._xla import refuse_remat3
 
 
 def scan(
@@ -61,6 +60,7 @@ def scan(
     """
     if not isinstance(policy, Policy):
         raise TypeError(f"scan: policy must be a jaxoffload.Policy, got {policy!r}")
+    refuse_remat3()
 
     def lax_scan(init: Any, xs: Any) -> tuple[Any, Any]:
         return lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)
@@ -126,9 +126,8 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     if not params["length"]:
         return ad.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
-    refuse_wrong_offload()
     body = Body(jaxpr, consts, carry)
-    judge(*body, policy, strict)
+    judged(jaxpr, body.roles, policy, strict)
     perturbed = perturbed_carry(body, [type(t) is not ad.Zero for t in tangents], policy)
     parts = _parts(body, perturbed, policy, params["length"])
     loops = Loops(parts, params["length"], params["reverse"], params["unroll"], body.consts, body.carry)
@@ -150,28 +149,6 @@ def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) 
     """Inside a checkpoint, where nothing of it is differentiated: it is a `lax.scan`, and its names are the outer's."""
     rule = pe.partial_eval_jaxpr_custom_rules[lax.scan_p]
     return rule(saveable, unknown, instantiate, eqn.replace(primitive=lax.scan_p, params=_lax_params(eqn.params)))
-
-
-@cached
-def judge(jaxpr: Jaxpr, consts: int, carry: int, policy: Policy, strict: bool) -> frozenset[str]:
-    """All names of a body that a pattern can match, those of scans inside it too.
-
-    Of the body differentiated with respect to all it can be: the names do not depend on who needs which gradient.
-
-    Raises:
-      PolicyError: a pattern matches none (if `strict`), or two names of one value have different decisions.
-    """
-    body = Body(jaxpr, consts, carry)
-    everything = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals)
-    jvp, _ = differentiate(body, everything, policy)
-    plan, _ = make_plan(jvp, policy, body.roles + (None,) * sum(everything), Layers(), strict=False)
-    inner = (
-        part.layer.plan.seen for eqn in jvp.eqns if eqn.primitive is forward_p for part in eqn.params["loops"].parts
-    )
-    seen = plan.seen.union(*inner)
-    if strict and (problems := policy.unmatched(seen)):
-        raise PolicyError(problems)
-    return seen
 
 
 def _parts(body: Body, perturbed: tuple[bool, ...], policy: Policy, length: int) -> tuple[Part, ...]:

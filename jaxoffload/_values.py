@@ -25,7 +25,7 @@ Path = tuple[Any, ...]
 _IDENTITIES = {"name", "sharding_constraint"}
 
 # Equations whose nested jaxpr's results are the equation's own results.
-_CALLS = {"jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "jaxoffload_checkpoint"}
+CALLS = {"jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "jaxoffload_checkpoint"}
 
 # Equations whose nested jaxpr sees a part of each operand.
 _SLICING = {"shard_map", "scan"}
@@ -94,7 +94,7 @@ class _Search:
                 for var, operand in zip(body.invars, _operands(eqn, body), strict=True):
                     self.alias(inside, var, self.seen_inside(eqn, self.value(path, operand)))
                 self.walk(body, inside)
-                if eqn.primitive.name in _CALLS:
+                if eqn.primitive.name in CALLS:
                     for var, result in zip(eqn.outvars, body.outvars, strict=True):
                         if (value := self.value(inside, result)) is not None:
                             self.at[path, var] = value
@@ -130,7 +130,7 @@ def every_equation(jaxpr: Jaxpr, in_custom: bool = False) -> Iterator[tuple[Jaxp
 
 def bodies(eqn: JaxprEqn) -> Iterator[tuple[Any, Jaxpr]]:
     """The nested jaxprs that autodiff looks into, each with its place among the equation's parameters."""
-    if eqn.primitive not in pe.partial_eval_jaxpr_custom_rules and eqn.primitive.name not in _CALLS:
+    if eqn.primitive not in pe.partial_eval_jaxpr_custom_rules and eqn.primitive.name not in CALLS:
         return
     for key, value in eqn.params.items():
         for k, body in enumerate(value if isinstance(value, (tuple, list)) else [value]):
@@ -155,7 +155,7 @@ def map_bodies(eqn: JaxprEqn, change: Callable[[Any, Jaxpr], Jaxpr]) -> JaxprEqn
 
 def _operands(eqn: JaxprEqn, body: Jaxpr) -> Sequence[Any]:
     """For each input of a nested jaxpr, the outer variable that is the same value; None where there is none."""
-    if eqn.primitive.name in _CALLS:
+    if eqn.primitive.name in CALLS:
         return eqn.invars
     if eqn.primitive.name == "cond":
         return eqn.invars[1:]

@@ -99,11 +99,15 @@ def through(case, kind, rules, **fields):
     return lambda x, w: scan(step, x, w, policy=p)
 
 
-def reference(case, kind, saved):
-    """Plain JAX that saves these names."""
+def save_only(case, saved):
     step, _, shapes = CASES[case]
     names = [leaf for name in saved for leaf in shapes[name]]
-    checkpointed = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    return jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*names))
+
+
+def reference(case, kind, saved):
+    """Plain JAX that saves these names."""
+    checkpointed = save_only(case, saved)
     if kind == "checkpoint":
         return lambda x, w: checkpointed(x, first(w))
     return lambda x, w: lax.scan(checkpointed, x, w)
@@ -125,6 +129,10 @@ def held(case, names, lead=()):
     return Counter((*lead, *shape) for name in names for shape in CASES[case].shapes[name].values())
 
 
+def at(place, shapes):
+    return Counter({(place, "bfloat16", shape): n for shape, n in shapes.items()})
+
+
 ON_GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
@@ -143,22 +151,28 @@ def test_gradients_of_all_27_assignments_equal_the_reference(case, kind, dtype, 
 @pytest.mark.parametrize("kind", ["checkpoint", "scan"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_holds_exactly_what_is_offloaded(case, kind, number):
+    """And the device what the reference, which saves the same names, holds less that."""
     rules = assignments(case)[number]
+    x, w = jax.eval_shape(lambda: CASES[case].inputs(jnp.bfloat16))
+    if kind == "checkpoint":
+        w, lead = jax.eval_shape(first, w), ()
+        ours = checkpoint(CASES[case].step, policy=policy(rules))
+        plain = save_only(case, saved_names(rules))
+    else:
+        lead = (LAYERS,)
+        ours, plain = through(case, kind, rules), reference(case, kind, saved_names(rules))
+    moved = held(case, [name for name, decision in rules.items() if decision == "offload"], lead)
+    assert kept(ours, x, w) == kept(plain, x, w) - at("device", moved) + at("host", moved)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "scan"])
+@pytest.mark.parametrize("case", CASES)
+def test_by_default_nothing_is_kept_that_the_reference_does_not_keep(case, kind):
     args = jax.eval_shape(lambda: CASES[case].inputs(jnp.bfloat16))
-    lead = () if kind == "checkpoint" else (LAYERS,)
-    places = {"host": Counter(), "device": Counter()}
-    for (place, dtype, shape), n in kept(through(case, kind, rules), *args).items():
-        if dtype == "bfloat16":
-            places[place][shape] += n
-        else:
-            assert place == "device"
-    chosen = lambda wanted: [name for name, decision in rules.items() if decision == wanted]
-    assert places["host"] == held(case, chosen("offload"), lead)
-    beside = places["device"] - held(case, chosen("save"), lead)
-    assert places["device"] == held(case, chosen("save"), lead) + beside
-    # Nothing is kept beside but the carry; in checkpoint that is an argument, and what is beside are sliced weights.
-    if kind == "scan":
-        assert beside == Counter([(LAYERS, *args[0].shape)])
+    ours = kept(through(case, kind, {}), *args)
+    assert ours == kept(reference(case, kind, ()), *args)
+    if kind == "scan":  # the carry alone
+        assert ours == at("device", Counter([(LAYERS, *args[0].shape)]))
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])

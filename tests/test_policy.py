@@ -1,7 +1,6 @@
 """Policy: its fields, its patterns against a slow and plain reading of them, its use as JAX's own policy."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -196,11 +195,12 @@ def mlp(x, w):
 
 X, W = normal(0, (4, 8)), normal(1, (8, 8))
 RULES = {"fc1": "offload", "act": "save"}
+SAVE_THE_SAME = jax.checkpoint_policies.save_only_these_names("fc1", "act")
 
 
 def test_callable_for_jax_checkpoint():
     f = jax.checkpoint(mlp, policy=policy(RULES))
-    plain = jax.checkpoint(mlp, policy=jax.checkpoint_policies.save_only_these_names("fc1", "act"))
+    plain = jax.checkpoint(mlp, policy=SAVE_THE_SAME)
     assert kept(f, X, W) == {("host", "float32", (4, 8)): 1, ("device", "float32", (4, 8)): 1}
     assert_same_bits(run(gradient(f, (0, 1)), X, W), run(gradient(plain, (0, 1)), X, W))
     check(policy(RULES), f, X, W)
@@ -216,8 +216,10 @@ def test_callable_for_linen_remat():
             return nn.Dense(8)(tag(jnp.sin(x), "act"))
 
     block = nn.remat(Block, policy=policy(RULES))()
+    plain = nn.remat(Block, policy=SAVE_THE_SAME)()
     params = block.init(jax.random.key(0), X)
     f = lambda params, x: block.apply(params, x)
+    assert_same_bits(run(gradient(f, (0, 1)), params, X), run(gradient(plain.apply, (0, 1)), params, X))
     place = lambda held: sorted((p, n) for (p, _, shape), n in held.items() if shape == (4, 8))
     assert place(kept(f, params, X)) == [("device", 1), ("host", 1)]
 
@@ -228,15 +230,15 @@ def test_callable_for_nnx_remat():
             self.fc1 = nnx.Linear(8, 8, rngs=rngs)
             self.fc2 = nnx.Linear(8, 8, rngs=rngs)
 
-        @functools.partial(nnx.remat, policy=policy(RULES))
         def __call__(self, x):
             x = checkpoint_name(self.fc1(x), "fc1")
             return self.fc2(tag(jnp.sin(x), "act"))
 
     graph, state = nnx.split(Block(nnx.Rngs(0)))
-    f = lambda state, x: nnx.merge(graph, state)(x)
-    held = kept(f, state, X)
-    assert held["host", "float32", (4, 8)] == 1
+    under = lambda p: lambda state, x: nnx.remat(Block.__call__, policy=p)(nnx.merge(graph, state), x)
+    f, plain = under(policy(RULES)), under(SAVE_THE_SAME)
+    assert kept(f, state, X)["host", "float32", (4, 8)] == 1
+    assert_same_bits(run(gradient(f, (0, 1)), state, X), run(gradient(plain, (0, 1)), state, X))
 
 
 def test_callable_keeps_dots_tagged_integers_and_opt_outs():

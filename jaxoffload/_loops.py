@@ -246,9 +246,10 @@ def _pass(name: str, run: Callable[..., list[Any]], batch: Callable[..., Any]) -
     primitive = Primitive(name)
     primitive.multiple_results = True
     jitted = jax.jit(run, static_argnums=0)
-    run_with = lambda *args, loops: run(loops, *args)
+    # The jaxprs are a parameter too, for JAX and others who look for equations inside of equations.
+    run_with = lambda *args, loops, jaxprs: run(loops, *args)
 
-    def abstract(*avals: Any, loops: Loops) -> Any:
+    def abstract(*avals: Any, loops: Loops, jaxprs: Any) -> Any:
         jaxpr = jax.make_jaxpr(functools.partial(run, loops))(*avals)
         return jaxpr.out_avals, jaxpr.effects
 
@@ -258,7 +259,7 @@ def _pass(name: str, run: Callable[..., list[Any]], batch: Callable[..., Any]) -
             "use jax.lax.scan where you need second derivatives"
         )
 
-    primitive.def_impl(lambda *args, loops: jitted(loops, *args))
+    primitive.def_impl(lambda *args, loops, jaxprs: jitted(loops, *args))
     primitive.def_effectful_abstract_eval(abstract)
     mlir.register_lowering(primitive, mlir.lower_fun(run_with, multiple_results=True))
     batching.fancy_primitive_batchers[primitive] = batch
@@ -266,7 +267,9 @@ def _pass(name: str, run: Callable[..., list[Any]], batch: Callable[..., Any]) -
     return primitive
 
 
-def _batch_forward(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loops: Loops) -> tuple[list[Any], list[int]]:
+def _batch_forward(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loops: Loops, jaxprs: Any
+) -> tuple[list[Any], list[int]]:
     """The carry, and so all that is computed, is batched; constants and xs as they are."""
     first, last = loops.consts, loops.consts + loops.carry
     stacked = [False] * last + [True] * (len(args) - last)
@@ -281,7 +284,7 @@ def _batch_forward(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loops
 
 
 def _batch_backward(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loops: Loops
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loops: Loops, jaxprs: Any
 ) -> tuple[list[Any], list[int]]:
     """The cotangents are batched; what was kept as it is."""
     form, tree = jax.tree.flatten(loops.saved)
@@ -296,7 +299,7 @@ def _batch_backward(
     for part, saved in zip(loops.parts, jax.tree.unflatten(tree, layer_dims[len(loops.reads) : kept]), strict=True):
         residuals = _in_order(part, read, saved.host, saved.device, saved.once)
         in_dims.append(residuals + [0] * (len(args) - kept))
-    outs = backward_p.bind(*args, loops=_batched(loops, axis, in_dims))
+    outs = run_backward(args, _batched(loops, axis, in_dims))
     return outs, [0] * (loops.consts + loops.carry) + [1] * (len(outs) - loops.consts - loops.carry)
 
 
@@ -319,3 +322,13 @@ def _batched(loops: Loops, axis: Any, in_dims: Sequence[Sequence[int | None]]) -
 
 forward_p = _pass("jaxoffload_forward", _forward, _batch_forward)
 backward_p = _pass("jaxoffload_backward", _backward, _batch_backward)
+
+
+def run_forward(operands: Sequence[Any], loops: Loops) -> list[Any]:
+    """Constants, carry, xs -> carry, ys, and what the parts keep, flat (`Loops.saved`)."""
+    return forward_p.bind(*operands, loops=loops, jaxprs=tuple(part.jaxpr for part in loops.parts))
+
+
+def run_backward(args: Sequence[Any], loops: Loops) -> list[Any]:
+    """The operands that are residuals, what the parts keep, cotangents of carry and ys -> those of operands."""
+    return backward_p.bind(*args, loops=loops, jaxprs=tuple(part.jaxpr for part in loops.parts))

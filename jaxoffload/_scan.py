@@ -20,7 +20,7 @@ from jax.interpreters import partial_eval as pe
 
 from ._checkpoint import judged
 from ._layer import Body, Layer, linearize, perturbed_carry
-from ._loops import Loops, Part, backward_p, forward_p
+from ._loops import Loops, Part, run_backward, run_forward
 from ._memory import layers_that_fit
 from ._plan import Layers
 from ._policy import Policy
@@ -131,7 +131,7 @@ def _jvp(
     perturbed = perturbed_carry(body, [type(t) is not ad.Zero for t in tangents], policy)
     parts = _parts(body, perturbed, policy, params["length"])
     loops = Loops(parts, params["length"], params["reverse"], params["unroll"], body.consts, body.carry)
-    outs = forward_p.bind(*primals, loops=loops)
+    outs = run_forward(primals, loops)
     primals_out, saved = outs[: len(body.jaxpr.outvars)], outs[len(body.jaxpr.outvars) :]
 
     numbers = sorted({k.operand for part in parts for k in part.layer.kept if k.place == "operand"})
@@ -207,7 +207,7 @@ def _transpose(cotangents: Sequence[Any], *args: Any, loops: Loops, avals: Any) 
     parts = tuple(part._replace(jaxpr=part.layer.backward(wanted)) for part in loops.parts)
     loops = dataclasses.replace(loops, parts=parts, consts=consts, carry=carry)
     cts = [ad.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w]
-    found = backward_p.bind(*kept, *cts, loops=loops)
+    found = run_backward([*kept, *cts], loops)
     # The tangent of a carry that only later layers perturb is a constant zero.
     return [None] * len(kept) + [ct if ad.is_undefined_primal(x) else None for x, ct in zip(moving, found, strict=True)]
 

@@ -95,8 +95,6 @@ def equations(jaxpr):
         for inner in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(inner, "eqns"):
                 yield from equations(inner)
-        for part in getattr(eqn.params.get("loops"), "parts", ()):  # of a scan of ours
-            yield from equations(part.jaxpr)
 
 
 def count(jaxpr, primitive):

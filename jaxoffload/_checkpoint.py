@@ -22,6 +22,7 @@ from jax.interpreters import partial_eval as pe
 from ._memory import NOT_THE_USERS, host_pool_bytes, layers_that_fit, nbytes, on_host
 from ._plan import Layers, Plan, decide, dots_matched_nothing, make_plan
 from ._policy import Policy
+from ._tags import outside_scopes
 from ._values import mark_dots
 from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 
@@ -176,7 +177,8 @@ def _jvp_of(
     jaxpr: Jaxpr, perturbed: tuple[bool, ...], roles: tuple[str, ...], dots: bool
 ) -> tuple[Jaxpr, Sequence[Any], Sequence[bool], tuple[str | None, ...]]:
     """The JVP with its constants as inputs; these constants; which results have tangents; the roles of the inputs."""
-    jvp, out_perturbed = ad.jvp_jaxpr(mark_dots(jaxpr) if dots else jaxpr, perturbed, False)
+    with outside_scopes():
+        jvp, out_perturbed = ad.jvp_jaxpr(mark_dots(jaxpr) if dots else jaxpr, perturbed, False)
     consts, jvp = jvp.consts, pe.convert_constvars_jaxpr(jvp) if jvp.consts else jvp
     return jvp, consts, out_perturbed, ("weight",) * len(consts) + roles + (None,) * sum(perturbed)
 

@@ -43,12 +43,20 @@ def tag[T](x: T, name: str, *, keep: bool = False) -> T:
 def scope(name: str) -> Iterator[None]:
     """Prefix the names of all tags made inside: `with scope("moe"): tag(x, "fc1")` names `moe/fc1`. Scopes nest.
 
+    A `custom_vjp`'s forward rule is traced when `checkpoint` or `scan` is differentiated, outside of all scopes: write
+    the whole name there, `tag(x, "moe/fc1")`, or open the scope inside the rule.
+
     Raises:
       ValueError: `name` is empty or has a character that a name cannot have.
     """
     _check_name("scope", name)
     with _scope(f"{_scope.value}{name}/"):
         yield
+
+
+def outside_scopes() -> contextlib.AbstractContextManager[None]:
+    """Where a derivative is made. What scope is open then depends on what was jitted, and names must not."""
+    return _scope("")
 
 
 def _check_name(function: str, name: str) -> None:

@@ -62,6 +62,27 @@ def test_one_jitted_function_under_two_scopes_has_two_names():
     assert names(f, 1.0) == ["a/fc1", "b/fc1"]
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_custom_vjps_forward_rule_writes_the_whole_name(wrap):
+    """Whatever scope is open where the function is differentiated."""
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x)
+
+    def forward(x):
+        with scope("moe"):
+            return jnp.sin(x), (tag(jnp.cos(x), "inside"), tag(2 * x, "shared/fc1"))
+
+    f.defvjp(forward, lambda kept, ct: (ct * kept[0] * kept[1],))
+
+    def loss(x):
+        with scope("outer"):
+            return wrap(checkpoint(f, policy=policy(default="offload")))(x).sum()
+
+    assert {r.names for r in residuals(loss, normal(0, (3,)))} == {("moe/inside",), ("moe/shared/fc1",)}
+
+
 @pytest.mark.parametrize("function", [lambda name: tag(1.0, name), lambda name: scope(name).__enter__()])
 @pytest.mark.parametrize("name", ["", "a b", "fc*", "/fc1", "fc1/", "a//b", "fc1#keep", "!fc1", None, 3])
 def test_what_is_no_name_is_refused(function, name):

@@ -42,17 +42,16 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BxSxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
         product = lambda spec, x, weight: jnp.einsum(spec, x, weight.astype(x.dtype))
-        heads = lambda x, axis: constrain(x, "batch", "sequence", axis, "head")
         with scope("attn"):
             norm_BxSxD = tag(self.norm(x_BxSxD), "norm")
-            q_BxSxNxH = heads(product("BSD,DNH->BSNH", norm_BxSxD, self.q_DxNxH), "heads")
+            q_BxSxNxH = constrain(product("BSD,DNH->BSNH", norm_BxSxD, self.q_DxNxH), "attn/q")
             q_BxSxNxH = tag(rope(q_BxSxNxH, rotation), "q")
-            k_BxSxKxH = heads(product("BSD,DKH->BSKH", norm_BxSxD, self.k_DxKxH), "kv_heads")
+            k_BxSxKxH = constrain(product("BSD,DKH->BSKH", norm_BxSxD, self.k_DxKxH), "attn/k")
             k_BxSxKxH = tag(rope(k_BxSxKxH, rotation), "k")
-            v_BxSxKxH = heads(tag(product("BSD,DKH->BSKH", norm_BxSxD, self.v_DxKxH), "v"), "kv_heads")
+            v_BxSxKxH = constrain(tag(product("BSD,DKH->BSKH", norm_BxSxD, self.v_DxKxH), "v"), "attn/v")
             context_BxSxNxH = jax.nn.dot_product_attention(
                 q_BxSxNxH, k_BxSxKxH, v_BxSxKxH, is_causal=True, implementation=self.implementation
             )
-            context_BxSxNxH = heads(tag(context_BxSxNxH, "context"), "heads")
+            context_BxSxNxH = constrain(tag(context_BxSxNxH, "context"), "attn/context")
             out_BxSxD = tag(product("BSNH,NHD->BSD", context_BxSxNxH, self.out_NxHxD), "out")
-            return constrain(out_BxSxD, "batch", "sequence", "residual")
+            return constrain(out_BxSxD, "attn/out")

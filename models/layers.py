@@ -10,17 +10,22 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev
     return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
-class RMSNorm(nnx.Module):
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """x / rms(x) * scale over the last axis; the statistics in float32, the result in x's dtype.
 
-    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. `scale` has x's rank.
     """
+    wide = x.astype(jnp.float32)
+    rstd = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * rstd * scale).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """`rms_norm` of (batch, sequence, width), with the scale as its parameter."""
 
     def __init__(self, width: int, eps: float):
         self.scale_D = nnx.Param(jnp.ones(width, jnp.float32), axes=("residual",))
         self.eps = eps
 
     def __call__(self, x_BxSxD: jax.Array) -> jax.Array:
-        x = x_BxSxD.astype(jnp.float32)
-        rstd = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return (x * rstd * self.scale_D[None, None]).astype(x_BxSxD.dtype)
+        return rms_norm(x_BxSxD, self.scale_D[None, None], self.eps)

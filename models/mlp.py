@@ -31,7 +31,7 @@ class MLP(nnx.Module):
                 },
                 "fc1",
             )
-            gate_BxSxF, up_BxSxF = (constrain(fc1[leaf], "batch", "sequence", "mlp") for leaf in ("gate", "up"))
+            gate_BxSxF, up_BxSxF = (constrain(fc1[leaf], f"mlp/fc1.{leaf}") for leaf in ("gate", "up"))
             act_BxSxF = tag(jax.nn.silu(gate_BxSxF) * up_BxSxF, "act")
             fc2_BxSxD = tag(act_BxSxF @ self.down_FxD.astype(dtype), "fc2")
-            return constrain(fc2_BxSxD, "batch", "sequence", "residual")
+            return constrain(fc2_BxSxD, "mlp/fc2")

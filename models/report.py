@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 import jaxoffload
-from jaxoffload import PolicyError
+from jaxoffload import PolicyError, Residual, Residuals
 from models.config import Config
 from models.metrics import size
 from models.reading import ConfigError
-from models.sharding import abstract_mesh
+from models.sharding import RULES, VALUES, AnyMesh, abstract_mesh, batch_parts
 from models.step import Program, program, traceable
 from models.transformer import flops_per_token
 
@@ -65,28 +66,39 @@ def model_line(config: Config, made: Program) -> str:
     return f"{count:,} parameters, {flops / 1e9:.3g} GFLOP a token"
 
 
-def expected(config: Config, made: Program, table: Any) -> list[str]:
+def expected(config: Config, made: Program, table: Residuals) -> list[str]:
     """Bytes by kind, in all and on each device; residuals are those of one microbatch.
 
     What one layer and one chunk of logits need while they run comes on top: only the compiler knows it.
     """
-    mesh = config.mesh
-    devices, split = mesh.data * mesh.fsdp * mesh.tensor, mesh.data * mesh.fsdp
+    mesh = made.tokens.sharding.mesh
     params, moments = made.state.params, made.state.optimizer
     gradients = 1 if config.train.grad_accumulation == 1 else 2  # a microbatch's, and the sum of those before
+    device, host = (
+        sum(device_bytes(row, mesh) for row in table if row.state == state) for state in ("saved", "offloaded")
+    )
     rows = [
         ("parameters", _bytes(params), _device_bytes(params)),
         ("gradients", gradients * _bytes(params), gradients * _device_bytes(params)),
         ("optimizer", _bytes(moments), _device_bytes(moments)),
-        ("residuals on the device", table.device_bytes, table.device_bytes / split),
-        ("residuals on the host", table.host_bytes, table.host_bytes / split),
+        ("residuals on the device", table.device_bytes, device),
+        ("residuals on the host", table.host_bytes, host),
     ]
     on_device = sum(row[2] for row in rows[:4])
-    where = "the device" if devices == 1 else f"each of {devices} devices"
+    where = "the device" if mesh.size == 1 else f"each of {mesh.size} devices"
     return [
         *(f"{name:24} {size(total):>12}  {size(each):>12} a device" for name, total, each in rows),
-        f"expected on {where}: {size(on_device)}, and {size(rows[4][2])} of host memory",
+        f"expected on {where}: {size(on_device)}, and {size(host)} of host memory",
     ]
+
+
+def device_bytes(row: Residual, mesh: AnyMesh) -> int:
+    """A residual's bytes on each device: a value with a name is split by its axes, another one as the batch is."""
+    name = next((name for name in row.names if name in VALUES), None)
+    if name is None:
+        return row.bytes // batch_parts(mesh)
+    shard = NamedSharding(mesh, RULES.spec(*VALUES[name])).shard_shape(row.shape)
+    return row.bytes * math.prod(shard) // math.prod(row.shape)
 
 
 def compiled_memory(compiled: jax.stages.Compiled) -> str:

@@ -1,6 +1,7 @@
 """Where arrays live: the device mesh, and one set of rules from logical axes to mesh axes."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +37,27 @@ class Rules:
     vocab: MeshAxes = "tensor"
     layers: MeshAxes = None  # the leading axis of stacked layers
 
-    def spec(self, *axes: str) -> PartitionSpec:
-        return PartitionSpec(*(getattr(self, axis) for axis in axes))
+    def spec(self, *axes: str | None) -> PartitionSpec:
+        return PartitionSpec(*(axis and getattr(self, axis) for axis in axes))
 
 
 RULES = Rules()
+
+_STREAM = ("batch", "sequence", "residual")
+_HEADS, _KV_HEADS = ("batch", "sequence", "heads", "head"), ("batch", "sequence", "kv_heads", "head")
+_WIDE = ("batch", "sequence", "mlp")
+# The logical axes of the model's values, by the names of its residuals: `constrain` splits by them, a report divides.
+VALUES = {
+    **dict.fromkeys(("layer_input", "attn/norm", "attn/out", "mlp_input", "mlp/norm", "mlp/fc2"), _STREAM),
+    **dict.fromkeys(("attn/q", "attn/context"), _HEADS),
+    **dict.fromkeys(("attn/k", "attn/v"), _KV_HEADS),
+    **dict.fromkeys(("mlp/fc1.gate", "mlp/fc1.up", "mlp/act"), _WIDE),
+    "(matrix product)": _HEADS,  # without a name of their own: q and k before RoPE
+    # Of the loss. The leading axis is of parts of the batch, as many as the batch is split into.
+    "last_norm": ("batch", "residual"),
+    "unembedding": ("batch", "vocab", "residual"),
+    "logits": ("batch", None, "sequence", "vocab"),
+}
 
 
 def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -83,14 +100,20 @@ def on_mesh[**P, R](mesh: AnyMesh, f: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def constrain(x: jax.Array, *axes: str) -> jax.Array:
-    """An activation split over the mesh of `on_mesh` by its logical axes; outside of one, x itself.
+def constrain(x: jax.Array, value: str) -> jax.Array:
+    """One of the model's VALUES, split over the mesh of `on_mesh`; outside of one, x itself.
 
     A name goes before it, next to the value's definition: a policy then finds a matrix product under the name.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    return jax.lax.with_sharding_constraint(x, RULES.spec(*axes))
+    return jax.lax.with_sharding_constraint(x, RULES.spec(*VALUES[value]))
+
+
+def batch_parts(mesh: AnyMesh | None = None) -> int:
+    """Into how many parts a batch is split; without a mesh given, over that of `on_mesh`: 1 outside of one."""
+    sizes = (mesh or jax.sharding.get_abstract_mesh()).shape
+    return math.prod(sizes.get(axis, 1) for axis in RULES.batch)
 
 
 def batch_sharding(mesh: AnyMesh) -> NamedSharding:

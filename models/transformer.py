@@ -10,9 +10,9 @@ import jaxoffload
 from jaxoffload import Policy, tag
 from models.attention import Attention, rotations
 from models.config import Model
-from models.layers import RMSNorm, weight
+from models.layers import RMSNorm, rms_norm, weight
 from models.mlp import MLP
-from models.sharding import constrain
+from models.sharding import batch_parts, constrain
 
 
 class Layer(nnx.Module):
@@ -43,7 +43,7 @@ class Transformer(nnx.Module):
     def __call__(self, tokens_BxS: jax.Array, policy: Policy) -> jax.Array:
         """The residual stream behind the last layer, (batch, sequence, d_model) in the compute dtype."""
         x_BxSxD = self.embedding_VxD[tokens_BxS].astype(self.config.dtype)
-        x_BxSxD = constrain(x_BxSxD, "batch", "sequence", "residual")
+        x_BxSxD = constrain(x_BxSxD, "layer_input")
         rotation = rotations(tokens_BxS.shape[1], self.config.d_head, self.config.rope_theta)
         graph, params = nnx.split(self.layers)
 
@@ -52,12 +52,6 @@ class Transformer(nnx.Module):
 
         x_BxSxD, _ = jaxoffload.scan(layer, x_BxSxD, params, policy=policy, strict=False)
         return x_BxSxD
-
-    def logits(self, x_BxSxD: jax.Array) -> jax.Array:
-        """Float32 logits (batch, sequence, vocabulary) of the residual stream."""
-        table_VxD = self.embedding_VxD if self.config.tied_embeddings else self.unembedding_VxD
-        logits_BxSxV = jnp.einsum("BSD,VD->BSV", self.norm(x_BxSxD), table_VxD.astype(x_BxSxD.dtype))
-        return constrain(logits_BxSxV, "batch", "sequence", "vocab").astype(jnp.float32)
 
 
 def stacked(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
@@ -73,20 +67,38 @@ def next_token_loss(model: Transformer, tokens_BxS1: jax.Array, policy: Policy, 
     """
     x_BxSxD = model(tokens_BxS1[:, :-1], policy)
     B, S, D = x_BxSxD.shape
+    P, C = batch_parts(), chunk
+    scale_PxD, table_PxVxD = head(model, P, x_BxSxD.dtype)
     chunks = (
-        jnp.swapaxes(x_BxSxD.reshape(B, S // chunk, chunk, D), 0, 1),
-        jnp.swapaxes(tokens_BxS1[:, 1:].reshape(B, S // chunk, chunk), 0, 1),
+        jnp.moveaxis(x_BxSxD.reshape(P, B // P, S // C, C, D), 2, 0),
+        jnp.moveaxis(tokens_BxS1[:, 1:].reshape(P, B // P, S // C, C), 2, 0),
     )
 
     @jax.checkpoint
-    def add(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        x_BxCxD, targets_BxC = chunk
-        logits_BxCxV = model.logits(x_BxCxD)
-        target_BxC = jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], axis=-1)[..., 0]
-        return total + jnp.sum(jax.nn.logsumexp(logits_BxCxV, axis=-1) - target_BxC), None
+    def add(total_P: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        x_PxBxCxD, targets_PxBxC = chunk
+        x_PxBxCxD = rms_norm(x_PxBxCxD, scale_PxD[:, None, None], model.config.norm_eps)
+        logits_PxBxCxV = jnp.einsum("PBCD,PVD->PBCV", x_PxBxCxD, table_PxVxD.astype(x_PxBxCxD.dtype))
+        logits_PxBxCxV = constrain(logits_PxBxCxV, "logits").astype(jnp.float32)
+        target_PxBxC = jnp.take_along_axis(logits_PxBxCxV, targets_PxBxC[..., None], axis=-1)[..., 0]
+        return total_P + jnp.sum(jax.nn.logsumexp(logits_PxBxCxV, axis=-1) - target_PxBxC, axis=(1, 2)), None
 
-    total, _ = jax.lax.scan(add, jnp.float32(0), chunks)
-    return total / (B * S)
+    total_P, _ = jax.lax.scan(add, jnp.zeros(P, jnp.float32), chunks)
+    return jnp.sum(total_P) / (B * S)
+
+
+def head(model: Transformer, parts: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """The last norm's scale and the unembedding, once for each part of a split batch: (parts, ...) float32.
+
+    Devices with different rows then have weights of their own, gathered here once. Each sums the gradient of its own
+    over all chunks, and these sums are added up once: within the loop over chunks no device waits for another, but for
+    those of the tensor axis.
+    """
+    table_VxD = model.embedding_VxD if model.config.tied_embeddings else model.unembedding_VxD
+    # Rounded before it is gathered, which halves what is sent; float32 again for the sum of the chunks' gradients.
+    table_PxVxD = jnp.broadcast_to(table_VxD.astype(dtype)[None], (parts, *table_VxD.shape))
+    scale_PxD = jnp.broadcast_to(model.norm.scale_D[None], (parts, *model.norm.scale_D.shape))
+    return constrain(scale_PxD, "last_norm"), constrain(table_PxVxD, "unembedding").astype(jnp.float32)
 
 
 def matmul_params(config: Model) -> int:

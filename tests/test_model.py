@@ -111,7 +111,7 @@ def test_logits_exist_for_one_chunk_only():
     made = program(tiny_config(loss_chunk=4), abstract_mesh(Mesh()))
     jaxpr = jax.make_jaxpr(jax.grad(made.loss))(made.state.params, made.microbatch)
     shapes = {v.aval.shape for eqn in equations(jaxpr) for v in eqn.outvars if TINY.vocab_size in v.aval.shape}
-    assert (4, 4, TINY.vocab_size) in shapes  # batch, chunk, vocabulary
+    assert (1, 4, 4, TINY.vocab_size) in shapes  # parts of the batch, batch, chunk, vocabulary
     sizes = [math.prod(shape) for shape in shapes if TINY.d_model not in shape]
     assert max(sizes) == 4 * 4 * TINY.vocab_size
 

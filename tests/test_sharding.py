@@ -1,6 +1,8 @@
 """Sharding: parameters lie where the rules say, and a mesh computes what one device computes."""
 
 import dataclasses
+import math
+import re
 from types import SimpleNamespace
 
 import jax
@@ -11,11 +13,13 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+import jaxoffload
 from jaxoffload import Policy
 from models.config import Config, Mesh, Model, Train
 from models.mlp import MLP
 from models.reading import ConfigError
-from models.sharding import make_mesh, process_block
+from models.report import device_bytes
+from models.sharding import VALUES, make_mesh, process_block
 from models.step import Program, adamw, program, shardings_of, step_for
 
 CONFIG = Config(
@@ -26,8 +30,14 @@ CONFIG = Config(
 TOKENS = np.asarray(jax.random.randint(jax.random.key(7), (16, 13), 0, 320))
 
 
-def on(sizes: Mesh, **train) -> Program:
-    config = dataclasses.replace(CONFIG, mesh=sizes, train=dataclasses.replace(CONFIG.train, **train))
+def on(sizes: Mesh, remat: Policy = CONFIG.remat, model: dict | None = None, **train) -> Program:
+    config = dataclasses.replace(
+        CONFIG,
+        model=dataclasses.replace(CONFIG.model, **(model or {})),
+        remat=remat,
+        mesh=sizes,
+        train=dataclasses.replace(CONFIG.train, **train),
+    )
     count = sizes.data * sizes.fsdp * sizes.tensor
     return program(config, make_mesh(sizes, jax.devices()[:count]))
 
@@ -90,6 +100,55 @@ def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
     np.testing.assert_allclose(loss, one_device[0], rtol=1e-6)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, gradients, one_device[1])
+
+
+def test_the_compiled_step_splits_residuals_as_the_report_says():
+    made = on(Mesh(2, 2, 2), remat=Policy(default="save"))
+
+    def kept(params, tokens):
+        return jax.tree.leaves(jax.vjp(lambda params: made.loss(params, tokens), params)[1])
+
+    arguments = (made.state.params, made.microbatch)
+    compiled = jax.jit(kept, in_shardings=shardings_of(arguments)).lower(*arguments).compile()
+    shapes = [leaf.shape for leaf in jax.eval_shape(kept, *arguments)]
+    shards = {shape: s.shard_shape(shape) for shape, s in zip(shapes, compiled.output_shardings, strict=True)}
+    rows = [row for row in jaxoffload.residuals(made.loss, *arguments) if row.state == "saved" and row.names]
+    assert len(rows) == 11
+    assert {name for row in rows for name in row.names} < VALUES.keys()
+    for row in rows:
+        stacked = (row.layers, *row.shape)
+        assert device_bytes(row, made.tokens.sharding.mesh) == 4 * math.prod(shards[stacked]), row
+    parts = {math.prod(shape) // math.prod(shard) for shape, shard in shards.items()}
+    assert {4, 8} <= parts  # the residual stream is whole on the tensor axis, heads and d_ff are not
+
+
+def test_the_loss_communicates_as_often_however_many_chunks_it_has():
+    def collectives(chunk: int) -> int:
+        made = on(Mesh(2, 4, 1), model={"layers": 1}, loss_chunk=chunk)
+        arguments = (made.state.params, made.microbatch)
+        gradient = jax.jit(
+            jax.grad(made.loss), in_shardings=shardings_of(arguments), out_shardings=shardings_of(arguments[0])
+        )
+        return executed_collectives(gradient.lower(*arguments).compile().as_text())
+
+    assert collectives(chunk=2) == collectives(chunk=12) > 10
+
+
+def executed_collectives(hlo: str) -> int:
+    """How many collectives a compiled program runs, those in a loop once for each of its turns."""
+    computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL))
+
+    def count(name: str) -> int:
+        total = 0
+        for line in computations[name].splitlines():
+            total += bool(re.search(r" (all-gather|all-reduce|reduce-scatter|all-to-all)(-start)?\(", line))
+            if body := re.search(r" while\(.* body=%?([\w.\-]+)", line):
+                total += int(re.search(r'"known_trip_count":\{"n":"(\d+)"', line)[1]) * count(body[1])
+            elif called := re.search(r" (?:call|fusion)\(.* (?:to_apply|calls)=%?([\w.\-]+)", line):
+                total += count(called[1])
+        return total
+
+    return count(re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)[1])
 
 
 def test_accumulated_steps_on_a_mesh_have_the_gradient_of_one_device(one_device):

@@ -176,7 +176,7 @@ def test_jax_remat3_is_refused():
     f = lambda x, w: jnp.sin(tag(x @ w, "fc1"))
     remembered = checkpoint(f, policy=off)
     jax.make_jaxpr(gradient(remembered))(X, WS[0])
-    later = jax.make_jaxpr(remembered)(X, WS[0])
+    later = jax.make_jaxpr(checkpoint(f, policy=policy({"fc1": "save"})))(X, WS[0])
     jax.config.update("jax_remat3", True)
     try:
         for g in (
@@ -190,6 +190,8 @@ def test_jax_remat3_is_refused():
                 jax.make_jaxpr(gradient(g))(X, WS[0])
         with pytest.raises(NotImplementedError, match=r"jax_remat3 is on.*jax.config.update"):
             _fresh()
+        with pytest.raises(NotImplementedError, match=r"jax_remat3 is on.*jax.config.update"):
+            remembered(X, WS[0])
     finally:
         jax.config.update("jax_remat3", False)
 

@@ -569,8 +569,9 @@ def test_rule_9_min_offload_bytes_judges_a_composite_whole():
 
 def test_rule_9_only_the_leaves_of_one_tag_are_one_composite():
     def f(x, w):
-        for k in range(2):
-            pair = tag({"gate": x @ (w + k), "up": x @ (w - k)}, "fc1")
+        for rows in (4, 2):
+            x = x[:rows]
+            pair = tag({"gate": x @ w, "up": x @ (w + 1)}, "fc1")
             x = jnp.sin(pair["gate"]) * jnp.sin(pair["up"])
             x = jnp.sin(tag(x @ w, "x"))
         return x
@@ -578,14 +579,17 @@ def test_rule_9_only_the_leaves_of_one_tag_are_one_composite():
     moved = lambda least: kept(
         checkpoint(f, policy=Policy({"fc1": "offload", "x": "offload"}, min_offload_bytes=least)), X, W
     )
-    assert moved(ONE) == {HOST: 6}
-    assert moved(2 * ONE) == {HOST: 4, DEVICE: 2}  # two values named x are judged apart
-    assert moved(2 * ONE + 1) == {DEVICE: 6}
+    half = lambda place: (place, "float32", (2, 8))
+    assert moved(ONE // 2) == {HOST: 3, half("host"): 3}
+    assert moved(ONE) == {HOST: 3, half("host"): 2, half("device"): 1}
+    assert moved(ONE + 1) == {HOST: 2, DEVICE: 1, half("device"): 3}  # the values named x are no composite
+    assert moved(2 * ONE + 1) == {DEVICE: 3, half("device"): 3}
 
 
 def test_rule_9_composites_of_two_scopes_are_judged_apart():
-    f = checkpoint(two_scopes, policy=Policy({"fc1": "offload"}, min_offload_bytes=2 * ONE + 1))
-    assert kept(f, X, W) == {DEVICE: 4}
+    moved = lambda least: kept(checkpoint(two_scopes, policy=Policy({"fc1": "offload"}, min_offload_bytes=least)), X, W)
+    assert moved(2 * ONE) == {HOST: 4}
+    assert moved(2 * ONE + 1) == {DEVICE: 4}
 
 
 # ---------------------------------------------------------------------------------------------- 10

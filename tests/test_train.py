@@ -516,3 +516,30 @@ def test_a_curve_of_no_finite_loss_is_drawn(tmp_path):
     assert read["loss"] is None and read["grad_norm"] is None and read["tokens_per_second"] == 1.0
     journal.draw()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- on a GPU ----
+
+# configs/llama3-8b.yaml with its residuals, an eighth as wide, of 4 layers and with short sequences.
+SCALED = """
+model.vocab_size=300 model.layers=4 model.d_model=512 model.heads=4 model.kv_heads=1 model.d_ff=1792
+train.steps=8 train.batch_size=8 train.seq_len=512 train.loss_chunk=256 train.warmup_steps=2 train.learning_rate=1e-3
+train.log_every=1 train.eval_every=4 train.eval_batches=1 train.checkpoint_every=4 remat.min_offload_bytes=0
+data.valid_fraction=0.2
+"""
+
+
+@pytest.mark.gpu
+def test_llama_scaled_down_trains_with_offload_and_cudnn_has_the_losses_of_xla(config, tmp_path, capsys):
+    path, cache = load(config).data.path, load(config).data.cache_dir
+    here = [*SCALED.split(), f"data.path={path}", f"data.cache_dir={cache}", f"mesh.fsdp={jax.device_count()}"]
+    for attention in ("cudnn", "xla"):
+        chosen = [f"model.attention={attention}", f"train.out={tmp_path}/{attention}"]
+        assert train.main([f"{ROOT}/configs/llama3-8b.yaml", *here, *chosen]) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines() if " offloaded " in line]
+        assert {row[0] for row in rows} == {"layer_input", "mlp_input", "mlp/fc1.gate"}
+    for key in ("loss", "valid_loss"):
+        cudnn, xla = (losses(tmp_path / attention, key) for attention in ("cudnn", "xla"))
+        assert cudnn.keys() == xla.keys() and cudnn[8] < max(cudnn.values()) - 0.3
+        # Nats a token. Both round to bfloat16, 8 bits, at different places; a wrong mask or scale is off by more.
+        np.testing.assert_allclose([*cudnn.values()], [*xla.values()], atol=0.02, rtol=0)

@@ -164,6 +164,15 @@ def test_a_gpu_with_a_jaxlib_that_returns_wrong_gradients_is_refused(monkeypatch
             _fresh()
 
 
+def test_the_gate_is_asked_though_plans_are_remembered(monkeypatch):
+    f = checkpoint(lambda x, w: jnp.sin(tag(x @ w, "fc1")), policy=policy({"fc1": "offload"}))
+    jax.make_jaxpr(gradient(f))(X, WS[0])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jaxlib, "__version__", "0.11.1")
+    with pytest.raises(NotImplementedError, match=r"install jaxlib >= 0.11.2"):
+        jax.make_jaxpr(gradient(f))(X, WS[0])
+
+
 def _fresh():
     """Traces a body of its own, for what was traced before is remembered."""
     rules = policy({"fc1": "offload"}, resident_layers=0)

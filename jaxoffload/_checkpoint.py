@@ -101,7 +101,6 @@ def bind(
     policy: Policy,
     strict: bool,
     prevent_cse: bool = True,
-    layers: Layers | None = None,
 ) -> list[Any]:
     """Evaluate `jaxpr` under a policy. `roles`, of its constants and then its inputs, are those of `make_plan`."""
     consts = jaxpr.consts
@@ -113,19 +112,21 @@ def bind(
         policy=policy,
         strict=strict,
         prevent_cse=prevent_cse,
-        layers=layers,
     )
 
 
 def cached[T](make: Callable[..., T]) -> Callable[..., T]:
-    """`make(jaxpr, *key)`, remembered while `jaxpr` lives: an eager loop over layers then plans and traces once."""
-    memory: weakref.WeakKeyDictionary[Jaxpr, dict[Any, T]] = weakref.WeakKeyDictionary()
+    """`make(of, *key)`, remembered while `of` lives: an eager loop over layers then plans and traces once.
+
+    `of`: a jaxpr, or something else that is hashed by its identity. The result must not refer to it.
+    """
+    memory: weakref.WeakKeyDictionary[Any, dict[Any, T]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(make)
-    def remembered(jaxpr: Jaxpr, *key: Any) -> T:
-        made = memory.setdefault(jaxpr, {})
+    def remembered(of: Any, *key: Any) -> T:
+        made = memory.setdefault(of, {})
         if key not in made:
-            made[key] = make(jaxpr, *key)
+            made[key] = make(of, *key)
         return made[key]
 
     return remembered
@@ -155,16 +156,14 @@ def differentiated(
     policy: Policy,
     strict: bool,
     prevent_cse: bool,
-    layers: Layers | None,
+    layers: Layers | None = None,
 ) -> Differentiated:
     """The JVP of `jaxpr` with respect to the perturbed inputs, under the plan that the policy makes of it."""
     whole = judged(jaxpr, roles, policy, strict)
     jvp, consts, out_perturbed, all_roles = _jvp_of(jaxpr, perturbed, roles, policy.dots != "recompute")
     plan, planned = make_plan(jvp, policy, all_roles, layers, strict and whole is None)
-    if whole:
-        plan = dataclasses.replace(plan, seen=whole.seen, notes=whole.notes)
-    if layers is None:
-        plan = dataclasses.replace(plan, notes=(NO_LAYERS, *plan.notes))
+    seen, notes = (whole.seen, whole.notes) if whole else (plan.seen, plan.notes)
+    plan = dataclasses.replace(plan, seen=seen, notes=(NO_LAYERS, *notes))
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=plan, prevent_cse=prevent_cse)
     return Differentiated(run, consts, out_perturbed, plan, planned.in_avals, sum(perturbed))
 
@@ -240,21 +239,19 @@ def _jvp(
     return primals_out, [next(outs) if p else zero(y) for p, y in zip(made.out_perturbed, primals_out, strict=True)]
 
 
-def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], *, layers: Layers | None, **params: Any) -> Differentiated:
+def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], **params: Any) -> Differentiated:
     """`differentiated`, or the same with all on the device. Not remembered: it depends on the environment."""
     refuse_remat3()
-    key = plan_key(layers=layers, **params)
+    key = plan_key(**params)
     made = differentiated(jaxpr, perturbed, *key)
     if not made.plan.offloads:
         return made
     refuse_wrong_offload()
     refuse_ordered_effects("checkpoint", jaxpr)
-    alone = layers is None and host_pool_bytes() is not None
-    if alone and not layers_that_fit(
-        "checkpoint", 1, _host_bytes(jaxpr, perturbed, *key), params["policy"].on_host_full
-    ):
-        key = plan_key(layers=Layers("save", "on_host_full"), **params)
-    return differentiated(jaxpr, perturbed, *key)
+    if host_pool_bytes() is None:
+        return made
+    fits = layers_that_fit("checkpoint", 1, _host_bytes(jaxpr, perturbed, *key), params["policy"].on_host_full)
+    return made if fits else differentiated(jaxpr, perturbed, *key, Layers("save", "on_host_full"))
 
 
 @cached
@@ -262,8 +259,8 @@ def _host_bytes(jaxpr: Jaxpr, perturbed: tuple[bool, ...], *key: Any) -> int:
     return host_bytes(differentiated(jaxpr, perturbed, *key))
 
 
-def plan_key(*, roles: Any, policy: Policy, strict: bool, prevent_cse: bool, layers: Layers | None) -> tuple[Any, ...]:
-    return roles, policy, strict, prevent_cse, layers
+def plan_key(*, roles: Any, policy: Policy, strict: bool, prevent_cse: bool) -> tuple[Any, ...]:
+    return roles, policy, strict, prevent_cse
 
 
 def _batch(

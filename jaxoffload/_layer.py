@@ -5,7 +5,6 @@ plan. Where the kept values live between forward and backward is not its busines
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from typing import Literal as OneOf
@@ -61,13 +60,15 @@ class Layer:
     """A body and its derivative.
 
     Attributes:
+      consts, carry: how many of the operands, and of the results, are constants and carry.
       forward: operands -> carry, ys, and those residuals that are no operands.
       linear: all residuals, tangents of the perturbed operands -> tangents of the perturbed results.
       kept: the residuals, in the order of `linear`.
       perturbed, out_perturbed: which operands and which results have tangents.
     """
 
-    body: Body
+    consts: int
+    carry: int
     forward: Jaxpr
     linear: Jaxpr
     kept: tuple[Kept, ...]
@@ -82,7 +83,7 @@ class Layer:
         avals = self.forward.out_avals[len(self.forward.out_avals) - len(stored) :]
         return sum(nbytes(a) for a, place in zip(avals, stored, strict=True) if place == "host")
 
-    @functools.cache  # noqa: B019 (a layer lives as long as its body, and so may this)
+    @cached
     def backward(self, wanted: tuple[bool, ...]) -> Jaxpr:
         """All residuals, cotangents of the wanted among the perturbed results -> those of the perturbed operands."""
         outs = [v for v, w in zip(self.linear.outvars, wanted, strict=True) if w]
@@ -130,7 +131,7 @@ def linearize(
     stored = [v for v, k in zip(known.outvars[len(out_perturbed) :], kept, strict=True) if k.place != "operand"]
     outs = [*known.outvars[: len(out_perturbed)], *stored]
     forward = known.replace(outvars=outs, debug_info=_without_paths(known))
-    return Layer(body, forward, linear, kept, plan, perturbed, out_perturbed)
+    return Layer(consts, carry, forward, linear, kept, plan, perturbed, out_perturbed)
 
 
 def differentiate(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:

@@ -20,6 +20,7 @@ from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ._checkpoint import cached
 from ._layer import Layer, Origin
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -100,7 +101,7 @@ class Loops:
     @property
     def results(self) -> int:
         """How many results the scan has: carry and ys."""
-        return len(self.parts[0].layer.body.jaxpr.outvars)
+        return len(self.parts[0].layer.out_perturbed)
 
     def origin(self, index: int) -> Origin:
         """Of a result of the forward pass."""
@@ -241,17 +242,21 @@ def _filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> A
     return lax.pcast(array, varying, to="varying") if varying else array
 
 
-def _pass(name: str, run: Callable[..., list[Any]], batch: Callable[..., Any]) -> Primitive:
-    """A primitive, so that it can be batched layer by layer: a stack in host memory cannot be transposed."""
+def _pass(name: str, run: Callable[..., list[Any]], batch: Callable[..., Any]) -> tuple[Primitive, Callable[..., Any]]:
+    """A primitive, so that it can be batched layer by layer (a stack in host memory cannot be transposed); and the
+    function that binds it, given what `run` takes."""
     primitive = Primitive(name)
     primitive.multiple_results = True
-    jitted = jax.jit(run, static_argnums=0)
-    # The jaxprs are a parameter too, for JAX and others who look for equations inside of equations.
-    run_with = lambda *args, loops, jaxprs: run(loops, *args)
 
-    def abstract(*avals: Any, loops: Loops, jaxprs: Any) -> Any:
-        jaxpr = jax.make_jaxpr(functools.partial(run, loops))(*avals)
-        return jaxpr.out_avals, jaxpr.effects
+    @cached
+    def traced(loops: Loops, *avals: Any) -> Jaxpr:
+        return jax.make_jaxpr(functools.partial(run, loops))(*avals)
+
+    def bind(loops: Loops, *args: Any) -> list[Any]:
+        return primitive.bind(*args, jaxpr=traced(loops, *map(jax.typeof, args)), loops=loops)
+
+    def evaluate(*args: Any, jaxpr: Jaxpr, loops: Loops) -> list[Any]:
+        return jaxpr_as_fun(jaxpr)(*args)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(
@@ -259,16 +264,21 @@ def _pass(name: str, run: Callable[..., list[Any]], batch: Callable[..., Any]) -
             "use jax.lax.scan where you need second derivatives"
         )
 
-    primitive.def_impl(lambda *args, loops, jaxprs: jitted(loops, *args))
-    primitive.def_effectful_abstract_eval(abstract)
-    mlir.register_lowering(primitive, mlir.lower_fun(run_with, multiple_results=True))
+    primitive.def_impl(lambda *args, jaxpr, loops: _jitted(jaxpr)(*args))
+    primitive.def_effectful_abstract_eval(lambda *_, jaxpr, loops: (jaxpr.out_avals, jaxpr.effects))
+    mlir.register_lowering(primitive, mlir.lower_fun(evaluate, multiple_results=True))
     batching.fancy_primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = refuse
-    return primitive
+    return primitive, bind
+
+
+@cached
+def _jitted(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+    return jax.jit(jaxpr_as_fun(jaxpr.replace()))  # a copy, for the result must not refer to the key
 
 
 def _batch_forward(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loops: Loops, jaxprs: Any
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, jaxpr: Jaxpr, loops: Loops
 ) -> tuple[list[Any], list[int]]:
     """The carry, and so all that is computed, is batched; constants and xs as they are."""
     first, last = loops.consts, loops.consts + loops.carry
@@ -277,14 +287,14 @@ def _batch_forward(
     args = list(map(_axis_to, stacked, args, dims, sizes))
     layer_dims = [None if d is None and size is None else 0 for d, size in zip(dims, sizes, strict=True)]
     batched = _batched(loops, axis, [layer_dims] * len(loops.parts))
-    ys = len(loops.parts[0].layer.body.jaxpr.outvars) - loops.carry
+    ys = loops.results - loops.carry
     return forward_p.bind(*args, loops=batched), [0] * loops.carry + [1] * ys + [
         *map(int, jax.tree.leaves(loops.saved))
     ]
 
 
 def _batch_backward(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, loops: Loops, jaxprs: Any
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, jaxpr: Jaxpr, loops: Loops
 ) -> tuple[list[Any], list[int]]:
     """The cotangents are batched; what was kept as it is."""
     form, tree = jax.tree.flatten(loops.saved)
@@ -299,7 +309,7 @@ def _batch_backward(
     for part, saved in zip(loops.parts, jax.tree.unflatten(tree, layer_dims[len(loops.reads) : kept]), strict=True):
         residuals = _in_order(part, read, saved.host, saved.device, saved.once)
         in_dims.append(residuals + [0] * (len(args) - kept))
-    outs = run_backward(args, _batched(loops, axis, in_dims))
+    outs = run_backward(_batched(loops, axis, in_dims), *args)
     return outs, [0] * (loops.consts + loops.carry) + [1] * (len(outs) - loops.consts - loops.carry)
 
 
@@ -320,15 +330,5 @@ def _batched(loops: Loops, axis: Any, in_dims: Sequence[Sequence[int | None]]) -
     return dataclasses.replace(loops, parts=tuple(map(batched, loops.parts, in_dims)))
 
 
-forward_p = _pass("jaxoffload_forward", _forward, _batch_forward)
-backward_p = _pass("jaxoffload_backward", _backward, _batch_backward)
-
-
-def run_forward(operands: Sequence[Any], loops: Loops) -> list[Any]:
-    """Constants, carry, xs -> carry, ys, and what the parts keep, flat (`Loops.saved`)."""
-    return forward_p.bind(*operands, loops=loops, jaxprs=tuple(part.jaxpr for part in loops.parts))
-
-
-def run_backward(args: Sequence[Any], loops: Loops) -> list[Any]:
-    """The operands that are residuals, what the parts keep, cotangents of carry and ys -> those of operands."""
-    return backward_p.bind(*args, loops=loops, jaxprs=tuple(part.jaxpr for part in loops.parts))
+forward_p, run_forward = _pass("jaxoffload_forward", _forward, _batch_forward)
+backward_p, run_backward = _pass("jaxoffload_backward", _backward, _batch_backward)

@@ -246,7 +246,7 @@ class _Plans:
             if eqn.primitive in (forward_p, backward_p):
                 for part in eqn.params["loops"].parts:
                     self._meet(part.layer.plan, owner)
-                    self._walk(part.jaxpr, layers * part.layers, here, owner)
+                self._walk(eqn.params["jaxpr"], layers, here, owner)
 
     def _meet(self, plan: Plan, owner: Plan | None) -> None:
         if owner and plan != owner:

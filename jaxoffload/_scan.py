@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun, new_jaxpr_
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from ._checkpoint import judged
+from ._checkpoint import cached, judged
 from ._layer import Body, Layer, linearize, perturbed_carry
 from ._loops import Loops, Part, run_backward, run_forward
 from ._memory import layers_that_fit
@@ -129,17 +129,15 @@ def _jvp(
     body = Body(jaxpr, consts, carry)
     judged(jaxpr, body.roles, policy, strict)
     perturbed = perturbed_carry(body, [type(t) is not ad.Zero for t in tangents], policy)
-    parts = _parts(body, perturbed, policy, params["length"])
-    loops = Loops(parts, params["length"], params["reverse"], params["unroll"], body.consts, body.carry)
-    outs = run_forward(primals, loops)
-    primals_out, saved = outs[: len(body.jaxpr.outvars)], outs[len(body.jaxpr.outvars) :]
+    offloaded = _layers_that_offload(body, perturbed, policy, params["length"])
+    loops = _loops(*body, perturbed, policy, offloaded, params["length"], params["reverse"], params["unroll"])
+    outs = run_forward(loops, *primals)
+    primals_out, saved = outs[: loops.results], outs[loops.results :]
 
-    numbers = sorted({k.operand for part in parts for k in part.layer.kept if k.place == "operand"})
-    loops = dataclasses.replace(loops, reads=tuple((number, number < body.consts) for number in numbers))
-    reads = [primals[number] for number in numbers]
+    reads = [primals[number] for number, _ in loops.reads]
     moving = [ad.instantiate_zeros(t) for t, p in zip(tangents, perturbed, strict=True) if p]
     tangent_avals = [jax.typeof(x).to_tangent_aval() for x in primals_out]
-    out_perturbed = parts[0].layer.out_perturbed
+    out_perturbed = loops.parts[0].layer.out_perturbed
     avals = tuple(a for a, p in zip(tangent_avals, out_perturbed, strict=True) if p)
     found = iter(linear_p.bind(*reads, *saved, *moving, loops=loops, avals=avals))
     return primals_out, [next(found) if p else ad.Zero(a) for a, p in zip(tangent_avals, out_perturbed, strict=True)]
@@ -151,29 +149,50 @@ def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) 
     return rule(saveable, unknown, instantiate, eqn.replace(primitive=lax.scan_p, params=_lax_params(eqn.params)))
 
 
-def _parts(body: Body, perturbed: tuple[bool, ...], policy: Policy, length: int) -> tuple[Part, ...]:
-    """The layers that offload, those that do what `other_layers` says, those that are resident."""
-    layer = linearize(*body, perturbed, policy, Layers())
-    moved = layer.host_bytes
-    offloaded = policy.offloaded_layers(length) if moved else 0
-    if offloaded:
-        offloaded = layers_that_fit("scan", offloaded, moved, policy.on_host_full)
-    resident = length - min(policy.resident_layers, length)
-    recompute = policy.other_layers == "recompute" and moved > 0
-    other = linearize(*body, perturbed, policy, Layers("recompute", "other_layers")) if recompute else layer
-    if not moved:
-        return (_part(0, length, 0, layer, ""),)
+def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy, length: int) -> int:
+    """How many do, by the policy, by what there is to offload, and by what the host has room for."""
+    each = linearize(*body, perturbed, policy, Layers()).host_bytes
+    wanted = policy.offloaded_layers(length) if each else 0
+    return layers_that_fit("scan", wanted, each, policy.on_host_full) if wanted else 0
 
-    # The layer behind those that offload can run in their loop, and its residuals stay where they are.
+
+@cached
+def _loops(
+    jaxpr: Jaxpr,
+    consts: int,
+    carry: int,
+    perturbed: tuple[bool, ...],
+    policy: Policy,
+    offloaded: int,
+    length: int,
+    reverse: bool,
+    unroll: int,
+) -> Loops:
+    """The forward pass: the layers that offload, those that do what `other_layers` says, those that are resident."""
+    layer = linearize(jaxpr, consts, carry, perturbed, policy, Layers())
+    resident = length - min(policy.resident_layers, length)
+    if not layer.host_bytes:
+        return _over([_part(0, length, 0, layer, "")], length, reverse, unroll)
+    other = layer
+    if policy.other_layers == "recompute" and offloaded < resident:
+        other = linearize(jaxpr, consts, carry, perturbed, policy, Layers("recompute", "other_layers"))
+    # The layer behind those that offload can run in their loop; its residuals stay where they are.
     rides = 0 < offloaded < length and (offloaded == resident or other is layer)
     reason = "resident" if offloaded == resident else "other_layers"
     start = offloaded + rides
-    parts = (
+    parts = [
         _part(0, start, offloaded, layer, reason),
         _part(start, resident, 0, other, "other_layers"),
         _part(max(start, resident), length, 0, layer, "resident"),
-    )
-    return tuple(part for part in parts if part.layers > 0)
+    ]
+    return _over([part for part in parts if part.layers > 0], length, reverse, unroll)
+
+
+def _over(parts: list[Part], length: int, reverse: bool, unroll: int) -> Loops:
+    layer = parts[0].layer
+    numbers = sorted({k.operand for part in parts for k in part.layer.kept if k.place == "operand"})
+    reads = tuple((number, number < layer.consts) for number in numbers)
+    return Loops(tuple(parts), length, reverse, unroll, layer.consts, layer.carry, reads)
 
 
 def _part(start: int, stop: int, on_host: int, layer: Layer, reason: str) -> Part:
@@ -202,12 +221,12 @@ def _forward_mode(*_: Any, **__: Any) -> Any:
 def _transpose(cotangents: Sequence[Any], *args: Any, loops: Loops, avals: Any) -> list[Any]:
     layer = loops.parts[0].layer
     kept, moving = args[: len(args) - sum(layer.perturbed)], args[len(args) - sum(layer.perturbed) :]
-    consts, carry, _ = (sum(perturbed) for perturbed in layer.body.split(layer.perturbed))
+    consts, carry = sum(layer.perturbed[: layer.consts]), sum(layer.out_perturbed[: layer.carry])
     wanted = tuple(i < carry or type(ct) is not ad.Zero for i, ct in enumerate(cotangents))
     parts = tuple(part._replace(jaxpr=part.layer.backward(wanted)) for part in loops.parts)
     loops = dataclasses.replace(loops, parts=parts, consts=consts, carry=carry)
     cts = [ad.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w]
-    found = run_backward([*kept, *cts], loops)
+    found = run_backward(loops, *kept, *cts)
     # The tangent of a carry that only later layers perturb is a constant zero.
     return [None] * len(kept) + [ct if ad.is_undefined_primal(x) else None for x, ct in zip(moving, found, strict=True)]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import orbax.checkpoint as ocp
 
 from models.config import Config, flat
-from models.reading import ConfigError, one_line
+from models.reading import ConfigError, blaming, one_line
 from models.step import State
 
 # With another value of these, the checkpoint would be of another model, which orbax could not restore, or its
@@ -55,7 +55,8 @@ def differences(config: Config, saved: Saved) -> dict[str, str]:
 def open_manager(out: Path) -> ocp.CheckpointManager:
     """Keeps the last two; a checkpoint gets its name when it is whole, so a kill leaves the one before."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
-    return ocp.CheckpointManager(_folder(out), options=options)
+    with blaming("train.out", str(out), "a folder that can be written"):
+        return ocp.CheckpointManager(_folder(out), options=options)
 
 
 def save(

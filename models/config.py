@@ -215,6 +215,13 @@ def _relations(config: Config) -> Iterator[tuple[tuple[str, ...], bool, str]]:
         model.attention != "cudnn" or model.d_head % 8 == 0,
         f"model.head_dim = {model.d_head}: must be a multiple of 8 for model.attention = 'cudnn'; or use xla",
     )
+    for key in ("data.cache_dir", "train.out"):
+        folder = _get(config, key)
+        yield (
+            (key,),
+            not os.path.expanduser(folder).startswith("~"),
+            f"{key} = {folder!r}: must be a folder; no such home",
+        )
     coordinator = distributed.coordinator
     yield (
         ("distributed.coordinator",),

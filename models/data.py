@@ -64,7 +64,7 @@ def load(
     if tokenizer is None and vocab_size < 257:
         raise ValueError(f"model.vocab_size = {vocab_size}: allowed is 257 (bytes and {END_OF_TEXT}) or more")
     files = files_of(path)
-    given = [] if tokenizer is None else [Path(tokenizer).expanduser()]
+    given = [] if tokenizer is None else [Path(os.path.expanduser(tokenizer))]
     bpe = _open_tokenizer(given[0]) if given else None
     if bpe is not None and _ids(bpe) > vocab_size:
         raise ValueError(f"model.vocab_size = {vocab_size}: allowed with {given[0]} is {_ids(bpe)}, its own, or more")

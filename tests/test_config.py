@@ -80,6 +80,8 @@ BAD_VALUES = {
         "2",
         "must be below distributed.num_processes = 2",
     ),
+    "train.out=~nobody_here/x": ("train.out", "'~nobody_here/x'", "no such home"),
+    "data.cache_dir=~nobody_here/x": ("data.cache_dir", "'~nobody_here/x'", "no such home"),
     "distributed.coordinator=node0; distributed.num_processes=2; distributed.process_id=0": (
         "distributed.coordinator",
         "'node0'",

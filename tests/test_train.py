@@ -199,7 +199,7 @@ def test_stopped_and_killed_and_resumed_the_curve_is_the_uninterrupted_one(confi
 
 
 def test_ctrl_c_saves_and_says_so(config, tmp_path):
-    process = spawn(command(config, f"train.out={tmp_path}", "train.steps=100000"))
+    process = spawn(command(config, f"train.out={tmp_path}", "train.steps=100000", "model.layers=1"))
     wait_for(process, lambda: len(losses(tmp_path)) > 2)
     process.send_signal(signal.SIGINT)
     text = finish(process, code=128 + signal.SIGINT)
@@ -266,7 +266,7 @@ def test_two_processes_have_the_losses_of_one_and_resume_each_other(eight, confi
 
 
 def test_a_signal_to_one_process_stops_all_at_one_step(config, tmp_path):
-    simple = ("mesh.data=8", "mesh.fsdp=1", "mesh.tensor=1")  # compiles fast
+    simple = ("mesh.data=8", "mesh.fsdp=1", "mesh.tensor=1", "model.layers=1")  # compiles fast
     processes = two_processes(config, tmp_path, *simple, "train.steps=100000")
     wait_for(processes[0], lambda: len(losses(tmp_path)) > 2)
     processes[1].send_signal(signal.SIGTERM)
@@ -342,6 +342,7 @@ def test_a_damaged_launcher_is_a_sentence(config, tmp_path, environment, said):
         (["data.path=/nowhere/*.txt"], "data.path = '/nowhere/*.txt': "),
         (["data.path=[/nowhere/*.txt, stdlib]"], "data.path = ('/nowhere/*.txt', 'stdlib'): "),
         (["data.tokenizer=/nowhere.json"], "data.tokenizer = /nowhere.json: "),
+        (["data.tokenizer=~nobody_here/x.json"], "data.tokenizer = ~nobody_here/x.json: "),
         (["data.cache_dir=/proc/x"], "data.cache_dir = '/proc/x': "),
         (["train.out=/proc/x"], "train.out = '/proc/x': "),
         (["train.seq_len=16384", "train.loss_chunk=16384"], "train.batch_size = 16: allowed is at most"),
@@ -438,8 +439,9 @@ def test_a_damaged_checkpoint_is_a_sentence(eight, config, tmp_path, monkeypatch
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_path, capsys):
     out = tmp_path / "out"
-    simple = ("mesh.data=8", "train.learning_rate=1e30", "train.log_every=100", "train.checkpoint_every=1")
-    assert train.main([str(config), *simple, f"train.out={out}"]) == 1
+    simple = ("mesh.data=8", "model.layers=1")  # compiles fast
+    rare = ("train.learning_rate=1e30", "train.log_every=100", "train.checkpoint_every=1")
+    assert train.main([str(config), *simple, *rare, f"train.out={out}"]) == 1
     said = capsys.readouterr()
     last = metrics.read(out / "metrics.jsonl")[-1]
     assert last["loss"] is None or last["grad_norm"] is None
@@ -451,11 +453,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_
 def test_the_validation_set_does_not_depend_on_grad_accumulation(config):
     seen = []
     for microbatches in (1, 2):
-        settings = load(config, ["mesh.data=8", f"train.grad_accumulation={microbatches}"])
+        settings = load(config, ["mesh.data=8", "model.layers=1", f"train.grad_accumulation={microbatches}"])
         made = program(settings, make_mesh(settings.mesh))
         params = jax.jit(made.init, out_shardings=shardings_of(made.state))().params
+        evaluate = jax.jit(made.evaluate)
         batches = [*train.open_source(settings, made, None).validation()]
-        seen.append((batches, [float(jax.jit(made.evaluate)(params, train.place(b, made.tokens))) for b in batches]))
+        seen.append((batches, [float(evaluate(params, train.place(rows, made.tokens))) for rows in batches]))
     assert len(seen[0][0]) == 2 and seen[0][0][0].shape == (16, 33)
     np.testing.assert_array_equal(seen[0][0], seen[1][0])
     np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-6)

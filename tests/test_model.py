@@ -315,3 +315,10 @@ def test_the_report_of_8b_tells_bytes_and_allocates_nothing():
     assert lines["optimizer"][:4] == ["59.8", "GiB", "7.5", "GiB"]  # two moments
     assert lines["residuals on the host"][:4] == ["85.2", "GiB", "10.7", "GiB"]  # 31 * 2816 MiB
     assert "mlp/fc2" in text and "was traced as xla" in text
+
+
+def test_a_tensor_axis_splits_heads_and_d_ff_but_not_the_residual_stream():
+    lines = report(load(CONFIGS / "llama3-8b.yaml", ["mesh.fsdp=4", "mesh.tensor=2"])).splitlines()
+    (host,) = (line for line in lines if line.startswith("residuals on the host"))
+    # layer_input and mlp_input over fsdp, fc1.gate over both: 31 * (2 * 512 / 4 + 1792 / 8) MiB.
+    assert host.split()[-4:] == ["14.5", "GiB", "a", "device"]

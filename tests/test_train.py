@@ -153,44 +153,48 @@ def wait_for(process: subprocess.Popen, happened) -> None:
         time.sleep(0.002)
 
 
-KILLED_WHEN_SAVED = """
+# A run that is sent a signal at a known moment: after the loss of a step, or when a checkpoint would get its name.
+SIGNALLED = """
 import os, signal, sys
-from models import train
+from models import metrics, train
 
-folder, rename = sys.argv[1], os.rename
+number, moment = signal.Signals[sys.argv[1]], sys.argv[2]
+write, rename = metrics.Journal.write, os.rename
 
-def killing(source, target):
-    if str(target) == folder:  # all is written, and the checkpoint would get its name
-        os.kill(os.getpid(), signal.SIGKILL)
+def signal_at(reached):
+    if reached == moment:
+        os.kill(os.getpid(), number)
+
+def writing(journal, record):
+    write(journal, record)
+    signal_at(f"loss of step {record['step']}" if "loss" in record else None)
+
+def renaming(source, target):  # as orbax does with a folder in which all is written
+    signal_at(os.path.relpath(target, os.path.dirname(os.path.dirname(target))))
     rename(source, target)
 
-os.rename = killing
-train.main(sys.argv[2:])
+metrics.Journal.write, os.rename = writing, renaming
+sys.exit(train.main(sys.argv[3:]))
 """
 
 
 def test_stopped_and_killed_and_resumed_the_curve_is_the_uninterrupted_one(config, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    # Steps of a tenth of a second: time enough to be stopped in between.
-    slow = ("model.layers=12", "train.batch_size=32", "train.seq_len=64")
-    text = finish(spawn(command(config, *slow, f"train.out={whole}")))
+    text = finish(spawn(command(config, f"train.out={whole}")))
     assert "mlp/fc1.gate" in text and "the compiled step needs" in text and "unigram" in text
 
-    again = command(config, *slow, f"train.out={broken}")
-    process = spawn(again)
-    wait_for(process, lambda: 3 in losses(broken))
-    process.send_signal(signal.SIGTERM)
-    text = finish(process, code=128 + signal.SIGTERM)
+    again = command(config, f"train.out={broken}")
+    signalled = lambda *how: spawn([sys.executable, "-c", SIGNALLED, *how, *again[3:]])
+    text = finish(signalled("SIGTERM", "loss of step 3"), code=128 + signal.SIGTERM)
     stopped = max(losses(broken))
     assert f"stopped by SIGTERM; step {stopped} of 24 is saved, and the same command continues" in text
-    assert 3 <= stopped < 24 and (broken / "checkpoints" / str(stopped)).is_dir()
+    assert 3 <= stopped < 8 and (broken / "checkpoints" / str(stopped)).is_dir()
 
-    later = 8 if stopped < 8 else 16
-    program = [sys.executable, "-c", KILLED_WHEN_SAVED, str(broken / "checkpoints" / str(later)), *again[3:]]
-    assert f"from its checkpoint at step {stopped}" in finish(spawn(program), code=-signal.SIGKILL)
+    text = finish(signalled("SIGKILL", "checkpoints/8"), code=-signal.SIGKILL)
+    assert f"from its checkpoint at step {stopped}" in text
     left = {folder.name for folder in (broken / "checkpoints").iterdir()}
-    assert str(stopped) in left and str(later) not in left
-    assert any(name.startswith(f"{later}.") for name in left), "the kill left no partial checkpoint"
+    assert str(stopped) in left and "8" not in left
+    assert any(name.startswith("8.") for name in left), "the kill left no partial checkpoint"
 
     assert f"from its checkpoint at step {stopped}" in finish(spawn(again))
     assert (broken / "metrics.jsonl").read_text().count('"loss"') == 24

@@ -287,10 +287,8 @@ def _batch_forward(
     args = list(map(_axis_to, stacked, args, dims, sizes))
     layer_dims = [None if d is None and size is None else 0 for d, size in zip(dims, sizes, strict=True)]
     batched = _batched(loops, axis, [layer_dims] * len(loops.parts))
-    ys = loops.results - loops.carry
-    return forward_p.bind(*args, loops=batched), [0] * loops.carry + [1] * ys + [
-        *map(int, jax.tree.leaves(loops.saved))
-    ]
+    stacks = [False] * loops.carry + [True] * (loops.results - loops.carry) + jax.tree.leaves(loops.saved)
+    return run_forward(batched, *args), list(map(int, stacks))
 
 
 def _batch_backward(

@@ -19,7 +19,7 @@ from ._checkpoint import cached, judged
 from ._memory import nbytes
 from ._plan import Layers, Plan, make_plan
 from ._policy import VERDICT, Policy
-from ._tags import PlanName, read_plan_name
+from ._tags import PlanName, outside_scopes, read_plan_name
 from ._values import CALLS, bodies, mark_dots
 
 # Between forward and backward a residual is: an "operand" (a constant or a slice of xs), which is read again; the same
@@ -87,11 +87,14 @@ class Layer:
     def backward(self, wanted: tuple[bool, ...]) -> Jaxpr:
         """All residuals, cotangents of the wanted among the perturbed results -> those of the perturbed operands."""
         outs = [v for v, w in zip(self.linear.outvars, wanted, strict=True) if w]
-        linear, size = self.linear.replace(outvars=outs, debug_info=_without_paths(self.linear)), len(self.kept)
+        linear, size = self.linear.replace(outvars=outs, debug_info=without_paths(self.linear)), len(self.kept)
         residuals, tangents = self.linear.in_avals[:size], self.linear.in_avals[size:]
 
         def transposed(residuals: list[Any], cotangents: list[Any]) -> Any:
-            return jax.linear_transpose(lambda *ts: jaxpr_as_fun(linear)(*residuals, *ts), *tangents)(cotangents)
+            # Not jax.linear_transpose: it evaluates what depends on residuals alone first, effects twice then.
+            primals = [*residuals, *map(ad.UndefinedPrimal, tangents)]
+            found = ad.backward_pass(linear, False, linear.consts, primals, cotangents)
+            return [ad.instantiate_zeros(ct) for ct in found[size:]]
 
         return jax.make_jaxpr(transposed)(residuals, [v.aval.to_ct_aval() for v in outs])
 
@@ -130,7 +133,7 @@ def linearize(
     kept = tuple(_kept(known, body, known.outvars[len(out_perturbed) :]))
     stored = [v for v, k in zip(known.outvars[len(out_perturbed) :], kept, strict=True) if k.place != "operand"]
     outs = [*known.outvars[: len(out_perturbed)], *stored]
-    forward = known.replace(outvars=outs, debug_info=_without_paths(known))
+    forward = known.replace(outvars=outs, debug_info=without_paths(known))
     return Layer(consts, carry, forward, linear, kept, plan, perturbed, out_perturbed)
 
 
@@ -138,7 +141,8 @@ def differentiate(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tu
     """The JVP of a body, and which results have tangents. The carry has one wherever it went in with one."""
     marked = body.jaxpr if policy.dots == "recompute" else mark_dots(body.jaxpr)
     through = [*body.split(perturbed)[1], *[False] * (len(marked.outvars) - body.carry)]
-    jvp, out_perturbed = ad.jvp_jaxpr(marked, perturbed, through)
+    with outside_scopes():
+        jvp, out_perturbed = ad.jvp_jaxpr(marked, perturbed, through)
     return jvp, tuple(out_perturbed)
 
 
@@ -186,7 +190,7 @@ def _same_in_every_layer(jaxpr: Jaxpr, consts: int) -> set[Var]:
     return same
 
 
-def _without_paths(jaxpr: Jaxpr) -> Any:
+def without_paths(jaxpr: Jaxpr) -> Any:
     """Debug info for other results than those that were traced."""
     return jaxpr.debug_info._replace(result_paths=None)
 

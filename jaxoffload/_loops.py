@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._checkpoint import cached
-from ._layer import Layer, Origin
+from ._layer import Layer, Origin, without_paths
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -328,5 +329,25 @@ def _batched(loops: Loops, axis: Any, in_dims: Sequence[Sequence[int | None]]) -
     return dataclasses.replace(loops, parts=tuple(map(batched, loops.parts, in_dims)))
 
 
+def _without_what_is_kept(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
+    """A forward pass whose residuals nobody reads, as the first one inside an outer `jax.checkpoint`, keeps none."""
+    eqn: JaxprEqn = rest[-1]  # jax 0.12 says before it which inputs are live
+    loops, inputs = eqn.params["loops"], [True] * len(eqn.invars)
+    if any(used[loops.results :]):
+        return inputs, eqn
+    if not any(used) and not eqn.effects:
+        return [not i for i in inputs], None
+    jaxpr = loops.parts[0].jaxpr
+    jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: loops.results], debug_info=without_paths(jaxpr))
+    layer = dataclasses.replace(loops.parts[0].layer, kept=())
+    loops = dataclasses.replace(loops, parts=(Part(0, loops.length, 0, jaxpr, layer, ""),))
+    traced = jax.make_jaxpr(functools.partial(_forward, loops))(*(v.aval for v in eqn.invars))
+    outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
+    kept = [v for v, u in zip(traced.outvars, used, strict=False) if u]
+    traced = traced.replace(outvars=kept, debug_info=without_paths(traced))
+    return inputs, eqn.replace(outvars=outvars, params={"jaxpr": traced, "loops": loops})
+
+
 forward_p, run_forward = _pass("jaxoffload_forward", _forward, _batch_forward)
 backward_p, run_backward = _pass("jaxoffload_backward", _backward, _batch_backward)
+pe.dce_rules[forward_p] = _without_what_is_kept

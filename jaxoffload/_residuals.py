@@ -20,7 +20,7 @@ from jax.extend.core.primitives import name_p
 from ._checkpoint import checkpoint, checkpoint_p, for_all_inputs, judged, plan_key
 from ._layer import Body, Origin, origin, plan_of
 from ._loops import backward_p, forward_p
-from ._memory import nbytes, on_host
+from ._memory import nbytes, on_host, readable
 from ._plan import ARGUMENT, Plan, Row, make_plan
 from ._policy import Policy, PolicyError
 from ._scan import scan_p
@@ -111,8 +111,8 @@ class Residuals:
         text = ["  ".join(pad(i, cell) for i, cell in enumerate(line)).rstrip() for line in lines]
         text.insert(1, "-" * max(map(len, text)))
         text.append(
-            f"device {_size(self.device_bytes)} (untagged {_size(self.untagged_bytes)}) · "
-            f"host {_size(self.host_bytes)} · recomputed {_size(self.recomputed_bytes)}"
+            f"device {readable(self.device_bytes)} (untagged {readable(self.untagged_bytes)}) · "
+            f"host {readable(self.host_bytes)} · recomputed {readable(self.recomputed_bytes)}"
         )
         return "\n".join([*text, *self.notes])
 
@@ -120,14 +120,7 @@ class Residuals:
 def _cells(r: Residual) -> tuple[str, ...]:
     name = ", ".join(r.names) or "(untagged)"
     shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-    return name, shape, _size(r.bytes_per_layer), str(r.layers), _size(r.bytes), r.state, r.reason
-
-
-def _size(n: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= scale:
-            return f"{n / scale:.2f} {unit}"
-    return f"{n} B"
+    return name, shape, readable(r.bytes_per_layer), str(r.layers), readable(r.bytes), r.state, r.reason
 
 
 def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -> Residuals:

@@ -24,7 +24,7 @@ from ._loops import Loops, Part, run_backward, run_forward
 from ._memory import layers_that_fit
 from ._plan import Layers
 from ._policy import Policy
-from ._xla import refuse_remat3
+from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 
 
 def scan(
@@ -153,7 +153,11 @@ def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy
     """How many do, by the policy, by what there is to offload, and by what the host has room for."""
     each = linearize(*body, perturbed, policy, Layers()).host_bytes
     wanted = policy.offloaded_layers(length) if each else 0
-    return layers_that_fit("scan", wanted, each, policy.on_host_full) if wanted else 0
+    if not wanted:
+        return 0
+    refuse_wrong_offload()
+    refuse_ordered_effects("scan", body.jaxpr)
+    return layers_that_fit("scan", wanted, each, policy.on_host_full)
 
 
 @cached

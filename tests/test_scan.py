@@ -4,7 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_same_bits, count, gradient, gradient_jaxpr, kept_bytes, normal, policy, run, run_each
+from common import (
+    assert_same_bits,
+    count,
+    equations,
+    gradient,
+    gradient_jaxpr,
+    kept_bytes,
+    normal,
+    place,
+    policy,
+    run,
+    run_each,
+)
 from jax import lax
 
 from jaxoffload import PolicyError, checkpoint, residuals, scan, scope, tag
@@ -143,6 +155,43 @@ def test_derivatives_that_there_are_not_say_so():
     for forward in (lambda: jax.jvp(f, (X,), (X,)), lambda: jax.jit(jax.jacfwd(f))(X)):
         with pytest.raises(TypeError, match=r"jaxoffload.scan has no forward-mode derivative"):
             forward()
+
+
+def test_effects_happen_as_often_as_under_jax_checkpoint():
+    seen = []
+
+    def loud(x, w):
+        jax.debug.callback(lambda v: seen.append(float(v)), x[0, 0])
+        return body(x, w)
+
+    def heard(f):
+        seen.clear()
+        run(f, X, WS)
+        jax.effects_barrier()
+        return sorted(seen)
+
+    ours = lambda x, w: scan(loud, x, w, policy=OFF)
+    reference = lambda x, w: lax.scan(plain(loud), x, w)
+    assert heard(ours) == heard(reference) and len(seen) == N
+    assert heard(gradient(ours)) == heard(gradient(reference)) and len(seen) == 2 * N
+
+
+def test_ordered_effects_with_offload_are_refused():
+    def loud(x, w):
+        jax.debug.callback(lambda v: None, x[0, 0], ordered=True)
+        return body(x, w)
+
+    f = lambda fc1: gradient(lambda x, w: scan(loud, x, w, policy=policy({"fc1": fc1})))
+    jax.jit(f("save")).lower(X, WS)
+    with pytest.raises(NotImplementedError, match="ordered effects"):
+        jax.jit(f("offload")).lower(X, WS)
+
+
+def test_a_forward_pass_that_an_outer_checkpoint_runs_again_moves_nothing():
+    jaxpr = gradient_jaxpr(jax.checkpoint(lambda x, w: scan(body, x, w, policy=OFF)[0]), X, WS)
+    first, again = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "jaxoffload_forward")
+    host = lambda eqn: sum(place(v.aval) == "host" for v in eqn.outvars)
+    assert (host(first), host(again)) == (0, 1)
 
 
 def test_without_jit_around_it():

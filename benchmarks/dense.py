@@ -317,7 +317,6 @@ WHAT = {
     "jax_offload": "JAX, the two residuals offloaded, XLA's defaults",
     "jax_offload_tuned": "JAX, the two residuals offloaded, the best options found",
     "ours": "**jaxoffload**, the two residuals offloaded",
-    "ours_best": "**jaxoffload**, as many offloaded as hide behind the compute",
 }
 
 

@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 import yaml
+from common import count, kept
+from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks.dense import table
 from jaxoffload import Policy, residuals
@@ -48,6 +51,28 @@ def test_the_table_is_that_of_the_measurement():
     assert table(measured) in README
     assert {"device", "versions", "command", "commit", "shape", "modes", "ratios"} == set(measured)
     assert "H200" in measured["device"]
+
+
+def dots(policy, f, *args):
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *args: jax.checkpoint(f, policy=policy)(*args).sum()))(*args)
+    return count(jaxpr, "dot_general")
+
+
+def test_what_it_says_of_jaxs_own_policies():
+    policies, x = jax.checkpoint_policies, jnp.ones((4, 4))
+    once = lambda x: jnp.sin(checkpoint_name(x @ x, "fc1"))
+    named, dots_saved = policies.save_only_these_names, policies.dots_with_no_batch_dims_saveable
+    # A misspelt name: the product runs once more, and nobody says so.
+    assert dots(named("fc3"), once, x) == dots(named("fc1"), once, x) + 1
+    # With products saved, no name can keep one from being saved.
+    both = policies.save_from_both_policies(dots_saved, named("another"))
+    assert dots(both, once, x) == dots(dots_saved, once, x) == dots(named("fc1"), once, x)
+    # Two names of one value, side by side.
+    siblings = lambda x: jnp.sin(checkpoint_name(h := x @ x, "p")) * jnp.sin(checkpoint_name(h, "q"))
+    assert kept(jax.checkpoint(siblings, policy=named("p", "q")), x) == {("device", "float32", (4, 4)): 2}
+    # The output of exp, saved.
+    f = jax.checkpoint(lambda x: checkpoint_name(jnp.exp(x), "e"), policy=named("e"))
+    assert count(jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(x), "exp") == 2
 
 
 def test_files_that_it_names_exist():

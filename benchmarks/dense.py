@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import streams
+
 NAMES = ("layer_input", "mlp/fc1.gate")
 ALL_NAMES = (
     *("layer_input", "attn/norm", "attn/q", "attn/k", "attn/v", "attn/context", "attn/out"),
@@ -50,6 +52,8 @@ def _each(who: str, residuals: dict[str, str], **options: dict[str, Any]) -> dic
 _SAVE, _MOVE = dict.fromkeys(NAMES, "save"), dict.fromkeys(NAMES, "offload")
 _KV = ("attn/k", "attn/v")
 _BEST = {
+    "gate moved": _MOVE,
+    "gate moved, k and v kept": {**_MOVE, **dict.fromkeys(_KV, "save")},
     "gate and q moved": {**_MOVE, "attn/q": "offload"},
     "gate and q moved, k and v kept": {**_MOVE, "attn/q": "offload", **dict.fromkeys(_KV, "save")},
     "gate, q, k and v moved": {**_MOVE, **dict.fromkeys(("attn/q", *_KV), "offload")},
@@ -66,6 +70,7 @@ MODES: dict[str, dict[str, Variant]] = {
     "jax_offload": _each("jax", _MOVE, defaults={}),
     "jax_offload_tuned": _each("jax", _MOVE, overlap=_OVERLAP, overlap_and_pipelined=_PIPELINED),
     "ours": _each("ours", _MOVE, overlap=_OVERLAP),
+    "ours_saved": _each("ours", _SAVE, overlap=_OVERLAP),
     "ours_best": {name: Variant("ours", residuals, _OVERLAP) for name, residuals in _BEST.items()},
 }
 RATIOS = (
@@ -98,16 +103,21 @@ def main() -> None:
 
 
 def shares(modes: dict[str, Any]) -> dict[str, float]:
-    """`won_back`: of what recomputation costs, what offload wins back. `freed/predicted`: device bytes. And that
-    ours_best needs no more of them than remat."""
+    """`won_back`: of the time that recomputation costs, what offload wins back at no more memory. `freed/predicted`:
+    device bytes, against the twin that saves. `exposed`: copies that nothing hides."""
     ms = {mode: m["step_ms"] for mode, m in modes.items()}
-    predicted = modes["ours"]["residuals_host_gib"]
-    freed = {key: modes["saved"][key] - modes["ours"][key] for key in ("temp_gib", "peak_gib")}
-    return {
-        "ours_best/remat by temp_gib": round(modes["ours_best"]["temp_gib"] / modes["remat"]["temp_gib"], 4),
-        "won_back": round((ms["remat"] - ms["ours_best"]) / (ms["remat"] - ms["saved_all"]), 4),
-        **{f"freed/predicted by {key}": round(gib / predicted, 4) for key, gib in freed.items() if predicted},
+    ours, twin = modes["ours"], modes["ours_saved"]
+    found = {
+        "won_back": (ms["remat"] - ms["ours_best"]) / (ms["remat"] - ms["saved_all"]),
+        "ours_best/remat by temp_gib": modes["ours_best"]["temp_gib"] / modes["remat"]["temp_gib"],
     }
+    if predicted := ours["residuals_host_gib"]:
+        for key in ("temp_gib", "peak_gib"):
+            found[f"freed/predicted by {key}"] = (twin[key] - ours[key]) / predicted
+    if profile := ours.get("profile"):
+        found["exposed/copies"] = profile["exposed_ms"] / profile["copies_ms"]
+        found["exposed/step"] = profile["exposed_ms"] / profile["step_ms"]
+    return {name: round(ratio, 4) for name, ratio in found.items()}
 
 
 def parse() -> argparse.Namespace:
@@ -188,8 +198,8 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
     return {**provenance(options), "modes": modes}
 
 
-def peak(options: argparse.Namespace) -> dict[str, float]:
-    """The peak of allocated device memory over three steps, in a process that did nothing else."""
+def peak(options: argparse.Namespace) -> dict[str, Any]:
+    """The peak of allocated device memory over three steps, in a process that did nothing else; then a profile."""
     import jax
 
     step, _ = compile_step(options, options.mode, options.variant)
@@ -197,7 +207,12 @@ def peak(options: argparse.Namespace) -> dict[str, float]:
     for _ in range(3):
         state = step(*state)
     jax.block_until_ready(state)
-    return {"peak_gib": round((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30, 4)}
+    measured = {"peak_gib": round((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30, 4)}
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(step(*state))
+        gpus = streams.read(Path(folder))
+    return measured | ({"profile": streams.summary(*gpus.values())} if gpus else {})
 
 
 WORKERS = {"times": times, "peak": peak}

@@ -1,5 +1,6 @@
 """Activation offload for JAX on NVIDIA GPUs: save, offload or recompute each named residual, and see that it is so."""
 
+from ._chain import chain as chain
 from ._checkpoint import checkpoint as checkpoint
 from ._policy import Policy as Policy
 from ._policy import PolicyError as PolicyError

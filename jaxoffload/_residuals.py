@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Var
 from jax.extend.core.primitives import name_p
 
+from ._chain import chain_p, names_of
 from ._checkpoint import checkpoint, checkpoint_p, for_all_inputs, judged, plan_key
 from ._layer import Body, Origin, origin, plan_of
 from ._loops import backward_p, forward_p
@@ -154,6 +155,8 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
     arguments = {*jaxpr.invars, *jaxpr.constvars}
     for var in dict.fromkeys(v for v in jaxpr.outvars[:kept_leaves] if isinstance(v, Var) and v not in arguments):
         source = origin(jaxpr, var)
+        if not source.layers:
+            continue  # of a scan over no layers
         if (name := str(source.name)) in found.rows:
             kept[name].append((var, source))
         else:
@@ -282,6 +285,9 @@ def _names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
             body = Body(params["jaxpr"], params["consts"], params["carry"])
             if plan := judged(body.jaxpr, body.roles, policy, False):
                 found.append(plan.seen)
+        elif used == policy and eqn.primitive is chain_p:
+            carry = len(eqn.outvars)
+            found.append(names_of([Body(jaxpr, 0, carry) for jaxpr in eqn.params["jaxprs"]], policy))
         elif eqn.primitive is forward_p:
             found += [p.layer.plan.seen for p in eqn.params["loops"].parts if p.layer.plan.policy == policy]
         elif used == policy and eqn.primitive is checkpoint_p:

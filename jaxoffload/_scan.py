@@ -20,6 +20,7 @@ from jax.interpreters import partial_eval as pe
 
 from ._checkpoint import cached, judged
 from ._layer import Body, Layer, linearize, perturbed_carry
+from ._linear import linear
 from ._loops import Loops, Part, run_backward, run_forward
 from ._memory import layers_that_fit
 from ._plan import Layers
@@ -67,9 +68,19 @@ def scan(
 
     if jax.config.jax_disable_jit:  # then lax.scan is a Python loop, and nothing is placed
         return lax_scan(init, xs)
-    jaxpr, shape = jax.make_jaxpr(lax_scan, return_shape=True)(init, xs)
+    with _inside(True):
+        jaxpr, shape = jax.make_jaxpr(lax_scan, return_shape=True)(init, xs)
     outs = jaxpr_as_fun(_under(jaxpr, policy, strict))(*jax.tree.leaves((init, xs)))
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+
+# Part of every trace cache's key, as is `scope`.
+_inside = jax.make_user_context(False)
+
+
+def inside_scan() -> bool:
+    """Whether the body of a `scan` is being traced."""
+    return _inside.value
 
 
 def _under(jaxpr: Jaxpr, policy: Policy, strict: bool) -> Jaxpr:
@@ -138,9 +149,20 @@ def _jvp(
     moving = [ad.instantiate_zeros(t) for t, p in zip(tangents, perturbed, strict=True) if p]
     tangent_avals = [jax.typeof(x).to_tangent_aval() for x in primals_out]
     out_perturbed = loops.parts[0].layer.out_perturbed
-    avals = tuple(a for a, p in zip(tangent_avals, out_perturbed, strict=True) if p)
-    found = iter(linear_p.bind(*reads, *saved, *moving, loops=loops, avals=avals))
+    avals = [a for a, p in zip(tangent_avals, out_perturbed, strict=True) if p]
+    found = iter(linear("scan", [*reads, *saved], moving, avals, functools.partial(_transpose, loops)))
     return primals_out, [next(found) if p else ad.Zero(a) for a, p in zip(tangent_avals, out_perturbed, strict=True)]
+
+
+def _transpose(loops: Loops, kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    layer = loops.parts[0].layer
+    consts, carry = sum(layer.perturbed[: layer.consts]), sum(layer.out_perturbed[: layer.carry])
+    wanted = tuple(i < carry or type(ct) is not ad.Zero for i, ct in enumerate(cotangents))
+    parts = tuple(part._replace(jaxpr=part.layer.backward(wanted)) for part in loops.parts)
+    loops = dataclasses.replace(loops, parts=parts, consts=consts, carry=carry)
+    return run_backward(
+        loops, *kept, *(ad.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w)
+    )
 
 
 def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) -> Any:
@@ -209,35 +231,3 @@ mlir.register_lowering(scan_p, mlir.lower_fun(_lax_scan, multiple_results=True))
 ad.primitive_jvps[scan_p] = _jvp
 batching.fancy_primitive_batchers[scan_p] = _batch
 pe.partial_eval_jaxpr_custom_rules[scan_p] = _partial_eval
-
-
-linear_p = Primitive("jaxoffload_linear")  # the operands read, what was saved, tangents -> tangents
-linear_p.multiple_results = True
-
-
-def _forward_mode(*_: Any, **__: Any) -> Any:
-    raise TypeError(
-        "jaxoffload.scan has no forward-mode derivative (jvp, jacfwd, linearize): it is differentiated in reverse; "
-        "use jax.lax.scan there"
-    )
-
-
-def _transpose(cotangents: Sequence[Any], *args: Any, loops: Loops, avals: Any) -> list[Any]:
-    layer = loops.parts[0].layer
-    kept, moving = args[: len(args) - sum(layer.perturbed)], args[len(args) - sum(layer.perturbed) :]
-    consts, carry = sum(layer.perturbed[: layer.consts]), sum(layer.out_perturbed[: layer.carry])
-    wanted = tuple(i < carry or type(ct) is not ad.Zero for i, ct in enumerate(cotangents))
-    parts = tuple(part._replace(jaxpr=part.layer.backward(wanted)) for part in loops.parts)
-    loops = dataclasses.replace(loops, parts=parts, consts=consts, carry=carry)
-    cts = [ad.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w]
-    found = run_backward(loops, *kept, *cts)
-    # The tangent of a carry that only later layers perturb is a constant zero.
-    return [None] * len(kept) + [ct if ad.is_undefined_primal(x) else None for x, ct in zip(moving, found, strict=True)]
-
-
-linear_p.def_impl(_forward_mode)
-linear_p.def_abstract_eval(lambda *_, loops, avals: list(avals))
-mlir.register_lowering(linear_p, _forward_mode)
-ad.primitive_jvps[linear_p] = _forward_mode
-batching.fancy_primitive_batchers[linear_p] = _forward_mode
-ad.primitive_transposes[linear_p] = _transpose

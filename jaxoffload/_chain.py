@@ -1,0 +1,232 @@
+"""chain(): layers that differ, one after another, whose residuals a `Policy` chooses; unrolled.
+
+As in `scan`, the copies of one layer run beside the compute of the next. Nothing in an unrolled program keeps XLA from
+fetching all residuals as soon as they are on the host, which would free nothing, nor from running ahead of the copies.
+So two ties are made: a layer begins when the copies of the layer before the previous one are done, and a layer's
+residuals are fetched when the backward pass of the next one begins.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+from ._checkpoint import judged
+from ._layer import Body, Layer, linearize
+from ._linear import linear
+from ._loops import DEVICE, HOST
+from ._memory import layers_that_fit
+from ._plan import Layers
+from ._policy import Policy, PolicyError
+from ._scan import inside_scan
+from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
+
+
+def chain(
+    fs: Sequence[Callable[[Any, Any], Any]],
+    init: Any,
+    params: Sequence[Any],
+    *,
+    policy: Policy,
+    strict: bool = True,
+) -> Any:
+    """Layers that differ, under a `Policy`: `for f, p in zip(fs, params): carry = f(carry, p)`.
+
+    Values and gradients are those of the loop over `jax.checkpoint(f)`. Inside a `scan` a chain is a part of the
+    scan's layer, and the scan's policy decides. It cannot be differentiated twice, nor in forward mode.
+
+    Args:
+      fs: the layers, `(carry, p) -> carry`; a carry has the same structure everywhere, its shapes may change.
+      init: the first carry, a pytree of arrays.
+      params: a pytree for each layer. Its arrays, and closed-over ones, are never moved or copied.
+      policy: decides on the values that the layers name. Layers count in order, as in `scan`.
+      strict: a pattern that matches no value in any layer is an error, raised when the chain is differentiated.
+
+    Returns:
+      The last carry.
+
+    Raises:
+      TypeError: a layer returns a carry of another structure; or there are more or fewer params than layers.
+      PolicyError, MemoryError, NotImplementedError (when differentiated): as in `scan`.
+    """
+    if not isinstance(policy, Policy):
+        raise TypeError(f"chain: policy must be a jaxoffload.Policy, got {policy!r}")
+    if len(fs) != len(params):
+        raise TypeError(f"chain: {len(fs)} layers have {len(params)} params; each layer needs one, if only None")
+    refuse_remat3()
+    if not fs:
+        return init
+    if jax.config.jax_disable_jit or inside_scan():
+        for f, p in zip(fs, params, strict=True):
+            init = jax.checkpoint(f)(init, p)
+        return init
+    carry, tree = jax.tree.flatten(init)
+    jaxprs, own, operands = [], [], []
+    for number, (f, p) in enumerate(zip(fs, params, strict=True)):
+        jaxpr, init = jax.make_jaxpr(f, return_shape=True)(init, p)
+        got: Any = jax.tree.structure(init)
+        if got != tree:
+            raise TypeError(f"chain: layer {number} returns {got} for a carry of {tree}")
+        jaxprs.append(_consts_last(jaxpr))
+        operands += [*jax.tree.leaves(p), *jaxpr.consts]
+        own.append(len(jaxprs[-1].invars) - len(carry))
+    outs = chain_p.bind(*carry, *operands, jaxprs=tuple(jaxprs), own=tuple(own), policy=policy, strict=strict)
+    return jax.tree.unflatten(tree, outs)
+
+
+def _consts_last(jaxpr: Jaxpr) -> Jaxpr:
+    """`jaxpr` of the carry, the layer's parameters, and what it closes over."""
+    count = len(jaxpr.consts)
+    whole = pe.convert_constvars_jaxpr(jaxpr) if count else jaxpr
+    invars = [*whole.invars[count:], *whole.invars[:count]]
+    return whole.replace(invars=invars, debug_info=whole.debug_info.with_unknown_names())
+
+
+def _split(operands: Sequence[Any], own: tuple[int, ...]) -> tuple[list[Any], list[list[Any]]]:
+    """The first carry, and the operands of each layer's own."""
+    at = len(operands) - sum(own)
+    carry, each = list(operands[:at]), []
+    for count in own:
+        each.append(list(operands[at : at + count]))
+        at += count
+    return carry, each
+
+
+chain_p = Primitive("jaxoffload_chain")
+chain_p.multiple_results = True
+
+
+def _evaluate(*operands: Any, jaxprs: tuple[Jaxpr, ...], own: tuple[int, ...], **_: Any) -> list[Any]:
+    carry, each = _split(operands, own)
+    for jaxpr, mine in zip(jaxprs, each, strict=True):
+        carry = jaxpr_as_fun(jaxpr)(*carry, *mine)
+    return carry
+
+
+def _batch(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, jaxprs: Any, own: Any, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    carry, each = _split(dims, own)
+    batched = []
+    for jaxpr, mine in zip(jaxprs, each, strict=True):
+        wanted = [batching.zero_if_mapped] * len(carry)
+        layer, mapped = batching.batch_jaxpr_axes(jaxpr, axis, [*carry, *mine], wanted)
+        carry = [0 if m else None for m in mapped]
+        batched.append(layer)
+    return chain_p.bind(*args, jaxprs=tuple(batched), own=own, **params), carry
+
+
+def _jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    jaxprs: tuple[Jaxpr, ...],
+    own: tuple[int, ...],
+    policy: Policy,
+    strict: bool,
+) -> tuple[list[Any], list[Any]]:
+    carry, each = _split(primals, own)
+    bodies = [Body(jaxpr, 0, len(carry)) for jaxpr in jaxprs]
+    if strict and (problems := policy.unmatched(names_of(bodies, policy))):
+        raise PolicyError(problems)
+    moving = [type(t) is not ad.Zero for t in tangents]
+    layers = _linearized(bodies, *_split(moving, own), policy)
+    kept: list[list[Any]] = []
+    copies: list[Any] = []  # of the previous layer
+    for layer, mine in zip(layers, each, strict=True):
+        operands = [*carry, *mine]
+        outs = jaxpr_as_fun(layer.forward)(*operands)
+        carry, stored = _after(copies, outs[: layer.carry]), iter(outs[layer.carry :])
+        residuals = [operands[k.operand] if k.place == "operand" else next(stored) for k in layer.kept]
+        kept.append(_moved(layer, residuals, HOST))
+        copies = [x for k, x in zip(layer.kept, kept[-1], strict=True) if k.place == "host"]
+    flat, tree = jax.tree.flatten(kept)
+    avals = [jax.typeof(x).to_tangent_aval() for x in carry]
+    perturbed = layers[-1].out_perturbed
+    found = iter(
+        linear(
+            "chain",
+            flat,
+            [ad.instantiate_zeros(t) for t, m in zip(tangents, moving, strict=True) if m],
+            [a for a, p in zip(avals, perturbed, strict=True) if p],
+            lambda kept, cotangents: _transpose(layers, jax.tree.unflatten(tree, kept), cotangents),
+        )
+    )
+    return carry, [next(found) if p else ad.Zero(a) for a, p in zip(avals, perturbed, strict=True)]
+
+
+def names_of(bodies: Sequence[Body], policy: Policy) -> set[str]:
+    """What a pattern can match in any layer."""
+    plans = [judged(body.jaxpr, body.roles, policy, False) for body in bodies]
+    return set().union(*(plan.seen for plan in plans if plan))
+
+
+def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]], policy: Policy) -> list[Layer]:
+    """Each layer's derivative, with respect to its own perturbed operands and the carry that comes perturbed."""
+
+    def derived(offloaded: int) -> list[Layer]:
+        perturbed, layers = carry, []
+        for number, (body, mine) in enumerate(zip(bodies, each, strict=True)):
+            which = _treatment(number, len(bodies), offloaded, policy)
+            layers.append(linearize(*body, (*perturbed, *mine), policy, which))
+            perturbed = list(layers[-1].out_perturbed)
+        return layers
+
+    offloaded = policy.offloaded_layers(len(bodies))
+    layers = derived(offloaded)
+    sizes = [layer.host_bytes for layer in layers if layer.host_bytes]
+    if not sizes:
+        return layers
+    refuse_wrong_offload()
+    for body in bodies:
+        refuse_ordered_effects("chain", body.jaxpr)
+    fit = layers_that_fit("chain", len(sizes), max(sizes), policy.on_host_full)
+    return layers if fit == len(sizes) else derived(fit)
+
+
+def _treatment(number: int, layers: int, offloaded: int, policy: Policy) -> Layers:
+    if number < offloaded:
+        return Layers()
+    if number >= layers - policy.resident_layers:
+        return Layers("save", "resident")
+    return Layers(policy.other_layers, "other_layers")
+
+
+def _transpose(layers: Sequence[Layer], kept: Sequence[Sequence[Any]], cotangents: Sequence[Any]) -> list[Any]:
+    """Cotangents of the perturbed results -> those of the perturbed operands, in order."""
+    own: list[Any] = []
+    fetched = _moved(layers[-1], kept[-1], DEVICE)
+    for number in reversed(range(len(layers))):
+        layer, residuals = layers[number], fetched
+        present = [ct for ct in cotangents if type(ct) is not ad.Zero]
+        if number:
+            fetched = _moved(layers[number - 1], kept[number - 1], DEVICE, present)
+        wanted = tuple(type(ct) is not ad.Zero for ct in cotangents)
+        found = jaxpr_as_fun(layer.backward(wanted))(*residuals, *present)
+        through = sum(layer.perturbed[: layer.carry])
+        cotangents, own = found[:through], [*found[through:], *own]
+    return [*cotangents, *own]
+
+
+def _moved(layer: Layer, residuals: Sequence[Any], where: Any, behind: Sequence[Any] = ()) -> list[Any]:
+    """The residuals, those for the host copied to `where`, once the values in `behind` are there."""
+    copied = lambda x: jax.device_put(_after(behind, [x])[0], where)
+    return [copied(x) if k.place == "host" else x for k, x in zip(layer.kept, residuals, strict=True)]
+
+
+def _after(first: Sequence[Any], then: Sequence[Any]) -> list[Any]:
+    """`then`, but not before `first` is there."""
+    return list(lax.optimization_barrier((list(then), list(first)))[0]) if first else list(then)
+
+
+chain_p.def_impl(_evaluate)
+chain_p.def_effectful_abstract_eval(
+    lambda *_, jaxprs, **__: (jaxprs[-1].out_avals, frozenset().union(*(jaxpr.effects for jaxpr in jaxprs)))
+)
+mlir.register_lowering(chain_p, mlir.lower_fun(_evaluate, multiple_results=True))
+ad.primitive_jvps[chain_p] = _jvp
+batching.fancy_primitive_batchers[chain_p] = _batch

@@ -1,0 +1,172 @@
+"""chain(): layers that differ, unrolled; the values, bytes and rules of scan."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import assert_same_bits, count, gradient, gradient_jaxpr, kept, kept_bytes, normal, policy, run, run_each
+from jax import lax
+
+from jaxoffload import PolicyError, chain, check, residuals, scan, tag
+
+BATCH, DIM, WIDE = 2, 4, 6
+X = normal(0, (BATCH, DIM))
+SHAPES = [(DIM, WIDE), (DIM, DIM), (DIM, WIDE), (DIM, DIM)]
+WS = [normal(i + 1, shape) * 0.5 for i, shape in enumerate(SHAPES)]
+
+
+def wide(x, w):
+    x = tag(x, "layer_input")
+    return jnp.sin(tag(x @ w, "fc1")) @ w.T + x
+
+
+def narrow(x, w):
+    x = tag(x, "layer_input")
+    return jnp.cos(tag(x @ w, "fc1"))
+
+
+FS = [wide, narrow, wide, narrow]
+FC1 = [BATCH * shape[1] * 4 for shape in SHAPES]  # bytes of each layer's fc1
+INPUT = BATCH * DIM * 4
+OFF = {"fc1": "offload", "layer_input": "save"}
+
+
+def ours(rules=OFF, **fields):
+    return lambda x, ws: chain(FS, x, ws, policy=policy(rules, **fields))
+
+
+def reference(x, ws, saved=("fc1", "layer_input")):
+    for f, w in zip(FS, ws, strict=True):
+        x = jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(*saved))(x, w)
+    return x
+
+
+FIELDS = [
+    {},
+    {"resident_layers": 0},
+    {"offload_layers": 2},
+    {"offload_layers": 0.5, "other_layers": "recompute"},
+    {"resident_layers": 9},
+]
+
+
+def test_gradients_equal_the_reference_whichever_layers_offload():
+    grads = run_each([gradient(ours(**fields), (0, 1)) for fields in FIELDS], X, WS)
+    want = run(gradient(reference, (0, 1)), X, WS)
+    for got in grads:
+        assert_same_bits(got, want)
+    assert_same_bits(run(ours(), X, WS), run(reference, X, WS))
+
+
+@pytest.mark.parametrize("fields, moved", list(zip(FIELDS, (3, 4, 2, 2, 0), strict=True)))
+def test_bytes_are_those_of_the_layers_that_offload(fields, moved):
+    device, host = kept_bytes(ours(**fields), X, WS)
+    recomputed = sum(FC1[2:3]) if "other_layers" in fields else 0
+    # The first layer's input is the argument; tagged, it is the carry.
+    assert host == sum(FC1[:moved])
+    assert device in (3 * INPUT + sum(FC1[moved:]) - recomputed, 4 * INPUT + sum(FC1[moved:]) - recomputed)
+
+
+def test_kept_producers_run_once_and_ties_are_there():
+    jaxpr = gradient_jaxpr(ours(), X, WS, argnums=(0, 1))
+    assert count(jaxpr, "dot_general") == 3 * 6  # forward, and two cotangents each
+    # Behind the copies of three layers; two of the three fetches behind the next layer's cotangent.
+    assert count(jaxpr, "optimization_barrier") >= 3
+
+
+def test_the_table():
+    table = residuals(ours(offload_layers=2), X, WS)
+    found = {(r.names[0], r.shape, r.state, r.reason): (r.layers, r.bytes) for r in table if r.names}
+    assert found["fc1", (BATCH, WIDE), "offloaded", "fc1"] == (1, FC1[0])
+    assert found["fc1", (BATCH, DIM), "offloaded", "fc1"] == (1, FC1[1])
+    assert found["fc1", (BATCH, WIDE), "saved", "other_layers"] == (1, FC1[2])
+    assert found["fc1", (BATCH, DIM), "saved", "resident"] == (1, FC1[3])
+    assert (table.device_bytes, table.host_bytes) == kept_bytes(ours(offload_layers=2), X, WS)
+
+
+def test_frozen_layers_keep_nothing():
+    """Only the last layer's weight is trained: nothing before it is differentiated."""
+    f = lambda w: ours(resident_layers=0)(X, [*WS[:3], w])
+    assert_same_bits(run(gradient(f), WS[3]), run(gradient(lambda w: reference(X, [*WS[:3], w])), WS[3]))
+    assert kept_bytes(f, WS[3])[1] == FC1[3]
+
+
+def test_carries_of_any_structure_whose_shapes_change():
+    def grow(carry, w):
+        n, x, none = carry
+        return n + 1, tag(jnp.sin(x @ w), "fc1"), none
+
+    ws = [normal(1, (DIM, WIDE)), normal(2, (WIDE, DIM)), normal(3, (DIM, 3))]
+    rules = {"fc1": "offload"}
+    f = lambda x, ws: chain([grow] * 3, (0, x, None), ws, policy=policy(rules, resident_layers=0))
+
+    def plain(x, ws):
+        carry = (0, x, None)
+        for w in ws:
+            carry = jax.checkpoint(grow, policy=jax.checkpoint_policies.save_only_these_names("fc1"))(carry, w)
+        return carry
+
+    assert jax.eval_shape(f, X, ws) == jax.eval_shape(plain, X, ws)
+    assert_same_bits(run(gradient(f, (0, 1)), X, ws), run(gradient(plain, (0, 1)), X, ws))
+
+
+def test_closed_over_tracers_and_vmap():
+    scale = jnp.full((1, 1), 0.7)
+
+    def model(x, ws, scale, through):
+        fs = [lambda x, w, f=f: f(x * scale, w) for f in FS]
+        return through(fs, x, ws)
+
+    def loop(fs, x, ws):
+        saved = jax.checkpoint_policies.save_only_these_names("fc1", "layer_input")
+        for f, w in zip(fs, ws, strict=True):
+            x = jax.checkpoint(f, policy=saved)(x, w)
+        return x
+
+    mine = lambda *a: model(*a, lambda fs, x, ws: chain(fs, x, ws, policy=policy(OFF)))
+    plain = lambda *a: model(*a, loop)
+    assert_same_bits(run(gradient(mine, (0, 1, 2)), X, WS, scale), run(gradient(plain, (0, 1, 2)), X, WS, scale))
+    many = normal(9, (3, BATCH, DIM))
+    for wrap in (
+        lambda f: gradient(jax.vmap(f, (0, None, None)), (0, 1)),
+        lambda f: jax.vmap(gradient(f, (0, 1)), (0, None, None)),
+    ):
+        for a, b in zip(run(wrap(mine), many, WS, scale), run(wrap(plain), many, WS, scale), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_groups_of_unlike_layers_in_a_scan_follow_the_scans_policy():
+    groups = [jnp.stack([w, w * 0.9, w * 0.8]) for w in WS[:2]]
+    pair = lambda x, ws: (chain(FS[:2], x, ws, policy=policy()), None)
+    f = lambda x, ws: scan(pair, x, ws, policy=policy(OFF, resident_layers=0))[0]
+    saved = jax.checkpoint_policies.save_only_these_names("fc1", "layer_input")
+    inner = lambda x, ws: (FS[1](FS[0](x, ws[0]), ws[1]), None)
+    plain = lambda x, ws: lax.scan(jax.checkpoint(inner, policy=saved), x, ws)[0]
+    assert_same_bits(run(gradient(f, (0, 1)), X, groups), run(gradient(plain, (0, 1)), X, groups))
+    assert kept(f, X, groups)[("host", "float32", (3, BATCH, WIDE))] == 1
+
+
+def test_patterns_are_judged_over_all_layers():
+    one_only = lambda x, w: jnp.sin(tag(x @ w, "last"))
+    f = lambda rules: lambda x: chain([narrow, one_only], x, WS[1:4:2], policy=policy(rules))
+    jax.eval_shape(gradient(f({"fc1": "offload", "last": "save"})), X)
+    with pytest.raises(PolicyError, match=r"residuals\['lats'\].*nearest is 'last'"):
+        jax.eval_shape(gradient(f({"lats": "save"})), X)
+    loose = policy({"fc1": "save", "elsewhere": "save"})
+    g = lambda x: chain([narrow], x, WS[1:2], policy=loose, strict=False).sum()
+    jax.eval_shape(gradient(g), X)
+    for of in (g, jax.grad(g)):
+        with pytest.raises(PolicyError, match="elsewhere"):
+            check(loose, of, X)
+
+
+def test_what_it_refuses():
+    with pytest.raises(TypeError, match=r"chain: policy must be a jaxoffload\.Policy"):
+        chain(FS, X, WS, policy="save")
+    with pytest.raises(TypeError, match="chain: 4 layers have 3 params"):
+        chain(FS, X, WS[:3], policy=policy())
+    with pytest.raises(TypeError, match="chain: layer 1 returns"):
+        chain([narrow, lambda x, w: (x, w)], X, WS[1:4:2], policy=policy())
+    with pytest.raises(TypeError, match=r"jaxoffload\.chain has no forward-mode derivative"):
+        jax.jvp(lambda x: ours()(x, WS), (X,), (X,))
+    assert chain([], X, [], policy=policy()) is X

@@ -5,7 +5,7 @@ plan. Where the kept values live between forward and backward is not its busines
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 from typing import Literal as OneOf
 
@@ -130,6 +130,7 @@ def linearize(
     in_place: Any = _InPlace(plan)
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=in_place)
     known, linear = _halves(jax.make_jaxpr(run)(*planned.in_avals), len(perturbed), len(out_perturbed))
+    known, linear = _each_once(known, linear, len(out_perturbed))
     kept = tuple(_kept(known, body, known.outvars[len(out_perturbed) :]))
     stored = [v for v, k in zip(known.outvars[len(out_perturbed) :], kept, strict=True) if k.place != "operand"]
     outs = [*known.outvars[: len(out_perturbed)], *stored]
@@ -161,6 +162,27 @@ def _halves(jaxpr: Jaxpr, primals: int, results: int) -> tuple[Jaxpr, Jaxpr]:
     unknown = [False] * primals + [True] * (len(jaxpr.invars) - primals)
     instantiate = [False] * results + [True] * (len(jaxpr.outvars) - results)
     known, linear, _, _ = pe.partial_eval_jaxpr_nounits(jaxpr, unknown, instantiate)
+    return known, linear
+
+
+def _each_once(known: Jaxpr, linear: Jaxpr, results: int) -> tuple[Jaxpr, Jaxpr]:
+    """The halves without second copies: a nested call that returns its operand as a residual means that operand."""
+    residuals = [_follow(known, v, {"name"}) for v in known.outvars[results:]]
+    binders, tangents = linear.invars[: len(residuals)], linear.invars[len(residuals) :]
+    first: dict[int, tuple[Any, Var]] = {}
+    for residual, binder in zip(residuals, binders, strict=True):
+        first.setdefault(id(residual), (residual, binder))
+    same = {binder: first[id(residual)][1] for residual, binder in zip(residuals, binders, strict=True)}
+    renamed = lambda atoms: [same.get(v, v) if isinstance(v, Var) else v for v in atoms]
+    known = known.replace(
+        outvars=[*known.outvars[:results], *(r for r, _ in first.values())], debug_info=without_paths(known)
+    )
+    linear = linear.replace(
+        invars=[*(binder for _, binder in first.values()), *tangents],
+        outvars=renamed(linear.outvars),
+        eqns=[eqn.replace(invars=renamed(eqn.invars)) for eqn in linear.eqns],
+        debug_info=linear.debug_info.with_unknown_names(),
+    )
     return known, linear
 
 
@@ -209,26 +231,38 @@ _VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broad
 
 def origin(jaxpr: Jaxpr, var: Any) -> Origin:
     """Follows a variable to the equation that defines the value."""
+    var = _follow(jaxpr, var, _VIEWS)
+    eqn = next((eqn for eqn in jaxpr.eqns if isinstance(var, Var) and var in eqn.outvars), None)
+    if eqn is None:
+        return Origin(None, "an input" if isinstance(var, Var) else "a constant")
+    if name := _plan_name(eqn):
+        return Origin(name, "")
+    return _inner_origin(eqn, eqn.outvars.index(var))
+
+
+def _plan_name(eqn: JaxprEqn) -> PlanName | None:
+    return read_plan_name(eqn.params["name"]) if eqn.primitive is name_p else None
+
+
+def _follow(jaxpr: Jaxpr, var: Any, views: Collection[str]) -> Any:
+    """The variable that `var` is too, behind calls and `views` that pass it on; not further than a plan's name."""
     producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     while isinstance(var, Var) and var in producer:
-        eqn = producer[var]
-        if eqn.primitive is name_p and (name := read_plan_name(eqn.params["name"])):
-            return Origin(name, "")
-        passed_on = _operand(eqn, eqn.outvars.index(var))
+        passed_on = _operand(producer[var], producer[var].outvars.index(var), views)
         if passed_on is None:
-            return _inner_origin(eqn, eqn.outvars.index(var))
+            break
         var = passed_on
-    return Origin(None, "an input" if isinstance(var, Var) else "a constant")
+    return var
 
 
-def _operand(eqn: JaxprEqn, index: int) -> Any:
+def _operand(eqn: JaxprEqn, index: int, views: Collection[str]) -> Any:
     """The operand that a result of an equation is; None if it is none."""
-    if eqn.primitive.name in _VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval):
-        return eqn.invars[0]
+    if eqn.primitive.name in views and not _plan_name(eqn):
+        return eqn.invars[0] if nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval) else None
     if eqn.primitive.name in CALLS:
         for _, body in bodies(eqn):
-            same = [operand for operand, var in zip(eqn.invars, body.invars, strict=True) if var is body.outvars[index]]
-            return same[0] if same else None
+            inside = _follow(body, body.outvars[index], views)
+            return next((operand for operand, v in zip(eqn.invars, body.invars, strict=True) if v is inside), None)
     return None
 
 

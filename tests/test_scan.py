@@ -148,6 +148,28 @@ def test_weights_are_neither_moved_nor_copied():
         assert kept_bytes(f, X, WS) == (carry + act + fc1 - moved * ONE, moved * ONE)
 
 
+def test_a_value_that_nested_calls_pass_on_is_kept_once_and_where_its_name_says():
+    """A nested checkpoint returns an operand that it needs again as a residual of its own."""
+
+    def twice(x, _):
+        y = jnp.sin(jax.checkpoint(lambda x: x + x)(x))
+        return jnp.sin(jax.jit(lambda x: tag(x, "fc1") * 3)(x)), y
+
+    def within(x, _):
+        inner = checkpoint(lambda x: jnp.sin(tag(x + x, "inner") + tag(x, "fc1")), policy=policy({"inner": "save"}))
+        return jax.jit(lambda x: inner(x) * 2)(x), None
+
+    for step in (twice, within):
+        f = lambda x: scan(step, x, length=N, policy=policy({"fc1": "offload"}, resident_layers=0))
+        assert kept_bytes(f, X) == (0, N * ONE)
+        reference = lambda x: lax.scan(plain(step, "fc1"), x, length=N)
+        assert_same_bits(run(gradient(f), X), run(gradient(reference), X))
+
+
+def test_the_table_of_no_layers():
+    assert residuals(lambda x: scan(body, x, WS[:0], policy=OFF), X).host_bytes == 0
+
+
 def test_derivatives_that_there_are_not_say_so():
     f = lambda x: jnp.sum(scan(body, x, WS, policy=OFF)[0])
     with pytest.raises(NotImplementedError, match=r"jaxoffload.scan cannot be differentiated twice"):

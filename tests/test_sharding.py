@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -132,6 +133,27 @@ def test_the_loss_communicates_as_often_however_many_chunks_it_has():
         return executed_collectives(gradient.lower(*arguments).compile().as_text())
 
     assert collectives(chunk=2) == collectives(chunk=12) > 10
+
+
+@pytest.mark.parametrize("sizes", [Mesh(fsdp=8), Mesh(2, 2, 2)])
+def test_no_collective_touches_a_residual_on_its_way(sizes, monkeypatch):
+    """The step with residuals moved communicates exactly what it does where lax.scan keeps them."""
+
+    def plain(f, x, w, policy, strict):
+        saved = [name for name, axes in VALUES.items() if name.startswith(("attn/", "mlp/fc1"))]
+        return jax.lax.scan(jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(*saved)), x, w)
+
+    def collectives() -> Counter:
+        made = on(sizes)
+        state = shardings_of(made.state)
+        step = jax.jit(made.step, in_shardings=(state, made.tokens.sharding), out_shardings=(state, None))
+        hlo = step.lower(made.state, made.tokens).compile().as_text()
+        kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+        return Counter(re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", hlo))
+
+    ours = collectives()
+    monkeypatch.setattr(jaxoffload, "scan", plain)
+    assert ours == collectives() and ours.total() > 10
 
 
 def executed_collectives(hlo: str) -> int:

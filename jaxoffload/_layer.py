@@ -5,7 +5,7 @@ plan. Where the kept values live between forward and backward is not its busines
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from typing import Literal as OneOf
 
@@ -20,7 +20,7 @@ from ._memory import nbytes
 from ._plan import Layers, Plan, make_plan
 from ._policy import VERDICT, Policy
 from ._tags import PlanName, outside_scopes, read_plan_name
-from ._values import CALLS, bodies, mark_dots
+from ._values import CALLS, bodies, keeps_all_bits, mark_dots
 
 # Between forward and backward a residual is: an "operand" (a constant or a slice of xs), which is read again; the same
 # in every layer, and kept "once"; or a layer's own, which goes to the "host" or stays on the "device".
@@ -166,13 +166,15 @@ def _halves(jaxpr: Jaxpr, primals: int, results: int) -> tuple[Jaxpr, Jaxpr]:
 
 
 def _each_once(known: Jaxpr, linear: Jaxpr, results: int) -> tuple[Jaxpr, Jaxpr]:
-    """The halves without second copies: a nested call that returns its operand as a residual means that operand."""
-    residuals = [_follow(known, v, {"name"}) for v in known.outvars[results:]]
+    """The halves without second copies: a nested call may return as a residual what it took, or returns anyway."""
+    residuals, operands = known.outvars[results:], set(known.invars)
+    sources = [_follow(known, v, _is_its_operand) for v in residuals]
     binders, tangents = linear.invars[: len(residuals)], linear.invars[len(residuals) :]
     first: dict[int, tuple[Any, Var]] = {}
-    for residual, binder in zip(residuals, binders, strict=True):
-        first.setdefault(id(residual), (residual, binder))
-    same = {binder: first[id(residual)][1] for residual, binder in zip(residuals, binders, strict=True)}
+    for residual, source, binder in zip(residuals, sources, binders, strict=True):
+        is_operand = isinstance(source, Var) and source in operands
+        first.setdefault(id(source), (source if is_operand else residual, binder))
+    same = {binder: first[id(source)][1] for source, binder in zip(sources, binders, strict=True)}
     renamed = lambda atoms: [same.get(v, v) if isinstance(v, Var) else v for v in atoms]
     known = known.replace(
         outvars=[*known.outvars[:results], *(r for r, _ in first.values())], debug_info=without_paths(known)
@@ -225,13 +227,21 @@ class Origin(NamedTuple):
     layers: int = 1
 
 
+def _is_its_operand(eqn: JaxprEqn) -> bool:
+    return eqn.primitive is name_p or keeps_all_bits(eqn)
+
+
 # Equations that pass all of a residual on between its definition and the place where it is kept.
 _VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pcast", "pvary"}
 
 
+def _is_a_view(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
+
+
 def origin(jaxpr: Jaxpr, var: Any) -> Origin:
     """Follows a variable to the equation that defines the value."""
-    var = _follow(jaxpr, var, _VIEWS)
+    var = _follow(jaxpr, var, _is_a_view)
     eqn = next((eqn for eqn in jaxpr.eqns if isinstance(var, Var) and var in eqn.outvars), None)
     if eqn is None:
         return Origin(None, "an input" if isinstance(var, Var) else "a constant")
@@ -244,25 +254,26 @@ def _plan_name(eqn: JaxprEqn) -> PlanName | None:
     return read_plan_name(eqn.params["name"]) if eqn.primitive is name_p else None
 
 
-def _follow(jaxpr: Jaxpr, var: Any, views: Collection[str]) -> Any:
-    """The variable that `var` is too, behind calls and `views` that pass it on; not further than a plan's name."""
+def _follow(jaxpr: Jaxpr, var: Any, passes_on: Callable[[JaxprEqn], bool]) -> Any:
+    """The variable that `var` is too, before calls and other equations that pass it on; not before a plan's name."""
     producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     while isinstance(var, Var) and var in producer:
-        passed_on = _operand(producer[var], producer[var].outvars.index(var), views)
+        passed_on = _operand(producer[var], producer[var].outvars.index(var), passes_on)
         if passed_on is None:
             break
         var = passed_on
     return var
 
 
-def _operand(eqn: JaxprEqn, index: int, views: Collection[str]) -> Any:
-    """The operand that a result of an equation is; None if it is none."""
-    if eqn.primitive.name in views and not _plan_name(eqn):
-        return eqn.invars[0] if nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval) else None
+def _operand(eqn: JaxprEqn, index: int, passes_on: Callable[[JaxprEqn], bool]) -> Any:
+    """The operand, or earlier result, that a result of an equation is too; None if there is none."""
+    if passes_on(eqn) and not _plan_name(eqn):
+        return eqn.invars[0]
     if eqn.primitive.name in CALLS:
         for _, body in bodies(eqn):
-            inside = _follow(body, body.outvars[index], views)
-            return next((operand for operand, v in zip(eqn.invars, body.invars, strict=True) if v is inside), None)
+            inside = [_follow(body, v, passes_on) for v in body.outvars[: index + 1]]
+            outside = [*zip(body.invars, eqn.invars, strict=True), *zip(inside[:-1], eqn.outvars, strict=False)]
+            return next((there for here, there in outside if here is inside[-1]), None)
     return None
 
 

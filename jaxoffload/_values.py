@@ -98,7 +98,7 @@ class _Search:
                     for var, result in zip(eqn.outvars, body.outvars, strict=True):
                         if (value := self.value(inside, result)) is not None:
                             self.at[path, var] = value
-            if eqn.primitive.name in _IDENTITIES or _keeps_all_bits(eqn):
+            if eqn.primitive.name in _IDENTITIES or keeps_all_bits(eqn):
                 self.alias(path, eqn.outvars[0], self.value(path, eqn.invars[0]))
             if eqn.primitive is name_p:
                 self.add_names(self.at[path, eqn.outvars[0]], eqn.params["name"])
@@ -175,7 +175,7 @@ def _carried(eqn: JaxprEqn, body: Jaxpr) -> list[bool]:
     return [first_row - carry <= i < first_row for i in range(len(is_row))]
 
 
-def _keeps_all_bits(eqn: JaxprEqn) -> bool:
+def keeps_all_bits(eqn: JaxprEqn) -> bool:
     """JAX puts such a `reduce_precision` behind residuals (https://github.com/jax-ml/jax/pull/22244)."""
     if eqn.primitive.name != "reduce_precision":
         return False

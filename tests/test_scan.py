@@ -93,6 +93,8 @@ def test_length_without_xs_and_promotion_of_weak_types():
     [
         (lambda x, w: (x, None), X, (WS, WS[:2])),
         (lambda x, w: (x, None), X, None),
+        (lambda x, w: (x, None), X, [0, 1, 2]),
+        (lambda x, w: (x, None), "ab", WS),
         (lambda x, w: x, X, WS),
         (lambda x, w: (x[0], None), X, WS),
         (lambda x, w: (x.astype(jnp.bfloat16), None), X, WS),
@@ -106,6 +108,12 @@ def test_errors_are_those_of_lax_scan(args):
     with pytest.raises(type(want.value)) as got:
         scan(*args, policy=OFF)
     assert str(got.value) == str(want.value)
+
+
+def test_what_passes_through_comes_out_as_from_lax_scan():
+    for step, init in ((lambda c, x: (c, x), 0.0), (lambda c, x: (c + 1, x), np.float64(1))):
+        got, want = (f(step, init, np.arange(3.0)) for f in (lambda *a: scan(*a, policy=OFF), lax.scan))
+        assert list(map(type, got)) == list(map(type, want)) and got[1].dtype == want[1].dtype
 
 
 def test_closed_over_tracers_get_their_gradients():
@@ -159,7 +167,10 @@ def test_a_value_that_nested_calls_pass_on_is_kept_once_and_where_its_name_says(
         inner = checkpoint(lambda x: jnp.sin(tag(x + x, "inner") + tag(x, "fc1")), policy=policy({"inner": "save"}))
         return jax.jit(lambda x: inner(x) * 2)(x), None
 
-    for step in (twice, within):
+    def read_inside_and_outside(x, _):
+        return jnp.sin(tag(jax.checkpoint(jnp.exp)(-x), "fc1")), None
+
+    for step in (twice, within, read_inside_and_outside):
         f = lambda x: scan(step, x, length=N, policy=policy({"fc1": "offload"}, resident_layers=0))
         assert kept_bytes(f, X) == (0, N * ONE)
         reference = lambda x: lax.scan(plain(step, "fc1"), x, length=N)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun, new_jaxpr_eqn
@@ -66,12 +67,22 @@ def scan(
     def lax_scan(init: Any, xs: Any) -> tuple[Any, Any]:
         return lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)
 
-    if jax.config.jax_disable_jit:  # then lax.scan is a Python loop, and nothing is placed
-        return lax_scan(init, xs)
+    scannable = all(hasattr(x, "shape") for x in jax.tree.leaves(xs)) and all(map(_is_array, jax.tree.leaves(init)))
+    if jax.config.jax_disable_jit or not scannable:
+        return lax_scan(init, xs)  # a Python loop, in which nothing is placed; or an error in lax.scan's own words
     with _inside(True):
         jaxpr, shape = jax.make_jaxpr(lax_scan, return_shape=True)(init, xs)
-    outs = jaxpr_as_fun(_under(jaxpr, policy, strict))(*jax.tree.leaves((init, xs)))
+    operands = [*jax.tree.leaves(init), *map(jnp.asarray, jax.tree.leaves(xs))]
+    outs = jaxpr_as_fun(_under(jaxpr, policy, strict))(*operands)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+
+def _is_array(x: Any) -> bool:
+    try:
+        jax.typeof(x)
+    except TypeError:
+        return False
+    return True
 
 
 # Part of every trace cache's key, as is `scope`.
@@ -85,7 +96,10 @@ def inside_scan() -> bool:
 
 def _under(jaxpr: Jaxpr, policy: Policy, strict: bool) -> Jaxpr:
     """A jaxpr with one `lax.scan` in it, as a scan of ours."""
-    at = max(i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive is lax.scan_p)
+    scans = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive is lax.scan_p]
+    if not scans:
+        raise NotImplementedError("jaxoffload: lax.scan makes no scan here; switch jax_scan3 off")
+    at = max(scans)
     eqn = jaxpr.eqns[at]
     consts, carry = _operands(eqn)
     params = {**eqn.params, "consts": consts, "carry": carry, "policy": policy, "strict": strict}

@@ -1,4 +1,4 @@
-# make train · make test · make test-gpu · make bench
+# make train · make test · make test-long · make test-gpu · make bench
 # The first interpreter that really runs (a pyenv shim can exist and fail) makes .venv.
 probe = import ensurepip, venv, sys; assert sys.version_info >= (3, 12)
 pyenv = $${PYENV_ROOT:-$$HOME/.pyenv}
@@ -10,13 +10,17 @@ PYTHON ?= .venv/bin/python
 CONFIG ?= configs/tiny.yaml
 ARGS ?=
 
-.PHONY: train test lint test-gpu bench clean
+.PHONY: train test test-long lint test-gpu bench clean
 
 train: .venv/base
 	$(PYTHON) -m models.train $(CONFIG) $(ARGS)
 
 test: lint
 	$(PYTHON) -m pytest -n 2 $(ARGS)
+
+# Thousands of random scans instead of hundreds: about half an hour.
+test-long: .venv/test
+	EXAMPLES=5000 $(PYTHON) -m pytest -n 2 tests/test_random_scans.py $(ARGS)
 
 lint: .venv/test
 	$(PYTHON) -m ruff format --check .

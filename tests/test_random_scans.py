@@ -1,0 +1,694 @@
+"""scan() on random layers: values and gradients are the reference's, bit for bit, and the host holds what was asked.
+
+A program is plain data: inputs, steps that each write new registers, results, a policy. `execute` runs its steps,
+under our scan or under the reference, which has nothing of ours: `lax.scan` of `jax.checkpoint` with the names that
+are saved or offloaded. `Ledger` follows the same steps without JAX and counts, by the rules of reverse differentiation
+that `OPS` has by hand, what the backward pass needs to find on the host.
+
+Not drawn, for these are known and meant: a floating-point carry or x that comes out untouched (lax.scan passes it by;
+its gradient then differs in the last bits from the reference's, whose `jax.checkpoint` hides it); an int, bool or key carry that does (lax.scan makes a constant of it, and what depends on constants alone is
+kept once, on the device); inside a block, what depends on constants alone. The sign of a zero is not compared.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import assert_same_bits, exact_options, kept_bytes, normal, policy, total
+from hypothesis import HealthCheck, given, note, seed, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from jaxoffload import PolicyError, checkpoint, residuals, scan, tag
+
+# ------------------------------------------------------------------------------------------------- programs
+
+FLOATS = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+SIDE = 3  # every value is (SIDE, SIDE), and so can be multiplied with every other
+BYTES = {"f32": 4 * SIDE * SIDE, "bf16": 2 * SIDE * SIDE}
+INNER = 2  # layers of an inner scan
+
+
+class Op(NamedTuple):
+    """A function of registers, and what its derivative reads, written by hand."""
+
+    function: Callable[..., Any]
+    takes: str  # the kinds of its operands: f(loat), i(nteger), b(oolean), k(ey)
+    gives: str
+    reads: dict[int, int] = {}  # noqa: RUF012  # a perturbed operand -> the operand that its tangent is multiplied by
+
+
+OUT = -1  # the result itself
+
+
+@jax.custom_jvp
+def cube(x):
+    return x * x * x
+
+
+cube.defjvp(lambda primals, tangents: (cube(*primals), 3 * primals[0] * primals[0] * tangents[0]))
+
+OPS = {
+    "sin": Op(jnp.sin, "f", "f", {0: 0}),
+    "exp": Op(lambda x: jnp.exp(x * 0.125), "f", "f", {0: OUT}),
+    "tanh": Op(jnp.tanh, "f", "f", {0: OUT}),
+    "silu": Op(jax.nn.silu, "f", "f", {0: 0}),
+    "cube": Op(cube, "f", "f", {0: 0}),
+    "double": Op(lambda x: x + x, "f", "f"),
+    "to_f32": Op(lambda x: (x + x).astype(jnp.float32), "f", "f32"),
+    "to_bf16": Op(lambda x: (x + x).astype(jnp.bfloat16), "f", "bf16"),
+    "add": Op(lambda x, y: x + y.astype(x.dtype), "ff", "f"),
+    "mul": Op(lambda x, y: x * y.astype(x.dtype), "ff", "f", {0: 1, 1: 0}),
+    "matmul": Op(lambda x, y: x @ y.astype(x.dtype), "ff", "f", {0: 1, 1: 0}),
+    "where": Op(lambda x, y, b: jnp.where(b, x, y.astype(x.dtype)), "ffb", "f", {0: 2, 1: 2}),
+    "dropout": Op(lambda x, k: jnp.where(jax.random.bernoulli(k, 0.5, x.shape), x, 0), "fk", "f", {0: 1}),
+    "positive": Op(lambda x: x[0, 0] > 0, "f", "bool"),
+    "odd": Op(lambda n: n % 2 == 1, "i", "bool"),
+    "not": Op(lambda b: ~b, "b", "bool"),
+    "next": Op(lambda n: n + 1, "i", "int32"),
+    "split": Op(lambda k: jax.random.split(k)[0], "k", "key"),
+}
+
+
+class Do(NamedTuple):
+    op: str
+    args: tuple[int, ...]  # registers
+
+
+class Tag(NamedTuple):
+    """Writes a register for each operand; several operands are tagged as one composite."""
+
+    name: str
+    args: tuple[int, ...]
+    keep: bool = False
+
+
+class CustomVjp(NamedTuple):
+    """sin, whose forward rule names its residual."""
+
+    name: str
+    args: tuple[int]
+
+
+class Block(NamedTuple):
+    """Steps on registers of their own, that start with two of the outer ones; writes the last one that they write."""
+
+    kind: str
+    args: tuple[int, int]
+    predicate: int  # of cond
+    steps: tuple[Any, ...]
+
+
+class Program(NamedTuple):
+    carry: tuple[str, ...]  # kinds
+    xs: tuple[str, ...]
+    consts: tuple[str, ...]
+    steps: tuple[Any, ...]
+    new_carry: tuple[int, ...]
+    ys: tuple[int, ...]
+    differentiated: tuple[int, ...]  # inputs
+    loss: str  # of which results
+    form: str  # of the pytrees
+    length: int
+    reverse: bool
+    unroll: int
+    rules: tuple[tuple[str, str], ...]
+    fields: dict[str, Any]  # of the policy
+
+    @property
+    def inputs(self):
+        return (*self.carry, *self.xs, *self.consts)
+
+
+# ------------------------------------------------------------------------------------------------- running them
+
+
+def execute(steps, registers, ours):
+    """All registers after the steps."""
+    registers = list(registers)
+    for step in steps:
+        args = [registers[i] for i in step.args]
+        match step:
+            case Do(op):
+                registers.append(OPS[op].function(*args))
+            case Tag(name, keep=keep):
+                composite = args[0] if len(args) == 1 else dict(zip("xy", args, strict=True))
+                registers += jax.tree.leaves(tag(composite, name, keep=keep))
+            case CustomVjp(name):
+                registers.append(custom_sin(name)(*args))
+            case Block(kind, predicate=predicate, steps=inner):
+                f = lambda a, b: execute(inner, [a, b], ours)[-1]
+                registers.append(block(kind, f, *args, registers[predicate], ours))
+    return registers
+
+
+def custom_sin(name):
+    sin = jax.custom_vjp(lambda x: jnp.sin(tag(x + x, name)))
+    sin.defvjp(lambda x: (jnp.sin(x + x), tag(jnp.cos(x + x), name)), lambda cos, ct: (2 * ct * cos,))
+    return sin
+
+
+def block(kind, f, a, b, predicate, ours):
+    row = lambda a, _: (f(a, b).astype(a.dtype), None)
+    match kind:
+        case "jit":
+            return jax.jit(f)(a, b)
+        case "jax.checkpoint":
+            return jax.checkpoint(f)(a, b)
+        case "checkpoint":
+            return (checkpoint(f, policy=policy(default="save")) if ours else jax.checkpoint(f))(a, b)
+        case "cond":
+            return lax.cond(predicate, f, lambda a, b: a.astype(jax.eval_shape(f, a, b).dtype), a, b)
+        case "cond of twins":
+            return lax.cond(predicate, lambda a, b: f(a + a, b), lambda a, b: f(-a, b), a, b)
+        case "lax.scan":
+            return lax.scan(row, a, length=INNER)[0]
+        case "scan":
+            row = lambda a, _: (jnp.sin(f(a, b)).astype(a.dtype), None)
+            if ours:
+                return scan(row, a, length=INNER, policy=policy(default="offload", resident_layers=0))[0]
+            named = jax.checkpoint_policies.save_only_these_names(*every_name())
+            return lax.scan(jax.checkpoint(row, policy=named), a, length=INNER)[0]
+
+
+FORMS = {
+    "tuple": tuple,
+    "nested": lambda leaves: {"first": leaves[:1], "none": None, "rest": ((), {"all": tuple(leaves[1:])})},
+}
+
+
+def pytree(form, leaves):
+    made = FORMS[form](list(leaves))
+    assert len(jax.tree.leaves(made)) == len(leaves)
+    return made
+
+
+def apply(program, through, inputs):
+    """(carry, ys)"""
+    carry, xs, consts = parts(program, inputs)
+
+    def body(carry, x):
+        registers = execute(
+            program.steps, [*jax.tree.leaves(carry), *jax.tree.leaves(x), *consts], through is through_ours
+        )
+        new = [like(kind, registers[i]) for kind, i in zip(program.carry, program.new_carry, strict=True)]
+        return pytree(program.form, new), pytree(program.form, [registers[i] for i in program.ys])
+
+    init, xs = pytree(program.form, carry), pytree(program.form, xs)
+    options = {"length": program.length, "reverse": program.reverse, "unroll": program.unroll}
+    return through(program, body, init, xs, **options)
+
+
+def like(kind, x):
+    return x.astype(FLOATS[kind]) if kind in FLOATS else x
+
+
+def parts(program, inputs):
+    first, last = len(program.carry), len(program.carry) + len(program.xs)
+    return inputs[:first], inputs[first:last], inputs[last:]
+
+
+def the_policy(program):
+    return policy(dict(program.rules), **program.fields)
+
+
+def through_ours(program, body, *args, **options):
+    return scan(body, *args, policy=the_policy(program), strict=False, **options)
+
+
+def through_reference(program, body, *args, **options):
+    policies = jax.checkpoint_policies
+    kept = policies.save_only_these_names(*names_kept(program))
+    if program.fields["dots"] != "recompute":
+        kept = policies.save_from_both_policies(kept, policies.dots_with_no_batch_dims_saveable)
+    return lax.scan(jax.checkpoint(body, policy=kept), *args, **options)
+
+
+def values_and_gradients(program, through):
+    def f(inputs):
+        def loss(*chosen):
+            out = apply(program, through, with_inputs(program, inputs, chosen))
+            of = {"all": out, "carry": out[0], "ys": out[1]}[program.loss]
+            return total(of) + jnp.float32(0), out
+
+        chosen = [inputs[i] for i in program.differentiated]
+        (_, out), gradients = jax.value_and_grad(loss, range(len(chosen)), has_aux=True)(*chosen)
+        bits = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        return jax.tree.map(bits, out), gradients
+
+    return f
+
+
+# LLVM contracts a multiplication and an addition of one kernel into one rounding, and which ones XLA puts into one
+# kernel depends on the loop around them. Unoptimised, for that compiles in half the time.
+ONE_KERNEL_EACH = {"xla_disable_hlo_passes": "fusion,small-while-loop-hoisting", "xla_backend_optimization_level": 0}
+
+
+def run_all(drawn, through):
+    """The values and gradients of several programs, compiled together, every operation computed by itself."""
+    every = lambda inputs: [values_and_gradients(p, through)(i) for p, i in zip(drawn, inputs, strict=True)]
+    outs = jax.jit(every, compiler_options={**exact_options(), **ONE_KERNEL_EACH})(list(map(arrays, drawn)))
+    return [[without_sign_of_zero(np.asarray(x)) for x in jax.tree.leaves(out)] for out in outs]
+
+
+def without_sign_of_zero(x):
+    """XLA takes 0 + x for x wherever it sees the 0, as where it dissolves the loop that begins a sum with it."""
+    return np.where(x == 0, np.zeros_like(x), x)
+
+
+def with_inputs(program, inputs, chosen):
+    inputs = list(inputs)
+    for i, x in zip(program.differentiated, chosen, strict=True):
+        inputs[i] = x
+    return inputs
+
+
+def arrays(program):
+    """The inputs."""
+
+    def array(number, kind, lead):
+        match kind:
+            case "int32":
+                return jnp.arange(1, 1 + lead[0], dtype=jnp.int32) if lead else jnp.int32(number)
+            case "bool":
+                return jnp.arange(lead[0]) % 2 == 0 if lead else jnp.bool(number % 2)
+            case "key":
+                return jax.random.split(jax.random.key(number), lead) if lead else jax.random.key(number)
+        return normal(number, (*lead, SIDE, SIDE), FLOATS[kind]) * 0.5
+
+    carry, xs, consts = parts(program, program.inputs)
+    leads = [()] * len(carry) + [(program.length,)] * len(xs) + [()] * len(consts)
+    return [array(i, kind, lead) for i, (kind, lead) in enumerate(zip(program.inputs, leads, strict=True))]
+
+
+# ------------------------------------------------------------------------------------------------- counting by hand
+
+
+def decision_on(program, name):
+    """The last rule with this name; its last component, or that without the field."""
+    last = name.rpartition("/")[2]
+    rules = {pattern: (number, decision) for number, (pattern, decision) in enumerate(program.rules)}
+    found = [rules[p] for p in {last, last.partition(".")[0], "s/*" if "/" in name else ""} if p in rules]
+    return max(found)[1] if found else None
+
+
+def all_tags(steps):
+    for step in steps:
+        if isinstance(step, Tag | CustomVjp):
+            yield step
+        elif isinstance(step, Block):
+            yield from all_tags(step.steps)
+
+
+def every_name():
+    leaves = [name + field for name in (*NAMES, *WHOLE_NUMBERS) for field in ("", ".x", ".y")]
+    return [*leaves, *(f"{name}#keep" for name in leaves)]
+
+
+def field_names(step):
+    return [step.name] if len(step.args) == 1 else [f"{step.name}.{key}" for key in "xy"]
+
+
+def names_kept(program):
+    """As `checkpoint_name` has them: those saved or offloaded."""
+    kept = set()
+    for step in all_tags(program.steps):
+        for name in field_names(step):
+            kept.add(f"{name}#keep")
+            if name in WHOLE_NUMBERS or (decision_on(program, name) or program.fields["default"]) != "recompute":
+                kept.add(name)
+    return sorted(kept)
+
+
+class Value:
+    """One array of a layer."""
+
+    def __init__(self, kind, args=(), reads=(), role="", copies=1, varies=None, dot=False):
+        self.kind, self.args, self.reads, self.role, self.copies = kind, list(args), dict(reads), role, copies
+        self.varies = any(a.varies for a in self.args) if varies is None else varies
+        self.dot = dot
+        self.names = []  # (name, keep)
+        self.whole, self.inside = None, ()  # of an inner scan of ours, for its result: what it takes, what it computes
+
+    @property
+    def float(self):
+        return self.kind in FLOATS
+
+
+class Ledger:
+    """What a program's layers compute, and what of it is kept."""
+
+    def __init__(self, program):
+        self.program, self.values, self.slots = program, [], []
+        roles = parts(program, program.inputs)
+        roles = ["carry"] * len(roles[0]) + ["x"] * len(roles[1]) + ["const"] * len(roles[2])
+        inputs = [self.new(k, role=r, varies=r != "const") for k, r in zip(program.inputs, roles, strict=True)]
+        registers = self.follow(program.steps, inputs, 1)
+        new_carry = [self.cast(registers[i], kind) for i, kind in zip(program.new_carry, program.carry, strict=True)]
+        self.results = [*new_carry, *(registers[i] for i in program.ys)]
+        self.perturbed = self.reached(
+            {inputs[i] for i in program.differentiated}, dict(zip(inputs, new_carry, strict=False))
+        )
+
+    def new(self, *args, **kwargs):
+        self.values.append(Value(*args, **kwargs))
+        return self.values[-1]
+
+    def cast(self, value, kind, copies=1):
+        return value if value.kind == kind else self.new(kind, [value], copies=copies)
+
+    def follow(self, steps, registers, copies):
+        registers = list(registers)
+        for step in steps:
+            args = [registers[i] for i in step.args]
+            match step:
+                case Do(op):
+                    _, _, gives, reads = OPS[op]
+                    out = self.new(args[0].kind if gives == "f" else gives, args, copies=copies, dot=op == "matmul")
+                    out.reads = {i: out if read == OUT else args[read] for i, read in reads.items()}
+                    registers.append(out)
+                case Tag(keep=keep):
+                    for value, name in zip(args, field_names(step), strict=True):
+                        value.names.append((name, keep))
+                    registers += args
+                case CustomVjp(name):
+                    cos = self.new(args[0].kind, args, copies=copies)
+                    cos.names.append((name, False))
+                    registers.append(self.new(args[0].kind, args, {0: cos}, copies=copies))
+                case Block(predicate=predicate):
+                    registers.append(self.block(step, *args, registers[predicate], copies))
+        return registers
+
+    def block(self, step, a, b, predicate, copies):
+        if step.kind.startswith("cond"):
+            start = len(self.values)
+            start_of_branch = a if step.kind == "cond" else self.new(a.kind, [a], copies=copies)
+            inner = self.follow(step.steps, [start_of_branch, b], copies)[-1]
+            other = self.cast(a, inner.kind, copies) if step.kind == "cond" else inner
+            out = self.new(inner.kind, [inner, other, predicate], {0: predicate, 1: predicate}, copies=copies)
+            for value in self.values[start:]:
+                value.varies |= predicate.varies
+            self.slots.append({inner, other, out})
+            return out
+        if step.kind.endswith("scan"):
+            start = len(self.values)
+            carried = self.new(a.kind, [a], copies=copies * INNER)
+            last = self.follow(step.steps, [carried, b], copies * INNER)[-1]
+            if step.kind == "scan":
+                last = self.new(last.kind, [last], {0: last}, copies=copies * INNER)
+            last = self.cast(last, a.kind, copies * INNER)
+            carried.args.append(last)
+            out = self.new(a.kind, [last, a], copies=copies)  # run again, the loop has to begin somewhere
+            if step.kind == "scan":
+                out.whole = [a, b] if reads_second(step.steps) else [a]
+                out.inside = self.values[start:-1]
+            return out
+        return self.follow(step.steps, [a, b], copies)[-1]
+
+    def reached(self, perturbed, carried):
+        """Those that have tangents: reached from the perturbed inputs, in this layer or through the carry."""
+        while True:
+            more = {v for v in self.values if v.float and perturbed.intersection(v.args)}
+            more |= {before for before, after in carried.items() if before.float and after in perturbed}
+            if more <= perturbed:
+                return perturbed
+            perturbed = perturbed | more
+
+    def decision(self, value):
+        """save, offload, recompute, or None: an operand that is not moved."""
+        if not value.names:
+            return "save" if value.role else self.program.fields["dots"] if value.dot else "recompute"
+        if any(keep for _, keep in value.names) or not value.float:
+            return "save"
+        matched = {decision_on(self.program, name) for name, _ in value.names} - {None}
+        if len(matched) > 1:
+            raise PolicyError(["one value has several names with different decisions"])
+        if value.role in ("x", "const"):
+            return None
+        (found,) = matched or {self.program.fields["default"]}
+        return "save" if value.role and found == "recompute" else found
+
+    def check(self):
+        """Raises if names of one value, or of one result of a cond, have different decisions."""
+        foreign = {v for out in self.values if out.whole and out in self.perturbed for v in out.inside}
+        for value in foreign.symmetric_difference(self.values):
+            self.decision(value)
+        for slot in self.slots:
+            if {self.decision(v) for v in slot if v.names and not v.role} >= {"save", "offload"}:
+                raise PolicyError(["names that share one result of a cond have different decisions"])
+
+    def host_bytes(self):
+        """What a layer that offloads keeps on the host."""
+        active, found = set(), set()
+        todo = [v for v in self.results if v in self.perturbed]
+        while todo:
+            value = todo.pop()
+            if value in active:
+                continue
+            active.add(value)
+            todo += [a for a in value.whole or value.args if a in self.perturbed]
+            found |= (
+                {read for i, read in value.reads.items() if value.args[i] in self.perturbed}
+                if not value.whole
+                else set(value.whole)
+            )
+        needed, todo = set(), list(found)
+        while todo:
+            value = todo.pop()
+            if value not in needed:
+                needed.add(value)
+                if self.decision(value) == "recompute":
+                    todo += value.whole if value.whole and value in self.perturbed else value.args
+        return sum(BYTES[v.kind] * v.copies for v in needed if v.float and v.varies and self.decision(v) == "offload")
+
+
+def reads_second(steps):
+    return any(1 in step.args for step in steps)
+
+
+def layers_that_offload(program):
+    wanted = program.fields["offload_layers"]
+    if wanted == "all":
+        wanted = program.length
+    elif isinstance(wanted, float):
+        wanted = int(wanted * program.length)
+    return max(0, min(wanted, program.length - program.fields["resident_layers"]))
+
+
+# ------------------------------------------------------------------------------------------------- drawing them
+
+NAMES = ("a", "b", "c", "s/a", "s/d")
+WHOLE_NUMBERS = ("i", "s/j")
+PATTERNS = ("a", "b", "c", "d", "c.x", "a.y", "s/*", "i")
+NEXT = {"int32": "next", "bool": "not", "key": "split"}
+BLOCKS = ("jit", "jax.checkpoint", "checkpoint", "cond", "cond of twins", "lax.scan", "scan")
+KINDS = {"f": ("f32", "bf16"), "i": ("int32",), "b": ("bool",), "k": ("key",)}
+DECISIONS = ("offload", "save", "recompute")
+
+
+class Registers:
+    """What has been drawn so far of one list of steps: the kind of each register, and whether it varies over layers.
+
+    In a block every value is to come from its first operand, which varies, so that all of it varies: whether the
+    engine sees that a value in a block is the same in every layer depends on what else the block takes.
+    """
+
+    def __init__(self, kinds, varies, in_block):
+        self.kinds, self.varies, self.in_block = list(kinds), list(varies), in_block
+
+    def those(self, letter, first):
+        """Of such a kind, the latest first; those that may be an operation's first operand."""
+        alone = lambda i: not (self.in_block and first and i == 1)
+        return [i for i, kind in enumerate(self.kinds) if kind in KINDS[letter] and alone(i)][::-1]
+
+    def can(self, op):
+        return all(self.those(letter, k == 0) for k, letter in enumerate(OPS[op].takes))
+
+    def add(self, step, kinds):
+        self.kinds += kinds
+        self.varies += [any(self.varies[i] for i in step.args)] * len(kinds)
+        return step
+
+
+@st.composite
+def steps_on(draw, registers, depth=0, blocks=BLOCKS):
+    """Steps; they add to the registers. The last one writes a floating-point value."""
+    size = draw(st.sampled_from((2, 3, 4, 1) if depth else (4, 5, 6, 7, 8, 3, 2)))
+    makes = [an_op] * 4 + [a_tag, a_custom_vjp] + [a_block] * (2 if depth < 2 else 0)
+    made = []
+    for _ in range(size - 1):
+        made.append(draw(draw(st.sampled_from(makes))(registers, depth, blocks)))
+        if draw(st.booleans()) and registers.kinds[-1] in FLOATS:
+            made.append(draw(a_tag(registers, depth, blocks, len(registers.kinds) - 1)))
+    return (*made, draw(an_op(registers, depth, blocks, ("f", *FLOATS))))
+
+
+def a_result(registers, kind, inputs):
+    letter = next(letter for letter, kinds in KINDS.items() if kind in kinds)
+    return st.sampled_from([i for i in registers.those(letter, False) if i >= inputs])
+
+
+def a_register(registers, letter, first=False):
+    """The latest, most of the time, so that what is computed is used."""
+    those = registers.those(letter, first)
+    return st.one_of(st.just(those[0]), st.just(those[0]), st.sampled_from(those))
+
+
+@st.composite
+def an_op(draw, registers, depth, blocks, gives=None):
+    possible = [o for o in OPS if registers.can(o) and (gives is None or OPS[o].gives in gives)]
+    op = draw(st.sampled_from(possible))
+    args = tuple(draw(a_register(registers, letter, k == 0)) for k, letter in enumerate(OPS[op].takes))
+    kind = registers.kinds[args[0]] if OPS[op].gives == "f" else OPS[op].gives
+    return registers.add(Do(op, args), [kind])
+
+
+@st.composite
+def a_tag(draw, registers, depth, blocks, of=None):
+    """Of a register, or of any."""
+    floats = registers.those("f", True)
+    others = [i for letter in "ibk" for i in registers.those(letter, True)]
+    if of is None and others and draw(st.booleans()):
+        name, args = draw(st.sampled_from(WHOLE_NUMBERS)), [draw(st.sampled_from(others))]
+    else:
+        name, args = draw(st.sampled_from(NAMES)), [draw(st.sampled_from(floats)) if of is None else of]
+        if draw(st.integers(0, 9)) == 9:
+            args.append(draw(st.sampled_from(floats)))
+    step = Tag(name, tuple(args), draw(st.integers(0, 9)) == 9)
+    return registers.add(step, [registers.kinds[i] for i in args])
+
+
+@st.composite
+def a_custom_vjp(draw, registers, depth, blocks):
+    step = CustomVjp(draw(st.sampled_from(NAMES)), (draw(st.sampled_from(registers.those("f", True))),))
+    return registers.add(step, [registers.kinds[step.args[0]]])
+
+
+@st.composite
+def a_block(draw, registers, depth, blocks):
+    varying = [i for i in registers.those("f", True) if registers.varies[i]]
+    predicates = registers.those("b", False)
+    kind = draw(st.sampled_from([b for b in blocks if predicates or not b.startswith("cond")]))
+    args = (draw(st.sampled_from(varying)), draw(st.sampled_from(range(len(registers.kinds)))))
+    predicate = draw(st.sampled_from(predicates)) if kind.startswith("cond") else 0
+    inside = Registers([registers.kinds[i] for i in args], [True, registers.varies[args[1]]], True)
+    # In an inner scan of ours, with a policy of its own, no names may share a result of a cond.
+    blocks = [b for b in blocks if not b.startswith("cond")] if kind == "scan" else blocks
+    step = Block(kind, args, predicate, draw(steps_on(inside, depth + 1, blocks)))
+    return registers.add(step, [registers.kinds[args[0]] if kind.endswith("scan") else inside.kinds[-1]])
+
+
+@st.composite
+def policies(draw):
+    """Rules, and the other fields. What comes first is drawn most, and is what a failure shrinks to."""
+    rules = draw(st.lists(st.tuples(st.sampled_from(PATTERNS), st.sampled_from(DECISIONS)), max_size=5))
+    fields = {
+        "default": draw(st.sampled_from(("offload", *DECISIONS))),
+        "dots": draw(st.sampled_from(("recompute", "recompute", "offload", "save"))),
+        "resident_layers": draw(st.sampled_from((0, 1, 0, 1, 2, 3))),
+        "offload_layers": draw(st.sampled_from((*["all"] * 6, 1, 2, 0.5, 0.75, 0))),
+        "other_layers": draw(st.sampled_from(("recompute", "save"))),
+    }
+    return tuple(dict(rules).items()), fields
+
+
+@st.composite
+def programs(draw):
+    length = draw(st.sampled_from((3, 2, 5, 4, 3, 2, 5, 4, 1, 0)))
+    rules, fields = draw(policies())
+    some = lambda kinds, most: tuple(draw(st.lists(st.sampled_from(kinds), max_size=most)))
+    any_kind = ("f32", "f32", "bf16", "bool", "key", "int32")
+    carry, xs = (draw(st.sampled_from(("f32", "bf16"))), *some(any_kind, 3)), some(any_kind, 3)
+    consts = some(("f32", "f32", "bf16", "key"), 2)
+    inputs = (*carry, *xs, *consts)
+    frozen = draw(st.sets(st.sampled_from(range(len(inputs))), max_size=3))
+    registers = Registers(inputs, [True] * len(carry + xs) + [False] * len(consts), False)
+    steps = draw(steps_on(registers))
+    # lax.scan makes a constant of a carry that comes out untouched.
+    steps += tuple(registers.add(Do(NEXT[k], (i,)), [k]) for i, k in enumerate(carry) if k in NEXT)
+    floats = [i for i in registers.those("f", False) if i >= len(inputs)]
+    others = [i for letter in "ibk" for i in registers.those(letter, False)]
+    return Program(
+        carry,
+        xs,
+        consts,
+        steps,
+        new_carry=(floats[0], *(draw(a_result(registers, k, len(inputs))) for k in carry[1:])),
+        ys=tuple(draw(st.lists(st.sampled_from(floats + others), max_size=3))),
+        differentiated=tuple(i for i, kind in enumerate(inputs) if kind in FLOATS and i not in frozen) or (0,),
+        loss=draw(st.sampled_from(("all", "carry", "ys"))),
+        form=draw(st.sampled_from(sorted(FORMS, reverse=True))),
+        length=length,
+        reverse=draw(st.booleans()),
+        unroll=draw(st.sampled_from((1, 2))),
+        rules=rules,
+        fields=fields,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- the test
+
+
+def conflicts(program):
+    try:
+        Ledger(program).check()
+    except PolicyError:
+        return True
+    return False
+
+
+def with_all_differentiated(program):
+    return program._replace(differentiated=tuple(i for i, kind in enumerate(program.inputs) if kind in FLOATS))
+
+
+def check_refused(program):
+    """Two names of one value have different decisions."""
+    with pytest.raises(PolicyError):
+        jax.eval_shape(values_and_gradients(program, through_ours), arrays(program))
+
+
+def check_bytes(program):
+    inputs = arrays(program)
+    f = lambda *chosen: apply(program, through_ours, with_inputs(program, inputs, chosen))
+    chosen = [inputs[i] for i in program.differentiated]
+    device, host = kept_bytes(f, *chosen)
+    assert host == Ledger(program).host_bytes() * layers_that_offload(program)
+    table = residuals(f, *chosen)
+    assert (table.device_bytes, table.host_bytes) == (device, host)
+
+
+EXAMPLES = int(os.environ.get("EXAMPLES", 200))  # programs; `make test-long` sets it
+PARTS, A_BATCH = 4, 6  # on average
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.filterwarnings("ignore:jaxoffload. dots")
+def test_random_scans(part):
+    @seed(part)
+    @settings(
+        max_examples=-(-EXAMPLES // PARTS // A_BATCH),
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(programs(), min_size=1, max_size=2 * A_BATCH - 1))
+    def check(drawn):
+        sound = []
+        for program in drawn:
+            note(program)
+            if program.length and conflicts(with_all_differentiated(program)):
+                check_refused(with_all_differentiated(program))
+            elif not conflicts(program):
+                check_bytes(program)
+                sound.append(program)
+        for program, got, want in zip(
+            sound, run_all(sound, through_ours), run_all(sound, through_reference), strict=True
+        ):
+            note(f"results of {program}")
+            assert_same_bits(got, want)
+
+    check()

@@ -6,8 +6,9 @@ are saved or offloaded. `Ledger` follows the same steps without JAX and counts, 
 that `OPS` has by hand, what the backward pass needs to find on the host.
 
 Not drawn, for these are known and meant: a floating-point carry or x that comes out untouched (lax.scan passes it by;
-its gradient then differs in the last bits from the reference's, whose `jax.checkpoint` hides it); an int, bool or key carry that does (lax.scan makes a constant of it, and what depends on constants alone is
-kept once, on the device); inside a block, what depends on constants alone. The sign of a zero is not compared.
+its gradient then differs in the last bits from the reference's, whose `jax.checkpoint` hides it); an int, bool or key
+carry that does (lax.scan makes a constant of it, and what depends on constants alone is kept once, on the device);
+inside a block, what depends on constants alone. The sign of a zero is not compared.
 """
 
 import os

@@ -68,7 +68,8 @@ def kept_values(f, *args):
     """The abstract values that autodiff keeps, apart from arguments and constants."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(f, *args)[1]))(*args)
     given = {*jaxpr.invars, *jaxpr.constvars}
-    return [v.aval for v in dict.fromkeys(jaxpr.outvars) if isinstance(v, Var) and v not in given]
+    kept = dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, Var))
+    return [v.aval for v in kept if v not in given]
 
 
 def place(aval):

@@ -18,8 +18,7 @@ from jax.interpreters import partial_eval as pe
 from ._checkpoint import judged
 from ._layer import Body, Layer, linearize
 from ._linear import linear
-from ._loops import DEVICE, HOST
-from ._memory import layers_that_fit
+from ._memory import DEVICE, HOST, layers_that_fit
 from ._plan import Layers
 from ._policy import Policy, PolicyError
 from ._scan import inside_scan
@@ -172,20 +171,20 @@ def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]
         perturbed, layers = carry, []
         for number, (body, mine) in enumerate(zip(bodies, each, strict=True)):
             which = _treatment(number, len(bodies), offloaded, policy)
-            layers.append(linearize(*body, (*perturbed, *mine), policy, which))
+            layers.append(linearize(*body, (*perturbed, *mine), policy, False, which))
             perturbed = list(layers[-1].out_perturbed)
         return layers
 
     offloaded = policy.offloaded_layers(len(bodies))
     layers = derived(offloaded)
-    sizes = [layer.host_bytes for layer in layers if layer.host_bytes]
-    if not sizes:
+    sizes = [layer.host_bytes for layer in layers[:offloaded]]
+    if not any(sizes):
         return layers
     refuse_wrong_offload()
     for body in bodies:
         refuse_ordered_effects("chain", body.jaxpr)
-    fit = layers_that_fit("chain", len(sizes), max(sizes), policy.on_host_full)
-    return layers if fit == len(sizes) else derived(fit)
+    fit = layers_that_fit("chain", sizes, policy.on_host_full)
+    return layers if fit == offloaded else derived(fit)
 
 
 def _treatment(number: int, layers: int, offloaded: int, policy: Policy) -> Layers:

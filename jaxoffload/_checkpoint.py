@@ -159,13 +159,26 @@ def differentiated(
     layers: Layers | None = None,
 ) -> Differentiated:
     """The JVP of `jaxpr` with respect to the perturbed inputs, under the plan that the policy makes of it."""
-    whole = judged(jaxpr, roles, policy, strict)
     jvp, consts, out_perturbed, all_roles = _jvp_of(jaxpr, perturbed, roles, policy.dots != "recompute")
-    plan, planned = make_plan(jvp, policy, all_roles, layers, strict and whole is None)
-    seen, notes = (whole.seen, whole.notes) if whole else (plan.seen, plan.notes)
-    plan = dataclasses.replace(plan, seen=seen, notes=(NO_LAYERS, *notes))
+    plan, planned = plan_of_jvp(jaxpr, roles, jvp, all_roles, policy, strict, layers)
+    plan = dataclasses.replace(plan, notes=(NO_LAYERS, *plan.notes))
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=plan, prevent_cse=prevent_cse)
     return Differentiated(run, consts, out_perturbed, plan, planned.in_avals, sum(perturbed))
+
+
+def plan_of_jvp(
+    jaxpr: Jaxpr,
+    roles: tuple[str, ...],
+    jvp: Jaxpr,
+    jvp_roles: tuple[str | None, ...],
+    policy: Policy,
+    strict: bool,
+    layers: Layers | None,
+) -> tuple[Plan, Jaxpr]:
+    """As `make_plan` of a derivative, with the names and notes that the function has whatever is perturbed."""
+    whole = judged(jaxpr, roles, policy, strict)
+    plan, planned = make_plan(jvp, policy, jvp_roles, layers, strict and whole is None)
+    return (dataclasses.replace(plan, seen=whole.seen, notes=whole.notes) if whole else plan), planned
 
 
 NO_LAYERS = "checkpoint has no layers: resident_layers, offload_layers and other_layers do not apply"
@@ -250,7 +263,7 @@ def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], **params: Any) -> Diff
     refuse_ordered_effects("checkpoint", jaxpr)
     if host_pool_bytes() is None:
         return made
-    fits = layers_that_fit("checkpoint", 1, _host_bytes(jaxpr, perturbed, *key), params["policy"].on_host_full)
+    fits = layers_that_fit("checkpoint", [_host_bytes(jaxpr, perturbed, *key)], params["policy"].on_host_full)
     return made if fits else differentiated(jaxpr, perturbed, *key, Layers("save", "on_host_full"))
 
 

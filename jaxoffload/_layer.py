@@ -15,9 +15,9 @@ from jax.extend.core.primitives import name_p
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
-from ._checkpoint import cached, judged
+from ._checkpoint import cached, plan_of_jvp
 from ._memory import nbytes
-from ._plan import Layers, Plan, make_plan
+from ._plan import Layers, Plan
 from ._policy import VERDICT, Policy
 from ._tags import PlanName, outside_scopes, read_plan_name
 from ._values import CALLS, bodies, keeps_all_bits, mark_dots
@@ -116,7 +116,7 @@ def plan_of(policy: Any) -> Plan | None:
 
 @cached
 def linearize(
-    jaxpr: Jaxpr, consts: int, carry: int, perturbed: tuple[bool, ...], policy: Policy, layers: Layers
+    jaxpr: Jaxpr, consts: int, carry: int, perturbed: tuple[bool, ...], policy: Policy, strict: bool, layers: Layers
 ) -> Layer:
     """The derivative of a body with respect to its perturbed operands, under the plan that `policy` makes of it.
 
@@ -124,9 +124,8 @@ def linearize(
     """
     body = Body(jaxpr, consts, carry)
     jvp, out_perturbed = differentiate(body, perturbed, policy)
-    plan, planned = make_plan(jvp, policy, body.roles + (None,) * sum(perturbed), layers, strict=False)
-    if whole := judged(jaxpr, body.roles, policy, False):
-        plan = dataclasses.replace(plan, seen=whole.seen, notes=whole.notes)
+    jvp_roles = body.roles + (None,) * sum(perturbed)
+    plan, planned = plan_of_jvp(jaxpr, body.roles, jvp, jvp_roles, policy, strict, layers)
     in_place: Any = _InPlace(plan)
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=in_place)
     known, linear = _halves(jax.make_jaxpr(run)(*planned.in_avals), len(perturbed), len(out_perturbed))

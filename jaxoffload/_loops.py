@@ -23,8 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ._checkpoint import cached
 from ._layer import Layer, Origin, without_paths
-
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+from ._memory import DEVICE, HOST
 
 
 class Part(NamedTuple):
@@ -231,7 +230,7 @@ def _stack(aval: Any, rows: int, fill: int | None = None) -> Any:
 
 
 def _filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> Any:
-    """An array for values like `aval`, sharded and varying over mesh axes as they are; its content unspecified."""
+    """An array for values like `aval`, sharded and varying over mesh axes as they are; full of `fill`, if given."""
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
     sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(lead), *spec)) if mesh.explicit_axes else None
     shape = (*lead, *aval.shape)

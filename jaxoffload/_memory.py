@@ -1,14 +1,18 @@
 """Memory: bytes of an array, and what the pinned host pool can hold."""
 
 import contextlib
+import itertools
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 GIB = 2**30
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 # Directories of code that a warning must not point to: it is the user's line that it is about.
 NOT_THE_USERS = (os.path.dirname(__file__), os.path.dirname(jax.__file__), contextlib.__file__.removesuffix(".py"))
@@ -21,7 +25,7 @@ def nbytes(aval: Any) -> int:
 
 def on_host(aval: Any) -> bool:
     """Whether an abstract value lives in host memory (`f32<host>[...]` in a jaxpr)."""
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+    return getattr(aval, "memory_space", None) == HOST
 
 
 def readable(size: int) -> str:
@@ -63,21 +67,23 @@ def per_device(total: int) -> int:
     return total // math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
 
 
-def layers_that_fit(who: str, layers: int, bytes_per_layer: int, on_host_full: str) -> int:
-    """How many of `layers` the pinned host pool holds; where not all fit, an error or a warning, as the policy says.
+def layers_that_fit(who: str, sizes: Sequence[int], on_host_full: str) -> int:
+    """How many of the layers that would offload `sizes` bytes each, from the first on, the pinned host pool holds; where
+    not all fit, an error or a warning, as the policy says.
 
-    One call of `scan` or `checkpoint` is judged alone: what others of the same step hold is not known yet.
+    One call of `scan`, `chain` or `checkpoint` is judged alone: what others of the same step hold is not known yet.
 
     Raises:
       MemoryError: they do not fit and `on_host_full` is "error".
     """
-    pool, a_layer = host_pool_bytes(), per_device(bytes_per_layer)
-    if pool is None or a_layer * layers <= pool:
+    pool, layers = host_pool_bytes(), len(sizes)
+    needs = [per_device(size) for size in itertools.accumulate(sizes)]
+    if pool is None or needs[-1] <= pool:
         return layers
-    fit = pool // a_layer
-    of_layers = who == "scan"
+    fit = sum(need <= pool for need in needs)
+    of_layers = who != "checkpoint"
     need = (
-        f"{who}: {f'{layers} layer(s) would offload' if of_layers else 'would offload'} {readable(a_layer * layers)} "
+        f"{who}: {f'{layers} layer(s) would offload' if of_layers else 'would offload'} {readable(needs[-1])} "
         f"a device, and the pinned host pool holds {readable(pool)}{f', enough for {fit}' if of_layers else ''}"
     )
     if on_host_full == "error":

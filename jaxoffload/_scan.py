@@ -19,7 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun, new_jaxpr_
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from ._checkpoint import cached, judged
+from ._checkpoint import cached
 from ._layer import Body, Layer, linearize, perturbed_carry
 from ._linear import linear
 from ._loops import Loops, Part, run_backward, run_forward
@@ -152,10 +152,9 @@ def _jvp(
     if not params["length"]:
         return ad.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
     body = Body(jaxpr, consts, carry)
-    judged(jaxpr, body.roles, policy, strict)
     perturbed = perturbed_carry(body, [type(t) is not ad.Zero for t in tangents], policy)
-    offloaded = _layers_that_offload(body, perturbed, policy, params["length"])
-    loops = _loops(*body, perturbed, policy, offloaded, params["length"], params["reverse"], params["unroll"])
+    offloaded = _layers_that_offload(body, perturbed, policy, strict, params["length"])
+    loops = _loops(*body, perturbed, policy, strict, offloaded, params["length"], params["reverse"], params["unroll"])
     outs = run_forward(loops, *primals)
     primals_out, saved = outs[: loops.results], outs[loops.results :]
 
@@ -185,15 +184,15 @@ def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) 
     return rule(saveable, unknown, instantiate, eqn.replace(primitive=lax.scan_p, params=_lax_params(eqn.params)))
 
 
-def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy, length: int) -> int:
+def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: bool, length: int) -> int:
     """How many do, by the policy, by what there is to offload, and by what the host has room for."""
-    each = linearize(*body, perturbed, policy, Layers()).host_bytes
+    each = linearize(*body, perturbed, policy, strict, Layers()).host_bytes
     wanted = policy.offloaded_layers(length) if each else 0
     if not wanted:
         return 0
     refuse_wrong_offload()
     refuse_ordered_effects("scan", body.jaxpr)
-    return layers_that_fit("scan", wanted, each, policy.on_host_full)
+    return layers_that_fit("scan", [each] * wanted, policy.on_host_full)
 
 
 @cached
@@ -203,19 +202,20 @@ def _loops(
     carry: int,
     perturbed: tuple[bool, ...],
     policy: Policy,
+    strict: bool,
     offloaded: int,
     length: int,
     reverse: bool,
     unroll: int,
 ) -> Loops:
     """The forward pass: the layers that offload, those that do what `other_layers` says, those that are resident."""
-    layer = linearize(jaxpr, consts, carry, perturbed, policy, Layers())
+    layer = linearize(jaxpr, consts, carry, perturbed, policy, strict, Layers())
     resident = length - min(policy.resident_layers, length)
     if not layer.host_bytes:
         return _over([_part(0, length, 0, layer, "")], length, reverse, unroll)
     other = layer
     if policy.other_layers == "recompute" and offloaded < resident:
-        other = linearize(jaxpr, consts, carry, perturbed, policy, Layers("recompute", "other_layers"))
+        other = linearize(jaxpr, consts, carry, perturbed, policy, strict, Layers("recompute", "other_layers"))
     # The layer behind those that offload can run in their loop; its residuals stay where they are.
     rides = 0 < offloaded < length and (offloaded == resident or other is layer)
     reason = "resident" if offloaded == resident else "other_layers"

@@ -84,6 +84,17 @@ def test_the_table():
     assert (table.device_bytes, table.host_bytes) == kept_bytes(ours(offload_layers=2), X, WS)
 
 
+def test_the_host_pool_is_judged_on_each_layers_own_bytes(monkeypatch):
+    """Unlike layers: three of the four fc1 fit to the byte, though not thrice the largest."""
+    pool = sum(FC1[:3])
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(pool / 2**30))
+    assert kept_bytes(ours(), X, WS)[1] == pool
+    with pytest.raises(MemoryError, match=r"chain: 4 layer\(s\) would offload .* enough for 3; .*offload_layers: 3"):
+        kept_bytes(ours(resident_layers=0), X, WS)
+    with pytest.warns(UserWarning, match="enough for 3, which offload"):
+        assert kept_bytes(ours(resident_layers=0, on_host_full="save"), X, WS)[1] == pool
+
+
 def test_frozen_layers_keep_nothing():
     """Only the last layer's weight is trained: nothing before it is differentiated."""
     f = lambda w: ours(resident_layers=0)(X, [*WS[:3], w])

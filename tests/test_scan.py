@@ -362,6 +362,13 @@ def test_undifferentiated_it_is_lax_scan():
     assert_same_bits(run(lambda: scan(body, X, WS, policy=OFF)), run(lambda: lax.scan(body, X, WS)))
 
 
+def test_one_warning_of_idle_dots():
+    step = lambda x, _: (jnp.sin(tag(x * 2.0, "fc1")), None)
+    with pytest.warns(UserWarning, match="dots: save matched nothing") as warned:
+        jax.eval_shape(gradient(lambda x: scan(step, x, length=3, policy=policy({"fc1": "save"}, dots="save"))), X)
+    assert len(warned) == 1
+
+
 def test_an_unmatched_pattern_and_a_foreign_policy_are_refused():
     with pytest.raises(PolicyError, match=r"residuals\['fc3'\].*nearest is 'fc1'"):
         jax.eval_shape(gradient(lambda x, w: scan(body, x, w, policy=policy({"fc3": "save"}))), X, WS)

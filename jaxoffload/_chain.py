@@ -130,10 +130,10 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     carry, each = _split(primals, own)
     bodies = [Body(jaxpr, 0, len(carry)) for jaxpr in jaxprs]
-    if strict and (problems := policy.unmatched(names_of(bodies, policy))):
-        raise PolicyError(problems)
     moving = [type(t) is not ad.Zero for t in tangents]
     layers = _linearized(bodies, *_split(moving, own), policy)
+    if strict and (problems := policy.unmatched(set().union(*(layer.plan.seen for layer in layers)))):
+        raise PolicyError(problems)
     kept: list[list[Any]] = []
     copies: list[Any] = []  # of the previous layer
     for layer, mine in zip(layers, each, strict=True):

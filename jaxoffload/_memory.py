@@ -68,8 +68,9 @@ def per_device(total: int) -> int:
 
 
 def layers_that_fit(who: str, sizes: Sequence[int], on_host_full: str) -> int:
-    """How many of the layers that would offload `sizes` bytes each, from the first on, the pinned host pool holds; where
-    not all fit, an error or a warning, as the policy says.
+    """How many layers, of those that would offload `sizes` bytes each, the pinned host pool holds, from the first on.
+
+    Where not all fit, an error or a warning, as the policy says.
 
     One call of `scan`, `chain` or `checkpoint` is judged alone: what others of the same step hold is not known yet.
 

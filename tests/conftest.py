@@ -1,9 +1,12 @@
 """Strict: warnings are errors (pyproject), ranks are never promoted; 8 virtual CPU devices, or the machine's GPUs."""
 
 import os
+import signal
 
 
 def pytest_configure(config):
+    # A shell's background job (`make test &`) ignores Ctrl-C, and all that it starts inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Before JAX is imported. `-m gpu` is the only way onto a GPU: the other tests count on CPU's exact sums.
     if config.option.markexpr != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"

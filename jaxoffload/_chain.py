@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from ._checkpoint import judged
-from ._layer import Body, Layer, linearize
+from ._layer import Body, Layer, apart, linearize
 from ._linear import linear
 from ._memory import DEVICE, HOST, layers_that_fit
 from ._plan import Layers
@@ -205,6 +205,7 @@ def _transpose(layers: Sequence[Layer], kept: Sequence[Sequence[Any]], cotangent
         if number:
             fetched = _moved(layers[number - 1], kept[number - 1], DEVICE, present)
         wanted = tuple(type(ct) is not ad.Zero for ct in cotangents)
+        residuals, present = apart(residuals, present)
         found = jaxpr_as_fun(layer.backward(wanted))(*residuals, *present)
         through = sum(layer.perturbed[: layer.carry])
         cotangents, own = found[:through], [*found[through:], *own]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from typing import Literal as OneOf
 
 import jax
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.extend.core.primitives import name_p
 from jax.interpreters import ad
@@ -99,6 +100,11 @@ class Layer:
         return jax.make_jaxpr(transposed)(residuals, [v.aval.to_ct_aval() for v in outs])
 
 
+def apart(residuals: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The same values. What is computed of them cannot become one with what the forward pass computed."""
+    return lax.optimization_barrier((residuals, cotangents))
+
+
 class _InPlace(NamedTuple):
     """A plan as the policy of a `jax.checkpoint` that moves nothing: what is to be offloaded is saved."""
 
@@ -127,7 +133,8 @@ def linearize(
     jvp_roles = body.roles + (None,) * sum(perturbed)
     plan, planned = plan_of_jvp(jaxpr, body.roles, jvp, jvp_roles, policy, strict, layers)
     in_place: Any = _InPlace(plan)
-    run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=in_place)
+    # The two passes are apart: in two loops, or by `apart`. Barriers in a loop would only keep slices out of kernels.
+    run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=in_place, prevent_cse=False)
     known, linear = _halves(jax.make_jaxpr(run)(*planned.in_avals), len(perturbed), len(out_perturbed))
     known, linear = _each_once(known, linear, len(out_perturbed))
     kept = tuple(_kept(known, body, known.outvars[len(out_perturbed) :]))

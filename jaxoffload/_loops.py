@@ -22,7 +22,7 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._checkpoint import cached
-from ._layer import Layer, Origin, without_paths
+from ._layer import Layer, Origin, apart, without_paths
 from ._memory import DEVICE, HOST
 
 
@@ -125,40 +125,38 @@ def _forward(loops: Loops, *operands: Any) -> list[Any]:
     consts, carry, xs = _split(operands, loops.consts, loops.carry)
     y_avals = loops.parts[0].jaxpr.out_avals[loops.carry : loops.results]
     ys, saved = [_stack(a, loops.length) for a in y_avals], []
-    for number, part in enumerate(loops.parts):
-        carry, ys, kept = _forward_part(loops, part, number, consts, carry, ys, xs)
+    for part in loops.parts:
+        carry, ys, kept = _forward_part(loops, part, consts, carry, ys, xs)
         saved.append(kept)
     return [*carry, *ys, *jax.tree.leaves(saved)]
 
 
 def _forward_part(
-    loops: Loops, part: Part, number: int, consts: list[Any], carry: list[Any], ys: list[Any], xs: list[Any]
+    loops: Loops, part: Part, consts: list[Any], carry: list[Any], ys: list[Any], xs: list[Any]
 ) -> tuple[list[Any], list[Any], Saved[Any]]:
     compute = jaxpr_as_fun(part.jaxpr)
     stored = [place for place in part.places() if place != "operand"]
 
-    def layer(i: Any, state: Any) -> Any:
+    def layer(i: Any, here: Any, state: Any) -> Any:
         carry, ys, saved = state
         host = [_put(stack, jax.device_put(x, HOST), i - 1) for stack, x in zip(saved.host, saved.last, strict=True)]
-        row = loops.row(part.start + i)
+        row = loops.row(part.start + here)
         carry, new_ys, new = _split(compute(*consts, *carry, *(_take(x, row) for x in xs)), len(carry), len(ys))
         ys = [_put(stack, y, row) for stack, y in zip(ys, new_ys, strict=True)]
-        last, here, once = (_those(new, stored, place) for place in ("host", "device", "once"))
-        device = [_put(stack, x, i) for stack, x in zip(saved.device, here, strict=True)]
+        last, stays, once = (_those(new, stored, place) for place in ("host", "device", "once"))
+        device = [_put(stack, x, here) for stack, x in zip(saved.device, stays, strict=True)]
         return carry, ys, Saved(host, last, device, once)
 
     avals = part.jaxpr.out_avals[len(part.jaxpr.out_avals) - len(stored) :]
-    moved, here, once = (_those(avals, stored, place) for place in ("host", "device", "once"))
-    # A value of its own in each stack for the host: XLA merges equal ones, and two stacks in one buffer are copied from
-    # host to host. What is in it is overwritten.
-    host = [_stack(a, part.on_host, 1 + number + len(loops.parts) * k) for k, a in enumerate(moved)]
+    moved, stays, once = (_those(avals, stored, place) for place in ("host", "device", "once"))
     empty = Saved(
-        [jax.device_put(stack, HOST) for stack in host],
+        # Not filled: XLA merges equal fills, and copies a stack from host to host where two would share a buffer.
+        [jax.device_put(_stack(a, part.on_host), HOST) for a in moved],
         [_filled(a) for a in moved],
-        [_stack(a, part.layers) for a in here],
+        [_stack(a, part.layers) for a in stays],
         [_filled(a) for a in once],
     )
-    carry, ys, saved = lax.fori_loop(0, part.layers, layer, (carry, ys, empty), unroll=loops.unroll)
+    carry, ys, saved = _for_each(part.layers, layer, (carry, ys, empty), loops.unroll)
     if part.on_host == part.layers:
         written = zip(saved.host, saved.last, strict=True)
         host = [_put(stack, jax.device_put(x, HOST), part.layers - 1) for stack, x in written]
@@ -184,22 +182,38 @@ def _backward_part(
     loops: Loops, part: Part, operands: list[Any], saved: Saved[Any], cotangents: Any, ys: list[Any]
 ) -> Any:
     compute = jaxpr_as_fun(part.jaxpr)
+    last = part.layers - 1
 
-    def layer(j: Any, state: Any) -> Any:
+    def layer(j: Any, here: Any, state: Any) -> Any:
         (consts, carry, xs), fetched = state
-        i = part.layers - 1 - j
         # For the first layer there is nothing to fetch; its i-1 is clamped, which costs a copy but no branch.
-        ahead = [jax.device_put(_take(stack, i - 1), DEVICE) for stack in saved.host]
-        row = loops.row(part.start + i)
+        ahead = [jax.device_put(_take(stack, last - j - 1), DEVICE) for stack in saved.host]
+        here = last - here
+        row = loops.row(part.start + here)
         have = {number: x if whole else _take(x, row) for (number, whole), x in zip(loops.reads, operands, strict=True)}
-        residuals = _in_order(part, have, fetched, [_take(x, i) for x in saved.device], saved.once)
+        residuals = _in_order(part, have, fetched, [_take(x, here) for x in saved.device], saved.once)
+        if loops.unroll > 1 or not last:  # then a layer may stand beside its own forward pass, outside of the loops
+            residuals, carry = apart(residuals, carry)
         outs = compute(*residuals, *carry, *(_take(y, row) for y in ys))
         d_consts, carry, d_xs = _split(outs, loops.consts, loops.carry)
         consts = [ad.add_jaxvals(total, d) for total, d in zip(consts, d_consts, strict=True)]
         return (consts, carry, [_put(stack, d, row) for stack, d in zip(xs, d_xs, strict=True)]), ahead
 
-    fetched = saved.last or [jax.device_put(_take(stack, part.layers - 1), DEVICE) for stack in saved.host]
-    return lax.fori_loop(0, part.layers, layer, (cotangents, fetched), unroll=loops.unroll)[0]
+    fetched = saved.last or [jax.device_put(_take(stack, last), DEVICE) for stack in saved.host]
+    return _for_each(part.layers, layer, (cotangents, fetched), loops.unroll)[0]
+
+
+def _for_each(layers: int, layer: Callable[[Any, Any, Any], Any], state: Any, unroll: int) -> Any:
+    """`lax.fori_loop` whose body takes its number twice: for stacks on the host, and for stacks on the device.
+
+    XLA:GPU makes a DMA copy of each slice whose offset it can compute, on one of four streams in turn. For the host
+    that is what we want. But a slice of the weights waits there for a host copy that happens to be before it, and the
+    compute waits for the slice; and a matrix product that goes into a stack at such an offset runs again for its other
+    readers. XLA must not see through the second number: kernels that read the slice then slice by themselves.
+    """
+    # https://github.com/openxla/xla: DynamicSliceCopyFusionAsyncWrapper, ExecutionStreamAssignment
+    zero = lax.optimization_barrier(jnp.int32(0))
+    return lax.fori_loop(0, layers, lambda i, state: layer(i, i + zero, state), state, unroll=unroll)
 
 
 def _in_order(part: Part, operands: dict[int, Any], host: Any, device: Any, once: Any) -> list[Any]:
@@ -225,8 +239,8 @@ def _put(stack: Any, x: Any, i: Any) -> Any:
     return lax.dynamic_update_index_in_dim(stack, x, i, 0, allow_negative_indices=False)
 
 
-def _stack(aval: Any, rows: int, fill: int | None = None) -> Any:
-    return _filled(aval, fill, (rows,))
+def _stack(aval: Any, rows: int) -> Any:
+    return _filled(aval, lead=(rows,))
 
 
 def _filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> Any:

@@ -1,9 +1,9 @@
 """chain(): layers that differ, one after another, whose residuals a `Policy` chooses; unrolled.
 
-As in `scan`, the copies of one layer run beside the compute of the next. Nothing in an unrolled program keeps XLA from
-fetching all residuals as soon as they are on the host, which would free nothing, nor from running ahead of the copies.
-So two ties are made: a layer begins when the copies of the layer before the previous one are done, and a layer's
-residuals are fetched when the backward pass of the next one begins.
+As in `scan`, the copies of one layer run beside the compute of the next. In an unrolled program XLA may fetch residuals
+as soon as they are on the host, run ahead of the copies, and leave the weights' gradients for the end; nothing would be
+freed. So three ties are made: a layer begins when the copies of the layer before the previous one are done; a layer's
+residuals are fetched when the backward pass of the next one begins; and that begins when the one before it has ended.
 """
 
 from collections.abc import Callable, Sequence
@@ -206,7 +206,7 @@ def _transpose(layers: Sequence[Layer], kept: Sequence[Sequence[Any]], cotangent
             fetched = _moved(layers[number - 1], kept[number - 1], DEVICE, present)
         wanted = tuple(type(ct) is not ad.Zero for ct in cotangents)
         residuals, present = apart(residuals, present)
-        found = jaxpr_as_fun(layer.backward(wanted))(*residuals, *present)
+        found = lax.optimization_barrier(jaxpr_as_fun(layer.backward(wanted))(*residuals, *present))
         through = sum(layer.perturbed[: layer.carry])
         cotangents, own = found[:through], [*found[through:], *own]
     return [*cotangents, *own]

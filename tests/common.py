@@ -52,6 +52,16 @@ def assert_same_bits(got, want):
         assert not differ, f"output {k}: {differ} bytes differ, by up to {np.abs(a - b).max()}"
 
 
+def saving(*names):
+    """JAX's own policy that saves these names."""
+    return jax.checkpoint_policies.save_only_these_names(*names)
+
+
+def in_a_loop(f, *names):
+    """The reference for a scan's body: `jax.checkpoint` that saves these names, as JAX advises it inside a scan."""
+    return jax.checkpoint(f, policy=saving(*names), prevent_cse=False)
+
+
 def total(out):
     """A scalar of all of a pytree's floating-point leaves, each weighted otherwise."""
     leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]

@@ -16,6 +16,7 @@ from common import (
     normal,
     policy,
     run,
+    saving,
 )
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -34,7 +35,7 @@ def layer(x, w):
 
 
 def save_fc1(f):
-    return jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("fc1"))
+    return jax.checkpoint(f, policy=saving("fc1"))
 
 
 def shard(f, check_vma, axes):
@@ -182,7 +183,7 @@ def test_a_kept_output_that_its_own_derivative_reads_is_not_computed_again(produ
     for decision in ("save", "offload"):
         jaxpr = gradient_jaxpr(checkpoint(f, policy=policy({"out": decision})), X)
         assert count(jaxpr, primitive) == 1
-    plain = jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("out"))
+    plain = jax.checkpoint(f, policy=saving("out"))
     assert count(gradient_jaxpr(plain, X), primitive) == 2  # why this library names at the definition
 
 
@@ -246,7 +247,7 @@ def test_reverse_over_reverse_of_what_stays_on_the_device():
         return jnp.exp(tag(jnp.sin(x @ W), "fc1")).sum()
 
     twice = lambda f: jax.jit(jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()))
-    plain = jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("fc1"))
+    plain = jax.checkpoint(f, policy=saving("fc1"))
     ours = checkpoint(f, policy=policy({"fc1": "save"}))
     assert_same_bits(run(twice(ours), X), run(twice(plain), X))
 
@@ -296,7 +297,7 @@ def test_frozen_weights_as_in_lora():
     names = {"fc1": "offload", "low": "offload", "act": "offload"}
     loss = lambda wrap: lambda low: wrap(f)(X, W, low)
     ours = loss(functools.partial(checkpoint, policy=policy(names)))
-    plain = loss(functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*names)))
+    plain = loss(functools.partial(jax.checkpoint, policy=saving(*names)))
     assert_same_bits(run(gradient(ours), low), run(gradient(plain), low))
     # Of act, only the gradient of the frozen weights behind it has need.
     assert kept(ours, low) == {HOST: 1, ("host", "float32", (8, 2)): 1}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, gradient, kept, normal, policy, run, run_each
+from common import assert_same_bits, gradient, in_a_loop, kept, normal, policy, run, run_each, saving
 from flax import nnx
 from jax import lax
 
@@ -99,18 +99,16 @@ def through(case, kind, rules, **fields):
     return lambda x, w: scan(step, x, w, policy=p)
 
 
-def save_only(case, saved):
-    step, _, shapes = CASES[case]
-    names = [leaf for name in saved for leaf in shapes[name]]
-    return jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*names))
+def leaves(case, saved):
+    return [leaf for name in saved for leaf in CASES[case].shapes[name]]
 
 
 def reference(case, kind, saved):
     """Plain JAX that saves these names."""
-    checkpointed = save_only(case, saved)
+    step, names = CASES[case].step, leaves(case, saved)
     if kind == "checkpoint":
-        return lambda x, w: checkpointed(x, first(w))
-    return lambda x, w: lax.scan(checkpointed, x, w)
+        return lambda x, w: jax.checkpoint(step, policy=saving(*names))(x, first(w))
+    return lambda x, w: lax.scan(in_a_loop(step, *names), x, w)
 
 
 def saved_names(rules):
@@ -162,7 +160,7 @@ def test_the_host_holds_exactly_what_is_offloaded(case, kind, number):
     if kind == "checkpoint":
         w, lead = jax.eval_shape(first, w), ()
         ours = checkpoint(CASES[case].step, policy=policy(rules))
-        plain = save_only(case, saved_names(rules))
+        plain = jax.checkpoint(CASES[case].step, policy=saving(*leaves(case, saved_names(rules))))
     else:
         lead = (LAYERS,)
         ours, plain = through(case, kind, rules), reference(case, kind, saved_names(rules))

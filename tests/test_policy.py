@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, count, gradient, gradient_jaxpr, kept, normal, policy, run
+from common import assert_same_bits, count, gradient, gradient_jaxpr, kept, normal, policy, run, saving
 from flax import linen as nn
 from flax import nnx
 from hypothesis import given, settings
@@ -195,7 +195,7 @@ def mlp(x, w):
 
 X, W = normal(0, (4, 8)), normal(1, (8, 8))
 RULES = {"fc1": "offload", "act": "save"}
-SAVE_THE_SAME = jax.checkpoint_policies.save_only_these_names("fc1", "act")
+SAVE_THE_SAME = saving("fc1", "act")
 
 
 def test_callable_for_jax_checkpoint():

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_same_bits, exact_options, kept_bytes, normal, policy, total
+from common import assert_same_bits, exact_options, in_a_loop, kept_bytes, normal, policy, saving, total
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -172,8 +172,7 @@ def block(kind, f, a, b, predicate, ours):
             row = lambda a, _: (jnp.sin(f(a, b)).astype(a.dtype), None)
             if ours:
                 return scan(row, a, length=INNER, policy=policy(default="offload", resident_layers=0))[0]
-            named = jax.checkpoint_policies.save_only_these_names(*every_name())
-            return lax.scan(jax.checkpoint(row, policy=named), a, length=INNER)[0]
+            return lax.scan(in_a_loop(row, *every_name()), a, length=INNER)[0]
 
 
 FORMS = {
@@ -222,11 +221,10 @@ def through_ours(program, body, *args, **options):
 
 
 def through_reference(program, body, *args, **options):
-    policies = jax.checkpoint_policies
-    kept = policies.save_only_these_names(*names_kept(program))
+    kept, policies = saving(*names_kept(program)), jax.checkpoint_policies
     if program.fields["dots"] != "recompute":
         kept = policies.save_from_both_policies(kept, policies.dots_with_no_batch_dims_saveable)
-    return lax.scan(jax.checkpoint(body, policy=kept), *args, **options)
+    return lax.scan(jax.checkpoint(body, policy=kept, prevent_cse=False), *args, **options)
 
 
 def values_and_gradients(program, through):

@@ -11,6 +11,7 @@ from common import (
     equations,
     gradient,
     gradient_jaxpr,
+    in_a_loop,
     kept,
     kept_bytes,
     normal,
@@ -432,7 +433,7 @@ def test_rule_6_the_report_says_resident():
 
 
 def test_rule_6_a_layers_value_is_the_same_wherever_the_stack_is_split():
-    want = run(gradient(lambda x, w: lax.scan(jax.checkpoint(body), x, w), (0, 1)), X, WS)
+    want = run(gradient(lambda x, w: lax.scan(in_a_loop(body), x, w), (0, 1)), X, WS)
     fields = [{"resident_layers": 2}, {"offload_layers": 2, "other_layers": "recompute"}]
     fs = [lambda x, w, k=k: scan(body, x, w, policy=policy({"fc1": "offload"}, **k)) for k in fields]
     got = run(lambda *args: [gradient(f, (0, 1))(*args) for f in fs], X, WS)

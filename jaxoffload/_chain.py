@@ -6,6 +6,7 @@ freed. So three ties are made: a layer begins when the copies of the layer befor
 residuals are fetched when the backward pass of the next one begins; and that begins when the one before it has ended.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -183,7 +184,7 @@ def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]
     refuse_wrong_offload()
     for body in bodies:
         refuse_ordered_effects("chain", body.jaxpr)
-    fit = layers_that_fit("chain", sizes, policy.on_host_full)
+    fit = layers_that_fit("chain", list(itertools.accumulate(sizes)), policy.on_host_full)
     return layers if fit == offloaded else derived(fit)
 
 

@@ -204,7 +204,7 @@ def _kept(known: Jaxpr, body: Body, residuals: Sequence[Any]) -> list[Kept]:
             return Kept("once", -1, None, "a constant")
         if var in operands and operands[var] not in carry:
             return Kept("operand", operands[var], None, "an operand")
-        name, where, _ = (None, "the carry of a scan", 1) if var in operands else origin(known, var)
+        name, where, *_ = (None, "the carry of a scan") if var in operands else origin(known, var)
         if var in same:
             return Kept("once", -1, name, "the same in every layer")
         return Kept("host" if name and name.decision == "offload" else "device", -1, name, where)
@@ -226,11 +226,13 @@ def without_paths(jaxpr: Jaxpr) -> Any:
 
 
 class Origin(NamedTuple):
-    """Where a residual comes from: the plan's name, if it has one; words; how many layers' values it holds."""
+    """Where a residual comes from: the plan's name, if it has one; words; how many layers' values it holds, and empty
+    rows."""
 
     name: PlanName | None
     where: str
     layers: int = 1
+    empty: int = 0
 
 
 def _is_its_operand(eqn: JaxprEqn) -> bool:
@@ -288,10 +290,11 @@ def _inner_origin(eqn: JaxprEqn, index: int) -> Origin:
     if prim == "jaxoffload_forward":
         return eqn.params["loops"].origin(index)
     for _, body in bodies(eqn):
-        name, where, layers = origin(body, body.outvars[index])
+        name, where, layers, empty = origin(body, body.outvars[index])
         if prim == "scan":
             carried = "the carry of a scan" if where == "an input" else f"{where}, in a scan"
-            where, layers = where and carried, layers * eqn.params["length"]
+            length = eqn.params["length"]
+            where, layers, empty = where and carried, layers * length, empty * length
         if name or prim != "cond":
-            return Origin(name, where, layers)
+            return Origin(name, where, layers, empty)
     return Origin(None, f"output of {prim}")

@@ -55,13 +55,20 @@ class Part(NamedTuple):
             return [Origin(k.name, k.where or (self.reason if k.place == "host" else ""), layers) for k in kept]
 
         host, last = those("host", self.on_host), those("host", 1) if self.on_host < self.layers else []
-        return [*(o._replace(where="") for o in host), *last, *those("device", self.layers), *those("once", 1)]
+        host = [o._replace(where="", empty=self.layers - self.on_host) for o in host]
+        return [*host, *last, *those("device", self.layers), *those("once", 1)]
 
 
 class Saved[T](NamedTuple):
-    """What a part keeps."""
+    """What a part keeps.
 
-    host: list[T]  # (on_host, ...) each
+    Row i of a stack on the host is of layer i-1, row 0 of the last layer, written behind the loop. For the loops also
+    write and read before there is something, and there is nothing behind the last layer; all these rows are row 0. A
+    row out of range would not be clamped: XLA:GPU's DMA copies go where they are told
+    (https://github.com/openxla/xla: DynamicSliceFusionV2Thunk).
+    """
+
+    host: list[T]  # (layers, ...) each; row 0 stays empty where the last layer does not go to the host
     last: list[T]  # the last layer's, where it does not go to the host
     device: list[T]  # (layers, ...) each
     once: list[T]  # the same in every layer
@@ -134,12 +141,16 @@ def _forward(loops: Loops, *operands: Any) -> list[Any]:
 def _forward_part(
     loops: Loops, part: Part, consts: list[Any], carry: list[Any], ys: list[Any], xs: list[Any]
 ) -> tuple[list[Any], list[Any], Saved[Any]]:
-    compute = jaxpr_as_fun(part.jaxpr)
+    compute, zero = jaxpr_as_fun(part.jaxpr), _hidden_zero()
     stored = [place for place in part.places() if place != "operand"]
 
-    def layer(i: Any, here: Any, state: Any) -> Any:
+    def write(saved: Saved[Any], row: Any) -> list[Any]:
+        pairs = zip(saved.host, saved.last, strict=True)
+        return [_put(stack, jax.device_put(x, HOST), row) for stack, x in pairs]
+
+    def layer(i: Any, state: Any) -> Any:
         carry, ys, saved = state
-        host = [_put(stack, jax.device_put(x, HOST), i - 1) for stack, x in zip(saved.host, saved.last, strict=True)]
+        host, here = write(saved, i), i + zero
         row = loops.row(part.start + here)
         carry, new_ys, new = _split(compute(*consts, *carry, *(_take(x, row) for x in xs)), len(carry), len(ys))
         ys = [_put(stack, y, row) for stack, y in zip(ys, new_ys, strict=True)]
@@ -151,16 +162,14 @@ def _forward_part(
     moved, stays, once = (_those(avals, stored, place) for place in ("host", "device", "once"))
     empty = Saved(
         # Not filled: XLA merges equal fills, and copies a stack from host to host where two would share a buffer.
-        [jax.device_put(_stack(a, part.on_host), HOST) for a in moved],
+        [jax.device_put(_stack(a, part.layers), HOST) for a in moved],
         [_filled(a) for a in moved],
         [_stack(a, part.layers) for a in stays],
         [_filled(a) for a in once],
     )
-    carry, ys, saved = _for_each(part.layers, layer, (carry, ys, empty), loops.unroll)
+    carry, ys, saved = lax.fori_loop(0, part.layers, layer, (carry, ys, empty), unroll=loops.unroll)
     if part.on_host == part.layers:
-        written = zip(saved.host, saved.last, strict=True)
-        host = [_put(stack, jax.device_put(x, HOST), part.layers - 1) for stack, x in written]
-        saved = saved._replace(host=host, last=[])
+        saved = saved._replace(host=write(saved, 0), last=[])
     return carry, ys, saved
 
 
@@ -181,14 +190,15 @@ def _backward(loops: Loops, *args: Any) -> list[Any]:
 def _backward_part(
     loops: Loops, part: Part, operands: list[Any], saved: Saved[Any], cotangents: Any, ys: list[Any]
 ) -> Any:
-    compute = jaxpr_as_fun(part.jaxpr)
+    compute, zero = jaxpr_as_fun(part.jaxpr), _hidden_zero()
     last = part.layers - 1
 
-    def layer(j: Any, here: Any, state: Any) -> Any:
+    def fetch(row: Any) -> list[Any]:
+        return [jax.device_put(_take(stack, row), DEVICE) for stack in saved.host]
+
+    def layer(j: Any, state: Any) -> Any:
         (consts, carry, xs), fetched = state
-        # For the first layer there is nothing to fetch; its i-1 is clamped, which costs a copy but no branch.
-        ahead = [jax.device_put(_take(stack, last - j - 1), DEVICE) for stack in saved.host]
-        here = last - here
+        ahead, here = fetch(last - j), last - (j + zero)
         row = loops.row(part.start + here)
         have = {number: x if whole else _take(x, row) for (number, whole), x in zip(loops.reads, operands, strict=True)}
         residuals = _in_order(part, have, fetched, [_take(x, here) for x in saved.device], saved.once)
@@ -199,21 +209,19 @@ def _backward_part(
         consts = [ad.add_jaxvals(total, d) for total, d in zip(consts, d_consts, strict=True)]
         return (consts, carry, [_put(stack, d, row) for stack, d in zip(xs, d_xs, strict=True)]), ahead
 
-    fetched = saved.last or [jax.device_put(_take(stack, last), DEVICE) for stack in saved.host]
-    return _for_each(part.layers, layer, (cotangents, fetched), loops.unroll)[0]
+    return lax.fori_loop(0, part.layers, layer, (cotangents, saved.last or fetch(0)), unroll=loops.unroll)[0]
 
 
-def _for_each(layers: int, layer: Callable[[Any, Any, Any], Any], state: Any, unroll: int) -> Any:
-    """`lax.fori_loop` whose body takes its number twice: for stacks on the host, and for stacks on the device.
+def _hidden_zero() -> Any:
+    """0, added to a layer's number where XLA must not see through it: where stacks on the device are read and written.
 
     XLA:GPU makes a DMA copy of each slice whose offset it can compute, on one of four streams in turn. For the host
     that is what we want. But a slice of the weights waits there for a host copy that happens to be before it, and the
     compute waits for the slice; and a matrix product that goes into a stack at such an offset runs again for its other
-    readers. XLA must not see through the second number: kernels that read the slice then slice by themselves.
+    readers. At other offsets, the kernels that use a slice read it from the stack themselves.
     """
     # https://github.com/openxla/xla: DynamicSliceCopyFusionAsyncWrapper, ExecutionStreamAssignment
-    zero = lax.optimization_barrier(jnp.int32(0))
-    return lax.fori_loop(0, layers, lambda i, state: layer(i, i + zero, state), state, unroll=unroll)
+    return lax.optimization_barrier(jnp.int32(0))
 
 
 def _in_order(part: Part, operands: dict[int, Any], host: Any, device: Any, once: Any) -> list[Any]:

@@ -1,7 +1,6 @@
 """Memory: bytes of an array, and what the pinned host pool can hold."""
 
 import contextlib
-import itertools
 import math
 import os
 import warnings
@@ -67,8 +66,8 @@ def per_device(total: int) -> int:
     return total // math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
 
 
-def layers_that_fit(who: str, sizes: Sequence[int], on_host_full: str) -> int:
-    """How many layers, of those that would offload `sizes` bytes each, the pinned host pool holds, from the first on.
+def layers_that_fit(who: str, needs: Sequence[int], on_host_full: str) -> int:
+    """How many layers can offload, if the first one, two, ... need `needs` bytes in the pinned host pool.
 
     Where not all fit, an error or a warning, as the policy says.
 
@@ -77,8 +76,8 @@ def layers_that_fit(who: str, sizes: Sequence[int], on_host_full: str) -> int:
     Raises:
       MemoryError: they do not fit and `on_host_full` is "error".
     """
-    pool, layers = host_pool_bytes(), len(sizes)
-    needs = [per_device(size) for size in itertools.accumulate(sizes)]
+    pool, layers = host_pool_bytes(), len(needs)
+    needs = list(map(per_device, needs))
     if pool is None or needs[-1] <= pool:
         return layers
     fit = sum(need <= pool for need in needs)

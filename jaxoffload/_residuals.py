@@ -28,6 +28,7 @@ from ._scan import scan_p
 from ._values import bodies
 
 SAVED, OFFLOADED, RECOMPUTED, NOT_NEEDED = "saved", "offloaded", "recomputed", "not needed"
+EMPTY = "a row that stays empty, where the last layer is resident"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,10 +180,12 @@ def _tagged(row: Row, kept: list[tuple[Var, Origin]], computed_again: int, bytes
         names, row.shape, row.dtype, a_layer, layers, total, state, decision, reason
     )
     for var, source in kept:
-        total = nbytes(var.aval)
+        a_layer = nbytes(var.aval) // (source.layers + source.empty)
         state = OFFLOADED if on_host(var.aval) else SAVED
         decision, reason = ("save", source.where) if source.where else (row.decision, row.reason)
-        yield line(total // source.layers, source.layers, total, state, decision, reason)
+        yield line(a_layer, source.layers, a_layer * source.layers, state, decision, reason)
+        if source.empty:
+            yield line(a_layer, 0, a_layer * source.empty, state, decision, EMPTY)
     if computed_again:
         yield line(bytes_again // computed_again, computed_again, bytes_again, RECOMPUTED, row.decision, row.reason)
     if not kept and not computed_again:
@@ -197,7 +200,7 @@ def _together(lines: Iterable[Residual]) -> list[Residual]:
         before = same[r.names].get(what, what)
         same[r.names][what] = dataclasses.replace(r, layers=before.layers + r.layers, bytes=before.bytes + r.bytes)
     # What the backward pass does not need in one part of a scan it may need in another.
-    needed = lambda of_one: [r for r in of_one if r.layers] or of_one[:1]
+    needed = lambda of_one: [r for r in of_one if r.layers or r.bytes] or of_one[:1]
     return [r for of_one in same.values() for r in needed(list(of_one.values()))]
 
 

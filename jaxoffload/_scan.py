@@ -192,7 +192,8 @@ def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy
         return 0
     refuse_wrong_offload()
     refuse_ordered_effects("scan", body.jaxpr)
-    return layers_that_fit("scan", [each] * wanted, policy.on_host_full)
+    rows = lambda layers: layers + (layers < length)  # one may stay empty
+    return layers_that_fit("scan", [each * rows(layers) for layers in range(1, wanted + 1)], policy.on_host_full)
 
 
 @cached

@@ -186,4 +186,5 @@ def test_resident_layers_stay_on_the_device(resident, device):
     f = through("mlp", "scan", rules, resident_layers=resident)
     assert_same_bits(run(gradient(f, (0, 1)), *args), references("mlp", "scan", jnp.bfloat16)["fc1", "act"])
     moved = {shape: n for (place, _, shape), n in kept(f, *args).items() if place == "host"}
-    assert moved == (held("mlp", ["fc1"], (LAYERS - resident,)) if resident < LAYERS else {})
+    rows = LAYERS - max(0, resident - 1)  # the first of the resident layers runs in the others' loop; its row is empty
+    assert moved == (held("mlp", ["fc1"], (rows,)) if resident < LAYERS else {})

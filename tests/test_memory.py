@@ -35,7 +35,7 @@ def test_a_pool_that_holds_the_need_changes_nothing(pool):
 
 def test_a_pool_that_is_too_small_is_an_error_before_anything_is_compiled(pool):
     pool(N * ONE - 8)
-    with pytest.raises(MemoryError, match=r"scan: 6 layer\(s\).*offload_layers: 5.*on_host_full: save"):
+    with pytest.raises(MemoryError, match=r"scan: 6 layer\(s\).*offload_layers: 4.*on_host_full: save"):
         jax.make_jaxpr(gradient(stack()))(X, WS)
     with pytest.raises(MemoryError, match=r"checkpoint: would offload 128 B a device.*holds 120 B; offload less, set"):
         pool(ONE - 8)
@@ -45,11 +45,11 @@ def test_a_pool_that_is_too_small_is_an_error_before_anything_is_compiled(pool):
 def test_on_host_full_save_offloads_fewer_layers_with_one_warning(pool):
     pool(4 * ONE)
     f = stack(on_host_full="save")
-    with pytest.warns(UserWarning, match="enough for 4") as seen:
+    with pytest.warns(UserWarning, match="enough for 3") as seen:
         table = residuals(f, X, WS)
     assert len(seen) == 1
-    assert table.host_bytes == 4 * ONE
-    assert [r.layers for r in table if r.reason == "other_layers"] == [2]
+    assert table.host_bytes == 4 * ONE  # with an empty row
+    assert [r.layers for r in table if r.reason == "other_layers"] == [3]
 
 
 def test_on_host_full_save_keeps_a_checkpoint_on_the_device(pool):

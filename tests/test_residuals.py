@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxoffload import Policy, checkpoint, residuals, scan, scope, tag
+from jaxoffload._residuals import EMPTY
 
 N, BATCH, DIM, HIDDEN = 4, 2, 8, 12
 X = normal(0, (BATCH, DIM), jnp.bfloat16)
@@ -66,16 +67,19 @@ def test_totals_are_what_autodiff_keeps_to_the_byte(rules, fields):
     table = residuals(f, X, W)
     assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
     assert table.device_bytes == sum(r.bytes for r in table if r.state == "saved")
-    assert all(r.bytes == r.layers * r.bytes_per_layer for r in table)
+    rows = lambda r: 1 if r.reason == EMPTY else r.layers
+    assert all(r.bytes == rows(r) * r.bytes_per_layer for r in table)
 
 
 def test_a_row_says_what_where_why_and_how_much():
     table = residuals(model({"fc1": "offload", "mlp/fc1.up": "save", "act": "recompute"}), X, W)
-    rows = {(r.names, r.state): r for r in table}
+    rows = {(r.names, r.state): r for r in table if r.reason != EMPTY}
     gate = rows[("mlp/fc1.gate",), "offloaded"]
     assert (gate.shape, gate.dtype) == ((BATCH, HIDDEN), "bfloat16")
     assert (gate.bytes_per_layer, gate.layers, gate.bytes) == (WIDE, N - 1, (N - 1) * WIDE)
     assert (gate.decision, gate.reason) == ("offload", "fc1")
+    (empty,) = [r for r in table if r.reason == EMPTY]
+    assert (empty.names, empty.state, empty.layers, empty.bytes) == (("mlp/fc1.gate",), "offloaded", 0, WIDE)
     resident = rows[("mlp/fc1.gate",), "saved"]
     assert (resident.layers, resident.decision, resident.reason) == (1, "save", "resident")
     routing = rows[("mlp/routing",), "saved"]
@@ -129,15 +133,16 @@ def test_printed():
     text = str(residuals(model({"fc1.gate": "offload"}), X, W))
     lines = text.splitlines()
     assert lines[0].split() == ["residual", "shape", "bytes/layer", "layers", "bytes", "state", "reason"]
-    (gate,) = [line for line in lines if line.startswith("mlp/fc1.gate") and "offloaded" in line]
+    gate, empty = [line for line in lines if line.startswith("mlp/fc1.gate") and "offloaded" in line]
     assert gate.split() == f"mlp/fc1.gate bfloat16[2,12] {WIDE} B 3 {3 * WIDE} B offloaded fc1.gate".split()
-    assert lines[-1].startswith("device ") and f"host {3 * WIDE} B" in lines[-1]
+    assert empty.split() == f"mlp/fc1.gate bfloat16[2,12] {WIDE} B 0 {WIDE} B offloaded {EMPTY}".split()
+    assert lines[-1].startswith("device ") and f"host {4 * WIDE} B" in lines[-1]
 
 
 def test_json():
     table = residuals(model({"fc1.gate": "offload"}), X, W)
     read = json.loads(table.to_json())
-    assert read["host_bytes"] == table.host_bytes == 3 * WIDE
+    assert read["host_bytes"] == table.host_bytes == 4 * WIDE
     assert len(read["residuals"]) == len(table) == len(list(table))
     assert {r["state"] for r in read["residuals"]} == {"saved", "offloaded", "recomputed", "not needed"}
 
@@ -155,5 +160,5 @@ def test_nothing_is_allocated_or_run():
     table = residuals(big, *args)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert table.host_bytes == 79 * 8 * 8192 * 53248 * 2
+    assert table.host_bytes == 80 * 8 * 8192 * 53248 * 2  # one row is empty
     assert peak < 100 * 2**20

@@ -424,7 +424,9 @@ def test_rule_6_layers(fields, offloaded, saved, reverse):
         if r.names == ("fc1",):
             layers[r.state] += r.layers
     assert layers == {"offloaded": offloaded, "saved": saved, "recomputed": 6 - offloaded - saved}
-    assert kept_bytes(f, X, WS)[1] == offloaded * ONE
+    # The layer behind those that offload runs in their loop, unless it does otherwise; its row stays empty.
+    alone = fields.get("other_layers") == "recompute"
+    assert kept_bytes(f, X, WS)[1] == (offloaded + (0 < offloaded < 6 and not alone)) * ONE
 
 
 def test_rule_6_the_report_says_resident():

@@ -97,7 +97,7 @@ class Loops:
         return f"Loops({', '.join(f'{p.start}..{p.stop} offload {p.on_host}: {p.layer.plan}' for p in self.parts)})"
 
     def row(self, layer: Any) -> Any:
-        """Of xs and ys. Affine in the loop's counter: XLA:GPU then copies by DMA, otherwise with a kernel."""
+        """Of xs and ys: where `layer` is."""
         return self.length - 1 - layer if self.reverse else layer
 
     @property

@@ -1,0 +1,226 @@
+"""What XLA makes of it for a GPU: copies are DMA beside the compute, in range, and alone on their streams; products run
+once; memory falls by what moves.
+
+Compiled for the machine's GPU or, without one, for an H200 that is only described; for that, JAX's CUDA plugin must be
+installed: pip install "jax-cuda13-plugin[with-cuda]". Nothing runs.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import exact_options, gradient
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxoffload import Policy, chain, compiler_options, scan, tag
+
+pytestmark = pytest.mark.gpu
+
+# What XLA's compiler asks a device, as an H200 answers (xla/stream_executor/device_description.proto).
+H200 = """
+platform_name: "CUDA" device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 19 patch: 0 } runtime_version { major: 13 }
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 minor: 0 }
+}
+"""
+# Triton's products need a device to be tuned on.
+OPTIONS = {
+    **compiler_options("gpu"),
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_disable_automatic_host_compute_offload": True,  # an error instead of silent compute on the host
+}
+LAYERS, BATCH, DIM, HIDDEN = 8, 512, 256, 1024
+ONE = BATCH * HIDDEN * 2  # bytes of a layer's fc1, bfloat16
+STREAM = BATCH * DIM * 2  # bytes of a layer's input
+
+
+@pytest.fixture(scope="module")
+def device():
+    if jax.default_backend() == "gpu":
+        return jax.devices()[0]
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # it asks the driver
+    try:
+        described = topologies.get_topology_desc("H200", platform="cuda", topology="1x1x1", target_config=H200)
+    except Exception as error:
+        pytest.skip(f"needs an NVIDIA GPU, or jax-cuda13-plugin[with-cuda] to compile for one: {error}")
+    return described.devices[0]
+
+
+def compiled(device, f, *shapes, options=OPTIONS):
+    everywhere = NamedSharding(Mesh(np.array([device]), "x"), PartitionSpec())
+    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
+    return jax.jit(f, compiler_options=options).lower(*args).compile()
+
+
+class Instruction(NamedTuple):
+    """A line of a compiled program."""
+
+    computation: str
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    text: str
+
+    @property
+    def on_host(self):
+        return "S(5)" in self.shape
+
+    @property
+    def calls(self):
+        """The computations that it runs."""
+        return re.findall(r"(?:calls|body|condition|to_apply)=%([\w.\-]+)", self.text)
+
+
+def instructions(program) -> Iterator[Instruction]:
+    computation = ""
+    for line in program.as_text().splitlines():
+        if found := re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line):
+            computation = found[1]
+        elif found := re.match(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)", line):
+            name, shape, opcode, rest = found.groups()
+            yield Instruction(
+                computation, name, shape, opcode, tuple(re.findall(r"%([\w.\-]+)", rest.partition(")")[0])), line
+            )
+
+
+def products(lines):
+    return [line for line in lines if "__cublas" in line.text]
+
+
+def weights(*layers, dtype=jnp.float32):
+    """Stacked, if `layers` says how many."""
+    a, b, scale = (DIM, HIDDEN), (HIDDEN, DIM), (DIM,)
+    return tuple(jax.ShapeDtypeStruct((*layers, *shape), dtype) for shape in (a, b, scale))
+
+
+X = jax.ShapeDtypeStruct((BATCH, DIM), jnp.bfloat16)
+
+
+def layer(x, w):
+    a, b, scale = (p.astype(x.dtype) for p in w)
+    x = tag(x, "layer_input")
+    fc1 = tag((x * scale[None]) @ a, "fc1")
+    return x + jnp.tanh(fc1) @ b, None
+
+
+def twice(rules, **fields):
+    """Two scans of one shape in one program, several of whose stacks are of one shape."""
+    policy = Policy(rules, **{"min_offload_bytes": 0, **fields})
+
+    def f(x, w):
+        x, _ = scan(layer, x, w, policy=policy)
+        return scan(layer, x * 2, w, policy=policy)[0]
+
+    return gradient(f, (0, 1))
+
+
+OFFLOADED = {"layer_input": "offload", "fc1": "offload"}
+
+
+@pytest.fixture(scope="module")
+def offloading(device):
+    return compiled(device, twice(OFFLOADED), X, weights(LAYERS))
+
+
+@pytest.fixture(scope="module")
+def lines(offloading):
+    return list(instructions(offloading))
+
+
+def in_copies(lines):
+    """The computations that an asynchronous copy runs."""
+    return {c for line in lines if line.opcode.endswith("-start") for c in line.calls}
+
+
+def test_the_copies_for_the_host_and_nothing_else_are_asynchronous(lines):
+    """Two residuals there and back, in two scans, each in two layers a turn (double buffering)."""
+    starts = [line for line in lines if line.opcode.endswith("-start")]
+    assert len(starts) == 2 * 2 * 2 * 2
+    assert all(line.on_host for line in starts)
+
+
+def test_no_kernel_touches_host_memory_and_nothing_is_copied_within_it(lines):
+    """All that a value on the host meets outside of asynchronous copies passes it on, or makes room for it."""
+    passing_on = {"while", "tuple", "get-tuple-element", "parameter", "bitcast", "fusion-start", "fusion-done"}
+    at = {(line.computation, line.name): line for line in lines}
+    for line in lines:
+        if line.computation in in_copies(lines) or line.opcode in passing_on:
+            continue
+        reads = [at[line.computation, o] for o in line.operands if (line.computation, o) in at]
+        if line.opcode == "custom-call" and 'custom_call_target="AllocateBuffer"' in line.text:
+            continue
+        assert not line.on_host and not any(operand.on_host for operand in reads), line.text
+
+
+def test_every_copy_is_dma_and_in_range(lines):
+    """XLA knows the offset of each turn, and does not clamp it."""
+    body_of = {line.name: line for line in lines}
+    turns = {}
+    for line in lines:
+        if line.opcode == "while":
+            (count,) = re.findall(r'"known_trip_count":\{"n":"(\d+)"', line.text)
+            turns |= dict.fromkeys(line.calls, int(count))
+    copies = 0
+    for start in (line for line in lines if line.opcode == "fusion-start"):
+        (copy,) = (c for c in lines if c.computation in start.calls and c.opcode.startswith("dynamic-"))
+        offset, stride = (int(re.search(rf'"byte_{what}":"(-?\d+)"', copy.text)[1]) for what in ("offset", "stride"))
+        stack = copy.shape if copy.opcode == "dynamic-update-slice" else body_of[copy.operands[0]].shape
+        rows, *row = map(int, re.search(r"\[([\d,]+)\]", stack)[1].split(","))
+        size = 2 * int(np.prod(row))
+        offsets = [offset + stride * turn for turn in range(turns[start.computation])]
+        assert abs(stride) == 2 * size and all(at in range(0, rows * size, size) for at in offsets)
+        copies += 1
+    assert copies == 16
+
+
+def test_every_product_runs_once(device, lines):
+    """A layer has two, and four in its backward pass. Saved ones too: written into a stack, XLA would clone them."""
+    in_turns = lambda lines: len(products(lines))
+    assert in_turns(lines) == 2 * 2 * (2 + 4)
+    saving = instructions(compiled(device, twice(dict.fromkeys(OFFLOADED, "save")), X, weights(LAYERS)))
+    assert in_turns(saving) == 2 * 2 * (2 + 4)
+    recomputing = instructions(compiled(device, twice({"fc1": "recompute"}), X, weights(LAYERS)))
+    assert in_turns(recomputing) == 2 * 2 * (2 + 5)
+
+
+@pytest.mark.parametrize("through", ["scan", "chain"])
+def test_a_further_layer_costs_the_device_what_it_costs_where_its_residuals_are_recomputed(device, through):
+    """And the host a row each. Of `save`, that is what the difference must be.
+
+    Weights of bfloat16: the gradients of others are so large that XLA finds room for residuals in them.
+    """
+
+    def memory(decision, layers):
+        policy = Policy({"fc1": decision}, min_offload_bytes=0)
+        if through == "scan":
+            w, f = weights(layers, dtype=jnp.bfloat16), lambda x, w: scan(layer, x, w, policy=policy)[0]
+        else:
+            step = lambda x, w: layer(x, w)[0]
+            w, f = [weights(dtype=jnp.bfloat16)] * layers, lambda x, w: chain([step] * layers, x, w, policy=policy)
+        found = compiled(device, gradient(f, (0, 1)), X, w).memory_analysis()
+        return np.array([found.temp_size_in_bytes, found.host_temp_size_in_bytes])
+
+    saved, offloaded, recomputed = ((memory(how, 20) - memory(how, 12)) / 8 for how in ("save", "offload", "recompute"))
+    assert (offloaded[1], saved[1], recomputed[1]) == (ONE, 0, 0)
+    assert saved[0] - offloaded[0] == pytest.approx(ONE, abs=ONE / 333)
+    assert offloaded[0] == pytest.approx(recomputed[0], abs=ONE / 333)
+
+
+def test_under_the_options_for_exact_runs_too(device):
+    """In the GPU contract offload is what it is in a training step."""
+    program = compiled(device, twice(OFFLOADED), X, weights(LAYERS), options=OPTIONS | exact_options("gpu"))
+    assert program.memory_analysis().host_temp_size_in_bytes == 2 * LAYERS * (ONE + STREAM)

@@ -1,6 +1,8 @@
 """Llama-3-8B-shaped layers: saving, recomputing and offloading the same residuals, with plain JAX and with ours.
 
     python -m benchmarks.dense [--out benchmarks/results/dense.json] [--layers 16 --batch 2 --seq 8192] [--commit ID]
+    python -m benchmarks.dense --d_model 8192 --layers 6 --out benchmarks/results/dense-70b.json
+    python -m benchmarks.dense --fsdp 2 --modes remat saved jax_offload ours --out benchmarks/results/dense-fsdp.json
 
 A step is the forward and backward pass of a stack of `models.transformer.Layer`, bf16 on float32 weights, and SGD in
 place. All modes are timed in one process, in turn, so that they share the machine's state; each peer that has options
@@ -9,6 +11,7 @@ memory. The parent never touches the GPU.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import streams
+from jaxoffload import compiler_options
 
 NAMES = ("layer_input", "mlp/fc1.gate")
 ALL_NAMES = (
@@ -31,47 +35,57 @@ ALL_NAMES = (
 class Variant(NamedTuple):
     """One way to run a mode: who keeps which residuals where, and XLA's options."""
 
-    who: str  # "jax": lax.scan(jax.checkpoint(f)); "ours": jaxoffload.scan; "nobody": lax.scan(f)
+    # "ours": jaxoffload.scan; "jax": lax.scan(jax.checkpoint(f)); "loop": the same with prevent_cse=False, as JAX
+    # advises in a scan; "nobody": lax.scan(f)
+    who: str
     residuals: dict[str, str]
     options: dict[str, Any]
 
 
-# XLA's options. With none of them host copies wait for the compute; all three are `jaxoffload.compiler_options()`.
-_OVERLAP = {
-    "xla_gpu_enable_command_buffer": "",
-    "xla_gpu_enable_while_loop_double_buffering": True,
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-}
-_PIPELINED = {**_OVERLAP, "xla_gpu_enable_pipelined_host_offloading": True}
+OVERLAP = compiler_options("gpu")
+PIPELINED = {**OVERLAP, "xla_gpu_enable_pipelined_host_offloading": True}
 
 
-def _each(who: str, residuals: dict[str, str], **options: dict[str, Any]) -> dict[str, Variant]:
-    return {name.replace("_", " "): Variant(who, residuals, xla) for name, xla in options.items()}
+def _each(residuals: dict[str, str], **variants: tuple[str, dict[str, Any]]) -> dict[str, Variant]:
+    return {name.replace("_", " "): Variant(who, residuals, xla) for name, (who, xla) in variants.items()}
+
+
+def _jax(residuals: dict[str, str], **options: dict[str, Any]) -> dict[str, Variant]:
+    """With each of XLA's options, as `jax.checkpoint` is by default, and as JAX advises it in a scan."""
+    hows = {"": "jax", "_no_barriers": "loop"}
+    return _each(residuals, **{name + how: (who, xla) for name, xla in options.items() for how, who in hows.items()})
+
+
+def _best(moved: str, kept: str = "") -> Variant:
+    decisions = {**dict.fromkeys(moved.split(), "offload"), **dict.fromkeys(kept.split(), "save")}
+    return Variant("ours", {**_MOVE, **decisions}, OVERLAP)
 
 
 _SAVE, _MOVE = dict.fromkeys(NAMES, "save"), dict.fromkeys(NAMES, "offload")
-_KV = ("attn/k", "attn/v")
+_KV = "attn/k attn/v"
 _BEST = {
-    "gate moved": _MOVE,
-    "gate moved, k and v kept": {**_MOVE, **dict.fromkeys(_KV, "save")},
-    "gate and q moved": {**_MOVE, "attn/q": "offload"},
-    "gate and q moved, k and v kept": {**_MOVE, "attn/q": "offload", **dict.fromkeys(_KV, "save")},
-    "gate, q, k and v moved": {**_MOVE, **dict.fromkeys(("attn/q", *_KV), "offload")},
-    "gate and mlp_input moved, k and v kept": {**_MOVE, "mlp_input": "offload", **dict.fromkeys(_KV, "save")},
+    "gate moved": _best(""),
+    "gate moved, k and v kept": _best("", _KV),
+    "gate and q moved": _best("attn/q"),
+    "gate and q moved, k and v kept": _best("attn/q", _KV),
+    "gate, q, k and v moved": _best(f"attn/q {_KV}"),
+    "gate, q and mlp_input moved, k and v kept": _best("attn/q mlp_input", _KV),
+    "gate, q, k, v and mlp_input moved": _best(f"attn/q mlp_input {_KV}"),
+    "gate, up, q, k, v and mlp_input moved": _best(f"mlp/fc1.up attn/q mlp_input {_KV}"),
 }
 # Of each mode the fastest variant counts; of ours_best, the fastest that needs no more memory than remat.
 MODES: dict[str, dict[str, Variant]] = {
-    "remat": _each("jax", {}, defaults={}, overlap=_OVERLAP),
-    "saved": _each("jax", _SAVE, defaults={}, overlap=_OVERLAP),
+    "remat": _jax({}, defaults={}) | _each({}, overlap=("jax", OVERLAP)),
+    "saved": _jax(_SAVE, defaults={}, overlap=OVERLAP),
     "saved_all": {
         "no checkpoint": Variant("nobody", {}, {}),
-        "all names": Variant("jax", dict.fromkeys(ALL_NAMES, "save"), {}),
+        "all names": Variant("loop", dict.fromkeys(ALL_NAMES, "save"), {}),
     },
-    "jax_offload": _each("jax", _MOVE, defaults={}),
-    "jax_offload_tuned": _each("jax", _MOVE, overlap=_OVERLAP, overlap_and_pipelined=_PIPELINED),
-    "ours": _each("ours", _MOVE, overlap=_OVERLAP),
-    "ours_saved": _each("ours", _SAVE, overlap=_OVERLAP),
-    "ours_best": {name: Variant("ours", residuals, _OVERLAP) for name, residuals in _BEST.items()},
+    "jax_offload": _each(_MOVE, defaults=("jax", {})),
+    "jax_offload_tuned": _jax(_MOVE, overlap=OVERLAP, overlap_and_pipelined=PIPELINED),
+    "ours": _each(_MOVE, overlap=("ours", OVERLAP)),
+    "ours_saved": _each(_SAVE, overlap=("ours", OVERLAP)),
+    "ours_best": _BEST,
 }
 RATIOS = (
     ("ours", "saved"),
@@ -97,40 +111,76 @@ def main() -> None:
         for mode, result in timed["modes"].items():
             result |= worker(options, "peak", cache, mode, result["options"])
     step = {mode: result["step_ms"] for mode, result in timed["modes"].items()}
-    timed["ratios"] = {f"{a}/{b}": round(step[a] / step[b], 4) for a, b in RATIOS} | shares(timed["modes"])
+    timed["ratios"] = {f"{a}/{b}": round(step[a] / step[b], 4) for a, b in RATIOS if {a, b} <= step.keys()}
+    if MODES.keys() == step.keys():
+        timed["ratios"] |= shares(timed["modes"], options)
     options.out.write_text(json.dumps(timed, indent=1) + "\n")
     print(table(timed))
 
 
-def shares(modes: dict[str, Any]) -> dict[str, float]:
-    """`won_back`: of the time that recomputation costs, what offload wins back at no more memory. `freed/predicted`:
-    device bytes, against the twin that saves. `exposed`: copies that nothing hides."""
+def shares(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+    """`won_back`: of the time that recomputation costs, what offload wins back at no more memory; its limit is the
+    bus's. `freed/predicted`: device bytes, against the twin that saves. `exposed`: copies that nothing hides."""
     ms = {mode: m["step_ms"] for mode, m in modes.items()}
     ours, twin = modes["ours"], modes["ours_saved"]
     found = {
         "won_back": (ms["remat"] - ms["ours_best"]) / (ms["remat"] - ms["saved_all"]),
         "ours_best/remat by temp_gib": modes["ours_best"]["temp_gib"] / modes["remat"]["temp_gib"],
+        "compile_ours/compile_scan": ours["compile_s"] / modes["saved"]["compile_s"],
     }
-    if predicted := ours["residuals_host_gib"]:
+    moved = ours["residuals_host_gib"] * (options.layers - 1) / options.layers  # a row of the stacks stays empty
+    if moved:
         for key in ("temp_gib", "peak_gib"):
-            found[f"freed/predicted by {key}"] = (twin[key] - ours[key]) / predicted
+            found[f"freed/predicted by {key}"] = (twin[key] - ours[key]) / moved
     if profile := ours.get("profile"):
         found["exposed/copies"] = profile["exposed_ms"] / profile["copies_ms"]
         found["exposed/step"] = profile["exposed_ms"] / profile["step_ms"]
+        rate = 2 * ours["residuals_host_gib"] * 2**30 / profile["copies_ms"]
+        found["won_back_limit"] = won_back_limit(options, ms["saved_all"], rate)
+        found["won_back/won_back_limit"] = found["won_back"] / found["won_back_limit"]
     return {name: round(ratio, 4) for name, ratio in found.items()}
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def won_back_limit(options: argparse.Namespace, saved_all_ms: float, bytes_a_ms: float) -> float:
+    """The share of recomputation's cost that the bus lets offload win back.
+
+    Of each layer `layer_input` moves, and then the residuals whose matrix products take the longest to run again per
+    byte, a part of the last of them, until the copies take as long as the layer's forward pass. What the device can
+    keep at recomputation's memory is not counted.
+    """
+    tokens, shape = options.batch * options.seq, model(options)
+    D, KV, F = shape.d_model, shape.kv_heads * shape.d_head, shape.d_ff
+    widths = {"fc1.gate": (D, F), "fc1.up": (D, F), "q": (D, D), "k": (D, KV), "v": (D, KV), "mlp_input": (D, D)}
+    flops = {name: 2 * tokens * into * out for name, (into, out) in widths.items()}
+    size = {name: 2 * tokens * out for name, (_, out) in widths.items()}
+    room = saved_all_ms / options.layers / 3 * bytes_a_ms - 2 * tokens * D
+    won = 0.0
+    for name in sorted(widths, key=lambda name: size[name] / flops[name]):
+        part = min(1.0, max(0.0, room / size[name]))
+        won, room = won + part * flops[name], room - part * size[name]
+    return won / sum(flops.values())
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """Of the layers' shape, and of what else the benchmarks of a step share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/dense.json"))
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--d_model", type=int, default=4096)
+    parser.add_argument("--kv_heads", type=int, default=8)
+    parser.add_argument("--fsdp", type=int, default=1, help="GPUs that share batch and weights")
     parser.add_argument("--attention", default="cudnn", choices=("cudnn", "xla"))
-    parser.add_argument("--rounds", type=int, default=4, help="times each mode's turn comes")
-    parser.add_argument("--steps", type=int, default=3, help="steps a turn")
+    parser.add_argument("--steps", type=int, default=3, help="steps that are timed, a turn")
     parser.add_argument("--commit", default=head(), help="recorded beside the numbers")
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--rounds", type=int, default=4, help="times each mode's turn comes")
     parser.add_argument("--worker", choices=("times", "peak"), help=argparse.SUPPRESS)
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--variant", help=argparse.SUPPRESS)
@@ -161,14 +211,15 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
 
     compiled, facts = {}, {}
     state = initial(options)
-    for mode, variants in MODES.items():
-        for variant in variants:
+    chosen = {mode: MODES[mode] for mode in MODES if mode in options.modes}
+    for mode, variants in chosen.items():
+        for name, variant in variants.items():
             begin = time.perf_counter()
-            compiled[mode, variant], host = compile_step(options, mode, variant)
+            compiled[mode, name], host = compile_step(options, variant)
             seconds = time.perf_counter() - begin
-            memory = compiled[mode, variant].memory_analysis()
-            facts[mode, variant] = {
-                "options": variant,
+            memory = compiled[mode, name].memory_analysis()
+            facts[mode, name] = {
+                "options": name,
                 "compile_s": round(seconds, 2),
                 "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
                 "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
@@ -184,25 +235,25 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
                 if turn:
                     spent[key].append(1e3 * (time.perf_counter() - begin))
     modes = {}
-    for mode, variants in MODES.items():
+    for mode, variants in chosen.items():
         small = [v for v in variants if mode != "ours_best" or facts[mode, v]["temp_gib"] <= modes["remat"]["temp_gib"]]
         best = min(small or variants, key=lambda variant: statistics.median(spent[mode, variant]))
         step_ms = statistics.median(spent[mode, best])
         modes[mode] = {
             "step_ms": round(step_ms, 2),
             "spread_ms": [round(min(spent[mode, best]), 2), round(max(spent[mode, best]), 2)],
-            "mfu": round(model_flops(options) / step_ms / 1e-3 / 989e12, 4),
+            "mfu": round(model_flops(options) / options.fsdp / step_ms / 1e-3 / 989e12, 4),
             **facts[mode, best],
             "other_options_ms": {v: round(statistics.median(spent[mode, v]), 2) for v in variants if v != best},
         }
-    return {**provenance(options), "modes": modes}
+    return {**provenance(options, "dense"), "modes": modes}
 
 
 def peak(options: argparse.Namespace) -> dict[str, Any]:
     """The peak of allocated device memory over three steps, in a process that did nothing else; then a profile."""
     import jax
 
-    step, _ = compile_step(options, options.mode, options.variant)
+    step, _ = compile_step(options, MODES[options.mode][options.variant])
     state = initial(options)
     for _ in range(3):
         state = step(*state)
@@ -219,7 +270,7 @@ WORKERS = {"times": times, "peak": peak}
 
 
 def model(options: argparse.Namespace) -> Any:
-    """Llama 3 8B's layer, as `models.config.Model`."""
+    """Llama 3's layer, 8B's by default, as `models.config.Model`; 70B's with `--d_model 8192`."""
     from models.config import Model
 
     D = options.d_model
@@ -227,7 +278,7 @@ def model(options: argparse.Namespace) -> Any:
         layers=options.layers,
         d_model=D,
         heads=D // 128,
-        kv_heads=D // 512,
+        kv_heads=options.kv_heads,
         d_ff=D * 7 // 2,
         rope_theta=500000.0,
         attention=options.attention,
@@ -244,7 +295,7 @@ def model_flops(options: argparse.Namespace) -> int:
 
 
 def initial(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Stacked float32 weights and bf16 activations (batch, seq, d_model)."""
+    """Stacked float32 weights and bf16 activations (batch, seq, d_model), as `shardings` says."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -252,12 +303,27 @@ def initial(options: argparse.Namespace) -> tuple[Any, Any]:
     from models.transformer import Layer, stacked
 
     shape = model(options)
-    make = lambda: nnx.state(stacked(shape.layers, lambda rngs: Layer(shape, rngs), nnx.Rngs(params=0)))
-    x = jax.random.normal(jax.random.key(1), (options.batch, options.seq, options.d_model), jnp.bfloat16)
-    return jax.jit(make)(), x
+
+    def make() -> tuple[Any, Any]:
+        weights = nnx.state(stacked(shape.layers, lambda rngs: Layer(shape, rngs), nnx.Rngs(params=0)))
+        x = jax.random.normal(jax.random.key(1), (options.batch, options.seq, options.d_model), jnp.bfloat16)
+        return weights, x
+
+    return jax.jit(make, out_shardings=shardings(options))()
 
 
-def compile_step(options: argparse.Namespace, mode: str, variant: str) -> tuple[Any, int]:
+def shardings(options: argparse.Namespace) -> tuple[Any, Any]:
+    """Of the weights (layers, in, ...), by their second axis, and of the batch."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh(
+        (options.fsdp,), ("fsdp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[: options.fsdp]
+    )
+    return NamedSharding(mesh, PartitionSpec(None, "fsdp")), NamedSharding(mesh, PartitionSpec("fsdp"))
+
+
+def compile_step(options: argparse.Namespace, variant: Variant) -> tuple[Any, int]:
     """One training step, compiled, (weights, x) -> (weights, x) with the weights updated in place; and the bytes that
     it keeps on the host by the jaxpr."""
     import jax
@@ -271,7 +337,7 @@ def compile_step(options: argparse.Namespace, mode: str, variant: str) -> tuple[
     shape = model(options)
     graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(shape, nnx.Rngs(params=0))))
     rotation = rotations(options.seq, shape.d_head, shape.rope_theta)
-    who, residuals, xla = MODES[mode][variant]
+    who, residuals, xla = variant
 
     def layer(x: Any, weights: Any) -> tuple[Any, None]:
         return nnx.merge(graph, weights)(x, rotation), None
@@ -279,8 +345,9 @@ def compile_step(options: argparse.Namespace, mode: str, variant: str) -> tuple[
     def loss(weights: Any, x: Any) -> Any:
         if who == "ours":
             y, _ = jaxoffload.scan(layer, x, weights, policy=jaxoffload.Policy(residuals))
-        elif who == "jax":
-            y, _ = jax.lax.scan(jax.checkpoint(layer, policy=jax_policy(residuals)), x, weights)
+        elif who in ("jax", "loop"):
+            body = jax.checkpoint(layer, policy=jax_policy(residuals), prevent_cse=who == "jax")
+            y, _ = jax.lax.scan(body, x, weights)
         else:
             y, _ = jax.lax.scan(layer, x, weights)
         return jnp.mean(jnp.square(y.astype(jnp.float32)))
@@ -289,8 +356,9 @@ def compile_step(options: argparse.Namespace, mode: str, variant: str) -> tuple[
         gradients = jax.grad(loss)(weights, x)
         return jax.tree.map(lambda w, g: w - 1e-4 * g, weights, gradients), x
 
-    given = jax.eval_shape(lambda: initial(options))
-    compiled = jax.jit(step, donate_argnums=0, compiler_options=xla).lower(*given).compile()
+    given, where = jax.eval_shape(lambda: initial(options)), shardings(options)
+    jitted = jax.jit(step, in_shardings=where, out_shardings=where, donate_argnums=0, compiler_options=xla)
+    compiled = jitted.lower(*given).compile()
     return compiled, jaxoffload.residuals(loss, *given).host_bytes
 
 
@@ -306,18 +374,19 @@ def jax_policy(residuals: dict[str, str]) -> Any:
     )
 
 
-def provenance(options: argparse.Namespace) -> dict[str, Any]:
+def provenance(options: argparse.Namespace, program: str) -> dict[str, Any]:
+    """Device, versions, command, commit and shape."""
     import importlib.metadata
 
     import jax
 
     kept = ("jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cublas")
     versions = {p.name: p.version for p in importlib.metadata.distributions() if p.name in kept}
-    shape = {key: getattr(options, key) for key in ("layers", "batch", "seq", "d_model", "attention")}
+    shape = {key: getattr(options, key) for key in ("layers", "batch", "seq", "d_model", "kv_heads", "attention")}
     return {
-        "device": f"{jax.devices()[0].device_kind} ({jax.devices()[0].platform})",
+        "device": f"{options.fsdp} {jax.devices()[0].device_kind} ({jax.devices()[0].platform})",
         "versions": dict(sorted(versions.items())),
-        "command": " ".join(["python -m benchmarks.dense", *sys.argv[1 : sys.argv.index("--worker")]]),
+        "command": " ".join([f"python -m benchmarks.{program}", *itertools.takewhile("--worker".__ne__, sys.argv[1:])]),
         "commit": options.commit,
         "shape": {**shape, "d_ff": model(options).d_ff, "residuals": list(NAMES), "dtype": "bfloat16 on float32"},
     }
@@ -340,7 +409,8 @@ def table(result: dict[str, Any]) -> str:
     modes = result["modes"]
     lines = ["| | step | device peak | model FLOP utilisation |", "|---|---|---|---|"]
     for mode, what in WHAT.items():
-        m = modes[mode]
+        if (m := modes.get(mode)) is None:
+            continue
         lines.append(f"| {what} | {m['step_ms']:.0f} ms | {m['peak_gib']:.1f} GiB | {100 * m['mfu']:.1f} % |")
     return "\n".join(lines)
 

@@ -1,0 +1,84 @@
+"""What the benchmarks compute from what they measured, by hand; the measuring itself is theirs, on a GPU."""
+
+import argparse
+import json
+
+import pytest
+
+from benchmarks import dense, sweep
+
+# 10 tokens; a residual is 20 bytes a column, and all take 512 multiplications a byte and token to compute again.
+SHAPE = argparse.Namespace(layers=5, batch=2, seq=5, d_model=512, kv_heads=1, attention="xla")
+WIDE, STREAM, KV = 1792, 512, 128
+
+
+@pytest.mark.parametrize(
+    "rate, won",
+    [
+        (20 * STREAM, 0.0),  # layer_input and nothing else
+        (20 * (STREAM + WIDE / 2), WIDE / 2),  # all take as long per byte; half of the gate
+        (20 * (STREAM + WIDE), WIDE),
+        (20 * (STREAM + 2 * WIDE + 2 * STREAM + 2 * KV), 2 * WIDE + 2 * STREAM + 2 * KV),
+        (1e9, 2 * WIDE + 2 * STREAM + 2 * KV),
+    ],
+)
+def test_the_limit_of_won_back(rate, won):
+    """A layer's forward pass takes a millisecond of 15, in which `rate` bytes are copied."""
+    whole = 2 * WIDE + 2 * STREAM + 2 * KV
+    assert dense.won_back_limit(SHAPE, 15.0, rate) == pytest.approx(won / whole)
+
+
+def test_shares_by_hand():
+    mode = lambda step, temp=0.0, **more: {
+        "step_ms": step,
+        "temp_gib": temp,
+        "peak_gib": temp,
+        "compile_s": 2.0,
+        **more,
+    }
+    modes = {
+        "remat": mode(120.0, 8.0),
+        "saved": mode(110.0),
+        "saved_all": mode(100.0),
+        "ours": mode(105.0, 6.0, residuals_host_gib=5.0),
+        "ours_saved": mode(105.0, 9.0),
+        "ours_best": mode(104.0, 7.0),
+    }
+    found = dense.shares(modes, SHAPE)
+    assert found["won_back"] == 0.8
+    assert found["freed/predicted by temp_gib"] == 0.75  # 3 GiB for 4 of 5 rows
+    assert found["compile_ours/compile_scan"] == 1.0 and "exposed/step" not in found
+
+
+def test_each_peer_has_variants_of_its_own():
+    assert all(v.who == "ours" for mode in ("ours", "ours_saved", "ours_best") for v in dense.MODES[mode].values())
+    assert all(v.who != "ours" for mode in ("remat", "saved", "jax_offload_tuned") for v in dense.MODES[mode].values())
+
+
+LINES = [
+    {"seq": 8, "how": "recomputed", "last moved": "", "gib_a_layer": 0.0, "step_ms": 40.0, "temp_gib": 2.0},
+    *(
+        {
+            "seq": 8,
+            "how": how,
+            "last moved": "q",
+            "gib_a_layer": gib,
+            "step_ms": 30 + gib,
+            "temp_gib": 2.0,
+            "d2h_ms": ms,
+        }
+        for how, gib, ms in [("jaxoffload", 0.5, 20.0), ("jaxoffload", 1.0, 40.0), ("JAX", 0.5, None)]
+    ),
+]
+
+
+def test_what_is_free_by_hand():
+    """0.125 GiB a millisecond, of which a layer's forward pass has two."""
+    assert sweep.free_gib(LINES, layers=5) == pytest.approx(0.25)
+    assert sweep.free_gib(LINES[:1], layers=5) is None
+
+
+def test_the_picture_is_drawn(tmp_path):
+    result = {"device": "a GPU", "shape": {"layers": 5, "batch": 2, "d_model": 512}, "lines": LINES}
+    read = json.loads(json.dumps(result))
+    assert sweep.plot(read, tmp_path / "sweep.png") and (tmp_path / "sweep.png").stat().st_size > 10_000

@@ -246,7 +246,8 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
             **facts[mode, best],
             "other_options_ms": {v: round(statistics.median(spent[mode, v]), 2) for v in variants if v != best},
         }
-    return {**provenance(options, "dense"), "modes": modes}
+    shape = {**shape_of(options), "residuals": list(NAMES)}
+    return {**provenance("dense", options.commit, options.fsdp), "shape": shape, "modes": modes}
 
 
 def peak(options: argparse.Namespace) -> dict[str, Any]:
@@ -374,22 +375,25 @@ def jax_policy(residuals: dict[str, str]) -> Any:
     )
 
 
-def provenance(options: argparse.Namespace, program: str) -> dict[str, Any]:
-    """Device, versions, command, commit and shape."""
+def provenance(program: str, commit: str, devices: int = 1) -> dict[str, Any]:
+    """Device, versions, command and commit."""
     import importlib.metadata
 
     import jax
 
     kept = ("jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cublas")
     versions = {p.name: p.version for p in importlib.metadata.distributions() if p.name in kept}
-    shape = {key: getattr(options, key) for key in ("layers", "batch", "seq", "d_model", "kv_heads", "attention")}
     return {
-        "device": f"{options.fsdp} {jax.devices()[0].device_kind} ({jax.devices()[0].platform})",
+        "device": f"{devices} {jax.devices()[0].device_kind} ({jax.devices()[0].platform})",
         "versions": dict(sorted(versions.items())),
         "command": " ".join([f"python -m benchmarks.{program}", *itertools.takewhile("--worker".__ne__, sys.argv[1:])]),
-        "commit": options.commit,
-        "shape": {**shape, "d_ff": model(options).d_ff, "residuals": list(NAMES), "dtype": "bfloat16 on float32"},
+        "commit": commit,
     }
+
+
+def shape_of(options: argparse.Namespace) -> dict[str, Any]:
+    shape = {key: getattr(options, key) for key in ("layers", "batch", "seq", "d_model", "kv_heads", "attention")}
+    return {**shape, "d_ff": model(options).d_ff, "dtype": "bfloat16 on float32"}
 
 
 # ------------------------------------------------------------------------------------------------ the README's table

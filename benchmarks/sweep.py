@@ -34,7 +34,8 @@ def main() -> None:
     lines = []
     for seq in options.seqs:
         lines += measure(argparse.Namespace(**{**vars(options), "seq": seq}))
-    result = {**dense.provenance(options, "sweep"), "lines": lines}
+    provenance = dense.provenance("sweep", options.commit, options.fsdp)
+    result = {**provenance, "shape": dense.shape_of(options), "lines": lines}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(plot(result, options.out.with_suffix(".png")))
 

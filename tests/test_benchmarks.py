@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import dense, sweep
 
-# 10 tokens; a residual is 20 bytes a column, and all take 512 multiplications a byte and token to compute again.
+# 10 tokens; a residual is 20 bytes a column, and all take 512 operations a byte to compute again.
 SHAPE = argparse.Namespace(layers=5, batch=2, seq=5, d_model=512, kv_heads=1, attention="xla")
 WIDE, STREAM, KV = 1792, 512, 128
 

@@ -209,6 +209,8 @@ def layer_bytes(stream: int, kv: int, wide: int) -> dict[str, int]:
 
 # 8 sequences of 8192 tokens, 2 bytes: 4096 wide, 8 heads of 128, 14336 wide.
 LLAMA = layer_bytes(512 * MIB, 128 * MIB, 1792 * MIB)
+# 4 sequences of 8192 tokens, 2 bytes: 2048 wide, 8 heads of 64, 8192 wide.
+SMALL_LLAMA = layer_bytes(128 * MIB, 32 * MIB, 512 * MIB)
 # A microbatch of 32 sequences of 1024 tokens, 2 bytes: 768 wide, 12 heads of 64, 2048 wide.
 GPT = layer_bytes(48 * MIB, 48 * MIB, 128 * MIB)
 # 8 sequences of 256 tokens, 4 bytes: 192 wide, 2 heads of 32, 512 wide.
@@ -255,6 +257,16 @@ BY_HAND = {
             "saved": {32: "layer_input", 1: "(matrix_product) attn/v attn/out mlp/fc1.gate mlp/fc1.up"},
             "recomputed": {32: "attn/norm attn/q attn/k attn/context mlp_input mlp/norm mlp/act"},
             "not needed": {0: "mlp/fc2"},
+        },
+    ),
+    "llama-1b": (
+        SMALL_LLAMA,
+        16 * 2 * 128 * MIB,
+        {
+            "offloaded": {16: "layer_input mlp_input"},
+            "saved": {1: "layer_input mlp_input"},
+            "recomputed": {16: "attn/norm attn/q attn/k attn/v attn/context mlp/norm mlp/fc1.gate mlp/fc1.up mlp/act"},
+            "not needed": {0: "attn/out mlp/fc2"},
         },
     ),
     "gpt-124m": (

@@ -1,0 +1,70 @@
+"""Training with offload has the losses of training with the same residuals saved, bit for bit.
+
+    python -m benchmarks.losses [--config configs/llama-1b.yaml] [--steps 200] [section.key=value ...]
+
+Runs `models.train` twice, the second time with each `offload` of the config's `remat:` turned into `save`, both under
+XLA's deterministic options, and compares the losses of all steps.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import dense
+from models.config import load
+
+# Of the same arithmetic the same bits: no atomics, no choice of kernels by their speed, bfloat16 where it is written.
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0 --xla_allow_excess_precision=false"
+
+
+def main() -> None:
+    options = parse()
+    policy = load(options.config, options.overrides).remat
+    saved = [f"remat.residuals[{pattern}]=save" for pattern, decision in policy.rules if decision == "offload"]
+    if not saved:
+        sys.exit(f"benchmarks.losses: {options.config} offloads nothing")
+    runs = {"offload": train(options, []), "save": train(options, saved)}
+    losses = {how: [row["loss"] for row in rows] for how, rows in runs.items()}
+    differ = sum(a != b for a, b in zip(losses["offload"], losses["save"], strict=True))
+    result = {
+        **dense.provenance("losses", options.commit),
+        "steps": len(losses["save"]),
+        "losses that differ": differ,
+        "first and last loss": [losses["save"][0], losses["save"][-1]],
+        "device_peak_gib": {how: round((rows[-1]["device_peak_bytes"] or 0) / 2**30, 2) for how, rows in runs.items()},
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    sys.exit(1 if differ else 0)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="of the config, as for models.train")
+    parser.add_argument("--config", default="configs/llama-1b.yaml")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/losses.json"))
+    parser.add_argument("--commit", default=dense.head(), help="recorded beside the numbers")
+    return parser.parse_args()
+
+
+def train(options: argparse.Namespace, overrides: list[str]) -> list[dict[str, Any]]:
+    """The training lines of a fresh run's metrics.jsonl."""
+    with tempfile.TemporaryDirectory() as out:
+        sized = [f"train.steps={options.steps}", "train.log_every=1", f"train.checkpoint_every={options.steps}"]
+        command = [sys.executable, "-m", "models.train", options.config, f"train.out={out}", *sized]
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {DETERMINISTIC}"
+        done = subprocess.run([*command, *options.overrides, *overrides], env=os.environ | {"XLA_FLAGS": flags})
+        if done.returncode:
+            sys.exit(f"benchmarks.losses: models.train failed with exit status {done.returncode}")
+        rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+if __name__ == "__main__":
+    main()

@@ -6,17 +6,18 @@ freed. So three ties are made: a layer begins when the copies of the layer befor
 residuals are fetched when the backward pass of the next one begins; and that begins when the one before it has ended.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from ._checkpoint import judged
+from ._checkpoint import partial_eval_as_remat
 from ._layer import Body, Layer, apart, linearize
 from ._linear import linear
 from ._memory import DEVICE, HOST, layers_that_fit
@@ -159,12 +160,6 @@ def _jvp(
     return carry, [next(found) if p else ad.Zero(a) for a, p in zip(avals, perturbed, strict=True)]
 
 
-def names_of(bodies: Sequence[Body], policy: Policy) -> set[str]:
-    """What a pattern can match in any layer."""
-    plans = [judged(body.jaxpr, body.roles, policy, False) for body in bodies]
-    return set().union(*(plan.seen for plan in plans if plan))
-
-
 def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]], policy: Policy) -> list[Layer]:
     """Each layer's derivative, with respect to its own perturbed operands and the carry that comes perturbed."""
 
@@ -224,6 +219,12 @@ def _after(first: Sequence[Any], then: Sequence[Any]) -> list[Any]:
     return list(lax.optimization_barrier((list(then), list(first)))[0]) if first else list(then)
 
 
+def _partial_eval(*rest: Any) -> Any:
+    eqn: JaxprEqn = rest[-1]
+    whole = jax.make_jaxpr(functools.partial(_evaluate, **eqn.params))(*(v.aval for v in eqn.invars))
+    return partial_eval_as_remat(whole, True, *rest)
+
+
 chain_p.def_impl(_evaluate)
 chain_p.def_effectful_abstract_eval(
     lambda *_, jaxprs, **__: (jaxprs[-1].out_avals, frozenset().union(*(jaxpr.effects for jaxpr in jaxprs)))
@@ -231,3 +232,4 @@ chain_p.def_effectful_abstract_eval(
 mlir.register_lowering(chain_p, mlir.lower_fun(_evaluate, multiple_results=True))
 ad.primitive_jvps[chain_p] = _jvp
 batching.fancy_primitive_batchers[chain_p] = _batch
+pe.partial_eval_jaxpr_custom_rules[chain_p] = _partial_eval

@@ -100,7 +100,7 @@ def bind(
     roles: tuple[str, ...],
     policy: Policy,
     strict: bool,
-    prevent_cse: bool = True,
+    prevent_cse: bool,
 ) -> list[Any]:
     """Evaluate `jaxpr` under a policy. `roles`, of its constants and then its inputs, are those of `make_plan`."""
     consts = jaxpr.consts
@@ -140,8 +140,7 @@ def _without_consts(jaxpr: Jaxpr) -> Jaxpr:
 class Differentiated(NamedTuple):
     """A function's JVP under a plan."""
 
-    run: Callable[..., list[Any]]  # (*consts, *primals, *perturbed tangents) -> (*primals, *perturbed tangents)
-    consts: Sequence[Any]
+    run: Callable[..., list[Any]]  # (*primals, *perturbed tangents) -> (*primals, *perturbed tangents)
     out_perturbed: Sequence[bool]
     plan: Plan
     in_avals: Sequence[Any]
@@ -159,25 +158,19 @@ def differentiated(
     layers: Layers | None = None,
 ) -> Differentiated:
     """The JVP of `jaxpr` with respect to the perturbed inputs, under the plan that the policy makes of it."""
-    jvp, consts, out_perturbed, all_roles = _jvp_of(jaxpr, perturbed, roles, policy.dots != "recompute")
-    plan, planned = plan_of_jvp(jaxpr, roles, jvp, all_roles, policy, strict, layers)
+    jvp, out_perturbed = derivative(jaxpr, perturbed, False, policy.dots != "recompute")
+    plan, planned = plan_of_jvp(jaxpr, roles, jvp, policy, strict, layers)
     plan = dataclasses.replace(plan, notes=(NO_LAYERS, *plan.notes))
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=plan, prevent_cse=prevent_cse)
-    return Differentiated(run, consts, out_perturbed, plan, planned.in_avals, sum(perturbed))
+    return Differentiated(run, out_perturbed, plan, planned.in_avals, sum(perturbed))
 
 
 def plan_of_jvp(
-    jaxpr: Jaxpr,
-    roles: tuple[str, ...],
-    jvp: Jaxpr,
-    jvp_roles: tuple[str | None, ...],
-    policy: Policy,
-    strict: bool,
-    layers: Layers | None,
+    jaxpr: Jaxpr, roles: tuple[str, ...], jvp: Jaxpr, policy: Policy, strict: bool, layers: Layers | None
 ) -> tuple[Plan, Jaxpr]:
     """As `make_plan` of a derivative, with the names and notes that the function has whatever is perturbed."""
     whole = judged(jaxpr, roles, policy, strict)
-    plan, planned = make_plan(jvp, policy, jvp_roles, layers, strict and whole is None)
+    plan, planned = make_plan(jvp, policy, _roles_of(jvp, roles), layers, strict and whole is None)
     return (dataclasses.replace(plan, seen=whole.seen, notes=whole.notes) if whole else plan), planned
 
 
@@ -185,14 +178,17 @@ NO_LAYERS = "checkpoint has no layers: resident_layers, offload_layers and other
 
 
 @cached
-def _jvp_of(
-    jaxpr: Jaxpr, perturbed: tuple[bool, ...], roles: tuple[str, ...], dots: bool
-) -> tuple[Jaxpr, Sequence[Any], Sequence[bool], tuple[str | None, ...]]:
-    """The JVP with its constants as inputs; these constants; which results have tangents; the roles of the inputs."""
+def derivative(
+    jaxpr: Jaxpr, perturbed: tuple[bool, ...], through: bool | tuple[bool, ...], dots: bool
+) -> tuple[Jaxpr, tuple[bool, ...]]:
+    """The JVP, and which results have tangents: those in `through` always. `dots`: matrix products are marked."""
     with outside_scopes():
-        jvp, out_perturbed = ad.jvp_jaxpr(mark_dots(jaxpr) if dots else jaxpr, perturbed, False)
-    consts, jvp = jvp.consts, pe.convert_constvars_jaxpr(jvp) if jvp.consts else jvp
-    return jvp, consts, out_perturbed, ("weight",) * len(consts) + roles + (None,) * sum(perturbed)
+        jvp, out_perturbed = ad.jvp_jaxpr(mark_dots(jaxpr) if dots else jaxpr, perturbed, through)
+    return jvp, tuple(out_perturbed)
+
+
+def _roles_of(jvp: Jaxpr, roles: tuple[str, ...]) -> tuple[str | None, ...]:
+    return roles + (None,) * (len(jvp.invars) - len(roles))
 
 
 @cached
@@ -207,10 +203,10 @@ def judged(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool) -
       PolicyError: a pattern matches nothing (if `strict`), or two names of one value have different decisions.
     """
     try:
-        jvp, _, _, all_roles = _jvp_of(jaxpr, _all_inputs(jaxpr), roles, policy.dots != "recompute")
+        jvp, _ = derivative(jaxpr, _all_inputs(jaxpr), False, policy.dots != "recompute")
     except NotImplementedError:
         return None
-    plan, _ = decide(jvp, policy, all_roles, None, strict, jaxpr)
+    plan, _ = decide(jvp, policy, _roles_of(jvp, roles), None, strict, jaxpr)
     if (note := dots_matched_nothing(policy)) in plan.notes:
         warnings.warn(f"jaxoffload: {note}", skip_file_prefixes=NOT_THE_USERS)
     return plan
@@ -220,13 +216,10 @@ def _all_inputs(jaxpr: Jaxpr) -> tuple[bool, ...]:
     return tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals)
 
 
-def for_all_inputs(jaxpr: Jaxpr, *key: Any) -> Differentiated:
-    """`differentiated` with respect to all floating-point inputs."""
-    return differentiated(jaxpr, _all_inputs(jaxpr), *key)
-
-
-def host_bytes(made: Differentiated) -> int:
+@cached
+def _host_bytes(jaxpr: Jaxpr, perturbed: tuple[bool, ...], *key: Any) -> int:
     """Bytes that autodiff keeps on the host between forward and backward."""
+    made = differentiated(jaxpr, perturbed, *key)
     jaxpr = jax.make_jaxpr(made.run)(*made.in_avals)
     unknown = [False] * (len(made.in_avals) - made.tangents) + [True] * made.tangents
     residuals = pe.partial_eval_jaxpr_nounits(jaxpr, unknown, False)[3]
@@ -246,16 +239,24 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     perturbed = tuple(type(t) is not ad.Zero for t in tangents)
     made = _that_fits(jaxpr, perturbed, **params)
-    outs = iter(made.run(*made.consts, *primals, *[t for t, p in zip(tangents, perturbed, strict=True) if p]))
+    outs = iter(made.run(*primals, *[t for t, p in zip(tangents, perturbed, strict=True) if p]))
     primals_out = [next(outs) for _ in made.out_perturbed]
     zero = lambda primal: ad.Zero(jax.typeof(primal).to_tangent_aval())
     return primals_out, [next(outs) if p else zero(y) for p, y in zip(made.out_perturbed, primals_out, strict=True)]
 
 
-def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], **params: Any) -> Differentiated:
+def _that_fits(
+    jaxpr: Jaxpr,
+    perturbed: tuple[bool, ...],
+    *,
+    roles: tuple[str, ...],
+    policy: Policy,
+    strict: bool,
+    prevent_cse: bool,
+) -> Differentiated:
     """`differentiated`, or the same with all on the device. Not remembered: it depends on the environment."""
     refuse_remat3()
-    key = plan_key(**params)
+    key = roles, policy, strict, prevent_cse
     made = differentiated(jaxpr, perturbed, *key)
     if not made.plan.offloads:
         return made
@@ -263,17 +264,8 @@ def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], **params: Any) -> Diff
     refuse_ordered_effects("checkpoint", jaxpr)
     if host_pool_bytes() is None:
         return made
-    fits = layers_that_fit("checkpoint", [_host_bytes(jaxpr, perturbed, *key)], params["policy"].on_host_full)
+    fits = layers_that_fit("checkpoint", [_host_bytes(jaxpr, perturbed, *key)], policy.on_host_full)
     return made if fits else differentiated(jaxpr, perturbed, *key, Layers("save", "on_host_full"))
-
-
-@cached
-def _host_bytes(jaxpr: Jaxpr, perturbed: tuple[bool, ...], *key: Any) -> int:
-    return host_bytes(differentiated(jaxpr, perturbed, *key))
-
-
-def plan_key(*, roles: Any, policy: Policy, strict: bool, prevent_cse: bool) -> tuple[Any, ...]:
-    return roles, policy, strict, prevent_cse
 
 
 def _batch(
@@ -296,12 +288,17 @@ def _remat(jaxpr: Jaxpr, prevent_cse: bool) -> JaxprEqn:
     return jax.make_jaxpr(jax.checkpoint(jaxpr_as_fun(jaxpr), prevent_cse=prevent_cse))(*jaxpr.in_avals).eqns[0]
 
 
-def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) -> Any:
-    """Inside another checkpoint, where nothing of it is differentiated: its names are the other's, routing above all,
-    as those of an undifferentiated `jax.checkpoint` are."""
-    remat = _remat(eqn.params["jaxpr"], eqn.params["prevent_cse"])
-    rule = pe.partial_eval_jaxpr_custom_rules[remat_p]
-    return rule(saveable, unknown, instantiate, eqn.replace(primitive=remat_p, params=remat.params))
+def partial_eval_as_remat(jaxpr: Jaxpr, prevent_cse: bool, *rest: Any) -> Any:
+    """Inside another checkpoint, where nothing of `jaxpr` is differentiated: its names are the other's, routing above
+    all, as those of an undifferentiated `jax.checkpoint` are."""
+    *how, eqn = rest
+    rule: Any = pe.partial_eval_jaxpr_custom_rules[remat_p]
+    return rule(*how, eqn.replace(primitive=remat_p, params=_remat(jaxpr, prevent_cse).params))
+
+
+def _partial_eval(*rest: Any) -> Any:
+    params = rest[-1].params
+    return partial_eval_as_remat(params["jaxpr"], params["prevent_cse"], *rest)
 
 
 checkpoint_p.def_impl(_evaluate)

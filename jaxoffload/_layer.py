@@ -5,23 +5,22 @@ plan. Where the kept values live between forward and backward is not its busines
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from typing import Literal as OneOf
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.extend.core.primitives import name_p
+from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
-from ._checkpoint import cached, plan_of_jvp
+from ._checkpoint import cached, derivative, plan_of_jvp
 from ._memory import nbytes
+from ._origin import follow, is_its_operand, origin
 from ._plan import Layers, Plan
 from ._policy import VERDICT, Policy
-from ._tags import PlanName, outside_scopes, read_plan_name
-from ._values import CALLS, bodies, keeps_all_bits, mark_dots
+from ._tags import PlanName
 
 # Between forward and backward a residual is: an "operand" (a constant or a slice of xs), which is read again; the same
 # in every layer, and kept "once"; or a layer's own, which goes to the "host" or stays on the "device".
@@ -35,6 +34,11 @@ class Kept(NamedTuple):
     operand: int  # the number of the body's operand that it is; -1 for all others
     name: PlanName | None  # leads to its row in the plan
     where: str  # in words, where there is no row
+
+
+def in_three(xs: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """The first, the second so many, and the rest."""
+    return list(xs[:first]), list(xs[first : first + second]), list(xs[first + second :])
 
 
 class Body(NamedTuple):
@@ -52,8 +56,7 @@ class Body(NamedTuple):
 
     def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Constants, carry and xs."""
-        first, last = self.consts, self.consts + self.carry
-        return list(operands[:first]), list(operands[first:last]), list(operands[last:])
+        return in_three(operands, self.consts, self.carry)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,9 +132,8 @@ def linearize(
     `perturbed` must be closed: a carry that comes out perturbed goes in perturbed (`perturbed_carry`).
     """
     body = Body(jaxpr, consts, carry)
-    jvp, out_perturbed = differentiate(body, perturbed, policy)
-    jvp_roles = body.roles + (None,) * sum(perturbed)
-    plan, planned = plan_of_jvp(jaxpr, body.roles, jvp, jvp_roles, policy, strict, layers)
+    jvp, out_perturbed = _derivative(body, perturbed, policy)
+    plan, planned = plan_of_jvp(jaxpr, body.roles, jvp, policy, strict, layers)
     in_place: Any = _InPlace(plan)
     # The two passes are apart: in two loops, or by `apart`. Barriers in a loop would only keep slices out of kernels.
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=in_place, prevent_cse=False)
@@ -144,20 +146,17 @@ def linearize(
     return Layer(consts, carry, forward, linear, kept, plan, perturbed, out_perturbed)
 
 
-def differentiate(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:
+def _derivative(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:
     """The JVP of a body, and which results have tangents. The carry has one wherever it went in with one."""
-    marked = body.jaxpr if policy.dots == "recompute" else mark_dots(body.jaxpr)
-    through = [*body.split(perturbed)[1], *[False] * (len(marked.outvars) - body.carry)]
-    with outside_scopes():
-        jvp, out_perturbed = ad.jvp_jaxpr(marked, perturbed, through)
-    return jvp, tuple(out_perturbed)
+    ys = len(body.jaxpr.outvars) - body.carry
+    return derivative(body.jaxpr, perturbed, (*body.split(perturbed)[1], *[False] * ys), policy.dots != "recompute")
 
 
 def perturbed_carry(body: Body, perturbed: Sequence[bool], policy: Policy) -> tuple[bool, ...]:
     """`perturbed`, and also each part of the carry that a perturbed operand reaches in some layer."""
     while True:
         consts, carry, xs = body.split(perturbed)
-        reached = differentiate(body, tuple(perturbed), policy)[1][: body.carry]
+        reached = _derivative(body, tuple(perturbed), policy)[1][: body.carry]
         if carry == list(reached):
             return tuple(perturbed)
         perturbed = [*consts, *reached, *xs]
@@ -174,7 +173,7 @@ def _halves(jaxpr: Jaxpr, primals: int, results: int) -> tuple[Jaxpr, Jaxpr]:
 def _each_once(known: Jaxpr, linear: Jaxpr, results: int) -> tuple[Jaxpr, Jaxpr]:
     """The halves without second copies: a nested call may return as a residual what it took, or returns anyway."""
     residuals, operands = known.outvars[results:], set(known.invars)
-    sources = [_follow(known, v, _is_its_operand) for v in residuals]
+    sources = [follow(known, v, is_its_operand) for v in residuals]
     binders, tangents = linear.invars[: len(residuals)], linear.invars[len(residuals) :]
     first: dict[int, tuple[Any, Var]] = {}
     for residual, source, binder in zip(residuals, sources, binders, strict=True):
@@ -223,78 +222,3 @@ def _same_in_every_layer(jaxpr: Jaxpr, consts: int) -> set[Var]:
 def without_paths(jaxpr: Jaxpr) -> Any:
     """Debug info for other results than those that were traced."""
     return jaxpr.debug_info._replace(result_paths=None)
-
-
-class Origin(NamedTuple):
-    """Where a residual comes from: the plan's name, if it has one; words; how many layers' values it holds, and empty
-    rows."""
-
-    name: PlanName | None
-    where: str
-    layers: int = 1
-    empty: int = 0
-
-
-def _is_its_operand(eqn: JaxprEqn) -> bool:
-    return eqn.primitive is name_p or keeps_all_bits(eqn)
-
-
-# Equations that pass all of a residual on between its definition and the place where it is kept.
-_VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pcast", "pvary"}
-
-
-def _is_a_view(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
-
-
-def origin(jaxpr: Jaxpr, var: Any) -> Origin:
-    """Follows a variable to the equation that defines the value."""
-    var = _follow(jaxpr, var, _is_a_view)
-    eqn = next((eqn for eqn in jaxpr.eqns if isinstance(var, Var) and var in eqn.outvars), None)
-    if eqn is None:
-        return Origin(None, "an input" if isinstance(var, Var) else "a constant")
-    if name := _plan_name(eqn):
-        return Origin(name, "")
-    return _inner_origin(eqn, eqn.outvars.index(var))
-
-
-def _plan_name(eqn: JaxprEqn) -> PlanName | None:
-    return read_plan_name(eqn.params["name"]) if eqn.primitive is name_p else None
-
-
-def _follow(jaxpr: Jaxpr, var: Any, passes_on: Callable[[JaxprEqn], bool]) -> Any:
-    """The variable that `var` is too, before calls and other equations that pass it on; not before a plan's name."""
-    producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    while isinstance(var, Var) and var in producer:
-        passed_on = _operand(producer[var], producer[var].outvars.index(var), passes_on)
-        if passed_on is None:
-            break
-        var = passed_on
-    return var
-
-
-def _operand(eqn: JaxprEqn, index: int, passes_on: Callable[[JaxprEqn], bool]) -> Any:
-    """The operand, or earlier result, that a result of an equation is too; None if there is none."""
-    if passes_on(eqn) and not _plan_name(eqn):
-        return eqn.invars[0]
-    if eqn.primitive.name in CALLS:
-        for _, body in bodies(eqn):
-            inside = [_follow(body, v, passes_on) for v in body.outvars[: index + 1]]
-            outside = [*zip(body.invars, eqn.invars, strict=True), *zip(inside[:-1], eqn.outvars, strict=False)]
-            return next((there for here, there in outside if here is inside[-1]), None)
-    return None
-
-
-def _inner_origin(eqn: JaxprEqn, index: int) -> Origin:
-    prim = eqn.primitive.name
-    if prim == "jaxoffload_forward":
-        return eqn.params["loops"].origin(index)
-    for _, body in bodies(eqn):
-        name, where, layers, empty = origin(body, body.outvars[index])
-        if prim == "scan":
-            carried = "the carry of a scan" if where == "an input" else f"{where}, in a scan"
-            length = eqn.params["length"]
-            where, layers, empty = where and carried, layers * length, empty * length
-        if name or prim != "cond":
-            return Origin(name, where, layers, empty)
-    return Origin(None, f"output of {prim}")

@@ -22,8 +22,9 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._checkpoint import cached
-from ._layer import Layer, Origin, apart, without_paths
+from ._layer import Layer, apart, in_three, without_paths
 from ._memory import DEVICE, HOST
+from ._origin import Origin
 
 
 class Part(NamedTuple):
@@ -129,7 +130,7 @@ class Loops:
 
 def _forward(loops: Loops, *operands: Any) -> list[Any]:
     """Constants, carry, xs -> carry, ys, and the leaves of a list of `Saved`."""
-    consts, carry, xs = _split(operands, loops.consts, loops.carry)
+    consts, carry, xs = in_three(operands, loops.consts, loops.carry)
     y_avals = loops.parts[0].jaxpr.out_avals[loops.carry : loops.results]
     ys, saved = [_stack(a, loops.length) for a in y_avals], []
     for part in loops.parts:
@@ -152,7 +153,7 @@ def _forward_part(
         carry, ys, saved = state
         host, here = write(saved, i), i + zero
         row = loops.row(part.start + here)
-        carry, new_ys, new = _split(compute(*consts, *carry, *(_take(x, row) for x in xs)), len(carry), len(ys))
+        carry, new_ys, new = in_three(compute(*consts, *carry, *(_take(x, row) for x in xs)), len(carry), len(ys))
         ys = [_put(stack, y, row) for stack, y in zip(ys, new_ys, strict=True)]
         last, stays, once = (_those(new, stored, place) for place in ("host", "device", "once"))
         device = [_put(stack, x, here) for stack, x in zip(saved.device, stays, strict=True)]
@@ -176,10 +177,10 @@ def _forward_part(
 def _backward(loops: Loops, *args: Any) -> list[Any]:
     """Operands read, the leaves of a list of `Saved`, cotangents of carry and ys -> those of constants, carry, xs."""
     form, tree = jax.tree.flatten(loops.saved)
-    operands, leaves, cotangents = _split(args, len(loops.reads), len(form))
+    operands, leaves, cotangents = in_three(args, len(loops.reads), len(form))
     saved = jax.tree.unflatten(tree, leaves)
-    carry, ys, _ = _split(cotangents, loops.carry, len(cotangents) - loops.carry)
-    consts_avals, _, xs_avals = _split(loops.parts[0].jaxpr.out_avals, loops.consts, loops.carry)
+    carry, ys, _ = in_three(cotangents, loops.carry, len(cotangents) - loops.carry)
+    consts_avals, _, xs_avals = in_three(loops.parts[0].jaxpr.out_avals, loops.consts, loops.carry)
     state = [_filled(a, 0) for a in consts_avals], carry, [_stack(a, loops.length) for a in xs_avals]
     for part, kept in reversed(list(zip(loops.parts, saved, strict=True))):
         state = _backward_part(loops, part, operands, kept, state, ys)
@@ -205,7 +206,7 @@ def _backward_part(
         if loops.unroll > 1 or not last:  # then a layer may stand beside its own forward pass, outside of the loops
             residuals, carry = apart(residuals, carry)
         outs = compute(*residuals, *carry, *(_take(y, row) for y in ys))
-        d_consts, carry, d_xs = _split(outs, loops.consts, loops.carry)
+        d_consts, carry, d_xs = in_three(outs, loops.consts, loops.carry)
         consts = [ad.add_jaxvals(total, d) for total, d in zip(consts, d_consts, strict=True)]
         return (consts, carry, [_put(stack, d, row) for stack, d in zip(xs, d_xs, strict=True)]), ahead
 
@@ -229,10 +230,6 @@ def _in_order(part: Part, operands: dict[int, Any], host: Any, device: Any, once
     kept = {"host": iter(host), "device": iter(device), "once": iter(once)}
     places = zip(part.layer.kept, part.places(), strict=True)
     return [operands[k.operand] if place == "operand" else next(kept[place]) for k, place in places]
-
-
-def _split(xs: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    return list(xs[:first]), list(xs[first : first + second]), list(xs[first + second :])
 
 
 def _those(xs: Sequence[Any], places: Sequence[str], place: str) -> list[Any]:

@@ -82,7 +82,6 @@ def make_plan(
     roles: Sequence[str | None],
     layers: Layers | None,
     strict: bool,
-    primal: Jaxpr | None = None,
 ) -> tuple[Plan, Jaxpr]:
     """The plan of a differentiated function, and its jaxpr with the plan's names.
 
@@ -92,13 +91,11 @@ def make_plan(
         "argument" (moved only if tagged and marked offload), None (a tangent).
       layers: the part of a scan that runs the function; None outside a scan.
       strict: a pattern that matches nothing is an error.
-      primal: the function before it was differentiated. Names that only it has, in bodies which a custom rule
-        replaces, are no residuals, but a pattern may match them.
 
     Raises:
       PolicyError: a pattern matches no value, or two names of one value have different decisions.
     """
-    plan, written = decide(jaxpr, policy, roles, layers, strict, primal)
+    plan, written = decide(jaxpr, policy, roles, layers, strict)
     if plan.offloads:
         refuse_wrong_offload()
     return plan, write_names(jaxpr, written)
@@ -112,7 +109,11 @@ def decide(
     strict: bool,
     primal: Jaxpr | None = None,
 ) -> tuple[Plan, dict[tuple[Path, Var], PlanName]]:
-    """The plan, and the names that it writes behind values' definitions; the arguments are those of `make_plan`."""
+    """The plan, and the names that it writes behind values' definitions; the arguments are those of `make_plan`.
+
+    `primal` is the function before it was differentiated. Names that only it has, in bodies which a custom rule
+    replaces, are no residuals, but a pattern may match them.
+    """
     values, slots, depth = named_values(jaxpr, roles)
     having = _having(values)
     labels = _labels(values, having)

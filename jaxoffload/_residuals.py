@@ -14,14 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import name_p
 
-from ._chain import chain_p, names_of
-from ._checkpoint import checkpoint, checkpoint_p, for_all_inputs, judged, plan_key
-from ._layer import Body, Origin, origin, plan_of
+from ._chain import chain_p
+from ._checkpoint import checkpoint, checkpoint_p, judged
+from ._layer import Body, plan_of
 from ._loops import backward_p, forward_p
 from ._memory import nbytes, on_host, readable
+from ._origin import Origin, origin
 from ._plan import ARGUMENT, Plan, Row, make_plan
 from ._policy import Policy, PolicyError
 from ._scan import scan_p
@@ -283,21 +284,25 @@ def _names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
         used = eqn.params.get("policy")
         if (plan := plan_of(used)) and plan.policy == policy:
             found.append(plan.seen)
-        elif used == policy and eqn.primitive is scan_p:
-            params = eqn.params
-            body = Body(params["jaxpr"], params["consts"], params["carry"])
-            if plan := judged(body.jaxpr, body.roles, policy, False):
-                found.append(plan.seen)
-        elif used == policy and eqn.primitive is chain_p:
-            carry = len(eqn.outvars)
-            found.append(names_of([Body(jaxpr, 0, carry) for jaxpr in eqn.params["jaxprs"]], policy))
         elif eqn.primitive is forward_p:
             found += [p.layer.plan.seen for p in eqn.params["loops"].parts if p.layer.plan.policy == policy]
-        elif used == policy and eqn.primitive is checkpoint_p:
-            params = {**eqn.params, "strict": False}
-            found.append(for_all_inputs(params.pop("jaxpr"), *plan_key(**params)).plan.seen)
+        elif used == policy and eqn.primitive in (scan_p, chain_p, checkpoint_p):
+            plans = [judged(body, roles, policy, False) for body, roles in _undifferentiated(eqn)]
+            found += [plan.seen for plan in plans if plan]
         elif used == policy:  # JAX's own checkpoint, with the policy as its callable
             body = eqn.params["jaxpr"]
             found.append(make_plan(body, policy, ["argument"] * len(body.invars), None, False)[0].seen)
         found += [inner for _, body in bodies(eqn) if (inner := _names_under(body, policy)) is not None]
     return set().union(*found) if found else None
+
+
+def _undifferentiated(eqn: JaxprEqn) -> list[tuple[Jaxpr, tuple[str, ...]]]:
+    """The functions of a `scan`, `chain` or `checkpoint`, each with the roles of its inputs."""
+    params = eqn.params
+    if eqn.primitive is checkpoint_p:
+        return [(params["jaxpr"], params["roles"])]
+    if eqn.primitive is scan_p:
+        layers = [Body(params["jaxpr"], params["consts"], params["carry"])]
+    else:
+        layers = [Body(jaxpr, 0, len(eqn.outvars)) for jaxpr in params["jaxprs"]]
+    return [(layer.jaxpr, layer.roles) for layer in layers]

@@ -1,0 +1,86 @@
+"""Where a residual comes from: a variable of a jaxpr, followed back through calls and loops to what defines it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core.primitives import name_p
+
+from ._memory import nbytes
+from ._tags import PlanName, read_plan_name
+from ._values import CALLS, bodies, keeps_all_bits
+
+
+class Origin(NamedTuple):
+    """Where a residual comes from: the plan's name, if it has one; words; how many layers' values it holds, and empty
+    rows."""
+
+    name: PlanName | None
+    where: str
+    layers: int = 1
+    empty: int = 0
+
+
+def is_its_operand(eqn: JaxprEqn) -> bool:
+    return eqn.primitive is name_p or keeps_all_bits(eqn)
+
+
+# Equations that pass all of a residual on between its definition and the place where it is kept.
+_VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pcast", "pvary"}
+
+
+def _is_a_view(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
+
+
+def origin(jaxpr: Jaxpr, var: Any) -> Origin:
+    """Follows a variable to the equation that defines the value."""
+    var = follow(jaxpr, var, _is_a_view)
+    eqn = next((eqn for eqn in jaxpr.eqns if isinstance(var, Var) and var in eqn.outvars), None)
+    if eqn is None:
+        return Origin(None, "an input" if isinstance(var, Var) else "a constant")
+    if name := _plan_name(eqn):
+        return Origin(name, "")
+    return _inner_origin(eqn, eqn.outvars.index(var))
+
+
+def _plan_name(eqn: JaxprEqn) -> PlanName | None:
+    return read_plan_name(eqn.params["name"]) if eqn.primitive is name_p else None
+
+
+def follow(jaxpr: Jaxpr, var: Any, passes_on: Callable[[JaxprEqn], bool]) -> Any:
+    """The variable that `var` is too, before calls and other equations that pass it on; not before a plan's name."""
+    producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    while isinstance(var, Var) and var in producer:
+        passed_on = _operand(producer[var], producer[var].outvars.index(var), passes_on)
+        if passed_on is None:
+            break
+        var = passed_on
+    return var
+
+
+def _operand(eqn: JaxprEqn, index: int, passes_on: Callable[[JaxprEqn], bool]) -> Any:
+    """The operand, or earlier result, that a result of an equation is too; None if there is none."""
+    if passes_on(eqn) and not _plan_name(eqn):
+        return eqn.invars[0]
+    if eqn.primitive.name in CALLS:
+        for _, body in bodies(eqn):
+            inside = [follow(body, v, passes_on) for v in body.outvars[: index + 1]]
+            outside = [*zip(body.invars, eqn.invars, strict=True), *zip(inside[:-1], eqn.outvars, strict=False)]
+            return next((there for here, there in outside if here is inside[-1]), None)
+    return None
+
+
+def _inner_origin(eqn: JaxprEqn, index: int) -> Origin:
+    prim = eqn.primitive.name
+    if prim == "jaxoffload_forward":
+        return eqn.params["loops"].origin(index)
+    for _, body in bodies(eqn):
+        name, where, layers, empty = origin(body, body.outvars[index])
+        if prim == "scan":
+            carried = "the carry of a scan" if where == "an input" else f"{where}, in a scan"
+            length = eqn.params["length"]
+            where, layers, empty = where and carried, layers * length, empty * length
+        if name or prim != "cond":
+            return Origin(name, where, layers, empty)
+    return Origin(None, f"output of {prim}")

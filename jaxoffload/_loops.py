@@ -1,11 +1,14 @@
 """The two loops of a scan over layers: each copies the residuals of one layer while it computes the next.
 
-    forward   i:   compute layer i                 write the residuals of layer i-1 to the host
-    backward  i:   compute layer i's cotangents    fetch the residuals of layer i-1
+    forward   i:   compute layer i                 write the residuals of layer i-1 to row i on the host
+    backward  i:   compute layer i's cotangents    fetch the residuals of layer i-1 from row i
 
-So nothing waits for a copy that takes less time than a layer. The last layer's residuals have not left when the
-backward pass begins with it. Layers that treat their residuals otherwise are a part of their own, with two loops of
-its own; the carry, the ys and the cotangents pass from part to part.
+So nothing waits for a copy that takes less time than a layer. The last layer's row is row 0, written behind the loop;
+or it stays empty, where the last layer's residuals stay on the device. Layer 0 has no layer before it, yet a turn like
+all others: it writes row 0 before the last layer does, and fetches it when nobody wants it any more.
+
+Layers that treat their residuals otherwise are a part of their own, with two loops of its own; the carry, the ys and
+the cotangents pass from part to part.
 """
 
 import dataclasses
@@ -63,13 +66,11 @@ class Part(NamedTuple):
 class Saved[T](NamedTuple):
     """What a part keeps.
 
-    Row i of a stack on the host is of layer i-1, row 0 of the last layer, written behind the loop. For the loops also
-    write and read before there is something, and there is nothing behind the last layer; all these rows are row 0. A
-    row out of range would not be clamped: XLA:GPU's DMA copies go where they are told
+    No row is ever out of range: XLA:GPU does not clamp its DMA copies, and would write into other memory
     (https://github.com/openxla/xla: DynamicSliceFusionV2Thunk).
     """
 
-    host: list[T]  # (layers, ...) each; row 0 stays empty where the last layer does not go to the host
+    host: list[T]  # (layers, ...) each
     last: list[T]  # the last layer's, where it does not go to the host
     device: list[T]  # (layers, ...) each
     once: list[T]  # the same in every layer

@@ -63,11 +63,17 @@ def _operand(eqn: JaxprEqn, index: int, passes_on: Callable[[JaxprEqn], bool]) -
     """The operand, or earlier result, that a result of an equation is too; None if there is none."""
     if passes_on(eqn) and not _plan_name(eqn):
         return eqn.invars[0]
-    if eqn.primitive.name in CALLS:
-        for _, body in bodies(eqn):
-            inside = [follow(body, v, passes_on) for v in body.outvars[: index + 1]]
-            outside = [*zip(body.invars, eqn.invars, strict=True), *zip(inside[:-1], eqn.outvars, strict=False)]
-            return next((there for here, there in outside if here is inside[-1]), None)
+    is_scan = eqn.primitive.name == "scan"
+    for _, body in bodies(eqn) if is_scan or eqn.primitive.name in CALLS else ():
+        inside = [follow(body, v, passes_on) for v in body.outvars[: index + 1]]
+        outside: list[tuple[Any, Any]] = list(zip(inside[:-1], eqn.outvars, strict=False))
+        if is_scan:  # two stacks of one value are one
+            ndim = lambda v: v.aval.ndim
+            is_stack = [ndim(whole) > ndim(row) for whole, row in zip(eqn.outvars, body.outvars, strict=True)]
+            outside = [pair for k, pair in enumerate(outside) if is_stack[k] and is_stack[index]]
+        else:
+            outside += zip(body.invars, eqn.invars, strict=True)
+        return next((there for here, there in outside if here is inside[-1]), None)
     return None
 
 

@@ -320,6 +320,21 @@ def test_kept_producers_run_once():
     assert count(jaxpr, "sin") == 2 + 2  # again: sin(h) for h's own cotangent, sin(act) for the weight's
 
 
+def test_a_value_of_an_inner_loop_that_two_derivatives_read_is_kept_once():
+    """tanh's own, and that of what follows the checkpoint."""
+
+    def inner(c, _):
+        y = tag(jax.checkpoint(lambda a: jnp.tanh(a * a))(c), "fc1")
+        return y + y, None
+
+    turns = 2
+    step = lambda x, w: (lax.scan(inner, x @ w, length=turns)[0], None)
+    f = lambda x, w: scan(step, x, w, policy=policy({"fc1": "offload"}, resident_layers=0))[0]
+    assert kept_bytes(f, X, WS)[1] == N * turns * ONE
+    plain = lambda x, w: lax.scan(in_a_loop(step, "fc1"), x, w)[0]
+    assert_same_bits(run(gradient(f, (0, 1)), X, WS), run(gradient(plain, (0, 1)), X, WS))
+
+
 def test_frozen_weights_need_nothing_kept():
     """LoRA: what only a frozen weight's gradient would read is not kept."""
 

@@ -5,9 +5,13 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend.core import Var
 
 from jaxoffload import Policy
+
+# `make test-gpu` chooses the second.
+on_cpu_and_gpu = pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 
 
 def exact_options(backend=None):

@@ -24,5 +24,5 @@ def pytest_collection_modifyitems(items):
     if jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason=f"needs an NVIDIA GPU; JAX's backend is {jax.default_backend()}")
         for item in items:
-            if "gpu" in item.keywords and "device" not in item.fixturenames:
+            if "gpu" in item.keywords and "gpu" not in item.fixturenames:
                 item.add_marker(skip)

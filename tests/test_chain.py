@@ -13,6 +13,7 @@ from common import (
     kept,
     kept_bytes,
     normal,
+    on_cpu_and_gpu,
     policy,
     run,
     run_each,
@@ -63,7 +64,8 @@ FIELDS = [
 ]
 
 
-def test_gradients_equal_the_reference_whichever_layers_offload():
+@on_cpu_and_gpu
+def test_gradients_equal_the_reference_whichever_layers_offload(device):
     grads = run_each([gradient(ours(**fields), (0, 1)) for fields in FIELDS], X, WS)
     want = run(gradient(reference, (0, 1)), X, WS)
     for got in grads:

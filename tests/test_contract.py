@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, gradient, in_a_loop, kept, normal, policy, run, run_each, saving
+from common import assert_same_bits, gradient, in_a_loop, kept, normal, on_cpu_and_gpu, policy, run, run_each, saving
 from flax import nnx
 from jax import lax
 
@@ -131,10 +131,7 @@ def at(place, shapes):
     return Counter({(place, "bfloat16", shape): n for shape, n in shapes.items()})
 
 
-ON_GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-
-
-@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@on_cpu_and_gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("kind", ["checkpoint", "scan"])
 @pytest.mark.parametrize("case", CASES)
@@ -178,7 +175,7 @@ def test_by_default_nothing_is_kept_that_the_reference_does_not_keep(case, kind)
         assert ours == at("device", Counter([(LAYERS, *args[0].shape)]))
 
 
-@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@on_cpu_and_gpu
 @pytest.mark.parametrize("resident", [1, 2, 3])
 def test_resident_layers_stay_on_the_device(resident, device):
     rules = {"fc1": "offload", "act": "save"}

@@ -7,7 +7,7 @@ gradients are the reference's bit for bit, and the host holds what the four pass
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, equations, in_a_loop, normal, place, policy, run
+from common import assert_same_bits, equations, in_a_loop, normal, on_cpu_and_gpu, place, policy, run
 from jax import lax
 
 from jaxoffload import scan, tag
@@ -68,8 +68,9 @@ XS = [normal(m, (BATCH, DIM)) for m in range(MICROBATCHES)]
 WEIGHTS = [normal(10 + s, (LAYERS, DIM, DIM)) * 0.5 for s in range(STAGES)]
 
 
+@on_cpu_and_gpu
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_and_bytes_of_a_schedule(name):
+def test_gradients_and_bytes_of_a_schedule(name, device):
     through = lambda stage: lambda xs, weights: gradients(stage, SCHEDULES[name], xs, weights)
     assert_same_bits(run(through(ours), XS, WEIGHTS), run(through(reference), XS, WEIGHTS))
 
@@ -90,7 +91,8 @@ def test_gradients_and_bytes_of_a_schedule(name):
     assert peak == at_once * a_pass and alive == 0
 
 
-def test_stages_of_unlike_layers_keep_apart():
+@on_cpu_and_gpu
+def test_stages_of_unlike_layers_keep_apart(device):
     """Two stages of one policy whose residuals have other shapes, and a stage that is run twice."""
 
     def wide(x, w):

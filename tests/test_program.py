@@ -48,7 +48,8 @@ STREAM = BATCH * DIM * 2  # bytes of a layer's input
 
 
 @pytest.fixture(scope="module")
-def device():
+def gpu():
+    """The machine's GPU, or an H200."""
     if jax.default_backend() == "gpu":
         return jax.devices()[0]
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # it asks the driver
@@ -59,8 +60,8 @@ def device():
     return described.devices[0]
 
 
-def compiled(device, f, *shapes, options=OPTIONS):
-    everywhere = NamedSharding(Mesh(np.array([device]), "x"), PartitionSpec())
+def compiled(gpu, f, *shapes, options=OPTIONS):
+    everywhere = NamedSharding(Mesh(np.array([gpu]), "x"), PartitionSpec())
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
     return jax.jit(f, compiler_options=options).lower(*args).compile()
 
@@ -132,8 +133,8 @@ OFFLOADED = {"layer_input": "offload", "fc1": "offload"}
 
 
 @pytest.fixture(scope="module")
-def offloading(device):
-    return compiled(device, twice(OFFLOADED), X, weights(LAYERS))
+def offloading(gpu):
+    return compiled(gpu, twice(OFFLOADED), X, weights(LAYERS))
 
 
 @pytest.fixture(scope="module")
@@ -187,18 +188,18 @@ def test_every_copy_is_dma_and_in_range(lines):
     assert copies == 16
 
 
-def test_every_product_runs_once(device, lines):
+def test_every_product_runs_once(gpu, lines):
     """A layer has two, and four in its backward pass. Saved ones too: written into a stack, XLA would clone them."""
     in_turns = lambda lines: len(products(lines))
     assert in_turns(lines) == 2 * 2 * (2 + 4)
-    saving = instructions(compiled(device, twice(dict.fromkeys(OFFLOADED, "save")), X, weights(LAYERS)))
+    saving = instructions(compiled(gpu, twice(dict.fromkeys(OFFLOADED, "save")), X, weights(LAYERS)))
     assert in_turns(saving) == 2 * 2 * (2 + 4)
-    recomputing = instructions(compiled(device, twice({"fc1": "recompute"}), X, weights(LAYERS)))
+    recomputing = instructions(compiled(gpu, twice({"fc1": "recompute"}), X, weights(LAYERS)))
     assert in_turns(recomputing) == 2 * 2 * (2 + 5)
 
 
 @pytest.mark.parametrize("through", ["scan", "chain"])
-def test_a_further_layer_costs_the_device_what_it_costs_where_its_residuals_are_recomputed(device, through):
+def test_a_further_layer_costs_the_device_what_it_costs_where_its_residuals_are_recomputed(gpu, through):
     """And the host a row each. Of `save`, that is what the difference must be.
 
     Weights of bfloat16: the gradients of others are so large that XLA finds room for residuals in them.
@@ -211,7 +212,7 @@ def test_a_further_layer_costs_the_device_what_it_costs_where_its_residuals_are_
         else:
             step = lambda x, w: layer(x, w)[0]
             w, f = [weights(dtype=jnp.bfloat16)] * layers, lambda x, w: chain([step] * layers, x, w, policy=policy)
-        found = compiled(device, gradient(f, (0, 1)), X, w).memory_analysis()
+        found = compiled(gpu, gradient(f, (0, 1)), X, w).memory_analysis()
         return np.array([found.temp_size_in_bytes, found.host_temp_size_in_bytes])
 
     saved, offloaded, recomputed = ((memory(how, 20) - memory(how, 12)) / 8 for how in ("save", "offload", "recompute"))
@@ -220,7 +221,7 @@ def test_a_further_layer_costs_the_device_what_it_costs_where_its_residuals_are_
     assert offloaded[0] == pytest.approx(recomputed[0], abs=ONE / 333)
 
 
-def test_under_the_options_for_exact_runs_too(device):
+def test_under_the_options_for_exact_runs_too(gpu):
     """In the GPU contract offload is what it is in a training step."""
-    program = compiled(device, twice(OFFLOADED), X, weights(LAYERS), options=OPTIONS | exact_options("gpu"))
+    program = compiled(gpu, twice(OFFLOADED), X, weights(LAYERS), options=OPTIONS | exact_options("gpu"))
     assert program.memory_analysis().host_temp_size_in_bytes == 2 * LAYERS * (ONE + STREAM)

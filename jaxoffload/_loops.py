@@ -349,22 +349,22 @@ def _batched(loops: Loops, axis: Any, in_dims: Sequence[Sequence[int | None]]) -
 
 
 def _without_what_is_kept(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
-    """A forward pass whose residuals nobody reads, as the first one inside an outer `jax.checkpoint`, keeps none."""
+    """A forward pass whose residuals nobody reads, as the first one inside an outer `jax.checkpoint`, keeps none.
+
+    The results stay, all of them: their number says what they are.
+    """
     eqn: JaxprEqn = rest[-1]  # jax 0.12 says before it which inputs are live
     loops, inputs = eqn.params["loops"], [True] * len(eqn.invars)
-    if any(used[loops.results :]):
-        return inputs, eqn
     if not any(used) and not eqn.effects:
         return [not i for i in inputs], None
+    if any(used[loops.results :]) or len(used) == loops.results:
+        return inputs, eqn
     jaxpr = loops.parts[0].jaxpr
     jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: loops.results], debug_info=without_paths(jaxpr))
     layer = dataclasses.replace(loops.parts[0].layer, kept=())
     loops = dataclasses.replace(loops, parts=(Part(0, loops.length, 0, jaxpr, layer, ""),))
     traced = jax.make_jaxpr(functools.partial(_forward, loops))(*(v.aval for v in eqn.invars))
-    outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
-    kept = [v for v, u in zip(traced.outvars, used, strict=False) if u]
-    traced = traced.replace(outvars=kept, debug_info=without_paths(traced))
-    return inputs, eqn.replace(outvars=outvars, params={"jaxpr": traced, "loops": loops})
+    return inputs, eqn.replace(outvars=eqn.outvars[: loops.results], params={"jaxpr": traced, "loops": loops})
 
 
 forward_p, run_forward = _pass("jaxoffload_forward", _forward, _batch_forward)

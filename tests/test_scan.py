@@ -228,6 +228,39 @@ def test_a_forward_pass_that_an_outer_checkpoint_runs_again_moves_nothing():
     assert (host(first), host(again)) == (0, 1)
 
 
+WRAPPED = {
+    "checkpoint": jax.checkpoint,
+    "checkpoint twice": lambda f: jax.checkpoint(jax.checkpoint(f)),
+    "inner checkpoint saves": lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable),
+    "lax.scan": lambda f: lambda x, w: lax.scan(lambda c, _: (c + jax.checkpoint(f)(c, w), None), x, length=2)[0],
+    "vmap": lambda f: lambda x, w: jax.vmap(jax.checkpoint(f), (0, None))(jnp.stack([x, x + 1]), w)[1],
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_any_result_of_a_scan_inside_a_checkpoint(wrap):
+    """Also where it alone is used, and what is not used is left out of the forward pass."""
+
+    def step(carry, w):
+        a, b = carry
+        h = tag(b @ w, "fc1")
+        return (jnp.cos(h), jnp.sin(h) + a), jnp.sin(a) * h
+
+    def result(through, pick):
+        def f(x, w):
+            (a, b), ys = through(step, (x, x), w)
+            return [a, b, ys[1]][pick]
+
+        return WRAPPED[wrap](f)
+
+    ours = [result(lambda *a: scan(*a, policy=policy({"fc1": "offload"})), pick) for pick in range(3)]
+    plain = [result(lambda f, *a: lax.scan(in_a_loop(f, "fc1"), *a), pick) for pick in range(3)]
+    both = lambda f: lambda *args: (f(*args), gradient(f, (0, 1))(*args))
+    for got, want in zip(run_each([*map(both, ours)], X, WS), run_each([*map(both, plain)], X, WS), strict=True):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
 def test_without_jit_around_it():
     want = run(gradient(lambda w: lax.scan(plain(body), X, w)), WS)
     np.testing.assert_allclose(gradient(lambda w: scan(body, X, w, policy=OFF))(WS), want[0], rtol=1e-5, atol=1e-6)

@@ -128,14 +128,15 @@ def shares(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, floa
         "ours_best/remat by temp_gib": modes["ours_best"]["temp_gib"] / modes["remat"]["temp_gib"],
         "compile_ours/compile_scan": ours["compile_s"] / modes["saved"]["compile_s"],
     }
-    moved = ours["residuals_host_gib"] * (options.layers - 1) / options.layers  # a row of the stacks stays empty
+    on_host = ours["residuals_host_gib"] / options.fsdp  # of a device
+    moved = on_host * (options.layers - 1) / options.layers  # a row of the stacks stays empty
     if moved:
         for key in ("temp_gib", "peak_gib"):
             found[f"freed/predicted by {key}"] = (twin[key] - ours[key]) / moved
     if profile := ours.get("profile"):
         found["exposed/copies"] = profile["exposed_ms"] / profile["copies_ms"]
         found["exposed/step"] = profile["exposed_ms"] / profile["step_ms"]
-        rate = 2 * ours["residuals_host_gib"] * 2**30 / profile["copies_ms"]
+        rate = 2 * on_host * 2**30 / profile["copies_ms"]
         found["won_back_limit"] = won_back_limit(options, ms["saved_all"], rate)
         found["won_back/won_back_limit"] = found["won_back"] / found["won_back_limit"]
     return {name: round(ratio, 4) for name, ratio in found.items()}
@@ -184,7 +185,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--worker", choices=("times", "peak"), help=argparse.SUPPRESS)
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--variant", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "ours_best" in options.modes and "remat" not in options.modes:
+        parser.error("--modes: ours_best is the best at no more memory than remat; add remat")
+    return options
 
 
 def head() -> str:

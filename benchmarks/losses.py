@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import dense
+from jaxoffload import Policy
 from models.config import load
 
 # Of the same arithmetic the same bits: no atomics, no choice of kernels by their speed, bfloat16 where it is written.
@@ -24,8 +25,7 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0 --x
 
 def main() -> None:
     options = parse()
-    policy = load(options.config, options.overrides).remat
-    saved = [f"remat.residuals[{pattern}]=save" for pattern, decision in policy.rules if decision == "offload"]
+    saved = overrides_to_save(load(options.config, options.overrides).remat)
     if not saved:
         sys.exit(f"benchmarks.losses: {options.config} offloads nothing")
     runs = {"offload": train(options, []), "save": train(options, saved)}
@@ -41,6 +41,12 @@ def main() -> None:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     sys.exit(1 if differ else 0)
+
+
+def overrides_to_save(policy: Policy) -> list[str]:
+    """Of a config: each `offload` in its policy turned into `save`."""
+    patterns = [f"remat.residuals[{pattern}]=save" for pattern, decision in policy.rules if decision == "offload"]
+    return patterns + [f"remat.{field}=save" for field in ("default", "dots") if getattr(policy, field) == "offload"]
 
 
 def parse() -> argparse.Namespace:

@@ -35,7 +35,7 @@ def main() -> None:
     for seq in options.seqs:
         lines += measure(argparse.Namespace(**{**vars(options), "seq": seq}))
     provenance = dense.provenance("sweep", options.commit, options.fsdp)
-    result = {**provenance, "shape": dense.shape_of(options), "lines": lines}
+    result = {**provenance, "shape": dense.shape_of(options) | {"seq": options.seqs}, "lines": lines}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(plot(result, options.out.with_suffix(".png")))
 
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             "seq": options.seq,
             "how": how,
             "last moved": moved,
-            "gib_a_layer": round(host / options.layers / 2**30, 4),
+            "gib_a_layer": round(host / options.fsdp / options.layers / 2**30, 4),  # of a device
             "step_ms": round(statistics.median(spent), 2),
             "temp_gib": round(step.memory_analysis().temp_size_in_bytes / 2**30, 4),
         }

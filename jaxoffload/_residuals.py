@@ -29,7 +29,7 @@ from ._scan import scan_p
 from ._values import bodies
 
 SAVED, OFFLOADED, RECOMPUTED, NOT_NEEDED = "saved", "offloaded", "recomputed", "not needed"
-EMPTY = "a row that stays empty, where the last layer is resident"
+EMPTY = "a row that stays empty: the last layer of this loop does not offload"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Residual:
       names: all names of the value; empty for an untagged one, then `reason` says where it comes from.
       shape, dtype: of one layer's value, as traced (global under auto and explicit mesh axes, local in `shard_map`).
       bytes_per_layer, layers, bytes: what is kept (saved, offloaded) or computed again; of `shard_map`'s shards
-        together.
+        together. A row of a stack on the host that stays empty is a line with bytes, and of no layer.
       state: "saved" (device), "offloaded" (pinned host), "recomputed", or "not needed": the backward pass does not
         read it, 0 bytes.
       decision: what the policy asked for; None for an untagged residual.

@@ -192,8 +192,17 @@ def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy
         return 0
     refuse_wrong_offload()
     refuse_ordered_effects("scan", body.jaxpr)
-    rows = lambda layers: layers + (layers < length)  # one may stay empty
-    return layers_that_fit("scan", [each * rows(layers) for layers in range(1, wanted + 1)], policy.on_host_full)
+    rows = [layers + _rides(layers, length, policy) for layers in range(1, wanted + 1)]
+    return layers_that_fit("scan", [each * count for count in rows], policy.on_host_full)
+
+
+def _rides(offloaded: int, length: int, policy: Policy) -> bool:
+    """Whether the layer behind those that offload runs in their loop: unless it computes what they do not.
+
+    Its residuals stay on the device, and its row on the host empty.
+    """
+    resident = length - min(policy.resident_layers, length)
+    return 0 < offloaded < length and (offloaded == resident or policy.other_layers == "save")
 
 
 @cached
@@ -217,10 +226,8 @@ def _loops(
     other = layer
     if policy.other_layers == "recompute" and offloaded < resident:
         other = linearize(jaxpr, consts, carry, perturbed, policy, strict, Layers("recompute", "other_layers"))
-    # The layer behind those that offload can run in their loop; its residuals stay where they are.
-    rides = 0 < offloaded < length and (offloaded == resident or other is layer)
     reason = "resident" if offloaded == resident else "other_layers"
-    start = offloaded + rides
+    start = offloaded + _rides(offloaded, length, policy)
     parts = [
         _part(0, start, offloaded, layer, reason),
         _part(start, resident, 0, other, "other_layers"),

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from benchmarks import dense, sweep
+from benchmarks import dense, losses, sweep
+from jaxoffload import Policy
 
 # 10 tokens; a residual is 20 bytes a column, and all take 512 operations a byte to compute again.
-SHAPE = argparse.Namespace(layers=5, batch=2, seq=5, d_model=512, kv_heads=1, attention="xla")
+SHAPE = argparse.Namespace(layers=5, batch=2, seq=5, d_model=512, kv_heads=1, fsdp=1, attention="xla")
 WIDE, STREAM, KV = 1792, 512, 128
 
 
@@ -48,6 +49,18 @@ def test_shares_by_hand():
     assert found["won_back"] == 0.8
     assert found["freed/predicted by temp_gib"] == 0.75  # 3 GiB for 4 of 5 rows
     assert found["compile_ours/compile_scan"] == 1.0 and "exposed/step" not in found
+    # 5 GiB there and back in 2 GiB x 20 ms; of a layer's forward pass, 20 / 3 ms, nearly all is more than there is.
+    modes["ours"]["profile"] = {"exposed_ms": 2.0, "copies_ms": 40.0, "step_ms": 100.0}
+    found = dense.shares(modes, SHAPE)
+    assert (found["exposed/copies"], found["exposed/step"]) == (0.05, 0.02)
+    assert found["won_back_limit"] == 1.0 and found["won_back/won_back_limit"] == 0.8
+
+
+def test_every_offload_of_a_config_is_turned_into_save():
+    policy = Policy({"fc1": "offload", "act": "recompute", "attn/q": "offload"}, dots="offload")
+    overrides = ["remat.residuals[fc1]=save", "remat.residuals[attn/q]=save", "remat.dots=save"]
+    assert losses.overrides_to_save(policy) == overrides
+    assert losses.overrides_to_save(Policy({"fc1": "save"}, default="offload")) == ["remat.default=save"]
 
 
 def test_each_peer_has_variants_of_its_own():

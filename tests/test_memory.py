@@ -52,6 +52,14 @@ def test_on_host_full_save_offloads_fewer_layers_with_one_warning(pool):
     assert [r.layers for r in table if r.reason == "other_layers"] == [3]
 
 
+def test_no_row_is_counted_for_a_layer_that_runs_in_another_loop(pool):
+    pool(3 * ONE)
+    alone = stack(offload_layers=3, other_layers="recompute")
+    assert kept_bytes(alone, X, WS)[1] == 3 * ONE
+    with pytest.raises(MemoryError, match=r"would offload 512 B a device.*enough for 2"):
+        jax.make_jaxpr(gradient(stack(offload_layers=3)))(X, WS)
+
+
 def test_on_host_full_save_keeps_a_checkpoint_on_the_device(pool):
     pool(ONE - 8)
     f = checkpoint(lambda x, w: body(x, w)[0], policy=policy({"fc1": "offload"}, on_host_full="save"))

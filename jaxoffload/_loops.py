@@ -3,9 +3,9 @@
     forward   i:   compute layer i                 write the residuals of layer i-1 to row i on the host
     backward  i:   compute layer i's cotangents    fetch the residuals of layer i-1 from row i
 
-So nothing waits for a copy that takes less time than a layer. The last layer's row is row 0, written behind the loop;
-or it stays empty, where the last layer's residuals stay on the device. Layer 0 has no layer before it, yet a turn like
-all others: it writes row 0 before the last layer does, and fetches it when nobody wants it any more.
+So nothing waits for a copy that takes less time than a layer. The last layer's residuals are kept by themselves, on the
+host or where they are. Layer 0 has no layer before it, yet a turn like all others: row 0 is written before there is
+anything to write, and fetched when nobody wants it any more.
 
 Layers that treat their residuals otherwise are a part of their own, with two loops of its own; the carry, the ys and
 the cotangents pass from part to part.
@@ -58,8 +58,8 @@ class Part(NamedTuple):
             kept = _those(self.layer.kept, self.places(), place)
             return [Origin(k.name, k.where or (self.reason if k.place == "host" else ""), layers) for k in kept]
 
-        host, last = those("host", self.on_host), those("host", 1) if self.on_host < self.layers else []
-        host = [o._replace(where="", empty=self.layers - self.on_host) for o in host]
+        host = [o._replace(where="", empty=1) for o in those("host", self.layers - 1)]
+        last = [o._replace(where="") if self.on_host == self.layers else o for o in those("host", 1)]
         return [*host, *last, *those("device", self.layers), *those("once", 1)]
 
 
@@ -70,8 +70,8 @@ class Saved[T](NamedTuple):
     (https://github.com/openxla/xla: DynamicSliceFusionV2Thunk).
     """
 
-    host: list[T]  # (layers, ...) each
-    last: list[T]  # the last layer's, where it does not go to the host
+    host: list[T]  # (layers, ...) each, row 0 empty
+    last: list[T]  # the last layer's, on the host or not
     device: list[T]  # (layers, ...) each
     once: list[T]  # the same in every layer
 
@@ -121,12 +121,12 @@ class Loops:
     @property
     def saved(self) -> list[Saved[bool]]:
         """In the form of what the parts keep: whether it is a stack of layers."""
-        count = lambda part, place: part.places().count(place)
-        last = lambda part: count(part, "host") if part.on_host < part.layers else 0
-        return [
-            Saved([True] * count(p, "host"), [False] * last(p), [True] * count(p, "device"), [False] * count(p, "once"))
-            for p in self.parts
-        ]
+
+        def form(part: Part) -> Saved[bool]:
+            host, device, once = map(part.places().count, ("host", "device", "once"))
+            return Saved([True] * host, [False] * host, [True] * device, [False] * once)
+
+        return list(map(form, self.parts))
 
 
 def _forward(loops: Loops, *operands: Any) -> list[Any]:
@@ -146,13 +146,10 @@ def _forward_part(
     compute, zero = jaxpr_as_fun(part.jaxpr), _hidden_zero()
     stored = [place for place in part.places() if place != "operand"]
 
-    def write(saved: Saved[Any], row: Any) -> list[Any]:
-        pairs = zip(saved.host, saved.last, strict=True)
-        return [_put(stack, jax.device_put(x, HOST), row) for stack, x in pairs]
-
     def layer(i: Any, state: Any) -> Any:
         carry, ys, saved = state
-        host, here = write(saved, i), i + zero
+        host = [_put(stack, jax.device_put(x, HOST), i) for stack, x in zip(saved.host, saved.last, strict=True)]
+        here = i + zero
         row = loops.row(part.start + here)
         carry, new_ys, new = in_three(compute(*consts, *carry, *(_take(x, row) for x in xs)), len(carry), len(ys))
         ys = [_put(stack, y, row) for stack, y in zip(ys, new_ys, strict=True)]
@@ -170,8 +167,8 @@ def _forward_part(
         [_filled(a) for a in once],
     )
     carry, ys, saved = lax.fori_loop(0, part.layers, layer, (carry, ys, empty), unroll=loops.unroll)
-    if part.on_host == part.layers:
-        saved = saved._replace(host=write(saved, 0), last=[])
+    if part.on_host == part.layers:  # not into row 0: outside of the loop XLA:GPU would write it with a kernel
+        saved = saved._replace(last=[jax.device_put(x, HOST) for x in saved.last])
     return carry, ys, saved
 
 
@@ -195,12 +192,10 @@ def _backward_part(
     compute, zero = jaxpr_as_fun(part.jaxpr), _hidden_zero()
     last = part.layers - 1
 
-    def fetch(row: Any) -> list[Any]:
-        return [jax.device_put(_take(stack, row), DEVICE) for stack in saved.host]
-
     def layer(j: Any, state: Any) -> Any:
         (consts, carry, xs), fetched = state
-        ahead, here = fetch(last - j), last - (j + zero)
+        ahead = [jax.device_put(_take(stack, last - j), DEVICE) for stack in saved.host]
+        here = last - (j + zero)
         row = loops.row(part.start + here)
         have = {number: x if whole else _take(x, row) for (number, whole), x in zip(loops.reads, operands, strict=True)}
         residuals = _in_order(part, have, fetched, [_take(x, here) for x in saved.device], saved.once)
@@ -211,7 +206,8 @@ def _backward_part(
         consts = [ad.add_jaxvals(total, d) for total, d in zip(consts, d_consts, strict=True)]
         return (consts, carry, [_put(stack, d, row) for stack, d in zip(xs, d_xs, strict=True)]), ahead
 
-    return lax.fori_loop(0, part.layers, layer, (cotangents, saved.last or fetch(0)), unroll=loops.unroll)[0]
+    fetched = [jax.device_put(x, DEVICE) for x in saved.last]
+    return lax.fori_loop(0, part.layers, layer, (cotangents, fetched), unroll=loops.unroll)[0]
 
 
 def _hidden_zero() -> Any:

@@ -29,7 +29,7 @@ from ._scan import scan_p
 from ._values import bodies
 
 SAVED, OFFLOADED, RECOMPUTED, NOT_NEEDED = "saved", "offloaded", "recomputed", "not needed"
-EMPTY = "a row that stays empty: the last layer of this loop does not offload"
+EMPTY = "a row that stays empty"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
     arguments = {*jaxpr.invars, *jaxpr.constvars}
     for var in dict.fromkeys(v for v in jaxpr.outvars[:kept_leaves] if isinstance(v, Var) and v not in arguments):
         source = origin(jaxpr, var)
-        if not source.layers:
+        if not source.layers + source.empty:
             continue  # of a scan over no layers
         if (name := str(source.name)) in found.rows:
             kept[name].append((var, source))
@@ -184,7 +184,8 @@ def _tagged(row: Row, kept: list[tuple[Var, Origin]], computed_again: int, bytes
         a_layer = nbytes(var.aval) // (source.layers + source.empty)
         state = OFFLOADED if on_host(var.aval) else SAVED
         decision, reason = ("save", source.where) if source.where else (row.decision, row.reason)
-        yield line(a_layer, source.layers, a_layer * source.layers, state, decision, reason)
+        if source.layers:
+            yield line(a_layer, source.layers, a_layer * source.layers, state, decision, reason)
         if source.empty:
             yield line(a_layer, 0, a_layer * source.empty, state, decision, EMPTY)
     if computed_again:

@@ -192,17 +192,8 @@ def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy
         return 0
     refuse_wrong_offload()
     refuse_ordered_effects("scan", body.jaxpr)
-    rows = [layers + _rides(layers, length, policy) for layers in range(1, wanted + 1)]
-    return layers_that_fit("scan", [each * count for count in rows], policy.on_host_full)
-
-
-def _rides(offloaded: int, length: int, policy: Policy) -> bool:
-    """Whether the layer behind those that offload runs in their loop: unless it computes what they do not.
-
-    Its residuals stay on the device, and its row on the host empty.
-    """
-    resident = length - min(policy.resident_layers, length)
-    return 0 < offloaded < length and (offloaded == resident or policy.other_layers == "save")
+    needs = [each * (layers + 1) for layers in range(1, wanted + 1)]  # and an empty row
+    return layers_that_fit("scan", needs, policy.on_host_full)
 
 
 @cached
@@ -226,8 +217,10 @@ def _loops(
     other = layer
     if policy.other_layers == "recompute" and offloaded < resident:
         other = linearize(jaxpr, consts, carry, perturbed, policy, strict, Layers("recompute", "other_layers"))
+    # The layer behind those that offload can run in their loop; its residuals stay where they are.
+    rides = 0 < offloaded < length and (offloaded == resident or other is layer)
     reason = "resident" if offloaded == resident else "other_layers"
-    start = offloaded + _rides(offloaded, length, policy)
+    start = offloaded + rides
     parts = [
         _part(0, start, offloaded, layer, reason),
         _part(start, resident, 0, other, "other_layers"),

@@ -479,10 +479,9 @@ def layers_that_offload(program):
 
 
 def rows_on_host(program):
-    """One for each layer that offloads, and an empty one for a layer that runs in their loop and does not."""
-    layers, resident = layers_that_offload(program), program.length - program.fields["resident_layers"]
-    in_their_loop = layers == resident or program.fields["other_layers"] == "save"
-    return layers + (0 < layers < program.length and in_their_loop)
+    """One for each layer that offloads, and an empty one."""
+    layers = layers_that_offload(program)
+    return layers + (layers > 0)
 
 
 # ------------------------------------------------------------------------------------------------- drawing them

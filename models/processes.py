@@ -123,3 +123,25 @@ def noted_signals() -> Iterator[Callable[[], int]]:
 def say(text: str) -> None:
     if jax.process_index() == 0:
         print(text, flush=True)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is a KeyboardInterrupt, also where it meets one of JAX's caches while that compares keys: what is raised
+    there comes out as a ValueError."""
+    came = False
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal came
+        came = True
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except ValueError as error:
+        if came:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)

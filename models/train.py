@@ -19,7 +19,7 @@ import jaxoffload
 from models import checkpoints, data, metrics
 from models.config import Config, parse
 from models.preflight import admitted, check_names
-from models.processes import greatest, noted_signals, say
+from models.processes import greatest, interruptible, noted_signals, say
 from models.reading import ConfigError
 from models.report import compiled_memory, report, summary
 from models.sharding import process_block
@@ -62,15 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="print residuals and bytes, on any machine; run nothing")
     options = parser.parse_intermixed_args(arguments)
     try:
-        config, problems = parse(options.config, options.overrides)
-        if not options.report:
-            with admitted(config, problems) as mesh:
-                return train(config, mesh)
-        check_names(config, problems)
-        if problems:
-            raise ConfigError(problems)
-        print(report(config))
-        return 0
+        with interruptible():
+            config, problems = parse(options.config, options.overrides)
+            if not options.report:
+                with admitted(config, problems) as mesh:
+                    return train(config, mesh)
+            check_names(config, problems)
+            if problems:
+                raise ConfigError(problems)
+            print(report(config))
+            return 0
     except ConfigError as error:
         print("\n".join((f"{options.config} cannot run:", *error.problems)), file=sys.stderr)
         return 2

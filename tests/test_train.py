@@ -220,6 +220,18 @@ def test_ctrl_c_while_it_compiles_is_one_line(config, tmp_path):
     assert "Traceback" not in text and not losses(tmp_path / "out")
 
 
+def test_ctrl_c_that_jax_turns_into_an_error_of_its_own_is_ctrl_c(config, monkeypatch, capsys):
+    def interrupted(*_):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError("Cache keys should be comparable using __eq__") from None
+
+    monkeypatch.setattr(train, "train", interrupted)
+    assert train.main([str(config)]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err.startswith("stopped by SIGINT")
+
+
 def test_a_second_ctrl_c_does_not_wait(config, tmp_path, monkeypatch, capsys):
     with processes.noted_signals() as received:
         signal.raise_signal(signal.SIGINT)

@@ -228,7 +228,7 @@ def test_ctrl_c_that_jax_turns_into_an_error_of_its_own_is_ctrl_c(config, monkey
             raise ValueError("Cache keys should be comparable using __eq__") from None
 
     monkeypatch.setattr(train, "train", interrupted)
-    assert train.main([str(config)]) == 128 + signal.SIGINT
+    assert train.main([str(config), *EIGHT]) == 128 + signal.SIGINT
     assert capsys.readouterr().err.startswith("stopped by SIGINT")
 
 

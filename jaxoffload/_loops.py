@@ -206,7 +206,8 @@ def _backward_part(
         consts = [ad.add_jaxvals(total, d) for total, d in zip(consts, d_consts, strict=True)]
         return (consts, carry, [_put(stack, d, row) for stack, d in zip(xs, d_xs, strict=True)]), ahead
 
-    fetched = [jax.device_put(x, DEVICE) for x in saved.last]
+    # Without the barrier XLA leaves out a copy to the host and back, where no loop is between them.
+    fetched = [jax.device_put(x, DEVICE) for x in lax.optimization_barrier(saved.last)]
     return lax.fori_loop(0, part.layers, layer, (cotangents, fetched), unroll=loops.unroll)[0]
 
 

@@ -208,9 +208,9 @@ def _together(lines: Iterable[Residual]) -> list[Residual]:
 
 def _untagged(aval: Any, source: Origin) -> Residual:
     state = OFFLOADED if on_host(aval) else SAVED
-    size = nbytes(aval)
-    shape = tuple(aval.shape)[source.layers > 1 :]
-    return Residual((), shape, str(aval.dtype), size // source.layers, source.layers, size, state, None, source.where)
+    size, rows = nbytes(aval), source.layers + source.empty
+    shape = tuple(aval.shape)[rows > 1 :]
+    return Residual((), shape, str(aval.dtype), size // rows, source.layers, size, state, None, source.where)
 
 
 class _Plans:

@@ -1,11 +1,12 @@
-"""How much can move: step time and device memory as more of each layer's residuals go to the host.
+"""How much can move: step time and device memory as more of each layer's residuals go to the host, and of more layers.
 
     python -m benchmarks.sweep [--out benchmarks/results/sweep.json] [--layers 16 --batch 2 --seqs 2048 8192]
     python -m benchmarks.sweep --plot benchmarks/results/sweep.json    # the picture, beside it
 
-The residuals of `benchmarks.dense`'s layer are moved one after another, those first whose matrix products take longest
-per byte; what does not move is computed again. Offload is free until the copies of a layer take as long as its forward
-pass; the bandwidth for that is measured in the same run, in a trace.
+The residuals of `benchmarks.dense`'s layer are moved one after another, those first that take longest to compute again
+per byte; what does not move is computed again. Then three of them are moved in a share of the layers, and saved in the
+others. Offload is free until the copies of a layer take as long as its forward pass; the bandwidth for that is measured
+in the same run, in a trace.
 """
 
 import argparse
@@ -18,12 +19,20 @@ from typing import Any
 
 from benchmarks import dense, streams
 
-ORDER = ("layer_input", "mlp/fc1.gate", "attn/q", "attn/k", "attn/v", "mlp_input", "mlp/fc1.up", "mlp/act")
-SETS = {name: ORDER[: number + 1] for number, name in enumerate(ORDER)}
-HOW = {  # who, XLA's options
-    "jaxoffload": ("ours", dense.OVERLAP),
-    "JAX": ("loop", dense.PIPELINED),
-}
+ORDER = (
+    "layer_input",
+    "attn/context",
+    "mlp/fc1.gate",
+    "attn/q",
+    "attn/k",
+    "attn/v",
+    "mlp_input",
+    "mlp/fc1.up",
+    "mlp/act",
+)
+HOW = {"jaxoffload": ("ours", dense.OVERLAP), "JAX": ("loop", dense.PIPELINED)}  # who, XLA's options
+RECOMPUTED, SHARE = "everything recomputed", "jaxoffload, in a share of the layers"
+COLOURS = {"JAX": "tab:red", "jaxoffload": "tab:blue", SHARE: "tab:green"}
 
 
 def main() -> None:
@@ -49,12 +58,12 @@ def parse() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One line a set and a way to move it; one for full recomputation."""
+    """One line a set and a way to move it; one a share of the layers; one for full recomputation."""
     import jax
 
     state = dense.initial(options)
 
-    def line(how: str, moved: str, variant: dense.Variant) -> dict[str, Any]:
+    def line(how: str, variant: dense.Variant) -> dict[str, Any]:
         nonlocal state
         step, host = dense.compile_step(options, variant)
         state = jax.block_until_ready(step(*state))
@@ -66,12 +75,12 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         found = {
             "seq": options.seq,
             "how": how,
-            "last moved": moved,
-            "gib_a_layer": round(host / options.fsdp / options.layers / 2**30, 4),  # of a device
+            "moved": [name for name, decision in variant.residuals.items() if decision == "offload"],
+            "host_gib": round(host / options.fsdp / 2**30, 4),  # of a device
             "step_ms": round(statistics.median(spent), 2),
             "temp_gib": round(step.memory_analysis().temp_size_in_bytes / 2**30, 4),
         }
-        if how == "jaxoffload":
+        if variant.who == "ours":
             with tempfile.TemporaryDirectory() as folder:
                 with jax.profiler.trace(folder):
                     state = jax.block_until_ready(step(*state))
@@ -81,18 +90,21 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 found |= {key: profile[key] for key in ("d2h_ms", "h2d_ms", "exposed_ms")}
         return found
 
-    lines = [line("recomputed", "", dense.Variant("loop", {}, {}))]
-    for moved, names in SETS.items():
-        for how, (who, xla) in HOW.items():
-            lines.append(line(how, moved, dense.Variant(who, dict.fromkeys(names, "offload"), xla)))
+    lines = [line(RECOMPUTED, dense.Variant("loop", {}, {}))]
+    for number in range(len(ORDER)):
+        moved = dict.fromkeys(ORDER[: number + 1], "offload")
+        lines += [line(how, dense.Variant(who, moved, xla)) for how, (who, xla) in HOW.items()]
+    three = dict.fromkeys(ORDER[:3], "offload")
+    for share in (0.25, 0.5, 0.75):
+        lines.append(line(SHARE, dense.Variant("ours", three, dense.OVERLAP, (("offload_layers", share),))))
     return lines
 
 
-def free_gib(lines: list[dict[str, Any]], layers: int) -> float | None:
-    """GiB a layer whose copies take as long as the layer's forward pass, a quarter of the step that recomputes all."""
-    (recomputed,) = (line for line in lines if line["how"] == "recomputed")
-    rates = [layers * line["gib_a_layer"] / line["d2h_ms"] for line in lines if line.get("d2h_ms")]
-    return recomputed["step_ms"] / 4 / layers * statistics.median(rates) if rates else None
+def free_gib(lines: list[dict[str, Any]]) -> float | None:
+    """GiB whose copies take as long as the forward pass, a quarter of the step that recomputes all."""
+    (recomputed,) = (line for line in lines if line["how"] == RECOMPUTED)
+    rates = [line["host_gib"] / line["d2h_ms"] for line in lines if line.get("d2h_ms")]
+    return recomputed["step_ms"] / 4 * statistics.median(rates) if rates else None
 
 
 def plot(result: dict[str, Any], path: Path) -> str:
@@ -102,26 +114,26 @@ def plot(result: dict[str, Any], path: Path) -> str:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    layers, batch = result["shape"]["layers"], result["shape"]["batch"]
+    shape = result["shape"]
     seqs = sorted({line["seq"] for line in result["lines"]})
     figure, axes = plt.subplots(2, len(seqs), figsize=(4.8 * len(seqs), 6.4), sharex="col", squeeze=False)
     for column, seq in enumerate(seqs):
         lines = [line for line in result["lines"] if line["seq"] == seq]
+        (recomputed,) = (line for line in lines if line["how"] == RECOMPUTED)
         for row, (key, label) in enumerate((("step_ms", "step, ms"), ("temp_gib", "device memory of the step, GiB"))):
             ax = axes[row][column]
-            for how, colour in (("JAX", "tab:red"), ("jaxoffload", "tab:blue")):
+            for how, colour in COLOURS.items():
                 mine = [line for line in lines if line["how"] == how]
-                ax.plot([m["gib_a_layer"] for m in mine], [m[key] for m in mine], "o-", color=colour, label=how)
-            (recomputed,) = (line for line in lines if line["how"] == "recomputed")
-            ax.axhline(recomputed[key], color="grey", linestyle="--", label="everything recomputed")
-            if free := free_gib(lines, layers):
-                ax.axvline(free, color="grey", linestyle=":", label="copies as long as a layer's forward pass")
+                ax.plot([m["host_gib"] for m in mine], [m[key] for m in mine], "o-", color=colour, label=how)
+            ax.axhline(recomputed[key], color="grey", linestyle="--", label=RECOMPUTED)
+            if free := free_gib(lines):
+                ax.axvline(free, color="grey", linestyle=":", label="copies take as long as the forward pass")
             ax.set_ylim(0, 1.1 * max(line[key] for line in lines))
             ax.set_ylabel(label)
-        axes[0][column].set_title(f"{batch} x {seq} tokens")
-        axes[1][column].set_xlabel("offloaded, GiB a layer")
+        axes[0][column].set_title(f"{shape['batch']} x {seq} tokens")
+        axes[1][column].set_xlabel("offloaded, GiB")
     axes[0][0].legend(fontsize="small", loc="lower left")
-    figure.suptitle(f"{layers} layers of Llama 3's shape, width {result['shape']['d_model']}, on {result['device']}")
+    figure.suptitle(f"{shape['layers']} layers of Llama 3's shape, width {shape['d_model']}, on {result['device']}")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     return str(path)

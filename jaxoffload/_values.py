@@ -30,6 +30,9 @@ CALLS = {"jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "jaxoffload_
 # Equations whose nested jaxpr sees a part of each operand.
 _SLICING = {"shard_map", "scan"}
 
+# Equations that run one kernel for all of their results: to compute one of them again is to compute them all.
+_KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
+
 # The name that `mark_dots` gives to matrix products, so that they are known after differentiation.
 DOT = Name("<dot>")
 
@@ -49,12 +52,19 @@ def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> tuple[list[Value]
     """The values of `jaxpr` that have a name, in order of definition; those of them that share a result of a `cond`,
     from its branches and behind it; and how deep plans nest inside it.
 
+    Of one kernel's results, those without a name have the others': flash attention's softmax statistics that of its
+    output, which is of no use to the backward pass without them.
+
     `roles`: what each input is to the caller ("carry", "argument", ...).
     """
     found = _Search()
     for var, role in zip(jaxpr.invars, roles, strict=True):
         found.define((), var, role)
     found.walk(jaxpr, ())
+    for together in found.kernels:
+        names = list(dict.fromkeys(name for value in together for name in value.names))
+        for value in together:
+            value.names = value.names or list(names)
     slots = [[v for v in slot if v is not None and v.names not in ([], [DOT])] for slot in found.slots]
     return [v for v in found.values if v.names], slots, found.depth
 
@@ -64,6 +74,7 @@ class _Search:
         self.values: list[Value] = []
         self.at: dict[tuple[Path, Var], Value] = {}
         self.slots: list[list[Value | None]] = []
+        self.kernels: list[list[Value]] = []
         self.depth = 0
 
     def define(self, path: Path, var: Var, role: str | None = None) -> None:
@@ -105,6 +116,8 @@ class _Search:
             for var in eqn.outvars:
                 if (path, var) not in self.at:
                     self.define(path, var)
+            if eqn.primitive.name in _KERNELS:
+                self.kernels.append([self.at[path, var] for var in eqn.outvars])
             if eqn.primitive is cond_p:
                 branches = [((*path, i, key), body) for key, body in bodies(eqn)]
                 for k, var in enumerate(eqn.outvars):

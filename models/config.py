@@ -32,8 +32,8 @@ class Model:
     rope_theta: Positive = 10000.0  # base of RoPE's wavelengths
     norm_eps: Positive = 1e-5
     tied_embeddings: bool = True  # the unembedding is the embedding, transposed
-    # xla runs everywhere and materialises the scores. cudnn is flash attention on NVIDIA GPUs; it has no
-    # names inside, so its forward runs again in the backward pass even where attn/context is kept.
+    # xla runs everywhere and materialises the scores. cudnn is flash attention on NVIDIA GPUs; attn/context is then its
+    # output and its softmax statistics: with both kept, its forward pass does not run again.
     attention: Literal["xla", "cudnn"] = "xla"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the compute; parameters are float32
 

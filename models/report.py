@@ -23,7 +23,10 @@ def report(config: Config) -> str:
     can = traceable(config)
     lines = summary(can, program(can, abstract_mesh(can.mesh)))
     if can != config:
-        lines += "\n(model.attention = 'cudnn' was traced as xla: no CUDA here. The named residuals are the same.)"
+        lines += (
+            "\n(model.attention = 'cudnn' was traced as xla: no CUDA here. On a GPU attn/context "
+            "also has cuDNN's softmax statistics, a float32 for each token and head.)"
+        )
     return lines
 
 

@@ -11,6 +11,7 @@ from jaxoffload import Policy
 # 10 tokens; a residual is 20 bytes a column, and all take 512 operations a byte to compute again.
 SHAPE = argparse.Namespace(layers=5, batch=2, seq=5, d_model=512, kv_heads=1, fsdp=1, attention="xla")
 WIDE, STREAM, KV = 1792, 512, 128
+WHOLE = 2 * WIDE + 2 * STREAM + 2 * KV
 
 
 @pytest.mark.parametrize(
@@ -19,14 +20,22 @@ WIDE, STREAM, KV = 1792, 512, 128
         (20 * STREAM, 0.0),  # layer_input and nothing else
         (20 * (STREAM + WIDE / 2), WIDE / 2),  # all take as long per byte; half of the gate
         (20 * (STREAM + WIDE), WIDE),
-        (20 * (STREAM + 2 * WIDE + 2 * STREAM + 2 * KV), 2 * WIDE + 2 * STREAM + 2 * KV),
-        (1e9, 2 * WIDE + 2 * STREAM + 2 * KV),
+        (20 * (STREAM + WHOLE), WHOLE),
+        (1e9, WHOLE),
     ],
 )
 def test_the_limit_of_won_back(rate, won):
     """A layer's forward pass takes a millisecond of 15, in which `rate` bytes are copied."""
-    whole = 2 * WIDE + 2 * STREAM + 2 * KV
-    assert dense.won_back_limit(SHAPE, 15.0, rate) == pytest.approx(won / whole)
+    ms = {"remat": 30.0, "saved": 20.0, "saved_all": 15.0, "ours_saved_all": 16.0}
+    assert dense.won_back_limit(SHAPE, ms, rate) == pytest.approx(won / WHOLE)
+
+
+def test_the_limit_of_won_back_takes_attention_first_where_it_runs_again():
+    ms = {"remat": 30.0, "saved": 25.0, "saved_all": 20.0, "ours_saved_all": 15.0}  # 1 ms a layer for gate, for context
+    context = 10 * (2 * STREAM + 4 * 4)  # 4 heads
+    assert dense.won_back_limit(SHAPE, ms, 20 * STREAM + context) == pytest.approx(WIDE / (WHOLE + WIDE))
+    assert dense.won_back_limit(SHAPE, ms, 20 * STREAM + context / 2) == pytest.approx(WIDE / 2 / (WHOLE + WIDE))
+    assert dense.won_back_limit(SHAPE, ms, 1e9) == pytest.approx(1.0)
 
 
 def test_shares_by_hand():
@@ -40,13 +49,14 @@ def test_shares_by_hand():
     modes = {
         "remat": mode(120.0, 8.0),
         "saved": mode(110.0),
-        "saved_all": mode(100.0),
+        "saved_all": mode(104.0),
+        "ours_saved_all": mode(100.0),
         "ours": mode(105.0, 6.0, residuals_host_gib=5.0),
         "ours_saved": mode(105.0, 9.0),
         "ours_best": mode(104.0, 7.0),
     }
     found = dense.shares(modes, SHAPE)
-    assert found["won_back"] == 0.8
+    assert found["won_back"] == 0.8 and found["won_back against JAX's saved_all"] == 1.0
     assert found["freed/predicted by temp_gib"] == 0.75  # 3 GiB for 4 of 5 rows
     assert found["compile_ours/compile_scan"] == 1.0 and "exposed/step" not in found
     # 5 GiB there and back in 2 GiB x 20 ms; of a layer's forward pass, 20 / 3 ms, nearly all is more than there is.
@@ -69,26 +79,21 @@ def test_each_peer_has_variants_of_its_own():
 
 
 LINES = [
-    {"seq": 8, "how": "recomputed", "last moved": "", "gib_a_layer": 0.0, "step_ms": 40.0, "temp_gib": 2.0},
-    *(
-        {
-            "seq": 8,
-            "how": how,
-            "last moved": "q",
-            "gib_a_layer": gib,
-            "step_ms": 30 + gib,
-            "temp_gib": 2.0,
-            "d2h_ms": ms,
-        }
-        for how, gib, ms in [("jaxoffload", 0.5, 20.0), ("jaxoffload", 1.0, 40.0), ("JAX", 0.5, None)]
-    ),
+    {"seq": 8, "how": how, "host_gib": gib, "step_ms": 40.0 - gib, "temp_gib": 2.0, "d2h_ms": ms}
+    for how, gib, ms in [
+        (sweep.RECOMPUTED, 0.0, None),
+        ("jaxoffload", 2.5, 20.0),
+        ("jaxoffload", 5.0, 40.0),
+        ("JAX", 2.5, None),
+        (sweep.SHARE, 1.0, 8.0),
+    ]
 ]
 
 
 def test_what_is_free_by_hand():
-    """0.125 GiB a millisecond, of which a layer's forward pass has two."""
-    assert sweep.free_gib(LINES, layers=5) == pytest.approx(0.25)
-    assert sweep.free_gib(LINES[:1], layers=5) is None
+    """0.125 GiB a millisecond, of which the forward pass has ten."""
+    assert sweep.free_gib(LINES) == pytest.approx(1.25)
+    assert sweep.free_gib(LINES[:1]) is None
 
 
 def test_the_picture_is_drawn(tmp_path):

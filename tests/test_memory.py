@@ -149,7 +149,8 @@ def test_compiler_options_are_accepted_and_the_plan_frees_what_it_moves():
         return jax.jit(f, compiler_options=compiler_options()).lower(x, w).compile().memory_analysis()
 
     saved, offloaded = memory("save"), memory("offload")
-    assert offloaded.host_temp_size_in_bytes == N * size and saved.host_temp_size_in_bytes == 0
+    assert saved.host_temp_size_in_bytes == 0
+    assert offloaded.host_temp_size_in_bytes == (N + 1) * size  # a row stays empty
     freed = saved.temp_size_in_bytes - offloaded.temp_size_in_bytes
     # Less one or two buffers in flight, which double buffering and the copies hold.
     assert (N - 3) * size <= freed <= N * size + 2**16  # buffers are aligned

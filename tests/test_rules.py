@@ -1,5 +1,6 @@
 """The ten rules of a policy, each with its tests, on small functions whose residuals can be counted by hand."""
 
+import functools
 import warnings
 
 import jax
@@ -17,9 +18,11 @@ from common import (
     normal,
     policy,
     run,
+    saving,
 )
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas
 
 from jaxoffload import Policy, PolicyError, check, checkpoint, residuals, scan, scope, tag
 from jaxoffload._residuals import EMPTY
@@ -387,6 +390,64 @@ def test_rule_5_a_foreign_name_of_several_values_is_numbered():
     found = states(under(f, {"context": "save", "context.1": "offload"}), X, W)
     assert found["context.0"][0] == "saved" and found["context.1"][0] == "offloaded"
     assert states(under(f, {"context": "offload"}), X, W)["context.0"][0] == "offloaded"
+
+
+@jax.custom_vjp
+def softmax(x):
+    """A kernel of two results, of which callers see one."""
+    return softmax_kernel(x)[0]
+
+
+def softmax_kernel(x):
+    def kernel(x, out, total):
+        exp = jnp.exp(x[...])
+        total[...] = jnp.sum(exp, axis=1, keepdims=True)
+        out[...] = exp / total[...]
+
+    results = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in (x.shape, (len(x), 1))]
+    return pallas.pallas_call(kernel, out_shape=results, interpret=True)(x)
+
+
+def softmax_forward(x):
+    out, total = softmax_kernel(x)
+    return out, (x, out, total)
+
+
+def softmax_backward(residuals, dy):
+    x, out, total = residuals
+    return (dy * out - jnp.exp(x) / total * jnp.sum(dy * out, axis=1, keepdims=True),)
+
+
+softmax.defvjp(softmax_forward, softmax_backward)
+
+
+def test_rule_5_the_results_of_one_kernel_have_one_name():
+    """Of a kernel that must run again for one of its results, keeping another is of no use."""
+    f = lambda x, w: jnp.sin(tag(jax.jit(softmax)(tag(x @ w, "scores")), "context") @ w)
+    rules = {"scores": "save", "context": "offload"}
+    assert kept(under(f, rules), X, W) == {DEVICE: 1, HOST: 1, ("host", "float32", (4, 1)): 1}
+    table = states(under(f, rules), X, W)
+    assert table["context.0"] == table["context.1"] == ("offloaded", "context")
+    kernels = lambda f: count(gradient_jaxpr(f, X, W), "pallas_call")
+    assert kernels(under(f, rules)) == 1
+    assert kernels(under(f, rules | {"context.1": "recompute"})) == kernels(under(f, {"scores": "save"})) == 2
+    want = run(gradient(jax.checkpoint(f, policy=saving("scores", "context"))), X, W)
+    assert_same_bits(run(gradient(under(f, rules)), X, W), want)
+    loop = lambda scan, f: lambda x, w: scan(lambda x, w: (f(x, w), None), x, jnp.stack([w, w + 1, w + 2]))[0]
+    ours = loop(functools.partial(scan, policy=policy(rules)), f)
+    assert kernels(ours) == 1
+    assert_same_bits(run(gradient(ours), X, W), run(gradient(loop(lax.scan, in_a_loop(f, "scores", "context"))), X, W))
+
+
+def test_rule_5_a_result_of_a_kernel_may_have_a_name_of_its_own():
+    def forward(x):
+        out, (x, _, total) = softmax_forward(x)
+        return out, (x, out, tag(total, "total"))
+
+    own = jax.custom_vjp(lambda x: softmax(x))
+    own.defvjp(forward, softmax_backward)
+    table = states(under(lambda x, w: tag(own(x @ w), "context"), {"context": "offload", "total": "save"}), X, W)
+    assert table["context"] == ("offloaded", "context") and table["total"] == ("saved", "total")
 
 
 # ---------------------------------------------------------------------------------------------- 6

@@ -160,7 +160,6 @@ def _forward_part(
     avals = part.jaxpr.out_avals[len(part.jaxpr.out_avals) - len(stored) :]
     moved, stays, once = (_those(avals, stored, place) for place in ("host", "device", "once"))
     empty = Saved(
-        # Not filled: XLA merges equal fills, and copies a stack from host to host where two would share a buffer.
         [jax.device_put(_stack(a, part.layers), HOST) for a in moved],
         [_filled(a) for a in moved],
         [_stack(a, part.layers) for a in stays],
@@ -247,14 +246,16 @@ def _stack(aval: Any, rows: int) -> Any:
 
 
 def _filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> Any:
-    """An array for values like `aval`, sharded and varying over mesh axes as they are; full of `fill`, if given."""
+    """An array for values like `aval`, sharded and varying over mesh axes as they are; full of `fill`, if given.
+
+    Else of a number that nobody gave a value: XLA merges equal arrays, and then copies a stack on the host to another
+    there. An array that nobody gave values, `lax.empty`, each device would make whole and cut its part from.
+    """
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
     sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(lead), *spec)) if mesh.explicit_axes else None
     shape = (*lead, *aval.shape)
-    if fill is None:
-        array = lax.empty(shape, aval.dtype, out_sharding=sharding)
-    else:
-        array = lax.full(shape, fill, aval.dtype, sharding=sharding)
+    one = lax.empty((), aval.dtype) if fill is None else lax.full((), fill, aval.dtype)
+    array = lax.broadcast(one, shape, out_sharding=sharding)
     varying = tuple(aval.manual_axis_type.varying)
     return lax.pcast(array, varying, to="varying") if varying else array
 

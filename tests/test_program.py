@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import exact_options, gradient
+from common import exact_options, gradient, in_a_loop
+from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -52,12 +53,22 @@ def gpu():
     """The machine's GPU, or an H200."""
     if jax.default_backend() == "gpu":
         return jax.devices()[0]
+    return described(1)[0]
+
+
+@pytest.fixture(scope="module")
+def two_gpus(gpu):
+    """The machine's, or two H200."""
+    return jax.devices()[:2] if gpu in jax.devices() and len(jax.devices()) > 1 else described(2)
+
+
+def described(count):
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # it asks the driver
     try:
-        described = topologies.get_topology_desc("H200", platform="cuda", topology="1x1x1", target_config=H200)
+        topology = f"{count}x1x1"
+        return topologies.get_topology_desc("H200", platform="cuda", topology=topology, target_config=H200).devices
     except Exception as error:
         pytest.skip(f"needs an NVIDIA GPU, or jax-cuda13-plugin[with-cuda] to compile for one: {error}")
-    return described.devices[0]
 
 
 def compiled(gpu, f, *shapes, options=OPTIONS):
@@ -253,3 +264,25 @@ def test_under_the_options_for_exact_runs_too(gpu):
     """In the GPU contract offload is what it is in a training step."""
     program = compiled(gpu, twice(OFFLOADED), X, weights(LAYERS), options=OPTIONS | exact_options("gpu"))
     assert program.memory_analysis().host_temp_size_in_bytes == 2 * LAYERS * (ONE + STREAM)
+
+
+def test_stacks_are_split_over_devices_as_what_they_hold_is(two_gpus):
+    """The batch over two devices, which XLA alone knows: half of all on each, and on the device what lax.scan needs."""
+    mesh = Mesh(np.array(two_gpus), "x")
+    place = lambda shape, *spec: jax.ShapeDtypeStruct(
+        shape.shape, shape.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+    )
+    args = place(X, "x"), tuple(map(place, weights(LAYERS, dtype=jnp.bfloat16)))
+
+    def memory(f):
+        found = jax.jit(gradient(f, (0, 1)), compiler_options=OPTIONS).lower(*args).compile().memory_analysis()
+        return found.temp_size_in_bytes, found.host_temp_size_in_bytes
+
+    under = lambda how: (
+        lambda x, w: scan(layer, x, w, policy=Policy(dict.fromkeys(OFFLOADED, how), min_offload_bytes=0))[0]
+    )
+    saved, offloaded = memory(under("save")), memory(under("offload"))
+    assert offloaded[1] == LAYERS * (ONE + STREAM) // 2 and saved[1] == 0
+    plain = memory(lambda x, w: lax.scan(in_a_loop(layer, *OFFLOADED), x, w)[0])
+    assert saved[0] <= 1.01 * plain[0]
+    assert offloaded[0] <= saved[0] - (LAYERS - 3) * (ONE + STREAM) // 2

@@ -116,6 +116,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as cache:  # compiled once, by the timing process
         timed = worker(options, "times", cache)
+        options.out.write_text(json.dumps(timed, indent=1) + "\n")
         for mode in options.fresh:
             timed["modes"][mode] |= worker(options, "peak", cache, mode, timed["modes"][mode]["options"])
     step = {mode: result["step_ms"] for mode, result in timed["modes"].items()}
@@ -196,6 +197,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--best", nargs="+", choices=_BEST, default=list(_BEST), help="candidates for ours_best")
     parser.add_argument("--fresh", nargs="*", choices=MODES, default=list(MODES), help="also in a process of their own")
     parser.add_argument("--rounds", type=int, default=4, help="times each mode's turn comes")
     parser.add_argument("--worker", choices=("times", "peak"), help=argparse.SUPPRESS)
@@ -215,12 +217,17 @@ def head() -> str:
 
 def worker(options: argparse.Namespace, what: str, cache: str, mode: str = "", variant: str = "") -> dict[str, Any]:
     """What a fresh process of this program measures."""
+    say(f"{what} {mode}")
     command = [sys.executable, "-m", "benchmarks.dense", *sys.argv[1:], "--worker", what]
     command += ["--mode", mode, "--variant", variant] if mode else []
     done = subprocess.run(command, env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}, stdout=subprocess.PIPE)
     if done.returncode:
         sys.exit(f"benchmarks.dense: {what} {mode} failed with exit status {done.returncode}")
     return json.loads(done.stdout.decode().splitlines()[-1])
+
+
+def say(what: str) -> None:
+    print(f"{time.strftime('%X')} {what}", file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ in a worker
@@ -233,6 +240,8 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
     compiled, facts = {}, {}
     state = initial(options)
     chosen = {mode: MODES[mode] for mode in MODES if mode in options.modes}
+    if "ours_best" in chosen:
+        chosen["ours_best"] = {name: _BEST[name] for name in options.best}
     for mode, variants in chosen.items():
         for name, variant in variants.items():
             begin = time.perf_counter()
@@ -246,6 +255,7 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
                 "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
                 "residuals_host_gib": round(host / 2**30, 4),
             }
+            say(f"compiled {mode}, {name}")
 
     def turn(key: Any) -> list[float]:
         nonlocal state
@@ -257,11 +267,15 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
         return spent
 
     # The first turn warms up (pinned memory, clocks) and is not counted, but what is far behind there is out.
-    first = {key: statistics.median(turn(key)) for key in compiled}
+    first = {}
+    for key in compiled:
+        first[key] = statistics.median(turn(key))
+        say(f"{', '.join(key)}: {first[key]:.1f} ms")
     fits = {mode: list(variants) for mode, variants in chosen.items()}
     if "ours_best" in fits:
         room = min(facts["remat", variant]["temp_gib"] for variant in fits["remat"])
-        fits["ours_best"] = [v for v in _BEST if facts["ours_best", v]["temp_gib"] <= room] or fits["ours_best"]
+        small = [v for v in fits["ours_best"] if facts["ours_best", v]["temp_gib"] <= room]
+        fits["ours_best"] = small or fits["ours_best"]
     fastest = {mode: min(first[mode, v] for v in variants) for mode, variants in fits.items()}
     spent = {(mode, v): [] for mode in fits for v in fits[mode] if first[mode, v] < 1.03 * fastest[mode]}
     for _ in range(options.rounds):

@@ -116,15 +116,20 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as cache:  # compiled once, by the timing process
         timed = worker(options, "times", cache)
-        options.out.write_text(json.dumps(timed, indent=1) + "\n")
+        write(timed, options)
         for mode in options.fresh:
             timed["modes"][mode] |= worker(options, "peak", cache, mode, timed["modes"][mode]["options"])
+            write(timed, options)
+    print(table(timed))
+
+
+def write(timed: dict[str, Any], options: argparse.Namespace) -> None:
+    """What there is so far, with its ratios: a process that fails later takes nothing with it."""
     step = {mode: result["step_ms"] for mode, result in timed["modes"].items()}
     timed["ratios"] = {f"{a}/{b}": round(step[a] / step[b], 4) for a, b in RATIOS if {a, b} <= step.keys()}
     if {"remat", "saved", "saved_all", "ours", "ours_saved", "ours_saved_all", "ours_best"} <= step.keys():
         timed["ratios"] |= shares(timed["modes"], options)
     options.out.write_text(json.dumps(timed, indent=1) + "\n")
-    print(table(timed))
 
 
 def shares(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
@@ -315,7 +320,7 @@ def peak(options: argparse.Namespace) -> dict[str, Any]:
         with jax.profiler.trace(folder):
             jax.block_until_ready(step(*state))
         gpus = streams.read(Path(folder))
-    return measured | ({"profile": streams.summary(*gpus.values())} if gpus else {})
+    return measured | ({"profile": streams.summary(next(iter(gpus.values())))} if gpus else {})  # of one of them
 
 
 WORKERS = {"times": times, "peak": peak}

@@ -8,10 +8,10 @@ import jaxlib
 from jax.extend.core import Jaxpr
 
 # What it takes for copies to run beside the compute (measured on H200). Command buffers put async host copies on the
-# compute stream; without double buffering a loop's two copies wait for each other; the latency-hiding scheduler goes
-# off by itself when a module holds a ragged all-to-all.
+# compute stream, hence none around dynamic slices; without double buffering a loop's two copies wait for each other;
+# the latency-hiding scheduler goes off by itself when a module holds a ragged all-to-all.
 _GPU_OPTIONS: dict[str, str | bool] = {
-    "xla_gpu_enable_command_buffer": "",
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL",
     "xla_gpu_enable_while_loop_double_buffering": True,
     "xla_gpu_enable_latency_hiding_scheduler": True,
 }

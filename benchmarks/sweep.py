@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     def line(how: str, variant: dense.Variant) -> dict[str, Any]:
         nonlocal state
-        step, host = dense.compile_step(options, variant)
+        step, host, _ = dense.compile_step(options, variant)
         state = jax.block_until_ready(step(*state))
         spent = []
         for _ in range(options.steps):

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import dense
+from benchmarks import peers
 from jaxoffload import Policy
 from models.config import load
 
@@ -32,7 +32,7 @@ def main() -> None:
     losses = {how: [row["loss"] for row in rows] for how, rows in runs.items()}
     differ = sum(a != b for a, b in zip(losses["offload"], losses["save"], strict=True))
     result = {
-        **dense.provenance("losses", options.commit),
+        **peers.provenance("losses", options.commit),
         "steps": len(losses["save"]),
         "losses that differ": differ,
         "first and last loss": [losses["save"][0], losses["save"][-1]],
@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", default="configs/llama-1b.yaml")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/losses.json"))
-    parser.add_argument("--commit", default=dense.head(), help="recorded beside the numbers")
+    parser.add_argument("--commit", default=peers.head(), help="recorded beside the numbers")
     return parser.parse_args()
 
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import dense, streams
+from benchmarks import dense, peers, streams
 
 ORDER = (
     "layer_input",
@@ -30,7 +30,7 @@ ORDER = (
     "mlp/fc1.up",
     "mlp/act",
 )
-HOW = {"jaxoffload": ("ours", dense.OVERLAP), "JAX": ("loop", dense.PIPELINED)}  # who, XLA's options
+HOW = {"jaxoffload": ("ours", peers.OVERLAP), "JAX": ("loop", peers.PIPELINED)}  # who, XLA's options
 RECOMPUTED, SHARE = "everything recomputed", "jaxoffload, in a share of the layers"
 COLOURS = {"JAX": "tab:red", "jaxoffload": "tab:blue", SHARE: "tab:green"}
 
@@ -43,14 +43,14 @@ def main() -> None:
     lines = []
     for seq in options.seqs:
         lines += measure(argparse.Namespace(**{**vars(options), "seq": seq}))
-    provenance = dense.provenance("sweep", options.commit, options.fsdp)
-    result = {**provenance, "shape": dense.shape_of(options) | {"seq": options.seqs}, "lines": lines}
+    provenance = peers.provenance("sweep", options.commit, options.fsdp)
+    result = {**provenance, "shape": peers.shape_of(dense.CASE, options) | {"seq": options.seqs}, "lines": lines}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(plot(result, options.out.with_suffix(".png")))
 
 
 def parse() -> argparse.Namespace:
-    parser = dense.arguments(__doc__)
+    parser = peers.arguments(__doc__)
     parser.set_defaults(out=Path("benchmarks/results/sweep.json"))
     parser.add_argument("--seqs", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--plot", type=Path, help="a file of results, only to be plotted")
@@ -61,11 +61,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One line a set and a way to move it; one a share of the layers; one for full recomputation."""
     import jax
 
-    state = dense.initial(options)
+    state = peers.initial(dense.CASE, options)
 
-    def line(how: str, variant: dense.Variant) -> dict[str, Any]:
+    def line(how: str, variant: peers.Variant) -> dict[str, Any]:
         nonlocal state
-        step, host, _ = dense.compile_step(options, variant)
+        step, host, _ = peers.compile_step(dense.CASE, options, variant)
         state = jax.block_until_ready(step(*state))
         spent = []
         for _ in range(options.steps):
@@ -90,13 +90,13 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 found |= {key: profile[key] for key in ("d2h_ms", "h2d_ms", "exposed_ms")}
         return found
 
-    lines = [line(RECOMPUTED, dense.Variant("loop", {}, {}))]
+    lines = [line(RECOMPUTED, peers.Variant("loop", {}, {}))]
     for number in range(len(ORDER)):
         moved = dict.fromkeys(ORDER[: number + 1], "offload")
-        lines += [line(how, dense.Variant(who, moved, xla)) for how, (who, xla) in HOW.items()]
+        lines += [line(how, peers.Variant(who, moved, xla)) for how, (who, xla) in HOW.items()]
     three = dict.fromkeys(ORDER[:3], "offload")
     for share in (0.25, 0.5, 0.75):
-        lines.append(line(SHARE, dense.Variant("ours", three, dense.OVERLAP, (("offload_layers", share),))))
+        lines.append(line(SHARE, peers.Variant("ours", three, peers.OVERLAP, (("offload_layers", share),))))
     return lines
 
 

@@ -12,3 +12,5 @@ from ._scan import scan as scan
 from ._tags import scope as scope
 from ._tags import tag as tag
 from ._xla import compiler_options as compiler_options
+from .grouped import GroupedTensor as GroupedTensor
+from .grouped import grouped_matmul as grouped_matmul

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import name_p
 
+from ._megatron import MODULES
 from ._memory import nbytes
 from ._policy import VERDICT, Decision, Policy, PolicyError
 from ._tags import Name, PlanName, read_names, read_plan_name
@@ -192,12 +193,12 @@ def _by_policy(tagged: list[Name], labels: Sequence[str], value: Value, policy: 
     hits = {n.text: policy.match(label, n.text) for n, label in zip(tagged, labels, strict=True)}
     matched = {text: hit for text, hit in hits.items() if hit}
     if len({decision for _, decision in matched.values()}) > 1:
-        each = " and ".join(f"{t!r} is {d} by residuals[{p!r}]" for t, (p, d) in matched.items())
+        each = " and ".join(f"{t!r} is {d} by {policy.source(p)}" for t, (p, d) in matched.items())
         raise PolicyError([f"residuals: one value has several names with different decisions: {each}; give them one"])
     if not matched:
         return policy.default, "default"
     pattern, decision = next(iter(matched.values()))
-    return decision, pattern
+    return decision, policy.reason(pattern)
 
 
 def _having(values: list[Value]) -> dict[str, list[Value]]:
@@ -249,7 +250,7 @@ def dots_matched_nothing(policy: Policy) -> str:
 
 
 def _notes(values: list[Value], policy: Policy, primal: Jaxpr | None) -> tuple[str, ...]:
-    notes = []
+    notes = [f"offload_modules: {module} -> {', '.join(MODULES[module])}" for module in policy.offload_modules]
     if policy.dots != "recompute" and not any(v.names == [DOT] for v in values):
         notes.append(dots_matched_nothing(policy))
     have = {n.text for v in values for n in v.names}

@@ -6,13 +6,14 @@ import fnmatch
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, cast, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core.primitives import name_p
 
+from ._megatron import MODULES
 from ._memory import nbytes
 from ._tags import read_names
 from ._xla import refuse_remat3, refuse_wrong_offload
@@ -39,6 +40,8 @@ class Policy:
       residuals: pattern -> decision. A pattern is matched as `fnmatch` does, component by component: `*` does not
         cross `/`, `**` is any number of components. Without a slash it is matched with a name's last component, in
         every scope; without a dot it means all leaves of a composite. The last matching pattern wins.
+      offload_modules: names of Megatron-LM's `--offload-modules`, such as "moe_act". Each stands for patterns marked
+        offload, which the report shows; they come before those of `residuals`, so `residuals` wins.
       default: the decision for tagged values that no pattern matches.
       dots: the decision for untagged outputs of matrix products without batch dimensions.
       min_offload_bytes: a smaller value (bytes a layer; a composite is judged whole) marked offload is saved.
@@ -58,6 +61,7 @@ class Policy:
     """
 
     residuals: Mapping[str, Decision] | tuple[tuple[str, Decision], ...] = ()
+    offload_modules: Sequence[str] = ()
     default: Decision = "recompute"
     dots: Decision = "recompute"
     min_offload_bytes: int | str = 2**20
@@ -67,29 +71,48 @@ class Policy:
     on_host_full: Literal["error", "save"] = "error"
 
     def __post_init__(self) -> None:
-        problems = [*_residual_problems(self.residuals), *_choice_problems(self), *_number_problems(self)]
+        problems = [
+            *_residual_problems(self.residuals),
+            *_module_problems(self.offload_modules),
+            *_choice_problems(self),
+            *_number_problems(self),
+        ]
         if problems:
             raise PolicyError(problems)
-        rules: dict[str, Decision] = {}
-        for pattern, decision in _pairs(self.residuals):
-            rules.pop(pattern, None)  # the last one wins, at its own place
-            rules[pattern] = decision
-        object.__setattr__(self, "residuals", tuple(rules.items()))
+        object.__setattr__(self, "residuals", _last_of_each(_pairs(self.residuals)))
+        object.__setattr__(self, "offload_modules", tuple(self.offload_modules))
         object.__setattr__(self, "min_offload_bytes", _size(self.min_offload_bytes))
         if isinstance(self.offload_layers, float):  # 1.0 == 1 in Python, but it is all layers, and one is not
             object.__setattr__(
                 self, "offload_layers", {0.0: 0, 1.0: "all"}.get(self.offload_layers, self.offload_layers)
             )
 
-    @property
+    @functools.cached_property
     def rules(self) -> tuple[tuple[str, Decision], ...]:
-        """`residuals` as pairs of pattern and decision."""
-        return cast(tuple[tuple[str, Decision], ...], self.residuals)
+        """Pairs of pattern and decision: those of `offload_modules`, then those of `residuals`."""
+        translated = [(pattern, "offload") for module in self.offload_modules for pattern in MODULES[module]]
+        return _last_of_each([*translated, *_pairs(self.residuals)])
 
     def match(self, *names: str) -> tuple[str, Decision] | None:
         """The last pattern that matches one of `names`, and its decision."""
         hits = (rule for rule in reversed(self.rules) if any(matches(rule[0], n) for n in names))
         return next(hits, None)
+
+    def reason(self, pattern: str) -> str:
+        """Who asked for a pattern of `rules`, as the report says it."""
+        modules = self._modules(pattern)
+        return f"{', '.join(modules)} (offload_modules)" if modules else pattern
+
+    def source(self, pattern: str) -> str:
+        """Where a pattern of `rules` was written, as an error says it."""
+        modules = self._modules(pattern)
+        return f"offload_modules{modules} -> {pattern!r}" if modules else f"residuals[{pattern!r}]"
+
+    def _modules(self, pattern: str) -> list[str]:
+        """The `offload_modules` that a pattern stands for; none where `residuals` has it too, and so wins."""
+        if pattern in dict(_pairs(self.residuals)):
+            return []
+        return [module for module in self.offload_modules if pattern in MODULES[module]]
 
     def offloaded_layers(self, layers: int) -> int:
         """How many of the first layers offload."""
@@ -103,7 +126,8 @@ class Policy:
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """A sentence for each pattern that matches none of `names`."""
         names = sorted(set(names))
-        return [_unmatched(p, names) for p, _ in self.rules if not any(matches(p, n) for n in names)]
+        idle = [p for p, _ in self.rules if not any(matches(p, n) for n in names)]
+        return [_unmatched(self.source(p), p, names) for p in idle]
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
         """JAX's `policy=`: what becomes of one equation's outputs."""
@@ -142,7 +166,7 @@ VERDICT = _verdicts()
 
 @functools.cache
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of `Policy.residuals` matches a tagged value's name."""
+    """Whether a pattern of `Policy.rules` matches a tagged value's name."""
     wanted, have = pattern.split("/"), name.split("/")
     if "." not in wanted[-1]:
         have[-1] = have[-1].partition(".")[0]
@@ -159,8 +183,8 @@ def _components_match(pattern: list[str], name: list[str]) -> bool:
     return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _components_match(pattern[1:], name[1:])
 
 
-def _unmatched(pattern: str, names: list[str]) -> str:
-    said = f"residuals[{pattern!r}]: no tagged value has a name that it matches"
+def _unmatched(source: str, pattern: str, names: list[str]) -> str:
+    said = f"{source}: no tagged value has a name that it matches"
     if not names:
         return f"{said}; the function tags nothing that the backward pass could use"
     shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
@@ -182,6 +206,15 @@ def _pairs(residuals: Any) -> list[tuple[Any, Any]]:
     return list(residuals.items() if isinstance(residuals, Mapping) else residuals)
 
 
+def _last_of_each(pairs: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Decision], ...]:
+    """Of pairs with one pattern the last, at its own place."""
+    rules: dict[str, Decision] = {}
+    for pattern, decision in pairs:
+        rules.pop(pattern, None)
+        rules[pattern] = decision
+    return tuple(rules.items())
+
+
 def _residual_problems(residuals: Any) -> list[str]:
     is_pair = lambda p: isinstance(p, (tuple, list)) and len(p) == 2
     if isinstance(residuals, str) or not isinstance(residuals, Iterable) or not all(map(is_pair, _pairs(residuals))):
@@ -192,6 +225,14 @@ def _residual_problems(residuals: Any) -> list[str]:
             problems.append(f"residuals[{pattern!r}]: {why}")
         problems += _choice(f"residuals[{pattern!r}]", decision, _DECISIONS)
     return problems
+
+
+def _module_problems(modules: Any) -> list[str]:
+    if not isinstance(modules, (tuple, list)):
+        return [f"offload_modules: {modules!r} is not a list of module names, such as ['moe_act']"]
+    unknown = [problem for module in modules for problem in _choice("offload_modules", module, MODULES)]
+    twice = [module for module in MODULES if modules.count(module) > 1]
+    return unknown + [f"offload_modules: {module!r} is given more than once; once is enough" for module in twice]
 
 
 def _pattern_problem(pattern: Any) -> str | None:

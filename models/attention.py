@@ -6,7 +6,7 @@ from flax import nnx
 
 from jaxoffload import scope, tag
 from models.config import Model
-from models.layers import RMSNorm, weight
+from models.layers import RMSNorm, rms_norm, weight
 from models.sharding import constrain
 
 
@@ -38,19 +38,24 @@ class Attention(nnx.Module):
         self.k_DxKxH = weight(rngs, (D, K, H), ("embed", "kv_heads", "head"), D**-0.5)
         self.v_DxKxH = weight(rngs, (D, K, H), ("embed", "kv_heads", "head"), D**-0.5)
         self.out_NxHxD = weight(rngs, (N, H, D), ("heads", "head", "embed"), (2 * config.layers * N * H) ** -0.5)
-        self.implementation = config.attention
+        if config.qk_norm:
+            self.q_norm_H, self.k_norm_H = (nnx.Param(jnp.ones(H, jnp.float32), axes=("head",)) for _ in "qk")
+        self.config = config
 
     def __call__(self, x_BxSxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
         product = lambda spec, x, weight: jnp.einsum(spec, x, weight.astype(x.dtype))
         with scope("attn"):
             norm_BxSxD = tag(self.norm(x_BxSxD), "norm")
             q_BxSxNxH = constrain(product("BSD,DNH->BSNH", norm_BxSxD, self.q_DxNxH), "attn/q")
-            q_BxSxNxH = tag(rope(q_BxSxNxH, rotation), "q")
             k_BxSxKxH = constrain(product("BSD,DKH->BSKH", norm_BxSxD, self.k_DxKxH), "attn/k")
+            if self.config.qk_norm:
+                q_BxSxNxH = rms_norm(q_BxSxNxH, self.q_norm_H[None, None, None], self.config.norm_eps)
+                k_BxSxKxH = rms_norm(k_BxSxKxH, self.k_norm_H[None, None, None], self.config.norm_eps)
+            q_BxSxNxH = tag(rope(q_BxSxNxH, rotation), "q")
             k_BxSxKxH = tag(rope(k_BxSxKxH, rotation), "k")
             v_BxSxKxH = constrain(tag(product("BSD,DKH->BSKH", norm_BxSxD, self.v_DxKxH), "v"), "attn/v")
             context_BxSxNxH = jax.nn.dot_product_attention(
-                q_BxSxNxH, k_BxSxKxH, v_BxSxKxH, is_causal=True, implementation=self.implementation
+                q_BxSxNxH, k_BxSxKxH, v_BxSxKxH, is_causal=True, implementation=self.config.attention
             )
             context_BxSxNxH = constrain(tag(context_BxSxNxH, "context"), "attn/context")
             out_BxSxD = tag(product("BSNH,NHD->BSD", context_BxSxNxH, self.out_NxHxD), "out")

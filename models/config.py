@@ -20,7 +20,7 @@ Fraction = Annotated[float, Range(0, 1)]
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama-style decoder."""
+    """A Llama-style decoder; with experts, a mixture of them in place of the MLP."""
 
     vocab_size: Annotated[int, Range(257)] = 2048  # at least the 256 bytes and the end of a document
     layers: Count = 4
@@ -28,7 +28,22 @@ class Model:
     heads: Count = 6  # query heads
     kv_heads: Count = 2  # key and value heads, each shared by heads / kv_heads query heads
     head_dim: Annotated[int, Range(2)] | None = None  # None: d_model / heads
+    qk_norm: bool = False  # RMSNorm of each head's query and key, before RoPE
     d_ff: Count = 512  # width of the MLP's gate, up and activation
+    activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"  # of the MLP and of experts; relu2 has no gate
+    experts: Natural = 0  # of a layer; 0: dense
+    experts_per_token: Count = 2
+    d_expert: Count = 512  # width of each expert's gate, up and activation
+    shared_experts: Natural = 0  # experts that all tokens go through, d_expert each
+    dense_layers: Natural = 0  # the first layers have the MLP in place of experts
+    router: Literal["softmax", "sigmoid"] = "softmax"  # how logits become scores
+    renormalize: bool = True  # the chosen experts' scores are divided by their sum
+    route_scale: Positive = 1.0  # then multiplied by this
+    aux_loss: Annotated[float, Range(0)] = 0.0  # weight of the load-balancing loss
+    z_loss: Annotated[float, Range(0)] = 0.0  # weight of the mean of logsumexp(router logits)^2
+    balance_rate: Annotated[float, Range(0)] = 0.0  # a step of each expert's bias, which balances without a loss
+    grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # who multiplies: see jaxoffload.grouped_matmul
+    capacity: Positive | None = None  # rows to an expert's device, in even shares; more are dropped. None: no limit
     rope_theta: Positive = 10000.0  # base of RoPE's wavelengths
     norm_eps: Positive = 1e-5
     tied_embeddings: bool = True  # the unembedding is the embedding, transposed
@@ -49,6 +64,7 @@ class Mesh:
     data: Count = 1  # batch rows; weights replicated
     fsdp: Count = 1  # batch rows; weights and optimizer state sharded
     tensor: Count = 1  # heads, d_ff and vocabulary
+    expert: Count = 1  # batch rows; experts, and as fsdp all that is not an expert's
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config in a YAML file, with `section.key=value` overrides whose values are YAML.
 
     `remat.residuals[PATTERN]=save` appends a pattern behind those of the file, so that it wins.
+    `remat.offload_modules=[moe_act]` takes the place of the file's list.
 
     Raises:
       ConfigError: with all problems at once.
@@ -186,14 +203,49 @@ def _relations(config: Config) -> Iterator[tuple[tuple[str, ...], bool, str]]:
     if model.head_dim is None:
         yield divides("model.heads", "model.d_model")
     yield divides("mesh.tensor", "model.heads", "model.kv_heads", "model.d_ff", "model.vocab_size")
-    yield divides("mesh.fsdp", "model.d_model")
-    yield divides("train.loss_chunk", "train.seq_len")
-    rows = train.grad_accumulation * mesh.data * mesh.fsdp
     yield (
-        ("train.batch_size", "train.grad_accumulation", "mesh.data", "mesh.fsdp"),
+        ("mesh.fsdp", "mesh.expert", "model.d_model"),
+        model.d_model % (mesh.fsdp * mesh.expert) == 0,
+        f"mesh.fsdp * mesh.expert = {mesh.fsdp * mesh.expert}: must divide model.d_model = {model.d_model}",
+    )
+    if not model.experts:
+        yield (
+            ("mesh.expert", "model.experts"),
+            mesh.expert == 1,
+            f"mesh.expert = {mesh.expert}: must be 1 where model.experts = 0; the layers are dense",
+        )
+        for name in ("shared_experts", "dense_layers", "aux_loss", "z_loss", "balance_rate", "capacity"):
+            value = getattr(model, name)
+            yield (
+                (f"model.{name}", "model.experts"),
+                not value,
+                f"model.{name} = {value}: must not be given where model.experts = 0; the layers are dense",
+            )
+    else:
+        yield divides("mesh.expert", "model.experts")
+        yield divides("mesh.tensor", "model.d_expert")
+        yield (
+            ("model.capacity", "mesh.expert"),
+            model.capacity is None or mesh.expert > 1,
+            f"model.capacity = {model.capacity}: must be null where mesh.expert = 1; no rows are sent",
+        )
+        yield (
+            ("model.experts_per_token", "model.experts"),
+            model.experts_per_token <= model.experts,
+            f"model.experts_per_token = {model.experts_per_token}: must be at most model.experts = {model.experts}",
+        )
+        yield (
+            ("model.dense_layers", "model.layers"),
+            model.dense_layers < model.layers,
+            f"model.dense_layers = {model.dense_layers}: must be below model.layers = {model.layers}",
+        )
+    yield divides("train.loss_chunk", "train.seq_len")
+    rows = train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert
+    yield (
+        ("train.batch_size", "train.grad_accumulation", "mesh.data", "mesh.fsdp", "mesh.expert"),
         train.batch_size % rows == 0,
         f"train.batch_size = {train.batch_size}: must be a multiple of "
-        f"train.grad_accumulation * mesh.data * mesh.fsdp = {rows}",
+        f"train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert = {rows}",
     )
     yield (
         ("train.warmup_steps", "train.steps"),

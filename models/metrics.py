@@ -56,6 +56,10 @@ def progress_line(record: Record, steps: int) -> str:
         f"grad {record['grad_norm']:.2f}",
         f"{record['tokens_per_second']:,.0f} tokens/s",
     ]
+    if "expert_load" in record:
+        parts.append(f"load {record['expert_load']:.2f}")
+    if record.get("dropped"):
+        parts.append(f"dropped {record['dropped']:.1%}")
     if record["mfu"] is not None:
         parts.append(f"MFU {record['mfu']:.1%}")
     if record["device_peak_bytes"] is not None:

@@ -96,10 +96,12 @@ def expected(config: Config, made: Program, table: Residuals) -> list[str]:
 
 
 def device_bytes(row: Residual, mesh: AnyMesh) -> int:
-    """A residual's bytes on each device: a value with a name is split by its axes, another one as the batch is."""
+    """A residual's bytes on each device: a value with a name is split by its axes, another one as the batch is; of the
+    experts, which compute on each device alone, each device has its own."""
     name = next((name for name in row.names if name in VALUES), None)
     if name is None:
-        return row.bytes // batch_parts(mesh)
+        alone = any(name.startswith("moe/") for name in row.names)
+        return row.bytes // (mesh.size if alone else batch_parts(mesh))
     shard = NamedSharding(mesh, RULES.spec(*VALUES[name])).shard_shape(row.shape)
     return row.bytes * math.prod(shard) // math.prod(row.shape)
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from models import config
 from models.reading import ConfigError
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
 _AUTO = (AxisType.Auto,) * len(MESH_AXES)
 
 AnyMesh = jax.sharding.Mesh | AbstractMesh
@@ -26,15 +26,18 @@ MeshAxes = str | tuple[str, ...] | None
 class Rules:
     """Logical axis -> the mesh axes that it is split over; None: whole on each device."""
 
-    batch: MeshAxes = ("data", "fsdp")
+    batch: tuple[str, ...] = ("data", "fsdp", "expert")
     sequence: MeshAxes = None
     residual: MeshAxes = None  # d_model of activations and norms
-    embed: MeshAxes = "fsdp"  # d_model of matrices: gathered for a layer's use, then dropped
+    embed: MeshAxes = ("fsdp", "expert")  # d_model of matrices: gathered for a layer's use, then dropped
+    expert_embed: MeshAxes = "fsdp"  # the same of experts, which the expert axis splits already
     heads: MeshAxes = "tensor"
     kv_heads: MeshAxes = "tensor"
     head: MeshAxes = None  # head_dim
     mlp: MeshAxes = "tensor"  # d_ff
     vocab: MeshAxes = "tensor"
+    experts: MeshAxes = "expert"  # of a layer's experts, the matrices
+    router: MeshAxes = None  # of a layer's experts, what the router has one of for each
     layers: MeshAxes = None  # the leading axis of stacked layers
 
     def spec(self, *axes: str | None) -> PartitionSpec:
@@ -52,6 +55,8 @@ VALUES = {
     **dict.fromkeys(("attn/q", "attn/context"), _HEADS),
     **dict.fromkeys(("attn/k", "attn/v"), _KV_HEADS),
     **dict.fromkeys(("mlp/fc1.gate", "mlp/fc1.up", "mlp/act"), _WIDE),
+    **dict.fromkeys(("shared/fc1.gate", "shared/fc1.up", "shared/act"), _WIDE),
+    **dict.fromkeys(("moe/norm", "shared/fc2"), _STREAM),
     "(matrix product)": _HEADS,  # without a name of their own: q and k before RoPE
     # Of the loss. The leading axis is of parts of the batch, as many as the batch is split into.
     "last_norm": ("batch", "residual"),
@@ -67,12 +72,13 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
       ConfigError: the sizes do not fit the devices.
     """
     devices = jax.devices() if devices is None else devices
-    shape = (sizes.data, sizes.fsdp, sizes.tensor)
+    shape = _shape(sizes)
     product = int(np.prod(shape))
     if product != len(devices):
+        axes = " * ".join(f"mesh.{axis}" for axis in MESH_AXES)
         raise ConfigError(
             [
-                f"mesh.data * mesh.fsdp * mesh.tensor = {product}: must be {len(devices)}, the number of "
+                f"{axes} = {product}: must be {len(devices)}, the number of "
                 f"devices here ({devices[0].device_kind}); for instance mesh.fsdp={len(devices)}, the others 1"
             ]
         )
@@ -86,7 +92,11 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
 
 def abstract_mesh(sizes: config.Mesh) -> AbstractMesh:
     """The same mesh without devices: for tracing a program whose machine is elsewhere."""
-    return AbstractMesh((sizes.data, sizes.fsdp, sizes.tensor), MESH_AXES, _AUTO)
+    return AbstractMesh(_shape(sizes), MESH_AXES, _AUTO)
+
+
+def _shape(sizes: config.Mesh) -> tuple[int, ...]:
+    return tuple(getattr(sizes, axis) for axis in MESH_AXES)
 
 
 def on_mesh[**P, R](mesh: AnyMesh, f: Callable[P, R]) -> Callable[P, R]:

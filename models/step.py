@@ -11,8 +11,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.config import Config, Train
+from models.moe import balanced
+from models.routing import Balance
 from models.sharding import AnyMesh, batch_sharding, make_mesh, on_mesh, optimizer_shardings, param_shardings
-from models.transformer import Transformer, next_token_loss
+from models.transformer import Transformer, next_token_loss, training_loss
 
 
 class State(NamedTuple):
@@ -25,7 +27,8 @@ class Program(NamedTuple):
     """What a config computes: functions to jit, and their arguments as ShapeDtypeStructs with shardings."""
 
     init: Callable[[], State]
-    step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # metrics: loss, grad_norm
+    # Metrics: loss, grad_norm; of experts expert_load, the greatest over the even one, and dropped, a share of rows.
+    step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
     loss: Callable[[nnx.State, jax.Array], jax.Array]  # of one microbatch: what is differentiated
     evaluate: Callable[[nnx.State, jax.Array], jax.Array]  # the loss of a batch, in microbatches
     state: State
@@ -47,19 +50,29 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         params = nnx.state(make())
         return State(jnp.int32(0), params, optimizer.init(params))
 
-    def loss(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
+    def trained(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, Balance | None]:
+        return training_loss(nnx.merge(graph, params), tokens_BxS1, config.remat, train.loss_chunk)
+
+    def judged(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
         return next_token_loss(nnx.merge(graph, params), tokens_BxS1, config.remat, train.loss_chunk)
 
     def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        like = (jnp.float32(0), state.params)
-        value, gradients = mean(jax.value_and_grad(loss), like, train.grad_accumulation, state.params, tokens_BxS1)
+        derived = jax.value_and_grad(trained, has_aux=True)
+        (value, balance), gradients = mean(derived, train.grad_accumulation, state.params, tokens_BxS1)
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": value, "grad_norm": optax.tree.norm(gradients)}
+        if balance is not None:
+            if config.model.balance_rate:
+                params = balanced(params, balance.load_E, config.model.balance_rate)
+            metrics |= {
+                "expert_load": config.model.experts * jnp.max(balance.load_E),
+                "dropped": jnp.mean(balance.dropped),
+            }
         return State(state.step + 1, params, moments), metrics
 
     def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
-        return mean(loss, jnp.float32(0), train.grad_accumulation, params, tokens_BxS1)
+        return mean(judged, train.grad_accumulation, params, tokens_BxS1)
 
     def tokens(rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, train.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))
@@ -67,7 +80,7 @@ def program(config: Config, mesh: AnyMesh) -> Program:
     return Program(
         on_mesh(mesh, init),
         on_mesh(mesh, step),
-        on_mesh(mesh, loss),
+        on_mesh(mesh, lambda params, tokens: trained(params, tokens)[0]),
         on_mesh(mesh, evaluate),
         placed(jax.eval_shape(init), optimizer, mesh),
         tokens(train.batch_size),
@@ -102,10 +115,8 @@ def learning_rate(train: Train) -> optax.Schedule:
     )
 
 
-def mean[T](
-    f: Callable[[nnx.State, jax.Array], T], like: T, microbatches: int, params: nnx.State, tokens_BxS1: jax.Array
-) -> T:
-    """The mean of f(params, tokens) over the microbatches of a batch, one after another; `like`: f's shapes."""
+def mean[T](f: Callable[[nnx.State, jax.Array], T], microbatches: int, params: nnx.State, tokens_BxS1: jax.Array) -> T:
+    """The mean of f(params, tokens) over the microbatches of a batch, one after another."""
     if microbatches == 1:
         return f(params, tokens_BxS1)
     B, S1 = tokens_BxS1.shape
@@ -115,7 +126,8 @@ def mean[T](
     def add(total: T, tokens_MxS1: jax.Array) -> tuple[T, None]:
         return jax.tree.map(jnp.add, total, f(params, tokens_MxS1)), None
 
-    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, like), tokens_AxMxS1)
+    like = jax.eval_shape(f, params, tokens_AxMxS1[0])
+    total, _ = jax.lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), tokens_AxMxS1)
     return jax.tree.map(lambda x: x / microbatches, total)
 
 

@@ -1,4 +1,4 @@
-"""A Llama-style decoder: embedding, scanned layers under a policy, and the loss in chunks of tokens."""
+"""A Llama-style decoder, dense or with experts: embedding, layers scanned under a policy, the loss in chunks."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,9 @@ from jaxoffload import Policy, tag
 from models.attention import Attention, rotations
 from models.config import Model
 from models.layers import RMSNorm, rms_norm, weight
-from models.mlp import MLP
+from models.mlp import MLP, first_leaves
+from models.moe import MoE
+from models.routing import Balance
 from models.sharding import batch_parts, constrain
 
 
@@ -28,30 +30,58 @@ class Layer(nnx.Module):
         return x_BxSxD + self.mlp(x_BxSxD)
 
 
+class ExpertLayer(nnx.Module):
+    """One layer with experts. Residuals: layer_input, mlp_input, and those of attention and MoE."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs):
+        self.attention = Attention(config, rngs)
+        self.moe = MoE(config, rngs)
+
+    def __call__(self, x_BxSxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Balance]:
+        x_BxSxD = tag(x_BxSxD, "layer_input")
+        x_BxSxD = tag(x_BxSxD + self.attention(x_BxSxD, rotation), "mlp_input")
+        out_BxSxD, balance = self.moe(x_BxSxD)
+        return x_BxSxD + out_BxSxD, balance
+
+
 class Transformer(nnx.Module):
-    """Each parameter of `layers` has a leading axis of layers."""
+    """Each parameter of `first` (dense layers before those with experts) and `layers` has a leading axis of layers."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.d_model
         self.config = config
         self.embedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
-        self.layers = stacked(config.layers, lambda rngs: Layer(config, rngs), rngs)
+        dense = lambda rngs: Layer(config, rngs)
+        if config.experts:
+            if config.dense_layers:
+                self.first = stacked(config.dense_layers, dense, rngs)
+            self.layers = stacked(config.layers - config.dense_layers, lambda rngs: ExpertLayer(config, rngs), rngs)
+        else:
+            self.layers = stacked(config.layers, dense, rngs)
         self.norm = RMSNorm(D, config.norm_eps)
         if not config.tied_embeddings:
             self.unembedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
 
-    def __call__(self, tokens_BxS: jax.Array, policy: Policy) -> jax.Array:
-        """The residual stream behind the last layer, (batch, sequence, d_model) in the compute dtype."""
-        x_BxSxD = self.embedding_VxD[tokens_BxS].astype(self.config.dtype)
+    def __call__(self, tokens_BxS: jax.Array, policy: Policy) -> tuple[jax.Array, Balance | None]:
+        """The residual stream behind the last layer, (batch, sequence, d_model) in the compute dtype; and how evenly
+        each layer's experts were used, its leaves with a leading axis of layers."""
+        config = self.config
+        x_BxSxD = self.embedding_VxD[tokens_BxS].astype(config.dtype)
         x_BxSxD = constrain(x_BxSxD, "layer_input")
-        rotation = rotations(tokens_BxS.shape[1], self.config.d_head, self.config.rope_theta)
-        graph, params = nnx.split(self.layers)
+        rotation = rotations(tokens_BxS.shape[1], config.d_head, config.rope_theta)
 
-        def layer(x_BxSxD: jax.Array, params: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, params)(x_BxSxD, rotation), None
+        def through(layers: nnx.Module, x_BxSxD: jax.Array) -> tuple[jax.Array, Balance | None]:
+            graph, params = nnx.split(layers)
 
-        x_BxSxD, _ = jaxoffload.scan(layer, x_BxSxD, params, policy=policy, strict=False)
-        return x_BxSxD
+            def layer(x_BxSxD: jax.Array, params: nnx.State) -> tuple[jax.Array, Balance | None]:
+                out = nnx.merge(graph, params)(x_BxSxD, rotation)
+                return out if isinstance(out, tuple) else (out, None)
+
+            return jaxoffload.scan(layer, x_BxSxD, params, policy=policy, strict=False)
+
+        if config.experts and config.dense_layers:
+            x_BxSxD, _ = through(self.first, x_BxSxD)
+        return through(self.layers, x_BxSxD)
 
 
 def stacked(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
@@ -60,18 +90,33 @@ def stacked(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) 
 
 
 def next_token_loss(model: Transformer, tokens_BxS1: jax.Array, policy: Policy, chunk: int) -> jax.Array:
-    """Mean cross-entropy, in nats a token, of each token but the first given those before it.
+    """Mean cross-entropy, in nats a token, of each token but the first given those before it."""
+    return cross_entropy(model, model(tokens_BxS1[:, :-1], policy)[0], tokens_BxS1[:, 1:], chunk)
+
+
+def training_loss(
+    model: Transformer, tokens_BxS1: jax.Array, policy: Policy, chunk: int
+) -> tuple[jax.Array, Balance | None]:
+    """`next_token_loss`, with experts plus the means of the layers' auxiliary losses; and the layers' balance."""
+    x_BxSxD, balance = model(tokens_BxS1[:, :-1], policy)
+    loss = cross_entropy(model, x_BxSxD, tokens_BxS1[:, 1:], chunk)
+    if balance is not None:
+        loss += model.config.aux_loss * jnp.mean(balance.aux) + model.config.z_loss * jnp.mean(balance.z)
+    return loss, balance
+
+
+def cross_entropy(model: Transformer, x_BxSxD: jax.Array, targets_BxS: jax.Array, chunk: int) -> jax.Array:
+    """Mean over all tokens.
 
     Logits exist for `chunk` positions of each sequence at a time, in the backward pass too; `chunk` divides
     the sequence length. Chunks are cut along the sequence, so that each holds the batch split as it is.
     """
-    x_BxSxD = model(tokens_BxS1[:, :-1], policy)
     B, S, D = x_BxSxD.shape
     P, C = batch_parts(), chunk
     scale_PxD, table_PxVxD = head(model, P, x_BxSxD.dtype)
     chunks = (
         jnp.moveaxis(x_BxSxD.reshape(P, B // P, S // C, C, D), 2, 0),
-        jnp.moveaxis(tokens_BxS1[:, 1:].reshape(P, B // P, S // C, C), 2, 0),
+        jnp.moveaxis(targets_BxS.reshape(P, B // P, S // C, C), 2, 0),
     )
 
     @jax.checkpoint
@@ -102,10 +147,16 @@ def head(model: Transformer, parts: int, dtype: jnp.dtype) -> tuple[jax.Array, j
 
 
 def matmul_params(config: Model) -> int:
-    """Parameters that multiply each token: all matrices, the embedding's lookup not counted."""
+    """Parameters that multiply each token: all matrices, of experts the chosen ones; the embedding's lookup not."""
     D, N, K, H, F = config.d_model, config.heads, config.kv_heads, config.d_head, config.d_ff
-    layer = D * N * H + 2 * D * K * H + N * H * D + 3 * D * F
-    return config.layers * layer + config.vocab_size * D
+    products = len(first_leaves(config.activation)) + 1
+    attention = D * N * H + 2 * D * K * H + N * H * D
+    dense, mixed = config.layers, 0
+    if config.experts:
+        dense, mixed = config.dense_layers, config.layers - config.dense_layers
+    chosen = (config.experts_per_token + config.shared_experts) * config.d_expert
+    expert_layer = products * D * chosen + D * config.experts
+    return config.layers * attention + dense * products * D * F + mixed * expert_layer + config.vocab_size * D
 
 
 def flops_per_token(config: Model, seq_len: int) -> int:

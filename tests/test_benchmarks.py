@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import dense, losses, sweep
+from benchmarks import dense, grouped, losses, moe, peers, sweep
 from jaxoffload import Policy
 
 # 10 tokens; a residual is 20 bytes a column, and all take 512 operations a byte to compute again.
@@ -27,15 +27,17 @@ WHOLE = 2 * WIDE + 2 * STREAM + 2 * KV
 def test_the_limit_of_won_back(rate, won):
     """A layer's forward pass takes a millisecond of 15, in which `rate` bytes are copied."""
     ms = {"remat": 30.0, "saved": 20.0, "saved_all": 15.0, "ours_saved_all": 16.0}
-    assert dense.won_back_limit(SHAPE, ms, rate) == pytest.approx(won / WHOLE)
+    assert peers.won_back_limit(dense.CASE, SHAPE, ms, rate) == pytest.approx(won / WHOLE)
 
 
 def test_the_limit_of_won_back_takes_attention_first_where_it_runs_again():
     ms = {"remat": 30.0, "saved": 25.0, "saved_all": 20.0, "ours_saved_all": 15.0}  # 1 ms a layer for gate, for context
     context = 10 * (2 * STREAM + 4 * 4)  # 4 heads
-    assert dense.won_back_limit(SHAPE, ms, 20 * STREAM + context) == pytest.approx(WIDE / (WHOLE + WIDE))
-    assert dense.won_back_limit(SHAPE, ms, 20 * STREAM + context / 2) == pytest.approx(WIDE / 2 / (WHOLE + WIDE))
-    assert dense.won_back_limit(SHAPE, ms, 1e9) == pytest.approx(1.0)
+    assert peers.won_back_limit(dense.CASE, SHAPE, ms, 20 * STREAM + context) == pytest.approx(WIDE / (WHOLE + WIDE))
+    assert peers.won_back_limit(dense.CASE, SHAPE, ms, 20 * STREAM + context / 2) == pytest.approx(
+        WIDE / 2 / (WHOLE + WIDE)
+    )
+    assert peers.won_back_limit(dense.CASE, SHAPE, ms, 1e9) == pytest.approx(1.0)
 
 
 def test_shares_by_hand():
@@ -55,13 +57,13 @@ def test_shares_by_hand():
         "ours_saved": mode(105.0, 9.0),
         "ours_best": mode(104.0, 7.0),
     }
-    found = dense.shares(modes, SHAPE)
+    found = peers.shares(dense.CASE, modes, SHAPE)
     assert found["won_back"] == 0.8 and found["won_back against JAX's saved_all"] == 1.0
     assert found["freed/predicted by temp_gib"] == 0.75  # 3 GiB for 4 of 5 rows
     assert found["compile_ours/compile_scan"] == 1.0 and "exposed/step" not in found
     # 5 GiB there and back in 2 GiB x 20 ms; of a layer's forward pass, 20 / 3 ms, nearly all is more than there is.
     modes["ours"]["profile"] = {"exposed_ms": 2.0, "copies_ms": 40.0, "step_ms": 100.0}
-    found = dense.shares(modes, SHAPE)
+    found = peers.shares(dense.CASE, modes, SHAPE)
     assert (found["exposed/copies"], found["exposed/step"]) == (0.05, 0.02)
     assert found["won_back_limit"] == 1.0 and found["won_back/won_back_limit"] == 0.8
 
@@ -73,9 +75,26 @@ def test_every_offload_of_a_config_is_turned_into_save():
     assert losses.overrides_to_save(Policy({"fc1": "save"}, default="offload")) == ["remat.default=save"]
 
 
-def test_each_peer_has_variants_of_its_own():
-    assert all(v.who == "ours" for mode in ("ours", "ours_saved", "ours_best") for v in dense.MODES[mode].values())
-    assert all(v.who != "ours" for mode in ("remat", "saved", "jax_offload_tuned") for v in dense.MODES[mode].values())
+@pytest.mark.parametrize("case", [dense.CASE, moe.CASE], ids=lambda case: case.program)
+def test_each_peer_has_variants_of_its_own(case):
+    modes = peers.modes_of(case)
+    assert modes.keys() == set(peers.MODES)
+    assert all(
+        (v.who == "ours") == mode.startswith("ours") for mode, variants in modes.items() for v in variants.values()
+    )
+
+
+def test_costs_of_a_layer_with_experts():
+    shape = argparse.Namespace(**vars(SHAPE), experts=4, experts_per_token=2, d_expert=64, grouped="ragged")
+    costs = moe.costs(shape)
+    assert costs["moe/fc1.gate"] == (2 * 20 * 512 * 64, 2 * 20 * 64)  # 20 rows of 10 tokens
+    assert costs["moe/fc1_input"] == (0, 2 * 20 * 512) and costs["attn/k"] == (2 * 10 * 512 * 128, 2 * 10 * 128)
+
+
+def test_all_rows_are_divided_among_the_groups():
+    for sizes in grouped.divisions(1000, 8).values():
+        assert sizes.sum() == 1000 and sizes.min() >= 0
+    assert grouped.divisions(1000, 8)["skewed"][1] == 0
 
 
 LINES = [

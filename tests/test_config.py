@@ -9,6 +9,7 @@ import pytest
 from jaxoffload import Policy
 from models.config import Config, flat, load, parse
 from models.reading import ConfigError
+from models.report import check_patterns, report
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -71,7 +72,18 @@ BAD_VALUES = {
     "model.head_dim=5": ("model.head_dim", "5", "must be even"),
     "mesh.tensor=3": ("mesh.tensor", "3", "must divide model.heads = 4 and model.kv_heads = 2 and model.d_ff = 128"),
     "mesh.fsdp=3; train.batch_size=6": ("mesh.fsdp", "3", "must divide model.d_model = 64"),
-    "mesh.data=3": ("train.batch_size", "8", "a multiple of train.grad_accumulation * mesh.data * mesh.fsdp = 3"),
+    "mesh.expert=2": ("mesh.expert", "2", "must be 1 where model.experts = 0"),
+    "model.aux_loss=0.1": ("model.aux_loss", "0.1", "must not be given where model.experts = 0"),
+    "model.experts=1": ("model.experts_per_token", "2", "must be at most model.experts = 1"),
+    "model.experts=4; model.capacity=1.5": ("model.capacity", "1.5", "must be null where mesh.expert = 1"),
+    "model.experts=4; model.dense_layers=9": ("model.dense_layers", "9", "must be below model.layers"),
+    "model.experts=6; mesh.expert=4": ("mesh.expert", "4", "must divide model.experts = 6"),
+    "model.router=softmaxx": ("model.router", "'softmaxx'", "the nearest is softmax"),
+    "mesh.data=3": (
+        "train.batch_size",
+        "8",
+        "a multiple of train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert = 3",
+    ),
     "train.grad_accumulation=5": ("train.batch_size", "8", "a multiple of train.grad_accumulation * mesh.data"),
     "train.loss_chunk=48": ("train.loss_chunk", "48", "must divide train.seq_len = 64"),
     "train.warmup_steps=10": ("train.warmup_steps", "10", "must be below train.steps = 10"),
@@ -92,6 +104,12 @@ BAD_VALUES = {
     "remat.residuals[fc1]=ofload": ("remat.residuals['fc1']", "'ofload'", "the nearest is 'offload'"),
     "remat.residuals[!fc1]=save": ("remat.residuals['!fc1']", "!", "give the exception a later line"),
     "remat.residuals=offload": ("remat.residuals", "'offload'", "a mapping of patterns"),
+    "remat.offload_modules=moe_act": ("remat.offload_modules", "'moe_act'", "is not a list of module names"),
+    "remat.offload_modules=[moe_acts]": ("remat.offload_modules", "'moe_acts'", "the nearest is 'moe_act'"),
+    "remat.offload_modules=[3]": ("remat.offload_modules", "3", "use attn_norm or qkv_linear or core_attn"),
+    "remat.offload_modules=[moe_act, moe_act]": ("remat.offload_modules", "'moe_act'", "more than once"),
+    "remat.offload_modules=": ("remat.offload_modules", "None", "is not a list of module names"),
+    "remat.offload_modules[moe_act]=offload": ("remat.offload_modules", "'moe_act'", "is not a list"),
     "remat.default=keep": ("remat.default", "'keep'", "save or offload or recompute"),
     "remat.dots=saved": ("remat.dots", "'saved'", "the nearest is 'save'"),
     "remat.min_offload_bytes=1MB per leaf": ("remat.min_offload_bytes", "'1MB per leaf'", "such as '512KiB'"),
@@ -209,6 +227,26 @@ def test_overrides_are_yaml_and_a_pattern_goes_last(good):
     assert config.remat.residuals == (("act", "save"), ("mlp/*", "offload"), ("fc1", "save"))
     assert config.remat.match("mlp/fc1.gate") == ("fc1", "save")
     assert config.mesh.data == 2
+
+
+def test_megatrons_modules_come_from_the_file_or_the_command_line(good):
+    assert load(good, ["remat.offload_modules=[moe_act]"]).remat.offload_modules == ("moe_act",)
+    good.write_text(GOOD.replace("residuals:", "offload_modules: [attn_norm, core_attn], residuals:"))
+    config = load(good, ["remat.residuals[attn/k]=save"])
+    assert config.remat.rules[-2:] == (("fc1", "offload"), ("attn/k", "save"))
+    said = report(config).splitlines()
+    assert "offload_modules: attn_norm -> layer_input" in said
+    assert "offload_modules: core_attn -> attn/q, attn/k, attn/v, attn/context" in said
+    cells = [line.split() for line in said]
+    by_module = [cell[0] for cell in cells if cell[-3:] == ["offloaded", "core_attn", "(offload_modules)"]]
+    assert by_module == ["attn/q", "attn/v", "attn/context"]
+    assert flat(config)["remat.offload_modules"] == ["attn_norm", "core_attn"]
+    config = load(good, ["remat.offload_modules=[mlp_norm]"])
+    assert config.remat.rules == (("mlp_input", "offload"), ("fc1", "offload"))
+    with pytest.raises(ConfigError) as error:
+        check_patterns(load(good, ["remat.offload_modules=[router_fc1, mlp_norm]"]))
+    (line,) = error.value.problems
+    assert line.startswith("remat.offload_modules['router_fc1'] -> 'moe/router_logits': no tagged value")
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_the_compute_is_bfloat16_and_the_parameters_float32():
     config = dataclasses.replace(TINY, dtype="bfloat16")
     model, tokens = model_and_tokens(config)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("float32")}
-    assert model(tokens, Policy()).dtype == jnp.bfloat16
+    assert model(tokens, Policy())[0].dtype == jnp.bfloat16
     full, _ = model_and_tokens(TINY)
     np.testing.assert_allclose(
         next_token_loss(model, tokens, Policy(), 13 - 1), next_token_loss(full, tokens, Policy(), 12), rtol=2e-3
@@ -216,6 +216,56 @@ GPT = layer_bytes(48 * MIB, 48 * MIB, 128 * MIB)
 # 8 sequences of 256 tokens, 4 bytes: 192 wide, 2 heads of 32, 512 wide.
 TINY_BYTES = layer_bytes(1_572_864, 524_288, 4_194_304)
 
+
+def expert_bytes(
+    stream: int, devices: int, tokens: int, k: int, rows: int, experts: int, d: int, f: int
+) -> dict[str, int]:
+    """Of a layer with experts. Each device has `tokens`, k rows each, and room for `rows` that come to its experts;
+    bfloat16, `d` and `f` wide."""
+    routing = {
+        "ids_Txk": k * tokens,
+        "order_R": k * tokens,
+        "place_R": k * tokens,
+        "sizes_E": experts,
+        "slot_R": k * tokens,
+    }
+    routing |= {"sent_PC": rows, "sorted_PC": rows, "arrived_PC": rows, "sizes_L": experts // 8}
+    return {
+        "moe/norm": stream,
+        "moe/router_logits": devices * 4 * tokens * experts,
+        **{f"moe/routing.{name}": devices * 4 * count for name, count in routing.items()},
+        **dict.fromkeys(["moe/fc1_input", "moe/fc2"], devices * 2 * rows * d),
+        **dict.fromkeys(["moe/fc1.gate", "moe/fc1.up", "moe/act"], devices * 2 * rows * f),
+    }
+
+
+ROUTED = [
+    f"moe/routing.{name}"
+    for name in ["ids_Txk", "order_R", "place_R", "sizes_E", "sent_PC", "slot_R", "sorted_PC", "arrived_PC", "sizes_L"]
+]
+# 64 devices with a sequence of 4096 tokens each, 2 experts a token; room for 1.5 times 8192 rows.
+MIXTRAL = layer_bytes(2048 * MIB, 512 * MIB, 0) | expert_bytes(2048 * MIB, 64, 4096, 2, 12288, 8, 4096, 14336)
+# 32 devices with a sequence of 4096 tokens each, 8 experts a token; queries are twice as wide as the residual stream.
+QWEN = layer_bytes(512 * MIB, 128 * MIB, 0) | expert_bytes(512 * MIB, 32, 4096, 8, 49152, 128, 2048, 768)
+QWEN |= dict.fromkeys(["attn/q", "attn/context"], 1024 * MIB)
+# 16 devices with a sequence of 4096 tokens each, 6 experts a token.
+DEEPSEEK = layer_bytes(256 * MIB, 256 * MIB, 2 * 16 * 4096 * 10944)
+DEEPSEEK |= expert_bytes(256 * MIB, 16, 4096, 6, 36864, 64, 2048, 1408)
+DEEPSEEK |= dict.fromkeys(["shared/fc1.gate", "shared/fc1.up", "shared/act"], 2 * 16 * 4096 * 2816) | {
+    "shared/fc2": 256 * MIB
+}
+# 8 sequences of 256 tokens, 4 bytes: 192 wide, 2 experts of 160 a token, of 4, and one for all.
+TINY_MOE = TINY_BYTES | {
+    "moe/norm": 1_572_864,
+    "moe/router_logits": 4 * 2048 * 4,
+    **{f"moe/routing.{name}": 4 * 4096 for name in ("ids_Txk", "order_R", "place_R")},
+    "moe/routing.sizes_E": 16,
+    **dict.fromkeys(["moe/fc1_input", "moe/fc2"], 2 * 1_572_864),
+    **dict.fromkeys(["moe/fc1.gate", "moe/fc1.up", "moe/act"], 4 * 4096 * 160),
+    **dict.fromkeys(["shared/fc1.gate", "shared/fc1.up", "shared/act"], 4 * 2048 * 160),
+    "shared/fc2": 1_572_864,
+}
+
 # config: bytes of a layer, bytes on the host, {state: {rows: residuals}}. Of 32 layers the last is resident; its row on
 # the host stays empty.
 BY_HAND = {
@@ -269,6 +319,66 @@ BY_HAND = {
             "not needed": {0: "attn/out mlp/fc2"},
         },
     ),
+    "mixtral-8x7b": (
+        MIXTRAL,
+        32 * (2048 + 2048 + 64 * 96) * MIB,
+        {
+            "offloaded": {32: "layer_input attn/context moe/fc1_input"},
+            "saved": {1: "layer_input attn/context moe/fc1_input", 32: " ".join(ROUTED)},
+            "recomputed": {
+                32: "attn/norm attn/q attn/k attn/v attn/out mlp_input "
+                "moe/norm moe/router_logits moe/fc1.gate moe/fc1.up moe/act"
+            },
+            "not needed": {0: "moe/fc2"},
+        },
+    ),
+    "qwen3-30b-a3b": (
+        QWEN,
+        48 * 32 * 2 * 72 * MIB,
+        {
+            "offloaded": {48: "moe/fc1.gate moe/fc1.up"},
+            "saved": {
+                48: " ".join(["layer_input attn/q attn/k attn/v attn/context attn/out moe/fc1_input moe/act", *ROUTED]),
+                1: "moe/fc1.gate moe/fc1.up",
+            },
+            "recomputed": {48: "attn/norm mlp_input moe/norm moe/router_logits"},
+            "not needed": {0: "moe/fc2"},
+        },
+    ),
+    "deepseek-moe-16b": (
+        DEEPSEEK,
+        27 * (256 + 256) * MIB,
+        {
+            "offloaded": {27: "layer_input attn/context"},
+            "saved": {2: "layer_input attn/context", 27: " ".join(["moe/fc1_input", *ROUTED])},
+            "recomputed": {
+                28: "attn/norm attn/q attn/k attn/v attn/out mlp_input",
+                27: "moe/norm moe/router_logits moe/fc1.gate moe/fc1.up moe/act "
+                "shared/fc1.gate shared/fc1.up shared/act",
+                1: "mlp/norm mlp/fc1.gate mlp/fc1.up mlp/act",
+            },
+            "not needed": {0: "moe/fc2 shared/fc2 mlp/fc2"},
+        },
+    ),
+    "tiny-moe": (
+        TINY_MOE,
+        3 * 2 * 4 * 4096 * 160,
+        {
+            "offloaded": {3: "moe/fc1.gate moe/fc1.up"},
+            "saved": {
+                4: "layer_input attn/norm attn/q attn/k attn/v attn/context attn/out",
+                3: "moe/fc1_input shared/fc1.gate shared/fc1.up shared/act moe/routing.ids_Txk moe/routing.order_R "
+                "moe/routing.place_R moe/routing.sizes_E",
+                1: "moe/fc1.gate moe/fc1.up",
+            },
+            "recomputed": {
+                4: "mlp_input",
+                3: "moe/norm moe/router_logits moe/act",
+                1: "mlp/norm mlp/fc1.gate mlp/fc1.up mlp/act",
+            },
+            "not needed": {0: "moe/fc2 shared/fc2 mlp/fc2"},
+        },
+    ),
     "gpt-124m": (
         GPT,
         0,
@@ -315,6 +425,23 @@ def test_the_residuals_of_each_config_weigh_what_the_hand_says(name):
     }
     assert dict(got) == want
     assert table.host_bytes == host
+
+
+@pytest.mark.parametrize(
+    "name, count, billions_a_token",
+    [
+        ("llama-1b", 1_235_814_400, 1.2),
+        ("mixtral-8x7b", 46_702_792_704, 12.9),
+        ("qwen3-30b-a3b", 30_532_122_624, 3.3),
+        ("deepseek-moe-16b", 16_375_728_128, 2.8),
+    ],
+)
+def test_parameters_are_as_many_as_published(name, count, billions_a_token):
+    """In all, and those that a token goes through, the embedding's lookup counted as they do."""
+    config, made = abstract(name)
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params)) == count
+    lookup = 0 if config.model.tied_embeddings else config.model.vocab_size * config.model.d_model
+    assert (matmul_params(config.model) + lookup) / 1e9 == pytest.approx(billions_a_token, abs=0.06)
 
 
 def test_the_report_of_8b_tells_bytes_and_allocates_nothing():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxoffload import Policy, PolicyError, check, tag
+from jaxoffload._megatron import MODULES
 from jaxoffload._policy import matches
 
 BAD_FIELDS = [
@@ -34,6 +35,18 @@ BAD_FIELDS = [
     ({"residuals": {"a//b": "save"}}, "residuals['a//b']", "a component is empty", None),
     ({"residuals": {"fc 1": "save"}}, "residuals['fc 1']", "cannot have ' '", None),
     ({"residuals": {"moe**/x": "save"}}, "residuals['moe**/x']", "whole components", None),
+    ({"offload_modules": "moe_act"}, "offload_modules: 'moe_act' is not a list", "such as ['moe_act']", None),
+    ({"offload_modules": None}, "offload_modules: None is not a list", "such as ['moe_act']", None),
+    ({"offload_modules": {"moe_act": "save"}}, "offload_modules: {'moe_act': 'save'} is not a list", "names", None),
+    ({"offload_modules": ["moe_atc"]}, "offload_modules: 'moe_atc'", " or ".join(MODULES), "moe_act"),
+    ({"offload_modules": ["xyz", "moe_act"]}, "offload_modules: 'xyz'", " or ".join(MODULES), None),
+    (
+        {"offload_modules": [["moe_act"]]},
+        "offload_modules: ['moe_act'] is not allowed",
+        " or ".join(MODULES),
+        "moe_act",
+    ),
+    ({"offload_modules": ["moe_act"] * 3}, "offload_modules: 'moe_act' is given more than once", "once", None),
     ({"default": "rekompute"}, "default: 'rekompute'", "save or offload or recompute", "recompute"),
     ({"dots": None}, "dots: None", "save or offload or recompute", None),
     ({"min_offload_bytes": "1 Mib"}, "min_offload_bytes: '1 Mib'", "512KiB", None),
@@ -78,6 +91,53 @@ def test_of_patterns_given_twice_the_later_one_wins_at_its_own_place():
     assert p.match("a") == ("a", "recompute")
     p = Policy(residuals=(("*", "save"), ("a", "offload"), ("*", "save")))
     assert p.match("a") == ("*", "save")
+
+
+@pytest.mark.parametrize(
+    "module, patterns",
+    [
+        ("attn_norm", ["layer_input"]),
+        ("qkv_linear", ["attn/norm"]),
+        ("core_attn", ["attn/q", "attn/k", "attn/v", "attn/context"]),
+        ("attn_proj", ["attn/context"]),
+        ("mlp_norm", ["mlp_input"]),
+        ("expert_fc1", ["moe/fc1_input"]),
+        ("moe_act", ["moe/fc1"]),
+        ("fused_group_mlp", ["moe/fc1_input", "moe/fc1", "moe/act"]),
+        ("group_mlp", ["moe/fc1_input", "moe/fc1", "moe/act"]),
+        ("router_fc1", ["moe/router_logits"]),
+        ("shared_experts", ["shared/*"]),
+    ],
+)
+def test_megatrons_modules_are_patterns_marked_offload(module, patterns):
+    assert Policy(offload_modules=[module]).rules == tuple((pattern, "offload") for pattern in patterns)
+
+
+def test_each_of_megatrons_modules_is_known():
+    p = Policy(offload_modules=tuple(MODULES))
+    assert len(MODULES) == 11 and len(p.rules) == len({pattern for pattern, _ in p.rules}) == 12
+    assert p.match("attn/context.1") == ("attn/context", "offload") and p.match("shared/fc1.gate")
+    assert p.match("mlp/fc1") is p.match("decoder/moe/fc1") is None
+
+
+@pytest.mark.parametrize("pattern", ["moe/fc1", "fc1", "moe/fc1.up", "**"])
+def test_residuals_win_over_offload_modules(pattern):
+    p = Policy(residuals={pattern: "save"}, offload_modules=("moe_act", "attn_norm"))
+    assert p.match("moe/fc1.up") == (pattern, "save")
+    assert p.match("moe/fc1.up", "layer_input") == (pattern, "save")
+    assert p.reason(pattern) == pattern
+    if pattern != "**":
+        assert p.match("layer_input") == ("layer_input", "offload")
+
+
+def test_policies_of_other_modules_are_others():
+    a, b = Policy(offload_modules=["moe_act"]), Policy(offload_modules=("moe_act",))
+    assert a == b and hash(a) == hash(b) and a.offload_modules == ("moe_act",)
+    assert len({a, b, Policy(), Policy(residuals={"moe/fc1": "offload"})}) == 3
+    other = dataclasses.replace(a, offload_modules=["expert_fc1"])
+    assert other != a and (a.rules, other.rules) == ((("moe/fc1", "offload"),), (("moe/fc1_input", "offload"),))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        a.offload_modules = ()
 
 
 def test_one_layer_and_all_layers_are_different_policies():
@@ -252,6 +312,13 @@ def test_callable_keeps_dots_tagged_integers_and_opt_outs():
     dots = jax.checkpoint(lambda x, w: jnp.sin(x @ w) @ w, policy=policy(dots="offload"))
     assert kept(dots, X, W) == {("host", "float32", (4, 8)): 1}
     assert count(gradient_jaxpr(dots, X, W, argnums=(0, 1)), "dot_general") == 6
+
+
+def test_callable_with_megatrons_modules():
+    f = lambda x, w: mlp(tag(x * 2, "layer_input"), w)
+    by_name, by_module = policy({"layer_input": "offload"}), policy(offload_modules=["attn_norm"])
+    want = kept(jax.checkpoint(f, policy=by_name), X, W)
+    assert kept(jax.checkpoint(f, policy=by_module), X, W) == want == {("host", "float32", (4, 8)): 1}
 
 
 def test_callable_saves_what_is_small():

@@ -73,6 +73,37 @@ def test_rule_1_matching_by_last_component_scope_field_and_order():
     assert kept(f, X, W)[HOST] == 1 and kept(f, X, W)[DEVICE] == 3
 
 
+def attention(x, w):
+    x = tag(x * 2, "layer_input")
+    with scope("attn"):
+        return jnp.sin(tag(jnp.sin(tag(jnp.sin(tag(jnp.sin(tag(x @ w, "q")), "k")), "v")) @ w, "context") @ w)
+
+
+def test_rule_1_megatrons_modules_are_offloaded_unless_residuals_say_otherwise():
+    f = under(attention, {"k": "save", "attn/v": "recompute"}, offload_modules=["core_attn", "attn_norm"])
+    assert states(f, X, W) == {
+        "layer_input": ("offloaded", "attn_norm (offload_modules)"),
+        "attn/q": ("offloaded", "core_attn (offload_modules)"),
+        "attn/k": ("saved", "k"),
+        "attn/v": ("recomputed", "attn/v"),
+        "attn/context": ("offloaded", "core_attn (offload_modules)"),
+    }
+    assert kept(f, X, W) == {HOST: 3, DEVICE: 1}
+
+
+def test_rule_1_the_report_translates_megatrons_modules():
+    p = policy({"q": "save"}, offload_modules=["core_attn", "attn_proj"])
+    step = lambda x, w: (attention(x, w), None)
+    f = lambda x, w: scan(step, x, jnp.stack([w, w]), policy=p)[0]
+    for table in (residuals(attention, X, W, policy=p), residuals(f, X, W)):
+        lines = str(table).splitlines()
+        assert lines.count("offload_modules: core_attn -> attn/q, attn/k, attn/v, attn/context") == 1
+        assert lines.count("offload_modules: attn_proj -> attn/context") == 1
+        (offloaded,) = [r for r in table if r.names == ("attn/context",) and r.state == "offloaded" and r.layers]
+        assert offloaded.reason == "core_attn, attn_proj (offload_modules)"
+    assert "offload_modules" not in str(residuals(attention, X, W, policy=policy({"q": "save"})))
+
+
 # ---------------------------------------------------------------------------------------------- 2
 
 
@@ -124,6 +155,13 @@ def test_rule_2_different_decisions_are_an_error_that_shows_both():
     f = lambda x, w: jnp.sin(tag(tag(x @ w, "a"), "b"))
     said = fails(under(f, {"a": "save", "b": "offload"}), X, W)
     assert "'a' is save by residuals['a']" in said and "'b' is offload by residuals['b']" in said
+
+
+def test_rule_2_a_module_and_a_pattern_that_differ_over_one_value_are_shown_both():
+    f = lambda x, w: jnp.sin(tag(tag(x @ w, "mlp_input"), "b"))
+    said = fails(under(f, {"b": "save"}, offload_modules=["mlp_norm"]), X, W)
+    assert "'mlp_input' is offload by offload_modules['mlp_norm'] -> 'mlp_input'" in said
+    assert "'b' is save by residuals['b']" in said
 
 
 def test_rule_2_branches_of_a_cond_hold_their_own_values():
@@ -284,6 +322,22 @@ def test_rule_5_a_pattern_without_a_match_names_the_nearest():
     said = fails(under(two_scopes, {"fc1": "save", "atn/act": "offload"}), X, W)
     assert "residuals['atn/act']" in said and "the nearest is 'attn/act'" in said and "mlp/fc1.gate" in said
     assert "residuals['fc1']" not in said
+
+
+def test_rule_5_a_module_without_a_match_is_named():
+    said = fails(under(two_scopes, offload_modules=["attn_proj", "core_attn"]), X, W).splitlines()
+    assert [line.partition(":")[0] for line in said] == [
+        "offload_modules['core_attn'] -> 'attn/q'",
+        "offload_modules['core_attn'] -> 'attn/k'",
+        "offload_modules['core_attn'] -> 'attn/v'",
+        "offload_modules['attn_proj', 'core_attn'] -> 'attn/context'",
+    ]
+    assert all("no tagged value has a name that it matches; the names seen are attn/act, " in line for line in said)
+    assert "the nearest is 'attn/act'" in said[-1]
+    loose = policy(offload_modules=["moe_act"])
+    f = checkpoint(two_scopes, policy=loose, strict=False)
+    with pytest.raises(PolicyError, match=r"offload_modules\['moe_act'\] -> 'moe/fc1': no tagged.*nearest is 'mlp/fc1"):
+        check(loose, f, X, W)
 
 
 def test_rule_5_several_stacks_share_one_policy_under_check():

@@ -51,21 +51,22 @@ def start(made: Program):
 def test_parameters_and_moments_are_split_by_the_rules():
     made = on(Mesh(2, 2, 2))
     state = start(made)
+    FSDP = ("fsdp", "expert")
     specs = {
         "/".join(str(key.key) for key in path if hasattr(key, "key")): leaf.sharding.spec
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
     }
     assert specs == {
-        "embedding_VxD": P("tensor", "fsdp"),
+        "embedding_VxD": P("tensor", FSDP),
         "layers/attention/norm/scale_D": P(None, None),
-        "layers/attention/q_DxNxH": P(None, "fsdp", "tensor", None),
-        "layers/attention/k_DxKxH": P(None, "fsdp", "tensor", None),
-        "layers/attention/v_DxKxH": P(None, "fsdp", "tensor", None),
-        "layers/attention/out_NxHxD": P(None, "tensor", None, "fsdp"),
+        "layers/attention/q_DxNxH": P(None, FSDP, "tensor", None),
+        "layers/attention/k_DxKxH": P(None, FSDP, "tensor", None),
+        "layers/attention/v_DxKxH": P(None, FSDP, "tensor", None),
+        "layers/attention/out_NxHxD": P(None, "tensor", None, FSDP),
         "layers/mlp/norm/scale_D": P(None, None),
-        "layers/mlp/gate_DxF": P(None, "fsdp", "tensor"),
-        "layers/mlp/up_DxF": P(None, "fsdp", "tensor"),
-        "layers/mlp/down_FxD": P(None, "tensor", "fsdp"),
+        "layers/mlp/gate_DxF": P(None, FSDP, "tensor"),
+        "layers/mlp/up_DxF": P(None, FSDP, "tensor"),
+        "layers/mlp/down_FxD": P(None, "tensor", FSDP),
         "norm/scale_D": P(None),
     }
     gate = state.params["layers"]["mlp"]["gate_DxF"][...]
@@ -209,7 +210,11 @@ def test_matrices_decay_and_norms_do_not():
 @pytest.mark.parametrize(
     "sizes, devices, problem",
     [
-        (Mesh(2, 1, 1), 8, "mesh.data * mesh.fsdp * mesh.tensor = 2: must be 8, the number of devices here (cpu)"),
+        (
+            Mesh(2, 1, 1),
+            8,
+            "mesh.data * mesh.fsdp * mesh.expert * mesh.tensor = 2: must be 8, the number of devices here (cpu)",
+        ),
         (Mesh(1, 16, 1), 8, "= 16: must be 8"),
         (Mesh(1, 1, 1), 8, "for instance mesh.fsdp=8"),
     ],

@@ -1,0 +1,102 @@
+"""Grouped GEMMs: each backend of `jaxoffload.grouped_matmul` against one dense GEMM of the same FLOPs.
+
+    python -m benchmarks.grouped [--out benchmarks/results/grouped.json] [--rows 16384 --d_in 4096 --d_out 14336]
+
+Forward and backward (dx, dw), bf16, in one process; for each way to divide the rows among the groups.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import peers
+
+BACKENDS = ("te", "mosaic", "ragged")
+
+
+def main() -> None:
+    options = parse()
+    import jax
+    import jax.numpy as jnp
+
+    from jaxoffload import grouped_matmul
+
+    M, K, N, G = options.rows, options.d_in, options.d_out, options.groups
+    x, dy = (jax.random.normal(jax.random.key(i), (M, width), jnp.bfloat16) for i, width in enumerate((K, N)))
+    w = jax.random.normal(jax.random.key(2), (G, K, N), jnp.bfloat16) * K**-0.5
+    lines = [{"backend": "dense", "groups": "one", **timed(lambda x, w: x @ w, (x, w[0], dy), options)}]
+    for division, sizes in divisions(M, G).items():
+        for backend in BACKENDS:
+            product = lambda x, w, sizes=sizes, backend=backend: grouped_matmul(
+                x, w, jnp.asarray(sizes), backend=backend
+            )
+            try:
+                measured = timed(product, (x, w, dy), options)
+            except (ImportError, ValueError, NotImplementedError) as cannot:
+                measured = {"cannot": str(cannot)}
+            lines.append({"backend": backend, "groups": division, **measured})
+    ms = lines[0]["ms"]
+    for line in lines:
+        if "ms" in line:
+            line["of dense"] = round(ms / line["ms"], 4)
+    shape = {"rows": M, "d_in": K, "d_out": N, "groups": G, "dtype": "bfloat16"}
+    result = {**peers.provenance("grouped", options.commit), "shape": shape, "lines": lines}
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    for line in lines:
+        print(line)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/grouped.json"))
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--d_in", type=int, default=4096)
+    parser.add_argument("--d_out", type=int, default=14336)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--commit", default=peers.head(), help="recorded beside the numbers")
+    return parser.parse_args()
+
+
+def divisions(rows: int, groups: int) -> dict[str, np.ndarray]:
+    """Sizes of the groups, int32: all equal; falling by a quarter from one to the next; one empty, one with half."""
+    falling = 0.75 ** np.arange(groups)
+    skewed = np.zeros(groups)
+    skewed[0], skewed[2:] = 0.5, 0.5 / (groups - 2)
+    shares = {"even": np.ones(groups) / groups, "falling": falling / falling.sum(), "skewed": skewed}
+    return {name: _whole(share, rows) for name, share in shares.items()}
+
+
+def _whole(shares: np.ndarray, rows: int) -> np.ndarray:
+    sizes = np.floor(shares * rows).astype(np.int32)
+    sizes[0] += rows - sizes.sum()
+    return sizes
+
+
+def timed(product: Callable[..., Any], args: tuple[Any, ...], options: argparse.Namespace) -> dict[str, Any]:
+    """Median milliseconds of a forward and backward pass, and its TFLOP/s."""
+    import jax
+
+    def both(x: Any, w: Any, dy: Any) -> Any:
+        y, back = jax.vjp(product, x, w)
+        return y, back(dy)
+
+    run = jax.jit(both).lower(*args).compile()
+    spent = []
+    for _ in range(3 + options.repeats):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        spent.append(1e3 * (time.perf_counter() - begin))
+    ms = statistics.median(spent[3:])
+    flops = 3 * 2 * options.rows * options.d_in * options.d_out
+    return {"ms": round(ms, 3), "tflops": round(flops / ms / 1e9, 1)}
+
+
+if __name__ == "__main__":
+    main()

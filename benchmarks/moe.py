@@ -1,0 +1,74 @@
+"""Layers with experts: saving, recomputing and offloading the same residuals, with plain JAX and with ours.
+
+    python -m benchmarks.moe [--out benchmarks/results/moe.json]              # Mixtral's shapes: 8 experts, 2 a token
+    python -m benchmarks.moe --experts 64 --experts_per_token 8 --d_model 2048 --d_expert 768 --layers 24 \
+        --out benchmarks/results/moe-small-experts.json                       # Qwen3's, with 64 of its 128 experts
+"""
+
+import argparse
+from typing import Any
+
+from benchmarks.peers import Case, attention_costs, best, main
+
+GATE, UP, INPUT, CONTEXT, KV = "moe/fc1.gate ", "moe/fc1.up ", "moe/fc1_input ", "attn/context ", "attn/k attn/v "
+
+
+def model(options: argparse.Namespace) -> Any:
+    """As `models.config.Model`."""
+    from models.config import Model
+
+    return Model(
+        layers=options.layers,
+        d_model=options.d_model,
+        heads=options.d_model // 128,
+        kv_heads=options.kv_heads,
+        experts=options.experts,
+        experts_per_token=options.experts_per_token,
+        d_expert=options.d_expert,
+        grouped=options.grouped,
+        rope_theta=1e6,
+        attention=options.attention,
+    )
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(layers=4)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--experts_per_token", type=int, default=2)
+    parser.add_argument("--d_expert", type=int, default=14336)
+    parser.add_argument("--grouped", default="auto", choices=("auto", "te", "mosaic", "ragged"))
+
+
+def costs(options: argparse.Namespace) -> dict[str, tuple[int, int]]:
+    """The rows of fc1_input are gathered, not computed."""
+    shape, tokens = model(options), options.batch * options.seq
+    rows = tokens * shape.experts_per_token
+    half = (2 * rows * shape.d_model * shape.d_expert, 2 * rows * shape.d_expert)
+    experts = {"moe/fc1_input": (0, 2 * rows * shape.d_model), "moe/fc1.gate": half, "moe/fc1.up": half}
+    return attention_costs(shape, tokens) | experts
+
+
+CASE = Case(
+    program="moe",
+    description=__doc__,
+    names=("layer_input", "moe/fc1.gate"),
+    all_names=(
+        *("layer_input", "attn/norm", "attn/q", "attn/k", "attn/v", "attn/context", "attn/out"),
+        *("mlp_input", "moe/norm", "moe/router_logits", "moe/fc1_input", "moe/fc1.gate", "moe/fc1.up", "moe/act"),
+    ),
+    best={
+        "gate moved": best(GATE),
+        "gate and context moved": best(GATE + CONTEXT),
+        "gate and context moved, k and v kept": best(GATE + CONTEXT, KV),
+        "gate, context, q and mlp_input moved, k and v kept": best(GATE + CONTEXT + "attn/q mlp_input", KV),
+        "fc1 and context moved": best(GATE + UP + CONTEXT),
+        "fc1, fc1_input and context moved": best(GATE + UP + INPUT + CONTEXT),
+        "fc1, context, q and mlp_input moved, k and v kept": best(GATE + UP + CONTEXT + "attn/q mlp_input", KV),
+    },
+    model=model,
+    costs=costs,
+    arguments=arguments,
+)
+
+if __name__ == "__main__":
+    main(CASE)

@@ -1,0 +1,97 @@
+"""What a backend of `grouped_matmul` is: three products and what it cannot do, for plain and for FP8 operands.
+
+Shapes: x (M, K), w (G, K, N), dy (M, N), group_sizes (G,) int32. What a backend writes to rows past `sum(group_sizes)`
+does not matter: `grouped_matmul` sets them to zero.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._tensor import GroupedTensor
+
+
+class Shape(NamedTuple):
+    """Of one product: (M, K) rows times (G, K, N)."""
+
+    M: int
+    K: int
+    N: int
+    dtype: Any
+
+    def not_a_multiple(self, of: int, *names: str) -> str | None:
+        """What is wrong with the first of these dimensions that is no multiple of `of`."""
+        wrong = (
+            f"{name} = {getattr(self, name)} is not a multiple of {of}" for name in names if getattr(self, name) % of
+        )
+        return next(wrong, None)
+
+
+class Backend(NamedTuple):
+    """Attributes:
+    name: what `backend=` calls it.
+    refuses: why it cannot do a product of this shape, None if it can.
+    forward: (x, w, group_sizes) -> (M, N); dx: (dy, w, group_sizes) -> (M, K);
+    dw: (x, dy, group_sizes) -> (G, K, N), zero for an empty group. All of x's dtype, accumulated in float32.
+    """
+
+    name: str
+    refuses: Callable[[Shape], str | None]
+    forward: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    dx: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    dw: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class Half(NamedTuple):
+    """Of a quantised `GroupedTensor` the row-wise or the column-wise copy: all that one GEMM reads of it."""
+
+    data: Any  # (M, K) or (K, M) float8
+    scale_inv: Any  # (G,) float32
+    group_sizes: Any  # (G,) int32
+
+
+def row_wise(x: GroupedTensor) -> Half:
+    return Half(x.data, x.scale_inv, x.group_sizes)
+
+
+def column_wise(x: GroupedTensor) -> Half:
+    return Half(x.columnwise_data, x.columnwise_scale_inv, x.group_sizes)
+
+
+class FP8(NamedTuple):
+    """The same three products of quantised operands: row-wise ones for `forward` and `dx`, column-wise ones for `dw`.
+    The last argument is the result's dtype.
+
+    Attributes:
+      quantize: (x, group_sizes, float8 dtype) -> a `GroupedTensor` of both copies. Its group sizes may count the rows
+        past all groups, which are zeros, to the last one.
+      weights: w -> what `forward` needs of it, what `dx` needs.
+    """
+
+    name: str
+    refuses: Callable[[Shape], str | None]
+    quantize: Callable[[jax.Array, jax.Array, Any], GroupedTensor]
+    weights: Callable[[jax.Array], tuple[Any, Any]]
+    forward: Callable[[Half, Any, Any], jax.Array]
+    dx: Callable[[Half, Any, Any], jax.Array]
+    dw: Callable[[Half, Half, Any], jax.Array]
+
+
+def in_groups(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """The rows (M, N), with zeros past `sum(group_sizes)`, whatever was there."""
+    numbers = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0)
+    return jnp.where(numbers < jnp.sum(group_sizes), rows, jnp.zeros((), rows.dtype))
+
+
+def unbatched(name: str, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`f` with a sentence instead of what its kernel says under vmap."""
+    guarded = jax.custom_batching.custom_vmap(f)
+
+    @guarded.def_vmap
+    def refuse(axis_size: int, in_batched: Any, *args: Any) -> Any:
+        raise NotImplementedError(f"grouped_matmul: backend {name!r} cannot be vmapped; backend 'ragged' can")
+
+    return guarded

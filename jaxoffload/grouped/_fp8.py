@@ -1,0 +1,115 @@
+"""FP8 in plain JAX: what TransformerEngine's tensor scaling computes, on the backend "ragged". Runs everywhere.
+
+A group is scaled by the largest float8 over its largest magnitude and rounded to nearest (TransformerEngine's "current
+scaling"). A GEMM multiplies the float8 values, adds in float32, and multiplies the sum by both operands' `scale_inv`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import ragged
+from ._backend import FP8, Half, Shape, in_groups
+from ._tensor import GroupedTensor
+
+# The usual pair: cotangents need more range than precision.
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+class Weights(NamedTuple):
+    data: jax.Array  # (G, K, N) float8
+    scale_inv: jax.Array  # (G,) float32
+
+
+def refuses(shape: Shape) -> str | None:
+    size = shape.M * max(shape.K, shape.N)
+    return f"{size} elements an operand; without TransformerEngine at most 2**31 - 1" if size >= 2**31 else None
+
+
+def group_of(numbers: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """(M,) int32: the group of each row number; G for those past all groups."""
+    return jnp.sum(numbers[:, None] >= jnp.cumsum(group_sizes)[None], 1, dtype=jnp.int32)
+
+
+def amax_of_groups(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """(G,) float32: the largest magnitude of each group; 0 for an empty one."""
+    group = group_of(jnp.arange(x.shape[0], dtype=jnp.int32), group_sizes)
+    of_rows = jnp.max(jnp.abs(x), 1, initial=0).astype(jnp.float32)
+    return jnp.zeros(group_sizes.shape, jnp.float32).at[group].max(of_rows, mode="drop")
+
+
+def _scale(amax: jax.Array, dtype: Any) -> jax.Array:
+    usable = (amax > 0) & jnp.isfinite(amax)
+    return jnp.where(usable, float(jnp.finfo(dtype).max) / jnp.where(usable, amax, 1), 1)
+
+
+def _of_rows(of_groups: jax.Array, group: jax.Array) -> jax.Array:
+    """(M, 1): each row's group's value; the last one's for rows past all groups, which are zero."""
+    return of_groups.at[group].get(mode="clip")[:, None]
+
+
+def _places(group_sizes: jax.Array, M: int, K: int) -> jax.Array:
+    """(M, K) int32: where each element stands in the flat column-wise buffer, groups one after another, transposed."""
+    rows = jnp.arange(M, dtype=jnp.int32)
+    sizes = jnp.concatenate([group_sizes, (M - jnp.sum(group_sizes, dtype=jnp.int32))[None]])
+    starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    group = group_of(rows, group_sizes)
+    start, size = _of_rows(starts, group), _of_rows(sizes, group)
+    return start * K + jnp.arange(K, dtype=jnp.int32)[None] * size + (rows[:, None] - start)
+
+
+def to_columns(data: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`columnwise_data` (K, M) of `data` (M, K)."""
+    places = _places(group_sizes, *data.shape)
+    return jnp.zeros(data.size, data.dtype).at[places].set(data, unique_indices=True).reshape(data.shape[::-1])
+
+
+def from_columns(columnwise: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`data` (M, K) of `columnwise_data` (K, M)."""
+    return columnwise.reshape(-1)[_places(group_sizes, *columnwise.shape[::-1])]
+
+
+def quantize(x: jax.Array, group_sizes: jax.Array, dtype: Any) -> GroupedTensor:
+    x = in_groups(x, group_sizes)
+    amax = amax_of_groups(x, group_sizes)
+    scale = _scale(amax, dtype)
+    group = group_of(jnp.arange(x.shape[0], dtype=jnp.int32), group_sizes)
+    data = (x.astype(jnp.float32) * _of_rows(scale, group)).astype(dtype)
+    # Divided twice: two leaves are two values, each with a decision of its own.
+    return GroupedTensor(data, group_sizes, 1 / scale, to_columns(data, group_sizes), 1 / scale, amax)
+
+
+def weights(w: jax.Array) -> tuple[Weights, Weights]:
+    scale = _scale(jnp.max(jnp.abs(w), (1, 2)).astype(jnp.float32), E4M3)
+    both = Weights((w.astype(jnp.float32) * scale[:, None, None]).astype(E4M3), 1 / scale)
+    return both, both
+
+
+def _exact(data: jax.Array) -> jax.Array:
+    """bfloat16 holds each float8."""
+    return data.astype(jnp.bfloat16)
+
+
+def _scaled(rows: jax.Array, scale_inv: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    group = group_of(jnp.arange(rows.shape[0], dtype=jnp.int32), group_sizes)
+    return rows * _of_rows(scale_inv, group)
+
+
+def forward(x: Half, w: Weights, dtype: Any) -> jax.Array:
+    y = ragged.forward_float32(_exact(x.data), _exact(w.data), x.group_sizes)
+    return _scaled(y, x.scale_inv * w.scale_inv, x.group_sizes).astype(dtype)
+
+
+def dx(dy: Half, w: Weights, dtype: Any) -> jax.Array:
+    dx = ragged.dx_float32(_exact(dy.data), _exact(w.data), dy.group_sizes)
+    return _scaled(dx, dy.scale_inv * w.scale_inv, dy.group_sizes).astype(dtype)
+
+
+def dw(x: Half, dy: Half, dtype: Any) -> jax.Array:
+    rows = lambda half: _exact(from_columns(half.data, half.group_sizes))
+    dw = ragged.dw_float32(rows(x), rows(dy), x.group_sizes)
+    return (dw * (x.scale_inv * dy.scale_inv)[:, None, None]).astype(dtype)
+
+
+RAGGED_FP8 = FP8("ragged", refuses, quantize, weights, forward, dx, dw)

@@ -1,0 +1,186 @@
+"""The backend "te": TransformerEngine's grouped GEMMs (cuBLAS), imported when they are first asked for.
+
+Its V1 kernels, which copy the group sizes to the host, want `sum(group_sizes)` to be M; V2 (cuBLAS >= 13.8.1 on Hopper,
+bfloat16) does not. TransformerEngine chooses, so here the last group always gets the rows past all groups.
+"""
+
+import dataclasses
+import importlib
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._backend import FP8, Backend, Half, Shape, in_groups, unbatched
+from ._fp8 import E4M3, E5M2, amax_of_groups
+from ._tensor import GroupedTensor
+
+# Of the rows of each group, K and N, in FP8.
+FP8_MULTIPLE = 16
+
+
+def load(module: str) -> types.ModuleType:
+    """A module of TransformerEngine.
+
+    Raises:
+      ImportError: it, or a CUDA library that it needs, is not there.
+    """
+    try:
+        return importlib.import_module(f"transformer_engine.jax.{module}")
+    except (ImportError, OSError, RuntimeError) as why:  # all three, by what is missing
+        said = str(why).partition("\n")[0]
+        raise ImportError(
+            f"grouped_matmul: backend 'te' needs TransformerEngine, which cannot be imported ({said}): "
+            "install the extra jaxoffload[te]"
+        ) from why
+
+
+def importable() -> bool:
+    try:
+        load("cpp_extensions")
+    except ImportError:
+        return False
+    return True
+
+
+def tensor(data: jax.Array, group_sizes: Any, scale_inv: Any = None, amax: Any = None, dtype: Any = None) -> Any:
+    """TransformerEngine's tensor of rows (M, K) in groups, or with `group_sizes` None of matrices (G, K, N)."""
+    if scale_inv is None:
+        no_scale = load("quantize").GroupedNoScaleTensor
+        return no_scale(data=data, amax=amax, first_dims=group_sizes, last_dims=None, original_shape=data.shape)
+    return _scaled(data, group_sizes, scale_inv, amax, dtype, data.shape, columnwise=False)
+
+
+def columns(data: jax.Array, group_sizes: jax.Array, scale_inv: Any, amax: Any, dtype: Any) -> Any:
+    """Its tensor of a column-wise buffer (K, M)."""
+    return _scaled(data, group_sizes, scale_inv, amax, dtype, data.shape[::-1], columnwise=True)
+
+
+def _scaled(data: Any, sizes: Any, scale_inv: Any, amax: Any, dtype: Any, shape: Any, columnwise: bool) -> Any:
+    quantize = load("quantize")
+    return quantize.ScaledTensorFactory.create_1x(
+        data.reshape(-1),
+        scale_inv,
+        amax,
+        scaling_mode=quantize.ScalingMode.CURRENT_TENSOR_SCALING,
+        dq_dtype=dtype,
+        is_colwise=columnwise,
+        data_layout="T" if columnwise else "N",
+        flatten_axis=-1,
+        first_dims=sizes,
+        original_shape=shape,
+    )
+
+
+def fields(rowwise: Any, columnwise: Any = None) -> dict[str, Any]:
+    """The arguments of `GroupedTensor` that are these tensors of TransformerEngine."""
+    sizes = getattr(rowwise, "first_dims", None)
+    if sizes is None or (columnwise is not None and not getattr(columnwise, "is_colwise", False)):
+        types = ", ".join(type(t).__name__ for t in (rowwise, columnwise) if t is not None)
+        raise ValueError(
+            f"GroupedTensor.from_te: {types}; allowed are a GroupedNoScaleTensor, or a row-wise and a column-wise "
+            "GroupedScaledTensor1x, of which the first has group sizes (first_dims)"
+        )
+    # Where TransformerEngine does not know it, it puts an array of one element.
+    amax = rowwise.amax if rowwise.amax is not None and rowwise.amax.shape == sizes.shape else None
+    found = {"group_sizes": sizes, "data": rowwise.data.reshape(rowwise.original_shape), "amax": amax}
+    found["scale_inv"] = getattr(rowwise, "scale_inv", None)
+    if columnwise is not None:
+        found["columnwise_data"] = columnwise.data.reshape(columnwise.original_shape)
+        # TransformerEngine shares one array; a leaf with a decision of its own is a value of its own.
+        found["columnwise_scale_inv"] = jnp.copy(columnwise.scale_inv)
+    return found
+
+
+def _whole(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """The last group has the rows past all groups too."""
+    return group_sizes.at[-1].add(rows - jnp.sum(group_sizes, dtype=jnp.int32))
+
+
+_FORWARD, _DX, _DW = ((1,), (1,)), ((1,), (2,)), ((0,), (0,))  # what is contracted
+
+
+def _gemm(lhs: Any, rhs: Any, contracted: Any) -> jax.Array:
+    return load("cpp_extensions").grouped_gemm(lhs, rhs, contracting_dims=contracted)
+
+
+def refuses(shape: Shape) -> str | None:
+    if shape.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"{jnp.dtype(shape.dtype).name} operands; allowed are bfloat16, float16 and float32"
+    return None
+
+
+def forward(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return _gemm(tensor(x, _whole(group_sizes, x.shape[0])), tensor(w, None), _FORWARD)
+
+
+def dx(dy: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return _gemm(tensor(dy, _whole(group_sizes, dy.shape[0])), tensor(w, None), _DX)
+
+
+def dw(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    # The last group's product must not see the rows past all groups; zeros in the narrower operand are enough.
+    if x.shape[1] < dy.shape[1]:
+        x = in_groups(x, group_sizes)
+    else:
+        dy = in_groups(dy, group_sizes)
+    sizes = _whole(group_sizes, x.shape[0])
+    return _gemm(tensor(x, sizes), tensor(dy, sizes), _DW)
+
+
+TE = Backend("te", refuses, *(unbatched("te", f) for f in (forward, dx, dw)))
+
+
+def refuses_fp8(shape: Shape) -> str | None:
+    wrong = shape.not_a_multiple(FP8_MULTIPLE, "K", "N", "M")
+    return f"{wrong}, which FP8 needs" if wrong else refuses(shape)
+
+
+def _quantizers(groups: int) -> Any:
+    quantize = load("quantize")
+    return quantize.QuantizerFactory.create_set(
+        scaling_mode=quantize.ScalingMode.CURRENT_TENSOR_SCALING,
+        fwd_dtype=E4M3,
+        bwd_dtype=E5M2,
+        is_2x2x=True,
+        n_groups=groups,
+    )
+
+
+def quantize(x: jax.Array, group_sizes: jax.Array, dtype: Any) -> GroupedTensor:
+    x, sizes = in_groups(x, group_sizes), _whole(group_sizes, x.shape[0])
+    both = _quantizers(sizes.size)
+    quantizer = both.x if dtype == E4M3 else both.dgrad
+    found = load("cpp_extensions").grouped_quantize(x, quantizer, sizes, flatten_axis=-1)
+    whole = GroupedTensor.from_te(found.rowwise_tensor, found.colwise_tensor)
+    return dataclasses.replace(whole, amax=amax_of_groups(x, sizes))  # TransformerEngine keeps its own to itself
+
+
+def weights(w: jax.Array) -> tuple[Any, Any]:
+    found = load("cpp_extensions").grouped_quantize(w, _quantizers(w.shape[0]).kernel, flatten_axis=-1)
+    usage = load("quantize").TensorUsage
+    return found.get_tensor(usage=usage.RHS), found.get_tensor(usage=usage.RHS_TRANS)
+
+
+def _rows(half: Half, dtype: Any) -> Any:
+    return tensor(half.data, half.group_sizes, half.scale_inv, None, dtype)
+
+
+def _columns(half: Half, dtype: Any) -> Any:
+    return columns(half.data, half.group_sizes, half.scale_inv, None, dtype)
+
+
+def forward_fp8(x: Half, w: Any, dtype: Any) -> jax.Array:
+    return _gemm(_rows(x, dtype), w, _FORWARD)
+
+
+def dx_fp8(dy: Half, w: Any, dtype: Any) -> jax.Array:
+    return _gemm(_rows(dy, dtype), w, _DX)
+
+
+def dw_fp8(x: Half, dy: Half, dtype: Any) -> jax.Array:
+    return _gemm(_columns(x, dtype), _columns(dy, dtype), _DW)
+
+
+TE_FP8 = FP8("te", refuses_fp8, quantize, weights, forward_fp8, dx_fp8, dw_fp8)

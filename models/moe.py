@@ -1,0 +1,124 @@
+"""A mixture of experts: each token goes through k of E MLPs, none dropped; on devices that share tokens and experts.
+
+    norm -> router_logits -> routing -> fc1_input -> fc1 -> act -> fc2 -> each token's sum
+                                           |                          |
+                                     (to the experts'         (and back, where an
+                                      devices)                  expert axis has several)
+
+The scores multiply `act`, not the outputs: then fc2's output is of no use to the backward pass, and need not be kept.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxoffload import grouped_matmul, scope, tag
+from models import exchange, routing
+from models.config import Model
+from models.layers import RMSNorm, weight
+from models.mlp import FeedForward, activate, first_leaves
+from models.routing import Balance
+from models.sharding import RULES
+
+
+class MoE(nnx.Module):
+    """Residuals: moe/norm, moe/router_logits, moe/routing.*, moe/fc1_input, moe/fc1.gate, moe/fc1.up, moe/act, moe/fc2;
+    of shared experts shared/fc1.gate, shared/fc1.up, shared/act, shared/fc2."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs):
+        D, E, F = config.d_model, config.experts, config.d_expert
+        self.config = config
+        self.norm = RMSNorm(D, config.norm_eps)
+        self.router_DxE = weight(rngs, (D, E), ("residual", "router"), D**-0.5)
+        if config.balance_rate:
+            self.bias_E = nnx.Param(jnp.zeros(E, jnp.float32), axes=("router",))
+        for leaf in first_leaves(config.activation):
+            setattr(self, f"{leaf}_ExDxF", weight(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), D**-0.5))
+        self.down_ExFxD = weight(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), (2 * config.layers * F) ** -0.5)
+        if config.shared_experts:
+            self.shared = FeedForward(config, rngs, config.shared_experts * F)
+
+    def __call__(self, x_BxSxD: jax.Array) -> tuple[jax.Array, Balance]:
+        norm_BxSxD, dtype = tag(self.norm(x_BxSxD), "moe/norm"), x_BxSxD.dtype
+        mesh = jax.sharding.get_abstract_mesh()
+        # Rounded before they are gathered, which halves what is sent; the router is float32.
+        own = {leaf: getattr(self, f"{leaf}_ExDxF").astype(dtype) for leaf in first_leaves(self.config.activation)}
+        own |= {"down": self.down_ExFxD.astype(dtype), "router": self.router_DxE[...]}
+        own |= {"bias": self.bias_E[...]} if self.config.balance_rate else {}
+        if mesh.empty:
+            out_BxSxD, balance = experts(self.config, {}, norm_BxSxD, own)
+        else:
+            stream, wide = RULES.spec("batch", "sequence", "residual"), RULES.spec("experts", None, "mlp")
+            specs = {name: wide if name in ("gate", "up") else PartitionSpec() for name in own}
+            specs["down"] = RULES.spec("experts", "mlp", None)
+            of_a_device = functools.partial(experts, self.config, dict(mesh.shape))
+            # Kernels do not say over which axes their results vary.
+            out_BxSxD, balance = jax.shard_map(
+                of_a_device,
+                in_specs=(stream, specs),
+                out_specs=(stream, Balance(*[PartitionSpec()] * 4)),
+                check_vma=False,
+            )(norm_BxSxD, own)
+        if self.config.shared_experts:
+            out_BxSxD += self.shared.feed(norm_BxSxD, "shared")
+        return out_BxSxD, balance
+
+
+def experts(
+    config: Model, sizes: dict[str, int], x_BxSxD: jax.Array, own: dict[str, jax.Array]
+) -> tuple[jax.Array, Balance]:
+    """The experts' part of the layer on one device, which holds its tokens and its experts.
+
+    Args:
+      sizes: of the mesh's axes; empty outside of a mesh.
+      x_BxSxD: normalised, this device's.
+      own: router (D, E); bias (E,) if there is one; gate and up (L, D, F) and down (L, F, D) of the L experts here, a
+        part of F where there is a tensor axis.
+    """
+    (B, S, D), dtype = x_BxSxD.shape, x_BxSxD.dtype
+    batch_axes = tuple(axis for axis in RULES.batch if axis in sizes)
+    parts = sizes.get("expert", 1)
+    x_TxD = x_BxSxD.reshape(B * S, D)
+    with scope("moe"):
+        logits_TxE = tag(x_TxD.astype(jnp.float32) @ own["router"], "router_logits")
+        scores_TxE = routing.scores(logits_TxE, config.router)
+        chosen = routing.choose(scores_TxE, own.get("bias"), config.experts_per_token)
+        weight_Txk = routing.weights(scores_TxE, chosen, config.renormalize, config.route_scale)
+        # In the order of the rows; of R rows each is one token's.
+        weight_Rx1 = routing.moved(weight_Txk.reshape(-1, 1), chosen.order_R, chosen.place_R)
+        rows_RxD, sizes_E, dropped = routing.dispatch(x_TxD, chosen), chosen.sizes_E, jnp.int32(0)
+        back: Any = lambda rows_RxD: rows_RxD
+        if parts > 1:
+            room = exchange.capacity_rows(len(rows_RxD), parts, config.capacity)
+            plan, dropped = exchange.plan(sizes_E, len(rows_RxD), parts, room, "expert")
+            back = functools.partial(exchange.from_experts, exchange=plan, parts=parts, axis="expert")
+            rows_RxD, weight_Rx1 = (exchange.to_experts(x, plan, parts, "expert") for x in (rows_RxD, weight_Rx1))
+            sizes_E = plan.sizes_L
+        rows_RxD = tag(rows_RxD, "fc1_input")
+        product = functools.partial(grouped_matmul, group_sizes=sizes_E, backend=config.grouped)
+        leaves = first_leaves(config.activation)
+        fc1 = tag({leaf: product(rows_RxD, own[leaf]) for leaf in leaves}, "fc1")
+        act_RxF = tag((activate(fc1, config.activation).astype(jnp.float32) * weight_Rx1).astype(dtype), "act")
+        fc2_RxD = tag(product(act_RxF, own["down"]), "fc2")
+        out_TxD = routing.combine(back(fc2_RxD), chosen)
+        if sizes.get("tensor", 1) > 1:  # each device had a part of F
+            out_TxD = lax.psum(out_TxD, "tensor")
+        balance = routing.balance(logits_TxE, scores_TxE, chosen, dropped, batch_axes)
+    return out_TxD.reshape(B, S, D), balance
+
+
+def balanced(params: nnx.State, load_LxE: jax.Array, rate: float) -> nnx.State:
+    """Parameters with each expert's bias a step towards an even load (Wang et al., "Auxiliary-Loss-Free Load Balancing
+    Strategy for Mixture-of-Experts", 2024). `load_LxE`: each layer's shares of the rows."""
+
+    def step(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        if not any(getattr(key, "key", None) == "bias_E" for key in path):
+            return leaf
+        return leaf + rate * jnp.sign(1 / load_LxE.shape[-1] - load_LxE)
+
+    return jax.tree_util.tree_map_with_path(step, params)

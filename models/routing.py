@@ -1,0 +1,118 @@
+"""Which expert gets which token: scores, top-k, the permutation that sorts by expert, and what balances the load.
+
+All that says where a token goes is integers tagged `moe/routing`, which a policy always saves. If top-k ran again in
+the backward pass, rounding could choose other experts than in the forward pass, and what was saved would belong to
+other tokens. So nothing else of top-k is used: weights are gathered from the scores by the tagged numbers.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxoffload import tag
+
+
+class Routing(NamedTuple):
+    """Of T tokens, k experts each; R = T * k rows, sorted by expert. All int32."""
+
+    ids_Txk: jax.Array  # experts
+    order_R: jax.Array  # sorted row -> t * k + j
+    place_R: jax.Array  # t * k + j -> sorted row
+    sizes_E: jax.Array  # rows of each expert
+
+
+class Balance(NamedTuple):
+    """How evenly tokens are spread, of one layer over all devices; float32."""
+
+    load_E: jax.Array  # the share of rows that each expert gets
+    aux: jax.Array  # () Switch's load-balancing loss: 1 if even (Fedus et al., 2021)
+    z: jax.Array  # () mean of logsumexp(logits)^2 (Zoph et al., 2022)
+    dropped: jax.Array  # () the share of rows over capacity
+
+
+def scores(logits_TxE: jax.Array, kind: str) -> jax.Array:
+    """Of float32 logits: what weighs the experts' outputs."""
+    return jax.nn.softmax(logits_TxE, axis=-1) if kind == "softmax" else jax.nn.sigmoid(logits_TxE)
+
+
+def choose(scores_TxE: jax.Array, bias_E: jax.Array | None, k: int) -> Routing:
+    """The k experts of each token with the greatest scores. `bias_E` is added for the choice alone.
+
+    Tagged `routing`, in the scope that is open.
+    """
+    by = lax.stop_gradient(scores_TxE if bias_E is None else scores_TxE + bias_E[None])
+    ids_Txk = lax.top_k(by, k)[1].astype(jnp.int32)
+    flat_R = ids_Txk.reshape(-1)
+    order_R = jnp.argsort(flat_R, stable=True).astype(jnp.int32)
+    place_R = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(len(flat_R), dtype=jnp.int32))
+    sizes_E = jnp.zeros(scores_TxE.shape[1], jnp.int32).at[flat_R].add(1)
+    return tag(Routing(ids_Txk, order_R, place_R, sizes_E), "routing")
+
+
+def weights(scores_TxE: jax.Array, routing: Routing, renormalize: bool, scale: float) -> jax.Array:
+    """(T, k): the scores of the chosen experts, divided by their sum if `renormalize`, times `scale`."""
+    chosen_Txk = jnp.take_along_axis(scores_TxE, routing.ids_Txk, axis=1)
+    if renormalize:
+        chosen_Txk /= jnp.sum(chosen_Txk, axis=1, keepdims=True) + 1e-20
+    return scale * chosen_Txk
+
+
+def balance(
+    logits_TxE: jax.Array, scores_TxE: jax.Array, routing: Routing, dropped: jax.Array, axes: tuple[str, ...]
+) -> Balance:
+    """Over the devices along `axes`, which hold as many tokens each."""
+    mean = lambda x: lax.pmean(x, axes) if axes else x
+    E, R = logits_TxE.shape[1], len(routing.order_R)
+    load_E = mean(routing.sizes_E.astype(jnp.float32) / R)
+    shares_TxE = scores_TxE / (jnp.sum(scores_TxE, axis=1, keepdims=True) + 1e-20)
+    aux = E * jnp.sum(load_E * mean(jnp.mean(shares_TxE, axis=0)))
+    z = mean(jnp.mean(jnp.square(jax.nn.logsumexp(logits_TxE, axis=1))))
+    return Balance(load_E, aux, z, mean(dropped.astype(jnp.float32) / R))
+
+
+# ---- rows from one order to another; each function's transpose is a gather too, never a scatter ----
+
+
+@jax.custom_vjp
+def dispatch(x_TxD: jax.Array, routing: Routing) -> jax.Array:
+    """(R, D): the token of each row."""
+    return x_TxD[routing.order_R // _k(routing)]
+
+
+@jax.custom_vjp
+def combine(rows_RxD: jax.Array, routing: Routing) -> jax.Array:
+    """(T, D): the sum of each token's rows, in float32, rounded to their dtype."""
+    rows_TxkxD = rows_RxD[routing.place_R].reshape(-1, _k(routing), rows_RxD.shape[1])
+    return jnp.sum(rows_TxkxD.astype(jnp.float32), axis=1).astype(rows_RxD.dtype)
+
+
+@jax.custom_vjp
+def moved(x_NxD: jax.Array, there_M: jax.Array, back_N: jax.Array) -> jax.Array:
+    """(M, D): rows `there_M` of x, zero where that is N. `back_N` says where each row went; M if nowhere."""
+    return x_NxD.at[there_M].get(mode="fill", fill_value=0)
+
+
+def _k(routing: Routing) -> int:
+    return routing.ids_Txk.shape[1]
+
+
+dispatch.defvjp(lambda x, routing: (dispatch(x, routing), routing), lambda routing, dy: (combine(dy, routing), None))
+combine.defvjp(lambda y, routing: (combine(y, routing), routing), lambda routing, dx: (dispatch(dx, routing), None))
+moved.defvjp(
+    lambda x, there, back: (moved(x, there, back), (there, back)),
+    lambda moves, dy: (moved(dy, moves[1], moves[0]), None, None),
+)
+
+
+def lookup(starts_B: jax.Array, sources_B: jax.Array, lengths_B: jax.Array, size: int, missing: Any) -> jax.Array:
+    """(size,) int32: for each place, where its row comes from, given blocks of rows that stay together.
+
+    Block b fills the places from starts_B[b] with the rows from sources_B[b]; `starts_B` does not fall. Places that no
+    block fills are `missing`.
+    """
+    place_N = jnp.arange(size, dtype=jnp.int32)
+    block_N = jnp.sum(starts_B[None] <= place_N[:, None], axis=1) - 1
+    offset_N = place_N - starts_B[block_N]
+    return jnp.where(offset_N < lengths_B[block_N], sources_B[block_N] + offset_N, missing).astype(jnp.int32)

@@ -1,0 +1,737 @@
+"""Grouped tensors and grouped GEMMs: each backend against a float64 loop over groups, each leaf steered by itself."""
+
+import dataclasses
+import enum
+import itertools
+import sys
+import types
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import (
+    assert_same_bits,
+    count,
+    gradient,
+    gradient_jaxpr,
+    in_a_loop,
+    kept,
+    normal,
+    on_cpu_and_gpu,
+    policy,
+    run,
+    run_each,
+    saving,
+)
+from jax import lax
+
+from jaxoffload import GroupedTensor, Policy, chain, checkpoint, grouped_matmul, residuals, scan, scope, tag
+from jaxoffload.grouped import _matmul, chosen_backend, te
+from jaxoffload.grouped._fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns
+from jaxoffload.grouped.ragged import RAGGED
+
+FLOAT, FP8 = jnp.float32, "float8_e4m3fn"
+SIZES = np.array([3, 0, 7, 4], np.int32)
+
+
+# --- TransformerEngine is no requirement: a stand-in with the parts of 2.20.2 that are used, computed by ragged_dot.
+
+
+class ScalingMode(enum.Enum):
+    CURRENT_TENSOR_SCALING = 2
+
+
+class TensorUsage(enum.Enum):
+    RHS, RHS_TRANS = 2, 3
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class GroupedNoScaleTensor:
+    data: Any
+    amax: Any
+    first_dims: Any
+    last_dims: Any
+    original_shape: tuple
+
+    def tree_flatten(self):
+        return (self.data, self.amax, self.first_dims, self.last_dims), (self.original_shape,)
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children, *aux)
+
+    def values(self):
+        return self.data
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class GroupedScaledTensor1x(GroupedNoScaleTensor):
+    scale_inv: Any
+    is_colwise: bool
+    data_layout: str
+    dq_dtype: Any
+
+    def tree_flatten(self):
+        arrays = (self.data, self.amax, self.first_dims, self.last_dims, self.scale_inv)
+        return arrays, (self.original_shape, self.is_colwise, self.data_layout, self.dq_dtype)
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children[:4], aux[0], children[4], *aux[1:])
+
+    def values(self):
+        assert self.data.ndim == 1 and self.data_layout == "NT"[self.is_colwise]
+        data = self.data.reshape(self.original_shape)
+        if self.first_dims is None:
+            return data.astype(FLOAT) * self.scale_inv[:, None, None]
+        data = from_columns(data, self.first_dims) if self.is_colwise else data
+        group = group_of(jnp.arange(data.shape[0]), self.first_dims)
+        return data.astype(FLOAT) * self.scale_inv[group][:, None]
+
+
+def create_1x(data, scale_inv, amax=None, *, scaling_mode, dq_dtype, is_colwise, data_layout, **of_groups):
+    assert of_groups["flatten_axis"] == -1 and scaling_mode is ScalingMode.CURRENT_TENSOR_SCALING
+    shape = of_groups["original_shape"][:: -1 if data_layout == "T" else 1]
+    amax = jnp.empty((1,)) if amax is None else amax
+    sizes = of_groups["first_dims"]
+    return GroupedScaledTensor1x(data, amax, sizes, None, shape, scale_inv, is_colwise, data_layout, dq_dtype)
+
+
+class ScaledTensor2x(NamedTuple):
+    rowwise_tensor: Any
+    colwise_tensor: Any
+
+    def get_tensor(self, usage):
+        return self.rowwise_tensor  # of matrices; they have no rows in groups
+
+
+class Quantizers(NamedTuple):
+    x: Any
+    kernel: Any
+    dgrad: Any
+
+
+def create_set(*, scaling_mode, fwd_dtype, bwd_dtype, is_2x2x, n_groups):
+    assert is_2x2x and scaling_mode is ScalingMode.CURRENT_TENSOR_SCALING
+    return Quantizers(*((dtype, n_groups) for dtype in (fwd_dtype, fwd_dtype, bwd_dtype)))
+
+
+def grouped_quantize(x, quantizer, group_sizes=None, flatten_axis=-1):
+    dtype, groups = quantizer
+    mode = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "dq_dtype": x.dtype, "flatten_axis": -1}
+    if group_sizes is None:
+        assert len(x) == groups
+        w = RAGGED_FP8.weights(x)[0]
+        half = {"is_colwise": False, "data_layout": "N", "first_dims": None, "original_shape": x.shape}
+        return ScaledTensor2x(create_1x(w.data.reshape(-1), w.scale_inv, **half, **mode), None)
+    assert len(group_sizes) == groups
+    q = RAGGED_FP8.quantize(x, group_sizes, dtype)
+    mode |= {"first_dims": group_sizes, "original_shape": x.shape}
+    return ScaledTensor2x(  # with one scale for both, as TransformerEngine has it
+        create_1x(q.data.reshape(-1), q.scale_inv, is_colwise=False, data_layout="N", **mode),
+        create_1x(q.columnwise_data.reshape(-1), q.scale_inv, is_colwise=True, data_layout="T", **mode),
+    )
+
+
+def grouped_gemm(lhs, rhs, contracting_dims):
+    """As V1: useless where the sizes do not sum up to the rows."""
+    dtype = getattr(lhs, "dq_dtype", lhs.data.dtype)
+    x, w = lhs.values(), rhs.values()
+    if contracting_dims == ((0,), (0,)):
+        assert getattr(lhs, "is_colwise", True) and getattr(rhs, "is_colwise", True)
+        rows = lambda y: y.astype(FLOAT)
+        out = RAGGED.dw(rows(x), rows(w), lhs.first_dims)
+    else:
+        assert rhs.first_dims is None and not getattr(lhs, "is_colwise", False)
+        w = {((1,), (1,)): w, ((1,), (2,)): w.swapaxes(1, 2)}[contracting_dims]
+        out = RAGGED.forward(x.astype(FLOAT), w.astype(FLOAT), lhs.first_dims)
+    whole = jnp.sum(lhs.first_dims) == x.shape[0]
+    return jnp.where(whole, out, jnp.nan).astype(dtype)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    names = ("transformer_engine", "transformer_engine.jax", "transformer_engine.jax.quantize")
+    for name in (*names, "transformer_engine.jax.cpp_extensions"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    quantize = sys.modules["transformer_engine.jax.quantize"]
+    for thing in (GroupedNoScaleTensor, GroupedScaledTensor1x, ScalingMode, TensorUsage):
+        setattr(quantize, thing.__name__, thing)
+    quantize.ScaledTensorFactory = types.SimpleNamespace(create_1x=create_1x)
+    quantize.QuantizerFactory = types.SimpleNamespace(create_set=create_set)
+    extensions = sys.modules["transformer_engine.jax.cpp_extensions"]
+    extensions.grouped_gemm, extensions.grouped_quantize = grouped_gemm, grouped_quantize
+
+
+@pytest.fixture
+def backend(request):
+    """A backend's name; skips where the real TransformerEngine is wanted and missing."""
+    if request.param == "te stand-in":
+        request.getfixturevalue("stand_in")
+        return "te"
+    if request.param == "te" and not te.importable():
+        pytest.skip("TransformerEngine cannot be imported")
+    return request.param
+
+
+gpu = lambda name: pytest.param(name, marks=pytest.mark.gpu, id=f"{name}-gpu")
+PLAIN = pytest.mark.parametrize(
+    "backend", ["ragged", "te stand-in", gpu("ragged"), gpu("mosaic"), gpu("te")], indirect=True
+)
+QUANTISED = pytest.mark.parametrize("backend", ["ragged", "te stand-in", gpu("ragged"), gpu("te")], indirect=True)
+
+
+quantized = jax.jit(RAGGED_FP8.quantize, static_argnums=2)
+
+
+# --- the reference
+
+
+def loop(x, w, sizes, dy):
+    """y, dx, dw in float64, group by group; the other rows are zero."""
+    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
+    y, dx, dw, start = np.zeros((len(x), w.shape[2])), np.zeros_like(x), np.zeros_like(w), 0
+    for g, size in enumerate(np.asarray(sizes)):
+        rows = slice(start, start := start + size)
+        y[rows], dx[rows], dw[g] = x[rows] @ w[g], dy[rows] @ w[g].T, x[rows].T @ dy[rows]
+    return y, dx, dw
+
+
+@jax.jit(static_argnames=("backend", "quantize"))
+def products(x, w, sizes, dy, backend, quantize=None):
+    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, backend=backend, quantize=quantize), x, w)
+    return y, *pull(dy)
+
+
+def operands(M, K, N, G, dtype, sizes):
+    """Rows past all groups are large: they must have no influence."""
+    x, w, dy = normal(0, (M, K)), normal(1, (G, K, N)), normal(2, (M, N))
+    past = jnp.arange(M)[:, None] >= sum(sizes)
+    x, dy = (jnp.where(past, 1e3, a) for a in (x, dy))
+    return x.astype(dtype), (w / K**0.5).astype(dtype), jnp.asarray(sizes, jnp.int32), dy.astype(dtype)
+
+
+def errors(got, want):
+    """In the Frobenius norm, of y, dx, dw."""
+    gaps = (np.asarray(a, np.float64) - b for a, b in zip(got, want, strict=True))
+    return np.array([np.linalg.norm(gap) / max(np.linalg.norm(b), 1e-9) for gap, b in zip(gaps, want, strict=True)])
+
+
+CASES = {
+    "uneven": (32, 16, 80, 64),
+    "empty": (0, 112, 0, 80),
+    "one": (192,),
+    "all-in-one": (0, 0, 192, 0),
+    "fewer": (16, 0, 96, 32),
+    "none": (0, 0, 0, 0),
+    "odd": (1, 100, 3, 85),
+}
+
+
+@PLAIN
+@pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)], ids=["f32", "bf16"])
+@pytest.mark.parametrize("shape", [(192, 64), (20, 12)], ids=str)
+def test_products_equal_a_loop_over_groups(backend, dtype, bound, shape):
+    if backend == "mosaic" and (dtype, shape) != (jnp.bfloat16, (192, 64)):
+        pytest.skip("it refuses float32 and 20 columns; tested below")
+    if jax.default_backend() == "gpu" and dtype == jnp.float32:
+        bound = 2e-3  # TF32
+    for name, sizes in CASES.items():
+        args = operands(192, *shape, len(sizes), dtype, sizes)
+        got, want = products(*args, backend), loop(*args)
+        assert [a.dtype for a in got] == [dtype] * 3
+        assert (errors(got, want) < bound).all(), (name, errors(got, want))
+        y, dx, dw = map(np.asarray, got)
+        assert not y[sum(sizes) :].any() and not dx[sum(sizes) :].any(), name
+        assert not dw[np.array(sizes) == 0].any(), name
+
+
+def test_ragged_ignores_even_what_is_not_finite_past_all_groups():
+    x, w, sizes, dy = operands(14, 5, 6, 4, FLOAT, SIZES - [0, 0, 2, 0])
+    past = jnp.arange(14)[:, None] >= sizes.sum()
+    for quantize in (None, "fp8"):
+        clean = products(x, w, sizes, dy, "ragged", quantize)
+        spoiled = products(jnp.where(past, jnp.nan, x), w, sizes, jnp.where(past, jnp.inf, dy), "ragged", quantize)
+        assert_same_bits([*map(np.asarray, spoiled)], [*map(np.asarray, clean)])
+
+
+@QUANTISED
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_fp8_is_as_close_as_its_docstring_says(backend, dtype):
+    for name, sizes in CASES.items():
+        if backend == "te" and name == "odd":  # no multiples of 16
+            continue
+        args = operands(192, 64, 128, len(sizes), dtype, sizes)
+        got, want = products(*args, backend, "fp8"), loop(*args)
+        assert [a.dtype for a in got] == [dtype] * 3
+        assert (errors(got, want) <= [0.04, 0.07, 0.07]).all(), (name, errors(got, want))
+        y, dx, dw = map(np.asarray, got)
+        assert not y[sum(sizes) :].any() and not dx[sum(sizes) :].any(), name
+        assert not dw[np.array(sizes) == 0].any(), name
+
+
+def test_fp8_multiplies_what_was_rounded_and_adds_in_float32():
+    x, w, sizes, dy = operands(14, 32, 16, 4, FLOAT, SIZES)
+    e5m2 = jnp.float8_e5m2
+    back = lambda q: np.asarray(q.data, np.float64) * np.repeat(np.asarray(q.scale_inv, np.float64), SIZES)[:, None]
+    rounded_w = jax.jit(RAGGED_FP8.weights)(w)[0]
+    rounded_w = np.asarray(rounded_w.data, np.float64) * np.asarray(rounded_w.scale_inv, np.float64)[:, None, None]
+    want = loop(back(quantized(x, sizes, E4M3)), rounded_w, SIZES, back(quantized(dy, sizes, e5m2)))
+    assert (errors(products(x, w, sizes, dy, "ragged", "fp8"), want) < 1e-6).all()
+
+
+@pytest.mark.gpu
+def test_transformer_engines_fp8_is_the_emulations():
+    if not te.importable():
+        pytest.skip("TransformerEngine cannot be imported")
+    args = operands(192, 64, 128, 4, jnp.bfloat16, CASES["uneven"])
+    got, want = products(*args, "te", "fp8"), products(*args, "ragged", "fp8")
+    assert (errors(got, [np.asarray(a, np.float64) for a in want]) < 4e-3).all()
+
+
+def test_quantised_columns_are_each_group_transposed():
+    x, sizes = normal(0, (16, 3)), jnp.asarray(SIZES)
+    flat, start = [], 0
+    for size in (*SIZES, 16 - SIZES.sum()):
+        flat.append(np.asarray(x)[start : start + size].T.reshape(-1))
+        start += size
+    columns = to_columns(x, sizes)
+    assert columns.shape == (3, 16) and (np.asarray(columns).reshape(-1) == np.concatenate(flat)).all()
+    assert (from_columns(columns, sizes) == x).all()
+    assert (to_columns(x, jnp.array([16], jnp.int32)) == x.T).all()
+
+
+def test_quantised_groups_have_their_own_scale():
+    x = jnp.concatenate([jnp.full((3, 2), 1e-3), jnp.full((7, 2), 50.0), jnp.zeros((4, 2)), jnp.full((2, 2), 9e9)])
+    q = quantized(x, jnp.asarray(SIZES), E4M3)
+    np.testing.assert_allclose(q.amax, [1e-3, 0, 50, 0], rtol=1e-6)
+    np.testing.assert_allclose(q.scale_inv, [1e-3 / 448, 1, 50 / 448, 1], rtol=1e-6)
+    assert q.data.dtype == E4M3 and (np.asarray(q.data, np.float32)[:10] == 448).all() and not q.data[10:].any()
+
+
+# --- refusals
+
+
+def raised(error, **changed):
+    given = {"x": jnp.ones((128, 64), jnp.bfloat16), "w": jnp.ones((4, 64, 64), jnp.bfloat16)}
+    given |= {"group_sizes": jnp.asarray(SIZES)} | changed
+    with pytest.raises(error) as info:
+        grouped_matmul(**given)
+    return str(info.value)
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"x": jnp.ones(3, jnp.bfloat16)}, "x: bfloat16[3] is not (M, K)"),
+        ({"w": jnp.ones((64, 64), jnp.bfloat16)}, "w: bfloat16[64, 64] is not (G, K, N)"),
+        ({"x": jnp.ones((8, 9), jnp.bfloat16)}, "x: bfloat16[8, 9] and w: bfloat16[4, 64, 64] differ in K"),
+        ({"x": jnp.ones((8, 64))}, "x: float32[8, 64] and w: bfloat16[4, 64, 64] must have one dtype"),
+        ({"group_sizes": jnp.ones(4)}, "group_sizes: float32[4]; w: bfloat16[4, 64, 64] needs int32[4]"),
+        ({"group_sizes": jnp.ones(3, jnp.int32)}, "group_sizes: int32[3]; w: bfloat16[4, 64, 64] needs int32[4]"),
+        ({"group_sizes": jnp.array([1, 2, -1, 0])}, "group_sizes: [1, 2, -1, 0]; none may be negative, nor the sum"),
+        ({"group_sizes": jnp.array([99, 2, 29, 0])}, "nor the sum over 128"),
+        ({"quantize": "int8"}, "quantize: 'int8'; allowed are None and 'fp8'"),
+        ({"backend": "mosiac"}, "backend: 'mosiac'; allowed are 'auto', 'ragged', 'mosaic', 'te'; the nearest is 'mos"),
+        ({"backend": "mosaic", "quantize": "fp8"}, "backend 'mosaic' has no FP8; allowed are 'ragged', 'te'"),
+    ],
+)
+def test_wrong_arguments_are_named(changed, said):
+    assert said in raised(ValueError, **changed)
+
+
+@pytest.mark.parametrize(
+    "backend, M, K, N, dtype, fp8, said",
+    [
+        ("mosaic", 128, 100, 64, jnp.bfloat16, None, "K = 100 is not a multiple of 64"),
+        ("mosaic", 128, 64, 96, jnp.bfloat16, None, "N = 96 is not a multiple of 64"),
+        ("mosaic", 100, 64, 64, jnp.bfloat16, None, "M = 100 is not a multiple of 8"),
+        ("mosaic", 32, 64, 64, jnp.bfloat16, None, "M = 32 is less than 64 rows"),
+        ("mosaic", 128, 64, 64, FLOAT, None, "float32 operands; allowed are bfloat16 and float16"),
+        ("te", 128, 72, 64, FLOAT, "fp8", "K = 72 is not a multiple of 16, which FP8 needs"),
+        ("te", 128, 64, 65, FLOAT, "fp8", "N = 65 is not a multiple of 16, which FP8 needs"),
+        ("te", 100, 64, 64, FLOAT, "fp8", "M = 100 is not a multiple of 16, which FP8 needs"),
+        ("te", 128, 64, 64, FLOAT, "fp8", "group_sizes: [3, 0, 7, 4]; FP8 needs multiples of 16"),
+    ],
+)
+def test_what_a_backend_cannot_do_names_the_number_and_the_multiple(backend, M, K, N, dtype, fp8, said):
+    changed = {"x": jnp.ones((M, K), dtype), "w": jnp.ones((4, K, N), dtype), "backend": backend, "quantize": fp8}
+    assert f"grouped_matmul: backend {backend!r} cannot do this: {said}" == raised(ValueError, **changed)
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_without_transformer_engine_one_sentence_names_the_extra(monkeypatch, quantize):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    sizes = jnp.full(4, 16, jnp.int32)
+    said = raised(ImportError, backend="te", quantize=quantize, group_sizes=sizes)
+    assert said.startswith("grouped_matmul: backend 'te' needs TransformerEngine, which cannot be imported (")
+    assert said.endswith("): install the extra jaxoffload[te]") and "\n" not in said
+
+
+@pytest.mark.parametrize("backend", ["mosaic", "te stand-in"], indirect=True)
+def test_vmap_of_a_kernel_is_one_sentence(backend, monkeypatch):
+    monkeypatch.setattr(_matmul, "_gpu_generation", lambda: 9)
+    x, w = jnp.ones((2, 128, 64), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot be vmapped; backend 'ragged' can"):
+        jax.vmap(lambda x: grouped_matmul(x, w, jnp.asarray(SIZES), backend=backend))(x)
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_vmap_of_ragged_is_a_loop(quantize):
+    x, w, sizes = normal(0, (2, 14, 5)), normal(1, (2, 4, 5, 6)), jnp.stack([SIZES, SIZES[::-1]])
+    f = lambda x, w, sizes: grouped_matmul(x, w, sizes, backend="ragged", quantize=quantize)
+    both = lambda x, w, sizes: (f(x, w, sizes), gradient(lambda x, w: f(x, w, sizes), (0, 1))(x, w))
+    got, one = jax.jit(jax.vmap(both))(x, w, sizes), jax.jit(both)
+    want = jax.tree.map(lambda *rows: jnp.stack(rows), *(one(*row) for row in zip(x, w, sizes, strict=True)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+
+
+# --- auto
+
+
+class Hopper:
+    compute_capability, core_count, platform = "9.0", 132, "gpu"
+
+
+class Blackwell(Hopper):
+    compute_capability = "10.0"
+
+
+class Radeon(Hopper):
+    compute_capability = "gfx942"
+
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+@pytest.mark.parametrize(
+    "device, K, dtype, quantize, with_te, without_te",
+    [
+        (Hopper, 64, BF16, None, "mosaic", "mosaic"),
+        (Hopper, 48, BF16, None, "te", "ragged"),
+        (Hopper, 64, F32, None, "te", "ragged"),
+        (Hopper, 64, BF16, "fp8", "te", "ragged"),
+        (Hopper, 40, BF16, "fp8", "ragged", "ragged"),
+        (Blackwell, 64, BF16, None, "te", "ragged"),  # no wgmma there
+        (Radeon, 64, BF16, None, "ragged", "ragged"),
+        (object, 64, BF16, None, "ragged", "ragged"),
+    ],
+)
+def test_auto_takes_the_best_that_can(request, monkeypatch, device, K, dtype, quantize, with_te, without_te):
+    x, w = jax.ShapeDtypeStruct((128, K), dtype), jax.ShapeDtypeStruct((4, K, 64), dtype)
+    monkeypatch.setattr(jax, "devices", lambda: [device()])
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    assert chosen_backend(x, w, quantize=quantize) == without_te
+    request.getfixturevalue("stand_in")
+    assert chosen_backend(x, w, quantize=quantize) == with_te
+
+
+@pytest.mark.parametrize("M, K, N, dtype", [(256, 128, 192, BF16), (64, 64, 64, jnp.float16), (104, 192, 128, BF16)])
+def test_mosaic_lowers_for_the_shapes_it_does_not_refuse(monkeypatch, M, K, N, dtype):
+    devices = jax.devices
+    monkeypatch.setattr(jax, "devices", lambda *args: [Hopper()] if not args else devices(*args))
+    shaped = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((M, K), (3, K, N), (M, N))]
+    traced = products.trace(*shaped[:2], jax.ShapeDtypeStruct((3,), jnp.int32), shaped[2], "mosaic")
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 3
+
+
+# --- GroupedTensor
+
+
+def grouped(columnwise=True):
+    q = quantized(normal(0, (14, 3)), jnp.asarray(SIZES), E4M3)
+    return q if columnwise else dataclasses.replace(q, columnwise_data=None, columnwise_scale_inv=None, amax=None)
+
+
+def test_a_grouped_tensors_leaves_have_their_fields_names():
+    paths = lambda t: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(t)]
+    every = [f".{f.name}" for f in dataclasses.fields(GroupedTensor)]
+    assert paths(grouped()) == every
+    assert paths(grouped(columnwise=False)) == [".data", ".group_sizes", ".scale_inv"]
+    assert paths(GroupedTensor(jnp.ones((4, 2)), jnp.array([4]))) == [".data", ".group_sizes"]
+
+
+def test_a_grouped_tensor_passes_through_transformations():
+    t = grouped()
+    double = lambda t: jax.tree.map(lambda x: (x * 2).astype(x.dtype), t)
+    want = [np.asarray(x) for x in jax.tree.leaves(double(t))]
+    assert_same_bits(run(double, t), want)
+    out = jax.eval_shape(double, t)
+    assert isinstance(out, GroupedTensor) and out.data == jax.ShapeDtypeStruct((14, 3), E4M3)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), t, t)
+    for rows in (jax.vmap(double)(stacked), lax.scan(lambda c, t: (c, double(t)), 0, stacked)[1]):
+        assert isinstance(rows, GroupedTensor) and rows.data.shape == (2, 14, 3)
+        assert_same_bits([np.asarray(x[1]) for x in jax.tree.leaves(rows)], want)
+    carried, _ = lax.scan(lambda t, _: (double(t), None), t, None, length=1)
+    assert_same_bits([np.asarray(x) for x in jax.tree.leaves(carried)], want)
+    given = jax.tree.map(jnp.copy, t)
+    assert_same_bits([np.asarray(x) for x in jax.tree.leaves(jax.jit(double, donate_argnums=0)(given))], want)
+    assert all(x.is_deleted() for x in jax.tree.leaves(given))
+
+
+def test_a_grouped_tensor_is_made_whole_of_anything():
+    leaves, structure = jax.tree.flatten(grouped())
+    things = [object() for _ in leaves]
+    whole = jax.tree.unflatten(structure, things)
+    assert isinstance(whole, GroupedTensor) and whole.data is things[0] and whole.amax is things[-1]
+    assert jax.tree.leaves(jax.tree.map(lambda x: None, whole)) == []
+
+
+def test_a_fields_error_names_it_its_value_and_what_is_allowed():
+    t, ones = grouped(), jnp.ones
+    wrong = {
+        "data: None is no array": {"data": None},
+        "data: float32[3], but it must be (M, K)": {"data": ones(3)},
+        "group_sizes: float32[4], but it must be int32 of shape (G,)": {"group_sizes": ones(4)},
+        "group_sizes: int32[2, 2], but": {"group_sizes": ones((2, 2), jnp.int32)},
+        "scale_inv: None, but float8_e4m3fn data need one": {"scale_inv": None},
+        "scale_inv: float32[4], but float32 data have none; columnwise_data": {"data": ones((14, 3))},
+        "scale_inv: float32[3], but it must be float32[4]": {"scale_inv": ones(3)},
+        "scale_inv: bfloat16[4], but it must be float32[4]": {"scale_inv": ones(4, jnp.bfloat16)},
+        "columnwise_scale_inv: None, but columnwise_data is float8_e4m3fn[3, 14]: both": {"columnwise_scale_inv": None},
+        "columnwise_scale_inv: float32[4], but columnwise_data is None: both": {"columnwise_data": None},
+        "columnwise_data: float8_e4m3fn[14, 3], but it must be float8_e4m3fn[3, 14]": {"columnwise_data": t.data},
+        "columnwise_data: float32[3, 14], but": {"columnwise_data": ones((3, 14))},
+        "amax: float32[1], but it must be float32[4]": {"amax": ones(1)},
+        "amax: 3 is no array": {"amax": 3},
+    }
+    for said, changed in wrong.items():
+        with pytest.raises(ValueError) as error:
+            dataclasses.replace(t, **changed)
+        assert said in str(error.value) and str(error.value).startswith("GroupedTensor: "), str(error.value)
+
+
+def test_transformer_engines_tensors_are_the_same_buffers(stand_in):
+    plain = GroupedTensor(normal(0, (14, 3)), jnp.asarray(SIZES))
+    there = plain.to_te()
+    assert isinstance(there, GroupedNoScaleTensor) and there.original_shape == (14, 3) and there.amax is None
+    assert jax.tree.structure(GroupedTensor.from_te(there)) == jax.tree.structure(plain)
+    q = grouped()
+    rows, columns = q.to_te(jnp.float16), q.to_te(columnwise=True)
+    assert isinstance(rows, GroupedScaledTensor1x) and rows.dq_dtype == jnp.float16 and columns.dq_dtype == jnp.bfloat16
+    assert (rows.original_shape, columns.original_shape) == ((14, 3), (3, 14))
+    assert_same_bits([np.asarray(columns.values())], [np.asarray(rows.values())])
+    back = GroupedTensor.from_te(rows, columns)
+    assert jax.tree.structure(back) == jax.tree.structure(q)
+    assert_same_bits([np.asarray(x) for x in jax.tree.leaves(back)], [np.asarray(x) for x in jax.tree.leaves(q)])
+    assert GroupedTensor.from_te(rows).columnwise_data is None
+    assert GroupedTensor.from_te(dataclasses.replace(rows, amax=jnp.ones(1))).amax is None
+    with pytest.raises(ValueError, match="columnwise: True, but columnwise_data is None"):
+        plain.to_te(columnwise=True)
+    for given in ((dataclasses.replace(rows, first_dims=None),), (rows, rows), (q.data,)):
+        with pytest.raises(ValueError, match=r"from_te: .*; allowed are a GroupedNoScaleTensor, or"):
+            GroupedTensor.from_te(*given)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, jnp.float8_e5m2])
+def test_jax_checkpoint_keeps_the_bits_of_every_float8(dtype):
+    """JAX's own lowering makes NaN and zero of those that an IEEE format of 4 and 3 bits does not have."""
+    every = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), dtype)
+    x = jnp.where(jnp.isfinite(every), every, jnp.zeros((), dtype)).astype(FLOAT)
+
+    def f(x, w):
+        q = tag(lax.stop_gradient(x).astype(dtype), "q").astype(FLOAT)
+        return jnp.sin(q * w)
+
+    w = jnp.ones(256)
+    for g in (jax.checkpoint(f, policy=saving("q")), checkpoint(f, policy=policy({"q": "offload"}))):
+        assert_same_bits(run(g, x, w), run(f, x, w))
+        assert_same_bits(run(gradient(g, 1), x, w), run(gradient(f, 1), x, w))
+
+
+# --- each leaf by itself
+
+LEAVES = {
+    "data": (FP8, (14, 8)),
+    "scale_inv": ("float32", (4,)),
+    "columnwise_data": (FP8, (8, 14)),
+    "columnwise_scale_inv": ("float32", (4,)),
+    "amax": ("float32", (4,)),
+}
+LAYERS = 3
+NAMES = [f"moe/fc1.{leaf}" for leaf in (*LEAVES, "group_sizes")]
+X, SIZES_J = normal(0, (14, 8)), jnp.asarray(SIZES)
+WEIGHTS = {k: normal(i, (LAYERS, 14, 8)) for i, k in enumerate("abc", 1)}
+
+
+def layer(x, w):
+    """Its backward pass reads each leaf of a quantised tensor."""
+    with scope("moe"):
+        t = tag(RAGGED_FP8.quantize(lax.stop_gradient(x), SIZES_J, E4M3), "fc1")
+    group = group_of(jnp.arange(14), t.group_sizes)
+    rows = t.data.astype(FLOAT) * t.scale_inv[group][:, None] * w["a"]
+    columns = from_columns(t.columnwise_data, t.group_sizes).astype(FLOAT) * t.columnwise_scale_inv[group][:, None]
+    return x + jnp.sin(rows) + jnp.cos(columns * w["b"]) * (t.amax[group][:, None] * w["c"])
+
+
+def layers(w):
+    return [jax.tree.map(lambda a: a[i], w) for i in range(LAYERS)]
+
+
+def through(kind, f, rules, **fields):
+    """`f` in three layers under a policy. `checkpoint` is one call a layer."""
+    resident = {} if kind == "checkpoint" else {"resident_layers": 0}
+    p = policy({f"moe/{name}": how for name, how in rules.items()}, **resident, **fields)
+    if kind == "scan":
+        return lambda x, w: scan(lambda x, w: (f(x, w), None), x, w, policy=p)[0]
+    if kind == "chain":
+        return lambda x, w: chain([f] * LAYERS, x, layers(w), policy=p)
+    return lambda x, w: checkpoint(f, policy=p)(x, layers(w)[0])
+
+
+def reference(kind, f, *names):
+    """Plain JAX that saves these names."""
+    if kind == "scan":
+        return lambda x, w: lax.scan(lambda x, w: (in_a_loop(f, *names)(x, w), None), x, w)[0]
+    saved = jax.checkpoint(f, policy=saving(*names))
+    if kind == "checkpoint":
+        return lambda x, w: saved(x, layers(w)[0])
+
+    def chained(x, w):
+        for one in layers(w):
+            x = saved(x, one)
+        return x
+
+    return chained
+
+
+def assert_all_equal(kind, f, every, args, *saved):
+    want = run(gradient(reference(kind, f, *saved), (0, 1)), *args)
+    grads = run_each([gradient(through(kind, f, rules), (0, 1)) for rules in every], *args)
+    for rules, got in zip(every, grads, strict=True):
+        try:
+            assert_same_bits(got, want)
+        except AssertionError as differs:
+            raise AssertionError(f"{rules}: {differs}") from None
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "scan"])
+@pytest.mark.parametrize("half", range(2))
+def test_every_subset_of_leaves_offloaded_equals_all_saved(kind, half):
+    subsets = itertools.product(("offload", "save"), repeat=5)
+    every = [{f"fc1.{leaf}": how for leaf, how in zip(LEAVES, chosen, strict=True)} for chosen in subsets]
+    assert_all_equal(kind, layer, every[half::2], (X, WEIGHTS), *NAMES)
+
+
+@on_cpu_and_gpu
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
+def test_any_leaf_offloaded_saved_or_recomputed_comes_back(kind, device):
+    one = [{"fc1": others, f"fc1.{leaf}": how} for leaf in LEAVES for others, how in MIXED]
+    every = [{}, *({"fc1": how} for how in ("save", "offload", "recompute")), *one]
+    assert_all_equal(kind, layer, every[:: 3 if kind == "chain" else 1], (X, WEIGHTS), *NAMES)
+
+
+MIXED = [("save", "recompute"), ("recompute", "offload")]
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
+def test_the_host_holds_that_leaf_and_no_other(kind, leaf):
+    held = kept(through(kind, layer, {"fc1": "save", f"fc1.{leaf}": "offload"}), X, WEIGHTS)
+    host = {(dtype, shape): n for (place, dtype, shape), n in held.items() if place == "host"}
+    dtype, shape = LEAVES[leaf]
+    lead = {"checkpoint": {(): 1}, "chain": {(): LAYERS}, "scan": {(): 1, (LAYERS,): 1}}[kind]
+    assert host == {(dtype, (*k, *shape)): n for k, n in lead.items()}
+
+
+def test_min_offload_bytes_judges_the_composite():
+    size = 2 * 14 * 8 + 4 * 4 * 4  # two copies; three floats and a size for each group
+    for least, moved in ((size, 5), (size + 1, 0)):
+        f = checkpoint(layer, policy=Policy({"moe/fc1": "offload"}, min_offload_bytes=least))
+        assert sum(n for (place, *_), n in kept(f, X, layers(WEIGHTS)[0]).items() if place == "host") == moved
+
+
+# --- grouped_matmul in a layer
+
+W = normal(1, (LAYERS, 4, 8, 8)) * 0.5
+SHAPES = {"data": (14, 8), "scale_inv": (4,), "columnwise_data": (8, 14), "columnwise_scale_inv": (4,)}
+
+
+def expert(x, w, quantize="fp8"):
+    """The product is recomputed where it is not kept, of the row-wise copy."""
+    with scope("moe"):
+        y = grouped_matmul(x, w, SIZES_J, backend="ragged", quantize=quantize, name="fc1_input")
+        return x + jnp.sin(tag(y, "fc1"))
+
+
+def plain(x, w):
+    return expert(x, w, None)
+
+
+def test_the_quantised_copies_have_their_names_in_the_scope_of_the_call():
+    def loss(x, w):
+        with scope("outer"):  # where it is differentiated is not where it is called
+            return checkpoint(expert, policy=policy(default="save"))(x, w)
+
+    names = {name for row in residuals(loss, X, W[0]).rows for name in row.names}
+    fields = [f.name for f in dataclasses.fields(GroupedTensor)]
+    assert names == {"outer/moe/fc1", *(f"outer/moe/fc1_input.{field}" for field in fields)}
+    saved = jax.checkpoint(loss, policy=saving("outer/moe/fc1_input.columnwise_data"))
+    assert ("device", FP8, (8, 14)) in kept(saved, X, W[0])  # and JAX sees the same ones
+
+
+def test_a_product_without_a_name_names_nothing():
+    f = lambda x, w: jnp.sin(grouped_matmul(x, w, SIZES_J, backend="ragged", quantize="fp8"))
+    assert not any(row.names for row in residuals(checkpoint(f, policy=policy()), X, W[0]).rows)
+
+
+def test_a_plain_products_residuals_are_its_arguments():
+    f = lambda x, w: grouped_matmul(jnp.sin(x), w, SIZES_J, backend="ragged", name="moe/fc1_input")
+    at = lambda how: kept(checkpoint(f, policy=policy({"moe/fc1_input": how})), X, W[0])
+    assert at("offload") == {("host", "float32", (14, 8)): 1}
+    assert at("save") == {("device", "float32", (14, 8)): 1}
+    assert at("recompute") == {}
+
+
+@pytest.mark.parametrize("f", [plain, expert])
+def test_a_products_gemms_run_three_times_and_once_more_if_it_is_recomputed(f):
+    for how, gemms in (("save", 3), ("offload", 3), ("recompute", 4)):
+        rules = {"fc1_input": "save", "fc1": how}
+        assert (
+            count(gradient_jaxpr(through("checkpoint", f, rules), X, W, argnums=(0, 1)), "ragged_dot_general") == gemms
+        )
+
+
+@on_cpu_and_gpu
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
+def test_quantised_residuals_saved_offloaded_or_recomputed_give_the_same_bits(kind, device):
+    """Where the product is recomputed, both copies are read."""
+    every = [{"fc1_input": "offload", "fc1": "save"}]
+    every += [{"fc1_input": how, "fc1": "recompute"} for how in ("save", "offload", "recompute")]
+    if kind == "checkpoint":
+        one = {"fc1": "recompute", "fc1_input": "recompute"}
+        every += [one | {f"fc1_input.{leaf}": "offload"} for leaf in SHAPES]
+    saved = [*(f"moe/fc1_input.{leaf}" for leaf in SHAPES), "moe/fc1"]
+    want = run(gradient(reference(kind, expert, *saved), (0, 1)), X, W)
+    for rules in every[
+        :: 2 if kind == "chain" else 1
+    ]:  # one program each: in one of several XLA merges their matrix products
+        assert_same_bits(run(gradient(through(kind, expert, rules), (0, 1)), X, W), want)
+
+
+def test_only_what_the_backward_pass_reads_is_kept():
+    host = lambda **rules: {
+        (dtype, shape)
+        for (place, dtype, shape), _ in kept(through("checkpoint", expert, rules), X, W).items()
+        if place == "host"
+    }
+    columns, rows = {(FP8, (8, 14)), ("float32", (4,))}, {(FP8, (14, 8)), ("float32", (4,))}
+    assert host(fc1_input="offload", fc1="save") == columns
+    assert host(fc1_input="offload", fc1="recompute") == columns | rows
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+@pytest.mark.parametrize("check", [True, False])
+def test_in_shard_map_the_weights_cotangents_are_summed(check, quantize):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    f = lambda x, w: grouped_matmul(x, w, SIZES_J, backend="ragged", quantize=quantize)
+    x, w = normal(0, (28, 8)), W[0]
+    local = jax.shard_map(f, mesh=mesh, in_specs=(spec, whole), out_specs=spec, check_vma=check)
+    apart = lambda x, w: jnp.concatenate([f(x[:14], w), f(x[14:], w)])
+    got, want = (jax.jit(gradient(g, (0, 1)))(x, w) for g in (local, apart))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)

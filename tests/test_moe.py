@@ -1,0 +1,400 @@
+"""The mixture of experts: against a plain reference, its routing never recomputed, its residuals, experts on devices of
+their own."""
+
+import dataclasses
+import functools
+import itertools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import (
+    assert_same_bits,
+    count,
+    exact_options,
+    gradient,
+    gradient_jaxpr,
+    in_a_loop,
+    kept_bytes,
+    policy,
+    run_each,
+)
+from flax import nnx
+from jax import lax
+
+from jaxoffload import Policy, check, checkpoint, residuals, scan
+from models import exchange, routing
+from models.attention import rotations
+from models.config import Config, Mesh, Model, Train
+from models.moe import MoE, balanced
+from models.sharding import make_mesh
+from models.step import Program, program, shardings_of
+from models.transformer import ExpertLayer, stacked
+
+SMALL = Model(
+    vocab_size=300,
+    layers=3,
+    d_model=16,
+    heads=2,
+    kv_heads=1,
+    d_ff=24,
+    dtype="float32",
+    experts=4,
+    experts_per_token=2,
+    d_expert=12,
+    grouped="ragged",
+)
+B, S = 2, 6
+T, R = B * S, 2 * B * S  # tokens; rows
+KINDS = [
+    {},
+    {"router": "sigmoid", "renormalize": False, "route_scale": 2.5, "balance_rate": 0.1},
+    {"activation": "geglu", "shared_experts": 2, "experts_per_token": 3},
+    {"activation": "relu2", "experts": 5, "experts_per_token": 1},
+]
+
+
+def make(config=SMALL, seed=0):
+    return MoE(config, nnx.Rngs(params=seed))
+
+
+def stream(config=SMALL, seed=9, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), (B, S, config.d_model), dtype)
+
+
+# ---- what it computes ----
+
+
+def reference(x_TxD, p, config):
+    """Token by token, expert by expert, in float64."""
+    x_TxD = x_TxD / np.sqrt((x_TxD**2).mean(-1, keepdims=True) + config.norm_eps) * p["norm"]["scale_D"]
+    out = np.zeros_like(x_TxD)
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))
+
+    def expert(x, gate, up, down):
+        match config.activation:
+            case "swiglu":
+                return ((x @ gate) * sigmoid(x @ gate) * (x @ up)) @ down
+            case "geglu":
+                g = x @ gate
+                return (g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * (x @ up)) @ down
+            case _:
+                return np.maximum(x @ up, 0) ** 2 @ down
+
+    none = [None] * config.experts
+    for t, x in enumerate(x_TxD):
+        logits = x @ p["router_DxE"]
+        scores = sigmoid(logits) if config.router == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+        chosen = np.argsort(-(scores + p.get("bias_E", 0)), kind="stable")[: config.experts_per_token]
+        weights = scores[chosen] / (scores[chosen].sum() if config.renormalize else 1) * config.route_scale
+        for e, weight in zip(chosen, weights, strict=True):
+            out[t] += weight * expert(x, p.get("gate_ExDxF", none)[e], p["up_ExDxF"][e], p["down_ExFxD"][e])
+        if "shared" in p:
+            out[t] += expert(x, *(p["shared"][f"{leaf}"] for leaf in ("gate_DxF", "up_DxF", "down_FxD")))
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())) or "plain")
+def test_the_layer_is_the_plain_reference(kind):
+    config = dataclasses.replace(SMALL, **kind)
+    moe = make(config)
+    # Weights far from their start, so that no part of the layer is negligible.
+    nnx.update(
+        moe, jax.tree.map(lambda w: w + 0.3 * jax.random.normal(jax.random.key(w.size), w.shape), nnx.state(moe))
+    )
+    x = stream(config)
+    out, _ = moe(x)
+    p = jax.tree.map(lambda w: np.asarray(w, np.float64), nnx.to_pure_dict(nnx.state(moe)))
+    want = reference(np.asarray(x, np.float64).reshape(T, -1), p, config)
+    np.testing.assert_allclose(np.asarray(out).reshape(T, -1), want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_balance_by_hand():
+    """3 tokens, 2 of 3 experts each: expert 0 gets 3 of the 6 rows, 1 gets 2, 2 gets 1."""
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [0.5, 0.1, 0.4]]))
+    scores = routing.scores(logits, "softmax")
+    chosen = routing.choose(scores, None, 2)
+    assert np.asarray(chosen.sizes_E).tolist() == [3, 2, 1]
+    found = routing.balance(logits, scores, chosen, jnp.int32(3), ())
+    np.testing.assert_allclose(found.load_E, [3 / 6, 2 / 6, 1 / 6], rtol=1e-6)
+    means = np.array([1.6, 0.7, 0.7]) / 3
+    np.testing.assert_allclose(found.aux, 3 * (means * [3 / 6, 2 / 6, 1 / 6]).sum(), rtol=1e-6)
+    np.testing.assert_allclose([found.z, found.dropped], [0.0, 0.5], atol=1e-6)
+
+
+def test_a_bias_changes_the_choice_and_not_the_weights_and_evens_the_load():
+    scores = jnp.array([[0.6, 0.3, 0.1]])
+    chosen = routing.choose(scores, jnp.array([0.0, 0.0, 0.25]), 2)
+    assert np.asarray(chosen.ids_Txk).tolist() == [[0, 2]]
+    np.testing.assert_allclose(routing.weights(scores, chosen, False, 1.0), [[0.6, 0.1]])
+    params = {"moe": {"bias_E": jnp.zeros((1, 4)), "router_DxE": jnp.ones((1, 2, 4))}}
+    moved = balanced(params, jnp.array([[0.5, 0.25, 0.25, 0.0]]), 0.1)
+    np.testing.assert_allclose(moved["moe"]["bias_E"], [[-0.1, 0.0, 0.0, 0.1]], rtol=1e-6)
+    assert moved["moe"]["router_DxE"] is params["moe"]["router_DxE"]
+
+
+def test_dispatch_combine_and_moved_are_each_others_transposes():
+    scores = jax.random.uniform(jax.random.key(0), (7, 5))
+    chosen = routing.choose(scores, None, 3)
+    x, rows = jax.random.normal(jax.random.key(1), (7, 4)), jax.random.normal(jax.random.key(2), (21, 4))
+    y, back = jax.vjp(lambda x: routing.dispatch(x, chosen), x)
+    np.testing.assert_allclose(jnp.vdot(y, rows), jnp.vdot(x, back(rows)[0]), rtol=1e-5)
+    assert np.all(np.diff(np.asarray(chosen.ids_Txk).reshape(-1)[chosen.order_R]) >= 0)  # sorted by expert
+    z, back = jax.vjp(lambda rows: routing.combine(rows, chosen), rows)
+    np.testing.assert_allclose(jnp.vdot(z, x), jnp.vdot(rows, back(x)[0]), rtol=1e-5)
+    there, home = jnp.array([2, 7, 0]), jnp.array([2, 3, 0, 3, 3, 3, 3])  # 7 is nowhere, and so is 3
+    m, back = jax.vjp(lambda x: routing.moved(x, there, home), x)
+    np.testing.assert_array_equal(m, jnp.stack([x[2], jnp.zeros(4), x[0]]))
+    np.testing.assert_allclose(jnp.vdot(m, rows[:3]), jnp.vdot(x, back(rows[:3])[0]), rtol=1e-5)
+
+
+# ---- its residuals: the contract ----
+
+NAMES = {
+    "moe/fc1_input": {"moe/fc1_input": (R, 16)},
+    "moe/fc1": {"moe/fc1.gate": (R, 12), "moe/fc1.up": (R, 12)},
+    "moe/act": {"moe/act": (R, 12)},
+    "moe/fc2": {},  # the backward pass does not read it
+}
+ROUTING = [f"moe/routing.{field}" for field in routing.Routing._fields]
+ROUTING_BYTES = 4 * (T * 2 + R + R + SMALL.experts)
+
+
+def layer(x, weights, config=SMALL):
+    graph = nnx.graphdef(nnx.eval_shape(lambda: ExpertLayer(config, nnx.Rngs(params=0))))
+    return nnx.merge(graph, weights)(x, rotations(S, config.d_head, config.rope_theta))
+
+
+def inputs(dtype=jnp.bfloat16, config=SMALL):
+    weights = nnx.state(stacked(config.layers, lambda rngs: ExpertLayer(config, rngs), nnx.Rngs(params=0)))
+    return stream(dtype=dtype), weights
+
+
+def through(rules, **fields):
+    return lambda x, w: scan(layer, x, w, policy=policy(rules, **{"resident_layers": 0, **fields}))
+
+
+def saved_by(rules):
+    return tuple(leaf for name, decision in rules.items() if decision != "recompute" for leaf in NAMES[name])
+
+
+@pytest.mark.parametrize("first", ["save", "offload", "recompute"])
+def test_gradients_of_all_81_assignments_equal_the_reference(first):
+    """Which saves the same names and the routing. The outputs are the carry and each layer's balance."""
+    rest = itertools.product(("save", "offload", "recompute"), repeat=3)
+    every = [dict(zip(NAMES, (first, *decisions), strict=True)) for decisions in rest]
+    subsets = sorted({saved_by(rules) for rules in every})
+    plain = lambda names: lambda x, w: lax.scan(in_a_loop(layer, *names, *ROUTING), x, w)
+    grads = run_each([gradient(f, (0, 1)) for f in [*map(through, every), *map(plain, subsets)]], *inputs())
+    want = dict(zip(subsets, grads[len(every) :], strict=True))
+    for rules, got in zip(every, grads, strict=False):
+        assert_same_bits(got, want[saved_by(rules)])
+
+
+@pytest.mark.parametrize("number", range(27))
+def test_the_host_holds_exactly_what_is_offloaded(number):
+    decisions = list(itertools.product(("save", "offload", "recompute"), repeat=3))[number]
+    rules = dict(zip(NAMES, decisions, strict=False)) | {"moe/fc2": "offload"}
+    x, w = jax.eval_shape(inputs)
+    sizes = {name: 2 * sum(map(np.prod, leaves.values())) for name, leaves in NAMES.items()}
+    moved = sum(sizes[name] for name, decision in rules.items() if decision == "offload")
+    saved = sum(sizes[name] for name, decision in rules.items() if decision == "save")
+    device, host = kept_bytes(through(rules), x, w)
+    assert host == (SMALL.layers + 1) * moved  # a row of the stacks stays empty
+    carry = 2 * T * 16
+    assert device == SMALL.layers * (carry + ROUTING_BYTES + saved)
+
+
+def test_the_routing_is_saved_whatever_the_policy_says():
+    for rules in ({}, {"**": "offload"}, {"moe/**": "recompute"}):
+        table = residuals(through(rules), *jax.eval_shape(inputs))
+        found = {row.names[0]: row.state for row in table if row.names and row.names[0].startswith("moe/routing")}
+        assert found == dict.fromkeys(ROUTING, "saved")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())) or "plain")
+def test_tokens_are_routed_once(kind):
+    """One top_k and one sort a layer, though the router's logits are computed again."""
+    config = dataclasses.replace(SMALL, **kind)
+    f = lambda x, w: scan(
+        functools.partial(layer, config=config), x, w, policy=policy({"moe/router_logits": "recompute"})
+    )
+    jaxpr = gradient_jaxpr(f, *jax.eval_shape(lambda: inputs(config=config)), argnums=(0, 1))
+    assert count(jaxpr, "top_k") == 1 and count(jaxpr, "sort") == 1
+
+
+def test_grouped_products_run_nine_times_and_once_more_for_each_that_is_recomputed():
+    x, w = jax.eval_shape(inputs)
+    products = lambda rules: count(gradient_jaxpr(through(rules), x, w, argnums=(0, 1)), "ragged_dot_general")
+    assert products({"moe/fc1": "save"}) == 9
+    assert products({"moe/fc1": "offload", "moe/act": "save"}) == 9
+    assert products({"moe/fc1.gate": "offload"}) == 10
+    assert products({"moe/act": "save"}) == 11
+    assert products({}) == 11
+
+
+def flips(x):
+    """x as it is in the forward pass, and different when it is computed again."""
+    calls = itertools.count()
+
+    def shifted(x):
+        again = next(calls) > 0
+        return x + np.float32(0.3) * np.sin(np.arange(x.size, dtype=np.float32)).reshape(x.shape) * again
+
+    return jax.pure_callback(shifted, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def test_routing_that_is_computed_again_damages_the_gradient():
+    """What the rule is for. Rounding differs from forward to backward pass; where scores are nearly equal, other
+    experts are chosen, and what was saved belongs to other tokens. Tokens are few here, hence a difference greater than
+    that of rounding, and scores that are all nearly equal."""
+    moe = make()
+    graph, weights = nnx.split(moe)
+    weights["router_DxE"] = weights["router_DxE"].replace(1e-3 * weights["router_DxE"][...])
+    x = stream()
+
+    @jax.custom_vjp
+    def noisy(x):
+        return flips(x)
+
+    noisy.defvjp(lambda x: (flips(x), None), lambda _, dy: (dy,))
+    clean = lambda w: nnx.merge(graph, w)(x)[0]
+    dirty = lambda w: nnx.merge(graph, w)(noisy(x))[0]
+    names = [leaf for leaves in NAMES.values() for leaf in leaves]
+    off = lambda got: (
+        np.linalg.norm(got["up_ExDxF"][...] - want["up_ExDxF"][...]) / np.linalg.norm(want["up_ExDxF"][...])
+    )
+    want = jax.grad(lambda w: jnp.sum(clean(w) ** 2))(weights)
+    recomputed = jax.checkpoint(dirty, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    ours = checkpoint(dirty, policy=policy({"moe/fc1": "save", "moe/act": "save", "moe/fc1_input": "save"}))
+    assert off(jax.grad(lambda w: jnp.sum(ours(w) ** 2))(weights)) < 0.01
+    assert off(jax.grad(lambda w: jnp.sum(recomputed(w) ** 2))(weights)) > 0.3
+
+
+def test_repeated_steps_with_offload_have_the_bits_of_those_with_save():
+    x, w = inputs()
+
+    def after(decision):
+        f = gradient(through(dict.fromkeys(("moe/fc1_input", "moe/fc1", "moe/act"), decision)), 1)
+        step = jax.jit(lambda w: jax.tree.map(lambda w, g: w - 0.01 * g, w, f(x, w)), compiler_options=exact_options())
+        return jax.tree.leaves(functools.reduce(lambda w, _: step(w), range(5), w))
+
+    assert_same_bits(*([np.asarray(leaf) for leaf in after(decision)] for decision in ("offload", "save")))
+
+
+# ---- experts on devices of their own ----
+
+
+def test_lookup_by_hand():
+    """Blocks at places 0, 3 and 3: two rows from 10, none, three rows from 20."""
+    found = routing.lookup(jnp.array([0, 3, 3]), jnp.array([10, 0, 20]), jnp.array([2, 0, 3]), 7, 99)
+    assert np.asarray(found).tolist() == [10, 11, 99, 20, 21, 22, 99]
+
+
+@pytest.mark.parametrize("room", [9, 4, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_reach_their_experts_and_come_back(room, seed):
+    """4 devices, 8 experts, 9 rows of each device with numbers of their own."""
+    devices, experts, rows = 4, 8, 9
+    experts_of = np.sort(
+        np.random.default_rng(seed).integers(0, [experts, experts, 2, 1][seed], (devices, rows)), axis=1
+    )
+    sizes = np.stack([np.bincount(row, minlength=experts) for row in experts_of]).astype(np.int32)
+    numbers = 1 + np.arange(devices * rows, dtype=np.float32).reshape(devices * rows, 1)
+
+    def on_a_device(sizes, numbers):
+        plan, dropped = exchange.plan(sizes[0], rows, devices, room, "expert")
+        there = exchange.to_experts(numbers, plan, devices, "expert")
+        back = exchange.from_experts(there, plan, devices, "expert")
+        return there, plan.sizes_L, back, dropped[None]
+
+    mesh = jax.make_mesh((devices,), ("expert",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+    spec = jax.P("expert")
+    f = jax.shard_map(on_a_device, mesh=mesh, in_specs=(spec, spec), out_specs=(spec,) * 4, check_vma=False)
+    there, held, back, dropped = map(np.asarray, jax.jit(f)(sizes, numbers))
+    there, held = there.reshape(devices, -1), held.reshape(devices, -1)
+    arrived = []
+    for device in range(devices):
+        ends = np.cumsum(held[device])
+        for expert, group in enumerate(np.split(there[device][: ends[-1]], ends[:-1])):
+            for number in group.astype(int) - 1:
+                assert experts_of.reshape(-1)[number] == 2 * device + expert
+                arrived.append(number)
+        assert not there[device][ends[-1] :].any()
+    assert len(set(arrived)) == len(arrived) == devices * rows - dropped.sum()
+    want = np.where(np.isin(np.arange(devices * rows), arrived)[:, None], numbers, 0)
+    np.testing.assert_array_equal(back, want)
+    assert (room == rows) == (dropped.sum() == 0) or seed == 0
+
+
+CONFIG = Config(
+    model=dataclasses.replace(
+        SMALL, kv_heads=2, experts=8, dense_layers=1, shared_experts=1, aux_loss=0.01, z_loss=0.001, balance_rate=0.01
+    ),
+    remat=Policy({"moe/fc1": "offload", "moe/act": "save"}, min_offload_bytes=0),
+    train=Train(steps=4, warmup_steps=1, batch_size=16, seq_len=12, loss_chunk=4, learning_rate=1e-2),
+)
+TOKENS = np.asarray(jax.random.randint(jax.random.key(7), (16, 13), 0, 300))
+
+
+def on(sizes: Mesh, remat: Policy = CONFIG.remat, **model) -> Program:
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, **model), mesh=sizes, remat=remat)
+    count = sizes.data * sizes.fsdp * sizes.tensor * sizes.expert
+    return program(config, make_mesh(sizes, jax.devices()[:count]))
+
+
+def stepped(made: Program, steps=3):
+    state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
+    step, tokens, found = jax.jit(made.step), jax.device_put(TOKENS, made.tokens.sharding), []
+    for _ in range(steps):
+        state, metrics = step(state, tokens)
+        found.append({key: float(value) for key, value in metrics.items()})
+    return found, state.params
+
+
+@functools.cache
+def one_device():
+    return stepped(on(Mesh()))
+
+
+@pytest.mark.parametrize(
+    "sizes", [Mesh(expert=4), Mesh(fsdp=2, expert=2, tensor=2), Mesh(data=2, fsdp=2, tensor=2)], ids=str
+)
+def test_any_mesh_trains_as_one_device(sizes):
+    want, params = one_device()
+    got, mine = stepped(on(sizes))
+    for a, b in zip(got, want, strict=True):
+        assert a.keys() == b.keys() >= {"loss", "grad_norm", "expert_load", "dropped"}
+        np.testing.assert_allclose([*a.values()], [*b.values()], rtol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), mine, params)
+
+
+def test_capacity_drops_rows_and_counts_them():
+    want, _ = one_device()
+    whole, _ = stepped(on(Mesh(expert=4), capacity=4.0))  # each device may send all its rows to one
+    some, _ = stepped(on(Mesh(expert=4), capacity=1.0))
+    assert [row["loss"] for row in whole] == pytest.approx([row["loss"] for row in want], rel=1e-5)
+    assert all(row["dropped"] == 0 for row in whole) and all(0.01 < row["dropped"] < 0.5 for row in some)
+
+
+def test_the_exchange_is_not_repeated_where_its_rows_are_kept():
+    """An all-to-all each for rows and their weights there, and for rows back; as many in the backward pass."""
+    exchanges = lambda rules: count(
+        jax.make_jaxpr(jax.grad(made(rules).loss))(made(rules).state.params, made(rules).microbatch), "all_to_all"
+    )
+    made = lambda rules: on(Mesh(expert=4), Policy(rules, min_offload_bytes=0))
+    assert exchanges({}) == exchanges({"moe/fc1_input": "offload"}) + 1
+
+
+def test_dense_layers_then_experts_under_one_policy():
+    both = Policy({"mlp/fc1": "offload", "moe/fc1": "save"}, min_offload_bytes=0)
+    made = on(Mesh(), both)
+    check(both, made.loss, made.state.params, made.microbatch)
+    table = residuals(made.loss, made.state.params, made.microbatch)
+    layers = Counter()
+    for row in table:
+        layers[row.names[:1], row.state] += row.layers
+    assert layers[("mlp/fc1.gate",), "saved"] == 1  # the only dense layer is resident
+    assert layers[("moe/fc1.gate",), "saved"] == 2

@@ -339,8 +339,10 @@ CONFIG = Config(
 TOKENS = np.asarray(jax.random.randint(jax.random.key(7), (16, 13), 0, 300))
 
 
-def on(sizes: Mesh, remat: Policy = CONFIG.remat, **model) -> Program:
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, **model), mesh=sizes, remat=remat)
+def on(sizes: Mesh, remat: Policy = CONFIG.remat, microbatches: int = 1, **model) -> Program:
+    train = dataclasses.replace(CONFIG.train, grad_accumulation=microbatches)
+    model = dataclasses.replace(CONFIG.model, **model)
+    config = dataclasses.replace(CONFIG, model=model, mesh=sizes, remat=remat, train=train)
     count = sizes.data * sizes.fsdp * sizes.tensor * sizes.expert
     return program(config, make_mesh(sizes, jax.devices()[:count]))
 
@@ -369,6 +371,14 @@ def test_any_mesh_trains_as_one_device(sizes):
         assert a.keys() == b.keys() >= {"loss", "grad_norm", "expert_load", "dropped"}
         np.testing.assert_allclose([*a.values()], [*b.values()], rtol=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), mine, params)
+
+
+def test_microbatches_over_experts_devices():
+    """Without the auxiliary loss, which is each microbatch's own, as one batch on one device."""
+    plain = {"aux_loss": 0.0, "z_loss": 0.0, "balance_rate": 0.0}
+    want, _ = stepped(on(Mesh(), **plain), steps=1)
+    got, _ = stepped(on(Mesh(expert=4), microbatches=2, **plain), steps=1)
+    np.testing.assert_allclose([*got[0].values()][1:], [*want[0].values()][1:], rtol=1e-4)
 
 
 def test_capacity_drops_rows_and_counts_them():

@@ -7,6 +7,7 @@ installed: pip install "jax-cuda13-plugin[with-cuda]". Nothing runs.
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,11 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import exact_options, gradient, in_a_loop
+from flax import nnx
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxoffload import Policy, chain, compiler_options, scan, tag
+from models.attention import rotations
+from models.config import Model
+from models.transformer import ExpertLayer, stacked
 
 pytestmark = pytest.mark.gpu
 
@@ -286,3 +291,34 @@ def test_stacks_are_split_over_devices_as_what_they_hold_is(two_gpus):
     plain = memory(lambda x, w: lax.scan(in_a_loop(layer, *OFFLOADED), x, w)[0])
     assert saved[0] <= 1.01 * plain[0]
     assert offloaded[0] <= saved[0] - (LAYERS - 3) * (ONE + STREAM) // 2
+
+
+def test_grouped_products_run_nine_times_a_layer_and_their_outputs_go_to_the_host_by_dma(gpu, monkeypatch):
+    """Two layers a turn. Saved outputs too: as outputs of a kernel that are written into a stack at an offset that XLA
+    can compute, they would be computed again for their other readers, as in `lax.scan` they are."""
+    devices = jax.devices
+    monkeypatch.setattr(jax, "devices", lambda *which: devices(*which) if which else [gpu])
+    shape = Model(
+        layers=LAYERS, d_model=DIM, heads=2, kv_heads=2, experts=8, experts_per_token=2, d_expert=512, grouped="mosaic"
+    )
+    make = lambda rngs: ExpertLayer(shape, rngs)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
+    w = jax.eval_shape(lambda: nnx.state(stacked(LAYERS, make, nnx.Rngs(params=0))))
+    x = jax.ShapeDtypeStruct((1, BATCH, DIM), jnp.bfloat16)
+    layer = lambda x, w: nnx.merge(graph, w)(x, rotations(BATCH, shape.d_head, 1e4))
+
+    def lines(rules, **fields):
+        policy = Policy(rules, min_offload_bytes=0, **fields)
+        f = gradient(lambda x, w: scan(layer, x, w, policy=policy)[0], (0, 1))
+        return list(instructions(compiled(gpu, f, x, w)))
+
+    def kernels(lines):
+        return Counter(line.computation for line in lines if "mosaic_gpu" in line.text and line.opcode == "custom-call")
+
+    names = ("moe/fc1_input", "moe/fc1", "moe/act")
+    saved, moved = (lines(dict.fromkeys(names, decision)) for decision in ("save", "offload"))
+    for found in (saved, moved):
+        assert sorted(kernels(found).values()) == [2 * 3, 2 * 6]
+    assert sorted(kernels(lines({"moe/act": "save"})).values()) == [2 * 3, 2 * 8]
+    assert list(kernels_on_host_memory(moved)) == []
+    assert all(line.on_host for line in moved if line.opcode.endswith("-start"))

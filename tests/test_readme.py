@@ -75,6 +75,13 @@ def test_what_it_says_of_jaxs_own_policies():
     assert count(jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(x), "exp") == 2
 
 
+def test_the_tests_that_the_table_of_requirements_names_exist():
+    table = (ROOT / "tests/README.md").read_text()
+    named = re.findall(r"(test_\w+\.py)::(test_\w+)", table)
+    assert len(named) > 20
+    assert [pair for pair in named if f"def {pair[1]}(" not in (ROOT / "tests" / pair[0]).read_text()] == []
+
+
 def test_files_that_it_names_exist():
     for name in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / name).exists(), name

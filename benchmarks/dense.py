@@ -8,7 +8,7 @@ python -m benchmarks.dense --fsdp 2 --modes remat saved jax_offload ours --out b
 import argparse
 from typing import Any
 
-from benchmarks.peers import Case, attention_costs, best, main
+from benchmarks.peers import Case, attention_costs, best, layers_of, main
 
 GATE, UP, CONTEXT, KV = "mlp/fc1.gate ", "mlp/fc1.up ", "attn/context ", "attn/k attn/v "
 
@@ -43,6 +43,7 @@ CASE = Case(
         *("layer_input", "attn/norm", "attn/q", "attn/k", "attn/v", "attn/context", "attn/out"),
         *("mlp_input", "mlp/norm", "mlp/fc1.gate", "mlp/fc1.up", "mlp/act"),
     ),
+    always=(),
     best={
         "gate moved": best(GATE),
         "gate moved, k and v kept": best(GATE, KV),
@@ -56,6 +57,7 @@ CASE = Case(
     },
     model=model,
     costs=costs,
+    shape=lambda options: {**layers_of(options), "d_ff": model(options).d_ff},
 )
 
 # ------------------------------------------------------------------------------------------------ the README's table

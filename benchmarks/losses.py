@@ -47,9 +47,16 @@ def main() -> None:
 
 
 def overrides_to_save(policy: Policy) -> list[str]:
-    """Of a config: each `offload` in its policy turned into `save`."""
-    patterns = [f"remat.residuals[{pattern}]=save" for pattern, decision in policy.rules if decision == "offload"]
-    return patterns + [f"remat.{field}=save" for field in ("default", "dots") if getattr(policy, field) == "offload"]
+    """Of a config: each `offload` in its policy turned into `save`; none, if there is none.
+
+    All patterns are written again, in their order, for those that are appended win.
+    """
+    saved = lambda decision: "save" if decision == "offload" else decision
+    fields = [f"remat.{field}=save" for field in ("default", "dots") if getattr(policy, field) == "offload"]
+    if not fields and all(decision != "offload" for _, decision in policy.rules):
+        return []
+    patterns = [f"remat.residuals[{pattern}]={saved(decision)}" for pattern, decision in policy.rules]
+    return ["remat.offload_modules=[]", *patterns, *fields]
 
 
 def parse() -> argparse.Namespace:

@@ -8,7 +8,7 @@
 import argparse
 from typing import Any
 
-from benchmarks.peers import Case, attention_costs, best, main
+from benchmarks.peers import Case, attention_costs, best, layers_of, main
 
 GATE, UP, INPUT, CONTEXT, KV = "moe/fc1.gate ", "moe/fc1.up ", "moe/fc1_input ", "attn/context ", "attn/k attn/v "
 
@@ -48,6 +48,19 @@ def costs(options: argparse.Namespace) -> dict[str, tuple[int, int]]:
     return attention_costs(shape, tokens) | experts
 
 
+def shape(options: argparse.Namespace) -> dict[str, Any]:
+    import jax
+
+    from jaxoffload.grouped import chosen_backend
+
+    kept = {key: getattr(options, key) for key in ("experts", "experts_per_token", "d_expert", "grouped")}
+    if options.grouped == "auto":
+        rows, D, F = options.batch * options.seq * options.experts_per_token, options.d_model, options.d_expert
+        x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, D), (options.experts, D, F)))
+        kept["grouped"] = f"auto: {chosen_backend(x, w)}"
+    return layers_of(options) | kept
+
+
 CASE = Case(
     program="moe",
     description=__doc__,
@@ -56,6 +69,7 @@ CASE = Case(
         *("layer_input", "attn/norm", "attn/q", "attn/k", "attn/v", "attn/context", "attn/out"),
         *("mlp_input", "moe/norm", "moe/router_logits", "moe/fc1_input", "moe/fc1.gate", "moe/fc1.up", "moe/act"),
     ),
+    always=tuple(f"moe/routing.{field}" for field in ("ids_Txk", "order_R", "place_R", "sizes_E")),
     best={
         "gate moved": best(GATE),
         "gate and context moved": best(GATE + CONTEXT),
@@ -67,6 +81,7 @@ CASE = Case(
     },
     model=model,
     costs=costs,
+    shape=shape,
     arguments=arguments,
 )
 

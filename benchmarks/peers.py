@@ -34,6 +34,7 @@ class Variant(NamedTuple):
     fields: tuple[tuple[str, Any], ...] = ()  # of the policy of "ours": others than its residuals
 
 
+PEAK_FLOPS = 989e12  # of an H100 or H200, bf16
 OVERLAP = compiler_options("gpu")
 PIPELINED = {**OVERLAP, "xla_gpu_enable_pipelined_host_offloading": True}
 
@@ -51,9 +52,11 @@ class Case(NamedTuple):
     description: str
     names: tuple[str, ...]  # that are saved, or offloaded; the rest is computed again
     all_names: tuple[str, ...]  # with which nothing that has a name is computed again
+    always: tuple[str, ...]  # that every peer saves: routing, which must not be computed again
     best: dict[str, Variant]  # candidates for ours_best
     model: Callable[[argparse.Namespace], Any]  # as `models.config.Model`
     costs: Callable[[argparse.Namespace], dict[str, tuple[int, int]]]  # name -> FLOPs and bytes of a layer
+    shape: Callable[[argparse.Namespace], dict[str, Any]]  # what is recorded of it
     arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
 
 
@@ -72,23 +75,26 @@ def modes_of(case: Case) -> dict[str, dict[str, Variant]]:
     save, move = dict.fromkeys(case.names, "save"), dict.fromkeys(case.names, "offload")
     everything = dict.fromkeys(case.all_names, "save")
     return {
-        "remat": _jax({}, defaults={}) | _each({}, overlap=("jax", OVERLAP)),
+        "remat": _jax({}, defaults={}, overlap=OVERLAP),
         "saved": _jax(save, defaults={}, overlap=OVERLAP),
         "saved_all": {
             "no checkpoint": Variant("nobody", {}, {}),
             "all names": Variant("loop", everything, {}),
+            "all names, overlap": Variant("loop", everything, OVERLAP),
         },
         "jax_offload": _each(move, defaults=("jax", {})),
         "jax_offload_tuned": _jax(move, overlap=OVERLAP, overlap_and_pipelined=PIPELINED),
         "ours": _each(move, overlap=("ours", OVERLAP)),
         "ours_saved": _each(save, overlap=("ours", OVERLAP)),
+        "ours_saved_context": _each(save | {"attn/context": "save"}, overlap=("ours", OVERLAP)),
         "ours_saved_all": _each(everything, defaults=("ours", {}), overlap=("ours", OVERLAP)),
         "ours_best": case.best,
     }
 
 
 MODES = ("remat", "saved", "saved_all", "jax_offload", "jax_offload_tuned")
-MODES += ("ours", "ours_saved", "ours_saved_all", "ours_best")
+MODES += ("ours", "ours_saved", "ours_saved_context", "ours_saved_all", "ours_best")
+NEEDED = {"remat", "saved", "saved_all", "ours", "ours_saved", "ours_saved_context", "ours_saved_all", "ours_best"}
 RATIOS = (
     ("ours", "saved"),
     ("remat", "ours"),
@@ -112,7 +118,7 @@ def main(case: Case) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as cache:  # compiled once, by the timing process
         timed = worker(case, options, "times", cache)
         write(case, timed, options)
-        for mode in options.fresh:
+        for mode in (mode for mode in options.fresh if mode in timed["modes"]):
             timed["modes"][mode] |= worker(case, options, "peak", cache, mode, timed["modes"][mode]["options"])
             write(case, timed, options)
     return timed
@@ -122,7 +128,7 @@ def write(case: Case, timed: dict[str, Any], options: argparse.Namespace) -> Non
     """What there is so far, with its ratios: a process that fails later takes nothing with it."""
     step = {mode: result["step_ms"] for mode, result in timed["modes"].items()}
     timed["ratios"] = {f"{a}/{b}": round(step[a] / step[b], 4) for a, b in RATIOS if {a, b} <= step.keys()}
-    if {"remat", "saved", "saved_all", "ours", "ours_saved", "ours_saved_all", "ours_best"} <= step.keys():
+    if step.keys() >= NEEDED:
         timed["ratios"] |= shares(case, timed["modes"], options)
     options.out.write_text(json.dumps(timed, indent=1) + "\n")
 
@@ -149,24 +155,27 @@ def shares(case: Case, modes: dict[str, Any], options: argparse.Namespace) -> di
         found["exposed/copies"] = profile["exposed_ms"] / profile["copies_ms"]
         found["exposed/step"] = profile["exposed_ms"] / profile["step_ms"]
         rate = 2 * on_host * 2**30 / profile["copies_ms"]
-        found["won_back_limit"] = won_back_limit(case, options, ms, rate)
+        found["won_back_limit"] = won_back_limit(case, options, modes, rate)
         found["won_back/won_back_limit"] = found["won_back"] / found["won_back_limit"]
     return {name: round(ratio, 4) for name, ratio in found.items()}
 
 
-def won_back_limit(case: Case, options: argparse.Namespace, ms: dict[str, float], bytes_a_ms: float) -> float:
-    """The share of recomputation's cost that the bus lets offload win back.
+def won_back_limit(case: Case, options: argparse.Namespace, modes: dict[str, Any], bytes_a_ms: float) -> float:
+    """The share of recomputation's cost that bus and device let offload win back.
 
     Of each layer `layer_input` moves, and then the residuals that take the longest to compute again per byte, a part of
-    the last of them, until the copies take as long as the layer's forward pass. What the device can keep at
-    recomputation's memory is not counted. Times are measured: of products, by what those of the case's names cost
-    (remat - saved); of attention, by what its second run costs (saved_all - ours_saved_all).
+    the last of them: until the copies take as long as the layer's forward pass, and then on the device, until it is as
+    full as with recomputation. Times are measured: of products, by what those of the case's names cost (remat - saved);
+    of attention, by what its second run costs (ours_saved - ours_saved_context).
     """
+    ms = {mode: m["step_ms"] for mode, m in modes.items()}
     flops, size = ({name: pair[i] for name, pair in case.costs(options).items()} for i in (0, 1))
     a_flop = (ms["remat"] - ms["saved"]) / options.layers / sum(flops[name] for name in case.names)
     cost = {name: count * a_flop for name, count in flops.items()}
-    cost["attn/context"] = max(0.0, ms["saved_all"] - ms["ours_saved_all"]) / options.layers
-    room = min(ms["saved_all"], ms["ours_saved_all"]) / options.layers / 3 * bytes_a_ms - size.pop("layer_input")
+    cost["attn/context"] = max(0.0, ms["ours_saved"] - ms["ours_saved_context"]) / options.layers
+    forward_ms = min(ms["saved_all"], ms["ours_saved_all"]) / options.layers / 3
+    spare_gib = max(0.0, modes["remat"]["temp_gib"] - modes["ours"]["temp_gib"])
+    room = max(0.0, forward_ms * bytes_a_ms - size.pop("layer_input")) + spare_gib * 2**30 / options.layers
     won = 0.0
     for name in sorted(size, key=lambda name: size[name] / max(cost[name], 1e-9)):
         part = min(1.0, max(0.0, room / size[name]))
@@ -289,7 +298,11 @@ def times(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     if "ours_best" in fits:
         room = min(facts["remat", variant]["temp_gib"] for variant in fits["remat"])
         small = [v for v in fits["ours_best"] if facts["ours_best", v]["temp_gib"] <= room]
-        fits["ours_best"] = small or fits["ours_best"]
+        if small:
+            fits["ours_best"] = small
+        else:
+            say(f"ours_best is left out: no candidate needs remat's {room} GiB or less")
+            del fits["ours_best"], chosen["ours_best"]
     fastest = {mode: min(first[mode, v] for v in variants) for mode, variants in fits.items()}
     spent = {(mode, v): [] for mode in fits for v in fits[mode] if first[mode, v] < 1.03 * fastest[mode]}
     for _ in range(options.rounds):
@@ -303,13 +316,13 @@ def times(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         modes[mode] = {
             "step_ms": step_ms,
             "spread_ms": [round(min(spent[mode, best]), 2), round(max(spent[mode, best]), 2)],
-            "mfu": round(model_flops(case, options) / options.fsdp / step_ms / 1e-3 / 989e12, 4),
+            "mfu": round(model_flops(case, options) / options.fsdp / step_ms / 1e-3 / PEAK_FLOPS, 4),
             **facts[mode, best],
             "other_options": {
                 v: {"step_ms": median[mode, v], "temp_gib": facts[mode, v]["temp_gib"]} for v in variants if v != best
             },
         }
-    shape = {**shape_of(case, options), "residuals": list(case.names)}
+    shape = {**case.shape(options), "residuals": list(case.names)}
     return {**provenance(case.program, options.commit, options.fsdp), "shape": shape, "modes": modes}
 
 
@@ -390,6 +403,7 @@ def compile_step(case: Case, options: argparse.Namespace, variant: Variant) -> t
     graph = nnx.graphdef(nnx.eval_shape(lambda: kind(shape, nnx.Rngs(params=0))))
     rotation = rotations(options.seq, shape.d_head, shape.rope_theta)
     who, residuals, xla, fields = variant
+    saved = residuals | dict.fromkeys(case.always, "save")
 
     def layer(x: Any, weights: Any) -> tuple[Any, None]:
         out = nnx.merge(graph, weights)(x, rotation)
@@ -399,7 +413,7 @@ def compile_step(case: Case, options: argparse.Namespace, variant: Variant) -> t
         if who == "ours":
             y, _ = jaxoffload.scan(layer, x, weights, policy=jaxoffload.Policy(residuals, **dict(fields)))
         elif who in ("jax", "loop"):
-            body = jax.checkpoint(layer, policy=jax_policy(residuals), prevent_cse=who == "jax")
+            body = jax.checkpoint(layer, policy=jax_policy(saved), prevent_cse=who == "jax")
             y, _ = jax.lax.scan(body, x, weights)
         else:
             y, _ = jax.lax.scan(layer, x, weights)
@@ -435,7 +449,8 @@ def provenance(program: str, commit: str, devices: int = 1) -> dict[str, Any]:
 
     import jax
 
-    kept = ("jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cublas")
+    kept = {"jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cublas"}
+    kept |= {"transformer_engine"}
     versions = {p.name: p.version for p in importlib.metadata.distributions() if p.name in kept}
     return {
         "device": f"{devices} {jax.devices()[0].device_kind} ({jax.devices()[0].platform})",
@@ -445,6 +460,7 @@ def provenance(program: str, commit: str, devices: int = 1) -> dict[str, Any]:
     }
 
 
-def shape_of(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    shape = {key: getattr(options, key) for key in ("layers", "batch", "seq", "d_model", "kv_heads", "attention")}
-    return {**shape, "d_ff": case.model(options).d_ff, "dtype": "bfloat16 on float32"}
+def layers_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What is recorded of the layers of any case."""
+    kept = ("layers", "batch", "seq", "d_model", "kv_heads", "attention", "fsdp")
+    return {**{key: getattr(options, key) for key in kept}, "dtype": "bfloat16 on float32"}

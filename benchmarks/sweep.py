@@ -44,7 +44,7 @@ def main() -> None:
     for seq in options.seqs:
         lines += measure(argparse.Namespace(**{**vars(options), "seq": seq}))
     provenance = peers.provenance("sweep", options.commit, options.fsdp)
-    result = {**provenance, "shape": peers.shape_of(dense.CASE, options) | {"seq": options.seqs}, "lines": lines}
+    result = {**provenance, "shape": dense.CASE.shape(options) | {"seq": options.seqs}, "lines": lines}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(plot(result, options.out.with_suffix(".png")))
 

@@ -30,7 +30,8 @@ CALLS = {"jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "jaxoffload_
 # Equations whose nested jaxpr sees a part of each operand.
 _SLICING = {"shard_map", "scan"}
 
-# Equations that run one kernel for all of their results: to compute one of them again is to compute them all.
+# Equations that run one kernel for all of their results: to compute one of them again is to compute them all. JAX's own
+# kernels, and what it has for those of others.
 _KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
 
 # The name that `mark_dots` gives to matrix products, so that they are known after differentiation.
@@ -52,8 +53,8 @@ def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> tuple[list[Value]
     """The values of `jaxpr` that have a name, in order of definition; those of them that share a result of a `cond`,
     from its branches and behind it; and how deep plans nest inside it.
 
-    Of one kernel's results, those without a name have the others': flash attention's softmax statistics that of its
-    output, which is of no use to the backward pass without them.
+    Of one kernel's results, those without a name have that of the first with one: flash attention's softmax statistics
+    that of its output, which is of no use to the backward pass without them.
 
     `roles`: what each input is to the caller ("carry", "argument", ...).
     """
@@ -62,9 +63,9 @@ def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> tuple[list[Value]
         found.define((), var, role)
     found.walk(jaxpr, ())
     for together in found.kernels:
-        names = list(dict.fromkeys(name for value in together for name in value.names))
+        first = next((value.names for value in together if value.names), [])
         for value in together:
-            value.names = value.names or list(names)
+            value.names = value.names or list(first)
     slots = [[v for v in slot if v is not None and v.names not in ([], [DOT])] for slot in found.slots]
     return [v for v in found.values if v.names], slots, found.depth
 

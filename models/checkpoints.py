@@ -15,7 +15,8 @@ from models.step import State
 # position would mean other batches.
 _FIXED_SECTIONS = ("model.", "data.")
 _FIXED = {"train.batch_size", "train.seq_len", "train.seed"}
-_FREE = {"model.attention", "model.dtype", "data.cache_dir"}
+_FREE = {"model.attention", "model.dtype", "model.grouped", "model.capacity", "model.aux_loss", "model.z_loss"}
+_FREE |= {"data.cache_dir"}
 
 
 class Saved(NamedTuple):
@@ -44,11 +45,12 @@ def latest(out: Path) -> Saved | None:
 def differences(config: Config, saved: Saved) -> dict[str, str]:
     """{key: problem} of what must be as it was when the checkpoint was written."""
     fixed = lambda key: key in _FIXED or (key.startswith(_FIXED_SECTIONS) and key not in _FREE)
+    before = flat(Config()) | saved.config  # what it does not say did not exist, and is as it is by default
     return {
         key: f"{key} = {value!r}: the checkpoint in {config.train.out}, of step {saved.step}, was written with "
-        f"{saved.config.get(key)!r}; set it back, or train.out to another folder"
+        f"{before[key]!r}; set it back, or train.out to another folder"
         for key, value in flat(config).items()
-        if fixed(key) and value != saved.config.get(key)
+        if fixed(key) and value != before[key]
     }
 
 

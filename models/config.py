@@ -190,6 +190,18 @@ def _section(name: str, tree: dict[str, Any]) -> tuple[Any, dict[str, str]]:
 # ---- what one field says about another ----
 
 
+_OF_EXPERTS = (
+    "experts_per_token",
+    "d_expert",
+    "shared_experts",
+    "dense_layers",
+    "router",
+    "renormalize",
+    "route_scale",
+)
+_OF_EXPERTS += ("aux_loss", "z_loss", "balance_rate", "grouped", "capacity")
+
+
 def _relations(config: Config) -> Iterator[tuple[tuple[str, ...], bool, str]]:
     """(keys that it reads, whether it holds, what to say if not)."""
     model, mesh, train, distributed = config.model, config.mesh, config.train, config.distributed
@@ -202,7 +214,8 @@ def _relations(config: Config) -> Iterator[tuple[tuple[str, ...], bool, str]]:
     yield divides("model.kv_heads", "model.heads")
     if model.head_dim is None:
         yield divides("model.heads", "model.d_model")
-    yield divides("mesh.tensor", "model.heads", "model.kv_heads", "model.d_ff", "model.vocab_size")
+    dense = ["model.d_ff"] if model.dense_layers or not model.experts else []
+    yield divides("mesh.tensor", "model.heads", "model.kv_heads", *dense, "model.vocab_size")
     yield (
         ("mesh.fsdp", "mesh.expert", "model.d_model"),
         model.d_model % (mesh.fsdp * mesh.expert) == 0,
@@ -214,12 +227,12 @@ def _relations(config: Config) -> Iterator[tuple[tuple[str, ...], bool, str]]:
             mesh.expert == 1,
             f"mesh.expert = {mesh.expert}: must be 1 where model.experts = 0; the layers are dense",
         )
-        for name in ("shared_experts", "dense_layers", "aux_loss", "z_loss", "balance_rate", "capacity"):
+        for name in _OF_EXPERTS:
             value = getattr(model, name)
             yield (
                 (f"model.{name}", "model.experts"),
-                not value,
-                f"model.{name} = {value}: must not be given where model.experts = 0; the layers are dense",
+                value == getattr(Model, name),
+                f"model.{name} = {value!r}: must not be given where model.experts = 0; the layers are dense",
             )
     else:
         yield divides("mesh.expert", "model.experts")

@@ -35,10 +35,11 @@ def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
 
 
 def plan(sizes_E: jax.Array, rows: int, parts: int, room: int, axis: str) -> tuple[Exchange, jax.Array]:
-    """The exchange of rows sorted by expert, and how many are dropped; tagged `routing`, in the scope that is open."""
+    """The exchange of rows sorted by expert, and how many are dropped: of those for one device that are more than
+    `room`, the rows of its last experts. Tagged `routing`, in the scope that is open."""
     sizes_PxL = sizes_E.reshape(parts, -1)
     ends_PxL = jnp.cumsum(sizes_PxL, axis=1)
-    fits_PxL = jnp.diff(jnp.minimum(ends_PxL, room), axis=1, prepend=0)  # the last experts' rows are over capacity
+    fits_PxL = jnp.diff(jnp.minimum(ends_PxL, room), axis=1, prepend=0)
     first_P = _starts(ends_PxL[:, -1])
     whole_P = jnp.sum(fits_PxL, axis=1)
     buffer_P = room * jnp.arange(parts, dtype=jnp.int32)

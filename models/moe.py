@@ -61,7 +61,7 @@ class MoE(nnx.Module):
             out_BxSxD, balance = jax.shard_map(
                 of_a_device,
                 in_specs=(stream, specs),
-                out_specs=(stream, Balance(*[PartitionSpec()] * 4)),
+                out_specs=(stream, Balance(*(PartitionSpec() for _ in Balance._fields))),
                 check_vma=False,
             )(norm_BxSxD, own)
         if self.config.shared_experts:
@@ -85,7 +85,7 @@ def experts(
     parts = sizes.get("expert", 1)
     x_TxD = x_BxSxD.reshape(B * S, D)
     with scope("moe"):
-        logits_TxE = tag(x_TxD.astype(jnp.float32) @ own["router"], "router_logits")
+        logits_TxE = tag(_router_logits(x_TxD, own["router"]), "router_logits")
         scores_TxE = routing.scores(logits_TxE, config.router)
         chosen = routing.choose(scores_TxE, own.get("bias"), config.experts_per_token)
         weight_Txk = routing.weights(scores_TxE, chosen, config.renormalize, config.route_scale)
@@ -110,6 +110,11 @@ def experts(
             out_TxD = lax.psum(out_TxD, "tensor")
         balance = routing.balance(logits_TxE, scores_TxE, chosen, dropped, batch_axes)
     return out_TxD.reshape(B, S, D), balance
+
+
+def _router_logits(x_TxD: jax.Array, router_DxE: jax.Array) -> jax.Array:
+    # GPUs would round float32 to TF32's 10 bits.
+    return jnp.matmul(x_TxD.astype(jnp.float32), router_DxE, precision=lax.Precision.HIGHEST)
 
 
 def balanced(params: nnx.State, load_LxE: jax.Array, rate: float) -> nnx.State:

@@ -22,7 +22,7 @@ def report(config: Config) -> str:
     """The table and the bytes that training needs, on the config's own mesh, whatever this machine has."""
     can = traceable(config)
     lines = summary(can, program(can, abstract_mesh(can.mesh)))
-    if can != config:
+    if can.model.attention != config.model.attention:
         lines += (
             "\n(model.attention = 'cudnn' was traced as xla: no CUDA here. On a GPU attn/context "
             "also has cuDNN's softmax statistics, a float32 for each token and head.)"
@@ -61,6 +61,10 @@ def _policy_errors() -> Iterator[None]:
         raise ConfigError([f"remat.{problem}" for problem in error.problems]) from error
     except (MemoryError, NotImplementedError) as error:
         raise ConfigError([f"remat: {error}"]) from error
+    except (ValueError, ImportError) as error:
+        if "grouped_matmul" not in str(error):
+            raise
+        raise ConfigError([f"model.grouped: {error}"]) from error
 
 
 def model_line(config: Config, made: Program) -> str:

@@ -27,7 +27,8 @@ class Program(NamedTuple):
     """What a config computes: functions to jit, and their arguments as ShapeDtypeStructs with shardings."""
 
     init: Callable[[], State]
-    # Metrics: loss, grad_norm; of experts expert_load, the greatest over the even one, and dropped, a share of rows.
+    # Metrics: loss (cross-entropy), grad_norm; of experts aux_loss and z_loss before their weights, expert_load (the
+    # greatest over the even one) and dropped (a share of the rows).
     step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
     loss: Callable[[nnx.State, jax.Array], jax.Array]  # of one microbatch: what is differentiated
     evaluate: Callable[[nnx.State, jax.Array], jax.Array]  # the loss of a batch, in microbatches
@@ -50,7 +51,7 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         params = nnx.state(make())
         return State(jnp.int32(0), params, optimizer.init(params))
 
-    def trained(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, Balance | None]:
+    def trained(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Balance | None]]:
         return training_loss(nnx.merge(graph, params), tokens_BxS1, config.remat, train.loss_chunk)
 
     def judged(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
@@ -58,14 +59,16 @@ def program(config: Config, mesh: AnyMesh) -> Program:
 
     def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         derived = jax.value_and_grad(trained, has_aux=True)
-        (value, balance), gradients = mean(derived, train.grad_accumulation, state.params, tokens_BxS1)
+        (_, (loss, balance)), gradients = mean(derived, train.grad_accumulation, state.params, tokens_BxS1)
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": value, "grad_norm": optax.tree.norm(gradients)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
         if balance is not None:
             if config.model.balance_rate:
                 params = balanced(params, balance.load_E, config.model.balance_rate)
             metrics |= {
+                "aux_loss": jnp.mean(balance.aux),
+                "z_loss": jnp.mean(balance.z),
                 "expert_load": config.model.experts * jnp.max(balance.load_E),
                 "dropped": jnp.mean(balance.dropped),
             }
@@ -160,9 +163,11 @@ def step_for(config: Config, mesh: AnyMesh | None = None) -> tuple[Callable[...,
 def traceable(config: Config) -> Config:
     """The config as this machine can trace it.
 
-    JAX refuses to trace cuDNN's attention where there is no CUDA. XLA's has the same named residuals, so a
-    residual table is the same; what the attention computes inside, and again, is not.
+    JAX refuses to trace cuDNN's attention and kernels for GPUs where there is no CUDA. XLA's have the same named
+    residuals, but for cuDNN's statistics; what they compute inside, and again, is not the same.
     """
-    if config.model.attention == "cudnn" and jax.default_backend() != "gpu":
-        return replace(config, model=replace(config.model, attention="xla"))
-    return config
+    if jax.default_backend() == "gpu":
+        return config
+    elsewhere = {"attention": {"cudnn": "xla"}, "grouped": {"te": "ragged", "mosaic": "ragged"}}
+    model = {key: to[value] for key, to in elsewhere.items() if (value := getattr(config.model, key)) in to}
+    return replace(config, model=replace(config.model, **model)) if model else config

@@ -96,13 +96,14 @@ def next_token_loss(model: Transformer, tokens_BxS1: jax.Array, policy: Policy, 
 
 def training_loss(
     model: Transformer, tokens_BxS1: jax.Array, policy: Policy, chunk: int
-) -> tuple[jax.Array, Balance | None]:
-    """`next_token_loss`, with experts plus the means of the layers' auxiliary losses; and the layers' balance."""
+) -> tuple[jax.Array, tuple[jax.Array, Balance | None]]:
+    """What is minimised: `next_token_loss`, with experts plus the means of the layers' auxiliary losses. Then
+    `next_token_loss` by itself, and the layers' balance."""
     x_BxSxD, balance = model(tokens_BxS1[:, :-1], policy)
-    loss = cross_entropy(model, x_BxSxD, tokens_BxS1[:, 1:], chunk)
+    loss = total = cross_entropy(model, x_BxSxD, tokens_BxS1[:, 1:], chunk)
     if balance is not None:
-        loss += model.config.aux_loss * jnp.mean(balance.aux) + model.config.z_loss * jnp.mean(balance.z)
-    return loss, balance
+        total += model.config.aux_loss * jnp.mean(balance.aux) + model.config.z_loss * jnp.mean(balance.z)
+    return total, (loss, balance)
 
 
 def cross_entropy(model: Transformer, x_BxSxD: jax.Array, targets_BxS: jax.Array, chunk: int) -> jax.Array:

@@ -74,6 +74,7 @@ BAD_VALUES = {
     "mesh.fsdp=3; train.batch_size=6": ("mesh.fsdp", "3", "must divide model.d_model = 64"),
     "mesh.expert=2": ("mesh.expert", "2", "must be 1 where model.experts = 0"),
     "model.aux_loss=0.1": ("model.aux_loss", "0.1", "must not be given where model.experts = 0"),
+    "model.router=sigmoid": ("model.router", "'sigmoid'", "must not be given where model.experts = 0"),
     "model.experts=1": ("model.experts_per_token", "2", "must be at most model.experts = 1"),
     "model.experts=4; model.capacity=1.5": ("model.capacity", "1.5", "must be null where mesh.expert = 1"),
     "model.experts=4; model.dense_layers=9": ("model.dense_layers", "9", "must be below model.layers"),

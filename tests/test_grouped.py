@@ -390,6 +390,19 @@ def test_vmap_of_ragged_is_a_loop(quantize):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
 
 
+@pytest.mark.parametrize("batched", [which for which in itertools.product([0, None], repeat=3) if 0 in which])
+def test_any_operands_of_ragged_may_be_batched(batched):
+    """Gradients too: those of examples by themselves, with weights for all."""
+    args = normal(0, (14, 5)), normal(1, (4, 5, 6)), jnp.asarray(SIZES)
+    stacks = [jnp.stack([a, a[::-1]]) if axis == 0 else a for a, axis in zip(args, batched, strict=True)]
+    f = lambda x, w, sizes: grouped_matmul(x, w, sizes, backend="ragged")
+    both = lambda x, w, sizes: (f(x, w, sizes), gradient(lambda x, w: f(x, w, sizes), (0, 1))(x, w))
+    got = jax.jit(jax.vmap(both, batched))(*stacks)
+    for row in range(2):
+        want = jax.jit(both)(*(a[row] if axis == 0 else a for a, axis in zip(stacks, batched, strict=True)))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[row], b, rtol=1e-4, atol=1e-4), got, want)
+
+
 # --- auto
 
 

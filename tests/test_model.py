@@ -15,7 +15,8 @@ import jaxoffload
 from jaxoffload import Policy
 from models.attention import rope, rotations
 from models.config import Config, Mesh, Model, Train, load
-from models.report import report
+from models.reading import ConfigError
+from models.report import report, summary
 from models.sharding import abstract_mesh
 from models.step import program, traceable
 from models.transformer import Transformer, flops_per_token, matmul_params, next_token_loss
@@ -425,6 +426,16 @@ def test_the_residuals_of_each_config_weigh_what_the_hand_says(name):
     }
     assert dict(got) == want
     assert table.host_bytes == host
+
+
+def test_the_report_needs_no_gpu_for_kernels_of_gpus():
+    assert "moe/fc1.gate" in report(load(CONFIGS / "qwen3-30b-a3b.yaml", ["model.grouped=mosaic"]))
+
+
+def test_a_product_that_cannot_run_here_is_a_line_about_the_config():
+    config = load(CONFIGS / "tiny-moe.yaml", ["model.grouped=te"])
+    with pytest.raises(ConfigError, match=r"model\.grouped: grouped_matmul: backend 'te' needs TransformerEngine"):
+        summary(config, program(config, abstract_mesh(config.mesh)))
 
 
 @pytest.mark.parametrize(

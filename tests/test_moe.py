@@ -398,6 +398,16 @@ def test_the_exchange_is_not_repeated_where_its_rows_are_kept():
     assert exchanges({}) == exchanges({"moe/fc1_input": "offload"}) + 1
 
 
+def test_the_loss_that_is_told_is_the_cross_entropy():
+    made = on(Mesh(), aux_loss=1.0, z_loss=1.0)
+    state, tokens = jax.jit(made.init)(), jax.device_put(TOKENS, made.tokens.sharding)
+    _, metrics = jax.jit(made.step)(state, tokens)
+    judged, total = map(float, jax.jit(lambda *args: (made.evaluate(*args), made.loss(*args)))(state.params, tokens))
+    assert float(metrics["loss"]) == pytest.approx(judged, rel=1e-5)
+    assert total == pytest.approx(sum(float(metrics[key]) for key in ("loss", "aux_loss", "z_loss")), rel=1e-5)
+    assert total > 1 + float(metrics["loss"])
+
+
 def test_dense_layers_then_experts_under_one_policy():
     both = Policy({"mlp/fc1": "offload", "moe/fc1": "save"}, min_offload_bytes=0)
     made = on(Mesh(), both)

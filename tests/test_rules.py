@@ -504,6 +504,35 @@ def test_rule_5_a_result_of_a_kernel_may_have_a_name_of_its_own():
     assert table["context"] == ("offloaded", "context") and table["total"] == ("saved", "total")
 
 
+def test_rule_5_a_result_without_a_name_has_that_of_the_first_with_one():
+    def forward(x):
+        out, (x, _, total) = softmax_forward(x)
+        return out, (x, tag(out, "out"), total)
+
+    own = jax.custom_vjp(lambda x: softmax(x))
+    own.defvjp(forward, softmax_backward)
+    for rules in ({"scores": "save", "out": "offload"}, {"scores": "offload", "out": "save"}):
+        table = states(under(lambda x, w: own(tag(x @ w, "scores")), rules), X, W)
+        assert table["out.0"] == table["out.1"] == ({"save": "saved", "offload": "offloaded"}[rules["out"]], "out")
+
+
+def test_rule_5_results_of_one_kernel_with_different_names_may_differ():
+    def kernel(x, *outs):
+        for i, out in enumerate(outs):
+            out[...] = jnp.sin(x[...] + i)
+
+    results = [jax.ShapeDtypeStruct(X.shape, X.dtype)] * 3
+    three = jax.custom_vjp(lambda x: sum(pallas.pallas_call(kernel, out_shape=results, interpret=True)(x)))
+
+    def forward(x):
+        a, b, c = pallas.pallas_call(kernel, out_shape=results, interpret=True)(x)
+        return a + b + c, (tag(a, "a"), tag(b, "b"), c)
+
+    three.defvjp(forward, lambda kept, dy: (dy * (kept[0] + kept[1] * kept[2]),))
+    table = states(under(lambda x, w: three(x @ w), {"a": "offload", "b": "save"}), X, W)
+    assert (table["a.0"][0], table["b"][0], table["a.1"][0]) == ("offloaded", "saved", "offloaded")
+
+
 # ---------------------------------------------------------------------------------------------- 6
 
 

@@ -421,6 +421,10 @@ def test_a_checkpoint_of_another_model_or_other_data_is_named():
     assert changed("train", learning_rate=1.0, steps=7, grad_accumulation=2, loss_chunk=2) == set()
     assert changed("data", cache_dir="/tmp/elsewhere") == set()
     assert changed("mesh", fsdp=2) == set()
+    assert changed("model", grouped="te", capacity=2.0, aux_loss=0.1, z_loss=0.1) == set()
+    # What a checkpoint does not say was not there when it was written.
+    before = {key: value for key, value in flat(then).items() if "expert" not in key}
+    assert checkpoints.differences(then, checkpoints.Saved(16, before, {})) == {}
 
 
 def test_a_changed_corpus_is_not_continued(eight, config, capsys):

@@ -86,6 +86,18 @@ def in_groups(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return jnp.where(numbers < jnp.sum(group_sizes), rows, jnp.zeros((), rows.dtype))
 
 
+def batched_alike(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`f` under vmap with all operands batched, on their leading axis: of others `lax.ragged_dot` has no batch."""
+    alike = jax.custom_batching.custom_vmap(f)
+
+    @alike.def_vmap
+    def all_batched(axis_size: int, in_batched: Any, *args: Any) -> Any:
+        whole = [a if b else lax.broadcast(a, (axis_size,)) for a, b in zip(args, in_batched, strict=True)]
+        return jax.vmap(f)(*whole), True
+
+    return alike
+
+
 def unbatched(name: str, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`f` with a sentence instead of what its kernel says under vmap."""
     guarded = jax.custom_batching.custom_vmap(f)

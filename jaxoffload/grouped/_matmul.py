@@ -159,6 +159,8 @@ def _gpu_generation() -> int:
 
 
 def _check_arguments(x: Any, w: Any, group_sizes: Any, backend: str, quantize: str | None) -> None:
+    if no_array := [k for k, a in (("x", x), ("w", w), ("group_sizes", group_sizes)) if not hasattr(a, "dtype")]:
+        raise ValueError(f"grouped_matmul: {no_array[0]} is no array; x, w and group_sizes must be")
     said = lambda a: f"{jnp.dtype(a.dtype).name}{list(a.shape)}"
     checks = (
         (x.ndim == 2, f"x: {said(x)} is not (M, K)"),

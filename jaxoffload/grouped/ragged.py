@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._backend import Backend, Shape
+from ._backend import Backend, Shape, batched_alike
 
 # dw contracts the rows of each group.
 _OVER_ROWS = lax.RaggedDotDimensionNumbers(
@@ -17,6 +17,7 @@ def refuses(shape: Shape) -> None:
     """It can do all."""
 
 
+@batched_alike
 def forward_float32(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32)
 
@@ -25,6 +26,7 @@ def dx_float32(dy: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array
     return forward_float32(dy, w.swapaxes(1, 2), group_sizes)
 
 
+@batched_alike
 def dw_float32(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot_general(x, dy, group_sizes, _OVER_ROWS, preferred_element_type=jnp.float32)
 

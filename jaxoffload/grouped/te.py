@@ -77,9 +77,9 @@ def fields(rowwise: Any, columnwise: Any = None) -> dict[str, Any]:
     """The arguments of `GroupedTensor` that are these tensors of TransformerEngine."""
     sizes = getattr(rowwise, "first_dims", None)
     if sizes is None or (columnwise is not None and not getattr(columnwise, "is_colwise", False)):
-        types = ", ".join(type(t).__name__ for t in (rowwise, columnwise) if t is not None)
+        given = ", ".join(type(t).__name__ for t in (rowwise, columnwise) if t is not None)
         raise ValueError(
-            f"GroupedTensor.from_te: {types}; allowed are a GroupedNoScaleTensor, or a row-wise and a column-wise "
+            f"GroupedTensor.from_te: {given}; allowed are a GroupedNoScaleTensor, or a row-wise and a column-wise "
             "GroupedScaledTensor1x, of which the first has group sizes (first_dims)"
         )
     # Where TransformerEngine does not know it, it puts an array of one element.

@@ -80,36 +80,41 @@ def experts(
       own: router (D, E); bias (E,) if there is one; gate and up (L, D, F) and down (L, F, D) of the L experts here, a
         part of F where there is a tensor axis.
     """
-    (B, S, D), dtype = x_BxSxD.shape, x_BxSxD.dtype
-    batch_axes = tuple(axis for axis in RULES.batch if axis in sizes)
-    parts = sizes.get("expert", 1)
+    B, S, D = x_BxSxD.shape
     x_TxD = x_BxSxD.reshape(B * S, D)
+    batch_axes = tuple(axis for axis in RULES.batch if axis in sizes)
     with scope("moe"):
         logits_TxE = tag(_router_logits(x_TxD, own["router"]), "router_logits")
         scores_TxE = routing.scores(logits_TxE, config.router)
         chosen = routing.choose(scores_TxE, own.get("bias"), config.experts_per_token)
         weight_Txk = routing.weights(scores_TxE, chosen, config.renormalize, config.route_scale)
-        # In the order of the rows; of R rows each is one token's.
+        # In the order of the rows; each is one token's, for one expert.
         weight_Rx1 = routing.moved(weight_Txk.reshape(-1, 1), chosen.order_R, chosen.place_R)
-        rows_RxD, sizes_E, dropped = routing.dispatch(x_TxD, chosen), chosen.sizes_E, jnp.int32(0)
-        back: Any = lambda rows_RxD: rows_RxD
-        if parts > 1:
+        rows_RxD, dropped = routing.dispatch(x_TxD, chosen), jnp.int32(0)
+        if (parts := sizes.get("expert", 1)) > 1:
             room = exchange.capacity_rows(len(rows_RxD), parts, config.capacity)
-            plan, dropped = exchange.plan(sizes_E, len(rows_RxD), parts, room, "expert")
-            back = functools.partial(exchange.from_experts, exchange=plan, parts=parts, axis="expert")
-            rows_RxD, weight_Rx1 = (exchange.to_experts(x, plan, parts, "expert") for x in (rows_RxD, weight_Rx1))
-            sizes_E = plan.sizes_L
-        rows_RxD = tag(rows_RxD, "fc1_input")
-        product = functools.partial(grouped_matmul, group_sizes=sizes_E, backend=config.grouped)
-        leaves = first_leaves(config.activation)
-        fc1 = tag({leaf: product(rows_RxD, own[leaf]) for leaf in leaves}, "fc1")
-        act_RxF = tag((activate(fc1, config.activation).astype(jnp.float32) * weight_Rx1).astype(dtype), "act")
-        fc2_RxD = tag(product(act_RxF, own["down"]), "fc2")
-        out_TxD = routing.combine(back(fc2_RxD), chosen)
+            plan, dropped = exchange.plan(chosen.sizes_E, len(rows_RxD), parts, room, "expert")
+            there = [exchange.to_experts(x, plan, parts, "expert") for x in (rows_RxD, weight_Rx1)]
+            rows_RxD = exchange.from_experts(_computed(config, *there, plan.sizes_L, own), plan, parts, "expert")
+        else:
+            rows_RxD = _computed(config, rows_RxD, weight_Rx1, chosen.sizes_E, own)
+        out_TxD = routing.combine(rows_RxD, chosen)
         if sizes.get("tensor", 1) > 1:  # each device had a part of F
             out_TxD = lax.psum(out_TxD, "tensor")
         balance = routing.balance(logits_TxE, scores_TxE, chosen, dropped, batch_axes)
     return out_TxD.reshape(B, S, D), balance
+
+
+def _computed(
+    config: Model, rows_RxD: jax.Array, weight_Rx1: jax.Array, sizes_L: jax.Array, own: dict[str, jax.Array]
+) -> jax.Array:
+    """(R, D): what the experts here make of their rows, which are sorted by expert, times each row's weight."""
+    product = functools.partial(grouped_matmul, group_sizes=sizes_L, backend=config.grouped)
+    rows_RxD = tag(rows_RxD, "fc1_input")
+    fc1 = tag({leaf: product(rows_RxD, own[leaf]) for leaf in first_leaves(config.activation)}, "fc1")
+    act_RxF = activate(fc1, config.activation).astype(jnp.float32) * weight_Rx1
+    act_RxF = tag(act_RxF.astype(rows_RxD.dtype), "act")
+    return tag(product(act_RxF, own["down"]), "fc2")
 
 
 def _router_logits(x_TxD: jax.Array, router_DxE: jax.Array) -> jax.Array:

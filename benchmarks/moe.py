@@ -9,6 +9,7 @@ import argparse
 from typing import Any
 
 from benchmarks.peers import Case, attention_costs, best, layers_of, main
+from models.routing import Routing
 
 GATE, UP, INPUT, CONTEXT, KV = "moe/fc1.gate ", "moe/fc1.up ", "moe/fc1_input ", "attn/context ", "attn/k attn/v "
 
@@ -69,7 +70,7 @@ CASE = Case(
         *("layer_input", "attn/norm", "attn/q", "attn/k", "attn/v", "attn/context", "attn/out"),
         *("mlp_input", "moe/norm", "moe/router_logits", "moe/fc1_input", "moe/fc1.gate", "moe/fc1.up", "moe/act"),
     ),
-    always=tuple(f"moe/routing.{field}" for field in ("ids_Txk", "order_R", "place_R", "sizes_E")),
+    always=tuple(f"moe/routing.{field}" for field in Routing._fields),
     best={
         "gate moved": best(GATE),
         "gate and context moved": best(GATE + CONTEXT),

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import streams
 from jaxoffload import compiler_options
+from models.metrics import PEAK_FLOPS
 
 
 class Variant(NamedTuple):
@@ -34,7 +35,6 @@ class Variant(NamedTuple):
     fields: tuple[tuple[str, Any], ...] = ()  # of the policy of "ours": others than its residuals
 
 
-PEAK_FLOPS = 989e12  # of an H100 or H200, bf16
 OVERLAP = compiler_options("gpu")
 PIPELINED = {**OVERLAP, "xla_gpu_enable_pipelined_host_offloading": True}
 
@@ -200,7 +200,7 @@ def attention_costs(shape: Any, tokens: int) -> dict[str, tuple[int, int]]:
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """Of the layers' shape, and of what else the benchmarks of a step share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/dense.json"))
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=8192)
@@ -316,7 +316,7 @@ def times(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         modes[mode] = {
             "step_ms": step_ms,
             "spread_ms": [round(min(spent[mode, best]), 2), round(max(spent[mode, best]), 2)],
-            "mfu": round(model_flops(case, options) / options.fsdp / step_ms / 1e-3 / PEAK_FLOPS, 4),
+            "mfu": round(model_flops(case, options) / options.fsdp / step_ms / 1e-3 / PEAK_FLOPS["NVIDIA H200"], 4),
             **facts[mode, best],
             "other_options": {
                 v: {"step_ms": median[mode, v], "temp_gib": facts[mode, v]["temp_gib"]} for v in variants if v != best

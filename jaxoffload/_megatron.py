@@ -1,6 +1,7 @@
 """Megatron-LM's names for what it offloads, and the residuals that they are here.
 
-Its `--offload-modules` names a module whose input goes to the host; we name the value itself. See
+Its `--offload-modules` names a module whose input goes to the host; we name the value itself, and of attention all that
+its backward pass reads. See
 https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/features/fine_grained_activation_offloading.html
 """
 

@@ -1,5 +1,6 @@
 """The training program's config: frozen dataclasses, a comment per field, and how a file becomes one."""
 
+import functools
 import inspect
 import json
 import os
@@ -191,26 +192,18 @@ def _section(name: str, tree: dict[str, Any]) -> tuple[Any, dict[str, str]]:
 
 
 _OF_EXPERTS = (
-    "experts_per_token",
-    "d_expert",
-    "shared_experts",
-    "dense_layers",
-    "router",
-    "renormalize",
-    "route_scale",
+    *("experts_per_token", "d_expert", "shared_experts", "dense_layers", "router", "renormalize", "route_scale"),
+    *("aux_loss", "z_loss", "balance_rate", "grouped", "capacity"),
 )
-_OF_EXPERTS += ("aux_loss", "z_loss", "balance_rate", "grouped", "capacity")
+
+# The keys that it reads, whether it holds, what to say if not.
+Relation = tuple[tuple[str, ...], bool, str]
 
 
-def _relations(config: Config) -> Iterator[tuple[tuple[str, ...], bool, str]]:
-    """(keys that it reads, whether it holds, what to say if not)."""
+def _relations(config: Config) -> Iterator[Relation]:
     model, mesh, train, distributed = config.model, config.mesh, config.train, config.distributed
 
-    def divides(key: str, *others: str) -> tuple[tuple[str, ...], bool, str]:
-        number = _get(config, key)
-        broken = [f"{other} = {_get(config, other)}" for other in others if _get(config, other) % number]
-        return (key, *others), not broken, f"{key} = {number}: must divide {' and '.join(broken)}"
-
+    divides = functools.partial(_divides, config)
     yield divides("model.kv_heads", "model.heads")
     if model.head_dim is None:
         yield divides("model.heads", "model.d_model")
@@ -221,37 +214,7 @@ def _relations(config: Config) -> Iterator[tuple[tuple[str, ...], bool, str]]:
         model.d_model % (mesh.fsdp * mesh.expert) == 0,
         f"mesh.fsdp * mesh.expert = {mesh.fsdp * mesh.expert}: must divide model.d_model = {model.d_model}",
     )
-    if not model.experts:
-        yield (
-            ("mesh.expert", "model.experts"),
-            mesh.expert == 1,
-            f"mesh.expert = {mesh.expert}: must be 1 where model.experts = 0; the layers are dense",
-        )
-        for name in _OF_EXPERTS:
-            value = getattr(model, name)
-            yield (
-                (f"model.{name}", "model.experts"),
-                value == getattr(Model, name),
-                f"model.{name} = {value!r}: must not be given where model.experts = 0; the layers are dense",
-            )
-    else:
-        yield divides("mesh.expert", "model.experts")
-        yield divides("mesh.tensor", "model.d_expert")
-        yield (
-            ("model.capacity", "mesh.expert"),
-            model.capacity is None or mesh.expert > 1,
-            f"model.capacity = {model.capacity}: must be null where mesh.expert = 1; no rows are sent",
-        )
-        yield (
-            ("model.experts_per_token", "model.experts"),
-            model.experts_per_token <= model.experts,
-            f"model.experts_per_token = {model.experts_per_token}: must be at most model.experts = {model.experts}",
-        )
-        yield (
-            ("model.dense_layers", "model.layers"),
-            model.dense_layers < model.layers,
-            f"model.dense_layers = {model.dense_layers}: must be below model.layers = {model.layers}",
-        )
+    yield from _relations_of_experts(config)
     yield divides("train.loss_chunk", "train.seq_len")
     rows = train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert
     yield (
@@ -305,6 +268,47 @@ def _relations(config: Config) -> Iterator[tuple[tuple[str, ...], bool, str]]:
         count is None or index is None or index < count,
         f"distributed.process_id = {index}: must be below distributed.num_processes = {count}",
     )
+
+
+def _relations_of_experts(config: Config) -> Iterator[Relation]:
+    model, mesh = config.model, config.mesh
+    if not model.experts:
+        yield (
+            ("mesh.expert", "model.experts"),
+            mesh.expert == 1,
+            f"mesh.expert = {mesh.expert}: must be 1 where model.experts = 0; the layers are dense",
+        )
+        for name in _OF_EXPERTS:
+            value = getattr(model, name)
+            yield (
+                (f"model.{name}", "model.experts"),
+                value == getattr(Model, name),
+                f"model.{name} = {value!r}: must not be given where model.experts = 0; the layers are dense",
+            )
+    else:
+        yield _divides(config, "mesh.expert", "model.experts")
+        yield _divides(config, "mesh.tensor", "model.d_expert")
+        yield (
+            ("model.capacity", "mesh.expert"),
+            model.capacity is None or mesh.expert > 1,
+            f"model.capacity = {model.capacity}: must be null where mesh.expert = 1; no rows are sent",
+        )
+        yield (
+            ("model.experts_per_token", "model.experts"),
+            model.experts_per_token <= model.experts,
+            f"model.experts_per_token = {model.experts_per_token}: must be at most model.experts = {model.experts}",
+        )
+        yield (
+            ("model.dense_layers", "model.layers"),
+            model.dense_layers < model.layers,
+            f"model.dense_layers = {model.dense_layers}: must be below model.layers = {model.layers}",
+        )
+
+
+def _divides(config: Config, key: str, *others: str) -> Relation:
+    number = _get(config, key)
+    broken = [f"{other} = {_get(config, other)}" for other in others if _get(config, other) % number]
+    return (key, *others), not broken, f"{key} = {number}: must divide {' and '.join(broken)}"
 
 
 def _get(config: Config, key: str) -> Any:

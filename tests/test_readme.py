@@ -10,6 +10,7 @@ import pytest
 import yaml
 from common import count, kept
 from jax.ad_checkpoint import checkpoint_name
+from test_rules import kernels, softmax
 
 from benchmarks.dense import table
 from jaxoffload import Policy, residuals
@@ -73,6 +74,9 @@ def test_what_it_says_of_jaxs_own_policies():
     # The output of exp, saved.
     f = jax.checkpoint(lambda x: checkpoint_name(jnp.exp(x), "e"), policy=named("e"))
     assert count(jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(x), "exp") == 2
+    # The output of a kernel, saved; its other result, which the backward pass reads too, has no name.
+    f = jax.checkpoint(lambda x: checkpoint_name(softmax(x), "context"), policy=named("context"))
+    assert kernels(jax.make_jaxpr(jax.grad(lambda x: (f(x) ** 2).sum()))(x)) == 2
 
 
 def test_the_tests_that_the_table_of_requirements_names_exist():

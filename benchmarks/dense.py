@@ -54,6 +54,8 @@ CASE = Case(
         "gate and context moved, k and v kept": best(GATE + CONTEXT, KV),
         "context, q and mlp_input moved, k and v kept": best(CONTEXT + "attn/q mlp_input", KV),
         "gate, context and q moved, k and v kept": best(GATE + CONTEXT + "attn/q", KV),
+        "gate, context, q and mlp_input moved, k and v kept": best(GATE + CONTEXT + "attn/q mlp_input", KV),
+        "gate, up and context moved": best(GATE + UP + CONTEXT),
         "gate, up, context and mlp_input moved, k and v kept": best(GATE + UP + CONTEXT + "mlp_input", KV),
         "gate, up, context, mlp_input and q moved, k and v kept": best(GATE + UP + CONTEXT + "mlp_input attn/q", KV),
     },

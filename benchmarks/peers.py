@@ -147,7 +147,8 @@ def shares(case: Case, modes: dict[str, Any], options: argparse.Namespace) -> di
         "compile_ours/compile_scan": ours["compile_s"] / modes["saved"]["compile_s"],
     }
     on_host = ours["residuals_host_gib"] / options.fsdp  # of a device
-    moved = on_host * (options.layers - 1) / options.layers  # a row of the stacks stays empty
+    # Of the rows of the stacks one stays empty, and what another holds is on its way back, on the device.
+    moved = on_host * (options.layers - 2) / options.layers
     if moved:
         for key in ("temp_gib", "peak_gib") if "peak_gib" in ours and "peak_gib" in twin else ("temp_gib",):
             found[f"freed/predicted by {key}"] = (twin[key] - ours[key]) / moved

@@ -232,6 +232,34 @@ def test_every_copy_is_dma_and_in_range(lines):
     assert copies == 16
 
 
+def begun_after(lines):
+    """Of each loop body: its products, and how many of them are before each start of a copy."""
+    for body in dict.fromkeys(line.computation for line in lines if line.opcode.endswith("-start")):
+        inside = [line for line in lines if line.computation == body]
+        yield (
+            len(products(inside)),
+            [len(products(inside[:i])) for i, a in enumerate(inside) if a.opcode.endswith("-start")],
+        )
+
+
+def test_copies_begin_where_their_turn_begins(gpu):
+    """Two turns in a body, each with all its products after its copies have begun. XLA by itself begins those that come
+    back when 5 ms of their turn are left, here about half of it."""
+    d, hidden = 4096, 16384
+    shapes = (
+        jax.ShapeDtypeStruct((16384, d), jnp.bfloat16),
+        tuple(jax.ShapeDtypeStruct((LAYERS, *shape), jnp.bfloat16) for shape in ((d, hidden), (hidden, d), (d,))),
+    )
+    f = gradient(lambda x, w: scan(layer, x, w, policy=Policy(OFFLOADED))[0], (0, 1))
+    plain = {name: option for name, option in OPTIONS.items() if name != "fdo_profile"}
+    ours, left_to_xla = (
+        list(begun_after(list(instructions(compiled(gpu, f, *shapes, options=options)))))
+        for options in (OPTIONS, plain)
+    )
+    assert ours == [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]
+    assert left_to_xla != ours
+
+
 def test_every_product_runs_once(gpu, lines):
     """A layer has two, and four in its backward pass. Saved ones too: written into a stack, XLA would clone them."""
     in_turns = lambda lines: len(products(lines))

@@ -39,10 +39,11 @@ OVERLAP = compiler_options("gpu")
 PIPELINED = {**OVERLAP, "xla_gpu_enable_pipelined_host_offloading": True}
 
 
-def best(moved: str, kept: str = "", **fields: int) -> Variant:
-    """A candidate for `ours_best`: names that go to the host with `layer_input`, names that stay, other fields."""
+def best(moved: str, kept: str = "", copy_ms: float | None = None, **fields: int) -> Variant:
+    """A candidate for `ours_best`: names that go to the host with `layer_input`, names that stay, how long before the
+    end of its turn a copy begins, other fields."""
     decisions = dict.fromkeys(["layer_input", *moved.split()], "offload") | dict.fromkeys(kept.split(), "save")
-    return Variant("ours", decisions, OVERLAP, tuple(fields.items()))
+    return Variant("ours", decisions, compiler_options("gpu", copy_ms=copy_ms), tuple(fields.items()))
 
 
 class Case(NamedTuple):

@@ -21,7 +21,7 @@ _GPU_OPTIONS: dict[str, str | bool] = {
 # (https://github.com/openxla/xla: GpuLatencyEstimator). The one way to tell it is a profile of instructions, by their
 # names. Copies of a loop get longer than any turn, so that they begin where the turn does. Others, as those of a chain,
 # get 1 GiB's time: were they all to begin at once, what they bring would fill the device.
-_COPY_MS = {"dynamic-slice-start": 1000, "dynamic-update-slice-start": 1000, "copy-start": 20}
+_COPY_MS = {"dynamic-slice-start": 1000.0, "dynamic-update-slice-start": 1000.0, "copy-start": 20.0}
 _COPIES = 100  # of each kind that a program may have; XLA numbers them
 _CLONES = ("", ".double_buffer_clone")
 
@@ -30,34 +30,41 @@ _BACKENDS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 _FIRST_RIGHT_JAXLIB = (0, 11, 2)
 
 
-def compiler_options(backend: str | None = None) -> dict[str, str | bool | bytes]:
+def compiler_options(backend: str | None = None, *, copy_ms: float | None = None) -> dict[str, str | bool | bytes]:
     """The options to compile a training step with: `jax.jit(step, compiler_options=compiler_options())`.
 
     Args:
       backend: "cpu", "gpu", "cuda", "rocm" or "tpu"; JAX's default backend if None.
+      copy_ms: how long XLA is told that a copy takes, in ms: it begins that long before its end is awaited. By default
+        the copies of a layer of `scan` begin where the layer's computation does, and what comes back for the next layer
+        is on the device beside all that this one computes. A little more than a layer's copies take one way keeps it
+        out of the way for longer.
 
     Returns:
       XLA's names and values, and a profile that holds nothing but how long copies take; empty on anything but an NVIDIA
       GPU.
 
     Raises:
-      ValueError: there is no such backend.
+      ValueError: there is no such backend, or no such time.
     """
     if backend is not None and backend not in _BACKENDS:
         near = difflib.get_close_matches(str(backend), _BACKENDS, 1, cutoff=0.5)
         said = f"; the nearest is {near[0]!r}" if near else ""
         raise ValueError(f"compiler_options: backend {backend!r} is none of {', '.join(_BACKENDS)}{said}")
+    if copy_ms is not None and not 0 < copy_ms < float("inf"):
+        raise ValueError(f"compiler_options: copy_ms {copy_ms!r} is no time; give milliseconds, more than 0, or None")
     if (backend or jax.default_backend()) not in ("gpu", "cuda"):
         return {}
+    times = {copy: copy_ms or ms for copy, ms in _COPY_MS.items()}
     checker = {"xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF"}  # it misses all other instructions
-    return {**_GPU_OPTIONS, **checker, "fdo_profile": _profile_of_copies()}
+    return {**_GPU_OPTIONS, **checker, "fdo_profile": _profile(times)}
 
 
-def _profile_of_copies() -> bytes:
-    """A `ProfiledInstructionsProto` as text; numbered as XLA does, with the clones that double buffering makes."""
+def _profile(copies: dict[str, float]) -> bytes:
+    """A `ProfiledInstructionsProto` as text, of copies as XLA numbers and, for double buffering, clones them; in ms."""
     numbers = ["", *(f".{i}{more}" for i in range(1, _COPIES) for more in ("", ".0", ".1"))]
-    names = [(copy + n + clone, ms) for copy, ms in _COPY_MS.items() for n in numbers for clone in _CLONES]
-    return "".join(f'costs {{ name: "{name}" cost_us: {1000 * ms} }}\n' for name, ms in names).encode()
+    names = [(copy + n + clone, ms) for copy, ms in copies.items() for n in numbers for clone in _CLONES]
+    return "".join(f'costs {{ name: "{name}" cost_us: {1000 * ms:g} }}\n' for name, ms in names).encode()
 
 
 def refuse_remat3() -> None:

@@ -131,7 +131,11 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
     options = compiler_options("gpu")
     assert "DYNAMIC" not in options["xla_gpu_enable_command_buffer"]
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
-    assert b'costs { name: "dynamic-slice-start.2.double_buffer_clone" cost_us: 1000000 }' in options["fdo_profile"]
+    assert b'costs { name: "dynamic-slice-start.2.double_buffer_clone" cost_us: 1e+06 }' in options["fdo_profile"]
+    assert b'"copy-start.1.0" cost_us: 12500 }' in compiler_options("gpu", copy_ms=12.5)["fdo_profile"]
+    for wrong in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=rf"copy_ms {wrong} is no time; give milliseconds"):
+            compiler_options("gpu", copy_ms=wrong)
     assert compiler_options("gpu") is not compiler_options("gpu")  # a caller may change its own
     assert compiler_options("cuda") == options and compiler_options("tpu") == compiler_options("rocm") == {}
     with pytest.raises(ValueError, match=r"backend 'gpuu' is none of cpu, gpu.*nearest is 'gpu'"):

@@ -56,9 +56,7 @@ CASE = Case(
         "gate, context and q moved, k and v kept": best(GATE + CONTEXT + "attn/q", KV),
         "gate, context, q and mlp_input moved, k and v kept": best(GATE + CONTEXT + "attn/q mlp_input", KV),
         "gate, up and context moved, late": best(GATE + UP + CONTEXT, copy_ms=30),
-        "gate, up, context and mlp_input moved, k and v kept, late": best(
-            GATE + UP + CONTEXT + "mlp_input", KV, copy_ms=30
-        ),
+        "gate, up, context and mlp_input moved, late": best(GATE + UP + CONTEXT + "mlp_input", copy_ms=30),
         "gate, up, context and mlp_input moved, k and v kept": best(GATE + UP + CONTEXT + "mlp_input", KV),
         "gate, up, context, mlp_input and q moved, k and v kept": best(GATE + UP + CONTEXT + "mlp_input attn/q", KV),
     },

@@ -242,22 +242,30 @@ def begun_after(lines):
         )
 
 
+def large(gpu, layers, options):
+    """`begun_after` of a scan whose products take milliseconds."""
+    d, hidden = 4096, 16384
+    w = tuple(jax.ShapeDtypeStruct((layers, *a), jnp.bfloat16) for a in ((d, hidden), (hidden, d), (d,)))
+    f = gradient(lambda x, w: scan(layer, x, w, policy=Policy(OFFLOADED))[0], (0, 1))
+    program = compiled(gpu, f, jax.ShapeDtypeStruct((16384, d), jnp.bfloat16), w, options=options)
+    return list(begun_after(list(instructions(program))))
+
+
 def test_copies_begin_where_their_turn_begins(gpu):
     """Two turns in a body, each with all its products after its copies have begun. XLA by itself begins those that come
     back when 5 ms of their turn are left, here about half of it."""
-    d, hidden = 4096, 16384
-    shapes = (
-        jax.ShapeDtypeStruct((16384, d), jnp.bfloat16),
-        tuple(jax.ShapeDtypeStruct((LAYERS, *shape), jnp.bfloat16) for shape in ((d, hidden), (hidden, d), (d,))),
-    )
-    f = gradient(lambda x, w: scan(layer, x, w, policy=Policy(OFFLOADED))[0], (0, 1))
+    assert large(gpu, LAYERS, OPTIONS) == [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]
     plain = {name: option for name, option in OPTIONS.items() if name != "fdo_profile"}
-    ours, left_to_xla = (
-        list(begun_after(list(instructions(compiled(gpu, f, *shapes, options=options)))))
-        for options in (OPTIONS, plain)
-    )
-    assert ours == [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]
-    assert left_to_xla != ours
+    (_, (_, before)) = large(gpu, LAYERS, plain)
+    assert sum(before) > 8
+
+
+def test_on_a_full_device_xla_recomputes_nothing_and_copies_begin_no_later(gpu, monkeypatch):
+    """150 layers keep 100 GB on the host, which XLA takes for device memory."""
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "120")
+    assert large(gpu, 150, OPTIONS) == [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]
+    plain = {name: option for name, option in OPTIONS.items() if name != "xla_gpu_memory_limit_slop_factor"}
+    assert large(gpu, 150, plain) != [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]
 
 
 def test_every_product_runs_once(gpu, lines):

@@ -10,8 +10,8 @@ from jax.extend.core import Jaxpr
 # What it takes for copies to run beside the compute (measured on H200). Command buffers put async host copies on the
 # compute stream, hence none around dynamic slices; without double buffering a loop's two copies wait for each other;
 # the latency-hiding scheduler goes off by itself when a module holds a ragged all-to-all. XLA counts stacks on the host
-# as device memory: on a full device it would recompute what the policy keeps, and begin copies as late as it can. So its
-# limit, a percentage of what weights and states leave free, is out of reach: the policy says what is recomputed.
+# as device memory: on a full device it would recompute what the policy keeps, and begin copies as late as it can.
+# Hence a limit out of reach, a percentage of what weights and states leave free: the policy says what is recomputed.
 _GPU_OPTIONS: dict[str, str | bool | int] = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL",
     "xla_gpu_enable_while_loop_double_buffering": True,

@@ -32,6 +32,7 @@ ORDER = (
 )
 HOW = {"jaxoffload": ("ours", peers.OVERLAP), "JAX": ("loop", peers.PIPELINED)}  # who, XLA's options
 RECOMPUTED, SHARE = "everything recomputed", "jaxoffload, in a share of the layers"
+SMALL = {"fontsize": 7, "va": "top", "ha": "left", "rotation_mode": "anchor"}
 COLOURS = {"JAX": "tab:red", "jaxoffload": "tab:blue", SHARE: "tab:green"}
 
 
@@ -116,7 +117,7 @@ def plot(result: dict[str, Any], path: Path) -> str:
 
     shape = result["shape"]
     seqs = sorted({line["seq"] for line in result["lines"]})
-    figure, axes = plt.subplots(2, len(seqs), figsize=(4.8 * len(seqs), 6.4), sharex="col", squeeze=False)
+    figure, axes = plt.subplots(2, len(seqs), figsize=(2.4 + 4.8 * len(seqs), 7.2), sharex="col", squeeze=False)
     for column, seq in enumerate(seqs):
         lines = [line for line in result["lines"] if line["seq"] == seq]
         (recomputed,) = (line for line in lines if line["how"] == RECOMPUTED)
@@ -130,10 +131,14 @@ def plot(result: dict[str, Any], path: Path) -> str:
                 ax.axvline(free, color="grey", linestyle=":", label="copies take as long as the forward pass")
             ax.set_ylim(0, 1.1 * max(line[key] for line in lines))
             ax.set_ylabel(label)
+        for line in (line for line in lines if line["how"] == "jaxoffload"):
+            at = line["host_gib"], line["step_ms"]
+            axes[0][column].annotate(line["moved"][-1], at, (0, -8), textcoords="offset points", rotation=-60, **SMALL)
         axes[0][column].set_title(f"{shape['batch']} x {seq} tokens")
         axes[1][column].set_xlabel("offloaded, GiB")
-    axes[0][0].legend(fontsize="small", loc="lower left")
-    figure.suptitle(f"{shape['layers']} layers of Llama 3's shape, width {shape['d_model']}, on {result['device']}")
+    axes[1][0].legend(fontsize="small", loc="lower right")
+    shape_of = f"{shape['layers']} layers of Llama 3's shape, width {shape['d_model']}, on {result['device']}"
+    figure.suptitle(f"One residual after another goes to the host\n{shape_of}", fontsize="medium")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     return str(path)

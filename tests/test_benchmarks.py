@@ -113,7 +113,7 @@ def test_all_rows_are_divided_among_the_groups():
 
 
 LINES = [
-    {"seq": 8, "how": how, "host_gib": gib, "step_ms": 40.0 - gib, "temp_gib": 2.0, "d2h_ms": ms}
+    {"seq": 8, "how": how, "moved": ["fc1"], "host_gib": gib, "step_ms": 40.0 - gib, "temp_gib": 2.0, "d2h_ms": ms}
     for how, gib, ms in [
         (sweep.RECOMPUTED, 0.0, None),
         ("jaxoffload", 2.5, 20.0),

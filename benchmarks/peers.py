@@ -7,6 +7,7 @@ memory. The parent never touches the GPU.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -209,7 +210,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--d_model", type=int, default=4096)
     parser.add_argument("--kv_heads", type=int, default=8)
     parser.add_argument("--fsdp", type=int, default=1, help="GPUs that share batch and weights")
-    parser.add_argument("--attention", default="cudnn", choices=("cudnn", "xla"))
+    parser.add_argument("--attention", default="cudnn", choices=("cudnn", "te", "xla"))
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed, a turn")
     parser.add_argument("--commit", default=head(), help="recorded beside the numbers")
     return parser
@@ -262,6 +263,7 @@ def say(what: str) -> None:
 
 def times(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Step times of all modes under all their options, the fastest options' kept."""
+    _import_te(options)
     import jax
 
     compiled, facts = {}, {}
@@ -330,6 +332,7 @@ def times(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 def peak(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """The peak of allocated device memory over three steps, in a process that did nothing else; then a profile."""
+    _import_te(options)
     import jax
 
     step, _, _ = compile_step(case, options, modes_of(case)[options.mode][options.variant])
@@ -348,6 +351,12 @@ def peak(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 
 WORKERS = {"times": times, "peak": peak}
+
+
+def _import_te(options: argparse.Namespace) -> None:
+    """Before JAX's first computation, as TransformerEngine asks for."""
+    if "te" in (options.attention, getattr(options, "grouped", None)):
+        importlib.import_module("transformer_engine.jax")
 
 
 def model_flops(case: Case, options: argparse.Namespace) -> int:

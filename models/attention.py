@@ -1,5 +1,7 @@
 """Causal grouped-query attention with rotary positions."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,7 +9,7 @@ from flax import nnx
 from jaxoffload import scope, tag
 from models.config import Model
 from models.layers import RMSNorm, rms_norm, weight
-from models.sharding import constrain
+from models.sharding import RULES, VALUES, constrain
 
 
 def rotations(seq_len: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -54,9 +56,48 @@ class Attention(nnx.Module):
             q_BxSxNxH = tag(rope(q_BxSxNxH, rotation), "q")
             k_BxSxKxH = tag(rope(k_BxSxKxH, rotation), "k")
             v_BxSxKxH = constrain(tag(product("BSD,DKH->BSKH", norm_BxSxD, self.v_DxKxH), "v"), "attn/v")
-            context_BxSxNxH = jax.nn.dot_product_attention(
-                q_BxSxNxH, k_BxSxKxH, v_BxSxKxH, is_causal=True, implementation=self.config.attention
-            )
-            context_BxSxNxH = constrain(tag(context_BxSxNxH, "context"), "attn/context")
+            if self.config.attention == "te":
+                context_BxSxNxH = transformer_engine(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
+            else:
+                context_BxSxNxH = jax.nn.dot_product_attention(
+                    q_BxSxNxH, k_BxSxKxH, v_BxSxKxH, is_causal=True, implementation=self.config.attention
+                )
+                context_BxSxNxH = tag(context_BxSxNxH, "context")
+            context_BxSxNxH = constrain(context_BxSxNxH, "attn/context")
             out_BxSxD = tag(product("BSNH,NHD->BSD", context_BxSxNxH, self.out_NxHxD), "out")
             return constrain(out_BxSxD, "attn/out")
+
+
+def transformer_engine(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array) -> jax.Array:
+    """TransformerEngine's fused attention. It names its own residuals: the output is attn/context.0, the softmax
+    statistics attn/context.1, the state of the random numbers that nobody asks for attn/context.2.
+
+    Raises:
+      ImportError: it, or a CUDA library that it needs, is not there.
+    """
+    te = importlib.import_module("transformer_engine.jax.attention")
+
+    def of_a_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        lengths_B = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
+        return te.fused_attn(
+            (q, k, v),
+            bias=None,
+            sequence_descriptor=te.SequenceDescriptor.from_seqlens((lengths_B, lengths_B)),
+            seed=None,
+            attn_bias_type=te.AttnBiasType.NO_BIAS,
+            attn_mask_type=te.AttnMaskType.CAUSAL_MASK,
+            qkv_layout=te.QKVLayout.BSHD_BSHD_BSHD,
+            softmax_type=te.AttnSoftmaxType.VANILLA_SOFTMAX,
+            scaling_factor=q.shape[-1] ** -0.5,
+            dropout_probability=0.0,
+            is_training=True,
+            context_checkpoint_name="attn/context",
+        )
+
+    if jax.sharding.get_abstract_mesh().empty:
+        return of_a_device(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
+    specs = {name: RULES.spec(*VALUES[f"attn/{name}"]) for name in ("q", "k", "v", "context")}
+    # Each device has whole sequences and heads. Kernels do not say over which axes their results vary.
+    in_specs = (specs["q"], specs["k"], specs["v"])
+    mapped = jax.shard_map(of_a_device, in_specs=in_specs, out_specs=specs["context"], check_vma=False)
+    return mapped(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)

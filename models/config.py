@@ -48,9 +48,9 @@ class Model:
     rope_theta: Positive = 10000.0  # base of RoPE's wavelengths
     norm_eps: Positive = 1e-5
     tied_embeddings: bool = True  # the unembedding is the embedding, transposed
-    # xla runs everywhere and materialises the scores. cudnn is flash attention on NVIDIA GPUs; attn/context is then its
-    # output and its softmax statistics: with both kept, its forward pass does not run again.
-    attention: Literal["xla", "cudnn"] = "xla"
+    # xla runs everywhere and materialises the scores. cudnn is flash attention on NVIDIA GPUs, te TransformerEngine's;
+    # attn/context is then its output and its softmax statistics: with both kept, its forward pass does not run again.
+    attention: Literal["xla", "cudnn", "te"] = "xla"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the compute; parameters are float32
 
     @property
@@ -235,13 +235,13 @@ def _relations(config: Config) -> Iterator[Relation]:
     )
     yield (
         ("model.attention", "model.dtype"),
-        (model.attention, model.dtype) != ("cudnn", "float32"),
-        "model.attention = 'cudnn': must be xla where model.dtype = 'float32'; cuDNN takes bfloat16",
+        model.attention == "xla" or model.dtype == "bfloat16",
+        f"model.attention = {model.attention!r}: must be xla where model.dtype = 'float32'; cuDNN takes bfloat16",
     )
     yield (
         ("model.attention", "model.head_dim", "model.d_model", "model.heads"),
-        model.attention != "cudnn" or model.d_head % 8 == 0,
-        f"model.head_dim = {model.d_head}: must be a multiple of 8 for model.attention = 'cudnn'; or use xla",
+        model.attention == "xla" or model.d_head % 8 == 0,
+        f"model.head_dim = {model.d_head}: must be a multiple of 8 with model.attention = {model.attention!r}",
     )
     for key in ("data.cache_dir", "train.out"):
         folder = _get(config, key)

@@ -1,18 +1,24 @@
 """Whether a config can run here: all that is wrong with it at once, before anything is compiled or tokenised."""
 
 import contextlib
+import functools
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from models import checkpoints
+from jaxoffload import grouped_matmul
+from models import checkpoints, exchange
 from models.config import Config
 from models.processes import join, locked, objections
 from models.reading import ConfigError, collecting
 from models.report import check_patterns
 from models.sharding import make_mesh
+
+_NO_TE = (ImportError, OSError, RuntimeError)  # all three, by what of TransformerEngine is missing
 
 
 @contextlib.contextmanager
@@ -33,8 +39,14 @@ def admitted(config: Config, problems: list[str]) -> Iterator[Mesh]:
         if not blames("distributed", "mesh"):
             with collecting(problems):
                 mesh = make_mesh(config.mesh)
+        if "te" in (config.model.attention, config.model.grouped):
+            with contextlib.suppress(*_NO_TE):  # it wants to be imported before JAX's first computation
+                importlib.import_module("transformer_engine.jax")
         with collecting(problems):
             _check_attention(config)
+        if not blames("model", "mesh", "train"):
+            with collecting(problems):
+                _check_products(config)
         if not blames("train.out"):
             with collecting(problems):
                 saved = checkpoints.latest(Path(config.train.out))
@@ -56,6 +68,38 @@ def check_names(config: Config, problems: list[str]) -> None:
 
 
 def _check_attention(config: Config) -> None:
-    backend = jax.default_backend()
-    if config.model.attention == "cudnn" and backend != "gpu":
-        raise ConfigError([f"model.attention = 'cudnn': needs NVIDIA GPUs, and this is a {backend}; must be xla here"])
+    kind, backend = config.model.attention, jax.default_backend()
+    if kind == "xla":
+        return
+    if backend != "gpu":
+        raise ConfigError([f"model.attention = {kind!r}: needs NVIDIA GPUs, and this is a {backend}; must be xla here"])
+    if kind == "te":
+        try:
+            importlib.import_module("transformer_engine.jax.attention")
+        except _NO_TE as why:
+            said = str(why).partition("\n")[0]
+            raise ConfigError(
+                [
+                    f"model.attention = 'te': TransformerEngine cannot be imported ({said}); "
+                    "install the extra jaxoffload[te], or use cudnn"
+                ]
+            ) from why
+
+
+def _check_products(config: Config) -> None:
+    """Whether `model.grouped` can do the experts' products, as a device of the mesh has them."""
+    model, mesh, train = config.model, config.mesh, config.train
+    if not model.experts:
+        return
+    share = train.batch_size // train.grad_accumulation // (mesh.data * mesh.fsdp * mesh.expert)
+    rows = share * train.seq_len * model.experts_per_token
+    if mesh.expert > 1:
+        rows = mesh.expert * exchange.capacity_rows(rows, mesh.expert, model.capacity)
+    of = lambda *shape, dtype=model.dtype: jax.ShapeDtypeStruct(shape, dtype)
+    G, D, F = model.experts // mesh.expert, model.d_model, model.d_expert // mesh.tensor
+    product = functools.partial(grouped_matmul, backend=model.grouped)
+    for K, N in ((D, F), (F, D)):
+        try:
+            jax.eval_shape(product, of(rows, K), of(G, K, N), of(G, dtype=jnp.int32))
+        except (ValueError, ImportError) as why:
+            raise ConfigError([f"model.grouped = {model.grouped!r}: {why}"]) from why

@@ -24,8 +24,8 @@ def report(config: Config) -> str:
     lines = summary(can, program(can, abstract_mesh(can.mesh)))
     if can.model.attention != config.model.attention:
         lines += (
-            "\n(model.attention = 'cudnn' was traced as xla: no CUDA here. On a GPU attn/context "
-            "also has cuDNN's softmax statistics, a float32 for each token and head.)"
+            f"\n(model.attention = {config.model.attention!r} was traced as xla: no CUDA here. On a GPU attn/context "
+            "also has the softmax statistics, a float32 for each token and head.)"
         )
     return lines
 
@@ -101,10 +101,10 @@ def expected(config: Config, made: Program, table: Residuals) -> list[str]:
 
 def device_bytes(row: Residual, mesh: AnyMesh) -> int:
     """A residual's bytes on each device: a value with a name is split by its axes, another one as the batch is; of the
-    experts, which compute on each device alone, each device has its own."""
+    experts and of attention's kernels, which compute on each device alone, each device has its own."""
     name = next((name for name in row.names if name in VALUES), None)
     if name is None:
-        alone = any(name.startswith("moe/") for name in row.names)
+        alone = any(name.startswith(("moe/", "attn/context.")) for name in row.names)
         return row.bytes // (mesh.size if alone else batch_parts(mesh))
     shard = NamedSharding(mesh, RULES.spec(*VALUES[name])).shard_shape(row.shape)
     return row.bytes * math.prod(shard) // math.prod(row.shape)

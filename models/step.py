@@ -163,11 +163,11 @@ def step_for(config: Config, mesh: AnyMesh | None = None) -> tuple[Callable[...,
 def traceable(config: Config) -> Config:
     """The config as this machine can trace it.
 
-    JAX refuses to trace cuDNN's attention and kernels for GPUs where there is no CUDA. XLA's have the same named
-    residuals, but for cuDNN's statistics; what they compute inside, and again, is not the same.
+    Attention of cuDNN and TransformerEngine and kernels for GPUs cannot be traced where there is no CUDA. XLA's have
+    the same named residuals, but for attention's statistics; what they compute inside, and again, is not the same.
     """
     if jax.default_backend() == "gpu":
         return config
-    elsewhere = {"attention": {"cudnn": "xla"}, "grouped": {"te": "ragged", "mosaic": "ragged"}}
+    elsewhere = {"attention": {"cudnn": "xla", "te": "xla"}, "grouped": {"te": "ragged", "mosaic": "ragged"}}
     model = {key: to[value] for key, to in elsewhere.items() if (value := getattr(config.model, key)) in to}
     return replace(config, model=replace(config.model, **model)) if model else config

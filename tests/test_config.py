@@ -63,8 +63,8 @@ BAD_VALUES = {
     "train.seed=-1": ("train.seed", "-1", "an integer of at least 0"),
     "data.valid_fraction=0.9": ("data.valid_fraction", "0.9", "a number from 0.0001 to 0.5"),
     # choices
-    "model.attention=cudn": ("model.attention", "'cudn'", "xla or cudnn; the nearest is cudnn"),
-    "model.attention=null": ("model.attention", "None", "xla or cudnn"),
+    "model.attention=cudn": ("model.attention", "'cudn'", "xla or cudnn or te; the nearest is cudnn"),
+    "model.attention=null": ("model.attention", "None", "xla or cudnn or te"),
     "model.dtype=bf16": ("model.dtype", "'bf16'", "bfloat16 or float32; the nearest is bfloat16"),
     # one field against another
     "model.kv_heads=3": ("model.kv_heads", "3", "must divide model.heads = 4"),

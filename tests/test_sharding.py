@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from common import in_a_loop
+from common import count, in_a_loop
+from common import transformer_engine as transformer_engine
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -100,6 +101,26 @@ def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
     assert "f32[16,12,48]" not in compiled.as_text() and "f32[16,12,32]" not in compiled.as_text()
     assert f"f32[{rows},12,{48 // sizes.tensor}]" in compiled.as_text()
     loss, gradients = compiled(params, jax.device_put(TOKENS, made.microbatch.sharding))
+    np.testing.assert_allclose(loss, one_device[0], rtol=1e-6)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, gradients, one_device[1])
+
+
+@pytest.mark.parametrize("sizes", [Mesh(2, 2, 2), None])
+def test_attention_of_transformer_engine_is_a_devices_own_and_runs_once(one_device, transformer_engine, sizes):
+    """Each device has whole heads and sequences; what is kept of it are three values of one name."""
+    keep = Policy(residuals={"attn/context": "offload"}, default="save", min_offload_bytes=0)
+    made = on(sizes or Mesh(), remat=keep, model={"attention": "te"})
+    arguments = made.state.params, made.microbatch
+    rows = {row.names[0]: row.state for row in jaxoffload.residuals(made.loss, *arguments) if row.names}
+    assert {k: v for k, v in rows.items() if "context" in k} == {
+        "attn/context.0": "saved",  # the last line is the resident layer's
+        "attn/context.1": "saved",
+        "attn/context.2": "saved",
+    }
+    gradient = jax.jit(jax.value_and_grad(made.loss), in_shardings=shardings_of(arguments))
+    assert count(gradient.trace(*arguments).jaxpr.jaxpr, "erf_inv") == 1
+    loss, gradients = gradient(start(made).params, jax.device_put(TOKENS, made.microbatch.sharding))
     np.testing.assert_allclose(loss, one_device[0], rtol=1e-6)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, gradients, one_device[1])

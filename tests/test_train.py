@@ -1,6 +1,7 @@
 """The training program as a user meets it: it learns, is stopped, killed, resumed, and run on two processes."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxoffload.grouped import te
 from models import checkpoints, data, metrics, processes, train
 from models.config import Config, Distributed, Model, flat, load
 from models.reading import ConfigError
@@ -358,6 +360,15 @@ def test_a_damaged_launcher_is_a_sentence(config, tmp_path, environment, said):
             "mesh.data * mesh.fsdp * mesh.expert * mesh.tensor = 16: must be 8, the number of devices here",
         ),
         (["model.attention=cudnn", "model.dtype=bfloat16"], "model.attention = 'cudnn': needs NVIDIA GPUs"),
+        (["model.attention=te", "model.dtype=bfloat16"], "model.attention = 'te': needs NVIDIA GPUs"),
+        (
+            ["model.experts=4", "model.experts_per_token=2", "model.d_expert=100", "model.grouped=mosaic"],
+            "model.grouped = 'mosaic': grouped_matmul: backend 'mosaic' cannot do this: ",
+        ),
+        (
+            ["model.experts=4", "model.experts_per_token=2", "model.d_expert=64", "model.grouped=te"],
+            "model.grouped = 'te': grouped_matmul: backend 'te' needs TransformerEngine",
+        ),
         (["data.path=/nowhere/*.txt"], "data.path = '/nowhere/*.txt': "),
         (["data.path=[/nowhere/*.txt, stdlib]"], "data.path = ('/nowhere/*.txt', 'stdlib'): "),
         (["data.tokenizer=/nowhere.json"], "data.tokenizer = /nowhere.json: "),
@@ -556,18 +567,19 @@ data.valid_fraction=0.2
 
 
 @pytest.mark.gpu
-def test_llama_scaled_down_trains_with_offload_and_cudnn_has_the_losses_of_xla(config, tmp_path, capsys):
+def test_llama_scaled_down_trains_with_offload_and_flash_attention_has_the_losses_of_xla(config, tmp_path, capsys):
     path, cache = load(config).data.path, load(config).data.cache_dir
     here = [*SCALED.split(), f"data.path={path}", f"data.cache_dir={cache}", f"mesh.fsdp={jax.device_count()}"]
-    for attention in ("cudnn", "xla"):
+    with_te = ["te"] if te.importable() else []
+    for attention in ("cudnn", *with_te, "xla"):
         chosen = [f"model.attention={attention}", f"train.out={tmp_path}/{attention}"]
         assert train.main([f"{ROOT}/configs/llama3-8b.yaml", *here, *chosen]) == 0
         rows = [line.split() for line in capsys.readouterr().out.splitlines() if " offloaded " in line]
-        # With cuDNN, attention's softmax statistics too.
-        context = {"attn/context.0", "attn/context.1"} if attention == "cudnn" else {"attn/context"}
+        # With flash attention, its softmax statistics too.
+        context = {"attn/context"} if attention == "xla" else {"attn/context.0", "attn/context.1"}
         assert {row[0] for row in rows} == {"layer_input", "mlp/fc1.gate"} | context
-    for key in ("loss", "valid_loss"):
-        cudnn, xla = (losses(tmp_path / attention, key) for attention in ("cudnn", "xla"))
-        assert cudnn.keys() == xla.keys() and cudnn[8] < max(cudnn.values()) - 0.3
+    for key, flash in itertools.product(("loss", "valid_loss"), ("cudnn", *with_te)):
+        got, xla = (losses(tmp_path / attention, key) for attention in (flash, "xla"))
+        assert got.keys() == xla.keys() and got[8] < max(got.values()) - 0.3
         # Nats a token. Both round to bfloat16, 8 bits, at different places; a wrong mask or scale is off by more.
-        np.testing.assert_allclose([*cudnn.values()], [*xla.values()], atol=0.02, rtol=0)
+        np.testing.assert_allclose([*got.values()], [*xla.values()], atol=0.02, rtol=0)

@@ -15,7 +15,15 @@ from models.step import State
 # position would mean other batches.
 _FIXED_SECTIONS = ("model.", "data.")
 _FIXED = {"train.batch_size", "train.seq_len", "train.seed"}
-_FREE = {"model.attention", "model.dtype", "model.grouped", "model.capacity", "model.aux_loss", "model.z_loss"}
+_FREE = {
+    "model.attention",
+    "model.dtype",
+    "model.grouped",
+    "model.quantize",
+    "model.capacity",
+    "model.aux_loss",
+    "model.z_loss",
+}
 _FREE |= {"data.cache_dir"}
 
 

@@ -12,21 +12,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoffload import tag
-from models.routing import lookup, moved
+from models.routing import aligned, aligned_rows, lookup, moved, starts
 
 
 class Exchange(NamedTuple):
     """The rows of P devices, each with E = P * L experts, at one of them. All int32.
 
     A row is at one of R places where it was sorted, one of P * C places of the buffer that is sent (C for each device),
-    one of as many in the buffer that arrives, and one of as many sorted by this device's experts.
+    one of as many in the buffer that arrives, and one of S sorted by this device's experts: as many, and more where
+    they are aligned.
     """
 
     sent_PC: jax.Array  # place in the buffer -> row; R where it is empty
     slot_R: jax.Array  # row -> place in the buffer; P * C if it is dropped
-    sorted_PC: jax.Array  # place by expert -> place in the arrived buffer; P * C where it is empty
-    arrived_PC: jax.Array  # the other way
-    sizes_L: jax.Array  # rows of each expert here
+    sorted_S: jax.Array  # place by expert -> place in the arrived buffer; P * C where it is empty
+    arrived_PC: jax.Array  # the other way; S where it is empty
+    sizes_L: jax.Array  # rows of each expert here, aligned
 
 
 def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
@@ -34,13 +35,14 @@ def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
     return rows if capacity is None else min(rows, math.ceil(capacity * rows / parts))
 
 
-def plan(sizes_E: jax.Array, rows: int, parts: int, room: int, axis: str) -> tuple[Exchange, jax.Array]:
+def plan(sizes_E: jax.Array, rows: int, parts: int, room: int, axis: str, align: int = 1) -> tuple[Exchange, jax.Array]:
     """The exchange of rows sorted by expert, and how many are dropped: of those for one device that are more than
-    `room`, the rows of its last experts. Tagged `routing`, in the scope that is open."""
+    `room`, the rows of its last experts. Where they arrive, each expert's rows are as many as a multiple of `align`.
+    Tagged `routing`, in the scope that is open."""
     sizes_PxL = sizes_E.reshape(parts, -1)
     ends_PxL = jnp.cumsum(sizes_PxL, axis=1)
     fits_PxL = jnp.diff(jnp.minimum(ends_PxL, room), axis=1, prepend=0)
-    first_P = _starts(ends_PxL[:, -1])
+    first_P = starts(ends_PxL[:, -1])
     whole_P = jnp.sum(fits_PxL, axis=1)
     buffer_P = room * jnp.arange(parts, dtype=jnp.int32)
     size = parts * room
@@ -49,24 +51,25 @@ def plan(sizes_E: jax.Array, rows: int, parts: int, room: int, axis: str) -> tup
     arrived_PxL = lax.all_to_all(fits_PxL, axis, 0, 0)  # from each device, for each expert here
     # Blocks of one device's rows for one expert: by device where they arrive, by expert where they are computed.
     begin_PxL = buffer_P[:, None] + jnp.cumsum(arrived_PxL, axis=1) - arrived_PxL
-    by_expert_LP = arrived_PxL.T.reshape(-1)
-    target_LP = _starts(by_expert_LP)
-    sorted_PC = lookup(target_LP, begin_PxL.T.reshape(-1), by_expert_LP, size, size)
-    target_PxL = target_LP.reshape(-1, parts).T
-    arrived_PC = lookup(begin_PxL.reshape(-1), target_PxL.reshape(-1), arrived_PxL.reshape(-1), size, size)
-    exchange = Exchange(sent_PC, slot_R, sorted_PC, arrived_PC, jnp.sum(arrived_PxL, axis=0))
+    sizes_L = aligned(jnp.sum(arrived_PxL, axis=0), align)
+    target_PxL = starts(sizes_L)[None] + jnp.cumsum(arrived_PxL, axis=0) - arrived_PxL
+    by_expert = [x_PxL.T.reshape(-1) for x_PxL in (target_PxL, begin_PxL, arrived_PxL)]
+    by_device = [x_PxL.reshape(-1) for x_PxL in (begin_PxL, target_PxL, arrived_PxL)]
+    room_S = aligned_rows(size, len(sizes_L), align)
+    sorted_S, arrived_PC = lookup(*by_expert, room_S, size), lookup(*by_device, size, room_S)
+    exchange = Exchange(sent_PC, slot_R, sorted_S, arrived_PC, sizes_L)
     return tag(exchange, "routing"), jnp.sum(sizes_E) - jnp.sum(whole_P)
 
 
 def to_experts(rows_RxD: jax.Array, exchange: Exchange, parts: int, axis: str) -> jax.Array:
-    """(P * C, D): all devices' rows for the experts here, sorted by expert; zeros behind them."""
+    """(S, D): all devices' rows for the experts here, sorted by expert; zeros behind them."""
     buffer = _swapped(moved(rows_RxD, exchange.sent_PC, exchange.slot_R), parts, axis)
-    return moved(buffer, exchange.sorted_PC, exchange.arrived_PC)
+    return moved(buffer, exchange.sorted_S, exchange.arrived_PC)
 
 
-def from_experts(rows_PCxD: jax.Array, exchange: Exchange, parts: int, axis: str) -> jax.Array:
+def from_experts(rows_SxD: jax.Array, exchange: Exchange, parts: int, axis: str) -> jax.Array:
     """(R, D): back where they came from; zero where a row was dropped."""
-    buffer = _swapped(moved(rows_PCxD, exchange.arrived_PC, exchange.sorted_PC), parts, axis)
+    buffer = _swapped(moved(rows_SxD, exchange.arrived_PC, exchange.sorted_S), parts, axis)
     return moved(buffer, exchange.slot_R, exchange.sent_PC)
 
 
@@ -74,7 +77,3 @@ def _swapped(buffer_PCxD: jax.Array, parts: int, axis: str) -> jax.Array:
     """Part p of each device's buffer is sent to device p, which has it as part of the sender's number."""
     C, D = buffer_PCxD.shape[0] // parts, buffer_PCxD.shape[1]
     return lax.all_to_all(buffer_PCxD.reshape(parts, C, D), axis, 0, 0).reshape(parts * C, D)
-
-
-def _starts(lengths: jax.Array) -> jax.Array:
-    return jnp.cumsum(lengths) - lengths

@@ -25,10 +25,13 @@ from models.mlp import FeedForward, activate, first_leaves
 from models.routing import Balance
 from models.sharding import RULES
 
+ALIGN = {None: 1, "fp8": 16}  # what FP8 kernels want the rows of each expert to be a multiple of
+
 
 class MoE(nnx.Module):
     """Residuals: moe/norm, moe/router_logits, moe/routing.*, moe/fc1_input, moe/fc1.gate, moe/fc1.up, moe/act, moe/fc2;
-    of shared experts shared/fc1.gate, shared/fc1.up, shared/act, shared/fc2."""
+    of shared experts shared/fc1.gate, shared/fc1.up, shared/act, shared/fc2. With FP8, moe/fc1_input and moe/act are
+    quantised: moe/act.data, moe/act.scale_inv, moe/act.columnwise_data, moe/act.columnwise_scale_inv."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
         D, E, F = config.d_model, config.experts, config.d_expert
@@ -86,18 +89,20 @@ def experts(
     with scope("moe"):
         logits_TxE = tag(_router_logits(x_TxD, own["router"]), "router_logits")
         scores_TxE = routing.scores(logits_TxE, config.router)
-        chosen = routing.choose(scores_TxE, own.get("bias"), config.experts_per_token)
+        parts, align = sizes.get("expert", 1), ALIGN[config.quantize]
+        # Aligned where the products are: here, or where the rows arrive.
+        chosen = routing.choose(scores_TxE, own.get("bias"), config.experts_per_token, align if parts == 1 else 1)
         weight_Txk = routing.weights(scores_TxE, chosen, config.renormalize, config.route_scale)
         # In the order of the rows; each is one token's, for one expert.
-        weight_Rx1 = routing.moved(weight_Txk.reshape(-1, 1), chosen.order_R, chosen.place_R)
+        weight_Rx1 = routing.moved(weight_Txk.reshape(-1, 1), chosen.order_R, chosen.place_Tk)
         rows_RxD, dropped = routing.dispatch(x_TxD, chosen), jnp.int32(0)
-        if (parts := sizes.get("expert", 1)) > 1:
+        if parts > 1:
             room = exchange.capacity_rows(len(rows_RxD), parts, config.capacity)
-            plan, dropped = exchange.plan(chosen.sizes_E, len(rows_RxD), parts, room, "expert")
+            plan, dropped = exchange.plan(chosen.sizes_E, len(rows_RxD), parts, room, "expert", align)
             there = [exchange.to_experts(x, plan, parts, "expert") for x in (rows_RxD, weight_Rx1)]
             rows_RxD = exchange.from_experts(_computed(config, *there, plan.sizes_L, own), plan, parts, "expert")
         else:
-            rows_RxD = _computed(config, rows_RxD, weight_Rx1, chosen.sizes_E, own)
+            rows_RxD = _computed(config, rows_RxD, weight_Rx1, routing.aligned(chosen.sizes_E, align), own)
         out_TxD = routing.combine(rows_RxD, chosen)
         if sizes.get("tensor", 1) > 1:  # each device had a part of F
             out_TxD = lax.psum(out_TxD, "tensor")
@@ -109,12 +114,12 @@ def _computed(
     config: Model, rows_RxD: jax.Array, weight_Rx1: jax.Array, sizes_L: jax.Array, own: dict[str, jax.Array]
 ) -> jax.Array:
     """(R, D): what the experts here make of their rows, which are sorted by expert, times each row's weight."""
-    product = functools.partial(grouped_matmul, group_sizes=sizes_L, backend=config.grouped)
-    rows_RxD = tag(rows_RxD, "fc1_input")
-    fc1 = tag({leaf: product(rows_RxD, own[leaf]) for leaf in first_leaves(config.activation)}, "fc1")
+    product = functools.partial(grouped_matmul, group_sizes=sizes_L, backend=config.grouped, quantize=config.quantize)
+    leaves = first_leaves(config.activation)
+    fc1 = product(rows_RxD, [own[leaf] for leaf in leaves], name="fc1_input")
+    fc1 = tag(dict(zip(leaves, fc1, strict=True)), "fc1")
     act_RxF = activate(fc1, config.activation).astype(jnp.float32) * weight_Rx1
-    act_RxF = tag(act_RxF.astype(rows_RxD.dtype), "act")
-    return tag(product(act_RxF, own["down"]), "fc2")
+    return tag(product(act_RxF.astype(rows_RxD.dtype), own["down"], name="act"), "fc2")
 
 
 def _router_logits(x_TxD: jax.Array, router_DxE: jax.Array) -> jax.Array:

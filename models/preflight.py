@@ -13,9 +13,11 @@ from jax.sharding import Mesh
 from jaxoffload import grouped_matmul
 from models import checkpoints, exchange
 from models.config import Config
+from models.moe import ALIGN
 from models.processes import join, locked, objections
 from models.reading import ConfigError, collecting
 from models.report import check_patterns
+from models.routing import aligned_rows
 from models.sharding import make_mesh
 
 _NO_TE = (ImportError, OSError, RuntimeError)  # all three, by what of TransformerEngine is missing
@@ -97,7 +99,9 @@ def _check_products(config: Config) -> None:
         rows = mesh.expert * exchange.capacity_rows(rows, mesh.expert, model.capacity)
     of = lambda *shape, dtype=model.dtype: jax.ShapeDtypeStruct(shape, dtype)
     G, D, F = model.experts // mesh.expert, model.d_model, model.d_expert // mesh.tensor
-    product = functools.partial(grouped_matmul, backend=model.grouped)
+    align = ALIGN[model.quantize]
+    rows = aligned_rows(rows, model.experts // mesh.expert, align)
+    product = functools.partial(grouped_matmul, backend=model.grouped, quantize=model.quantize)
     for K, N in ((D, F), (F, D)):
         try:
             jax.eval_shape(product, of(rows, K), of(G, K, N), of(G, dtype=jnp.int32))

@@ -15,12 +15,12 @@ from jaxoffload import tag
 
 
 class Routing(NamedTuple):
-    """Of T tokens, k experts each; R = T * k rows, sorted by expert. All int32."""
+    """Of T tokens, k experts each; R rows, sorted by expert: T * k, and more where they are aligned. All int32."""
 
     ids_Txk: jax.Array  # experts
-    order_R: jax.Array  # sorted row -> t * k + j
-    place_R: jax.Array  # t * k + j -> sorted row
-    sizes_E: jax.Array  # rows of each expert
+    order_R: jax.Array  # sorted row -> t * k + j; T * k for a row that is nobody's
+    place_Tk: jax.Array  # t * k + j -> sorted row
+    sizes_E: jax.Array  # tokens of each expert
 
 
 class Balance(NamedTuple):
@@ -37,18 +37,39 @@ def scores(logits_TxE: jax.Array, kind: str) -> jax.Array:
     return jax.nn.softmax(logits_TxE, axis=-1) if kind == "softmax" else jax.nn.sigmoid(logits_TxE)
 
 
-def choose(scores_TxE: jax.Array, bias_E: jax.Array | None, k: int) -> Routing:
+def choose(scores_TxE: jax.Array, bias_E: jax.Array | None, k: int, align: int = 1) -> Routing:
     """The k experts of each token with the greatest scores. `bias_E` is added for the choice alone.
 
-    Tagged `routing`, in the scope that is open.
+    Each expert's rows begin at a multiple of `align`, and their number is one too. Tagged `routing`, in the scope that
+    is open.
     """
     by = lax.stop_gradient(scores_TxE if bias_E is None else scores_TxE + bias_E[None])
     ids_Txk = lax.top_k(by, k)[1].astype(jnp.int32)
-    flat_R = ids_Txk.reshape(-1)
-    order_R = jnp.argsort(flat_R, stable=True).astype(jnp.int32)
-    place_R = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(len(flat_R), dtype=jnp.int32))
-    sizes_E = jnp.zeros(scores_TxE.shape[1], jnp.int32).at[flat_R].add(1)
-    return tag(Routing(ids_Txk, order_R, place_R, sizes_E), "routing")
+    flat_Tk = ids_Txk.reshape(-1)
+    order_R = jnp.argsort(flat_Tk, stable=True).astype(jnp.int32)
+    place_Tk = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(len(flat_Tk), dtype=jnp.int32))
+    sizes_E = jnp.zeros(scores_TxE.shape[1], jnp.int32).at[flat_Tk].add(1)
+    if align > 1:
+        from_E, to_E = starts(sizes_E), starts(aligned(sizes_E, align))
+        size = aligned_rows(len(flat_Tk), len(sizes_E), align)
+        sorted_R = lookup(to_E, from_E, sizes_E, size, len(flat_Tk))
+        order_R = order_R.at[sorted_R].get(mode="fill", fill_value=len(flat_Tk))
+        place_Tk += (to_E - from_E)[flat_Tk]
+    return tag(Routing(ids_Txk, order_R, place_Tk, sizes_E), "routing")
+
+
+def aligned(sizes: jax.Array, align: int) -> jax.Array:
+    """Each size, or the next multiple of `align`."""
+    return -(-sizes // align) * align
+
+
+def aligned_rows(rows: int, groups: int, align: int) -> int:
+    """A multiple of `align` that is enough for `rows` in so many groups, each aligned."""
+    return -(-(rows + groups * (align - 1)) // align) * align
+
+
+def starts(lengths: jax.Array) -> jax.Array:
+    return jnp.cumsum(lengths) - lengths
 
 
 def weights(scores_TxE: jax.Array, routing: Routing, renormalize: bool, scale: float) -> jax.Array:
@@ -64,12 +85,12 @@ def balance(
 ) -> Balance:
     """Over the devices along `axes`, which hold as many tokens each."""
     mean = lambda x: lax.pmean(x, axes) if axes else x
-    E, R = logits_TxE.shape[1], len(routing.order_R)
-    load_E = mean(routing.sizes_E.astype(jnp.float32) / R)
+    E, rows = logits_TxE.shape[1], routing.ids_Txk.size
+    load_E = mean(routing.sizes_E.astype(jnp.float32) / rows)
     shares_TxE = scores_TxE / (jnp.sum(scores_TxE, axis=1, keepdims=True) + 1e-20)
     aux = E * jnp.sum(load_E * mean(jnp.mean(shares_TxE, axis=0)))
     z = mean(jnp.mean(jnp.square(jax.nn.logsumexp(logits_TxE, axis=1))))
-    return Balance(load_E, aux, z, mean(dropped.astype(jnp.float32) / R))
+    return Balance(load_E, aux, z, mean(dropped.astype(jnp.float32) / rows))
 
 
 # ---- rows from one order to another; each function's transpose is a gather too, never a scatter ----
@@ -77,14 +98,17 @@ def balance(
 
 @jax.custom_vjp
 def dispatch(x_TxD: jax.Array, routing: Routing) -> jax.Array:
-    """(R, D): the token of each row."""
-    return x_TxD[routing.order_R // _k(routing)]
+    """(R, D): the token of each row; zeros where it is nobody's."""
+    token_R = routing.order_R // _k(routing)
+    if len(token_R) == routing.ids_Txk.size:
+        return x_TxD[token_R]
+    return x_TxD.at[token_R].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
 def combine(rows_RxD: jax.Array, routing: Routing) -> jax.Array:
     """(T, D): the sum of each token's rows, in float32, rounded to their dtype."""
-    rows_TxkxD = rows_RxD[routing.place_R].reshape(-1, _k(routing), rows_RxD.shape[1])
+    rows_TxkxD = rows_RxD[routing.place_Tk].reshape(-1, _k(routing), rows_RxD.shape[1])
     return jnp.sum(rows_TxkxD.astype(jnp.float32), axis=1).astype(rows_RxD.dtype)
 
 

@@ -226,11 +226,11 @@ def expert_bytes(
     routing = {
         "ids_Txk": k * tokens,
         "order_R": k * tokens,
-        "place_R": k * tokens,
+        "place_Tk": k * tokens,
         "sizes_E": experts,
         "slot_R": k * tokens,
     }
-    routing |= {"sent_PC": rows, "sorted_PC": rows, "arrived_PC": rows, "sizes_L": experts // 8}
+    routing |= {"sent_PC": rows, "sorted_S": rows, "arrived_PC": rows, "sizes_L": experts // 8}
     return {
         "moe/norm": stream,
         "moe/router_logits": devices * 4 * tokens * experts,
@@ -242,7 +242,7 @@ def expert_bytes(
 
 ROUTED = [
     f"moe/routing.{name}"
-    for name in ["ids_Txk", "order_R", "place_R", "sizes_E", "sent_PC", "slot_R", "sorted_PC", "arrived_PC", "sizes_L"]
+    for name in ["ids_Txk", "order_R", "place_Tk", "sizes_E", "sent_PC", "slot_R", "sorted_S", "arrived_PC", "sizes_L"]
 ]
 # 64 devices with a sequence of 4096 tokens each, 2 experts a token; room for 1.5 times 8192 rows.
 MIXTRAL = layer_bytes(2048 * MIB, 512 * MIB, 0) | expert_bytes(2048 * MIB, 64, 4096, 2, 12288, 8, 4096, 14336)
@@ -259,7 +259,7 @@ DEEPSEEK |= dict.fromkeys(["shared/fc1.gate", "shared/fc1.up", "shared/act"], 2 
 TINY_MOE = TINY_BYTES | {
     "moe/norm": 1_572_864,
     "moe/router_logits": 4 * 2048 * 4,
-    **{f"moe/routing.{name}": 4 * 4096 for name in ("ids_Txk", "order_R", "place_R")},
+    **{f"moe/routing.{name}": 4 * 4096 for name in ("ids_Txk", "order_R", "place_Tk")},
     "moe/routing.sizes_E": 16,
     **dict.fromkeys(["moe/fc1_input", "moe/fc2"], 2 * 1_572_864),
     **dict.fromkeys(["moe/fc1.gate", "moe/fc1.up", "moe/act"], 4 * 4096 * 160),
@@ -369,7 +369,7 @@ BY_HAND = {
             "saved": {
                 4: "layer_input attn/norm attn/q attn/k attn/v attn/context attn/out",
                 3: "moe/fc1_input shared/fc1.gate shared/fc1.up shared/act moe/routing.ids_Txk moe/routing.order_R "
-                "moe/routing.place_R moe/routing.sizes_E",
+                "moe/routing.place_Tk moe/routing.sizes_E",
                 1: "moe/fc1.gate moe/fc1.up",
             },
             "recomputed": {

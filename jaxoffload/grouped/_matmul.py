@@ -3,6 +3,7 @@
 import difflib
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,13 +24,13 @@ _FP8 = {"ragged": RAGGED_FP8, "te": te.TE_FP8}
 
 def grouped_matmul(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Sequence[jax.Array],
     group_sizes: jax.Array,
     *,
     backend: Literal["auto", "ragged", "mosaic", "te"] = "auto",
     quantize: Literal["fp8"] | None = None,
     name: str = "",
-) -> jax.Array:
+) -> Any:
     """`x[rows of group g] @ w[g]` for each group g. Differentiable in x and w, in reverse mode, once.
 
     The rows of a group stand together, in the order of the groups. Rows past `sum(group_sizes)` are zero in the result
@@ -46,7 +47,7 @@ def grouped_matmul(
 
     Args:
       x: (M, K) float32, bfloat16 or float16.
-      w: (G, K, N) of x's dtype.
+      w: (G, K, N) of x's dtype; or several, as of a gate and its values: then x is quantised once for all.
       group_sizes: (G,) int32, at least 0; their sum is at most M.
       backend: who multiplies. "ragged": `jax.lax.ragged_dot`, everywhere; FP8 is emulated. "mosaic": jax's kernels for
         Hopper GPUs; 16-bit operands, K and N multiples of 64, M one of 8 and at least 64, no FP8. "te":
@@ -55,21 +56,27 @@ def grouped_matmul(
       name: what x is tagged, inside the scope that is open; quantised, what its copies are.
 
     Returns:
-      (M, N) of x's dtype.
+      (M, N) of x's dtype; for several w a list.
 
     Raises:
       ValueError: an argument has another shape, dtype or value, or the backend cannot do what is asked.
       ImportError: backend "te", and TransformerEngine cannot be imported.
       NotImplementedError: under vmap, with a backend other than "ragged".
     """
-    _check_arguments(x, w, group_sizes, backend, quantize)
-    chosen = _backend(chosen_backend(x, w, quantize=quantize) if backend == "auto" else backend, x, w, quantize)
-    _check_values(group_sizes, x.shape[0], te.FP8_MULTIPLE if chosen is te.TE_FP8 else 1)
-    x, w, group_sizes = _varying_alike(*map(jnp.asarray, (x, w, group_sizes)))
-    if isinstance(chosen, FP8):
-        # The forward rule is traced outside of all scopes.
-        return _product_fp8(chosen, _scope.value + name if name else "", x, w, group_sizes)
-    return _product(chosen, tag(x, name) if name else x, w, group_sizes)
+    matrices = w if isinstance(w, Sequence) else (w,)
+    for one in matrices:
+        _check_arguments(x, one, group_sizes, backend, quantize)
+    pick = lambda one: chosen_backend(x, one, quantize=quantize) if backend == "auto" else backend
+    chosen = [_backend(pick(one), x, one, quantize) for one in matrices]
+    _check_values(group_sizes, x.shape[0], te.FP8_MULTIPLE if te.TE_FP8 in chosen else 1)
+    x, group_sizes, *ws = _varying_alike(*map(jnp.asarray, (x, group_sizes, *matrices)))
+    if quantize is None:
+        x = tag(x, name) if name else x
+        ys = [_product(one, x, w, group_sizes) for one, w in zip(chosen, ws, strict=True)]
+    else:  # whose forward rule is traced outside of all scopes
+        fp8 = chosen[0] if len(set(chosen)) == 1 else RAGGED_FP8
+        ys = _product_fp8(fp8, _scope.value + name if name else "", x, tuple(ws), group_sizes)
+    return list(ys) if isinstance(w, Sequence) else ys[0]
 
 
 def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) -> Literal["ragged", "mosaic", "te"]:
@@ -105,25 +112,28 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product_fp8(backend: FP8, name: str, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return _product_fp8_forward(backend, name, x, w, group_sizes)[0]
+def _product_fp8(backend: FP8, name: str, x: jax.Array, ws: tuple[jax.Array, ...], group_sizes: jax.Array) -> Any:
+    return _product_fp8_forward(backend, name, x, ws, group_sizes)[0]
 
 
-def _product_fp8_forward(backend: FP8, name: str, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> Any:
+def _product_fp8_forward(backend: FP8, name: str, x: jax.Array, ws: tuple[jax.Array, ...], group_sizes: Any) -> Any:
     quantised = backend.quantize(x, group_sizes, E4M3)
     if name:
         with outside_scopes():
             quantised = tag(quantised, name)
-    for_forward, for_dx = backend.weights(w)
-    y = in_groups(backend.forward(row_wise(quantised), for_forward, x.dtype), group_sizes)
-    return y, (column_wise(quantised), for_dx, group_sizes)
+    for_forward, for_dx = zip(*map(backend.weights, ws), strict=True)
+    rows = row_wise(quantised)
+    ys = tuple(in_groups(backend.forward(rows, w, x.dtype), group_sizes) for w in for_forward)
+    return ys, (column_wise(quantised), for_dx, group_sizes)
 
 
-def _product_fp8_backward(backend: FP8, name: str, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, w, group_sizes = kept
-    quantised = backend.quantize(dy, group_sizes, E5M2)
-    dx = in_groups(backend.dx(row_wise(quantised), w, dy.dtype), group_sizes)
-    return dx, backend.dw(x, column_wise(quantised), dy.dtype), None
+def _product_fp8_backward(backend: FP8, name: str, kept: Any, dys: tuple[jax.Array, ...]) -> tuple[Any, Any, None]:
+    x, ws, group_sizes = kept
+    quantised = [backend.quantize(dy, group_sizes, E5M2) for dy in dys]
+    dtype = dys[0].dtype
+    dxs = [in_groups(backend.dx(row_wise(q), w, dtype), group_sizes) for q, w in zip(quantised, ws, strict=True)]
+    dws = tuple(backend.dw(x, column_wise(q), dtype) for q in quantised)
+    return functools.reduce(jnp.add, dxs), dws, None
 
 
 _product_fp8.defvjp(_product_fp8_forward, _product_fp8_backward)

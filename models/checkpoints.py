@@ -20,6 +20,7 @@ _FREE = {
     "model.dtype",
     "model.grouped",
     "model.quantize",
+    "model.exchange",
     "model.capacity",
     "model.aux_loss",
     "model.z_loss",

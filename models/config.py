@@ -45,6 +45,7 @@ class Model:
     balance_rate: Annotated[float, Range(0)] = 0.0  # a step of each expert's bias, which balances without a loss
     grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # who multiplies: see jaxoffload.grouped_matmul
     quantize: Literal["fp8"] | None = None  # the experts' products, with a scale for each expert
+    exchange: Literal["padded", "ragged"] = "padded"  # what goes to experts' devices: buffers, or on GPUs rows alone
     capacity: Positive | None = None  # rows to an expert's device, in even shares; more are dropped. None: no limit
     rope_theta: Positive = 10000.0  # base of RoPE's wavelengths
     norm_eps: Positive = 1e-5
@@ -194,7 +195,7 @@ def _section(name: str, tree: dict[str, Any]) -> tuple[Any, dict[str, str]]:
 
 _OF_EXPERTS = (
     *("experts_per_token", "d_expert", "shared_experts", "dense_layers", "router", "renormalize", "route_scale"),
-    *("aux_loss", "z_loss", "balance_rate", "grouped", "quantize", "capacity"),
+    *("aux_loss", "z_loss", "balance_rate", "grouped", "quantize", "exchange", "capacity"),
 )
 
 # The keys that it reads, whether it holds, what to say if not.

@@ -1,9 +1,11 @@
 """Expert parallelism: rows go to the devices that hold their experts, and back.
 
 Buffers are static. By default they hold the worst case, so no row is dropped: each of P devices may get all R rows of
-each other. A capacity makes them smaller; rows over it are dropped, and counted.
+each other. A capacity makes them smaller; rows over it are dropped, and counted. Either the whole buffers travel, or on
+GPUs the rows in them alone (a ragged all-to-all).
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -23,8 +25,10 @@ class Exchange(NamedTuple):
     they are aligned.
     """
 
-    sent_PC: jax.Array  # place in the buffer -> row; R where it is empty
-    slot_R: jax.Array  # row -> place in the buffer; P * C if it is dropped
+    sent_PC: jax.Array | None  # place in the buffer -> row; R where it is empty. None where rows travel alone
+    slot_R: jax.Array | None  # row -> place in the buffer; P * C if it is dropped
+    # Where rows travel alone, for each device: its first row, how many; how many come from it, the first of them there.
+    ways_4xP: jax.Array | None
     sorted_S: jax.Array  # place by expert -> place in the arrived buffer; P * C where it is empty
     arrived_PC: jax.Array  # the other way; S where it is empty
     sizes_L: jax.Array  # rows of each expert here, aligned
@@ -35,7 +39,9 @@ def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
     return rows if capacity is None else min(rows, math.ceil(capacity * rows / parts))
 
 
-def plan(sizes_E: jax.Array, rows: int, parts: int, room: int, axis: str, align: int = 1) -> tuple[Exchange, jax.Array]:
+def plan(
+    sizes_E: jax.Array, rows: int, parts: int, room: int, axis: str, align: int = 1, ragged: bool = False
+) -> tuple[Exchange, jax.Array]:
     """The exchange of rows sorted by expert, and how many are dropped: of those for one device that are more than
     `room`, the rows of its last experts. Where they arrive, each expert's rows are as many as a multiple of `align`.
     Tagged `routing`, in the scope that is open."""
@@ -46,8 +52,6 @@ def plan(sizes_E: jax.Array, rows: int, parts: int, room: int, axis: str, align:
     whole_P = jnp.sum(fits_PxL, axis=1)
     buffer_P = room * jnp.arange(parts, dtype=jnp.int32)
     size = parts * room
-    sent_PC = lookup(buffer_P, first_P, whole_P, size, rows)
-    slot_R = lookup(first_P, buffer_P, whole_P, rows, size)
     arrived_PxL = lax.all_to_all(fits_PxL, axis, 0, 0)  # from each device, for each expert here
     # Blocks of one device's rows for one expert: by device where they arrive, by expert where they are computed.
     begin_PxL = buffer_P[:, None] + jnp.cumsum(arrived_PxL, axis=1) - arrived_PxL
@@ -57,20 +61,66 @@ def plan(sizes_E: jax.Array, rows: int, parts: int, room: int, axis: str, align:
     by_device = [x_PxL.reshape(-1) for x_PxL in (begin_PxL, target_PxL, arrived_PxL)]
     room_S = aligned_rows(size, len(sizes_L), align)
     sorted_S, arrived_PC = lookup(*by_expert, room_S, size), lookup(*by_device, size, room_S)
-    exchange = Exchange(sent_PC, slot_R, sorted_S, arrived_PC, sizes_L)
+    sent_PC = slot_R = ways_4xP = None
+    if ragged:
+        first_there_P = lax.all_to_all(first_P, axis, 0, 0)
+        ways_4xP = jnp.stack([first_P, whole_P, jnp.sum(arrived_PxL, axis=1), first_there_P])
+    else:
+        sent_PC = lookup(buffer_P, first_P, whole_P, size, rows)
+        slot_R = lookup(first_P, buffer_P, whole_P, rows, size)
+    exchange = Exchange(sent_PC, slot_R, ways_4xP, sorted_S, arrived_PC, sizes_L)
     return tag(exchange, "routing"), jnp.sum(sizes_E) - jnp.sum(whole_P)
 
 
 def to_experts(rows_RxD: jax.Array, exchange: Exchange, parts: int, axis: str) -> jax.Array:
     """(S, D): all devices' rows for the experts here, sorted by expert; zeros behind them."""
-    buffer = _swapped(moved(rows_RxD, exchange.sent_PC, exchange.slot_R), parts, axis)
+    if exchange.ways_4xP is None:
+        buffer = _swapped(moved(rows_RxD, exchange.sent_PC, exchange.slot_R), parts, axis)
+    else:
+        buffer = sent(rows_RxD, exchange.ways_4xP, len(exchange.arrived_PC), len(rows_RxD), axis)
     return moved(buffer, exchange.sorted_S, exchange.arrived_PC)
 
 
-def from_experts(rows_SxD: jax.Array, exchange: Exchange, parts: int, axis: str) -> jax.Array:
-    """(R, D): back where they came from; zero where a row was dropped."""
-    buffer = _swapped(moved(rows_SxD, exchange.arrived_PC, exchange.sorted_S), parts, axis)
-    return moved(buffer, exchange.slot_R, exchange.sent_PC)
+def from_experts(rows_SxD: jax.Array, exchange: Exchange, rows: int, parts: int, axis: str) -> jax.Array:
+    """(R, D), R is `rows`: back where they came from; zero where a row was dropped."""
+    buffer = moved(rows_SxD, exchange.arrived_PC, exchange.sorted_S)
+    if exchange.ways_4xP is None:
+        return moved(_swapped(buffer, parts, axis), exchange.slot_R, exchange.sent_PC)
+    return returned(buffer, exchange.ways_4xP, rows, len(buffer), axis)
+
+
+# Each the other's transpose; JAX's own derivative would ask the other devices again where rows go.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def sent(rows_RxD: jax.Array, ways_4xP: jax.Array, size: int, rows: int, axis: str) -> jax.Array:
+    """(P * C, D), P * C is `size`: all devices' rows for the experts here, device p's from place p * C on."""
+    first_P, many_P, come_P, _ = ways_4xP
+    place_P = jnp.full_like(first_P, size // len(first_P) * lax.axis_index(axis))
+    return _ragged(rows_RxD, size, axis, first_P, many_P, place_P, come_P)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def returned(buffer_PCxD: jax.Array, ways_4xP: jax.Array, rows: int, size: int, axis: str) -> jax.Array:
+    """(R, D), R is `rows`: each row back where it came from."""
+    _, many_P, come_P, first_there_P = ways_4xP
+    place_P = size // len(many_P) * jnp.arange(len(many_P), dtype=jnp.int32)
+    return _ragged(buffer_PCxD, rows, axis, place_P, come_P, first_there_P, many_P)
+
+
+sent.defvjp(
+    lambda x, ways, *static: (sent(x, ways, *static), ways),
+    lambda size, rows, axis, ways, dy: (returned(dy, ways, rows, size, axis), None),
+)
+returned.defvjp(
+    lambda x, ways, *static: (returned(x, ways, *static), ways),
+    lambda rows, size, axis, ways, dy: (sent(dy, ways, size, rows, axis), None),
+)
+
+
+def _ragged(x: jax.Array, size: int, axis: str, *ways_P: jax.Array) -> jax.Array:
+    """`ways_P`: of what goes to each device, the first row, how many, the place there; how many come from it."""
+    return lax.ragged_all_to_all(x, jnp.zeros((size, x.shape[1]), x.dtype), *ways_P, axis_name=axis)
 
 
 def _swapped(buffer_PCxD: jax.Array, parts: int, axis: str) -> jax.Array:

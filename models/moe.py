@@ -98,9 +98,12 @@ def experts(
         rows_RxD, dropped = routing.dispatch(x_TxD, chosen), jnp.int32(0)
         if parts > 1:
             room = exchange.capacity_rows(len(rows_RxD), parts, config.capacity)
-            plan, dropped = exchange.plan(chosen.sizes_E, len(rows_RxD), parts, room, "expert", align)
+            plan, dropped = exchange.plan(
+                chosen.sizes_E, len(rows_RxD), parts, room, "expert", align, config.exchange == "ragged"
+            )
             there = [exchange.to_experts(x, plan, parts, "expert") for x in (rows_RxD, weight_Rx1)]
-            rows_RxD = exchange.from_experts(_computed(config, *there, plan.sizes_L, own), plan, parts, "expert")
+            computed = _computed(config, *there, plan.sizes_L, own)
+            rows_RxD = exchange.from_experts(computed, plan, len(rows_RxD), parts, "expert")
         else:
             rows_RxD = _computed(config, rows_RxD, weight_Rx1, routing.aligned(chosen.sizes_E, align), own)
         out_TxD = routing.combine(rows_RxD, chosen)

@@ -93,6 +93,8 @@ def _check_products(config: Config) -> None:
     model, mesh, train = config.model, config.mesh, config.train
     if not model.experts:
         return
+    if model.exchange == "ragged" and mesh.expert > 1 and jax.default_backend() != "gpu":
+        raise ConfigError(["model.exchange = 'ragged': XLA has it on NVIDIA GPUs alone; must be padded here"])
     share = train.batch_size // train.grad_accumulation // (mesh.data * mesh.fsdp * mesh.expert)
     rows = share * train.seq_len * model.experts_per_token
     if mesh.expert > 1:

@@ -343,12 +343,30 @@ def test_lookup_by_hand():
     assert np.asarray(found).tolist() == [10, 11, 99, 20, 21, 22, 99]
 
 
+def as_jax_documents_it(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """`lax.ragged_all_to_all`, which XLA has for GPUs alone."""
+    everybody = (operand, input_offsets, send_sizes, output_offsets)
+    everybody = [lax.all_gather(x, axis_name) for x in everybody]
+    place, me = jnp.arange(len(output)), lax.axis_index(axis_name)
+    for sender, (rows, first, many, there) in enumerate(zip(*everybody, strict=True)):
+        mine = (place >= there[me]) & (place < there[me] + many[me])
+        output = jnp.where(mine[:, None], rows[jnp.where(mine, first[me] + place - there[me], 0)], output)
+        output = jnp.where(many[me] == recv_sizes[sender], output, jnp.nan)
+    return output
+
+
+@pytest.mark.parametrize("ragged", [False, True, pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("room", [9, 4, 1])
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_reach_their_experts_and_come_back(room, seed, align):
-    """4 devices, 8 experts, 9 rows of each device with numbers of their own."""
-    devices, experts, rows = 4, 8, 9
+def test_rows_reach_their_experts_and_come_back(room, seed, align, ragged, monkeypatch):
+    """Some devices, twice as many experts, 9 rows of each device with numbers of their own."""
+    if ragged is True:
+        monkeypatch.setattr(jax.lax, "ragged_all_to_all", as_jax_documents_it)
+    devices, rows = min(4, jax.device_count()), 9
+    experts = 2 * devices
+    if devices < 2:
+        pytest.skip("needs two devices")
     experts_of = np.sort(
         np.random.default_rng(seed).integers(0, [experts, experts, 2, 1][seed], (devices, rows)), axis=1
     )
@@ -356,15 +374,20 @@ def test_rows_reach_their_experts_and_come_back(room, seed, align):
     numbers = 1 + np.arange(devices * rows, dtype=np.float32).reshape(devices * rows, 1)
 
     def on_a_device(sizes, numbers):
-        plan, dropped = exchange.plan(sizes[0], rows, devices, room, "expert", align)
+        plan, dropped = exchange.plan(sizes[0], rows, devices, room, "expert", align, bool(ragged))
         there = exchange.to_experts(numbers, plan, devices, "expert")
-        back = exchange.from_experts(there, plan, devices, "expert")
-        return there, plan.sizes_L, back, dropped[None]
+        back, derivative = jax.vjp(
+            lambda x: exchange.from_experts(
+                exchange.to_experts(x, plan, devices, "expert"), plan, rows, devices, "expert"
+            ),
+            numbers,
+        )
+        return there, plan.sizes_L, back, derivative(numbers)[0], dropped[None]
 
     mesh = jax.make_mesh((devices,), ("expert",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
     spec = jax.P("expert")
-    f = jax.shard_map(on_a_device, mesh=mesh, in_specs=(spec, spec), out_specs=(spec,) * 4, check_vma=False)
-    there, held, back, dropped = map(np.asarray, jax.jit(f)(sizes, numbers))
+    f = jax.shard_map(on_a_device, mesh=mesh, in_specs=(spec, spec), out_specs=(spec,) * 5, check_vma=False)
+    there, held, back, derivative, dropped = map(np.asarray, jax.jit(f)(sizes, numbers))
     there, held = there.reshape(devices, -1), held.reshape(devices, -1)
     assert not (held % align).any()
     arrived = []
@@ -379,6 +402,7 @@ def test_rows_reach_their_experts_and_come_back(room, seed, align):
     assert len(set(arrived)) == len(arrived) == devices * rows - dropped.sum()
     want = np.where(np.isin(np.arange(devices * rows), arrived)[:, None], numbers, 0)
     np.testing.assert_array_equal(back, want)
+    np.testing.assert_array_equal(derivative, want)
     assert (room == rows) == (dropped.sum() == 0) or seed == 0
 
 

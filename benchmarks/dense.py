@@ -10,7 +10,8 @@ What a step and a mode are, and what is written: `benchmarks.peers`.
 import argparse
 from typing import Any
 
-from benchmarks.peers import Case, attention_costs, best, layers_of, main
+from benchmarks.cases import Case, attention_costs, best, layers_of
+from benchmarks.peers import main
 
 GATE, UP, CONTEXT, KV = "mlp/fc1.gate ", "mlp/fc1.up ", "attn/context ", "attn/k attn/v "
 

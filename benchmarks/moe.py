@@ -8,7 +8,8 @@
 import argparse
 from typing import Any
 
-from benchmarks.peers import Case, attention_costs, best, layers_of, main
+from benchmarks.cases import Case, attention_costs, best, layers_of
+from benchmarks.peers import main
 from models.routing import Routing
 
 GATE, UP, INPUT, CONTEXT, KV = "moe/fc1.gate ", "moe/fc1.up ", "moe/fc1_input ", "attn/context ", "attn/k attn/v "

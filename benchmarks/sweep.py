@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import dense, peers, streams
+from benchmarks.cases import OVERLAP, PIPELINED, Variant
+from benchmarks.steps import compile_step, initial
 
 ORDER = (
     "layer_input",
@@ -30,7 +32,7 @@ ORDER = (
     "mlp/fc1.up",
     "mlp/act",
 )
-HOW = {"jaxoffload": ("ours", peers.OVERLAP), "JAX": ("loop", peers.PIPELINED)}  # who, XLA's options
+HOW = {"jaxoffload": ("ours", OVERLAP), "JAX": ("loop", PIPELINED)}  # who, XLA's options
 RECOMPUTED, SHARE = "everything recomputed", "jaxoffload, in a share of the layers"
 SMALL = {"fontsize": 7, "va": "top", "ha": "left", "rotation_mode": "anchor"}
 COLOURS = {"JAX": "tab:red", "jaxoffload": "tab:blue", SHARE: "tab:green"}
@@ -62,11 +64,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One line a set and a way to move it; one a share of the layers; one for full recomputation."""
     import jax
 
-    state = peers.initial(dense.CASE, options)
+    state = initial(dense.CASE, options)
 
-    def line(how: str, variant: peers.Variant) -> dict[str, Any]:
+    def line(how: str, variant: Variant) -> dict[str, Any]:
         nonlocal state
-        step, host, _ = peers.compile_step(dense.CASE, options, variant)
+        step, host, _ = compile_step(dense.CASE, options, variant)
         state = jax.block_until_ready(step(*state))
         spent = []
         for _ in range(options.steps):
@@ -91,13 +93,13 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 found |= {key: profile[key] for key in ("d2h_ms", "h2d_ms", "exposed_ms")}
         return found
 
-    lines = [line(RECOMPUTED, peers.Variant("loop", {}, {}))]
+    lines = [line(RECOMPUTED, Variant("loop", {}, {}))]
     for number in range(len(ORDER)):
         moved = dict.fromkeys(ORDER[: number + 1], "offload")
-        lines += [line(how, peers.Variant(who, moved, xla)) for how, (who, xla) in HOW.items()]
+        lines += [line(how, Variant(who, moved, xla)) for how, (who, xla) in HOW.items()]
     three = dict.fromkeys(ORDER[:3], "offload")
     for share in (0.25, 0.5, 0.75):
-        lines.append(line(SHARE, peers.Variant("ours", three, peers.OVERLAP, (("offload_layers", share),))))
+        lines.append(line(SHARE, Variant("ours", three, OVERLAP, (("offload_layers", share),))))
     return lines
 
 

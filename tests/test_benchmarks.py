@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import dense, grouped, losses, moe, peers, sweep
+from benchmarks import cases, dense, grouped, losses, moe, ratios, sweep
 from jaxoffload import Policy
 
 # 10 tokens; a residual is 20 bytes a column, and all take 512 operations a byte to compute again.
@@ -34,7 +34,7 @@ def test_the_limit_of_won_back(rate, won):
     """A layer's forward pass takes a millisecond of 15, in which `rate` bytes are copied."""
     ms = {"remat": 30.0, "saved": 20.0, "saved_all": 15.0, "ours_saved_all": 16.0}
     modes = timed(**ms, ours_saved=20.0, ours_saved_context=20.0)
-    limit = lambda modes, rate: peers.won_back_limit(dense.CASE, SHAPE, modes, rate)
+    limit = lambda modes, rate: ratios.won_back_limit(dense.CASE, SHAPE, modes, rate)
     assert limit(modes, rate) == pytest.approx(won / WHOLE)
     # Half as much over the bus, and the other half on the device.
     modes = timed(**ms, ours_saved=20.0, ours_saved_context=20.0, spare_gib=5 * 20 * won / 2 / 2**30)
@@ -44,7 +44,7 @@ def test_the_limit_of_won_back(rate, won):
 def test_the_limit_of_won_back_takes_attention_first_where_it_runs_again():
     ms = {"remat": 30.0, "saved": 25.0, "saved_all": 20.0, "ours_saved_all": 15.0}
     modes = timed(**ms, ours_saved=25.0, ours_saved_context=20.0)  # a millisecond a layer for gate, one for context
-    limit = lambda rate: peers.won_back_limit(dense.CASE, SHAPE, modes, rate)
+    limit = lambda rate: ratios.won_back_limit(dense.CASE, SHAPE, modes, rate)
     context = 10 * (2 * STREAM + 4 * 4)  # 4 heads
     assert limit(20 * STREAM + context) == pytest.approx(WIDE / (WHOLE + WIDE))
     assert limit(20 * STREAM + context / 2) == pytest.approx(WIDE / 2 / (WHOLE + WIDE))
@@ -69,13 +69,13 @@ def test_shares_by_hand():
         "ours_saved_context": mode(104.0, 9.5),
         "ours_best": mode(104.0, 7.0),
     }
-    found = peers.shares(dense.CASE, modes, SHAPE)
+    found = ratios.shares(dense.CASE, modes, SHAPE)
     assert found["won_back"] == 0.8 and found["won_back against JAX's saved_all"] == 1.0
     assert found["freed/predicted by temp_gib"] == 1.0  # 3 GiB for 3 of 5 rows
     assert found["compile_ours/compile_scan"] == 1.0 and "exposed/step" not in found
     # 5 GiB there and back in 2 GiB x 20 ms; of a layer's forward pass, 20 / 3 ms, nearly all is more than there is.
     modes["ours"]["profile"] = {"exposed_ms": 2.0, "copies_ms": 40.0, "step_ms": 100.0}
-    found = peers.shares(dense.CASE, modes, SHAPE)
+    found = ratios.shares(dense.CASE, modes, SHAPE)
     assert (found["exposed/copies"], found["exposed/step"]) == (0.05, 0.02)
     assert found["won_back_limit"] == 1.0 and found["won_back/won_back_limit"] == 0.8
 
@@ -92,8 +92,8 @@ def test_every_offload_of_a_config_is_turned_into_save():
 
 @pytest.mark.parametrize("case", [dense.CASE, moe.CASE], ids=lambda case: case.program)
 def test_each_peer_has_variants_of_its_own(case):
-    modes = peers.modes_of(case)
-    assert modes.keys() == set(peers.MODES)
+    modes = cases.modes_of(case)
+    assert modes.keys() == set(cases.MODES)
     assert all(
         (v.who == "ours") == mode.startswith("ours") for mode, variants in modes.items() for v in variants.values()
     )

@@ -1,0 +1,78 @@
+"""What follows from measured steps: the ratios between the peers, and the shares of what recomputation costs."""
+
+import argparse
+from typing import Any
+
+from benchmarks.cases import Case
+
+NEEDED = {"remat", "saved", "saved_all", "ours", "ours_saved", "ours_saved_context", "ours_saved_all", "ours_best"}
+RATIOS = (
+    ("ours", "saved"),
+    ("remat", "ours"),
+    ("remat", "ours_best"),
+    ("jax_offload", "ours"),
+    ("jax_offload_tuned", "ours"),
+    ("remat", "saved"),
+    ("jax_offload", "saved"),
+    ("jax_offload", "remat"),
+    ("jax_offload_tuned", "saved"),
+    ("jax_offload_tuned", "remat"),
+)
+
+
+def ratios(case: Case, modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+    """All that these modes allow."""
+    step = {mode: result["step_ms"] for mode, result in modes.items()}
+    found = {f"{a}/{b}": round(step[a] / step[b], 4) for a, b in RATIOS if {a, b} <= step.keys()}
+    return found | (shares(case, modes, options) if step.keys() >= NEEDED else {})
+
+
+def shares(case: Case, modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+    """`won_back`: of the time that recomputation costs, what offload wins back at no more memory; its limit is the
+    bus's. `freed/predicted`: device bytes, against the twin that saves. `exposed`: copies that nothing hides."""
+    ms = {mode: m["step_ms"] for mode, m in modes.items()}
+    ours, twin = modes["ours"], modes["ours_saved"]
+    won = ms["remat"] - ms["ours_best"]
+    found = {
+        # JAX's own policies cannot keep all of cuDNN's attention: with all names saved its forward pass runs again.
+        "won_back": won / (ms["remat"] - min(ms["saved_all"], ms["ours_saved_all"])),
+        "won_back against JAX's saved_all": won / (ms["remat"] - ms["saved_all"]),
+        "ours_best/remat by temp_gib": modes["ours_best"]["temp_gib"] / modes["remat"]["temp_gib"],
+        "compile_ours/compile_scan": ours["compile_s"] / modes["saved"]["compile_s"],
+    }
+    on_host = ours["residuals_host_gib"] / options.fsdp  # of a device
+    # Of the rows of the stacks one stays empty, and what another holds is on its way back, on the device.
+    moved = on_host * (options.layers - 2) / options.layers
+    if moved:
+        for key in ("temp_gib", "peak_gib") if "peak_gib" in ours and "peak_gib" in twin else ("temp_gib",):
+            found[f"freed/predicted by {key}"] = (twin[key] - ours[key]) / moved
+    if profile := ours.get("profile"):
+        found["exposed/copies"] = profile["exposed_ms"] / profile["copies_ms"]
+        found["exposed/step"] = profile["exposed_ms"] / profile["step_ms"]
+        rate = 2 * on_host * 2**30 / profile["copies_ms"]
+        found["won_back_limit"] = won_back_limit(case, options, modes, rate)
+        found["won_back/won_back_limit"] = found["won_back"] / found["won_back_limit"]
+    return {name: round(ratio, 4) for name, ratio in found.items()}
+
+
+def won_back_limit(case: Case, options: argparse.Namespace, modes: dict[str, Any], bytes_a_ms: float) -> float:
+    """The share of recomputation's cost that bus and device let offload win back.
+
+    Of each layer `layer_input` moves, and then the residuals that take the longest to compute again per byte, a part of
+    the last of them: until the copies take as long as the layer's forward pass, and then on the device, until it is as
+    full as with recomputation. Times are measured: of products, by what those of the case's names cost (remat - saved);
+    of attention, by what its second run costs (ours_saved - ours_saved_context).
+    """
+    ms = {mode: m["step_ms"] for mode, m in modes.items()}
+    flops, size = ({name: pair[i] for name, pair in case.costs(options).items()} for i in (0, 1))
+    a_flop = (ms["remat"] - ms["saved"]) / options.layers / sum(flops[name] for name in case.names)
+    cost = {name: count * a_flop for name, count in flops.items()}
+    cost["attn/context"] = max(0.0, ms["ours_saved"] - ms["ours_saved_context"]) / options.layers
+    forward_ms = min(ms["saved_all"], ms["ours_saved_all"]) / options.layers / 3
+    spare_gib = max(0.0, modes["remat"]["temp_gib"] - modes["ours"]["temp_gib"])
+    room = max(0.0, forward_ms * bytes_a_ms - size.pop("layer_input")) + spare_gib * 2**30 / options.layers
+    won = 0.0
+    for name in sorted(size, key=lambda name: size[name] / max(cost[name], 1e-9)):
+        part = min(1.0, max(0.0, room / size[name]))
+        won, room = won + part * cost[name], room - part * size[name]
+    return won / sum(cost.values())

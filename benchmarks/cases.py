@@ -96,5 +96,5 @@ def attention_costs(shape: Any, tokens: int) -> dict[str, tuple[int, int]]:
 
 def layers_of(options: argparse.Namespace) -> dict[str, Any]:
     """What is recorded of the layers of any case."""
-    kept = ("layers", "batch", "seq", "d_model", "kv_heads", "attention", "fsdp")
+    kept = ("layers", "batch", "seq", "d_model", "kv_heads", "attention", "fsdp", "expert")
     return {**{key: getattr(options, key) for key in kept}, "dtype": "bfloat16 on float32"}

@@ -3,6 +3,8 @@
     python -m benchmarks.moe [--out benchmarks/results/moe.json]              # Mixtral's shapes: 8 experts, 2 a token
     python -m benchmarks.moe --experts 64 --experts_per_token 8 --d_model 2048 --d_expert 768 --layers 24 \
         --out benchmarks/results/moe-small-experts.json                       # Qwen3's, with 64 of its 128 experts
+    python -m benchmarks.moe --expert 2 --layers 2 --modes remat saved jax_offload ours \
+        --out benchmarks/results/moe-expert-parallel.json
 """
 
 import argparse
@@ -28,6 +30,8 @@ def model(options: argparse.Namespace) -> Any:
         experts_per_token=options.experts_per_token,
         d_expert=options.d_expert,
         grouped=options.grouped,
+        capacity=options.capacity,
+        exchange=options.exchange,
         rope_theta=1e6,
         attention=options.attention,
     )
@@ -38,6 +42,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--experts_per_token", type=int, default=2)
     parser.add_argument("--d_expert", type=int, default=14336)
+    parser.add_argument("--capacity", type=float, help="rows to an expert's device, in even shares")
+    parser.add_argument("--exchange", default="padded", choices=("padded", "ragged"))
     parser.add_argument("--grouped", default="auto", choices=("auto", "te", "mosaic", "ragged"))
 
 
@@ -55,7 +61,10 @@ def shape(options: argparse.Namespace) -> dict[str, Any]:
 
     from jaxoffload.grouped import chosen_backend
 
-    kept = {key: getattr(options, key) for key in ("experts", "experts_per_token", "d_expert", "grouped")}
+    kept = {
+        key: getattr(options, key)
+        for key in ("experts", "experts_per_token", "d_expert", "grouped", "capacity", "exchange")
+    }
     if options.grouped == "auto":
         rows, D, F = options.batch * options.seq * options.experts_per_token, options.d_model, options.d_expert
         x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, D), (options.experts, D, F)))

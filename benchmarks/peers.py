@@ -56,6 +56,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--d_model", type=int, default=4096)
     parser.add_argument("--kv_heads", type=int, default=8)
     parser.add_argument("--fsdp", type=int, default=1, help="GPUs that share batch and weights")
+    parser.add_argument("--expert", type=int, default=1, help="GPUs that share the batch and have experts of their own")
     parser.add_argument("--attention", default="cudnn", choices=("cudnn", "te", "xla"))
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed, a turn")
     parser.add_argument("--commit", default=head(), help="recorded beside the numbers")
@@ -159,21 +160,21 @@ def times(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         for key in spent:
             spent[key] += turn(key)
     median = {key: round(statistics.median(spent.get(key) or [first[key]]), 2) for key in compiled}
-    modes = {}
+    modes, devices = {}, options.fsdp * options.expert
     for mode, variants in chosen.items():
         best = min((v for m, v in spent if m == mode), key=lambda variant: median[mode, variant])
         step_ms = median[mode, best]
         modes[mode] = {
             "step_ms": step_ms,
             "spread_ms": [round(min(spent[mode, best]), 2), round(max(spent[mode, best]), 2)],
-            "mfu": round(model_flops(case, options) / options.fsdp / step_ms / 1e-3 / PEAK_FLOPS["NVIDIA H200"], 4),
+            "mfu": round(model_flops(case, options) / devices / step_ms / 1e-3 / PEAK_FLOPS["NVIDIA H200"], 4),
             **facts[mode, best],
             "other_options": {
                 v: {"step_ms": median[mode, v], "temp_gib": facts[mode, v]["temp_gib"]} for v in variants if v != best
             },
         }
     shape = {**case.shape(options), "residuals": list(case.names)}
-    return {**provenance(case.program, options.commit, options.fsdp), "shape": shape, "modes": modes}
+    return {**provenance(case.program, options.commit, devices), "shape": shape, "modes": modes}
 
 
 def peak(case: Case, options: argparse.Namespace) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def shares(case: Case, modes: dict[str, Any], options: argparse.Namespace) -> di
         "ours_best/remat by temp_gib": modes["ours_best"]["temp_gib"] / modes["remat"]["temp_gib"],
         "compile_ours/compile_scan": ours["compile_s"] / modes["saved"]["compile_s"],
     }
-    on_host = ours["residuals_host_gib"] / options.fsdp  # of a device
+    on_host = ours["residuals_host_gib"] / options.fsdp / options.expert  # of a device
     # Of the rows of the stacks one stays empty, and what another holds is on its way back, on the device.
     moved = on_host * (options.layers - 2) / options.layers
     if moved:

@@ -26,6 +26,13 @@ def model_flops(case: Case, options: argparse.Namespace) -> int:
 def initial(case: Case, options: argparse.Namespace) -> tuple[Any, Any]:
     """Stacked float32 weights and bf16 activations (batch, seq, d_model), as `shardings` says."""
     import jax
+
+    return jax.jit(start(case, options), out_shardings=shardings(case, options))()
+
+
+def start(case: Case, options: argparse.Namespace) -> Any:
+    """What makes them."""
+    import jax
     import jax.numpy as jnp
     from flax import nnx
 
@@ -39,18 +46,32 @@ def initial(case: Case, options: argparse.Namespace) -> tuple[Any, Any]:
         x = jax.random.normal(jax.random.key(1), (options.batch, options.seq, options.d_model), jnp.bfloat16)
         return weights, x
 
-    return jax.jit(make, out_shardings=shardings(options))()
+    return make
 
 
-def shardings(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Of the weights (layers, in, ...), by their second axis, and of the batch."""
+def mesh_of(options: argparse.Namespace) -> Any:
+    """As the training program makes it; None for one device."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
-    mesh = jax.make_mesh(
-        (options.fsdp,), ("fsdp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[: options.fsdp]
-    )
-    return NamedSharding(mesh, PartitionSpec(None, "fsdp")), NamedSharding(mesh, PartitionSpec("fsdp"))
+    from models import config
+    from models.sharding import make_mesh
+
+    count = options.fsdp * options.expert
+    sizes = config.Mesh(fsdp=options.fsdp, expert=options.expert)
+    return make_mesh(sizes, jax.devices()[:count]) if count > 1 else None
+
+
+def shardings(case: Case, options: argparse.Namespace) -> tuple[Any, Any]:
+    """Of the weights and of the batch."""
+    import jax
+    from jax.sharding import NamedSharding, SingleDeviceSharding
+
+    from models.sharding import RULES, param_shardings
+
+    mesh, weights = mesh_of(options), jax.eval_shape(start(case, options))[0]
+    if mesh is None:
+        return (SingleDeviceSharding(jax.devices()[0]),) * 2
+    return param_shardings(weights, mesh), NamedSharding(mesh, RULES.spec("batch"))
 
 
 def compile_step(case: Case, options: argparse.Namespace, variant: Variant) -> tuple[Any, int, float]:
@@ -62,6 +83,7 @@ def compile_step(case: Case, options: argparse.Namespace, variant: Variant) -> t
 
     import jaxoffload
     from models.attention import rotations
+    from models.sharding import on_mesh
     from models.transformer import ExpertLayer, Layer
 
     shape = case.model(options)
@@ -89,7 +111,9 @@ def compile_step(case: Case, options: argparse.Namespace, variant: Variant) -> t
         gradients = jax.grad(loss)(weights, x)
         return jax.tree.map(lambda w, g: w - 1e-4 * g, weights, gradients), x
 
-    given, where = jax.eval_shape(lambda: initial(case, options)), shardings(options)
+    if (mesh := mesh_of(options)) is not None:
+        step, loss = on_mesh(mesh, step), on_mesh(mesh, loss)
+    given, where = jax.eval_shape(start(case, options)), shardings(case, options)
     jitted = jax.jit(step, in_shardings=where, out_shardings=where, donate_argnums=0, compiler_options=xla)
     begin = time.perf_counter()
     compiled = jitted.lower(*given).compile()

@@ -46,7 +46,7 @@ def main() -> None:
     lines = []
     for seq in options.seqs:
         lines += measure(argparse.Namespace(**{**vars(options), "seq": seq}))
-    provenance = peers.provenance("sweep", options.commit, options.fsdp)
+    provenance = peers.provenance("sweep", options.commit, options.fsdp * options.expert)
     result = {**provenance, "shape": dense.CASE.shape(options) | {"seq": options.seqs}, "lines": lines}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(plot(result, options.out.with_suffix(".png")))
@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             "seq": options.seq,
             "how": how,
             "moved": [name for name, decision in variant.residuals.items() if decision == "offload"],
-            "host_gib": round(host / options.fsdp / 2**30, 4),  # of a device
+            "host_gib": round(host / options.fsdp / options.expert / 2**30, 4),  # of a device
             "step_ms": round(statistics.median(spent), 2),
             "temp_gib": round(step.memory_analysis().temp_size_in_bytes / 2**30, 4),
         }

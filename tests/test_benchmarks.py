@@ -9,7 +9,7 @@ from benchmarks import cases, dense, grouped, losses, moe, ratios, sweep
 from jaxoffload import Policy
 
 # 10 tokens; a residual is 20 bytes a column, and all take 512 operations a byte to compute again.
-SHAPE = argparse.Namespace(layers=5, batch=2, seq=5, d_model=512, kv_heads=1, fsdp=1, attention="xla")
+SHAPE = argparse.Namespace(layers=5, batch=2, seq=5, d_model=512, kv_heads=1, fsdp=1, expert=1, attention="xla")
 WIDE, STREAM, KV = 1792, 512, 128
 WHOLE = 2 * WIDE + 2 * STREAM + 2 * KV
 

@@ -25,6 +25,7 @@ from flax import nnx
 from jax import lax
 
 from jaxoffload import Policy, check, checkpoint, residuals, scan
+from jaxoffload.grouped import te
 from models import exchange, routing
 from models.attention import rotations
 from models.config import Config, Mesh, Model, Train
@@ -448,6 +449,51 @@ def test_any_mesh_trains_as_one_device(sizes):
         assert a.keys() == b.keys() >= {"loss", "grad_norm", "expert_load", "dropped"}
         np.testing.assert_allclose([*a.values()], [*b.values()], rtol=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), mine, params)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["padded", "ragged"])
+def test_two_gpus_with_experts_of_their_own_train_as_one(how):
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with jax.default_matmul_precision("highest"):
+        want, params = stepped(on(Mesh()))
+        got, mine = stepped(on(Mesh(expert=2), exchange=how))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose([*a.values()], [*b.values()], rtol=1e-3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3), mine, params)
+
+
+# Shapes that all backends can do, FP8 too: rows, widths and groups in multiples of 64.
+LARGER = dataclasses.replace(SMALL, d_model=128, heads=2, kv_heads=1, d_expert=192, dtype="bfloat16", norm_eps=1e-5)
+
+
+ON_GPU = [pytest.param(backend, marks=pytest.mark.gpu) for backend in ("auto", "mosaic", "te")]
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+@pytest.mark.parametrize("backend", ["ragged", *ON_GPU])
+def test_the_contract_with_each_backend(backend, quantize):
+    """Some residuals offloaded, then saved; bit for bit as plain checkpoints."""
+    if backend == "te" and not te.importable():
+        pytest.skip("needs TransformerEngine")
+    if (backend, quantize) == ("mosaic", "fp8"):
+        pytest.skip("has no FP8")
+    config = dataclasses.replace(LARGER, grouped=backend, quantize=quantize)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: ExpertLayer(config, nnx.Rngs(params=0))))
+    w = nnx.state(stacked(config.layers, lambda rngs: ExpertLayer(config, rngs), nnx.Rngs(params=0)))
+    x = jax.random.normal(jax.random.key(9), (2, 128, config.d_model), jnp.bfloat16)
+    run_layer = lambda x, w: nnx.merge(graph, w)(x, rotations(128, config.d_head, 1e4))
+    of_experts = [f"moe/{name}.{copy}" for name in ("fc1_input", "act") for copy in COPIES]
+    names = ["moe/fc1.gate", "moe/fc1.up", *(of_experts if quantize else ["moe/fc1_input", "moe/act"])]
+    for some in (names, names[:1], names[1:]):
+        plain = lambda x, w, some=some: lax.scan(in_a_loop(run_layer, *some, *ROUTING), x, w)
+        (want,) = run_each([gradient(plain, (0, 1))], x, w)
+        for decision in ("offload", "save"):
+            rules = policy(dict.fromkeys(some, decision), resident_layers=0)
+            ours = lambda x, w, rules=rules: scan(run_layer, x, w, policy=rules)
+            (got,) = run_each([gradient(ours, (0, 1))], x, w)
+            assert_same_bits(got, want)
 
 
 def test_microbatches_over_experts_devices():

@@ -1,6 +1,9 @@
 """Training with offload has the losses of training with the same residuals saved, bit for bit.
 
     python -m benchmarks.losses [--config configs/llama-1b.yaml] [--steps 200] [section.key=value ...]
+    python -m benchmarks.losses --config configs/tiny-moe.yaml --out benchmarks/results/losses-moe.json \
+        --variants model.grouped=ragged model.grouped=mosaic "model.grouped=te model.quantize=fp8" -- \
+        model.dtype=bfloat16 model.d_model=256 model.heads=4 model.d_expert=256 train.batch_size=8 train.seq_len=256
 
 Runs `models.train` twice, the second time with each `offload` of the config's `remat:` turned into `save`, both under
 XLA's deterministic options, and compares the losses of all steps.
@@ -28,22 +31,28 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0 --x
 
 def main() -> None:
     options = parse()
-    saved = overrides_to_save(load(options.config, options.overrides).remat)
-    if not saved:
+    base = load(options.config, options.overrides)
+    if not overrides_to_save(base.remat):
         sys.exit(f"benchmarks.losses: {options.config} offloads nothing")
-    runs = {"offload": train(options, []), "save": train(options, saved)}
-    losses = {how: [row["loss"] for row in rows] for how, rows in runs.items()}
-    differ = sum(a != b for a, b in zip(losses["offload"], losses["save"], strict=True))
-    result = {
-        **peers.provenance("losses", options.commit),
-        "steps": len(losses["save"]),
-        "losses that differ": differ,
-        "first and last loss": [losses["save"][0], losses["save"][-1]],
-        "device_peak_gib": {how: round((rows[-1]["device_peak_bytes"] or 0) / 2**30, 2) for how, rows in runs.items()},
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    lines = []
+    for variant in options.variants:
+        chosen = variant.split()
+        saved = overrides_to_save(load(options.config, [*options.overrides, *chosen]).remat)
+        runs = {"offload": train(options, chosen), "save": train(options, [*chosen, *saved])}
+        losses = {how: [row["loss"] for row in rows] for how, rows in runs.items()}
+        peaks = {how: round((rows[-1]["device_peak_bytes"] or 0) / 2**30, 2) for how, rows in runs.items()}
+        lines.append(
+            {
+                "overrides": variant,
+                "losses that differ": sum(a != b for a, b in zip(losses["offload"], losses["save"], strict=True)),
+                "first and last loss": [losses["save"][0], losses["save"][-1]],
+                "device_peak_gib": peaks,
+            }
+        )
+        result = {**peers.provenance("losses", options.commit), "steps": options.steps, "lines": lines}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-    sys.exit(1 if differ else 0)
+    sys.exit(1 if any(line["losses that differ"] for line in lines) else 0)
 
 
 def overrides_to_save(policy: Policy) -> list[str]:
@@ -64,6 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="of the config, as for models.train")
     parser.add_argument("--config", default="configs/llama-1b.yaml")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--variants", nargs="+", default=[""], help="further overrides; a pair of runs for each")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/losses.json"))
     parser.add_argument("--commit", default=peers.head(), help="recorded beside the numbers")
     return parser.parse_args()

@@ -63,7 +63,8 @@ def test_its_numbers_are_those_of_the_measurements():
     assert wide["ours_best"]["temp_gib"] <= wide["remat"]["temp_gib"]
     assert f"takes {ours}, where recomputing everything takes {remat} and recomputing nothing {nothing}" in text
     losses = result("losses")
-    assert losses["losses that differ"] == 0 and f"of {losses['steps']} steps of `llama-1b` none differs" in text
+    (line,) = losses["lines"]
+    assert line["losses that differ"] == 0 and f"of {losses['steps']} steps of `llama-1b` none differs" in text
 
 
 def dots(policy, f, *args):

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.cases import Case, attention_costs, best, layers_of
 from benchmarks.peers import main
+from models.exchange import Exchange
 from models.routing import Routing
 
 GATE, UP, INPUT, CONTEXT, KV = "moe/fc1.gate ", "moe/fc1.up ", "moe/fc1_input ", "attn/context ", "attn/k attn/v "
@@ -80,7 +81,7 @@ CASE = Case(
         *("layer_input", "attn/norm", "attn/q", "attn/k", "attn/v", "attn/context", "attn/out"),
         *("mlp_input", "moe/norm", "moe/router_logits", "moe/fc1_input", "moe/fc1.gate", "moe/fc1.up", "moe/act"),
     ),
-    always=tuple(f"moe/routing.{field}" for field in Routing._fields),
+    always=tuple(f"moe/routing.{field}" for field in (*Routing._fields, *Exchange._fields)),
     best={
         "gate moved": best(GATE),
         "gate and context moved": best(GATE + CONTEXT),

@@ -43,13 +43,13 @@ def shares(case: Case, modes: dict[str, Any], options: argparse.Namespace) -> di
     on_host = ours["residuals_host_gib"] / options.fsdp / options.expert  # of a device
     # Of the rows of the stacks one stays empty, and what another holds is on its way back, on the device.
     moved = on_host * (options.layers - 2) / options.layers
-    if moved:
+    if moved > 0:
         for key in ("temp_gib", "peak_gib") if "peak_gib" in ours and "peak_gib" in twin else ("temp_gib",):
             found[f"freed/predicted by {key}"] = (twin[key] - ours[key]) / moved
     if profile := ours.get("profile"):
         found["exposed/copies"] = profile["exposed_ms"] / profile["copies_ms"]
         found["exposed/step"] = profile["exposed_ms"] / profile["step_ms"]
-        rate = 2 * on_host * 2**30 / profile["copies_ms"]
+        rate = 2 * on_host * (options.layers - 1) / options.layers * 2**30 / profile["copies_ms"]
         found["won_back_limit"] = won_back_limit(case, options, modes, rate)
         found["won_back/won_back_limit"] = found["won_back"] / found["won_back_limit"]
     return {name: round(ratio, 4) for name, ratio in found.items()}
@@ -60,14 +60,16 @@ def won_back_limit(case: Case, options: argparse.Namespace, modes: dict[str, Any
 
     Of each layer `layer_input` moves, and then the residuals that take the longest to compute again per byte, a part of
     the last of them: until the copies take as long as the layer's forward pass, and then on the device, until it is as
-    full as with recomputation. Times are measured: of products, by what those of the case's names cost (remat - saved);
-    of attention, by what its second run costs (ours_saved - ours_saved_context).
+    full as with recomputation. Times are measured: of attention, by what its second run costs (ours_saved -
+    ours_saved_context); of products, what is left of recomputation's cost, by their FLOPs.
     """
     ms = {mode: m["step_ms"] for mode, m in modes.items()}
-    flops, size = ({name: pair[i] for name, pair in case.costs(options).items()} for i in (0, 1))
-    a_flop = (ms["remat"] - ms["saved"]) / options.layers / sum(flops[name] for name in case.names)
-    cost = {name: count * a_flop for name, count in flops.items()}
-    cost["attn/context"] = max(0.0, ms["ours_saved"] - ms["ours_saved_context"]) / options.layers
+    flops = {name: count for name, (count, _) in case.costs(options).items()}
+    size = {name: count / options.fsdp / options.expert for name, (_, count) in case.costs(options).items()}
+    all_of_it = (ms["remat"] - min(ms["saved_all"], ms["ours_saved_all"])) / options.layers
+    attention = max(0.0, ms["ours_saved"] - ms["ours_saved_context"]) / options.layers
+    a_flop = max(0.0, all_of_it - attention) / sum(flops.values())
+    cost = {name: count * a_flop for name, count in flops.items()} | {"attn/context": attention}
     forward_ms = min(ms["saved_all"], ms["ours_saved_all"]) / options.layers / 3
     spare_gib = max(0.0, modes["remat"]["temp_gib"] - modes["ours"]["temp_gib"])
     room = max(0.0, forward_ms * bytes_a_ms - size.pop("layer_input")) + spare_gib * 2**30 / options.layers

@@ -46,8 +46,8 @@ def compiler_options(
         out of the way for longer.
 
     Returns:
-      XLA's names and values, and a profile that holds nothing but how long copies take; empty on anything but an NVIDIA
-      GPU.
+      XLA's names and values, and a profile that holds nothing but how long copies take (not to be combined with JAX's
+      own, `jax_enable_pgle`); empty on anything but an NVIDIA GPU.
 
     Raises:
       ValueError: there is no such backend, or no such time.
@@ -56,7 +56,7 @@ def compiler_options(
         near = difflib.get_close_matches(str(backend), _BACKENDS, 1, cutoff=0.5)
         said = f"; the nearest is {near[0]!r}" if near else ""
         raise ValueError(f"compiler_options: backend {backend!r} is none of {', '.join(_BACKENDS)}{said}")
-    if copy_ms is not None and not 0 < copy_ms < float("inf"):
+    if copy_ms is not None and not (isinstance(copy_ms, (int, float)) and 0 < copy_ms < float("inf")):
         raise ValueError(f"compiler_options: copy_ms {copy_ms!r} is no time; give milliseconds, more than 0, or None")
     if (backend or jax.default_backend()) not in ("gpu", "cuda"):
         return {}
@@ -65,11 +65,18 @@ def compiler_options(
     return {**_GPU_OPTIONS, **checker, "fdo_profile": _profile(times)}
 
 
-def _profile(copies: dict[str, float]) -> bytes:
+class _Profile(bytes):
+    """Short where JAX prints the options in its errors."""
+
+    def __repr__(self) -> str:
+        return f"<how long copies take, {len(self)} bytes>"
+
+
+def _profile(copies: dict[str, float]) -> _Profile:
     """A `ProfiledInstructionsProto` as text, of copies as XLA numbers and, for double buffering, clones them; in ms."""
     numbers = ["", *(f".{i}{more}" for i in range(1, _COPIES) for more in ("", ".0", ".1"))]
     names = [(copy + n + clone, ms) for copy, ms in copies.items() for n in numbers for clone in _CLONES]
-    return "".join(f'costs {{ name: "{name}" cost_us: {1000 * ms:g} }}\n' for name, ms in names).encode()
+    return _Profile("".join(f'costs {{ name: "{name}" cost_us: {1000 * ms:g} }}\n' for name, ms in names).encode())
 
 
 def refuse_remat3() -> None:

@@ -236,6 +236,11 @@ def _relations(config: Config) -> Iterator[Relation]:
         f"model.head_dim = {model.d_head}: must be even, because RoPE turns pairs",
     )
     yield (
+        ("model.grouped", "model.quantize"),
+        (model.grouped, model.quantize) != ("mosaic", "fp8"),
+        "model.grouped = 'mosaic': has no FP8; must be auto, te or ragged where model.quantize = 'fp8'",
+    )
+    yield (
         ("model.attention", "model.dtype"),
         model.attention == "xla" or model.dtype == "bfloat16",
         f"model.attention = {model.attention!r}: must be xla where model.dtype = 'float32'; cuDNN takes bfloat16",

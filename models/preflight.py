@@ -20,7 +20,16 @@ from models.report import check_patterns
 from models.routing import aligned_rows
 from models.sharding import make_mesh
 
-_NO_TE = (ImportError, OSError, RuntimeError)  # all three, by what of TransformerEngine is missing
+_NO_TE = (ImportError, OSError, RuntimeError, AttributeError)  # by what TransformerEngine misses
+
+# What `_check_products` reads.
+_OF_PRODUCTS = (
+    *(
+        f"model.{key}"
+        for key in ("experts", "d_model", "d_expert", "dtype", "grouped", "quantize", "exchange", "capacity")
+    ),
+    *("mesh", "train.batch_size", "train.grad_accumulation", "train.seq_len"),
+)
 
 
 @contextlib.contextmanager
@@ -46,7 +55,7 @@ def admitted(config: Config, problems: list[str]) -> Iterator[Mesh]:
                 importlib.import_module("transformer_engine.jax")
         with collecting(problems):
             _check_attention(config)
-        if not blames("model", "mesh", "train"):
+        if not blames(*_OF_PRODUCTS):
             with collecting(problems):
                 _check_products(config)
         if not blames("train.out"):
@@ -83,7 +92,7 @@ def _check_attention(config: Config) -> None:
             raise ConfigError(
                 [
                     f"model.attention = 'te': TransformerEngine cannot be imported ({said}); "
-                    "install the extra jaxoffload[te], or use cudnn"
+                    "install it as README says (On a GPU), or use cudnn"
                 ]
             ) from why
 
@@ -93,8 +102,9 @@ def _check_products(config: Config) -> None:
     model, mesh, train = config.model, config.mesh, config.train
     if not model.experts:
         return
+    problems = []
     if model.exchange == "ragged" and mesh.expert > 1 and jax.default_backend() != "gpu":
-        raise ConfigError(["model.exchange = 'ragged': XLA has it on NVIDIA GPUs alone; must be padded here"])
+        problems.append("model.exchange = 'ragged': XLA has it on NVIDIA GPUs alone; must be padded here")
     share = train.batch_size // train.grad_accumulation // (mesh.data * mesh.fsdp * mesh.expert)
     rows = share * train.seq_len * model.experts_per_token
     if mesh.expert > 1:
@@ -108,4 +118,7 @@ def _check_products(config: Config) -> None:
         try:
             jax.eval_shape(product, of(rows, K), of(G, K, N), of(G, dtype=jnp.int32))
         except (ValueError, ImportError) as why:
-            raise ConfigError([f"model.grouped = {model.grouped!r}: {why}"]) from why
+            problems.append(f"model.grouped = {model.grouped!r}: {why}")
+            break
+    if problems:
+        raise ConfigError(problems)

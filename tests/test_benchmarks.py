@@ -43,12 +43,15 @@ def test_the_limit_of_won_back(rate, won):
 
 def test_the_limit_of_won_back_takes_attention_first_where_it_runs_again():
     ms = {"remat": 30.0, "saved": 25.0, "saved_all": 20.0, "ours_saved_all": 15.0}
-    modes = timed(**ms, ours_saved=25.0, ours_saved_context=20.0)  # a millisecond a layer for gate, one for context
+    modes = timed(**ms, ours_saved=25.0, ours_saved_context=20.0)  # of 3 ms a layer one for context
     limit = lambda rate: ratios.won_back_limit(dense.CASE, SHAPE, modes, rate)
     context = 10 * (2 * STREAM + 4 * 4)  # 4 heads
-    assert limit(20 * STREAM + context) == pytest.approx(WIDE / (WHOLE + WIDE))
-    assert limit(20 * STREAM + context / 2) == pytest.approx(WIDE / 2 / (WHOLE + WIDE))
+    assert limit(20 * STREAM + context) == pytest.approx(1 / 3)
+    assert limit(20 * STREAM + context / 2) == pytest.approx(1 / 6)
     assert limit(1e9) == pytest.approx(1.0)
+    # Two devices with half of the batch each.
+    two = argparse.Namespace(**vars(SHAPE) | {"fsdp": 2, "batch": 4})
+    assert ratios.won_back_limit(dense.CASE, two, modes, 20 * STREAM + context) == pytest.approx(1 / 3)
 
 
 def test_shares_by_hand():

@@ -66,16 +66,19 @@ def grouped_matmul(
     matrices = w if isinstance(w, Sequence) else (w,)
     for one in matrices:
         _check_arguments(x, one, group_sizes, backend, quantize)
-    pick = lambda one: chosen_backend(x, one, quantize=quantize) if backend == "auto" else backend
-    chosen = [_backend(pick(one), x, one, quantize) for one in matrices]
+    if not matrices:
+        raise ValueError("grouped_matmul: w: no matrices; give one (G, K, N), or several")
+    names = [chosen_backend(x, one, quantize=quantize) if backend == "auto" else backend for one in matrices]
+    if quantize and len(set(names)) > 1:
+        names = ["ragged"] * len(names)  # of x there is one quantised copy
+    chosen = [_backend(one_name, x, one, quantize) for one_name, one in zip(names, matrices, strict=True)]
     _check_values(group_sizes, x.shape[0], te.FP8_MULTIPLE if te.TE_FP8 in chosen else 1)
     x, group_sizes, *ws = _varying_alike(*map(jnp.asarray, (x, group_sizes, *matrices)))
     if quantize is None:
         x = tag(x, name) if name else x
         ys = [_product(one, x, w, group_sizes) for one, w in zip(chosen, ws, strict=True)]
     else:  # whose forward rule is traced outside of all scopes
-        fp8 = chosen[0] if len(set(chosen)) == 1 else RAGGED_FP8
-        ys = _product_fp8(fp8, _scope.value + name if name else "", x, tuple(ws), group_sizes)
+        ys = _product_fp8(chosen[0], _scope.value + name if name else "", x, tuple(ws), group_sizes)
     return list(ys) if isinstance(w, Sequence) else ys[0]
 
 

@@ -32,7 +32,7 @@ def load(module: str) -> types.ModuleType:
         said = str(why).partition("\n")[0]
         raise ImportError(
             f"grouped_matmul: backend 'te' needs TransformerEngine, which cannot be imported ({said}): "
-            "install the extra jaxoffload[te]"
+            "install the extra jaxoffload[te], or with CUDA 13 jaxoffload[te-cuda13], as README says"
         ) from why
 
 

@@ -21,8 +21,7 @@ on_cpu_and_gpu = pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", m
 def exact_options(backend=None):
     """Options under which two programs of the same arithmetic give the same bits."""
     if (backend or jax.default_backend()) != "gpu":
-        # XLA's fusions for YNNPACK leave out the rounding to bfloat16 between two operations (jaxlib 0.11.2, 0.12.0).
-        return {"xla_allow_excess_precision": False, "xla_cpu_experimental_ynn_fusion_type": ""}
+        return {"xla_allow_excess_precision": False}
     return {
         "xla_allow_excess_precision": False,
         "xla_gpu_deterministic_ops": True,
@@ -37,9 +36,9 @@ def exact_options(backend=None):
     }
 
 
-def run(f, *args):
-    """The flat outputs of jitted `f`, as numpy arrays, under `exact_options`."""
-    out = jax.jit(f, compiler_options=exact_options())(*args)
+def run(f, *args, **options):
+    """The flat outputs of jitted `f`, as numpy arrays, under `exact_options` and these."""
+    out = jax.jit(f, compiler_options=exact_options() | options)(*args)
     return [np.asarray(x) for x in jax.tree.leaves(out)]
 
 

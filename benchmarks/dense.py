@@ -1,7 +1,7 @@
 """Llama-3-8B-shaped layers: saving, recomputing and offloading the same residuals, with plain JAX and with ours.
 
     python -m benchmarks.dense [--out benchmarks/results/dense.json] [--layers 16 --batch 2 --seq 8192] [--commit ID]
-    python -m benchmarks.dense --d_model 8192 --layers 6 --out benchmarks/results/dense-70b.json
+    python -m benchmarks.dense --d_model 8192 --layers 10 --batch 1 --out benchmarks/results/dense-70b.json
     python -m benchmarks.dense --fsdp 2 --modes remat saved jax_offload ours --out benchmarks/results/dense-fsdp.json
 
 What a step and a mode are, and what is written: `benchmarks.peers`.

@@ -56,7 +56,8 @@ def shares(case: Case, modes: dict[str, Any], options: argparse.Namespace) -> di
 
 
 def won_back_limit(case: Case, options: argparse.Namespace, modes: dict[str, Any], bytes_a_ms: float) -> float:
-    """The share of recomputation's cost that bus and device let offload win back.
+    """The share of recomputation's cost that bus and device let offload win back. An estimate: more can be won where
+    copies that are not all hidden still cost less than computing again.
 
     Of each layer `layer_input` moves, and then the residuals that take the longest to compute again per byte, a part of
     the last of them: until the copies take as long as the layer's forward pass, and then on the device, until it is as

@@ -137,7 +137,7 @@ def plot(result: dict[str, Any], path: Path) -> str:
             at = line["host_gib"], line["step_ms"]
             axes[0][column].annotate(line["moved"][-1], at, (0, -8), textcoords="offset points", rotation=-60, **SMALL)
         axes[0][column].set_title(f"{shape['batch']} x {seq} tokens")
-        axes[1][column].set_xlabel("offloaded, GiB")
+        axes[1][column].set_xlabel("on the host, GiB")
     axes[1][0].legend(fontsize="small", loc="lower right")
     shape_of = f"{shape['layers']} layers of Llama 3's shape, width {shape['d_model']}, on {result['device']}"
     figure.suptitle(f"One residual after another goes to the host\n{shape_of}", fontsize="medium")

@@ -25,7 +25,8 @@ _GPU_OPTIONS: dict[str, str | bool | int] = {
 # names. Copies of a loop get longer than any turn, so that they begin where the turn does. Others, as those of a chain,
 # get 1 GiB's time: were they all to begin at once, what they bring would fill the device.
 _COPY_MS = {"dynamic-slice-start": 1000.0, "dynamic-update-slice-start": 1000.0, "copy-start": 20.0}
-_COPIES = 100  # of each kind that a program may have; XLA numbers them
+# How many of each a program may have; XLA numbers them. A chain has one for each residual of each layer, both ways.
+_COPIES = {"dynamic-slice-start": 100, "dynamic-update-slice-start": 100, "copy-start": 500}
 _CLONES = ("", ".double_buffer_clone")
 
 _BACKENDS = ("cpu", "gpu", "cuda", "rocm", "tpu")
@@ -74,8 +75,8 @@ class _Profile(bytes):
 
 def _profile(copies: dict[str, float]) -> _Profile:
     """A `ProfiledInstructionsProto` as text, of copies as XLA numbers and, for double buffering, clones them; in ms."""
-    numbers = ["", *(f".{i}{more}" for i in range(1, _COPIES) for more in ("", ".0", ".1"))]
-    names = [(copy + n + clone, ms) for copy, ms in copies.items() for n in numbers for clone in _CLONES]
+    numbers = lambda copy: ["", *(f".{i}{more}" for i in range(1, _COPIES[copy]) for more in ("", ".0", ".1"))]
+    names = [(copy + n + clone, ms) for copy, ms in copies.items() for n in numbers(copy) for clone in _CLONES]
     return _Profile("".join(f'costs {{ name: "{name}" cost_us: {1000 * ms:g} }}\n' for name, ms in names).encode())
 
 

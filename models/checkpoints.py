@@ -24,8 +24,8 @@ _FREE = {
     "model.capacity",
     "model.aux_loss",
     "model.z_loss",
+    "data.cache_dir",
 }
-_FREE |= {"data.cache_dir"}
 
 
 class Saved(NamedTuple):

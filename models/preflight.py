@@ -112,7 +112,7 @@ def _check_products(config: Config) -> None:
     of = lambda *shape, dtype=model.dtype: jax.ShapeDtypeStruct(shape, dtype)
     G, D, F = model.experts // mesh.expert, model.d_model, model.d_expert // mesh.tensor
     align = ALIGN[model.quantize]
-    rows = aligned_rows(rows, model.experts // mesh.expert, align)
+    rows = aligned_rows(rows, G, align)
     product = functools.partial(grouped_matmul, backend=model.grouped, quantize=model.quantize)
     for K, N in ((D, F), (F, D)):
         try:

@@ -12,6 +12,7 @@ from common import count, kept
 from jax.ad_checkpoint import checkpoint_name
 from test_rules import kernels, softmax
 
+from benchmarks import sweep
 from benchmarks.dense import table
 from jaxoffload import Policy, residuals
 
@@ -62,6 +63,9 @@ def test_its_numbers_are_those_of_the_measurements():
     text = " ".join(README.split())
     assert wide["ours_best"]["temp_gib"] <= wide["remat"]["temp_gib"]
     assert f"takes {ours}, where recomputing everything takes {remat} and recomputing nothing {nothing}" in text
+    swept = result("sweep")["lines"]
+    fastest = min((line for line in swept if line["how"] == "jaxoffload"), key=lambda line: line["step_ms"])
+    assert fastest["host_gib"] == pytest.approx(sweep.free_gib(swept), rel=0.05)
     losses = result("losses")
     (line,) = losses["lines"]
     assert line["losses that differ"] == 0 and f"of {losses['steps']} steps of `llama-1b` none differs" in text

@@ -64,10 +64,10 @@ def grouped_matmul(
       NotImplementedError: under vmap, with a backend other than "ragged".
     """
     matrices = w if isinstance(w, Sequence) else (w,)
-    for one in matrices:
-        _check_arguments(x, one, group_sizes, backend, quantize)
     if not matrices:
         raise ValueError("grouped_matmul: w: no matrices; give one (G, K, N), or several")
+    for one in matrices:
+        _check_arguments(x, one, group_sizes, backend, quantize)
     names = [chosen_backend(x, one, quantize=quantize) if backend == "auto" else backend for one in matrices]
     if quantize and len(set(names)) > 1:
         names = ["ragged"] * len(names)  # of x there is one quantised copy

@@ -28,7 +28,7 @@ def load(module: str) -> types.ModuleType:
     """
     try:
         return importlib.import_module(f"transformer_engine.jax.{module}")
-    except (ImportError, OSError, RuntimeError) as why:  # all three, by what is missing
+    except (ImportError, OSError, RuntimeError, AttributeError) as why:  # by what is missing
         said = str(why).partition("\n")[0]
         raise ImportError(
             f"grouped_matmul: backend 'te' needs TransformerEngine, which cannot be imported ({said}): "

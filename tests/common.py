@@ -9,6 +9,7 @@ import pytest
 from jax.extend.core import Var
 
 from jaxoffload import Policy
+from jaxoffload.grouped import te
 
 # `make test-gpu` chooses the second.
 on_cpu_and_gpu = pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -30,6 +31,14 @@ def exact_options(backend=None):
         "xla_gpu_gemm_rewrite_size_threshold": 10**9,
         "xla_disable_automatic_host_compute_offload": True,  # an error instead of silent compute on the host
     }
+
+
+def needs_te():
+    """Skips the test where TransformerEngine cannot be imported."""
+    try:
+        te.load("cpp_extensions")
+    except ImportError as why:
+        pytest.skip(str(why))
 
 
 def run(f, *args, **options):

@@ -18,6 +18,7 @@ from common import (
     gradient_jaxpr,
     in_a_loop,
     kept,
+    needs_te,
     normal,
     on_cpu_and_gpu,
     policy,
@@ -28,7 +29,7 @@ from common import (
 from jax import lax
 
 from jaxoffload import GroupedTensor, Policy, chain, checkpoint, grouped_matmul, residuals, scan, scope, tag
-from jaxoffload.grouped import _matmul, chosen_backend, te
+from jaxoffload.grouped import _matmul, chosen_backend
 from jaxoffload.grouped._fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns
 from jaxoffload.grouped.ragged import RAGGED
 
@@ -173,8 +174,8 @@ def backend(request):
     if request.param == "te stand-in":
         request.getfixturevalue("stand_in")
         return "te"
-    if request.param == "te" and not te.importable():
-        pytest.skip("TransformerEngine cannot be imported")
+    if request.param == "te":
+        needs_te()
     return request.param
 
 
@@ -286,8 +287,7 @@ def test_fp8_multiplies_what_was_rounded_and_adds_in_float32():
 
 @pytest.mark.gpu
 def test_transformer_engines_fp8_is_the_emulations():
-    if not te.importable():
-        pytest.skip("TransformerEngine cannot be imported")
+    needs_te()
     args = operands(192, 64, 128, 4, jnp.bfloat16, CASES["uneven"])
     got, want = products(*args, "te", "fp8"), products(*args, "ragged", "fp8")
     assert (errors(got, [np.asarray(a, np.float64) for a in want]) < 4e-3).all()

@@ -18,6 +18,7 @@ from common import (
     gradient_jaxpr,
     in_a_loop,
     kept_bytes,
+    needs_te,
     policy,
     run,
     run_each,
@@ -26,7 +27,6 @@ from flax import nnx
 from jax import lax
 
 from jaxoffload import Policy, check, checkpoint, residuals, scan
-from jaxoffload.grouped import te
 from models import exchange, routing
 from models.attention import rotations
 from models.config import Config, Mesh, Model, Train
@@ -478,8 +478,8 @@ ON_GPU = [pytest.param(backend, marks=pytest.mark.gpu) for backend in ("auto", "
 @pytest.mark.parametrize("backend", ["ragged", *ON_GPU])
 def test_the_contract_with_each_backend(backend, quantize):
     """Some residuals offloaded, then saved; bit for bit as plain checkpoints."""
-    if backend == "te" and not te.importable():
-        pytest.skip("needs TransformerEngine")
+    if backend == "te":
+        needs_te()
     if (backend, quantize) == ("mosaic", "fp8"):
         pytest.skip("has no FP8")
     config = dataclasses.replace(LARGER, grouped=backend, quantize=quantize)

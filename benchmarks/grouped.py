@@ -1,4 +1,5 @@
-"""Grouped GEMMs: each backend of `jaxoffload.grouped_matmul` against one dense GEMM of the same FLOPs.
+"""Grouped GEMMs: `jaxoffload.grouped_matmul` with each backend, and the same kernels as others give them to users,
+against one dense GEMM of the same FLOPs.
 
     python -m benchmarks.grouped [--out benchmarks/results/grouped.json] [--rows 16384 --d_in 4096 --d_out 14336]
 
@@ -10,6 +11,7 @@ import contextlib
 import importlib
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import peers
+from benchmarks import peers, streams
 
-BACKENDS = ("te", "mosaic", "ragged")
+# "stock": without what `grouped_matmul` defines of the rows past all groups.
+KINDS = ("te", "te, stock", "mosaic", "mosaic, stock", "ragged")
 
 
 def main() -> None:
@@ -29,22 +32,17 @@ def main() -> None:
     import jax
     import jax.numpy as jnp
 
-    from jaxoffload import grouped_matmul
-
     M, K, N, G = options.rows, options.d_in, options.d_out, options.groups
     x, dy = (jax.random.normal(jax.random.key(i), (M, width), jnp.bfloat16) for i, width in enumerate((K, N)))
     w = jax.random.normal(jax.random.key(2), (G, K, N), jnp.bfloat16) * K**-0.5
     lines = [{"backend": "dense", "groups": "one", **timed(lambda x, w: x @ w, (x, w[0], dy), options)}]
     for division, sizes in divisions(M, G).items():
-        for backend in BACKENDS:
-            product = lambda x, w, sizes=sizes, backend=backend: grouped_matmul(
-                x, w, jnp.asarray(sizes), backend=backend
-            )
+        for kind in KINDS:
             try:
-                measured = timed(product, (x, w, dy), options)
-            except (ImportError, ValueError, NotImplementedError) as cannot:
-                measured = {"cannot": str(cannot)}
-            lines.append({"backend": backend, "groups": division, **measured})
+                measured = timed(product_of(kind), (x, w, dy), options, jnp.asarray(sizes))
+            except Exception as cannot:  # whatever a kernel says of this machine
+                measured = {"cannot": f"{type(cannot).__name__}: {cannot}".partition("\n")[0]}
+            lines.append({"backend": kind, "groups": division, **measured})
     ms = lines[0]["ms"]
     for line in lines:
         if "ms" in line:
@@ -83,14 +81,37 @@ def _whole(shares: np.ndarray, rows: int) -> np.ndarray:
     return sizes
 
 
-def timed(product: Callable[..., Any], args: tuple[Any, ...], options: argparse.Namespace) -> dict[str, Any]:
-    """Median milliseconds of a forward and backward pass, and its TFLOP/s."""
+def product_of(kind: str) -> Callable[..., Any]:
+    """(x, w, group_sizes) -> y."""
     import jax
 
-    def both(x: Any, w: Any, dy: Any) -> Any:
-        y, back = jax.vjp(product, x, w)
+    from jaxoffload import grouped_matmul
+    from jaxoffload.grouped import mosaic
+
+    if kind == "te, stock":
+        dense = importlib.import_module("transformer_engine.jax.dense")
+        return lambda x, w, sizes: dense.grouped_dense(x, w, sizes, contracting_dims=((1,), (1,)))
+    if kind == "mosaic, stock":  # jax has the kernels, and no derivative
+        product = jax.custom_vjp(mosaic.forward)
+        product.defvjp(
+            lambda *args: (mosaic.forward(*args), args),
+            lambda kept, dy: (mosaic.dx(dy, *kept[1:]), mosaic.dw(kept[0], dy, kept[2]), None),
+        )
+        return product
+    return lambda x, w, sizes: grouped_matmul(x, w, sizes, backend=kind)
+
+
+def timed(
+    product: Callable[..., Any], args: tuple[Any, ...], options: argparse.Namespace, *sizes: Any
+) -> dict[str, Any]:
+    """Median milliseconds of a forward and backward pass, its TFLOP/s, and the kernels of one."""
+    import jax
+
+    def both(x: Any, w: Any, dy: Any, *sizes: Any) -> Any:
+        y, back = jax.vjp(lambda x, w: product(x, w, *sizes), x, w)
         return y, back(dy)
 
+    args = (*args, *sizes)
     run = jax.jit(both).lower(*args).compile()
     spent = []
     for _ in range(3 + options.repeats):
@@ -99,7 +120,12 @@ def timed(product: Callable[..., Any], args: tuple[Any, ...], options: argparse.
         spent.append(1e3 * (time.perf_counter() - begin))
     ms = statistics.median(spent[3:])
     flops = 3 * 2 * options.rows * options.d_in * options.d_out
-    return {"ms": round(ms, 3), "tflops": round(flops / ms / 1e9, 1)}
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run(*args))
+        gpus = streams.read(Path(folder))
+    kernels = {kernel: ms for events in gpus.values() for kernel, ms in streams.by_kernel(events).items()}
+    return {"ms": round(ms, 3), "tflops": round(flops / ms / 1e9, 1), "kernels": kernels}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,21 @@ def main(case: Case) -> dict[str, Any] | None:
     """The results, also written to `--out`; None in a worker."""
     options = parse(case)
     if options.worker:
-        print(json.dumps(WORKERS[options.worker](case, options)))
+        for found in WORKERS[options.worker](case, options):
+            print(json.dumps(found), flush=True)
         return None
     with tempfile.TemporaryDirectory() as cache:  # compiled once, by the timing process
-        timed = worker(case, options, "times", cache)
-        write(case, timed, options)
+        for timed in worker(case, options, "times", cache):
+            write(case, timed, options)
         for mode in (mode for mode in options.fresh if mode in timed["modes"]):
-            timed["modes"][mode] |= worker(case, options, "peak", cache, mode, timed["modes"][mode]["options"])
+            for peak in worker(case, options, "peak", cache, mode, timed["modes"][mode]["options"]):
+                timed["modes"][mode] |= peak
             write(case, timed, options)
     return timed
 
 
 def write(case: Case, timed: dict[str, Any], options: argparse.Namespace) -> None:
-    """What there is so far, with its ratios: a process that fails later takes nothing with it."""
+    """What there is so far, with its ratios: what fails, or is stopped, later takes nothing with it."""
     timed["ratios"] = ratios(case, timed["modes"], options)
     options.out.write_text(json.dumps(timed, indent=1) + "\n")
 
@@ -90,15 +93,16 @@ def head() -> str:
 
 def worker(
     case: Case, options: argparse.Namespace, what: str, cache: str, mode: str = "", variant: str = ""
-) -> dict[str, Any]:
-    """What a fresh process of this program measures."""
+) -> Iterator[dict[str, Any]]:
+    """What a fresh process of this program measures, so far each time."""
     say(f"{what} {mode}")
     command = [sys.executable, "-m", f"benchmarks.{case.program}", *sys.argv[1:], "--worker", what]
     command += ["--mode", mode, "--variant", variant] if mode else []
-    done = subprocess.run(command, env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}, stdout=subprocess.PIPE)
-    if done.returncode:
-        sys.exit(f"benchmarks.{case.program}: {what} {mode} failed with exit status {done.returncode}")
-    return json.loads(done.stdout.decode().splitlines()[-1])
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        yield from (json.loads(line) for line in process.stdout or () if line.startswith("{"))
+    if process.returncode:
+        sys.exit(f"benchmarks.{case.program}: {what} {mode} failed with exit status {process.returncode}")
 
 
 def say(what: str) -> None:
@@ -108,76 +112,91 @@ def say(what: str) -> None:
 # ------------------------------------------------------------------------------------------------ in a worker
 
 
-def times(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Step times of all modes under all their options, the fastest options' kept."""
+Key = tuple[str, str]  # of a mode and a variant of it
+
+
+def times(case: Case, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Step times of all modes under all their options, the fastest options' kept; after each round."""
     import_te(options)
     import jax
 
-    compiled, facts = {}, {}
-    state = initial(case, options)
     chosen = {mode: variants for mode, variants in modes_of(case).items() if mode in options.modes}
     if "ours_best" in chosen:
         chosen["ours_best"] = {name: case.best[name] for name in options.best}
-    for mode, variants in chosen.items():
-        for name, variant in variants.items():
-            compiled[mode, name], host, seconds = compile_step(case, options, variant)
-            memory = compiled[mode, name].memory_analysis()
-            facts[mode, name] = {
-                "options": name,
-                "compile_s": round(seconds, 2),
-                "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
-                "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
-                "residuals_host_gib": round(host / 2**30, 4),
-            }
-            say(f"compiled {mode}, {name}")
+    state = initial(case, options)
+    steps, facts = compile_all(case, options, chosen)
 
-    def turn(key: Any) -> list[float]:
+    def turn(key: Key) -> list[float]:
         nonlocal state
-        state, spent = jax.block_until_ready(compiled[key](*state)), []
+        state, spent = jax.block_until_ready(steps[key](*state)), []
         for _ in range(options.steps):
             begin = time.perf_counter()
-            state = jax.block_until_ready(compiled[key](*state))
+            state = jax.block_until_ready(steps[key](*state))
             spent.append(1e3 * (time.perf_counter() - begin))
         return spent
 
-    # The first turn warms up (pinned memory, clocks) and is not counted, but what is far behind there is out.
-    first = {}
-    for key in compiled:
-        first[key] = statistics.median(turn(key))
-        say(f"{', '.join(key)}: {first[key]:.1f} ms")
-    fits = {mode: list(variants) for mode, variants in chosen.items()}
-    if "ours_best" in fits:
-        room = min(facts["remat", variant]["temp_gib"] for variant in fits["remat"])
-        small = [v for v in fits["ours_best"] if facts["ours_best", v]["temp_gib"] <= room]
-        if small:
-            fits["ours_best"] = small
-        else:
-            say(f"ours_best is left out: no candidate needs remat's {room} GiB or less")
-            del fits["ours_best"], chosen["ours_best"]
-    fastest = {mode: min(first[mode, v] for v in variants) for mode, variants in fits.items()}
-    spent = {(mode, v): [] for mode in fits for v in fits[mode] if first[mode, v] < 1.03 * fastest[mode]}
-    for _ in range(options.rounds):
-        for key in spent:
-            spent[key] += turn(key)
-    median = {key: round(statistics.median(spent.get(key) or [first[key]]), 2) for key in compiled}
-    modes, devices = {}, options.fsdp * options.expert
-    for mode, variants in chosen.items():
-        best = min((v for m, v in spent if m == mode), key=lambda variant: median[mode, variant])
-        step_ms = median[mode, best]
+    # The first turn warms up (pinned memory, clocks), and what is far behind there is out. Others replace its times.
+    spent = {}
+    for key in steps:
+        spent[key] = turn(key)
+        say(f"{', '.join(key)}: {statistics.median(spent[key]):.1f} ms")
+    near = contenders(spent, facts)
+    devices = options.fsdp * options.expert
+    known = provenance(case.program, options.commit, devices)
+    known["shape"] = {**case.shape(options), "residuals": list(case.names)}
+    flops = model_flops(case, options) / devices
+    yield {**known, "rounds": 0, "modes": fastest(spent, near, facts, flops)}
+    for number in range(options.rounds):
+        for key in near:
+            spent[key] = (spent[key] if number else []) + turn(key)
+        yield {**known, "rounds": 1 + number, "modes": fastest(spent, near, facts, flops)}
+
+
+def compile_all(case: Case, options: argparse.Namespace, chosen: dict[str, Any]) -> tuple[dict[Key, Any], Any]:
+    """The steps, and what is known of each before it runs."""
+    steps, facts = {}, {}
+    for key, variant in (((mode, name), v) for mode, variants in chosen.items() for name, v in variants.items()):
+        steps[key], host, seconds = compile_step(case, options, variant)
+        memory = steps[key].memory_analysis()
+        facts[key] = {
+            "options": key[1],
+            "compile_s": round(seconds, 2),
+            "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
+            "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
+            "residuals_host_gib": round(host / 2**30, 4),
+        }
+        say(f"compiled {', '.join(key)}")
+    return steps, facts
+
+
+def contenders(spent: dict[Key, list[float]], facts: dict[Key, dict[str, Any]]) -> list[Key]:
+    """Those within 3 % of their mode's fastest; of ours_best only what needs no more memory than remat."""
+    room = min((facts[key]["temp_gib"] for key in spent if key[0] == "remat"), default=0.0)
+    fits = [key for key in spent if key[0] != "ours_best" or facts[key]["temp_gib"] <= room]
+    ms = {key: statistics.median(spent[key]) for key in fits}
+    return [key for key in fits if ms[key] < 1.03 * min(ms[other] for other in fits if other[0] == key[0])]
+
+
+def fastest(spent: dict[Key, list[float]], near: list[Key], facts: Any, flops: float) -> dict[str, dict[str, Any]]:
+    """Mode -> its fastest variant, with the times of the others beside it."""
+    ms = {key: round(statistics.median(times), 2) for key, times in spent.items()}
+    modes = {}
+    for mode in dict.fromkeys(mode for mode, _ in near):
+        best = min((key for key in near if key[0] == mode), key=ms.__getitem__)
+        others = [key for key in spent if key[0] == mode and key != best]
         modes[mode] = {
-            "step_ms": step_ms,
-            "spread_ms": [round(min(spent[mode, best]), 2), round(max(spent[mode, best]), 2)],
-            "mfu": round(model_flops(case, options) / devices / step_ms / 1e-3 / PEAK_FLOPS["NVIDIA H200"], 4),
-            **facts[mode, best],
+            "step_ms": ms[best],
+            "spread_ms": [round(min(spent[best]), 2), round(max(spent[best]), 2)],
+            "mfu": round(flops / ms[best] / 1e-3 / PEAK_FLOPS["NVIDIA H200"], 4),
+            **facts[best],
             "other_options": {
-                v: {"step_ms": median[mode, v], "temp_gib": facts[mode, v]["temp_gib"]} for v in variants if v != best
+                name: {"step_ms": ms[mode, name], "temp_gib": facts[mode, name]["temp_gib"]} for _, name in others
             },
         }
-    shape = {**case.shape(options), "residuals": list(case.names)}
-    return {**provenance(case.program, options.commit, devices), "shape": shape, "modes": modes}
+    return modes
 
 
-def peak(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+def peak(case: Case, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The peak of allocated device memory over three steps, in a process that did nothing else; then a profile."""
     import_te(options)
     import jax
@@ -189,12 +208,13 @@ def peak(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     jax.block_until_ready(state)
     measured = {"peak_gib": round((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30, 4)}
     if not options.mode.startswith("ours"):
-        return measured
+        yield measured
+        return
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(step(*state))
         gpus = streams.read(Path(folder))
-    return measured | ({"profile": streams.summary(next(iter(gpus.values())))} if gpus else {})  # of one of them
+    yield measured | ({"profile": streams.summary(next(iter(gpus.values())))} if gpus else {})  # of one of them
 
 
 WORKERS = {"times": times, "peak": peak}

@@ -75,6 +75,14 @@ def summary(events: list[Event]) -> dict[str, Any]:
     }
 
 
+def by_kernel(events: list[Event], count: int = 12) -> dict[str, float]:
+    """Milliseconds of the kernels that take the longest, each in all its runs."""
+    spent: dict[str, float] = {}
+    for e in events:
+        spent[e.name] = spent.get(e.name, 0.0) + e.end - e.start
+    return {name: _ms(spent[name]) for name in sorted(spent, key=spent.__getitem__, reverse=True)[:count]}
+
+
 def waits(events: list[Event], count: int = 5) -> list[dict[str, Any]]:
     """The longest gaps of the busiest stream, and the copy on another stream whose end is nearest to each gap's."""
     kernels = sorted((e for e in events if not e.name.startswith("Memcpy")), key=lambda e: e.start)

@@ -46,13 +46,13 @@ def admitted(config: Config, problems: list[str]) -> Iterator[Mesh]:
         if not blames("distributed"):
             with collecting(problems):  # before the others: they start JAX's backend, and then none can join
                 join(config.distributed)
+        if "te" in (config.model.attention, config.model.grouped):
+            with contextlib.suppress(*_NO_TE):  # before JAX's first computation, which loads another cuDNN
+                importlib.import_module("transformer_engine.jax")
         check_names(config, problems)
         if not blames("distributed", "mesh"):
             with collecting(problems):
                 mesh = make_mesh(config.mesh)
-        if "te" in (config.model.attention, config.model.grouped):
-            with contextlib.suppress(*_NO_TE):  # it wants to be imported before JAX's first computation
-                importlib.import_module("transformer_engine.jax")
         with collecting(problems):
             _check_attention(config)
         if not blames(*_OF_PRODUCTS):

@@ -88,10 +88,15 @@ class GroupedScaledTensor1x(GroupedNoScaleTensor):
         assert self.data.ndim == 1 and self.data_layout == "NT"[self.is_colwise]
         data = self.data.reshape(self.original_shape)
         if self.first_dims is None:
-            return data.astype(FLOAT) * self.scale_inv[:, None, None]
+            return data.astype(FLOAT)
         data = from_columns(data, self.first_dims) if self.is_colwise else data
-        group = group_of(jnp.arange(data.shape[0]), self.first_dims)
-        return data.astype(FLOAT) * self.scale_inv[group][:, None]
+        place = places(self.first_dims)[group_of(jnp.arange(data.shape[0]), self.first_dims)]
+        return data.astype(FLOAT) * self.scale_inv[place][:, None]
+
+
+def places(sizes):
+    """TransformerEngine has no place for empty groups."""
+    return jnp.cumsum(sizes > 0) - 1
 
 
 def create_1x(data, scale_inv, amax=None, *, scaling_mode, dq_dtype, is_colwise, data_layout, **of_groups):
@@ -131,10 +136,12 @@ def grouped_quantize(x, quantizer, group_sizes=None, flatten_axis=-1):
         return ScaledTensor2x(create_1x(w.data.reshape(-1), w.scale_inv, **half, **mode), None)
     assert len(group_sizes) == groups
     q = RAGGED_FP8.quantize(x, group_sizes, dtype)
+    place = jnp.where(group_sizes > 0, places(group_sizes), groups)
+    scale_inv = jnp.full(groups, jnp.nan).at[place].set(q.scale_inv, mode="drop")  # behind them it writes nothing
     mode |= {"first_dims": group_sizes, "original_shape": x.shape}
     return ScaledTensor2x(  # with one scale for both, as TransformerEngine has it
-        create_1x(q.data.reshape(-1), q.scale_inv, is_colwise=False, data_layout="N", **mode),
-        create_1x(q.columnwise_data.reshape(-1), q.scale_inv, is_colwise=True, data_layout="T", **mode),
+        create_1x(q.data.reshape(-1), scale_inv, is_colwise=False, data_layout="N", **mode),
+        create_1x(q.columnwise_data.reshape(-1), scale_inv, is_colwise=True, data_layout="T", **mode),
     )
 
 
@@ -149,6 +156,8 @@ def grouped_gemm(lhs, rhs, contracting_dims):
     else:
         assert rhs.first_dims is None and not getattr(lhs, "is_colwise", False)
         w = {((1,), (1,)): w, ((1,), (2,)): w.swapaxes(1, 2)}[contracting_dims]
+        if hasattr(rhs, "scale_inv"):  # no place for empty groups of the other operand here either
+            w = w.astype(FLOAT) * rhs.scale_inv[places(lhs.first_dims)][:, None, None]
         out = RAGGED.forward(x.astype(FLOAT), w.astype(FLOAT), lhs.first_dims)
     whole = jnp.sum(lhs.first_dims) == x.shape[0]
     return jnp.where(whole, out, jnp.nan).astype(dtype)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxoffload import Policy, chain, compiler_options, scan, tag
+from jaxoffload import Policy, chain, compiler_options, grouped_matmul, scan, tag
 from models.attention import rotations
 from models.config import Model
 from models.transformer import ExpertLayer, stacked
@@ -267,6 +267,23 @@ def test_on_a_full_device_xla_recomputes_nothing_and_copies_begin_no_later(gpu, 
     assert large(gpu, 150, OPTIONS) == AT_ONCE
     if gpu not in jax.devices():  # with XLA's default; how much memory a real one has decides how full it is
         assert large(gpu, 150, OPTIONS | {"xla_gpu_memory_limit_slop_factor": 95}) != AT_ONCE
+
+
+def test_emulated_fp8_multiplies_what_was_rounded(gpu):
+    """Rounded values are results of kernels: what stays in a kernel's registers XLA may leave unrounded."""
+
+    def f(x, w, sizes, dy):
+        y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, backend="ragged", quantize="fp8"), x, w)
+        return y, *pull(dy)
+
+    of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
+    options = {"xla_gpu_autotune_level": 0}
+    program = compiled(gpu, f, of(192, 64), of(4, 64, 128), of(4, dtype=jnp.int32), of(192, 128), options=options)
+    entry = program.as_text().partition("\nENTRY ")[2]
+    results = {
+        found for line in re.findall(r"= (.*?) fusion\(", entry) for found in re.findall(r"f8e\w+\[[\d,]+\]", line)
+    }
+    assert results >= {"f8e4m3fn[192,64]", "f8e4m3fn[4,64,128]", "f8e5m2[192,128]"}
 
 
 def test_every_product_runs_once(gpu, lines):

@@ -32,7 +32,8 @@ def load(module: str) -> types.ModuleType:
         said = str(why).partition("\n")[0]
         raise ImportError(
             f"grouped_matmul: backend 'te' needs TransformerEngine, which cannot be imported ({said}): "
-            "install the extra jaxoffload[te], or with CUDA 13 jaxoffload[te-cuda13], as README says"
+            "install the extra jaxoffload[te], or with CUDA 13 jaxoffload[te-cuda13], as README says; or, where it is "
+            "installed, import transformer_engine.jax before JAX's first computation"
         ) from why
 
 
@@ -57,12 +58,31 @@ def columns(data: jax.Array, group_sizes: jax.Array, scale_inv: Any, amax: Any, 
     return _scaled(data, group_sizes, scale_inv, amax, dtype, data.shape[::-1], columnwise=True)
 
 
+# Of scales and magnitudes TransformerEngine leaves out those of empty groups, where it writes them and where it reads
+# them, even those of matrices, of which none is empty
+# (https://github.com/NVIDIA/TransformerEngine/blob/025f598/transformer_engine/jax/csrc/extensions/gemm.cpp).
+
+
+def _places(group_sizes: jax.Array) -> jax.Array:
+    """(G,) int32: where TransformerEngine has what belongs to a group; G for an empty one."""
+    there = group_sizes > 0
+    return jnp.where(there, jnp.cumsum(there, dtype=jnp.int32) - 1, group_sizes.size)
+
+
+def _packed(of_groups: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return jnp.ones_like(of_groups).at[_places(group_sizes)].set(of_groups, mode="drop")
+
+
+def _unpacked(of_groups: jax.Array, group_sizes: jax.Array, of_empty: float) -> jax.Array:
+    return of_groups.at[_places(group_sizes)].get(mode="fill", fill_value=of_empty)
+
+
 def _scaled(data: Any, sizes: Any, scale_inv: Any, amax: Any, dtype: Any, shape: Any, columnwise: bool) -> Any:
     quantize = load("quantize")
     return quantize.ScaledTensorFactory.create_1x(
         data.reshape(-1),
-        scale_inv,
-        amax,
+        _packed(scale_inv, sizes),
+        amax if amax is None else _packed(amax, sizes),
         scaling_mode=quantize.ScalingMode.CURRENT_TENSOR_SCALING,
         dq_dtype=dtype,
         is_colwise=columnwise,
@@ -82,14 +102,17 @@ def fields(rowwise: Any, columnwise: Any = None) -> dict[str, Any]:
             f"GroupedTensor.from_te: {given}; allowed are a GroupedNoScaleTensor, or a row-wise and a column-wise "
             "GroupedScaledTensor1x, of which the first has group sizes (first_dims)"
         )
+    scale_inv = getattr(rowwise, "scale_inv", None)
+    found = {"group_sizes": sizes, "data": rowwise.data.reshape(rowwise.original_shape)}
+    if scale_inv is not None:
+        found["scale_inv"] = _unpacked(scale_inv, sizes, 1.0)
     # Where TransformerEngine does not know it, it puts an array of one element.
-    amax = rowwise.amax if rowwise.amax is not None and rowwise.amax.shape == sizes.shape else None
-    found = {"group_sizes": sizes, "data": rowwise.data.reshape(rowwise.original_shape), "amax": amax}
-    found["scale_inv"] = getattr(rowwise, "scale_inv", None)
+    if rowwise.amax is not None and rowwise.amax.shape == sizes.shape:
+        found["amax"] = _unpacked(rowwise.amax, sizes, 0.0)
     if columnwise is not None:
         found["columnwise_data"] = columnwise.data.reshape(columnwise.original_shape)
         # TransformerEngine shares one array; a leaf with a decision of its own is a value of its own.
-        found["columnwise_scale_inv"] = jnp.copy(columnwise.scale_inv)
+        found["columnwise_scale_inv"] = jnp.copy(_unpacked(columnwise.scale_inv, sizes, 1.0))
     return found
 
 
@@ -171,12 +194,16 @@ def _columns(half: Half, dtype: Any) -> Any:
     return columns(half.data, half.group_sizes, half.scale_inv, None, dtype)
 
 
+def _matrices(w: Any, group_sizes: jax.Array) -> Any:
+    return dataclasses.replace(w, scale_inv=_packed(w.scale_inv, group_sizes))
+
+
 def forward_fp8(x: Half, w: Any, dtype: Any) -> jax.Array:
-    return _gemm(_rows(x, dtype), w, _FORWARD)
+    return _gemm(_rows(x, dtype), _matrices(w, x.group_sizes), _FORWARD)
 
 
 def dx_fp8(dy: Half, w: Any, dtype: Any) -> jax.Array:
-    return _gemm(_rows(dy, dtype), w, _DX)
+    return _gemm(_rows(dy, dtype), _matrices(w, dy.group_sizes), _DX)
 
 
 def dw_fp8(x: Half, dy: Half, dtype: Any) -> jax.Array:

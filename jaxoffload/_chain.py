@@ -2,8 +2,9 @@
 
 As in `scan`, the copies of one layer run beside the compute of the next. In an unrolled program XLA may fetch residuals
 as soon as they are on the host, run ahead of the copies, and leave the weights' gradients for the end; nothing would be
-freed. So three ties are made: a layer begins when the copies of the layer before the previous one are done; a layer's
-residuals are fetched when the backward pass of the next one begins; and that begins when the one before it has ended.
+freed. So four ties are made: a layer's copies begin when it has ended (those of two layers at once would wait for each
+other); a layer begins when the copies of the layer before the previous one are done; a layer's residuals are fetched
+when the backward pass of the next one begins; and that begins when the one before it has ended.
 """
 
 import functools
@@ -143,7 +144,7 @@ def _jvp(
         outs = jaxpr_as_fun(layer.forward)(*operands)
         carry, stored = _after(copies, outs[: layer.carry]), iter(outs[layer.carry :])
         residuals = [operands[k.operand] if k.place == "operand" else next(stored) for k in layer.kept]
-        kept.append(_moved(layer, residuals, HOST))
+        kept.append(_moved(layer, residuals, HOST, carry))
         copies = [x for k, x in zip(layer.kept, kept[-1], strict=True) if k.place == "host"]
     flat, tree = jax.tree.flatten(kept)
     avals = [jax.typeof(x).to_tangent_aval() for x in carry]
@@ -198,10 +199,10 @@ def _transpose(layers: Sequence[Layer], kept: Sequence[Sequence[Any]], cotangent
     for number in reversed(range(len(layers))):
         layer, residuals = layers[number], fetched
         present = [ct for ct in cotangents if type(ct) is not ad.Zero]
-        if number:
-            fetched = _moved(layers[number - 1], kept[number - 1], DEVICE, present)
         wanted = tuple(type(ct) is not ad.Zero for ct in cotangents)
         residuals, present = apart(residuals, present)
+        if number:
+            fetched = _moved(layers[number - 1], kept[number - 1], DEVICE, present)
         found = lax.optimization_barrier(jaxpr_as_fun(layer.backward(wanted))(*residuals, *present))
         through = sum(layer.perturbed[: layer.carry])
         cotangents, own = found[:through], [*found[through:], *own]

@@ -269,6 +269,22 @@ def test_on_a_full_device_xla_recomputes_nothing_and_copies_begin_no_later(gpu, 
         assert large(gpu, 150, OPTIONS | {"xla_gpu_memory_limit_slop_factor": 95}) != AT_ONCE
 
 
+def test_a_chains_copies_have_a_layer_to_hide_behind(gpu):
+    """Both of a layer's products, or of the six of its backward pass nearly all."""
+    d, hidden = 4096, 16384
+    w = tuple(jax.ShapeDtypeStruct(a, jnp.bfloat16) for a in ((d, hidden), (hidden, d), (d,)))
+    policy, x = Policy(OFFLOADED), jax.ShapeDtypeStruct((16384, d), jnp.bfloat16)
+    f = gradient(lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 6, x, w, policy=policy), (0, 1))
+    done, begun, spans = 0, {}, {"to": [], "from": []}
+    for line in instructions(compiled(gpu, f, x, [w] * 6)):
+        done += len(products([line]))
+        if line.opcode == "copy-start":
+            begun[line.name] = done
+        elif line.opcode == "copy-done":
+            spans["to" if line.on_host else "from"].append(done - begun[line.operands[0]])
+    assert spans["to"] == [2] * 2 * 5 and len(spans["from"]) == 2 * 5 and min(spans["from"]) >= 3
+
+
 def test_emulated_fp8_multiplies_what_was_rounded(gpu):
     """Rounded values are results of kernels: what stays in a kernel's registers XLA may leave unrounded."""
 

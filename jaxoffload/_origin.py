@@ -29,7 +29,12 @@ def is_its_operand(eqn: JaxprEqn) -> bool:
 _VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pcast", "pvary"}
 
 
+_BARRIER = "optimization_barrier"  # a result for each operand
+
+
 def _is_a_view(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name == _BARRIER:
+        return True
     return eqn.primitive.name in _VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
 
 
@@ -62,7 +67,7 @@ def follow(jaxpr: Jaxpr, var: Any, passes_on: Callable[[JaxprEqn], bool]) -> Any
 def _operand(eqn: JaxprEqn, index: int, passes_on: Callable[[JaxprEqn], bool]) -> Any:
     """The operand, or earlier result, that a result of an equation is too; None if there is none."""
     if passes_on(eqn) and not _plan_name(eqn):
-        return eqn.invars[0]
+        return eqn.invars[index if eqn.primitive.name == _BARRIER else 0]
     is_scan = eqn.primitive.name == "scan"
     for _, body in bodies(eqn) if is_scan or eqn.primitive.name in CALLS else ():
         inside = [follow(body, v, passes_on) for v in body.outvars[: index + 1]]

@@ -84,9 +84,10 @@ def test_bytes_are_those_of_the_layers_that_offload(fields, moved):
 def test_kept_producers_run_once_and_ties_are_there():
     jaxpr = gradient_jaxpr(ours(), X, WS, argnums=(0, 1))
     assert count(jaxpr, "dot_general") == 3 * 6  # forward, and two cotangents each
-    # Three layers wait for the copies of the layer before the previous one, three fetches for a cotangent; and each
-    # layer's backward pass is kept apart from its forward pass, and from the next one's backward pass.
-    assert count(jaxpr, "optimization_barrier") == 3 + 3 + 4 + 4
+    # Three layers' copies wait for the layer's end, three layers for the copies of the layer before the previous one,
+    # three fetches for a cotangent; and each layer's backward pass is kept apart from its forward pass, and from the
+    # next one's backward pass.
+    assert count(jaxpr, "optimization_barrier") == 3 + 3 + 3 + 4 + 4
 
 
 def test_the_table():

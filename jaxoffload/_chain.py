@@ -18,13 +18,14 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from ._checkpoint import partial_eval_as_remat
+from ._checkpoint import bind, derivative, partial_eval_as_remat
 from ._layer import Body, Layer, apart, linearize
 from ._linear import linear
 from ._memory import DEVICE, HOST, layers_that_fit
 from ._plan import Layers
 from ._policy import Policy, PolicyError
 from ._scan import inside_scan
+from ._twin import is_twin
 from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 
 
@@ -134,6 +135,8 @@ def _jvp(
     carry, each = _split(primals, own)
     bodies = [Body(jaxpr, 0, len(carry)) for jaxpr in jaxprs]
     moving = [type(t) is not ad.Zero for t in tangents]
+    if is_twin():
+        return _twin_jvp(primals, tangents, bodies, own, policy)
     layers = _linearized(bodies, *_split(moving, own), policy)
     if strict and (problems := policy.unmatched(set().union(*(layer.plan.seen for layer in layers)))):
         raise PolicyError(problems)
@@ -159,6 +162,26 @@ def _jvp(
         )
     )
     return carry, [next(found) if p else ad.Zero(a) for a, p in zip(avals, perturbed, strict=True)]
+
+
+def _twin_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], bodies: Sequence[Body], own: tuple[int, ...], policy: Policy
+) -> tuple[list[Any], list[Any]]:
+    """Each layer under `checkpoint`."""
+
+    def layers(*operands: Any) -> list[Any]:
+        carry, each = _split(operands, own)
+        for body, mine in zip(bodies, each, strict=True):
+            args = [*carry, *mine]
+            carry = bind(body.jaxpr, args, roles=body.roles, policy=policy, strict=False, prevent_cse=True)
+        return carry
+
+    moving = tuple(type(t) is not ad.Zero for t in tangents)
+    jvp, perturbed = derivative(jax.make_jaxpr(layers)(*primals), moving, False, False)
+    outs = jaxpr_as_fun(jvp)(*primals, *(t for t, m in zip(tangents, moving, strict=True) if m))
+    carry, found = outs[: len(perturbed)], iter(outs[len(perturbed) :])
+    zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
+    return carry, [next(found) if p else zero(x) for x, p in zip(carry, perturbed, strict=True)]
 
 
 def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]], policy: Policy) -> list[Layer]:

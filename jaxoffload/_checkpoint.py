@@ -23,6 +23,7 @@ from ._memory import NOT_THE_USERS, host_pool_bytes, layers_that_fit, nbytes, on
 from ._plan import Layers, Plan, decide, dots_matched_nothing, make_plan
 from ._policy import Policy
 from ._tags import outside_scopes
+from ._twin import REASON, is_twin
 from ._values import mark_dots
 from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 
@@ -125,9 +126,10 @@ def cached[T](make: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(make)
     def remembered(of: Any, *key: Any) -> T:
         made = memory.setdefault(of, {})
-        if key not in made:
-            made[key] = make(of, *key)
-        return made[key]
+        traced = is_twin(), *key
+        if traced not in made:
+            made[traced] = make(of, *key)
+        return made[traced]
 
     return remembered
 
@@ -257,6 +259,8 @@ def _that_fits(
     """`differentiated`, or the same with all on the device. Not remembered: it depends on the environment."""
     refuse_remat3()
     key = roles, policy, strict, prevent_cse
+    if is_twin():
+        return differentiated(jaxpr, perturbed, *key, Layers("save", REASON))
     made = differentiated(jaxpr, perturbed, *key)
     if not made.plan.offloads:
         return made

@@ -16,6 +16,7 @@ from jax.extend.core.primitives import name_p
 from ._megatron import MODULES
 from ._memory import nbytes
 from ._tags import read_names
+from ._twin import is_twin
 from ._xla import refuse_remat3, refuse_wrong_offload
 
 Decision = Literal["save", "offload", "recompute"]
@@ -144,6 +145,8 @@ class Policy:
         else:
             return VERDICT["recompute"]
         if decision == "offload" and prim is name_p and nbytes(avals[0]) < int(self.min_offload_bytes):
+            decision = "save"
+        if decision == "offload" and is_twin():
             decision = "save"
         if decision == "offload":
             refuse_wrong_offload()

@@ -19,13 +19,14 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun, new_jaxpr_
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from ._checkpoint import cached
+from ._checkpoint import bind, cached
 from ._layer import Body, Layer, linearize, perturbed_carry
 from ._linear import linear
 from ._loops import Loops, Part, run_backward, run_forward
 from ._memory import layers_that_fit
 from ._plan import Layers
 from ._policy import Policy
+from ._twin import is_twin
 from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 
 
@@ -149,9 +150,11 @@ def _jvp(
     strict: bool,
     **params: Any,
 ) -> tuple[list[Any], list[Any]]:
-    if not params["length"]:
-        return ad.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
     body = Body(jaxpr, consts, carry)
+    if is_twin():
+        jaxpr = _checkpointed(jaxpr, body.roles, policy)
+    if not params["length"] or is_twin():
+        return ad.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
     perturbed = perturbed_carry(body, [type(t) is not ad.Zero for t in tangents], policy)
     offloaded = _layers_that_offload(body, perturbed, policy, strict, params["length"])
     loops = _loops(*body, perturbed, policy, strict, offloaded, params["length"], params["reverse"], params["unroll"])
@@ -165,6 +168,13 @@ def _jvp(
     avals = [a for a, p in zip(tangent_avals, out_perturbed, strict=True) if p]
     found = iter(linear("scan", [*reads, *saved], moving, avals, functools.partial(_transpose, loops)))
     return primals_out, [next(found) if p else ad.Zero(a) for a, p in zip(tangent_avals, out_perturbed, strict=True)]
+
+
+@cached
+def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy) -> Jaxpr:
+    """A body under `checkpoint`, as the twin runs it."""
+    under = functools.partial(bind, roles=roles, policy=policy, strict=False, prevent_cse=False)
+    return jax.make_jaxpr(lambda *args: under(jaxpr.replace(), args))(*jaxpr.in_avals)
 
 
 def _transpose(loops: Loops, kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:

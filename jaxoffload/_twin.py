@@ -1,0 +1,32 @@
+"""The reference twin of a function: plain `lax.scan` and `jax.checkpoint` that keep the same values, on the device.
+
+`scan`, `chain` and `checkpoint` ask here, when they are differentiated, whether it is the twin that is traced. The twin
+has a plan's names and decisions, and nothing of our loops, copies and ties.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# Part of every trace cache's key: a jitted function that was traced for the one is traced anew for the other.
+_tracing = jax.make_user_context(False)
+
+REASON = "the twin keeps it on the device"
+
+
+def is_twin() -> bool:
+    """Whether the twin is being traced."""
+    return _tracing.value
+
+
+def twin(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`, traced as the twin of itself."""
+
+    @functools.wraps(f)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with _tracing(True):
+            return f(*args, **kwargs)
+
+    return traced

@@ -14,3 +14,4 @@ from ._tags import tag as tag
 from ._xla import compiler_options as compiler_options
 from .grouped import GroupedTensor as GroupedTensor
 from .grouped import grouped_matmul as grouped_matmul
+from .proof import verify as verify

@@ -151,7 +151,7 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
         return kept, vjp(jax.tree.map(_zero_cotangent, out))
 
     jaxpr = jax.make_jaxpr(forward_and_backward)(*args)
-    found = _Plans(jaxpr)
+    found = Plans(jaxpr)
     kept: dict[str, list[tuple[Var, Origin]]] = defaultdict(list)
     untagged = []
     arguments = {*jaxpr.invars, *jaxpr.constvars}
@@ -213,7 +213,7 @@ def _untagged(aval: Any, source: Origin) -> Residual:
     return Residual((), shape, str(aval.dtype), size // rows, source.layers, size, state, None, source.where)
 
 
-class _Plans:
+class Plans:
     """The outermost plans of a gradient, in the order of the layers.
 
     Attributes:

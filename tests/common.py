@@ -10,27 +10,10 @@ from jax.extend.core import Var
 
 from jaxoffload import Policy
 from jaxoffload.grouped import te
+from jaxoffload.proof import exact_options
 
 # `make test-gpu` chooses the second.
 on_cpu_and_gpu = pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-
-
-def exact_options(backend=None):
-    """Options under which two programs of the same arithmetic give the same bits."""
-    if (backend or jax.default_backend()) != "gpu":
-        return {"xla_allow_excess_precision": False}
-    return {
-        "xla_allow_excess_precision": False,
-        "xla_gpu_deterministic_ops": True,
-        "xla_gpu_autotune_level": 0,
-        # Programs that differ only in what they offload fuse differently around their matrix products, and bfloat16
-        # then differs in the last bits (measured on an H200: with these two options none does).
-        "xla_gpu_enable_triton_gemm": False,
-        "xla_disable_hlo_passes": "priority-fusion,multi-output-fusion",
-        # No cuBLAS: the small products are kernels of XLA's, which are the same in both programs.
-        "xla_gpu_gemm_rewrite_size_threshold": 10**9,
-        "xla_disable_automatic_host_compute_offload": True,  # an error instead of silent compute on the host
-    }
 
 
 def needs_te():

@@ -8,8 +8,6 @@ installed: pip install "jax-cuda13-plugin[with-cuda]". Nothing runs.
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,10 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxoffload import Policy, chain, compiler_options, grouped_matmul, scan, tag
+from jaxoffload import Policy, _loops, chain, compiler_options, grouped_matmul, scan, tag
+from jaxoffload.proof import _program
+from jaxoffload.proof._checks import traced_products
+from jaxoffload.proof._program import kernels_on_host_memory
 from models.attention import rotations
 from models.config import Model
 from models.transformer import ExpertLayer, stacked
@@ -82,36 +83,8 @@ def compiled(gpu, f, *shapes, options=OPTIONS):
     return jax.jit(f, compiler_options=options).lower(*args).compile()
 
 
-class Instruction(NamedTuple):
-    """A line of a compiled program."""
-
-    computation: str
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    text: str
-
-    @property
-    def on_host(self):
-        return "S(5)" in self.shape
-
-    @property
-    def calls(self):
-        """The computations that it runs."""
-        return re.findall(r"(?:calls|body|condition|to_apply)=%([\w.\-]+)", self.text)
-
-
-def instructions(program) -> Iterator[Instruction]:
-    computation = ""
-    for line in program.as_text().splitlines():
-        if found := re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line):
-            computation = found[1]
-        elif found := re.match(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)", line):
-            name, shape, opcode, rest = found.groups()
-            yield Instruction(
-                computation, name, shape, opcode, tuple(re.findall(r"%([\w.\-]+)", rest.partition(")")[0])), line
-            )
+def instructions(program):
+    return _program.instructions(program.as_text())
 
 
 def products(lines):
@@ -158,31 +131,11 @@ def lines(offloading):
     return list(instructions(offloading))
 
 
-def in_copies(lines):
-    """The computations that an asynchronous copy runs."""
-    return {c for line in lines if line.opcode.endswith("-start") for c in line.calls}
-
-
 def test_the_copies_for_the_host_and_nothing_else_are_asynchronous(lines):
     """Two residuals there and back, in two scans, each in two layers a turn (double buffering)."""
     starts = [line for line in lines if line.opcode.endswith("-start")]
     assert len(starts) == 2 * 2 * 2 * 2
     assert all(line.on_host for line in starts)
-
-
-PASSING_ON = {"while", "tuple", "get-tuple-element", "parameter", "bitcast", "optimization-barrier"}
-PASSING_ON |= {"fusion-start", "fusion-done", "copy-start", "copy-done"}
-
-
-def kernels_on_host_memory(lines):
-    """All that a value on the host meets and that does not pass it on, make room for it or copy it by DMA."""
-    at = {(line.computation, line.name): line for line in lines}
-    for line in lines:
-        reads = [at[line.computation, o] for o in line.operands if (line.computation, o) in at]
-        room = line.opcode == "custom-call" and 'custom_call_target="AllocateBuffer"' in line.text
-        dma = line.computation in in_copies(lines) and "dynamic_slice_config" in line.text
-        if not (line.opcode in PASSING_ON or room or dma) and (line.on_host or any(r.on_host for r in reads)):
-            yield line.text
 
 
 def test_no_kernel_touches_host_memory_and_nothing_is_copied_within_it(lines):
@@ -310,6 +263,28 @@ def test_every_product_runs_once(gpu, lines):
     assert in_turns(saving) == 2 * 2 * (2 + 4)
     recomputing = instructions(compiled(gpu, twice({"fc1": "recompute"}), X, weights(LAYERS)))
     assert in_turns(recomputing) == 2 * 2 * (2 + 5)
+
+
+def test_verify_counts_products_as_often_as_they_run(gpu, monkeypatch, request):
+    """As traced. Where XLA can compute at which row a saved product goes into its stack, it runs it once more."""
+
+    def counted():
+        f = twice(dict.fromkeys(OFFLOADED, "save"))
+        args = X, weights(LAYERS)
+        return _program.products(list(instructions(compiled(gpu, f, *args)))), traced_products(jax.make_jaxpr(f)(*args))
+
+    assert counted() == (2 * LAYERS * (2 + 4),) * 2
+    monkeypatch.setattr(_loops, "_hidden_zero", lambda: jnp.int32(0))
+    request.addfinalizer(jax.clear_caches)  # of loops traced so
+    jax.clear_caches()
+    compiled_products, traced = counted()
+    assert compiled_products > traced
+
+
+def test_verify_finds_copies_out_of_range(lines):
+    assert list(_program.out_of_range(lines)) == []
+    below = [line._replace(text=re.sub(r'"byte_offset":"\d+"', '"byte_offset":"-1024"', line.text)) for line in lines]
+    assert len(list(_program.out_of_range(below))) == 16
 
 
 @pytest.mark.parametrize("through", ["scan", "chain"])

@@ -1,0 +1,6 @@
+"""What is claimed of a program, checked: each claim holds, fails, or is not checked, with the reason."""
+
+from ._checks import Check as Check
+from ._subject import exact_options as exact_options
+from ._verify import Verification as Verification
+from ._verify import verify as verify

@@ -1,0 +1,129 @@
+"""What XLA compiled: the instructions of a program, how often each runs, and what it does to host memory."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Instruction(NamedTuple):
+    """A line of a compiled program."""
+
+    computation: str
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    text: str
+
+    @property
+    def on_host(self) -> bool:
+        return "S(5)" in self.shape
+
+    @property
+    def calls(self) -> list[str]:
+        """The computations that it runs."""
+        return re.findall(r"(?:calls|body|condition|to_apply)=%([\w.\-]+)", self.text)
+
+
+def instructions(text: str) -> Iterator[Instruction]:
+    """Of a compiled program's `as_text()`."""
+    computation = ""
+    for line in text.splitlines():
+        if found := re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line):
+            computation = found[1]
+        elif found := re.match(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)", line):
+            name, shape, opcode, rest = found.groups()
+            operands = tuple(re.findall(r"%([\w.\-]+)", rest.partition(")")[0]))
+            yield Instruction(computation, name, shape, opcode, operands, line)
+
+
+def runs(lines: Sequence[Instruction]) -> dict[str, int]:
+    """Computation -> how often it runs, where XLA knows the turns of the loops around it; else once for all turns."""
+    callers: dict[str, list[tuple[str, int]]] = {}
+    for line in lines:
+        turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.text) if line.opcode == "while" else None
+        for called in line.calls:
+            callers.setdefault(called, []).append((line.computation, int(turns[1]) if turns else 1))
+    counted: dict[str, int] = {}
+
+    def count(computation: str) -> int:
+        if computation not in counted:
+            each = callers.get(computation, [])
+            counted[computation] = sum(count(caller) * turns for caller, turns in each) if each else 1
+        return counted[computation]
+
+    return {line.computation: count(line.computation) for line in lines}
+
+
+def products(lines: Sequence[Instruction]) -> int:
+    """How many matrix products the program runs, those inside of fusions too."""
+    often = runs(lines)
+    is_product = lambda line: line.opcode in ("dot", "ragged-dot") or "__cublas" in line.text
+    return sum(often[line.computation] for line in lines if is_product(line))
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
+
+
+def collectives(lines: Sequence[Instruction]) -> Counter[str]:
+    """How often each kind runs."""
+    often, found = runs(lines), Counter[str]()
+    for line in lines:
+        if (kind := line.opcode.removesuffix("-start")) in COLLECTIVES:
+            found[kind] += often[line.computation]
+    return found
+
+
+_PASSING_ON = {"while", "tuple", "get-tuple-element", "parameter", "bitcast", "optimization-barrier"}
+_PASSING_ON |= {"fusion-start", "fusion-done", "copy-start", "copy-done"}
+
+
+def in_copies(lines: Sequence[Instruction]) -> set[str]:
+    """The computations that an asynchronous copy runs."""
+    return {called for line in lines if line.opcode.endswith("-start") for called in line.calls}
+
+
+def kernels_on_host_memory(lines: Sequence[Instruction]) -> Iterator[Instruction]:
+    """All that a value on the host meets and that does not pass it on, make room for it or copy it by DMA: kernels
+    that read pinned memory, computation on the host, synchronous copies, copies from the host to the host."""
+    at = {(line.computation, line.name): line for line in lines}
+    copied = in_copies(lines)
+    for line in lines:
+        reads = [at[line.computation, o] for o in line.operands if (line.computation, o) in at]
+        room = line.opcode == "custom-call" and 'custom_call_target="AllocateBuffer"' in line.text
+        dma = line.computation in copied and "dynamic_slice_config" in line.text
+        if not (line.opcode in _PASSING_ON or room or dma) and (line.on_host or any(r.on_host for r in reads)):
+            yield line
+
+
+def out_of_range(lines: Sequence[Instruction]) -> Iterator[Instruction]:
+    """DMA copies of a row of a stack whose offset, which XLA:GPU does not clamp, is no row's in some turn."""
+    named = {(line.computation, line.name): line for line in lines}
+    turns: dict[str, int] = {}
+    for line in lines:
+        if line.opcode == "while" and (known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.text)):
+            turns |= dict.fromkeys(line.calls, int(known[1]))
+    for start in (line for line in lines if line.opcode == "fusion-start"):
+        for copy in (c for c in lines if c.computation in start.calls and c.opcode.startswith("dynamic-")):
+            affine = [re.search(rf'"byte_{what}":"(-?\d+)"', copy.text) for what in ("offset", "stride")]
+            offset, stride = (int(found[1]) if found else -1 for found in affine)
+            is_write = copy.opcode == "dynamic-update-slice"
+            stack = copy.shape if is_write else named[copy.computation, copy.operands[0]].shape
+            size, rows = _row_bytes(stack)
+            at = [offset + stride * turn for turn in range(turns.get(start.computation, 1))]
+            if any(a not in range(0, size * rows, size) for a in at):
+                yield copy
+
+
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
+
+
+def _row_bytes(shape: str) -> tuple[int, int]:
+    """Of `bf16[9,512,256]{...}`: bytes of a row, and how many rows."""
+    found = re.search(r"(\w+)\[([\d,]+)\]", shape)
+    assert found, shape
+    dtype = "f8" if found[1].startswith("f8") else found[1]
+    rows, *row = map(int, found[2].split(","))
+    return _BYTES.get(dtype, 8) * math.prod(row), rows

@@ -1,0 +1,160 @@
+"""A function to verify: what it computes, its arguments, and what of it crosses to the host."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+from jax.extend.core.primitives import name_p
+
+from .._checkpoint import checkpoint
+from .._loops import backward_p, forward_p
+from .._memory import on_host
+from .._origin import Origin, origin
+from .._policy import Policy
+from .._residuals import Plans
+from .._values import bodies
+
+INPUTS = ("an input", "a constant")
+
+
+class Crossing(NamedTuple):
+    """A value that is put into host memory."""
+
+    source: Origin
+    aval: Any
+    named: bool  # by something else than a plan, as where JAX's own policies decide
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A loss, with its gradient, or a step.
+
+    Attributes:
+      run: the function of `args` that is verified: all results, by name.
+      loss: what is differentiated in it; None for a step.
+      jaxpr, plans, crossings: of `run`.
+      has_twin: whether anything in it is jaxoffload's.
+    """
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    loss: Callable[..., Any] | None
+    jaxpr: Jaxpr
+    plans: Plans
+    crossings: tuple[Crossing, ...]
+    has_twin: bool
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arguments, with arrays in place of abstract values."""
+        leaves, tree = jax.tree.flatten(self.args)
+        return jax.tree.unflatten(tree, map(_array, leaves, range(len(leaves))))
+
+    @functools.cached_property
+    def program(self) -> Any:
+        """`run`, compiled so that equal arithmetic gives equal bits."""
+        return compiled(self.run, self.arrays, exact_options())
+
+    @functools.cached_property
+    def devices(self) -> set[Any]:
+        """That the arguments say; empty where they say nothing."""
+        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self.args)]
+        return {device for sharding in shardings if sharding is not None for device in sharding.device_set}
+
+
+def subject_of(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy | None, has_aux: bool) -> Subject:
+    """As `verify` takes it."""
+    fun = checkpoint(f, policy=policy) if policy else f
+    out = jax.eval_shape(fun, *args)
+    is_scalar = isinstance(out, jax.ShapeDtypeStruct) and not out.shape and jnp.issubdtype(out.dtype, jnp.inexact)
+    is_loss = has_aux or is_scalar
+    loss = (lambda *args: fun(*args)[0] if has_aux else fun(*args)) if is_loss else None
+    run = _differentiated(fun, has_aux) if is_loss else lambda *args: {"result": fun(*args)}
+    jaxpr = jax.make_jaxpr(run)(*args)
+    plans = Plans(jaxpr)
+    return Subject(run, args, loss, jaxpr, plans, tuple(crossings(jaxpr)), bool(plans.plans) or _has_policy(jaxpr))
+
+
+def _has_policy(jaxpr: Jaxpr) -> bool:
+    """Whether one of ours is the policy of JAX's own checkpoint."""
+    ours = lambda eqn: isinstance(eqn.params.get("policy"), Policy)
+    return any(ours(eqn) or any(_has_policy(body) for _, body in bodies(eqn)) for eqn in jaxpr.eqns)
+
+
+def _array(x: Any, number: int) -> Any:
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    key = jax.random.fold_in(jax.random.key(0), number)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        array = jax.random.split(key, x.shape) if x.shape else key
+    elif jnp.issubdtype(x.dtype, jnp.inexact):  # positive, for there may be squares among them
+        array = 0.02 * jnp.abs(jax.random.normal(key, x.shape, x.dtype))
+    else:
+        array = jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype)
+    return array if x.sharding is None else jax.device_put(array, x.sharding)
+
+
+def _differentiated(f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """The value and the gradient with respect to all floating-point leaves, by name."""
+
+    def run(*args: Any) -> dict[str, Any]:
+        leaves, tree = jax.tree.flatten(args)
+        moving = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+
+        def of_moving(xs: list[Any]) -> Any:
+            whole = list(leaves)
+            for i, x in zip(moving, xs, strict=True):
+                whole[i] = x
+            return f(*jax.tree.unflatten(tree, whole))
+
+        value, found = jax.value_and_grad(of_moving, has_aux=has_aux)([leaves[i] for i in moving])
+        gradient: list[Any] = [None] * len(leaves)
+        for i, g in zip(moving, found, strict=True):
+            gradient[i] = g
+        return {"value": value, "gradient": jax.tree.unflatten(tree, gradient)}
+
+    return run
+
+
+def compiled(run: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    # A function of its own: JAX would take the one program for the other otherwise.
+    return jax.jit(lambda *args: run(*args), compiler_options=options).lower(*args).compile()
+
+
+def exact_options(backend: str | None = None) -> dict[str, Any]:
+    """The options under which two programs of the same arithmetic give the same bits."""
+    if (backend or jax.default_backend()) != "gpu":
+        return {"xla_allow_excess_precision": False}
+    return {
+        "xla_allow_excess_precision": False,
+        "xla_gpu_deterministic_ops": True,
+        "xla_gpu_autotune_level": 0,
+        # Programs that differ only in what they offload fuse differently around their matrix products, and bfloat16
+        # then differs in the last bits (measured on an H200: with these two options none does).
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_disable_hlo_passes": "priority-fusion,multi-output-fusion",
+        # No cuBLAS: the small products are kernels of XLA's, which are the same in both programs.
+        "xla_gpu_gemm_rewrite_size_threshold": 10**9,
+        "xla_disable_automatic_host_compute_offload": True,  # an error instead of silent compute on the host
+    }
+
+
+def crossings(jaxpr: Jaxpr) -> Iterator[Crossing]:
+    """What is put into host memory, wherever in a jaxpr."""
+    named = {var for eqn in jaxpr.eqns if eqn.primitive is name_p for var in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is forward_p:
+            for index, var in enumerate(eqn.outvars):
+                if on_host(var.aval):
+                    yield Crossing(eqn.params["loops"].origin(index), var.aval, False)
+        elif eqn.primitive.name == "device_put":
+            for taken, made in zip(eqn.invars, eqn.outvars, strict=True):
+                if on_host(made.aval) and not on_host(taken.aval):
+                    yield Crossing(origin(jaxpr, taken), made.aval, taken in named)
+        if eqn.primitive not in (forward_p, backward_p):
+            for _, body in bodies(eqn):
+                yield from crossings(body)

@@ -1,0 +1,73 @@
+"""verify(): each claim about a loss or a training step, checked on the program itself."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .._policy import Policy
+from . import _checks
+from ._checks import FAILS, Check
+from ._subject import subject_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """The checks of one function; print it, or ask whether it is `ok`."""
+
+    checks: tuple[Check, ...]
+
+    def __iter__(self) -> Iterator[Check]:
+        return iter(self.checks)
+
+    def __getitem__(self, claim: str) -> Check:
+        return next(check for check in self.checks if check.claim == claim)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing fails; what was not checked does not."""
+        return all(check.verdict != FAILS for check in self.checks)
+
+    def to_json(self) -> str:
+        return json.dumps({"ok": self.ok, "checks": [dataclasses.asdict(check) for check in self.checks]})
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.checks))
+
+
+def verify(
+    f: Callable[..., Any], *args: Any, policy: Policy | None = None, has_aux: bool = False, repeats: int = 3
+) -> Verification:
+    """Checks what is claimed of `f`, a loss or a training step, and of its residuals.
+
+    1. `gradients`: all results are the twin's, bit for bit, compiled with `exact_options()`.
+    2. `conservation`: the device holds as many bytes less than the twin's as the host holds.
+    3. `moves`: nothing crosses to the host that is not marked offload, no argument and no weight.
+    4. `producers`: what is saved or offloaded is not computed again.
+    5. `copies`: no kernel and no computation of the host's touches host memory, all copies are asynchronous and in
+       range (in the program that `compiler_options()` gives, on a GPU).
+    6. `placement`: no collective more than the twin has.
+    7. `repeats`: the same from the same, and no more memory each time.
+
+    Args:
+      f: a function that returns a floating-point scalar is a loss, which is differentiated with respect to all
+        floating-point arguments; any other is a step, and taken as it is. Donated arguments are not given away.
+      args: its arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`s, in whose place arrays are made (the
+        magnitudes of normally distributed numbers, of 0.02; integers and booleans 0 or 1).
+      policy: treat `f` as `checkpoint(f, policy=policy)`.
+      has_aux: `f` is a loss that returns (scalar, other results).
+      repeats: how often it is run for 7, at least 2.
+
+    Returns:
+      One `Check` for each claim. Nothing is raised where a claim fails.
+
+    Raises:
+      ValueError: `repeats` is less than 2.
+      PolicyError, MemoryError, NotImplementedError: as `scan`, `chain` and `checkpoint` do.
+    """
+    if repeats < 2:
+        raise ValueError(f"verify: repeats must be at least 2, got {repeats}")
+    subject = subject_of(f, args, policy, has_aux)
+    first = (_checks.gradients, _checks.conservation, _checks.moves, _checks.producers)
+    found = [check(subject) for check in (*first, _checks.copies, _checks.placement)]
+    return Verification((*found, _checks.repeats(subject, repeats)))

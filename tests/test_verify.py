@@ -1,0 +1,220 @@
+"""verify(): what is right holds, each planted fault fails the check that is named for it, and no other."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxoffload import Policy, _layer, _loops, _plan, _scan, chain, checkpoint, proof, scan, tag
+from jaxoffload._memory import DEVICE, HOST, on_host
+from jaxoffload._policy import VERDICT
+from jaxoffload.proof import _subject, verify
+
+LAYERS, BATCH, DIM, HIDDEN = 4, 8, 16, 32
+RULES = Policy({"fc1": "offload", "act": "save", "norm": "recompute"}, min_offload_bytes=0)
+
+
+def layer(x, w):
+    x = tag(x, "layer_input")
+    norm = tag(x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5), "norm")
+    fc1 = tag(norm @ w["in"], "fc1")
+    top = tag(jnp.argmax(fc1, -1), "routing")
+    act = tag(jnp.tanh(fc1) * (1 + top[:, None]).astype(fc1.dtype), "act")
+    return x + act @ w["out"]
+
+
+def weights(*lead):
+    key = jax.random.key(0)
+    shapes = {"in": (DIM, HIDDEN), "out": (HIDDEN, DIM)}
+    return {k: 0.1 * jax.random.normal(key, (*lead, *s)) for k, s in shapes.items()}
+
+
+def of_scan(x, w):
+    return jnp.sum(scan(lambda x, w: (layer(x, w), None), x, w, policy=RULES)[0] ** 2)
+
+
+def of_chain(x, w):
+    each = [jax.tree.map(lambda a, i=i: a[i], w) for i in range(LAYERS)]
+    return jnp.sum(chain([layer] * LAYERS, x, each, policy=RULES) ** 2)
+
+
+def of_checkpoint(x, w):
+    return jnp.sum(checkpoint(layer, policy=RULES)(x, jax.tree.map(lambda a: a[0], w)) ** 2)
+
+
+def of_jax(x, w):
+    """Not ours: names and policies are JAX's."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["fc1"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    y, _ = lax.scan(jax.checkpoint(lambda x, w: (layer(x, w), None), policy=policy), x, w)
+    return jnp.sum(y**2)
+
+
+X = jax.random.normal(jax.random.key(1), (BATCH, DIM))
+ON_CPU = {"copies": "not checked", "placement": "not checked"}
+ALL = ("gradients", "conservation", "moves", "producers", "copies", "placement", "repeats")
+
+
+def verdicts(f, *args, **how):
+    return {check.claim: check.verdict for check in verify(f, *args, **how)}
+
+
+@pytest.mark.parametrize("f", [of_scan, of_chain, of_checkpoint], ids=lambda f: f.__name__)
+def test_what_is_right_holds(f):
+    found = verify(f, X, weights(LAYERS))
+    assert found.ok, found
+    assert {c.claim: c.verdict for c in found} == dict.fromkeys(ALL, "holds") | ON_CPU, found
+
+
+def test_a_step_is_taken_as_it_is():
+    def step(x, w):
+        gradients = jax.grad(of_scan, argnums=1)(x, w)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, gradients), {"norm": jnp.sum(x)}
+
+    found = verify(jax.jit(step, donate_argnums=1), X, weights(LAYERS))
+    want = dict.fromkeys(ALL, "holds") | ON_CPU | {"conservation": "not checked"}
+    assert {c.claim: c.verdict for c in found} == want, found
+    assert "verify its loss" in found["conservation"].said
+
+
+def test_abstract_arguments_are_filled_and_other_results_compared():
+    def with_aux(x, w, tokens):
+        return of_scan(x, w) + jnp.sum(tokens), {"tokens": tokens}
+
+    args = jax.eval_shape(lambda: (X, weights(LAYERS), jnp.zeros(3, jnp.int32)))
+    found = verify(with_aux, *args, has_aux=True)
+    assert found.ok and "5 results" in found["gradients"].said, found
+
+
+def test_a_function_that_is_not_ours_has_no_twin():
+    found = verify(of_jax, X, weights(LAYERS))
+    assert {c.claim for c in found if c.verdict == "holds"} == {"moves", "repeats"}, found
+    assert "no twin" in found["gradients"].said
+    moving = lambda x, w: {"y": of_jax(x, jax.tree.map(lambda a: jax.device_put(jax.device_put(a, HOST), DEVICE), w))}
+    found = verify(moving, X, weights(LAYERS))
+    assert found["moves"].verdict == "fails" and "an input float32<host>[4,16,32]" in found["moves"].said, found
+
+
+def test_a_policy_given_to_verify_is_checkpoints():
+    loss = lambda x, w: jnp.sum(layer(x, w) ** 2)
+    assert verdicts(loss, X, weights(), policy=RULES)["gradients"] == "holds"
+    assert verdicts(loss, X, weights())["gradients"] == "not checked"
+
+
+def test_a_policy_of_jaxs_own_checkpoint_has_a_twin():
+    policy = Policy({"fc1": "offload", "routing": "save"}, min_offload_bytes=0)
+    body = jax.checkpoint(lambda x, w: (layer(x, w), None), policy=policy)
+    found = verify(lambda x, w: jnp.sum(lax.scan(body, x, w)[0] ** 2), X, weights(LAYERS))
+    want = dict.fromkeys(ALL, "holds") | ON_CPU | {"producers": "not checked"}
+    assert {c.claim: c.verdict for c in found} == want, found
+
+
+def test_what_it_says():
+    found = verify(of_scan, X, weights(LAYERS))
+    assert str(found).splitlines()[0] == "holds        gradients: 4 results are the twin's, bit for bit"
+    assert '"ok": true' in found.to_json()
+    with pytest.raises(ValueError, match="repeats must be at least 2, got 1"):
+        verify(of_scan, X, weights(LAYERS), repeats=1)
+
+
+# --- planted faults, each through a seam of the engine
+
+
+def extra(monkeypatch, copied):
+    """Something more is kept between the passes: of what is kept, `copied` makes it."""
+    real = _scan.linear
+
+    def linear(name, kept, tangents, avals, transpose):
+        more = copied(kept)
+        return real(name, [*kept, more], tangents, avals, lambda kept, cts: transpose(kept[:-1], cts))
+
+    monkeypatch.setattr(_scan, "linear", linear)
+
+
+def a_host_stack(kept):
+    return next(x for x in kept if on_host(jax.typeof(x)))
+
+
+def kept_on_the_device_as_well(monkeypatch):
+    extra(monkeypatch, lambda kept: jax.device_put(a_host_stack(kept), DEVICE))
+
+
+def stored_twice(monkeypatch):
+    extra(monkeypatch, lambda kept: jax.device_put(lax.optimization_barrier(a_host_stack(kept)), HOST))
+
+
+def rows_in_wrong_order(monkeypatch):
+    real = _loops._take
+    turned = lambda stack, i: real(stack, stack.shape[0] - i if on_host(jax.typeof(stack)) else i)
+    monkeypatch.setattr(_loops, "_take", turned)
+
+
+def a_host_write_is_skipped(monkeypatch):
+    real = _loops._put
+    monkeypatch.setattr(_loops, "_put", lambda s, x, i: s if on_host(jax.typeof(s)) else real(s, x, i))
+
+
+def routing_is_recomputed(monkeypatch):
+    real = _plan._by_policy
+
+    def by_policy(tagged, *rest):
+        return ("recompute", "planted") if any(n.text == "routing" for n in tagged) else real(tagged, *rest)
+
+    monkeypatch.setattr(_plan, "_by_policy", by_policy)
+
+
+def a_saved_value_is_moved(monkeypatch):
+    real = _layer._kept
+    moved = lambda k: dataclasses.replace(k, place="host") if dataclasses.is_dataclass(k) else k._replace(place="host")
+    is_saved = lambda k: k.place == "device" and k.name and k.name.decision == "save" and "act" in str(k.name)
+    monkeypatch.setattr(_layer, "_kept", lambda *args: [moved(k) if is_saved(k) else k for k in real(*args)])
+
+
+def a_producer_runs_twice(monkeypatch):
+    real = _plan.Plan.__call__
+
+    def call(self, prim, *avals, **params):
+        name = _plan.read_plan_name(params["name"]) if prim is _plan.name_p else None
+        is_act = name is not None and any(row.plan_name == str(name) and "act" in row.names for row in self.rows)
+        return VERDICT["recompute"] if is_act else real(self, prim, *avals, **params)
+
+    monkeypatch.setattr(_plan.Plan, "__call__", call)
+
+
+def memory_grows(monkeypatch):
+    real, leaked = _subject.compiled, []
+
+    def compiled(*args):
+        program = real(*args)
+        return lambda *args: leaked.append(program(*args)) or leaked[-1]
+
+    monkeypatch.setattr(_subject, "compiled", compiled)
+
+
+FAULTS = {
+    kept_on_the_device_as_well: "conservation",
+    stored_twice: "conservation",
+    rows_in_wrong_order: "gradients",
+    a_host_write_is_skipped: "gradients",
+    routing_is_recomputed: "producers",
+    a_saved_value_is_moved: "moves",
+    a_producer_runs_twice: "producers",
+    memory_grows: "repeats",
+}
+
+
+@pytest.mark.parametrize("fault, claim", FAULTS.items(), ids=lambda x: getattr(x, "__name__", x))
+def test_a_planted_fault_fails_its_check_and_no_other(fault, claim, monkeypatch):
+    fault(monkeypatch)
+    found = verify(of_scan, X, weights(LAYERS))
+    assert not found.ok and [c.claim for c in found if c.verdict == "fails"] == [claim], found
+
+
+def test_the_names_are_public():
+    assert proof.verify is verify

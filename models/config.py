@@ -98,6 +98,7 @@ class Train:
     eval_every: Count = 100  # steps
     eval_batches: Count = 8  # held-out batches an evaluation
     checkpoint_every: Count = 100  # steps; a kill loses at most these
+    verify: bool = False  # before the first step: what is claimed of its residuals is checked, or nothing is trained
     out: str = ""  # folder of checkpoints, metrics.jsonl and loss.png; empty: runs/NAME of the config file
 
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models.config import Config, Train
 from models.moe import balanced
 from models.routing import Balance
-from models.sharding import AnyMesh, batch_sharding, make_mesh, on_mesh, optimizer_shardings, param_shardings
+from models.sharding import AnyMesh, batch_sharding, on_mesh, optimizer_shardings, param_shardings
 from models.transformer import Transformer, next_token_loss, training_loss
 
 
@@ -149,15 +149,6 @@ def placed(state: State, optimizer: optax.GradientTransformation, mesh: AnyMesh)
 
 def shardings_of(abstract: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
-
-
-def step_for(config: Config, mesh: AnyMesh | None = None) -> tuple[Callable[..., Any], tuple[State, Any]]:
-    """The training step of a config and its abstract arguments (state, tokens), for tools that trace it.
-
-    `mesh`: one over all devices if not given.
-    """
-    made = program(config, make_mesh(config.mesh) if mesh is None else mesh)
-    return made.step, (made.state, made.tokens)
 
 
 def traceable(config: Config) -> Config:

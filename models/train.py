@@ -1,6 +1,7 @@
 """The training program: python -m models.train configs/NAME.yaml section.key=value ... [--report]"""
 
 import argparse
+import dataclasses
 import itertools
 import math
 import signal
@@ -16,14 +17,15 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 import jaxoffload
+from jaxoffload import proof
 from models import checkpoints, data, metrics
-from models.config import Config, parse
+from models.config import Config, load, parse
 from models.preflight import admitted, check_names
 from models.processes import greatest, interruptible, noted_signals, say
 from models.reading import ConfigError
 from models.report import compiled_memory, report, summary
-from models.sharding import process_block
-from models.step import Program, State, learning_rate, program, shardings_of
+from models.sharding import abstract_mesh, make_mesh, process_block
+from models.step import Program, State, learning_rate, program, shardings_of, traceable
 from models.transformer import flops_per_token
 
 USAGE = """\
@@ -37,11 +39,16 @@ The same command goes on from the last checkpoint in train.out. All sections and
 defaults: models/config.py."""
 
 EXIT_CODES = """\
-exit codes: 0 finished; 1 the loss is not finite; 2 the config cannot run; 130 and 143 stopped by Ctrl-C and SIGTERM"""
+exit codes: 0 finished; 1 the loss is not finite, or train.verify finds a fault; 2 the config cannot run;
+130 and 143 stopped by Ctrl-C and SIGTERM"""
 
 
 class Diverged(Exception):
     """The loss or its gradient is not finite."""
+
+
+class Refuted(Exception):
+    """A claim about the step does not hold."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print("\n".join((f"{options.config} cannot run:", *error.problems)), file=sys.stderr)
         return 2
-    except Diverged as error:
+    except (Diverged, Refuted) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -96,6 +103,8 @@ def train(config: Config, mesh: Mesh) -> int:
     source = open_source(config, made, saved.data if saved else None)
     step = compile_step(made)
     say(compiled_memory(step))
+    if config.train.verify and not saved:
+        verified(made, mesh)
     with checkpoints.open_manager(out) as manager:
         if saved:
             state, position = checkpoints.restore(manager, out, start, made.state)
@@ -108,6 +117,37 @@ def train(config: Config, mesh: Mesh) -> int:
         journal = metrics.Journal(out / "metrics.jsonl", config, source.unigram)
         journal.begin(start)
         return loop(Run(config, made, mesh, step, source, manager, journal), state, start)
+
+
+def verified(made: Program, mesh: Mesh) -> None:
+    """Prints each check of the loss and of the step, on made-up arguments.
+
+    Raises:
+      Refuted: one fails, in some process.
+    """
+    failed = []
+    for what, f, args in (
+        ("loss", made.loss, (made.state.params, made.microbatch)),
+        ("step", made.step, (made.state, made.tokens)),
+    ):
+        for check in proof.checks(f, *args):
+            say(f"{what}: {check}")
+            failed += [f"{what}: {check}"] if check.verdict == "fails" else []
+    if greatest(mesh, len(failed)):
+        raise Refuted("\n".join(("train.verify = True: nothing is trained, for a check fails", *failed)))
+
+
+def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]:
+    """The training step of a config and the loss that it differentiates, each with its abstract arguments:
+    for `python -m jaxoffload`, on the config's mesh, whatever this machine has.
+
+    Raises:
+      ConfigError: the config cannot run.
+    """
+    config = traceable(load(path, overrides))
+    enough = math.prod(dataclasses.asdict(config.mesh).values()) == jax.device_count()
+    made = program(config, make_mesh(config.mesh) if enough else abstract_mesh(config.mesh))
+    return made.step, (made.state, made.tokens), made.loss, (made.state.params, made.microbatch)
 
 
 class Source(NamedTuple):

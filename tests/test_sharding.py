@@ -25,7 +25,7 @@ from models.mlp import MLP
 from models.reading import ConfigError
 from models.report import device_bytes
 from models.sharding import VALUES, make_mesh, process_block
-from models.step import Program, adamw, program, shardings_of, step_for
+from models.step import Program, adamw, program, shardings_of
 
 CONFIG = Config(
     model=Model(vocab_size=320, layers=3, d_model=32, heads=4, kv_heads=2, d_ff=48, dtype="float32"),
@@ -261,17 +261,6 @@ def test_accumulated_steps_on_a_mesh_have_the_gradient_of_one_device(one_device)
     np.testing.assert_allclose(history[0]["loss"], one_device[0], rtol=1e-6)
     np.testing.assert_allclose(history[0]["grad_norm"], optax.tree.norm(one_device[1]), rtol=1e-5)
     assert history[0]["loss"] > history[1]["loss"] > history[2]["loss"]
-
-
-def test_step_for_gives_the_step_and_its_abstract_arguments():
-    mesh = Mesh(2, 2, 2)
-    step, arguments = step_for(dataclasses.replace(CONFIG, mesh=mesh))
-    state, metrics = jax.eval_shape(step, *arguments)
-    assert metrics["loss"].shape == () and state.params == jax.tree.map(strip, arguments[0].params)
-
-
-def strip(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def test_matrices_decay_and_norms_do_not():

@@ -18,6 +18,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxoffload import _loops
+from jaxoffload._memory import on_host
 from jaxoffload.grouped import te
 from models import checkpoints, data, metrics, processes, train
 from models.config import Config, Distributed, Model, flat, load
@@ -482,6 +484,20 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_
     assert f"stopped: at step {last['step']} the loss is" in said.err and "nan" in said.err + said.out
     assert "NaN" not in (out / "metrics.jsonl").read_text()
     assert checkpoints.latest(out).step == last["step"] - 1
+
+
+def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, capsys, monkeypatch):
+    simple = ("mesh.data=8", "train.steps=1", "train.warmup_steps=0", "train.verify=true", "train.eval_every=9")
+    assert train.main([str(config), *simple, f"train.out={tmp_path}/out"]) == 0
+    said = capsys.readouterr().out
+    assert said.count(": holds ") == 11 and "step: holds        placement:" in said and " fails" not in said
+    real = _loops._put
+    monkeypatch.setattr(_loops, "_put", lambda s, x, i: s if on_host(jax.typeof(s)) else real(s, x, i))
+    jax.clear_caches()
+    assert train.main([str(config), *simple, f"train.out={tmp_path}/wrong"]) == 1
+    said = capsys.readouterr().err
+    assert "nothing is trained" in said and "loss: fails        gradients: " in said and "step: fails" in said
+    assert not (tmp_path / "wrong" / "metrics.jsonl").exists()
 
 
 def test_the_validation_set_does_not_depend_on_grad_accumulation(config):

@@ -1,16 +1,20 @@
 """verify(): what is right holds, each planted fault fails the check that is named for it, and no other."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxoffload import Policy, _layer, _loops, _plan, _scan, chain, checkpoint, proof, scan, tag
+from jaxoffload import Policy, _layer, _loops, _plan, _scan, chain, checkpoint, scan, tag
+from jaxoffload.__main__ import main
 from jaxoffload._memory import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
 from jaxoffload.proof import _subject, verify
+from models.train import step_for
 
 LAYERS, BATCH, DIM, HIDDEN = 4, 8, 16, 32
 RULES = Policy({"fc1": "offload", "act": "save", "norm": "recompute"}, min_offload_bytes=0)
@@ -216,5 +220,57 @@ def test_a_planted_fault_fails_its_check_and_no_other(fault, claim, monkeypatch)
     assert not found.ok and [c.claim for c in found if c.verdict == "fails"] == [claim], found
 
 
-def test_the_names_are_public():
-    assert proof.verify is verify
+# --- the command line
+
+
+def made(*arguments):
+    """What a user's MODULE:FUNCTION returns."""
+    x, w = jax.eval_shape(lambda: (X, weights(LAYERS)))
+    step = lambda x, w: jax.tree.map(lambda w, g: w - g, w, jax.grad(of_scan, argnums=1)(x, w))
+    return {"loss": (of_scan, (x, w)), "step": (step, (x, w)), "both": (step, (x, w), of_scan, (x, w)), "odd": of_scan}[
+        "".join(arguments)
+    ]
+
+
+def test_the_command_line_reports(capsys):
+    assert main(["report", "test_verify:made", "loss"]) == 0
+    assert "host 4.00 KiB" in capsys.readouterr().out
+    assert main(["report", "test_verify:made", "both", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["host_bytes"] == LAYERS * BATCH * HIDDEN * 4
+
+
+def test_the_command_line_verifies(capsys, monkeypatch):
+    assert main(["verify", "test_verify:made", "both", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["loss"]["ok"] and found["step"]["ok"] and said.err.count("\n") == 2 * len(ALL)
+    rows_in_wrong_order(monkeypatch)
+    jax.clear_caches()
+    assert main(["verify", "test_verify:made", "loss"]) == 1
+    assert "loss: fails        gradients: " in capsys.readouterr().out
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        (["report", "test_verify"], "'test_verify' is not MODULE:FUNCTION, such as models.train:step_for"),
+        (["report", "no_such:made"], "No module named 'no_such'"),
+        (["verify", "test_verify:maid", "loss"], "has no function 'maid'; the nearest is 'made'"),
+        (["verify", "test_verify:made", "odd"], "must return (f, args) or (step, args, loss, loss_args)"),
+        (["report", "test_verify:made", "step"], "this is a step, whose residuals are inside of it; return its loss"),
+        (["report", "models.train:step_for", "configs/tiny.yaml", "train.step=1"], "the nearest is train.steps"),
+    ],
+)
+def test_what_cannot_be_done_is_a_sentence(asked, said, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    assert main(asked) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_our_own_step_on_a_mesh_that_is_not_here(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    step, args, loss, loss_args = step_for("configs/tiny.yaml", "mesh.fsdp=4")
+    state, metrics = jax.eval_shape(step, *args)
+    assert metrics["loss"].shape == jax.eval_shape(loss, *loss_args).shape == ()
+    assert jax.tree.map(lambda x: x.shape, state.params) == jax.tree.map(lambda x: x.shape, args[0].params)

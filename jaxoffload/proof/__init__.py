@@ -3,4 +3,5 @@
 from ._checks import Check as Check
 from ._subject import exact_options as exact_options
 from ._verify import Verification as Verification
+from ._verify import checks as checks
 from ._verify import verify as verify

@@ -60,8 +60,13 @@ def gradients(subject: Subject) -> Check:
 
 
 def _on_host(tree: Any) -> Any:
-    as_numbers = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return jax.tree.map(lambda x: np.asarray(as_numbers(x)), tree)
+    """As numpy arrays; of an array that other processes hold too, this one's shards."""
+
+    def numbers(x: Any) -> np.ndarray:
+        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        return np.asarray(x) if x.is_fully_addressable else np.stack([np.asarray(s.data) for s in x.addressable_shards])
+
+    return jax.tree.map(numbers, tree)
 
 
 def _differences(mine: Any, others: Any) -> Iterator[str]:

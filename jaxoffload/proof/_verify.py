@@ -65,9 +65,16 @@ def verify(
       ValueError: `repeats` is less than 2.
       PolicyError, MemoryError, NotImplementedError: as `scan`, `chain` and `checkpoint` do.
     """
+    return Verification(tuple(checks(f, *args, policy=policy, has_aux=has_aux, repeats=repeats)))
+
+
+def checks(
+    f: Callable[..., Any], *args: Any, policy: Policy | None = None, has_aux: bool = False, repeats: int = 3
+) -> Iterator[Check]:
+    """The checks of `verify`, each when it is done."""
     if repeats < 2:
         raise ValueError(f"verify: repeats must be at least 2, got {repeats}")
     subject = subject_of(f, args, policy, has_aux)
     first = (_checks.gradients, _checks.conservation, _checks.moves, _checks.producers)
-    found = [check(subject) for check in (*first, _checks.copies, _checks.placement)]
-    return Verification((*found, _checks.repeats(subject, repeats)))
+    yield from (check(subject) for check in (*first, _checks.copies, _checks.placement))
+    yield _checks.repeats(subject, repeats)

@@ -1,0 +1,118 @@
+"""The command line: python -m jaxoffload report | verify MODULE:FUNCTION [ARGUMENT ...] [--json]"""
+
+import argparse
+import difflib
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ._residuals import residuals
+from .proof import Verification, checks
+
+USAGE = """\
+  python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml
+  python -m jaxoffload verify models.train:step_for configs/tiny.yaml train.batch_size=2
+
+report prints where the backward pass finds each residual, and why; nothing is allocated, and any machine will do.
+verify runs the function, here, and checks what is claimed of it.
+
+MODULE:FUNCTION is called with the ARGUMENTs, which are strings, and returns (f, args): a loss or a training step, and a
+tuple of its arguments, arrays or jax.ShapeDtypeStructs; or (step, args, loss, loss_args), where loss is what the step
+differentiates."""
+
+EXIT_CODES = "exit codes: 0 all that was checked holds; 1 a claim fails; 2 it cannot be done"
+
+
+class CannotRun(Exception):
+    """What was asked for cannot be done; the message says what is allowed."""
+
+
+class Subject(NamedTuple):
+    """What MODULE:FUNCTION returned. Of a step without its loss, `loss` is the step."""
+
+    f: Any
+    args: tuple[Any, ...]
+    loss: Any
+    loss_args: tuple[Any, ...]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code; see EXIT_CODES."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxoffload",
+        description=USAGE,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("function", metavar="MODULE:FUNCTION")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        return COMMANDS[options.command](subject(options.function, options.arguments), options.json)
+    except CannotRun as why:
+        print(f"python -m jaxoffload: {why}", file=sys.stderr)
+        return 2
+
+
+def subject(where: str, arguments: Sequence[str]) -> Subject:
+    """What the function returns.
+
+    Raises:
+      CannotRun: there is none, or it returns something else.
+    """
+    module, colon, name = where.partition(":")
+    if not (module and colon and name):
+        raise CannotRun(f"{where!r} is not MODULE:FUNCTION, such as models.train:step_for")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as why:
+        raise CannotRun(f"{where}: {why}; the module must be found from this folder") from why
+    if not callable(make := getattr(found, name, None)):
+        own = [key for key, value in vars(found).items() if getattr(value, "__module__", "") == module]
+        near = difflib.get_close_matches(name, own, 1)
+        nearest = f"; the nearest is {near[0]!r}" if near else ""
+        raise CannotRun(f"{where}: {module} has no function {name!r}{nearest}")
+    try:
+        made = make(*arguments)
+    except Exception as why:
+        if not hasattr(why, "problems"):  # of a config; all others are the function's own faults
+            raise
+        raise CannotRun("\n".join((f"{where} cannot run:", *why.problems))) from why
+    if not isinstance(made, tuple) or len(made) not in (2, 4) or not all(isinstance(a, tuple) for a in made[1::2]):
+        raise CannotRun(f"{where} must return (f, args) or (step, args, loss, loss_args), args being tuples")
+    return Subject(*made[:2], *made[-2:])
+
+
+def report(of: Subject, as_json: bool) -> int:
+    try:
+        table = residuals(of.loss, *of.loss_args)
+    except NotImplementedError as why:
+        raise CannotRun(f"this is a step, whose residuals are inside of it; return its loss too ({why})") from why
+    print(table.to_json() if as_json else table)
+    return 0
+
+
+def verify(of: Subject, as_json: bool) -> int:
+    functions = {"loss": (of.loss, of.loss_args)}
+    if of.f is not of.loss:
+        functions["step"] = (of.f, of.args)
+    done = {}
+    for what, (f, args) in functions.items():
+        found = []
+        for check in checks(f, *args):
+            found.append(check)
+            print(f"{what}: {check}", file=sys.stderr if as_json else sys.stdout, flush=True)
+        done[what] = Verification(tuple(found))
+    if as_json:
+        print(json.dumps({what: json.loads(found.to_json()) for what, found in done.items()}))
+    return 0 if all(found.ok for found in done.values()) else 1
+
+
+COMMANDS = {"report": report, "verify": verify}
+
+if __name__ == "__main__":
+    sys.exit(main())

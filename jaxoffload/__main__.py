@@ -1,4 +1,4 @@
-"""The command line: python -m jaxoffload report | verify MODULE:FUNCTION [ARGUMENT ...] [--json]"""
+"""The command line: python -m jaxoffload report | verify | profile MODULE:FUNCTION [ARGUMENT ...] [--json]"""
 
 import argparse
 import difflib
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from . import proof
 from ._residuals import residuals
 from .proof import Verification, checks
 
@@ -17,6 +18,7 @@ USAGE = """\
 
 report prints where the backward pass finds each residual, and why; nothing is allocated, and any machine will do.
 verify runs the function, here, and checks what is claimed of it.
+profile runs the step on a GPU, and prints how long each residual's copies take and what of them nothing hides.
 
 MODULE:FUNCTION is called with the ARGUMENTs, which are strings, and returns (f, args): a loss or a training step, and a
 tuple of its arguments, arrays or jax.ShapeDtypeStructs; or (step, args, loss, loss_args), where loss is what the step
@@ -112,7 +114,16 @@ def verify(of: Subject, as_json: bool) -> int:
     return 0 if all(found.ok for found in done.values()) else 1
 
 
-COMMANDS = {"report": report, "verify": verify}
+def profile(of: Subject, as_json: bool) -> int:
+    try:
+        found = proof.profile(of.f, *of.args)
+    except NotImplementedError as why:
+        raise CannotRun(str(why)) from why
+    print(found.to_json() if as_json else found)
+    return 0
+
+
+COMMANDS = {"report": report, "verify": verify, "profile": profile}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -234,8 +234,13 @@ def _transpose(layers: Sequence[Layer], kept: Sequence[Sequence[Any]], cotangent
 
 def _moved(layer: Layer, residuals: Sequence[Any], where: Any, behind: Sequence[Any] = ()) -> list[Any]:
     """The residuals, those for the host copied to `where`, once the values in `behind` are there."""
-    copied = lambda x: jax.device_put(_after(behind, [x])[0], where)
-    return [copied(x) if k.place == "host" else x for k, x in zip(layer.kept, residuals, strict=True)]
+    copies, moved = iter(layer.copies), []
+    for k, x in zip(layer.kept, residuals, strict=True):
+        if k.place == "host":
+            with next(copies):
+                x = jax.device_put(_after(behind, [x])[0], where)
+        moved.append(x)
+    return moved
 
 
 def _after(first: Sequence[Any], then: Sequence[Any]) -> list[Any]:

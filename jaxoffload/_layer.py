@@ -87,6 +87,12 @@ class Layer:
         avals = self.forward.out_avals[len(self.forward.out_avals) - len(stored) :]
         return sum(nbytes(a) for a, place in zip(avals, stored, strict=True) if place == "host")
 
+    @property
+    def copies(self) -> list[Any]:
+        """For each residual for the host a scope that its copies are traced in: a profile then knows them."""
+        names = {row.plan_name: ", ".join(row.names) or "(matrix product)" for row in self.plan.rows}
+        return [jax.named_scope(f"jaxoffload({names[str(k.name)]})") for k in self.kept if k.place == "host"]
+
     @cached
     def backward(self, wanted: tuple[bool, ...]) -> Jaxpr:
         """All residuals, cotangents of the wanted among the perturbed results -> those of the perturbed operands."""

@@ -148,7 +148,10 @@ def _forward_part(
 
     def layer(i: Any, state: Any) -> Any:
         carry, ys, saved = state
-        host = [_put(stack, jax.device_put(x, HOST), i) for stack, x in zip(saved.host, saved.last, strict=True)]
+        host = []
+        for stack, x, copy in zip(saved.host, saved.last, part.layer.copies if saved.host else (), strict=True):
+            with copy:
+                host.append(_put(stack, jax.device_put(x, HOST), i))
         here = i + zero
         row = loops.row(part.start + here)
         carry, new_ys, new = in_three(compute(*consts, *carry, *(_take(x, row) for x in xs)), len(carry), len(ys))
@@ -193,7 +196,10 @@ def _backward_part(
 
     def layer(j: Any, state: Any) -> Any:
         (consts, carry, xs), fetched = state
-        ahead = [jax.device_put(_take(stack, last - j), DEVICE) for stack in saved.host]
+        ahead = []
+        for stack, copy in zip(saved.host, part.layer.copies if saved.host else (), strict=True):
+            with copy:
+                ahead.append(jax.device_put(_take(stack, last - j), DEVICE))
         here = last - (j + zero)
         row = loops.row(part.start + here)
         have = {number: x if whole else _take(x, row) for (number, whole), x in zip(loops.reads, operands, strict=True)}

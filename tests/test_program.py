@@ -281,6 +281,16 @@ def test_verify_counts_products_as_often_as_they_run(gpu, monkeypatch, request):
     assert compiled_products > traced
 
 
+def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
+    found = _program.host_copies(lines)
+    assert Counter(copy[:2] for copy in found.values()) == {("layer_input", STREAM): 8, ("fc1", ONE): 8}
+    assert {name.rstrip("0123456789.") for name in found} == {"wrapped_dynamic-slice", "wrapped_dynamic-update-slice"}
+    policy = Policy(OFFLOADED, min_offload_bytes=0)
+    f = gradient(lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 3, x, w, policy=policy), (0, 1))
+    found = _program.host_copies(list(instructions(compiled(gpu, f, X, [weights()] * 3))))
+    assert Counter(copy[:2] for copy in found.values()) == {("layer_input", STREAM): 4, ("fc1", ONE): 4}
+
+
 def test_verify_finds_copies_out_of_range(lines):
     assert list(_program.out_of_range(lines)) == []
     below = [line._replace(text=re.sub(r'"byte_offset":"\d+"', '"byte_offset":"-1024"', line.text)) for line in lines]

@@ -1,9 +1,14 @@
-"""benchmarks.streams against a trace made by hand."""
+"""Traces, and what profile() makes of them, against a trace made by hand."""
+
+import json
 
 import jax
 import pytest
 
-from benchmarks.streams import events_of, merged, overlap, read, summary
+import jaxoffload
+from jaxoffload.proof._profile import profile_of
+from jaxoffload.proof._program import host_copies, instructions
+from jaxoffload.proof._trace import events_of, merged, overlap, read, summary
 
 KERNEL, D2H, H2D, D2D = "gemm", "MemcpyD2H", "MemcpyH2D", "MemcpyD2D"
 
@@ -55,5 +60,74 @@ def test_unions_and_overlaps():
 
 
 def test_a_folder_without_a_trace_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=f"no .*xplane.pb in {tmp_path}"):
+    with pytest.raises(FileNotFoundError, match=f"no .*xplane.pb in {tmp_path}"):
         read(tmp_path)
+
+
+# --- profile(), of a trace and a program made by hand
+
+PROGRAM = """
+%forward (p: bf16[]) -> bf16[] {
+  %dynamic-update-slice-start.1 = ((bf16[3,10]{1,0:S(5)}, bf16[1,10]{1,0}), bf16[3,10]{1,0:S(5)}, u32[]) \
+fusion-start(%a), calls=%wrapped_dynamic-update-slice_computation, \
+metadata={op_name="jit(f)/while/body/jaxoffload(mlp/fc1)/dynamic_update_slice"}
+}
+%backward (p: bf16[]) -> bf16[] {
+  %dynamic-slice-start.1 = ((bf16[3,10]{1,0:S(5)}, s32[]), bf16[1,10]{1,0}, u32[]) \
+fusion-start(%a), calls=%wrapped_dynamic-slice_computation.1, \
+metadata={op_name="jit(f)/while/body/jaxoffload(mlp/fc1)/dynamic_slice"}
+}
+ENTRY %main (p: bf16[]) -> bf16[] {
+  %barrier.1 = bf16[4,5]{1,0} get-tuple-element(%b), metadata={op_name="jit(f)/jaxoffload(act)/optimization_barrier"}
+  %copy-start.2 = (bf16[4,5]{1,0:S(5)}, bf16[4,5]{1,0}, u32[]) copy-start(%barrier.1)
+  %copy-start.3 = (bf16[4,5]{1,0}, bf16[4,5]{1,0:S(5)}, u32[]) copy-start(%unknown)
+  %while.1 = bf16[] while(%x), body=%forward, backend_config={"known_trip_count":{"n":"3"}}
+  %while.2 = bf16[] while(%x), body=%backward, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def one_step(begin):
+    """Three layers forward and backward of 10 ms each; a copy beside each, of 5 ms but for one of 14."""
+    there, back = "wrapped_dynamic-update-slice", "wrapped_dynamic-slice.1"
+    at = lambda events: [(name, op, begin + start, begin + end) for name, op, start, end in events]
+    return {
+        "Stream #1(Compute)": at([(KERNEL, "a", 0, 30), ("ncclAllReduce", "b", 34, 40), (KERNEL, "c", 40, 70)]),
+        "Stream #2(MemcpyD2H)": at([(D2H, there, 0, 5), (D2H, there, 10, 15), (D2H, there, 20, 34)]),
+        "Stream #3(MemcpyD2H)": at([(D2H, "copy-start.2", 26, 28)]),
+        "Stream #4(MemcpyH2D)": at(
+            [(H2D, back, 40, 45), (H2D, back, 50, 55), (H2D, back, 60, 65), (H2D, "copy-start.3", 69, 71)]
+        ),
+    }
+
+
+def profiled(*begins):
+    steps = list(map(one_step, begins))
+    ((_, events),) = events_of(profile({s: [e for step in steps for e in step[s]] for s in steps[0]})).items()
+    copies = host_copies(list(instructions(PROGRAM)))
+    return profile_of(events, copies, len(begins), "a GPU")
+
+
+def test_each_copy_has_its_residual_and_layer():
+    found = profiled(0, 100)
+    assert [(m.residual, m.layer, m.direction, m.bytes, m.ms, m.exposed_ms) for m in found.moves] == [
+        ("mlp/fc1", None, "d2h", 20, 5, 0),  # the row that stays empty
+        ("mlp/fc1", 0, "d2h", 20, 5, 0),
+        ("mlp/fc1", 1, "d2h", 20, 14, 4),
+        ("act", 0, "d2h", 40, 2, 0),
+        ("mlp/fc1", 1, "h2d", 20, 5, 0),
+        ("mlp/fc1", 0, "h2d", 20, 5, 0),
+        ("mlp/fc1", None, "h2d", 20, 5, 0),
+        ("", 0, "h2d", 40, 2, 1),
+    ]
+    assert (found.step_ms, found.spread_ms) == (71, (71, 71))
+    assert (found.compute_ms, found.collective_ms) == (66, 6)
+    assert (found.exposed_ms, found.unattributed_ms) == (5, 2)
+    assert "(not attributed)" in str(found) and json.loads(found.to_json())["exposed_ms"] == 5
+
+
+def test_a_profile_needs_a_gpu():
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU; JAX's default backend is cpu"):
+        jaxoffload.profile(lambda x: x, 1.0)
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        jaxoffload.profile(lambda x: x, 1.0, steps=0)

@@ -257,6 +257,7 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         (["report", "test_verify"], "'test_verify' is not MODULE:FUNCTION, such as models.train:step_for"),
         (["report", "no_such:made"], "No module named 'no_such'"),
         (["verify", "test_verify:maid", "loss"], "has no function 'maid'; the nearest is 'made'"),
+        (["profile", "test_verify:made", "step"], "profile: needs an NVIDIA GPU; JAX's default backend is cpu"),
         (["verify", "test_verify:made", "odd"], "must return (f, args) or (step, args, loss, loss_args)"),
         (["report", "test_verify:made", "step"], "this is a step, whose residuals are inside of it; return its loss"),
         (["report", "models.train:step_for", "configs/tiny.yaml", "train.step=1"], "the nearest is train.steps"),

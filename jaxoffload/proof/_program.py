@@ -39,13 +39,22 @@ def instructions(text: str) -> Iterator[Instruction]:
             yield Instruction(computation, name, shape, opcode, operands, line)
 
 
+def turns_of(lines: Sequence[Instruction]) -> dict[str, int]:
+    """Body or condition of a loop -> its turns, where XLA knows them."""
+    turns: dict[str, int] = {}
+    for line in lines:
+        if line.opcode == "while" and (known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.text)):
+            turns |= dict.fromkeys(line.calls, int(known[1]))
+    return turns
+
+
 def runs(lines: Sequence[Instruction]) -> dict[str, int]:
     """Computation -> how often it runs, where XLA knows the turns of the loops around it; else once for all turns."""
     callers: dict[str, list[tuple[str, int]]] = {}
+    turns = turns_of(lines)
     for line in lines:
-        turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.text) if line.opcode == "while" else None
         for called in line.calls:
-            callers.setdefault(called, []).append((line.computation, int(turns[1]) if turns else 1))
+            callers.setdefault(called, []).append((line.computation, turns.get(called, 1)))
     counted: dict[str, int] = {}
 
     def count(computation: str) -> int:
@@ -100,11 +109,7 @@ def kernels_on_host_memory(lines: Sequence[Instruction]) -> Iterator[Instruction
 
 def out_of_range(lines: Sequence[Instruction]) -> Iterator[Instruction]:
     """DMA copies of a row of a stack whose offset, which XLA:GPU does not clamp, is no row's in some turn."""
-    named = {(line.computation, line.name): line for line in lines}
-    turns: dict[str, int] = {}
-    for line in lines:
-        if line.opcode == "while" and (known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.text)):
-            turns |= dict.fromkeys(line.calls, int(known[1]))
+    named, turns = {(line.computation, line.name): line for line in lines}, turns_of(lines)
     for start in (line for line in lines if line.opcode == "fusion-start"):
         for copy in (c for c in lines if c.computation in start.calls and c.opcode.startswith("dynamic-")):
             affine = [re.search(rf'"byte_{what}":"(-?\d+)"', copy.text) for what in ("offset", "stride")]
@@ -127,3 +132,44 @@ def _row_bytes(shape: str) -> tuple[int, int]:
     dtype = "f8" if found[1].startswith("f8") else found[1]
     rows, *row = map(int, found[2].split(","))
     return _BYTES.get(dtype, 8) * math.prod(row), rows
+
+
+class Copy(NamedTuple):
+    """A copy between device and host that a program makes each time it runs there.
+
+    Attributes:
+      residual: its names; empty where the program does not say.
+      loop: the computation that makes it: a loop's body, or the program itself.
+      turns: of that loop.
+      is_row: whether a row of a stack is copied.
+      to_host: or from there.
+    """
+
+    residual: str
+    nbytes: int
+    loop: str
+    turns: int
+    is_row: bool
+    to_host: bool
+
+
+def host_copies(lines: Sequence[Instruction]) -> dict[str, Copy]:
+    """Asynchronous copies, by the name that a profile calls them. `scan` and `chain` trace each in a scope of its own,
+    which is in the metadata of the copy, or of what it waits for."""
+    at, turns = {(line.computation, line.name): line for line in lines}, turns_of(lines)
+    found = {}
+    for line in lines:
+        if not (line.opcode.endswith("-start") and line.on_host):
+            continue
+        texts = [line.text, *(at[line.computation, o].text for o in line.operands[:1] if (line.computation, o) in at)]
+        scopes = [scope for text in texts if (scope := re.search(r"jaxoffload\((\(matrix product\)|[^()]*)\)", text))]
+        size, rows = _row_bytes(line.shape)
+        # A row of a stack is copied by a computation that is called as the instruction in it is.
+        is_row = line.opcode == "fusion-start"
+        name = line.calls[0].replace("_computation", "") if is_row and line.calls else line.name
+        whole = size if is_row else size * rows
+        loop = line.computation
+        # The first of a copy's shapes is what it makes.
+        to_host = "update" in name if is_row else "S(5)" in line.shape.partition("}")[0]
+        found[name] = Copy(scopes[0][1] if scopes else "", whole, loop, turns.get(loop, 1), is_row, to_host)
+    return found

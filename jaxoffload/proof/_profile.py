@@ -1,0 +1,178 @@
+"""profile(): of a running step each host copy, by residual and layer, and how much of it nothing hid."""
+
+import dataclasses
+import json
+import statistics
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .._memory import readable
+from .._xla import compiler_options
+from ._program import Copy, host_copies, instructions
+from ._subject import compiled, subject_of
+from ._trace import DIRECTIONS, Event, length, merged, overlap, read
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One copy between device and host.
+
+    Attributes:
+      residual: its names; empty where neither trace nor program says whose it is.
+      layer: in the order in which layers run, of each scan or chain; None where it is not known, or the row is empty.
+      direction: "d2h" or "h2d".
+      at_ms: since the step began.
+    """
+
+    residual: str
+    layer: int | None
+    direction: str
+    bytes: int
+    at_ms: float
+    ms: float
+    exposed_ms: float
+    stream: str
+
+    @property
+    def gb_per_s(self) -> float:
+        return round(self.bytes / self.ms / 1e6, 1) if self.ms else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What one device did in the last of the profiled steps; print it.
+
+    Attributes:
+      step_ms: the median of all profiled steps; `spread_ms`: the fastest and the slowest.
+      compute_ms: in which a kernel ran; collective_ms: of these, in which one of NCCL's did.
+      moves: all copies between device and host.
+    """
+
+    device: str
+    step_ms: float
+    spread_ms: tuple[float, float]
+    compute_ms: float
+    collective_ms: float
+    moves: tuple[Move, ...]
+
+    @property
+    def exposed_ms(self) -> float:
+        """Of copies, in which no kernel ran."""
+        return round(sum(move.exposed_ms for move in self.moves), 3)
+
+    @property
+    def unattributed_ms(self) -> float:
+        return round(sum(move.ms for move in self.moves if not move.residual), 3)
+
+    def to_json(self) -> str:
+        totals = {"exposed_ms": self.exposed_ms, "unattributed_ms": self.unattributed_ms}
+        return json.dumps({**dataclasses.asdict(self), **totals})
+
+    def __str__(self) -> str:
+        head = f"{'residual':28} {'':4} {'copies':>6} {'bytes':>10} {'ms':>9} {'GB/s':>6} {'exposed ms':>10}"
+        lines = [f"{self.device}: {self.step_ms} ms a step ({self.spread_ms[0]} to {self.spread_ms[1]})", head]
+        groups: dict[tuple[str, str], list[Move]] = defaultdict(list)
+        for move in self.moves:
+            groups[move.residual or "(not attributed)", move.direction].append(move)
+        for direction in DIRECTIONS:
+            groups["all", direction] = [move for move in self.moves if move.direction == direction]
+        for (residual, direction), moves in groups.items():
+            size, ms = sum(m.bytes for m in moves), sum(m.ms for m in moves)
+            rate, exposed = size / ms / 1e6 if ms else 0.0, sum(m.exposed_ms for m in moves)
+            lines.append(
+                f"{residual:28} {direction:4} {len(moves):6} {readable(size):>10} {ms:9.2f} {rate:6.1f} {exposed:10.2f}"
+            )
+        lines.append(f"kernels {self.compute_ms} ms, of these collectives {self.collective_ms} ms")
+        return "\n".join(lines)
+
+
+def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
+    """Runs `f`, compiled with `compiler_options()`, and reads where its host copies went from a `jax.profiler` trace.
+
+    Args:
+      f: a training step, or a loss, which is differentiated; as for `verify`.
+      args: its arguments, arrays or `jax.ShapeDtypeStruct`s; as for `verify`. Each step gets the same.
+      steps: how many are profiled, after one that is not.
+
+    Raises:
+      NotImplementedError: JAX's default backend is no GPU.
+      ValueError: `steps` is less than 1.
+    """
+    if steps < 1:
+        raise ValueError(f"profile: steps must be at least 1, got {steps}")
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"profile: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
+    subject = subject_of(f, args, None, False)
+    program = compiled(subject.run, subject.arrays, compiler_options())
+    jax.block_until_ready(program(*subject.arrays))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                jax.block_until_ready(program(*subject.arrays))
+        events = next(iter(read(Path(folder)).values()))  # of the first device; all do the same
+    return profile_of(events, host_copies(list(instructions(program.as_text()))), steps, jax.devices()[0].device_kind)
+
+
+def profile_of(events: Sequence[Event], copies: dict[str, Copy], steps: int, device: str) -> Profile:
+    """The profile that a trace of so many equal steps, one after another, holds."""
+    each = _steps(sorted(events, key=lambda e: e.start), steps)
+    lasted = [max(e.end for e in step) - step[0].start for step in each]
+    last = each[-1]
+    compute = merged((e.start, e.end) for e in last if not e.is_host_copy)
+    return Profile(
+        device,
+        _ms(statistics.median(lasted)),
+        (_ms(min(lasted)), _ms(max(lasted))),
+        _ms(length(compute)),
+        _ms(length(merged((e.start, e.end) for e in last if e.name.startswith("nccl")))),
+        tuple(_moves(last, copies, compute)),
+    )
+
+
+def _steps(events: Sequence[Event], steps: int) -> list[Sequence[Event]]:
+    """Each step's events: all steps have as many, and none begins before the one before it has ended."""
+    count, rest = divmod(len(events), steps)
+    return [events[i * count : (i + 1) * count] for i in range(steps)] if count and not rest else [events]
+
+
+def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: Any) -> list[Move]:
+    begin, moves = events[0].start, []
+    in_a_turn = Counter((_direction(name, copies), copy.residual, copy.loop) for name, copy in copies.items())
+    seen = Counter[tuple[str, str, str]]()
+    for e in events:
+        if not e.is_host_copy:
+            continue
+        direction = next(d for d, kind in DIRECTIONS.items() if e.name.startswith(kind))
+        residual, size, layer = "", 0, None
+        if copy := copies.get(e.op):
+            key = direction, copy.residual, copy.loop
+            rows = max(1, in_a_turn[key]) * copy.turns
+            residual, size, layer = copy.residual, copy.nbytes, _layer(seen[key] % rows, rows, direction, copy.is_row)
+            seen[key] += 1
+        span = [(e.start, e.end)]
+        exposed = length(span) - overlap(span, compute)
+        moves.append(
+            Move(residual, layer, direction, size, _ms(e.start - begin), _ms(length(span)), _ms(exposed), e.stream)
+        )
+    return moves
+
+
+def _direction(name: str, copies: dict[str, Copy]) -> str:
+    return "d2h" if copies[name].to_host else "h2d"
+
+
+def _layer(number: int, rows: int, direction: str, is_row: bool) -> int | None:
+    """Whose the so many-th copy of a residual is. A scan's loops have one turn with an empty row, the first there and
+    the last back; the layers come back in reverse."""
+    layer = number if direction == "d2h" else rows - 1 - number
+    layer -= is_row
+    return layer if layer >= 0 else None
+
+
+def _ms(nanoseconds: float) -> float:
+    return round(nanoseconds / 1e6, 3)

@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,10 +119,7 @@ def timed(
         spent.append(1e3 * (time.perf_counter() - begin))
     ms = statistics.median(spent[3:])
     flops = 3 * 2 * options.rows * options.d_in * options.d_out
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(run(*args))
-        gpus = streams.read(Path(folder))
+    gpus = streams.traced(lambda: jax.block_until_ready(run(*args)))
     kernels = {kernel: ms for events in gpus.values() for kernel, ms in streams.by_kernel(events).items()}
     return {"ms": round(ms, 3), "tflops": round(flops / ms / 1e9, 1), "kernels": kernels}
 

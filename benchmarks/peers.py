@@ -210,10 +210,7 @@ def peak(case: Case, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if not options.mode.startswith("ours"):
         yield measured
         return
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(step(*state))
-        gpus = streams.read(Path(folder))
+    gpus = streams.traced(lambda: jax.block_until_ready(step(*state)))
     yield measured | ({"profile": streams.summary(next(iter(gpus.values())))} if gpus else {})  # of one of them
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxoffload.proof._trace import by_kernel as by_kernel
 from jaxoffload.proof._trace import read as read
 from jaxoffload.proof._trace import summary as summary
+from jaxoffload.proof._trace import traced as traced
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxoffload import Policy, _layer, _loops, _plan, _scan, chain, checkpoint, scan, tag
+from jaxoffload import Policy, _layer, _loops, _plan, _scan, _xla, chain, checkpoint, profile, scan, tag
 from jaxoffload.__main__ import main
 from jaxoffload._memory import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
@@ -218,6 +218,37 @@ def test_a_planted_fault_fails_its_check_and_no_other(fault, claim, monkeypatch)
     fault(monkeypatch)
     found = verify(of_scan, X, weights(LAYERS))
     assert not found.ok and [c.claim for c in found if c.verdict == "fails"] == [claim], found
+
+
+# --- on a GPU
+
+WIDE = {"in": (512, 2048), "out": (2048, 512)}
+W = {k: jax.ShapeDtypeStruct((8, *shape), jnp.bfloat16) for k, shape in WIDE.items()}
+ROWS = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_what_xla_made_of_it_is_checked_too():
+    found = verify(of_scan, ROWS, W)
+    assert found.ok and "planned" in found["conservation"].said and "run where" in found["producers"].said, found
+    assert found["copies"].verdict == "holds" and "on streams of their own" in found["copies"].said, found
+
+
+@pytest.mark.gpu
+def test_copies_on_the_computes_stream_fail(monkeypatch):
+    monkeypatch.delitem(_xla._GPU_OPTIONS, "xla_gpu_enable_command_buffer")  # then all are on
+    found = verify(of_scan, ROWS, W)
+    assert [c.claim for c in found if c.verdict == "fails"] == ["copies"], found
+
+
+@pytest.mark.gpu
+def test_a_profile_has_each_layers_copies():
+    found = profile(of_scan, ROWS, W)
+    assert found.unattributed_ms == 0 and found.moves, found
+    for direction in ("d2h", "h2d"):
+        moves = [m for m in found.moves if m.direction == direction]
+        assert sorted(m.layer for m in moves if m.layer is not None) == list(range(7)), found
+        assert {m.residual for m in moves} == {"fc1"} and {m.bytes for m in moves} == {4096 * 2048 * 2}
 
 
 # --- the command line

@@ -5,6 +5,7 @@ device. What a check cannot know it calls "not checked", and says why.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
@@ -17,8 +18,9 @@ from .._memory import readable
 from .._residuals import EMPTY, OFFLOADED, RECOMPUTED, Residuals, residuals
 from .._twin import twin
 from .._xla import compiler_options
-from ._program import collectives, instructions, kernels_on_host_memory, out_of_range, products
+from ._program import Instruction, collectives, instructions, kernels_on_host_memory, out_of_range, products
 from ._subject import INPUTS, Subject, compiled, crossings, exact_options
+from ._trace import traced
 
 HOLDS: Final = "holds"
 FAILS: Final = "fails"
@@ -167,9 +169,9 @@ def producers(subject: Subject) -> Check:
     said = "by the jaxpr none is computed again"
     if jax.default_backend() != "gpu":
         return Check(claim, HOLDS, f"{said}; not by the compiled program, which is a GPU's")
-    often, traced = products(_lines(subject)), traced_products(subject.jaxpr)
-    verdict: Verdict = HOLDS if often <= traced else FAILS
-    return Check(claim, verdict, f"{said}; {often} matrix products run where {traced} were traced")
+    often, expected = products(_lines(subject)), traced_products(subject.jaxpr)
+    verdict: Verdict = HOLDS if often <= expected else FAILS
+    return Check(claim, verdict, f"{said}; {often} matrix products run where {expected} were traced")
 
 
 _PRODUCTS = ("dot_general", "ragged_dot_general", "ragged_dot")
@@ -196,21 +198,37 @@ def _inside(eqn: JaxprEqn) -> Iterator[tuple[int, Jaxpr]]:
 # ------------------------------------------------------------------------------------------------------- 5, 6
 
 
-def _lines(subject: Subject) -> list[Any]:
-    return list(instructions(compiled(subject.run, subject.args, compiler_options()).as_text()))
+def _lines(subject: Subject) -> list[Instruction]:
+    return list(instructions(_fast(subject).as_text()))
+
+
+def _fast(subject: Subject) -> Any:
+    """The program as a user runs it."""
+    return compiled(subject.run, subject.arrays, compiler_options())
 
 
 def copies(subject: Subject) -> Check:
     claim = "copies"
     if jax.default_backend() != "gpu":
         return Check(claim, NOT_CHECKED, "needs an NVIDIA GPU: it is what XLA compiles for one")
-    lines = _lines(subject)
+    program = _fast(subject)
+    lines = list(instructions(program.as_text()))
     wrong = [f"{line.opcode} {line.name} touches host memory" for line in kernels_on_host_memory(lines)]
     wrong += [f"{line.name} copies out of range" for line in out_of_range(lines)]
+    if count := sum(line.opcode.endswith("-start") and line.on_host for line in lines):
+        wrong += [f"{n} copies run on {stream}, which computes" for stream, n in _in_the_way(program, subject.arrays)]
     if wrong:
         return Check(claim, FAILS, "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""))
-    count = sum(line.opcode.endswith("-start") and line.on_host for line in lines)
-    return Check(claim, HOLDS, f"{count} asynchronous copies, all in range, and nothing else touches host memory")
+    said = f"{count} asynchronous copies, all in range and on streams of their own" if count else "no copies"
+    return Check(claim, HOLDS, f"{said}, and nothing else touches host memory")
+
+
+def _in_the_way(program: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, int]]:
+    """Streams of a device that both compute and copy to or from the host, and how many copies each makes in a run."""
+    jax.block_until_ready(program(*args))
+    events = next(iter(traced(lambda: jax.block_until_ready(program(*args))).values()))
+    computing = {e.stream for e in events if not e.name.startswith("Memcpy") and not e.name.startswith("Memset")}
+    yield from Counter(e.stream for e in events if e.is_host_copy and e.stream in computing).items()
 
 
 def placement(subject: Subject) -> Check:

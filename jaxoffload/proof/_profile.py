@@ -3,10 +3,8 @@
 import dataclasses
 import json
 import statistics
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +13,7 @@ from .._memory import readable
 from .._xla import compiler_options
 from ._program import Copy, host_copies, instructions
 from ._subject import compiled, subject_of
-from ._trace import DIRECTIONS, Event, length, merged, overlap, read
+from ._trace import DIRECTIONS, Event, length, merged, overlap, traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +108,12 @@ def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
     subject = subject_of(f, args, None, False)
     program = compiled(subject.run, subject.arrays, compiler_options())
     jax.block_until_ready(program(*subject.arrays))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(steps):
-                jax.block_until_ready(program(*subject.arrays))
-        events = next(iter(read(Path(folder)).values()))  # of the first device; all do the same
+
+    def run() -> None:
+        for _ in range(steps):
+            jax.block_until_ready(program(*subject.arrays))
+
+    events = next(iter(traced(run).values()))  # of the first device; all do the same
     return profile_of(events, host_copies(list(instructions(program.as_text()))), steps, jax.devices()[0].device_kind)
 
 

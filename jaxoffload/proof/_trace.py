@@ -4,7 +4,8 @@ A copy is hidden while a kernel, of whatever stream, runs beside it. Copies with
 """
 
 import itertools
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,14 @@ class Event(NamedTuple):
     @property
     def is_host_copy(self) -> bool:
         return self.name.startswith(tuple(DIRECTIONS.values()))
+
+
+def traced(run: Callable[[], Any]) -> dict[str, list[Event]]:
+    """GPU -> what its streams did while `run` ran."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        return read(Path(folder))
 
 
 def read(folder: Path) -> dict[str, list[Event]]:

@@ -54,6 +54,10 @@ def result(name):
     return measured
 
 
+def steps(name, *modes):
+    return [f"{result(name)['modes'][mode]['step_ms']:.0f}" for mode in modes]
+
+
 def test_its_numbers_are_those_of_the_measurements():
     measured = result("dense")
     assert table(measured) in README
@@ -63,6 +67,17 @@ def test_its_numbers_are_those_of_the_measurements():
     text = " ".join(README.split())
     assert wide["ours_best"]["temp_gib"] <= wide["remat"]["temp_gib"]
     assert f"takes {ours}, where recomputing everything takes {remat} and recomputing nothing {nothing}" in text
+    layers = {
+        n: result(f"dense{more}")["modes"]["ours"]["step_ms"] / n for n, more in ((16, ""), (32, "-32"), (64, "-64"))
+    }
+    assert "{:.1f} ms for 16 layers, {:.1f} for 32, {:.1f} for 64".format(*layers.values()) in text
+    ours, saved, remat = steps("dense-fsdp", "ours", "saved", "remat")
+    assert f"takes {ours} ms a step, saving them {saved} ms" in text and int(ours) < int(saved)
+    ours, saved, remat = steps("moe-expert-parallel", "ours", "saved", "remat")
+    assert f"takes {ours} ms a step, saving them {saved} ms, recomputing everything {remat} ms" in text
+    speed = {line["backend"]: line["of dense"] for line in result("grouped")["lines"] if line["groups"] == "even"}
+    assert f"at {speed['te']:.0%} of".replace("%", " %") in text
+    assert f"at {speed['mosaic']:.0%} with".replace("%", " %") in text
     swept = result("sweep")["lines"]
     fastest = min((line for line in swept if line["how"] == "jaxoffload"), key=lambda line: line["step_ms"])
     assert fastest["host_gib"] == pytest.approx(sweep.free_gib(swept), rel=0.05)

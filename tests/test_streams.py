@@ -7,8 +7,8 @@ import pytest
 
 import jaxoffload
 from jaxoffload.proof._profile import profile_of
-from jaxoffload.proof._program import host_copies, instructions
-from jaxoffload.proof._trace import events_of, merged, overlap, read, summary
+from jaxoffload.proof._program import Copy, host_copies, instructions
+from jaxoffload.proof._trace import Event, events_of, merged, overlap, read, summary
 
 KERNEL, D2H, H2D, D2D = "gemm", "MemcpyD2H", "MemcpyH2D", "MemcpyD2D"
 
@@ -124,6 +124,17 @@ def test_each_copy_has_its_residual_and_layer():
     assert (found.compute_ms, found.collective_ms) == (66, 6)
     assert (found.exposed_ms, found.unattributed_ms) == (5, 2)
     assert "(not attributed)" in str(found) and json.loads(found.to_json())["exposed_ms"] == 5
+
+
+def test_an_odd_turn_out_of_the_loop_is_the_loops_first():
+    """Five turns, of which XLA runs the first before the loop, and two in each turn of the rest; twice."""
+    copy = lambda loop, turns, to_host: Copy("fc1", 20, loop, turns, True, to_host)
+    copies = {"first": copy("main", 1, True), "a": copy("loop", 2, True), "b": copy("loop", 2, True)}
+    copies |= {"last": copy("main", 1, False), "c": copy("back", 2, False), "d": copy("back", 2, False)}
+    there, back = ["first", "a", "b", "a", "b"], ["last", "c", "d", "c", "d"]
+    events = [Event("s", D2H if op in there else H2D, op, i, i + 1) for i, op in enumerate(2 * (there + back))]
+    found = profile_of(events, copies, 1, "a GPU").moves
+    assert [m.layer for m in found] == 2 * [None, 0, 1, 2, 3, 3, 2, 1, 0, None]
 
 
 def test_a_profile_needs_a_gpu():

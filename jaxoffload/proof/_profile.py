@@ -4,7 +4,7 @@ import dataclasses
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -140,37 +140,63 @@ def _steps(events: Sequence[Event], steps: int) -> list[Sequence[Event]]:
 
 
 def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: Any) -> list[Move]:
-    begin, moves = events[0].start, []
-    in_a_turn = Counter((_direction(name, copies), copy.residual, copy.loop) for name, copy in copies.items())
-    seen = Counter[tuple[str, str, str]]()
+    layers, begin, moves = _layers(events, copies), events[0].start, []
     for e in events:
-        if not e.is_host_copy:
-            continue
-        direction = next(d for d, kind in DIRECTIONS.items() if e.name.startswith(kind))
-        residual, size, layer = "", 0, None
-        if copy := copies.get(e.op):
-            key = direction, copy.residual, copy.loop
-            rows = max(1, in_a_turn[key]) * copy.turns
-            residual, size, layer = copy.residual, copy.nbytes, _layer(seen[key] % rows, rows, direction, copy.is_row)
-            seen[key] += 1
-        span = [(e.start, e.end)]
-        exposed = length(span) - overlap(span, compute)
-        moves.append(
-            Move(residual, layer, direction, size, _ms(e.start - begin), _ms(length(span)), _ms(exposed), e.stream)
-        )
+        if e.is_host_copy:
+            copy, span = copies.get(e.op), [(e.start, e.end)]
+            moves.append(
+                Move(
+                    residual=copy.residual if copy else "",
+                    layer=layers.get(e),
+                    direction=_direction(e),
+                    bytes=copy.nbytes if copy else 0,
+                    at_ms=_ms(e.start - begin),
+                    ms=_ms(length(span)),
+                    exposed_ms=_ms(length(span) - overlap(span, compute)),
+                    stream=e.stream,
+                )
+            )
     return moves
 
 
-def _direction(name: str, copies: dict[str, Copy]) -> str:
-    return "d2h" if copies[name].to_host else "h2d"
+def _direction(e: Event) -> str:
+    return next(direction for direction, kind in DIRECTIONS.items() if e.name.startswith(kind))
 
 
-def _layer(number: int, rows: int, direction: str, is_row: bool) -> int | None:
-    """Whose the so many-th copy of a residual is. A scan's loops have one turn with an empty row, the first there and
-    the last back; the layers come back in reverse."""
-    layer = number if direction == "d2h" else rows - 1 - number
-    layer -= is_row
-    return layer if layer >= 0 else None
+def _layers(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, int]:
+    """The layer of each copy, where it has one. A scan's loops have one turn with an empty row, the first there and the
+    last back; the layers come back in reverse."""
+    groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    for e in events:
+        if e.is_host_copy and e.op in copies:
+            groups[copies[e.op].residual, _direction(e)].append(e)
+    found = {}
+    for (_, direction), those in groups.items():
+        for run in _runs(those, copies):
+            for number, e in enumerate(run if direction == "d2h" else reversed(run)):
+                if (layer := number - copies[e.op].is_row) >= 0:
+                    found[e] = layer
+    return found
+
+
+def _runs(events: Sequence[Event], copies: dict[str, Copy]) -> Iterator[list[Event]]:
+    """Of one residual's copies one way: those of each scan or chain, each time it ran."""
+    sizes = Counter((copy.residual, copy.to_host, copy.loop) for copy in copies.values())
+    run: list[Event] = []
+    loop, left = None, 0
+    for e in events:
+        copy = copies[e.op]
+        # XLA takes the first turn of an odd number out of the loop: that one belongs to the loop behind it.
+        inside = None if copy.is_row and copy.turns == 1 else copy.loop
+        if run and loop is not None and (inside != loop or not left):
+            yield run
+            run, loop = [], None
+        if inside is not None and loop is None:
+            loop, left = inside, sizes[copy.residual, copy.to_host, copy.loop] * copy.turns
+        left -= inside is not None
+        run.append(e)
+    if run:
+        yield run
 
 
 def _ms(nanoseconds: float) -> float:

@@ -1,16 +1,21 @@
-"""The command line: python -m jaxoffload report | verify | profile MODULE:FUNCTION [ARGUMENT ...] [--json]"""
+"""The command line: python -m jaxoffload report | verify | profile MODULE:FUNCTION [ARGUMENT ...]"""
 
 import argparse
 import difflib
 import importlib
+import importlib.metadata
 import json
+import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jaxlib
+
 from . import proof
-from ._residuals import residuals
-from .proof import Verification, checks
+from ._residuals import Residuals, residuals
 
 USAGE = """\
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml
@@ -29,6 +34,9 @@ EXIT_CODES = "exit codes: 0 all that was checked holds; 1 a claim fails; 2 it ca
 
 class CannotRun(Exception):
     """What was asked for cannot be done; the message says what is allowed."""
+
+
+Done = tuple[dict[str, Any], int]  # what a page shows of it, and the exit code
 
 
 class Subject(NamedTuple):
@@ -52,9 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("function", metavar="MODULE:FUNCTION")
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one self-contained page")
     options = parser.parse_intermixed_args(arguments)
     try:
-        return COMMANDS[options.command](subject(options.function, options.arguments), options.json)
+        of = subject(options.function, options.arguments)
+        found, code = COMMANDS[options.command](of, options.json)
+        if options.html:
+            title = " ".join((options.function, *options.arguments))
+            options.html.write_text(proof.page(title, about(), **({"table": table_of(of)} | found)))
+        return code
+    except OSError as why:
+        print(f"python -m jaxoffload: --html {options.html}: {why}", file=sys.stderr)
+        return 2
     except CannotRun as why:
         print(f"python -m jaxoffload: {why}", file=sys.stderr)
         return 2
@@ -89,38 +106,57 @@ def subject(where: str, arguments: Sequence[str]) -> Subject:
     return Subject(*made[:2], *made[-2:])
 
 
-def report(of: Subject, as_json: bool) -> int:
+def about() -> dict[str, str]:
+    """Machine and versions."""
+    devices = jax.devices()
+    return {
+        "device": f"{len(devices)} {devices[0].device_kind}",
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "jaxoffload": importlib.metadata.version("jaxoffload"),
+        "python": platform.python_version(),
+    }
+
+
+def table_of(of: Subject) -> Residuals | None:
+    """None for a step that came without its loss."""
     try:
-        table = residuals(of.loss, *of.loss_args)
-    except NotImplementedError as why:
-        raise CannotRun(f"this is a step, whose residuals are inside of it; return its loss too ({why})") from why
+        return residuals(of.loss, *of.loss_args)
+    except NotImplementedError:
+        return None
+
+
+def report(of: Subject, as_json: bool) -> Done:
+    if (table := table_of(of)) is None:
+        raise CannotRun(
+            "this is a step, whose residuals are inside of it; return its loss and the loss's arguments too"
+        )
     print(table.to_json() if as_json else table)
-    return 0
+    return {"table": table}, 0
 
 
-def verify(of: Subject, as_json: bool) -> int:
+def verify(of: Subject, as_json: bool) -> Done:
     functions = {"loss": (of.loss, of.loss_args)}
     if of.f is not of.loss:
         functions["step"] = (of.f, of.args)
-    done = {}
+    found = []
     for what, (f, args) in functions.items():
-        found = []
-        for check in checks(f, *args):
-            found.append(check)
+        for check in proof.checks(f, *args):
+            found.append((what, check))
             print(f"{what}: {check}", file=sys.stderr if as_json else sys.stdout, flush=True)
-        done[what] = Verification(tuple(found))
     if as_json:
-        print(json.dumps({what: json.loads(found.to_json()) for what, found in done.items()}))
-    return 0 if all(found.ok for found in done.values()) else 1
+        of_each = {what: proof.Verification(tuple(c for w, c in found if w == what)) for what in functions}
+        print(json.dumps({what: json.loads(of_one.to_json()) for what, of_one in of_each.items()}))
+    return {"checks": found}, int(any(check.verdict == "fails" for _, check in found))
 
 
-def profile(of: Subject, as_json: bool) -> int:
+def profile(of: Subject, as_json: bool) -> Done:
     try:
         found = proof.profile(of.f, *of.args)
     except NotImplementedError as why:
         raise CannotRun(str(why)) from why
     print(found.to_json() if as_json else found)
-    return 0
+    return {"profile": found}, 0
 
 
 COMMANDS = {"report": report, "verify": verify, "profile": profile}

@@ -1,6 +1,7 @@
 """What is claimed of a program, checked: each claim holds, fails, or is not checked, with the reason."""
 
 from ._checks import Check as Check
+from ._page import page as page
 from ._profile import Move as Move
 from ._profile import Profile as Profile
 from ._profile import profile as profile

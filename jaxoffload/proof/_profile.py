@@ -13,7 +13,7 @@ from .._memory import readable
 from .._xla import compiler_options
 from ._program import Copy, host_copies, instructions
 from ._subject import compiled, subject_of
-from ._trace import DIRECTIONS, Event, length, merged, overlap, traced
+from ._trace import DIRECTIONS, Event, Span, length, merged, overlap, traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Profile:
       step_ms: the median of all profiled steps; `spread_ms`: the fastest and the slowest.
       compute_ms: in which a kernel ran; collective_ms: of these, in which one of NCCL's did.
       moves: all copies between device and host.
+      kernels: from when to when some kernel ran, in ms since the step began; gaps below 10 us are left out.
     """
 
     device: str
@@ -57,6 +58,7 @@ class Profile:
     compute_ms: float
     collective_ms: float
     moves: tuple[Move, ...]
+    kernels: tuple[tuple[float, float], ...]
 
     @property
     def exposed_ms(self) -> float:
@@ -130,7 +132,13 @@ def profile_of(events: Sequence[Event], copies: dict[str, Copy], steps: int, dev
         _ms(length(compute)),
         _ms(length(merged((e.start, e.end) for e in last if e.name.startswith("nccl")))),
         tuple(_moves(last, copies, compute)),
+        tuple((_ms(a - last[0].start), _ms(b - last[0].start)) for a, b in _without_gaps(compute, 10_000)),
     )
+
+
+def _without_gaps(spans: Sequence[Span], gap: float) -> list[Span]:
+    """Spans in order, those together that are less than `gap` ns apart."""
+    return [(a, b - gap) for a, b in merged((a, b + gap) for a, b in spans)]
 
 
 def _steps(events: Sequence[Event], steps: int) -> list[Sequence[Event]]:

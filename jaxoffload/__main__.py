@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
 
 from . import proof
 from ._residuals import Residuals, residuals
@@ -63,18 +62,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one self-contained page")
     options = parser.parse_intermixed_args(arguments)
     try:
+        if options.html and not options.html.parent.is_dir():  # before anything runs
+            raise CannotRun(f"--html {options.html}: there is no folder {options.html.parent}")
         of = subject(options.function, options.arguments)
         found, code = COMMANDS[options.command](of, options.json)
-        if options.html:
-            title = " ".join((options.function, *options.arguments))
-            options.html.write_text(proof.page(title, about(), **({"table": table_of(of)} | found)))
-        return code
-    except OSError as why:
-        print(f"python -m jaxoffload: --html {options.html}: {why}", file=sys.stderr)
-        return 2
     except CannotRun as why:
         print(f"python -m jaxoffload: {why}", file=sys.stderr)
         return 2
+    except Exception as why:
+        if not hasattr(why, "problems"):  # of a config or a policy; all others are the function's own faults
+            raise
+        print("\n".join((f"{options.function} cannot run:", *why.problems)), file=sys.stderr)
+        return 2
+    if options.html:
+        title = " ".join((options.function, *options.arguments))
+        options.html.write_text(proof.page(title, about(), **({"table": table_of(of)} | found)))
+    return code
 
 
 def subject(where: str, arguments: Sequence[str]) -> Subject:
@@ -95,12 +98,7 @@ def subject(where: str, arguments: Sequence[str]) -> Subject:
         near = difflib.get_close_matches(name, own, 1)
         nearest = f"; the nearest is {near[0]!r}" if near else ""
         raise CannotRun(f"{where}: {module} has no function {name!r}{nearest}")
-    try:
-        made = make(*arguments)
-    except Exception as why:
-        if not hasattr(why, "problems"):  # of a config; all others are the function's own faults
-            raise
-        raise CannotRun("\n".join((f"{where} cannot run:", *why.problems))) from why
+    made = make(*arguments)
     if not isinstance(made, tuple) or len(made) not in (2, 4) or not all(isinstance(a, tuple) for a in made[1::2]):
         raise CannotRun(f"{where} must return (f, args) or (step, args, loss, loss_args), args being tuples")
     return Subject(*made[:2], *made[-2:])
@@ -109,13 +107,10 @@ def subject(where: str, arguments: Sequence[str]) -> Subject:
 def about() -> dict[str, str]:
     """Machine and versions."""
     devices = jax.devices()
-    return {
-        "device": f"{len(devices)} {devices[0].device_kind}",
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "jaxoffload": importlib.metadata.version("jaxoffload"),
-        "python": platform.python_version(),
-    }
+    kept = {"jax", "jaxlib", "jaxoffload", "jax-cuda12-plugin", "jax-cuda13-plugin", "transformer_engine"}
+    versions = {p.name: p.version for p in importlib.metadata.distributions() if p.name in kept}
+    device = f"{len(devices)} {devices[0].device_kind}"
+    return {"device": device, **dict(sorted(versions.items())), "python": platform.python_version()}
 
 
 def table_of(of: Subject) -> Residuals | None:

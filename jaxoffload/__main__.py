@@ -4,6 +4,7 @@ import argparse
 import difflib
 import importlib
 import importlib.metadata
+import inspect
 import json
 import platform
 import sys
@@ -38,7 +39,7 @@ class CannotRun(Exception):
 Done = tuple[dict[str, Any], int]  # what a page shows of it, and the exit code
 
 
-class Subject(NamedTuple):
+class Made(NamedTuple):
     """What MODULE:FUNCTION returned. Of a step without its loss, `loss` is the step."""
 
     f: Any
@@ -64,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.html and not options.html.parent.is_dir():  # before anything runs
             raise CannotRun(f"--html {options.html}: there is no folder {options.html.parent}")
-        of = subject(options.function, options.arguments)
+        of = made_by(options.function, options.arguments)
         found, code = COMMANDS[options.command](of, options.json)
-    except CannotRun as why:
+    except (CannotRun, MemoryError, NotImplementedError) as why:
         print(f"python -m jaxoffload: {why}", file=sys.stderr)
         return 2
     except Exception as why:
@@ -80,14 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def subject(where: str, arguments: Sequence[str]) -> Subject:
+def made_by(where: str, arguments: Sequence[str]) -> Made:
     """What the function returns.
 
     Raises:
       CannotRun: there is none, or it returns something else.
     """
     module, colon, name = where.partition(":")
-    if not (module and colon and name):
+    if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise CannotRun(f"{where!r} is not MODULE:FUNCTION, such as models.train:step_for")
     try:
         found = importlib.import_module(module)
@@ -98,10 +99,14 @@ def subject(where: str, arguments: Sequence[str]) -> Subject:
         near = difflib.get_close_matches(name, own, 1)
         nearest = f"; the nearest is {near[0]!r}" if near else ""
         raise CannotRun(f"{where}: {module} has no function {name!r}{nearest}")
+    try:
+        inspect.signature(make).bind(*arguments)
+    except TypeError as why:
+        raise CannotRun(f"{where} cannot be called with {len(arguments)} argument(s): {why}") from why
     made = make(*arguments)
     if not isinstance(made, tuple) or len(made) not in (2, 4) or not all(isinstance(a, tuple) for a in made[1::2]):
         raise CannotRun(f"{where} must return (f, args) or (step, args, loss, loss_args), args being tuples")
-    return Subject(*made[:2], *made[-2:])
+    return Made(*made[:2], *made[-2:])
 
 
 def about() -> dict[str, str]:
@@ -113,7 +118,7 @@ def about() -> dict[str, str]:
     return {"device": device, **dict(sorted(versions.items())), "python": platform.python_version()}
 
 
-def table_of(of: Subject) -> Residuals | None:
+def table_of(of: Made) -> Residuals | None:
     """None for a step that came without its loss."""
     try:
         return residuals(of.loss, *of.loss_args)
@@ -121,7 +126,7 @@ def table_of(of: Subject) -> Residuals | None:
         return None
 
 
-def report(of: Subject, as_json: bool) -> Done:
+def report(of: Made, as_json: bool) -> Done:
     if (table := table_of(of)) is None:
         raise CannotRun(
             "this is a step, whose residuals are inside of it; return its loss and the loss's arguments too"
@@ -130,7 +135,7 @@ def report(of: Subject, as_json: bool) -> Done:
     return {"table": table}, 0
 
 
-def verify(of: Subject, as_json: bool) -> Done:
+def verify(of: Made, as_json: bool) -> Done:
     functions = {"loss": (of.loss, of.loss_args)}
     if of.f is not of.loss:
         functions["step"] = (of.f, of.args)
@@ -145,7 +150,7 @@ def verify(of: Subject, as_json: bool) -> Done:
     return {"checks": found}, int(any(check.verdict == "fails" for _, check in found))
 
 
-def profile(of: Subject, as_json: bool) -> Done:
+def profile(of: Made, as_json: bool) -> Done:
     try:
         found = proof.profile(of.f, *of.args)
     except NotImplementedError as why:

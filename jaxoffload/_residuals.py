@@ -219,12 +219,15 @@ class Plans:
     Attributes:
       rows: by the names that the plans wrote.
       recomputed: for each such name, in how many layers the backward pass computes its value again, and bytes in all.
+      nested: whether there are plans inside of others, or of loops.
     """
 
     def __init__(self, jaxpr: Jaxpr):
         self._outermost: dict[Plan, None] = {}
         self._nested: set[Plan] = set()  # they decide when the backward pass runs them again, not what it finds
         self.recomputed: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        self.nested = False
+        self._loops: list[set[Plan]] = []  # of loops around what is looked at, the plans
         self._walk(jaxpr, 1, 1, None)
         # The backward pass meets the last part of a function first.
         self.plans = [plan for plan in reversed(self._outermost) if plan not in self._nested]
@@ -245,11 +248,15 @@ class Plans:
             for _, body in bodies(eqn):
                 self._walk(body, layers * eqn.params.get("length", 1), here, inside)
             if eqn.primitive in (forward_p, backward_p):
-                for part in eqn.params["loops"].parts:
-                    self._meet(part.layer.plan, owner)
+                plans = {part.layer.plan: None for part in eqn.params["loops"].parts}
+                for plan in plans:
+                    self._meet(plan, owner)
+                self._loops.append(set(plans))
                 self._walk(eqn.params["jaxpr"], layers, here, owner)
+                self._loops.pop()
 
     def _meet(self, plan: Plan, owner: Plan | None) -> None:
+        self.nested |= bool(self._loops and plan not in self._loops[-1]) or bool(owner and plan != owner)
         if owner and plan != owner:
             self._nested.add(plan)
         else:

@@ -152,7 +152,8 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     body = Body(jaxpr, consts, carry)
     if is_twin():
-        jaxpr = _checkpointed(jaxpr, body.roles, policy)
+        # Where layers stand beside each other XLA makes one of what is computed twice; our loops have `apart` there.
+        jaxpr = _checkpointed(jaxpr, body.roles, policy, params["unroll"] != 1 or params["length"] == 1)
     if not params["length"] or is_twin():
         return ad.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
     perturbed = perturbed_carry(body, [type(t) is not ad.Zero for t in tangents], policy)
@@ -171,9 +172,9 @@ def _jvp(
 
 
 @cached
-def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy) -> Jaxpr:
+def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, prevent_cse: bool) -> Jaxpr:
     """A body under `checkpoint`, as the twin runs it."""
-    under = functools.partial(bind, roles=roles, policy=policy, strict=False, prevent_cse=False)
+    under = functools.partial(bind, roles=roles, policy=policy, strict=False, prevent_cse=prevent_cse)
     return jax.make_jaxpr(lambda *args: under(jaxpr.replace(), args))(*jaxpr.in_avals)
 
 

@@ -1,7 +1,8 @@
 """The reference twin of a function: plain `lax.scan` and `jax.checkpoint` that keep the same values, on the device.
 
 `scan`, `chain` and `checkpoint` ask here, when they are differentiated, whether it is the twin that is traced. The twin
-has a plan's names and decisions, and nothing of our loops, copies and ties.
+has a plan's names and decisions, and nothing of our loops, copies and ties. Where one stands inside another, the outer
+plan decides on all of the inner one's names too, as JAX's own checkpoints do.
 """
 
 import functools

@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxoffload import Policy, _layer, _loops, _plan, _scan, _xla, chain, checkpoint, profile, scan, tag
 from jaxoffload.__main__ import main
 from jaxoffload._memory import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
-from jaxoffload.proof import _subject, verify
+from jaxoffload.proof import _checks, _subject, verify
 from models.train import step_for
 
+ROOT = Path(__file__).parent.parent
 LAYERS, BATCH, DIM, HIDDEN = 4, 8, 16, 32
 RULES = Policy({"fc1": "offload", "act": "save", "norm": "recompute"}, min_offload_bytes=0)
 
@@ -123,8 +126,103 @@ def test_what_it_says():
     found = verify(of_scan, X, weights(LAYERS))
     assert str(found).splitlines()[0] == "holds        gradients: 4 results are the twin's, bit for bit"
     assert '"ok": true' in found.to_json()
-    with pytest.raises(ValueError, match="repeats must be at least 2, got 1"):
+    with pytest.raises(ValueError, match="repeats must be at least 3, got 1"):
         verify(of_scan, X, weights(LAYERS), repeats=1)
+
+
+def body(x, w):
+    return layer(x, w), None
+
+
+@pytest.mark.parametrize("how", [{"unroll": 3}, {"unroll": True}, {"reverse": True, "unroll": 2}], ids=str)
+def test_unrolled_loops_equal_their_twins(how):
+    found = verify(lambda x, w: jnp.sum(scan(body, x, w, policy=RULES, **how)[0] ** 2), X, weights(LAYERS))
+    assert found.ok and found["gradients"].verdict == "holds", found
+
+
+def test_one_layer_equals_its_twin():
+    assert verdicts(of_scan, X, weights(1))["gradients"] == "holds"
+
+
+def test_layers_that_do_not_offload():
+    rules = dataclasses.replace(RULES, offload_layers=1, other_layers="recompute", resident_layers=2)
+    found = verify(lambda x, w: jnp.sum(scan(body, x, w, policy=rules)[0] ** 2), X, weights(5))
+    assert found.ok and found["conservation"].verdict == "holds", found
+
+
+def test_nested_plans_are_not_judged_by_bytes():
+    inner = lambda x, w: (scan(body, x, w, policy=RULES)[0], None)
+    outer = Policy({"layer_input": "save"}, min_offload_bytes=0)
+    w = jax.tree.map(lambda a: jnp.stack([a, a]), weights(LAYERS))
+    f = lambda x, w: jnp.sum(scan(inner, x, w, policy=outer, strict=False)[0] ** 2)
+    found = verify(f, X, w)
+    assert found.ok and "plans are nested" in found["conservation"].said, found
+    assert found["gradients"].verdict == "holds"
+
+
+def test_an_argument_that_is_offloaded_stays_with_the_caller():
+    policy = Policy({"layer_input": "offload", "fc1": "offload"}, min_offload_bytes=0)
+    found = verify(lambda x, w: jnp.sum(checkpoint(layer, policy=policy)(x, w) ** 2), X, weights())
+    assert found.ok and found["conservation"].verdict == "holds", found
+
+
+@pytest.mark.parametrize("by, said", [(jnp.nan, "is not finite"), (0.0, "all gradients are zero")])
+def test_results_that_say_nothing_are_not_checked(by, said):
+    found = verify(lambda x, w: of_scan(x, w) * by, X, weights(LAYERS))
+    assert found["gradients"].verdict == "not checked" and said in found["gradients"].said, found
+
+
+def test_what_was_differentiated_before_has_no_twin():
+    policy = Policy({"fc1": "save"}, min_offload_bytes=0)
+    loss = lambda x, w: jnp.sum(scan(body, x, w, policy=policy)[0] ** 2)
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=1))(X, weights(LAYERS))
+    found = verify(lambda x, w: jaxpr_as_fun(jaxpr)(x, *jax.tree.leaves(w)), X, weights(LAYERS))
+    assert "was differentiated before" in found["gradients"].said, found
+
+
+def test_what_moves_inside_of_custom_rules_and_by_jit_is_seen():
+    @jax.custom_vjp
+    def there_and_back(x):
+        return jax.device_put(jax.device_put(x, HOST), DEVICE) * 1
+
+    there_and_back.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+    step = lambda x, w: {"y": there_and_back(x), "g": jax.grad(of_scan)(x, w)}
+    assert verdicts(step, X, weights(LAYERS))["moves"] == "fails"
+    pinned = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    step = lambda x, w: {"x": jax.jit(lambda x: x, out_shardings=pinned)(x), "g": jax.grad(of_scan)(x, w)}
+    found = verify(step, X, weights(LAYERS))["moves"]
+    assert found.verdict == "fails" and "result 0 of a jit" in found.said
+
+
+def test_a_chain_on_a_mesh_has_its_twins_collectives():
+    """XLA makes one collective of several in the one, and of others in the other."""
+    mesh = jax.make_mesh((4, 2), ("d", "t"), (jax.sharding.AxisType.Auto,) * 2)
+    on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
+    w = {"in": on(weights(LAYERS)["in"], None, None, "t"), "out": on(weights(LAYERS)["out"], None, "t")}
+    found = verify(of_chain, on(X, "d"), w)
+    assert found.ok and found["placement"].verdict == "holds", found
+
+
+def test_more_collectives_than_the_twin_has_fail(monkeypatch):
+    """Planted: what comes back from the host goes to all devices, and is cut again."""
+    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
+    x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
+    real = _loops._in_order
+    on = lambda a, *spec: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P(*spec)))
+    planted = lambda *args: [on(on(a), "d") if a.ndim == 2 and len(a) == BATCH else a for a in real(*args)]
+    monkeypatch.setattr(_loops, "_in_order", planted)
+    found = verify(of_scan, x, weights(LAYERS))
+    assert [c.claim for c in found if c.verdict == "fails"] == ["placement"], found
+
+
+def test_bad_arguments_are_sentences():
+    with pytest.raises(ValueError, match="has_aux: the function must return"):
+        verify(of_scan, X, weights(LAYERS), has_aux=True)
+    with pytest.raises(KeyError, match="'grad' is none of gradients, conservation"):
+        verify(of_scan, X, weights(LAYERS))["grad"]
+    step, args, *_ = step_for(str(ROOT / "configs/tiny.yaml"), "mesh.fsdp=4")
+    with pytest.raises(NotImplementedError, match="a mesh of 4 devices that are not here"):
+        verify(step, *args)
 
 
 # --- planted faults, each through a seam of the engine
@@ -199,6 +297,7 @@ def memory_grows(monkeypatch):
         return lambda *args: leaked.append(program(*args)) or leaked[-1]
 
     monkeypatch.setattr(_subject, "compiled", compiled)
+    monkeypatch.setattr(_checks, "_too_large", lambda program: None)
 
 
 FAULTS = {
@@ -289,19 +388,28 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         (["report", "no_such:made"], "No module named 'no_such'"),
         (["verify", "test_verify:maid", "loss"], "has no function 'maid'; the nearest is 'made'"),
         (["profile", "test_verify:made", "step"], "profile: needs an NVIDIA GPU; JAX's default backend is cpu"),
+        (["report", ".usr:f"], "'.usr:f' is not MODULE:FUNCTION"),
+        (
+            ["report", "models.train:step_for"],
+            "cannot be called with 0 argument(s)",
+        ),
+        (
+            ["verify", "models.train:step_for", "configs/tiny.yaml", "mesh.fsdp=4"],
+            "a mesh of 4 devices that are not here",
+        ),
         (["verify", "test_verify:made", "odd"], "must return (f, args) or (step, args, loss, loss_args)"),
         (["report", "test_verify:made", "step"], "this is a step, whose residuals are inside of it; return its loss"),
         (["report", "models.train:step_for", "configs/tiny.yaml", "train.step=1"], "the nearest is train.steps"),
     ],
 )
 def test_what_cannot_be_done_is_a_sentence(asked, said, capsys, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.chdir(ROOT)
     assert main(asked) == 2
     assert said in capsys.readouterr().err
 
 
 def test_our_own_step_on_a_mesh_that_is_not_here(monkeypatch):
-    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.chdir(ROOT)
     step, args, loss, loss_args = step_for("configs/tiny.yaml", "mesh.fsdp=4")
     state, metrics = jax.eval_shape(step, *args)
     assert metrics["loss"].shape == jax.eval_shape(loss, *loss_args).shape == ()

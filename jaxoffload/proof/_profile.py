@@ -10,9 +10,8 @@ from typing import Any
 import jax
 
 from .._memory import readable
-from .._xla import compiler_options
 from ._program import Copy, host_copies, instructions
-from ._subject import compiled, subject_of
+from ._subject import subject_of
 from ._trace import DIRECTIONS, Event, Span, length, merged, overlap, traced
 
 
@@ -108,19 +107,21 @@ def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"profile: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
     subject = subject_of(f, args, None, False)
-    program = compiled(subject.run, subject.arrays, compiler_options())
+    program = subject.fast_program
     jax.block_until_ready(program(*subject.arrays))
 
     def run() -> None:
         for _ in range(steps):
             jax.block_until_ready(program(*subject.arrays))
 
-    events = next(iter(traced(run).values()))  # of the first device; all do the same
+    events = next(iter(traced(run).values()), [])  # of the first device; all do the same
     return profile_of(events, host_copies(list(instructions(program.as_text()))), steps, jax.devices()[0].device_kind)
 
 
 def profile_of(events: Sequence[Event], copies: dict[str, Copy], steps: int, device: str) -> Profile:
     """The profile that a trace of so many equal steps, one after another, holds."""
+    if not events:
+        raise ValueError("profile: nothing ran on the GPU")
     each = _steps(sorted(events, key=lambda e: e.start), steps)
     lasted = [max(e.end for e in step) - step[0].start for step in each]
     last = each[-1]

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+_CALLS = "calls|body|condition|to_apply|branch_computations|true_computation|false_computation"
+
 
 class Instruction(NamedTuple):
     """A line of a compiled program."""
@@ -24,7 +26,8 @@ class Instruction(NamedTuple):
     @property
     def calls(self) -> list[str]:
         """The computations that it runs."""
-        return re.findall(r"(?:calls|body|condition|to_apply)=%([\w.\-]+)", self.text)
+        found = re.findall(rf"(?:{_CALLS})=(%[\w.\-]+|\{{%[^}}]*\}})", self.text)
+        return [name for called in found for name in re.findall(r"%([\w.\-]+)", called)]
 
 
 def instructions(text: str) -> Iterator[Instruction]:
@@ -76,12 +79,13 @@ def products(lines: Sequence[Instruction]) -> int:
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
 
 
-def collectives(lines: Sequence[Instruction]) -> Counter[str]:
-    """How often each kind runs."""
-    often, found = runs(lines), Counter[str]()
+def collectives(lines: Sequence[Instruction]) -> Counter[tuple[str, str]]:
+    """How often each kind runs on an array of each shape; XLA puts several arrays into one."""
+    often, found = runs(lines), Counter[tuple[str, str]]()
     for line in lines:
         if (kind := line.opcode.removesuffix("-start")) in COLLECTIVES:
-            found[kind] += often[line.computation]
+            for shape in re.findall(r"\w+\[[\d,]*\]", line.shape):
+                found[kind, shape] += often[line.computation]
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import name_p
 
 from .._checkpoint import checkpoint
@@ -16,7 +16,8 @@ from .._memory import on_host
 from .._origin import Origin, origin
 from .._policy import Policy
 from .._residuals import Plans
-from .._values import bodies
+from .._twin import twin
+from .._xla import compiler_options
 
 INPUTS = ("an input", "a constant")
 
@@ -60,6 +61,16 @@ class Subject:
         return compiled(self.run, self.arrays, exact_options())
 
     @functools.cached_property
+    def twins_program(self) -> Any:
+        """The same of its twin."""
+        return compiled(twin(self.run), self.arrays, exact_options())
+
+    @functools.cached_property
+    def fast_program(self) -> Any:
+        """`run`, compiled as a user's step is."""
+        return compiled(self.run, self.arrays, compiler_options())
+
+    @functools.cached_property
     def devices(self) -> set[Any]:
         """That the arguments say; empty where they say nothing."""
         shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self.args)]
@@ -68,21 +79,53 @@ class Subject:
 
 def subject_of(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy | None, has_aux: bool) -> Subject:
     """As `verify` takes it."""
+    for leaf in jax.tree.leaves(args):
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if isinstance(mesh, jax.sharding.AbstractMesh) and mesh.size > 1:
+            raise NotImplementedError(
+                f"the arguments lie on a mesh of {mesh.size} devices that are not here ({jax.device_count()} are); "
+                "give it a mesh of these"
+            )
     fun = checkpoint(f, policy=policy) if policy else f
     out = jax.eval_shape(fun, *args)
-    is_scalar = isinstance(out, jax.ShapeDtypeStruct) and not out.shape and jnp.issubdtype(out.dtype, jnp.inexact)
-    is_loss = has_aux or is_scalar
-    loss = (lambda *args: fun(*args)[0] if has_aux else fun(*args)) if is_loss else None
-    run = _differentiated(fun, has_aux) if is_loss else lambda *args: {"result": fun(*args)}
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise ValueError(f"has_aux: the function must return (loss, other results), not {type(out).__name__}")
+    is_loss = has_aux or _is_scalar(out)
+
+    def loss(*args: Any) -> Any:
+        return fun(*args)[0] if has_aux else fun(*args)
+
+    def step(*args: Any) -> Any:
+        return {"result": fun(*args)}
+
+    run = _differentiated(fun, has_aux) if is_loss else step
     jaxpr = jax.make_jaxpr(run)(*args)
-    plans = Plans(jaxpr)
-    return Subject(run, args, loss, jaxpr, plans, tuple(crossings(jaxpr)), bool(plans.plans) or _has_policy(jaxpr))
+    plans, crossing = Plans(jaxpr), tuple(crossings(jaxpr))
+    has_twin = bool(plans.plans) or _has_policy(jaxpr)
+    return Subject(run, args, loss if is_loss else None, jaxpr, plans, crossing, has_twin)
+
+
+def _is_scalar(out: Any) -> bool:
+    return isinstance(out, jax.ShapeDtypeStruct) and not out.shape and jnp.issubdtype(out.dtype, jnp.floating)
 
 
 def _has_policy(jaxpr: Jaxpr) -> bool:
     """Whether one of ours is the policy of JAX's own checkpoint."""
     ours = lambda eqn: isinstance(eqn.params.get("policy"), Policy)
-    return any(ours(eqn) or any(_has_policy(body) for _, body in bodies(eqn)) for eqn in jaxpr.eqns)
+    return any(ours(eqn) or any(map(_has_policy, nested(eqn))) for eqn in jaxpr.eqns)
+
+
+def nested(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """All jaxprs among an equation's parameters."""
+    for value in eqn.params.values():
+        for body in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(body, Jaxpr):
+                yield body
+
+
+def has_loops(jaxpr: Jaxpr) -> bool:
+    """Whether a loop of ours is in it."""
+    return any(eqn.primitive in (forward_p, backward_p) or any(map(has_loops, nested(eqn))) for eqn in jaxpr.eqns)
 
 
 def _array(x: Any, number: int) -> Any:
@@ -103,7 +146,7 @@ def _differentiated(f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
 
     def run(*args: Any) -> dict[str, Any]:
         leaves, tree = jax.tree.flatten(args)
-        moving = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+        moving = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
 
         def of_moving(xs: list[Any]) -> Any:
             whole = list(leaves)
@@ -147,14 +190,20 @@ def crossings(jaxpr: Jaxpr) -> Iterator[Crossing]:
     """What is put into host memory, wherever in a jaxpr."""
     named = {var for eqn in jaxpr.eqns if eqn.primitive is name_p for var in eqn.outvars}
     for eqn in jaxpr.eqns:
-        if eqn.primitive is forward_p:
-            for index, var in enumerate(eqn.outvars):
-                if on_host(var.aval):
-                    yield Crossing(eqn.params["loops"].origin(index), var.aval, False)
-        elif eqn.primitive.name == "device_put":
-            for taken, made in zip(eqn.invars, eqn.outvars, strict=True):
-                if on_host(made.aval) and not on_host(taken.aval):
-                    yield Crossing(origin(jaxpr, taken), made.aval, taken in named)
-        if eqn.primitive not in (forward_p, backward_p):
-            for _, body in bodies(eqn):
-                yield from crossings(body)
+        inside = [] if eqn.primitive in (forward_p, backward_p) else list(nested(eqn))
+        for index, sharding in enumerate(eqn.params.get("out_shardings", ())):
+            if getattr(sharding, "memory_kind", None) == "pinned_host":
+                yield Crossing(
+                    Origin(None, f"result {index} of a {eqn.primitive.name}"), eqn.outvars[index].aval, False
+                )
+        for index, made in enumerate(eqn.outvars):
+            if not on_host(made.aval) or any(len(b.outvars) > index and on_host(b.outvars[index].aval) for b in inside):
+                continue
+            if eqn.primitive is forward_p:
+                yield Crossing(eqn.params["loops"].origin(index), made.aval, False)
+            elif eqn.primitive.name == "device_put" and not on_host((taken := eqn.invars[index]).aval):
+                yield Crossing(origin(jaxpr, taken), made.aval, taken in named)
+            elif not any(on_host(v.aval) for v in eqn.invars):
+                yield Crossing(Origin(None, f"output of {eqn.primitive.name}"), made.aval, False)
+        for body in inside:
+            yield from crossings(body)

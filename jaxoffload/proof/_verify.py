@@ -21,7 +21,10 @@ class Verification:
         return iter(self.checks)
 
     def __getitem__(self, claim: str) -> Check:
-        return next(check for check in self.checks if check.claim == claim)
+        found = {check.claim: check for check in self.checks}
+        if claim not in found:
+            raise KeyError(f"{claim!r} is none of {', '.join(found)}")
+        return found[claim]
 
     @property
     def ok(self) -> bool:
@@ -42,11 +45,11 @@ def verify(
 
     1. `gradients`: all results are the twin's, bit for bit, compiled with `exact_options()`.
     2. `conservation`: the device holds as many bytes less than the twin's as the host holds.
-    3. `moves`: nothing crosses to the host that is not marked offload, no argument and no weight.
+    3. `moves`: nothing crosses to the host that is not marked offload, no weight, no argument that nobody named.
     4. `producers`: what is saved or offloaded is not computed again.
     5. `copies`: no kernel and no computation of the host's touches host memory, all copies are asynchronous and in
        range (in the program that `compiler_options()` gives, on a GPU).
-    6. `placement`: no collective more than the twin has.
+    6. `placement`: no array is in a collective that the twin has not.
     7. `repeats`: the same from the same, and no more memory each time.
 
     Args:
@@ -56,13 +59,13 @@ def verify(
         magnitudes of normally distributed numbers, of 0.02; integers and booleans 0 or 1).
       policy: treat `f` as `checkpoint(f, policy=policy)`.
       has_aux: `f` is a loss that returns (scalar, other results).
-      repeats: how often it is run for 7, at least 2.
+      repeats: how often it is run for 7, at least 3.
 
     Returns:
       One `Check` for each claim. Nothing is raised where a claim fails.
 
     Raises:
-      ValueError: `repeats` is less than 2.
+      ValueError: `repeats` is less than 3, or `has_aux` and `f` returns something else.
       PolicyError, MemoryError, NotImplementedError: as `scan`, `chain` and `checkpoint` do.
     """
     return Verification(tuple(checks(f, *args, policy=policy, has_aux=has_aux, repeats=repeats)))
@@ -72,8 +75,8 @@ def checks(
     f: Callable[..., Any], *args: Any, policy: Policy | None = None, has_aux: bool = False, repeats: int = 3
 ) -> Iterator[Check]:
     """The checks of `verify`, each when it is done."""
-    if repeats < 2:
-        raise ValueError(f"verify: repeats must be at least 2, got {repeats}")
+    if repeats < 3:
+        raise ValueError(f"verify: repeats must be at least 3, got {repeats}")
     subject = subject_of(f, args, policy, has_aux)
     first = (_checks.gradients, _checks.conservation, _checks.moves, _checks.producers)
     yield from (check(subject) for check in (*first, _checks.copies, _checks.placement))

@@ -269,8 +269,9 @@ def until(step: int, finished: Path, out: Path) -> Path:
 
 def test_two_processes_have_the_losses_of_one_and_resume_each_other(eight, config, tmp_path):
     both = tmp_path / "both"
-    first, second = map(finish, two_processes(config, both))
+    first, second = map(finish, two_processes(config, both, "train.verify=true"))
     assert "step 24/24  loss" in first and "step" not in second.replace("train.steps", "")
+    assert "step: holds        gradients" in first and "loss: holds        placement" in first and " fails" not in first
     assert losses(both).keys() == losses(eight).keys()
     np.testing.assert_allclose([*losses(both).values()], [*losses(eight).values()], rtol=1e-5)
 

@@ -141,6 +141,8 @@ def times(case: Case, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         spent[key] = turn(key)
         say(f"{', '.join(key)}: {statistics.median(spent[key]):.1f} ms")
     near = contenders(spent, facts)
+    for mode in chosen.keys() - {mode for mode, _ in near}:
+        say(f"{mode} is left out: no candidate needs as little memory as remat")
     devices = options.fsdp * options.expert
     known = provenance(case.program, options.commit, devices)
     known["shape"] = {**case.shape(options), "residuals": list(case.names)}

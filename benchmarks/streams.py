@@ -1,8 +1,10 @@
 """Host copies of a profiled GPU step: how long they take, and how much of that nothing hides.
 
-with jax.profiler.trace(FOLDER):
-    jax.block_until_ready(step(...))
-python -m benchmarks.streams FOLDER
+    with jax.profiler.trace(FOLDER):
+        jax.block_until_ready(step(...))
+    python -m benchmarks.streams FOLDER
+
+What counts as hidden: `jaxoffload.proof._trace`, whose reader the other benchmarks use too.
 """
 
 import argparse

@@ -12,7 +12,6 @@ in the same run, in a trace.
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -67,13 +66,17 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     state = initial(dense.CASE, options)
 
     def line(how: str, variant: Variant) -> dict[str, Any]:
-        nonlocal state
         step, host, _ = compile_step(dense.CASE, options, variant)
-        state = jax.block_until_ready(step(*state))
+
+        def run() -> None:
+            nonlocal state
+            state = jax.block_until_ready(step(*state))
+
+        run()
         spent = []
         for _ in range(options.steps):
             begin = time.perf_counter()
-            state = jax.block_until_ready(step(*state))
+            run()
             spent.append(1e3 * (time.perf_counter() - begin))
         found = {
             "seq": options.seq,
@@ -84,11 +87,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             "temp_gib": round(step.memory_analysis().temp_size_in_bytes / 2**30, 4),
         }
         if variant.who == "ours":
-            with tempfile.TemporaryDirectory() as folder:
-                with jax.profiler.trace(folder):
-                    state = jax.block_until_ready(step(*state))
-                gpus = streams.read(Path(folder))
-            for events in gpus.values():
+            for events in streams.traced(run).values():
                 profile = streams.summary(events)
                 found |= {key: profile[key] for key in ("d2h_ms", "h2d_ms", "exposed_ms")}
         return found

@@ -117,7 +117,8 @@ def bind(
 
 
 def cached[T](make: Callable[..., T]) -> Callable[..., T]:
-    """`make(of, *key)`, remembered while `of` lives: an eager loop over layers then plans and traces once.
+    """`make(of, *key)`, remembered while `of` lives: an eager loop over layers then plans and traces once, and once for
+    its twin.
 
     `of`: a jaxpr, or something else that is hashed by its identity. The result must not refer to it.
     """

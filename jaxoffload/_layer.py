@@ -89,7 +89,7 @@ class Layer:
 
     @property
     def copies(self) -> list[Any]:
-        """For each residual for the host a scope that its copies are traced in: a profile then knows them."""
+        """For each residual for the host a scope to trace its copies in, once: a profile then knows whose they are."""
         names = {row.plan_name: ", ".join(row.names) or "(matrix product)" for row in self.plan.rows}
         return [jax.named_scope(f"jaxoffload({names[str(k.name)]})") for k in self.kept if k.place == "host"]
 

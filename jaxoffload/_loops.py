@@ -48,6 +48,11 @@ class Part(NamedTuple):
     def layers(self) -> int:
         return self.stop - self.start
 
+    @property
+    def copies(self) -> list[Any]:
+        """A scope for each stack on the host."""
+        return self.layer.copies if self.on_host else []
+
     def places(self) -> list[str]:
         return ["device" if k.place == "host" and not self.on_host else k.place for k in self.layer.kept]
 
@@ -149,7 +154,7 @@ def _forward_part(
     def layer(i: Any, state: Any) -> Any:
         carry, ys, saved = state
         host = []
-        for stack, x, copy in zip(saved.host, saved.last, part.layer.copies if saved.host else (), strict=True):
+        for stack, x, copy in zip(saved.host, saved.last, part.copies, strict=True):
             with copy:
                 host.append(_put(stack, jax.device_put(x, HOST), i))
         here = i + zero
@@ -197,7 +202,7 @@ def _backward_part(
     def layer(j: Any, state: Any) -> Any:
         (consts, carry, xs), fetched = state
         ahead = []
-        for stack, copy in zip(saved.host, part.layer.copies if saved.host else (), strict=True):
+        for stack, copy in zip(saved.host, part.copies, strict=True):
             with copy:
                 ahead.append(jax.device_put(_take(stack, last - j), DEVICE))
         here = last - (j + zero)

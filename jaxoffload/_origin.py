@@ -27,8 +27,6 @@ def is_its_operand(eqn: JaxprEqn) -> bool:
 
 # Equations that pass all of a residual on between its definition and the place where it is kept.
 _VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pcast", "pvary"}
-
-
 _BARRIER = "optimization_barrier"  # a result for each operand
 
 

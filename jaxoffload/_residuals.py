@@ -219,26 +219,28 @@ class Plans:
     Attributes:
       rows: by the names that the plans wrote.
       recomputed: for each such name, in how many layers the backward pass computes its value again, and bytes in all.
-      nested: whether there are plans inside of others, or of loops.
+      overlap: whether there are plans inside of others, or of loops of others.
     """
 
     def __init__(self, jaxpr: Jaxpr):
         self._outermost: dict[Plan, None] = {}
         self._nested: set[Plan] = set()  # they decide when the backward pass runs them again, not what it finds
         self.recomputed: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-        self.nested = False
-        self._loops: list[set[Plan]] = []  # of loops around what is looked at, the plans
+        self.overlap = False
         self._walk(jaxpr, 1, 1, None)
         # The backward pass meets the last part of a function first.
         self.plans = [plan for plan in reversed(self._outermost) if plan not in self._nested]
         self.rows = {row.plan_name: row for plan in self.plans for row in plan.rows}
 
-    def _walk(self, jaxpr: Jaxpr, layers: int, devices: int, owner: Plan | None) -> None:
+    def _walk(
+        self, jaxpr: Jaxpr, layers: int, devices: int, owner: Plan | None, loops: frozenset[Plan] = frozenset()
+    ) -> None:
+        """`owner`: the plan of the checkpoint around it; `loops`: those of the scan around it."""
         for eqn in jaxpr.eqns:
             inside = owner
             if plan := plan_of(eqn.params.get("policy")):
                 inside = owner or plan
-                self._meet(plan, owner)
+                self._meet(plan, owner, loops)
             if owner and eqn.primitive is name_p and (name := eqn.params["name"]) in owner.plan_names:
                 count, size = self.recomputed[name]
                 self.recomputed[name] = count + layers, size + layers * devices * nbytes(eqn.outvars[0].aval)
@@ -246,17 +248,15 @@ class Plans:
             if eqn.primitive.name == "shard_map":
                 here *= math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
             for _, body in bodies(eqn):
-                self._walk(body, layers * eqn.params.get("length", 1), here, inside)
+                self._walk(body, layers * eqn.params.get("length", 1), here, inside, loops)
             if eqn.primitive in (forward_p, backward_p):
-                plans = {part.layer.plan: None for part in eqn.params["loops"].parts}
+                plans = [part.layer.plan for part in eqn.params["loops"].parts]
                 for plan in plans:
-                    self._meet(plan, owner)
-                self._loops.append(set(plans))
-                self._walk(eqn.params["jaxpr"], layers, here, owner)
-                self._loops.pop()
+                    self._meet(plan, owner, loops)
+                self._walk(eqn.params["jaxpr"], layers, here, owner, frozenset(plans))
 
-    def _meet(self, plan: Plan, owner: Plan | None) -> None:
-        self.nested |= bool(self._loops and plan not in self._loops[-1]) or bool(owner and plan != owner)
+    def _meet(self, plan: Plan, owner: Plan | None, loops: frozenset[Plan]) -> None:
+        self.overlap |= (bool(loops) and plan not in loops) or owner not in (None, plan)
         if owner and plan != owner:
             self._nested.add(plan)
         else:

@@ -80,6 +80,7 @@ metadata={op_name="jit(f)/while/body/jaxoffload(mlp/fc1)/dynamic_slice"}
 ENTRY %main (p: bf16[]) -> bf16[] {
   %barrier.1 = bf16[4,5]{1,0} get-tuple-element(%b), metadata={op_name="jit(f)/jaxoffload(act)/optimization_barrier"}
   %copy-start.2 = (bf16[4,5]{1,0:S(5)}, bf16[4,5]{1,0}, u32[]) copy-start(%barrier.1)
+  %copy-start.4 = (f32[], f32[]{:S(5)}, u32[]) copy-start(%unknown)
   %copy-start.3 = (bf16[4,5]{1,0}, bf16[4,5]{1,0:S(5)}, u32[]) copy-start(%unknown)
   %while.1 = bf16[] while(%x), body=%forward, backend_config={"known_trip_count":{"n":"3"}}
   %while.2 = bf16[] while(%x), body=%backward, backend_config={"known_trip_count":{"n":"3"}}
@@ -123,6 +124,7 @@ def test_each_copy_has_its_residual_and_layer():
     assert (found.step_ms, found.spread_ms) == (71, (71, 71))
     assert (found.compute_ms, found.collective_ms) == (66, 6)
     assert (found.exposed_ms, found.unattributed_ms) == (5, 2)
+    assert ("mlp/fc1", "d2h", 3, 60, 24, 4) in found.totals and ("all", "h2d", 4, 100, 17, 1) in found.totals
     assert "(not attributed)" in str(found) and json.loads(found.to_json())["exposed_ms"] == 5
 
 

@@ -1,12 +1,11 @@
-"""The seven checks of `verify`, each a function of its subject.
+"""The seven checks of `verify`: each is named as its claim, and a function of its subject.
 
 The reference is the function's twin (`_twin`): plain `lax.scan` and `jax.checkpoint` that keep the same values on the
 device. What a check cannot know it calls "not checked", and says why.
 """
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
 import jax
@@ -30,40 +29,30 @@ Verdict = Literal["holds", "fails", "not checked"]
 NO_TWIN = "nothing in the function is differentiated by jaxoffload, so it has no twin"
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One claim. `said`: what was compared, where it fails and by how much, or why it was not checked."""
-
-    claim: str
-    verdict: Verdict
-    said: str
-
-    def __str__(self) -> str:
-        return f"{self.verdict:11}  {self.claim}: {self.said}"
+Found = tuple[Verdict, str]  # and what was compared, where it fails and by how much, or why it was not checked
 
 
 # --- gradients
 
 
-def gradients(subject: Subject) -> Check:
-    claim = "gradients"
+def gradients(subject: Subject) -> Found:
     if not subject.has_twin:
-        return Check(claim, NOT_CHECKED, NO_TWIN)
+        return NOT_CHECKED, NO_TWIN
     theirs = jax.make_jaxpr(twin(subject.run))(*subject.args)
     if has_loops(theirs):
-        return Check(claim, NOT_CHECKED, "it was differentiated before it came here, and has no twin any more")
+        return NOT_CHECKED, "it was differentiated before it came here, and has no twin any more"
     if crossing := list(crossings(theirs)):
-        return Check(claim, NOT_CHECKED, f"not jaxoffload moves {len(crossing)} value(s) to the host, in the twin too")
+        return NOT_CHECKED, f"not jaxoffload moves {len(crossing)} value(s) to the host, in the twin too"
     if (why := _too_large(subject.twins_program)) is not None:
-        return Check(claim, NOT_CHECKED, why)
+        return NOT_CHECKED, why
     mine = _on_host(subject.program(*subject.arrays))
     others = _on_host(subject.twins_program(*subject.arrays))
     results = len(jax.tree.leaves(mine))
     if differ := list(_differences(mine, others)):
-        return Check(claim, FAILS, f"{len(differ)} of {results} results differ: {'; '.join(differ[:3])}")
+        return FAILS, f"{len(differ)} of {results} results differ: {'; '.join(differ[:3])}"
     if (empty := _says_nothing(mine)) is not None:
-        return Check(claim, NOT_CHECKED, f"the results are equal, but {empty}; give arguments with which they are not")
-    return Check(claim, HOLDS, f"{results} results are the twin's, bit for bit")
+        return NOT_CHECKED, f"the results are equal, but {empty}; give arguments with which they are not"
+    return HOLDS, f"{results} results are the twin's, bit for bit"
 
 
 def _says_nothing(results: Any) -> str | None:
@@ -109,38 +98,36 @@ def _too_large(program: Any) -> str | None:
 # --- conservation
 
 
-def conservation(subject: Subject) -> Check:
-    claim = "conservation"
+def conservation(subject: Subject) -> Found:
     if not subject.has_twin:
-        return Check(claim, NOT_CHECKED, NO_TWIN)
+        return NOT_CHECKED, NO_TWIN
     if subject.loss is None:
-        return Check(claim, NOT_CHECKED, "a step's residuals are inside of it; verify its loss")
+        return NOT_CHECKED, "a step's residuals are inside of it; verify its loss"
     mine, others = (residuals(loss, *subject.args) for loss in (subject.loss, twin(subject.loss)))
     arguments = {row.names for row in others if row.reason == ARGUMENT}  # which stay with the caller too
     moved = [r for r in mine if r.state == OFFLOADED and r.reason != EMPTY and r.names not in arguments]
     instead = [r for r in mine if r.state == RECOMPUTED and r.reason == "other_layers"]
     freed, held = others.device_bytes - mine.device_bytes, sum(r.bytes for r in [*moved, *instead])
     how = f"by the jaxpr {readable(freed)} less than the twin's on the device, {readable(held)} on the host"
-    if freed != held and subject.plans.nested:
-        return Check(claim, NOT_CHECKED, f"{how}; but plans are nested, and in the twin the outer one keeps more")
+    if freed != held and subject.plans.overlap:
+        return NOT_CHECKED, f"{how}; but plans are nested, and in the twin the outer one keeps more"
     if freed != held:
-        return Check(claim, FAILS, f"{how}: {freed - held:+,} bytes")
+        return FAILS, f"{how}: {freed - held:+,} bytes"
     return _freed(subject, moved, how)
 
 
-def _freed(subject: Subject, moved: list[Residual], said: str) -> Check:
+def _freed(subject: Subject, moved: list[Residual], said: str) -> Found:
     """As the compiler planned it: what the layer in flight holds is on the device."""
-    claim = "conservation"
     if jax.default_backend() != "gpu":
-        return Check(claim, HOLDS, f"{said}; not by the compiler's plan, for this backend has no host memory apart")
+        return HOLDS, f"{said}; not by the compiler's plan, for this backend has no host memory apart"
     predicted = sum(r.bytes - r.bytes_per_layer * (r.layers > 1) for r in moved) // max(1, len(subject.devices))
     if predicted < _VISIBLE:
-        return Check(claim, HOLDS, f"{said}; not by the compiler's plan, in which {readable(predicted)} cannot be seen")
+        return HOLDS, f"{said}; not by the compiler's plan, in which {readable(predicted)} cannot be seen"
     theirs = compiled(twin(subject.run), subject.arrays, compiler_options())
     temps = [p.memory_analysis().temp_size_in_bytes for p in (subject.fast_program, theirs)]
     verdict: Verdict = HOLDS if temps[1] - temps[0] > 0.985 * predicted else FAILS
     planned = f"planned {readable(temps[1] - temps[0])} less, predicted {readable(predicted)}, or 1.5 % less"
-    return Check(claim, verdict, f"{said}; {planned}")
+    return verdict, f"{said}; {planned}"
 
 
 _VISIBLE = 64 * 2**20  # bytes; temporaries differ by some MiB for other reasons
@@ -149,8 +136,7 @@ _VISIBLE = 64 * 2**20  # bytes; temporaries differ by some MiB for other reasons
 # --- moves
 
 
-def moves(subject: Subject) -> Check:
-    claim = "moves"
+def moves(subject: Subject) -> Found:
     wrong = []
     for crossing in subject.crossings:
         source = crossing.source
@@ -161,19 +147,18 @@ def moves(subject: Subject) -> Check:
             names = ", ".join(row.names) if row else str(source.name)
             wrong.append(f"{names or 'a matrix product'}, which is marked {source.name.decision}")
     if wrong:
-        return Check(claim, FAILS, f"to the host go {'; '.join(dict.fromkeys(wrong))}")
+        return FAILS, f"to the host go {'; '.join(dict.fromkeys(wrong))}"
     count = len(subject.crossings)
     marked = "are marked offload" if subject.plans.plans else "have a name, or are results of equations"
-    return Check(claim, HOLDS, f"the {count} values that go to the host {marked}" if count else "nothing does")
+    return HOLDS, f"the {count} values that go to the host {marked}" if count else "nothing does"
 
 
 # --- producers
 
 
-def producers(subject: Subject) -> Check:
-    claim = "producers"
+def producers(subject: Subject) -> Found:
     if not subject.plans.plans:
-        return Check(claim, NOT_CHECKED, "nothing in the function is jaxoffload's: what it means to keep is not known")
+        return NOT_CHECKED, "nothing in the function is jaxoffload's: what it means to keep is not known"
     again = []
     for name, row in subject.plans.rows.items():
         layers = subject.plans.recomputed[name][0]
@@ -181,16 +166,16 @@ def producers(subject: Subject) -> Check:
         if layers and (row.decision != "recompute" or is_routing):
             again.append(f"{', '.join(row.names) or 'a matrix product'} ({row.decision}) in {layers} layer(s)")
     if again:
-        return Check(claim, FAILS, f"computed again: {'; '.join(dict.fromkeys(again))}")
+        return FAILS, f"computed again: {'; '.join(dict.fromkeys(again))}"
     said = "by the jaxpr none is computed again"
     if jax.default_backend() != "gpu":
-        return Check(claim, HOLDS, f"{said}; not by the compiled program, which is a GPU's")
+        return HOLDS, f"{said}; not by the compiled program, which is a GPU's"
     expected = traced_products(subject.jaxpr)
     if expected is None:
-        return Check(claim, HOLDS, f"{said}; not by the compiled program, for a loop's turns are not known")
+        return HOLDS, f"{said}; not by the compiled program, for a loop's turns are not known"
     often = products(list(instructions(subject.fast_program.as_text())))
     verdict: Verdict = HOLDS if often <= expected else FAILS
-    return Check(claim, verdict, f"{said}; {often} matrix products run where {expected} were traced")
+    return verdict, f"{said}; {often} matrix products run where {expected} were traced"
 
 
 _PRODUCTS = ("dot_general", "ragged_dot_general", "ragged_dot")
@@ -212,10 +197,9 @@ def traced_products(jaxpr: Jaxpr) -> int | None:
 # --- copies, placement
 
 
-def copies(subject: Subject) -> Check:
-    claim = "copies"
+def copies(subject: Subject) -> Found:
     if jax.default_backend() != "gpu":
-        return Check(claim, NOT_CHECKED, "needs an NVIDIA GPU: it is what XLA compiles for one")
+        return NOT_CHECKED, "needs an NVIDIA GPU: it is what XLA compiles for one"
     program = subject.fast_program
     lines = list(instructions(program.as_text()))
     wrong = [f"{line.opcode} {line.name} touches host memory" for line in kernels_on_host_memory(lines)]
@@ -223,50 +207,48 @@ def copies(subject: Subject) -> Check:
     if count := sum(line.opcode.endswith("-start") and line.on_host for line in lines):
         wrong += [f"{n} copies run on {stream}, which computes" for stream, n in _in_the_way(program, subject.arrays)]
     if wrong:
-        return Check(claim, FAILS, "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""))
+        return FAILS, "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
     said = f"{count} asynchronous copies, all in range and on streams of their own" if count else "no copies"
-    return Check(claim, HOLDS, f"{said}, and nothing else touches host memory")
+    return HOLDS, f"{said}, and nothing else touches host memory"
 
 
 def _in_the_way(program: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, int]]:
     """Streams of a device that both compute and copy to or from the host, and how many copies each makes in a run."""
     jax.block_until_ready(program(*args))
-    events = next(iter(traced(lambda: jax.block_until_ready(program(*args))).values()))
+    events = next(iter(traced(lambda: jax.block_until_ready(program(*args))).values()), [])
     computing = {e.stream for e in events if not e.name.startswith("Memcpy") and not e.name.startswith("Memset")}
     yield from Counter(e.stream for e in events if e.is_host_copy and e.stream in computing).items()
 
 
-def placement(subject: Subject) -> Check:
-    claim = "placement"
+def placement(subject: Subject) -> Found:
     if len(subject.devices) < 2:
-        return Check(claim, NOT_CHECKED, "all is on one device")
+        return NOT_CHECKED, "all arguments are on one device"
     if not subject.has_twin:
-        return Check(claim, NOT_CHECKED, NO_TWIN)
+        return NOT_CHECKED, NO_TWIN
     mine, others = (
         collectives(list(instructions(program.as_text()))) for program in (subject.program, subject.twins_program)
     )
     if more := mine - others:
         said = ", ".join(f"{count} {kind} of {shape}" for (kind, shape), count in more.items())
-        return Check(claim, FAILS, f"more collectives than the twin has: {said}")
-    return Check(claim, HOLDS, f"arrays are in {mine.total()} collectives, the twin's in {others.total()}")
+        return FAILS, f"more collectives than the twin has: {said}"
+    return HOLDS, f"arrays are in {mine.total()} collectives, the twin's in {others.total()}"
 
 
 # --- repeats
 
 
-def repeats(subject: Subject, repeats: int) -> Check:
-    claim = "repeats"
+def repeats(subject: Subject) -> Found:
     first, wrong, held = None, [], []
-    for number in range(repeats):
+    for number in range(subject.repeats):
         again = _on_host(subject.program(*subject.arrays))
         first = again if first is None else first
         wrong += [f"run {number + 1} differs from the first: {differ}" for differ in _differences(again, first)]
         held.append(_bytes_in_use())
     if wrong:
-        return Check(claim, FAILS, "; ".join(wrong[:3]))
+        return FAILS, "; ".join(wrong[:3])
     if held[-1] > held[1]:  # the first may still allocate
-        return Check(claim, FAILS, f"{readable(held[-1] - held[1])} more are in use after {repeats - 2} more run(s)")
-    return Check(claim, HOLDS, f"{repeats} runs are equal, and {readable(held[-1])} are in use after each")
+        return FAILS, f"{readable(held[-1] - held[1])} more are in use after {subject.repeats - 2} more run(s)"
+    return HOLDS, f"{subject.repeats} runs are equal, and {readable(held[-1])} are in use after each"
 
 
 def _bytes_in_use() -> int:
@@ -275,3 +257,6 @@ def _bytes_in_use() -> int:
     if all("bytes_in_use" in s for s in stats):
         return sum(s["bytes_in_use"] for s in stats)
     return sum(array.nbytes for array in jax.live_arrays())
+
+
+CHECKS: tuple[Callable[..., Found], ...] = (gradients, conservation, moves, producers, copies, placement, repeats)

@@ -9,8 +9,8 @@ from typing import Any
 
 from .._memory import readable
 from .._residuals import EMPTY, OFFLOADED, RECOMPUTED, SAVED, Residuals
-from ._checks import Check
 from ._profile import Move, Profile
+from ._verify import Check
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --rule: #c8ced6; --saved: #0b6bcb;
@@ -173,16 +173,12 @@ def _timeline(profile: Profile) -> str:
     for number, direction in enumerate(("d2h", "h2d")):
         shown = [m for m in profile.moves if m.direction == direction and m.layer in middle]
         lanes += _lanes(20 + 110 * number, "to the host" if direction == "d2h" else "back", shown, profile.kernels)
-    groups: dict[tuple[str, str], list[Move]] = defaultdict(list)
-    for m in profile.moves:
-        groups[m.residual or "(not attributed)", m.direction].append(m)
-    total = lambda of, what: f"{sum(getattr(m, what) for m in of):.2f}"
     rows = [
-        (*key, len(of), readable(sum(m.bytes for m in of)), total(of, "ms"), total(of, "exposed_ms"))
-        for key, of in groups.items()
+        (t.residual, t.direction, t.copies, readable(t.bytes), f"{t.ms:.2f}", f"{t.exposed_ms:.2f}")
+        for t in profile.totals
     ]
     spread = f"{profile.spread_ms[0]} to {profile.spread_ms[1]}"
-    said = f"{profile.step_ms} ms a step ({spread}); for {profile.exposed_ms} ms a copy ran and no kernel"
+    said = f"{profile.step_ms} ms a step ({spread}); {profile.exposed_ms} ms of copies beside which no kernel ran"
     return (
         f'<h2>Copies</h2><p>{_text(said)}<span class="key" style="background: var(--offloaded)"></span>copies'
         '<span class="key" style="background: var(--bad)"></span>exposed'

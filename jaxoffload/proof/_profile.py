@@ -5,14 +5,14 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from .._memory import readable
 from ._program import Copy, host_copies, instructions
 from ._subject import subject_of
-from ._trace import DIRECTIONS, Event, Span, length, merged, overlap, traced
+from ._trace import DIRECTIONS, Event, Span, length, merged, ms_of, overlap, traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,17 @@ class Move:
     @property
     def gb_per_s(self) -> float:
         return round(self.bytes / self.ms / 1e6, 1) if self.ms else 0.0
+
+
+class Total(NamedTuple):
+    """Of one residual's copies one way, or of all."""
+
+    residual: str
+    direction: str
+    copies: int
+    bytes: int
+    ms: float
+    exposed_ms: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,24 +79,31 @@ class Profile:
     def unattributed_ms(self) -> float:
         return round(sum(move.ms for move in self.moves if not move.residual), 3)
 
-    def to_json(self) -> str:
-        totals = {"exposed_ms": self.exposed_ms, "unattributed_ms": self.unattributed_ms}
-        return json.dumps({**dataclasses.asdict(self), **totals})
-
-    def __str__(self) -> str:
-        head = f"{'residual':28} {'':4} {'copies':>6} {'bytes':>10} {'ms':>9} {'GB/s':>6} {'exposed ms':>10}"
-        lines = [f"{self.device}: {self.step_ms} ms a step ({self.spread_ms[0]} to {self.spread_ms[1]})", head]
+    @property
+    def totals(self) -> list[Total]:
+        """By residual and direction, and then of each direction."""
         groups: dict[tuple[str, str], list[Move]] = defaultdict(list)
         for move in self.moves:
             groups[move.residual or "(not attributed)", move.direction].append(move)
         for direction in DIRECTIONS:
             groups["all", direction] = [move for move in self.moves if move.direction == direction]
-        for (residual, direction), moves in groups.items():
-            size, ms = sum(m.bytes for m in moves), sum(m.ms for m in moves)
-            rate, exposed = size / ms / 1e6 if ms else 0.0, sum(m.exposed_ms for m in moves)
-            lines.append(
-                f"{residual:28} {direction:4} {len(moves):6} {readable(size):>10} {ms:9.2f} {rate:6.1f} {exposed:10.2f}"
-            )
+        total = lambda moves, what: round(sum(getattr(move, what) for move in moves), 3)
+        return [
+            Total(*key, len(moves), total(moves, "bytes"), total(moves, "ms"), total(moves, "exposed_ms"))
+            for key, moves in groups.items()
+        ]
+
+    def to_json(self) -> str:
+        more = {"exposed_ms": self.exposed_ms, "unattributed_ms": self.unattributed_ms}
+        return json.dumps({**dataclasses.asdict(self), **more, "totals": [t._asdict() for t in self.totals]})
+
+    def __str__(self) -> str:
+        head = f"{'residual':28} {'':4} {'copies':>6} {'bytes':>10} {'ms':>9} {'GB/s':>6} {'exposed ms':>10}"
+        lines = [f"{self.device}: {self.step_ms} ms a step ({self.spread_ms[0]} to {self.spread_ms[1]})", head]
+        for t in self.totals:
+            rate = t.bytes / t.ms / 1e6 if t.ms else 0.0
+            numbers = f"{t.copies:6} {readable(t.bytes):>10} {t.ms:9.2f} {rate:6.1f} {t.exposed_ms:10.2f}"
+            lines.append(f"{t.residual:28} {t.direction:4} {numbers}")
         lines.append(f"kernels {self.compute_ms} ms, of these collectives {self.collective_ms} ms")
         return "\n".join(lines)
 
@@ -106,7 +124,7 @@ def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
         raise ValueError(f"profile: steps must be at least 1, got {steps}")
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"profile: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
-    subject = subject_of(f, args, None, False)
+    subject = subject_of(f, args)
     program = subject.fast_program
     jax.block_until_ready(program(*subject.arrays))
 
@@ -128,12 +146,12 @@ def profile_of(events: Sequence[Event], copies: dict[str, Copy], steps: int, dev
     compute = merged((e.start, e.end) for e in last if not e.is_host_copy)
     return Profile(
         device,
-        _ms(statistics.median(lasted)),
-        (_ms(min(lasted)), _ms(max(lasted))),
-        _ms(length(compute)),
-        _ms(length(merged((e.start, e.end) for e in last if e.name.startswith("nccl")))),
+        ms_of(statistics.median(lasted)),
+        (ms_of(min(lasted)), ms_of(max(lasted))),
+        ms_of(length(compute)),
+        ms_of(length(merged((e.start, e.end) for e in last if e.name.startswith("nccl")))),
         tuple(_moves(last, copies, compute)),
-        tuple((_ms(a - last[0].start), _ms(b - last[0].start)) for a, b in _without_gaps(compute, 10_000)),
+        tuple((ms_of(a - last[0].start), ms_of(b - last[0].start)) for a, b in _without_gaps(compute, 10_000)),
     )
 
 
@@ -159,9 +177,9 @@ def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: Any) -> li
                     layer=layers.get(e),
                     direction=_direction(e),
                     bytes=copy.nbytes if copy else 0,
-                    at_ms=_ms(e.start - begin),
-                    ms=_ms(length(span)),
-                    exposed_ms=_ms(length(span) - overlap(span, compute)),
+                    at_ms=ms_of(e.start - begin),
+                    ms=ms_of(length(span)),
+                    exposed_ms=ms_of(length(span) - overlap(span, compute)),
                     stream=e.stream,
                 )
             )
@@ -206,7 +224,3 @@ def _runs(events: Sequence[Event], copies: dict[str, Copy]) -> Iterator[list[Eve
         run.append(e)
     if run:
         yield run
-
-
-def _ms(nanoseconds: float) -> float:
-    return round(nanoseconds / 1e6, 3)

@@ -38,7 +38,8 @@ class Subject:
       run: the function of `args` that is verified: all results, by name.
       loss: what is differentiated in it; None for a step.
       jaxpr, plans, crossings: of `run`.
-      has_twin: whether anything in it is jaxoffload's.
+      has_twin: whether anything in it is differentiated by jaxoffload.
+      repeats: how often it is run to see that the same comes from the same.
     """
 
     run: Callable[..., Any]
@@ -48,6 +49,7 @@ class Subject:
     plans: Plans
     crossings: tuple[Crossing, ...]
     has_twin: bool
+    repeats: int
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
@@ -77,7 +79,9 @@ class Subject:
         return {device for sharding in shardings if sharding is not None for device in sharding.device_set}
 
 
-def subject_of(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy | None, has_aux: bool) -> Subject:
+def subject_of(
+    f: Callable[..., Any], args: tuple[Any, ...], policy: Policy | None = None, has_aux: bool = False, repeats: int = 3
+) -> Subject:
     """As `verify` takes it."""
     for leaf in jax.tree.leaves(args):
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
@@ -102,7 +106,7 @@ def subject_of(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy | No
     jaxpr = jax.make_jaxpr(run)(*args)
     plans, crossing = Plans(jaxpr), tuple(crossings(jaxpr))
     has_twin = bool(plans.plans) or _has_policy(jaxpr)
-    return Subject(run, args, loss if is_loss else None, jaxpr, plans, crossing, has_twin)
+    return Subject(run, args, loss if is_loss else None, jaxpr, plans, crossing, has_twin, repeats)
 
 
 def _is_scalar(out: Any) -> bool:

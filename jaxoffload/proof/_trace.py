@@ -69,11 +69,11 @@ def summary(events: list[Event]) -> dict[str, Any]:
     }
     exposed = {direction: length(spans) - overlap(spans, compute) for direction, spans in copies.items()}
     return {
-        "step_ms": _ms(max(e.end for e in events) - min(e.start for e in events)),
-        **{f"{d}_ms": _ms(length(spans)) for d, spans in copies.items()},
-        **{f"{d}_exposed_ms": _ms(spent) for d, spent in exposed.items()},
-        "copies_ms": _ms(sum(map(length, copies.values()))),
-        "exposed_ms": _ms(sum(exposed.values())),
+        "step_ms": ms_of(max(e.end for e in events) - min(e.start for e in events)),
+        **{f"{d}_ms": ms_of(length(spans)) for d, spans in copies.items()},
+        **{f"{d}_exposed_ms": ms_of(spent) for d, spent in exposed.items()},
+        "copies_ms": ms_of(sum(map(length, copies.values()))),
+        "exposed_ms": ms_of(sum(exposed.values())),
         "waits": waits(events),
     }
 
@@ -83,7 +83,7 @@ def by_kernel(events: list[Event], count: int = 12) -> dict[str, float]:
     spent: dict[str, float] = {}
     for e in events:
         spent[e.name] = spent.get(e.name, 0.0) + e.end - e.start
-    return {name: _ms(spent[name]) for name in sorted(spent, key=spent.__getitem__, reverse=True)[:count]}
+    return {name: ms_of(spent[name]) for name in sorted(spent, key=spent.__getitem__, reverse=True)[:count]}
 
 
 def waits(events: list[Event], count: int = 5) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def waits(events: list[Event], count: int = 5) -> list[dict[str, Any]]:
     for before, after in gaps:
         last = min(others, key=lambda e: abs(e.end - after.start), default=None)
         copy = f"{last.name} {last.op}".strip() if last else None
-        found.append({"ms": _ms(after.start - before.end), "before": after.op or after.name, "copy": copy})
+        found.append({"ms": ms_of(after.start - before.end), "before": after.op or after.name, "copy": copy})
     return found
 
 
@@ -131,5 +131,5 @@ def length(spans: list[Span]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def _ms(nanoseconds: float) -> float:
+def ms_of(nanoseconds: float) -> float:
     return round(nanoseconds / 1e6, 3)

@@ -6,9 +6,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._policy import Policy
-from . import _checks
-from ._checks import FAILS, Check
+from ._checks import CHECKS, FAILS, Verdict
 from ._subject import subject_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One claim. `said`: what was compared, where it fails and by how much, or why it was not checked."""
+
+    claim: str
+    verdict: Verdict
+    said: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict:11}  {self.claim}: {self.said}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +88,5 @@ def checks(
     """The checks of `verify`, each when it is done."""
     if repeats < 3:
         raise ValueError(f"verify: repeats must be at least 3, got {repeats}")
-    subject = subject_of(f, args, policy, has_aux)
-    first = (_checks.gradients, _checks.conservation, _checks.moves, _checks.producers)
-    yield from (check(subject) for check in (*first, _checks.copies, _checks.placement))
-    yield _checks.repeats(subject, repeats)
+    subject = subject_of(f, args, policy, has_aux, repeats)
+    yield from (Check(check.__name__, *check(subject)) for check in CHECKS)

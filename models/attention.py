@@ -1,6 +1,8 @@
 """Causal grouped-query attention with rotary positions."""
 
+import contextlib
 import importlib
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +78,7 @@ def transformer_engine(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: ja
       ImportError: it, or a CUDA library that it needs, is not there.
     """
     te = importlib.import_module("transformer_engine.jax.attention")
+    _no_axis_for(importlib.import_module("transformer_engine.jax.sharding"))
 
     def of_a_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         lengths_B = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
@@ -101,3 +104,18 @@ def transformer_engine(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: ja
     in_specs = (specs["q"], specs["k"], specs["v"])
     mapped = jax.shard_map(of_a_device, in_specs=in_specs, out_specs=specs["context"], check_vma=False)
     return mapped(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
+
+
+_TOLD = contextlib.ExitStack()
+
+
+def _no_axis_for(sharding: ModuleType) -> None:
+    """Under a mesh TransformerEngine must be told by which of its axes to divide, forward and backward: by none here.
+
+    Who has told it already is left alone. It offers a context manager; this one stays open, for the backward pass is
+    traced after `transformer_engine` has returned.
+    """
+    try:
+        sharding.global_mesh_resource()
+    except AssertionError:  # nobody has
+        _TOLD.enter_context(sharding.global_shard_guard(sharding.MeshResource()))

@@ -1,5 +1,6 @@
 """Sharding: parameters lie where the rules say, and a mesh computes what one device computes."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -124,16 +125,33 @@ def transformer_engine(monkeypatch):
         return forward(q, k, v, name)[0]
 
     def attend_forward(q, k, v, name):
+        no_axis()
         _, kept = forward(q, k, v, name)
         return kept[0], (q, k, v, *kept)
 
     def attend_backward(name, kept, dy):
+        no_axis()
         *qkv, out, statistics, state = kept
         unused = 0 * (jnp.sum(out.astype(jnp.float32)) + jnp.sum(statistics) + jnp.sum(state))
         gradients = jax.vjp(lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True), *qkv)[1](dy)
         return tuple(g + unused.astype(g.dtype) for g in gradients)
 
     attend.defvjp(attend_forward, attend_backward)
+
+    told = []  # the mesh's axes by which TransformerEngine divides; asked in both directions where there is a mesh
+
+    @contextlib.contextmanager
+    def global_shard_guard(resource):
+        told.append(resource)
+        yield
+        told.pop()
+
+    def global_mesh_resource():
+        assert told, "Global mesh resource is not set."
+        return told[-1]
+
+    def no_axis():
+        assert jax.sharding.get_abstract_mesh().empty or global_mesh_resource().cp_resource is None
 
     def fused_attn(qkv, *, sequence_descriptor, context_checkpoint_name, scaling_factor, **said):
         assert [tuple(lengths.shape) for lengths in sequence_descriptor] == [qkv[0].shape[:1]] * 2
@@ -159,6 +177,10 @@ def transformer_engine(monkeypatch):
     for name in ("transformer_engine", "transformer_engine.jax"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    sharding = ModuleType("transformer_engine.jax.sharding")
+    sharding.global_shard_guard, sharding.global_mesh_resource = global_shard_guard, global_mesh_resource
+    sharding.MeshResource = lambda: SimpleNamespace(cp_resource=None)
+    monkeypatch.setitem(sys.modules, sharding.__name__, sharding)
 
 
 @pytest.mark.parametrize("sizes", [Mesh(2, 2, 2), None])

@@ -4,6 +4,7 @@ Its V1 kernels, which copy the group sizes to the host, want `sum(group_sizes)` 
 bfloat16) does not. TransformerEngine chooses, so here the last group always gets the rows past all groups.
 """
 
+import copy
 import dataclasses
 import importlib
 import types
@@ -195,7 +196,9 @@ def _columns(half: Half, dtype: Any) -> Any:
 
 
 def _matrices(w: Any, group_sizes: jax.Array) -> Any:
-    return dataclasses.replace(w, scale_inv=_packed(w.scale_inv, group_sizes))
+    packed = copy.copy(w)  # its constructor does not take all of its fields
+    packed.scale_inv = _packed(w.scale_inv, group_sizes)
+    return packed
 
 
 def forward_fp8(x: Half, w: Any, dtype: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-# make train · make test · make test-long · make test-gpu · make bench
+# make train · make test · make test-long · make claims · make test-gpu · make claims-gpu · make bench
 # The first interpreter that really runs (a pyenv shim can exist and fail) makes .venv.
 probe = import ensurepip, venv, sys; assert sys.version_info >= (3, 12)
 pyenv = $${PYENV_ROOT:-$$HOME/.pyenv}
@@ -9,14 +9,19 @@ find_python = for p in python3.13 python3.12 python3 $$(ls -d $(pyenv)/versions/
 PYTHON ?= .venv/bin/python
 CONFIG ?= configs/tiny.yaml
 ARGS ?=
+GPUS ?= 1
 
-.PHONY: train test test-long lint test-gpu bench clean
+.PHONY: train test test-long claims lint test-gpu claims-gpu bench clean
 
 train: .venv/base
 	$(PYTHON) -m models.train $(CONFIG) $(ARGS)
 
 test: lint
-	$(PYTHON) -m pytest -n 2 $(ARGS)
+	$(PYTHON) -m pytest -n 2 --claims $(ARGS)
+
+# Of these tests those that check what the README claims, and a table of what holds.
+claims: .venv/test
+	$(PYTHON) -m pytest -n 2 -m claim --claims $(ARGS)
 
 # Thousands of random scans instead of hundreds: about half an hour.
 test-long: .venv/test
@@ -30,6 +35,10 @@ lint: .venv/test
 # The GPU targets install nothing: PYTHON=python3 uses the machine's own packages.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+# PART=1/3: a third of the claims that need an H200, in at most 8 minutes; GPUS=2: those that need two.
+claims-gpu:
+	$(PYTHON) -m benchmarks.claims $(if $(PART),--part $(PART)) --gpus $(GPUS) $(ARGS)
 
 bench:
 	$(PYTHON) -m benchmarks.dense $(ARGS)

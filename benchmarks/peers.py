@@ -7,6 +7,7 @@ memory. The parent never touches the GPU.
 """
 
 import argparse
+import importlib.metadata
 import itertools
 import json
 import os
@@ -84,6 +85,12 @@ def parse(case: Case) -> argparse.Namespace:
     if "ours_best" in options.modes and "remat" not in options.modes:
         parser.error("--modes: ours_best is the best at no more memory than remat; add remat")
     return options
+
+
+def versions() -> dict[str, str]:
+    kept = {"jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cublas"}
+    kept |= {"transformer_engine"}
+    return dict(sorted((p.name, p.version) for p in importlib.metadata.distributions() if p.name in kept))
 
 
 def head() -> str:
@@ -221,16 +228,11 @@ WORKERS = {"times": times, "peak": peak}
 
 def provenance(program: str, commit: str, devices: int = 1) -> dict[str, Any]:
     """Device, versions, command and commit."""
-    import importlib.metadata
-
     import jax
 
-    kept = {"jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cublas"}
-    kept |= {"transformer_engine"}
-    versions = {p.name: p.version for p in importlib.metadata.distributions() if p.name in kept}
     return {
         "device": f"{devices} {jax.devices()[0].device_kind} ({jax.devices()[0].platform})",
-        "versions": dict(sorted(versions.items())),
+        "versions": versions(),
         "command": " ".join([f"python -m benchmarks.{program}", *itertools.takewhile("--worker".__ne__, sys.argv[1:])]),
         "commit": commit,
     }

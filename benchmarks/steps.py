@@ -74,9 +74,8 @@ def shardings(case: Case, options: argparse.Namespace) -> tuple[Any, Any]:
     return param_shardings(weights, mesh), NamedSharding(mesh, RULES.spec("batch"))
 
 
-def compile_step(case: Case, options: argparse.Namespace, variant: Variant) -> tuple[Any, int, float]:
-    """One training step, compiled, (weights, x) -> (weights, x) with the weights updated in place; the bytes that it
-    keeps on the host by the jaxpr; and the seconds that tracing and compiling took."""
+def loss_of(case: Case, options: argparse.Namespace, variant: Variant) -> Any:
+    """(weights, x) -> the loss of a stack of layers; on a mesh, if the options have one."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -89,15 +88,16 @@ def compile_step(case: Case, options: argparse.Namespace, variant: Variant) -> t
     shape = case.model(options)
     kind = ExpertLayer if shape.experts else Layer
     graph = nnx.graphdef(nnx.eval_shape(lambda: kind(shape, nnx.Rngs(params=0))))
-    rotation = rotations(options.seq, shape.d_head, shape.rope_theta)
-    who, residuals, xla, fields = variant
+    who, residuals, _, fields = variant
     saved = residuals | dict.fromkeys(case.always, "save")
 
-    def layer(x: Any, weights: Any) -> tuple[Any, None]:
-        out = nnx.merge(graph, weights)(x, rotation)
-        return (out[0] if shape.experts else out), None
-
     def loss(weights: Any, x: Any) -> Any:
+        rotation = rotations(options.seq, shape.d_head, shape.rope_theta)
+
+        def layer(x: Any, weights: Any) -> tuple[Any, None]:
+            out = nnx.merge(graph, weights)(x, rotation)
+            return (out[0] if shape.experts else out), None
+
         if who == "ours":
             y, _ = jaxoffload.scan(layer, x, weights, policy=jaxoffload.Policy(residuals, **dict(fields)))
         elif who in ("jax", "loop"):
@@ -107,14 +107,25 @@ def compile_step(case: Case, options: argparse.Namespace, variant: Variant) -> t
             y, _ = jax.lax.scan(layer, x, weights)
         return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
+    mesh = mesh_of(options)
+    return loss if mesh is None else on_mesh(mesh, loss)
+
+
+def compile_step(case: Case, options: argparse.Namespace, variant: Variant) -> tuple[Any, int, float]:
+    """One training step, compiled, (weights, x) -> (weights, x) with the weights updated in place; the bytes that it
+    keeps on the host by the jaxpr; and the seconds that tracing and compiling took."""
+    import jax
+
+    import jaxoffload
+
+    loss = loss_of(case, options, variant)
+
     def step(weights: Any, x: Any) -> tuple[Any, Any]:
         gradients = jax.grad(loss)(weights, x)
         return jax.tree.map(lambda w, g: w - 1e-4 * g, weights, gradients), x
 
-    if (mesh := mesh_of(options)) is not None:
-        step, loss = on_mesh(mesh, step), on_mesh(mesh, loss)
     given, where = jax.eval_shape(start(case, options)), shardings(case, options)
-    jitted = jax.jit(step, in_shardings=where, out_shardings=where, donate_argnums=0, compiler_options=xla)
+    jitted = jax.jit(step, in_shardings=where, out_shardings=where, donate_argnums=0, compiler_options=variant.options)
     begin = time.perf_counter()
     compiled = jitted.lower(*given).compile()
     seconds = time.perf_counter() - begin

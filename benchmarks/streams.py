@@ -12,6 +12,8 @@ import json
 import sys
 from pathlib import Path
 
+from jaxoffload.proof._trace import DIRECTIONS as DIRECTIONS
+from jaxoffload.proof._trace import Event as Event
 from jaxoffload.proof._trace import by_kernel as by_kernel
 from jaxoffload.proof._trace import read as read
 from jaxoffload.proof._trace import summary as summary

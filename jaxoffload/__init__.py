@@ -14,5 +14,6 @@ from ._tags import tag as tag
 from ._xla import compiler_options as compiler_options
 from .grouped import GroupedTensor as GroupedTensor
 from .grouped import grouped_matmul as grouped_matmul
+from .proof import machine as machine
 from .proof import profile as profile
 from .proof import verify as verify

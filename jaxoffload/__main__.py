@@ -1,29 +1,33 @@
-"""The command line: python -m jaxoffload report | verify | profile MODULE:FUNCTION [ARGUMENT ...]"""
+"""The command line: python -m jaxoffload report | verify | profile | machine MODULE:FUNCTION [ARGUMENT ...]"""
 
 import argparse
+import contextlib
 import difflib
 import importlib
-import importlib.metadata
 import inspect
 import json
-import platform
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from . import proof
 from ._residuals import Residuals, residuals
+from .proof._peaks import measured
 
 USAGE = """\
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml
   python -m jaxoffload verify models.train:step_for configs/tiny.yaml train.batch_size=2
+  python -m jaxoffload machine --json > h200.json
+  python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml --machine h200.json
 
-report prints where the backward pass finds each residual, and why; nothing is allocated, and any machine will do.
+report prints where the backward pass finds each residual, and why; nothing is allocated, and any machine will do. Of
+a machine that was measured, here or elsewhere, it also says whether each residual's copies fit behind its layer.
 verify runs the function, here, and checks what is claimed of it.
 profile runs the step on a GPU, and prints how long each residual's copies take and what of them nothing hides.
+machine measures the GPUs that are here, or says what it measured before; it takes no function.
 
 MODULE:FUNCTION is called with the ARGUMENTs, which are strings, and returns (f, args): a loss or a training step, and a
 tuple of its arguments, arrays or jax.ShapeDtypeStructs; or (step, args, loss, loss_args), where loss is what the step
@@ -34,9 +38,6 @@ EXIT_CODES = "exit codes: 0 all that was checked holds; 1 a claim fails; 2 it ca
 
 class CannotRun(Exception):
     """What was asked for cannot be done; the message says what is allowed."""
-
-
-Done = tuple[dict[str, Any], int]  # what a page shows of it, and the exit code
 
 
 class Made(NamedTuple):
@@ -50,23 +51,14 @@ class Made(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code; see EXIT_CODES."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxoffload",
-        description=USAGE,
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("function", metavar="MODULE:FUNCTION")
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one self-contained page")
-    options = parser.parse_intermixed_args(arguments)
+    options = parse(arguments)
     try:
         if options.html and not options.html.parent.is_dir():  # before anything runs
             raise CannotRun(f"--html {options.html}: there is no folder {options.html.parent}")
-        of = made_by(options.function, options.arguments)
-        found, code = COMMANDS[options.command](of, options.json)
+        if options.png:
+            can_draw(options.png)
+        with progress(options.command):
+            return options.run(options)
     except (CannotRun, MemoryError, NotImplementedError) as why:
         print(f"python -m jaxoffload: {why}", file=sys.stderr)
         return 2
@@ -75,10 +67,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print("\n".join((f"{options.function} cannot run:", *why.problems)), file=sys.stderr)
         return 2
-    if options.html:
-        title = " ".join((options.function, *options.arguments))
-        options.html.write_text(proof.page(title, about(), **({"table": table_of(of)} | found)))
-    return code
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxoffload",
+        description=USAGE,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, dest="command", metavar="report | verify | profile | machine")
+    for command in (report, verify, profile, machine):
+        of_command = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__)
+        of_command.set_defaults(run=command, html=None, png=None)
+        of_command.add_argument("--json", action="store_true", help="print one JSON object instead")
+        if command is not machine:
+            of_command.add_argument("function", metavar="MODULE:FUNCTION")
+            of_command.add_argument("arguments", nargs="*", metavar="ARGUMENT")
+            of_command.add_argument("--html", type=Path, metavar="FILE", help="also write one self-contained page")
+            of_command.add_argument("--png", type=Path, metavar="FOLDER", help="also write its pictures, for READMEs")
+        if command is verify:  # how it calls itself, in fresh processes
+            of_command.add_argument("--peak", choices=("ours", "twin"), help=argparse.SUPPRESS)
+            of_command.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+        if command is report:
+            said = "what `machine --json` printed; by default what it measured here, if it did"
+            of_command.add_argument("--machine", type=Path, metavar="FILE", help=said)
+        if command is machine:
+            of_command.add_argument("--again", action="store_true", help="measure, whatever was measured before")
+    return parser.parse_args(arguments)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[None]:
+    """A line that says for how long it has run, once it takes longer than 2 seconds."""
+    done, begin = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        every = 1 if sys.stderr.isatty() else 30  # seconds
+        if not done.wait(2):
+            while True:
+                end = "\r" if sys.stderr.isatty() else "\n"
+                print(f"{what}: {time.monotonic() - begin:.0f} s", end=end, file=sys.stderr, flush=True)
+                if done.wait(every):
+                    break
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
 
 
 def made_by(where: str, arguments: Sequence[str]) -> Made:
@@ -109,13 +148,26 @@ def made_by(where: str, arguments: Sequence[str]) -> Made:
     return Made(*made[:2], *made[-2:])
 
 
-def about() -> dict[str, str]:
-    """Machine and versions."""
-    devices = jax.devices()
-    kept = {"jax", "jaxlib", "jaxoffload", "jax-cuda12-plugin", "jax-cuda13-plugin", "transformer_engine"}
-    versions = {p.name: p.version for p in importlib.metadata.distributions() if p.name in kept}
-    device = f"{len(devices)} {devices[0].device_kind}"
-    return {"device": device, **dict(sorted(versions.items())), "python": platform.python_version()}
+def can_draw(folder: Path) -> None:
+    """Makes the folder.
+
+    Raises:
+      CannotRun: it cannot be made, or there is nothing to draw with.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+        importlib.import_module("matplotlib.figure")
+    except OSError as why:
+        raise CannotRun(f"--png {folder}: {why.strerror}; must be a folder, or a new one in one that exists") from why
+    except ImportError as why:
+        raise CannotRun(f"--png {folder}: matplotlib cannot be imported ({why}): pip install matplotlib") from why
+
+
+def draw(folder: Path, found: dict[str, Any]) -> None:
+    drawn = proof.pictures(found["table"], found.get("profile"))
+    for name, png in drawn.items():
+        (folder / name).write_bytes(png)
+    print(f"{folder}: {', '.join(drawn) or 'nothing to draw'}", file=sys.stderr)
 
 
 def table_of(of: Made) -> Residuals | None:
@@ -126,37 +178,78 @@ def table_of(of: Made) -> Residuals | None:
         return None
 
 
-def report(of: Made, as_json: bool) -> Done:
+def report(options: argparse.Namespace) -> int:
+    """Where the backward pass finds each residual, and why; nothing is allocated."""
+    of = made_by(options.function, options.arguments)
     if (table := table_of(of)) is None:
         raise CannotRun(
             "this is a step, whose residuals are inside of it; return its loss and the loss's arguments too"
         )
-    print(table.to_json() if as_json else table)
-    return {"table": table}, 0
+    known = read_machine(options.machine) if options.machine else proof.known_machine()
+    fits = proof.fits(of.loss, *of.loss_args, machine=known) if known else None
+    if options.json:
+        print(json.dumps(json.loads(table.to_json()) | ({"fits": json.loads(fits.to_json())} if fits else {})))
+    else:
+        print(table, *([fits] if fits else []), sep="\n")
+    return paged(options, of, 0)
 
 
-def verify(of: Made, as_json: bool) -> Done:
+def read_machine(path: Path) -> proof.Machine:
+    try:
+        return proof.Machine.from_json(path.read_text())
+    except (OSError, ValueError) as why:
+        raise CannotRun(f"--machine {path}: {why}") from why
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Runs the function, here, and checks what is claimed of it."""
+    if options.peak:
+        of = made_by(options.function, options.arguments)
+        print(json.dumps(measured(of.loss, of.loss_args, options.peak, options.layers)))
+        return 0
+    # Before this process touches a GPU.
+    peaks = proof.peaks_of(["jaxoffload", "verify", options.function, *options.arguments])
+    of = made_by(options.function, options.arguments)
     functions = {"loss": (of.loss, of.loss_args)}
     if of.f is not of.loss:
         functions["step"] = (of.f, of.args)
     found = []
     for what, (f, args) in functions.items():
-        for check in proof.checks(f, *args):
+        for check in proof.checks(f, *args, peaks=peaks):
             found.append((what, check))
-            print(f"{what}: {check}", file=sys.stderr if as_json else sys.stdout, flush=True)
-    if as_json:
+            print(f"{what}: {check}", file=sys.stderr if options.json else sys.stdout, flush=True)
+    if options.json:
         of_each = {what: proof.Verification(tuple(c for w, c in found if w == what)) for what in functions}
         print(json.dumps({what: json.loads(of_one.to_json()) for what, of_one in of_each.items()}))
-    return {"checks": found}, int(any(check.verdict == "fails" for _, check in found))
+    return paged(options, of, int(any(check.verdict == "fails" for _, check in found)), checks=found)
 
 
-def profile(of: Made, as_json: bool) -> Done:
+def profile(options: argparse.Namespace) -> int:
+    """Runs the step on a GPU: how long each residual's copies take, and what of them nothing hides."""
+    of = made_by(options.function, options.arguments)
     found = proof.profile(of.f, *of.args)
-    print(found.to_json() if as_json else found)
-    return {"profile": found}, 0
+    print(found.to_json() if options.json else found)
+    return paged(options, of, 0, profile=found)
 
 
-COMMANDS = {"report": report, "verify": verify, "profile": profile}
+def machine(options: argparse.Namespace) -> int:
+    """Measures the GPUs that are here, or says what was measured before."""
+    found = proof.machine(options.again)
+    print(found.to_json() if options.json else found)
+    return 0
+
+
+def paged(options: argparse.Namespace, of: Made, code: int, **found: Any) -> int:
+    """Writes the page and the pictures that were asked for; returns the exit code."""
+    if options.html or options.png:
+        found = {"table": table_of(of)} | found
+    if options.html:
+        title = " ".join((options.function, *options.arguments))
+        options.html.write_text(proof.page(title, proof.about(), **found))
+    if options.png:
+        draw(options.png, found)
+    return code
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -88,10 +88,15 @@ class Layer:
         return sum(nbytes(a) for a, place in zip(avals, stored, strict=True) if place == "host")
 
     @property
+    def for_host(self) -> list[str]:
+        """The names of each residual for the host."""
+        names = {row.plan_name: ", ".join(row.names) or "(matrix product)" for row in self.plan.rows}
+        return [names[str(k.name)] for k in self.kept if k.place == "host"]
+
+    @property
     def copies(self) -> list[Any]:
         """For each residual for the host a scope to trace its copies in, once: a profile then knows whose they are."""
-        names = {row.plan_name: ", ".join(row.names) or "(matrix product)" for row in self.plan.rows}
-        return [jax.named_scope(f"jaxoffload({names[str(k.name)]})") for k in self.kept if k.place == "host"]
+        return [jax.named_scope(f"jaxoffload({names})") for names in self.for_host]
 
     @cached
     def backward(self, wanted: tuple[bool, ...]) -> Jaxpr:

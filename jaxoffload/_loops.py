@@ -11,6 +11,7 @@ Layers that treat their residuals otherwise are a part of their own, with two lo
 the cotangents pass from part to part.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -266,7 +267,9 @@ def _filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> A
     sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(lead), *spec)) if mesh.explicit_axes else None
     shape = (*lead, *aval.shape)
     one = lax.empty((), aval.dtype) if fill is None else lax.full((), fill, aval.dtype)
-    array = lax.broadcast(one, shape, out_sharding=sharding)
+    # Explicit axes count where their mesh is set, which the caller's arguments alone may say.
+    with jax.sharding.use_abstract_mesh(mesh) if sharding else contextlib.nullcontext():
+        array = lax.broadcast(one, shape, out_sharding=sharding)
     varying = tuple(aval.manual_axis_type.varying)
     return lax.pcast(array, varying, to="varying") if varying else array
 

@@ -26,7 +26,7 @@ from ._loops import Loops, Part, run_backward, run_forward
 from ._memory import layers_that_fit
 from ._plan import Layers
 from ._policy import Policy
-from ._twin import is_twin
+from ._twin import is_twin, most_layers
 from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 
 
@@ -64,6 +64,11 @@ def scan(
     if not isinstance(policy, Policy):
         raise TypeError(f"scan: policy must be a jaxoffload.Policy, got {policy!r}")
     refuse_remat3()
+    if (most := most_layers()) is not None:
+        rows = [x.shape[0] for x in jax.tree.leaves(xs)]
+        if (layers := length if length is not None else rows[0]) > most:
+            short = functools.partial(scan, f, reverse=reverse, unroll=unroll, policy=policy, strict=strict)
+            return _first(short, init, xs, layers, most, reverse)
 
     def lax_scan(init: Any, xs: Any) -> tuple[Any, Any]:
         return lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)
@@ -76,6 +81,14 @@ def scan(
     operands = [*jax.tree.leaves(init), *map(jnp.asarray, jax.tree.leaves(xs))]
     outs = jaxpr_as_fun(_under(jaxpr, policy, strict))(*operands)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+
+def _first(short: Callable[..., Any], init: Any, xs: Any, length: int, most: int, reverse: bool) -> tuple[Any, Any]:
+    """Of a scan the layers that run first; ys of the others are zeros. For `verify`, which says so."""
+    there = slice(length - most, None) if reverse else slice(most)
+    carry, ys = short(init, jax.tree.map(lambda x: x[there], xs), most)
+    whole = lambda y: jnp.zeros((length, *y.shape[1:]), y.dtype).at[there].set(y)
+    return carry, jax.tree.map(whole, ys)
 
 
 def _is_array(x: Any) -> bool:

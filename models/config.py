@@ -99,6 +99,9 @@ class Train:
     eval_batches: Count = 8  # held-out batches an evaluation
     checkpoint_every: Count = 100  # steps; a kill loses at most these
     verify: bool = False  # before the first step: what is claimed of its residuals is checked, or nothing is trained
+    # [20, 23]: the three steps after step 20 are profiled, in that run only that takes them all. The numbers are those
+    # of Megatron's --profile-step-start and --profile-step-end. On NVIDIA GPUs; profile.html and trace/ are in `out`.
+    profile_steps: tuple[Natural, Natural] | None = None
     out: str = ""  # folder of checkpoints, metrics.jsonl and loss.png; empty: runs/NAME of the config file
 
 
@@ -230,6 +233,13 @@ def _relations(config: Config) -> Iterator[Relation]:
         ("train.warmup_steps", "train.steps"),
         train.warmup_steps < train.steps,
         f"train.warmup_steps = {train.warmup_steps}: must be below train.steps = {train.steps}",
+    )
+    begin, end = train.profile_steps or (0, 1)
+    yield (
+        ("train.profile_steps", "train.steps"),
+        begin < end <= train.steps,
+        f"train.profile_steps = [{begin}, {end}]: must be the steps after which a profile begins and ends, the first "
+        f"below the second, and this at most train.steps = {train.steps}",
     )
     yield (
         ("model.head_dim", "model.d_model", "model.heads"),

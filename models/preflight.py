@@ -55,6 +55,8 @@ def admitted(config: Config, problems: list[str]) -> Iterator[Mesh]:
                 mesh = make_mesh(config.mesh)
         with collecting(problems):
             _check_attention(config)
+        with collecting(problems):
+            _check_profile(config)
         if not blames(*_OF_PRODUCTS):
             with collecting(problems):
                 _check_products(config)
@@ -95,6 +97,13 @@ def _check_attention(config: Config) -> None:
                     "install it as README says (On a GPU), or use cudnn"
                 ]
             ) from why
+
+
+def _check_profile(config: Config) -> None:
+    if (steps := config.train.profile_steps) and (backend := jax.default_backend()) != "gpu":
+        raise ConfigError(
+            [f"train.profile_steps = {list(steps)}: needs NVIDIA GPUs, and this is a {backend}; must be null here"]
+        )
 
 
 def _check_products(config: Config) -> None:

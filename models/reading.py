@@ -181,9 +181,10 @@ def _convert(value: Any, hint: Any) -> Any:
         return number if number is not _MISFIT and args[1].holds(number) else _MISFIT
     if origin is Literal:
         return value if value in args else _MISFIT
-    if origin is tuple:
-        strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        return tuple(value) if strings else _MISFIT
+    if origin is tuple and isinstance(value, list):
+        hints = args[:1] * len(value) if args[-1] is ... else args
+        items = tuple(map(_convert, value, hints))
+        return items if len(value) == len(hints) and _MISFIT not in items else _MISFIT
     if hint is int and type(value) is float and value.is_integer():
         return int(value)  # 1e5
     if hint is float and type(value) is int:
@@ -200,7 +201,7 @@ def _describe(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(args)
     if origin is tuple:
-        return "a list of strings"
+        return "a list of strings" if args[-1] is ... else f"[{', '.join(map(_describe, args))}]"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(hint, "null")
 
 

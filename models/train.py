@@ -22,6 +22,7 @@ from models import checkpoints, data, metrics
 from models.config import Config, load, parse
 from models.preflight import admitted, check_names
 from models.processes import greatest, interruptible, noted_signals, say
+from models.profiling import Step, profiled
 from models.reading import ConfigError
 from models.report import compiled_memory, report, summary
 from models.sharding import abstract_mesh, make_mesh, process_block
@@ -101,11 +102,11 @@ def train(config: Config, mesh: Mesh) -> int:
     made = program(config, mesh)
     say(summary(config, made))
     source = open_source(config, made, saved.data if saved else None)
-    step = compile_step(made)
-    say(compiled_memory(step))
+    compiled = compile_step(made)
+    say(compiled_memory(compiled))
     if config.train.verify and not saved:
         verified(made, mesh)
-    with checkpoints.open_manager(out) as manager:
+    with checkpoints.open_manager(out) as manager, profiled(config, made, compiled, start) as step:
         if saved:
             state, position = checkpoints.restore(manager, out, start, made.state)
             source.batches.set_state(position)
@@ -214,7 +215,7 @@ class Run(NamedTuple):
     config: Config
     made: Program
     mesh: Mesh
-    step: jax.stages.Compiled
+    step: Step
     source: Source
     manager: ocp.CheckpointManager
     journal: metrics.Journal

@@ -5,6 +5,8 @@ import importlib
 import os
 import signal
 
+pytest_plugins = ["claimed"]
+
 
 def pytest_configure(config):
     # A shell's background job (`make test &`) ignores Ctrl-C, and all that it starts inherits that.

@@ -49,6 +49,10 @@ BAD_VALUES = {
     "data.path=3": ("data.path", "3", "a string or a list of strings"),
     "data.path=[a.txt, 3]": ("data.path", "['a.txt', 3]", "a string or a list of strings"),
     "data.tokenizer=7": ("data.tokenizer", "7", "a string or null"),
+    "train.profile_steps=20": ("train.profile_steps", "20", "[an integer of at least 0, an integer of at least 0] or"),
+    "train.profile_steps=[2]": ("train.profile_steps", "[2]", "[an integer of at least 0, an integer of at least 0]"),
+    "train.profile_steps=[-1, 2]": ("train.profile_steps", "[-1, 2]", "[an integer of at least 0, an integer"),
+    "train.profile_steps=[2, x]": ("train.profile_steps", "[2, 'x']", "[an integer of at least 0, an integer"),
     "train.out=4": ("train.out", "4", "must be a string"),
     # ranges
     "model.vocab_size=256": ("model.vocab_size", "256", "an integer of at least 257"),
@@ -87,6 +91,8 @@ BAD_VALUES = {
     ),
     "train.grad_accumulation=5": ("train.batch_size", "8", "a multiple of train.grad_accumulation * mesh.data"),
     "train.loss_chunk=48": ("train.loss_chunk", "48", "must divide train.seq_len = 64"),
+    "train.profile_steps=[3, 3]": ("train.profile_steps", "[3, 3]", "the first below the second"),
+    "train.profile_steps=[3, 11]": ("train.profile_steps", "[3, 11]", "at most train.steps = 10"),
     "train.warmup_steps=10": ("train.warmup_steps", "10", "must be below train.steps = 10"),
     "distributed.coordinator=a:1; distributed.num_processes=2; distributed.process_id=2": (
         "distributed.process_id",

@@ -285,6 +285,11 @@ def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
     found = _program.host_copies(lines)
     assert Counter(copy[:2] for copy in found.values()) == {("layer_input", STREAM): 8, ("fc1", ONE): 8}
     assert {name.rstrip("0123456789.") for name in found} == {"wrapped_dynamic-slice", "wrapped_dynamic-update-slice"}
+    everywhere = Policy({"fc1": "offload"}, min_offload_bytes=0, resident_layers=0)
+    f = gradient(lambda x, w: scan(layer, x, w, policy=everywhere)[0], (0, 1))
+    found = _program.host_copies(list(instructions(compiled(gpu, f, X, weights(4)))))
+    assert Counter(copy[:2] for copy in found.values() if not copy.is_row) == {("fc1", ONE): 2}  # the last layer's
+    assert {copy.residual for copy in found.values()} == {"fc1"}
     policy = Policy(OFFLOADED, min_offload_bytes=0)
     f = gradient(lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 3, x, w, policy=policy), (0, 1))
     found = _program.host_copies(list(instructions(compiled(gpu, f, X, [weights()] * 3))))

@@ -18,6 +18,12 @@ from jaxoffload import Policy, residuals
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+LINK = re.compile(r"\[([^][]+)\]\[([a-z0-9-]+)\]")  # of words to a claim
+
+
+def without_links(text):
+    """In one line."""
+    return LINK.sub(r"\1", " ".join(text.split()))
 
 
 def block(language):
@@ -58,32 +64,53 @@ def steps(name, *modes):
     return [f"{result(name)['modes'][mode]['step_ms']:.0f}" for mode in modes]
 
 
-def test_its_numbers_are_those_of_the_measurements():
+TEXT = without_links(README)
+
+
+def test_the_table_of_step_times():
     measured = result("dense")
     assert table(measured) in README
     assert {"shape", "modes", "ratios"} <= set(measured)
+
+
+def test_the_steps_at_70bs_width():
     wide = result("dense-70b")["modes"]
-    ours, remat, nothing = (f"{wide[mode]['step_ms']:.0f} ms" for mode in ("ours_best", "remat", "ours_saved_all"))
-    text = " ".join(README.split())
     assert wide["ours_best"]["temp_gib"] <= wide["remat"]["temp_gib"]
-    assert f"takes {ours}, where recomputing everything takes {remat} and recomputing nothing {nothing}" in text
-    layers = {
-        n: result(f"dense{more}")["modes"]["ours"]["step_ms"] / n for n, more in ((16, ""), (32, "-32"), (64, "-64"))
-    }
-    assert "{:.1f} ms for 16 layers, {:.1f} for 32, {:.1f} for 64".format(*layers.values()) in text
-    ours, saved, remat = steps("dense-fsdp", "ours", "saved", "remat")
-    assert f"takes {ours} ms a step, saving them {saved} ms" in text and int(ours) < int(saved)
+    ours, remat, nothing = steps("dense-70b", "ours_best", "remat", "ours_saved_all")
+    assert (
+        f"takes {ours} ms, where recomputing everything takes {remat} ms and recomputing nothing {nothing} ms" in TEXT
+    )
+
+
+def test_the_time_of_a_layer_in_deeper_stacks():
+    files = {16: "dense", 32: "dense-32", 64: "dense-64"}
+    a_layer = [result(name)["modes"]["ours"]["step_ms"] / layers for layers, name in files.items()]
+    assert "{:.1f} ms for 16 layers, {:.1f} for 32, {:.1f} for 64".format(*a_layer) in TEXT
+
+
+def test_the_steps_on_two_gpus():
+    ours, saved = steps("dense-fsdp", "ours", "saved")
+    assert f"takes {ours} ms a step, saving them {saved} ms" in TEXT and int(ours) < int(saved)
     ours, saved, remat = steps("moe-expert-parallel", "ours", "saved", "remat")
-    assert f"takes {ours} ms a step, saving them {saved} ms, recomputing everything {remat} ms" in text
+    assert f"takes {ours} ms a step, saving them {saved} ms, recomputing everything {remat} ms" in TEXT
+
+
+def test_the_speed_of_grouped_products():
     speed = {line["backend"]: line["of dense"] for line in result("grouped")["lines"] if line["groups"] == "even"}
-    assert f"at {speed['te']:.0%} of".replace("%", " %") in text
-    assert f"at {speed['mosaic']:.0%} with".replace("%", " %") in text
+    assert f"at {speed['te']:.0%} of".replace("%", " %") in TEXT
+    assert f"at {speed['mosaic']:.0%} with".replace("%", " %") in TEXT
+
+
+def test_what_moves_makes_it_faster_until_copies_take_as_long_as_the_forward_pass():
     swept = result("sweep")["lines"]
     fastest = min((line for line in swept if line["how"] == "jaxoffload"), key=lambda line: line["step_ms"])
     assert fastest["host_gib"] == pytest.approx(sweep.free_gib(swept), rel=0.05)
+
+
+def test_the_losses_that_differ():
     losses = result("losses")
     (line,) = losses["lines"]
-    assert line["losses that differ"] == 0 and f"of {losses['steps']} steps of `llama-1b` none differs" in text
+    assert line["losses that differ"] == 0 and f"of {losses['steps']} steps of `llama-1b` none differs" in TEXT
 
 
 def dots(policy, f, *args):

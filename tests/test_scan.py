@@ -308,6 +308,9 @@ def test_under_explicit_axes_the_stacks_are_sharded_as_what_they_hold():
             jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(ours, *a)[1]))(x, w)
     held = [v.aval for v in jaxpr.outvars if v.aval.memory_space == jax.memory.Space.Host]
     assert [a.sharding.spec for a in held] == [P(None, "a", "b")]
+    # Where the arguments alone say the mesh.
+    with jax.numpy_rank_promotion("allow"):
+        assert_same_bits(run(gradient(ours, (0, 1)), x, w), run(gradient(reference, (0, 1)), x, w))
 
 
 def test_nested_scans_follow_their_own_policies():

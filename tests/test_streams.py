@@ -1,11 +1,13 @@
 """Traces, and what profile() makes of them, against a trace made by hand."""
 
+import dataclasses
 import json
 
 import jax
 import pytest
 
 import jaxoffload
+from jaxoffload.proof import read_profile
 from jaxoffload.proof._profile import profile_of
 from jaxoffload.proof._program import Copy, host_copies, instructions
 from jaxoffload.proof._trace import Event, events_of, merged, overlap, read, summary
@@ -24,23 +26,35 @@ STEP = {
 }
 
 
-def profile(streams):
+def text_of(streams, module="jit_f"):
+    """A trace as text; an event is of `module`, or of the one that it says itself."""
     names = sorted({name for events in streams.values() for name, *_ in events})
+    stat = lambda number, value: f'stats {{ metadata_id: {number} str_value: "{value}" }}'
     lines = []
     for stream, events in streams.items():
         each = "".join(
             f"events {{ metadata_id: {names.index(name) + 1} offset_ps: {start * 10**9} "
-            f'duration_ps: {(end - start) * 10**9} stats {{ metadata_id: 1 str_value: "{op}" }} }} '
-            for name, op, start, end in events
+            f"duration_ps: {(end - start) * 10**9} {stat(1, op)} {stat(2, *own or [module])} }} "
+            for name, op, start, end, *own in events
         )
         lines.append(f'lines {{ name: "{stream}" timestamp_ns: 5000 {each} }}')
     metadata = "".join(
         f'event_metadata {{ key: {k} value {{ id: {k} name: "{name}" }} }} ' for k, name in enumerate(names, 1)
     )
-    stat = 'stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }'
+    for number, name in enumerate(("hlo_op", "hlo_module"), 1):
+        metadata += f'stat_metadata {{ key: {number} value {{ id: {number} name: "{name}" }} }} '
     host = 'planes { name: "/host:CPU" lines { name: "python" } }'
-    text = f'planes {{ name: "/device:GPU:0" {" ".join(lines)} {metadata} {stat} }} {host}'
-    return jax.profiler.ProfileData.from_text_proto(text)
+    return f'planes {{ name: "/device:GPU:0" {" ".join(lines)} {metadata} }} {host}'
+
+
+def profile(streams):
+    return jax.profiler.ProfileData.from_text_proto(text_of(streams))
+
+
+def write_trace(folder, streams, module):
+    made = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text_of(streams, module))
+    folder.mkdir(exist_ok=True)
+    (folder / "host.xplane.pb").write_bytes(made)
 
 
 def test_what_nothing_hides():
@@ -102,9 +116,13 @@ def one_step(begin):
     }
 
 
-def profiled(*begins):
+def steps_at(*begins):
     steps = list(map(one_step, begins))
-    ((_, events),) = events_of(profile({s: [e for step in steps for e in step[s]] for s in steps[0]})).items()
+    return {stream: [e for step in steps for e in step[stream]] for stream in steps[0]}
+
+
+def profiled(*begins):
+    ((_, events),) = events_of(profile(steps_at(*begins))).items()
     copies = host_copies(list(instructions(PROGRAM)))
     return profile_of(events, copies, len(begins), "a GPU")
 
@@ -137,6 +155,34 @@ def test_an_odd_turn_out_of_the_loop_is_the_loops_first():
     events = [Event("s", D2H if op in there else H2D, op, i, i + 1) for i, op in enumerate(2 * (there + back))]
     found = profile_of(events, copies, 1, "a GPU").moves
     assert [m.layer for m in found] == 2 * [None, 0, 1, 2, 3, 3, 2, 1, 0, None]
+
+
+def test_the_last_layers_copies_of_its_own_are_the_last_layers():
+    """Where no layer is resident: behind the forward loop, and before the backward loop; twice."""
+    copy = lambda loop, turns, is_row, to_host: Copy("fc1", 20, loop, turns, is_row, to_host)
+    copies = {"write": copy("loop", 3, True, True), "out": copy("main", 1, False, True)}
+    copies |= {"read": copy("back", 3, True, False), "in": copy("main", 1, False, False)}
+    there, back = [*["write"] * 3, "out"], ["in", *["read"] * 3]
+    events = [Event("s", D2H if op in there else H2D, op, i, i + 1) for i, op in enumerate(2 * (there + back))]
+    assert [m.layer for m in profile_of(events, copies, 1, "a GPU").moves] == 2 * [None, 0, 1, 2, 2, 1, 0, None]
+
+
+class Compiled:
+    def as_text(self):
+        return f"HloModule jit_step, is_scheduled=true\n{PROGRAM}"
+
+
+def test_of_a_trace_that_holds_other_programs_the_profile_is_of_one(tmp_path):
+    streams = steps_at(0, 100)
+    streams["Stream #1(Compute)"] += [(KERNEL, "a", 75, 95, "jit_evaluate")]
+    streams["Stream #3(MemcpyD2H)"] += [(D2H, "copy-start.2", 80, 90, "jit_evaluate")]
+    streams["Stream #4(MemcpyH2D)"] += [(H2D, "", 96, 97, "")]  # the next batch, which no program brings
+    write_trace(tmp_path, streams, "jit_step")
+    found = read_profile(tmp_path, Compiled(), steps=2)
+    assert found == dataclasses.replace(profiled(0, 100), device="cpu")
+    write_trace(tmp_path, streams, "jit_other_step")
+    with pytest.raises(ValueError, match=f"in the trace in {tmp_path} jit_step did not run on a GPU"):
+        read_profile(tmp_path, Compiled(), steps=2)
 
 
 def test_a_profile_needs_a_gpu():

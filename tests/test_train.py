@@ -1,5 +1,6 @@
 """The training program as a user meets it: it learns, is stopped, killed, resumed, and run on two processes."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -17,11 +18,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from test_streams import steps_at, write_trace
 
 from jaxoffload import _loops
 from jaxoffload._memory import on_host
 from jaxoffload.grouped import te
-from models import checkpoints, data, metrics, processes, train
+from models import checkpoints, data, metrics, preflight, processes, train
 from models.config import Config, Distributed, Model, flat, load
 from models.reading import ConfigError
 from models.sharding import make_mesh
@@ -365,6 +367,10 @@ def test_a_damaged_launcher_is_a_sentence(config, tmp_path, environment, said):
         (["model.attention=cudnn", "model.dtype=bfloat16"], "model.attention = 'cudnn': needs NVIDIA GPUs"),
         (["model.attention=te", "model.dtype=bfloat16"], "model.attention = 'te': needs NVIDIA GPUs"),
         (
+            ["train.profile_steps=[20, 23]"],
+            "train.profile_steps = [20, 23]: needs NVIDIA GPUs, and this is a cpu; must",
+        ),
+        (
             ["model.experts=4", "model.experts_per_token=2", "model.d_expert=100", "model.grouped=mosaic"],
             "model.grouped = 'mosaic': grouped_matmul: backend 'mosaic' cannot do this: ",
         ),
@@ -501,6 +507,47 @@ def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, cap
     assert not (tmp_path / "wrong" / "metrics.jsonl").exists()
 
 
+PROFILED = ("mesh.data=8", "model.layers=1", "train.steps=5", "train.profile_steps=[2, 4]")
+
+
+def test_steps_of_a_run_are_profiled_on_a_page_beside_its_metrics(config, tmp_path, capsys, monkeypatch):
+    """With a trace made by hand: in it the step takes 71 ms, twice."""
+    out, recorded = tmp_path / "out", []
+
+    @contextlib.contextmanager
+    def trace(folder):
+        recorded.append(max(losses(out)))
+        yield
+        recorded.append(max(losses(out)))
+        write_trace(folder, steps_at(0, 100), "jit_step")
+
+    monkeypatch.setattr(jax.profiler, "trace", trace)
+    monkeypatch.setattr(preflight, "_check_profile", lambda config: None)
+    assert train.main([str(config), *PROFILED, f"train.out={out}"]) == 0
+    assert recorded == [2, 3] and max(losses(out)) == 5  # a step is recorded when it is over
+    said = capsys.readouterr().out
+    assert "steps 3 to 4: 71.0 ms each, of which 5.0 ms are copies that nothing hides; by residual" in said
+    found = embedded(out / "profile.html")
+    assert found["profile"]["step_ms"] == 71 and len(found["profile"]["moves"]) == 8
+    assert "mlp/fc1.gate" in [name for row in found["residuals"]["residuals"] for name in row["names"]]
+    assert found["about"]["device"] == "8 cpu" and "<h1>out: steps 3 to 4</h1>" in (out / "profile.html").read_text()
+
+
+def test_a_profile_that_holds_no_gpu_is_no_reason_to_end_the_run(config, tmp_path, capsys, monkeypatch):
+    """With JAX's own tracer, which sees the CPU's threads here."""
+    out = tmp_path / "out"
+    monkeypatch.setattr(preflight, "_check_profile", lambda config: None)
+    assert train.main([str(config), *PROFILED, f"train.out={out}"]) == 0
+    said = capsys.readouterr().out
+    assert f"train.profile_steps = [2, 4]: no profile.html, because read_profile: in the trace in {out}/trace" in said
+    assert max(losses(out)) == 5 and [*out.glob("trace/**/*.xplane.pb")] and not (out / "profile.html").exists()
+
+
+def embedded(page: Path) -> dict:
+    """The data in a page."""
+    return json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
+
+
 def test_the_validation_set_does_not_depend_on_grad_accumulation(config):
     seen = []
     for microbatches in (1, 2):
@@ -600,3 +647,20 @@ def test_llama_scaled_down_trains_with_offload_and_flash_attention_has_the_losse
         assert got.keys() == xla.keys() and got[8] < max(got.values()) - 0.3
         # Nats a token. Both round to bfloat16, 8 bits, at different places; a wrong mask or scale is off by more.
         np.testing.assert_allclose([*got.values()], [*xla.values()], atol=0.02, rtol=0)
+
+
+@pytest.mark.gpu
+def test_real_steps_are_profiled_and_what_runs_between_them_is_left_out(config, tmp_path):
+    path, cache = load(config).data.path, load(config).data.cache_dir
+    here = [*SCALED.split(), f"data.path={path}", f"data.cache_dir={cache}", f"mesh.fsdp={jax.device_count()}"]
+    chosen = ["train.profile_steps=[3, 7]", f"train.out={tmp_path}/out"]  # at 4 it validates and saves
+    assert train.main([f"{ROOT}/configs/llama3-8b.yaml", *here, *chosen]) == 0
+    found = embedded(tmp_path / "out/profile.html")
+    offloaded = {", ".join(r["names"]) for r in found["residuals"]["residuals"] if r["state"] == "offloaded"}
+    moves = found["profile"]["moves"]
+    assert {m["residual"] for m in moves} == offloaded and found["profile"]["unattributed_ms"] == 0, moves
+    for residual, direction in itertools.product(offloaded, ("d2h", "h2d")):
+        layers = [m["layer"] for m in moves if (m["residual"], m["direction"]) == (residual, direction)]
+        assert sorted(layer for layer in layers if layer is not None) == [0, 1, 2], (residual, layers)
+    fastest, slowest = found["profile"]["spread_ms"]
+    assert 0 < fastest <= found["profile"]["step_ms"] <= slowest < 1000

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -15,7 +18,8 @@ from jaxoffload import Policy, _layer, _loops, _plan, _scan, _xla, chain, checkp
 from jaxoffload.__main__ import main
 from jaxoffload._memory import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
-from jaxoffload.proof import _checks, _subject, verify
+from jaxoffload._twin import with_layers
+from jaxoffload.proof import Peaks, _checks, _subject, checks, verify
 from models.train import step_for
 
 ROOT = Path(__file__).parent.parent
@@ -172,6 +176,65 @@ def test_results_that_say_nothing_are_not_checked(by, said):
     assert found["gradients"].verdict == "not checked" and said in found["gradients"].said, found
 
 
+def no_more_than_the_twin_of(layers, monkeypatch):
+    """The device has room for the twin with so many layers."""
+    room = _checks._bytes_needed(_subject.subject_of(of_scan, (TALL, weights(8))).with_layers(layers).twins_program)
+    monkeypatch.setattr(_checks, "device_bytes", lambda: room)
+
+
+TALL = jax.random.normal(jax.random.key(1), (64 * BATCH, DIM))  # its residuals are larger than the weights
+
+
+@pytest.mark.parametrize("layers, fitting", [(4, 4), (6, 4)])
+def test_a_twin_that_does_not_fit_has_fewer_layers(layers, fitting, monkeypatch):
+    no_more_than_the_twin_of(layers, monkeypatch)
+    found = verify(of_scan, TALL, weights(8))
+    assert found.ok and f"bit for bit, with the first {fitting} layers of each scan: the twin needs" in str(found)
+
+
+def test_a_fault_is_found_in_fewer_layers_too(monkeypatch):
+    no_more_than_the_twin_of(4, monkeypatch)
+    rows_in_wrong_order(monkeypatch)
+    found = verify(of_scan, TALL, weights(8))
+    assert [c.claim for c in found if c.verdict == "fails"] == ["gradients"], found
+
+
+def test_a_twin_that_fits_with_no_layers_is_not_checked(monkeypatch):
+    monkeypatch.setattr(_checks, "device_bytes", lambda: 10)
+    found = verify(of_scan, X, weights(LAYERS))
+    assert found["gradients"].verdict == "not checked" and "of a device's 10 B, whatever" in found["gradients"].said
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_first_layers_of_a_scan_are_those_that_run_first(reverse):
+    body = lambda c, x: (c * x + 1, {"y": c, "none": None})
+    run = lambda c, xs: scan(body, c, xs, reverse=reverse, policy=Policy())
+    xs = jnp.arange(1.0, 6.0)
+    there = slice(2, None) if reverse else slice(3)
+    carry, ys = lax.scan(body, 2.0, xs[there], reverse=reverse)
+    got, all_ys = with_layers(run, 3)(2.0, xs)
+    assert got == carry and all_ys["y"][there].tolist() == ys["y"].tolist() and all_ys["y"].shape == (5,)
+    assert with_layers(run, 5)(2.0, xs)[0] == run(2.0, xs)[0]
+
+
+@pytest.mark.parametrize("freed, verdict", [(1.0, "holds"), (0.99, "holds"), (0.9, "fails"), (-1.0, "fails")])
+@pytest.mark.parametrize("most", [None, 3])
+def test_conservation_by_peaks_of_fresh_processes(freed, verdict, most, monkeypatch):
+    monkeypatch.setattr(_checks, "_VISIBLE", 0)
+    # By hand: of the first 4, or 3, layers the last is resident, and one is in flight.
+    moved = ((most or LAYERS) - 2) * BATCH * HIDDEN * 4
+    measured = Peaks(ours=10**6, twins=10**6 + round(freed * moved), most=most)
+    said = {c.claim: c for c in checks(of_scan, X, weights(LAYERS), peaks=measured)}["conservation"]
+    assert said.verdict == verdict and ("the first 3 layers" in said.said) == (most == 3), said
+    assert f"predicted {_checks.readable(moved)}, or 1.5 % less" in said.said
+
+
+def test_conservation_says_why_there_are_no_peaks():
+    said = lambda peaks: next(c for c in checks(of_scan, X, weights(LAYERS), peaks=peaks) if c.claim == "conservation")
+    assert "not by peaks: out of memory" in said("out of memory").said
+    assert "not by peaks, which the command line measures" in said(None).said
+
+
 def test_what_was_differentiated_before_has_no_twin():
     policy = Policy({"fc1": "save"}, min_offload_bytes=0)
     loss = lambda x, w: jnp.sum(scan(body, x, w, policy=policy)[0] ** 2)
@@ -297,7 +360,7 @@ def memory_grows(monkeypatch):
         return lambda *args: leaked.append(program(*args)) or leaked[-1]
 
     monkeypatch.setattr(_subject, "compiled", compiled)
-    monkeypatch.setattr(_checks, "_too_large", lambda program: None)
+    monkeypatch.setattr(_checks, "fits", lambda program: True)
 
 
 FAULTS = {
@@ -350,6 +413,19 @@ def test_a_profile_has_each_layers_copies():
         assert {m.residual for m in moves} == {"fc1"} and {m.bytes for m in moves} == {4096 * 2048 * 2}
 
 
+@pytest.mark.gpu
+def test_the_command_line_measures_peaks_in_fresh_processes():
+    command = [sys.executable, "-m", "jaxoffload", "verify", "test_verify:made_wide"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, cwd=ROOT / "tests", env=environment, capture_output=True, text=True)
+    assert not done.returncode and "at the peak of fresh processes 96." in done.stdout, (done.stdout, done.stderr)
+
+
+def made_wide():
+    return of_scan, (ROWS, W)
+
+
 # --- the command line
 
 
@@ -373,7 +449,8 @@ def test_the_command_line_verifies(capsys, monkeypatch):
     assert main(["verify", "test_verify:made", "both", "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
-    assert found["loss"]["ok"] and found["step"]["ok"] and said.err.count("\n") == 2 * len(ALL)
+    checked = [line for line in said.err.splitlines() if line.startswith(("loss: ", "step: "))]  # not the progress
+    assert found["loss"]["ok"] and found["step"]["ok"] and len(checked) == 2 * len(ALL)
     rows_in_wrong_order(monkeypatch)
     jax.clear_caches()
     assert main(["verify", "test_verify:made", "loss"]) == 1

@@ -2,21 +2,25 @@
 picture."""
 
 import html
+import importlib.metadata
 import json
-from collections import defaultdict
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from .._memory import readable
-from .._residuals import EMPTY, OFFLOADED, RECOMPUTED, SAVED, Residuals
-from ._profile import Move, Profile
+from .._residuals import Residuals
+from ._pictures import COLORS, PLACES, TURNS, WAYS, Lane, memory, places, timeline
+from ._profile import Profile
 from ._verify import Check
 
+_LIGHT = f":root {{ color-scheme: light dark; {' '.join(f'--{kind}: {color};' for kind, color in COLORS.items())} }}"
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --rule: #c8ced6; --saved: #0b6bcb;
-  --offloaded: #d9822b; --recomputed: #8a94a0; --bad: #c0262d; --good: #1a7f37; }
+:root { --ink: #1b1f24; --paper: #fff; --rule: #c8ced6; --bad: #c0262d; --good: #1a7f37; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --paper: #14171b; --rule: #3a424c; --saved: #5aa9ff;
-  --offloaded: #f0a860; --recomputed: #7d8893; --bad: #ff7b7b; --good: #56d364; } }
+  --offloaded: #f0a860; --recomputed: #7d8893; --exposed: #ff7b7b; --bad: #ff7b7b; --good: #56d364; } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
   max-width: 72rem; padding: 0 1rem; }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem; } caption { text-align: left; font-weight: 600; }
@@ -24,12 +28,11 @@ th, td { border-bottom: 1px solid var(--rule); padding: .25rem .75rem .25rem 0; 
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; } svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 13px; }
 .saved { fill: var(--saved); } .offloaded { fill: var(--offloaded); } .recomputed { fill: var(--recomputed); }
-.exposed { fill: var(--bad); } .line { fill: none; stroke-width: 2.5; } .axis { stroke: var(--rule); }
+.exposed { fill: var(--exposed); } .line { fill: none; stroke-width: 2.5; } .axis { stroke: var(--rule); }
 .with { stroke: var(--offloaded); } .without { stroke: var(--saved); stroke-dasharray: 6 4; }
 .holds { color: var(--good); font-weight: 600; } .fails { color: var(--bad); font-weight: 600; }
 .key { display: inline-block; width: .8em; height: .8em; margin: 0 .35em 0 1em; }
 """
-_PLACES = {SAVED: "on the device", OFFLOADED: "on the host", RECOMPUTED: "computed again"}
 
 
 def page(
@@ -53,10 +56,19 @@ def page(
     embedded = json.dumps(data).replace("<", "\\u003c")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_LIGHT}{_STYLE}</style></head>'
         f"<body><main><h1>{_text(title)}</h1>{''.join(parts)}</main>"
         f'<script type="application/json" id="data">{embedded}</script></body></html>\n'
     )
+
+
+def about() -> dict[str, str]:
+    """Machine and versions."""
+    devices = jax.devices()
+    kept = {"jax", "jaxlib", "jaxoffload", "jax-cuda12-plugin", "jax-cuda13-plugin", "transformer_engine"}
+    versions = {p.name: p.version for p in importlib.metadata.distributions() if p.name in kept}
+    device = f"{len(devices)} {devices[0].device_kind}"
+    return {"device": device, **dict(sorted(versions.items())), "python": platform.python_version()}
 
 
 def _text(x: Any) -> str:
@@ -105,10 +117,7 @@ def _verdicts(checks: Sequence[tuple[str, Check]]) -> str:
 
 def _places(table: Residuals) -> str:
     """A bar a residual, of the bytes in each place; the table has the same numbers."""
-    sizes: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(_PLACES, 0))
-    for row in table:
-        if row.state in _PLACES:
-            sizes[", ".join(row.names) or "(untagged)"][row.state] += row.bytes
+    sizes = places(table)
     largest, bars = max((sum(of.values()) for of in sizes.values()), default=0) or 1, ""
     for number, (name, of) in enumerate(sizes.items()):
         x, y = 260.0, 8 + 24 * number
@@ -116,96 +125,74 @@ def _places(table: Residuals) -> str:
         for state, size in of.items():
             wide = 700 * size / largest
             if size:
-                bars += _rectangle(x, y, wide, 18, state, f"{name}: {readable(size)} {_PLACES[state]}")
+                bars += _rectangle(x, y, wide, 18, state, f"{name}: {readable(size)} {PLACES[state]}")
             x += wide
     keys = "".join(
-        f'<span class="key" style="background: var(--{state})"></span>{place}' for state, place in _PLACES.items()
+        f'<span class="key" style="background: var(--{state})"></span>{place}' for state, place in PLACES.items()
     )
     rows = [(name, *map(readable, of.values())) for name, of in sizes.items()]
-    totals = [readable(sum(of[state] for of in sizes.values())) for state in _PLACES]
+    totals = [readable(sum(of[state] for of in sizes.values())) for state in PLACES]
     return (
         f"<h2>What is where</h2><p>{keys}</p>"
         + _picture("Bytes of each residual by place", 1000, 16 + 24 * len(sizes), bars)
-        + _table("Bytes by place", ("residual", *_PLACES.values()), [*rows, ("all", *totals)], (1, 2, 3))
+        + _table("Bytes by place", ("residual", *PLACES.values()), [*rows, ("all", *totals)], (1, 2, 3))
     )
 
 
 def _memory(table: Residuals) -> str:
     """What residuals take of the device, from the first layer forward to the first backward."""
-    layers = max((row.layers for row in table if row.decision is not None), default=0)
-    if layers < 2 or not table.host_bytes:
+    if (found := memory(table)) is None:
         return ""
-    moving = [row for row in table if row.state == OFFLOADED and row.reason != EMPTY]
-    moved, offloaded = sum(row.bytes_per_layer for row in moving), max((row.layers for row in moving), default=0)
-    a_layer = (table.device_bytes - table.untagged_bytes + sum(row.bytes for row in moving)) / layers
-    up = list(range(layers + 1))
-    counts = up + up[::-1]
-    without = [layer * a_layer for layer in counts]
-    # On the device is what the current layer keeps, and the one that is on its way.
-    held = [layer * a_layer - max(0, min(layer - 2, offloaded)) * moved for layer in counts]
-    top, step = max(without) or 1, 900 / (len(counts) - 1)
+    top, step = max(found.without) or 1, 900 / (len(found.without) - 1)
     path = lambda ys: " ".join(f"{60 + i * step:.1f},{220 - 190 * y / top:.1f}" for i, y in enumerate(ys))
     inside = (
         '<line class="axis" x1="60" y1="220" x2="960" y2="220"/><line class="axis" x1="60" y1="20" x2="60" y2="220"/>'
-        + f'<polyline class="line without" points="{path(without)}"/>'
-        + f'<polyline class="line with" points="{path(held)}"/>'
-        + _words(60, 240, "first layer, forward")
-        + _words(510, 240, "last layer", "middle")
-        + _words(960, 240, "first layer, backward", "end")
-        + _words(64, 16, readable(int(top)))
+        + f'<polyline class="line without" points="{path(found.without)}"/>'
+        + f'<polyline class="line with" points="{path(found.held)}"/>'
+        + "".join(map(_words, (60, 510, 960), (240,) * 3, TURNS, ("start", "middle", "end")))
+        + _words(64, 16, found.most["without"])
     )
-    most = f"at most {readable(int(max(held)))} with offload, {readable(int(top))} without"
-    label = f"Device memory of residuals over a step: {most}"
-    rows = [("with offload", readable(int(max(held)))), ("without", readable(int(top)))]
+    most = ", ".join(f"{size} {how}" for how, size in found.most.items())
     return (
         "<h2>Memory over the step</h2><p>Of tagged residuals on the device, as the table predicts it: solid with "
         "offload, dashed without.</p>"
-        + _picture(label, 1000, 250, inside)
-        + _table("At most", ("", "bytes"), rows, (1,))
+        + _picture(f"Device memory of residuals over a step: at most {most}", 1000, 250, inside)
+        + _table("At most", ("", "bytes"), found.most.items(), (1,))
     )
 
 
 def _timeline(profile: Profile) -> str:
     """Two layers in the middle, there and back; and the totals of all copies."""
-    layers = sorted({m.layer for m in profile.moves if m.layer is not None})
-    middle = layers[len(layers) // 2 - 1 :][:2] if len(layers) > 1 else layers
-    lanes = ""
-    for number, direction in enumerate(("d2h", "h2d")):
-        shown = [m for m in profile.moves if m.direction == direction and m.layer in middle]
-        lanes += _lanes(20 + 110 * number, "to the host" if direction == "d2h" else "back", shown, profile.kernels)
     rows = [
         (t.residual, t.direction, t.copies, readable(t.bytes), f"{t.ms:.2f}", f"{t.exposed_ms:.2f}")
         for t in profile.totals
     ]
     spread = f"{profile.spread_ms[0]} to {profile.spread_ms[1]}"
     said = f"{profile.step_ms} ms a step ({spread}); {profile.exposed_ms} ms of copies beside which no kernel ran"
+    picture = ""
+    if found := timeline(profile):
+        lanes = "".join(_lane(20 + 110 * number, lane) for number, lane in enumerate(found.lanes))
+        picture = _picture(f"Copies and kernels of layers {found.layers}", 1000, 240, lanes)
     return (
         f'<h2>Copies</h2><p>{_text(said)}<span class="key" style="background: var(--offloaded)"></span>copies'
-        '<span class="key" style="background: var(--bad)"></span>exposed'
+        '<span class="key" style="background: var(--exposed)"></span>exposed'
         '<span class="key" style="background: var(--saved)"></span>kernels</p>'
-        + (_picture(f"Copies and kernels of layers {middle}", 1000, 240, lanes) if lanes else "")
+        + picture
         + _table("Copies by residual", ("residual", "way", "copies", "bytes", "ms", "exposed ms"), rows, (2, 3, 4, 5))
     )
 
 
-def _lanes(y: float, way: str, moves: Sequence[Move], kernels: Sequence[tuple[float, float]]) -> str:
+def _lane(y: float, lane: Lane) -> str:
     """Copies, marked where no kernel ran, above the kernels of the same time."""
-    if not moves:
-        return ""
-    begin, end = min(m.at_ms for m in moves), max(m.at_ms + m.ms for m in moves)
-    scale = 780 / max(end - begin, 1e-6)
+    scale = 780 / max(lane.end - lane.begin, 1e-6)
     bar = lambda at, span, start, stop, kind, said: _rectangle(
-        190 + (start - begin) * scale, at, (stop - start) * scale, span, kind, said
+        190 + (start - lane.begin) * scale, at, (stop - start) * scale, span, kind, said
     )
-    drawn = _words(180, y + 24, way, "end") + _words(180, y + 54, "kernels", "end")
-    near = [(max(a, begin), min(b, end)) for a, b in kernels if a < end and b > begin]
-    for m in moves:
+    drawn = _words(180, y + 24, WAYS[lane.direction], "end") + _words(180, y + 54, "kernels", "end")
+    for m, exposed in lane.copies:
+        what = f"{m.residual}, layer {m.layer}"
         took = f"{m.ms} ms, {m.gb_per_s} GB/s, {m.exposed_ms} ms exposed"
-        drawn += bar(y + 8, 22, m.at_ms, m.at_ms + m.ms, "offloaded", f"{m.residual}, layer {m.layer}: {took}")
-        free = m.at_ms
-        for a, b in [*near, (m.at_ms + m.ms, m.at_ms + m.ms)]:
-            if (until := min(a, m.at_ms + m.ms)) > free:
-                drawn += bar(y + 24, 6, free, until, "exposed", f"{m.residual}, layer {m.layer}: no kernel")
-            free = max(free, b)
-    drawn += "".join(bar(y + 38, 22, a, b, "saved", "kernels") for a, b in near)
-    return drawn + _words(190, y + 80, f"{begin:.1f} ms") + _words(970, y + 80, f"{end:.1f} ms", "end")
+        drawn += bar(y + 8, 22, m.at_ms, m.at_ms + m.ms, "offloaded", f"{what}: {took}")
+        drawn += "".join(bar(y + 24, 6, a, b, "exposed", f"{what}: no kernel") for a, b in exposed)
+    drawn += "".join(bar(y + 38, 22, a, b, "saved", "kernels") for a, b in lane.kernels)
+    return drawn + _words(190, y + 80, f"{lane.begin:.1f} ms") + _words(970, y + 80, f"{lane.end:.1f} ms", "end")

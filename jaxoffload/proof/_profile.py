@@ -5,6 +5,7 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import jax
 from .._memory import readable
 from ._program import Copy, host_copies, instructions
 from ._subject import subject_of
-from ._trace import DIRECTIONS, Event, Span, length, merged, ms_of, overlap, traced
+from ._trace import DIRECTIONS, Event, Span, length, merged, ms_of, overlap, read, traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +137,26 @@ def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
     return profile_of(events, host_copies(list(instructions(program.as_text()))), steps, jax.devices()[0].device_kind)
 
 
+def read_profile(folder: Path, program: jax.stages.Compiled, steps: int = 1) -> Profile:
+    """The profile of a program that ran, among others, while your own `jax.profiler.trace` was on.
+
+    Args:
+      folder: that the trace was written to; the latest one counts.
+      program: `jax.jit(step, compiler_options=compiler_options()).lower(...).compile()`.
+      steps: how often it ran.
+
+    Raises:
+      FileNotFoundError: there is no trace.
+      ValueError: the program did not run on a GPU meanwhile.
+    """
+    text = str(program.as_text())
+    name = text.removeprefix("HloModule ").partition(",")[0]
+    events = next(iter(read(folder).values()), [])  # of the first device; all do the same
+    if not (own := [e for e in events if e.module == name]):
+        raise ValueError(f"read_profile: in the trace in {folder} {name} did not run on a GPU")
+    return profile_of(own, host_copies(list(instructions(text))), steps, jax.devices()[0].device_kind)
+
+
 def profile_of(events: Sequence[Event], copies: dict[str, Copy], steps: int, device: str) -> Profile:
     """The profile that a trace of so many equal steps, one after another, holds."""
     if not events:
@@ -192,7 +213,7 @@ def _direction(e: Event) -> str:
 
 def _layers(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, int]:
     """The layer of each copy, where it has one. A scan's loops have one turn with an empty row, the first there and the
-    last back; the layers come back in reverse."""
+    last back; behind it, or before it, the last layer's may be copied alone. The layers come back in reverse."""
     groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for e in events:
         if e.is_host_copy and e.op in copies:
@@ -200,19 +221,29 @@ def _layers(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, int
     found = {}
     for (_, direction), those in groups.items():
         for run in _runs(those, copies):
+            empty = any(copies[e.op].is_row for e in run)
             for number, e in enumerate(run if direction == "d2h" else reversed(run)):
-                if (layer := number - copies[e.op].is_row) >= 0:
-                    found[e] = layer
+                if number >= empty:
+                    found[e] = number - empty
     return found
 
 
 def _runs(events: Sequence[Event], copies: dict[str, Copy]) -> Iterator[list[Event]]:
     """Of one residual's copies one way: those of each scan or chain, each time it ran."""
     sizes = Counter((copy.residual, copy.to_host, copy.loop) for copy in copies.values())
+    in_loops = any(copies[e.op].is_row for e in events)
     run: list[Event] = []
     loop, left = None, 0
     for e in events:
         copy = copies[e.op]
+        if in_loops and not copy.is_row:  # the last layer's
+            if copy.to_host:
+                yield [*run, e]
+                run, loop = [], None
+            else:
+                yield from [run] if run else []
+                run, loop = [e], None
+            continue
         # XLA takes the first turn of an odd number out of the loop: that one belongs to the loop behind it.
         inside = None if copy.is_row and copy.turns == 1 else copy.loop
         if run and loop is not None and (inside != loop or not left):

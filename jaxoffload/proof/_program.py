@@ -158,15 +158,12 @@ class Copy(NamedTuple):
 
 
 def host_copies(lines: Sequence[Instruction]) -> dict[str, Copy]:
-    """Asynchronous copies, by the name that a profile calls them. `scan` and `chain` trace each in a scope of its own,
-    which is in the metadata of the copy, or of what it waits for."""
+    """Asynchronous copies, by the name that a profile calls them."""
     at, turns = {(line.computation, line.name): line for line in lines}, turns_of(lines)
     found = {}
     for line in lines:
         if not (line.opcode.endswith("-start") and line.on_host):
             continue
-        texts = [line.text, *(at[line.computation, o].text for o in line.operands[:1] if (line.computation, o) in at)]
-        scopes = [scope for text in texts if (scope := re.search(r"jaxoffload\((\(matrix product\)|[^()]*)\)", text))]
         size, rows = _row_bytes(line.shape)
         # A row of a stack is copied by a computation that is called as the instruction in it is.
         is_row = line.opcode == "fusion-start"
@@ -175,5 +172,30 @@ def host_copies(lines: Sequence[Instruction]) -> dict[str, Copy]:
         loop = line.computation
         # The first of a copy's shapes is what it makes.
         to_host = "update" in name if is_row else "S(5)" in line.shape.partition("}")[0]
-        found[name] = Copy(scopes[0][1] if scopes else "", whole, loop, turns.get(loop, 1), is_row, to_host)
+        found[name] = Copy(_residual(line, lines, at), whole, loop, turns.get(loop, 1), is_row, to_host)
     return found
+
+
+def _residual(line: Instruction, lines: Sequence[Instruction], at: dict[tuple[str, str], Instruction]) -> str:
+    """Of a copy. `scan` and `chain` trace each in a scope of its own, which is in the metadata of the copy, or of what
+    it waits for. What is copied behind a loop, the last layer's, the loop copies of the layers before."""
+
+    def read_by(line: Instruction) -> list[Instruction]:
+        """Its operands, behind bitcasts."""
+        found = [at[line.computation, o] for o in line.operands if (line.computation, o) in at]
+        return [read_by(source)[0] if source.opcode == "bitcast" else source for source in found]
+
+    reads = read_by(line)
+    for text in (line.text, *(source.text for source in reads[:1])):
+        if scope := re.search(r"jaxoffload\((\(matrix product\)|[^()]*)\)", text):
+            return scope[1]
+    if not reads or not (before := read_by(reads[0])):
+        return ""
+    if reads[0].opcode == "copy-done":
+        return _residual(before[0], lines, at)
+    if before[0].opcode == "while":
+        number = re.search(r"index=\d+\b", reads[0].text)
+        for copy in (c for c in lines if c.computation in before[0].calls and c.opcode == "fusion-start" and c.on_host):
+            if number and any(re.search(rf"{number[0]}\b", source.text) for source in read_by(copy)):
+                return _residual(copy, lines, at)
+    return ""

@@ -16,7 +16,7 @@ from .._memory import on_host
 from .._origin import Origin, origin
 from .._policy import Policy
 from .._residuals import Plans
-from .._twin import twin
+from .._twin import twin, with_layers
 from .._xla import compiler_options
 
 INPUTS = ("an input", "a constant")
@@ -40,6 +40,8 @@ class Subject:
       jaxpr, plans, crossings: of `run`.
       has_twin: whether anything in it is differentiated by jaxoffload.
       repeats: how often it is run to see that the same comes from the same.
+      peaks: as `_peaks` measured them, why it could not, or None where nobody did.
+      most: of how many layers of each scan the first run; None for all.
     """
 
     run: Callable[..., Any]
@@ -50,6 +52,14 @@ class Subject:
     crossings: tuple[Crossing, ...]
     has_twin: bool
     repeats: int
+    peaks: Any = None
+    most: int | None = None
+
+    def with_layers(self, most: int) -> "Subject":
+        """The same, of so many layers of each scan."""
+        run, loss = (f and with_layers(f, most) for f in (self.run, self.loss))
+        assert run
+        return dataclasses.replace(self, run=run, loss=loss, most=most)
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
@@ -59,13 +69,18 @@ class Subject:
 
     @functools.cached_property
     def program(self) -> Any:
-        """`run`, compiled so that equal arithmetic gives equal bits."""
-        return compiled(self.run, self.arrays, exact_options())
+        """`run`, compiled so that equal kernels, cuBLAS's too, give equal bits."""
+        return compiled(self.run, self.arrays, repeatable_options())
 
     @functools.cached_property
     def twins_program(self) -> Any:
         """The same of its twin."""
-        return compiled(twin(self.run), self.arrays, exact_options())
+        return compiled(twin(self.run), self.arrays, repeatable_options())
+
+    def exact_programs(self) -> tuple[Any, Any]:
+        """`run` and its twin, compiled so that equal arithmetic gives equal bits; slower."""
+        mine, twins = (compiled(run, self.arrays, exact_options()) for run in (self.run, twin(self.run)))
+        return mine, twins
 
     @functools.cached_property
     def fast_program(self) -> Any:
@@ -91,22 +106,26 @@ def subject_of(
                 "give it a mesh of these"
             )
     fun = checkpoint(f, policy=policy) if policy else f
-    out = jax.eval_shape(fun, *args)
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise ValueError(f"has_aux: the function must return (loss, other results), not {type(out).__name__}")
-    is_loss = has_aux or _is_scalar(out)
+    run, is_loss = run_of(fun, args, has_aux)
 
     def loss(*args: Any) -> Any:
         return fun(*args)[0] if has_aux else fun(*args)
 
-    def step(*args: Any) -> Any:
-        return {"result": fun(*args)}
-
-    run = _differentiated(fun, has_aux) if is_loss else step
     jaxpr = jax.make_jaxpr(run)(*args)
     plans, crossing = Plans(jaxpr), tuple(crossings(jaxpr))
     has_twin = bool(plans.plans) or _has_policy(jaxpr)
     return Subject(run, args, loss if is_loss else None, jaxpr, plans, crossing, has_twin, repeats)
+
+
+def run_of(f: Callable[..., Any], args: tuple[Any, ...], has_aux: bool = False) -> tuple[Callable[..., Any], bool]:
+    """What is verified of a function, as a function of its arguments that returns all results by name; and whether it
+    is a loss, which is differentiated for that."""
+    out = jax.eval_shape(f, *args)
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise ValueError(f"has_aux: the function must return (loss, other results), not {type(out).__name__}")
+    if has_aux or _is_scalar(out):
+        return _differentiated(f, has_aux), True
+    return lambda *args: {"result": f(*args)}, False
 
 
 def _is_scalar(out: Any) -> bool:
@@ -130,6 +149,12 @@ def nested(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 def has_loops(jaxpr: Jaxpr) -> bool:
     """Whether a loop of ours is in it."""
     return any(eqn.primitive in (forward_p, backward_p) or any(map(has_loops, nested(eqn))) for eqn in jaxpr.eqns)
+
+
+def most_layers_of(jaxpr: Jaxpr) -> int:
+    """Of the longest loop of ours."""
+    own = [eqn.params["loops"].length for eqn in jaxpr.eqns if eqn.primitive is forward_p]
+    return max([*own, *(most_layers_of(body) for eqn in jaxpr.eqns for body in nested(eqn))], default=0)
 
 
 def _array(x: Any, number: int) -> Any:
@@ -170,6 +195,12 @@ def _differentiated(f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
 def compiled(run: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     # A function of its own: JAX would take the one program for the other otherwise.
     return jax.jit(lambda *args: run(*args), compiler_options=options).lower(*args).compile()
+
+
+def repeatable_options() -> dict[str, Any]:
+    """`exact_options`, but for cuBLAS, which may add what follows a product before it rounds, in one program and not
+    in the other. Most programs do not differ in that, and a large one without cuBLAS takes minutes."""
+    return {key: value for key, value in exact_options().items() if key != "xla_gpu_gemm_rewrite_size_threshold"}
 
 
 def exact_options(backend: str | None = None) -> dict[str, Any]:

@@ -17,13 +17,14 @@ Span = tuple[float, float]  # start and end, nanoseconds
 
 
 class Event(NamedTuple):
-    """What one stream did from `start` to `end`, in nanoseconds; `op` is the HLO instruction."""
+    """What one stream did from `start` to `end`, in nanoseconds; `op` is the HLO instruction, `module` the program."""
 
     stream: str
     name: str
     op: str
     start: float
     end: float
+    module: str = ""
 
     @property
     def is_host_copy(self) -> bool:
@@ -51,12 +52,14 @@ def events_of(profile: Any) -> dict[str, list[Event]]:
     for plane in profile.planes:
         lines = [line for line in plane.lines if line.name.startswith("Stream")]
         if "GPU" in plane.name and lines:
-            gpus[plane.name] = [
-                Event(line.name, e.name, str(dict(e.stats).get("hlo_op", "")), e.start_ns, e.end_ns)
-                for line in lines
-                for e in line.events
-            ]
+            gpus[plane.name] = [_event(line.name, e) for line in lines for e in line.events]
     return gpus
+
+
+def _event(stream: str, e: Any) -> Event:
+    stats = dict(e.stats)
+    op, module = (str(stats.get(key, "")) for key in ("hlo_op", "hlo_module"))
+    return Event(stream, e.name, op, e.start_ns, e.end_ns, module)
 
 
 def summary(events: list[Event]) -> dict[str, Any]:

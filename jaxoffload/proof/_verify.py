@@ -7,6 +7,7 @@ from typing import Any
 
 from .._policy import Policy
 from ._checks import CHECKS, FAILS, Verdict
+from ._peaks import Peaks
 from ._subject import subject_of
 
 
@@ -83,10 +84,15 @@ def verify(
 
 
 def checks(
-    f: Callable[..., Any], *args: Any, policy: Policy | None = None, has_aux: bool = False, repeats: int = 3
+    f: Callable[..., Any],
+    *args: Any,
+    policy: Policy | None = None,
+    has_aux: bool = False,
+    repeats: int = 3,
+    peaks: Peaks | str | None = None,
 ) -> Iterator[Check]:
-    """The checks of `verify`, each when it is done."""
+    """The checks of `verify`, each when it is done. `peaks`: as `peaks_of` found them, for conservation."""
     if repeats < 3:
         raise ValueError(f"verify: repeats must be at least 3, got {repeats}")
-    subject = subject_of(f, args, policy, has_aux, repeats)
+    subject = dataclasses.replace(subject_of(f, args, policy, has_aux, repeats), peaks=peaks)
     yield from (Check(check.__name__, *check(subject)) for check in CHECKS)

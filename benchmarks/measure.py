@@ -1,0 +1,58 @@
+"""A measurement of a claim: a command in processes of its own, and what it found."""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+
+def devices() -> list[str]:
+    """The names of this machine's GPUs, by the driver: JAX would take their memory."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True)
+    except FileNotFoundError:
+        return []
+    return done.stdout.splitlines() if not done.returncode else []
+
+
+def result_of(command: str, seconds: float) -> dict[str, Any]:
+    """What `python ...` wrote to OUT.json or OUT.xml, or else printed, and its exit status.
+
+    After so many seconds it is ended, with all that it started, and nothing of it counts.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _, *words = shlex.split(command)
+        arguments = [str(Path(folder, word)) if word.startswith("OUT.") else word for word in words]
+        printed = Path(folder, "printed.json")
+        with printed.open("w") as out:
+            to = out if arguments == words else sys.stderr
+            # A session of its own, so that nothing which it started outlives it, on the GPU.
+            process = subprocess.Popen([sys.executable, *arguments], stdout=to, start_new_session=True)
+            try:
+                status = process.wait(max(seconds, 0))
+            except subprocess.TimeoutExpired:
+                return {}
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        written = next((Path(argument) for argument in arguments if argument.startswith(folder)), printed)
+        return {**in_file(written), "exit status": status}
+
+
+def in_file(path: Path) -> dict[str, Any]:
+    """A JSON object, or the counts of pytest's `--junitxml`; nothing where there is none."""
+    with contextlib.suppress(OSError, TypeError, ValueError, ElementTree.ParseError):
+        if path.suffix == ".json":
+            return dict(json.loads(path.read_text()))
+        (suite,) = ElementTree.parse(path).iter("testsuite")
+        return {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
+    return {}

@@ -1,0 +1,163 @@
+"""Whether each residual's copies fit behind the layer that computes beside them, told from FLOPs and bytes alone."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr
+
+from .._loops import Loops, Part, backward_p, forward_p
+from .._memory import nbytes, readable
+from ._cost import cost
+from ._machine import Machine
+from ._subject import nested, run_of
+
+
+class Copy(NamedTuple):
+    """Of one residual in one layer: milliseconds to the host and back."""
+
+    residual: str
+    bytes: int
+    d2h_ms: float
+    h2d_ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Layers that one loop computes, and their copies.
+
+    Attributes:
+      layers: of these `moved` have their residuals on the host; each turn of the loop copies, the first an empty row.
+      forward_ms, backward_ms: of one layer, what it recomputes included.
+      unknown: kernels that count as long as their bytes take, for no more is known of them.
+    """
+
+    layers: int
+    moved: int
+    forward_ms: float
+    backward_ms: float
+    copies: tuple[Copy, ...]
+    unknown: frozenset[str] = frozenset()
+
+    def fits(self, copy: Copy) -> bool:
+        """One residual's copies alone."""
+        return copy.d2h_ms <= self.forward_ms and copy.h2d_ms <= self.backward_ms
+
+    @property
+    def together(self) -> Copy:
+        return Copy("all together", *(sum(getattr(c, field) for c in self.copies) for field in Copy._fields[1:]))
+
+    @property
+    def exposed_ms(self) -> float:
+        """Of all layers, both ways: what lasts longer than the layer beside it."""
+        there, back = self.together.d2h_ms - self.forward_ms, self.together.h2d_ms - self.backward_ms
+        return self.layers * (max(0.0, there) + max(0.0, back))
+
+    @property
+    def computing_ms(self) -> float:
+        return self.layers * (self.forward_ms + self.backward_ms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fits:
+    """The `Fit` of each loop of a function that moves something; print it."""
+
+    machine: Machine
+    devices: int
+    loops: tuple[Fit, ...]
+
+    @property
+    def exposed_ms(self) -> float:
+        return round(sum(loop.exposed_ms for loop in self.loops), 3)
+
+    @property
+    def exposed_share(self) -> float:
+        """Of the time that the layers compute."""
+        computing = sum(loop.computing_ms for loop in self.loops)
+        return round(self.exposed_ms / computing, 4) if computing else 0.0
+
+    def to_json(self) -> str:
+        loops = [
+            {
+                **{field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)},
+                "unknown": sorted(loop.unknown),
+                "copies": [c._asdict() | {"fits": loop.fits(c)} for c in (*loop.copies, loop.together)],
+            }
+            for loop in self.loops
+        ]
+        more = {"devices": self.devices, "exposed_ms": self.exposed_ms, "exposed_share": self.exposed_share}
+        return json.dumps({"machine": json.loads(self.machine.to_json()), **more, "loops": loops})
+
+    def __str__(self) -> str:
+        lines = [f"copies on {self.devices} {self.machine.device}, as FLOPs and bytes predict them"]
+        for loop in self.loops:
+            lines.append(
+                f"{loop.layers} layers, of which {loop.moved} move, each {loop.forward_ms:.2f} ms forward, "
+                f"{loop.backward_ms:.2f} ms backward"
+            )
+            for copy in (*loop.copies, *([loop.together] if len(loop.copies) > 1 else [])):
+                verdict = "fits" if loop.fits(copy) else "does not fit"
+                ms = f"{copy.d2h_ms:7.2f} ms to the host, {copy.h2d_ms:7.2f} ms back"
+                lines.append(f"  {copy.residual:26} {readable(copy.bytes):>10} {ms}  {verdict}")
+            if loop.unknown:
+                lines.append(f"  (of {', '.join(sorted(loop.unknown))} nothing is known but bytes: it may take longer)")
+        lines.append(
+            f"nothing hides {self.exposed_ms:.2f} ms of a step's copies, {self.exposed_share:.1%} of its layers"
+        )
+        return "\n".join(lines)
+
+
+def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
+    """Whether the copies of `f`'s residuals fit behind its layers on such a machine; nothing is run.
+
+    It is told of each `scan` under a policy that offloads; `chain` and `checkpoint` have no loop to tell it of.
+
+    Args:
+      f: a loss, which is differentiated, or a step; as for `verify`.
+      args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      machine: as `machine()` measured it, here or elsewhere.
+    """
+    run, _ = run_of(f, args)
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    devices = max((s.num_devices for s in shardings if s is not None), default=1)
+    return Fits(machine, devices, tuple(_fits(jax.make_jaxpr(run)(*args), machine, devices)))
+
+
+def _fits(jaxpr: Jaxpr, machine: Machine, devices: int) -> Iterator[Fit]:
+    """Of each forward loop that moves something, and the backward loop of the same layers."""
+    passes: dict[Any, list[Loops]] = {forward_p: [], backward_p: []}
+    _collect(jaxpr, passes)
+    backward = {(part.layer, part.start): part for loops in passes[backward_p] for part in loops.parts}
+    for loops in passes[forward_p]:
+        for part in loops.parts:
+            if part.on_host and (back := backward.get((part.layer, part.start))):
+                yield _fit(part, back, machine, devices)
+
+
+def _collect(jaxpr: Jaxpr, passes: dict[Any, list[Loops]]) -> None:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in passes:
+            passes[eqn.primitive].append(eqn.params["loops"])
+        for body in nested(eqn):
+            _collect(body, passes)
+
+
+def _fit(forward: Part, backward: Part, machine: Machine, devices: int) -> Fit:
+    there, back = (cost(part.jaxpr, machine, devices) for part in (forward, backward))
+    bus, stored = machine.bus(devices), [place for place in forward.places() if place != "operand"]
+    results = forward.jaxpr.out_avals[len(forward.jaxpr.out_avals) - len(stored) :]
+    sizes = [nbytes(aval) // devices for aval, place in zip(results, stored, strict=True) if place == "host"]
+    ms = lambda size, rate: size / rate / 1e6
+    return Fit(
+        forward.layers,
+        forward.on_host,
+        1e3 * there.seconds,
+        1e3 * back.seconds,
+        tuple(
+            Copy(names, size, ms(size, bus.d2h), ms(size, bus.h2d))
+            for names, size in zip(forward.layer.for_host, sizes, strict=True)
+        ),
+        there.unknown | back.unknown,
+    )

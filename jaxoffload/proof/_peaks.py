@@ -1,0 +1,81 @@
+"""The peak of allocated device memory of a function and of its twin, each in a process that does nothing else.
+
+For the command line, before it touches a GPU itself: what a process has allocated before cannot be told apart.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._twin import twin
+from .._xla import compiler_options
+from ._checks import twin_that_fits
+from ._subject import Subject, compiled, subject_of
+
+
+class Peaks(NamedTuple):
+    """In bytes, of one device; `most`: of how many layers of each scan the first ran, None for all."""
+
+    ours: int
+    twins: int
+    most: int | None
+
+
+def peaks_of(command: Sequence[str]) -> Peaks | str:
+    """Of what a command, a process of this module's `measured`, prints; or why there are none."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or not any(map(importlib.util.find_spec, _PLUGINS)):
+        return "this is no GPU"
+    twins = _run([*command, "--peak", "twin"])
+    if isinstance(twins, str):
+        return twins
+    ours = _run([*command, "--peak", "ours", "--layers", str(twins["most"] or 0)])
+    return ours if isinstance(ours, str) else Peaks(ours["peak"], twins["peak"], twins["most"])
+
+
+_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+def _run(command: Sequence[str]) -> dict[str, Any] | str:
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+    printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not printed:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        return f"that process ended with exit status {done.returncode}: {said[-1] if said else 'it said nothing'}"
+    return json.loads(printed[-1])
+
+
+def measured(f: Any, args: tuple[Any, ...], whose: str, most: int | None) -> dict[str, Any]:
+    """What `peaks_of` reads: the peak after three runs on zeros, which take no other memory to make.
+
+    Args:
+      whose: "twin", then of as many layers as fit; or "ours", then of the first `most` layers of each scan.
+    """
+    zeros = jax.tree.map(_zeros, args)
+    subject: Subject | None = subject_of(f, zeros)
+    assert subject
+    if whose == "twin":
+        subject = twin_that_fits(subject)
+        if subject is None:
+            raise MemoryError("the twin does not fit, whatever the number of layers")
+        most, run = subject.most, twin(subject.run)
+    else:
+        run = (subject.with_layers(most) if most else subject).run
+    program = compiled(run, zeros, compiler_options())
+    for _ in range(3):
+        jax.block_until_ready(program(*zeros))
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {"peak": stats["peak_bytes_in_use"], "most": most}
+
+
+def _zeros(x: Any) -> Any:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), x.shape) if x.shape else jax.random.key(0)
+    sharding = getattr(x, "sharding", None)
+    return jnp.zeros(x.shape, x.dtype, device=sharding)

@@ -1,0 +1,52 @@
+"""Records what `jax.profiler` says of real steps, for test_streams.py: python tests/record_traces.py FOLDER COMMIT
+
+Needs an NVIDIA GPU. Each file holds the events of the GPU's streams and the program that ran, where they came from, and
+what `profile_of` made of them then.
+"""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+from benchmarks.peers import provenance
+from jaxoffload import proof
+from jaxoffload.proof._profile import profile_of
+from jaxoffload.proof._program import host_copies, instructions
+from jaxoffload.proof._subject import subject_of
+from jaxoffload.proof._trace import traced
+from models.train import step_for
+
+SMALL = ["model.dtype=bfloat16", "train.batch_size=2", "train.seq_len=2048", "remat.min_offload_bytes=0"]
+STEPS = {
+    "dense": ["configs/llama-1b.yaml", "model.layers=6", "model.vocab_size=2048", *SMALL],
+    "moe": [
+        "configs/tiny-moe.yaml",
+        *SMALL,
+        *["model.d_model=1024", "model.heads=8", "model.d_ff=2048", "model.d_expert=1024", "model.layers=5"],
+        *["model.attention=cudnn", "model.grouped=auto", "train.loss_chunk=1024"],
+    ],
+}
+TAKEN = 2
+
+
+def record(name: str, folder: Path) -> proof.Profile:
+    step, args, _, _ = step_for(*STEPS[name])
+    subject = subject_of(step, args)
+    program, arrays = subject.fast_program, subject.arrays
+    jax.block_until_ready(program(*arrays))
+    events = next(iter(traced(lambda: [jax.block_until_ready(program(*arrays)) for _ in range(TAKEN)]).values()))
+    text = program.as_text()
+    found = profile_of(events, host_copies(list(instructions(text))), TAKEN, jax.devices()[0].device_kind)
+    kept = {**provenance("record_traces", sys.argv[2] if len(sys.argv) > 2 else "unknown"), "of": STEPS[name]}
+    kept |= {"steps": TAKEN, "profile": json.loads(found.to_json()), "events": events, "program": text}
+    with gzip.open(folder / f"{name}.json.gz", "wt") as file:
+        json.dump(kept, file)
+    return found
+
+
+if __name__ == "__main__":
+    for name in STEPS:
+        print(name, record(name, Path(sys.argv[1])), sep="\n")

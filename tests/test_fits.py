@@ -1,0 +1,197 @@
+"""machine() and what is predicted with it: costs by hand, whether copies fit, and what is kept of a measurement."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxoffload import Policy, chain, machine, scan, tag
+from jaxoffload.__main__ import main
+from jaxoffload.proof import Machine, _machine, fits, known_machine
+from jaxoffload.proof._cost import cost
+from jaxoffload.proof._machine import Bus, attention_flops
+
+# Round numbers: a bfloat16 product of 10**9 FLOPs takes 1 ms, 10**6 bytes of memory 1 ms, of the bus 10 ms.
+MACHINE = Machine("a GPU", 2, "0", Bus(0.1, 0.05, 0.04, 0.04), Bus(0.025, 0.05, 0.02, 0.02), 1.0, (0.5, 0.25), 1.0)
+MS_A_BYTE = 1e-6
+
+
+def auto(size):
+    return AbstractMesh((size,), ("d",), axis_types=(AxisType.Auto,))
+
+
+def ms(f, *shapes, dtype=jnp.bfloat16, devices=1):
+    jaxpr = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+    return 1e3 * cost(jaxpr, MACHINE, devices).seconds
+
+
+def moved(*elements, size=2):
+    return pytest.approx(MS_A_BYTE * size * sum(elements))
+
+
+def test_products_take_their_flops_or_their_bytes():
+    big, wide = (1000, 1000), (1000, 10)
+    assert ms(jnp.dot, big, big) == pytest.approx(6.0)  # 2 ms of FLOPs, and 6 of bytes
+    assert ms(lambda x, w: x @ w, (10_000, 1000), big) == pytest.approx(2 * (10_000_000 * 2 + 1_000_000) / 1e6)
+    fast = dataclasses.replace(MACHINE, hbm_gb_s=1e9)
+    jaxpr = jax.make_jaxpr(jnp.dot)(jnp.ones(big, jnp.bfloat16), jnp.ones(wide, jnp.bfloat16))
+    assert 1e3 * cost(jaxpr, fast).seconds == pytest.approx(2 * 1000 * 1000 * 10 / 1e9, rel=1e-3)
+    jaxpr = jax.make_jaxpr(jnp.dot)(jnp.ones(big), jnp.ones(wide))  # float32: half as fast
+    assert 1e3 * cost(jaxpr, fast).seconds == pytest.approx(2 * 2 * 1000 * 1000 * 10 / 1e9, rel=1e-3)
+    assert 1e3 * cost(jaxpr, fast, devices=4).seconds == pytest.approx(1000 * 1000 * 10 / 1e9, rel=1e-3)
+
+
+def test_what_is_fused_is_read_once_and_written_once():
+    n = (1000,)
+    assert ms(lambda x: jnp.sin(x) * jnp.cos(x) + x, n) == moved(1000, 1000)
+    assert ms(lambda x, y: x + y, n, n) == moved(3000)
+    assert ms(lambda x: jnp.max(jnp.exp(x)), n) == moved(1000, 1)
+    assert ms(lambda x: x.reshape(10, 100).T, n) == 0  # nothing is moved for it
+    assert ms(lambda x: tag(jnp.sin(x), "a"), n) == moved(1000, 1000)
+    assert ms(lambda x: lax.dynamic_slice(x, (3,), (10,)) + 1, n) == moved(10, 10)
+    # Between two products it is written for the second; the first wrote its own result.
+    square = (100, 100)
+    both = lambda x: jnp.sin(x @ x) @ x
+    assert ms(both, square) == moved(3 * 10_000, 2 * 10_000, 3 * 10_000)
+
+
+def test_what_is_nested_counts_as_often_as_it_runs():
+    x, body = (100,), lambda x: jnp.sin(x) + 1
+    once = moved(200)
+    assert ms(jax.jit(body), x) == once
+    assert ms(lambda x: lax.scan(lambda c, _: (body(c), None), x, length=7)[0], x) == pytest.approx(7 * ms(body, x))
+    longer = lambda x: lax.cond(x[0] > 0, body, lambda x: jnp.sort(body(x)), x)
+    assert ms(longer, x) >= ms(lambda x: jnp.sort(body(x)), x) > ms(body, x)
+    inside = jax.shard_map(body, mesh=auto(4), in_specs=P("d"), out_specs=P("d"))
+    assert ms(inside, x, devices=4) == pytest.approx(ms(body, x) / 4)
+
+
+def test_kernels_of_which_nothing_is_known_are_named():
+    kernel = lambda x: jax.ffi.ffi_call("secret", jax.ShapeDtypeStruct((50,), jnp.float32))(x)
+    found = cost(jax.make_jaxpr(kernel)(jnp.ones(100)), MACHINE)
+    assert found.unknown and 1e3 * found.seconds == moved(150, size=4)
+    assert not cost(jax.make_jaxpr(jnp.sort)(jnp.ones(100)), MACHINE).unknown
+
+
+def test_grouped_products_and_attention_by_their_shapes():
+    product = lambda x, w: jax.ffi.ffi_call("grouped", jax.ShapeDtypeStruct((10, 7), jnp.bfloat16))(x, w)
+    jaxpr = jax.make_jaxpr(product)(jnp.ones((10, 5), jnp.bfloat16), jnp.ones((3, 5, 7), jnp.bfloat16))
+    fast = dataclasses.replace(MACHINE, hbm_gb_s=1e9)
+    found = cost(jaxpr, fast)
+    assert not found.unknown and found.seconds == pytest.approx(2 * 10 * 5 * 7 / 1e12, rel=1e-3)
+    assert attention_flops((2, 8, 3, 4), (2, 6, 1, 4), causal=False) == 2 * (2 * 2 * 3 * 8 * 6 * 4)
+    assert attention_flops((2, 8, 3, 4), (2, 8, 1, 4), causal=True) == 2 * 2 * 3 * 8 * 8 * 4
+
+
+RULES = Policy({"a": "offload", "b": "offload"}, min_offload_bytes=0)
+
+
+def body(x, w):
+    a = tag(jnp.sin(x @ w), "a")
+    return tag(jnp.cos(a), "b") @ w.T, None
+
+
+def loss(x, w):
+    return jnp.sum(scan(body, x, w, policy=RULES)[0])
+
+
+ARGS = jax.ShapeDtypeStruct((100, 20), jnp.float32), jax.ShapeDtypeStruct((5, 20, 30), jnp.float32)
+
+
+def test_whether_copies_fit_by_hand():
+    (loop,) = fits(loss, *ARGS, machine=MACHINE).loops
+    size = 100 * 30 * 4
+    assert [(c.residual, c.bytes) for c in loop.copies] == [("a", size), ("b", size)]
+    assert loop.copies[0].d2h_ms == pytest.approx(size / 1e5) and loop.copies[0].h2d_ms == pytest.approx(size / 5e4)
+    # Forward: x and w, the product's result; that is read and a written; b written; b, w and the result.
+    reads = [2000 + 600 + 3000, 3000 + 3000 + 3000, 3000 + 600 + 2000]
+    assert loop.forward_ms == moved(*reads, size=4)
+    assert (loop.layers, loop.moved) == (5, 4) and loop.backward_ms > loop.forward_ms
+    both = loop.together
+    assert both.bytes == 2 * size and both.d2h_ms == 2 * loop.copies[0].d2h_ms
+    longer = both.d2h_ms - loop.forward_ms + both.h2d_ms - loop.backward_ms
+    assert loop.exposed_ms == pytest.approx(5 * longer) and not loop.fits(both)
+    assert fits(loss, *ARGS, machine=MACHINE).exposed_share == pytest.approx(
+        longer / (loop.forward_ms + loop.backward_ms), abs=1e-4
+    )
+
+
+def test_on_a_faster_bus_they_fit():
+    fast = dataclasses.replace(MACHINE, one=Bus(100, 100, 50, 50))
+    found = fits(loss, *ARGS, machine=fast)
+    assert found.exposed_ms == 0 and found.loops[0].fits(found.loops[0].together)
+    assert "does not fit" not in str(found) and str(found).count("  fits") == 3
+    assert "does not fit" in str(fits(loss, *ARGS, machine=MACHINE))
+
+
+def test_devices_share_what_moves_and_the_bus():
+    mesh = auto(2)
+    spread = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P())) for a in ARGS)
+    (one,), (two,) = (fits(loss, *args, machine=MACHINE).loops for args in (ARGS, spread))
+    assert two.copies[0].bytes * 2 == one.copies[0].bytes
+    assert two.copies[0].d2h_ms == pytest.approx(2 * one.copies[0].d2h_ms)  # half of it, at a quarter of the rate
+    assert two.forward_ms == pytest.approx(one.forward_ms / 2)
+
+
+def test_a_step_and_what_does_not_move():
+    step = lambda x, w: jax.tree.map(jnp.add, w, jax.grad(loss, argnums=1)(x, w))
+    assert fits(step, *ARGS, machine=MACHINE).loops == fits(loss, *ARGS, machine=MACHINE).loops
+    kept = lambda x, w: jnp.sum(scan(body, x, w, policy=Policy({"a": "save"}))[0])
+    assert fits(kept, *ARGS, machine=MACHINE).loops == ()
+    two = [ARGS[1].update(shape=ARGS[1].shape[1:])] * 2
+    of_chain = lambda x, ws: jnp.sum(chain([lambda x, w: body(x, w)[0]] * 2, x, ws, policy=RULES))
+    assert fits(of_chain, ARGS[0], two, machine=MACHINE).loops == ()
+
+
+def test_a_machine_comes_back_whole():
+    assert Machine.from_json(MACHINE.to_json()) == MACHINE
+    for wrong in ("{}", "no json", "[]", json.dumps(json.loads(MACHINE.to_json()) | {"more": 1})):
+        with pytest.raises(ValueError, match="not what `python -m jaxoffload machine --json` prints"):
+            Machine.from_json(wrong)
+    assert "each of all GPUs" in str(MACHINE) and "each" not in str(dataclasses.replace(MACHINE, gpus=1))
+
+
+def test_it_is_measured_once(monkeypatch, tmp_path):
+    measured = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(_machine.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_machine, "_measured", lambda: measured.append(1) or MACHINE)
+    assert known_machine() is None
+    assert machine() == machine() == known_machine() == MACHINE and len(measured) == 1
+    assert machine(again=True) == MACHINE and len(measured) == 2
+    (kept,) = (tmp_path / "jaxoffload").iterdir()
+    kept.write_text("half of a fi")
+    assert known_machine() is None and machine() == MACHINE and len(measured) == 3
+
+
+def test_the_command_line(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "machine.json"
+    file.write_text(MACHINE.to_json())
+    asked = ["report", "test_fits:made", "--machine", str(file)]
+    assert main(asked) == 0
+    assert capsys.readouterr().out.endswith(f"{fits(loss, *ARGS, machine=MACHINE)}\n")
+    assert main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]["loops"][0]["copies"][0]["fits"] is False
+    file.write_text("{}")
+    assert main(asked) == 2 and f"--machine {file}: this is not what" in capsys.readouterr().err
+    assert main([*asked[:3], "no.json"]) == 2 and "No such file" in capsys.readouterr().err
+    assert main(["machine"]) == 2 and "machine: needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+def made():
+    return loss, ARGS
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = machine()
+    assert found.gpus == jax.local_device_count() and found.device == jax.devices()[0].device_kind
+    rates = [*found.one, *found.all, found.gemm_tflops, *found.attention_tflops, found.hbm_gb_s]
+    assert all(rate > 0 for rate in rates), found
+    assert known_machine() == machine() == found

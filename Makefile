@@ -36,7 +36,7 @@ lint: .venv/test
 test-gpu:
 	$(PYTHON) -m pytest -m gpu $(ARGS)
 
-# PART=1/3: a third of the claims that need an H200, in at most 8 minutes; GPUS=2: those that need two.
+# PART=1/4: a quarter of the claims that need an H200, in at most 8 minutes; GPUS=2: those that need two.
 claims-gpu:
 	$(PYTHON) -m benchmarks.claims $(if $(PART),--part $(PART)) --gpus $(GPUS) $(ARGS)
 

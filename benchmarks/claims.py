@@ -1,6 +1,6 @@
 """The README's claims, and the test or the measurement that checks each.
 
-    python -m benchmarks.claims [--part 1/3] [--gpus 2]    # measures, and adds to benchmarks/results/claims.json
+    python -m benchmarks.claims [--part 1/4] [--gpus 2]    # measures, and adds to benchmarks/results/claims.json
     python -m benchmarks.claims --page                     # writes benchmarks/CLAIMS.md
 
 A part of several takes at most 8 minutes. This process never touches a GPU. Exit status: 1 if a claim fails, or if its
@@ -107,7 +107,7 @@ PREFACE = """\
 
 <!-- made from benchmarks/claims.yaml by python -m benchmarks.claims --page -->
 
-`make claims` runs the tests and needs no GPU; `make test` runs them among all others. `make claims-gpu PART=1/3`, then
+`make claims` runs the tests and needs no GPU; `make test` runs them among all others. `make claims-gpu PART=1/4`, then
 `2/3` and `3/3`, run what needs one H200, each in at most 8 minutes; `make claims-gpu GPUS=2` what needs two. What was
 found, on what, is in [`results/claims.json`](results/claims.json). Below, `OUT.json` and `OUT.xml` stand for a file,
 and under a command is what must stand in it."""
@@ -167,7 +167,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def fraction(text: str) -> tuple[int, int]:
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, such as 1/3")
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, such as 1/4")
     return int(number), int(count)
 
 

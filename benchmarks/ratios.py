@@ -24,22 +24,29 @@ def ratios(case: Case, modes: dict[str, Any], options: argparse.Namespace) -> di
     """All that these modes allow."""
     step = {mode: result["step_ms"] for mode, result in modes.items()}
     found = {f"{a}/{b}": round(step[a] / step[b], 4) for a, b in RATIOS if {a, b} <= step.keys()}
+    if step.keys() >= {"remat", "saved_all", "ours_saved_all", "ours_best"}:
+        found |= won_back(modes)
     return found | (shares(case, modes, options) if step.keys() >= NEEDED else {})
 
 
-def shares(case: Case, modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
-    """`won_back`: of the time that recomputation costs, what offload wins back at no more memory; its limit is the
-    bus's. `freed/predicted`: device bytes, against the twin that saves. `exposed`: copies that nothing hides."""
+def won_back(modes: dict[str, Any]) -> dict[str, float]:
+    """Of the time that recomputation costs, what offload wins back at no more memory."""
     ms = {mode: m["step_ms"] for mode, m in modes.items()}
-    ours, twin = modes["ours"], modes["ours_saved"]
     won = ms["remat"] - ms["ours_best"]
     found = {
         # JAX's own policies cannot keep all of cuDNN's attention: with all names saved its forward pass runs again.
         "won_back": won / (ms["remat"] - min(ms["saved_all"], ms["ours_saved_all"])),
         "won_back against JAX's saved_all": won / (ms["remat"] - ms["saved_all"]),
         "ours_best/remat by temp_gib": modes["ours_best"]["temp_gib"] / modes["remat"]["temp_gib"],
-        "compile_ours/compile_scan": ours["compile_s"] / modes["saved"]["compile_s"],
     }
+    return {name: round(ratio, 4) for name, ratio in found.items()}
+
+
+def shares(case: Case, modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+    """`won_back` and its limit, which is the bus's. `freed/predicted`: device bytes, against the twin that saves.
+    `exposed`: copies that nothing hides."""
+    ours, twin = modes["ours"], modes["ours_saved"]
+    found = {**won_back(modes), "compile_ours/compile_scan": ours["compile_s"] / modes["saved"]["compile_s"]}
     on_host = ours["residuals_host_gib"] / options.fsdp / options.expert  # of a device
     # Of the rows of the stacks one stays empty, and what another holds is on its way back, on the device.
     moved = on_host * (options.layers - 2) / options.layers

@@ -38,9 +38,9 @@ def record(name: str, folder: Path) -> proof.Profile:
     program, arrays = subject.fast_program, subject.arrays
     jax.block_until_ready(program(*arrays))
     events = next(iter(traced(lambda: [jax.block_until_ready(program(*arrays)) for _ in range(TAKEN)]).values()))
-    text = program.as_text()
+    text = "\n".join(line[:4000] for line in program.as_text().splitlines())  # without the kernels that are in it
     found = profile_of(events, host_copies(list(instructions(text))), TAKEN, jax.devices()[0].device_kind)
-    kept = {**provenance("record_traces", sys.argv[2] if len(sys.argv) > 2 else "unknown"), "of": STEPS[name]}
+    kept = {**provenance("", sys.argv[2]), "command": " ".join(["python", *sys.argv]), "of": STEPS[name]}
     kept |= {"steps": TAKEN, "profile": json.loads(found.to_json()), "events": events, "program": text}
     with gzip.open(folder / f"{name}.json.gz", "wt") as file:
         json.dump(kept, file)

@@ -101,6 +101,40 @@ def test_the_speed_of_grouped_products():
     assert f"at {speed['mosaic']:.0%} with".replace("%", " %") in TEXT
 
 
+def test_the_steps_of_experts_on_one_gpu():
+    measured = result("moe")["modes"]
+    ours, remat, nothing = steps("moe", "ours_best", "remat", "ours_saved_all")
+    assert measured["ours_best"]["temp_gib"] <= measured["remat"]["temp_gib"]
+    assert f"takes {ours} ms, in the memory in which recomputing everything takes {remat} ms" in TEXT
+    assert f"recomputing nothing takes {nothing} ms" in TEXT
+
+
+def test_the_losses_of_experts():
+    lines = [line for more in ("", "-te", "-fp8") for line in result(f"losses-moe{more}")["lines"]]
+    assert [line["overrides"].removeprefix("model.grouped=") for line in lines] == [
+        "ragged",
+        "mosaic",
+        "te",
+        "te model.quantize=fp8",
+    ]
+    assert {line["losses that differ"] for line in lines} == {0}
+    last = [line.get("losses", line.get("first and last loss"))[-1] for line in lines]
+    assert max(last) < 1.02 * min(last)
+
+
+def test_the_steps_with_the_attention_of_transformer_engine():
+    measured = result("dense-te-candidates")["modes"]
+    ours, remat = steps("dense-te-candidates", "ours_best", "remat")
+    assert measured["ours_best"]["temp_gib"] <= measured["remat"]["temp_gib"]
+    assert f"takes {ours} ms in the memory of recomputing everything, which takes {remat} ms" in TEXT
+
+
+def test_what_fits_is_what_was_measured_to():
+    lines = result("fits")["lines"]
+    assert len(lines) == 10 and {line["fits"] for line in lines} == {True, False}
+    assert [line["fits"] for line in lines] == [line["measured to fit"] for line in lines]
+
+
 def test_what_moves_makes_it_faster_until_copies_take_as_long_as_the_forward_pass():
     swept = result("sweep")["lines"]
     fastest = min((line for line in swept if line["how"] == "jaxoffload"), key=lambda line: line["step_ms"])

@@ -1,13 +1,15 @@
 """Traces, and what profile() makes of them, against a trace made by hand."""
 
 import dataclasses
+import gzip
 import json
+from pathlib import Path
 
 import jax
 import pytest
 
 import jaxoffload
-from jaxoffload.proof import read_profile
+from jaxoffload.proof import _program, read_profile
 from jaxoffload.proof._profile import profile_of
 from jaxoffload.proof._program import Copy, host_copies, instructions
 from jaxoffload.proof._trace import Event, events_of, merged, overlap, read, summary
@@ -190,3 +192,51 @@ def test_a_profile_needs_a_gpu():
         jaxoffload.profile(lambda x: x, 1.0)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         jaxoffload.profile(lambda x: x, 1.0, steps=0)
+
+
+# ---- real traces; record_traces.py made them
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def recorded(request):
+    with gzip.open(Path(__file__).parent / f"data/{request.param}.json.gz", "rt") as file:
+        made = json.load(file)
+    assert "H200" in made["device"] and made.keys() > {"versions", "command", "commit", "of"}
+    lines = list(instructions(made["program"]))
+    events = [Event(*e) for e in made["events"]]
+    return request.param, made, profile_of(events, host_copies(lines), made["steps"], "a GPU"), lines
+
+
+# Of the configs that were recorded, by hand: residual -> bytes of a layer, in bfloat16 and float32.
+TOKENS = 2 * 2048
+MOVED = {
+    "dense": dict.fromkeys(("layer_input", "mlp_input", "attn/context.0"), TOKENS * 2048 * 2)
+    | {"attn/context.1": TOKENS * 32 * 4},  # softmax statistics of 32 heads
+    "moe": {f"moe/fc1.{leaf}": 2 * TOKENS * 1024 * 2 for leaf in ("gate", "up")},
+}
+LAYERS = {"dense": 6, "moe": 4}  # that one loop computes, the last of them resident
+
+
+def test_each_copy_of_a_real_step_has_its_residual_and_layer(recorded):
+    which, made, found, _ = recorded
+    assert found.unattributed_ms == 0 and found.collective_ms == 0
+    assert {m.residual: m.bytes for m in found.moves} == MOVED[which]
+    there = list(range(LAYERS[which] - 1))
+    for residual in MOVED[which]:
+        layers = lambda way, r=residual: [m.layer for m in found.moves if (m.residual, m.direction) == (r, way)]
+        assert layers("d2h") == [None, *there] and layers("h2d") == [*reversed(there), None]
+    assert json.loads(found.to_json())["totals"] == made["profile"]["totals"]
+
+
+def test_copies_of_a_real_step_are_on_streams_of_their_own(recorded):
+    _, made, found, lines = recorded
+    copying = {m.stream for m in found.moves}
+    assert not copying & {e[0] for e in made["events"] if not e[1].startswith(("Memcpy", "Memset"))}
+    assert not list(_program.kernels_on_host_memory(lines)) and not list(_program.out_of_range(lines))
+    assert all(20 < m.gb_per_s < 64 for m in found.moves if m.bytes > 2**20)  # of a PCIe 5 x16 bus
+
+
+def test_a_real_step_is_about_what_its_parts_are(recorded):
+    _, made, found, _ = recorded
+    assert made["steps"] == 2 and found.spread_ms[0] <= found.step_ms <= found.spread_ms[1]
+    assert 0 < found.exposed_ms < sum(m.ms for m in found.moves) < found.compute_ms < found.spread_ms[1]

@@ -20,8 +20,9 @@ import numpy as np
 
 from benchmarks import peers, streams
 
-# "stock": without what `grouped_matmul` defines of the rows past all groups.
-KINDS = ("te", "te, stock", "mosaic", "mosaic, stock", "ragged")
+# "full": `grouped_matmul(full=True)`. "stock": without `grouped_matmul`, which by default says of the rows past all
+# groups what they are.
+KINDS = ("te", "te, full", "te, stock", "mosaic", "mosaic, full", "mosaic, stock", "ragged")
 
 
 def main() -> None:
@@ -97,7 +98,8 @@ def product_of(kind: str) -> Callable[..., Any]:
             lambda kept, dy: (mosaic.dx(dy, *kept[1:]), mosaic.dw(kept[0], dy, kept[2]), None),
         )
         return product
-    return lambda x, w, sizes: grouped_matmul(x, w, sizes, backend=kind)
+    backend, _, full = kind.partition(", ")
+    return lambda x, w, sizes: grouped_matmul(x, w, sizes, backend=backend, full=bool(full))
 
 
 def timed(

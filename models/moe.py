@@ -102,10 +102,11 @@ def experts(
                 chosen.sizes_E, len(rows_RxD), parts, room, "expert", align, config.exchange == "ragged"
             )
             there = [exchange.to_experts(x, plan, parts, "expert") for x in (rows_RxD, weight_Rx1)]
-            computed = _computed(config, *there, plan.sizes_L, own)
+            computed = _computed(config, *there, plan.sizes_L, own, full=False)
             rows_RxD = exchange.from_experts(computed, plan, len(rows_RxD), parts, "expert")
         else:
-            rows_RxD = _computed(config, rows_RxD, weight_Rx1, routing.aligned(chosen.sizes_E, align), own)
+            sizes_E = routing.aligned(chosen.sizes_E, align)
+            rows_RxD = _computed(config, rows_RxD, weight_Rx1, sizes_E, own, full=align == 1)
         out_TxD = routing.combine(rows_RxD, chosen)
         if sizes.get("tensor", 1) > 1:  # each device had a part of F
             out_TxD = lax.psum(out_TxD, "tensor")
@@ -114,10 +115,17 @@ def experts(
 
 
 def _computed(
-    config: Model, rows_RxD: jax.Array, weight_Rx1: jax.Array, sizes_L: jax.Array, own: dict[str, jax.Array]
+    config: Model,
+    rows_RxD: jax.Array,
+    weight_Rx1: jax.Array,
+    sizes_L: jax.Array,
+    own: dict[str, jax.Array],
+    full: bool,
 ) -> jax.Array:
-    """(R, D): what the experts here make of their rows, which are sorted by expert, times each row's weight."""
-    product = functools.partial(grouped_matmul, group_sizes=sizes_L, backend=config.grouped, quantize=config.quantize)
+    """(R, D): what the experts here make of their rows, which are sorted by expert, times each row's weight. `full`:
+    all R are some expert's."""
+    how: dict[str, Any] = {"backend": config.grouped, "quantize": config.quantize, "full": full}
+    product = functools.partial(grouped_matmul, group_sizes=sizes_L, **how)
     leaves = first_leaves(config.activation)
     fc1 = product(rows_RxD, [own[leaf] for leaf in leaves], name="fc1_input")
     fc1 = tag(dict(zip(leaves, fc1, strict=True)), "fc1")

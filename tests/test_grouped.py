@@ -218,9 +218,10 @@ def loop(x, w, sizes, dy):
     return y, dx, dw
 
 
-@jax.jit(static_argnames=("backend", "quantize"))
-def products(x, w, sizes, dy, backend, quantize=None):
-    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, backend=backend, quantize=quantize), x, w)
+@jax.jit(static_argnames=("backend", "quantize", "full"))
+def products(x, w, sizes, dy, backend, quantize=None, full=False):
+    f = lambda x, w: grouped_matmul(x, w, sizes, backend=backend, quantize=quantize, full=full)
+    y, pull = jax.vjp(f, x, w)
     return y, *pull(dy)
 
 
@@ -265,6 +266,17 @@ def test_products_equal_a_loop_over_groups(backend, dtype, bound, shape):
         y, dx, dw = map(np.asarray, got)
         assert not y[sum(sizes) :].any() and not dx[sum(sizes) :].any(), name
         assert not dw[np.array(sizes) == 0].any(), name
+        if sum(sizes) == 192:
+            full = products(*args, backend, full=True)
+            assert all(np.array_equal(a, b) for a, b in zip(got, full, strict=True)), name
+
+
+def test_full_masks_nothing():
+    args = operands(192, 64, 128, 4, FLOAT, CASES["uneven"])
+    selects = lambda full: count(jax.make_jaxpr(lambda *a: products(*a, "ragged", full=full))(*args), "select_n")
+    assert selects(False) - selects(True) == 2  # y's and dx's rows
+    with pytest.raises(ValueError, match=r"full: True, but group_sizes: \[16, 0, 96, 32\] sum up to 144 of 192 rows"):
+        grouped_matmul(*args[:2], jnp.asarray(CASES["fewer"], jnp.int32), backend="ragged", full=True)
 
 
 def test_ragged_ignores_even_what_is_not_finite_past_all_groups():

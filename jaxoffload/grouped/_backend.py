@@ -36,6 +36,7 @@ class Backend(NamedTuple):
     refuses: why it cannot do a product of this shape, None if it can.
     forward: (x, w, group_sizes) -> (M, N); dx: (dy, w, group_sizes) -> (M, K);
     dw: (x, dy, group_sizes) -> (G, K, N), zero for an empty group. All of x's dtype, accumulated in float32.
+    dw_full: dw where the sizes sum up to M, if that is less to do.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Backend(NamedTuple):
     forward: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     dx: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     dw: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    dw_full: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
 
 
 class Half(NamedTuple):

@@ -29,6 +29,7 @@ def grouped_matmul(
     *,
     backend: Literal["auto", "ragged", "mosaic", "te"] = "auto",
     quantize: Literal["fp8"] | None = None,
+    full: bool = False,
     name: str = "",
 ) -> Any:
     """`x[rows of group g] @ w[g]` for each group g. Differentiable in x and w, in reverse mode, once.
@@ -53,6 +54,8 @@ def grouped_matmul(
         Hopper GPUs; 16-bit operands, K and N multiples of 64, M one of 8 and at least 64, no FP8. "te":
         TransformerEngine; for FP8, K, N, M and each group's size must be multiples of 16. "auto": `chosen_backend`.
       quantize: "fp8", or None for plain operands.
+      full: the sizes sum up to M, so that no rows have to be set to zero. Where they do not, and nobody notices, rows
+        past all groups are anything, and spoil w's cotangent.
       name: what x is tagged, inside the scope that is open; quantised, what its copies are.
 
     Returns:
@@ -72,11 +75,11 @@ def grouped_matmul(
     if quantize and len(set(names)) > 1:
         names = ["ragged"] * len(names)  # of x there is one quantised copy
     chosen = [_backend(one_name, x, one, quantize) for one_name, one in zip(names, matrices, strict=True)]
-    _check_values(group_sizes, x.shape[0], te.FP8_MULTIPLE if te.TE_FP8 in chosen else 1)
+    _check_values(group_sizes, x.shape[0], te.FP8_MULTIPLE if te.TE_FP8 in chosen else 1, full)
     x, group_sizes, *ws = _varying_alike(*map(jnp.asarray, (x, group_sizes, *matrices)))
     if quantize is None:
         x = tag(x, name) if name else x
-        ys = [_product(one, x, w, group_sizes) for one, w in zip(chosen, ws, strict=True)]
+        ys = [_product(one, full, x, w, group_sizes) for one, w in zip(chosen, ws, strict=True)]
     else:  # whose forward rule is traced outside of all scopes
         ys = _product_fp8(chosen[0], _scope.value + name if name else "", x, tuple(ws), group_sizes)
     return list(ys) if isinstance(w, Sequence) else ys[0]
@@ -97,18 +100,22 @@ def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) ->
     return "ragged"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(backend: Backend, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return _product_forward(backend, x, w, group_sizes)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(backend: Backend, full: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return _product_forward(backend, full, x, w, group_sizes)[0]
 
 
-def _product_forward(backend: Backend, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> Any:
-    return in_groups(backend.forward(x, w, group_sizes), group_sizes), (x, w, group_sizes)
+def _product_forward(backend: Backend, full: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> Any:
+    y = backend.forward(x, w, group_sizes)
+    return y if full else in_groups(y, group_sizes), (x, w, group_sizes)
 
 
-def _product_backward(backend: Backend, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _product_backward(backend: Backend, full: bool, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, group_sizes = kept
-    return in_groups(backend.dx(dy, w, group_sizes), group_sizes), backend.dw(x, dy, group_sizes), None
+    dx = backend.dx(dy, w, group_sizes)
+    if full:
+        return dx, (backend.dw_full or backend.dw)(x, dy, group_sizes), None
+    return in_groups(dx, group_sizes), backend.dw(x, dy, group_sizes), None
 
 
 _product.defvjp(_product_forward, _product_backward)
@@ -193,7 +200,7 @@ def _check_arguments(x: Any, w: Any, group_sizes: Any, backend: str, quantize: s
         raise ValueError(f"grouped_matmul: {'; '.join(wrong)}" + "".join(f"; the nearest is {n!r}" for n in near))
 
 
-def _check_values(group_sizes: Any, rows: int, multiple: int) -> None:
+def _check_values(group_sizes: Any, rows: int, multiple: int, full: bool) -> None:
     """What only values tell, where there are any: not in a trace."""
     if isinstance(group_sizes, jax.core.Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
         return
@@ -201,6 +208,10 @@ def _check_values(group_sizes: Any, rows: int, multiple: int) -> None:
     if sizes.min(initial=0) < 0 or sizes.sum() > rows:
         raise ValueError(
             f"grouped_matmul: group_sizes: {sizes.tolist()}; none may be negative, nor the sum over {rows}"
+        )
+    if full and sizes.sum() != rows:
+        raise ValueError(
+            f"grouped_matmul: full: True, but group_sizes: {sizes.tolist()} sum up to {sizes.sum()} of {rows} rows"
         )
     if (sizes % multiple).any():
         raise ValueError(

@@ -149,11 +149,14 @@ def dw(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
         x = in_groups(x, group_sizes)
     else:
         dy = in_groups(dy, group_sizes)
-    sizes = _whole(group_sizes, x.shape[0])
-    return _gemm(tensor(x, sizes), tensor(dy, sizes), _DW)
+    return dw_full(x, dy, _whole(group_sizes, x.shape[0]))
 
 
-TE = Backend("te", refuses, *(unbatched("te", f) for f in (forward, dx, dw)))
+def dw_full(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return _gemm(tensor(x, group_sizes), tensor(dy, group_sizes), _DW)
+
+
+TE = Backend("te", refuses, *(unbatched("te", f) for f in (forward, dx, dw, dw_full)))
 
 
 def refuses_fp8(shape: Shape) -> str | None:

@@ -174,7 +174,10 @@ def _forward_part(
         [_stack(a, part.layers) for a in stays],
         [_filled(a) for a in once],
     )
+    alone = part.layers == 1 < loops.length  # XLA takes the layer out of its loop, and would fuse it with what is near
+    carry = lax.optimization_barrier(carry) if alone else carry
     carry, ys, saved = lax.fori_loop(0, part.layers, layer, (carry, ys, empty), unroll=loops.unroll)
+    carry = lax.optimization_barrier(carry) if alone else carry
     if part.on_host == part.layers:  # not into row 0: outside of the loop XLA:GPU would write it with a kernel
         saved = saved._replace(last=[jax.device_put(x, HOST) for x in saved.last])
     return carry, ys, saved

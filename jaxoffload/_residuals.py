@@ -169,9 +169,9 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
 
 
 def _zero_cotangent(out: Any) -> Any:
-    if jnp.issubdtype(out.dtype, jnp.inexact):
+    if jnp.issubdtype(jnp.result_type(out), jnp.inexact):
         return jnp.zeros_like(out)
-    return np.zeros(out.shape, jax.dtypes.float0)
+    return np.zeros(jnp.shape(out), jax.dtypes.float0)
 
 
 def _tagged(row: Row, kept: list[tuple[Var, Origin]], computed_again: int, bytes_again: int) -> Iterator[Residual]:

@@ -87,8 +87,8 @@ def _first(short: Callable[..., Any], init: Any, xs: Any, length: int, most: int
     """Of a scan the layers that run first; ys of the others are zeros. For `verify`, which says so."""
     there = slice(length - most, None) if reverse else slice(most)
     carry, ys = short(init, jax.tree.map(lambda x: x[there], xs), most)
-    whole = lambda y: jnp.zeros((length, *y.shape[1:]), y.dtype).at[there].set(y)
-    return carry, jax.tree.map(whole, ys)
+    pad = (length - most, 0, 0) if reverse else (0, length - most, 0)
+    return carry, jax.tree.map(lambda y: lax.pad(y, jnp.zeros((), y.dtype), (pad, *[(0, 0, 0)] * (y.ndim - 1))), ys)
 
 
 def _is_array(x: Any) -> bool:

@@ -41,11 +41,12 @@ def most_layers() -> int | None:
 
 
 def with_layers(f: Callable[..., Any], layers: int) -> Callable[..., Any]:
-    """`f`, of each of whose `scan`s only the first so many layers run; ys of the others are zeros."""
+    """`f`, of each of whose `scan`s only the first so many layers run, or fewer if it says so itself; ys of the others
+    are zeros."""
 
     @functools.wraps(f)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        with _most(layers):
+        with _most(layers if _most.value is None else min(layers, _most.value)):
             return f(*args, **kwargs)
 
     return traced

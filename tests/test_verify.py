@@ -1,5 +1,6 @@
 """verify(): what is right holds, each planted fault fails the check that is named for it, and no other."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxoffload import Policy, _layer, _loops, _plan, _scan, _xla, chain, checkpoint, profile, scan, tag
 from jaxoffload.__main__ import main
@@ -199,7 +200,7 @@ def no_more_than_the_twin_of(layers, monkeypatch):
 TALL = jax.random.normal(jax.random.key(1), (64 * BATCH, DIM))  # its residuals are larger than the weights
 
 
-@pytest.mark.parametrize("layers, fitting", [(4, 4), (6, 4)])
+@pytest.mark.parametrize("layers, fitting", [(4, 4), (6, 4), (2, 2)])
 def test_a_twin_that_does_not_fit_has_fewer_layers(layers, fitting, monkeypatch):
     no_more_than_the_twin_of(layers, monkeypatch)
     found = verify(of_scan, TALL, weights(8))
@@ -216,7 +217,25 @@ def test_a_fault_is_found_in_fewer_layers_too(monkeypatch):
 def test_a_twin_that_fits_with_no_layers_is_not_checked(monkeypatch):
     monkeypatch.setattr(_checks, "device_bytes", lambda: 10)
     found = verify(of_scan, X, weights(LAYERS))
-    assert found["gradients"].verdict == "not checked" and "of a device's 10 B, whatever" in found["gradients"].said
+    assert found["gradients"].verdict == "not checked" and "of a device's 10 B, and with" in found["gradients"].said
+
+
+def test_fewer_layers_of_which_none_moves_are_no_evidence(monkeypatch):
+    """One layer is resident; a fault in what moves would not be seen."""
+    no_more_than_the_twin_of(1, monkeypatch)
+    a_host_write_is_skipped(monkeypatch)
+    found = verify(of_scan, TALL, weights(8))["gradients"]
+    assert found.verdict == "not checked" and "with fewer layers that fit nothing moves" in found.said
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_layers_that_have_a_loop_each_equal_the_twin(layers):
+    """XLA takes them out of their loops."""
+    policy = Policy({"a": "offload"}, min_offload_bytes=0, offload_layers=0.25)
+    body = lambda x, w: (jnp.cos(tag(jnp.sin(x @ w), "a")), None)
+    ws = jax.random.normal(jax.random.key(1), (layers, 8, 8))
+    f = lambda x, w: jnp.sum(scan(body, x, w, policy=policy)[0])
+    assert verify(f, jnp.ones((4, 8)), ws)["gradients"].verdict == "holds"
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -229,6 +248,16 @@ def test_the_first_layers_of_a_scan_are_those_that_run_first(reverse):
     got, all_ys = with_layers(run, 3)(2.0, xs)
     assert got == carry and all_ys["y"][there].tolist() == ys["y"].tolist() and all_ys["y"].shape == (5,)
     assert with_layers(run, 5)(2.0, xs)[0] == run(2.0, xs)[0]
+
+
+@pytest.mark.parametrize("mesh_is_set", [False, True])
+def test_the_first_layers_under_explicit_axes(mesh_is_set):
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    x, w = jax.device_put((jnp.ones((4, 8)), jnp.ones((5, 1, 8))), NamedSharding(mesh, PartitionSpec()))
+    run = lambda x, w: scan(lambda x, w: (x * w, x + w), x, w, policy=Policy())
+    with jax.set_mesh(mesh) if mesh_is_set else contextlib.nullcontext(), jax.numpy_rank_promotion("allow"):
+        carry, ys = jax.jit(with_layers(run, 2))(x, w)
+    assert carry.shape == (4, 8) and ys.shape == (5, 4, 8) and ys.sum() == 2 * 2 * 4 * 8
 
 
 @pytest.mark.parametrize("freed, verdict", [(1.0, "holds"), (0.99, "holds"), (0.9, "fails"), (-1.0, "fails")])
@@ -374,7 +403,7 @@ def memory_grows(monkeypatch):
         return lambda *args: leaked.append(program(*args)) or leaked[-1]
 
     monkeypatch.setattr(_subject, "compiled", compiled)
-    monkeypatch.setattr(_checks, "fits", lambda program: True)
+    monkeypatch.setattr(_checks, "has_room_for", lambda program: True)
 
 
 FAULTS = {

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr
 
 from .._memory import readable
 from .._plan import ARGUMENT
-from .._residuals import EMPTY, OFFLOADED, RECOMPUTED, Residual, residuals
+from .._residuals import EMPTY, OFFLOADED, RECOMPUTED, Residual, Residuals, residuals
 from .._twin import twin, with_layers
 from .._xla import compiler_options
 from ._program import collectives, instructions, kernels_on_host_memory, out_of_range, products
@@ -45,13 +45,13 @@ def gradients(subject: Subject) -> Found:
         return NOT_CHECKED, f"not jaxoffload moves {len(crossing)} value(s) to the host, in the twin too"
     fitting = twin_that_fits(subject)
     if fitting is None:
-        return NOT_CHECKED, f"{_need(subject.twins_program)}, whatever the number of layers"
+        return NOT_CHECKED, f"{need(subject.twins_program)}, and with fewer layers that fit nothing moves"
     mine, differ = _compared(fitting.program, fitting.twins_program, subject.arrays)
     if differ and jax.default_backend() == "gpu":  # perhaps in what cuBLAS made one of
         mine, differ = _compared(*fitting.exact_programs(), subject.arrays)
     results, of = len(jax.tree.leaves(mine)), ""
     if fitting.most is not None:
-        of = f", with the first {fitting.most} layers of each scan: {_need(subject.twins_program)}"
+        of = f", with the first {fitting.most} layers of each scan: {need(subject.twins_program)}"
     if differ:
         return FAILS, f"{len(differ)} of {results} results differ: {'; '.join(differ[:3])}{of}"
     if (empty := _says_nothing(mine)) is not None:
@@ -67,13 +67,15 @@ def _compared(program: Any, twins: Any, args: tuple[Any, ...]) -> tuple[Any, lis
 
 def twin_that_fits(subject: Subject) -> Subject | None:
     """The subject, or the same of as many layers of its scans, halved again and again, as the device can hold of the
-    twin; None where it cannot hold it of one."""
-    most = most_layers_of(subject.jaxpr)
-    while not fits(subject.twins_program):
+    twin; None where it can hold none, or none of which anything moves that is to move."""
+    fewer, most = subject, most_layers_of(subject.jaxpr)
+    while not has_room_for(fewer.twins_program):
         if (most := most // 2) < 1:
             return None
-        subject = subject.with_layers(most)
-    return subject
+        fewer = subject.with_layers(most)
+        if subject.crossings and not fewer.crossings:
+            return None
+    return fewer
 
 
 def _says_nothing(results: Any) -> str | None:
@@ -106,7 +108,7 @@ def _differences(mine: Any, others: Any) -> Iterator[str]:
             yield f"{jax.tree_util.keystr(path)}: {apart.sum()} of {a.size} values, by up to {by:.3g}"
 
 
-def fits(program: Any) -> bool:
+def has_room_for(program: Any) -> bool:
     """Whether the device can hold what a program needs, as far as both tell."""
     limit = device_bytes()
     return limit is None or _bytes_needed(program) <= limit
@@ -122,7 +124,7 @@ def _bytes_needed(program: Any) -> int:
     return plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes if plan else 0
 
 
-def _need(program: Any) -> str:
+def need(program: Any) -> str:
     return f"the twin needs {readable(_bytes_needed(program))} of a device's {readable(device_bytes() or 0)}"
 
 
@@ -135,8 +137,7 @@ def conservation(subject: Subject) -> Found:
     if subject.loss is None:
         return NOT_CHECKED, "a step's residuals are inside of it; verify its loss"
     mine, others = (residuals(loss, *subject.args) for loss in (subject.loss, twin(subject.loss)))
-    arguments = {row.names for row in others if row.reason == ARGUMENT}  # which stay with the caller too
-    moved = [r for r in mine if r.state == OFFLOADED and r.reason != EMPTY and r.names not in arguments]
+    moved = _moved(mine, others)
     instead = [r for r in mine if r.state == RECOMPUTED and r.reason == "other_layers"]
     freed, held = others.device_bytes - mine.device_bytes, sum(r.bytes for r in [*moved, *instead])
     how = f"by the jaxpr {readable(freed)} less than the twin's on the device, {readable(held)} on the host"
@@ -146,6 +147,12 @@ def conservation(subject: Subject) -> Found:
         return FAILS, f"{how}: {freed - held:+,} bytes"
     verdicts, said = zip(_planned(subject, moved), _by_peaks(subject), strict=True)
     return FAILS if FAILS in verdicts else HOLDS, "; ".join((how, *said))
+
+
+def _moved(mine: Residuals, others: Residuals) -> list[Residual]:
+    """What the device has less of: arguments that are offloaded stay with the caller too."""
+    arguments = {row.names for row in others if row.reason == ARGUMENT}
+    return [r for r in mine if r.state == OFFLOADED and r.reason != EMPTY and r.names not in arguments]
 
 
 def _planned(subject: Subject, moved: list[Residual]) -> Found:
@@ -169,8 +176,7 @@ def _by_peaks(subject: Subject) -> Found:
     ours, twins, most = subject.peaks
     assert subject.loss
     loss = subject.loss if most is None else with_layers(subject.loss, most)
-    rows = residuals(loss, *subject.args)
-    predicted = _freed(subject, [r for r in rows if r.state == OFFLOADED and r.reason != EMPTY])
+    predicted = _freed(subject, _moved(*(residuals(f, *subject.args) for f in (loss, twin(loss)))))
     if predicted < _VISIBLE:
         return HOLDS, f"not by peaks, in which {readable(predicted)} cannot be seen"
     said = f"at the peak of fresh processes {readable(twins - ours)} less, {_or(predicted)}"

@@ -24,9 +24,12 @@ _SAME |= {"optimization_barrier", "pcast", "pvary"}
 _PARTS = {"slice", "dynamic_slice", "gather"}
 _PRODUCTS = {"dot_general", "ragged_dot_general", "ragged_dot"}
 # Kernels that nothing is fused with; memory bounds them.
-_ALONE = {"sort", "top_k", "scatter", "scatter-add", "cumsum", "psum", "psum_invariant", "all_gather"}
+_ALONE = {"sort", "top_k", "cumsum", "psum", "psum_invariant", "all_gather"}
 _ALONE |= {"all_to_all", "ragged_all_to_all", "reduce_scatter", "ppermute"}
-_OPAQUE = {"pallas_call", "ffi_call", "custom_vmap_call"}
+# Equations that write some of an operand, in place: the operand that says how much.
+_IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
+# Of their FLOPs nothing is known, or only their operands' shapes tell.
+_OPAQUE = {"pallas_call", "ffi_call", "custom_vmap_call", "conv_general_dilated", "fft", "cholesky", "triangular_solve"}
 
 
 class Cost(NamedTuple):
@@ -79,12 +82,18 @@ class _Walk:
             known |= zip(eqn.outvars, self.equation(eqn, [array(atom) for atom in eqn.invars]), strict=False)
         return [array(atom) for atom in jaxpr.outvars]
 
+    def in_place(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
+        self.seconds += self.move(2 * operands[_IN_PLACE[eqn.primitive.name]].bytes)
+        return operands[:1]
+
     def equation(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
         name, bodies = eqn.primitive.name, list(nested(eqn))
         if name in _SAME:
             return operands
+        if name in _IN_PLACE:
+            return self.in_place(eqn, operands)
         if name == "shard_map":
-            return self.on_each(bodies[0], math.prod(_sizes(eqn)), operands)
+            return self.on_each(bodies[0], parts_of(eqn), operands)
         if name in ("scan", "while", "cond"):
             return self.loop(eqn, bodies, operands)
         if name not in _OPAQUE and len(bodies) == 1 and len(bodies[0].invars) == len(operands):
@@ -95,9 +104,9 @@ class _Walk:
 
     def on_each(self, body: Jaxpr, parts: int, operands: list[_Array]) -> list[_Array]:
         """Values are a device's own, in so many parts, inside."""
-        self.devices //= parts
+        self.devices, outside = max(1, self.devices // parts), self.devices
         results = self.through(body, operands)
-        self.devices *= parts
+        self.devices = outside
         return results
 
     def loop(self, eqn: JaxprEqn, bodies: list[Jaxpr], operands: list[_Array]) -> list[_Array]:
@@ -129,8 +138,9 @@ class _Walk:
         return results
 
 
-def _sizes(eqn: JaxprEqn) -> list[int]:
-    return [eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"]]
+def parts_of(eqn: JaxprEqn) -> int:
+    """Over how many devices a `shard_map` divides what it takes."""
+    return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
 
 
 def _is_attention(name: str) -> bool:

@@ -10,8 +10,8 @@ from jax.extend.core import Jaxpr
 
 from .._loops import Loops, Part, backward_p, forward_p
 from .._memory import nbytes, readable
-from ._cost import cost
-from ._machine import Machine
+from ._cost import cost, parts_of
+from ._machine import Bus, Machine
 from ._subject import nested, run_of
 
 
@@ -24,40 +24,44 @@ class Copy(NamedTuple):
     h2d_ms: float
 
 
+# Copies fit where what nothing hides of them is no more of the time that the layers compute.
+FREE = 0.015
+
+
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Layers that one loop computes, and their copies.
+    """Layers that one loop computes, and their copies, on each device.
 
     Attributes:
       layers: of these `moved` have their residuals on the host; each turn of the loop copies, the first an empty row.
+      runs: how often the loop runs in a step; more than once inside of another.
       forward_ms, backward_ms: of one layer, what it recomputes included.
       unknown: kernels that count as long as their bytes take, for no more is known of them.
     """
 
     layers: int
     moved: int
+    runs: int
     forward_ms: float
     backward_ms: float
     copies: tuple[Copy, ...]
     unknown: frozenset[str] = frozenset()
-
-    def fits(self, copy: Copy) -> bool:
-        """One residual's copies alone."""
-        return copy.d2h_ms <= self.forward_ms and copy.h2d_ms <= self.backward_ms
 
     @property
     def together(self) -> Copy:
         return Copy("all together", *(sum(getattr(c, field) for c in self.copies) for field in Copy._fields[1:]))
 
     @property
-    def exposed_ms(self) -> float:
-        """Of all layers, both ways: what lasts longer than the layer beside it."""
-        there, back = self.together.d2h_ms - self.forward_ms, self.together.h2d_ms - self.backward_ms
-        return self.layers * (max(0.0, there) + max(0.0, back))
-
-    @property
     def computing_ms(self) -> float:
-        return self.layers * (self.forward_ms + self.backward_ms)
+        return self.runs * self.layers * (self.forward_ms + self.backward_ms)
+
+    def exposed_ms(self, copy: Copy) -> float:
+        """Of all layers, both ways: what lasts longer than the layer beside it, of these copies alone."""
+        there, back = copy.d2h_ms - self.forward_ms, copy.h2d_ms - self.backward_ms
+        return self.runs * self.layers * (max(0.0, there) + max(0.0, back))
+
+    def fits(self, copy: Copy) -> bool:
+        return self.exposed_ms(copy) <= FREE * self.computing_ms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +73,9 @@ class Fits:
     loops: tuple[Fit, ...]
 
     @property
-    def exposed_ms(self) -> float:
-        return round(sum(loop.exposed_ms for loop in self.loops), 3)
-
-    @property
-    def exposed_share(self) -> float:
-        """Of the time that the layers compute."""
-        computing = sum(loop.computing_ms for loop in self.loops)
-        return round(self.exposed_ms / computing, 4) if computing else 0.0
+    def exposed_ms(self) -> float | None:
+        """Of a step; None where there is no loop to tell it of."""
+        return round(sum(loop.exposed_ms(loop.together) for loop in self.loops), 3) if self.loops else None
 
     def to_json(self) -> str:
         loops = [
@@ -87,14 +86,19 @@ class Fits:
             }
             for loop in self.loops
         ]
-        more = {"devices": self.devices, "exposed_ms": self.exposed_ms, "exposed_share": self.exposed_share}
+        more = {"devices": self.devices, "exposed_ms": self.exposed_ms}
         return json.dumps({"machine": json.loads(self.machine.to_json()), **more, "loops": loops})
 
     def __str__(self) -> str:
+        if not self.loops:
+            return "copies: not predicted, for no scan here moves anything; chain and checkpoint have no loop"
         lines = [f"copies on {self.devices} {self.machine.device}, as FLOPs and bytes predict them"]
+        if self.devices > self.machine.gpus:
+            lines[0] += f" (the bus was measured with {self.machine.gpus} that copied at once)"
         for loop in self.loops:
+            often = f"{loop.runs} times " if loop.runs > 1 else ""
             lines.append(
-                f"{loop.layers} layers, of which {loop.moved} move, each {loop.forward_ms:.2f} ms forward, "
+                f"{often}{loop.layers} layers, of which {loop.moved} move, each {loop.forward_ms:.2f} ms forward, "
                 f"{loop.backward_ms:.2f} ms backward"
             )
             for copy in (*loop.copies, *([loop.together] if len(loop.copies) > 1 else [])):
@@ -103,16 +107,15 @@ class Fits:
                 lines.append(f"  {copy.residual:26} {readable(copy.bytes):>10} {ms}  {verdict}")
             if loop.unknown:
                 lines.append(f"  (of {', '.join(sorted(loop.unknown))} nothing is known but bytes: it may take longer)")
-        lines.append(
-            f"nothing hides {self.exposed_ms:.2f} ms of a step's copies, {self.exposed_share:.1%} of its layers"
-        )
+        lines.append(f"nothing hides {self.exposed_ms:.2f} ms of a step's copies")
         return "\n".join(lines)
 
 
 def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
     """Whether the copies of `f`'s residuals fit behind its layers on such a machine; nothing is run.
 
-    It is told of each `scan` under a policy that offloads; `chain` and `checkpoint` have no loop to tell it of.
+    It is told of each `scan` under a policy that offloads; `chain` and `checkpoint` have no loop to tell it of. What
+    the arguments' devices hold, but for what a `shard_map` divides itself, is taken to be spread evenly over them.
 
     Args:
       f: a loss, which is differentiated, or a step; as for `verify`.
@@ -122,37 +125,49 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
     run, _ = run_of(f, args)
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     devices = max((s.num_devices for s in shardings if s is not None), default=1)
-    return Fits(machine, devices, tuple(_fits(jax.make_jaxpr(run)(*args), machine, devices)))
+    passes: dict[Any, list[_Pass]] = {forward_p: [], backward_p: []}
+    _collect(jax.make_jaxpr(run)(*args), passes, 1, devices)
+    return Fits(machine, devices, tuple(_fits(passes, machine, devices)))
 
 
-def _fits(jaxpr: Jaxpr, machine: Machine, devices: int) -> Iterator[Fit]:
-    """Of each forward loop that moves something, and the backward loop of the same layers."""
-    passes: dict[Any, list[Loops]] = {forward_p: [], backward_p: []}
-    _collect(jaxpr, passes)
-    backward = {(part.layer, part.start): part for loops in passes[backward_p] for part in loops.parts}
-    for loops in passes[forward_p]:
-        for part in loops.parts:
-            if part.on_host and (back := backward.get((part.layer, part.start))):
-                yield _fit(part, back, machine, devices)
+class _Pass(NamedTuple):
+    loops: Loops
+    runs: int
+    devices: int  # over which what it takes is spread
 
 
-def _collect(jaxpr: Jaxpr, passes: dict[Any, list[Loops]]) -> None:
+def _collect(jaxpr: Jaxpr, passes: dict[Any, list[_Pass]], runs: int, devices: int) -> None:
     for eqn in jaxpr.eqns:
         if eqn.primitive in passes:
-            passes[eqn.primitive].append(eqn.params["loops"])
+            loops = eqn.params["loops"]
+            passes[eqn.primitive].append(_Pass(loops, runs, devices))
+            for part in loops.parts:
+                _collect(part.jaxpr, passes, runs * part.layers, devices)
+            continue
+        inside = max(1, devices // parts_of(eqn)) if eqn.primitive.name == "shard_map" else devices
         for body in nested(eqn):
-            _collect(body, passes)
+            _collect(body, passes, runs * eqn.params.get("length", 1), inside)
 
 
-def _fit(forward: Part, backward: Part, machine: Machine, devices: int) -> Fit:
-    there, back = (cost(part.jaxpr, machine, devices) for part in (forward, backward))
-    bus, stored = machine.bus(devices), [place for place in forward.places() if place != "operand"]
+def _fits(passes: dict[Any, list[_Pass]], machine: Machine, devices: int) -> Iterator[Fit]:
+    """Of each forward loop that moves something, and the backward loop of the same layers."""
+    backward = {(part.layer, part.start): part for back in passes[backward_p] for part in back.loops.parts}
+    for one in passes[forward_p]:
+        for part in one.loops.parts:
+            if part.on_host and (back := backward.get((part.layer, part.start))):
+                yield _fit(part, back, one, machine, machine.bus(devices))
+
+
+def _fit(forward: Part, backward: Part, of: _Pass, machine: Machine, bus: Bus) -> Fit:
+    there, back = (cost(part.jaxpr, machine, of.devices) for part in (forward, backward))
+    stored = [place for place in forward.places() if place != "operand"]
     results = forward.jaxpr.out_avals[len(forward.jaxpr.out_avals) - len(stored) :]
-    sizes = [nbytes(aval) // devices for aval, place in zip(results, stored, strict=True) if place == "host"]
+    sizes = [nbytes(aval) // of.devices for aval, place in zip(results, stored, strict=True) if place == "host"]
     ms = lambda size, rate: size / rate / 1e6
     return Fit(
         forward.layers,
         forward.on_host,
+        of.runs,
         1e3 * there.seconds,
         1e3 * back.seconds,
         tuple(

@@ -1,5 +1,6 @@
 """machine(): what this machine's bus, memory and matrix units do, measured once."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -19,13 +20,12 @@ from .._memory import GIB
 
 
 class Bus(NamedTuple):
-    """GB/s (10**9 bytes) of one GPU's copies between its memory and pinned host memory: one way alone, and each way
-    while the other goes on too."""
+    """GB/s (10**9 bytes) of one GPU's copies between its memory and pinned host memory: one way alone, and each of the
+    two ways while the other goes on too."""
 
     d2h: float
     h2d: float
-    d2h_together: float
-    h2d_together: float
+    together: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +73,10 @@ class Machine:
 
     def __str__(self) -> str:
         lines = [f"{self.gpus} {self.device}, jaxlib {self.jaxlib}"]
-        lines.append(f"{'pinned copies, GB/s':28} {'to the host':>12} {'back':>8} {'both at once':>16}")
+        lines.append(f"{'pinned copies, GB/s':28} {'to the host':>12} {'back':>8} {'each, at once':>17}")
         rows = {"one GPU": self.one} | ({"each of all GPUs": self.all} if self.gpus > 1 else {})
         for what, bus in rows.items():
-            both = f"{bus.d2h_together:.1f}, {bus.h2d_together:.1f}"
-            lines.append(f"{what:28} {bus.d2h:12.1f} {bus.h2d:8.1f} {both:>16}")
+            lines.append(f"{what:28} {bus.d2h:12.1f} {bus.h2d:8.1f} {bus.together:17.1f}")
         forward, backward = self.attention_tflops
         lines.append(f"bfloat16 products {self.gemm_tflops:.0f} TFLOP/s, device memory {self.hbm_gb_s:.0f} GB/s")
         lines.append(f"causal attention {forward:.0f} TFLOP/s forward, {backward:.0f} backward")
@@ -98,20 +97,25 @@ def machine(again: bool = False) -> Machine:
     """
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"machine: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
-    kept = _file()
-    if not again and (known := _read(kept)):
+    if not again and (known := known_machine()):
         return known
     measured = _measured()
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    written = kept.with_suffix(f".{os.getpid()}")  # several processes may come here
-    written.write_text(measured.to_json() + "\n")
-    written.replace(kept)
+    with contextlib.suppress(OSError, RuntimeError):  # nowhere to keep it: it is measured again
+        (kept := _file()).parent.mkdir(parents=True, exist_ok=True)
+        written = kept.with_suffix(f".{os.getpid()}")  # several processes may come here
+        written.write_text(measured.to_json() + "\n")
+        written.replace(kept)
     return measured
 
 
 def known_machine() -> Machine | None:
     """What `machine()` measured here before, if it did; measures nothing."""
-    return _read(_file()) if jax.default_backend() == "gpu" else None
+    if jax.default_backend() != "gpu":
+        return None
+    try:
+        return Machine.from_json(_file().read_text())
+    except (OSError, RuntimeError, ValueError):  # never measured, nowhere to keep it, or by another version of this
+        return None
 
 
 def _file() -> Path:
@@ -119,13 +123,6 @@ def _file() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxoffload"
     name = f"{devices[0].device_kind}-{len(devices)}-jaxlib-{importlib.metadata.version('jaxlib')}"
     return cache / f"{name.replace(' ', '-').replace('/', '-')}.json"
-
-
-def _read(path: Path) -> Machine | None:
-    try:
-        return Machine.from_json(path.read_text())
-    except (OSError, ValueError):  # never measured, or by another version of this
-        return None
 
 
 def _measured() -> Machine:
@@ -165,7 +162,7 @@ def _bus(devices: list[Any]) -> Bus:
     start = lambda copies: [copy(*arrays) for copy, arrays in copies]
     spent = [_seconds(functools.partial(start, copies)) for copies in zip(*runs, strict=True)]
     d2h, h2d, together = (round(size / seconds / 1e9, 1) for seconds in spent)
-    return Bus(d2h, h2d, together, together)
+    return Bus(d2h, h2d, together)
 
 
 def _gemm_tflops() -> float:

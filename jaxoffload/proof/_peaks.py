@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from .._twin import twin
 from .._xla import compiler_options
-from ._checks import twin_that_fits
-from ._subject import Subject, compiled, subject_of
+from ._checks import need, twin_that_fits
+from ._subject import compiled, subject_of
 
 
 class Peaks(NamedTuple):
@@ -35,6 +35,8 @@ def peaks_of(command: Sequence[str]) -> Peaks | str:
     twins = _run([*command, "--peak", "twin"])
     if isinstance(twins, str):
         return twins
+    if "why" in twins:
+        return str(twins["why"])
     ours = _run([*command, "--peak", "ours", "--layers", str(twins["most"] or 0)])
     return ours if isinstance(ours, str) else Peaks(ours["peak"], twins["peak"], twins["most"])
 
@@ -57,14 +59,16 @@ def measured(f: Any, args: tuple[Any, ...], whose: str, most: int | None) -> dic
     Args:
       whose: "twin", then of as many layers as fit; or "ours", then of the first `most` layers of each scan.
     """
+    if jax.default_backend() != "gpu":
+        return {"why": "this is no GPU"}
     zeros = jax.tree.map(_zeros, args)
-    subject: Subject | None = subject_of(f, zeros)
-    assert subject
+    subject = subject_of(f, zeros)
+    if subject.loss is None:
+        return {"why": "a step's residuals are inside of it"}
     if whose == "twin":
-        subject = twin_that_fits(subject)
-        if subject is None:
-            raise MemoryError("the twin does not fit, whatever the number of layers")
-        most, run = subject.most, twin(subject.run)
+        if (fitting := twin_that_fits(subject)) is None:
+            return {"why": need(subject.twins_program)}
+        most, run = fitting.most, twin(fitting.run)
     else:
         run = (subject.with_layers(most) if most else subject).run
     program = compiled(run, zeros, compiler_options())
@@ -75,7 +79,4 @@ def measured(f: Any, args: tuple[Any, ...], whose: str, most: int | None) -> dic
 
 
 def _zeros(x: Any) -> Any:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), x.shape) if x.shape else jax.random.key(0)
-    sharding = getattr(x, "sharding", None)
-    return jnp.zeros(x.shape, x.dtype, device=sharding)
+    return jnp.zeros(jnp.shape(x), jnp.result_type(x), device=getattr(x, "sharding", None))

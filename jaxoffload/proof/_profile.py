@@ -184,7 +184,9 @@ def _without_gaps(spans: Sequence[Span], gap: float) -> list[Span]:
 def _steps(events: Sequence[Event], steps: int) -> list[Sequence[Event]]:
     """Each step's events: all steps have as many, and none begins before the one before it has ended."""
     count, rest = divmod(len(events), steps)
-    return [events[i * count : (i + 1) * count] for i in range(steps)] if count and not rest else [events]
+    if rest:
+        raise ValueError(f"profile: the trace has {len(events)} events, which are not {steps} equal steps")
+    return [events[i * count : (i + 1) * count] for i in range(steps)]
 
 
 def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: Any) -> list[Move]:

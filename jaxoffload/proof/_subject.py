@@ -57,9 +57,9 @@ class Subject:
 
     def with_layers(self, most: int) -> "Subject":
         """The same, of so many layers of each scan."""
-        run, loss = (f and with_layers(f, most) for f in (self.run, self.loss))
-        assert run
-        return dataclasses.replace(self, run=run, loss=loss, most=most)
+        run, loss = with_layers(self.run, most), self.loss and with_layers(self.loss, most)
+        fewer = tuple(crossings(jax.make_jaxpr(run)(*self.args)))
+        return dataclasses.replace(self, run=run, loss=loss, crossings=fewer, most=most)
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
@@ -100,7 +100,7 @@ def subject_of(
     """As `verify` takes it."""
     for leaf in jax.tree.leaves(args):
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
-        if isinstance(mesh, jax.sharding.AbstractMesh) and mesh.size > 1:
+        if isinstance(mesh, jax.sharding.AbstractMesh):
             raise NotImplementedError(
                 f"the arguments lie on a mesh of {mesh.size} devices that are not here ({jax.device_count()} are); "
                 "give it a mesh of these"
@@ -162,6 +162,7 @@ def _array(x: Any, number: int) -> Any:
         return x
     key = jax.random.fold_in(jax.random.key(0), number)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        key = jax.random.key(number, impl=jax.random.key_impl(jnp.zeros((), x.dtype)))
         array = jax.random.split(key, x.shape) if x.shape else key
     elif jnp.issubdtype(x.dtype, jnp.inexact):  # positive, for there may be squares among them
         array = 0.02 * jnp.abs(jax.random.normal(key, x.shape, x.dtype))

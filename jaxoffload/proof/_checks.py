@@ -47,7 +47,8 @@ def gradients(subject: Subject) -> Found:
     if fitting is None:
         return NOT_CHECKED, f"{need(subject.twins_program)}, and with fewer layers that fit nothing moves"
     mine, differ = _compared(fitting.program, fitting.twins_program, subject.arrays)
-    if differ and jax.default_backend() == "gpu":  # perhaps in what cuBLAS made one of
+    # Perhaps in what cuBLAS made one of. Other processes may have seen no difference, and would not join in.
+    if differ and jax.default_backend() == "gpu" and jax.process_count() == 1:
         mine, differ = _compared(*fitting.exact_programs(), subject.arrays)
     results, of = len(jax.tree.leaves(mine)), ""
     if fitting.most is not None:
@@ -81,7 +82,7 @@ def twin_that_fits(subject: Subject) -> Subject | None:
 def _says_nothing(results: Any) -> str | None:
     """Why equal results are no evidence."""
     for path, x in jax.tree_util.tree_leaves_with_path(results):
-        if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x.astype(np.complex128)).all():
+        if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all():
             return f"{jax.tree_util.keystr(path)} is not finite"
     gradient = jax.tree.leaves(results.get("gradient", []))
     return "all gradients are zero" if gradient and not any(g.any() for g in gradient) else None

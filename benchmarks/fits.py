@@ -52,7 +52,7 @@ def main() -> None:
     machine = proof.machine()
     print(machine, file=sys.stderr)
     lines = []
-    for shape in options.shapes:
+    for shape in SHAPES:
         lines.append(line_of(shape, machine))
         print(lines[-1], file=sys.stderr, flush=True)
         agree = sum(line["fits"] == line["measured to fit"] for line in lines)
@@ -70,17 +70,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fits.json"))
     parser.add_argument("--commit", default=peers.head(), help="recorded beside the numbers")
-    parser.add_argument("--only", type=int, nargs="+", choices=range(len(SHAPES)), help="numbers of the shapes")
-    options = parser.parse_args()
-    options.shapes = [SHAPES[i] for i in options.only or range(len(SHAPES))]
-    return options
+    return parser.parse_args()
 
 
 def options_of(shape: Shape) -> argparse.Namespace:
     """As the case's own benchmark takes them."""
     parser = peers.arguments("")
     shape.case.arguments(parser)
-    parser.set_defaults(**{"layers": 6} | ({"layers": 4} if shape.case is moe.CASE else {}) | shape.sizes)
+    parser.set_defaults(**{"layers": 4 if shape.case is moe.CASE else 6} | shape.sizes)
     return parser.parse_args([])
 
 

@@ -6,7 +6,6 @@ back to the name that a plan gave it. So the table holds what autodiff keeps, no
 
 import dataclasses
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -26,7 +25,7 @@ from ._origin import Origin, origin
 from ._plan import ARGUMENT, Plan, Row, make_plan
 from ._policy import Policy, PolicyError
 from ._scan import scan_p
-from ._values import bodies
+from ._values import bodies, parts_of
 
 SAVED, OFFLOADED, RECOMPUTED, NOT_NEEDED = "saved", "offloaded", "recomputed", "not needed"
 EMPTY = "a row that stays empty"
@@ -246,7 +245,7 @@ class Plans:
                 self.recomputed[name] = count + layers, size + layers * devices * nbytes(eqn.outvars[0].aval)
             here = devices
             if eqn.primitive.name == "shard_map":
-                here *= math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+                here *= parts_of(eqn)
             for _, body in bodies(eqn):
                 self._walk(body, layers * eqn.params.get("length", 1), here, inside, loops)
             if eqn.primitive in (forward_p, backward_p):

@@ -65,8 +65,8 @@ def scan(
         raise TypeError(f"scan: policy must be a jaxoffload.Policy, got {policy!r}")
     refuse_remat3()
     if (most := most_layers()) is not None:
-        rows = [x.shape[0] for x in jax.tree.leaves(xs)]
-        if (layers := length if length is not None else rows[0]) > most:
+        layers = length if length is not None else jax.tree.leaves(xs)[0].shape[0]
+        if layers > most:
             short = functools.partial(scan, f, reverse=reverse, unroll=unroll, policy=policy, strict=strict)
             return _first(short, init, xs, layers, most, reverse)
 

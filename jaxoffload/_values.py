@@ -5,6 +5,7 @@ that changes nothing pass their operand on, and the operands of a nested jit or 
 """
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -150,6 +151,11 @@ def bodies(eqn: JaxprEqn) -> Iterator[tuple[Any, Jaxpr]]:
         for k, body in enumerate(value if isinstance(value, (tuple, list)) else [value]):
             if isinstance(body, Jaxpr):
                 yield (key, k), body
+
+
+def parts_of(eqn: JaxprEqn) -> int:
+    """Over how many devices a `shard_map` divides what it takes."""
+    return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
 
 
 def map_bodies(eqn: JaxprEqn, change: Callable[[Any, Jaxpr], Jaxpr]) -> JaxprEqn:

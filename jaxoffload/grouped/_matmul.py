@@ -54,8 +54,8 @@ def grouped_matmul(
         Hopper GPUs; 16-bit operands, K and N multiples of 64, M one of 8 and at least 64, no FP8. "te":
         TransformerEngine; for FP8, K, N, M and each group's size must be multiples of 16. "auto": `chosen_backend`.
       quantize: "fp8", or None for plain operands.
-      full: the sizes sum up to M, so that no rows have to be set to zero. Where they do not, and nobody notices, rows
-        past all groups are anything, and spoil w's cotangent.
+      full: the sizes sum up to M, so that no rows of plain operands have to be set to zero. Where they do not, and
+        nobody notices, rows past all groups are anything, and spoil w's cotangent.
       name: what x is tagged, inside the scope that is open; quantised, what its copies are.
 
     Returns:

@@ -19,7 +19,7 @@ from .._residuals import EMPTY, OFFLOADED, RECOMPUTED, Residual, Residuals, resi
 from .._twin import twin, with_layers
 from .._xla import compiler_options
 from ._program import collectives, instructions, kernels_on_host_memory, out_of_range, products
-from ._subject import INPUTS, Subject, compiled, crossings, has_loops, most_layers_of, nested
+from ._subject import INPUTS, PRODUCTS, Subject, compiled, crossings, has_loops, most_layers_of, nested
 from ._trace import traced
 
 HOLDS: Final = "holds"
@@ -147,7 +147,7 @@ def conservation(subject: Subject) -> Found:
     if freed != held:
         return FAILS, f"{how}: {freed - held:+,} bytes"
     verdicts, said = zip(_planned(subject, moved), _by_peaks(subject), strict=True)
-    return FAILS if FAILS in verdicts else HOLDS, "; ".join((how, *said))
+    return FAILS if FAILS in verdicts else HOLDS, "; ".join((how, *said))  # by the jaxpr it does
 
 
 def _moved(mine: Residuals, others: Residuals) -> list[Residual]:
@@ -159,10 +159,10 @@ def _moved(mine: Residuals, others: Residuals) -> list[Residual]:
 def _planned(subject: Subject, moved: list[Residual]) -> Found:
     """As the compiler planned it."""
     if jax.default_backend() != "gpu":
-        return HOLDS, "not by the compiler's plan, for this backend has no host memory apart"
+        return NOT_CHECKED, "not by the compiler's plan, for this backend has no host memory apart"
     predicted = _freed(subject, moved)
     if predicted < _VISIBLE:
-        return HOLDS, f"not by the compiler's plan, in which {readable(predicted)} cannot be seen"
+        return NOT_CHECKED, f"not by the compiler's plan, in which {readable(predicted)} cannot be seen"
     theirs = compiled(twin(subject.run), subject.arrays, compiler_options())
     temps = [p.memory_analysis().temp_size_in_bytes for p in (subject.fast_program, theirs)]
     return _at_least(temps[1] - temps[0], predicted), f"planned {readable(temps[1] - temps[0])} less, {_or(predicted)}"
@@ -171,15 +171,15 @@ def _planned(subject: Subject, moved: list[Residual]) -> Found:
 def _by_peaks(subject: Subject) -> Found:
     """As two processes of their own measured it."""
     if subject.peaks is None:
-        return HOLDS, "not by peaks, which the command line measures"
+        return NOT_CHECKED, "not by peaks, which the command line measures"
     if isinstance(subject.peaks, str):
-        return HOLDS, f"not by peaks: {subject.peaks}"
+        return NOT_CHECKED, f"not by peaks: {subject.peaks}"
     ours, twins, most = subject.peaks
     assert subject.loss
     loss = subject.loss if most is None else with_layers(subject.loss, most)
     predicted = _freed(subject, _moved(*(residuals(f, *subject.args) for f in (loss, twin(loss)))))
     if predicted < _VISIBLE:
-        return HOLDS, f"not by peaks, in which {readable(predicted)} cannot be seen"
+        return NOT_CHECKED, f"not by peaks, in which {readable(predicted)} cannot be seen"
     said = f"at the peak of fresh processes {readable(twins - ours)} less, {_or(predicted)}"
     layers = "" if most is None else f", with the first {most} layers of each scan"
     return _at_least(twins - ours, predicted), said + layers
@@ -246,14 +246,11 @@ def producers(subject: Subject) -> Found:
     return verdict, f"{said}; {often} matrix products run where {expected} were traced"
 
 
-_PRODUCTS = ("dot_general", "ragged_dot_general", "ragged_dot")
-
-
 def traced_products(jaxpr: Jaxpr) -> int | None:
     """How often a jaxpr's matrix products run, all branches taken; None where a loop decides that as it runs."""
     total = 0
     for eqn in jaxpr.eqns:
-        total += eqn.primitive.name in _PRODUCTS
+        total += eqn.primitive.name in PRODUCTS
         for body in nested(eqn):
             inside = traced_products(body)
             if inside is None or (inside and eqn.primitive.name == "while"):

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._memory import nbytes
+from .._values import parts_of
 from ._machine import Machine, attention_flops
-from ._subject import nested
+from ._subject import PRODUCTS, nested
 
 # Equations whose results are their operands, or which the product behind them does by itself.
 _SAME = {"name", "sharding_constraint", "reshape", "squeeze", "expand_dims", "transpose", "copy", "reduce_precision"}
 _SAME |= {"optimization_barrier", "pcast", "pvary"}
 # Equations that read as much as their results are, however large their operands.
 _PARTS = {"slice", "dynamic_slice", "gather"}
-_PRODUCTS = {"dot_general", "ragged_dot_general", "ragged_dot"}
 # Kernels that nothing is fused with; memory bounds them.
 _ALONE = {"sort", "top_k", "cumsum", "psum", "psum_invariant", "all_gather"}
 _ALONE |= {"all_to_all", "ragged_all_to_all", "reduce_scatter", "ppermute"}
@@ -98,7 +98,7 @@ class _Walk:
             return self.loop(eqn, bodies, operands)
         if name not in _OPAQUE and len(bodies) == 1 and len(bodies[0].invars) == len(operands):
             return self.through(bodies[0], operands)
-        if name in _PRODUCTS | _ALONE | _OPAQUE or _is_attention(name):
+        if name in PRODUCTS | _ALONE | _OPAQUE or _is_attention(name):
             return self.kernel(eqn, operands)
         return self.fused(eqn, operands)
 
@@ -136,11 +136,6 @@ class _Walk:
                 self.seconds += self.move(array.bytes)
                 array.read = True
         return results
-
-
-def parts_of(eqn: JaxprEqn) -> int:
-    """Over how many devices a `shard_map` divides what it takes."""
-    return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
 
 
 def _is_attention(name: str) -> bool:

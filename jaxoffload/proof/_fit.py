@@ -10,7 +10,8 @@ from jax.extend.core import Jaxpr
 
 from .._loops import Loops, Part, backward_p, forward_p
 from .._memory import nbytes, readable
-from ._cost import cost, parts_of
+from .._values import parts_of
+from ._cost import cost
 from ._machine import Bus, Machine
 from ._subject import nested, run_of
 

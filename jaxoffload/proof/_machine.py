@@ -166,7 +166,7 @@ def _bus(devices: list[Any]) -> Bus:
 
 
 def _gemm_tflops() -> float:
-    """Of a square product with itself, long enough that the clocks are those of a training step."""
+    """Of square products, one after another, long enough that the clocks are those of a training step."""
     size, times = 8192, 200
 
     @jax.jit

@@ -20,6 +20,7 @@ from .._twin import twin, with_layers
 from .._xla import compiler_options
 
 INPUTS = ("an input", "a constant")
+PRODUCTS = {"dot_general", "ragged_dot_general", "ragged_dot"}  # primitives
 
 
 class Crossing(NamedTuple):

@@ -207,6 +207,13 @@ def test_a_twin_that_does_not_fit_has_fewer_layers(layers, fitting, monkeypatch)
     assert found.ok and f"bit for bit, with the first {fitting} layers of each scan: the twin needs" in str(found)
 
 
+def test_fewer_layers_have_the_same_arrays():
+    args = jax.eval_shape(lambda: (TALL, weights(8)))
+    subject = _subject.subject_of(of_scan, args)
+    both = (subject.with_layers(4).with_layers(2), subject)
+    assert all(a is b for a, b in zip(*(jax.tree.leaves(s.arrays) for s in both), strict=True))
+
+
 def test_a_fault_is_found_in_fewer_layers_too(monkeypatch):
     no_more_than_the_twin_of(4, monkeypatch)
     rows_in_wrong_order(monkeypatch)

@@ -57,10 +57,10 @@ class Subject:
     most: int | None = None
 
     def with_layers(self, most: int) -> "Subject":
-        """The same, of so many layers of each scan."""
+        """The same, of so many layers of each scan, with the same arrays: there is no room for others."""
         run, loss = with_layers(self.run, most), self.loss and with_layers(self.loss, most)
         fewer = tuple(crossings(jax.make_jaxpr(run)(*self.args)))
-        return dataclasses.replace(self, run=run, loss=loss, crossings=fewer, most=most)
+        return dataclasses.replace(self, run=run, args=self.arrays, loss=loss, crossings=fewer, most=most)
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:

@@ -15,7 +15,10 @@ def pytest_configure(config):
     if config.option.markexpr != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    else:  # TransformerEngine wants to be imported before JAX's first computation
+    else:
+        if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the GPU
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        # TransformerEngine wants to be imported before JAX's first computation.
         with contextlib.suppress(ImportError, OSError, RuntimeError, AttributeError):
             importlib.import_module("transformer_engine.jax")
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -432,6 +433,43 @@ def test_a_planted_fault_fails_its_check_and_no_other(fault, claim, monkeypatch)
     assert not found.ok and [c.claim for c in found if c.verdict == "fails"] == [claim], found
 
 
+def attending(x, w):
+    """Two stacks of one layer, which attend alike."""
+
+    def one(x, w):
+        heads = tag(jnp.einsum("bsd,dnh->bsnh", x, w), "heads")
+        context = jax.nn.dot_product_attention(heads, heads, heads, is_causal=True, implementation="cudnn")
+        return x + tag(context, "context").reshape(x.shape), None
+
+    rules = Policy({"context": "offload", "heads": "save"}, min_offload_bytes=0)
+    for stack in (w[:2], w[2:]):
+        x, _ = scan(one, x, stack, policy=rules)
+    return jnp.sum(x.astype(jnp.float32) ** 2)
+
+
+ATTENDING = (
+    jax.ShapeDtypeStruct((2, 512, 512), jnp.bfloat16),
+    jax.ShapeDtypeStruct((4, 512, 8, 64), jnp.bfloat16),
+)
+
+
+def test_each_of_equal_attentions_is_asked_to_be_deterministic(monkeypatch):
+    # XLA's own option reaches the first alone, and the program then lacks the others' graph.
+    fused = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 90000)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
+
+    def asked():
+        lowered = jax.jit(jax.grad(attending)).trace(*ATTENDING).lower(lowering_platforms=("cuda",)).as_text()
+        derivatives = [line for line in lowered.splitlines() if "fmhaSoftmaxBackward" in line]
+        assert len(derivatives) > 1
+        return {"force_deterministic" in line for line in derivatives}
+
+    with _subject.deterministic_attention():
+        assert asked() == {True}
+    assert asked() == {False}
+
+
 # --- on a GPU
 
 WIDE = {"in": (512, 2048), "out": (2048, 512)}
@@ -451,6 +489,12 @@ def test_copies_on_the_computes_stream_fail(monkeypatch):
     monkeypatch.delitem(_xla._GPU_OPTIONS, "xla_gpu_enable_command_buffer")  # then all are on
     found = verify(of_scan, ROWS, W)
     assert [c.claim for c in found if c.verdict == "fails"] == ["copies"], found
+
+
+@pytest.mark.gpu
+def test_attention_of_two_stacks_is_verified():
+    found = verify(attending, *ATTENDING)
+    assert found.ok and found["gradients"].verdict == "holds", found
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """The README's claims, and the test or the measurement that checks each.
 
-    python -m benchmarks.claims [--part 1/4] [--gpus 2]    # measures, and adds to benchmarks/results/claims.json
-    python -m benchmarks.claims --page                     # writes benchmarks/CLAIMS.md
+    python -m benchmarks.claims [--part 1/4 | --only grouped] [--gpus 2]   # adds to benchmarks/results/claims.json
+    python -m benchmarks.claims --page                                     # writes benchmarks/CLAIMS.md
 
 A part of several takes at most 8 minutes. This process never touches a GPU. Exit status: 1 if a claim fails, or if its
 measurement does not say.
@@ -144,7 +144,7 @@ def measured(
     from benchmarks import measure, peers
 
     end = time.monotonic() + (LIMIT if options.part != ALL else float("inf"))
-    chosen = {name: m for name, m in listed.measurements.items() if m.gpus == options.gpus}
+    chosen = {name: m for name, m in listed.measurements.items() if m.gpus == options.gpus and name in options.only}
     for measurement in part_of(chosen, *options.part):
         peers.say(command := chosen[measurement].command)
         result = measure.result_of(command, end - time.monotonic())
@@ -156,8 +156,10 @@ def measured(
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     from benchmarks import peers
 
+    measurements = read().measurements
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=fraction, default=ALL, metavar="I/N")
+    parser.add_argument("--only", nargs="+", default=list(measurements), choices=measurements, metavar="MEASUREMENT")
     parser.add_argument("--gpus", type=int, default=1, help="what needs so many")
     parser.add_argument("--page", action="store_true", help="write CLAIMS.md, and nothing else")
     parser.add_argument("--commit", default=peers.head(), help="recorded beside the numbers")

@@ -3,13 +3,15 @@ against one dense GEMM of the same FLOPs.
 
     python -m benchmarks.grouped [--out benchmarks/results/grouped.json] [--rows 16384 --d_in 4096 --d_out 14336]
 
-Forward and backward (dx, dw), bf16, in one process; for each way to divide the rows among the groups.
+Forward and backward (dx, dw), bf16, in one process; for each way to divide the rows among the groups, the contenders by
+turns, as the clock of a GPU under load drifts by more than some of them differ.
 """
 
 import argparse
 import contextlib
 import importlib
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -35,18 +37,24 @@ def main() -> None:
     M, K, N, G = options.rows, options.d_in, options.d_out, options.groups
     x, dy = (jax.random.normal(jax.random.key(i), (M, width), jnp.bfloat16) for i, width in enumerate((K, N)))
     w = jax.random.normal(jax.random.key(2), (G, K, N), jnp.bfloat16) * K**-0.5
-    lines = [{"backend": "dense", "groups": "one", **timed(lambda x, w: x @ w, (x, w[0], dy), options)}]
+    lines = []
     for division, sizes in divisions(M, G).items():
+        runs: dict[str, Any] = {"dense": compiled(lambda x, w, sizes: x @ w, x, w[0], dy, jnp.asarray(sizes))}
         for kind in KINDS:
             try:
-                measured = timed(product_of(kind), (x, w, dy), options, jnp.asarray(sizes))
+                runs[kind] = compiled(product_of(kind), x, w, dy, jnp.asarray(sizes))
             except Exception as cannot:  # whatever a kernel says of this machine
-                measured = {"cannot": f"{type(cannot).__name__}: {cannot}".partition("\n")[0]}
-            lines.append({"backend": kind, "groups": division, **measured})
-    ms = lines[0]["ms"]
-    for line in lines:
-        if "ms" in line:
-            line["of dense"] = round(ms / line["ms"], 4)
+                why = f"{type(cannot).__name__}: {cannot}".partition("\n")[0]
+                lines.append({"backend": kind, "groups": division, "cannot": why})
+        spent = by_turns(runs, options.rounds)
+        lines += [
+            {
+                "backend": kind,
+                "groups": division,
+                **line_of(times, spent["dense"], 6 * M * K * N, kernels_of(runs[kind])),
+            }
+            for kind, times in spent.items()
+        ]
     shape = {"rows": M, "d_in": K, "d_out": N, "groups": G, "dtype": "bfloat16"}
     result = {**peers.provenance("grouped", options.commit), "shape": shape, "lines": lines}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -61,7 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--d_in", type=int, default=4096)
     parser.add_argument("--d_out", type=int, default=14336)
     parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=25, help="turns of each contender")
     parser.add_argument("--commit", default=peers.head(), help="recorded beside the numbers")
     return parser.parse_args()
 
@@ -102,28 +110,49 @@ def product_of(kind: str) -> Callable[..., Any]:
     return lambda x, w, sizes: grouped_matmul(x, w, sizes, backend=backend, full=bool(full))
 
 
-def timed(
-    product: Callable[..., Any], args: tuple[Any, ...], options: argparse.Namespace, *sizes: Any
-) -> dict[str, Any]:
-    """Median milliseconds of a forward and backward pass, its TFLOP/s, and the kernels of one."""
+def compiled(product: Callable[..., Any], x: Any, w: Any, dy: Any, sizes: Any) -> Callable[[], Any]:
+    """Runs a forward and backward pass."""
     import jax
 
-    def both(x: Any, w: Any, dy: Any, *sizes: Any) -> Any:
-        y, back = jax.vjp(lambda x, w: product(x, w, *sizes), x, w)
+    def both(x: Any, w: Any, dy: Any, sizes: Any) -> Any:
+        y, back = jax.vjp(lambda x, w: product(x, w, sizes), x, w)
         return y, back(dy)
 
-    args = (*args, *sizes)
-    run = jax.jit(both).lower(*args).compile()
-    spent = []
-    for _ in range(3 + options.repeats):
-        begin = time.perf_counter()
-        jax.block_until_ready(run(*args))
-        spent.append(1e3 * (time.perf_counter() - begin))
-    ms = statistics.median(spent[3:])
-    flops = 3 * 2 * options.rows * options.d_in * options.d_out
-    gpus = streams.traced(lambda: jax.block_until_ready(run(*args)))
-    kernels = {kernel: ms for events in gpus.values() for kernel, ms in streams.by_kernel(events).items()}
-    return {"ms": round(ms, 3), "tflops": round(flops / ms / 1e9, 1), "kernels": kernels}
+    run = jax.jit(both).lower(x, w, dy, sizes).compile()
+    jax.block_until_ready(run(x, w, dy, sizes))
+    return lambda: jax.block_until_ready(run(x, w, dy, sizes))
+
+
+def by_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each, which runs three times in its turn; in each round they come in another order."""
+    spent: dict[str, list[float]] = {kind: [] for kind in runs}
+    shuffled = random.Random(0)
+    for _ in range(rounds):
+        for kind in shuffled.sample(list(runs), len(runs)):
+            for number in range(3):
+                begin = time.perf_counter()
+                runs[kind]()
+                if number:
+                    spent[kind].append(1e3 * (time.perf_counter() - begin))
+    return spent
+
+
+def line_of(times: list[float], dense: list[float], flops: int, kernels: dict[str, float]) -> dict[str, Any]:
+    """Median milliseconds with the middle half's spread, TFLOP/s, the share of the dense product's speed."""
+    first, ms, third = statistics.quantiles(times, n=4)
+    return {
+        "ms": round(ms, 3),
+        "middle half": [round(first, 3), round(third, 3)],
+        "tflops": round(flops / ms / 1e9, 1),
+        "of dense": round(statistics.median(dense) / ms, 4),
+        "kernels": kernels,
+    }
+
+
+def kernels_of(run: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds by kernel, of one pass."""
+    gpus = streams.traced(run)
+    return {kernel: ms for events in gpus.values() for kernel, ms in streams.by_kernel(events).items()}
 
 
 if __name__ == "__main__":

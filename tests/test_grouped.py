@@ -268,7 +268,9 @@ def test_products_equal_a_loop_over_groups(backend, dtype, bound, shape):
         assert not dw[np.array(sizes) == 0].any(), name
         if sum(sizes) == 192:
             full = products(*args, backend, full=True)
-            assert all(np.array_equal(a, b) for a, b in zip(got, full, strict=True)), name
+            assert (errors(full, want) < bound).all(), name
+            if jax.default_backend() == "cpu":  # XLA may choose other kernels on a GPU
+                assert all(np.array_equal(a, b) for a, b in zip(got, full, strict=True)), name
 
 
 def test_full_masks_nothing():

@@ -12,7 +12,7 @@ import jaxoffload
 from jaxoffload.proof import _program, read_profile
 from jaxoffload.proof._profile import profile_of
 from jaxoffload.proof._program import Copy, host_copies, instructions
-from jaxoffload.proof._trace import Event, events_of, merged, overlap, read, summary
+from jaxoffload.proof._trace import Event, events_of, in_the_way, merged, overlap, read, summary
 
 KERNEL, D2H, H2D, D2D = "gemm", "MemcpyD2H", "MemcpyH2D", "MemcpyD2D"
 
@@ -67,6 +67,16 @@ def test_what_nothing_hides():
     assert (found["d2h_ms"], found["d2h_exposed_ms"]) == (15, 5)  # put.1 from 20 to 25
     assert (found["h2d_ms"], found["h2d_exposed_ms"]) == (5, 3)  # get.1 from 30 on
     assert found["waits"][0] == {"ms": 6, "before": "layer.2", "copy": "MemcpyD2D take.2"}
+
+
+def test_a_stream_that_copies_and_computes_is_named():
+    beside = {
+        "Stream #1(Compute)": [(KERNEL, "a", 0, 5), (D2H, "put", 5, 6), ("fusion", "b", 6, 8), (D2H, "put", 8, 9)],
+        "Stream #2(MemcpyH2D)": [(H2D, "get", 0, 5), ("ncclDevKernel_SendRecv", "exchange", 5, 7), (D2D, "c", 7, 8)],
+        "Stream #3(Compute)": [(KERNEL, "d", 0, 5), (D2D, "e", 5, 6)],
+    }
+    (events,) = events_of(profile(beside)).values()
+    assert in_the_way(events) == {"Stream #1(Compute)": "2 copies beside fusion, gemm"}
 
 
 def test_unions_and_overlaps():
@@ -232,6 +242,7 @@ def test_copies_of_a_real_step_are_on_streams_of_their_own(recorded):
     _, made, found, lines = recorded
     copying = {m.stream for m in found.moves}
     assert not copying & {e[0] for e in made["events"] if not e[1].startswith(("Memcpy", "Memset"))}
+    assert in_the_way([Event(*e) for e in made["events"]]) == {}
     assert not list(_program.kernels_on_host_memory(lines)) and not list(_program.out_of_range(lines))
     assert all(20 < m.gb_per_s < 64 for m in found.moves if m.bytes > 2**20)  # of a PCIe 5 x16 bus
 

@@ -487,7 +487,7 @@ def test_on_a_gpu_what_xla_made_of_it_is_checked_too():
 @pytest.mark.gpu
 def test_copies_on_the_computes_stream_fail(monkeypatch):
     monkeypatch.delitem(_xla._GPU_OPTIONS, "xla_gpu_enable_command_buffer")  # then all are on
-    found = verify(of_scan, ROWS, W)
+    print(found := verify(of_scan, ROWS, W))
     assert [c.claim for c in found if c.verdict == "fails"] == ["copies"], found
 
 

@@ -4,7 +4,6 @@ The reference is the function's twin (`_twin`): plain `lax.scan` and `jax.checkp
 device. What a check cannot know it calls "not checked", and says why.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
@@ -20,7 +19,7 @@ from .._twin import twin, with_layers
 from .._xla import compiler_options
 from ._program import collectives, instructions, kernels_on_host_memory, out_of_range, products
 from ._subject import INPUTS, PRODUCTS, Subject, compiled, crossings, has_loops, most_layers_of, nested
-from ._trace import traced
+from ._trace import in_the_way, traced
 
 HOLDS: Final = "holds"
 FAILS: Final = "fails"
@@ -270,19 +269,15 @@ def copies(subject: Subject) -> Found:
     wrong = [f"{line.opcode} {line.name} touches host memory" for line in kernels_on_host_memory(lines)]
     wrong += [f"{line.name} copies out of range" for line in out_of_range(lines)]
     if count := sum(line.opcode.endswith("-start") and line.on_host for line in lines):
-        wrong += [f"{n} copies run on {stream}, which computes" for stream, n in _in_the_way(program, subject.arrays)]
+        jax.block_until_ready(program(*subject.arrays))
+        events = next(iter(traced(lambda: jax.block_until_ready(program(*subject.arrays))).values()), [])
+        wrong += [
+            f"copies run on a stream that computes, {stream}: {what}" for stream, what in in_the_way(events).items()
+        ]
     if wrong:
         return FAILS, "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
     said = f"{count} asynchronous copies, all in range and on streams of their own" if count else "no copies"
     return HOLDS, f"{said}, and nothing else touches host memory"
-
-
-def _in_the_way(program: Any, args: tuple[Any, ...]) -> Iterator[tuple[str, int]]:
-    """Streams of a device that both compute and copy to or from the host, and how many copies each makes in a run."""
-    jax.block_until_ready(program(*args))
-    events = next(iter(traced(lambda: jax.block_until_ready(program(*args))).values()), [])
-    computing = {e.stream for e in events if not e.name.startswith("Memcpy") and not e.name.startswith("Memset")}
-    yield from Counter(e.stream for e in events if e.is_host_copy and e.stream in computing).items()
 
 
 def placement(subject: Subject) -> Found:

@@ -5,6 +5,7 @@ A copy is hidden while a kernel, of whatever stream, runs beside it. Copies with
 
 import itertools
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,22 @@ def summary(events: list[Event]) -> dict[str, Any]:
         "copies_ms": ms_of(sum(map(length, copies.values()))),
         "exposed_ms": ms_of(sum(exposed.values())),
         "waits": waits(events),
+    }
+
+
+def in_the_way(events: list[Event]) -> dict[str, str]:
+    """Streams that both compute and copy to or from the host -> how many copies, beside which kernels.
+
+    Collectives are no computation: XLA deals the same streams out to them and to copies.
+    """
+    moving = ("Memcpy", "Memset", "nccl")
+    kernels: dict[str, set[str]] = {}
+    for e in events:
+        if not e.name.startswith(moving):
+            kernels.setdefault(e.stream, set()).add(e.name)
+    copies = Counter(e.stream for e in events if e.is_host_copy and e.stream in kernels)
+    return {
+        stream: f"{count} copies beside {', '.join(sorted(kernels[stream])[:3])}" for stream, count in copies.items()
     }
 
 

@@ -73,7 +73,8 @@ def test_a_stream_that_copies_and_computes_is_named():
     beside = {
         "Stream #1(Compute)": [(KERNEL, "a", 0, 5), (D2H, "put", 5, 6), ("fusion", "b", 6, 8), (D2H, "put", 8, 9)],
         "Stream #2(MemcpyH2D)": [(H2D, "get", 0, 5), ("ncclDevKernel_SendRecv", "exchange", 5, 7), (D2D, "c", 7, 8)],
-        "Stream #3(Compute)": [(KERNEL, "d", 0, 5), (D2D, "e", 5, 6)],
+        "Stream #3(Compute)": [(KERNEL, "d", 0, 500), (D2D, "e", 500, 501)],
+        "Stream #4(MemcpyD2H)": [(D2H, "put", 0, 5), ("slice", "f", 5, 8)],
     }
     (events,) = events_of(profile(beside)).values()
     assert in_the_way(events) == {"Stream #1(Compute)": "2 copies beside fusion, gemm"}

@@ -47,14 +47,14 @@ def main() -> None:
                 why = f"{type(cannot).__name__}: {cannot}".partition("\n")[0]
                 lines.append({"backend": kind, "groups": division, "cannot": why})
         spent = by_turns(runs, options.rounds)
-        lines += [
-            {
-                "backend": kind,
-                "groups": division,
-                **line_of(times, spent["dense"], 6 * M * K * N, kernels_of(runs[kind])),
-            }
-            for kind, times in spent.items()
-        ]
+        ms = {kind: statistics.median(times) for kind, times in spent.items()}
+        for kind, times in spent.items():
+            line = {"backend": kind, "groups": division, **line_of(times, 6 * M * K * N)}
+            line["of dense"] = round(ms["dense"] / ms[kind], 4)
+            stock = f"{kind.partition(',')[0]}, stock"
+            if stock in ms and kind != stock:
+                line["of stock"] = round(ms[stock] / ms[kind], 4)
+            lines.append(line | {"kernels": kernels_of(runs[kind])})
     shape = {"rows": M, "d_in": K, "d_out": N, "groups": G, "dtype": "bfloat16"}
     result = {**peers.provenance("grouped", options.commit), "shape": shape, "lines": lines}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -137,16 +137,11 @@ def by_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
     return spent
 
 
-def line_of(times: list[float], dense: list[float], flops: int, kernels: dict[str, float]) -> dict[str, Any]:
-    """Median milliseconds with the middle half's spread, TFLOP/s, the share of the dense product's speed."""
+def line_of(times: list[float], flops: int) -> dict[str, Any]:
+    """Median milliseconds, the middle half of them, and TFLOP/s."""
     first, ms, third = statistics.quantiles(times, n=4)
-    return {
-        "ms": round(ms, 3),
-        "middle half": [round(first, 3), round(third, 3)],
-        "tflops": round(flops / ms / 1e9, 1),
-        "of dense": round(statistics.median(dense) / ms, 4),
-        "kernels": kernels,
-    }
+    spread = [round(first, 3), round(third, 3)]
+    return {"ms": round(ms, 3), "middle half": spread, "tflops": round(flops / ms / 1e9, 1)}
 
 
 def kernels_of(run: Callable[[], Any]) -> dict[str, float]:

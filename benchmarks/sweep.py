@@ -55,6 +55,7 @@ def parse() -> argparse.Namespace:
     parser = peers.arguments(__doc__)
     parser.set_defaults(out=Path("benchmarks/results/sweep.json"))
     parser.add_argument("--seqs", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--hows", nargs="+", choices=[*HOW, SHARE], default=[*HOW, SHARE], help="who moves them")
     parser.add_argument("--plot", type=Path, help="a file of results, only to be plotted")
     return parser.parse_args()
 
@@ -95,9 +96,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     lines = [line(RECOMPUTED, Variant("loop", {}, {}))]
     for number in range(len(ORDER)):
         moved = dict.fromkeys(ORDER[: number + 1], "offload")
-        lines += [line(how, Variant(who, moved, xla)) for how, (who, xla) in HOW.items()]
+        lines += [line(how, Variant(who, moved, xla)) for how, (who, xla) in HOW.items() if how in options.hows]
     three = dict.fromkeys(ORDER[:3], "offload")
-    for share in (0.25, 0.5, 0.75):
+    for share in (0.25, 0.5, 0.75) if SHARE in options.hows else ():
         lines.append(line(SHARE, Variant("ours", three, OVERLAP, (("offload_layers", share),))))
     return lines
 

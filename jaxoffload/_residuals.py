@@ -44,6 +44,7 @@ class Residual:
         read it, 0 bytes.
       decision: what the policy asked for; None for an untagged residual.
       reason: the pattern or rule that decided.
+      count: how many values of that shape a layer has: one for each shard of a `shard_map`.
     """
 
     names: tuple[str, ...]
@@ -55,6 +56,7 @@ class Residual:
     state: str
     decision: str | None
     reason: str
+    count: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,7 @@ class Residuals:
 def _cells(r: Residual) -> tuple[str, ...]:
     name = ", ".join(r.names) or "(untagged)"
     shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
+    shape = f"{r.count} x {shape}" if r.count > 1 else shape
     return name, shape, readable(r.bytes_per_layer), str(r.layers), readable(r.bytes), r.state, r.reason
 
 
@@ -177,7 +180,16 @@ def _tagged(row: Row, kept: list[tuple[Var, Origin]], computed_again: int, bytes
     """A value of a plan, once for each state that it is found in."""
     names = row.names or ("(matrix product)",)
     line = lambda a_layer, layers, total, state, decision, reason: Residual(
-        names, row.shape, row.dtype, a_layer, layers, total, state, decision, reason
+        names,
+        row.shape,
+        row.dtype,
+        a_layer,
+        layers,
+        total,
+        state,
+        decision,
+        reason,
+        max(1, a_layer // max(1, row.nbytes)),
     )
     for var, source in kept:
         a_layer = nbytes(var.aval) // (source.layers + source.empty)

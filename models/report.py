@@ -100,12 +100,13 @@ def expected(config: Config, made: Program, table: Residuals) -> list[str]:
 
 
 def device_bytes(row: Residual, mesh: AnyMesh) -> int:
-    """A residual's bytes on each device: a value with a name is split by its axes, another one as the batch is; of the
-    experts and of attention's kernels, which compute on each device alone, each device has its own."""
+    """A residual's bytes on each device: of what a `shard_map` computes, one of its parts; a value with a name is split
+    by its axes, another one as the batch is."""
+    if row.count > 1:
+        return row.bytes // row.count
     name = next((name for name in row.names if name in VALUES), None)
     if name is None:
-        alone = any(name.startswith(("moe/", "attn/context.")) for name in row.names)
-        return row.bytes // (mesh.size if alone else batch_parts(mesh))
+        return row.bytes // batch_parts(mesh)
     shard = NamedSharding(mesh, RULES.spec(*VALUES[name])).shard_shape(row.shape)
     return row.bytes * math.prod(shard) // math.prod(row.shape)
 

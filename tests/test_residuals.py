@@ -1,6 +1,7 @@
 """residuals(): the table equals what autodiff keeps, to the byte; check() is tested with the rules (rule 5)."""
 
 import json
+import math
 import tracemalloc
 
 import jax
@@ -137,6 +138,24 @@ def test_printed():
     assert gate.split() == f"mlp/fc1.gate bfloat16[2,12] {WIDE} B 3 {3 * WIDE} B offloaded fc1.gate".split()
     assert empty.split() == f"mlp/fc1.gate bfloat16[2,12] {WIDE} B 0 {WIDE} B offloaded {EMPTY}".split()
     assert lines[-1].startswith("device ") and f"host {4 * WIDE} B" in lines[-1]
+
+
+def test_of_a_shard_map_each_shard_is_counted():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    P = jax.sharding.PartitionSpec
+
+    def loss(x, w):
+        own = lambda x, w: scan(body, x, w, policy=policy({"fc1.gate": "offload", "routing": "save"}))[0]
+        y = jax.shard_map(own, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)(x, w)
+        return jnp.sum(y.astype(jnp.float32))
+
+    table = residuals(loss, normal(0, (8 * BATCH, DIM), jnp.bfloat16), W)
+    kept = [r for r in table if r.names and r.bytes]
+    assert {r.count for r in kept} == {8} and {r.shape for r in kept if "fc1" in r.names[0]} == {(BATCH, HIDDEN)}
+    for r in kept:
+        assert r.bytes_per_layer == 8 * math.prod(r.shape) * jnp.dtype(r.dtype).itemsize, r
+    assert f"8 x bfloat16[{BATCH},{HIDDEN}]" in str(table)
+    assert {r.count for r in residuals(model({}), X, W)} == {1}
 
 
 def test_json():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -23,7 +24,9 @@ from jaxoffload.__main__ import main
 from jaxoffload._memory import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
 from jaxoffload._twin import with_layers
+from jaxoffload.grouped import te
 from jaxoffload.proof import Peaks, _checks, _subject, checks, verify
+from models.attention import transformer_engine
 from models.train import step_for
 
 ROOT = Path(__file__).parent.parent
@@ -433,15 +436,17 @@ def test_a_planted_fault_fails_its_check_and_no_other(fault, claim, monkeypatch)
     assert not found.ok and [c.claim for c in found if c.verdict == "fails"] == [claim], found
 
 
-def attending(x, w):
+CUDNN = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+
+
+def attending(x, w, attention=CUDNN):
     """Two stacks of one layer, which attend alike."""
 
     def one(x, w):
         heads = tag(jnp.einsum("bsd,dnh->bsnh", x, w), "heads")
-        context = jax.nn.dot_product_attention(heads, heads, heads, is_causal=True, implementation="cudnn")
-        return x + tag(context, "context").reshape(x.shape), None
+        return x + tag(attention(heads, heads, heads), "out").reshape(x.shape), None
 
-    rules = Policy({"context": "offload", "heads": "save"}, min_offload_bytes=0)
+    rules = Policy({"out": "offload", "heads": "save"}, min_offload_bytes=0)
     for stack in (w[:2], w[2:]):
         x, _ = scan(one, x, stack, policy=rules)
     return jnp.sum(x.astype(jnp.float32) ** 2)
@@ -465,9 +470,11 @@ def test_each_of_equal_attentions_is_asked_to_be_deterministic(monkeypatch):
         assert len(derivatives) > 1
         return {"force_deterministic" in line for line in derivatives}
 
+    variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's
+    monkeypatch.setenv(variable, "1")
     with _subject.deterministic_attention():
-        assert asked() == {True}
-    assert asked() == {False}
+        assert asked() == {True} and os.environ[variable] == "0"
+    assert asked() == {False} and os.environ[variable] == "1"
 
 
 # --- on a GPU
@@ -494,6 +501,14 @@ def test_copies_on_the_computes_stream_fail(monkeypatch):
 @pytest.mark.gpu
 def test_attention_of_two_stacks_is_verified():
     found = verify(attending, *ATTENDING)
+    assert found.ok and found["gradients"].verdict == "holds", found
+
+
+@pytest.mark.gpu
+def test_attention_of_transformer_engine_is_verified():
+    if not te.importable():
+        pytest.skip("needs TransformerEngine")
+    found = verify(lambda x, w: attending(x, w, transformer_engine), *ATTENDING)
     assert found.ok and found["gradients"].verdict == "holds", found
 
 

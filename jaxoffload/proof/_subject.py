@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -205,24 +206,25 @@ def compiled(run: Callable[..., Any], args: tuple[Any, ...], options: dict[str, 
 
 @contextlib.contextmanager
 def deterministic_attention() -> Iterator[None]:
-    """What is lowered meanwhile asks cuDNN for attention's derivative without atomics itself.
+    """What is traced and lowered meanwhile asks for attention's derivative without atomics.
 
-    XLA's deterministic options do so at the first of equal calls alone, and with two, as of layers in two loops, the
-    program then lacks the other's graph (jaxlib 0.11.2: "IndexError: absl::container_internal::raw_hash_map<>::at").
-    Source: HandleCustomCall in XLA's service/gpu/transforms/cudnn_custom_call_compiler.cc."""
-    try:
-        lowering = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
-        config_of = lowering.create_dot_product_attention_backend_config_base
-    except (ImportError, AttributeError):  # another JAX than those that are tested
-        yield
-        return
+    TransformerEngine is told by its own variable. cuDNN is told by XLA's deterministic options, but of equal calls the
+    first alone, and with two, as of layers in two loops, the program then lacks the other's graph (jaxlib 0.11.2:
+    "IndexError: absl::container_internal::raw_hash_map<>::at"). So here JAX tells it at each call.
+    Source: HandleCustomCall in XLA's service/gpu/transforms/cudnn_custom_call_compiler.cc.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}))
+        with contextlib.suppress(ImportError, AttributeError):  # another JAX than those that are tested
+            lowering = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+            config_of = lowering.create_dot_product_attention_backend_config_base
 
-    def deterministic(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        config: dict[str, Any] = config_of(*args, **kwargs)
-        config["cudnn_fmha_backend_config"]["force_deterministic"] = True
-        return config
+            def deterministic(*args: Any, **kwargs: Any) -> dict[str, Any]:
+                config: dict[str, Any] = config_of(*args, **kwargs)
+                config["cudnn_fmha_backend_config"]["force_deterministic"] = True
+                return config
 
-    with mock.patch.object(lowering, config_of.__name__, deterministic):
+            stack.enter_context(mock.patch.object(lowering, config_of.__name__, deterministic))
         yield
 
 

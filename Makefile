@@ -33,7 +33,8 @@ lint: .venv/test
 	$(PYTHON) -m mypy
 
 # The GPU targets install nothing: PYTHON=python3 uses the machine's own packages.
-# Twelve processes share the GPU, and compile beside each other: three minutes.
+# Twelve processes (pytest-xdist's) share the GPU and compile beside each other: three minutes. pytest-benchmark, where
+# it is installed, warns of them, and a warning is an error.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu -n 12 -p no:benchmark $(ARGS)
 

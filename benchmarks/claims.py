@@ -144,8 +144,8 @@ def measured(
     from benchmarks import measure, peers
 
     end = time.monotonic() + (LIMIT if options.part != ALL else float("inf"))
-    chosen = {name: m for name, m in listed.measurements.items() if m.gpus == options.gpus and name in options.only}
-    for measurement in part_of(chosen, *options.part):
+    chosen = {name: m for name, m in listed.measurements.items() if m.gpus == options.gpus}
+    for measurement in options.only or part_of(chosen, *options.part):
         peers.say(command := chosen[measurement].command)
         result = measure.result_of(command, end - time.monotonic())
         judged = {name: one | about for name, one in listed.judged(measurement, result).items()}
@@ -158,12 +158,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     measurements = read().measurements
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=fraction, default=ALL, metavar="I/N")
-    parser.add_argument("--only", nargs="+", default=list(measurements), choices=measurements, metavar="MEASUREMENT")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--part", type=fraction, default=ALL, metavar="I/N")
+    which.add_argument("--only", nargs="+", default=[], choices=measurements, metavar="MEASUREMENT")
     parser.add_argument("--gpus", type=int, default=1, help="what needs so many")
     parser.add_argument("--page", action="store_true", help="write CLAIMS.md, and nothing else")
     parser.add_argument("--commit", default=peers.head(), help="recorded beside the numbers")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if elsewhere := [name for name in options.only if measurements[name].gpus != options.gpus]:
+        needed = measurements[elsewhere[0]].gpus
+        parser.error(f"argument --only: {elsewhere[0]} needs --gpus {needed}, and --gpus is {options.gpus}")
+    return options
 
 
 def fraction(text: str) -> tuple[int, int]:

@@ -124,7 +124,8 @@ def compiled(product: Callable[..., Any], x: Any, w: Any, dy: Any, sizes: Any) -
 
 
 def by_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each, which runs three times in its turn; in each round they come in another order."""
+    """Milliseconds of each, which runs three times in its turn, the first of them untimed; each round has another
+    order."""
     spent: dict[str, list[float]] = {kind: [] for kind in runs}
     shuffled = random.Random(0)
     for _ in range(rounds):

@@ -126,7 +126,8 @@ def plot(result: dict[str, Any], path: Path) -> str:
         for row, (key, label) in enumerate((("step_ms", "step, ms"), ("temp_gib", "device memory of the step, GiB"))):
             ax = axes[row][column]
             for how, colour in COLOURS.items():
-                mine = [line for line in lines if line["how"] == how]
+                if not (mine := [line for line in lines if line["how"] == how]):
+                    continue
                 ax.plot([m["host_gib"] for m in mine], [m[key] for m in mine], "o-", color=colour, label=how)
             ax.axhline(recomputed[key], color="grey", linestyle="--", label=RECOMPUTED)
             if free := free_gib(lines):

@@ -6,6 +6,7 @@ back to the name that a plan gave it. So the table holds what autodiff keeps, no
 
 import dataclasses
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -44,7 +45,7 @@ class Residual:
         read it, 0 bytes.
       decision: what the policy asked for; None for an untagged residual.
       reason: the pattern or rule that decided.
-      count: how many values of that shape a layer has: one for each shard of a `shard_map`.
+      count: how many values of that shape a layer has: one for each shard of a `shard_map`; 1 where none is needed.
     """
 
     names: tuple[str, ...]
@@ -180,16 +181,7 @@ def _tagged(row: Row, kept: list[tuple[Var, Origin]], computed_again: int, bytes
     """A value of a plan, once for each state that it is found in."""
     names = row.names or ("(matrix product)",)
     line = lambda a_layer, layers, total, state, decision, reason: Residual(
-        names,
-        row.shape,
-        row.dtype,
-        a_layer,
-        layers,
-        total,
-        state,
-        decision,
-        reason,
-        max(1, a_layer // max(1, row.nbytes)),
+        names, row.shape, row.dtype, a_layer, layers, total, state, decision, reason, _count(a_layer, row.nbytes)
     )
     for var, source in kept:
         a_layer = nbytes(var.aval) // (source.layers + source.empty)
@@ -221,7 +213,13 @@ def _untagged(aval: Any, source: Origin) -> Residual:
     state = OFFLOADED if on_host(aval) else SAVED
     size, rows = nbytes(aval), source.layers + source.empty
     shape = tuple(aval.shape)[rows > 1 :]
-    return Residual((), shape, str(aval.dtype), size // rows, source.layers, size, state, None, source.where)
+    count = _count(size // rows, math.prod(shape) * aval.dtype.itemsize)
+    return Residual((), shape, str(aval.dtype), size // rows, source.layers, size, state, None, source.where, count)
+
+
+def _count(together: int, each: int) -> int:
+    """Of values with bytes `together` and `each`; an empty one has none."""
+    return together // each if together > each > 0 else 1
 
 
 class Plans:

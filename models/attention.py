@@ -106,7 +106,7 @@ def transformer_engine(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: ja
     named = jax.checkpoint_policies.save_only_these_names("attn/context")
     # Each device has whole sequences and heads. Kernels do not say over which axes their results vary.
     mapped = jax.shard_map(
-        jax.checkpoint(of_a_device, policy=named),
+        jax.checkpoint(of_a_device, policy=named, prevent_cse=False),
         in_specs=(specs["q"], specs["k"], specs["v"]),
         out_specs=specs["context"],
         check_vma=False,

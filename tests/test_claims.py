@@ -129,6 +129,21 @@ def test_four_parts_of_eight_minutes_measure_all():
     assert sum(m.seconds for m in LISTED.measurements.values() if m.gpus == 2) < claims.LIMIT
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--only", "dense-fsdp"], "argument --only: dense-fsdp needs --gpus 2, and --gpus is 1"),
+        (["--only", "grouped", "--part", "1/4"], "not allowed with argument"),
+        (["--only", "grouped", "dens"], "invalid choice: 'dens'"),
+        (["--part", "5/4"], "'5/4' is not I/N"),
+    ],
+)
+def test_what_would_measure_nothing_is_refused(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        claims.parse(arguments)
+    assert said in capsys.readouterr().err
+
+
 # --- the judge
 
 RESULT = {

@@ -477,6 +477,17 @@ def test_each_of_equal_attentions_is_asked_to_be_deterministic(monkeypatch):
     assert asked() == {False} and os.environ[variable] == "1"
 
 
+def test_programs_to_compare_are_lowered_so(monkeypatch):
+    entered = []
+    monkeypatch.setattr(_subject, "deterministic_attention", lambda: entered.append(1) or contextlib.nullcontext())
+    arguments = X, weights(LAYERS)
+    _subject.compiled(of_scan, arguments, {})
+    assert entered == []
+    with pytest.raises(Exception, match="xla_gpu_no_such"):  # entered before XLA is asked
+        _subject.compiled(of_scan, arguments, {"xla_gpu_deterministic_ops": True, "xla_gpu_no_such": 1})
+    assert entered == [1]
+
+
 # --- on a GPU
 
 WIDE = {"in": (512, 2048), "out": (2048, 512)}
@@ -488,7 +499,7 @@ ROWS = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16)
 def test_on_a_gpu_what_xla_made_of_it_is_checked_too():
     found = verify(of_scan, ROWS, W)
     assert found.ok and "planned" in found["conservation"].said and "run where" in found["producers"].said, found
-    assert found["copies"].verdict == "holds" and "on streams of their own" in found["copies"].said, found
+    assert found["copies"].verdict == "holds" and "on streams that do not compute" in found["copies"].said, found
 
 
 @pytest.mark.gpu

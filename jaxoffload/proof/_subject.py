@@ -7,7 +7,6 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,8 @@ from .._twin import twin, with_layers
 from .._xla import compiler_options
 
 INPUTS = ("an input", "a constant")
+_CUDNN_CONFIG = "create_dot_product_attention_backend_config_base"  # what JAX says to XLA of cuDNN's attention
+_MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 PRODUCTS = {"dot_general", "ragged_dot_general", "ragged_dot"}  # primitives
 
 
@@ -206,26 +207,31 @@ def compiled(run: Callable[..., Any], args: tuple[Any, ...], options: dict[str, 
 
 @contextlib.contextmanager
 def deterministic_attention() -> Iterator[None]:
-    """What is traced and lowered meanwhile asks for attention's derivative without atomics.
+    """What one thread traces and lowers meanwhile asks for attention's derivative without atomics.
 
     TransformerEngine is told by its own variable. cuDNN is told by XLA's deterministic options, but of equal calls the
     first alone, and with two, as of layers in two loops, the program then lacks the other's graph (jaxlib 0.11.2:
     "IndexError: absl::container_internal::raw_hash_map<>::at"). So here JAX tells it at each call.
     Source: HandleCustomCall in XLA's service/gpu/transforms/cudnn_custom_call_compiler.cc.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}))
-        with contextlib.suppress(ImportError, AttributeError):  # another JAX than those that are tested
-            lowering = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
-            config_of = lowering.create_dot_product_attention_backend_config_base
+    lowering, name = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo"), _CUDNN_CONFIG
+    config_of, before = getattr(lowering, name), os.environ.get(_MAY_BE_ATOMIC)
 
-            def deterministic(*args: Any, **kwargs: Any) -> dict[str, Any]:
-                config: dict[str, Any] = config_of(*args, **kwargs)
-                config["cudnn_fmha_backend_config"]["force_deterministic"] = True
-                return config
+    def deterministic(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        config: dict[str, Any] = config_of(*args, **kwargs)
+        config["cudnn_fmha_backend_config"]["force_deterministic"] = True
+        return config
 
-            stack.enter_context(mock.patch.object(lowering, config_of.__name__, deterministic))
+    try:
+        os.environ[_MAY_BE_ATOMIC] = "0"
+        setattr(lowering, name, deterministic)
         yield
+    finally:
+        setattr(lowering, name, config_of)
+        if before is None:
+            del os.environ[_MAY_BE_ATOMIC]
+        else:
+            os.environ[_MAY_BE_ATOMIC] = before
 
 
 def repeatable_options() -> dict[str, Any]:
@@ -235,7 +241,8 @@ def repeatable_options() -> dict[str, Any]:
 
 
 def exact_options(backend: str | None = None) -> dict[str, Any]:
-    """The options under which two programs of the same arithmetic give the same bits."""
+    """The options under which two programs of the same arithmetic give the same bits, lowered under
+    `deterministic_attention`."""
     if (backend or jax.default_backend()) != "gpu":
         return {"xla_allow_excess_precision": False}
     return {

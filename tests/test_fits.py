@@ -14,7 +14,7 @@ from jaxoffload import Policy, chain, machine, scan, tag
 from jaxoffload.__main__ import main
 from jaxoffload.proof import Machine, _machine, fits, known_machine
 from jaxoffload.proof._cost import cost
-from jaxoffload.proof._fit import Copy
+from jaxoffload.proof._fit import LayerCopy
 from jaxoffload.proof._machine import Bus, attention_flops
 
 # Round numbers: a bfloat16 product of 10**9 FLOPs takes 1 ms, 10**6 bytes of memory 1 ms, of the bus 10 ms.
@@ -121,7 +121,7 @@ def test_whether_copies_fit_by_hand():
     # A residual alone: 1.5 % of what the layer computes may be exposed.
     computing = loop.forward_ms + loop.backward_ms
     for longer, fit in ((0.014, True), (0.016, False)):
-        assert loop.fits(Copy("a", 1, loop.forward_ms + longer * computing, 0)) == fit
+        assert loop.fits(LayerCopy("a", 1, loop.forward_ms + longer * computing, 0)) == fit
 
 
 def test_on_a_faster_bus_they_fit():

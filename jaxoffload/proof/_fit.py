@@ -16,7 +16,7 @@ from ._machine import Bus, Machine
 from ._subject import nested, run_of
 
 
-class Copy(NamedTuple):
+class LayerCopy(NamedTuple):
     """Of one residual in one layer: milliseconds to the host and back."""
 
     residual: str
@@ -45,23 +45,25 @@ class Fit:
     runs: int
     forward_ms: float
     backward_ms: float
-    copies: tuple[Copy, ...]
+    copies: tuple[LayerCopy, ...]
     unknown: frozenset[str] = frozenset()
 
     @property
-    def together(self) -> Copy:
-        return Copy("all together", *(sum(getattr(c, field) for c in self.copies) for field in Copy._fields[1:]))
+    def together(self) -> LayerCopy:
+        return LayerCopy(
+            "all together", *(sum(getattr(c, field) for c in self.copies) for field in LayerCopy._fields[1:])
+        )
 
     @property
     def computing_ms(self) -> float:
         return self.runs * self.layers * (self.forward_ms + self.backward_ms)
 
-    def exposed_ms(self, copy: Copy) -> float:
+    def exposed_ms(self, copy: LayerCopy) -> float:
         """Of all layers, both ways: what lasts longer than the layer beside it, of these copies alone."""
         there, back = copy.d2h_ms - self.forward_ms, copy.h2d_ms - self.backward_ms
         return self.runs * self.layers * (max(0.0, there) + max(0.0, back))
 
-    def fits(self, copy: Copy) -> bool:
+    def fits(self, copy: LayerCopy) -> bool:
         return self.exposed_ms(copy) <= FREE * self.computing_ms
 
 
@@ -172,7 +174,7 @@ def _fit(forward: Part, backward: Part, of: _Pass, machine: Machine, bus: Bus) -
         1e3 * there.seconds,
         1e3 * back.seconds,
         tuple(
-            Copy(names, size, ms(size, bus.d2h), ms(size, bus.h2d))
+            LayerCopy(names, size, ms(size, bus.d2h), ms(size, bus.h2d))
             for names, size in zip(forward.layer.for_host, sizes, strict=True)
         ),
         there.unknown | back.unknown,

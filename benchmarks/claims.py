@@ -10,6 +10,7 @@ measurement does not say.
 import argparse
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,10 +74,11 @@ def part_of(measurements: Mapping[str, Measurement], number: int, count: int) ->
 
 
 def table(rows: Iterable[tuple[str, str, str]]) -> str:
-    """Claim, verdict, check."""
+    """Claim, verdict, the beginning of its check."""
     rows = [("claim", "verdict", "check"), *rows]
     wide, narrow = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{name:{wide}}  {verdict:{narrow}}  {check}" for name, verdict, check in rows)
+    short = lambda check: textwrap.shorten(check, 120, placeholder=" ...")
+    return "\n".join(f"{name:{wide}}  {verdict:{narrow}}  {short(check)}" for name, verdict, check in rows)
 
 
 def recorded(listed: Listed) -> list[tuple[str, str, str]]:

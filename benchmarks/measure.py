@@ -49,16 +49,16 @@ def result_of(command: str, seconds: float) -> dict[str, Any]:
 
 
 def in_file(path: Path) -> dict[str, Any]:
-    """A JSON object, or of pytest's `--junitxml` how many parameters of each test passed, failed and were skipped;
-    nothing where there is none."""
+    """A JSON object, or of pytest's `--junitxml` how many tests of each file passed, failed and were skipped; nothing
+    where there is none."""
+    how = {"failure": "failed", "error": "failed", "skipped": "skipped"}
     with contextlib.suppress(OSError, TypeError, ValueError, ElementTree.ParseError):
         if path.suffix == ".json":
             return dict(json.loads(path.read_text()))
-        ended: dict[str, Any] = {}
+        counts: dict[str, Any] = {}
         for case in ElementTree.parse(path).iter("testcase"):
-            name = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name'].partition('[')[0]}"
-            how = {"failure": "failed", "error": "failed", "skipped": "skipped"}
-            said = next((how[child.tag] for child in case if child.tag in how), "passed")
-            ended.setdefault(name, dict.fromkeys(("passed", "failed", "skipped"), 0))[said] += 1
-        return ended
+            file = f"{case.attrib['classname'].replace('.', '/')}.py"
+            ended = next((how[child.tag] for child in case if child.tag in how), "passed")
+            counts.setdefault(file, dict.fromkeys(("passed", "failed", "skipped"), 0))[ended] += 1
+        return counts
     return {}

@@ -139,16 +139,27 @@ def test_the_steps_with_the_attention_of_transformer_engine():
     assert f"takes {ours} ms in the memory of recomputing everything, which takes {remat} ms" in TEXT
 
 
-def test_what_verify_found():
-    about, _, found = (ROOT / "benchmarks/results/verify-moe.txt").read_text().partition("\n\n")
+def verified(name):
+    """(of, claim) -> verdict, of a file of what verify printed on an H200."""
+    about, _, found = (ROOT / f"benchmarks/results/verify-{name}.txt").read_text().partition("\n\n")
     assert re.match(
-        r"device: 1 NVIDIA H200 .*\nversions: jax .*\ncommit: \w+\ncommand: python -m jaxoffload verify", about
+        r"device: [12] NVIDIA H200 .*\nversions: jax .*\ncommit: \w+\ncommand: .*python -m jaxoffload", about
     )
-    lines = [re.fullmatch(r"(loss|step): (holds|not checked) +(\w+): .*", line) for line in found.splitlines()]
-    assert len(lines) == 14 and None not in lines
+    return {(of, claim): verdict for of, verdict, claim in re.findall(r"^(\w+): (\w+(?: \w+)?) +(\w+): ", found, re.M)}
+
+
+def test_what_verify_found():
+    of_experts = verified("moe")
+    assert len(of_experts) == 14 and set(of_experts.values()) == {"holds", "not checked"}
     # Of one device there is no placement; a step's residuals are those of its loss.
-    missing = {line.group(1, 3) for line in lines if line.group(2) == "not checked"}
+    missing = {key for key, verdict in of_experts.items() if verdict == "not checked"}
     assert missing == {("loss", "placement"), ("step", "placement"), ("step", "conservation")}
+    on_two = verified("moe-2")
+    assert {key for key, verdict in on_two.items() if verdict == "fails"} == {("loss", "copies"), ("step", "copies")}
+    assert {key for key, verdict in on_two.items() if verdict == "not checked"} == {("step", "conservation")}
+    of_llama = verified("llama-1b")
+    for claim in ("gradients", "conservation", "moves", "producers", "copies"):
+        assert of_llama["loss", claim] == "holds"
 
 
 def test_what_fits_is_what_was_measured_to():

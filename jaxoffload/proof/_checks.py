@@ -276,7 +276,7 @@ def copies(subject: Subject) -> Found:
         ]
     if wrong:
         return FAILS, "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    said = f"{count} asynchronous copies, all in range and on streams that do not compute" if count else "no copies"
+    said = f"{count} asynchronous copies, all in range and on streams of their own" if count else "no copies"
     return HOLDS, f"{said}, and nothing else touches host memory"
 
 

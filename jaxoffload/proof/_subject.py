@@ -24,7 +24,7 @@ from .._xla import compiler_options
 
 INPUTS = ("an input", "a constant")
 _CUDNN_CONFIG = "create_dot_product_attention_backend_config_base"  # what JAX says to XLA of cuDNN's attention
-_MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+_MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's variable
 PRODUCTS = {"dot_general", "ragged_dot_general", "ragged_dot"}  # primitives
 
 

@@ -83,21 +83,15 @@ def summary(events: list[Event]) -> dict[str, Any]:
 
 
 def in_the_way(events: list[Event]) -> dict[str, str]:
-    """Streams that both compute and copy to or from the host -> how many copies, beside which kernels.
-
-    Collectives are no computation, and what takes less than a hundredth of all kernels' time is not what a step
-    computes: XLA deals the same streams out to copies and to what else may run beside the computation.
-    """
-    kernels = [e for e in events if not e.name.startswith(("Memcpy", "Memset", "nccl"))]
-    spent: dict[str, float] = {}
-    for e in kernels:
-        spent[e.stream] = spent.get(e.stream, 0.0) + e.end - e.start
-    found = {}
-    for stream, count in Counter(e.stream for e in events if e.is_host_copy).items():
-        if spent.get(stream, 0.0) > 0.01 * sum(spent.values()):
-            names = sorted({e.name for e in kernels if e.stream == stream})
-            found[stream] = f"{count} copies beside {', '.join(names[:3])}"
-    return found
+    """Streams that both compute and copy to or from the host -> how many copies, beside which kernels."""
+    kernels: dict[str, set[str]] = {}
+    for e in events:
+        if not e.name.startswith(("Memcpy", "Memset")):
+            kernels.setdefault(e.stream, set()).add(e.name)
+    copies = Counter(e.stream for e in events if e.is_host_copy and e.stream in kernels)
+    return {
+        stream: f"{count} copies beside {', '.join(sorted(kernels[stream])[:3])}" for stream, count in copies.items()
+    }
 
 
 def by_kernel(events: list[Event], count: int = 12) -> dict[str, float]:

@@ -81,6 +81,7 @@ def test_a_stream_that_copies_and_computes_is_named():
         "Stream #1(Compute)": "2 copies beside fusion, gemm",
         "Stream #4(MemcpyD2H)": "1 copies beside slice",
     }
+    assert in_the_way(events, {"f", "a", "put"}) == {"Stream #1(Compute)": "2 copies beside fusion"}
 
 
 def test_unions_and_overlaps():

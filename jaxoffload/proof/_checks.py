@@ -17,7 +17,7 @@ from .._plan import ARGUMENT
 from .._residuals import EMPTY, OFFLOADED, RECOMPUTED, Residual, Residuals, residuals
 from .._twin import twin, with_layers
 from .._xla import compiler_options
-from ._program import collectives, instructions, kernels_on_host_memory, out_of_range, products
+from ._program import asynchronous, collectives, instructions, kernels_on_host_memory, out_of_range, products
 from ._subject import INPUTS, PRODUCTS, Subject, compiled, crossings, has_loops, most_layers_of, nested
 from ._trace import in_the_way, traced
 
@@ -271,9 +271,8 @@ def copies(subject: Subject) -> Found:
     if count := sum(line.opcode.endswith("-start") and line.on_host for line in lines):
         jax.block_until_ready(program(*subject.arrays))
         events = next(iter(traced(lambda: jax.block_until_ready(program(*subject.arrays))).values()), [])
-        wrong += [
-            f"copies run on a stream that computes, {stream}: {what}" for stream, what in in_the_way(events).items()
-        ]
+        shared = in_the_way(events, asynchronous(program.runtime_executable().hlo_modules()))
+        wrong += [f"copies run on a stream that computes, {stream}: {what}" for stream, what in shared.items()]
     if wrong:
         return FAILS, "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
     said = f"{count} asynchronous copies, all in range and on streams of their own" if count else "no copies"

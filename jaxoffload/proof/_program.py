@@ -3,8 +3,8 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 _CALLS = "calls|body|condition|to_apply|branch_computations|true_computation|false_computation"
 
@@ -96,6 +96,18 @@ _PASSING_ON |= {"fusion-start", "fusion-done", "copy-start", "copy-done"}
 def in_copies(lines: Sequence[Instruction]) -> set[str]:
     """The computations that an asynchronous copy runs."""
     return {called for line in lines if line.opcode.endswith("-start") for called in line.calls}
+
+
+def asynchronous(modules: Iterable[Any]) -> set[str]:
+    """What a profile calls the instructions that XLA wraps to run them beside the others: copies of rows, small
+    collectives that are kernels. It deals them out to the same few streams; the program's text does not name them.
+    https://github.com/openxla/xla/pull/46463
+
+    Args:
+      modules: `runtime_executable().hlo_modules()` of a compiled program.
+    """
+    every = (line for module in modules for computation in module.computations() for line in computation.instructions())
+    return {line.async_wrapped_root().name for line in every if line.opcode.name == "kAsyncStart"}
 
 
 def kernels_on_host_memory(lines: Sequence[Instruction]) -> Iterator[Instruction]:

@@ -6,7 +6,7 @@ A copy is hidden while a kernel, of whatever stream, runs beside it. Copies with
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,11 +82,12 @@ def summary(events: list[Event]) -> dict[str, Any]:
     }
 
 
-def in_the_way(events: list[Event]) -> dict[str, str]:
-    """Streams that both compute and copy to or from the host -> how many copies, beside which kernels."""
+def in_the_way(events: list[Event], asynchronous: Collection[str] = ()) -> dict[str, str]:
+    """Streams that both compute and copy to or from the host -> how many copies, beside which kernels; not those of
+    asynchronous instructions, which are no part of the compute's stream."""
     kernels: dict[str, set[str]] = {}
     for e in events:
-        if not e.name.startswith(("Memcpy", "Memset")):
+        if not e.name.startswith(("Memcpy", "Memset")) and e.op not in asynchronous:
             kernels.setdefault(e.stream, set()).add(e.name)
     copies = Counter(e.stream for e in events if e.is_host_copy and e.stream in kernels)
     return {

@@ -3,7 +3,7 @@
     python -m benchmarks.fits [--out benchmarks/results/fits.json]
 
 Measures the machine (`jaxoffload.machine`), predicts (`jaxoffload.proof.fits`) before anything runs, and then profiles
-each shape's step. Copies fit where what nothing hides of them is no more than 1.5 %: measured, of the step; predicted,
+each shape's step. Copies fit where what nothing hides of them is no more than 1 %: measured, of the step; predicted,
 and as `report` says, of what its layers compute.
 """
 

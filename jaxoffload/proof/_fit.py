@@ -26,7 +26,7 @@ class LayerCopy(NamedTuple):
 
 
 # Copies fit where what nothing hides of them is no more of the time that the layers compute.
-FREE = 0.015
+FREE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)

@@ -133,8 +133,8 @@ def test_the_losses_of_experts():
 
 
 def test_the_steps_with_the_attention_of_transformer_engine():
-    measured = result("dense-te-candidates")["modes"]
-    ours, remat = steps("dense-te-candidates", "ours_best", "remat")
+    measured = result("dense-te-best")["modes"]
+    ours, remat = steps("dense-te-best", "ours_best", "remat")
     assert measured["ours_best"]["temp_gib"] <= measured["remat"]["temp_gib"]
     assert f"takes {ours} ms in the memory of recomputing everything, which takes {remat} ms" in TEXT
 
@@ -154,12 +154,8 @@ def test_what_verify_found():
     # Of one device there is no placement; a step's residuals are those of its loss.
     missing = {key for key, verdict in of_experts.items() if verdict == "not checked"}
     assert missing == {("loss", "placement"), ("step", "placement"), ("step", "conservation")}
-    on_two = verified("moe-2")
-    assert {key for key, verdict in on_two.items() if verdict == "fails"} == {("loss", "copies"), ("step", "copies")}
-    assert {key for key, verdict in on_two.items() if verdict == "not checked"} == {("step", "conservation")}
-    of_llama = verified("llama-1b")
-    for claim in ("gradients", "conservation", "moves", "producers", "copies"):
-        assert of_llama["loss", claim] == "holds"
+    assert verified("llama-1b") == of_experts
+    assert verified("moe-2") == dict.fromkeys(of_experts, "holds") | {("step", "conservation"): "not checked"}
 
 
 def test_what_fits_is_what_was_measured_to():

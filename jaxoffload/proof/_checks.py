@@ -275,7 +275,7 @@ def copies(subject: Subject) -> Found:
         wrong += [f"copies run on a stream that computes, {stream}: {what}" for stream, what in shared.items()]
     if wrong:
         return FAILS, "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    said = f"{count} asynchronous copies, all in range and on streams of their own" if count else "no copies"
+    said = f"{count} asynchronous copies, all in range and on no stream that computes" if count else "no copies"
     return HOLDS, f"{said}, and nothing else touches host memory"
 
 

@@ -11,6 +11,7 @@ import importlib.metadata
 import itertools
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -240,6 +241,8 @@ def provenance(program: str, commit: str, devices: int = 1) -> dict[str, Any]:
     return {
         "device": f"{devices} {jax.devices()[0].device_kind} ({jax.devices()[0].platform})",
         "versions": versions(),
-        "command": " ".join([f"python -m benchmarks.{program}", *itertools.takewhile("--worker".__ne__, sys.argv[1:])]),
+        "command": shlex.join(
+            ["python", "-m", f"benchmarks.{program}", *itertools.takewhile("--worker".__ne__, sys.argv[1:])]
+        ),
         "commit": commit,
     }

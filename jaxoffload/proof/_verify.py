@@ -61,8 +61,8 @@ def verify(
        XLA plans it, and from the command line at the peaks of fresh processes.
     3. `moves`: nothing crosses to the host that is not marked offload, no weight, no argument that nobody named.
     4. `producers`: what is saved or offloaded is not computed again.
-    5. `copies`: no kernel and no computation of the host's touches host memory, all copies are asynchronous and in
-       range (in the program that `compiler_options()` gives, on a GPU).
+    5. `copies`: no kernel and no computation of the host's touches host memory, all copies are asynchronous, in range
+       and on no stream that computes (in the program that `compiler_options()` gives, on a GPU).
     6. `placement`: no array is in a collective that the twin has not.
     7. `repeats`: the same from the same, and no more memory each time.
 

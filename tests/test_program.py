@@ -138,10 +138,8 @@ def test_the_copies_for_the_host_and_nothing_else_are_asynchronous(lines):
     assert all(line.on_host for line in starts)
 
 
-def test_what_a_profile_calls_asynchronous_is_none_of_the_programs_other_instructions(offloading, lines):
-    names = _program.asynchronous(offloading.runtime_executable().hlo_modules())
-    assert names == _program.host_copies(lines).keys()
-    assert names.isdisjoint(line.name for line in lines)
+def test_the_copies_are_no_collectives(offloading):
+    assert _program.collective_kernels(offloading.runtime_executable().hlo_modules()) == set()
 
 
 def test_no_kernel_touches_host_memory_and_nothing_is_copied_within_it(lines):

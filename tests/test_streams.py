@@ -4,13 +4,16 @@ import dataclasses
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import pytest
+from jaxlib._hlo import hlo_module_from_text
 
 import jaxoffload
-from jaxoffload.proof import _program, read_profile
-from jaxoffload.proof._profile import profile_of
+from jaxoffload.proof import _checks, _program, read_profile
+from jaxoffload.proof._profile import _steps, profile_of
 from jaxoffload.proof._program import Copy, host_copies, instructions
 from jaxoffload.proof._trace import Event, events_of, in_the_way, merged, overlap, read, summary
 
@@ -81,7 +84,64 @@ def test_a_stream_that_copies_and_computes_is_named():
         "Stream #1(Compute)": "2 copies beside fusion, gemm",
         "Stream #4(MemcpyD2H)": "1 copies beside slice",
     }
-    assert in_the_way(events, {"f", "a", "put"}) == {"Stream #1(Compute)": "2 copies beside fusion"}
+    assert in_the_way(events, {"f", "a"}) == {"Stream #1(Compute)": "2 copies beside fusion"}
+
+
+WRAPPED = """HloModule m
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+%reduces (p: f32[4]) -> f32[4] {
+  %p = f32[4] parameter(0)
+  ROOT %all = f32[4] all-reduce(%p), to_apply=%add
+}
+%negates (p: f32[4]) -> f32[4] {
+  %p = f32[4] parameter(0)
+  ROOT %negative = f32[4] negate(%p)
+}
+%one (p: f32[4]) -> f32[4] {
+  %p = f32[4] parameter(0)
+  ROOT %psum.3-fusion.1 = f32[4] fusion(%p), kind=kCustom, calls=%reduces
+}
+%two (p: f32[4]) -> f32[4] {
+  %p = f32[4] parameter(0)
+  ROOT %loop_negate_fusion.1 = f32[4] fusion(%p), kind=kLoop, calls=%negates
+}
+%three (p: f32[4]) -> f32[4] {
+  %p = f32[4] parameter(0)
+  ROOT %all_to_all.7 = f32[4] all-to-all(%p), dimensions={0}
+}
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4] parameter(0)
+  %begin.1 = ((f32[4]), f32[4]) async-start(%x), calls=%one
+  %end.1 = f32[4] async-done(%begin.1)
+  %begin.2 = ((f32[4]), f32[4]) async-start(%end.1), calls=%two
+  %end.2 = f32[4] async-done(%begin.2)
+  %begin.3 = ((f32[4]), f32[4]) async-start(%end.2), calls=%three
+  ROOT %end.3 = f32[4] async-done(%begin.3)
+}
+"""
+
+
+def test_collectives_that_are_kernels_are_known_by_name():
+    """As XLA makes them of small ones (its collective_fusion_test.cc), and not what else runs asynchronously."""
+    module = hlo_module_from_text(WRAPPED)
+    assert "psum.3-fusion.1" not in module.to_string()
+    assert _program.collective_kernels([module]) == {"psum.3-fusion.1", "all_to_all.7"}
+
+
+def test_a_copy_within_the_host_touches_it():
+    text = """
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0:S(5)} parameter(0)
+  %device = f32[4]{0} parameter(1)
+  %away = (f32[4]{0:S(5)}, f32[4]{0}, u32[]) copy-start(%device)
+  %within = (f32[4]{0:S(5)}, f32[4]{0:S(5)}, u32[]) copy-start(%x)
+}
+"""
+    assert [line.name for line in _program.kernels_on_host_memory(list(instructions(text)))] == ["within"]
 
 
 def test_unions_and_overlaps():
@@ -243,12 +303,46 @@ def test_each_copy_of_a_real_step_has_its_residual_and_layer(recorded):
     assert json.loads(found.to_json())["totals"] == made["profile"]["totals"]
 
 
-def test_copies_of_a_real_step_are_on_streams_of_their_own(recorded):
+def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
     _, made, found, lines = recorded
     events = [Event(*e) for e in made["events"]]
     assert {m.stream for m in found.moves} <= {e.stream for e in events if e.is_host_copy} and in_the_way(events) == {}
     assert not list(_program.kernels_on_host_memory(lines)) and not list(_program.out_of_range(lines))
+    step = _steps(sorted(events, key=lambda e: e.start), made["steps"])[0]
+    wrong = lambda change: _checks._as_it_ran([e for event in step for e in change(event)], lines, ())
+    assert wrong(lambda e: [e]) == []
+    copies = [e for e in step if e.is_host_copy]
+    few = f"{len(copies) - 1} of {len(copies)} copies ran as copies"
+    assert wrong(lambda e: [] if e is copies[0] else [e]) == [few]
+    by_kernel = wrong(lambda e: [e._replace(name="slice") if e is copies[0] else e])
+    beside = f"copies run on a stream that computes, {copies[0].stream}: "
+    assert by_kernel[0].startswith(beside) and by_kernel[0].endswith("copies beside slice") and by_kernel[1:] == [few]
+    compute = next(e for e in step if not e.name.startswith("Mem"))
+    (between,) = wrong(lambda e: [e._replace(stream=compute.stream) if e is copies[0] else e])
+    assert between.startswith(f"copies run on a stream that computes, {compute.stream}: 1 copies beside ")
+    # A loop that asks the host whether to go on.
+    (loop, *_) = (line.name for line in lines if line.opcode == "while")
+    assert wrong(lambda e: [e, e._replace(name="MemcpyD2H", op=loop)] if e is compute else [e]) == []
     assert all(20 < m.gb_per_s < 64 for m in found.moves if m.bytes > 2**20)  # of a PCIe 5 x16 bus
+
+
+def test_copies_that_nobody_saw_are_not_checked(recorded, monkeypatch):
+    _, made, _, lines = recorded
+    many = 2**40
+    plan = SimpleNamespace(argument_size_in_bytes=many, output_size_in_bytes=many, temp_size_in_bytes=many)
+    program = Mock(as_text=lambda: made["program"], memory_analysis=lambda: plan)
+    subject = SimpleNamespace(fast_program=program, program=program, arrays=(), repeats=3)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_checks, "traced", lambda run: run() and {})
+    count = len(host_copies(lines))
+    said = f"{count} asynchronous copies, all in range; not known on which streams: "
+    assert _checks.copies(subject) == ("not checked", f"{said}the profiler saw nothing of the GPU")
+    assert program.call_count == 2
+    monkeypatch.setattr(_checks, "device_bytes", lambda: many)
+    needed = "it needs 3.00 TiB of a device's 1.00 TiB"
+    assert _checks.copies(subject) == ("not checked", f"{said}it did not run: {needed}")
+    assert _checks.repeats(subject) == ("not checked", f"arguments are not given away here, and so {needed}")
+    assert program.call_count == 2
 
 
 def test_a_real_step_is_about_what_its_parts_are(recorded):

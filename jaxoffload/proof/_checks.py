@@ -4,12 +4,13 @@ The reference is the function's twin (`_twin`): plain `lax.scan` and `jax.checkp
 device. What a check cannot know it calls "not checked", and says why.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.extend.core import Jaxpr
 
 from .._memory import readable
@@ -17,9 +18,19 @@ from .._plan import ARGUMENT
 from .._residuals import EMPTY, OFFLOADED, RECOMPUTED, Residual, Residuals, residuals
 from .._twin import twin, with_layers
 from .._xla import compiler_options
-from ._program import asynchronous, collectives, instructions, kernels_on_host_memory, out_of_range, products
+from ._program import (
+    Instruction,
+    collective_kernels,
+    collectives,
+    host_copies,
+    instructions,
+    kernels_on_host_memory,
+    out_of_range,
+    products,
+    waited_for,
+)
 from ._subject import INPUTS, PRODUCTS, Subject, compiled, crossings, has_loops, most_layers_of, nested
-from ._trace import in_the_way, traced
+from ._trace import Event, in_the_way, traced
 
 HOLDS: Final = "holds"
 FAILS: Final = "fails"
@@ -46,8 +57,7 @@ def gradients(subject: Subject) -> Found:
     if fitting is None:
         return NOT_CHECKED, f"{need(subject.twins_program)}, and with fewer layers that fit nothing moves"
     mine, differ = _compared(fitting.program, fitting.twins_program, subject.arrays)
-    # Perhaps in what cuBLAS made one of. Other processes may have seen no difference, and would not join in.
-    if differ and jax.default_backend() == "gpu" and jax.process_count() == 1:
+    if _in_any_process(bool(differ)) and jax.default_backend() == "gpu":  # perhaps in what cuBLAS made one of
         mine, differ = _compared(*fitting.exact_programs(), subject.arrays)
     results, of = len(jax.tree.leaves(mine)), ""
     if fitting.most is not None:
@@ -63,6 +73,11 @@ def _compared(program: Any, twins: Any, args: tuple[Any, ...]) -> tuple[Any, lis
     """The results of the one, and how those of the other differ."""
     mine = _on_host(program(*args))
     return mine, list(_differences(mine, _on_host(twins(*args))))
+
+
+def _in_any_process(true: bool) -> bool:
+    """What all processes then do together."""
+    return bool(np.any(multihost_utils.process_allgather(np.array(true)))) if jax.process_count() > 1 else true
 
 
 def twin_that_fits(subject: Subject) -> Subject | None:
@@ -124,8 +139,8 @@ def _bytes_needed(program: Any) -> int:
     return plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes if plan else 0
 
 
-def need(program: Any) -> str:
-    return f"the twin needs {readable(_bytes_needed(program))} of a device's {readable(device_bytes() or 0)}"
+def need(program: Any, what: str = "the twin") -> str:
+    return f"{what} needs {readable(_bytes_needed(program))} of a device's {readable(device_bytes() or 0)}"
 
 
 # --- conservation
@@ -268,15 +283,32 @@ def copies(subject: Subject) -> Found:
     lines = list(instructions(program.as_text()))
     wrong = [f"{line.opcode} {line.name} touches host memory" for line in kernels_on_host_memory(lines)]
     wrong += [f"{line.name} copies out of range" for line in out_of_range(lines)]
-    if count := sum(line.opcode.endswith("-start") and line.on_host for line in lines):
+    count = sum(line.opcode.endswith("-start") and line.on_host for line in lines)
+    unseen = None
+    if count and has_room_for(program):
         jax.block_until_ready(program(*subject.arrays))
         events = next(iter(traced(lambda: jax.block_until_ready(program(*subject.arrays))).values()), [])
-        shared = in_the_way(events, asynchronous(program.runtime_executable().hlo_modules()))
-        wrong += [f"copies run on a stream that computes, {stream}: {what}" for stream, what in shared.items()]
+        unseen = None if events else "the profiler saw nothing of the GPU"
+        wrong += _as_it_ran(events, lines, program.runtime_executable().hlo_modules()) if events else []
+    elif count:
+        unseen = f"it did not run: {need(program, 'it')}"
     if wrong:
         return FAILS, "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    if unseen:
+        return NOT_CHECKED, f"{count} asynchronous copies, all in range; not known on which streams: {unseen}"
     said = f"{count} asynchronous copies, all in range and on no stream that computes" if count else "no copies"
     return HOLDS, f"{said}, and nothing else touches host memory"
+
+
+def _as_it_ran(events: list[Event], lines: list[Instruction], modules: Iterable[Any]) -> list[str]:
+    """What is wrong with the copies in a trace of one run, of one device."""
+    spared = collective_kernels(modules) | waited_for(lines)
+    shared = in_the_way(events, spared).items()
+    wrong = [f"copies run on a stream that computes, {stream}: {what}" for stream, what in shared]
+    ran = sum(e.is_host_copy and e.op not in spared for e in events)
+    branches = any(line.opcode == "conditional" for line in lines)  # of which one is taken
+    fewest = 1 if branches else sum(copy.turns for copy in host_copies(lines).values())
+    return wrong if ran >= fewest else [*wrong, f"{ran} of {fewest} copies ran as copies"]
 
 
 def placement(subject: Subject) -> Found:
@@ -297,6 +329,8 @@ def placement(subject: Subject) -> Found:
 
 
 def repeats(subject: Subject) -> Found:
+    if not has_room_for(subject.program):
+        return NOT_CHECKED, f"arguments are not given away here, and so {need(subject.program, 'it')}"
     first, wrong, held = None, [], []
     for number in range(subject.repeats):
         again = _on_host(subject.program(*subject.arrays))
@@ -311,10 +345,11 @@ def repeats(subject: Subject) -> Found:
 
 
 def _bytes_in_use() -> int:
-    """On the devices, where they tell; else of arrays that somebody holds."""
+    """On the devices, where they tell, and of arrays that somebody holds on the host; else of all such arrays."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if all("bytes_in_use" in s for s in stats):
-        return sum(s["bytes_in_use"] for s in stats)
+        on_the_host = sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host")
+        return on_the_host + sum(s["bytes_in_use"] for s in stats)
     return sum(array.nbytes for array in jax.live_arrays())
 
 

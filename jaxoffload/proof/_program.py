@@ -26,8 +26,12 @@ class Instruction(NamedTuple):
     @property
     def calls(self) -> list[str]:
         """The computations that it runs."""
-        found = re.findall(rf"(?:{_CALLS})=(%[\w.\-]+|\{{%[^}}]*\}})", self.text)
-        return [name for called in found for name in re.findall(r"%([\w.\-]+)", called)]
+        return _called(self.text)
+
+
+def _called(text: str) -> list[str]:
+    found = re.findall(rf"(?:{_CALLS})=(%[\w.\-]+|\{{%[^}}]*\}})", text)
+    return [name for called in found for name in re.findall(r"%([\w.\-]+)", called)]
 
 
 def instructions(text: str) -> Iterator[Instruction]:
@@ -98,16 +102,34 @@ def in_copies(lines: Sequence[Instruction]) -> set[str]:
     return {called for line in lines if line.opcode.endswith("-start") for called in line.calls}
 
 
-def asynchronous(modules: Iterable[Any]) -> set[str]:
-    """What a profile calls the instructions that XLA wraps to run them beside the others: copies of rows, small
-    collectives that are kernels. It deals them out to the same few streams; the program's text does not name them.
+def collective_kernels(modules: Iterable[Any]) -> set[str]:
+    """What a profile calls the asynchronous collectives that are kernels of XLA's, as small ones between GPUs with
+    NVLink. They are dealt out to the same few streams as the host copies, and the program's text does not name them.
     https://github.com/openxla/xla/pull/46463
 
     Args:
       modules: `runtime_executable().hlo_modules()` of a compiled program.
     """
-    every = (line for module in modules for computation in module.computations() for line in computation.instructions())
-    return {line.async_wrapped_root().name for line in every if line.opcode.name == "kAsyncStart"}
+    found = set()
+    for module in modules:
+        bodies = {body.name: [line.to_string() for line in body.instructions()] for body in module.computations()}
+        collects = {name for name, lines in bodies.items() if any(map(_is_collective, lines))}
+        for line in (line for body in module.computations() for line in body.instructions()):
+            if line.opcode.name == "kAsyncStart":
+                wrapped = line.async_wrapped_root()
+                text = wrapped.to_string()
+                if _is_collective(text) or collects.intersection(_called(text)):
+                    found.add(wrapped.name)
+    return found
+
+
+def _is_collective(text: str) -> bool:
+    return re.search(rf" (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", text) is not None
+
+
+def waited_for(lines: Sequence[Instruction]) -> set[str]:
+    """Loops and branches for which the host decides: XLA copies to it, meanwhile, whether to go on."""
+    return {line.name for line in lines if line.opcode in ("while", "conditional")}
 
 
 def kernels_on_host_memory(lines: Sequence[Instruction]) -> Iterator[Instruction]:
@@ -119,7 +141,9 @@ def kernels_on_host_memory(lines: Sequence[Instruction]) -> Iterator[Instruction
         reads = [at[line.computation, o] for o in line.operands if (line.computation, o) in at]
         room = line.opcode == "custom-call" and 'custom_call_target="AllocateBuffer"' in line.text
         dma = line.computation in copied and "dynamic_slice_config" in line.text
-        if not (line.opcode in _PASSING_ON or room or dma) and (line.on_host or any(r.on_host for r in reads)):
+        within = line.opcode == "copy-start" and line.shape.count("S(5)") > 1  # both ends of it
+        passes = line.opcode in _PASSING_ON and not within
+        if not (passes or room or dma) and (line.on_host or any(r.on_host for r in reads)):
             yield line
 
 

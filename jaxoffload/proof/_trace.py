@@ -82,14 +82,15 @@ def summary(events: list[Event]) -> dict[str, Any]:
     }
 
 
-def in_the_way(events: list[Event], asynchronous: Collection[str] = ()) -> dict[str, str]:
-    """Streams that both compute and copy to or from the host -> how many copies, beside which kernels; not those of
-    asynchronous instructions, which are no part of the compute's stream."""
+def in_the_way(events: list[Event], spared: Collection[str] = ()) -> dict[str, str]:
+    """Streams that both compute and copy to or from the host -> how many copies, beside which kernels; what the
+    instructions do that are spared does not count."""
     kernels: dict[str, set[str]] = {}
-    for e in events:
-        if not e.name.startswith(("Memcpy", "Memset")) and e.op not in asynchronous:
+    counted = [e for e in events if e.op not in spared]
+    for e in counted:
+        if not e.name.startswith(("Memcpy", "Memset")):
             kernels.setdefault(e.stream, set()).add(e.name)
-    copies = Counter(e.stream for e in events if e.is_host_copy and e.stream in kernels)
+    copies = Counter(e.stream for e in counted if e.is_host_copy and e.stream in kernels)
     return {
         stream: f"{count} copies beside {', '.join(sorted(kernels[stream])[:3])}" for stream, count in copies.items()
     }

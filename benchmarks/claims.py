@@ -142,7 +142,7 @@ def measured(
     listed: Listed, options: argparse.Namespace, about: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and records of the claims of a part. They are written after each measurement, so that what stops the next
-    takes nothing with it."""
+    takes nothing with it; a measurement that says nothing leaves what was found before."""
     from benchmarks import measure, peers
 
     end = time.monotonic() + (LIMIT if options.part != ALL else float("inf"))
@@ -151,7 +151,7 @@ def measured(
         peers.say(command := chosen[measurement].command)
         result = measure.result_of(command, end - time.monotonic())
         judged = {name: one | about for name, one in listed.judged(measurement, result).items()}
-        merge(judged)
+        merge({name: one for name, one in judged.items() if one["verdict"] != NOT_RUN})
         yield from judged.items()
 
 

@@ -31,9 +31,9 @@ def parts(requirement: Requirement) -> tuple[Sequence[Any], str, Sequence[Any]]:
 
 
 def values(result: Any, path: Sequence[Any]) -> list[Any]:
-    """What stands at a path of keys; an object in it chooses, of a list, the items that have what it has."""
+    """What stands at a path of keys, null aside; an object in it chooses, of a list, the items that have what it has."""
     if not path:
-        return [result]
+        return [] if result is None else [result]
     step, *rest = path
     if isinstance(step, dict):
         items = [item for item in result if all(item.get(key) == value for key, value in step.items())]

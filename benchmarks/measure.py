@@ -26,7 +26,8 @@ def devices() -> list[str]:
 def result_of(command: str, seconds: float) -> dict[str, Any]:
     """What `python ...` wrote to OUT.json or OUT.xml, or else printed, and its exit status.
 
-    After so many seconds it is ended, with all that it started, and nothing of it counts.
+    After so many seconds it is ended, with all that it started, and nothing of it counts; nor does what it wrote to
+    OUT.json before it failed, which may be half of it.
     """
     with tempfile.TemporaryDirectory() as folder:
         _, *words = shlex.split(command)
@@ -45,7 +46,8 @@ def result_of(command: str, seconds: float) -> dict[str, Any]:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         written = next((Path(argument) for argument in arguments if argument.startswith(folder)), printed)
-        return {**in_file(written), "exit status": status}
+        half = status and written.name == "OUT.json"
+        return {**({} if half else in_file(written)), "exit status": status}
 
 
 def in_file(path: Path) -> dict[str, Any]:

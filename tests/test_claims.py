@@ -45,7 +45,7 @@ def test_every_number_that_was_measured_is_in_a_claim():
     )
     for says in (claim.says for claim in LISTED.claims.values()):
         text = text.replace(says, "")
-    assert re.findall(r".{40}\b\d[\d.]* (?:ms|GiB|GB|%|times)\b.{20}", text) == []
+    assert re.findall(r".{40}\b\d[\d.]* (?:%|(?:ms|GiB|GB|times)\b).{20}", text) == []
 
 
 def test_the_page_is_up_to_date():
@@ -134,7 +134,7 @@ def test_what_would_measure_nothing_is_refused(arguments, said, capsys):
 # --- the judge
 
 RESULT = {
-    "ratios": {"ours/saved": 1.002},
+    "ratios": {"ours/saved": 1.002, "won_back": None},
     "modes": {"ours": {"temp_gib": 17.2}, "remat": {"temp_gib": 18.3}},
     "lines": [{"how": "te", "of dense": 0.9}, {"how": "mosaic", "of dense": 0.7}],
     "exit status": 0,
@@ -153,6 +153,7 @@ RESULT = {
         (["lines", {"how": "te"}, "of dense", ">=", 0.8], "holds", [0.9]),
         (["lines", {}, "of dense", ">=", 0.8], "fails", [0.9, 0.7]),
         (["lines", {"how": "ragged"}, "of dense", ">=", 0.8], "not run", []),
+        (["ratios", "won_back", ">=", 0.5], "not run", []),
         (["exit status", "==", 0], "holds", [0]),
     ],
 )
@@ -226,10 +227,11 @@ TESTED = """<testsuites><testsuite tests="5" failures="1" errors="0" skipped="2"
                 "exit status": 0,
             },
         ),
+        (f"-c {shlex.quote(WRITES + '; sys.exit(3)')} OUT.json", {"exit status": 3}),
         ("-c 'raise SystemExit(1)' OUT.json", {"exit status": 1}),
         ("-c 'print(12345, file=None)'", {"exit status": 0}),
     ],
-    ids=["printed", "written", "pytest's", "nothing written", "no JSON"],
+    ids=["printed", "written", "pytest's", "written before it failed", "nothing written", "no JSON"],
 )
 def test_what_a_command_says(program, said):
     assert measure.result_of(f"python {program}", 60) == said
@@ -255,7 +257,7 @@ def test_a_part_is_judged_and_recorded(tmp_path, monkeypatch, capsys):
     (one,) = judge.records(path).values()
     assert one["device"] == "1 A GPU" and one["commit"] == "abc" and "jax" in one["versions"]
     monkeypatch.setattr(measure, "result_of", lambda *_: {})
-    assert claims.main([]) == 1 and judge.records(path)["three"]["verdict"] == "not run"
+    assert claims.main([]) == 1 and judge.records(path) == {"three": one}  # what was found stays
     with pytest.raises(SystemExit, match="needs 2 H200s; GPUs that are here: A GPU"):
         claims.main(["--gpus", "2"])
     with pytest.raises(SystemExit):

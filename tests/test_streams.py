@@ -328,7 +328,7 @@ def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
 
 def test_copies_that_nobody_saw_are_not_checked(recorded, monkeypatch):
     _, made, _, lines = recorded
-    many = 2**40
+    many = 2**30
     plan = SimpleNamespace(argument_size_in_bytes=many, output_size_in_bytes=many, temp_size_in_bytes=many)
     program = Mock(as_text=lambda: made["program"], memory_analysis=lambda: plan)
     subject = SimpleNamespace(fast_program=program, program=program, arrays=(), repeats=3)
@@ -339,7 +339,7 @@ def test_copies_that_nobody_saw_are_not_checked(recorded, monkeypatch):
     assert _checks.copies(subject) == ("not checked", f"{said}the profiler saw nothing of the GPU")
     assert program.call_count == 2
     monkeypatch.setattr(_checks, "device_bytes", lambda: many)
-    needed = "it needs 3.00 TiB of a device's 1.00 TiB"
+    needed = "it needs 3.00 GiB of a device's 1.00 GiB"
     assert _checks.copies(subject) == ("not checked", f"{said}it did not run: {needed}")
     assert _checks.repeats(subject) == ("not checked", f"arguments are not given away here, and so {needed}")
     assert program.call_count == 2

@@ -31,7 +31,7 @@ def parts(requirement: Requirement) -> tuple[Sequence[Any], str, Sequence[Any]]:
 
 
 def values(result: Any, path: Sequence[Any]) -> list[Any]:
-    """What stands at a path of keys, null aside; an object in it chooses, of a list, the items that have what it has."""
+    """What stands at a path of keys, null aside; an object in it chooses the items of a list that have what it has."""
     if not path:
         return [] if result is None else [result]
     step, *rest = path

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from . import proof
 from ._residuals import Residuals, residuals
 from .proof._peaks import measured
@@ -221,7 +223,10 @@ def verify(options: argparse.Namespace) -> int:
     if options.json:
         of_each = {what: proof.Verification(tuple(c for w, c in found if w == what)) for what in functions}
         print(json.dumps({what: json.loads(of_one.to_json()) for what, of_one in of_each.items()}))
-    return paged(options, of, int(any(check.verdict == "fails" for _, check in found)), checks=found)
+    drawn = {"checks": found}
+    if (options.html or options.png) and jax.default_backend() == "gpu":
+        drawn["profile"] = proof.profile(of.f, *of.args)
+    return paged(options, of, int(any(check.verdict == "fails" for _, check in found)), **drawn)
 
 
 def profile(options: argparse.Namespace) -> int:

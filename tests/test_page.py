@@ -95,7 +95,7 @@ def test_it_needs_no_network_and_says_its_pictures_in_words(page):
 
 
 def test_in_a_browser(page, tmp_path):
-    """Headless Chromium builds the page, and draws its pictures as wide as they are said to be."""
+    """Headless Chromium builds the page from its text alone, and its numbers are the same there."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         assert "NEEDS_CHROMIUM" not in os.environ
@@ -112,3 +112,15 @@ def test_the_command_line_writes_it(tmp_path, capsys):
     assert "What is where" in path.read_text() and "What holds" not in path.read_text()
     assert main(["report", "test_verify:made", "loss", "--html", f"{tmp_path}/none/page.html"]) == 2
     assert f"there is no folder {tmp_path}/none" in capsys.readouterr().err
+
+
+def test_on_a_gpu_what_was_verified_is_drawn_with_its_copies(tmp_path, monkeypatch):
+    path = tmp_path / "page.html"
+    monkeypatch.setattr(proof, "peaks_of", lambda command: None)
+    monkeypatch.setattr(proof, "checks", lambda *args, **how: [check for _, check in CHECKS])
+    monkeypatch.setattr(proof, "profile", lambda *args: profiled(0, 100))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert main(["verify", "test_verify:made", "loss", "--html", str(path)]) == 1
+    assert [heading in path.read_text() for heading in ("What holds", "What is where", "Memory", "Copies")] == [
+        True
+    ] * 4

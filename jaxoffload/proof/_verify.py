@@ -56,10 +56,10 @@ def verify(
     """Checks what is claimed of `f`, a loss or a training step, and of its residuals.
 
     1. `gradients`: all results are the twin's, bit for bit, compiled so that equal arithmetic gives equal bits. Of a
-       twin that does not fit on the device the first layers run, as many as fit.
+       twin that does not fit on the device the first layers run: half of them, and half again until they fit.
     2. `conservation`: the device holds as many bytes less than the twin's as the host holds: by the jaxpr, on a GPU as
        XLA plans it, and from the command line at the peaks of fresh processes.
-    3. `moves`: nothing crosses to the host that is not marked offload, no weight, no argument that nobody named.
+    3. `moves`: nothing crosses to the host that is not marked offload, no argument or weight that nobody named.
     4. `producers`: what is saved or offloaded is not computed again.
     5. `copies`: no kernel and no computation of the host's touches host memory, all copies are asynchronous, in range
        and on no stream that computes (in the program that `compiler_options()` gives, on a GPU).

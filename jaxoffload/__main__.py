@@ -223,7 +223,7 @@ def verify(options: argparse.Namespace) -> int:
     if options.json:
         of_each = {what: proof.Verification(tuple(c for w, c in found if w == what)) for what in functions}
         print(json.dumps({what: json.loads(of_one.to_json()) for what, of_one in of_each.items()}))
-    drawn = {"checks": found}
+    drawn: dict[str, Any] = {"checks": found}
     if (options.html or options.png) and jax.default_backend() == "gpu":
         drawn["profile"] = proof.profile(of.f, *of.args)
     return paged(options, of, int(any(check.verdict == "fails" for _, check in found)), **drawn)

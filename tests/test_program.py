@@ -20,8 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxoffload import Policy, _loops, chain, compiler_options, grouped_matmul, scan, tag
-from jaxoffload.proof import _program
-from jaxoffload.proof._checks import traced_products
+from jaxoffload.proof import _kernels, _program
 from jaxoffload.proof._program import kernels_on_host_memory
 from models.attention import rotations
 from models.config import Model
@@ -273,16 +272,36 @@ def test_verify_counts_products_as_often_as_they_run(gpu, monkeypatch, request):
     """As traced. Where XLA can compute at which row a saved product goes into its stack, it runs it once more."""
 
     def counted():
-        f = twice(dict.fromkeys(OFFLOADED, "save"))
-        args = X, weights(LAYERS)
-        return _program.products(list(instructions(compiled(gpu, f, *args)))), traced_products(jax.make_jaxpr(f)(*args))
+        f, args = twice(dict.fromkeys(OFFLOADED, "save")), (X, weights(LAYERS))
+        return _kernels.ran(list(instructions(compiled(gpu, f, *args)))), _kernels.traced(
+            jax.make_jaxpr(f)(*args).jaxpr
+        )
 
-    assert counted() == (2 * LAYERS * (2 + 4),) * 2
+    ran, traced = counted()
+    assert ran.counts == traced.counts == {"matrix products": 2 * LAYERS * (2 + 4)}
+    assert ran.flops == traced.flops > 0 and ran.more_than(traced) == []
     monkeypatch.setattr(_loops, "_hidden_zero", lambda: jnp.int32(0))
     request.addfinalizer(jax.clear_caches)  # of loops traced so
     jax.clear_caches()
-    compiled_products, traced = counted()
-    assert compiled_products > traced
+    ran, traced = counted()
+    said = f"{ran.counts.total()} matrix products run where {traced.counts.total()} were traced"
+    assert ran.more_than(traced) == [
+        said,
+        f"matrix products take {ran.flops / traced.flops:.3f} of the FLOPs that were traced",
+    ]
+
+
+def test_one_product_more_is_seen_where_xla_makes_one_of_two(gpu):
+    x, w = jnp.zeros((256, 512), jnp.bfloat16), jnp.zeros((3, 512, 256), jnp.bfloat16)
+    f = lambda x, w: (x @ w[0], x @ w[1], x @ w[2])
+    once, merged = (
+        _kernels.traced(jax.make_jaxpr(f)(x, w).jaxpr),
+        _kernels.ran(list(instructions(compiled(gpu, f, x, w)))),
+    )
+    assert merged.counts.total() == 1 < once.counts.total() == 3
+    assert merged.flops == once.flops == 3 * 2 * 256 * 512 * 256 and merged.more_than(once) == []
+    again = merged._replace(flops=4 / 3 * merged.flops)
+    assert again.more_than(once) == ["matrix products take 1.333 of the FLOPs that were traced"]
 
 
 def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
@@ -374,7 +393,11 @@ def test_grouped_products_run_nine_times_a_layer_and_their_outputs_go_to_the_hos
     def lines(rules, **fields):
         policy = Policy(rules, min_offload_bytes=0, **fields)
         f = gradient(lambda x, w: scan(layer, x, w, policy=policy)[0], (0, 1))
-        return list(instructions(compiled(gpu, f, x, w)))
+        found = list(instructions(compiled(gpu, f, x, w)))
+        ran, traced = _kernels.ran(found), _kernels.traced(jax.make_jaxpr(f)(x, w).jaxpr)
+        assert ran.more_than(traced) == [] and ran.flops == pytest.approx(traced.flops, rel=0.01)
+        assert ran.counts["grouped products"] == traced.counts["grouped products"] > 0
+        return found
 
     def kernels(lines):
         return Counter(line.computation for line in lines if "mosaic_gpu" in line.text and line.opcode == "custom-call")

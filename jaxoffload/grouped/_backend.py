@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ._tensor import GroupedTensor
@@ -80,6 +81,13 @@ class FP8(NamedTuple):
     forward: Callable[[Half, Any, Any], jax.Array]
     dx: Callable[[Half, Any, Any], jax.Array]
     dw: Callable[[Half, Half, Any], jax.Array]
+
+
+def known(group_sizes: Any) -> np.ndarray | None:
+    """Their values; None in a trace, and where some are another process's."""
+    if isinstance(group_sizes, jax.core.Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
+        return None
+    return np.asarray(group_sizes)
 
 
 def in_groups(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 A group is scaled by the largest float8 over its largest magnitude and rounded to nearest (TransformerEngine's "current
 scaling"). A GEMM multiplies the float8 values, adds in float32, and multiplies the sum by both operands' `scale_inv`.
+A group so small that its scale would be infinite has a finite one.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,9 @@ from ._tensor import GroupedTensor
 
 # The usual pair: cotangents need more range than precision.
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+# Of the scales whose reciprocal is no subnormal number, which XLA takes for zero on CPU, the largest.
+_LARGEST_SCALE = 2.0**126
 
 
 class Weights(NamedTuple):
@@ -40,8 +44,12 @@ def amax_of_groups(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def _scale(amax: jax.Array, dtype: Any) -> jax.Array:
+    """Finite and above zero. Where the quotient is infinite TransformerEngine's kernels take float32's largest number
+    (`compute_scale_from_amax`,
+    https://github.com/NVIDIA/TransformerEngine/blob/v2.18/transformer_engine/common/recipe/recipe_common.cuh)."""
     usable = (amax > 0) & jnp.isfinite(amax)
-    return jnp.where(usable, float(jnp.finfo(dtype).max) / jnp.where(usable, amax, 1), 1)
+    scale = jnp.where(usable, float(jnp.finfo(dtype).max) / jnp.where(usable, amax, 1), 1)
+    return jnp.minimum(scale, _LARGEST_SCALE)
 
 
 def _of_rows(of_groups: jax.Array, group: jax.Array) -> jax.Array:
@@ -92,25 +100,31 @@ def _exact(data: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(data).astype(jnp.bfloat16)
 
 
-def _scaled(rows: jax.Array, scale_inv: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    group = group_of(jnp.arange(rows.shape[0], dtype=jnp.int32), group_sizes)
-    return rows * _of_rows(scale_inv, group)
+def _scaled(sums: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
+    """Both operands' `scale_inv`, the smaller first: their product can underflow where the result does not, and with
+    the larger first the sums can overflow."""
+    return sums * jnp.minimum(one, other) * jnp.maximum(one, other)
+
+
+def _rows_scaled(rows: jax.Array, half: Half, w: Weights) -> jax.Array:
+    group = group_of(jnp.arange(rows.shape[0], dtype=jnp.int32), half.group_sizes)
+    return _scaled(rows, _of_rows(half.scale_inv, group), _of_rows(w.scale_inv, group))
 
 
 def forward(x: Half, w: Weights, dtype: Any) -> jax.Array:
     y = ragged.forward_float32(_exact(x.data), _exact(w.data), x.group_sizes)
-    return _scaled(y, x.scale_inv * w.scale_inv, x.group_sizes).astype(dtype)
+    return _rows_scaled(y, x, w).astype(dtype)
 
 
 def dx(dy: Half, w: Weights, dtype: Any) -> jax.Array:
     dx = ragged.dx_float32(_exact(dy.data), _exact(w.data), dy.group_sizes)
-    return _scaled(dx, dy.scale_inv * w.scale_inv, dy.group_sizes).astype(dtype)
+    return _rows_scaled(dx, dy, w).astype(dtype)
 
 
 def dw(x: Half, dy: Half, dtype: Any) -> jax.Array:
     rows = lambda half: _exact(from_columns(half.data, half.group_sizes))
     dw = ragged.dw_float32(rows(x), rows(dy), x.group_sizes)
-    return (dw * (x.scale_inv * dy.scale_inv)[:, None, None]).astype(dtype)
+    return _scaled(dw, x.scale_inv[:, None, None], dy.scale_inv[:, None, None]).astype(dtype)
 
 
 RAGGED_FP8 = FP8("ragged", refuses, quantize, weights, forward, dx, dw)

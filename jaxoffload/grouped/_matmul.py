@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .._tags import _scope, outside_scopes, tag
 from . import te
-from ._backend import FP8, Backend, Shape, column_wise, in_groups, row_wise
+from ._backend import FP8, Backend, Shape, column_wise, in_groups, known, row_wise
 from ._fp8 import E4M3, E5M2, RAGGED_FP8
 from .mosaic import MOSAIC
 from .ragged import RAGGED
@@ -63,7 +62,7 @@ def grouped_matmul(
 
     Raises:
       ValueError: an argument has another shape, dtype or value, or the backend cannot do what is asked.
-      ImportError: backend "te", and TransformerEngine cannot be imported.
+      ImportError: backend "te", and TransformerEngine cannot be imported or is too old.
       NotImplementedError: under vmap, with a backend other than "ragged".
     """
     matrices = w if isinstance(w, Sequence) else (w,)
@@ -89,7 +88,7 @@ def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) ->
     """What `grouped_matmul` with `backend="auto"` uses for arguments like these (arrays, or what has shape and dtype).
 
     On a Hopper GPU "mosaic", if it can do the shapes and there is nothing to quantise. Else, on a Hopper GPU or a newer
-    one, "te", if it can and can be imported. Else "ragged". The GPU is the first of `jax.devices()`.
+    one, "te", if it can, can be imported and is not too old. Else "ragged". The GPU is the first of `jax.devices()`.
     """
     generation, shape = _gpu_generation(), _shape(x, w)
     if quantize is None and generation == 9 and not MOSAIC.refuses(shape):  # wgmma is Hopper's alone
@@ -202,9 +201,8 @@ def _check_arguments(x: Any, w: Any, group_sizes: Any, backend: str, quantize: s
 
 def _check_values(group_sizes: Any, rows: int, multiple: int, full: bool) -> None:
     """What only values tell, where there are any: not in a trace."""
-    if isinstance(group_sizes, jax.core.Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
+    if (sizes := known(group_sizes)) is None:
         return
-    sizes = np.asarray(group_sizes)
     if sizes.min(initial=0) < 0 or sizes.sum() > rows:
         raise ValueError(
             f"grouped_matmul: group_sizes: {sizes.tolist()}; none may be negative, nor the sum over {rows}"

@@ -51,7 +51,7 @@ class GroupedTensor:
           A `GroupedNoScaleTensor`, or a `GroupedScaledTensor1x` where the data are quantised.
 
         Raises:
-          ImportError: TransformerEngine cannot be imported.
+          ImportError: TransformerEngine cannot be imported, or is too old.
           ValueError: there is no column-wise copy.
         """
         from . import te
@@ -68,7 +68,8 @@ class GroupedTensor:
         column-wise one that belongs to it, if there is one.
 
         Raises:
-          ValueError: they are no such tensors, or have no group sizes.
+          ValueError: they are no such tensors, or have no group sizes, or not the same ones. In a trace, which has no
+            values, of the sizes only how many there are is compared.
         """
         from . import te
 

@@ -7,26 +7,49 @@ bfloat16) does not. TransformerEngine chooses, so here the last group always get
 import copy
 import dataclasses
 import importlib
+import importlib.metadata
+import re
 import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ._backend import FP8, Backend, Half, Shape, in_groups, unbatched
+from ._backend import FP8, Backend, Half, Shape, in_groups, known, unbatched
 from ._fp8 import E4M3, E5M2, amax_of_groups
 from ._tensor import GroupedTensor
 
 # Of the rows of each group, K and N, in FP8.
 FP8_MULTIPLE = 16
 
+# The first release whose tensors have group sizes of their own: GroupedNoScaleTensor and first_dims
+# (https://github.com/NVIDIA/TransformerEngine/pull/2749). What else is used, in models/attention.py too, is older.
+NEEDED = (2, 15)
+
+
+def too_old() -> str | None:
+    """What to say of the TransformerEngine that is installed, if it is too old. It is not imported: an old one may not
+    go with the jax that is here."""
+    try:
+        version = importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) >= NEEDED:
+        return None
+    return f"TransformerEngine {version} is too old; must be at least {'.'.join(map(str, NEEDED))}"
+
 
 def load(module: str) -> types.ModuleType:
     """A module of TransformerEngine.
 
     Raises:
-      ImportError: it, or a CUDA library that it needs, is not there.
+      ImportError: it, or a CUDA library that it needs, is not there, or it is too old.
     """
+    if why_not := too_old():
+        extras = "as the extra jaxoffload[te] installs it, or with CUDA 13 jaxoffload[te-cuda13]"
+        raise ImportError(f"grouped_matmul: backend 'te': {why_not}, {extras}")
     try:
         return importlib.import_module(f"transformer_engine.jax.{module}")
     except (ImportError, OSError, RuntimeError, AttributeError) as why:  # by what is missing
@@ -96,13 +119,12 @@ def _scaled(data: Any, sizes: Any, scale_inv: Any, amax: Any, dtype: Any, shape:
 
 def fields(rowwise: Any, columnwise: Any = None) -> dict[str, Any]:
     """The arguments of `GroupedTensor` that are these tensors of TransformerEngine."""
-    sizes = getattr(rowwise, "first_dims", None)
-    if sizes is None or (columnwise is not None and not getattr(columnwise, "is_colwise", False)):
-        given = ", ".join(type(t).__name__ for t in (rowwise, columnwise) if t is not None)
+    if wrong := _not_allowed(rowwise, columnwise):
         raise ValueError(
-            f"GroupedTensor.from_te: {given}; allowed are a GroupedNoScaleTensor, or a row-wise and a column-wise "
-            "GroupedScaledTensor1x, of which the first has group sizes (first_dims)"
+            f"GroupedTensor.from_te: {wrong}; allowed are a GroupedNoScaleTensor, or a row-wise GroupedScaledTensor1x "
+            "alone or with the column-wise one of the same group sizes (first_dims)"
         )
+    sizes = rowwise.first_dims
     scale_inv = getattr(rowwise, "scale_inv", None)
     found = {"group_sizes": sizes, "data": rowwise.data.reshape(rowwise.original_shape)}
     if scale_inv is not None:
@@ -115,6 +137,27 @@ def fields(rowwise: Any, columnwise: Any = None) -> dict[str, Any]:
         # TransformerEngine shares one array; a leaf with a decision of its own is a value of its own.
         found["columnwise_scale_inv"] = jnp.copy(_unpacked(columnwise.scale_inv, sizes, 1.0))
     return found
+
+
+def _not_allowed(rowwise: Any, columnwise: Any) -> str | None:
+    """The first argument of `fields` that is wrong, and what it is."""
+    for name, tensor, is_columnwise in (("rowwise", rowwise, False), ("columnwise", columnwise, True)):
+        if tensor is None and is_columnwise:
+            return None
+        kind = type(tensor).__name__
+        if getattr(tensor, "first_dims", None) is None:
+            return f"{name}: {kind} without group sizes"
+        if bool(getattr(tensor, "is_colwise", False)) != is_columnwise:
+            return f"{name}: {kind}, which is {'row' if is_columnwise else 'column'}-wise"
+    sizes, others = columnwise.first_dims, rowwise.first_dims
+    if sizes is others:  # what TransformerEngine returns, of which no values need be fetched
+        return None
+    if sizes.shape != others.shape:
+        return f"columnwise: {sizes.size} group sizes, but rowwise has {others.size}"
+    values, other_values = known(sizes), known(others)
+    if values is None or other_values is None or np.array_equal(values, other_values):
+        return None
+    return f"columnwise: group sizes {values.tolist()}, but rowwise's are {other_values.tolist()}"
 
 
 def _whole(group_sizes: jax.Array, rows: int) -> jax.Array:

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.extend.core import Jaxpr
 
 from .._memory import readable
 from .._plan import ARGUMENT
 from .._residuals import EMPTY, OFFLOADED, RECOMPUTED, Residual, Residuals, residuals
 from .._twin import twin, with_layers
 from .._xla import compiler_options
+from . import _kernels
 from ._program import (
     Instruction,
     collective_kernels,
@@ -26,10 +26,9 @@ from ._program import (
     instructions,
     kernels_on_host_memory,
     out_of_range,
-    products,
     waited_for,
 )
-from ._subject import INPUTS, PRODUCTS, Subject, compiled, crossings, has_loops, most_layers_of, nested
+from ._subject import INPUTS, Subject, compiled, crossings, has_loops, most_layers_of
 from ._trace import Event, in_the_way, traced
 
 HOLDS: Final = "holds"
@@ -252,25 +251,16 @@ def producers(subject: Subject) -> Found:
     said = "by the jaxpr none is computed again"
     if jax.default_backend() != "gpu":
         return HOLDS, f"{said}; not by the compiled program, which is a GPU's"
-    expected = traced_products(subject.jaxpr)
+    expected = _kernels.traced(subject.jaxpr)
     if expected is None:
         return HOLDS, f"{said}; not by the compiled program, for a loop's turns are not known"
-    often = products(list(instructions(subject.fast_program.as_text())))
-    verdict: Verdict = HOLDS if often <= expected else FAILS
-    return verdict, f"{said}; {often} matrix products run where {expected} were traced"
-
-
-def traced_products(jaxpr: Jaxpr) -> int | None:
-    """How often a jaxpr's matrix products run, all branches taken; None where a loop decides that as it runs."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        total += eqn.primitive.name in PRODUCTS
-        for body in nested(eqn):
-            inside = traced_products(body)
-            if inside is None or (inside and eqn.primitive.name == "while"):
-                return None
-            total += inside * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-    return total
+    if len(subject.devices) > 1:  # what is not divided each of them does
+        expected = expected._replace(flops=None)
+    ran = _kernels.ran(list(instructions(subject.fast_program.as_text())))
+    if more := ran.more_than(expected):
+        return FAILS, f"{said}, but by the compiled program {'; '.join(more)}"
+    counts = ", ".join(f"{ran.counts[kind]} {kind}" for kind in expected.counts)
+    return HOLDS, f"{said}; by the compiled program {counts or 'none'}, no more than were traced"
 
 
 # --- copies, placement

@@ -73,13 +73,6 @@ def runs(lines: Sequence[Instruction]) -> dict[str, int]:
     return {line.computation: count(line.computation) for line in lines}
 
 
-def products(lines: Sequence[Instruction]) -> int:
-    """How many matrix products the program runs, those inside of fusions too."""
-    often = runs(lines)
-    is_product = lambda line: line.opcode in ("dot", "ragged-dot") or "__cublas" in line.text
-    return sum(often[line.computation] for line in lines if is_product(line))
-
-
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
 
 

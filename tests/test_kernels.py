@@ -1,0 +1,84 @@
+"""Kernels that were traced, and those that run: by hand. What XLA compiles for a GPU is in test_program.py."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxoffload.proof._kernels import Kernels, ran, traced
+from jaxoffload.proof._program import instructions
+
+X, W = jnp.zeros((4, 8)), jnp.zeros((8, 8))
+ONE = 2 * 4 * 8 * 8
+
+
+def of(f, *args):
+    return traced(jax.make_jaxpr(f)(*args).jaxpr)
+
+
+def test_products_run_in_each_turn_and_count_in_all_branches():
+    turns = lambda x, w: lax.scan(lambda x, _: (jax.checkpoint(jnp.dot)(x, w), None), x, length=3)[0]
+    assert of(turns, X, W) == ({"matrix products": 3}, 3 * ONE)
+    either = lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: (x @ w) @ w)
+    assert of(either, X, W) == ({"matrix products": 3}, 3 * ONE)
+    assert of(lambda x, w: x + 1, X, W) == ({}, 0)
+
+
+def test_what_only_runs_tell_is_not_known():
+    until = lambda x, w: lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ w, x)
+    assert of(until, X, W) is None
+    assert of(lambda x: lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x + 1, x), X) == ({}, 0)
+    grouped = lambda x, w: lax.ragged_dot(x, w[None], jnp.array([4], jnp.int32)) @ w
+    assert of(grouped, X, W) == ({"matrix products": 2}, None)
+
+
+PROGRAM = """
+%fused (p: bf16[4,8], q: bf16[2,8,16]) -> bf16[2,4,16] {
+  %p = bf16[4,8]{1,0} parameter(0)
+  %b = bf16[2,4,8]{2,1,0} broadcast(%p), dimensions={1,2}
+  %q = bf16[2,8,16]{2,1,0} parameter(1)
+  ROOT %dot = bf16[2,4,16]{2,1,0} dot(%b, %q), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_contracting_dims={1}
+}
+%body (s: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %s = (s32[], bf16[4,8]{1,0}) parameter(0)
+  %x = bf16[4,8]{1,0} get-tuple-element(%s), index=1
+  %call = (bf16[8,8]{1,0}, s8[64]{0}) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],"x":["0"]}}}
+  %attended = (bf16[4,8]{1,0}, u8[0]{0}) custom-call(%x), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %grouped = bf16[4,8]{1,0} custom-call(%x), custom_call_target="te_grouped_gemm_v2_ffi"
+  %other = bf16[4,8]{1,0} custom-call(%x), custom_call_target="AllocateBuffer"
+}
+ENTRY %main (a: bf16[4,8]) -> bf16[2,4,16] {
+  %a = bf16[4,8]{1,0} parameter(0)
+  %loop = (s32[], bf16[4,8]{1,0}) while(%t), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %f = bf16[2,4,16]{2,1,0} fusion(%a, %w), kind=kCustom, calls=%fused
+}
+"""
+
+
+def test_kernels_of_a_program():
+    counts, flops = ran(list(instructions(PROGRAM)))
+    assert counts == {"matrix products": 5 + 1, "attention kernels": 5, "grouped products": 5}
+    assert flops == 5 * 2 * 8 * 8 * 4 + 2 * 2 * 4 * 16 * 8
+    unsaid = PROGRAM.replace("lhs_contracting_dims={2}, ", "")
+    assert ran(list(instructions(unsaid))) == (counts, None)
+
+
+@pytest.mark.parametrize(
+    "counts, flops, said",
+    [
+        ({"matrix products": 6, "grouped products": 9}, 100, []),
+        ({"matrix products": 5}, 101, []),
+        ({"matrix products": 5}, None, []),
+        ({"matrix products": 7}, 100, ["7 matrix products run where 6 were traced"]),
+        ({"grouped products": 12}, 100, ["12 grouped products run where 9 were traced"]),
+        ({"attention kernels": 1}, 100, ["1 attention kernels run where 0 were traced"]),
+        ({"matrix products": 5}, 110, ["matrix products take 1.100 of the FLOPs that were traced"]),
+    ],
+)
+def test_what_is_more_is_said(counts, flops, said):
+    asked = Kernels(Counter({"matrix products": 6, "grouped products": 9}), 100)
+    assert Kernels(Counter(counts), flops).more_than(asked) == said

@@ -312,6 +312,11 @@ def _relations_of_experts(config: Config) -> Iterator[Relation]:
             f"model.capacity = {model.capacity}: must be null where mesh.expert = 1; no rows are sent",
         )
         yield (
+            ("model.exchange", "mesh.expert"),
+            model.exchange == Model.exchange or mesh.expert > 1,
+            f"model.exchange = {model.exchange!r}: must be {Model.exchange} where mesh.expert = 1; no rows are sent",
+        )
+        yield (
             ("model.experts_per_token", "model.experts"),
             model.experts_per_token <= model.experts,
             f"model.experts_per_token = {model.experts_per_token}: must be at most model.experts = {model.experts}",

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jaxoffload import grouped_matmul, scope, tag
 from models import exchange, routing
-from models.config import Model
+from models.config import Config, Model
 from models.layers import RMSNorm, weight
 from models.mlp import FeedForward, activate, first_leaves
 from models.routing import Balance
@@ -131,6 +131,19 @@ def _computed(
     fc1 = tag(dict(zip(leaves, fc1, strict=True)), "fc1")
     act_RxF = activate(fc1, config.activation).astype(jnp.float32) * weight_Rx1
     return tag(product(act_RxF.astype(rows_RxD.dtype), own["down"], name="act"), "fc2")
+
+
+def products(config: Config) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+    """x (R, K) and w (L, K, N) of fc1 and of fc2, abstract, as a device of the mesh has them in a microbatch."""
+    model, mesh, train = config.model, config.mesh, config.train
+    share = train.batch_size // train.grad_accumulation // (mesh.data * mesh.fsdp * mesh.expert)
+    rows = share * train.seq_len * model.experts_per_token
+    if mesh.expert > 1:
+        rows = mesh.expert * exchange.capacity_rows(rows, mesh.expert, model.capacity)
+    L, D, F = model.experts // mesh.expert, model.d_model, model.d_expert // mesh.tensor
+    rows = routing.aligned_rows(rows, L, ALIGN[model.quantize])
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, model.dtype)
+    return [(of(rows, K), of(L, K, N)) for K, N in ((D, F), (F, D))]
 
 
 def _router_logits(x_TxD: jax.Array, router_DxE: jax.Array) -> jax.Array:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxoffload import grouped_matmul
-from models import checkpoints, exchange
-from models.config import Config
-from models.moe import ALIGN
+from jaxoffload.grouped import te
+from models import checkpoints
+from models.config import Config, Model
+from models.moe import products
 from models.processes import join, locked, objections
 from models.reading import ConfigError, collecting
 from models.report import check_patterns
-from models.routing import aligned_rows
 from models.sharding import make_mesh
 
 _NO_TE = (ImportError, OSError, RuntimeError, AttributeError)  # by what TransformerEngine misses
@@ -46,7 +46,7 @@ def admitted(config: Config, problems: list[str]) -> Iterator[Mesh]:
         if not blames("distributed"):
             with collecting(problems):  # before the others: they start JAX's backend, and then none can join
                 join(config.distributed)
-        if "te" in (config.model.attention, config.model.grouped):
+        if _may_use_te(config.model):
             with contextlib.suppress(*_NO_TE):  # before JAX's first computation, which loads another cuDNN
                 importlib.import_module("transformer_engine.jax")
         check_names(config, problems)
@@ -80,6 +80,11 @@ def check_names(config: Config, problems: list[str]) -> None:
             check_patterns(config)
 
 
+def _may_use_te(model: Model) -> bool:
+    """Whether somebody asks for TransformerEngine, or `auto` may take it: by the GPU, which only JAX can tell."""
+    return "te" in (model.attention, model.grouped) or (model.experts > 0 and model.grouped == "auto")
+
+
 def _check_attention(config: Config) -> None:
     kind, backend = config.model.attention, jax.default_backend()
     if kind == "xla":
@@ -87,6 +92,10 @@ def _check_attention(config: Config) -> None:
     if backend != "gpu":
         raise ConfigError([f"model.attention = {kind!r}: needs NVIDIA GPUs, and this is a {backend}; must be xla here"])
     if kind == "te":
+        if why_not := te.too_old():
+            raise ConfigError(
+                [f"model.attention = 'te': {why_not}: install it as README says (On a GPU), or use cudnn"]
+            )
         try:
             importlib.import_module("transformer_engine.jax.attention")
         except _NO_TE as why:
@@ -107,25 +116,17 @@ def _check_profile(config: Config) -> None:
 
 
 def _check_products(config: Config) -> None:
-    """Whether `model.grouped` can do the experts' products, as a device of the mesh has them."""
-    model, mesh, train = config.model, config.mesh, config.train
+    """Whether `model.grouped` can do the experts' products."""
+    model, mesh = config.model, config.mesh
     if not model.experts:
         return
     problems = []
     if model.exchange == "ragged" and mesh.expert > 1 and jax.default_backend() != "gpu":
         problems.append("model.exchange = 'ragged': XLA has it on NVIDIA GPUs alone; must be padded here")
-    share = train.batch_size // train.grad_accumulation // (mesh.data * mesh.fsdp * mesh.expert)
-    rows = share * train.seq_len * model.experts_per_token
-    if mesh.expert > 1:
-        rows = mesh.expert * exchange.capacity_rows(rows, mesh.expert, model.capacity)
-    of = lambda *shape, dtype=model.dtype: jax.ShapeDtypeStruct(shape, dtype)
-    G, D, F = model.experts // mesh.expert, model.d_model, model.d_expert // mesh.tensor
-    align = ALIGN[model.quantize]
-    rows = aligned_rows(rows, G, align)
     product = functools.partial(grouped_matmul, backend=model.grouped, quantize=model.quantize)
-    for K, N in ((D, F), (F, D)):
+    for x, w in products(config):
         try:
-            jax.eval_shape(product, of(rows, K), of(G, K, N), of(G, dtype=jnp.int32))
+            jax.eval_shape(product, x, w, jax.ShapeDtypeStruct(w.shape[:1], jnp.int32))
         except (ValueError, ImportError) as why:
             problems.append(f"model.grouped = {model.grouped!r}: {why}")
             break

@@ -10,8 +10,10 @@ from jax.sharding import NamedSharding
 
 import jaxoffload
 from jaxoffload import PolicyError, Residual, Residuals
+from jaxoffload.grouped import chosen_backend
 from models.config import Config
 from models.metrics import size
+from models.moe import products
 from models.reading import ConfigError
 from models.sharding import RULES, VALUES, AnyMesh, abstract_mesh, batch_parts
 from models.step import Program, program, traceable
@@ -27,6 +29,8 @@ def report(config: Config) -> str:
             f"\n(model.attention = {config.model.attention!r} was traced as xla: no CUDA here. On a GPU attn/context "
             "also has the softmax statistics, a float32 for each token and head.)"
         )
+    if can.model.grouped != config.model.grouped:
+        lines += f"\n(model.grouped = {config.model.grouped!r} was traced as {can.model.grouped}: no CUDA here.)"
     return lines
 
 
@@ -38,7 +42,7 @@ def summary(config: Config, made: Program) -> str:
     """
     with _policy_errors():
         table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
-    return "\n".join([model_line(config, made), str(table), *expected(config, made, table)])
+    return "\n".join([model_line(config, made), *products_line(config), str(table), *expected(config, made, table)])
 
 
 def check_patterns(config: Config) -> None:
@@ -71,6 +75,17 @@ def model_line(config: Config, made: Program) -> str:
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params))
     flops = flops_per_token(config.model, config.train.seq_len)
     return f"{count:,} parameters, {flops / 1e9:.3g} GFLOP a token"
+
+
+def products_line(config: Config) -> list[str]:
+    """Who multiplies for the experts, if there are any: here, where `auto` chooses."""
+    model = config.model
+    if not model.experts:
+        return []
+    if model.grouped != "auto":
+        return [f"grouped products: {model.grouped}"]
+    chosen = dict.fromkeys(chosen_backend(x, w, quantize=model.quantize) for x, w in products(config))
+    return [f"grouped products: {', '.join(chosen)} (auto)"]
 
 
 def expected(config: Config, made: Program, table: Residuals) -> list[str]:

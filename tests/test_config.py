@@ -81,6 +81,7 @@ BAD_VALUES = {
     "model.router=sigmoid": ("model.router", "'sigmoid'", "must not be given where model.experts = 0"),
     "model.experts=1": ("model.experts_per_token", "2", "must be at most model.experts = 1"),
     "model.experts=4; model.capacity=1.5": ("model.capacity", "1.5", "must be null where mesh.expert = 1"),
+    "model.experts=4; model.exchange=ragged": ("model.exchange", "'ragged'", "must be padded where mesh.expert = 1"),
     "model.experts=4; model.dense_layers=9": ("model.dense_layers", "9", "must be below model.layers"),
     "model.experts=6; mesh.expert=4": ("mesh.expert", "4", "must divide model.experts = 6"),
     "model.router=softmaxx": ("model.router", "'softmaxx'", "the nearest is softmax"),

@@ -13,10 +13,11 @@ from flax import nnx
 
 import jaxoffload
 from jaxoffload import Policy
+from jaxoffload.grouped import _matmul, te
 from models.attention import rope, rotations
 from models.config import Config, Mesh, Model, Train, load
 from models.reading import ConfigError
-from models.report import report, summary
+from models.report import products_line, report, summary
 from models.sharding import abstract_mesh
 from models.step import program, traceable
 from models.transformer import Transformer, flops_per_token, matmul_params, next_token_loss
@@ -436,6 +437,39 @@ def test_a_product_that_cannot_run_here_is_a_line_about_the_config():
     config = load(CONFIGS / "tiny-moe.yaml", ["model.grouped=te"])
     with pytest.raises(ConfigError, match=r"model\.grouped: grouped_matmul: backend 'te' needs TransformerEngine"):
         summary(config, program(config, abstract_mesh(config.mesh)))
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        (["model.grouped=auto"], "grouped products: ragged (auto)"),
+        (["model.grouped=auto", "model.quantize=fp8"], "grouped products: ragged (auto)"),
+        ([], "grouped products: ragged"),
+        (["model.grouped=te"], "(model.grouped = 'te' was traced as ragged: no CUDA here.)"),
+    ],
+)
+def test_the_report_says_who_multiplies(overrides, line):
+    assert line in report(load(CONFIGS / "tiny-moe.yaml", overrides)).splitlines()
+
+
+def test_the_report_of_a_dense_model_has_no_grouped_products():
+    assert "grouped" not in report(load(CONFIGS / "tiny.yaml"))
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        ([], "mosaic (auto)"),
+        (["model.quantize=fp8"], "te (auto)"),
+        (["model.d_expert=80"], "te (auto)"),
+        (["model.d_expert=72", "model.quantize=fp8"], "ragged (auto)"),
+        (["model.grouped=te"], "te"),
+    ],
+)
+def test_who_multiplies_on_a_hopper_gpu(monkeypatch, overrides, line):
+    monkeypatch.setattr(_matmul, "_gpu_generation", lambda: 9)
+    monkeypatch.setattr(te, "importable", lambda: True)
+    assert products_line(load(CONFIGS / "mixtral-8x7b.yaml", overrides)) == [f"grouped products: {line}"]
 
 
 @pytest.mark.parametrize(

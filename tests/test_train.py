@@ -397,6 +397,49 @@ def test_what_cannot_run_is_a_sentence_and_exit_code_2(config, tmp_path, capsys,
     assert said in error and len(error.splitlines()) == 2
 
 
+EXPERTS = ("model.experts=4", "model.d_expert=64")
+
+
+@pytest.mark.parametrize(
+    "overrides, imported",
+    [
+        ([], False),
+        (EXPERTS, True),
+        ([*EXPERTS, "model.quantize=fp8"], True),
+        ([*EXPERTS, "model.grouped=ragged"], False),
+        ([*EXPERTS, "model.grouped=te"], True),
+        (["model.attention=te", "model.dtype=bfloat16"], True),
+    ],
+)
+def test_where_transformer_engine_may_be_picked_it_is_imported_before_jax_starts(
+    config, tmp_path, monkeypatch, overrides, imported
+):
+    (tmp_path / "transformer_engine/jax").mkdir(parents=True)
+    for package in ("transformer_engine", "transformer_engine/jax"):
+        (tmp_path / package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    seen = []
+    for check in ("check_names", "make_mesh"):  # what starts JAX
+        monkeypatch.setattr(preflight, check, lambda *_: seen.append("transformer_engine.jax" in sys.modules))
+    monkeypatch.setattr(preflight, "_check_attention", lambda config: None)
+    monkeypatch.setattr(preflight, "_check_products", lambda config: None)
+    with preflight.admitted(load(config, [f"train.out={tmp_path}/out", *overrides]), []):
+        pass
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+    assert seen == [imported, imported]
+
+
+def test_attention_of_a_transformer_engine_that_is_too_old_is_a_sentence(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(te, "too_old", lambda: "TransformerEngine 2.14.1 is too old; must be at least 2.15")
+    wanted = load(config, ["model.attention=te", "model.dtype=bfloat16"])
+    with pytest.raises(ConfigError, match=r"model\.attention = 'te': TransformerEngine 2\.14\.1 is too old; must be"):
+        preflight._check_attention(wanted)
+
+
 def test_all_that_is_wrong_is_said_at_once(eight, config, capsys):
     wrong = {
         "train.step=3": "train.step = 3: no such key",

@@ -89,6 +89,9 @@ def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) ->
 
     On a Hopper GPU "mosaic", if it can do the shapes and there is nothing to quantise. Else, on a Hopper GPU or a newer
     one, "te", if it can, can be imported and is not too old. Else "ragged". The GPU is the first of `jax.devices()`.
+
+    Where cuBLAS is older than 13.8.1, "te" has the host read the group sizes and wait at each product, which "mosaic"
+    never does.
     """
     generation, shape = _gpu_generation(), _shape(x, w)
     if quantize is None and generation == 9 and not MOSAIC.refuses(shape):  # wgmma is Hopper's alone

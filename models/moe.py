@@ -31,7 +31,8 @@ ALIGN = {None: 1, "fp8": 16}  # what FP8 kernels want the rows of each expert to
 class MoE(nnx.Module):
     """Residuals: moe/norm, moe/router_logits, moe/routing.*, moe/fc1_input, moe/fc1.gate, moe/fc1.up, moe/act, moe/fc2;
     of shared experts shared/fc1.gate, shared/fc1.up, shared/act, shared/fc2. With FP8, moe/fc1_input and moe/act are
-    quantised: moe/act.data, moe/act.scale_inv, moe/act.columnwise_data, moe/act.columnwise_scale_inv."""
+    quantised: moe/act.data, moe/act.scale_inv, moe/act.columnwise_data, moe/act.columnwise_scale_inv. Where experts are
+    on devices of their own, moe/fc1_input.weight comes with the rows: what each is multiplied by in moe/act."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
         D, E, F = config.d_model, config.experts, config.d_expert
@@ -101,8 +102,10 @@ def experts(
             plan, dropped = exchange.plan(
                 chosen.sizes_E, len(rows_RxD), parts, room, "expert", align, config.exchange == "ragged"
             )
-            there = [exchange.to_experts(x, plan, parts, "expert") for x in (rows_RxD, weight_Rx1)]
-            computed = _computed(config, *there, plan.sizes_L, own, full=False)
+            there_RxD, weight_Rx1 = (exchange.to_experts(x, plan, parts, "expert") for x in (rows_RxD, weight_Rx1))
+            # Kept as the rows are that they belong to, or they would be sent once more in the backward pass.
+            weight_Rx1 = tag({"weight": weight_Rx1}, "fc1_input")["weight"]
+            computed = _computed(config, there_RxD, weight_Rx1, plan.sizes_L, own, full=False)
             rows_RxD = exchange.from_experts(computed, plan, len(rows_RxD), parts, "expert")
         else:
             sizes_E = routing.aligned(chosen.sizes_E, align)

@@ -6,7 +6,9 @@ import enum
 import functools
 import itertools
 import sys
+import tomllib
 import types
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +33,7 @@ from common import (
 from jax import lax
 
 from jaxoffload import GroupedTensor, Policy, chain, checkpoint, grouped_matmul, residuals, scan, scope, tag
-from jaxoffload.grouped import _matmul, chosen_backend
+from jaxoffload.grouped import _matmul, chosen_backend, te
 from jaxoffload.grouped._fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns
 from jaxoffload.grouped.ragged import RAGGED
 
@@ -345,6 +347,33 @@ def test_quantised_groups_have_their_own_scale():
     assert q.data.dtype == E4M3 and (np.asarray(q.data, np.float32)[:10] == 448).all() and not q.data[10:].any()
 
 
+def test_fp8_of_tiny_groups_is_finite_and_as_close():
+    """The largest float8 over 1e-36, or over cotangents of 1e-35, is infinite in float32; the scales of 1e-34 are not,
+    but with the weights' its product underflows."""
+    sizes, of_x, of_dy = CASES["uneven"], np.array([1, 1e-36, 1e-34, 1]), np.array([1e-35, 1, 1, 1])
+    x, w, group_sizes, dy = operands(192, 64, 128, 4, FLOAT, sizes)
+    of_rows = lambda factors: np.repeat(factors, sizes)[:, None]
+    tiny = lambda rows, factors: jnp.asarray(rows * of_rows(factors), FLOAT)
+    got = products(tiny(x, of_x), w, group_sizes, tiny(dy, of_dy), "ragged", "fp8")
+    factors = (of_rows(of_x), of_rows(of_dy), (of_x * of_dy)[:, None, None])
+    got = [np.asarray(a, np.float64) / factor for a, factor in zip(got, factors, strict=True)]
+    assert (errors(got, loop(x, w, sizes, dy)) <= [0.04, 0.07, 0.07]).all()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, jnp.float8_e5m2])
+@pytest.mark.parametrize("amax", [1e-37, 1e-36, 1e-35, 1e-34])
+def test_a_tiny_groups_copies_and_scales_are_its_values(amax, dtype):
+    x = normal(0, (14, 8))
+    x = np.asarray(x / jnp.max(jnp.abs(x)), np.float64)
+    q = jax.tree.map(np.asarray, quantized(jnp.asarray(x * amax, FLOAT), jnp.array([14], jnp.int32), dtype))
+    assert np.isfinite(q.scale_inv).all() and (q.scale_inv >= np.finfo(np.float32).tiny).all()
+    np.testing.assert_array_equal(q.columnwise_scale_inv, q.scale_inv)
+    for data in (q.data, q.columnwise_data.T):
+        gap = data.astype(np.float64) * np.float64(q.scale_inv[0]) / amax - x
+        flushed = np.finfo(np.float32).tiny / amax  # values below it are zero on CPU
+        assert np.abs(gap).max() <= max(2.0 ** -(jnp.finfo(dtype).nmant + 1), flushed)
+
+
 # --- refusals
 
 
@@ -402,6 +431,43 @@ def test_without_transformer_engine_one_sentence_names_the_extra(monkeypatch, qu
     said = raised(ImportError, backend="te", quantize=quantize, group_sizes=sizes)
     assert said.startswith("grouped_matmul: backend 'te' needs TransformerEngine, which cannot be imported (")
     assert "): install the extra jaxoffload[te], or with CUDA 13 jaxoffload[te-cuda13]" in said and "\n" not in said
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """Makes it look as if this version of TransformerEngine were installed."""
+
+    def install(version):
+        folder = tmp_path / f"transformer_engine-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return install
+
+
+@pytest.mark.parametrize("version", ["1.13", "2.4.0", "2.9", "2.14.1"])
+def test_a_transformer_engine_that_is_too_old_is_not_taken_and_one_sentence_says_so(stand_in, installed, version):
+    installed(version)
+    assert not te.importable()
+    said = raised(ImportError, backend="te")
+    assert said == (
+        f"grouped_matmul: backend 'te': TransformerEngine {version} is too old; must be at least 2.15, as the extra "
+        "jaxoffload[te] installs it, or with CUDA 13 jaxoffload[te-cuda13]"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.15.0", "2.20.0.dev0+d0067d0", "2.20.2", "3.0"])
+def test_a_newer_transformer_engine_is_taken(stand_in, installed, version):
+    installed(version)
+    assert te.importable()
+
+
+def test_the_extras_ask_for_the_transformer_engine_that_is_needed():
+    extras = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    for name in ("te", "te-cuda13"):
+        (wanted,) = (line for line in extras["optional-dependencies"][name] if line.startswith("transformer-engine"))
+        assert wanted.endswith(">=" + ".".join(map(str, te.NEEDED)))
 
 
 @pytest.mark.parametrize("backend", ["mosaic", "te stand-in"], indirect=True)
@@ -473,6 +539,8 @@ def test_auto_takes_the_best_that_can(request, monkeypatch, device, K, dtype, qu
     assert chosen_backend(x, w, quantize=quantize) == without_te
     request.getfixturevalue("stand_in")
     assert chosen_backend(x, w, quantize=quantize) == with_te
+    request.getfixturevalue("installed")("2.14.1")  # too old
+    assert chosen_backend(x, w, quantize=quantize) == without_te
 
 
 @pytest.mark.parametrize("M, K, N, dtype", [(256, 128, 192, BF16), (64, 64, 64, jnp.float16), (104, 192, 128, BF16)])
@@ -573,9 +641,34 @@ def test_transformer_engines_tensors_are_the_same_buffers(stand_in):
     assert GroupedTensor.from_te(changed(rows, amax=jnp.ones(1))).amax is None
     with pytest.raises(ValueError, match="columnwise: True, but columnwise_data is None"):
         plain.to_te(columnwise=True)
-    for given in ((changed(rows, first_dims=None),), (rows, rows), (q.data,)):
-        with pytest.raises(ValueError, match=r"from_te: .*; allowed are a GroupedNoScaleTensor, or"):
+
+
+def test_tensors_of_transformer_engine_that_are_no_pair_are_refused(stand_in):
+    q = grouped()
+    rows, columns = q.to_te(), q.to_te(columnwise=True)
+    wrong = {
+        "rowwise: GroupedScaledTensor1x without group sizes": (changed(rows, first_dims=None),),
+        "rowwise: Array": (q.data,),
+        "rowwise: GroupedScaledTensor1x, which is column-wise": (columns,),
+        "columnwise: GroupedScaledTensor1x, which is row-wise": (rows, rows),
+        "columnwise: GroupedScaledTensor1x without group sizes": (rows, changed(columns, first_dims=None)),
+        "columnwise: group sizes [7, 0, 3, 4], but rowwise's are [3, 0, 7, 4]": (
+            rows,
+            changed(columns, first_dims=jnp.array([7, 0, 3, 4], jnp.int32)),
+        ),
+        "columnwise: 2 group sizes, but rowwise has 4": (
+            rows,
+            changed(columns, first_dims=jnp.array([7, 7], jnp.int32)),
+        ),
+    }
+    for said, given in wrong.items():
+        with pytest.raises(ValueError) as error:
             GroupedTensor.from_te(*given)
+        assert str(error.value).startswith(f"GroupedTensor.from_te: {said}"), str(error.value)
+        assert "; allowed are a GroupedNoScaleTensor, or a row-wise GroupedScaledTensor1x alone or" in str(error.value)
+    same = changed(columns, first_dims=jnp.asarray(SIZES + 0))
+    assert GroupedTensor.from_te(rows, same).columnwise_data is not None
+    assert jax.eval_shape(GroupedTensor.from_te, rows, same).columnwise_data is not None  # no values
 
 
 @pytest.mark.parametrize("dtype", [E4M3, jnp.float8_e5m2])
@@ -668,15 +761,48 @@ def test_every_subset_of_leaves_offloaded_equals_all_saved(kind, half):
     assert_all_equal(kind, layer, every[half::2], (X, WEIGHTS), *NAMES)
 
 
-@on_cpu_and_gpu
-@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
-def test_any_leaf_offloaded_saved_or_recomputed_comes_back(kind, device):
-    one = [{"fc1": others, f"fc1.{leaf}": how} for leaf in LEAVES for others, how in MIXED]
-    every = [{}, *({"fc1": how} for how in ("save", "offload", "recompute")), *one]
-    assert_all_equal(kind, layer, every[:: 3 if kind == "chain" else 1], (X, WEIGHTS), *NAMES)
+DECISIONS = ("save", "offload", "recompute")
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "scan"])
+def test_leaves_recomputed_beside_those_offloaded_and_saved(kind):
+    """Of the 243 assignments eleven, in which any two leaves have all nine pairs of decisions."""
+    some = list(itertools.product(DECISIONS, repeat=5))[11::22]
+    assert all(len({(row[i], row[j]) for row in some}) == 9 for i, j in itertools.combinations(range(5), 2))
+    every = [{f"fc1.{leaf}": how for leaf, how in zip(LEAVES, row, strict=True)} for row in some]
+    assert_all_equal(kind, layer, every, (X, WEIGHTS), *NAMES)
 
 
 MIXED = [("save", "recompute"), ("recompute", "offload")]
+
+
+@on_cpu_and_gpu
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
+def test_any_leaf_offloaded_saved_or_recomputed_comes_back(kind, device):
+    """The whole, and each leaf otherwise than the others."""
+    one = [{"fc1": others, f"fc1.{leaf}": how} for leaf in LEAVES for others, how in MIXED]
+    every = [{}, *({"fc1": how} for how in DECISIONS), *one]
+    if device == "cpu":  # on a GPU each is a program of its own
+        every += [{"fc1": "recompute", f"fc1.{leaf}": "save"} for leaf in LEAVES]
+    assert_all_equal(kind, layer, every[:: 3 if (kind, device) == ("chain", "gpu") else 1], (X, WEIGHTS), *NAMES)
+
+
+def unquantised(x, w):
+    """Its backward pass reads the data, in bfloat16, and the sizes."""
+    with scope("moe"):
+        t = tag(GroupedTensor((x * w["a"]).astype(jnp.bfloat16), SIZES_J), "fc1")
+    group = group_of(jnp.arange(14), t.group_sizes).astype(FLOAT)
+    return x + jnp.sin(t.data.astype(FLOAT) * w["b"]) * group[:, None]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
+def test_a_grouped_tensor_of_bfloat16_comes_back(kind):
+    """Fields that it does not have are no leaves; its sizes are integers, hence saved."""
+    whole = [{"fc1": how} for how in DECISIONS]
+    every = [*whole, {"fc1.data": "save"}, *({"fc1": others, "fc1.data": how} for others, how in MIXED)]
+    assert_all_equal(kind, unquantised, every, (X, WEIGHTS), "moe/fc1.data", "moe/fc1.group_sizes")
+    moved = kept(through(kind, unquantised, {"fc1": "offload"}), X, WEIGHTS)
+    assert {dtype for place, dtype, _ in moved if place == "host"} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
@@ -752,15 +878,14 @@ def test_a_products_gemms_run_three_times_and_once_more_if_it_is_recomputed(f):
 def test_quantised_residuals_saved_offloaded_or_recomputed_give_the_same_bits(kind, device):
     """Where the product is recomputed, both copies are read."""
     every = [{"fc1_input": "offload", "fc1": "save"}]
-    every += [{"fc1_input": how, "fc1": "recompute"} for how in ("save", "offload", "recompute")]
-    if kind == "checkpoint":
+    every += [{"fc1_input": how, "fc1": "recompute"} for how in DECISIONS]
+    if kind == "checkpoint" or device == "cpu":
         one = {"fc1": "recompute", "fc1_input": "recompute"}
         every += [one | {f"fc1_input.{leaf}": "offload"} for leaf in SHAPES]
     saved = [*(f"moe/fc1_input.{leaf}" for leaf in SHAPES), "moe/fc1"]
     want = run(gradient(reference(kind, expert, *saved), (0, 1)), X, W)
-    for rules in every[
-        :: 2 if kind == "chain" else 1
-    ]:  # one program each: in one of several XLA merges their matrix products
+    some = every[:: 2 if (kind, device) == ("chain", "gpu") else 1]
+    for rules in some:  # one program each: in one of several XLA merges their matrix products
         assert_same_bits(run(gradient(through(kind, expert, rules), (0, 1)), X, W), want)
 
 

@@ -1,10 +1,10 @@
 """Layers with experts: saving, recomputing and offloading the same residuals, with plain JAX and with ours.
 
     python -m benchmarks.moe [--out benchmarks/results/moe.json]              # Mixtral's shapes: 8 experts, 2 a token
-    python -m benchmarks.moe --experts 64 --experts_per_token 8 --d_model 2048 --d_expert 768 --layers 24 \
+    python -m benchmarks.moe --experts 64 --experts_per_token 8 --d_model 2048 --d_expert 768 --layers 12 \
         --out benchmarks/results/moe-small-experts.json                       # Qwen3's, with 64 of its 128 experts
-    python -m benchmarks.moe --expert 2 --layers 2 --modes remat saved jax_offload ours \
-        --out benchmarks/results/moe-expert-parallel.json
+    python -m benchmarks.moe --expert 2 --batch 4 --capacity 1.25 --modes remat saved ours ours_saved \
+        --out benchmarks/results/moe-expert-parallel.json                     # Mixtral's, on two GPUs
 """
 
 import argparse

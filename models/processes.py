@@ -126,9 +126,10 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[Callable[[], None]]:
     """Ctrl-C is a KeyboardInterrupt, also where it meets one of JAX's caches while that compares keys: what is raised
-    there comes out as a ValueError."""
+    there comes out as a ValueError. Where it meets a callback of Python's, what is raised is lost: yields a function
+    that raises it again."""
     came = False
 
     def note(number: int, frame: Any) -> None:
@@ -136,9 +137,13 @@ def interruptible() -> Iterator[None]:
         came = True
         signal.default_int_handler(number, frame)
 
+    def raise_again() -> None:
+        if came:
+            raise KeyboardInterrupt
+
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield
+        yield raise_again
     except ValueError as error:
         if came:
             raise KeyboardInterrupt from error

@@ -70,11 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="print residuals and bytes, on any machine; run nothing")
     options = parser.parse_intermixed_args(arguments)
     try:
-        with interruptible():
+        with interruptible() as raise_again:
             config, problems = parse(options.config, options.overrides)
             if not options.report:
                 with admitted(config, problems) as mesh:
-                    return train(config, mesh)
+                    return train(config, mesh, raise_again)
             check_names(config, problems)
             if problems:
                 raise ConfigError(problems)
@@ -91,8 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def train(config: Config, mesh: Mesh) -> int:
-    """Trains, from the last checkpoint if there is one; returns the exit code."""
+def train(config: Config, mesh: Mesh, raise_again: Callable[[], None]) -> int:
+    """Trains, from the last checkpoint if there is one; returns the exit code. `raise_again`: a Ctrl-C that was lost
+    while it compiled."""
     out, steps = Path(config.train.out), config.train.steps
     saved = checkpoints.latest(out)
     start = saved.step if saved else 0
@@ -117,6 +118,7 @@ def train(config: Config, mesh: Mesh) -> int:
             state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
         journal = metrics.Journal(out / "metrics.jsonl", config, source.unigram)
         journal.begin(start)
+        raise_again()
         return loop(Run(config, made, mesh, step, source, manager, journal), state, start)
 
 

@@ -236,6 +236,7 @@ def expert_bytes(
         "moe/norm": stream,
         "moe/router_logits": devices * 4 * tokens * experts,
         **{f"moe/routing.{name}": devices * 4 * count for name, count in routing.items()},
+        "moe/fc1_input.weight": devices * 4 * rows,
         **dict.fromkeys(["moe/fc1_input", "moe/fc2"], devices * 2 * rows * d),
         **dict.fromkeys(["moe/fc1.gate", "moe/fc1.up", "moe/act"], devices * 2 * rows * f),
     }
@@ -244,7 +245,7 @@ def expert_bytes(
 ROUTED = [
     f"moe/routing.{name}"
     for name in ["ids_Txk", "order_R", "place_Tk", "sizes_E", "sent_PC", "slot_R", "sorted_S", "arrived_PC", "sizes_L"]
-]
+] + ["moe/fc1_input.weight"]
 # 64 devices with a sequence of 4096 tokens each, 2 experts a token; room for 1.5 times 8192 rows.
 MIXTRAL = layer_bytes(2048 * MIB, 512 * MIB, 0) | expert_bytes(2048 * MIB, 64, 4096, 2, 12288, 8, 4096, 14336)
 # 32 devices with a sequence of 4096 tokens each, 8 experts a token; queries are twice as wide as the residual stream.

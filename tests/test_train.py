@@ -238,6 +238,19 @@ def test_ctrl_c_that_jax_turns_into_an_error_of_its_own_is_ctrl_c(config, monkey
     assert capsys.readouterr().err.startswith("stopped by SIGINT")
 
 
+def test_ctrl_c_that_is_lost_while_it_compiles_is_ctrl_c(config, tmp_path, monkeypatch, capsys):
+    compile_step = train.compile_step
+
+    def lost(made):
+        with contextlib.suppress(KeyboardInterrupt):  # as in the callback of a weak reference
+            signal.raise_signal(signal.SIGINT)
+        return compile_step(made)
+
+    monkeypatch.setattr(train, "compile_step", lost)
+    assert train.main([str(config), *EIGHT, f"train.out={tmp_path}/out"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err.startswith("stopped by SIGINT") and not losses(tmp_path / "out")
+
+
 def test_a_second_ctrl_c_does_not_wait(config, tmp_path, monkeypatch, capsys):
     with processes.noted_signals() as received:
         signal.raise_signal(signal.SIGINT)

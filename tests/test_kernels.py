@@ -48,6 +48,7 @@ PROGRAM = """
 backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],"x":["0"]}}}
   %attended = (bf16[4,8]{1,0}, u8[0]{0}) custom-call(%x), custom_call_target="__cudnn$fmhaSoftmaxBackward"
   %grouped = bf16[4,8]{1,0} custom-call(%x), custom_call_target="te_grouped_gemm_v2_ffi"
+  %mosaic = bf16[4,8]{1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2"
   %other = bf16[4,8]{1,0} custom-call(%x), custom_call_target="AllocateBuffer"
 }
 ENTRY %main (a: bf16[4,8]) -> bf16[2,4,16] {
@@ -61,7 +62,7 @@ backend_config={"known_trip_count":{"n":"5"}}
 
 def test_kernels_of_a_program():
     counts, flops = ran(list(instructions(PROGRAM)))
-    assert counts == {"matrix products": 5 + 1, "attention kernels": 5, "grouped products": 5}
+    assert counts == {"matrix products": 5 + 1, "attention kernels": 5, "grouped products": 5, "Mosaic kernels": 5}
     assert flops == 5 * 2 * 8 * 8 * 4 + 2 * 2 * 4 * 16 * 8
     unsaid = PROGRAM.replace("lhs_contracting_dims={2}, ", "")
     assert ran(list(instructions(unsaid))) == (counts, None)

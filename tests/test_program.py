@@ -396,7 +396,7 @@ def test_grouped_products_run_nine_times_a_layer_and_their_outputs_go_to_the_hos
         found = list(instructions(compiled(gpu, f, x, w)))
         ran, traced = _kernels.ran(found), _kernels.traced(jax.make_jaxpr(f)(x, w).jaxpr)
         assert ran.more_than(traced) == [] and ran.flops == pytest.approx(traced.flops, rel=0.01)
-        assert ran.counts["grouped products"] == traced.counts["grouped products"] > 0
+        assert ran.counts["Mosaic kernels"] == traced.counts["Mosaic kernels"] > 0
         return found
 
     def kernels(lines):

@@ -16,6 +16,7 @@ from test_rules import kernels, softmax
 from benchmarks import sweep
 from benchmarks.dense import table
 from jaxoffload import Policy, residuals
+from jaxoffload.grouped import te
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -92,8 +93,16 @@ def test_the_time_of_a_layer_in_deeper_stacks():
 def test_the_steps_on_two_gpus():
     ours, saved = steps("dense-fsdp", "ours", "saved")
     assert f"takes {ours} ms a step, saving them {saved} ms" in TEXT and int(ours) < int(saved)
+    assert result("moe-expert-parallel")["shape"]["capacity"] == 1.25 and "room for a quarter more rows" in TEXT
     ours, saved, remat = steps("moe-expert-parallel", "ours", "saved", "remat")
     assert f"takes {ours} ms a step, saving them {saved} ms, recomputing everything {remat} ms" in TEXT
+
+
+def test_which_transformer_engine_was_measured():
+    assert f"TransformerEngine {'.'.join(map(str, te.NEEDED))} or later" in TEXT
+    versions = result("grouped")["versions"]
+    assert f"What was measured here is {versions['transformer_engine']}, built" in TEXT
+    assert "cuBLAS before 13.8.1" in TEXT and tuple(map(int, versions["nvidia-cublas"].split(".")[:3])) < (13, 8, 1)
 
 
 def test_the_speed_of_grouped_products():
@@ -143,7 +152,7 @@ def verified(name):
     """(of, claim) -> verdict, of a file of what verify printed on an H200."""
     about, _, found = (ROOT / f"benchmarks/results/verify-{name}.txt").read_text().partition("\n\n")
     assert re.match(
-        r"device: [12] NVIDIA H200 .*\nversions: jax .*\ncommit: \w+\ncommand: .*python -m jaxoffload", about
+        r"device: [12] NVIDIA H200 .*\nversions: jax .*\ncommit: \w+\ncommand: python -m jaxoffload verify", about
     )
     return {(of, claim): verdict for of, verdict, claim in re.findall(r"^(\w+): (\w+(?: \w+)?) +(\w+): ", found, re.M)}
 
@@ -155,6 +164,10 @@ def test_what_verify_found():
     missing = {key for key, verdict in of_experts.items() if verdict == "not checked"}
     assert missing == {("loss", "placement"), ("step", "placement"), ("step", "conservation")}
     assert verified("llama-1b") == of_experts
+    planted = (ROOT / "benchmarks/results/planted-fault.txt").read_text()
+    assert re.findall(r"^fails +(\w+): (.*), Stream", planted, re.M) == [
+        ("copies", "copies run on a stream that computes")
+    ]
     assert verified("moe-2") == dict.fromkeys(of_experts, "holds") | {("step", "conservation"): "not checked"}
 
 

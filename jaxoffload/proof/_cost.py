@@ -7,7 +7,6 @@ collectives.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._memory import nbytes
 from .._values import parts_of
+from ._kernels import flops_of
 from ._machine import Machine, attention_flops
 from ._subject import PRODUCTS, nested
 
@@ -154,8 +154,7 @@ def _computing(eqn: JaxprEqn, machine: Machine) -> float | None:
     # Rates go with the bytes of a number: float8 is twice as fast as bfloat16, float32 (as TF32) half as fast.
     rate = machine.gemm_tflops * 1e12 * 2 / arrays[0].dtype.itemsize
     if eqn.primitive.name == "dot_general":
-        ((contracted, _), _) = eqn.params["dimension_numbers"]
-        return 2 * math.prod(shapes[-1]) * math.prod(shapes[0][axis] for axis in contracted) / rate
+        return flops_of(eqn) / rate
     grouped = _grouped_flops(shapes)
     return None if grouped is None else grouped / rate
 

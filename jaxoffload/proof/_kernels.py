@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ._program import Instruction, runs
+from ._program import Instruction, of_shape, runs
 from ._subject import PRODUCTS, nested
 
 PRODUCT = "matrix products"
@@ -16,7 +16,8 @@ PRODUCT = "matrix products"
 KINDS = {
     PRODUCT: ("|".join(PRODUCTS), r"dot|ragged-dot|__cublas\$(gemm|lt)\S*"),
     "attention kernels": (r"(dot_product_attention|te_fused_attn)_\w+_wrapper", r"__cudnn\$fmha\w*|te_fused_attn_\w+"),
-    "grouped products": (r"te_grouped_gemm\w*_wrapper|pallas_call|mpmd_map", r"te_grouped_gemm\w*|mosaic_gpu\w*"),
+    "grouped products": (r"te_grouped_gemm\w*_wrapper", r"te_grouped_gemm\w*"),
+    "Mosaic kernels": (r"pallas_call|mpmd_map|mosaic_gpu\w*", r"mosaic_gpu\w*"),  # jax's grouped products, and others
 }
 _PADDING = 1.02  # of a product's sides, to multiples that its kernel needs
 
@@ -30,8 +31,8 @@ class Kernels(NamedTuple):
     def more_than(self, others: "Kernels") -> list[str]:
         """What is more of them than there were to be. XLA makes one product of several: FLOPs tell, where counts do
         not."""
-        found = [f"{self.counts[kind]} {kind} run where {others.counts[kind]} were traced" for kind in KINDS]
-        found = [said for kind, said in zip(KINDS, found, strict=True) if self.counts[kind] > others.counts[kind]]
+        more = [kind for kind in KINDS if self.counts[kind] > others.counts[kind]]
+        found = [f"{self.counts[kind]} {kind} run where {others.counts[kind]} were traced" for kind in more]
         if self.flops and others.flops and self.flops > _PADDING * others.flops:
             found.append(f"{PRODUCT} take {self.flops / others.flops:.3f} of the FLOPs that were traced")
         return found
@@ -43,7 +44,7 @@ def traced(jaxpr: Jaxpr) -> Kernels | None:
     for eqn in jaxpr.eqns:
         if kind := _kind(eqn.primitive.name, of_equations=True):
             counts[kind] += 1
-            flops += _flops(eqn) if kind == PRODUCT else 0.0
+            flops += flops_of(eqn) if kind == PRODUCT else 0.0
             continue
         for body in nested(eqn):
             inside = traced(body)
@@ -76,8 +77,8 @@ def _kind(name: str, of_equations: bool) -> str | None:
     return next((kind for kind, names in KINDS.items() if re.fullmatch(names[not of_equations], name)), None)
 
 
-def _flops(eqn: JaxprEqn) -> float:
-    """NaN for products of groups: some kernels multiply every row by every group's matrix."""
+def flops_of(eqn: JaxprEqn) -> float:
+    """Of a matrix product; NaN for products of groups: some kernels multiply every row by every group's matrix."""
     if eqn.primitive.name != "dot_general":
         return math.nan
     (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -92,11 +93,5 @@ def _flops_of(line: Instruction, at: dict[tuple[str, str], Instruction]) -> floa
     first = at.get((line.computation, line.operands[0])) if line.operands else None
     if line.opcode == "ragged-dot" or not contracted or not first:
         return math.nan
-    sides = _sides(first.shape)
-    return 2.0 * math.prod(_sides(line.shape)) * math.prod(sides[int(d)] for d in re.findall(r"\d+", contracted[1]))
-
-
-def _sides(shape: str) -> list[int]:
-    """Of `bf16[9,512]{1,0}`, or of the first of several."""
-    found = re.search(r"\w+\[([\d,]*)\]", shape)
-    return [int(side) for side in found[1].split(",") if side] if found else []
+    (_, given), (_, made) = of_shape(first.shape), of_shape(line.shape)
+    return 2.0 * math.prod(made) * math.prod(given[int(d)] for d in re.findall(r"\d+", contracted[1]))

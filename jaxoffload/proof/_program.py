@@ -160,11 +160,16 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8": 1, "bf16": 2, "f16": 2, "s16": 2, "
 
 def _row_bytes(shape: str) -> tuple[int, int]:
     """Of `bf16[9,512,256]{...}`: bytes of a row, and how many rows; a scalar is one."""
+    dtype, sizes = of_shape(shape)
+    rows, *row = sizes or [1]
+    return _BYTES.get("f8" if dtype.startswith("f8") else dtype, 8) * math.prod(row), rows
+
+
+def of_shape(shape: str) -> tuple[str, list[int]]:
+    """The dtype and the sizes of `bf16[9,512,256]{...}`, or of the first of several."""
     found = re.search(r"(\w+)\[([\d,]*)\]", shape)
     assert found, shape
-    dtype = "f8" if found[1].startswith("f8") else found[1]
-    rows, *row = [int(size) for size in found[2].split(",") if size] or [1]
-    return _BYTES.get(dtype, 8) * math.prod(row), rows
+    return found[1], [int(size) for size in found[2].split(",") if size]
 
 
 class Copy(NamedTuple):

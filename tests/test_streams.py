@@ -81,10 +81,10 @@ def test_a_stream_that_copies_and_computes_is_named():
     }
     (events,) = events_of(profile(beside)).values()
     assert in_the_way(events) == {
-        "Stream #1(Compute)": "2 copies beside fusion, gemm",
-        "Stream #4(MemcpyD2H)": "1 copies beside slice",
+        "Stream #1(Compute)": "2 copies by put beside fusion, gemm",
+        "Stream #4(MemcpyD2H)": "1 copies by put beside slice",
     }
-    assert in_the_way(events, {"f", "a"}) == {"Stream #1(Compute)": "2 copies beside fusion"}
+    assert in_the_way(events, {"f", "a"}) == {"Stream #1(Compute)": "2 copies by put beside fusion"}
 
 
 WRAPPED = """HloModule m
@@ -316,10 +316,11 @@ def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
     assert wrong(lambda e: [] if e is copies[0] else [e]) == [few]
     by_kernel = wrong(lambda e: [e._replace(name="slice") if e is copies[0] else e])
     beside = f"copies run on a stream that computes, {copies[0].stream}: "
-    assert by_kernel[0].startswith(beside) and by_kernel[0].endswith("copies beside slice") and by_kernel[1:] == [few]
+    assert by_kernel[0].startswith(beside) and " copies by wrapped_dynamic-" in by_kernel[0]
+    assert by_kernel[0].endswith(" beside slice") and by_kernel[1:] == [few]
     compute = next(e for e in step if not e.name.startswith("Mem"))
     (between,) = wrong(lambda e: [e._replace(stream=compute.stream) if e is copies[0] else e])
-    assert between.startswith(f"copies run on a stream that computes, {compute.stream}: 1 copies beside ")
+    assert between.startswith(f"copies run on a stream that computes, {compute.stream}: 1 copies by {copies[0].op} beside ")
     # A loop that asks the host whether to go on.
     (loop, *_) = (line.name for line in lines if line.opcode == "while")
     assert wrong(lambda e: [e, e._replace(name="MemcpyD2H", op=loop)] if e is compute else [e]) == []

@@ -51,7 +51,8 @@ def grouped_matmul(
       group_sizes: (G,) int32, at least 0; their sum is at most M.
       backend: who multiplies. "ragged": `jax.lax.ragged_dot`, everywhere; FP8 is emulated. "mosaic": jax's kernels for
         Hopper GPUs; 16-bit operands, K and N multiples of 64, M one of 8 and at least 64, no FP8. "te":
-        TransformerEngine; for FP8, K, N, M and each group's size must be multiples of 16. "auto": `chosen_backend`.
+        TransformerEngine; for FP8, K, N, M and each group's size must be multiples of 16, for bfloat16 with cuBLAS 13.4
+        or later K and N multiples of 8. "auto": `chosen_backend`.
       quantize: "fp8", or None for plain operands.
       full: the sizes sum up to M, so that no rows of plain operands have to be set to zero. Where they do not, and
         nobody notices, rows past all groups are anything, and spoil w's cotangent.
@@ -87,19 +88,22 @@ def grouped_matmul(
 def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) -> Literal["ragged", "mosaic", "te"]:
     """What `grouped_matmul` with `backend="auto"` uses for arguments like these (arrays, or what has shape and dtype).
 
-    On a Hopper GPU "mosaic", if it can do the shapes and there is nothing to quantise. Else, on a Hopper GPU or a newer
-    one, "te", if it can, can be imported and is not too old. Else "ragged". The GPU is the first of `jax.devices()`.
+    On a Hopper GPU or a newer one "te", if it can do the shapes, can be imported, is not too old, and leaves the group
+    sizes on the device (plain bfloat16, cuBLAS 13.4 or later). Else, on a Hopper GPU and for plain operands, "mosaic",
+    if it can do the shapes. Else "te" on such GPUs, if it can; and else "ragged". The GPU is the first of
+    `jax.devices()`.
 
-    Where cuBLAS is older than 13.8.1, "te" has the host read the group sizes and wait at each product, which "mosaic"
-    never does.
+    Where "te" has the host read the group sizes, the host waits at each product, and beside residuals that are being
+    offloaded for as long as their copies take: "mosaic", whose products are slower, is faster then.
     """
     generation, shape = _gpu_generation(), _shape(x, w)
+    candidate = te.TE if quantize is None else te.TE_FP8
+    te_can = generation >= 9 and te.importable() and not candidate.refuses(shape)
+    if te_can and quantize is None and te.sizes_stay(shape.dtype):
+        return "te"
     if quantize is None and generation == 9 and not MOSAIC.refuses(shape):  # wgmma is Hopper's alone
         return "mosaic"
-    candidate = te.TE if quantize is None else te.TE_FP8
-    if generation >= 9 and not candidate.refuses(shape) and te.importable():
-        return "te"
-    return "ragged"
+    return "te" if te_can else "ragged"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

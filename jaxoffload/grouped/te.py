@@ -1,7 +1,8 @@
 """The backend "te": TransformerEngine's grouped GEMMs (cuBLAS), imported when they are first asked for.
 
-Its V1 kernels, which copy the group sizes to the host, want `sum(group_sizes)` to be M; V2 (cuBLAS >= 13.8.1 on Hopper,
-bfloat16) does not. TransformerEngine chooses, so here the last group always gets the rows past all groups.
+It has two kinds of kernels and chooses by dtype, GPU and the cuBLAS that it was compiled with. V2 (bfloat16) reads the
+group sizes on the device, and writes nothing to the rows past all groups. V1 has the host read them and wait, at each
+product, and wants `sum(group_sizes)` to be M: there the last group gets the rows past all groups.
 """
 
 import copy
@@ -22,6 +23,13 @@ from ._tensor import GroupedTensor
 
 # Of the rows of each group, K and N, in FP8.
 FP8_MULTIPLE = 16
+
+# Of K and N, in V2: its rows begin at multiples of 16 bytes.
+V2_MULTIPLE = 8
+
+# The cuBLAS that V2 needs on Hopper, which TransformerEngine looks for as late as in a product
+# (https://github.com/NVIDIA/TransformerEngine/blob/d0067d0/transformer_engine/common/gemm/cublaslt_grouped_gemm.cu).
+V2_CUBLAS = (13, 4)
 
 # The first release whose tensors have group sizes of their own: GroupedNoScaleTensor and first_dims
 # (https://github.com/NVIDIA/TransformerEngine/pull/2749). What else is used, in models/attention.py too, is older.
@@ -67,6 +75,18 @@ def importable() -> bool:
     except ImportError:
         return False
     return True
+
+
+def sizes_stay(dtype: Any) -> bool:
+    """Whether the products of plain operands leave the group sizes on the device (V2). A copy of them to the host (V1)
+    waits for all other copies to the host that were begun before it: milliseconds, where residuals are offloaded."""
+    no_scaling = load("quantize").ScalingMode.NO_SCALING
+    return load("cpp_extensions").is_v2_grouped_gemm_supported(no_scaling, dtype, False)[0]
+
+
+def _cublas() -> tuple[int, int]:
+    version = importlib.import_module("transformer_engine_jax").get_cublasLt_version()
+    return version // 10000, version // 100 % 100
 
 
 def tensor(data: jax.Array, group_sizes: Any, scale_inv: Any = None, amax: Any = None, dtype: Any = None) -> Any:
@@ -168,25 +188,42 @@ def _whole(group_sizes: jax.Array, rows: int) -> jax.Array:
 _FORWARD, _DX, _DW = ((1,), (1,)), ((1,), (2,)), ((0,), (0,))  # what is contracted
 
 
+def _sizes(group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
+    """As the kernels for these rows want them."""
+    return group_sizes if sizes_stay(rows.dtype) else _whole(group_sizes, rows.shape[0])
+
+
 def _gemm(lhs: Any, rhs: Any, contracted: Any) -> jax.Array:
     return load("cpp_extensions").grouped_gemm(lhs, rhs, contracting_dims=contracted)
 
 
 def refuses(shape: Shape) -> str | None:
-    if shape.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"{jnp.dtype(shape.dtype).name} operands; allowed are bfloat16, float16 and float32"
-    return None
+    if (wrong := _refuses_dtype(shape)) or not importable() or not sizes_stay(shape.dtype):
+        return wrong
+    if (have := _cublas()) < V2_CUBLAS:
+        need, found = ("{}.{}".format(*version) for version in (V2_CUBLAS, have))
+        return f"it was compiled for kernels that need cuBLAS {need}, and this is cuBLAS {found}"
+    wrong = shape.not_a_multiple(V2_MULTIPLE, "K", "N")
+    return f"{wrong}, which its kernels for {jnp.dtype(shape.dtype).name} need" if wrong else None
+
+
+def _refuses_dtype(shape: Shape) -> str | None:
+    if shape.dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return None
+    return f"{jnp.dtype(shape.dtype).name} operands; allowed are bfloat16, float16 and float32"
 
 
 def forward(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return _gemm(tensor(x, _whole(group_sizes, x.shape[0])), tensor(w, None), _FORWARD)
+    return _gemm(tensor(x, _sizes(group_sizes, x)), tensor(w, None), _FORWARD)
 
 
 def dx(dy: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return _gemm(tensor(dy, _whole(group_sizes, dy.shape[0])), tensor(w, None), _DX)
+    return _gemm(tensor(dy, _sizes(group_sizes, dy)), tensor(w, None), _DX)
 
 
 def dw(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    if sizes_stay(x.dtype):
+        return dw_full(x, dy, group_sizes)
     # The last group's product must not see the rows past all groups; zeros in the narrower operand are enough.
     if x.shape[1] < dy.shape[1]:
         x = in_groups(x, group_sizes)
@@ -204,7 +241,7 @@ TE = Backend("te", refuses, *(unbatched("te", f) for f in (forward, dx, dw, dw_f
 
 def refuses_fp8(shape: Shape) -> str | None:
     wrong = shape.not_a_multiple(FP8_MULTIPLE, "K", "N", "M")
-    return f"{wrong}, which FP8 needs" if wrong else refuses(shape)
+    return f"{wrong}, which FP8 needs" if wrong else _refuses_dtype(shape)
 
 
 def _quantizers(groups: int) -> Any:

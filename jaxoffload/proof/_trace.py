@@ -5,7 +5,6 @@ A copy is hidden while a kernel, of whatever stream, runs beside it. Copies with
 
 import itertools
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,17 +82,19 @@ def summary(events: list[Event]) -> dict[str, Any]:
 
 
 def in_the_way(events: list[Event], spared: Collection[str] = ()) -> dict[str, str]:
-    """Streams that both compute and copy to or from the host -> how many copies, beside which kernels; what the
-    instructions do that are spared does not count."""
+    """Streams that both compute and copy to or from the host -> how many copies, by which instructions, beside which
+    kernels; what the instructions do that are spared does not count."""
     kernels: dict[str, set[str]] = {}
     counted = [e for e in events if e.op not in spared]
     for e in counted:
         if not e.name.startswith(("Memcpy", "Memset")):
             kernels.setdefault(e.stream, set()).add(e.name)
-    copies = Counter(e.stream for e in counted if e.is_host_copy and e.stream in kernels)
-    return {
-        stream: f"{count} copies beside {', '.join(sorted(kernels[stream])[:3])}" for stream, count in copies.items()
-    }
+    copies: dict[str, list[str]] = {}
+    for e in counted:
+        if e.is_host_copy and e.stream in kernels:
+            copies.setdefault(e.stream, []).append(e.op)
+    first = lambda names: ", ".join(sorted(set(names))[:3])
+    return {stream: f"{len(by)} copies by {first(by)} beside {first(kernels[stream])}" for stream, by in copies.items()}
 
 
 def by_kernel(events: list[Event], count: int = 12) -> dict[str, float]:

@@ -9,9 +9,14 @@ from benchmarks.cases import Case, Variant
 
 
 def import_te(options: argparse.Namespace) -> None:
-    """Before JAX's first computation, as TransformerEngine asks for."""
-    if "te" in (options.attention, getattr(options, "grouped", None)):
+    """Before JAX's first computation, as TransformerEngine asks for; `auto` takes it where it is there."""
+    grouped = getattr(options, "grouped", None)
+    if "te" in (options.attention, grouped):
         importlib.import_module("transformer_engine.jax")
+    elif grouped == "auto":
+        from jaxoffload.grouped import te
+
+        te.importable()
 
 
 def model_flops(case: Case, options: argparse.Namespace) -> int:

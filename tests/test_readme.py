@@ -100,9 +100,32 @@ def test_the_steps_on_two_gpus():
 
 def test_which_transformer_engine_was_measured():
     assert f"TransformerEngine {'.'.join(map(str, te.NEEDED))} or later" in TEXT
-    versions = result("grouped")["versions"]
-    assert f"What was measured here is {versions['transformer_engine']}, built" in TEXT
-    assert "cuBLAS before 13.8.1" in TEXT and tuple(map(int, versions["nvidia-cublas"].split(".")[:3])) < (13, 8, 1)
+    measured = {
+        path.stem: versions
+        for path in (ROOT / "benchmarks/results").glob("*.json")
+        if "transformer_engine" in (versions := json.loads(path.read_text()).get("versions", {}))
+    }
+    assert {versions["transformer_engine"] for versions in measured.values()} == {"2.20.2"}
+    assert "What was measured here is 2.20.2, built" in TEXT and "with cuBLAS 13.1 unless another is named" in TEXT
+    newer = {name for name, versions in measured.items() if not versions["nvidia-cublas"].startswith("13.1.")}
+    assert newer == {"grouped-cublas-13.8", "moe-te"}
+    assert all(measured[name]["nvidia-cublas"].startswith("13.8.2.") for name in newer) and "With 13.8.2 the" in TEXT
+
+
+def test_the_products_of_transformer_engine():
+    lines = result("grouped-cublas-13.8")["lines"]
+    speed = {(line["backend"], line["groups"]): line["of dense"] for line in lines}
+    assert f"run at {speed['te, full', 'even']:.0%} of".replace("%", " %") in TEXT
+    for groups in ("even", "falling", "skewed"):
+        fastest = max((kind for kind, g in speed if g == groups and kind != "dense"), key=lambda k: speed[k, groups])
+        assert fastest == "te, full"
+    measured = result("moe-te")["modes"]
+    assert measured["ours_best"]["temp_gib"] <= measured["remat"]["temp_gib"]
+    ours, remat, nothing = steps("moe-te", "ours_best", "remat", "ours_saved_all")
+    assert f"take {ours} ms in the memory in which recomputing everything takes {remat} ms; recomputing nothing" in TEXT
+    assert f"recomputing nothing takes {nothing} ms" in TEXT
+    ours, remat = steps("moe-te-cublas-13.1", "ours_best", "remat")
+    assert f"slower than recomputing everything, {ours} ms against {remat}" in TEXT and int(ours) > int(remat)
 
 
 def test_the_speed_of_grouped_products():

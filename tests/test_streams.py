@@ -320,11 +320,35 @@ def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
     assert by_kernel[0].endswith(" beside slice") and by_kernel[1:] == [few]
     compute = next(e for e in step if not e.name.startswith("Mem"))
     (between,) = wrong(lambda e: [e._replace(stream=compute.stream) if e is copies[0] else e])
-    assert between.startswith(f"copies run on a stream that computes, {compute.stream}: 1 copies by {copies[0].op} beside ")
+    assert between.startswith(
+        f"copies run on a stream that computes, {compute.stream}: 1 copies by {copies[0].op} beside "
+    )
     # A loop that asks the host whether to go on.
     (loop, *_) = (line.name for line in lines if line.opcode == "while")
     assert wrong(lambda e: [e, e._replace(name="MemcpyD2H", op=loop)] if e is compute else [e]) == []
     assert all(20 < m.gb_per_s < 64 for m in found.moves if m.bytes > 2**20)  # of a PCIe 5 x16 bus
+
+
+@pytest.mark.parametrize("target, holds", [("te_grouped_gemm_ffi", True), ("te_grouped_gemm_v2_ffi", False)])
+def test_products_with_group_sizes_on_the_host_are_listed(recorded, monkeypatch, target, holds):
+    _, made, _, lines = recorded
+    step = _steps(sorted((Event(*e) for e in made["events"]), key=lambda e: e.start), made["steps"])[0]
+    compute = next(e for e in step if not e.name.startswith("Mem"))
+    called = f'%also () -> f32[] {{\n  ROOT %it.1 = f32[] custom-call(), custom_call_target="{target}"\n}}\n'
+    program = Mock(as_text=lambda: called + made["program"])
+    program.runtime_executable.return_value.hlo_modules.return_value = ()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_checks, "has_room_for", lambda program: True)
+    monkeypatch.setattr(_checks, "traced", lambda run: {"GPU": [*step, compute._replace(name="MemcpyD2H", op="it.1")]})
+    verdict, said = _checks.copies(SimpleNamespace(fast_program=program, arrays=()))
+    if holds:
+        assert verdict == "holds" and said == (
+            f"{len(host_copies(lines))} asynchronous copies, all in range and on no stream that computes (but "
+            "TransformerEngine has the host read group sizes, and wait for the copies, in it.1), and nothing else "
+            "touches host memory"
+        )
+    else:
+        assert verdict == "fails" and ": 1 copies by it.1 beside " in said
 
 
 def test_copies_that_nobody_saw_are_not_checked(recorded, monkeypatch):

@@ -27,6 +27,7 @@ from ._program import (
     kernels_on_host_memory,
     out_of_range,
     waited_for,
+    with_sizes_on_the_host,
 )
 from ._subject import INPUTS, Subject, compiled, crossings, has_loops, most_layers_of
 from ._trace import Event, in_the_way, traced
@@ -287,12 +288,16 @@ def copies(subject: Subject) -> Found:
     if unseen:
         return NOT_CHECKED, f"{count} asynchronous copies, all in range; not known on which streams: {unseen}"
     said = f"{count} asynchronous copies, all in range and on no stream that computes" if count else "no copies"
+    if waits := sorted(with_sizes_on_the_host(lines)):
+        said += (
+            f" (but TransformerEngine has the host read group sizes, and wait for the copies, in {', '.join(waits)})"
+        )
     return HOLDS, f"{said}, and nothing else touches host memory"
 
 
 def _as_it_ran(events: list[Event], lines: list[Instruction], modules: Iterable[Any]) -> list[str]:
     """What is wrong with the copies in a trace of one run, of one device."""
-    spared = collective_kernels(modules) | waited_for(lines)
+    spared = collective_kernels(modules) | waited_for(lines) | with_sizes_on_the_host(lines)
     shared = in_the_way(events, spared).items()
     wrong = [f"copies run on a stream that computes, {stream}: {what}" for stream, what in shared]
     ran = sum(e.is_host_copy and e.op not in spared for e in events)

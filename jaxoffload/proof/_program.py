@@ -125,6 +125,13 @@ def waited_for(lines: Sequence[Instruction]) -> set[str]:
     return {line.name for line in lines if line.opcode in ("while", "conditional")}
 
 
+def with_sizes_on_the_host(lines: Sequence[Instruction]) -> set[str]:
+    """TransformerEngine's products of groups, and what quantises for them, that copy the group sizes to the host and
+    wait for it each time: not so its kernels of the second kind, which have a target of their own."""
+    target = re.compile(r'custom_call_target="te_grouped_(gemm|quantize)_ffi"')
+    return {line.name for line in lines if target.search(line.text)}
+
+
 def kernels_on_host_memory(lines: Sequence[Instruction]) -> Iterator[Instruction]:
     """All that a value on the host meets and that does not pass it on, make room for it or copy it by DMA: kernels
     that read pinned memory, computation on the host, synchronous copies, copies from the host to the host."""

@@ -88,7 +88,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             of_command.add_argument("arguments", nargs="*", metavar="ARGUMENT")
             of_command.add_argument("--html", type=Path, metavar="FILE", help="also write one self-contained page")
             of_command.add_argument("--png", type=Path, metavar="FOLDER", help="also write its pictures, for READMEs")
-        if command is verify:  # how it calls itself, in fresh processes
+        if command is verify:
+            said = "also fail for what other libraries are known to do beside the copies, which is listed otherwise"
+            of_command.add_argument("--strict", action="store_true", help=said)
+            # How it calls itself, in fresh processes.
             of_command.add_argument("--peak", choices=("ours", "twin"), help=argparse.SUPPRESS)
             of_command.add_argument("--layers", type=int, help=argparse.SUPPRESS)
         if command is report:
@@ -217,7 +220,7 @@ def verify(options: argparse.Namespace) -> int:
         functions["step"] = (of.f, of.args)
     found = []
     for what, (f, args) in functions.items():
-        for check in proof.checks(f, *args, peaks=peaks):
+        for check in proof.checks(f, *args, strict=options.strict, peaks=peaks):
             found.append((what, check))
             print(f"{what}: {check}", file=sys.stderr if options.json else sys.stdout, flush=True)
     if options.json:

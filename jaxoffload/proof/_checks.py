@@ -4,7 +4,9 @@ The reference is the function's twin (`_twin`): plain `lax.scan` and `jax.checkp
 device. What a check cannot know it calls "not checked", and says why.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import jax
@@ -25,6 +27,7 @@ from ._program import (
     host_copies,
     instructions,
     kernels_on_host_memory,
+    largest_part,
     out_of_range,
     waited_for,
     with_sizes_on_the_host,
@@ -81,16 +84,18 @@ def _in_any_process(true: bool) -> bool:
 
 
 def twin_that_fits(subject: Subject) -> Subject | None:
-    """The subject, or the same of as many layers of its scans, halved again and again, as the device can hold of the
-    twin; None where it can hold none, or none of which anything moves that is to move."""
-    fewer, most = subject, most_layers_of(subject.jaxpr)
-    while not has_room_for(fewer.twins_program):
-        if (most := most // 2) < 1:
-            return None
-        fewer = subject.with_layers(most)
-        if subject.crossings and not fewer.crossings:
-            return None
-    return fewer
+    """The subject, or the same of as many layers of its scans as the device can hold of the twin; None where it can
+    hold none, or none of which anything moves that is to move."""
+    if has_room_for(subject.twins_program):
+        return subject
+    fitting, fit, too_many = None, 0, most_layers_of(subject.jaxpr)
+    while too_many - fit > 1:
+        fewer = subject.with_layers((fit + too_many) // 2)
+        if has_room_for(fewer.twins_program):
+            fitting, fit = fewer, (fit + too_many) // 2
+        else:
+            too_many = (fit + too_many) // 2
+    return None if fitting is None or (subject.crossings and not fitting.crossings) else fitting
 
 
 def _says_nothing(results: Any) -> str | None:
@@ -212,7 +217,7 @@ def _or(predicted: int) -> str:
     return f"predicted {readable(predicted)}, or 1.5 % less"
 
 
-_VISIBLE = 64 * 2**20  # bytes; temporaries differ by some MiB for other reasons
+_VISIBLE = 64 * 2**20  # bytes; memory differs by some MiB for other reasons
 
 
 # --- moves
@@ -288,11 +293,10 @@ def copies(subject: Subject) -> Found:
     if unseen:
         return NOT_CHECKED, f"{count} asynchronous copies, all in range; not known on which streams: {unseen}"
     said = f"{count} asynchronous copies, all in range and on no stream that computes" if count else "no copies"
-    if waits := sorted(with_sizes_on_the_host(lines)):
-        said += (
-            f" (but TransformerEngine has the host read group sizes, and wait for the copies, in {', '.join(waits)})"
-        )
-    return HOLDS, f"{said}, and nothing else touches host memory"
+    waits = ", ".join(sorted(with_sizes_on_the_host(lines)))
+    if waits:
+        said += f" (but TransformerEngine has the host read group sizes, and wait for the copies, in {waits})"
+    return FAILS if waits and subject.strict else HOLDS, f"{said}, and nothing else touches host memory"
 
 
 def _as_it_ran(events: list[Event], lines: list[Instruction], modules: Iterable[Any]) -> list[str]:
@@ -311,13 +315,20 @@ def placement(subject: Subject) -> Found:
         return NOT_CHECKED, "all arguments are on one device"
     if not subject.has_twin:
         return NOT_CHECKED, NO_TWIN
-    mine, others = (
-        collectives(list(instructions(program.as_text()))) for program in (subject.program, subject.twins_program)
-    )
+    both = [list(instructions(program.as_text())) for program in (subject.program, subject.twins_program)]
+    mine, others = map(collectives, both)
     if more := mine - others:
         said = ", ".join(f"{count} {kind} of {shape}" for (kind, shape), count in more.items())
         return FAILS, f"more collectives than the twin has: {said}"
-    return HOLDS, f"arrays are in {mine.total()} collectives, the twin's in {others.total()}"
+    known = 0
+    for aval in (crossing.aval for crossing in subject.crossings):
+        part, twins = (largest_part(lines, aval.shape, aval.dtype.itemsize) for lines in both)
+        known += bool(part and twins)
+        if part > twins > 0:
+            return FAILS, f"of {aval.str_short()} a device has {readable(part)}, and {readable(twins)} in the twin"
+    said = f"arrays are in {mine.total()} collectives, the twin's in {others.total()}"
+    of_parts = f"; of {known} values that go to the host a device has no more than in the twin" if known else ""
+    return HOLDS, said + of_parts
 
 
 # --- repeats
@@ -326,17 +337,29 @@ def placement(subject: Subject) -> Found:
 def repeats(subject: Subject) -> Found:
     if not has_room_for(subject.program):
         return NOT_CHECKED, f"arguments are not given away here, and so {need(subject.program, 'it')}"
-    first, wrong, held = None, [], []
+    first, wrong, held, resident = None, [], [], []
     for number in range(subject.repeats):
         again = _on_host(subject.program(*subject.arrays))
         first = again if first is None else first
         wrong += [f"run {number + 1} differs from the first: {differ}" for differ in _differences(again, first)]
         held.append(_bytes_in_use())
+        resident.append(_bytes_of_the_process())
     if wrong:
         return FAILS, "; ".join(wrong[:3])
-    if held[-1] > held[1]:  # the first may still allocate
-        return FAILS, f"{readable(held[-1] - held[1])} more are in use after {subject.repeats - 2} more run(s)"
+    later = f"after {subject.repeats - 2} more run(s)"  # the first may still allocate
+    if held[-1] > held[1]:
+        return FAILS, f"{readable(held[-1] - held[1])} more are in use {later}"
+    if resident[-1] > resident[1] + _VISIBLE:
+        return FAILS, f"the process takes {readable(resident[-1] - resident[1])} more of the host's memory {later}"
     return HOLDS, f"{subject.repeats} runs are equal, and {readable(held[-1])} are in use after each"
+
+
+def _bytes_of_the_process() -> int:
+    """Of the host's memory; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _bytes_in_use() -> int:

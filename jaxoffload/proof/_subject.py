@@ -48,6 +48,7 @@ class Subject:
       repeats: how often it is run to see that the same comes from the same.
       peaks: as `_peaks` measured them, why it could not, or None where nobody did.
       most: of how many layers of each scan the first run; None for all.
+      strict: whether what is known to be slow in other libraries fails.
     """
 
     run: Callable[..., Any]
@@ -60,6 +61,7 @@ class Subject:
     repeats: int
     peaks: Any = None
     most: int | None = None
+    strict: bool = False
 
     def with_layers(self, most: int) -> "Subject":
         """The same, of so many layers of each scan, with the same arrays: there is no room for others."""

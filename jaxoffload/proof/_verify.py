@@ -51,20 +51,26 @@ class Verification:
 
 
 def verify(
-    f: Callable[..., Any], *args: Any, policy: Policy | None = None, has_aux: bool = False, repeats: int = 3
+    f: Callable[..., Any],
+    *args: Any,
+    policy: Policy | None = None,
+    has_aux: bool = False,
+    repeats: int = 3,
+    strict: bool = False,
 ) -> Verification:
     """Checks what is claimed of `f`, a loss or a training step, and of its residuals.
 
     1. `gradients`: all results are the twin's, bit for bit, compiled so that equal arithmetic gives equal bits. Of a
-       twin that does not fit on the device the first layers run: half of them, and half again until they fit.
+       twin that does not fit on the device the first layers run, as many as fit.
     2. `conservation`: the device holds as many bytes less than the twin's as the host holds: by the jaxpr, on a GPU as
        XLA plans it, and from the command line at the peaks of fresh processes.
     3. `moves`: nothing crosses to the host that is not marked offload, no argument or weight that nobody named.
     4. `producers`: what is saved or offloaded is not computed again.
     5. `copies`: no kernel and no computation of the host's touches host memory, all copies are asynchronous, in range
-       and on no stream that computes (in the program that `compiler_options()` gives, on a GPU).
-    6. `placement`: no array is in a collective that the twin has not.
-    7. `repeats`: the same from the same, and no more memory each time.
+       and on no stream that computes (in the program that `compiler_options()` gives, on a GPU). What other
+       libraries are known to do beside them is listed: TransformerEngine's products with group sizes on the host.
+    6. `placement`: no array is in a collective that the twin has not, and of what moves a device has no larger part.
+    7. `repeats`: the same from the same, and no more memory of the devices and of the host each time.
 
     Args:
       f: a function that returns a floating-point scalar is a loss, which is differentiated with respect to all
@@ -74,6 +80,7 @@ def verify(
       policy: treat `f` as `checkpoint(f, policy=policy)`.
       has_aux: `f` is a loss that returns (scalar, other results).
       repeats: how often it is run for 7, at least 3.
+      strict: what 5 lists fails.
 
     Returns:
       One `Check` for each claim. Nothing is raised where a claim fails.
@@ -82,7 +89,8 @@ def verify(
       ValueError: `repeats` is less than 3, or `has_aux` and `f` returns something else.
       PolicyError, MemoryError, NotImplementedError: as `scan`, `chain` and `checkpoint` do.
     """
-    return Verification(tuple(checks(f, *args, policy=policy, has_aux=has_aux, repeats=repeats)))
+    found = checks(f, *args, policy=policy, has_aux=has_aux, repeats=repeats, strict=strict)
+    return Verification(tuple(found))
 
 
 def checks(
@@ -91,10 +99,12 @@ def checks(
     policy: Policy | None = None,
     has_aux: bool = False,
     repeats: int = 3,
+    strict: bool = False,
     peaks: Peaks | str | None = None,
 ) -> Iterator[Check]:
     """The checks of `verify`, each when it is done. `peaks`: as `peaks_of` found them, for conservation."""
     if repeats < 3:
         raise ValueError(f"verify: repeats must be at least 3, got {repeats}")
-    subject = dataclasses.replace(subject_of(f, args, policy, has_aux, repeats), peaks=peaks)
+    subject = subject_of(f, args, policy, has_aux, repeats)
+    subject = dataclasses.replace(subject, peaks=peaks, strict=strict)
     yield from (Check(check.__name__, *check(subject)) for check in CHECKS)

@@ -45,7 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--d_expert", type=int, default=14336)
     parser.add_argument("--capacity", type=float, help="rows to an expert's device, in even shares")
     parser.add_argument("--exchange", default="padded", choices=("padded", "ragged"))
-    parser.add_argument("--grouped", default="auto", choices=("auto", "te", "mosaic", "ragged"))
+    parser.add_argument("--grouped", default="mosaic", choices=("auto", "te", "mosaic", "ragged"))
 
 
 def costs(options: argparse.Namespace) -> dict[str, tuple[int, int]]:

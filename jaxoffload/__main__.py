@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             of_command.add_argument("--html", type=Path, metavar="FILE", help="also write one self-contained page")
             of_command.add_argument("--png", type=Path, metavar="FOLDER", help="also write its pictures, for READMEs")
         if command is verify:
-            said = "also fail for what other libraries are known to do beside the copies, which is listed otherwise"
+            said = "fail where TransformerEngine has the host read group sizes, which is only listed otherwise"
             of_command.add_argument("--strict", action="store_true", help=said)
             # How it calls itself, in fresh processes.
             of_command.add_argument("--peak", choices=("ours", "twin"), help=argparse.SUPPRESS)

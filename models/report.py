@@ -84,7 +84,10 @@ def products_line(config: Config) -> list[str]:
         return []
     if model.grouped != "auto":
         return [f"grouped products: {model.grouped}"]
-    chosen = dict.fromkeys(chosen_backend(x, w, quantize=model.quantize) for x, w in products(config))
+    # A device's own, as in the layer's shard_map.
+    inside = jax.sharding.AbstractMesh((1,), ("device",), axis_types=(jax.sharding.AxisType.Manual,))
+    with jax.sharding.use_abstract_mesh(inside):
+        chosen = dict.fromkeys(chosen_backend(x, w, quantize=model.quantize) for x, w in products(config))
     return [f"grouped products: {', '.join(chosen)} (auto)"]
 
 

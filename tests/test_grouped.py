@@ -444,13 +444,16 @@ def test_what_a_backend_cannot_do_names_the_number_and_the_multiple(backend, M, 
     assert f"grouped_matmul: backend {backend!r} cannot do this: {said}" == raised(ValueError, **changed)
 
 
+UPGRADE = "upgrade nvidia-cublas, or take another backend"
+
+
 @pytest.mark.parametrize(
     "K, N, dtype, cublas, said",
     [
         (20, 64, jnp.bfloat16, 130802, "K = 20 is not a multiple of 8, which its kernels for bfloat16 need"),
-        (64, 12, jnp.bfloat16, 130400, "N = 12 is not a multiple of 8, which its kernels for bfloat16 need"),
-        (64, 64, jnp.bfloat16, 130303, "it was compiled for kernels that need cuBLAS 13.4, and this is cuBLAS 13.3"),
-        (64, 64, jnp.bfloat16, 130400, None),
+        (64, 12, jnp.bfloat16, 130801, "N = 12 is not a multiple of 8, which its kernels for bfloat16 need"),
+        (64, 64, jnp.bfloat16, 130800, f"its kernels need cuBLAS 13.8.1, and this is 13.8.0: {UPGRADE}"),
+        (64, 64, jnp.bfloat16, 130801, None),
         (20, 12, jnp.float32, 130100, None),  # V1
     ],
 )
@@ -581,12 +584,25 @@ def test_auto_takes_the_best_that_can(request, monkeypatch, device, K, dtype, qu
     choose = request.getfixturevalue("stand_in")
     assert chosen_backend(x, w, quantize=quantize) == with_v1
     choose(v2=True)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert chosen_backend(x, w, quantize=quantize) == with_v2
-    choose(v2=True, cublas=130101)  # too old for it
+    choose(v2=True, cublas=130800)  # too old for it
     assert chosen_backend(x, w, quantize=quantize) == (without_te if dtype == BF16 and not quantize else with_v2)
     choose(v2=True)
     request.getfixturevalue("installed")("2.14.1")  # too old
     assert chosen_backend(x, w, quantize=quantize) == without_te
+
+
+def test_auto_leaves_to_xla_what_transformer_engine_cannot_divide(stand_in, monkeypatch):
+    x, w = jnp.ones((128, 64), BF16), jnp.ones((4, 64, 64), BF16)
+    monkeypatch.setattr(jax, "devices", lambda real=jax.devices: [Hopper()])
+    mesh = jax.sharding.AbstractMesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Manual,))
+    stand_in(v2=True)
+    assert chosen_backend(x, w) == "mosaic"  # there are 8 devices
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert chosen_backend(x, w) == "te"
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert chosen_backend(x, w) == "te"
 
 
 @pytest.mark.parametrize("M, K, N, dtype", [(256, 128, 192, BF16), (64, 64, 64, jnp.float16), (104, 192, 128, BF16)])

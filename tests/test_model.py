@@ -458,18 +458,21 @@ def test_the_report_of_a_dense_model_has_no_grouped_products():
 
 
 @pytest.mark.parametrize(
-    "overrides, line",
+    "overrides, sizes_stay, line",
     [
-        ([], "mosaic (auto)"),
-        (["model.quantize=fp8"], "te (auto)"),
-        (["model.d_expert=80"], "te (auto)"),
-        (["model.d_expert=72", "model.quantize=fp8"], "ragged (auto)"),
-        (["model.grouped=te"], "te"),
+        ([], False, "mosaic (auto)"),
+        ([], True, "te (auto)"),  # of several devices too: a layer is in shard_map
+        (["model.quantize=fp8"], False, "te (auto)"),
+        (["model.d_expert=80"], False, "te (auto)"),
+        (["model.d_expert=72", "model.quantize=fp8"], False, "ragged (auto)"),
+        (["model.grouped=te"], False, "te"),
     ],
 )
-def test_who_multiplies_on_a_hopper_gpu(monkeypatch, overrides, line):
+def test_who_multiplies_on_a_hopper_gpu(monkeypatch, overrides, sizes_stay, line):
     monkeypatch.setattr(_matmul, "_gpu_generation", lambda: 9)
     monkeypatch.setattr(te, "importable", lambda: True)
+    monkeypatch.setattr(te, "sizes_stay", lambda dtype: sizes_stay)
+    monkeypatch.setattr(te, "_cublas", lambda: te.V2_CUBLAS)
     assert products_line(load(CONFIGS / "mixtral-8x7b.yaml", overrides)) == [f"grouped products: {line}"]
 
 

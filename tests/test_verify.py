@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -199,13 +198,13 @@ def test_results_that_say_nothing_are_not_checked(by, said):
 def no_more_than_the_twin_of(layers, monkeypatch):
     """The device has room for the twin with so many layers."""
     room = _checks._bytes_needed(_subject.subject_of(of_scan, (TALL, weights(8))).with_layers(layers).twins_program)
-    monkeypatch.setattr(_checks, "device_bytes", lambda: room)
+    monkeypatch.setattr(_checks, "device_bytes", lambda: room / 0.9 + 1)  # a tenth is left for what else is there
 
 
 TALL = jax.random.normal(jax.random.key(1), (64 * BATCH, DIM))  # its residuals are larger than the weights
 
 
-@pytest.mark.parametrize("layers", [2, 4, 7])
+@pytest.mark.parametrize("layers", [2, 4, 6])
 def test_of_a_twin_that_does_not_fit_as_many_layers_run_as_fit(layers, monkeypatch):
     no_more_than_the_twin_of(layers, monkeypatch)
     found = verify(of_scan, TALL, weights(8))
@@ -217,6 +216,13 @@ def test_fewer_layers_have_the_same_arrays():
     subject = _subject.subject_of(of_scan, args)
     both = (subject.with_layers(4).with_layers(2), subject)
     assert all(a is b for a, b in zip(*(jax.tree.leaves(s.arrays) for s in both), strict=True))
+
+
+def test_many_results_are_no_growth():
+    """malloc keeps what is as small as each of them."""
+    f = lambda x: [jnp.sin(x + i) for i in range(200)]
+    found = verify(f, jnp.ones(2**18), repeats=4)["repeats"]
+    assert found.verdict == "holds", found
 
 
 def test_a_fault_is_found_in_fewer_layers_too(monkeypatch):
@@ -319,10 +325,6 @@ def test_a_chain_on_a_mesh_has_its_twins_collectives():
     w = {"in": on(weights(LAYERS)["in"], None, None, "t"), "out": on(weights(LAYERS)["out"], None, "t")}
     found = verify(of_chain, on(X, "d"), w)
     assert found.ok and found["placement"].verdict == "holds", found
-    found = verify(of_scan, on(X, "d"), w)
-    assert found.ok and found["placement"].said.endswith(
-        "; of 1 values that go to the host a device has no more than in the twin"
-    ), found
 
 
 def test_more_collectives_than_the_twin_has_fail(monkeypatch):
@@ -335,37 +337,6 @@ def test_more_collectives_than_the_twin_has_fail(monkeypatch):
     monkeypatch.setattr(_loops, "_in_order", planted)
     found = verify(of_scan, x, weights(LAYERS))
     assert [c.claim for c in found if c.verdict == "fails"] == ["placement"], found
-
-
-LOOPS = """
-%body (it: (s32[], bf16[8,4,16])) -> (s32[], bf16[8,4,16]) {
-}
-ENTRY %main () -> bf16[8,4,16] {
-  %loop = (s32[], bf16[8,PART,16]{2,1,0}, f32[8,4,16], bf16[6,4,16], bf16[0,0,0]) while(%init), body=%body
-  ROOT %sum = bf16[8,4,16] all-reduce(%loop)
-}
-"""
-
-
-@pytest.mark.parametrize(
-    "mine, twins, verdict, said",
-    [
-        ("2", "2", "holds", "of 1 values that go to the host a device has no more than in the twin"),
-        ("1", "2", "holds", "of 1 values that go to the host a device has no more than in the twin"),
-        ("3", "2", "holds", "arrays are in 1 collectives, the twin's in 1"),  # no part of 4
-        ("4", "2", "fails", "of bfloat16[8,4,16] a device has 1.00 KiB, and 512 B in the twin"),
-    ],
-)
-def test_a_larger_part_than_the_twins_fails(mine, twins, verdict, said):
-    """As where each device would hold all of what moves, and no collective say so."""
-    programs = (SimpleNamespace(as_text=functools.partial(LOOPS.replace, "PART", part)) for part in (mine, twins))
-    crossing = SimpleNamespace(aval=jax.typeof(jnp.zeros((8, 4, 16), jnp.bfloat16)))
-    names = ("program", "twins_program")
-    subject = SimpleNamespace(
-        devices={0, 1}, has_twin=True, crossings=(crossing,), **dict(zip(names, programs, strict=True))
-    )
-    found = _checks.placement(subject)
-    assert found[0] == verdict and found[1].endswith(said), found
 
 
 def test_bad_arguments_are_sentences():

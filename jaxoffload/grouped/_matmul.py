@@ -51,8 +51,8 @@ def grouped_matmul(
       group_sizes: (G,) int32, at least 0; their sum is at most M.
       backend: who multiplies. "ragged": `jax.lax.ragged_dot`, everywhere; FP8 is emulated. "mosaic": jax's kernels for
         Hopper GPUs; 16-bit operands, K and N multiples of 64, M one of 8 and at least 64, no FP8. "te":
-        TransformerEngine; for FP8, K, N, M and each group's size must be multiples of 16, for bfloat16 with cuBLAS 13.4
-        or later K and N multiples of 8. "auto": `chosen_backend`.
+        TransformerEngine; for FP8, K, N, M and each group's size must be multiples of 16, for bfloat16, where it
+        leaves the group sizes on the device, K and N multiples of 8. "auto": `chosen_backend`.
       quantize: "fp8", or None for plain operands.
       full: the sizes sum up to M, so that no rows of plain operands have to be set to zero. Where they do not, and
         nobody notices, rows past all groups are anything, and spoil w's cotangent.
@@ -88,22 +88,32 @@ def grouped_matmul(
 def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) -> Literal["ragged", "mosaic", "te"]:
     """What `grouped_matmul` with `backend="auto"` uses for arguments like these (arrays, or what has shape and dtype).
 
-    On a Hopper GPU or a newer one "te", if it can do the shapes, can be imported, is not too old, and leaves the group
-    sizes on the device (plain bfloat16, cuBLAS 13.4 or later). Else, on a Hopper GPU and for plain operands, "mosaic",
-    if it can do the shapes. Else "te" on such GPUs, if it can; and else "ragged". The GPU is the first of
-    `jax.devices()`.
+    The first of these that can do it:
 
-    Where "te" has the host read the group sizes, the host waits at each product, and beside residuals that are being
-    offloaded for as long as their copies take: "mosaic", whose products are slower, is faster then.
+    1. "te", if TransformerEngine leaves the group sizes on the device: for plain bfloat16, on Hopper GPUs and newer
+       ones, compiled for it and run with cuBLAS 13.8.1 or later. XLA cannot divide its products: of several devices
+       only inside of `shard_map`.
+    2. "mosaic": for plain 16-bit operands, on Hopper GPUs.
+    3. "te" on Hopper GPUs and newer ones. Here the host reads the group sizes and waits, at each product, and beside
+       residuals that are being offloaded for as long as their copies take.
+    4. "ragged".
+
+    The GPU is the first of `jax.devices()`. Where TransformerEngine cannot be imported, or is too old, it is passed by:
+    to have it, import `transformer_engine.jax` before JAX's first computation.
     """
     generation, shape = _gpu_generation(), _shape(x, w)
     candidate = te.TE if quantize is None else te.TE_FP8
     te_can = generation >= 9 and te.importable() and not candidate.refuses(shape)
-    if te_can and quantize is None and te.sizes_stay(shape.dtype):
+    if te_can and quantize is None and te.sizes_stay(shape.dtype) and _is_one_devices():
         return "te"
     if quantize is None and generation == 9 and not MOSAIC.refuses(shape):  # wgmma is Hopper's alone
         return "mosaic"
     return "te" if te_can else "ragged"
+
+
+def _is_one_devices() -> bool:
+    """Whether what is traced is for one device, and nothing is left for XLA to divide."""
+    return jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

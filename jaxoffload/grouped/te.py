@@ -24,12 +24,12 @@ from ._tensor import GroupedTensor
 # Of the rows of each group, K and N, in FP8.
 FP8_MULTIPLE = 16
 
-# Of K and N, in V2: its rows begin at multiples of 16 bytes.
+# Of K and N, in V2: rows begin at multiples of 16 bytes. Other rows give wrong numbers, or stop the process (measured).
 V2_MULTIPLE = 8
 
-# The cuBLAS that V2 needs on Hopper, which TransformerEngine looks for as late as in a product
-# (https://github.com/NVIDIA/TransformerEngine/blob/d0067d0/transformer_engine/common/gemm/cublaslt_grouped_gemm.cu).
-V2_CUBLAS = (13, 4)
+# The cuBLAS from which V2 is right on all GPUs that it runs on, by what TransformerEngine says as late as in a product
+# (https://github.com/NVIDIA/TransformerEngine/pull/3475).
+V2_CUBLAS = (13, 8, 1)
 
 # The first release whose tensors have group sizes of their own: GroupedNoScaleTensor and first_dims
 # (https://github.com/NVIDIA/TransformerEngine/pull/2749). What else is used, in models/attention.py too, is older.
@@ -84,9 +84,9 @@ def sizes_stay(dtype: Any) -> bool:
     return load("cpp_extensions").is_v2_grouped_gemm_supported(no_scaling, dtype, False)[0]
 
 
-def _cublas() -> tuple[int, int]:
+def _cublas() -> tuple[int, int, int]:
     version = importlib.import_module("transformer_engine_jax").get_cublasLt_version()
-    return version // 10000, version // 100 % 100
+    return version // 10000, version // 100 % 100, version % 100
 
 
 def tensor(data: jax.Array, group_sizes: Any, scale_inv: Any = None, amax: Any = None, dtype: Any = None) -> Any:
@@ -201,8 +201,8 @@ def refuses(shape: Shape) -> str | None:
     if (wrong := _refuses_dtype(shape)) or not importable() or not sizes_stay(shape.dtype):
         return wrong
     if (have := _cublas()) < V2_CUBLAS:
-        need, found = ("{}.{}".format(*version) for version in (V2_CUBLAS, have))
-        return f"it was compiled for kernels that need cuBLAS {need}, and this is cuBLAS {found}"
+        need, found = (".".join(map(str, version)) for version in (V2_CUBLAS, have))
+        return f"its kernels need cuBLAS {need}, and this is {found}: upgrade nvidia-cublas, or take another backend"
     wrong = shape.not_a_multiple(V2_MULTIPLE, "K", "N")
     return f"{wrong}, which its kernels for {jnp.dtype(shape.dtype).name} need" if wrong else None
 

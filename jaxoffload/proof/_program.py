@@ -86,21 +86,6 @@ def collectives(lines: Sequence[Instruction]) -> Counter[tuple[str, str]]:
     return found
 
 
-def largest_part(lines: Sequence[Instruction], shape: Sequence[int], itemsize: int) -> int:
-    """Bytes of the largest array that a loop hands on from turn to turn and that may be a device's part of an array of
-    this shape; 0 if there is none."""
-    handed_on = {found for line in lines if line.opcode == "while" for found in re.findall(_ARRAY, line.shape)}
-    parts = [(_width(dtype), [int(size) for size in sizes.split(",")]) for dtype, sizes in handed_on if sizes]
-    own = [
-        math.prod(sizes)
-        for width, sizes in parts
-        if width == itemsize
-        and len(sizes) == len(shape)
-        and all(b and a % b == 0 for a, b in zip(shape, sizes, strict=True))
-    ]
-    return itemsize * max(own, default=0)
-
-
 _PASSING_ON = {"while", "tuple", "get-tuple-element", "parameter", "bitcast", "optimization-barrier"}
 _PASSING_ON |= {"fusion-start", "fusion-done", "copy-start", "copy-done"}
 
@@ -180,23 +165,16 @@ def out_of_range(lines: Sequence[Instruction]) -> Iterator[Instruction]:
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
 
 
-def _width(dtype: str) -> int:
-    return _BYTES.get("f8" if dtype.startswith("f8") else dtype, 8)
-
-
 def _row_bytes(shape: str) -> tuple[int, int]:
     """Of `bf16[9,512,256]{...}`: bytes of a row, and how many rows; a scalar is one."""
     dtype, sizes = of_shape(shape)
     rows, *row = sizes or [1]
-    return _width(dtype) * math.prod(row), rows
-
-
-_ARRAY = r"(\w+)\[([\d,]*)\]"
+    return _BYTES.get("f8" if dtype.startswith("f8") else dtype, 8) * math.prod(row), rows
 
 
 def of_shape(shape: str) -> tuple[str, list[int]]:
     """The dtype and the sizes of `bf16[9,512,256]{...}`, or of the first of several."""
-    found = re.search(_ARRAY, shape)
+    found = re.search(r"(\w+)\[([\d,]*)\]", shape)
     assert found, shape
     return found[1], [int(size) for size in found[2].split(",") if size]
 

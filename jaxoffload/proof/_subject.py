@@ -48,7 +48,7 @@ class Subject:
       repeats: how often it is run to see that the same comes from the same.
       peaks: as `_peaks` measured them, why it could not, or None where nobody did.
       most: of how many layers of each scan the first run; None for all.
-      strict: whether what is known to be slow in other libraries fails.
+      strict: whether products with group sizes on the host fail.
     """
 
     run: Callable[..., Any]

@@ -61,16 +61,17 @@ def verify(
     """Checks what is claimed of `f`, a loss or a training step, and of its residuals.
 
     1. `gradients`: all results are the twin's, bit for bit, compiled so that equal arithmetic gives equal bits. Of a
-       twin that does not fit on the device the first layers run, as many as fit.
+       twin that does not fit on the device the first layers run, as many as fit into nine tenths of it.
     2. `conservation`: the device holds as many bytes less than the twin's as the host holds: by the jaxpr, on a GPU as
        XLA plans it, and from the command line at the peaks of fresh processes.
     3. `moves`: nothing crosses to the host that is not marked offload, no argument or weight that nobody named.
     4. `producers`: what is saved or offloaded is not computed again.
     5. `copies`: no kernel and no computation of the host's touches host memory, all copies are asynchronous, in range
-       and on no stream that computes (in the program that `compiler_options()` gives, on a GPU). What other
-       libraries are known to do beside them is listed: TransformerEngine's products with group sizes on the host.
-    6. `placement`: no array is in a collective that the twin has not, and of what moves a device has no larger part.
-    7. `repeats`: the same from the same, and no more memory of the devices and of the host each time.
+       and on no stream that computes (in the program that `compiler_options()` gives, on a GPU). That
+       TransformerEngine has the host read group sizes, and so wait for the copies, is listed.
+    6. `placement`: no array is in a collective that the twin has not.
+    7. `repeats`: the same from the same, and no more memory each time: of the devices, and on Linux of the process, but
+       for 64 MiB.
 
     Args:
       f: a function that returns a floating-point scalar is a loss, which is differentiated with respect to all

@@ -225,6 +225,12 @@ def test_many_results_are_no_growth():
     assert found.verdict == "holds", found
 
 
+def test_a_pool_that_grows_once_is_no_leak(monkeypatch):
+    resident = iter([0, 0, 2**30, 2**30])
+    monkeypatch.setattr(_checks, "_bytes_of_the_process", lambda: next(resident))
+    assert verify(jnp.sin, X)["repeats"].verdict == "holds" and next(resident, None) is None
+
+
 def test_a_fault_is_found_in_fewer_layers_too(monkeypatch):
     no_more_than_the_twin_of(4, monkeypatch)
     rows_in_wrong_order(monkeypatch)

@@ -340,21 +340,34 @@ def placement(subject: Subject) -> Found:
 def repeats(subject: Subject) -> Found:
     if not has_room_for(subject.program):
         return NOT_CHECKED, f"arguments are not given away here, and so {need(subject.program, 'it')}"
-    first, wrong, held, resident = None, [], [], []
-    for number in range(subject.repeats):
-        again = _on_host(subject.program(*subject.arrays))
-        first = again if first is None else first
-        wrong += [f"run {number + 1} differs from the first: {differ}" for differ in _differences(again, first)]
-        del again
-        held.append(_bytes_in_use())
-        resident.append(_bytes_of_the_process())
+    first: Any = None
+    wrong: list[str] = []
+    held: list[int] = []
+    resident: list[int] = []
+
+    def run(times: int) -> None:
+        nonlocal first
+        for _ in range(times):
+            again = _on_host(subject.program(*subject.arrays))
+            first = again if first is None else first
+            number = len(held) + 1
+            wrong.extend(f"run {number} differs from the first: {differ}" for differ in _differences(again, first))
+            del again
+            held.append(_bytes_in_use())
+            resident.append(_bytes_of_the_process())
+
+    run(subject.repeats)
+    more = resident[-1] - resident[1]  # the first may still allocate
+    if _in_any_process(more > _VISIBLE):  # a pool grows now and then, what nobody frees each time
+        run(subject.repeats - 2)
+        more = min(more, resident[-1] - resident[subject.repeats - 1])
     if wrong:
         return FAILS, "; ".join(wrong[:3])
-    later = f"after {subject.repeats - 2} more run(s)"  # the first may still allocate
+    later = f"after {subject.repeats - 2} more run(s)"
     if held[-1] > held[1]:
         return FAILS, f"{readable(held[-1] - held[1])} more are in use {later}"
-    if resident[-1] > resident[1] + _VISIBLE:
-        return FAILS, f"the process takes {readable(resident[-1] - resident[1])} more of the host's memory {later}"
+    if more > _VISIBLE:
+        return FAILS, f"the process takes {readable(more)} more of the host's memory {later}"
     return HOLDS, f"{subject.repeats} runs are equal, and {readable(held[-1])} are in use after each"
 
 

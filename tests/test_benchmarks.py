@@ -3,9 +3,13 @@
 import argparse
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from common import count
 
-from benchmarks import cases, dense, grouped, losses, moe, ratios, sweep
+from benchmarks import cases, choices, dense, grouped, losses, moe, ratios, sweep
 from jaxoffload import Policy
 
 # 10 tokens; a residual is 20 bytes a column, and all take 512 operations a byte to compute again.
@@ -114,6 +118,22 @@ def test_all_rows_are_divided_among_the_groups():
     for sizes in grouped.divisions(1000, 8).values():
         assert sizes.sum() == 1000 and sizes.min() >= 0
     assert grouped.divisions(1000, 8)["skewed"][1] == 0
+
+
+def test_the_choices_of_the_layer_compute_the_same():
+    options = argparse.Namespace(rows=40, d_model=16, d_expert=24, experts=4)
+    found, products = {}, {}
+    for choice in choices.CHOICES:
+        run, given = choices.both(choices.experts(choice, "ragged")), choices.operands(options, choice)
+        given = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, given)
+        products[choice] = count(jax.make_jaxpr(run)(*given), "ragged_dot_general")
+        y, (dx, dweight, dw) = jax.jit(run)(*given)
+        merged = dw.pop("gate and up", None)
+        dw |= {} if merged is None else dict(zip(("gate", "up"), jnp.split(merged, 2, axis=2), strict=True))
+        found[choice] = {"y": y, "dx": dx, "dweight": dweight, "dw": dw}
+    assert [*products.values()] == [9, 9, 10, 6]
+    for one in found.values():
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), one, found["weights on act"])
 
 
 LINES = [

@@ -596,11 +596,12 @@ def test_auto_takes_the_best_that_can(request, monkeypatch, device, K, dtype, qu
 def test_auto_leaves_to_xla_what_transformer_engine_cannot_divide(stand_in, monkeypatch):
     x, w = jnp.ones((128, 64), BF16), jnp.ones((4, 64, 64), BF16)
     monkeypatch.setattr(jax, "devices", lambda real=jax.devices: [Hopper()])
-    mesh = jax.sharding.AbstractMesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Manual,))
+    auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
     stand_in(v2=True)
     assert chosen_backend(x, w) == "mosaic"  # there are 8 devices
-    with jax.sharding.use_abstract_mesh(mesh):
-        assert chosen_backend(x, w) == "te"
+    for kinds, chosen in (((auto, auto), "mosaic"), ((manual, auto), "mosaic"), ((manual, manual), "te")):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((4, 2), ("d", "t"), axis_types=kinds)):
+            assert chosen_backend(x, w) == chosen
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert chosen_backend(x, w) == "te"
 

@@ -92,7 +92,7 @@ def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) ->
 
     1. "te", if TransformerEngine leaves the group sizes on the device: for plain bfloat16, on Hopper GPUs and newer
        ones, compiled for it and run with cuBLAS 13.8.1 or later. XLA cannot divide its products: of several devices
-       only inside of `shard_map`.
+       only inside of a `shard_map` over all axes.
     2. "mosaic": for plain 16-bit operands, on Hopper GPUs.
     3. "te" on Hopper GPUs and newer ones. Here the host reads the group sizes and waits, at each product, and beside
        residuals that are being offloaded for as long as their copies take.
@@ -113,7 +113,7 @@ def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) ->
 
 def _is_one_devices() -> bool:
     """Whether what is traced is for one device, and nothing is left for XLA to divide."""
-    return jax.device_count() == 1 or bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.device_count() == 1 or jax.sharding.get_abstract_mesh().are_all_axes_manual
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

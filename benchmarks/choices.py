@@ -9,13 +9,12 @@ otherwise; bf16, in one process, by turns.
 
 import argparse
 import functools
-import json
+import importlib
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks import grouped, peers
+from benchmarks import grouped
 
 MERGED = "gate and up in one product"  # whose halves are copied: a leaf is contiguous
 CHOICES = ("weights on act", "weights on fc2, kept", "weights on fc2, recomputed", MERGED)  # the first is the layer's
@@ -23,6 +22,8 @@ CHOICES = ("weights on act", "weights on fc2, kept", "weights on fc2, recomputed
 
 def main() -> None:
     options = parse()
+    if options.backend == "te":  # before JAX's first computation
+        importlib.import_module("transformer_engine.jax")
     import jax
     import jax.numpy as jnp
 
@@ -36,32 +37,24 @@ def main() -> None:
         runs[choice] = functools.partial(lambda run, given: jax.block_until_ready(run(*given)), run, given)
         loss = lambda *args, layer=layer: jnp.sum(layer(*args).astype(jnp.float32))
         kept, memory = jaxoffload.residuals(loss, *given[:-1]).device_bytes, run.memory_analysis()
-        facts[choice] = {"kept_mib": mib(kept), "temp_mib": mib(memory.temp_size_in_bytes)}
+        facts[choice] = {
+            "kept_gib": round(kept / 2**30, 4),
+            "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
+        }
     flops = 18 * options.rows * options.d_model * options.d_expert
     spent = grouped.by_turns(runs, options.rounds)
     lines = [{"choice": choice} | grouped.line_of(spent[choice], flops) | facts[choice] for choice in CHOICES]
     shape = {name: getattr(options, name) for name in ("rows", "d_model", "d_expert", "experts", "backend")}
-    result = {**peers.provenance("choices", options.commit), "shape": shape, "lines": lines}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    for line in lines:
-        print(line)
+    grouped.write("choices", options, shape, lines)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/choices.json"))
-    parser.add_argument("--rows", type=int, default=32768)
+    parser = grouped.arguments(__doc__, "choices", rows=32768, rounds=15)
     parser.add_argument("--d_model", type=int, default=4096)
     parser.add_argument("--d_expert", type=int, default=14336)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--backend", default="mosaic", choices=("te", "mosaic", "ragged"))
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each")
-    parser.add_argument("--commit", default=peers.head(), help="recorded beside the numbers")
     return parser.parse_args()
-
-
-def mib(count: int) -> float:
-    return round(count / 2**20, 1)
 
 
 def operands(options: argparse.Namespace, choice: str) -> tuple[Any, ...]:

@@ -56,22 +56,33 @@ def main() -> None:
                 line["of stock"] = round(ms[stock] / ms[kind], 4)
             lines.append(line | {"kernels": kernels_of(runs[kind])})
     shape = {"rows": M, "d_in": K, "d_out": N, "groups": G, "dtype": "bfloat16"}
-    result = {**peers.provenance("grouped", options.commit), "shape": shape, "lines": lines}
+    write("grouped", options, shape, lines)
+
+
+def write(program: str, options: argparse.Namespace, shape: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    """To `--out`, and the lines to the terminal."""
+    result = {**peers.provenance(program, options.commit), "shape": shape, "lines": lines}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     for line in lines:
         print(line)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/grouped.json"))
-    parser.add_argument("--rows", type=int, default=16384)
+    parser = arguments(__doc__, "grouped", rows=16384, rounds=25)
     parser.add_argument("--d_in", type=int, default=4096)
     parser.add_argument("--d_out", type=int, default=14336)
     parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=25, help="turns of each contender")
-    parser.add_argument("--commit", default=peers.head(), help="recorded beside the numbers")
     return parser.parse_args()
+
+
+def arguments(description: str | None, program: str, rows: int, rounds: int) -> argparse.ArgumentParser:
+    """Of what is measured by turns."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(f"benchmarks/results/{program}.json"))
+    parser.add_argument("--rows", type=int, default=rows)
+    parser.add_argument("--rounds", type=int, default=rounds, help="turns of each contender")
+    parser.add_argument("--commit", default=peers.head(), help="recorded beside the numbers")
+    return parser
 
 
 def divisions(rows: int, groups: int) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@
 """
 
 import argparse
+import contextlib
 from typing import Any
 
 from benchmarks.cases import Case, attention_costs, best, layers_of
@@ -61,6 +62,7 @@ def shape(options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from jaxoffload.grouped import chosen_backend
+    from models.sharding import inside_shard_map
 
     kept = {
         key: getattr(options, key)
@@ -69,7 +71,8 @@ def shape(options: argparse.Namespace) -> dict[str, Any]:
     if options.grouped == "auto":
         rows, D, F = options.batch * options.seq * options.experts_per_token, options.d_model, options.d_expert
         x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, D), (options.experts, D, F)))
-        kept["grouped"] = f"auto: {chosen_backend(x, w)}"
+        with inside_shard_map() if options.fsdp * options.expert > 1 else contextlib.nullcontext():
+            kept["grouped"] = f"auto: {chosen_backend(x, w)}"
     return layers_of(options) | kept
 
 

@@ -15,7 +15,7 @@ from models.config import Config
 from models.metrics import size
 from models.moe import products
 from models.reading import ConfigError
-from models.sharding import RULES, VALUES, AnyMesh, abstract_mesh, batch_parts
+from models.sharding import RULES, VALUES, AnyMesh, abstract_mesh, batch_parts, inside_shard_map
 from models.step import Program, program, traceable
 from models.transformer import flops_per_token
 
@@ -84,9 +84,7 @@ def products_line(config: Config) -> list[str]:
         return []
     if model.grouped != "auto":
         return [f"grouped products: {model.grouped}"]
-    # A device's own, as in the layer's shard_map.
-    inside = jax.sharding.AbstractMesh((1,), ("device",), axis_types=(jax.sharding.AxisType.Manual,))
-    with jax.sharding.use_abstract_mesh(inside):
+    with inside_shard_map():
         chosen = dict.fromkeys(chosen_backend(x, w, quantize=model.quantize) for x, w in products(config))
     return [f"grouped products: {', '.join(chosen)} (auto)"]
 

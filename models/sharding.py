@@ -1,5 +1,6 @@
 """Where arrays live: the device mesh, and one set of rules from logical axes to mesh axes."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -93,6 +94,11 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
 def abstract_mesh(sizes: config.Mesh) -> AbstractMesh:
     """The same mesh without devices: for tracing a program whose machine is elsewhere."""
     return AbstractMesh(_shape(sizes), MESH_AXES, _AUTO)
+
+
+def inside_shard_map() -> contextlib.AbstractContextManager[Any]:
+    """What is traced there is one device's, as in a layer's `shard_map`."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("device",), axis_types=(AxisType.Manual,)))
 
 
 def _shape(sizes: config.Mesh) -> tuple[int, ...]:

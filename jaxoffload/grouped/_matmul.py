@@ -104,14 +104,14 @@ def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) ->
     generation, shape = _gpu_generation(), _shape(x, w)
     candidate = te.TE if quantize is None else te.TE_FP8
     te_can = generation >= 9 and te.importable() and not candidate.refuses(shape)
-    if te_can and quantize is None and te.sizes_stay(shape.dtype) and _is_one_devices():
+    if te_can and quantize is None and te.sizes_stay(shape.dtype) and _is_of_one_device():
         return "te"
     if quantize is None and generation == 9 and not MOSAIC.refuses(shape):  # wgmma is Hopper's alone
         return "mosaic"
     return "te" if te_can else "ragged"
 
 
-def _is_one_devices() -> bool:
+def _is_of_one_device() -> bool:
     """Whether what is traced is for one device, and nothing is left for XLA to divide."""
     return jax.device_count() == 1 or jax.sharding.get_abstract_mesh().are_all_axes_manual
 

@@ -291,16 +291,17 @@ def copies(subject: Subject) -> Found:
         wrong += _as_it_ran(events, lines, program.runtime_executable().hlo_modules()) if events else []
     elif count:
         unseen = f"it did not run: {need(program, 'it')}"
-    listed = ""
+    known = []
     if count and (waits := sorted(with_sizes_on_the_host(lines))):
-        listed = f"; TransformerEngine has the host read group sizes, and wait for the copies, in {_first(waits)}"
-        wrong += [listed.removeprefix("; ")] if subject.strict else []
+        known = [f"TransformerEngine has the host read group sizes, and wait for the copies, in {_first(waits)}"]
+        wrong += known if subject.strict else []
     if wrong:
         return FAILS, _first(wrong, "; ")
+    said = f"{count} asynchronous copies, all in range" if count else "no copies"
     if unseen:
-        return NOT_CHECKED, f"{count} asynchronous copies, all in range; not known on which streams: {unseen}{listed}"
-    said = f"{count} asynchronous copies, all in range and on no stream that computes" if count else "no copies"
-    return HOLDS, f"{said}, and nothing else touches host memory{listed if count else ''}"
+        return NOT_CHECKED, "; ".join((said, f"not known on which streams: {unseen}", *known))
+    said += " and on no stream that computes" if count else ""
+    return HOLDS, "; ".join((f"{said}, and nothing else touches host memory", *known))
 
 
 def _first(what: list[str], between: str = ", ") -> str:

@@ -5,6 +5,7 @@ import fcntl
 import functools
 import os
 import signal
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -128,9 +129,9 @@ def say(text: str) -> None:
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
     """Ctrl-C is a KeyboardInterrupt, also where it meets one of JAX's caches while that compares keys: what is raised
-    there comes out as a ValueError. Where it meets a callback of Python's, what is raised is lost: yields a function
-    that raises it again."""
-    came = False
+    there comes out as a ValueError. What is raised in a callback of Python's would be printed by Python, and lost:
+    yields a function that raises it again, instead."""
+    came, unraisable = False, sys.unraisablehook
 
     def note(number: int, frame: Any) -> None:
         nonlocal came
@@ -141,6 +142,11 @@ def interruptible() -> Iterator[Callable[[], None]]:
         if came:
             raise KeyboardInterrupt
 
+    def lost(what: "sys.UnraisableHookArgs") -> None:
+        if not (came and what.exc_type is KeyboardInterrupt):
+            unraisable(what)
+
+    sys.unraisablehook = lost
     before = signal.signal(signal.SIGINT, note)
     try:
         yield raise_again
@@ -149,4 +155,5 @@ def interruptible() -> Iterator[Callable[[], None]]:
             raise KeyboardInterrupt from error
         raise
     finally:
+        sys.unraisablehook = unraisable
         signal.signal(signal.SIGINT, before)

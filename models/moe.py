@@ -6,6 +6,8 @@
                                       devices)                  expert axis has several)
 
 The scores multiply `act`, not the outputs: then fc2's output is of no use to the backward pass, and need not be kept.
+Gate and up are two products: of one, the halves would be copied, as each is to be decided apart (benchmarks/choices.py
+measures both).
 """
 
 import functools

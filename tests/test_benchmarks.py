@@ -81,12 +81,15 @@ def test_shares_by_hand():
     found = ratios.shares(dense.CASE, modes, SHAPE)
     assert found["won_back"] == 0.8 and found["won_back against JAX's saved_all"] == 1.0
     assert found["freed/predicted by temp_gib"] == 1.0  # 3 GiB for 3 of 5 rows
+    assert found["freed/most by peak_gib"] == 0.75
     assert found["compile_ours/compile_scan"] == 1.0 and "exposed/step" not in found
     # 5 GiB there and back in 2 GiB x 20 ms; of a layer's forward pass, 20 / 3 ms, nearly all is more than there is.
     modes["ours"]["profile"] = {"exposed_ms": 2.0, "copies_ms": 40.0, "step_ms": 100.0}
     found = ratios.shares(dense.CASE, modes, SHAPE)
     assert (found["exposed/copies"], found["exposed/step"]) == (0.05, 0.02)
     assert found["won_back_limit"] == 1.0 and found["won_back/won_back_limit"] == 0.8
+    modes["saved_all"] = mode(120.0)
+    assert "won_back against JAX's saved_all" not in ratios.won_back(modes)
 
 
 def test_every_offload_of_a_config_is_turned_into_save():

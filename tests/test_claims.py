@@ -13,7 +13,7 @@ import pytest
 from claimed import table, verdicts
 from test_readme import LINK, README, ROOT, without_links
 
-from benchmarks import claims, dense, fits, grouped, judge, losses, measure, moe, peers, sweep
+from benchmarks import choices, claims, dense, fits, grouped, judge, losses, measure, moe, peers, sweep
 from benchmarks.claims import Claim, Listed, Measurement
 from jaxoffload.__main__ import made_by
 from models.config import load
@@ -81,6 +81,7 @@ PARSERS = {
     "benchmarks.sweep": sweep.parse,
     "benchmarks.fits": fits.parse,
     "benchmarks.grouped": grouped.parse,
+    "benchmarks.choices": choices.parse,
     "benchmarks.losses": losses.parse,
 }
 

@@ -140,6 +140,17 @@ def test_the_speed_of_grouped_products():
         assert of_stock(f"{kind}, full") < 1.01 and 1.03 < of_stock(kind) < 1.07, (kind, groups)
 
 
+def test_the_choices_of_the_layer():
+    longer = set()
+    for name in ("choices", "choices-te"):
+        on_act, kept, again, merged = result(name)["lines"]
+        assert 1024 * (kept["kept_gib"] - on_act["kept_gib"]) == 256 and again["kept_gib"] == on_act["kept_gib"]
+        assert merged["temp_gib"] - on_act["temp_gib"] == 1.75 and merged["kept_gib"] == on_act["kept_gib"]
+        assert on_act["ms"] <= min(kept["ms"], merged["ms"])
+        longer.add(round(100 * (again["ms"] / on_act["ms"] - 1)))
+    assert f"takes {min(longer)} to {max(longer)} % longer" in TEXT
+
+
 def test_the_steps_of_experts_on_one_gpu():
     measured = result("moe")["modes"]
     ours, remat, nothing = steps("moe", "ours_best", "remat", "ours_saved_all")

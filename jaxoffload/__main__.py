@@ -3,12 +3,15 @@
 import argparse
 import contextlib
 import difflib
+import errno
 import importlib
 import inspect
 import json
+import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +38,7 @@ MODULE:FUNCTION is called with the ARGUMENTs, which are strings, and returns (f,
 tuple of its arguments, arrays or jax.ShapeDtypeStructs; or (step, args, loss, loss_args), where loss is what the step
 differentiates."""
 
-EXIT_CODES = "exit codes: 0 all that was checked holds; 1 a claim fails; 2 it cannot be done"
+EXIT_CODES = "exit codes: 0 all that was checked holds; 1 a claim fails; 2 it cannot be done, or the function raised"
 
 
 class CannotRun(Exception):
@@ -55,19 +58,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code; see EXIT_CODES."""
     options = parse(arguments)
     try:
-        if options.html and not options.html.parent.is_dir():  # before anything runs
-            raise CannotRun(f"--html {options.html}: there is no folder {options.html.parent}")
+        if options.html:  # before anything runs
+            can_write(options.html)
         if options.png:
             can_draw(options.png)
         with progress(options.command):
             return options.run(options)
-    except (CannotRun, MemoryError, NotImplementedError) as why:
-        print(f"python -m jaxoffload: {why}", file=sys.stderr)
-        return 2
     except Exception as why:
-        if not hasattr(why, "problems"):  # of a config or a policy; all others are the function's own faults
-            raise
-        print("\n".join((f"{options.function} cannot run:", *why.problems)), file=sys.stderr)
+        if hasattr(why, "problems"):  # of a config or a policy
+            print("\n".join((f"{options.function} cannot run:", *why.problems)), file=sys.stderr)
+        elif isinstance(why, (CannotRun, MemoryError, NotImplementedError)) and str(why):
+            print(f"python -m jaxoffload: {why}", file=sys.stderr)
+        else:  # the function's own fault
+            traceback.print_exc()
         return 2
 
 
@@ -137,6 +140,8 @@ def made_by(where: str, arguments: Sequence[str]) -> Made:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as why:
+        if not f"{module}.".startswith(f"{why.name}."):  # it was found, and what it imports was not
+            raise
         raise CannotRun(f"{where}: {why}; the module must be found from this folder") from why
     if not callable(make := getattr(found, name, None)):
         own = [key for key, value in vars(found).items() if getattr(value, "__module__", "") == module]
@@ -148,9 +153,23 @@ def made_by(where: str, arguments: Sequence[str]) -> Made:
     except TypeError as why:
         raise CannotRun(f"{where} cannot be called with {len(arguments)} argument(s): {why}") from why
     made = make(*arguments)
-    if not isinstance(made, tuple) or len(made) not in (2, 4) or not all(isinstance(a, tuple) for a in made[1::2]):
+    are_right = lambda made: all(map(callable, made[::2])) and all(isinstance(args, tuple) for args in made[1::2])
+    if not isinstance(made, tuple) or len(made) not in (2, 4) or not are_right(made):
         raise CannotRun(f"{where} must return (f, args) or (step, args, loss, loss_args), args being tuples")
     return Made(*made[:2], *made[-2:])
+
+
+def can_write(page: Path) -> None:
+    """
+    Raises:
+      CannotRun: the file cannot be written. What is in it stays.
+    """
+    if not page.parent.is_dir():
+        raise CannotRun(f"--html {page}: there is no folder {page.parent}")
+    try:
+        page.open("a").close()
+    except OSError as why:
+        raise CannotRun(f"--html {page}: {why.strerror}; must be a file that can be written") from why
 
 
 def can_draw(folder: Path) -> None:
@@ -161,6 +180,8 @@ def can_draw(folder: Path) -> None:
     """
     try:
         folder.mkdir(exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         importlib.import_module("matplotlib.figure")
     except OSError as why:
         raise CannotRun(f"--png {folder}: {why.strerror}; must be a folder, or a new one in one that exists") from why
@@ -185,6 +206,7 @@ def table_of(of: Made) -> Residuals | None:
 
 def report(options: argparse.Namespace) -> int:
     """Where the backward pass finds each residual, and why; nothing is allocated."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # nor taken from what runs on the GPU
     of = made_by(options.function, options.arguments)
     if (table := table_of(of)) is None:
         raise CannotRun(

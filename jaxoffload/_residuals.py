@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import name_p
+from jax.extend.core.primitives import name_p, remat_p
 
 from ._chain import chain_p
 from ._checkpoint import checkpoint, checkpoint_p, judged
@@ -229,13 +229,14 @@ class Plans:
       rows: by the names that the plans wrote.
       recomputed: for each such name, in how many layers the backward pass computes its value again, and bytes in all.
       overlap: whether there are plans inside of others, or of loops of others.
+      others: whether the backward pass runs something again under a policy that is no plan's, nor in one.
     """
 
     def __init__(self, jaxpr: Jaxpr):
         self._outermost: dict[Plan, None] = {}
         self._nested: set[Plan] = set()  # they decide when the backward pass runs them again, not what it finds
         self.recomputed: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-        self.overlap = False
+        self.overlap = self.others = False
         self._walk(jaxpr, 1, 1, None)
         # The backward pass meets the last part of a function first.
         self.plans = [plan for plan in reversed(self._outermost) if plan not in self._nested]
@@ -250,6 +251,8 @@ class Plans:
             if plan := plan_of(eqn.params.get("policy")):
                 inside = owner or plan
                 self._meet(plan, owner, loops)
+            elif eqn.primitive is remat_p and eqn.params["differentiated"] and eqn.params["policy"] is not None:
+                self.others |= owner is None and not loops
             if owner and eqn.primitive is name_p and (name := eqn.params["name"]) in owner.plan_names:
                 count, size = self.recomputed[name]
                 self.recomputed[name] = count + layers, size + layers * devices * nbytes(eqn.outvars[0].aval)

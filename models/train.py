@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 import jaxoffload
 from jaxoffload import proof
 from models import checkpoints, data, metrics
-from models.config import Config, load, parse
+from models.config import Config, parse
 from models.preflight import admitted, check_names
 from models.processes import greatest, interruptible, noted_signals, say
 from models.profiling import Step, profiled
@@ -147,7 +147,11 @@ def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tup
     Raises:
       ConfigError: the config cannot run.
     """
-    config = traceable(load(path, overrides))
+    config, problems = parse(path, overrides)
+    check_names(config, problems)
+    if problems:
+        raise ConfigError(problems)
+    config = traceable(config)
     enough = math.prod(dataclasses.asdict(config.mesh).values()) == jax.device_count()
     made = program(config, make_mesh(config.mesh) if enough else abstract_mesh(config.mesh))
     return made.step, (made.state, made.tokens), made.loss, (made.state.params, made.microbatch)

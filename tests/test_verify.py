@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from common import needs_te
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -619,12 +620,63 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         (["verify", "test_verify:made", "odd"], "must return (f, args) or (step, args, loss, loss_args)"),
         (["report", "test_verify:made", "step"], "this is a step, whose residuals are inside of it; return its loss"),
         (["report", "models.train:step_for", "configs/tiny.yaml", "train.step=1"], "the nearest is train.steps"),
+        (
+            ["report", "models.train:step_for", "configs/tiny.yaml", "remat.residuals[mlp/fcl]=offload"],
+            "remat.residuals['mlp/fcl']: no tagged value has a name that it matches",
+        ),
+        (["report", "mine:nothing"], "must return (f, args) or (step, args, loss, loss_args)"),
+        (["report", "test_verify:made", "loss", "--html", "configs"], "--html configs: Is a directory; must be a file"),
     ],
 )
-def test_what_cannot_be_done_is_a_sentence(asked, said, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_what_cannot_be_done_is_a_sentence(asked, said, capsys, mine):
     assert main(asked) == 2
-    assert said in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert said in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ("mine:raises", "NotImplementedError\n"),
+        ("mine:divides", "ZeroDivisionError: division by zero"),
+        ("imports_torchy:f", "No module named 'torchy'"),
+    ],
+)
+def test_what_the_function_itself_raises_is_shown_as_such(asked, said, capsys, mine):
+    assert main(["report", asked]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback") and said in err and "must be found from this folder" not in err
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A user's modules."""
+    (tmp_path / "mine.py").write_text(
+        "def raises():\n  raise NotImplementedError\n\ndef divides():\n  1 / 0\n\ndef nothing():\n  return None, ()\n"
+    )
+    (tmp_path / "imports_torchy.py").write_text("import torchy\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(ROOT)
+
+
+def test_what_is_not_differentiated_is_not_checked():
+    """A function of ours that returns no scalar, or a scalar and something else, is run forward alone."""
+    with_aux = lambda x, w: (of_scan(x, w), {"n": jnp.ones(())})
+    found = {check.claim: check for check in verify(with_aux, X, weights(LAYERS))}
+    assert found["gradients"].verdict == found["conservation"].verdict == "not checked"
+    assert "a loss returns one floating-point scalar; has_aux=True" in found["gradients"].said
+    assert verdicts(with_aux, X, weights(LAYERS), has_aux=True)["gradients"] == "holds"
+
+
+def test_what_other_policies_keep_is_not_known():
+    """JAX computes a saved exponential again, as its derivative reads its value and not its name."""
+    named = jax.checkpoint_policies.save_only_these_names("e")
+    block = lambda x, w: (checkpoint_name(jnp.exp(x @ w), "e"), None)
+    mixed = lambda x, w, v: of_scan(x, w) + jnp.sum(jax.lax.scan(jax.checkpoint(block, policy=named), x, v)[0])
+    v = 0.01 * jnp.ones((2, X.shape[1], X.shape[1]))
+    found = {check.claim: check for check in verify(mixed, X, weights(LAYERS), v)}
+    assert found["producers"].verdict == "not checked" and "what other policies keep" in found["producers"].said
+    assert found["gradients"].verdict == "holds"
 
 
 def test_our_own_step_on_a_mesh_that_is_not_here(monkeypatch):

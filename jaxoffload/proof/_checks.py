@@ -30,6 +30,7 @@ from ._program import (
     host_copies,
     instructions,
     kernels_on_host_memory,
+    of_unknown_turns,
     out_of_range,
     waited_for,
     with_sizes_on_the_host,
@@ -41,7 +42,10 @@ HOLDS: Final = "holds"
 FAILS: Final = "fails"
 NOT_CHECKED: Final = "not checked"
 Verdict = Literal["holds", "fails", "not checked"]
-NO_TWIN = "nothing in the function is differentiated by jaxoffload, so it has no twin"
+NO_TWIN = (
+    "nothing in the function is differentiated by jaxoffload, so it has no twin (a loss returns one floating-point "
+    "scalar; has_aux=True: that and other results)"
+)
 
 
 Found = tuple[Verdict, str]  # and what was compared, where it fails and by how much, or why it was not checked
@@ -238,9 +242,13 @@ def moves(subject: Subject) -> Found:
             wrong.append(f"{names or 'a matrix product'}, which is marked {source.name.decision}")
     if wrong:
         return FAILS, f"to the host go {'; '.join(dict.fromkeys(wrong))}"
-    count = len(subject.crossings)
-    marked = "are marked offload" if subject.plans.plans else "have a name, or are results of equations"
-    return HOLDS, f"the {count} values that go to the host {marked}" if count else "nothing does"
+    if not (count := len(subject.crossings)):
+        return HOLDS, "nothing goes to the host"
+    if subject.plans.plans:
+        return HOLDS, f"the {count} values that go to the host are marked offload"
+    inputs = sum(crossing.source.where in INPUTS for crossing in subject.crossings)
+    named = f"; {inputs} of them are inputs, which somebody named" if inputs else ""
+    return HOLDS, f"the {count} values that go to the host have a name, or are results of equations{named}"
 
 
 # --- producers
@@ -258,6 +266,8 @@ def producers(subject: Subject) -> Found:
     if again:
         return FAILS, f"computed again: {'; '.join(dict.fromkeys(again))}"
     said = "by the jaxpr none is computed again"
+    if subject.plans.others:
+        return NOT_CHECKED, f"{said} of what jaxoffload keeps; what other policies keep is not known"
     if jax.default_backend() != "gpu":
         return HOLDS, f"{said}; not by the compiled program, which is a GPU's"
     expected = _kernels.traced(subject.jaxpr)
@@ -284,13 +294,15 @@ def copies(subject: Subject) -> Found:
     wrong += [f"{line.name} copies out of range" for line in out_of_range(lines)]
     count = sum(line.opcode.endswith("-start") and line.on_host for line in lines)
     unseen = None
-    if count and has_room_for(program):
+    if loops := of_unknown_turns(lines):
+        unseen = f"but how often {_first([loop.name for loop in loops])} turns is not known"
+    elif count and has_room_for(program):
         jax.block_until_ready(program(*subject.arrays))
         events = next(iter(traced(lambda: jax.block_until_ready(program(*subject.arrays))).values()), [])
-        unseen = None if events else "the profiler saw nothing of the GPU"
+        unseen = None if events else "not known on which streams: the profiler saw nothing of the GPU"
         wrong += _as_it_ran(events, lines, program.runtime_executable().hlo_modules()) if events else []
     elif count:
-        unseen = f"it did not run: {need(program, 'it')}"
+        unseen = f"not known on which streams: it did not run: {need(program, 'it')}"
     known = []
     if count and (waits := sorted(with_sizes_on_the_host(lines))):
         known = [f"TransformerEngine has the host read group sizes, and wait for the copies, in {_first(waits)}"]
@@ -299,7 +311,7 @@ def copies(subject: Subject) -> Found:
         return FAILS, _first(wrong, "; ")
     said = f"{count} asynchronous copies, all in range" if count else "no copies"
     if unseen:
-        return NOT_CHECKED, "; ".join((said, f"not known on which streams: {unseen}", *known))
+        return NOT_CHECKED, "; ".join((said, unseen, *known))
     said += " and on no stream that computes" if count else ""
     return HOLDS, "; ".join((f"{said}, and nothing else touches host memory", *known))
 

@@ -13,7 +13,7 @@ import jax
 from .._memory import readable
 from .._residuals import Residuals
 from ._pictures import COLORS, PLACES, TURNS, WAYS, Lane, memory, places, timeline
-from ._profile import Profile
+from ._profile import Profile, short
 from ._verify import Check
 
 _LIGHT = f":root {{ color-scheme: light dark; {' '.join(f'--{kind}: {color};' for kind, color in COLORS.items())} }}"
@@ -164,21 +164,36 @@ def _memory(table: Residuals) -> str:
 def _timeline(profile: Profile) -> str:
     """Two layers in the middle, there and back; and the totals of all copies."""
     rows = [
-        (t.residual, t.direction, t.copies, readable(t.bytes), f"{t.ms:.2f}", f"{t.exposed_ms:.2f}")
+        (t.residual, t.direction, t.copies, readable(t.bytes), f"{t.ms:.2f}", f"{t.exposed_ms:.2f}", short(t.streams))
         for t in profile.totals
     ]
     spread = f"{profile.spread_ms[0]} to {profile.spread_ms[1]}"
-    said = f"{profile.step_ms} ms a step ({spread}); {profile.exposed_ms} ms of copies beside which no kernel ran"
+    said = (
+        f"{profile.step_ms} ms a step ({spread}), kernels in {profile.compute_ms} ms, of these collectives in "
+        f"{profile.collective_ms} ms; {profile.exposed_ms} ms of copies beside which no kernel ran"
+    )
     picture = ""
     if found := timeline(profile):
         lanes = "".join(_lane(20 + 110 * number, lane) for number, lane in enumerate(found.lanes))
+        shown = [
+            (m.residual, m.layer, WAYS[m.direction], m.at_ms, m.ms, m.exposed_ms)
+            for lane in found.lanes
+            for m, _ in lane.copies
+        ]
+        head = ("residual", "layer", "way", "began at ms", "ms", "exposed ms")
         picture = _picture(f"Copies and kernels of layers {found.layers}", 1000, 240, lanes)
+        picture += _table(f"Copies of layers {found.layers}", head, shown, (1, 3, 4, 5))
     return (
         f'<h2>Copies</h2><p>{_text(said)}<span class="key" style="background: var(--offloaded)"></span>copies'
         '<span class="key" style="background: var(--exposed)"></span>exposed'
         '<span class="key" style="background: var(--saved)"></span>kernels</p>'
         + picture
-        + _table("Copies by residual", ("residual", "way", "copies", "bytes", "ms", "exposed ms"), rows, (2, 3, 4, 5))
+        + _table(
+            "Copies by residual",
+            ("residual", "way", "copies", "bytes", "ms", "exposed ms", "streams"),
+            rows,
+            (2, 3, 4, 5),
+        )
     )
 
 

@@ -1,6 +1,6 @@
 """What the three pictures show, whoever draws them: the page as SVG, `pictures` as PNG."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,7 +41,10 @@ TURNS = ("first layer, forward", "last layer", "first layer, backward")  # where
 
 def memory(table: Residuals) -> Memory | None:
     """None where no layers offload."""
-    layers = max((row.layers for row in table if row.decision is not None), default=0)
+    layers_of: Counter[tuple[str, ...]] = Counter()
+    for row in table:  # of one residual some layers may move, and others stay
+        layers_of[row.names] += row.layers if row.decision is not None else 0
+    layers = max(layers_of.values(), default=0)
     if layers < 2 or not table.host_bytes:
         return None
     moving = [row for row in table if row.state == OFFLOADED and row.reason != EMPTY]

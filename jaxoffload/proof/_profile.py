@@ -25,6 +25,7 @@ class Move:
       layer: in the order in which layers run, of each scan or chain; None where it is not known, or the row is empty.
       direction: "d2h" or "h2d".
       at_ms: since the step began.
+      exposed_ms: in which no kernel ran. What two copies have in common counts for the one that began before.
     """
 
     residual: str
@@ -50,6 +51,7 @@ class Total(NamedTuple):
     bytes: int
     ms: float
     exposed_ms: float
+    streams: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,14 @@ class Profile:
             groups["all", direction] = [move for move in self.moves if move.direction == direction]
         total = lambda moves, what: round(sum(getattr(move, what) for move in moves), 3)
         return [
-            Total(*key, len(moves), total(moves, "bytes"), total(moves, "ms"), total(moves, "exposed_ms"))
+            Total(
+                *key,
+                len(moves),
+                total(moves, "bytes"),
+                total(moves, "ms"),
+                total(moves, "exposed_ms"),
+                tuple(sorted({move.stream for move in moves})),
+            )
             for key, moves in groups.items()
         ]
 
@@ -99,14 +108,19 @@ class Profile:
         return json.dumps({**dataclasses.asdict(self), **more, "totals": [t._asdict() for t in self.totals]})
 
     def __str__(self) -> str:
-        head = f"{'residual':28} {'':4} {'copies':>6} {'bytes':>10} {'ms':>9} {'GB/s':>6} {'exposed ms':>10}"
+        head = f"{'residual':28} {'':4} {'copies':>6} {'bytes':>10} {'ms':>9} {'GB/s':>6} {'exposed ms':>10}  streams"
         lines = [f"{self.device}: {self.step_ms} ms a step ({self.spread_ms[0]} to {self.spread_ms[1]})", head]
         for t in self.totals:
             rate = t.bytes / t.ms / 1e6 if t.ms else 0.0
             numbers = f"{t.copies:6} {readable(t.bytes):>10} {t.ms:9.2f} {rate:6.1f} {t.exposed_ms:10.2f}"
-            lines.append(f"{t.residual:28} {t.direction:4} {numbers}")
+            lines.append(f"{t.residual:28} {t.direction:4} {numbers}  {short(t.streams)}")
         lines.append(f"kernels {self.compute_ms} ms, of these collectives {self.collective_ms} ms")
         return "\n".join(lines)
+
+
+def short(streams: Sequence[str]) -> str:
+    """The numbers of `Stream #14(MemcpyH2D,Compute)` and others."""
+    return ", ".join(stream.removeprefix("Stream ").partition("(")[0] for stream in streams)
 
 
 def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
@@ -190,10 +204,11 @@ def _steps(events: Sequence[Event], steps: int) -> list[Sequence[Event]]:
 
 
 def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: Any) -> list[Move]:
-    layers, begin, moves = _layers(events, copies), events[0].start, []
+    layers, begin, moves, seen = _layers(events, copies), events[0].start, [], events[0].start
     for e in events:
         if e.is_host_copy:
-            copy, span = copies.get(e.op), [(e.start, e.end)]
+            copy, rest = copies.get(e.op), [(max(e.start, seen), max(e.end, seen))]
+            seen = max(e.end, seen)
             moves.append(
                 Move(
                     residual=copy.residual if copy else "",
@@ -201,8 +216,8 @@ def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: Any) -> li
                     direction=_direction(e),
                     bytes=copy.nbytes if copy else 0,
                     at_ms=ms_of(e.start - begin),
-                    ms=ms_of(length(span)),
-                    exposed_ms=ms_of(length(span) - overlap(span, compute)),
+                    ms=ms_of(e.end - e.start),
+                    exposed_ms=ms_of(length(rest) - overlap(rest, compute)),
                     stream=e.stream,
                 )
             )

@@ -162,6 +162,13 @@ def out_of_range(lines: Sequence[Instruction]) -> Iterator[Instruction]:
                 yield copy
 
 
+def of_unknown_turns(lines: Sequence[Instruction]) -> list[Instruction]:
+    """Loops that copy rows of stacks, and of which XLA does not know how often they turn."""
+    known = turns_of(lines)
+    copying = {line.computation for line in lines if line.opcode == "fusion-start" and line.on_host}
+    return [line for line in lines if line.opcode == "while" and {*line.calls} & copying - known.keys()]
+
+
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
 
 

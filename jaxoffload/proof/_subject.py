@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
-from jax.extend.core.primitives import name_p
+from jax.extend.core.primitives import name_p, remat_p
 
 from .._checkpoint import checkpoint
 from .._loops import backward_p, forward_p
@@ -141,9 +142,11 @@ def _is_scalar(out: Any) -> bool:
 
 
 def _has_policy(jaxpr: Jaxpr) -> bool:
-    """Whether one of ours is the policy of JAX's own checkpoint."""
-    ours = lambda eqn: isinstance(eqn.params.get("policy"), Policy)
-    return any(ours(eqn) or any(map(_has_policy, nested(eqn))) for eqn in jaxpr.eqns)
+    """Whether one of ours is the policy of JAX's own checkpoint, and what it stands on is differentiated."""
+    again = (eqn for eqn in jaxpr.eqns if eqn.primitive is remat_p and eqn.params["differentiated"])
+    return any(isinstance(eqn.params["policy"], Policy) for eqn in again) or any(
+        map(_has_policy, itertools.chain.from_iterable(map(nested, jaxpr.eqns)))
+    )
 
 
 def nested(eqn: JaxprEqn) -> Iterator[Jaxpr]:

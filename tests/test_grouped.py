@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import re
 import sys
 import tomllib
 import types
@@ -417,12 +418,27 @@ def raised(error, **changed):
         ({"group_sizes": jnp.array([1, 2, -1, 0])}, "group_sizes: [1, 2, -1, 0]; none may be negative, nor the sum"),
         ({"group_sizes": jnp.array([99, 2, 29, 0])}, "nor the sum over 128"),
         ({"quantize": "int8"}, "quantize: 'int8'; allowed are None and 'fp8'"),
+        ({"full": "no"}, "full: 'no'; allowed are True and False"),
+        ({"backend": "TE"}, "backend: 'TE'; allowed are 'auto', 'ragged', 'mosaic', 'te'; the nearest is 'te'"),
         ({"backend": "mosiac"}, "backend: 'mosiac'; allowed are 'auto', 'ragged', 'mosaic', 'te'; the nearest is 'mos"),
         ({"backend": "mosaic", "quantize": "fp8"}, "backend 'mosaic' has no FP8; allowed are 'ragged', 'te'"),
     ],
 )
 def test_wrong_arguments_are_named(changed, said):
     assert said in raised(ValueError, **changed)
+
+
+def test_fp8_needs_something_to_scale():
+    none = {"w": jnp.ones((0, 64, 64), jnp.bfloat16), "group_sizes": jnp.zeros(0, jnp.int32)}
+    assert "w: bfloat16[0, 64, 64]; FP8 needs G, K and N of at least 1" in raised(ValueError, quantize="fp8", **none)
+    assert not grouped_matmul(jnp.ones((128, 64), jnp.bfloat16), **none).any()
+
+
+def test_auto_is_asked_for_products_that_there_are():
+    x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
+    for given, said in (((x, w[0]), "is not (G, K, N)"), ((x[:, 1:], w), "differ in K"), ((x > 0, w), "one dtype")):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            chosen_backend(*given)
 
 
 @pytest.mark.parametrize(
@@ -529,6 +545,16 @@ def test_vmap_of_ragged_is_a_loop(quantize):
     got, one = jax.jit(jax.vmap(both))(x, w, sizes), jax.jit(both)
     want = jax.tree.map(lambda *rows: jnp.stack(rows), *(one(*row) for row in zip(x, w, sizes, strict=True)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+
+
+def test_ragged_under_vmap_of_vmap_and_of_jacobians():
+    x, w = normal(0, (2, 3, 14, 5)), normal(1, (4, 5, 6))
+    f = lambda x, w: grouped_matmul(x, w, jnp.asarray(SIZES), backend="ragged")
+    got = jax.jit(jax.vmap(jax.vmap(lambda x: (f(x, w), gradient(f, (0, 1))(x, w)))))(x)
+    want = [[(f(one, w), gradient(f, (0, 1))(one, w)) for one in row] for row in x]
+    want = jax.tree.map(lambda *rows: jnp.stack(rows), *(jax.tree.map(lambda *a: jnp.stack(a), *row) for row in want))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+    assert jax.vmap(jax.jacrev(f), (0, None))(x[0], w).shape == (3, 14, 6, 14, 5)
 
 
 @pytest.mark.parametrize("batched", [which for which in itertools.product([0, None], repeat=3) if 0 in which])

@@ -480,6 +480,17 @@ def test_gradients_with_experts_on_devices_of_their_own_are_those_of_one(sizes, 
     assert max(off.values()) < bound, off
 
 
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+@pytest.mark.parametrize("sizes", [Mesh(expert=4), Mesh(fsdp=2, expert=2)], ids=str)
+def test_experts_on_devices_of_their_own_route_once_and_multiply_nine_times(sizes, quantize):
+    moved = {"moe/fc1_input": "offload", "moe/fc1": "offload", "moe/act": "save", "moe/router_logits": "recompute"}
+    experts = {"layers": 2, "dense_layers": 0, "shared_experts": 0, "balance_rate": 0.0, "quantize": quantize}
+    made = on(sizes, Policy(moved, min_offload_bytes=0), **experts)
+    jaxpr = jax.make_jaxpr(jax.grad(made.loss))(made.state.params, made.microbatch).jaxpr
+    found = {what: count(jaxpr, what) for what in ("top_k", "sort", "ragged_dot_general")}
+    assert found == {"top_k": 1, "sort": 1, "ragged_dot_general": 9}
+
+
 def apart(got, want):
     """Parameter -> how far two gradients are apart, as a share of the second's norm."""
     assert got.keys() == want.keys()

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import exact_options, gradient, in_a_loop
+from common import exact_options, gradient, in_a_loop, needs_te
 from flax import nnx
 from jax import lax
 from jax.experimental import topologies
@@ -24,7 +24,7 @@ from jaxoffload.proof import _kernels, _program
 from jaxoffload.proof._program import kernels_on_host_memory
 from models.attention import rotations
 from models.config import Model
-from models.transformer import ExpertLayer, stacked
+from models.transformer import ExpertLayer, Layer, stacked
 
 pytestmark = pytest.mark.gpu
 
@@ -376,13 +376,17 @@ def test_stacks_are_split_over_devices_as_what_they_hold_is(two_gpus):
     assert offloaded[0] <= saved[0] - (LAYERS - 3) * (ONE + STREAM) // 2
 
 
-def test_grouped_products_run_nine_times_a_layer_and_their_outputs_go_to_the_host_by_dma(gpu, monkeypatch):
+@pytest.mark.parametrize("backend", ["mosaic", "te"])
+def test_grouped_products_run_nine_times_a_layer_and_their_outputs_go_to_the_host_by_dma(gpu, monkeypatch, backend):
     """Two layers a turn. Saved outputs too: as outputs of a kernel that are written into a stack at an offset that XLA
     can compute, they would be computed again for their other readers, as in `lax.scan` they are."""
+    kind, kernel = {"mosaic": ("Mosaic kernels", "mosaic_gpu"), "te": ("grouped products", "te_grouped_gemm")}[backend]
+    if backend == "te":
+        needs_te()
     devices = jax.devices
     monkeypatch.setattr(jax, "devices", lambda *which: devices(*which) if which else [gpu])
     shape = Model(
-        layers=LAYERS, d_model=DIM, heads=2, kv_heads=2, experts=8, experts_per_token=2, d_expert=512, grouped="mosaic"
+        layers=LAYERS, d_model=DIM, heads=2, kv_heads=2, experts=8, experts_per_token=2, d_expert=512, grouped=backend
     )
     make = lambda rngs: ExpertLayer(shape, rngs)
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
@@ -396,11 +400,11 @@ def test_grouped_products_run_nine_times_a_layer_and_their_outputs_go_to_the_hos
         found = list(instructions(compiled(gpu, f, x, w)))
         ran, traced = _kernels.ran(found), _kernels.traced(jax.make_jaxpr(f)(x, w).jaxpr)
         assert ran.more_than(traced) == [] and ran.flops == pytest.approx(traced.flops, rel=0.01)
-        assert ran.counts["Mosaic kernels"] == traced.counts["Mosaic kernels"] > 0
+        assert ran.counts[kind] == traced.counts[kind] > 0
         return found
 
     def kernels(lines):
-        return Counter(line.computation for line in lines if "mosaic_gpu" in line.text and line.opcode == "custom-call")
+        return Counter(line.computation for line in lines if kernel in line.text and line.opcode == "custom-call")
 
     names = ("moe/fc1_input", "moe/fc1", "moe/act")
     saved, moved = (lines(dict.fromkeys(names, decision)) for decision in ("save", "offload"))
@@ -409,3 +413,23 @@ def test_grouped_products_run_nine_times_a_layer_and_their_outputs_go_to_the_hos
     assert sorted(kernels(lines({"moe/act": "save"})).values()) == [2 * 3, 2 * 8]
     assert list(kernels_on_host_memory(moved)) == []
     assert all(line.on_host for line in moved if line.opcode.endswith("-start"))
+
+
+@pytest.mark.parametrize("decision, times", [("save", 2), ("offload", 2), ("recompute", 3)])
+def test_attention_of_transformer_engine_runs_forward_once_where_its_context_is_kept(gpu, decision, times):
+    """In a layer; two layers a turn."""
+    needs_te()
+    shape = Model(layers=LAYERS, d_model=DIM, heads=2, kv_heads=2, d_ff=512, attention="te")
+    make = lambda rngs: Layer(shape, rngs)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
+    w = jax.eval_shape(lambda: nnx.state(stacked(LAYERS, make, nnx.Rngs(params=0))))
+    x = jax.ShapeDtypeStruct((1, BATCH, DIM), jnp.bfloat16)
+    layer = lambda x, w: (nnx.merge(graph, w)(x, rotations(BATCH, shape.d_head, 1e4)), None)
+    policy = Policy({"attn/context": decision}, min_offload_bytes=0)
+    f = gradient(lambda x, w: scan(layer, x, w, policy=policy)[0], (0, 1))
+    lines = list(instructions(compiled(gpu, f, x, w)))
+    assert _kernels.ran(lines).counts["attention kernels"] == LAYERS * times
+    kernels = Counter(
+        line.computation for line in lines if "te_fused_attn" in line.text and line.opcode == "custom-call"
+    )
+    assert sorted(kernels.values()) == [2, 2 * (times - 1)]

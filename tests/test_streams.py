@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -61,6 +62,14 @@ def write_trace(folder, streams, module):
     made = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text_of(streams, module))
     folder.mkdir(exist_ok=True)
     (folder / "host.xplane.pb").write_bytes(made)
+
+
+def test_grouped_products_ran_nine_times_a_layer():
+    """In the profile of an H200, two steps of a scan over four layers whose gate and up were moved."""
+    with gzip.open(Path(__file__).parent / "data/moe.json.gz", "rt") as file:
+        made = json.load(file)
+    ran = Counter(name for _, name, *_ in made["events"])
+    assert ran["body_mosaic_gpu_kernel"] == made["steps"] * LAYERS["moe"] * 9
 
 
 def test_what_nothing_hides():

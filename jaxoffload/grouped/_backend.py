@@ -97,13 +97,20 @@ def in_groups(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def batched_alike(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`f` under vmap with all operands batched, on their leading axis: of others `lax.ragged_dot` has no batch."""
-    alike = jax.custom_batching.custom_vmap(f)
+    """`f` under vmap with all operands batched, on one leading axis: of others `lax.ragged_dot` has no batch."""
+    alike, many = jax.custom_batching.custom_vmap(f), jax.custom_batching.custom_vmap(jax.vmap(f))
+
+    def whole(size: int, in_batched: Any, args: Any) -> list[jax.Array]:
+        return [a if b else lax.broadcast(a, (size,)) for a, b in zip(args, in_batched, strict=True)]
 
     @alike.def_vmap
     def all_batched(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        whole = [a if b else lax.broadcast(a, (axis_size,)) for a, b in zip(args, in_batched, strict=True)]
-        return jax.vmap(f)(*whole), True
+        return many(*whole(axis_size, in_batched, args)), True
+
+    @many.def_vmap
+    def two_axes_as_one(axis_size: int, in_batched: Any, *args: Any) -> Any:
+        out = many(*(a.reshape(-1, *a.shape[2:]) for a in whole(axis_size, in_batched, args)))
+        return out.reshape(axis_size, -1, *out.shape[1:]), True
 
     return alike
 

@@ -70,7 +70,7 @@ def grouped_matmul(
     if not matrices:
         raise ValueError("grouped_matmul: w: no matrices; give one (G, K, N), or several")
     for one in matrices:
-        _check_arguments(x, one, group_sizes, backend, quantize)
+        _check_arguments(x, one, group_sizes, backend, quantize, full)
     names = [chosen_backend(x, one, quantize=quantize) if backend == "auto" else backend for one in matrices]
     if quantize and len(set(names)) > 1:
         names = ["ragged"] * len(names)  # of x there is one quantised copy
@@ -100,7 +100,11 @@ def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) ->
 
     The GPU is the first of `jax.devices()`. Where TransformerEngine cannot be imported, or is too old, it is passed by:
     to have it, import `transformer_engine.jax` before JAX's first computation.
+
+    Raises:
+      ValueError: an argument has another shape or dtype than `grouped_matmul` takes.
     """
+    _refuse(_wrong_operands(x, w, quantize))
     generation, shape = _gpu_generation(), _shape(x, w)
     candidate = te.TE if quantize is None else te.TE_FP8
     te_can = generation >= 9 and te.importable() and not candidate.refuses(shape)
@@ -194,26 +198,43 @@ def _gpu_generation() -> int:
     return int(number[1]) if number else 0
 
 
-def _check_arguments(x: Any, w: Any, group_sizes: Any, backend: str, quantize: str | None) -> None:
-    if no_array := [k for k, a in (("x", x), ("w", w), ("group_sizes", group_sizes)) if not hasattr(a, "dtype")]:
-        raise ValueError(f"grouped_matmul: {no_array[0]} is no array; x, w and group_sizes must be")
-    said = lambda a: f"{jnp.dtype(a.dtype).name}{list(a.shape)}"
+def _check_arguments(x: Any, w: Any, group_sizes: Any, backend: str, quantize: str | None, full: bool) -> None:
+    if not hasattr(group_sizes, "dtype"):
+        raise ValueError("grouped_matmul: group_sizes is no array; x, w and group_sizes must be")
+    wrong = _wrong_operands(x, w, quantize)
+    if group_sizes.dtype != jnp.int32 or group_sizes.shape != w.shape[:1]:
+        wrong.append(f"group_sizes: {_said(group_sizes)}; w: {_said(w)} needs int32{list(w.shape[:1])}")
+    if not isinstance(full, bool):
+        wrong.append(f"full: {full!r}; allowed are True and False")
+    if backend not in ("auto", *_PLAIN):
+        near = difflib.get_close_matches(str(backend).lower(), ("auto", *_PLAIN), 1)
+        nearest = "".join(f"; the nearest is {name!r}" for name in near)
+        wrong.append(f"backend: {backend!r}; allowed are 'auto', {', '.join(map(repr, _PLAIN))}{nearest}")
+    _refuse(wrong)
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise ValueError(f"grouped_matmul: {'; '.join(wrong)}")
+
+
+def _said(a: Any) -> str:
+    return f"{jnp.dtype(a.dtype).name}{list(a.shape)}"
+
+
+def _wrong_operands(x: Any, w: Any, quantize: str | None) -> list[str]:
+    if no_array := [name for name, a in (("x", x), ("w", w)) if not hasattr(a, "dtype")]:
+        _refuse([f"{no_array[0]} is no array; x, w and group_sizes must be"])
     checks = (
-        (x.ndim == 2, f"x: {said(x)} is not (M, K)"),
-        (w.ndim == 3, f"w: {said(w)} is not (G, K, N)"),
-        (w.ndim != 3 or x.shape[-1:] == w.shape[1:2], f"x: {said(x)} and w: {said(w)} differ in K"),
-        (x.dtype == w.dtype, f"x: {said(x)} and w: {said(w)} must have one dtype"),
-        (x.dtype in (jnp.float32, jnp.bfloat16, jnp.float16), f"x: {said(x)}; allowed are float32, bfloat16, float16"),
-        (
-            group_sizes.dtype == jnp.int32 and group_sizes.shape == w.shape[:1],
-            f"group_sizes: {said(group_sizes)}; w: {said(w)} needs int32{list(w.shape[:1])}",
-        ),
+        (x.ndim == 2, f"x: {_said(x)} is not (M, K)"),
+        (w.ndim == 3, f"w: {_said(w)} is not (G, K, N)"),
+        (w.ndim != 3 or x.shape[-1:] == w.shape[1:2], f"x: {_said(x)} and w: {_said(w)} differ in K"),
+        (x.dtype == w.dtype, f"x: {_said(x)} and w: {_said(w)} must have one dtype"),
+        (x.dtype in (jnp.float32, jnp.bfloat16, jnp.float16), f"x: {_said(x)}; allowed are float32, bfloat16, float16"),
         (quantize in (None, "fp8"), f"quantize: {quantize!r}; allowed are None and 'fp8'"),
-        (backend in ("auto", *_PLAIN), f"backend: {backend!r}; allowed are 'auto', {', '.join(map(repr, _PLAIN))}"),
+        (quantize is None or 0 not in w.shape, f"w: {_said(w)}; FP8 needs G, K and N of at least 1"),
     )
-    if wrong := [sentence for ok, sentence in checks if not ok]:
-        near = difflib.get_close_matches(str(backend), _PLAIN, 1) if backend not in ("auto", *_PLAIN) else []
-        raise ValueError(f"grouped_matmul: {'; '.join(wrong)}" + "".join(f"; the nearest is {n!r}" for n in near))
+    return [sentence for ok, sentence in checks if not ok]
 
 
 def _check_values(group_sizes: Any, rows: int, multiple: int, full: bool) -> None:

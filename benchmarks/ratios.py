@@ -36,8 +36,10 @@ def won_back(modes: dict[str, Any]) -> dict[str, float]:
     found = {
         # JAX's own policies cannot keep all of cuDNN's attention: with all names saved its forward pass runs again.
         "won_back": won / (ms["remat"] - min(ms["saved_all"], ms["ours_saved_all"])),
-        "ours_best/remat by temp_gib": modes["ours_best"]["temp_gib"] / modes["remat"]["temp_gib"],
     }
+    for key in ("temp_gib", "peak_gib"):
+        if key in modes["remat"] and key in modes["ours_best"]:
+            found[f"ours_best/remat by {key}"] = modes["ours_best"][key] / modes["remat"][key]
     jaxs = ms["remat"] - ms["saved_all"]
     if jaxs > 0.01 * ms["remat"]:  # with experts JAX may gain no more than steps differ by themselves
         found["won_back against JAX's saved_all"] = won / jaxs

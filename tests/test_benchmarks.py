@@ -82,6 +82,7 @@ def test_shares_by_hand():
     assert found["won_back"] == 0.8 and found["won_back against JAX's saved_all"] == 1.0
     assert found["freed/predicted by temp_gib"] == 1.0  # 3 GiB for 3 of 5 rows
     assert found["freed/most by peak_gib"] == 0.75
+    assert found["ours_best/remat by temp_gib"] == found["ours_best/remat by peak_gib"] == 0.875
     assert found["compile_ours/compile_scan"] == 1.0 and "exposed/step" not in found
     # 5 GiB there and back in 2 GiB x 20 ms; of a layer's forward pass, 20 / 3 ms, nearly all is more than there is.
     modes["ours"]["profile"] = {"exposed_ms": 2.0, "copies_ms": 40.0, "step_ms": 100.0}

@@ -208,6 +208,33 @@ def test_stopped_and_killed_and_resumed_the_curve_is_the_uninterrupted_one(confi
         assert losses(broken, key) == losses(whole, key)
 
 
+def test_experts_train_and_go_on_from_a_checkpoint_with_the_same_losses(config, tmp_path, monkeypatch):
+    """configs/tiny-moe.yaml, smaller, on devices that share its experts."""
+    monkeypatch.chdir(ROOT)
+    settings, whole, again = load(config).data, tmp_path / "whole", tmp_path / "again"
+    smaller = ["model.vocab_size=300", "model.layers=2", "model.d_model=48", "train.batch_size=8", "train.seq_len=32"]
+    steps = ["train.steps=6", "train.checkpoint_every=3", "train.log_every=1", "train.warmup_steps=1"]
+    where = [f"data.path={settings.path}", f"data.cache_dir={settings.cache_dir}", "data.valid_fraction=0.2"]
+    asked = [
+        "configs/tiny-moe.yaml",
+        *smaller,
+        *steps,
+        *where,
+        "train.eval_batches=1",
+        "train.loss_chunk=16",
+        "mesh.expert=4",
+        "mesh.fsdp=2",
+    ]
+    assert train.main([*asked, f"train.out={whole}"]) == 0
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints/6")
+    assert train.main([*asked, f"train.out={again}"]) == 0
+    for key in ("loss", "grad_norm", "expert_load", "aux_loss", "valid_loss"):
+        assert losses(again, key) == losses(whole, key) and len(losses(whole, key)) >= 2, key
+    loss = losses(whole)
+    assert list(loss) == [1, 2, 3, 4, 5, 6] and loss[6] < loss[1] < math.log(300) + 0.5
+
+
 def test_ctrl_c_saves_and_says_so(config, tmp_path):
     process = spawn(command(config, f"train.out={tmp_path}", "train.steps=100000", "model.layers=1"))
     wait_for(process, lambda: len(losses(tmp_path)) > 2)

@@ -842,7 +842,7 @@ def assert_all_equal(kind, f, every, args, *saved):
             raise AssertionError(f"{rules}: {differs}") from None
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "scan"])
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 @pytest.mark.parametrize("half", range(2))
 def test_every_subset_of_leaves_offloaded_equals_all_saved(kind, half):
     subsets = itertools.product(("offload", "save"), repeat=5)
@@ -853,7 +853,7 @@ def test_every_subset_of_leaves_offloaded_equals_all_saved(kind, half):
 DECISIONS = ("save", "offload", "recompute")
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "scan"])
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 def test_leaves_recomputed_beside_those_offloaded_and_saved(kind):
     """Of the 243 assignments eleven, in which any two leaves have all nine pairs of decisions."""
     some = list(itertools.product(DECISIONS, repeat=5))[11::22]

@@ -243,6 +243,8 @@ def test_a_twin_that_fits_with_no_layers_is_not_checked(monkeypatch):
     monkeypatch.setattr(_checks, "device_bytes", lambda: 10)
     found = verify(of_scan, X, weights(LAYERS))
     assert found["gradients"].verdict == "not checked" and "of a device's 10 B, and with" in found["gradients"].said
+    found = verify(of_chain, X, weights(LAYERS))
+    assert "of a device's 10 B, and only scans can have fewer" in found["gradients"].said
 
 
 def test_fewer_layers_of_which_none_moves_are_no_evidence(monkeypatch):

@@ -64,7 +64,10 @@ def gradients(subject: Subject) -> Found:
         return NOT_CHECKED, f"not jaxoffload moves {len(crossing)} value(s) to the host, in the twin too"
     fitting = twin_that_fits(subject)
     if fitting is None:
-        return NOT_CHECKED, f"{need(subject.twins_program)}, and with fewer layers that fit nothing moves"
+        fewer = (
+            "with fewer layers that fit nothing moves" if most_layers_of(subject.jaxpr) else "only scans can have fewer"
+        )
+        return NOT_CHECKED, f"{need(subject.twins_program)}, and {fewer}"
     mine, differ = _compared(fitting.program, fitting.twins_program, subject.arrays)
     if _in_any_process(bool(differ)) and jax.default_backend() == "gpu":  # perhaps in what cuBLAS made one of
         mine, differ = _compared(*fitting.exact_programs(), subject.arrays)

@@ -60,16 +60,18 @@ def verify(
 ) -> Verification:
     """Checks what is claimed of `f`, a loss or a training step, and of its residuals.
 
-    1. `gradients`: all results are the twin's, bit for bit, compiled so that equal arithmetic gives equal bits. Of a
-       twin that does not fit on the device the first layers run, as many as fit into nine tenths of it.
+    1. `gradients`: all results are the twin's, bit for bit; both are compiled so that equal arithmetic gives equal
+       bits. If the twin does not fit on the device, both run the first layers of each scan, as many as fit into nine
+       tenths of it.
     2. `conservation`: the device holds as many bytes less than the twin's as the host holds: by the jaxpr, on a GPU as
        XLA plans it, and from the command line at the peaks of fresh processes.
     3. `moves`: nothing crosses to the host that is not marked offload, no argument or weight that nobody named.
-    4. `producers`: what is saved or offloaded is not computed again.
+    4. `producers`: what is saved or offloaded is not computed again. Not checked where other policies than jaxoffload's
+       keep values too.
     5. `copies`: no kernel and no computation of the host's touches host memory, all copies are asynchronous, in range
        and on no stream that computes (in the program that `compiler_options()` gives, on a GPU). That
        TransformerEngine has the host read group sizes, and so wait for the copies, is listed.
-    6. `placement`: no array is in a collective that the twin has not.
+    6. `placement`: the program has the twin's collectives, and no more.
     7. `repeats`: the same from the same, and no more memory each time: of the devices, and on Linux of the process, but
        for 64 MiB.
 
@@ -81,7 +83,7 @@ def verify(
       policy: treat `f` as `checkpoint(f, policy=policy)`.
       has_aux: `f` is a loss that returns (scalar, other results).
       repeats: how often it is run for 7, at least 3.
-      strict: what 5 lists fails.
+      strict: `copies` fails where TransformerEngine has the host read group sizes.
 
     Returns:
       One `Check` for each claim. Nothing is raised where a claim fails.

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxoffload import grouped_matmul, scope, tag
+from jaxoffload.grouped import te
 from models import exchange, routing
 from models.config import Config, Model
 from models.layers import RMSNorm, weight
@@ -27,7 +28,7 @@ from models.mlp import FeedForward, activate, first_leaves
 from models.routing import Balance
 from models.sharding import RULES
 
-ALIGN = {None: 1, "fp8": 16}  # what FP8 kernels want the rows of each expert to be a multiple of
+ALIGN = {None: 1, "fp8": te.FP8_MULTIPLE}  # of the rows of each expert, by `model.quantize`
 
 
 class MoE(nnx.Module):
@@ -100,15 +101,7 @@ def experts(
         weight_Rx1 = routing.moved(weight_Txk.reshape(-1, 1), chosen.order_R, chosen.place_Tk)
         rows_RxD, dropped = routing.dispatch(x_TxD, chosen), jnp.int32(0)
         if parts > 1:
-            room = exchange.capacity_rows(len(rows_RxD), parts, config.capacity)
-            plan, dropped = exchange.plan(
-                chosen.sizes_E, len(rows_RxD), parts, room, "expert", align, config.exchange == "ragged"
-            )
-            there_RxD, weight_Rx1 = (exchange.to_experts(x, plan, parts, "expert") for x in (rows_RxD, weight_Rx1))
-            # Kept as the rows are that they belong to, or they would be sent once more in the backward pass.
-            weight_Rx1 = tag({"weight": weight_Rx1}, "fc1_input")["weight"]
-            computed = _computed(config, there_RxD, weight_Rx1, plan.sizes_L, own, full=False)
-            rows_RxD = exchange.from_experts(computed, plan, len(rows_RxD), parts, "expert")
+            rows_RxD, dropped = _computed_elsewhere(config, rows_RxD, weight_Rx1, chosen.sizes_E, own, parts)
         else:
             sizes_E = routing.aligned(chosen.sizes_E, align)
             rows_RxD = _computed(config, rows_RxD, weight_Rx1, sizes_E, own, full=align == 1)
@@ -136,6 +129,26 @@ def _computed(
     fc1 = tag(dict(zip(leaves, fc1, strict=True)), "fc1")
     act_RxF = activate(fc1, config.activation).astype(jnp.float32) * weight_Rx1
     return tag(product(act_RxF.astype(rows_RxD.dtype), own["down"], name="act"), "fc2")
+
+
+def _computed_elsewhere(
+    config: Model,
+    rows_RxD: jax.Array,
+    weight_Rx1: jax.Array,
+    sizes_E: jax.Array,
+    own: dict[str, jax.Array],
+    parts: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`_computed` by the `parts` devices that hold the experts, this one among them; and how many rows are dropped."""
+    R = len(rows_RxD)
+    room = exchange.capacity_rows(R, parts, config.capacity)
+    is_ragged = config.exchange == "ragged"
+    plan, dropped = exchange.plan(sizes_E, R, parts, room, "expert", ALIGN[config.quantize], is_ragged)
+    there_SxD, weight_Sx1 = (exchange.to_experts(x, plan, parts, "expert") for x in (rows_RxD, weight_Rx1))
+    # Kept as the rows are that they belong to, or they would be sent once more in the backward pass.
+    weight_Sx1 = tag({"weight": weight_Sx1}, "fc1_input")["weight"]
+    computed_SxD = _computed(config, there_SxD, weight_Sx1, plan.sizes_L, own, full=False)
+    return exchange.from_experts(computed_SxD, plan, R, parts, "expert"), dropped
 
 
 def products(config: Config) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:

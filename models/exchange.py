@@ -20,13 +20,13 @@ from models.routing import aligned, aligned_rows, lookup, moved, starts
 class Exchange(NamedTuple):
     """The rows of P devices, each with E = P * L experts, at one of them. All int32.
 
-    A row is at one of R places where it was sorted, one of P * C places of the buffer that is sent (C for each device),
-    one of as many in the buffer that arrives, and one of S sorted by this device's experts: as many, and more where
-    they are aligned.
+    A row is at one of R places where it was sorted, one of P * C places of the buffer that is sent (C for each device;
+    where rows travel alone, one of R), one of P * C in the buffer that arrives, and one of S sorted by this device's
+    experts: as many, and more where they are aligned.
     """
 
-    sent_PC: jax.Array | None  # place in the buffer -> row; R where it is empty. None where rows travel alone
-    slot_R: jax.Array | None  # row -> place in the buffer; P * C if it is dropped
+    sent_PC: jax.Array | None  # place in the buffer -> row; R where it is empty. None where rows are sent as they stand
+    slot_R: jax.Array | None  # row -> place in the buffer, whose size it is if the row is dropped
     # Where rows travel alone, for each device: its first row, how many; how many come from it, the first of them there.
     ways_4xP: jax.Array | None
     sorted_S: jax.Array  # place by expert -> place in the arrived buffer; P * C where it is empty
@@ -42,14 +42,12 @@ def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
 def plan(
     sizes_E: jax.Array, rows: int, parts: int, room: int, axis: str, align: int = 1, ragged: bool = False
 ) -> tuple[Exchange, jax.Array]:
-    """The exchange of rows sorted by expert, and how many are dropped: of those for one device that are more than
-    `room`, the rows of its last experts. Where they arrive, each expert's rows are as many as a multiple of `align`.
-    Tagged `routing`, in the scope that is open."""
-    sizes_PxL = sizes_E.reshape(parts, -1)
-    ends_PxL = jnp.cumsum(sizes_PxL, axis=1)
-    fits_PxL = jnp.diff(jnp.minimum(ends_PxL, room), axis=1, prepend=0)
-    first_P = starts(ends_PxL[:, -1])
-    whole_P = jnp.sum(fits_PxL, axis=1)
+    """The exchange of rows sorted by expert, and how many are dropped: where one device is to get more than `room`, of
+    each of its experts the same share, the last rows. Where they arrive, each expert's rows are as many as a multiple
+    of `align`. Tagged `routing`, in the scope that is open."""
+    sizes_PxL, first_PxL = (x_E.reshape(parts, -1) for x_E in (sizes_E, starts(sizes_E)))
+    fits_PxL = _that_fit(sizes_PxL, room)
+    first_P, whole_P = first_PxL[:, 0], jnp.sum(fits_PxL, axis=1)
     buffer_P = room * jnp.arange(parts, dtype=jnp.int32)
     size = parts * room
     arrived_PxL = lax.all_to_all(fits_PxL, axis, 0, 0)  # from each device, for each expert here
@@ -65,17 +63,31 @@ def plan(
     if ragged:
         first_there_P = lax.all_to_all(first_P, axis, 0, 0)
         ways_4xP = jnp.stack([first_P, whole_P, jnp.sum(arrived_PxL, axis=1), first_there_P])
-    else:
-        sent_PC = lookup(buffer_P, first_P, whole_P, size, rows)
-        slot_R = lookup(first_P, buffer_P, whole_P, rows, size)
+    if not ragged or room < rows:
+        begin_P, places = (first_P, rows) if ragged else (buffer_P, size)
+        place_PxL = begin_P[:, None] + jnp.cumsum(fits_PxL, axis=1) - fits_PxL
+        there, here, many = (x_PxL.reshape(-1) for x_PxL in (place_PxL, first_PxL, fits_PxL))
+        sent_PC, slot_R = lookup(there, here, many, places, rows), lookup(here, there, many, rows, places)
     exchange = Exchange(sent_PC, slot_R, ways_4xP, sorted_S, arrived_PC, sizes_L)
     return tag(exchange, "routing"), jnp.sum(sizes_E) - jnp.sum(whole_P)
 
 
+def _that_fit(sizes_PxL: jax.Array, room: int) -> jax.Array:
+    """(P, L): of each expert's rows those that are sent, no more than `room` to a device."""
+    ends_PxL = jnp.cumsum(sizes_PxL, axis=1)
+    total_Px1 = ends_PxL[:, -1:]
+    most_Px1 = jnp.minimum(total_Px1, room)
+    share_Px1 = most_Px1 / jnp.maximum(total_Px1, 1)  # 1 where all fit; float32 holds whole numbers up to 2**24
+    kept_PxL = jnp.floor(ends_PxL * share_Px1).astype(jnp.int32).at[:, -1:].set(most_Px1)
+    return jnp.minimum(jnp.diff(kept_PxL, axis=1, prepend=0), sizes_PxL)
+
+
 def to_experts(rows_RxD: jax.Array, exchange: Exchange, parts: int, axis: str) -> jax.Array:
     """(S, D): all devices' rows for the experts here, sorted by expert; zeros behind them."""
+    if exchange.sent_PC is not None:
+        rows_RxD = moved(rows_RxD, exchange.sent_PC, exchange.slot_R)
     if exchange.ways_4xP is None:
-        buffer = _swapped(moved(rows_RxD, exchange.sent_PC, exchange.slot_R), parts, axis)
+        buffer = _swapped(rows_RxD, parts, axis)
     else:
         buffer = sent(rows_RxD, exchange.ways_4xP, len(exchange.arrived_PC), len(rows_RxD), axis)
     return moved(buffer, exchange.sorted_S, exchange.arrived_PC)
@@ -85,8 +97,10 @@ def from_experts(rows_SxD: jax.Array, exchange: Exchange, rows: int, parts: int,
     """(R, D), R is `rows`: back where they came from; zero where a row was dropped."""
     buffer = moved(rows_SxD, exchange.arrived_PC, exchange.sorted_S)
     if exchange.ways_4xP is None:
-        return moved(_swapped(buffer, parts, axis), exchange.slot_R, exchange.sent_PC)
-    return returned(buffer, exchange.ways_4xP, rows, len(buffer), axis)
+        back = _swapped(buffer, parts, axis)
+    else:
+        back = returned(buffer, exchange.ways_4xP, rows, len(buffer), axis)
+    return back if exchange.sent_PC is None else moved(back, exchange.slot_R, exchange.sent_PC)
 
 
 # Each the other's transpose; JAX's own derivative would ask the other devices again where rows go.

@@ -575,6 +575,18 @@ def test_microbatches_over_experts_devices():
     np.testing.assert_allclose([*got[0].values()][1:], [*want[0].values()][1:], rtol=1e-4)
 
 
+@pytest.mark.parametrize("room", [2, 700, 1024, 2048])
+def test_no_expert_pays_for_the_others_where_rows_are_dropped(room):
+    rng = np.random.default_rng(room)
+    for sizes in (rng.multinomial(2048, np.ones(32) / 32), rng.multinomial(2048, rng.dirichlet(np.ones(32) / 4))):
+        sizes = np.array([sizes[:8], sizes[8:16], sizes[16:24], sizes[24:]], np.int32)
+        fits, total = np.asarray(exchange._that_fit(jnp.asarray(sizes), room)), sizes.sum(1, keepdims=True)
+        assert (fits >= 0).all() and (fits <= sizes).all() and (fits.sum(1) <= room).all()
+        assert (fits.sum(1) >= np.minimum(total[:, 0], room) - 1).all()
+        share = np.minimum(1, room / np.maximum(total, 1))
+        assert (abs(fits - share * sizes) < 2).all() and (fits == sizes)[total[:, 0] <= room].all()
+
+
 def test_capacity_drops_rows_and_counts_them():
     want, _ = one_device()
     whole, _ = stepped(on(Mesh(expert=4), capacity=4.0))  # each device may send all its rows to one

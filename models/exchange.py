@@ -76,9 +76,10 @@ def _that_fit(sizes_PxL: jax.Array, room: int) -> jax.Array:
     """(P, L): of each expert's rows those that are sent, no more than `room` to a device."""
     ends_PxL = jnp.cumsum(sizes_PxL, axis=1)
     total_Px1 = ends_PxL[:, -1:]
-    most_Px1 = jnp.minimum(total_Px1, room)
-    share_Px1 = most_Px1 / jnp.maximum(total_Px1, 1)  # 1 where all fit; float32 holds whole numbers up to 2**24
-    kept_PxL = jnp.floor(ends_PxL * share_Px1).astype(jnp.int32).at[:, -1:].set(most_Px1)
+    # A GPU's quotients are rounded as it likes: the last expert gets what is left, and none more than it has.
+    share_PxL = jnp.floor(ends_PxL * (room / jnp.maximum(total_Px1, 1))).astype(jnp.int32)
+    cut_PxL = jnp.minimum(share_PxL, room).at[:, -1].set(room)
+    kept_PxL = jnp.where(total_Px1 <= room, ends_PxL, cut_PxL)
     return jnp.minimum(jnp.diff(kept_PxL, axis=1, prepend=0), sizes_PxL)
 
 

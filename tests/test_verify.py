@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from jaxoffload import Policy, _layer, _loops, _plan, _scan, _xla, chain, checkpoint, profile, scan, tag
 from jaxoffload.__main__ import main
-from jaxoffload._memory import DEVICE, HOST, on_host
+from jaxoffload._memory import DEVICE, HOST, on_host, readable
 from jaxoffload._policy import VERDICT
 from jaxoffload._twin import with_layers
 from jaxoffload.proof import Peaks, _checks, _subject, checks, verify
@@ -346,6 +346,22 @@ def test_more_collectives_than_the_twin_has_fail(monkeypatch):
     monkeypatch.setattr(_loops, "_in_order", planted)
     found = verify(of_scan, x, weights(LAYERS))
     assert [c.claim for c in found if c.verdict == "fails"] == ["placement"], found
+    assert found["placement"].said.startswith("more collectives than the twin has: ")
+
+
+def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
+    """Planted: what is written to a stack is gathered first."""
+    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
+    x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
+    held = verify(of_scan, x, weights(LAYERS))["placement"]
+    assert held.verdict == "holds" and "residuals no device keeps a greater part" in held.said
+    real = _loops._put
+    whole = lambda a: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P()))
+    monkeypatch.setattr(_loops, "_put", lambda s, a, i: real(s, a if on_host(jax.typeof(a)) else whole(a), i))
+    found = verify(of_scan, x, weights(LAYERS))["placement"]
+    assert found.verdict == "fails"
+    sizes = [readable(BATCH * HIDDEN * 4 // share) for share in (1, 8)]
+    assert "of a layer's act each device keeps {}, the twin's {}".format(*sizes) in found.said
 
 
 def test_bad_arguments_are_sentences():

@@ -6,6 +6,7 @@ device. What a check cannot know it calls "not checked", and says why.
 
 import contextlib
 import ctypes
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -16,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.extend.core import Var
 
-from .._memory import readable
+from .._memory import DEVICE, on_host, readable
+from .._origin import origin
 from .._plan import ARGUMENT
 from .._residuals import EMPTY, OFFLOADED, RECOMPUTED, Residual, Residuals, residuals
 from .._twin import twin, with_layers
@@ -344,10 +347,41 @@ def placement(subject: Subject) -> Found:
     mine, others = (
         collectives(list(instructions(program.as_text()))) for program in (subject.program, subject.twins_program)
     )
+    wrong = []
     if more := mine - others:
         said = ", ".join(f"{count} {kind} of {shape}" for (kind, shape), count in more.items())
-        return FAILS, f"more collectives than the twin has: {said}"
-    return HOLDS, f"arrays are in {mine.total()} collectives, the twin's in {others.total()}"
+        wrong.append(f"more collectives than the twin has: {said}")
+    held = f"arrays are in {mine.total()} collectives, the twin's in {others.total()}"
+    if subject.loss is not None:
+        here, there = (_of_each_device(loss, subject.args) for loss in (subject.loss, twin(subject.loss)))
+        larger = sorted(name for name in here if here[name] > there.get(name, 0))
+        wrong += [
+            f"of a layer's {name} each device keeps {readable(here[name])}, the twin's {readable(there.get(name, 0))}"
+            for name in larger
+        ]
+        held += f"; of {len(here)} residuals no device keeps a greater part"
+    return (FAILS, _first(wrong, "; ")) if wrong else (HOLDS, held)
+
+
+def _of_each_device(loss: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, int]:
+    """Of each named residual, the bytes of a layer that a device keeps, where XLA divides it."""
+    leaves = lambda *args: jax.tree.leaves(jax.vjp(loss, *args)[1])
+    jaxpr = jax.make_jaxpr(leaves)(*args)
+    sources = {i: origin(jaxpr, var) for i, var in enumerate(jaxpr.outvars) if isinstance(var, Var)}
+    named = {i: source for i, source in sources.items() if source.name and source.layers + source.empty}
+
+    def kept(*args: Any) -> list[jax.Array]:
+        found = leaves(*args)
+        return [jax.device_put(found[i], DEVICE) if on_host(jax.typeof(found[i])) else found[i] for i in named]
+
+    compiled = jax.jit(kept).lower(*args).compile()
+    sizes: dict[str, int] = {}
+    for source, sharding, x in zip(named.values(), compiled.output_shardings, jax.eval_shape(kept, *args), strict=True):
+        assert source.name
+        name = ", ".join(n.text for n in source.name.names) or "matrix products"
+        part = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize // (source.layers + source.empty)
+        sizes[name] = max(part, sizes.get(name, 0))
+    return sizes
 
 
 # --- repeats

@@ -71,7 +71,8 @@ def verify(
     5. `copies`: no kernel and no computation of the host's touches host memory, all copies are asynchronous, in range
        and on no stream that computes (in the program that `compiler_options()` gives, on a GPU). That
        TransformerEngine has the host read group sizes, and so wait for the copies, is listed.
-    6. `placement`: the program has the twin's collectives, and no more.
+    6. `placement`: the program has the twin's collectives, and no more; of a loss's residuals no device keeps a greater
+       part than in the twin.
     7. `repeats`: the same from the same, and no more memory each time: of the devices, and on Linux of the process, but
        for 64 MiB.
 

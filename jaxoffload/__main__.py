@@ -160,14 +160,18 @@ def made_by(where: str, arguments: Sequence[str]) -> Made:
 
 
 def can_write(page: Path) -> None:
-    """
+    """Leaves everything as it is.
+
     Raises:
-      CannotRun: the file cannot be written. What is in it stays.
+      CannotRun: the file cannot be written.
     """
     if not page.parent.is_dir():
         raise CannotRun(f"--html {page}: there is no folder {page.parent}")
+    was_there = page.exists()
     try:
         page.open("a").close()
+        if not was_there:
+            page.unlink()
     except OSError as why:
         raise CannotRun(f"--html {page}: {why.strerror}; must be a file that can be written") from why
 

@@ -1,5 +1,6 @@
 """Checkpoints: training state, position in the data, and where both come from, written in the background by orbax."""
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -93,7 +94,7 @@ def restore(manager: ocp.CheckpointManager, out: Path, step: int, abstract: Stat
     Raises:
       ConfigError: the checkpoint cannot be read.
     """
-    with _readable(out, step):
+    with _readable(out, step), _reads_are_ended():
         items = manager.restore(
             step,
             args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), position=ocp.args.JsonRestore()),
@@ -117,3 +118,24 @@ def _readable(out: Path, step: int) -> Iterator[Path]:
                 "folder to continue from the one before, or give another train.out"
             ]
         ) from error
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    def close(self) -> None:
+        if tasks := asyncio.all_tasks(self):
+            for task in tasks:
+                task.cancel()
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        super().close()
+
+
+@contextlib.contextmanager
+def _reads_are_ended() -> Iterator[None]:
+    """Of many reads one fails first. Orbax (0.12.8, `asyncio_utils.run_sync`) then closes their event loop under the
+    others, and each prints a traceback when it ends: here the others are cancelled before."""
+    new_event_loop = asyncio.new_event_loop
+    asyncio.new_event_loop = _Loop
+    try:
+        yield
+    finally:
+        asyncio.new_event_loop = new_event_loop

@@ -595,6 +595,20 @@ def test_capacity_drops_rows_and_counts_them():
     assert all(row["dropped"] == 0 for row in whole) and all(0.01 < row["dropped"] < 0.5 for row in some)
 
 
+@pytest.mark.parametrize("emulated", [True, pytest.param(False, marks=pytest.mark.gpu)])
+def test_the_same_rows_are_dropped_however_rows_travel(emulated, monkeypatch):
+    if emulated:
+        monkeypatch.setattr(jax.lax, "ragged_all_to_all", as_jax_documents_it)
+    elif jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with jax.default_matmul_precision("highest"):
+        whole, padded, ragged = (
+            gradients_on(Mesh(expert=2), capacity=capacity, exchange=how)
+            for capacity, how in ((None, "padded"), (1.0, "padded"), (1.0, "ragged"))
+        )
+    assert max(apart(ragged, padded).values()) < 1e-4 < 0.01 < max(apart(whole, padded).values())
+
+
 def test_the_exchange_is_not_repeated_where_its_rows_are_kept():
     """An all-to-all each for rows and their weights there, and for rows back; as many in the backward pass. How many
     rows come is asked once."""

@@ -6,6 +6,8 @@ import difflib
 import errno
 import importlib
 import inspect
+import io
+import itertools
 import json
 import os
 import sys
@@ -19,8 +21,10 @@ from typing import Any, NamedTuple
 import jax
 
 from . import proof
+from ._loops import DifferentiatedTwice
 from ._residuals import Residuals, residuals
 from .proof._peaks import measured
+from .proof._subject import run_of
 
 USAGE = """\
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml
@@ -57,6 +61,9 @@ class Made(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code; see EXIT_CODES."""
     options = parse(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # of a terminal that has no "·"
     try:
         if options.html:  # before anything runs
             can_write(options.html)
@@ -88,12 +95,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         of_command.add_argument("--json", action="store_true", help="print one JSON object instead")
         if command is not machine:
             of_command.add_argument("function", metavar="MODULE:FUNCTION")
-            of_command.add_argument("arguments", nargs="*", metavar="ARGUMENT")
+            of_command.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT")
             of_command.add_argument("--html", type=Path, metavar="FILE", help="also write one self-contained page")
             of_command.add_argument("--png", type=Path, metavar="FOLDER", help="also write its pictures, for READMEs")
         if command is verify:
             said = "fail where TransformerEngine has the host read group sizes, which is only listed otherwise"
             of_command.add_argument("--strict", action="store_true", help=said)
+            said = "the loss returns a pair: the scalar and other results"
+            of_command.add_argument("--has-aux", action="store_true", help=said)
             # How it calls itself, in fresh processes.
             of_command.add_argument("--peak", choices=("ours", "twin"), help=argparse.SUPPRESS)
             of_command.add_argument("--layers", type=int, help=argparse.SUPPRESS)
@@ -102,7 +111,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             of_command.add_argument("--machine", type=Path, metavar="FILE", help=said)
         if command is machine:
             of_command.add_argument("--again", action="store_true", help="measure, whatever was measured before")
-    return parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)  # an ARGUMENT may stand behind an option
+    if wrong := [text for text in rest if text.startswith("-") or options.command == "machine"]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    options.arguments = [*getattr(options, "arguments", []), *rest]
+    return options
 
 
 @contextlib.contextmanager
@@ -143,20 +156,45 @@ def made_by(where: str, arguments: Sequence[str]) -> Made:
         if not f"{module}.".startswith(f"{why.name}."):  # it was found, and what it imports was not
             raise
         raise CannotRun(f"{where}: {why}; the module must be found from this folder") from why
-    if not callable(make := getattr(found, name, None)):
+    if (make := getattr(found, name, None)) is not None and not callable(make):
+        raise CannotRun(f"{where} is no function: {make!r:.60}")
+    if make is None:
         own = [key for key, value in vars(found).items() if getattr(value, "__module__", "") == module]
         near = difflib.get_close_matches(name, own, 1)
         nearest = f"; the nearest is {near[0]!r}" if near else ""
         raise CannotRun(f"{where}: {module} has no function {name!r}{nearest}")
     try:
         inspect.signature(make).bind(*arguments)
-    except TypeError as why:
+    except (TypeError, ValueError) as why:
         raise CannotRun(f"{where} cannot be called with {len(arguments)} argument(s): {why}") from why
     made = make(*arguments)
     are_right = lambda made: all(map(callable, made[::2])) and all(isinstance(args, tuple) for args in made[1::2])
     if not isinstance(made, tuple) or len(made) not in (2, 4) or not are_right(made):
         raise CannotRun(f"{where} must return (f, args) or (step, args, loss, loss_args), args being tuples")
+    for f, args in itertools.batched(made, 2):
+        check_arguments(where, f, args)
     return Made(*made[:2], *made[-2:])
+
+
+def check_arguments(where: str, f: Any, args: tuple[Any, ...]) -> None:
+    """Raises:
+    CannotRun: the function does not take them, or one has a leaf that is no array.
+    """
+    name = getattr(f, "__name__", repr(f))
+    with contextlib.suppress(ValueError):  # it does not say what it takes
+        try:
+            inspect.signature(f).bind(*args)
+        except TypeError as why:
+            raise CannotRun(f"{where} returns {name} with {len(args)} argument(s): {why}") from why
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        try:
+            jax.typeof(leaf)
+        except TypeError as why:
+            if not isinstance(leaf, jax.ShapeDtypeStruct):
+                at = f"args{jax.tree_util.keystr(path)}"
+                raise CannotRun(
+                    f"{where} returns {name} with {at} = {leaf!r:.60}; allowed are arrays and jax.ShapeDtypeStructs"
+                ) from why
 
 
 def can_write(page: Path) -> None:
@@ -204,7 +242,7 @@ def table_of(of: Made) -> Residuals | None:
     """None for a step that came without its loss."""
     try:
         return residuals(of.loss, *of.loss_args)
-    except NotImplementedError:
+    except DifferentiatedTwice:
         return None
 
 
@@ -236,17 +274,20 @@ def verify(options: argparse.Namespace) -> int:
     """Runs the function, here, and checks what is claimed of it."""
     if options.peak:
         of = made_by(options.function, options.arguments)
-        print(json.dumps(measured(of.loss, of.loss_args, options.peak, options.layers)))
+        print(json.dumps(measured(of.loss, of.loss_args, options.peak, options.layers, options.has_aux)))
         return 0
     # Before this process touches a GPU.
-    peaks = proof.peaks_of(["jaxoffload", "verify", options.function, *options.arguments])
+    aux = ["--has-aux"] * options.has_aux
+    peaks = proof.peaks_of(["jaxoffload", "verify", options.function, *options.arguments, *aux])
     of = made_by(options.function, options.arguments)
-    functions = {"loss": (of.loss, of.loss_args)}
+    is_loss = of.f is not of.loss or run_of(of.loss, of.loss_args, options.has_aux)[1]
+    functions = {"loss" if is_loss else "step": (of.loss, of.loss_args)}
     if of.f is not of.loss:
         functions["step"] = (of.f, of.args)
     found = []
     for what, (f, args) in functions.items():
-        for check in proof.checks(f, *args, strict=options.strict, peaks=peaks):
+        has_aux = options.has_aux and f is of.loss
+        for check in proof.checks(f, *args, has_aux=has_aux, strict=options.strict, peaks=peaks):
             found.append((what, check))
             print(f"{what}: {check}", file=sys.stderr if options.json else sys.stdout, flush=True)
     if options.json:
@@ -279,7 +320,11 @@ def paged(options: argparse.Namespace, of: Made, code: int, **found: Any) -> int
         found = {"table": table_of(of)} | found
     if options.html:
         title = " ".join((options.function, *options.arguments))
-        options.html.write_text(proof.page(title, proof.about(), **found))
+        page = proof.page(title, proof.about(), **found)
+        try:
+            options.html.write_text(page, encoding="utf-8")
+        except OSError as why:
+            raise CannotRun(f"--html {options.html}: {why.strerror}") from why
     if options.png:
         draw(options.png, found)
     return code

@@ -23,7 +23,7 @@ from ._layer import Body, Layer, apart, linearize
 from ._linear import linear
 from ._memory import DEVICE, HOST, layers_that_fit
 from ._plan import Layers
-from ._policy import Policy, PolicyError
+from ._policy import Policy, PolicyError, accept
 from ._scan import inside_scan
 from ._twin import is_twin
 from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
@@ -53,11 +53,13 @@ def chain(
       The last carry.
 
     Raises:
-      TypeError: a layer returns a carry of another structure; or there are more or fewer params than layers.
+      TypeError: a layer returns a carry of another structure; there are more or fewer params than layers; fs is no
+        list, policy no Policy, or strict no bool.
       PolicyError, MemoryError, NotImplementedError (when differentiated): as in `scan`.
     """
-    if not isinstance(policy, Policy):
-        raise TypeError(f"chain: policy must be a jaxoffload.Policy, got {policy!r}")
+    accept("chain", policy, strict)
+    if not isinstance(fs, Sequence):
+        raise TypeError(f"chain: fs must be a list or tuple of layers, got {fs!r}")
     if len(fs) != len(params):
         raise TypeError(f"chain: {len(fs)} layers have {len(params)} params; each layer needs one, if only None")
     refuse_remat3()

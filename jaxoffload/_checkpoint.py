@@ -21,7 +21,7 @@ from jax.interpreters import partial_eval as pe
 
 from ._memory import NOT_THE_USERS, host_pool_bytes, layers_that_fit, nbytes, on_host
 from ._plan import Layers, Plan, decide, dots_matched_nothing, make_plan
-from ._policy import Policy
+from ._policy import Policy, accept
 from ._tags import outside_scopes
 from ._twin import REASON, is_twin
 from ._values import mark_dots
@@ -50,13 +50,18 @@ def checkpoint(
         several functions share one policy, and judge them together with `check`.
       prevent_cse, static_argnums: as for `jax.checkpoint`, but `prevent_cse` is one for all arguments.
 
+    Raises:
+      TypeError: f is no function, policy no Policy, strict or prevent_cse no bool.
+      ValueError (when called): static_argnums are not arguments.
+
     Raises (when differentiated, before anything is compiled):
       PolicyError: a pattern matches nothing, or two names of one value have different decisions.
       MemoryError: what this call offloads does not fit in the pinned host pool; each call is judged alone.
       NotImplementedError: offloading here would fail or give wrong gradients; it says what to change.
     """
-    if not isinstance(policy, Policy):
-        raise TypeError(f"checkpoint: policy must be a jaxoffload.Policy, got {policy!r}")
+    accept("checkpoint", policy, strict)
+    if not callable(f):
+        raise TypeError(f"checkpoint: f must be a function, got {f!r}")
     if not isinstance(prevent_cse, bool):
         raise TypeError(f"checkpoint: prevent_cse must be True or False, for all arguments, got {prevent_cse!r}")
 

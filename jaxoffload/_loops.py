@@ -31,6 +31,10 @@ from ._memory import DEVICE, HOST
 from ._origin import Origin
 
 
+class DifferentiatedTwice(NotImplementedError):
+    """The derivative of a derivative of a `scan` or `chain` was asked for."""
+
+
 class Part(NamedTuple):
     """Neighbouring layers that one loop computes, in the order in which they run.
 
@@ -60,13 +64,14 @@ class Part(NamedTuple):
     def origins(self) -> list[Origin]:
         """Of the leaves of this part's `Saved`."""
 
-        def those(place: str, layers: int) -> list[Origin]:
+        def those(place: str, layers: int, axes: int) -> list[Origin]:
             kept = _those(self.layer.kept, self.places(), place)
-            return [Origin(k.name, k.where or (self.reason if k.place == "host" else ""), layers) for k in kept]
+            why = lambda k: k.where or (self.reason if k.place == "host" else "")
+            return [Origin(k.name, why(k), layers, axes=axes) for k in kept]
 
-        host = [o._replace(where="", empty=1) for o in those("host", self.layers - 1)]
-        last = [o._replace(where="") if self.on_host == self.layers else o for o in those("host", 1)]
-        return [*host, *last, *those("device", self.layers), *those("once", 1)]
+        host = [o._replace(where="", empty=1) for o in those("host", self.layers - 1, 1)]
+        last = [o._replace(where="") if self.on_host == self.layers else o for o in those("host", 1, 0)]
+        return [*host, *last, *those("device", self.layers, 1), *those("once", 1, 0)]
 
 
 class Saved[T](NamedTuple):
@@ -294,7 +299,7 @@ def _pass(name: str, run: Callable[..., list[Any]], batch: Callable[..., Any]) -
         return jaxpr_as_fun(jaxpr)(*args)
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(
+        raise DifferentiatedTwice(
             "jaxoffload.scan cannot be differentiated twice: its residuals may live in host memory; "
             "use jax.lax.scan where you need second derivatives"
         )

@@ -35,13 +35,22 @@ def readable(size: int) -> str:
     return f"{size} B"
 
 
+class HostPoolError(ValueError):
+    """What the environment says of the pinned host pool is no size."""
+
+    @property
+    def problems(self) -> tuple[str]:
+        """As a PolicyError's."""
+        return (str(self),)
+
+
 def host_pool_bytes() -> int | None:
     """What XLA's pinned host pool holds, in bytes a device; None where there is none (CPU).
 
     `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` sets it, in units of 2**30 bytes; 64 is XLA's default.
 
     Raises:
-      ValueError: that variable is no number.
+      HostPoolError: that variable is no number.
     """
     limit = os.environ.get(_POOL)
     if limit is None and jax.default_backend() != "gpu":
@@ -49,7 +58,7 @@ def host_pool_bytes() -> int | None:
     try:
         return int(float(limit or 64) * GIB)
     except (ValueError, OverflowError):
-        raise ValueError(f"{_POOL}: {limit!r} is not a number of GiB, such as 64") from None
+        raise HostPoolError(f"{_POOL}: {limit!r} is not a number of GiB, such as 64") from None
 
 
 _POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"

@@ -13,12 +13,13 @@ from ._values import CALLS, bodies, keeps_all_bits
 
 class Origin(NamedTuple):
     """Where a residual comes from: the plan's name, if it has one; words; how many layers' values it holds, and empty
-    rows."""
+    rows; along how many leading axes."""
 
     name: PlanName | None
     where: str
     layers: int = 1
     empty: int = 0
+    axes: int = 0
 
 
 def is_its_operand(eqn: JaxprEqn) -> bool:
@@ -30,7 +31,8 @@ _VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broad
 _BARRIER = "optimization_barrier"  # a result for each operand
 
 
-def _is_a_view(eqn: JaxprEqn) -> bool:
+def is_a_view(eqn: JaxprEqn) -> bool:
+    """Whether what it makes is its operand, seen otherwise."""
     if eqn.primitive.name == _BARRIER:
         return True
     return eqn.primitive.name in _VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
@@ -38,7 +40,7 @@ def _is_a_view(eqn: JaxprEqn) -> bool:
 
 def origin(jaxpr: Jaxpr, var: Any) -> Origin:
     """Follows a variable to the equation that defines the value."""
-    var = follow(jaxpr, var, _is_a_view)
+    var = follow(jaxpr, var, is_a_view)
     eqn = next((eqn for eqn in jaxpr.eqns if isinstance(var, Var) and var in eqn.outvars), None)
     if eqn is None:
         return Origin(None, "an input" if isinstance(var, Var) else "a constant")
@@ -71,8 +73,7 @@ def _operand(eqn: JaxprEqn, index: int, passes_on: Callable[[JaxprEqn], bool]) -
         inside = [follow(body, v, passes_on) for v in body.outvars[: index + 1]]
         outside: list[tuple[Any, Any]] = list(zip(inside[:-1], eqn.outvars, strict=False))
         if is_scan:  # two stacks of one value are one
-            ndim = lambda v: v.aval.ndim
-            is_stack = [ndim(whole) > ndim(row) for whole, row in zip(eqn.outvars, body.outvars, strict=True)]
+            is_stack = [_is_stack(eqn, body, k) for k in range(len(eqn.outvars))]
             outside = [pair for k, pair in enumerate(outside) if is_stack[k] and is_stack[index]]
         else:
             outside += zip(body.invars, eqn.invars, strict=True)
@@ -80,16 +81,26 @@ def _operand(eqn: JaxprEqn, index: int, passes_on: Callable[[JaxprEqn], bool]) -
     return None
 
 
+def _is_stack(scan: JaxprEqn, body: Jaxpr, index: int) -> bool:
+    """Whether a result holds a row of each turn, and not the last carry."""
+    whole: Any = scan.outvars[index].aval
+    row: Any = body.outvars[index].aval
+    return whole.ndim > row.ndim
+
+
 def _inner_origin(eqn: JaxprEqn, index: int) -> Origin:
     prim = eqn.primitive.name
     if prim == "jaxoffload_forward":
         return eqn.params["loops"].origin(index)
     for _, body in bodies(eqn):
-        name, where, layers, empty = origin(body, body.outvars[index])
-        if prim == "scan":
+        found = origin(body, body.outvars[index])
+        name, where, layers, empty, axes = found
+        if prim == "scan" and _is_stack(eqn, body, index):
             carried = "the carry of a scan" if where == "an input" else f"{where}, in a scan"
             length = eqn.params["length"]
-            where, layers, empty = where and carried, layers * length, empty * length
+            found = Origin(name, where and carried, layers * length, empty * length, axes + 1)
+        elif prim == "scan":
+            found = found._replace(where=where and "the last carry of a scan")
         if name or prim != "cond":
-            return Origin(name, where, layers, empty)
+            return found
     return Origin(None, f"output of {prim}")

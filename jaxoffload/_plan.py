@@ -49,7 +49,8 @@ class Row:
 class Plan:
     """The decisions for one function, as rows in order of definition; callable as `jax.checkpoint`'s `policy=`.
 
-    `seen` are all names that a pattern could have matched; `notes` are sentences for the report.
+    `seen` are all names that a pattern could have matched; `notes` are sentences for the report; `together` are the
+    plan's names of values that one kernel computes.
     """
 
     policy: Policy
@@ -57,6 +58,7 @@ class Plan:
     rows: tuple[Row, ...]
     seen: frozenset[str]
     notes: tuple[str, ...] = ()
+    together: tuple[tuple[str, ...], ...] = ()
 
     def __call__(self, prim: Any, *_: Any, **params: Any) -> Any:
         name = read_plan_name(params["name"]) if prim is name_p else None
@@ -115,7 +117,7 @@ def decide(
     `primal` is the function before it was differentiated. Names that only it has, in bodies which a custom rule
     replaces, are no residuals, but a pattern may match them.
     """
-    values, slots, depth = named_values(jaxpr, roles)
+    values, slots, kernels, depth = named_values(jaxpr, roles)
     having = _having(values)
     labels = _labels(values, having)
     decided: dict[Value, tuple[Decision, str]] = {}
@@ -140,10 +142,12 @@ def decide(
         for i, (row, v) in enumerate(zip(rows, values, strict=True))
     ]
     rows = [dataclasses.replace(row, plan_name=str(name)) for row, name in zip(rows, names, strict=True)]
+    name_of = {v: str(name) for v, name in zip(values, names, strict=True)}
+    together = tuple(tuple(name_of[v] for v in results) for results in kernels if len(results) > 1)
     written = {
         (v.path, v.var): name for v, row, name in zip(values, rows, names, strict=True) if row.reason != ARGUMENT
     }
-    return Plan(policy, depth, tuple(rows), frozenset(seen), _notes(values, policy, primal)), written
+    return Plan(policy, depth, tuple(rows), frozenset(seen), _notes(values, policy, primal), together), written
 
 
 def _row(value: Value, labels: tuple[str, ...], decision: Decision, reason: str) -> Row:

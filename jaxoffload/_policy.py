@@ -45,8 +45,8 @@ class Policy:
         offload, which the report shows; they come before those of `residuals`, so `residuals` wins.
       default: the decision for tagged values that no pattern matches.
       dots: the decision for untagged outputs of matrix products without batch dimensions.
-      min_offload_bytes: a smaller value (bytes a layer; a composite is judged whole) marked offload is saved.
-        Bytes, or a string such as "1MiB".
+      min_offload_bytes: a smaller value (bytes a layer, of all devices together but in `shard_map`; a composite is
+        judged whole) marked offload is saved. Bytes, or a string such as "1MiB".
       resident_layers: the last layers of a `scan`, whose residuals stay on the device.
       offload_layers: the first layers of a `scan` offload: "all", a count, or a fraction in [0, 1], rounded down.
       other_layers: what the layers between those two do with values marked offload: "save" or "recompute".
@@ -58,7 +58,8 @@ class Policy:
     A policy is frozen and hashable. It is also callable as JAX's own `policy=`, for `jax.checkpoint`, `nn.remat` and
     `nnx.remat`. That route sees one equation at a time, so there: a matmul under a tag marked recompute is kept by
     `dots`; a value with two kept names is stored twice; composites are judged leaf by leaf; a pattern that matches
-    nothing is not an error (call `check`); there are no layers; the output of `exp` and the like is computed again.
+    nothing is not an error (call `check`); there are no layers; the output of `exp` and the like is computed again;
+    `residuals` shows what it keeps without names, and `verify` does not check what is computed again.
     """
 
     residuals: Mapping[str, Decision] | tuple[tuple[str, Decision], ...] = ()
@@ -98,6 +99,10 @@ class Policy:
         """The last pattern that matches one of `names`, and its decision."""
         hits = (rule for rule in reversed(self.rules) if any(matches(rule[0], n) for n in names))
         return next(hits, None)
+
+    def decision(self, name: str) -> Decision:
+        """Of a value that has this name alone."""
+        return (self.match(name) or (None, self.default))[1]
 
     def reason(self, pattern: str) -> str:
         """Who asked for a pattern of `rules`, as the report says it."""
@@ -139,7 +144,7 @@ class Policy:
                 return VERDICT["recompute"]
             if name.keep or not jnp.issubdtype(avals[0].dtype, jnp.inexact):
                 return VERDICT["save"]
-            decision = (self.match(name.text) or (None, self.default))[1]
+            decision = self.decision(name.text)
         elif jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *avals, **params):
             decision = self.dots
         else:
@@ -151,6 +156,14 @@ class Policy:
         if decision == "offload":
             refuse_wrong_offload()
         return VERDICT[decision]
+
+
+def accept(who: str, policy: Any, strict: Any = True) -> None:
+    """Raises where these are no arguments of `scan`, `chain`, `checkpoint` or `check`."""
+    if not isinstance(policy, Policy):
+        raise TypeError(f"{who}: policy must be a jaxoffload.Policy, got {policy!r}")
+    if not isinstance(strict, bool):
+        raise TypeError(f"{who}: strict must be True or False, got {strict!r}")
 
 
 def _verdicts() -> dict[str, Any]:
@@ -190,8 +203,8 @@ def _unmatched(source: str, pattern: str, names: list[str]) -> str:
     said = f"{source}: no tagged value has a name that it matches"
     if not names:
         return f"{said}; the function tags nothing that the backward pass could use"
-    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-    return f"{said}; the names seen are {shown}{_nearest(pattern, [*names, *(n.rpartition('/')[2] for n in names)])}"
+    near = _nearest(pattern, [*names, *(n.rpartition("/")[2] for n in names)])
+    return f"{said}; the names seen are {', '.join(names)}{near}"
 
 
 def _nearest(value: object, allowed: Iterable[str]) -> str:
@@ -226,8 +239,16 @@ def _residual_problems(residuals: Any) -> list[str]:
     for pattern, decision in _pairs(residuals):
         if why := _pattern_problem(pattern):
             problems.append(f"residuals[{pattern!r}]: {why}")
-        problems += _choice(f"residuals[{pattern!r}]", decision, _DECISIONS)
+        if isinstance(decision, Mapping):
+            problems.append(f"residuals[{pattern!r}]: {decision!r} is not a decision; {_unnested(pattern, decision)}")
+        else:
+            problems += _choice(f"residuals[{pattern!r}]", decision, _DECISIONS)
     return problems
+
+
+def _unnested(pattern: Any, inside: Mapping[Any, Any]) -> str:
+    first = next(iter(inside), "fc1")
+    return f"give each a line of its own, '{pattern}/{first}' for a scope's or '{pattern}.{first}' for a field's"
 
 
 def _module_problems(modules: Any) -> list[str]:
@@ -264,9 +285,10 @@ def _choice_problems(policy: Policy) -> list[str]:
 def _number_problems(policy: Policy) -> list[str]:
     problems = []
     if _size(policy.min_offload_bytes) is None:
+        near = _nearest(policy.min_offload_bytes, _spellings(policy.min_offload_bytes))
         problems.append(
-            f"min_offload_bytes: {policy.min_offload_bytes!r} is not a size; "
-            "use a number of bytes >= 0 or a string such as '512KiB', '1MiB' or '2GB'"
+            f"min_offload_bytes: {policy.min_offload_bytes!r} is not a size; use a number of bytes >= 0 or a string "
+            f"such as '512KiB', '1MiB' or '2GB'{near}"
         )
     if not _is_count(policy.resident_layers):
         problems.append(f"resident_layers: {policy.resident_layers!r} is not allowed; use a whole number >= 0")
@@ -288,7 +310,16 @@ def _size(value: object) -> int | None:
     """Bytes of 1048576 or '1MiB'; None for what is no size."""
     if _is_count(value):
         return value  # type: ignore[return-value]
+    number, unit = _number_and_unit(value) or ("", "")
+    return int(float(number) * _UNITS[unit]) if number and unit in _UNITS else None
+
+
+def _number_and_unit(value: object) -> tuple[str, str] | None:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
-    if not found or found[2] not in _UNITS:
-        return None
-    return int(float(found[1]) * _UNITS[found[2]])
+    return (found[1], found[2]) if found else None
+
+
+def _spellings(value: object) -> list[str]:
+    """A size's number with each unit."""
+    found = _number_and_unit(value)
+    return [found[0] + unit for unit in _UNITS if unit] if found else []

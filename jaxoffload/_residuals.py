@@ -20,11 +20,11 @@ from jax.extend.core.primitives import name_p, remat_p
 from ._chain import chain_p
 from ._checkpoint import checkpoint, checkpoint_p, judged
 from ._layer import Body, plan_of
-from ._loops import backward_p, forward_p
+from ._loops import DifferentiatedTwice, backward_p, forward_p
 from ._memory import nbytes, on_host, readable
 from ._origin import Origin, origin
 from ._plan import ARGUMENT, Plan, Row, make_plan
-from ._policy import Policy, PolicyError
+from ._policy import Policy, PolicyError, accept
 from ._scan import scan_p
 from ._values import bodies, parts_of
 
@@ -38,7 +38,8 @@ class Residual:
 
     Attributes:
       names: all names of the value; empty for an untagged one, then `reason` says where it comes from.
-      shape, dtype: of one layer's value, as traced (global under auto and explicit mesh axes, local in `shard_map`).
+      shape, dtype: of one layer's value, as traced (global under auto and explicit mesh axes, local in `shard_map`);
+        of a scan in a scan, of one turn of both.
       bytes_per_layer, layers, bytes: what is kept (saved, offloaded) or computed again; of `shard_map`'s shards
         together. A row of a stack on the host that stays empty is a line with bytes, and of no layer.
       state: "saved" (device), "offloaded" (pinned host), "recomputed", or "not needed": the backward pass does not
@@ -90,7 +91,7 @@ class Residuals:
 
     @property
     def untagged_bytes(self) -> int:
-        """Kept on the device though nobody tagged it; part of `device_bytes`."""
+        """Kept on the device though no plan of jaxoffload's names it; part of `device_bytes`."""
         return sum(r.bytes for r in self.rows if r.decision is None and r.state == SAVED)
 
     def _total(self, state: str) -> int:
@@ -130,7 +131,8 @@ def _cells(r: Residual) -> tuple[str, ...]:
 
 
 def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -> Residuals:
-    """What the backward pass of `f` finds: every tagged value of every `scan` and `checkpoint` in it, and the rest.
+    """What the backward pass of `f` finds: every tagged value of every `scan`, `chain` and `checkpoint` in it, and the
+    rest.
 
     Args:
       f: the function that you differentiate (a loss, a layer), with respect to all floating-point inputs.
@@ -141,7 +143,8 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       The table. Arguments of `f` that the backward pass reads (weights) are there anyway and not part of it.
 
     Raises:
-      PolicyError: as the `scan`s and `checkpoint`s in `f` do.
+      PolicyError, MemoryError: as the `scan`s, `chain`s and `checkpoint`s in `f` do.
+      NotImplementedError: likewise; or `f` differentiates what is in it, as a training step does: give its loss.
     """
     fun = checkpoint(f, policy=policy) if policy else f
     kept_leaves = 0
@@ -153,7 +156,13 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
         kept_leaves = len(kept)
         return kept, vjp(jax.tree.map(_zero_cotangent, out))
 
-    jaxpr = jax.make_jaxpr(forward_and_backward)(*args)
+    try:
+        jaxpr = jax.make_jaxpr(forward_and_backward)(*args)
+    except DifferentiatedTwice as why:
+        raise DifferentiatedTwice(
+            "residuals: the function differentiates what is in it, as a training step does, whose residuals are inside "
+            "of it; give the loss that it differentiates"
+        ) from why
     found = Plans(jaxpr)
     kept: dict[str, list[tuple[Var, Origin]]] = defaultdict(list)
     untagged = []
@@ -168,6 +177,10 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
             untagged.append(_untagged(var.aval, source))
     tagged = [r for name, row in found.rows.items() for r in _tagged(row, kept[name], *found.recomputed[name])]
     notes = dict.fromkeys(note for plan in found.plans for note in plan.notes)
+    if found.others:
+        notes["another checkpoint than jaxoffload's is in the function: what it keeps is shown without its names"] = (
+            None
+        )
     return Residuals((*_together(tagged), *untagged), tuple(notes))
 
 
@@ -212,7 +225,7 @@ def _together(lines: Iterable[Residual]) -> list[Residual]:
 def _untagged(aval: Any, source: Origin) -> Residual:
     state = OFFLOADED if on_host(aval) else SAVED
     size, rows = nbytes(aval), source.layers + source.empty
-    shape = tuple(aval.shape)[rows > 1 :]
+    shape = tuple(aval.shape)[source.axes :]
     count = _count(size // rows, math.prod(shape) * aval.dtype.itemsize)
     return Residual((), shape, str(aval.dtype), size // rows, source.layers, size, state, None, source.where, count)
 
@@ -229,7 +242,7 @@ class Plans:
       rows: by the names that the plans wrote.
       recomputed: for each such name, in how many layers the backward pass computes its value again, and bytes in all.
       overlap: whether there are plans inside of others, or of loops of others.
-      others: whether the backward pass runs something again under a policy that is no plan's, nor in one.
+      others: whether other checkpoints than theirs keep something outside of them, or run them again.
     """
 
     def __init__(self, jaxpr: Jaxpr):
@@ -243,16 +256,25 @@ class Plans:
         self.rows = {row.plan_name: row for plan in self.plans for row in plan.rows}
 
     def _walk(
-        self, jaxpr: Jaxpr, layers: int, devices: int, owner: Plan | None, loops: frozenset[Plan] = frozenset()
+        self,
+        jaxpr: Jaxpr,
+        layers: int,
+        devices: int,
+        owner: Plan | None,
+        loops: frozenset[Plan] = frozenset(),
+        again: bool = False,
     ) -> None:
-        """`owner`: the plan of the checkpoint around it; `loops`: those of the scan around it."""
+        """`owner`: the plan of the checkpoint around it; `loops`: those of the scan around it; `again`: whether the
+        backward pass runs it again for another checkpoint."""
         for eqn in jaxpr.eqns:
-            inside = owner
+            inside, another = owner, again
             if plan := plan_of(eqn.params.get("policy")):
                 inside = owner or plan
+                self.others |= again
                 self._meet(plan, owner, loops)
-            elif eqn.primitive is remat_p and eqn.params["differentiated"] and eqn.params["policy"] is not None:
-                self.others |= owner is None and not loops
+            elif eqn.primitive is remat_p and eqn.params["differentiated"]:
+                self.others |= eqn.params["policy"] is not None and owner is None and not loops
+                another = True
             if owner and eqn.primitive is name_p and (name := eqn.params["name"]) in owner.plan_names:
                 count, size = self.recomputed[name]
                 self.recomputed[name] = count + layers, size + layers * devices * nbytes(eqn.outvars[0].aval)
@@ -260,12 +282,13 @@ class Plans:
             if eqn.primitive.name == "shard_map":
                 here *= parts_of(eqn)
             for _, body in bodies(eqn):
-                self._walk(body, layers * eqn.params.get("length", 1), here, inside, loops)
+                self._walk(body, layers * eqn.params.get("length", 1), here, inside, loops, another)
             if eqn.primitive in (forward_p, backward_p):
+                self.others |= again
                 plans = [part.layer.plan for part in eqn.params["loops"].parts]
                 for plan in plans:
                     self._meet(plan, owner, loops)
-                self._walk(eqn.params["jaxpr"], layers, here, owner, frozenset(plans))
+                self._walk(eqn.params["jaxpr"], layers, here, owner, frozenset(plans), again)
 
     def _meet(self, plan: Plan, owner: Plan | None, loops: frozenset[Plan]) -> None:
         self.overlap |= (bool(loops) and plan not in loops) or owner not in (None, plan)
@@ -276,10 +299,10 @@ class Plans:
 
 
 def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
-    """Raise if a pattern of `policy` matches no tagged value in any `scan` or `checkpoint` under it in `f`.
+    """Raise if a pattern of `policy` matches no tagged value in any `scan`, `chain` or `checkpoint` under it in `f`.
 
-    For models of several stacks, whose `scan`s and `checkpoint`s pass `strict=False`, and for functions that give the
-    policy to `jax.checkpoint`, `nn.remat` or `nnx.remat`. One trace of `f` is judged; nothing is run.
+    For models of several stacks, which pass `strict=False`, and for functions that give the policy to `jax.checkpoint`,
+    `nn.remat` or `nnx.remat`. One trace of `f` is judged; nothing is run.
 
     Args:
       policy: the policy that `f` uses.
@@ -289,10 +312,14 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
     Raises:
       PolicyError: it names each such pattern, the names seen and the nearest.
       ValueError: nothing in `f` uses `policy`.
+      TypeError: policy is no Policy.
     """
+    accept("check", policy)
     seen = _names_under(jax.make_jaxpr(f)(*args), policy)
     if seen is None:
-        raise ValueError("check: no scan, checkpoint or jax.checkpoint in the function has this policy; pass the same")
+        raise ValueError(
+            "check: no scan, chain, checkpoint or jax.checkpoint in the function has this policy; pass the same"
+        )
     if problems := policy.unmatched(seen):
         raise PolicyError(problems)
 

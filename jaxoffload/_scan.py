@@ -25,7 +25,7 @@ from ._linear import linear
 from ._loops import Loops, Part, run_backward, run_forward
 from ._memory import layers_that_fit
 from ._plan import Layers
-from ._policy import Policy
+from ._policy import Policy, accept
 from ._twin import is_twin, most_layers
 from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 
@@ -43,7 +43,7 @@ def scan(
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` under a `Policy`: a scan over layers with each named residual saved, offloaded or recomputed.
 
-    Values, shapes, dtypes and errors are those of `lax.scan(jax.checkpoint(f), init, xs, length, reverse, unroll)`.
+    It computes what `lax.scan(jax.checkpoint(f), init, xs, length, reverse, unroll)` does, with the same errors.
     Differentiated in reverse, the copies of one layer's residuals run beside the computation of the next. It cannot be
     differentiated twice, nor in forward mode.
 
@@ -56,13 +56,15 @@ def scan(
       strict: a pattern that matches no value of `f` is an error, raised when the scan is differentiated. Pass False
         where several scans share one policy, and judge them together with `check`.
 
+    Raises:
+      TypeError: policy is no Policy, or strict no bool; and what `lax.scan` raises.
+
     Raises (when differentiated, before anything is compiled):
       PolicyError: a pattern matches nothing, or two names of one value have different decisions.
       MemoryError: the pinned host pool is smaller than the need, and the policy says `on_host_full: error`.
       NotImplementedError: a derivative that there is not; or offloading here would give wrong gradients.
     """
-    if not isinstance(policy, Policy):
-        raise TypeError(f"scan: policy must be a jaxoffload.Policy, got {policy!r}")
+    accept("scan", policy, strict)
     refuse_remat3()
     if (most := most_layers()) is not None:
         layers = length if length is not None else jax.tree.leaves(xs)[0].shape[0]

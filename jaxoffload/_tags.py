@@ -22,8 +22,8 @@ def tag[T](x: T, name: str, *, keep: bool = False) -> T:
 
     One array is named `name`; the leaves of a composite get their field: `tag({"gate": g, "up": u}, "fc1")` names
     `fc1.gate` and `fc1.up`. Inside `scope("mlp")` the names are `mlp/fc1.gate` and `mlp/fc1.up`. The values are
-    those of `x`; outside `checkpoint` and `scan` a tag does nothing. It is `jax.ad_checkpoint.checkpoint_name`, so
-    JAX's own policies see the same names.
+    those of `x`; outside of `scan`, `chain` and `checkpoint` a tag does nothing. It is JAX's own
+    `jax.ad_checkpoint.checkpoint_name`, whose names JAX's policies see too.
 
     Args:
       x: a pytree of arrays of any shape and dtype. Tagged integers, booleans and PRNG keys are always saved.
@@ -32,10 +32,18 @@ def tag[T](x: T, name: str, *, keep: bool = False) -> T:
 
     Raises:
       ValueError: `name`, or a key of the pytree, is empty or has another character.
+      TypeError: a leaf of `x` is no array.
     """
     _check_name("tag", name)
     full = _scope.value + name
-    named = lambda path, leaf: checkpoint_name(leaf, full + _field(name, path) + (_KEEP if keep else ""))
+
+    def named(path: tuple[Any, ...], leaf: Any) -> Any:
+        whole = full + _field(name, path)
+        try:
+            return checkpoint_name(leaf, whole + _KEEP * keep)
+        except TypeError as why:
+            raise TypeError(f"tag: {whole!r} is {leaf!r:.60}, a {type(leaf).__name__}; it must be an array") from why
+
     return jax.tree_util.tree_map_with_path(named, x)
 
 
@@ -43,8 +51,8 @@ def tag[T](x: T, name: str, *, keep: bool = False) -> T:
 def scope(name: str) -> Iterator[None]:
     """Prefix the names of all tags made inside: `with scope("moe"): tag(x, "fc1")` names `moe/fc1`. Scopes nest.
 
-    A `custom_vjp`'s forward rule is traced when `checkpoint` or `scan` is differentiated, outside of all scopes: write
-    the whole name there, `tag(x, "moe/fc1")`, or open the scope inside the rule.
+    A `custom_vjp`'s forward rule is traced when `scan`, `chain` or `checkpoint` is differentiated, outside of all
+    scopes: write the whole name there, `tag(x, "moe/fc1")`, or open the scope inside the rule.
 
     Raises:
       ValueError: `name` is empty or has a character that a name cannot have.

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,9 @@ _SLICING = {"shard_map", "scan"}
 # kernels, and what it has for those of others.
 _KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
 
+# Those of XLA's own of which that is true too, but each result has a name of its own.
+_SORTING = {"top_k", "sort"}
+
 # The name that `mark_dots` gives to matrix products, so that they are known after differentiation.
 DOT = Name("<dot>")
 
@@ -50,9 +53,21 @@ class Value:
     names: list[Name] = dataclasses.field(default_factory=list)
 
 
-def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> tuple[list[Value], list[list[Value]], int]:
-    """The values of `jaxpr` that have a name, in order of definition; those of them that share a result of a `cond`,
-    from its branches and behind it; and how deep plans nest inside it.
+class Named(NamedTuple):
+    """The values of a jaxpr that have a name, in order of definition.
+
+    `slots`: those that share a result of a `cond`, from its branches and behind it. `kernels`: those that are results
+    of one kernel. `depth`: how deep plans nest inside of the jaxpr.
+    """
+
+    values: list[Value]
+    slots: list[list[Value]]
+    kernels: list[list[Value]]
+    depth: int
+
+
+def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> Named:
+    """The values of `jaxpr` that have a name.
 
     Of one kernel's results, those without a name have that of the first with one: flash attention's softmax statistics
     that of its output, which is of no use to the backward pass without them.
@@ -63,12 +78,13 @@ def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> tuple[list[Value]
     for var, role in zip(jaxpr.invars, roles, strict=True):
         found.define((), var, role)
     found.walk(jaxpr, ())
-    for together in found.kernels:
+    for together in found.kernels[True]:
         first = next((value.names for value in together if value.names), [])
         for value in together:
             value.names = value.names or list(first)
     slots = [[v for v in slot if v is not None and v.names not in ([], [DOT])] for slot in found.slots]
-    return [v for v in found.values if v.names], slots, found.depth
+    kernels = [[v for v in together if v.names] for together in found.kernels[True] + found.kernels[False]]
+    return Named([v for v in found.values if v.names], slots, kernels, found.depth)
 
 
 class _Search:
@@ -76,7 +92,7 @@ class _Search:
         self.values: list[Value] = []
         self.at: dict[tuple[Path, Var], Value] = {}
         self.slots: list[list[Value | None]] = []
-        self.kernels: list[list[Value]] = []
+        self.kernels: dict[bool, list[list[Value]]] = {True: [], False: []}  # by whether their results share names
         self.depth = 0
 
     def define(self, path: Path, var: Var, role: str | None = None) -> None:
@@ -104,7 +120,7 @@ class _Search:
         for i, eqn in enumerate(jaxpr.eqns):
             for key, body in bodies(eqn):
                 inside = (*path, i, key)
-                for var, operand in zip(body.invars, _operands(eqn, body), strict=True):
+                for var, operand in zip(body.invars, operands_of(eqn, body), strict=True):
                     self.alias(inside, var, self.seen_inside(eqn, self.value(path, operand)))
                 self.walk(body, inside)
                 if eqn.primitive.name in CALLS:
@@ -118,8 +134,9 @@ class _Search:
             for var in eqn.outvars:
                 if (path, var) not in self.at:
                     self.define(path, var)
-            if eqn.primitive.name in _KERNELS:
-                self.kernels.append([self.at[path, var] for var in eqn.outvars])
+            if eqn.primitive.name in _KERNELS | _SORTING:
+                shares = eqn.primitive.name in _KERNELS
+                self.kernels[shares].append([self.at[path, var] for var in eqn.outvars])
             if eqn.primitive is cond_p:
                 branches = [((*path, i, key), body) for key, body in bodies(eqn)]
                 for k, var in enumerate(eqn.outvars):
@@ -153,6 +170,14 @@ def bodies(eqn: JaxprEqn) -> Iterator[tuple[Any, Jaxpr]]:
                 yield (key, k), body
 
 
+def nested(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """All jaxprs among an equation's parameters."""
+    for value in eqn.params.values():
+        for body in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(body, Jaxpr):
+                yield body
+
+
 def parts_of(eqn: JaxprEqn) -> int:
     """Over how many devices a `shard_map` divides what it takes."""
     return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
@@ -173,7 +198,7 @@ def map_bodies(eqn: JaxprEqn, change: Callable[[Any, Jaxpr], Jaxpr]) -> JaxprEqn
     return eqn.replace(params=params) if changed else eqn
 
 
-def _operands(eqn: JaxprEqn, body: Jaxpr) -> Sequence[Any]:
+def operands_of(eqn: JaxprEqn, body: Jaxpr) -> Sequence[Any]:
     """For each input of a nested jaxpr, the outer variable that is the same value; None where there is none."""
     if eqn.primitive.name in CALLS:
         return eqn.invars

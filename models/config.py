@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from jaxoffload import Policy, PolicyError
-from models.reading import ConfigError, Range, advice, known, override, read, typed
+from models.reading import ConfigError, Range, advice, known, override, read, short, typed
 
 Count = Annotated[int, Range(1)]
 Natural = Annotated[int, Range(0)]
@@ -170,9 +170,9 @@ def _parse(tree: dict[str, Any]) -> tuple[Config, list[str]]:
     sections, problems = {}, {}
     for name, value in tree.items():
         if name not in SECTIONS:
-            problems[name] = f"{name} = {value!r:.60}: no such section{advice(str(name), list(SECTIONS))}"
+            problems[name] = f"{name} = {short(value)}: no such section{advice(str(name), list(SECTIONS))}"
         elif not isinstance(value, dict | None):
-            problems[name] = f"{name} = {value!r:.60}: must be a mapping of keys to values"
+            problems[name] = f"{name} = {short(value)}: must be a mapping of keys to values"
         else:
             sections[name], wrong = _section(name, value or {})
             problems |= wrong
@@ -228,6 +228,12 @@ def _relations(config: Config) -> Iterator[Relation]:
         train.batch_size % rows == 0,
         f"train.batch_size = {train.batch_size}: must be a multiple of "
         f"train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert = {rows}",
+    )
+    tokens = train.batch_size // train.grad_accumulation * train.seq_len
+    yield (
+        ("train.batch_size", "train.grad_accumulation", "train.seq_len"),
+        tokens < 2**31,
+        f"train.batch_size / train.grad_accumulation * train.seq_len = {tokens}: must be below 2**31 = {2**31}",
     )
     yield (
         ("train.warmup_steps", "train.steps"),

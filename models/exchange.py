@@ -7,6 +7,7 @@ GPUs the rows in them alone (a ragged all-to-all).
 
 import functools
 import math
+from fractions import Fraction
 from typing import NamedTuple
 
 import jax
@@ -36,7 +37,9 @@ class Exchange(NamedTuple):
 
 def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
     """C: rows that one device can send to another; `capacity` is in multiples of an even share."""
-    return rows if capacity is None else min(rows, math.ceil(capacity * rows / parts))
+    if capacity is None or capacity >= parts:
+        return rows
+    return math.ceil(Fraction(str(capacity)) * rows / parts)  # a float's product is rounded, and may be a row more
 
 
 def plan(
@@ -47,13 +50,14 @@ def plan(
     of `align`. Tagged `routing`, in the scope that is open."""
     sizes_PxL, first_PxL = (x_E.reshape(parts, -1) for x_E in (sizes_E, starts(sizes_E)))
     fits_PxL = _that_fit(sizes_PxL, room)
-    first_P, whole_P = first_PxL[:, 0], jnp.sum(fits_PxL, axis=1)
+    total = functools.partial(jnp.sum, dtype=jnp.int32)  # whose dtype would be wider under jax_enable_x64
+    first_P, whole_P = first_PxL[:, 0], total(fits_PxL, axis=1)
     buffer_P = room * jnp.arange(parts, dtype=jnp.int32)
     size = parts * room
     arrived_PxL = lax.all_to_all(fits_PxL, axis, 0, 0)  # from each device, for each expert here
     # Blocks of one device's rows for one expert: by device where they arrive, by expert where they are computed.
     begin_PxL = buffer_P[:, None] + jnp.cumsum(arrived_PxL, axis=1) - arrived_PxL
-    sizes_L = aligned(jnp.sum(arrived_PxL, axis=0), align)
+    sizes_L = aligned(total(arrived_PxL, axis=0), align)
     target_PxL = starts(sizes_L)[None] + jnp.cumsum(arrived_PxL, axis=0) - arrived_PxL
     by_expert = [x_PxL.T.reshape(-1) for x_PxL in (target_PxL, begin_PxL, arrived_PxL)]
     by_device = [x_PxL.reshape(-1) for x_PxL in (begin_PxL, target_PxL, arrived_PxL)]
@@ -62,14 +66,14 @@ def plan(
     sent_PC = slot_R = ways_4xP = None
     if ragged:
         first_there_P = lax.all_to_all(first_P, axis, 0, 0)
-        ways_4xP = jnp.stack([first_P, whole_P, jnp.sum(arrived_PxL, axis=1), first_there_P])
+        ways_4xP = jnp.stack([first_P, whole_P, total(arrived_PxL, axis=1), first_there_P])
     if not ragged or room < rows:
         begin_P, places = (first_P, rows) if ragged else (buffer_P, size)
         place_PxL = begin_P[:, None] + jnp.cumsum(fits_PxL, axis=1) - fits_PxL
         there, here, many = (x_PxL.reshape(-1) for x_PxL in (place_PxL, first_PxL, fits_PxL))
         sent_PC, slot_R = lookup(there, here, many, places, rows), lookup(here, there, many, rows, places)
     exchange = Exchange(sent_PC, slot_R, ways_4xP, sorted_S, arrived_PC, sizes_L)
-    return tag(exchange, "routing"), jnp.sum(sizes_E) - jnp.sum(whole_P)
+    return tag(exchange, "routing"), total(sizes_E) - total(whole_P)
 
 
 def _that_fit(sizes_PxL: jax.Array, room: int) -> jax.Array:

@@ -95,7 +95,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     except yaml.YAMLError as error:
         raise ConfigError([f"{path}: not YAML: {one_line(error)}"]) from None
     if not isinstance(tree, dict):
-        raise ConfigError([f"{path} = {_short(tree)}: must be a mapping of sections"])
+        raise ConfigError([f"{path} = {short(tree)}: must be a mapping of sections"])
     return tree, list(_duplicates(root, ""))
 
 
@@ -120,7 +120,9 @@ def override(tree: dict[str, Any], text: str) -> list[str]:
     """Puts one section.key=value, or section.key[entry]=value, into the tree; returns the problems."""
     match = _OVERRIDE.fullmatch(text)
     if match is None:
-        return [f"{text}: an override must be section.key=value, such as train.steps=10"]
+        entry = re.match(r"(\w+\.\w+)\.([^=]+)=", text)
+        instead = f"; an entry of a mapping is {entry[1]}[{entry[2]}]=value" if entry else ""
+        return [f"{text}: an override must be section.key=value, such as train.steps=10{instead}"]
     section, key, entry, source = match.group("section", "key", "entry", "value")
     try:
         value = yaml.load(source, _Loader)
@@ -134,7 +136,7 @@ def override(tree: dict[str, Any], text: str) -> list[str]:
     if entry is not None:
         entries = target.get(key) or {}
         if not isinstance(entries, dict):
-            return [f"{section}.{key}[{entry}] = {source}: {section}.{key} = {_short(entries)} has no entries"]
+            return [f"{section}.{key}[{entry}] = {source}: {section}.{key} = {short(entries)} has no entries"]
         # Behind all others: of several matching patterns the last wins.
         value = {**{name: other for name, other in entries.items() if name != entry}, entry: value}
     target[key] = value
@@ -149,7 +151,7 @@ def known(section: str, tree: Mapping[str, Any], names: Sequence[str]) -> tuple[
     problems = {}
     for name in [name for name in tree if name not in names]:
         key = f"{section}.{name}"
-        problems[key] = f"{key} = {_short(tree[name])}: no such key{advice(str(name), names, f'{section}.')}"
+        problems[key] = f"{key} = {short(tree[name])}: no such key{advice(str(name), names, f'{section}.')}"
     return {name: value for name, value in tree.items() if name in names}, problems
 
 
@@ -161,10 +163,16 @@ def typed(section: str, tree: Mapping[str, Any], hints: Mapping[str, Any]) -> tu
         if converted is not _MISFIT:
             values[name] = converted
             continue
-        close = nearest(str(value), get_args(hint)) if get_origin(hint) is Literal else None
+        close = nearest(str(value), _words(hint))
         near = f"; the nearest is {close}" if close else ""
-        problems[f"{section}.{name}"] = f"{section}.{name} = {_short(value)}: must be {_describe(hint)}{near}"
+        problems[f"{section}.{name}"] = f"{section}.{name} = {short(value)}: must be {_describe(hint)}{near}"
     return values, problems
+
+
+def _words(hint: Any) -> list[str]:
+    """Those that a field allows."""
+    origin, args = get_origin(hint), get_args(hint)
+    return list(args) if origin is Literal else [w for arg in args for w in _words(arg)] if origin in _UNION else []
 
 
 _MISFIT = object()
@@ -209,7 +217,9 @@ def _describe(hint: Any) -> str:
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, names, n=1)), None)
+    """Of names the one most like it, whatever its case."""
+    lower = {other.lower(): other for other in names}
+    return next((lower[close] for close in difflib.get_close_matches(name.lower(), lower, n=1)), None)
 
 
 def advice(name: str, names: Sequence[str], prefix: str = "") -> str:
@@ -218,7 +228,7 @@ def advice(name: str, names: Sequence[str], prefix: str = "") -> str:
     return f"; the nearest is {prefix}{close}" if close else f"; allowed: {', '.join(prefix + n for n in names)}"
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -66,6 +66,8 @@ def _policy_errors() -> Iterator[None]:
     except (MemoryError, NotImplementedError) as error:
         raise ConfigError([f"remat: {error}"]) from error
     except (ValueError, ImportError) as error:
+        if hasattr(error, "problems"):  # of the pinned host pool
+            raise ConfigError(error.problems) from error
         if "grouped_matmul" not in str(error):
             raise
         raise ConfigError([f"model.grouped: {error}"]) from error

@@ -70,7 +70,22 @@ BAD_VALUES = {
     "model.attention=cudn": ("model.attention", "'cudn'", "xla or cudnn or te; the nearest is cudnn"),
     "model.attention=null": ("model.attention", "None", "xla or cudnn or te"),
     "model.dtype=bf16": ("model.dtype", "'bf16'", "bfloat16 or float32; the nearest is bfloat16"),
+    "model.quantize=FP": ("model.quantize", "'FP'", "fp8 or null; the nearest is fp8"),
+    "model.attention=TE": ("model.attention", "'TE'", "the nearest is te"),
+    "modle={vocab_size: 2048, layers: 4, d_model: 192, heads: 6, kv_heads: 3}": ("modle", "'heads...: no", "is model"),
+    "remat.residuals.fc1=save": ("remat.residuals.fc1", "save", "an entry of a mapping is remat.residuals[fc1]=value"),
     # one field against another
+    "train.batch_size=100000000": (
+        "train.batch_size / train.grad_accumulation * train.seq_len",
+        "",
+        "must be below 2**31",
+    ),
+    "model.experts=4; model.d_expert=64; model.grouped=mosaic; model.quantize=fp8": (
+        "model.grouped",
+        "'mosaic'",
+        "has no FP8; must be auto, te or ragged where model.quantize = 'fp8'",
+    ),
+    "model.experts=4; model.d_expert=63; mesh.tensor=2": ("mesh.tensor", "2", "must divide model.d_expert = 63"),
     "model.kv_heads=3": ("model.kv_heads", "3", "must divide model.heads = 4"),
     "model.heads=6": ("model.heads", "6", "must divide model.d_model = 64"),
     "model.head_dim=5": ("model.head_dim", "5", "must be even"),

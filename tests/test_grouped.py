@@ -448,9 +448,9 @@ def test_auto_takes_the_best_that_can(request, monkeypatch, device, K, dtype, qu
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     assert chosen_backend(x, w, quantize=quantize) == without_te
     choose = request.getfixturevalue("stand_in")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert chosen_backend(x, w, quantize=quantize) == with_v1
     choose(v2=True)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert chosen_backend(x, w, quantize=quantize) == with_v2
     choose(v2=True, cublas=130800)  # too old for it
     assert chosen_backend(x, w, quantize=quantize) == (without_te if dtype == BF16 and not quantize else with_v2)
@@ -459,17 +459,28 @@ def test_auto_takes_the_best_that_can(request, monkeypatch, device, K, dtype, qu
     assert chosen_backend(x, w, quantize=quantize) == without_te
 
 
-def test_auto_leaves_to_xla_what_transformer_engine_cannot_divide(stand_in, monkeypatch):
+@pytest.mark.parametrize(
+    "quantize, v2, otherwise", [(None, True, "mosaic"), ("fp8", True, "ragged"), ("fp8", False, "ragged")]
+)
+def test_auto_leaves_to_xla_what_transformer_engine_cannot_divide(stand_in, monkeypatch, quantize, v2, otherwise):
     x, w = jnp.ones((128, 64), BF16), jnp.ones((4, 64, 64), BF16)
     monkeypatch.setattr(jax, "devices", lambda real=jax.devices: [Hopper()])
     auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
-    stand_in(v2=True)
-    assert chosen_backend(x, w) == "mosaic"  # there are 8 devices
-    for kinds, chosen in (((auto, auto), "mosaic"), ((manual, auto), "mosaic"), ((manual, manual), "te")):
+    stand_in(v2=v2)
+    assert chosen_backend(x, w, quantize=quantize) == otherwise  # there are 8 devices
+    for kinds, chosen in (((auto, auto), otherwise), ((manual, auto), otherwise), ((manual, manual), "te")):
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((4, 2), ("d", "t"), axis_types=kinds)):
-            assert chosen_backend(x, w) == chosen
+            assert chosen_backend(x, w, quantize=quantize) == chosen
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert chosen_backend(x, w) == "te"
+    assert chosen_backend(x, w, quantize=quantize) == "te"
+
+
+def test_operands_that_are_sharded_over_explicit_axes_are_refused():
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])  # Explicit is what JAX makes
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((16, 4)), jax.P("d"))
+        with pytest.raises(ValueError, match=r"grouped_matmul: x: .* over explicit axes.* inside of a jax\.shard_map"):
+            grouped_matmul(x, jnp.ones((2, 4, 4)), jnp.array([8, 8], jnp.int32))
 
 
 @pytest.mark.parametrize("M, K, N, dtype", [(256, 128, 192, BF16), (64, 64, 64, jnp.float16), (104, 192, 128, BF16)])
@@ -593,7 +604,14 @@ def test_tensors_of_transformer_engine_that_are_no_pair_are_refused(stand_in):
         ),
         "columnwise: 2 group sizes, but rowwise has 4": (
             rows,
-            changed(columns, first_dims=jnp.array([7, 7], jnp.int32)),
+            changed(columns, first_dims=jnp.array([7, 7], jnp.int32), scale_inv=jnp.ones(2)),
+        ),
+        "rowwise: GroupedScaledTensor1x with (64,) scales, not one for each of 4 groups": (  # as scaled by blocks
+            changed(rows, scale_inv=jnp.ones(64)),
+        ),
+        "columnwise: GroupedScaledTensor1x with column counts (last_dims)": (
+            rows,
+            changed(columns, last_dims=jnp.ones(4, jnp.int32)),
         ),
     }
     for said, given in wrong.items():

@@ -28,7 +28,7 @@ from flax import nnx
 from jax import lax
 
 from jaxoffload import Policy, check, checkpoint, residuals, scan
-from models import exchange, routing
+from models import exchange, moe, routing
 from models.attention import rotations
 from models.config import Config, Mesh, Model, Train
 from models.moe import MoE, balanced
@@ -245,6 +245,15 @@ def test_grouped_products_run_nine_times_and_once_more_for_each_that_is_recomput
     assert products({"moe/fc1.gate": "offload"}) == 10
     assert products({"moe/act": "save"}) == 11
     assert products({}) == 11
+
+
+def test_the_routers_logits_are_float32s_whatever_the_streams_dtype():
+    config = dataclasses.replace(SMALL, dtype="bfloat16")
+    rng = np.random.default_rng(0)
+    x, router = stream(config, dtype=jnp.bfloat16)[0], rng.standard_normal((config.d_model, 4), np.float32)
+    got = moe._router_logits(x, jnp.asarray(router))
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, np.asarray(x, np.float64) @ router, atol=2e-6, rtol=0)
 
 
 FP8 = dataclasses.replace(SMALL, quantize="fp8")
@@ -585,6 +594,18 @@ def test_no_expert_pays_for_the_others_where_rows_are_dropped(room):
         assert (fits.sum(1) >= np.minimum(total[:, 0], room) - 1).all()
         share = np.minimum(1, room / np.maximum(total, 1))
         assert (abs(fits - share * sizes) < 2).all() and (fits == sizes)[total[:, 0] <= room].all()
+
+
+def test_a_capacity_is_as_many_rows_as_written():
+    assert exchange.capacity_rows(100, 2, 1.1) == 55  # 1.1 * 100 / 2 is above it
+    assert [exchange.capacity_rows(100, 4, c) for c in (None, 1e308, 4, 1, 0.01, 1e-9)] == [100, 100, 100, 25, 1, 1]
+
+
+def test_experts_on_devices_of_their_own_with_64_bits_enabled():
+    made = on(Mesh(expert=4), capacity=1.5)
+    with jax.enable_x64(True):
+        jaxpr = jax.make_jaxpr(jax.grad(made.loss))(made.state.params, made.microbatch).jaxpr
+    assert count(jaxpr, "ragged_dot_general") and {v.aval.dtype for v in jaxpr.outvars} == {jnp.dtype("float32")}
 
 
 def test_capacity_drops_rows_and_counts_them():

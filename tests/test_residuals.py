@@ -72,6 +72,37 @@ def test_totals_are_what_autodiff_keeps_to_the_byte(rules, fields):
     assert all(r.bytes == rows(r) * r.bytes_per_layer for r in table)
 
 
+def test_loops_that_are_not_ours_are_counted_as_they_are():
+    """Of a scan's carry the last one alone is kept behind it; of a scan in a scan each turn of both."""
+    w, x = jnp.ones((4, 16, 16)), jnp.ones((8, 32, 16))
+
+    def loss(x, w, o):
+        y, _ = lax.scan(lambda c, w: (c @ w + 1, None), x, w)
+        return jnp.sum(y @ o)
+
+    def microbatches(x, w, o):
+        return lax.scan(lambda total, x: (total + loss(x, w, o), None), 0.0, jnp.stack([x, x]))[0]
+
+    found = lambda f: [(r.shape, r.layers, r.bytes, r.reason) for r in residuals(f, x, w, jnp.ones((16, 3)))]
+    one = 8 * 32 * 16 * 4
+    assert found(loss) == [
+        ((8, 32, 16), 4, 4 * one, "the carry of a scan"),
+        ((8, 32, 16), 1, one, "the last carry of a scan"),
+    ]
+    assert found(microbatches) == [
+        ((8, 32, 16), 8, 8 * one, "the carry of a scan, in a scan"),
+        ((8, 32, 16), 2, 2 * one, "the last carry of a scan, in a scan"),
+    ]
+
+
+def test_what_others_keep_is_said_to_have_no_names_here():
+    policy = Policy({"act": "save"}, min_offload_bytes=0)
+    f = jax.checkpoint(lambda x: jnp.sum(tag(jnp.sin(x @ x), "act") ** 2), policy=policy)
+    table = residuals(f, jnp.ones((4, 4)))
+    assert "what it keeps is shown without its names" in str(table).splitlines()[-1]
+    assert not residuals(checkpoint(f, policy=policy), jnp.ones((4, 4))).notes
+
+
 def test_a_row_says_what_where_why_and_how_much():
     table = residuals(model({"fc1": "offload", "mlp/fc1.up": "save", "act": "recompute"}), X, W)
     rows = {(r.names, r.state): r for r in table if r.reason != EMPTY}

@@ -153,6 +153,50 @@ def test_collectives_that_are_kernels_are_known_by_name():
     assert _program.collective_kernels([module]) == {"psum.3-fusion.1", "all_to_all.7"}
 
 
+def test_kernels_copies_and_computation_that_touch_the_host_are_found():
+    text = """
+%copying (p: f32[8,4], i: s32[]) -> f32[4] {
+  %p = f32[8,4]{1,0:S(5)} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %row = f32[4]{0} dynamic-slice(%p, %i), backend_config={"dynamic_slice_config":{}}
+}
+
+ENTRY %main (x: f32[8,4], i: s32[]) -> f32[8,4] {
+  %x = f32[8,4]{1,0:S(5)} parameter(0)
+  %i = s32[] parameter(1)
+  %start = ((f32[8,4]{1,0:S(5)}, s32[]), f32[4]{0}) fusion-start(%x, %i), calls=%copying
+  %done = f32[4]{0} fusion-done(%start)
+  %room = f32[8,4]{1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
+  %reads = f32[8,4]{1,0} fusion(%x), kind=kLoop, calls=%fused
+  %copies = f32[8,4]{1,0} copy(%x)
+  %computes = f32[8,4]{1,0:S(5)} add(%x, %x)
+  ROOT %away = f32[8,4]{1,0:S(5)} fusion(%reads), kind=kLoop, calls=%fused
+}
+"""
+    found = _program.kernels_on_host_memory(list(instructions(text)))
+    assert [line.name for line in found] == ["reads", "copies", "computes", "away"]
+
+
+def test_collectives_are_counted_by_their_results_however_they_are_started():
+    text = """
+ENTRY %main (x: f32[4,8]) -> f32[8,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %plain = f32[8,8]{1,0} all-gather(%x)
+  %gather = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x)
+  %both = ((f32[4,8]{1,0}, f32[2,8]{1,0}), (f32[8,8]{1,0}, f32[4,8]{1,0})) all-gather-start(%x, %y)
+  %sum = f32[4,8]{1,0} all-reduce-start(%x)
+  %sums = ((f32[4,8]{1,0}), f32[4,8]{1,0}) all-reduce-start(%x)
+  %parts = (f32[1,8]{1,0}, f32[1,8]{1,0}) all-to-all(%a, %b)
+}
+"""
+    assert _program.collectives(list(instructions(text))) == {
+        ("all-gather", "f32[8,8]"): 3,
+        ("all-gather", "f32[4,8]"): 1,
+        ("all-reduce", "f32[4,8]"): 2,
+        ("all-to-all", "f32[1,8]"): 1,
+    }
+
+
 def test_a_copy_within_the_host_touches_it():
     text = """
 ENTRY %main (x: f32[4]) -> f32[4] {

@@ -99,6 +99,12 @@ def test_a_key_that_no_name_can_have_is_refused(tree, bad, wrap):
     assert repr(bad) in str(error.value)
 
 
+@pytest.mark.parametrize("leaf", ["hello", object, jnp.sin], ids=str)
+def test_what_is_no_array_is_refused(leaf):
+    with pytest.raises(TypeError, match=r"tag: 'mlp/fc1.gate' is .*; it must be an array"), scope("mlp"):
+        tag({"gate": leaf}, "fc1")
+
+
 def test_keys_of_any_kind_are_fields_if_they_read_as_names():
     class Node:
         def __init__(self, x):

@@ -425,6 +425,10 @@ def test_a_damaged_launcher_is_a_sentence(config, tmp_path, environment, said):
             ["model.experts=4", "model.experts_per_token=2", "model.d_expert=64", "model.grouped=te"],
             "model.grouped = 'te': grouped_matmul: backend 'te' needs TransformerEngine",
         ),
+        (
+            ["model.experts=4", "model.d_expert=64", "model.exchange=ragged", "mesh.expert=2", "mesh.tensor=1"],
+            "model.exchange = 'ragged': XLA has it on NVIDIA GPUs alone; must be padded here",
+        ),
         (["data.path=/nowhere/*.txt"], "data.path = '/nowhere/*.txt': "),
         (["data.path=[/nowhere/*.txt, stdlib]"], "data.path = ('/nowhere/*.txt', 'stdlib'): "),
         (["data.tokenizer=/nowhere.json"], "data.tokenizer = /nowhere.json: "),

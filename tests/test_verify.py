@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -21,11 +23,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxoffload import Policy, _layer, _loops, _plan, _scan, _xla, chain, checkpoint, profile, scan, tag
-from jaxoffload.__main__ import main
+from jaxoffload import Policy, _layer, _loops, _plan, _scan, _xla, chain, checkpoint, profile, residuals, scan, tag
+from jaxoffload.__main__ import main, progress
 from jaxoffload._memory import DEVICE, HOST, on_host, readable
 from jaxoffload._policy import VERDICT
-from jaxoffload._twin import with_layers
+from jaxoffload._twin import is_twin, with_layers
 from jaxoffload.proof import Peaks, _checks, _subject, checks, verify
 from models.attention import transformer_engine
 from models.train import step_for
@@ -114,10 +116,10 @@ def test_abstract_arguments_are_filled_and_other_results_compared():
 def test_a_function_that_is_not_ours_has_no_twin():
     found = verify(of_jax, X, weights(LAYERS))
     assert {c.claim for c in found if c.verdict == "holds"} == {"moves", "repeats"}, found
-    assert "no twin" in found["gradients"].said
+    assert "no twin; is it jaxoffload's scan, chain or checkpoint that it calls?" in found["gradients"].said
     moving = lambda x, w: {"y": of_jax(x, jax.tree.map(lambda a: jax.device_put(jax.device_put(a, HOST), DEVICE), w))}
     found = verify(moving, X, weights(LAYERS))
-    assert found["moves"].verdict == "fails" and "an input float32<host>[4,16,32]" in found["moves"].said, found
+    assert found["moves"].verdict == "fails" and "an argument float32<host>[4,16,32]" in found["moves"].said, found
 
 
 def test_a_policy_given_to_verify_is_checkpoints():
@@ -327,6 +329,172 @@ def test_what_moves_inside_of_custom_rules_and_by_jit_is_seen():
     assert found.verdict == "fails" and "result 0 of a jit" in found.said
 
 
+def there_and_back(x):
+    """On the host meanwhile; an identity."""
+    moved = jax.custom_vjp(lambda x: jax.device_put(jax.device_put(x, HOST), DEVICE) * 1)
+    moved.defvjp(lambda x: (moved(x), None), lambda _, ct: (ct,))
+    return moved(x)
+
+
+def by_jax(*offloaded):
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=list(offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def in_a_scan(f, policy):
+    """Of layers under JAX's own checkpoint."""
+    return lambda x, w: jnp.sum(lax.scan(jax.checkpoint(lambda x, w: (f(x, w), None), policy=policy), x, w)[0] ** 2)
+
+
+def named_weight(x, w):
+    return layer(x, w | {"in": checkpoint_name(w["in"], "w_in")})
+
+
+UNTOLD = "an input float32<host>[16,32], which nobody named"
+CALLERS = "an argument float32<host>[4,16,32], which is named 'w_in' and stays with the caller"
+
+
+@pytest.mark.parametrize(
+    "f, said",
+    [
+        # inside of a layer of ours
+        (
+            lambda x, w: jnp.sum(
+                scan(lambda x, w: (layer(x, w | {"in": there_and_back(w["in"])}), None), x, w, policy=RULES)[0] ** 2
+            ),
+            UNTOLD,
+        ),
+        (in_a_scan(named_weight, by_jax("w_in")), CALLERS.replace("[4,", "[")),
+        (in_a_scan(named_weight, Policy({"w_in": "offload"}, min_offload_bytes=0)), CALLERS.replace("[4,", "[")),
+        (lambda x, w: of_scan(x, w) + there_and_back(jnp.sin(x))[0, 0], "an input float32<host>[8,16], which nobody"),
+    ],
+    ids=["in our layer", "named, by JAX", "named, by JAX with our policy", "beside ours"],
+)
+def test_what_must_not_go_to_the_host_fails(f, said):
+    found = verify(f, X, weights(LAYERS))["moves"]
+    assert found.verdict == "fails" and said in found.said, found
+
+
+@jax.jit
+def off(x):
+    return jax.device_put(jax.device_put(x, HOST), DEVICE)
+
+
+def test_what_may_go_to_the_host_holds():
+    """A name holds inside of what is jitted too; an optimizer's state that lives on the host goes back there."""
+    named = lambda x, w: {"y": off(checkpoint_name(jnp.sin(x), "y")), "g": jax.grad(of_scan)(x, w)}
+    assert verdicts(named, X, weights(LAYERS))["moves"] == "holds"
+
+    def step(x, w, moment):
+        moment = jax.tree.map(lambda m, g: jax.device_put(m, DEVICE) + g, moment, jax.grad(of_scan, 1)(x, w))
+        return {"moment": jax.tree.map(lambda m: jax.device_put(m, HOST), moment)}
+
+    found = verify(step, X, weights(LAYERS), jax.device_put(weights(LAYERS), HOST))
+    assert found["moves"].verdict == "holds" and found.ok, found
+    assert "3 values that go to the host 1 are marked offload" in found["moves"].said
+
+
+def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
+    """Planted: it says offload of what is to be saved, but not to the twin."""
+    rules = Policy({"fc1": "save"}, min_offload_bytes=0)
+    monkeypatch.setattr(Policy, "decision", lambda self, name: "save" if is_twin() or name != "fc1" else "offload")
+    mine = in_a_scan(layer, rules)
+    jax.make_jaxpr(jax.grad(mine))(X, weights(LAYERS))
+    subject = _subject.subject_of(mine, (X, weights(LAYERS)))
+    monkeypatch.undo()
+    assert _checks.moves(subject) == ("fails", "to the host go fc1, which is marked save")
+
+
+def test_what_others_move_beside_ours_is_not_judged_by_bytes():
+    beside = lambda x, w, v: of_scan(x, w) + in_a_scan(layer, by_jax("fc1"))(x, v)
+    found = verify(beside, X, weights(LAYERS), weights(2))
+    assert found.ok and found["conservation"].verdict == found["gradients"].verdict == "not checked", found
+    assert "1 value(s) go to the host in the twin too" in found["conservation"].said
+
+
+def in_a_checkpoint(f):
+    return checkpoint(f, policy=Policy(min_offload_bytes=0), strict=False)
+
+
+def in_a_scan_of_ours(f):
+    turn = lambda w: lambda x, v: (x + f(x, w) * v, None)
+    return lambda x, w: jnp.sum(scan(turn(w), x, jnp.ones(2), policy=RULES, strict=False)[0])
+
+
+@pytest.mark.parametrize(
+    "around, f",
+    [
+        (jax.checkpoint, of_scan),
+        (jax.checkpoint, of_chain),
+        (in_a_checkpoint, of_scan),
+        (in_a_checkpoint, of_chain),
+        (in_a_scan_of_ours, of_scan),  # a chain is a part of the scan's layer
+    ],
+)
+def test_what_a_checkpoint_around_it_runs_again_is_not_said_to_run_once(around, f):
+    subject = _subject.subject_of(around(f), (X, weights(LAYERS)))
+    verdict, said = _checks.producers(subject)
+    assert verdict == "not checked" and "what other checkpoints keep, or run again, is not known" in said
+
+
+def test_a_kernel_that_runs_again_for_one_of_its_results_runs_again_for_all():
+    def routed(x, w):
+        gates, experts = lax.top_k(x @ w["in"], 2)
+        return x + (tag(gates, "gates") * tag(experts, "routing")) @ w["out"][:2], None
+
+    def loss(gates):
+        rules = Policy({"gates": gates, "routing": "save"}, min_offload_bytes=0)
+        return lambda x, w: jnp.sum(scan(routed, x, w, policy=rules)[0] ** 2)
+
+    assert verdicts(loss("save"), X, weights(LAYERS))["producers"] == "holds"
+    found = verify(loss("recompute"), X, weights(LAYERS))["producers"]
+    assert found.verdict == "fails"
+    assert found.said == "computed again: routing (save) with gates (recompute), of one kernel"
+
+
+def test_a_key_that_is_tagged_is_no_trouble():
+    def dropped(x, w):
+        key = tag(jax.random.fold_in(jax.random.key(0), jnp.argmax(x)), "key")
+        return layer(x, w) * jax.random.bernoulli(key, 0.9, x.shape), None
+
+    found = verify(lambda x, w: jnp.sum(scan(dropped, x, w, policy=RULES)[0] ** 2), X, weights(LAYERS))
+    assert found.ok and found["producers"].verdict == "holds", found
+
+
+def test_results_that_do_not_depend_on_the_layers_are_no_evidence():
+    nothing = lambda x, w: {"g": jax.grad(of_scan)(0 * x, jax.tree.map(jnp.zeros_like, w)), "w": w, "step": 0}
+    found = verify(nothing, X, weights(LAYERS))["gradients"]
+    assert found.verdict == "not checked" and "they are zero, or are arguments" in found.said
+    partly = lambda x, w, b: of_scan(0 * x, jax.tree.map(jnp.zeros_like, w)) + jnp.sum(b**2)
+    found = verify(partly, X, weights(LAYERS), jnp.ones(3))["gradients"]
+    assert found.verdict == "holds"
+    assert found.said.endswith("; of them zero: the gradient of args[0], args[1]['in'], args[1]['out']")
+
+
+def test_a_step_that_looks_like_a_loss_is_a_sentence():
+    step = lambda x, w: jnp.sum(jax.grad(of_scan)(x, w))
+    with pytest.raises(NotImplementedError, match=r"verify: .*one floating-point scalar.* return the"):
+        verify(step, X, weights(LAYERS))
+    with pytest.raises(NotImplementedError, match=r"residuals: .*differentiates what is in it.* give"):
+        residuals(step, X, weights(LAYERS))
+
+
+@pytest.mark.parametrize("spec", [(None, "d"), (None, None, "d")])
+def test_weights_that_are_divided_and_gathered_again_are_no_fault(spec):
+    """Of a stack on the host one row more is read than there are layers, and given to the devices as the others."""
+    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
+    on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
+    w = jax.tree.map(lambda a: on(a, *spec), weights(LAYERS))
+    found = verify(of_scan, on(X, "d"), w)
+    assert found["placement"].verdict == "holds" and found.ok, found
+    assert found["gradients"].verdict == "not checked" and "by less than 1.9e-06 of" in found["gradients"].said
+    assert "where 1 rows of the stacks on the host are read beyond the twin's" in found["placement"].said
+
+
 def test_a_chain_on_a_mesh_has_its_twins_collectives():
     """XLA makes one collective of several in the one, and of others in the other."""
     mesh = jax.make_mesh((4, 2), ("d", "t"), (jax.sharding.AxisType.Auto,) * 2)
@@ -370,7 +538,7 @@ def test_bad_arguments_are_sentences():
     with pytest.raises(KeyError, match="'grad' is none of gradients, conservation"):
         verify(of_scan, X, weights(LAYERS))["grad"]
     step, args, *_ = step_for(str(ROOT / "configs/tiny.yaml"), "mesh.fsdp=4")
-    with pytest.raises(NotImplementedError, match="a mesh of 4 devices that are not here"):
+    with pytest.raises(NotImplementedError, match=r"a mesh of 4 devices \(.*'fsdp': 4.*\) that are not here \(8 are\)"):
         verify(step, *args)
 
 
@@ -636,7 +804,7 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         ),
         (
             ["verify", "models.train:step_for", "configs/tiny.yaml", "mesh.fsdp=4"],
-            "a mesh of 4 devices that are not here",
+            "'tensor': 1}) that are not here (8 are); give it a mesh of these",
         ),
         (["verify", "test_verify:made", "odd"], "must return (f, args) or (step, args, loss, loss_args)"),
         (["report", "test_verify:made", "step"], "this is a step, whose residuals are inside of it; return its loss"),
@@ -645,14 +813,45 @@ def test_the_command_line_verifies(capsys, monkeypatch):
             ["report", "models.train:step_for", "configs/tiny.yaml", "remat.residuals[mlp/fcl]=offload"],
             "remat.residuals['mlp/fcl']: no tagged value has a name that it matches",
         ),
+        (["report", "mine:number"], "mine:number is no function: 1"),
+        (["report", "mine:few"], "mine:few returns <lambda> with 1 argument(s): missing a required argument: 'y'"),
+        (["report", "mine:text"], "mine:text returns <lambda> with args[0] = 'hello'; allowed are arrays and"),
+        (["report", "builtins:type"], "builtins:type cannot be called with 0 argument(s)"),
+        (["report", "test_verify:made", "loss", "--machine", "{mine}/slow.json"], "prints: 0.0 is no rate"),
+        (["report", "test_verify:made", "loss", "--html", "/dev/full"], "--html /dev/full: No space left on device"),
         (["report", "mine:nothing"], "must return (f, args) or (step, args, loss, loss_args)"),
         (["report", "test_verify:made", "loss", "--html", "configs"], "--html configs: Is a directory; must be a file"),
     ],
 )
 def test_what_cannot_be_done_is_a_sentence(asked, said, capsys, mine):
-    assert main(asked) == 2
+    assert main([text.format(mine=mine) for text in asked]) == 2
     err = capsys.readouterr().err
     assert said in err and "Traceback" not in err
+
+
+def test_options_may_stand_anywhere_and_a_loss_may_have_other_results(capsys, mine):
+    assert main(["verify", "mine:pair", "--json", "2", "--has-aux"]) == 0
+    found = json.loads(capsys.readouterr().out)["loss"]
+    assert found["checks"][0]["verdict"] == "holds" and "5 results" in found["checks"][0]["said"]
+    with pytest.raises(SystemExit):
+        main(["verify", "mine:pair", "--jsn", "2"])
+    assert "unrecognized arguments: --jsn" in capsys.readouterr().err
+
+
+def test_what_takes_longer_than_two_seconds_says_so(capsys, monkeypatch):
+    real, waited = threading.Event.wait, []
+
+    def at_once(self, seconds=None):
+        if seconds is None:
+            return real(self)
+        waited.append(seconds)
+        return real(self, 0.01)
+
+    monkeypatch.setattr(threading.Event, "wait", at_once)
+    with progress("verify"):
+        while len(waited) < 2:
+            time.sleep(0.01)
+    assert waited[:2] == [2, 30] and re.match(r"verify: \d+ s\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -674,10 +873,18 @@ def mine(tmp_path, monkeypatch):
     """A user's modules."""
     (tmp_path / "mine.py").write_text(
         "def raises():\n  raise NotImplementedError\n\ndef divides():\n  1 / 0\n\ndef nothing():\n  return None, ()\n"
+        "number = 1\n\ndef few():\n  return (lambda x, y: x), (1.0,)\n\n"
+        "def text():\n  return (lambda x: x), ('hello',)\n"
+        "def ours(x, w):\n  import test_verify\n  return test_verify.of_scan(x, w), {'n': x[0, 0]}\n"
+        "def pair(_):\n  import test_verify\n  return ours, (test_verify.X, test_verify.weights(4))\n"
     )
+    rates = {"d2h": 1.0, "h2d": 1.0, "together": 0.0}
+    both = {"one": rates, "all": rates, "attention_tflops": [1, 1], "gemm_tflops": 1, "hbm_gb_s": 1}
+    (tmp_path / "slow.json").write_text(json.dumps({"device": "x", "gpus": 1, "jaxlib": "0", **both}))
     (tmp_path / "imports_torchy.py").write_text("import torchy\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(ROOT)
+    return tmp_path
 
 
 def test_what_is_not_differentiated_is_not_checked():
@@ -696,7 +903,10 @@ def test_what_other_policies_keep_is_not_known():
     mixed = lambda x, w, v: of_scan(x, w) + jnp.sum(jax.lax.scan(jax.checkpoint(block, policy=named), x, v)[0])
     v = 0.01 * jnp.ones((2, X.shape[1], X.shape[1]))
     found = {check.claim: check for check in verify(mixed, X, weights(LAYERS), v)}
-    assert found["producers"].verdict == "not checked" and "what other policies keep" in found["producers"].said
+    assert (
+        found["producers"].verdict == "not checked"
+        and "what other checkpoints keep, or run again" in found["producers"].said
+    )
     assert found["gradients"].verdict == "holds"
 
 

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -71,6 +71,7 @@ def grouped_matmul(
         raise ValueError("grouped_matmul: w: no matrices; give one (G, K, N), or several")
     for one in matrices:
         _check_arguments(x, one, group_sizes, backend, quantize, full)
+        _refuse(list(_explicitly_sharded(x=x, w=one, group_sizes=group_sizes)))
     names = [chosen_backend(x, one, quantize=quantize) if backend == "auto" else backend for one in matrices]
     if quantize and len(set(names)) > 1:
         names = ["ragged"] * len(names)  # of x there is one quantised copy
@@ -91,12 +92,14 @@ def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) ->
     The first of these that can do it:
 
     1. "te", if TransformerEngine leaves the group sizes on the device: for plain bfloat16, on Hopper GPUs and newer
-       ones, compiled for it and run with cuBLAS 13.8.1 or later. XLA cannot divide its products: of several devices
-       only inside of a `shard_map` over all axes.
+       ones, compiled for it and run with cuBLAS 13.8.1 or later.
     2. "mosaic": for plain 16-bit operands, on Hopper GPUs.
     3. "te" on Hopper GPUs and newer ones. Here the host reads the group sizes and waits, at each product, and beside
        residuals that are being offloaded for as long as their copies take.
     4. "ragged".
+
+    XLA cannot divide TransformerEngine's products: "te" is passed by where there are several devices, but inside of a
+    `shard_map` over all axes.
 
     The GPU is the first of `jax.devices()`. Where TransformerEngine cannot be imported, or is too old, it is passed by:
     to have it, import `transformer_engine.jax` before JAX's first computation.
@@ -107,8 +110,8 @@ def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) ->
     _refuse(_wrong_operands(x, w, quantize))
     generation, shape = _gpu_generation(), _shape(x, w)
     candidate = te.TE if quantize is None else te.TE_FP8
-    te_can = generation >= 9 and te.importable() and not candidate.refuses(shape)
-    if te_can and quantize is None and te.sizes_stay(shape.dtype) and _is_of_one_device():
+    te_can = generation >= 9 and te.importable() and not candidate.refuses(shape) and _is_of_one_device()
+    if te_can and quantize is None and te.sizes_stay(shape.dtype):
         return "te"
     if quantize is None and generation == 9 and not MOSAIC.refuses(shape):  # wgmma is Hopper's alone
         return "mosaic"
@@ -216,6 +219,13 @@ def _check_arguments(x: Any, w: Any, group_sizes: Any, backend: str, quantize: s
 def _refuse(wrong: list[str]) -> None:
     if wrong:
         raise ValueError(f"grouped_matmul: {'; '.join(wrong)}")
+
+
+def _explicitly_sharded(**operands: Any) -> Iterator[str]:
+    for name, a in operands.items():
+        aval = jax.typeof(a)
+        if any(aval.sharding.spec):
+            yield f"{name}: {aval.str_short()} is divided over explicit axes; call it in a jax.shard_map"
 
 
 def _said(a: Any) -> str:

@@ -169,6 +169,11 @@ def _not_allowed(rowwise: Any, columnwise: Any) -> str | None:
             return f"{name}: {kind} without group sizes"
         if bool(getattr(tensor, "is_colwise", False)) != is_columnwise:
             return f"{name}: {kind}, which is {'row' if is_columnwise else 'column'}-wise"
+        if getattr(tensor, "last_dims", None) is not None:
+            return f"{name}: {kind} with column counts (last_dims)"
+        scales = getattr(tensor, "scale_inv", None)
+        if scales is not None and scales.shape != tensor.first_dims.shape:
+            return f"{name}: {kind} with {scales.shape} scales, not one for each of {tensor.first_dims.size} groups"
     sizes, others = columnwise.first_dims, rowwise.first_dims
     if sizes is others:  # what TransformerEngine returns, of which no values need be fetched
         return None

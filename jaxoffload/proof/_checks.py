@@ -21,11 +21,14 @@ from jax.extend.core import Var
 
 from .._memory import DEVICE, on_host, readable
 from .._origin import origin
-from .._plan import ARGUMENT
+from .._plan import ARGUMENT, Row
+from .._policy import Policy
 from .._residuals import EMPTY, OFFLOADED, RECOMPUTED, Residual, Residuals, residuals
+from .._tags import read_names
 from .._twin import twin, with_layers
 from .._xla import compiler_options
 from . import _kernels
+from ._crossings import GIVEN, INPUTS, Crossing, crossings
 from ._program import (
     Instruction,
     collective_kernels,
@@ -38,20 +41,22 @@ from ._program import (
     waited_for,
     with_sizes_on_the_host,
 )
-from ._subject import INPUTS, Subject, compiled, crossings, has_loops, most_layers_of
+from ._subject import Subject, coarsest_eps, compiled, has_loops, most_layers_of, rows_read_beyond
 from ._trace import Event, in_the_way, traced
 
 HOLDS: Final = "holds"
 FAILS: Final = "fails"
 NOT_CHECKED: Final = "not checked"
 Verdict = Literal["holds", "fails", "not checked"]
-NO_TWIN = (
-    "nothing in the function is differentiated by jaxoffload, so it has no twin (a loss returns one floating-point "
-    "scalar; has_aux=True: that and other results)"
-)
-
 
 Found = tuple[Verdict, str]  # and what was compared, where it fails and by how much, or why it was not checked
+
+
+def _no_twin(subject: Subject) -> str:
+    said = "nothing in the function is differentiated by jaxoffload, so it has no twin"
+    if subject.loss is None:
+        return f"{said} (a loss returns one floating-point scalar; has_aux=True: that and other results)"
+    return f"{said}; is it jaxoffload's scan, chain or checkpoint that it calls?"
 
 
 # --- gradients
@@ -59,35 +64,49 @@ Found = tuple[Verdict, str]  # and what was compared, where it fails and by how 
 
 def gradients(subject: Subject) -> Found:
     if not subject.has_twin:
-        return NOT_CHECKED, NO_TWIN
-    theirs = jax.make_jaxpr(twin(subject.run))(*subject.args)
-    if has_loops(theirs):
+        return NOT_CHECKED, _no_twin(subject)
+    if has_loops(subject.twins_jaxpr):
         return NOT_CHECKED, "it was differentiated before it came here, and has no twin any more"
-    if crossing := list(crossings(theirs)):
-        return NOT_CHECKED, f"not jaxoffload moves {len(crossing)} value(s) to the host, in the twin too"
+    if crossing := list(crossings(subject.twins_jaxpr)):
+        return NOT_CHECKED, f"{len(crossing)} {_OTHERS_MOVE}"
     fitting = twin_that_fits(subject)
     if fitting is None:
         fewer = (
             "with fewer layers that fit nothing moves" if most_layers_of(subject.jaxpr) else "only scans can have fewer"
         )
         return NOT_CHECKED, f"{need(subject.twins_program)}, and {fewer}"
-    mine, differ = _compared(fitting.program, fitting.twins_program, subject.arrays)
+    mine, differ, apart = _compared(fitting.program, fitting.twins_program, subject.arrays)
     if _in_any_process(bool(differ)) and jax.default_backend() == "gpu":  # perhaps in what cuBLAS made one of
-        mine, differ = _compared(*fitting.exact_programs(), subject.arrays)
+        mine, differ, apart = _compared(*fitting.exact_programs(), subject.arrays)
     results, of = len(jax.tree.leaves(mine)), ""
     if fitting.most is not None:
         of = f", with the first {fitting.most} layers of each scan: {need(subject.twins_program)}"
     if differ:
-        return FAILS, f"{len(differ)} of {results} results differ: {'; '.join(differ[:3])}{of}"
-    if (empty := _says_nothing(mine)) is not None:
+        said = f"{len(differ)} of {results} results differ: {'; '.join(differ[:3])}{of}"
+        if len(subject.devices) > 1 and apart < (rounding := min(0.05, 16 * coarsest_eps(subject.jaxpr))):
+            why = "XLA may divide a product's sum among devices in one program and not in the other"
+            return NOT_CHECKED, f"{said}; by less than {rounding:.2g} of their norm, and {why}"
+        return FAILS, said
+    if (empty := _says_nothing(mine, _on_host(subject.arrays))) is not None:
         return NOT_CHECKED, f"the results are equal, but {empty}; give arguments with which they are not"
+    if zero := [path for path, g in jax.tree_util.tree_leaves_with_path(mine.get("gradient", [])) if not g.any()]:
+        of += f"; of them zero: the gradient of {_first([f'args{jax.tree_util.keystr(path)}' for path in zero])}"
     return HOLDS, f"{results} results are the twin's, bit for bit{of}"
 
 
-def _compared(program: Any, twins: Any, args: tuple[Any, ...]) -> tuple[Any, list[str]]:
-    """The results of the one, and how those of the other differ."""
-    mine = _on_host(program(*args))
-    return mine, list(_differences(mine, _on_host(twins(*args))))
+def _compared(program: Any, twins: Any, args: tuple[Any, ...]) -> tuple[Any, list[str], float]:
+    """The results of the one; how those of the other differ; and how far at most, as a share of a result's norm."""
+    mine, others = _on_host(program(*args)), _on_host(twins(*args))
+    apart = max(map(_apart, jax.tree.leaves(mine), jax.tree.leaves(others)), default=0.0)
+    return mine, list(_differences(mine, others)), apart
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> float:
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return 0.0 if (a == b).all() else math.inf
+    norm = lambda x: float(np.linalg.norm(x.reshape(-1).astype(np.complex128)))
+    by, whole = norm(a.astype(np.complex128) - b), norm(b)
+    return 0.0 if by == 0 else by / whole if whole and math.isfinite(by) else math.inf
 
 
 def _in_any_process(true: bool) -> bool:
@@ -111,13 +130,21 @@ def twin_that_fits(subject: Subject) -> Subject | None:
     return None if fitting is None or (subject.crossings and not fitting.crossings) else fitting
 
 
-def _says_nothing(results: Any) -> str | None:
+_OTHERS_MOVE = "value(s) go to the host in the twin too: not jaxoffload moves them"
+
+
+def _says_nothing(results: Any, args: Any) -> str | None:
     """Why equal results are no evidence."""
     for path, x in jax.tree_util.tree_leaves_with_path(results):
         if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all():
             return f"{jax.tree_util.keystr(path)} is not finite"
-    gradient = jax.tree.leaves(results.get("gradient", []))
-    return "all gradients are zero" if gradient and not any(g.any() for g in gradient) else None
+    if "gradient" in results:
+        gradient = jax.tree.leaves(results["gradient"])
+        return "all gradients are zero" if gradient and not any(g.any() for g in gradient) else None
+    given = [*jax.tree.leaves(args)]
+    is_given = lambda x: any(x.shape == a.shape and x.dtype == a.dtype and not any(_differences(x, a)) for a in given)
+    computed = [x for x in jax.tree.leaves(results) if x.any() and not is_given(x)]
+    return None if computed else "they are zero, or are arguments"
 
 
 def _on_host(tree: Any) -> Any:
@@ -166,7 +193,7 @@ def need(program: Any, what: str = "the twin") -> str:
 
 def conservation(subject: Subject) -> Found:
     if not subject.has_twin:
-        return NOT_CHECKED, NO_TWIN
+        return NOT_CHECKED, _no_twin(subject)
     if subject.loss is None:
         return NOT_CHECKED, "a step's residuals are inside of it; verify its loss"
     mine, others = (residuals(loss, *subject.args) for loss in (subject.loss, twin(subject.loss)))
@@ -176,6 +203,8 @@ def conservation(subject: Subject) -> Found:
     how = f"by the jaxpr {readable(freed)} less than the twin's on the device, {readable(held)} on the host"
     if freed != held and subject.plans.overlap:
         return NOT_CHECKED, f"{how}; but plans are nested, and in the twin the outer one keeps more"
+    if freed != held and (crossing := list(crossings(subject.twins_jaxpr))):
+        return NOT_CHECKED, f"{how}; but {len(crossing)} {_OTHERS_MOVE}"
     if freed != held:
         return FAILS, f"{how}: {freed - held:+,} bytes"
     verdicts, said = zip(_planned(subject, moved), _by_peaks(subject), strict=True)
@@ -237,24 +266,47 @@ _VISIBLE = 64 * 2**20  # bytes; memory differs by some MiB for other reasons
 
 
 def moves(subject: Subject) -> Found:
-    wrong = []
-    for crossing in subject.crossings:
-        source = crossing.source
-        if source.name is None and not crossing.named and (subject.plans.plans or source.where in INPUTS):
-            wrong.append(f"{source.where} {crossing.aval.str_short()}, which nobody named")
-        elif source.name is not None and source.name.decision != "offload":
-            row = subject.plans.rows.get(str(source.name))
-            names = ", ".join(row.names) if row else str(source.name)
-            wrong.append(f"{names or 'a matrix product'}, which is marked {source.name.decision}")
+    wrong = [f"{what}, {why}" for crossing in subject.crossings for what, why in _forbidden(crossing, subject)]
     if wrong:
         return FAILS, f"to the host go {'; '.join(dict.fromkeys(wrong))}"
     if not (count := len(subject.crossings)):
         return HOLDS, "nothing goes to the host"
-    if subject.plans.plans:
+    marked = sum(crossing.source.name is not None for crossing in subject.crossings)
+    if marked == count:
         return HOLDS, f"the {count} values that go to the host are marked offload"
-    inputs = sum(crossing.source.where in INPUTS for crossing in subject.crossings)
-    named = f"; {inputs} of them are inputs, which somebody named" if inputs else ""
-    return HOLDS, f"the {count} values that go to the host have a name, or are results of equations{named}"
+    others = "have a name that is not a plan's, are results of equations, or lived there before"
+    return HOLDS, f"of the {count} values that go to the host {marked} are marked offload; {count - marked} {others}"
+
+
+def _forbidden(crossing: Crossing, subject: Subject) -> Iterator[tuple[str, str]]:
+    """What it is, and why it must not go to the host; nothing where it may."""
+    source, what = crossing.source, f"{crossing.source.where} {crossing.aval.str_short()}"
+    if source.name is not None:
+        if source.name.decision != "offload":
+            row = subject.plans.rows.get(str(source.name))
+            names = ", ".join(row.names) if row else str(source.name)
+            yield names or "a matrix product", f"which is marked {source.name.decision}"
+    elif _lives_there(crossing, subject):
+        pass
+    elif source.where == GIVEN:
+        yield what, f"which is named {crossing.name!r} and stays with the caller" if crossing.name else _UNNAMED
+    elif crossing.name is None:
+        if subject.plans.plans or source.where in INPUTS:
+            yield what, _UNNAMED
+    elif subject.policies and all(isinstance(policy, Policy) for policy in subject.policies):
+        name = read_names(crossing.name)[0]
+        decided = {"save" if name.keep else policy.decision(name.text) for policy in subject.policies}
+        if "offload" not in decided:
+            yield name.text, f"which is marked {' or '.join(sorted(decided))}"
+
+
+_UNNAMED = "which nobody named"
+
+
+def _lives_there(crossing: Crossing, subject: Subject) -> bool:
+    """Whether it may be the new value of an argument on the host, as an optimizer's state may be."""
+    like = lambda aval: (aval.shape, aval.dtype)
+    return like(crossing.aval) in {like(v.aval) for v in subject.jaxpr.invars if on_host(v.aval)}
 
 
 # --- producers
@@ -263,17 +315,25 @@ def moves(subject: Subject) -> Found:
 def producers(subject: Subject) -> Found:
     if not subject.plans.plans:
         return NOT_CHECKED, "nothing in the function is jaxoffload's: what it means to keep is not known"
-    again = []
-    for name, row in subject.plans.rows.items():
-        layers = subject.plans.recomputed[name][0]
-        is_routing = row.names and not jnp.issubdtype(row.dtype, jnp.inexact)
-        if layers and (row.decision != "recompute" or is_routing):
-            again.append(f"{', '.join(row.names) or 'a matrix product'} ({row.decision}) in {layers} layer(s)")
+    rows, recomputed = subject.plans.rows, subject.plans.recomputed
+    what = lambda row: f"{', '.join(row.names) or 'a matrix product'} ({row.decision})"
+    again = [
+        f"{what(row)} in {recomputed[name][0]} layer(s)"
+        for name, row in rows.items()
+        if recomputed[name][0] and (row.decision != "recompute" or _is_routing(row))
+    ]
+    for results in (results for plan in subject.plans.plans for results in plan.together):
+        kept = [what(rows[name]) for name in results if rows[name].decision != "recompute"]
+        again += [
+            f"{', '.join(kept)} with {what(rows[name])}, of one kernel"
+            for name in results
+            if recomputed[name][0] and kept
+        ]
     if again:
         return FAILS, f"computed again: {'; '.join(dict.fromkeys(again))}"
     said = "by the jaxpr none is computed again"
-    if subject.plans.others:
-        return NOT_CHECKED, f"{said} of what jaxoffload keeps; what other policies keep is not known"
+    if subject.plans.others or subject.plans.overlap:
+        return NOT_CHECKED, f"{said} for jaxoffload; but what other checkpoints keep, or run again, is not known"
     if jax.default_backend() != "gpu":
         return HOLDS, f"{said}; not by the compiled program, which is a GPU's"
     expected = _kernels.traced(subject.jaxpr)
@@ -286,6 +346,10 @@ def producers(subject: Subject) -> Found:
         return FAILS, f"{said}, but by the compiled program {'; '.join(more)}"
     counts = ", ".join(f"{ran.counts[kind]} {kind}" for kind in expected.counts)
     return HOLDS, f"{said}; by the compiled program {counts or 'none'}, no more than were traced"
+
+
+def _is_routing(row: Row) -> bool:
+    return bool(row.names) and (row.dtype.startswith("key<") or not jnp.issubdtype(row.dtype, jnp.inexact))
 
 
 # --- copies, placement
@@ -343,15 +407,20 @@ def placement(subject: Subject) -> Found:
     if len(subject.devices) < 2:
         return NOT_CHECKED, "all arguments are on one device"
     if not subject.has_twin:
-        return NOT_CHECKED, NO_TWIN
+        return NOT_CHECKED, _no_twin(subject)
     mine, others = (
         collectives(list(instructions(program.as_text()))) for program in (subject.program, subject.twins_program)
     )
     wrong = []
-    if more := mine - others:
+    further = rows_read_beyond(subject.jaxpr)
+    if more := {
+        what: mine[what] - others[what] for what in mine if mine[what] > others[what] + further * (what in others)
+    }:
         said = ", ".join(f"{count} {kind} of {shape}" for (kind, shape), count in more.items())
         wrong.append(f"more collectives than the twin has: {said}")
     held = f"arrays are in {mine.total()} collectives, the twin's in {others.total()}"
+    if mine - others:
+        held += f", where {further} rows of the stacks on the host are read beyond the twin's"
     if subject.loss is not None:
         here, there = (_of_each_device(loss, subject.args) for loss in (subject.loss, twin(subject.loss)))
         larger = sorted(name for name in here if here[name] > there.get(name, 0))
@@ -418,7 +487,8 @@ def repeats(subject: Subject) -> Found:
         return FAILS, f"{readable(held[-1] - held[1])} more are in use {later}"
     if more > _VISIBLE:
         return FAILS, f"the process takes {readable(more)} more of the host's memory {later}"
-    return HOLDS, f"{subject.repeats} runs are equal, and {readable(held[-1])} are in use after each"
+    but = f"; the process takes no more, but for {readable(_VISIBLE)}"
+    return HOLDS, f"{subject.repeats} runs are equal, and {readable(held[-1])} are in use after each{but}"
 
 
 def _bytes_in_use() -> int:

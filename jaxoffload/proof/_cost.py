@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._memory import nbytes
-from .._values import parts_of
+from .._values import nested, parts_of
 from ._kernels import flops_of
 from ._machine import Machine, attention_flops
-from ._subject import PRODUCTS, nested
+from ._subject import PRODUCTS
 
 # Equations whose results are their operands, or which the product behind them does by itself.
 _SAME = {"name", "sharding_constraint", "reshape", "squeeze", "expand_dims", "transpose", "copy", "reduce_precision"}

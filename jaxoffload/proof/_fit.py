@@ -10,10 +10,10 @@ from jax.extend.core import Jaxpr
 
 from .._loops import Loops, Part, backward_p, forward_p
 from .._memory import nbytes, readable
-from .._values import parts_of
+from .._values import nested, parts_of
 from ._cost import cost
 from ._machine import Bus, Machine
-from ._subject import nested, run_of
+from ._subject import run_of
 
 
 class LayerCopy(NamedTuple):

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from .._values import nested
 from ._program import Instruction, of_shape, runs
-from ._subject import PRODUCTS, nested
+from ._subject import PRODUCTS
 
 PRODUCT = "matrix products"
 # Kind -> the names of its equations, and of its instructions or, of custom calls, their targets.

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import statistics
 import time
@@ -67,7 +68,11 @@ class Machine:
         try:
             read = json.loads(text)
             buses = {which: Bus(**read.pop(which)) for which in ("one", "all")}
-            return cls(**read | buses | {"attention_tflops": tuple(read["attention_tflops"])})
+            forward, backward = read["attention_tflops"]
+            measured = [*buses["one"], *buses["all"], forward, backward, read["gemm_tflops"], read["hbm_gb_s"]]
+            if wrong := [number for number in measured if not 0 < number < math.inf]:
+                raise ValueError(f"{wrong[0]!r} is no rate")
+            return cls(**read | buses | {"attention_tflops": (forward, backward)})
         except (ValueError, TypeError, KeyError, AttributeError) as why:
             raise ValueError(f"this is not what `python -m jaxoffload machine --json` prints: {why}") from why
 

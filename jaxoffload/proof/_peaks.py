@@ -53,16 +53,17 @@ def _run(command: Sequence[str]) -> dict[str, Any] | str:
     return json.loads(printed[-1])
 
 
-def measured(f: Any, args: tuple[Any, ...], whose: str, most: int | None) -> dict[str, Any]:
+def measured(f: Any, args: tuple[Any, ...], whose: str, most: int | None, has_aux: bool = False) -> dict[str, Any]:
     """What `peaks_of` reads: the peak after three runs on zeros, which take no other memory to make.
 
     Args:
       whose: "twin", then of as many layers as fit; or "ours", then of the first `most` layers of each scan.
+      has_aux: as for `verify`.
     """
     if jax.default_backend() != "gpu":
         return {"why": "this is no GPU"}
     zeros = jax.tree.map(_zeros, args)
-    subject = subject_of(f, zeros)
+    subject = subject_of(f, zeros, has_aux=has_aux)
     if subject.loss is None:
         return {"why": "a step's residuals are inside of it"}
     if whose == "twin":

@@ -81,9 +81,19 @@ def collectives(lines: Sequence[Instruction]) -> Counter[tuple[str, str]]:
     often, found = runs(lines), Counter[tuple[str, str]]()
     for line in lines:
         if (kind := line.opcode.removesuffix("-start")) in COLLECTIVES:
-            for shape in re.findall(r"\w+\[[\d,]*\]", line.shape):
+            shapes = re.findall(r"\w+\[[\d,]*\]", _results(line))
+            for shape in dict.fromkeys(shapes) if kind == "all-to-all" else shapes:  # of one array several parts
                 found[kind, shape] += often[line.computation]
     return found
+
+
+def _results(line: Instruction) -> str:
+    """The shapes of a collective's results; an asynchronous one's shape may begin with those of its operands."""
+    operands = re.match(r"\(\(.*?\), ", line.shape)
+    if operands:
+        return line.shape[operands.end() :]
+    has_one = line.opcode in ("all-gather-start", "collective-permute-start")
+    return line.shape.partition(", ")[2] if has_one else line.shape
 
 
 _PASSING_ON = {"while", "tuple", "get-tuple-element", "parameter", "bitcast", "optimization-barrier"}

@@ -1,40 +1,31 @@
-"""A function to verify: what it computes, its arguments, and what of it crosses to the host."""
+"""A function to verify: what it computes, its arguments, and the programs that are made of it."""
 
 import contextlib
 import dataclasses
 import functools
 import importlib
-import itertools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
-from jax.extend.core.primitives import name_p, remat_p
+from jax.extend.core import Jaxpr
+from jax.extend.core.primitives import remat_p
 
 from .._checkpoint import checkpoint
-from .._loops import backward_p, forward_p
-from .._memory import on_host
-from .._origin import Origin, origin
+from .._layer import plan_of
+from .._loops import DifferentiatedTwice, backward_p, forward_p
 from .._policy import Policy
 from .._residuals import Plans
 from .._twin import twin, with_layers
+from .._values import nested
 from .._xla import compiler_options
+from ._crossings import Crossing, crossings
 
-INPUTS = ("an input", "a constant")
 _CUDNN_CONFIG = "create_dot_product_attention_backend_config_base"  # what JAX says to XLA of cuDNN's attention
 _MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's variable
 PRODUCTS = {"dot_general", "ragged_dot_general", "ragged_dot"}  # primitives
-
-
-class Crossing(NamedTuple):
-    """A value that is put into host memory."""
-
-    source: Origin
-    aval: Any
-    named: bool  # by something else than a plan, as where JAX's own policies decide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +36,7 @@ class Subject:
       run: the function of `args` that is verified: all results, by name.
       loss: what is differentiated in it; None for a step.
       jaxpr, plans, crossings: of `run`.
+      policies: those of JAX's own checkpoints in it.
       has_twin: whether anything in it is differentiated by jaxoffload.
       repeats: how often it is run to see that the same comes from the same.
       peaks: as `_peaks` measured them, why it could not, or None where nobody did.
@@ -57,6 +49,7 @@ class Subject:
     loss: Callable[..., Any] | None
     jaxpr: Jaxpr
     plans: Plans
+    policies: tuple[Any, ...]
     crossings: tuple[Crossing, ...]
     has_twin: bool
     repeats: int
@@ -75,6 +68,10 @@ class Subject:
         """The arguments, with arrays in place of abstract values."""
         leaves, tree = jax.tree.flatten(self.args)
         return jax.tree.unflatten(tree, map(_array, leaves, range(len(leaves))))
+
+    @functools.cached_property
+    def twins_jaxpr(self) -> Jaxpr:
+        return jax.make_jaxpr(twin(self.run))(*self.args)
 
     @functools.cached_property
     def program(self) -> Any:
@@ -111,8 +108,9 @@ def subject_of(
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if isinstance(mesh, jax.sharding.AbstractMesh):
             raise NotImplementedError(
-                f"the arguments lie on a mesh of {mesh.size} devices that are not here ({jax.device_count()} are); "
-                "give it a mesh of these"
+                f"the arguments lie on a mesh of {mesh.size} devices ({dict(mesh.shape)}) that are not here "
+                f"({jax.device_count()} are); give it a mesh of these, or on a CPU make more with "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}"
             )
     fun = checkpoint(f, policy=policy) if policy else f
     run, is_loss = run_of(fun, args, has_aux)
@@ -120,10 +118,17 @@ def subject_of(
     def loss(*args: Any) -> Any:
         return fun(*args)[0] if has_aux else fun(*args)
 
-    jaxpr = jax.make_jaxpr(run)(*args)
-    plans, crossing = Plans(jaxpr), tuple(crossings(jaxpr))
-    has_twin = bool(plans.plans) or _has_policy(jaxpr)
-    return Subject(run, args, loss if is_loss else None, jaxpr, plans, crossing, has_twin, repeats)
+    try:
+        jaxpr = jax.make_jaxpr(run)(*args)
+    except DifferentiatedTwice as why:
+        raise DifferentiatedTwice(
+            "verify: the function returns one floating-point scalar, as a loss does, but differentiates what is in it; "
+            "give its loss, or return the new state too, as a training step does"
+        ) from why
+    plans, policies = Plans(jaxpr), tuple(dict.fromkeys(filter(None, _policies(jaxpr))))
+    has_twin = bool(plans.plans) or any(isinstance(policy, Policy) for policy in policies)
+    crossing = tuple(crossings(jaxpr))
+    return Subject(run, args, loss if is_loss else None, jaxpr, plans, policies, crossing, has_twin, repeats)
 
 
 def run_of(f: Callable[..., Any], args: tuple[Any, ...], has_aux: bool = False) -> tuple[Callable[..., Any], bool]:
@@ -141,25 +146,34 @@ def _is_scalar(out: Any) -> bool:
     return isinstance(out, jax.ShapeDtypeStruct) and not out.shape and jnp.issubdtype(out.dtype, jnp.floating)
 
 
-def _has_policy(jaxpr: Jaxpr) -> bool:
-    """Whether one of ours is the policy of JAX's own checkpoint, and what it stands on is differentiated."""
-    again = (eqn for eqn in jaxpr.eqns if eqn.primitive is remat_p and eqn.params["differentiated"])
-    return any(isinstance(eqn.params["policy"], Policy) for eqn in again) or any(
-        map(_has_policy, itertools.chain.from_iterable(map(nested, jaxpr.eqns)))
-    )
-
-
-def nested(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """All jaxprs among an equation's parameters."""
-    for value in eqn.params.values():
-        for body in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(body, Jaxpr):
-                yield body
+def _policies(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Of JAX's own checkpoints, where what they stand on is differentiated."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is remat_p and eqn.params["differentiated"] and plan_of(eqn.params["policy"]) is None:
+            yield eqn.params["policy"]
+        for body in nested(eqn):
+            yield from _policies(body)
 
 
 def has_loops(jaxpr: Jaxpr) -> bool:
     """Whether a loop of ours is in it."""
     return any(eqn.primitive in (forward_p, backward_p) or any(map(has_loops, nested(eqn))) for eqn in jaxpr.eqns)
+
+
+def coarsest_eps(jaxpr: Jaxpr) -> float:
+    """Of the floating-point dtypes that it computes in."""
+    dtypes = {var.aval.dtype for eqn in jaxpr.eqns for var in eqn.outvars if hasattr(var.aval, "dtype")}
+    own = [float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    return max([*own, *(coarsest_eps(body) for eqn in jaxpr.eqns for body in nested(eqn))], default=0.0)
+
+
+def rows_read_beyond(jaxpr: Jaxpr) -> int:
+    """By all loops of ours, of their stacks on the host: each stack's empty row, once a pass."""
+    own = sum(
+        len(part.copies) for eqn in jaxpr.eqns if eqn.primitive is backward_p for part in eqn.params["loops"].parts
+    )
+    inside = ((eqn.params.get("length", 1), body) for eqn in jaxpr.eqns for body in nested(eqn))
+    return own + sum(turns * rows_read_beyond(body) for turns, body in inside)
 
 
 def most_layers_of(jaxpr: Jaxpr) -> int:
@@ -262,26 +276,3 @@ def exact_options(backend: str | None = None) -> dict[str, Any]:
         "xla_gpu_gemm_rewrite_size_threshold": 10**9,
         "xla_disable_automatic_host_compute_offload": True,  # an error instead of silent compute on the host
     }
-
-
-def crossings(jaxpr: Jaxpr) -> Iterator[Crossing]:
-    """What is put into host memory, wherever in a jaxpr."""
-    named = {var for eqn in jaxpr.eqns if eqn.primitive is name_p for var in eqn.outvars}
-    for eqn in jaxpr.eqns:
-        inside = [] if eqn.primitive in (forward_p, backward_p) else list(nested(eqn))
-        for index, sharding in enumerate(eqn.params.get("out_shardings", ())):
-            if getattr(sharding, "memory_kind", None) == "pinned_host":
-                yield Crossing(
-                    Origin(None, f"result {index} of a {eqn.primitive.name}"), eqn.outvars[index].aval, False
-                )
-        for index, made in enumerate(eqn.outvars):
-            if not on_host(made.aval) or any(len(b.outvars) > index and on_host(b.outvars[index].aval) for b in inside):
-                continue
-            if eqn.primitive is forward_p:
-                yield Crossing(eqn.params["loops"].origin(index), made.aval, False)
-            elif eqn.primitive.name == "device_put" and not on_host((taken := eqn.invars[index]).aval):
-                yield Crossing(origin(jaxpr, taken), made.aval, taken in named)
-            elif not any(on_host(v.aval) for v in eqn.invars):
-                yield Crossing(Origin(None, f"output of {eqn.primitive.name}"), made.aval, False)
-        for body in inside:
-            yield from crossings(body)

@@ -62,17 +62,19 @@ def verify(
 
     1. `gradients`: all results are the twin's, bit for bit; both are compiled so that equal arithmetic gives equal
        bits. If the twin does not fit on the device, both run the first layers of each scan, as many as fit into nine
-       tenths of it.
+       tenths of it. On several devices XLA may divide a sum among them in one program and not in the other: results
+       that are apart by rounding alone are then not checked.
     2. `conservation`: the device holds as many bytes less than the twin's as the host holds: by the jaxpr, on a GPU as
        XLA plans it, and from the command line at the peaks of fresh processes.
-    3. `moves`: nothing crosses to the host that is not marked offload, no argument or weight that nobody named.
-    4. `producers`: what is saved or offloaded is not computed again. Not checked where other policies than jaxoffload's
-       keep values too.
+    3. `moves`: nothing crosses to the host but what is marked offload, or lived there before; where other policies than
+       jaxoffload's decide, what somebody named and is no argument or weight.
+    4. `producers`: what is saved or offloaded is not computed again. Not checked where other checkpoints than
+       jaxoffload's, or jaxoffload's in one another, keep values or compute them again.
     5. `copies`: no kernel and no computation of the host's touches host memory, all copies are asynchronous, in range
        and on no stream that computes (in the program that `compiler_options()` gives, on a GPU). That
        TransformerEngine has the host read group sizes, and so wait for the copies, is listed.
-    6. `placement`: the program has the twin's collectives, and no more; of a loss's residuals no device keeps a greater
-       part than in the twin.
+    6. `placement`: the program has the twin's collectives, and no more, but for the row that is read of each stack on
+       the host beyond the twin's; of a loss's residuals no device keeps a greater part than in the twin.
     7. `repeats`: the same from the same, and no more memory each time: of the devices, and on Linux of the process, but
        for 64 MiB.
 

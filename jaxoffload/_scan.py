@@ -70,7 +70,7 @@ def scan(
         layers = length if length is not None else jax.tree.leaves(xs)[0].shape[0]
         if layers > most:
             short = functools.partial(scan, f, reverse=reverse, unroll=unroll, policy=policy, strict=strict)
-            return _first(short, init, xs, layers, most, reverse)
+            return _first_layers(short, init, xs, layers, most, reverse)
 
     def lax_scan(init: Any, xs: Any) -> tuple[Any, Any]:
         return lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)
@@ -81,11 +81,13 @@ def scan(
     with _inside(True):
         jaxpr, shape = jax.make_jaxpr(lax_scan, return_shape=True)(init, xs)
     operands = [*jax.tree.leaves(init), *map(jnp.asarray, jax.tree.leaves(xs))]
-    outs = jaxpr_as_fun(_under(jaxpr, policy, strict))(*operands)
+    outs = jaxpr_as_fun(_with_our_scan(jaxpr, policy, strict))(*operands)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
-def _first(short: Callable[..., Any], init: Any, xs: Any, length: int, most: int, reverse: bool) -> tuple[Any, Any]:
+def _first_layers(
+    short: Callable[..., Any], init: Any, xs: Any, length: int, most: int, reverse: bool
+) -> tuple[Any, Any]:
     """Of a scan the layers that run first; ys of the others are zeros. For `verify`, which says so."""
     there = slice(length - most, None) if reverse else slice(most)
     carry, ys = short(init, jax.tree.map(lambda x: x[there], xs), most)
@@ -110,8 +112,8 @@ def inside_scan() -> bool:
     return _inside.value
 
 
-def _under(jaxpr: Jaxpr, policy: Policy, strict: bool) -> Jaxpr:
-    """A jaxpr with one `lax.scan` in it, as a scan of ours."""
+def _with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool) -> Jaxpr:
+    """A jaxpr with one `lax.scan` in it, and ours in its place."""
     scans = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive is lax.scan_p]
     if not scans:
         raise NotImplementedError("jaxoffload: lax.scan makes no scan here; switch jax_scan3 off")
@@ -150,7 +152,7 @@ def _batch(
     avals = [core.mapped_aval(axis.size, d, jax.typeof(x)) for x, d in zip(args, dims, strict=True)]
     jaxpr = jax.make_jaxpr(functools.partial(_lax_scan, **params))(*avals)
     batched, mapped = batching.batch_jaxpr_axes(jaxpr, axis, dims, [batching.zero_if_mapped] * len(jaxpr.outvars))
-    outs = jaxpr_as_fun(_under(batched, policy, strict))(*args)
+    outs = jaxpr_as_fun(_with_our_scan(batched, policy, strict))(*args)
     return outs, [0 if m else None for m in mapped]
 
 
@@ -239,7 +241,7 @@ def _loops(
     layer = linearize(jaxpr, consts, carry, perturbed, policy, strict, Layers())
     resident = length - min(policy.resident_layers, length)
     if not layer.host_bytes:
-        return _over([_part(0, length, 0, layer, "")], length, reverse, unroll)
+        return _loops_of([_part(0, length, 0, layer, "")], length, reverse, unroll)
     other = layer
     if policy.other_layers == "recompute" and offloaded < resident:
         other = linearize(jaxpr, consts, carry, perturbed, policy, strict, Layers("recompute", "other_layers"))
@@ -252,10 +254,11 @@ def _loops(
         _part(start, resident, 0, other, "other_layers"),
         _part(max(start, resident), length, 0, layer, "resident"),
     ]
-    return _over([part for part in parts if part.layers > 0], length, reverse, unroll)
+    return _loops_of([part for part in parts if part.layers > 0], length, reverse, unroll)
 
 
-def _over(parts: list[Part], length: int, reverse: bool, unroll: int) -> Loops:
+def _loops_of(parts: list[Part], length: int, reverse: bool, unroll: int) -> Loops:
+    """The forward pass over these parts; of their residuals it reads those that are operands anyway where they are."""
     layer = parts[0].layer
     numbers = sorted({k.operand for part in parts for k in part.layer.kept if k.place == "operand"})
     reads = tuple((number, number < layer.consts) for number in numbers)

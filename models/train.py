@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="section.key=value",
         help="in place of the file's; the value is YAML; section.key[entry]=value adds to a mapping",
     )

@@ -99,7 +99,7 @@ def test_a_key_that_no_name_can_have_is_refused(tree, bad, wrap):
     assert repr(bad) in str(error.value)
 
 
-@pytest.mark.parametrize("leaf", ["hello", object, jnp.sin], ids=str)
+@pytest.mark.parametrize("leaf", ["hello", object, jnp.sin], ids=["text", "class", "function"])
 def test_what_is_no_array_is_refused(leaf):
     with pytest.raises(TypeError, match=r"tag: 'mlp/fc1.gate' is .*; it must be an array"), scope("mlp"):
         tag({"gate": leaf}, "fc1")

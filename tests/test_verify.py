@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -299,6 +300,23 @@ def test_conservation_by_peaks_of_fresh_processes(freed, verdict, most, monkeypa
     said = {c.claim: c for c in checks(of_scan, X, weights(LAYERS), peaks=measured)}["conservation"]
     assert said.verdict == verdict and ("the first 3 layers" in said.said) == (most == 3), said
     assert f"predicted {_checks.readable(moved)}, or 1.5 % less" in said.said
+
+
+@pytest.mark.parametrize(
+    "freed, there, devices, verdict",
+    [(90, 100, 1, "holds"), (80, 100, 1, "fails"), (90, 90, 1, "fails"), (90, 200, 1, "fails"), (45, 100, 2, "holds")],
+)
+def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
+    """Of 100 MiB on the host one row of ten is empty."""
+    plan = lambda **sizes: SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**sizes))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_checks, "compiled", lambda *_: plan(temp_size_in_bytes=2**30))
+    monkeypatch.setattr(_checks, "_VISIBLE", 0)
+    ours = plan(temp_size_in_bytes=2**30 - freed * 2**20, host_temp_size_in_bytes=there * 2**20)
+    subject = SimpleNamespace(fast_program=ours, run=of_scan, arrays=(), devices=set(range(devices)))
+    moved = [SimpleNamespace(bytes=100 * 2**20, bytes_per_layer=10 * 2**20, layers=9)]
+    found, said = _checks._planned(subject, moved, 100 * 2**20)
+    assert found == verdict and f"planned {freed}.00 MiB less" in said
 
 
 def test_conservation_says_why_there_are_no_peaks():

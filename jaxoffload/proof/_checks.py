@@ -207,7 +207,7 @@ def conservation(subject: Subject) -> Found:
         return NOT_CHECKED, f"{how}; but {len(crossing)} {_OTHERS_MOVE}"
     if freed != held:
         return FAILS, f"{how}: {freed - held:+,} bytes"
-    verdicts, said = zip(_planned(subject, moved), _by_peaks(subject), strict=True)
+    verdicts, said = zip(_planned(subject, moved, mine.host_bytes), _by_peaks(subject), strict=True)
     return FAILS if FAILS in verdicts else HOLDS, "; ".join((how, *said))  # by the jaxpr it does
 
 
@@ -217,16 +217,23 @@ def _moved(mine: Residuals, others: Residuals) -> list[Residual]:
     return [r for r in mine if r.state == OFFLOADED and r.reason != EMPTY and r.names not in arguments]
 
 
-def _planned(subject: Subject, moved: list[Residual]) -> Found:
-    """As the compiler planned it."""
+def _planned(subject: Subject, moved: list[Residual], on_the_host: int) -> Found:
+    """As the compiler planned it; `on_the_host`: bytes of all devices, empty rows too."""
     if jax.default_backend() != "gpu":
         return NOT_CHECKED, "not by the compiler's plan, for this backend has no host memory apart"
     predicted = _freed(subject, moved)
     if predicted < _VISIBLE:
         return NOT_CHECKED, f"not by the compiler's plan, in which {readable(predicted)} cannot be seen"
     theirs = compiled(twin(subject.run), subject.arrays, compiler_options())
-    temps = [p.memory_analysis().temp_size_in_bytes for p in (subject.fast_program, theirs)]
-    return _at_least(temps[1] - temps[0], predicted), f"planned {readable(temps[1] - temps[0])} less, {_or(predicted)}"
+    ours, twins = (program.memory_analysis() for program in (subject.fast_program, theirs))
+    freed, there = twins.temp_size_in_bytes - ours.temp_size_in_bytes, ours.host_temp_size_in_bytes
+    parts = max(1, len(subject.devices))
+    wanted = on_the_host // parts
+    # Of what is not divided among all of them each has the whole.
+    too_much = parts == 1 and there > 1.015 * wanted
+    verdict: Verdict = FAILS if too_much or FAILS in (_at_least(freed, predicted), _at_least(there, wanted)) else HOLDS
+    said = f"planned {readable(freed)} less, {_or(predicted)}"
+    return verdict, f"{said}, and {readable(there)} on the host for {readable(wanted)}"
 
 
 def _by_peaks(subject: Subject) -> Found:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,18 +122,21 @@ def _readable(out: Path, step: int) -> Iterator[Path]:
 
 
 class _Loop(asyncio.SelectorEventLoop):
+    """Waits for what runs in it before it closes. A read that is cancelled goes on: tensorstore tells the loop later."""
+
     def close(self) -> None:
-        if tasks := asyncio.all_tasks(self):
-            for task in tasks:
-                task.cancel()
-            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        until = time.monotonic() + 60
+        while (tasks := asyncio.all_tasks(self)) and (seconds := until - time.monotonic()) > 0:
+            done, _ = self.run_until_complete(asyncio.wait(tasks, timeout=seconds))
+            for task in done:
+                task.cancelled() or task.exception()  # or asyncio says that nobody asked
         super().close()
 
 
 @contextlib.contextmanager
 def _reads_are_ended() -> Iterator[None]:
     """Of many reads one fails first. Orbax (0.12.8, `asyncio_utils.run_sync`) then closes their event loop under the
-    others, and each prints a traceback when it ends: here the others are cancelled before."""
+    others, each of which prints a traceback when it ends: here they end before."""
     new_event_loop = asyncio.new_event_loop
     asyncio.new_event_loop = _Loop
     try:

@@ -72,7 +72,7 @@ BAD_VALUES = {
     "model.dtype=bf16": ("model.dtype", "'bf16'", "bfloat16 or float32; the nearest is bfloat16"),
     "model.quantize=FP": ("model.quantize", "'FP'", "fp8 or null; the nearest is fp8"),
     "model.attention=TE": ("model.attention", "'TE'", "the nearest is te"),
-    "modle={vocab_size: 2048, layers: 4, d_model: 192, heads: 6, kv_heads: 3}": ("modle", "'heads...: no", "is model"),
+    f"modle.layers={'x' * 60}": ("modle", "{'layers': 'xxxx", "xxx...: no such section; the nearest is model"),
     "remat.residuals.fc1=save": ("remat.residuals.fc1", "save", "an entry of a mapping is remat.residuals[fc1]=value"),
     # one field against another
     "train.batch_size=100000000": (

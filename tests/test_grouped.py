@@ -479,7 +479,7 @@ def test_operands_that_are_sharded_over_explicit_axes_are_refused():
     mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])  # Explicit is what JAX makes
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((16, 4)), jax.P("d"))
-        with pytest.raises(ValueError, match=r"grouped_matmul: x: .* over explicit axes.* inside of a jax\.shard_map"):
+        with pytest.raises(ValueError, match=r"grouped_matmul: x: .* over explicit axes; call it in a jax\.shard_map"):
             grouped_matmul(x, jnp.ones((2, 4, 4)), jnp.array([8, 8], jnp.int32))
 
 

@@ -100,7 +100,7 @@ def test_what_others_keep_is_said_to_have_no_names_here():
     f = jax.checkpoint(lambda x: jnp.sum(tag(jnp.sin(x @ x), "act") ** 2), policy=policy)
     table = residuals(f, jnp.ones((4, 4)))
     assert "what it keeps is shown without its names" in str(table).splitlines()[-1]
-    assert not residuals(checkpoint(f, policy=policy), jnp.ones((4, 4))).notes
+    assert "without its names" not in str(residuals(checkpoint(f, policy=policy), jnp.ones((4, 4))))
 
 
 def test_a_row_says_what_where_why_and_how_much():

@@ -122,7 +122,7 @@ def _readable(out: Path, step: int) -> Iterator[Path]:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Waits for what runs in it before it closes. A read that is cancelled goes on: tensorstore tells the loop later."""
+    """Waits for what runs in it before it closes. A cancelled read goes on, and tensorstore tells the loop."""
 
     def close(self) -> None:
         until = time.monotonic() + 60

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -509,8 +510,24 @@ def test_weights_that_are_divided_and_gathered_again_are_no_fault(spec):
     w = jax.tree.map(lambda a: on(a, *spec), weights(LAYERS))
     found = verify(of_scan, on(X, "d"), w)
     assert found["placement"].verdict == "holds" and found.ok, found
-    assert found["gradients"].verdict == "not checked" and "by less than 1.9e-06 of" in found["gradients"].said
+    assert found["gradients"].verdict in ("holds", "not checked")  # by how this XLA divides its sums
     assert "where 1 rows of the stacks on the host are read beyond the twin's" in found["placement"].said
+
+
+@pytest.mark.parametrize("apart, devices, verdict", [(1e-7, 8, "not checked"), (1e-5, 8, "fails"), (1e-7, 1, "fails")])
+def test_what_is_apart_by_rounding_on_several_devices_is_not_checked(apart, devices, verdict, monkeypatch):
+    mesh = jax.make_mesh((devices,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+    monkeypatch.setattr(_checks, "_compared", lambda *_: ({"value": np.ones(())}, ["['value']: 1 of 1 values"], apart))
+    subject = _subject.subject_of(of_scan, (jax.device_put(X, NamedSharding(mesh, jax.P("d"))), weights(LAYERS)))
+    found, said = _checks.gradients(subject)
+    assert found == verdict and ("by less than 1.9e-06 of their norm" in said) == (verdict == "not checked")
+
+
+def test_how_far_results_are_apart():
+    a = np.array([3.0, 4.0], np.float32)
+    assert _checks._apart(a, a) == 0 and _checks._apart(a * 1.001, a) == pytest.approx(1e-3, rel=1e-3)
+    assert _checks._apart(a, 0 * a) == _checks._apart(a * np.nan, a) == math.inf
+    assert _checks._apart(np.array([1]), np.array([2])) == math.inf
 
 
 def test_a_chain_on_a_mesh_has_its_twins_collectives():

@@ -494,6 +494,14 @@ def test_results_that_do_not_depend_on_the_layers_are_no_evidence():
     assert found.said.endswith("; of them zero: the gradient of args[0], args[1]['in'], args[1]['out']")
 
 
+def test_arguments_may_be_numpys_and_pythons():
+    def step(x, w, rate, flag, nothing):
+        return {"w": jax.tree.map(lambda w, g: w - rate * flag * g, w, jax.grad(of_scan, 1)(x, w))}
+
+    found = verify(step, np.asarray(X), weights(LAYERS), 0.1, True, None)
+    assert found.ok and found["gradients"].verdict == "holds", found
+
+
 def test_a_step_that_looks_like_a_loss_is_a_sentence():
     step = lambda x, w: jnp.sum(jax.grad(of_scan)(x, w))
     with pytest.raises(NotImplementedError, match=r"verify: .*one floating-point scalar.* return the"):

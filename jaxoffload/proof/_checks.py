@@ -87,7 +87,7 @@ def gradients(subject: Subject) -> Found:
             why = "XLA may divide a product's sum among devices in one program and not in the other"
             return NOT_CHECKED, f"{said}; by less than {rounding:.2g} of their norm, and {why}"
         return FAILS, said
-    if (empty := _says_nothing(mine, _on_host(subject.arrays))) is not None:
+    if (empty := _says_nothing(mine, subject.arrays)) is not None:
         return NOT_CHECKED, f"the results are equal, but {empty}; give arguments with which they are not"
     if zero := [path for path, g in jax.tree_util.tree_leaves_with_path(mine.get("gradient", [])) if not g.any()]:
         of += f"; of them zero: the gradient of {_first([f'args{jax.tree_util.keystr(path)}' for path in zero])}"
@@ -141,7 +141,7 @@ def _says_nothing(results: Any, args: Any) -> str | None:
     if "gradient" in results:
         gradient = jax.tree.leaves(results["gradient"])
         return "all gradients are zero" if gradient and not any(g.any() for g in gradient) else None
-    given = [*jax.tree.leaves(args)]
+    given = jax.tree.leaves(_on_host(jax.tree.map(jnp.asarray, args)))
     is_given = lambda x: any(x.shape == a.shape and x.dtype == a.dtype and not any(_differences(x, a)) for a in given)
     computed = [x for x in jax.tree.leaves(results) if x.any() and not is_given(x)]
     return None if computed else "they are zero, or are arguments"
@@ -282,6 +282,8 @@ def moves(subject: Subject) -> Found:
     if marked == count:
         return HOLDS, f"the {count} values that go to the host are marked offload"
     others = "have a name that is not a plan's, are results of equations, or lived there before"
+    if not marked:
+        return HOLDS, f"the {count} values that go to the host {others}"
     return HOLDS, f"of the {count} values that go to the host {marked} are marked offload; {count - marked} {others}"
 
 

@@ -109,7 +109,7 @@ def subject_of(
         if isinstance(mesh, jax.sharding.AbstractMesh):
             raise NotImplementedError(
                 f"the arguments lie on a mesh of {mesh.size} devices ({dict(mesh.shape)}) that are not here "
-                f"({jax.device_count()} are); give it a mesh of these, or on a CPU make more with "
+                f"({jax.device_count()} are); give it a mesh of these; on a CPU there are as many with "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}"
             )
     fun = checkpoint(f, policy=policy) if policy else f

@@ -14,7 +14,7 @@ the cotangents pass from part to part.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,15 @@ from ._origin import Origin
 
 class DifferentiatedTwice(NotImplementedError):
     """The derivative of a derivative of a `scan` or `chain` was asked for."""
+
+
+@contextlib.contextmanager
+def where_twice(who: str, said: str) -> Iterator[None]:
+    """What `who` says where its function differentiates what is in it, and is differentiated for that."""
+    try:
+        yield
+    except DifferentiatedTwice as why:
+        raise DifferentiatedTwice(f"{who}: {said}") from why
 
 
 class Part(NamedTuple):

@@ -20,7 +20,7 @@ from jax.extend.core.primitives import name_p, remat_p
 from ._chain import chain_p
 from ._checkpoint import checkpoint, checkpoint_p, judged
 from ._layer import Body, plan_of
-from ._loops import DifferentiatedTwice, backward_p, forward_p
+from ._loops import backward_p, forward_p, where_twice
 from ._memory import nbytes, on_host, readable
 from ._origin import Origin, origin
 from ._plan import ARGUMENT, Plan, Row, make_plan
@@ -156,13 +156,8 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
         kept_leaves = len(kept)
         return kept, vjp(jax.tree.map(_zero_cotangent, out))
 
-    try:
+    with where_twice("residuals", _IS_A_STEP):
         jaxpr = jax.make_jaxpr(forward_and_backward)(*args)
-    except DifferentiatedTwice as why:
-        raise DifferentiatedTwice(
-            "residuals: the function differentiates what is in it, as a training step does, whose residuals are inside "
-            "of it; give the loss that it differentiates"
-        ) from why
     found = Plans(jaxpr)
     kept: dict[str, list[tuple[Var, Origin]]] = defaultdict(list)
     untagged = []
@@ -176,12 +171,15 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
         else:
             untagged.append(_untagged(var.aval, source))
     tagged = [r for name, row in found.rows.items() for r in _tagged(row, kept[name], *found.recomputed[name])]
-    notes = dict.fromkeys(note for plan in found.plans for note in plan.notes)
-    if found.others:
-        notes["another checkpoint than jaxoffload's is in the function: what it keeps is shown without its names"] = (
-            None
-        )
-    return Residuals((*_together(tagged), *untagged), tuple(notes))
+    notes = [note for plan in found.plans for note in plan.notes] + [_OTHERS_KEEP] * found.others
+    return Residuals((*_together(tagged), *untagged), tuple(dict.fromkeys(notes)))
+
+
+_IS_A_STEP = (
+    "the function differentiates what is in it, as a training step does, whose residuals are inside of it; give the "
+    "loss that it differentiates"
+)
+_OTHERS_KEEP = "another checkpoint than jaxoffload's is in the function: what it keeps is shown without its names"
 
 
 def _zero_cotangent(out: Any) -> Any:

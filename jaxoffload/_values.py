@@ -78,12 +78,12 @@ def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> Named:
     for var, role in zip(jaxpr.invars, roles, strict=True):
         found.define((), var, role)
     found.walk(jaxpr, ())
-    for together in found.kernels[True]:
+    for together in found.kernels:
         first = next((value.names for value in together if value.names), [])
         for value in together:
             value.names = value.names or list(first)
     slots = [[v for v in slot if v is not None and v.names not in ([], [DOT])] for slot in found.slots]
-    kernels = [[v for v in together if v.names] for together in found.kernels[True] + found.kernels[False]]
+    kernels = [[v for v in together if v.names] for together in found.kernels + found.sortings]
     return Named([v for v in found.values if v.names], slots, kernels, found.depth)
 
 
@@ -92,7 +92,8 @@ class _Search:
         self.values: list[Value] = []
         self.at: dict[tuple[Path, Var], Value] = {}
         self.slots: list[list[Value | None]] = []
-        self.kernels: dict[bool, list[list[Value]]] = {True: [], False: []}  # by whether their results share names
+        self.kernels: list[list[Value]] = []
+        self.sortings: list[list[Value]] = []
         self.depth = 0
 
     def define(self, path: Path, var: Var, role: str | None = None) -> None:
@@ -134,9 +135,9 @@ class _Search:
             for var in eqn.outvars:
                 if (path, var) not in self.at:
                     self.define(path, var)
-            if eqn.primitive.name in _KERNELS | _SORTING:
-                shares = eqn.primitive.name in _KERNELS
-                self.kernels[shares].append([self.at[path, var] for var in eqn.outvars])
+            for kinds, found in ((_KERNELS, self.kernels), (_SORTING, self.sortings)):
+                if eqn.primitive.name in kinds:
+                    found.append([self.at[path, var] for var in eqn.outvars])
             if eqn.primitive is cond_p:
                 branches = [((*path, i, key), body) for key, body in bodies(eqn)]
                 for k, var in enumerate(eqn.outvars):

@@ -274,6 +274,10 @@ def _relations(config: Config) -> Iterator[Relation]:
             not os.path.expanduser(folder).startswith("~"),
             f"{key} = {folder!r}: must be a folder; no such home",
         )
+    yield from _relations_of_processes(distributed)
+
+
+def _relations_of_processes(distributed: Distributed) -> Iterator[Relation]:
     coordinator = distributed.coordinator
     yield (
         ("distributed.coordinator",),

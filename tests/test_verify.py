@@ -30,7 +30,7 @@ from jaxoffload.__main__ import main, progress
 from jaxoffload._memory import DEVICE, HOST, on_host, readable
 from jaxoffload._policy import VERDICT
 from jaxoffload._twin import is_twin, with_layers
-from jaxoffload.proof import Peaks, _checks, _subject, checks, verify
+from jaxoffload.proof import Peaks, _bits, _checks, _subject, checks, verify
 from models.attention import transformer_engine
 from models.train import step_for
 
@@ -140,7 +140,7 @@ def test_a_policy_of_jaxs_own_checkpoint_has_a_twin():
 
 def test_results_are_compared_by_their_bits():
     of = lambda *values, dtype=np.float32: {"r": np.array(values, dtype)}
-    differ = lambda a, b: list(_checks._differences(a, b))
+    differ = lambda a, b: list(_bits.differences(a, b))
     assert not differ(of(np.nan, 0.0), of(np.nan, 0.0)) and not differ(of(), of())
     assert differ(of(0.0, 1.0, 2.0), of(-0.0, 1.0, 2.5)) == ["['r']: 2 of 3 values, by up to 0.5"]
     assert differ(of(1 + 2j, 3.0, dtype=np.complex128), of(1 + 2j, 4.0, dtype=np.complex128))[0].startswith(
@@ -415,6 +415,9 @@ def test_what_may_go_to_the_host_holds():
     found = verify(step, X, weights(LAYERS), jax.device_put(weights(LAYERS), HOST))
     assert found["moves"].verdict == "holds" and found.ok, found
     assert "3 values that go to the host 1 are marked offload" in found["moves"].said
+    weights_too = lambda x, w, moment: step(x, w, moment) | {"w": jax.device_put(w, HOST)}  # of the moments' shapes
+    found = verify(weights_too, X, weights(LAYERS), jax.device_put(weights(LAYERS), HOST))["moves"]
+    assert found.verdict == "fails" and "an argument float32<host>[4,16,32], which nobody named" in found.said
 
 
 def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
@@ -522,20 +525,25 @@ def test_weights_that_are_divided_and_gathered_again_are_no_fault(spec):
     assert "where 1 rows of the stacks on the host are read beyond the twin's" in found["placement"].said
 
 
-@pytest.mark.parametrize("apart, devices, verdict", [(1e-7, 8, "not checked"), (1e-5, 8, "fails"), (1e-7, 1, "fails")])
-def test_what_is_apart_by_rounding_on_several_devices_is_not_checked(apart, devices, verdict, monkeypatch):
-    mesh = jax.make_mesh((devices,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+@pytest.mark.parametrize(
+    "apart, spec, verdict",
+    [(1e-7, (None, "d"), "not checked"), (1e-5, (None, "d"), "fails"), (1e-7, (), "fails")],
+)
+def test_what_is_apart_by_rounding_where_xla_divides_otherwise_is_not_checked(apart, spec, verdict, monkeypatch):
+    """With weights that are whole on each device, the two programs have the same collectives."""
+    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
+    on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
     monkeypatch.setattr(_checks, "_compared", lambda *_: ({"value": np.ones(())}, ["['value']: 1 of 1 values"], apart))
-    subject = _subject.subject_of(of_scan, (jax.device_put(X, NamedSharding(mesh, jax.P("d"))), weights(LAYERS)))
-    found, said = _checks.gradients(subject)
+    w = jax.tree.map(lambda a: on(a, *spec), weights(LAYERS))
+    found, said = _checks.gradients(_subject.subject_of(of_scan, (on(X, "d"), w)))
     assert found == verdict and ("by less than 1.9e-06 of their norm" in said) == (verdict == "not checked")
 
 
 def test_how_far_results_are_apart():
     a = np.array([3.0, 4.0], np.float32)
-    assert _checks._apart(a, a) == 0 and _checks._apart(a * 1.001, a) == pytest.approx(1e-3, rel=1e-3)
-    assert _checks._apart(a, 0 * a) == _checks._apart(a * np.nan, a) == math.inf
-    assert _checks._apart(np.array([1]), np.array([2])) == math.inf
+    assert _bits.apart_by(a, a) == 0 and _bits.apart_by(a * 1.001, a) == pytest.approx(1e-3, rel=1e-3)
+    assert _bits.apart_by(a, 0 * a) == _bits.apart_by(a * np.nan, a) == math.inf
+    assert _bits.apart_by(np.array([1]), np.array([2])) == math.inf
 
 
 def test_a_chain_on_a_mesh_has_its_twins_collectives():

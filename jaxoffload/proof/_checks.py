@@ -9,6 +9,7 @@ import ctypes
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -28,6 +29,7 @@ from .._tags import read_names
 from .._twin import twin, with_layers
 from .._xla import compiler_options
 from . import _kernels
+from ._bits import apart_by, differences, numbers, says_nothing
 from ._crossings import GIVEN, INPUTS, Crossing, crossings
 from ._program import (
     Instruction,
@@ -83,11 +85,12 @@ def gradients(subject: Subject) -> Found:
         of = f", with the first {fitting.most} layers of each scan: {need(subject.twins_program)}"
     if differ:
         said = f"{len(differ)} of {results} results differ: {'; '.join(differ[:3])}{of}"
-        if len(subject.devices) > 1 and apart < (rounding := min(0.05, 16 * coarsest_eps(subject.jaxpr))):
-            why = "XLA may divide a product's sum among devices in one program and not in the other"
+        here, there = _collectives(fitting)
+        if here != there and apart < (rounding := min(0.05, 16 * coarsest_eps(subject.jaxpr))):
+            why = "XLA divides the one program among devices otherwise than the other, and may so divide a sum"
             return NOT_CHECKED, f"{said}; by less than {rounding:.2g} of their norm, and {why}"
         return FAILS, said
-    if (empty := _says_nothing(mine, subject.arrays)) is not None:
+    if (empty := says_nothing(mine, subject.arrays)) is not None:
         return NOT_CHECKED, f"the results are equal, but {empty}; give arguments with which they are not"
     if zero := [path for path, g in jax.tree_util.tree_leaves_with_path(mine.get("gradient", [])) if not g.any()]:
         of += f"; of them zero: the gradient of {_first([f'args{jax.tree_util.keystr(path)}' for path in zero])}"
@@ -96,17 +99,9 @@ def gradients(subject: Subject) -> Found:
 
 def _compared(program: Any, twins: Any, args: tuple[Any, ...]) -> tuple[Any, list[str], float]:
     """The results of the one; how those of the other differ; and how far at most, as a share of a result's norm."""
-    mine, others = _on_host(program(*args)), _on_host(twins(*args))
-    apart = max(map(_apart, jax.tree.leaves(mine), jax.tree.leaves(others)), default=0.0)
-    return mine, list(_differences(mine, others)), apart
-
-
-def _apart(a: np.ndarray, b: np.ndarray) -> float:
-    if not jnp.issubdtype(a.dtype, jnp.inexact):
-        return 0.0 if (a == b).all() else math.inf
-    norm = lambda x: float(np.linalg.norm(x.reshape(-1).astype(np.complex128)))
-    by, whole = norm(a.astype(np.complex128) - b), norm(b)
-    return 0.0 if by == 0 else by / whole if whole and math.isfinite(by) else math.inf
+    mine, others = numbers(program(*args)), numbers(twins(*args))
+    apart = max(map(apart_by, jax.tree.leaves(mine), jax.tree.leaves(others)), default=0.0)
+    return mine, list(differences(mine, others)), apart
 
 
 def _in_any_process(true: bool) -> bool:
@@ -131,41 +126,6 @@ def twin_that_fits(subject: Subject) -> Subject | None:
 
 
 _OTHERS_MOVE = "value(s) go to the host in the twin too: not jaxoffload moves them"
-
-
-def _says_nothing(results: Any, args: Any) -> str | None:
-    """Why equal results are no evidence."""
-    for path, x in jax.tree_util.tree_leaves_with_path(results):
-        if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all():
-            return f"{jax.tree_util.keystr(path)} is not finite"
-    if "gradient" in results:
-        gradient = jax.tree.leaves(results["gradient"])
-        return "all gradients are zero" if gradient and not any(g.any() for g in gradient) else None
-    given = jax.tree.leaves(_on_host(jax.tree.map(jnp.asarray, args)))
-    is_given = lambda x: any(x.shape == a.shape and x.dtype == a.dtype and not any(_differences(x, a)) for a in given)
-    computed = [x for x in jax.tree.leaves(results) if x.any() and not is_given(x)]
-    return None if computed else "they are zero, or are arguments"
-
-
-def _on_host(tree: Any) -> Any:
-    """As numpy arrays; of an array that other processes hold too, this one's shards."""
-
-    def numbers(x: Any) -> np.ndarray:
-        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        return np.asarray(x) if x.is_fully_addressable else np.stack([np.asarray(s.data) for s in x.addressable_shards])
-
-    return jax.tree.map(numbers, tree)
-
-
-def _differences(mine: Any, others: Any) -> Iterator[str]:
-    """By the bits: NaN equals itself, and 0.0 not -0.0."""
-    bits = lambda x: np.ascontiguousarray(x).reshape(-1).view(f"u{min(x.dtype.itemsize, 8)}")
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(mine), jax.tree.leaves(others), strict=True):
-        if (apart := bits(a) != bits(b)).any():
-            apart = apart.reshape(a.size, -1).any(1)
-            wide = lambda x: x.reshape(-1).astype(np.complex128)
-            by = np.max(np.abs(wide(a) - wide(b))[apart])
-            yield f"{jax.tree_util.keystr(path)}: {apart.sum()} of {a.size} values, by up to {by:.3g}"
 
 
 def has_room_for(program: Any, but_for: float = 0.0) -> bool:
@@ -295,10 +255,10 @@ def _forbidden(crossing: Crossing, subject: Subject) -> Iterator[tuple[str, str]
             row = subject.plans.rows.get(str(source.name))
             names = ", ".join(row.names) if row else str(source.name)
             yield names or "a matrix product", f"which is marked {source.name.decision}"
+    elif source.where == GIVEN:  # a weight may have the shape of a moment that lives there
+        yield what, f"which is named {crossing.name!r} and stays with the caller" if crossing.name else _UNNAMED
     elif _lives_there(crossing, subject):
         pass
-    elif source.where == GIVEN:
-        yield what, f"which is named {crossing.name!r} and stays with the caller" if crossing.name else _UNNAMED
     elif crossing.name is None:
         if subject.plans.plans or source.where in INPUTS:
             yield what, _UNNAMED
@@ -417,18 +377,13 @@ def placement(subject: Subject) -> Found:
         return NOT_CHECKED, "all arguments are on one device"
     if not subject.has_twin:
         return NOT_CHECKED, _no_twin(subject)
-    mine, others = (
-        collectives(list(instructions(program.as_text()))) for program in (subject.program, subject.twins_program)
-    )
-    wrong = []
-    further = rows_read_beyond(subject.jaxpr)
-    if more := {
-        what: mine[what] - others[what] for what in mine if mine[what] > others[what] + further * (what in others)
-    }:
+    mine, others = _collectives(subject)
+    more, further, wrong = mine - others, rows_read_beyond(subject.jaxpr), []
+    held = f"arrays are in {mine.total()} collectives, the twin's in {others.total()}"
+    if more.total() > further or more.keys() - others.keys():
         said = ", ".join(f"{count} {kind} of {shape}" for (kind, shape), count in more.items())
         wrong.append(f"more collectives than the twin has: {said}")
-    held = f"arrays are in {mine.total()} collectives, the twin's in {others.total()}"
-    if mine - others:
+    elif more:
         held += f", where {further} rows of the stacks on the host are read beyond the twin's"
     if subject.loss is not None:
         here, there = (_of_each_device(loss, subject.args) for loss in (subject.loss, twin(subject.loss)))
@@ -439,6 +394,14 @@ def placement(subject: Subject) -> Found:
         ]
         held += f"; of {len(here)} residuals no device keeps a greater part"
     return (FAILS, _first(wrong, "; ")) if wrong else (HOLDS, held)
+
+
+def _collectives(subject: Subject) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """Those of the program and of its twin's."""
+    mine, others = (
+        collectives(list(instructions(program.as_text()))) for program in (subject.program, subject.twins_program)
+    )
+    return mine, others
 
 
 def _of_each_device(loss: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, int]:
@@ -476,10 +439,10 @@ def repeats(subject: Subject) -> Found:
     def run(times: int) -> None:
         nonlocal first
         for _ in range(times):
-            again = _on_host(subject.program(*subject.arrays))
+            again = numbers(subject.program(*subject.arrays))
             first = again if first is None else first
             number = len(held) + 1
-            wrong.extend(f"run {number} differs from the first: {differ}" for differ in _differences(again, first))
+            wrong.extend(f"run {number} differs from the first: {differ}" for differ in differences(again, first))
             del again
             held.append(_bytes_in_use())
             resident.append(_bytes_of_the_process())

@@ -15,7 +15,7 @@ from jax.extend.core.primitives import remat_p
 
 from .._checkpoint import checkpoint
 from .._layer import plan_of
-from .._loops import DifferentiatedTwice, backward_p, forward_p
+from .._loops import backward_p, forward_p, where_twice
 from .._policy import Policy
 from .._residuals import Plans
 from .._twin import twin, with_layers
@@ -118,17 +118,18 @@ def subject_of(
     def loss(*args: Any) -> Any:
         return fun(*args)[0] if has_aux else fun(*args)
 
-    try:
+    with where_twice("verify", _LIKE_A_LOSS):
         jaxpr = jax.make_jaxpr(run)(*args)
-    except DifferentiatedTwice as why:
-        raise DifferentiatedTwice(
-            "verify: the function returns one floating-point scalar, as a loss does, but differentiates what is in it; "
-            "give its loss, or return the new state too, as a training step does"
-        ) from why
     plans, policies = Plans(jaxpr), tuple(dict.fromkeys(filter(None, _policies(jaxpr))))
     has_twin = bool(plans.plans) or any(isinstance(policy, Policy) for policy in policies)
     crossing = tuple(crossings(jaxpr))
     return Subject(run, args, loss if is_loss else None, jaxpr, plans, policies, crossing, has_twin, repeats)
+
+
+_LIKE_A_LOSS = (
+    "the function returns one floating-point scalar, as a loss does, but differentiates what is in it; give its loss, "
+    "or return the new state too, as a training step does"
+)
 
 
 def run_of(f: Callable[..., Any], args: tuple[Any, ...], has_aux: bool = False) -> tuple[Callable[..., Any], bool]:

@@ -62,8 +62,8 @@ def verify(
 
     1. `gradients`: all results are the twin's, bit for bit; both are compiled so that equal arithmetic gives equal
        bits. If the twin does not fit on the device, both run the first layers of each scan, as many as fit into nine
-       tenths of it. On several devices XLA may divide a sum among them in one program and not in the other: results
-       that are apart by rounding alone are then not checked.
+       tenths of it. Where XLA divides the two programs among devices otherwise, by their collectives, it may so divide
+       a sum: results that are apart by rounding alone are then not checked.
     2. `conservation`: the device holds as many bytes less than the twin's as the host holds: by the jaxpr, on a GPU as
        XLA plans it, and from the command line at the peaks of fresh processes.
     3. `moves`: nothing crosses to the host but what is marked offload, or lived there before; where other policies than

@@ -8,7 +8,6 @@
 """
 
 import argparse
-import contextlib
 from typing import Any
 
 from benchmarks.cases import Case, attention_costs, best, layers_of
@@ -62,6 +61,7 @@ def shape(options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from jaxoffload.grouped import chosen_backend
+    from models.config import Mesh
     from models.sharding import inside_shard_map
 
     kept = {
@@ -71,7 +71,7 @@ def shape(options: argparse.Namespace) -> dict[str, Any]:
     if options.grouped == "auto":
         rows, D, F = options.batch * options.seq * options.experts_per_token, options.d_model, options.d_expert
         x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, D), (options.experts, D, F)))
-        with inside_shard_map() if options.fsdp * options.expert > 1 else contextlib.nullcontext():
+        with inside_shard_map(Mesh(fsdp=options.fsdp, expert=options.expert)):
             kept["grouped"] = f"auto: {chosen_backend(x, w)}"
     return layers_of(options) | kept
 

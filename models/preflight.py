@@ -18,7 +18,7 @@ from models.moe import products
 from models.processes import join, locked, objections
 from models.reading import ConfigError, collecting
 from models.report import check_patterns
-from models.sharding import make_mesh
+from models.sharding import inside_shard_map, make_mesh
 
 _NO_TE = (ImportError, OSError, RuntimeError, AttributeError)  # by what TransformerEngine misses
 
@@ -124,11 +124,11 @@ def _check_products(config: Config) -> None:
     if model.exchange == "ragged" and mesh.expert > 1 and jax.default_backend() != "gpu":
         problems.append("model.exchange = 'ragged': XLA has it on NVIDIA GPUs alone; must be padded here")
     product = functools.partial(grouped_matmul, backend=model.grouped, quantize=model.quantize)
-    for x, w in products(config):
-        try:
-            jax.eval_shape(product, x, w, jax.ShapeDtypeStruct(w.shape[:1], jnp.int32))
-        except (ValueError, ImportError) as why:
-            problems.append(f"model.grouped = {model.grouped!r}: {why}")
-            break
+    try:
+        with inside_shard_map(mesh):
+            for x, w in products(config):
+                jax.eval_shape(product, x, w, jax.ShapeDtypeStruct(w.shape[:1], jnp.int32))
+    except (ValueError, ImportError) as why:
+        problems.append(f"model.grouped = {model.grouped!r}: {why}")
     if problems:
         raise ConfigError(problems)

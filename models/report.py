@@ -86,7 +86,7 @@ def products_line(config: Config) -> list[str]:
         return []
     if model.grouped != "auto":
         return [f"grouped products: {model.grouped}"]
-    with inside_shard_map():
+    with inside_shard_map(config.mesh):
         chosen = dict.fromkeys(chosen_backend(x, w, quantize=model.quantize) for x, w in products(config))
     return [f"grouped products: {', '.join(chosen)} (auto)"]
 

@@ -96,9 +96,10 @@ def abstract_mesh(sizes: config.Mesh) -> AbstractMesh:
     return AbstractMesh(_shape(sizes), MESH_AXES, _AUTO)
 
 
-def inside_shard_map() -> contextlib.AbstractContextManager[Any]:
-    """What is traced there is one device's, as in a layer's `shard_map`."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("device",), axis_types=(AxisType.Manual,)))
+def inside_shard_map(sizes: config.Mesh) -> contextlib.AbstractContextManager[Any]:
+    """What is traced there is one device's of this mesh, as in a layer's `shard_map`."""
+    manual = (AxisType.Manual,) * len(MESH_AXES)
+    return jax.sharding.use_abstract_mesh(AbstractMesh(_shape(sizes), MESH_AXES, axis_types=manual))
 
 
 def _shape(sizes: config.Mesh) -> tuple[int, ...]:

@@ -463,6 +463,7 @@ def test_auto_takes_the_best_that_can(request, monkeypatch, device, K, dtype, qu
     "quantize, v2, otherwise", [(None, True, "mosaic"), ("fp8", True, "ragged"), ("fp8", False, "ragged")]
 )
 def test_auto_leaves_to_xla_what_transformer_engine_cannot_divide(stand_in, monkeypatch, quantize, v2, otherwise):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
     x, w = jnp.ones((128, 64), BF16), jnp.ones((4, 64, 64), BF16)
     monkeypatch.setattr(jax, "devices", lambda real=jax.devices: [Hopper()])
     auto, manual = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual
@@ -473,6 +474,31 @@ def test_auto_leaves_to_xla_what_transformer_engine_cannot_divide(stand_in, monk
             assert chosen_backend(x, w, quantize=quantize) == chosen
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     assert chosen_backend(x, w, quantize=quantize) == "te"
+
+
+@pytest.mark.parametrize("quantize, v2", [(None, False), ("fp8", False), ("fp8", True)])
+def test_kernels_that_serve_one_gpu_of_a_process_are_refused_on_several(stand_in, monkeypatch, quantize, v2):
+    monkeypatch.setattr(jax, "devices", lambda *args, real=jax.devices: real(*args) if args else [Hopper()])
+    stand_in(v2=v2)
+    args = {"x": jnp.ones((128, 48), BF16), "w": jnp.ones((4, 48, 64), BF16), "quantize": quantize}
+    sizes = jnp.array([32, 32, 48, 16], jnp.int32)
+
+    def inside(devices):
+        manual = jax.sharding.AxisType.Manual
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((devices,), ("d",), axis_types=(manual,)))
+
+    with inside(1):
+        assert chosen_backend(**args) == "te"
+        grouped_matmul(**args, group_sizes=sizes, backend="te")
+    with inside(8):
+        assert chosen_backend(**args) == "ragged"
+        assert raised(ValueError, **args, group_sizes=sizes, backend="te") == (
+            "grouped_matmul: backend 'te' cannot do this: its kernels that have the host read the group sizes serve "
+            "one GPU of a process, and this process has 8: start a process for each GPU, or take another backend"
+        )
+        monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+        assert chosen_backend(**args) == "te"
+        grouped_matmul(**args, group_sizes=sizes, backend="te")
 
 
 def test_operands_that_are_sharded_over_explicit_axes_are_refused():

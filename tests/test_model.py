@@ -458,17 +458,20 @@ def test_the_report_of_a_dense_model_has_no_grouped_products():
 
 
 @pytest.mark.parametrize(
-    "overrides, sizes_stay, line",
+    "gpus_of_a_process, overrides, sizes_stay, line",
     [
-        ([], False, "mosaic (auto)"),
-        ([], True, "te (auto)"),  # of several devices too: a layer is in shard_map
-        (["model.quantize=fp8"], False, "te (auto)"),
-        (["model.d_expert=80"], False, "te (auto)"),
-        (["model.d_expert=72", "model.quantize=fp8"], False, "ragged (auto)"),
-        (["model.grouped=te"], False, "te"),
+        (8, [], False, "mosaic (auto)"),
+        (8, [], True, "te (auto)"),  # of several devices too: a layer is in shard_map
+        (8, ["model.quantize=fp8"], True, "ragged (auto)"),
+        (1, ["model.quantize=fp8"], False, "te (auto)"),
+        (8, ["model.d_expert=80"], False, "ragged (auto)"),
+        (1, ["model.d_expert=80"], False, "te (auto)"),
+        (1, ["model.d_expert=72", "model.quantize=fp8"], False, "ragged (auto)"),
+        (8, ["model.grouped=te"], False, "te"),
     ],
 )
-def test_who_multiplies_on_a_hopper_gpu(monkeypatch, overrides, sizes_stay, line):
+def test_who_multiplies_on_a_hopper_gpu(monkeypatch, gpus_of_a_process, overrides, sizes_stay, line):
+    monkeypatch.setattr(jax, "local_device_count", lambda: gpus_of_a_process)
     monkeypatch.setattr(_matmul, "_gpu_generation", lambda: 9)
     monkeypatch.setattr(te, "importable", lambda: True)
     monkeypatch.setattr(te, "sizes_stay", lambda dtype: sizes_stay)

@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import te_stand_in
 from test_streams import steps_at, write_trace
 
 from jaxoffload import _loops
@@ -449,6 +450,13 @@ def test_what_cannot_run_is_a_sentence_and_exit_code_2(config, tmp_path, capsys,
 
 
 EXPERTS = ("model.experts=4", "model.d_expert=64")
+
+
+def test_kernels_that_serve_one_gpu_of_a_process_do_not_train_on_several(config, tmp_path, monkeypatch, capsys):
+    te_stand_in.install(monkeypatch)
+    overrides = [*EIGHT, *EXPERTS, "model.grouped=te", f"train.out={tmp_path}/out"]
+    assert train.main([str(config), *overrides]) == 2
+    assert "model.grouped = 'te': grouped_matmul: backend 'te' cannot do this: its kernels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

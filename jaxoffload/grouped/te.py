@@ -2,7 +2,8 @@
 
 It has two kinds of kernels and chooses by dtype, GPU and the cuBLAS that it was compiled with. V2 (bfloat16) reads the
 group sizes on the device, and writes nothing to the rows past all groups. V1 has the host read them and wait, at each
-product, and wants `sum(group_sizes)` to be M: there the last group gets the rows past all groups.
+product, serves one GPU of a process, and wants `sum(group_sizes)` to be M: there the last group gets the rows past all
+groups.
 """
 
 import copy
@@ -203,8 +204,10 @@ def _gemm(lhs: Any, rhs: Any, contracted: Any) -> jax.Array:
 
 
 def refuses(shape: Shape) -> str | None:
-    if (wrong := _refuses_dtype(shape)) or not importable() or not sizes_stay(shape.dtype):
+    if (wrong := _refuses_dtype(shape)) or not importable():
         return wrong
+    if not sizes_stay(shape.dtype):
+        return _refuses_several_gpus()
     if (have := _cublas()) < V2_CUBLAS:
         need, found = (".".join(map(str, version)) for version in (V2_CUBLAS, have))
         return f"its kernels need cuBLAS {need}, and this is {found}: upgrade nvidia-cublas, or take another backend"
@@ -216,6 +219,19 @@ def _refuses_dtype(shape: Shape) -> str | None:
     if shape.dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         return None
     return f"{jnp.dtype(shape.dtype).name} operands; allowed are bfloat16, float16 and float32"
+
+
+def _refuses_several_gpus() -> str | None:
+    """Of V1, whose CUDA streams are all the process's: they are made on the GPU that is first, and a product on another
+    one ends the process without a word (measured;
+    https://github.com/NVIDIA/TransformerEngine/blob/d0067d0/transformer_engine/common/util/multi_stream.cpp)."""
+    gpus = jax.local_device_count()
+    if gpus == 1 or jax.sharding.get_abstract_mesh().size < 2:
+        return None
+    return (
+        f"its kernels that have the host read the group sizes serve one GPU of a process, and this process has {gpus}: "
+        "start a process for each GPU, or take another backend"
+    )
 
 
 def forward(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -246,7 +262,7 @@ TE = Backend("te", refuses, *(unbatched("te", f) for f in (forward, dx, dw, dw_f
 
 def refuses_fp8(shape: Shape) -> str | None:
     wrong = shape.not_a_multiple(FP8_MULTIPLE, "K", "N", "M")
-    return f"{wrong}, which FP8 needs" if wrong else _refuses_dtype(shape)
+    return f"{wrong}, which FP8 needs" if wrong else _refuses_dtype(shape) or _refuses_several_gpus()
 
 
 def _quantizers(groups: int) -> Any:

@@ -38,7 +38,7 @@ lint: .venv/test
 test-gpu:
 	$(PYTHON) -m pytest -m gpu -n 12 -p no:benchmark $(ARGS)
 
-# PART=1/4: a quarter of the claims that need an H200, in at most 8 minutes; GPUS=2: those that need two.
+# PART=1/4: a quarter of the claims that need an H200, in at most 8 minutes; GPUS=2 PART=1/2: half of what needs two.
 claims-gpu:
 	$(PYTHON) -m benchmarks.claims $(if $(PART),--part $(PART)) --gpus $(GPUS) $(ARGS)
 

@@ -110,9 +110,9 @@ PREFACE = """\
 <!-- made from benchmarks/claims.yaml by python -m benchmarks.claims --page -->
 
 `make claims` runs the tests and needs no GPU; `make test` runs them among all others. `make claims-gpu PART=1/4`, then
-`2/4` to `4/4`, run what needs one H200, each in at most 8 minutes; `make claims-gpu GPUS=2` what needs two. What was
-found, on what, is in [`results/claims.json`](results/claims.json). Below, `OUT.json` and `OUT.xml` stand for a file,
-and under a command is what must stand in it."""
+`2/4` to `4/4`, run what needs one H200, each in at most 8 minutes; `make claims-gpu GPUS=2 PART=1/2` and `2/2` what
+needs two. What was found, on what, is in [`results/claims.json`](results/claims.json). Below, `OUT.json` and `OUT.xml`
+stand for a file, and under a command is what must stand in it."""
 
 
 def h200s(count: int) -> str:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 import jaxoffload
 from jaxoffload import PolicyError, Residual, Residuals
 from jaxoffload.grouped import chosen_backend
-from models.config import Config
+from models.config import Config, Mesh
 from models.metrics import size
 from models.moe import products
 from models.reading import ConfigError
@@ -86,9 +86,14 @@ def products_line(config: Config) -> list[str]:
         return []
     if model.grouped != "auto":
         return [f"grouped products: {model.grouped}"]
-    with inside_shard_map(config.mesh):
-        chosen = dict.fromkeys(chosen_backend(x, w, quantize=model.quantize) for x, w in products(config))
-    return [f"grouped products: {', '.join(chosen)} (auto)"]
+
+    def chosen(sizes: Mesh) -> str:
+        with inside_shard_map(sizes):
+            return ", ".join(dict.fromkeys(chosen_backend(x, w, quantize=model.quantize) for x, w in products(config)))
+
+    here, alone = chosen(config.mesh), chosen(Mesh())
+    hint = f"; {alone} with a process for each GPU" if alone != here else ""
+    return [f"grouped products: {here} (auto{hint})"]
 
 
 def expected(config: Config, made: Program, table: Residuals) -> list[str]:

@@ -462,9 +462,9 @@ def test_the_report_of_a_dense_model_has_no_grouped_products():
     [
         (8, [], False, "mosaic (auto)"),
         (8, [], True, "te (auto)"),  # of several devices too: a layer is in shard_map
-        (8, ["model.quantize=fp8"], True, "ragged (auto)"),
+        (8, ["model.quantize=fp8"], True, "ragged (auto; te with a process for each GPU)"),
         (1, ["model.quantize=fp8"], False, "te (auto)"),
-        (8, ["model.d_expert=80"], False, "ragged (auto)"),
+        (8, ["model.d_expert=80"], False, "ragged (auto; te with a process for each GPU)"),
         (1, ["model.d_expert=80"], False, "te (auto)"),
         (1, ["model.d_expert=72", "model.quantize=fp8"], False, "ragged (auto)"),
         (8, ["model.grouped=te"], False, "te"),

@@ -222,8 +222,8 @@ def _refuses_dtype(shape: Shape) -> str | None:
 
 
 def _refuses_several_gpus() -> str | None:
-    """Of V1, whose CUDA streams are all the process's: they are made on the GPU that is first, and a product on another
-    one ends the process without a word (measured;
+    """Of V1, whose CUDA streams are the process's, and made on the GPU that is first. A product on another one fails,
+    the others wait for it, and a minute later XLA ends the process, with a word about collectives alone (measured;
     https://github.com/NVIDIA/TransformerEngine/blob/d0067d0/transformer_engine/common/util/multi_stream.cpp)."""
     gpus = jax.local_device_count()
     if gpus == 1 or jax.sharding.get_abstract_mesh().size < 2:

@@ -3,11 +3,12 @@
     python -m benchmarks.moe [--out benchmarks/results/moe.json]              # Mixtral's shapes: 8 experts, 2 a token
     python -m benchmarks.moe --experts 64 --experts_per_token 8 --d_model 2048 --d_expert 768 --layers 12 \
         --out benchmarks/results/moe-small-experts.json                       # Qwen3's, with 64 of its 128 experts
-    python -m benchmarks.moe --expert 2 --batch 4 --capacity 1.25 --modes remat saved ours ours_saved \
-        --out benchmarks/results/moe-expert-parallel.json                     # Mixtral's, on two GPUs
+    python -m benchmarks.moe --expert 2 --batch 4 --layers 4 --capacity 1.25 --modes remat saved ours ours_saved \
+        --rounds 6 --out benchmarks/results/moe-expert-parallel.json          # Mixtral's, on two GPUs
 """
 
 import argparse
+import contextlib
 from typing import Any
 
 from benchmarks.cases import Case, attention_costs, best, layers_of
@@ -71,7 +72,8 @@ def shape(options: argparse.Namespace) -> dict[str, Any]:
     if options.grouped == "auto":
         rows, D, F = options.batch * options.seq * options.experts_per_token, options.d_model, options.d_expert
         x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, D), (options.experts, D, F)))
-        with inside_shard_map(Mesh(fsdp=options.fsdp, expert=options.expert)):
+        mesh = Mesh(fsdp=options.fsdp, expert=options.expert)
+        with inside_shard_map(mesh) if options.fsdp * options.expert > 1 else contextlib.nullcontext():
             kept["grouped"] = f"auto: {chosen_backend(x, w)}"
     return layers_of(options) | kept
 

@@ -476,29 +476,58 @@ def test_auto_leaves_to_xla_what_transformer_engine_cannot_divide(stand_in, monk
     assert chosen_backend(x, w, quantize=quantize) == "te"
 
 
-@pytest.mark.parametrize("quantize, v2", [(None, False), ("fp8", False), ("fp8", True)])
-def test_kernels_that_serve_one_gpu_of_a_process_are_refused_on_several(stand_in, monkeypatch, quantize, v2):
+@pytest.fixture
+def on_mesh_of():
+    """What is traced inside is one device's of a mesh of so many."""
+    manual = jax.sharding.AxisType.Manual
+    mesh = lambda devices: jax.sharding.AbstractMesh((devices,), ("d",), axis_types=(manual,))
+    return lambda devices: jax.sharding.use_abstract_mesh(mesh(devices))
+
+
+@pytest.mark.parametrize("quantize, v2", [(None, False), (None, True), ("fp8", False), ("fp8", True)])
+def test_kernels_that_serve_one_gpu_of_a_process_are_refused_on_several(
+    stand_in, monkeypatch, on_mesh_of, quantize, v2
+):
     monkeypatch.setattr(jax, "devices", lambda *args, real=jax.devices: real(*args) if args else [Hopper()])
     stand_in(v2=v2)
+    serves_several = v2 and quantize is None
     args = {"x": jnp.ones((128, 48), BF16), "w": jnp.ones((4, 48, 64), BF16), "quantize": quantize}
-    sizes = jnp.array([32, 32, 48, 16], jnp.int32)
+    given = args | {"group_sizes": jnp.array([32, 32, 48, 16], jnp.int32), "backend": "te"}
 
-    def inside(devices):
-        manual = jax.sharding.AxisType.Manual
-        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((devices,), ("d",), axis_types=(manual,)))
-
-    with inside(1):
-        assert chosen_backend(**args) == "te"
-        grouped_matmul(**args, group_sizes=sizes, backend="te")
-    with inside(8):
-        assert chosen_backend(**args) == "ragged"
-        assert raised(ValueError, **args, group_sizes=sizes, backend="te") == (
+    def is_refused(**changed):
+        if serves_several:
+            grouped_matmul(**given | changed)
+            return False
+        return raised(ValueError, **given | changed) == (
             "grouped_matmul: backend 'te' cannot do this: its kernels that have the host read the group sizes serve "
             "one GPU of a process, and this process has 8: start a process for each GPU, or take another backend"
         )
-        monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+
+    with on_mesh_of(1):
         assert chosen_backend(**args) == "te"
-        grouped_matmul(**args, group_sizes=sizes, backend="te")
+        grouped_matmul(**given)
+    with on_mesh_of(8):
+        assert chosen_backend(**args) == ("te" if serves_several else "ragged")
+        assert is_refused() != serves_several
+        assert is_refused(w=[args["w"], args["w"]]) != serves_several
+    with on_mesh_of(16):  # there are 8 devices: another machine's, of which a table is made here
+        assert chosen_backend(**args) == "te"
+        grouped_matmul(**given)
+    auto = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(args["x"], jax.NamedSharding(auto, jax.P("d")))
+    assert jax.eval_shape(lambda x: jnp.zeros(int(is_refused(x=x) != serves_several)), spread).shape == (1,)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    with on_mesh_of(8):
+        assert chosen_backend(**args) == "te"
+        grouped_matmul(**given)
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_a_missing_transformer_engine_is_said_before_how_many_gpus_it_serves(monkeypatch, on_mesh_of, quantize):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with on_mesh_of(8):
+        sizes = jnp.array([32, 32, 48, 16], jnp.int32)
+        assert "cannot be imported" in raised(ImportError, backend="te", quantize=quantize, group_sizes=sizes)
 
 
 def test_operands_that_are_sharded_over_explicit_axes_are_refused():

@@ -16,12 +16,13 @@ from ._tensor import GroupedTensor
 
 
 class Shape(NamedTuple):
-    """Of one product: (M, K) rows times (G, K, N)."""
+    """Of one product: (M, K) rows times (G, K, N), on a mesh of so many devices, as far as one is known."""
 
     M: int
     K: int
     N: int
     dtype: Any
+    devices: int
 
     def not_a_multiple(self, of: int, *names: str) -> str | None:
         """What is wrong with the first of these dimensions that is no multiple of `of`."""

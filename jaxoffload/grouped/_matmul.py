@@ -52,8 +52,8 @@ def grouped_matmul(
       backend: who multiplies. "ragged": `jax.lax.ragged_dot`, everywhere; FP8 is emulated. "mosaic": jax's kernels for
         Hopper GPUs; 16-bit operands, K and N multiples of 64, M one of 8 and at least 64, no FP8. "te":
         TransformerEngine; for FP8, K, N, M and each group's size must be multiples of 16, for bfloat16, where it
-        leaves the group sizes on the device, K and N multiples of 8; where it does not, one GPU of a process, the first
-        that it is used on. "auto": `chosen_backend`.
+        leaves the group sizes on the device, K and N multiples of 8. All its other products serve one GPU of a process,
+        the first that they are used on, and are refused on a mesh of several. "auto": `chosen_backend`.
       quantize: "fp8", or None for plain operands.
       full: the sizes sum up to M, so that no rows of plain operands have to be set to zero. Where they do not, and
         nobody notices, rows past all groups are anything, and spoil w's cotangent.
@@ -95,8 +95,8 @@ def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) ->
     1. "te", if TransformerEngine leaves the group sizes on the device: for plain bfloat16, on Hopper GPUs and newer
        ones, compiled for it and run with cuBLAS 13.8.1 or later.
     2. "mosaic": for plain 16-bit operands, on Hopper GPUs.
-    3. "te" on Hopper GPUs and newer ones, if a process has one GPU of the mesh. Here the host reads the group sizes and
-       waits, at each product, and beside residuals that are being offloaded for as long as their copies take.
+    3. "te" on Hopper GPUs and newer ones, if the mesh has one GPU, or the process. Here the host reads the group sizes
+       and waits, at each product, and beside residuals that are being offloaded for as long as their copies take.
     4. "ragged".
 
     XLA cannot divide TransformerEngine's products: "te" is passed by where there are several devices, but inside of a
@@ -181,7 +181,9 @@ def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def _shape(x: Any, w: Any) -> Shape:
-    return Shape(x.shape[0], x.shape[1], w.shape[2], x.dtype)
+    of_arrays = (jax.typeof(a).sharding.mesh for a in (x, w) if isinstance(a, jax.Array))
+    meshes = (jax.sharding.get_abstract_mesh(), *of_arrays)
+    return Shape(x.shape[0], x.shape[1], w.shape[2], x.dtype, max(mesh.size for mesh in meshes))
 
 
 def _backend(name: str, x: Any, w: Any, quantize: str | None) -> Backend | FP8:

@@ -207,7 +207,7 @@ def refuses(shape: Shape) -> str | None:
     if (wrong := _refuses_dtype(shape)) or not importable():
         return wrong
     if not sizes_stay(shape.dtype):
-        return _refuses_several_gpus()
+        return _refuses_several_gpus(shape)
     if (have := _cublas()) < V2_CUBLAS:
         need, found = (".".join(map(str, version)) for version in (V2_CUBLAS, have))
         return f"its kernels need cuBLAS {need}, and this is {found}: upgrade nvidia-cublas, or take another backend"
@@ -221,13 +221,12 @@ def _refuses_dtype(shape: Shape) -> str | None:
     return f"{jnp.dtype(shape.dtype).name} operands; allowed are bfloat16, float16 and float32"
 
 
-def _refuses_several_gpus() -> str | None:
+def _refuses_several_gpus(shape: Shape) -> str | None:
     """Of V1, whose CUDA streams are the process's, and made on the GPU that is first. A product on another one fails,
     the others wait for it, and a minute later XLA ends the process, with a word about collectives alone (measured;
     https://github.com/NVIDIA/TransformerEngine/blob/d0067d0/transformer_engine/common/util/multi_stream.cpp)."""
-    gpus = jax.local_device_count()
-    if gpus == 1 or jax.sharding.get_abstract_mesh().size < 2:
-        return None
+    if shape.devices < 2 or (gpus := jax.local_device_count()) == 1 or shape.devices > jax.device_count():
+        return None  # a mesh of more devices than there are is another machine's
     return (
         f"its kernels that have the host read the group sizes serve one GPU of a process, and this process has {gpus}: "
         "start a process for each GPU, or take another backend"
@@ -262,7 +261,8 @@ TE = Backend("te", refuses, *(unbatched("te", f) for f in (forward, dx, dw, dw_f
 
 def refuses_fp8(shape: Shape) -> str | None:
     wrong = shape.not_a_multiple(FP8_MULTIPLE, "K", "N", "M")
-    return f"{wrong}, which FP8 needs" if wrong else _refuses_dtype(shape) or _refuses_several_gpus()
+    wrong = f"{wrong}, which FP8 needs" if wrong else _refuses_dtype(shape)
+    return wrong if wrong or not importable() else _refuses_several_gpus(shape)
 
 
 def _quantizers(groups: int) -> Any:

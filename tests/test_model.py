@@ -463,6 +463,7 @@ def test_the_report_of_a_dense_model_has_no_grouped_products():
         (8, [], False, "mosaic (auto)"),
         (8, [], True, "te (auto)"),  # of several devices too: a layer is in shard_map
         (8, ["model.quantize=fp8"], True, "ragged (auto; te with a process for each GPU)"),
+        (8, ["model.quantize=fp8", "mesh.fsdp=4"], True, "te (auto)"),  # a mesh that is elsewhere
         (1, ["model.quantize=fp8"], False, "te (auto)"),
         (8, ["model.d_expert=80"], False, "ragged (auto; te with a process for each GPU)"),
         (1, ["model.d_expert=80"], False, "te (auto)"),
@@ -476,7 +477,8 @@ def test_who_multiplies_on_a_hopper_gpu(monkeypatch, gpus_of_a_process, override
     monkeypatch.setattr(te, "importable", lambda: True)
     monkeypatch.setattr(te, "sizes_stay", lambda dtype: sizes_stay)
     monkeypatch.setattr(te, "_cublas", lambda: te.V2_CUBLAS)
-    assert products_line(load(CONFIGS / "mixtral-8x7b.yaml", overrides)) == [f"grouped products: {line}"]
+    config = load(CONFIGS / "mixtral-8x7b.yaml", ["mesh.fsdp=1", "mesh.expert=8", "mesh.tensor=1", *overrides])
+    assert products_line(config) == [f"grouped products: {line}"]
 
 
 @pytest.mark.parametrize(

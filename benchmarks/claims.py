@@ -3,8 +3,8 @@
     python -m benchmarks.claims [--part 1/4 | --only grouped] [--gpus 2]   # adds to benchmarks/results/claims.json
     python -m benchmarks.claims --page                                     # writes benchmarks/CLAIMS.md
 
-A part of several takes at most 8 minutes. This process never touches a GPU. Exit status: 1 if a claim fails, or if its
-measurement does not say.
+A part of several takes at most 8 minutes. This process never touches a GPU. Exit status: 1 if a claim fails, if its
+measurement does not say, or if that fails, be it of a test that no claim names.
 """
 
 import argparse
@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from benchmarks.judge import HOLDS, NOT_RUN, Requirement, as_text, found, merge, record, records, still
+from benchmarks.judge import FAILS, HOLDS, NOT_RUN, Requirement, as_text, found, merge, record, records, still
 
 FOLDER = Path(__file__).parent
 LIST, PAGE = FOLDER / "claims.yaml", FOLDER / "CLAIMS.md"
 ALL = (1, 1)  # part of as many
 LIMIT = 8 * 60  # seconds of a part of several
+SUCCEEDS = ("exit status", "==", 0)
 
 # ------------------------------------------------------------------------------------------------ the list
 
@@ -142,7 +143,8 @@ def measured(
     listed: Listed, options: argparse.Namespace, about: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and records of the claims of a part. They are written after each measurement, so that what stops the next
-    takes nothing with it; a measurement that says nothing leaves what was found before."""
+    takes nothing with it; a measurement that says nothing leaves what was found before. A command that fails has a line
+    of its own, which is not written."""
     from benchmarks import measure, peers
 
     end = time.monotonic() + (LIMIT if options.part != ALL else float("inf"))
@@ -153,6 +155,9 @@ def measured(
         judged = {name: one | about for name, one in listed.judged(measurement, result).items()}
         merge({name: one for name, one in judged.items() if one["verdict"] != NOT_RUN})
         yield from judged.items()
+        ended = record("", command, [SUCCEEDS], result)
+        if ended["verdict"] == FAILS:
+            yield f"{measurement}, the command", ended
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -255,6 +255,11 @@ def test_a_part_is_judged_and_recorded(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(measure, "result_of", lambda *_, ratio=ratio: {"ratios": {"ours/saved": ratio}})
         assert claims.main(["--part", "1/1", "--commit", "abc"]) == status
     assert re.search(r"three +fails +ratios ours/saved <= 1.003 \(1.5\)", capsys.readouterr().out)
+    holds_but_fails = {"ratios": {"ours/saved": 1.0}, "exit status": 1}
+    monkeypatch.setattr(measure, "result_of", lambda *_: holds_but_fails)
+    assert claims.main(["--commit", "abc"]) == 1
+    table_of_two = capsys.readouterr().out
+    assert re.search(r"^three +holds ", table_of_two, re.M) and "exit status == 0 (1)" in table_of_two
     (one,) = judge.records(path).values()
     assert one["device"] == "1 A GPU" and one["commit"] == "abc" and "jax" in one["versions"]
     monkeypatch.setattr(measure, "result_of", lambda *_: {})

@@ -48,7 +48,7 @@ def texts_of(dataset: data.Dataset, tokens: np.ndarray) -> list[str]:
     return [dataset.tokenizer.decode(piece[:-1].tolist(), skip_special_tokens=False) for piece in pieces]
 
 
-def error(match: str, call, *args, kind: type[Exception] = ValueError, **kwargs) -> None:
+def assert_error(match: str, call, *args, kind: type[Exception] = ValueError, **kwargs) -> None:
     """Asserts that the call raises the one sentence `match`, where `...` stands for anything."""
     with pytest.raises(kind) as caught:
         call(*args, **kwargs)
@@ -90,14 +90,14 @@ def test_parquet(tmp_path):
     table = pyarrow.table({"id": list(range(3000)), "body": rows})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
     assert list(documents(f"{tmp_path}/*.parquet", "body")) == rows
-    error(
+    assert_error(
         f"data.text_field = 'bodies': data.path has none in {tmp_path}/a.parquet; "
         "allowed are ['id', 'body'], the nearest is 'body'",
         list,
         documents(f"{tmp_path}/*.parquet", "bodies"),
     )
     parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "b.parquet")
-    error(
+    assert_error(
         f"data.text_field = 'text': it is None in {tmp_path}/b.parquet, row 1; allowed is Unicode text",
         list,
         documents(f"{tmp_path}/b.parquet"),
@@ -110,7 +110,7 @@ def test_empty_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "no_rows.parquet")
     assert list(documents(f"{tmp_path}/no_rows.parquet")) == []
     (tmp_path / "no_bytes.parquet").touch()
-    error(
+    assert_error(
         f"data.path: {tmp_path}/no_bytes.parquet is no parquet (...); allowed is a table of rows",
         list,
         documents(f"{tmp_path}/no_bytes.parquet"),
@@ -121,7 +121,7 @@ def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    error(
+    assert_error(
         f"data.path: {tmp_path}/a.parquet needs pyarrow: pip install jaxoffload[parquet]",
         list,
         documents(f"{tmp_path}/a.parquet"),
@@ -145,11 +145,11 @@ def test_path_errors(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "a.csv").write_text("a")
     good, bad, csv = f"{tmp_path}/*.txt", f"{tmp_path}/*.text", f"{tmp_path}/*.csv"
-    error(f"data.path = '{bad}': ['{bad}'] matches no file; {ALLOWED}", documents, bad)
-    error(f"data.path = ['{good}', '{bad}']: ['{bad}'] matches no file; {ALLOWED}", documents, [good, bad])
-    error(f"data.path = (): [] matches no file; {ALLOWED}", documents, ())
-    error(f"data.path = '{csv}': {tmp_path}/a.csv has the suffix '.csv'; {ALLOWED}", documents, csv)
-    error(f"data.path = '{tmp_path}': ['{tmp_path}'] matches no file; {ALLOWED}", documents, str(tmp_path))
+    assert_error(f"data.path = '{bad}': ['{bad}'] matches no file; {ALLOWED}", documents, bad)
+    assert_error(f"data.path = ['{good}', '{bad}']: ['{bad}'] matches no file; {ALLOWED}", documents, [good, bad])
+    assert_error(f"data.path = (): [] matches no file; {ALLOWED}", documents, ())
+    assert_error(f"data.path = '{csv}': {tmp_path}/a.csv has the suffix '.csv'; {ALLOWED}", documents, csv)
+    assert_error(f"data.path = '{tmp_path}': ['{tmp_path}'] matches no file; {ALLOWED}", documents, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -175,12 +175,12 @@ def test_path_errors(tmp_path):
 def test_jsonl_errors(tmp_path, line, message):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "fine"}\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
-    error(message.replace("FILE", str(file)), list, documents(str(file)))
+    assert_error(message.replace("FILE", str(file)), list, documents(str(file)))
 
 
 def test_txt_must_be_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes("é".encode("latin-1"))
-    error(
+    assert_error(
         f"data.path: {tmp_path}/a.txt is not UTF-8 (...); allowed is UTF-8 text",
         list,
         documents(f"{tmp_path}/a.txt"),
@@ -426,11 +426,11 @@ def test_an_origin_that_changed_is_refused_before_anything_is_computed(corpus, t
         "is not what it was when the run's checkpoint was written; put that back, or set train.out to another folder"
     )
     del work[:]
-    error(f"data.path = '{corpus}': {changed}", load, corpus, tmp_path, origin=dataset.origin)
+    assert_error(f"data.path = '{corpus}': {changed}", load, corpus, tmp_path, origin=dataset.origin)
     dataset.tokenizer.add_tokens(["new"])
     dataset.tokenizer.save(f"{tmp_path}/given.json")
     with_given["vocab_size"] += 1
-    error(
+    assert_error(
         f"data.path = '{corpus}': {changed}\ndata.tokenizer = '{tmp_path}/given.json': {changed}",
         load,
         corpus,
@@ -451,8 +451,8 @@ def test_files_that_cannot_be_opened(corpus, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(data, "files_of", lambda path: [tmp_path / "gone.txt"])
     gone = f"data.path = '{tmp_path}/gone.txt': ...No such file...; must be a file that can be read"
-    error(gone, load, corpus, tmp_path)  # while it is hashed
-    error(gone, list, read_documents([tmp_path / "gone.txt"], "text"))
+    assert_error(gone, load, corpus, tmp_path)  # while it is hashed
+    assert_error(gone, list, read_documents([tmp_path / "gone.txt"], "text"))
 
 
 def test_the_users_home_is_found(corpus, texts, tmp_path, monkeypatch):
@@ -479,14 +479,14 @@ def test_large_vocabulary_is_uint32(corpus, tmp_path):
 
 def test_setting_errors(corpus, tmp_path):
     for fraction in (0, 1, -0.1):
-        error(
+        assert_error(
             f"data.valid_fraction = {fraction}: allowed is a number between 0 and 1",
             load,
             corpus,
             tmp_path,
             valid_fraction=fraction,
         )
-    error(
+    assert_error(
         "model.vocab_size = 256: allowed is 257 (bytes and <|endoftext|>) or more",
         load,
         corpus,
@@ -495,7 +495,7 @@ def test_setting_errors(corpus, tmp_path):
     )
     for fraction, verb in ((1e-9, "hold out"), (1 - 1e-9, "train on")):
         for _ in range(2):  # the cache of the first load must not hide it
-            error(
+            assert_error(
                 f"data.valid_fraction = {fraction}: data.path = '{corpus}' has no document to {verb}; "
                 "allowed is what leaves some for both",
                 load,
@@ -508,9 +508,9 @@ def test_setting_errors(corpus, tmp_path):
 def test_tokenizer_errors(corpus, tmp_path):
     file = tmp_path / "given.json"
     missing = f"data.tokenizer = {file}: No such file...; allowed is a tokenizer.json"
-    error(missing, load, corpus, tmp_path, tokenizer=str(file))
+    assert_error(missing, load, corpus, tmp_path, tokenizer=str(file))
     file.write_text("no")
-    error(
+    assert_error(
         f"data.tokenizer = {file}: ...; allowed is a tokenizer.json",
         load,
         corpus,
@@ -518,7 +518,7 @@ def test_tokenizer_errors(corpus, tmp_path):
         tokenizer=str(file),
     )
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(file))
-    error(
+    assert_error(
         f"data.tokenizer = {file}: allowed is a tokenizer with one of the tokens "
         "<|endoftext|>, <|end_of_text|>, </s>, <eos>",
         load,
@@ -529,7 +529,7 @@ def test_tokenizer_errors(corpus, tmp_path):
     trained = load(corpus, tmp_path)
     trained.tokenizer.save(str(file))
     size = trained.vocab_size - 1
-    error(
+    assert_error(
         f"model.vocab_size = {size}: allowed with {file} is {trained.vocab_size}, its own, or more",
         load,
         corpus,
@@ -623,7 +623,7 @@ def test_resume_on_any_number_of_processes():
 
 @pytest.mark.parametrize("make", [data.fixed_batches, lambda *a, **k: data.batches(*a, seed=0, **k)])
 def test_batch_size_errors(make):
-    error(
+    assert_error(
         "train.batch_size = 7: allowed are multiples of 2 processes",
         make,
         TOKENS,
@@ -631,7 +631,7 @@ def test_batch_size_errors(make):
         seq_len=5,
         process_count=2,
     )
-    error(
+    assert_error(
         "train.batch_size = 24: allowed is at most 23, the windows of train.seq_len = 5 in 119 tokens",
         make,
         TOKENS,

@@ -4,11 +4,11 @@ from ._chain import chain as chain
 from ._checkpoint import checkpoint as checkpoint
 from ._policy import Policy as Policy
 from ._policy import PolicyError as PolicyError
-from ._residuals import Residual as Residual
-from ._residuals import Residuals as Residuals
 from ._residuals import check as check
 from ._residuals import residuals as residuals
 from ._scan import scan as scan
+from ._table import Residual as Residual
+from ._table import Residuals as Residuals
 from ._tags import scope as scope
 from ._tags import tag as tag
 from ._xla import compiler_options as compiler_options

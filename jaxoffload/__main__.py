@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import errno
 import importlib
 import inspect
@@ -23,6 +22,7 @@ import jax
 from . import proof
 from ._loops import DifferentiatedTwice
 from ._residuals import Residuals, residuals
+from ._words import nearest
 from .proof._peaks import measured
 from .proof._subject import run_of
 
@@ -160,9 +160,7 @@ def made_by(where: str, arguments: Sequence[str]) -> Made:
         raise CannotRun(f"{where} is no function: {make!r:.60}")
     if make is None:
         own = [key for key, value in vars(found).items() if getattr(value, "__module__", "") == module]
-        near = difflib.get_close_matches(name, own, 1)
-        nearest = f"; the nearest is {near[0]!r}" if near else ""
-        raise CannotRun(f"{where}: {module} has no function {name!r}{nearest}")
+        raise CannotRun(f"{where}: {module} has no function {name!r}{nearest(name, own)}")
     try:
         inspect.signature(make).bind(*arguments)
     except (TypeError, ValueError) as why:

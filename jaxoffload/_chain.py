@@ -7,23 +7,25 @@ other); a layer begins when the copies of the layer before the previous one are 
 when the backward pass of the next one begins; and that begins when the one before it has ended.
 """
 
-import functools
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import Jaxpr, jaxpr_as_fun
+from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from ._checkpoint import bind, derivative, partial_eval_as_remat
+from ._call import Call
+from ._checkpoint import bind, checked, derivative, partial_eval_as_remat
 from ._layer import Body, Layer, apart, linearize
 from ._linear import linear
 from ._memory import DEVICE, HOST, layers_that_fit
 from ._plan import Layers
 from ._policy import Policy, PolicyError, accept
+from ._refs import by_jax, takes_refs
 from ._scan import inside_scan
 from ._twin import is_twin
 from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
@@ -40,7 +42,9 @@ def chain(
     """Layers that differ, under a `Policy`: `for f, p in zip(fs, params): carry = f(carry, p)`.
 
     Values and gradients are those of the loop over `jax.checkpoint(f)`. Inside a `scan` a chain is a part of the
-    scan's layer, and the scan's policy decides. It cannot be differentiated twice, nor in forward mode.
+    scan's layer, and the scan's policy decides. It cannot be differentiated twice, nor in forward mode. Where a layer
+    reads or writes a `jax.new_ref` from outside, all run under JAX's own checkpoint, as such a body of a `scan` does.
+    What `checkify` makes of a chain is one `checkpoint`, if it is differentiated then.
 
     Args:
       fs: the layers, `(carry, p) -> carry`; a carry has the same structure everywhere, its shapes may change.
@@ -66,10 +70,8 @@ def chain(
     if not fs:
         return init
     if jax.config.jax_disable_jit or inside_scan():
-        for f, p in zip(fs, params, strict=True):
-            init = jax.checkpoint(f)(init, p)
-        return init
-    carry, tree = jax.tree.flatten(init)
+        return _each(jax.checkpoint, fs, init, params)
+    first, (carry, tree) = init, jax.tree.flatten(init)
     jaxprs, own, operands = [], [], []
     for number, (f, p) in enumerate(zip(fs, params, strict=True)):
         jaxpr, init = jax.make_jaxpr(f, return_shape=True)(init, p)
@@ -79,8 +81,17 @@ def chain(
         jaxprs.append(_consts_last(jaxpr))
         operands += [*jax.tree.leaves(p), *jaxpr.consts]
         own.append(len(jaxprs[-1].invars) - len(carry))
-    outs = chain_p.bind(*carry, *operands, jaxprs=tuple(jaxprs), own=tuple(own), policy=policy, strict=strict)
-    return jax.tree.unflatten(tree, outs)
+    if any(map(takes_refs, jaxprs)):
+        return _each(by_jax(jaxprs, policy, strict, True), fs, first, params)
+    layers = _Layers(tuple(jaxprs), tuple(own))
+    return jax.tree.unflatten(tree, _bind(layers, [*carry, *operands], policy, strict))
+
+
+def _each(checkpoint: Callable[..., Any], fs: Sequence[Callable[..., Any]], carry: Any, params: Sequence[Any]) -> Any:
+    """Plain JAX: one layer after another, each under a checkpoint."""
+    for f, p in zip(fs, params, strict=True):
+        carry = checkpoint(f)(carry, p)
+    return carry
 
 
 def _consts_last(jaxpr: Jaxpr) -> Jaxpr:
@@ -91,60 +102,88 @@ def _consts_last(jaxpr: Jaxpr) -> Jaxpr:
     return whole.replace(invars=invars, debug_info=whole.debug_info.with_unknown_names())
 
 
-def _split(operands: Sequence[Any], own: tuple[int, ...]) -> tuple[list[Any], list[list[Any]]]:
-    """The first carry, and the operands of each layer's own."""
-    at = len(operands) - sum(own)
-    carry, each = list(operands[:at]), []
-    for count in own:
-        each.append(list(operands[at : at + count]))
-        at += count
-    return carry, each
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Layers:
+    """The layers apart: the jaxpr of each, and how many operands of its own it has. What walks through an equation's
+    jaxprs does not see them; it sees them together, in `call_jaxpr`."""
+
+    jaxprs: tuple[Jaxpr, ...]
+    own: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        """Short, for it stands in printed jaxprs."""
+        return f"{len(self.own)} layers"
+
+    def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
+        """The first carry, and the operands of each layer's own."""
+        at = len(operands) - sum(self.own)
+        carry, each = list(operands[:at]), []
+        for count in self.own:
+            each.append(list(operands[at : at + count]))
+            at += count
+        return carry, each
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        carry, each = self.split(operands)
+        for jaxpr, mine in zip(self.jaxprs, each, strict=True):
+            carry = jaxpr_as_fun(jaxpr)(*carry, *mine)
+        return carry
 
 
-chain_p = Primitive("jaxoffload_chain")
-chain_p.multiple_results = True
+def _bind(layers: _Layers, operands: Sequence[Any], policy: Policy, strict: bool) -> list[Any]:
+    whole = jax.make_jaxpr(layers)(*operands)
+    return chain_p.bind(*operands, call_jaxpr=whole, layers=layers, policy=policy, strict=strict)
 
 
-def _evaluate(*operands: Any, jaxprs: tuple[Jaxpr, ...], own: tuple[int, ...], **_: Any) -> list[Any]:
-    carry, each = _split(operands, own)
-    for jaxpr, mine in zip(jaxprs, each, strict=True):
-        carry = jaxpr_as_fun(jaxpr)(*carry, *mine)
-    return carry
+def _checked(run: Callable[..., list[Any]], *operands: Any, layers: _Layers, **params: Any) -> list[Any]:
+    """What `checkify` makes of a chain: the error goes from layer to layer, and the whole is one `checkpoint`."""
+    roles = ("argument",) * len(layers.jaxprs[0].outvars) + ("weight",) * sum(layers.own)
+    return checked(run, *operands, roles=roles, prevent_cse=True, **params)
+
+
+chain_p = Call("jaxoffload_chain", _checked)
 
 
 def _batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, jaxprs: Any, own: Any, **params: Any
+    axis: Any,
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    call_jaxpr: Jaxpr,
+    layers: _Layers,
+    policy: Policy,
+    strict: bool,
 ) -> tuple[list[Any], list[Any]]:
-    carry, each = _split(dims, own)
+    carry, each = layers.split(dims)
     batched = []
-    for jaxpr, mine in zip(jaxprs, each, strict=True):
+    for jaxpr, mine in zip(layers.jaxprs, each, strict=True):
         wanted = [batching.zero_if_mapped] * len(carry)
         layer, mapped = batching.batch_jaxpr_axes(jaxpr, axis, [*carry, *mine], wanted)
         carry = [0 if m else None for m in mapped]
         batched.append(layer)
-    return chain_p.bind(*args, jaxprs=tuple(batched), own=own, **params), carry
+    return _bind(_Layers(tuple(batched), layers.own), args, policy, strict), carry
 
 
 def _jvp(
     primals: Sequence[Any],
     tangents: Sequence[Any],
     *,
-    jaxprs: tuple[Jaxpr, ...],
-    own: tuple[int, ...],
+    call_jaxpr: Jaxpr,
+    layers: _Layers,
     policy: Policy,
     strict: bool,
 ) -> tuple[list[Any], list[Any]]:
-    carry, each = _split(primals, own)
-    bodies = [Body(jaxpr, 0, len(carry)) for jaxpr in jaxprs]
+    carry, each = layers.split(primals)
+    bodies = [Body(jaxpr, 0, len(carry)) for jaxpr in layers.jaxprs]
     moving = [type(t) is not ad.Zero for t in tangents]
     if is_twin():
-        return _twin_jvp(primals, tangents, bodies, own, policy)
-    layers = _linearized(bodies, *_split(moving, own), policy)
-    if strict and (problems := policy.unmatched(set().union(*(layer.plan.seen for layer in layers)))):
+        return _twin_jvp(primals, tangents, bodies, layers, policy)
+    made = _linearized(bodies, *layers.split(moving), policy)
+    if strict and (problems := policy.unmatched(set().union(*(layer.plan.seen for layer in made)))):
         raise PolicyError(problems)
     kept: list[list[Any]] = []
     copies: list[Any] = []  # of the previous layer
-    for layer, mine in zip(layers, each, strict=True):
+    for layer, mine in zip(made, each, strict=True):
         operands = [*carry, *mine]
         outs = jaxpr_as_fun(layer.forward)(*operands)
         carry, stored = _after(copies, outs[: layer.carry]), iter(outs[layer.carry :])
@@ -153,33 +192,34 @@ def _jvp(
         copies = [x for k, x in zip(layer.kept, kept[-1], strict=True) if k.place == "host"]
     flat, tree = jax.tree.flatten(kept)
     avals = [jax.typeof(x).to_tangent_aval() for x in carry]
-    perturbed = layers[-1].out_perturbed
+    perturbed = made[-1].out_perturbed
     found = iter(
         linear(
             "chain",
             flat,
             [ad.instantiate_zeros(t) for t, m in zip(tangents, moving, strict=True) if m],
             [a for a, p in zip(avals, perturbed, strict=True) if p],
-            lambda kept, cotangents: _transpose(layers, jax.tree.unflatten(tree, kept), cotangents),
+            lambda kept, cotangents: _transpose(made, jax.tree.unflatten(tree, kept), cotangents),
+            made,
         )
     )
     return carry, [next(found) if p else ad.Zero(a) for a, p in zip(avals, perturbed, strict=True)]
 
 
 def _twin_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], bodies: Sequence[Body], own: tuple[int, ...], policy: Policy
+    primals: Sequence[Any], tangents: Sequence[Any], bodies: Sequence[Body], layers: _Layers, policy: Policy
 ) -> tuple[list[Any], list[Any]]:
     """Each layer under `checkpoint`."""
 
-    def layers(*operands: Any) -> list[Any]:
-        carry, each = _split(operands, own)
+    def checkpoints(*operands: Any) -> list[Any]:
+        carry, each = layers.split(operands)
         for body, mine in zip(bodies, each, strict=True):
             args = [*carry, *mine]
             carry = bind(body.jaxpr, args, roles=body.roles, policy=policy, strict=False, prevent_cse=True)
         return carry
 
     moving = tuple(type(t) is not ad.Zero for t in tangents)
-    jvp, perturbed = derivative(jax.make_jaxpr(layers)(*primals), moving, False, False)
+    jvp, perturbed = derivative(jax.make_jaxpr(checkpoints)(*primals), moving, False, False)
     outs = jaxpr_as_fun(jvp)(*primals, *(t for t, m in zip(tangents, moving, strict=True) if m))
     carry, found = outs[: len(perturbed)], iter(outs[len(perturbed) :])
     zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
@@ -251,16 +291,9 @@ def _after(first: Sequence[Any], then: Sequence[Any]) -> list[Any]:
 
 
 def _partial_eval(*rest: Any) -> Any:
-    eqn: JaxprEqn = rest[-1]
-    whole = jax.make_jaxpr(functools.partial(_evaluate, **eqn.params))(*(v.aval for v in eqn.invars))
-    return partial_eval_as_remat(whole, True, *rest)
+    return partial_eval_as_remat(rest[-1].params["call_jaxpr"], True, *rest)
 
 
-chain_p.def_impl(_evaluate)
-chain_p.def_effectful_abstract_eval(
-    lambda *_, jaxprs, **__: (jaxprs[-1].out_avals, frozenset().union(*(jaxpr.effects for jaxpr in jaxprs)))
-)
-mlir.register_lowering(chain_p, mlir.lower_fun(_evaluate, multiple_results=True))
 ad.primitive_jvps[chain_p] = _jvp
 batching.fancy_primitive_batchers[chain_p] = _batch
 pe.partial_eval_jaxpr_custom_rules[chain_p] = _partial_eval

@@ -14,14 +14,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.core.primitives import remat_p
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from ._memory import NOT_THE_USERS, host_pool_bytes, layers_that_fit, nbytes, on_host
+from ._call import Call
+from ._memory import NOT_THE_USERS, host_pool_bytes, layers_that_fit, on_host
 from ._plan import Layers, Plan, decide, dots_matched_nothing, make_plan
 from ._policy import Policy, accept
+from ._refs import by_jax, takes_refs
+from ._straight import straight
 from ._tags import outside_scopes
 from ._twin import REASON, is_twin
 from ._values import mark_dots
@@ -40,8 +43,9 @@ def checkpoint(
 
     The result computes what `f` computes; differentiated in reverse, it keeps what the policy says. A function has no
     layers, so `resident_layers`, `offload_layers` and `other_layers` do not apply. What was saved can be differentiated
-    again; what was offloaded only in forward mode, for JAX has no reverse derivative of moving it. `checkify` looks
-    into it only where it is differentiated.
+    again; what was offloaded only in forward mode, for JAX has no reverse derivative of moving it. A function that
+    reads or writes a `jax.new_ref` from outside runs under JAX's own checkpoint, which asks the policy. A
+    `checkify.check` in `f` is made unless `f` is differentiated, as in `jax.checkpoint`.
 
     Args:
       f: any function that `jax.checkpoint` takes, with pytrees, keyword and static arguments.
@@ -56,7 +60,8 @@ def checkpoint(
 
     Raises (when differentiated, before anything is compiled):
       PolicyError: a pattern matches nothing, or two names of one value have different decisions.
-      MemoryError: what this call offloads does not fit in the pinned host pool; each call is judged alone.
+      MemoryError: what this call offloads does not fit in the pinned host pool. It knows itself alone: what a program
+        offloads in all, `check` and `residuals` judge.
       NotImplementedError: offloading here would fail or give wrong gradients; it says what to change.
     """
     accept("checkpoint", policy, strict)
@@ -70,6 +75,8 @@ def checkpoint(
         refuse_remat3()
         fun, args = _bind_static(f, static_argnums, args)
         jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
+        if takes_refs(jaxpr):
+            return by_jax([jaxpr], policy, strict, prevent_cse)(fun)(*args, **kwargs)
         leaves = jax.tree.leaves((args, kwargs))
         roles = ("weight",) * len(jaxpr.consts) + ("argument",) * len(leaves)
         out = bind(jaxpr, leaves, roles=roles, policy=policy, strict=strict, prevent_cse=prevent_cse)
@@ -113,7 +120,7 @@ def bind(
     return checkpoint_p.bind(
         *consts,
         *args,
-        jaxpr=_without_consts(jaxpr) if consts else jaxpr,
+        call_jaxpr=_without_consts(jaxpr) if consts else jaxpr,
         roles=roles,
         policy=policy,
         strict=strict,
@@ -121,9 +128,14 @@ def bind(
     )
 
 
+def looks_for_nans() -> bool:
+    """Whether JAX looks for NaNs or infinities in what is computed eagerly; they must not be in what nobody filled."""
+    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
+
+
 def cached[T](make: Callable[..., T]) -> Callable[..., T]:
     """`make(of, *key)`, remembered while `of` lives: an eager loop over layers then plans and traces once, and once for
-    its twin.
+    its twin, and where JAX looks for NaNs.
 
     `of`: a jaxpr, or something else that is hashed by its identity. The result must not refer to it.
     """
@@ -132,7 +144,7 @@ def cached[T](make: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(make)
     def remembered(of: Any, *key: Any) -> T:
         made = memory.setdefault(of, {})
-        traced = is_twin(), *key
+        traced = is_twin(), looks_for_nans(), *key
         if traced not in made:
             made[traced] = make(of, *key)
         return made[traced]
@@ -178,8 +190,8 @@ def plan_of_jvp(
 ) -> tuple[Plan, Jaxpr]:
     """As `make_plan` of a derivative, with the names and notes that the function has whatever is perturbed."""
     whole = judged(jaxpr, roles, policy, strict)
-    plan, planned = make_plan(jvp, policy, _roles_of(jvp, roles), layers, strict and whole is None)
-    return (dataclasses.replace(plan, seen=whole.seen, notes=whole.notes) if whole else plan), planned
+    plan, planned = make_plan(jvp, policy, _roles_of(jvp, roles), layers, False)
+    return dataclasses.replace(plan, seen=whole.seen, notes=whole.notes), planned
 
 
 NO_LAYERS = "checkpoint has no layers: resident_layers, offload_layers and other_layers do not apply"
@@ -200,53 +212,73 @@ def _roles_of(jvp: Jaxpr, roles: tuple[str, ...]) -> tuple[str | None, ...]:
 
 
 @cached
-def judged(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool) -> Plan | None:
-    """What is true of a function whatever is perturbed: the plan where all floating-point inputs are.
+def judged(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool) -> Plan:
+    """What is true of a function whatever is perturbed: the plan where all floating-point inputs are that can be.
 
     Custom rules are expanded then, so all names are there. With fewer perturbed, as the first steps of `lax.scan`'s
-    JVP have it, names could be missing that this program's derivative does have. None if that derivative does not
-    exist, for an input that a program must not perturb: then each derivative that does is judged alone.
+    JVP have it, names could be missing that this program's derivative does have.
 
     Raises:
       PolicyError: a pattern matches nothing (if `strict`), or two names of one value have different decisions.
     """
-    try:
-        jvp, _ = derivative(jaxpr, _all_inputs(jaxpr), False, policy.dots != "recompute")
-    except NotImplementedError:
-        return None
+    dots = policy.dots != "recompute"
+    jvp, _ = derivative(jaxpr, _differentiable(jaxpr, dots), False, dots)
     plan, _ = decide(jvp, policy, _roles_of(jvp, roles), None, strict, jaxpr)
     if (note := dots_matched_nothing(policy)) in plan.notes:
         warnings.warn(f"jaxoffload: {note}", skip_file_prefixes=NOT_THE_USERS)
     return plan
 
 
-def _all_inputs(jaxpr: Jaxpr) -> tuple[bool, ...]:
-    return tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals)
+@cached
+def _differentiable(jaxpr: Jaxpr, dots: bool) -> tuple[bool, ...]:
+    """The floating-point inputs that a program can perturb: all, except those that reach what has no derivative, such
+    as a callback.
+
+    What has none raises as soon as one of its operands is perturbed. So the inputs that can be perturbed alone can be
+    perturbed together, and what the program does perturb is among them.
+    """
+    floating = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals)
+
+    def has_derivative(perturbed: tuple[bool, ...]) -> bool:
+        try:
+            derivative(jaxpr, perturbed, False, dots)
+        except Exception:  # a user's rule may raise anything; where the program needs it, it is raised again there
+            return False
+        return True
+
+    if has_derivative(floating):
+        return floating
+    inputs = range(len(floating))
+    return tuple(floating[i] and has_derivative(tuple(k == i for k in inputs)) for i in inputs)
 
 
 @cached
 def _host_bytes(jaxpr: Jaxpr, perturbed: tuple[bool, ...], *key: Any) -> int:
-    """Bytes that autodiff keeps on the host between forward and backward."""
+    """Bytes a device that autodiff keeps on the host between forward and backward."""
     made = differentiated(jaxpr, perturbed, *key)
     jaxpr = jax.make_jaxpr(made.run)(*made.in_avals)
     unknown = [False] * (len(made.in_avals) - made.tangents) + [True] * made.tangents
-    residuals = pe.partial_eval_jaxpr_nounits(jaxpr, unknown, False)[3]
-    return sum(nbytes(aval) for aval in residuals if on_host(aval))
+    known, _, _, residuals = pe.partial_eval_jaxpr_nounits(jaxpr, unknown, False)
+    forward = straight(known)
+    kept = forward.outputs[len(forward.outputs) - len(residuals) :]
+    return sum(forward.share(x) for x in kept if x and on_host(x.aval))
 
 
-checkpoint_p = Primitive("jaxoffload_checkpoint")
-checkpoint_p.multiple_results = True
+def checked(run: Callable[..., list[Any]], *operands: Any, roles: tuple[str, ...], **params: Any) -> list[Any]:
+    """What `checkify` makes of a function under a policy, under it too. The error's values come first."""
+    jaxpr = jax.make_jaxpr(run)(*operands)
+    more = len(jaxpr.consts) + len(operands) - len(roles)
+    return bind(jaxpr, operands, roles=("weight",) * more + roles, **params)
 
 
-def _evaluate(*args: Any, jaxpr: Jaxpr, **_: Any) -> list[Any]:
-    return jaxpr_as_fun(jaxpr)(*args)
+checkpoint_p = Call("jaxoffload_checkpoint", checked)
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Jaxpr, **params: Any
+    primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Jaxpr, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     perturbed = tuple(type(t) is not ad.Zero for t in tangents)
-    made = _that_fits(jaxpr, perturbed, **params)
+    made = _that_fits(call_jaxpr, perturbed, **params)
     outs = iter(made.run(*primals, *[t for t, p in zip(tangents, perturbed, strict=True) if p]))
     primals_out = [next(outs) for _ in made.out_perturbed]
     zero = lambda primal: ad.Zero(jax.typeof(primal).to_tangent_aval())
@@ -283,12 +315,12 @@ def _batch(
     args: Sequence[Any],
     dims: Sequence[Any],
     *,
-    jaxpr: Jaxpr,
+    call_jaxpr: Jaxpr,
     roles: tuple[str, ...],
     **params: Any,
 ) -> tuple[list[Any], list[Any]]:
-    wanted = [batching.zero_if_mapped] * len(jaxpr.outvars)
-    batched, out_batched = batching.batch_jaxpr_axes(jaxpr, axis, dims, wanted)
+    wanted = [batching.zero_if_mapped] * len(call_jaxpr.outvars)
+    batched, out_batched = batching.batch_jaxpr_axes(call_jaxpr, axis, dims, wanted)
     roles = ("weight",) * len(batched.consts) + roles
     return bind(batched, args, roles=roles, **params), [0 if b else None for b in out_batched]
 
@@ -308,12 +340,9 @@ def partial_eval_as_remat(jaxpr: Jaxpr, prevent_cse: bool, *rest: Any) -> Any:
 
 def _partial_eval(*rest: Any) -> Any:
     params = rest[-1].params
-    return partial_eval_as_remat(params["jaxpr"], params["prevent_cse"], *rest)
+    return partial_eval_as_remat(params["call_jaxpr"], params["prevent_cse"], *rest)
 
 
-checkpoint_p.def_impl(_evaluate)
-checkpoint_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
-mlir.register_lowering(checkpoint_p, mlir.lower_fun(_evaluate, multiple_results=True))
 ad.primitive_jvps[checkpoint_p] = _jvp
 pe.partial_eval_jaxpr_custom_rules[checkpoint_p] = _partial_eval
 batching.fancy_primitive_batchers[checkpoint_p] = _batch

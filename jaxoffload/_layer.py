@@ -16,10 +16,11 @@ from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 from ._checkpoint import cached, derivative, plan_of_jvp
-from ._memory import nbytes
-from ._origin import follow, is_its_operand, origin
+from ._origin import Origin, follow, is_its_operand, origin
 from ._plan import Layers, Plan
 from ._policy import VERDICT, Policy
+from ._slots import apart_in_branches, is_residual_of
+from ._straight import straight
 from ._tags import PlanName
 
 # Between forward and backward a residual is: an "operand" (a constant or a slice of xs), which is read again; the same
@@ -32,8 +33,11 @@ class Kept(NamedTuple):
 
     place: Place
     operand: int  # the number of the body's operand that it is; -1 for all others
-    name: PlanName | None  # leads to its row in the plan
-    where: str  # in words, where there is no row
+    origin: Origin  # its names lead to its rows in the plan
+
+    @property
+    def name(self) -> PlanName | None:
+        return self.origin.name
 
 
 def in_three(xs: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
@@ -59,7 +63,7 @@ class Body(NamedTuple):
         return in_three(operands, self.consts, self.carry)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Layer:
     """A body and its derivative.
 
@@ -82,16 +86,14 @@ class Layer:
 
     @property
     def host_bytes(self) -> int:
-        """What the layer keeps on the host, where it offloads."""
-        stored = [k.place for k in self.kept if k.place != "operand"]
-        avals = self.forward.out_avals[len(self.forward.out_avals) - len(stored) :]
-        return sum(nbytes(a) for a, place in zip(avals, stored, strict=True) if place == "host")
+        """Bytes a device that the layer keeps on the host, where it offloads."""
+        return host_share(self.forward, self.kept)
 
     @property
     def for_host(self) -> list[str]:
         """The names of each residual for the host."""
         names = {row.plan_name: ", ".join(row.names) or "(matrix product)" for row in self.plan.rows}
-        return [names[str(k.name)] for k in self.kept if k.place == "host"]
+        return [", ".join(names[str(name)] for name in k.origin.names) for k in self.kept if k.place == "host"]
 
     @property
     def copies(self) -> list[Any]:
@@ -102,16 +104,33 @@ class Layer:
     def backward(self, wanted: tuple[bool, ...]) -> Jaxpr:
         """All residuals, cotangents of the wanted among the perturbed results -> those of the perturbed operands."""
         outs = [v for v, w in zip(self.linear.outvars, wanted, strict=True) if w]
-        linear, size = self.linear.replace(outvars=outs, debug_info=without_paths(self.linear)), len(self.kept)
-        residuals, tangents = self.linear.in_avals[:size], self.linear.in_avals[size:]
+        return transposed(self.linear.replace(outvars=outs, debug_info=without_paths(self.linear)), len(self.kept))
 
-        def transposed(residuals: list[Any], cotangents: list[Any]) -> Any:
-            # Not jax.linear_transpose: it evaluates what depends on residuals alone first, effects twice then.
-            primals = [*residuals, *map(ad.UndefinedPrimal, tangents)]
-            found = ad.backward_pass(linear, False, linear.consts, primals, cotangents)
-            return [ad.instantiate_zeros(ct) for ct in found[size:]]
+    def __repr__(self) -> str:
+        """Short, for it stands in printed jaxprs."""
+        return f"Layer({self.plan})"
 
-        return jax.make_jaxpr(transposed)(residuals, [v.aval.to_ct_aval() for v in outs])
+
+def transposed(linear: Jaxpr, size: int) -> Jaxpr:
+    """`size` residuals, cotangents of all results -> those of the tangents, of a jaxpr that is linear in these."""
+    residuals, tangents = linear.in_avals[:size], linear.in_avals[size:]
+
+    def transpose(residuals: list[Any], cotangents: list[Any]) -> Any:
+        # Not jax.linear_transpose: it evaluates what depends on residuals alone first, effects twice then.
+        primals = [*residuals, *map(ad.UndefinedPrimal, tangents)]
+        found = ad.backward_pass(linear, False, linear.consts, primals, cotangents)
+        return [ad.instantiate_zeros(ct) for ct in found[size:]]
+
+    return jax.make_jaxpr(transpose)(residuals, [aval.to_ct_aval() for aval in linear.out_avals])
+
+
+@cached
+def host_share(forward: Jaxpr, kept: tuple[Kept, ...]) -> int:
+    """Bytes a device of what a layer's forward pass keeps for the host."""
+    stored = [k.place for k in kept if k.place != "operand"]
+    made = straight(forward)
+    residuals = made.outputs[len(made.outputs) - len(stored) :]
+    return sum(made.share(x) for x, place in zip(residuals, stored, strict=True) if x and place == "host")
 
 
 def apart(residuals: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -124,8 +143,10 @@ class _InPlace(NamedTuple):
 
     plan: Plan
 
-    def __call__(self, *args: Any, **params: Any) -> Any:
-        verdict = self.plan(*args, **params)
+    def __call__(self, prim: Any, *args: Any, **params: Any) -> Any:
+        if is_residual_of(self.plan, prim, params):
+            return VERDICT["save"]
+        verdict = self.plan(prim, *args, **params)
         return verdict if verdict is VERDICT["recompute"] else VERDICT["save"]
 
 
@@ -147,6 +168,7 @@ def linearize(
     plan, planned = plan_of_jvp(jaxpr, body.roles, jvp, policy, strict, layers)
     in_place: Any = _InPlace(plan)
     # The two passes are apart: in two loops, or by `apart`. Barriers in a loop would only keep slices out of kernels.
+    planned = apart_in_branches(planned, plan)
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=in_place, prevent_cse=False)
     known, linear = _halves(jax.make_jaxpr(run)(*planned.in_avals), len(perturbed), len(out_perturbed))
     known, linear = _each_once(known, linear, len(out_perturbed))
@@ -211,13 +233,13 @@ def _kept(known: Jaxpr, body: Body, residuals: Sequence[Any]) -> list[Kept]:
 
     def kept(var: Any) -> Kept:
         if isinstance(var, Literal):
-            return Kept("once", -1, None, "a constant")
+            return Kept("once", -1, Origin(None, "a constant"))
         if var in operands and operands[var] not in carry:
-            return Kept("operand", operands[var], None, "an operand")
-        name, where, *_ = (None, "the carry of a scan") if var in operands else origin(known, var)
+            return Kept("operand", operands[var], Origin(None, "an operand"))
+        found = Origin(None, "the carry of a scan") if var in operands else origin(known, var)
         if var in same:
-            return Kept("once", -1, name, "the same in every layer")
-        return Kept("host" if name and name.decision == "offload" else "device", -1, name, where)
+            return Kept("once", -1, found._replace(where="the same in every layer"))
+        return Kept("host" if found.name and found.name.decision == "offload" else "device", -1, found)
 
     return [kept(var) for var in residuals]
 

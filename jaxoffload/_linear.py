@@ -6,16 +6,26 @@ from typing import Any
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ._layer import Layer
+
 # What is kept, and the results' cotangents (some a symbolic `ad.Zero`) -> the tangents' cotangents.
 Transpose = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
-def linear(who: str, kept: Sequence[Any], tangents: Sequence[Any], avals: Sequence[Any], transpose: Transpose) -> Any:
+def linear(
+    who: str,
+    kept: Sequence[Any],
+    tangents: Sequence[Any],
+    avals: Sequence[Any],
+    transpose: Transpose,
+    layers: Sequence[Layer],
+) -> Any:
     """The map of `tangents` to values of `avals` whose transpose is `transpose(kept, cotangents)`.
 
-    `who` names the function that errors speak of: there is no forward mode.
+    `who` names the function that errors speak of: there is no forward mode. `residuals` looks into `layers`.
     """
-    return linear_p.bind(*kept, *tangents, who=who, size=len(kept), avals=tuple(avals), transpose=transpose)
+    params = {"who": who, "size": len(kept), "avals": tuple(avals), "transpose": transpose, "layers": tuple(layers)}
+    return linear_p.bind(*kept, *tangents, **params)
 
 
 linear_p = Primitive("jaxoffload_linear")

@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._checkpoint import cached
+from ._call import Call, evaluate
+from ._checkpoint import cached, looks_for_nans
 from ._layer import Layer, apart, in_three, without_paths
 from ._memory import DEVICE, HOST
 from ._origin import Origin
@@ -75,8 +76,8 @@ class Part(NamedTuple):
 
         def those(place: str, layers: int, axes: int) -> list[Origin]:
             kept = _those(self.layer.kept, self.places(), place)
-            why = lambda k: k.where or (self.reason if k.place == "host" else "")
-            return [Origin(k.name, why(k), layers, axes=axes) for k in kept]
+            why = lambda k: k.origin.where or (self.reason if k.place == "host" else "")
+            return [k.origin._replace(where=why(k), layers=layers, empty=0, axes=axes) for k in kept]
 
         host = [o._replace(where="", empty=1) for o in those("host", self.layers - 1, 1)]
         last = [o._replace(where="") if self.on_host == self.layers else o for o in those("host", 1, 0)]
@@ -283,6 +284,7 @@ def _filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> A
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
     sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(lead), *spec)) if mesh.explicit_axes else None
     shape = (*lead, *aval.shape)
+    fill = 0 if fill is None and looks_for_nans() else fill
     one = lax.empty((), aval.dtype) if fill is None else lax.full((), fill, aval.dtype)
     # Explicit axes count where their mesh is set, which the caller's arguments alone may say.
     with jax.sharding.use_abstract_mesh(mesh) if sharding else contextlib.nullcontext():
@@ -294,18 +296,14 @@ def _filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> A
 def _pass(name: str, run: Callable[..., list[Any]], batch: Callable[..., Any]) -> tuple[Primitive, Callable[..., Any]]:
     """A primitive, so that it can be batched layer by layer (a stack in host memory cannot be transposed); and the
     function that binds it, given what `run` takes."""
-    primitive = Primitive(name)
-    primitive.multiple_results = True
+    primitive = Call(name)
 
     @cached
     def traced(loops: Loops, *avals: Any) -> Jaxpr:
         return jax.make_jaxpr(functools.partial(run, loops))(*avals)
 
     def bind(loops: Loops, *args: Any) -> list[Any]:
-        return primitive.bind(*args, jaxpr=traced(loops, *map(jax.typeof, args)), loops=loops)
-
-    def evaluate(*args: Any, jaxpr: Jaxpr, loops: Loops) -> list[Any]:
-        return jaxpr_as_fun(jaxpr)(*args)
+        return primitive.bind(*args, call_jaxpr=traced(loops, *map(jax.typeof, args)), loops=loops)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise DifferentiatedTwice(
@@ -313,9 +311,7 @@ def _pass(name: str, run: Callable[..., list[Any]], batch: Callable[..., Any]) -
             "use jax.lax.scan where you need second derivatives"
         )
 
-    primitive.def_impl(lambda *args, jaxpr, loops: _jitted(jaxpr)(*args))
-    primitive.def_effectful_abstract_eval(lambda *_, jaxpr, loops: (jaxpr.out_avals, jaxpr.effects))
-    mlir.register_lowering(primitive, mlir.lower_fun(evaluate, multiple_results=True))
+    primitive.def_impl(lambda *args, call_jaxpr, loops: _jitted(call_jaxpr)(*args))
     batching.fancy_primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = refuse
     return primitive, bind
@@ -323,11 +319,12 @@ def _pass(name: str, run: Callable[..., list[Any]], batch: Callable[..., Any]) -
 
 @cached
 def _jitted(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
-    return jax.jit(jaxpr_as_fun(jaxpr.replace()))  # a copy, for the result must not refer to the key
+    copy = jaxpr.replace()  # the result must not refer to the key
+    return jax.jit(lambda *operands: evaluate(copy, operands))
 
 
 def _batch_forward(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, jaxpr: Jaxpr, loops: Loops
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Jaxpr, loops: Loops
 ) -> tuple[list[Any], list[int]]:
     """The carry, and so all that is computed, is batched; constants and xs as they are."""
     first, last = loops.consts, loops.consts + loops.carry
@@ -341,7 +338,7 @@ def _batch_forward(
 
 
 def _batch_backward(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, jaxpr: Jaxpr, loops: Loops
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Jaxpr, loops: Loops
 ) -> tuple[list[Any], list[int]]:
     """The cotangents are batched; what was kept as it is."""
     form, tree = jax.tree.flatten(loops.saved)
@@ -393,7 +390,7 @@ def _without_what_is_kept(used: Sequence[bool], *rest: Any) -> tuple[list[bool],
     layer = dataclasses.replace(loops.parts[0].layer, kept=())
     loops = dataclasses.replace(loops, parts=(Part(0, loops.length, 0, jaxpr, layer, ""),))
     traced = jax.make_jaxpr(functools.partial(_forward, loops))(*(v.aval for v in eqn.invars))
-    return inputs, eqn.replace(outvars=eqn.outvars[: loops.results], params={"jaxpr": traced, "loops": loops})
+    return inputs, eqn.replace(outvars=eqn.outvars[: loops.results], params={"call_jaxpr": traced, "loops": loops})
 
 
 forward_p, run_forward = _pass("jaxoffload_forward", _forward, _batch_forward)

@@ -8,8 +8,9 @@ https://docs.nvidia.com/megatron-core/developer-guide/latest/user-guide/features
 from collections.abc import Mapping
 from types import MappingProxyType
 
-# The activation's output, `moe/act`, is the one residual of the experts that no module names alone. `group_mlp`,
-# `router_fc1` and `shared_experts` are not in every version of Megatron-LM.
+# `group_mlp`, `router_fc1`, `router_fc2` and `shared_experts` are not in every version of Megatron-LM. `router_fc1` and
+# `router_fc2` are not the router's: in a public port (dcu_megatron) they are the two layers of the TEGroupedMLP, where
+# `_offload_router_fc1_forward(permuted_local_hidden_states, ...)` offloads what the first one reads.
 MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "attn_norm": ("layer_input",),
@@ -21,7 +22,8 @@ MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "moe_act": ("moe/fc1",),
         "fused_group_mlp": ("moe/fc1_input", "moe/fc1", "moe/act"),
         "group_mlp": ("moe/fc1_input", "moe/fc1", "moe/act"),
-        "router_fc1": ("moe/router_logits",),
+        "router_fc1": ("moe/fc1_input",),
+        "router_fc2": ("moe/act",),
         "shared_experts": ("shared/*",),
     }
 )

@@ -13,13 +13,20 @@ from ._values import CALLS, bodies, keeps_all_bits
 
 class Origin(NamedTuple):
     """Where a residual comes from: the plan's name, if it has one; words; how many layers' values it holds, and empty
-    rows; along how many leading axes."""
+    rows; along how many leading axes; the plans' names of other values that take the same place, from other branches
+    of a `cond`."""
 
     name: PlanName | None
     where: str
     layers: int = 1
     empty: int = 0
     axes: int = 0
+    others: tuple[PlanName, ...] = ()
+
+    @property
+    def names(self) -> tuple[PlanName, ...]:
+        """All of the plans' names, `name` first."""
+        return (self.name, *self.others) if self.name else ()
 
 
 def is_its_operand(eqn: JaxprEqn) -> bool:
@@ -27,7 +34,17 @@ def is_its_operand(eqn: JaxprEqn) -> bool:
 
 
 # Equations that pass all of a residual on between its definition and the place where it is kept.
-_VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pcast", "pvary"}
+_VIEWS = {
+    "name",
+    "reduce_precision",
+    "device_put",
+    "reshape",
+    "squeeze",
+    "broadcast_in_dim",
+    "pcast",
+    "pvary",
+    "jaxoffload_retyped",
+}
 _BARRIER = "optimization_barrier"  # a result for each operand
 
 
@@ -92,15 +109,25 @@ def _inner_origin(eqn: JaxprEqn, index: int) -> Origin:
     prim = eqn.primitive.name
     if prim == "jaxoffload_forward":
         return eqn.params["loops"].origin(index)
-    for _, body in bodies(eqn):
-        found = origin(body, body.outvars[index])
-        name, where, layers, empty, axes = found
-        if prim == "scan" and _is_stack(eqn, body, index):
-            carried = "the carry of a scan" if where == "an input" else f"{where}, in a scan"
-            length = eqn.params["length"]
-            found = Origin(name, where and carried, layers * length, empty * length, axes + 1)
-        elif prim == "scan":
-            found = found._replace(where=where and "the last carry of a scan")
-        if name or prim != "cond":
+    inside = [(body, origin(body, body.outvars[index])) for _, body in bodies(eqn)]
+    if prim == "cond":
+        return _of_one_slot([found for _, found in inside])
+    for body, found in inside:
+        if prim != "scan":
             return found
+        if not _is_stack(eqn, body, index):
+            return found._replace(where=found.where and "the last carry of a scan")
+        where = "the carry of a scan" if found.where == "an input" else f"{found.where}, in a scan"
+        length = eqn.params["length"]
+        layers, empty = found.layers * length, found.empty * length
+        return found._replace(where=found.where and where, layers=layers, empty=empty, axes=found.axes + 1)
     return Origin(None, f"output of {prim}")
+
+
+def _of_one_slot(branches: list[Origin]) -> Origin:
+    """Of a result of a `cond`, which partial evaluation may give to residuals of several branches."""
+    named = [found for found in branches if found.name]
+    if not named:
+        return Origin(None, "output of cond")
+    names = dict.fromkeys(name for found in named for name in found.names)
+    return named[0]._replace(others=tuple(names)[1:])

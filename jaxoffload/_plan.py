@@ -129,7 +129,7 @@ def decide(
         except PolicyError as conflict:
             problems += conflict.problems
     problems += _slot_conflicts(slots, decided)
-    everything = _all_names(jaxpr) | (_all_names(primal) if primal else set())
+    everything = all_names(jaxpr) | (all_names(primal) if primal else set())
     seen = everything.union(*labels.values())
     problems += policy.unmatched(seen) if strict else []
     if problems:
@@ -234,7 +234,7 @@ def _bytes_of_whole(value: Value, having: dict[str, list[Value]]) -> int:
     return max(sizes)
 
 
-def _all_names(jaxpr: Jaxpr) -> set[str]:
+def all_names(jaxpr: Jaxpr) -> set[str]:
     """All names in a jaxpr, wherever; and what the plans inside it have seen."""
     found: set[str] = set()
     for eqn, _ in every_equation(jaxpr):

@@ -1,12 +1,11 @@
 """Policy: which named residuals the backward pass finds saved, offloaded or recomputed."""
 
 import dataclasses
-import difflib
 import fnmatch
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -17,6 +16,7 @@ from ._megatron import MODULES
 from ._memory import nbytes
 from ._tags import read_names
 from ._twin import is_twin
+from ._words import nearest, short
 from ._xla import refuse_remat3, refuse_wrong_offload
 
 Decision = Literal["save", "offload", "recompute"]
@@ -50,7 +50,8 @@ class Policy:
       resident_layers: the last layers of a `scan`, whose residuals stay on the device.
       offload_layers: the first layers of a `scan` offload: "all", a count, or a fraction in [0, 1], rounded down.
       other_layers: what the layers between those two do with values marked offload: "save" or "recompute".
-      on_host_full: the pinned host pool is smaller than the need: "error", or "save" (offload fewer layers).
+      on_host_full: the pinned host pool is smaller than the need of a `scan`, `chain` or `checkpoint`: "error", or
+        "save" (offload fewer layers). What a step of several needs together is judged by `check` and `residuals`.
 
     Raises:
       PolicyError: one or more fields are wrong; it names each, its value, what is allowed and the nearest.
@@ -73,6 +74,11 @@ class Policy:
     on_host_full: Literal["error", "save"] = "error"
 
     def __post_init__(self) -> None:
+        for field in ("residuals", "offload_modules"):
+            if isinstance(
+                given := getattr(self, field), Iterator
+            ):  # it gives what it has once, and this reads it twice
+                object.__setattr__(self, field, tuple(given))
         problems = [
             *_residual_problems(self.residuals),
             *_module_problems(self.offload_modules),
@@ -203,19 +209,14 @@ def _unmatched(source: str, pattern: str, names: list[str]) -> str:
     said = f"{source}: no tagged value has a name that it matches"
     if not names:
         return f"{said}; the function tags nothing that the backward pass could use"
-    near = _nearest(pattern, [*names, *(n.rpartition("/")[2] for n in names)])
+    near = nearest(pattern, [*names, *(n.rpartition("/")[2] for n in names)])
     return f"{said}; the names seen are {', '.join(names)}{near}"
-
-
-def _nearest(value: object, allowed: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(value), list(allowed), 1, cutoff=0.5)
-    return f"; the nearest is {close[0]!r}" if close else ""
 
 
 def _choice(field: str, value: object, allowed: Iterable[str]) -> list[str]:
     if isinstance(value, str) and value in allowed:
         return []
-    return [f"{field}: {value!r} is not allowed; use {' or '.join(allowed)}{_nearest(value, allowed)}"]
+    return [f"{field}: {short(value)} is not allowed; use {' or '.join(allowed)}{nearest(value, allowed)}"]
 
 
 def _pairs(residuals: Any) -> list[tuple[Any, Any]]:
@@ -233,27 +234,31 @@ def _last_of_each(pairs: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Decision
 
 def _residual_problems(residuals: Any) -> list[str]:
     is_pair = lambda p: isinstance(p, (tuple, list)) and len(p) == 2
-    if isinstance(residuals, str) or not isinstance(residuals, Iterable) or not all(map(is_pair, _pairs(residuals))):
-        return [f"residuals: {residuals!r} is not a mapping of patterns to {', '.join(_DECISIONS)}"]
+    ordered = isinstance(residuals, Iterable) and not isinstance(
+        residuals, (str, set, frozenset)
+    )  # the last match wins
+    if not ordered or not all(map(is_pair, _pairs(residuals))):
+        return [f"residuals: {short(residuals)} is not a mapping of patterns to {', '.join(_DECISIONS)}"]
     problems = []
     for pattern, decision in _pairs(residuals):
         if why := _pattern_problem(pattern):
-            problems.append(f"residuals[{pattern!r}]: {why}")
+            problems.append(f"residuals[{short(pattern)}]: {why}")
         if isinstance(decision, Mapping):
-            problems.append(f"residuals[{pattern!r}]: {decision!r} is not a decision; {_unnested(pattern, decision)}")
+            said = f"{short(decision)} is not a decision; {_unnested(pattern, decision)}"
+            problems.append(f"residuals[{short(pattern)}]: {said}")
         else:
-            problems += _choice(f"residuals[{pattern!r}]", decision, _DECISIONS)
+            problems += _choice(f"residuals[{short(pattern)}]", decision, _DECISIONS)
     return problems
 
 
 def _unnested(pattern: Any, inside: Mapping[Any, Any]) -> str:
-    first = next(iter(inside), "fc1")
+    pattern, first = f"{pattern!s:.60}", next(iter(inside), "fc1")
     return f"give each a line of its own, '{pattern}/{first}' for a scope's or '{pattern}.{first}' for a field's"
 
 
 def _module_problems(modules: Any) -> list[str]:
     if not isinstance(modules, (tuple, list)):
-        return [f"offload_modules: {modules!r} is not a list of module names, such as ['moe_act']"]
+        return [f"offload_modules: {short(modules)} is not a list of module names, such as ['moe_act']"]
     unknown = [problem for module in modules for problem in _choice("offload_modules", module, MODULES)]
     twice = [module for module in MODULES if modules.count(module) > 1]
     return unknown + [f"offload_modules: {module!r} is given more than once; once is enough" for module in twice]
@@ -285,19 +290,19 @@ def _choice_problems(policy: Policy) -> list[str]:
 def _number_problems(policy: Policy) -> list[str]:
     problems = []
     if _size(policy.min_offload_bytes) is None:
-        near = _nearest(policy.min_offload_bytes, _spellings(policy.min_offload_bytes))
+        near = nearest(policy.min_offload_bytes, _spellings(policy.min_offload_bytes))
         problems.append(
-            f"min_offload_bytes: {policy.min_offload_bytes!r} is not a size; use a number of bytes >= 0 or a string "
-            f"such as '512KiB', '1MiB' or '2GB'{near}"
+            f"min_offload_bytes: {short(policy.min_offload_bytes)} is not a size; use a number of bytes >= 0 or a "
+            f"string such as '512KiB', '1MiB' or '2GB'{near}"
         )
     if not _is_count(policy.resident_layers):
-        problems.append(f"resident_layers: {policy.resident_layers!r} is not allowed; use a whole number >= 0")
+        problems.append(f"resident_layers: {short(policy.resident_layers)} is not allowed; use a whole number >= 0")
     wanted = policy.offload_layers
     fraction = isinstance(wanted, float) and 0 <= wanted <= 1
     if not (wanted == "all" or _is_count(wanted) or fraction):
         problems.append(
-            f"offload_layers: {wanted!r} is not allowed; use all, a whole number >= 0 (layers) "
-            f"or a fraction from 0.0 to 1.0{_nearest(wanted, ['all'])}"
+            f"offload_layers: {short(wanted)} is not allowed; use all, a whole number >= 0 (layers) "
+            f"or a fraction from 0.0 to 1.0{nearest(wanted, ['all'])}"
         )
     return problems
 
@@ -311,7 +316,8 @@ def _size(value: object) -> int | None:
     if _is_count(value):
         return value  # type: ignore[return-value]
     number, unit = _number_and_unit(value) or ("", "")
-    return int(float(number) * _UNITS[unit]) if number and unit in _UNITS else None
+    size = float(number) * _UNITS[unit] if number and unit in _UNITS else math.inf
+    return int(size) if size < math.inf else None
 
 
 def _number_and_unit(value: object) -> tuple[str, str] | None:
@@ -320,6 +326,6 @@ def _number_and_unit(value: object) -> tuple[str, str] | None:
 
 
 def _spellings(value: object) -> list[str]:
-    """A size's number with each unit."""
-    found = _number_and_unit(value)
-    return [found[0] + unit for unit in _UNITS if unit] if found else []
+    """The number of a size whose unit is unknown, with each unit."""
+    number, unit = _number_and_unit(value) or ("", "")
+    return [number + other for other in _UNITS if other] if unit not in _UNITS else []

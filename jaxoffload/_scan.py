@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun, new_jaxpr_eqn
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import Jaxpr, JaxprEqn, new_jaxpr_eqn
+from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
+from ._call import Call, evaluate
 from ._checkpoint import bind, cached
 from ._layer import Body, Layer, linearize, perturbed_carry
 from ._linear import linear
@@ -26,6 +26,7 @@ from ._loops import Loops, Part, run_backward, run_forward
 from ._memory import layers_that_fit
 from ._plan import Layers
 from ._policy import Policy, accept
+from ._refs import by_jax, takes_refs
 from ._twin import is_twin, most_layers
 from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 
@@ -45,7 +46,8 @@ def scan(
 
     It computes what `lax.scan(jax.checkpoint(f), init, xs, length, reverse, unroll)` does, with the same errors.
     Differentiated in reverse, the copies of one layer's residuals run beside the computation of the next. It cannot be
-    differentiated twice, nor in forward mode.
+    differentiated twice, nor in forward mode. A body that reads or writes a `jax.new_ref` from outside runs under JAX's
+    own checkpoint, which asks the policy: see `Policy` for what that route cannot see.
 
     Args:
       f: `(carry, x) -> (carry, y)`; names its residuals with `tag` or `checkpoint_name`.
@@ -61,7 +63,8 @@ def scan(
 
     Raises (when differentiated, before anything is compiled):
       PolicyError: a pattern matches nothing, or two names of one value have different decisions.
-      MemoryError: the pinned host pool is smaller than the need, and the policy says `on_host_full: error`.
+      MemoryError: the pinned host pool is smaller than this scan's need, and the policy says `on_host_full: error`.
+        `check` and `residuals` judge what a step needs in all.
       NotImplementedError: a derivative that there is not; or offloading here would give wrong gradients.
     """
     accept("scan", policy, strict)
@@ -80,8 +83,11 @@ def scan(
         return lax_scan(init, xs)  # a Python loop, in which nothing is placed; or an error in lax.scan's own words
     with _inside(True):
         jaxpr, shape = jax.make_jaxpr(lax_scan, return_shape=True)(init, xs)
+        if takes_refs(jaxpr):
+            f = by_jax([jaxpr], policy, strict, False)(f)
+            return lax_scan(init, xs)
     operands = [*jax.tree.leaves(init), *map(jnp.asarray, jax.tree.leaves(xs))]
-    outs = jaxpr_as_fun(_with_our_scan(jaxpr, policy, strict))(*operands)
+    outs = evaluate(_with_our_scan(jaxpr, policy, strict), operands)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
@@ -119,55 +125,45 @@ def _with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool) -> Jaxpr:
         raise NotImplementedError("jaxoffload: lax.scan makes no scan here; switch jax_scan3 off")
     at = max(scans)
     eqn = jaxpr.eqns[at]
-    consts, carry = _operands(eqn)
-    params = {**eqn.params, "consts": consts, "carry": carry, "policy": policy, "strict": strict}
+    alone = jax.make_jaxpr(functools.partial(lax.scan_p.bind, **eqn.params))(*(v.aval for v in eqn.invars))
+    params = {"call_jaxpr": alone, "policy": policy, "strict": strict}
     ours = new_jaxpr_eqn(eqn.invars, eqn.outvars, scan_p, params, eqn.effects, eqn.source_info, eqn.ctx)
     return jaxpr.replace(eqns=[*jaxpr.eqns[:at], ours, *jaxpr.eqns[at + 1 :]])
 
 
-def _operands(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many constants, and how many parts of the carry, a `lax.scan` has: xs and ys have an axis more outside."""
+def body_of(call_jaxpr: Jaxpr) -> Body:
+    """Of a jaxpr of one `lax.scan`: its body. Of xs and ys the scan has an axis more."""
+    (eqn,) = call_jaxpr.eqns
     jaxpr = eqn.params["jaxpr"]
     same = lambda outer, inner: sum(o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True))
     carry = same(eqn.outvars, jaxpr.outvars)
-    return same(eqn.invars, jaxpr.invars) - carry, carry
+    return Body(jaxpr, same(eqn.invars, jaxpr.invars) - carry, carry)
 
 
-scan_p = Primitive("jaxoffload_scan")
-scan_p.multiple_results = True
+def _checked(run: Callable[..., list[Any]], *operands: Any, policy: Policy, strict: bool) -> list[Any]:
+    """What `checkify` makes of a scan, ours too: a scan that carries the error."""
+    return evaluate(_with_our_scan(jax.make_jaxpr(run)(*operands), policy, strict), operands)
 
 
-def _lax_scan(*args: Any, **params: Any) -> list[Any]:
-    return lax.scan_p.bind(*args, **_lax_params(params))
-
-
-def _lax_params(params: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in params.items() if key not in ("consts", "carry", "policy", "strict")}
+scan_p = Call("jaxoffload_scan", _checked)
+scan_p.def_impl(lambda *operands, call_jaxpr, **_: evaluate(call_jaxpr, operands))
 
 
 def _batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, policy: Policy, strict: bool, **params: Any
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Jaxpr, policy: Policy, strict: bool
 ) -> tuple[list[Any], list[Any]]:
     """As `lax.scan` is batched, before it is differentiated: then cotangents of weights are summed layer by layer."""
-    avals = [core.mapped_aval(axis.size, d, jax.typeof(x)) for x, d in zip(args, dims, strict=True)]
-    jaxpr = jax.make_jaxpr(functools.partial(_lax_scan, **params))(*avals)
-    batched, mapped = batching.batch_jaxpr_axes(jaxpr, axis, dims, [batching.zero_if_mapped] * len(jaxpr.outvars))
-    outs = jaxpr_as_fun(_with_our_scan(batched, policy, strict))(*args)
+    wanted = [batching.zero_if_mapped] * len(call_jaxpr.outvars)
+    batched, mapped = batching.batch_jaxpr_axes(call_jaxpr, axis, dims, wanted)
+    outs = evaluate(_with_our_scan(batched, policy, strict), args)
     return outs, [0 if m else None for m in mapped]
 
 
 def _jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    jaxpr: Jaxpr,
-    consts: int,
-    carry: int,
-    policy: Policy,
-    strict: bool,
-    **params: Any,
+    primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Jaxpr, policy: Policy, strict: bool
 ) -> tuple[list[Any], list[Any]]:
-    body = Body(jaxpr, consts, carry)
+    body, params = body_of(call_jaxpr), dict(call_jaxpr.eqns[0].params)
+    jaxpr = params.pop("jaxpr")
     if is_twin():
         # Where layers stand beside each other XLA makes one of what is computed twice; our loops have `apart` there.
         jaxpr = _checkpointed(jaxpr, body.roles, policy, params["unroll"] != 1 or params["length"] == 1)
@@ -184,7 +180,8 @@ def _jvp(
     tangent_avals = [jax.typeof(x).to_tangent_aval() for x in primals_out]
     out_perturbed = loops.parts[0].layer.out_perturbed
     avals = [a for a, p in zip(tangent_avals, out_perturbed, strict=True) if p]
-    found = iter(linear("scan", [*reads, *saved], moving, avals, functools.partial(_transpose, loops)))
+    layers = [part.layer for part in loops.parts]
+    found = iter(linear("scan", [*reads, *saved], moving, avals, functools.partial(_transpose, loops), layers))
     return primals_out, [next(found) if p else ad.Zero(a) for a, p in zip(tangent_avals, out_perturbed, strict=True)]
 
 
@@ -209,7 +206,8 @@ def _transpose(loops: Loops, kept: Sequence[Any], cotangents: Sequence[Any]) -> 
 def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) -> Any:
     """Inside a checkpoint, where nothing of it is differentiated: it is a `lax.scan`, and its names are the outer's."""
     rule = pe.partial_eval_jaxpr_custom_rules[lax.scan_p]
-    return rule(saveable, unknown, instantiate, eqn.replace(primitive=lax.scan_p, params=_lax_params(eqn.params)))
+    params = eqn.params["call_jaxpr"].eqns[0].params
+    return rule(saveable, unknown, instantiate, eqn.replace(primitive=lax.scan_p, params=params))
 
 
 def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: bool, length: int) -> int:
@@ -269,9 +267,6 @@ def _part(start: int, stop: int, on_host: int, layer: Layer, reason: str) -> Par
     return Part(start, stop, on_host, layer.forward, layer, reason)
 
 
-scan_p.def_impl(_lax_scan)
-scan_p.def_effectful_abstract_eval(lambda *avals, **params: lax.scan_p.abstract_eval(*avals, **_lax_params(params)))
-mlir.register_lowering(scan_p, mlir.lower_fun(_lax_scan, multiple_results=True))
 ad.primitive_jvps[scan_p] = _jvp
 batching.fancy_primitive_batchers[scan_p] = _batch
 pe.partial_eval_jaxpr_custom_rules[scan_p] = _partial_eval

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 # Part of every trace cache's key: one jitted function used under two scopes is traced twice, once a name.
@@ -32,15 +33,17 @@ def tag[T](x: T, name: str, *, keep: bool = False) -> T:
 
     Raises:
       ValueError: `name`, or a key of the pytree, is empty or has another character.
-      TypeError: a leaf of `x` is no array.
+      TypeError: a leaf of `x` is not an array, or `keep` is not True or False.
     """
     _check_name("tag", name)
+    if not isinstance(keep, (bool, np.bool_)):
+        raise TypeError(f"tag: keep is {keep!r:.60}, a {type(keep).__name__}; it must be True or False")
     full = _scope.value + name
 
     def named(path: tuple[Any, ...], leaf: Any) -> Any:
         whole = full + _field(name, path)
         try:
-            return checkpoint_name(leaf, whole + _KEEP * keep)
+            return checkpoint_name(leaf, whole + (_KEEP if keep else ""))
         except TypeError as why:
             raise TypeError(f"tag: {whole!r} is {leaf!r:.60}, a {type(leaf).__name__}; it must be an array") from why
 

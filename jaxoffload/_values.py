@@ -254,10 +254,10 @@ def write_names(jaxpr: Jaxpr, names: dict[tuple[Path, Var], PlanName], path: Pat
         eqn = map_bodies(eqn, lambda key, body: write_names(body, names, (*path, i, key)))
         outvars = [named(var, eqn) for var in eqn.outvars]
         eqns += [eqn.replace(outvars=outvars) if behind else eqn, *behind]
-    return _with_eqns(jaxpr, eqns, invars)
+    return with_eqns(jaxpr, eqns, invars)
 
 
-def _with_eqns(jaxpr: Jaxpr, eqns: list[JaxprEqn], invars: Sequence[Var] | None = None) -> Jaxpr:
+def with_eqns(jaxpr: Jaxpr, eqns: list[JaxprEqn], invars: Sequence[Var] | None = None) -> Jaxpr:
     """`jaxpr` with these equations; itself where they are its own."""
     if len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns)):
         return jaxpr
@@ -281,4 +281,4 @@ def mark_dots(jaxpr: Jaxpr) -> Jaxpr:
         eqns.append(
             new_jaxpr_eqn([fresh], [eqn.outvars[0]], name_p, {"name": DOT.text}, set(), eqn.source_info, eqn.ctx)
         )
-    return _with_eqns(jaxpr, eqns)
+    return with_eqns(jaxpr, eqns)

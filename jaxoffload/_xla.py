@@ -1,11 +1,12 @@
 """XLA: the options an offloading step is compiled with, and the versions that must not run one."""
 
-import difflib
 import re
 
 import jax
 import jaxlib
 from jax.extend.core import Jaxpr
+
+from ._words import nearest, short
 
 # What it takes for copies to run beside the compute (measured on H200). Command buffers put async host copies on the
 # compute stream, hence none around dynamic slices; without double buffering a loop's two copies wait for each other;
@@ -54,9 +55,8 @@ def compiler_options(
       ValueError: there is no such backend, or no such time.
     """
     if backend is not None and backend not in _BACKENDS:
-        near = difflib.get_close_matches(str(backend), _BACKENDS, 1, cutoff=0.5)
-        said = f"; the nearest is {near[0]!r}" if near else ""
-        raise ValueError(f"compiler_options: backend {backend!r} is none of {', '.join(_BACKENDS)}{said}")
+        allowed = f"{', '.join(_BACKENDS)}{nearest(backend, _BACKENDS)}"
+        raise ValueError(f"compiler_options: backend {short(backend)} is none of {allowed}")
     if copy_ms is not None and not (isinstance(copy_ms, (int, float)) and 0 < copy_ms < float("inf")):
         raise ValueError(f"compiler_options: copy_ms {copy_ms!r} is no time; give milliseconds, more than 0, or None")
     if (backend or jax.default_backend()) not in ("gpu", "cuda"):

@@ -55,15 +55,16 @@ class Attention(nnx.Module):
             if self.config.qk_norm:
                 q_BxSxNxH = rms_norm(q_BxSxNxH, self.q_norm_H[None, None, None], self.config.norm_eps)
                 k_BxSxKxH = rms_norm(k_BxSxKxH, self.k_norm_H[None, None, None], self.config.norm_eps)
-            q_BxSxNxH = tag(rope(q_BxSxNxH, rotation), "q")
-            k_BxSxKxH = tag(rope(k_BxSxKxH, rotation), "k")
+            q_BxSxNxH = constrain(tag(rope(q_BxSxNxH, rotation), "q"), "attn/q")
+            k_BxSxKxH = constrain(tag(rope(k_BxSxKxH, rotation), "k"), "attn/k")
             v_BxSxKxH = constrain(tag(product("BSD,DKH->BSKH", norm_BxSxD, self.v_DxKxH), "v"), "attn/v")
             if self.config.attention == "te":
                 context_BxSxNxH = transformer_engine(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
             else:
-                context_BxSxNxH = jax.nn.dot_product_attention(
-                    q_BxSxNxH, k_BxSxKxH, v_BxSxKxH, is_causal=True, implementation=self.config.attention
-                )
+                with jax.named_scope("attention"):
+                    context_BxSxNxH = jax.nn.dot_product_attention(
+                        q_BxSxNxH, k_BxSxKxH, v_BxSxKxH, is_causal=True, implementation=self.config.attention
+                    )
                 context_BxSxNxH = tag(context_BxSxNxH, "context")
             context_BxSxNxH = constrain(context_BxSxNxH, "attn/context")
             out_BxSxD = tag(product("BSNH,NHD->BSD", context_BxSxNxH, self.out_NxHxD), "out")

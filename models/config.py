@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from jaxoffload import Policy, PolicyError
+from models.plain import shown
 from models.reading import ConfigError, Range, advice, known, override, read, short, typed
 
-Count = Annotated[int, Range(1)]
-Natural = Annotated[int, Range(0)]
+# JAX, XLA and optax count in int32. So every count and dimension is below 2**31, and so is the product of two fields
+# that make one dimension together (heads * head_dim, shared_experts * d_expert). The layers are walked one by one.
+_INT32 = 2**31 - 1
+Count = Annotated[int, Range(1, _INT32)]
+Natural = Annotated[int, Range(0, _INT32)]
+Width = Annotated[int, Range(1, 2**20)]
+Heads = Annotated[int, Range(1, 2**15)]
+Experts = Annotated[int, Range(0, 2**15)]
+Devices = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, Range(0, above=True)]
+Weight = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 
 
@@ -23,26 +32,26 @@ Fraction = Annotated[float, Range(0, 1)]
 class Model:
     """A Llama-style decoder; with experts, a mixture of them in place of the MLP."""
 
-    vocab_size: Annotated[int, Range(257)] = 2048  # at least the 256 bytes and the end of a document
-    layers: Count = 4
-    d_model: Count = 192  # width of the residual stream
-    heads: Count = 6  # query heads
-    kv_heads: Count = 2  # key and value heads, each shared by heads / kv_heads query heads
-    head_dim: Annotated[int, Range(2)] | None = None  # None: d_model / heads
+    vocab_size: Annotated[int, Range(257, 2**24)] = 2048  # at least the 256 bytes and the end of a document
+    layers: Annotated[int, Range(1, 10_000)] = 4
+    d_model: Width = 192  # width of the residual stream
+    heads: Heads = 6  # query heads
+    kv_heads: Heads = 2  # key and value heads, each shared by heads / kv_heads query heads
+    head_dim: Annotated[int, Range(2, 2**15)] | None = None  # None: d_model / heads
     qk_norm: bool = False  # RMSNorm of each head's query and key, before RoPE
-    d_ff: Count = 512  # width of the MLP's gate, up and activation
+    d_ff: Width = 512  # width of the MLP's gate, up and activation
     activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"  # of the MLP and of experts; relu2 has no gate
-    experts: Natural = 0  # of a layer; 0: dense
+    experts: Experts = 0  # of a layer; 0: dense
     experts_per_token: Count = 2
-    d_expert: Count = 512  # width of each expert's gate, up and activation
-    shared_experts: Natural = 0  # experts that all tokens go through, d_expert each
+    d_expert: Width = 512  # width of each expert's gate, up and activation
+    shared_experts: Annotated[int, Range(0, 1024)] = 0  # experts that all tokens go through, d_expert each
     dense_layers: Natural = 0  # the first layers have the MLP in place of experts
     router: Literal["softmax", "sigmoid"] = "softmax"  # how logits become scores
     renormalize: bool = True  # the chosen experts' scores are divided by their sum
     route_scale: Positive = 1.0  # then multiplied by this
-    aux_loss: Annotated[float, Range(0)] = 0.0  # weight of the load-balancing loss
-    z_loss: Annotated[float, Range(0)] = 0.0  # weight of the mean of logsumexp(router logits)^2
-    balance_rate: Annotated[float, Range(0)] = 0.0  # a step of each expert's bias, which balances without a loss
+    aux_loss: Weight = 0.0  # weight of the load-balancing loss
+    z_loss: Weight = 0.0  # weight of the mean of logsumexp(router logits)^2
+    balance_rate: Weight = 0.0  # a step of each expert's bias, which balances without a loss
     grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # who multiplies: see jaxoffload.grouped_matmul
     quantize: Literal["fp8"] | None = None  # the experts' products, with a scale for each expert
     exchange: Literal["padded", "ragged"] = "padded"  # what goes to experts' devices: buffers, or on GPUs rows alone
@@ -64,10 +73,10 @@ class Model:
 class Mesh:
     """Devices along each mesh axis; the product is the number of devices."""
 
-    data: Count = 1  # batch rows; weights replicated
-    fsdp: Count = 1  # batch rows; weights and optimizer state sharded
-    tensor: Count = 1  # heads, d_ff and vocabulary
-    expert: Count = 1  # batch rows; experts, and as fsdp all that is not an expert's
+    data: Devices = 1  # batch rows; weights replicated
+    fsdp: Devices = 1  # batch rows; weights and optimizer state sharded
+    tensor: Devices = 1  # heads, d_ff and vocabulary
+    expert: Devices = 1  # batch rows; experts, and as fsdp all that is not an expert's
 
 
 @dataclass(frozen=True)
@@ -91,13 +100,15 @@ class Train:
     warmup_steps: Natural = 20  # linear, from zero
     beta1: Annotated[float, Range(0, 0.9999)] = 0.9
     beta2: Annotated[float, Range(0, 0.9999)] = 0.95
-    weight_decay: Annotated[float, Range(0)] = 0.1  # of matrices; norms have none
+    weight_decay: Weight = 0.1  # of matrices; norms have none
     clip_norm: Positive = 1.0  # the gradient's global norm
-    seed: Natural = 0  # of the parameters and of the order of the data
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0  # of the parameters and the data's order; a key has 32 bits of it
     log_every: Count = 10  # steps
     eval_every: Count = 100  # steps
     eval_batches: Count = 8  # held-out batches an evaluation
     checkpoint_every: Count = 100  # steps; a kill loses at most these
+    # A checkpoint that is damaged ends the run, or is set aside, and the run goes on from the one before.
+    on_bad_checkpoint: Literal["error", "previous"] = "error"
     verify: bool = False  # before the first step: what is claimed of its residuals is checked, or nothing is trained
     # [20, 23]: the three steps after step 20 are profiled, in that run only that takes them all. The numbers are those
     # of Megatron's --profile-step-start and --profile-step-end. On NVIDIA GPUs; profile.html and trace/ are in `out`.
@@ -107,11 +118,14 @@ class Train:
 
 @dataclass(frozen=True)
 class Distributed:
-    """Several processes without a launcher that JAX knows (Slurm and Open MPI need none of these)."""
+    """Several processes. Slurm and Open MPI tell the first three themselves."""
 
     coordinator: str | None = None  # host:port of process 0
     num_processes: Count | None = None
     process_id: Natural | None = None
+    # With a launcher, too:
+    timeout: Positive = 300.0  # seconds that a process waits for all others to come
+    silence: Annotated[float, Range(5)] = 45.0  # seconds without a sign of life of a process that is then given up
 
 
 @dataclass(frozen=True)
@@ -150,6 +164,8 @@ def parse(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list
     Raises:
       ConfigError: the file cannot be read.
     """
+    if not _is_path(str(path)):
+        raise ConfigError([f"{str(path)!r}: {_NO_PATH}"])
     path = Path(os.path.expanduser(path))
     tree, problems = read(path)
     for text in overrides:
@@ -170,7 +186,7 @@ def _parse(tree: dict[str, Any]) -> tuple[Config, list[str]]:
     sections, problems = {}, {}
     for name, value in tree.items():
         if name not in SECTIONS:
-            problems[name] = f"{name} = {short(value)}: no such section{advice(str(name), list(SECTIONS))}"
+            problems[name] = f"{shown(str(name))} = {short(value)}: no such section{advice(str(name), list(SECTIONS))}"
         elif not isinstance(value, dict | None):
             problems[name] = f"{name} = {short(value)}: must be a mapping of keys to values"
         else:
@@ -267,14 +283,30 @@ def _relations(config: Config) -> Iterator[Relation]:
         model.attention == "xla" or model.d_head % 8 == 0,
         f"model.head_dim = {model.d_head}: must be a multiple of 8 with model.attention = {model.attention!r}",
     )
+    for key in ("data.path", "data.tokenizer", "data.cache_dir", "train.out"):
+        value = _get(config, key)
+        paths = [value] if isinstance(value, str) else value or ()
+        yield (key,), all(map(_is_path, paths)), f"{key} = {short(value)}: {_NO_PATH}"
     for key in ("data.cache_dir", "train.out"):
         folder = _get(config, key)
         yield (
             (key,),
             not os.path.expanduser(folder).startswith("~"),
-            f"{key} = {folder!r}: must be a folder; no such home",
+            f"{key} = {short(folder)}: must be a folder; no such home",
         )
+    yield (
+        ("data.cache_dir",),
+        config.data.cache_dir != "",
+        f"data.cache_dir = '': must be a folder; it is {Data.cache_dir} by default, and . is the working directory",
+    )
     yield from _relations_of_processes(distributed)
+
+
+_NO_PATH = "must be a path, which has no NUL and no lone surrogates"
+
+
+def _is_path(text: str) -> bool:
+    return not re.search("[\0\ud800-\udfff]", text)
 
 
 def _relations_of_processes(distributed: Distributed) -> Iterator[Relation]:
@@ -282,13 +314,13 @@ def _relations_of_processes(distributed: Distributed) -> Iterator[Relation]:
     yield (
         ("distributed.coordinator",),
         coordinator is None or re.fullmatch(r"\S+:\d+", coordinator) is not None,
-        f"distributed.coordinator = {coordinator!r}: must be host:port of process 0, such as node0:1234",
+        f"distributed.coordinator = {short(coordinator)}: must be host:port of process 0, such as node0:1234",
     )
     explicit = (coordinator, distributed.num_processes, distributed.process_id)
     yield (
         ("distributed.coordinator", "distributed.num_processes", "distributed.process_id"),
         explicit.count(None) in (0, 3),
-        f"distributed = {explicit}: must have coordinator, num_processes and process_id, or none of them",
+        f"distributed = {short(explicit)}: must have coordinator, num_processes and process_id, or none of them",
     )
     count, index = distributed.num_processes, distributed.process_id
     yield (
@@ -330,6 +362,21 @@ def _relations_of_experts(config: Config) -> Iterator[Relation]:
             ("model.experts_per_token", "model.experts"),
             model.experts_per_token <= model.experts,
             f"model.experts_per_token = {model.experts_per_token}: must be at most model.experts = {model.experts}",
+        )
+        train = config.train
+        rows = train.batch_size // train.grad_accumulation * train.seq_len * model.experts_per_token
+        yield (
+            (
+                "train.batch_size",
+                "train.grad_accumulation",
+                "train.seq_len",
+                "model.experts_per_token",
+                "mesh.data",
+                "mesh.fsdp",
+            ),
+            rows // (mesh.data * mesh.fsdp) < 2**31,
+            f"train.batch_size / train.grad_accumulation * train.seq_len * model.experts_per_token = {rows}: must be "
+            f"below 2**31 = {2**31}, divided by mesh.data * mesh.fsdp = {mesh.data * mesh.fsdp}",
         )
         yield (
             ("model.dense_layers", "model.layers"),

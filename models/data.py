@@ -10,7 +10,6 @@ import itertools
 import math
 import os
 import random
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -20,6 +19,8 @@ import numpy as np
 import tokenizers
 
 from models.documents import files_of, read_documents
+from models.files import atomic, blake2b
+from models.integrity import is_intact
 from models.reading import ConfigError, blaming
 
 END_OF_TEXT = "<|endoftext|>"  # of the tokenizers trained here
@@ -56,6 +57,8 @@ def load(
     `tokenizer` is a tokenizer.json with at most `vocab_size` tokens; None trains one with at most so many. About
     `valid_fraction` of the documents are held out, by their hash. All is kept in `cache_dir` under a hash of
     what it depends on, the documents' bytes included. Processes that fill a cache together write equal files.
+    Each file there is read once and compared with its hash before it is used; the documents, which are larger, are
+    read for theirs anyway. A damaged file is made again, and a line says so.
     `origin` is that of an earlier Dataset; another one is an error, before anything is computed.
     Raises ValueError with the config's key, its value and what is allowed.
     """
@@ -77,7 +80,7 @@ def load(
         folder.mkdir(parents=True, exist_ok=True)
         if bpe is None:
             bpe = _trained_tokenizer(folder / "tokenizer.json", files, text_field, valid_fraction, vocab_size)
-        if not (train.exists() and valid.exists()):
+        if not all([_usable(train), _usable(valid)]):
             _write_tokens(train, valid, read_documents(files, text_field), bpe, valid_fraction)
     dataset = Dataset(np.load(train, mmap_mode="r"), np.load(valid, mmap_mode="r"), bpe, _ids(bpe), found)
     if not (len(dataset.train) and len(dataset.valid)):
@@ -143,8 +146,8 @@ def _ids(bpe: tokenizers.Tokenizer) -> int:
 def _trained_tokenizer(
     path: Path, files: list[Path], text_field: str, valid_fraction: float, vocab_size: int
 ) -> tokenizers.Tokenizer:
-    """Returns the tokenizer in `path`, which is trained first if it is not there."""
-    if not path.exists():
+    """Returns the tokenizer in `path`, which is trained first if it is not there, or damaged."""
+    if not _usable(path):
         # Shuffled, or the first of several sources would be all that the tokenizer sees.
         texts = read_documents(random.Random(0).sample(files, len(files)), text_field)
         sample = _first(_SAMPLE_CHARS, (text for text in texts if not _held_out(text, valid_fraction)))
@@ -158,7 +161,7 @@ def _trained_tokenizer(
             show_progress=False,
         )
         bpe.train_from_iterator(sample, trainer)
-        with _atomic(path) as stream:
+        with _hashed(path) as stream:
             stream.write(bpe.to_str().encode())
     return _open_tokenizer(path)
 
@@ -186,7 +189,7 @@ def _write_tokens(
 @contextlib.contextmanager
 def _npy(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
     """Opens `path` for the bytes of a one-dimensional array whose length shows at the end."""
-    with _atomic(path) as stream:
+    with _hashed(path) as stream:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (0,)}
         np.lib.format.write_array_header_1_0(stream, header)
         start = stream.tell()
@@ -198,17 +201,45 @@ def _npy(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def _atomic(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file that gets the name `path` once it is whole and on the disk, and goes away otherwise."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+def _hashed(path: Path) -> Iterator[BinaryIO]:
+    """`atomic`, and the file's hash beside it, which is there before the file is."""
+    with atomic(path) as stream:
+        yield stream
+        stream.flush()
+        with atomic(_hash_of(path)) as beside:
+            beside.write(f"{blake2b(Path(stream.name))}  {path.name}\n".encode())  # as `b2sum -c` reads it
+
+
+def _hash_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.b2sum")
+
+
+def _usable(path: Path) -> bool:
+    """Whether a file of the cache is there and whole; says so if it is not whole, or cannot be known to be."""
+    if not path.exists():
+        return False
+    hash = _hash_of(path)
+    if hash.exists():
+        whole = is_intact(path, hash.read_bytes()[:128].decode(errors="replace"))
+    else:
+        whole = _can_be_opened(path)
+    if not whole:
+        print(f"{path} is damaged: it is not what was written, and is made again", flush=True)
+    elif not hash.exists():
+        print(f"{path} is of an earlier version, which wrote no hash: it is not verified", flush=True)
+    return whole
+
+
+def _can_be_opened(path: Path) -> bool:
+    """Of a file of which no hash is known: at least that."""
     try:
-        with temporary.open("wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r")
+            return tokens.ndim == 1 and tokens.dtype in (np.uint16, np.uint32)
+        tokenizers.Tokenizer.from_file(str(path))
+    except Exception:  # numpy and the library raise whatever they meet
+        return False
+    return True
 
 
 # Batches

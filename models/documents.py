@@ -1,7 +1,6 @@
 """Documents: text from Python's own library, or from .txt, .jsonl and .parquet files."""
 
 import contextlib
-import difflib
 import glob
 import itertools
 import json
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.reading import blaming
+from models.reading import blaming, nearest
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a pair, which no tokenizer takes
@@ -105,9 +104,10 @@ def _text(record: Any, field: str, where: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"data.path: {where} is {record!r:.40}; allowed is an object")
     if field not in record:
-        nearest = "".join(f", the nearest is {n!r}" for n in difflib.get_close_matches(field, record, n=1))
+        close = nearest(field, list(record))
+        near = f", the nearest is {close!r}" if close else ""
         raise ValueError(
-            f"data.text_field = {field!r}: data.path has none in {where}; allowed are {list(record)}{nearest}"
+            f"data.text_field = {field!r}: data.path has none in {where}; allowed are {list(record)}{near}"
         )
     text = record[field]
     if not isinstance(text, str) or _SURROGATE.search(text):

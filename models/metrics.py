@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import resource
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 
 from models.config import Config
-from models.reading import ConfigError
+from models.files import append, atomic
+from models.reading import ConfigError, blaming
 
 Record = Mapping[str, Any]  # step, and loss, learning_rate, ... or valid_loss
 
@@ -78,28 +78,31 @@ class Journal(NamedTuple):
         """Drops what a killed run wrote after the checkpoint at `start`: this run writes it again."""
         if jax.process_index() == 0:
             kept = [record for record in read(self.path) if start and record["step"] <= start]
-            _replace(self.path, "".join(map(_line, kept)).encode())
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic(self.path) as file:
+                file.write("".join(map(_line, kept)).encode())
 
     def write(self, record: Record) -> None:
         if jax.process_index() == 0:
             print(progress_line(record, self.config.train.steps), flush=True)
-            with self.path.open("a") as file:
-                file.write(_line(record))
+            append(self.path, _line(record).encode())
 
     def draw(self) -> None:
         if jax.process_index() == 0:
             title = f"{self.path.parent.name}: {self.config.model.layers} layers of {self.config.model.d_model}"
             curve = loss_curve(read(self.path), title, self.unigram, self.config.model.vocab_size)
-            _replace(self.path.with_name("loss.png"), curve)
+            with atomic(self.path.with_name("loss.png")) as file:
+                file.write(curve)
 
 
 def read(path: Path) -> list[Record]:
     """All records but a damaged last one: a killed run can leave half a line.
 
     Raises:
-      ConfigError: another line is damaged.
+      ConfigError: another line is damaged, or it is not a file that can be read.
     """
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    with blaming("train.out", str(path.parent), f"a folder whose {path.name} is a file that can be read"):
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -141,11 +144,3 @@ def _line(record: Record) -> str:
     """JSON has no NaN."""
     finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Whole or not at all, whenever the run is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

@@ -47,7 +47,7 @@ class FeedForward(nnx.Module):
             leaves = first_leaves(self.activation)
             fc1 = tag({leaf: x_BxSxD @ getattr(self, f"{leaf}_DxF").astype(dtype) for leaf in leaves}, "fc1")
             fc1 = {leaf: constrain(fc1[leaf], f"{name}/fc1.{leaf}") for leaf in leaves}
-            act_BxSxF = tag(activate(fc1, self.activation), "act")
+            act_BxSxF = constrain(tag(activate(fc1, self.activation), "act"), f"{name}/act")
             fc2_BxSxD = tag(act_BxSxF @ self.down_FxD.astype(dtype), "fc2")
             return constrain(fc2_BxSxD, f"{name}/fc2")
 

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from jaxoffload import grouped_matmul
 from jaxoffload.grouped import te
-from models import checkpoints
+from models import checkpoints, metrics
 from models.config import Config, Model
 from models.moe import products
-from models.processes import join, locked, objections
+from models.processes import accompanied, join, locked, objections
 from models.reading import ConfigError, collecting
 from models.report import check_patterns
 from models.sharding import inside_shard_map, make_mesh
@@ -45,7 +45,8 @@ def admitted(config: Config, problems: list[str]) -> Iterator[Mesh]:
     with contextlib.ExitStack() as stack:
         if not blames("distributed"):
             with collecting(problems):  # before the others: they start JAX's backend, and then none can join
-                join(config.distributed)
+                join(config.distributed, Path(config.train.out), checkpoints.steps)
+        stack.enter_context(accompanied())
         if _may_use_te(config.model):
             with contextlib.suppress(*_NO_TE):  # before JAX's first computation, which loads another cuDNN
                 importlib.import_module("transformer_engine.jax")
@@ -60,22 +61,26 @@ def admitted(config: Config, problems: list[str]) -> Iterator[Mesh]:
         if not blames(*_OF_PRODUCTS):
             with collecting(problems):
                 _check_products(config)
+        saved = None
         if not blames("train.out"):
             with collecting(problems):
-                saved = checkpoints.latest(Path(config.train.out))
+                saved = checkpoints.latest(Path(config.train.out), config.train.on_bad_checkpoint)
                 found = checkpoints.differences(config, saved) if saved else {}
                 problems += [line for key, line in found.items() if not blames(f"{key} =", f"{key.split('.')[0]} =")]
+                metrics.read(Path(config.train.out) / "metrics.jsonl")
         if not problems and jax.process_index() == 0:
             with collecting(problems):
                 stack.enter_context(locked(Path(config.train.out)))
-        if problems := [*problems, *objections(config, problems)]:
+        if problems := [*problems, *objections(config, problems, saved.step if saved else None)]:
             raise ConfigError(problems)
         yield mesh
 
 
 def check_names(config: Config, problems: list[str]) -> None:
     """Adds to the problems the policy's patterns that match no residual, if the model can be traced."""
-    if not any(line.startswith(("model", "remat")) for line in problems):
+    if jax.config.jax_disable_jit:
+        problems.append("JAX_DISABLE_JIT = True: residuals are offloaded in compiled programs alone; must be unset")
+    elif not any(line.startswith(("model", "remat")) for line in problems):
         with collecting(problems):
             check_patterns(config)
 

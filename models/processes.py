@@ -1,13 +1,14 @@
-"""The processes of a run: how several join and agree, what a signal does, and the lock on the run's folder."""
+"""The processes of a run: how several join, agree and end, and the lock on the run's folder."""
 
 import contextlib
 import fcntl
 import functools
 import os
-import signal
+import socket
 import sys
+import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +18,43 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models import signals
 from models.config import Config, Distributed, flat
+from models.launchers import Place, find
+from models.peers import Peers
 from models.reading import ConfigError, blaming, one_line
+from models.relay import relay
 from models.sharding import MESH_AXES
 
-_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+_FOR_EVER = 10**6  # seconds; JAX's heartbeats, which abort the process from C++, are not needed beside models/peers.py
+
+_peers: Peers | None = None
 
 
-def join(distributed: Distributed) -> None:
-    """Makes this process one of several, where the config or the launcher (Slurm, Open MPI) says so.
+def join(distributed: Distributed, out: Path, steps: Callable[[Path], Sequence[int]]) -> None:
+    """Makes this process one of several, where the config or the launcher (Slurm, Open MPI) says so. `steps(out)`:
+    those of the checkpoints.
+
+    They meet first, and are watched from then on (models/peers.py): a process that is lost later ends this one with a
+    line that names it and the last checkpoint in `out`. Where JAX alone can tell where they are (Open MPI 5, through
+    mpi4py), it joins them unwatched.
 
     Raises:
-      ConfigError: the launcher's environment is damaged, or the others cannot be reached.
+      ConfigError: the launcher's environment is damaged, or the others cannot be reached, do not come within
+        `distributed.timeout` seconds, or have this process's number.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    tasks = {name: os.environ[name] for name in _LAUNCHERS if name in os.environ}
-    if distributed.coordinator is not None:
-        explicit = (distributed.coordinator, distributed.num_processes, distributed.process_id)
-        what = f"distributed.coordinator = {distributed.coordinator!r}"
-    else:
-        explicit, what = (), f"distributed.coordinator = None, and {tasks}"
-        for name, count in tasks.items():
-            if not count.isdecimal():
-                raise ConfigError([f"distributed: the environment's {name} = {count!r}: must be a number of processes"])
-        if all(int(count) < 2 for count in tasks.values()):
-            return
+    place, what = find(distributed)
+    if place is None and what is None:
+        return
     try:
-        jax.distributed.initialize(*explicit)
+        if place is None:
+            jax.distributed.initialize()
+        else:
+            _meet(place, distributed, functools.partial(_advice, out, steps))
+        signals.claim()  # JAX's preemption service has its own handler of SIGTERM
+    except ConfigError:
+        raise
     except Exception as error:  # each launcher's detection in JAX raises what it meets, KeyError and IndexError too
         raise ConfigError(
             [
@@ -53,20 +64,113 @@ def join(distributed: Distributed) -> None:
         ) from error
 
 
-def objections(config: Config, problems: Sequence[str]) -> list[str]:
-    """What the other processes have against this run: problems of their own, or another config."""
+def _meet(place: Place, distributed: Distributed, advice: Callable[[], str]) -> None:
+    global _peers
+    host, _, number = place.coordinator.rpartition(":")
+    host, port = host.strip("[]"), int(number)
+    peers = Peers(place.index, place.count, distributed.silence, advice)
+    if place.index == 0:
+        with blaming("distributed.coordinator", place.coordinator, "a free port here; another process 0 may have it"):
+            server = _listening(port, place.count)
+        there = peers.host(server, distributed.timeout)
+        coordinator = f"127.0.0.1:{there}"
+    else:
+        there = peers.visit(host, port, distributed.timeout)
+        coordinator = f"127.0.0.1:{relay(host, there, peers.end)}"
+    _peers = peers
+    signals.before_exit.append(peers.leave)
+    peers.watch()
+    jax.distributed.initialize(
+        coordinator,
+        place.count,
+        place.index,
+        coordinator_bind_address=f"[::]:{there}",
+        heartbeat_timeout_seconds=_FOR_EVER,
+    )
+
+
+def _listening(port: int, count: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=count)
+    return socket.create_server(("", port), backlog=count)
+
+
+def _advice(out: Path, steps: Callable[[Path], Sequence[int]]) -> str:
+    """What to do when a process is lost. Does not wait for a file system that hangs."""
+    found: list[int] = []
+    looking = threading.Thread(target=lambda: found.extend(steps(out)), daemon=True)
+    looking.start()
+    looking.join(timeout=5)
+    if looking.is_alive():
+        return f"the same command, in every process, continues from the last checkpoint in {out}"
+    if not found:
+        return f"nothing is saved in {out}; the same command, in every process, starts again"
+    return f"the same command, in every process, continues from the checkpoint {out}/checkpoints/{max(found)}"
+
+
+@contextlib.contextmanager
+def accompanied() -> Iterator[None]:
+    """Tells the others how this process ends. An error waits until it is known that none of them is gone: else it may
+    come of that, and be Gloo's, XLA's or orbax's, of any class."""
+    try:
+        yield
+    except BaseException as error:
+        if _peers:
+            if isinstance(error, Exception):
+                _peers.sound()
+            words = f"was {error}" if isinstance(error, signals.Stopped) else "ended early; its own output says why"
+            _peers.leave(words)
+        raise
+    if _peers:
+        _peers.part()
+
+
+@contextlib.contextmanager
+def departing() -> Iterator[None]:
+    """Ends the process, unless the run is over: JAX would wait for the others, and abort from C++ if they are gone."""
+    try:
+        yield
+    except BaseException as error:
+        if _peers is None or _peers.parted:
+            raise
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+
+
+def objections(config: Config, problems: Sequence[str], last: int | None) -> list[str]:
+    """What the other processes have against this run: problems of their own, another config, or a folder in which the
+    last checkpoint is of another step than `last`."""
     if jax.process_count() == 1:
         return []
-    # Of each process its own: where it is, and where it keeps what it can compute again.
-    values = {k: v for k, v in flat(config).items() if not k.startswith("distributed.") and k != "data.cache_dir"}
-    words = [len(problems), *(zlib.crc32(repr(value).encode()) for value in values.values())]
-    counts, *columns = np.asarray(multihost_utils.process_allgather(np.array(words, np.uint32))).T
+    counts = multihost_utils.process_allgather(np.array(len(problems), np.uint32))
     if problems:
         return []
     if counts.any():
         return [f"distributed: process {int(np.flatnonzero(counts)[0])} cannot run; its own output says why"]
-    differ = [key for key, column in zip(values, columns, strict=True) if len(set(column.tolist())) > 1]
-    return [f"{key} = {values[key]!r} here: differs between the processes; must be the same" for key in differ]
+    # Of each process its own: where it is, and where it keeps what it can compute again.
+    values = {k: v for k, v in flat(config).items() if not k.startswith("distributed.") and k != "data.cache_dir"}
+    differ = [
+        f"{key} = {values[key]!r} here: differs between the processes; must be the same" for key in differing(values)
+    ]
+    if not differ and differing({"step": last}):
+        here = "none" if last is None else f"that of step {last}"
+        return [
+            f"train.out = {config.train.out!r}: its last checkpoint is {here} here, and another elsewhere; must be a "
+            "folder that all processes share"
+        ]
+    return differ
+
+
+def differing(values: Mapping[str, Any]) -> list[str]:
+    """The keys, the same in each process, whose values differ between the processes."""
+    if jax.process_count() == 1:
+        return []
+    words = np.array([zlib.crc32(repr(value).encode()) for value in values.values()], np.uint32)
+    columns = np.atleast_2d(multihost_utils.process_allgather(words)).T
+    return [key for key, column in zip(values, columns, strict=True) if len(set(column.tolist())) > 1]
 
 
 @contextlib.contextmanager
@@ -101,59 +205,6 @@ def _max(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-@contextlib.contextmanager
-def noted_signals() -> Iterator[Callable[[], int]]:
-    """Yields a function that says which of SIGINT and SIGTERM came, or 0; a second one acts as usual."""
-    received = [0]
-
-    def note(number: int, frame: Any) -> None:
-        received[0] = number
-        restore()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: received[0]
-    finally:
-        restore()
-
-
 def say(text: str) -> None:
     if jax.process_index() == 0:
         print(text, flush=True)
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[Callable[[], None]]:
-    """Ctrl-C is a KeyboardInterrupt, also where it meets one of JAX's caches while that compares keys: what is raised
-    there comes out as a ValueError. What is raised in a callback of Python's would be printed by Python, and lost:
-    yields a function that raises it again, instead."""
-    came, unraisable = False, sys.unraisablehook
-
-    def note(number: int, frame: Any) -> None:
-        nonlocal came
-        came = True
-        signal.default_int_handler(number, frame)
-
-    def raise_again() -> None:
-        if came:
-            raise KeyboardInterrupt
-
-    def lost(what: "sys.UnraisableHookArgs") -> None:
-        if not (came and what.exc_type is KeyboardInterrupt):
-            unraisable(what)
-
-    sys.unraisablehook = lost
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield raise_again
-    except ValueError as error:
-        if came:
-            raise KeyboardInterrupt from error
-        raise
-    finally:
-        sys.unraisablehook = unraisable
-        signal.signal(signal.SIGINT, before)

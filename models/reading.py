@@ -2,14 +2,16 @@
 
 import contextlib
 import difflib
-import math
 import re
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-import yaml
+from models import plain
+from models.files import FULL, Unwritable
+from models.plain import shown
 
 
 class ConfigError(ValueError):
@@ -22,10 +24,16 @@ class ConfigError(ValueError):
 
 @contextlib.contextmanager
 def blaming(key: str, value: Any, allowed: str) -> Iterator[None]:
-    """Turns what the file system refuses into a ConfigError of this key."""
+    """Turns what the file system refuses into a ConfigError of this key.
+
+    Raises:
+      Unwritable: the disk is full, for which no value of the key is to blame.
+    """
     try:
         yield
     except OSError as error:
+        if error.errno in FULL:
+            raise Unwritable(error.errno, error.strerror, error.filename or str(value)) from error
         raise ConfigError([f"{key} = {value!r}: {one_line(error)}; must be {allowed}"]) from error
 
 
@@ -39,78 +47,51 @@ def collecting(problems: list[str]) -> Iterator[None]:
 
 
 class Range(NamedTuple):
-    """The finite numbers that a field may have; `low` itself is out where `above` is true."""
+    """The numbers that a field may have; `low` itself is out where `above` is true."""
 
     low: float
-    high: float = math.inf
+    high: float = 1e30  # of numbers that are float32 at last
     above: bool = False
 
     def holds(self, number: float) -> bool:
         low = number > self.low if self.above else number >= self.low
-        return low and number <= self.high and number != math.inf
+        return low and number <= self.high
 
     def __str__(self) -> str:
-        if self.high < math.inf:
-            return f"from {self.low:g} to {self.high:g}"
-        return f"{'above' if self.above else 'of at least'} {self.low:g}"
+        low, high = (str(n) if isinstance(n, int) else f"{n:g}" for n in (self.low, self.high))
+        return f"above {low}, at most {high}" if self.above else f"from {low} to {high}"
 
 
 # ---- a file and overrides to a tree ----
 
 
-class _Loader(yaml.SafeLoader):
-    """All numbers are decimal. YAML 1.1 reads 3e-4 as a string, 010 as 8 and 1:30 as 90."""
-
-
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?\d+(_\d+)*$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    _FLOAT,
-    re.compile(r"[-+]?((\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"),
-    list("-+.0123456789"),
-)
-_Loader.add_constructor(_INT, lambda loader, node: int(loader.construct_scalar(node)))
+_LARGEST = 2**20  # bytes
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The mapping in a YAML file, and a line for each duplicate key.
 
     Raises:
-      ConfigError: no such file, not YAML, not a mapping.
+      ConfigError: no such file, not YAML, not a mapping, or more than a config may be.
     """
     try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
-        root = loader.get_single_node()
-        tree = {} if root is None else loader.construct_document(root)
+        with path.open("rb") as file:
+            text = file.read(_LARGEST + 1)
+        if len(text) > _LARGEST:
+            raise plain.Refused(f"more than {_LARGEST} bytes; must be a YAML file of sections")
+        tree, duplicates = plain.load(text.decode())
     except FileNotFoundError:
         others = [str(other) for other in sorted(path.parent.glob("*.yaml"))]
         instead = advice(str(path), others) if others else "; give a YAML file, such as configs/tiny.yaml"
         raise ConfigError([f"{path}: no such file{instead}"]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read ({error}); must be a YAML file"]) from None
-    except yaml.YAMLError as error:
-        raise ConfigError([f"{path}: not YAML: {one_line(error)}"]) from None
+    except plain.Refused as error:
+        raise ConfigError([f"{path}: {error}"]) from None
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with NUL
+        raise ConfigError([f"{shown(str(path), 4096)}: cannot be read ({error}); must be a YAML file"]) from None
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError([f"{path} = {short(tree)}: must be a mapping of sections"])
-    return tree, list(_duplicates(root, ""))
-
-
-def _duplicates(node: yaml.Node | None, prefix: str) -> Iterator[str]:
-    """YAML itself lets the last of two equal keys win, in silence."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    lines: dict[str, int] = {}
-    for key, value in node.value:
-        name, line = f"{prefix}{key.value}", key.start_mark.line + 1
-        if name in lines:
-            shown = value.value if isinstance(value, yaml.ScalarNode) else "..."
-            yield f"{name} = {shown}: a duplicate key, on lines {lines[name]} and {line}; keep one of them"
-        lines[name] = line
-        yield from _duplicates(value, f"{name}.")
+    return tree, duplicates
 
 
 _OVERRIDE = re.compile(r"(?P<section>\w+)\.(?P<key>\w+)(\[(?P<entry>.+)\])?=(?P<value>.*)", re.DOTALL)
@@ -121,26 +102,28 @@ def override(tree: dict[str, Any], text: str) -> list[str]:
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         entry = re.match(r"(\w+\.\w+)\.([^=]+)=", text)
-        instead = f"; an entry of a mapping is {entry[1]}[{entry[2]}]=value" if entry else ""
-        return [f"{text}: an override must be section.key=value, such as train.steps=10{instead}"]
+        instead = f"; an entry of a mapping is {entry[1]}[{shown(entry[2])}]=value" if entry else ""
+        return [f"{shown(text)}: an override must be section.key=value, such as train.steps=10{instead}"]
     section, key, entry, source = match.group("section", "key", "entry", "value")
     try:
-        value = yaml.load(source, _Loader)
-    except yaml.YAMLError as error:
-        return [f"{section}.{key} = {source}: not YAML: {one_line(error)}"]
+        value, duplicates = plain.load(source, f"{section}.{key}.")
+    except plain.Refused as error:
+        return [f"{section}.{key} = {shown(source)}: {error}"]
     if tree.get(section) is None:
         tree[section] = {}
     target = tree[section]
     if not isinstance(target, dict):
-        return []  # the section itself is the problem, and is reported as such
+        return duplicates  # the section itself is the problem, and is reported as such
     if entry is not None:
         entries = target.get(key) or {}
         if not isinstance(entries, dict):
-            return [f"{section}.{key}[{entry}] = {source}: {section}.{key} = {short(entries)} has no entries"]
+            return [
+                f"{section}.{key}[{shown(entry)}] = {shown(source)}: {section}.{key} = {short(entries)} has no entries"
+            ]
         # Behind all others: of several matching patterns the last wins.
         value = {**{name: other for name, other in entries.items() if name != entry}, entry: value}
     target[key] = value
-    return []
+    return duplicates
 
 
 # ---- a tree to dataclasses ----
@@ -150,7 +133,7 @@ def known(section: str, tree: Mapping[str, Any], names: Sequence[str]) -> tuple[
     """The entries of a section whose names exist, and {key: problem} for the others."""
     problems = {}
     for name in [name for name in tree if name not in names]:
-        key = f"{section}.{name}"
+        key = f"{section}.{shown(str(name))}"
         problems[key] = f"{key} = {short(tree[name])}: no such key{advice(str(name), names, f'{section}.')}"
     return {name: value for name, value in tree.items() if name in names}, problems
 
@@ -196,7 +179,7 @@ def _convert(value: Any, hint: Any) -> Any:
     if hint is int and type(value) is float and value.is_integer():
         return int(value)  # 1e5
     if hint is float and type(value) is int:
-        return float(value)
+        return float(value) if abs(value) <= sys.float_info.max else _MISFIT
     return value if type(value) is hint else _MISFIT
 
 

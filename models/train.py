@@ -1,7 +1,13 @@
 """The training program: python -m models.train configs/NAME.yaml section.key=value ... [--report]"""
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from models import signals
+
+    signals.install()
+
 import argparse
 import dataclasses
+import io
 import itertools
 import math
 import signal
@@ -18,13 +24,14 @@ from jax.sharding import Mesh
 
 import jaxoffload
 from jaxoffload import proof
-from models import checkpoints, data, metrics
+from models import checkpoints, data, metrics, signals
 from models.config import Config, parse
+from models.failures import told
 from models.preflight import admitted, check_names
-from models.processes import greatest, interruptible, noted_signals, say
+from models.processes import departing, differing, greatest, say
 from models.profiling import Step, profiled
 from models.reading import ConfigError
-from models.report import compiled_memory, report, summary
+from models.report import compiled_memory, report, summary, that_fits
 from models.sharding import abstract_mesh, make_mesh, process_block
 from models.step import Program, State, learning_rate, program, shardings_of, traceable
 from models.transformer import flops_per_token
@@ -41,7 +48,8 @@ defaults: models/config.py."""
 
 EXIT_CODES = """\
 exit codes: 0 finished; 1 the loss is not finite, or train.verify finds a fault; 2 the config cannot run;
-130 and 143 stopped by Ctrl-C and SIGTERM"""
+3 a file cannot be written, because the disk or a quota is full; 4 out of memory, of a device or the host;
+5 another process of the run was lost; 130 and 143 stopped by Ctrl-C and SIGTERM"""
 
 
 class Diverged(Exception):
@@ -54,6 +62,7 @@ class Refuted(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code; see EXIT_CODES."""
+    print_in_any_encoding()
     parser = argparse.ArgumentParser(
         prog="python -m models.train",
         description=USAGE,
@@ -70,12 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--report", action="store_true", help="print residuals and bytes, on any machine; run nothing")
     options = parser.parse_intermixed_args(arguments)
+    config = None
     try:
-        with interruptible() as raise_again:
+        with signals.handled():
             config, problems = parse(options.config, options.overrides)
             if not options.report:
                 with admitted(config, problems) as mesh:
-                    return train(config, mesh, raise_again)
+                    return train(config, mesh)
             check_names(config, problems)
             if problems:
                 raise ConfigError(problems)
@@ -87,20 +97,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Diverged, Refuted) as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("stopped by SIGINT; what came after the last checkpoint is not saved", file=sys.stderr)
-        return 128 + signal.SIGINT
+    except signals.Stopped as stopped:
+        return 128 + stopped.number
+    except Exception as error:
+        if (failure := told(error, Path(config.train.out) if config else None)) is None:
+            raise
+        print(failure.line, file=sys.stderr)
+        return failure.status
 
 
-def train(config: Config, mesh: Mesh, raise_again: Callable[[], None]) -> int:
-    """Trains, from the last checkpoint if there is one; returns the exit code. `raise_again`: a Ctrl-C that was lost
-    while it compiled."""
-    out, steps = Path(config.train.out), config.train.steps
-    saved = checkpoints.latest(out)
-    start = saved.step if saved else 0
-    if start >= steps:
-        say(f"{out} is finished, at step {start} of {steps}; train.steps={2 * start} would continue it")
+def print_in_any_encoding() -> None:
+    """What the terminal's encoding lacks is printed as an escape: under PYTHONIOENCODING=ascii a dot as \\xb7."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def train(config: Config, mesh: Mesh) -> int:
+    """Trains, from the last checkpoint if there is one; returns the exit code."""
+    out, on_bad = Path(config.train.out), config.train.on_bad_checkpoint
+    saved = checkpoints.latest(out, on_bad)
+    if saved and saved.step >= config.train.steps:
+        steps = f"at step {saved.step} of {config.train.steps}"
+        say(f"{out} is finished, {steps}; train.steps={2 * saved.step} would continue it")
         return 0
+    while True:
+        try:
+            return train_from(checkpoints.verified(out, on_bad), config, mesh)
+        except checkpoints.Damaged as bad:  # what hashes cannot tell, or one of a version without them
+            if not checkpoints.may_pass_by(out, on_bad, bad):
+                raise
+            checkpoints.set_aside(out, bad)
+
+
+def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> int:
+    """As `train`, from this checkpoint."""
+    out, steps, start = Path(config.train.out), config.train.steps, saved.step if saved else 0
+    config = that_fits(config, mesh)
     made = program(config, mesh)
     say(summary(config, made))
     source = open_source(config, made, saved.data if saved else None)
@@ -119,7 +152,6 @@ def train(config: Config, mesh: Mesh, raise_again: Callable[[], None]) -> int:
             state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
         journal = metrics.Journal(out / "metrics.jsonl", config, source.unigram)
         journal.begin(start)
-        raise_again()
         return loop(Run(config, made, mesh, step, source, manager, journal), state, start)
 
 
@@ -154,7 +186,8 @@ def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tup
         raise ConfigError(problems)
     config = traceable(config)
     enough = math.prod(dataclasses.asdict(config.mesh).values()) == jax.device_count()
-    made = program(config, make_mesh(config.mesh) if enough else abstract_mesh(config.mesh))
+    mesh = make_mesh(config.mesh) if enough else abstract_mesh(config.mesh)
+    made = program(that_fits(config, mesh), mesh)
     return made.step, (made.state, made.tokens), made.loss, (made.state.params, made.microbatch)
 
 
@@ -198,6 +231,14 @@ def open_source(config: Config, made: Program, origin: dict[str, str] | None) ->
         raise
     except (ValueError, ImportError) as error:
         raise ConfigError([str(error)]) from error
+    settings = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
+    if differ := differing(corpus.origin):
+        raise ConfigError(
+            [
+                f"{key} = {settings.get(key)!r} here: stands for other bytes in another process; must be the same files"
+                for key in differ
+            ]
+        )
     unigram = data.unigram_entropy(corpus.train, corpus.valid, vocab_size=corpus.vocab_size)
     say(
         f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; baselines: "
@@ -244,7 +285,7 @@ def loop(run: Run, state: State, start: int) -> int:
     def due(step: int, every: int) -> bool:
         return step == train.steps or step % every == 0
 
-    with noted_signals() as received:
+    with signals.noted() as received:
         if start == 0:
             validate(0)
         agreed, mark = greatest(run.mesh, 0), (start, time.monotonic())
@@ -253,6 +294,8 @@ def loop(run: Run, state: State, start: int) -> int:
             # Read one step late: then the host need not wait for the step that it has just started.
             stop, agreed = int(agreed), greatest(run.mesh, received())
             log = due(step, train.log_every) or step == 1
+            if log:
+                checkpoints.raise_failed(run.manager)
             save = due(step, train.checkpoint_every) or bool(stop)
             if log or save:
                 record = measured(run, step, result, mark)
@@ -315,4 +358,5 @@ def place(rows: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with departing():
+        sys.exit(main())

@@ -1,6 +1,7 @@
 """The README's claims: the list fits the README and what it names, and a claim holds only if its check said so."""
 
 import ast
+import dataclasses
 import itertools
 import json
 import re
@@ -16,6 +17,7 @@ from test_readme import LINK, README, ROOT, without_links
 from benchmarks import choices, claims, dense, fits, grouped, judge, losses, measure, moe, peers, sweep
 from benchmarks.claims import Claim, Listed, Measurement
 from jaxoffload.__main__ import made_by
+from jaxoffload.proof._profile import Move, Profile
 from models.config import load
 
 LISTED = claims.read()
@@ -161,6 +163,48 @@ RESULT = {
 def test_one_requirement(requirement, verdict, found):
     assert judge.judge([requirement], RESULT) == (verdict, [found])
     assert judge.judge([requirement], {}) == ("not run", [[]])
+
+
+def copies_of_llama_1b():
+    """What its profile holds: 15 layers' copies of each residual and those of the empty row, there and back."""
+    sizes = {"layer_input": [128], "attn/context": [128, 4], "mlp_input": [128]}
+    return [
+        Move(name, layer, direction, mib * 2**20, 10.0, 3.0, 0.5, "Stream #14")
+        for direction in ("d2h", "h2d")
+        for name, parts in sizes.items()
+        for mib in parts
+        for layer in (None, *range(15))
+    ]
+
+
+@pytest.mark.parametrize(
+    "change, verdict",
+    [
+        (lambda moves: moves, "holds"),
+        (lambda moves: moves[:-1], "fails"),
+        (lambda moves: [m for m in moves if m.layer != 7], "fails"),
+        (lambda moves: [dataclasses.replace(m, layer=None) for m in moves], "not run"),
+        (lambda moves: [dataclasses.replace(m, residual="") for m in moves], "fails"),
+        (lambda moves: [dataclasses.replace(m, residual="layer_input") for m in moves], "fails"),
+        (lambda moves: [dataclasses.replace(m, bytes=1) for m in moves], "fails"),
+        (lambda moves: [dataclasses.replace(m, exposed_ms=-1.0) for m in moves], "fails"),
+        (lambda moves: [dataclasses.replace(m, exposed_ms=4.0) for m in moves], "fails"),
+    ],
+    ids=[
+        "all",
+        "one less",
+        "a layer less",
+        "no layers",
+        "of nobody",
+        "all of one",
+        "no bytes",
+        "less than none",
+        "more",
+    ],
+)
+def test_a_profile_must_list_every_residuals_copies_layer_by_layer(change, verdict):
+    profile = Profile("a GPU", 100.0, (99.0, 101.0), 90.0, 0.0, tuple(change(copies_of_llama_1b())), ())
+    assert judge.judge(LISTED.claims["profile"].requires, json.loads(profile.to_json()))[0] == verdict
 
 
 def test_the_worst_of_several_counts():

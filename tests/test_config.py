@@ -3,12 +3,14 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 
 from jaxoffload import Policy
-from models.config import Config, flat, load, parse
-from models.reading import ConfigError
+from models import plain
+from models.config import SECTIONS, Config, flat, load, parse
+from models.reading import ConfigError, read
 from models.report import check_patterns, report
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -34,37 +36,41 @@ BAD_VALUES = {
     "modle.layers=5": ("modle", "{'layers': 5}", "the nearest is model"),
     "optimizer.name=sgd": ("optimizer", "{'name': 'sgd'}", "allowed: model, remat, mesh, data, train, distrib"),
     # types
-    "train.steps=ten": ("train.steps", "'ten'", "an integer of at least 1"),
-    "train.steps=1.5": ("train.steps", "1.5", "an integer of at least 1"),
-    "train.steps=true": ("train.steps", "True", "an integer of at least 1"),
-    "train.steps=": ("train.steps", "None", "an integer of at least 1"),
-    "train.steps=0x10": ("train.steps", "'0x10'", "an integer of at least 1"),
-    "train.steps=1:30": ("train.steps", "'1:30'", "an integer of at least 1"),
-    "train.steps=1e-1": ("train.steps", "0.1", "an integer of at least 1"),
-    "train.steps=1e400": ("train.steps", "inf", "an integer of at least 1"),
-    "train.steps=[1]": ("train.steps", "[1]", "an integer of at least 1"),
-    "train.learning_rate=fast": ("train.learning_rate", "'fast'", "a number above 0"),
+    "train.steps=ten": ("train.steps", "'ten'", "an integer from 1 to 2147483647"),
+    "train.steps=1.5": ("train.steps", "1.5", "an integer from 1 to 2147483647"),
+    "train.steps=true": ("train.steps", "True", "an integer from 1 to 2147483647"),
+    "train.steps=": ("train.steps", "None", "an integer from 1 to 2147483647"),
+    "train.steps=0x10": ("train.steps", "'0x10'", "an integer from 1 to 2147483647"),
+    "train.steps=1:30": ("train.steps", "'1:30'", "an integer from 1 to 2147483647"),
+    "train.steps=1e-1": ("train.steps", "0.1", "an integer from 1 to 2147483647"),
+    "train.steps=1e400": ("train.steps", "inf", "an integer from 1 to 2147483647"),
+    "train.steps=[1]": ("train.steps", "[1]", "an integer from 1 to 2147483647"),
+    "train.learning_rate=fast": ("train.learning_rate", "'fast'", "a number above 0, at most 1e+30"),
     "model.tied_embeddings=1": ("model.tied_embeddings", "1", "true or false"),
-    "model.head_dim=wide": ("model.head_dim", "'wide'", "an integer of at least 2 or null"),
+    "model.head_dim=wide": ("model.head_dim", "'wide'", "an integer from 2 to 32768 or null"),
     "data.path=3": ("data.path", "3", "a string or a list of strings"),
     "data.path=[a.txt, 3]": ("data.path", "['a.txt', 3]", "a string or a list of strings"),
     "data.tokenizer=7": ("data.tokenizer", "7", "a string or null"),
-    "train.profile_steps=20": ("train.profile_steps", "20", "[an integer of at least 0, an integer of at least 0] or"),
-    "train.profile_steps=[2]": ("train.profile_steps", "[2]", "[an integer of at least 0, an integer of at least 0]"),
-    "train.profile_steps=[-1, 2]": ("train.profile_steps", "[-1, 2]", "[an integer of at least 0, an integer"),
-    "train.profile_steps=[2, x]": ("train.profile_steps", "[2, 'x']", "[an integer of at least 0, an integer"),
+    "train.profile_steps=20": (
+        "train.profile_steps",
+        "20",
+        "[an integer from 0 to 2147483647, an integer from 0 to 2147483647] or",
+    ),
+    "train.profile_steps=[2]": ("train.profile_steps", "[2]", "[an integer from 0 to 2147483647, an integer from 0 to"),
+    "train.profile_steps=[-1, 2]": ("train.profile_steps", "[-1, 2]", "[an integer from 0 to 2147483647, an integer"),
+    "train.profile_steps=[2, x]": ("train.profile_steps", "[2, 'x']", "[an integer from 0 to 2147483647, an integer"),
     "train.out=4": ("train.out", "4", "must be a string"),
     # ranges
-    "model.vocab_size=256": ("model.vocab_size", "256", "an integer of at least 257"),
-    "model.layers=0": ("model.layers", "0", "an integer of at least 1"),
-    "mesh.fsdp=-1": ("mesh.fsdp", "-1", "an integer of at least 1"),
-    "train.learning_rate=0": ("train.learning_rate", "0", "a number above 0"),
-    "train.learning_rate=.inf": ("train.learning_rate", "inf", "a number above 0"),
-    "train.clip_norm=.nan": ("train.clip_norm", "nan", "a number above 0"),
+    "model.vocab_size=256": ("model.vocab_size", "256", "an integer from 257 to 16777216"),
+    "model.layers=0": ("model.layers", "0", "an integer from 1 to 10000"),
+    "mesh.fsdp=-1": ("mesh.fsdp", "-1", "an integer from 1 to 1048576"),
+    "train.learning_rate=0": ("train.learning_rate", "0", "a number above 0, at most 1e+30"),
+    "train.learning_rate=.inf": ("train.learning_rate", "inf", "a number above 0, at most 1e+30"),
+    "train.clip_norm=.nan": ("train.clip_norm", "nan", "a number above 0, at most 1e+30"),
     "train.final_learning_rate_fraction=1.5": ("train.final_learning_rate_fraction", "1.5", "a number from 0 to 1"),
     "train.beta2=1": ("train.beta2", "1", "a number from 0 to 0.9999"),
-    "train.weight_decay=-0.1": ("train.weight_decay", "-0.1", "a number of at least 0"),
-    "train.seed=-1": ("train.seed", "-1", "an integer of at least 0"),
+    "train.weight_decay=-0.1": ("train.weight_decay", "-0.1", "a number from 0 to 1e+30"),
+    "train.seed=-1": ("train.seed", "-1", "an integer from 0 to 4294967295"),
     "data.valid_fraction=0.9": ("data.valid_fraction", "0.9", "a number from 0.0001 to 0.5"),
     # choices
     "model.attention=cudn": ("model.attention", "'cudn'", "xla or cudnn or te; the nearest is cudnn"),
@@ -269,7 +275,7 @@ def test_megatrons_modules_come_from_the_file_or_the_command_line(good):
     with pytest.raises(ConfigError) as error:
         check_patterns(load(good, ["remat.offload_modules=[router_fc1, mlp_norm]"]))
     (line,) = error.value.problems
-    assert line.startswith("remat.offload_modules['router_fc1'] -> 'moe/router_logits': no tagged value")
+    assert line.startswith("remat.offload_modules['router_fc1'] -> 'moe/fc1_input': no tagged value")
 
 
 @pytest.mark.parametrize(
@@ -327,3 +333,234 @@ def test_each_config_is_valid_and_has_a_comment_on_every_field(path):
     fields = [line for line in path.read_text().splitlines() if line.startswith("  ") and ": " in line]
     assert len(fields) > 10
     assert [line for line in fields if "#" not in line] == []
+
+
+# ---- what nobody means: too much, too deep, or not what its tag says ----
+
+
+def laughs(levels):
+    """Each list is ten times the one before."""
+    lines = ["model: {layers: &x0 [1]}"]
+    return "\n".join([*lines, *(f"a{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, levels))])
+
+
+def merged(levels):
+    """Each mapping merges the one before twice, and so has twice as many keys to flatten."""
+    lines = ["a0: &x0 {k: 1}"]
+    return "\n".join([*lines, *(f"a{i}: &x{i} {{<<: [*x{i - 1}, *x{i - 1}], k{i}: 1}}" for i in range(1, levels))])
+
+
+# What is written, and what must be in the one line of the error.
+NONSENSE_FILES = {
+    "laughs, 9 levels": (laughs(9), "more than 10000 values"),
+    "laughs, 40 levels": (laughs(40), "more than 10000 values"),
+    "laughs of merged keys": (merged(60), "more than 10000 values"),
+    "an alias to its own list": ("model: {layers: &a [*a]}", "*a on line 1 stands for what it is in"),
+    "an alias to its own section": ("model: &a\n  layers: *a", "*a on line 2 stands for what it is in"),
+    "an alias to the file": ("&a\nmodel: *a", "*a on line 2 stands for what it is in"),
+    "a mapping that merges itself": ("model: &a {<<: *a}", "*a on line 1 stands for what it is in"),
+    "an alias as its own key": ("model: &a {? *a : 1}", "*a on line 1 stands for what it is in"),
+    "an alias to nothing": ("model: *a", "not YAML: found undefined alias"),
+    "an anchor given twice": ("model: {layers: &a 2, heads: &a 2}", "not YAML: found duplicate anchor"),
+    "10,000 lists in each other": ("model: " + "[" * 10_000, "more than 20 levels deep on line 1"),
+    "10,000 closed lists in each other": ("a: " + "[" * 10_000 + "]" * 10_000, "more than 20 levels deep on line 1"),
+    "10,000 mappings in each other": ("{a: " * 10_000, "more than 20 levels deep on line 1"),
+    "10,000 dashes": ("- " * 10_000, "more than 20 levels deep on line 1"),
+    "10,000 keys in each other": ("? " * 10_000, "more than 20 levels deep on line 1"),
+    "100 indented keys": ("\n".join(" " * i + f"k{i}:" for i in range(100)), "more than 20 levels deep on line 21"),
+    "10,001 values": ("data:\n  path: [" + "a, " * 10_001 + "]", "more than 10000 values"),
+    "two megabytes": ("train: {out: " + "x" * 2**21 + "}", "more than 1048576 bytes"),
+    "two megabytes of é": ("train: {out: " + "é" * 2**20 + "}", "more than 1048576 bytes"),
+    "a comment of two megabytes": ("#" * 2**21, "more than 1048576 bytes"),
+    "two documents": ("model: {}\n---\nmesh: {}", "not YAML: expected a single document"),
+    "a directive": ("%YAML 7.0\n---\nmodel: {}", "not YAML: found incompatible YAML document"),
+    "a tab": ("model:\n\tlayers: 2", "not YAML: while scanning for the next token found character '\\t'"),
+    "a bell": ("model: {layers: \a}", "not YAML: unacceptable character #x0007"),
+    "merging a number": ("model: {<<: 3}", "not YAML: while constructing a mapping"),
+    "a surrogate for a key": ('model: {"\\udfff": 1}', "model.\\udfff = 1: no such key"),
+    "an integer for a file": ("!!int abc", "= !!int abc: must be a mapping of sections"),
+    "a list for an integer": ("model: {layers: !!int [1]}", "not YAML: expected a scalar node, but found sequence"),
+    "no base64": ("model: {layers: !!binary ü}", "not YAML: failed to convert base64 data into ascii"),
+    "no pairs": ("remat: {residuals: !!omap [1]}", "not YAML: while constructing an ordered map"),
+    "a set for a section": ("model: !!set {layers}", "model = {'layers'}: must be a mapping of keys to values"),
+    "an integer for a section": ("model: !!int abc", "model = !!int abc: must be a mapping of keys to values"),
+    "a tagged section": ("model: !llama {layers: 2}", "model = !llama ...: must be a mapping of keys to values"),
+    "a tagged key": ("model: {!!int x: 2}", "model.!!int x = 2: no such key"),
+    "a key of two lines": ('model: {"a\\nb": 2}', "model.a\\nb = 2: no such key"),
+    "a section of two lines": ('"a\\nb": 2', "a\\nb = 2: no such section"),
+    "a long key": (f"model: {{? {'k' * 5000} : 2}}", "kkk... = 2: no such key"),
+    "a long section": (f"? {'k' * 5000}\n: 2", "kkk... = 2: no such section"),
+    "a pattern of two lines, twice": (
+        'remat: {residuals: {"a\\nb": "c\\nd", "a\\nb": save}}',
+        "remat.residuals.a\\nb = save: a duplicate key",
+    ),
+}
+
+BIG, BIGGER = "9" * 4000, "9" * 5000  # above 4300 digits Python reads no integer
+
+NONSENSE_VALUES = {
+    # what contradicts its tag
+    "train.steps=!!int abc": "!!int abc: must be an integer from 1",
+    "train.steps=!!int ''": "must be an integer from 1",
+    "train.steps=!!int 0x10": "!!int 0x10: must be an integer from 1",
+    "train.steps=!!float abc": "!!float abc: must be an integer from 1",
+    "train.learning_rate=!!float ''": "must be a number above 0",
+    "train.steps=!!null x": "None: must be an integer from 1",
+    "train.verify=!!bool maybe": "!!bool maybe: must be true or false",
+    "train.steps=!!timestamp 2020-13-45": "!!timestamp 2020-13-45: must be an integer from 1",
+    "train.steps=!!timestamp x": "!!timestamp x: must be an integer from 1",
+    "train.steps=2020-13-45": "'2020-13-45': must be an integer from 1",
+    "train.steps=2020-01-31": "'2020-01-31': must be an integer from 1",
+    "train.steps=2020-01-31 25:61:61": "must be an integer from 1",
+    "train.steps=!!python/object:os.system [ls]": "!!python/object:os.system ...: must be an integer from 1",
+    "train.steps=!local x": "!local x: must be an integer from 1",
+    "train.out=!!binary aGk=": "b'hi': must be a string",
+    "remat.default=!!int abc": "default: !!int abc is not allowed",
+    "remat.residuals=!!int abc": "residuals: !!int abc is not a mapping",
+    "remat.residuals[fc1]=!!bool maybe": "residuals['fc1']: !!bool maybe is not allowed",
+    "remat.residuals={fc1: save, fc1: offload}": "remat.residuals.fc1 = offload: a duplicate key",
+    "remat.min_offload_bytes=!!int abc": "min_offload_bytes: !!int abc is not a size",
+    "remat.offload_modules=[!!int abc]": "offload_modules: !!int abc is not allowed",
+    # too great or too small
+    f"train.steps={BIG}": f"train.steps = {'9' * 57}...: must be an integer from 1 to 2147483647",
+    f"train.steps={BIGGER}": f"train.steps = {'9' * 57}...: must be an integer from 1 to 2147483647",
+    f"train.steps=-{BIGGER}": "999...: must be an integer from 1 to 2147483647",
+    f"train.learning_rate={BIG}": "999...: must be a number above 0, at most 1e+30",
+    f"train.learning_rate={BIGGER}": "999...: must be a number above 0, at most 1e+30",
+    f"train.weight_decay=-{BIG}": "999...: must be a number from 0 to 1e+30",
+    f"train.learning_rate={BIGGER}.0": "inf: must be a number above 0, at most 1e+30",
+    "train.learning_rate=1e31": "1e+31: must be a number above 0, at most 1e+30",
+    "train.steps=1e300": "must be an integer from 1 to 2147483647",
+    "train.steps=2147483648": "2147483648: must be an integer from 1 to 2147483647",
+    "train.seed=4294967296": "4294967296: must be an integer from 0 to 4294967295",
+    "train.seed=9223372036854775808": "9223372036854775808: must be an integer from 0 to 4294967295",
+    "model.d_model=1000000000000": "1000000000000: must be an integer from 1 to 1048576",
+    "model.d_model=.inf": "inf: must be an integer from 1 to 1048576",
+    "model.vocab_size=1e12": "must be an integer from 257 to 16777216",
+    "model.layers=1000000000000": "1000000000000: must be an integer from 1 to 10000",
+    "model.heads=1000000000000": "1000000000000: must be an integer from 1 to 32768",
+    "model.head_dim=1000000000000": "1000000000000: must be an integer from 2 to 32768 or null",
+    "model.experts=1000000000000": "1000000000000: must be an integer from 0 to 32768",
+    "mesh.data=1000000000000": "1000000000000: must be an integer from 1 to 1048576",
+    "train.seq_len=1000000000000": "1000000000000: must be an integer from 1 to 2147483647",
+    "train.profile_steps=[1, 1e12]": "must be [an integer from 0 to 2147483647",
+    "train.batch_size=33554432": "train.seq_len = 2147483648: must be below 2**31",
+    "train.batch_size=65536; train.seq_len=16384; model.experts=8; model.d_expert=64": (
+        "model.experts_per_token = 2147483648: must be below 2**31"
+    ),
+    "remat.min_offload_bytes=.inf": "min_offload_bytes: inf is not a size",
+    f"remat.min_offload_bytes='{BIG}.5KiB'": "is not a size",
+    f"remat.min_offload_bytes='{BIGGER}KiB'": "is not a size",
+    "remat.resident_layers=.inf": "resident_layers: inf is not allowed",
+    "remat.offload_layers=.inf": "offload_layers: inf is not allowed",
+    f"remat.offload_layers={BIGGER}": "999... is not allowed",
+    # too deep, too many
+    "train.steps=" + "[" * 10_000: "train.steps = [[[",
+    "train.steps=&a [*a]": "*a on line 1 stands for what it is in",
+    "data.path=[" + "a, " * 20_000 + "]": "more than 10000 values on line 1",
+    # text that is no line
+    "train.steps=a\nb": "train.steps = 'a b': must be an integer",
+    "train.steps='a\n\nb'": "train.steps = 'a\\nb': must be an integer",
+    "train\nsteps": "train\\nsteps: an override must be section.key=value",
+    "remat.residuals.a\nb=save": "an entry of a mapping is remat.residuals[a\\nb]=value",
+    "train.steps[a\nb]=1": "train.steps[a\\nb] = 1: train.steps = 10 has no entries",
+    "train.steps=[a\nb": "not YAML",
+    "train.steps=\0": "train.steps = \\x00: not YAML: unacceptable character #x0000",
+    "train.steps=\udcff": "train.steps = \\udcff: not YAML: unacceptable character #xdcff",
+    "x" * 100_000: "xxx...: an override must be section.key=value",
+    f"train.{'x' * 100_000}=1": "xxx... = 1: no such key",
+    f"train.steps={'x' * 100_000}": "xxx...: must be an integer",
+    f"remat.default={'x' * 100_000}": "is not allowed",
+    f"remat.residuals={'x' * 100_000}": "is not a mapping",
+    f"remat.residuals[{'x' * 100_000}]=save it": "is not allowed",
+    f"remat.residuals[{'x y' * 100_000}]=save": "a name cannot have ' '",
+    f"remat.offload_modules=[{'x' * 100_000}]": "is not allowed",
+    f"remat.min_offload_bytes={'x' * 100_000}": "is not a size",
+    f"distributed.coordinator={'x' * 100_000}:1": "must have coordinator, num_processes and process_id",
+    f"data.cache_dir=~{'x' * 100_000}": "no such home",
+}
+
+
+def test_there_are_eighty_kinds_of_nonsense():
+    assert len(NONSENSE_FILES) + len(NONSENSE_VALUES) >= 80
+
+
+def assert_one_line(found, said):
+    line = found[0]
+    assert len(found) == 1 or "a duplicate key" in line  # which can be wrong in itself
+    assert said in line and line.isprintable() and len(line) < 800
+
+
+@pytest.mark.parametrize("what", NONSENSE_FILES)
+def test_nonsense_in_a_file_is_one_line(tmp_path, what):
+    text, said = NONSENSE_FILES[what]
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    assert_one_line(problems(path), said)
+
+
+@pytest.mark.parametrize("override", NONSENSE_VALUES, ids=lambda text: repr(text[:40]))
+def test_a_nonsense_value_is_one_line(good, override):
+    assert_one_line(problems(good, *override.split("; ")), NONSENSE_VALUES[override])
+
+
+def listed(count):
+    """A list of so many values, itself included."""
+    return "[" + ", ".join(["a"] * (count - 1)) + "]"
+
+
+@pytest.mark.parametrize(
+    "text, more",
+    [
+        (listed(10_000), listed(10_001)),
+        (
+            f"[&a {listed(99)}{', *a' * 100}]",
+            f"[&a {listed(99)}{', *a' * 100}, a]",
+        ),  # 101 times 99, and the list around them
+        (f"[&a [&b {listed(9)}, *b], *a, *b{', a' * (10_000 - 48)}]", None),
+        ("[" * 21 + "]" * 21, "[" * 22 + "]" * 22),
+    ],
+)
+def test_what_is_just_not_too_much_is_read(text, more):
+    assert plain.load(text)[1] == []
+    if more is not None:
+        with pytest.raises(plain.Refused):
+            plain.load(more)
+
+
+def test_a_file_may_have_a_mebibyte(tmp_path):
+    path = tmp_path / "large.yaml"
+    path.write_text(GOOD + "#" * (2**20 - len(GOOD)))
+    assert load(path).train.steps == 10
+    path.write_text(GOOD + "#" * (2**20 - len(GOOD) + 1))
+    assert_one_line(problems(path), "more than 1048576 bytes")
+    assert plain.shown("x" * 60) == "x" * 60 and plain.shown("x" * 61) == "x" * 57 + "..."
+
+
+def test_anchors_that_mean_something_are_read(tmp_path):
+    """A merged key is not a duplicate of the one that takes its place."""
+    path = tmp_path / "anchors.yaml"
+    path.write_text(GOOD + "mesh: {<<: &one {data: &two 2, fsdp: 1}, fsdp: *two}\ndistributed: {<<: {}}\n")
+    assert load(path).mesh == dataclasses.replace(Config().mesh, data=2, fsdp=2)
+
+
+def test_a_name_that_no_file_has(good):
+    for name in ("a\0b", "a\ud800b", "x" * 5000):
+        with pytest.raises(ConfigError) as error:
+            read(good.with_name(name))
+        (line,) = error.value.problems
+        assert "cannot be read" in line and "must be a YAML file" in line and line.isprintable()
+
+
+def test_every_integer_has_an_end():
+    """An integer without one could be more than anything can hold."""
+
+    def ended(hint):
+        if get_origin(hint) is Annotated:
+            kind, allowed = get_args(hint)
+            return kind is float or allowed.high < 2**32
+        return hint is not int and all(map(ended, get_args(hint)))
+
+    kinds = [kind for kind in SECTIONS.values() if kind is not Policy]
+    hints = [hint for kind in kinds for hint in get_type_hints(kind, include_extras=True).values()]
+    assert len(hints) > 50 and all(map(ended, hints)) and not ended(tuple[int, str]) and not ended(int | None)

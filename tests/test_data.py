@@ -347,8 +347,9 @@ def start(corpus: str, cache: Path, kill_at: int = -1) -> subprocess.Popen:
 def test_killed_anywhere_then_loaded(corpus, tmp_path):
     load(corpus, tmp_path)
     whole = files(tmp_path / "cache")
-    assert sorted(Path(name).name for name in whole) == ["tokenizer.json", "train.npy", "valid.npy"]
-    for kill_at in range(3):
+    hashed = ("tokenizer.json", "train.npy", "valid.npy")
+    assert {Path(name).name for name in whole} == {*hashed, *(f"{name}.b2sum" for name in hashed)}
+    for kill_at in range(len(whole)):
         killed = tmp_path / f"killed{kill_at}" / "cache"
         assert start(corpus, killed, kill_at).wait() == -signal.SIGKILL
         left = files(killed)

@@ -628,6 +628,8 @@ def test_transformer_engines_tensors_are_the_same_buffers(stand_in):
     )
     assert jax.tree.structure(GroupedTensor.from_te(there)) == jax.tree.structure(plain)
     q = grouped()
+    others = jnp.where(SIZES > 0, 2 * q.columnwise_scale_inv, 1)  # an empty group's are not packed
+    q = dataclasses.replace(q, columnwise_scale_inv=others)
     rows, columns = q.to_te(jnp.float16), q.to_te(columnwise=True)
     assert (
         isinstance(rows, te_stand_in.GroupedScaledTensor1x)
@@ -635,7 +637,7 @@ def test_transformer_engines_tensors_are_the_same_buffers(stand_in):
         and columns.dq_dtype == jnp.bfloat16
     )
     assert (rows.original_shape, columns.original_shape) == ((14, 3), (3, 14))
-    assert_same_bits([np.asarray(columns.values())], [np.asarray(rows.values())])
+    assert_same_bits([np.asarray(columns.values())], [2 * np.asarray(rows.values())])
     back = GroupedTensor.from_te(rows, columns)
     assert jax.tree.structure(back) == jax.tree.structure(q)
     assert_same_bits([np.asarray(x) for x in jax.tree.leaves(back)], [np.asarray(x) for x in jax.tree.leaves(q)])
@@ -907,6 +909,17 @@ def test_only_what_the_backward_pass_reads_is_kept():
     columns, rows = {(FP8, (8, 14)), ("float32", (4,))}, {(FP8, (14, 8)), ("float32", (4,))}
     assert host(fc1_input="offload", fc1="save") == columns
     assert host(fc1_input="offload", fc1="recompute") == columns | rows
+
+
+def test_a_product_reads_the_scales_of_the_copy_that_it_multiplies():
+    """Both are equal numbers, but two residuals: the row-wise ones are read again where the product is recomputed."""
+
+    def moved(leaf, fc1):
+        rules = {"fc1_input": "save", f"fc1_input.{leaf}": "offload", "fc1": fc1}
+        return kept(through("checkpoint", expert, rules), X, W)["host", "float32", (4,)]
+
+    assert (moved("columnwise_scale_inv", "save"), moved("scale_inv", "save")) == (1, 0)
+    assert (moved("columnwise_scale_inv", "recompute"), moved("scale_inv", "recompute")) == (1, 1)
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8"])

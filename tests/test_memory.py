@@ -1,5 +1,9 @@
 """The host pool, the compiler's options, and versions that are refused."""
 
+import contextlib
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import jaxlib
@@ -7,7 +11,8 @@ import pytest
 from common import gradient, kept_bytes, normal, policy
 from jax.extend.core import jaxpr_as_fun
 
-from jaxoffload import checkpoint, compiler_options, residuals, scan, tag
+from jaxoffload import chain, check, checkpoint, compiler_options, residuals, scan, tag
+from jaxoffload._memory import readable
 
 N, ONE = 6, 4 * 8 * 4  # layers; bytes of a float32 (4, 8)
 X, WS = normal(0, (4, 8)), normal(1, (N, 8, 8))
@@ -97,33 +102,203 @@ def test_the_pool_is_looked_at_whenever_the_function_is_traced(pool, f, w, need)
             jax.make_jaxpr(gradient(f))(X, w)
 
 
+@functools.cache
+def four_by_two():
+    """Made in a test: `make test-gpu` reads this file where there are fewer devices."""
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
 @CALLS
-def test_sizes_are_a_devices_own_inside_shard_map_and_divided_by_the_mesh_that_is_set(pool, f, w, need):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+def test_sizes_are_a_devices_own_inside_shard_map_and_whole_where_nothing_says_what_divides(pool, f, w, need):
     P = jax.P
-    local = jax.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
-    partly = jax.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"})
-    with jax.set_mesh(mesh):
-        for g, bytes_a_device in ((f, need // 8), (local, need // 4), (partly, need // 8)):
+    local = jax.shard_map(f, mesh=four_by_two(), in_specs=(P("a"), P()), out_specs=P("a"))
+    partly = jax.shard_map(f, mesh=four_by_two(), in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"})
+    with jax.set_mesh(four_by_two()):
+        for g, bytes_a_device, compiler_divides in (
+            (f, need, True),
+            (local, need // 4, False),
+            (partly, need // 4, True),
+        ):
             pool(bytes_a_device)
             jax.make_jaxpr(gradient(g))(X, w)
             pool(bytes_a_device - 1)
             with pytest.raises(MemoryError, match=f"would offload {bytes_a_device} B a device") as error:
                 jax.make_jaxpr(gradient(g))(X, w)
-            assert "set_mesh" not in str(error.value)
+            assert ("with_sharding_constraint" in str(error.value)) == compiler_divides
 
 
-def test_without_a_mesh_nothing_is_divided_and_the_error_says_what_divides(pool):
+def needs(pool, f, *args):
+    """Bytes a device, as the error says them."""
+    pool(1)
+    with pytest.raises(MemoryError) as error:
+        jax.make_jaxpr(gradient(f))(*args)
+    return int(re.search(r"would offload (\d+) B a device", str(error.value))[1])
+
+
+@pytest.mark.parametrize(
+    "specs, divided",
+    [
+        ({"fc1": ("a",)}, 4),
+        ({"fc1": (("a", "b"),)}, 8),
+        ({"fc1": ("a", "b")}, 8),
+        ({"fc1": (None, "b")}, 2),
+        ({"fc1": ()}, 1),  # whole on each
+        ({"fc1": ("a", "b"), "again": (None, "b")}, 2),  # the least, whichever of the two is stored
+        ({"out": ("a", "b")}, 4),  # fc1 has no constraint; another value with as many rows has
+        ({"out": ("a", "b"), "w": (None, "b")}, 4),
+        ({"out": ("a",), "sum": ()}, 1),
+        ({"w": ("b",)}, 1),  # of a weight, whose first axis is another
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("as_specs", [True, False], ids=["under set_mesh", "of a mesh that is not set"])
+def test_constraints_say_how_the_compiler_divides(pool, specs, divided, as_specs):
+    """`X` has 4 rows, a weight 8: the batch is divided by `a`, of 4 devices, features by `b`, of 2."""
+
+    def constrain(x, name):
+        if name not in specs:
+            return x
+        spec = jax.P(*specs[name])
+        return jax.lax.with_sharding_constraint(x, spec if as_specs else jax.NamedSharding(four_by_two(), spec))
+
+    def layer(x, w):
+        fc1 = constrain(constrain(tag(x @ constrain(w, "w"), "fc1"), "fc1"), "again")
+        return constrain(x + constrain(jnp.sin(fc1), "out"), "sum"), None
+
+    def stack(x, w):
+        return scan(layer, x, w, policy=policy({"fc1": "offload"}, resident_layers=0))[0]
+
+    def function(x, w):
+        return checkpoint(lambda x, w: layer(x, w)[0], policy=policy({"fc1": "offload"}))(x, w)
+
+    with jax.set_mesh(four_by_two()) if as_specs else contextlib.nullcontext():
+        assert needs(pool, stack, X, WS) == (N + 1) * ONE // divided
+        assert needs(pool, function, X, WS[0]) == ONE // divided
+
+
+def test_explicit_axes_say_how_they_divide_in_the_values_type(pool):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.P("a"))
+        assert needs(pool, stack(), x, WS) == (N + 1) * ONE // 4
+        with pytest.raises(MemoryError) as error:
+            jax.make_jaxpr(gradient(stack()))(x, WS)
+        assert "with_sharding_constraint" not in str(error.value)
+
+
+def test_without_a_mesh_nothing_is_divided_and_the_error_says_how_to_say_what_divides(pool):
     pool(N * ONE - 8)
-    with pytest.raises(MemoryError, match=r"under jax.set_mesh\(mesh\)"):
+    with pytest.raises(MemoryError, match=r"say so in the layer with jax.lax.with_sharding_constraint"):
         jax.make_jaxpr(gradient(stack()))(X, WS)
 
 
-@pytest.mark.parametrize("limit", ["much", "1GiB", "inf"])
-def test_a_pool_that_is_no_number_is_named(monkeypatch, limit):
-    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", limit)
-    with pytest.raises(ValueError, match=f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB: '{limit}' is not a number of GiB"):
-        jax.make_jaxpr(gradient(one))(X, WS[0])
+LENIENT = policy({"fc1": "offload"}, resident_layers=0)
+
+
+def stacks(x, w):
+    """Two, one after another."""
+    for _ in range(2):
+        x, _ = scan(body, x, w, policy=LENIENT, strict=False)
+    return jnp.sum(x)
+
+
+def derived(f):
+    """As `f`, of two stacks, is differentiated in a step; and the rows of `ONE` bytes that the host then holds."""
+    one = jax.grad(f, 1)
+
+    def over(unroll):
+        return lambda x, w: jax.lax.scan(
+            lambda total, x: (total + one(x, w), None), w, jnp.stack([x] * 6), unroll=unroll
+        )[0]
+
+    def twice(x, w):  # XLA allocates both gradients' stacks before it computes either
+        return one(x, w - one(x, w))
+
+    def either(x, w):
+        return jax.lax.cond(x[0, 0] > 0, one, lambda x, w: w, x, w)
+
+    both = 2 * (N + 1)
+    return {
+        "one": (one, both),
+        "jitted": (jax.jit(one), both),
+        "microbatches": (over(1), both),  # each frees its residuals before the next
+        "unrolled": (over(2), 2 * both),
+        "a single microbatch": (lambda x, w: jax.lax.scan(lambda t, x: (t + one(x, w), 0), w, x[None])[0], both),
+        "one after another": (twice, 2 * both),
+        "loops one after another": (lambda x, w: over(1)(x, over(1)(x, w)), both),
+        "a loop and a gradient": (lambda x, w: over(1)(x, one(x, w)), 2 * both),
+        "either": (either, both),
+    }
+
+
+@pytest.mark.parametrize("which", derived(stacks))
+def test_a_step_is_judged_as_a_whole(pool, which):
+    step, rows = derived(stacks)[which]
+    pool(rows * ONE)
+    check(LENIENT, step, X, WS)
+    pool(rows * ONE - 8)
+    with pytest.raises(
+        MemoryError, match=f"check: all together would offload {readable(rows * ONE)} a device, .* holds"
+    ):
+        check(LENIENT, step, X, WS)
+    jax.make_jaxpr(step)(X, WS)  # each scan alone fits
+
+
+def test_a_loss_is_judged_by_its_gradient_and_the_advice_is_for_all_of_it(pool):
+    both = 2 * (N + 1) * ONE
+    for judge in (lambda f: check(LENIENT, f, X, WS), lambda f: residuals(f, X, WS)):
+        pool(both)
+        judge(stacks)
+        pool(both - 8)
+        jax.make_jaxpr(gradient(stacks))(X, WS)
+        with pytest.raises(
+            MemoryError, match=rf"would offload {readable(both)} .*offload less \(offload_layers: {N - 1}\)"
+        ):
+            judge(stacks)
+        pool(2 * 2 * ONE)
+        with pytest.raises(MemoryError, match=r"scan: .*offload_layers: 3\)"):
+            jax.make_jaxpr(gradient(stacks))(X, WS)  # which knows of one at a time
+        with pytest.raises(MemoryError, match=r"all together .*offload_layers: 1\)"):
+            judge(stacks)
+    pool(2 * 2 * ONE)
+    fewer = policy({"fc1": "offload"}, resident_layers=0, offload_layers=1)
+    check(fewer, lambda x, w: stacks_under(fewer, x, w), X, WS)
+    jax.make_jaxpr(stacks)(X, WS)  # a forward pass needs nothing
+
+
+def stacks_under(rules, x, w):
+    for _ in range(2):
+        x, _ = scan(body, x, w, policy=rules, strict=False)
+    return jnp.sum(x)
+
+
+def test_scans_chains_and_checkpoints_count_together_and_what_vmap_makes_of_them(pool):
+    f = lambda x, w: body(x, w)[0]
+
+    def mixed(x, w):
+        x = checkpoint(f, policy=LENIENT, strict=False)(x, w[0])
+        x = chain([f, f], x, list(w[:2]), policy=LENIENT, strict=False)
+        x = jax.checkpoint(f, policy=LENIENT)(x, w[0])
+        return jnp.sum(scan(body, x, w, policy=LENIENT, strict=False)[0])
+
+    rows = 1 + 2 + 1 + N + 1
+    table = residuals(mixed, X, WS)
+    assert table.host_bytes == rows * ONE
+    batched = jax.vmap(jax.grad(mixed, 1), (0, None))
+    for g, x, need in ((jax.grad(mixed, 1), X, rows * ONE), (batched, jnp.stack([X] * 3), 3 * rows * ONE)):
+        pool(need)
+        check(LENIENT, g, x, WS)
+        pool(need - 8)
+        with pytest.raises(MemoryError, match="check: all together"):
+            check(LENIENT, g, x, WS)
+
+
+def test_save_is_judged_together_too(pool):
+    """Each of the stacks keeps to what the pool holds by itself; together they do not."""
+    rules = policy({"fc1": "offload"}, resident_layers=0, on_host_full="save")
+    pool(4 * ONE)
+    with pytest.warns(UserWarning, match="enough for 3"), pytest.raises(MemoryError, match=r"offload_layers: 1\)"):
+        check(rules, jax.grad(lambda x, w: stacks_under(rules, x, w)), X, WS)
 
 
 def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
@@ -138,8 +313,8 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
             compiler_options("gpu", copy_ms=wrong)
     assert compiler_options("gpu") is not compiler_options("gpu")  # a caller may change its own
     assert compiler_options("cuda") == options and compiler_options("tpu") == compiler_options("rocm") == {}
-    with pytest.raises(ValueError, match=r"backend 'gpuu' is none of cpu, gpu.*nearest is 'gpu'"):
-        compiler_options("gpuu")
+    with pytest.raises(ValueError, match=r"backend 'GPUU' is none of cpu, gpu.*nearest is 'gpu'"):
+        compiler_options("GPUU")
 
 
 @pytest.mark.gpu

@@ -12,14 +12,15 @@ import pytest
 from flax import nnx
 
 import jaxoffload
-from jaxoffload import Policy
+from jaxoffload import Policy, Residual
 from jaxoffload.grouped import _matmul, te
 from models.attention import rope, rotations
 from models.config import Config, Mesh, Model, Train, load
 from models.reading import ConfigError
-from models.report import products_line, report, summary
+from models.report import device_bytes, products_line, report, summary, that_fits
 from models.sharding import abstract_mesh
 from models.step import program, traceable
+from models.train import main
 from models.transformer import Transformer, flops_per_token, matmul_params, next_token_loss
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -511,8 +512,97 @@ def test_the_report_of_8b_tells_bytes_and_allocates_nothing():
     assert "mlp/fc2" in text and "was traced as xla" in text
 
 
+def test_the_report_counts_what_a_layer_and_a_chunk_of_logits_need():
+    """XLA plans 22.8 GiB for the step on an H200, of which none but the compiler knows all."""
+    lines = {line[:24].strip(": "): line[24:].split() for line in report(load(CONFIGS / "llama-1b.yaml")).splitlines()}
+    layer, logits = (float(lines[name][0]) for name in ("working set of a layer", "or of a chunk of logits"))
+    # GiB: gate, up, the activation's cotangent and theirs; three residuals for this layer and the next. Never scores.
+    assert 4 * 0.5 + 2 * 3 * 0.125 < layer < 5 * 0.5 + 2
+    # Logits and their cotangent, bfloat16 and float32, of 4 x 1024 positions and 128256 words.
+    assert 1 + 2 < logits < 1 + 2 + 1 + 2
+    (said,) = (line for line in report(load(CONFIGS / "llama-1b.yaml")).splitlines() if line.startswith("expected on"))
+    assert abs(float(said.split()[4]) / 22.8 - 1) < 0.1
+
+
+def test_a_kernels_results_are_divided_as_their_name_says():
+    mesh = abstract_mesh(Mesh(fsdp=4, tensor=2))
+    row = lambda name, *shape: Residual(
+        (name,), shape, "float32", 4 * math.prod(shape), 3, 12 * math.prod(shape), "", None, ""
+    )
+    assert device_bytes(row("attn/context.0", 8, 16, 4, 32), mesh) == 12 * 8 * 16 * 4 * 32 // 8
+    assert device_bytes(row("attn/context.1", 8, 4, 16), mesh) == 12 * 8 * 4 * 16 // 4  # its statistics
+
+
 def test_a_tensor_axis_splits_heads_and_d_ff_but_not_the_residual_stream():
     lines = report(load(CONFIGS / "llama3-8b.yaml", ["mesh.fsdp=4", "mesh.tensor=2"])).splitlines()
     (host,) = (line for line in lines if line.startswith("residuals on the host"))
     # layer_input over fsdp, attn/context and fc1.gate over both: 32 * (512 / 4 + 512 / 8 + 1792 / 8) MiB.
     assert host.split()[-4:] == ["13.0", "GiB", "a", "device"]
+
+
+POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+EVERYTHING = ["remat.default=offload", "remat.dots=offload", "remat.min_offload_bytes=0"]
+
+
+@pytest.mark.parametrize(
+    "name, overrides",
+    [
+        ("llama3-8b", ["mesh.fsdp=4", "mesh.tensor=2"]),  # the stream is whole on both devices of the tensor axis
+        ("llama3-8b", ["mesh.fsdp=2", "mesh.tensor=4", *EVERYTHING]),
+        ("tiny-moe", ["mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", *EVERYTHING]),
+    ],
+)
+def test_the_host_pool_is_judged_by_the_bytes_that_the_report_gives_a_device(monkeypatch, name, overrides):
+    config = traceable(load(CONFIGS / f"{name}.yaml", overrides))
+    mesh = abstract_mesh(config.mesh)
+    made = program(config, mesh)
+    table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
+    need = sum(device_bytes(row, mesh) for row in table if row.state == "offloaded")
+    monkeypatch.setenv(POOL, str(need / 2**30))
+    jaxoffload.check(config.remat, made.step, made.state, made.tokens)
+    monkeypatch.setenv(POOL, str((need - 8) / 2**30))
+    with pytest.raises(MemoryError, match="check: all together"):
+        jaxoffload.check(config.remat, made.step, made.state, made.tokens)
+
+
+# Two dense layers, then three with experts; gate and up of both move.
+TWO_STACKS = ["model.layers=5", "model.dense_layers=2", "remat.residuals[fc1]=offload"]
+
+
+def test_two_stacks_that_fit_one_by_one_are_refused_before_anything_is_compiled(monkeypatch, capsys):
+    config = load(CONFIGS / "tiny-moe.yaml", ["remat.resident_layers=0", *TWO_STACKS])
+    made = program(config, abstract_mesh(config.mesh))
+    table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
+    dense = sum(row.bytes for row in table if row.state == "offloaded" and row.names[0].startswith("mlp"))
+    experts = table.host_bytes - dense
+    monkeypatch.setenv(POOL, str((table.host_bytes - 8) / 2**30))
+    assert max(dense, experts) < table.host_bytes - 8
+    jax.make_jaxpr(jax.grad(made.loss))(made.state.params, made.microbatch)
+    command = [str(CONFIGS / "tiny-moe.yaml"), "remat.resident_layers=0", *TWO_STACKS, "--report"]
+    assert main(command) == 2
+    _, problem = capsys.readouterr().err.splitlines()
+    assert "all together would offload" in problem and "offload_layers: 2" in problem
+
+
+def test_on_host_full_save_offloads_fewer_layers_of_each_stack(monkeypatch):
+    overrides = ["remat.resident_layers=0", "remat.on_host_full=save", *TWO_STACKS]
+    config = load(CONFIGS / "tiny-moe.yaml", overrides)
+    mesh = abstract_mesh(config.mesh)
+    assert that_fits(config, mesh) == config
+    made = program(config, mesh)
+    table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
+    monkeypatch.setenv(POOL, str((table.host_bytes - 8) / 2**30))
+    with pytest.warns(UserWarning, match="all together .* offload_layers = 2 instead of all") as seen:
+        fewer = that_fits(config, mesh)
+    assert len(seen) == 1 and fewer.remat.offload_layers == 2
+    made = program(fewer, mesh)
+    rows = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
+    moved = {row.names[0].partition("/")[0]: row.layers for row in rows if row.state == "offloaded" and row.layers}
+    assert moved == {"mlp": 2, "moe": 2, "shared": 2}
+
+
+def test_a_small_run_is_not_judged_by_the_batch_that_names_are_looked_up_with(monkeypatch):
+    monkeypatch.setenv(POOL, str(4 * 4 * 32 * 2 * 512 / 2**30))  # 3 layers and an empty row of gate and up
+    small = ["train.batch_size=1", "train.seq_len=32", "train.loss_chunk=32"]
+    assert main([str(CONFIGS / "tiny.yaml"), *small, "--report"]) == 0
+    assert main([str(CONFIGS / "tiny.yaml"), *small, "train.batch_size=2", "--report"]) == 2

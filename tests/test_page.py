@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,9 @@ from jaxoffload._memory import readable
 from jaxoffload.proof import Check
 from jaxoffload.proof._pictures import memory
 
+ENDS = "ends here: </script><script>alert(1)</script><!-- <script"  # text that would end the data, or run
 CHECKS = [
-    ("loss", Check("gradients", "holds", "4 results are the twin's")),
+    ("loss", Check("gradients", "holds", ENDS)),
     ("loss", Check("moves", "fails", "to the host goes <fc1> & more")),
     ("step", Check("copies", "not checked", "needs an NVIDIA GPU")),
 ]
@@ -30,7 +32,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def page():
     table = residuals(of_scan, *jax.eval_shape(lambda: (X, weights(LAYERS))))
-    return proof.page("a step </script>", {"device": "1 NVIDIA H200"}, table, CHECKS, profiled(0, 100))
+    return proof.page(f"a step {ENDS}", {"device": "1 NVIDIA H200", ENDS: ENDS}, table, CHECKS, profiled(0, 100))
 
 
 class Tables(html.parser.HTMLParser):
@@ -113,7 +115,26 @@ def test_it_needs_no_network_and_says_its_pictures_in_words(page):
     assert not re.findall(r"(?:src|href)=|@import|url\(|<script(?! type=\"application/json\")", page)
     assert page.count("<svg") == 3 == page.count('role="img" aria-label="') and "prefers-color-scheme: dark" in page
     assert page.count('class="scroll" tabindex="0"') == page.count("<table>") == page.count("<caption>")
-    assert page.count("</script>") == 1 and "&lt;fc1&gt; &amp; more" in page
+    assert page.count("</script>") == page.count("<script") == 1 and "&lt;fc1&gt; &amp; more" in page
+    assert "<!--" not in page and "<" not in Tables(page).data and json.loads(Tables(page).data)["about"][ENDS] == ENDS
+
+
+def test_its_pictures_are_drawn_inside_their_frames_and_to_scale(page):
+    numbers = lambda element, *names: [float(element.attrib[name]) for name in names]
+    for picture in re.findall(r"<svg.*?</svg>", page):
+        svg = ElementTree.fromstring(picture)
+        _, _, width, height = map(float, svg.attrib["viewBox"].split())
+        for one in svg.iter("rect"):
+            x, y, wide, high = numbers(one, "x", "y", "width", "height")
+            assert 0 <= x <= x + wide <= width and 0 <= y <= y + high <= height
+        for one in svg.iter("text"):
+            x, y = numbers(one, "x", "y")
+            assert 0 <= x <= width and 0 < y <= height
+    # Both lines of the memory begin and end at nothing, and the greater one fills the frame.
+    lines = dict(re.findall(r'<polyline class="line (\w+)" points="([^"]+)"', page))
+    heights = {kind: [float(point.split(",")[1]) for point in points.split()] for kind, points in lines.items()}
+    assert {h[0] for h in heights.values()} == {h[-1] for h in heights.values()} == {220.0}
+    assert min(heights["without"]) == 30.0 < min(heights["with"]) and max(map(max, heights.values())) == 220.0
 
 
 def test_in_a_browser(page, tmp_path):

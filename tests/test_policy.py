@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxoffload import Policy, PolicyError, check, tag
+from jaxoffload import Policy, PolicyError, check, checkpoint, residuals, scan, tag
 from jaxoffload._megatron import MODULES
 from jaxoffload._policy import matches
 
@@ -61,6 +61,13 @@ BAD_FIELDS = [
     ({"min_offload_bytes": 1.5}, "min_offload_bytes: 1.5", "bytes >= 0", None),
     ({"resident_layers": -1}, "resident_layers: -1", "whole number >= 0", None),
     ({"resident_layers": True}, "resident_layers: True", "whole number >= 0", None),
+    ({"default": "OFFLOAD"}, "default: 'OFFLOAD'", "save or offload or recompute", "offload"),
+    ({"residuals": {"fc1": "Save"}}, "residuals['fc1']: 'Save'", "save or offload or recompute", "save"),
+    ({"offload_modules": ["MOE_ACT"]}, "offload_modules: 'MOE_ACT'", " or ".join(MODULES), "moe_act"),
+    ({"min_offload_bytes": "1 mib"}, "min_offload_bytes: '1 mib'", "512KiB", "1MiB"),
+    ({"min_offload_bytes": "512kb"}, "min_offload_bytes: '512kb'", "512KiB", "512KB"),
+    ({"min_offload_bytes": "9" * 400 + "KiB"}, "min_offload_bytes: '999", "512KiB", None),
+    ({"offload_layers": "ALL"}, "offload_layers: 'ALL'", "fraction from 0.0 to 1.0", "all"),
     ({"offload_layers": "al"}, "offload_layers: 'al'", "fraction from 0.0 to 1.0", "all"),
     ({"offload_layers": 1.5}, "offload_layers: 1.5", "fraction from 0.0 to 1.0", None),
     ({"offload_layers": -2}, "offload_layers: -2", "whole number >= 0", None),
@@ -76,6 +83,57 @@ def test_a_bad_field_is_named_with_its_value_and_what_is_allowed(fields, key_and
     (problem,) = error.value.problems
     assert problem.startswith(key_and_value) and allowed in problem
     assert (f"the nearest is {nearest!r}" in problem) == (nearest is not None)
+
+
+PAIRS = (("fc1", "offload"), ("act", "save"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [dict(PAIRS), dict(PAIRS).items(), PAIRS, list(map(list, PAIRS))],
+    ids=["mapping", "items", "tuple", "list of lists"],
+)
+def test_residuals_are_a_mapping_or_its_pairs(given):
+    assert Policy(residuals=given) == Policy(residuals=PAIRS)
+
+
+def test_an_iterator_is_read_once():
+    """What it gives is then checked, and kept."""
+    once = Policy(residuals=zip(*zip(*PAIRS, strict=True), strict=True), offload_modules=iter(["moe_act"]))
+    assert once == Policy(residuals=PAIRS, offload_modules=["moe_act"]) and once.residuals == PAIRS
+    assert Policy(residuals=(pair for pair in PAIRS)).rules == PAIRS
+    for fields, said in (
+        ({"residuals": zip(["fc1"], ["ofload"], strict=True)}, "nearest is 'offload'"),
+        ({"residuals": (name for name in ["fc1"])}, r"residuals: \('fc1',\) is not a mapping"),
+        ({"offload_modules": (module for module in ["moe_atc"])}, "nearest is 'moe_act'"),
+    ):
+        with pytest.raises(PolicyError, match=said):
+            Policy(**fields)
+
+
+def test_a_set_has_no_last_pattern():
+    with pytest.raises(PolicyError, match=r"residuals: \{\('fc1', 'save'\)\} is not a mapping of patterns"):
+        Policy(residuals={("fc1", "save")})
+    with pytest.raises(PolicyError, match=r"offload_modules: .* is not a list of module names"):
+        Policy(offload_modules={"moe_act"})
+
+
+def test_a_long_value_is_not_shown_whole():
+    long = "x" * 10_000
+    for fields in (
+        {"residuals": long},
+        {"residuals": {"fc1": long}},
+        {"residuals": {f"a {long}": "save"}},
+        {"residuals": {long: {"a": "save"}}},
+        {"offload_modules": [long]},
+        {"default": long},
+        {"min_offload_bytes": long},
+        {"offload_layers": long},
+        {"resident_layers": long},
+    ):
+        with pytest.raises(PolicyError) as error:
+            Policy(**fields)
+        assert len(str(error.value)) < 600 and "xxx..." in str(error.value)
 
 
 def test_all_problems_are_raised_together():
@@ -112,7 +170,8 @@ def test_of_patterns_given_twice_the_later_one_wins_at_its_own_place():
         ("moe_act", ["moe/fc1"]),
         ("fused_group_mlp", ["moe/fc1_input", "moe/fc1", "moe/act"]),
         ("group_mlp", ["moe/fc1_input", "moe/fc1", "moe/act"]),
-        ("router_fc1", ["moe/router_logits"]),
+        ("router_fc1", ["moe/fc1_input"]),
+        ("router_fc2", ["moe/act"]),
         ("shared_experts", ["shared/*"]),
     ],
 )
@@ -122,7 +181,7 @@ def test_megatrons_modules_are_patterns_marked_offload(module, patterns):
 
 def test_each_of_megatrons_modules_is_known():
     p = Policy(offload_modules=tuple(MODULES))
-    assert len(MODULES) == 11 and len(p.rules) == len({pattern for pattern, _ in p.rules}) == 12
+    assert len(MODULES) == 12 and len(p.rules) == len({pattern for pattern, _ in p.rules}) == 11
     assert p.match("attn/context.1") == ("attn/context", "offload") and p.match("shared/fc1.gate")
     assert p.match("mlp/fc1") is p.match("decoder/moe/fc1") is None
 
@@ -155,10 +214,21 @@ def test_one_layer_and_all_layers_are_different_policies():
 
 @pytest.mark.parametrize(
     "size, expected",
-    [(0, 0), (4096, 4096), ("17", 17), ("4KiB", 4096), ("1MiB", 2**20), ("0.5GiB", 2**29), ("2MB", 2 * 10**6)],
+    [
+        (0, 0),
+        (4096, 4096),
+        ("17", 17),
+        ("17B", 17),
+        (" 17 B ", 17),
+        ("4KiB", 4096),
+        ("1MiB", 2**20),
+        ("0.5GiB", 2**29),
+        ("2MB", 2 * 10**6),
+    ],
 )
 def test_sizes_are_bytes_or_strings(size, expected):
     assert Policy(min_offload_bytes=size).min_offload_bytes == expected
+    assert Policy().min_offload_bytes == 2**20
 
 
 @pytest.mark.parametrize(
@@ -271,6 +341,8 @@ def test_callable_for_jax_checkpoint():
     assert kept(f, X, W) == {("host", "float32", (4, 8)): 1, ("device", "float32", (4, 8)): 1}
     assert_same_bits(run(gradient(f, (0, 1)), X, W), run(gradient(plain, (0, 1)), X, W))
     check(policy(RULES), f, X, W)
+    with pytest.raises(PolicyError, match=r"residuals\['FC1'\].*nearest is 'fc1'"):
+        check(policy({"FC1": "save"}), jax.checkpoint(mlp, policy=policy({"FC1": "save"})), X, W)
     with pytest.raises(PolicyError, match=r"residuals\['fc2'\].*nearest is 'fc1'"):
         check(policy({"fc2": "save"}), jax.checkpoint(mlp, policy=policy({"fc2": "save"})), X, W)
 
@@ -321,6 +393,14 @@ def test_callable_keeps_dots_tagged_integers_and_opt_outs():
     assert count(gradient_jaxpr(dots, X, W, argnums=(0, 1)), "dot_general") == 6
 
 
+def test_callable_around_a_plan_of_ours():
+    """Whose names for a value are asked about together."""
+    inner = checkpoint(lambda x, w: jnp.sin(tag(tag(x @ w, "fc1"), "first")), policy=policy(default="save"))
+    for name in ("fc1", "first"):
+        outer = jax.checkpoint(inner, policy=policy({name: "offload"}))
+        assert {place for place, _, shape in kept(outer, X, W) if shape == (4, 8)} == {"host"}
+
+
 def test_callable_with_megatrons_modules():
     f = lambda x, w: mlp(tag(x * 2, "layer_input"), w)
     by_name, by_module = policy({"layer_input": "offload"}), policy(offload_modules=["attn_norm"])
@@ -331,3 +411,17 @@ def test_callable_with_megatrons_modules():
 def test_callable_saves_what_is_small():
     f = jax.checkpoint(mlp, policy=Policy(residuals=RULES))
     assert kept(f, X, W) == {("device", "float32", (4, 8)): 2}
+
+
+@pytest.mark.parametrize("least, where", [(4 * 8 * 4, "host"), (4 * 8 * 4 + 1, "device")])
+def test_a_value_of_min_offload_bytes_is_large_enough(least, where):
+    """As JAX's policy, in a checkpoint and in a scan alike."""
+    rules = Policy({"fc1": "offload"}, min_offload_bytes=least, resident_layers=0)
+    layer = lambda x, w: (jnp.sin(tag(x @ w, "fc1")), None)
+    one = lambda x, w: layer(x, w)[0]
+    assert kept(jax.checkpoint(one, policy=rules), X, W) == {(where, "float32", (4, 8)): 1}
+    assert kept(checkpoint(one, policy=rules), X, W) == {(where, "float32", (4, 8)): 1}
+    stacked = jnp.stack([W] * 3)
+    table = residuals(lambda x, w: scan(layer, x, w, policy=rules)[0], X, stacked)
+    states = {row.state for row in table if row.names == ("fc1",) and row.layers}
+    assert states == {{"host": "offloaded", "device": "saved"}[where]}

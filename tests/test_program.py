@@ -1,10 +1,11 @@
 """What XLA makes of it for a GPU: copies are DMA beside the compute, in range, and alone on their streams; products run
 once; memory falls by what moves.
 
-Compiled for the machine's GPU or, without one, for an H200 that is only described; for that, JAX's CUDA plugin must be
-installed: pip install "jax-cuda13-plugin[with-cuda]". Nothing runs.
+Compiled for the machine's GPU or, without one, for an H200 that is only described. For that, JAX's CUDA plugin must be
+installed, jax-cuda13-plugin and jax-cuda13-pjrt; `make test` has it. Nothing runs.
 """
 
+import itertools
 import os
 import re
 from collections import Counter
@@ -19,11 +20,15 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxoffload import Policy, _loops, chain, compiler_options, grouped_matmul, scan, tag
+from jaxoffload import Policy, _loops, chain, checkpoint, compiler_options, grouped_matmul, scan, tag
+from jaxoffload._pool import need_of
 from jaxoffload.proof import _kernels, _program
 from jaxoffload.proof._program import kernels_on_host_memory
 from models.attention import rotations
-from models.config import Model
+from models.config import Model, load
+from models.report import summary
+from models.sharding import make_mesh
+from models.step import program, shardings_of
 from models.transformer import ExpertLayer, Layer, stacked
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +78,8 @@ def described(count):
         topology = f"{count}x1x1"
         return topologies.get_topology_desc("H200", platform="cuda", topology=topology, target_config=H200).devices
     except Exception as error:
-        pytest.skip(f"needs an NVIDIA GPU, or jax-cuda13-plugin[with-cuda] to compile for one: {error}")
+        assert "NEEDS_CUDA_PLUGIN" not in os.environ, error
+        pytest.skip(f"needs an NVIDIA GPU, or jax-cuda13-plugin and jax-cuda13-pjrt to compile for one: {error}")
 
 
 def compiled(gpu, f, *shapes, options=OPTIONS):
@@ -178,12 +184,12 @@ def test_every_copy_is_dma_and_in_range(lines):
     copies = 0
     for start in (line for line in lines if line.opcode == "fusion-start"):
         (copy,) = (c for c in lines if c.computation in start.calls and c.opcode.startswith("dynamic-"))
-        offset, stride = (int(re.search(rf'"byte_{what}":"(-?\d+)"', copy.text)[1]) for what in ("offset", "stride"))
         stack = copy.shape if copy.opcode == "dynamic-update-slice" else body_of[copy.operands[0]].shape
         rows, *row = map(int, re.search(r"\[([\d,]+)\]", stack)[1].split(","))
         size = 2 * int(np.prod(row))
-        offsets = [offset + stride * turn for turn in range(turns[start.computation])]
-        assert abs(stride) == 2 * size and all(at in range(0, rows * size, size) for at in offsets)
+        offsets = _program.row_offsets(copy, turns[start.computation])
+        assert {abs(b - a) for a, b in itertools.pairwise(offsets)} == {2 * size}
+        assert len(offsets) == LAYERS // 2 and all(at in range(0, rows * size, size) for at in offsets)
         copies += 1
     assert copies == 16
 
@@ -269,7 +275,8 @@ def test_every_product_runs_once(gpu, lines):
 
 
 def test_verify_counts_products_as_often_as_they_run(gpu, monkeypatch, request):
-    """As traced. Where XLA can compute at which row a saved product goes into its stack, it runs it once more."""
+    """As traced. Where XLA can compute at which row a saved product goes into its stack, it runs it once more, before
+    jaxlib 0.12."""
 
     def counted():
         f, args = twice(dict.fromkeys(OFFLOADED, "save")), (X, weights(LAYERS))
@@ -284,8 +291,11 @@ def test_verify_counts_products_as_often_as_they_run(gpu, monkeypatch, request):
     request.addfinalizer(jax.clear_caches)  # of loops traced so
     jax.clear_caches()
     ran, traced = counted()
+    if jax.__version_info__ >= (0, 12):
+        assert ran.more_than(traced) == []
+        return
     said = f"{ran.counts.total()} matrix products run where {traced.counts.total()} were traced"
-    assert ran.more_than(traced) == [
+    assert ran.counts.total() > traced.counts.total() and ran.more_than(traced) == [
         said,
         f"matrix products take {ran.flops / traced.flops:.3f} of the FLOPs that were traced",
     ]
@@ -433,3 +443,58 @@ def test_attention_of_transformer_engine_runs_forward_once_where_its_context_is_
         line.computation for line in lines if "te_fused_attn" in line.text and line.opcode == "custom-call"
     )
     assert sorted(kernels.values()) == [2, 2 * (times - 1)]
+
+
+def test_the_hosts_need_of_a_whole_program_is_no_less_than_xla_plans(gpu):
+    """Two stacks; two gradients side by side, and one after the other; microbatches in a loop, twice; checkpoints and a
+    chain. `need_of` counts all that is in one straight piece, and of loops the greatest."""
+    rules = Policy({"fc1": "offload"}, min_offload_bytes=0, resident_layers=0)
+    f = lambda x, w: x + jnp.sin(tag(x @ w, "fc1")) @ w.T
+    body = lambda x, w: (f(x, w), None)
+    total = lambda x: jnp.sum(x.astype(jnp.float32))
+    stack = lambda w, x: scan(body, x, w, policy=rules)[0]
+    one = jax.grad(lambda w, x: total(stack(w, x)))
+
+    def chained(w, x):
+        x = chain([f] * LAYERS, x, list(w), policy=rules)
+        for i in range(LAYERS):
+            x = checkpoint(f, policy=rules)(x, w[i])
+        return total(x)
+
+    def microbatches(w, x):
+        return lax.scan(lambda sum, x: (sum + one(w, x), None), w, jnp.stack([x, x + 1, x + 2, x + 3]))[0]
+
+    rows = {
+        "one": (one, LAYERS + 1),
+        "two stacks": (jax.grad(lambda w, x: total(stack(w, stack(w, x)))), 2 * (LAYERS + 1)),
+        "side by side": (lambda w, x: one(w, x) + one(w, 2 * x), 2 * (LAYERS + 1)),
+        "one after another": (lambda w, x: one(w - one(w, x), x), 2 * (LAYERS + 1)),
+        "microbatches, twice": (lambda w, x: microbatches(microbatches(w, x), x), LAYERS + 1),
+        "a chain and checkpoints": (jax.grad(chained), 2 * LAYERS),
+    }
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((LAYERS, DIM, DIM), (BATCH, DIM))]
+    for which, (g, need) in rows.items():
+        assert need_of(jax.make_jaxpr(g)(*shapes)).bytes() == need * STREAM, which
+        planned = compiled(gpu, g, *shapes).memory_analysis().host_temp_size_in_bytes
+        assert planned <= need * STREAM, which
+    assert planned > 0
+
+
+def test_the_report_of_llama_1b_expects_what_xla_plans(gpu):
+    config = load("configs/llama-1b.yaml")
+    made = program(config, make_mesh(config.mesh, [gpu]))
+    try:
+        said = summary(config, made).splitlines()[-1]
+    except RuntimeError as why:  # JAX asks cuDNN for its version while it traces
+        pytest.skip(f"the config's attention is cuDNN's, which is not here: {why}")
+    state = shardings_of(made.state)
+    step = jax.jit(
+        made.step,
+        in_shardings=(state, made.tokens.sharding),
+        out_shardings=(state, None),
+        donate_argnums=0,
+        compiler_options=OPTIONS,
+    )
+    plan = step.lower(made.state, made.tokens).compile().memory_analysis()
+    planned = plan.argument_size_in_bytes + plan.temp_size_in_bytes
+    assert abs(float(said.split()[4]) * 2**30 / planned - 1) < 0.1, said

@@ -242,15 +242,10 @@ def values_and_gradients(program, through):
     return f
 
 
-# LLVM contracts a multiplication and an addition of one kernel into one rounding, and which ones XLA puts into one
-# kernel depends on the loop around them. Unoptimised, for that compiles in half the time.
-ONE_KERNEL_EACH = {"xla_disable_hlo_passes": "fusion,small-while-loop-hoisting", "xla_backend_optimization_level": 0}
-
-
 def run_all(drawn, through):
-    """The values and gradients of several programs, compiled together, every operation computed by itself."""
+    """The values and gradients of several programs, compiled together."""
     every = lambda inputs: [values_and_gradients(p, through)(i) for p, i in zip(drawn, inputs, strict=True)]
-    outs = jax.jit(every, compiler_options={**exact_options(), **ONE_KERNEL_EACH})(list(map(arrays, drawn)))
+    outs = jax.jit(every, compiler_options=exact_options())(list(map(arrays, drawn)))
     return [[without_sign_of_zero(np.asarray(x)) for x in jax.tree.leaves(out)] for out in outs]
 
 

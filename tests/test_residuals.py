@@ -7,12 +7,13 @@ import tracemalloc
 import jax
 import jax.numpy as jnp
 import pytest
-from common import kept_bytes, normal, policy
+from common import gradient, kept_bytes, normal, policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
 from jaxoffload import Policy, checkpoint, residuals, scan, scope, tag
+from jaxoffload._pool import need_of
 from jaxoffload._residuals import EMPTY
 
 N, BATCH, DIM, HIDDEN = 4, 2, 8, 12
@@ -67,6 +68,7 @@ def test_totals_are_what_autodiff_keeps_to_the_byte(rules, fields):
     f = model(rules, **fields)
     table = residuals(f, X, W)
     assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
+    assert need_of(jax.make_jaxpr(gradient(f, (0, 1)))(X, W)).bytes() == table.host_bytes
     assert table.device_bytes == sum(r.bytes for r in table if r.state == "saved")
     rows = lambda r: 1 if r.reason == EMPTY else r.layers
     assert all(r.bytes == rows(r) * r.bytes_per_layer for r in table)

@@ -209,6 +209,57 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     assert [line.name for line in _program.kernels_on_host_memory(list(instructions(text)))] == ["within"]
 
 
+NONE = '"loop_index":"0","byte_offset":"0","byte_stride":"0"'
+OFFSETS = {
+    "jaxlib 0.11": '{{"loop_index":"0","byte_offset":"{0}","byte_stride":"16"}}',
+    "jaxlib 0.12": f'{{{{{NONE},"linear":{{{{"byte_offset":"{{0}}","byte_stride":"16"}}}}}}}}',
+    "a table": f'{{{{{NONE},"table":{{{{"offsets":["{{0}}","{{1}}","{{2}}"]}}}}}}}}',
+}
+
+
+@pytest.mark.parametrize("how", OFFSETS)
+@pytest.mark.parametrize("first, right", [(0, True), (80, True), (-16, False), (96, False), (8, False), (None, False)])
+def test_the_offset_of_each_turn_is_read_however_xla_says_it(how, first, right):
+    """Three turns that copy rows of 16 bytes out of eight."""
+    said = "{}" if first is None else OFFSETS[how].format(first, first + 16, first + 32)
+    text = f"""
+%copying (p: f32[8,4], i: s32[]) -> f32[4] {{
+  %p = f32[8,4]{{1,0:S(5)}} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %row = f32[4]{{0}} dynamic-slice(%p, %i), backend_config={{"dynamic_slice_config":{said}}}
+}}
+
+%turn (x: f32[8,4]) -> f32[8,4] {{
+  %x = f32[8,4]{{1,0:S(5)}} parameter(0)
+  ROOT %start = ((f32[8,4]{{1,0:S(5)}}, s32[]), f32[4]{{0}}) fusion-start(%x, %i), calls=%copying
+}}
+
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {{
+  ROOT %loop = f32[8,4] while(%x), body=%turn, backend_config={{"known_trip_count":{{"n":"3"}}}}
+}}
+"""
+    found = [line.name for line in _program.out_of_range(list(instructions(text)))]
+    assert found == ([] if right else ["row"])
+
+
+def test_a_copy_belongs_to_the_residual_that_its_end_names():
+    """As jaxlib 0.12 compiles a chain, whose barriers are gone by then."""
+    text = """
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %away = (f32[4]{0:S(5)}, f32[4]{0}, u32[]) copy-start(%x)
+  %there = f32[4]{0:S(5)} copy-done(%away), metadata={op_name="jit(f)/transpose(jvp(jaxoffload(fc1)))/barrier"}
+  %home = (f32[4]{0}, f32[4]{0:S(5)}, u32[]) copy-start(%there)
+  ROOT %here = f32[4]{0} copy-done(%home), metadata={op_name="jit(f)/transpose(jvp())/barrier"}
+}
+"""
+    found = host_copies(list(instructions(text)))
+    assert {name: (copy.residual, copy.to_host) for name, copy in found.items()} == {
+        "away": ("fc1", True),
+        "home": ("fc1", False),
+    }
+
+
 def test_unions_and_overlaps():
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
     assert overlap([(0, 4), (5, 9)], [(1, 2), (3, 6), (8, 20)]) == 1 + 1 + 1 + 1

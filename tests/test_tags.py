@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from common import equations, kept, normal, policy
 from jax.ad_checkpoint import checkpoint_name
@@ -103,6 +104,17 @@ def test_a_key_that_no_name_can_have_is_refused(tree, bad, wrap):
 def test_what_is_no_array_is_refused(leaf):
     with pytest.raises(TypeError, match=r"tag: 'mlp/fc1.gate' is .*; it must be an array"), scope("mlp"):
         tag({"gate": leaf}, "fc1")
+
+
+@pytest.mark.parametrize("keep", [True, np.True_, False, np.False_], ids=repr)
+def test_keep_may_be_numpys(keep):
+    assert names(lambda x: tag(x, "fc1", keep=keep), 1.0) == ["fc1#keep" if keep else "fc1"]
+
+
+@pytest.mark.parametrize("keep", [1, 0, None, "yes", np.int64(1), jnp.bool_(True)], ids=lambda x: type(x).__name__)
+def test_what_is_neither_true_nor_false_does_not_keep(keep):
+    with pytest.raises(TypeError, match=r"tag: keep is .*; it must be True or False"):
+        tag(1.0, "fc1", keep=keep)
 
 
 def test_keys_of_any_kind_are_fields_if_they_read_as_names():

@@ -25,8 +25,9 @@ from test_streams import steps_at, write_trace
 from jaxoffload import _loops
 from jaxoffload._memory import on_host
 from jaxoffload.grouped import te
-from models import checkpoints, data, metrics, preflight, processes, train
+from models import checkpoints, data, metrics, preflight, processes, signals, train
 from models.config import Config, Distributed, Model, flat, load
+from models.integrity import SUMS
 from models.reading import ConfigError
 from models.sharding import make_mesh
 from models.step import program, shardings_of
@@ -142,13 +143,31 @@ def spawn(arguments: list[str], devices: int = 1) -> subprocess.Popen:
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
-    return subprocess.Popen(
+    process = subprocess.Popen(
         arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    _spawned.append(process)
+    return process
+
+
+_spawned: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def none_is_left():
+    """Ends what a test has started, however the test ends."""
+    yield
+    while _spawned:
+        with _spawned.pop() as process:  # which closes its pipe, and waits
+            process.kill()
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:
-    text, _ = process.communicate(timeout=300)
+    try:
+        text, _ = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"300 s were not enough; until then:\n{process.communicate()[0]}")
     assert process.returncode == code, text
     return text
 
@@ -266,6 +285,7 @@ def test_ctrl_c_that_jax_turns_into_an_error_of_its_own_is_ctrl_c(config, monkey
             raise ValueError("Cache keys should be comparable using __eq__") from None
 
     monkeypatch.setattr(train, "train", interrupted)
+    monkeypatch.setattr(signals, "PATIENCE", 600)  # or it would end pytest
     assert train.main([str(config), *EIGHT]) == 128 + signal.SIGINT
     assert capsys.readouterr().err.startswith("stopped by SIGINT")
 
@@ -282,17 +302,14 @@ def test_ctrl_c_that_is_lost_while_it_compiles_is_ctrl_c(config, tmp_path, monke
         return compile_step(made)
 
     monkeypatch.setattr(train, "compile_step", lost)
+    monkeypatch.setattr(signals, "PATIENCE", 600)  # it does not unwind before the first step
     assert train.main([str(config), *EIGHT, f"train.out={tmp_path}/out"]) == 128 + signal.SIGINT
     assert capsys.readouterr().err.splitlines() == [STOPPED] and not losses(tmp_path / "out")
 
 
-def test_a_second_ctrl_c_does_not_wait(config, tmp_path, monkeypatch, capsys):
-    with processes.noted_signals() as received:
-        signal.raise_signal(signal.SIGINT)
-        assert received() == signal.SIGINT
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+def test_ctrl_c_while_it_reads_the_data_is_one_line(config, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(data, "load", lambda **settings: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(signals, "PATIENCE", 600)
     assert train.main([str(config), *EIGHT, f"train.out={tmp_path}/out"]) == 130
     assert capsys.readouterr().err == "stopped by SIGINT; what came after the last checkpoint is not saved\n"
 
@@ -374,14 +391,17 @@ def test_processes_that_disagree_end_with_a_sentence(config, tmp_path, second, s
         ),
     ],
 )
-def test_processes_join_when_the_launcher_or_the_config_says_so(monkeypatch, environment, distributed, expected):
+def test_processes_join_when_the_launcher_or_the_config_says_so(
+    monkeypatch, tmp_path, environment, distributed, expected
+):
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments: calls.append(arguments))
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    processes.join(Distributed(**distributed))
+    monkeypatch.setattr(processes, "_meet", lambda place, *_: calls.append((*place,)))
+    processes.join(Distributed(**distributed), tmp_path, lambda out: [])
     assert calls == expected
 
 
@@ -562,9 +582,19 @@ def test_a_changed_corpus_is_not_continued(eight, config, capsys):
     assert (eight / "metrics.jsonl").read_text() == before
 
 
+def without_hashes(checkpoint: Path) -> None:
+    """Makes it one of an earlier version."""
+    (checkpoint / SUMS).unlink()
+    origin = checkpoint / "origin/metadata"
+    said = json.loads(origin.read_text())
+    del said["step"]
+    origin.write_text(json.dumps(said))
+
+
 @pytest.mark.parametrize("damaged", ["origin/metadata", "position/metadata", "state/_METADATA", "state/d/*"])
 def test_a_damaged_checkpoint_is_a_sentence(eight, config, tmp_path, monkeypatch, caplog, damaged):
     out = until(16, eight, tmp_path / "out")
+    without_hashes(out / "checkpoints" / "16")
     files = [*(out / "checkpoints" / "16").glob(damaged)]
     assert files
     for file in files:
@@ -578,7 +608,7 @@ def test_a_damaged_checkpoint_is_a_sentence(eight, config, tmp_path, monkeypatch
         checkpoints.restore(manager, out, 16, made.state)
     (line,) = caught.value.problems
     assert line.startswith(f"train.out = '{out}': the checkpoint {out}/checkpoints/16 cannot be read (")
-    assert line.endswith("; delete that folder to continue from the one before, or give another train.out")
+    assert line.endswith("; none is before it: give another train.out, or delete that folder to begin anew")
     time.sleep(0.5)  # of many reads one fails first: what comes of the others?
     gc.collect()
     assert not printed and not [record for record in caplog.records if record.name == "asyncio"]

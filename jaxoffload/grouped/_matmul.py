@@ -1,6 +1,5 @@
 """`grouped_matmul`: one matrix product for each group of rows, and its derivative from a backend's three products."""
 
-import difflib
 import functools
 import re
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._tags import _scope, outside_scopes, tag
+from .._words import nearest, short
 from . import te
 from ._backend import FP8, Backend, Shape, column_wise, in_groups, known, row_wise
 from ._fp8 import E4M3, E5M2, RAGGED_FP8
@@ -213,9 +213,10 @@ def _check_arguments(x: Any, w: Any, group_sizes: Any, backend: str, quantize: s
     if not isinstance(full, bool):
         wrong.append(f"full: {full!r}; allowed are True and False")
     if backend not in ("auto", *_PLAIN):
-        near = difflib.get_close_matches(str(backend).lower(), ("auto", *_PLAIN), 1)
-        nearest = "".join(f"; the nearest is {name!r}" for name in near)
-        wrong.append(f"backend: {backend!r}; allowed are 'auto', {', '.join(map(repr, _PLAIN))}{nearest}")
+        allowed = ("auto", *_PLAIN)
+        wrong.append(
+            f"backend: {short(backend)}; allowed are {', '.join(map(repr, allowed))}{nearest(backend, allowed)}"
+        )
     _refuse(wrong)
 
 

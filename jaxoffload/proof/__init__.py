@@ -15,6 +15,8 @@ from ._profile import Move as Move
 from ._profile import Profile as Profile
 from ._profile import profile as profile
 from ._profile import read_profile as read_profile
+from ._room import Room as Room
+from ._room import room as room
 from ._subject import exact_options as exact_options
 from ._verify import Check as Check
 from ._verify import Verification as Verification

@@ -1,6 +1,5 @@
 """Results of programs, compared bit for bit, and what equal ones are worth."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,15 +27,6 @@ def differences(mine: Any, others: Any) -> Iterator[str]:
             wide = lambda x: x.reshape(-1).astype(np.complex128)
             by = np.max(np.abs(wide(a) - wide(b))[apart])
             yield f"{jax.tree_util.keystr(path)}: {apart.sum()} of {a.size} values, by up to {by:.3g}"
-
-
-def apart_by(a: np.ndarray, b: np.ndarray) -> float:
-    """How far one is from the other, as a share of its norm; infinitely where that says nothing."""
-    if not jnp.issubdtype(a.dtype, jnp.inexact):
-        return 0.0 if (a == b).all() else math.inf
-    norm = lambda x: float(np.linalg.norm(x.reshape(-1).astype(np.complex128)))
-    by, whole = norm(a.astype(np.complex128) - b), norm(b)
-    return 0.0 if by == 0 else by / whole if whole and math.isfinite(by) else math.inf
 
 
 def says_nothing(results: Any, args: Any) -> str | None:

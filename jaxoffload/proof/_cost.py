@@ -19,17 +19,19 @@ from ._machine import Machine, attention_flops
 from ._subject import PRODUCTS
 
 # Equations whose results are their operands, or which the product behind them does by itself.
-_SAME = {"name", "sharding_constraint", "reshape", "squeeze", "expand_dims", "transpose", "copy", "reduce_precision"}
-_SAME |= {"optimization_barrier", "pcast", "pvary"}
+SAME = {"name", "sharding_constraint", "reshape", "squeeze", "expand_dims", "transpose", "copy", "reduce_precision"} | {
+    "jaxoffload_retyped"
+}
+SAME |= {"optimization_barrier", "pcast", "pvary"}
 # Equations that read as much as their results are, however large their operands.
 _PARTS = {"slice", "dynamic_slice", "gather"}
 # Kernels that nothing is fused with; memory bounds them.
-_ALONE = {"sort", "top_k", "cumsum", "psum", "psum_invariant", "all_gather"}
-_ALONE |= {"all_to_all", "ragged_all_to_all", "reduce_scatter", "ppermute"}
+ALONE = {"sort", "top_k", "cumsum", "psum", "psum_invariant", "all_gather"}
+ALONE |= {"all_to_all", "ragged_all_to_all", "reduce_scatter", "ppermute"}
 # Equations that write some of an operand, in place: the operand that says how much.
 _IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 # Of their FLOPs nothing is known, or only their operands' shapes tell.
-_OPAQUE = {"pallas_call", "ffi_call", "custom_vmap_call", "conv_general_dilated", "fft", "cholesky", "triangular_solve"}
+OPAQUE = {"pallas_call", "ffi_call", "custom_vmap_call", "conv_general_dilated", "fft", "cholesky", "triangular_solve"}
 
 
 class Cost(NamedTuple):
@@ -88,7 +90,7 @@ class _Walk:
 
     def equation(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
         name, bodies = eqn.primitive.name, list(nested(eqn))
-        if name in _SAME:
+        if name in SAME:
             return operands
         if name in _IN_PLACE:
             return self.in_place(eqn, operands)
@@ -96,9 +98,9 @@ class _Walk:
             return self.on_each(bodies[0], parts_of(eqn), operands)
         if name in ("scan", "while", "cond"):
             return self.loop(eqn, bodies, operands)
-        if name not in _OPAQUE and len(bodies) == 1 and len(bodies[0].invars) == len(operands):
+        if name not in OPAQUE and len(bodies) == 1 and len(bodies[0].invars) == len(operands):
             return self.through(bodies[0], operands)
-        if name in PRODUCTS | _ALONE | _OPAQUE or _is_attention(name):
+        if name in PRODUCTS | ALONE | OPAQUE or is_attention(name):
             return self.kernel(eqn, operands)
         return self.fused(eqn, operands)
 
@@ -121,7 +123,7 @@ class _Walk:
         self.write(operands)
         results = [self.array(v.aval, written=True) for v in eqn.outvars]
         computing = _computing(eqn, self.machine)
-        if computing is None and eqn.primitive.name not in _ALONE:
+        if computing is None and eqn.primitive.name not in ALONE:
             self.unknown.add(str(eqn.params.get("name") or eqn.primitive.name))
         moving = self.move(sum(array.bytes for array in [*operands, *results]))
         self.seconds += max(moving, (computing or 0.0) / self.devices)
@@ -138,7 +140,7 @@ class _Walk:
         return results
 
 
-def _is_attention(name: str) -> bool:
+def is_attention(name: str) -> bool:
     return "dot_product_attention" in name or "fused_attn" in name
 
 
@@ -146,7 +148,7 @@ def _computing(eqn: JaxprEqn, machine: Machine) -> float | None:
     """Seconds of a kernel's FLOPs, on one device; None where they are not known."""
     arrays: list[Any] = [v.aval for v in [*eqn.invars, *eqn.outvars] if hasattr(v.aval, "dtype")]
     shapes = [array.shape for array in arrays]
-    if _is_attention(eqn.primitive.name):
+    if is_attention(eqn.primitive.name):
         forward, backward = machine.attention_tflops
         flops = attention_flops(shapes[0], shapes[1], "causal" in str(eqn.params).lower())
         is_backward = any(word in eqn.primitive.name for word in ("bwd", "backward"))

@@ -57,7 +57,7 @@ def _crossings(jaxpr: Jaxpr, of_input: Callable[[int], _Known]) -> Iterator[Cros
             elif eqn.primitive.name == "device_put" and not on_host((taken := eqn.invars[index]).aval):
                 source, name = known(taken)
                 yield Crossing(source, made.aval, name)
-            elif not any(on_host(v.aval) for v in eqn.invars):
+            elif eqn.invars and not any(on_host(v.aval) for v in eqn.invars):  # of nothing: a branch not taken fills up
                 yield Crossing(Origin(None, f"output of {eqn.primitive.name}"), made.aval)
         for body, operands in _inside(eqn) if engines else [(body, operands_of(eqn, body)) for body in inside]:
             outside = lambda i, operands=operands: known(operands[i]) if operands[i] is not None else _INSIDE

@@ -162,14 +162,25 @@ def out_of_range(lines: Sequence[Instruction]) -> Iterator[Instruction]:
     named, turns = {(line.computation, line.name): line for line in lines}, turns_of(lines)
     for start in (line for line in lines if line.opcode == "fusion-start"):
         for copy in (c for c in lines if c.computation in start.calls and c.opcode.startswith("dynamic-")):
-            affine = [re.search(rf'"byte_{what}":"(-?\d+)"', copy.text) for what in ("offset", "stride")]
-            offset, stride = (int(found[1]) if found else -1 for found in affine)
             is_write = copy.opcode == "dynamic-update-slice"
             stack = copy.shape if is_write else named[copy.computation, copy.operands[0]].shape
             size, rows = _row_bytes(stack)
-            at = [offset + stride * turn for turn in range(turns.get(start.computation, 1))]
+            at = row_offsets(copy, turns.get(start.computation, 1))
             if any(a not in range(0, size * rows, size) for a in at):
                 yield copy
+
+
+def row_offsets(copy: Instruction, turns: int) -> list[int]:
+    """Where in its stack a DMA copy's row begins, in bytes, in each turn; -1 where the program does not say.
+
+    jaxlib 0.12 says it in `linear` or in `table`, and has zeros where earlier ones say it (DynamicSliceConfig in
+    xla/service/gpu/backend_configs.proto).
+    """
+    if table := re.search(r'"table":\{"offsets":\[([^\]]*)\]', copy.text):
+        return [int(offset) for offset in re.findall(r"-?\d+", table[1])]
+    affine = re.findall(r'"byte_offset":"(-?\d+)","byte_stride":"(-?\d+)"', copy.text)
+    offset, stride = map(int, affine[-1]) if affine else (-1, 0)
+    return [offset + stride * turn for turn in range(turns)]
 
 
 def of_unknown_turns(lines: Sequence[Instruction]) -> list[Instruction]:
@@ -235,8 +246,9 @@ def host_copies(lines: Sequence[Instruction]) -> dict[str, Copy]:
 
 
 def _residual(line: Instruction, lines: Sequence[Instruction], at: dict[tuple[str, str], Instruction]) -> str:
-    """Of a copy. `scan` and `chain` trace each in a scope of its own, which is in the metadata of the copy, or of what
-    it waits for. What is copied behind a loop, the last layer's, the loop copies of the layers before."""
+    """Of a copy. `scan` and `chain` trace each in a scope of its own, which is in the metadata of the copy, of its end
+    (since jaxlib 0.12), or of what it waits for. What is copied behind a loop, the last layer's, the loop copies of the
+    layers before."""
 
     def read_by(line: Instruction) -> list[Instruction]:
         """Its operands, behind bitcasts."""
@@ -244,7 +256,8 @@ def _residual(line: Instruction, lines: Sequence[Instruction], at: dict[tuple[st
         return [read_by(source)[0] if source.opcode == "bitcast" else source for source in found]
 
     reads = read_by(line)
-    for text in (line.text, *(source.text for source in reads[:1])):
+    ends = [end for end in lines if end.opcode == "copy-done" and read_by(end) == [line]]
+    for text in (source.text for source in (line, *ends, *reads[:1])):
         if scope := re.search(r"jaxoffload\((\(matrix product\)|[^()]*)\)", text):
             return scope[1]
     if not reads or not (before := read_by(reads[0])):

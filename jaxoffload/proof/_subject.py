@@ -75,7 +75,7 @@ class Subject:
 
     @functools.cached_property
     def program(self) -> Any:
-        """`run`, compiled so that equal kernels, cuBLAS's too, give equal bits."""
+        """`run`, compiled under `repeatable_options`."""
         return compiled(self.run, self.arrays, repeatable_options())
 
     @functools.cached_property
@@ -84,7 +84,7 @@ class Subject:
         return compiled(twin(self.run), self.arrays, repeatable_options())
 
     def exact_programs(self) -> tuple[Any, Any]:
-        """`run` and its twin, compiled so that equal arithmetic gives equal bits; slower."""
+        """`run` and its twin, compiled under `exact_options`; slower."""
         mine, twins = (compiled(run, self.arrays, exact_options()) for run in (self.run, twin(self.run)))
         return mine, twins
 
@@ -159,13 +159,6 @@ def _policies(jaxpr: Jaxpr) -> Iterator[Any]:
 def has_loops(jaxpr: Jaxpr) -> bool:
     """Whether a loop of ours is in it."""
     return any(eqn.primitive in (forward_p, backward_p) or any(map(has_loops, nested(eqn))) for eqn in jaxpr.eqns)
-
-
-def coarsest_eps(jaxpr: Jaxpr) -> float:
-    """Of the floating-point dtypes that it computes in."""
-    dtypes = {var.aval.dtype for eqn in jaxpr.eqns for var in eqn.outvars if hasattr(var.aval, "dtype")}
-    own = [float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
-    return max([*own, *(coarsest_eps(body) for eqn in jaxpr.eqns for body in nested(eqn))], default=0.0)
 
 
 def rows_read_beyond(jaxpr: Jaxpr) -> int:
@@ -255,16 +248,25 @@ def deterministic_attention() -> Iterator[None]:
 
 
 def repeatable_options() -> dict[str, Any]:
-    """`exact_options`, but for cuBLAS, which may add what follows a product before it rounds, in one program and not
-    in the other. Most programs do not differ in that, and a large one without cuBLAS takes minutes."""
-    return {key: value for key, value in exact_options().items() if key != "xla_gpu_gemm_rewrite_size_threshold"}
+    """`exact_options`, except for what costs time or memory and is rarely needed: on a GPU cuBLAS may add what follows
+    a product before it rounds, in one program and not in the other, but a large program without it takes minutes; on a
+    CPU XLA may fuse the two differently, but without fusion they are slower and larger."""
+    slow = {"xla_gpu_gemm_rewrite_size_threshold"} if jax.default_backend() == "gpu" else _ONE_KERNEL_EACH
+    return {key: value for key, value in exact_options().items() if key not in slow}
+
+
+# XLA:CPU makes a kernel of what it fuses, and of a small loop; LLVM contracts a product and a sum in a kernel into one
+# rounding, and vectorizes its sums. What is in one kernel depends on the loop around it. Unoptimised code also compiles
+# in half the time.
+_ONE_KERNEL_EACH = {"xla_disable_hlo_passes": "fusion,small-while-loop-hoisting", "xla_backend_optimization_level": 0}
 
 
 def exact_options(backend: str | None = None) -> dict[str, Any]:
-    """The options under which two programs of the same arithmetic give the same bits, lowered under
-    `deterministic_attention`."""
+    """The options under which two programs of the same arithmetic give the same bits, if they are lowered under
+    `deterministic_attention`: by XLA's names, for `jax.jit(f, compiler_options=...)`. `backend`: JAX's default if None.
+    """
     if (backend or jax.default_backend()) != "gpu":
-        return {"xla_allow_excess_precision": False}
+        return {"xla_allow_excess_precision": False, **_ONE_KERNEL_EACH}
     return {
         "xla_allow_excess_precision": False,
         "xla_gpu_deterministic_ops": True,

@@ -60,10 +60,12 @@ def verify(
 ) -> Verification:
     """Checks what is claimed of `f`, a loss or a training step, and of its residuals.
 
-    1. `gradients`: all results are the twin's, bit for bit; both are compiled so that equal arithmetic gives equal
-       bits. If the twin does not fit on the device, both run the first layers of each scan, as many as fit into nine
-       tenths of it. Where XLA divides the two programs among devices otherwise, by their collectives, it may so divide
-       a sum: results that are apart by rounding alone are then not checked.
+    1. `gradients`: all results are the twin's, bit for bit; both are compiled under `repeatable_options`, and again
+       under `exact_options` if they differ. Results that still differ, as where XLA divides a sum among devices in one
+       program alone, are judged by the twin's own rounding error: the twin runs again with arguments that are moved by
+       one unit in the last place, and results that are further apart than 4 times what that changes fail. It says
+       which of the two it found. If the twin does not fit on the device, both run the first layers of each scan, as
+       many as fit into nine tenths of it.
     2. `conservation`: the device holds as many bytes less than the twin's as the host holds: by the jaxpr, on a GPU as
        XLA plans it, and from the command line at the peaks of fresh processes.
     3. `moves`: nothing crosses to the host but what is marked offload, or lived there before; where other policies than

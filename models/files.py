@@ -1,0 +1,63 @@
+"""Files that are written whole or not at all, their hashes, and the error of a disk that is full."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+# No space left, the quota is used up, or the limit on a file's size (`ulimit -f`) is reached.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class Unwritable(OSError):
+    """A file cannot be written. `filename` is its path, which the operating system does not say of a `write`."""
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that gets the name `path` once it is whole and on the disk, and goes away otherwise.
+
+    Raises:
+      Unwritable: it cannot be created, written or renamed.
+    """
+    # An unpredictable name and "x" (O_EXCL): what lies there already, a symbolic link too, is not written through.
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    with _writing(path):
+        try:
+            with temporary.open("xb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def append(path: Path, content: bytes) -> None:
+    """Adds to the end of a file.
+
+    Raises:
+      Unwritable: it cannot; a part of `content` may be there.
+    """
+    with _writing(path), path.open("ab") as stream:
+        stream.write(content)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Unwritable:
+        raise
+    except OSError as error:
+        raise Unwritable(error.errno, error.strerror, str(path)) from error
+
+
+def blake2b(path: Path) -> str:
+    """The hash that coreutils' `b2sum` prints of a file, which is read in blocks, without the GIL."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "blake2b").hexdigest()

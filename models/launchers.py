@@ -1,0 +1,60 @@
+"""Where the processes of a run are, by the config or the launcher that started them: Slurm, Open MPI."""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from models.config import Distributed
+from models.reading import ConfigError
+
+_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+
+
+class Place(NamedTuple):
+    """This process among the others."""
+
+    coordinator: str  # host:port of process 0
+    count: int
+    index: int
+
+
+def find(distributed: Distributed) -> tuple[Place | None, str | None]:
+    """Where this process is, and what says so. Neither: it is alone; no place: only JAX can tell.
+
+    Raises:
+      ConfigError: the launcher's environment is damaged.
+    """
+    if distributed.coordinator is not None:
+        place = Place(distributed.coordinator, distributed.num_processes, distributed.process_id)
+        return place, f"distributed.coordinator = {distributed.coordinator!r}"
+    tasks = {name: os.environ[name] for name in _COUNTS if name in os.environ}
+    for name, count in tasks.items():
+        if not count.isdecimal():
+            raise ConfigError([f"distributed: the environment's {name} = {count!r}: must be a number of processes"])
+    if all(int(count) < 2 for count in tasks.values()):
+        return None, None
+    return _launched(os.environ), f"distributed.coordinator = None, and {tasks}"
+
+
+def _launched(environ: Mapping[str, str]) -> Place | None:
+    """Host and port as JAX has them (jax/_src/clusters); under mpirun in a Slurm job, by Open MPI."""
+    try:
+        if "OMPI_COMM_WORLD_SIZE" in environ:
+            names = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
+            # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, or tcp6://[fe80::b9b,2620:10d::2]:43370
+            job, host = re.match(
+                r"(\d+)\..*?tcp6?://\[?([^,\]]+?)(?:[,\]]|:\d+$)", environ["OMPI_MCA_orte_hnp_uri"]
+            ).groups()
+            number = int(job) >> 12
+        else:
+            names = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
+            # node001, or node001,host2, or node[001-0015],host2, or node[001,007-015],host2
+            host = "".join(re.match(r"([^\[,]+)(?:\[(\w+))?", environ["SLURM_STEP_NODELIST"]).groups(""))
+            number = int(environ["SLURM_JOB_ID"])
+        address = environ.get(
+            "JAX_COORDINATOR_ADDRESS", f"{host}:{environ.get('JAX_COORDINATOR_PORT', 61440 + number % 4096)}"
+        )
+        return Place(address, *(int(environ[name]) for name in names))
+    except (KeyError, ValueError, AttributeError):  # none, or damaged
+        return None

@@ -1,0 +1,400 @@
+"""Branches, checkpoints around checkpoints, and the table: a value is where the policy says, and the table says so."""
+
+import json
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import (
+    assert_same_bits,
+    equations,
+    gradient,
+    in_a_loop,
+    kept_bytes,
+    kept_values,
+    normal,
+    on_cpu_and_gpu,
+    place,
+    policy,
+    run_each,
+)
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from jaxoffload import chain, checkpoint, residuals, scan, tag
+from jaxoffload._residuals import EMPTY, Plans
+
+N, BATCH, DIM = 3, 2, 8
+X, W = normal(0, (BATCH, DIM)), 0.3 * normal(1, (N, DIM, DIM))
+ONE = BATCH * DIM * 4  # bytes of a float32 (BATCH, DIM)
+
+
+def states(table):
+    """name -> its states, with the layers of each"""
+    return {
+        name: {(r.state, r.layers) for r in table if r.names == (name,) and r.reason != EMPTY}
+        for name in {r.names[0] for r in table if r.names}
+    }
+
+
+# ------------------------------------------------------------------------------------------------- one slot, two names
+
+
+def two_branches(x, w, keep=False):
+    """Each branch has a residual, both of one type: partial evaluation would give them one result of the `cond`."""
+    u, v = lambda: jnp.sin(tag(x @ w, "u", keep=keep)), lambda: jnp.cos(tag(x @ w, "v"))
+    return lax.cond(x.sum() > 0, u, v), None
+
+
+def in_scan(body, rules, **fields):
+    return lambda x, w: scan(body, x, w, policy=policy(rules, **{"resident_layers": 0, **fields}))[0]
+
+
+def in_chain(body, rules, **fields):
+    layers = [lambda x, w: body(x, w)[0]] * N
+    return lambda x, w: chain(layers, x, list(w), policy=policy(rules, **{"resident_layers": 0, **fields}))
+
+
+def in_checkpoint(body, rules, **fields):
+    return lambda x, w: lax.scan(checkpoint(body, policy=policy(rules, **fields)), x, w)[0]
+
+
+EACH = pytest.mark.parametrize("under", [in_scan, in_chain, in_checkpoint])
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("rules", "keep", "where"),
+    [
+        ({"u": "offload", "v": "save"}, False, {"u": "offloaded", "v": "saved"}),
+        ({"u": "save", "v": "offload"}, False, {"u": "saved", "v": "offloaded"}),
+        ({"u": "offload", "v": "offload"}, True, {"u": "saved", "v": "offloaded"}),
+    ],
+)
+def test_in_two_branches_one_value_goes_to_the_host_and_one_stays(under, rules, keep, where):
+    f = under(lambda x, w: two_branches(x, w, keep), rules)
+    table = residuals(f, X, W)
+    assert {name: {s for s, _ in found} for name, found in states(table).items()} == {
+        name: {state} for name, state in where.items()
+    }
+    assert all(r.bytes == N * ONE for r in table if r.names and r.layers == N)
+    assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
+    assert table.host_bytes == (N + (under is in_scan)) * ONE  # a stack of a scan has an empty row
+
+
+@EACH
+def test_two_branches_that_agree_share_one_place_and_the_table_names_both(under):
+    for decision, state in (("offload", "offloaded"), ("save", "saved")):
+        f = under(two_branches, {"u": decision, "v": decision})
+        table = residuals(f, X, W)
+        assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
+        (first, other) = (r for r in table if r.names and r.reason != EMPTY and (r.state == state))
+        assert {first.names, other.names} == {("u",), ("v",)}
+        assert (first.layers, first.bytes) == (N, N * ONE)
+        assert (other.layers, other.bytes) == (0, 0)
+        assert f"in the place of {first.names[0]}" in other.reason
+
+
+def test_what_the_other_layers_do_with_two_branches():
+    f = in_scan(two_branches, {"u": "offload", "v": "save"}, resident_layers=1, offload_layers=1)
+    table = residuals(f, X, W)
+    assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
+    of = lambda name: Counter({r.state: r.bytes for r in table if r.names == (name,) and r.reason != EMPTY})
+    assert of("u")["offloaded"] == ONE
+    # Where both stay on the device they share a place, which is counted once.
+    assert of("v")["saved"] + of("u")["saved"] >= N * ONE
+
+
+@pytest.mark.parametrize("under", [in_scan, in_chain])
+@on_cpu_and_gpu
+def test_the_host_holds_the_values_of_the_branch_that_was_taken(under, device):
+    """By what is in the arrays, not by their types."""
+    f = under(lambda x, w: two_branches(x, w, keep=True), {"v": "offload"})
+    named = {"u": [], "v": []}
+    x = X
+    for w in W:
+        taken = x.sum() > 0
+        named["u" if taken else "v"].append(np.asarray(x @ w))
+        x = two_branches(x, w)[0]
+    assert named["u"] and named["v"]
+    _, vjp = jax.vjp(f, X, W)
+    found = {"host": [], "device": []}
+    for leaf in jax.tree.leaves(vjp):
+        rows = np.asarray(jax.device_put(leaf, jax.memory.Space.Device)).reshape(-1, *leaf.shape[-2:])
+        found[place(jax.typeof(leaf))] += list(rows) if leaf.shape[-2:] == X.shape else []
+    holds = lambda where, value: any(np.allclose(value, row, atol=1e-2) for row in found[where])
+    assert all(holds("host", v) and not holds("device", v) for v in named["v"])
+    assert all(holds("device", u) and not holds("host", u) for u in named["u"])
+
+
+def three_branches(x, w):
+    """Nested, in a loop, and in jit; with composites."""
+
+    def deep(x):
+        inner = jax.jit(lambda x: lax.cond(x[0, 0] > 0, lambda: jnp.sin(tag(x @ w, "u")), lambda: tag(x @ w, "v") ** 2))
+        return lax.scan(lambda x, _: (inner(x), None), x, None, length=2)[0]
+
+    pair = lambda x: tag({"a": x @ w, "b": x * w[:1]}, "pair")
+    branches = [deep, lambda x: jnp.sin(pair(x)["a"]) * pair(x)["b"], lambda x: jnp.tanh(tag(x @ w, "t"))]
+    return lax.switch(jnp.int32(jnp.abs(x.sum()) * 10) % 3, branches, x), None
+
+
+@on_cpu_and_gpu
+def test_gradients_through_branches_are_the_references(device):
+    for body, names, rules in (
+        (two_branches, ("u", "v"), {"u": "offload", "v": "save"}),
+        (three_branches, ("u", "t"), {"u": "save", "t": "offload"}),
+        (three_branches, ("u", "v", "pair.a", "t"), {"u": "offload", "v": "save", "pair.a": "offload", "t": "save"}),
+    ):
+        ours = gradient(lambda x, w: scan(body, x, w, policy=policy(rules))[0], (0, 1))
+        reference = gradient(lambda x, w: lax.scan(in_a_loop(body, *names), x, w)[0], (0, 1))
+        assert_same_bits(*run_each([ours, reference], X, W))
+
+
+def test_vmap_and_shard_map_of_branches():
+    f = in_scan(two_branches, {"u": "offload", "v": "save"})
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    P = jax.sharding.PartitionSpec
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    assert {place(aval) for aval in kept_values(sharded, X, W)} == {"host", "device"}
+    grad = jax.grad(lambda x, w: f(x, w).sum())
+    xs = jnp.stack([X, -X])
+    mapped, alone = jax.jit(jax.vmap(grad, (0, None)))(xs, W), [jax.jit(grad)(x, W) for x in xs]
+    np.testing.assert_allclose(mapped, jnp.stack(alone), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("u", "v"), [("offload", "save"), ("save", "offload"), ("recompute", "offload")])
+def test_weakly_typed_values_in_branches(u, v):
+    """They keep their type, whichever type their place has."""
+
+    def body(x, w):
+        weak = lambda: jnp.sin(tag(jnp.where(x > 0, 2.0, 1.0), "u") * x)
+        return lax.cond(x.sum() > 0, weak, lambda: jnp.cos(tag(x @ w, "v"))), None
+
+    f = in_scan(body, {"u": u, "v": v})
+    table = residuals(f, X, W)
+    assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
+    state = {"save": "saved", "offload": "offloaded", "recompute": "recomputed"}
+    assert {n: {s for s, _ in found} for n, found in states(table).items()} == {"u": {state[u]}, "v": {state[v]}}
+    ours, reference = (gradient(g) for g in (f, lambda x, w: lax.scan(in_a_loop(body, "u", "v"), x, w)[0]))
+    assert_same_bits(*run_each([ours, reference], X, W))
+
+
+# ------------------------------------------------------------------------------------------------- what runs again
+
+
+def layer(x, w):
+    x = tag(x, "layer_input")
+    return jnp.sin(tag(x @ w, "u")) @ w, None
+
+
+RULES = {"layer_input": "offload", "u": "save"}
+
+
+@EACH
+def test_inside_another_checkpoint_it_is_kept_while_that_runs_again(under):
+    f = under(layer, RULES)
+    again = jax.checkpoint(f)
+    table = residuals(again, X, W)
+    assert (table.device_bytes, table.host_bytes) == kept_bytes(again, X, W) == (0, 0)
+    assert not [r for r in table if r.names], "nothing is said of them here"
+    (inside,) = table.reruns
+    alone = residuals(f, X, W)
+    named = lambda table: sorted(r for r in map(str, table.rows) if "names=()" not in r)
+    assert named(inside) == named(alone)
+    assert inside.host_bytes == alone.host_bytes == kept_bytes(f, X, W)[1] > 0
+    assert "kept only while another checkpoint around it runs again" in str(table)
+    assert str(inside) in str(table)
+    assert json.loads(table.to_json())["reruns"][0]["host_bytes"] == inside.host_bytes
+
+
+def test_of_a_loop_of_checkpoints_one_run_is_counted():
+    f = in_scan(layer, RULES)
+    looped = lambda x, w: lax.scan(jax.checkpoint(lambda x, _: (f(x, w), None)), x, None, length=5)[0]
+    twice = lambda x, w: jax.checkpoint(f)(jax.checkpoint(f)(x, w), w)
+    for g in (looped, twice):
+        (inside,) = residuals(g, X, W).reruns
+        assert inside.host_bytes == residuals(f, X, W).host_bytes
+
+
+def test_inside_a_plan_of_ours():
+    """The inner scan follows its own policy, while the outer checkpoint, or the layer of the outer scan, runs again."""
+    inner = in_scan(layer, RULES)
+    out = lambda x, w: jnp.sin(tag(inner(x, w), "out"))
+    by_checkpoint = checkpoint(out, policy=policy({"out": "offload"}))
+    stacked = lambda x, w: scan(lambda x, _: (out(x, w), None), x, None, 2, policy=policy({"out": "offload"}))[0]
+    for g, layers in ((by_checkpoint, 1), (stacked, 2)):
+        table = residuals(g, X, W)
+        assert sum(r.layers for r in table if r.names == ("out",)) == layers
+        assert (table.device_bytes, table.host_bytes) == kept_bytes(g, X, W)
+        (inside,) = [rerun for rerun in table.reruns if rerun.host_bytes]
+        assert inside.host_bytes == residuals(inner, X, W).host_bytes
+
+
+def test_the_first_run_inside_another_checkpoint_computes_nothing_again():
+    again = jax.checkpoint(checkpoint(lambda x: layer(x, W[0])[0], policy=policy(RULES)))
+    assert not Plans(jax.make_jaxpr(gradient(again))(X)).recomputed
+
+
+def test_what_is_beside_another_checkpoint_has_its_own_table():
+    f = in_scan(layer, RULES)
+    both = lambda x, w: f(jax.checkpoint(f)(x, w), w)
+    table, alone = residuals(both, X, W), residuals(f, X, W)
+    assert (table.device_bytes, table.host_bytes) == kept_bytes(both, X, W)
+    assert table.host_bytes == alone.host_bytes == table.reruns[0].host_bytes
+    assert not residuals(f, X, W).reruns and "runs again" not in str(alone)
+
+
+# ------------------------------------------------------------------------------------------------- any program
+
+# Names of one width have values of one type, so that two branches can share a place; no other residual has the width.
+WIDTHS = {"a": 3, "b": 3, "c": 5, "d": 5, "e": 7}
+
+
+class Step(NamedTuple):
+    """`kind`: "tag" (then `name`), or what runs the `parts`, each a list of steps."""
+
+    kind: str
+    name: str = ""
+    keep: bool = False
+    parts: tuple[Any, ...] = ()
+
+
+class Program(NamedTuple):
+    under: str
+    steps: tuple[Step, ...]
+    rules: dict[str, str]
+    fields: dict[str, Any]
+
+
+def apply(steps, x, w, fields):
+    for step in steps:
+        x = one(step, x, w, fields)
+    return x
+
+
+def one(step, x, w, fields):
+    fs = [lambda x, part=part: apply(part, x, w, fields) for part in step.parts]
+    inner = policy({"**": "offload"}, resident_layers=0)
+    match step.kind:
+        case "tag":
+            h = tag((x @ w)[:, : WIDTHS[step.name]], step.name, keep=step.keep)
+            return x * (1 + jnp.sin(h).sum(1, keepdims=True))
+        case "cond":
+            return lax.cond(x.sum() > 0, *fs, x)
+        case "switch":
+            return lax.switch(jnp.int32(x.sum()) % len(fs), fs, x)
+        case "jit":
+            return jax.jit(fs[0])(x)
+        case "jax.checkpoint":
+            return jax.checkpoint(fs[0])(x)
+        case "lax.scan":
+            return lax.scan(lambda x, _: (fs[0](x), None), x, None, length=2)[0]
+        case "checkpoint":
+            return checkpoint(fs[0], policy=inner)(x)
+        case "scan":
+            return scan(lambda x, _: (fs[0](x), None), x, None, 2, policy=inner, strict=False)[0]
+    raise AssertionError(step)
+
+
+def loss_of(program):
+    body = lambda x, w: (apply(program.steps, x, w, program.fields), None)
+    with_policy = {"policy": policy(program.rules, **program.fields), "strict": False}
+    match program.under:
+        case "scan":
+            return lambda x, w: scan(body, x, w, **with_policy)[0]
+        case "chain":
+            return lambda x, w: chain([lambda x, w: body(x, w)[0]] * N, x, list(w), **with_policy)
+        case "checkpoint":
+            return lambda x, w: checkpoint(lambda x: body(x, w[0])[0], **with_policy)(x)
+
+
+tags = st.builds(
+    Step, st.just("tag"), st.sampled_from(sorted(WIDTHS)), st.sampled_from([False] * 3 + [True]), st.just(())
+)
+of_one = st.sampled_from(["jit", "jax.checkpoint", "lax.scan", "checkpoint", "scan"])
+
+
+def nested(steps):
+    part = st.lists(steps, min_size=1, max_size=2).map(tuple)
+    made = lambda kinds, parts: st.builds(Step, kinds, st.just(""), st.just(False), st.tuples(*[part] * parts))
+    return st.one_of(made(of_one, 1), made(st.just("cond"), 2), made(st.just("switch"), 3))
+
+
+decisions = st.sampled_from(["save", "offload", "recompute"])
+programs = st.builds(
+    Program,
+    st.sampled_from(["scan", "scan", "chain", "checkpoint"]),
+    st.lists(st.one_of(tags, nested(st.one_of(tags, nested(tags)))), min_size=1, max_size=3).map(tuple),
+    st.fixed_dictionaries(dict.fromkeys(WIDTHS, decisions)),
+    st.fixed_dictionaries(
+        {"resident_layers": st.integers(0, 1), "other_layers": st.sampled_from(["save", "recompute"])}
+    ),
+)
+
+
+def host_of_runs(jaxpr):
+    """The bytes on the host of each run of a checkpoint by a backward pass, read from the gradient's jaxpr alone."""
+    runs = []
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "remat2" and eqn.params["differentiated"]:
+            made = (
+                v.aval
+                for e in eqn.params["jaxpr"].eqns
+                if e.primitive.name != "optimization_barrier"
+                for v in e.outvars
+            )
+            runs.append(sum(a.size * a.dtype.itemsize for a in made if place(a) == "host"))
+    return runs
+
+
+def decided(steps, rules):
+    """Pairs of name and decision of the tags that the program's policy decides on; an inner scan has its own."""
+    own = {(step.name, "save" if step.keep else rules[step.name]) for step in steps if step.kind == "tag"}
+    return own.union(*(decided(part, rules) for step in steps if step.kind != "scan" for part in step.parts))
+
+
+def of_width(width, sizes):
+    """Bytes by place, of pairs of shape, place and bytes."""
+    found = Counter()
+    for shape, where, size in sizes:
+        found[where] += size if shape[-1:] == (width,) else 0
+    return found["device"], found["host"]
+
+
+@settings(max_examples=30, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(programs)
+def test_the_table_is_what_is_kept(program):
+    f = loss_of(program)
+    table = residuals(f, X, W)
+    decisions = decided(program.steps, program.rules)
+    # In all, and of each width, by the types of what `jax.vjp` keeps.
+    assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
+    leaves = [(aval.shape, place(aval), aval.size * aval.dtype.itemsize) for aval in kept_values(f, X, W)]
+    places = {"saved": "device", "offloaded": "host"}
+    for width in set(WIDTHS.values()):
+        device, host = of_width(width, leaves)
+        assert (device, host) == of_width(width, [(r.shape, places.get(r.state), r.bytes) for r in table])
+        wanted = {decision for name, decision in decisions if WIDTHS[name] == width}
+        assert bool(host) == ("offload" in wanted)
+        assert "save" not in wanted or device
+        assert wanted & {"save"} or not device or (program.fields["resident_layers"] and program.under != "checkpoint")
+    # All values are needed.
+    for name, decision in decisions:
+        found = {r.state for r in table if r.names and r.names[0].partition(".")[0] == name}
+        assert {"save": "saved", "offload": "offloaded", "recompute": "recomputed"}[decision] in found, name
+        assert "not needed" not in found
+    # While something runs again: by the gradient's jaxpr, what all tables say the host holds.
+    jaxpr = jax.make_jaxpr(gradient(f, (0, 1)))(X, W)
+    assert {t.host_bytes for t in table.reruns if t.host_bytes} == {size for size in host_of_runs(jaxpr) if size}
+    # Under one more checkpoint the same is kept, while that runs again.
+    again = jax.checkpoint(f)
+    outer = residuals(again, X, W)
+    assert (outer.device_bytes, outer.host_bytes) == kept_bytes(again, X, W) == (0, 0)
+    kept_there = lambda table: {(r.names, r.shape, r.state, r.layers, r.bytes) for r in table if r.names and r.bytes}
+    if kept_there(table):
+        assert kept_there(outer.reruns[0]) == kept_there(table)

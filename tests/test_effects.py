@@ -1,0 +1,342 @@
+"""What is not only arithmetic: callbacks, references, checks, exported programs, `jax_debug_nans`, `disable_jit`.
+
+The reference is `lax.scan` of `jax.checkpoint`, which all of these work with.
+"""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import (
+    assert_same_bits,
+    count,
+    equations,
+    gradient,
+    gradient_jaxpr,
+    in_a_loop,
+    kept_bytes,
+    normal,
+    place,
+    policy,
+    run,
+)
+from jax import export, lax
+from jax.experimental import checkify, io_callback
+
+from jaxoffload import PolicyError, chain, check, checkpoint, residuals, scan, tag
+
+N, BATCH, DIM = 3, 2, 8
+X, W = normal(0, (BATCH, DIM)), 0.3 * normal(1, (N, DIM, DIM))
+MASK = jnp.asarray(np.arange(BATCH * DIM).reshape(BATCH, DIM) % 3, jnp.float32)
+ONE = BATCH * DIM * 4  # bytes of a float32 (BATCH, DIM)
+
+OFFLOAD = {"policy": policy({"u": "offload"}, resident_layers=0)}
+
+
+def by_scan(body, **how):
+    return lambda x, w: scan(body, x, w, **OFFLOAD | how)[0]
+
+
+def by_chain(body, **how):
+    return lambda x, w: chain([lambda x, w: body(x, w)[0]] * N, x, list(w), **OFFLOAD | how)
+
+
+def by_checkpoint(body, **how):
+    return lambda x, w: lax.scan(checkpoint(body, **OFFLOAD | how), x, w)[0]
+
+
+def by_jax(body):
+    return lambda x, w: lax.scan(in_a_loop(body, "u"), x, w)[0]
+
+
+EACH = pytest.mark.parametrize("ours", [by_scan, by_chain, by_checkpoint])
+
+
+def layer(x, w):
+    return jnp.sin(tag(x @ w, "u")), None
+
+
+# --------------------------------------------------------------------------------- inputs that have no derivative
+
+
+def threshold(mask):
+    return np.asarray(mask) > 0.5
+
+
+def by_callback(mask):
+    return jax.pure_callback(threshold, jax.ShapeDtypeStruct(mask.shape, bool), mask)
+
+
+@jax.custom_jvp
+def by_rule(mask):
+    return mask > 0.5
+
+
+@by_rule.defjvp
+def _(primals, tangents):
+    raise RuntimeError("nobody differentiates a mask")
+
+
+def by_ffi(mask):
+    return jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct(mask.shape, bool))(mask)
+
+
+def masked(read):
+    return lambda x, w: (jnp.where(read(MASK), layer(x, w)[0], x), None)
+
+
+@EACH
+@pytest.mark.parametrize("read", [by_callback, by_rule])
+def test_an_input_that_nobody_differentiates_needs_no_derivative(ours, read):
+    body = masked(read)
+    f = ours(body)
+    assert kept_bytes(f, X, W)[1] == (N + (ours is by_scan)) * ONE
+    want = run(gradient(by_jax(body), (0, 1)), X, W)
+    for got, wanted in zip(run(gradient(f, (0, 1)), X, W), want, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises(PolicyError, match="'v'"):
+        gradient_jaxpr(ours(body, policy=policy({"v": "save"})), X, W)
+
+
+@EACH
+def test_nor_does_one_that_a_foreign_function_reads(ours):
+    jax.make_jaxpr(gradient(by_jax(masked(by_ffi)), (0, 1)))(X, W)
+    jaxpr = gradient_jaxpr(ours(masked(by_ffi)), X, W, argnums=(0, 1))
+    assert {place(v.aval) for e in equations(jaxpr) for v in e.outvars} == {"device", "host"}
+
+
+@EACH
+@pytest.mark.parametrize("read", [by_callback, by_rule, by_ffi])
+def test_one_that_is_differentiated_fails_as_it_does_in_jax(ours, read):
+    """In the words of what has no derivative."""
+    body = lambda x, w: (jnp.where(read(x), layer(x, w)[0], x), None)
+    said = []
+    for f in (by_jax(body), ours(body)):
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            gradient_jaxpr(f, X, W)
+        said.append((type(error.value), str(error.value)))
+    assert said[0] == said[1]
+
+
+@EACH
+def test_a_callback_with_effects_is_refused_as_it_is_in_jax(ours):
+    read = lambda mask: io_callback(threshold, jax.ShapeDtypeStruct(mask.shape, bool), mask)
+    said = []
+    for f in (by_jax(masked(read)), ours(masked(read))):
+        np.testing.assert_allclose(jax.jit(f)(X, W), by_jax(masked(threshold))(X, W), rtol=1e-6)
+        with pytest.raises(NotImplementedError) as error:
+            gradient_jaxpr(f, X, W)
+        said.append(str(error.value).partition("<")[0])
+    assert said[0] == said[1]
+
+
+@jax.custom_vjp
+def named_in_its_rule(x):
+    return jnp.sin(x)
+
+
+named_in_its_rule.defvjp(lambda x: (jnp.sin(x), tag(jnp.cos(x), "inside")), lambda cos, ct: (ct * cos,))
+
+
+def test_names_of_rules_are_known_beside_what_has_no_derivative():
+    """In the first step of `lax.scan`'s JVP the carry is not perturbed, so neither is what the rule takes; a pattern
+    for the rule's name is no misspelling."""
+    once = checkpoint(
+        lambda x, w: jnp.where(by_callback(MASK), named_in_its_rule(x), x @ w), policy=policy({"inside": "offload"})
+    )
+    f = lambda x, w: lax.scan(lambda x, w: (once(x, w), None), x, w)[0]
+    jaxpr = gradient_jaxpr(f, X, W, argnums=1)
+    assert {place(v.aval) for e in equations(jaxpr) for v in e.outvars} == {"device", "host"}
+    check(policy({"inside": "offload"}), f, X, W)
+
+
+# ------------------------------------------------------------------------------------------------- references
+
+
+def counted(body, counter):
+    def counting(x, w):
+        counter[...] = counter[...] + 1
+        return body(x, w)
+
+    return counting
+
+
+def with_counter(through, derivative):
+    """`through` makes a function of a body. The results, and how often the body ran."""
+
+    def f(x, w):
+        counter = jax.new_ref(0)
+        inside = through(counted(layer, counter))
+        out = jax.grad(lambda x, w: jnp.sum(inside(x, w) ** 2), (0, 1))(x, w) if derivative else inside(x, w)
+        return out, counter[...]
+
+    return f
+
+
+@EACH
+@pytest.mark.parametrize("derivative", [False, True])
+def test_a_reference_that_the_body_closes_over(ours, derivative):
+    mine, reference = (with_counter(through, derivative) for through in (ours, by_jax))
+    for run_it in (lambda f: f(X, W), lambda f: jax.jit(f)(X, W)):
+        got, wanted = map(run_it, (mine, reference))
+        assert got[1] == wanted[1] >= N
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+
+
+@EACH
+def test_a_reference_made_outside_of_jit(ours):
+    counter = jax.new_ref(0)
+    f = jax.jit(gradient(ours(counted(layer, counter))))
+    np.testing.assert_allclose(f(X, W), gradient(by_jax(layer))(X, W), rtol=1e-5, atol=1e-6)
+    assert counter[...] > 0
+
+
+@EACH
+def test_beside_a_reference_the_policy_holds(ours):
+    """JAX's own checkpoint asks it: what it offloads is on the host, and a misspelt name is an error."""
+    counter = jax.new_ref(0)
+    body = counted(layer, counter)
+    jaxpr = gradient_jaxpr(ours(body), X, W)
+    assert {place(v.aval) for e in equations(jaxpr) for v in e.outvars if hasattr(v.aval, "dtype")} == {
+        "device",
+        "host",
+    }
+    misspelt = ours(body, policy=policy({"uu": "offload"}))
+    jax.make_jaxpr(misspelt)(X, W)
+    with pytest.raises(PolicyError, match=r"'uu'.*the nearest is 'u'"):
+        gradient_jaxpr(misspelt, X, W)
+    assert "without its names" in str(residuals(ours(body), X, W))
+    check(policy({"u": "offload"}, resident_layers=0), ours(body), X, W)
+
+
+@EACH
+def test_a_reference_of_the_bodys_own(ours):
+    def body(x, w):
+        own = jax.new_ref(jnp.zeros_like(x))
+        own[...] = x @ w
+        return jnp.sin(tag(own[...], "u")), None
+
+    assert_same_bits(run(ours(body), X, W), run(by_jax(body), X, W))
+    for f in (by_jax(body), ours(body)):  # in its words
+        with pytest.raises(NotImplementedError, match="Mutating a reference with unknown/differentiated values"):
+            gradient_jaxpr(f, X, W)
+
+
+# ------------------------------------------------------------------------------------------------- checkify
+
+
+def checked(x, w):
+    u = tag(x @ w, "u")
+    checkify.check(jnp.all(u < 100), "u is {u}, too large", u=u.max())
+    return jnp.sin(u), None
+
+
+def logarithm(x, w):
+    return jnp.log(tag(x @ w, "u") + 1), None
+
+
+def found(f, *args):
+    """What `checkify` finds, and the results."""
+    error, out = jax.jit(checkify.checkify(f, errors=checkify.all_checks))(*args)
+    return (error.get() or "").partition(" (")[0], out
+
+
+def with_gradient(f):
+    return lambda x, w: jax.value_and_grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1))(x, w)
+
+
+@EACH
+@pytest.mark.parametrize("derivative", [False, True])
+def test_checks_in_the_body_are_made(ours, derivative):
+    """A differentiated `jax.checkpoint` makes none, and so does `checkpoint`; `lax.scan` does."""
+    how = with_gradient if derivative else lambda f: f
+    dropped = derivative and ours is by_checkpoint
+    for x in (X, 1e4 * jnp.abs(X)):
+        said, out = found(how(ours(checked)), x, jnp.abs(W))
+        wanted, reference = found(how(by_jax(checked)), x, jnp.abs(W))
+        assert derivative or said == wanted
+        assert ("too large" in said) == (x is not X and not dropped)
+        assert not (derivative and wanted)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), out, reference)
+
+
+@EACH
+@pytest.mark.parametrize("derivative", [False, True])
+def test_a_nan_that_a_layer_makes_is_reported_where_it_is_made(ours, derivative):
+    how = with_gradient if derivative else lambda f: f
+    assert found(how(by_jax(logarithm)), -9 * X, W)[0] == "nan generated by primitive: log."
+    assert found(how(ours(logarithm)), -9 * X, W)[0] == "nan generated by primitive: log."
+    assert found(how(ours(layer)), X, W)[0] == ""
+
+
+@EACH
+def test_a_function_that_is_checked_first_is_differentiated_under_its_policy(ours):
+    def f(x, w):
+        _, out = checkify.checkify(ours(checked), errors=checkify.all_checks)(x, w)
+        return jnp.sum(out**2)
+
+    assert kept_bytes(f, X, W)[1] == kept_bytes(ours(layer), X, W)[1] > 0
+    want = run(gradient(by_jax(layer), (0, 1)), X, W)
+    for got, wanted in zip(jax.tree.leaves(jax.jit(jax.grad(f, (0, 1)))(X, W)), want, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@EACH
+def test_a_check_that_nobody_takes_out_is_told_in_jaxs_words(ours):
+    with pytest.raises(ValueError, match=r"checkify\.check which was not functionalized"):
+        jax.jit(ours(checked))(X, W)
+
+
+# ------------------------------------------------------------------------------------------------- exported
+
+
+@EACH
+@pytest.mark.parametrize("written", [False, True])
+def test_a_step_is_exported(ours, written):
+    if written and not importlib.util.find_spec("flatbuffers"):
+        pytest.skip("jax.export writes with flatbuffers, which is not here")
+    step = jax.jit(lambda x, w: w - 0.1 * gradient(ours(layer), 1)(x, w))
+    exported = export.export(step)(X, W)
+    if written:
+        exported = export.deserialize(exported.serialize())
+    assert_same_bits([np.asarray(exported.call(X, W))], [np.asarray(step(X, W))])
+
+
+# ------------------------------------------------------------------------------------------------- debugging
+
+
+def in_log(*args):
+    """The primitive in whose result `jax_debug_nans` finds a NaN."""
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as error:
+        args[0](*args[1:])
+    return str(error.value)
+
+
+def test_debug_nans_finds_in_a_scan_what_it_finds_in_laxs():
+    """Also where nothing is computed of the results."""
+    for how in (lambda f: f, jax.jit, gradient, lambda f: jax.jit(gradient(f)), lambda f: lambda *a: jax.vjp(f, *a)[0]):
+        for f in (by_jax(logarithm), by_scan(logarithm)):
+            assert "(nan) encountered in scan" in in_log(how(f), -9 * X, W)
+
+
+@EACH
+def test_debug_nans_finds_nothing_where_nothing_is(ours):
+    with jax.debug_nans(True):
+        for f in (gradient(ours(layer), (0, 1)), jax.jit(gradient(ours(layer), (0, 1)))):
+            got = jax.tree.leaves(f(X, W))
+        jaxpr = gradient_jaxpr(ours(layer), X, W)
+    # An empty row on a GPU holds what was there; JAX looks at it too.
+    assert count(jaxpr, "empty") == 0 and (ours is not by_scan or count(gradient_jaxpr(ours(layer), X, W), "empty"))
+    for a, b in zip(got, jax.tree.leaves(gradient(by_jax(layer), (0, 1))(X, W)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@EACH
+def test_without_jit_all_is_computed(ours):
+    with jax.disable_jit():
+        value, got = ours(layer)(X, W), gradient(ours(layer), (0, 1))(X, W)
+        np.testing.assert_allclose(value, by_jax(layer)(X, W), rtol=1e-5, atol=1e-6)
+    for a, b in zip(got, gradient(by_jax(layer), (0, 1))(X, W), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,81 @@
+"""The Makefile's targets, as they are typed: `make train` trains, and both versions of jax are tested."""
+
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from jaxoffload import _xla
+from models import checkpoints, metrics
+from models.config import load
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+def make(*arguments: str) -> str:
+    """What it prints. What an outer make has its own makes do is left out, and conftest's eight devices."""
+    others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "CONFIG", "ARGS", "XLA_FLAGS")
+    environment = {key: value for key, value in os.environ.items() if key not in others}
+    process = subprocess.Popen(
+        ["make", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=900)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, said
+    return said
+
+
+def test_make_train_trains_tiny_on_the_standard_library(tmp_path):
+    """Eight steps of it, in a folder of their own, with a tokenizer of their own."""
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    fewer = "train.steps=8 train.warmup_steps=2 train.log_every=1 train.eval_every=8 train.eval_batches=1"
+    said = make("train", f"PYTHON={sys.executable}", f"ARGS={fewer} train.out={out} data.cache_dir={cache}")
+    assert f"{sys.executable} -m models.train configs/tiny.yaml {fewer}" in said
+    assert re.search(r"^mlp/fc1.gate +float32\[8,256,512\] .* offloaded +fc1$", said, re.MULTILINE)
+    tokens = re.search(r"^([\d,]+) tokens to train on", said, re.MULTILINE)
+    assert int(tokens[1].replace(",", "")) > 10**6 and f"finished; the loss curve is {out}/loss.png" in said
+    losses = [record["loss"] for record in metrics.read(out / "metrics.jsonl") if "loss" in record]
+    assert len(losses) == 8 and abs(losses[0] - math.log(2048)) < 0.1 and losses[-1] < losses[0] - 0.5
+    assert checkpoints.latest(out).step == 8 and (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    tiny = load(ROOT / "configs/tiny.yaml")
+    assert (tiny.data.path, tiny.train.out) == ("stdlib", "runs/tiny")
+
+
+def test_make_train_makes_its_own_environment_but_for_another_python():
+    *_, last = make("-n", "train").splitlines()
+    assert last.strip() == ".venv/bin/python -m models.train configs/tiny.yaml"
+    assert make("-n", "train", "PYTHON=python3").strip() == "python3 -m models.train configs/tiny.yaml"
+
+
+def test_the_oldest_jax_is_the_one_that_everything_names():
+    """What pip installs at least, what the library refuses below, what README says, what `make test` tests."""
+    extras = PYPROJECT["optional-dependencies"]
+    needed = [*PYPROJECT["dependencies"], *extras["cuda12"], *extras["cuda13"]]
+    bounds = [found[1] for one in needed if (found := re.fullmatch(r"jax(?:\[\w+\])?>=([\d.]+)", one))]
+    (oldest,) = set(bounds)
+    assert len(bounds) == 3
+    assert oldest == ".".join(map(str, _xla._FIRST_RIGHT_JAXLIB))
+    assert f"jax and jaxlib [{oldest} or later][versions] are needed" in (ROOT / "README.md").read_text()
+    said = make("-n", "-W", "pyproject.toml", "test", "PYTHON=python3")  # as if it had changed since the last time
+    assert f"pip install -q --no-deps --target .oldest jax=={oldest} jaxlib=={oldest}" in said
+    assert "PYTHONPATH=.oldest python3 -m pytest" in said and "tests/test_contract.py" in said

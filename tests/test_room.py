@@ -1,0 +1,96 @@
+"""room(): what a loop's iteration needs on the device, by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from common import policy
+from jax import lax
+
+from jaxoffload import scan, tag
+from jaxoffload.proof import room
+
+B, D, H, V, N = 64, 32, 256, 1024, 3
+STREAM, WIDE, WEIGHT = 4 * B * D, 4 * B * H, 4 * D * H  # bytes of float32
+SCALARS = 64  # counters and sums
+
+
+def of(*shape, dtype=jnp.float32, sharding=None):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def logits(x, table):
+    """A chunk at a time."""
+    add = lambda total, x: (total + jnp.sum(jnp.exp(x @ table.astype(jnp.bfloat16))), None)
+    return lax.scan(add, jnp.zeros((), jnp.bfloat16), x)[0]
+
+
+def test_a_chunk_of_logits_is_stored_and_what_is_fused_with_their_sum_is_not():
+    found = room(logits, of(4, B, D, dtype=jnp.bfloat16), of(D, V))
+    assert 0 <= found.loop - (2 * B * V + 2 * D * V) < SCALARS  # and the table, cast
+    assert found.layer == 0
+
+
+def test_a_sum_over_chunks_that_is_an_arguments_gradient_is_not_counted_again():
+    found = room(jax.grad(logits, 1), of(4, B, D, dtype=jnp.bfloat16), of(D, V)).loop
+    assert 0 <= found - (2 * B * V + 2 * D * V) < SCALARS  # the cotangent of the logits; what this chunk adds
+
+
+def stack(x, w, **fields):
+    def layer(x, w):
+        return x + jnp.sin(tag(x @ w["in"], "fc1")) @ w["out"], None
+
+    rules = policy({"fc1": "offload"}, resident_layers=0, **fields)
+    return jnp.sum(scan(layer, x, w, policy=rules)[0])
+
+
+def test_a_layer_has_its_residuals_those_of_the_next_and_what_it_computes():
+    x, w = of(B, D), {"in": of(N, D, H), "out": of(N, H, D)}
+    # fc1 of this layer and of the next; its sin, and behind it its cotangent; the stream's cotangent, before and after.
+    most = 3 * WIDE + 2 * STREAM
+    for microbatches in (1, 2):
+        step = jax.grad(stack, 1)
+        if microbatches > 1:
+            add = lambda x, w: lambda total, _: (jax.tree.map(jnp.add, total, jax.grad(stack, 1)(x, w)), None)
+            step = lambda x, w: lax.scan(add(x, w), w, None, length=2)[0]
+        found = room(step, x, w)
+        assert most <= found.layer <= most + 2 * WEIGHT + WIDE + SCALARS
+        assert found.loop == 0
+    # What stays on the device is a residual, and not counted twice.
+    kept = room(jax.grad(lambda x, w: stack(x, w, offload_layers=0), 1), x, w)
+    assert kept.layer <= found.layer
+
+
+def test_what_one_kernel_computes_elsewhere_stores_nothing_inside():
+    S = 128
+
+    def attend(q):
+        with jax.named_scope("attention"):
+            return jax.nn.softmax(q @ q.T) @ q
+
+    def f(q):
+        return lax.scan(lambda q, _: (attend(q) + 1, None), q, None, length=3)[0]
+
+    def loss(q):
+        return jnp.sum(lax.scan(jax.checkpoint(lambda q, _: (attend(q) + 1, None)), q, None, length=3)[0])
+
+    for g in (f, jax.grad(loss)):
+        scores = 4 * S * S
+        assert room(g, of(S, 8)).loop >= scores
+        assert room(g, of(S, 8), one_kernel=("attention",)).loop < scores
+
+
+@pytest.mark.parametrize("constrained, parts", [(True, 4), (False, 1)])
+def test_values_are_divided_as_constraints_say(constrained, parts):
+    mesh = jax.sharding.AbstractMesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def f(x, w):
+        def add(total, w):
+            wide = x @ w
+            if constrained:
+                wide = lax.with_sharding_constraint(wide, jax.P("a"))
+            return total + jnp.sum(wide), None
+
+        return lax.scan(add, jnp.float32(0), w)[0]
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert 0 <= room(f, of(B, D), of(N, D, H)).loop - WIDE // parts < SCALARS

@@ -1,0 +1,168 @@
+"""verify tells a wrong gradient from rounding: layers in other people's styles, right ones and ones with a fault."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import on_cpu_and_gpu
+from drawn_layers import draw
+from test_verify import LAYERS, X, a_host_write_is_skipped, of_scan, rows_in_wrong_order, weights
+
+from jaxoffload import Policy, scan, tag, verify
+from jaxoffload._twin import twin
+from jaxoffload.proof import _checks, _subject
+from jaxoffload.proof._bits import differences, numbers
+from jaxoffload.proof._rounding import LIMIT, furthest, rounding
+
+# Layers; `make test-long` draws 300. Several are compiled together: compiling takes nearly all of the time.
+DRAWN = min(300, int(os.environ.get("EXAMPLES", 12)))
+TOGETHER = 6
+BATCHES = [range(first, min(first + TOGETHER, DRAWN)) for first in range(0, DRAWN, TOGETHER)]
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_promoted():
+    """As other people's layers do."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def drawn(seeds):
+    """A list of losses, one for each drawn layer, as one function; and its arguments."""
+    layers = [draw(seed) for seed in seeds]
+
+    def losses(args):
+        return [loss(layer, *of_layer) for layer, of_layer in zip(layers, args, strict=True)]
+
+    return losses, [(layer.x, *layer.xs) for layer in layers], layers
+
+
+def loss(drawn, x, w, keys):
+    policy = Policy(drawn.rules, min_offload_bytes=0)
+    y, _ = scan(lambda x, w: (drawn.layer(x, w), None), x, (w, keys), policy=policy, strict=False)
+    target = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)  # the norm of what is normalised is one
+    return jnp.sum((y.astype(jnp.float32) - target) ** 2)
+
+
+@on_cpu_and_gpu
+@pytest.mark.parametrize("seeds", BATCHES, ids=str)
+def test_layers_in_other_peoples_styles_have_their_references_gradients(seeds, device):
+    """LayerNorm, dropout, GELU, softmax by hand, einsums, convolutions, float32 islands, Equinox, Linen."""
+    losses, args, _ = drawn(seeds)
+    subject = _subject.subject_of(lambda args: sum(losses(args)), (args,))
+    mine, run = subject.exact_programs()
+    results, reference, differ = _checks._compared(mine, run, subject.arrays)
+    assert len(jax.tree.leaves(results)) > 2 * len(seeds)
+    # A few, such as einsums over experts, are still rounded otherwise on a GPU.
+    assert not differ or (device == "gpu" and rounding(results, reference, run, subject.arrays).share < LIMIT)
+
+
+@pytest.fixture(scope="module")
+def right():
+    """A subject of four layers, its reference's program, and that one's results."""
+    matters = lambda layer: len(layer.xs[1]) > 2 and layer.x.shape[1] > 1  # more than one row; a softmax of more than 1
+    with jax.numpy_rank_promotion("allow"):
+        losses, args, layers = drawn([seed for seed in range(20) if matters(draw(seed))][:4])
+        subject = _subject.subject_of(lambda args: sum(losses(args)), (args,))
+        run = _subject.compiled(twin(subject.run), subject.arrays, _subject.exact_options())
+    return subject, layers, run, numbers(run(*subject.arrays))
+
+
+@pytest.mark.parametrize("plant", [rows_in_wrong_order, a_host_write_is_skipped], ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_no_rounding_in_any_of_them(plant, right, monkeypatch):
+    subject, layers, run, reference = right
+    plant(monkeypatch)
+    wrong = lambda *args: subject.run(*args)  # another function: JAX would not trace the same one again
+    mine = numbers(_subject.compiled(wrong, subject.arrays, _subject.exact_options())(*subject.arrays))
+    for k, layer in enumerate(layers):
+        of = lambda results, k=k: results["gradient"][0][k]
+        share, _ = rounding(of(mine), of(reference), lambda *args, of=of: of(run(*args)), subject.arrays)
+        assert share > LIMIT, (k, layer.blocks, layer.rules)
+
+
+def squares(x, w):
+    """x + tanh(tanh(x @ w) @ w.T): XLA fuses it into other kernels in the one program than in the other."""
+    return x + jnp.tanh(jnp.tanh(tag(x @ w, "fc1")) @ w.T), None
+
+
+def test_programs_that_xla_fuses_otherwise_are_compared_under_options_that_forbid_it():
+    policy = Policy({"fc1": "offload"}, min_offload_bytes=0)
+    x, w = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (4, 8, 8))
+    f = lambda x, w: jnp.sum(scan(squares, x, w, policy=policy)[0] ** 2)
+    assert str(verify(f, x, w)["gradients"]) == "holds        gradients: 3 results are the twin's, bit for bit"
+
+
+W = np.asarray(jax.random.normal(jax.random.key(2), (3, 8, 8)))
+
+
+def rows(x, w):
+    """A sum for each of three matrices, and an integer."""
+    return {"g": jnp.einsum("sd,ldf->lsf", jnp.tanh(x), w), "n": jnp.argmax(w)}
+
+
+def of_rows(change, dtype=np.float32):
+    """`rounding` of results that are changed, and of those that are not."""
+    args = (jnp.asarray(X[:, :8], dtype), jnp.asarray(W, dtype))
+    right = numbers(jax.jit(rows)(*args))
+    return rounding(change({k: v.copy() for k, v in right.items()}), right, jax.jit(rows), args)
+
+
+def changed(result, at, by):
+    def change(results):
+        results[result][at] = by(results[result][at])
+        return results
+
+    return change
+
+
+def test_what_rounding_changes_is_less_than_one_rounding_of_the_arguments():
+    assert of_rows(lambda results: results).share == 0
+    found = of_rows(changed("g", np.s_[:], lambda g: np.nextafter(g, np.float32(np.inf))))
+    assert 0 < found.share < 2 and 1e-8 < found.error < 1e-5
+    half = of_rows(changed("g", np.s_[:], lambda g: g), jnp.bfloat16)
+    assert half.share == 0 and half.error > 1e-4  # eight bits of mantissa
+    empty = {"g": np.ones((0, 4, 8), np.float32)}
+    assert (
+        rounding(empty, empty, lambda: jax.tree.map(jnp.asarray, empty), ()) == (0, 0) and furthest(empty, empty) == 0
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed("g", 1, lambda g: g * np.float32(1.001)),  # one layer alone, by a thousandth
+        changed("g", np.s_[:2], lambda g: g[::-1].copy()),
+        changed("g", (0, 0, 0), lambda g: np.nan),
+        changed("g", (0, 0, 0), lambda g: np.inf),
+        changed("n", (), lambda n: n + 1),
+    ],
+    ids=["a thousandth", "two layers swapped", "NaN", "infinity", "an integer"],
+)
+def test_what_is_wrong_is_more(change):
+    assert of_rows(change).share > LIMIT
+
+
+@pytest.mark.parametrize("by, verdict", [(1e-7, "holds"), (1e-3, "fails")])
+def test_where_equal_arithmetic_cannot_be_had_results_are_judged_by_rounding(by, verdict, monkeypatch):
+    """As where XLA divides a sum among devices in the one program alone."""
+    real = _checks._compared
+
+    def apart(program, twins, args):
+        mine, others, _ = real(program, twins, args)
+        mine = jax.tree.map(lambda x: x * np.asarray(1 + by, x.dtype), mine)
+        return mine, others, list(differences(mine, others))
+
+    monkeypatch.setattr(_checks, "_compared", apart)
+    found, said = _checks.gradients(_subject.subject_of(of_scan, (X, weights(LAYERS))))
+    assert found == verdict and "times as far apart as rounding moves the twin's" in said
+    assert said.startswith("4 results are the twin's, 4 of them not bit for bit: " if by == 1e-7 else "4 of 4 results")
+
+
+def test_a_reference_that_rounding_alone_changes_much_is_no_evidence(monkeypatch):
+    """A router that chooses otherwise, say."""
+    monkeypatch.setattr(_checks, "rounding", lambda *_: _checks.Rounding(share=1.0, error=0.2))
+    monkeypatch.setattr(_checks, "_compared", lambda *_: ({"value": np.ones(1)}, {"value": np.ones(1)}, ["differs"]))
+    found, said = _checks.gradients(_subject.subject_of(of_scan, (X, weights(LAYERS))))
+    assert found == "not checked" and "rounding alone moves the twin's by 0.2 of their norm" in said

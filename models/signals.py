@@ -63,6 +63,12 @@ class _Listening:
         os.close(self.writer)
         self.thread.join()
 
+    def wait(self) -> None:
+        """Returns once the line of a signal that came is printed: a thread that is late must still find its phase, and
+        the process must not end before it."""
+        if self.came:
+            self.told.wait(PATIENCE)
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         self.came = number
         if self.phase == "running" and not self.raised:
@@ -83,7 +89,7 @@ class _Listening:
                 tell(f"{name}: the step is finished and saved, then this run ends; a second signal ends it at once")
             else:
                 tell(f"stopped by {name}; what came after the last checkpoint is not saved")
-                if self.phase == "starting":
+                if self.phase == "starting" and not self.raised:  # else the main thread unwinds: it may be here already
                     _exit(number)
                 timer = threading.Timer(PATIENCE, _exit, (number,))
                 timer.daemon = True
@@ -134,8 +140,7 @@ def handled() -> Iterator[None]:
         raise
     finally:
         listening.phase = "starting"  # ends at once what comes while the process ends
-        if listening.came:
-            listening.told.wait(PATIENCE)  # or the process could end before its thread has printed the line
+        listening.wait()
         sys.unraisablehook = unraisable
         if here:
             listening.close()
@@ -157,6 +162,7 @@ def noted() -> Iterator[Callable[[], int]]:
             raise Stopped(listening.raised)
         yield lambda: listening.came
     finally:
+        listening.wait()
         listening.phase = "running"
 
 

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -288,6 +289,20 @@ def test_ctrl_c_that_jax_turns_into_an_error_of_its_own_is_ctrl_c(config, monkey
     monkeypatch.setattr(signals, "PATIENCE", 600)  # or it would end pytest
     assert train.main([str(config), *EIGHT]) == 128 + signal.SIGINT
     assert capsys.readouterr().err.startswith("stopped by SIGINT")
+
+
+def test_a_signal_that_is_told_late_does_not_end_a_process_that_unwinds(monkeypatch, capsys):
+    def late(descriptor, count):  # as on a busy machine: the main thread has left `handled` by then
+        byte = os.read(descriptor, count)
+        time.sleep(0.5)
+        return byte
+
+    ended: list[int] = []
+    monkeypatch.setattr(signals, "os", types.SimpleNamespace(**vars(os) | {"read": late}))
+    monkeypatch.setattr(signals, "_exit", ended.append)  # or it would end pytest
+    with pytest.raises(signals.Stopped), signals.handled():
+        signal.raise_signal(signal.SIGINT)
+    assert not ended and capsys.readouterr().err.startswith("stopped by SIGINT")
 
 
 def test_ctrl_c_that_is_lost_while_it_compiles_is_ctrl_c(config, tmp_path, monkeypatch, capsys):

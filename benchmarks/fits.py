@@ -20,7 +20,7 @@ from benchmarks import dense, moe, peers, streams
 from benchmarks.cases import OVERLAP, Case, Variant
 from benchmarks.steps import compile_step, initial, loss_of, start
 from jaxoffload import proof
-from jaxoffload.proof._fit import FREE
+from jaxoffload.proof._predict.fit import FREE
 
 
 class Shape(NamedTuple):

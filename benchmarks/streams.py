@@ -12,12 +12,12 @@ import json
 import sys
 from pathlib import Path
 
-from jaxoffload.proof._trace import DIRECTIONS as DIRECTIONS
-from jaxoffload.proof._trace import Event as Event
-from jaxoffload.proof._trace import by_kernel as by_kernel
-from jaxoffload.proof._trace import read as read
-from jaxoffload.proof._trace import summary as summary
-from jaxoffload.proof._trace import traced as traced
+from jaxoffload.proof._program.trace import DIRECTIONS as DIRECTIONS
+from jaxoffload.proof._program.trace import Event as Event
+from jaxoffload.proof._program.trace import by_kernel as by_kernel
+from jaxoffload.proof._program.trace import read as read
+from jaxoffload.proof._program.trace import summary as summary
+from jaxoffload.proof._program.trace import traced as traced
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -2,6 +2,7 @@
 
 from ._chain import chain as chain
 from ._checkpoint import checkpoint as checkpoint
+from ._compiler_options import compiler_options as compiler_options
 from ._policy import Policy as Policy
 from ._policy import PolicyError as PolicyError
 from ._residuals import check as check
@@ -9,9 +10,8 @@ from ._residuals import residuals as residuals
 from ._scan import scan as scan
 from ._table import Residual as Residual
 from ._table import Residuals as Residuals
-from ._tags import scope as scope
-from ._tags import tag as tag
-from ._xla import compiler_options as compiler_options
+from ._tag import scope as scope
+from ._tag import tag as tag
 from .grouped import GroupedTensor as GroupedTensor
 from .grouped import grouped_matmul as grouped_matmul
 from .proof import machine as machine

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import jax
 
 from . import proof
-from ._loops import DifferentiatedTwice
+from ._engine.loops import DifferentiatedTwice
 from ._residuals import Residuals, residuals
-from ._words import nearest
-from .proof._peaks import measured
-from .proof._subject import run_of
+from ._text import nearest
+from .proof._program.target import run_of
+from .proof._verify.peaks import measured
 
 USAGE = """\
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml

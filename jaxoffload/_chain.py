@@ -18,17 +18,19 @@ from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from ._call import Call
-from ._checkpoint import bind, checked, derivative, partial_eval_as_remat
-from ._layer import Body, Layer, apart, linearize
-from ._linear import linear
-from ._memory import DEVICE, HOST, layers_that_fit
-from ._plan import Layers
+from ._engine.checkpointed import bind, checked, partial_eval_as_remat
+from ._engine.derivative import derivative
+from ._engine.host_pool import layers_that_fit
+from ._engine.layer import Body, Layer, apart, linearize
+from ._engine.memory import DEVICE, HOST
+from ._engine.plan import Layers
+from ._engine.reference import is_twin
+from ._engine.refs import by_jax, takes_refs
+from ._engine.refusals import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
+from ._engine.transpose_only import linear
+from ._jax import Call
 from ._policy import Policy, PolicyError, accept
-from ._refs import by_jax, takes_refs
 from ._scan import inside_scan
-from ._twin import is_twin
-from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 
 
 def chain(

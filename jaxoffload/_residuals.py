@@ -20,18 +20,21 @@ from jax.extend.core.primitives import name_p, remat_p
 from jax.ref import AbstractRef
 
 from ._chain import chain_p
-from ._checkpoint import checkpoint, checkpoint_p, judged
-from ._layer import Body, plan_of
-from ._loops import backward_p, forward_p, where_twice
-from ._memory import host_pool_bytes, judged_together, nbytes, on_host
-from ._origin import Origin, origin
-from ._plan import ARGUMENT, Plan, Row, make_plan
+from ._checkpoint import checkpoint
+from ._engine.checkpointed import checkpoint_p
+from ._engine.derivative import judged
+from ._engine.host_pool import host_pool_bytes, judged_together
+from ._engine.layer import Body, plan_of
+from ._engine.loops import backward_p, forward_p, where_twice
+from ._engine.memory import nbytes, on_host
+from ._engine.plan import ARGUMENT, Plan, Row, make_plan
+from ._engine.pool_need import need_of, refuse_what_does_not_fit
+from ._engine.reruns import reruns
+from ._engine.source import Origin, origin
+from ._engine.values import bodies, parts_of
 from ._policy import Policy, PolicyError, accept
-from ._pool import need_of, refuse_what_does_not_fit
-from ._reruns import reruns
 from ._scan import body_of, scan_p
 from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, SHARES, Residual, Residuals
-from ._values import bodies, parts_of
 
 
 def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -> Residuals:

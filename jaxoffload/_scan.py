@@ -18,17 +18,18 @@ from jax.extend.core import Jaxpr, JaxprEqn, new_jaxpr_eqn
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from ._call import Call, evaluate
-from ._checkpoint import bind, cached
-from ._layer import Body, Layer, linearize, perturbed_carry
-from ._linear import linear
-from ._loops import Loops, Part, run_backward, run_forward
-from ._memory import layers_that_fit
-from ._plan import Layers
+from ._engine.checkpointed import bind
+from ._engine.derivative import cached
+from ._engine.host_pool import layers_that_fit
+from ._engine.layer import Body, Layer, linearize, perturbed_carry
+from ._engine.loops import Loops, Part, run_backward, run_forward
+from ._engine.plan import Layers
+from ._engine.reference import is_twin, most_layers
+from ._engine.refs import by_jax, takes_refs
+from ._engine.refusals import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
+from ._engine.transpose_only import linear
+from ._jax import Call, evaluate
 from ._policy import Policy, accept
-from ._refs import by_jax, takes_refs
-from ._twin import is_twin, most_layers
-from ._xla import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 
 
 def scan(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxoffload.grouped._fp8 import RAGGED_FP8, from_columns, group_of
+from jaxoffload.grouped._ragged_fp8 import RAGGED_FP8, from_columns, group_of
 from jaxoffload.grouped.ragged import RAGGED
 
 FLOAT = jnp.float32

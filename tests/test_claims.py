@@ -17,7 +17,7 @@ from test_readme import LINK, README, ROOT, without_links
 from benchmarks import choices, claims, dense, fits, grouped, judge, losses, measure, moe, peers, sweep
 from benchmarks.claims import Claim, Listed, Measurement
 from jaxoffload.__main__ import made_by
-from jaxoffload.proof._profile import Move, Profile
+from jaxoffload.proof._report.profile import Move, Profile
 from models.config import load
 
 LISTED = claims.read()

@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoffload import Policy, chain, machine, scan, tag
 from jaxoffload.__main__ import main
-from jaxoffload.proof import Machine, _machine, fits, known_machine
-from jaxoffload.proof._cost import cost
-from jaxoffload.proof._fit import LayerCopy
-from jaxoffload.proof._machine import Bus, attention_flops
+from jaxoffload.proof import Machine, fits, known_machine
+from jaxoffload.proof._predict import machine as _machine
+from jaxoffload.proof._predict.cost import cost
+from jaxoffload.proof._predict.fit import LayerCopy
+from jaxoffload.proof._predict.machine import Bus, attention_flops
 
 # Round numbers: a bfloat16 product of 10**9 FLOPs takes 1 ms, 10**6 bytes of memory 1 ms, of the bus 10 ms.
 MACHINE = Machine("a GPU", 2, "0", Bus(0.1, 0.05, 0.04), Bus(0.025, 0.05, 0.02), 1.0, (0.5, 0.25), 1.0)

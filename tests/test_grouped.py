@@ -33,7 +33,7 @@ from jax import lax
 
 from jaxoffload import GroupedTensor, Policy, chain, checkpoint, grouped_matmul, residuals, scan, scope, tag
 from jaxoffload.grouped import _matmul, chosen_backend, te
-from jaxoffload.grouped._fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns
+from jaxoffload.grouped._ragged_fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns
 
 FLOAT, FP8 = jnp.float32, "float8_e4m3fn"
 SIZES = np.array([3, 0, 7, 4], np.int32)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxoffload.proof._kernels import Kernels, ran, traced
-from jaxoffload.proof._program import instructions
+from jaxoffload.proof._program.hlo import instructions
+from jaxoffload.proof._program.kernels import Kernels, ran, traced
 
 X, W = jnp.zeros((4, 8)), jnp.zeros((8, 8))
 ONE = 2 * 4 * 8 * 8

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxoffload import _xla
+from jaxoffload import _compiler_options as _xla
 from models import checkpoints, metrics
 from models.config import load
 

@@ -12,7 +12,7 @@ from common import gradient, kept_bytes, normal, policy
 from jax.extend.core import jaxpr_as_fun
 
 from jaxoffload import chain, check, checkpoint, compiler_options, residuals, scan, tag
-from jaxoffload._memory import readable
+from jaxoffload._text import readable
 
 N, ONE = 6, 4 * 8 * 4  # layers; bytes of a float32 (4, 8)
 X, WS = normal(0, (4, 8)), normal(1, (N, 8, 8))

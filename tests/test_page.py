@@ -17,9 +17,9 @@ from test_verify import LAYERS, X, of_scan, weights
 
 from jaxoffload import Policy, Residual, Residuals, proof, residuals, scan, tag
 from jaxoffload.__main__ import main
-from jaxoffload._memory import readable
+from jaxoffload._text import readable
 from jaxoffload.proof import Check
-from jaxoffload.proof._pictures import memory
+from jaxoffload.proof._report.pictures import memory
 
 ENDS = "ends here: </script><script>alert(1)</script><!-- <script"  # text that would end the data, or run
 CHECKS = [

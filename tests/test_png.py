@@ -14,8 +14,8 @@ from test_verify import LAYERS, X, of_scan, weights
 
 from jaxoffload import proof, residuals
 from jaxoffload.__main__ import main
-from jaxoffload.proof import _png
-from jaxoffload.proof._pictures import COLORS
+from jaxoffload.proof._report import png as _png
+from jaxoffload.proof._report.pictures import COLORS
 
 
 @pytest.fixture(scope="module")

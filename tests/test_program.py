@@ -20,10 +20,12 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxoffload import Policy, _loops, chain, checkpoint, compiler_options, grouped_matmul, scan, tag
-from jaxoffload._pool import need_of
-from jaxoffload.proof import _kernels, _program
-from jaxoffload.proof._program import kernels_on_host_memory
+from jaxoffload import Policy, chain, checkpoint, compiler_options, grouped_matmul, scan, tag
+from jaxoffload._engine import loops as _loops
+from jaxoffload._engine.pool_need import need_of
+from jaxoffload.proof._program import hlo as _program
+from jaxoffload.proof._program import kernels as _kernels
+from jaxoffload.proof._program.hlo import kernels_on_host_memory
 from models.attention import rotations
 from models.config import Model, load
 from models.report import summary

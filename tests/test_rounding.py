@@ -11,10 +11,11 @@ from drawn_layers import draw
 from test_verify import LAYERS, X, a_host_write_is_skipped, of_scan, rows_in_wrong_order, weights
 
 from jaxoffload import Policy, scan, tag, verify
-from jaxoffload._twin import twin
-from jaxoffload.proof import _checks, _subject
-from jaxoffload.proof._bits import differences, numbers
-from jaxoffload.proof._rounding import LIMIT, furthest, rounding
+from jaxoffload._engine.reference import twin
+from jaxoffload.proof._program import target as _subject
+from jaxoffload.proof._verify import checks as _checks
+from jaxoffload.proof._verify.bits import differences, numbers
+from jaxoffload.proof._verify.rounding import LIMIT, furthest, rounding
 
 # Layers; `make test-long` draws 300. Several are compiled together: compiling takes nearly all of the time.
 DRAWN = min(300, int(os.environ.get("EXAMPLES", 12)))

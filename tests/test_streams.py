@@ -14,10 +14,12 @@ import pytest
 from jaxlib._hlo import hlo_module_from_text
 
 import jaxoffload
-from jaxoffload.proof import _checks, _program, read_profile
-from jaxoffload.proof._profile import _steps, profile_of
-from jaxoffload.proof._program import Copy, host_copies, instructions
-from jaxoffload.proof._trace import Event, events_of, in_the_way, merged, overlap, read, summary
+from jaxoffload.proof import read_profile
+from jaxoffload.proof._program import hlo as _program
+from jaxoffload.proof._program.hlo import Copy, host_copies, instructions
+from jaxoffload.proof._program.trace import Event, events_of, in_the_way, merged, overlap, read, summary
+from jaxoffload.proof._report.profile import _steps, profile_of
+from jaxoffload.proof._verify import checks as _checks
 
 KERNEL, D2H, H2D, D2D = "gemm", "MemcpyD2H", "MemcpyH2D", "MemcpyD2D"
 

@@ -23,8 +23,8 @@ import pytest
 import te_stand_in
 from test_streams import steps_at, write_trace
 
-from jaxoffload import _loops
-from jaxoffload._memory import on_host
+from jaxoffload._engine import loops as _loops
+from jaxoffload._engine.memory import on_host
 from jaxoffload.grouped import te
 from models import checkpoints, data, metrics, preflight, processes, signals, train
 from models.config import Config, Distributed, Model, flat, load

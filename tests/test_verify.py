@@ -24,12 +24,20 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxoffload import Policy, _layer, _loops, _plan, _scan, _xla, chain, checkpoint, profile, residuals, scan, tag
+from jaxoffload import Policy, _scan, chain, checkpoint, profile, residuals, scan, tag
+from jaxoffload import _compiler_options as _xla
 from jaxoffload.__main__ import main, progress
-from jaxoffload._memory import DEVICE, HOST, on_host, readable
+from jaxoffload._engine import layer as _layer
+from jaxoffload._engine import loops as _loops
+from jaxoffload._engine import plan as _plan
+from jaxoffload._engine.memory import DEVICE, HOST, on_host
+from jaxoffload._engine.reference import is_twin, with_layers
 from jaxoffload._policy import VERDICT
-from jaxoffload._twin import is_twin, with_layers
-from jaxoffload.proof import Peaks, _bits, _checks, _subject, checks, verify
+from jaxoffload._text import readable
+from jaxoffload.proof import Peaks, checks, verify
+from jaxoffload.proof._program import target as _subject
+from jaxoffload.proof._verify import bits as _bits
+from jaxoffload.proof._verify import checks as _checks
 from models.attention import transformer_engine
 from models.train import step_for
 

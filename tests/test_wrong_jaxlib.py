@@ -8,7 +8,8 @@ from common import gradient, normal, policy
 from flax import linen, nnx
 from jax import lax
 
-from jaxoffload import _xla, chain, checkpoint, scan, tag
+from jaxoffload import _compiler_options as _xla
+from jaxoffload import chain, checkpoint, scan, tag
 
 X, W = normal(0, (4, 8)), normal(1, (8, 8))
 

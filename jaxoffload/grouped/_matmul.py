@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._tags import _scope, outside_scopes, tag
-from .._words import nearest, short
+from .._engine.names import outside_scopes, scope_prefix
+from .._tag import tag
+from .._text import nearest, short
 from . import te
 from ._backend import FP8, Backend, Shape, column_wise, in_groups, known, row_wise
-from ._fp8 import E4M3, E5M2, RAGGED_FP8
+from ._ragged_fp8 import E4M3, E5M2, RAGGED_FP8
 from .mosaic import MOSAIC
 from .ragged import RAGGED
 
@@ -83,7 +84,7 @@ def grouped_matmul(
         x = tag(x, name) if name else x
         ys = [_product(one, full, x, w, group_sizes) for one, w in zip(chosen, ws, strict=True)]
     else:  # whose forward rule is traced outside of all scopes
-        ys = _product_fp8(chosen[0], _scope.value + name if name else "", x, tuple(ws), group_sizes)
+        ys = _product_fp8(chosen[0], scope_prefix.value + name if name else "", x, tuple(ws), group_sizes)
     return list(ys) if isinstance(w, Sequence) else ys[0]
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._backend import FP8, Backend, Half, Shape, in_groups, known, unbatched
-from ._fp8 import E4M3, E5M2, amax_of_groups
+from ._ragged_fp8 import E4M3, E5M2, amax_of_groups
 from ._tensor import GroupedTensor
 
 # Of the rows of each group, K and N, in FP8.

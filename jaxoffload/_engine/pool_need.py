@@ -1,0 +1,88 @@
+"""Whether the pinned host pool holds all that a program offloads, its scans, chains and checkpoints together."""
+
+from typing import NamedTuple
+
+from jax.extend.core import Jaxpr
+
+from .._text import readable
+from .host_pool import HostPoolFull, auto_axes, host_pool_bytes
+from .layer import host_share
+from .loops import Part, backward_p, forward_p
+from .memory import on_host
+from .straight import Array, Step, Straight, straight
+from .values import nested
+
+
+class Stack(NamedTuple):
+    """What one part of a scan keeps on the host, besides an empty row: so many layers, and bytes a device of each."""
+
+    layers: int
+    each: int
+
+
+class Need(NamedTuple):
+    """What a program has on the host at once, at most: `stacks`, `other` bytes a device, and the greatest of `loops`.
+
+    All that is made in one straight piece of a program counts together, though one gradient may end before the next
+    begins: XLA may run them side by side, and allocates the stacks of both before either runs. A loop counts as one
+    iteration of it (of an unrolled one, as many as stand beside each other): what an iteration keeps is freed before
+    the next. Loops and branches run one after another. XLA's plans for an H200 are no greater, except of unrolled loops
+    around gradients.
+    """
+
+    stacks: list[Stack]
+    other: int
+    loops: "list[tuple[int, Need]]"  # how many iterations stand beside each other, and what each needs
+
+    def bytes(self, layers: int | None = None) -> int:
+        """Bytes a device; with no more than so many layers of each scan."""
+        rows = [s if layers is None else s._replace(layers=min(s.layers, layers)) for s in self.stacks]
+        stacks = sum((s.layers + 1) * s.each for s in rows if s.layers)
+        return stacks + self.other + max((times * loop.bytes(layers) for times, loop in self.loops), default=0)
+
+    def most_layers(self) -> int:
+        """Of any scan."""
+        return max([s.layers for s in self.stacks] + [loop.most_layers() for _, loop in self.loops], default=0)
+
+
+def need_of(jaxpr: Jaxpr, results_too: bool = True) -> Need:
+    """What a program offloads. Not what it is given in host memory; `results_too`: what it returns there counts."""
+    program = straight(jaxpr)
+    returned = set() if results_too else set(program.outputs)
+    need = Need([], 0, [])
+    for step in program.steps:
+        need = _with(need, step, program, returned)
+    return need
+
+
+def _with(need: Need, step: Step, program: Straight, returned: set[Array | None]) -> Need:
+    eqn, (stacks, other, loops) = step.eqn, need
+    if eqn.primitive in (forward_p, backward_p):
+        parts: list[Part] = eqn.params["loops"].parts
+        offloads = [part for part in parts if part.on_host and eqn.primitive is forward_p]
+        stacks = stacks + [Stack(part.on_host, host_share(part.jaxpr, part.layer.kept)) for part in offloads]
+        inside = [(part.layers, 1, need_of(part.jaxpr, False)) for part in parts]
+    else:
+        other += sum(program.share(x) for x in step.results if on_host(x.aval) and x not in returned)
+        length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2 stands for any number
+        inside = [(length, min(unroll, length), need_of(body, False)) for body in nested(eqn)]
+    for length, times, one in inside:
+        if length > 1:
+            loops = [*loops, (times, one)]
+        else:  # XLA has no loop of one iteration
+            stacks, other, loops = stacks + one.stacks, other + one.other, loops + one.loops
+    return Need(stacks, other, loops)
+
+
+def refuse_what_does_not_fit(who: str, jaxpr: Jaxpr) -> None:
+    """Judges a differentiated program, whatever `on_host_full` says.
+
+    Raises:
+      HostPoolFull: it offloads more than the pinned host pool holds.
+    """
+    pool = host_pool_bytes()
+    if pool is None or (total := (need := need_of(jaxpr)).bytes()) <= pool:
+        return
+    fits = (layers for layers in reversed(range(need.most_layers())) if need.bytes(layers) <= pool)
+    said = f"all together would offload {readable(total)} a device, and the pinned host pool holds {readable(pool)}"
+    raise HostPoolFull(who, said, next(fits, None), auto_axes())

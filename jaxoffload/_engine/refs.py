@@ -1,0 +1,36 @@
+"""Functions that read or write a `jax.new_ref`: they run under JAX's own checkpoint, with the policy as its `policy=`.
+
+Their effects are on something outside of them, which a derivative of ours would have to carry from layer to layer.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr
+from jax.extend.core.primitives import custom_vjp_call_p
+from jax.ref import AbstractRef
+
+from .._policy import Policy, PolicyError
+from .plan import all_names
+from .values import every_equation
+
+
+def takes_refs(jaxpr: Jaxpr) -> bool:
+    """Whether a function closes over references, or takes them."""
+    return any(isinstance(var.aval, AbstractRef) for var in [*jaxpr.constvars, *jaxpr.invars])
+
+
+def by_jax(jaxprs: Sequence[Jaxpr], policy: Policy, strict: bool, prevent_cse: bool) -> Callable[..., Any]:
+    """JAX's own checkpoint for functions with these jaxprs. It judges no patterns, so a strict policy is judged here,
+    and refuses where it is asked: in the derivative. A custom rule's names are not known here; then nothing is judged.
+    """
+    seen = set().union(*map(all_names, jaxprs))
+    rules = any(eqn.primitive is custom_vjp_call_p for jaxpr in jaxprs for eqn, _ in every_equation(jaxpr))
+    problems = policy.unmatched(seen) if strict and not rules else []
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PolicyError(problems)
+
+    asked: Any = refuse if problems else policy
+    return lambda f: jax.checkpoint(f, policy=asked, prevent_cse=prevent_cse)

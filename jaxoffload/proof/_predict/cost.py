@@ -1,0 +1,170 @@
+"""How long a jaxpr takes on a machine, from FLOPs and bytes alone.
+
+A matrix product, or another kernel of its own, takes as long as its FLOPs, or as the way of its operands and results
+to the device's memory, whichever is longer. All else is fused: what lies between the kernels is read once and written
+once. What XLA does better (a product's epilogue) or worse (a reduction that reads twice) is not seen, nor are
+collectives.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from ..._engine.memory import nbytes
+from ..._engine.values import nested, parts_of
+from .._program.kernels import flops_of
+from .._program.target import PRODUCTS
+from .machine import Machine, attention_flops
+
+# Equations whose results are their operands, or which the product behind them does by itself.
+SAME = {"name", "sharding_constraint", "reshape", "squeeze", "expand_dims", "transpose", "copy", "reduce_precision"} | {
+    "jaxoffload_retyped"
+}
+SAME |= {"optimization_barrier", "pcast", "pvary"}
+# Equations that read as much as their results are, however large their operands.
+_PARTS = {"slice", "dynamic_slice", "gather"}
+# Kernels that nothing is fused with; memory bounds them.
+ALONE = {"sort", "top_k", "cumsum", "psum", "psum_invariant", "all_gather"}
+ALONE |= {"all_to_all", "ragged_all_to_all", "reduce_scatter", "ppermute"}
+# Equations that write some of an operand, in place: the operand that says how much.
+_IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
+# Of their FLOPs nothing is known, or only their operands' shapes tell.
+OPAQUE = {"pallas_call", "ffi_call", "custom_vmap_call", "conv_general_dilated", "fft", "cholesky", "triangular_solve"}
+
+
+class Cost(NamedTuple):
+    """`unknown`: kernels of which nothing is known but their bytes."""
+
+    seconds: float
+    unknown: frozenset[str]
+
+
+def cost(jaxpr: Jaxpr, machine: Machine, devices: int = 1) -> Cost:
+    """Of one run of a jaxpr whose values are spread evenly over so many devices."""
+    walk = _Walk(machine, devices)
+    results = walk.through(jaxpr, [walk.array(v.aval, written=True) for v in jaxpr.invars])
+    walk.write(results)
+    return Cost(walk.seconds, frozenset(walk.unknown))
+
+
+@dataclasses.dataclass(eq=False)
+class _Array:
+    """Bytes on each device; whether it is in the device's memory, and whether something fused has read it there."""
+
+    bytes: float
+    written: bool
+    read: bool = False
+
+
+class _Walk:
+    def __init__(self, machine: Machine, devices: int):
+        self.machine, self.devices = machine, devices
+        self.seconds = 0.0
+        self.unknown: set[str] = set()
+
+    def array(self, aval: Any, written: bool) -> _Array:
+        return _Array(nbytes(aval) / self.devices if hasattr(aval, "dtype") else 0, written)
+
+    def move(self, size: float) -> float:
+        """Seconds that so many bytes take to or from the device's memory."""
+        return size / self.machine.hbm_gb_s / 1e9
+
+    def write(self, arrays: Sequence[_Array]) -> None:
+        for array in arrays:
+            self.seconds += 0 if array.written else self.move(array.bytes)
+            array.written = True
+
+    def through(self, jaxpr: Jaxpr, operands: Sequence[_Array]) -> list[_Array]:
+        known: dict[Var, _Array] = dict(zip(jaxpr.invars, operands, strict=True))
+        known |= {v: self.array(v.aval, written=True) for v in jaxpr.constvars}
+        array = lambda atom: _Array(0, True) if isinstance(atom, Literal) else known[atom]
+        for eqn in jaxpr.eqns:
+            known |= zip(eqn.outvars, self.equation(eqn, [array(atom) for atom in eqn.invars]), strict=False)
+        return [array(atom) for atom in jaxpr.outvars]
+
+    def in_place(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
+        self.seconds += self.move(2 * operands[_IN_PLACE[eqn.primitive.name]].bytes)
+        return operands[:1]
+
+    def equation(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
+        name, bodies = eqn.primitive.name, list(nested(eqn))
+        if name in SAME:
+            return operands
+        if name in _IN_PLACE:
+            return self.in_place(eqn, operands)
+        if name == "shard_map":
+            return self.on_each(bodies[0], parts_of(eqn), operands)
+        if name in ("scan", "while", "cond"):
+            return self.loop(eqn, bodies, operands)
+        if name not in OPAQUE and len(bodies) == 1 and len(bodies[0].invars) == len(operands):
+            return self.through(bodies[0], operands)
+        if name in PRODUCTS | ALONE | OPAQUE or is_attention(name):
+            return self.kernel(eqn, operands)
+        return self.fused(eqn, operands)
+
+    def on_each(self, body: Jaxpr, parts: int, operands: list[_Array]) -> list[_Array]:
+        """Values are a device's own, in so many parts, inside."""
+        self.devices, outside = max(1, self.devices // parts), self.devices
+        results = self.through(body, operands)
+        self.devices = outside
+        return results
+
+    def loop(self, eqn: JaxprEqn, bodies: list[Jaxpr], operands: list[_Array]) -> list[_Array]:
+        """Also the branches of a `cond`, of which the longest counts. Of a `while` one turn does."""
+        self.write(operands)
+        costs = [cost(body, self.machine, self.devices) for body in bodies]
+        self.seconds += eqn.params.get("length", 1) * max(c.seconds for c in costs)
+        self.unknown.update(*(c.unknown for c in costs), ["while"] if eqn.primitive.name == "while" else [])
+        return [self.array(v.aval, written=True) for v in eqn.outvars]
+
+    def kernel(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
+        self.write(operands)
+        results = [self.array(v.aval, written=True) for v in eqn.outvars]
+        computing = _computing(eqn, self.machine)
+        if computing is None and eqn.primitive.name not in ALONE:
+            self.unknown.add(str(eqn.params.get("name") or eqn.primitive.name))
+        moving = self.move(sum(array.bytes for array in [*operands, *results]))
+        self.seconds += max(moving, (computing or 0.0) / self.devices)
+        return results
+
+    def fused(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
+        results = [self.array(v.aval, written=False) for v in eqn.outvars]
+        for array in operands:
+            if eqn.primitive.name in _PARTS:
+                self.seconds += self.move(min(array.bytes, results[0].bytes)) if array.written else 0
+            elif array.written and not array.read:
+                self.seconds += self.move(array.bytes)
+                array.read = True
+        return results
+
+
+def is_attention(name: str) -> bool:
+    return "dot_product_attention" in name or "fused_attn" in name
+
+
+def _computing(eqn: JaxprEqn, machine: Machine) -> float | None:
+    """Seconds of a kernel's FLOPs, on one device; None where they are not known."""
+    arrays: list[Any] = [v.aval for v in [*eqn.invars, *eqn.outvars] if hasattr(v.aval, "dtype")]
+    shapes = [array.shape for array in arrays]
+    if is_attention(eqn.primitive.name):
+        forward, backward = machine.attention_tflops
+        flops = attention_flops(shapes[0], shapes[1], "causal" in str(eqn.params).lower())
+        is_backward = any(word in eqn.primitive.name for word in ("bwd", "backward"))
+        return 2.5 * flops / backward / 1e12 if is_backward else flops / forward / 1e12
+    # Rates go with the bytes of a number: float8 is twice as fast as bfloat16, float32 (as TF32) half as fast.
+    rate = machine.gemm_tflops * 1e12 * 2 / arrays[0].dtype.itemsize
+    if eqn.primitive.name == "dot_general":
+        return flops_of(eqn) / rate
+    grouped = _grouped_flops(shapes)
+    return None if grouped is None else grouped / rate
+
+
+def _grouped_flops(shapes: list[tuple[int, ...]]) -> float | None:
+    """Of a grouped product: of (M, K), (M, N) and (G, K, N) two are operands, one is the result."""
+    rows, stacks = [s for s in shapes if len(s) == 2], [s for s in shapes if len(s) == 3]
+    if len(rows) != 2 or len(stacks) != 1 or rows[0][0] != rows[1][0]:
+        return None
+    (M, K), (_, N), (_, *matrix) = *rows, stacks[0]
+    return 2.0 * M * K * N if sorted(matrix) == sorted((K, N)) else None

@@ -1,0 +1,171 @@
+"""How much device memory a program's loops need while they run, told from its jaxpr alone.
+
+A value lives from the step that computes it to the last that reads it, in the order of the jaxpr, and the most that
+live at once is what a loop's iteration needs. As in `_cost`, all between kernels is fused: stored is what a kernel
+computes or reads, what is reduced, and what is returned; what lies between is computed where it is read, and what it is
+computed from lives on until then.
+
+XLA orders steps otherwise, keeps some values twice, in two layouts or for two iterations at once, and leaves gaps
+between them. So this is an estimate; only the compiler knows.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..._engine.loops import backward_p, forward_p
+from ..._engine.memory import on_host
+from ..._engine.straight import Array, Division, Step, Straight, division, straight
+from ..._engine.values import nested, operands_of
+from .._program.target import PRODUCTS
+from .cost import ALONE, OPAQUE, SAME, is_attention
+
+_WITH_LOOPS = (forward_p, backward_p)
+_LOOPS = {"scan", "while"}
+_KERNELS = PRODUCTS | ALONE | OPAQUE | _LOOPS | {"device_put", "scatter", "scatter-add", "cond"}
+_NOT_IN_PLACE = _KERNELS - {"scatter", "scatter-add"}
+
+
+class Room(NamedTuple):
+    """Bytes on each device that an iteration has at most, besides arguments, residuals and gradients.
+
+    `layer`: while the forward or the backward pass of a layer of a `scan` runs: what is recomputed or in flight, its
+    weights as they are cast, the residuals that come from the host for it and for the next one. `loop`: of any other
+    loop that has no such layers in it, such as that over chunks of the logits.
+    """
+
+    layer: int
+    loop: int
+
+
+def room(f: Callable[..., Any], *args: Any, one_kernel: Collection[str] = ()) -> Room:
+    """What the loops of a step need; nothing is run.
+
+    How auto mesh axes divide values is assumed as `_straight` says; a value of an argument's shape is divided as that,
+    and as a loop's carry is taken for its gradient.
+
+    Args:
+      f: a training step; of a loss, which is not differentiated here, the forward pass counts.
+      args: its arguments, pytrees of arrays or of `jax.ShapeDtypeStruct`s with shardings.
+      one_kernel: names of scopes that one kernel computes where the program will run, and many equations here, such as
+        attention's: nothing within them is stored.
+    """
+    shapes = [(jnp.shape(leaf), getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)]
+    walk = _Walk({shape: division(sharding) for shape, sharding in shapes if shape}, one_kernel)
+    walk.peak(straight(jax.jit(f).trace(*args).jaxpr, _WITH_LOOPS), ())
+    return Room(walk.layer, walk.loop)
+
+
+class _Lives(NamedTuple):
+    """`same`: what a value is too, seen otherwise; `stored`: the values that are; `reads`: for each step the stored
+    values that it reads, none if it stores nothing itself; `last`: the step that reads a stored value last."""
+
+    same: dict[Array, Array]
+    stored: set[Array]
+    reads: list[set[Array]]
+    last: dict[Array, int]
+
+
+class _Walk:
+    def __init__(self, like: dict[tuple[int, ...], Division], one_kernel: Collection[str]):
+        self.like, self.one_kernel = like, one_kernel
+        self.layer = self.loop = self.layers_seen = 0
+
+    def kind(self, step: Step) -> str:
+        name = step.eqn.primitive.name
+        if name in SAME:
+            return "view"
+        if any(scope in step.scope for scope in self.one_kernel):
+            return "fused"
+        if name in _KERNELS or is_attention(name):
+            return "kernel"
+        return "reduction" if name.startswith(("reduce_", "arg")) else "fused"
+
+    def lives(self, program: Straight) -> _Lives:
+        same: dict[Array, Array] = {}
+        values = lambda arrays: [same.get(a, a) for a in arrays if a]
+        stored, constant = set(program.inputs), set[Array]()
+        for step in program.steps:
+            operands, kind = values(step.operands), self.kind(step)
+            if kind == "view" and operands:
+                same[step.results[0]] = operands[0]
+            elif kind == "fused":
+                constant.update(step.results if constant.issuperset(operands) else ())
+            else:
+                stored.update(step.results, operands if kind == "kernel" else ())
+            if step.eqn.primitive.name == "device_put":  # a constant is made where it shall be
+                stored.difference_update(constant.intersection(operands))
+        stored.update(values(program.outputs))
+
+        behind: dict[Array, set[Array]] = {}  # what a value that is not stored is computed from
+        roots = lambda arrays: set[Array]().union(*({a} if a in stored else behind.get(a, ()) for a in arrays))
+        reads: list[set[Array]] = []
+        last: dict[Array, int] = {}
+        for number, step in enumerate(program.steps):
+            read = roots(values(step.operands))
+            behind |= dict.fromkeys([r for r in step.results if r not in stored], read)
+            reads.append(read if stored.intersection(step.results) else set())
+            last |= dict.fromkeys(reads[-1], number)
+        last |= dict.fromkeys(roots(values(program.outputs)), len(program.steps))
+        return _Lives(same, stored, reads, last)
+
+    def size(self, program: Straight, array: Array) -> int:
+        if on_host(array.aval) or not hasattr(array.aval, "dtype"):
+            return 0
+        return program.share(array, self.like.get(array.aval.shape))
+
+    def peak(self, program: Straight, state: Collection[Array]) -> int:
+        """The most bytes at once of what a program computes, and of those inputs that are its `state`, which it
+        frees."""
+        lives = self.lives(program)
+        alive = {a: self.size(program, a) for a in state}
+        most = sum(alive.values())
+        for number, step in enumerate(program.steps):
+            results = {r: self.size(program, r) for r in step.results if r in lives.stored}
+            ends = {a for a in lives.reads[number] if lives.last[a] == number and a in alive}
+            if results:
+                own = self.of_step(step, results, {a: alive[a] for a in ends}, lives.same)
+                most = max(most, sum(alive.values()) + own)
+            alive |= {r: size for r, size in results.items() if r in lives.last}
+            for a in ends:
+                del alive[a]
+        return most
+
+    def of_step(self, step: Step, results: dict[Array, int], ends: dict[Array, int], same: dict[Array, Array]) -> int:
+        """What a step has besides all that lives before it. `ends`: what nobody reads after it."""
+        name = step.eqn.primitive.name
+        if name in _LOOPS:
+            first, carry = _carry_of(step)
+            handed_over = {same.get(x, x) for x in step.operands[first : first + carry] if x}
+            rows = sum(size for r, size in results.items() if r in step.results[carry:])
+            return self.iteration(step, first, carry) + rows - sum(s for a, s in ends.items() if a in handed_over)
+        inside = max((self.peak(straight(b, _WITH_LOOPS), ()) for b in nested(step.eqn) if name == "cond"), default=0)
+        overwritten = [size for size in ends.values() if size in results.values() and name not in _NOT_IN_PLACE]
+        return inside + sum(results.values()) - max(overwritten, default=0)
+
+    def iteration(self, step: Step, first: int, carry: int) -> int:
+        """The most that an iteration of a loop has, its carry too; without the stacks that it writes, it is noted."""
+        params = step.eqn.params
+        body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _WITH_LOOPS)
+        state = body.inputs[len(body.inputs) - len(step.operands) + first :][:carry]
+        before = self.layers_seen
+        most = self.peak(body, state)
+        stacks = {a for a in state if a in body.outputs or a.aval.shape in self.like}  # residuals, and gradients
+        own = most - sum(self.size(body, a) for a in stacks)
+        if any(primitive.name in step.scope for primitive in _WITH_LOOPS):
+            self.layer, self.layers_seen = max(self.layer, own), self.layers_seen + 1
+        elif self.layers_seen == before:
+            self.loop = max(self.loop, own)
+        return most
+
+
+def _carry_of(step: Step) -> tuple[int, int]:
+    """Among a loop's operands, where its carry begins and how long it is."""
+    params = step.eqn.params
+    if step.eqn.primitive.name == "while":
+        first = params["cond_nconsts"] + params["body_nconsts"]
+        return first, len(step.operands) - first
+    carried = [operand is None for operand in operands_of(step.eqn, params["jaxpr"])]
+    return carried.index(True) if any(carried) else 0, sum(carried)

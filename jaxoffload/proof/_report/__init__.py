@@ -1,0 +1,1 @@
+"""profile(), page() and pictures(): what a step's copies did, as tables, a page and images."""

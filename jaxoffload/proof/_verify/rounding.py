@@ -1,0 +1,96 @@
+"""Tells a wrong result from a rounded one: how far results are apart, in units of the reference's own rounding error.
+
+That error is measured. The reference runs again with each floating-point argument moved by one unit in the last place,
+up or down at random, and its results move with it: a program that adds and multiplies in another order may differ by
+about as much, one that reads a wrong residual differs by far more. Source: the view of rounding errors as errors of the
+arguments (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 1.5).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .bits import numbers
+
+RUNS = 3  # of the reference, with arguments moved
+LIMIT = 4.0  # right programs were seen up to 0.7 apart, and those with 0.1 % off one residual 700 and more
+CHAOTIC = 0.05  # a reference that moves by this share of its norm has chosen otherwise, as a router does
+
+
+class Rounding(NamedTuple):
+    """How far two programs' results are apart.
+
+    `share`: in units of the reference's own rounding error; the greatest of all rows. `error`: that error, as a share
+    of the results' norm; the greatest of all results.
+    """
+
+    share: float
+    error: float
+
+
+def rounding(mine: Any, reference: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Rounding:
+    """Compare results, trees of numpy arrays as `numbers` returns them; `run(*args)` computes the reference's."""
+    moved = [jax.tree.leaves(numbers(run(*_moved(args, number)))) for number in range(RUNS)]
+    share = error = 0.0
+    for i, (a, b) in enumerate(zip(jax.tree.leaves(mine), jax.tree.leaves(reference), strict=True)):
+        if not jnp.issubdtype(b.dtype, jnp.inexact):
+            share = max(share, 0.0 if np.array_equal(a, b) else np.inf)
+            continue
+        runs = [leaves[i] for leaves in moved]
+        whole, own = _norms(b), np.max([_norms(run, b) for run in runs], axis=0)
+        own = np.maximum(own, jnp.finfo(b.dtype).eps * whole)  # the result itself is rounded
+        share = max(share, _greatest(_norms(a, b), own))
+        error = max(error, _greatest(np.linalg.norm(own, keepdims=True), np.linalg.norm(whole, keepdims=True)))
+    return Rounding(share, error)
+
+
+def furthest(mine: Any, reference: Any) -> float:
+    """How far results are apart, as a share of a row's norm; the greatest of all rows."""
+    pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(reference), strict=True)
+    return max((_greatest(_norms(a, b), _norms(b)) for a, b in pairs), default=0.0)
+
+
+def _greatest(a: np.ndarray, b: np.ndarray) -> float:
+    """Of a / b; 0 for 0 / 0 and for no rows, and infinity where one is not finite."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(a == 0, 0.0, a / b)
+    return float(np.max(np.where(np.isfinite(ratios), ratios, np.inf), initial=0.0))
+
+
+def _norms(a: np.ndarray, b: np.ndarray | None = None) -> np.ndarray:
+    """The norm of a, or of a - b, of each row of a stack: a fault in one layer must not drown in the others'."""
+    size = math.prod(a.shape[1:])
+    rows = (len(a), size) if a.ndim > 1 and size >= 16 else (1, a.size)  # of fewer numbers a few runs tell too little
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities; `_greatest` calls them apart
+        apart = a.astype(np.complex128) - (0 if b is None else b.astype(np.complex128))
+        return np.linalg.norm(np.abs(apart).reshape(rows), axis=1)
+
+
+def _moved(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+    """The arguments, with each floating-point array on a device moved by one unit in the last place."""
+    leaves, tree = jax.tree.flatten(args)
+    chosen = [i for i, leaf in enumerate(leaves) if _can_move(leaf)]
+    arrays = [leaves[i] for i in chosen]
+    shardings = [a.sharding if isinstance(a, jax.Array) else None for a in arrays]
+    moved = jax.jit(_one_ulp, out_shardings=shardings)(arrays, jax.random.key(number))
+    for i, array in zip(chosen, moved, strict=True):
+        leaves[i] = array
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _can_move(leaf: Any) -> bool:
+    on_device = not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind != "pinned_host"
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact) and on_device
+
+
+def _one_ulp(arrays: list[Any], key: jax.Array) -> list[jax.Array]:
+    def moved(x: Any, number: int) -> jax.Array:
+        x, eps = jnp.asarray(x), jnp.finfo(x.dtype).eps
+        up = jax.random.bernoulli(jax.random.fold_in(key, number), 0.5, x.shape)
+        return x * jnp.where(up, 1 + eps, 1 - eps).astype(x.dtype)
+
+    return [moved(x, number) for number, x in enumerate(arrays)]

@@ -47,18 +47,18 @@ def won_back(modes: dict[str, Any]) -> dict[str, float]:
 
 
 def shares(case: Case, modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
-    """`won_back` and its limit, which is the bus's. `freed/predicted`: device bytes, against the twin that saves, where
+    """`won_back` and its limit, which is the bus's. `freed/predicted`: device bytes, against saving, where
     memory is fullest while the layer in turn still needs all that has come back for it; `freed/most`: where it needs
     none of that any more. `exposed`: copies that nothing hides."""
-    ours, twin = modes["ours"], modes["ours_saved"]
+    ours, reference = modes["ours"], modes["ours_saved"]
     found = {**won_back(modes), "compile_ours/compile_scan": ours["compile_s"] / modes["saved"]["compile_s"]}
     on_host = ours["residuals_host_gib"] / options.fsdp / options.expert  # of a device
     # Of the rows of the stacks one is on its way to the device, and another there, for the layer in turn.
     row = on_host / options.layers
     if on_host > 2 * row:
-        for key in ("temp_gib", "peak_gib") if "peak_gib" in ours and "peak_gib" in twin else ("temp_gib",):
-            found[f"freed/predicted by {key}"] = (twin[key] - ours[key]) / (on_host - 2 * row)
-            found[f"freed/most by {key}"] = (twin[key] - ours[key]) / (on_host - row)
+        for key in ("temp_gib", "peak_gib") if "peak_gib" in ours and "peak_gib" in reference else ("temp_gib",):
+            found[f"freed/predicted by {key}"] = (reference[key] - ours[key]) / (on_host - 2 * row)
+            found[f"freed/most by {key}"] = (reference[key] - ours[key]) / (on_host - row)
     if profile := ours.get("profile"):
         found["exposed/copies"] = profile["exposed_ms"] / profile["copies_ms"]
         found["exposed/step"] = profile["exposed_ms"] / profile["step_ms"]

@@ -104,7 +104,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             said = "the loss returns a pair: the scalar and other results"
             of_command.add_argument("--has-aux", action="store_true", help=said)
             # How it calls itself, in fresh processes.
-            of_command.add_argument("--peak", choices=("ours", "twin"), help=argparse.SUPPRESS)
+            of_command.add_argument("--peak", choices=("ours", "reference"), help=argparse.SUPPRESS)
             of_command.add_argument("--layers", type=int, help=argparse.SUPPRESS)
         if command is report:
             said = "what `machine --json` printed; by default what it measured here, if it did"

@@ -23,13 +23,13 @@ from ._engine.derivative import derivative
 from ._engine.host_pool import layers_that_fit
 from ._engine.layer import Body, Layer, apart, linearize
 from ._engine.memory import DEVICE, HOST
-from ._engine.plan import Layers
-from ._engine.reference import is_twin
+from ._engine.plan import Override
+from ._engine.reference import is_reference
 from ._engine.refs import by_jax, takes_refs
 from ._engine.refusals import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 from ._engine.transpose_only import linear
 from ._jax import Call
-from ._policy import Policy, PolicyError, accept
+from ._policy import Policy, PolicyError, check_arguments
 from ._scan import inside_scan
 
 
@@ -41,7 +41,7 @@ def chain(
     policy: Policy,
     strict: bool = True,
 ) -> Any:
-    """Layers that differ, under a `Policy`: `for f, p in zip(fs, params): carry = f(carry, p)`.
+    """Override that differ, under a `Policy`: `for f, p in zip(fs, params): carry = f(carry, p)`.
 
     Values and gradients are those of the loop over `jax.checkpoint(f)`. Inside a `scan` a chain is a part of the
     scan's layer, and the scan's policy decides. It cannot be differentiated twice, nor in forward mode. Where a layer
@@ -52,7 +52,7 @@ def chain(
       fs: the layers, `(carry, p) -> carry`; a carry has the same structure everywhere, its shapes may change.
       init: the first carry, a pytree of arrays.
       params: a pytree for each layer. Its arrays, and closed-over ones, are never moved or copied.
-      policy: decides on the values that the layers name. Layers count in order, as in `scan`.
+      policy: decides on the values that the layers name. Override count in order, as in `scan`.
       strict: a pattern that matches no value in any layer is an error, raised when the chain is differentiated.
 
     Returns:
@@ -63,7 +63,7 @@ def chain(
         list, policy no Policy, or strict no bool.
       PolicyError, MemoryError, NotImplementedError (when differentiated): as in `scan`.
     """
-    accept("chain", policy, strict)
+    check_arguments("chain", policy, strict)
     if not isinstance(fs, Sequence):
         raise TypeError(f"chain: fs must be a list or tuple of layers, got {fs!r}")
     if len(fs) != len(params):
@@ -178,7 +178,7 @@ def _jvp(
     carry, each = layers.split(primals)
     bodies = [Body(jaxpr, 0, len(carry)) for jaxpr in layers.jaxprs]
     moving = [type(t) is not ad.Zero for t in tangents]
-    if is_twin():
+    if is_reference():
         return _twin_jvp(primals, tangents, bodies, layers, policy)
     made = _linearized(bodies, *layers.split(moving), policy)
     if strict and (problems := policy.unmatched(set().union(*(layer.plan.seen for layer in made)))):
@@ -251,12 +251,12 @@ def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]
     return layers if fit == offloaded else derived(fit)
 
 
-def _treatment(number: int, layers: int, offloaded: int, policy: Policy) -> Layers:
+def _treatment(number: int, layers: int, offloaded: int, policy: Policy) -> Override:
     if number < offloaded:
-        return Layers()
+        return Override()
     if number >= layers - policy.resident_layers:
-        return Layers("save", "resident")
-    return Layers(policy.other_layers, "other_layers")
+        return Override("save", "resident")
+    return Override(policy.other_layers, "other_layers")
 
 
 def _transpose(layers: Sequence[Layer], kept: Sequence[Sequence[Any]], cotangents: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ import jax
 from ._engine.checkpointed import bind
 from ._engine.refs import by_jax, takes_refs
 from ._engine.refusals import refuse_remat3
-from ._policy import Policy, accept
+from ._policy import Policy, check_arguments
 
 
 def checkpoint(
@@ -50,7 +50,7 @@ def checkpoint(
         offloads in all, `check` and `residuals` judge.
       NotImplementedError: offloading here would fail or give wrong gradients; it says what to change.
     """
-    accept("checkpoint", policy, strict)
+    check_arguments("checkpoint", policy, strict)
     if not callable(f):
         raise TypeError(f"checkpoint: f must be a function, got {f!r}")
     if not isinstance(prevent_cse, bool):

@@ -14,7 +14,7 @@ from jax.extend.core.primitives import name_p
 
 from ._engine.memory import nbytes
 from ._engine.names import read_names
-from ._engine.reference import is_twin
+from ._engine.reference import is_reference
 from ._engine.refusals import refuse_remat3, refuse_wrong_offload
 from ._megatron import MODULES
 from ._text import nearest, short
@@ -157,19 +157,19 @@ class Policy:
             return VERDICT["recompute"]
         if decision == "offload" and prim is name_p and nbytes(avals[0]) < int(self.min_offload_bytes):
             decision = "save"
-        if decision == "offload" and is_twin():
+        if decision == "offload" and is_reference():
             decision = "save"
         if decision == "offload":
             refuse_wrong_offload()
         return VERDICT[decision]
 
 
-def accept(who: str, policy: Any, strict: Any = True) -> None:
+def check_arguments(caller: str, policy: Any, strict: Any = True) -> None:
     """Raises where these are no arguments of `scan`, `chain`, `checkpoint` or `check`."""
     if not isinstance(policy, Policy):
-        raise TypeError(f"{who}: policy must be a jaxoffload.Policy, got {policy!r}")
+        raise TypeError(f"{caller}: policy must be a jaxoffload.Policy, got {policy!r}")
     if not isinstance(strict, bool):
-        raise TypeError(f"{who}: strict must be True or False, got {strict!r}")
+        raise TypeError(f"{caller}: strict must be True or False, got {strict!r}")
 
 
 def _verdicts() -> dict[str, Any]:

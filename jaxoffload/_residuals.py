@@ -22,17 +22,17 @@ from jax.ref import AbstractRef
 from ._chain import chain_p
 from ._checkpoint import checkpoint
 from ._engine.checkpointed import checkpoint_p
-from ._engine.derivative import judged
-from ._engine.host_pool import host_pool_bytes, judged_together
+from ._engine.derivative import full_plan
+from ._engine.host_pool import host_pool_bytes, whole_program
 from ._engine.layer import Body, plan_of
 from ._engine.loops import backward_p, forward_p, where_twice
 from ._engine.memory import nbytes, on_host
 from ._engine.plan import ARGUMENT, Plan, Row, make_plan
 from ._engine.pool_need import need_of, refuse_what_does_not_fit
 from ._engine.reruns import reruns
-from ._engine.source import Origin, origin
-from ._engine.values import bodies, parts_of
-from ._policy import Policy, PolicyError, accept
+from ._engine.source import Source, source_of
+from ._engine.values import bodies, devices_of
+from ._policy import Policy, PolicyError, check_arguments
 from ._scan import body_of, scan_p
 from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, SHARES, Residual, Residuals
 
@@ -65,7 +65,7 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
         kept_leaves = len(kept)
         return kept, vjp(jax.tree.map(_zero_cotangent, out))
 
-    with where_twice("residuals", _IS_A_STEP), judged_together(True):
+    with where_twice("residuals", _IS_A_STEP), whole_program(True):
         jaxpr = jax.make_jaxpr(forward_and_backward)(*args)
     refuse_what_does_not_fit("residuals", jaxpr)
     found = Plans(_backward_pass(jaxpr), again=False)
@@ -85,7 +85,7 @@ def _table(found: "Plans", jaxpr: Jaxpr, residuals: Sequence[Any], devices: int)
     untagged = []
     arguments = {*jaxpr.invars, *jaxpr.constvars}
     for var in dict.fromkeys(v for v in residuals if isinstance(v, Var) and v not in arguments):
-        source = origin(jaxpr, var)
+        source = source_of(jaxpr, var)
         if not source.layers + source.empty:
             continue  # of a scan over no layers
         size = devices * nbytes(var.aval)
@@ -106,7 +106,7 @@ class _Kept(NamedTuple):
 
     nbytes: int
     on_host: bool
-    source: Origin
+    source: Source
     counted: Row | None
 
 
@@ -177,7 +177,7 @@ def _together(lines: Iterable[Residual]) -> list[Residual]:
     return [r for of_one in same.values() for r in needed(list(of_one.values()))]
 
 
-def _untagged(aval: Any, size: int, source: Origin) -> Residual:
+def _untagged(aval: Any, size: int, source: Source) -> Residual:
     state = OFFLOADED if on_host(aval) else SAVED
     rows = source.layers + source.empty
     shape = tuple(aval.shape)[source.axes :]
@@ -246,12 +246,12 @@ class Plans:
                 self.recomputed[name] = count + layers, size + layers * devices * nbytes(eqn.outvars[0].aval)
             here = devices
             if eqn.primitive.name == "shard_map":
-                here *= parts_of(eqn)
+                here *= devices_of(eqn)
             for _, body in bodies(eqn):
                 self._walk(body, layers * eqn.params.get("length", 1), here, inside, loops, another)
             if eqn.primitive in (forward_p, backward_p):
                 self.rerun |= again
-                plans = [part.layer.plan for part in eqn.params["loops"].parts]
+                plans = [segment.layer.plan for segment in eqn.params["loops"].segments]
                 for plan in plans:
                     self._meet(plan, owner, loops)
                 self._walk(eqn.params["call_jaxpr"], layers, here, owner, frozenset(plans), again)
@@ -291,8 +291,8 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
       ValueError: nothing in `f` uses `policy`.
       TypeError: policy is no Policy.
     """
-    accept("check", policy)
-    with judged_together(True):
+    check_arguments("check", policy)
+    with whole_program(True):
         jaxpr = jax.make_jaxpr(f)(*args)
     seen = _names_under(jaxpr, policy)
     if seen is None:
@@ -313,7 +313,7 @@ def _gradient(jaxpr: Jaxpr) -> Jaxpr:
         return vjp(jax.tree.map(_zero_cotangent, out))
 
     try:
-        with judged_together(True):
+        with whole_program(True):
             return jax.make_jaxpr(forward_and_backward)(*jaxpr.in_avals)
     except PolicyError:
         raise
@@ -329,9 +329,9 @@ def _names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
         if (plan := plan_of(used)) and plan.policy == policy:
             found.append(plan.seen)
         elif eqn.primitive is forward_p:
-            found += [p.layer.plan.seen for p in eqn.params["loops"].parts if p.layer.plan.policy == policy]
+            found += [p.layer.plan.seen for p in eqn.params["loops"].segments if p.layer.plan.policy == policy]
         elif used == policy and eqn.primitive in (scan_p, chain_p, checkpoint_p):
-            found += [judged(body, roles, policy, False).seen for body, roles in _undifferentiated(eqn)]
+            found += [full_plan(body, roles, policy, False).seen for body, roles in _undifferentiated(eqn)]
         elif used == policy:  # JAX's own checkpoint, with the policy as its callable
             body = eqn.params["jaxpr"]
             found.append(make_plan(body, policy, ["argument"] * len(body.invars), None, False)[0].seen)

@@ -22,14 +22,14 @@ from ._engine.checkpointed import bind
 from ._engine.derivative import cached
 from ._engine.host_pool import layers_that_fit
 from ._engine.layer import Body, Layer, linearize, perturbed_carry
-from ._engine.loops import Loops, Part, run_backward, run_forward
-from ._engine.plan import Layers
-from ._engine.reference import is_twin, most_layers
+from ._engine.loops import Loops, Segment, run_backward, run_forward
+from ._engine.plan import Override
+from ._engine.reference import is_reference, most_layers
 from ._engine.refs import by_jax, takes_refs
 from ._engine.refusals import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 from ._engine.transpose_only import linear
 from ._jax import Call, evaluate
-from ._policy import Policy, accept
+from ._policy import Policy, check_arguments
 
 
 def scan(
@@ -52,7 +52,7 @@ def scan(
 
     Args:
       f: `(carry, x) -> (carry, y)`; names its residuals with `tag` or `checkpoint_name`.
-      init, xs, length, reverse, unroll: as for `lax.scan`. Layers count in the order in which they run.
+      init, xs, length, reverse, unroll: as for `lax.scan`. Override count in the order in which they run.
       policy: decides on the named values of `f`. The carry is never computed again, xs and closed-over arrays (the
         weights) are never moved or copied. A value that is the same in every layer is kept once, on the device. A scan
         inside `f` follows its own policy.
@@ -68,7 +68,7 @@ def scan(
         `check` and `residuals` judge what a step needs in all.
       NotImplementedError: a derivative that there is not; or offloading here would give wrong gradients.
     """
-    accept("scan", policy, strict)
+    check_arguments("scan", policy, strict)
     refuse_remat3()
     if (most := most_layers()) is not None:
         layers = length if length is not None else jax.tree.leaves(xs)[0].shape[0]
@@ -165,10 +165,10 @@ def _jvp(
 ) -> tuple[list[Any], list[Any]]:
     body, params = body_of(call_jaxpr), dict(call_jaxpr.eqns[0].params)
     jaxpr = params.pop("jaxpr")
-    if is_twin():
+    if is_reference():
         # Where layers stand beside each other XLA makes one of what is computed twice; our loops have `apart` there.
         jaxpr = _checkpointed(jaxpr, body.roles, policy, params["unroll"] != 1 or params["length"] == 1)
-    if not params["length"] or is_twin():
+    if not params["length"] or is_reference():
         return ad.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
     perturbed = perturbed_carry(body, [type(t) is not ad.Zero for t in tangents], policy)
     offloaded = _layers_that_offload(body, perturbed, policy, strict, params["length"])
@@ -179,26 +179,26 @@ def _jvp(
     reads = [primals[number] for number, _ in loops.reads]
     moving = [ad.instantiate_zeros(t) for t, p in zip(tangents, perturbed, strict=True) if p]
     tangent_avals = [jax.typeof(x).to_tangent_aval() for x in primals_out]
-    out_perturbed = loops.parts[0].layer.out_perturbed
+    out_perturbed = loops.segments[0].layer.out_perturbed
     avals = [a for a, p in zip(tangent_avals, out_perturbed, strict=True) if p]
-    layers = [part.layer for part in loops.parts]
+    layers = [segment.layer for segment in loops.segments]
     found = iter(linear("scan", [*reads, *saved], moving, avals, functools.partial(_transpose, loops), layers))
     return primals_out, [next(found) if p else ad.Zero(a) for a, p in zip(tangent_avals, out_perturbed, strict=True)]
 
 
 @cached
 def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, prevent_cse: bool) -> Jaxpr:
-    """A body under `checkpoint`, as the twin runs it."""
+    """A body under `checkpoint`, as the reference runs it."""
     under = functools.partial(bind, roles=roles, policy=policy, strict=False, prevent_cse=prevent_cse)
     return jax.make_jaxpr(lambda *args: under(jaxpr.replace(), args))(*jaxpr.in_avals)
 
 
 def _transpose(loops: Loops, kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-    layer = loops.parts[0].layer
+    layer = loops.segments[0].layer
     consts, carry = sum(layer.perturbed[: layer.consts]), sum(layer.out_perturbed[: layer.carry])
     wanted = tuple(i < carry or type(ct) is not ad.Zero for i, ct in enumerate(cotangents))
-    parts = tuple(part._replace(jaxpr=part.layer.backward(wanted)) for part in loops.parts)
-    loops = dataclasses.replace(loops, parts=parts, consts=consts, carry=carry)
+    segments = tuple(segment._replace(jaxpr=segment.layer.backward(wanted)) for segment in loops.segments)
+    loops = dataclasses.replace(loops, segments=segments, consts=consts, carry=carry)
     return run_backward(
         loops, *kept, *(ad.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w)
     )
@@ -213,7 +213,7 @@ def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) 
 
 def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: bool, length: int) -> int:
     """How many do, by the policy, by what there is to offload, and by what the host has room for."""
-    each = linearize(*body, perturbed, policy, strict, Layers()).host_bytes
+    each = linearize(*body, perturbed, policy, strict, Override()).host_bytes
     wanted = policy.offloaded_layers(length) if each else 0
     if not wanted:
         return 0
@@ -237,35 +237,35 @@ def _loops(
     unroll: int,
 ) -> Loops:
     """The forward pass: the layers that offload, those that do what `other_layers` says, those that are resident."""
-    layer = linearize(jaxpr, consts, carry, perturbed, policy, strict, Layers())
+    layer = linearize(jaxpr, consts, carry, perturbed, policy, strict, Override())
     resident = length - min(policy.resident_layers, length)
     if not layer.host_bytes:
-        return _loops_of([_part(0, length, 0, layer, "")], length, reverse, unroll)
+        return _loops_of([_segment(0, length, 0, layer, "")], length, reverse, unroll)
     other = layer
     if policy.other_layers == "recompute" and offloaded < resident:
-        other = linearize(jaxpr, consts, carry, perturbed, policy, strict, Layers("recompute", "other_layers"))
+        other = linearize(jaxpr, consts, carry, perturbed, policy, strict, Override("recompute", "other_layers"))
     # The layer behind those that offload can run in their loop; its residuals stay where they are.
     rides = 0 < offloaded < length and (offloaded == resident or other is layer)
     reason = "resident" if offloaded == resident else "other_layers"
     start = offloaded + rides
-    parts = [
-        _part(0, start, offloaded, layer, reason),
-        _part(start, resident, 0, other, "other_layers"),
-        _part(max(start, resident), length, 0, layer, "resident"),
+    segments = [
+        _segment(0, start, offloaded, layer, reason),
+        _segment(start, resident, 0, other, "other_layers"),
+        _segment(max(start, resident), length, 0, layer, "resident"),
     ]
-    return _loops_of([part for part in parts if part.layers > 0], length, reverse, unroll)
+    return _loops_of([segment for segment in segments if segment.layers > 0], length, reverse, unroll)
 
 
-def _loops_of(parts: list[Part], length: int, reverse: bool, unroll: int) -> Loops:
-    """The forward pass over these parts; of their residuals it reads those that are operands anyway where they are."""
-    layer = parts[0].layer
-    numbers = sorted({k.operand for part in parts for k in part.layer.kept if k.place == "operand"})
+def _loops_of(segments: list[Segment], length: int, reverse: bool, unroll: int) -> Loops:
+    """The forward pass over these segments. Residuals that are operands anyway are read where they are."""
+    layer = segments[0].layer
+    numbers = sorted({k.operand for segment in segments for k in segment.layer.kept if k.place == "operand"})
     reads = tuple((number, number < layer.consts) for number in numbers)
-    return Loops(tuple(parts), length, reverse, unroll, layer.consts, layer.carry, reads)
+    return Loops(tuple(segments), length, reverse, unroll, layer.consts, layer.carry, reads)
 
 
-def _part(start: int, stop: int, on_host: int, layer: Layer, reason: str) -> Part:
-    return Part(start, stop, on_host, layer.forward, layer, reason)
+def _segment(start: int, stop: int, on_host: int, layer: Layer, reason: str) -> Segment:
+    return Segment(start, stop, on_host, layer.forward, layer, reason)
 
 
 ad.primitive_jvps[scan_p] = _jvp

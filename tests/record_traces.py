@@ -14,7 +14,7 @@ import jax
 from benchmarks.peers import provenance
 from jaxoffload import proof
 from jaxoffload.proof._program.hlo import host_copies, instructions
-from jaxoffload.proof._program.target import subject_of
+from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._program.trace import traced
 from jaxoffload.proof._report.profile import profile_of
 from models.train import step_for
@@ -34,8 +34,8 @@ TAKEN = 2
 
 def record(name: str, folder: Path) -> proof.Profile:
     step, args, _, _ = step_for(*STEPS[name])
-    subject = subject_of(step, args)
-    program, arrays = subject.fast_program, subject.arrays
+    target = target_of(step, args)
+    program, arrays = target.fast_program, target.arrays
     jax.block_until_ready(program(*arrays))
     events = next(iter(traced(lambda: [jax.block_until_ready(program(*arrays)) for _ in range(TAKEN)]).values()))
     text = "\n".join(line[:4000] for line in program.as_text().splitlines())  # without the kernels that are in it

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxoffload import _compiler_options as _xla
 from models import checkpoints, metrics
 from models.config import load
 

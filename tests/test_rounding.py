@@ -11,7 +11,7 @@ from drawn_layers import draw
 from test_verify import LAYERS, X, a_host_write_is_skipped, of_scan, rows_in_wrong_order, weights
 
 from jaxoffload import Policy, scan, tag, verify
-from jaxoffload._engine.reference import twin
+from jaxoffload._engine.reference import as_reference
 from jaxoffload.proof._program import target as _subject
 from jaxoffload.proof._verify import checks as _checks
 from jaxoffload.proof._verify.bits import differences, numbers
@@ -52,34 +52,34 @@ def loss(drawn, x, w, keys):
 def test_layers_in_other_peoples_styles_have_their_references_gradients(seeds, device):
     """LayerNorm, dropout, GELU, softmax by hand, einsums, convolutions, float32 islands, Equinox, Linen."""
     losses, args, _ = drawn(seeds)
-    subject = _subject.subject_of(lambda args: sum(losses(args)), (args,))
-    mine, run = subject.exact_programs()
-    results, reference, differ = _checks._compared(mine, run, subject.arrays)
+    target = _subject.target_of(lambda args: sum(losses(args)), (args,))
+    mine, run = target.exact_programs()
+    results, reference, differ = _checks._compared(mine, run, target.arrays)
     assert len(jax.tree.leaves(results)) > 2 * len(seeds)
     # A few, such as einsums over experts, are still rounded otherwise on a GPU.
-    assert not differ or (device == "gpu" and rounding(results, reference, run, subject.arrays).share < LIMIT)
+    assert not differ or (device == "gpu" and rounding(results, reference, run, target.arrays).share < LIMIT)
 
 
 @pytest.fixture(scope="module")
 def right():
-    """A subject of four layers, its reference's program, and that one's results."""
+    """A target of four layers, its reference's program, and that one's results."""
     matters = lambda layer: len(layer.xs[1]) > 2 and layer.x.shape[1] > 1  # more than one row; a softmax of more than 1
     with jax.numpy_rank_promotion("allow"):
         losses, args, layers = drawn([seed for seed in range(20) if matters(draw(seed))][:4])
-        subject = _subject.subject_of(lambda args: sum(losses(args)), (args,))
-        run = _subject.compiled(twin(subject.run), subject.arrays, _subject.exact_options())
-    return subject, layers, run, numbers(run(*subject.arrays))
+        target = _subject.target_of(lambda args: sum(losses(args)), (args,))
+        run = _subject.compiled(as_reference(target.run), target.arrays, _subject.exact_options())
+    return target, layers, run, numbers(run(*target.arrays))
 
 
 @pytest.mark.parametrize("plant", [rows_in_wrong_order, a_host_write_is_skipped], ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_no_rounding_in_any_of_them(plant, right, monkeypatch):
-    subject, layers, run, reference = right
+    target, layers, run, reference = right
     plant(monkeypatch)
-    wrong = lambda *args: subject.run(*args)  # another function: JAX would not trace the same one again
-    mine = numbers(_subject.compiled(wrong, subject.arrays, _subject.exact_options())(*subject.arrays))
+    wrong = lambda *args: target.run(*args)  # another function: JAX would not trace the same one again
+    mine = numbers(_subject.compiled(wrong, target.arrays, _subject.exact_options())(*target.arrays))
     for k, layer in enumerate(layers):
         of = lambda results, k=k: results["gradient"][0][k]
-        share, _ = rounding(of(mine), of(reference), lambda *args, of=of: of(run(*args)), subject.arrays)
+        share, _ = rounding(of(mine), of(reference), lambda *args, of=of: of(run(*args)), target.arrays)
         assert share > LIMIT, (k, layer.blocks, layer.rules)
 
 
@@ -92,7 +92,7 @@ def test_programs_that_xla_fuses_otherwise_are_compared_under_options_that_forbi
     policy = Policy({"fc1": "offload"}, min_offload_bytes=0)
     x, w = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (4, 8, 8))
     f = lambda x, w: jnp.sum(scan(squares, x, w, policy=policy)[0] ** 2)
-    assert str(verify(f, x, w)["gradients"]) == "holds        gradients: 3 results are the twin's, bit for bit"
+    assert str(verify(f, x, w)["gradients"]) == "holds        gradients: 3 results are the reference's, bit for bit"
 
 
 W = np.asarray(jax.random.normal(jax.random.key(2), (3, 8, 8)))
@@ -150,20 +150,22 @@ def test_where_equal_arithmetic_cannot_be_had_results_are_judged_by_rounding(by,
     """As where XLA divides a sum among devices in the one program alone."""
     real = _checks._compared
 
-    def apart(program, twins, args):
-        mine, others, _ = real(program, twins, args)
+    def apart(program, reference, args):
+        mine, others, _ = real(program, reference, args)
         mine = jax.tree.map(lambda x: x * np.asarray(1 + by, x.dtype), mine)
         return mine, others, list(differences(mine, others))
 
     monkeypatch.setattr(_checks, "_compared", apart)
-    found, said = _checks.gradients(_subject.subject_of(of_scan, (X, weights(LAYERS))))
-    assert found == verdict and "times as far apart as rounding moves the twin's" in said
-    assert said.startswith("4 results are the twin's, 4 of them not bit for bit: " if by == 1e-7 else "4 of 4 results")
+    found, said = _checks.gradients(_subject.target_of(of_scan, (X, weights(LAYERS))))
+    assert found == verdict and "times as far apart as rounding moves the reference's" in said
+    assert said.startswith(
+        "4 results are the reference's, 4 of them not bit for bit: " if by == 1e-7 else "4 of 4 results"
+    )
 
 
 def test_a_reference_that_rounding_alone_changes_much_is_no_evidence(monkeypatch):
     """A router that chooses otherwise, say."""
     monkeypatch.setattr(_checks, "rounding", lambda *_: _checks.Rounding(share=1.0, error=0.2))
     monkeypatch.setattr(_checks, "_compared", lambda *_: ({"value": np.ones(1)}, {"value": np.ones(1)}, ["differs"]))
-    found, said = _checks.gradients(_subject.subject_of(of_scan, (X, weights(LAYERS))))
-    assert found == "not checked" and "rounding alone moves the twin's by 0.2 of their norm" in said
+    found, said = _checks.gradients(_subject.target_of(of_scan, (X, weights(LAYERS))))
+    assert found == "not checked" and "rounding alone moves the reference's by 0.2 of their norm" in said

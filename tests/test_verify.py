@@ -24,14 +24,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxoffload import Policy, _scan, chain, checkpoint, profile, residuals, scan, tag
-from jaxoffload import _compiler_options as _xla
+from jaxoffload import Policy, _compiler_options, _scan, chain, checkpoint, profile, residuals, scan, tag
 from jaxoffload.__main__ import main, progress
 from jaxoffload._engine import layer as _layer
 from jaxoffload._engine import loops as _loops
 from jaxoffload._engine import plan as _plan
 from jaxoffload._engine.memory import DEVICE, HOST, on_host
-from jaxoffload._engine.reference import is_twin, with_layers
+from jaxoffload._engine.reference import is_reference, with_layers
 from jaxoffload._policy import VERDICT
 from jaxoffload._text import readable
 from jaxoffload.proof import Peaks, checks, verify
@@ -125,7 +124,7 @@ def test_abstract_arguments_are_filled_and_other_results_compared():
 def test_a_function_that_is_not_ours_has_no_twin():
     found = verify(of_jax, X, weights(LAYERS))
     assert {c.claim for c in found if c.verdict == "holds"} == {"moves", "repeats"}, found
-    assert "no twin; is it jaxoffload's scan, chain or checkpoint that it calls?" in found["gradients"].said
+    assert "no reference; is it jaxoffload's scan, chain or checkpoint that it calls?" in found["gradients"].said
     moving = lambda x, w: {"y": of_jax(x, jax.tree.map(lambda a: jax.device_put(jax.device_put(a, HOST), DEVICE), w))}
     found = verify(moving, X, weights(LAYERS))
     assert found["moves"].verdict == "fails" and "an argument float32<host>[4,16,32]" in found["moves"].said, found
@@ -159,7 +158,7 @@ def test_results_are_compared_by_their_bits():
 
 def test_what_it_says():
     found = verify(of_scan, X, weights(LAYERS))
-    assert str(found).splitlines()[0] == "holds        gradients: 4 results are the twin's, bit for bit"
+    assert str(found).splitlines()[0] == "holds        gradients: 4 results are the reference's, bit for bit"
     assert '"ok": true' in found.to_json()
     with pytest.raises(ValueError, match="repeats must be at least 3, got 1"):
         verify(of_scan, X, weights(LAYERS), repeats=1)
@@ -208,8 +207,8 @@ def test_results_that_say_nothing_are_not_checked(by, said):
 
 
 def no_more_than_the_twin_of(layers, monkeypatch):
-    """The device has room for the twin with so many layers."""
-    room = _checks._bytes_needed(_subject.subject_of(of_scan, (TALL, weights(8))).with_layers(layers).twins_program)
+    """The device has room for the reference with so many layers."""
+    room = _checks._bytes_needed(_subject.target_of(of_scan, (TALL, weights(8))).with_layers(layers).reference_program)
     monkeypatch.setattr(_checks, "device_bytes", lambda: room / 0.9 + 1)  # a tenth is left for what else is there
 
 
@@ -220,13 +219,13 @@ TALL = jax.random.normal(jax.random.key(1), (64 * BATCH, DIM))  # its residuals 
 def test_of_a_twin_that_does_not_fit_as_many_layers_run_as_fit(layers, monkeypatch):
     no_more_than_the_twin_of(layers, monkeypatch)
     found = verify(of_scan, TALL, weights(8))
-    assert found.ok and f"bit for bit, with the first {layers} layers of each scan: the twin needs" in str(found)
+    assert found.ok and f"bit for bit, with the first {layers} layers of each scan: the reference needs" in str(found)
 
 
 def test_fewer_layers_have_the_same_arrays():
     args = jax.eval_shape(lambda: (TALL, weights(8)))
-    subject = _subject.subject_of(of_scan, args)
-    both = (subject.with_layers(4).with_layers(2), subject)
+    target = _subject.target_of(of_scan, args)
+    both = (target.with_layers(4).with_layers(2), target)
     assert all(a is b for a, b in zip(*(jax.tree.leaves(s.arrays) for s in both), strict=True))
 
 
@@ -304,7 +303,7 @@ def test_conservation_by_peaks_of_fresh_processes(freed, verdict, most, monkeypa
     monkeypatch.setattr(_checks, "_VISIBLE", 0)
     # By hand: of the first 4, or 3, layers the last is resident, and one is in flight.
     moved = ((most or LAYERS) - 2) * BATCH * HIDDEN * 4
-    measured = Peaks(ours=10**6, twins=10**6 + round(freed * moved), most=most)
+    measured = Peaks(ours=10**6, reference=10**6 + round(freed * moved), most=most)
     said = {c.claim: c for c in checks(of_scan, X, weights(LAYERS), peaks=measured)}["conservation"]
     assert said.verdict == verdict and ("the first 3 layers" in said.said) == (most == 3), said
     assert f"predicted {_checks.readable(moved)}, or 1.5 % less" in said.said
@@ -321,9 +320,9 @@ def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
     monkeypatch.setattr(_checks, "compiled", lambda *_: plan(temp_size_in_bytes=2**30))
     monkeypatch.setattr(_checks, "_VISIBLE", 0)
     ours = plan(temp_size_in_bytes=2**30 - freed * 2**20, host_temp_size_in_bytes=there * 2**20)
-    subject = SimpleNamespace(fast_program=ours, run=of_scan, arrays=(), devices=set(range(devices)))
+    target = SimpleNamespace(fast_program=ours, run=of_scan, arrays=(), devices=set(range(devices)))
     moved = [SimpleNamespace(bytes=100 * 2**20, bytes_per_layer=10 * 2**20, layers=9)]
-    found, said = _checks._planned(subject, moved, 100 * 2**20)
+    found, said = _checks._planned(target, moved, 100 * 2**20)
     assert found == verdict and f"planned {freed}.00 MiB less" in said
 
 
@@ -428,21 +427,21 @@ def test_what_may_go_to_the_host_holds():
 
 
 def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
-    """Planted: it says offload of what is to be saved, but not to the twin."""
+    """Planted: it says offload of what is to be saved, but not to the reference."""
     rules = Policy({"fc1": "save"}, min_offload_bytes=0)
-    monkeypatch.setattr(Policy, "decision", lambda self, name: "save" if is_twin() or name != "fc1" else "offload")
+    monkeypatch.setattr(Policy, "decision", lambda self, name: "save" if is_reference() or name != "fc1" else "offload")
     mine = in_a_scan(layer, rules)
     jax.make_jaxpr(jax.grad(mine))(X, weights(LAYERS))
-    subject = _subject.subject_of(mine, (X, weights(LAYERS)))
+    target = _subject.target_of(mine, (X, weights(LAYERS)))
     monkeypatch.undo()
-    assert _checks.moves(subject) == ("fails", "to the host go fc1, which is marked save")
+    assert _checks.moves(target) == ("fails", "to the host go fc1, which is marked save")
 
 
 def test_what_others_move_beside_ours_is_not_judged_by_bytes():
     beside = lambda x, w, v: of_scan(x, w) + in_a_scan(layer, by_jax("fc1"))(x, v)
     found = verify(beside, X, weights(LAYERS), weights(2))
     assert found.ok and found["conservation"].verdict == found["gradients"].verdict == "not checked", found
-    assert "1 value(s) go to the host in the twin too" in found["conservation"].said
+    assert "1 value(s) go to the host in the reference too" in found["conservation"].said
 
 
 def in_a_checkpoint(f):
@@ -465,8 +464,8 @@ def in_a_scan_of_ours(f):
     ],
 )
 def test_what_a_checkpoint_around_it_runs_again_is_not_said_to_run_once(around, f):
-    subject = _subject.subject_of(around(f), (X, weights(LAYERS)))
-    verdict, said = _checks.producers(subject)
+    target = _subject.target_of(around(f), (X, weights(LAYERS)))
+    verdict, said = _checks.producers(target)
     assert verdict == "not checked" and "what other checkpoints keep, or run again, is not known" in said
 
 
@@ -490,13 +489,13 @@ def branches(x, w):
 def test_branches_that_move_and_keep_values_of_one_type_fail_nothing(loss):
     found = verify(loss, X, weights(LAYERS))
     assert found.ok and found["gradients"].verdict == found["moves"].verdict == "holds", found
-    assert "branches of a cond share a residual in the twin" in found["conservation"].said
+    assert "branches of a cond share a residual in the reference" in found["conservation"].said
 
 
 def test_a_first_run_that_jax_calls_differentiated_is_no_second_one():
     once = checkpoint(layer, policy=RULES)
     loss = jax.checkpoint(lambda x, w: jnp.sum(lax.scan(lambda x, w: (once(x, w), None), x, w)[0] ** 2))
-    verdict, said = _checks.producers(_subject.subject_of(loss, (X, weights(LAYERS))))
+    verdict, said = _checks.producers(_subject.target_of(loss, (X, weights(LAYERS))))
     assert verdict == "not checked" and "what other checkpoints keep, or run again, is not known" in said
 
 
@@ -559,7 +558,7 @@ def test_weights_that_are_divided_and_gathered_again_are_no_fault(spec):
     found = verify(of_scan, on(X, "d"), w)
     assert found["placement"].verdict == "holds" and found.ok, found
     assert found["gradients"].verdict == "holds"  # to rounding, where this XLA divides its sums otherwise
-    assert "where 1 rows of the stacks on the host are read beyond the twin's" in found["placement"].said
+    assert "where 1 rows of the stacks on the host are read beyond the reference's" in found["placement"].said
 
 
 def test_a_chain_on_a_mesh_has_its_twins_collectives():
@@ -581,7 +580,7 @@ def test_more_collectives_than_the_twin_has_fail(monkeypatch):
     monkeypatch.setattr(_loops, "_in_order", planted)
     found = verify(of_scan, x, weights(LAYERS))
     assert [c.claim for c in found if c.verdict == "fails"] == ["placement"], found
-    assert found["placement"].said.startswith("more collectives than the twin has: ")
+    assert found["placement"].said.startswith("more collectives than the reference has: ")
 
 
 def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
@@ -596,7 +595,7 @@ def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
     found = verify(of_scan, x, weights(LAYERS))["placement"]
     assert found.verdict == "fails"
     sizes = [readable(BATCH * HIDDEN * 4 // share) for share in (1, 8)]
-    assert "of a layer's act each device keeps {}, the twin's {}".format(*sizes) in found.said
+    assert "of a layer's act each device keeps {}, the reference's {}".format(*sizes) in found.said
 
 
 def test_bad_arguments_are_sentences():
@@ -783,7 +782,7 @@ def test_on_a_gpu_what_xla_made_of_it_is_checked_too():
 
 @pytest.mark.gpu
 def test_copies_on_the_computes_stream_fail(monkeypatch):
-    monkeypatch.delitem(_xla._GPU_OPTIONS, "xla_gpu_enable_command_buffer")  # then all are on
+    monkeypatch.delitem(_compiler_options._GPU_OPTIONS, "xla_gpu_enable_command_buffer")  # then all are on
     print(found := verify(of_scan, ROWS, W))
     assert [c.claim for c in found if c.verdict == "fails"] == ["copies"], found
 

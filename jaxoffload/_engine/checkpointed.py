@@ -15,8 +15,8 @@ from .._policy import Policy
 from .derivative import cached, derivative, plan_of_jvp
 from .host_pool import host_pool_bytes, layers_that_fit
 from .memory import on_host
-from .plan import Layers, Plan
-from .reference import REASON, is_twin
+from .plan import Override, Plan
+from .reference import REASON, is_reference
 from .refusals import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
 from .straight import straight
 
@@ -66,7 +66,7 @@ def differentiated(
     policy: Policy,
     strict: bool,
     prevent_cse: bool,
-    layers: Layers | None = None,
+    layers: Override | None = None,
 ) -> Differentiated:
     """The JVP of `jaxpr` with respect to the perturbed inputs, under the plan that the policy makes of it."""
     jvp, out_perturbed = derivative(jaxpr, perturbed, False, policy.dots != "recompute")
@@ -124,8 +124,8 @@ def _that_fits(
     """`differentiated`, or the same with all on the device. Not remembered: it depends on the environment."""
     refuse_remat3()
     key = roles, policy, strict, prevent_cse
-    if is_twin():
-        return differentiated(jaxpr, perturbed, *key, Layers("save", REASON))
+    if is_reference():
+        return differentiated(jaxpr, perturbed, *key, Override("save", REASON))
     made = differentiated(jaxpr, perturbed, *key)
     if not made.plan.offloads:
         return made
@@ -134,7 +134,7 @@ def _that_fits(
     if host_pool_bytes() is None:
         return made
     fits = layers_that_fit("checkpoint", [_host_bytes(jaxpr, perturbed, *key)], policy.on_host_full)
-    return made if fits else differentiated(jaxpr, perturbed, *key, Layers("save", "on_host_full"))
+    return made if fits else differentiated(jaxpr, perturbed, *key, Override("save", "on_host_full"))
 
 
 def _batch(

@@ -15,8 +15,8 @@ from jax.interpreters import ad
 from .._errors import NOT_THE_USERS
 from .._policy import Policy
 from .names import outside_scopes
-from .plan import Layers, Plan, decide, dots_matched_nothing, make_plan
-from .reference import is_twin
+from .plan import Override, Plan, decide, dots_matched_nothing, make_plan
+from .reference import is_reference
 from .values import mark_dots
 
 
@@ -27,7 +27,7 @@ def looks_for_nans() -> bool:
 
 def cached[T](make: Callable[..., T]) -> Callable[..., T]:
     """`make(of, *key)`, remembered while `of` lives: an eager loop over layers then plans and traces once, and once for
-    its twin, and where JAX looks for NaNs.
+    its reference, and where JAX looks for NaNs.
 
     `of`: a jaxpr, or something else that is hashed by its identity. The result must not refer to it.
     """
@@ -36,7 +36,7 @@ def cached[T](make: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(make)
     def remembered(of: Any, *key: Any) -> T:
         made = memory.setdefault(of, {})
-        traced = is_twin(), looks_for_nans(), *key
+        traced = is_reference(), looks_for_nans(), *key
         if traced not in made:
             made[traced] = make(of, *key)
         return made[traced]
@@ -45,10 +45,10 @@ def cached[T](make: Callable[..., T]) -> Callable[..., T]:
 
 
 def plan_of_jvp(
-    jaxpr: Jaxpr, roles: tuple[str, ...], jvp: Jaxpr, policy: Policy, strict: bool, layers: Layers | None
+    jaxpr: Jaxpr, roles: tuple[str, ...], jvp: Jaxpr, policy: Policy, strict: bool, layers: Override | None
 ) -> tuple[Plan, Jaxpr]:
     """As `make_plan` of a derivative, with the names and notes that the function has whatever is perturbed."""
-    whole = judged(jaxpr, roles, policy, strict)
+    whole = full_plan(jaxpr, roles, policy, strict)
     plan, planned = make_plan(jvp, policy, _roles_of(jvp, roles), layers, False)
     return dataclasses.replace(plan, seen=whole.seen, notes=whole.notes), planned
 
@@ -68,7 +68,7 @@ def _roles_of(jvp: Jaxpr, roles: tuple[str, ...]) -> tuple[str | None, ...]:
 
 
 @cached
-def judged(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool) -> Plan:
+def full_plan(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool) -> Plan:
     """What is true of a function whatever is perturbed: the plan where all floating-point inputs are that can be.
 
     Custom rules are expanded then, so all names are there. With fewer perturbed, as the first steps of `lax.scan`'s

@@ -53,10 +53,10 @@ class HostPoolFull(MemoryError):
     """More would be offloaded than the pinned host pool holds. `layers`: how many layers of each scan would fit, the
     first ones; None where that mends nothing."""
 
-    def __init__(self, who: str, need: str, layers: int | None, whole: bool = False, instead: str = ""):
+    def __init__(self, caller: str, need: str, layers: int | None, whole: bool = False, instead: str = ""):
         less = f" (offload_layers: {layers})" if layers is not None else ""
         super().__init__(
-            f"{who}: {need}; offload less{less}{instead}, or set a larger {_POOL} before JAX starts"
+            f"{caller}: {need}; offload less{less}{instead}, or set a larger {_POOL} before JAX starts"
             + (_CONSTRAIN if whole else "")
         )
         self.layers = layers
@@ -69,10 +69,10 @@ _CONSTRAIN = (
 
 
 # Whether the whole program is judged once it is traced. Part of every trace cache's key, as is `scope`.
-judged_together = jax.make_user_context(False)
+whole_program = jax.make_user_context(False)
 
 
-def layers_that_fit(who: str, needs: Sequence[int], on_host_full: str) -> int:
+def layers_that_fit(caller: str, needs: Sequence[int], on_host_full: str) -> int:
     """How many layers can offload, if the first one, two, ... need `needs` bytes a device in the pinned host pool.
 
     Where not all fit, an error or a warning, as the policy says. One call of `scan`, `chain` or `checkpoint` knows
@@ -82,18 +82,18 @@ def layers_that_fit(who: str, needs: Sequence[int], on_host_full: str) -> int:
       HostPoolFull: they do not fit and `on_host_full` is "error".
     """
     pool, layers = host_pool_bytes(), len(needs)
-    if pool is None or needs[-1] <= pool or (judged_together.value and on_host_full == "error"):
+    if pool is None or needs[-1] <= pool or (whole_program.value and on_host_full == "error"):
         return layers
     fit = sum(need <= pool for need in needs)
-    of_layers = who != "checkpoint"
+    of_layers = caller != "checkpoint"
     need = (
         f"{f'{layers} layer(s) would offload' if of_layers else 'would offload'} {readable(needs[-1])} "
         f"a device, and the pinned host pool holds {readable(pool)}{f', enough for {fit}' if of_layers else ''}"
     )
     if on_host_full == "error":
-        raise HostPoolFull(who, need, fit if of_layers else None, auto_axes(), ", set on_host_full: save")
+        raise HostPoolFull(caller, need, fit if of_layers else None, auto_axes(), ", set on_host_full: save")
     instead = "which offload" if of_layers else "all stays on the device"
-    warnings.warn(f"jaxoffload: {who}: {need}, {instead} (on_host_full: save)", skip_file_prefixes=NOT_THE_USERS)
+    warnings.warn(f"jaxoffload: {caller}: {need}, {instead} (on_host_full: save)", skip_file_prefixes=NOT_THE_USERS)
     return fit
 
 

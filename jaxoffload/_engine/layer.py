@@ -18,9 +18,9 @@ from jax.interpreters import partial_eval as pe
 from .._policy import VERDICT, Policy
 from .derivative import cached, derivative, plan_of_jvp
 from .names import PlanName
-from .plan import Layers, Plan
+from .plan import Override, Plan
 from .slots import apart_in_branches, is_residual_of
-from .source import Origin, follow, is_its_operand, origin
+from .source import Source, follow, is_its_operand, source_of
 from .straight import straight
 
 # Between forward and backward a residual is: an "operand" (a constant or a slice of xs), which is read again; the same
@@ -33,11 +33,11 @@ class Kept(NamedTuple):
 
     place: Place
     operand: int  # the number of the body's operand that it is; -1 for all others
-    origin: Origin  # its names lead to its rows in the plan
+    source: Source  # its names lead to its rows in the plan
 
     @property
     def name(self) -> PlanName | None:
-        return self.origin.name
+        return self.source.name
 
 
 def in_three(xs: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
@@ -93,7 +93,7 @@ class Layer:
     def for_host(self) -> list[str]:
         """The names of each residual for the host."""
         names = {row.plan_name: ", ".join(row.names) or "(matrix product)" for row in self.plan.rows}
-        return [", ".join(names[str(name)] for name in k.origin.names) for k in self.kept if k.place == "host"]
+        return [", ".join(names[str(name)] for name in k.source.names) for k in self.kept if k.place == "host"]
 
     @property
     def copies(self) -> list[Any]:
@@ -157,7 +157,7 @@ def plan_of(policy: Any) -> Plan | None:
 
 @cached
 def linearize(
-    jaxpr: Jaxpr, consts: int, carry: int, perturbed: tuple[bool, ...], policy: Policy, strict: bool, layers: Layers
+    jaxpr: Jaxpr, consts: int, carry: int, perturbed: tuple[bool, ...], policy: Policy, strict: bool, layers: Override
 ) -> Layer:
     """The derivative of a body with respect to its perturbed operands, under the plan that `policy` makes of it.
 
@@ -233,10 +233,10 @@ def _kept(known: Jaxpr, body: Body, residuals: Sequence[Any]) -> list[Kept]:
 
     def kept(var: Any) -> Kept:
         if isinstance(var, Literal):
-            return Kept("once", -1, Origin(None, "a constant"))
+            return Kept("once", -1, Source(None, "a constant"))
         if var in operands and operands[var] not in carry:
-            return Kept("operand", operands[var], Origin(None, "an operand"))
-        found = Origin(None, "the carry of a scan") if var in operands else origin(known, var)
+            return Kept("operand", operands[var], Source(None, "an operand"))
+        found = Source(None, "the carry of a scan") if var in operands else source_of(known, var)
         if var in same:
             return Kept("once", -1, found._replace(where="the same in every layer"))
         return Kept("host" if found.name and found.name.decision == "offload" else "device", -1, found)

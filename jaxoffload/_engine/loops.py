@@ -7,8 +7,8 @@ So nothing waits for a copy that takes less time than a layer. The last layer's 
 host or where they are. Layer 0 has no layer before it, yet a turn like all others: row 0 is written before there is
 anything to write, and fetched when nobody wants it any more.
 
-Layers that treat their residuals otherwise are a part of their own, with two loops of its own; the carry, the ys and
-the cotangents pass from part to part.
+Layers that treat their residuals otherwise are a segment of their own, with two loops of its own; the carry, the ys and
+the cotangents pass from segment to segment.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from .._jax import Call, evaluate
 from .derivative import cached, looks_for_nans
 from .layer import Layer, apart, in_three, without_paths
 from .memory import DEVICE, HOST
-from .source import Origin
+from .source import Source
 
 
 class DifferentiatedTwice(NotImplementedError):
@@ -37,15 +37,15 @@ class DifferentiatedTwice(NotImplementedError):
 
 
 @contextlib.contextmanager
-def where_twice(who: str, said: str) -> Iterator[None]:
+def where_twice(caller: str, said: str) -> Iterator[None]:
     """What `who` says where its function differentiates what is in it, and is differentiated for that."""
     try:
         yield
     except DifferentiatedTwice as why:
-        raise DifferentiatedTwice(f"{who}: {said}") from why
+        raise DifferentiatedTwice(f"{caller}: {said}") from why
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """Neighbouring layers that one loop computes, in the order in which they run.
 
     Of their residuals for the host, those of the first `on_host` layers go there: of all layers, of all but the last,
@@ -71,13 +71,13 @@ class Part(NamedTuple):
     def places(self) -> list[str]:
         return ["device" if k.place == "host" and not self.on_host else k.place for k in self.layer.kept]
 
-    def origins(self) -> list[Origin]:
-        """Of the leaves of this part's `Saved`."""
+    def sources(self) -> list[Source]:
+        """Of the leaves of this segment's `Saved`."""
 
-        def those(place: str, layers: int, axes: int) -> list[Origin]:
+        def those(place: str, layers: int, axes: int) -> list[Source]:
             kept = _those(self.layer.kept, self.places(), place)
-            why = lambda k: k.origin.where or (self.reason if k.place == "host" else "")
-            return [k.origin._replace(where=why(k), layers=layers, empty=0, axes=axes) for k in kept]
+            why = lambda k: k.source.where or (self.reason if k.place == "host" else "")
+            return [k.source._replace(where=why(k), layers=layers, empty=0, axes=axes) for k in kept]
 
         host = [o._replace(where="", empty=1) for o in those("host", self.layers - 1, 1)]
         last = [o._replace(where="") if self.on_host == self.layers else o for o in those("host", 1, 0)]
@@ -85,7 +85,7 @@ class Part(NamedTuple):
 
 
 class Saved[T](NamedTuple):
-    """What a part keeps.
+    """What a segment keeps.
 
     No row is ever out of range: XLA:GPU does not clamp its DMA copies, and would write into other memory
     (https://github.com/openxla/xla: DynamicSliceFusionV2Thunk).
@@ -102,12 +102,12 @@ class Loops:
     """A pass over all layers.
 
     Attributes:
-      consts, carry: how many constants and parts of the carry it takes; in a backward pass, how many cotangents of such
+      consts, carry: how many constants and carried values it takes; in a backward pass, how many cotangents of such
         it returns.
       reads: of a backward pass: the operands of the scan that are residuals, each with whether it is a constant.
     """
 
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
     length: int
     reverse: bool
     unroll: int
@@ -117,7 +117,7 @@ class Loops:
 
     def __repr__(self) -> str:
         """Short, for it stands in every printed jaxpr."""
-        return f"Loops({', '.join(f'{p.start}..{p.stop} offload {p.on_host}: {p.layer.plan}' for p in self.parts)})"
+        return f"Loops({', '.join(f'{p.start}..{p.stop} offload {p.on_host}: {p.layer.plan}' for p in self.segments)})"
 
     def row(self, layer: Any) -> Any:
         """Of xs and ys: where `layer` is."""
@@ -126,74 +126,76 @@ class Loops:
     @property
     def seen(self) -> frozenset[str]:
         """The names that count as seen by a policy around the scan."""
-        return frozenset().union(*(part.layer.plan.seen for part in self.parts))
+        return frozenset().union(*(segment.layer.plan.seen for segment in self.segments))
 
     @property
     def results(self) -> int:
         """How many results the scan has: carry and ys."""
-        return len(self.parts[0].layer.out_perturbed)
+        return len(self.segments[0].layer.out_perturbed)
 
-    def origin(self, index: int) -> Origin:
+    def source_of(self, index: int) -> Source:
         """Of a result of the forward pass."""
         if index < self.results:
-            return Origin(None, "output of a scan")
-        return [origin for part in self.parts for origin in part.origins()][index - self.results]
+            return Source(None, "output of a scan")
+        return [source for segment in self.segments for source in segment.sources()][index - self.results]
 
     @property
     def saved(self) -> list[Saved[bool]]:
-        """In the form of what the parts keep: whether it is a stack of layers."""
+        """In the form of what the segments keep: whether it is a stack of layers."""
 
-        def form(part: Part) -> Saved[bool]:
-            host, device, once = map(part.places().count, ("host", "device", "once"))
+        def form(segment: Segment) -> Saved[bool]:
+            host, device, once = map(segment.places().count, ("host", "device", "once"))
             return Saved([True] * host, [False] * host, [True] * device, [False] * once)
 
-        return list(map(form, self.parts))
+        return list(map(form, self.segments))
 
 
 def _forward(loops: Loops, *operands: Any) -> list[Any]:
     """Constants, carry, xs -> carry, ys, and the leaves of a list of `Saved`."""
     consts, carry, xs = in_three(operands, loops.consts, loops.carry)
-    y_avals = loops.parts[0].jaxpr.out_avals[loops.carry : loops.results]
+    y_avals = loops.segments[0].jaxpr.out_avals[loops.carry : loops.results]
     ys, saved = [_stack(a, loops.length) for a in y_avals], []
-    for part in loops.parts:
-        carry, ys, kept = _forward_part(loops, part, consts, carry, ys, xs)
+    for segment in loops.segments:
+        carry, ys, kept = _forward_part(loops, segment, consts, carry, ys, xs)
         saved.append(kept)
     return [*carry, *ys, *jax.tree.leaves(saved)]
 
 
 def _forward_part(
-    loops: Loops, part: Part, consts: list[Any], carry: list[Any], ys: list[Any], xs: list[Any]
+    loops: Loops, segment: Segment, consts: list[Any], carry: list[Any], ys: list[Any], xs: list[Any]
 ) -> tuple[list[Any], list[Any], Saved[Any]]:
-    compute, zero = jaxpr_as_fun(part.jaxpr), _hidden_zero()
-    stored = [place for place in part.places() if place != "operand"]
+    compute, zero = jaxpr_as_fun(segment.jaxpr), _hidden_zero()
+    stored = [place for place in segment.places() if place != "operand"]
 
     def layer(i: Any, state: Any) -> Any:
         carry, ys, saved = state
         host = []
-        for stack, x, copy in zip(saved.host, saved.last, part.copies, strict=True):
+        for stack, x, copy in zip(saved.host, saved.last, segment.copies, strict=True):
             with copy:
                 host.append(_put(stack, jax.device_put(x, HOST), i))
         here = i + zero
-        row = loops.row(part.start + here)
+        row = loops.row(segment.start + here)
         carry, new_ys, new = in_three(compute(*consts, *carry, *(_take(x, row) for x in xs)), len(carry), len(ys))
         ys = [_put(stack, y, row) for stack, y in zip(ys, new_ys, strict=True)]
         last, stays, once = (_those(new, stored, place) for place in ("host", "device", "once"))
         device = [_put(stack, x, here) for stack, x in zip(saved.device, stays, strict=True)]
         return carry, ys, Saved(host, last, device, once)
 
-    avals = part.jaxpr.out_avals[len(part.jaxpr.out_avals) - len(stored) :]
+    avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
     moved, stays, once = (_those(avals, stored, place) for place in ("host", "device", "once"))
     empty = Saved(
-        [jax.device_put(_stack(a, part.layers), HOST) for a in moved],
+        [jax.device_put(_stack(a, segment.layers), HOST) for a in moved],
         [_filled(a) for a in moved],
-        [_stack(a, part.layers) for a in stays],
+        [_stack(a, segment.layers) for a in stays],
         [_filled(a) for a in once],
     )
-    alone = part.layers == 1 < loops.length  # XLA takes the layer out of its loop, and would fuse it with what is near
+    alone = (
+        segment.layers == 1 < loops.length
+    )  # XLA takes the layer out of its loop, and would fuse it with what is near
     carry = lax.optimization_barrier(carry) if alone else carry
-    carry, ys, saved = lax.fori_loop(0, part.layers, layer, (carry, ys, empty), unroll=loops.unroll)
+    carry, ys, saved = lax.fori_loop(0, segment.layers, layer, (carry, ys, empty), unroll=loops.unroll)
     carry = lax.optimization_barrier(carry) if alone else carry
-    if part.on_host == part.layers:  # not into row 0: outside of the loop XLA:GPU would write it with a kernel
+    if segment.on_host == segment.layers:  # not into row 0: outside of the loop XLA:GPU would write it with a kernel
         saved = saved._replace(last=[jax.device_put(x, HOST) for x in saved.last])
     return carry, ys, saved
 
@@ -204,30 +206,30 @@ def _backward(loops: Loops, *args: Any) -> list[Any]:
     operands, leaves, cotangents = in_three(args, len(loops.reads), len(form))
     saved = jax.tree.unflatten(tree, leaves)
     carry, ys, _ = in_three(cotangents, loops.carry, len(cotangents) - loops.carry)
-    consts_avals, _, xs_avals = in_three(loops.parts[0].jaxpr.out_avals, loops.consts, loops.carry)
+    consts_avals, _, xs_avals = in_three(loops.segments[0].jaxpr.out_avals, loops.consts, loops.carry)
     state = [_filled(a, 0) for a in consts_avals], carry, [_stack(a, loops.length) for a in xs_avals]
-    for part, kept in reversed(list(zip(loops.parts, saved, strict=True))):
-        state = _backward_part(loops, part, operands, kept, state, ys)
+    for segment, kept in reversed(list(zip(loops.segments, saved, strict=True))):
+        state = _backward_part(loops, segment, operands, kept, state, ys)
     consts, carry, xs = state
     return [*consts, *carry, *xs]
 
 
 def _backward_part(
-    loops: Loops, part: Part, operands: list[Any], saved: Saved[Any], cotangents: Any, ys: list[Any]
+    loops: Loops, segment: Segment, operands: list[Any], saved: Saved[Any], cotangents: Any, ys: list[Any]
 ) -> Any:
-    compute, zero = jaxpr_as_fun(part.jaxpr), _hidden_zero()
-    last = part.layers - 1
+    compute, zero = jaxpr_as_fun(segment.jaxpr), _hidden_zero()
+    last = segment.layers - 1
 
     def layer(j: Any, state: Any) -> Any:
         (consts, carry, xs), fetched = state
         ahead = []
-        for stack, copy in zip(saved.host, part.copies, strict=True):
+        for stack, copy in zip(saved.host, segment.copies, strict=True):
             with copy:
                 ahead.append(jax.device_put(_take(stack, last - j), DEVICE))
         here = last - (j + zero)
-        row = loops.row(part.start + here)
+        row = loops.row(segment.start + here)
         have = {number: x if whole else _take(x, row) for (number, whole), x in zip(loops.reads, operands, strict=True)}
-        residuals = _in_order(part, have, fetched, [_take(x, here) for x in saved.device], saved.once)
+        residuals = _in_order(segment, have, fetched, [_take(x, here) for x in saved.device], saved.once)
         if loops.unroll > 1 or not last:  # then a layer may stand beside its own forward pass, outside of the loops
             residuals, carry = apart(residuals, carry)
         outs = compute(*residuals, *carry, *(_take(y, row) for y in ys))
@@ -237,7 +239,7 @@ def _backward_part(
 
     # Without the barrier XLA leaves out a copy to the host and back, where no loop is between them.
     fetched = [jax.device_put(x, DEVICE) for x in lax.optimization_barrier(saved.last)]
-    return lax.fori_loop(0, part.layers, layer, (cotangents, fetched), unroll=loops.unroll)[0]
+    return lax.fori_loop(0, segment.layers, layer, (cotangents, fetched), unroll=loops.unroll)[0]
 
 
 def _hidden_zero() -> Any:
@@ -252,10 +254,10 @@ def _hidden_zero() -> Any:
     return lax.optimization_barrier(jnp.int32(0))
 
 
-def _in_order(part: Part, operands: dict[int, Any], host: Any, device: Any, once: Any) -> list[Any]:
+def _in_order(segment: Segment, operands: dict[int, Any], host: Any, device: Any, once: Any) -> list[Any]:
     """A layer's residuals as its backward pass takes them."""
     kept = {"host": iter(host), "device": iter(device), "once": iter(once)}
-    places = zip(part.layer.kept, part.places(), strict=True)
+    places = zip(segment.layer.kept, segment.places(), strict=True)
     return [operands[k.operand] if place == "operand" else next(kept[place]) for k, place in places]
 
 
@@ -279,7 +281,7 @@ def _filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> A
     """An array for values like `aval`, sharded and varying over mesh axes as they are; full of `fill`, if given.
 
     Else of a number that nobody gave a value: XLA merges equal arrays, and then copies a stack on the host to another
-    there. An array that nobody gave values, `lax.empty`, each device would make whole and cut its part from.
+    there. An array that nobody gave values, `lax.empty`, each device would make whole and cut its segment from.
     """
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
     sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(lead), *spec)) if mesh.explicit_axes else None
@@ -332,7 +334,7 @@ def _batch_forward(
     sizes = [axis.size if first <= i < last else None for i in range(len(args))]
     args = list(map(_axis_to, stacked, args, dims, sizes))
     layer_dims = [None if d is None and size is None else 0 for d, size in zip(dims, sizes, strict=True)]
-    batched = _batched(loops, axis, [layer_dims] * len(loops.parts))
+    batched = _batched(loops, axis, [layer_dims] * len(loops.segments))
     stacks = [False] * loops.carry + [True] * (loops.results - loops.carry) + jax.tree.leaves(loops.saved)
     return run_forward(batched, *args), list(map(int, stacks))
 
@@ -350,8 +352,10 @@ def _batch_backward(
     layer_dims = [None if d is None else 0 for d in dims]
     read = {number: d for (number, _), d in zip(loops.reads, layer_dims[: len(loops.reads)], strict=True)}
     in_dims = []
-    for part, saved in zip(loops.parts, jax.tree.unflatten(tree, layer_dims[len(loops.reads) : kept]), strict=True):
-        residuals = _in_order(part, read, saved.host, saved.device, saved.once)
+    for segment, saved in zip(
+        loops.segments, jax.tree.unflatten(tree, layer_dims[len(loops.reads) : kept]), strict=True
+    ):
+        residuals = _in_order(segment, read, saved.host, saved.device, saved.once)
         in_dims.append(residuals + [0] * (len(args) - kept))
     outs = run_backward(_batched(loops, axis, in_dims), *args)
     return outs, [0] * (loops.consts + loops.carry) + [1] * (len(outs) - loops.consts - loops.carry)
@@ -367,11 +371,11 @@ def _axis_to(at: bool, x: Any, dim: int | None, size: int | None) -> Any:
 def _batched(loops: Loops, axis: Any, in_dims: Sequence[Sequence[int | None]]) -> Loops:
     """The same loops over batched layers, all results batched in front."""
 
-    def batched(part: Part, dims: Sequence[int | None]) -> Part:
-        jaxpr, _ = batching.batch_jaxpr_axes(part.jaxpr, axis, dims, [0] * len(part.jaxpr.outvars))
-        return part._replace(jaxpr=jaxpr)
+    def batched(segment: Segment, dims: Sequence[int | None]) -> Segment:
+        jaxpr, _ = batching.batch_jaxpr_axes(segment.jaxpr, axis, dims, [0] * len(segment.jaxpr.outvars))
+        return segment._replace(jaxpr=jaxpr)
 
-    return dataclasses.replace(loops, parts=tuple(map(batched, loops.parts, in_dims)))
+    return dataclasses.replace(loops, segments=tuple(map(batched, loops.segments, in_dims)))
 
 
 def _without_what_is_kept(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
@@ -385,10 +389,10 @@ def _without_what_is_kept(used: Sequence[bool], *rest: Any) -> tuple[list[bool],
         return [not i for i in inputs], None
     if any(used[loops.results :]) or len(used) == loops.results:
         return inputs, eqn
-    jaxpr = loops.parts[0].jaxpr
+    jaxpr = loops.segments[0].jaxpr
     jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: loops.results], debug_info=without_paths(jaxpr))
-    layer = dataclasses.replace(loops.parts[0].layer, kept=())
-    loops = dataclasses.replace(loops, parts=(Part(0, loops.length, 0, jaxpr, layer, ""),))
+    layer = dataclasses.replace(loops.segments[0].layer, kept=())
+    loops = dataclasses.replace(loops, segments=(Segment(0, loops.length, 0, jaxpr, layer, ""),))
     traced = jax.make_jaxpr(functools.partial(_forward, loops))(*(v.aval for v in eqn.invars))
     return inputs, eqn.replace(outvars=eqn.outvars[: loops.results], params={"call_jaxpr": traced, "loops": loops})
 

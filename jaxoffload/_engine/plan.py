@@ -25,7 +25,7 @@ from .values import DOT, Path, Value, every_equation, named_values, write_names
 
 
 @dataclasses.dataclass(frozen=True)
-class Layers:
+class Override:
     """What the layers of one part of a scan do with values marked offload, and why."""
 
     decision: Decision = "offload"
@@ -83,7 +83,7 @@ def make_plan(
     jaxpr: Jaxpr,
     policy: Policy,
     roles: Sequence[str | None],
-    layers: Layers | None,
+    layers: Override | None,
     strict: bool,
 ) -> tuple[Plan, Jaxpr]:
     """The plan of a differentiated function, and its jaxpr with the plan's names.
@@ -108,7 +108,7 @@ def decide(
     jaxpr: Jaxpr,
     policy: Policy,
     roles: Sequence[str | None],
-    layers: Layers | None,
+    layers: Override | None,
     strict: bool,
     primal: Jaxpr | None = None,
 ) -> tuple[Plan, dict[tuple[Path, Var], PlanName]]:
@@ -125,7 +125,7 @@ def decide(
     for value in values:
         try:
             whole = _bytes_of_whole(value, having)
-            decided[value] = _decide(value, labels[value], whole, policy, layers or Layers())
+            decided[value] = _decide(value, labels[value], whole, policy, layers or Override())
         except PolicyError as conflict:
             problems += conflict.problems
     problems += _slot_conflicts(slots, decided)
@@ -170,7 +170,7 @@ def _slot_conflicts(slots: list[list[Value]], decided: dict[Value, tuple[Decisio
 ARGUMENT = "argument"
 
 
-def _decide(value: Value, labels: Sequence[str], whole: int, policy: Policy, layers: Layers) -> tuple[Decision, str]:
+def _decide(value: Value, labels: Sequence[str], whole: int, policy: Policy, layers: Override) -> tuple[Decision, str]:
     """A value's decision and the reason for it, in the order that the rules take precedence. `whole`: bytes of the
     composite that it is part of."""
     tagged = [n for n in value.names if n != DOT]

@@ -7,14 +7,14 @@ from jax.extend.core import Jaxpr
 from .._text import readable
 from .host_pool import HostPoolFull, auto_axes, host_pool_bytes
 from .layer import host_share
-from .loops import Part, backward_p, forward_p
+from .loops import Segment, backward_p, forward_p
 from .memory import on_host
 from .straight import Array, Step, Straight, straight
 from .values import nested
 
 
 class Stack(NamedTuple):
-    """What one part of a scan keeps on the host, besides an empty row: so many layers, and bytes a device of each."""
+    """What one segment of a scan keeps on the host, besides an empty row: layers, and bytes per device of each."""
 
     layers: int
     each: int
@@ -58,10 +58,12 @@ def need_of(jaxpr: Jaxpr, results_too: bool = True) -> Need:
 def _with(need: Need, step: Step, program: Straight, returned: set[Array | None]) -> Need:
     eqn, (stacks, other, loops) = step.eqn, need
     if eqn.primitive in (forward_p, backward_p):
-        parts: list[Part] = eqn.params["loops"].parts
-        offloads = [part for part in parts if part.on_host and eqn.primitive is forward_p]
-        stacks = stacks + [Stack(part.on_host, host_share(part.jaxpr, part.layer.kept)) for part in offloads]
-        inside = [(part.layers, 1, need_of(part.jaxpr, False)) for part in parts]
+        segments: list[Segment] = eqn.params["loops"].segments
+        offloads = [segment for segment in segments if segment.on_host and eqn.primitive is forward_p]
+        stacks = stacks + [
+            Stack(segment.on_host, host_share(segment.jaxpr, segment.layer.kept)) for segment in offloads
+        ]
+        inside = [(segment.layers, 1, need_of(segment.jaxpr, False)) for segment in segments]
     else:
         other += sum(program.share(x) for x in step.results if on_host(x.aval) and x not in returned)
         length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2 stands for any number
@@ -74,7 +76,7 @@ def _with(need: Need, step: Step, program: Straight, returned: set[Array | None]
     return Need(stacks, other, loops)
 
 
-def refuse_what_does_not_fit(who: str, jaxpr: Jaxpr) -> None:
+def refuse_what_does_not_fit(caller: str, jaxpr: Jaxpr) -> None:
     """Judges a differentiated program, whatever `on_host_full` says.
 
     Raises:
@@ -85,4 +87,4 @@ def refuse_what_does_not_fit(who: str, jaxpr: Jaxpr) -> None:
         return
     fits = (layers for layers in reversed(range(need.most_layers())) if need.bytes(layers) <= pool)
     said = f"all together would offload {readable(total)} a device, and the pinned host pool holds {readable(pool)}"
-    raise HostPoolFull(who, said, next(fits, None), auto_axes())
+    raise HostPoolFull(caller, said, next(fits, None), auto_axes())

@@ -1,9 +1,9 @@
-"""The reference twin of a function: plain `lax.scan` and `jax.checkpoint` that keep the same values, on the device; and
-a function with fewer layers, for a twin that does not fit there.
+"""The reference of a function: plain `lax.scan` and `jax.checkpoint` that keep the same values, on the device.
 
-`scan`, `chain` and `checkpoint` ask here, when they are differentiated, whether it is the twin that is traced. The twin
-has a plan's names and decisions, and nothing of our loops, copies and ties. Where one stands inside another, the outer
-plan decides on all of the inner one's names too, as JAX's own checkpoints do.
+`scan`, `chain` and `checkpoint` ask here, when they are differentiated, whether the reference is being traced. It has a
+plan's names and decisions, and none of our loops, copies and ties. Where one call stands inside another, the outer plan
+decides on all of the inner one's names too, as JAX's own checkpoints do. A reference that does not fit on the device
+runs the first layers of each scan alone.
 """
 
 import functools
@@ -12,20 +12,20 @@ from typing import Any
 
 import jax
 
-# Part of every trace cache's key: a jitted function that was traced for the one is traced anew for the other.
+# Part of every trace cache's key: a function jitted for one is traced again for the other.
 _tracing = jax.make_user_context(False)
 _most = jax.make_user_context(None)
 
-REASON = "the twin keeps it on the device"
+REASON = "the reference keeps it on the device"
 
 
-def is_twin() -> bool:
-    """Whether the twin is being traced."""
+def is_reference() -> bool:
+    """Whether the reference is being traced."""
     return _tracing.value
 
 
-def twin(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, traced as the twin of itself."""
+def as_reference(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`, traced as its own reference."""
 
     @functools.wraps(f)
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -36,13 +36,15 @@ def twin(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def most_layers() -> int | None:
-    """Of how many layers a `scan` runs the first; None for all."""
+    """How many layers a `scan` runs; None for all."""
     return _most.value
 
 
 def with_layers(f: Callable[..., Any], layers: int) -> Callable[..., Any]:
-    """`f`, of each of whose `scan`s only the first so many layers run, or fewer if it says so itself; ys of the others
-    are zeros."""
+    """Return `f` with every `scan` truncated to its first `layers` layers; nested limits take the minimum.
+
+    The `ys` of the layers that are skipped are zeros.
+    """
 
     @functools.wraps(f)
     def traced(*args: Any, **kwargs: Any) -> Any:

@@ -30,10 +30,10 @@ def refuse_wrong_offload() -> None:
         )
 
 
-def refuse_ordered_effects(who: str, jaxpr: Jaxpr) -> None:
+def refuse_ordered_effects(caller: str, jaxpr: Jaxpr) -> None:
     """Raise for a function that JAX cannot lower together with values in host memory (its `safe_zip` fails)."""
     if ordered := [effect for effect in jaxpr.effects if type(effect).__name__.startswith("Ordered")]:
         raise NotImplementedError(
-            f"{who}: the function has ordered effects ({', '.join(map(str, ordered))}), and JAX cannot compile these "
-            "together with offloaded residuals; use ordered=False, or mark nothing offload"
+            f"{caller}: the function has ordered effects ({', '.join(map(str, ordered))}), and JAX cannot compile "
+            "these together with offloaded residuals; use ordered=False, or mark nothing offload"
         )

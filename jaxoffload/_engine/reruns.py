@@ -17,7 +17,7 @@ from jax.interpreters import partial_eval as pe
 from .derivative import derivative
 from .layer import plan_of, transposed
 from .transpose_only import linear_p
-from .values import bodies, parts_of
+from .values import bodies, devices_of
 
 
 class Rerun(NamedTuple):
@@ -63,7 +63,7 @@ def _of_linear(jaxpr: Jaxpr, is_linear: Sequence[bool], devices: int) -> Iterato
                 inside = layer.linear
                 yield from _of_linear(inside, _tangents(inside, len(inside.invars) - len(layer.kept)), devices)
         else:
-            here = devices * (parts_of(eqn) if eqn.primitive.name == "shard_map" else 1)
+            here = devices * (devices_of(eqn) if eqn.primitive.name == "shard_map" else 1)
             for _, body in bodies(eqn):  # a cond's index comes first, and is none of its branches' operands
                 yield from _of_linear(body, flags[len(flags) - len(body.invars) :], here)
 

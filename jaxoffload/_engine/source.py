@@ -11,7 +11,7 @@ from .names import PlanName, read_plan_name
 from .values import CALLS, bodies, keeps_all_bits
 
 
-class Origin(NamedTuple):
+class Source(NamedTuple):
     """Where a residual comes from: the plan's name, if it has one; words; how many layers' values it holds, and empty
     rows; along how many leading axes; the plans' names of other values that take the same place, from other branches
     of a `cond`."""
@@ -55,14 +55,14 @@ def is_a_view(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
 
 
-def origin(jaxpr: Jaxpr, var: Any) -> Origin:
+def source_of(jaxpr: Jaxpr, var: Any) -> Source:
     """Follows a variable to the equation that defines the value."""
     var = follow(jaxpr, var, is_a_view)
     eqn = next((eqn for eqn in jaxpr.eqns if isinstance(var, Var) and var in eqn.outvars), None)
     if eqn is None:
-        return Origin(None, "an input" if isinstance(var, Var) else "a constant")
+        return Source(None, "an input" if isinstance(var, Var) else "a constant")
     if name := _plan_name(eqn):
-        return Origin(name, "")
+        return Source(name, "")
     return _inner_origin(eqn, eqn.outvars.index(var))
 
 
@@ -105,11 +105,11 @@ def _is_stack(scan: JaxprEqn, body: Jaxpr, index: int) -> bool:
     return whole.ndim > row.ndim
 
 
-def _inner_origin(eqn: JaxprEqn, index: int) -> Origin:
+def _inner_origin(eqn: JaxprEqn, index: int) -> Source:
     prim = eqn.primitive.name
     if prim == "jaxoffload_forward":
-        return eqn.params["loops"].origin(index)
-    inside = [(body, origin(body, body.outvars[index])) for _, body in bodies(eqn)]
+        return eqn.params["loops"].source_of(index)
+    inside = [(body, source_of(body, body.outvars[index])) for _, body in bodies(eqn)]
     if prim == "cond":
         return _of_one_slot([found for _, found in inside])
     for body, found in inside:
@@ -121,13 +121,13 @@ def _inner_origin(eqn: JaxprEqn, index: int) -> Origin:
         length = eqn.params["length"]
         layers, empty = found.layers * length, found.empty * length
         return found._replace(where=found.where and where, layers=layers, empty=empty, axes=found.axes + 1)
-    return Origin(None, f"output of {prim}")
+    return Source(None, f"output of {prim}")
 
 
-def _of_one_slot(branches: list[Origin]) -> Origin:
+def _of_one_slot(branches: list[Source]) -> Source:
     """Of a result of a `cond`, which partial evaluation may give to residuals of several branches."""
     named = [found for found in branches if found.name]
     if not named:
-        return Origin(None, "output of cond")
+        return Source(None, "output of cond")
     names = dict.fromkeys(name for found in named for name in found.names)
     return named[0]._replace(others=tuple(names)[1:])

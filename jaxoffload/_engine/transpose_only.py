@@ -13,7 +13,7 @@ Transpose = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
 def linear(
-    who: str,
+    caller: str,
     kept: Sequence[Any],
     tangents: Sequence[Any],
     avals: Sequence[Any],
@@ -22,9 +22,10 @@ def linear(
 ) -> Any:
     """The map of `tangents` to values of `avals` whose transpose is `transpose(kept, cotangents)`.
 
-    `who` names the function that errors speak of: there is no forward mode. `residuals` looks into `layers`.
+    `caller` names the function that errors speak of: there is no forward mode. `residuals` looks into `layers`.
     """
-    params = {"who": who, "size": len(kept), "avals": tuple(avals), "transpose": transpose, "layers": tuple(layers)}
+    size, avals, layers = len(kept), tuple(avals), tuple(layers)
+    params = {"caller": caller, "size": size, "avals": avals, "transpose": transpose, "layers": layers}
     return linear_p.bind(*kept, *tangents, **params)
 
 
@@ -32,10 +33,10 @@ linear_p = Primitive("jaxoffload_linear")
 linear_p.multiple_results = True
 
 
-def _forward_mode(*_: Any, who: str, **__: Any) -> Any:
+def _forward_mode(*_: Any, caller: str, **__: Any) -> Any:
     raise TypeError(
-        f"jaxoffload.{who} has no forward-mode derivative (jvp, jacfwd, linearize): it is differentiated in reverse; "
-        "use plain JAX there"
+        f"jaxoffload.{caller} has no forward-mode derivative (jvp, jacfwd, linearize): it is differentiated in "
+        "reverse; use plain JAX there"
     )
 
 

@@ -179,7 +179,7 @@ def nested(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield body
 
 
-def parts_of(eqn: JaxprEqn) -> int:
+def devices_of(eqn: JaxprEqn) -> int:
     """Over how many devices a `shard_map` divides what it takes."""
     return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..._engine.memory import nbytes
-from ..._engine.values import nested, parts_of
+from ..._engine.values import devices_of, nested
 from .._program.kernels import flops_of
 from .._program.target import PRODUCTS
 from .machine import Machine, attention_flops
@@ -95,7 +95,7 @@ class _Walk:
         if name in _IN_PLACE:
             return self.in_place(eqn, operands)
         if name == "shard_map":
-            return self.on_each(bodies[0], parts_of(eqn), operands)
+            return self.on_each(bodies[0], devices_of(eqn), operands)
         if name in ("scan", "while", "cond"):
             return self.loop(eqn, bodies, operands)
         if name not in OPAQUE and len(bodies) == 1 and len(bodies[0].invars) == len(operands):

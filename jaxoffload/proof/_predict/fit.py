@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr
 
-from ..._engine.loops import Loops, Part, backward_p, forward_p
+from ..._engine.loops import Loops, Segment, backward_p, forward_p
 from ..._engine.memory import nbytes
-from ..._engine.values import nested, parts_of
+from ..._engine.values import devices_of, nested
 from ..._text import readable
 from .._program.target import run_of
 from .cost import cost
@@ -145,25 +145,27 @@ def _collect(jaxpr: Jaxpr, passes: dict[Any, list[_Pass]], runs: int, devices: i
         if eqn.primitive in passes:
             loops = eqn.params["loops"]
             passes[eqn.primitive].append(_Pass(loops, runs, devices))
-            for part in loops.parts:
-                _collect(part.jaxpr, passes, runs * part.layers, devices)
+            for segment in loops.segments:
+                _collect(segment.jaxpr, passes, runs * segment.layers, devices)
             continue
-        inside = max(1, devices // parts_of(eqn)) if eqn.primitive.name == "shard_map" else devices
+        inside = max(1, devices // devices_of(eqn)) if eqn.primitive.name == "shard_map" else devices
         for body in nested(eqn):
             _collect(body, passes, runs * eqn.params.get("length", 1), inside)
 
 
 def _fits(passes: dict[Any, list[_Pass]], machine: Machine, devices: int) -> Iterator[Fit]:
     """Of each forward loop that moves something, and the backward loop of the same layers."""
-    backward = {(part.layer, part.start): part for back in passes[backward_p] for part in back.loops.parts}
+    backward = {
+        (segment.layer, segment.start): segment for back in passes[backward_p] for segment in back.loops.segments
+    }
     for one in passes[forward_p]:
-        for part in one.loops.parts:
-            if part.on_host and (back := backward.get((part.layer, part.start))):
-                yield _fit(part, back, one, machine, machine.bus(devices))
+        for segment in one.loops.segments:
+            if segment.on_host and (back := backward.get((segment.layer, segment.start))):
+                yield _fit(segment, back, one, machine, machine.bus(devices))
 
 
-def _fit(forward: Part, backward: Part, of: _Pass, machine: Machine, bus: Bus) -> Fit:
-    there, back = (cost(part.jaxpr, machine, of.devices) for part in (forward, backward))
+def _fit(forward: Segment, backward: Segment, of: _Pass, machine: Machine, bus: Bus) -> Fit:
+    there, back = (cost(segment.jaxpr, machine, of.devices) for segment in (forward, backward))
     stored = [place for place in forward.places() if place != "operand"]
     results = forward.jaxpr.out_avals[len(forward.jaxpr.out_avals) - len(stored) :]
     sizes = [nbytes(aval) // of.devices for aval, place in zip(results, stored, strict=True) if place == "host"]

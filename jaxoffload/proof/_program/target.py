@@ -17,11 +17,11 @@ from ..._checkpoint import checkpoint
 from ..._compiler_options import compiler_options
 from ..._engine.layer import plan_of
 from ..._engine.loops import backward_p, forward_p, where_twice
-from ..._engine.reference import twin, with_layers
+from ..._engine.reference import as_reference, with_layers
 from ..._engine.values import nested
 from ..._policy import Policy
 from ..._residuals import Plans
-from .host_transfers import Crossing, crossings
+from .host_transfers import HostTransfer, host_transfers
 
 _CUDNN_CONFIG = "create_dot_product_attention_backend_config_base"  # what JAX says to XLA of cuDNN's attention
 _MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's variable
@@ -29,15 +29,15 @@ PRODUCTS = {"dot_general", "ragged_dot_general", "ragged_dot"}  # primitives
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class Target:
     """A loss, with its gradient, or a step.
 
     Attributes:
       run: the function of `args` that is verified: all results, by name.
       loss: what is differentiated in it; None for a step.
-      jaxpr, plans, crossings: of `run`.
+      jaxpr, plans, host_transfers: of `run`.
       policies: those of JAX's own checkpoints in it.
-      has_twin: whether anything in it is differentiated by jaxoffload.
+      has_reference: whether anything in it is differentiated by jaxoffload.
       repeats: how often it is run to see that the same comes from the same.
       peaks: as `_peaks` measured them, why it could not, or None where nobody did.
       most: of how many layers of each scan the first run; None for all.
@@ -50,18 +50,18 @@ class Subject:
     jaxpr: Jaxpr
     plans: Plans
     policies: tuple[Any, ...]
-    crossings: tuple[Crossing, ...]
-    has_twin: bool
+    host_transfers: tuple[HostTransfer, ...]
+    has_reference: bool
     repeats: int
     peaks: Any = None
     most: int | None = None
     strict: bool = False
 
-    def with_layers(self, most: int) -> "Subject":
+    def with_layers(self, most: int) -> "Target":
         """The same, of so many layers of each scan, with the same arrays: there is no room for others."""
         run, loss = with_layers(self.run, most), self.loss and with_layers(self.loss, most)
-        fewer = tuple(crossings(jax.make_jaxpr(run)(*self.args)))
-        return dataclasses.replace(self, run=run, args=self.arrays, loss=loss, crossings=fewer, most=most)
+        fewer = tuple(host_transfers(jax.make_jaxpr(run)(*self.args)))
+        return dataclasses.replace(self, run=run, args=self.arrays, loss=loss, host_transfers=fewer, most=most)
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
@@ -70,8 +70,8 @@ class Subject:
         return jax.tree.unflatten(tree, map(_array, leaves, range(len(leaves))))
 
     @functools.cached_property
-    def twins_jaxpr(self) -> Jaxpr:
-        return jax.make_jaxpr(twin(self.run))(*self.args)
+    def reference_jaxpr(self) -> Jaxpr:
+        return jax.make_jaxpr(as_reference(self.run))(*self.args)
 
     @functools.cached_property
     def program(self) -> Any:
@@ -79,14 +79,14 @@ class Subject:
         return compiled(self.run, self.arrays, repeatable_options())
 
     @functools.cached_property
-    def twins_program(self) -> Any:
-        """The same of its twin."""
-        return compiled(twin(self.run), self.arrays, repeatable_options())
+    def reference_program(self) -> Any:
+        """The same of its reference."""
+        return compiled(as_reference(self.run), self.arrays, repeatable_options())
 
     def exact_programs(self) -> tuple[Any, Any]:
-        """`run` and its twin, compiled under `exact_options`; slower."""
-        mine, twins = (compiled(run, self.arrays, exact_options()) for run in (self.run, twin(self.run)))
-        return mine, twins
+        """`run` and its reference, compiled under `exact_options`; slower."""
+        mine, reference = (compiled(run, self.arrays, exact_options()) for run in (self.run, as_reference(self.run)))
+        return mine, reference
 
     @functools.cached_property
     def fast_program(self) -> Any:
@@ -100,9 +100,9 @@ class Subject:
         return {device for sharding in shardings if sharding is not None for device in sharding.device_set}
 
 
-def subject_of(
+def target_of(
     f: Callable[..., Any], args: tuple[Any, ...], policy: Policy | None = None, has_aux: bool = False, repeats: int = 3
-) -> Subject:
+) -> Target:
     """As `verify` takes it."""
     for leaf in jax.tree.leaves(args):
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
@@ -121,9 +121,9 @@ def subject_of(
     with where_twice("verify", _LIKE_A_LOSS):
         jaxpr = jax.make_jaxpr(run)(*args)
     plans, policies = Plans(jaxpr), tuple(dict.fromkeys(filter(None, _policies(jaxpr))))
-    has_twin = bool(plans.plans) or any(isinstance(policy, Policy) for policy in policies)
-    crossing = tuple(crossings(jaxpr))
-    return Subject(run, args, loss if is_loss else None, jaxpr, plans, policies, crossing, has_twin, repeats)
+    has_reference = bool(plans.plans) or any(isinstance(policy, Policy) for policy in policies)
+    transfer = tuple(host_transfers(jaxpr))
+    return Target(run, args, loss if is_loss else None, jaxpr, plans, policies, transfer, has_reference, repeats)
 
 
 _LIKE_A_LOSS = (
@@ -164,7 +164,10 @@ def has_loops(jaxpr: Jaxpr) -> bool:
 def rows_read_beyond(jaxpr: Jaxpr) -> int:
     """By all loops of ours, of their stacks on the host: each stack's empty row, once a pass."""
     own = sum(
-        len(part.copies) for eqn in jaxpr.eqns if eqn.primitive is backward_p for part in eqn.params["loops"].parts
+        len(segment.copies)
+        for eqn in jaxpr.eqns
+        if eqn.primitive is backward_p
+        for segment in eqn.params["loops"].segments
     )
     inside = ((eqn.params.get("length", 1), body) for eqn in jaxpr.eqns for body in nested(eqn))
     return own + sum(turns * rows_read_beyond(body) for turns, body in inside)

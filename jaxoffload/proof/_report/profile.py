@@ -12,7 +12,7 @@ import jax
 
 from ..._text import readable
 from .._program.hlo import Copy, host_copies, instructions
-from .._program.target import subject_of
+from .._program.target import target_of
 from .._program.trace import DIRECTIONS, Event, Span, length, merged, ms_of, overlap, read, traced
 
 
@@ -139,13 +139,13 @@ def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
         raise ValueError(f"profile: steps must be at least 1, got {steps}")
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"profile: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
-    subject = subject_of(f, args)
-    program = subject.fast_program
-    jax.block_until_ready(program(*subject.arrays))
+    target = target_of(f, args)
+    program = target.fast_program
+    jax.block_until_ready(program(*target.arrays))
 
     def run() -> None:
         for _ in range(steps):
-            jax.block_until_ready(program(*subject.arrays))
+            jax.block_until_ready(program(*target.arrays))
 
     events = next(iter(traced(run).values()), [])  # of the first device; all do the same
     return profile_of(events, host_copies(list(instructions(program.as_text()))), steps, jax.devices()[0].device_kind)

@@ -1,4 +1,4 @@
-"""The peak of allocated device memory of a function and of its twin, each in a process that does nothing else.
+"""The peak of allocated device memory of a function and of its reference, each in a process that does nothing else.
 
 For the command line, before it touches a GPU itself: what a process has allocated before cannot be told apart.
 """
@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from ..._compiler_options import compiler_options
-from ..._engine.reference import twin
-from .._program.target import compiled, subject_of
-from .checks import need, twin_that_fits
+from ..._engine.reference import as_reference
+from .._program.target import compiled, target_of
+from .checks import need, reference_that_fits
 
 
 class Peaks(NamedTuple):
     """In bytes, of one device; `most`: of how many layers of each scan the first ran, None for all."""
 
     ours: int
-    twins: int
+    reference: int
     most: int | None
 
 
@@ -32,13 +32,13 @@ def peaks_of(command: Sequence[str]) -> Peaks | str:
     """Of what a command, a process of this module's `measured`, prints; or why there are none."""
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not any(map(importlib.util.find_spec, _PLUGINS)):
         return "this is no GPU"
-    twins = _run([*command, "--peak", "twin"])
-    if isinstance(twins, str):
-        return twins
-    if "why" in twins:
-        return str(twins["why"])
-    ours = _run([*command, "--peak", "ours", "--layers", str(twins["most"] or 0)])
-    return ours if isinstance(ours, str) else Peaks(ours["peak"], twins["peak"], twins["most"])
+    reference = _run([*command, "--peak", "reference"])
+    if isinstance(reference, str):
+        return reference
+    if "why" in reference:
+        return str(reference["why"])
+    ours = _run([*command, "--peak", "ours", "--layers", str(reference["most"] or 0)])
+    return ours if isinstance(ours, str) else Peaks(ours["peak"], reference["peak"], reference["most"])
 
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -57,21 +57,21 @@ def measured(f: Any, args: tuple[Any, ...], whose: str, most: int | None, has_au
     """What `peaks_of` reads: the peak after three runs on zeros, which take no other memory to make.
 
     Args:
-      whose: "twin", then of as many layers as fit; or "ours", then of the first `most` layers of each scan.
+      whose: "reference", then of as many layers as fit; or "ours", then of the first `most` layers of each scan.
       has_aux: as for `verify`.
     """
     if jax.default_backend() != "gpu":
         return {"why": "this is no GPU"}
     zeros = jax.tree.map(_zeros, args)
-    subject = subject_of(f, zeros, has_aux=has_aux)
-    if subject.loss is None:
+    target = target_of(f, zeros, has_aux=has_aux)
+    if target.loss is None:
         return {"why": "a step's residuals are inside of it"}
-    if whose == "twin":
-        if (fitting := twin_that_fits(subject)) is None:
-            return {"why": need(subject.twins_program)}
-        most, run = fitting.most, twin(fitting.run)
+    if whose == "reference":
+        if (fitting := reference_that_fits(target)) is None:
+            return {"why": need(target.reference_program)}
+        most, run = fitting.most, as_reference(fitting.run)
     else:
-        run = (subject.with_layers(most) if most else subject).run
+        run = (target.with_layers(most) if most else target).run
     program = compiled(run, zeros, compiler_options())
     for _ in range(3):
         jax.block_until_ready(program(*zeros))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..._policy import Policy
-from .._program.target import subject_of
+from .._program.target import target_of
 from .checks import CHECKS, FAILS, Verdict
 from .peaks import Peaks
 
@@ -60,25 +60,24 @@ def verify(
 ) -> Verification:
     """Checks what is claimed of `f`, a loss or a training step, and of its residuals.
 
-    1. `gradients`: all results are the twin's, bit for bit; both are compiled under `repeatable_options`, and again
+    1. `gradients`: every result equals the reference's bit for bit. Both are compiled under `repeatable_options`, and
        under `exact_options` if they differ. Results that still differ, as where XLA divides a sum among devices in one
-       program alone, are judged by the twin's own rounding error: the twin runs again with arguments that are moved by
-       one unit in the last place, and results that are further apart than 4 times what that changes fail. It says
-       which of the two it found. If the twin does not fit on the device, both run the first layers of each scan, as
-       many as fit into nine tenths of it.
-    2. `conservation`: the device holds as many bytes less than the twin's as the host holds: by the jaxpr, on a GPU as
-       XLA plans it, and from the command line at the peaks of fresh processes.
-    3. `moves`: nothing crosses to the host but what is marked offload, or lived there before; where other policies than
-       jaxoffload's decide, what somebody named and is no argument or weight.
-    4. `producers`: what is saved or offloaded is not computed again. Not checked where other checkpoints than
-       jaxoffload's, or jaxoffload's in one another, keep values or compute them again.
-    5. `copies`: no kernel and no computation of the host's touches host memory, all copies are asynchronous, in range
-       and on no stream that computes (in the program that `compiler_options()` gives, on a GPU). That
-       TransformerEngine has the host read group sizes, and so wait for the copies, is listed.
-    6. `placement`: the program has the twin's collectives, and no more, but for the row that is read of each stack on
-       the host beyond the twin's; of a loss's residuals no device keeps a greater part than in the twin.
-    7. `repeats`: the same from the same, and no more memory each time: of the devices, and on Linux of the process, but
-       for 64 MiB.
+       program alone, are judged by the reference's own rounding error: it runs again with arguments moved by one unit
+       in the last place, and results further apart than 4 times what that changes fail. The check says which it found.
+       If the reference does not fit on the device, both run the first layers of each scan, as many as fit in 90 % of it.
+    2. `conservation`: every byte that leaves the device appears on the host: exactly, in the jaxpr; on a GPU also in
+       XLA's memory plan and, from the command line, at the peaks of fresh processes.
+    3. `moves`: only values marked offload, or values that lived on the host before, are moved there. Where policies
+       other than jaxoffload's decide: only named values that are neither arguments nor weights.
+    4. `producers`: saved and offloaded values are not recomputed. Not checked where a value is kept or recomputed by
+       other checkpoints than jaxoffload's, or by nested ones of jaxoffload's.
+    5. `copies`: no kernel and no host computation touches host memory; all copies are asynchronous, in range and on no
+       stream that computes (in the program that `compiler_options()` gives, on a GPU). Group sizes that
+       TransformerEngine has the host read, waiting for the copies, are listed.
+    6. `placement`: the compiled program runs the same collectives as the reference, plus at most one extra row read per
+       host stack, and no device stores a larger shard of any residual.
+    7. `repeats`: equal arguments give equal results and no growth in memory: on the devices, and on Linux in the
+       process, within 64 MiB.
 
     Args:
       f: a function that returns a floating-point scalar is a loss, which is differentiated with respect to all
@@ -113,6 +112,6 @@ def checks(
     """The checks of `verify`, each when it is done. `peaks`: as `peaks_of` found them, for conservation."""
     if repeats < 3:
         raise ValueError(f"verify: repeats must be at least 3, got {repeats}")
-    subject = subject_of(f, args, policy, has_aux, repeats)
-    subject = dataclasses.replace(subject, peaks=peaks, strict=strict)
-    yield from (Check(check.__name__, *check(subject)) for check in CHECKS)
+    target = target_of(f, args, policy, has_aux, repeats)
+    target = dataclasses.replace(target, peaks=peaks, strict=strict)
+    yield from (Check(check.__name__, *check(target)) for check in CHECKS)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxoffload._engine import refusals
 from models import checkpoints, metrics
 from models.config import load
 
@@ -73,7 +74,7 @@ def test_the_oldest_jax_is_the_one_that_everything_names():
     bounds = [found[1] for one in needed if (found := re.fullmatch(r"jax(?:\[\w+\])?>=([\d.]+)", one))]
     (oldest,) = set(bounds)
     assert len(bounds) == 3
-    assert oldest == ".".join(map(str, _xla._FIRST_RIGHT_JAXLIB))
+    assert oldest == ".".join(map(str, refusals._FIRST_RIGHT_JAXLIB))
     assert f"jax and jaxlib [{oldest} or later][versions] are needed" in (ROOT / "README.md").read_text()
     said = make("-n", "-W", "pyproject.toml", "test", "PYTHON=python3")  # as if it had changed since the last time
     assert f"pip install -q --no-deps --target .oldest jax=={oldest} jaxlib=={oldest}" in said

@@ -470,8 +470,8 @@ def test_products_with_group_sizes_on_the_host_are_listed(recorded, monkeypatch,
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_checks, "has_room_for", lambda program: True)
     monkeypatch.setattr(_checks, "traced", lambda run: {"GPU": [*step, compute._replace(name="MemcpyD2H", op="it.1")]})
-    target = SimpleNamespace(fast_program=program, arrays=(), strict=strict)
-    found, said = _checks.copies(target)
+    checked = SimpleNamespace(fast_program=program, arrays=(), strict=strict)
+    found, said = _checks.copies(checked)
     listed = "TransformerEngine has the host read group sizes, and wait for the copies, in it.1"
     right = (
         f"{len(host_copies(lines))} asynchronous copies, all in range and on no stream that computes, and nothing else "
@@ -485,10 +485,10 @@ def test_products_with_group_sizes_on_the_host_are_listed(recorded, monkeypatch,
     behind = [e._replace(stream=compute.stream) if e.is_host_copy else e for e in [compute._replace(op="it.1"), *step]]
     only = [e for e in behind if e.is_host_copy or e.op == "it.1"]
     monkeypatch.setattr(_checks, "traced", lambda run: {"GPU": only})
-    found, said = _checks.copies(target)
+    found, said = _checks.copies(checked)
     assert found == "fails" and f"beside {compute.name}" in said
     monkeypatch.setattr(_checks, "traced", lambda run: {})
-    found, said = _checks.copies(target)
+    found, said = _checks.copies(checked)
     assert found == ("fails" if strict else "not checked") and (listed in said) == ("v2" not in target)
 
 
@@ -507,17 +507,17 @@ def test_copies_that_nobody_saw_are_not_checked(recorded, monkeypatch):
     many = 2**30
     plan = SimpleNamespace(argument_size_in_bytes=many, output_size_in_bytes=many, temp_size_in_bytes=many)
     program = Mock(as_text=lambda: made["program"], memory_analysis=lambda: plan)
-    target = SimpleNamespace(fast_program=program, program=program, arrays=(), repeats=3)
+    checked = SimpleNamespace(fast_program=program, program=program, arrays=(), repeats=3)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_checks, "traced", lambda run: run() and {})
     count = len(host_copies(lines))
     said = f"{count} asynchronous copies, all in range; not known on which streams: "
-    assert _checks.copies(target) == ("not checked", f"{said}the profiler saw nothing of the GPU")
+    assert _checks.copies(checked) == ("not checked", f"{said}the profiler saw nothing of the GPU")
     assert program.call_count == 2
     monkeypatch.setattr(_checks, "device_bytes", lambda: many)
     needed = "it needs 3.00 GiB of a device's 1.00 GiB"
-    assert _checks.copies(target) == ("not checked", f"{said}it did not run: {needed}")
-    assert _checks.repeats(target) == ("not checked", f"arguments are not given away here, and so {needed}")
+    assert _checks.copies(checked) == ("not checked", f"{said}it did not run: {needed}")
+    assert _checks.repeats(checked) == ("not checked", f"arguments are not given away here, and so {needed}")
     assert program.call_count == 2
 
 

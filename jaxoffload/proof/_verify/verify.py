@@ -64,7 +64,7 @@ def verify(
        under `exact_options` if they differ. Results that still differ, as where XLA divides a sum among devices in one
        program alone, are judged by the reference's own rounding error: it runs again with arguments moved by one unit
        in the last place, and results further apart than 4 times what that changes fail. The check says which it found.
-       If the reference does not fit on the device, both run the first layers of each scan, as many as fit in 90 % of it.
+       If the reference does not fit on the device, both run the first layers of each scan, as many as fit in 90 %.
     2. `conservation`: every byte that leaves the device appears on the host: exactly, in the jaxpr; on a GPU also in
        XLA's memory plan and, from the command line, at the peaks of fresh processes.
     3. `moves`: only values marked offload, or values that lived on the host before, are moved there. Where policies

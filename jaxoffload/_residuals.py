@@ -31,7 +31,7 @@ from ._engine.plan import ARGUMENT, Plan, Row, make_plan
 from ._engine.pool_need import need_of, refuse_what_does_not_fit
 from ._engine.reruns import reruns
 from ._engine.source import Source, source_of
-from ._engine.values import bodies, devices_of
+from ._engine.walk import Site, bodies, walk
 from ._policy import Policy, PolicyError, check_arguments
 from ._scan import body_of, scan_p
 from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, SHARES, Residual, Residuals
@@ -68,12 +68,12 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
     with where_twice("residuals", _IS_A_STEP), whole_program(True):
         jaxpr = jax.make_jaxpr(forward_and_backward)(*args)
     refuse_what_does_not_fit("residuals", jaxpr)
-    found = Plans(_backward_pass(jaxpr), again=False)
+    found = Plans(_backward_pass(jaxpr), reruns_too=False)
     table = _table(found, jaxpr, jaxpr.outvars[:kept_leaves], 1)
     if not found.inside:
         return table
     inside = (
-        _table(Plans(rerun.backward, again=False), rerun.forward, rerun.residuals, rerun.devices)
+        _table(Plans(rerun.backward, reruns_too=False), rerun.forward, rerun.residuals, rerun.devices)
         for rerun in reruns(fun, *args)
     )
     return dataclasses.replace(table, reruns=tuple(dict.fromkeys(inner for inner in inside if inner.rows)))
@@ -191,78 +191,91 @@ def _count(together: int, each: int) -> int:
 
 
 class Plans:
-    """The outermost plans of a gradient, in the order of the layers.
+    """The outermost plans of a gradient.
 
     Attributes:
-      rows: by the names that the plans wrote.
-      recomputed: for each such name, in how many layers the backward pass computes its value again, and bytes in all.
-      overlap: whether there are plans inside of others, or of loops of others.
-      rerun: whether other checkpoints than theirs run them again.
-      others: whether other checkpoints than theirs keep something outside of them, or run them again.
+      plans: in the order of the layers.
+      rows: their rows, by the name that the plan wrote.
+      recomputed: for each such name, in how many layers the backward pass recomputes its value, and bytes in all.
+      overlap: whether plans stand inside others, or inside others' loops.
+      rerun: whether checkpoints other than theirs run them again.
+      others: whether such checkpoints keep something outside of them, or run them again.
       inside: whether any checkpoint runs them again, another plan's too.
-
-    `again`: with those that the backward pass runs again for other checkpoints than theirs.
     """
 
-    def __init__(self, *jaxprs: Jaxpr, again: bool = True):
-        self._outermost: dict[Plan, None] = {}
-        self._nested: set[Plan] = set()  # they decide when the backward pass runs them again, not what it finds
-        self.recomputed: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-        self.overlap = self.rerun = self.others = self.inside = False
-        self._again = again
-        for jaxpr in jaxprs:
-            self._walk(jaxpr, 1, 1, None)
-        self.others |= self.rerun
-        # The backward pass meets the last part of a function first.
-        self.plans = [plan for plan in reversed(self._outermost) if plan not in self._nested]
+    def __init__(self, jaxpr: Jaxpr, reruns_too: bool = True):
+        """`reruns_too`: with the plans that the backward pass runs again for checkpoints other than theirs."""
+        sites = list(walk(jaxpr, _bodies_of_gradient))
+        if not reruns_too:
+            sites, dropped = [s for s in sites if not _in_foreign(s)], [s for s in sites if _in_foreign(s)]
+        met = [(plan, _owner(s), _loops(s)) for s in sites for plan in _plans_of(s.eqn)]
+        # They decide when the backward pass runs them again, not what it finds.
+        nested = {plan for plan, owner, _ in met if owner and plan != owner}
+        outermost = dict.fromkeys(plan for plan, owner, _ in met if owner in (None, plan))
+        # The backward pass meets the last segment of a function first.
+        self.plans = [plan for plan in reversed(outermost) if plan not in nested]
         self.rows = {row.plan_name: row for plan in self.plans for row in plan.rows}
+        self.recomputed = _recomputed(sites)
+        self.overlap = bool(nested) or any(loops and plan not in loops for plan, _, loops in met)
+        self.rerun = reruns_too and any(_plans_of(s.eqn) and any(map(_is_foreign, s.enclosing)) for s in sites)
+        self.others = self.rerun or any(_keeps_without_a_plan(s) for s in sites)
+        self.inside = self.overlap or (not reruns_too and any(_plans_of(s.eqn) for s in dropped))
 
-    def _walk(
-        self,
-        jaxpr: Jaxpr,
-        layers: int,
-        devices: int,
-        owner: Plan | None,
-        loops: frozenset[Plan] = frozenset(),
-        again: bool = False,
-    ) -> None:
-        """`owner`: the plan of the checkpoint around it; `loops`: those of the scan around it; `again`: whether the
-        backward pass runs it again for another checkpoint."""
-        for eqn in jaxpr.eqns:
-            inside, another = owner, again
-            first_run = eqn.primitive is remat_p and not eqn.params["differentiated"]
-            if (plan := plan_of(eqn.params.get("policy"))) and not first_run:
-                inside = owner or plan
-                self.rerun |= again
-                self._meet(plan, owner, loops)
-            elif eqn.primitive is remat_p and eqn.params["differentiated"]:
-                self.others |= eqn.params["policy"] is not None and owner is None and not loops
-                if not self._again and owner is None:
-                    self.inside |= bool(Plans(eqn.params["jaxpr"])._outermost)
-                    continue
-                another = self._again
-            if owner and eqn.primitive is name_p and (name := eqn.params["name"]) in owner.plan_names:
-                count, size = self.recomputed[name]
-                self.recomputed[name] = count + layers, size + layers * devices * nbytes(eqn.outvars[0].aval)
-            here = devices
-            if eqn.primitive.name == "shard_map":
-                here *= devices_of(eqn)
-            for _, body in bodies(eqn):
-                self._walk(body, layers * eqn.params.get("length", 1), here, inside, loops, another)
-            if eqn.primitive in (forward_p, backward_p):
-                self.rerun |= again
-                plans = [segment.layer.plan for segment in eqn.params["loops"].segments]
-                for plan in plans:
-                    self._meet(plan, owner, loops)
-                self._walk(eqn.params["call_jaxpr"], layers, here, owner, frozenset(plans), again)
 
-    def _meet(self, plan: Plan, owner: Plan | None, loops: frozenset[Plan]) -> None:
-        self.overlap |= (bool(loops) and plan not in loops) or owner not in (None, plan)
-        self.inside |= self.overlap
-        if owner and plan != owner:
-            self._nested.add(plan)
-        else:
-            self._outermost[plan] = None
+def _bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:
+    return [eqn.params["call_jaxpr"]] if eqn.primitive in (forward_p, backward_p) else bodies(eqn)
+
+
+def _checkpoint_plan(eqn: JaxprEqn) -> Plan | None:
+    """Return the plan of a checkpoint that the backward pass runs; None for a first run, or without a plan."""
+    first_run = eqn.primitive is remat_p and not eqn.params["differentiated"]
+    return None if first_run else plan_of(eqn.params.get("policy"))
+
+
+def _plans_of(eqn: JaxprEqn) -> list[Plan]:
+    """Return the plans that an equation runs: that of a checkpoint, or those of a loop's layers."""
+    if eqn.primitive in (forward_p, backward_p):
+        return [segment.layer.plan for segment in eqn.params["loops"].segments]
+    plan = _checkpoint_plan(eqn)
+    return [plan] if plan else []
+
+
+def _is_foreign(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a checkpoint without a plan, in the backward pass."""
+    return eqn.primitive is remat_p and eqn.params["differentiated"] and plan_of(eqn.params["policy"]) is None
+
+
+def _in_foreign(site: Site) -> bool:
+    """Whether a checkpoint without a plan is around a site, and none with a plan around that."""
+    outer = next((eqn for eqn in site.enclosing if _is_foreign(eqn) or _checkpoint_plan(eqn)), None)
+    return outer is not None and _is_foreign(outer)
+
+
+def _owner(site: Site) -> Plan | None:
+    """Return the plan of the outermost checkpoint around a site that has one."""
+    return next((plan for eqn in site.enclosing if (plan := _checkpoint_plan(eqn))), None)
+
+
+def _loops(site: Site) -> list[Plan]:
+    """Return the plans of the innermost loop of ours around a site."""
+    loops = (eqn for eqn in reversed(site.enclosing) if eqn.primitive in (forward_p, backward_p))
+    return _plans_of(eqn) if (eqn := next(loops, None)) else []
+
+
+def _keeps_without_a_plan(site: Site) -> bool:
+    keeps = _is_foreign(site.eqn) and site.eqn.params["policy"] is not None
+    return keeps and _owner(site) is None and not _loops(site)
+
+
+def _recomputed(sites: Iterable[Site]) -> dict[str, tuple[int, int]]:
+    recomputed: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for site in sites:
+        owner = _owner(site) if site.eqn.primitive is name_p else None
+        if owner and (name := site.eqn.params["name"]) in owner.plan_names:
+            layers, size = recomputed[name]
+            each = site.devices * nbytes(site.eqn.outvars[0].aval)
+            recomputed[name] = layers + site.runs, size + site.runs * each
+    return recomputed
 
 
 def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
@@ -323,20 +336,19 @@ def _gradient(jaxpr: Jaxpr) -> Jaxpr:
 
 def _names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
     """The names that a policy could match, of all that is under it; None where nothing is."""
-    found: list[frozenset[str] | set[str]] = []
-    for eqn in jaxpr.eqns:
+    seen: list[frozenset[str]] = []
+    for eqn, *_ in walk(jaxpr, bodies):
         used = eqn.params.get("policy")
         if (plan := plan_of(used)) and plan.policy == policy:
-            found.append(plan.seen)
+            seen.append(plan.seen)
         elif eqn.primitive is forward_p:
-            found += [p.layer.plan.seen for p in eqn.params["loops"].segments if p.layer.plan.policy == policy]
+            seen += [s.layer.plan.seen for s in eqn.params["loops"].segments if s.layer.plan.policy == policy]
         elif used == policy and eqn.primitive in (scan_p, chain_p, checkpoint_p):
-            found += [full_plan(body, roles, policy, False).seen for body, roles in _undifferentiated(eqn)]
+            seen += [full_plan(body, roles, policy, False).seen for body, roles in _undifferentiated(eqn)]
         elif used == policy:  # JAX's own checkpoint, with the policy as its callable
             body = eqn.params["jaxpr"]
-            found.append(make_plan(body, policy, ["argument"] * len(body.invars), None, False)[0].seen)
-        found += [inner for _, body in bodies(eqn) if (inner := _names_under(body, policy)) is not None]
-    return set().union(*found) if found else None
+            seen.append(make_plan(body, policy, ["argument"] * len(body.invars), None, False)[0].seen)
+    return set().union(*seen) if seen else None
 
 
 def _undifferentiated(eqn: JaxprEqn) -> list[tuple[Jaxpr, tuple[str, ...]]]:

@@ -1,8 +1,8 @@
-"""A plan: what a policy makes of each named value of one function, written into its jaxpr.
+"""A plan: what a policy decides on each named value of one function, written into its jaxpr.
 
-A JAX policy sees one equation at a time. What a value's names, its composite and its other uses are it cannot know, so
-the decisions are made here, on the whole function after differentiation: every named value gets one name of the plan's
-own, and the plan, as JAX's policy, looks at those names alone.
+A JAX policy sees one equation at a time, and cannot know a value's other names, its composite and its other uses. So
+the decisions are made here, on the whole function after differentiation: every named value gets one name that the plan
+writes, and the plan, as JAX's policy, reads those names alone.
 """
 
 import dataclasses
@@ -10,23 +10,24 @@ import functools
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import name_p
+from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, name_p
 
 from .._megatron import MODULES
 from .._policy import VERDICT, Decision, Policy, PolicyError
 from .memory import nbytes
-from .names import Name, PlanName, read_names, read_plan_name
+from .names import PlanName, read_names, read_plan_name
 from .refusals import refuse_wrong_offload
-from .values import DOT, Path, Value, every_equation, named_values, write_names
+from .values import DOT, Path, Value, named_values, write_names
+from .walk import walk
 
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-    """What the layers of one part of a scan do with values marked offload, and why."""
+    """What the layers of one segment of a scan do with values marked offload, and why."""
 
     decision: Decision = "offload"
     reason: str = ""
@@ -34,7 +35,7 @@ class Override:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One value of a plan: its names, its size a layer in bytes, and what becomes of it."""
+    """One line of a plan: a value's names, its bytes per layer, the decision on it, and the plan's name for it."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -47,10 +48,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """The decisions for one function, as rows in order of definition; callable as `jax.checkpoint`'s `policy=`.
+    """The decisions for one function; callable as `jax.checkpoint`'s `policy=`.
 
-    `seen` are all names that a pattern could have matched; `notes` are sentences for the report; `together` are the
-    plan's names of values that one kernel computes.
+    Attributes:
+      depth: how deep other plans nest inside the function.
+      rows: one for each value, in order of definition.
+      seen: all names that a pattern could have matched.
+      notes: remarks for the table.
+      together: for each kernel with several results, the plan's names of these.
     """
 
     policy: Policy
@@ -65,7 +70,7 @@ class Plan:
         return VERDICT[name.decision if name and name.depth == self.depth else "recompute"]
 
     def __repr__(self) -> str:
-        """Short, for it stands in every printed jaxpr."""
+        """Return a short text, for it stands in every printed jaxpr."""
         return f"Plan({', '.join(f'{"|".join(r.names) or "dot"}: {r.decision}' for r in self.rows)})"
 
     @functools.cached_property
@@ -75,7 +80,7 @@ class Plan:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is marked offload; the backward pass may still not need it."""
+        """Whether any value is marked offload, even one that the backward pass does not need."""
         return any(row.decision == "offload" for row in self.rows)
 
 
@@ -83,111 +88,127 @@ def make_plan(
     jaxpr: Jaxpr,
     policy: Policy,
     roles: Sequence[str | None],
-    layers: Override | None,
+    override: Override | None,
     strict: bool,
 ) -> tuple[Plan, Jaxpr]:
-    """The plan of a differentiated function, and its jaxpr with the plan's names.
+    """Return the plan of a differentiated function, and its jaxpr with the plan's names.
 
     Args:
-      jaxpr: primals and tangents in, primals and tangents out.
-      roles: of each input: "carry" (a scan's state: never computed again), "weight" (never moved or copied),
+      jaxpr: (primals, tangents) -> (primals, tangents).
+      roles: what each input is: "carry" (a scan's state: never recomputed), "weight" (never moved or copied),
         "argument" (moved only if tagged and marked offload), None (a tangent).
-      layers: the part of a scan that runs the function; None outside a scan.
-      strict: a pattern that matches nothing is an error.
+      override: of the segment of a scan that runs the function; None outside a scan.
+      strict: whether a pattern that matches nothing is an error.
 
     Raises:
       PolicyError: a pattern matches no value, or two names of one value have different decisions.
     """
-    plan, written = decide(jaxpr, policy, roles, layers, strict)
+    plan, writes = decide(jaxpr, policy, roles, override, strict)
     if plan.offloads:
         refuse_wrong_offload()
-    return plan, write_names(jaxpr, written)
+    return plan, write_names(jaxpr, writes)
 
 
 def decide(
     jaxpr: Jaxpr,
     policy: Policy,
     roles: Sequence[str | None],
-    layers: Override | None,
+    override: Override | None,
     strict: bool,
     primal: Jaxpr | None = None,
 ) -> tuple[Plan, dict[tuple[Path, Var], PlanName]]:
-    """The plan, and the names that it writes behind values' definitions; the arguments are those of `make_plan`.
+    """Return the plan, and the names that it writes behind values' definitions; arguments are those of `make_plan`.
 
-    `primal` is the function before it was differentiated. Names that only it has, in bodies which a custom rule
-    replaces, are no residuals, but a pattern may match them.
+    `primal` is the function before it was differentiated. Names that only it has, in bodies that a custom rule
+    replaces, are not residuals, but a pattern may match them.
     """
     values, slots, kernels, depth = named_values(jaxpr, roles)
-    having = _having(values)
-    labels = _labels(values, having)
-    decided: dict[Value, tuple[Decision, str]] = {}
-    problems: list[str] = []
-    for value in values:
-        try:
-            whole = _bytes_of_whole(value, having)
-            decided[value] = _decide(value, labels[value], whole, policy, layers or Override())
-        except PolicyError as conflict:
-            problems += conflict.problems
+    labels = _labels(values)
+    decided, problems = _decide_each(values, labels, policy, override or Override())
     problems += _slot_conflicts(slots, decided)
-    everything = all_names(jaxpr) | (all_names(primal) if primal else set())
-    seen = everything.union(*labels.values())
+    seen = all_names(jaxpr).union(all_names(primal) if primal else (), *labels.values())
     problems += policy.unmatched(seen) if strict else []
     if problems:
         raise PolicyError(dict.fromkeys(problems))
-
-    rows = [_row(value, labels[value], *decided[value]) for value in values]
-    digest = f"{zlib.crc32(repr((policy, layers, rows)).encode()):08x}"
-    names = [
-        PlanName(row.decision, depth, digest, i, tuple(v.names))
-        for i, (row, v) in enumerate(zip(rows, values, strict=True))
-    ]
-    rows = [dataclasses.replace(row, plan_name=str(name)) for row, name in zip(rows, names, strict=True)]
-    name_of = {v: str(name) for v, name in zip(values, names, strict=True)}
+    names = _plan_names(decided, depth, (policy, override))
+    name_of = {d.value: str(name) for d, name in zip(decided, names, strict=True)}
     together = tuple(tuple(name_of[v] for v in results) for results in kernels if len(results) > 1)
-    written = {
-        (v.path, v.var): name for v, row, name in zip(values, rows, names, strict=True) if row.reason != ARGUMENT
-    }
-    return Plan(policy, depth, tuple(rows), frozenset(seen), _notes(values, policy, primal), together), written
+    writes = {(d.value.path, d.value.var): n for d, n in zip(decided, names, strict=True) if d.reason != ARGUMENT}
+    return Plan(policy, depth, _rows(decided, names), frozenset(seen), _notes(values, policy, primal), together), writes
 
 
-def _row(value: Value, labels: tuple[str, ...], decision: Decision, reason: str) -> Row:
-    return Row(labels, tuple(value.aval.shape), str(value.aval.dtype), nbytes(value.aval), decision, reason, "")
+class _Decided(NamedTuple):
+    """The decision on one value; `labels` are its names as the table shows them."""
+
+    value: Value
+    labels: tuple[str, ...]
+    decision: Decision
+    reason: str
 
 
-def _slot_conflicts(slots: list[list[Value]], decided: dict[Value, tuple[Decision, str]]) -> Iterator[str]:
-    """A sentence for each result of a `cond` that is to be saved from one branch and offloaded from another."""
+def _plan_names(decided: list[_Decided], depth: int, key: Any) -> list[PlanName]:
+    """Return the name that the plan writes for each value; `key` and the decisions tell plans of one depth apart."""
+    whole = key, [(d.labels, d.value.aval.shape, str(d.value.aval.dtype), d.decision, d.reason) for d in decided]
+    digest = f"{zlib.crc32(repr(whole).encode()):08x}"
+    return [PlanName(d.decision, depth, digest, i, tuple(d.value.names)) for i, d in enumerate(decided)]
+
+
+def _rows(decided: list[_Decided], names: list[PlanName]) -> tuple[Row, ...]:
+    """Return the plan's table."""
+    return tuple(
+        Row(d.labels, tuple(aval.shape), str(aval.dtype), nbytes(aval), d.decision, d.reason, str(name))
+        for d, name in zip(decided, names, strict=True)
+        for aval in [d.value.aval]
+    )
+
+
+def _slot_conflicts(slots: list[list[Value]], decided: list[_Decided]) -> Iterator[str]:
+    """Yield a problem for each result of a `cond` that is to be saved from one branch and offloaded from another."""
+    at = {d.value: d for d in decided if not d.value.role}
     for slot in slots:
-        found = {}
-        for value in slot:
-            if value in decided and not value.role:
-                decision, reason = decided[value]
-                found[decision] = f"{value.names[0].text!r} is {decision} by {reason!r}"
-        if found.keys() >= {"save", "offload"}:
-            each = f"{found['save']} and {found['offload']}"
+        by = {at[v].decision: f"{v.names[0].text!r} is {at[v].decision} by {at[v].reason!r}" for v in slot if v in at}
+        if by.keys() >= {"save", "offload"}:
+            each = f"{by['save']} and {by['offload']}"
             yield f"residuals: names that share one result of a cond have different decisions: {each}; give them one"
 
 
 ARGUMENT = "argument"
 
 
-def _decide(value: Value, labels: Sequence[str], whole: int, policy: Policy, layers: Override) -> tuple[Decision, str]:
-    """A value's decision and the reason for it, in the order that the rules take precedence. `whole`: bytes of the
-    composite that it is part of."""
-    tagged = [n for n in value.names if n != DOT]
-    decision, reason = _by_policy(tagged, labels, value, policy)
-    if decision == "offload":
-        if whole < int(policy.min_offload_bytes):
-            decision, reason = "save", "smaller than min_offload_bytes"
-        elif layers.decision != "offload":
-            decision, reason = layers.decision, layers.reason
-    if value.role == "carry" and decision == "recompute":
+def _decide_each(
+    values: list[Value], labels: dict[Value, tuple[str, ...]], policy: Policy, override: Override
+) -> tuple[list[_Decided], list[str]]:
+    """Return the decision on each value, and what is wrong with the policy for the others."""
+    by_name = _by_name(values)
+    decided: list[_Decided] = []
+    problems: list[str] = []
+    for value in values:
+        try:
+            decision, reason = _by_policy(value, labels[value], policy)
+        except PolicyError as conflict:
+            problems += conflict.problems
+            continue
+        if decision == "offload":
+            if _composite_bytes(value, by_name) < int(policy.min_offload_bytes):
+                decision, reason = "save", "smaller than min_offload_bytes"
+            elif override.decision != "offload":
+                decision, reason = override.decision, override.reason
+        decided.append(_Decided(value, labels[value], *_by_role(value.role, decision, reason)))
+    return decided, problems
+
+
+def _by_role(role: str | None, decision: Decision, reason: str) -> tuple[Decision, str]:
+    """Return the decision and its reason, as far as they apply to an input of this role."""
+    if role == "carry" and decision == "recompute":
         return "save", "carry"
-    if value.role == "weight" or (value.role == "argument" and decision != "offload"):
+    if role == "weight" or (role == "argument" and decision != "offload"):
         return "save", ARGUMENT
     return decision, reason
 
 
-def _by_policy(tagged: list[Name], labels: Sequence[str], value: Value, policy: Policy) -> tuple[Decision, str]:
+def _by_policy(value: Value, labels: Sequence[str], policy: Policy) -> tuple[Decision, str]:
+    """Return the policy's decision on a value and the reason, by the rules in their order of precedence."""
+    tagged = [n for n in value.names if n != DOT]
     if any(n.keep for n in tagged):
         return "save", "keep=True"
     if not tagged:
@@ -205,44 +226,47 @@ def _by_policy(tagged: list[Name], labels: Sequence[str], value: Value, policy: 
     return decision, policy.reason(pattern)
 
 
-def _having(values: list[Value]) -> dict[str, list[Value]]:
-    """The values that have each name, in order; several where one name was given more than once."""
-    having = defaultdict(list)
+def _by_name(values: list[Value]) -> dict[str, list[Value]]:
+    """Return the values of each name, in order; several where one name was given more than once."""
+    by_name = defaultdict(list)
     for value in values:
         for text in dict.fromkeys(n.text for n in value.names):
-            having[text].append(value)
-    return having
+            by_name[text].append(value)
+    return by_name
 
 
-def _labels(values: list[Value], having: dict[str, list[Value]]) -> dict[Value, tuple[str, ...]]:
-    """The names of each value as the report shows them: `context.0`, `context.1` where one name covers several."""
-    label = lambda v, text: text if len(having[text]) == 1 else f"{text}.{having[text].index(v)}"
+def _labels(values: list[Value]) -> dict[Value, tuple[str, ...]]:
+    """Return each value's names as the table shows them: `context.0`, `context.1` where one name covers several."""
+    by_name = _by_name(values)
+    label = lambda v, text: text if len(by_name[text]) == 1 else f"{text}.{by_name[text].index(v)}"
     return {v: tuple(label(v, n.text) for n in v.names if n != DOT) for v in values}
 
 
-def _bytes_of_whole(value: Value, having: dict[str, list[Value]]) -> int:
-    """Bytes of the composite that a value is a leaf of, all leaves together.
+def _composite_bytes(value: Value, by_name: dict[str, list[Value]]) -> int:
+    """Return the bytes of the composite that a value is a leaf of, all leaves together.
 
-    Where composites of one name follow each other, each is judged alone: the first leaves are one, the second another.
+    Composites that share a name are judged one by one: the first value of each leaf's name belongs to the first.
     """
     sizes = [nbytes(value.aval)]
     for name in value.names:
         if name.text != name.composite:
-            nth = having[name.text].index(value)
-            leaves = [of[nth] for text, of in having.items() if text.startswith(f"{name.composite}.") and nth < len(of)]
+            nth = by_name[name.text].index(value)
+            leaves = [
+                of[nth] for text, of in by_name.items() if text.startswith(f"{name.composite}.") and nth < len(of)
+            ]
             sizes.append(sum(nbytes(leaf.aval) for leaf in dict.fromkeys(leaves)))
     return max(sizes)
 
 
 def all_names(jaxpr: Jaxpr) -> set[str]:
-    """All names in a jaxpr, wherever; and what the plans inside it have seen."""
-    found: set[str] = set()
-    for eqn, _ in every_equation(jaxpr):
-        found |= _names_of(eqn)
-        for value in eqn.params.values():
+    """Return all names in a jaxpr and its nested ones, and those that the plans in it have seen."""
+    names: set[str] = set()
+    for site in walk(jaxpr):
+        names |= _names_of(site.eqn)
+        for value in site.eqn.params.values():
             if isinstance(seen := getattr(value, "seen", None), frozenset):
-                found |= seen
-    return found
+                names |= seen
+    return names
 
 
 def _names_of(eqn: JaxprEqn) -> set[str]:
@@ -257,11 +281,11 @@ def _notes(values: list[Value], policy: Policy, primal: Jaxpr | None) -> tuple[s
     notes = [f"offload_modules: {module} -> {', '.join(MODULES[module])}" for module in policy.offload_modules]
     if policy.dots != "recompute" and not any(v.names == [DOT] for v in values):
         notes.append(dots_matched_nothing(policy))
-    have = {n.text for v in values for n in v.names}
-    for eqn, replaced in every_equation(primal) if primal else ():
-        if replaced:
+    kept = {n.text for v in values for n in v.names}
+    for site in walk(primal) if primal else ():
+        if any(eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p) for eqn in site.enclosing):
             notes += [
-                f"{name!r} is only named where a custom derivative rule replaces it, and is no residual"
-                for name in sorted(_names_of(eqn) - have)
+                f"{name!r} is only named where a custom derivative rule replaces it, and is not a residual"
+                for name in sorted(_names_of(site.eqn) - kept)
             ]
     return tuple(dict.fromkeys(notes))

@@ -10,7 +10,7 @@ from .layer import host_share
 from .loops import Segment, backward_p, forward_p
 from .memory import on_host
 from .straight import Array, Step, Straight, straight
-from .values import nested
+from .walk import nested
 
 
 class Stack(NamedTuple):

@@ -13,7 +13,7 @@ from jax.ref import AbstractRef
 
 from .._policy import Policy, PolicyError
 from .plan import all_names
-from .values import every_equation
+from .walk import walk
 
 
 def takes_refs(jaxpr: Jaxpr) -> bool:
@@ -26,7 +26,7 @@ def by_jax(jaxprs: Sequence[Jaxpr], policy: Policy, strict: bool, prevent_cse: b
     and refuses where it is asked: in the derivative. A custom rule's names are not known here; then nothing is judged.
     """
     seen = set().union(*map(all_names, jaxprs))
-    rules = any(eqn.primitive is custom_vjp_call_p for jaxpr in jaxprs for eqn, _ in every_equation(jaxpr))
+    rules = any(site.eqn.primitive is custom_vjp_call_p for jaxpr in jaxprs for site in walk(jaxpr))
     problems = policy.unmatched(seen) if strict and not rules else []
 
     def refuse(*_: Any, **__: Any) -> Any:

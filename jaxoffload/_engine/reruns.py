@@ -17,7 +17,7 @@ from jax.interpreters import partial_eval as pe
 from .derivative import derivative
 from .layer import plan_of, transposed
 from .transpose_only import linear_p
-from .values import bodies, devices_of
+from .walk import bodies, devices_of, walk
 
 
 class Rerun(NamedTuple):
@@ -63,9 +63,8 @@ def _of_linear(jaxpr: Jaxpr, is_linear: Sequence[bool], devices: int) -> Iterato
                 inside = layer.linear
                 yield from _of_linear(inside, _tangents(inside, len(inside.invars) - len(layer.kept)), devices)
         else:
-            here = devices * (devices_of(eqn) if eqn.primitive.name == "shard_map" else 1)
-            for _, body in bodies(eqn):  # a cond's index comes first, and is none of its branches' operands
-                yield from _of_linear(body, flags[len(flags) - len(body.invars) :], here)
+            for body in bodies(eqn):  # a cond's index comes first, and is none of its branches' operands
+                yield from _of_linear(body, flags[len(flags) - len(body.invars) :], devices * devices_of(eqn))
 
 
 def _of_checkpoint(jaxpr: Jaxpr, is_linear: Sequence[bool], devices: int) -> Iterator[Rerun]:
@@ -79,9 +78,5 @@ def _of_checkpoint(jaxpr: Jaxpr, is_linear: Sequence[bool], devices: int) -> Ite
 
 
 def _has_plans(jaxpr: Jaxpr) -> bool:
-    return any(
-        eqn.primitive is linear_p
-        or plan_of(eqn.params.get("policy")) is not None
-        or any(_has_plans(body) for _, body in bodies(eqn))
-        for eqn in jaxpr.eqns
-    )
+    eqns = (site.eqn for site in walk(jaxpr, bodies))
+    return any(eqn.primitive is linear_p or plan_of(eqn.params.get("policy")) is not None for eqn in eqns)

@@ -15,7 +15,7 @@ from jax.interpreters import batching, mlir
 
 from .names import PlanName, read_plan_name
 from .plan import Plan
-from .values import map_bodies, with_eqns
+from .walk import map_bodies, with_eqns
 
 
 def apart_in_branches(jaxpr: Jaxpr, plan: Plan, in_branch: bool = False) -> Jaxpr:

@@ -1,4 +1,4 @@
-"""Where a residual comes from: a variable of a jaxpr, followed back through calls and loops to what defines it."""
+"""The source of a residual: its variable is followed back through calls and loops to the equation that defines it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,13 +8,20 @@ from jax.extend.core.primitives import name_p
 
 from .memory import nbytes
 from .names import PlanName, read_plan_name
-from .values import CALLS, bodies, keeps_all_bits
+from .values import keeps_all_bits
+from .walk import CALLS, bodies
 
 
 class Source(NamedTuple):
-    """Where a residual comes from: the plan's name, if it has one; words; how many layers' values it holds, and empty
-    rows; along how many leading axes; the plans' names of other values that take the same place, from other branches
-    of a `cond`."""
+    """What a residual is.
+
+    Attributes:
+      name: the name that a plan wrote; None for an untagged value.
+      where: words for the table.
+      layers, empty: how many layers' values it holds, and how many empty rows.
+      axes: how many leading axes those lie along.
+      others: plans' names of values from other branches of a `cond`, which share its place.
+    """
 
     name: PlanName | None
     where: str
@@ -30,6 +37,7 @@ class Source(NamedTuple):
 
 
 def is_its_operand(eqn: JaxprEqn) -> bool:
+    """Whether an equation's result is its operand, bit by bit."""
     return eqn.primitive is name_p or keeps_all_bits(eqn)
 
 
@@ -45,89 +53,99 @@ _VIEWS = {
     "pvary",
     "jaxoffload_retyped",
 }
-_BARRIER = "optimization_barrier"  # a result for each operand
+_BARRIER = "optimization_barrier"  # has a result for each operand
+
+PassesOn = Callable[[JaxprEqn], bool]
 
 
 def is_a_view(eqn: JaxprEqn) -> bool:
-    """Whether what it makes is its operand, seen otherwise."""
+    """Whether an equation's result has all bytes of its operand, in another shape, memory or type."""
     if eqn.primitive.name == _BARRIER:
         return True
     return eqn.primitive.name in _VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
 
 
 def source_of(jaxpr: Jaxpr, var: Any) -> Source:
-    """Follows a variable to the equation that defines the value."""
+    """Return the source of a variable of `jaxpr`."""
     var = follow(jaxpr, var, is_a_view)
     eqn = next((eqn for eqn in jaxpr.eqns if isinstance(var, Var) and var in eqn.outvars), None)
     if eqn is None:
         return Source(None, "an input" if isinstance(var, Var) else "a constant")
     if name := _plan_name(eqn):
         return Source(name, "")
-    return _inner_origin(eqn, eqn.outvars.index(var))
+    index = eqn.outvars.index(var)
+    if eqn.primitive.name == "jaxoffload_forward":
+        return eqn.params["loops"].source_of(index)
+    inside = [(body, source_of(body, body.outvars[index])) for body in bodies(eqn)]
+    if eqn.primitive.name == "cond":
+        return _source_of_slot([source for _, source in inside])
+    if not inside:
+        return Source(None, f"output of {eqn.primitive.name}")
+    body, source = inside[0]
+    return _source_of_scan(eqn, body, index, source) if eqn.primitive.name == "scan" else source
+
+
+def _source_of_scan(scan: JaxprEqn, body: Jaxpr, index: int, inside: Source) -> Source:
+    if not _is_stack(scan, body, index):
+        return inside._replace(where=inside.where and "the last carry of a scan")
+    where = "the carry of a scan" if inside.where == "an input" else f"{inside.where}, in a scan"
+    length = scan.params["length"]
+    layers, empty = inside.layers * length, inside.empty * length
+    return inside._replace(where=inside.where and where, layers=layers, empty=empty, axes=inside.axes + 1)
+
+
+def _source_of_slot(branches: list[Source]) -> Source:
+    """Return the source of a result of a `cond`, which partial evaluation may share among several branches."""
+    named = [source for source in branches if source.name]
+    if not named:
+        return Source(None, "output of cond")
+    names = dict.fromkeys(name for source in named for name in source.names)
+    return named[0]._replace(others=tuple(names)[1:])
 
 
 def _plan_name(eqn: JaxprEqn) -> PlanName | None:
     return read_plan_name(eqn.params["name"]) if eqn.primitive is name_p else None
 
 
-def follow(jaxpr: Jaxpr, var: Any, passes_on: Callable[[JaxprEqn], bool]) -> Any:
-    """The variable that `var` is too, before calls and other equations that pass it on; not before a plan's name."""
+def follow(jaxpr: Jaxpr, var: Any, passes_on: PassesOn) -> Any:
+    """Return the earliest variable with the value of `var`: before what `passes_on` it, but behind a plan's name.
+
+    Calls and loops are followed too, as far as a result of theirs is an operand or an earlier result.
+    """
     producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    while isinstance(var, Var) and var in producer:
-        passed_on = _operand(producer[var], producer[var].outvars.index(var), passes_on)
-        if passed_on is None:
+    while isinstance(var, Var) and (eqn := producer.get(var)):
+        if (passed_on := _operand(eqn, eqn.outvars.index(var), passes_on)) is None:
             break
         var = passed_on
     return var
 
 
-def _operand(eqn: JaxprEqn, index: int, passes_on: Callable[[JaxprEqn], bool]) -> Any:
-    """The operand, or earlier result, that a result of an equation is too; None if there is none."""
+def _operand(eqn: JaxprEqn, index: int, passes_on: PassesOn) -> Any:
+    """Return the operand or earlier result of an equation that the result at `index` is too; None if there is none."""
     if passes_on(eqn) and not _plan_name(eqn):
         return eqn.invars[index if eqn.primitive.name == _BARRIER else 0]
-    is_scan = eqn.primitive.name == "scan"
-    for _, body in bodies(eqn) if is_scan or eqn.primitive.name in CALLS else ():
-        inside = [follow(body, v, passes_on) for v in body.outvars[: index + 1]]
-        outside: list[tuple[Any, Any]] = list(zip(inside[:-1], eqn.outvars, strict=False))
-        if is_scan:  # two stacks of one value are one
-            is_stack = [_is_stack(eqn, body, k) for k in range(len(eqn.outvars))]
-            outside = [pair for k, pair in enumerate(outside) if is_stack[k] and is_stack[index]]
-        else:
-            outside += zip(body.invars, eqn.invars, strict=True)
-        return next((there for here, there in outside if here is inside[-1]), None)
-    return None
+    rule = _through_scan if eqn.primitive.name == "scan" else _through_call if eqn.primitive.name in CALLS else None
+    body = next(iter(bodies(eqn)), None) if rule else None
+    return rule(eqn, body, index, passes_on) if rule and body else None
+
+
+def _through_call(eqn: JaxprEqn, body: Jaxpr, index: int, passes_on: PassesOn) -> Any:
+    inside = [follow(body, v, passes_on) for v in body.outvars[: index + 1]]
+    pairs = [*zip(inside[:-1], eqn.outvars[:index], strict=True), *zip(body.invars, eqn.invars, strict=True)]
+    return next((outer for inner, outer in pairs if inner is inside[index]), None)
+
+
+def _through_scan(eqn: JaxprEqn, body: Jaxpr, index: int, passes_on: PassesOn) -> Any:
+    """Two stacks of one value are one; carries are not followed."""
+    stacks = [k for k in range(index + 1) if _is_stack(eqn, body, k)]
+    if index not in stacks:
+        return None
+    value = follow(body, body.outvars[index], passes_on)
+    return next((eqn.outvars[k] for k in stacks[:-1] if follow(body, body.outvars[k], passes_on) is value), None)
 
 
 def _is_stack(scan: JaxprEqn, body: Jaxpr, index: int) -> bool:
-    """Whether a result holds a row of each turn, and not the last carry."""
+    """Whether a result holds a row of each iteration, and not the last carry."""
     whole: Any = scan.outvars[index].aval
     row: Any = body.outvars[index].aval
     return whole.ndim > row.ndim
-
-
-def _inner_origin(eqn: JaxprEqn, index: int) -> Source:
-    prim = eqn.primitive.name
-    if prim == "jaxoffload_forward":
-        return eqn.params["loops"].source_of(index)
-    inside = [(body, source_of(body, body.outvars[index])) for _, body in bodies(eqn)]
-    if prim == "cond":
-        return _of_one_slot([found for _, found in inside])
-    for body, found in inside:
-        if prim != "scan":
-            return found
-        if not _is_stack(eqn, body, index):
-            return found._replace(where=found.where and "the last carry of a scan")
-        where = "the carry of a scan" if found.where == "an input" else f"{found.where}, in a scan"
-        length = eqn.params["length"]
-        layers, empty = found.layers * length, found.empty * length
-        return found._replace(where=found.where and where, layers=layers, empty=empty, axes=found.axes + 1)
-    return Source(None, f"output of {prim}")
-
-
-def _of_one_slot(branches: list[Source]) -> Source:
-    """Of a result of a `cond`, which partial evaluation may give to residuals of several branches."""
-    named = [found for found in branches if found.name]
-    if not named:
-        return Source(None, "output of cond")
-    names = dict.fromkeys(name for found in named for name in found.names)
-    return named[0]._replace(others=tuple(names)[1:])

@@ -16,7 +16,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.sharding import AxisType, NamedSharding
 
 from .memory import nbytes
-from .values import CALLS, keeps_all_bits, nested
+from .values import keeps_all_bits
+from .walk import CALLS, nested
 
 # Equations whose nested jaxpr is a part of the program around it: XLA knows no call there.
 _OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", "shard_map"}

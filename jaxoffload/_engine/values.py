@@ -1,41 +1,36 @@
 """The values of a jaxpr that have names: found through nested jaxprs, and named anew at their definitions.
 
 A value is one array, however many variables stand for it: a `name`, a sharding constraint and a `reduce_precision`
-that changes nothing pass their operand on, and the operands of a nested jit or branch are the variables inside.
+that changes nothing return their operand, and the operands of a nested jit or branch are the variables inside it.
 """
 
 import dataclasses
-import math
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
-from jax.extend.core.primitives import cond_p, custom_jvp_call_p, custom_vjp_call_p, name_p
-from jax.interpreters import partial_eval as pe
+from jax.extend.core.primitives import cond_p, name_p
 
 from .names import Name, PlanName, read_names, read_plan_name
+from .walk import CALLS, map_bodies, operands_of, placed_bodies, with_eqns
 
-# Where a variable lives: the equation numbers and parameters that lead to its jaxpr. The same jaxpr object can stand
-# at two places, with a value each.
+# The equation numbers and parameters that lead to the jaxpr of a variable. One jaxpr object can stand at two places,
+# with different values.
 Path = tuple[Any, ...]
 
 # Equations whose result is their operand.
 _IDENTITIES = {"name", "sharding_constraint"}
 
-# Equations whose nested jaxpr's results are the equation's own results.
-CALLS = {"jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "jaxoffload_checkpoint"}
-
-# Equations whose nested jaxpr sees a part of each operand.
+# Equations whose nested jaxpr sees a shard or a row of each operand.
 _SLICING = {"shard_map", "scan"}
 
-# Equations that run one kernel for all of their results: to compute one of them again is to compute them all. JAX's own
-# kernels, and what it has for those of others.
+# Equations that compute all their results in one kernel, so recomputing one result recomputes all: JAX's own kernels,
+# and its calls of others.
 _KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
 
-# Those of XLA's own of which that is true too, but each result has a name of its own.
+# XLA's own operations that do so too, but whose results do not share a name.
 _SORTING = {"top_k", "sort"}
 
 # The name that `mark_dots` gives to matrix products, so that they are known after differentiation.
@@ -44,7 +39,7 @@ DOT = Name("<dot>")
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """One array: where it is defined, and its names. `role` is that of the function's argument that it is, if any."""
+    """One array: where it is defined, its names, and its `role` if it is an argument of the function."""
 
     aval: Any
     path: Path
@@ -54,10 +49,13 @@ class Value:
 
 
 class Named(NamedTuple):
-    """The values of a jaxpr that have a name, in order of definition.
+    """The values of a jaxpr that have a name.
 
-    `slots`: those that share a result of a `cond`, from its branches and behind it. `kernels`: those that are results
-    of one kernel. `depth`: how deep plans nest inside of the jaxpr.
+    Attributes:
+      values: in order of definition.
+      slots: for each result of a `cond`, the values that share it, from its branches and behind it.
+      kernels: for each kernel, the values that it computes.
+      depth: how deep plans nest inside the jaxpr.
     """
 
     values: list[Value]
@@ -67,27 +65,27 @@ class Named(NamedTuple):
 
 
 def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> Named:
-    """The values of `jaxpr` that have a name.
+    """Return the values of `jaxpr` that have a name; `roles` says what each input is ("carry", "argument", ...).
 
-    Of one kernel's results, those without a name have that of the first with one: flash attention's softmax statistics
+    An unnamed result of a kernel takes the name of the kernel's first named one: flash attention's softmax statistics
     that of its output, which is of no use to the backward pass without them.
-
-    `roles`: what each input is to the caller ("carry", "argument", ...).
     """
-    found = _Search()
+    search = _Search()
     for var, role in zip(jaxpr.invars, roles, strict=True):
-        found.define((), var, role)
-    found.walk(jaxpr, ())
-    for together in found.kernels:
-        first = next((value.names for value in together if value.names), [])
-        for value in together:
+        search.define((), var, role)
+    search.visit(jaxpr, ())
+    for results in search.kernels:
+        first = next((value.names for value in results if value.names), [])
+        for value in results:
             value.names = value.names or list(first)
-    slots = [[v for v in slot if v is not None and v.names not in ([], [DOT])] for slot in found.slots]
-    kernels = [[v for v in together if v.names] for together in found.kernels + found.sortings]
-    return Named([v for v in found.values if v.names], slots, kernels, found.depth)
+    slots = [[v for v in slot if v is not None and v.names not in ([], [DOT])] for slot in search.slots]
+    kernels = [[v for v in results if v.names] for results in search.kernels + search.sortings]
+    return Named([v for v in search.values if v.names], slots, kernels, search.depth)
 
 
 class _Search:
+    """The values met so far, and which of them each variable is."""
+
     def __init__(self) -> None:
         self.values: list[Value] = []
         self.at: dict[tuple[Path, Var], Value] = {}
@@ -109,120 +107,56 @@ class _Search:
     def value(self, path: Path, atom: Any) -> Value | None:
         return None if isinstance(atom, Literal) else self.at.get((path, atom))
 
-    def seen_inside(self, eqn: JaxprEqn, value: Value | None) -> Value | None:
-        """The value that an operand is inside an equation; None if it is one of its own there.
-
-        A shard or a row of an argument is the argument: it is there anyway, and not to be kept a second time. Of any
-        other value a shard or a row is another value, with a size and a sharding of its own.
-        """
-        return value if value is None or value.role or eqn.primitive.name not in _SLICING else None
-
-    def walk(self, jaxpr: Jaxpr, path: Path) -> None:
+    def visit(self, jaxpr: Jaxpr, path: Path) -> None:
         for i, eqn in enumerate(jaxpr.eqns):
-            for key, body in bodies(eqn):
-                inside = (*path, i, key)
-                for var, operand in zip(body.invars, operands_of(eqn, body), strict=True):
-                    self.alias(inside, var, self.seen_inside(eqn, self.value(path, operand)))
-                self.walk(body, inside)
-                if eqn.primitive.name in CALLS:
-                    for var, result in zip(eqn.outvars, body.outvars, strict=True):
-                        if (value := self.value(inside, result)) is not None:
-                            self.at[path, var] = value
+            inside = [((*path, i, place), body) for place, body in placed_bodies(eqn)]
+            for body_path, body in inside:
+                self.visit_body(eqn, path, body, body_path)
             if eqn.primitive.name in _IDENTITIES or keeps_all_bits(eqn):
                 self.alias(path, eqn.outvars[0], self.value(path, eqn.invars[0]))
-            if eqn.primitive is name_p:
-                self.add_names(self.at[path, eqn.outvars[0]], eqn.params["name"])
             for var in eqn.outvars:
                 if (path, var) not in self.at:
                     self.define(path, var)
-            for kinds, found in ((_KERNELS, self.kernels), (_SORTING, self.sortings)):
-                if eqn.primitive.name in kinds:
-                    found.append([self.at[path, var] for var in eqn.outvars])
+            self.note_results(eqn, [self.at[path, var] for var in eqn.outvars])
             if eqn.primitive is cond_p:
-                branches = [((*path, i, key), body) for key, body in bodies(eqn)]
                 for k, var in enumerate(eqn.outvars):
-                    results = [self.value(at, body.outvars[k]) for at, body in branches]
-                    self.slots.append([*results, self.at[path, var]])
+                    self.slots.append([*(self.value(at, body.outvars[k]) for at, body in inside), self.at[path, var]])
 
-    def add_names(self, value: Value, text: str) -> None:
-        value.names += [n for n in read_names(text) if n not in value.names]
-        if plan_name := read_plan_name(text):
-            self.depth = max(self.depth, plan_name.depth + 1)
+    def visit_body(self, eqn: JaxprEqn, path: Path, body: Jaxpr, body_path: Path) -> None:
+        for var, operand in zip(body.invars, operands_of(eqn, body), strict=True):
+            self.alias(body_path, var, self.seen_inside(eqn, self.value(path, operand)))
+        self.visit(body, body_path)
+        if eqn.primitive.name in CALLS:
+            for var, result in zip(eqn.outvars, body.outvars, strict=True):
+                if (value := self.value(body_path, result)) is not None:
+                    self.at[path, var] = value
 
+    def seen_inside(self, eqn: JaxprEqn, value: Value | None) -> Value | None:
+        """Return the value that an operand is inside an equation; None if it is a new one there.
 
-def every_equation(jaxpr: Jaxpr, in_custom: bool = False) -> Iterator[tuple[JaxprEqn, bool]]:
-    """All equations, those of bodies that autodiff replaces or does not look into too; and whether a custom rule
-    replaces it."""
-    for eqn in jaxpr.eqns:
-        yield eqn, in_custom
-        custom = in_custom or eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p)
-        for value in jax.tree.leaves(tuple(eqn.params.values())):
-            if isinstance(value, Jaxpr):
-                yield from every_equation(value, custom)
+        A shard or a row of an argument is the argument: that is kept anyway, and must not be kept a second time. A
+        shard or a row of any other value is another value, with a size and a sharding of its own.
+        """
+        return value if value is None or value.role or eqn.primitive.name not in _SLICING else None
 
-
-def bodies(eqn: JaxprEqn) -> Iterator[tuple[Any, Jaxpr]]:
-    """The nested jaxprs that autodiff looks into, each with its place among the equation's parameters."""
-    if eqn.primitive not in pe.partial_eval_jaxpr_custom_rules and eqn.primitive.name not in CALLS:
-        return
-    for key, value in eqn.params.items():
-        for k, body in enumerate(value if isinstance(value, (tuple, list)) else [value]):
-            if isinstance(body, Jaxpr):
-                yield (key, k), body
-
-
-def nested(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """All jaxprs among an equation's parameters."""
-    for value in eqn.params.values():
-        for body in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(body, Jaxpr):
-                yield body
-
-
-def devices_of(eqn: JaxprEqn) -> int:
-    """Over how many devices a `shard_map` divides what it takes."""
-    return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
-
-
-def map_bodies(eqn: JaxprEqn, change: Callable[[Any, Jaxpr], Jaxpr]) -> JaxprEqn:
-    """The equation with each nested jaxpr replaced by what `change(place, jaxpr)` makes of it; itself if none changes.
-
-    JAX's caches and the functions of an HLO module go by a jaxpr's identity, hence what is as before must stay itself.
-    """
-    params = dict(eqn.params)
-    changed = False
-    for (key, k), body in bodies(eqn):
-        new = change((key, k), body)
-        old = params[key]
-        params[key] = type(old)([*old[:k], new, *old[k + 1 :]]) if isinstance(old, (tuple, list)) else new
-        changed |= new is not body
-    return eqn.replace(params=params) if changed else eqn
-
-
-def operands_of(eqn: JaxprEqn, body: Jaxpr) -> Sequence[Any]:
-    """For each input of a nested jaxpr, the outer variable that is the same value; None where there is none."""
-    if eqn.primitive.name in CALLS:
-        return eqn.invars
-    if eqn.primitive.name == "cond":
-        return eqn.invars[1:]
-    if eqn.primitive.name == "shard_map":
-        return eqn.invars
-    if eqn.primitive.name == "scan":
-        return [None if carried else v for v, carried in zip(eqn.invars, _carried(eqn, body), strict=True)]
-    return [None] * len(body.invars)
-
-
-def _carried(eqn: JaxprEqn, body: Jaxpr) -> list[bool]:
-    """Which inputs of a scan's body are its carry: neither constants, which come first, nor xs, which are rows."""
-    is_part = lambda inside, whole: inside.aval.ndim < whole.aval.ndim
-    is_row = list(map(is_part, body.invars, eqn.invars))
-    carry = len(body.outvars) - sum(map(is_part, body.outvars, eqn.outvars))
-    first_row = len(is_row) - sum(is_row)
-    return [first_row - carry <= i < first_row for i in range(len(is_row))]
+    def note_results(self, eqn: JaxprEqn, results: list[Value]) -> None:
+        """Add a `name` to its value, and the results of a kernel to `kernels` or `sortings`."""
+        if eqn.primitive is name_p:
+            names, text = results[0].names, eqn.params["name"]
+            names += [n for n in read_names(text) if n not in names]
+            if plan_name := read_plan_name(text):
+                self.depth = max(self.depth, plan_name.depth + 1)
+        elif eqn.primitive.name in _KERNELS:
+            self.kernels.append(results)
+        elif eqn.primitive.name in _SORTING:
+            self.sortings.append(results)
 
 
 def keeps_all_bits(eqn: JaxprEqn) -> bool:
-    """JAX puts such a `reduce_precision` behind residuals (https://github.com/jax-ml/jax/pull/22244)."""
+    """Whether a `reduce_precision` changes nothing.
+
+    JAX puts such a one behind residuals (https://github.com/jax-ml/jax/pull/22244).
+    """
     if eqn.primitive.name != "reduce_precision":
         return False
     aval: Any = eqn.invars[0].aval
@@ -231,10 +165,10 @@ def keeps_all_bits(eqn: JaxprEqn) -> bool:
 
 
 def write_names(jaxpr: Jaxpr, names: dict[tuple[Path, Var], PlanName], path: Path = ()) -> Jaxpr:
-    """`jaxpr` with a `name` right behind the definition of each variable in `names`; all its uses read the name.
+    """Return `jaxpr` with a `name` right behind the definition of each variable in `names`; all uses read the name.
 
-    Behind the definition, not where the user tagged it: the derivatives of exp, tanh, rsqrt and of custom rules read
-    their own output, and would otherwise need it from before the tag, hence compute it again.
+    The name stands behind the definition and not where the user tagged the value: the derivatives of exp, tanh, rsqrt
+    and of custom rules read their own output, which they would otherwise need from before the tag, hence recompute.
     """
     eqns: list[JaxprEqn] = []
 
@@ -251,23 +185,16 @@ def write_names(jaxpr: Jaxpr, names: dict[tuple[Path, Var], PlanName], path: Pat
     eqns += behind
     for i, eqn in enumerate(jaxpr.eqns):
         behind = []
-        eqn = map_bodies(eqn, lambda key, body: write_names(body, names, (*path, i, key)))
+        eqn = map_bodies(eqn, lambda place, body: write_names(body, names, (*path, i, place)))
         outvars = [named(var, eqn) for var in eqn.outvars]
         eqns += [eqn.replace(outvars=outvars) if behind else eqn, *behind]
     return with_eqns(jaxpr, eqns, invars)
 
 
-def with_eqns(jaxpr: Jaxpr, eqns: list[JaxprEqn], invars: Sequence[Var] | None = None) -> Jaxpr:
-    """`jaxpr` with these equations; itself where they are its own."""
-    if len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns)):
-        return jaxpr
-    return jaxpr.replace(invars=invars or jaxpr.invars, eqns=eqns)
-
-
 def mark_dots(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr` with a name behind each matrix product without batch dimensions.
+    """Return `jaxpr` with a name behind each matrix product without batch dimensions, except inside custom rules.
 
-    Done before differentiation, so that the products of tangents are none of them; and not inside custom rules.
+    This is done before differentiation, so that products of tangents are not marked.
     """
     is_dot = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     eqns: list[JaxprEqn] = []
@@ -277,8 +204,7 @@ def mark_dots(jaxpr: Jaxpr) -> Jaxpr:
             eqns.append(eqn)
             continue
         fresh = Var(eqn.outvars[0].aval)
+        params = {"name": DOT.text}
         eqns.append(eqn.replace(outvars=[fresh, *eqn.outvars[1:]]))
-        eqns.append(
-            new_jaxpr_eqn([fresh], [eqn.outvars[0]], name_p, {"name": DOT.text}, set(), eqn.source_info, eqn.ctx)
-        )
+        eqns.append(new_jaxpr_eqn([fresh], [eqn.outvars[0]], name_p, params, set(), eqn.source_info, eqn.ctx))
     return with_eqns(jaxpr, eqns)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..._engine.memory import nbytes
-from ..._engine.values import devices_of, nested
+from ..._engine.walk import devices_of, nested
 from .._program.kernels import flops_of
 from .._program.target import PRODUCTS
 from .machine import Machine, attention_flops

@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr
 
 from ..._engine.loops import Loops, Segment, backward_p, forward_p
 from ..._engine.memory import nbytes
-from ..._engine.values import devices_of, nested
+from ..._engine.walk import nested, walk
 from ..._text import readable
 from .._program.target import run_of
 from .cost import cost
@@ -141,16 +141,12 @@ class _Pass(NamedTuple):
 
 
 def _collect(jaxpr: Jaxpr, passes: dict[Any, list[_Pass]], runs: int, devices: int) -> None:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive in passes:
-            loops = eqn.params["loops"]
-            passes[eqn.primitive].append(_Pass(loops, runs, devices))
+    for site in walk(jaxpr, lambda eqn: () if eqn.primitive in passes else nested(eqn), runs):
+        if site.eqn.primitive in passes:
+            loops, of_each = site.eqn.params["loops"], max(1, devices // site.devices)
+            passes[site.eqn.primitive].append(_Pass(loops, site.runs, of_each))
             for segment in loops.segments:
-                _collect(segment.jaxpr, passes, runs * segment.layers, devices)
-            continue
-        inside = max(1, devices // devices_of(eqn)) if eqn.primitive.name == "shard_map" else devices
-        for body in nested(eqn):
-            _collect(body, passes, runs * eqn.params.get("length", 1), inside)
+                _collect(segment.jaxpr, passes, site.runs * segment.layers, of_each)
 
 
 def _fits(passes: dict[Any, list[_Pass]], machine: Machine, devices: int) -> Iterator[Fit]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ..._engine.loops import backward_p, forward_p
 from ..._engine.memory import on_host
 from ..._engine.straight import Array, Division, Step, Straight, division, straight
-from ..._engine.values import nested, operands_of
+from ..._engine.walk import nested, operands_of
 from .._program.target import PRODUCTS
 from .cost import ALONE, OPAQUE, SAME, is_attention
 

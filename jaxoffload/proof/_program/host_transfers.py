@@ -9,7 +9,7 @@ from jax.extend.core.primitives import name_p
 from ..._engine.loops import backward_p, forward_p
 from ..._engine.memory import on_host
 from ..._engine.source import Source, follow, is_a_view, source_of
-from ..._engine.values import nested, operands_of
+from ..._engine.walk import nested, operands_of
 
 GIVEN = "an argument"
 INPUTS = (GIVEN, "an input", "a constant")  # "an input": of something that is not looked into

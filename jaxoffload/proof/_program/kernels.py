@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._engine.values import nested
+from ..._engine.walk import nested, walk
 from .hlo import Instruction, of_shape, runs
 from .target import PRODUCTS
 
@@ -40,21 +40,16 @@ class Kernels(NamedTuple):
 
 
 def traced(jaxpr: Jaxpr) -> Kernels | None:
-    """Of all branches; None where a loop decides as it runs how often."""
+    """Count the kernels of all branches; None if a `while`, whose iterations are not known, has any."""
+    kind_of = lambda eqn: _kind(eqn.primitive.name, of_equations=True)
     counts, flops = Counter[str](), 0.0
-    for eqn in jaxpr.eqns:
-        if kind := _kind(eqn.primitive.name, of_equations=True):
-            counts[kind] += 1
-            flops += flops_of(eqn) if kind == PRODUCT else 0.0
-            continue
-        for body in nested(eqn):
-            inside = traced(body)
-            if inside is None or (inside.counts and eqn.primitive.name == "while"):
+    for site in walk(jaxpr, lambda eqn: () if kind_of(eqn) else nested(eqn)):
+        if kind := kind_of(site.eqn):
+            if any(eqn.primitive.name == "while" for eqn in site.enclosing):
                 return None
-            turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            counts += Counter({kind: turns * count for kind, count in inside.counts.items()})
-            flops += turns * (math.nan if inside.flops is None else inside.flops)
-    return Kernels(counts, None if math.isnan(flops) else flops)
+            counts[kind] += site.runs
+            flops += site.runs * flops_of(site.eqn) if kind == PRODUCT else 0.0
+    return Kernels(+counts, None if math.isnan(flops) else flops)
 
 
 def ran(lines: Sequence[Instruction]) -> Kernels:

@@ -18,7 +18,7 @@ from ..._compiler_options import compiler_options
 from ..._engine.layer import plan_of
 from ..._engine.loops import backward_p, forward_p, where_twice
 from ..._engine.reference import as_reference, with_layers
-from ..._engine.values import nested
+from ..._engine.walk import walk
 from ..._policy import Policy
 from ..._residuals import Plans
 from .host_transfers import HostTransfer, host_transfers
@@ -148,35 +148,27 @@ def _is_scalar(out: Any) -> bool:
 
 
 def _policies(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Of JAX's own checkpoints, where what they stand on is differentiated."""
-    for eqn in jaxpr.eqns:
+    """Yield the policies of JAX's own checkpoints that are differentiated."""
+    for eqn, *_ in walk(jaxpr):
         if eqn.primitive is remat_p and eqn.params["differentiated"] and plan_of(eqn.params["policy"]) is None:
             yield eqn.params["policy"]
-        for body in nested(eqn):
-            yield from _policies(body)
 
 
 def has_loops(jaxpr: Jaxpr) -> bool:
     """Whether a loop of ours is in it."""
-    return any(eqn.primitive in (forward_p, backward_p) or any(map(has_loops, nested(eqn))) for eqn in jaxpr.eqns)
+    return any(site.eqn.primitive in (forward_p, backward_p) for site in walk(jaxpr))
 
 
 def rows_read_beyond(jaxpr: Jaxpr) -> int:
-    """By all loops of ours, of their stacks on the host: each stack's empty row, once a pass."""
-    own = sum(
-        len(segment.copies)
-        for eqn in jaxpr.eqns
-        if eqn.primitive is backward_p
-        for segment in eqn.params["loops"].segments
-    )
-    inside = ((eqn.params.get("length", 1), body) for eqn in jaxpr.eqns for body in nested(eqn))
-    return own + sum(turns * rows_read_beyond(body) for turns, body in inside)
+    """Return how many empty rows our backward loops read from host stacks: one per stack and pass."""
+    loops = ((site.runs, site.eqn.params["loops"]) for site in walk(jaxpr) if site.eqn.primitive is backward_p)
+    return sum(runs * len(segment.copies) for runs, of in loops for segment in of.segments)
 
 
 def most_layers_of(jaxpr: Jaxpr) -> int:
-    """Of the longest loop of ours."""
-    own = [eqn.params["loops"].length for eqn in jaxpr.eqns if eqn.primitive is forward_p]
-    return max([*own, *(most_layers_of(body) for eqn in jaxpr.eqns for body in nested(eqn))], default=0)
+    """Return the number of layers of our longest loop."""
+    eqns = (site.eqn for site in walk(jaxpr))
+    return max((eqn.params["loops"].length for eqn in eqns if eqn.primitive is forward_p), default=0)
 
 
 def _array(x: Any, number: int) -> Any:

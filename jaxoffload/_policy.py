@@ -26,7 +26,16 @@ _UNITS = {"": 1, "B": 1} | {f"{p}{b}": s**k for k, p in enumerate("KMGT", 1) for
 
 
 class PolicyError(ValueError):
-    """All that is wrong with a policy, one sentence each in `problems`."""
+    """A policy is wrong; `problems` has a message for each field or pattern.
+
+    Example:
+      >>> from jaxoffload import Policy, PolicyError
+      >>> try:
+      ...     Policy(default="ofload")
+      ... except PolicyError as error:
+      ...     print(error)
+      default: 'ofload' is not allowed; use save or offload or recompute; the nearest is 'offload'
+    """
 
     def __init__(self, problems: Iterable[str]):
         self.problems = tuple(problems)
@@ -35,32 +44,39 @@ class PolicyError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What the backward pass should find saved, offloaded (in pinned host memory) or recomputed.
+    """Which residuals the backward pass finds saved (on the device), offloaded (in pinned host memory) or recomputed.
 
     Args:
-      residuals: pattern -> decision. A pattern is matched as `fnmatch` does, component by component: `*` does not
-        cross `/`, `**` is any number of components. Without a slash it is matched with a name's last component, in
-        every scope; without a dot it means all leaves of a composite. The last matching pattern wins.
+      residuals: pattern -> decision. Patterns match as in `fnmatch`, component by component: `*` does not cross `/`,
+        `**` is any number of components. A pattern without a slash matches the last component of a name, in every
+        scope; one without a dot matches all leaves of a composite. The last matching pattern wins.
       offload_modules: names of Megatron-LM's `--offload-modules`, such as "moe_act". Each stands for patterns marked
-        offload, which the report shows; they come before those of `residuals`, so `residuals` wins.
-      default: the decision for tagged values that no pattern matches.
-      dots: the decision for untagged outputs of matrix products without batch dimensions.
-      min_offload_bytes: a smaller value (bytes a layer, of all devices together but in `shard_map`; a composite is
-        judged whole) marked offload is saved. Bytes, or a string such as "1MiB".
-      resident_layers: the last layers of a `scan`, whose residuals stay on the device.
-      offload_layers: the first layers of a `scan` offload: "all", a count, or a fraction in [0, 1], rounded down.
-      other_layers: what the layers between those two do with values marked offload: "save" or "recompute".
-      on_host_full: the pinned host pool is smaller than the need of a `scan`, `chain` or `checkpoint`: "error", or
-        "save" (offload fewer layers). What a step of several needs together is judged by `check` and `residuals`.
+        offload, which the table shows; they come before `residuals`, so `residuals` wins.
+      default: the decision on tagged values that no pattern matches.
+      dots: the decision on untagged outputs of matrix products without batch dimensions.
+      min_offload_bytes: a smaller value marked offload is saved. In bytes, or a string such as "1MiB"; compared with
+        the bytes per layer on all devices (in `shard_map`: on one) of the value, or of the composite it is a leaf of.
+      resident_layers: how many of the last layers of a `scan` keep their residuals on the device.
+      offload_layers: how many of the first layers of a `scan` offload: "all", a count, or a fraction in [0, 1], rounded
+        down.
+      other_layers: what the layers between do with values marked offload: "save" or "recompute".
+      on_host_full: if a `scan`, `chain` or `checkpoint` needs more than the pinned host pool: "error", or "save"
+        (offload fewer layers). `check` and `residuals` judge what a step needs in all.
 
     Raises:
-      PolicyError: one or more fields are wrong; it names each, its value, what is allowed and the nearest.
+      PolicyError: it lists each wrong field with its value, what is allowed and the nearest allowed value.
 
     A policy is frozen and hashable. It is also callable as JAX's own `policy=`, for `jax.checkpoint`, `nn.remat` and
-    `nnx.remat`. That route sees one equation at a time, so there: a matmul under a tag marked recompute is kept by
-    `dots`; a value with two kept names is stored twice; composites are judged leaf by leaf; a pattern that matches
-    nothing is not an error (call `check`); there are no layers; the output of `exp` and the like is computed again;
-    `residuals` shows what it keeps without names, and `verify` does not check what is computed again.
+    `nnx.remat`. JAX then asks about one equation at a time, so on that route: `dots` keeps a matmul under a tag marked
+    recompute; a value with two kept names is stored twice; composites are judged leaf by leaf; a pattern that matches
+    nothing is not an error (call `check`); there are no layers; the output of `exp` and the like is recomputed;
+    `residuals` shows what it keeps without names, and `verify` does not check what is recomputed.
+
+    Example:
+      >>> from jaxoffload import Policy
+      >>> policy = Policy({"fc1": "offload", "attn/*": "save"}, min_offload_bytes="1MiB")
+      >>> [policy.decision(name) for name in ("mlp/fc1", "attn/q", "mlp/norm")]
+      ['offload', 'save', 'recompute']
     """
 
     residuals: Mapping[str, Decision] | tuple[tuple[str, Decision], ...] = ()
@@ -75,9 +91,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for field in ("residuals", "offload_modules"):
-            if isinstance(
-                given := getattr(self, field), Iterator
-            ):  # it gives what it has once, and this reads it twice
+            if isinstance(given := getattr(self, field), Iterator):  # can be read only once
                 object.__setattr__(self, field, tuple(given))
         problems = [
             *_residual_problems(self.residuals),
@@ -90,44 +104,42 @@ class Policy:
         object.__setattr__(self, "residuals", _last_of_each(_pairs(self.residuals)))
         object.__setattr__(self, "offload_modules", tuple(self.offload_modules))
         object.__setattr__(self, "min_offload_bytes", _size(self.min_offload_bytes))
-        if isinstance(self.offload_layers, float):  # 1.0 == 1 in Python, but it is all layers, and one is not
-            object.__setattr__(
-                self, "offload_layers", {0.0: 0, 1.0: "all"}.get(self.offload_layers, self.offload_layers)
-            )
+        if isinstance(layers := self.offload_layers, float):  # 1.0 == 1 in Python, but means all layers
+            object.__setattr__(self, "offload_layers", {0.0: 0, 1.0: "all"}.get(layers, layers))
 
     @functools.cached_property
     def rules(self) -> tuple[tuple[str, Decision], ...]:
-        """Pairs of pattern and decision: those of `offload_modules`, then those of `residuals`."""
+        """(pattern, decision) pairs: those of `offload_modules`, then those of `residuals`."""
         translated = [(pattern, "offload") for module in self.offload_modules for pattern in MODULES[module]]
         return _last_of_each([*translated, *_pairs(self.residuals)])
 
     def match(self, *names: str) -> tuple[str, Decision] | None:
-        """The last pattern that matches one of `names`, and its decision."""
+        """Return the last pattern that matches one of `names`, and its decision; None if none matches."""
         hits = (rule for rule in reversed(self.rules) if any(matches(rule[0], n) for n in names))
         return next(hits, None)
 
     def decision(self, name: str) -> Decision:
-        """Of a value that has this name alone."""
+        """Return the decision on a value that has this name only."""
         return (self.match(name) or (None, self.default))[1]
 
     def reason(self, pattern: str) -> str:
-        """Who asked for a pattern of `rules`, as the report says it."""
+        """Return the field or modules that a pattern of `rules` comes from, as the table shows it."""
         modules = self._modules(pattern)
         return f"{', '.join(modules)} (offload_modules)" if modules else pattern
 
     def source(self, pattern: str) -> str:
-        """Where a pattern of `rules` was written, as an error says it."""
+        """Return where a pattern of `rules` was written, for error messages."""
         modules = self._modules(pattern)
         return f"offload_modules{modules} -> {pattern!r}" if modules else f"residuals[{pattern!r}]"
 
     def _modules(self, pattern: str) -> list[str]:
-        """The `offload_modules` that a pattern stands for; none where `residuals` has it too, and so wins."""
+        """Return the `offload_modules` that a pattern stands for; none if `residuals` has the pattern too."""
         if pattern in dict(_pairs(self.residuals)):
             return []
         return [module for module in self.offload_modules if pattern in MODULES[module]]
 
     def offloaded_layers(self, layers: int) -> int:
-        """How many of the first layers offload."""
+        """Return how many of a scan's first layers offload."""
         wanted = self.offload_layers
         if wanted == "all":
             wanted = layers
@@ -136,13 +148,13 @@ class Policy:
         return max(0, min(int(wanted), layers - self.resident_layers))
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """A sentence for each pattern that matches none of `names`."""
+        """Return a message for each pattern that matches none of `names`."""
         names = sorted(set(names))
-        idle = [p for p, _ in self.rules if not any(matches(p, n) for n in names)]
-        return [_unmatched(self.source(p), p, names) for p in idle]
+        unmatched = [p for p, _ in self.rules if not any(matches(p, n) for n in names)]
+        return [_unmatched(self.source(p), p, names) for p in unmatched]
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
-        """JAX's `policy=`: what becomes of one equation's outputs."""
+        """Return JAX's verdict on the outputs of one equation, as its `policy=`."""
         refuse_remat3()
         if prim is name_p:
             (name,) = read_names(params["name"])[:1] or [None]
@@ -155,17 +167,15 @@ class Policy:
             decision = self.dots
         else:
             return VERDICT["recompute"]
-        if decision == "offload" and prim is name_p and nbytes(avals[0]) < int(self.min_offload_bytes):
-            decision = "save"
-        if decision == "offload" and is_reference():
-            decision = "save"
         if decision == "offload":
+            if is_reference() or (prim is name_p and nbytes(avals[0]) < int(self.min_offload_bytes)):
+                return VERDICT["save"]
             refuse_wrong_offload()
         return VERDICT[decision]
 
 
 def check_arguments(caller: str, policy: Any, strict: Any = True) -> None:
-    """Raises where these are no arguments of `scan`, `chain`, `checkpoint` or `check`."""
+    """Raise TypeError if `caller` cannot take these arguments."""
     if not isinstance(policy, Policy):
         raise TypeError(f"{caller}: policy must be a jaxoffload.Policy, got {policy!r}")
     if not isinstance(strict, bool):
@@ -173,7 +183,7 @@ def check_arguments(caller: str, policy: Any, strict: Any = True) -> None:
 
 
 def _verdicts() -> dict[str, Any]:
-    """What a JAX policy returns for each decision; asked of a public policy, for the types are not public."""
+    """Return what a JAX policy returns for each decision. A public policy is asked, for the types are not public."""
     ask = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=["save"],
         names_which_can_be_offloaded=["offload"],
@@ -189,12 +199,12 @@ VERDICT = _verdicts()
 @functools.cache
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern of `Policy.rules` matches a tagged value's name."""
-    wanted, have = pattern.split("/"), name.split("/")
-    if "." not in wanted[-1]:
-        have[-1] = have[-1].partition(".")[0]
-    if len(wanted) == 1 and wanted != ["**"]:
-        have = have[-1:]
-    return _components_match(wanted, have)
+    pattern_parts, parts = pattern.split("/"), name.split("/")
+    if "." not in pattern_parts[-1]:
+        parts[-1] = parts[-1].partition(".")[0]
+    if len(pattern_parts) == 1 and pattern != "**":
+        parts = parts[-1:]
+    return _components_match(pattern_parts, parts)
 
 
 def _components_match(pattern: list[str], name: list[str]) -> bool:
@@ -206,11 +216,11 @@ def _components_match(pattern: list[str], name: list[str]) -> bool:
 
 
 def _unmatched(source: str, pattern: str, names: list[str]) -> str:
-    said = f"{source}: no tagged value has a name that it matches"
+    problem = f"{source}: matches no tagged value"
     if not names:
-        return f"{said}; the function tags nothing that the backward pass could use"
+        return f"{problem}; the function tags nothing that the backward pass could use"
     near = nearest(pattern, [*names, *(n.rpartition("/")[2] for n in names)])
-    return f"{said}; the names seen are {', '.join(names)}{near}"
+    return f"{problem}; the tagged names are {', '.join(names)}{near}"
 
 
 def _choice(field: str, value: object, allowed: Iterable[str]) -> list[str]:
@@ -224,7 +234,7 @@ def _pairs(residuals: Any) -> list[tuple[Any, Any]]:
 
 
 def _last_of_each(pairs: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Decision], ...]:
-    """Of pairs with one pattern the last, at its own place."""
+    """Return the pairs without those that a later pair with the same pattern replaces."""
     rules: dict[str, Decision] = {}
     for pattern, decision in pairs:
         rules.pop(pattern, None)
@@ -234,9 +244,7 @@ def _last_of_each(pairs: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Decision
 
 def _residual_problems(residuals: Any) -> list[str]:
     is_pair = lambda p: isinstance(p, (tuple, list)) and len(p) == 2
-    ordered = isinstance(residuals, Iterable) and not isinstance(
-        residuals, (str, set, frozenset)
-    )  # the last match wins
+    ordered = isinstance(residuals, Iterable) and not isinstance(residuals, (str, set, frozenset))
     if not ordered or not all(map(is_pair, _pairs(residuals))):
         return [f"residuals: {short(residuals)} is not a mapping of patterns to {', '.join(_DECISIONS)}"]
     problems = []
@@ -244,8 +252,8 @@ def _residual_problems(residuals: Any) -> list[str]:
         if why := _pattern_problem(pattern):
             problems.append(f"residuals[{short(pattern)}]: {why}")
         if isinstance(decision, Mapping):
-            said = f"{short(decision)} is not a decision; {_unnested(pattern, decision)}"
-            problems.append(f"residuals[{short(pattern)}]: {said}")
+            advice = _unnested(pattern, decision)
+            problems.append(f"residuals[{short(pattern)}]: {short(decision)} is not a decision; {advice}")
         else:
             problems += _choice(f"residuals[{short(pattern)}]", decision, _DECISIONS)
     return problems
@@ -269,8 +277,8 @@ def _pattern_problem(pattern: Any) -> str | None:
         return "a pattern is a non-empty string, such as 'fc1' or 'attn/*'"
     if pattern.startswith("!"):
         return "patterns have no '!'; give the exception a later line of its own"
-    if found := re.search(r"[^\w\-./*?\[\]!]", pattern):
-        return f"a name cannot have {found.group()!r}"
+    if wrong := re.search(r"[^\w\-./*?\[\]!]", pattern):
+        return f"a name cannot have {wrong.group()!r}"
     if "" in pattern.split("/"):
         return "a component is empty; write 'attn/q', without a slash at either end"
     if any("**" in c and c != "**" for c in pattern.split("/")):
@@ -312,7 +320,7 @@ def _is_count(value: object) -> bool:
 
 
 def _size(value: object) -> int | None:
-    """Bytes of 1048576 or '1MiB'; None for what is no size."""
+    """Return the bytes of 1048576 or '1MiB'; None for what is not a size."""
     if _is_count(value):
         return value  # type: ignore[return-value]
     number, unit = _number_and_unit(value) or ("", "")
@@ -321,11 +329,11 @@ def _size(value: object) -> int | None:
 
 
 def _number_and_unit(value: object) -> tuple[str, str] | None:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
-    return (found[1], found[2]) if found else None
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
+    return (parts[1], parts[2]) if parts else None
 
 
 def _spellings(value: object) -> list[str]:
-    """The number of a size whose unit is unknown, with each unit."""
+    """Return the number of a size whose unit is unknown with each known unit."""
     number, unit = _number_and_unit(value) or ("", "")
     return [number + other for other in _UNITS if other] if unit not in _UNITS else []

@@ -18,19 +18,28 @@ _FIELD = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
 def tag[T](x: T, name: str, *, keep: bool = False) -> T:
     """Name the arrays of a pytree, so that a `Policy` can save, offload or recompute each of them.
 
-    One array is named `name`; the leaves of a composite get their field: `tag({"gate": g, "up": u}, "fc1")` names
-    `fc1.gate` and `fc1.up`. Inside `scope("mlp")` the names are `mlp/fc1.gate` and `mlp/fc1.up`. The values are
-    those of `x`; outside of `scan`, `chain` and `checkpoint` a tag does nothing. It is JAX's own
-    `jax.ad_checkpoint.checkpoint_name`, whose names JAX's policies see too.
+    An array is named `name`; the leaves of a composite also get their field: `tag({"gate": g, "up": u}, "fc1")` names
+    `fc1.gate` and `fc1.up`, and inside `scope("mlp")` `mlp/fc1.gate` and `mlp/fc1.up`. Outside `scan`, `chain` and
+    `checkpoint` a tag does nothing. It is `jax.ad_checkpoint.checkpoint_name`, whose names JAX's own policies see too.
 
     Args:
       x: a pytree of arrays of any shape and dtype. Tagged integers, booleans and PRNG keys are always saved.
       name: components of letters, digits, `_` and `-`, separated by `/` (scopes) or `.` (fields).
       keep: the values stay on the device, whatever the policy says.
 
+    Returns:
+      The same values as `x`.
+
     Raises:
       ValueError: `name`, or a key of the pytree, is empty or has another character.
       TypeError: a leaf of `x` is not an array, or `keep` is not True or False.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxoffload import Policy, residuals, tag
+      >>> f = lambda x: jnp.sin(tag({"up": 2 * x}, "fc1")["up"])
+      >>> [r.names for r in residuals(f, jnp.ones(8), policy=Policy({"fc1": "save"}))]
+      [('fc1.up',)]
     """
     _check_name("tag", name)
     if not isinstance(keep, (bool, np.bool_)):
@@ -51,11 +60,19 @@ def tag[T](x: T, name: str, *, keep: bool = False) -> T:
 def scope(name: str) -> Iterator[None]:
     """Prefix the names of all tags made inside: `with scope("moe"): tag(x, "fc1")` names `moe/fc1`. Scopes nest.
 
-    A `custom_vjp`'s forward rule is traced when `scan`, `chain` or `checkpoint` is differentiated, outside of all
+    The forward rule of a `custom_vjp` is traced when `scan`, `chain` or `checkpoint` is differentiated, outside all
     scopes: write the whole name there, `tag(x, "moe/fc1")`, or open the scope inside the rule.
 
     Raises:
-      ValueError: `name` is empty or has a character that a name cannot have.
+      ValueError: `name` is empty or has a character that is not allowed in a name.
+
+    Example:
+      >>> import jax
+      >>> from jaxoffload import scope, tag
+      >>> with scope("moe"), scope("shared"):
+      ...     jaxpr = jax.make_jaxpr(lambda x: tag(x, "fc1"))(1.0)
+      >>> jaxpr.eqns[0].params["name"]
+      'moe/shared/fc1'
     """
     _check_name("scope", name)
     with scope_prefix(f"{scope_prefix.value}{name}/"):

@@ -1,27 +1,39 @@
-"""Text that messages share: the nearest allowed name, a value cut short, a size in bytes."""
+"""Text that messages share: the nearest allowed name, a value cut short, a size in bytes, an array's type."""
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 
 GIB = 2**30
 
 
-def nearest(value: object, allowed: Iterable[str]) -> str:
-    """The end of a sentence: the allowed name most like `value`, whatever its case. Empty if none is like it."""
+def closest(value: object, allowed: Iterable[str]) -> str | None:
+    """Return the allowed name most like `value`, ignoring case; None if none is like it."""
     lower = {other.lower(): other for other in allowed}
-    close = difflib.get_close_matches(str(value).lower(), lower, 1, cutoff=0.5)
-    return f"; the nearest is {lower[close[0]]!r}" if close else ""
+    return next((lower[name] for name in difflib.get_close_matches(str(value).lower(), lower, 1, cutoff=0.5)), None)
 
 
-def short(value: object) -> str:
-    """Its repr, or the beginning of one that is long."""
+def nearest(value: object, allowed: Iterable[str]) -> str:
+    """Return the end of an error message that names the closest allowed name; empty if there is none."""
+    return f"; the nearest is {name!r}" if (name := closest(value, allowed)) else ""
+
+
+def short(value: object, most: int = 100) -> str:
+    """Return the repr of `value`, cut to `most` characters."""
     text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def readable(size: int) -> str:
-    """Bytes in the largest unit that they reach: "1.50 GiB", "96 B"."""
-    for unit, scale in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+def readable(size: float) -> str:
+    """Return bytes in the largest unit that they reach: "1.50 GiB", "96 B"."""
+    for unit, scale in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:.2f} {unit}"
-    return f"{size} B"
+    return f"{int(size)} B"
+
+
+def array_type(x: Any) -> str:
+    """Return an array's dtype and shape, as in "float32[8, 4]"; "None" for None."""
+    return "None" if x is None else f"{np.dtype(x.dtype).name}{list(x.shape)}"

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.reading import blaming, nearest
+from jaxoffload._text import closest
+from models.reading import blaming
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a pair, which no tokenizer takes
@@ -104,7 +105,7 @@ def _text(record: Any, field: str, where: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"data.path: {where} is {record!r:.40}; allowed is an object")
     if field not in record:
-        close = nearest(field, list(record))
+        close = closest(field, record)
         near = f", the nearest is {close!r}" if close else ""
         raise ValueError(
             f"data.text_field = {field!r}: data.path has none in {where}; allowed are {list(record)}{near}"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxoffload._text import readable
 from models.config import Config
 from models.files import append, atomic
 from models.reading import ConfigError, blaming
@@ -38,13 +39,6 @@ def host_peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def size(count: float) -> str:
-    """1536 -> 1.5 KiB."""
-    power = max(0, min(4, (int(count).bit_length() - 1) // 10))
-    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
-    return f"{count / 1024**power:.1f} {unit}" if power else f"{int(count)} B"
-
-
 def progress_line(record: Record, steps: int) -> str:
     """One line for the terminal; memory is the peak so far."""
     parts = [f"step {record['step']}/{steps}"]
@@ -63,8 +57,8 @@ def progress_line(record: Record, steps: int) -> str:
     if record["mfu"] is not None:
         parts.append(f"MFU {record['mfu']:.1%}")
     if record["device_peak_bytes"] is not None:
-        parts.append(f"device {size(record['device_peak_bytes'])}")
-    return "  ".join([*parts, f"host {size(record['host_peak_bytes'])}"])
+        parts.append(f"device {readable(record['device_peak_bytes'])}")
+    return "  ".join([*parts, f"host {readable(record['host_peak_bytes'])}"])
 
 
 class Journal(NamedTuple):

@@ -1,7 +1,6 @@
 """YAML files and key=value overrides to dataclasses, every problem collected: key, value, what is allowed."""
 
 import contextlib
-import difflib
 import re
 import sys
 import types
@@ -9,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from jaxoffload._text import closest
 from models import plain
 from models.files import FULL, Unwritable
 from models.plain import shown
@@ -146,7 +146,7 @@ def typed(section: str, tree: Mapping[str, Any], hints: Mapping[str, Any]) -> tu
         if converted is not _MISFIT:
             values[name] = converted
             continue
-        close = nearest(str(value), _words(hint))
+        close = closest(value, _words(hint))
         near = f"; the nearest is {close}" if close else ""
         problems[f"{section}.{name}"] = f"{section}.{name} = {short(value)}: must be {_describe(hint)}{near}"
     return values, problems
@@ -199,15 +199,9 @@ def _describe(hint: Any) -> str:
 # ---- sentences ----
 
 
-def nearest(name: str, names: Sequence[str]) -> str | None:
-    """Of names the one most like it, whatever its case."""
-    lower = {other.lower(): other for other in names}
-    return next((lower[close] for close in difflib.get_close_matches(name.lower(), lower, n=1)), None)
-
-
 def advice(name: str, names: Sequence[str], prefix: str = "") -> str:
     """What to write instead: the nearest name, or all of them."""
-    close = nearest(name, names)
+    close = closest(name, names)
     return f"; the nearest is {prefix}{close}" if close else f"; allowed: {', '.join(prefix + n for n in names)}"
 
 

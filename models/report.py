@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding
 
 import jaxoffload
 from jaxoffload import PolicyError, Residual, Residuals, proof
+from jaxoffload._text import readable
 from jaxoffload.grouped import chosen_backend
 from jaxoffload.proof import Room
 from models.config import Config, Mesh
-from models.metrics import size
 from models.moe import products
 from models.reading import ConfigError
 from models.sharding import RULES, VALUES, AnyMesh, abstract_mesh, batch_parts, inside_shard_map
@@ -150,10 +150,10 @@ def expected(config: Config, made: Program, table: Residuals, working: Room) -> 
     on_device = sum(row[2] for row in rows[:4]) + max(working)
     where = "the device" if mesh.size == 1 else f"each of {mesh.size} devices"
     return [
-        *(f"{name:24} {size(total):>12}  {size(each):>12} a device" for name, total, each in rows),
-        f"{'working set of a layer':24} {'':>12}  {size(working.layer):>12} a device, estimated",
-        f"{'or of a chunk of logits':24} {'':>12}  {size(working.loop):>12} a device, estimated",
-        f"expected on {where}: {size(on_device)}, and {size(host)} of host memory",
+        *(f"{name:24} {readable(total):>12}  {readable(each):>12} a device" for name, total, each in rows),
+        f"{'working set of a layer':24} {'':>12}  {readable(working.layer):>12} a device, estimated",
+        f"{'or of a chunk of logits':24} {'':>12}  {readable(working.loop):>12} a device, estimated",
+        f"expected on {where}: {readable(on_device)}, and {readable(host)} of host memory",
     ]
 
 
@@ -180,8 +180,8 @@ def compiled_memory(compiled: jax.stages.Compiled) -> str:
     device = arguments + outputs + plan.temp_size_in_bytes
     host = plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes
     return (
-        f"the compiled step needs {size(device)} on each device (arguments {size(arguments)}, new outputs "
-        f"{size(outputs)}, temporaries {size(plan.temp_size_in_bytes)}) and {size(host)} of host memory"
+        f"the compiled step needs {readable(device)} on each device (arguments {readable(arguments)}, new outputs "
+        f"{readable(outputs)}, temporaries {readable(plan.temp_size_in_bytes)}) and {readable(host)} of host memory"
     )
 
 

@@ -332,7 +332,7 @@ def test_rule_5_a_module_without_a_match_is_named():
         "offload_modules['core_attn'] -> 'attn/v'",
         "offload_modules['attn_proj', 'core_attn'] -> 'attn/context'",
     ]
-    assert all("no tagged value has a name that it matches; the names seen are attn/act, " in line for line in said)
+    assert all("matches no tagged value; the tagged names are attn/act, " in line for line in said)
     assert "the nearest is 'attn/act'" in said[-1]
     loose = policy(offload_modules=["moe_act"])
     f = checkpoint(two_scopes, policy=loose, strict=False)

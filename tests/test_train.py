@@ -442,7 +442,7 @@ def test_a_damaged_launcher_is_a_sentence(config, tmp_path, environment, said):
     "overrides, said",
     [
         (["train.step=3"], "train.step = 3: no such key; the nearest is train.steps"),
-        (["remat.residuals[fc3]=save"], "remat.residuals['fc3']: no tagged value has a name that it matches"),
+        (["remat.residuals[fc3]=save"], "remat.residuals['fc3']: matches no tagged value"),
         (
             ["mesh.data=4"],
             "mesh.data * mesh.fsdp * mesh.expert * mesh.tensor = 16: must be 8, the number of devices here",

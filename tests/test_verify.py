@@ -877,7 +877,7 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         (["report", "models.train:step_for", "configs/tiny.yaml", "train.step=1"], "the nearest is train.steps"),
         (
             ["report", "models.train:step_for", "configs/tiny.yaml", "remat.residuals[mlp/fcl]=offload"],
-            "remat.residuals['mlp/fcl']: no tagged value has a name that it matches",
+            "remat.residuals['mlp/fcl']: matches no tagged value",
         ),
         (["report", "mine:number"], "mine:number is no function: 1"),
         (["report", "mine:few"], "mine:few returns <lambda> with 1 argument(s): missing a required argument: 'y'"),

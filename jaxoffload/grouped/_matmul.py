@@ -11,7 +11,7 @@ from jax import lax
 
 from .._engine.names import outside_scopes, scope_prefix
 from .._tag import tag
-from .._text import nearest, short
+from .._text import array_type, nearest, short
 from . import te
 from ._backend import FP8, Backend, Shape, column_wise, in_groups, known, row_wise
 from ._ragged_fp8 import E4M3, E5M2, RAGGED_FP8
@@ -210,7 +210,7 @@ def _check_arguments(x: Any, w: Any, group_sizes: Any, backend: str, quantize: s
         raise ValueError("grouped_matmul: group_sizes is no array; x, w and group_sizes must be")
     wrong = _wrong_operands(x, w, quantize)
     if group_sizes.dtype != jnp.int32 or group_sizes.shape != w.shape[:1]:
-        wrong.append(f"group_sizes: {_said(group_sizes)}; w: {_said(w)} needs int32{list(w.shape[:1])}")
+        wrong.append(f"group_sizes: {array_type(group_sizes)}; w: {array_type(w)} needs int32{list(w.shape[:1])}")
     if not isinstance(full, bool):
         wrong.append(f"full: {full!r}; allowed are True and False")
     if backend not in ("auto", *_PLAIN):
@@ -233,21 +233,20 @@ def _explicitly_sharded(**operands: Any) -> Iterator[str]:
             yield f"{name}: {aval.str_short()} is divided over explicit axes; call it in a jax.shard_map"
 
 
-def _said(a: Any) -> str:
-    return f"{jnp.dtype(a.dtype).name}{list(a.shape)}"
-
-
 def _wrong_operands(x: Any, w: Any, quantize: str | None) -> list[str]:
     if no_array := [name for name, a in (("x", x), ("w", w)) if not hasattr(a, "dtype")]:
         _refuse([f"{no_array[0]} is no array; x, w and group_sizes must be"])
     checks = (
-        (x.ndim == 2, f"x: {_said(x)} is not (M, K)"),
-        (w.ndim == 3, f"w: {_said(w)} is not (G, K, N)"),
-        (w.ndim != 3 or x.shape[-1:] == w.shape[1:2], f"x: {_said(x)} and w: {_said(w)} differ in K"),
-        (x.dtype == w.dtype, f"x: {_said(x)} and w: {_said(w)} must have one dtype"),
-        (x.dtype in (jnp.float32, jnp.bfloat16, jnp.float16), f"x: {_said(x)}; allowed are float32, bfloat16, float16"),
+        (x.ndim == 2, f"x: {array_type(x)} is not (M, K)"),
+        (w.ndim == 3, f"w: {array_type(w)} is not (G, K, N)"),
+        (w.ndim != 3 or x.shape[-1:] == w.shape[1:2], f"x: {array_type(x)} and w: {array_type(w)} differ in K"),
+        (x.dtype == w.dtype, f"x: {array_type(x)} and w: {array_type(w)} must have one dtype"),
+        (
+            x.dtype in (jnp.float32, jnp.bfloat16, jnp.float16),
+            f"x: {array_type(x)}; allowed are float32, bfloat16, float16",
+        ),
         (quantize in (None, "fp8"), f"quantize: {quantize!r}; allowed are None and 'fp8'"),
-        (quantize is None or 0 not in w.shape, f"w: {_said(w)}; FP8 needs G, K and N of at least 1"),
+        (quantize is None or 0 not in w.shape, f"w: {array_type(w)}; FP8 needs G, K and N of at least 1"),
     )
     return [sentence for ok, sentence in checks if not ok]
 

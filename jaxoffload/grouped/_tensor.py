@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._text import array_type
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupedTensor:
@@ -110,7 +112,7 @@ def _wrong(t: GroupedTensor) -> list[str]:
     ]:
         return wrong
     if wrong := [
-        f"{name}: {_said(fields[name])}, but it must be {allowed}"
+        f"{name}: {array_type(fields[name])}, but it must be {allowed}"
         for name, ok, allowed in (
             ("data", len(t.data.shape) == 2, "(M, K)"),
             ("group_sizes", len(t.group_sizes.shape) == 1 and t.group_sizes.dtype == jnp.int32, "int32 of shape (G,)"),
@@ -125,12 +127,14 @@ def _wrongly_there(t: GroupedTensor) -> list[str]:
     quantised, dtype = is_float8(t.data.dtype), t.data.dtype
     wrong = []
     if quantised != (t.scale_inv is not None):
-        wrong.append(f"scale_inv: {_said(t.scale_inv)}, but {dtype} data {'need one' if quantised else 'have none'}")
+        wrong.append(
+            f"scale_inv: {array_type(t.scale_inv)}, but {dtype} data {'need one' if quantised else 'have none'}"
+        )
     if t.columnwise_data is not None and not quantised:
-        wrong.append(f"columnwise_data: {_said(t.columnwise_data)}, but {dtype} data have none")
+        wrong.append(f"columnwise_data: {array_type(t.columnwise_data)}, but {dtype} data have none")
     if (t.columnwise_data is None) != (t.columnwise_scale_inv is None):
-        there = f"columnwise_data is {_said(t.columnwise_data)}: both must be there, or neither"
-        wrong.append(f"columnwise_scale_inv: {_said(t.columnwise_scale_inv)}, but {there}")
+        there = f"columnwise_data is {array_type(t.columnwise_data)}: both must be there, or neither"
+        wrong.append(f"columnwise_scale_inv: {array_type(t.columnwise_scale_inv)}, but {there}")
     return wrong
 
 
@@ -139,11 +143,7 @@ def _misshapen(t: GroupedTensor, fields: dict[str, Any]) -> list[str]:
     allowed = dict.fromkeys(("scale_inv", "columnwise_scale_inv", "amax"), per_group)
     allowed["columnwise_data"] = (t.data.shape[::-1], t.data.dtype)
     return [
-        f"{name}: {_said(fields[name])}, but it must be {jnp.dtype(dtype).name}{list(shape)}"
+        f"{name}: {array_type(fields[name])}, but it must be {jnp.dtype(dtype).name}{list(shape)}"
         for name, (shape, dtype) in allowed.items()
         if fields[name] is not None and (tuple(fields[name].shape) != tuple(shape) or fields[name].dtype != dtype)
     ]
-
-
-def _said(x: Any) -> str:
-    return "None" if x is None else f"{jnp.dtype(x.dtype).name}{list(x.shape)}"

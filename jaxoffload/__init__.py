@@ -1,19 +1,26 @@
 """Activation offload for JAX on NVIDIA GPUs: save, offload or recompute each named residual, and see that it is so."""
 
+# Name residuals, and decide on them.
+from ._policy import Policy as Policy
+from ._policy import PolicyError as PolicyError
+from ._tag import scope as scope
+from ._tag import tag as tag
+
+# isort: split
+# Run layers under a policy.
 from ._chain import chain as chain
 from ._checkpoint import checkpoint as checkpoint
 from ._compiler_options import compiler_options as compiler_options
-from ._policy import Policy as Policy
-from ._policy import PolicyError as PolicyError
-from ._residuals import check as check
-from ._residuals import residuals as residuals
 from ._scan import scan as scan
-from ._table import Residual as Residual
-from ._table import Residuals as Residuals
-from ._tag import scope as scope
-from ._tag import tag as tag
 from .grouped import GroupedTensor as GroupedTensor
 from .grouped import grouped_matmul as grouped_matmul
+
+# isort: split
+# See what is kept, and verify it.
+from ._residuals import check as check
+from ._residuals import residuals as residuals
+from ._table import Residual as Residual
+from ._table import Residuals as Residuals
 from .proof import machine as machine
 from .proof import profile as profile
 from .proof import verify as verify

@@ -1,5 +1,4 @@
-"""residuals(): the table of what the backward pass of a function finds, where, and why; check(): no pattern is idle,
-and the host holds what is offloaded.
+"""residuals(): a table of a function's residuals, where each is kept and why; check(): errors of a policy, early.
 
 Nothing is run. The function and its gradient are traced once; the residuals are the leaves of the VJP, each followed
 back to the name that a plan gave it. So the table holds what autodiff keeps, not what the policy asked for.
@@ -38,8 +37,7 @@ from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, SHARES, Res
 
 
 def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -> Residuals:
-    """What the backward pass of `f` finds: every tagged value of every `scan`, `chain` and `checkpoint` in it, and the
-    rest.
+    """Return the residuals of `f`: each tagged value of its `scan`s, `chain`s and `checkpoint`s, and untagged ones.
 
     Args:
       f: the function that you differentiate (a loss, a layer), with respect to all floating-point inputs.
@@ -47,13 +45,21 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       policy: treat `f` as `checkpoint(f, policy=policy)`.
 
     Returns:
-      The table. Arguments of `f` that the backward pass reads (weights) are there anyway and not part of it. What is
-      kept only while another checkpoint runs again is a table of its own, in `reruns`.
+      The table, in bytes. Arguments of `f` that the backward pass reads (weights) exist anyway and are not in it. What
+      is kept only while another checkpoint runs again has a table of its own, in `reruns`.
 
     Raises:
-      PolicyError, MemoryError: as the `scan`s, `chain`s and `checkpoint`s in `f` do; MemoryError also where the pinned
+      PolicyError, MemoryError: as the `scan`s, `chain`s and `checkpoint`s in `f` do; MemoryError also if the pinned
         host pool holds each of them, but not all together.
       NotImplementedError: likewise; or `f` differentiates what is in it, as a training step does: give its loss.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxoffload import Policy, residuals, tag
+      >>> layer = lambda x: jnp.sin(tag(2 * x, "fc1"))
+      >>> table = residuals(layer, jax.ShapeDtypeStruct((256, 1024), jnp.float32), policy=Policy({"fc1": "offload"}))
+      >>> [(r.names, r.state, r.bytes) for r in table], table.host_bytes
+      ([(('fc1',), 'offloaded', 1048576)], 1048576)
     """
     fun = checkpoint(f, policy=policy) if policy else f
     kept_leaves = 0
@@ -68,9 +74,9 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
     with where_twice("residuals", _IS_A_STEP), whole_program(True):
         jaxpr = jax.make_jaxpr(forward_and_backward)(*args)
     refuse_what_does_not_fit("residuals", jaxpr)
-    found = Plans(_backward_pass(jaxpr), reruns_too=False)
-    table = _table(found, jaxpr, jaxpr.outvars[:kept_leaves], 1)
-    if not found.inside:
+    plans = Plans(_backward_pass(jaxpr), reruns_too=False)
+    table = _table(plans, jaxpr, jaxpr.outvars[:kept_leaves], 1)
+    if not plans.inside:
         return table
     inside = (
         _table(Plans(rerun.backward, reruns_too=False), rerun.forward, rerun.residuals, rerun.devices)
@@ -79,8 +85,8 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
     return dataclasses.replace(table, reruns=tuple(dict.fromkeys(inner for inner in inside if inner.rows)))
 
 
-def _table(found: "Plans", jaxpr: Jaxpr, residuals: Sequence[Any], devices: int) -> Residuals:
-    """Of those variables of a forward pass's jaxpr that the backward pass reads."""
+def _table(plans: "Plans", jaxpr: Jaxpr, residuals: Sequence[Any], devices: int) -> Residuals:
+    """Return the table of these results of a forward pass, which the backward pass with `plans` reads."""
     kept: dict[str, list[_Kept]] = defaultdict(list)
     untagged = []
     arguments = {*jaxpr.invars, *jaxpr.constvars}
@@ -89,20 +95,19 @@ def _table(found: "Plans", jaxpr: Jaxpr, residuals: Sequence[Any], devices: int)
         if not source.layers + source.empty:
             continue  # of a scan over no layers
         size = devices * nbytes(var.aval)
-        names = [str(name) for name in source.names if str(name) in found.rows]
+        names = [str(name) for name in source.names if str(name) in plans.rows]
         for name in names:
-            first = found.rows[names[0]] if name != names[0] else None
+            first = plans.rows[names[0]] if name != names[0] else None
             kept[name].append(_Kept(size, on_host(var.aval), source, first))
         if not names:
             untagged.append(_untagged(var.aval, size, source))
-    tagged = [r for name, row in found.rows.items() for r in _tagged(row, kept[name], *found.recomputed[name])]
-    notes = [note for plan in found.plans for note in plan.notes] + [_OTHERS_KEEP] * found.others
-    return Residuals((*_together(tagged), *untagged), tuple(dict.fromkeys(notes)))
+    tagged = [r for name, row in plans.rows.items() for r in _tagged(row, kept[name], *plans.recomputed[name])]
+    notes = [note for plan in plans.plans for note in plan.notes] + [_OTHERS_KEEP] * plans.others
+    return Residuals((*_merged(tagged), *untagged), tuple(dict.fromkeys(notes)))
 
 
 class _Kept(NamedTuple):
-    """Where a value of a plan is kept. `counted`: the value of another branch of a `cond` that takes the same place,
-    and has its bytes."""
+    """Where a plan's value is kept; `counted` is the value of another branch of a `cond` that shares its bytes."""
 
     nbytes: int
     on_host: bool
@@ -111,10 +116,10 @@ class _Kept(NamedTuple):
 
 
 _IS_A_STEP = (
-    "the function differentiates what is in it, as a training step does, whose residuals are inside of it; give the "
+    "the function differentiates what is in it, as a training step does, and keeps its residuals to itself; give the "
     "loss that it differentiates"
 )
-_OTHERS_KEEP = "another checkpoint than jaxoffload's is in the function: what it keeps is shown without its names"
+_OTHERS_KEEP = "a checkpoint that is not jaxoffload's is in the function: what it keeps is shown without its names"
 
 
 def _zero_cotangent(out: Any) -> Any:
@@ -124,11 +129,14 @@ def _zero_cotangent(out: Any) -> Any:
 
 
 _COTANGENT = "<cotangent>"
+_PRODUCT = ("(matrix product)",)
 
 
 def _backward_pass(jaxpr: Jaxpr) -> Jaxpr:
-    """The equations that depend on the cotangents. Others can say that they are differentiated too: in the forward pass
-    of a checkpoint around it, JAX says so of a checkpoint in a loop."""
+    """Return the equations that depend on the cotangents.
+
+    JAX marks some others as differentiated too: a checkpoint in a loop, in the forward pass of one around it.
+    """
     after: set[Var] = set()
     eqns = []
     for eqn in jaxpr.eqns:
@@ -138,43 +146,40 @@ def _backward_pass(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def _tagged(row: Row, kept: list[_Kept], computed_again: int, bytes_again: int) -> Iterator[Residual]:
-    """A value of a plan, once for each state that it is found in."""
-    names = _names(row)
-    line = lambda a_layer, layers, total, state, decision, reason: Residual(
-        names, row.shape, row.dtype, a_layer, layers, total, state, decision, reason, _count(a_layer, row.nbytes)
+def _tagged(row: Row, kept: list[_Kept], recomputed: int, recomputed_bytes: int) -> Iterator[Residual]:
+    """Yield a line for each state that a plan's value is found in; `recomputed` counts layers."""
+    names = row.names or _PRODUCT
+    line = lambda each, layers, total, state, decision, reason: Residual(
+        names, row.shape, row.dtype, each, layers, total, state, decision, reason, _count(each, row.nbytes)
     )
     for size, is_on_host, source, counted in kept:
-        a_layer = size // (source.layers + source.empty)
+        each = size // (source.layers + source.empty)
         state = OFFLOADED if is_on_host else SAVED
         decision, reason = ("save", source.where) if source.where else (row.decision, row.reason)
         if counted:
-            yield line(a_layer, 0, 0, state, decision, f"{reason}{SHARES}{', '.join(_names(counted))}")
+            yield line(each, 0, 0, state, decision, f"{reason}{SHARES}{', '.join(counted.names or _PRODUCT)}")
             continue
         if source.layers:
-            yield line(a_layer, source.layers, a_layer * source.layers, state, decision, reason)
+            yield line(each, source.layers, each * source.layers, state, decision, reason)
         if source.empty:
-            yield line(a_layer, 0, a_layer * source.empty, state, decision, EMPTY)
-    if computed_again:
-        yield line(bytes_again // computed_again, computed_again, bytes_again, RECOMPUTED, row.decision, row.reason)
-    if not kept and not computed_again:
+            yield line(each, 0, each * source.empty, state, decision, EMPTY)
+    if recomputed:
+        each = recomputed_bytes // recomputed
+        yield line(each, recomputed, recomputed_bytes, RECOMPUTED, row.decision, row.reason)
+    if not kept and not recomputed:
         yield line(row.nbytes, 0, 0, SAVED if row.reason == ARGUMENT else NOT_NEEDED, row.decision, row.reason)
 
 
-def _names(row: Row) -> tuple[str, ...]:
-    return row.names or ("(matrix product)",)
-
-
-def _together(lines: Iterable[Residual]) -> list[Residual]:
-    """Lines that differ in layers and bytes alone as one; those of the same names side by side."""
-    same: dict[tuple[str, ...], dict[Any, Residual]] = defaultdict(dict)
+def _merged(lines: Iterable[Residual]) -> list[Residual]:
+    """Merge lines that differ in layers and bytes alone, and put those of the same names side by side."""
+    by_names: dict[tuple[str, ...], dict[Residual, Residual]] = defaultdict(dict)
     for r in lines:
-        what = dataclasses.replace(r, layers=0, bytes=0)
-        before = same[r.names].get(what, what)
-        same[r.names][what] = dataclasses.replace(r, layers=before.layers + r.layers, bytes=before.bytes + r.bytes)
-    # What the backward pass does not need in one part of a scan it may need in another.
-    needed = lambda of_one: [r for r in of_one if r.state != NOT_NEEDED] or of_one[:1]
-    return [r for of_one in same.values() for r in needed(list(of_one.values()))]
+        key = dataclasses.replace(r, layers=0, bytes=0)
+        before = by_names[r.names].get(key, key)
+        by_names[r.names][key] = dataclasses.replace(r, layers=before.layers + r.layers, bytes=before.bytes + r.bytes)
+    # What the backward pass does not need in one segment of a scan it may need in another.
+    needed = lambda group: [r for r in group if r.state != NOT_NEEDED] or group[:1]
+    return [r for group in by_names.values() for r in needed(list(group.values()))]
 
 
 def _untagged(aval: Any, size: int, source: Source) -> Residual:
@@ -186,7 +191,7 @@ def _untagged(aval: Any, size: int, source: Source) -> Residual:
 
 
 def _count(together: int, each: int) -> int:
-    """Of values with bytes `together` and `each`; an empty one has none."""
+    """Return how many values of `each` bytes make up `together`; 1 for empty ones."""
     return together // each if together > each > 0 else 1
 
 
@@ -205,25 +210,52 @@ class Plans:
 
     def __init__(self, jaxpr: Jaxpr, reruns_too: bool = True):
         """`reruns_too`: with the plans that the backward pass runs again for checkpoints other than theirs."""
-        sites = list(walk(jaxpr, _bodies_of_gradient))
-        if not reruns_too:
-            sites, dropped = [s for s in sites if not _in_foreign(s)], [s for s in sites if _in_foreign(s)]
-        met = [(plan, _owner(s), _loops(s)) for s in sites for plan in _plans_of(s.eqn)]
-        # They decide when the backward pass runs them again, not what it finds.
-        nested = {plan for plan, owner, _ in met if owner and plan != owner}
-        outermost = dict.fromkeys(plan for plan, owner, _ in met if owner in (None, plan))
+        every = [_met(site) for site in walk(jaxpr, _bodies_of_gradient)]
+        met = [m for m in every if reruns_too or not m.first_foreign]
+        plans = [(plan, m.owner, m.loops) for m in met for plan in m.plans]
+        # A nested plan decides when the backward pass runs it again, not what that finds.
+        nested = {plan for plan, owner, _ in plans if owner and plan != owner}
+        outermost = dict.fromkeys(plan for plan, owner, _ in plans if owner in (None, plan))
         # The backward pass meets the last segment of a function first.
         self.plans = [plan for plan in reversed(outermost) if plan not in nested]
         self.rows = {row.plan_name: row for plan in self.plans for row in plan.rows}
-        self.recomputed = _recomputed(sites)
-        self.overlap = bool(nested) or any(loops and plan not in loops for plan, _, loops in met)
-        self.rerun = reruns_too and any(_plans_of(s.eqn) and any(map(_is_foreign, s.enclosing)) for s in sites)
-        self.others = self.rerun or any(_keeps_without_a_plan(s) for s in sites)
-        self.inside = self.overlap or (not reruns_too and any(_plans_of(s.eqn) for s in dropped))
+        self.recomputed = _recomputed(met)
+        self.overlap = bool(nested) or any(loops and plan not in loops for plan, _, loops in plans)
+        self.rerun = reruns_too and any(m.plans and m.foreign for m in met)
+        keeps = (m for m in met if _is_foreign(m.site.eqn) and m.site.eqn.params["policy"] is not None)
+        self.others = self.rerun or any(m.owner is None and not m.loops for m in keeps)
+        self.inside = self.overlap or (not reruns_too and any(m.plans and m.first_foreign for m in every))
+
+
+class _Met(NamedTuple):
+    """An equation of a gradient: the plans that it runs, and what is around it."""
+
+    site: Site
+    plans: list[Plan]
+    owner: Plan | None  # of the outermost checkpoint that has a plan
+    loops: list[Plan]  # of the innermost loop of ours
+    foreign: bool  # whether some checkpoint has no plan
+    first_foreign: bool  # whether the outermost checkpoint has none
+
+
+def _met(site: Site) -> _Met:
+    checkpoints = [_checkpoint_plan(e) for e in site.enclosing if _is_foreign(e) or _checkpoint_plan(e)]
+    loops = [e for e in site.enclosing if e.primitive in (forward_p, backward_p)]
+    owner, foreign = next(filter(None, checkpoints), None), None in checkpoints
+    return _Met(
+        site, _plans_of(site.eqn), owner, _plans_of(loops[-1]) if loops else [], foreign, checkpoints[:1] == [None]
+    )
 
 
 def _bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:
     return [eqn.params["call_jaxpr"]] if eqn.primitive in (forward_p, backward_p) else bodies(eqn)
+
+
+def _plans_of(eqn: JaxprEqn) -> list[Plan]:
+    """Return the plans that an equation runs: that of a checkpoint, or those of a loop's layers."""
+    if eqn.primitive in (forward_p, backward_p):
+        return [segment.layer.plan for segment in eqn.params["loops"].segments]
+    return [plan] if (plan := _checkpoint_plan(eqn)) else []
 
 
 def _checkpoint_plan(eqn: JaxprEqn) -> Plan | None:
@@ -232,46 +264,15 @@ def _checkpoint_plan(eqn: JaxprEqn) -> Plan | None:
     return None if first_run else plan_of(eqn.params.get("policy"))
 
 
-def _plans_of(eqn: JaxprEqn) -> list[Plan]:
-    """Return the plans that an equation runs: that of a checkpoint, or those of a loop's layers."""
-    if eqn.primitive in (forward_p, backward_p):
-        return [segment.layer.plan for segment in eqn.params["loops"].segments]
-    plan = _checkpoint_plan(eqn)
-    return [plan] if plan else []
-
-
 def _is_foreign(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a checkpoint without a plan, in the backward pass."""
+    """Whether an equation is a checkpoint without a plan that the backward pass runs."""
     return eqn.primitive is remat_p and eqn.params["differentiated"] and plan_of(eqn.params["policy"]) is None
 
 
-def _in_foreign(site: Site) -> bool:
-    """Whether a checkpoint without a plan is around a site, and none with a plan around that."""
-    outer = next((eqn for eqn in site.enclosing if _is_foreign(eqn) or _checkpoint_plan(eqn)), None)
-    return outer is not None and _is_foreign(outer)
-
-
-def _owner(site: Site) -> Plan | None:
-    """Return the plan of the outermost checkpoint around a site that has one."""
-    return next((plan for eqn in site.enclosing if (plan := _checkpoint_plan(eqn))), None)
-
-
-def _loops(site: Site) -> list[Plan]:
-    """Return the plans of the innermost loop of ours around a site."""
-    loops = (eqn for eqn in reversed(site.enclosing) if eqn.primitive in (forward_p, backward_p))
-    return _plans_of(eqn) if (eqn := next(loops, None)) else []
-
-
-def _keeps_without_a_plan(site: Site) -> bool:
-    keeps = _is_foreign(site.eqn) and site.eqn.params["policy"] is not None
-    return keeps and _owner(site) is None and not _loops(site)
-
-
-def _recomputed(sites: Iterable[Site]) -> dict[str, tuple[int, int]]:
+def _recomputed(met: Iterable[_Met]) -> dict[str, tuple[int, int]]:
     recomputed: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for site in sites:
-        owner = _owner(site) if site.eqn.primitive is name_p else None
-        if owner and (name := site.eqn.params["name"]) in owner.plan_names:
+    for site, _, owner, *_ in met:
+        if owner and site.eqn.primitive is name_p and (name := site.eqn.params["name"]) in owner.plan_names:
             layers, size = recomputed[name]
             each = site.devices * nbytes(site.eqn.outvars[0].aval)
             recomputed[name] = layers + site.runs, size + site.runs * each
@@ -279,18 +280,18 @@ def _recomputed(sites: Iterable[Site]) -> dict[str, tuple[int, int]]:
 
 
 def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
-    """Raise if a pattern of `policy` matches no tagged value in any `scan`, `chain` or `checkpoint` under it in `f`, or
-    if all that `f` offloads, under any policy, does not fit in the pinned host pool.
+    """Raise if a pattern of `policy` matches nothing in `f`, or if the pinned host pool cannot hold what `f` offloads.
 
-    For models of several stacks, which pass `strict=False`, and for functions that give the policy to `jax.checkpoint`,
-    `nn.remat` or `nnx.remat`. One trace of `f` is judged; nothing is run.
+    Patterns are matched with the tagged values of all `scan`s, `chain`s and `checkpoint`s under `policy`; bytes count
+    under any policy. Use it for models of several stacks, which pass `strict=False`, and for functions that give the
+    policy to `jax.checkpoint`, `nn.remat` or `nnx.remat`. `f` is traced once, and not run.
 
-    A single `scan` or `chain` knows what itself needs; here all are known together. The bytes a device are those of
-    the whole step: gradients one after another count together, for XLA may run them side by side; a loop over
-    microbatches counts one of its iterations. A function that moves nothing itself is taken for a loss, and its
-    gradient with respect to all floating-point arguments is judged. Under auto mesh axes the compiler divides values
-    later: here they are divided as a `with_sharding_constraint` on them says; others along their first axis, as little
-    as constrained values of the same layer with as many rows; and not at all where there is none.
+    A single `scan` or `chain` knows only what itself needs. Here the bytes per device are those of the whole step:
+    gradients that follow each other count together, since XLA may run them side by side; a loop over microbatches
+    counts one iteration. If `f` offloads nothing itself it is taken for a loss, and its gradient with respect to all
+    floating-point arguments is judged. Under auto mesh axes the compiler divides values later: here they are divided as
+    their `with_sharding_constraint` says; others along their first axis, as little as constrained values of the same
+    layer with as many rows, and not at all if there are none.
 
     Args:
       policy: the policy that `f` uses.
@@ -298,11 +299,22 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
       args: its arguments, pytrees of arrays or of `jax.ShapeDtypeStruct`s.
 
     Raises:
-      PolicyError: it names each such pattern, the names seen and the nearest.
-      MemoryError: the bytes that are needed, what the pool holds, and the `offload_layers` that would fit. Not where
+      PolicyError: it lists each pattern that matches nothing, the names and the nearest.
+      MemoryError: with the bytes that are needed, those in the pool, and the `offload_layers` that would fit. Not where
         there is no pinned host pool (CPU), unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says how large it would be.
       ValueError: nothing in `f` uses `policy`.
-      TypeError: policy is no Policy.
+      TypeError: policy is not a Policy.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxoffload import Policy, PolicyError, check, checkpoint, tag
+      >>> policy = Policy({"fcl": "offload"})
+      >>> layer = checkpoint(lambda x: jnp.sin(tag(2 * x, "fc1")), policy=policy, strict=False)
+      >>> try:
+      ...     check(policy, layer, jnp.ones(8))
+      ... except PolicyError as error:
+      ...     print(error)
+      residuals['fcl']: matches no tagged value; the tagged names are fc1; the nearest is 'fc1'
     """
     check_arguments("check", policy)
     with whole_program(True):
@@ -310,7 +322,7 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
     seen = _names_under(jaxpr, policy)
     if seen is None:
         raise ValueError(
-            "check: no scan, chain, checkpoint or jax.checkpoint in the function has this policy; pass the same"
+            "check: no scan, chain, checkpoint or jax.checkpoint in the function has this policy; pass the one it uses"
         )
     if problems := policy.unmatched(seen):
         raise PolicyError(problems)
@@ -319,7 +331,7 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
 
 
 def _gradient(jaxpr: Jaxpr) -> Jaxpr:
-    """The forward and backward passes of a traced loss; the trace itself where it has no derivative."""
+    """Return the forward and backward passes of a traced loss; the trace itself if it has no derivative."""
 
     def forward_and_backward(*args: Any) -> Any:
         out, vjp = jax.vjp(jaxpr_as_fun(jaxpr), *args)
@@ -330,12 +342,12 @@ def _gradient(jaxpr: Jaxpr) -> Jaxpr:
             return jax.make_jaxpr(forward_and_backward)(*jaxpr.in_avals)
     except PolicyError:
         raise
-    except (NotImplementedError, TypeError, ValueError):  # as JAX says that there is none; ValueError of a callback
+    except (NotImplementedError, TypeError, ValueError):  # JAX raises these; ValueError for a callback
         return jaxpr
 
 
 def _names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
-    """The names that a policy could match, of all that is under it; None where nothing is."""
+    """Return the names that `policy` could match in all that it is given to; None if nothing has it."""
     seen: list[frozenset[str]] = []
     for eqn, *_ in walk(jaxpr, bodies):
         used = eqn.params.get("policy")
@@ -352,7 +364,7 @@ def _names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
 
 
 def _undifferentiated(eqn: JaxprEqn) -> list[tuple[Jaxpr, tuple[str, ...]]]:
-    """The functions of a `scan`, `chain` or `checkpoint`, each with the roles of its inputs."""
+    """Return the functions of a `scan`, `chain` or `checkpoint`, each with the roles of its inputs."""
     params = eqn.params
     if eqn.primitive is checkpoint_p:
         return [(params["call_jaxpr"], params["roles"])]

@@ -1,4 +1,4 @@
-"""The table that `residuals` returns: its lines, its totals, and how it is written."""
+"""The table that `residuals` returns: its lines, its totals, and its text."""
 
 import dataclasses
 import json
@@ -14,19 +14,24 @@ SHARES = "; in the place of "  # another branch's value
 
 @dataclasses.dataclass(frozen=True)
 class Residual:
-    """One line of the table.
+    """One line of the table of `residuals`.
 
     Attributes:
-      names: all names of the value; empty for an untagged one, then `reason` says where it comes from.
+      names: all names of the value; empty for an untagged one, whose `reason` says where it comes from.
       shape, dtype: of one layer's value, as traced (global under auto and explicit mesh axes, local in `shard_map`);
-        of a scan in a scan, of one turn of both.
-      bytes_per_layer, layers, bytes: what is kept (saved, offloaded) or computed again; of `shard_map`'s shards
-        together. A row of a stack on the host that stays empty is a line with bytes, and of no layer.
-      state: "saved" (device), "offloaded" (pinned host), "recomputed", or "not needed": the backward pass does not
-        read it, 0 bytes.
+        in nested scans, of one iteration of all.
+      bytes_per_layer, layers, bytes: what is kept (saved, offloaded) or recomputed, over all shards of a `shard_map`. A
+        row of a host stack that stays empty is a line with bytes and 0 layers.
+      state: "saved" (device), "offloaded" (pinned host), "recomputed", or "not needed" (the backward pass does not read
+        it: 0 bytes).
       decision: what the policy asked for; None for an untagged residual.
       reason: the pattern or rule that decided.
-      count: how many values of that shape a layer has: one for each shard of a `shard_map`; 1 where none is needed.
+      count: how many values of that shape a layer has: one per shard of a `shard_map`; 1 if none is needed.
+
+    Example:
+      >>> from jaxoffload import Residual
+      >>> Residual(("fc1",), (8, 4), "float32", 128, 12, 1536, "offloaded", "offload", "fc*").bytes
+      1536
     """
 
     names: tuple[str, ...]
@@ -43,14 +48,23 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """The residuals of one function; iterate over its `Residual`s, print it, or ask for its totals in bytes.
+    """The residuals of one function: iterate over its lines, print it, or ask for its totals in bytes.
 
     Attributes:
       rows: what is kept between the forward and the backward pass.
-      notes: sentences about it.
+      notes: remarks on it.
       reruns: for each checkpoint (JAX's or ours) around a `scan`, `chain` or `checkpoint`, a table of what is kept
-        while its backward pass runs it again. That is neither in `rows` nor in the totals: it is there for that long,
-        and where such a checkpoint is in a loop or there are several, that of one run at a time. Equal tables are one.
+        while its backward pass runs it again. These bytes are neither in `rows` nor in the totals; with several such
+        runs they are those of one at a time. Equal tables are one.
+
+    Example:
+      >>> from jaxoffload import Residual, Residuals
+      >>> table = Residuals((Residual(("fc1",), (8, 4), "float32", 128, 12, 1536, "offloaded", "offload", "fc*"),))
+      >>> print(table)
+      residual  shape         bytes/layer  layers     bytes  state      reason
+      ------------------------------------------------------------------------
+      fc1       float32[8,4]        128 B      12  1.50 KiB  offloaded  fc*
+      device 0 B (untagged 0 B) · host 1.50 KiB · recomputed 0 B
     """
 
     rows: tuple[Residual, ...]
@@ -65,29 +79,29 @@ class Residuals:
 
     @property
     def device_bytes(self) -> int:
-        """Kept on the device, untagged residuals included."""
+        """Bytes on the device, untagged residuals included."""
         return self._total(SAVED)
 
     @property
     def host_bytes(self) -> int:
-        """Kept in pinned host memory."""
+        """Bytes in pinned host memory."""
         return self._total(OFFLOADED)
 
     @property
     def recomputed_bytes(self) -> int:
-        """Tagged values that the backward pass computes again."""
+        """Bytes of tagged values that the backward pass recomputes."""
         return self._total(RECOMPUTED)
 
     @property
     def untagged_bytes(self) -> int:
-        """Kept on the device though no plan of jaxoffload's names it; part of `device_bytes`."""
+        """Bytes on the device that no policy names; part of `device_bytes`."""
         return sum(r.bytes for r in self.rows if r.decision is None and r.state == SAVED)
 
     def _total(self, state: str) -> int:
         return sum(r.bytes for r in self.rows if r.state == state)
 
     def to_json(self) -> str:
-        """The table as JSON: `residuals` (a list of the rows), totals in bytes, `notes`, `reruns` (tables again)."""
+        """Return the table as JSON: `residuals` (a list of the rows), totals in bytes, `notes`, `reruns` (tables)."""
         return json.dumps(self._as_dict())
 
     def _as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Names as they stand in a jaxpr: the user's, as `tag` wrote them, and a plan's own, which say what was decided."""
+"""Names as they stand in a jaxpr: the user's, which `tag` writes, and a plan's, which carry its decisions."""
 
 import contextlib
 import re
@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import jax
 
-# Part of every trace cache's key: one jitted function used under two scopes is traced twice, once a name.
+# Part of every trace cache's key: a jitted function used under two scopes is traced once for each.
 scope_prefix = jax.make_user_context("")
 KEEP = "#keep"
 
 
 def outside_scopes() -> contextlib.AbstractContextManager[None]:
-    """Where a derivative is made. What scope is open then depends on what was jitted, and names must not."""
+    """Return the context to make a derivative in: its names must not depend on the scope that happens to be open."""
     return scope_prefix("")
 
 
@@ -31,39 +31,38 @@ class Name(NamedTuple):
 
 
 class PlanName(NamedTuple):
-    """The one name that a plan writes behind a value's definition; all that a residual must tell of itself.
+    """The one name that a plan writes behind a value's definition.
 
-    `depth` keeps nested plans apart, `plan` (a digest) neighbouring ones, `value` the values of one plan.
+    `depth` tells nested plans apart, `digest` neighbouring plans, and `number` the values of one plan.
     """
 
     decision: str
     depth: int
-    plan: str
-    value: int
+    digest: str
+    number: int
     names: tuple[Name, ...]
 
     def __str__(self) -> str:
-        # Quoted, for a foreign name may have any characters.
+        # Quoted, since a foreign name may have any characters.
         names = " | ".join(urllib.parse.quote(n.text, safe="/<>") + KEEP * n.keep for n in self.names)
-        return f"jaxoffload:{self.decision}:{self.depth}:{self.plan}:{self.value}:{names}"
+        return f"jaxoffload:{self.decision}:{self.depth}:{self.digest}:{self.number}:{names}"
 
 
 _PLAN_NAME = re.compile(r"jaxoffload:(save|offload|recompute):(\d+):([0-9a-f]{8}):(\d+):(.*)")
 
 
 def read_plan_name(text: str) -> PlanName | None:
-    """The `PlanName` that `text` writes; None for a user's name."""
-    found = _PLAN_NAME.fullmatch(text)
-    if not found:
+    """Return the `PlanName` that `text` writes; None for a user's name."""
+    if not (match := _PLAN_NAME.fullmatch(text)):
         return None
-    decision, depth, plan, value, quoted = found.groups()
+    decision, depth, digest, number, quoted = match.groups()
     names = (_read_name(name) for name in quoted.split(" | ") if name)
     unquoted = tuple(name._replace(text=urllib.parse.unquote(name.text)) for name in names)
-    return PlanName(decision, int(depth), plan, int(value), unquoted)
+    return PlanName(decision, int(depth), digest, int(number), unquoted)
 
 
 def read_names(text: str) -> tuple[Name, ...]:
-    """The user's names that a `checkpoint_name` carries: one, or those that an inner plan found for its value."""
+    """Return the user's names in a `checkpoint_name`: one, or those that an inner plan joined."""
     plan_name = read_plan_name(text)
     return plan_name.names if plan_name else (_read_name(text),)
 

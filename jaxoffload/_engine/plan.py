@@ -85,11 +85,7 @@ class Plan:
 
 
 def make_plan(
-    jaxpr: Jaxpr,
-    policy: Policy,
-    roles: Sequence[str | None],
-    override: Override | None,
-    strict: bool,
+    jaxpr: Jaxpr, policy: Policy, roles: Sequence[str | None], override: Override | None, strict: bool
 ) -> tuple[Plan, Jaxpr]:
     """Return the plan of a differentiated function, and its jaxpr with the plan's names.
 
@@ -155,11 +151,8 @@ def _plan_names(decided: list[_Decided], depth: int, key: Any) -> list[PlanName]
 
 def _rows(decided: list[_Decided], names: list[PlanName]) -> tuple[Row, ...]:
     """Return the plan's table."""
-    return tuple(
-        Row(d.labels, tuple(aval.shape), str(aval.dtype), nbytes(aval), d.decision, d.reason, str(name))
-        for d, name in zip(decided, names, strict=True)
-        for aval in [d.value.aval]
-    )
+    parts = [(d, d.value.aval, str(name)) for d, name in zip(decided, names, strict=True)]
+    return tuple(Row(d.labels, tuple(x.shape), str(x.dtype), nbytes(x), d.decision, d.reason, n) for d, x, n in parts)
 
 
 def _slot_conflicts(slots: list[list[Value]], decided: list[_Decided]) -> Iterator[str]:

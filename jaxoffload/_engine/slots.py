@@ -1,9 +1,8 @@
-"""Residuals of a `cond`'s branches: those for the host and those for the device get slots of their own.
+"""Residuals of a `cond`'s branches: those for the host and those for the device get separate slots.
 
-Partial evaluation gives residuals of different branches one slot, one result of the `cond`, where their types are
-equal. In a `jax.checkpoint` that offloads they differ in their memory space. A layer's residuals are all on the device
-until a loop moves them, so there they differ in `weak_type`, which says how a type promotes: it is set of those for
-the host, and of no other.
+Partial evaluation gives residuals of different branches one slot (a result of the `cond`) if their types are equal. In
+a `jax.checkpoint` that offloads, memory spaces make the types differ. A layer's residuals all stay on the device until
+a loop moves them, so there `weak_type`, which says how a type promotes, is set on those for the host alone.
 """
 
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from .walk import map_bodies, with_eqns
 
 
 def apart_in_branches(jaxpr: Jaxpr, plan: Plan, in_branch: bool = False) -> Jaxpr:
-    """`jaxpr` where a value in a branch that the plan keeps has a residual behind it, if its type must be another."""
+    """Return `jaxpr` with a retyped residual behind each value in a branch that the plan keeps as another type."""
     return with_eqns(jaxpr, [new for eqn in jaxpr.eqns for new in _apart(eqn, plan, in_branch)])
 
 
@@ -39,7 +38,7 @@ def _apart(eqn: JaxprEqn, plan: Plan, in_branch: bool) -> Iterator[JaxprEqn]:
 
 
 def _kept_by(plan: Plan, eqn: JaxprEqn) -> PlanName | None:
-    """The plan's name of a value that it keeps, where an equation writes it."""
+    """Return the plan's name that an equation writes, if the plan keeps the value."""
     name = read_plan_name(eqn.params["name"]) if eqn.primitive is name_p else None
     return name if name and name.decision != "recompute" and str(name) in plan.plan_names else None
 
@@ -49,11 +48,11 @@ def _other_type(aval: Any, **_: Any) -> Any:
 
 
 def is_residual_of(plan: Plan, prim: Any, params: dict[str, Any]) -> bool:
-    """Whether an equation makes such a residual."""
+    """Whether an equation makes a retyped residual of `plan`."""
     return prim is retyped_p and params["is_residual"] and params["name"] in plan.plan_names
 
 
-# A value that has the plan's `name`: as a residual, or as what it was again.
+# A value with the plan's `name`, with the other `weak_type`: as a residual (`is_residual`), or back as it was.
 retyped_p = Primitive("jaxoffload_retyped")
 retyped_p.def_impl(lambda x, **_: x)
 retyped_p.def_abstract_eval(_other_type)

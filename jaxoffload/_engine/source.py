@@ -13,22 +13,14 @@ from .walk import CALLS, bodies
 
 
 class Source(NamedTuple):
-    """What a residual is.
+    """What a residual is."""
 
-    Attributes:
-      name: the name that a plan wrote; None for an untagged value.
-      where: words for the table.
-      layers, empty: how many layers' values it holds, and how many empty rows.
-      axes: how many leading axes those lie along.
-      others: plans' names of values from other branches of a `cond`, which share its place.
-    """
-
-    name: PlanName | None
-    where: str
-    layers: int = 1
-    empty: int = 0
-    axes: int = 0
-    others: tuple[PlanName, ...] = ()
+    name: PlanName | None  # None for an untagged value
+    where: str  # words for the table
+    layers: int = 1  # how many layers' values it holds
+    empty: int = 0  # and how many empty rows
+    axes: int = 0  # leading axes that these lie along
+    others: tuple[PlanName, ...] = ()  # of values from other branches of a `cond` that share its place
 
     @property
     def names(self) -> tuple[PlanName, ...]:
@@ -42,17 +34,8 @@ def is_its_operand(eqn: JaxprEqn) -> bool:
 
 
 # Equations that pass all of a residual on between its definition and the place where it is kept.
-_VIEWS = {
-    "name",
-    "reduce_precision",
-    "device_put",
-    "reshape",
-    "squeeze",
-    "broadcast_in_dim",
-    "pcast",
-    "pvary",
-    "jaxoffload_retyped",
-}
+_VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pcast", "pvary"}
+_VIEWS |= {"jaxoffload_retyped"}
 _BARRIER = "optimization_barrier"  # has a result for each operand
 
 PassesOn = Callable[[JaxprEqn], bool]
@@ -124,9 +107,8 @@ def _operand(eqn: JaxprEqn, index: int, passes_on: PassesOn) -> Any:
     """Return the operand or earlier result of an equation that the result at `index` is too; None if there is none."""
     if passes_on(eqn) and not _plan_name(eqn):
         return eqn.invars[index if eqn.primitive.name == _BARRIER else 0]
-    rule = _through_scan if eqn.primitive.name == "scan" else _through_call if eqn.primitive.name in CALLS else None
-    body = next(iter(bodies(eqn)), None) if rule else None
-    return rule(eqn, body, index, passes_on) if rule and body else None
+    through = _through_scan if eqn.primitive.name == "scan" else _through_call if eqn.primitive.name in CALLS else None
+    return through(eqn, bodies(eqn)[0], index, passes_on) if through else None
 
 
 def _through_call(eqn: JaxprEqn, body: Jaxpr, index: int, passes_on: PassesOn) -> Any:

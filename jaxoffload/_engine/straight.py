@@ -1,10 +1,9 @@
-"""A jaxpr as one straight list of steps, calls opened; and each value's bytes on a device, as far as a trace tells.
+"""A jaxpr as one straight list of steps, calls opened; and the bytes of each value per device, as far as a trace tells.
 
-Under explicit mesh axes a value's type says how it is divided; inside `shard_map` values are a device's own. Under auto
-axes the compiler decides, later. There a `with_sharding_constraint` on the value tells, or the `shard_map` that takes
-it. Any other value is assumed to be divided along its first axis alone, the batch as a rule, into as many parts as the
-constrained values with as many rows, and into the fewest where they differ. Where there is none, each device is assumed
-to hold the value whole.
+Under explicit mesh axes a value's type says how it is divided; inside `shard_map` values are local. Under auto axes the
+compiler decides later, so there a `with_sharding_constraint` on the value counts, or the `shard_map` that takes it. Any
+other value is assumed to be divided along its first axis (usually the batch), into the smallest number of parts among
+constrained values with as many rows; and to be whole on each device if there is none.
 """
 
 import dataclasses
@@ -19,37 +18,33 @@ from .memory import nbytes
 from .values import keeps_all_bits
 from .walk import CALLS, nested
 
-# Equations whose nested jaxpr is a part of the program around it: XLA knows no call there.
+# Equations whose nested jaxpr XLA compiles as a part of the program around it.
 _OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", "shard_map"}
 
-# Equations that pass their operands on, or the first one.
-_PASSING = {"name", "sharding_constraint", "optimization_barrier", "pcast", "pvary", "dynamic_update_slice"} | {
-    "jaxoffload_retyped"
-}
+# Equations whose results are their operands, or the first one.
+_PASSING = {"name", "sharding_constraint", "optimization_barrier", "pcast", "pvary", "dynamic_update_slice"}
+_PASSING |= {"jaxoffload_retyped"}
 
 
 class Division(NamedTuple):
-    """Into how many parts a value is divided, and into how many its first axis is."""
+    """Into how many parts a value is divided, and its first axis alone (`rows`)."""
 
     parts: int = 1
     rows: int = 1
 
 
 def division(sharding: Any) -> Division:
-    """As a sharding divides an array."""
+    """Return how a sharding divides an array."""
     if not isinstance(sharding, NamedSharding):
         return Division()
     axes = [(names,) if isinstance(names, str) else names for names in sharding.spec]
-    sizes = [
-        math.prod(sharding.mesh.shape[name] for name in names) if isinstance(names, tuple) else 1 for names in axes
-    ]
+    sizes = [math.prod(sharding.mesh.shape[n] for n in names) if isinstance(names, tuple) else 1 for names in axes]
     return Division(math.prod(sizes), sizes[0] if sizes else 1)
 
 
 @dataclasses.dataclass(eq=False)
 class Array:
-    """A value. `constraint` is the one that divides it least, None without one; `moved` the value that it is a copy of,
-    in another memory."""
+    """A value; `constraint` is the one that divides it least, `moved` the value in another memory that it copies."""
 
     aval: Any
     constraint: Division | None = None
@@ -60,8 +55,10 @@ class Array:
 
 
 class Step(NamedTuple):
-    """An equation that computes something. None stands for an operand that is a constant; `scope` are the names of the
-    scopes and calls that it is in."""
+    """An equation that computes something; `scope` joins the names of the scopes and calls around it.
+
+    An operand that is a constant is None.
+    """
 
     eqn: JaxprEqn
     operands: list[Array | None]
@@ -70,7 +67,7 @@ class Step(NamedTuple):
 
 
 class Straight(NamedTuple):
-    """`rows`: by the length of a first axis, into how many parts constraints divide it at least."""
+    """A straight program; `rows` is the least division that constraints give a first axis, by the axis' length."""
 
     steps: list[Step]
     inputs: list[Array]
@@ -78,7 +75,7 @@ class Straight(NamedTuple):
     rows: dict[int, int]
 
     def share(self, array: Array, assumed: Division | None = None) -> int:
-        """Bytes of a value on each device. `assumed`: how it is divided, if nothing says otherwise."""
+        """Return the bytes of a value per device; `assumed` is its division if nothing else is known."""
         parts = self._constraint(array, assumed).parts * division(array.aval.sharding).parts
         return -(-nbytes(array.aval) // parts)
 
@@ -96,49 +93,58 @@ def _compiler_divides(aval: Any) -> bool:
 
 
 def straight(jaxpr: Jaxpr, opened_too: Collection[Primitive] = ()) -> Straight:
-    """All that XLA compiles of a jaxpr as one computation. Loops and branches are steps, and other nested jaxprs than
-    those of calls; of `opened_too` they are not."""
-    arrays: list[Array] = []
-    steps: list[Step] = []
+    """Return all that XLA compiles of a jaxpr as one computation.
 
-    def new(var: Any) -> Array:
-        arrays.append(Array(var.aval))
-        return arrays[-1]
+    Calls are opened, and the equations of `opened_too`; loops, branches and other nested jaxprs are steps.
+    """
+    opening = _Opening(opened_too)
+    inputs = [opening.new(v) for v in jaxpr.invars]
+    outputs = opening.through(jaxpr, inputs, "")
+    rows: dict[int, int] = {}
+    for array in opening.arrays:
+        if array.constraint and array.aval.shape:
+            length, parts = array.aval.shape[0], array.constraint.rows
+            rows[length] = min(rows.get(length, parts), parts)
+    return Straight(opening.steps, inputs, outputs, rows)
 
-    def opened(jaxpr: Jaxpr, inputs: Sequence[Array | None], scope: str) -> list[Array | None]:
-        at: dict[Var, Array | None] = {v: new(v) for v in jaxpr.constvars}
+
+class _Opening:
+    """The values and the steps met so far."""
+
+    def __init__(self, opened_too: Collection[Primitive]):
+        self.opened_too = opened_too
+        self.arrays: list[Array] = []
+        self.steps: list[Step] = []
+
+    def new(self, var: Any) -> Array:
+        self.arrays.append(Array(var.aval))
+        return self.arrays[-1]
+
+    def through(self, jaxpr: Jaxpr, inputs: Sequence[Array | None], scope: str) -> list[Array | None]:
+        at: dict[Var, Array | None] = {v: self.new(v) for v in jaxpr.constvars}
         at |= zip(jaxpr.invars, inputs, strict=True)
         of = lambda atom: None if isinstance(atom, Literal) else at[atom]
         for eqn in jaxpr.eqns:
-            at |= zip(eqn.outvars, results_of(eqn, [of(atom) for atom in eqn.invars], scope), strict=True)
+            results = self.results_of(eqn, [of(atom) for atom in eqn.invars], f"{scope}/{eqn.source_info.name_stack}")
+            at |= zip(eqn.outvars, results, strict=True)
         return [of(atom) for atom in jaxpr.outvars]
 
-    def results_of(eqn: JaxprEqn, operands: list[Array | None], scope: str) -> list[Array | None]:
+    def results_of(self, eqn: JaxprEqn, operands: list[Array | None], scope: str) -> list[Array | None]:
         name = eqn.primitive.name
-        scope = f"{scope}/{eqn.source_info.name_stack}"
         if name == "sharding_constraint" and operands[0]:
             operands[0].constrain(eqn.params["sharding"])
-        open_it = name in _OPENED or eqn.primitive in opened_too
-        if open_it and len(body := list(nested(eqn))) == 1 and len(body[0].invars) == len(operands):
+        open_it = name in _OPENED or eqn.primitive in self.opened_too
+        if open_it and len(body := nested(eqn)) == 1 and len(body[0].invars) == len(operands):
             specs = eqn.params["in_specs"] if name == "shard_map" else ()
             for operand, spec in zip(operands, specs, strict=False):
                 if operand and not operand.constraint:
                     operand.constrain(NamedSharding(eqn.params["mesh"], spec))
-            return opened(body[0], operands, f"{scope}/{name}")
+            return self.through(body[0], operands, f"{scope}/{name}")
         if (name in _PASSING or keeps_all_bits(eqn)) and operands and operands[0]:
             return operands[: len(eqn.outvars)]
-        results = [new(v) for v in eqn.outvars]
+        results = [self.new(v) for v in eqn.outvars]
         if name == "device_put":
             for result, operand in zip(results, operands, strict=True):
                 result.moved = operand
-        steps.append(Step(eqn, operands, results, scope))
+        self.steps.append(Step(eqn, operands, results, scope))
         return [*results]
-
-    inputs = [new(v) for v in jaxpr.invars]
-    outputs = opened(jaxpr, inputs, "")
-    rows: dict[int, int] = {}
-    for array in arrays:
-        if array.constraint and array.aval.shape:
-            length, parts = array.aval.shape[0], array.constraint.rows
-            rows[length] = min(rows.get(length, parts), parts)
-    return Straight(steps, inputs, outputs, rows)

@@ -49,19 +49,12 @@ class Value:
 
 
 class Named(NamedTuple):
-    """The values of a jaxpr that have a name.
-
-    Attributes:
-      values: in order of definition.
-      slots: for each result of a `cond`, the values that share it, from its branches and behind it.
-      kernels: for each kernel, the values that it computes.
-      depth: how deep plans nest inside the jaxpr.
-    """
+    """The values of a jaxpr that have a name, in order of definition."""
 
     values: list[Value]
-    slots: list[list[Value]]
-    kernels: list[list[Value]]
-    depth: int
+    slots: list[list[Value]]  # for each result of a `cond`, the values from its branches and behind it that share it
+    kernels: list[list[Value]]  # for each kernel, the values that it computes
+    depth: int  # how deep plans nest inside the jaxpr
 
 
 def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> Named:
@@ -94,15 +87,13 @@ class _Search:
         self.sortings: list[list[Value]] = []
         self.depth = 0
 
-    def define(self, path: Path, var: Var, role: str | None = None) -> None:
+    def define(self, path: Path, var: Var, role: str | None = None) -> Value:
         self.values.append(Value(var.aval, path, var, role))
         self.at[path, var] = self.values[-1]
+        return self.values[-1]
 
     def alias(self, path: Path, var: Var, of: Value | None) -> None:
-        if of is None:
-            self.define(path, var)
-        else:
-            self.at[path, var] = of
+        self.at[path, var] = of or self.define(path, var)
 
     def value(self, path: Path, atom: Any) -> Value | None:
         return None if isinstance(atom, Literal) else self.at.get((path, atom))
@@ -153,10 +144,7 @@ class _Search:
 
 
 def keeps_all_bits(eqn: JaxprEqn) -> bool:
-    """Whether a `reduce_precision` changes nothing.
-
-    JAX puts such a one behind residuals (https://github.com/jax-ml/jax/pull/22244).
-    """
+    """Whether a `reduce_precision` changes nothing, as JAX's behind residuals (https://github.com/jax-ml/jax/pull/22244)."""
     if eqn.primitive.name != "reduce_precision":
         return False
     aval: Any = eqn.invars[0].aval

@@ -34,18 +34,12 @@ def placed_bodies(eqn: JaxprEqn) -> Iterator[tuple[tuple[str, int], Jaxpr]]:
 
 
 class Site(NamedTuple):
-    """An equation, and where it stands in the jaxpr that is walked.
-
-    Attributes:
-      runs: how often the whole runs it: the lengths of the scans around it, multiplied.
-      devices: how many devices the `shard_map`s around it divide values over.
-      enclosing: the equations around it, outermost first.
-    """
+    """An equation, and where it stands in the jaxpr that is walked."""
 
     eqn: JaxprEqn
-    runs: int
-    devices: int
-    enclosing: tuple[JaxprEqn, ...]
+    runs: int  # the lengths of the scans around it, multiplied
+    devices: int  # how many devices the `shard_map`s around it divide values over
+    enclosing: tuple[JaxprEqn, ...]  # the equations around it, outermost first
 
 
 def walk(

@@ -506,9 +506,9 @@ def test_the_report_of_8b_tells_bytes_and_allocates_nothing():
     assert "8,030,261,248 parameters" in text
     lines = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
     # 8,030,261,248 parameters of 4 bytes; an eighth on each device, but for the norms' 266,240 on each.
-    assert lines["parameters"][:4] == ["29.9", "GiB", "3.7", "GiB"]
-    assert lines["optimizer"][:4] == ["59.8", "GiB", "7.5", "GiB"]  # two moments
-    assert lines["residuals on the host"][:4] == ["88.0", "GiB", "11.0", "GiB"]  # 32 * 2816 MiB
+    assert lines["parameters"][:4] == ["29.92", "GiB", "3.74", "GiB"]
+    assert lines["optimizer"][:4] == ["59.83", "GiB", "7.48", "GiB"]  # two moments
+    assert lines["residuals on the host"][:4] == ["88.00", "GiB", "11.00", "GiB"]  # 32 * 2816 MiB
     assert "mlp/fc2" in text and "was traced as xla" in text
 
 
@@ -537,7 +537,7 @@ def test_a_tensor_axis_splits_heads_and_d_ff_but_not_the_residual_stream():
     lines = report(load(CONFIGS / "llama3-8b.yaml", ["mesh.fsdp=4", "mesh.tensor=2"])).splitlines()
     (host,) = (line for line in lines if line.startswith("residuals on the host"))
     # layer_input over fsdp, attn/context and fc1.gate over both: 32 * (512 / 4 + 512 / 8 + 1792 / 8) MiB.
-    assert host.split()[-4:] == ["13.0", "GiB", "a", "device"]
+    assert host.split()[-4:] == ["13.00", "GiB", "a", "device"]
 
 
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"

@@ -537,7 +537,7 @@ def test_attention_of_a_transformer_engine_that_is_too_old_is_a_sentence(config,
 def test_all_that_is_wrong_is_said_at_once(eight, config, capsys):
     wrong = {
         "train.step=3": "train.step = 3: no such key",
-        "remat.residuals[fc3]=save": "remat.residuals['fc3']: no tagged value",
+        "remat.residuals[fc3]=save": "remat.residuals['fc3']: matches no tagged value",
         "mesh.data=4": "mesh.data * mesh.fsdp * mesh.expert * mesh.tensor = 16: must be 8",
         "model.attention=cudnn": "model.attention = 'cudnn': needs NVIDIA GPUs",
         "train.seed=x": "train.seed = 'x': must be an integer",  # and no line of the checkpoint's seed

@@ -93,12 +93,8 @@ class Policy:
         for field in ("residuals", "offload_modules"):
             if isinstance(given := getattr(self, field), Iterator):  # can be read only once
                 object.__setattr__(self, field, tuple(given))
-        problems = [
-            *_residual_problems(self.residuals),
-            *_module_problems(self.offload_modules),
-            *_choice_problems(self),
-            *_number_problems(self),
-        ]
+        problems = _residual_problems(self.residuals) + _module_problems(self.offload_modules)
+        problems += _choice_problems(self) + _number_problems(self)
         if problems:
             raise PolicyError(problems)
         object.__setattr__(self, "residuals", _last_of_each(_pairs(self.residuals)))
@@ -287,21 +283,19 @@ def _pattern_problem(pattern: Any) -> str | None:
 
 
 def _choice_problems(policy: Policy) -> list[str]:
+    choices = {"default": _DECISIONS, "dots": _DECISIONS, "other_layers": ("save", "recompute")}
+    choices |= {"on_host_full": ("error", "save")}
     return [
-        *_choice("default", policy.default, _DECISIONS),
-        *_choice("dots", policy.dots, _DECISIONS),
-        *_choice("other_layers", policy.other_layers, ("save", "recompute")),
-        *_choice("on_host_full", policy.on_host_full, ("error", "save")),
+        problem for field, allowed in choices.items() for problem in _choice(field, getattr(policy, field), allowed)
     ]
 
 
 def _number_problems(policy: Policy) -> list[str]:
     problems = []
-    if _size(policy.min_offload_bytes) is None:
-        near = nearest(policy.min_offload_bytes, _spellings(policy.min_offload_bytes))
+    if _size(size := policy.min_offload_bytes) is None:
         problems.append(
-            f"min_offload_bytes: {short(policy.min_offload_bytes)} is not a size; use a number of bytes >= 0 or a "
-            f"string such as '512KiB', '1MiB' or '2GB'{near}"
+            f"min_offload_bytes: {short(size)} is not a size; use a number of bytes >= 0 or a string such as '512KiB', "
+            f"'1MiB' or '2GB'{nearest(size, _spellings(size))}"
         )
     if not _is_count(policy.resident_layers):
         problems.append(f"resident_layers: {short(policy.resident_layers)} is not allowed; use a whole number >= 0")

@@ -286,12 +286,10 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
     under any policy. Use it for models of several stacks, which pass `strict=False`, and for functions that give the
     policy to `jax.checkpoint`, `nn.remat` or `nnx.remat`. `f` is traced once, and not run.
 
-    A single `scan` or `chain` knows only what itself needs. Here the bytes per device are those of the whole step:
-    gradients that follow each other count together, since XLA may run them side by side; a loop over microbatches
-    counts one iteration. If `f` offloads nothing itself it is taken for a loss, and its gradient with respect to all
-    floating-point arguments is judged. Under auto mesh axes the compiler divides values later: here they are divided as
-    their `with_sharding_constraint` says; others along their first axis, as little as constrained values of the same
-    layer with as many rows, and not at all if there are none.
+    The bytes per device are those of the whole step: gradients that follow each other count together, since XLA may run
+    them side by side; a loop over microbatches counts one iteration. If `f` offloads nothing itself, it is taken for a
+    loss, and its gradient with respect to all floating-point arguments is judged. Under auto mesh axes values count as
+    their `with_sharding_constraint` divides them; others as the least divided constrained values with as many rows.
 
     Args:
       policy: the policy that `f` uses.

@@ -336,7 +336,9 @@ def test_rule_5_a_module_without_a_match_is_named():
     assert "the nearest is 'attn/act'" in said[-1]
     loose = policy(offload_modules=["moe_act"])
     f = checkpoint(two_scopes, policy=loose, strict=False)
-    with pytest.raises(PolicyError, match=r"offload_modules\['moe_act'\] -> 'moe/fc1': matches no tagged.*nearest is 'mlp/fc1"):
+    with pytest.raises(
+        PolicyError, match=r"offload_modules\['moe_act'\] -> 'moe/fc1': matches no tagged.*nearest is 'mlp/fc1"
+    ):
         check(loose, f, X, W)
 
 

@@ -48,22 +48,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """The decisions for one function; callable as `jax.checkpoint`'s `policy=`.
-
-    Attributes:
-      depth: how deep other plans nest inside the function.
-      rows: one for each value, in order of definition.
-      seen: all names that a pattern could have matched.
-      notes: remarks for the table.
-      together: for each kernel with several results, the plan's names of these.
-    """
+    """The decisions for one function; callable as `jax.checkpoint`'s `policy=`."""
 
     policy: Policy
-    depth: int
-    rows: tuple[Row, ...]
-    seen: frozenset[str]
-    notes: tuple[str, ...] = ()
-    together: tuple[tuple[str, ...], ...] = ()
+    depth: int  # how deep other plans nest inside the function
+    rows: tuple[Row, ...]  # one for each value, in order of definition
+    seen: frozenset[str]  # all names that a pattern could have matched
+    notes: tuple[str, ...] = ()  # remarks for the table
+    together: tuple[tuple[str, ...], ...] = ()  # for each kernel with several results, the plan's names of these
 
     def __call__(self, prim: Any, *_: Any, **params: Any) -> Any:
         name = read_plan_name(params["name"]) if prim is name_p else None
@@ -84,8 +76,11 @@ class Plan:
         return any(row.decision == "offload" for row in self.rows)
 
 
+Roles = Sequence[str | None]
+
+
 def make_plan(
-    jaxpr: Jaxpr, policy: Policy, roles: Sequence[str | None], override: Override | None, strict: bool
+    jaxpr: Jaxpr, policy: Policy, roles: Roles, override: Override | None, strict: bool
 ) -> tuple[Plan, Jaxpr]:
     """Return the plan of a differentiated function, and its jaxpr with the plan's names.
 
@@ -106,12 +101,7 @@ def make_plan(
 
 
 def decide(
-    jaxpr: Jaxpr,
-    policy: Policy,
-    roles: Sequence[str | None],
-    override: Override | None,
-    strict: bool,
-    primal: Jaxpr | None = None,
+    jaxpr: Jaxpr, policy: Policy, roles: Roles, override: Override | None, strict: bool, primal: Jaxpr | None = None
 ) -> tuple[Plan, dict[tuple[Path, Var], PlanName]]:
     """Return the plan, and the names that it writes behind values' definitions; arguments are those of `make_plan`.
 
@@ -119,8 +109,9 @@ def decide(
     replaces, are not residuals, but a pattern may match them.
     """
     values, slots, kernels, depth = named_values(jaxpr, roles)
-    labels = _labels(values)
-    decided, problems = _decide_each(values, labels, policy, override or Override())
+    by_name = _by_name(values)
+    labels = _labels(values, by_name)
+    decided, problems = _decide_each(labels, by_name, policy, override or Override())
     problems += _slot_conflicts(slots, decided)
     seen = all_names(jaxpr).union(all_names(primal) if primal else (), *labels.values())
     problems += policy.unmatched(seen) if strict else []
@@ -169,15 +160,14 @@ ARGUMENT = "argument"
 
 
 def _decide_each(
-    values: list[Value], labels: dict[Value, tuple[str, ...]], policy: Policy, override: Override
+    labels: dict[Value, tuple[str, ...]], by_name: dict[str, list[Value]], policy: Policy, override: Override
 ) -> tuple[list[_Decided], list[str]]:
     """Return the decision on each value, and what is wrong with the policy for the others."""
-    by_name = _by_name(values)
     decided: list[_Decided] = []
     problems: list[str] = []
-    for value in values:
+    for value, names in labels.items():
         try:
-            decision, reason = _by_policy(value, labels[value], policy)
+            decision, reason = _by_policy(value, names, policy)
         except PolicyError as conflict:
             problems += conflict.problems
             continue
@@ -186,17 +176,12 @@ def _decide_each(
                 decision, reason = "save", "smaller than min_offload_bytes"
             elif override.decision != "offload":
                 decision, reason = override.decision, override.reason
-        decided.append(_Decided(value, labels[value], *_by_role(value.role, decision, reason)))
+        if value.role == "carry" and decision == "recompute":
+            decision, reason = "save", "carry"
+        elif value.role == "weight" or (value.role == "argument" and decision != "offload"):
+            decision, reason = "save", ARGUMENT
+        decided.append(_Decided(value, names, decision, reason))
     return decided, problems
-
-
-def _by_role(role: str | None, decision: Decision, reason: str) -> tuple[Decision, str]:
-    """Return the decision and its reason, as far as they apply to an input of this role."""
-    if role == "carry" and decision == "recompute":
-        return "save", "carry"
-    if role == "weight" or (role == "argument" and decision != "offload"):
-        return "save", ARGUMENT
-    return decision, reason
 
 
 def _by_policy(value: Value, labels: Sequence[str], policy: Policy) -> tuple[Decision, str]:
@@ -228,9 +213,8 @@ def _by_name(values: list[Value]) -> dict[str, list[Value]]:
     return by_name
 
 
-def _labels(values: list[Value]) -> dict[Value, tuple[str, ...]]:
+def _labels(values: list[Value], by_name: dict[str, list[Value]]) -> dict[Value, tuple[str, ...]]:
     """Return each value's names as the table shows them: `context.0`, `context.1` where one name covers several."""
-    by_name = _by_name(values)
     label = lambda v, text: text if len(by_name[text]) == 1 else f"{text}.{by_name[text].index(v)}"
     return {v: tuple(label(v, n.text) for n in v.names if n != DOT) for v in values}
 

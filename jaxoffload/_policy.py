@@ -53,7 +53,7 @@ class Policy:
       offload_modules: names of Megatron-LM's `--offload-modules`, such as "moe_act". Each stands for patterns marked
         offload, which the table shows; they come before `residuals`, so `residuals` wins.
       default: the decision on tagged values that no pattern matches.
-      dots: the decision on untagged outputs of matrix products without batch dimensions.
+      dots: the decision on untagged outputs of matmuls without batch dimensions.
       min_offload_bytes: a smaller value marked offload is saved. In bytes, or a string such as "1MiB"; compared with
         the bytes per layer on all devices (in `shard_map`: on one) of the value, or of the composite it is a leaf of.
       resident_layers: how many of the last layers of a `scan` keep their residuals on the device.
@@ -119,7 +119,7 @@ class Policy:
         return (self.match(name) or (None, self.default))[1]
 
     def reason(self, pattern: str) -> str:
-        """Return the field or modules that a pattern of `rules` comes from, as the table shows it."""
+        """Return what asked for a pattern of `rules`, as the table shows it: its modules, or the pattern itself."""
         modules = self._modules(pattern)
         return f"{', '.join(modules)} (offload_modules)" if modules else pattern
 

@@ -85,12 +85,12 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
     return dataclasses.replace(table, reruns=tuple(dict.fromkeys(inner for inner in inside if inner.rows)))
 
 
-def _table(plans: "Plans", jaxpr: Jaxpr, residuals: Sequence[Any], devices: int) -> Residuals:
-    """Return the table of these results of a forward pass, which the backward pass with `plans` reads."""
-    kept: dict[str, list[_Kept]] = defaultdict(list)
+def _table(plans: "Plans", jaxpr: Jaxpr, forward_results: Sequence[Any], devices: int) -> Residuals:
+    """Return the table of those results of a forward pass that the backward pass, with `plans`, reads."""
+    kept: dict[str, list[_Stored]] = defaultdict(list)
     untagged = []
     arguments = {*jaxpr.invars, *jaxpr.constvars}
-    for var in dict.fromkeys(v for v in residuals if isinstance(v, Var) and v not in arguments):
+    for var in dict.fromkeys(v for v in forward_results if isinstance(v, Var) and v not in arguments):
         source = source_of(jaxpr, var)
         if not source.layers + source.empty:
             continue  # of a scan over no layers
@@ -98,7 +98,7 @@ def _table(plans: "Plans", jaxpr: Jaxpr, residuals: Sequence[Any], devices: int)
         names = [str(name) for name in source.names if str(name) in plans.rows]
         for name in names:
             first = plans.rows[names[0]] if name != names[0] else None
-            kept[name].append(_Kept(size, on_host(var.aval), source, first))
+            kept[name].append(_Stored(size, on_host(var.aval), source, first))
         if not names:
             untagged.append(_untagged(var.aval, size, source))
     tagged = [r for name, row in plans.rows.items() for r in _tagged(row, kept[name], *plans.recomputed[name])]
@@ -106,7 +106,7 @@ def _table(plans: "Plans", jaxpr: Jaxpr, residuals: Sequence[Any], devices: int)
     return Residuals((*_merged(tagged), *untagged), tuple(dict.fromkeys(notes)))
 
 
-class _Kept(NamedTuple):
+class _Stored(NamedTuple):
     """Where a plan's value is kept; `counted` is the value of another branch of a `cond` that shares its bytes."""
 
     nbytes: int
@@ -129,7 +129,7 @@ def _zero_cotangent(out: Any) -> Any:
 
 
 _COTANGENT = "<cotangent>"
-_PRODUCT = ("(matrix product)",)
+_MATMUL = ("(matrix product)",)
 
 
 def _backward_pass(jaxpr: Jaxpr) -> Jaxpr:
@@ -146,9 +146,9 @@ def _backward_pass(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def _tagged(row: Row, kept: list[_Kept], recomputed: int, recomputed_bytes: int) -> Iterator[Residual]:
+def _tagged(row: Row, kept: list[_Stored], recomputed: int, recomputed_bytes: int) -> Iterator[Residual]:
     """Yield a line for each state that a plan's value is found in; `recomputed` counts layers."""
-    names = row.names or _PRODUCT
+    names = row.names or _MATMUL
     line = lambda each, layers, total, state, decision, reason: Residual(
         names, row.shape, row.dtype, each, layers, total, state, decision, reason, _count(each, row.nbytes)
     )
@@ -157,7 +157,7 @@ def _tagged(row: Row, kept: list[_Kept], recomputed: int, recomputed_bytes: int)
         state = OFFLOADED if is_on_host else SAVED
         decision, reason = ("save", source.where) if source.where else (row.decision, row.reason)
         if counted:
-            yield line(each, 0, 0, state, decision, f"{reason}{SHARES}{', '.join(counted.names or _PRODUCT)}")
+            yield line(each, 0, 0, state, decision, f"{reason}{SHARES}{', '.join(counted.names or _MATMUL)}")
             continue
         if source.layers:
             yield line(each, source.layers, each * source.layers, state, decision, reason)
@@ -241,13 +241,12 @@ class _Met(NamedTuple):
 def _met(site: Site) -> _Met:
     checkpoints = [_checkpoint_plan(e) for e in site.enclosing if _is_foreign(e) or _checkpoint_plan(e)]
     loops = [e for e in site.enclosing if e.primitive in (forward_p, backward_p)]
-    owner, foreign = next(filter(None, checkpoints), None), None in checkpoints
-    return _Met(
-        site, _plans_of(site.eqn), owner, _plans_of(loops[-1]) if loops else [], foreign, checkpoints[:1] == [None]
-    )
+    owner, around = next(filter(None, checkpoints), None), _plans_of(loops[-1]) if loops else []
+    return _Met(site, _plans_of(site.eqn), owner, around, None in checkpoints, checkpoints[:1] == [None])
 
 
 def _bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:
+    """Return the nested jaxprs of an equation of a gradient; those of our loops too, which autodiff has made."""
     return [eqn.params["call_jaxpr"]] if eqn.primitive in (forward_p, backward_p) else bodies(eqn)
 
 

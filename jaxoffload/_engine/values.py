@@ -33,7 +33,7 @@ _KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot
 # XLA's own operations that do so too, but whose results do not share a name.
 _SORTING = {"top_k", "sort"}
 
-# The name that `mark_dots` gives to matrix products, so that they are known after differentiation.
+# The name that `mark_dots` gives to matmuls, so that they are known after differentiation.
 DOT = Name("<dot>")
 
 
@@ -180,9 +180,9 @@ def write_names(jaxpr: Jaxpr, names: dict[tuple[Path, Var], PlanName], path: Pat
 
 
 def mark_dots(jaxpr: Jaxpr) -> Jaxpr:
-    """Return `jaxpr` with a name behind each matrix product without batch dimensions, except inside custom rules.
+    """Return `jaxpr` with a name behind each matmul without batch dimensions, except inside custom rules.
 
-    This is done before differentiation, so that products of tangents are not marked.
+    This is done before differentiation, so that matmuls of tangents are not marked.
     """
     is_dot = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     eqns: list[JaxprEqn] = []

@@ -52,8 +52,8 @@ def walk(
     """Yield each equation of `jaxpr` in order, followed by those of the nested jaxprs that `enter` returns for it."""
     for eqn in jaxpr.eqns:
         yield Site(eqn, runs, devices, enclosing)
-        inside = runs * eqn.params.get("length", 1), devices * devices_of(eqn), (*enclosing, eqn)
         for body in enter(eqn):
+            inside = runs * eqn.params.get("length", 1), devices * devices_of(eqn), (*enclosing, eqn)
             yield from walk(body, enter, *inside)
 
 

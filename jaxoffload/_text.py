@@ -20,10 +20,10 @@ def nearest(value: object, allowed: Iterable[str]) -> str:
     return f"; the nearest is {name!r}" if (name := closest(value, allowed)) else ""
 
 
-def short(value: object, most: int = 100) -> str:
-    """Return the repr of `value`, cut to `most` characters."""
+def short(value: object) -> str:
+    """Return the repr of `value`, cut to 100 characters."""
     text = repr(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def readable(size: float) -> str:

@@ -19,7 +19,7 @@ from .._policy import VERDICT, Policy
 from .derivative import cached, derivative, plan_of_jvp
 from .names import PlanName
 from .plan import Override, Plan
-from .slots import apart_in_branches, is_residual_of
+from .slots import separate_slots, is_residual_of
 from .source import Source, follow, is_its_operand, source_of
 from .straight import straight
 
@@ -168,7 +168,7 @@ def linearize(
     plan, planned = plan_of_jvp(jaxpr, body.roles, jvp, policy, strict, layers)
     in_place: Any = _InPlace(plan)
     # The two passes are apart: in two loops, or by `apart`. Barriers in a loop would only keep slices out of kernels.
-    planned = apart_in_branches(planned, plan)
+    planned = separate_slots(planned, plan)
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=in_place, prevent_cse=False)
     known, linear = _halves(jax.make_jaxpr(run)(*planned.in_avals), len(perturbed), len(out_perturbed))
     known, linear = _each_once(known, linear, len(out_perturbed))

@@ -17,13 +17,13 @@ from .plan import Plan
 from .walk import map_bodies, with_eqns
 
 
-def apart_in_branches(jaxpr: Jaxpr, plan: Plan, in_branch: bool = False) -> Jaxpr:
+def separate_slots(jaxpr: Jaxpr, plan: Plan, in_branch: bool = False) -> Jaxpr:
     """Return `jaxpr` with a retyped residual behind each value in a branch that the plan keeps as another type."""
-    return with_eqns(jaxpr, [new for eqn in jaxpr.eqns for new in _apart(eqn, plan, in_branch)])
+    return with_eqns(jaxpr, [new for eqn in jaxpr.eqns for new in _retyped(eqn, plan, in_branch)])
 
 
-def _apart(eqn: JaxprEqn, plan: Plan, in_branch: bool) -> Iterator[JaxprEqn]:
-    eqn = map_bodies(eqn, lambda _, body: apart_in_branches(body, plan, in_branch or eqn.primitive is cond_p))
+def _retyped(eqn: JaxprEqn, plan: Plan, in_branch: bool) -> Iterator[JaxprEqn]:
+    eqn = map_bodies(eqn, lambda _, body: separate_slots(body, plan, in_branch or eqn.primitive is cond_p))
     name = _kept_by(plan, eqn) if in_branch else None
     aval: Any = eqn.outvars[0].aval if name else None
     if name is None or aval.weak_type == (name.decision == "offload"):

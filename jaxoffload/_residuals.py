@@ -62,20 +62,11 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       ([(('fc1',), 'offloaded', 1048576)], 1048576)
     """
     fun = checkpoint(f, policy=policy) if policy else f
-    kept_leaves = 0
-
-    def forward_and_backward(*args: Any) -> Any:
-        nonlocal kept_leaves
-        out, vjp = jax.vjp(fun, *args)
-        kept = [leaf for leaf in jax.tree.leaves(vjp) if not isinstance(jax.typeof(leaf), AbstractRef)]
-        kept_leaves = len(kept)
-        return kept, vjp(jax.tree.map(_zero_cotangent, out))
-
     with where_twice("residuals", _IS_A_STEP), whole_program(True):
-        jaxpr = jax.make_jaxpr(forward_and_backward)(*args)
+        jaxpr, (kept, _) = jax.make_jaxpr(_forward_and_backward(fun), return_shape=True)(*args)
     refuse_what_does_not_fit("residuals", jaxpr)
     plans = Plans(_backward_pass(jaxpr), reruns_too=False)
-    table = _table(plans, jaxpr, jaxpr.outvars[:kept_leaves], 1)
+    table = _table(plans, jaxpr, jaxpr.outvars[: len(kept)], 1)
     if not plans.inside:
         return table
     inside = (
@@ -120,6 +111,17 @@ _IS_A_STEP = (
     "loss that it differentiates"
 )
 _OTHERS_KEEP = "a checkpoint that is not jaxoffload's is in the function: what it keeps is shown without its names"
+
+
+def _forward_and_backward(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function from the arguments of `f` to what its forward pass keeps, and to its cotangents."""
+
+    def run(*args: Any) -> Any:
+        out, vjp = jax.vjp(f, *args)
+        kept = [leaf for leaf in jax.tree.leaves(vjp) if not isinstance(jax.typeof(leaf), AbstractRef)]
+        return kept, vjp(jax.tree.map(_zero_cotangent, out))
+
+    return run
 
 
 def _zero_cotangent(out: Any) -> Any:
@@ -329,14 +331,9 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
 
 def _gradient(jaxpr: Jaxpr) -> Jaxpr:
     """Return the forward and backward passes of a traced loss; the trace itself if it has no derivative."""
-
-    def forward_and_backward(*args: Any) -> Any:
-        out, vjp = jax.vjp(jaxpr_as_fun(jaxpr), *args)
-        return vjp(jax.tree.map(_zero_cotangent, out))
-
     try:
         with whole_program(True):
-            return jax.make_jaxpr(forward_and_backward)(*jaxpr.in_avals)
+            return jax.make_jaxpr(_forward_and_backward(jaxpr_as_fun(jaxpr)))(*jaxpr.in_avals)
     except PolicyError:
         raise
     except (NotImplementedError, TypeError, ValueError):  # JAX raises these; ValueError for a callback

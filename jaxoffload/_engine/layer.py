@@ -19,7 +19,7 @@ from .._policy import VERDICT, Policy
 from .derivative import cached, derivative, plan_of_jvp
 from .names import PlanName
 from .plan import Override, Plan
-from .slots import separate_slots, is_residual_of
+from .slots import is_residual_of, separate_slots
 from .source import Source, follow, is_its_operand, source_of
 from .straight import straight
 

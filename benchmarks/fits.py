@@ -122,12 +122,12 @@ def line_of(shape: Shape, machine: proof.Machine) -> dict[str, Any]:
 
 def layer_ms(events: list[streams.Event], direction: str) -> float:
     """From one layer's copies to the next layer's: a layer, or its copies where they take longer."""
-    begins: dict[str, list[float]] = {}
+    starts: dict[str, list[float]] = {}
     for e in events:
-        if e.name.startswith(streams.DIRECTIONS[direction]):
-            begins.setdefault(e.op, []).append(e.start)
+        if e.direction == direction:
+            starts.setdefault(e.op, []).append(e.start)
     # XLA has two copies of a loop's body, so that one instruction copies every other layer's.
-    between = [(b - a) / 2e6 for of_one in begins.values() for a, b in itertools.pairwise(sorted(of_one))]
+    between = [(b - a) / 2e6 for of_one in starts.values() for a, b in itertools.pairwise(sorted(of_one))]
     return round(statistics.median(between), 2) if between else 0.0
 
 

@@ -23,7 +23,7 @@ from . import proof
 from ._engine.loops import DifferentiatedTwice
 from ._residuals import Residuals, residuals
 from ._text import nearest
-from .proof._program.target import run_of
+from .proof._program.results import run_of
 from .proof._verify.peaks import measured
 
 USAGE = """\

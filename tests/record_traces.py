@@ -13,7 +13,7 @@ import jax
 
 from benchmarks.peers import provenance
 from jaxoffload import proof
-from jaxoffload.proof._program.hlo import host_copies, instructions
+from jaxoffload.proof._program.hlo import host_copies, parse
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._program.trace import traced
 from jaxoffload.proof._report.profile import profile_of
@@ -39,7 +39,7 @@ def record(name: str, folder: Path) -> proof.Profile:
     jax.block_until_ready(program(*arrays))
     events = next(iter(traced(lambda: [jax.block_until_ready(program(*arrays)) for _ in range(TAKEN)]).values()))
     text = "\n".join(line[:4000] for line in program.as_text().splitlines())  # without the kernels that are in it
-    found = profile_of(events, host_copies(list(instructions(text))), TAKEN, jax.devices()[0].device_kind)
+    found = profile_of(events, host_copies(parse(text)), TAKEN, jax.devices()[0].device_kind)
     kept = {**provenance("", sys.argv[2]), "command": " ".join(["python", *sys.argv]), "of": STEPS[name]}
     kept |= {"steps": TAKEN, "profile": json.loads(found.to_json()), "events": events, "program": text}
     with gzip.open(folder / f"{name}.json.gz", "wt") as file:

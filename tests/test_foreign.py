@@ -76,7 +76,7 @@ def made():
 def test_as_it_was_it_is_verified_as_far_as_it_can_be():
     found = proof.verify(loss_with(by_jax), *arguments())
     assert found.ok and found["moves"].verdict == found["repeats"].verdict == "holds", found
-    assert found["gradients"].verdict == "not checked" and "no reference" in found["gradients"].said
+    assert found["gradients"].verdict == "not checked" and "no reference" in found["gradients"].detail
 
 
 def test_with_scan_for_lax_scan_all_holds():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxoffload.proof._program.hlo import instructions
+from jaxoffload.proof._program.hlo import parse
 from jaxoffload.proof._program.kernels import Kernels, ran, traced
 
 X, W = jnp.zeros((4, 8)), jnp.zeros((8, 8))
@@ -61,11 +61,11 @@ backend_config={"known_trip_count":{"n":"5"}}
 
 
 def test_kernels_of_a_program():
-    counts, flops = ran(list(instructions(PROGRAM)))
+    counts, flops = ran(parse(PROGRAM))
     assert counts == {"matrix products": 5 + 1, "attention kernels": 5, "grouped products": 5, "Mosaic kernels": 5}
     assert flops == 5 * 2 * 8 * 8 * 4 + 2 * 2 * 4 * 16 * 8
     unsaid = PROGRAM.replace("lhs_contracting_dims={2}, ", "")
-    assert ran(list(instructions(unsaid))) == (counts, None)
+    assert ran(parse(unsaid)) == (counts, None)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxoffload import Policy, chain, checkpoint, compiler_options, grouped_matmul, scan, tag
 from jaxoffload._engine import loops as _loops
 from jaxoffload._engine.pool_need import need_of
-from jaxoffload.proof._program import hlo as _program
+from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import kernels as _kernels
 from jaxoffload.proof._program.hlo import kernels_on_host_memory
 from models.attention import rotations
@@ -90,8 +90,8 @@ def compiled(gpu, f, *shapes, options=OPTIONS):
     return jax.jit(f, compiler_options=options).lower(*args).compile()
 
 
-def instructions(program):
-    return _program.instructions(program.as_text())
+def module_of(program):
+    return hlo.parse(program.as_text())
 
 
 def products(lines):
@@ -135,7 +135,7 @@ def offloading(gpu):
 
 @pytest.fixture(scope="module")
 def lines(offloading):
-    return list(instructions(offloading))
+    return module_of(offloading)
 
 
 def test_the_copies_for_the_host_and_nothing_else_are_asynchronous(lines):
@@ -146,7 +146,7 @@ def test_the_copies_for_the_host_and_nothing_else_are_asynchronous(lines):
 
 
 def test_the_copies_are_no_collectives(offloading):
-    assert _program.collective_kernels(offloading.runtime_executable().hlo_modules()) == set()
+    assert hlo.collective_kernels(offloading.runtime_executable().hlo_modules()) == set()
 
 
 def test_no_kernel_touches_host_memory_and_nothing_is_copied_within_it(lines):
@@ -167,7 +167,7 @@ def test_no_kernel_touches_host_memory_and_nothing_is_copied_within_it(lines):
 )
 def test_however_the_layers_are_divided(gpu, layers, offloaded, fields):
     program = compiled(gpu, twice(OFFLOADED, **fields), X, weights(layers))
-    lines = list(instructions(program))
+    lines = module_of(program)
     assert list(kernels_on_host_memory(lines)) == []
     assert all(line.on_host for line in lines if line.opcode.endswith("-start"))
     assert not any('"byte_offset":"-' in line.text for line in lines)
@@ -189,7 +189,7 @@ def test_every_copy_is_dma_and_in_range(lines):
         stack = copy.shape if copy.opcode == "dynamic-update-slice" else body_of[copy.operands[0]].shape
         rows, *row = map(int, re.search(r"\[([\d,]+)\]", stack)[1].split(","))
         size = 2 * int(np.prod(row))
-        offsets = _program.row_offsets(copy, turns[start.computation])
+        offsets = hlo.row_offsets(copy, turns[start.computation])
         assert {abs(b - a) for a, b in itertools.pairwise(offsets)} == {2 * size}
         assert len(offsets) == LAYERS // 2 and all(at in range(0, rows * size, size) for at in offsets)
         copies += 1
@@ -212,7 +212,7 @@ def large(gpu, layers, options):
     w = tuple(jax.ShapeDtypeStruct((layers, *a), jnp.bfloat16) for a in ((d, hidden), (hidden, d), (d,)))
     f = gradient(lambda x, w: scan(layer, x, w, policy=Policy(OFFLOADED))[0], (0, 1))
     program = compiled(gpu, f, jax.ShapeDtypeStruct((16384, d), jnp.bfloat16), w, options=options)
-    return list(begun_after(list(instructions(program))))
+    return list(begun_after(module_of(program)))
 
 
 AT_ONCE = [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]  # two turns in a body, with all their products after its copies' start
@@ -240,7 +240,7 @@ def test_a_chains_copies_have_a_layer_to_hide_behind(gpu):
     policy, x = Policy(OFFLOADED), jax.ShapeDtypeStruct((16384, d), jnp.bfloat16)
     f = gradient(lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 6, x, w, policy=policy), (0, 1))
     done, begun, spans = 0, {}, {"to": [], "from": []}
-    for line in instructions(compiled(gpu, f, x, [w] * 6)):
+    for line in module_of(compiled(gpu, f, x, [w] * 6)):
         done += len(products([line]))
         if line.opcode == "copy-start":
             begun[line.name] = done
@@ -270,9 +270,9 @@ def test_every_product_runs_once(gpu, lines):
     """A layer has two, and four in its backward pass. Saved ones too: written into a stack, XLA would clone them."""
     in_turns = lambda lines: len(products(lines))
     assert in_turns(lines) == 2 * 2 * (2 + 4)
-    saving = instructions(compiled(gpu, twice(dict.fromkeys(OFFLOADED, "save")), X, weights(LAYERS)))
+    saving = module_of(compiled(gpu, twice(dict.fromkeys(OFFLOADED, "save")), X, weights(LAYERS)))
     assert in_turns(saving) == 2 * 2 * (2 + 4)
-    recomputing = instructions(compiled(gpu, twice({"fc1": "recompute"}), X, weights(LAYERS)))
+    recomputing = module_of(compiled(gpu, twice({"fc1": "recompute"}), X, weights(LAYERS)))
     assert in_turns(recomputing) == 2 * 2 * (2 + 5)
 
 
@@ -282,9 +282,7 @@ def test_verify_counts_products_as_often_as_they_run(gpu, monkeypatch, request):
 
     def counted():
         f, args = twice(dict.fromkeys(OFFLOADED, "save")), (X, weights(LAYERS))
-        return _kernels.ran(list(instructions(compiled(gpu, f, *args)))), _kernels.traced(
-            jax.make_jaxpr(f)(*args).jaxpr
-        )
+        return _kernels.ran(module_of(compiled(gpu, f, *args))), _kernels.traced(jax.make_jaxpr(f)(*args).jaxpr)
 
     ran, traced = counted()
     assert ran.counts == traced.counts == {"matrix products": 2 * LAYERS * (2 + 4)}
@@ -308,7 +306,7 @@ def test_one_product_more_is_seen_where_xla_makes_one_of_two(gpu):
     f = lambda x, w: (x @ w[0], x @ w[1], x @ w[2])
     once, merged = (
         _kernels.traced(jax.make_jaxpr(f)(x, w).jaxpr),
-        _kernels.ran(list(instructions(compiled(gpu, f, x, w)))),
+        _kernels.ran(module_of(compiled(gpu, f, x, w))),
     )
     assert merged.counts.total() == 1 < once.counts.total() == 3
     assert merged.flops == once.flops == 3 * 2 * 256 * 512 * 256 and merged.more_than(once) == []
@@ -317,24 +315,24 @@ def test_one_product_more_is_seen_where_xla_makes_one_of_two(gpu):
 
 
 def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
-    found = _program.host_copies(lines)
+    found = hlo.host_copies(lines)
     assert Counter(copy[:2] for copy in found.values()) == {("layer_input", STREAM): 8, ("fc1", ONE): 8}
     assert {name.rstrip("0123456789.") for name in found} == {"wrapped_dynamic-slice", "wrapped_dynamic-update-slice"}
     everywhere = Policy({"fc1": "offload"}, min_offload_bytes=0, resident_layers=0)
     f = gradient(lambda x, w: scan(layer, x, w, policy=everywhere)[0], (0, 1))
-    found = _program.host_copies(list(instructions(compiled(gpu, f, X, weights(4)))))
+    found = hlo.host_copies(module_of(compiled(gpu, f, X, weights(4))))
     assert Counter(copy[:2] for copy in found.values() if not copy.is_row) == {("fc1", ONE): 2}  # the last layer's
     assert {copy.residual for copy in found.values()} == {"fc1"}
     policy = Policy(OFFLOADED, min_offload_bytes=0)
     f = gradient(lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 3, x, w, policy=policy), (0, 1))
-    found = _program.host_copies(list(instructions(compiled(gpu, f, X, [weights()] * 3))))
+    found = hlo.host_copies(module_of(compiled(gpu, f, X, [weights()] * 3)))
     assert Counter(copy[:2] for copy in found.values()) == {("layer_input", STREAM): 4, ("fc1", ONE): 4}
 
 
-def test_verify_finds_copies_out_of_range(lines):
-    assert list(_program.out_of_range(lines)) == []
-    below = [line._replace(text=re.sub(r'"byte_offset":"\d+"', '"byte_offset":"-1024"', line.text)) for line in lines]
-    assert len(list(_program.out_of_range(below))) == 16
+def test_verify_finds_copies_out_of_range(offloading, lines):
+    assert list(hlo.out_of_range(lines)) == []
+    below = re.sub(r'"byte_offset":"\d+"', '"byte_offset":"-1024"', offloading.as_text())
+    assert len(list(hlo.out_of_range(hlo.parse(below)))) == 16
 
 
 @pytest.mark.parametrize("through", ["scan", "chain"])
@@ -409,7 +407,7 @@ def test_grouped_products_run_nine_times_a_layer_and_their_outputs_go_to_the_hos
     def lines(rules, **fields):
         policy = Policy(rules, min_offload_bytes=0, **fields)
         f = gradient(lambda x, w: scan(layer, x, w, policy=policy)[0], (0, 1))
-        found = list(instructions(compiled(gpu, f, x, w)))
+        found = module_of(compiled(gpu, f, x, w))
         ran, traced = _kernels.ran(found), _kernels.traced(jax.make_jaxpr(f)(x, w).jaxpr)
         assert ran.more_than(traced) == [] and ran.flops == pytest.approx(traced.flops, rel=0.01)
         assert ran.counts[kind] == traced.counts[kind] > 0
@@ -439,7 +437,7 @@ def test_attention_of_transformer_engine_runs_forward_once_where_its_context_is_
     layer = lambda x, w: (nnx.merge(graph, w)(x, rotations(BATCH, shape.d_head, 1e4)), None)
     policy = Policy({"attn/context": decision}, min_offload_bytes=0)
     f = gradient(lambda x, w: scan(layer, x, w, policy=policy)[0], (0, 1))
-    lines = list(instructions(compiled(gpu, f, x, w)))
+    lines = module_of(compiled(gpu, f, x, w))
     assert _kernels.ran(lines).counts["attention kernels"] == LAYERS * times
     kernels = Counter(
         line.computation for line in lines if "te_fused_attn" in line.text and line.opcode == "custom-call"

@@ -12,8 +12,9 @@ from test_verify import LAYERS, X, a_host_write_is_skipped, of_scan, rows_in_wro
 
 from jaxoffload import Policy, scan, tag, verify
 from jaxoffload._engine.reference import as_reference
-from jaxoffload.proof._program import target as _subject
-from jaxoffload.proof._verify import checks as _checks
+from jaxoffload.proof._program.exact import compiled, exact_options
+from jaxoffload.proof._program.target import target_of
+from jaxoffload.proof._verify import gradients as _gradients
 from jaxoffload.proof._verify.bits import differences, numbers
 from jaxoffload.proof._verify.rounding import LIMIT, furthest, rounding
 
@@ -52,9 +53,9 @@ def loss(drawn, x, w, keys):
 def test_layers_in_other_peoples_styles_have_their_references_gradients(seeds, device):
     """LayerNorm, dropout, GELU, softmax by hand, einsums, convolutions, float32 islands, Equinox, Linen."""
     losses, args, _ = drawn(seeds)
-    target = _subject.target_of(lambda args: sum(losses(args)), (args,))
-    mine, run = target.exact_programs()
-    results, reference, differ = _checks._compared(mine, run, target.arrays)
+    target = target_of(lambda args: sum(losses(args)), (args,))
+    program, run = target.exact_programs()
+    results, reference, differ, _ = _gradients._compare(program, run, target.arrays)
     assert len(jax.tree.leaves(results)) > 2 * len(seeds)
     # A few, such as einsums over experts, are still rounded otherwise on a GPU.
     assert not differ or (device == "gpu" and rounding(results, reference, run, target.arrays).share < LIMIT)
@@ -66,8 +67,8 @@ def right():
     matters = lambda layer: len(layer.xs[1]) > 2 and layer.x.shape[1] > 1  # more than one row; a softmax of more than 1
     with jax.numpy_rank_promotion("allow"):
         losses, args, layers = drawn([seed for seed in range(20) if matters(draw(seed))][:4])
-        target = _subject.target_of(lambda args: sum(losses(args)), (args,))
-        run = _subject.compiled(as_reference(target.run), target.arrays, _subject.exact_options())
+        target = target_of(lambda args: sum(losses(args)), (args,))
+        run = compiled(as_reference(target.run), target.arrays, exact_options())
     return target, layers, run, numbers(run(*target.arrays))
 
 
@@ -76,7 +77,7 @@ def test_a_planted_fault_is_no_rounding_in_any_of_them(plant, right, monkeypatch
     target, layers, run, reference = right
     plant(monkeypatch)
     wrong = lambda *args: target.run(*args)  # another function: JAX would not trace the same one again
-    mine = numbers(_subject.compiled(wrong, target.arrays, _subject.exact_options())(*target.arrays))
+    mine = numbers(compiled(wrong, target.arrays, exact_options())(*target.arrays))
     for k, layer in enumerate(layers):
         of = lambda results, k=k: results["gradient"][0][k]
         share, _ = rounding(of(mine), of(reference), lambda *args, of=of: of(run(*args)), target.arrays)
@@ -148,15 +149,15 @@ def test_what_is_wrong_is_more(change):
 @pytest.mark.parametrize("by, verdict", [(1e-7, "holds"), (1e-3, "fails")])
 def test_where_equal_arithmetic_cannot_be_had_results_are_judged_by_rounding(by, verdict, monkeypatch):
     """As where XLA divides a sum among devices in the one program alone."""
-    real = _checks._compared
+    real = _gradients._compare
 
     def apart(program, reference, args):
-        mine, others, _ = real(program, reference, args)
-        mine = jax.tree.map(lambda x: x * np.asarray(1 + by, x.dtype), mine)
-        return mine, others, list(differences(mine, others))
+        results = real(program, reference, args)
+        ours = jax.tree.map(lambda x: x * np.asarray(1 + by, x.dtype), results.ours)
+        return results._replace(ours=ours, differ=list(differences(ours, results.reference)))
 
-    monkeypatch.setattr(_checks, "_compared", apart)
-    found, said = _checks.gradients(_subject.target_of(of_scan, (X, weights(LAYERS))))
+    monkeypatch.setattr(_gradients, "_compare", apart)
+    found, said = _gradients.gradients(target_of(of_scan, (X, weights(LAYERS))))
     assert found == verdict and "times as far apart as rounding moves the reference's" in said
     assert said.startswith(
         "4 results are the reference's, 4 of them not bit for bit: " if by == 1e-7 else "4 of 4 results"
@@ -165,7 +166,9 @@ def test_where_equal_arithmetic_cannot_be_had_results_are_judged_by_rounding(by,
 
 def test_a_reference_that_rounding_alone_changes_much_is_no_evidence(monkeypatch):
     """A router that chooses otherwise, say."""
-    monkeypatch.setattr(_checks, "rounding", lambda *_: _checks.Rounding(share=1.0, error=0.2))
-    monkeypatch.setattr(_checks, "_compared", lambda *_: ({"value": np.ones(1)}, {"value": np.ones(1)}, ["differs"]))
-    found, said = _checks.gradients(_subject.target_of(of_scan, (X, weights(LAYERS))))
+    monkeypatch.setattr(_gradients, "rounding", lambda *_: _gradients.Rounding(share=1.0, error=0.2))
+    one = {"value": np.ones(1)}
+    compared = lambda program, reference, _: _gradients.Results(one, one, ["differs"], reference)
+    monkeypatch.setattr(_gradients, "_compare", compared)
+    found, said = _gradients.gradients(target_of(of_scan, (X, weights(LAYERS))))
     assert found == "not checked" and "rounding alone moves the reference's by 0.2 of their norm" in said

@@ -14,12 +14,15 @@ import pytest
 from jaxlib._hlo import hlo_module_from_text
 
 import jaxoffload
+from benchmarks.streams import summary
 from jaxoffload.proof import read_profile
-from jaxoffload.proof._program import hlo as _program
-from jaxoffload.proof._program.hlo import Copy, host_copies, instructions
-from jaxoffload.proof._program.trace import Event, events_of, in_the_way, merged, overlap, read, summary
+from jaxoffload.proof._program import hlo
+from jaxoffload.proof._program.hlo import Copy, host_copies, parse
+from jaxoffload.proof._program.trace import Event, events_of, in_the_way, merged, overlap, read
 from jaxoffload.proof._report.profile import _steps, profile_of
-from jaxoffload.proof._verify import checks as _checks
+from jaxoffload.proof._verify import capacity as _capacity
+from jaxoffload.proof._verify import copies as _copies
+from jaxoffload.proof._verify import repeats as _repeats
 
 KERNEL, D2H, H2D, D2D = "gemm", "MemcpyD2H", "MemcpyH2D", "MemcpyD2D"
 
@@ -152,7 +155,7 @@ def test_collectives_that_are_kernels_are_known_by_name():
     """As XLA makes them of small ones (its collective_fusion_test.cc), and not what else runs asynchronously."""
     module = hlo_module_from_text(WRAPPED)
     assert "psum.3-fusion.1" not in module.to_string()
-    assert _program.collective_kernels([module]) == {"psum.3-fusion.1", "all_to_all.7"}
+    assert hlo.collective_kernels([module]) == {"psum.3-fusion.1", "all_to_all.7"}
 
 
 def test_kernels_copies_and_computation_that_touch_the_host_are_found():
@@ -175,7 +178,7 @@ ENTRY %main (x: f32[8,4], i: s32[]) -> f32[8,4] {
   ROOT %away = f32[8,4]{1,0:S(5)} fusion(%reads), kind=kLoop, calls=%fused
 }
 """
-    found = _program.kernels_on_host_memory(list(instructions(text)))
+    found = hlo.kernels_on_host_memory(parse(text))
     assert [line.name for line in found] == ["reads", "copies", "computes", "away"]
 
 
@@ -191,7 +194,7 @@ ENTRY %main (x: f32[4,8]) -> f32[8,8] {
   %parts = (f32[1,8]{1,0}, f32[1,8]{1,0}) all-to-all(%a, %b)
 }
 """
-    assert _program.collectives(list(instructions(text))) == {
+    assert hlo.collectives(parse(text)) == {
         ("all-gather", "f32[8,8]"): 3,
         ("all-gather", "f32[4,8]"): 1,
         ("all-reduce", "f32[4,8]"): 2,
@@ -208,7 +211,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
   %within = (f32[4]{0:S(5)}, f32[4]{0:S(5)}, u32[]) copy-start(%x)
 }
 """
-    assert [line.name for line in _program.kernels_on_host_memory(list(instructions(text)))] == ["within"]
+    assert [line.name for line in hlo.kernels_on_host_memory(parse(text))] == ["within"]
 
 
 NONE = '"loop_index":"0","byte_offset":"0","byte_stride":"0"'
@@ -240,7 +243,7 @@ ENTRY %main (x: f32[8,4]) -> f32[8,4] {{
   ROOT %loop = f32[8,4] while(%x), body=%turn, backend_config={{"known_trip_count":{{"n":"3"}}}}
 }}
 """
-    found = [line.name for line in _program.out_of_range(list(instructions(text)))]
+    found = [line.name for line in hlo.out_of_range(parse(text))]
     assert found == ([] if right else ["row"])
 
 
@@ -255,7 +258,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
   ROOT %here = f32[4]{0} copy-done(%home), metadata={op_name="jit(f)/transpose(jvp())/barrier"}
 }
 """
-    found = host_copies(list(instructions(text)))
+    found = host_copies(parse(text))
     assert {name: (copy.residual, copy.to_host) for name, copy in found.items()} == {
         "away": ("fc1", True),
         "home": ("fc1", False),
@@ -318,7 +321,7 @@ def steps_at(*begins):
 
 def profiled(*begins):
     ((_, events),) = events_of(profile(steps_at(*begins))).items()
-    copies = host_copies(list(instructions(PROGRAM)))
+    copies = host_copies(parse(PROGRAM))
     return profile_of(events, copies, len(begins), "a GPU")
 
 
@@ -397,9 +400,9 @@ def recorded(request):
     with gzip.open(Path(__file__).parent / f"data/{request.param}.json.gz", "rt") as file:
         made = json.load(file)
     assert "H200" in made["device"] and made.keys() > {"versions", "command", "commit", "of"}
-    lines = list(instructions(made["program"]))
+    module = parse(made["program"])
     events = [Event(*e) for e in made["events"]]
-    return request.param, made, profile_of(events, host_copies(lines), made["steps"], "a GPU"), lines
+    return request.param, made, profile_of(events, host_copies(module), made["steps"], "a GPU"), module
 
 
 # Of the configs that were recorded, by hand: residual -> bytes of a layer, in bfloat16 and float32.
@@ -426,14 +429,14 @@ def test_each_copy_of_a_real_step_has_its_residual_and_layer(recorded):
 
 
 def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
-    _, made, found, lines = recorded
+    _, made, found, module = recorded
     events = [Event(*e) for e in made["events"]]
-    assert {m.stream for m in found.moves} <= {e.stream for e in events if e.is_host_copy} and in_the_way(events) == {}
-    assert not list(_program.kernels_on_host_memory(lines)) and not list(_program.out_of_range(lines))
+    assert {m.stream for m in found.moves} <= {e.stream for e in events if e.direction} and in_the_way(events) == {}
+    assert not hlo.kernels_on_host_memory(module) and not list(hlo.out_of_range(module))
     step = _steps(sorted(events, key=lambda e: e.start), made["steps"])[0]
-    wrong = lambda change: _checks._as_it_ran([e for event in step for e in change(event)], lines, ())
+    wrong = lambda change: _copies.wrong_as_it_ran([e for event in step for e in change(event)], module, ())
     assert wrong(lambda e: [e]) == []
-    copies = [e for e in step if e.is_host_copy]
+    copies = [e for e in step if e.direction]
     few = f"{len(copies) - 1} of {len(copies)} copies ran as copies"
     assert wrong(lambda e: [] if e is copies[0] else [e]) == [few]
     by_kernel = wrong(lambda e: [e._replace(name="slice") if e is copies[0] else e])
@@ -446,7 +449,7 @@ def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
         f"copies run on a stream that computes, {compute.stream}: 1 copies by {copies[0].op} beside "
     )
     # A loop that asks the host whether to go on.
-    (loop, *_) = (line.name for line in lines if line.opcode == "while")
+    (loop, *_) = (line.name for line in module if line.opcode == "while")
     assert wrong(lambda e: [e, e._replace(name="MemcpyD2H", op=loop)] if e is compute else [e]) == []
     assert all(20 < m.gb_per_s < 64 for m in found.moves if m.bytes > 2**20)  # of a PCIe 5 x16 bus
 
@@ -461,63 +464,62 @@ def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
     ],
 )
 def test_products_with_group_sizes_on_the_host_are_listed(recorded, monkeypatch, target, strict, verdict):
-    _, made, _, lines = recorded
+    _, made, _, module = recorded
     step = _steps(sorted((Event(*e) for e in made["events"]), key=lambda e: e.start), made["steps"])[0]
     compute = next(e for e in step if not e.name.startswith("Mem"))
     called = f'%also () -> f32[] {{\n  ROOT %it.1 = f32[] custom-call(), custom_call_target="{target}"\n}}\n'
     program = Mock(as_text=lambda: called + made["program"])
     program.runtime_executable.return_value.hlo_modules.return_value = ()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_checks, "has_room_for", lambda program: True)
-    monkeypatch.setattr(_checks, "traced", lambda run: {"GPU": [*step, compute._replace(name="MemcpyD2H", op="it.1")]})
-    checked = SimpleNamespace(fast_program=program, arrays=(), strict=strict)
-    found, said = _checks.copies(checked)
+    monkeypatch.setattr(_copies, "has_room_for", lambda program: True)
+    monkeypatch.setattr(_copies, "traced", lambda run: {"GPU": [*step, compute._replace(name="MemcpyD2H", op="it.1")]})
+    checked = SimpleNamespace(fast_program=program, module=parse(program.as_text()), arrays=(), strict=strict)
+    found, said = _copies.copies(checked)
     listed = "TransformerEngine has the host read group sizes, and wait for the copies, in it.1"
-    right = (
-        f"{len(host_copies(lines))} asynchronous copies, all in range and on no stream that computes, and nothing else "
-    )
+    count = len(host_copies(module))
+    right = f"{count} asynchronous copies, all in range and on no stream that computes, and nothing else "
     assert found == verdict
     if "v2" in target:
         assert ": 1 copies by it.1 beside " in said
     else:
         assert said == (listed if strict else f"{right}touches host memory; {listed}")
     # Its kernels compute as others do.
-    behind = [e._replace(stream=compute.stream) if e.is_host_copy else e for e in [compute._replace(op="it.1"), *step]]
-    only = [e for e in behind if e.is_host_copy or e.op == "it.1"]
-    monkeypatch.setattr(_checks, "traced", lambda run: {"GPU": only})
-    found, said = _checks.copies(checked)
+    behind = [e._replace(stream=compute.stream) if e.direction else e for e in [compute._replace(op="it.1"), *step]]
+    only = [e for e in behind if e.direction or e.op == "it.1"]
+    monkeypatch.setattr(_copies, "traced", lambda run: {"GPU": only})
+    found, said = _copies.copies(checked)
     assert found == "fails" and f"beside {compute.name}" in said
-    monkeypatch.setattr(_checks, "traced", lambda run: {})
-    found, said = _checks.copies(checked)
+    monkeypatch.setattr(_copies, "traced", lambda run: {})
+    found, said = _copies.copies(checked)
     assert found == ("fails" if strict else "not checked") and (listed in said) == ("v2" not in target)
 
 
 def test_copies_in_a_loop_whose_turns_xla_does_not_know_are_not_checked(recorded, monkeypatch):
-    _, made, _, lines = recorded
+    _, made, _, module = recorded
     unknown = re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", made["program"])
-    assert _program.of_unknown_turns(lines) == [] and unknown != made["program"]
+    assert hlo.of_unknown_length(module) == [] and unknown != made["program"]
     program = Mock(as_text=lambda: unknown)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    verdict, said = _checks.copies(SimpleNamespace(fast_program=program, strict=False))
-    assert verdict == "not checked" and re.search(r"but how often while[\w.]*(, while[\w.]*)* turns is not known", said)
+    verdict, said = _copies.copies(SimpleNamespace(fast_program=program, module=parse(unknown), strict=False))
+    assert verdict == "not checked" and re.search(r"iterations is not known of while[\w.]*(, while[\w.]*)*$", said)
 
 
 def test_copies_that_nobody_saw_are_not_checked(recorded, monkeypatch):
-    _, made, _, lines = recorded
+    _, made, _, module = recorded
     many = 2**30
     plan = SimpleNamespace(argument_size_in_bytes=many, output_size_in_bytes=many, temp_size_in_bytes=many)
     program = Mock(as_text=lambda: made["program"], memory_analysis=lambda: plan)
-    checked = SimpleNamespace(fast_program=program, program=program, arrays=(), repeats=3)
+    checked = SimpleNamespace(fast_program=program, program=program, module=module, arrays=(), repeats=3)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_checks, "traced", lambda run: run() and {})
-    count = len(host_copies(lines))
+    monkeypatch.setattr(_copies, "traced", lambda run: run() and {})
+    count = len(host_copies(module))
     said = f"{count} asynchronous copies, all in range; not known on which streams: "
-    assert _checks.copies(checked) == ("not checked", f"{said}the profiler saw nothing of the GPU")
+    assert _copies.copies(checked) == ("not checked", f"{said}the profiler saw nothing of the GPU")
     assert program.call_count == 2
-    monkeypatch.setattr(_checks, "device_bytes", lambda: many)
+    monkeypatch.setattr(_capacity, "device_bytes", lambda: many)
     needed = "it needs 3.00 GiB of a device's 1.00 GiB"
-    assert _checks.copies(checked) == ("not checked", f"{said}it did not run: {needed}")
-    assert _checks.repeats(checked) == ("not checked", f"arguments are not given away here, and so {needed}")
+    assert _copies.copies(checked) == ("not checked", f"{said}it did not run: {needed}")
+    assert _repeats.repeats(checked) == ("not checked", f"arguments are not given away here, and so {needed}")
     assert program.call_count == 2
 
 

@@ -34,9 +34,13 @@ from jaxoffload._engine.reference import is_reference, with_layers
 from jaxoffload._policy import VERDICT
 from jaxoffload._text import readable
 from jaxoffload.proof import Peaks, checks, verify
-from jaxoffload.proof._program import target as _subject
+from jaxoffload.proof._program import exact as _exact
+from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify import bits as _bits
-from jaxoffload.proof._verify import checks as _checks
+from jaxoffload.proof._verify import capacity as _capacity
+from jaxoffload.proof._verify import conservation as _conservation
+from jaxoffload.proof._verify import moves as _moves
+from jaxoffload.proof._verify import repeats as _repeats
 from models.attention import transformer_engine
 from models.train import step_for
 
@@ -109,7 +113,7 @@ def test_a_step_is_taken_as_it_is():
     found = verify(jax.jit(step, donate_argnums=1), X, weights(LAYERS))
     want = dict.fromkeys(ALL, "holds") | ON_CPU | {"conservation": "not checked"}
     assert {c.claim: c.verdict for c in found} == want, found
-    assert "verify its loss" in found["conservation"].said
+    assert "verify its loss" in found["conservation"].detail
 
 
 def test_abstract_arguments_are_filled_and_other_results_compared():
@@ -118,16 +122,16 @@ def test_abstract_arguments_are_filled_and_other_results_compared():
 
     args = jax.eval_shape(lambda: (X, weights(LAYERS), jnp.zeros(3, jnp.int32)))
     found = verify(with_aux, *args, has_aux=True)
-    assert found.ok and "5 results" in found["gradients"].said, found
+    assert found.ok and "5 results" in found["gradients"].detail, found
 
 
 def test_a_function_that_is_not_ours_has_no_twin():
     found = verify(of_jax, X, weights(LAYERS))
     assert {c.claim for c in found if c.verdict == "holds"} == {"moves", "repeats"}, found
-    assert "no reference; is it jaxoffload's scan, chain or checkpoint that it calls?" in found["gradients"].said
+    assert "no reference; is it jaxoffload's scan, chain or checkpoint that it calls?" in found["gradients"].detail
     moving = lambda x, w: {"y": of_jax(x, jax.tree.map(lambda a: jax.device_put(jax.device_put(a, HOST), DEVICE), w))}
     found = verify(moving, X, weights(LAYERS))
-    assert found["moves"].verdict == "fails" and "an argument float32<host>[4,16,32]" in found["moves"].said, found
+    assert found["moves"].verdict == "fails" and "an argument float32<host>[4,16,32]" in found["moves"].detail, found
 
 
 def test_a_policy_given_to_verify_is_checkpoints():
@@ -190,7 +194,7 @@ def test_nested_plans_are_not_judged_by_bytes():
     w = jax.tree.map(lambda a: jnp.stack([a, a]), weights(LAYERS))
     f = lambda x, w: jnp.sum(scan(inner, x, w, policy=outer, strict=False)[0] ** 2)
     found = verify(f, X, w)
-    assert found.ok and "plans are nested" in found["conservation"].said, found
+    assert found.ok and "plans are nested" in found["conservation"].detail, found
     assert found["gradients"].verdict == "holds"
 
 
@@ -203,13 +207,13 @@ def test_an_argument_that_is_offloaded_stays_with_the_caller():
 @pytest.mark.parametrize("by, said", [(jnp.nan, "is not finite"), (0.0, "all gradients are zero")])
 def test_results_that_say_nothing_are_not_checked(by, said):
     found = verify(lambda x, w: of_scan(x, w) * by, X, weights(LAYERS))
-    assert found["gradients"].verdict == "not checked" and said in found["gradients"].said, found
+    assert found["gradients"].verdict == "not checked" and said in found["gradients"].detail, found
 
 
 def no_more_than_the_twin_of(layers, monkeypatch):
     """The device has room for the reference with so many layers."""
-    room = _checks._bytes_needed(_subject.target_of(of_scan, (TALL, weights(8))).with_layers(layers).reference_program)
-    monkeypatch.setattr(_checks, "device_bytes", lambda: room / 0.9 + 1)  # a tenth is left for what else is there
+    room = _capacity.bytes_needed(target_of(of_scan, (TALL, weights(8))).with_layers(layers).reference_program)
+    monkeypatch.setattr(_capacity, "device_bytes", lambda: room / 0.9 + 1)  # a tenth is left for what else is there
 
 
 TALL = jax.random.normal(jax.random.key(1), (64 * BATCH, DIM))  # its residuals are larger than the weights
@@ -224,7 +228,7 @@ def test_of_a_twin_that_does_not_fit_as_many_layers_run_as_fit(layers, monkeypat
 
 def test_fewer_layers_have_the_same_arrays():
     args = jax.eval_shape(lambda: (TALL, weights(8)))
-    target = _subject.target_of(of_scan, args)
+    target = target_of(of_scan, args)
     both = (target.with_layers(4).with_layers(2), target)
     assert all(a is b for a, b in zip(*(jax.tree.leaves(s.arrays) for s in both), strict=True))
 
@@ -238,7 +242,7 @@ def test_many_results_are_no_growth():
 
 def test_a_pool_that_grows_once_is_no_leak(monkeypatch):
     resident = iter([0, 0, 2**30, 2**30])
-    monkeypatch.setattr(_checks, "_bytes_of_the_process", lambda: next(resident))
+    monkeypatch.setattr(_repeats, "_bytes_of_the_process", lambda: next(resident))
     assert verify(jnp.sin, X)["repeats"].verdict == "holds" and next(resident, None) is None
 
 
@@ -250,11 +254,11 @@ def test_a_fault_is_found_in_fewer_layers_too(monkeypatch):
 
 
 def test_a_twin_that_fits_with_no_layers_is_not_checked(monkeypatch):
-    monkeypatch.setattr(_checks, "device_bytes", lambda: 10)
+    monkeypatch.setattr(_capacity, "device_bytes", lambda: 10)
     found = verify(of_scan, X, weights(LAYERS))
-    assert found["gradients"].verdict == "not checked" and "of a device's 10 B, and with" in found["gradients"].said
+    assert found["gradients"].verdict == "not checked" and "of a device's 10 B, and with" in found["gradients"].detail
     found = verify(of_chain, X, weights(LAYERS))
-    assert "of a device's 10 B, and only scans can have fewer" in found["gradients"].said
+    assert "of a device's 10 B, and only scans can have fewer" in found["gradients"].detail
 
 
 def test_fewer_layers_of_which_none_moves_are_no_evidence(monkeypatch):
@@ -262,7 +266,7 @@ def test_fewer_layers_of_which_none_moves_are_no_evidence(monkeypatch):
     no_more_than_the_twin_of(1, monkeypatch)
     a_host_write_is_skipped(monkeypatch)
     found = verify(of_scan, TALL, weights(8))["gradients"]
-    assert found.verdict == "not checked" and "with fewer layers that fit nothing moves" in found.said
+    assert found.verdict == "not checked" and "with fewer layers that fit nothing moves" in found.detail
 
 
 @pytest.mark.parametrize("layers", [2, 4])
@@ -300,13 +304,13 @@ def test_the_first_layers_under_explicit_axes(mesh_is_set):
 @pytest.mark.parametrize("freed, verdict", [(1.0, "holds"), (0.99, "holds"), (0.9, "fails"), (-1.0, "fails")])
 @pytest.mark.parametrize("most", [None, 3])
 def test_conservation_by_peaks_of_fresh_processes(freed, verdict, most, monkeypatch):
-    monkeypatch.setattr(_checks, "_VISIBLE", 0)
+    monkeypatch.setattr(_conservation, "VISIBLE", 0)
     # By hand: of the first 4, or 3, layers the last is resident, and one is in flight.
     moved = ((most or LAYERS) - 2) * BATCH * HIDDEN * 4
     measured = Peaks(ours=10**6, reference=10**6 + round(freed * moved), most=most)
     said = {c.claim: c for c in checks(of_scan, X, weights(LAYERS), peaks=measured)}["conservation"]
-    assert said.verdict == verdict and ("the first 3 layers" in said.said) == (most == 3), said
-    assert f"predicted {_checks.readable(moved)}, or 1.5 % less" in said.said
+    assert said.verdict == verdict and ("the first 3 layers" in said.detail) == (most == 3), said
+    assert f"predicted {readable(moved)} (tolerance 1.5 %)" in said.detail
 
 
 @pytest.mark.parametrize(
@@ -317,19 +321,19 @@ def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
     """Of 100 MiB on the host one row of ten is empty."""
     plan = lambda **sizes: SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**sizes))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_checks, "compiled", lambda *_: plan(temp_size_in_bytes=2**30))
-    monkeypatch.setattr(_checks, "_VISIBLE", 0)
+    monkeypatch.setattr(_conservation, "compiled", lambda *_: plan(temp_size_in_bytes=2**30))
+    monkeypatch.setattr(_conservation, "VISIBLE", 0)
     ours = plan(temp_size_in_bytes=2**30 - freed * 2**20, host_temp_size_in_bytes=there * 2**20)
     target = SimpleNamespace(fast_program=ours, run=of_scan, arrays=(), devices=set(range(devices)))
     moved = [SimpleNamespace(bytes=100 * 2**20, bytes_per_layer=10 * 2**20, layers=9)]
-    found, said = _checks._planned(target, moved, 100 * 2**20)
+    found, said = _conservation._by_plan(target, moved, 100 * 2**20)
     assert found == verdict and f"planned {freed}.00 MiB less" in said
 
 
 def test_conservation_says_why_there_are_no_peaks():
     said = lambda peaks: next(c for c in checks(of_scan, X, weights(LAYERS), peaks=peaks) if c.claim == "conservation")
-    assert "not by peaks: out of memory" in said("out of memory").said
-    assert "not by peaks, which the command line measures" in said(None).said
+    assert "not by peaks: out of memory" in said("out of memory").detail
+    assert "not by peaks, which the command line measures" in said(None).detail
 
 
 def test_what_was_differentiated_before_has_no_twin():
@@ -337,7 +341,7 @@ def test_what_was_differentiated_before_has_no_twin():
     loss = lambda x, w: jnp.sum(scan(body, x, w, policy=policy)[0] ** 2)
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=1))(X, weights(LAYERS))
     found = verify(lambda x, w: jaxpr_as_fun(jaxpr)(x, *jax.tree.leaves(w)), X, weights(LAYERS))
-    assert "was differentiated before" in found["gradients"].said, found
+    assert "was differentiated before" in found["gradients"].detail, found
 
 
 def test_what_moves_inside_of_custom_rules_and_by_jit_is_seen():
@@ -351,7 +355,7 @@ def test_what_moves_inside_of_custom_rules_and_by_jit_is_seen():
     pinned = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     step = lambda x, w: {"x": jax.jit(lambda x: x, out_shardings=pinned)(x), "g": jax.grad(of_scan)(x, w)}
     found = verify(step, X, weights(LAYERS))["moves"]
-    assert found.verdict == "fails" and "result 0 of a jit" in found.said
+    assert found.verdict == "fails" and "result 0 of a jit" in found.detail
 
 
 def there_and_back(x):
@@ -401,7 +405,7 @@ CALLERS = "an argument float32<host>[4,16,32], which is named 'w_in' and stays w
 )
 def test_what_must_not_go_to_the_host_fails(f, said):
     found = verify(f, X, weights(LAYERS))["moves"]
-    assert found.verdict == "fails" and said in found.said, found
+    assert found.verdict == "fails" and said in found.detail, found
 
 
 @jax.jit
@@ -420,10 +424,10 @@ def test_what_may_go_to_the_host_holds():
 
     found = verify(step, X, weights(LAYERS), jax.device_put(weights(LAYERS), HOST))
     assert found["moves"].verdict == "holds" and found.ok, found
-    assert "3 values that go to the host 1 are marked offload" in found["moves"].said
+    assert "3 values that go to the host 1 are marked offload" in found["moves"].detail
     weights_too = lambda x, w, moment: step(x, w, moment) | {"w": jax.device_put(w, HOST)}  # of the moments' shapes
     found = verify(weights_too, X, weights(LAYERS), jax.device_put(weights(LAYERS), HOST))["moves"]
-    assert found.verdict == "fails" and "an argument float32<host>[4,16,32], which nobody named" in found.said
+    assert found.verdict == "fails" and "an argument float32<host>[4,16,32], which nobody named" in found.detail
 
 
 def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
@@ -432,16 +436,16 @@ def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
     monkeypatch.setattr(Policy, "decision", lambda self, name: "save" if is_reference() or name != "fc1" else "offload")
     mine = in_a_scan(layer, rules)
     jax.make_jaxpr(jax.grad(mine))(X, weights(LAYERS))
-    target = _subject.target_of(mine, (X, weights(LAYERS)))
+    target = target_of(mine, (X, weights(LAYERS)))
     monkeypatch.undo()
-    assert _checks.moves(target) == ("fails", "to the host go fc1, which is marked save")
+    assert _moves.moves(target) == ("fails", "to the host go fc1, which is marked save")
 
 
 def test_what_others_move_beside_ours_is_not_judged_by_bytes():
     beside = lambda x, w, v: of_scan(x, w) + in_a_scan(layer, by_jax("fc1"))(x, v)
     found = verify(beside, X, weights(LAYERS), weights(2))
     assert found.ok and found["conservation"].verdict == found["gradients"].verdict == "not checked", found
-    assert "1 value(s) go to the host in the reference too" in found["conservation"].said
+    assert "1 value(s) go to the host in the reference too" in found["conservation"].detail
 
 
 def in_a_checkpoint(f):
@@ -464,8 +468,8 @@ def in_a_scan_of_ours(f):
     ],
 )
 def test_what_a_checkpoint_around_it_runs_again_is_not_said_to_run_once(around, f):
-    target = _subject.target_of(around(f), (X, weights(LAYERS)))
-    verdict, said = _checks.producers(target)
+    target = target_of(around(f), (X, weights(LAYERS)))
+    verdict, said = _moves.producers(target)
     assert verdict == "not checked" and "what other checkpoints keep, or run again, is not known" in said
 
 
@@ -489,13 +493,13 @@ def branches(x, w):
 def test_branches_that_move_and_keep_values_of_one_type_fail_nothing(loss):
     found = verify(loss, X, weights(LAYERS))
     assert found.ok and found["gradients"].verdict == found["moves"].verdict == "holds", found
-    assert "branches of a cond share a residual in the reference" in found["conservation"].said
+    assert "branches of a cond share a residual in the reference" in found["conservation"].detail
 
 
 def test_a_first_run_that_jax_calls_differentiated_is_no_second_one():
     once = checkpoint(layer, policy=RULES)
     loss = jax.checkpoint(lambda x, w: jnp.sum(lax.scan(lambda x, w: (once(x, w), None), x, w)[0] ** 2))
-    verdict, said = _checks.producers(_subject.target_of(loss, (X, weights(LAYERS))))
+    verdict, said = _moves.producers(target_of(loss, (X, weights(LAYERS))))
     assert verdict == "not checked" and "what other checkpoints keep, or run again, is not known" in said
 
 
@@ -511,7 +515,7 @@ def test_a_kernel_that_runs_again_for_one_of_its_results_runs_again_for_all():
     assert verdicts(loss("save"), X, weights(LAYERS))["producers"] == "holds"
     found = verify(loss("recompute"), X, weights(LAYERS))["producers"]
     assert found.verdict == "fails"
-    assert found.said == "computed again: routing (save) with gates (recompute), of one kernel"
+    assert found.detail == "recomputed: routing (save) with gates (recompute), of one kernel"
 
 
 def test_a_key_that_is_tagged_is_no_trouble():
@@ -526,11 +530,11 @@ def test_a_key_that_is_tagged_is_no_trouble():
 def test_results_that_do_not_depend_on_the_layers_are_no_evidence():
     nothing = lambda x, w: {"g": jax.grad(of_scan)(0 * x, jax.tree.map(jnp.zeros_like, w)), "w": w, "step": 0}
     found = verify(nothing, X, weights(LAYERS))["gradients"]
-    assert found.verdict == "not checked" and "they are zero, or are arguments" in found.said
+    assert found.verdict == "not checked" and "they are zero, or are arguments" in found.detail
     partly = lambda x, w, b: of_scan(0 * x, jax.tree.map(jnp.zeros_like, w)) + jnp.sum(b**2)
     found = verify(partly, X, weights(LAYERS), jnp.ones(3))["gradients"]
     assert found.verdict == "holds"
-    assert found.said.endswith("; of them zero: the gradient of args[0], args[1]['in'], args[1]['out']")
+    assert found.detail.endswith("; of them zero: the gradient of args[0], args[1]['in'], args[1]['out']")
 
 
 def test_arguments_may_be_numpys_and_pythons():
@@ -558,7 +562,7 @@ def test_weights_that_are_divided_and_gathered_again_are_no_fault(spec):
     found = verify(of_scan, on(X, "d"), w)
     assert found["placement"].verdict == "holds" and found.ok, found
     assert found["gradients"].verdict == "holds"  # to rounding, where this XLA divides its sums otherwise
-    assert "where 1 rows of the stacks on the host are read beyond the reference's" in found["placement"].said
+    assert "of which host stacks read up to 1 extra row(s)" in found["placement"].detail
 
 
 def test_a_chain_on_a_mesh_has_its_twins_collectives():
@@ -580,7 +584,7 @@ def test_more_collectives_than_the_twin_has_fail(monkeypatch):
     monkeypatch.setattr(_loops, "_in_order", planted)
     found = verify(of_scan, x, weights(LAYERS))
     assert [c.claim for c in found if c.verdict == "fails"] == ["placement"], found
-    assert found["placement"].said.startswith("more collectives than the reference has: ")
+    assert found["placement"].detail.startswith("more collectives than the reference has: ")
 
 
 def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
@@ -588,14 +592,14 @@ def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
     mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
     x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
     held = verify(of_scan, x, weights(LAYERS))["placement"]
-    assert held.verdict == "holds" and "residuals no device keeps a greater part" in held.said
+    assert held.verdict == "holds" and "no device keeps a larger shard of any of" in held.detail
     real = _loops._put
     whole = lambda a: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P()))
     monkeypatch.setattr(_loops, "_put", lambda s, a, i: real(s, a if on_host(jax.typeof(a)) else whole(a), i))
     found = verify(of_scan, x, weights(LAYERS))["placement"]
     assert found.verdict == "fails"
     sizes = [readable(BATCH * HIDDEN * 4 // share) for share in (1, 8)]
-    assert "of a layer's act each device keeps {}, the reference's {}".format(*sizes) in found.said
+    assert "each device keeps {} of a layer's act, the reference's {}".format(*sizes) in found.detail
 
 
 def test_bad_arguments_are_sentences():
@@ -748,19 +752,19 @@ def test_each_of_equal_attentions_is_asked_to_be_deterministic(monkeypatch):
 
     variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's
     monkeypatch.setenv(variable, "1")
-    with _subject.deterministic_attention():
+    with _exact.deterministic_attention():
         assert asked() == {True} and os.environ[variable] == "0"
     assert asked() == {False} and os.environ[variable] == "1"
 
 
 def test_programs_to_compare_are_lowered_so(monkeypatch):
     entered = []
-    monkeypatch.setattr(_subject, "deterministic_attention", lambda: entered.append(1) or contextlib.nullcontext())
+    monkeypatch.setattr(_exact, "deterministic_attention", lambda: entered.append(1) or contextlib.nullcontext())
     arguments = X, weights(LAYERS)
-    _subject.compiled(of_scan, arguments, {})
+    _exact.compiled(of_scan, arguments, {})
     assert entered == []
     with pytest.raises(Exception, match="xla_gpu_no_such"):  # entered before XLA is asked
-        _subject.compiled(of_scan, arguments, {"xla_gpu_deterministic_ops": True, "xla_gpu_no_such": 1})
+        _exact.compiled(of_scan, arguments, {"xla_gpu_deterministic_ops": True, "xla_gpu_no_such": 1})
     assert entered == [1]
 
 
@@ -775,9 +779,11 @@ ROWS = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16)
 def test_on_a_gpu_what_xla_made_of_it_is_checked_too():
     found = verify(of_scan, ROWS, W)
     assert (
-        found.ok and "planned" in found["conservation"].said and "no more than were traced" in found["producers"].said
+        found.ok
+        and "planned" in found["conservation"].detail
+        and "no more than were traced" in found["producers"].detail
     ), found
-    assert found["copies"].verdict == "holds" and "on no stream that computes" in found["copies"].said, found
+    assert found["copies"].verdict == "holds" and "on no stream that computes" in found["copies"].detail, found
 
 
 @pytest.mark.gpu
@@ -898,7 +904,7 @@ def test_what_cannot_be_done_is_a_sentence(asked, said, capsys, mine):
 def test_options_may_stand_anywhere_and_a_loss_may_have_other_results(capsys, mine):
     assert main(["verify", "mine:pair", "--json", "2", "--has-aux"]) == 0
     found = json.loads(capsys.readouterr().out)["loss"]
-    assert found["checks"][0]["verdict"] == "holds" and "5 results" in found["checks"][0]["said"]
+    assert found["checks"][0]["verdict"] == "holds" and "5 results" in found["checks"][0]["detail"]
     with pytest.raises(SystemExit):
         main(["verify", "mine:pair", "--jsn", "2"])
     assert "unrecognized arguments: --jsn" in capsys.readouterr().err
@@ -958,7 +964,7 @@ def test_what_is_not_differentiated_is_not_checked():
     with_aux = lambda x, w: (of_scan(x, w), {"n": jnp.ones(())})
     found = {check.claim: check for check in verify(with_aux, X, weights(LAYERS))}
     assert found["gradients"].verdict == found["conservation"].verdict == "not checked"
-    assert "a loss returns one floating-point scalar; has_aux=True" in found["gradients"].said
+    assert "a loss returns one floating-point scalar; has_aux=True" in found["gradients"].detail
     assert verdicts(with_aux, X, weights(LAYERS), has_aux=True)["gradients"] == "holds"
 
 
@@ -971,7 +977,7 @@ def test_what_other_policies_keep_is_not_known():
     found = {check.claim: check for check in verify(mixed, X, weights(LAYERS), v)}
     assert (
         found["producers"].verdict == "not checked"
-        and "what other checkpoints keep, or run again" in found["producers"].said
+        and "what other checkpoints keep, or run again" in found["producers"].detail
     )
     assert found["gradients"].verdict == "holds"
 

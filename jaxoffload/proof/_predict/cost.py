@@ -14,8 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from ..._engine.memory import nbytes
 from ..._engine.walk import devices_of, nested
-from .._program.kernels import flops_of
-from .._program.target import PRODUCTS
+from .._program.kernels import MATMULS, flops_of, is_attention
 from .machine import Machine, attention_flops
 
 # Equations whose results are their operands, or which the product behind them does by itself.
@@ -100,7 +99,7 @@ class _Walk:
             return self.loop(eqn, bodies, operands)
         if name not in OPAQUE and len(bodies) == 1 and len(bodies[0].invars) == len(operands):
             return self.through(bodies[0], operands)
-        if name in PRODUCTS | ALONE | OPAQUE or is_attention(name):
+        if name in MATMULS | ALONE | OPAQUE or is_attention(name):
             return self.kernel(eqn, operands)
         return self.fused(eqn, operands)
 
@@ -138,10 +137,6 @@ class _Walk:
                 self.seconds += self.move(array.bytes)
                 array.read = True
         return results
-
-
-def is_attention(name: str) -> bool:
-    return "dot_product_attention" in name or "fused_attn" in name
 
 
 def _computing(eqn: JaxprEqn, machine: Machine) -> float | None:

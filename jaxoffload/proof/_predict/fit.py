@@ -12,7 +12,7 @@ from ..._engine.loops import Loops, Segment, backward_p, forward_p
 from ..._engine.memory import nbytes
 from ..._engine.walk import nested, walk
 from ..._text import readable
-from .._program.target import run_of
+from .._program.results import run_of
 from .cost import cost
 from .machine import Bus, Machine
 

@@ -19,12 +19,12 @@ from ..._engine.loops import backward_p, forward_p
 from ..._engine.memory import on_host
 from ..._engine.straight import Array, Division, Step, Straight, division, straight
 from ..._engine.walk import nested, operands_of
-from .._program.target import PRODUCTS
-from .cost import ALONE, OPAQUE, SAME, is_attention
+from .._program.kernels import MATMULS, is_attention
+from .cost import ALONE, OPAQUE, SAME
 
 _WITH_LOOPS = (forward_p, backward_p)
 _LOOPS = {"scan", "while"}
-_KERNELS = PRODUCTS | ALONE | OPAQUE | _LOOPS | {"device_put", "scatter", "scatter-add", "cond"}
+_KERNELS = MATMULS | ALONE | OPAQUE | _LOOPS | {"device_put", "scatter", "scatter-add", "cond"}
 _NOT_IN_PLACE = _KERNELS - {"scatter", "scatter-add"}
 
 

@@ -1,90 +1,160 @@
-"""What XLA compiled: the instructions of a program, how often each runs, and what it does to host memory."""
+"""What XLA compiled, parsed once: a program's instructions, how often each runs, and what it does to host memory."""
 
+import dataclasses
+import functools
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-_CALLS = "calls|body|condition|to_apply|branch_computations|true_computation|false_computation"
+_COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+_CALLS = re.compile(
+    r"(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation)"
+    r"=(%[\w.\-]+|\{%[^}]*\})"
+)
+_NAME = re.compile(r"%([\w.\-]+)")
 
 
 class Instruction(NamedTuple):
-    """A line of a compiled program."""
+    """A line of a compiled program: `operands` and `calls` are names, of instructions and of computations."""
 
     computation: str
     name: str
     shape: str
     opcode: str
     operands: tuple[str, ...]
+    calls: tuple[str, ...]
     text: str
 
     @property
     def on_host(self) -> bool:
+        """Whether any of its results lives in host memory."""
         return "S(5)" in self.shape
 
     @property
-    def calls(self) -> list[str]:
-        """The computations that it runs."""
-        return _called(self.text)
+    def target(self) -> str:
+        """What a custom call calls; empty for other instructions."""
+        return _first(r'custom_call_target="([^"]*)"', self.text)
+
+    @property
+    def element(self) -> str:
+        """Which element of a tuple a get-tuple-element takes."""
+        return _first(r"\bindex=(\d+)", self.text)
+
+    @property
+    def scope(self) -> str:
+        """The residual whose scope, opened by `scan` or `chain`, the metadata names; empty if none."""
+        return _first(r"jaxoffload\((\(matrix product\)|[^()]*)\)", self.text)
+
+    @property
+    def starts_host_copy(self) -> bool:
+        return self.opcode.endswith("-start") and self.on_host
 
 
-def _called(text: str) -> list[str]:
-    found = re.findall(rf"(?:{_CALLS})=(%[\w.\-]+|\{{%[^}}]*\}})", text)
-    return [name for called in found for name in re.findall(r"%([\w.\-]+)", called)]
+def _first(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    return found[1] if found else ""
 
 
-def instructions(text: str) -> Iterator[Instruction]:
-    """Of a compiled program's `as_text()`."""
-    computation = ""
+def _called(text: str) -> tuple[str, ...]:
+    return tuple(name for names in _CALLS.findall(text) for name in _NAME.findall(names))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Module:
+    """A compiled program; `name` is the one that a profile gives it."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions)
+
+    @functools.cached_property
+    def computations(self) -> dict[str, list[Instruction]]:
+        found = defaultdict(list)
+        for line in self:
+            found[line.computation].append(line)
+        return dict(found)
+
+    @functools.cached_property
+    def trip_counts(self) -> dict[str, int]:
+        """Body or condition of a loop -> its iterations, where XLA knows them."""
+        counts: dict[str, int] = {}
+        for line in self:
+            if line.opcode == "while" and (count := _first(r'"known_trip_count":\{"n":"(\d+)"', line.text)):
+                counts |= dict.fromkeys(line.calls, int(count))
+        return counts
+
+    @functools.cached_property
+    def runs(self) -> dict[str, int]:
+        """Computation -> how often it runs. A loop whose iterations XLA does not know counts as one of them."""
+        callers = defaultdict(list)
+        for line in self:
+            for called in line.calls:
+                callers[called].append(line.computation)
+
+        @functools.cache
+        def count(computation: str) -> int:
+            each = self.trip_counts.get(computation, 1)
+            return each * sum(map(count, callers[computation])) if computation in callers else 1
+
+        return {computation: count(computation) for computation in self.computations}
+
+    def operands(self, line: Instruction) -> list[Instruction]:
+        return [
+            self._named[line.computation, name] for name in line.operands if (line.computation, name) in self._named
+        ]
+
+    def sources(self, line: Instruction) -> list[Instruction]:
+        """Its operands, looked for behind bitcasts."""
+        return [self.sources(o)[0] if o.opcode == "bitcast" else o for o in self.operands(line)]
+
+    def called(self, line: Instruction) -> Iterator[Instruction]:
+        """The instructions of the computations that it runs."""
+        return (inner for name in line.calls for inner in self.computations.get(name, []))
+
+    def end_of(self, start: Instruction) -> Instruction | None:
+        return self._ends.get((start.computation, start.name))
+
+    @functools.cached_property
+    def _named(self) -> dict[tuple[str, str], Instruction]:
+        return {(line.computation, line.name): line for line in self}
+
+    @functools.cached_property
+    def _ends(self) -> dict[tuple[str, str], Instruction]:
+        ends = [line for line in self if line.opcode == "copy-done"]
+        return {(end.computation, start.name): end for end in ends for start in self.sources(end)[:1]}
+
+
+def parse(text: str) -> Module:
+    """Read a compiled program's `as_text()`."""
+    computation, found = "", []
     for line in text.splitlines():
-        if found := re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line):
-            computation = found[1]
-        elif found := re.match(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)", line):
-            name, shape, opcode, rest = found.groups()
-            operands = tuple(re.findall(r"%([\w.\-]+)", rest.partition(")")[0]))
-            yield Instruction(computation, name, shape, opcode, operands, line)
-
-
-def turns_of(lines: Sequence[Instruction]) -> dict[str, int]:
-    """Body or condition of a loop -> its turns, where XLA knows them."""
-    turns: dict[str, int] = {}
-    for line in lines:
-        if line.opcode == "while" and (known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.text)):
-            turns |= dict.fromkeys(line.calls, int(known[1]))
-    return turns
-
-
-def runs(lines: Sequence[Instruction]) -> dict[str, int]:
-    """Computation -> how often it runs, where XLA knows the turns of the loops around it; else once for all turns."""
-    callers: dict[str, list[tuple[str, int]]] = {}
-    turns = turns_of(lines)
-    for line in lines:
-        for called in line.calls:
-            callers.setdefault(called, []).append((line.computation, turns.get(called, 1)))
-    counted: dict[str, int] = {}
-
-    def count(computation: str) -> int:
-        if computation not in counted:
-            each = callers.get(computation, [])
-            counted[computation] = sum(count(caller) * turns for caller, turns in each) if each else 1
-        return counted[computation]
-
-    return {line.computation: count(line.computation) for line in lines}
+        if begins := _COMPUTATION.match(line):
+            computation = begins[1]
+        elif match := _INSTRUCTION.match(line):
+            name, shape, opcode, rest = match.groups()
+            operands = tuple(_NAME.findall(rest.partition(")")[0]))
+            found.append(Instruction(computation, name, shape, opcode, operands, _called(line), line))
+    return Module(text.removeprefix("HloModule ").partition(",")[0], tuple(found))
 
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
 
 
-def collectives(lines: Sequence[Instruction]) -> Counter[tuple[str, str]]:
-    """How often each kind runs on an array of each shape; XLA puts several arrays into one."""
-    often, found = runs(lines), Counter[tuple[str, str]]()
-    for line in lines:
+def collectives(module: Module) -> Counter[tuple[str, str]]:
+    """How often each kind runs on an array of each shape; XLA puts several arrays into one collective."""
+    counts = Counter[tuple[str, str]]()
+    for line in module:
         if (kind := line.opcode.removesuffix("-start")) in COLLECTIVES:
             shapes = re.findall(r"\w+\[[\d,]*\]", _results(line))
-            for shape in dict.fromkeys(shapes) if kind == "all-to-all" else shapes:  # of one array several parts
-                found[kind, shape] += often[line.computation]
-    return found
+            # An all-to-all lists one array as several segments.
+            for shape in dict.fromkeys(shapes) if kind == "all-to-all" else shapes:
+                counts[kind, shape] += module.runs[line.computation]
+    return counts
 
 
 def _results(line: Instruction) -> str:
@@ -96,112 +166,105 @@ def _results(line: Instruction) -> str:
     return line.shape.partition(", ")[2] if has_one else line.shape
 
 
-_PASSING_ON = {"while", "tuple", "get-tuple-element", "parameter", "bitcast", "optimization-barrier"}
-_PASSING_ON |= {"fusion-start", "fusion-done", "copy-start", "copy-done"}
-
-
-def in_copies(lines: Sequence[Instruction]) -> set[str]:
-    """The computations that an asynchronous copy runs."""
-    return {called for line in lines if line.opcode.endswith("-start") for called in line.calls}
-
-
 def collective_kernels(modules: Iterable[Any]) -> set[str]:
-    """What a profile calls the asynchronous collectives that are kernels of XLA's, as small ones between GPUs with
-    NVLink. They are dealt out to the same few streams as the host copies, and the program's text does not name them.
-    https://github.com/openxla/xla/pull/46463
+    """Names that a profile gives to asynchronous collectives that XLA runs as kernels of its own.
+
+    It does so with small ones between GPUs with NVLink. They are dealt out to the same few streams as the host copies,
+    and the program's text does not name them. https://github.com/openxla/xla/pull/46463
 
     Args:
       modules: `runtime_executable().hlo_modules()` of a compiled program.
     """
-    found = set()
+    names = set()
     for module in modules:
-        bodies = {body.name: [line.to_string() for line in body.instructions()] for body in module.computations()}
-        collects = {name for name, lines in bodies.items() if any(map(_is_collective, lines))}
-        for line in (line for body in module.computations() for line in body.instructions()):
-            if line.opcode.name == "kAsyncStart":
-                wrapped = line.async_wrapped_root()
-                text = wrapped.to_string()
-                if _is_collective(text) or collects.intersection(_called(text)):
-                    found.add(wrapped.name)
-    return found
+        bodies = {body.name: list(body.instructions()) for body in module.computations()}
+        collects = {name for name, lines in bodies.items() if any(_is_collective(line.to_string()) for line in lines)}
+        starts = (line for lines in bodies.values() for line in lines if line.opcode.name == "kAsyncStart")
+        for wrapped in (start.async_wrapped_root() for start in starts):
+            text = wrapped.to_string()
+            if _is_collective(text) or collects.intersection(_called(text)):
+                names.add(wrapped.name)
+    return names
 
 
 def _is_collective(text: str) -> bool:
     return re.search(rf" (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", text) is not None
 
 
-def waited_for(lines: Sequence[Instruction]) -> set[str]:
-    """Loops and branches for which the host decides: XLA copies to it, meanwhile, whether to go on."""
-    return {line.name for line in lines if line.opcode in ("while", "conditional")}
+def decided_on_host(module: Module) -> set[str]:
+    """Loops and branches: XLA copies to the host, as they run, whether to go on."""
+    return {line.name for line in module if line.opcode in ("while", "conditional")}
 
 
-def with_sizes_on_the_host(lines: Sequence[Instruction]) -> set[str]:
-    """TransformerEngine's products of groups, and what quantises for them, that copy the group sizes to the host and
-    wait for it each time: not so its kernels of the second kind, which have a target of their own."""
-    target = re.compile(r'custom_call_target="te_grouped_(gemm|quantize)_ffi"')
-    return {line.name for line in lines if target.search(line.text)}
+def with_sizes_on_the_host(module: Module) -> set[str]:
+    """TransformerEngine's grouped GEMMs, and their quantization, that copy the group sizes to the host and wait for
+    them at each call. Its kernels of the second kind do not, and have other targets."""
+    targets = ("te_grouped_gemm_ffi", "te_grouped_quantize_ffi")
+    return {line.name for line in module if line.target in targets}
 
 
-def kernels_on_host_memory(lines: Sequence[Instruction]) -> Iterator[Instruction]:
-    """All that a value on the host meets and that does not pass it on, make room for it or copy it by DMA: kernels
+_PASSING_ON = {"while", "tuple", "get-tuple-element", "parameter", "bitcast", "optimization-barrier"}
+_PASSING_ON |= {"fusion-start", "fusion-done", "copy-start", "copy-done"}
+
+
+def kernels_on_host_memory(module: Module) -> list[Instruction]:
+    """What meets a value on the host and neither passes it on, nor makes room for it, nor copies it by DMA: kernels
     that read pinned memory, computation on the host, synchronous copies, copies from the host to the host."""
-    at = {(line.computation, line.name): line for line in lines}
-    copied = in_copies(lines)
-    for line in lines:
-        reads = [at[line.computation, o] for o in line.operands if (line.computation, o) in at]
-        room = line.opcode == "custom-call" and 'custom_call_target="AllocateBuffer"' in line.text
-        dma = line.computation in copied and "dynamic_slice_config" in line.text
-        within = line.opcode == "copy-start" and line.shape.count("S(5)") > 1  # both ends of it
-        passes = line.opcode in _PASSING_ON and not within
-        if not (passes or room or dma) and (line.on_host or any(r.on_host for r in reads)):
-            yield line
+    copying = {name for line in module if line.opcode.endswith("-start") for name in line.calls}
+
+    def is_right(line: Instruction) -> bool:
+        within_host = line.opcode == "copy-start" and line.shape.count("S(5)") > 1  # both ends of it
+        makes_room = line.opcode == "custom-call" and line.target == "AllocateBuffer"
+        is_dma = line.computation in copying and "dynamic_slice_config" in line.text
+        return (line.opcode in _PASSING_ON and not within_host) or makes_room or is_dma
+
+    meets_host = lambda line: line.on_host or any(operand.on_host for operand in module.operands(line))
+    return [line for line in module if meets_host(line) and not is_right(line)]
 
 
-def out_of_range(lines: Sequence[Instruction]) -> Iterator[Instruction]:
-    """DMA copies of a row of a stack whose offset, which XLA:GPU does not clamp, is no row's in some turn."""
-    named, turns = {(line.computation, line.name): line for line in lines}, turns_of(lines)
-    for start in (line for line in lines if line.opcode == "fusion-start"):
-        for copy in (c for c in lines if c.computation in start.calls and c.opcode.startswith("dynamic-")):
-            is_write = copy.opcode == "dynamic-update-slice"
-            stack = copy.shape if is_write else named[copy.computation, copy.operands[0]].shape
-            size, rows = _row_bytes(stack)
-            at = row_offsets(copy, turns.get(start.computation, 1))
-            if any(a not in range(0, size * rows, size) for a in at):
+def out_of_range(module: Module) -> Iterator[Instruction]:
+    """DMA copies of a stack's row whose offset, which XLA:GPU does not clamp, is not a row's in some iteration."""
+    for start in (line for line in module if line.opcode == "fusion-start"):
+        for copy in (line for line in module.called(start) if line.opcode.startswith("dynamic-")):
+            stack = copy if copy.opcode == "dynamic-update-slice" else module.operands(copy)[0]
+            size, rows = _row_bytes(stack.shape)
+            offsets = row_offsets(copy, module.trip_counts.get(start.computation, 1))
+            if not {*offsets} <= {*range(0, size * rows, size)}:
                 yield copy
 
 
-def row_offsets(copy: Instruction, turns: int) -> list[int]:
-    """Where in its stack a DMA copy's row begins, in bytes, in each turn; -1 where the program does not say.
+def row_offsets(copy: Instruction, iterations: int) -> list[int]:
+    """Where in its stack a DMA copy's row begins, in bytes, in each iteration; -1 where the program does not say.
 
     jaxlib 0.12 says it in `linear` or in `table`, and has zeros where earlier ones say it (DynamicSliceConfig in
     xla/service/gpu/backend_configs.proto).
     """
-    if table := re.search(r'"table":\{"offsets":\[([^\]]*)\]', copy.text):
-        return [int(offset) for offset in re.findall(r"-?\d+", table[1])]
+    if table := _first(r'"table":\{"offsets":\[([^\]]*)\]', copy.text):
+        return [int(offset) for offset in re.findall(r"-?\d+", table)]
     affine = re.findall(r'"byte_offset":"(-?\d+)","byte_stride":"(-?\d+)"', copy.text)
     offset, stride = map(int, affine[-1]) if affine else (-1, 0)
-    return [offset + stride * turn for turn in range(turns)]
+    return [offset + stride * i for i in range(iterations)]
 
 
-def of_unknown_turns(lines: Sequence[Instruction]) -> list[Instruction]:
-    """Loops that copy rows of stacks, and of which XLA does not know how often they turn."""
-    known = turns_of(lines)
-    copying = {line.computation for line in lines if line.opcode == "fusion-start" and line.on_host}
-    return [line for line in lines if line.opcode == "while" and {*line.calls} & copying - known.keys()]
+def of_unknown_length(module: Module) -> list[Instruction]:
+    """Loops that copy rows of stacks and whose iterations XLA does not know."""
+    copying = {line.computation for line in module if line.opcode == "fusion-start" and line.on_host}
+    unknown = copying - module.trip_counts.keys()
+    return [line for line in module if line.opcode == "while" and unknown.intersection(line.calls)]
 
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
 
 
 def _row_bytes(shape: str) -> tuple[int, int]:
-    """Of `bf16[9,512,256]{...}`: bytes of a row, and how many rows; a scalar is one."""
-    dtype, sizes = of_shape(shape)
+    """The bytes of a row of `bf16[9,512,256]{...}`, and how many rows it has; a scalar is one."""
+    dtype, sizes = dtype_and_sizes(shape)
     rows, *row = sizes or [1]
     return _BYTES.get("f8" if dtype.startswith("f8") else dtype, 8) * math.prod(row), rows
 
 
-def of_shape(shape: str) -> tuple[str, list[int]]:
-    """The dtype and the sizes of `bf16[9,512,256]{...}`, or of the first of several."""
+def dtype_and_sizes(shape: str) -> tuple[str, list[int]]:
+    """Those of `bf16[9,512,256]{...}`, or of the first of several shapes."""
     found = re.search(r"(\w+)\[([\d,]*)\]", shape)
     assert found, shape
     return found[1], [int(size) for size in found[2].split(",") if size]
@@ -213,60 +276,51 @@ class Copy(NamedTuple):
     Attributes:
       residual: its names; empty where the program does not say.
       loop: the computation that makes it: a loop's body, or the program itself.
-      turns: of that loop.
-      is_row: whether a row of a stack is copied.
+      iterations: of that loop.
+      is_row: whether it copies a row of a stack.
       to_host: or from there.
     """
 
     residual: str
     nbytes: int
     loop: str
-    turns: int
+    iterations: int
     is_row: bool
     to_host: bool
 
 
-def host_copies(lines: Sequence[Instruction]) -> dict[str, Copy]:
-    """Asynchronous copies, by the name that a profile calls them."""
-    at, turns = {(line.computation, line.name): line for line in lines}, turns_of(lines)
-    found = {}
-    for line in lines:
-        if not (line.opcode.endswith("-start") and line.on_host):
-            continue
+def host_copies(module: Module) -> dict[str, Copy]:
+    """Asynchronous copies, by the names that a profile gives them."""
+    copies = {}
+    for line in (line for line in module if line.starts_host_copy):
         size, rows = _row_bytes(line.shape)
-        # A row of a stack is copied by a computation that is called as the instruction in it is.
         is_row = line.opcode == "fusion-start"
+        # A profile names a row's copy after the instruction in the computation that it calls, which is named after it.
         name = line.calls[0].replace("_computation", "") if is_row and line.calls else line.name
-        whole = size if is_row else size * rows
-        loop = line.computation
         # The first of a copy's shapes is what it makes.
         to_host = "update" in name if is_row else "S(5)" in line.shape.partition("}")[0]
-        found[name] = Copy(_residual(line, lines, at), whole, loop, turns.get(loop, 1), is_row, to_host)
-    return found
+        iterations = module.trip_counts.get(line.computation, 1)
+        nbytes = size if is_row else size * rows
+        copies[name] = Copy(_residual(line, module), nbytes, line.computation, iterations, is_row, to_host)
+    return copies
 
 
-def _residual(line: Instruction, lines: Sequence[Instruction], at: dict[tuple[str, str], Instruction]) -> str:
-    """Of a copy. `scan` and `chain` trace each in a scope of its own, which is in the metadata of the copy, of its end
-    (since jaxlib 0.12), or of what it waits for. What is copied behind a loop, the last layer's, the loop copies of the
-    layers before."""
+def _residual(copy: Instruction, module: Module) -> str:
+    """The residual of a copy.
 
-    def read_by(line: Instruction) -> list[Instruction]:
-        """Its operands, behind bitcasts."""
-        found = [at[line.computation, o] for o in line.operands if (line.computation, o) in at]
-        return [read_by(source)[0] if source.opcode == "bitcast" else source for source in found]
-
-    reads = read_by(line)
-    ends = [end for end in lines if end.opcode == "copy-done" and read_by(end) == [line]]
-    for text in (source.text for source in (line, *ends, *reads[:1])):
-        if scope := re.search(r"jaxoffload\((\(matrix product\)|[^()]*)\)", text):
-            return scope[1]
-    if not reads or not (before := read_by(reads[0])):
-        return ""
-    if reads[0].opcode == "copy-done":
-        return _residual(before[0], lines, at)
-    if before[0].opcode == "while":
-        number = re.search(r"index=\d+\b", reads[0].text)
-        for copy in (c for c in lines if c.computation in before[0].calls and c.opcode == "fusion-start" and c.on_host):
-            if number and any(re.search(rf"{number[0]}\b", source.text) for source in read_by(copy)):
-                return _residual(copy, lines, at)
+    `scan` and `chain` trace each in a scope of its own, which is in the metadata of the copy, of its end (since
+    jaxlib 0.12), or of what it waits for. What is copied behind a loop, the last layer's, is an element of the loop's
+    results, of which the loop's body copies the rows of the layers before.
+    """
+    source, *_ = [*module.sources(copy), None]
+    for line in (copy, module.end_of(copy), source):
+        if line and line.scope:
+            return line.scope
+    before = next(iter(module.sources(source)), None) if source else None
+    if source and before and source.opcode == "copy-done":
+        return _residual(before, module)
+    if source and before and before.opcode == "while" and source.element:
+        for inner in (inner for inner in module.called(before) if inner.opcode == "fusion-start" and inner.on_host):
+            if source.element in [taken.element for taken in module.sources(inner)]:
+                return _residual(inner, module)
     return ""

@@ -1,6 +1,7 @@
 """What a function puts into host memory, and where each such value comes from."""
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -18,7 +19,7 @@ INPUTS = (GIVEN, "an input", "a constant")  # "an input": of something that is n
 class HostTransfer(NamedTuple):
     """A value that is put into host memory.
 
-    `name`: what somebody else than a plan named it, as where JAX's own policies decide; None where nobody did.
+    `name`: what something other than a plan named it, as where JAX's own policies decide; None where nothing did.
     """
 
     source: Source
@@ -27,51 +28,73 @@ class HostTransfer(NamedTuple):
 
 
 def host_transfers(jaxpr: Jaxpr) -> Iterator[HostTransfer]:
-    """What is put into host memory, wherever in a function's jaxpr."""
-    return _crossings(jaxpr, lambda _: (Source(None, GIVEN), None))
+    """Find what is put into host memory, wherever in a function's jaxpr."""
+    return _transfers(Scope(jaxpr))
 
 
-_Known = tuple[Source, str | None]  # where a value comes from, and a name
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """A jaxpr, and the values outside of it that its inputs are.
 
+    `inputs`: for each input the variable of `around`, or None where it is not known. Without `around`, the inputs are
+    the function's arguments.
+    """
 
-def _crossings(jaxpr: Jaxpr, of_input: Callable[[int], _Known]) -> Iterator[HostTransfer]:
-    """`of_input`: what is known of an input, by its number."""
-    names = {eqn.outvars[0]: eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive is name_p}
+    jaxpr: Jaxpr
+    inputs: Sequence[Any] = ()
+    around: "Scope | None" = None
 
-    def known(var: Any) -> _Known:
-        first = follow(jaxpr, var, is_a_view)
-        source, name = of_input(jaxpr.invars.index(first)) if first in jaxpr.invars else (source_of(jaxpr, var), None)
+    def source(self, var: Any) -> tuple[Source, str | None]:
+        """Where a value comes from, and its name."""
+        first = follow(self.jaxpr, var, is_a_view)
+        is_input = isinstance(first, Var) and first in self.jaxpr.invars
+        source, name = self._input(self.jaxpr.invars.index(first)) if is_input else (source_of(self.jaxpr, var), None)
+        names = {eqn.outvars[0]: eqn.params["name"] for eqn in self.jaxpr.eqns if eqn.primitive is name_p}
         return source, names.get(var, name) if isinstance(var, Var) else name
 
-    for eqn in jaxpr.eqns:
-        engines = eqn.primitive in (forward_p, backward_p)
-        inside = [] if engines else list(nested(eqn))
+    def _input(self, index: int) -> tuple[Source, str | None]:
+        if self.around is None:
+            return Source(None, GIVEN), None
+        outside = self.inputs[index]
+        return (Source(None, "an input"), None) if outside is None else self.around.source(outside)
+
+
+def _transfers(scope: Scope) -> Iterator[HostTransfer]:
+    for eqn in scope.jaxpr.eqns:
         for index, sharding in enumerate(eqn.params.get("out_shardings", ())):
             if getattr(sharding, "memory_kind", None) == "pinned_host":
                 yield HostTransfer(Source(None, f"result {index} of a {eqn.primitive.name}"), eqn.outvars[index].aval)
         for index, made in enumerate(eqn.outvars):
-            if not on_host(made.aval) or any(len(b.outvars) > index and on_host(b.outvars[index].aval) for b in inside):
-                continue
-            if eqn.primitive is forward_p:
-                yield HostTransfer(eqn.params["loops"].source_of(index), made.aval)
-            elif eqn.primitive.name == "device_put" and not on_host((taken := eqn.invars[index]).aval):
-                source, name = known(taken)
-                yield HostTransfer(source, made.aval, name)
-            elif eqn.invars and not any(on_host(v.aval) for v in eqn.invars):  # of nothing: a branch not taken fills up
-                yield HostTransfer(Source(None, f"output of {eqn.primitive.name}"), made.aval)
-        for body, operands in _inside(eqn) if engines else [(body, operands_of(eqn, body)) for body in inside]:
-            outside = lambda i, operands=operands: known(operands[i]) if operands[i] is not None else _INSIDE
-            yield from _crossings(body, outside)
+            if on_host(made.aval) and (transfer := _made(scope, eqn, index)):
+                yield transfer
+        for body, operands in _bodies(eqn):
+            yield from _transfers(Scope(body, operands, scope))
 
 
-_INSIDE: _Known = (Source(None, "an input"), None)
+def _made(scope: Scope, eqn: JaxprEqn, index: int) -> HostTransfer | None:
+    """A result that lives on the host, if it is this equation that puts it there."""
+    aval = eqn.outvars[index].aval
+    if eqn.primitive is forward_p:
+        return HostTransfer(eqn.params["loops"].source_of(index), aval)
+    if eqn.primitive.name == "device_put":
+        taken = eqn.invars[index]
+        source, name = scope.source(taken)
+        return None if on_host(taken.aval) else HostTransfer(source, aval, name)
+    bodies = () if eqn.primitive is backward_p else nested(eqn)
+    made_inside = any(len(body.outvars) > index and on_host(body.outvars[index].aval) for body in bodies)
+    # Without operands: what a branch that is not taken fills up with.
+    if made_inside or not eqn.invars or any(on_host(v.aval) for v in eqn.invars):
+        return None
+    return HostTransfer(Source(None, f"output of {eqn.primitive.name}"), aval)
 
 
-def _inside(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
-    """A layer of each part of a loop of ours, with the operands that its inputs, or what they are rows of, are."""
+def _bodies(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
+    """The jaxprs inside an equation, each with the operand that each input is, or is a row of; None if not known."""
+    if eqn.primitive not in (forward_p, backward_p):
+        yield from ((body, operands_of(eqn, body)) for body in nested(eqn))
+        return
     loops = eqn.params["loops"]
     carried = range(loops.consts, loops.consts + loops.carry)
     operands = [None if i in carried else var for i, var in enumerate(eqn.invars)]
-    for segment in loops.segments:
-        layer = segment.jaxpr
+    for layer in (segment.jaxpr for segment in loops.segments):
         yield layer, operands if eqn.primitive is forward_p else [None] * len(layer.invars)

@@ -1,42 +1,49 @@
-"""The kernels that a jaxpr asks for, and those that its compiled program runs: none of them more often."""
+"""The kernels that a jaxpr asks for, and those that its compiled program runs, which must not be more."""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._engine.walk import nested, walk
-from .hlo import Instruction, of_shape, runs
-from .target import PRODUCTS
+from .hlo import Instruction, Module, dtype_and_sizes
 
-PRODUCT = "matrix products"
+MATMULS = {"dot_general", "ragged_dot_general", "ragged_dot"}  # primitives
+MATMUL = "matrix products"
 # Kind -> the names of its equations, and of its instructions or, of custom calls, their targets.
 KINDS = {
-    PRODUCT: ("|".join(PRODUCTS), r"dot|ragged-dot|__cublas\$(gemm|lt)\S*"),
+    MATMUL: ("|".join(MATMULS), r"dot|ragged-dot|__cublas\$(gemm|lt)\S*"),
     "attention kernels": (r"(dot_product_attention|te_fused_attn)_\w+_wrapper", r"__cudnn\$fmha\w*|te_fused_attn_\w+"),
     "grouped products": (r"te_grouped_gemm\w*_wrapper", r"te_grouped_gemm\w*"),
-    "Mosaic kernels": (r"pallas_call|mpmd_map|mosaic_gpu\w*", r"mosaic_gpu\w*"),  # jax's grouped products, and others
+    "Mosaic kernels": (r"pallas_call|mpmd_map|mosaic_gpu\w*", r"mosaic_gpu\w*"),  # jax's grouped GEMMs, and others
 }
-_PADDING = 1.02  # of a product's sides, to multiples that its kernel needs
+_PADDING = 1.02  # of a matmul's sides, to multiples that its kernel needs
+
+
+def is_attention(name: str) -> bool:
+    """Whether a primitive of this name is cuDNN's or TransformerEngine's attention."""
+    return "dot_product_attention" in name or "fused_attn" in name
 
 
 class Kernels(NamedTuple):
-    """How often those of each kind run; the FLOPs of the matrix products, None where they cannot be told."""
+    """How often kernels of each kind run, and the FLOPs of the matmuls; None where they cannot be told."""
 
     counts: Counter[str]
     flops: float | None
 
-    def more_than(self, others: "Kernels") -> list[str]:
-        """What is more of them than there were to be. XLA makes one product of several: FLOPs tell, where counts do
-        not."""
-        more = [kind for kind in KINDS if self.counts[kind] > others.counts[kind]]
-        found = [f"{self.counts[kind]} {kind} run where {others.counts[kind]} were traced" for kind in more]
-        if self.flops and others.flops and self.flops > _PADDING * others.flops:
-            found.append(f"{PRODUCT} take {self.flops / others.flops:.3f} of the FLOPs that were traced")
-        return found
+    def more_than(self, traced: "Kernels") -> list[str]:
+        """Where these exceed the kernels that were traced. XLA merges matmuls: FLOPs tell what counts do not."""
+        more = [
+            f"{self.counts[kind]} {kind} run where {traced.counts[kind]} were traced"
+            for kind in KINDS
+            if self.counts[kind] > traced.counts[kind]
+        ]
+        if self.flops and traced.flops and self.flops > _PADDING * traced.flops:
+            more.append(f"{MATMUL} take {self.flops / traced.flops:.3f} of the FLOPs that were traced")
+        return more
 
 
 def traced(jaxpr: Jaxpr) -> Kernels | None:
@@ -48,24 +55,22 @@ def traced(jaxpr: Jaxpr) -> Kernels | None:
             if any(eqn.primitive.name == "while" for eqn in site.enclosing):
                 return None
             counts[kind] += site.runs
-            flops += site.runs * flops_of(site.eqn) if kind == PRODUCT else 0.0
+            flops += site.runs * flops_of(site.eqn) if kind == MATMUL else 0.0
     return Kernels(+counts, None if math.isnan(flops) else flops)
 
 
-def ran(lines: Sequence[Instruction]) -> Kernels:
-    """By a compiled program, fusions too, on each device."""
-    often, at = runs(lines), {(line.computation, line.name): line for line in lines}
+def ran(module: Module) -> Kernels:
+    """Those that a compiled program runs on each device, within fusions too."""
     counts, flops = Counter[str](), 0.0
-    for line, kind in _kernels(lines):
-        counts[kind] += often[line.computation]
-        flops += often[line.computation] * _flops_of(line, at) if kind == PRODUCT else 0.0
+    for line, kind in _kernels(module):
+        counts[kind] += module.runs[line.computation]
+        flops += module.runs[line.computation] * _flops_of(line, module) if kind == MATMUL else 0.0
     return Kernels(counts, None if math.isnan(flops) else flops)
 
 
-def _kernels(lines: Sequence[Instruction]) -> Iterator[tuple[Instruction, str]]:
-    for line in lines:
-        target = re.search(r'custom_call_target="([^"]*)"', line.text) if line.opcode == "custom-call" else None
-        if kind := _kind(target[1] if target else line.opcode, of_equations=False):
+def _kernels(module: Module) -> Iterator[tuple[Instruction, str]]:
+    for line in module:
+        if kind := _kind(line.target if line.opcode == "custom-call" else line.opcode, of_equations=False):
             yield line, kind
 
 
@@ -74,7 +79,7 @@ def _kind(name: str, of_equations: bool) -> str | None:
 
 
 def flops_of(eqn: JaxprEqn) -> float:
-    """Of a matrix product; NaN for products of groups: some kernels multiply every row by every group's matrix."""
+    """The FLOPs of a matmul; NaN for a grouped GEMM: some kernels multiply every row by every group's matrix."""
     if eqn.primitive.name != "dot_general":
         return math.nan
     (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -83,11 +88,11 @@ def flops_of(eqn: JaxprEqn) -> float:
     return 2.0 * math.prod(made.shape) * math.prod(first.shape[d] for d in contracted)
 
 
-def _flops_of(line: Instruction, at: dict[tuple[str, str], Instruction]) -> float:
+def _flops_of(line: Instruction, module: Module) -> float:
     """NaN where the text does not say."""
     contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d",]*)[}\]]', line.text)
-    first = at.get((line.computation, line.operands[0])) if line.operands else None
-    if line.opcode == "ragged-dot" or not contracted or not first:
+    operands = module.operands(line)
+    if line.opcode == "ragged-dot" or not contracted or not operands:
         return math.nan
-    (_, given), (_, made) = of_shape(first.shape), of_shape(line.shape)
+    (_, given), (_, made) = dtype_and_sizes(operands[0].shape), dtype_and_sizes(line.shape)
     return 2.0 * math.prod(made) * math.prod(given[int(d)] for d in re.findall(r"\d+", contracted[1]))

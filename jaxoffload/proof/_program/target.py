@@ -1,10 +1,7 @@
-"""A function to verify: what it computes, its arguments, and the programs that are made of it."""
+"""The function under test: what it computes, its arguments, and the programs that are made of it."""
 
-import contextlib
 import dataclasses
 import functools
-import importlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,11 +18,10 @@ from ..._engine.reference import as_reference, with_layers
 from ..._engine.walk import walk
 from ..._policy import Policy
 from ..._residuals import Plans
+from .exact import compiled, exact_options, repeatable_options
+from .hlo import Module, parse
 from .host_transfers import HostTransfer, host_transfers
-
-_CUDNN_CONFIG = "create_dot_product_attention_backend_config_base"  # what JAX says to XLA of cuDNN's attention
-_MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's variable
-PRODUCTS = {"dot_general", "ragged_dot_general", "ragged_dot"}  # primitives
+from .results import run_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +30,14 @@ class Target:
 
     Attributes:
       run: the function of `args` that is verified: all results, by name.
-      loss: what is differentiated in it; None for a step.
-      jaxpr, plans, host_transfers: of `run`.
+      loss: what `run` differentiates; None for a step.
+      jaxpr, plans, host_transfers: those of `run`.
       policies: those of JAX's own checkpoints in it.
-      has_reference: whether anything in it is differentiated by jaxoffload.
-      repeats: how often it is run to see that the same comes from the same.
-      peaks: as `_peaks` measured them, why it could not, or None where nobody did.
-      most: of how many layers of each scan the first run; None for all.
-      strict: whether products with group sizes on the host fail.
+      has_reference: whether jaxoffload differentiates anything in it.
+      repeats: how often it runs to see whether equal arguments give equal results.
+      peaks: what `peaks_of` measured, why it could not, or None where nobody asked.
+      most: how many layers of each scan run, the first ones; None for all.
+      strict: whether grouped GEMMs with group sizes on the host fail.
     """
 
     run: Callable[..., Any]
@@ -58,7 +54,7 @@ class Target:
     strict: bool = False
 
     def with_layers(self, most: int) -> "Target":
-        """The same, of so many layers of each scan, with the same arrays: there is no room for others."""
+        """Return the target with every scan truncated to its first layers, and the same arrays: no room for others."""
         run, loss = with_layers(self.run, most), self.loss and with_layers(self.loss, most)
         fewer = tuple(host_transfers(jax.make_jaxpr(run)(*self.args)))
         return dataclasses.replace(self, run=run, args=self.arrays, loss=loss, host_transfers=fewer, most=most)
@@ -80,13 +76,13 @@ class Target:
 
     @functools.cached_property
     def reference_program(self) -> Any:
-        """The same of its reference."""
+        """Its reference, compiled likewise."""
         return compiled(as_reference(self.run), self.arrays, repeatable_options())
 
     def exact_programs(self) -> tuple[Any, Any]:
         """`run` and its reference, compiled under `exact_options`; slower."""
-        mine, reference = (compiled(run, self.arrays, exact_options()) for run in (self.run, as_reference(self.run)))
-        return mine, reference
+        ours, reference = (compiled(run, self.arrays, exact_options()) for run in (self.run, as_reference(self.run)))
+        return ours, reference
 
     @functools.cached_property
     def fast_program(self) -> Any:
@@ -94,8 +90,13 @@ class Target:
         return compiled(self.run, self.arrays, compiler_options())
 
     @functools.cached_property
+    def module(self) -> Module:
+        """What XLA compiled for `fast_program`."""
+        return parse(self.fast_program.as_text())
+
+    @functools.cached_property
     def devices(self) -> set[Any]:
-        """That the arguments say; empty where they say nothing."""
+        """Those of the arguments' shardings; empty where they have none."""
         shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self.args)]
         return {device for sharding in shardings if sharding is not None for device in sharding.device_set}
 
@@ -103,7 +104,12 @@ class Target:
 def target_of(
     f: Callable[..., Any], args: tuple[Any, ...], policy: Policy | None = None, has_aux: bool = False, repeats: int = 3
 ) -> Target:
-    """As `verify` takes it."""
+    """Trace a function as `verify` takes it.
+
+    Raises:
+      NotImplementedError: the arguments lie on an abstract mesh, or a step looks like a loss.
+      ValueError: `has_aux`, and `f` returns something else than a pair.
+    """
     for leaf in jax.tree.leaves(args):
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if isinstance(mesh, jax.sharding.AbstractMesh):
@@ -122,29 +128,23 @@ def target_of(
         jaxpr = jax.make_jaxpr(run)(*args)
     plans, policies = Plans(jaxpr), tuple(dict.fromkeys(filter(None, _policies(jaxpr))))
     has_reference = bool(plans.plans) or any(isinstance(policy, Policy) for policy in policies)
-    transfer = tuple(host_transfers(jaxpr))
-    return Target(run, args, loss if is_loss else None, jaxpr, plans, policies, transfer, has_reference, repeats)
+    return Target(
+        run=run,
+        args=args,
+        loss=loss if is_loss else None,
+        jaxpr=jaxpr,
+        plans=plans,
+        policies=policies,
+        host_transfers=tuple(host_transfers(jaxpr)),
+        has_reference=has_reference,
+        repeats=repeats,
+    )
 
 
 _LIKE_A_LOSS = (
     "the function returns one floating-point scalar, as a loss does, but differentiates what is in it; give its loss, "
     "or return the new state too, as a training step does"
 )
-
-
-def run_of(f: Callable[..., Any], args: tuple[Any, ...], has_aux: bool = False) -> tuple[Callable[..., Any], bool]:
-    """What is verified of a function, as a function of its arguments that returns all results by name; and whether it
-    is a loss, which is differentiated for that."""
-    out = jax.eval_shape(f, *args)
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise ValueError(f"has_aux: the function must return (loss, other results), not {type(out).__name__}")
-    if has_aux or _is_scalar(out):
-        return _differentiated(f, has_aux), True
-    return lambda *args: {"result": f(*args)}, False
-
-
-def _is_scalar(out: Any) -> bool:
-    return isinstance(out, jax.ShapeDtypeStruct) and not out.shape and jnp.issubdtype(out.dtype, jnp.floating)
 
 
 def _policies(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -183,94 +183,3 @@ def _array(x: Any, number: int) -> Any:
     else:
         array = jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype)
     return array if x.sharding is None else jax.device_put(array, x.sharding)
-
-
-def _differentiated(f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """The value and the gradient with respect to all floating-point leaves, by name."""
-
-    def run(*args: Any) -> dict[str, Any]:
-        leaves, tree = jax.tree.flatten(args)
-        moving = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
-
-        def of_moving(xs: list[Any]) -> Any:
-            whole = list(leaves)
-            for i, x in zip(moving, xs, strict=True):
-                whole[i] = x
-            return f(*jax.tree.unflatten(tree, whole))
-
-        value, found = jax.value_and_grad(of_moving, has_aux=has_aux)([leaves[i] for i in moving])
-        gradient: list[Any] = [None] * len(leaves)
-        for i, g in zip(moving, found, strict=True):
-            gradient[i] = g
-        return {"value": value, "gradient": jax.tree.unflatten(tree, gradient)}
-
-    return run
-
-
-def compiled(run: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    # A function of its own: JAX would take the one program for the other otherwise.
-    with deterministic_attention() if options.get("xla_gpu_deterministic_ops") else contextlib.nullcontext():
-        return jax.jit(lambda *args: run(*args), compiler_options=options).lower(*args).compile()
-
-
-@contextlib.contextmanager
-def deterministic_attention() -> Iterator[None]:
-    """What one thread traces and lowers meanwhile asks for attention's derivative without atomics.
-
-    TransformerEngine is told by its own variable. cuDNN is told by XLA's deterministic options, but of equal calls the
-    first alone, and with two, as of layers in two loops, the program then lacks the other's graph (jaxlib 0.11.2:
-    "IndexError: absl::container_internal::raw_hash_map<>::at"). So here JAX tells it at each call.
-    Source: HandleCustomCall in XLA's service/gpu/transforms/cudnn_custom_call_compiler.cc.
-    """
-    lowering, name = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo"), _CUDNN_CONFIG
-    config_of, before = getattr(lowering, name), os.environ.get(_MAY_BE_ATOMIC)
-
-    def deterministic(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        config: dict[str, Any] = config_of(*args, **kwargs)
-        config["cudnn_fmha_backend_config"]["force_deterministic"] = True
-        return config
-
-    try:
-        os.environ[_MAY_BE_ATOMIC] = "0"
-        setattr(lowering, name, deterministic)
-        yield
-    finally:
-        setattr(lowering, name, config_of)
-        if before is None:
-            del os.environ[_MAY_BE_ATOMIC]
-        else:
-            os.environ[_MAY_BE_ATOMIC] = before
-
-
-def repeatable_options() -> dict[str, Any]:
-    """`exact_options`, except for what costs time or memory and is rarely needed: on a GPU cuBLAS may add what follows
-    a product before it rounds, in one program and not in the other, but a large program without it takes minutes; on a
-    CPU XLA may fuse the two differently, but without fusion they are slower and larger."""
-    slow = {"xla_gpu_gemm_rewrite_size_threshold"} if jax.default_backend() == "gpu" else _ONE_KERNEL_EACH
-    return {key: value for key, value in exact_options().items() if key not in slow}
-
-
-# XLA:CPU makes a kernel of what it fuses, and of a small loop; LLVM contracts a product and a sum in a kernel into one
-# rounding, and vectorizes its sums. What is in one kernel depends on the loop around it. Unoptimised code also compiles
-# in half the time.
-_ONE_KERNEL_EACH = {"xla_disable_hlo_passes": "fusion,small-while-loop-hoisting", "xla_backend_optimization_level": 0}
-
-
-def exact_options(backend: str | None = None) -> dict[str, Any]:
-    """The options under which two programs of the same arithmetic give the same bits, if they are lowered under
-    `deterministic_attention`: by XLA's names, for `jax.jit(f, compiler_options=...)`. `backend`: JAX's default if None.
-    """
-    if (backend or jax.default_backend()) != "gpu":
-        return {"xla_allow_excess_precision": False, **_ONE_KERNEL_EACH}
-    return {
-        "xla_allow_excess_precision": False,
-        "xla_gpu_deterministic_ops": True,
-        "xla_gpu_autotune_level": 0,
-        # Programs that differ only in what they offload fuse differently around their matrix products, and bfloat16
-        # then differs in the last bits (measured on an H200: with these two options none does).
-        "xla_gpu_enable_triton_gemm": False,
-        "xla_disable_hlo_passes": "priority-fusion,multi-output-fusion",
-        # No cuBLAS: the small products are kernels of XLA's, which are the same in both programs.
-        "xla_gpu_gemm_rewrite_size_threshold": 10**9,
-        "xla_disable_automatic_host_compute_offload": True,  # an error instead of silent compute on the host
-    }

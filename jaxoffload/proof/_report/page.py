@@ -12,7 +12,7 @@ import jax
 
 from ..._residuals import Residuals
 from ..._text import readable
-from .._verify.verify import Check
+from .._check import Check
 from .pictures import COLORS, PLACES, TURNS, WAYS, Lane, memory, places, timeline
 from .profile import Profile, short
 
@@ -111,7 +111,7 @@ def _facts(about: Mapping[str, str]) -> str:
 
 def _verdicts(checks: Sequence[tuple[str, Check]]) -> str:
     of = {"holds": "holds", "fails": "fails"}
-    rows = ((what, c.claim, (c.verdict, of.get(c.verdict, "")), c.said) for what, c in checks)
+    rows = ((what, c.claim, (c.verdict, of.get(c.verdict, "")), c.detail) for what, c in checks)
     return "<h2>What holds</h2>" + _table("Claims and verdicts", ("of", "claim", "verdict", "because"), rows)
 
 

@@ -1,4 +1,4 @@
-"""Results of programs, compared bit for bit, and what equal ones are worth."""
+"""Results of programs, compared bit for bit, and whether equal ones are evidence."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def numbers(tree: Any) -> Any:
-    """As numpy arrays; of an array that other processes hold too, this one's shards."""
+    """Return the leaves as numpy arrays; of an array that other processes hold too, this one's shards."""
 
     def of_leaf(x: Any) -> np.ndarray:
         x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
@@ -18,19 +18,19 @@ def numbers(tree: Any) -> Any:
     return jax.tree.map(of_leaf, tree)
 
 
-def differences(mine: Any, others: Any) -> Iterator[str]:
-    """By the bits: NaN equals itself, and 0.0 not -0.0."""
+def differences(ours: Any, reference: Any) -> Iterator[str]:
+    """Compare the bits: NaN equals itself, and 0.0 does not equal -0.0."""
     bits = lambda x: np.ascontiguousarray(x).reshape(-1).view(f"u{min(x.dtype.itemsize, 8)}")
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(mine), jax.tree.leaves(others), strict=True):
-        if (apart := bits(a) != bits(b)).any():
-            apart = apart.reshape(a.size, -1).any(1)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(reference), strict=True):
+        if (differ := bits(a) != bits(b)).any():
+            differ = differ.reshape(a.size, -1).any(1)
             wide = lambda x: x.reshape(-1).astype(np.complex128)
-            by = np.max(np.abs(wide(a) - wide(b))[apart])
-            yield f"{jax.tree_util.keystr(path)}: {apart.sum()} of {a.size} values, by up to {by:.3g}"
+            by = np.max(np.abs(wide(a) - wide(b))[differ])
+            yield f"{jax.tree_util.keystr(path)}: {differ.sum()} of {a.size} values, by up to {by:.3g}"
 
 
-def says_nothing(results: Any, args: Any) -> str | None:
-    """Why equal results are no evidence."""
+def no_evidence(results: Any, args: Any) -> str | None:
+    """Why results that are equal prove nothing; None if they do."""
     for path, x in jax.tree_util.tree_leaves_with_path(results):
         if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all():
             return f"{jax.tree_util.keystr(path)} is not finite"

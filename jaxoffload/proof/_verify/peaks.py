@@ -1,6 +1,6 @@
 """The peak of allocated device memory of a function and of its reference, each in a process that does nothing else.
 
-For the command line, before it touches a GPU itself: what a process has allocated before cannot be told apart.
+The command line asks for it before it touches a GPU: a process's peak includes whatever else it allocated.
 """
 
 import importlib.util
@@ -16,12 +16,13 @@ import jax.numpy as jnp
 
 from ..._compiler_options import compiler_options
 from ..._engine.reference import as_reference
-from .._program.target import compiled, target_of
-from .checks import need, reference_that_fits
+from .._program.exact import compiled
+from .._program.target import target_of
+from .capacity import need, reference_that_fits
 
 
 class Peaks(NamedTuple):
-    """In bytes, of one device; `most`: of how many layers of each scan the first ran, None for all."""
+    """Bytes on one device; `most`: how many layers of each scan ran, the first ones; None for all."""
 
     ours: int
     reference: int
@@ -29,9 +30,9 @@ class Peaks(NamedTuple):
 
 
 def peaks_of(command: Sequence[str]) -> Peaks | str:
-    """Of what a command, a process of this module's `measured`, prints; or why there are none."""
+    """Return what a command, which runs this module's `measured`, prints in fresh processes; or why it cannot."""
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not any(map(importlib.util.find_spec, _PLUGINS)):
-        return "this is no GPU"
+        return _NO_GPU
     reference = _run([*command, "--peak", "reference"])
     if isinstance(reference, str):
         return reference
@@ -41,6 +42,7 @@ def peaks_of(command: Sequence[str]) -> Peaks | str:
     return ours if isinstance(ours, str) else Peaks(ours["peak"], reference["peak"], reference["most"])
 
 
+_NO_GPU = "this needs an NVIDIA GPU"
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
@@ -48,20 +50,20 @@ def _run(command: Sequence[str]) -> dict[str, Any] | str:
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
     printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not printed:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        return f"that process ended with exit status {done.returncode}: {said[-1] if said else 'it said nothing'}"
+        errors = [line for line in done.stderr.splitlines() if line.strip()]
+        return f"a fresh process ended with exit status {done.returncode}: {errors[-1] if errors else 'no message'}"
     return json.loads(printed[-1])
 
 
 def measured(f: Any, args: tuple[Any, ...], whose: str, most: int | None, has_aux: bool = False) -> dict[str, Any]:
-    """What `peaks_of` reads: the peak after three runs on zeros, which take no other memory to make.
+    """Return what `peaks_of` reads: the peak after three runs on zeros, which take no other memory to make.
 
     Args:
-      whose: "reference", then of as many layers as fit; or "ours", then of the first `most` layers of each scan.
+      whose: "reference", then with as many layers as fit; or "ours", then with the first `most` layers of each scan.
       has_aux: as for `verify`.
     """
     if jax.default_backend() != "gpu":
-        return {"why": "this is no GPU"}
+        return {"why": _NO_GPU}
     zeros = jax.tree.map(_zeros, args)
     target = target_of(f, zeros, has_aux=has_aux)
     if target.loss is None:

@@ -17,45 +17,46 @@ import numpy as np
 from .bits import numbers
 
 RUNS = 3  # of the reference, with arguments moved
-LIMIT = 4.0  # right programs were seen up to 0.7 apart, and those with 0.1 % off one residual 700 and more
+LIMIT = 4.0  # right programs differed by up to 0.7, those with a residual off by 0.1 % by 700 and more
 CHAOTIC = 0.05  # a reference that moves by this share of its norm has chosen otherwise, as a router does
 
 
 class Rounding(NamedTuple):
-    """How far two programs' results are apart.
+    """How far the results of two programs are apart.
 
-    `share`: in units of the reference's own rounding error; the greatest of all rows. `error`: that error, as a share
-    of the results' norm; the greatest of all results.
+    Attributes:
+      share: their distance in units of the reference's own rounding error; the greatest of all rows.
+      error: that rounding error as a share of the results' norm; the greatest of all results.
     """
 
     share: float
     error: float
 
 
-def rounding(mine: Any, reference: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Rounding:
+def rounding(ours: Any, reference: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Rounding:
     """Compare results, trees of numpy arrays as `numbers` returns them; `run(*args)` computes the reference's."""
     moved = [jax.tree.leaves(numbers(run(*_moved(args, number)))) for number in range(RUNS)]
     share = error = 0.0
-    for i, (a, b) in enumerate(zip(jax.tree.leaves(mine), jax.tree.leaves(reference), strict=True)):
+    for i, (a, b) in enumerate(zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True)):
         if not jnp.issubdtype(b.dtype, jnp.inexact):
             share = max(share, 0.0 if np.array_equal(a, b) else np.inf)
             continue
         runs = [leaves[i] for leaves in moved]
-        whole, own = _norms(b), np.max([_norms(run, b) for run in runs], axis=0)
-        own = np.maximum(own, jnp.finfo(b.dtype).eps * whole)  # the result itself is rounded
-        share = max(share, _greatest(_norms(a, b), own))
-        error = max(error, _greatest(np.linalg.norm(own, keepdims=True), np.linalg.norm(whole, keepdims=True)))
+        norms, errors = _norms(b), np.max([_norms(run, b) for run in runs], axis=0)
+        errors = np.maximum(errors, jnp.finfo(b.dtype).eps * norms)  # the result itself is rounded
+        share = max(share, _greatest(_norms(a, b), errors))
+        error = max(error, _greatest(np.linalg.norm(errors, keepdims=True), np.linalg.norm(norms, keepdims=True)))
     return Rounding(share, error)
 
 
-def furthest(mine: Any, reference: Any) -> float:
-    """How far results are apart, as a share of a row's norm; the greatest of all rows."""
-    pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(reference), strict=True)
+def furthest(ours: Any, reference: Any) -> float:
+    """Return how far results are apart, as a share of a row's norm; the greatest of all rows."""
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True)
     return max((_greatest(_norms(a, b), _norms(b)) for a, b in pairs), default=0.0)
 
 
 def _greatest(a: np.ndarray, b: np.ndarray) -> float:
-    """Of a / b; 0 for 0 / 0 and for no rows, and infinity where one is not finite."""
+    """The greatest a / b; 0 for 0 / 0 and for no rows, and infinity where one is not finite."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(a == 0, 0.0, a / b)
     return float(np.max(np.where(np.isfinite(ratios), ratios, np.inf), initial=0.0))
@@ -64,10 +65,10 @@ def _greatest(a: np.ndarray, b: np.ndarray) -> float:
 def _norms(a: np.ndarray, b: np.ndarray | None = None) -> np.ndarray:
     """The norm of a, or of a - b, of each row of a stack: a fault in one layer must not drown in the others'."""
     size = math.prod(a.shape[1:])
-    rows = (len(a), size) if a.ndim > 1 and size >= 16 else (1, a.size)  # of fewer numbers a few runs tell too little
-    with np.errstate(invalid="ignore", over="ignore"):  # infinities; `_greatest` calls them apart
-        apart = a.astype(np.complex128) - (0 if b is None else b.astype(np.complex128))
-        return np.linalg.norm(np.abs(apart).reshape(rows), axis=1)
+    rows = (len(a), size) if a.ndim > 1 and size >= 16 else (1, a.size)  # a few runs tell too little of fewer numbers
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities, which are different to `_greatest`
+        difference = a.astype(np.complex128) - (0 if b is None else b.astype(np.complex128))
+        return np.linalg.norm(np.abs(difference).reshape(rows), axis=1)
 
 
 def _moved(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:

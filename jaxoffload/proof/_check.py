@@ -1,0 +1,52 @@
+"""What verify() returns and pages show: a verdict for each claim."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Final, Literal
+
+HOLDS: Final = "holds"
+FAILS: Final = "fails"
+NOT_CHECKED: Final = "not checked"
+Verdict = Literal["holds", "fails", "not checked"]
+
+Found = tuple[Verdict, str]  # a check's verdict and its detail
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One claim. `detail`: what was compared, where it fails and by how much, or why it was not checked."""
+
+    claim: str
+    verdict: Verdict
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict:11}  {self.claim}: {self.detail}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """The checks of one function: print it, index it by claim, or ask whether it is `ok`."""
+
+    checks: tuple[Check, ...]
+
+    def __iter__(self) -> Iterator[Check]:
+        return iter(self.checks)
+
+    def __getitem__(self, claim: str) -> Check:
+        by_claim = {check.claim: check for check in self.checks}
+        if claim not in by_claim:
+            raise KeyError(f"{claim!r} is none of {', '.join(by_claim)}")
+        return by_claim[claim]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing fails. What was not checked does not fail."""
+        return all(check.verdict != FAILS for check in self.checks)
+
+    def to_json(self) -> str:
+        return json.dumps({"ok": self.ok, "checks": [dataclasses.asdict(check) for check in self.checks]})
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.checks))

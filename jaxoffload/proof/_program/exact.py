@@ -1,0 +1,132 @@
+"""How programs are compiled to be compared: options and settings under which equal arithmetic gives equal bits."""
+
+import contextlib
+import importlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr
+
+from ..._engine.walk import nested
+
+# What JAX says to XLA of cuDNN's attention, and where.
+_LOWERING = "jax._src.cudnn.fused_attention_stablehlo"
+_CONFIG = "create_dot_product_attention_backend_config_base"
+_MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's variable
+
+# XLA:CPU makes a kernel of what it fuses, and of a small loop; LLVM contracts a product and a sum in a kernel into one
+# rounding, and vectorizes its sums. What is in one kernel depends on the loop around it. Unoptimised code also compiles
+# in half the time.
+_ONE_KERNEL_EACH = {"xla_disable_hlo_passes": "fusion,small-while-loop-hoisting", "xla_backend_optimization_level": 0}
+
+
+def exact_options(backend: str | None = None) -> dict[str, Any]:
+    """Return compiler options under which two programs of the same arithmetic give the same bits.
+
+    On a GPU, attention kernels must also be lowered to be deterministic, which `verify` sees to.
+
+    Args:
+      backend: "cpu" or "gpu"; JAX's default backend if None.
+
+    Returns:
+      XLA's options by name, for `jax.jit(f, compiler_options=...)`. Programs compiled so are slower.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxoffload.proof import exact_options
+      >>> f = jax.jit(lambda x: x * 3 + 1, compiler_options=exact_options())
+      >>> print(f(jnp.float32(2)))
+      7.0
+    """
+    if (backend or jax.default_backend()) != "gpu":
+        return {"xla_allow_excess_precision": False, **_ONE_KERNEL_EACH}
+    return {
+        "xla_allow_excess_precision": False,
+        "xla_gpu_deterministic_ops": True,
+        "xla_gpu_autotune_level": 0,
+        # Programs that differ only in what they offload fuse differently around their matmuls, and bfloat16 then
+        # differs in the last bits (measured on an H200: with these two options none does).
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_disable_hlo_passes": "priority-fusion,multi-output-fusion",
+        # No cuBLAS: the small matmuls are kernels of XLA's, which are the same in both programs.
+        "xla_gpu_gemm_rewrite_size_threshold": 10**9,
+        "xla_disable_automatic_host_compute_offload": True,  # an error instead of silent compute on the host
+    }
+
+
+def repeatable_options() -> dict[str, Any]:
+    """Return `exact_options` without those that cost time or memory and are rarely needed.
+
+    On a GPU, cuBLAS may then add what follows a matmul before it rounds, in one program and not in the other; but
+    compiling a large program without cuBLAS takes minutes. On a CPU, XLA may fuse the two programs differently; but
+    without fusion they are slower and larger.
+    """
+    slow = {"xla_gpu_gemm_rewrite_size_threshold"} if jax.default_backend() == "gpu" else _ONE_KERNEL_EACH
+    return {key: value for key, value in exact_options().items() if key not in slow}
+
+
+def compiled(run: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    # A function of its own: JAX would take the one program for the other otherwise.
+    with deterministic_attention() if options.get("xla_gpu_deterministic_ops") else contextlib.nullcontext():
+        return jax.jit(lambda *args: run(*args), compiler_options=options).lower(*args).compile()
+
+
+@contextlib.contextmanager
+def deterministic_attention() -> Iterator[None]:
+    """Ask for attention gradients without atomics in what this thread lowers within the context.
+
+    XLA's deterministic options reach only the first of several equal calls of cuDNN's attention; the program then lacks
+    the graph of the others (jaxlib 0.11.2: "IndexError: absl::container_internal::raw_hash_map<>::at"), and JAX has no
+    public switch: docs/upstream.md#cudnn-deterministic. So, until the context is left:
+
+    - JAX's function that writes the configuration of each such call adds `force_deterministic`. A JAX without that
+      function stays as it is, and `not_exact` says so.
+    - The environment variable NVTE_ALLOW_NONDETERMINISTIC_ALGO, which TransformerEngine reads as it lowers, is "0".
+    """
+    lowering, config_of, before = _lowering(), _config_of(), os.environ.get(_MAY_BE_ATOMIC)
+    this_thread = threading.get_ident()
+
+    def deterministic(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        assert config_of
+        config: dict[str, Any] = config_of(*args, **kwargs)
+        if threading.get_ident() == this_thread:
+            config["cudnn_fmha_backend_config"]["force_deterministic"] = True
+        return config
+
+    try:
+        os.environ[_MAY_BE_ATOMIC] = "0"
+        if config_of:
+            setattr(lowering, _CONFIG, deterministic)
+        yield
+    finally:
+        if config_of:
+            setattr(lowering, _CONFIG, config_of)
+        if before is None:
+            del os.environ[_MAY_BE_ATOMIC]
+        else:
+            os.environ[_MAY_BE_ATOMIC] = before
+
+
+def _lowering() -> Any:
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(_LOWERING)
+    return None
+
+
+def _config_of() -> Callable[..., dict[str, Any]] | None:
+    return getattr(_lowering(), _CONFIG, None)
+
+
+def not_exact(jaxpr: Jaxpr) -> str:
+    """Why one program may give other bits each time it runs, whatever the options; empty if it may not."""
+    if _config_of() or not _calls_cudnn_attention(jaxpr):
+        return ""
+    return "this JAX offers no way to ask cuDNN's attention to be deterministic: docs/upstream.md#cudnn-deterministic"
+
+
+def _calls_cudnn_attention(jaxpr: Jaxpr) -> bool:
+    calls = lambda eqn: "dot_product_attention" in eqn.primitive.name or any(map(_calls_cudnn_attention, nested(eqn)))
+    return any(map(calls, jaxpr.eqns))

@@ -1,0 +1,29 @@
+"""What several checks say, and how processes agree on what to do next."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from .._program.target import Target
+
+REFERENCE_MOVES_TOO = "value(s) go to the host in the reference too: not jaxoffload moves them"
+VISIBLE = 64 * 2**20  # bytes; memory differs by some MiB for other reasons
+
+
+def no_reference(target: Target) -> str:
+    detail = "nothing in the function is differentiated by jaxoffload, so it has no reference"
+    if target.loss is None:
+        return f"{detail} (a loss returns one floating-point scalar; has_aux=True: that and other results)"
+    return f"{detail}; is it jaxoffload's scan, chain or checkpoint that it calls?"
+
+
+def first(items: Sequence[str], between: str = ", ") -> str:
+    """The first three, and how many more there are."""
+    return between.join([*items[:3], *[f"and {len(items) - 3} more"] * (len(items) > 3)])
+
+
+def in_any_process(true: bool) -> bool:
+    """Whether it is true in any process: what all of them then do together."""
+    return bool(np.any(multihost_utils.process_allgather(np.array(true)))) if jax.process_count() > 1 else true

@@ -32,6 +32,7 @@ from ._engine.pool_need import need_of, refuse_what_does_not_fit
 from ._engine.reruns import reruns
 from ._engine.source import Source, source_of
 from ._engine.values import bodies, devices_of
+from ._jax import SHARD_MAP
 from ._policy import Policy, PolicyError, check_arguments
 from ._scan import body_of, scan_p
 from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, SHARES, Residual, Residuals
@@ -245,7 +246,7 @@ class Plans:
                 count, size = self.recomputed[name]
                 self.recomputed[name] = count + layers, size + layers * devices * nbytes(eqn.outvars[0].aval)
             here = devices
-            if eqn.primitive.name == "shard_map":
+            if eqn.primitive.name == SHARD_MAP:
                 here *= devices_of(eqn)
             for _, body in bodies(eqn):
                 self._walk(body, layers * eqn.params.get("length", 1), here, inside, loops, another)

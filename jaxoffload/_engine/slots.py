@@ -11,8 +11,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var, new_jaxpr_eqn
 from jax.extend.core.primitives import cond_p, name_p
-from jax.interpreters import batching, mlir
 
+from .._jax import define
 from .names import PlanName, read_plan_name
 from .plan import Plan
 from .values import map_bodies, with_eqns
@@ -53,9 +53,15 @@ def is_residual_of(plan: Plan, prim: Any, params: dict[str, Any]) -> bool:
     return prim is retyped_p and params["is_residual"] and params["name"] in plan.plan_names
 
 
+def _batch(_: Any, args: Any, dims: Any, **params: Any) -> Any:
+    return retyped_p.bind(*args, **params), *dims
+
+
 # A value that has the plan's `name`: as a residual, or as what it was again.
-retyped_p = Primitive("jaxoffload_retyped")
-retyped_p.def_impl(lambda x, **_: x)
-retyped_p.def_abstract_eval(_other_type)
-mlir.register_lowering(retyped_p, lambda _, x, **__: [x])
-batching.defvectorized(retyped_p)
+retyped_p = define(
+    Primitive("jaxoffload_retyped"),
+    eager=lambda x, **_: x,
+    results=_other_type,
+    lower=lambda _, x, **__: [x],
+    batch=_batch,
+)

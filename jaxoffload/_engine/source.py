@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import name_p
+from jax.extend.core.primitives import cond_p, name_p, scan_p
 
+from .._jax import BARRIER, CALLS, VIEWS
 from .memory import nbytes
 from .names import PlanName, read_plan_name
-from .values import CALLS, bodies, keeps_all_bits
+from .values import bodies, keeps_all_bits
 
 
 class Source(NamedTuple):
@@ -33,26 +34,11 @@ def is_its_operand(eqn: JaxprEqn) -> bool:
     return eqn.primitive is name_p or keeps_all_bits(eqn)
 
 
-# Equations that pass all of a residual on between its definition and the place where it is kept.
-_VIEWS = {
-    "name",
-    "reduce_precision",
-    "device_put",
-    "reshape",
-    "squeeze",
-    "broadcast_in_dim",
-    "pcast",
-    "pvary",
-    "jaxoffload_retyped",
-}
-_BARRIER = "optimization_barrier"  # a result for each operand
-
-
 def is_a_view(eqn: JaxprEqn) -> bool:
     """Whether what it makes is its operand, seen otherwise."""
-    if eqn.primitive.name == _BARRIER:
+    if eqn.primitive.name == BARRIER:
         return True
-    return eqn.primitive.name in _VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
+    return eqn.primitive.name in VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
 
 
 def source_of(jaxpr: Jaxpr, var: Any) -> Source:
@@ -84,8 +70,8 @@ def follow(jaxpr: Jaxpr, var: Any, passes_on: Callable[[JaxprEqn], bool]) -> Any
 def _operand(eqn: JaxprEqn, index: int, passes_on: Callable[[JaxprEqn], bool]) -> Any:
     """The operand, or earlier result, that a result of an equation is too; None if there is none."""
     if passes_on(eqn) and not _plan_name(eqn):
-        return eqn.invars[index if eqn.primitive.name == _BARRIER else 0]
-    is_scan = eqn.primitive.name == "scan"
+        return eqn.invars[index if eqn.primitive.name == BARRIER else 0]
+    is_scan = eqn.primitive is scan_p
     for _, body in bodies(eqn) if is_scan or eqn.primitive.name in CALLS else ():
         inside = [follow(body, v, passes_on) for v in body.outvars[: index + 1]]
         outside: list[tuple[Any, Any]] = list(zip(inside[:-1], eqn.outvars, strict=False))
@@ -110,10 +96,10 @@ def _inner_origin(eqn: JaxprEqn, index: int) -> Source:
     if prim == "jaxoffload_forward":
         return eqn.params["loops"].source_of(index)
     inside = [(body, source_of(body, body.outvars[index])) for _, body in bodies(eqn)]
-    if prim == "cond":
+    if eqn.primitive is cond_p:
         return _of_one_slot([found for _, found in inside])
     for body, found in inside:
-        if prim != "scan":
+        if eqn.primitive is not scan_p:
             return found
         if not _is_stack(eqn, body, index):
             return found._replace(where=found.where and "the last carry of a scan")

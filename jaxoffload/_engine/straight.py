@@ -13,18 +13,12 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core.primitives import device_put_p, sharding_constraint_p
 from jax.sharding import AxisType, NamedSharding
 
+from .._jax import OPENED, PASSING, SHARD_MAP
 from .memory import nbytes
-from .values import CALLS, keeps_all_bits, nested
-
-# Equations whose nested jaxpr is a part of the program around it: XLA knows no call there.
-_OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", "shard_map"}
-
-# Equations that pass their operands on, or the first one.
-_PASSING = {"name", "sharding_constraint", "optimization_barrier", "pcast", "pvary", "dynamic_update_slice"} | {
-    "jaxoffload_retyped"
-}
+from .values import keeps_all_bits, nested
 
 
 class Division(NamedTuple):
@@ -115,19 +109,19 @@ def straight(jaxpr: Jaxpr, opened_too: Collection[Primitive] = ()) -> Straight:
     def results_of(eqn: JaxprEqn, operands: list[Array | None], scope: str) -> list[Array | None]:
         name = eqn.primitive.name
         scope = f"{scope}/{eqn.source_info.name_stack}"
-        if name == "sharding_constraint" and operands[0]:
+        if eqn.primitive is sharding_constraint_p and operands[0]:
             operands[0].constrain(eqn.params["sharding"])
-        open_it = name in _OPENED or eqn.primitive in opened_too
+        open_it = name in OPENED or eqn.primitive in opened_too
         if open_it and len(body := list(nested(eqn))) == 1 and len(body[0].invars) == len(operands):
-            specs = eqn.params["in_specs"] if name == "shard_map" else ()
+            specs = eqn.params["in_specs"] if name == SHARD_MAP else ()
             for operand, spec in zip(operands, specs, strict=False):
                 if operand and not operand.constraint:
                     operand.constrain(NamedSharding(eqn.params["mesh"], spec))
             return opened(body[0], operands, f"{scope}/{name}")
-        if (name in _PASSING or keeps_all_bits(eqn)) and operands and operands[0]:
+        if (name in PASSING or keeps_all_bits(eqn)) and operands and operands[0]:
             return operands[: len(eqn.outvars)]
         results = [new(v) for v in eqn.outvars]
-        if name == "device_put":
+        if eqn.primitive is device_put_p:
             for result, operand in zip(results, operands, strict=True):
                 result.moved = operand
         steps.append(Step(eqn, operands, results, scope))

@@ -13,30 +13,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
-from jax.extend.core.primitives import cond_p, custom_jvp_call_p, custom_vjp_call_p, name_p
-from jax.interpreters import partial_eval as pe
+from jax.extend.core.primitives import (
+    cond_p,
+    custom_jvp_call_p,
+    custom_vjp_call_p,
+    name_p,
+    reduce_precision_p,
+    scan_p,
+)
 
+from .._jax import CALLS, IDENTITIES, KERNELS, SHARD_MAP, SLICING, SORTING, partial_eval_jaxpr_custom_rules
 from .names import Name, PlanName, read_names, read_plan_name
 
 # Where a variable lives: the equation numbers and parameters that lead to its jaxpr. The same jaxpr object can stand
 # at two places, with a value each.
 Path = tuple[Any, ...]
-
-# Equations whose result is their operand.
-_IDENTITIES = {"name", "sharding_constraint"}
-
-# Equations whose nested jaxpr's results are the equation's own results.
-CALLS = {"jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "jaxoffload_checkpoint"}
-
-# Equations whose nested jaxpr sees a part of each operand.
-_SLICING = {"shard_map", "scan"}
-
-# Equations that run one kernel for all of their results: to compute one of them again is to compute them all. JAX's own
-# kernels, and what it has for those of others.
-_KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
-
-# Those of XLA's own of which that is true too, but each result has a name of its own.
-_SORTING = {"top_k", "sort"}
 
 # The name that `mark_dots` gives to matrix products, so that they are known after differentiation.
 DOT = Name("<dot>")
@@ -115,7 +106,7 @@ class _Search:
         A shard or a row of an argument is the argument: it is there anyway, and not to be kept a second time. Of any
         other value a shard or a row is another value, with a size and a sharding of its own.
         """
-        return value if value is None or value.role or eqn.primitive.name not in _SLICING else None
+        return value if value is None or value.role or eqn.primitive.name not in SLICING else None
 
     def walk(self, jaxpr: Jaxpr, path: Path) -> None:
         for i, eqn in enumerate(jaxpr.eqns):
@@ -128,14 +119,14 @@ class _Search:
                     for var, result in zip(eqn.outvars, body.outvars, strict=True):
                         if (value := self.value(inside, result)) is not None:
                             self.at[path, var] = value
-            if eqn.primitive.name in _IDENTITIES or keeps_all_bits(eqn):
+            if eqn.primitive.name in IDENTITIES or keeps_all_bits(eqn):
                 self.alias(path, eqn.outvars[0], self.value(path, eqn.invars[0]))
             if eqn.primitive is name_p:
                 self.add_names(self.at[path, eqn.outvars[0]], eqn.params["name"])
             for var in eqn.outvars:
                 if (path, var) not in self.at:
                     self.define(path, var)
-            for kinds, found in ((_KERNELS, self.kernels), (_SORTING, self.sortings)):
+            for kinds, found in ((KERNELS, self.kernels), (SORTING, self.sortings)):
                 if eqn.primitive.name in kinds:
                     found.append([self.at[path, var] for var in eqn.outvars])
             if eqn.primitive is cond_p:
@@ -163,7 +154,7 @@ def every_equation(jaxpr: Jaxpr, in_custom: bool = False) -> Iterator[tuple[Jaxp
 
 def bodies(eqn: JaxprEqn) -> Iterator[tuple[Any, Jaxpr]]:
     """The nested jaxprs that autodiff looks into, each with its place among the equation's parameters."""
-    if eqn.primitive not in pe.partial_eval_jaxpr_custom_rules and eqn.primitive.name not in CALLS:
+    if eqn.primitive not in partial_eval_jaxpr_custom_rules and eqn.primitive.name not in CALLS:
         return
     for key, value in eqn.params.items():
         for k, body in enumerate(value if isinstance(value, (tuple, list)) else [value]):
@@ -203,11 +194,11 @@ def operands_of(eqn: JaxprEqn, body: Jaxpr) -> Sequence[Any]:
     """For each input of a nested jaxpr, the outer variable that is the same value; None where there is none."""
     if eqn.primitive.name in CALLS:
         return eqn.invars
-    if eqn.primitive.name == "cond":
+    if eqn.primitive is cond_p:
         return eqn.invars[1:]
-    if eqn.primitive.name == "shard_map":
+    if eqn.primitive.name == SHARD_MAP:
         return eqn.invars
-    if eqn.primitive.name == "scan":
+    if eqn.primitive is scan_p:
         return [None if carried else v for v, carried in zip(eqn.invars, _carried(eqn, body), strict=True)]
     return [None] * len(body.invars)
 
@@ -223,7 +214,7 @@ def _carried(eqn: JaxprEqn, body: Jaxpr) -> list[bool]:
 
 def keeps_all_bits(eqn: JaxprEqn) -> bool:
     """JAX puts such a `reduce_precision` behind residuals (https://github.com/jax-ml/jax/pull/22244)."""
-    if eqn.primitive.name != "reduce_precision":
+    if eqn.primitive is not reduce_precision_p:
         return False
     aval: Any = eqn.invars[0].aval
     info = jnp.finfo(aval.dtype)

@@ -11,6 +11,7 @@ from jax.extend.core import Jaxpr
 from ..._engine.loops import Loops, Segment, backward_p, forward_p
 from ..._engine.memory import nbytes
 from ..._engine.values import devices_of, nested
+from ..._jax import SHARD_MAP
 from ..._text import readable
 from .._program.target import run_of
 from .cost import cost
@@ -148,7 +149,7 @@ def _collect(jaxpr: Jaxpr, passes: dict[Any, list[_Pass]], runs: int, devices: i
             for segment in loops.segments:
                 _collect(segment.jaxpr, passes, runs * segment.layers, devices)
             continue
-        inside = max(1, devices // devices_of(eqn)) if eqn.primitive.name == "shard_map" else devices
+        inside = max(1, devices // devices_of(eqn)) if eqn.primitive.name == SHARD_MAP else devices
         for body in nested(eqn):
             _collect(body, passes, runs * eqn.params.get("length", 1), inside)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import name_p
+from jax.extend.core.primitives import device_put_p, name_p
 
 from ..._engine.loops import backward_p, forward_p
 from ..._engine.memory import on_host
@@ -54,7 +54,7 @@ def _crossings(jaxpr: Jaxpr, of_input: Callable[[int], _Known]) -> Iterator[Host
                 continue
             if eqn.primitive is forward_p:
                 yield HostTransfer(eqn.params["loops"].source_of(index), made.aval)
-            elif eqn.primitive.name == "device_put" and not on_host((taken := eqn.invars[index]).aval):
+            elif eqn.primitive is device_put_p and not on_host((taken := eqn.invars[index]).aval):
                 source, name = known(taken)
                 yield HostTransfer(source, made.aval, name)
             elif eqn.invars and not any(on_host(v.aval) for v in eqn.invars):  # of nothing: a branch not taken fills up

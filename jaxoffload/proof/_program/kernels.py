@@ -7,18 +7,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core.primitives import dot_general_p, scan_p, while_p
 
 from ..._engine.values import nested
+from ..._jax import ATTENTION, MOSAIC, PRODUCTS, TE_GROUPED_GEMM
 from .hlo import Instruction, of_shape, runs
-from .target import PRODUCTS
 
 PRODUCT = "matrix products"
 # Kind -> the names of its equations, and of its instructions or, of custom calls, their targets.
 KINDS = {
     PRODUCT: ("|".join(PRODUCTS), r"dot|ragged-dot|__cublas\$(gemm|lt)\S*"),
-    "attention kernels": (r"(dot_product_attention|te_fused_attn)_\w+_wrapper", r"__cudnn\$fmha\w*|te_fused_attn_\w+"),
-    "grouped products": (r"te_grouped_gemm\w*_wrapper", r"te_grouped_gemm\w*"),
-    "Mosaic kernels": (r"pallas_call|mpmd_map|mosaic_gpu\w*", r"mosaic_gpu\w*"),  # jax's grouped products, and others
+    "attention kernels": (ATTENTION, r"__cudnn\$fmha\w*|te_fused_attn_\w+"),
+    "grouped products": (TE_GROUPED_GEMM, r"te_grouped_gemm\w*"),
+    "Mosaic kernels": (MOSAIC, r"mosaic_gpu\w*"),  # jax's grouped products, and others
 }
 _PADDING = 1.02  # of a product's sides, to multiples that its kernel needs
 
@@ -49,9 +50,9 @@ def traced(jaxpr: Jaxpr) -> Kernels | None:
             continue
         for body in nested(eqn):
             inside = traced(body)
-            if inside is None or (inside.counts and eqn.primitive.name == "while"):
+            if inside is None or (inside.counts and eqn.primitive is while_p):
                 return None
-            turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            turns = eqn.params["length"] if eqn.primitive is scan_p else 1
             counts += Counter({kind: turns * count for kind, count in inside.counts.items()})
             flops += turns * (math.nan if inside.flops is None else inside.flops)
     return Kernels(counts, None if math.isnan(flops) else flops)
@@ -80,7 +81,7 @@ def _kind(name: str, of_equations: bool) -> str | None:
 
 def flops_of(eqn: JaxprEqn) -> float:
     """Of a matrix product; NaN for products of groups: some kernels multiply every row by every group's matrix."""
-    if eqn.primitive.name != "dot_general":
+    if eqn.primitive is not dot_general_p:
         return math.nan
     (contracted, _), _ = eqn.params["dimension_numbers"]
     first: Any = eqn.invars[0].aval

@@ -25,7 +25,6 @@ from .host_transfers import HostTransfer, host_transfers
 
 _CUDNN_CONFIG = "create_dot_product_attention_backend_config_base"  # what JAX says to XLA of cuDNN's attention
 _MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's variable
-PRODUCTS = {"dot_general", "ragged_dot_general", "ragged_dot"}  # primitives
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,8 @@ from ._engine.plan import Override
 from ._engine.reference import is_reference
 from ._engine.refs import by_jax, takes_refs
 from ._engine.refusals import refuse_remat3
-from ._engine.transpose_only import tangents_of
-from ._jax import Call, batch_jaxpr_axes, convert_constvars_jaxpr, define, instantiate_zeros, zero_if_mapped
+from ._engine.transpose_only import with_tangents
+from ._jax import Results, Values
 from ._policy import Policy, PolicyError, check_arguments
 from ._scan import inside_scan
 
@@ -109,7 +109,7 @@ def _each(checkpoint: Callable[..., Any], fs: Sequence[Callable[..., Any]], carr
 def _consts_last(jaxpr: Jaxpr) -> Jaxpr:
     """`jaxpr` as a function of the carry, the layer's parameters, and what it closes over."""
     count = len(jaxpr.consts)
-    whole = convert_constvars_jaxpr(jaxpr) if count else jaxpr
+    whole = _jax.convert_constvars_jaxpr(jaxpr) if count else jaxpr
     invars = [*whole.invars[count:], *whole.invars[:count]]
     return whole.replace(invars=invars, debug_info=whole.debug_info.with_unknown_names())
 
@@ -159,27 +159,19 @@ def _checked(run: Callable[..., list[Any]], *operands: Any, layers: _Layers, **p
     return checked(run, *operands, roles=roles, prevent_cse=True, **params)
 
 
-def _batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Jaxpr, layers: _Layers, **params: Any
-) -> tuple[list[Any], list[Any]]:
+def _batch(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, layers: _Layers, **params: Any) -> Results:
     carry, each = layers.split(dims)
     batched = []
     for jaxpr, its_dims in zip(layers.jaxprs, each, strict=True):
-        layer, mapped = batch_jaxpr_axes(jaxpr, axis, [*carry, *its_dims], [zero_if_mapped] * len(carry))
+        layer, mapped = _jax.batch_jaxpr_axes(jaxpr, axis, [*carry, *its_dims], [_jax.zero_if_mapped] * len(carry))
         carry = [0 if m else None for m in mapped]
         batched.append(layer)
     return _bind(_Layers(tuple(batched), layers.counts), args, **params), carry
 
 
 def _jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    call_jaxpr: Jaxpr,
-    layers: _Layers,
-    policy: Policy,
-    strict: bool,
-) -> tuple[list[Any], list[Any]]:
+    primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, layers: _Layers, policy: Policy, strict: bool
+) -> Results:
     if is_reference():
         return _reference_jvp(primals, tangents, layers, policy)
     perturbed = _jax.perturbed(tangents)
@@ -188,21 +180,18 @@ def _jvp(
         raise PolicyError(problems)
     carry, kept = _forward(linearized, *layers.split(primals))
     flat, tree = jax.tree.flatten(kept)
-    out_tangents = tangents_of(
+    return with_tangents(
         carry,
         linearized[-1].out_perturbed,
-        [instantiate_zeros(t) for t, p in zip(tangents, perturbed, strict=True) if p],
+        [_jax.instantiate_zeros(t) for t, p in zip(tangents, perturbed, strict=True) if p],
         caller="chain",
         kept=flat,
         transpose=lambda kept, cotangents: _transpose(linearized, jax.tree.unflatten(tree, kept), cotangents),
         layers=linearized,
     )
-    return carry, out_tangents
 
 
-def _reference_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], layers: _Layers, policy: Policy
-) -> tuple[list[Any], list[Any]]:
+def _reference_jvp(primals: Values, tangents: Values, layers: _Layers, policy: Policy) -> Results:
     """The JVP of the layers, each under `checkpoint`."""
 
     def checkpoints(*operands: Any) -> list[Any]:
@@ -215,8 +204,7 @@ def _reference_jvp(
     perturbed = _jax.perturbed(tangents)
     jvp, out_perturbed = derivative(jax.make_jaxpr(checkpoints)(*primals), perturbed, False, False)
     outs = jaxpr_as_fun(jvp)(*primals, *(t for t, p in zip(tangents, perturbed, strict=True) if p))
-    carry, out_tangents = outs[: len(out_perturbed)], iter(outs[len(out_perturbed) :])
-    return carry, [next(out_tangents) if p else _jax.zero_tangent(x) for x, p in zip(carry, out_perturbed, strict=True)]
+    return _jax.with_zeros(outs, out_perturbed)
 
 
 def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]], policy: Policy) -> list[Layer]:
@@ -264,7 +252,7 @@ def _forward(
     return carry, kept
 
 
-def _transpose(layers: Sequence[Layer], kept: Sequence[Sequence[Any]], cotangents: Sequence[Any]) -> list[Any]:
+def _transpose(layers: Sequence[Layer], kept: Sequence[Values], cotangents: Values) -> list[Any]:
     """Cotangents of the perturbed results -> those of the perturbed operands, in order."""
     params: list[Any] = []
     fetched = _moved(layers[-1], kept[-1], DEVICE)
@@ -301,4 +289,4 @@ def _partial_eval(*rest: Any) -> Any:
     return partial_eval_as_remat(rest[-1].params["call_jaxpr"], True, *rest)
 
 
-chain_p = define(Call("jaxoffload_chain", _checked), jvp=_jvp, batch=_batch, partial_eval=_partial_eval)
+chain_p = _jax.define(_jax.Call("jaxoffload_chain", _checked), jvp=_jvp, batch=_batch, partial_eval=_partial_eval)

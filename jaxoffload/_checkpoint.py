@@ -89,15 +89,12 @@ def _bind_static(
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     if bad := [i for i in static if not -len(args) <= i < len(args)]:
         raise ValueError(f"checkpoint: static_argnums {bad} must be in [-{len(args)}, {len(args)}), one per argument")
-    static = tuple(i % len(args) for i in static)
     if not static:
         return f, args
-    dynamic = [i for i in range(len(args)) if i not in static]
+    is_static = [i in static or i - len(args) in static for i in range(len(args))]
 
     def with_static(*given: Any, **kwargs: Any) -> Any:
-        whole = list(args)
-        for i, arg in zip(dynamic, given, strict=True):
-            whole[i] = arg
-        return f(*whole, **kwargs)
+        dynamic = iter(given)
+        return f(*(arg if s else next(dynamic) for arg, s in zip(args, is_static, strict=True)), **kwargs)
 
-    return with_static, tuple(args[i] for i in dynamic)
+    return with_static, tuple(arg for arg, s in zip(args, is_static, strict=True) if not s)

@@ -1,29 +1,7 @@
 """What jaxoffload needs of JAX beyond its documented API, and the one way to define a primitive.
 
 `jax.interpreters` re-exports JAX's internals without a promise of stability, and some primitives are known by name
-alone. Both come from here: nothing else in jaxoffload imports `jax.interpreters`, and nothing imports `jax._src`. The
-oldest jax that we allow is 0.11.2; "since" is the first release that has the name as we use it.
-
-| name                            | what it is for                                                     | since     |
-|---------------------------------|--------------------------------------------------------------------|-----------|
-| Zero, instantiate_zeros         | tangents and cotangents that are zero, and arrays of them          | <= 0.4.30 |
-| UndefinedPrimal, backward_pass  | transpose a linear jaxpr, running its effects once                 | 0.11 (1)  |
-| is_undefined_primal             | which operands a transpose rule is asked about                     | <= 0.4.30 |
-| add_jaxvals                     | add cotangents of any type                                         | <= 0.4.30 |
-| jvp_jaxpr                       | the JVP of a jaxpr, and which results have tangents                | 0.11 (1)  |
-| primitive_jvps                  | JVP rules                                                          | <= 0.4.30 |
-| primitive_transposes            | transpose rules                                                    | <= 0.4.30 |
-| batch_jaxpr_axes                | batch a jaxpr, with its results' batch axes where they are wanted  | 0.11 (1)  |
-| zero_if_mapped                  | for it: in front, if the result is batched at all                  | 0.11 (1)  |
-| fancy_primitive_batchers        | batching rules that are told the axis                              | 0.4.36    |
-| convert_constvars_jaxpr         | constants as operands                                              | 0.11 (1)  |
-| partial_eval_jaxpr_nounits      | split a jaxpr into what is known and what is linear                | 0.11 (1)  |
-| partial_eval_jaxpr_custom_rules | rules of partial evaluation inside `jax.checkpoint`                | <= 0.4.30 |
-| dce_rules                       | rules of dead-code elimination; 0.12 passes live inputs too        | <= 0.4.30 |
-| lower_fun, register_lowering    | lowering rules                                                     | <= 0.4.30 |
-| i32_attr                        | a StableHLO attribute                                              | <= 0.4.30 |
-
-(1) Not re-exported in 0.10.
+alone. Both come from here: nothing else in jaxoffload imports `jax.interpreters`, and nothing imports `jax._src`.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,29 +10,35 @@ from typing import Any
 import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters.ad import UndefinedPrimal as UndefinedPrimal
-from jax.interpreters.ad import Zero as Zero
-from jax.interpreters.ad import add_jaxvals as add_jaxvals
-from jax.interpreters.ad import backward_pass as backward_pass
-from jax.interpreters.ad import instantiate_zeros as instantiate_zeros
-from jax.interpreters.ad import is_undefined_primal as is_undefined_primal
-from jax.interpreters.ad import jvp_jaxpr as jvp_jaxpr
-from jax.interpreters.ad import primitive_jvps as primitive_jvps
-from jax.interpreters.ad import primitive_transposes
-from jax.interpreters.batching import batch_jaxpr_axes as batch_jaxpr_axes
-from jax.interpreters.batching import fancy_primitive_batchers
-from jax.interpreters.batching import zero_if_mapped as zero_if_mapped
-from jax.interpreters.mlir import i32_attr as i32_attr
-from jax.interpreters.mlir import lower_fun
-from jax.interpreters.mlir import register_lowering as register_lowering
-from jax.interpreters.partial_eval import convert_constvars_jaxpr as convert_constvars_jaxpr
-from jax.interpreters.partial_eval import dce_rules
-from jax.interpreters.partial_eval import partial_eval_jaxpr_custom_rules as partial_eval_jaxpr_custom_rules
-from jax.interpreters.partial_eval import partial_eval_jaxpr_nounits as partial_eval_jaxpr_nounits
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+# --- `jax.interpreters`: what each is for, and the first jax that re-exports it (0.4.30: or an older one). The oldest
+# that we allow is 0.11.2; 0.10 lacked those that say 0.11.
+
+Zero = ad.Zero  # a tangent or cotangent that is zero; 0.4.30
+instantiate_zeros = ad.instantiate_zeros  # an array for a `Zero`; 0.4.30
+add_jaxvals = ad.add_jaxvals  # the sum of cotangents of any type; 0.4.30
+jvp_jaxpr = ad.jvp_jaxpr  # the JVP of a jaxpr, and which results have tangents; 0.11
+backward_pass = ad.backward_pass  # transpose a linear jaxpr and run its effects once; 0.11
+UndefinedPrimal = ad.UndefinedPrimal  # what `backward_pass` transposes by; 0.4.30
+is_undefined_primal = ad.is_undefined_primal  # whether a transpose rule is asked about an operand; 0.4.30
+primitive_jvps = ad.primitive_jvps  # JVP rules; 0.4.30
+primitive_transposes = ad.primitive_transposes  # transpose rules; 0.4.30
+fancy_primitive_batchers = batching.fancy_primitive_batchers  # batching rules that are told the axis; 0.4.36
+batch_jaxpr_axes = batching.batch_jaxpr_axes  # batch a jaxpr, with its results' batch axes as they are wanted; 0.11
+zero_if_mapped = batching.zero_if_mapped  # for it: axis 0, if the result is batched at all; 0.11
+partial_eval_rules = pe.partial_eval_jaxpr_custom_rules  # partial evaluation inside `jax.checkpoint`; 0.4.30
+partial_eval_jaxpr_nounits = pe.partial_eval_jaxpr_nounits  # split a jaxpr into known and unknown (linear) parts; 0.11
+convert_constvars_jaxpr = pe.convert_constvars_jaxpr  # constants as operands; 0.11
+dce_rules = pe.dce_rules  # dead-code elimination; 0.12 also passes which inputs are live; 0.4.30
+lower_fun = mlir.lower_fun  # a lowering rule from a function; 0.4.30
+register_lowering = mlir.register_lowering  # lowering rules; 0.4.30
+i32_attr = mlir.i32_attr  # an attribute of StableHLO; 0.4.30
 
 # --- Primitives by name. Those that JAX exports an object for stand here too, where a set needs them.
 
-SHARD_MAP = "shard_map"
+SHARD_MAP, BARRIER, _RETYPED = "shard_map", "optimization_barrier", "jaxoffload_retyped"
 PRODUCTS = {"dot_general", "ragged_dot_general"}
 # The result is the operand.
 IDENTITIES = {"name", "sharding_constraint"}
@@ -69,14 +53,11 @@ KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_
 # XLA's own of which that is true too, but each result has a name of its own.
 SORTING = {"top_k", "sort"}
 # The result is the operand, seen otherwise; for an optimization barrier, each result is one.
-BARRIER = "optimization_barrier"
-VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pvary"}
-VIEWS |= {"jaxoffload_retyped"}
+VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pvary", _RETYPED}
 # The operands, or the first one, pass through.
-PASSING = IDENTITIES | {BARRIER, "pvary", "dynamic_update_slice", "jaxoffload_retyped"}
+PASSING = IDENTITIES | {BARRIER, "pvary", "dynamic_update_slice", _RETYPED}
 # The results are the operands, or the matmul that follows does the work by itself.
-SAME = IDENTITIES | {"reshape", "squeeze", "transpose", "copy", "reduce_precision", "jaxoffload_retyped"}
-SAME |= {BARRIER, "pvary"}
+SAME = IDENTITIES | {"reshape", "squeeze", "transpose", "copy", "reduce_precision", BARRIER, "pvary", _RETYPED}
 # As much is read as the results hold, however large the operands are.
 PARTS = {"slice", "dynamic_slice", "gather"}
 # Kernels that XLA fuses nothing with; memory bounds them.
@@ -103,23 +84,22 @@ def ordered_effects(jaxpr: Jaxpr) -> list[Any]:
 
 # --- Our own primitives.
 
+Values = Sequence[Any]
+Results = tuple[list[Any], list[Any]]  # of a rule: results, and their tangents or batch axes
 _RULES: dict[str, Any] = {
     "jvp": primitive_jvps,
     "transpose": primitive_transposes,
     "batch": fancy_primitive_batchers,
-    "partial_eval": partial_eval_jaxpr_custom_rules,
+    "partial_eval": partial_eval_rules,
     "dce": dce_rules,
 }
 
 
 def define[P: Primitive](primitive: P, *, eager: Any = None, results: Any = None, lower: Any = None, **rules: Any) -> P:
-    """Give a primitive its rules, in the form that JAX's own primitives have them, and return it.
+    """Give a primitive its rules, in JAX's form, and return it.
 
-    Args:
-      eager: what it computes outside of a trace.
-      results: abstract operands and parameters -> abstract results.
-      lower: its MLIR lowering.
-      rules: `jvp`, `transpose`, `batch`, `partial_eval` (inside `jax.checkpoint`), `dce`.
+    `eager` computes it outside of a trace, `results` its abstract results, `lower` its MLIR. The other `rules` are
+    `jvp`, `transpose`, `batch`, `partial_eval` (inside `jax.checkpoint`) and `dce`.
     """
     if eager:
         primitive.def_impl(eager)
@@ -167,9 +147,11 @@ def perturbed(tangents: Sequence[Any]) -> tuple[bool, ...]:
     return tuple(type(t) is not Zero for t in tangents)
 
 
-def zero_tangent(primal: Any) -> Zero:
-    """The symbolic zero among the tangents of an array."""
-    return Zero(jax.typeof(primal).to_tangent_aval())
+def with_zeros(outs: Sequence[Any], out_perturbed: Sequence[bool]) -> Results:
+    """A JVP's results, then the tangents of the perturbed ones -> results, tangents of all with symbolic zeros."""
+    primals, tangents = list(outs[: len(out_perturbed)]), iter(outs[len(out_perturbed) :])
+    zero = lambda primal: Zero(jax.typeof(primal).to_tangent_aval())
+    return primals, [next(tangents) if p else zero(x) for x, p in zip(primals, out_perturbed, strict=True)]
 
 
 def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ map of tangents whose transpose is the backward loop.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,9 +27,8 @@ from ._engine.reference import is_reference, most_layers
 from ._engine.refs import by_jax, takes_refs
 from ._engine.refusals import refuse_remat3
 from ._engine.segments import Segment, Span, spans
-from ._engine.transpose_only import tangents_of
-from ._jax import Call, batch_jaxpr_axes, define, evaluate, instantiate_zeros, primitive_jvps, zero_if_mapped
-from ._jax import partial_eval_jaxpr_custom_rules as partial_eval_rules
+from ._engine.transpose_only import with_tangents
+from ._jax import Results, Values, evaluate
 from ._policy import Policy, check_arguments
 
 
@@ -160,41 +159,36 @@ def _checked(run: Callable[..., list[Any]], *operands: Any, policy: Policy, stri
     return evaluate(_with_our_scan(jax.make_jaxpr(run)(*operands), policy, strict), operands)
 
 
-def _batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Jaxpr, policy: Policy, strict: bool
-) -> tuple[list[Any], list[Any]]:
+def _batch(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool) -> Results:
     """As `lax.scan` is batched, and before it is differentiated: each layer then sums its weights' cotangents."""
-    batched, mapped = batch_jaxpr_axes(call_jaxpr, axis, dims, [zero_if_mapped] * len(call_jaxpr.outvars))
+    batched, mapped = _jax.batch_jaxpr_axes(call_jaxpr, axis, dims, [_jax.zero_if_mapped] * len(call_jaxpr.outvars))
     outs = evaluate(_with_our_scan(batched, policy, strict), args)
     return outs, [0 if m else None for m in mapped]
 
 
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Jaxpr, policy: Policy, strict: bool
-) -> tuple[list[Any], list[Any]]:
+def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool) -> Results:
     body, params = body_of(call_jaxpr), dict(call_jaxpr.eqns[0].params)
     jaxpr = params.pop("jaxpr")
     if is_reference():
         # XLA merges what is computed twice where layers stand side by side; our loops have a barrier there.
         jaxpr = _checkpointed(jaxpr, body.roles, policy, params["unroll"] != 1 or params["length"] == 1)
     if not params["length"] or is_reference():
-        return primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
+        return _jax.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
     perturbed = perturbed_carry(body, _jax.perturbed(tangents), policy)
     offloaded = _layers_that_offload(body, perturbed, policy, strict, params["length"])
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
     loops = _loops(body, perturbed, policy, strict, offloaded=offloaded, **how)
     outs = run_forward(loops, *primals)
     primals_out, saved = outs[: loops.results], outs[loops.results :]
-    out_tangents = tangents_of(
+    return with_tangents(
         primals_out,
         loops.segments[0].layer.out_perturbed,
-        [instantiate_zeros(t) for t, p in zip(tangents, perturbed, strict=True) if p],
+        [_jax.instantiate_zeros(t) for t, p in zip(tangents, perturbed, strict=True) if p],
         caller="scan",
         kept=[*(primals[number] for number, _ in loops.reads), *saved],
         transpose=functools.partial(_transpose, loops),
         layers=[segment.layer for segment in loops.segments],
     )
-    return primals_out, out_tangents
 
 
 @cached
@@ -204,18 +198,20 @@ def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, prevent_
     return jax.make_jaxpr(lambda *args: under(jaxpr.replace(), args))(*jaxpr.in_avals)
 
 
-def _transpose(loops: Loops, kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+def _transpose(loops: Loops, kept: Values, cotangents: Values) -> list[Any]:
     layer = loops.segments[0].layer
     consts, carry = sum(layer.perturbed[: layer.consts]), sum(layer.out_perturbed[: layer.carry])
     wanted = tuple(i < carry or p for i, p in enumerate(_jax.perturbed(cotangents)))
     segments = tuple(segment._replace(jaxpr=segment.layer.backward(wanted)) for segment in loops.segments)
     loops = dataclasses.replace(loops, segments=segments, consts=consts, carry=carry)
-    return run_backward(loops, *kept, *(instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w))
+    return run_backward(
+        loops, *kept, *(_jax.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w)
+    )
 
 
 def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) -> Any:
     """Inside a checkpoint nothing of it is differentiated: it is a `lax.scan`, and its names are the checkpoint's."""
-    rule = partial_eval_rules[lax.scan_p]
+    rule = _jax.partial_eval_rules[lax.scan_p]
     params = eqn.params["call_jaxpr"].eqns[0].params
     return rule(saveable, unknown, instantiate, eqn.replace(primitive=lax.scan_p, params=params))
 
@@ -256,8 +252,8 @@ def _loops(
     return Loops(tuple(segments), length, reverse, unroll, body.consts, body.carry, reads)
 
 
-scan_p = define(
-    Call("jaxoffload_scan", _checked),
+scan_p = _jax.define(
+    _jax.Call("jaxoffload_scan", _checked),
     eager=lambda *operands, call_jaxpr, **_: evaluate(call_jaxpr, operands),
     jvp=_jvp,
     batch=_batch,

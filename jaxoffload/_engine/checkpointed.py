@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.core.primitives import remat_p
 
 from .. import _jax
-from .._jax import Call, batch_jaxpr_axes, convert_constvars_jaxpr, define, partial_eval_jaxpr_nounits, zero_if_mapped
+from .._jax import Results, Values
 from .._policy import Policy
 from .derivative import cached, derivative, plan_of_jvp
 from .host_pool import admitted
@@ -21,29 +21,13 @@ from .refusals import refuse_remat3
 from .straight import straight
 
 
-def bind(
-    jaxpr: Jaxpr,
-    args: Sequence[Any],
-    *,
-    roles: tuple[str, ...],
-    policy: Policy,
-    strict: bool,
-    prevent_cse: bool,
-) -> list[Any]:
-    """Evaluate `jaxpr` under a policy. `roles`, of its constants and then its inputs, are those of `make_plan`."""
-    consts = jaxpr.consts
-    return checkpoint_p.bind(
-        *consts,
-        *args,
-        call_jaxpr=_without_consts(jaxpr) if consts else jaxpr,
-        roles=roles,
-        policy=policy,
-        strict=strict,
-        prevent_cse=prevent_cse,
-    )
+def bind(jaxpr: Jaxpr, args: Sequence[Any], **params: Any) -> list[Any]:
+    """Evaluate `jaxpr` under `policy`. `params`: roles, policy, strict, prevent_cse, as for `differentiated`."""
+    call_jaxpr = _without_consts(jaxpr) if jaxpr.consts else jaxpr
+    return checkpoint_p.bind(*jaxpr.consts, *args, call_jaxpr=call_jaxpr, **params)
 
 
-_without_consts = cached(convert_constvars_jaxpr)
+_without_consts = cached(_jax.convert_constvars_jaxpr)
 
 
 class Differentiated(NamedTuple):
@@ -67,7 +51,10 @@ def differentiated(
     strict: bool,
     prevent_cse: bool,
 ) -> Differentiated:
-    """The JVP of `jaxpr` with respect to the perturbed inputs, under the plan that the policy makes for it."""
+    """The JVP of `jaxpr` with respect to the perturbed inputs, under the plan that the policy makes for it.
+
+    `roles`, of its constants and then its inputs, are those of `make_plan`.
+    """
     jvp, out_perturbed = derivative(jaxpr, perturbed, False, policy.dots != "recompute")
     plan, planned = plan_of_jvp(jaxpr, roles, jvp, policy, strict, override)
     plan = dataclasses.replace(plan, notes=(NO_LAYERS, *plan.notes))
@@ -84,7 +71,7 @@ def _host_bytes(jaxpr: Jaxpr, perturbed: tuple[bool, ...], **params: Any) -> int
     made = differentiated(jaxpr, perturbed, **params)
     jaxpr = jax.make_jaxpr(made.run)(*made.in_avals)
     unknown = [False] * (len(made.in_avals) - made.tangents) + [True] * made.tangents
-    known, _, _, residuals = partial_eval_jaxpr_nounits(jaxpr, unknown, False)
+    known, _, _, residuals = _jax.partial_eval_jaxpr_nounits(jaxpr, unknown, False)
     forward = straight(known)
     kept = forward.outputs[len(forward.outputs) - len(residuals) :]
     return sum(forward.share(x) for x in kept if x and on_host(x.aval))
@@ -97,15 +84,11 @@ def checked(run: Callable[..., list[Any]], *operands: Any, roles: tuple[str, ...
     return bind(jaxpr, operands, roles=("weight",) * more + roles, **params)
 
 
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Jaxpr, **params: Any
-) -> tuple[list[Any], list[Any]]:
+def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, **params: Any) -> Results:
     perturbed = _jax.perturbed(tangents)
     made = _that_fits(call_jaxpr, perturbed, **params)
-    outs = iter(made.run(*primals, *[t for t, p in zip(tangents, perturbed, strict=True) if p]))
-    primals_out = [next(outs) for _ in made.out_perturbed]
-    out_tangents = zip(made.out_perturbed, primals_out, strict=True)
-    return primals_out, [next(outs) if p else _jax.zero_tangent(y) for p, y in out_tangents]
+    outs = made.run(*primals, *(t for t, p in zip(tangents, perturbed, strict=True) if p))
+    return _jax.with_zeros(outs, made.out_perturbed)
 
 
 def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], policy: Policy, **params: Any) -> Differentiated:
@@ -123,15 +106,11 @@ def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], policy: Policy, **para
 
 
 def _batch(
-    axis: Any,
-    args: Sequence[Any],
-    dims: Sequence[Any],
-    *,
-    call_jaxpr: Jaxpr,
-    roles: tuple[str, ...],
-    **params: Any,
-) -> tuple[list[Any], list[Any]]:
-    batched, out_batched = batch_jaxpr_axes(call_jaxpr, axis, dims, [zero_if_mapped] * len(call_jaxpr.outvars))
+    axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, roles: tuple[str, ...], **params: Any
+) -> Results:
+    batched, out_batched = _jax.batch_jaxpr_axes(
+        call_jaxpr, axis, dims, [_jax.zero_if_mapped] * len(call_jaxpr.outvars)
+    )
     roles = ("weight",) * len(batched.consts) + roles
     return bind(batched, args, roles=roles, **params), [0 if b else None for b in out_batched]
 
@@ -145,7 +124,7 @@ def partial_eval_as_remat(jaxpr: Jaxpr, prevent_cse: bool, *rest: Any) -> Any:
     """Partial evaluation inside another checkpoint, where nothing of `jaxpr` is differentiated: its names, routing
     above all, are the other's, as those of an undifferentiated `jax.checkpoint` are."""
     *how, eqn = rest
-    rule: Any = _jax.partial_eval_jaxpr_custom_rules[remat_p]
+    rule: Any = _jax.partial_eval_rules[remat_p]
     return rule(*how, eqn.replace(primitive=remat_p, params=_remat(jaxpr, prevent_cse).params))
 
 
@@ -154,4 +133,6 @@ def _partial_eval(*rest: Any) -> Any:
     return partial_eval_as_remat(params["call_jaxpr"], params["prevent_cse"], *rest)
 
 
-checkpoint_p = define(Call("jaxoffload_checkpoint", checked), jvp=_jvp, partial_eval=_partial_eval, batch=_batch)
+checkpoint_p = _jax.define(
+    _jax.Call("jaxoffload_checkpoint", checked), jvp=_jvp, partial_eval=_partial_eval, batch=_batch
+)

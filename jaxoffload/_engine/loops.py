@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax import Call, add_jaxvals, batch_jaxpr_axes, define, evaluate
+from .._jax import Call, Results, Values, add_jaxvals, batch_jaxpr_axes, define, evaluate
 from .derivative import cached, looks_for_nans
 from .layer import in_three, prevent_cse_barrier, without_paths
 from .memory import DEVICE, HOST
@@ -274,9 +274,7 @@ def _jitted(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
     return jax.jit(lambda *operands: evaluate(copy, operands))
 
 
-def _batch_forward(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Jaxpr, loops: Loops
-) -> tuple[list[Any], list[int]]:
+def _batch_forward(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, loops: Loops) -> Results:
     """The carry, and so all that is computed, gets a batch axis; constants and xs only if they come with one."""
     first, last = loops.consts, loops.consts + loops.carry
     stacked = [False] * last + [True] * (len(args) - last)
@@ -288,9 +286,7 @@ def _batch_forward(
     return run_forward(batched, *args), list(map(int, stacks))
 
 
-def _batch_backward(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Jaxpr, loops: Loops
-) -> tuple[list[Any], list[int]]:
+def _batch_backward(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, loops: Loops) -> Results:
     """The cotangents get a batch axis; what was kept only if it comes with one."""
     saved_stacked, tree = jax.tree.flatten(loops.stacked)
     kept = len(loops.reads) + len(saved_stacked)

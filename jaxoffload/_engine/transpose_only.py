@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from .._jax import Zero, define, is_undefined_primal
+from .._jax import Results, Values, define, is_undefined_primal, with_zeros
 from .layer import Layer
 
 # What is kept, and the results' cotangents (some a symbolic `Zero`) -> the tangents' cotangents.
@@ -26,21 +26,14 @@ def linear_map(
 
     `caller` names the function in errors: there is no forward mode. `residuals` looks into `layers`.
     """
-    size, avals, layers = len(kept), tuple(avals), tuple(layers)
-    params = {"caller": caller, "size": size, "avals": avals, "transpose": transpose, "layers": layers}
-    return linear_p.bind(*kept, *tangents, **params)
+    params = {"caller": caller, "size": len(kept), "transpose": transpose}
+    return linear_p.bind(*kept, *tangents, avals=tuple(avals), layers=tuple(layers), **params)
 
 
-def tangents_of(
-    primals_out: Sequence[Any], out_perturbed: Sequence[bool], tangents: Sequence[Any], **how: Any
-) -> list[Any]:
-    """The tangents of results: a linear map of `tangents` if they are perturbed, else symbolic zeros.
-
-    `how`: `caller`, `kept`, `transpose` and `layers`, as for `linear_map`.
-    """
-    avals = [jax.typeof(x).to_tangent_aval() for x in primals_out]
-    mapped = iter(linear_map(tangents, [a for a, p in zip(avals, out_perturbed, strict=True) if p], **how))
-    return [next(mapped) if p else Zero(a) for a, p in zip(avals, out_perturbed, strict=True)]
+def with_tangents(results: list[Any], out_perturbed: Sequence[bool], tangents: Values, **how: Any) -> Results:
+    """Results and their tangents: of perturbed ones a `linear_map` of `tangents` (`how`), else symbolic zeros."""
+    avals = [jax.typeof(x).to_tangent_aval() for x, p in zip(results, out_perturbed, strict=True) if p]
+    return with_zeros([*results, *linear_map(tangents, avals, **how)], out_perturbed)
 
 
 def _refuse(*_: Any, caller: str, **__: Any) -> Any:
@@ -50,7 +43,7 @@ def _refuse(*_: Any, caller: str, **__: Any) -> Any:
     )
 
 
-def _transpose(cotangents: Sequence[Any], *args: Any, size: int, transpose: Transpose, **_: Any) -> list[Any]:
+def _transpose(cotangents: Values, *args: Any, size: int, transpose: Transpose, **_: Any) -> list[Any]:
     transposed = transpose(args[:size], cotangents)
     # The tangent of a carry that only later layers perturb is a constant zero.
     wanted = map(is_undefined_primal, args[size:])

@@ -22,7 +22,7 @@ from jax.extend.core.primitives import (
     scan_p,
 )
 
-from .._jax import CALLS, IDENTITIES, KERNELS, SHARD_MAP, SLICING, SORTING, partial_eval_jaxpr_custom_rules
+from .._jax import CALLS, IDENTITIES, KERNELS, SHARD_MAP, SLICING, SORTING, partial_eval_rules
 from .names import Name, PlanName, read_names, read_plan_name
 
 # Where a variable lives: the equation numbers and parameters that lead to its jaxpr. The same jaxpr object can stand
@@ -154,7 +154,7 @@ def every_equation(jaxpr: Jaxpr, in_custom: bool = False) -> Iterator[tuple[Jaxp
 
 def bodies(eqn: JaxprEqn) -> Iterator[tuple[Any, Jaxpr]]:
     """The nested jaxprs that autodiff looks into, each with its place among the equation's parameters."""
-    if eqn.primitive not in partial_eval_jaxpr_custom_rules and eqn.primitive.name not in CALLS:
+    if eqn.primitive not in partial_eval_rules and eqn.primitive.name not in CALLS:
         return
     for key, value in eqn.params.items():
         for k, body in enumerate(value if isinstance(value, (tuple, list)) else [value]):

@@ -1,8 +1,8 @@
 """checkpoint(): `jax.checkpoint` whose residuals a `Policy` chooses.
 
-A primitive holds the function's jaxpr until it is differentiated. Then its JVP rule, like that of `jax.checkpoint`,
-differentiates the jaxpr; but before it hands the result to `jax.checkpoint` it makes a plan on it. By then custom rules
-are expanded and it is known which inputs are perturbed, so what the plan sees is what the backward pass can use.
+A primitive holds the function's jaxpr until it is differentiated. Its JVP rule then differentiates the jaxpr, as that
+of `jax.checkpoint` does, but makes a plan for the result before it hands it to `jax.checkpoint`. By then custom rules
+are expanded and the perturbed inputs are known, so the plan sees what the backward pass can use.
 """
 
 import functools
@@ -27,28 +27,39 @@ def checkpoint(
 ) -> Callable[..., Any]:
     """`jax.checkpoint` under a `Policy`: `f` with each named residual saved, offloaded or recomputed.
 
-    The result computes what `f` computes; differentiated in reverse, it keeps what the policy says. A function has no
-    layers, so `resident_layers`, `offload_layers` and `other_layers` do not apply. What was saved can be differentiated
-    again; what was offloaded only in forward mode, for JAX has no reverse derivative of moving it. A function that
-    reads or writes a `jax.new_ref` from outside runs under JAX's own checkpoint, which asks the policy. A
-    `checkify.check` in `f` is made unless `f` is differentiated, as in `jax.checkpoint`.
+    The result computes what `f` computes, and keeps what the policy says when it is differentiated in reverse. A
+    function has no layers, so `resident_layers`, `offload_layers` and `other_layers` do not apply. What was saved can
+    be differentiated again; what was offloaded only in forward mode, because JAX has no reverse derivative of moving
+    it. A function that reads or writes a `jax.new_ref` from outside runs under JAX's own checkpoint, which asks the
+    policy. As in `jax.checkpoint`, a `checkify.check` in `f` does not run where `f` is differentiated.
 
     Args:
       f: any function that `jax.checkpoint` takes, with pytrees, keyword and static arguments.
       policy: decides on the values that `f` names with `tag` or `checkpoint_name`.
-      strict: a pattern that matches no value of `f` is an error, raised when `f` is differentiated. Pass False where
-        several functions share one policy, and judge them together with `check`.
-      prevent_cse, static_argnums: as for `jax.checkpoint`, but `prevent_cse` is one for all arguments.
+      strict: raise, when `f` is differentiated, if a pattern matches no value of `f`. Pass False where several
+        functions share one policy, and check them together with `check`.
+      prevent_cse, static_argnums: as for `jax.checkpoint`, but `prevent_cse` is one bool for all arguments.
+
+    Returns:
+      A function with the arguments and results of `f`.
 
     Raises:
-      TypeError: f is no function, policy no Policy, strict or prevent_cse no bool.
+      TypeError: f is not a function, policy not a Policy, strict or prevent_cse not a bool.
       ValueError (when called): static_argnums are not arguments.
 
     Raises (when differentiated, before anything is compiled):
       PolicyError: a pattern matches nothing, or two names of one value have different decisions.
-      MemoryError: what this call offloads does not fit in the pinned host pool. It knows itself alone: what a program
-        offloads in all, `check` and `residuals` judge.
-      NotImplementedError: offloading here would fail or give wrong gradients; it says what to change.
+      MemoryError: what this call offloads does not fit in the pinned host pool, and the policy says
+        `on_host_full: error`. `check` and `residuals` know what a whole program offloads.
+      NotImplementedError: offloading here would fail or give wrong gradients; the message says what to change.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxoffload import Policy, checkpoint, tag
+      >>> mlp = lambda x, w: jnp.sin(tag(x @ w, "fc1")).sum()
+      >>> f = checkpoint(mlp, policy=Policy(residuals={"fc1": "save"}))
+      >>> jax.grad(f)(jnp.ones((4, 8)), jnp.ones((8, 16))).shape
+      (4, 8)
     """
     check_arguments("checkpoint", policy, strict)
     if not callable(f):
@@ -78,15 +89,12 @@ def _bind_static(
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     if bad := [i for i in static if not -len(args) <= i < len(args)]:
         raise ValueError(f"checkpoint: static_argnums {bad} must be in [-{len(args)}, {len(args)}), one per argument")
-    static = tuple(i % len(args) for i in static)
     if not static:
         return f, args
-    dynamic = [i for i in range(len(args)) if i not in static]
+    is_static = [i in static or i - len(args) in static for i in range(len(args))]
 
     def with_static(*given: Any, **kwargs: Any) -> Any:
-        whole = list(args)
-        for i, arg in zip(dynamic, given, strict=True):
-            whole[i] = arg
-        return f(*whole, **kwargs)
+        dynamic = iter(given)
+        return f(*(arg if s else next(dynamic) for arg, s in zip(args, is_static, strict=True)), **kwargs)
 
-    return with_static, tuple(args[i] for i in dynamic)
+    return with_static, tuple(arg for arg, s in zip(args, is_static, strict=True) if not s)

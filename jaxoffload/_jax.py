@@ -1,33 +1,133 @@
-"""Primitives that compute what a jaxpr among their parameters does, until they are differentiated."""
+"""What jaxoffload needs of JAX beyond its documented API, and the one way to define a primitive.
+
+`jax.interpreters` re-exports JAX's internals without a promise of stability, and some primitives are known by name
+alone. Both come from here: nothing else in jaxoffload imports `jax.interpreters`, and nothing imports `jax._src`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 
-# Takes the checked function, its operands (the error first) and the primitive's other parameters.
-Checked = Callable[..., list[Any]]
+# --- `jax.interpreters`: what each is for, and the first jax that re-exports it (0.4.30: or an older one). The oldest
+# that we allow is 0.11.2; 0.10 lacked those that say 0.11.
+
+Zero = ad.Zero  # a tangent or cotangent that is zero; 0.4.30
+instantiate_zeros = ad.instantiate_zeros  # an array for a `Zero`; 0.4.30
+add_jaxvals = ad.add_jaxvals  # the sum of cotangents of any type; 0.4.30
+jvp_jaxpr = ad.jvp_jaxpr  # the JVP of a jaxpr, and which results have tangents; 0.11
+backward_pass = ad.backward_pass  # transpose a linear jaxpr and run its effects once; 0.11
+UndefinedPrimal = ad.UndefinedPrimal  # what `backward_pass` transposes by; 0.4.30
+is_undefined_primal = ad.is_undefined_primal  # whether a transpose rule is asked about an operand; 0.4.30
+primitive_jvps = ad.primitive_jvps  # JVP rules; 0.4.30
+primitive_transposes = ad.primitive_transposes  # transpose rules; 0.4.30
+fancy_primitive_batchers = batching.fancy_primitive_batchers  # batching rules that are told the axis; 0.4.36
+batch_jaxpr_axes = batching.batch_jaxpr_axes  # batch a jaxpr, with its results' batch axes as they are wanted; 0.11
+zero_if_mapped = batching.zero_if_mapped  # for it: axis 0, if the result is batched at all; 0.11
+partial_eval_rules = pe.partial_eval_jaxpr_custom_rules  # partial evaluation inside `jax.checkpoint`; 0.4.30
+partial_eval_jaxpr_nounits = pe.partial_eval_jaxpr_nounits  # split a jaxpr into known and unknown (linear) parts; 0.11
+convert_constvars_jaxpr = pe.convert_constvars_jaxpr  # constants as operands; 0.11
+dce_rules = pe.dce_rules  # dead-code elimination; 0.12 also passes which inputs are live; 0.4.30
+lower_fun = mlir.lower_fun  # a lowering rule from a function; 0.4.30
+register_lowering = mlir.register_lowering  # lowering rules; 0.4.30
+i32_attr = mlir.i32_attr  # an attribute of StableHLO; 0.4.30
+
+# --- Primitives by name. Those that JAX exports an object for stand here too, where a set needs them.
+
+SHARD_MAP, BARRIER, _RETYPED = "shard_map", "optimization_barrier", "jaxoffload_retyped"
+MATMULS = {"dot_general", "ragged_dot_general"}
+# The result is the operand.
+IDENTITIES = {"name", "sharding_constraint"}
+# The nested jaxpr's results are the equation's own results.
+CALLS = {"jit", "remat2", "eval_jaxpr", "jaxoffload_checkpoint"}
+# Calls that XLA does not know as such: the nested jaxpr is a part of the program around it.
+OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", SHARD_MAP}
+# The nested jaxpr sees a part of each operand.
+SLICING = {SHARD_MAP, "scan"}
+# One kernel computes all results: recomputing one of them recomputes all. JAX's own kernels, and calls of others'.
+KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
+# XLA's own of which that is true too, but each result has a name of its own.
+SORTING = {"top_k", "sort"}
+# The result is the operand, seen otherwise; for an optimization barrier, each result is one.
+VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pvary", _RETYPED}
+# The operands, or the first one, pass through.
+PASSING = IDENTITIES | {BARRIER, "pvary", "dynamic_update_slice", _RETYPED}
+# The results are the operands, or the matmul that follows does the work by itself.
+SAME = IDENTITIES | {"reshape", "squeeze", "transpose", "copy", "reduce_precision", BARRIER, "pvary", _RETYPED}
+# As much is read as the results hold, however large the operands are.
+PARTS = {"slice", "dynamic_slice", "gather"}
+# Kernels that XLA fuses nothing with; memory bounds them.
+ALONE = {"sort", "top_k", "cumsum", "psum", "psum_invariant", "all_gather"}
+ALONE |= {"all_to_all", "ragged_all_to_all", "reduce_scatter", "ppermute"}
+# Some of an operand is written in place: the number of the operand that says how much.
+IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
+# The FLOPs are unknown, or only the operands' shapes tell.
+OPAQUE = {"pallas_call", "ffi_call", "custom_vmap_call", "conv_general_dilated", "fft", "cholesky", "triangular_solve"}
+LOOPS = {"scan", "while"}
+# Kernels and control flow: XLA fuses them with nothing. All but scatters write new arrays.
+NOT_IN_PLACE = MATMULS | ALONE | OPAQUE | LOOPS | {"device_put", "cond"}
+UNFUSED = NOT_IN_PLACE | {"scatter", "scatter-add"}
+# Regular expressions: cuDNN's and TransformerEngine's attention, TransformerEngine's grouped GEMM, Mosaic's kernels.
+ATTENTION = r"(dot_product_attention|te_fused_attn)_\w+_wrapper"
+TE_GROUPED_GEMM = r"te_grouped_gemm\w*_wrapper"
+MOSAIC = r"pallas_call|mpmd_map|mosaic_gpu\w*"
+
+
+def ordered_effects(jaxpr: Jaxpr) -> list[Any]:
+    """The effects of `jaxpr` that run in order, such as those of `io_callback(..., ordered=True)`."""
+    return [effect for effect in jaxpr.effects if type(effect).__name__.startswith("Ordered")]
+
+
+# --- Our own primitives.
+
+Values = Sequence[Any]
+Results = tuple[list[Any], list[Any]]  # of a rule: results, and their tangents or batch axes
+_RULES: dict[str, Any] = {
+    "jvp": primitive_jvps,
+    "transpose": primitive_transposes,
+    "batch": fancy_primitive_batchers,
+    "partial_eval": partial_eval_rules,
+    "dce": dce_rules,
+}
+
+
+def define[P: Primitive](primitive: P, *, eager: Any = None, results: Any = None, lower: Any = None, **rules: Any) -> P:
+    """Give a primitive its rules, in JAX's form, and return it.
+
+    `eager` computes it outside of a trace, `results` its abstract results, `lower` its MLIR. The other `rules` are
+    `jvp`, `transpose`, `batch`, `partial_eval` (inside `jax.checkpoint`) and `dce`.
+    """
+    if eager:
+        primitive.def_impl(eager)
+    if results:
+        primitive.def_abstract_eval(results)
+    if lower:
+        register_lowering(primitive, lower)
+    for kind, rule in rules.items():
+        _RULES[kind][primitive] = rule
+    return primitive
 
 
 class Call(Primitive):
-    """A primitive whose parameter `call_jaxpr` is what it computes.
+    """A primitive that computes its parameter `call_jaxpr`, until it is differentiated.
 
-    `checkify` looks into it. Of a primitive that it has no rule for it checks the `call_jaxpr`, and binds the primitive
-    to the error, the operands and, instead of that jaxpr, `subfuns`: the checked function
+    `checkify` has no rule for it: it checks the `call_jaxpr`, and binds the primitive to the error, the operands and,
+    instead of that jaxpr, `subfuns`: the checked function
     (`default_checkify_rule`, https://github.com/jax-ml/jax/blob/main/jax/_src/checkify.py).
     """
 
     multiple_results = True
 
-    def __init__(self, name: str, checked: Checked = lambda run, *operands, **_: run(*operands)):
-        """`checked` makes of the checked function what it is to be; by default its equations where it stands."""
+    def __init__(self, name: str, checked: Callable[..., list[Any]] = lambda run, *operands, **_: run(*operands)):
+        """`checked(run, error, *operands, **params)` binds the checked function; by default it is inlined."""
         super().__init__(name)
         self._checked = checked
-        self.def_impl(_evaluate)
         self.def_effectful_abstract_eval(_results)
-        mlir.register_lowering(self, mlir.lower_fun(_evaluate, multiple_results=True))
+        define(self, eager=_evaluate, lower=lower_fun(_evaluate, multiple_results=True))
 
     def bind(self, *operands: Any, subfuns: Any = (), **params: Any) -> Any:
         if subfuns:
@@ -36,14 +136,26 @@ class Call(Primitive):
 
 
 def _results(*_: Any, call_jaxpr: Jaxpr, **__: Any) -> tuple[Any, Any]:
-    # References that it makes and reads itself are no effect on what is outside. Told of one, JAX would look for a rule
-    # that makes values of them; without, the lowering does that.
+    # References that the jaxpr makes and reads itself have no effect outside. If told of one, JAX would look for a
+    # rule that turns it into values; otherwise the lowering does that.
     effects = {effect for effect in call_jaxpr.effects if type(effect).__name__ != "InternalMutableArrayEffect"}
     return call_jaxpr.out_avals, effects
 
 
+def perturbed(tangents: Sequence[Any]) -> tuple[bool, ...]:
+    """Which of these tangents, or cotangents, are not symbolic zeros."""
+    return tuple(type(t) is not Zero for t in tangents)
+
+
+def with_zeros(outs: Sequence[Any], out_perturbed: Sequence[bool]) -> Results:
+    """A JVP's results, then the tangents of the perturbed ones -> results, tangents of all with symbolic zeros."""
+    primals, tangents = list(outs[: len(out_perturbed)]), iter(outs[len(out_perturbed) :])
+    zero = lambda primal: Zero(jax.typeof(primal).to_tangent_aval())
+    return primals, [next(tangents) if p else zero(x) for x, p in zip(primals, out_perturbed, strict=True)]
+
+
 def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
-    """As `jaxpr_as_fun`, which `jax.checkpoint` is, but JAX looks for NaNs as it is told, as it does in `lax.scan`."""
+    """As `jaxpr_as_fun`, except that JAX looks for NaNs as it does in `lax.scan`, not as in `jax.checkpoint`."""
     return eval_jaxpr(jaxpr, jaxpr.consts, *operands)
 
 

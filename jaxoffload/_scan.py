@@ -1,34 +1,34 @@
 """scan(): `jax.lax.scan` whose residuals a `Policy` chooses, layer by layer.
 
-`lax.scan` traces the body, with its checks, promotions and errors; its equation is then replaced by one of ours, which
-is the same until it is differentiated. Its JVP rule linearises the body (`_layer`), decides which layers offload, and
-leaves two equations: the forward loop (`_loops`), which also keeps the residuals, and a linear one, of tangents, whose
-transpose is the backward loop.
+`lax.scan` traces the body, with its checks, promotions and errors. Its equation is then replaced by one of ours, which
+does the same until it is differentiated. The JVP rule linearises the body (`_engine/layer.py`), decides which layers
+offload, and leaves two equations: the forward loop (`_engine/loops.py`), which also keeps the residuals, and a linear
+map of tangents whose transpose is the backward loop.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, new_jaxpr_eqn
-from jax.interpreters import ad, batching
-from jax.interpreters import partial_eval as pe
 
+from . import _jax
 from ._engine.checkpointed import bind
 from ._engine.derivative import cached
-from ._engine.host_pool import layers_that_fit
-from ._engine.layer import Body, Layer, linearize, perturbed_carry
-from ._engine.loops import Loops, Segment, run_backward, run_forward
+from ._engine.host_pool import admitted
+from ._engine.layer import Body, linearize, perturbed_carry
+from ._engine.loops import Loops, run_backward, run_forward
 from ._engine.plan import Override
 from ._engine.reference import is_reference, most_layers
 from ._engine.refs import by_jax, takes_refs
-from ._engine.refusals import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
-from ._engine.transpose_only import linear
-from ._jax import Call, evaluate
+from ._engine.refusals import refuse_remat3
+from ._engine.segments import Segment, Span, spans
+from ._engine.transpose_only import with_tangents
+from ._jax import Results, Values, evaluate
 from ._policy import Policy, check_arguments
 
 
@@ -45,28 +45,41 @@ def scan(
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` under a `Policy`: a scan over layers with each named residual saved, offloaded or recomputed.
 
-    It computes what `lax.scan(jax.checkpoint(f), init, xs, length, reverse, unroll)` does, with the same errors.
-    Differentiated in reverse, the copies of one layer's residuals run beside the computation of the next. It cannot be
-    differentiated twice, nor in forward mode. A body that reads or writes a `jax.new_ref` from outside runs under JAX's
-    own checkpoint, which asks the policy: see `Policy` for what that route cannot see.
+    It computes what `lax.scan(jax.checkpoint(f), init, xs, length, reverse, unroll)` does, with the same errors. In
+    reverse-mode differentiation the copies of one layer's residuals run beside the computation of the next layer.
+    Forward mode and second derivatives are not supported. A body that reads or writes a `jax.new_ref` from outside runs
+    under JAX's own checkpoint, which asks the policy; `Policy` says what that route cannot see.
 
     Args:
-      f: `(carry, x) -> (carry, y)`; names its residuals with `tag` or `checkpoint_name`.
-      init, xs, length, reverse, unroll: as for `lax.scan`. Override count in the order in which they run.
-      policy: decides on the named values of `f`. The carry is never computed again, xs and closed-over arrays (the
-        weights) are never moved or copied. A value that is the same in every layer is kept once, on the device. A scan
-        inside `f` follows its own policy.
-      strict: a pattern that matches no value of `f` is an error, raised when the scan is differentiated. Pass False
-        where several scans share one policy, and judge them together with `check`.
+      f: `(carry, x) -> (carry, y)`, all pytrees of arrays; names its residuals with `tag` or `checkpoint_name`.
+      init, xs, length, reverse, unroll: as for `lax.scan`; arrays of xs have shape (layers, ...). Layers count in the
+        order in which they run.
+      policy: decides on the named values of `f`. The carry is never recomputed. xs and closed-over arrays (the weights)
+        are never moved or copied. A value that is the same in every layer is kept once, on the device. A scan inside
+        `f` follows its own policy.
+      strict: raise, when the scan is differentiated, if a pattern matches no value of `f`. Pass False where several
+        scans share one policy, and check them together with `check`.
+
+    Returns:
+      The last carry, and the ys, stacked: (layers, ...).
 
     Raises:
-      TypeError: policy is no Policy, or strict no bool; and what `lax.scan` raises.
+      TypeError: policy is not a Policy, or strict not a bool; and what `lax.scan` raises.
 
     Raises (when differentiated, before anything is compiled):
       PolicyError: a pattern matches nothing, or two names of one value have different decisions.
-      MemoryError: the pinned host pool is smaller than this scan's need, and the policy says `on_host_full: error`.
-        `check` and `residuals` judge what a step needs in all.
-      NotImplementedError: a derivative that there is not; or offloading here would give wrong gradients.
+      MemoryError: this scan needs more than the pinned host pool holds, and the policy says `on_host_full: error`.
+        `check` and `residuals` know what a whole step needs.
+      NotImplementedError: this derivative is not supported; or offloading here would give wrong gradients.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxoffload import Policy, scan, tag
+      >>> layer = lambda x, w: (jnp.sin(tag(x @ w, "fc1")), None)
+      >>> policy = Policy(residuals={"fc1": "offload"}, min_offload_bytes=0)
+      >>> loss = lambda ws, x: scan(layer, x, ws, policy=policy)[0].sum()
+      >>> jax.jit(jax.grad(loss))(jnp.ones((3, 8, 8)), jnp.ones((4, 8))).shape
+      (3, 8, 8)
     """
     check_arguments("scan", policy, strict)
     refuse_remat3()
@@ -81,7 +94,7 @@ def scan(
 
     scannable = all(hasattr(x, "shape") for x in jax.tree.leaves(xs)) and all(map(_is_array, jax.tree.leaves(init)))
     if jax.config.jax_disable_jit or not scannable:
-        return lax_scan(init, xs)  # a Python loop, in which nothing is placed; or an error in lax.scan's own words
+        return lax_scan(init, xs)  # a Python loop, which places nothing; or lax.scan's own error
     with _inside(True):
         jaxpr, shape = jax.make_jaxpr(lax_scan, return_shape=True)(init, xs)
         if takes_refs(jaxpr):
@@ -95,9 +108,9 @@ def scan(
 def _first_layers(
     short: Callable[..., Any], init: Any, xs: Any, length: int, most: int, reverse: bool
 ) -> tuple[Any, Any]:
-    """Of a scan the layers that run first; ys of the others are zeros. For `verify`, which says so."""
-    there = slice(length - most, None) if reverse else slice(most)
-    carry, ys = short(init, jax.tree.map(lambda x: x[there], xs), most)
+    """Run only the first `most` layers; the ys of the others are zeros. For `verify`, which says so."""
+    rows = slice(length - most, None) if reverse else slice(most)
+    carry, ys = short(init, jax.tree.map(lambda x: x[rows], xs), most)
     pad = (length - most, 0, 0) if reverse else (0, length - most, 0)
     return carry, jax.tree.map(lambda y: lax.pad(y, jnp.zeros((), y.dtype), (pad, *[(0, 0, 0)] * (y.ndim - 1))), ys)
 
@@ -120,10 +133,10 @@ def inside_scan() -> bool:
 
 
 def _with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool) -> Jaxpr:
-    """A jaxpr with one `lax.scan` in it, and ours in its place."""
+    """`jaxpr` with its one `lax.scan` replaced by ours."""
     scans = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive is lax.scan_p]
     if not scans:
-        raise NotImplementedError("jaxoffload: lax.scan makes no scan here; switch jax_scan3 off")
+        raise NotImplementedError("jaxoffload: lax.scan does not trace to a scan here; switch jax_scan3 off")
     at = max(scans)
     eqn = jaxpr.eqns[at]
     alone = jax.make_jaxpr(functools.partial(lax.scan_p.bind, **eqn.params))(*(v.aval for v in eqn.invars))
@@ -133,7 +146,7 @@ def _with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool) -> Jaxpr:
 
 
 def body_of(call_jaxpr: Jaxpr) -> Body:
-    """Of a jaxpr of one `lax.scan`: its body. Of xs and ys the scan has an axis more."""
+    """The body of the one `lax.scan` in a jaxpr. In the scan, xs and ys have one axis more than in the body."""
     (eqn,) = call_jaxpr.eqns
     jaxpr = eqn.params["jaxpr"]
     same = lambda outer, inner: sum(o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True))
@@ -142,48 +155,40 @@ def body_of(call_jaxpr: Jaxpr) -> Body:
 
 
 def _checked(run: Callable[..., list[Any]], *operands: Any, policy: Policy, strict: bool) -> list[Any]:
-    """What `checkify` makes of a scan, ours too: a scan that carries the error."""
+    """What `checkify` makes of a scan is a scan that carries the error; it stays ours."""
     return evaluate(_with_our_scan(jax.make_jaxpr(run)(*operands), policy, strict), operands)
 
 
-scan_p = Call("jaxoffload_scan", _checked)
-scan_p.def_impl(lambda *operands, call_jaxpr, **_: evaluate(call_jaxpr, operands))
-
-
-def _batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Jaxpr, policy: Policy, strict: bool
-) -> tuple[list[Any], list[Any]]:
-    """As `lax.scan` is batched, before it is differentiated: then cotangents of weights are summed layer by layer."""
-    wanted = [batching.zero_if_mapped] * len(call_jaxpr.outvars)
-    batched, mapped = batching.batch_jaxpr_axes(call_jaxpr, axis, dims, wanted)
+def _batch(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool) -> Results:
+    """As `lax.scan` is batched, and before it is differentiated: each layer then sums its weights' cotangents."""
+    batched, mapped = _jax.batch_jaxpr_axes(call_jaxpr, axis, dims, [_jax.zero_if_mapped] * len(call_jaxpr.outvars))
     outs = evaluate(_with_our_scan(batched, policy, strict), args)
     return outs, [0 if m else None for m in mapped]
 
 
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Jaxpr, policy: Policy, strict: bool
-) -> tuple[list[Any], list[Any]]:
+def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool) -> Results:
     body, params = body_of(call_jaxpr), dict(call_jaxpr.eqns[0].params)
     jaxpr = params.pop("jaxpr")
     if is_reference():
-        # Where layers stand beside each other XLA makes one of what is computed twice; our loops have `apart` there.
+        # XLA merges what is computed twice where layers stand side by side; our loops have a barrier there.
         jaxpr = _checkpointed(jaxpr, body.roles, policy, params["unroll"] != 1 or params["length"] == 1)
     if not params["length"] or is_reference():
-        return ad.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
-    perturbed = perturbed_carry(body, [type(t) is not ad.Zero for t in tangents], policy)
+        return _jax.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
+    perturbed = perturbed_carry(body, _jax.perturbed(tangents), policy)
     offloaded = _layers_that_offload(body, perturbed, policy, strict, params["length"])
-    loops = _loops(*body, perturbed, policy, strict, offloaded, params["length"], params["reverse"], params["unroll"])
+    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    loops = _loops(body, perturbed, policy, strict, offloaded=offloaded, **how)
     outs = run_forward(loops, *primals)
     primals_out, saved = outs[: loops.results], outs[loops.results :]
-
-    reads = [primals[number] for number, _ in loops.reads]
-    moving = [ad.instantiate_zeros(t) for t, p in zip(tangents, perturbed, strict=True) if p]
-    tangent_avals = [jax.typeof(x).to_tangent_aval() for x in primals_out]
-    out_perturbed = loops.segments[0].layer.out_perturbed
-    avals = [a for a, p in zip(tangent_avals, out_perturbed, strict=True) if p]
-    layers = [segment.layer for segment in loops.segments]
-    found = iter(linear("scan", [*reads, *saved], moving, avals, functools.partial(_transpose, loops), layers))
-    return primals_out, [next(found) if p else ad.Zero(a) for a, p in zip(tangent_avals, out_perturbed, strict=True)]
+    return with_tangents(
+        primals_out,
+        loops.segments[0].layer.out_perturbed,
+        [_jax.instantiate_zeros(t) for t, p in zip(tangents, perturbed, strict=True) if p],
+        caller="scan",
+        kept=[*(primals[number] for number, _ in loops.reads), *saved],
+        transpose=functools.partial(_transpose, loops),
+        layers=[segment.layer for segment in loops.segments],
+    )
 
 
 @cached
@@ -193,81 +198,64 @@ def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, prevent_
     return jax.make_jaxpr(lambda *args: under(jaxpr.replace(), args))(*jaxpr.in_avals)
 
 
-def _transpose(loops: Loops, kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+def _transpose(loops: Loops, kept: Values, cotangents: Values) -> list[Any]:
     layer = loops.segments[0].layer
     consts, carry = sum(layer.perturbed[: layer.consts]), sum(layer.out_perturbed[: layer.carry])
-    wanted = tuple(i < carry or type(ct) is not ad.Zero for i, ct in enumerate(cotangents))
+    wanted = tuple(i < carry or p for i, p in enumerate(_jax.perturbed(cotangents)))
     segments = tuple(segment._replace(jaxpr=segment.layer.backward(wanted)) for segment in loops.segments)
     loops = dataclasses.replace(loops, segments=segments, consts=consts, carry=carry)
     return run_backward(
-        loops, *kept, *(ad.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w)
+        loops, *kept, *(_jax.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w)
     )
 
 
 def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) -> Any:
-    """Inside a checkpoint, where nothing of it is differentiated: it is a `lax.scan`, and its names are the outer's."""
-    rule = pe.partial_eval_jaxpr_custom_rules[lax.scan_p]
+    """Inside a checkpoint nothing of it is differentiated: it is a `lax.scan`, and its names are the checkpoint's."""
+    rule = _jax.partial_eval_rules[lax.scan_p]
     params = eqn.params["call_jaxpr"].eqns[0].params
     return rule(saveable, unknown, instantiate, eqn.replace(primitive=lax.scan_p, params=params))
 
 
 def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: bool, length: int) -> int:
-    """How many do, by the policy, by what there is to offload, and by what the host has room for."""
-    each = linearize(*body, perturbed, policy, strict, Override()).host_bytes
+    """How many layers offload: as many as the policy says and the host has room for, 0 if a layer has nothing to."""
+    each = linearize(body, perturbed, policy, strict, Override()).host_bytes
     wanted = policy.offloaded_layers(length) if each else 0
-    if not wanted:
-        return 0
-    refuse_wrong_offload()
-    refuse_ordered_effects("scan", body.jaxpr)
-    needs = [each * (layers + 1) for layers in range(1, wanted + 1)]  # and an empty row
-    return layers_that_fit("scan", needs, policy.on_host_full)
+    need = lambda layers: each * (layers + 1)  # and an empty row
+    return admitted("scan", [body.jaxpr], wanted, need, policy.on_host_full) if wanted else 0
 
 
 @cached
 def _loops(
-    jaxpr: Jaxpr,
-    consts: int,
-    carry: int,
+    body: Body,
     perturbed: tuple[bool, ...],
     policy: Policy,
     strict: bool,
+    *,
     offloaded: int,
     length: int,
     reverse: bool,
     unroll: int,
 ) -> Loops:
-    """The forward pass: the layers that offload, those that do what `other_layers` says, those that are resident."""
-    layer = linearize(jaxpr, consts, carry, perturbed, policy, strict, Override())
-    resident = length - min(policy.resident_layers, length)
-    if not layer.host_bytes:
-        return _loops_of([_segment(0, length, 0, layer, "")], length, reverse, unroll)
-    other = layer
-    if policy.other_layers == "recompute" and offloaded < resident:
-        other = linearize(jaxpr, consts, carry, perturbed, policy, strict, Override("recompute", "other_layers"))
-    # The layer behind those that offload can run in their loop; its residuals stay where they are.
-    rides = 0 < offloaded < length and (offloaded == resident or other is layer)
-    reason = "resident" if offloaded == resident else "other_layers"
-    start = offloaded + rides
-    segments = [
-        _segment(0, start, offloaded, layer, reason),
-        _segment(start, resident, 0, other, "other_layers"),
-        _segment(max(start, resident), length, 0, layer, "resident"),
-    ]
-    return _loops_of([segment for segment in segments if segment.layers > 0], length, reverse, unroll)
+    """The forward pass. Residuals that are operands are read where they are."""
+    layer = other = linearize(body, perturbed, policy, strict, Override())
+    each = [Span(0, length, 0, False, "")]
+    if layer.host_bytes:
+        each = spans(length, offloaded, policy.resident_layers, policy.other_layers)
+    if any(span.recompute for span in each):
+        other = linearize(body, perturbed, policy, strict, Override("recompute", "other_layers"))
+    segments = []
+    for span in each:
+        its = other if span.recompute else layer
+        segments.append(Segment(span.start, span.stop, span.on_host, its.forward, its, span.reason))
+    numbers = sorted({k.operand for segment in segments for k in segment.layer.kept if k.operand is not None})
+    reads = tuple((number, number < body.consts) for number in numbers)
+    return Loops(tuple(segments), length, reverse, unroll, body.consts, body.carry, reads)
 
 
-def _loops_of(segments: list[Segment], length: int, reverse: bool, unroll: int) -> Loops:
-    """The forward pass over these segments. Residuals that are operands anyway are read where they are."""
-    layer = segments[0].layer
-    numbers = sorted({k.operand for segment in segments for k in segment.layer.kept if k.place == "operand"})
-    reads = tuple((number, number < layer.consts) for number in numbers)
-    return Loops(tuple(segments), length, reverse, unroll, layer.consts, layer.carry, reads)
-
-
-def _segment(start: int, stop: int, on_host: int, layer: Layer, reason: str) -> Segment:
-    return Segment(start, stop, on_host, layer.forward, layer, reason)
-
-
-ad.primitive_jvps[scan_p] = _jvp
-batching.fancy_primitive_batchers[scan_p] = _batch
-pe.partial_eval_jaxpr_custom_rules[scan_p] = _partial_eval
+scan_p = _jax.define(
+    _jax.Call("jaxoffload_scan", _checked),
+    eager=lambda *operands, call_jaxpr, **_: evaluate(call_jaxpr, operands),
+    jvp=_jvp,
+    batch=_batch,
+    partial_eval=_partial_eval,
+)

@@ -24,11 +24,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxoffload import Policy, _compiler_options, _scan, chain, checkpoint, profile, residuals, scan, tag
+from jaxoffload import Policy, _compiler_options, chain, checkpoint, profile, residuals, scan, tag
 from jaxoffload.__main__ import main, progress
 from jaxoffload._engine import layer as _layer
 from jaxoffload._engine import loops as _loops
 from jaxoffload._engine import plan as _plan
+from jaxoffload._engine import transpose_only
 from jaxoffload._engine.memory import DEVICE, HOST, on_host
 from jaxoffload._engine.reference import is_reference, with_layers
 from jaxoffload._policy import VERDICT
@@ -617,13 +618,13 @@ def test_bad_arguments_are_sentences():
 
 def extra(monkeypatch, copied):
     """Something more is kept between the passes: of what is kept, `copied` makes it."""
-    real = _scan.linear
+    real = transpose_only.linear_map
 
-    def linear(name, kept, tangents, avals, transpose, layers):
+    def linear_map(*args, kept, transpose, **rest):
         more = copied(kept)
-        return real(name, [*kept, more], tangents, avals, lambda kept, cts: transpose(kept[:-1], cts), layers)
+        return real(*args, kept=[*kept, more], transpose=lambda kept, cts: transpose(kept[:-1], cts), **rest)
 
-    monkeypatch.setattr(_scan, "linear", linear)
+    monkeypatch.setattr(transpose_only, "linear_map", linear_map)
 
 
 def a_host_stack(kept):

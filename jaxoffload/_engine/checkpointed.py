@@ -1,51 +1,33 @@
 """The primitive of `checkpoint`: a jaxpr under a policy, until it is differentiated."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.core.primitives import remat_p
-from jax.interpreters import ad, batching
-from jax.interpreters import partial_eval as pe
 
-from .._jax import Call
+from .. import _jax
+from .._jax import Results, Values
 from .._policy import Policy
 from .derivative import cached, derivative, plan_of_jvp
-from .host_pool import host_pool_bytes, layers_that_fit
+from .host_pool import admitted
 from .memory import on_host
 from .plan import Override, Plan
 from .reference import REASON, is_reference
-from .refusals import refuse_ordered_effects, refuse_remat3, refuse_wrong_offload
+from .refusals import refuse_remat3
 from .straight import straight
 
 
-def bind(
-    jaxpr: Jaxpr,
-    args: Sequence[Any],
-    *,
-    roles: tuple[str, ...],
-    policy: Policy,
-    strict: bool,
-    prevent_cse: bool,
-) -> list[Any]:
-    """Evaluate `jaxpr` under a policy. `roles`, of its constants and then its inputs, are those of `make_plan`."""
-    consts = jaxpr.consts
-    return checkpoint_p.bind(
-        *consts,
-        *args,
-        call_jaxpr=_without_consts(jaxpr) if consts else jaxpr,
-        roles=roles,
-        policy=policy,
-        strict=strict,
-        prevent_cse=prevent_cse,
-    )
+def bind(jaxpr: Jaxpr, args: Sequence[Any], **params: Any) -> list[Any]:
+    """Evaluate `jaxpr` under `policy`. `params`: roles, policy, strict, prevent_cse, as for `differentiated`."""
+    call_jaxpr = _without_consts(jaxpr) if jaxpr.consts else jaxpr
+    return checkpoint_p.bind(*jaxpr.consts, *args, call_jaxpr=call_jaxpr, **params)
 
 
-@cached
-def _without_consts(jaxpr: Jaxpr) -> Jaxpr:
-    return pe.convert_constvars_jaxpr(jaxpr)
+_without_consts = cached(_jax.convert_constvars_jaxpr)
 
 
 class Differentiated(NamedTuple):
@@ -62,15 +44,19 @@ class Differentiated(NamedTuple):
 def differentiated(
     jaxpr: Jaxpr,
     perturbed: tuple[bool, ...],
+    override: Override | None = None,
+    *,
     roles: tuple[str, ...],
     policy: Policy,
     strict: bool,
     prevent_cse: bool,
-    layers: Override | None = None,
 ) -> Differentiated:
-    """The JVP of `jaxpr` with respect to the perturbed inputs, under the plan that the policy makes of it."""
+    """The JVP of `jaxpr` with respect to the perturbed inputs, under the plan that the policy makes for it.
+
+    `roles`, of its constants and then its inputs, are those of `make_plan`.
+    """
     jvp, out_perturbed = derivative(jaxpr, perturbed, False, policy.dots != "recompute")
-    plan, planned = plan_of_jvp(jaxpr, roles, jvp, policy, strict, layers)
+    plan, planned = plan_of_jvp(jaxpr, roles, jvp, policy, strict, override)
     plan = dataclasses.replace(plan, notes=(NO_LAYERS, *plan.notes))
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=plan, prevent_cse=prevent_cse)
     return Differentiated(run, out_perturbed, plan, planned.in_avals, sum(perturbed))
@@ -80,74 +66,51 @@ NO_LAYERS = "checkpoint has no layers: resident_layers, offload_layers and other
 
 
 @cached
-def _host_bytes(jaxpr: Jaxpr, perturbed: tuple[bool, ...], *key: Any) -> int:
-    """Bytes a device that autodiff keeps on the host between forward and backward."""
-    made = differentiated(jaxpr, perturbed, *key)
+def _host_bytes(jaxpr: Jaxpr, perturbed: tuple[bool, ...], **params: Any) -> int:
+    """Bytes per device that autodiff keeps on the host between forward and backward."""
+    made = differentiated(jaxpr, perturbed, **params)
     jaxpr = jax.make_jaxpr(made.run)(*made.in_avals)
     unknown = [False] * (len(made.in_avals) - made.tangents) + [True] * made.tangents
-    known, _, _, residuals = pe.partial_eval_jaxpr_nounits(jaxpr, unknown, False)
+    known, _, _, residuals = _jax.partial_eval_jaxpr_nounits(jaxpr, unknown, False)
     forward = straight(known)
     kept = forward.outputs[len(forward.outputs) - len(residuals) :]
     return sum(forward.share(x) for x in kept if x and on_host(x.aval))
 
 
 def checked(run: Callable[..., list[Any]], *operands: Any, roles: tuple[str, ...], **params: Any) -> list[Any]:
-    """What `checkify` makes of a function under a policy, under it too. The error's values come first."""
+    """What `checkify` makes of a function under a policy, under the same policy. The error's values come first."""
     jaxpr = jax.make_jaxpr(run)(*operands)
     more = len(jaxpr.consts) + len(operands) - len(roles)
     return bind(jaxpr, operands, roles=("weight",) * more + roles, **params)
 
 
-checkpoint_p = Call("jaxoffload_checkpoint", checked)
-
-
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: Jaxpr, **params: Any
-) -> tuple[list[Any], list[Any]]:
-    perturbed = tuple(type(t) is not ad.Zero for t in tangents)
+def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, **params: Any) -> Results:
+    perturbed = _jax.perturbed(tangents)
     made = _that_fits(call_jaxpr, perturbed, **params)
-    outs = iter(made.run(*primals, *[t for t, p in zip(tangents, perturbed, strict=True) if p]))
-    primals_out = [next(outs) for _ in made.out_perturbed]
-    zero = lambda primal: ad.Zero(jax.typeof(primal).to_tangent_aval())
-    return primals_out, [next(outs) if p else zero(y) for p, y in zip(made.out_perturbed, primals_out, strict=True)]
+    outs = made.run(*primals, *(t for t, p in zip(tangents, perturbed, strict=True) if p))
+    return _jax.with_zeros(outs, made.out_perturbed)
 
 
-def _that_fits(
-    jaxpr: Jaxpr,
-    perturbed: tuple[bool, ...],
-    *,
-    roles: tuple[str, ...],
-    policy: Policy,
-    strict: bool,
-    prevent_cse: bool,
-) -> Differentiated:
-    """`differentiated`, or the same with all on the device. Not remembered: it depends on the environment."""
+def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], policy: Policy, **params: Any) -> Differentiated:
+    """`differentiated`, or the same with all on the device. Not cached: it depends on the environment."""
     refuse_remat3()
-    key = roles, policy, strict, prevent_cse
+    make = functools.partial(differentiated, jaxpr, perturbed, policy=policy, **params)
     if is_reference():
-        return differentiated(jaxpr, perturbed, *key, Override("save", REASON))
-    made = differentiated(jaxpr, perturbed, *key)
+        return make(Override("save", REASON))
+    made = make()
     if not made.plan.offloads:
         return made
-    refuse_wrong_offload()
-    refuse_ordered_effects("checkpoint", jaxpr)
-    if host_pool_bytes() is None:
-        return made
-    fits = layers_that_fit("checkpoint", [_host_bytes(jaxpr, perturbed, *key)], policy.on_host_full)
-    return made if fits else differentiated(jaxpr, perturbed, *key, Override("save", "on_host_full"))
+    need = lambda _: _host_bytes(jaxpr, perturbed, policy=policy, **params)
+    fits = admitted("checkpoint", [jaxpr], 1, need, policy.on_host_full)
+    return made if fits else make(Override("save", "on_host_full"))
 
 
 def _batch(
-    axis: Any,
-    args: Sequence[Any],
-    dims: Sequence[Any],
-    *,
-    call_jaxpr: Jaxpr,
-    roles: tuple[str, ...],
-    **params: Any,
-) -> tuple[list[Any], list[Any]]:
-    wanted = [batching.zero_if_mapped] * len(call_jaxpr.outvars)
-    batched, out_batched = batching.batch_jaxpr_axes(call_jaxpr, axis, dims, wanted)
+    axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, roles: tuple[str, ...], **params: Any
+) -> Results:
+    batched, out_batched = _jax.batch_jaxpr_axes(
+        call_jaxpr, axis, dims, [_jax.zero_if_mapped] * len(call_jaxpr.outvars)
+    )
     roles = ("weight",) * len(batched.consts) + roles
     return bind(batched, args, roles=roles, **params), [0 if b else None for b in out_batched]
 
@@ -158,10 +121,10 @@ def _remat(jaxpr: Jaxpr, prevent_cse: bool) -> JaxprEqn:
 
 
 def partial_eval_as_remat(jaxpr: Jaxpr, prevent_cse: bool, *rest: Any) -> Any:
-    """Inside another checkpoint, where nothing of `jaxpr` is differentiated: its names are the other's, routing above
-    all, as those of an undifferentiated `jax.checkpoint` are."""
+    """Partial evaluation inside another checkpoint, where nothing of `jaxpr` is differentiated: its names, routing
+    above all, are the other's, as those of an undifferentiated `jax.checkpoint` are."""
     *how, eqn = rest
-    rule: Any = pe.partial_eval_jaxpr_custom_rules[remat_p]
+    rule: Any = _jax.partial_eval_rules[remat_p]
     return rule(*how, eqn.replace(primitive=remat_p, params=_remat(jaxpr, prevent_cse).params))
 
 
@@ -170,6 +133,6 @@ def _partial_eval(*rest: Any) -> Any:
     return partial_eval_as_remat(params["call_jaxpr"], params["prevent_cse"], *rest)
 
 
-ad.primitive_jvps[checkpoint_p] = _jvp
-pe.partial_eval_jaxpr_custom_rules[checkpoint_p] = _partial_eval
-batching.fancy_primitive_batchers[checkpoint_p] = _batch
+checkpoint_p = _jax.define(
+    _jax.Call("jaxoffload_checkpoint", checked), jvp=_jvp, partial_eval=_partial_eval, batch=_batch
+)

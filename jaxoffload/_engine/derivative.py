@@ -1,4 +1,4 @@
-"""The derivative of a function's jaxpr, and the plan that a policy makes of it; both remembered."""
+"""The derivative of a function's jaxpr, and the plan that a policy makes for it; both are cached."""
 
 import dataclasses
 import functools
@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
-from jax.interpreters import ad
 
 from .._errors import NOT_THE_USERS
+from .._jax import jvp_jaxpr
 from .._policy import Policy
 from .names import outside_scopes
 from .plan import Override, Plan, decide, dots_matched_nothing, make_plan
@@ -21,35 +21,38 @@ from .values import mark_dots
 
 
 def looks_for_nans() -> bool:
-    """Whether JAX looks for NaNs or infinities in what is computed eagerly; they must not be in what nobody filled."""
+    """Whether JAX looks for NaNs or infinities in eager results: then uninitialised arrays must not hold any."""
     return jax.config.jax_debug_nans or jax.config.jax_debug_infs
 
 
 def cached[T](make: Callable[..., T]) -> Callable[..., T]:
-    """`make(of, *key)`, remembered while `of` lives: an eager loop over layers then plans and traces once, and once for
-    its reference, and where JAX looks for NaNs.
+    """`make(of, *args, **kwargs)`, cached while `of` lives, so that an eager loop over layers plans and traces once.
 
-    `of`: a jaxpr, or something else that is hashed by its identity. The result must not refer to it.
+    The reference, and programs in which JAX looks for NaNs, have results of their own.
+
+    `of`: a jaxpr, something else that is hashed by its identity, or a tuple that begins with one, such as a `Body`. The
+    result must not refer to it.
     """
     memory: weakref.WeakKeyDictionary[Any, dict[Any, T]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(make)
-    def remembered(of: Any, *key: Any) -> T:
-        made = memory.setdefault(of, {})
-        traced = is_reference(), looks_for_nans(), *key
-        if traced not in made:
-            made[traced] = make(of, *key)
-        return made[traced]
+    def cached_make(of: Any, *args: Any, **kwargs: Any) -> T:
+        lives, *rest = of if isinstance(of, tuple) else (of,)
+        results = memory.setdefault(lives, {})
+        key = is_reference(), looks_for_nans(), *rest, *args, *sorted(kwargs.items())
+        if key not in results:
+            results[key] = make(of, *args, **kwargs)
+        return results[key]
 
-    return remembered
+    return cached_make
 
 
 def plan_of_jvp(
-    jaxpr: Jaxpr, roles: tuple[str, ...], jvp: Jaxpr, policy: Policy, strict: bool, layers: Override | None
+    jaxpr: Jaxpr, roles: tuple[str, ...], jvp: Jaxpr, policy: Policy, strict: bool, override: Override | None
 ) -> tuple[Plan, Jaxpr]:
     """As `make_plan` of a derivative, with the names and notes that the function has whatever is perturbed."""
     whole = full_plan(jaxpr, roles, policy, strict)
-    plan, planned = make_plan(jvp, policy, _roles_of(jvp, roles), layers, False)
+    plan, planned = make_plan(jvp, policy, _roles_of(jvp, roles), override, False)
     return dataclasses.replace(plan, seen=whole.seen, notes=whole.notes), planned
 
 
@@ -57,9 +60,9 @@ def plan_of_jvp(
 def derivative(
     jaxpr: Jaxpr, perturbed: tuple[bool, ...], through: bool | tuple[bool, ...], dots: bool
 ) -> tuple[Jaxpr, tuple[bool, ...]]:
-    """The JVP, and which results have tangents: those in `through` always. `dots`: matrix products are marked."""
+    """The JVP, and which results have tangents: those in `through` always do. `dots`: matmuls are marked."""
     with outside_scopes():
-        jvp, out_perturbed = ad.jvp_jaxpr(mark_dots(jaxpr) if dots else jaxpr, perturbed, through)
+        jvp, out_perturbed = jvp_jaxpr(mark_dots(jaxpr) if dots else jaxpr, perturbed, through)
     return jvp, tuple(out_perturbed)
 
 
@@ -69,10 +72,10 @@ def _roles_of(jvp: Jaxpr, roles: tuple[str, ...]) -> tuple[str | None, ...]:
 
 @cached
 def full_plan(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool) -> Plan:
-    """What is true of a function whatever is perturbed: the plan where all floating-point inputs are that can be.
+    """The plan of a function in which all floating-point inputs that can be perturbed are.
 
-    Custom rules are expanded then, so all names are there. With fewer perturbed, as the first steps of `lax.scan`'s
-    JVP have it, names could be missing that this program's derivative does have.
+    Custom rules are then expanded, so all names are there. With fewer inputs perturbed, as in the first steps of
+    `lax.scan`'s JVP, names could be missing that the program's derivative does have.
 
     Raises:
       PolicyError: a pattern matches nothing (if `strict`), or two names of one value have different decisions.
@@ -87,18 +90,18 @@ def full_plan(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool
 
 @cached
 def _differentiable(jaxpr: Jaxpr, dots: bool) -> tuple[bool, ...]:
-    """The floating-point inputs that a program can perturb: all, except those that reach what has no derivative, such
-    as a callback.
+    """The floating-point inputs that a program can perturb: all, except those that reach an equation without a
+    derivative, such as a callback.
 
-    What has none raises as soon as one of its operands is perturbed. So the inputs that can be perturbed alone can be
-    perturbed together, and what the program does perturb is among them.
+    Such an equation raises as soon as one of its operands is perturbed. So inputs that can be perturbed alone can be
+    perturbed together, and those that the program does perturb are among them.
     """
     floating = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals)
 
     def has_derivative(perturbed: tuple[bool, ...]) -> bool:
         try:
             derivative(jaxpr, perturbed, False, dots)
-        except Exception:  # a user's rule may raise anything; where the program needs it, it is raised again there
+        except Exception:  # a user's rule may raise anything; it raises again where the program needs it
             return False
         return True
 

@@ -1,47 +1,49 @@
-"""The pinned host pool: how much it holds, and what is said where more would be offloaded."""
+"""The pinned host pool: how much it holds, and how many layers of one `scan`, `chain` or `checkpoint` fit in it."""
 
 import math
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
+from jax.extend.core import Jaxpr
 
 from .._errors import NOT_THE_USERS
 from .._text import GIB, readable
+from .refusals import refuse_ordered_effects, refuse_wrong_offload
 
 
 class HostPoolError(ValueError):
-    """What the environment says of the pinned host pool is no size."""
+    """The environment gives the pinned host pool a size that is not one."""
 
     @property
     def problems(self) -> tuple[str]:
-        """As a PolicyError's."""
+        """The message, in the form of `PolicyError.problems`."""
         return (str(self),)
 
 
 def host_pool_bytes() -> int | None:
-    """What XLA's pinned host pool holds, in bytes a device; None where there is none (CPU).
+    """How many bytes per device XLA's pinned host pool holds; None where there is no pool (CPU).
 
-    `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` sets it, in units of 2**30 bytes; 64 is XLA's default, and 16 where
+    `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` sets it, in units of 2**30 bytes. XLA's default is 64, or 16 if
     `XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE` is true.
 
     Raises:
-      HostPoolError: that variable is not a number above 0, or on a GPU not a whole one.
+      HostPoolError: that variable is not a number above 0, or, on a GPU, not a whole one.
     """
     limit, on_gpu = os.environ.get(_POOL), jax.default_backend() == "gpu"
     if not limit:
-        whole = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "").lower() in ("1", "true")
-        return (16 if whole else 64) * GIB if on_gpu else None
+        preallocate = os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "").lower() in ("1", "true")
+        return (16 if preallocate else 64) * GIB if on_gpu else None
     try:
         size = float(limit) * GIB
     except ValueError:
         size = math.nan
-    if not 0 < size < 2**63:  # XLA's pool of 0 holds nothing, and one below 0 is taken for a very large one
+    if not 0 < size < 2**63:  # in XLA a pool of 0 holds nothing, and a negative one is very large
         raise HostPoolError(f"{_POOL}: {limit!r} is not a number of GiB above 0, such as 64")
     if on_gpu and not re.fullmatch(r"\s*\d+\s*", limit):
-        # GetGpuHostAllocator in xla/pjrt/gpu/gpu_helpers.cc: the error is logged, and the default is taken.
+        # GetGpuHostAllocator in xla/pjrt/gpu/gpu_helpers.cc logs the error and takes the default.
         raise HostPoolError(f"{_POOL}: {limit!r} is not a whole number of GiB, such as 64; XLA would ignore it")
     return int(size)
 
@@ -50,8 +52,10 @@ _POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 class HostPoolFull(MemoryError):
-    """More would be offloaded than the pinned host pool holds. `layers`: how many layers of each scan would fit, the
-    first ones; None where that mends nothing."""
+    """More would be offloaded than the pinned host pool holds.
+
+    `layers`: how many layers of each scan could offload; None where offloading fewer does not help.
+    """
 
     def __init__(self, caller: str, need: str, layers: int | None, whole: bool = False, instead: str = ""):
         less = f" (offload_layers: {layers})" if layers is not None else ""
@@ -63,41 +67,50 @@ class HostPoolFull(MemoryError):
 
 
 _CONSTRAIN = (
-    "; if a mesh divides these values, say so in the layer with jax.lax.with_sharding_constraint: what no constraint "
-    "divides counts whole"
+    "; if a mesh divides these values, say so in the layer with jax.lax.with_sharding_constraint: a value without a "
+    "constraint counts whole"
 )
 
 
-# Whether the whole program is judged once it is traced. Part of every trace cache's key, as is `scope`.
+# Whether the whole program's need is checked once it is traced. Part of every trace cache's key, as is `scope`.
 whole_program = jax.make_user_context(False)
 
 
-def layers_that_fit(caller: str, needs: Sequence[int], on_host_full: str) -> int:
-    """How many layers can offload, if the first one, two, ... need `needs` bytes a device in the pinned host pool.
+def admitted(caller: str, jaxprs: Sequence[Jaxpr], layers: int, need: Callable[[int], int], on_host_full: str) -> int:
+    """How many layers may offload, if the policy asks for the first `layers` ones.
 
-    Where not all fit, an error or a warning, as the policy says. One call of `scan`, `chain` or `checkpoint` knows
-    itself alone; what a program's calls need together `residuals` and `check` judge (`_pool`).
+    One call of `scan`, `chain` or `checkpoint` (the `caller`) knows only its own need. `residuals` and `check` know
+    what the calls of a program need together (`pool_need`).
+
+    Args:
+      jaxprs: the functions that offload.
+      need: the number of layers that offload -> bytes per device in the pinned host pool.
+      on_host_full: the policy's: raise ("error"), or warn and offload as many layers as fit ("save").
 
     Raises:
+      NotImplementedError: offloading would fail or give wrong gradients.
       HostPoolFull: they do not fit and `on_host_full` is "error".
     """
-    pool, layers = host_pool_bytes(), len(needs)
-    if pool is None or needs[-1] <= pool or (whole_program.value and on_host_full == "error"):
+    refuse_wrong_offload()
+    for jaxpr in jaxprs:
+        refuse_ordered_effects(caller, jaxpr)
+    pool = host_pool_bytes()
+    if pool is None or need(layers) <= pool or (whole_program.value and on_host_full == "error"):
         return layers
-    fit = sum(need <= pool for need in needs)
+    fit = sum(need(n) <= pool for n in range(1, layers + 1))
     of_layers = caller != "checkpoint"
-    need = (
-        f"{f'{layers} layer(s) would offload' if of_layers else 'would offload'} {readable(needs[-1])} "
-        f"a device, and the pinned host pool holds {readable(pool)}{f', enough for {fit}' if of_layers else ''}"
+    message = (
+        f"{f'{layers} layer(s) would offload' if of_layers else 'would offload'} {readable(need(layers))} per device, "
+        f"and the pinned host pool holds {readable(pool)}{f', enough for {fit}' if of_layers else ''}"
     )
     if on_host_full == "error":
-        raise HostPoolFull(caller, need, fit if of_layers else None, auto_axes(), ", set on_host_full: save")
-    instead = "which offload" if of_layers else "all stays on the device"
-    warnings.warn(f"jaxoffload: {caller}: {need}, {instead} (on_host_full: save)", skip_file_prefixes=NOT_THE_USERS)
+        raise HostPoolFull(caller, message, fit if of_layers else None, auto_axes(), ", set on_host_full: save")
+    instead = "which offload" if of_layers else "so all of it stays on the device"
+    warnings.warn(f"jaxoffload: {caller}: {message}, {instead} (on_host_full: save)", skip_file_prefixes=NOT_THE_USERS)
     return fit
 
 
 def auto_axes() -> bool:
-    """Whether a mesh may divide what is traced here without the trace knowing."""
+    """Whether the compiler may divide what is traced here over a mesh, which the trace does not show."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() > 1 if mesh.empty else any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)

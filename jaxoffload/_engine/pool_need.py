@@ -1,4 +1,7 @@
-"""Whether the pinned host pool holds all that a program offloads, its scans, chains and checkpoints together."""
+"""Whether the pinned host pool holds what a program's scans, chains and checkpoints offload together.
+
+Apart from `host_pool`, because it reads the loops that `scan` and `chain` make after they asked `host_pool`.
+"""
 
 from typing import NamedTuple
 
@@ -14,39 +17,38 @@ from .walk import nested
 
 
 class Stack(NamedTuple):
-    """What one segment of a scan keeps on the host, besides an empty row: layers, and bytes per device of each."""
+    """What one segment of a scan keeps on the host, besides an empty row: `layers` of `each` bytes per device."""
 
     layers: int
     each: int
 
 
 class Need(NamedTuple):
-    """What a program has on the host at once, at most: `stacks`, `other` bytes a device, and the greatest of `loops`.
+    """The most that a program has on the host at once: `stacks`, `other` bytes per device, and the largest of `loops`.
 
-    All that is made in one straight piece of a program counts together, though one gradient may end before the next
-    begins: XLA may run them side by side, and allocates the stacks of both before either runs. A loop counts as one
-    iteration of it (of an unrolled one, as many as stand beside each other): what an iteration keeps is freed before
-    the next. Loops and branches run one after another. XLA's plans for an H200 are no greater, except of unrolled loops
-    around gradients.
+    Everything in one straight piece of a program counts together, though one gradient may end before the next begins:
+    XLA may run them side by side, and allocates the stacks of both before either runs. A loop counts as one iteration
+    (an unrolled one as those that stand side by side): what an iteration keeps is freed before the next. Loops and
+    branches run one after another. XLA's plans for an H200 are not larger, except for unrolled loops around gradients.
     """
 
     stacks: list[Stack]
     other: int
-    loops: "list[tuple[int, Need]]"  # how many iterations stand beside each other, and what each needs
+    loops: "list[tuple[int, Need]]"  # how many iterations stand side by side, and what each needs
 
     def bytes(self, layers: int | None = None) -> int:
-        """Bytes a device; with no more than so many layers of each scan."""
+        """Bytes per device, if at most `layers` layers of each scan offload."""
         rows = [s if layers is None else s._replace(layers=min(s.layers, layers)) for s in self.stacks]
         stacks = sum((s.layers + 1) * s.each for s in rows if s.layers)
         return stacks + self.other + max((times * loop.bytes(layers) for times, loop in self.loops), default=0)
 
     def most_layers(self) -> int:
-        """Of any scan."""
+        """The largest number of layers that a scan offloads."""
         return max([s.layers for s in self.stacks] + [loop.most_layers() for _, loop in self.loops], default=0)
 
 
 def need_of(jaxpr: Jaxpr, results_too: bool = True) -> Need:
-    """What a program offloads. Not what it is given in host memory; `results_too`: what it returns there counts."""
+    """What a program offloads, without what it is given in host memory. `results_too`: what it returns there counts."""
     program = straight(jaxpr)
     returned = set() if results_too else set(program.outputs)
     need = Need([], 0, [])
@@ -66,18 +68,18 @@ def _with(need: Need, step: Step, program: Straight, returned: set[Array | None]
         inside = [(segment.layers, 1, need_of(segment.jaxpr, False)) for segment in segments]
     else:
         other += sum(program.share(x) for x in step.results if on_host(x.aval) and x not in returned)
-        length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2 stands for any number
+        length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2: more than one
         inside = [(length, min(unroll, length), need_of(body, False)) for body in nested(eqn)]
     for length, times, one in inside:
         if length > 1:
             loops = [*loops, (times, one)]
-        else:  # XLA has no loop of one iteration
+        else:  # XLA inlines a loop of one iteration
             stacks, other, loops = stacks + one.stacks, other + one.other, loops + one.loops
     return Need(stacks, other, loops)
 
 
 def refuse_what_does_not_fit(caller: str, jaxpr: Jaxpr) -> None:
-    """Judges a differentiated program, whatever `on_host_full` says.
+    """Raise if a differentiated program does not fit, whatever `on_host_full` says.
 
     Raises:
       HostPoolFull: it offloads more than the pinned host pool holds.
@@ -86,5 +88,5 @@ def refuse_what_does_not_fit(caller: str, jaxpr: Jaxpr) -> None:
     if pool is None or (total := (need := need_of(jaxpr)).bytes()) <= pool:
         return
     fits = (layers for layers in reversed(range(need.most_layers())) if need.bytes(layers) <= pool)
-    said = f"all together would offload {readable(total)} a device, and the pinned host pool holds {readable(pool)}"
-    raise HostPoolFull(caller, said, next(fits, None), auto_axes())
+    message = f"all together would offload {readable(total)} per device; the pinned host pool holds {readable(pool)}"
+    raise HostPoolFull(caller, message, next(fits, None), auto_axes())

@@ -1,9 +1,9 @@
 """The reference of a function: plain `lax.scan` and `jax.checkpoint` that keep the same values, on the device.
 
 `scan`, `chain` and `checkpoint` ask here, when they are differentiated, whether the reference is being traced. It has a
-plan's names and decisions, and none of our loops, copies and ties. Where one call stands inside another, the outer plan
-decides on all of the inner one's names too, as JAX's own checkpoints do. A reference that does not fit on the device
-runs the first layers of each scan alone.
+plan's names and decisions, but not our loops, copies and ordering. Where one call stands inside another, the outer plan
+decides on the inner one's names too, as JAX's own checkpoints do. A reference that does not fit on the device runs only
+the first layers of each scan.
 """
 
 import functools
@@ -36,7 +36,7 @@ def as_reference(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def most_layers() -> int | None:
-    """How many layers a `scan` runs; None for all."""
+    """How many layers a `scan` runs at most; None for all."""
     return _most.value
 
 

@@ -1,6 +1,6 @@
-"""Functions that read or write a `jax.new_ref`: they run under JAX's own checkpoint, with the policy as its `policy=`.
+"""Functions that read or write a `jax.new_ref` run under JAX's own checkpoint, with the policy as its `policy=`.
 
-Their effects are on something outside of them, which a derivative of ours would have to carry from layer to layer.
+They have effects on something outside, which our derivative would have to carry from layer to layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,15 @@ from .walk import walk
 
 
 def takes_refs(jaxpr: Jaxpr) -> bool:
-    """Whether a function closes over references, or takes them."""
+    """Whether a function takes references, or closes over them."""
     return any(isinstance(var.aval, AbstractRef) for var in [*jaxpr.constvars, *jaxpr.invars])
 
 
 def by_jax(jaxprs: Sequence[Jaxpr], policy: Policy, strict: bool, prevent_cse: bool) -> Callable[..., Any]:
-    """JAX's own checkpoint for functions with these jaxprs. It judges no patterns, so a strict policy is judged here,
-    and refuses where it is asked: in the derivative. A custom rule's names are not known here; then nothing is judged.
+    """JAX's own checkpoint for functions with these jaxprs.
+
+    It does not check patterns. So a strict policy is checked here, and raises when JAX asks it: in the derivative. A
+    custom rule's names are not known here; with one in a function, nothing is checked.
     """
     seen = set().union(*map(all_names, jaxprs))
     rules = any(site.eqn.primitive is custom_vjp_call_p for jaxpr in jaxprs for site in walk(jaxpr))

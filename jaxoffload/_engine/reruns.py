@@ -1,8 +1,8 @@
-"""What is kept inside a checkpoint, while its backward pass runs it again.
+"""What a checkpoint keeps while its backward pass runs it again.
 
-A scan under another checkpoint keeps nothing between the forward and the backward pass of the whole: it runs once
-more there, and keeps and moves its residuals then. The whole is differentiated here once more, up to its linear part;
-each checkpoint in that is a function of residuals and tangents, which is split as its own transposition would do.
+A scan inside another checkpoint keeps nothing between the program's forward and backward pass. It runs once more in
+the backward pass, and keeps and moves its residuals then. To see them, the program is differentiated here up to its
+linear part; each checkpoint in that is a function of residuals and tangents, which is split as its transposition does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Var
 from jax.extend.core.primitives import remat_p
-from jax.interpreters import partial_eval as pe
 
+from .._jax import partial_eval_jaxpr_nounits
 from .derivative import derivative
 from .layer import plan_of, transposed
 from .transpose_only import linear_p
@@ -23,14 +23,15 @@ from .walk import bodies, devices_of, walk
 class Rerun(NamedTuple):
     """One run of a checkpoint by its backward pass."""
 
-    forward: Jaxpr  # what is not linear: to results, and last to residuals
-    residuals: list[Any]  # of its variables
+    forward: Jaxpr  # what is not linear -> results, residuals
+    residuals: list[Any]  # variables of `forward`
     backward: Jaxpr  # residuals, cotangents -> cotangents
-    devices: int  # over how many a `shard_map` around it divides it
+    devices: int  # how many a `shard_map` around it divides it over
 
 
 def reruns(f: Callable[..., Any], *args: Any) -> Iterator[Rerun]:
-    """Of each checkpoint in `f`, differentiated by all floating-point inputs, that has a plan inside; once a loop."""
+    """The reruns of the checkpoints with a plan inside, in the derivative of `f` for all floating-point inputs; a loop
+    counts once."""
     jaxpr = jax.make_jaxpr(f)(*args)
     floating = tuple(bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in jaxpr.in_avals)
     jvp, _ = derivative(jaxpr, floating, False, False)
@@ -43,24 +44,25 @@ def _tangents(jaxpr: Jaxpr, count: int) -> list[bool]:
 
 
 def _linear_part(jaxpr: Jaxpr, is_linear: Sequence[bool]) -> tuple[Jaxpr, Jaxpr, list[bool]]:
-    """What can be computed without tangents, to residuals last; the rest, of these and the tangents; which is which."""
-    known, linear, _, residuals = pe.partial_eval_jaxpr_nounits(jaxpr, list(is_linear), False)
+    """What can be computed without tangents (residuals are its last results); the rest, which takes residuals and
+    tangents; and which of its inputs are tangents."""
+    known, linear, _, residuals = partial_eval_jaxpr_nounits(jaxpr, list(is_linear), False)
     return known, linear, [i >= len(residuals) for i in range(len(linear.invars))]
 
 
 def _of_linear(jaxpr: Jaxpr, is_linear: Sequence[bool], devices: int) -> Iterator[Rerun]:
-    """Of a jaxpr whose equations are linear in the inputs that are said to be, checkpoints and ours apart."""
-    moving = {var for var, linear in zip(jaxpr.invars, is_linear, strict=True) if linear}
+    """The reruns in a jaxpr that is linear in some inputs, except for checkpoints and scans of ours in it."""
+    tangents = {var for var, linear in zip(jaxpr.invars, is_linear, strict=True) if linear}
     for eqn in jaxpr.eqns:
-        flags = [isinstance(v, Var) and v in moving for v in eqn.invars]
+        flags = [isinstance(v, Var) and v in tangents for v in eqn.invars]
         if not any(flags):
             continue
-        moving.update(eqn.outvars)
+        tangents.update(eqn.outvars)
         if eqn.primitive is remat_p:
             yield from _of_checkpoint(eqn.params["jaxpr"], flags, devices)
         elif eqn.primitive is linear_p:
             for layer in eqn.params["layers"]:
-                inside = layer.linear
+                inside = layer.tangent_jaxpr
                 yield from _of_linear(inside, _tangents(inside, len(inside.invars) - len(layer.kept)), devices)
         else:
             for body in bodies(eqn):  # a cond's index comes first, and is none of its branches' operands

@@ -10,8 +10,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var, new_jaxpr_eqn
 from jax.extend.core.primitives import cond_p, name_p
-from jax.interpreters import batching, mlir
 
+from .._jax import define
 from .names import PlanName, read_plan_name
 from .plan import Plan
 from .walk import map_bodies, with_eqns
@@ -47,14 +47,20 @@ def _other_type(aval: Any, **_: Any) -> Any:
     return aval.update(weak_type=not aval.weak_type)
 
 
+def _batch(_: Any, args: Any, dims: Any, **params: Any) -> Any:
+    return retyped_p.bind(*args, **params), *dims
+
+
 def is_residual_of(plan: Plan, prim: Any, params: dict[str, Any]) -> bool:
     """Whether an equation makes a retyped residual of `plan`."""
     return prim is retyped_p and params["is_residual"] and params["name"] in plan.plan_names
 
 
 # A value with the plan's `name`, with the other `weak_type`: as a residual (`is_residual`), or back as it was.
-retyped_p = Primitive("jaxoffload_retyped")
-retyped_p.def_impl(lambda x, **_: x)
-retyped_p.def_abstract_eval(_other_type)
-mlir.register_lowering(retyped_p, lambda _, x, **__: [x])
-batching.defvectorized(retyped_p)
+retyped_p = define(
+    Primitive("jaxoffload_retyped"),
+    eager=lambda x, **_: x,
+    results=_other_type,
+    lower=lambda _, x, **__: [x],
+    batch=_batch,
+)

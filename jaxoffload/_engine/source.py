@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import name_p
 
+from .._jax import BARRIER, CALLS, VIEWS
 from .memory import nbytes
 from .names import PlanName, read_plan_name
 from .values import keeps_all_bits
-from .walk import CALLS, bodies
+from .walk import bodies
 
 
 class Source(NamedTuple):
@@ -33,19 +34,14 @@ def is_its_operand(eqn: JaxprEqn) -> bool:
     return eqn.primitive is name_p or keeps_all_bits(eqn)
 
 
-# Equations that pass all of a residual on between its definition and the place where it is kept.
-_VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pcast", "pvary"}
-_VIEWS |= {"jaxoffload_retyped"}
-_BARRIER = "optimization_barrier"  # has a result for each operand
-
 PassesOn = Callable[[JaxprEqn], bool]
 
 
 def is_a_view(eqn: JaxprEqn) -> bool:
     """Whether an equation's result has all bytes of its operand, in another shape, memory or type."""
-    if eqn.primitive.name == _BARRIER:
+    if eqn.primitive.name == BARRIER:
         return True
-    return eqn.primitive.name in _VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
+    return eqn.primitive.name in VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
 
 
 def source_of(jaxpr: Jaxpr, var: Any) -> Source:
@@ -106,7 +102,7 @@ def follow(jaxpr: Jaxpr, var: Any, passes_on: PassesOn) -> Any:
 def _operand(eqn: JaxprEqn, index: int, passes_on: PassesOn) -> Any:
     """Return the operand or earlier result of an equation that the result at `index` is too; None if there is none."""
     if passes_on(eqn) and not _plan_name(eqn):
-        return eqn.invars[index if eqn.primitive.name == _BARRIER else 0]
+        return eqn.invars[index if eqn.primitive.name == BARRIER else 0]
     through = _through_scan if eqn.primitive.name == "scan" else _through_call if eqn.primitive.name in CALLS else None
     return through(eqn, bodies(eqn)[0], index, passes_on) if through else None
 

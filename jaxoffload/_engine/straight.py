@@ -14,16 +14,10 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.sharding import AxisType, NamedSharding
 
+from .._jax import OPENED, PASSING, SHARD_MAP
 from .memory import nbytes
 from .values import keeps_all_bits
-from .walk import CALLS, nested
-
-# Equations whose nested jaxpr XLA compiles as a part of the program around it.
-_OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", "shard_map"}
-
-# Equations whose results are their operands, or the first one.
-_PASSING = {"name", "sharding_constraint", "optimization_barrier", "pcast", "pvary", "dynamic_update_slice"}
-_PASSING |= {"jaxoffload_retyped"}
+from .walk import nested
 
 
 class Division(NamedTuple):
@@ -133,14 +127,14 @@ class _Opening:
         name = eqn.primitive.name
         if name == "sharding_constraint" and operands[0]:
             operands[0].constrain(eqn.params["sharding"])
-        open_it = name in _OPENED or eqn.primitive in self.opened_too
+        open_it = name in OPENED or eqn.primitive in self.opened_too
         if open_it and len(body := nested(eqn)) == 1 and len(body[0].invars) == len(operands):
-            specs = eqn.params["in_specs"] if name == "shard_map" else ()
+            specs = eqn.params["in_specs"] if name == SHARD_MAP else ()
             for operand, spec in zip(operands, specs, strict=False):
                 if operand and not operand.constraint:
                     operand.constrain(NamedSharding(eqn.params["mesh"], spec))
             return self.through(body[0], operands, f"{scope}/{name}")
-        if (name in _PASSING or keeps_all_bits(eqn)) and operands and operands[0]:
+        if (name in PASSING or keeps_all_bits(eqn)) and operands and operands[0]:
             return operands[: len(eqn.outvars)]
         results = [self.new(v) for v in eqn.outvars]
         if name == "device_put":

@@ -13,25 +13,13 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
 from jax.extend.core.primitives import cond_p, name_p
 
+from .._jax import CALLS, IDENTITIES, KERNELS, SLICING, SORTING
 from .names import Name, PlanName, read_names, read_plan_name
-from .walk import CALLS, map_bodies, operands_of, placed_bodies, with_eqns
+from .walk import map_bodies, operands_of, placed_bodies, with_eqns
 
 # The equation numbers and parameters that lead to the jaxpr of a variable. One jaxpr object can stand at two places,
 # with different values.
 Path = tuple[Any, ...]
-
-# Equations whose result is their operand.
-_IDENTITIES = {"name", "sharding_constraint"}
-
-# Equations whose nested jaxpr sees a shard or a row of each operand.
-_SLICING = {"shard_map", "scan"}
-
-# Equations that compute all their results in one kernel, so recomputing one result recomputes all: JAX's own kernels,
-# and its calls of others.
-_KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
-
-# XLA's own operations that do so too, but whose results do not share a name.
-_SORTING = {"top_k", "sort"}
 
 # The name that `mark_dots` gives to matmuls, so that they are known after differentiation.
 DOT = Name("<dot>")
@@ -103,7 +91,7 @@ class _Search:
             inside = [((*path, i, place), body) for place, body in placed_bodies(eqn)]
             for body_path, body in inside:
                 self.visit_body(eqn, path, body, body_path)
-            if eqn.primitive.name in _IDENTITIES or keeps_all_bits(eqn):
+            if eqn.primitive.name in IDENTITIES or keeps_all_bits(eqn):
                 self.alias(path, eqn.outvars[0], self.value(path, eqn.invars[0]))
             for var in eqn.outvars:
                 if (path, var) not in self.at:
@@ -128,7 +116,7 @@ class _Search:
         A shard or a row of an argument is the argument: that is kept anyway, and must not be kept a second time. A
         shard or a row of any other value is another value, with a size and a sharding of its own.
         """
-        return value if value is None or value.role or eqn.primitive.name not in _SLICING else None
+        return value if value is None or value.role or eqn.primitive.name not in SLICING else None
 
     def note_results(self, eqn: JaxprEqn, results: list[Value]) -> None:
         """Add a `name` to its value, and the results of a kernel to `kernels` or `sortings`."""
@@ -137,9 +125,9 @@ class _Search:
             names += [n for n in read_names(text) if n not in names]
             if plan_name := read_plan_name(text):
                 self.depth = max(self.depth, plan_name.depth + 1)
-        elif eqn.primitive.name in _KERNELS:
+        elif eqn.primitive.name in KERNELS:
             self.kernels.append(results)
-        elif eqn.primitive.name in _SORTING:
+        elif eqn.primitive.name in SORTING:
             self.sortings.append(results)
 
 

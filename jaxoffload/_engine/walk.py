@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.interpreters import partial_eval as pe
 
-# Equations whose nested jaxpr's results are the equation's own results.
-CALLS = {"jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "jaxoffload_checkpoint"}
+from .._jax import CALLS, SHARD_MAP, partial_eval_rules
 
 
 def nested(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -25,7 +23,7 @@ def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
 
 def placed_bodies(eqn: JaxprEqn) -> Iterator[tuple[tuple[str, int], Jaxpr]]:
     """Yield `bodies`, each with its place among the equation's parameters."""
-    if eqn.primitive not in pe.partial_eval_jaxpr_custom_rules and eqn.primitive.name not in CALLS:
+    if eqn.primitive not in partial_eval_rules and eqn.primitive.name not in CALLS:
         return
     for key, value in eqn.params.items():
         for k, body in enumerate(value if isinstance(value, (tuple, list)) else [value]):
@@ -81,14 +79,14 @@ def with_eqns(jaxpr: Jaxpr, eqns: list[JaxprEqn], invars: Sequence[Var] | None =
 
 def devices_of(eqn: JaxprEqn) -> int:
     """Return how many devices a `shard_map` divides its operands over; 1 for any other equation."""
-    if eqn.primitive.name != "shard_map":
+    if eqn.primitive.name != SHARD_MAP:
         return 1
     return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
 
 
 def operands_of(eqn: JaxprEqn, body: Jaxpr) -> Sequence[Any]:
     """Return the outer variable that each input of `body` is, or is a row of; None for an input without one."""
-    if eqn.primitive.name in CALLS or eqn.primitive.name == "shard_map":
+    if eqn.primitive.name in CALLS or eqn.primitive.name == SHARD_MAP:
         return eqn.invars
     if eqn.primitive.name == "cond":
         return eqn.invars[1:]

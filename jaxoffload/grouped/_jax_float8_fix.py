@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.extend.core.primitives import reduce_precision_p
 from jax.extend.mlir import lower_with_sharding_in_types
 from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import mlir
 
+from .._jax import i32_attr, register_lowering
 from ._tensor import is_float8
 
 
@@ -23,8 +23,8 @@ def _reduce_precision(ctx: Any, operand: Any, *, exponent_bits: int, mantissa_bi
     if is_float8(aval.dtype) and (exponent_bits, mantissa_bits) == (info.nexp, info.nmant):
         return [operand]
     # For all others JAX's own rule.
-    out = stablehlo.reduce_precision(operand, mlir.i32_attr(exponent_bits), mlir.i32_attr(mantissa_bits))
+    out = stablehlo.reduce_precision(operand, i32_attr(exponent_bits), i32_attr(mantissa_bits))
     return [lower_with_sharding_in_types(ctx, out, aval)]
 
 
-mlir.register_lowering(reduce_precision_p, _reduce_precision)
+register_lowering(reduce_precision_p, _reduce_precision)

@@ -11,26 +11,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core.primitives import cond_p, dot_general_p, scan_p, while_p
 
 from ..._engine.memory import nbytes
 from ..._engine.walk import devices_of, nested
+from ..._jax import ALONE, IN_PLACE, OPAQUE, PARTS, SAME, SHARD_MAP
 from .._program.kernels import MATMULS, flops_of, is_attention
 from .machine import Machine, attention_flops
-
-# Equations whose results are their operands, or which the product behind them does by itself.
-SAME = {"name", "sharding_constraint", "reshape", "squeeze", "expand_dims", "transpose", "copy", "reduce_precision"} | {
-    "jaxoffload_retyped"
-}
-SAME |= {"optimization_barrier", "pcast", "pvary"}
-# Equations that read as much as their results are, however large their operands.
-_PARTS = {"slice", "dynamic_slice", "gather"}
-# Kernels that nothing is fused with; memory bounds them.
-ALONE = {"sort", "top_k", "cumsum", "psum", "psum_invariant", "all_gather"}
-ALONE |= {"all_to_all", "ragged_all_to_all", "reduce_scatter", "ppermute"}
-# Equations that write some of an operand, in place: the operand that says how much.
-_IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
-# Of their FLOPs nothing is known, or only their operands' shapes tell.
-OPAQUE = {"pallas_call", "ffi_call", "custom_vmap_call", "conv_general_dilated", "fft", "cholesky", "triangular_solve"}
 
 
 class Cost(NamedTuple):
@@ -84,18 +71,18 @@ class _Walk:
         return [array(atom) for atom in jaxpr.outvars]
 
     def in_place(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
-        self.seconds += self.move(2 * operands[_IN_PLACE[eqn.primitive.name]].bytes)
+        self.seconds += self.move(2 * operands[IN_PLACE[eqn.primitive.name]].bytes)
         return operands[:1]
 
     def equation(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
         name, bodies = eqn.primitive.name, list(nested(eqn))
         if name in SAME:
             return operands
-        if name in _IN_PLACE:
+        if name in IN_PLACE:
             return self.in_place(eqn, operands)
-        if name == "shard_map":
+        if name == SHARD_MAP:
             return self.on_each(bodies[0], devices_of(eqn), operands)
-        if name in ("scan", "while", "cond"):
+        if eqn.primitive in (scan_p, while_p, cond_p):
             return self.loop(eqn, bodies, operands)
         if name not in OPAQUE and len(bodies) == 1 and len(bodies[0].invars) == len(operands):
             return self.through(bodies[0], operands)
@@ -115,7 +102,7 @@ class _Walk:
         self.write(operands)
         costs = [cost(body, self.machine, self.devices) for body in bodies]
         self.seconds += eqn.params.get("length", 1) * max(c.seconds for c in costs)
-        self.unknown.update(*(c.unknown for c in costs), ["while"] if eqn.primitive.name == "while" else [])
+        self.unknown.update(*(c.unknown for c in costs), ["while"] if eqn.primitive is while_p else [])
         return [self.array(v.aval, written=True) for v in eqn.outvars]
 
     def kernel(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
@@ -131,7 +118,7 @@ class _Walk:
     def fused(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
         results = [self.array(v.aval, written=False) for v in eqn.outvars]
         for array in operands:
-            if eqn.primitive.name in _PARTS:
+            if eqn.primitive.name in PARTS:
                 self.seconds += self.move(min(array.bytes, results[0].bytes)) if array.written else 0
             elif array.written and not array.read:
                 self.seconds += self.move(array.bytes)
@@ -150,7 +137,7 @@ def _computing(eqn: JaxprEqn, machine: Machine) -> float | None:
         return 2.5 * flops / backward / 1e12 if is_backward else flops / forward / 1e12
     # Rates go with the bytes of a number: float8 is twice as fast as bfloat16, float32 (as TF32) half as fast.
     rate = machine.gemm_tflops * 1e12 * 2 / arrays[0].dtype.itemsize
-    if eqn.primitive.name == "dot_general":
+    if eqn.primitive is dot_general_p:
         return flops_of(eqn) / rate
     grouped = _grouped_flops(shapes)
     return None if grouped is None else grouped / rate

@@ -14,18 +14,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core.primitives import cond_p, device_put_p, while_p
 
 from ..._engine.loops import backward_p, forward_p
 from ..._engine.memory import on_host
 from ..._engine.straight import Array, Division, Step, Straight, division, straight
 from ..._engine.walk import nested, operands_of
-from .._program.kernels import MATMULS, is_attention
-from .cost import ALONE, OPAQUE, SAME
+from ..._jax import LOOPS, NOT_IN_PLACE, SAME, UNFUSED
+from .._program.kernels import is_attention
 
 _WITH_LOOPS = (forward_p, backward_p)
-_LOOPS = {"scan", "while"}
-_KERNELS = MATMULS | ALONE | OPAQUE | _LOOPS | {"device_put", "scatter", "scatter-add", "cond"}
-_NOT_IN_PLACE = _KERNELS - {"scatter", "scatter-add"}
 
 
 class Room(NamedTuple):
@@ -79,7 +77,7 @@ class _Walk:
             return "view"
         if any(scope in step.scope for scope in self.one_kernel):
             return "fused"
-        if name in _KERNELS or is_attention(name):
+        if name in UNFUSED or is_attention(name):
             return "kernel"
         return "reduction" if name.startswith(("reduce_", "arg")) else "fused"
 
@@ -95,7 +93,7 @@ class _Walk:
                 constant.update(step.results if constant.issuperset(operands) else ())
             else:
                 stored.update(step.results, operands if kind == "kernel" else ())
-            if step.eqn.primitive.name == "device_put":  # a constant is made where it shall be
+            if step.eqn.primitive is device_put_p:  # a constant is made where it shall be
                 stored.difference_update(constant.intersection(operands))
         stored.update(values(program.outputs))
 
@@ -136,13 +134,14 @@ class _Walk:
     def of_step(self, step: Step, results: dict[Array, int], ends: dict[Array, int], same: dict[Array, Array]) -> int:
         """What a step has besides all that lives before it. `ends`: what nobody reads after it."""
         name = step.eqn.primitive.name
-        if name in _LOOPS:
+        if name in LOOPS:
             first, carry = _carry_of(step)
             handed_over = {same.get(x, x) for x in step.operands[first : first + carry] if x}
             rows = sum(size for r, size in results.items() if r in step.results[carry:])
             return self.iteration(step, first, carry) + rows - sum(s for a, s in ends.items() if a in handed_over)
-        inside = max((self.peak(straight(b, _WITH_LOOPS), ()) for b in nested(step.eqn) if name == "cond"), default=0)
-        overwritten = [size for size in ends.values() if size in results.values() and name not in _NOT_IN_PLACE]
+        branches = nested(step.eqn) if step.eqn.primitive is cond_p else ()
+        inside = max((self.peak(straight(b, _WITH_LOOPS), ()) for b in branches), default=0)
+        overwritten = [size for size in ends.values() if size in results.values() and name not in NOT_IN_PLACE]
         return inside + sum(results.values()) - max(overwritten, default=0)
 
     def iteration(self, step: Step, first: int, carry: int) -> int:
@@ -164,7 +163,7 @@ class _Walk:
 def _carry_of(step: Step) -> tuple[int, int]:
     """Among a loop's operands, where its carry begins and how long it is."""
     params = step.eqn.params
-    if step.eqn.primitive.name == "while":
+    if step.eqn.primitive is while_p:
         first = params["cond_nconsts"] + params["body_nconsts"]
         return first, len(step.operands) - first
     carried = [operand is None for operand in operands_of(step.eqn, params["jaxpr"])]

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._engine.walk import nested, walk
+from ..._jax import ATTENTION, MATMULS, MOSAIC, TE_GROUPED_GEMM
 from .hlo import Instruction, Module, dtype_and_sizes
 
-MATMULS = {"dot_general", "ragged_dot_general", "ragged_dot"}  # primitives
 MATMUL = "matrix products"
 # Kind -> the names of its equations, and of its instructions or, of custom calls, their targets.
 KINDS = {
     MATMUL: ("|".join(MATMULS), r"dot|ragged-dot|__cublas\$(gemm|lt)\S*"),
-    "attention kernels": (r"(dot_product_attention|te_fused_attn)_\w+_wrapper", r"__cudnn\$fmha\w*|te_fused_attn_\w+"),
-    "grouped products": (r"te_grouped_gemm\w*_wrapper", r"te_grouped_gemm\w*"),
-    "Mosaic kernels": (r"pallas_call|mpmd_map|mosaic_gpu\w*", r"mosaic_gpu\w*"),  # jax's grouped GEMMs, and others
+    "attention kernels": (ATTENTION, r"__cudnn\$fmha\w*|te_fused_attn_\w+"),
+    "grouped products": (TE_GROUPED_GEMM, r"te_grouped_gemm\w*"),
+    "Mosaic kernels": (MOSAIC, r"mosaic_gpu\w*"),  # jax's grouped GEMMs, and others
 }
 _PADDING = 1.02  # of a matmul's sides, to multiples that its kernel needs
 

@@ -1,0 +1,97 @@
+"""Segments of a stack of layers: which layers run in one loop, which of them offload, and what the loop keeps."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr
+
+from .layer import Layer
+from .source import Source
+
+
+class Span(NamedTuple):
+    """Neighbouring layers for one loop, `start` to `stop` in the order in which they run.
+
+    The residuals of the first `on_host` ones go to the host: of all layers, of all but the last, or of none.
+    """
+
+    start: int
+    stop: int
+    on_host: int
+    recompute: bool  # values marked offload are recomputed
+    reason: str  # why layers here do not offload
+
+
+def spans(length: int, offloaded: int, resident: int, other_layers: str) -> list[Span]:
+    """Divide `length` layers into as few loops as they need.
+
+    The first `offloaded` layers offload, the last `resident` ones keep their residuals on the device, and those between
+    do what `other_layers` says, "save" or "recompute".
+    """
+    first_resident = length - min(resident, length)
+    recompute = other_layers == "recompute"
+    # The layer after the last that offloads can run in the same loop if it differs only in where its residuals stay.
+    joins = 0 < offloaded < length and (offloaded == first_resident or not recompute)
+    stop = offloaded + joins
+    all_spans = [
+        Span(0, stop, offloaded, False, "resident" if offloaded == first_resident else "other_layers"),
+        Span(stop, first_resident, 0, recompute, "other_layers"),
+        Span(max(stop, first_resident), length, 0, False, "resident"),
+    ]
+    return [span for span in all_spans if span.start < span.stop]
+
+
+class Segment(NamedTuple):
+    """The layers of a span, as one loop computes them."""
+
+    start: int
+    stop: int
+    on_host: int
+    jaxpr: Jaxpr  # of one layer: its forward pass, or its backward pass
+    layer: Layer
+    reason: str  # as of `Span`
+
+    @property
+    def layers(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def copies(self) -> list[Any]:
+        """A scope per stack on the host."""
+        return self.layer.copies if self.on_host else []
+
+    def places(self) -> list[str]:
+        """Where each residual of a layer is, between the passes."""
+        return ["device" if k.place == "host" and not self.on_host else k.place for k in self.layer.kept]
+
+    def sources(self) -> list[Source]:
+        """The source of each leaf of this segment's `SegmentResiduals`."""
+
+        def at(place: str, layers: int, axes: int) -> list[Source]:
+            kept = those(self.layer.kept, self.places(), place)
+            why = lambda k: k.source.where or (self.reason if k.place == "host" else "")
+            return [k.source._replace(where=why(k), layers=layers, empty=0, axes=axes) for k in kept]
+
+        host = [source._replace(where="", empty=1) for source in at("host", self.layers - 1, 1)]
+        last = at("host", 1, 0)
+        if self.on_host == self.layers:
+            last = [source._replace(where="") for source in last]
+        return [*host, *last, *at("device", self.layers, 1), *at("once", 1, 0)]
+
+
+class SegmentResiduals[T](NamedTuple):
+    """What a segment keeps between the passes.
+
+    No row is ever out of range: XLA:GPU does not clamp its DMA copies, and would write into other memory
+    (https://github.com/openxla/xla: DynamicSliceFusionV2Thunk).
+    """
+
+    host: list[T]  # (layers, ...) each, row 0 empty
+    last: list[T]  # the last layer's, on the host or not
+    device: list[T]  # (layers, ...) each
+    once: list[T]  # the same in every layer
+
+
+def those(xs: Sequence[Any], places: Sequence[str], place: str) -> list[Any]:
+    """The values of `xs` that are at `place`."""
+    return [x for x, p in zip(xs, places, strict=True) if p == place]

@@ -1,0 +1,60 @@
+"""Which loops compute a stack of layers: the table of `spans`."""
+
+import itertools
+
+import pytest
+
+from jaxoffload._engine.segments import spans
+
+
+@pytest.mark.parametrize(
+    "length, offloaded, resident, other, expected",
+    [
+        # All offload; the last layer's residuals are written behind the loop.
+        (4, 4, 0, "save", [(0, 4, 4, False, "resident")]),
+        # One resident layer runs in the loop of those that offload.
+        (4, 3, 1, "save", [(0, 4, 3, False, "resident")]),
+        (4, 3, 1, "recompute", [(0, 4, 3, False, "resident")]),
+        # Two: the second has a loop of its own.
+        (4, 2, 2, "save", [(0, 3, 2, False, "resident"), (3, 4, 0, False, "resident")]),
+        # Layers between save, as resident ones do: the first of them joins.
+        (
+            6,
+            2,
+            1,
+            "save",
+            [(0, 3, 2, False, "other_layers"), (3, 5, 0, False, "other_layers"), (5, 6, 0, False, "resident")],
+        ),
+        (4, 2, 1, "save", [(0, 3, 2, False, "other_layers"), (3, 4, 0, False, "resident")]),
+        # Layers between that recompute are another program: none joins.
+        (
+            6,
+            2,
+            1,
+            "recompute",
+            [(0, 2, 2, False, "other_layers"), (2, 5, 0, True, "other_layers"), (5, 6, 0, False, "resident")],
+        ),
+        (6, 2, 0, "recompute", [(0, 2, 2, False, "other_layers"), (2, 6, 0, True, "other_layers")]),
+        # None offloads.
+        (3, 0, 1, "save", [(0, 2, 0, False, "other_layers"), (2, 3, 0, False, "resident")]),
+        (3, 0, 1, "recompute", [(0, 2, 0, True, "other_layers"), (2, 3, 0, False, "resident")]),
+        (3, 0, 9, "recompute", [(0, 3, 0, False, "resident")]),
+        (1, 1, 0, "save", [(0, 1, 1, False, "resident")]),
+        (1, 0, 1, "save", [(0, 1, 0, False, "resident")]),
+    ],
+)
+def test_spans(length, offloaded, resident, other, expected):
+    assert [tuple(span) for span in spans(length, offloaded, resident, other)] == expected
+
+
+def test_spans_cover_all_layers_once_and_offload_as_many_as_they_are_told():
+    for length, resident, other in itertools.product(range(1, 7), range(8), ("save", "recompute")):
+        for offloaded in range(max(0, length - resident) + 1):
+            found = spans(length, offloaded, resident, other)
+            layers = [layer for span in found for layer in range(span.start, span.stop)]
+            assert layers == list(range(length))
+            assert sum(span.on_host for span in found) == offloaded
+            # A loop keeps the residuals of all its layers on the host, of all but the last, or of none.
+            assert all(span.on_host in (0, span.stop - span.start - 1, span.stop - span.start) for span in found)
+            recomputed = sum(span.stop - span.start for span in found if span.recompute)
+            assert recomputed == (max(0, length - resident) - offloaded if other == "recompute" else 0)

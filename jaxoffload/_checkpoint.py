@@ -46,12 +46,7 @@ def checkpoint(
     Raises:
       TypeError: f is not a function, policy not a Policy, strict or prevent_cse not a bool.
       ValueError (when called): static_argnums are not arguments.
-
-    Raises (when differentiated, before anything is compiled):
-      PolicyError: a pattern matches nothing, or two names of one value have different decisions.
-      MemoryError: what this call offloads does not fit in the pinned host pool, and the policy says
-        `on_host_full: error`. `check` and `residuals` know what a whole program offloads.
-      NotImplementedError: offloading here would fail or give wrong gradients; the message says what to change.
+      PolicyError, MemoryError, NotImplementedError (when differentiated): as in `scan`.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -26,7 +26,7 @@ from ._engine.plan import Override
 from ._engine.reference import is_reference, most_layers
 from ._engine.refs import by_jax, takes_refs
 from ._engine.refusals import refuse_remat3
-from ._engine.segments import Segment, Span, spans
+from ._engine.segments import Span, segment_of, spans
 from ._engine.transpose_only import with_tangents
 from ._jax import Results, Values, evaluate
 from ._policy import Policy, check_arguments
@@ -105,9 +105,7 @@ def scan(
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
-def _first_layers(
-    short: Callable[..., Any], init: Any, xs: Any, length: int, most: int, reverse: bool
-) -> tuple[Any, Any]:
+def _first_layers(short: Callable[..., Any], init: Any, xs: Any, length: int, most: int, reverse: bool) -> Any:
     """Run only the first `most` layers; the ys of the others are zeros. For `verify`, which says so."""
     rows = slice(length - most, None) if reverse else slice(most)
     carry, ys = short(init, jax.tree.map(lambda x: x[rows], xs), most)
@@ -204,9 +202,8 @@ def _transpose(loops: Loops, kept: Values, cotangents: Values) -> list[Any]:
     wanted = tuple(i < carry or p for i, p in enumerate(_jax.perturbed(cotangents)))
     segments = tuple(segment._replace(jaxpr=segment.layer.backward(wanted)) for segment in loops.segments)
     loops = dataclasses.replace(loops, segments=segments, consts=consts, carry=carry)
-    return run_backward(
-        loops, *kept, *(_jax.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w)
-    )
+    present = (_jax.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w)
+    return run_backward(loops, *kept, *present)
 
 
 def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) -> Any:
@@ -217,7 +214,7 @@ def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) 
 
 
 def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: bool, length: int) -> int:
-    """How many layers offload: as many as the policy says and the host has room for, 0 if a layer has nothing to."""
+    """How many layers offload: as many as the policy says and the host has room for, 0 if they have nothing to."""
     each = linearize(body, perturbed, policy, strict, Override()).host_bytes
     wanted = policy.offloaded_layers(length) if each else 0
     need = lambda layers: each * (layers + 1)  # and an empty row
@@ -243,10 +240,7 @@ def _loops(
         each = spans(length, offloaded, policy.resident_layers, policy.other_layers)
     if any(span.recompute for span in each):
         other = linearize(body, perturbed, policy, strict, Override("recompute", "other_layers"))
-    segments = []
-    for span in each:
-        its = other if span.recompute else layer
-        segments.append(Segment(span.start, span.stop, span.on_host, its.forward, its, span.reason))
+    segments = [segment_of(span, other if span.recompute else layer) for span in each]
     numbers = sorted({k.operand for segment in segments for k in segment.layer.kept if k.operand is not None})
     reads = tuple((number, number < body.consts) for number in numbers)
     return Loops(tuple(segments), length, reverse, unroll, body.consts, body.carry, reads)

@@ -77,19 +77,13 @@ whole_program = jax.make_user_context(False)
 
 
 def admitted(caller: str, jaxprs: Sequence[Jaxpr], layers: int, need: Callable[[int], int], on_host_full: str) -> int:
-    """How many layers may offload, if the policy asks for the first `layers` ones.
+    """How many of the first `layers` layers, of these `jaxprs`, may offload. `need(n)`: bytes per device that n take.
 
-    One call of `scan`, `chain` or `checkpoint` (the `caller`) knows only its own need. `residuals` and `check` know
-    what the calls of a program need together (`pool_need`).
-
-    Args:
-      jaxprs: the functions that offload.
-      need: the number of layers that offload -> bytes per device in the pinned host pool.
-      on_host_full: the policy's: raise ("error"), or warn and offload as many layers as fit ("save").
+    One call of `scan`, `chain` or `checkpoint` (the `caller`) knows only its own need; `pool_need` adds up a program's.
 
     Raises:
       NotImplementedError: offloading would fail or give wrong gradients.
-      HostPoolFull: they do not fit and `on_host_full` is "error".
+      HostPoolFull: they do not fit and `on_host_full` is "error". If it is "save", this warns.
     """
     refuse_wrong_offload()
     for jaxpr in jaxprs:

@@ -111,6 +111,10 @@ def _forward(loops: Loops, *operands: Any) -> list[Any]:
 def _forward_segment(
     loops: Loops, segment: Segment, consts: list[Any], carry: list[Any], ys: list[Any], xs: list[Any]
 ) -> tuple[list[Any], list[Any], SegmentResiduals[Any]]:
+    """Layer i writes to row i of stacks on the host, `i_device` of those on the device, `i_xs` of the ys.
+
+    The first is a DMA copy; the others are not to be one, hence the hidden zero.
+    """
     compute, zero = jaxpr_as_fun(segment.jaxpr), _hidden_zero()
     stored = [place for place in segment.places() if place != "operand"]
 
@@ -170,7 +174,10 @@ def _backward(loops: Loops, *args: Any) -> list[Any]:
 def _backward_segment(
     loops: Loops, segment: Segment, operands: list[Any], saved: SegmentResiduals[Any], cotangents: Any, ys: list[Any]
 ) -> Any:
-    """`cotangents`, and the result: the cotangents of constants, carry and xs. `ys`: those of the ys."""
+    """`cotangents`, and the result: the cotangents of constants, carry and xs. `ys`: those of the ys.
+
+    Rows are numbered as in `_forward_segment`; iterations count from the last layer.
+    """
     compute, zero = jaxpr_as_fun(segment.jaxpr), _hidden_zero()
     i_last = segment.layers - 1
 

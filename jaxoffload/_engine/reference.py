@@ -26,13 +26,7 @@ def is_reference() -> bool:
 
 def as_reference(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f`, traced as its own reference."""
-
-    @functools.wraps(f)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        with _tracing(True):
-            return f(*args, **kwargs)
-
-    return traced
+    return _traced(f, lambda: _tracing(True))
 
 
 def most_layers() -> int | None:
@@ -46,9 +40,13 @@ def with_layers(f: Callable[..., Any], layers: int) -> Callable[..., Any]:
     The `ys` of the layers that are skipped are zeros.
     """
 
+    return _traced(f, lambda: _most(layers if _most.value is None else min(layers, _most.value)))
+
+
+def _traced(f: Callable[..., Any], context: Callable[[], Any]) -> Callable[..., Any]:
     @functools.wraps(f)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        with _most(layers if _most.value is None else min(layers, _most.value)):
+        with context():
             return f(*args, **kwargs)
 
     return traced

@@ -79,6 +79,11 @@ class Segment(NamedTuple):
         return [*host, *last, *at("device", self.layers, 1), *at("once", 1, 0)]
 
 
+def segment_of(span: Span, layer: Layer) -> Segment:
+    """The forward pass of the layers of a span."""
+    return Segment(span.start, span.stop, span.on_host, layer.forward, layer, span.reason)
+
+
 class SegmentResiduals[T](NamedTuple):
     """What a segment keeps between the passes.
 

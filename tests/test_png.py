@@ -15,7 +15,7 @@ from test_verify import LAYERS, X, of_scan, weights
 from jaxoffload import proof, residuals
 from jaxoffload.__main__ import main
 from jaxoffload.proof._report import png as _png
-from jaxoffload.proof._report.pictures import COLORS
+from jaxoffload.proof._report.pictures import COLORS, LEFT, RIGHT, ROW
 
 
 @pytest.fixture(scope="module")
@@ -24,82 +24,94 @@ def table():
 
 
 @pytest.fixture
-def figures(table, monkeypatch):
-    """File name -> what matplotlib was told."""
-    monkeypatch.setattr(_png, "_png", lambda figure: figure)
+def drawn(table, monkeypatch):
+    """File name -> what is to be drawn."""
+    monkeypatch.setattr(_png, "_png", lambda picture: picture)
     return proof.pictures(table, profiled(0, 100))
 
 
-def bars(axes, kind):
-    """Row, begin and end of each bar of a colour."""
-    boxes = [p.get_bbox() for p in axes.patches if to_hex(p.get_facecolor()) == COLORS[kind]]
-    for several in axes.collections:
-        if len(several.get_facecolor()) and to_hex(several.get_facecolor()[0]) == COLORS[kind]:
-            boxes += [path.get_extents() for path in several.get_paths()]
-    return sorted((round((b.y0 + b.y1) / 2), round(b.x0, 3), round(b.x1, 3)) for b in boxes)
+def bars(picture, kind, first_y=26):
+    """Row, begin and end of each bar of a kind, from 0 to 1; not the key's."""
+    place = lambda bar: (int((bar.y - first_y) // ROW), *(round((x - LEFT) / (RIGHT - LEFT), 4) for x in ends(bar)))
+    ends = lambda bar: (bar.x, bar.x + bar.width)
+    return sorted(place(bar) for bar in picture.bars if bar.kind == kind and bar.y >= first_y)
 
 
-def labels(axes):
-    return [label.get_text() for label in axes.get_yticklabels()]
+def labels(picture):
+    return [words.text for words in picture.words if words.anchor == "end" and words.x < LEFT]
 
 
-def test_bytes_by_place_are_the_tables(figures, table):
-    (axes,) = figures["what.png"].axes
+def test_bytes_by_place_are_the_tables(drawn, table):
+    picture = drawn["what.png"]
     rows = json.loads(table.to_json())["residuals"]
+    sizes = {label: {} for label in labels(picture)}
+    for row in rows:
+        of = sizes.get(", ".join(row["names"]) or "(untagged)", {})
+        of[row["state"]] = of.get(row["state"], 0) + row["bytes"]
+    largest = max(sum(of.values()) for of in sizes.values())
     for state in ("saved", "offloaded", "recomputed"):
-        want = dict.fromkeys(labels(axes), 0)
-        for row in rows:
-            if row["state"] == state:
-                want[", ".join(row["names"]) or "(untagged)"] += row["bytes"]
-        found = {labels(axes)[row]: end - begin for row, begin, end in bars(axes, state)}
-        assert found == {name: size for name, size in want.items() if size}
-    fc1 = labels(axes).index("fc1")  # the host's bytes stand behind the device's
-    assert [b for kind in ("saved", "offloaded") for b in bars(axes, kind) if b[0] == fc1] == [
-        (fc1, 0, 1024),
-        (fc1, 1024, 5120),
-    ]
-    assert axes.texts[fc1].get_text() == "5.00 KiB"
+        found = {labels(picture)[row]: (end - begin) * largest for row, begin, end in bars(picture, state)}
+        want = {name: of[state] for name, of in sizes.items() if of.get(state)}
+        assert found.keys() == want.keys()
+        assert all(found[name] == pytest.approx(want[name], abs=0.002 * largest) for name in want)
+    fc1 = labels(picture).index("fc1")  # the host's bytes stand behind the device's
+    ((_, begin, end),) = [bar for bar in bars(picture, "saved") if bar[0] == fc1]
+    assert begin == 0 and end * largest == pytest.approx(1024, rel=1e-3)
+    assert [bar for bar in bars(picture, "offloaded") if bar[0] == fc1] == [(fc1, end, pytest.approx(5 * end))]
+    assert "5.00 KiB" in [words.text for words in picture.words if int((words.y - 26) // ROW) == fc1]
 
 
-def test_memory_over_the_step_is_the_tables(figures):
-    (axes,) = figures["memory.png"].axes
+def test_memory_over_the_step_is_the_tables(drawn):
+    picture = drawn["memory.png"]
     a_layer, moved = 8 * 16 * 4 + 2 * 8 * 32 * 4 + 8 * 4, 8 * 32 * 4  # layer_input, fc1 and act, routing; fc1
-    held, without = (list(line.get_ydata()) for line in axes.lines)
-    assert without == [n * a_layer for n in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0)]
-    assert (
-        held == [n * a_layer - m * moved for n, m in zip((0, 1, 2, 3, 4), (0, 0, 0, 1, 2), strict=True)] + held[4::-1]
-    )
-    assert [line.get_label() for line in axes.lines] == ["with offload: at most 8.12 KiB", "without: at most 10.12 KiB"]
+    lines = {line.kind: [(220 - y) / 190 * 4 * a_layer for _, y in line.points] for line in picture.lines}
+    assert lines["without"] == pytest.approx([n * a_layer for n in (0, 1, 2, 3, 4, 4, 3, 2, 1, 0)])
+    held = [n * a_layer - m * moved for n, m in zip((0, 1, 2, 3, 4), (0, 0, 0, 1, 2), strict=True)]
+    assert lines["with"] == pytest.approx(held + held[::-1])
+    words = [words.text for words in picture.words]
+    assert {"with offload: at most 8.12 KiB", "without: at most 10.12 KiB"} < {*words}
 
 
-def test_the_timeline_is_the_traces(figures):
-    there, back = figures["timeline.png"].axes
-    assert labels(there) == ["mlp/fc1", "act", "kernels"] and labels(back) == ["mlp/fc1", "(not attributed)", "kernels"]
-    assert bars(there, "offloaded") == [(0, 10, 15), (0, 20, 34), (1, 26, 28)] and bars(there, "saved") == [(2, 10, 30)]
-    assert bars(back, "offloaded") == [(0, 40, 45), (0, 50, 55), (1, 69, 71)] and bars(back, "saved") == [(2, 40, 70)]
-    assert bars(there, "exposed") == [(0, 30, 34)] and bars(back, "exposed") == [(1, 70, 71)]
-    assert [t.get_text() for t in there.texts] == ["0", "1", "0"] and [t.get_text() for t in back.texts] == [
-        "1",
-        "0",
-        "0",
+def test_the_timeline_is_the_traces(drawn):
+    picture = drawn["timeline.png"]
+    there = ["to the host: mlp/fc1", "to the host: act", "to the host: kernels"]
+    assert labels(picture) == [*there, "back: mlp/fc1", "back: (not attributed)", "back: kernels"]
+    ms = lambda kind, first_y, begin, end: [
+        (row, round(begin + a * (end - begin), 1), round(begin + b * (end - begin), 1))
+        for row, a, b in bars(picture, kind, first_y)
+        if 0 <= row < 3
     ]
+    to_host, back = (30, 10, 34), (30 + 4 * ROW + 14, 40, 71)  # by hand: where it begins; from which ms to which
+    assert ms("offloaded", *to_host) == [(0, 10, 15), (0, 20, 34), (1, 26, 28)]
+    assert ms("offloaded", *back) == [(0, 40, 45), (0, 50, 55), (1, 69, 71)]
+    assert ms("saved", *to_host) == [(2, 10, 30)] and ms("saved", *back) == [(2, 40, 70)]
+    assert ms("exposed", *to_host) == [(0, 30, 34)] and ms("exposed", *back) == [(1, 70, 71)]
+    numbers = [words.text for words in picture.words if words.anchor == "middle"]
+    assert numbers == ["0", "1", "0", "1", "0", "0"]
 
 
-def test_the_page_draws_as_many_bars(figures, table):
+def test_the_page_and_the_figure_draw_what_the_picture_says(drawn, table):
     page = proof.page("", {}, table, profile=profiled(0, 100))
-    for kind in COLORS:
-        drawn = sum(len(bars(axes, kind)) for figure in figures.values() for axes in figure.axes)
-        assert drawn == len(re.findall(f'<rect [^>]*class="{kind}"', page)) > 0
+    for kind, color in COLORS.items():
+        count = sum(bar.kind == kind for picture in drawn.values() for bar in picture.bars)
+        assert count == len(re.findall(f'<rect [^>]*class="{kind}"', page)) > 0
+        boxes = [p for picture in drawn.values() for p in _png._figure(picture).axes[0].patches]
+        assert count == sum(to_hex(box.get_facecolor()) == color for box in boxes)
+    for picture in drawn.values():
+        assert [box.get_bbox().bounds for box in _png._figure(picture).axes[0].patches] == [
+            pytest.approx(bar[:4]) for bar in picture.bars
+        ]
 
 
-def test_words_stand_apart_and_inside(figures, monkeypatch):
+def test_words_stand_apart_and_inside(drawn, monkeypatch):
     words, draw = [], RendererAgg.draw_text
     monkeypatch.setattr(RendererAgg, "draw_text", lambda *args, **how: words.append(how["mtext"]) or draw(*args, **how))
-    for name, figure in figures.items():
+    for name, picture in drawn.items():
         words.clear()
+        figure = _png._figure(picture)
         FigureCanvasAgg(figure).draw()
         boxes = [(text.get_text(), text.get_window_extent()) for text in words]
-        assert len(boxes) > 5, name
+        assert len(boxes) >= 5, name
         for text, box in boxes:
             assert figure.bbox.containsx(box.x0) and figure.bbox.containsx(box.x1), (name, text)
             assert figure.bbox.containsy(box.y0) and figure.bbox.containsy(box.y1), (name, text)

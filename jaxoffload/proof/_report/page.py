@@ -1,5 +1,4 @@
-"""One HTML page of what is where, what holds and how the copies went: no script, no network, a table beside each
-picture."""
+"""page(): what is where, what holds and how the copies went, as one HTML page without scripts or network."""
 
 import html
 import importlib.metadata
@@ -12,9 +11,21 @@ import jax
 
 from ..._residuals import Residuals
 from ..._text import readable
-from .._check import Check
-from .pictures import COLORS, PLACES, TURNS, WAYS, Lane, memory, places, timeline
-from .profile import Profile, short
+from .._check import FAILS, HOLDS, Check
+from .pictures import (
+    COLORS,
+    PLACES,
+    WAYS,
+    WIDTH,
+    Picture,
+    bytes_by_place,
+    draw_memory,
+    draw_places,
+    draw_timeline,
+    memory,
+    timeline,
+)
+from .profile import Profile, stream_numbers
 
 _LIGHT = f":root {{ color-scheme: light dark; {' '.join(f'--{kind}: {color};' for kind, color in COLORS.items())} }}"
 _STYLE = """
@@ -28,10 +39,9 @@ th, td { border-bottom: 1px solid var(--rule); padding: .25rem .75rem .25rem 0; 
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; } svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 13px; }
 .saved { fill: var(--saved); } .offloaded { fill: var(--offloaded); } .recomputed { fill: var(--recomputed); }
-.exposed { fill: var(--exposed); } .line { fill: none; stroke-width: 2.5; } .axis { stroke: var(--rule); }
+.exposed { fill: var(--exposed); } .line { fill: none; stroke-width: 2.5; }
 .with { stroke: var(--offloaded); } .without { stroke: var(--saved); stroke-dasharray: 6 4; }
 .holds { color: var(--good); font-weight: 600; } .fails { color: var(--bad); font-weight: 600; }
-.key { display: inline-block; width: .8em; height: .8em; margin: 0 .35em 0 1em; }
 """
 
 
@@ -42,7 +52,23 @@ def page(
     checks: Sequence[tuple[str, Check]] = (),
     profile: Profile | None = None,
 ) -> str:
-    """The page: `about` the machine and versions; the residuals; of what each check is, and the check; the profile."""
+    """Return one self-contained HTML page, with a table beside each picture and the same data as JSON.
+
+    Args:
+      title: its heading.
+      about: facts to begin with, as `about()` returns them.
+      table: what `residuals` returned.
+      checks: pairs of what was verified, such as "loss", and a `Check`.
+      profile: what `profile` or `read_profile` returned.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxoffload import residuals
+      >>> from jaxoffload.proof import about, page
+      >>> text = page("a loss", about(), residuals(lambda w: jnp.sum(jnp.sin(w)), jnp.ones(4)))
+      >>> "What is where" in text
+      True
+    """
     parts = [_facts(about)]
     if checks:
         parts.append(_verdicts(checks))
@@ -63,7 +89,7 @@ def page(
 
 
 def about() -> dict[str, str]:
-    """Machine and versions."""
+    """Return the machine and the versions of what runs here, by name."""
     devices = jax.devices()
     kept = {"jax", "jaxlib", "jaxoffload", "jax-cuda12-plugin", "jax-cuda13-plugin", "transformer_engine"}
     versions = {p.name: p.version for p in importlib.metadata.distributions() if p.name in kept}
@@ -91,18 +117,19 @@ def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]], num
     )
 
 
-def _picture(label: str, width: int, height: int, inside: str) -> str:
-    size = f'viewBox="0 0 {width} {height}"'
-    return f'<svg {size} role="img" aria-label="{_text(label)}"><title>{_text(label)}</title>{inside}</svg>'
-
-
-def _rectangle(x: float, y: float, width: float, height: float, kind: str, said: str) -> str:
-    at = f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.5):.2f}" height="{height}"'
-    return f'<rect {at} class="{kind}"><title>{_text(said)}</title></rect>'
-
-
-def _words(x: float, y: float, words: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_text(words)}</text>'
+def _svg(picture: Picture) -> str:
+    shapes = [
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height}" class="{kind}">'
+        f"<title>{_text(title)}</title></rect>"
+        for x, y, width, height, kind, title in picture.bars
+    ]
+    for line in picture.lines:
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in line.points)
+        shapes.append(f'<polyline class="line {line.kind}" points="{points}"/>')
+    for x, y, words, anchor in picture.words:
+        shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_text(words)}</text>')
+    label, size = _text(picture.label), f'viewBox="0 0 {WIDTH} {picture.height:g}"'
+    return f'<svg {size} role="img" aria-label="{label}"><title>{label}</title>{"".join(shapes)}</svg>'
 
 
 def _facts(about: Mapping[str, str]) -> str:
@@ -110,104 +137,52 @@ def _facts(about: Mapping[str, str]) -> str:
 
 
 def _verdicts(checks: Sequence[tuple[str, Check]]) -> str:
-    of = {"holds": "holds", "fails": "fails"}
-    rows = ((what, c.claim, (c.verdict, of.get(c.verdict, "")), c.detail) for what, c in checks)
+    classes = {HOLDS: "holds", FAILS: "fails"}
+    rows = ((what, c.claim, (c.verdict, classes.get(c.verdict, "")), c.detail) for what, c in checks)
     return "<h2>What holds</h2>" + _table("Claims and verdicts", ("of", "claim", "verdict", "because"), rows)
 
 
 def _places(table: Residuals) -> str:
-    """A bar a residual, of the bytes in each place; the table has the same numbers."""
-    sizes = places(table)
-    largest, bars = max((sum(of.values()) for of in sizes.values()), default=0) or 1, ""
-    for number, (name, of) in enumerate(sizes.items()):
-        x, y = 260.0, 8 + 24 * number
-        bars += _words(250, y + 14, name, "end")
-        for state, size in of.items():
-            wide = 700 * size / largest
-            if size:
-                bars += _rectangle(x, y, wide, 18, state, f"{name}: {readable(size)} {PLACES[state]}")
-            x += wide
-    keys = "".join(
-        f'<span class="key" style="background: var(--{state})"></span>{place}' for state, place in PLACES.items()
-    )
+    sizes = bytes_by_place(table)
     rows = [(name, *map(readable, of.values())) for name, of in sizes.items()]
     totals = [readable(sum(of[state] for of in sizes.values())) for state in PLACES]
     return (
-        f"<h2>What is where</h2><p>{keys}</p>"
-        + _picture("Bytes of each residual by place", 1000, 16 + 24 * len(sizes), bars)
+        "<h2>What is where</h2>"
+        + _svg(draw_places(sizes))
         + _table("Bytes by place", ("residual", *PLACES.values()), [*rows, ("all", *totals)], (1, 2, 3))
     )
 
 
 def _memory(table: Residuals) -> str:
-    """What residuals take of the device, from the first layer forward to the first backward."""
     if (found := memory(table)) is None:
         return ""
-    top, step = max(found.without) or 1, 900 / (len(found.without) - 1)
-    path = lambda ys: " ".join(f"{60 + i * step:.1f},{220 - 190 * y / top:.1f}" for i, y in enumerate(ys))
-    inside = (
-        '<line class="axis" x1="60" y1="220" x2="960" y2="220"/><line class="axis" x1="60" y1="20" x2="60" y2="220"/>'
-        + f'<polyline class="line without" points="{path(found.without)}"/>'
-        + f'<polyline class="line with" points="{path(found.held)}"/>'
-        + "".join(map(_words, (60, 510, 960), (240,) * 3, TURNS, ("start", "middle", "end")))
-        + _words(64, 16, found.most["without"])
-    )
-    most = ", ".join(f"{size} {how}" for how, size in found.most.items())
     return (
-        "<h2>Memory over the step</h2><p>Of tagged residuals on the device, as the table predicts it: solid with "
+        "<h2>Memory over the step</h2><p>Tagged residuals on the device, as the table predicts them: solid with "
         "offload, dashed without.</p>"
-        + _picture(f"Device memory of residuals over a step: at most {most}", 1000, 250, inside)
+        + _svg(draw_memory(found))
         + _table("At most", ("", "bytes"), found.most.items(), (1,))
     )
 
 
 def _timeline(profile: Profile) -> str:
-    """Two layers in the middle, there and back; and the totals of all copies."""
-    rows = [
-        (t.residual, t.direction, t.copies, readable(t.bytes), f"{t.ms:.2f}", f"{t.exposed_ms:.2f}", short(t.streams))
-        for t in profile.totals
-    ]
-    spread = f"{profile.spread_ms[0]} to {profile.spread_ms[1]}"
-    said = (
-        f"{profile.step_ms} ms a step ({spread}), kernels in {profile.compute_ms} ms, of these collectives in "
-        f"{profile.collective_ms} ms; {profile.exposed_ms} ms of copies beside which no kernel ran"
+    """Two layers in the middle, to the host and back; and the totals of all copies."""
+    fastest, slowest = profile.spread_ms
+    summary = (
+        f"{profile.step_ms} ms per step ({fastest} to {slowest}); kernels ran for {profile.compute_ms} ms, collectives "
+        f"among them for {profile.collective_ms} ms; no kernel ran beside {profile.exposed_ms} ms of the copies"
     )
-    picture = ""
+    parts = [f"<h2>Copies</h2><p>{_text(summary)}</p>"]
     if found := timeline(profile):
-        lanes = "".join(_lane(20 + 110 * number, lane) for number, lane in enumerate(found.lanes))
         shown = [
             (m.residual, m.layer, WAYS[m.direction], m.at_ms, m.ms, m.exposed_ms)
             for lane in found.lanes
             for m, _ in lane.copies
         ]
         head = ("residual", "layer", "way", "began at ms", "ms", "exposed ms")
-        picture = _picture(f"Copies and kernels of layers {found.layers}", 1000, 240, lanes)
-        picture += _table(f"Copies of layers {found.layers}", head, shown, (1, 3, 4, 5))
-    return (
-        f'<h2>Copies</h2><p>{_text(said)}<span class="key" style="background: var(--offloaded)"></span>copies'
-        '<span class="key" style="background: var(--exposed)"></span>exposed'
-        '<span class="key" style="background: var(--saved)"></span>kernels</p>'
-        + picture
-        + _table(
-            "Copies by residual",
-            ("residual", "way", "copies", "bytes", "ms", "exposed ms", "streams"),
-            rows,
-            (2, 3, 4, 5),
-        )
-    )
-
-
-def _lane(y: float, lane: Lane) -> str:
-    """Copies, marked where no kernel ran, above the kernels of the same time."""
-    scale = 780 / max(lane.end - lane.begin, 1e-6)
-    bar = lambda at, span, start, stop, kind, said: _rectangle(
-        190 + (start - lane.begin) * scale, at, (stop - start) * scale, span, kind, said
-    )
-    drawn = _words(180, y + 24, WAYS[lane.direction], "end") + _words(180, y + 54, "kernels", "end")
-    for m, exposed in lane.copies:
-        what = f"{m.residual}, layer {m.layer}"
-        took = f"{m.ms} ms, {m.gb_per_s} GB/s, {m.exposed_ms} ms exposed"
-        drawn += bar(y + 8, 22, m.at_ms, m.at_ms + m.ms, "offloaded", f"{what}: {took}")
-        drawn += "".join(bar(y + 24, 6, a, b, "exposed", f"{what}: no kernel") for a, b in exposed)
-    drawn += "".join(bar(y + 38, 22, a, b, "saved", "kernels") for a, b in lane.kernels)
-    return drawn + _words(190, y + 80, f"{lane.begin:.1f} ms") + _words(970, y + 80, f"{lane.end:.1f} ms", "end")
+        parts += [_svg(draw_timeline(found)), _table(f"Copies of layers {found.layers}", head, shown, (1, 3, 4, 5))]
+    columns = ("residual", "way", "copies", "bytes", "ms", "exposed ms", "streams")
+    rows = [
+        (*t[:3], readable(t.bytes), f"{t.ms:.2f}", f"{t.exposed_ms:.2f}", stream_numbers(t.streams))
+        for t in profile.totals
+    ]
+    return "".join(parts) + _table("Copies by residual", columns, rows, (2, 3, 4, 5))

@@ -115,12 +115,12 @@ class Profile:
         for t in self.totals:
             rate = t.bytes / t.ms / 1e6 if t.ms else 0.0
             numbers = f"{t.copies:6} {readable(t.bytes):>10} {t.ms:9.2f} {rate:6.1f} {t.exposed_ms:10.2f}"
-            lines.append(f"{t.residual:28} {t.direction:4} {numbers}  {short(t.streams)}")
+            lines.append(f"{t.residual:28} {t.direction:4} {numbers}  {stream_numbers(t.streams)}")
         lines.append(f"kernels {self.compute_ms} ms, of these collectives {self.collective_ms} ms")
         return "\n".join(lines)
 
 
-def short(streams: Sequence[str]) -> str:
+def stream_numbers(streams: Sequence[str]) -> str:
     """The numbers of `Stream #14(MemcpyH2D,Compute)` and others."""
     return ", ".join(stream.removeprefix("Stream ").partition("(")[0] for stream in streams)
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_train import config, finish, losses, spawn, without_hashes  # noqa: F401
+from common import finish
+from test_train import config, losses, spawn, without_hashes  # noqa: F401
 
 from models import checkpoints, data, metrics, train
 from models.config import Config
@@ -289,13 +290,7 @@ def test_two_processes_read_a_part_each_and_find_the_same(tmp_path):
         probe.bind(("localhost", 0))
         coordinator = f"localhost:{probe.getsockname()[1]}"
     arguments = [sys.executable, "-c", TOGETHER, str(tmp_path), coordinator]
-    processes = [spawn([*arguments, str(index)], devices=2) for index in range(2)]
-    try:
-        first, second = map(finish, processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    first, second = map(finish, [spawn([*arguments, str(index)], devices=2) for index in range(2)])
     for text in (first, second):
         (refused,) = [line for line in text.splitlines() if line.startswith("REFUSED")]
         assert "checkpoints/4 is damaged: state/ocdbt.process_1/d/" in refused

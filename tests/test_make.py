@@ -4,12 +4,12 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
 
 import pytest
+from common import finish, start
 from pages import ROOT, TEXT
 
 from jaxoffload._engine import refusals
@@ -25,23 +25,8 @@ def make(*arguments: str) -> str:
     """What it prints. What an outer make has its own makes do is left out, and conftest's eight devices."""
     others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "CONFIG", "ARGS", "XLA_FLAGS")
     environment = {key: value for key, value in os.environ.items() if key not in others}
-    process = subprocess.Popen(
-        ["make", *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=900)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, said
-    return said
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return finish(start(["make", *arguments], cwd=ROOT, env=environment, **pipes))
 
 
 @pytest.mark.claim("make-train")

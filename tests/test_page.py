@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import jax
 import jax.numpy as jnp
 import pytest
+from common import PATIENCE
 from test_streams import profiled
 from test_verify import LAYERS, X, of_scan, weights
 
@@ -146,7 +147,8 @@ def test_in_a_browser(page, tmp_path):
         pytest.skip("needs chromium: apt install chromium")
     (tmp_path / "page.html").write_text(page)
     how = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
-    done = subprocess.run([browser, *how, f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=120)
+    command = [browser, *how, f"file://{tmp_path}/page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     check_numbers(done.stdout)
 
 

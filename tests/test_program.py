@@ -75,10 +75,11 @@ def two_gpus(gpu):
 
 
 def described(count):
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # it asks the driver
     try:
-        topology = f"{count}x1x1"
-        return topologies.get_topology_desc("H200", platform="cuda", topology=topology, target_config=H200).devices
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it asks the driver
+            topology = f"{count}x1x1"
+            return topologies.get_topology_desc("H200", platform="cuda", topology=topology, target_config=H200).devices
     except Exception as error:
         assert "NEEDS_CUDA_PLUGIN" not in os.environ, error
         pytest.skip(f"needs an NVIDIA GPU, or jax-cuda13-plugin and jax-cuda13-pjrt to compile for one: {error}")

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import pytest
 import te_stand_in
+from common import finish, start, wait_for
 from test_streams import steps_at, write_trace
 
 from jaxoffload._engine import loops as _loops
@@ -147,41 +148,7 @@ def spawn(arguments: list[str], devices: int = 1) -> subprocess.Popen:
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
-    process = subprocess.Popen(
-        arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    _spawned.append(process)
-    return process
-
-
-_spawned: list[subprocess.Popen] = []
-
-
-@pytest.fixture(autouse=True)
-def none_is_left():
-    """Ends what a test has started, however the test ends."""
-    yield
-    while _spawned:
-        with _spawned.pop() as process:  # which closes its pipe, and waits
-            process.kill()
-
-
-def finish(process: subprocess.Popen, code: int = 0) -> str:
-    try:
-        text, _ = process.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        pytest.fail(f"300 s were not enough; until then:\n{process.communicate()[0]}")
-    assert process.returncode == code, text
-    return text
-
-
-def wait_for(process: subprocess.Popen, happened) -> None:
-    limit = time.monotonic() + 300
-    while not happened():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < limit
-        time.sleep(0.002)
+    return start(arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 # A run that is sent a signal at a known moment: after the loss of a step, or when a checkpoint would get its name.
@@ -527,10 +494,12 @@ def test_where_transformer_engine_may_be_picked_it_is_imported_before_jax_starts
         monkeypatch.setattr(preflight, check, lambda *_: seen.append("transformer_engine.jax" in sys.modules))
     monkeypatch.setattr(preflight, "_check_attention", lambda config: None)
     monkeypatch.setattr(preflight, "_check_products", lambda config: None)
-    with preflight.admitted(load(config, [f"train.out={tmp_path}/out", *overrides]), []):
-        pass
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
-        del sys.modules[name]
+    try:
+        with preflight.admitted(load(config, [f"train.out={tmp_path}/out", *overrides]), []):
+            pass
+    finally:  # before those that were there come back
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
     assert seen == [imported, imported]
 
 

@@ -1,4 +1,4 @@
-# make train · make test · make test-oldest · make test-long · make test-gpu · make claims-gpu · make bench
+# make train · make test · make test-all · make test-oldest · make test-long · make test-gpu · make claims-gpu · make bench
 # The first interpreter that really runs (a pyenv shim can exist and fail) makes .venv.
 probe = import ensurepip, venv, sys; assert sys.version_info >= (3, 12)
 pyenv = $${PYENV_ROOT:-$$HOME/.pyenv}
@@ -20,12 +20,16 @@ CONFIG ?= configs/tiny.yaml
 ARGS ?=
 GPUS ?= 1
 
-.PHONY: train test test-oldest test-long lint test-gpu claims-gpu bench clean
+.PHONY: train test test-all test-oldest test-long lint test-gpu claims-gpu bench clean
 
 train: $(base)
 	$(PYTHON) -m models.train $(CONFIG) $(ARGS)
 
-test: lint $(cuda) $(if $(ARGS),,test-oldest)
+# In five minutes, on two cores: all but the slow tests, and those that need JAX's CUDA plugin.
+test: lint
+	$(PYTHON) -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-all: lint $(cuda) $(if $(ARGS),,test-oldest)
 	$(with_cuda) $(PYTHON) -m pytest -n 2 $(ARGS)
 
 # The contract with the oldest jax that pyproject.toml allows.

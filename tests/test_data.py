@@ -215,6 +215,7 @@ def test_equal_documents_are_on_one_side(tmp_path):
         pytest.fail("no fraction separates the two documents: choose others")
 
 
+@pytest.mark.slow
 @pytest.mark.claim("make-train")
 def test_stdlib(tmp_path):
     dataset = load("stdlib", tmp_path, vocab_size=4096, valid_fraction=0.05)
@@ -346,6 +347,7 @@ def loading(corpus: str, cache: Path, kill_at: int = -1) -> subprocess.Popen:
     return start([sys.executable, "-c", LOADER, corpus, str(cache), str(kill_at)], cwd=root)
 
 
+@pytest.mark.slow
 def test_killed_anywhere_then_loaded(corpus, tmp_path):
     load(corpus, tmp_path)
     whole = files(tmp_path / "cache")

@@ -112,6 +112,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.claim("grouped-products")
 @PLAIN
 @pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)], ids=["f32", "bf16"])
@@ -156,6 +157,7 @@ def test_ragged_ignores_even_what_is_not_finite_past_all_groups():
         assert_same_bits([*map(np.asarray, spoiled)], [*map(np.asarray, clean)])
 
 
+@pytest.mark.slow
 @QUANTISED
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_fp8_is_as_close_as_its_docstring_says(backend, dtype):
@@ -489,6 +491,7 @@ def on_mesh_of():
     return lambda devices: jax.sharding.use_abstract_mesh(mesh(devices))
 
 
+@pytest.mark.slow
 @pytest.mark.claim("one-gpu-of-a-process")
 @pytest.mark.parametrize("quantize, v2", [(None, False), (None, True), ("fp8", False), ("fp8", True)])
 def test_kernels_that_serve_one_gpu_of_a_process_are_refused_on_several(
@@ -770,6 +773,7 @@ def assert_all_equal(kind, f, every, args, *saved):
             raise AssertionError(f"{rules}: {differs}") from None
 
 
+@pytest.mark.slow
 @pytest.mark.claim("grouped-tensor")
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 @pytest.mark.parametrize("half", range(2))
@@ -782,6 +786,7 @@ def test_every_subset_of_leaves_offloaded_equals_all_saved(kind, half):
 DECISIONS = ("save", "offload", "recompute")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 def test_leaves_recomputed_beside_those_offloaded_and_saved(kind):
     """Of the 243 assignments eleven, in which any two leaves have all nine pairs of decisions."""
@@ -794,6 +799,7 @@ def test_leaves_recomputed_beside_those_offloaded_and_saved(kind):
 MIXED = [("save", "recompute"), ("recompute", "offload")]
 
 
+@pytest.mark.slow
 @pytest.mark.claim("grouped-tensor")
 @on_cpu_and_gpu
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
@@ -893,6 +899,7 @@ def test_a_products_gemms_run_three_times_and_once_more_if_it_is_recomputed(f):
         )
 
 
+@pytest.mark.slow
 @on_cpu_and_gpu
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 def test_quantised_residuals_saved_offloaded_or_recomputed_give_the_same_bits(kind, device):

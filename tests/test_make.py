@@ -29,6 +29,7 @@ def make(*arguments: str) -> str:
     return finish(start(["make", *arguments], cwd=ROOT, env=environment, **pipes))
 
 
+@pytest.mark.slow
 @pytest.mark.claim("make-train")
 def test_make_train_trains_tiny_on_the_standard_library(tmp_path):
     """Eight steps of it, in a folder of their own, with a tokenizer of their own."""
@@ -54,7 +55,7 @@ def test_make_train_makes_its_own_environment_but_for_another_python():
 
 @pytest.mark.claim("versions")
 def test_the_oldest_jax_is_the_one_that_everything_names():
-    """What pip installs at least, what the library refuses below, what README says, what `make test` tests."""
+    """What pip installs at least, what the library refuses below, what README says, what `make test-all` tests."""
     extras = PYPROJECT["optional-dependencies"]
     needed = [*PYPROJECT["dependencies"], *extras["cuda12"], *extras["cuda13"]]
     bounds = [found[1] for one in needed if (found := re.fullmatch(r"jax(?:\[\w+\])?>=([\d.]+)", one))]
@@ -62,6 +63,6 @@ def test_the_oldest_jax_is_the_one_that_everything_names():
     assert len(bounds) == 3
     assert oldest == ".".join(map(str, refusals._FIRST_RIGHT_JAXLIB))
     assert f"{oldest} or later" in TEXT
-    said = make("-n", "-W", "pyproject.toml", "test", "PYTHON=python3")  # as if it had changed since the last time
+    said = make("-n", "-W", "pyproject.toml", "test-all", "PYTHON=python3")  # as if it had changed since the last time
     assert f"pip install -q --no-deps --target .oldest jax=={oldest} jaxlib=={oldest}" in said
     assert "PYTHONPATH=.oldest python3 -m pytest" in said and "tests/test_contract.py" in said

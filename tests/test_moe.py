@@ -194,6 +194,7 @@ def saved_by(rules):
     return tuple(leaf for name, decision in rules.items() if decision != "recompute" for leaf in NAMES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.claim("experts-decided-apart")
 @pytest.mark.parametrize("first", ["save", "offload", "recompute"])
 def test_gradients_of_all_81_assignments_equal_the_reference(first):
@@ -267,6 +268,7 @@ COPIES = ("data", "scale_inv", "columnwise_data", "columnwise_scale_inv")
 MIXED = {"moe/act.columnwise_data": "offload", "moe/act.columnwise_scale_inv": "save", "moe/act.data": "offload"}
 
 
+@pytest.mark.slow
 @pytest.mark.claim("fp8")
 @pytest.mark.parametrize(
     "rules",
@@ -344,6 +346,7 @@ def test_routing_that_is_computed_again_damages_the_gradient():
     assert off(jax.grad(lambda w: jnp.sum(recomputed(w) ** 2))(weights)) > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.claim("losses-of-experts", "losses")
 @pytest.mark.parametrize("config", [SMALL, FP8], ids=["bf16", "fp8"])
 def test_repeated_steps_with_offload_have_the_bits_of_those_with_save(config):
@@ -382,6 +385,7 @@ def as_jax_documents_it(operand, output, input_offsets, send_sizes, output_offse
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.claim("exchange")
 @pytest.mark.parametrize("ragged", [False, True, pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("align", [1, 16])
@@ -466,6 +470,7 @@ def one_device():
     return stepped(on(Mesh()))
 
 
+@pytest.mark.slow
 @pytest.mark.claim("trains-anywhere")
 @pytest.mark.parametrize(
     "sizes", [Mesh(expert=4), Mesh(fsdp=2, expert=2, tensor=2), Mesh(data=2, fsdp=2, tensor=2)], ids=str
@@ -490,6 +495,7 @@ def gradients_on(sizes: Mesh, spread: float = 0.3, **overrides) -> dict[str, np.
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, quantize, bound", [(Mesh(data=2, fsdp=2, expert=2), None, 1e-5), (Mesh(expert=4), "fp8", 1e-2)], ids=str
 )
@@ -569,6 +575,7 @@ ROUNDED = {"xla_cpu_experimental_ynn_fusion_type": ""}
 ON_GPU = [pytest.param(backend, marks=pytest.mark.gpu) for backend in ("auto", "mosaic", "te")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 @pytest.mark.parametrize("backend", ["ragged", *ON_GPU])
 def test_the_contract_with_each_backend(backend, quantize):
@@ -593,6 +600,7 @@ def test_the_contract_with_each_backend(backend, quantize):
             assert_same_bits(run(gradient(ours, (0, 1)), x, w, **ROUNDED), want)
 
 
+@pytest.mark.slow
 def test_microbatches_over_experts_devices():
     """Without the auxiliary loss, which is each microbatch's own, as one batch on one device."""
     plain = {"aux_loss": 0.0, "z_loss": 0.0, "balance_rate": 0.0}
@@ -625,6 +633,7 @@ def test_experts_on_devices_of_their_own_with_64_bits_enabled():
     assert count(jaxpr, "ragged_dot_general") and {v.aval.dtype for v in jaxpr.outvars} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 @pytest.mark.claim("no-token-dropped")
 def test_capacity_drops_rows_and_counts_them():
     want, _ = one_device()
@@ -634,6 +643,7 @@ def test_capacity_drops_rows_and_counts_them():
     assert all(row["dropped"] == 0 for row in whole) and all(0.01 < row["dropped"] < 0.5 for row in some)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("emulated", [True, pytest.param(False, marks=pytest.mark.gpu)])
 def test_the_same_rows_are_dropped_however_rows_travel(emulated, monkeypatch):
     if emulated:
@@ -664,6 +674,7 @@ def test_the_exchange_is_not_repeated_where_its_rows_are_kept():
     assert exchanges({}) == {"rows": 2 + 2 + 1, "weights": 1 + 1 + 1, "sizes": 1}
 
 
+@pytest.mark.slow
 def test_the_loss_that_is_told_is_the_cross_entropy():
     made = on(Mesh(), aux_loss=1.0, z_loss=1.0)
     state, tokens = jax.jit(made.init)(), jax.device_put(TOKENS, made.tokens.sharding)

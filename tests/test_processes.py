@@ -25,6 +25,8 @@ from models.launchers import Place, find
 from models.peers import Peers
 from models.reading import ConfigError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 CONFIG = """\
 model: {vocab_size: 300, layers: 1, d_model: 32, heads: 2, kv_heads: 2, d_ff: 32, dtype: float32}

@@ -2,7 +2,7 @@
 once; memory falls by what moves.
 
 Compiled for the machine's GPU or, without one, for an H200 that is only described. For that, JAX's CUDA plugin must be
-installed, jax-cuda13-plugin and jax-cuda13-pjrt; `make test` has it. Nothing runs.
+installed, jax-cuda13-plugin and jax-cuda13-pjrt; `make test-all` has it. Nothing runs.
 """
 
 import itertools

@@ -28,6 +28,8 @@ from models.report import device_bytes
 from models.sharding import VALUES, make_mesh, process_block
 from models.step import Program, adamw, program, shardings_of
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Config(
     model=Model(vocab_size=320, layers=3, d_model=32, heads=4, kv_heads=2, d_ff=48, dtype="float32"),
     remat=Policy(residuals={"fc1": "offload", "attn/*": "save"}, min_offload_bytes=0),

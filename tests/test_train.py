@@ -176,6 +176,7 @@ sys.exit(train.main(sys.argv[3:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.claim("goes-on", "trains-anywhere")
 def test_stopped_and_killed_and_resumed_the_curve_is_the_uninterrupted_one(config, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -201,6 +202,7 @@ def test_stopped_and_killed_and_resumed_the_curve_is_the_uninterrupted_one(confi
         assert losses(broken, key) == losses(whole, key)
 
 
+@pytest.mark.slow
 def test_experts_train_and_go_on_from_a_checkpoint_with_the_same_losses(config, tmp_path, monkeypatch):
     """configs/tiny-moe.yaml, smaller, on devices that share its experts."""
     monkeypatch.chdir(ROOT)
@@ -228,6 +230,7 @@ def test_experts_train_and_go_on_from_a_checkpoint_with_the_same_losses(config, 
     assert list(loss) == [1, 2, 3, 4, 5, 6] and loss[6] < loss[1] < math.log(300) + 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.claim("goes-on")
 def test_ctrl_c_saves_and_says_so(config, tmp_path):
     process = spawn(command(config, f"train.out={tmp_path}", "train.steps=100000", "model.layers=1"))
@@ -277,6 +280,7 @@ def test_a_signal_that_is_told_late_does_not_end_a_process_that_unwinds(monkeypa
     assert not ended and capsys.readouterr().err.startswith("stopped by SIGINT")
 
 
+@pytest.mark.slow
 def test_ctrl_c_that_is_lost_while_it_compiles_is_ctrl_c(config, tmp_path, monkeypatch, capsys):
     compile_step = train.compile_step
 
@@ -321,6 +325,7 @@ def until(step: int, finished: Path, out: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.claim("trains-anywhere")
 def test_two_processes_have_the_losses_of_one_and_resume_each_other(eight, config, tmp_path):
     both = tmp_path / "both"
@@ -341,6 +346,7 @@ def test_two_processes_have_the_losses_of_one_and_resume_each_other(eight, confi
             np.testing.assert_allclose([*losses(resumed, key).values()], [*losses(eight, key).values()], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_one_step(config, tmp_path):
     simple = ("mesh.data=8", "mesh.fsdp=1", "mesh.tensor=1", "model.layers=1")  # compiles fast
     processes = two_processes(config, tmp_path, *simple, "train.steps=100000")
@@ -352,6 +358,7 @@ def test_a_signal_to_one_process_stops_all_at_one_step(config, tmp_path):
     assert "stopped" not in silent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "second, said",
     [
@@ -394,6 +401,7 @@ def test_processes_join_when_the_launcher_or_the_config_says_so(
     assert calls == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment, said",
     [
@@ -609,6 +617,7 @@ def test_a_damaged_checkpoint_is_a_sentence(eight, config, tmp_path, monkeypatch
     assert not printed and not [record for record in caplog.records if record.name == "asyncio"]
 
 
+@pytest.mark.slow
 @pytest.mark.claim("refuses-to")
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_path, capsys):
     out = tmp_path / "out"
@@ -623,6 +632,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_
     assert checkpoints.latest(out).step == last["step"] - 1
 
 
+@pytest.mark.slow
 @pytest.mark.claim("exit-status")
 def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, capsys, monkeypatch):
     simple = ("mesh.data=8", "train.steps=1", "train.warmup_steps=0", "train.verify=true", "train.eval_every=9")
@@ -641,6 +651,7 @@ def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, cap
 PROFILED = ("mesh.data=8", "model.layers=1", "train.steps=5", "train.profile_steps=[2, 4]")
 
 
+@pytest.mark.slow
 def test_steps_of_a_run_are_profiled_on_a_page_beside_its_metrics(config, tmp_path, capsys, monkeypatch):
     """With a trace made by hand: in it the step takes 71 ms, twice."""
     out, recorded = tmp_path / "out", []
@@ -664,6 +675,7 @@ def test_steps_of_a_run_are_profiled_on_a_page_beside_its_metrics(config, tmp_pa
     assert found["about"]["device"] == "8 cpu" and "<h1>out: steps 3 to 4</h1>" in (out / "profile.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_profile_that_holds_no_gpu_is_no_reason_to_end_the_run(config, tmp_path, capsys, monkeypatch):
     """With JAX's own tracer, which sees the CPU's threads here."""
     out = tmp_path / "out"
@@ -679,6 +691,7 @@ def embedded(page: Path) -> dict:
     return json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
 
 
+@pytest.mark.slow
 def test_the_validation_set_does_not_depend_on_grad_accumulation(config):
     seen = []
     for microbatches in (1, 2):

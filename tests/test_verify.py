@@ -172,6 +172,7 @@ def body(x, w):
     return layer(x, w), None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"unroll": 3}, {"unroll": True}, {"reverse": True, "unroll": 2}], ids=str)
 def test_unrolled_loops_equal_their_twins(how):
     found = verify(lambda x, w: jnp.sum(scan(body, x, w, policy=RULES, **how)[0] ** 2), X, weights(LAYERS))
@@ -219,6 +220,7 @@ def no_more_than_the_twin_of(layers, monkeypatch):
 TALL = jax.random.normal(jax.random.key(1), (64 * BATCH, DIM))  # its residuals are larger than the weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 4, 6])
 def test_of_a_twin_that_does_not_fit_as_many_layers_run_as_fit(layers, monkeypatch):
     no_more_than_the_twin_of(layers, monkeypatch)
@@ -246,6 +248,7 @@ def test_a_pool_that_grows_once_is_no_leak(monkeypatch):
     assert verify(jnp.sin, X)["repeats"].verdict == "holds" and next(resident, None) is None
 
 
+@pytest.mark.slow
 def test_a_fault_is_found_in_fewer_layers_too(monkeypatch):
     no_more_than_the_twin_of(4, monkeypatch)
     rows_in_wrong_order(monkeypatch)
@@ -301,6 +304,7 @@ def test_the_first_layers_under_explicit_axes(mesh_is_set):
     assert carry.shape == (4, 8) and ys.shape == (5, 4, 8) and ys.sum() == 2 * 2 * 4 * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freed, verdict", [(1.0, "holds"), (0.99, "holds"), (0.9, "fails"), (-1.0, "fails")])
 @pytest.mark.parametrize("most", [None, 3])
 def test_conservation_by_peaks_of_fresh_processes(freed, verdict, most, monkeypatch):
@@ -709,6 +713,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.claim("planted-faults")
 @pytest.mark.parametrize("fault, claim", FAULTS.items(), ids=lambda x: getattr(x, "__name__", x))
 def test_a_planted_fault_fails_its_check_and_no_other(fault, claim, monkeypatch):
@@ -815,6 +820,7 @@ def test_a_profile_has_each_layers_copies():
         assert {m.residual for m in moves} == {"fc1"} and {m.bytes for m in moves} == {4096 * 2048 * 2}
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_the_command_line_measures_peaks_in_fresh_processes():
     command = [sys.executable, "-m", "jaxoffload", "verify", "test_verify:made_wide"]

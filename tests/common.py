@@ -1,6 +1,13 @@
-"""What several tests need: exact runs, what autodiff keeps, counts of equations."""
+"""What several tests need: exact runs, what autodiff keeps, counts of equations, processes that end with the test."""
 
+import contextlib
+import os
+import signal
+import subprocess
+import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +18,9 @@ from jax.extend.core import Var
 from jaxoffload import Policy
 from jaxoffload.grouped import te
 from jaxoffload.proof import exact_options
+
+PATIENCE = 1800  # seconds that a test waits for a process: a machine can be busy
+_started: list[subprocess.Popen] = []
 
 # `make test-gpu` chooses the second.
 on_cpu_and_gpu = pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -117,3 +127,31 @@ def policy(residuals=(), **fields):
 
 def normal(seed, shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen:
+    """Start a process that conftest.py ends with the test, and all that it started: it has a session of its own."""
+    process = subprocess.Popen(arguments, start_new_session=True, **options)
+    _started.append(process)
+    return process
+
+
+def end_started() -> None:
+    while _started:
+        with _started.pop() as process, contextlib.suppress(ProcessLookupError):  # closes its pipes, and waits
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    """What it has printed, once it has ended with this exit status."""
+    text, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code, text
+    return text
+
+
+def wait_for(process: subprocess.Popen, happened: Callable[[], Any]) -> None:
+    """Returns once it has happened; fails if the process ends before."""
+    limit = time.monotonic() + PATIENCE
+    while not happened():
+        assert process.poll() is None and time.monotonic() < limit, process.stdout and process.communicate()[0]
+        time.sleep(0.002)

@@ -4,20 +4,20 @@ import contextlib
 import importlib
 import os
 import signal
+import sys
 
-pytest_plugins = ["claimed"]
+import pytest
 
 
 def pytest_configure(config):
     # A shell's background job (`make test &`) ignores Ctrl-C, and all that it starts inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share the GPU
     # Before JAX is imported. `-m gpu` is the only way onto a GPU: the other tests count on CPU's exact sums.
     if config.option.markexpr != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     else:
-        if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the GPU
-            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         # TransformerEngine wants to be imported before JAX's first computation.
         with contextlib.suppress(ImportError, OSError, RuntimeError, AttributeError):
             importlib.import_module("transformer_engine.jax")
@@ -29,10 +29,39 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     import jax
-    import pytest
 
     if jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason=f"needs an NVIDIA GPU; JAX's backend is {jax.default_backend()}")
         for item in items:
             if "gpu" in item.keywords and "gpu" not in item.fixturenames:
                 item.add_marker(skip)
+
+
+def shared():
+    """What a test could leave to the next one."""
+    import jax
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    # pytest says in PYTEST_CURRENT_TEST where it is.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    return {
+        "environment": environment,
+        "folder": os.getcwd(),
+        "path": [*sys.path],
+        "signals": handlers,
+        "jax": dict(jax.config.values),
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """However a test ends, its processes end with it, and the next one finds what this one found."""
+    from common import end_started
+
+    before = shared()
+    try:
+        yield
+    finally:
+        end_started()
+    for what, after in shared().items():
+        assert after == before[what], what

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_train import config, finish, losses, spawn, without_hashes  # noqa: F401
+from common import finish
+from test_train import config, losses, spawn, without_hashes  # noqa: F401
 
 from models import checkpoints, data, metrics, train
 from models.config import Config
@@ -64,6 +65,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.claim("damage")
 def test_every_file_with_a_flipped_bit_is_named_with_the_checkpoint_before(written, tmp_path):
     names = [*read_sums(written / "checkpoints/4"), SUMS]
     assert {"origin/metadata", "position/metadata", "state/_METADATA"} < set(names) and len(names) > 8
@@ -205,6 +207,7 @@ def whole(run, config, tmp_path_factory) -> Path:  # noqa: F811
     return folder
 
 
+@pytest.mark.claim("damage")
 @pytest.mark.parametrize("version", ["hashes", "no hashes"])
 def test_a_run_goes_on_from_the_checkpoint_before_with_the_same_losses(
     run,
@@ -287,13 +290,7 @@ def test_two_processes_read_a_part_each_and_find_the_same(tmp_path):
         probe.bind(("localhost", 0))
         coordinator = f"localhost:{probe.getsockname()[1]}"
     arguments = [sys.executable, "-c", TOGETHER, str(tmp_path), coordinator]
-    processes = [spawn([*arguments, str(index)], devices=2) for index in range(2)]
-    try:
-        first, second = map(finish, processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    first, second = map(finish, [spawn([*arguments, str(index)], devices=2) for index in range(2)])
     for text in (first, second):
         (refused,) = [line for line in text.splitlines() if line.startswith("REFUSED")]
         assert "checkpoints/4 is damaged: state/ocdbt.process_1/d/" in refused
@@ -330,6 +327,7 @@ def truncated(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
+@pytest.mark.claim("damage")
 @pytest.mark.parametrize("name", ["train.npy", "valid.npy", "tokenizer.json"])
 @pytest.mark.parametrize("damage", [zeroed, swapped, truncated])
 def test_a_damaged_file_of_the_cache_is_made_again_and_named(corpus, tmp_path, capsys, damage, name):

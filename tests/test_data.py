@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from common import start
 
 from models import data
 from models.documents import documents, read_documents
@@ -214,6 +215,8 @@ def test_equal_documents_are_on_one_side(tmp_path):
         pytest.fail("no fraction separates the two documents: choose others")
 
 
+@pytest.mark.slow
+@pytest.mark.claim("make-train")
 def test_stdlib(tmp_path):
     dataset = load("stdlib", tmp_path, vocab_size=4096, valid_fraction=0.05)
     texts = list(documents("stdlib"))
@@ -339,11 +342,12 @@ data.load(path=path, cache_dir=cache, vocab_size=400, valid_fraction=0.3)
 """
 
 
-def start(corpus: str, cache: Path, kill_at: int = -1) -> subprocess.Popen:
+def loading(corpus: str, cache: Path, kill_at: int = -1) -> subprocess.Popen:
     root = Path(data.__file__).parents[1]
-    return subprocess.Popen([sys.executable, "-c", LOADER, corpus, str(cache), str(kill_at)], cwd=root)
+    return start([sys.executable, "-c", LOADER, corpus, str(cache), str(kill_at)], cwd=root)
 
 
+@pytest.mark.slow
 def test_killed_anywhere_then_loaded(corpus, tmp_path):
     load(corpus, tmp_path)
     whole = files(tmp_path / "cache")
@@ -351,7 +355,7 @@ def test_killed_anywhere_then_loaded(corpus, tmp_path):
     assert {Path(name).name for name in whole} == {*hashed, *(f"{name}.b2sum" for name in hashed)}
     for kill_at in range(len(whole)):
         killed = tmp_path / f"killed{kill_at}" / "cache"
-        assert start(corpus, killed, kill_at).wait() == -signal.SIGKILL
+        assert loading(corpus, killed, kill_at).wait() == -signal.SIGKILL
         left = files(killed)
         named = {name: content for name, content in left.items() if not name.endswith(".tmp")}
         assert len(named) == kill_at and named.items() <= whole.items()
@@ -362,7 +366,7 @@ def test_killed_anywhere_then_loaded(corpus, tmp_path):
 
 def test_processes_that_race(corpus, tmp_path):
     load(corpus, tmp_path)
-    racers = [start(corpus, tmp_path / "raced") for _ in range(3)]
+    racers = [loading(corpus, tmp_path / "raced") for _ in range(3)]
     assert [racer.wait() for racer in racers] == [0, 0, 0]
     assert files(tmp_path / "raced") == files(tmp_path / "cache")
 

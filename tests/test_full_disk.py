@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from common import PATIENCE, finish
 from test_train import ROOT, command, config, losses, spawn  # noqa: F401
 
 from models import checkpoints, metrics, train
@@ -46,19 +47,14 @@ def run(config, tmp_path_factory) -> Path:  # noqa: F811
     return folder
 
 
+@pytest.mark.claim("full-disk")
 def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on_later(run, config, tmp_path):  # noqa: F811
     """In a process of its own, whose whole output counts: of orbax's threads, too, and when Python ends."""
     out = shutil.copytree(run, tmp_path / "out")
     before = {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()}
     longer = [*CONSTANT, "train.steps=8"]
     limited = ["bash", "-c", 'ulimit -f 100 && exec "$@"', "bash", *command(config, *longer, f"train.out={out}")]
-    process = spawn(limited, devices=8)
-    try:
-        said, _ = process.communicate(timeout=300)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 3, said
+    said = finish(spawn(limited, devices=8), code=3)
     assert said.splitlines()[-1].startswith(f"stopped: {out}/checkpoints/6.orbax-checkpoint-tmp/")
     assert said.endswith(
         " cannot be written (File too large); free some space there, or raise the quota or limit; "
@@ -156,6 +152,7 @@ def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, mo
 # ---- out of memory ----
 
 
+@pytest.mark.claim("full-disk")
 def test_out_of_memory_is_one_line(run, config, tmp_path, monkeypatch, capsys):  # noqa: F811
     """As jaxlib says it, here of an array that no machine holds."""
     monkeypatch.setattr(train, "compile_step", lambda made: jax.numpy.zeros(2**55, jax.numpy.int8).block_until_ready())
@@ -273,7 +270,7 @@ def test_a_terminal_that_lacks_letters_gets_escapes(config):  # noqa: F811
         cwd=ROOT,
         env=os.environ | {"PYTHONIOENCODING": "ascii", "JAX_PLATFORMS": "cpu"},
         capture_output=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert process.returncode == 0, process.stderr
     assert rb" \xb7 host" in process.stdout and process.stdout.isascii() and not process.stderr

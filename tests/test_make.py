@@ -4,19 +4,18 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
+from common import finish, start
+from pages import ROOT, TEXT
 
 from jaxoffload._engine import refusals
 from models import checkpoints, metrics
 from models.config import load
 
-ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -26,25 +25,12 @@ def make(*arguments: str) -> str:
     """What it prints. What an outer make has its own makes do is left out, and conftest's eight devices."""
     others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "CONFIG", "ARGS", "XLA_FLAGS")
     environment = {key: value for key, value in os.environ.items() if key not in others}
-    process = subprocess.Popen(
-        ["make", *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=900)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, said
-    return said
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return finish(start(["make", *arguments], cwd=ROOT, env=environment, **pipes))
 
 
+@pytest.mark.slow
+@pytest.mark.claim("make-train")
 def test_make_train_trains_tiny_on_the_standard_library(tmp_path):
     """Eight steps of it, in a folder of their own, with a tokenizer of their own."""
     out, cache = tmp_path / "out", tmp_path / "cache"
@@ -67,15 +53,16 @@ def test_make_train_makes_its_own_environment_but_for_another_python():
     assert make("-n", "train", "PYTHON=python3").strip() == "python3 -m models.train configs/tiny.yaml"
 
 
+@pytest.mark.claim("versions")
 def test_the_oldest_jax_is_the_one_that_everything_names():
-    """What pip installs at least, what the library refuses below, what README says, what `make test` tests."""
+    """What pip installs at least, what the library refuses below, what README says, what `make test-all` tests."""
     extras = PYPROJECT["optional-dependencies"]
     needed = [*PYPROJECT["dependencies"], *extras["cuda12"], *extras["cuda13"]]
     bounds = [found[1] for one in needed if (found := re.fullmatch(r"jax(?:\[\w+\])?>=([\d.]+)", one))]
     (oldest,) = set(bounds)
     assert len(bounds) == 3
     assert oldest == ".".join(map(str, refusals._FIRST_RIGHT_JAXLIB))
-    assert f"jax and jaxlib [{oldest} or later][versions] are needed" in (ROOT / "README.md").read_text()
-    said = make("-n", "-W", "pyproject.toml", "test", "PYTHON=python3")  # as if it had changed since the last time
+    assert f"{oldest} or later" in TEXT
+    said = make("-n", "-W", "pyproject.toml", "test-all", "PYTHON=python3")  # as if it had changed since the last time
     assert f"pip install -q --no-deps --target .oldest jax=={oldest} jaxlib=={oldest}" in said
     assert "PYTHONPATH=.oldest python3 -m pytest" in said and "tests/test_contract.py" in said

@@ -100,6 +100,7 @@ def reference(x_TxD, p, config):
     return out
 
 
+@pytest.mark.claim("no-token-dropped")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())) or "plain")
 def test_the_layer_is_the_plain_reference(kind):
     config = dataclasses.replace(SMALL, **kind)
@@ -193,6 +194,8 @@ def saved_by(rules):
     return tuple(leaf for name, decision in rules.items() if decision != "recompute" for leaf in NAMES[name])
 
 
+@pytest.mark.slow
+@pytest.mark.claim("experts-decided-apart")
 @pytest.mark.parametrize("first", ["save", "offload", "recompute"])
 def test_gradients_of_all_81_assignments_equal_the_reference(first):
     """Which saves the same names and the routing. The outputs are the carry and each layer's balance."""
@@ -206,6 +209,7 @@ def test_gradients_of_all_81_assignments_equal_the_reference(first):
         assert_same_bits(got, want[saved_by(rules)])
 
 
+@pytest.mark.claim("experts-decided-apart")
 @pytest.mark.parametrize("number", range(27))
 def test_the_host_holds_exactly_what_is_offloaded(number):
     decisions = list(itertools.product(("save", "offload", "recompute"), repeat=3))[number]
@@ -220,6 +224,7 @@ def test_the_host_holds_exactly_what_is_offloaded(number):
     assert device == SMALL.layers * (carry + ROUTING_BYTES + saved)
 
 
+@pytest.mark.claim("routing")
 def test_the_routing_is_saved_whatever_the_policy_says():
     for rules in ({}, {"**": "offload"}, {"moe/**": "recompute"}):
         table = residuals(through(rules), *jax.eval_shape(inputs))
@@ -227,6 +232,7 @@ def test_the_routing_is_saved_whatever_the_policy_says():
         assert found == dict.fromkeys(ROUTING, "saved")
 
 
+@pytest.mark.claim("routing")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())) or "plain")
 def test_tokens_are_routed_once(kind):
     """One top_k and one sort a layer, though the router's logits are computed again."""
@@ -262,6 +268,8 @@ COPIES = ("data", "scale_inv", "columnwise_data", "columnwise_scale_inv")
 MIXED = {"moe/act.columnwise_data": "offload", "moe/act.columnwise_scale_inv": "save", "moe/act.data": "offload"}
 
 
+@pytest.mark.slow
+@pytest.mark.claim("fp8")
 @pytest.mark.parametrize(
     "rules",
     [
@@ -289,6 +297,7 @@ def test_quantised_residuals_are_steered_one_by_one_and_no_bit_changes(rules):
     assert {leaf for leaf, state in states.items() if state == "offloaded"} == read
 
 
+@pytest.mark.claim("fp8")
 def test_the_layer_in_fp8_is_that_of_bfloat16_within_its_rounding():
     """Three roundings to 3 bits, one of them after the activation."""
     moe, quantised = make(), make(FP8)
@@ -309,6 +318,7 @@ def flips(x):
     return jax.pure_callback(shifted, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
+@pytest.mark.claim("routing")
 def test_routing_that_is_computed_again_damages_the_gradient():
     """What the rule is for. Rounding differs from forward to backward pass; where scores are nearly equal, other
     experts are chosen, and what was saved belongs to other tokens. Tokens are few here, hence a difference greater than
@@ -336,6 +346,8 @@ def test_routing_that_is_computed_again_damages_the_gradient():
     assert off(jax.grad(lambda w: jnp.sum(recomputed(w) ** 2))(weights)) > 0.3
 
 
+@pytest.mark.slow
+@pytest.mark.claim("losses-of-experts", "losses")
 @pytest.mark.parametrize("config", [SMALL, FP8], ids=["bf16", "fp8"])
 def test_repeated_steps_with_offload_have_the_bits_of_those_with_save(config):
     """Five steps: bfloat16 or FP8 with its scales, and integers."""
@@ -373,6 +385,8 @@ def as_jax_documents_it(operand, output, input_offsets, send_sizes, output_offse
     return output
 
 
+@pytest.mark.slow
+@pytest.mark.claim("exchange")
 @pytest.mark.parametrize("ragged", [False, True, pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("room", [9, 4, 1])
@@ -456,6 +470,8 @@ def one_device():
     return stepped(on(Mesh()))
 
 
+@pytest.mark.slow
+@pytest.mark.claim("trains-anywhere")
 @pytest.mark.parametrize(
     "sizes", [Mesh(expert=4), Mesh(fsdp=2, expert=2, tensor=2), Mesh(data=2, fsdp=2, tensor=2)], ids=str
 )
@@ -479,6 +495,7 @@ def gradients_on(sizes: Mesh, spread: float = 0.3, **overrides) -> dict[str, np.
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, quantize, bound", [(Mesh(data=2, fsdp=2, expert=2), None, 1e-5), (Mesh(expert=4), "fp8", 1e-2)], ids=str
 )
@@ -558,6 +575,7 @@ ROUNDED = {"xla_cpu_experimental_ynn_fusion_type": ""}
 ON_GPU = [pytest.param(backend, marks=pytest.mark.gpu) for backend in ("auto", "mosaic", "te")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 @pytest.mark.parametrize("backend", ["ragged", *ON_GPU])
 def test_the_contract_with_each_backend(backend, quantize):
@@ -582,6 +600,7 @@ def test_the_contract_with_each_backend(backend, quantize):
             assert_same_bits(run(gradient(ours, (0, 1)), x, w, **ROUNDED), want)
 
 
+@pytest.mark.slow
 def test_microbatches_over_experts_devices():
     """Without the auxiliary loss, which is each microbatch's own, as one batch on one device."""
     plain = {"aux_loss": 0.0, "z_loss": 0.0, "balance_rate": 0.0}
@@ -614,6 +633,8 @@ def test_experts_on_devices_of_their_own_with_64_bits_enabled():
     assert count(jaxpr, "ragged_dot_general") and {v.aval.dtype for v in jaxpr.outvars} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
+@pytest.mark.claim("no-token-dropped")
 def test_capacity_drops_rows_and_counts_them():
     want, _ = one_device()
     whole, _ = stepped(on(Mesh(expert=4), capacity=4.0))  # each device may send all its rows to one
@@ -622,6 +643,7 @@ def test_capacity_drops_rows_and_counts_them():
     assert all(row["dropped"] == 0 for row in whole) and all(0.01 < row["dropped"] < 0.5 for row in some)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("emulated", [True, pytest.param(False, marks=pytest.mark.gpu)])
 def test_the_same_rows_are_dropped_however_rows_travel(emulated, monkeypatch):
     if emulated:
@@ -652,6 +674,7 @@ def test_the_exchange_is_not_repeated_where_its_rows_are_kept():
     assert exchanges({}) == {"rows": 2 + 2 + 1, "weights": 1 + 1 + 1, "sizes": 1}
 
 
+@pytest.mark.slow
 def test_the_loss_that_is_told_is_the_cross_entropy():
     made = on(Mesh(), aux_loss=1.0, z_loss=1.0)
     state, tokens = jax.jit(made.init)(), jax.device_put(TOKENS, made.tokens.sharding)

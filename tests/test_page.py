@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import jax
 import jax.numpy as jnp
 import pytest
+from common import PATIENCE
 from test_streams import profiled
 from test_verify import LAYERS, X, of_scan, weights
 
@@ -107,6 +108,7 @@ def test_memory_where_each_name_moves_and_where_stacks_differ():
     assert len(memory(Residuals(rows)).held) == 2 * (6 + 1)
 
 
+@pytest.mark.claim("html")
 def test_its_numbers_are_those_of_the_json(page):
     check_numbers(page)
 
@@ -145,10 +147,12 @@ def test_in_a_browser(page, tmp_path):
         pytest.skip("needs chromium: apt install chromium")
     (tmp_path / "page.html").write_text(page)
     how = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
-    done = subprocess.run([browser, *how, f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=120)
+    command = [browser, *how, f"file://{tmp_path}/page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     check_numbers(done.stdout)
 
 
+@pytest.mark.claim("html")
 def test_the_command_line_writes_it(tmp_path, capsys):
     path = tmp_path / "page.html"
     assert main(["report", "test_verify:made", "loss", "--html", str(path)]) == 0

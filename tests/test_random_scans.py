@@ -26,6 +26,8 @@ from jax import lax
 
 from jaxoffload import PolicyError, checkpoint, residuals, scan, tag
 
+pytestmark = pytest.mark.slow
+
 # ------------------------------------------------------------------------------------------------- programs
 
 FLOATS = {"f32": jnp.float32, "bf16": jnp.bfloat16}

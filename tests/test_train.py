@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import pytest
 import te_stand_in
+from common import finish, start, wait_for
 from test_streams import steps_at, write_trace
 
 from jaxoffload._engine import loops as _loops
@@ -79,6 +80,7 @@ def eight(config, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.claim("make-train")
 def test_the_loss_falls_from_ln_vocab_and_a_finished_run_is_left_alone(eight, config, capsys):
     loss, valid = losses(eight), losses(eight, "valid_loss")
     assert list(loss) == list(range(1, 25)) and list(valid) == [0, 8, 16, 24]
@@ -104,6 +106,7 @@ def test_a_finished_run_goes_on_with_more_steps_and_says_that_the_learning_rate_
     assert list(losses(out)) == list(range(1, 26))
 
 
+@pytest.mark.claim("make-train")
 def test_the_run_beats_a_model_without_context(eight, config):
     valid = losses(eight, "valid_loss")
     assert valid[24] < valid[16] < valid[8] < valid[0]
@@ -113,6 +116,7 @@ def test_the_run_beats_a_model_without_context(eight, config):
     assert valid[24] < unigram - 0.5
 
 
+@pytest.mark.claim("make-train")
 def test_records_hold_what_people_look_for(eight):
     record = metrics.read(eight / "metrics.jsonl")[-2]
     assert set(record) == {
@@ -144,41 +148,7 @@ def spawn(arguments: list[str], devices: int = 1) -> subprocess.Popen:
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
-    process = subprocess.Popen(
-        arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    _spawned.append(process)
-    return process
-
-
-_spawned: list[subprocess.Popen] = []
-
-
-@pytest.fixture(autouse=True)
-def none_is_left():
-    """Ends what a test has started, however the test ends."""
-    yield
-    while _spawned:
-        with _spawned.pop() as process:  # which closes its pipe, and waits
-            process.kill()
-
-
-def finish(process: subprocess.Popen, code: int = 0) -> str:
-    try:
-        text, _ = process.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        pytest.fail(f"300 s were not enough; until then:\n{process.communicate()[0]}")
-    assert process.returncode == code, text
-    return text
-
-
-def wait_for(process: subprocess.Popen, happened) -> None:
-    limit = time.monotonic() + 300
-    while not happened():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < limit
-        time.sleep(0.002)
+    return start(arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 # A run that is sent a signal at a known moment: after the loss of a step, or when a checkpoint would get its name.
@@ -206,6 +176,8 @@ sys.exit(train.main(sys.argv[3:]))
 """
 
 
+@pytest.mark.slow
+@pytest.mark.claim("goes-on", "trains-anywhere")
 def test_stopped_and_killed_and_resumed_the_curve_is_the_uninterrupted_one(config, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     text = finish(spawn(command(config, f"train.out={whole}")))
@@ -230,6 +202,7 @@ def test_stopped_and_killed_and_resumed_the_curve_is_the_uninterrupted_one(confi
         assert losses(broken, key) == losses(whole, key)
 
 
+@pytest.mark.slow
 def test_experts_train_and_go_on_from_a_checkpoint_with_the_same_losses(config, tmp_path, monkeypatch):
     """configs/tiny-moe.yaml, smaller, on devices that share its experts."""
     monkeypatch.chdir(ROOT)
@@ -257,6 +230,8 @@ def test_experts_train_and_go_on_from_a_checkpoint_with_the_same_losses(config, 
     assert list(loss) == [1, 2, 3, 4, 5, 6] and loss[6] < loss[1] < math.log(300) + 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.claim("goes-on")
 def test_ctrl_c_saves_and_says_so(config, tmp_path):
     process = spawn(command(config, f"train.out={tmp_path}", "train.steps=100000", "model.layers=1"))
     wait_for(process, lambda: len(losses(tmp_path)) > 2)
@@ -305,6 +280,7 @@ def test_a_signal_that_is_told_late_does_not_end_a_process_that_unwinds(monkeypa
     assert not ended and capsys.readouterr().err.startswith("stopped by SIGINT")
 
 
+@pytest.mark.slow
 def test_ctrl_c_that_is_lost_while_it_compiles_is_ctrl_c(config, tmp_path, monkeypatch, capsys):
     compile_step = train.compile_step
 
@@ -349,6 +325,8 @@ def until(step: int, finished: Path, out: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
+@pytest.mark.claim("trains-anywhere")
 def test_two_processes_have_the_losses_of_one_and_resume_each_other(eight, config, tmp_path):
     both = tmp_path / "both"
     first, second = map(finish, two_processes(config, both, "train.verify=true"))
@@ -368,6 +346,7 @@ def test_two_processes_have_the_losses_of_one_and_resume_each_other(eight, confi
             np.testing.assert_allclose([*losses(resumed, key).values()], [*losses(eight, key).values()], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_one_step(config, tmp_path):
     simple = ("mesh.data=8", "mesh.fsdp=1", "mesh.tensor=1", "model.layers=1")  # compiles fast
     processes = two_processes(config, tmp_path, *simple, "train.steps=100000")
@@ -379,6 +358,7 @@ def test_a_signal_to_one_process_stops_all_at_one_step(config, tmp_path):
     assert "stopped" not in silent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "second, said",
     [
@@ -392,6 +372,7 @@ def test_processes_that_disagree_end_with_a_sentence(config, tmp_path, second, s
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.claim("trains-anywhere")
 @pytest.mark.parametrize(
     "environment, distributed, expected",
     [
@@ -420,6 +401,7 @@ def test_processes_join_when_the_launcher_or_the_config_says_so(
     assert calls == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment, said",
     [
@@ -487,6 +469,7 @@ def test_what_cannot_run_is_a_sentence_and_exit_code_2(config, tmp_path, capsys,
 EXPERTS = ("model.experts=4", "model.d_expert=64")
 
 
+@pytest.mark.claim("one-gpu-of-a-process")
 def test_kernels_that_serve_one_gpu_of_a_process_do_not_train_on_several(config, tmp_path, monkeypatch, capsys):
     te_stand_in.install(monkeypatch)
     overrides = [*EIGHT, *EXPERTS, "model.grouped=te", f"train.out={tmp_path}/out"]
@@ -519,10 +502,12 @@ def test_where_transformer_engine_may_be_picked_it_is_imported_before_jax_starts
         monkeypatch.setattr(preflight, check, lambda *_: seen.append("transformer_engine.jax" in sys.modules))
     monkeypatch.setattr(preflight, "_check_attention", lambda config: None)
     monkeypatch.setattr(preflight, "_check_products", lambda config: None)
-    with preflight.admitted(load(config, [f"train.out={tmp_path}/out", *overrides]), []):
-        pass
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
-        del sys.modules[name]
+    try:
+        with preflight.admitted(load(config, [f"train.out={tmp_path}/out", *overrides]), []):
+            pass
+    finally:  # before those that were there come back
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
     assert seen == [imported, imported]
 
 
@@ -534,6 +519,7 @@ def test_attention_of_a_transformer_engine_that_is_too_old_is_a_sentence(config,
         preflight._check_attention(wanted)
 
 
+@pytest.mark.claim("said-at-once")
 def test_all_that_is_wrong_is_said_at_once(eight, config, capsys):
     wrong = {
         "train.step=3": "train.step = 3: no such key",
@@ -557,6 +543,7 @@ def test_two_runs_cannot_share_a_folder(config, tmp_path, capsys):
         pass  # it was given back
 
 
+@pytest.mark.claim("refuses-to")
 def test_a_checkpoint_of_another_model_or_other_data_is_named():
     then = Config(model=Model(d_model=64, heads=4, kv_heads=2))
     saved = checkpoints.Saved(16, flat(then), {})
@@ -584,6 +571,7 @@ def test_a_checkpoint_of_another_model_or_other_data_is_named():
     assert checkpoints.differences(then, checkpoints.Saved(16, before, {})) == {}
 
 
+@pytest.mark.claim("refuses-to")
 def test_a_changed_corpus_is_not_continued(eight, config, capsys):
     before = (eight / "metrics.jsonl").read_text()
     added = config.with_name("added.txt")
@@ -629,6 +617,8 @@ def test_a_damaged_checkpoint_is_a_sentence(eight, config, tmp_path, monkeypatch
     assert not printed and not [record for record in caplog.records if record.name == "asyncio"]
 
 
+@pytest.mark.slow
+@pytest.mark.claim("refuses-to")
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_path, capsys):
     out = tmp_path / "out"
     simple = ("mesh.data=8", "model.layers=1")  # compiles fast
@@ -642,6 +632,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_
     assert checkpoints.latest(out).step == last["step"] - 1
 
 
+@pytest.mark.slow
+@pytest.mark.claim("exit-status")
 def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, capsys, monkeypatch):
     simple = ("mesh.data=8", "train.steps=1", "train.warmup_steps=0", "train.verify=true", "train.eval_every=9")
     assert train.main([str(config), *simple, f"train.out={tmp_path}/out"]) == 0
@@ -659,6 +651,7 @@ def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, cap
 PROFILED = ("mesh.data=8", "model.layers=1", "train.steps=5", "train.profile_steps=[2, 4]")
 
 
+@pytest.mark.slow
 def test_steps_of_a_run_are_profiled_on_a_page_beside_its_metrics(config, tmp_path, capsys, monkeypatch):
     """With a trace made by hand: in it the step takes 71 ms, twice."""
     out, recorded = tmp_path / "out", []
@@ -682,6 +675,7 @@ def test_steps_of_a_run_are_profiled_on_a_page_beside_its_metrics(config, tmp_pa
     assert found["about"]["device"] == "8 cpu" and "<h1>out: steps 3 to 4</h1>" in (out / "profile.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_profile_that_holds_no_gpu_is_no_reason_to_end_the_run(config, tmp_path, capsys, monkeypatch):
     """With JAX's own tracer, which sees the CPU's threads here."""
     out = tmp_path / "out"
@@ -697,6 +691,7 @@ def embedded(page: Path) -> dict:
     return json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
 
 
+@pytest.mark.slow
 def test_the_validation_set_does_not_depend_on_grad_accumulation(config):
     seen = []
     for microbatches in (1, 2):

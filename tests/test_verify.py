@@ -99,6 +99,7 @@ def verdicts(f, *args, **how):
     return {check.claim: check.verdict for check in verify(f, *args, **how)}
 
 
+@pytest.mark.claim("verify")
 @pytest.mark.parametrize("f", [of_scan, of_chain, of_checkpoint], ids=lambda f: f.__name__)
 def test_what_is_right_holds(f):
     found = verify(f, X, weights(LAYERS))
@@ -106,6 +107,7 @@ def test_what_is_right_holds(f):
     assert {c.claim: c.verdict for c in found} == dict.fromkeys(ALL, "holds") | ON_CPU, found
 
 
+@pytest.mark.claim("verify")
 def test_a_step_is_taken_as_it_is():
     def step(x, w):
         gradients = jax.grad(of_scan, argnums=1)(x, w)
@@ -126,6 +128,7 @@ def test_abstract_arguments_are_filled_and_other_results_compared():
     assert found.ok and "5 results" in found["gradients"].detail, found
 
 
+@pytest.mark.claim("verify")
 def test_a_function_that_is_not_ours_has_no_twin():
     found = verify(of_jax, X, weights(LAYERS))
     assert {c.claim for c in found if c.verdict == "holds"} == {"moves", "repeats"}, found
@@ -161,6 +164,7 @@ def test_results_are_compared_by_their_bits():
         assert differ(of(1, 0, dtype=dtype), of(1, 1, dtype=dtype)) == ["['r']: 1 of 2 values, by up to 1"]
 
 
+@pytest.mark.claim("verify")
 def test_what_it_says():
     found = verify(of_scan, X, weights(LAYERS))
     assert str(found).splitlines()[0] == "holds        gradients: 4 results are the reference's, bit for bit"
@@ -173,6 +177,7 @@ def body(x, w):
     return layer(x, w), None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"unroll": 3}, {"unroll": True}, {"reverse": True, "unroll": 2}], ids=str)
 def test_unrolled_loops_equal_their_twins(how):
     found = verify(lambda x, w: jnp.sum(scan(body, x, w, policy=RULES, **how)[0] ** 2), X, weights(LAYERS))
@@ -220,6 +225,7 @@ def no_more_than_the_twin_of(layers, monkeypatch):
 TALL = jax.random.normal(jax.random.key(1), (64 * BATCH, DIM))  # its residuals are larger than the weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 4, 6])
 def test_of_a_twin_that_does_not_fit_as_many_layers_run_as_fit(layers, monkeypatch):
     no_more_than_the_twin_of(layers, monkeypatch)
@@ -247,6 +253,7 @@ def test_a_pool_that_grows_once_is_no_leak(monkeypatch):
     assert verify(jnp.sin, X)["repeats"].verdict == "holds" and next(resident, None) is None
 
 
+@pytest.mark.slow
 def test_a_fault_is_found_in_fewer_layers_too(monkeypatch):
     no_more_than_the_twin_of(4, monkeypatch)
     rows_in_wrong_order(monkeypatch)
@@ -302,6 +309,7 @@ def test_the_first_layers_under_explicit_axes(mesh_is_set):
     assert carry.shape == (4, 8) and ys.shape == (5, 4, 8) and ys.sum() == 2 * 2 * 4 * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freed, verdict", [(1.0, "holds"), (0.99, "holds"), (0.9, "fails"), (-1.0, "fails")])
 @pytest.mark.parametrize("most", [None, 3])
 def test_conservation_by_peaks_of_fresh_processes(freed, verdict, most, monkeypatch):
@@ -710,6 +718,8 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.claim("planted-faults")
 @pytest.mark.parametrize("fault, claim", FAULTS.items(), ids=lambda x: getattr(x, "__name__", x))
 def test_a_planted_fault_fails_its_check_and_no_other(fault, claim, monkeypatch):
     fault(monkeypatch)
@@ -817,6 +827,7 @@ def test_a_profile_has_each_layers_copies():
         assert {m.residual for m in moves} == {"fc1"} and {m.bytes for m in moves} == {4096 * 2048 * 2}
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_the_command_line_measures_peaks_in_fresh_processes():
     command = [sys.executable, "-m", "jaxoffload", "verify", "test_verify:made_wide"]
@@ -850,6 +861,7 @@ def test_the_command_line_reports(capsys):
     assert json.loads(capsys.readouterr().out)["host_bytes"] == LAYERS * BATCH * HIDDEN * 4
 
 
+@pytest.mark.claim("exit-status")
 def test_the_command_line_verifies(capsys, monkeypatch):
     assert main(["verify", "test_verify:made", "both", "--json", "--strict"]) == 0
     said = capsys.readouterr()

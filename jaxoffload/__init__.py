@@ -17,3 +17,5 @@ from .grouped import grouped_matmul as grouped_matmul
 from .proof import machine as machine
 from .proof import profile as profile
 from .proof import verify as verify
+
+__version__ = "0.1.0"  # pyproject.toml reads it

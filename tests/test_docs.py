@@ -49,6 +49,12 @@ def test_files_and_headings_that_a_page_links_to_exist(page):
             assert fragment in headings | set(re.findall(r"^\((.*)\)=$", text, re.MULTILINE)), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_line_begins_with_a_mark(page):
+    """There it would end the paragraph, in Markdown's eyes."""
+    assert not re.findall(r"^\s*<!--.*", page.read_text(), re.MULTILINE)
+
+
 def test_the_table_of_contents_has_every_page():
     listed = re.findall(r"^([a-z-]+)$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(page.stem for page in ROOT.glob("docs/*.md") if page.stem != "index")
@@ -56,7 +62,8 @@ def test_the_table_of_contents_has_every_page():
 
 def test_the_readme_and_the_glossary_stay_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
-    assert len(re.findall("^: ", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)) <= 20
+    _, _, *terms = re.findall(r"^\|.*\|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    assert len(terms) <= 20
 
 
 def result(name):

@@ -1,0 +1,33 @@
+"""The examples in the docstrings of the public names, run as a reader would type them."""
+
+import doctest
+import inspect
+
+import pytest
+
+import jaxoffload
+from jaxoffload import proof
+
+PUBLIC = {
+    f"{module.__name__}.{name}": value
+    for module in (jaxoffload, proof)
+    for name, value in vars(module).items()
+    if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value))
+}
+
+
+def examples(name):
+    """Those of its own docstring and of its methods'."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = finder.find(inspect.unwrap(PUBLIC[name]), name, module=False, globs={"jaxoffload": jaxoffload})
+    return [test for test in found if test.examples]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if examples(name)])
+def test_examples_print_what_they_say(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for test in examples(name):
+        said = []
+        runner.run(test, out=said.append)
+        assert not said, "".join(said)

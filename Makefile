@@ -1,4 +1,4 @@
-# make train · make test · make test-oldest · make test-long · make claims · make test-gpu · make claims-gpu · make bench · make docs
+# make train · make test · make test-oldest · make test-long · make test-gpu · make claims-gpu · make bench · make docs
 # The first interpreter that really runs (a pyenv shim can exist and fail) makes .venv.
 probe = import ensurepip, venv, sys; assert sys.version_info >= (3, 12)
 pyenv = $${PYENV_ROOT:-$$HOME/.pyenv}
@@ -21,22 +21,18 @@ CONFIG ?= configs/tiny.yaml
 ARGS ?=
 GPUS ?= 1
 
-.PHONY: docs train test test-oldest test-long claims lint test-gpu claims-gpu bench clean
+.PHONY: docs train test test-oldest test-long lint test-gpu claims-gpu bench clean
 
 train: $(base)
 	$(PYTHON) -m models.train $(CONFIG) $(ARGS)
 
 test: lint $(cuda) $(if $(ARGS),,test-oldest)
-	$(with_cuda) $(PYTHON) -m pytest -n 2 --claims $(ARGS)
+	$(with_cuda) $(PYTHON) -m pytest -n 2 $(ARGS)
 
 # The contract with the oldest jax that pyproject.toml allows.
 test-oldest: .oldest/made
 	PYTHONPATH=.oldest $(PYTHON) -c 'import jax; assert jax.__version__ == "$(oldest)", jax; print("jax $(oldest):")'
 	PYTHONPATH=.oldest $(PYTHON) -m pytest -n 2 tests/test_contract.py tests/test_rules.py tests/test_scan.py
-
-# Of these tests those that check what the README claims, and a table of what holds.
-claims: $(tools) $(cuda)
-	$(with_cuda) $(PYTHON) -m pytest -n 2 -m claim --claims $(ARGS)
 
 # Thousands of random scans instead of hundreds: about half an hour.
 test-long: $(tools)
@@ -57,9 +53,9 @@ docs: $(sphinx)
 test-gpu:
 	$(PYTHON) -m pytest -m gpu -n 12 -p no:benchmark $(ARGS)
 
-# PART=1/4: a quarter of the claims that need an H200, in at most 8 minutes; GPUS=2 PART=1/2: half of what needs two.
+# Runs the commands of benchmarks/results again. PART=1/4: a quarter of those for one GPU; GPUS=2: those for two.
 claims-gpu:
-	$(PYTHON) -m benchmarks.claims $(if $(PART),--part $(PART)) --gpus $(GPUS) $(ARGS)
+	$(PYTHON) -m benchmarks.remeasure $(if $(PART),--part $(PART)) --gpus $(GPUS) $(ARGS)
 
 bench:
 	$(PYTHON) -m benchmarks.dense $(ARGS)

@@ -5,8 +5,6 @@ import importlib
 import os
 import signal
 
-pytest_plugins = ["claimed"]
-
 
 def pytest_configure(config):
     # A shell's background job (`make test &`) ignores Ctrl-C, and all that it starts inherits that.

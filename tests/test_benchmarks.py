@@ -126,6 +126,7 @@ def test_all_rows_are_divided_among_the_groups():
     assert grouped.divisions(1000, 8)["skewed"][1] == 0
 
 
+@pytest.mark.claim("choices")
 def test_the_choices_of_the_layer_compute_the_same():
     options = argparse.Namespace(rows=40, d_model=16, d_expert=24, experts=4)
     found, products = {}, {}

@@ -64,6 +64,7 @@ FIELDS = [
 ]
 
 
+@pytest.mark.claim("other-ways")
 @on_cpu_and_gpu
 def test_gradients_equal_the_reference_whichever_layers_offload(device):
     grads = run_each([gradient(ours(**fields), (0, 1)) for fields in FIELDS], X, WS)

@@ -106,6 +106,7 @@ TRANSFORMATIONS = {
 }
 
 
+@pytest.mark.claim("other-ways")
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_under_every_transformation(name):
     ours, reference, args, on_host = TRANSFORMATIONS[name]()
@@ -176,6 +177,7 @@ def test_weak_types_are_those_of_jax_checkpoint():
         assert ours.out_avals == jax.make_jaxpr(jax.checkpoint(f))(x).out_avals
 
 
+@pytest.mark.claim("saved-exp")
 @pytest.mark.parametrize("producer", [jnp.exp, jnp.tanh, jax.nn.sigmoid, jnp.sqrt, lax.rsqrt, jnp.cbrt])
 def test_a_kept_output_that_its_own_derivative_reads_is_not_computed_again(producer):
     f = lambda x: jnp.sin(tag(producer(jnp.abs(x) + 1.0), "out"))

@@ -227,6 +227,7 @@ def test_a_folder_and_a_binary_are_no_configs(tmp_path):
     assert "x.yaml" in line and "must be a YAML file" in line
 
 
+@pytest.mark.claim("said-at-once")
 def test_all_problems_are_collected(good):
     found = problems(good, "train.steps=ten", "mesh.tensor=3", "modle.layers=1", "remat.default=x", "nonsense")
     keys = ("nonsense", "train.steps", "mesh.tensor", "modle", "remat.default")
@@ -327,6 +328,7 @@ def test_an_empty_file_is_the_defaults(tmp_path):
     assert load(path).model == Config().model
 
 
+@pytest.mark.claim("configs")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_each_config_is_valid_and_has_a_comment_on_every_field(path):
     load(path)

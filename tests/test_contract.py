@@ -131,6 +131,7 @@ def at(place, shapes):
     return Counter({(place, "bfloat16", shape): n for shape, n in shapes.items()})
 
 
+@pytest.mark.claim("what-is-where", "bit-for-bit")
 @on_cpu_and_gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("kind", ["checkpoint", "scan"])
@@ -147,6 +148,7 @@ def test_gradients_of_all_27_assignments_equal_the_reference(case, kind, dtype, 
     assert not wrong, f"{len(wrong)} of {len(every)}: {wrong}"
 
 
+@pytest.mark.claim("empty-row")
 @pytest.mark.parametrize("number", range(27))
 @pytest.mark.parametrize("kind", ["checkpoint", "scan"])
 @pytest.mark.parametrize("case", CASES)

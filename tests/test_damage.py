@@ -64,6 +64,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.claim("damage")
 def test_every_file_with_a_flipped_bit_is_named_with_the_checkpoint_before(written, tmp_path):
     names = [*read_sums(written / "checkpoints/4"), SUMS]
     assert {"origin/metadata", "position/metadata", "state/_METADATA"} < set(names) and len(names) > 8
@@ -205,6 +206,7 @@ def whole(run, config, tmp_path_factory) -> Path:  # noqa: F811
     return folder
 
 
+@pytest.mark.claim("damage")
 @pytest.mark.parametrize("version", ["hashes", "no hashes"])
 def test_a_run_goes_on_from_the_checkpoint_before_with_the_same_losses(
     run,
@@ -330,6 +332,7 @@ def truncated(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
+@pytest.mark.claim("damage")
 @pytest.mark.parametrize("name", ["train.npy", "valid.npy", "tokenizer.json"])
 @pytest.mark.parametrize("damage", [zeroed, swapped, truncated])
 def test_a_damaged_file_of_the_cache_is_made_again_and_named(corpus, tmp_path, capsys, damage, name):

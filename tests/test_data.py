@@ -214,6 +214,7 @@ def test_equal_documents_are_on_one_side(tmp_path):
         pytest.fail("no fraction separates the two documents: choose others")
 
 
+@pytest.mark.claim("make-train")
 def test_stdlib(tmp_path):
     dataset = load("stdlib", tmp_path, vocab_size=4096, valid_fraction=0.05)
     texts = list(documents("stdlib"))

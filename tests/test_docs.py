@@ -2,15 +2,13 @@
 
 import contextlib
 import io
-import json
 import re
-from pathlib import Path
 
 import pytest
+from pages import ROOT, result
 
 from benchmarks.dense import table
 
-ROOT = Path(__file__).parent.parent
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *ROOT.glob("docs/*.md")]
 CODE = re.compile(r"^```(python|text|)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -66,10 +64,6 @@ def test_the_readme_and_the_glossary_stay_short():
     assert len(terms) <= 20
 
 
-def result(name):
-    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
-
-
 def tables(page):
     """Of each table with a source: the names of its result files, its head and its rows."""
     source = re.compile(r"^.*?From\s+((?:\[[\w.-]+\.json\]\([^)]*\)[\s,and]*)+)[^|]*?\n\n((?:\|.*\n)+)", re.M | re.S)
@@ -99,16 +93,7 @@ def test_tables_of_step_times_are_their_files():
     assert compared == 27
 
 
-def test_the_time_per_layer():
-    pages = tables((ROOT / "docs/performance.md").read_text())
-    ((names, _, rows),) = (table for table in pages if table[1][0] == "layers")
-    times = [result(name)["modes"]["ours"]["step_ms"] / result(name)["shape"]["layers"] for name in names]
-    assert [cell for _, cell in rows] == [f"{ms:.1f} ms" for ms in times]
-    assert [int(layers) for layers, _ in rows] == [result(name)["shape"]["layers"] for name in names]
-
-
-def test_the_tables_of_dense_layers():
+def test_the_readmes_table_is_a_part_of_the_whole():
     whole = table(result("dense"))
-    assert whole in (ROOT / "docs/performance.md").read_text()
     rows = [row for row in (ROOT / "README.md").read_text().splitlines() if " ms |" in row]
     assert len(rows) == 4 and all(row in whole for row in rows)

@@ -18,6 +18,8 @@ from jaxoffload.proof._predict.cost import cost
 from jaxoffload.proof._predict.fit import LayerCopy
 from jaxoffload.proof._predict.machine import Bus, attention_flops
 
+pytestmark = pytest.mark.claim("fits")
+
 # Round numbers: a bfloat16 product of 10**9 FLOPs takes 1 ms, 10**6 bytes of memory 1 ms, of the bus 10 ms.
 MACHINE = Machine("a GPU", 2, "0", Bus(0.1, 0.05, 0.04), Bus(0.025, 0.05, 0.02), 1.0, (0.5, 0.25), 1.0)
 MS_A_BYTE = 1e-6

@@ -46,6 +46,7 @@ def run(config, tmp_path_factory) -> Path:  # noqa: F811
     return folder
 
 
+@pytest.mark.claim("full-disk")
 def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on_later(run, config, tmp_path):  # noqa: F811
     """In a process of its own, whose whole output counts: of orbax's threads, too, and when Python ends."""
     out = shutil.copytree(run, tmp_path / "out")
@@ -156,6 +157,7 @@ def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, mo
 # ---- out of memory ----
 
 
+@pytest.mark.claim("full-disk")
 def test_out_of_memory_is_one_line(run, config, tmp_path, monkeypatch, capsys):  # noqa: F811
     """As jaxlib says it, here of an array that no machine holds."""
     monkeypatch.setattr(train, "compile_step", lambda made: jax.numpy.zeros(2**55, jax.numpy.int8).block_until_ready())

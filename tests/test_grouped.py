@@ -112,6 +112,7 @@ CASES = {
 }
 
 
+@pytest.mark.claim("grouped-products")
 @PLAIN
 @pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)], ids=["f32", "bf16"])
 @pytest.mark.parametrize("shape", [(192, 64), (20, 12)], ids=str)
@@ -170,6 +171,7 @@ def test_fp8_is_as_close_as_its_docstring_says(backend, dtype):
         assert not dw[np.array(sizes) == 0].any(), name
 
 
+@pytest.mark.claim("fp8")
 def test_fp8_multiplies_what_was_rounded_and_adds_in_float32():
     x, w, sizes, dy = operands(14, 32, 16, 4, FLOAT, SIZES)
     e5m2 = jnp.float8_e5m2
@@ -303,6 +305,7 @@ def test_what_a_backend_cannot_do_names_the_number_and_the_multiple(backend, M, 
 UPGRADE = "upgrade nvidia-cublas, or take another backend"
 
 
+@pytest.mark.claim("who-multiplies")
 @pytest.mark.parametrize(
     "K, N, dtype, cublas, said",
     [
@@ -428,6 +431,7 @@ class Radeon(Hopper):
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
+@pytest.mark.claim("who-multiplies")
 @pytest.mark.parametrize(
     "device, K, dtype, quantize, without_te, with_v1, with_v2",
     [
@@ -459,6 +463,7 @@ def test_auto_takes_the_best_that_can(request, monkeypatch, device, K, dtype, qu
     assert chosen_backend(x, w, quantize=quantize) == without_te
 
 
+@pytest.mark.claim("who-multiplies")
 @pytest.mark.parametrize(
     "quantize, v2, otherwise", [(None, True, "mosaic"), ("fp8", True, "ragged"), ("fp8", False, "ragged")]
 )
@@ -484,6 +489,7 @@ def on_mesh_of():
     return lambda devices: jax.sharding.use_abstract_mesh(mesh(devices))
 
 
+@pytest.mark.claim("one-gpu-of-a-process")
 @pytest.mark.parametrize("quantize, v2", [(None, False), (None, True), ("fp8", False), ("fp8", True)])
 def test_kernels_that_serve_one_gpu_of_a_process_are_refused_on_several(
     stand_in, monkeypatch, on_mesh_of, quantize, v2
@@ -764,6 +770,7 @@ def assert_all_equal(kind, f, every, args, *saved):
             raise AssertionError(f"{rules}: {differs}") from None
 
 
+@pytest.mark.claim("grouped-tensor")
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 @pytest.mark.parametrize("half", range(2))
 def test_every_subset_of_leaves_offloaded_equals_all_saved(kind, half):
@@ -787,6 +794,7 @@ def test_leaves_recomputed_beside_those_offloaded_and_saved(kind):
 MIXED = [("save", "recompute"), ("recompute", "offload")]
 
 
+@pytest.mark.claim("grouped-tensor")
 @on_cpu_and_gpu
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 def test_any_leaf_offloaded_saved_or_recomputed_comes_back(kind, device):
@@ -816,6 +824,7 @@ def test_a_grouped_tensor_of_bfloat16_comes_back(kind):
     assert {dtype for place, dtype, _ in moved if place == "host"} == {"bfloat16"}
 
 
+@pytest.mark.claim("grouped-tensor")
 @pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 def test_the_host_holds_that_leaf_and_no_other(kind, leaf):

@@ -8,15 +8,14 @@ import signal
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
+from pages import ROOT, TEXT
 
 from jaxoffload._engine import refusals
 from models import checkpoints, metrics
 from models.config import load
 
-ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -45,6 +44,7 @@ def make(*arguments: str) -> str:
     return said
 
 
+@pytest.mark.claim("make-train")
 def test_make_train_trains_tiny_on_the_standard_library(tmp_path):
     """Eight steps of it, in a folder of their own, with a tokenizer of their own."""
     out, cache = tmp_path / "out", tmp_path / "cache"
@@ -67,6 +67,7 @@ def test_make_train_makes_its_own_environment_but_for_another_python():
     assert make("-n", "train", "PYTHON=python3").strip() == "python3 -m models.train configs/tiny.yaml"
 
 
+@pytest.mark.claim("versions")
 def test_the_oldest_jax_is_the_one_that_everything_names():
     """What pip installs at least, what the library refuses below, what README says, what `make test` tests."""
     extras = PYPROJECT["optional-dependencies"]
@@ -75,7 +76,7 @@ def test_the_oldest_jax_is_the_one_that_everything_names():
     (oldest,) = set(bounds)
     assert len(bounds) == 3
     assert oldest == ".".join(map(str, refusals._FIRST_RIGHT_JAXLIB))
-    assert f"jax and jaxlib {oldest} or later are needed" in (ROOT / "README.md").read_text()
+    assert f"{oldest} or later" in TEXT
     said = make("-n", "-W", "pyproject.toml", "test", "PYTHON=python3")  # as if it had changed since the last time
     assert f"pip install -q --no-deps --target .oldest jax=={oldest} jaxlib=={oldest}" in said
     assert "PYTHONPATH=.oldest python3 -m pytest" in said and "tests/test_contract.py" in said

@@ -38,6 +38,7 @@ def test_a_pool_that_holds_the_need_changes_nothing(pool):
     assert kept_bytes(stack(), X, WS)[1] == (N + 1) * ONE  # with an empty row
 
 
+@pytest.mark.claim("host-pool")
 def test_a_pool_that_is_too_small_is_an_error_before_anything_is_compiled(pool):
     pool((N + 1) * ONE - 8)
     with pytest.raises(MemoryError, match=r"scan: 6 layer\(s\).*offload_layers: 5.*on_host_full: save"):
@@ -108,6 +109,7 @@ def four_by_two():
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
+@pytest.mark.claim("host-pool")
 @CALLS
 def test_sizes_are_a_devices_own_inside_shard_map_and_whole_where_nothing_says_what_divides(pool, f, w, need):
     P = jax.P
@@ -135,6 +137,7 @@ def needs(pool, f, *args):
     return int(re.search(r"would offload (\d+) B a device", str(error.value))[1])
 
 
+@pytest.mark.claim("host-pool")
 @pytest.mark.parametrize(
     "specs, divided",
     [
@@ -231,6 +234,7 @@ def derived(f):
     }
 
 
+@pytest.mark.claim("host-pool")
 @pytest.mark.parametrize("which", derived(stacks))
 def test_a_step_is_judged_as_a_whole(pool, which):
     step, rows = derived(stacks)[which]
@@ -244,6 +248,7 @@ def test_a_step_is_judged_as_a_whole(pool, which):
     jax.make_jaxpr(step)(X, WS)  # each scan alone fits
 
 
+@pytest.mark.claim("host-pool")
 def test_a_loss_is_judged_by_its_gradient_and_the_advice_is_for_all_of_it(pool):
     both = 2 * (N + 1) * ONE
     for judge in (lambda f: check(LENIENT, f, X, WS), lambda f: residuals(f, X, WS)):
@@ -272,6 +277,7 @@ def stacks_under(rules, x, w):
     return jnp.sum(x)
 
 
+@pytest.mark.claim("host-pool")
 def test_scans_chains_and_checkpoints_count_together_and_what_vmap_makes_of_them(pool):
     f = lambda x, w: body(x, w)[0]
 
@@ -336,6 +342,7 @@ def test_compiler_options_are_accepted_and_the_plan_frees_what_it_moves():
     assert (N - 3) * size <= freed <= N * size + 2**16  # buffers are aligned
 
 
+@pytest.mark.claim("wrong-gradients", "versions")
 def test_a_gpu_with_a_jaxlib_that_returns_wrong_gradients_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for version, refused in (("0.10.2", True), ("0.11.1", True), ("0.11.2", False), ("0.12.0.1", False)):
@@ -347,6 +354,7 @@ def test_a_gpu_with_a_jaxlib_that_returns_wrong_gradients_is_refused(monkeypatch
             _fresh()
 
 
+@pytest.mark.claim("wrong-gradients")
 def test_the_gate_is_asked_though_plans_are_remembered(monkeypatch):
     f = checkpoint(lambda x, w: jnp.sin(tag(x @ w, "fc1")), policy=policy({"fc1": "offload"}))
     jax.make_jaxpr(gradient(f))(X, WS[0])

@@ -167,6 +167,7 @@ def abstract(name: str, *overrides: str):
     return config, program(config, abstract_mesh(config.mesh))
 
 
+@pytest.mark.claim("configs")
 def test_llama3_8b_has_its_published_parameters():
     config, made = abstract("llama3-8b")
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params))
@@ -408,10 +409,12 @@ BY_HAND = {
 }
 
 
+@pytest.mark.claim("configs")
 def test_every_config_is_weighed():
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == BY_HAND.keys()
 
 
+@pytest.mark.claim("report-at-full-size")
 @pytest.mark.parametrize("name", BY_HAND)
 def test_the_residuals_of_each_config_weigh_what_the_hand_says(name):
     _, made = abstract(name)
@@ -431,6 +434,7 @@ def test_the_residuals_of_each_config_weigh_what_the_hand_says(name):
     assert table.host_bytes == host
 
 
+@pytest.mark.claim("report-at-full-size")
 def test_the_report_needs_no_gpu_for_kernels_of_gpus():
     assert "moe/fc1.gate" in report(load(CONFIGS / "qwen3-30b-a3b.yaml", ["model.grouped=mosaic"]))
 
@@ -458,6 +462,7 @@ def test_the_report_of_a_dense_model_has_no_grouped_products():
     assert "grouped" not in report(load(CONFIGS / "tiny.yaml"))
 
 
+@pytest.mark.claim("one-gpu-of-a-process")
 @pytest.mark.parametrize(
     "gpus_of_a_process, overrides, sizes_stay, line",
     [
@@ -482,6 +487,7 @@ def test_who_multiplies_on_a_hopper_gpu(monkeypatch, gpus_of_a_process, override
     assert products_line(config) == [f"grouped products: {line}"]
 
 
+@pytest.mark.claim("configs")
 @pytest.mark.parametrize(
     "name, count, billions_a_token",
     [
@@ -499,6 +505,7 @@ def test_parameters_are_as_many_as_published(name, count, billions_a_token):
     assert (matmul_params(config.model) + lookup) / 1e9 == pytest.approx(billions_a_token, abs=0.06)
 
 
+@pytest.mark.claim("report-at-full-size")
 def test_the_report_of_8b_tells_bytes_and_allocates_nothing():
     before = len(jax.live_arrays())
     text = report(load(CONFIGS / "llama3-8b.yaml"))
@@ -512,6 +519,7 @@ def test_the_report_of_8b_tells_bytes_and_allocates_nothing():
     assert "mlp/fc2" in text and "was traced as xla" in text
 
 
+@pytest.mark.claim("report-at-full-size")
 def test_the_report_counts_what_a_layer_and_a_chunk_of_logits_need():
     """XLA plans 22.8 GiB for the step on an H200, of which none but the compiler knows all."""
     lines = {line[:24].strip(": "): line[24:].split() for line in report(load(CONFIGS / "llama-1b.yaml")).splitlines()}
@@ -544,6 +552,7 @@ POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 EVERYTHING = ["remat.default=offload", "remat.dots=offload", "remat.min_offload_bytes=0"]
 
 
+@pytest.mark.claim("host-pool")
 @pytest.mark.parametrize(
     "name, overrides",
     [
@@ -569,6 +578,7 @@ def test_the_host_pool_is_judged_by_the_bytes_that_the_report_gives_a_device(mon
 TWO_STACKS = ["model.layers=5", "model.dense_layers=2", "remat.residuals[fc1]=offload"]
 
 
+@pytest.mark.claim("host-pool")
 def test_two_stacks_that_fit_one_by_one_are_refused_before_anything_is_compiled(monkeypatch, capsys):
     config = load(CONFIGS / "tiny-moe.yaml", ["remat.resident_layers=0", *TWO_STACKS])
     made = program(config, abstract_mesh(config.mesh))

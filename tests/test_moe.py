@@ -100,6 +100,7 @@ def reference(x_TxD, p, config):
     return out
 
 
+@pytest.mark.claim("no-token-dropped")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())) or "plain")
 def test_the_layer_is_the_plain_reference(kind):
     config = dataclasses.replace(SMALL, **kind)
@@ -193,6 +194,7 @@ def saved_by(rules):
     return tuple(leaf for name, decision in rules.items() if decision != "recompute" for leaf in NAMES[name])
 
 
+@pytest.mark.claim("experts-decided-apart")
 @pytest.mark.parametrize("first", ["save", "offload", "recompute"])
 def test_gradients_of_all_81_assignments_equal_the_reference(first):
     """Which saves the same names and the routing. The outputs are the carry and each layer's balance."""
@@ -206,6 +208,7 @@ def test_gradients_of_all_81_assignments_equal_the_reference(first):
         assert_same_bits(got, want[saved_by(rules)])
 
 
+@pytest.mark.claim("experts-decided-apart")
 @pytest.mark.parametrize("number", range(27))
 def test_the_host_holds_exactly_what_is_offloaded(number):
     decisions = list(itertools.product(("save", "offload", "recompute"), repeat=3))[number]
@@ -220,6 +223,7 @@ def test_the_host_holds_exactly_what_is_offloaded(number):
     assert device == SMALL.layers * (carry + ROUTING_BYTES + saved)
 
 
+@pytest.mark.claim("routing")
 def test_the_routing_is_saved_whatever_the_policy_says():
     for rules in ({}, {"**": "offload"}, {"moe/**": "recompute"}):
         table = residuals(through(rules), *jax.eval_shape(inputs))
@@ -227,6 +231,7 @@ def test_the_routing_is_saved_whatever_the_policy_says():
         assert found == dict.fromkeys(ROUTING, "saved")
 
 
+@pytest.mark.claim("routing")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())) or "plain")
 def test_tokens_are_routed_once(kind):
     """One top_k and one sort a layer, though the router's logits are computed again."""
@@ -262,6 +267,7 @@ COPIES = ("data", "scale_inv", "columnwise_data", "columnwise_scale_inv")
 MIXED = {"moe/act.columnwise_data": "offload", "moe/act.columnwise_scale_inv": "save", "moe/act.data": "offload"}
 
 
+@pytest.mark.claim("fp8")
 @pytest.mark.parametrize(
     "rules",
     [
@@ -289,6 +295,7 @@ def test_quantised_residuals_are_steered_one_by_one_and_no_bit_changes(rules):
     assert {leaf for leaf, state in states.items() if state == "offloaded"} == read
 
 
+@pytest.mark.claim("fp8")
 def test_the_layer_in_fp8_is_that_of_bfloat16_within_its_rounding():
     """Three roundings to 3 bits, one of them after the activation."""
     moe, quantised = make(), make(FP8)
@@ -309,6 +316,7 @@ def flips(x):
     return jax.pure_callback(shifted, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
+@pytest.mark.claim("routing")
 def test_routing_that_is_computed_again_damages_the_gradient():
     """What the rule is for. Rounding differs from forward to backward pass; where scores are nearly equal, other
     experts are chosen, and what was saved belongs to other tokens. Tokens are few here, hence a difference greater than
@@ -336,6 +344,7 @@ def test_routing_that_is_computed_again_damages_the_gradient():
     assert off(jax.grad(lambda w: jnp.sum(recomputed(w) ** 2))(weights)) > 0.3
 
 
+@pytest.mark.claim("losses-of-experts", "losses")
 @pytest.mark.parametrize("config", [SMALL, FP8], ids=["bf16", "fp8"])
 def test_repeated_steps_with_offload_have_the_bits_of_those_with_save(config):
     """Five steps: bfloat16 or FP8 with its scales, and integers."""
@@ -373,6 +382,7 @@ def as_jax_documents_it(operand, output, input_offsets, send_sizes, output_offse
     return output
 
 
+@pytest.mark.claim("exchange")
 @pytest.mark.parametrize("ragged", [False, True, pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("room", [9, 4, 1])
@@ -456,6 +466,7 @@ def one_device():
     return stepped(on(Mesh()))
 
 
+@pytest.mark.claim("trains-anywhere")
 @pytest.mark.parametrize(
     "sizes", [Mesh(expert=4), Mesh(fsdp=2, expert=2, tensor=2), Mesh(data=2, fsdp=2, tensor=2)], ids=str
 )
@@ -614,6 +625,7 @@ def test_experts_on_devices_of_their_own_with_64_bits_enabled():
     assert count(jaxpr, "ragged_dot_general") and {v.aval.dtype for v in jaxpr.outvars} == {jnp.dtype("float32")}
 
 
+@pytest.mark.claim("no-token-dropped")
 def test_capacity_drops_rows_and_counts_them():
     want, _ = one_device()
     whole, _ = stepped(on(Mesh(expert=4), capacity=4.0))  # each device may send all its rows to one

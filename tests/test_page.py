@@ -107,6 +107,7 @@ def test_memory_where_each_name_moves_and_where_stacks_differ():
     assert len(memory(Residuals(rows)).held) == 2 * (6 + 1)
 
 
+@pytest.mark.claim("html")
 def test_its_numbers_are_those_of_the_json(page):
     check_numbers(page)
 
@@ -149,6 +150,7 @@ def test_in_a_browser(page, tmp_path):
     check_numbers(done.stdout)
 
 
+@pytest.mark.claim("html")
 def test_the_command_line_writes_it(tmp_path, capsys):
     path = tmp_path / "page.html"
     assert main(["report", "test_verify:made", "loss", "--html", str(path)]) == 0

@@ -335,6 +335,7 @@ RULES = {"fc1": "offload", "act": "save"}
 SAVE_THE_SAME = saving("fc1", "act")
 
 
+@pytest.mark.claim("other-ways")
 def test_callable_for_jax_checkpoint():
     f = jax.checkpoint(mlp, policy=policy(RULES))
     plain = jax.checkpoint(mlp, policy=SAVE_THE_SAME)
@@ -347,6 +348,7 @@ def test_callable_for_jax_checkpoint():
         check(policy({"fc2": "save"}), jax.checkpoint(mlp, policy=policy({"fc2": "save"})), X, W)
 
 
+@pytest.mark.claim("other-ways")
 def test_callable_for_linen_remat():
     class Block(nn.Module):
         @nn.compact
@@ -363,6 +365,7 @@ def test_callable_for_linen_remat():
     assert place(kept(f, params, X)) == [("device", 1), ("host", 1)]
 
 
+@pytest.mark.claim("other-ways")
 def test_callable_for_nnx_remat():
     class Block(nnx.Module):
         def __init__(self, rngs):

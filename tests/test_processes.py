@@ -104,6 +104,7 @@ def written(folder: Path) -> Path:
 # ---- one that is lost ----
 
 
+@pytest.mark.claim("lost-processes")
 @pytest.mark.parametrize("lost", [0, 1])
 def test_where_a_process_is_killed_the_others_say_so_and_name_the_checkpoint(tmp_path, lost):
     """Process 0 runs JAX's coordination service, whose clients abort from C++ when it is gone."""
@@ -128,6 +129,7 @@ def test_a_process_that_is_killed_ends_two_others_though_they_compile(tmp_path):
     )
 
 
+@pytest.mark.claim("lost-processes")
 def test_a_process_that_is_stopped_is_not_waited_for(tmp_path):
     with together([written(tmp_path)] * 2, "distributed.silence=15") as both:
         both[0].until(lambda: "held out" in both[0].out.read_text())
@@ -232,6 +234,7 @@ def test_a_number_that_is_taken_or_another_count_is_refused(capsys, monkeypatch)
     assert "waiting for process 2 of 3, " in capsys.readouterr().err
 
 
+@pytest.mark.claim("lost-processes")
 def test_a_process_that_does_not_come_is_named_after_ten_seconds_and_waited_for_until_the_limit(tmp_path):
     arguments = ["distributed.num_processes=2", "distributed.process_id=0", "distributed.timeout=20", "mesh.data=2"]
     coordinator = f"distributed.coordinator=localhost:{free_port()}"

@@ -10,6 +10,8 @@ from models import profiling
 from models.config import Config, Train
 from models.profiling import profiled
 
+pytestmark = pytest.mark.claim("profile-steps")
+
 ONE = np.float32(1)
 
 

@@ -33,7 +33,7 @@ from models.sharding import make_mesh
 from models.step import program, shardings_of
 from models.transformer import ExpertLayer, Layer, stacked
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.claim("what-xla-compiles")]
 
 # What XLA's compiler asks a device, as an H200 answers (xla/stream_executor/device_description.proto).
 H200 = """
@@ -138,6 +138,7 @@ def lines(offloading):
     return list(instructions(offloading))
 
 
+@pytest.mark.claim("one-layer-later")
 def test_the_copies_for_the_host_and_nothing_else_are_asynchronous(lines):
     """Two residuals there and back, in two scans, each in two layers a turn (double buffering)."""
     starts = [line for line in lines if line.opcode.endswith("-start")]
@@ -175,6 +176,7 @@ def test_however_the_layers_are_divided(gpu, layers, offloaded, fields):
     assert 2 * offloaded * (ONE + STREAM) <= on_host <= 2 * (offloaded + 1) * (ONE + STREAM)
 
 
+@pytest.mark.claim("one-layer-later")
 def test_every_copy_is_dma_and_in_range(lines):
     """XLA knows the offset of each turn, and does not clamp it."""
     body_of = {line.name: line for line in lines}
@@ -218,6 +220,7 @@ def large(gpu, layers, options):
 AT_ONCE = [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]  # two turns in a body, with all their products after its copies' start
 
 
+@pytest.mark.claim("copies-begin")
 def test_copies_begin_where_their_turn_begins_or_as_late_as_one_says(gpu):
     """By itself XLA begins those that come back when about 5 ms of their turn are left, here the half of it."""
     assert large(gpu, LAYERS, OPTIONS) == AT_ONCE
@@ -225,6 +228,7 @@ def test_copies_begin_where_their_turn_begins_or_as_late_as_one_says(gpu):
     assert min(late) > 0 and sum(late) > 8
 
 
+@pytest.mark.claim("xlas-rematerialization")
 def test_on_a_full_device_xla_recomputes_nothing_and_copies_begin_no_later(gpu, monkeypatch):
     """150 layers keep 100 GB on the host, which XLA takes for device memory."""
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "120")
@@ -337,6 +341,7 @@ def test_verify_finds_copies_out_of_range(lines):
     assert len(list(_program.out_of_range(below))) == 16
 
 
+@pytest.mark.claim("two-layers-share")
 @pytest.mark.parametrize("through", ["scan", "chain"])
 def test_a_further_layer_costs_the_device_what_it_costs_where_its_residuals_are_recomputed(gpu, through):
     """And the host a row each. Of `save`, that is what the difference must be.

@@ -61,6 +61,7 @@ some_fields = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.claim("bytes")
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(some_rules, some_fields)
 @pytest.mark.filterwarnings("ignore:jaxoffload. dots")
@@ -105,6 +106,7 @@ def test_what_others_keep_is_said_to_have_no_names_here():
     assert "without its names" not in str(residuals(checkpoint(f, policy=policy), jnp.ones((4, 4))))
 
 
+@pytest.mark.claim("what-is-where")
 def test_a_row_says_what_where_why_and_how_much():
     table = residuals(model({"fc1": "offload", "mlp/fc1.up": "save", "act": "recompute"}), X, W)
     rows = {(r.names, r.state): r for r in table if r.reason != EMPTY}
@@ -163,6 +165,7 @@ def test_integer_outputs_pytrees_and_jitted_functions():
         assert residuals(g, batch).device_bytes == NARROW
 
 
+@pytest.mark.claim("empty-row")
 def test_printed():
     text = str(residuals(model({"fc1.gate": "offload"}), X, W))
     lines = text.splitlines()
@@ -205,6 +208,7 @@ def test_json():
     assert {r["state"] for r in read["residuals"]} == {"saved", "offloaded", "recomputed", "not needed"}
 
 
+@pytest.mark.claim("report-at-full-size")
 def test_nothing_is_allocated_or_run():
     """A model of 70 billion parameters."""
 

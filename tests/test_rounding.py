@@ -47,6 +47,7 @@ def loss(drawn, x, w, keys):
     return jnp.sum((y.astype(jnp.float32) - target) ** 2)
 
 
+@pytest.mark.claim("other-peoples-layers")
 @on_cpu_and_gpu
 @pytest.mark.parametrize("seeds", BATCHES, ids=str)
 def test_layers_in_other_peoples_styles_have_their_references_gradients(seeds, device):
@@ -71,6 +72,7 @@ def right():
     return target, layers, run, numbers(run(*target.arrays))
 
 
+@pytest.mark.claim("by-rounding")
 @pytest.mark.parametrize("plant", [rows_in_wrong_order, a_host_write_is_skipped], ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_no_rounding_in_any_of_them(plant, right, monkeypatch):
     target, layers, run, reference = right
@@ -145,6 +147,7 @@ def test_what_is_wrong_is_more(change):
     assert of_rows(change).share > LIMIT
 
 
+@pytest.mark.claim("by-rounding")
 @pytest.mark.parametrize("by, verdict", [(1e-7, "holds"), (1e-3, "fails")])
 def test_where_equal_arithmetic_cannot_be_had_results_are_judged_by_rounding(by, verdict, monkeypatch):
     """As where XLA divides a sum among devices in the one program alone."""

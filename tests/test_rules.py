@@ -27,6 +27,8 @@ from jax.experimental import pallas
 from jaxoffload import Policy, PolicyError, check, checkpoint, residuals, scan, scope, tag
 from jaxoffload._residuals import EMPTY
 
+pytestmark = pytest.mark.claim("ten-rules")
+
 X, W = normal(0, (4, 8)), normal(1, (8, 8)) * 0.5
 P = jax.P
 ONE = 4 * 8 * 4  # bytes of a float32 (4, 8)
@@ -59,6 +61,7 @@ def two_scopes(x, w):
     return x
 
 
+@pytest.mark.claim("tags")
 def test_rule_1_matching_by_last_component_scope_field_and_order():
     f = under(two_scopes, {"fc1": "offload", "attn/*": "save", "mlp/fc1.up": "recompute"})
     found = {name: state for name, (state, _) in states(f, X, W).items()}
@@ -107,6 +110,7 @@ def test_rule_1_the_report_translates_megatrons_modules():
 # ---------------------------------------------------------------------------------------------- 2
 
 
+@pytest.mark.claim("two-names")
 def test_rule_2_nested_tags_are_one_value_kept_once():
     f = lambda x, w: jnp.sin(tag(tag(x @ w, "inner"), "outer"))
     for rules in ({"inner": "offload", "outer": "offload"}, {"inner": "offload"}, {"outer": "offload"}):
@@ -114,6 +118,7 @@ def test_rule_2_nested_tags_are_one_value_kept_once():
     assert states(under(f, {"outer": "save"}), X, W)["inner"] == ("saved", "outer")
 
 
+@pytest.mark.claim("two-names")
 def test_rule_2_sibling_tags_are_one_value_kept_once():
     def f(x, w):
         h = x @ w
@@ -218,6 +223,7 @@ def test_rule_2_one_value_through_a_sharding_constraint():
 # ---------------------------------------------------------------------------------------------- 3
 
 
+@pytest.mark.claim("tags")
 def test_rule_3_keep_beats_every_pattern():
     f = lambda x, w: jnp.sin(tag(x @ w, "fc1", keep=True))
     for rules in ({"**": "offload"}, {"fc1": "recompute"}, {}):
@@ -227,6 +233,7 @@ def test_rule_3_keep_beats_every_pattern():
     assert kept(under(two, {"a": "offload", "b": "recompute"}), X, W) == {DEVICE: 1}
 
 
+@pytest.mark.claim("always-saved")
 def test_rule_3_tagged_integers_booleans_and_keys_stay_saved():
     def f(x, w):
         key = tag(jax.random.fold_in(jax.random.key(0), 7), "key")
@@ -276,6 +283,7 @@ def test_rule_4_dots_keep_untagged_products_without_batch_dimensions():
     assert found["(matrix product)"] == ("offloaded", "dots")
 
 
+@pytest.mark.claim("recompute-wins")
 def test_rule_4_a_tag_marked_recompute_does_not_keep_its_dot():
     f = under(lambda x, w: jnp.sin(tag(x @ w, "fc1")), {"fc1": "recompute"}, dots="save")
     with warnings.catch_warnings():
@@ -318,6 +326,7 @@ def test_rule_4_the_warning_points_to_the_user_and_comes_once_in_a_scan():
 # ---------------------------------------------------------------------------------------------- 5
 
 
+@pytest.mark.claim("what-is-where", "misspelt")
 def test_rule_5_a_pattern_without_a_match_names_the_nearest():
     said = fails(under(two_scopes, {"fc1": "save", "atn/act": "offload"}), X, W)
     assert "residuals['atn/act']" in said and "the nearest is 'attn/act'" in said and "mlp/fc1.gate" in said
@@ -340,6 +349,7 @@ def test_rule_5_a_module_without_a_match_is_named():
         check(loose, f, X, W)
 
 
+@pytest.mark.claim("several-stacks")
 def test_rule_5_several_stacks_share_one_policy_under_check():
     def model(rules):
         p = policy(rules)
@@ -488,6 +498,7 @@ def kernels(jaxpr):
     return total
 
 
+@pytest.mark.claim("saved-attention")
 def test_rule_5_the_results_of_one_kernel_have_one_name():
     """Of a kernel that must run again for one of its results, keeping another is of no use."""
     f = lambda x, w: jnp.sin(tag(softmax(tag(x @ w, "scores")), "context") @ w)
@@ -609,6 +620,7 @@ def test_rule_6_checkpoint_has_no_layers_and_the_report_says_so():
 # ---------------------------------------------------------------------------------------------- 7
 
 
+@pytest.mark.claim("always-saved")
 def test_rule_7_the_carry_is_never_recomputed():
     f = lambda x, w: scan(body, x, w, policy=policy({"layer_input": "recompute"}, resident_layers=0))
     assert states(f, X, WS)["layer_input"] == ("saved", "carry")
@@ -664,6 +676,7 @@ def test_rule_7_the_state_of_an_inner_scan_is_no_argument():
 # ---------------------------------------------------------------------------------------------- 8
 
 
+@pytest.mark.claim("always-saved")
 def test_rule_8_weights_and_plain_arguments_are_never_moved_or_copied():
     shared = normal(5, (8,))
 

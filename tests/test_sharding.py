@@ -91,6 +91,7 @@ def one_device():
     return jax.jit(jax.value_and_grad(made.loss))(start(made).params, TOKENS)
 
 
+@pytest.mark.claim("trains-anywhere")
 @pytest.mark.parametrize("sizes", [Mesh(2, 2, 2), Mesh(1, 8, 1)], ids=["2x2x2", "1x8x1"])
 def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
     made = on(sizes)
@@ -280,6 +281,7 @@ def executed_collectives(hlo: str) -> int:
     return count(re.search(r"^ENTRY %?([\w.\-]+)", hlo, re.MULTILINE)[1])
 
 
+@pytest.mark.claim("trains-anywhere")
 def test_accumulated_steps_on_a_mesh_have_the_gradient_of_one_device(one_device):
     made = on(Mesh(2, 2, 2), grad_accumulation=4, warmup_steps=0)
     state, step, history = start(made), jax.jit(made.step, donate_argnums=0), []

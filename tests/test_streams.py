@@ -74,6 +74,7 @@ def test_grouped_products_ran_nine_times_a_layer():
     assert ran["body_mosaic_gpu_kernel"] == made["steps"] * LAYERS["moe"] * 9
 
 
+@pytest.mark.claim("profile")
 def test_what_nothing_hides():
     ((gpu, events),) = events_of(profile(STEP)).items()
     assert gpu == "/device:GPU:0" and len(events) == 7
@@ -322,6 +323,7 @@ def profiled(*begins):
     return profile_of(events, copies, len(begins), "a GPU")
 
 
+@pytest.mark.claim("profile")
 def test_each_copy_has_its_residual_and_layer():
     found = profiled(0, 100)
     assert [(m.residual, m.layer, m.direction, m.bytes, m.ms, m.exposed_ms) for m in found.moves] == [

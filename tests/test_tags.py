@@ -21,6 +21,7 @@ def test_one_array_has_the_name_and_its_value():
     assert (tag(x, "fc1") == x).all()
 
 
+@pytest.mark.claim("tags")
 def test_leaves_of_a_composite_have_their_field():
     from typing import NamedTuple
 
@@ -34,6 +35,7 @@ def test_leaves_of_a_composite_have_their_field():
     assert jax.tree.structure(tag(tree, "fc1")) == jax.tree.structure(tree)
 
 
+@pytest.mark.claim("tags")
 def test_scopes_nest_and_end():
     def f(x):
         with scope("moe"):

@@ -79,6 +79,7 @@ def eight(config, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.claim("make-train")
 def test_the_loss_falls_from_ln_vocab_and_a_finished_run_is_left_alone(eight, config, capsys):
     loss, valid = losses(eight), losses(eight, "valid_loss")
     assert list(loss) == list(range(1, 25)) and list(valid) == [0, 8, 16, 24]
@@ -104,6 +105,7 @@ def test_a_finished_run_goes_on_with_more_steps_and_says_that_the_learning_rate_
     assert list(losses(out)) == list(range(1, 26))
 
 
+@pytest.mark.claim("make-train")
 def test_the_run_beats_a_model_without_context(eight, config):
     valid = losses(eight, "valid_loss")
     assert valid[24] < valid[16] < valid[8] < valid[0]
@@ -113,6 +115,7 @@ def test_the_run_beats_a_model_without_context(eight, config):
     assert valid[24] < unigram - 0.5
 
 
+@pytest.mark.claim("make-train")
 def test_records_hold_what_people_look_for(eight):
     record = metrics.read(eight / "metrics.jsonl")[-2]
     assert set(record) == {
@@ -206,6 +209,7 @@ sys.exit(train.main(sys.argv[3:]))
 """
 
 
+@pytest.mark.claim("goes-on", "trains-anywhere")
 def test_stopped_and_killed_and_resumed_the_curve_is_the_uninterrupted_one(config, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     text = finish(spawn(command(config, f"train.out={whole}")))
@@ -257,6 +261,7 @@ def test_experts_train_and_go_on_from_a_checkpoint_with_the_same_losses(config, 
     assert list(loss) == [1, 2, 3, 4, 5, 6] and loss[6] < loss[1] < math.log(300) + 0.5
 
 
+@pytest.mark.claim("goes-on")
 def test_ctrl_c_saves_and_says_so(config, tmp_path):
     process = spawn(command(config, f"train.out={tmp_path}", "train.steps=100000", "model.layers=1"))
     wait_for(process, lambda: len(losses(tmp_path)) > 2)
@@ -349,6 +354,7 @@ def until(step: int, finished: Path, out: Path) -> Path:
     return out
 
 
+@pytest.mark.claim("trains-anywhere")
 def test_two_processes_have_the_losses_of_one_and_resume_each_other(eight, config, tmp_path):
     both = tmp_path / "both"
     first, second = map(finish, two_processes(config, both, "train.verify=true"))
@@ -392,6 +398,7 @@ def test_processes_that_disagree_end_with_a_sentence(config, tmp_path, second, s
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.claim("trains-anywhere")
 @pytest.mark.parametrize(
     "environment, distributed, expected",
     [
@@ -487,6 +494,7 @@ def test_what_cannot_run_is_a_sentence_and_exit_code_2(config, tmp_path, capsys,
 EXPERTS = ("model.experts=4", "model.d_expert=64")
 
 
+@pytest.mark.claim("one-gpu-of-a-process")
 def test_kernels_that_serve_one_gpu_of_a_process_do_not_train_on_several(config, tmp_path, monkeypatch, capsys):
     te_stand_in.install(monkeypatch)
     overrides = [*EIGHT, *EXPERTS, "model.grouped=te", f"train.out={tmp_path}/out"]
@@ -534,6 +542,7 @@ def test_attention_of_a_transformer_engine_that_is_too_old_is_a_sentence(config,
         preflight._check_attention(wanted)
 
 
+@pytest.mark.claim("said-at-once")
 def test_all_that_is_wrong_is_said_at_once(eight, config, capsys):
     wrong = {
         "train.step=3": "train.step = 3: no such key",
@@ -557,6 +566,7 @@ def test_two_runs_cannot_share_a_folder(config, tmp_path, capsys):
         pass  # it was given back
 
 
+@pytest.mark.claim("refuses-to")
 def test_a_checkpoint_of_another_model_or_other_data_is_named():
     then = Config(model=Model(d_model=64, heads=4, kv_heads=2))
     saved = checkpoints.Saved(16, flat(then), {})
@@ -584,6 +594,7 @@ def test_a_checkpoint_of_another_model_or_other_data_is_named():
     assert checkpoints.differences(then, checkpoints.Saved(16, before, {})) == {}
 
 
+@pytest.mark.claim("refuses-to")
 def test_a_changed_corpus_is_not_continued(eight, config, capsys):
     before = (eight / "metrics.jsonl").read_text()
     added = config.with_name("added.txt")
@@ -629,6 +640,7 @@ def test_a_damaged_checkpoint_is_a_sentence(eight, config, tmp_path, monkeypatch
     assert not printed and not [record for record in caplog.records if record.name == "asyncio"]
 
 
+@pytest.mark.claim("refuses-to")
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_path, capsys):
     out = tmp_path / "out"
     simple = ("mesh.data=8", "model.layers=1")  # compiles fast
@@ -642,6 +654,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_
     assert checkpoints.latest(out).step == last["step"] - 1
 
 
+@pytest.mark.claim("exit-status")
 def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, capsys, monkeypatch):
     simple = ("mesh.data=8", "train.steps=1", "train.warmup_steps=0", "train.verify=true", "train.eval_every=9")
     assert train.main([str(config), *simple, f"train.out={tmp_path}/out"]) == 0

@@ -94,6 +94,7 @@ def verdicts(f, *args, **how):
     return {check.claim: check.verdict for check in verify(f, *args, **how)}
 
 
+@pytest.mark.claim("verify")
 @pytest.mark.parametrize("f", [of_scan, of_chain, of_checkpoint], ids=lambda f: f.__name__)
 def test_what_is_right_holds(f):
     found = verify(f, X, weights(LAYERS))
@@ -101,6 +102,7 @@ def test_what_is_right_holds(f):
     assert {c.claim: c.verdict for c in found} == dict.fromkeys(ALL, "holds") | ON_CPU, found
 
 
+@pytest.mark.claim("verify")
 def test_a_step_is_taken_as_it_is():
     def step(x, w):
         gradients = jax.grad(of_scan, argnums=1)(x, w)
@@ -121,6 +123,7 @@ def test_abstract_arguments_are_filled_and_other_results_compared():
     assert found.ok and "5 results" in found["gradients"].said, found
 
 
+@pytest.mark.claim("verify")
 def test_a_function_that_is_not_ours_has_no_twin():
     found = verify(of_jax, X, weights(LAYERS))
     assert {c.claim for c in found if c.verdict == "holds"} == {"moves", "repeats"}, found
@@ -156,6 +159,7 @@ def test_results_are_compared_by_their_bits():
         assert differ(of(1, 0, dtype=dtype), of(1, 1, dtype=dtype)) == ["['r']: 1 of 2 values, by up to 1"]
 
 
+@pytest.mark.claim("verify")
 def test_what_it_says():
     found = verify(of_scan, X, weights(LAYERS))
     assert str(found).splitlines()[0] == "holds        gradients: 4 results are the reference's, bit for bit"
@@ -705,6 +709,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.claim("planted-faults")
 @pytest.mark.parametrize("fault, claim", FAULTS.items(), ids=lambda x: getattr(x, "__name__", x))
 def test_a_planted_fault_fails_its_check_and_no_other(fault, claim, monkeypatch):
     fault(monkeypatch)
@@ -843,6 +848,7 @@ def test_the_command_line_reports(capsys):
     assert json.loads(capsys.readouterr().out)["host_bytes"] == LAYERS * BATCH * HIDDEN * 4
 
 
+@pytest.mark.claim("exit-status")
 def test_the_command_line_verifies(capsys, monkeypatch):
     assert main(["verify", "test_verify:made", "both", "--json", "--strict"]) == 0
     said = capsys.readouterr()

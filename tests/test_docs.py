@@ -58,6 +58,14 @@ def test_the_table_of_contents_has_every_page():
     assert sorted(listed) == sorted(page.stem for page in ROOT.glob("docs/*.md") if page.stem != "index")
 
 
+def test_the_architecture_has_every_module_of_the_library_and_its_engine():
+    named = set(re.findall(r"`([\w/]+)`", (ROOT / "docs/architecture.md").read_text()))
+    library = ROOT / "jaxoffload"
+    modules = {path.stem for folder in (library, library / "_engine") for path in folder.glob("*.py")} - {"__init__"}
+    packages = {f"{path.parent.name}/" for path in library.glob("*/__init__.py")} - {"_engine/"}
+    assert sorted((modules | packages) - named) == []
+
+
 def test_the_readme_and_the_glossary_stay_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
     _, _, *terms = re.findall(r"^\|.*\|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)

@@ -14,7 +14,7 @@ CODE = re.compile(r"^```(python|text|)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def printed_by(page):
-    """Of each block of Python, in order and in one namespace: what it prints, and what the page says that it does."""
+    """Yield what each Python block prints, run in order in one namespace, and what the page shows behind it."""
     made = {}
     blocks = CODE.findall(page)
     for (language, code), (after, shown) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
@@ -73,7 +73,7 @@ def test_the_readme_and_the_glossary_stay_short():
 
 
 def tables(page):
-    """Of each table with a source: the names of its result files, its head and its rows."""
+    """Yield the result files, the head and the rows of each table that names its source."""
     source = re.compile(r"^.*?From\s+((?:\[[\w.-]+\.json\]\([^)]*\)[\s,and]*)+)[^|]*?\n\n((?:\|.*\n)+)", re.M | re.S)
     for part in re.split(r"(?<=\|\n)\n", page):
         if found := source.match(part):

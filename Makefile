@@ -1,4 +1,4 @@
-# make train · make test · make test-all · make test-oldest · make test-long · make test-gpu · make claims-gpu · make bench
+# make train · make test · make test-all · make test-oldest · make test-long · make docs · make test-gpu · make claims-gpu · make bench
 # The first interpreter that really runs (a pyenv shim can exist and fail) makes .venv.
 probe = import ensurepip, venv, sys; assert sys.version_info >= (3, 12)
 pyenv = $${PYENV_ROOT:-$$HOME/.pyenv}
@@ -11,6 +11,7 @@ PYTHON ?= .venv/bin/python
 ifeq ($(PYTHON),.venv/bin/python)
 base = .venv/base
 tools = .venv/test
+sphinx = .venv/docs
 cuda = .cuda/made
 with_cuda = PYTHONPATH=.cuda
 endif
@@ -20,7 +21,7 @@ CONFIG ?= configs/tiny.yaml
 ARGS ?=
 GPUS ?= 1
 
-.PHONY: train test test-all test-oldest test-long lint test-gpu claims-gpu bench clean
+.PHONY: train docs test test-all test-oldest test-long lint test-gpu claims-gpu bench clean
 
 train: $(base)
 	$(PYTHON) -m models.train $(CONFIG) $(ARGS)
@@ -46,6 +47,10 @@ lint: $(tools)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 
+# Strict: a warning, such as a link to nothing, is an error.
+docs: $(sphinx)
+	$(PYTHON) -m sphinx -q -W --keep-going -n docs docs/_build
+
 # The GPU targets install nothing at all.
 # Twelve processes (pytest-xdist's) share the GPU and compile beside each other: three minutes. pytest-benchmark, where
 # it is installed, warns of them, and a warning is an error.
@@ -64,12 +69,16 @@ bench:
 	.venv/bin/python -m pip install -q --upgrade pip
 
 .venv/base: .venv/bin/python pyproject.toml
-	.venv/bin/python -m pip install -q -e .
+	.venv/bin/python -m pip install -q -e '.[train]'
 	touch $@
 
 .venv/test: .venv/bin/python pyproject.toml
 	.venv/bin/python -m pip install -q -e '.[test]'
 	touch .venv/base $@
+
+.venv/docs: .venv/bin/python pyproject.toml
+	.venv/bin/python -m pip install -q -e '.[docs]'
+	touch $@
 
 # JAX's CUDA plugin, without CUDA's own libraries: XLA compiles with it for a GPU that is not here. It is not in .venv,
 # where JAX would look for a GPU at each start and print what it misses. 140 MB to fetch, 400 MB here.
@@ -88,4 +97,4 @@ bench:
 	touch $@
 
 clean:
-	rm -rf .venv .cuda .oldest runs
+	rm -rf .venv .cuda .oldest docs/_build runs

@@ -66,7 +66,7 @@ CASE = Case(
     shape=lambda options: {**layers_of(options), "d_ff": model(options).d_ff},
 )
 
-# ------------------------------------------------------------------------------------------------ the README's table
+# ------------------------------------------------------------------------------------------------ the pages' table
 
 WHAT = {
     "ours_saved_all": "**jaxoffload**, nothing recomputed",

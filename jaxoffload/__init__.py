@@ -24,3 +24,5 @@ from ._table import Residuals as Residuals
 from .proof import machine as machine
 from .proof import profile as profile
 from .proof import verify as verify
+
+__version__ = "0.1.0"  # pyproject.toml reads it

@@ -98,9 +98,7 @@ def _check_attention(config: Config) -> None:
         raise ConfigError([f"model.attention = {kind!r}: needs NVIDIA GPUs, and this is a {backend}; must be xla here"])
     if kind == "te":
         if why_not := te.too_old():
-            raise ConfigError(
-                [f"model.attention = 'te': {why_not}: install it as README says (On a GPU), or use cudnn"]
-            )
+            raise ConfigError([f"model.attention = 'te': {why_not}: install it as docs/experts.md says, or use cudnn"])
         try:
             importlib.import_module("transformer_engine.jax.attention")
         except _NO_TE as why:
@@ -108,7 +106,7 @@ def _check_attention(config: Config) -> None:
             raise ConfigError(
                 [
                     f"model.attention = 'te': TransformerEngine cannot be imported ({said}); "
-                    "install it as README says (On a GPU), or use cudnn"
+                    "install it as docs/experts.md says, or use cudnn"
                 ]
             ) from why
 

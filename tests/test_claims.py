@@ -88,6 +88,7 @@ DIVISIONS = ("even", "falling", "skewed")
 KERNELS = list(itertools.product(("te", "mosaic"), DIVISIONS))
 BEST = steps("ours_best", "remat", "ours_saved_all")
 STATED = [
+    stated("dense", steps("jax_offload_tuned"), ()),
     stated("dense-70b", BEST, pytest.mark.claim("at-70bs-width")),
     stated("dense dense-32 dense-64", ms_per_layer, pytest.mark.claim("depth")),
     stated("dense-fsdp", steps("ours", "saved"), pytest.mark.claim("fsdp")),
@@ -133,7 +134,8 @@ def test_the_table_of_step_times():
 
 def test_the_pages_state_nothing_else():
     known = {figure for param in STATED for figure in param.values[1](*map(result, param.values[0]))}
-    text = CODE.sub("", COMMENT.sub("", PAGES.replace(dense.table(result("dense")), "")))
+    rows = dense.table(result("dense")).splitlines()[2:]  # README has some of them
+    text = CODE.sub("", COMMENT.sub("", functools.reduce(lambda text, row: text.replace(row, ""), rows, PAGES)))
     assert set(re.findall(r"(?<![\d.])\d[\d.]* (?:ms|%)", " ".join(text.split()))) <= known | NOT_MEASURED
 
 

@@ -1,0 +1,47 @@
+"""Sphinx with MyST, as JAX, Flax and Optax have it; `make docs` builds strictly."""
+
+import re
+
+import jaxoffload
+
+project = "jaxoffload"
+version = release = jaxoffload.__version__
+copyright = "the jaxoffload authors"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"jaxoffload {release}"
+
+myst_heading_anchors = 3
+default_role = "code"  # docstrings write `x`, as Markdown does
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # signatures show them; most are types of JAX, to which nothing here could link
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+# Bases and defaults that autodoc links although typing and JAX are not documented here.
+nitpick_ignore_regex = [("py:.*", r"(typing|collections|jax|numpy|Any|Sequence|Mapping|Callable|Iterator).*")]
+
+
+def as_restructured_text(app, what, name, obj, options, lines):
+    """Docstrings are written as Markdown: Sphinx lacks "`scan`s" and "Raises (when called):"."""
+    text = re.sub(r"(`[^`]+`)(\w?)", lambda m: f"{m[1]}\\ {m[2]}" if m[2] else m[1], "\n".join(lines))
+    when, indent, raising, out = "", 0, False, []
+    for line in text.splitlines():
+        if section := re.fullmatch(r"( *)Raises(?: \((.+)\))?:", line):
+            indent, when, raising = len(section[1]), section[2] or "", True
+            out.append(f"{section[1]}Raises:")
+            continue
+        if line.strip() and len(line) - len(line.lstrip()) <= indent:
+            raising = False
+        entry = re.fullmatch(r"( +[\w, ]+?)(?: \(([^)]+)\))?: (.*)", line) if raising else None
+        if entry and (condition := entry[2] or when):
+            line = f"{entry[1]}: {condition}: {entry[3]}"
+        out.append(line)
+    lines[:] = out
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon

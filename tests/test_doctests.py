@@ -1,0 +1,43 @@
+"""The examples in the docstrings of the public names, run as a reader would type them."""
+
+import doctest
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxoffload
+from jaxoffload import proof
+
+PUBLIC = {
+    f"{module.__name__}.{name}": value
+    for module in (jaxoffload, proof)
+    for name, value in vars(module).items()
+    if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value))
+}
+NAMES = {name: value for name, value in vars(jaxoffload).items() if not name.startswith("_")}
+GLOBALS = {"jax": jax, "jnp": jnp, "jaxoffload": jaxoffload, **NAMES}  # what an example need not import
+
+
+def examples(name):
+    """Return the examples of its docstring and of its methods'."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = finder.find(inspect.unwrap(PUBLIC[name]), name, module=False, globs=GLOBALS)
+    return [test for test in found if test.examples]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if examples(name)])
+def test_examples_print_what_they_say(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for test in examples(name):
+        said = []
+        runner.run(test, out=said.append)
+        assert not said, "".join(said)
+
+
+@pytest.mark.xfail(strict=True, reason="not every public function has an example")
+def test_every_public_function_has_an_example():
+    functions = {f"jaxoffload.{name}" for name, value in NAMES.items() if inspect.isfunction(value)}
+    assert functions - {"jaxoffload.machine"} <= {name for name in PUBLIC if examples(name)}  # machine needs a GPU

@@ -42,9 +42,10 @@ def chain(
     """Layers that differ, under a `Policy`: `for f, p in zip(fs, params): carry = f(carry, p)`.
 
     Values and gradients are those of the loop over `jax.checkpoint(f)`. Inside a `scan` a chain is a part of the
-    scan's layer, and the scan's policy decides. It cannot be differentiated twice, nor in forward mode. Where a layer
-    reads or writes a `jax.new_ref` from outside, all run under JAX's own checkpoint, as such a body of a `scan` does.
-    What `checkify` makes of a chain is one `checkpoint`, if it is differentiated then.
+    scan's layer, and the scan's policy decides. It can be differentiated again, but a first time only in reverse, not
+    in forward mode; `jax.linearize` raises where its result is applied. Where a layer reads or writes a `jax.new_ref`
+    from outside, all run under JAX's own checkpoint, as such a body of a `scan` does. What `checkify` makes of a chain
+    is one `checkpoint`, if it is differentiated then.
 
     Args:
       fs: the layers, `(carry, p) -> carry`; a carry has the same structure everywhere, its shapes may change.
@@ -277,10 +278,11 @@ def _transpose(layers: Sequence[Layer], kept: Sequence[Sequence[Any]], cotangent
 def _moved(layer: Layer, residuals: Sequence[Any], where: Any, behind: Sequence[Any] = ()) -> list[Any]:
     """The residuals, those for the host copied to `where`, once the values in `behind` are there."""
     copies, moved = iter(layer.copies), []
+    there = DEVICE if where is HOST else HOST  # JAX does not know it in a trace, and a second derivative goes back
     for k, x in zip(layer.kept, residuals, strict=True):
         if k.place == "host":
             with next(copies):
-                x = jax.device_put(_after(behind, [x])[0], where)
+                x = jax.device_put(_after(behind, [x])[0], where, src=there)
         moved.append(x)
     return moved
 

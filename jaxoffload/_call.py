@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
@@ -45,6 +47,11 @@ def _results(*_: Any, call_jaxpr: Jaxpr, **__: Any) -> tuple[Any, Any]:
 def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
     """As `jaxpr_as_fun`, which `jax.checkpoint` is, but JAX looks for NaNs as it is told, as it does in `lax.scan`."""
     return eval_jaxpr(jaxpr, jaxpr.consts, *operands)
+
+
+def as_array(x: Any) -> jax.Array:
+    """`x` as an array; itself if it is one, for `jnp.asarray` copies a tracer's value where nothing is jitted."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def _evaluate(*operands: Any, call_jaxpr: Jaxpr, **_: Any) -> list[Any]:

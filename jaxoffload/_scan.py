@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, new_jaxpr_eqn
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
-from ._call import Call, evaluate
+from ._call import Call, as_array, evaluate
 from ._checkpoint import bind, cached
 from ._layer import Body, Layer, linearize, perturbed_carry
 from ._linear import linear
@@ -46,8 +46,9 @@ def scan(
 
     It computes what `lax.scan(jax.checkpoint(f), init, xs, length, reverse, unroll)` does, with the same errors.
     Differentiated in reverse, the copies of one layer's residuals run beside the computation of the next. It cannot be
-    differentiated twice, nor in forward mode. A body that reads or writes a `jax.new_ref` from outside runs under JAX's
-    own checkpoint, which asks the policy: see `Policy` for what that route cannot see.
+    differentiated twice, nor in forward mode; `jax.linearize` raises where its result is applied. A body that reads or
+    writes a `jax.new_ref` from outside runs under JAX's own checkpoint, which asks the policy: see `Policy` for what
+    that route cannot see.
 
     Args:
       f: `(carry, x) -> (carry, y)`; names its residuals with `tag` or `checkpoint_name`.
@@ -86,7 +87,7 @@ def scan(
         if takes_refs(jaxpr):
             f = by_jax([jaxpr], policy, strict, False)(f)
             return lax_scan(init, xs)
-    operands = [*jax.tree.leaves(init), *map(jnp.asarray, jax.tree.leaves(xs))]
+    operands = [*jax.tree.leaves(init), *map(as_array, jax.tree.leaves(xs))]
     outs = evaluate(_with_our_scan(jaxpr, policy, strict), operands)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 

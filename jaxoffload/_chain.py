@@ -278,11 +278,10 @@ def _transpose(layers: Sequence[Layer], kept: Sequence[Sequence[Any]], cotangent
 def _moved(layer: Layer, residuals: Sequence[Any], where: Any, behind: Sequence[Any] = ()) -> list[Any]:
     """The residuals, those for the host copied to `where`, once the values in `behind` are there."""
     copies, moved = iter(layer.copies), []
-    there = DEVICE if where is HOST else HOST  # JAX does not know it in a trace, and a second derivative goes back
     for k, x in zip(layer.kept, residuals, strict=True):
         if k.place == "host":
             with next(copies):
-                x = jax.device_put(_after(behind, [x])[0], where, src=there)
+                x = jax.device_put(_after(behind, [x])[0], where)
         moved.append(x)
     return moved
 

@@ -19,6 +19,7 @@ from jax.extend.core.primitives import remat_p
 from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 
+from . import _upstream  # noqa: F401
 from ._call import Call
 from ._memory import NOT_THE_USERS, host_pool_bytes, layers_that_fit, on_host
 from ._plan import Layers, Plan, decide, dots_matched_nothing, make_plan
@@ -42,10 +43,9 @@ def checkpoint(
     """`jax.checkpoint` under a `Policy`: `f` with each named residual saved, offloaded or recomputed.
 
     The result computes what `f` computes; differentiated in reverse, it keeps what the policy says. A function has no
-    layers, so `resident_layers`, `offload_layers` and `other_layers` do not apply. What was saved can be differentiated
-    again; what was offloaded only in forward mode, for JAX has no reverse derivative of moving it. A function that
-    reads or writes a `jax.new_ref` from outside runs under JAX's own checkpoint, which asks the policy. A
-    `checkify.check` in `f` is made unless `f` is differentiated, as in `jax.checkpoint`.
+    layers, so `resident_layers`, `offload_layers` and `other_layers` do not apply. It can be differentiated again, in
+    both modes. A function that reads or writes a `jax.new_ref` from outside runs under JAX's own checkpoint, which asks
+    the policy. A `checkify.check` in `f` is made unless `f` is differentiated, as in `jax.checkpoint`.
 
     Args:
       f: any function that `jax.checkpoint` takes, with pytrees, keyword and static arguments.

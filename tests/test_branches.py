@@ -425,6 +425,9 @@ def test_the_table_is_what_is_kept(program):
         assert bool(host) == ("offload" in wanted)
         assert "save" not in wanted or device
         assert wanted & {"save"} or not device or (program.fields["resident_layers"] and program.under != "checkpoint")
+    # verify takes such a line for a fault.
+    every = [r for t in (table, *table.reruns) for r in t]
+    assert not [r for r in every if (r.state, r.decision) == ("saved", "offload")]
     # All values are needed.
     for name, decision in decisions:
         found = {r.state for r in table if r.names and r.names[0].partition(".")[0] == name}

@@ -25,7 +25,7 @@ from .._origin import origin
 from .._plan import ARGUMENT, Row
 from .._policy import Policy
 from .._residuals import residuals
-from .._table import EMPTY, OFFLOADED, RECOMPUTED, SHARES, Residual, Residuals
+from .._table import EMPTY, OFFLOADED, RECOMPUTED, SAVED, SHARES, Residual, Residuals
 from .._tags import read_names
 from .._twin import twin, with_layers
 from .._xla import compiler_options
@@ -261,6 +261,8 @@ def moves(subject: Subject) -> Found:
     wrong = [f"{what}, {why}" for crossing in subject.crossings for what, why in _forbidden(crossing, subject)]
     if wrong:
         return FAILS, f"to the host go {'; '.join(dict.fromkeys(wrong))}"
+    if stays := dict.fromkeys(_stays(subject)):
+        return FAILS, f"on the device stay {'; '.join(stays)}"
     if not (count := len(subject.crossings)):
         return HOLDS, "nothing goes to the host"
     marked = sum(crossing.source.name is not None for crossing in subject.crossings)
@@ -270,6 +272,14 @@ def moves(subject: Subject) -> Found:
     if not marked:
         return HOLDS, f"the {count} values that go to the host {others}"
     return HOLDS, f"of the {count} values that go to the host {marked} are marked offload; {count - marked} {others}"
+
+
+def _stays(subject: Subject) -> Iterator[str]:
+    """What is saved though it is marked offload, and the table has no other reason; a step has no table."""
+    table = residuals(subject.loss, *subject.args) if subject.loss and subject.plans.plans else None
+    for row in (row for part in (table, *table.reruns) for row in part) if table else ():
+        if row.state == SAVED and row.decision == "offload":
+            yield f"{', '.join(row.names)}, which is marked offload ({row.reason})"
 
 
 def _forbidden(crossing: Crossing, subject: Subject) -> Iterator[tuple[str, str]]:

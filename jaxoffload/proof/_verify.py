@@ -69,7 +69,8 @@ def verify(
     2. `conservation`: the device holds as many bytes less than the twin's as the host holds: by the jaxpr, on a GPU as
        XLA plans it, and from the command line at the peaks of fresh processes.
     3. `moves`: nothing crosses to the host but what is marked offload, or lived there before; where other policies than
-       jaxoffload's decide, what somebody named and is no argument or weight.
+       jaxoffload's decide, what somebody named and is no argument or weight. What a loss marks offload stays on the
+       device only where the table has a reason.
     4. `producers`: what is saved or offloaded is not computed again. Not checked where other checkpoints than
        jaxoffload's, or jaxoffload's in one another, keep values or compute them again.
     5. `copies`: no kernel and no computation of the host's touches host memory, all copies are asynchronous, in range

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -152,6 +153,11 @@ def with_zeros(outs: Sequence[Any], out_perturbed: Sequence[bool]) -> Results:
     primals, tangents = list(outs[: len(out_perturbed)]), iter(outs[len(out_perturbed) :])
     zero = lambda primal: Zero(jax.typeof(primal).to_tangent_aval())
     return primals, [next(tangents) if p else zero(x) for x, p in zip(primals, out_perturbed, strict=True)]
+
+
+def as_array(x: Any) -> jax.Array:
+    """Return `x` as an array; `x` itself if it is one, because `jnp.asarray` copies a tracer's value outside of jit."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:

@@ -28,7 +28,7 @@ from ._engine.refs import by_jax, takes_refs
 from ._engine.refusals import refuse_remat3
 from ._engine.segments import Span, segment_of, spans
 from ._engine.transpose_only import with_tangents
-from ._jax import Results, Values, evaluate
+from ._jax import Results, Values, as_array, evaluate
 from ._policy import Policy, check_arguments
 
 
@@ -47,7 +47,7 @@ def scan(
 
     It computes what `lax.scan(jax.checkpoint(f), init, xs, length, reverse, unroll)` does, with the same errors. In
     reverse-mode differentiation the copies of one layer's residuals run beside the computation of the next layer.
-    Forward mode and second derivatives are not supported. A body that reads or writes a `jax.new_ref` from outside runs
+    Forward mode and second derivatives are not supported; `jax.linearize` raises where its result is applied. A body that reads or writes a `jax.new_ref` from outside runs
     under JAX's own checkpoint, which asks the policy; `Policy` says what that route cannot see.
 
     Args:
@@ -100,7 +100,7 @@ def scan(
         if takes_refs(jaxpr):
             f = by_jax([jaxpr], policy, strict, False)(f)
             return lax_scan(init, xs)
-    operands = [*jax.tree.leaves(init), *map(jnp.asarray, jax.tree.leaves(xs))]
+    operands = [*jax.tree.leaves(init), *map(as_array, jax.tree.leaves(xs))]
     outs = evaluate(_with_our_scan(jaxpr, policy, strict), operands)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 

@@ -1,5 +1,6 @@
 """Branches, checkpoints around checkpoints, and the table: a value is where the policy says, and the table says so."""
 
+import functools
 import json
 from collections import Counter
 from typing import Any, NamedTuple
@@ -165,6 +166,47 @@ def test_vmap_and_shard_map_of_branches():
     xs = jnp.stack([X, -X])
     mapped, alone = jax.jit(jax.vmap(grad, (0, None)))(xs, W), [jax.jit(grad)(x, W) for x in xs]
     np.testing.assert_allclose(mapped, jnp.stack(alone), rtol=1e-5)
+
+
+def in_a_branch(under, rules):
+    f = under(lambda x, w: (jnp.sin(tag(x @ w, "u")), None), rules)
+    return lambda p, x: lax.cond(p, lambda x: f(x, W), lambda x: jnp.cos(x), x)
+
+
+def around_branches(rules):
+    branches = lambda p, x: lax.cond(p, lambda: jnp.sin(tag(x @ W[0], "u")), lambda: jnp.cos(x))
+    return checkpoint(branches, policy=policy(rules))
+
+
+BATCHED = {
+    **{under.__name__: functools.partial(in_a_branch, under) for under in (in_scan, in_chain, in_checkpoint)},
+    "around it": around_branches,
+}
+
+
+@pytest.mark.parametrize("make", BATCHED.values(), ids=BATCHED.keys())
+def test_a_batched_predicate_around_what_offloads_is_refused_in_one_message(make):
+    """JAX would choose between all branches' residuals. What the message advises works."""
+    ps, xs = jnp.array([True, False]), jnp.stack([X, -X])
+    one = lambda rules: gradient(make(rules), 1)
+    for axes in ((0, 0), (0, None)):
+        with pytest.raises(
+            NotImplementedError, match=r"scan, chain or checkpoint offloads .* mark it save or recompute"
+        ):
+            jax.eval_shape(jax.vmap(one({"u": "offload"}), axes), ps, xs if axes[1] == 0 else X)
+    each = jnp.stack([jax.jit(one({"u": "offload"}))(p, x) for p, x in zip(ps, xs, strict=True)])
+    mapped = jax.jit(lambda ps, xs: lax.map(lambda args: one({"u": "offload"})(*args), (ps, xs)))(ps, xs)
+    np.testing.assert_allclose(mapped, each, rtol=1e-5)
+    for decision in ("save", "recompute"):
+        np.testing.assert_allclose(jax.jit(jax.vmap(one({"u": decision})))(ps, xs), each, rtol=1e-5)
+
+
+def test_a_gradient_in_a_branch_of_a_batched_predicate():
+    """Its residuals stay inside."""
+    f = gradient(in_scan(lambda x, w: (jnp.sin(tag(x @ w, "u")), None), {"u": "offload"}))
+    step = lambda p, x: lax.cond(p, lambda x: f(x, W), lambda x: x, x)
+    got = jax.jit(jax.vmap(step))(jnp.array([True, False]), jnp.stack([X, -X]))
+    np.testing.assert_allclose(got, jnp.stack([jax.jit(f)(X, W), -X]), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("u", "v"), [("offload", "save"), ("save", "offload"), ("recompute", "offload")])
@@ -383,6 +425,9 @@ def test_the_table_is_what_is_kept(program):
         assert bool(host) == ("offload" in wanted)
         assert "save" not in wanted or device
         assert wanted & {"save"} or not device or (program.fields["resident_layers"] and program.under != "checkpoint")
+    # verify takes such a line for a fault.
+    every = [r for t in (table, *table.reruns) for r in t]
+    assert not [r for r in every if (r.state, r.decision) == ("saved", "offload")]
     # All values are needed.
     for name, decision in decisions:
         found = {r.state for r in table if r.names and r.names[0].partition(".")[0] == name}

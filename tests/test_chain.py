@@ -163,6 +163,21 @@ def test_closed_over_tracers_and_vmap():
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+SECOND = {
+    "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f)),
+    "forward over reverse": jax.hessian,
+    "gradient of a gradient's norm": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2)),
+}
+
+
+@pytest.mark.parametrize("derivative", SECOND.values(), ids=SECOND.keys())
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_second_derivatives(derivative, jit):
+    f = lambda layers: lambda x: jnp.sum(layers(x, WS) ** 2)
+    got, want = (jit(derivative(f(layers)))(X) for layers in (ours(), reference))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_groups_of_unlike_layers_in_a_scan_follow_the_scans_policy():
     groups = [jnp.stack([w, w * 0.9, w * 0.8]) for w in WS[:2]]
     pair = lambda x, ws: (chain(FS[:2], x, ws, policy=policy()), None)
@@ -196,6 +211,8 @@ def test_what_it_refuses():
         chain([narrow, lambda x, w: (x, w)], X, WS[1:4:2], policy=policy())
     with pytest.raises(TypeError, match=r"jaxoffload\.chain has no forward-mode derivative"):
         jax.jvp(lambda x: ours()(x, WS), (X,), (X,))
+    with pytest.raises(TypeError, match=r"jaxoffload\.chain has no forward-mode derivative"):
+        jax.linearize(lambda x: ours()(x, WS), X)[1](X)
     assert chain([], X, [], policy=policy()) is X
 
 

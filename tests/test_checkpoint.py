@@ -260,6 +260,16 @@ def test_forward_over_reverse_of_what_is_offloaded():
     np.testing.assert_allclose(along(checkpoint(f, policy=OFF))[1], along(f)[1], rtol=1e-5)
 
 
+def test_reverse_over_reverse_of_what_is_offloaded():
+    f = lambda x: jnp.exp(tag(jnp.sin(x @ W), "fc1")).sum()
+    ours = checkpoint(f, policy=OFF)
+    assert kept(ours, X)[HOST] == 1
+    twice = lambda f: lambda x: (jax.jacrev(jax.jacrev(f))(x), jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum())(x))
+    for jit in (jax.jit, lambda f: f):
+        for a, b in zip(jit(twice(ours))(X), jit(twice(f))(X), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_refs_inside():
     def f(x):
         ref = jax.new_ref(jnp.sin(x))

@@ -148,6 +148,13 @@ def test_full_masks_nothing():
         grouped_matmul(*args[:2], jnp.asarray(CASES["fewer"], jnp.int32), backend="ragged", full=True)
 
 
+def test_without_jit_operands_are_kept_where_they_are():
+    args = normal(0, (14, 5)), normal(1, (4, 5, 6)), jnp.asarray(SIZES)
+    _, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, args[2], backend="ragged"), *args[:2])
+    kept = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(vjp)}
+    assert kept >= {a.unsafe_buffer_pointer() for a in args}
+
+
 def test_ragged_ignores_even_what_is_not_finite_past_all_groups():
     x, w, sizes, dy = operands(14, 5, 6, 4, FLOAT, SIZES - [0, 0, 2, 0])
     past = jnp.arange(14)[:, None] >= sizes.sum()
@@ -400,6 +407,44 @@ def test_ragged_under_vmap_of_vmap_and_of_jacobians():
     want = jax.tree.map(lambda *rows: jnp.stack(rows), *(jax.tree.map(lambda *a: jnp.stack(a), *row) for row in want))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
     assert jax.vmap(jax.jacrev(f), (0, None))(x[0], w).shape == (3, 14, 6, 14, 5)
+
+
+TWICE = {
+    "hessian": lambda f: jax.hessian(f, (0, 1)),
+    "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f, (0, 1)), (0, 1)),
+    "of a gradient's norm": lambda f: jax.grad(lambda x, w: jnp.sum(jax.grad(f)(x, w) ** 2), 1),
+    "along a direction": lambda f: lambda x, w: jax.jvp(lambda w: jax.grad(f)(x, w), (w,), (w,)),
+    "in a checkpoint": lambda f: jax.hessian(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+@pytest.mark.parametrize("twice", TWICE.values(), ids=TWICE.keys())
+def test_second_derivatives_are_refused_in_one_message(twice, quantize, jit):
+    product = jit(lambda x, w: grouped_matmul(x, w, jnp.asarray(SIZES), backend="ragged", quantize=quantize))
+    said = r"^grouped_matmul cannot be differentiated twice.*jax\.lax\.ragged_dot"
+    with pytest.raises(NotImplementedError, match=said):
+        jax.eval_shape(twice(lambda x, w: jnp.sum(product(x, w) ** 2)), normal(0, (14, 5)), normal(1, (4, 5, 6)))
+
+
+@pytest.mark.parametrize("backend", ["mosaic", "te stand-in"], indirect=True)
+def test_a_kernels_second_derivative_is_the_same_message(backend, monkeypatch):
+    monkeypatch.setattr(_matmul, "_gpu_generation", lambda: 9)
+    x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
+    for quantize in [None, "fp8"] if backend == "te" else [None]:
+        f = lambda x, q=quantize: jnp.sum(grouped_matmul(x, w, jnp.full(4, 32), backend=backend, quantize=q) ** 2)
+        with pytest.raises(NotImplementedError, match="grouped_matmul cannot be differentiated twice"):
+            jax.eval_shape(jax.hessian(f), x)
+
+
+def test_a_second_derivative_of_what_is_beside_it():
+    """The product is constant there."""
+    x, w, sizes = normal(0, (14, 5)), normal(1, (4, 5, 6)), jnp.asarray(SIZES)
+    loss = lambda scale, x: jnp.sum(jnp.sin(scale * lax.stop_gradient(grouped_matmul(x, w, sizes, backend="ragged"))))
+    along = jax.grad(lambda x: jnp.sum(grouped_matmul(x, w, sizes, backend="ragged")))(x)
+    f = lambda scale: loss(scale, x) + scale**2 * jnp.sum(along)
+    assert np.isfinite(jax.jit(jax.hessian(f))(0.5))
 
 
 @pytest.mark.parametrize("batched", [which for which in itertools.product([0, None], repeat=3) if 0 in which])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import on_cpu_and_gpu
+from common import normal, on_cpu_and_gpu
 from drawn_layers import draw
 from test_verify import LAYERS, X, a_host_write_is_skipped, of_scan, rows_in_wrong_order, weights
 
@@ -96,6 +96,14 @@ def test_programs_that_xla_fuses_otherwise_are_compared_under_options_that_forbi
     x, w = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (4, 8, 8))
     f = lambda x, w: jnp.sum(scan(squares, x, w, policy=policy)[0] ** 2)
     assert str(verify(f, x, w)["gradients"]) == "holds        gradients: 3 results are the reference's, bit for bit"
+
+
+def test_programs_that_xla_fuses_otherwise_are_equal_under_these_options_whatever_the_arguments():
+    policy = Policy({"fc1": "offload"}, min_offload_bytes=0)
+    drawn = lambda seed: [normal(2 * seed + k, shape) for k, shape in enumerate([(8, 8), (4, 8, 8)])]
+    f = lambda x, w: jnp.sum(scan(squares, x, w, policy=policy)[0] ** 2)
+    mine, run = _subject.subject_of(f, tuple(drawn(0))).exact_programs()
+    assert not [seed for seed in range(64) if _checks._compared(mine, run, drawn(seed))[2]]
 
 
 W = np.asarray(jax.random.normal(jax.random.key(2), (3, 8, 8)))

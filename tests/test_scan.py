@@ -1,5 +1,7 @@
 """scan(): lax.scan's behaviour, with our residuals. Public behaviour only, so that it holds for any engine."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -404,6 +406,22 @@ def test_scopes_reach_a_cached_body():
         return x
 
     assert {r.names[0] for r in residuals(f, X, WS) if r.state == "offloaded"} == {"dense/fc1", "moe/fc1"}
+
+
+@pytest.mark.parametrize("differentiated", [(0, 1), 1], ids=["weights and input", "weights"])
+def test_without_jit_weights_are_kept_where_they_are(differentiated):
+    args = X, WS
+    of = lambda *moving: scan(body, *(moving if len(moving) > 1 else (X, *moving)), policy=OFF)[0]
+    _, vjp = jax.vjp(of, *(args if differentiated == (0, 1) else (WS,)))
+    stacks = [leaf for leaf in jax.tree.leaves(vjp) if leaf.shape == WS.shape]
+    assert [leaf.unsafe_buffer_pointer() for leaf in stacks] == [WS.unsafe_buffer_pointer()]
+
+
+def test_xs_may_be_numpys():
+    got, want = (
+        jax.grad(lambda x, s=s: s(body, x, np.asarray(WS))[0].sum())(X) for s in (partial(scan, policy=OFF), lax.scan)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_without_jit_it_is_a_python_loop():

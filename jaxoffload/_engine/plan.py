@@ -18,6 +18,7 @@ from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, nam
 
 from .._megatron import MODULES
 from .._policy import VERDICT, Decision, Policy, PolicyError
+from .jax_rules import mend_jax_rules
 from .memory import nbytes
 from .names import PlanName, read_names, read_plan_name
 from .refusals import refuse_wrong_offload
@@ -97,6 +98,7 @@ def make_plan(
     plan, writes = decide(jaxpr, policy, roles, override, strict)
     if plan.offloads:
         refuse_wrong_offload()
+        mend_jax_rules()
     return plan, write_names(jaxpr, writes)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._engine.names import outside_scopes, scope_prefix
+from .._jax import as_array
 from .._tag import tag
 from .._text import array_type, nearest, short
 from . import te
@@ -66,7 +67,7 @@ def grouped_matmul(
     Raises:
       ValueError: an argument has another shape, dtype or value, or the backend cannot do what is asked.
       ImportError: backend "te", and TransformerEngine cannot be imported or is too old.
-      NotImplementedError: under vmap, with a backend other than "ragged".
+      NotImplementedError: under vmap, with a backend other than "ragged"; differentiated twice.
     """
     matrices = w if isinstance(w, Sequence) else (w,)
     if not matrices:
@@ -79,7 +80,7 @@ def grouped_matmul(
         names = ["ragged"] * len(names)  # of x there is one quantised copy
     chosen = [_backend(one_name, x, one, quantize) for one_name, one in zip(names, matrices, strict=True)]
     _check_values(group_sizes, x.shape[0], te.FP8_MULTIPLE if te.TE_FP8 in chosen else 1, full)
-    x, group_sizes, *ws = _varying_alike(*map(jnp.asarray, (x, group_sizes, *matrices)))
+    x, group_sizes, *ws = _varying_alike(*map(as_array, (x, group_sizes, *matrices)))
     if quantize is None:
         x = tag(x, name) if name else x
         ys = [_product(one, full, x, w, group_sizes) for one, w in zip(chosen, ws, strict=True)]
@@ -130,13 +131,28 @@ def _product(backend: Backend, full: bool, x: jax.Array, w: jax.Array, group_siz
     return _product_forward(backend, full, x, w, group_sizes)[0]
 
 
+@jax.custom_jvp
+def _once[T](operands: T) -> T:
+    """The operands of what is itself a part of a derivative: it cannot be differentiated."""
+    return operands
+
+
+@_once.defjvp
+def _refuse_twice(*_: Any) -> Any:
+    # A backend's kernels have no derivative, and that of a `custom_vmap` calls its rule without end.
+    raise NotImplementedError(
+        "grouped_matmul cannot be differentiated twice (jax.hessian, a gradient of a gradient): its derivative is "
+        "defined in reverse mode, once; use jax.lax.ragged_dot where you need second derivatives"
+    )
+
+
 def _product_forward(backend: Backend, full: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> Any:
-    y = backend.forward(x, w, group_sizes)
+    y = backend.forward(*_once((x, w, group_sizes)))
     return y if full else in_groups(y, group_sizes), (x, w, group_sizes)
 
 
 def _product_backward(backend: Backend, full: bool, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, w, group_sizes = kept
+    (x, w, group_sizes), dy = _once((kept, dy))
     dx = backend.dx(dy, w, group_sizes)
     if full:
         return dx, (backend.dw_full or backend.dw)(x, dy, group_sizes), None
@@ -152,6 +168,7 @@ def _product_fp8(backend: FP8, name: str, x: jax.Array, ws: tuple[jax.Array, ...
 
 
 def _product_fp8_forward(backend: FP8, name: str, x: jax.Array, ws: tuple[jax.Array, ...], group_sizes: Any) -> Any:
+    x, ws = _once((x, ws))
     quantised = backend.quantize(x, group_sizes, E4M3)
     if name:
         with outside_scopes():
@@ -163,7 +180,7 @@ def _product_fp8_forward(backend: FP8, name: str, x: jax.Array, ws: tuple[jax.Ar
 
 
 def _product_fp8_backward(backend: FP8, name: str, kept: Any, dys: tuple[jax.Array, ...]) -> tuple[Any, Any, None]:
-    x, ws, group_sizes = kept
+    (x, ws, group_sizes), dys = _once((kept, dys))
     quantised = [backend.quantize(dy, group_sizes, E5M2) for dy in dys]
     dtype = dys[0].dtype
     dxs = [in_groups(backend.dx(row_wise(q), w, dtype), group_sizes) for q, w in zip(quantised, ws, strict=True)]

@@ -9,6 +9,8 @@ from ..._engine.memory import on_host
 from ..._engine.names import read_names
 from ..._engine.plan import Row
 from ..._policy import Policy
+from ..._residuals import residuals
+from ..._table import SAVED
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import kernels
 from .._program.host_transfers import GIVEN, INPUTS, HostTransfer
@@ -16,10 +18,12 @@ from .._program.target import Target
 
 
 def moves(target: Target) -> Found:
-    """Find values that go to the host and must not."""
+    """Find values that go to the host and must not, and values that must and do not."""
     wrong = [f"{what}, {why}" for transfer in target.host_transfers for what, why in _forbidden(transfer, target)]
     if wrong:
         return FAILS, f"to the host go {'; '.join(dict.fromkeys(wrong))}"
+    if stays := dict.fromkeys(_stays(target)):
+        return FAILS, f"on the device stay {'; '.join(stays)}"
     if not (count := len(target.host_transfers)):
         return HOLDS, "nothing goes to the host"
     values = "the value that goes" if count == 1 else f"the {count} values that go"
@@ -30,6 +34,14 @@ def moves(target: Target) -> Found:
     if not marked:
         return HOLDS, f"{values} to the host: {others}"
     return HOLDS, f"of {values} to the host {marked} are marked offload; {count - marked} {others}"
+
+
+def _stays(target: Target) -> Iterator[str]:
+    """Yield what is saved though it is marked offload, and the table gives no other reason; a step has no table."""
+    table = residuals(target.loss, *target.args) if target.loss and target.plans.plans else None
+    for row in (row for rows in (table, *table.reruns) for row in rows) if table else ():
+        if row.state == SAVED and row.decision == "offload":
+            yield f"{', '.join(row.names)}, which is marked offload ({row.reason})"
 
 
 def _forbidden(transfer: HostTransfer, target: Target) -> Iterator[tuple[str, str]]:

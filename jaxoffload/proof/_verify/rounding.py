@@ -17,7 +17,7 @@ import numpy as np
 from .bits import numbers
 
 RUNS = 3  # of the reference, with arguments moved
-LIMIT = 4.0  # right programs differed by up to 0.7, those with a residual off by 0.1 % by 700 and more
+LIMIT = 4.0  # right programs were seen up to 2.7 apart, and those with 0.1 % off one residual 700 and more
 CHAOTIC = 0.05  # a reference that moves by this share of its norm has chosen otherwise, as a router does
 
 

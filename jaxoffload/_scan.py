@@ -47,8 +47,9 @@ def scan(
 
     It computes what `lax.scan(jax.checkpoint(f), init, xs, length, reverse, unroll)` does, with the same errors. In
     reverse-mode differentiation the copies of one layer's residuals run beside the computation of the next layer.
-    Forward mode and second derivatives are not supported; `jax.linearize` raises where its result is applied. A body that reads or writes a `jax.new_ref` from outside runs
-    under JAX's own checkpoint, which asks the policy; `Policy` says what that route cannot see.
+    Forward mode and second derivatives are not supported; `jax.linearize` raises where its result is applied. A body
+    that reads or writes a `jax.new_ref` from outside runs under JAX's own checkpoint, which asks the policy; `Policy`
+    says what that route cannot see.
 
     Args:
       f: `(carry, x) -> (carry, y)`, all pytrees of arrays; names its residuals with `tag` or `checkpoint_name`.

@@ -72,6 +72,8 @@ def test_the_primitives_that_have_only_a_name_exist():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = {"mesh": mesh, "in_specs": jax.P("d"), "out_specs": jax.P("d")}
     x = jax.numpy.ones((4, 4))
+    identity = jax.custom_batching.custom_vmap(lambda x: x)
+    identity.def_vmap(lambda size, batched, x: (x, batched[0]))
     programs = {
         "pvary": jax.shard_map(lambda x: jax.lax.pcast(1.0, ("d",), to="varying") + x, **spec),
         "psum_invariant": jax.shard_map(lambda x: jax.lax.psum(x, "d") + x, **spec),
@@ -79,7 +81,7 @@ def test_the_primitives_that_have_only_a_name_exist():
         "shard_map": jax.shard_map(lambda x: x, **spec),
         "ffi_call": jax.ffi.ffi_call("none", jax.ShapeDtypeStruct(x.shape, x.dtype)),
         "ragged_dot_general": lambda x: jax.lax.ragged_dot(x, x[None], jax.numpy.array([4])),
-        "custom_vmap_call": jax.custom_batching.custom_vmap(lambda x: x),
+        "custom_vmap_call": identity,
     }
     for name, program in programs.items():
         assert re.search(rf"= {name}\b", str(jax.make_jaxpr(program)(x))), name

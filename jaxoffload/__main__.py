@@ -32,25 +32,25 @@ USAGE = """\
   python -m jaxoffload machine --json > h200.json
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml --machine h200.json
 
-report prints where the backward pass finds each residual, and why; nothing is allocated, and any machine will do. Of
+report prints where the backward pass finds each residual, and why. It allocates nothing and runs on any machine. For
 a machine that was measured, here or elsewhere, it also says whether each residual's copies fit behind its layer.
-verify runs the function, here, and checks what is claimed of it.
-profile runs the step on a GPU, and prints how long each residual's copies take and what of them nothing hides.
-machine measures the GPUs that are here, or says what it measured before; it takes no function.
+verify runs the function here and checks what is claimed of it.
+profile runs the step on a GPU and prints how long each residual's copies take, and how much of that nothing hides.
+machine measures the GPUs of this machine, or prints what it measured before; it takes no function.
 
-MODULE:FUNCTION is called with the ARGUMENTs, which are strings, and returns (f, args): a loss or a training step, and a
-tuple of its arguments, arrays or jax.ShapeDtypeStructs; or (step, args, loss, loss_args), where loss is what the step
-differentiates."""
+MODULE:FUNCTION is called with the ARGUMENTs, which are strings. It returns (f, args), a loss or a training step and a
+tuple of its arguments, arrays or jax.ShapeDtypeStructs; or (step, args, loss, loss_args), where the step differentiates
+the loss."""
 
-EXIT_CODES = "exit codes: 0 all that was checked holds; 1 a claim fails; 2 it cannot be done, or the function raised"
+EXIT_CODES = "exit codes: 0 all that was checked holds; 1 a claim fails; 2 it cannot run, or the function raised"
 
 
 class CannotRun(Exception):
-    """What was asked for cannot be done; the message says what is allowed."""
+    """The command cannot run; the message says what is allowed."""
 
 
 class Made(NamedTuple):
-    """What MODULE:FUNCTION returned. Of a step without its loss, `loss` is the step."""
+    """What MODULE:FUNCTION returned. `loss` is `f` where only one function came."""
 
     f: Any
     args: tuple[Any, ...]
@@ -59,11 +59,11 @@ class Made(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code; see EXIT_CODES."""
+    """Run a command and return the exit code; see EXIT_CODES."""
     options = parse(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # of a terminal that has no "·"
+            stream.reconfigure(errors="replace")  # for a terminal that cannot show "·"
     try:
         if options.html:  # before anything runs
             can_write(options.html)
@@ -96,19 +96,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if command is not machine:
             of_command.add_argument("function", metavar="MODULE:FUNCTION")
             of_command.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT")
-            of_command.add_argument("--html", type=Path, metavar="FILE", help="also write one self-contained page")
-            of_command.add_argument("--png", type=Path, metavar="FOLDER", help="also write its pictures, for READMEs")
+            of_command.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained page")
+            of_command.add_argument("--png", type=Path, metavar="FOLDER", help="also write its pictures")
         if command is verify:
-            said = "fail where TransformerEngine has the host read group sizes, which is only listed otherwise"
-            of_command.add_argument("--strict", action="store_true", help=said)
-            said = "the loss returns a pair: the scalar and other results"
-            of_command.add_argument("--has-aux", action="store_true", help=said)
-            # How it calls itself, in fresh processes.
+            text = "fail where TransformerEngine has the host read group sizes, which is only listed otherwise"
+            of_command.add_argument("--strict", action="store_true", help=text)
+            text = "the loss returns a pair: the scalar and other results"
+            of_command.add_argument("--has-aux", action="store_true", help=text)
+            # For the fresh processes that it starts.
             of_command.add_argument("--peak", choices=("ours", "reference"), help=argparse.SUPPRESS)
             of_command.add_argument("--layers", type=int, help=argparse.SUPPRESS)
         if command is report:
-            said = "what `machine --json` printed; by default what it measured here, if it did"
-            of_command.add_argument("--machine", type=Path, metavar="FILE", help=said)
+            text = "what `machine --json` printed; by default what was measured here, if anything"
+            of_command.add_argument("--machine", type=Path, metavar="FILE", help=text)
         if command is machine:
             of_command.add_argument("--again", action="store_true", help="measure, whatever was measured before")
     options, rest = parser.parse_known_args(arguments)  # an ARGUMENT may stand behind an option
@@ -120,7 +120,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[None]:
-    """A line that says for how long it has run, once it takes longer than 2 seconds."""
+    """Print how long a command has run, once that is more than 2 seconds."""
     done, begin = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -142,44 +142,46 @@ def progress(what: str) -> Iterator[None]:
 
 
 def made_by(where: str, arguments: Sequence[str]) -> Made:
-    """What the function returns.
+    """Call MODULE:FUNCTION.
 
     Raises:
-      CannotRun: there is none, or it returns something else.
+      CannotRun: there is no such function, or it returns something else.
     """
-    module, colon, name = where.partition(":")
-    if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+    module_name, colon, name = where.partition(":")
+    if not (colon and name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise CannotRun(f"{where!r} is not MODULE:FUNCTION, such as models.train:step_for")
     try:
-        found = importlib.import_module(module)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as why:
-        if not f"{module}.".startswith(f"{why.name}."):  # it was found, and what it imports was not
+        if not f"{module_name}.".startswith(f"{why.name}."):  # something that it imports is missing
             raise
         raise CannotRun(f"{where}: {why}; the module must be found from this folder") from why
-    if (make := getattr(found, name, None)) is not None and not callable(make):
-        raise CannotRun(f"{where} is no function: {make!r:.60}")
-    if make is None:
-        own = [key for key, value in vars(found).items() if getattr(value, "__module__", "") == module]
-        raise CannotRun(f"{where}: {module} has no function {name!r}{nearest(name, own)}")
+    if (make := getattr(module, name, None)) is None:
+        defined = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+        raise CannotRun(f"{where}: {module_name} has no function {name!r}{nearest(name, defined)}")
+    if not callable(make):
+        raise CannotRun(f"{where} is not a function: {make!r:.60}")
     try:
         inspect.signature(make).bind(*arguments)
     except (TypeError, ValueError) as why:
         raise CannotRun(f"{where} cannot be called with {len(arguments)} argument(s): {why}") from why
     made = make(*arguments)
-    are_right = lambda made: all(map(callable, made[::2])) and all(isinstance(args, tuple) for args in made[1::2])
-    if not isinstance(made, tuple) or len(made) not in (2, 4) or not are_right(made):
-        raise CannotRun(f"{where} must return (f, args) or (step, args, loss, loss_args), args being tuples")
+    is_right = isinstance(made, tuple) and len(made) in (2, 4)
+    if not is_right or not all(callable(f) and isinstance(args, tuple) for f, args in itertools.batched(made, 2)):
+        raise CannotRun(f"{where} must return (f, args) or (step, args, loss, loss_args), where the args are tuples")
     for f, args in itertools.batched(made, 2):
         check_arguments(where, f, args)
     return Made(*made[:2], *made[-2:])
 
 
 def check_arguments(where: str, f: Any, args: tuple[Any, ...]) -> None:
-    """Raises:
-    CannotRun: the function does not take them, or one has a leaf that is no array.
+    """Check that a function takes these arguments.
+
+    Raises:
+      CannotRun: it does not, or a leaf is not an array.
     """
     name = getattr(f, "__name__", repr(f))
-    with contextlib.suppress(ValueError):  # it does not say what it takes
+    with contextlib.suppress(ValueError):  # it has no signature
         try:
             inspect.signature(f).bind(*args)
         except TypeError as why:
@@ -196,10 +198,10 @@ def check_arguments(where: str, f: Any, args: tuple[Any, ...]) -> None:
 
 
 def can_write(page: Path) -> None:
-    """Leaves everything as it is.
+    """Check that a file can be written, and leave everything as it is.
 
     Raises:
-      CannotRun: the file cannot be written.
+      CannotRun: it cannot.
     """
     if not page.parent.is_dir():
         raise CannotRun(f"--html {page}: there is no folder {page.parent}")
@@ -213,10 +215,10 @@ def can_write(page: Path) -> None:
 
 
 def can_draw(folder: Path) -> None:
-    """Makes the folder.
+    """Make the folder for pictures.
 
     Raises:
-      CannotRun: it cannot be made, or there is nothing to draw with.
+      CannotRun: it cannot be made, or matplotlib is missing.
     """
     try:
         folder.mkdir(exist_ok=True)
@@ -229,36 +231,29 @@ def can_draw(folder: Path) -> None:
         raise CannotRun(f"--png {folder}: matplotlib cannot be imported ({why}): pip install matplotlib") from why
 
 
-def draw(folder: Path, found: dict[str, Any]) -> None:
-    drawn = proof.pictures(found["table"], found.get("profile"))
-    for name, png in drawn.items():
-        (folder / name).write_bytes(png)
-    print(f"{folder}: {', '.join(drawn) or 'nothing to draw'}", file=sys.stderr)
-
-
-def table_of(of: Made) -> Residuals | None:
-    """None for a step that came without its loss."""
+def table_of(made: Made) -> Residuals | None:
+    """Return the residuals; None for a step that came without its loss."""
     try:
-        return residuals(of.loss, *of.loss_args)
+        return residuals(made.loss, *made.loss_args)
     except DifferentiatedTwice:
         return None
 
 
 def report(options: argparse.Namespace) -> int:
-    """Where the backward pass finds each residual, and why; nothing is allocated."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # nor taken from what runs on the GPU
-    of = made_by(options.function, options.arguments)
-    if (table := table_of(of)) is None:
+    """Print where the backward pass finds each residual, and why, without allocating anything."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other programs may need the GPU's memory
+    made = made_by(options.function, options.arguments)
+    if (table := table_of(made)) is None:
         raise CannotRun(
             "this is a step, whose residuals are inside of it; return its loss and the loss's arguments too"
         )
     known = read_machine(options.machine) if options.machine else proof.known_machine()
-    fits = proof.fits(of.loss, *of.loss_args, machine=known) if known else None
+    fits = proof.fits(made.loss, *made.loss_args, machine=known) if known else None
     if options.json:
         print(json.dumps(json.loads(table.to_json()) | ({"fits": json.loads(fits.to_json())} if fits else {})))
     else:
         print(table, *([fits] if fits else []), sep="\n")
-    return paged(options, of, 0)
+    return paged(options, made, 0)
 
 
 def read_machine(path: Path) -> proof.Machine:
@@ -269,62 +264,64 @@ def read_machine(path: Path) -> proof.Machine:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Runs the function, here, and checks what is claimed of it."""
+    """Run the function here and check what is claimed of it."""
     if options.peak:
-        of = made_by(options.function, options.arguments)
-        print(json.dumps(measured(of.loss, of.loss_args, options.peak, options.layers, options.has_aux)))
+        made = made_by(options.function, options.arguments)
+        print(json.dumps(measured(made.loss, made.loss_args, options.peak, options.layers, options.has_aux)))
         return 0
     # Before this process touches a GPU.
     aux = ["--has-aux"] * options.has_aux
     peaks = proof.peaks_of(["jaxoffload", "verify", options.function, *options.arguments, *aux])
-    of = made_by(options.function, options.arguments)
-    is_loss = of.f is not of.loss or run_of(of.loss, of.loss_args, options.has_aux)[1]
-    functions = {"loss" if is_loss else "step": (of.loss, of.loss_args)}
-    if of.f is not of.loss:
-        functions["step"] = (of.f, of.args)
-    found = []
+    made = made_by(options.function, options.arguments)
+    is_loss = made.f is not made.loss or run_of(made.loss, made.loss_args, options.has_aux)[1]
+    functions = {"loss" if is_loss else "step": (made.loss, made.loss_args)}
+    if made.f is not made.loss:
+        functions["step"] = (made.f, made.args)
+    checks: dict[str, list[proof.Check]] = {what: [] for what in functions}
     for what, (f, args) in functions.items():
-        has_aux = options.has_aux and f is of.loss
+        has_aux = options.has_aux and f is made.loss
         for check in proof.checks(f, *args, has_aux=has_aux, strict=options.strict, peaks=peaks):
-            found.append((what, check))
+            checks[what].append(check)
             print(f"{what}: {check}", file=sys.stderr if options.json else sys.stdout, flush=True)
+    verifications = {what: proof.Verification(tuple(each)) for what, each in checks.items()}
     if options.json:
-        of_each = {what: proof.Verification(tuple(c for w, c in found if w == what)) for what in functions}
-        print(json.dumps({what: json.loads(of_one.to_json()) for what, of_one in of_each.items()}))
-    drawn: dict[str, Any] = {"checks": found}
+        print(json.dumps({what: json.loads(each.to_json()) for what, each in verifications.items()}))
+    shown: dict[str, Any] = {"checks": [(what, check) for what, each in checks.items() for check in each]}
     if (options.html or options.png) and jax.default_backend() == "gpu":
-        drawn["profile"] = proof.profile(of.f, *of.args)
-    return paged(options, of, int(any(check.verdict == "fails" for _, check in found)), **drawn)
+        shown["profile"] = proof.profile(made.f, *made.args)
+    return paged(options, made, int(not all(each.ok for each in verifications.values())), **shown)
 
 
 def profile(options: argparse.Namespace) -> int:
-    """Runs the step on a GPU: how long each residual's copies take, and what of them nothing hides."""
-    of = made_by(options.function, options.arguments)
-    found = proof.profile(of.f, *of.args)
-    print(found.to_json() if options.json else found)
-    return paged(options, of, 0, profile=found)
+    """Run the step on a GPU and print how long each residual's copies take, and how much of that nothing hides."""
+    made = made_by(options.function, options.arguments)
+    profiled = proof.profile(made.f, *made.args)
+    print(profiled.to_json() if options.json else profiled)
+    return paged(options, made, 0, profile=profiled)
 
 
 def machine(options: argparse.Namespace) -> int:
-    """Measures the GPUs that are here, or says what was measured before."""
-    found = proof.machine(options.again)
-    print(found.to_json() if options.json else found)
+    """Measure the GPUs of this machine, or print what was measured before."""
+    measured_here = proof.machine(options.again)
+    print(measured_here.to_json() if options.json else measured_here)
     return 0
 
 
-def paged(options: argparse.Namespace, of: Made, code: int, **found: Any) -> int:
-    """Writes the page and the pictures that were asked for; returns the exit code."""
+def paged(options: argparse.Namespace, made: Made, code: int, **shown: Any) -> int:
+    """Write the page and the pictures that were asked for, and return the exit code."""
     if options.html or options.png:
-        found = {"table": table_of(of)} | found
+        shown = {"table": table_of(made)} | shown
     if options.html:
         title = " ".join((options.function, *options.arguments))
-        page = proof.page(title, proof.about(), **found)
         try:
-            options.html.write_text(page, encoding="utf-8")
+            options.html.write_text(proof.page(title, proof.about(), **shown), encoding="utf-8")
         except OSError as why:
             raise CannotRun(f"--html {options.html}: {why.strerror}") from why
     if options.png:
-        draw(options.png, found)
+        drawn = proof.pictures(shown["table"], shown.get("profile"))
+        for name, png in drawn.items():
+            (options.png / name).write_bytes(png)
+        print(f"{options.png}: {', '.join(drawn) or 'nothing to draw'}", file=sys.stderr)
     return code
 
 

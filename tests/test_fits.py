@@ -189,7 +189,7 @@ def test_a_loop_inside_of_another_runs_as_often():
 
 def test_a_machine_of_fewer_gpus_says_so():
     spread = jax.ShapeDtypeStruct(ARGS[0].shape, ARGS[0].dtype, sharding=NamedSharding(auto(4), P("d")))
-    assert "(the bus was measured with 2 that copied at once)" in str(fits(loss, spread, ARGS[1], machine=MACHINE))
+    assert "(the bus was measured with 2 GPU(s) copying at once)" in str(fits(loss, spread, ARGS[1], machine=MACHINE))
 
 
 def test_a_machine_comes_back_whole():

@@ -795,6 +795,32 @@ def test_each_of_equal_attentions_is_asked_to_be_deterministic(monkeypatch):
     assert asked() == {False} and os.environ[variable] == "1"
 
 
+def test_a_jax_that_cannot_be_asked_is_left_as_it_is_and_named(monkeypatch):
+    called = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    fused = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 90000)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
+    heads = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16)
+    attends = jax.make_jaxpr(jax.jit(called))(heads, heads, heads)
+    assert _exact.not_exact(attends) == ""
+    monkeypatch.delattr(fused, _exact._CONFIG)
+    before = dict(vars(fused)), dict(os.environ)
+    with pytest.raises(ZeroDivisionError), _exact.deterministic_attention():
+        assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and vars(fused) == before[0]
+        1 / 0  # noqa: B018
+    assert (dict(vars(fused)), dict(os.environ)) == before
+    assert "docs/upstream.md#cudnn-deterministic" in _exact.not_exact(attends)
+    assert _exact.not_exact(jax.make_jaxpr(jnp.sin)(1.0)) == ""
+    # Results that then differ from run to run are no evidence.
+    runs = iter(range(9))
+    target = target_of(lambda x: {"y": x}, (X,))
+    attending = dataclasses.replace(target, jaxpr=attends)
+    object.__setattr__(attending, "program", lambda x: jnp.float32(next(runs)))
+    monkeypatch.setattr(_repeats, "has_room_for", lambda program: True)
+    verdict, detail = _repeats.repeats(attending)
+    assert verdict == "not checked" and "run 2 differs" in detail and "cudnn-deterministic" in detail
+
+
 def test_programs_to_compare_are_lowered_so(monkeypatch):
     entered = []
     monkeypatch.setattr(_exact, "deterministic_attention", lambda: entered.append(1) or contextlib.nullcontext())
@@ -925,11 +951,11 @@ def test_the_command_line_verifies(capsys, monkeypatch):
             ["report", "models.train:step_for", "configs/tiny.yaml", "remat.residuals[mlp/fcl]=offload"],
             "remat.residuals['mlp/fcl']: matches no tagged value",
         ),
-        (["report", "mine:number"], "mine:number is no function: 1"),
+        (["report", "mine:number"], "mine:number is not a function: 1"),
         (["report", "mine:few"], "mine:few returns <lambda> with 1 argument(s): missing a required argument: 'y'"),
         (["report", "mine:text"], "mine:text returns <lambda> with args[0] = 'hello'; allowed are arrays and"),
         (["report", "builtins:type"], "builtins:type cannot be called with 0 argument(s)"),
-        (["report", "test_verify:made", "loss", "--machine", "{mine}/slow.json"], "prints: 0.0 is no rate"),
+        (["report", "test_verify:made", "loss", "--machine", "{mine}/slow.json"], "prints: 0.0 is not a rate"),
         (["report", "test_verify:made", "loss", "--html", "/dev/full"], "--html /dev/full: No space left on device"),
         (["report", "mine:nothing"], "must return (f, args) or (step, args, loss, loss_args)"),
         (["report", "test_verify:made", "loss", "--html", "configs"], "--html configs: Is a directory; must be a file"),

@@ -5,6 +5,7 @@ from ._check import Verification as Verification
 from ._predict.fit import Fit as Fit
 from ._predict.fit import Fits as Fits
 from ._predict.fit import fits as fits
+from ._predict.machine import Bus as Bus
 from ._predict.machine import Machine as Machine
 from ._predict.machine import known_machine as known_machine
 from ._predict.machine import machine as machine

@@ -1,8 +1,8 @@
 """How long a jaxpr takes on a machine, from FLOPs and bytes alone.
 
-A matrix product, or another kernel of its own, takes as long as its FLOPs, or as the way of its operands and results
-to the device's memory, whichever is longer. All else is fused: what lies between the kernels is read once and written
-once. What XLA does better (a product's epilogue) or worse (a reduction that reads twice) is not seen, nor are
+A matmul, or another kernel of its own, takes as long as its FLOPs or as moving its operands and results between it and
+the device's memory, whichever is longer. All else is fused: what lies between the kernels is read once and written
+once. What XLA does better (a matmul's epilogue) or worse (a reduction that reads twice) is not seen, nor are
 collectives.
 """
 
@@ -21,14 +21,14 @@ from .machine import Machine, attention_flops
 
 
 class Cost(NamedTuple):
-    """`unknown`: kernels of which nothing is known but their bytes."""
+    """`unknown`: kernels of which only the bytes are known."""
 
     seconds: float
     unknown: frozenset[str]
 
 
 def cost(jaxpr: Jaxpr, machine: Machine, devices: int = 1) -> Cost:
-    """Of one run of a jaxpr whose values are spread evenly over so many devices."""
+    """Return the cost of one run of a jaxpr whose values are spread evenly over so many devices."""
     walk = _Walk(machine, devices)
     results = walk.through(jaxpr, [walk.array(v.aval, written=True) for v in jaxpr.invars])
     walk.write(results)
@@ -37,7 +37,7 @@ def cost(jaxpr: Jaxpr, machine: Machine, devices: int = 1) -> Cost:
 
 @dataclasses.dataclass(eq=False)
 class _Array:
-    """Bytes on each device; whether it is in the device's memory, and whether something fused has read it there."""
+    """Bytes per device; whether it is in the device's memory, and whether something fused has read it there."""
 
     bytes: float
     written: bool
@@ -91,14 +91,14 @@ class _Walk:
         return self.fused(eqn, operands)
 
     def on_each(self, body: Jaxpr, parts: int, operands: list[_Array]) -> list[_Array]:
-        """Values are a device's own, in so many parts, inside."""
+        """The body of a `shard_map`, whose values are one device's shard of so many."""
         self.devices, outside = max(1, self.devices // parts), self.devices
         results = self.through(body, operands)
         self.devices = outside
         return results
 
     def loop(self, eqn: JaxprEqn, bodies: list[Jaxpr], operands: list[_Array]) -> list[_Array]:
-        """Also the branches of a `cond`, of which the longest counts. Of a `while` one turn does."""
+        """A loop, a `while` as one iteration, or a `cond` as its longest branch."""
         self.write(operands)
         costs = [cost(body, self.machine, self.devices) for body in bodies]
         self.seconds += eqn.params.get("length", 1) * max(c.seconds for c in costs)
@@ -127,7 +127,7 @@ class _Walk:
 
 
 def _computing(eqn: JaxprEqn, machine: Machine) -> float | None:
-    """Seconds of a kernel's FLOPs, on one device; None where they are not known."""
+    """Seconds that a kernel's FLOPs take on one device; None where they are not known."""
     arrays: list[Any] = [v.aval for v in [*eqn.invars, *eqn.outvars] if hasattr(v.aval, "dtype")]
     shapes = [array.shape for array in arrays]
     if is_attention(eqn.primitive.name):
@@ -135,7 +135,7 @@ def _computing(eqn: JaxprEqn, machine: Machine) -> float | None:
         flops = attention_flops(shapes[0], shapes[1], "causal" in str(eqn.params).lower())
         is_backward = any(word in eqn.primitive.name for word in ("bwd", "backward"))
         return 2.5 * flops / backward / 1e12 if is_backward else flops / forward / 1e12
-    # Rates go with the bytes of a number: float8 is twice as fast as bfloat16, float32 (as TF32) half as fast.
+    # The rate depends on the bytes of a number: float8 is twice as fast as bfloat16, float32 (as TF32) half as fast.
     rate = machine.gemm_tflops * 1e12 * 2 / arrays[0].dtype.itemsize
     if eqn.primitive is dot_general_p:
         return flops_of(eqn) / rate
@@ -144,7 +144,7 @@ def _computing(eqn: JaxprEqn, machine: Machine) -> float | None:
 
 
 def _grouped_flops(shapes: list[tuple[int, ...]]) -> float | None:
-    """Of a grouped product: of (M, K), (M, N) and (G, K, N) two are operands, one is the result."""
+    """The FLOPs of a grouped GEMM: two of (M, K), (M, N) and (G, K, N) are operands, one is the result."""
     rows, stacks = [s for s in shapes if len(s) == 2], [s for s in shapes if len(s) == 3]
     if len(rows) != 2 or len(stacks) != 1 or rows[0][0] != rows[1][0]:
         return None

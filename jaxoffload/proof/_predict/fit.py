@@ -1,4 +1,4 @@
-"""Whether each residual's copies fit behind the layer that computes beside them, told from FLOPs and bytes alone."""
+"""fits(): whether each residual's copies fit behind the layer that computes beside them, from FLOPs and bytes."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from .machine import Bus, Machine
 
 
 class LayerCopy(NamedTuple):
-    """Of one residual in one layer: milliseconds to the host and back."""
+    """One residual of one layer: its bytes per device, and milliseconds to the host and back."""
 
     residual: str
     bytes: int
@@ -26,19 +26,18 @@ class LayerCopy(NamedTuple):
     h2d_ms: float
 
 
-# Copies fit where what nothing hides of them is no more of the time that the layers compute.
-FREE = 0.01
+FREE = 0.01  # copies fit if at most this share of the layers' computing time is exposed
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Layers that one loop computes, and their copies, on each device.
+    """The layers that one loop computes, and their copies, per device.
 
     Attributes:
-      layers: of these `moved` have their residuals on the host; each turn of the loop copies, the first an empty row.
-      runs: how often the loop runs in a step; more than once inside of another.
-      forward_ms, backward_ms: of one layer, what it recomputes included.
-      unknown: kernels that count as long as their bytes take, for no more is known of them.
+      layers: how many; `moved` of them have their residuals on the host. Each iteration copies, the first an empty row.
+      runs: how often the loop runs in a step; more than once inside of another loop.
+      forward_ms, backward_ms: how long one layer computes, including what it recomputes.
+      unknown: kernels of which only the bytes are known, so that they may take longer.
     """
 
     layers: int
@@ -51,18 +50,18 @@ class Fit:
 
     @property
     def together(self) -> LayerCopy:
-        return LayerCopy(
-            "all together", *(sum(getattr(c, field) for c in self.copies) for field in LayerCopy._fields[1:])
-        )
+        """The sum of the copies."""
+        _, *columns = zip(*self.copies, strict=True)
+        return LayerCopy("all together", *map(sum, columns))
 
     @property
     def computing_ms(self) -> float:
         return self.runs * self.layers * (self.forward_ms + self.backward_ms)
 
     def exposed_ms(self, copy: LayerCopy) -> float:
-        """Of all layers, both ways: what lasts longer than the layer beside it, of these copies alone."""
-        there, back = copy.d2h_ms - self.forward_ms, copy.h2d_ms - self.backward_ms
-        return self.runs * self.layers * (max(0.0, there) + max(0.0, back))
+        """How much longer these copies alone take than the layers beside them, both ways, in all layers."""
+        to_host, to_device = copy.d2h_ms - self.forward_ms, copy.h2d_ms - self.backward_ms
+        return self.runs * self.layers * (max(0.0, to_host) + max(0.0, to_device))
 
     def fits(self, copy: LayerCopy) -> bool:
         return self.exposed_ms(copy) <= FREE * self.computing_ms
@@ -70,7 +69,7 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Fits:
-    """The `Fit` of each loop of a function that moves something; print it."""
+    """The `Fit` of each loop of a function that offloads; print it."""
 
     machine: Machine
     devices: int
@@ -78,7 +77,7 @@ class Fits:
 
     @property
     def exposed_ms(self) -> float | None:
-        """Of a step; None where there is no loop to tell it of."""
+        """Milliseconds of a step's copies that nothing hides; None where no loop offloads."""
         return round(sum(loop.exposed_ms(loop.together) for loop in self.loops), 3) if self.loops else None
 
     def to_json(self) -> str:
@@ -95,14 +94,14 @@ class Fits:
 
     def __str__(self) -> str:
         if not self.loops:
-            return "copies: not predicted, for no scan here moves anything; chain and checkpoint have no loop"
-        lines = [f"copies on {self.devices} {self.machine.device}, as FLOPs and bytes predict them"]
+            return "copies: not predicted: no scan offloads anything, and chain and checkpoint have no loop"
+        lines = [f"copies on {self.devices} {self.machine.device}, predicted from FLOPs and bytes"]
         if self.devices > self.machine.gpus:
-            lines[0] += f" (the bus was measured with {self.machine.gpus} that copied at once)"
+            lines[0] += f" (the bus was measured with {self.machine.gpus} GPU(s) copying at once)"
         for loop in self.loops:
             often = f"{loop.runs} times " if loop.runs > 1 else ""
             lines.append(
-                f"{often}{loop.layers} layers, of which {loop.moved} move, each {loop.forward_ms:.2f} ms forward, "
+                f"{often}{loop.layers} layers, of which {loop.moved} offload, each {loop.forward_ms:.2f} ms forward, "
                 f"{loop.backward_ms:.2f} ms backward"
             )
             for copy in (*loop.copies, *([loop.together] if len(loop.copies) > 1 else [])):
@@ -110,21 +109,38 @@ class Fits:
                 ms = f"{copy.d2h_ms:7.2f} ms to the host, {copy.h2d_ms:7.2f} ms back"
                 lines.append(f"  {copy.residual:26} {readable(copy.bytes):>10} {ms}  {verdict}")
             if loop.unknown:
-                lines.append(f"  (of {', '.join(sorted(loop.unknown))} nothing is known but bytes: it may take longer)")
+                lines.append(f"  ({', '.join(sorted(loop.unknown))} may take longer: only the bytes are known)")
         lines.append(f"nothing hides {self.exposed_ms:.2f} ms of a step's copies")
         return "\n".join(lines)
 
 
 def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
-    """Whether the copies of `f`'s residuals fit behind its layers on such a machine; nothing is run.
+    """Predict whether the copies of `f`'s residuals fit behind its layers on a machine. Nothing runs.
 
-    It is told of each `scan` under a policy that offloads; `chain` and `checkpoint` have no loop to tell it of. What
-    the arguments' devices hold, but for what a `shard_map` divides itself, is taken to be spread evenly over them.
+    The prediction covers each `scan` under a policy that offloads; `chain` and `checkpoint` have no loop. Values are
+    taken to be spread evenly over the arguments' devices, except where a `shard_map` divides them itself.
 
     Args:
       f: a loss, which is differentiated, or a step; as for `verify`.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-      machine: as `machine()` measured it, here or elsewhere.
+      machine: what `machine()` measured, here or elsewhere.
+
+    Returns:
+      A `Fits`, with a `Fit` per loop: times in ms, sizes in bytes per device.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxoffload import Policy, scan, tag
+      >>> from jaxoffload.proof import Bus, Machine, fits
+      >>> bus = Bus(d2h=50.0, h2d=50.0, together=40.0)
+      >>> h200 = Machine("H200", 1, "0.12", bus, bus, 700.0, (500.0, 400.0), 4000.0)
+      >>> policy = Policy({"fc1": "offload"}, min_offload_bytes=0)
+      >>> layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
+      >>> loss = lambda x, w: jnp.sum(scan(layer, x, w, policy=policy)[0])
+      >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+      >>> found = fits(loss, shape(8192, 4096), shape(8, 4096, 4096), machine=h200)
+      >>> found.loops[0].copies[0].bytes
+      67108864
     """
     run, _ = run_of(f, args)
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
@@ -135,9 +151,11 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
 
 
 class _Pass(NamedTuple):
+    """The loops of one forward or backward pass, how often they run, and over how many devices they are spread."""
+
     loops: Loops
     runs: int
-    devices: int  # over which what it takes is spread
+    devices: int
 
 
 def _collect(jaxpr: Jaxpr, passes: dict[Any, list[_Pass]], runs: int, devices: int) -> None:
@@ -150,31 +168,29 @@ def _collect(jaxpr: Jaxpr, passes: dict[Any, list[_Pass]], runs: int, devices: i
 
 
 def _fits(passes: dict[Any, list[_Pass]], machine: Machine, devices: int) -> Iterator[Fit]:
-    """Of each forward loop that moves something, and the backward loop of the same layers."""
+    """Pair each forward loop that offloads with the backward loop of the same layers."""
     backward = {
         (segment.layer, segment.start): segment for back in passes[backward_p] for segment in back.loops.segments
     }
-    for one in passes[forward_p]:
-        for segment in one.loops.segments:
-            if segment.on_host and (back := backward.get((segment.layer, segment.start))):
-                yield _fit(segment, back, one, machine, machine.bus(devices))
+    for forward in passes[forward_p]:
+        for segment in forward.loops.segments:
+            if segment.on_host and (reverse := backward.get((segment.layer, segment.start))):
+                yield _fit(segment, reverse, forward, machine, machine.bus(devices))
 
 
-def _fit(forward: Segment, backward: Segment, of: _Pass, machine: Machine, bus: Bus) -> Fit:
-    there, back = (cost(segment.jaxpr, machine, of.devices) for segment in (forward, backward))
+def _fit(forward: Segment, backward: Segment, run: _Pass, machine: Machine, bus: Bus) -> Fit:
+    forward_cost, backward_cost = (cost(segment.jaxpr, machine, run.devices) for segment in (forward, backward))
     stored = [place for place in forward.places() if place != "operand"]
     results = forward.jaxpr.out_avals[len(forward.jaxpr.out_avals) - len(stored) :]
-    sizes = [nbytes(aval) // of.devices for aval, place in zip(results, stored, strict=True) if place == "host"]
+    sizes = [nbytes(aval) // run.devices for aval, place in zip(results, stored, strict=True) if place == "host"]
     ms = lambda size, rate: size / rate / 1e6
+    named = zip(forward.layer.for_host, sizes, strict=True)
     return Fit(
-        forward.layers,
-        forward.on_host,
-        of.runs,
-        1e3 * there.seconds,
-        1e3 * back.seconds,
-        tuple(
-            LayerCopy(names, size, ms(size, bus.d2h), ms(size, bus.h2d))
-            for names, size in zip(forward.layer.for_host, sizes, strict=True)
-        ),
-        there.unknown | back.unknown,
+        layers=forward.layers,
+        moved=forward.on_host,
+        runs=run.runs,
+        forward_ms=1e3 * forward_cost.seconds,
+        backward_ms=1e3 * backward_cost.seconds,
+        copies=tuple(LayerCopy(names, size, ms(size, bus.d2h), ms(size, bus.h2d)) for names, size in named),
+        unknown=forward_cost.unknown | backward_cost.unknown,
     )

@@ -1,4 +1,4 @@
-"""machine(): what this machine's bus, memory and matrix units do, measured once."""
+"""machine(): the rates of this machine's bus, memory and matrix units, measured once."""
 
 import contextlib
 import dataclasses
@@ -21,8 +21,8 @@ from ..._text import GIB
 
 
 class Bus(NamedTuple):
-    """GB/s (10**9 bytes) of one GPU's copies between its memory and pinned host memory: one way alone, and each of the
-    two ways while the other goes on too."""
+    """GB/s (10**9 bytes) of one GPU's copies between its memory and pinned host memory: each way alone, and each way
+    while the other goes on too."""
 
     d2h: float
     h2d: float
@@ -34,12 +34,12 @@ class Machine:
     """What `machine()` measured; print it.
 
     Attributes:
-      device: its kind, of which `gpus` are here.
+      device: the kind of the `gpus` GPUs.
       one: one GPU's copies while the others rest; `all`: each GPU's while all copy.
-      gemm_tflops: 10**12 floating-point operations a second of large bfloat16 matrix products, as long ones run.
-      attention_tflops: of cuDNN's causal flash attention, forward and backward, the masked half not counted; those of
-        matrix products where cuDNN cannot do it.
-      hbm_gb_s: of the device's memory, read and write together.
+      gemm_tflops: 10**12 floating-point operations per second of large bfloat16 matmuls in a long run.
+      attention_tflops: those of cuDNN's causal flash attention, forward and backward, without the masked half; those of
+        matmuls where cuDNN cannot do it.
+      hbm_gb_s: GB/s of the device's memory, reading and writing together.
     """
 
     device: str
@@ -52,7 +52,7 @@ class Machine:
     hbm_gb_s: float
 
     def bus(self, gpus: int) -> Bus:
-        """Where so many GPUs copy at once."""
+        """The rates where so many GPUs copy at once."""
         return self.one if gpus == 1 else self.all
 
     def to_json(self) -> str:
@@ -60,10 +60,10 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str) -> "Machine":
-        """Of `to_json`, which `python -m jaxoffload machine --json` prints.
+        """Read what `to_json` wrote, which `python -m jaxoffload machine --json` prints.
 
         Raises:
-          ValueError: it is something else.
+          ValueError: the text is something else.
         """
         try:
             read = json.loads(text)
@@ -71,7 +71,7 @@ class Machine:
             forward, backward = read["attention_tflops"]
             measured = [*buses["one"], *buses["all"], forward, backward, read["gemm_tflops"], read["hbm_gb_s"]]
             if wrong := [number for number in measured if not 0 < number < math.inf]:
-                raise ValueError(f"{wrong[0]!r} is no rate")
+                raise ValueError(f"{wrong[0]!r} is not a rate")
             return cls(**read | buses | {"attention_tflops": (forward, backward)})
         except (ValueError, TypeError, KeyError, AttributeError) as why:
             raise ValueError(f"this is not what `python -m jaxoffload machine --json` prints: {why}") from why
@@ -83,22 +83,28 @@ class Machine:
         for what, bus in rows.items():
             lines.append(f"{what:28} {bus.d2h:12.1f} {bus.h2d:8.1f} {bus.together:17.1f}")
         forward, backward = self.attention_tflops
-        lines.append(f"bfloat16 products {self.gemm_tflops:.0f} TFLOP/s, device memory {self.hbm_gb_s:.0f} GB/s")
+        lines.append(f"bfloat16 matmuls {self.gemm_tflops:.0f} TFLOP/s, device memory {self.hbm_gb_s:.0f} GB/s")
         lines.append(f"causal attention {forward:.0f} TFLOP/s forward, {backward:.0f} backward")
         return "\n".join(lines)
 
 
 def machine(again: bool = False) -> Machine:
-    """Measures this machine's GPUs, in some seconds and 8 GiB of each; what was measured before is read from a file.
+    """Measure this machine's GPUs, which takes seconds and 8 GiB of each, or read what was measured before.
 
-    The file is in `$XDG_CACHE_HOME/jaxoffload`, or `~/.cache/jaxoffload`: one for each kind and number of GPUs and
+    Results are kept in `$XDG_CACHE_HOME/jaxoffload`, or `~/.cache/jaxoffload`: a file per kind and number of GPUs and
     version of jaxlib.
 
     Args:
-      again: measure anew.
+      again: measure, whatever was measured before.
+
+    Returns:
+      A `Machine`: rates in GB/s and TFLOP/s.
 
     Raises:
-      NotImplementedError: JAX's default backend is no GPU.
+      NotImplementedError: JAX's default backend is not a GPU.
+
+    Example:
+      >>> print(jaxoffload.machine())  # doctest: +SKIP
     """
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"machine: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
@@ -114,7 +120,7 @@ def machine(again: bool = False) -> Machine:
 
 
 def known_machine() -> Machine | None:
-    """What `machine()` measured here before, if it did; measures nothing."""
+    """Return what `machine()` measured here before, or None; measure nothing."""
     if jax.default_backend() != "gpu":
         return None
     try:
@@ -145,7 +151,7 @@ def _measured() -> Machine:
 
 
 def _seconds(run: Callable[[], Any], times: int = 5) -> float:
-    """The median of so many runs, after two that are not counted: they allocate, and wake the clocks."""
+    """Return the median of so many runs, after two that are not counted: they allocate, and wake the clocks."""
     spent = []
     for _ in range(2 + times):
         begin = time.perf_counter()
@@ -155,30 +161,29 @@ def _seconds(run: Callable[[], Any], times: int = 5) -> float:
 
 
 def _bus(devices: list[Any]) -> Bus:
-    """Each device's, while all of these copy."""
+    """The rates of each device while all of these copy."""
     size, runs = GIB, []
     for device in devices:
         here = SingleDeviceSharding(device)
         host = here.with_memory_kind("pinned_host")
-        there, back, both = (jax.jit(lambda *xs: xs, out_shardings=to) for to in ((host,), (here,), (host, here)))
+        d2h, h2d, both = (jax.jit(lambda *xs: xs, out_shardings=to) for to in ((host,), (here,), (host, here)))
         x = jax.device_put(jnp.ones(size, jnp.uint8), here)
-        (y,) = there(x)
-        runs.append(((there, (x,)), (back, (y,)), (both, (x, y))))
+        (y,) = d2h(x)
+        runs.append(((d2h, (x,)), (h2d, (y,)), (both, (x, y))))
     start = lambda copies: [copy(*arrays) for copy, arrays in copies]
     spent = [_seconds(functools.partial(start, copies)) for copies in zip(*runs, strict=True)]
-    d2h, h2d, together = (round(size / seconds / 1e9, 1) for seconds in spent)
-    return Bus(d2h, h2d, together)
+    return Bus(*(round(size / seconds / 1e9, 1) for seconds in spent))
 
 
 def _gemm_tflops() -> float:
-    """Of square products, one after another, long enough that the clocks are those of a training step."""
+    """The rate of square matmuls, one after another, long enough that the clocks are those of a training step."""
     size, times = 8192, 200
 
     @jax.jit
     def run(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, times, lambda _, x: x @ w, x)
 
-    # Zeros would draw less power, and run faster. Of such factors all products are as large as these.
+    # Zeros would draw less power, and run faster. Factors of this size keep the products at the same size.
     x, w = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) * size**-0.5 for i in range(2))
     return round(times * 2 * size**3 / _seconds(functools.partial(run, x, w), 3) / 1e12, 1)
 
@@ -200,11 +205,11 @@ def _attention_tflops() -> tuple[float, float] | None:
     def whole(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         loss = lambda q, k, v: attend(q, k, v).astype(jnp.float32).sum()
 
-        def turn(_: Any, q: jax.Array) -> jax.Array:
+        def iteration(_: Any, q: jax.Array) -> jax.Array:
             dq, dk, dv = jax.grad(loss, (0, 1, 2))(q, k, v)
             return dq + dk.mean() + dv.mean()
 
-        return jax.lax.fori_loop(0, times, turn, q)
+        return jax.lax.fori_loop(0, times, iteration, q)
 
     try:
         spent = _seconds(lambda: forward(q, k, v), 3), _seconds(lambda: whole(q, k, v), 3)
@@ -215,7 +220,8 @@ def _attention_tflops() -> tuple[float, float] | None:
 
 
 def attention_flops(q: tuple[int, ...], k: tuple[int, ...], causal: bool) -> float:
-    """Of the forward pass, two products; the backward pass has five. `q` and `k`: (batch, sequence, heads, width)."""
+    """FLOPs of the forward pass, which has two matmuls; the backward pass has five. `q`, `k`: (batch, sequence, heads,
+    width)."""
     B, S, N, H = q
     return 2 * 2 * B * N * S * k[1] * H * (0.5 if causal else 1.0)
 

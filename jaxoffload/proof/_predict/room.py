@@ -1,9 +1,9 @@
-"""How much device memory a program's loops need while they run, told from its jaxpr alone.
+"""room(): how much device memory a program's loops need while they run, estimated from its jaxpr alone.
 
-A value lives from the step that computes it to the last that reads it, in the order of the jaxpr, and the most that
-live at once is what a loop's iteration needs. As in `_cost`, all between kernels is fused: stored is what a kernel
-computes or reads, what is reduced, and what is returned; what lies between is computed where it is read, and what it is
-computed from lives on until then.
+A value lives from the step that computes it to the last that reads it, in the order of the jaxpr. A loop's iteration
+needs the most that lives at once. As in `cost`, all between kernels is fused: what a kernel computes or reads, what is
+reduced and what is returned is stored; what lies between is computed where it is read, and its operands live until
+then.
 
 XLA orders steps otherwise, keeps some values twice, in two layouts or for two iterations at once, and leaves gaps
 between them. So this is an estimate; only the compiler knows.
@@ -27,11 +27,12 @@ _WITH_LOOPS = (forward_p, backward_p)
 
 
 class Room(NamedTuple):
-    """Bytes on each device that an iteration has at most, besides arguments, residuals and gradients.
+    """The most bytes per device that an iteration has, besides arguments, residuals and gradients.
 
-    `layer`: while the forward or the backward pass of a layer of a `scan` runs: what is recomputed or in flight, its
-    weights as they are cast, the residuals that come from the host for it and for the next one. `loop`: of any other
-    loop that has no such layers in it, such as that over chunks of the logits.
+    Attributes:
+      layer: while a layer of a `scan` runs forward or backward: what is recomputed or in flight, its weights as they
+        are cast, the residuals that come from the host for it and for the next layer.
+      loop: in any other loop without such layers in it, such as that over chunks of the logits.
     """
 
     layer: int
@@ -39,16 +40,28 @@ class Room(NamedTuple):
 
 
 def room(f: Callable[..., Any], *args: Any, one_kernel: Collection[str] = ()) -> Room:
-    """What the loops of a step need; nothing is run.
+    """Estimate what the loops of a step need. Nothing runs.
 
-    How auto mesh axes divide values is assumed as `_straight` says; a value of an argument's shape is divided as that,
-    and as a loop's carry is taken for its gradient.
+    How auto mesh axes divide values is assumed as in `_engine/straight.py`; a value of an argument's shape is divided
+    like the argument, and taken for its gradient where a loop carries it.
 
     Args:
-      f: a training step; of a loss, which is not differentiated here, the forward pass counts.
+      f: a training step; a loss is not differentiated here, so that its forward pass counts.
       args: its arguments, pytrees of arrays or of `jax.ShapeDtypeStruct`s with shardings.
-      one_kernel: names of scopes that one kernel computes where the program will run, and many equations here, such as
-        attention's: nothing within them is stored.
+      one_kernel: names of scopes, such as attention's, that are many equations here but one kernel where the program
+        will run: nothing within them is stored.
+
+    Returns:
+      A `Room`, in bytes per device.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxoffload.proof import room
+      >>> def chunked(x, table):
+      ...     add = lambda total, x: (total + jnp.sum(jnp.exp(x @ table)), None)
+      ...     return jax.lax.scan(add, jnp.float32(0), x)[0]
+      >>> room(chunked, jnp.ones((4, 64, 32)), jnp.ones((32, 1024))).loop // (4 * 64 * 1024)  # one chunk of logits
+      1
     """
     shapes = [(jnp.shape(leaf), getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)]
     walk = _Walk({shape: division(sharding) for shape, sharding in shapes if shape}, one_kernel)
@@ -57,8 +70,14 @@ def room(f: Callable[..., Any], *args: Any, one_kernel: Collection[str] = ()) ->
 
 
 class _Lives(NamedTuple):
-    """`same`: what a value is too, seen otherwise; `stored`: the values that are; `reads`: for each step the stored
-    values that it reads, none if it stores nothing itself; `last`: the step that reads a stored value last."""
+    """When the values of a program live.
+
+    Attributes:
+      same: a view -> the value that it is a view of.
+      stored: the values that are in memory.
+      reads: for each step the stored values that it reads; none if it stores nothing itself.
+      last: a stored value -> the step that reads it last.
+    """
 
     same: dict[Array, Array]
     stored: set[Array]
@@ -93,7 +112,7 @@ class _Walk:
                 constant.update(step.results if constant.issuperset(operands) else ())
             else:
                 stored.update(step.results, operands if kind == "kernel" else ())
-            if step.eqn.primitive is device_put_p:  # a constant is made where it shall be
+            if step.eqn.primitive is device_put_p:  # a constant is made where it goes
                 stored.difference_update(constant.intersection(operands))
         stored.update(values(program.outputs))
 
@@ -115,8 +134,7 @@ class _Walk:
         return program.share(array, self.like.get(array.aval.shape))
 
     def peak(self, program: Straight, state: Collection[Array]) -> int:
-        """The most bytes at once of what a program computes, and of those inputs that are its `state`, which it
-        frees."""
+        """The most bytes at once of what a program computes and of its `state`, the inputs that it frees."""
         lives = self.lives(program)
         alive = {a: self.size(program, a) for a in state}
         most = sum(alive.values())
@@ -124,15 +142,15 @@ class _Walk:
             results = {r: self.size(program, r) for r in step.results if r in lives.stored}
             ends = {a for a in lives.reads[number] if lives.last[a] == number and a in alive}
             if results:
-                own = self.of_step(step, results, {a: alive[a] for a in ends}, lives.same)
-                most = max(most, sum(alive.values()) + own)
+                more = self.of_step(step, results, {a: alive[a] for a in ends}, lives.same)
+                most = max(most, sum(alive.values()) + more)
             alive |= {r: size for r, size in results.items() if r in lives.last}
             for a in ends:
                 del alive[a]
         return most
 
     def of_step(self, step: Step, results: dict[Array, int], ends: dict[Array, int], same: dict[Array, Array]) -> int:
-        """What a step has besides all that lives before it. `ends`: what nobody reads after it."""
+        """The bytes of a step besides all that lives before it. `ends`: what nothing reads after it."""
         name = step.eqn.primitive.name
         if name in LOOPS:
             first, carry = _carry_of(step)
@@ -145,23 +163,24 @@ class _Walk:
         return inside + sum(results.values()) - max(overwritten, default=0)
 
     def iteration(self, step: Step, first: int, carry: int) -> int:
-        """The most that an iteration of a loop has, its carry too; without the stacks that it writes, it is noted."""
+        """The most that an iteration of a loop has, with its carry. What it has without the stacks that it writes
+        becomes `layer` or `loop`."""
         params = step.eqn.params
         body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _WITH_LOOPS)
         state = body.inputs[len(body.inputs) - len(step.operands) + first :][:carry]
         before = self.layers_seen
         most = self.peak(body, state)
         stacks = {a for a in state if a in body.outputs or a.aval.shape in self.like}  # residuals, and gradients
-        own = most - sum(self.size(body, a) for a in stacks)
+        working = most - sum(self.size(body, a) for a in stacks)
         if any(primitive.name in step.scope for primitive in _WITH_LOOPS):
-            self.layer, self.layers_seen = max(self.layer, own), self.layers_seen + 1
+            self.layer, self.layers_seen = max(self.layer, working), self.layers_seen + 1
         elif self.layers_seen == before:
-            self.loop = max(self.loop, own)
+            self.loop = max(self.loop, working)
         return most
 
 
 def _carry_of(step: Step) -> tuple[int, int]:
-    """Among a loop's operands, where its carry begins and how long it is."""
+    """Where among a loop's operands its carry begins, and how long it is."""
     params = step.eqn.params
     if step.eqn.primitive is while_p:
         first = params["cond_nconsts"] + params["body_nconsts"]

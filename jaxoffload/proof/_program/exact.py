@@ -12,9 +12,7 @@ from jax.extend.core import Jaxpr
 
 from ..._engine.walk import nested
 
-# What JAX says to XLA of cuDNN's attention, and where.
-_LOWERING = "jax._src.cudnn.fused_attention_stablehlo"
-_CONFIG = "create_dot_product_attention_backend_config_base"
+_CONFIG = "create_dot_product_attention_backend_config_base"  # what JAX says to XLA of cuDNN's attention
 _MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's variable
 
 # XLA:CPU makes a kernel of what it fuses, and of a small loop; LLVM contracts a product and a sum in a kernel into one
@@ -86,7 +84,7 @@ def deterministic_attention() -> Iterator[None]:
       function stays as it is, and `not_exact` says so.
     - The environment variable NVTE_ALLOW_NONDETERMINISTIC_ALGO, which TransformerEngine reads as it lowers, is "0".
     """
-    lowering, config_of, before = _lowering(), _config_of(), os.environ.get(_MAY_BE_ATOMIC)
+    (lowering, config_of), before = _cudnn_lowering(), os.environ.get(_MAY_BE_ATOMIC)
     this_thread = threading.get_ident()
 
     def deterministic(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -110,19 +108,18 @@ def deterministic_attention() -> Iterator[None]:
             os.environ[_MAY_BE_ATOMIC] = before
 
 
-def _lowering() -> Any:
-    with contextlib.suppress(ImportError):
-        return importlib.import_module(_LOWERING)
-    return None
-
-
-def _config_of() -> Callable[..., dict[str, Any]] | None:
-    return getattr(_lowering(), _CONFIG, None)
+def _cudnn_lowering() -> tuple[Any, Callable[..., dict[str, Any]] | None]:
+    """JAX's module, and its function that writes the configuration; None where this JAX has none."""
+    try:
+        module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    except ImportError:
+        return None, None
+    return module, getattr(module, _CONFIG, None)
 
 
 def not_exact(jaxpr: Jaxpr) -> str:
     """Why one program may give other bits each time it runs, whatever the options; empty if it may not."""
-    if _config_of() or not _calls_cudnn_attention(jaxpr):
+    if _cudnn_lowering()[1] or not _calls_cudnn_attention(jaxpr):
         return ""
     return "this JAX offers no way to ask cuDNN's attention to be deterministic: docs/upstream.md#cudnn-deterministic"
 

@@ -116,17 +116,9 @@ class Module:
         """The instructions of the computations that it runs."""
         return (inner for name in line.calls for inner in self.computations.get(name, []))
 
-    def end_of(self, start: Instruction) -> Instruction | None:
-        return self._ends.get((start.computation, start.name))
-
     @functools.cached_property
     def _named(self) -> dict[tuple[str, str], Instruction]:
         return {(line.computation, line.name): line for line in self}
-
-    @functools.cached_property
-    def _ends(self) -> dict[tuple[str, str], Instruction]:
-        ends = [line for line in self if line.opcode == "copy-done"]
-        return {(end.computation, start.name): end for end in ends for start in self.sources(end)[:1]}
 
 
 def parse(text: str) -> Module:
@@ -312,9 +304,10 @@ def _residual(copy: Instruction, module: Module) -> str:
     jaxlib 0.12), or of what it waits for. What is copied behind a loop, the last layer's, is an element of the loop's
     results, of which the loop's body copies the rows of the layers before.
     """
-    source, *_ = [*module.sources(copy), None]
-    for line in (copy, module.end_of(copy), source):
-        if line and line.scope:
+    source = next(iter(module.sources(copy)), None)
+    ends = (line for line in module.computations[copy.computation] if line.opcode == "copy-done")
+    for line in (copy, *(end for end in ends if module.sources(end) == [copy]), *filter(None, [source])):
+        if line.scope:
             return line.scope
     before = next(iter(module.sources(source)), None) if source else None
     if source and before and source.opcode == "copy-done":

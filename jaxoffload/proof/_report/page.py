@@ -12,19 +12,8 @@ import jax
 from ..._residuals import Residuals
 from ..._text import readable
 from .._check import FAILS, HOLDS, Check
-from .pictures import (
-    COLORS,
-    PLACES,
-    WAYS,
-    WIDTH,
-    Picture,
-    bytes_by_place,
-    draw_memory,
-    draw_places,
-    draw_timeline,
-    memory,
-    timeline,
-)
+from . import pictures
+from .pictures import COLORS, PLACES, WAYS, WIDTH, Picture
 from .profile import Profile, stream_numbers
 
 _LIGHT = f":root {{ color-scheme: light dark; {' '.join(f'--{kind}: {color};' for kind, color in COLORS.items())} }}"
@@ -143,23 +132,23 @@ def _verdicts(checks: Sequence[tuple[str, Check]]) -> str:
 
 
 def _places(table: Residuals) -> str:
-    sizes = bytes_by_place(table)
+    sizes = pictures.bytes_by_place(table)
     rows = [(name, *map(readable, of.values())) for name, of in sizes.items()]
     totals = [readable(sum(of[state] for of in sizes.values())) for state in PLACES]
     return (
         "<h2>What is where</h2>"
-        + _svg(draw_places(sizes))
+        + _svg(pictures.draw_places(sizes))
         + _table("Bytes by place", ("residual", *PLACES.values()), [*rows, ("all", *totals)], (1, 2, 3))
     )
 
 
 def _memory(table: Residuals) -> str:
-    if (found := memory(table)) is None:
+    if (found := pictures.memory(table)) is None:
         return ""
     return (
         "<h2>Memory over the step</h2><p>Tagged residuals on the device, as the table predicts them: solid with "
         "offload, dashed without.</p>"
-        + _svg(draw_memory(found))
+        + _svg(pictures.draw_memory(found))
         + _table("At most", ("", "bytes"), found.most.items(), (1,))
     )
 
@@ -172,14 +161,17 @@ def _timeline(profile: Profile) -> str:
         f"among them for {profile.collective_ms} ms; no kernel ran beside {profile.exposed_ms} ms of the copies"
     )
     parts = [f"<h2>Copies</h2><p>{_text(summary)}</p>"]
-    if found := timeline(profile):
+    if found := pictures.timeline(profile):
         shown = [
             (m.residual, m.layer, WAYS[m.direction], m.at_ms, m.ms, m.exposed_ms)
             for lane in found.lanes
             for m, _ in lane.copies
         ]
         head = ("residual", "layer", "way", "began at ms", "ms", "exposed ms")
-        parts += [_svg(draw_timeline(found)), _table(f"Copies of layers {found.layers}", head, shown, (1, 3, 4, 5))]
+        parts += [
+            _svg(pictures.draw_timeline(found)),
+            _table(f"Copies of layers {found.layers}", head, shown, (1, 3, 4, 5)),
+        ]
     columns = ("residual", "way", "copies", "bytes", "ms", "exposed ms", "streams")
     rows = [
         (*t[:3], readable(t.bytes), f"{t.ms:.2f}", f"{t.exposed_ms:.2f}", stream_numbers(t.streams))

@@ -111,7 +111,7 @@ class Profile:
 
     def __str__(self) -> str:
         head = f"{'residual':28} {'':4} {'copies':>6} {'bytes':>10} {'ms':>9} {'GB/s':>6} {'exposed ms':>10}  streams"
-        lines = [f"{self.device}: {self.step_ms} ms a step ({self.spread_ms[0]} to {self.spread_ms[1]})", head]
+        lines = [f"{self.device}: {self.step_ms} ms per step ({self.spread_ms[0]} to {self.spread_ms[1]})", head]
         for t in self.totals:
             rate = t.bytes / t.ms / 1e6 if t.ms else 0.0
             numbers = f"{t.copies:6} {readable(t.bytes):>10} {t.ms:9.2f} {rate:6.1f} {t.exposed_ms:10.2f}"
@@ -142,9 +142,6 @@ def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
 
     Example:
       >>> print(jaxoffload.profile(step, state, batch))  # doctest: +SKIP
-      NVIDIA H200: 40.2 ms a step (40.1 to 40.4)
-      residual                          copies      bytes        ms   GB/s exposed ms  streams
-      mlp/fc1                      d2h       8 512.00 MiB     10.02   53.6       0.00  #70
     """
     if steps < 1:
         raise ValueError(f"profile: steps must be at least 1, got {steps}")

@@ -7,16 +7,7 @@ from typing import Any
 import jax
 
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
-from .._program.hlo import (
-    Module,
-    collective_kernels,
-    decided_on_host,
-    host_copies,
-    kernels_on_host_memory,
-    of_unknown_length,
-    out_of_range,
-    with_sizes_on_the_host,
-)
+from .._program import hlo
 from .._program.target import Target
 from .._program.trace import Event, first_gpu, in_the_way, traced
 from .capacity import has_room_for, need
@@ -28,13 +19,13 @@ def copies(target: Target) -> Found:
     if jax.default_backend() != "gpu":
         return NOT_CHECKED, "needs an NVIDIA GPU: it is what XLA compiles for one"
     module = target.module
-    wrong = [f"{line.opcode} {line.name} touches host memory" for line in kernels_on_host_memory(module)]
-    wrong += [f"{line.name} copies out of range" for line in out_of_range(module)]
+    wrong = [f"{line.opcode} {line.name} touches host memory" for line in hlo.kernels_on_host_memory(module)]
+    wrong += [f"{line.name} copies out of range" for line in hlo.out_of_range(module)]
     count = sum(line.starts_host_copy for line in module)
-    unseen, as_it_ran = _on_streams(target) if count or of_unknown_length(module) else ("", [])
+    unseen, as_it_ran = _on_streams(target) if count or hlo.of_unknown_length(module) else ("", [])
     wrong += as_it_ran
     listed = []
-    if count and (waits := sorted(with_sizes_on_the_host(module))):
+    if count and (waits := sorted(hlo.with_sizes_on_the_host(module))):
         listed = [f"TransformerEngine has the host read group sizes, and wait for the copies, in {first(waits)}"]
         wrong += listed if target.strict else []
     if wrong:
@@ -49,7 +40,7 @@ def copies(target: Target) -> Found:
 def _on_streams(target: Target) -> tuple[str, list[str]]:
     """Why it is not known on which streams the copies run, if it is not; and what is wrong with them in a run."""
     program = target.fast_program
-    if loops := of_unknown_length(target.module):
+    if loops := hlo.of_unknown_length(target.module):
         return f"but the number of iterations is not known of {first([loop.name for loop in loops])}", []
     if not has_room_for(program):
         return f"not known on which streams: it did not run: {need(program, 'it')}", []
@@ -61,13 +52,13 @@ def _on_streams(target: Target) -> tuple[str, list[str]]:
     return "", wrong_as_it_ran(events, target.module, program.runtime_executable().hlo_modules())
 
 
-def wrong_as_it_ran(events: list[Event], module: Module, modules: Iterable[Any]) -> list[str]:
+def wrong_as_it_ran(events: list[Event], module: hlo.Module, modules: Iterable[Any]) -> list[str]:
     """What is wrong with the copies in a trace of one run, on one device."""
-    ignored, waiting = collective_kernels(modules) | decided_on_host(module), with_sizes_on_the_host(module)
+    ignored, waiting = hlo.collective_kernels(modules) | hlo.decided_on_host(module), hlo.with_sizes_on_the_host(module)
     events = [e for e in events if not (e.direction and e.op in waiting)]
     shared = in_the_way(events, ignored).items()
     wrong = [f"copies run on a stream that computes, {stream}: {what}" for stream, what in shared]
     ran = sum(e.direction is not None and e.op not in ignored for e in events)
     has_branches = any(line.opcode == "conditional" for line in module)  # of which one is taken
-    fewest = 1 if has_branches else sum(copy.iterations for copy in host_copies(module).values())
+    fewest = 1 if has_branches else sum(copy.iterations for copy in hlo.host_copies(module).values())
     return wrong if ran >= fewest else [*wrong, f"{ran} of {fewest} copies ran as copies"]

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..._policy import Policy
-from .._check import Check, Found, Verification
-from .._program.target import Target, target_of
+from .._check import Check, Verification
+from .._program.target import target_of
 from .conservation import conservation
 from .copies import copies
 from .gradients import gradients
@@ -15,16 +15,7 @@ from .peaks import Peaks
 from .placement import placement
 from .repeats import repeats
 
-# Each is named as its claim.
-CHECKS: tuple[Callable[[Target], Found], ...] = (
-    gradients,
-    conservation,
-    moves,
-    producers,
-    copies,
-    placement,
-    repeats,
-)
+CHECKS = (gradients, conservation, moves, producers, copies, placement, repeats)  # named as their claims
 
 
 def verify(

@@ -3,6 +3,8 @@
 from ._chain import chain as chain
 from ._checkpoint import checkpoint as checkpoint
 from ._compiler_options import compiler_options as compiler_options
+from ._errors import Problem as Problem
+from ._errors import UserError as UserError
 from ._policy import Policy as Policy
 from ._policy import PolicyError as PolicyError
 from ._residuals import check as check

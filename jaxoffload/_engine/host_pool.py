@@ -8,17 +8,15 @@ from collections.abc import Sequence
 
 import jax
 
-from .._errors import NOT_THE_USERS
+from .._errors import NOT_THE_USERS, Problem, UserError
 from .._text import GIB, readable
 
 
-class HostPoolError(ValueError):
-    """What the environment says of the pinned host pool is no size."""
+class HostPoolError(UserError, ValueError):
+    """What the environment says of the pinned host pool is not a size."""
 
-    @property
-    def problems(self) -> tuple[str]:
-        """As a PolicyError's."""
-        return (str(self),)
+    def __init__(self, why: str):
+        super().__init__([Problem(_POOL, f"{_POOL}: {why}")])
 
 
 def host_pool_bytes() -> int | None:
@@ -39,26 +37,24 @@ def host_pool_bytes() -> int | None:
     except ValueError:
         size = math.nan
     if not 0 < size < 2**63:  # XLA's pool of 0 holds nothing, and one below 0 is taken for a very large one
-        raise HostPoolError(f"{_POOL}: {limit!r} is not a number of GiB above 0, such as 64")
+        raise HostPoolError(f"{limit!r} is not a number of GiB above 0, such as 64")
     if on_gpu and not re.fullmatch(r"\s*\d+\s*", limit):
         # GetGpuHostAllocator in xla/pjrt/gpu/gpu_helpers.cc: the error is logged, and the default is taken.
-        raise HostPoolError(f"{_POOL}: {limit!r} is not a whole number of GiB, such as 64; XLA would ignore it")
+        raise HostPoolError(f"{limit!r} is not a whole number of GiB, such as 64; XLA would ignore it")
     return int(size)
 
 
 _POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
-class HostPoolFull(MemoryError):
+class HostPoolFull(UserError, MemoryError):
     """More would be offloaded than the pinned host pool holds. `layers`: how many layers of each scan would fit, the
     first ones; None where that mends nothing."""
 
     def __init__(self, caller: str, need: str, layers: int | None, whole: bool = False, instead: str = ""):
         less = f" (offload_layers: {layers})" if layers is not None else ""
-        super().__init__(
-            f"{caller}: {need}; offload less{less}{instead}, or set a larger {_POOL} before JAX starts"
-            + (_CONSTRAIN if whole else "")
-        )
+        advice = f"offload less{less}{instead}, or set a larger {_POOL} before JAX starts{_CONSTRAIN if whole else ''}"
+        super().__init__([Problem(caller, f"{caller}: {need}; {advice}")])
         self.layers = layers
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import name_p
 
+from .._errors import Problem
 from .._megatron import MODULES
 from .._policy import VERDICT, Decision, Policy, PolicyError
 from .memory import nbytes
@@ -121,7 +122,7 @@ def decide(
     having = _having(values)
     labels = _labels(values, having)
     decided: dict[Value, tuple[Decision, str]] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for value in values:
         try:
             whole = _bytes_of_whole(value, having)
@@ -154,8 +155,8 @@ def _row(value: Value, labels: tuple[str, ...], decision: Decision, reason: str)
     return Row(labels, tuple(value.aval.shape), str(value.aval.dtype), nbytes(value.aval), decision, reason, "")
 
 
-def _slot_conflicts(slots: list[list[Value]], decided: dict[Value, tuple[Decision, str]]) -> Iterator[str]:
-    """A sentence for each result of a `cond` that is to be saved from one branch and offloaded from another."""
+def _slot_conflicts(slots: list[list[Value]], decided: dict[Value, tuple[Decision, str]]) -> Iterator[Problem]:
+    """A problem for each result of a `cond` that is to be saved from one branch and offloaded from another."""
     for slot in slots:
         found = {}
         for value in slot:
@@ -164,7 +165,8 @@ def _slot_conflicts(slots: list[list[Value]], decided: dict[Value, tuple[Decisio
                 found[decision] = f"{value.names[0].text!r} is {decision} by {reason!r}"
         if found.keys() >= {"save", "offload"}:
             each = f"{found['save']} and {found['offload']}"
-            yield f"residuals: names that share one result of a cond have different decisions: {each}; give them one"
+            why = f"names that share one result of a cond have different decisions: {each}; give them one"
+            yield Problem("residuals", f"residuals: {why}")
 
 
 ARGUMENT = "argument"
@@ -198,7 +200,8 @@ def _by_policy(tagged: list[Name], labels: Sequence[str], value: Value, policy: 
     matched = {text: hit for text, hit in hits.items() if hit}
     if len({decision for _, decision in matched.values()}) > 1:
         each = " and ".join(f"{t!r} is {d} by {policy.source(p)}" for t, (p, d) in matched.items())
-        raise PolicyError([f"residuals: one value has several names with different decisions: {each}; give them one"])
+        why = f"one value has several names with different decisions: {each}; give them one"
+        raise PolicyError([Problem("residuals", f"residuals: {why}")])
     if not matched:
         return policy.default, "default"
     pattern, decision = next(iter(matched.values()))

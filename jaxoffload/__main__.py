@@ -21,6 +21,7 @@ import jax
 
 from . import proof
 from ._engine.loops import DifferentiatedTwice
+from ._errors import UserError
 from ._residuals import Residuals, residuals
 from ._text import nearest
 from .proof._program.results import run_of
@@ -72,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with progress(options.command):
             return options.run(options)
     except Exception as why:
-        if hasattr(why, "problems"):  # of a config or a policy
-            print("\n".join((f"{options.function} cannot run:", *why.problems)), file=sys.stderr)
-        elif isinstance(why, (CannotRun, MemoryError, NotImplementedError)) and str(why):
+        if isinstance(why, (CannotRun, MemoryError, NotImplementedError)) and str(why):
             print(f"python -m jaxoffload: {why}", file=sys.stderr)
+        elif isinstance(why, UserError):  # as of a config or a policy
+            print(f"{options.function} cannot run:\n{why}", file=sys.stderr)
         else:  # the function's own fault
             traceback.print_exc()
         return 2

@@ -1,9 +1,34 @@
-"""Errors: the base class of what a user can mend, and whose lines a warning must not point to."""
+"""Errors: what the user can mend, as data, and the code that a warning must not point to."""
 
 import contextlib
 import os
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 
-# Directories of code that a warning must not point to: it is the user's line that it is about.
+# Directories of code that a warning must not point to: it is about the user's line.
 NOT_THE_USERS = (os.path.dirname(__file__), os.path.dirname(jax.__file__), contextlib.__file__.removesuffix(".py"))
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong. `key`: the setting or the function that it is about; `message`: the line that says so,
+    which begins with the key."""
+
+    key: str
+    message: str
+
+    def under(self, section: str) -> "Problem":
+        """The same problem where its key is an entry of `section`."""
+        return Problem(f"{section}.{self.key}", f"{section}.{self.message}")
+
+
+class UserError(Exception):
+    """Base class of the errors that the user can mend. `problems` has all of them; as text, one line each."""
+
+    def __init__(self, problems: Iterable[Problem]):
+        self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(problem.message for problem in self.problems)

@@ -16,6 +16,7 @@ from ._engine.memory import nbytes
 from ._engine.names import read_names
 from ._engine.reference import is_reference
 from ._engine.refusals import refuse_remat3, refuse_wrong_offload
+from ._errors import Problem, UserError
 from ._megatron import MODULES
 from ._text import nearest, short
 
@@ -25,8 +26,8 @@ _DECISIONS = get_args(Decision)
 _UNITS = {"": 1, "B": 1} | {f"{p}{b}": s**k for k, p in enumerate("KMGT", 1) for b, s in (("iB", 1024), ("B", 1000))}
 
 
-class PolicyError(ValueError):
-    """A policy is wrong; `problems` has a message for each field or pattern.
+class PolicyError(UserError, ValueError):
+    """A policy is wrong; `problems` has a key and a message for each field or pattern.
 
     Example:
       >>> from jaxoffload import Policy, PolicyError
@@ -36,10 +37,6 @@ class PolicyError(ValueError):
       ...     print(error)
       default: 'ofload' is not allowed; use save or offload or recompute; the nearest is 'offload'
     """
-
-    def __init__(self, problems: Iterable[str]):
-        self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +140,8 @@ class Policy:
             wanted = math.floor(wanted * layers)
         return max(0, min(int(wanted), layers - self.resident_layers))
 
-    def unmatched(self, names: Iterable[str]) -> list[str]:
-        """Return a message for each pattern that matches none of `names`."""
+    def unmatched(self, names: Iterable[str]) -> list[Problem]:
+        """Return a problem for each pattern that matches none of `names`."""
         names = sorted(set(names))
         unmatched = [p for p, _ in self.rules if not any(matches(p, n) for n in names)]
         return [_unmatched(self.source(p), p, names) for p in unmatched]
@@ -211,18 +208,22 @@ def _components_match(pattern: list[str], name: list[str]) -> bool:
     return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _components_match(pattern[1:], name[1:])
 
 
-def _unmatched(source: str, pattern: str, names: list[str]) -> str:
-    problem = f"{source}: matches no tagged value"
+def _problem(field: str, why: str) -> Problem:
+    return Problem(field, f"{field}: {why}")
+
+
+def _unmatched(source: str, pattern: str, names: list[str]) -> Problem:
+    why = "matches no tagged value"
     if not names:
-        return f"{problem}; the function tags nothing that the backward pass could use"
+        return _problem(source, f"{why}; the function tags nothing that the backward pass could use")
     near = nearest(pattern, [*names, *(n.rpartition("/")[2] for n in names)])
-    return f"{problem}; the tagged names are {', '.join(names)}{near}"
+    return _problem(source, f"{why}; the tagged names are {', '.join(names)}{near}")
 
 
-def _choice(field: str, value: object, allowed: Iterable[str]) -> list[str]:
+def _choice(field: str, value: object, allowed: Iterable[str]) -> list[Problem]:
     if isinstance(value, str) and value in allowed:
         return []
-    return [f"{field}: {short(value)} is not allowed; use {' or '.join(allowed)}{nearest(value, allowed)}"]
+    return [_problem(field, f"{short(value)} is not allowed; use {' or '.join(allowed)}{nearest(value, allowed)}")]
 
 
 def _pairs(residuals: Any) -> list[tuple[Any, Any]]:
@@ -238,18 +239,18 @@ def _last_of_each(pairs: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Decision
     return tuple(rules.items())
 
 
-def _residual_problems(residuals: Any) -> list[str]:
+def _residual_problems(residuals: Any) -> list[Problem]:
     is_pair = lambda p: isinstance(p, (tuple, list)) and len(p) == 2
     ordered = isinstance(residuals, Iterable) and not isinstance(residuals, (str, set, frozenset))
     if not ordered or not all(map(is_pair, _pairs(residuals))):
-        return [f"residuals: {short(residuals)} is not a mapping of patterns to {', '.join(_DECISIONS)}"]
+        return [_problem("residuals", f"{short(residuals)} is not a mapping of patterns to {', '.join(_DECISIONS)}")]
     problems = []
     for pattern, decision in _pairs(residuals):
         if why := _pattern_problem(pattern):
-            problems.append(f"residuals[{short(pattern)}]: {why}")
+            problems.append(_problem(f"residuals[{short(pattern)}]", why))
         if isinstance(decision, Mapping):
             advice = _unnested(pattern, decision)
-            problems.append(f"residuals[{short(pattern)}]: {short(decision)} is not a decision; {advice}")
+            problems.append(_problem(f"residuals[{short(pattern)}]", f"{short(decision)} is not a decision; {advice}"))
         else:
             problems += _choice(f"residuals[{short(pattern)}]", decision, _DECISIONS)
     return problems
@@ -260,12 +261,12 @@ def _unnested(pattern: Any, inside: Mapping[Any, Any]) -> str:
     return f"give each a line of its own, '{pattern}/{first}' for a scope's or '{pattern}.{first}' for a field's"
 
 
-def _module_problems(modules: Any) -> list[str]:
+def _module_problems(modules: Any) -> list[Problem]:
     if not isinstance(modules, (tuple, list)):
-        return [f"offload_modules: {short(modules)} is not a list of module names, such as ['moe_act']"]
+        return [_problem("offload_modules", f"{short(modules)} is not a list of module names, such as ['moe_act']")]
     unknown = [problem for module in modules for problem in _choice("offload_modules", module, MODULES)]
     twice = [module for module in MODULES if modules.count(module) > 1]
-    return unknown + [f"offload_modules: {module!r} is given more than once; once is enough" for module in twice]
+    return unknown + [_problem("offload_modules", f"{m!r} is given more than once; once is enough") for m in twice]
 
 
 def _pattern_problem(pattern: Any) -> str | None:
@@ -282,7 +283,7 @@ def _pattern_problem(pattern: Any) -> str | None:
     return None
 
 
-def _choice_problems(policy: Policy) -> list[str]:
+def _choice_problems(policy: Policy) -> list[Problem]:
     choices = {"default": _DECISIONS, "dots": _DECISIONS, "other_layers": ("save", "recompute")}
     choices |= {"on_host_full": ("error", "save")}
     return [
@@ -290,22 +291,19 @@ def _choice_problems(policy: Policy) -> list[str]:
     ]
 
 
-def _number_problems(policy: Policy) -> list[str]:
+def _number_problems(policy: Policy) -> list[Problem]:
     problems = []
     if _size(size := policy.min_offload_bytes) is None:
-        problems.append(
-            f"min_offload_bytes: {short(size)} is not a size; use a number of bytes >= 0 or a string such as '512KiB', "
-            f"'1MiB' or '2GB'{nearest(size, _spellings(size))}"
-        )
+        why = "is not a size; use a number of bytes >= 0 or a string such as '512KiB', '1MiB' or '2GB'"
+        problems.append(_problem("min_offload_bytes", f"{short(size)} {why}{nearest(size, _spellings(size))}"))
     if not _is_count(policy.resident_layers):
-        problems.append(f"resident_layers: {short(policy.resident_layers)} is not allowed; use a whole number >= 0")
+        why = "is not allowed; use a whole number >= 0"
+        problems.append(_problem("resident_layers", f"{short(policy.resident_layers)} {why}"))
     wanted = policy.offload_layers
     fraction = isinstance(wanted, float) and 0 <= wanted <= 1
     if not (wanted == "all" or _is_count(wanted) or fraction):
-        problems.append(
-            f"offload_layers: {short(wanted)} is not allowed; use all, a whole number >= 0 (layers) "
-            f"or a fraction from 0.0 to 1.0{nearest(wanted, ['all'])}"
-        )
+        why = "is not allowed; use all, a whole number >= 0 (layers) or a fraction from 0.0 to 1.0"
+        problems.append(_problem("offload_layers", f"{short(wanted)} {why}{nearest(wanted, ['all'])}"))
     return problems
 
 

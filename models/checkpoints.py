@@ -20,10 +20,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from jaxoffload import Problem
 from models.config import Config, flat
 from models.integrity import SUMS, damaged, read_sums, write_sums
 from models.processes import say
-from models.reading import ConfigError, blaming, one_line
+from models.reading import ConfigError, blaming, one_line, problem, wrong
 from models.step import State
 
 # With another value of these, the checkpoint would be of another model, which orbax could not restore, or its
@@ -68,7 +69,9 @@ class Damaged(ConfigError):
                 f"delete that folder to continue from the one before, of step {before}, or give "
                 "train.on_bad_checkpoint=previous, which goes on from there, or another train.out"
             )
-        super().__init__([f"train.out = '{out}': the checkpoint {_folder(out) / str(step)} {why}; {advice}"])
+        super().__init__(
+            [problem("train.out", f"'{out}'", f"the checkpoint {_folder(out) / str(step)} {why}; {advice}")]
+        )
 
 
 # ---- which to continue ----
@@ -117,12 +120,9 @@ def _last(out: Path, on_bad: str, read: Callable[[int], Saved]) -> tuple[Saved |
             bad.append(error)
     if bad:
         found = "; ".join(f"{error.step} {error.why}" for error in bad)
-        raise ConfigError(
-            [
-                f"train.on_bad_checkpoint = 'previous': none is left to go on from in {_folder(out)} ({found}); "
-                "give another train.out, or delete that folder to begin anew"
-            ]
-        )
+        why = f"none is left to go on from in {_folder(out)} ({found})"
+        advice = "give another train.out, or delete that folder to begin anew"
+        raise wrong("train.on_bad_checkpoint", "'previous'", f"{why}; {advice}")
     return None, []
 
 
@@ -212,16 +212,16 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def differences(config: Config, saved: Saved) -> dict[str, str]:
-    """{key: problem} of what must be as it was when the checkpoint was written."""
+def differences(config: Config, saved: Saved) -> list[Problem]:
+    """A problem for each value that must be what it was when the checkpoint was written, and is not."""
     fixed = lambda key: key in _FIXED or (key.startswith(_FIXED_SECTIONS) and key not in _FREE)
     before = flat(Config()) | saved.config  # what it does not say did not exist, and is as it is by default
-    return {
-        key: f"{key} = {value!r}: the checkpoint in {config.train.out}, of step {saved.step}, was written with "
-        f"{before[key]!r}; set it back, or train.out to another folder"
+    written = f"the checkpoint in {config.train.out}, of step {saved.step}, was written with"
+    return [
+        problem(key, repr(value), f"{written} {before[key]!r}; set it back, or train.out to another folder")
         for key, value in flat(config).items()
         if fixed(key) and value != before[key]
-    }
+    ]
 
 
 # ---- what is written ----

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from jaxoffload import Policy, PolicyError
+from jaxoffload import Policy, PolicyError, Problem
 from models.plain import shown
-from models.reading import ConfigError, Range, advice, known, override, read, short, typed
+from models.reading import ConfigError, Range, advice, known, override, problem, read, short, typed
 
 # JAX, XLA and optax count in int32. So every count and dimension is below 2**31, and so is the product of two fields
 # that make one dimension together (heads * head_dim, shared_experts * d_expert). The layers are walked one by one.
@@ -156,8 +156,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def parse(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """As `load`, but returns the problems, so that a caller can add its own; each line begins with its key.
+def parse(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[Problem]]:
+    """As `load`, but returns the problems, so that a caller can add its own.
 
     Where a value is wrong the config holds the default.
 
@@ -165,7 +165,7 @@ def parse(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list
       ConfigError: the file cannot be read.
     """
     if not _is_path(str(path)):
-        raise ConfigError([f"{str(path)!r}: {_NO_PATH}"])
+        raise ConfigError([Problem(str(path), f"{str(path)!r}: {_NO_PATH}")])
     path = Path(os.path.expanduser(path))
     tree, problems = read(path)
     for text in overrides:
@@ -182,32 +182,37 @@ def flat(config: Config) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
 
 
-def _parse(tree: dict[str, Any]) -> tuple[Config, list[str]]:
-    sections, problems = {}, {}
+def _parse(tree: dict[str, Any]) -> tuple[Config, list[Problem]]:
+    sections: dict[str, Any] = {}
+    problems: list[Problem] = []
     for name, value in tree.items():
         if name not in SECTIONS:
-            problems[name] = f"{shown(str(name))} = {short(value)}: no such section{advice(str(name), list(SECTIONS))}"
+            why = f"no such section{advice(str(name), list(SECTIONS))}"
+            problems.append(problem(shown(str(name)), short(value), why))
         elif not isinstance(value, dict | None):
-            problems[name] = f"{name} = {short(value)}: must be a mapping of keys to values"
+            problems.append(problem(name, short(value), "must be a mapping of keys to values"))
         else:
             sections[name], wrong = _section(name, value or {})
-            problems |= wrong
+            problems += wrong
     config = Config(**sections)
-    broken = [line for keys, holds, line in _relations(config) if not holds and problems.keys().isdisjoint(keys)]
-    return config, [*problems.values(), *broken]
+    wrong_keys = {problem.key for problem in problems}
+    broken = [
+        Problem(keys[0], line) for keys, holds, line in _relations(config) if not holds and wrong_keys.isdisjoint(keys)
+    ]
+    return config, problems + broken
 
 
-def _section(name: str, tree: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    """One section's dataclass, and {key: problem}."""
+def _section(name: str, tree: dict[str, Any]) -> tuple[Any, list[Problem]]:
+    """One section's dataclass, and what is wrong with it."""
     kind = SECTIONS[name]
     given, problems = known(name, tree, list(inspect.signature(kind).parameters))
     if kind is Policy:
         try:
             return Policy(**given), problems
         except PolicyError as error:
-            return Policy(), problems | {f"remat, problem {i}": f"remat.{p}" for i, p in enumerate(error.problems)}
+            return Policy(), problems + [problem.under(name) for problem in error.problems]
     values, wrong = typed(name, given, get_type_hints(kind, include_extras=True))
-    return kind(**values), problems | wrong
+    return kind(**values), problems + wrong
 
 
 # ---- what one field says about another ----
@@ -218,7 +223,7 @@ _OF_EXPERTS = (
     *("aux_loss", "z_loss", "balance_rate", "grouped", "quantize", "exchange", "capacity"),
 )
 
-# The keys that it reads, whether it holds, what to say if not.
+# The keys that it reads, the one to blame first; whether it holds; what to say if not.
 Relation = tuple[tuple[str, ...], bool, str]
 
 
@@ -279,7 +284,7 @@ def _relations(config: Config) -> Iterator[Relation]:
         f"model.attention = {model.attention!r}: must be xla where model.dtype = 'float32'; cuDNN takes bfloat16",
     )
     yield (
-        ("model.attention", "model.head_dim", "model.d_model", "model.heads"),
+        ("model.head_dim", "model.attention", "model.d_model", "model.heads"),
         model.attention == "xla" or model.d_head % 8 == 0,
         f"model.head_dim = {model.d_head}: must be a multiple of 8 with model.attention = {model.attention!r}",
     )
@@ -324,7 +329,7 @@ def _relations_of_processes(distributed: Distributed) -> Iterator[Relation]:
     )
     count, index = distributed.num_processes, distributed.process_id
     yield (
-        ("distributed.num_processes", "distributed.process_id"),
+        ("distributed.process_id", "distributed.num_processes"),
         count is None or index is None or index < count,
         f"distributed.process_id = {index}: must be below distributed.num_processes = {count}",
     )

@@ -21,7 +21,7 @@ import tokenizers
 from models.documents import files_of, read_documents
 from models.files import atomic, blake2b
 from models.integrity import is_intact
-from models.reading import ConfigError, blaming
+from models.reading import ConfigError, blaming, problem, wrong
 
 END_OF_TEXT = "<|endoftext|>"  # of the tokenizers trained here
 # Or as others call it: Llama 3, Llama 2 and Mistral, Gemma.
@@ -63,14 +63,14 @@ def load(
     Raises ValueError with the config's key, its value and what is allowed.
     """
     if not 0 < valid_fraction < 1:
-        raise ValueError(f"data.valid_fraction = {valid_fraction}: allowed is a number between 0 and 1")
+        raise wrong("data.valid_fraction", valid_fraction, "allowed is a number between 0 and 1")
     if tokenizer is None and vocab_size < 257:
-        raise ValueError(f"model.vocab_size = {vocab_size}: allowed is 257 (bytes and {END_OF_TEXT}) or more")
+        raise wrong("model.vocab_size", vocab_size, f"allowed is 257 (bytes and {END_OF_TEXT}) or more")
     files = files_of(path)
     given = [] if tokenizer is None else [Path(os.path.expanduser(tokenizer))]
     bpe = _open_tokenizer(given[0]) if given else None
     if bpe is not None and _ids(bpe) > vocab_size:
-        raise ValueError(f"model.vocab_size = {vocab_size}: allowed with {given[0]} is {_ids(bpe)}, its own, or more")
+        raise wrong("model.vocab_size", vocab_size, f"allowed with {given[0]} is {_ids(bpe)}, its own, or more")
     found = {"data.path": _digest(files), "data.tokenizer": _digest(given) if given else tokenizers.__version__}
     _refuse_changes(found, origin, {"data.path": path, "data.tokenizer": tokenizer})
     settings = repr((found, _FORMAT, tokenizers.__version__, text_field, valid_fraction, vocab_size))
@@ -84,10 +84,9 @@ def load(
             _write_tokens(train, valid, read_documents(files, text_field), bpe, valid_fraction)
     dataset = Dataset(np.load(train, mmap_mode="r"), np.load(valid, mmap_mode="r"), bpe, _ids(bpe), found)
     if not (len(dataset.train) and len(dataset.valid)):
-        raise ValueError(
-            f"data.valid_fraction = {valid_fraction}: data.path = {path!r} has no document to "
-            f"{'hold out' if len(dataset.train) else 'train on'}; allowed is what leaves some for both"
-        )
+        what = "hold out" if len(dataset.train) else "train on"
+        why = f"data.path = {path!r} has no document to {what}; allowed is what leaves some for both"
+        raise wrong("data.valid_fraction", valid_fraction, why)
     return dataset
 
 
@@ -109,22 +108,18 @@ def _digest(files: Iterable[Path]) -> str:
 def _refuse_changes(found: Mapping[str, str], origin: Mapping[str, str] | None, config: Mapping[str, object]) -> None:
     changed = [] if origin is None else [key for key in found if found[key] != origin.get(key)]
     if changed:
-        raise ConfigError(
-            [
-                f"{key} = {config[key]!r}: is not what it was when the run's checkpoint was written; "
-                "put that back, or set train.out to another folder"
-                for key in changed
-            ]
-        )
+        why = "is not what it was when the run's checkpoint was written"
+        why += "; put that back, or set train.out to another folder"
+        raise ConfigError([problem(key, repr(config[key]), why) for key in changed])
 
 
 def _open_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         bpe = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
-        raise ValueError(f"data.tokenizer = {path}: {error}; allowed is a tokenizer.json") from error
+        raise wrong("data.tokenizer", path, f"{error}; allowed is a tokenizer.json") from error
     if _end(bpe) is None:
-        raise ValueError(f"data.tokenizer = {path}: allowed is a tokenizer with one of the tokens {', '.join(_ENDS)}")
+        raise wrong("data.tokenizer", path, f"allowed is a tokenizer with one of the tokens {', '.join(_ENDS)}")
     # Some files ask for both, which would cut and fill up documents.
     bpe.no_truncation()
     bpe.no_padding()
@@ -292,13 +287,11 @@ def _rows(
 ) -> grain.IterDataset[np.ndarray]:
     """Puts the windows' numbers into `order` and batches, and reads this process's windows of each batch."""
     if batch_size % process_count:
-        raise ValueError(f"train.batch_size = {batch_size}: allowed are multiples of {process_count} processes")
+        raise wrong("train.batch_size", batch_size, f"allowed are multiples of {process_count} processes")
     count = windows(tokens, seq_len)
     if count < batch_size:
-        raise ValueError(
-            f"train.batch_size = {batch_size}: allowed is at most {count}, the windows of train.seq_len = "
-            f"{seq_len} in {len(tokens)} tokens"
-        )
+        why = f"allowed is at most {count}, the windows of train.seq_len = {seq_len} in {len(tokens)} tokens"
+        raise wrong("train.batch_size", batch_size, why)
 
     def read(numbers: np.ndarray) -> np.ndarray:
         mine = np.split(numbers, process_count)[process_index]

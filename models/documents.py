@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxoffload import Problem
 from jaxoffload._text import closest
-from models.reading import blaming
+from models.reading import ConfigError, blaming, wrong
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a pair, which no tokenizer takes
@@ -34,10 +35,10 @@ def files_of(path: str | Sequence[str]) -> list[Path]:
     allowed = f'allowed are "stdlib" and globs of {", ".join(_READERS)} files'
     if not (found and all(found.values())):
         empty = [pattern for pattern, files in found.items() if not files]
-        raise ValueError(f"data.path = {path!r}: {empty} matches no file; {allowed}")
+        raise wrong("data.path", repr(path), f"{empty} matches no file; {allowed}")
     for file in itertools.chain(*(files for pattern, files in found.items() if pattern != "stdlib")):
         if file.suffix not in _READERS:
-            raise ValueError(f"data.path = {path!r}: {file} has the suffix {file.suffix!r}; {allowed}")
+            raise wrong("data.path", repr(path), f"{file} has the suffix {file.suffix!r}; {allowed}")
     return sorted(set(itertools.chain(*found.values())))
 
 
@@ -65,7 +66,7 @@ def _read_txt(file: Path, text_field: str) -> Iterator[str]:
     try:
         yield file.read_bytes().decode()  # text mode would turn \r\n into \n
     except UnicodeDecodeError as error:
-        raise ValueError(f"data.path: {file} is not UTF-8 ({error}); allowed is UTF-8 text") from error
+        raise _faulty(f"{file} is not UTF-8 ({error}); allowed is UTF-8 text") from error
 
 
 def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
@@ -77,7 +78,7 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[str]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"data.path: {where} is no JSON ({error}); allowed is an object") from error
+                raise _faulty(f"{where} is not JSON ({error}); allowed is an object") from error
             yield _text(record, text_field, where)
 
 
@@ -89,12 +90,16 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str]:
     try:
         table = pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"data.path: {file} is no parquet ({error}); allowed is a table of rows") from error
+        raise _faulty(f"{file} is not Parquet ({error}); allowed is a table of rows") from error
     with table:
         _text(dict.fromkeys(table.schema_arrow.names, ""), text_field, str(file))
         batches = table.iter_batches(1024, columns=[text_field])
         for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
             yield _text(row, text_field, f"{file}, row {number}")
+
+
+def _faulty(why: str) -> ConfigError:
+    return ConfigError([Problem("data.path", f"data.path: {why}")])
 
 
 _READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
@@ -103,14 +108,12 @@ _READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 def _text(record: Any, field: str, where: str) -> str:
     """Returns record[field], or says what is wrong with it."""
     if not isinstance(record, dict):
-        raise ValueError(f"data.path: {where} is {record!r:.40}; allowed is an object")
+        raise _faulty(f"{where} is {record!r:.40}; allowed is an object")
     if field not in record:
         close = closest(field, record)
         near = f", the nearest is {close!r}" if close else ""
-        raise ValueError(
-            f"data.text_field = {field!r}: data.path has none in {where}; allowed are {list(record)}{near}"
-        )
+        raise wrong("data.text_field", repr(field), f"data.path has none in {where}; allowed are {list(record)}{near}")
     text = record[field]
     if not isinstance(text, str) or _SURROGATE.search(text):
-        raise ValueError(f"data.text_field = {field!r}: it is {text!r:.40} in {where}; allowed is Unicode text")
+        raise wrong("data.text_field", repr(field), f"it is {text!r:.40} in {where}; allowed is Unicode text")
     return text

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jaxoffload import Problem
 from models.config import Distributed
 from models.reading import ConfigError
 
@@ -31,7 +32,8 @@ def find(distributed: Distributed) -> tuple[Place | None, str | None]:
     tasks = {name: os.environ[name] for name in _COUNTS if name in os.environ}
     for name, count in tasks.items():
         if not count.isdecimal():
-            raise ConfigError([f"distributed: the environment's {name} = {count!r}: must be a number of processes"])
+            line = f"distributed: the environment's {name} = {count!r}: must be a number of processes"
+            raise ConfigError([Problem("distributed", line)])
     if all(int(count) < 2 for count in tasks.values()):
         return None, None
     return _launched(os.environ), f"distributed.coordinator = None, and {tasks}"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxoffload import Problem
 from jaxoffload._text import readable
 from models.config import Config
 from models.files import append, atomic
@@ -103,7 +104,8 @@ def read(path: Path) -> list[Record]:
             records.append(_record(line))
         except ValueError as error:
             if number < len(lines):
-                raise ConfigError([f"{path}:{number} is no record ({error}); delete that line to continue"]) from error
+                line = f"{path}:{number} is not a record ({error}); delete that line to continue"
+                raise ConfigError([Problem("train.out", line)]) from error
     return records
 
 

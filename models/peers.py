@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxoffload import Problem
 from models.reading import ConfigError
 from models.signals import tell
 
@@ -87,7 +88,7 @@ class Peers:
         while missing := [k for k in range(1, self.count) if k not in self.links]:
             if problem := waiting.told(f"{_processes(missing)} of {self.count}"):
                 self.send(refused=problem)
-                raise ConfigError([problem])
+                raise ConfigError([Problem("distributed", problem)])
             self.hear(_BEAT)
             self.links = {k: link for k, link in self.links.items() if not link.closed}
             self.send(missing=missing)
@@ -116,7 +117,7 @@ class Peers:
                 self.send(jaxoffload=1, process=self.index, of=self.count, who=me)
             self.hear(_BEAT)
             if "refused" in self.news:
-                raise ConfigError([str(self.news["refused"])])
+                raise ConfigError([Problem("distributed", str(self.news["refused"]))])
             if "go" in self.news:
                 return int(self.news["go"])
             if "missing" in self.news:
@@ -124,7 +125,7 @@ class Peers:
             if self.links[0].closed:
                 del self.links[0]
                 time.sleep(_BEAT / 4)
-        raise ConfigError([problem])
+        raise ConfigError([Problem("distributed", problem)])
 
     def greet(self, link: Link, hello: dict[str, Any]) -> None:
         """Takes one more process, or says why not."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from jaxoffload import Problem
+
 DEEPEST = 20  # mappings and lists inside one another; a config has three
 MOST = 10_000  # values, an alias counted as all that it stands for
 
@@ -24,8 +26,8 @@ class Unreadable:
         return self._written
 
 
-def load(text: str, prefix: str = "") -> tuple[Any, list[str]]:
-    """The value of a YAML document, None for an empty one; and a line for each duplicate key, named with the prefix.
+def load(text: str, prefix: str = "") -> tuple[Any, list[Problem]]:
+    """The value of a YAML document, None for an empty one; and a problem for each duplicate key, named with the prefix.
 
     Raises:
       Refused: the text is not YAML, or is more than a config may be.
@@ -101,7 +103,7 @@ _Loader.add_constructor(_INT, lambda loader, node: int(loader.construct_scalar(n
 _Loader.add_constructor(None, _Loader.unreadable)  # a tag that nothing reads, such as !ruby/object
 
 
-def _duplicates(node: yaml.Node | None, prefix: str) -> Iterator[str]:
+def _duplicates(node: yaml.Node | None, prefix: str) -> Iterator[Problem]:
     """YAML itself lets the last of two equal keys win, in silence."""
     if not isinstance(node, yaml.MappingNode):
         return
@@ -109,7 +111,8 @@ def _duplicates(node: yaml.Node | None, prefix: str) -> Iterator[str]:
     for key, value in node.value:
         name, line = f"{prefix}{_text(key)}", key.start_mark.line + 1
         if name in lines:
-            yield f"{name} = {_text(value)}: a duplicate key, on lines {lines[name]} and {line}; keep one of them"
+            why = f"a duplicate key, on lines {lines[name]} and {line}; keep one of them"
+            yield Problem(name, f"{name} = {_text(value)}: {why}")
         lines[name] = line
         yield from _duplicates(value, f"{name}.")
 

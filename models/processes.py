@@ -18,11 +18,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxoffload import Problem
 from models import signals
 from models.config import Config, Distributed, flat
 from models.launchers import Place, find
 from models.peers import Peers
-from models.reading import ConfigError, blaming, one_line
+from models.reading import ConfigError, blaming, one_line, problem, wrong
 from models.relay import relay
 from models.sharding import MESH_AXES
 
@@ -56,12 +57,9 @@ def join(distributed: Distributed, out: Path, steps: Callable[[Path], Sequence[i
     except ConfigError:
         raise
     except Exception as error:  # each launcher's detection in JAX raises what it meets, KeyError and IndexError too
-        raise ConfigError(
-            [
-                f"{what}: the processes cannot join ({type(error).__name__}: {one_line(error)[:200]}); must be "
-                "host:port of process 0, a free port there, with num_processes and process_id"
-            ]
-        ) from error
+        why = f"the processes cannot join ({type(error).__name__}: {one_line(error)[:200]})"
+        allowed = "must be host:port of process 0, a free port there, with num_processes and process_id"
+        raise ConfigError([Problem("distributed", f"{what}: {why}; {allowed}")]) from error
 
 
 def _meet(place: Place, distributed: Distributed, advice: Callable[[], str]) -> None:
@@ -140,7 +138,7 @@ def departing() -> Iterator[None]:
         os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
-def objections(config: Config, problems: Sequence[str], last: int | None) -> list[str]:
+def objections(config: Config, problems: Sequence[Problem], last: int | None) -> list[Problem]:
     """What the other processes have against this run: problems of their own, another config, or a folder in which the
     last checkpoint is of another step than `last`."""
     if jax.process_count() == 1:
@@ -149,18 +147,16 @@ def objections(config: Config, problems: Sequence[str], last: int | None) -> lis
     if problems:
         return []
     if counts.any():
-        return [f"distributed: process {int(np.flatnonzero(counts)[0])} cannot run; its own output says why"]
+        line = f"distributed: process {int(np.flatnonzero(counts)[0])} cannot run; its own output says why"
+        return [Problem("distributed", line)]
     # Of each process its own: where it is, and where it keeps what it can compute again.
     values = {k: v for k, v in flat(config).items() if not k.startswith("distributed.") and k != "data.cache_dir"}
-    differ = [
-        f"{key} = {values[key]!r} here: differs between the processes; must be the same" for key in differing(values)
-    ]
+    why = "differs between the processes; must be the same"
+    differ = [problem(key, f"{values[key]!r} here", why) for key in differing(values)]
     if not differ and differing({"step": last}):
         here = "none" if last is None else f"that of step {last}"
-        return [
-            f"train.out = {config.train.out!r}: its last checkpoint is {here} here, and another elsewhere; must be a "
-            "folder that all processes share"
-        ]
+        why = f"its last checkpoint is {here} here, and another elsewhere; must be a folder that all processes share"
+        return [problem("train.out", repr(config.train.out), why)]
     return differ
 
 
@@ -187,9 +183,8 @@ def locked(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigError(
-                    [f"train.out = '{folder}': another run writes there now; stop it, or give another folder"]
-                ) from None
+                why = "another run writes there now; stop it, or give another folder"
+                raise wrong("train.out", f"'{folder}'", why) from None
         yield
 
 

@@ -4,22 +4,35 @@ import contextlib
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from jaxoffload import Problem, UserError
 from jaxoffload._text import closest
 from models import plain
 from models.files import FULL, Unwritable
 from models.plain import shown
 
 
-class ConfigError(ValueError):
-    """A config that cannot run. `problems`: one line each, with the key, its value and what is allowed."""
+class ConfigError(UserError, ValueError):
+    """A config that cannot run. The message of each problem has the key, its value and what is allowed."""
 
-    def __init__(self, problems: Sequence[str]):
-        self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+
+def problem(key: str, value: object, why: str) -> Problem:
+    """A problem with the value of a key; `value` is printed as it is, so give its repr or `short` form."""
+    return Problem(key, f"{key} = {value}: {why}")
+
+
+def wrong(key: str, value: object, why: str) -> ConfigError:
+    """The error of one `problem`."""
+    return ConfigError([problem(key, value, why)])
+
+
+def blamed(problems: Iterable[Problem], *keys: str) -> bool:
+    """Whether one of the problems is about one of these keys, an entry of it, or the section that it is in."""
+    inside = lambda key, section: key == section or key.startswith((f"{section}.", f"{section}["))
+    return any(inside(p.key, key) or inside(key, p.key) for p in problems for key in keys)
 
 
 @contextlib.contextmanager
@@ -34,11 +47,11 @@ def blaming(key: str, value: Any, allowed: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             raise Unwritable(error.errno, error.strerror, error.filename or str(value)) from error
-        raise ConfigError([f"{key} = {value!r}: {one_line(error)}; must be {allowed}"]) from error
+        raise wrong(key, repr(value), f"{one_line(error)}; must be {allowed}") from error
 
 
 @contextlib.contextmanager
-def collecting(problems: list[str]) -> Iterator[None]:
+def collecting(problems: list[Problem]) -> Iterator[None]:
     """Adds a ConfigError's problems to the list, and goes on."""
     try:
         yield
@@ -68,8 +81,8 @@ class Range(NamedTuple):
 _LARGEST = 2**20  # bytes
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The mapping in a YAML file, and a line for each duplicate key.
+def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """The mapping in a YAML file, and a problem for each duplicate key.
 
     Raises:
       ConfigError: no such file, not YAML, not a mapping, or more than a config may be.
@@ -83,32 +96,37 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     except FileNotFoundError:
         others = [str(other) for other in sorted(path.parent.glob("*.yaml"))]
         instead = advice(str(path), others) if others else "; give a YAML file, such as configs/tiny.yaml"
-        raise ConfigError([f"{path}: no such file{instead}"]) from None
+        raise _unreadable(path, f"no such file{instead}") from None
     except plain.Refused as error:
-        raise ConfigError([f"{path}: {error}"]) from None
+        raise _unreadable(path, str(error)) from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with NUL
-        raise ConfigError([f"{shown(str(path), 4096)}: cannot be read ({error}); must be a YAML file"]) from None
+        raise _unreadable(shown(str(path), 4096), f"cannot be read ({error}); must be a YAML file") from None
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise ConfigError([f"{path} = {short(tree)}: must be a mapping of sections"])
+        raise wrong(str(path), short(tree), "must be a mapping of sections")
     return tree, duplicates
+
+
+def _unreadable(path: Path | str, why: str) -> ConfigError:
+    return ConfigError([Problem(str(path), f"{path}: {why}")])
 
 
 _OVERRIDE = re.compile(r"(?P<section>\w+)\.(?P<key>\w+)(\[(?P<entry>.+)\])?=(?P<value>.*)", re.DOTALL)
 
 
-def override(tree: dict[str, Any], text: str) -> list[str]:
-    """Puts one section.key=value, or section.key[entry]=value, into the tree; returns the problems."""
+def override(tree: dict[str, Any], text: str) -> list[Problem]:
+    """Put one section.key=value, or section.key[entry]=value, into the tree; return the problems."""
     match = _OVERRIDE.fullmatch(text)
     if match is None:
         entry = re.match(r"(\w+\.\w+)\.([^=]+)=", text)
         instead = f"; an entry of a mapping is {entry[1]}[{shown(entry[2])}]=value" if entry else ""
-        return [f"{shown(text)}: an override must be section.key=value, such as train.steps=10{instead}"]
+        why = f"an override must be section.key=value, such as train.steps=10{instead}"
+        return [Problem(shown(text), f"{shown(text)}: {why}")]
     section, key, entry, source = match.group("section", "key", "entry", "value")
     try:
         value, duplicates = plain.load(source, f"{section}.{key}.")
     except plain.Refused as error:
-        return [f"{section}.{key} = {shown(source)}: {error}"]
+        return [problem(f"{section}.{key}", shown(source), str(error))]
     if tree.get(section) is None:
         tree[section] = {}
     target = tree[section]
@@ -117,9 +135,10 @@ def override(tree: dict[str, Any], text: str) -> list[str]:
     if entry is not None:
         entries = target.get(key) or {}
         if not isinstance(entries, dict):
-            return [
+            line = (
                 f"{section}.{key}[{shown(entry)}] = {shown(source)}: {section}.{key} = {short(entries)} has no entries"
-            ]
+            )
+            return [Problem(f"{section}.{key}", line)]
         # Behind all others: of several matching patterns the last wins.
         value = {**{name: other for name, other in entries.items() if name != entry}, entry: value}
     target[key] = value
@@ -129,18 +148,18 @@ def override(tree: dict[str, Any], text: str) -> list[str]:
 # ---- a tree to dataclasses ----
 
 
-def known(section: str, tree: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The entries of a section whose names exist, and {key: problem} for the others."""
-    problems = {}
+def known(section: str, tree: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """The entries of a section whose names exist, and a problem for each other one."""
+    problems = []
     for name in [name for name in tree if name not in names]:
-        key = f"{section}.{shown(str(name))}"
-        problems[key] = f"{key} = {short(tree[name])}: no such key{advice(str(name), names, f'{section}.')}"
+        why = f"no such key{advice(str(name), names, f'{section}.')}"
+        problems.append(problem(f"{section}.{shown(str(name))}", short(tree[name]), why))
     return {name: value for name, value in tree.items() if name in names}, problems
 
 
-def typed(section: str, tree: Mapping[str, Any], hints: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a section that fit their fields' types, converted, and {key: problem} for the others."""
-    values, problems = {}, {}
+def typed(section: str, tree: Mapping[str, Any], hints: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The values of a section that fit their fields' types, converted, and a problem for each other one."""
+    values, problems = {}, []
     for name, value in tree.items():
         hint, converted = hints[name], _convert(value, hints[name])
         if converted is not _MISFIT:
@@ -148,7 +167,7 @@ def typed(section: str, tree: Mapping[str, Any], hints: Mapping[str, Any]) -> tu
             continue
         close = closest(value, _words(hint))
         near = f"; the nearest is {close}" if close else ""
-        problems[f"{section}.{name}"] = f"{section}.{name} = {short(value)}: must be {_describe(hint)}{near}"
+        problems.append(problem(f"{section}.{name}", short(value), f"must be {_describe(hint)}{near}"))
     return values, problems
 
 
@@ -196,7 +215,7 @@ def _describe(hint: Any) -> str:
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(hint, "null")
 
 
-# ---- sentences ----
+# ---- words of messages ----
 
 
 def advice(name: str, names: Sequence[str], prefix: str = "") -> str:

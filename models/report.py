@@ -12,9 +12,9 @@ import jax
 from jax.sharding import NamedSharding
 
 import jaxoffload
-from jaxoffload import PolicyError, Residual, Residuals, proof
+from jaxoffload import PolicyError, Problem, Residual, Residuals, UserError, proof
 from jaxoffload._text import readable
-from jaxoffload.grouped import chosen_backend
+from jaxoffload.grouped import GroupedMatmulError, chosen_backend
 from jaxoffload.proof import Room
 from models.config import Config, Mesh
 from models.moe import products
@@ -71,7 +71,7 @@ def that_fits(config: Config, mesh: AnyMesh) -> Config:
             if (layers := getattr(full, "layers", None)) is None:
                 raise
             less = f"offload_layers = {layers} instead of {config.remat.offload_layers}"
-            warnings.warn(f"remat: {full.args[0].partition(';')[0]}; {less} (on_host_full: save)", stacklevel=2)
+            warnings.warn(f"remat: {str(full).partition(';')[0]}; {less} (on_host_full: save)", stacklevel=2)
             return replace(config, remat=replace(config.remat, offload_layers=layers))
     return config
 
@@ -93,15 +93,13 @@ def _policy_errors() -> Iterator[None]:
     try:
         yield
     except PolicyError as error:
-        raise ConfigError([f"remat.{problem}" for problem in error.problems]) from error
+        raise ConfigError(problem.under("remat") for problem in error.problems) from error
     except (MemoryError, NotImplementedError) as error:
-        raise ConfigError([f"remat: {error}"]) from error
-    except (ValueError, ImportError) as error:
-        if hasattr(error, "problems"):  # of the pinned host pool
-            raise ConfigError(error.problems) from error
-        if "grouped_matmul" not in str(error):
-            raise
-        raise ConfigError([f"model.grouped: {error}"]) from error
+        raise ConfigError([Problem("remat", f"remat: {error}")]) from error
+    except GroupedMatmulError as error:
+        raise ConfigError([Problem("model.grouped", f"model.grouped: {error}")]) from error
+    except UserError as error:  # of the pinned host pool
+        raise ConfigError(error.problems) from error
 
 
 def model_line(config: Config, made: Program) -> str:

@@ -13,8 +13,9 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jaxoffload import Problem
 from models import config
-from models.reading import ConfigError
+from models.reading import ConfigError, wrong
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 _AUTO = (AxisType.Auto,) * len(MESH_AXES)
@@ -77,17 +78,12 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
     product = int(np.prod(shape))
     if product != len(devices):
         axes = " * ".join(f"mesh.{axis}" for axis in MESH_AXES)
-        raise ConfigError(
-            [
-                f"{axes} = {product}: must be {len(devices)}, the number of "
-                f"devices here ({devices[0].device_kind}); for instance mesh.fsdp={len(devices)}, the others 1"
-            ]
-        )
+        here = f"{len(devices)}, the number of devices here ({devices[0].device_kind})"
+        line = f"{axes} = {product}: must be {here}; for instance mesh.fsdp={len(devices)}, the others 1"
+        raise ConfigError([Problem("mesh", line)])
     local = len(devices) // len({device.process_index for device in devices})
     if sizes.tensor % local and local % sizes.tensor:
-        raise ConfigError(
-            [f"mesh.tensor = {sizes.tensor}: must divide, or be a multiple of, a process's {local} devices"]
-        )
+        raise wrong("mesh.tensor", sizes.tensor, f"must divide, or be a multiple of, a process's {local} devices")
     return jax.sharding.Mesh(np.asarray(devices).reshape(shape), MESH_AXES, _AUTO)
 
 

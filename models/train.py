@@ -23,14 +23,14 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 import jaxoffload
-from jaxoffload import proof
+from jaxoffload import Problem, proof
 from models import checkpoints, data, metrics, signals
 from models.config import Config, parse
 from models.failures import told
 from models.preflight import admitted, check_names
 from models.processes import departing, differing, greatest, say
 from models.profiling import Step, profiled
-from models.reading import ConfigError
+from models.reading import ConfigError, problem, wrong
 from models.report import compiled_memory, report, summary, that_fits
 from models.sharding import abstract_mesh, make_mesh, process_block
 from models.step import Program, State, learning_rate, program, shardings_of, traceable
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(report(config))
             return 0
     except ConfigError as error:
-        print("\n".join((f"{options.config} cannot run:", *error.problems)), file=sys.stderr)
+        print(f"{options.config} cannot run:\n{error}", file=sys.stderr)
         return 2
     except (Diverged, Refuted) as error:
         print(error, file=sys.stderr)
@@ -222,23 +222,16 @@ def open_source(config: Config, made: Program, origin: dict[str, str] | None) ->
         )
         batches = data.batches(corpus.train, seed=train.seed, **rows)
         if (held_out := data.windows(corpus.valid, train.seq_len)) < train.batch_size:
-            raise ValueError(
-                f"data.valid_fraction = {fraction}: holds out {held_out} windows of train.seq_len = {train.seq_len}; "
-                f"must hold out a batch, train.batch_size = {train.batch_size}: raise it, or add documents"
-            )
+            why = f"holds out {held_out} windows of train.seq_len = {train.seq_len}"
+            must = f"must hold out a batch, train.batch_size = {train.batch_size}: raise it, or add documents"
+            raise wrong("data.valid_fraction", fraction, f"{why}; {must}")
         validation = data.fixed_batches(corpus.valid, **rows)
-    except ConfigError:
-        raise
-    except (ValueError, ImportError) as error:
-        raise ConfigError([str(error)]) from error
+    except ImportError as error:  # pyarrow
+        raise ConfigError([Problem("data.path", str(error))]) from error
     settings = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
     if differ := differing(corpus.origin):
-        raise ConfigError(
-            [
-                f"{key} = {settings.get(key)!r} here: stands for other bytes in another process; must be the same files"
-                for key in differ
-            ]
-        )
+        why = "stands for other bytes in another process; must be the same files"
+        raise ConfigError([problem(key, f"{settings.get(key)!r} here", why) for key in differ])
     unigram = data.unigram_entropy(corpus.train, corpus.valid, vocab_size=corpus.vocab_size)
     say(
         f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; baselines: "

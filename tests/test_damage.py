@@ -54,7 +54,7 @@ def restored(out: Path, on_bad: str = "error") -> State:
 def refused(out: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         restored(out)
-    (line,) = caught.value.problems
+    ((_, line),) = caught.value.problems
     assert "\n" not in line
     return line
 
@@ -178,7 +178,7 @@ def test_where_none_is_left_nothing_is_moved(out):
     for find in (checkpoints.latest, checkpoints.verified):
         with pytest.raises(ConfigError) as caught:
             find(out, "previous")
-        (line,) = caught.value.problems
+        ((_, line),) = caught.value.problems
         assert line.startswith("train.on_bad_checkpoint = 'previous': none is left to go on from in ")
         assert "(4 is damaged: origin/metadata is not what was written; 2 is damaged: origin/metadata is" in line
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"2", "4"}

@@ -112,7 +112,7 @@ def test_empty_parquet(tmp_path):
     assert list(documents(f"{tmp_path}/no_rows.parquet")) == []
     (tmp_path / "no_bytes.parquet").touch()
     assert_error(
-        f"data.path: {tmp_path}/no_bytes.parquet is no parquet (...); allowed is a table of rows",
+        f"data.path: {tmp_path}/no_bytes.parquet is not Parquet (...); allowed is a table of rows",
         list,
         documents(f"{tmp_path}/no_bytes.parquet"),
     )
@@ -156,8 +156,8 @@ def test_path_errors(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{text: 1}", "data.path: FILE:2 is no JSON (...line 1 column 2...); allowed is an object"),
-        (b"\xff", "data.path: FILE:2 is no JSON (...); allowed is an object"),
+        ("{text: 1}", "data.path: FILE:2 is not JSON (...line 1 column 2...); allowed is an object"),
+        (b"\xff", "data.path: FILE:2 is not JSON (...); allowed is an object"),
         ('["text"]', "data.path: FILE:2 is ['text']; allowed is an object"),
         (
             '{"texts": "a", "id": 1}',

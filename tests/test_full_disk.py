@@ -190,7 +190,7 @@ def test_what_is_told_and_what_is_not(tmp_path):
 @pytest.mark.parametrize("value", ['"/tmp/a\\0b"', '"/tmp/\\ud800"'])
 def test_a_path_with_a_nul_or_a_lone_surrogate_is_refused(config, name, value):  # noqa: F811
     _, problems = parse(config, [f"{name}={value}"])
-    (line,) = problems
+    ((_, line),) = problems
     assert line.startswith(f"{name} = '/tmp/") and line.endswith(
         ": must be a path, which has no NUL and no lone surrogates"
     )

@@ -80,8 +80,8 @@ BAD_FIELDS = [
 def test_a_bad_field_is_named_with_its_value_and_what_is_allowed(fields, key_and_value, allowed, nearest):
     with pytest.raises(PolicyError) as error:
         Policy(**fields)
-    (problem,) = error.value.problems
-    assert problem.startswith(key_and_value) and allowed in problem
+    ((key, problem),) = error.value.problems
+    assert problem.startswith(f"{key}: ") and problem.startswith(key_and_value) and allowed in problem
     assert (f"the nearest is {nearest!r}" in problem) == (nearest is not None)
 
 

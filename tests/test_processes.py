@@ -170,7 +170,7 @@ def test_a_folder_that_the_processes_do_not_share_is_not_trained_in(monkeypatch)
     monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
     assert processes.objections(Config(), [], 20) == []
     said = "its last checkpoint is that of step 40 here, and another elsewhere; must be a folder that all processes sh"
-    (line,) = processes.objections(Config(), [], 40)
+    ((_, line),) = processes.objections(Config(), [], 40)
     assert said in line
 
 
@@ -189,7 +189,7 @@ def meeting(*visitors: tuple[int, int]) -> list[int | str]:
         try:
             found[k] = all_[k].visit("localhost", port, PATIENCE) if k else all_[k].host(server, PATIENCE)
         except ConfigError as error:
-            (found[k],) = error.problems
+            ((_, found[k]),) = error.problems
 
     threads = [threading.Thread(target=meet, args=(k,)) for k in range(len(all_))]
     with server, socket.create_connection(("localhost", port)) as stranger:

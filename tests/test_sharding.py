@@ -320,7 +320,7 @@ def test_matrices_decay_and_norms_do_not():
 def test_a_mesh_that_is_not_the_machine_is_a_config_error(sizes, devices, problem):
     with pytest.raises(ConfigError) as caught:
         make_mesh(sizes, jax.devices()[:devices])
-    assert problem in caught.value.problems[0]
+    assert problem in caught.value.problems[0].message
 
 
 def test_a_tensor_axis_across_parts_of_processes_is_a_config_error():

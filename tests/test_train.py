@@ -411,7 +411,7 @@ def test_processes_join_when_the_launcher_or_the_config_says_so(
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "and {'OMPI_COMM_WORLD_SIZE': '2'}: the processes cannot join (ValueError: "),
     ],
 )
-def test_a_damaged_launcher_is_a_sentence(config, tmp_path, environment, said):
+def test_a_damaged_launcher_is_one_line(config, tmp_path, environment, said):
     # In a process of its own, which has not used JAX yet.
     arguments = ["env", *(f"{name}={value}" for name, value in environment.items()), *command(config)]
     assert said in finish(spawn(arguments), code=2)
@@ -511,7 +511,7 @@ def test_where_transformer_engine_may_be_picked_it_is_imported_before_jax_starts
     assert seen == [imported, imported]
 
 
-def test_attention_of_a_transformer_engine_that_is_too_old_is_a_sentence(config, tmp_path, monkeypatch):
+def test_attention_of_a_transformer_engine_that_is_too_old_is_one_line(config, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(te, "too_old", lambda: "TransformerEngine 2.14.1 is too old; must be at least 2.15")
     wanted = load(config, ["model.attention=te", "model.dtype=bfloat16"])
@@ -595,7 +595,7 @@ def without_hashes(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["origin/metadata", "position/metadata", "state/_METADATA", "state/d/*"])
-def test_a_damaged_checkpoint_is_a_sentence(eight, config, tmp_path, monkeypatch, caplog, damaged):
+def test_a_damaged_checkpoint_is_one_line(eight, config, tmp_path, monkeypatch, caplog, damaged):
     out = until(16, eight, tmp_path / "out")
     without_hashes(out / "checkpoints" / "16")
     files = [*(out / "checkpoints" / "16").glob(damaged)]
@@ -609,7 +609,7 @@ def test_a_damaged_checkpoint_is_a_sentence(eight, config, tmp_path, monkeypatch
     with pytest.raises(ConfigError) as caught, checkpoints.open_manager(out) as manager:
         checkpoints.latest(out)
         checkpoints.restore(manager, out, 16, made.state)
-    (line,) = caught.value.problems
+    ((_, line),) = caught.value.problems
     assert line.startswith(f"train.out = '{out}': the checkpoint {out}/checkpoints/16 cannot be read (")
     assert line.endswith("; none is before it: give another train.out, or delete that folder to begin anew")
     time.sleep(0.5)  # of many reads one fails first: what comes of the others?
@@ -749,7 +749,7 @@ def test_a_line_cut_in_a_letter_is_dropped_and_a_damaged_one_before_is_named(tmp
     path.write_bytes(b'{"step": 1, "loss": 0.5}\n' + '{"step": 2, "note": "é'.encode()[:-1])
     assert metrics.read(path) == [{"step": 1, "loss": 0.5}]
     path.write_text('{"step": 1, "loss": 0.5}\n{"ste\n{"step": 3, "loss": 0.5}\n')
-    with pytest.raises(ConfigError, match=r"metrics.jsonl:2 is no record .*; delete that line to continue"):
+    with pytest.raises(ConfigError, match=r"metrics.jsonl:2 is not a record .*; delete that line to continue"):
         metrics.read(path)
 
 

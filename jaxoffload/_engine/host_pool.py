@@ -9,18 +9,16 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.extend.core import Jaxpr
 
-from .._errors import NOT_THE_USERS
+from .._errors import NOT_THE_USERS, Problem, UserError
 from .._text import GIB, readable
 from .refusals import refuse_ordered_effects, refuse_wrong_offload
 
 
-class HostPoolError(ValueError):
+class HostPoolError(UserError, ValueError):
     """The environment gives the pinned host pool a size that is not one."""
 
-    @property
-    def problems(self) -> tuple[str]:
-        """The message, in the form of `PolicyError.problems`."""
-        return (str(self),)
+    def __init__(self, why: str):
+        super().__init__([Problem(_POOL, f"{_POOL}: {why}")])
 
 
 def host_pool_bytes() -> int | None:
@@ -40,18 +38,18 @@ def host_pool_bytes() -> int | None:
         size = float(limit) * GIB
     except ValueError:
         size = math.nan
-    if not 0 < size < 2**63:  # in XLA a pool of 0 holds nothing, and a negative one is very large
-        raise HostPoolError(f"{_POOL}: {limit!r} is not a number of GiB above 0, such as 64")
+    if not 0 < size < 2**63:  # XLA's pool of 0 holds nothing, and one below 0 is taken for a very large one
+        raise HostPoolError(f"{limit!r} is not a number of GiB above 0, such as 64")
     if on_gpu and not re.fullmatch(r"\s*\d+\s*", limit):
-        # GetGpuHostAllocator in xla/pjrt/gpu/gpu_helpers.cc logs the error and takes the default.
-        raise HostPoolError(f"{_POOL}: {limit!r} is not a whole number of GiB, such as 64; XLA would ignore it")
+        # GetGpuHostAllocator in xla/pjrt/gpu/gpu_helpers.cc: the error is logged, and the default is taken.
+        raise HostPoolError(f"{limit!r} is not a whole number of GiB, such as 64; XLA would ignore it")
     return int(size)
 
 
 _POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
-class HostPoolFull(MemoryError):
+class HostPoolFull(UserError, MemoryError):
     """More would be offloaded than the pinned host pool holds.
 
     `layers`: how many layers of each scan could offload; None where offloading fewer does not help.
@@ -59,10 +57,8 @@ class HostPoolFull(MemoryError):
 
     def __init__(self, caller: str, need: str, layers: int | None, whole: bool = False, instead: str = ""):
         less = f" (offload_layers: {layers})" if layers is not None else ""
-        super().__init__(
-            f"{caller}: {need}; offload less{less}{instead}, or set a larger {_POOL} before JAX starts"
-            + (_CONSTRAIN if whole else "")
-        )
+        advice = f"offload less{less}{instead}, or set a larger {_POOL} before JAX starts{_CONSTRAIN if whole else ''}"
+        super().__init__([Problem(caller, f"{caller}: {need}; {advice}")])
         self.layers = layers
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, name_p
 
+from .._errors import Problem
 from .._megatron import MODULES
 from .._policy import VERDICT, Decision, Policy, PolicyError
 from .jax_rules import mend_jax_rules
@@ -148,14 +149,15 @@ def _rows(decided: list[_Decided], names: list[PlanName]) -> tuple[Row, ...]:
     return tuple(Row(d.labels, tuple(x.shape), str(x.dtype), nbytes(x), d.decision, d.reason, n) for d, x, n in parts)
 
 
-def _slot_conflicts(slots: list[list[Value]], decided: list[_Decided]) -> Iterator[str]:
+def _slot_conflicts(slots: list[list[Value]], decided: list[_Decided]) -> Iterator[Problem]:
     """Yield a problem for each result of a `cond` that is to be saved from one branch and offloaded from another."""
     at = {d.value: d for d in decided if not d.value.role}
     for slot in slots:
         by = {at[v].decision: f"{v.names[0].text!r} is {at[v].decision} by {at[v].reason!r}" for v in slot if v in at}
         if by.keys() >= {"save", "offload"}:
             each = f"{by['save']} and {by['offload']}"
-            yield f"residuals: names that share one result of a cond have different decisions: {each}; give them one"
+            why = f"names that share one result of a cond have different decisions: {each}; give them one"
+            yield Problem("residuals", f"residuals: {why}")
 
 
 ARGUMENT = "argument"
@@ -163,10 +165,10 @@ ARGUMENT = "argument"
 
 def _decide_each(
     labels: dict[Value, tuple[str, ...]], by_name: dict[str, list[Value]], policy: Policy, override: Override
-) -> tuple[list[_Decided], list[str]]:
+) -> tuple[list[_Decided], list[Problem]]:
     """Return the decision on each value, and what is wrong with the policy for the others."""
     decided: list[_Decided] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     for value, names in labels.items():
         try:
             decision, reason = _by_policy(value, names, policy)
@@ -199,7 +201,8 @@ def _by_policy(value: Value, labels: Sequence[str], policy: Policy) -> tuple[Dec
     matched = {text: hit for text, hit in hits.items() if hit}
     if len({decision for _, decision in matched.values()}) > 1:
         each = " and ".join(f"{t!r} is {d} by {policy.source(p)}" for t, (p, d) in matched.items())
-        raise PolicyError([f"residuals: one value has several names with different decisions: {each}; give them one"])
+        why = f"one value has several names with different decisions: {each}; give them one"
+        raise PolicyError([Problem("residuals", f"residuals: {why}")])
     if not matched:
         return policy.default, "default"
     pattern, decision = next(iter(matched.values()))

@@ -12,7 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._errors import Problem, UserError
 from ._tensor import GroupedTensor
+
+
+class GroupedMatmulError(UserError):
+    """`grouped_matmul` cannot do what it is asked; also a ValueError or an ImportError."""
+
+    def __init__(self, why: str):
+        super().__init__([Problem("grouped_matmul", f"grouped_matmul: {why}")])
+
+
+class ArgumentError(GroupedMatmulError, ValueError):
+    """An argument is wrong, or the backend cannot compute with arguments like these."""
+
+
+class BackendMissing(GroupedMatmulError, ImportError):
+    """The backend "te", and TransformerEngine cannot be imported or is too old."""
 
 
 class Shape(NamedTuple):

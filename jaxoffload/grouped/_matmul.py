@@ -14,7 +14,7 @@ from .._jax import as_array
 from .._tag import tag
 from .._text import array_type, nearest, short
 from . import te
-from ._backend import FP8, Backend, Shape, column_wise, in_groups, known, row_wise
+from ._backend import FP8, ArgumentError, Backend, Shape, column_wise, in_groups, known, row_wise
 from ._ragged_fp8 import E4M3, E5M2, RAGGED_FP8
 from .mosaic import MOSAIC
 from .ragged import RAGGED
@@ -71,7 +71,7 @@ def grouped_matmul(
     """
     matrices = w if isinstance(w, Sequence) else (w,)
     if not matrices:
-        raise ValueError("grouped_matmul: w: no matrices; give one (G, K, N), or several")
+        raise ArgumentError("w: no matrices; give one (G, K, N), or several")
     for one in matrices:
         _check_arguments(x, one, group_sizes, backend, quantize, full)
         _refuse(list(_explicitly_sharded(x=x, w=one, group_sizes=group_sizes)))
@@ -207,11 +207,11 @@ def _shape(x: Any, w: Any) -> Shape:
 def _backend(name: str, x: Any, w: Any, quantize: str | None) -> Backend | FP8:
     table: dict[str, Any] = _PLAIN if quantize is None else _FP8
     if name not in table:
-        raise ValueError(f"grouped_matmul: backend {name!r} has no FP8; allowed are {', '.join(map(repr, table))}")
+        raise ArgumentError(f"backend {name!r} has no FP8; allowed are {', '.join(map(repr, table))}")
     if why := table[name].refuses(_shape(x, w)):
-        raise ValueError(f"grouped_matmul: backend {name!r} cannot do this: {why}")
+        raise ArgumentError(f"backend {name!r} cannot do this: {why}")
     if name == "mosaic" and _gpu_generation() != 9:
-        raise ValueError(f"grouped_matmul: backend 'mosaic' has kernels for Hopper GPUs; this is {jax.devices()[0]}")
+        raise ArgumentError(f"backend 'mosaic' has kernels for Hopper GPUs; this is {jax.devices()[0]}")
     return table[name]
 
 
@@ -224,7 +224,7 @@ def _gpu_generation() -> int:
 
 def _check_arguments(x: Any, w: Any, group_sizes: Any, backend: str, quantize: str | None, full: bool) -> None:
     if not hasattr(group_sizes, "dtype"):
-        raise ValueError("grouped_matmul: group_sizes is no array; x, w and group_sizes must be")
+        raise ArgumentError("group_sizes is no array; x, w and group_sizes must be")
     wrong = _wrong_operands(x, w, quantize)
     if group_sizes.dtype != jnp.int32 or group_sizes.shape != w.shape[:1]:
         wrong.append(f"group_sizes: {array_type(group_sizes)}; w: {array_type(w)} needs int32{list(w.shape[:1])}")
@@ -240,7 +240,7 @@ def _check_arguments(x: Any, w: Any, group_sizes: Any, backend: str, quantize: s
 
 def _refuse(wrong: list[str]) -> None:
     if wrong:
-        raise ValueError(f"grouped_matmul: {'; '.join(wrong)}")
+        raise ArgumentError(f"{'; '.join(wrong)}")
 
 
 def _explicitly_sharded(**operands: Any) -> Iterator[str]:
@@ -273,15 +273,10 @@ def _check_values(group_sizes: Any, rows: int, multiple: int, full: bool) -> Non
     if (sizes := known(group_sizes)) is None:
         return
     if sizes.min(initial=0) < 0 or sizes.sum() > rows:
-        raise ValueError(
-            f"grouped_matmul: group_sizes: {sizes.tolist()}; none may be negative, nor the sum over {rows}"
-        )
+        raise ArgumentError(f"group_sizes: {sizes.tolist()}; none may be negative, nor the sum over {rows}")
     if full and sizes.sum() != rows:
-        raise ValueError(
-            f"grouped_matmul: full: True, but group_sizes: {sizes.tolist()} sum up to {sizes.sum()} of {rows} rows"
-        )
+        raise ArgumentError(f"full: True, but group_sizes: {sizes.tolist()} sum up to {sizes.sum()} of {rows} rows")
     if (sizes % multiple).any():
-        raise ValueError(
-            f"grouped_matmul: backend 'te' cannot do this: group_sizes: {sizes.tolist()}; "
-            f"FP8 needs multiples of {multiple}"
+        raise ArgumentError(
+            f"backend 'te' cannot do this: group_sizes: {sizes.tolist()}; FP8 needs multiples of {multiple}"
         )

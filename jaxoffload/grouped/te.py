@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._backend import FP8, Backend, Half, Shape, in_groups, known, unbatched
+from ._backend import FP8, Backend, BackendMissing, Half, Shape, in_groups, known, unbatched
 from ._ragged_fp8 import E4M3, E5M2, amax_of_groups
 from ._tensor import GroupedTensor
 
@@ -58,13 +58,13 @@ def load(module: str) -> types.ModuleType:
     """
     if why_not := too_old():
         extras = "as the extra jaxoffload[te] installs it, or with CUDA 13 jaxoffload[te-cuda13]"
-        raise ImportError(f"grouped_matmul: backend 'te': {why_not}, {extras}")
+        raise BackendMissing(f"backend 'te': {why_not}, {extras}")
     try:
         return importlib.import_module(f"transformer_engine.jax.{module}")
     except (ImportError, OSError, RuntimeError, AttributeError) as why:  # by what is missing
         said = str(why).partition("\n")[0]
-        raise ImportError(
-            f"grouped_matmul: backend 'te' needs TransformerEngine, which cannot be imported ({said}): "
+        raise BackendMissing(
+            f"backend 'te' needs TransformerEngine, which cannot be imported ({said}): "
             "install the extra jaxoffload[te], or with CUDA 13 jaxoffload[te-cuda13], as README says; or, where it is "
             "installed, import transformer_engine.jax before JAX's first computation"
         ) from why

@@ -42,8 +42,9 @@ def shared():
     import jax
 
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    # pytest says in PYTEST_CURRENT_TEST where it is.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    # pytest says where it is, and JAX, when it imports Mosaic, where CUDA is.
+    others = {"PYTEST_CURRENT_TEST", "MOSAIC_GPU_CUDA_ROOT"}
+    environment = {key: value for key, value in os.environ.items() if key not in others}
     return {
         "environment": environment,
         "folder": os.getcwd(),

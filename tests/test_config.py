@@ -275,7 +275,7 @@ def test_megatrons_modules_come_from_the_file_or_the_command_line(good):
     assert config.remat.rules == (("mlp_input", "offload"), ("fc1", "offload"))
     with pytest.raises(ConfigError) as error:
         check_patterns(load(good, ["remat.offload_modules=[router_fc1, mlp_norm]"]))
-    (line,) = error.value.problems
+    ((_, line),) = error.value.problems
     assert line.startswith("remat.offload_modules['router_fc1'] -> 'moe/fc1_input': matches no tagged value")
 
 

@@ -17,6 +17,8 @@ from jaxoffload.proof._verify import checks as _checks
 from jaxoffload.proof._verify.bits import differences, numbers
 from jaxoffload.proof._verify.rounding import LIMIT, furthest, rounding
 
+pytestmark = pytest.mark.slow
+
 # Layers; `make test-long` draws 300. Several are compiled together: compiling takes nearly all of the time.
 DRAWN = min(300, int(os.environ.get("EXAMPLES", 12)))
 TOGETHER = 6

@@ -40,6 +40,17 @@ def run(f, *args, **options):
     return [np.asarray(x) for x in jax.tree.leaves(out)]
 
 
+@contextlib.contextmanager
+def fast_compiles():
+    """Without most of XLA's optimizations, on a CPU: whole training steps compile for longer than they run."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
 def run_each(fs, *args):
     """`run` for several functions. CPU compiles them together, which takes less time; in one GPU program XLA's host
     offloader fails on several loops that differ in what they offload alone."""

@@ -127,6 +127,16 @@ def assert_stated(figure, *files):
     assert re.search(rf"(?<![\d.]){number}(?![\d.]*\d)", sections_naming(*files)), figure
 
 
+def test_each_row_with_a_mode_is_that_of_the_file_named_before_it():
+    """| ... (`ours_best`) | 823 ms | 37.1 GiB |"""
+    name = None
+    for file, mode, cells in re.findall(r"results/([\w.-]+)\.json|^\|[^|]*\(`(\w+)`\) *\|(.*)\|$", PAGES, re.M):
+        name = file or name
+        measured = mode and {mode: result(name)["modes"][mode]}
+        for cell in filter(None, map(str.strip, cells.split("|"))):
+            assert cell in steps_and_gib(mode)({"modes": measured}), (name, mode)
+
+
 @pytest.mark.claim("the-table")
 def test_the_table_of_step_times():
     assert dense.table(result("dense")) in PAGES

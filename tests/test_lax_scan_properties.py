@@ -93,7 +93,7 @@ from jax import lax
 
 from jaxoffload import scan, tag
 
-pytestmark = pytest.mark.claim("three-steps")
+pytestmark = [pytest.mark.slow, pytest.mark.claim("three-steps")]
 
 N = 5
 C, AS, D = normal(0, (4,)), normal(1, (N, 3)), normal(2, (2,))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from common import equations
 from flax import nnx
 
 import jaxoffload
@@ -117,14 +118,6 @@ def test_logits_exist_for_one_chunk_only():
     assert (1, 4, 4, TINY.vocab_size) in shapes  # parts of the batch, batch, chunk, vocabulary
     sizes = [math.prod(shape) for shape in shapes if TINY.d_model not in shape]
     assert max(sizes) == 4 * 4 * TINY.vocab_size
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for leaf in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(leaf, "eqns"):
-                yield from equations(leaf)
 
 
 def tiny_config(model: Model = TINY, residuals=None, **train) -> Config:

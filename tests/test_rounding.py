@@ -18,6 +18,8 @@ from jaxoffload.proof._verify import gradients as _gradients
 from jaxoffload.proof._verify.bits import differences, numbers
 from jaxoffload.proof._verify.rounding import LIMIT, furthest, rounding
 
+pytestmark = pytest.mark.slow
+
 # Layers; `make test-long` draws 300. Several are compiled together: compiling takes nearly all of the time.
 DRAWN = min(300, int(os.environ.get("EXAMPLES", 12)))
 TOGETHER = 6

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 import te_stand_in
-from common import finish, start, wait_for
+from common import fast_compiles, finish, start, wait_for
 from test_streams import steps_at, write_trace
 
 from jaxoffload._engine import loops as _loops
@@ -44,6 +44,13 @@ train:
   {{steps: 24, batch_size: 16, seq_len: 32, loss_chunk: 16, learning_rate: 1e-2, warmup_steps: 3,
     log_every: 1, eval_every: 8, eval_batches: 2, checkpoint_every: 8}}
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_fast():
+    """As conftest's, and for the whole file: its runs are compared with each other."""
+    with fast_compiles():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +153,7 @@ def command(config: Path, *overrides: str) -> list[str]:
 def spawn(arguments: list[str], devices: int = 1) -> subprocess.Popen:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.values["jax_disable_most_optimizations"])),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
     return start(arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

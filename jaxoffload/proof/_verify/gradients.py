@@ -36,7 +36,7 @@ def gradients(target: Target) -> Found:
 
 
 def _no_other_program(target: Target) -> str:
-    """Why there is no reference that is another program than the target; empty if there is one."""
+    """Why there is no other program to compare with; empty if there is one."""
     if not target.has_reference:
         return no_reference(target)
     if has_loops(target.reference_jaxpr):

@@ -26,14 +26,14 @@ def moves(target: Target) -> Found:
         return FAILS, f"on the device stay {'; '.join(stays)}"
     if not (count := len(target.host_transfers)):
         return HOLDS, "nothing goes to the host"
-    values = "the value that goes" if count == 1 else f"the {count} values that go"
     marked = sum(transfer.source.name is not None for transfer in target.host_transfers)
     if marked == count:
-        return HOLDS, f"{values} to the host {'is' if count == 1 else 'are'} marked offload"
-    others = "named by no plan, results of equations, or lived there before"
+        values = f"{count} values that go to the host are" if count > 1 else "value that goes to the host is"
+        return HOLDS, f"the {values} marked offload"
+    others = "have no plan's name, are results of equations, or lived there before"
     if not marked:
-        return HOLDS, f"{values} to the host: {others}"
-    return HOLDS, f"of {values} to the host {marked} are marked offload; {count - marked} {others}"
+        return HOLDS, f"the {count} value(s) that go to the host {others}"
+    return HOLDS, f"of the {count} values that go to the host {marked} are marked offload; {count - marked} {others}"
 
 
 def _stays(target: Target) -> Iterator[str]:

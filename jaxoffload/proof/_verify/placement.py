@@ -37,7 +37,7 @@ def _by_collectives(target: Target) -> tuple[list[str], str]:
         listed = ", ".join(f"{count} {kind} of {shape}" for (kind, shape), count in more.items())
         return [f"more collectives than the reference has: {listed}"], ""
     compared = f"arrays are in {ours.total()} collectives, the reference's in {reference.total()}"
-    return [], f"{compared}, of which host stacks read up to {padding} extra row(s)" if more else compared
+    return [], f"{compared}; stacks on the host read {padding} extra row(s)" if more else compared
 
 
 def _by_shards(target: Target) -> tuple[list[str], str]:

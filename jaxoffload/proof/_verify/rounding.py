@@ -1,4 +1,4 @@
-"""Tells a wrong result from a rounded one: how far results are apart, in units of the reference's own rounding error.
+"""Tell a wrong result from a rounded one: how far results are apart, in units of the reference's own rounding error.
 
 That error is measured. The reference runs again with each floating-point argument moved by one unit in the last place,
 up or down at random, and its results move with it: a program that adds and multiplies in another order may differ by

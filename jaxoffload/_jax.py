@@ -40,6 +40,7 @@ i32_attr = mlir.i32_attr  # an attribute of StableHLO; 0.4.30
 # --- Primitives by name. Those that JAX exports an object for stand here too, where a set needs them.
 
 SHARD_MAP, BARRIER, _RETYPED = "shard_map", "optimization_barrier", "jaxoffload_retyped"
+FORWARD = "jaxoffload_forward"  # the forward loops of `scan`
 MATMULS = {"dot_general", "ragged_dot_general"}
 # The result is the operand.
 IDENTITIES = {"name", "sharding_constraint"}

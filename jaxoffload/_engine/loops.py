@@ -23,7 +23,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax import Call, Results, Values, add_jaxvals, batch_jaxpr_axes, define, evaluate
+from .._jax import FORWARD, Call, Results, Values, add_jaxvals, batch_jaxpr_axes, define, evaluate
 from .derivative import cached, looks_for_nans
 from .layer import in_three, prevent_cse_barrier, without_paths
 from .memory import DEVICE, HOST
@@ -348,5 +348,5 @@ def _without_residuals(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Ja
     return inputs, eqn.replace(outvars=eqn.outvars[: loops.results], params={"call_jaxpr": traced, "loops": loops})
 
 
-forward_p, run_forward = _pass("jaxoffload_forward", _forward, _batch_forward, dce=_without_residuals)
+forward_p, run_forward = _pass(FORWARD, _forward, _batch_forward, dce=_without_residuals)
 backward_p, run_backward = _pass("jaxoffload_backward", _backward, _batch_backward)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import name_p
+from jax.extend.core.primitives import cond_p, name_p, scan_p
 
-from .._jax import BARRIER, CALLS, VIEWS
+from .._jax import BARRIER, CALLS, FORWARD, VIEWS
 from .memory import nbytes
 from .names import PlanName, read_plan_name
 from .values import keeps_all_bits
@@ -53,15 +53,15 @@ def source_of(jaxpr: Jaxpr, var: Any) -> Source:
     if name := _plan_name(eqn):
         return Source(name, "")
     index = eqn.outvars.index(var)
-    if eqn.primitive.name == "jaxoffload_forward":
+    if eqn.primitive.name == FORWARD:
         return eqn.params["loops"].source_of(index)
     inside = [(body, source_of(body, body.outvars[index])) for body in bodies(eqn)]
-    if eqn.primitive.name == "cond":
+    if eqn.primitive is cond_p:
         return _source_of_slot([source for _, source in inside])
     if not inside:
         return Source(None, f"output of {eqn.primitive.name}")
     body, source = inside[0]
-    return _source_of_scan(eqn, body, index, source) if eqn.primitive.name == "scan" else source
+    return _source_of_scan(eqn, body, index, source) if eqn.primitive is scan_p else source
 
 
 def _source_of_scan(scan: JaxprEqn, body: Jaxpr, index: int, inside: Source) -> Source:
@@ -103,7 +103,7 @@ def _operand(eqn: JaxprEqn, index: int, passes_on: PassesOn) -> Any:
     """Return the operand or earlier result of an equation that the result at `index` is too; None if there is none."""
     if passes_on(eqn) and not _plan_name(eqn):
         return eqn.invars[index if eqn.primitive.name == BARRIER else 0]
-    through = _through_scan if eqn.primitive.name == "scan" else _through_call if eqn.primitive.name in CALLS else None
+    through = _through_scan if eqn.primitive is scan_p else _through_call if eqn.primitive.name in CALLS else None
     return through(eqn, bodies(eqn)[0], index, passes_on) if through else None
 
 

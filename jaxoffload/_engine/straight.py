@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core.primitives import device_put_p, sharding_constraint_p
 from jax.sharding import AxisType, NamedSharding
 
 from .._jax import OPENED, PASSING, SHARD_MAP
@@ -125,7 +126,7 @@ class _Opening:
 
     def results_of(self, eqn: JaxprEqn, operands: list[Array | None], scope: str) -> list[Array | None]:
         name = eqn.primitive.name
-        if name == "sharding_constraint" and operands[0]:
+        if eqn.primitive is sharding_constraint_p and operands[0]:
             operands[0].constrain(eqn.params["sharding"])
         open_it = name in OPENED or eqn.primitive in self.opened_too
         if open_it and len(body := nested(eqn)) == 1 and len(body[0].invars) == len(operands):
@@ -137,7 +138,7 @@ class _Opening:
         if (name in PASSING or keeps_all_bits(eqn)) and operands and operands[0]:
             return operands[: len(eqn.outvars)]
         results = [self.new(v) for v in eqn.outvars]
-        if name == "device_put":
+        if eqn.primitive is device_put_p:
             for result, operand in zip(results, operands, strict=True):
                 result.moved = operand
         self.steps.append(Step(eqn, operands, results, scope))

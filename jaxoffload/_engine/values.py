@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
-from jax.extend.core.primitives import cond_p, name_p
+from jax.extend.core.primitives import cond_p, name_p, reduce_precision_p
 
 from .._jax import CALLS, IDENTITIES, KERNELS, SLICING, SORTING
 from .names import Name, PlanName, read_names, read_plan_name
@@ -133,7 +133,7 @@ class _Search:
 
 def keeps_all_bits(eqn: JaxprEqn) -> bool:
     """Whether a `reduce_precision` changes nothing, as JAX's behind residuals (https://github.com/jax-ml/jax/pull/22244)."""
-    if eqn.primitive.name != "reduce_precision":
+    if eqn.primitive is not reduce_precision_p:
         return False
     aval: Any = eqn.invars[0].aval
     info = jnp.finfo(aval.dtype)

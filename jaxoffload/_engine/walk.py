@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core.primitives import cond_p, scan_p
 
 from .._jax import CALLS, SHARD_MAP, partial_eval_rules
 
@@ -88,9 +89,9 @@ def operands_of(eqn: JaxprEqn, body: Jaxpr) -> Sequence[Any]:
     """Return the outer variable that each input of `body` is, or is a row of; None for an input without one."""
     if eqn.primitive.name in CALLS or eqn.primitive.name == SHARD_MAP:
         return eqn.invars
-    if eqn.primitive.name == "cond":
+    if eqn.primitive is cond_p:
         return eqn.invars[1:]
-    if eqn.primitive.name == "scan":
+    if eqn.primitive is scan_p:
         return [None if carried else v for v, carried in zip(eqn.invars, _carried(eqn, body), strict=True)]
     return [None] * len(body.invars)
 

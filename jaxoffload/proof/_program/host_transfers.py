@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import name_p
+from jax.extend.core.primitives import device_put_p, name_p
 
 from ..._engine.loops import backward_p, forward_p
 from ..._engine.memory import on_host
@@ -76,7 +76,7 @@ def _made(scope: Scope, eqn: JaxprEqn, index: int) -> HostTransfer | None:
     aval = eqn.outvars[index].aval
     if eqn.primitive is forward_p:
         return HostTransfer(eqn.params["loops"].source_of(index), aval)
-    if eqn.primitive.name == "device_put":
+    if eqn.primitive is device_put_p:
         taken = eqn.invars[index]
         source, name = scope.source(taken)
         return None if on_host(taken.aval) else HostTransfer(source, aval, name)

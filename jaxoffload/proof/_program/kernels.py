@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core.primitives import dot_general_p, while_p
 
 from ..._engine.walk import nested, walk
 from ..._jax import ATTENTION, MATMULS, MOSAIC, TE_GROUPED_GEMM
@@ -52,7 +53,7 @@ def traced(jaxpr: Jaxpr) -> Kernels | None:
     counts, flops = Counter[str](), 0.0
     for site in walk(jaxpr, lambda eqn: () if kind_of(eqn) else nested(eqn)):
         if kind := kind_of(site.eqn):
-            if any(eqn.primitive.name == "while" for eqn in site.enclosing):
+            if any(eqn.primitive is while_p for eqn in site.enclosing):
                 return None
             counts[kind] += site.runs
             flops += site.runs * flops_of(site.eqn) if kind == MATMUL else 0.0
@@ -80,7 +81,7 @@ def _kind(name: str, of_equations: bool) -> str | None:
 
 def flops_of(eqn: JaxprEqn) -> float:
     """The FLOPs of a matmul; NaN for a grouped GEMM: some kernels multiply every row by every group's matrix."""
-    if eqn.primitive.name != "dot_general":
+    if eqn.primitive is not dot_general_p:
         return math.nan
     (contracted, _), _ = eqn.params["dimension_numbers"]
     first: Any = eqn.invars[0].aval

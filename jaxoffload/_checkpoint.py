@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from ._engine.checkpointed import bind
-from ._engine.refs import by_jax, takes_refs
+from ._engine.checkpoint_primitive import bind
+from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.refusals import refuse_remat3
 from ._policy import Policy, check_arguments
 

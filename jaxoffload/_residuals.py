@@ -20,13 +20,13 @@ from jax.ref import AbstractRef
 
 from ._chain import chain_p
 from ._checkpoint import checkpoint
-from ._engine.checkpointed import checkpoint_p
+from ._engine.checkpoint_primitive import checkpoint_p
+from ._engine.copying_loops import backward_p, forward_p, where_twice
 from ._engine.derivative import full_plan
-from ._engine.host_pool import host_pool_bytes, whole_program
 from ._engine.layer import Body, plan_of
-from ._engine.loops import backward_p, forward_p, where_twice
 from ._engine.memory import nbytes, on_host
 from ._engine.plan import ARGUMENT, Plan, Row, make_plan
+from ._engine.pool_limit import host_pool_bytes, whole_program
 from ._engine.pool_need import need_of, refuse_what_does_not_fit
 from ._engine.reruns import reruns
 from ._engine.source import Source, source_of

@@ -2,8 +2,8 @@
 
 `lax.scan` traces the body, with its checks, promotions and errors. Its equation is then replaced by one of ours, which
 does the same until it is differentiated. The JVP rule linearises the body (`_engine/layer.py`), decides which layers
-offload, and leaves two equations: the forward loop (`_engine/loops.py`), which also keeps the residuals, and a linear
-map of tangents whose transpose is the backward loop.
+offload, and leaves two equations: the forward loop (`_engine/copying_loops.py`), which also keeps the residuals, and a
+linear map of tangents whose transpose is the backward loop.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, new_jaxpr_eqn
 
 from . import _jax
-from ._engine.checkpointed import bind
+from ._engine.checkpoint_primitive import bind
+from ._engine.copying_loops import Loops, run_backward, run_forward
 from ._engine.derivative import cached
-from ._engine.host_pool import admitted
 from ._engine.layer import Body, linearize, perturbed_carry
-from ._engine.loops import Loops, run_backward, run_forward
+from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.plan import Override
+from ._engine.pool_limit import admitted
 from ._engine.reference import is_reference, most_layers
-from ._engine.refs import by_jax, takes_refs
 from ._engine.refusals import refuse_remat3
 from ._engine.segments import Span, segment_of, spans
 from ._engine.transpose_only import with_tangents

@@ -26,8 +26,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from jaxoffload import Policy, _compiler_options, chain, checkpoint, profile, residuals, scan, tag
 from jaxoffload.__main__ import main, progress
+from jaxoffload._engine import copying_loops as _loops
 from jaxoffload._engine import layer as _layer
-from jaxoffload._engine import loops as _loops
 from jaxoffload._engine import plan as _plan
 from jaxoffload._engine import transpose_only
 from jaxoffload._engine.memory import DEVICE, HOST, on_host

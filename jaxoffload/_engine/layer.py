@@ -15,12 +15,12 @@ from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
 
 from .._jax import UndefinedPrimal, backward_pass, instantiate_zeros, partial_eval_jaxpr_nounits
 from .._policy import VERDICT, Policy
+from .branch_slots import is_residual_of, separate_slots
 from .derivative import cached, derivative, plan_of_jvp
+from .device_bytes import straight
 from .names import PlanName
 from .plan import Override, Plan
-from .slots import is_residual_of, separate_slots
 from .source import Source, follow, is_its_operand, source_of
-from .straight import straight
 
 # What happens to a residual between the passes. An "operand" (a constant, or a slice of xs) is read again; one that is
 # the same in every layer is kept "once"; any other goes to the "host" or stays on the "device".

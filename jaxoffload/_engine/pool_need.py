@@ -1,6 +1,6 @@
 """Whether the pinned host pool holds what a program's scans, chains and checkpoints offload together.
 
-Apart from `host_pool`, because it reads the loops that `scan` and `chain` make after they asked `host_pool`.
+Apart from `pool_limit`, because it reads the loops that `scan` and `chain` make after they asked `pool_limit`.
 """
 
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from jax.extend.core import Jaxpr
 
 from .._text import readable
-from .host_pool import HostPoolFull, auto_axes, host_pool_bytes
+from .copying_loops import Segment, backward_p, forward_p
+from .device_bytes import Array, Step, Straight, straight
 from .layer import host_share
-from .loops import Segment, backward_p, forward_p
 from .memory import on_host
-from .straight import Array, Step, Straight, straight
+from .pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from .walk import nested
 
 

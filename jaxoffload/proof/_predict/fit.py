@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr
 
-from ..._engine.loops import Loops, Segment, backward_p, forward_p
+from ..._engine.copying_loops import Loops, Segment, backward_p, forward_p
 from ..._engine.memory import nbytes
 from ..._engine.walk import nested, walk
 from ..._text import readable

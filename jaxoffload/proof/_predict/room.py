@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core.primitives import cond_p, device_put_p, while_p
 
-from ..._engine.loops import backward_p, forward_p
+from ..._engine.copying_loops import backward_p, forward_p
+from ..._engine.device_bytes import Array, Division, Step, Straight, division, straight
 from ..._engine.memory import on_host
-from ..._engine.straight import Array, Division, Step, Straight, division, straight
 from ..._engine.walk import nested, operands_of
 from ..._jax import LOOPS, NOT_IN_PLACE, SAME, UNFUSED
 from .._program.kernels import is_attention
@@ -42,8 +42,8 @@ class Room(NamedTuple):
 def room(f: Callable[..., Any], *args: Any, one_kernel: Collection[str] = ()) -> Room:
     """Estimate what the loops of a step need. Nothing runs.
 
-    How auto mesh axes divide values is assumed as in `_engine/straight.py`; a value of an argument's shape is divided
-    like the argument, and taken for its gradient where a loop carries it.
+    How auto mesh axes divide values is assumed as in `_engine/device_bytes.py`. A value of an argument's shape is
+    divided like the argument, and taken for its gradient where a loop carries it.
 
     Args:
       f: a training step; a loss is not differentiated here, so that its forward pass counts.

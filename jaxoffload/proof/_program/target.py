@@ -12,8 +12,8 @@ from jax.extend.core.primitives import remat_p
 
 from ..._checkpoint import checkpoint
 from ..._compiler_options import compiler_options
+from ..._engine.copying_loops import backward_p, forward_p, where_twice
 from ..._engine.layer import plan_of
-from ..._engine.loops import backward_p, forward_p, where_twice
 from ..._engine.reference import as_reference, with_layers
 from ..._engine.walk import walk
 from ..._policy import Policy

@@ -13,12 +13,12 @@ from .. import _jax
 from .._jax import Results, Values
 from .._policy import Policy
 from .derivative import cached, derivative, plan_of_jvp
-from .host_pool import admitted
+from .device_bytes import straight
 from .memory import on_host
 from .plan import Override, Plan
+from .pool_limit import admitted
 from .reference import REASON, is_reference
 from .refusals import refuse_remat3
-from .straight import straight
 
 
 def bind(jaxpr: Jaxpr, args: Sequence[Any], **params: Any) -> list[Any]:

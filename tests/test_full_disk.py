@@ -204,10 +204,10 @@ def test_so_is_that_of_the_config(path, capsys):
 
 
 def test_an_empty_cache_dir_is_refused(config):  # noqa: F811
-    assert parse(config, ["data.cache_dir="])[1] == [
+    assert [problem.message for problem in parse(config, ["data.cache_dir="])[1]] == [
         "data.cache_dir = None: must be a string",
     ]
-    (line,) = parse(config, ["data.cache_dir=''"])[1]
+    ((_, line),) = parse(config, ["data.cache_dir=''"])[1]
     assert line.startswith("data.cache_dir = '': must be a folder; it is ~/.cache/jaxoffload by default, and . is the")
 
 
@@ -281,5 +281,5 @@ def test_without_jit_nothing_is_trained(config, tmp_path, capsys, arguments):  #
     with jax.disable_jit():
         assert train.main([str(config), *SMALL, f"train.out={tmp_path}/out", *arguments]) == 2
     _, line = capsys.readouterr().err.splitlines()
-    assert line == "JAX_DISABLE_JIT = True: residuals are offloaded in compiled programs alone; must be unset"
+    assert line == "JAX_DISABLE_JIT = True: only compiled programs offload residuals; must be unset"
     assert not (tmp_path / "out").exists()

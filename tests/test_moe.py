@@ -375,7 +375,7 @@ def test_lookup_by_hand():
 
 
 def as_jax_documents_it(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """`lax.ragged_all_to_all`, which XLA has for GPUs alone."""
+    """`lax.ragged_all_to_all`, which XLA has for GPUs only."""
     everybody = (operand, input_offsets, send_sizes, output_offsets)
     everybody = [lax.all_gather(x, axis_name) for x in everybody]
     place, me = jnp.arange(len(output)), lax.axis_index(axis_name)

@@ -453,7 +453,7 @@ def test_a_damaged_launcher_is_one_line(config, tmp_path, environment, said):
         ),
         (
             ["model.experts=4", "model.d_expert=64", "model.exchange=ragged", "mesh.expert=2", "mesh.tensor=1"],
-            "model.exchange = 'ragged': XLA has it on NVIDIA GPUs alone; must be padded here",
+            "model.exchange = 'ragged': XLA has it on NVIDIA GPUs only; must be padded here",
         ),
         (["data.path=/nowhere/*.txt"], "data.path = '/nowhere/*.txt': "),
         (["data.path=[/nowhere/*.txt, stdlib]"], "data.path = ('/nowhere/*.txt', 'stdlib'): "),
@@ -507,7 +507,7 @@ def test_where_transformer_engine_may_be_picked_it_is_imported_before_jax_starts
         monkeypatch.delitem(sys.modules, name)
     seen = []
     for check in ("check_names", "make_mesh"):  # what starts JAX
-        monkeypatch.setattr(preflight, check, lambda *_: seen.append("transformer_engine.jax" in sys.modules))
+        monkeypatch.setattr(preflight, check, lambda *_: seen.append("transformer_engine.jax" in sys.modules) or "mesh")
     monkeypatch.setattr(preflight, "_check_attention", lambda config: None)
     monkeypatch.setattr(preflight, "_check_products", lambda config: None)
     try:
@@ -559,8 +559,8 @@ def test_a_checkpoint_of_another_model_or_other_data_is_named():
     def changed(section: str, **values) -> set[str]:
         now = dataclasses.replace(then, **{section: dataclasses.replace(getattr(then, section), **values)})
         found = checkpoints.differences(now, saved)
-        assert all(line.startswith(f"{key} = {flat(now)[key]!r}: the checkpoint in") for key, line in found.items())
-        return set(found)
+        assert all(line.startswith(f"{key} = {flat(now)[key]!r}: the checkpoint in") for key, line in found)
+        return {key for key, _ in found}
 
     assert changed("model", layers=7, d_ff=7) == {"model.layers", "model.d_ff"}
     assert changed("model", heads=2) == {"model.heads", "model.head_dim"}  # of d_model / heads
@@ -576,7 +576,7 @@ def test_a_checkpoint_of_another_model_or_other_data_is_named():
     assert changed("model", grouped="te", capacity=2.0, aux_loss=0.1, z_loss=0.1) == set()
     # What a checkpoint does not say was not there when it was written.
     before = {key: value for key, value in flat(then).items() if "expert" not in key}
-    assert checkpoints.differences(then, checkpoints.Saved(16, before, {})) == {}
+    assert checkpoints.differences(then, checkpoints.Saved(16, before, {})) == []
 
 
 @pytest.mark.claim("refuses-to")

@@ -507,7 +507,7 @@ def test_a_branchs_value_that_takes_the_place_of_a_saved_one_is_a_fault(loss, mo
     planted = lambda x, w: loss(x, w)
     found = verify(planted, X, weights(LAYERS))
     assert [c.claim for c in found if c.verdict == "fails"] == ["moves"], found
-    assert "on the device stay u, which is marked offload (u; in the place of v)" in found["moves"].said
+    assert "on the device stay u, which is marked offload (u; in the place of v)" in found["moves"].detail
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jaxoffload.grouped import _matmul, te
 from models.attention import rope, rotations
 from models.config import Config, Mesh, Model, Train, load
 from models.reading import ConfigError
-from models.report import device_bytes, products_line, report, summary, that_fits
+from models.report import backend_line, device_bytes, report, summary, that_fits
 from models.sharding import abstract_mesh
 from models.step import program, traceable
 from models.train import main
@@ -444,9 +444,9 @@ def test_a_product_that_cannot_run_here_is_a_line_about_the_config():
 @pytest.mark.parametrize(
     "overrides, line",
     [
-        (["model.grouped=auto"], "grouped products: ragged (auto)"),
-        (["model.grouped=auto", "model.quantize=fp8"], "grouped products: ragged (auto)"),
-        ([], "grouped products: ragged"),
+        (["model.grouped=auto"], "grouped GEMMs: ragged (auto)"),
+        (["model.grouped=auto", "model.quantize=fp8"], "grouped GEMMs: ragged (auto)"),
+        ([], "grouped GEMMs: ragged"),
         (["model.grouped=te"], "(model.grouped = 'te' was traced as ragged: no CUDA here.)"),
     ],
 )
@@ -479,7 +479,7 @@ def test_who_multiplies_on_a_hopper_gpu(monkeypatch, gpus_of_a_process, override
     monkeypatch.setattr(te, "sizes_stay", lambda dtype: sizes_stay)
     monkeypatch.setattr(te, "_cublas", lambda: te.V2_CUBLAS)
     config = load(CONFIGS / "mixtral-8x7b.yaml", ["mesh.fsdp=1", "mesh.expert=8", "mesh.tensor=1", *overrides])
-    assert products_line(config) == [f"grouped products: {line}"]
+    assert backend_line(config) == [f"grouped GEMMs: {line}"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""What a backend of `grouped_matmul` is: three products and what it cannot do, for plain and for FP8 operands.
+"""The interface of a `grouped_matmul` backend: three grouped GEMMs and what it refuses, for plain and FP8 operands.
 
-Shapes: x (M, K), w (G, K, N), dy (M, N), group_sizes (G,) int32. What a backend writes to rows past `sum(group_sizes)`
-does not matter: `grouped_matmul` sets them to zero.
+Shapes: x (M, K), w (G, K, N), dy (M, N), group_sizes (G,) int32. A backend may write anything to the rows past
+`sum(group_sizes)`: `grouped_matmul` sets them to zero.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class BackendMissing(GroupedMatmulError, ImportError):
 
 
 class Shape(NamedTuple):
-    """Of one product: (M, K) rows times (G, K, N), on a mesh of so many devices, as far as one is known."""
+    """The sizes of one grouped GEMM, (M, K) rows times (G, K, N), and of the mesh, as far as it is known."""
 
     M: int
     K: int
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     devices: int
 
     def not_a_multiple(self, of: int, *names: str) -> str | None:
-        """What is wrong with the first of these dimensions that is no multiple of `of`."""
+        """What is wrong with the first of these dimensions that is not a multiple of `of`."""
         wrong = (
             f"{name} = {getattr(self, name)} is not a multiple of {of}" for name in names if getattr(self, name) % of
         )
@@ -49,12 +49,15 @@ class Shape(NamedTuple):
 
 
 class Backend(NamedTuple):
-    """Attributes:
-    name: what `backend=` calls it.
-    refuses: why it cannot do a product of this shape, None if it can.
-    forward: (x, w, group_sizes) -> (M, N); dx: (dy, w, group_sizes) -> (M, K);
-    dw: (x, dy, group_sizes) -> (G, K, N), zero for an empty group. All of x's dtype, accumulated in float32.
-    dw_full: dw where the sizes sum up to M, if that is less to do.
+    """The grouped GEMMs of plain operands; results have x's dtype and are accumulated in float32.
+
+    Attributes:
+      name: the name in `backend=`.
+      refuses: why the backend cannot compute a GEMM of this shape; None if it can.
+      forward: (x, w, group_sizes) -> (M, N).
+      dx: (dy, w, group_sizes) -> (M, K).
+      dw: (x, dy, group_sizes) -> (G, K, N), zero for an empty group.
+      dw_full: a cheaper dw for sizes that sum to M, if there is one.
     """
 
     name: str
@@ -66,7 +69,7 @@ class Backend(NamedTuple):
 
 
 class Half(NamedTuple):
-    """Of a quantised `GroupedTensor` the row-wise or the column-wise copy: all that one GEMM reads of it."""
+    """The row-wise or the column-wise copy in a quantised `GroupedTensor`: all that one GEMM reads of it."""
 
     data: Any  # (M, K) or (K, M) float8
     scale_inv: Any  # (G,) float32
@@ -82,13 +85,13 @@ def column_wise(x: GroupedTensor) -> Half:
 
 
 class FP8(NamedTuple):
-    """The same three products of quantised operands: row-wise ones for `forward` and `dx`, column-wise ones for `dw`.
+    """The same grouped GEMMs of quantised operands: row-wise copies for `forward` and `dx`, column-wise ones for `dw`.
     The last argument is the result's dtype.
 
     Attributes:
-      quantize: (x, group_sizes, float8 dtype) -> a `GroupedTensor` of both copies. Its group sizes may count the rows
-        past all groups, which are zeros, to the last one.
-      weights: w -> what `forward` needs of it, what `dx` needs.
+      quantize: (x, group_sizes, float8 dtype) -> a `GroupedTensor` with both copies. Its last group may include the
+        rows past all groups, which are zero.
+      weights: w -> the copy that `forward` reads, the copy that `dx` reads.
     """
 
     name: str
@@ -101,20 +104,20 @@ class FP8(NamedTuple):
 
 
 def known(group_sizes: Any) -> np.ndarray | None:
-    """Their values; None in a trace, and where some are another process's."""
+    """The values of the group sizes; None in a trace, or if another process holds some of them."""
     if isinstance(group_sizes, jax.core.Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
         return None
     return np.asarray(group_sizes)
 
 
 def in_groups(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """The rows (M, N), with zeros past `sum(group_sizes)`, whatever was there."""
+    """The rows (M, N), with zeros past `sum(group_sizes)`."""
     numbers = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0)
     return jnp.where(numbers < jnp.sum(group_sizes), rows, jnp.zeros((), rows.dtype))
 
 
 def batched_alike(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`f` under vmap with all operands batched, on one leading axis: of others `lax.ragged_dot` has no batch."""
+    """`f`, which vmap calls with every operand batched on one leading axis: `lax.ragged_dot` batches nothing else."""
     alike, many = jax.custom_batching.custom_vmap(f), jax.custom_batching.custom_vmap(jax.vmap(f))
 
     def whole(size: int, in_batched: Any, args: Any) -> list[jax.Array]:
@@ -133,7 +136,7 @@ def batched_alike(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def unbatched(name: str, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`f` with a sentence instead of what its kernel says under vmap."""
+    """`f`, with an error under vmap that names the backend instead of what its kernel would raise."""
     guarded = jax.custom_batching.custom_vmap(f)
 
     @guarded.def_vmap

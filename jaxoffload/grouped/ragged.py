@@ -14,7 +14,7 @@ _OVER_ROWS = lax.RaggedDotDimensionNumbers(
 
 
 def refuses(shape: Shape) -> None:
-    """It can do all."""
+    """Refuse nothing."""
 
 
 @batched_alike

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from ._engine.jax_patches import is_float8, keep_float8_bits
 from ._engine.names import KEEP, scope_prefix
 
 _NAME = re.compile(r"[A-Za-z0-9_\-]+([./][A-Za-z0-9_\-]+)*")
@@ -48,6 +49,8 @@ def tag[T](x: T, name: str, *, keep: bool = False) -> T:
 
     def named(path: tuple[Any, ...], leaf: Any) -> Any:
         whole = full + _field(name, path)
+        if is_float8(getattr(leaf, "dtype", np.float32)):
+            keep_float8_bits()
         try:
             return checkpoint_name(leaf, whole + (KEEP if keep else ""))
         except TypeError as why:

@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,17 @@ def rotations(seq_len: int, head_dim: int, theta: float) -> tuple[jax.Array, jax
 
 
 def rope(x_BxSxNxH: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the pair (i, i + H/2) of each head by position * frequency i, in float32 (Su et al., 2021)."""
+    """Rotate the pair (i, i + H/2) of each head by position * frequency i, in float32 (Su et al., 2021)."""
     cos, sin = (part[None, :, None, :] for part in rotation)
     first, second = jnp.split(x_BxSxNxH.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BxSxNxH.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BxSxNxH.dtype)
 
 
 class Attention(nnx.Module):
     """Residuals: attn/norm, attn/q, attn/k, attn/v, attn/context, attn/out.
 
-    q and k are named after RoPE: that is what attention's backward pass reads, and RoPE's own reads neither.
+    q and k are named after RoPE: attention's backward pass reads them there, and RoPE's own reads neither.
     """
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
@@ -47,17 +47,17 @@ class Attention(nnx.Module):
         self.config = config
 
     def __call__(self, x_BxSxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-        product = lambda spec, x, weight: jnp.einsum(spec, x, weight.astype(x.dtype))
+        matmul = lambda spec, x, weight: jnp.einsum(spec, x, weight.astype(x.dtype))
         with scope("attn"):
             norm_BxSxD = tag(self.norm(x_BxSxD), "norm")
-            q_BxSxNxH = constrain(product("BSD,DNH->BSNH", norm_BxSxD, self.q_DxNxH), "attn/q")
-            k_BxSxKxH = constrain(product("BSD,DKH->BSKH", norm_BxSxD, self.k_DxKxH), "attn/k")
+            q_BxSxNxH = constrain(matmul("BSD,DNH->BSNH", norm_BxSxD, self.q_DxNxH), "attn/q")
+            k_BxSxKxH = constrain(matmul("BSD,DKH->BSKH", norm_BxSxD, self.k_DxKxH), "attn/k")
             if self.config.qk_norm:
                 q_BxSxNxH = rms_norm(q_BxSxNxH, self.q_norm_H[None, None, None], self.config.norm_eps)
                 k_BxSxKxH = rms_norm(k_BxSxKxH, self.k_norm_H[None, None, None], self.config.norm_eps)
             q_BxSxNxH = constrain(tag(rope(q_BxSxNxH, rotation), "q"), "attn/q")
             k_BxSxKxH = constrain(tag(rope(k_BxSxKxH, rotation), "k"), "attn/k")
-            v_BxSxKxH = constrain(tag(product("BSD,DKH->BSKH", norm_BxSxD, self.v_DxKxH), "v"), "attn/v")
+            v_BxSxKxH = constrain(tag(matmul("BSD,DKH->BSKH", norm_BxSxD, self.v_DxKxH), "v"), "attn/v")
             if self.config.attention == "te":
                 context_BxSxNxH = transformer_engine(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
             else:
@@ -67,47 +67,27 @@ class Attention(nnx.Module):
                     )
                 context_BxSxNxH = tag(context_BxSxNxH, "context")
             context_BxSxNxH = constrain(context_BxSxNxH, "attn/context")
-            out_BxSxD = tag(product("BSNH,NHD->BSD", context_BxSxNxH, self.out_NxHxD), "out")
+            out_BxSxD = tag(matmul("BSNH,NHD->BSD", context_BxSxNxH, self.out_NxHxD), "out")
             return constrain(out_BxSxD, "attn/out")
 
 
 def transformer_engine(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array) -> jax.Array:
-    """TransformerEngine's fused attention. It names its own residuals: the output is attn/context.0, the softmax
-    statistics attn/context.1, the state of the random numbers that nobody asks for attn/context.2.
+    """TransformerEngine's fused attention. It names its residuals itself: the output is attn/context.0, the softmax
+    statistics attn/context.1, the state of the random number generator, which nothing uses, attn/context.2.
 
     Raises:
-      ImportError: it, or a CUDA library that it needs, is not there.
+      ImportError: TransformerEngine or a CUDA library that it needs is missing.
     """
-    te = importlib.import_module("transformer_engine.jax.attention")
-    _no_axis_for(importlib.import_module("transformer_engine.jax.sharding"))
-
-    def of_a_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        lengths_B = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
-        return te.fused_attn(
-            (q, k, v),
-            bias=None,
-            sequence_descriptor=te.SequenceDescriptor.from_seqlens((lengths_B, lengths_B)),
-            seed=None,
-            attn_bias_type=te.AttnBiasType.NO_BIAS,
-            attn_mask_type=te.AttnMaskType.CAUSAL_MASK,
-            qkv_layout=te.QKVLayout.BSHD_BSHD_BSHD,
-            softmax_type=te.AttnSoftmaxType.VANILLA_SOFTMAX,
-            scaling_factor=q.shape[-1] ** -0.5,
-            dropout_probability=0.0,
-            is_training=True,
-            context_checkpoint_name="attn/context",
-        )
-
+    importlib.import_module("transformer_engine.jax.attention")
     if jax.sharding.get_abstract_mesh().empty:
-        return of_a_device(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
+        return _undivided(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
     specs = {name: RULES.spec(*VALUES[f"attn/{name}"]) for name in ("q", "k", "v", "context")}
-    # TransformerEngine also remembers empty arrays (no bias, no offsets), and of the gradient of a shard_map that does,
-    # XLA:GPU ends in a segmentation fault on two devices or more (jaxlib 0.11.2, Shardy's canonicalizer): so they are
-    # made again.
+    # TransformerEngine also keeps empty arrays (no bias, no offsets). XLA:GPU crashes on the gradient of a shard_map
+    # that returns some, on two devices or more (jaxlib 0.11.2, Shardy's canonicalizer), so they are recomputed.
     named = jax.checkpoint_policies.save_only_these_names("attn/context")
-    # Each device has whole sequences and heads. Kernels do not say over which axes their results vary.
+    # Each device has whole sequences and heads. Kernels do not tell over which axes their results vary.
     mapped = jax.shard_map(
-        jax.checkpoint(of_a_device, policy=named, prevent_cse=False),
+        jax.checkpoint(_undivided, policy=named, prevent_cse=False),
         in_specs=(specs["q"], specs["k"], specs["v"]),
         out_specs=specs["context"],
         check_vma=False,
@@ -115,16 +95,51 @@ def transformer_engine(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: ja
     return mapped(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
 
 
-_TOLD = contextlib.ExitStack()
+@jax.custom_vjp
+def _undivided(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """`_fused` in TransformerEngine's context, which names the mesh axes to divide by. TransformerEngine asks for it
+    again when it traces the derivative, after this has returned, so each rule opens the context for itself."""
+    with _no_axis():
+        return _fused(q, k, v)
 
 
-def _no_axis_for(sharding: ModuleType) -> None:
-    """Under a mesh TransformerEngine must be told by which of its axes to divide, forward and backward: by none here.
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    with _no_axis():
+        return jax.vjp(_fused, q, k, v)
 
-    Who has told it already is left alone. It offers a context manager; this one stays open, for the backward pass is
-    traced after `transformer_engine` has returned.
-    """
+
+def _backward(vjp: Any, cotangent: jax.Array) -> Any:
+    with _no_axis():
+        return vjp(cotangent)
+
+
+_undivided.defvjp(_forward, _backward)
+
+
+def _fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    te = importlib.import_module("transformer_engine.jax.attention")
+    lengths_B = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
+    return te.fused_attn(
+        (q, k, v),
+        bias=None,
+        sequence_descriptor=te.SequenceDescriptor.from_seqlens((lengths_B, lengths_B)),
+        seed=None,
+        attn_bias_type=te.AttnBiasType.NO_BIAS,
+        attn_mask_type=te.AttnMaskType.CAUSAL_MASK,
+        qkv_layout=te.QKVLayout.BSHD_BSHD_BSHD,
+        softmax_type=te.AttnSoftmaxType.VANILLA_SOFTMAX,
+        scaling_factor=q.shape[-1] ** -0.5,
+        dropout_probability=0.0,
+        is_training=True,
+        context_checkpoint_name="attn/context",
+    )
+
+
+def _no_axis() -> contextlib.AbstractContextManager[Any]:
+    """TransformerEngine's context, to divide by no mesh axis. One that the caller has opened stays as it is."""
+    sharding = importlib.import_module("transformer_engine.jax.sharding")
     try:
         sharding.global_mesh_resource()
-    except AssertionError:  # nobody has
-        _TOLD.enter_context(sharding.global_shard_guard(sharding.MeshResource()))
+    except AssertionError:  # no context is open
+        return sharding.global_shard_guard(sharding.MeshResource())
+    return contextlib.nullcontext()

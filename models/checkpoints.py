@@ -53,7 +53,7 @@ class Saved(NamedTuple):
 
     step: int
     config: dict[str, Any]  # as `flat` gives it
-    data: dict[str, str]  # `origin` of its Dataset
+    data: dict[str, str]  # the fingerprint of its Dataset
 
 
 class Damaged(ConfigError):

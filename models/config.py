@@ -52,8 +52,8 @@ class Model:
     aux_loss: Weight = 0.0  # weight of the load-balancing loss
     z_loss: Weight = 0.0  # weight of the mean of logsumexp(router logits)^2
     balance_rate: Weight = 0.0  # a step of each expert's bias, which balances without a loss
-    grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # who multiplies: see jaxoffload.grouped_matmul
-    quantize: Literal["fp8"] | None = None  # the experts' products, with a scale for each expert
+    grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # backend of jaxoffload.grouped_matmul
+    quantize: Literal["fp8"] | None = None  # the experts' grouped GEMMs, with a scale per expert
     exchange: Literal["padded", "ragged"] = "padded"  # what goes to experts' devices: buffers, or on GPUs rows alone
     capacity: Positive | None = None  # rows to an expert's device, in even shares; more are dropped. None: no limit
     rope_theta: Positive = 10000.0  # base of RoPE's wavelengths

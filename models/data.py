@@ -39,7 +39,7 @@ class Dataset(NamedTuple):
     valid: np.ndarray  # (tokens,) of the same dtype
     tokenizer: tokenizers.Tokenizer
     vocab_size: int  # all ids are below it; little text trains fewer tokens than were asked for
-    origin: dict[str, str]  # a hash of what each of data.path and data.tokenizer stands for
+    fingerprint: dict[str, str]  # the hash of the files behind data.path and data.tokenizer
 
 
 def load(
@@ -50,17 +50,17 @@ def load(
     vocab_size: int,
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
-    origin: Mapping[str, str] | None = None,
+    fingerprint: Mapping[str, str] | None = None,
 ) -> Dataset:
-    """Returns the tokens of the documents in `path` (see `documents`), computed once.
+    """Returns the tokens of the documents in `path` (see `files_of`), computed once.
 
     `tokenizer` is a tokenizer.json with at most `vocab_size` tokens; None trains one with at most so many. About
     `valid_fraction` of the documents are held out, by their hash. All is kept in `cache_dir` under a hash of
     what it depends on, the documents' bytes included. Processes that fill a cache together write equal files.
     Each file there is read once and compared with its hash before it is used; the documents, which are larger, are
     read for theirs anyway. A damaged file is made again, and a line says so.
-    `origin` is that of an earlier Dataset; another one is an error, before anything is computed.
-    Raises ValueError with the config's key, its value and what is allowed.
+    `fingerprint` is that of an earlier Dataset; if it differs, an error is raised before anything is computed.
+    Raises ConfigError with the config's key, its value and what is allowed.
     """
     if not 0 < valid_fraction < 1:
         raise wrong("data.valid_fraction", valid_fraction, "allowed is a number between 0 and 1")
@@ -72,7 +72,7 @@ def load(
     if bpe is not None and _ids(bpe) > vocab_size:
         raise wrong("model.vocab_size", vocab_size, f"allowed with {given[0]} is {_ids(bpe)}, its own, or more")
     found = {"data.path": _digest(files), "data.tokenizer": _digest(given) if given else tokenizers.__version__}
-    _refuse_changes(found, origin, {"data.path": path, "data.tokenizer": tokenizer})
+    _refuse_changes(found, fingerprint, {"data.path": path, "data.tokenizer": tokenizer})
     settings = repr((found, _FORMAT, tokenizers.__version__, text_field, valid_fraction, vocab_size))
     folder = Path(cache_dir).expanduser() / hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
     train, valid = folder / "train.npy", folder / "valid.npy"
@@ -105,8 +105,8 @@ def _digest(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _refuse_changes(found: Mapping[str, str], origin: Mapping[str, str] | None, config: Mapping[str, object]) -> None:
-    changed = [] if origin is None else [key for key in found if found[key] != origin.get(key)]
+def _refuse_changes(found: Mapping[str, str], before: Mapping[str, str] | None, config: Mapping[str, object]) -> None:
+    changed = [] if before is None else [key for key in found if found[key] != before.get(key)]
     if changed:
         why = "is not what it was when the run's checkpoint was written"
         why += "; put that back, or set train.out to another folder"

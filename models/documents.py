@@ -19,18 +19,16 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a pair, which no tokenizer takes
 
 
-def documents(path: str | Sequence[str] = "stdlib", text_field: str = "text") -> Iterator[str]:
-    """Returns the documents of `path` that are not empty, in the order of the files' names.
-
-    `path` is "stdlib", the running Python's own library without its tests, or a glob (`**` too) of .txt
-    (a file is a document), .jsonl (a line is one, its field `text_field`) and .parquet (a row, its column
-    `text_field`) files, or several of these. Raises ValueError, for faulty files when they are read.
-    """
-    return read_documents(files_of(path), text_field)
-
-
 def files_of(path: str | Sequence[str]) -> list[Path]:
-    """The files that `path` names, sorted; ValueError for a glob that matches none, or another suffix."""
+    """The files that `path` names, sorted.
+
+    `path` is "stdlib", the running Python's own library without its tests, or a glob (`**` too) of .txt files (each a
+    document), .jsonl (each line is one, in its field `text_field`) and .parquet files (each row, in its column
+    `text_field`), or several of these.
+
+    Raises:
+      ConfigError: a glob matches no file, or one with another suffix.
+    """
     found = {pattern: _match(pattern) for pattern in ([path] if isinstance(path, str) else path)}
     allowed = f'allowed are "stdlib" and globs of {", ".join(_READERS)} files'
     if not (found and all(found.values())):
@@ -51,7 +49,12 @@ def _match(pattern: str) -> list[Path]:
 
 
 def read_documents(files: Iterable[Path], text_field: str) -> Iterator[str]:
-    """The documents of these files that are not empty."""
+    """The documents in these files that are not empty, in the order of the files.
+
+    Raises:
+      ConfigError: a file cannot be read or has another format; raised when it is reached.
+      ImportError: a .parquet file, and pyarrow is missing.
+    """
     for file in files:
         with blaming("data.path", str(file), "a file that can be read"):
             yield from filter(None, _READERS.get(file.suffix, _read_source)(file, text_field))
@@ -106,7 +109,7 @@ _READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
 def _text(record: Any, field: str, where: str) -> str:
-    """Returns record[field], or says what is wrong with it."""
+    """The text in a record's field; a ConfigError names the place if there is none."""
     if not isinstance(record, dict):
         raise _faulty(f"{where} is {record!r:.40}; allowed is an object")
     if field not in record:

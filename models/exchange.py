@@ -42,38 +42,65 @@ def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
     return math.ceil(Fraction(str(capacity)) * rows / parts)  # a float's product is rounded, and may be a row more
 
 
-def plan(
-    sizes_E: jax.Array, rows: int, parts: int, room: int, axis: str, align: int = 1, ragged: bool = False
-) -> tuple[Exchange, jax.Array]:
-    """The exchange of rows sorted by expert, and how many are dropped: where one device is to get more than `room`, of
-    each of its experts the same share, the last rows. Where they arrive, each expert's rows are as many as a multiple
-    of `align`. Tagged `routing`, in the scope that is open."""
+class Route(NamedTuple):
+    """What every device knows of an exchange before the rows are: how many go where at most, and how."""
+
+    rows: int  # R: rows of each device
+    parts: int  # P: devices
+    room: int  # C: rows that one device can send to another
+    axis: str  # of the mesh, along which they are sent
+    align: int = 1  # each expert's rows arrive as a multiple of this
+    ragged: bool = False  # rows travel alone, not in whole buffers
+
+
+def make_exchange(sizes_E: jax.Array, route: Route) -> tuple[Exchange, jax.Array]:
+    """The exchange of rows sorted by expert, and the number of rows dropped.
+
+    Where one device would get more than `room` rows, each of its experts keeps the same share and loses its last rows.
+    The exchange is tagged `routing` in the open scope.
+    """
+    rows, parts, room, axis, align, ragged = route
     sizes_PxL, first_PxL = (x_E.reshape(parts, -1) for x_E in (sizes_E, starts(sizes_E)))
     fits_PxL = _that_fit(sizes_PxL, room)
-    total = functools.partial(jnp.sum, dtype=jnp.int32)  # whose dtype would be wider under jax_enable_x64
-    first_P, whole_P = first_PxL[:, 0], total(fits_PxL, axis=1)
-    buffer_P = room * jnp.arange(parts, dtype=jnp.int32)
-    size = parts * room
+    first_P, whole_P = first_PxL[:, 0], _total(fits_PxL, axis=1)
     arrived_PxL = lax.all_to_all(fits_PxL, axis, 0, 0)  # from each device, for each expert here
-    # Blocks of one device's rows for one expert: by device where they arrive, by expert where they are computed.
-    begin_PxL = buffer_P[:, None] + jnp.cumsum(arrived_PxL, axis=1) - arrived_PxL
-    sizes_L = aligned(total(arrived_PxL, axis=0), align)
-    target_PxL = starts(sizes_L)[None] + jnp.cumsum(arrived_PxL, axis=0) - arrived_PxL
-    by_expert = [x_PxL.T.reshape(-1) for x_PxL in (target_PxL, begin_PxL, arrived_PxL)]
-    by_device = [x_PxL.reshape(-1) for x_PxL in (begin_PxL, target_PxL, arrived_PxL)]
-    room_S = aligned_rows(size, len(sizes_L), align)
-    sorted_S, arrived_PC = lookup(*by_expert, room_S, size), lookup(*by_device, size, room_S)
+    sorted_S, arrived_PC, sizes_L = _by_expert(arrived_PxL, room, align)
     sent_PC = slot_R = ways_4xP = None
     if ragged:
         first_there_P = lax.all_to_all(first_P, axis, 0, 0)
-        ways_4xP = jnp.stack([first_P, whole_P, total(arrived_PxL, axis=1), first_there_P])
+        ways_4xP = jnp.stack([first_P, whole_P, _total(arrived_PxL, axis=1), first_there_P])
     if not ragged or room < rows:
-        begin_P, places = (first_P, rows) if ragged else (buffer_P, size)
+        begin_P, places = (first_P, rows) if ragged else (_buffers(parts, room), parts * room)
         place_PxL = begin_P[:, None] + jnp.cumsum(fits_PxL, axis=1) - fits_PxL
         there, here, many = (x_PxL.reshape(-1) for x_PxL in (place_PxL, first_PxL, fits_PxL))
         sent_PC, slot_R = lookup(there, here, many, places, rows), lookup(here, there, many, rows, places)
     exchange = Exchange(sent_PC, slot_R, ways_4xP, sorted_S, arrived_PC, sizes_L)
-    return tag(exchange, "routing"), total(sizes_E) - total(whole_P)
+    return tag(exchange, "routing"), _total(sizes_E) - _total(whole_P)
+
+
+# A sum of int32 would be wider under jax_enable_x64.
+_total = functools.partial(jnp.sum, dtype=jnp.int32)
+
+
+def _buffers(parts: int, room: int) -> jax.Array:
+    """(P,): where each device's part of a buffer begins."""
+    return room * jnp.arange(parts, dtype=jnp.int32)
+
+
+def _by_expert(arrived_PxL: jax.Array, room: int, align: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`sorted_S`, `arrived_PC` and `sizes_L` of the exchange, from the rows that each device sends each expert.
+
+    The rows of one device for one expert are a block. Blocks are in the order of devices where they arrive, and in the
+    order of experts where they are computed.
+    """
+    size = len(arrived_PxL) * room
+    begin_PxL = _buffers(len(arrived_PxL), room)[:, None] + jnp.cumsum(arrived_PxL, axis=1) - arrived_PxL
+    sizes_L = aligned(_total(arrived_PxL, axis=0), align)
+    target_PxL = starts(sizes_L)[None] + jnp.cumsum(arrived_PxL, axis=0) - arrived_PxL
+    by_expert = [x_PxL.T.reshape(-1) for x_PxL in (target_PxL, begin_PxL, arrived_PxL)]
+    by_device = [x_PxL.reshape(-1) for x_PxL in (begin_PxL, target_PxL, arrived_PxL)]
+    room_S = aligned_rows(size, len(sizes_L), align)
+    return lookup(*by_expert, room_S, size), lookup(*by_device, size, room_S), sizes_L
 
 
 def _that_fit(sizes_PxL: jax.Array, room: int) -> jax.Array:

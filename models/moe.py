@@ -6,8 +6,8 @@
                                       devices)                  expert axis has several)
 
 The scores multiply `act`, not the outputs: then fc2's output is of no use to the backward pass, and need not be kept.
-Gate and up are two products: of one, the halves would be copied, as each is to be decided apart (benchmarks/choices.py
-measures both).
+Gate and up are two grouped GEMMs: each needs a decision of its own, for which the halves of one result would be copied
+(benchmarks/choices.py measures both).
 """
 
 import functools
@@ -94,7 +94,7 @@ def experts(
         logits_TxE = tag(_router_logits(x_TxD, own["router"]), "router_logits")
         scores_TxE = routing.scores(logits_TxE, config.router)
         parts, align = sizes.get("expert", 1), ALIGN[config.quantize]
-        # Aligned where the products are: here, or where the rows arrive.
+        # Aligned where the grouped GEMMs run: here, or where the rows arrive.
         chosen = routing.choose(scores_TxE, own.get("bias"), config.experts_per_token, align if parts == 1 else 1)
         weight_Txk = routing.weights(scores_TxE, chosen, config.renormalize, config.route_scale)
         # In the order of the rows; each is one token's, for one expert.
@@ -123,12 +123,12 @@ def _computed(
     """(R, D): what the experts here make of their rows, which are sorted by expert, times each row's weight. `full`:
     all R are some expert's."""
     how: dict[str, Any] = {"backend": config.grouped, "quantize": config.quantize, "full": full}
-    product = functools.partial(grouped_matmul, group_sizes=sizes_L, **how)
+    gemm = functools.partial(grouped_matmul, group_sizes=sizes_L, **how)
     leaves = first_leaves(config.activation)
-    fc1 = product(rows_RxD, [own[leaf] for leaf in leaves], name="fc1_input")
+    fc1 = gemm(rows_RxD, [own[leaf] for leaf in leaves], name="fc1_input")
     fc1 = tag(dict(zip(leaves, fc1, strict=True)), "fc1")
     act_RxF = activate(fc1, config.activation).astype(jnp.float32) * weight_Rx1
-    return tag(product(act_RxF.astype(rows_RxD.dtype), own["down"], name="act"), "fc2")
+    return tag(gemm(act_RxF.astype(rows_RxD.dtype), own["down"], name="act"), "fc2")
 
 
 def _computed_elsewhere(
@@ -142,17 +142,17 @@ def _computed_elsewhere(
     """`_computed` by the `parts` devices that hold the experts, this one among them; and how many rows are dropped."""
     R = len(rows_RxD)
     room = exchange.capacity_rows(R, parts, config.capacity)
-    is_ragged = config.exchange == "ragged"
-    plan, dropped = exchange.plan(sizes_E, R, parts, room, "expert", ALIGN[config.quantize], is_ragged)
-    there_SxD, weight_Sx1 = (exchange.to_experts(x, plan, parts, "expert") for x in (rows_RxD, weight_Rx1))
+    route = exchange.Route(R, parts, room, "expert", ALIGN[config.quantize], ragged=config.exchange == "ragged")
+    sent, dropped = exchange.make_exchange(sizes_E, route)
+    there_SxD, weight_Sx1 = (exchange.to_experts(x, sent, parts, "expert") for x in (rows_RxD, weight_Rx1))
     # Kept as the rows are that they belong to, or they would be sent once more in the backward pass.
     weight_Sx1 = tag({"weight": weight_Sx1}, "fc1_input")["weight"]
-    computed_SxD = _computed(config, there_SxD, weight_Sx1, plan.sizes_L, own, full=False)
-    return exchange.from_experts(computed_SxD, plan, R, parts, "expert"), dropped
+    computed_SxD = _computed(config, there_SxD, weight_Sx1, sent.sizes_L, own, full=False)
+    return exchange.from_experts(computed_SxD, sent, R, parts, "expert"), dropped
 
 
-def products(config: Config) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-    """x (R, K) and w (L, K, N) of fc1 and of fc2, abstract, as a device of the mesh has them in a microbatch."""
+def grouped_gemms(config: Config) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+    """Abstract x (R, K) and w (L, K, N) of fc1 and of fc2, as each device has them in a microbatch."""
     model, mesh, train = config.model, config.mesh, config.train
     share = train.batch_size // train.grad_accumulation // (mesh.data * mesh.fsdp * mesh.expert)
     rows = share * train.seq_len * model.experts_per_token

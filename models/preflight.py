@@ -14,7 +14,7 @@ from jaxoffload import Problem, grouped_matmul
 from jaxoffload.grouped import GroupedMatmulError, te
 from models import checkpoints, metrics
 from models.config import Config, Model
-from models.moe import products
+from models.moe import grouped_gemms
 from models.processes import accompanied, join, locked, objections
 from models.reading import ConfigError, blamed, collecting, problem, wrong
 from models.report import check_patterns
@@ -22,8 +22,8 @@ from models.sharding import inside_shard_map, make_mesh
 
 _NO_TE = (ImportError, OSError, RuntimeError, AttributeError)  # by what TransformerEngine misses
 
-# What `_check_products` reads.
-_OF_PRODUCTS = (
+# What `_check_grouped` reads.
+_OF_GROUPED = (
     *("model.experts", "model.experts_per_token", "model.d_model", "model.d_expert", "model.dtype", "model.grouped"),
     *("model.quantize", "model.exchange", "model.capacity", "mesh"),
     *("train.batch_size", "train.grad_accumulation", "train.seq_len"),
@@ -70,9 +70,9 @@ def _checked_mesh(config: Config, problems: list[Problem]) -> Mesh | None:
         _check_attention(config)
     with collecting(problems):
         _check_profile(config)
-    if not blamed(problems, *_OF_PRODUCTS):
+    if not blamed(problems, *_OF_GROUPED):
         with collecting(problems):
-            _check_products(config)
+            _check_grouped(config)
     return mesh
 
 
@@ -126,7 +126,7 @@ def _check_profile(config: Config) -> None:
         raise wrong("train.profile_steps", list(steps), why)
 
 
-def _check_products(config: Config) -> None:
+def _check_grouped(config: Config) -> None:
     """Whether `model.grouped` can compute the experts' grouped GEMMs here."""
     model, mesh = config.model, config.mesh
     if not model.experts:
@@ -137,7 +137,7 @@ def _check_products(config: Config) -> None:
     gemm = functools.partial(grouped_matmul, backend=model.grouped, quantize=model.quantize)
     try:
         with inside_shard_map(mesh):
-            for x, w in products(config):
+            for x, w in grouped_gemms(config):
                 jax.eval_shape(gemm, x, w, jax.ShapeDtypeStruct(w.shape[:1], jnp.int32))
     except GroupedMatmulError as error:
         problems.append(problem("model.grouped", repr(model.grouped), str(error)))

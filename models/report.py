@@ -17,7 +17,7 @@ from jaxoffload._text import readable
 from jaxoffload.grouped import GroupedMatmulError, chosen_backend
 from jaxoffload.proof import Room
 from models.config import Config, Mesh
-from models.moe import products
+from models.moe import grouped_gemms
 from models.reading import ConfigError
 from models.sharding import RULES, VALUES, AnyMesh, abstract_mesh, batch_parts, inside_shard_map
 from models.step import Program, program, traceable
@@ -49,7 +49,7 @@ def summary(config: Config, made: Program, attention: str | None = None) -> str:
     kernels = ("attention",) if (attention or config.model.attention) != "xla" else ()
     working = proof.room(made.step, made.state, made.tokens, one_kernel=kernels)
     bytes_lines = expected(config, made, table, working)
-    return "\n".join([model_line(config, made), *products_line(config), str(table), *bytes_lines])
+    return "\n".join([model_line(config, made), *backend_line(config), str(table), *bytes_lines])
 
 
 def that_fits(config: Config, mesh: AnyMesh) -> Config:
@@ -108,21 +108,23 @@ def model_line(config: Config, made: Program) -> str:
     return f"{count:,} parameters, {flops / 1e9:.3g} GFLOP a token"
 
 
-def products_line(config: Config) -> list[str]:
-    """Who multiplies for the experts, if there are any: here, where `auto` chooses."""
+def backend_line(config: Config) -> list[str]:
+    """The backend of the experts' grouped GEMMs, if there are experts; `auto` chooses for this machine."""
     model = config.model
     if not model.experts:
         return []
     if model.grouped != "auto":
-        return [f"grouped products: {model.grouped}"]
+        return [f"grouped GEMMs: {model.grouped}"]
 
     def chosen(sizes: Mesh) -> str:
         with inside_shard_map(sizes):
-            return ", ".join(dict.fromkeys(chosen_backend(x, w, quantize=model.quantize) for x, w in products(config)))
+            return ", ".join(
+                dict.fromkeys(chosen_backend(x, w, quantize=model.quantize) for x, w in grouped_gemms(config))
+            )
 
     here, alone = chosen(config.mesh), chosen(Mesh())
     hint = f"; {alone} with a process for each GPU" if alone != here else ""
-    return [f"grouped products: {here} (auto{hint})"]
+    return [f"grouped GEMMs: {here} (auto{hint})"]
 
 
 def expected(config: Config, made: Program, table: Residuals, working: Room) -> list[str]:

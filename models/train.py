@@ -197,11 +197,11 @@ class Source(NamedTuple):
     batches: Any  # grain's iterator: endless, with get_state and set_state
     validation: Callable[[], Iterable[np.ndarray]]  # the same held-out batches each time
     unigram: float  # cross-entropy of a model that knows no context, on the held-out tokens
-    origin: dict[str, str]  # hashes of what it was made from
+    fingerprint: dict[str, str]  # hashes of what it was made from
 
 
-def open_source(config: Config, made: Program, origin: dict[str, str] | None) -> Source:
-    """The data of a config; `origin`: that of the checkpoint to continue, which must be the same."""
+def open_source(config: Config, made: Program, fingerprint: dict[str, str] | None) -> Source:
+    """The data of a config. `fingerprint`: that of the checkpoint to continue, which must be the same."""
     train, fraction = config.train, config.data.valid_fraction
     index, count = process_block(made.tokens.sharding, made.tokens.shape)
     rows = {
@@ -218,7 +218,7 @@ def open_source(config: Config, made: Program, origin: dict[str, str] | None) ->
             vocab_size=config.model.vocab_size,
             valid_fraction=fraction,
             cache_dir=config.data.cache_dir,
-            origin=origin,
+            fingerprint=fingerprint,
         )
         batches = data.batches(corpus.train, seed=train.seed, **rows)
         if (held_out := data.windows(corpus.valid, train.seq_len)) < train.batch_size:
@@ -229,7 +229,7 @@ def open_source(config: Config, made: Program, origin: dict[str, str] | None) ->
     except ImportError as error:  # pyarrow
         raise ConfigError([Problem("data.path", str(error))]) from error
     settings = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
-    if differ := differing(corpus.origin):
+    if differ := differing(corpus.fingerprint):
         why = "stands for other bytes in another process; must be the same files"
         raise ConfigError([problem(key, f"{settings.get(key)!r} here", why) for key in differ])
     unigram = data.unigram_entropy(corpus.train, corpus.valid, vocab_size=corpus.vocab_size)
@@ -237,7 +237,7 @@ def open_source(config: Config, made: Program, origin: dict[str, str] | None) ->
         f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; baselines: "
         f"ln(vocab) {math.log(config.model.vocab_size):.3f}, unigram {unigram:.3f}"
     )
-    return Source(batches, lambda: itertools.islice(validation, train.eval_batches), unigram, corpus.origin)
+    return Source(batches, lambda: itertools.islice(validation, train.eval_batches), unigram, corpus.fingerprint)
 
 
 def compile_step(made: Program) -> jax.stages.Compiled:
@@ -301,7 +301,7 @@ def loop(run: Run, state: State, start: int) -> int:
                 validate(step)
             if save:
                 position = run.source.batches.get_state()
-                checkpoints.save(run.manager, step, state, position, run.config, run.source.origin)
+                checkpoints.save(run.manager, step, state, position, run.config, run.source.fingerprint)
                 run.journal.draw()
             if stop and step < train.steps:
                 run.manager.wait_until_finished()

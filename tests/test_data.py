@@ -17,13 +17,17 @@ import tokenizers
 from common import start
 
 from models import data
-from models.documents import documents, read_documents
+from models.documents import files_of, read_documents
 from models.reading import ConfigError
 
 CORPUS = {"vocab_size": 400, "valid_fraction": 0.3}
 
 
 @pytest.fixture
+def documents(path="stdlib", text_field="text"):
+    return read_documents(files_of(path), text_field)
+
+
 def texts() -> list[str]:
     rng = random.Random(7)
     words = ["def", "return", "naïve", "漢字", "🎉", "\r\n", "\t", "  ", "x=1", "É", "\x00", data.END_OF_TEXT]
@@ -417,21 +421,21 @@ def test_changed_tokenizer_file_computes_anew(corpus, tmp_path):
     assert not np.array_equal(*tokens)
 
 
-def test_an_origin_that_changed_is_refused_before_anything_is_computed(corpus, tmp_path, work):
+def test_a_fingerprint_that_changed_is_refused_before_anything_is_computed(corpus, tmp_path, work):
     dataset = load(corpus, tmp_path)
     dataset.tokenizer.save(f"{tmp_path}/given.json")
     with_given = {"tokenizer": f"{tmp_path}/given.json", "vocab_size": dataset.vocab_size}
     given = load(corpus, tmp_path, **with_given)
     del work[:]
-    assert load(corpus, tmp_path, origin=dataset.origin).origin == dataset.origin
-    assert load(corpus, tmp_path, origin=given.origin, **with_given).origin == given.origin
+    assert load(corpus, tmp_path, fingerprint=dataset.fingerprint).fingerprint == dataset.fingerprint
+    assert load(corpus, tmp_path, fingerprint=given.fingerprint, **with_given).fingerprint == given.fingerprint
     Path(corpus).with_name("00.txt").write_text("another text")
-    load(corpus, tmp_path / "no origin")
+    load(corpus, tmp_path / "no fingerprint")
     changed = (
         "is not what it was when the run's checkpoint was written; put that back, or set train.out to another folder"
     )
     del work[:]
-    assert_error(f"data.path = '{corpus}': {changed}", load, corpus, tmp_path, origin=dataset.origin)
+    assert_error(f"data.path = '{corpus}': {changed}", load, corpus, tmp_path, fingerprint=dataset.fingerprint)
     dataset.tokenizer.add_tokens(["new"])
     dataset.tokenizer.save(f"{tmp_path}/given.json")
     with_given["vocab_size"] += 1
@@ -440,7 +444,7 @@ def test_an_origin_that_changed_is_refused_before_anything_is_computed(corpus, t
         load,
         corpus,
         tmp_path,
-        origin=given.origin,
+        fingerprint=given.fingerprint,
         **with_given,
     )
     assert work == []

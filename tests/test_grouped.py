@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -32,9 +33,10 @@ from common import (
 from jax import lax
 
 from jaxoffload import GroupedTensor, Policy, chain, checkpoint, grouped_matmul, residuals, scan, scope, tag
-from jaxoffload.grouped import _matmul, chosen_backend, te
+from jaxoffload.grouped import _backend, chosen_backend, te
 from jaxoffload.grouped._ragged_fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns
 
+ROOT = Path(__file__).parent.parent
 FLOAT, FP8 = jnp.float32, "float8_e4m3fn"
 SIZES = np.array([3, 0, 7, 4], np.int32)
 
@@ -144,7 +146,7 @@ def test_full_masks_nothing():
     args = operands(192, 64, 128, 4, FLOAT, CASES["uneven"])
     selects = lambda full: count(jax.make_jaxpr(lambda *a: products(*a, "ragged", full=full))(*args), "select_n")
     assert selects(False) - selects(True) == 2  # y's and dx's rows
-    with pytest.raises(ValueError, match=r"full: True, but group_sizes: \[16, 0, 96, 32\] sum up to 144 of 192 rows"):
+    with pytest.raises(ValueError, match=r"full: True, but group_sizes: \[16, 0, 96, 32\] sum to 144 of 192 rows"):
         grouped_matmul(*args[:2], jnp.asarray(CASES["fewer"], jnp.int32), backend="ragged", full=True)
 
 
@@ -266,8 +268,8 @@ def raised(error, **changed):
         ({"x": jnp.ones((8, 64))}, "x: float32[8, 64] and w: bfloat16[4, 64, 64] must have one dtype"),
         ({"group_sizes": jnp.ones(4)}, "group_sizes: float32[4]; w: bfloat16[4, 64, 64] needs int32[4]"),
         ({"group_sizes": jnp.ones(3, jnp.int32)}, "group_sizes: int32[3]; w: bfloat16[4, 64, 64] needs int32[4]"),
-        ({"group_sizes": jnp.array([1, 2, -1, 0])}, "group_sizes: [1, 2, -1, 0]; none may be negative, nor the sum"),
-        ({"group_sizes": jnp.array([99, 2, 29, 0])}, "nor the sum over 128"),
+        ({"group_sizes": jnp.array([1, 2, -1, 0])}, "group_sizes: [1, 2, -1, 0]; none may be negative, and the sum"),
+        ({"group_sizes": jnp.array([99, 2, 29, 0])}, "and the sum may not exceed 128"),
         ({"quantize": "int8"}, "quantize: 'int8'; allowed are None and 'fp8'"),
         ({"full": "no"}, "full: 'no'; allowed are True and False"),
         ({"backend": "TE"}, "backend: 'TE'; allowed are 'auto', 'ragged', 'mosaic', 'te'; the nearest is 'te'"),
@@ -311,7 +313,7 @@ def test_what_a_backend_cannot_do_names_the_number_and_the_multiple(backend, M, 
     assert f"grouped_matmul: backend {backend!r} cannot do this: {said}" == raised(ValueError, **changed)
 
 
-UPGRADE = "upgrade nvidia-cublas, or take another backend"
+UPGRADE = "upgrade nvidia-cublas, or use another backend"
 
 
 @pytest.mark.claim("who-multiplies")
@@ -383,7 +385,7 @@ def test_the_extras_ask_for_the_transformer_engine_that_is_needed():
 
 @pytest.mark.parametrize("backend", ["mosaic", "te stand-in"], indirect=True)
 def test_vmap_of_a_kernel_is_one_sentence(backend, monkeypatch):
-    monkeypatch.setattr(_matmul, "_gpu_generation", lambda: 9)
+    monkeypatch.setattr(_backend, "_gpu_generation", lambda: 9)
     x, w = jnp.ones((2, 128, 64), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot be vmapped; backend 'ragged' can"):
         jax.vmap(lambda x: grouped_matmul(x, w, jnp.asarray(SIZES), backend=backend))(x)
@@ -430,7 +432,7 @@ def test_second_derivatives_are_refused_in_one_message(twice, quantize, jit):
 
 @pytest.mark.parametrize("backend", ["mosaic", "te stand-in"], indirect=True)
 def test_a_kernels_second_derivative_is_the_same_message(backend, monkeypatch):
-    monkeypatch.setattr(_matmul, "_gpu_generation", lambda: 9)
+    monkeypatch.setattr(_backend, "_gpu_generation", lambda: 9)
     x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
     for quantize in [None, "fp8"] if backend == "te" else [None]:
         f = lambda x, q=quantize: jnp.sum(grouped_matmul(x, w, jnp.full(4, 32), backend=backend, quantize=q) ** 2)
@@ -553,9 +555,8 @@ def test_kernels_that_serve_one_gpu_of_a_process_are_refused_on_several(
             grouped_matmul(**given | changed)
         else:
             assert raised(ValueError, **given | changed) == (
-                "grouped_matmul: backend 'te' cannot do this: its kernels that have the host read the group sizes "
-                "serve one GPU of a process, and this process has 8: start a process for each GPU, or take another "
-                "backend"
+                "grouped_matmul: backend 'te' cannot do this: its kernels for these operands support only one GPU per "
+                "process, and this process has 8: start one process per GPU, or use another backend"
             )
 
     with on_mesh_of(1):
@@ -647,7 +648,7 @@ def test_a_grouped_tensor_is_made_whole_of_anything():
 def test_a_fields_error_names_it_its_value_and_what_is_allowed():
     t, ones = grouped(), jnp.ones
     wrong = {
-        "data: None is no array": {"data": None},
+        "data: None is not an array": {"data": None},
         "data: float32[3], but it must be (M, K)": {"data": ones(3)},
         "group_sizes: float32[4], but it must be int32 of shape (G,)": {"group_sizes": ones(4)},
         "group_sizes: int32[2, 2], but": {"group_sizes": ones((2, 2), jnp.int32)},
@@ -660,7 +661,7 @@ def test_a_fields_error_names_it_its_value_and_what_is_allowed():
         "columnwise_data: float8_e4m3fn[14, 3], but it must be float8_e4m3fn[3, 14]": {"columnwise_data": t.data},
         "columnwise_data: float32[3, 14], but": {"columnwise_data": ones((3, 14))},
         "amax: float32[1], but it must be float32[4]": {"amax": ones(1)},
-        "amax: 3 is no array": {"amax": 3},
+        "amax: 3 is not an array": {"amax": 3},
     }
     for said, changed in wrong.items():
         with pytest.raises(ValueError) as error:
@@ -676,15 +677,15 @@ def changed(tensor, **fields):
 
 def test_transformer_engines_tensors_are_the_same_buffers(stand_in):
     plain = GroupedTensor(normal(0, (14, 3)), jnp.asarray(SIZES))
-    there = plain.to_te()
+    there = te.to_te(plain)
     assert (
         isinstance(there, te_stand_in.GroupedNoScaleTensor) and there.original_shape == (14, 3) and there.amax is None
     )
-    assert jax.tree.structure(GroupedTensor.from_te(there)) == jax.tree.structure(plain)
+    assert jax.tree.structure(te.from_te(there)) == jax.tree.structure(plain)
     q = grouped()
     others = jnp.where(SIZES > 0, 2 * q.columnwise_scale_inv, 1)  # an empty group's are not packed
     q = dataclasses.replace(q, columnwise_scale_inv=others)
-    rows, columns = q.to_te(jnp.float16), q.to_te(columnwise=True)
+    rows, columns = te.to_te(q, jnp.float16), te.to_te(q, columnwise=True)
     assert (
         isinstance(rows, te_stand_in.GroupedScaledTensor1x)
         and rows.dq_dtype == jnp.float16
@@ -692,18 +693,18 @@ def test_transformer_engines_tensors_are_the_same_buffers(stand_in):
     )
     assert (rows.original_shape, columns.original_shape) == ((14, 3), (3, 14))
     assert_same_bits([np.asarray(columns.values())], [2 * np.asarray(rows.values())])
-    back = GroupedTensor.from_te(rows, columns)
+    back = te.from_te(rows, columns)
     assert jax.tree.structure(back) == jax.tree.structure(q)
     assert_same_bits([np.asarray(x) for x in jax.tree.leaves(back)], [np.asarray(x) for x in jax.tree.leaves(q)])
-    assert GroupedTensor.from_te(rows).columnwise_data is None
-    assert GroupedTensor.from_te(changed(rows, amax=jnp.ones(1))).amax is None
+    assert te.from_te(rows).columnwise_data is None
+    assert te.from_te(changed(rows, amax=jnp.ones(1))).amax is None
     with pytest.raises(ValueError, match="columnwise: True, but columnwise_data is None"):
-        plain.to_te(columnwise=True)
+        te.to_te(plain, columnwise=True)
 
 
 def test_tensors_of_transformer_engine_that_are_no_pair_are_refused(stand_in):
     q = grouped()
-    rows, columns = q.to_te(), q.to_te(columnwise=True)
+    rows, columns = te.to_te(q), te.to_te(q, columnwise=True)
     wrong = {
         "rowwise: GroupedScaledTensor1x without group sizes": (changed(rows, first_dims=None),),
         "rowwise: Array": (q.data,),
@@ -728,12 +729,30 @@ def test_tensors_of_transformer_engine_that_are_no_pair_are_refused(stand_in):
     }
     for said, given in wrong.items():
         with pytest.raises(ValueError) as error:
-            GroupedTensor.from_te(*given)
-        assert str(error.value).startswith(f"GroupedTensor.from_te: {said}"), str(error.value)
+            te.from_te(*given)
+        assert str(error.value).startswith(f"from_te: {said}"), str(error.value)
         assert "; allowed are a GroupedNoScaleTensor, or a row-wise GroupedScaledTensor1x alone or" in str(error.value)
     same = changed(columns, first_dims=jnp.asarray(SIZES + 0))
-    assert GroupedTensor.from_te(rows, same).columnwise_data is not None
-    assert jax.eval_shape(GroupedTensor.from_te, rows, same).columnwise_data is not None  # no values
+    assert te.from_te(rows, same).columnwise_data is not None
+    assert jax.eval_shape(te.from_te, rows, same).columnwise_data is not None  # no values
+
+
+def test_the_import_leaves_jaxs_lowerings_alone_until_float8_is_used():
+    """In a process of its own: this one may have used float8 already."""
+    program = """
+import jax, jax.numpy as jnp
+import jaxoffload
+kept = lambda: "reduce_precision" in jax.jit(lambda x: jax.lax.reduce_precision(x, 4, 3)).lower(x).as_text()
+x = jnp.ones(2, jnp.float8_e4m3fn)
+jaxoffload.tag(jnp.ones(2), "x")
+jaxoffload.GroupedTensor(jnp.ones((2, 1)), jnp.array([2], jnp.int32))
+assert kept()
+jaxoffload.tag(x, "x")
+assert not kept()
+x = jnp.ones(2)
+assert kept()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, jnp.float8_e5m2])

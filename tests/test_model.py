@@ -14,11 +14,11 @@ from flax import nnx
 
 import jaxoffload
 from jaxoffload import Policy, Residual
-from jaxoffload.grouped import _matmul, te
+from jaxoffload.grouped import _backend, te
 from models.attention import rope, rotations
 from models.config import Config, Mesh, Model, Train, load
 from models.reading import ConfigError
-from models.report import device_bytes, products_line, report, summary, that_fits
+from models.report import backend_line, device_bytes, report, summary, that_fits
 from models.sharding import abstract_mesh
 from models.step import program, traceable
 from models.train import main
@@ -441,9 +441,9 @@ def test_a_product_that_cannot_run_here_is_a_line_about_the_config():
 @pytest.mark.parametrize(
     "overrides, line",
     [
-        (["model.grouped=auto"], "grouped products: ragged (auto)"),
-        (["model.grouped=auto", "model.quantize=fp8"], "grouped products: ragged (auto)"),
-        ([], "grouped products: ragged"),
+        (["model.grouped=auto"], "grouped GEMMs: ragged (auto)"),
+        (["model.grouped=auto", "model.quantize=fp8"], "grouped GEMMs: ragged (auto)"),
+        ([], "grouped GEMMs: ragged"),
         (["model.grouped=te"], "(model.grouped = 'te' was traced as ragged: no CUDA here.)"),
     ],
 )
@@ -472,12 +472,12 @@ def test_the_report_of_a_dense_model_has_no_grouped_products():
 )
 def test_who_multiplies_on_a_hopper_gpu(monkeypatch, gpus_of_a_process, overrides, sizes_stay, line):
     monkeypatch.setattr(jax, "local_device_count", lambda: gpus_of_a_process)
-    monkeypatch.setattr(_matmul, "_gpu_generation", lambda: 9)
+    monkeypatch.setattr(_backend, "_gpu_generation", lambda: 9)
     monkeypatch.setattr(te, "importable", lambda: True)
     monkeypatch.setattr(te, "sizes_stay", lambda dtype: sizes_stay)
     monkeypatch.setattr(te, "_cublas", lambda: te.V2_CUBLAS)
     config = load(CONFIGS / "mixtral-8x7b.yaml", ["mesh.fsdp=1", "mesh.expert=8", "mesh.tensor=1", *overrides])
-    assert products_line(config) == [f"grouped products: {line}"]
+    assert backend_line(config) == [f"grouped GEMMs: {line}"]
 
 
 @pytest.mark.claim("configs")

@@ -407,15 +407,16 @@ def test_rows_reach_their_experts_and_come_back(room, seed, align, ragged, monke
     numbers = 1 + np.arange(devices * rows, dtype=np.float32).reshape(devices * rows, 1)
 
     def on_a_device(sizes, numbers):
-        plan, dropped = exchange.plan(sizes[0], rows, devices, room, "expert", align, bool(ragged))
-        there = exchange.to_experts(numbers, plan, devices, "expert")
+        route = exchange.Route(rows, devices, room, "expert", align, bool(ragged))
+        sent, dropped = exchange.make_exchange(sizes[0], route)
+        there = exchange.to_experts(numbers, sent, devices, "expert")
         back, derivative = jax.vjp(
             lambda x: exchange.from_experts(
-                exchange.to_experts(x, plan, devices, "expert"), plan, rows, devices, "expert"
+                exchange.to_experts(x, sent, devices, "expert"), sent, rows, devices, "expert"
             ),
             numbers,
         )
-        return there, plan.sizes_L, back, derivative(numbers)[0], dropped[None]
+        return there, sent.sizes_L, back, derivative(numbers)[0], dropped[None]
 
     mesh = jax.make_mesh((devices,), ("expert",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
     spec = jax.P("expert")
@@ -548,14 +549,14 @@ def test_gradients_with_experts_on_gpus_of_their_own_are_those_of_one(sizes, how
 @pytest.mark.parametrize("grouped", ["mosaic", "te"])
 def test_kernels_on_two_gpus_of_one_process_compute_what_they_do_on_one(grouped):
     """In bfloat16: what rounds the other way in the first layer may be routed the other way in the second. Or, of
-    kernels that serve one GPU of a process, a sentence."""
+    kernels that support only one GPU per process, an error."""
     if jax.device_count() < 2:
         pytest.skip("needs two GPUs")
     shape = {"d_model": 128, "heads": 2, "d_expert": 192, "dtype": "bfloat16", "grouped": grouped, "spread": 0.1}
     if grouped == "te":
         needs_te()
         if not te.sizes_stay(jnp.bfloat16):
-            with pytest.raises(ValueError, match="serve one GPU of a process, and this process has"):
+            with pytest.raises(ValueError, match="support only one GPU per process, and this process has"):
                 gradients_on(Mesh(expert=2), **shape)
             return
     off = apart(gradients_on(Mesh(expert=2), **shape), gradients_on(Mesh(), **shape))

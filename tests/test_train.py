@@ -509,7 +509,7 @@ def test_where_transformer_engine_may_be_picked_it_is_imported_before_jax_starts
     for check in ("check_names", "make_mesh"):  # what starts JAX
         monkeypatch.setattr(preflight, check, lambda *_: seen.append("transformer_engine.jax" in sys.modules) or "mesh")
     monkeypatch.setattr(preflight, "_check_attention", lambda config: None)
-    monkeypatch.setattr(preflight, "_check_products", lambda config: None)
+    monkeypatch.setattr(preflight, "_check_grouped", lambda config: None)
     try:
         with preflight.admitted(load(config, [f"train.out={tmp_path}/out", *overrides]), []):
             pass

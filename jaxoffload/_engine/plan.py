@@ -19,7 +19,7 @@ from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, nam
 from .._errors import Problem
 from .._megatron import MODULES
 from .._policy import VERDICT, Decision, Policy, PolicyError
-from .jax_rules import mend_jax_rules
+from .jax_patches import let_residuals_be_on_the_host
 from .memory import nbytes
 from .names import PlanName, read_names, read_plan_name
 from .refusals import refuse_wrong_offload
@@ -99,7 +99,7 @@ def make_plan(
     plan, writes = decide(jaxpr, policy, roles, override, strict)
     if plan.offloads:
         refuse_wrong_offload()
-        mend_jax_rules()
+        let_residuals_be_on_the_host()
     return plan, write_names(jaxpr, writes)
 
 

@@ -1,7 +1,6 @@
-"""Grouped GEMMs, each group of rows with a matrix of its own, and tensors whose every buffer can be steered."""
+"""Grouped GEMMs, which multiply each group of rows by its own matrix, and tensors with a decision per buffer."""
 
-from . import _jax_float8_fix as _jax_float8_fix  # registers a lowering
-from ._backend import GroupedMatmulError as GroupedMatmulError
-from ._matmul import chosen_backend as chosen_backend
+from ._backend import chosen_backend as chosen_backend
+from ._interface import GroupedMatmulError as GroupedMatmulError
 from ._matmul import grouped_matmul as grouped_matmul
 from ._tensor import GroupedTensor as GroupedTensor

@@ -1,143 +1,107 @@
-"""What a backend of `grouped_matmul` is: three products and what it cannot do, for plain and for FP8 operands.
+"""Which backend computes a grouped GEMM: `chosen_backend` for "auto", and whether a named one can."""
 
-Shapes: x (M, K), w (G, K, N), dy (M, N), group_sizes (G,) int32. What a backend writes to rows past `sum(group_sizes)`
-does not matter: `grouped_matmul` sets them to zero.
-"""
-
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import re
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
-from .._errors import Problem, UserError
-from ._tensor import GroupedTensor
+from .._text import array_type
+from . import te
+from ._interface import FP8, ArgumentError, Backend, Shape
+from ._ragged_fp8 import RAGGED_FP8
+from .mosaic import MOSAIC
+from .ragged import RAGGED
 
-
-class GroupedMatmulError(UserError):
-    """`grouped_matmul` cannot do what it is asked; also a ValueError or an ImportError."""
-
-    def __init__(self, why: str):
-        super().__init__([Problem("grouped_matmul", f"grouped_matmul: {why}")])
-
-
-class ArgumentError(GroupedMatmulError, ValueError):
-    """An argument is wrong, or the backend cannot compute with arguments like these."""
+_PLAIN = {"ragged": RAGGED, "mosaic": MOSAIC, "te": te.TE}
+_FP8 = {"ragged": RAGGED_FP8, "te": te.TE_FP8}
+NAMES = ("auto", *_PLAIN)
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-class BackendMissing(GroupedMatmulError, ImportError):
-    """The backend "te", and TransformerEngine cannot be imported or is too old."""
+def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) -> Literal["ragged", "mosaic", "te"]:
+    """The backend that `grouped_matmul(..., backend="auto")` uses for arguments like these.
 
+    The first of these that applies:
 
-class Shape(NamedTuple):
-    """Of one product: (M, K) rows times (G, K, N), on a mesh of so many devices, as far as one is known."""
+    1. "te", if it leaves the group sizes on the device: for plain bfloat16, on Hopper or newer GPUs, if it was compiled
+       for that and runs with cuBLAS 13.8.1 or later.
+    2. "mosaic": plain 16-bit operands on Hopper GPUs.
+    3. "te" on Hopper or newer GPUs, if the mesh or the process has one GPU. The host then reads the group sizes and
+       waits in each grouped GEMM; while residuals are offloaded, it waits for their copies too.
+    4. "ragged".
 
-    M: int
-    K: int
-    N: int
-    dtype: Any
-    devices: int
+    XLA cannot partition TransformerEngine's kernels: with several devices, "te" applies only inside a `shard_map` over
+    all axes. The GPU is the first of `jax.devices()`. "te" is also skipped if TransformerEngine is too old or cannot be
+    imported; import `transformer_engine.jax` before JAX's first computation to make it available.
 
-    def not_a_multiple(self, of: int, *names: str) -> str | None:
-        """What is wrong with the first of these dimensions that is no multiple of `of`."""
-        wrong = (
-            f"{name} = {getattr(self, name)} is not a multiple of {of}" for name in names if getattr(self, name) % of
-        )
-        return next(wrong, None)
+    Args:
+      x: (M, K), an array or anything else with a shape and a dtype, such as a `jax.ShapeDtypeStruct`.
+      w: (G, K, N) of x's dtype, the same.
+      quantize: "fp8", or None for plain operands.
 
+    Raises:
+      ValueError: an argument has a shape or dtype that `grouped_matmul` refuses.
 
-class Backend(NamedTuple):
-    """Attributes:
-    name: what `backend=` calls it.
-    refuses: why it cannot do a product of this shape, None if it can.
-    forward: (x, w, group_sizes) -> (M, N); dx: (dy, w, group_sizes) -> (M, K);
-    dw: (x, dy, group_sizes) -> (G, K, N), zero for an empty group. All of x's dtype, accumulated in float32.
-    dw_full: dw where the sizes sum up to M, if that is less to do.
+    Example:
+      >>> chosen_backend(jnp.ones((5, 2)), jnp.ones((2, 2, 3)))
+      'ragged'
     """
-
-    name: str
-    refuses: Callable[[Shape], str | None]
-    forward: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    dx: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    dw: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    dw_full: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
-
-
-class Half(NamedTuple):
-    """Of a quantised `GroupedTensor` the row-wise or the column-wise copy: all that one GEMM reads of it."""
-
-    data: Any  # (M, K) or (K, M) float8
-    scale_inv: Any  # (G,) float32
-    group_sizes: Any  # (G,) int32
+    refuse(wrong_operands(x, w, quantize))
+    generation, shape = _gpu_generation(), _shape(x, w)
+    candidate = te.TE if quantize is None else te.TE_FP8
+    te_can = generation >= 9 and te.importable() and not candidate.refuses(shape) and _is_of_one_device()
+    if te_can and quantize is None and te.sizes_stay(shape.dtype):
+        return "te"
+    if quantize is None and generation == 9 and not MOSAIC.refuses(shape):  # wgmma is Hopper's alone
+        return "mosaic"
+    return "te" if te_can else "ragged"
 
 
-def row_wise(x: GroupedTensor) -> Half:
-    return Half(x.data, x.scale_inv, x.group_sizes)
+def backend_for(name: str, x: Any, w: Any, quantize: str | None) -> Backend | FP8:
+    table: dict[str, Any] = _PLAIN if quantize is None else _FP8
+    if name not in table:
+        raise ArgumentError(f"backend {name!r} has no FP8; allowed are {', '.join(map(repr, table))}")
+    if why := table[name].refuses(_shape(x, w)):
+        raise ArgumentError(f"backend {name!r} cannot do this: {why}")
+    if name == "mosaic" and _gpu_generation() != 9:
+        raise ArgumentError(f"backend 'mosaic' has kernels for Hopper GPUs only; this is {jax.devices()[0]}")
+    return table[name]
 
 
-def column_wise(x: GroupedTensor) -> Half:
-    return Half(x.columnwise_data, x.columnwise_scale_inv, x.group_sizes)
+def _is_of_one_device() -> bool:
+    """Whether the traced code is for one device, so that XLA has nothing to partition."""
+    return jax.device_count() == 1 or jax.sharding.get_abstract_mesh().are_all_axes_manual
 
 
-class FP8(NamedTuple):
-    """The same three products of quantised operands: row-wise ones for `forward` and `dx`, column-wise ones for `dw`.
-    The last argument is the result's dtype.
-
-    Attributes:
-      quantize: (x, group_sizes, float8 dtype) -> a `GroupedTensor` of both copies. Its group sizes may count the rows
-        past all groups, which are zeros, to the last one.
-      weights: w -> what `forward` needs of it, what `dx` needs.
-    """
-
-    name: str
-    refuses: Callable[[Shape], str | None]
-    quantize: Callable[[jax.Array, jax.Array, Any], GroupedTensor]
-    weights: Callable[[jax.Array], tuple[Any, Any]]
-    forward: Callable[[Half, Any, Any], jax.Array]
-    dx: Callable[[Half, Any, Any], jax.Array]
-    dw: Callable[[Half, Half, Any], jax.Array]
+def _gpu_generation() -> int:
+    """The major number of the compute capability, 9 for Hopper; 0 where there is no NVIDIA GPU."""
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    number = re.fullmatch(r"(\d+)\.\d+", str(capability))
+    return int(number[1]) if number else 0
 
 
-def known(group_sizes: Any) -> np.ndarray | None:
-    """Their values; None in a trace, and where some are another process's."""
-    if isinstance(group_sizes, jax.core.Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
-        return None
-    return np.asarray(group_sizes)
+def _shape(x: Any, w: Any) -> Shape:
+    of_arrays = (jax.typeof(a).sharding.mesh for a in (x, w) if isinstance(a, jax.Array))
+    meshes = (jax.sharding.get_abstract_mesh(), *of_arrays)
+    return Shape(x.shape[0], x.shape[1], w.shape[2], x.dtype, max(mesh.size for mesh in meshes))
 
 
-def in_groups(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """The rows (M, N), with zeros past `sum(group_sizes)`, whatever was there."""
-    numbers = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0)
-    return jnp.where(numbers < jnp.sum(group_sizes), rows, jnp.zeros((), rows.dtype))
+def wrong_operands(x: Any, w: Any, quantize: str | None) -> list[str]:
+    if not_arrays := [name for name, a in (("x", x), ("w", w)) if not hasattr(a, "dtype")]:
+        refuse([f"{not_arrays[0]} is not an array; x, w and group_sizes must be"])
+    checks = (
+        (x.ndim == 2, f"x: {array_type(x)} is not (M, K)"),
+        (w.ndim == 3, f"w: {array_type(w)} is not (G, K, N)"),
+        (w.ndim != 3 or x.shape[-1:] == w.shape[1:2], f"x: {array_type(x)} and w: {array_type(w)} differ in K"),
+        (x.dtype == w.dtype, f"x: {array_type(x)} and w: {array_type(w)} must have one dtype"),
+        (x.dtype in _DTYPES, f"x: {array_type(x)}; allowed are float32, bfloat16, float16"),
+        (quantize in (None, "fp8"), f"quantize: {quantize!r}; allowed are None and 'fp8'"),
+        (quantize is None or 0 not in w.shape, f"w: {array_type(w)}; FP8 needs G, K and N of at least 1"),
+    )
+    return [message for ok, message in checks if not ok]
 
 
-def batched_alike(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`f` under vmap with all operands batched, on one leading axis: of others `lax.ragged_dot` has no batch."""
-    alike, many = jax.custom_batching.custom_vmap(f), jax.custom_batching.custom_vmap(jax.vmap(f))
-
-    def whole(size: int, in_batched: Any, args: Any) -> list[jax.Array]:
-        return [a if b else lax.broadcast(a, (size,)) for a, b in zip(args, in_batched, strict=True)]
-
-    @alike.def_vmap
-    def all_batched(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        return many(*whole(axis_size, in_batched, args)), True
-
-    @many.def_vmap
-    def two_axes_as_one(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        out = many(*(a.reshape(-1, *a.shape[2:]) for a in whole(axis_size, in_batched, args)))
-        return out.reshape(axis_size, -1, *out.shape[1:]), True
-
-    return alike
-
-
-def unbatched(name: str, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`f` with a sentence instead of what its kernel says under vmap."""
-    guarded = jax.custom_batching.custom_vmap(f)
-
-    @guarded.def_vmap
-    def refuse(axis_size: int, in_batched: Any, *args: Any) -> Any:
-        raise NotImplementedError(f"grouped_matmul: backend {name!r} cannot be vmapped; backend 'ragged' can")
-
-    return guarded
+def refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise ArgumentError(f"{'; '.join(wrong)}")

@@ -1,7 +1,6 @@
-"""`grouped_matmul`: one matrix product for each group of rows, and its derivative from a backend's three products."""
+"""`grouped_matmul`: one matmul per group of rows, and its derivative from a backend's three grouped GEMMs."""
 
 import functools
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -14,13 +13,9 @@ from .._jax import as_array
 from .._tag import tag
 from .._text import array_type, nearest, short
 from . import te
-from ._backend import FP8, ArgumentError, Backend, Shape, column_wise, in_groups, known, row_wise
-from ._ragged_fp8 import E4M3, E5M2, RAGGED_FP8
-from .mosaic import MOSAIC
-from .ragged import RAGGED
-
-_PLAIN = {"ragged": RAGGED, "mosaic": MOSAIC, "te": te.TE}
-_FP8 = {"ragged": RAGGED_FP8, "te": te.TE_FP8}
+from ._backend import NAMES, backend_for, chosen_backend, refuse, wrong_operands
+from ._interface import FP8, ArgumentError, Backend, column_wise, in_groups, known, row_wise
+from ._ragged_fp8 import E4M3, E5M2
 
 
 def grouped_matmul(
@@ -33,97 +28,65 @@ def grouped_matmul(
     full: bool = False,
     name: str = "",
 ) -> Any:
-    """`x[rows of group g] @ w[g]` for each group g. Differentiable in x and w, in reverse mode, once.
+    """Compute `x[rows of group g] @ w[g]` for each group g. Differentiable once, in reverse mode, in x and w.
 
-    The rows of a group stand together, in the order of the groups. Rows past `sum(group_sizes)` are zero in the result
-    and in x's cotangent, and have no influence if they are finite. An empty group's part of w's cotangent is zero.
+    The groups' rows follow one another. Rows past `sum(group_sizes)` are zero in the result and in x's cotangent, and
+    have no influence as long as they are finite. An empty group's part of w's cotangent is zero.
 
-    Plain operands are added up in float32, and the residuals are x, w and group_sizes themselves: a `tag` on x is all
-    that a policy needs. With `quantize="fp8"` each group of x and each matrix of w is rounded to float8_e4m3fn by a
-    scale of its own, and each group of the result's cotangent to float8_e5m2. The backward pass reads the rounded
-    copies alone: x's column-wise one, and w's, which is made again where it is not kept. x's are the leaves of one
-    `GroupedTensor`, tagged `NAME.data`, `NAME.scale_inv`, `NAME.columnwise_data`, ...; `data` and `scale_inv` are of
-    use to the backward pass where the result is recomputed. Whether any of them is saved, offloaded or recomputed
-    changes no bit. Against the product of the unrounded operands, the error of normally distributed ones is, in the
-    Frobenius norm, at most 4 % of the result, 7 % of x's cotangent and 7 % of w's (measured: 3.7 %, 5.9 %, 5.9 %).
+    Plain operands are accumulated in float32. The residuals are x, w and group_sizes themselves, so a `tag` on x is all
+    that a policy needs. With `quantize="fp8"` each group of x and each matrix of w is rounded to float8_e4m3fn with its
+    own scale, and each group of the result's cotangent to float8_e5m2. The backward pass reads only rounded copies: the
+    column-wise one of x, and one of w, which is made again if it was not kept. x's copies are the leaves of one
+    `GroupedTensor`, tagged `NAME.data`, `NAME.scale_inv`, `NAME.columnwise_data`, ...; the backward pass needs `data`
+    and `scale_inv` only to recompute the result. Saving, offloading or recomputing any of them changes no bit.
+    Compared with unrounded, normally distributed operands, the relative error in the Frobenius norm is at most 4 % in
+    the result and 7 % in either cotangent (measured: 3.7 % in the result, 5.9 % in x's cotangent, 5.9 % in w's).
 
     Args:
       x: (M, K) float32, bfloat16 or float16.
-      w: (G, K, N) of x's dtype; or several, as of a gate and its values: then x is quantised once for all.
-      group_sizes: (G,) int32, at least 0; their sum is at most M.
-      backend: who multiplies. "ragged": `jax.lax.ragged_dot`, everywhere; FP8 is emulated. "mosaic": jax's kernels for
-        Hopper GPUs; 16-bit operands, K and N multiples of 64, M one of 8 and at least 64, no FP8. "te":
-        TransformerEngine; for FP8, K, N, M and each group's size must be multiples of 16, for bfloat16, where it
-        leaves the group sizes on the device, K and N multiples of 8. All its other products serve one GPU of a process,
-        the first that they are used on, and are refused on a mesh of several. "auto": `chosen_backend`.
+      w: (G, K, N) of x's dtype; or several such arrays, as for a gate and its values, for which x is quantised once.
+      group_sizes: (G,) int32, the number of rows in each group, at least 0; their sum is at most M.
+      backend: which kernels to use. "ragged": `jax.lax.ragged_dot`, everywhere; FP8 is emulated. "mosaic": JAX's
+        kernels for Hopper GPUs; 16-bit operands, K and N multiples of 64, M a multiple of 8 and at least 64, no FP8.
+        "te": TransformerEngine; FP8 needs K, N, M and each group's size to be multiples of 16. For bfloat16 it can
+        leave the group sizes on the device; K and N must then be multiples of 8. All its other kernels support only one
+        GPU per process, and are refused on a mesh of several. "auto": the one that `chosen_backend` names.
       quantize: "fp8", or None for plain operands.
-      full: the sizes sum up to M, so that no rows of plain operands have to be set to zero. Where they do not, and
-        nobody notices, rows past all groups are anything, and spoil w's cotangent.
-      name: what x is tagged, inside the scope that is open; quantised, what its copies are.
+      full: promise that the sizes sum to M, so that no rows of plain operands have to be set to zero. In a trace, where
+        the promise cannot be checked, a smaller sum leaves arbitrary rows past all groups and a wrong cotangent of w.
+      name: the tag of x inside the open scope or, if x is quantised, of its copies.
 
     Returns:
-      (M, N) of x's dtype; for several w a list.
+      (M, N) of x's dtype; for several w a list of them.
 
     Raises:
-      ValueError: an argument has another shape, dtype or value, or the backend cannot do what is asked.
+      ValueError: an argument has a wrong shape, dtype or value, or the backend cannot compute with it.
       ImportError: backend "te", and TransformerEngine cannot be imported or is too old.
       NotImplementedError: under vmap, with a backend other than "ragged"; differentiated twice.
+
+    Example:
+      >>> x, w = jnp.ones((5, 2)), jnp.stack([jnp.ones((2, 3)), jnp.full((2, 3), 10.0)])
+      >>> grouped_matmul(x, w, jnp.array([2, 3], jnp.int32))[:, 0].tolist()
+      [2.0, 2.0, 20.0, 20.0, 20.0]
     """
     matrices = w if isinstance(w, Sequence) else (w,)
     if not matrices:
         raise ArgumentError("w: no matrices; give one (G, K, N), or several")
     for one in matrices:
         _check_arguments(x, one, group_sizes, backend, quantize, full)
-        _refuse(list(_explicitly_sharded(x=x, w=one, group_sizes=group_sizes)))
+        refuse(list(_explicitly_sharded(x=x, w=one, group_sizes=group_sizes)))
     names = [chosen_backend(x, one, quantize=quantize) if backend == "auto" else backend for one in matrices]
     if quantize and len(set(names)) > 1:
-        names = ["ragged"] * len(names)  # of x there is one quantised copy
-    chosen = [_backend(one_name, x, one, quantize) for one_name, one in zip(names, matrices, strict=True)]
+        names = ["ragged"] * len(names)  # one quantised copy of x serves all
+    chosen = [backend_for(one_name, x, one, quantize) for one_name, one in zip(names, matrices, strict=True)]
     _check_values(group_sizes, x.shape[0], te.FP8_MULTIPLE if te.TE_FP8 in chosen else 1, full)
     x, group_sizes, *ws = _varying_alike(*map(as_array, (x, group_sizes, *matrices)))
     if quantize is None:
         x = tag(x, name) if name else x
         ys = [_product(one, full, x, w, group_sizes) for one, w in zip(chosen, ws, strict=True)]
-    else:  # whose forward rule is traced outside of all scopes
+    else:  # the forward rule is traced outside all scopes
         ys = _product_fp8(chosen[0], scope_prefix.value + name if name else "", x, tuple(ws), group_sizes)
     return list(ys) if isinstance(w, Sequence) else ys[0]
-
-
-def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) -> Literal["ragged", "mosaic", "te"]:
-    """What `grouped_matmul` with `backend="auto"` uses for arguments like these (arrays, or what has shape and dtype).
-
-    The first of these that can do it:
-
-    1. "te", if TransformerEngine leaves the group sizes on the device: for plain bfloat16, on Hopper GPUs and newer
-       ones, compiled for it and run with cuBLAS 13.8.1 or later.
-    2. "mosaic": for plain 16-bit operands, on Hopper GPUs.
-    3. "te" on Hopper GPUs and newer ones, if the mesh has one GPU, or the process. Here the host reads the group sizes
-       and waits, at each product, and beside residuals that are being offloaded for as long as their copies take.
-    4. "ragged".
-
-    XLA cannot divide TransformerEngine's products: "te" is passed by where there are several devices, but inside of a
-    `shard_map` over all axes.
-
-    The GPU is the first of `jax.devices()`. Where TransformerEngine cannot be imported, or is too old, it is passed by:
-    to have it, import `transformer_engine.jax` before JAX's first computation.
-
-    Raises:
-      ValueError: an argument has another shape or dtype than `grouped_matmul` takes.
-    """
-    _refuse(_wrong_operands(x, w, quantize))
-    generation, shape = _gpu_generation(), _shape(x, w)
-    candidate = te.TE if quantize is None else te.TE_FP8
-    te_can = generation >= 9 and te.importable() and not candidate.refuses(shape) and _is_of_one_device()
-    if te_can and quantize is None and te.sizes_stay(shape.dtype):
-        return "te"
-    if quantize is None and generation == 9 and not MOSAIC.refuses(shape):  # wgmma is Hopper's alone
-        return "mosaic"
-    return "te" if te_can else "ragged"
-
-
-def _is_of_one_device() -> bool:
-    """Whether what is traced is for one device, and nothing is left for XLA to divide."""
-    return jax.device_count() == 1 or jax.sharding.get_abstract_mesh().are_all_axes_manual
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -192,90 +155,42 @@ _product_fp8.defvjp(_product_fp8_forward, _product_fp8_backward)
 
 
 def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """In a `shard_map` that checks it, arrays that vary over the same axes; so their cotangents are summed as due."""
+    """The arrays, all varying over the same axes of a `shard_map` that checks this, so that their cotangents are summed
+    over the right axes."""
     axes: list[frozenset[str]] = [frozenset(jax.typeof(a).manual_axis_type.varying) for a in arrays]
     missing = [tuple(sorted(frozenset().union(*axes) - own)) for own in axes]
     return [lax.pcast(a, m, to="varying") if m else a for a, m in zip(arrays, missing, strict=True)]
 
 
-def _shape(x: Any, w: Any) -> Shape:
-    of_arrays = (jax.typeof(a).sharding.mesh for a in (x, w) if isinstance(a, jax.Array))
-    meshes = (jax.sharding.get_abstract_mesh(), *of_arrays)
-    return Shape(x.shape[0], x.shape[1], w.shape[2], x.dtype, max(mesh.size for mesh in meshes))
-
-
-def _backend(name: str, x: Any, w: Any, quantize: str | None) -> Backend | FP8:
-    table: dict[str, Any] = _PLAIN if quantize is None else _FP8
-    if name not in table:
-        raise ArgumentError(f"backend {name!r} has no FP8; allowed are {', '.join(map(repr, table))}")
-    if why := table[name].refuses(_shape(x, w)):
-        raise ArgumentError(f"backend {name!r} cannot do this: {why}")
-    if name == "mosaic" and _gpu_generation() != 9:
-        raise ArgumentError(f"backend 'mosaic' has kernels for Hopper GPUs; this is {jax.devices()[0]}")
-    return table[name]
-
-
-def _gpu_generation() -> int:
-    """The major number of the compute capability, 9 for Hopper; 0 where there is no NVIDIA GPU."""
-    capability = getattr(jax.devices()[0], "compute_capability", "")
-    number = re.fullmatch(r"(\d+)\.\d+", str(capability))
-    return int(number[1]) if number else 0
-
-
 def _check_arguments(x: Any, w: Any, group_sizes: Any, backend: str, quantize: str | None, full: bool) -> None:
     if not hasattr(group_sizes, "dtype"):
-        raise ArgumentError("group_sizes is no array; x, w and group_sizes must be")
-    wrong = _wrong_operands(x, w, quantize)
+        raise ArgumentError("group_sizes is not an array; x, w and group_sizes must be")
+    wrong = wrong_operands(x, w, quantize)
     if group_sizes.dtype != jnp.int32 or group_sizes.shape != w.shape[:1]:
         wrong.append(f"group_sizes: {array_type(group_sizes)}; w: {array_type(w)} needs int32{list(w.shape[:1])}")
     if not isinstance(full, bool):
         wrong.append(f"full: {full!r}; allowed are True and False")
-    if backend not in ("auto", *_PLAIN):
-        allowed = ("auto", *_PLAIN)
-        wrong.append(
-            f"backend: {short(backend)}; allowed are {', '.join(map(repr, allowed))}{nearest(backend, allowed)}"
-        )
-    _refuse(wrong)
-
-
-def _refuse(wrong: list[str]) -> None:
-    if wrong:
-        raise ArgumentError(f"{'; '.join(wrong)}")
+    if backend not in NAMES:
+        allowed = ", ".join(map(repr, NAMES))
+        wrong.append(f"backend: {short(backend)}; allowed are {allowed}{nearest(backend, NAMES)}")
+    refuse(wrong)
 
 
 def _explicitly_sharded(**operands: Any) -> Iterator[str]:
     for name, a in operands.items():
         aval = jax.typeof(a)
         if any(aval.sharding.spec):
-            yield f"{name}: {aval.str_short()} is divided over explicit axes; call it in a jax.shard_map"
-
-
-def _wrong_operands(x: Any, w: Any, quantize: str | None) -> list[str]:
-    if no_array := [name for name, a in (("x", x), ("w", w)) if not hasattr(a, "dtype")]:
-        _refuse([f"{no_array[0]} is no array; x, w and group_sizes must be"])
-    checks = (
-        (x.ndim == 2, f"x: {array_type(x)} is not (M, K)"),
-        (w.ndim == 3, f"w: {array_type(w)} is not (G, K, N)"),
-        (w.ndim != 3 or x.shape[-1:] == w.shape[1:2], f"x: {array_type(x)} and w: {array_type(w)} differ in K"),
-        (x.dtype == w.dtype, f"x: {array_type(x)} and w: {array_type(w)} must have one dtype"),
-        (
-            x.dtype in (jnp.float32, jnp.bfloat16, jnp.float16),
-            f"x: {array_type(x)}; allowed are float32, bfloat16, float16",
-        ),
-        (quantize in (None, "fp8"), f"quantize: {quantize!r}; allowed are None and 'fp8'"),
-        (quantize is None or 0 not in w.shape, f"w: {array_type(w)}; FP8 needs G, K and N of at least 1"),
-    )
-    return [sentence for ok, sentence in checks if not ok]
+            yield f"{name}: {aval.str_short()} is sharded over explicit axes; call it in a jax.shard_map"
 
 
 def _check_values(group_sizes: Any, rows: int, multiple: int, full: bool) -> None:
-    """What only values tell, where there are any: not in a trace."""
+    """Check what only values show; a trace has none."""
     if (sizes := known(group_sizes)) is None:
         return
     if sizes.min(initial=0) < 0 or sizes.sum() > rows:
-        raise ArgumentError(f"group_sizes: {sizes.tolist()}; none may be negative, nor the sum over {rows}")
+        raise ArgumentError(f"group_sizes: {sizes.tolist()}; none may be negative, and the sum may not exceed {rows}")
     if full and sizes.sum() != rows:
-        raise ArgumentError(f"full: True, but group_sizes: {sizes.tolist()} sum up to {sizes.sum()} of {rows} rows")
+        raise ArgumentError(f"full: True, but group_sizes: {sizes.tolist()} sum to {sizes.sum()} of {rows} rows")
     if (sizes % multiple).any():
         raise ArgumentError(
             f"backend 'te' cannot do this: group_sizes: {sizes.tolist()}; FP8 needs multiples of {multiple}"

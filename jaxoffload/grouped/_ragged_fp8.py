@@ -1,8 +1,8 @@
-"""FP8 in plain JAX: what TransformerEngine's tensor scaling computes, on the backend "ragged". Runs everywhere.
+"""FP8 in plain JAX for the backend "ragged": what TransformerEngine's tensor scaling computes. Runs everywhere.
 
 A group is scaled by the largest float8 over its largest magnitude and rounded to nearest (TransformerEngine's "current
-scaling"). A GEMM multiplies the float8 values, adds in float32, and multiplies the sum by both operands' `scale_inv`.
-A group so small that its scale would be infinite has a finite one.
+scaling"). A GEMM multiplies the float8 values, accumulates in float32, and multiplies the sum by both operands'
+`scale_inv`. Where a group's values are so small that its scale would be infinite, the scale is a finite one.
 """
 
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from . import ragged
-from ._backend import FP8, Half, Shape, in_groups
+from ._interface import FP8, Half, Shape, in_groups
 from ._tensor import GroupedTensor
 
 # The usual pair: cotangents need more range than precision.
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
-# Of the scales whose reciprocal is no subnormal number, which XLA takes for zero on CPU, the largest.
+# The largest scale whose reciprocal is not subnormal: XLA on CPU flushes subnormal numbers to zero.
 _LARGEST_SCALE = 2.0**126
 
 
@@ -32,19 +32,20 @@ def refuses(shape: Shape) -> str | None:
 
 
 def group_of(numbers: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """(M,) int32: the group of each row number; G for those past all groups."""
+    """(M,) int32: the group of each row number; G past all groups."""
     return jnp.sum(numbers[:, None] >= jnp.cumsum(group_sizes)[None], 1, dtype=jnp.int32)
 
 
 def amax_of_groups(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """(G,) float32: the largest magnitude of each group; 0 for an empty one."""
+    """(G,) float32: the largest magnitude of each group; 0 for an empty group."""
     group = group_of(jnp.arange(x.shape[0], dtype=jnp.int32), group_sizes)
     of_rows = jnp.max(jnp.abs(x), 1, initial=0).astype(jnp.float32)
     return jnp.zeros(group_sizes.shape, jnp.float32).at[group].max(of_rows, mode="drop")
 
 
 def _scale(amax: jax.Array, dtype: Any) -> jax.Array:
-    """Finite and above zero. Where the quotient is infinite TransformerEngine's kernels take float32's largest number
+    """The scale of each group, finite and above zero. For an infinite quotient TransformerEngine's kernels take the
+    largest float32
     (`compute_scale_from_amax`,
     https://github.com/NVIDIA/TransformerEngine/blob/v2.18/transformer_engine/common/recipe/recipe_common.cuh)."""
     usable = (amax > 0) & jnp.isfinite(amax)
@@ -53,12 +54,12 @@ def _scale(amax: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _of_rows(of_groups: jax.Array, group: jax.Array) -> jax.Array:
-    """(M, 1): each row's group's value; the last one's for rows past all groups, which are zero."""
+    """(M, 1): the value of each row's group; the last group's for rows past all groups, which are zero."""
     return of_groups.at[group].get(mode="clip")[:, None]
 
 
 def _places(group_sizes: jax.Array, M: int, K: int) -> jax.Array:
-    """(M, K) int32: where each element stands in the flat column-wise buffer, groups one after another, transposed."""
+    """(M, K) int32: each element's index in the flat column-wise buffer of groups, each transposed."""
     rows = jnp.arange(M, dtype=jnp.int32)
     sizes = jnp.concatenate([group_sizes, (M - jnp.sum(group_sizes, dtype=jnp.int32))[None]])
     starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
@@ -84,7 +85,7 @@ def quantize(x: jax.Array, group_sizes: jax.Array, dtype: Any) -> GroupedTensor:
     scale = _scale(amax, dtype)
     group = group_of(jnp.arange(x.shape[0], dtype=jnp.int32), group_sizes)
     data = (x.astype(jnp.float32) * _of_rows(scale, group)).astype(dtype)
-    # Divided twice: two leaves are two values, each with a decision of its own.
+    # Divided twice: two leaves with separate decisions must be two values.
     return GroupedTensor(data, group_sizes, 1 / scale, to_columns(data, group_sizes), 1 / scale, amax)
 
 
@@ -95,14 +96,14 @@ def weights(w: jax.Array) -> tuple[Weights, Weights]:
 
 
 def _exact(data: jax.Array) -> jax.Array:
-    """bfloat16 holds each float8. Without a barrier XLA drops the rounding between two conversions on GPUs
-    (xla_allow_excess_precision)."""
+    """The float8 values as bfloat16, which holds them exactly. The barrier keeps XLA:GPU from dropping the rounding
+    between two conversions (xla_allow_excess_precision)."""
     return jax.lax.optimization_barrier(data).astype(jnp.bfloat16)
 
 
 def _scaled(sums: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
-    """Both operands' `scale_inv`, the smaller first: their product can underflow where the result does not, and with
-    the larger first the sums can overflow."""
+    """The sums times both operands' `scale_inv`, the smaller first: the product of both can underflow where the result
+    does not, and with the larger first the sums can overflow."""
     return sums * jnp.minimum(one, other) * jnp.maximum(one, other)
 
 

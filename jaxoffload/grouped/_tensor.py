@@ -1,4 +1,4 @@
-"""`GroupedTensor`: the buffers that a grouped GEMM packs, one leaf each, so that each can be offloaded or stay."""
+"""`GroupedTensor`: the buffers of a grouped GEMM's operand, one leaf each, so that a policy decides about each."""
 
 import dataclasses
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._engine.jax_patches import is_float8, keep_float8_bits
 from .._text import array_type
 
 
@@ -13,22 +14,27 @@ from .._text import array_type
 class GroupedTensor:
     """Rows in groups, one group after another; quantised or not.
 
-    A pytree whose leaves have the key paths `.data`, `.group_sizes`, ...; a field that is None is no leaf. `tag(x,
-    "moe/fc1")` names them `moe/fc1.data`, ..., so that a `Policy` can steer each. Whatever becomes of them, and
-    whatever else a transformation puts in their place, a tensor that was taken apart comes back whole, unchecked.
+    A pytree whose leaves have the key paths `.data`, `.group_sizes`, ...; a field that is None has no leaf. `tag(x,
+    "moe/fc1")` names the leaves `moe/fc1.data`, ..., so that a `Policy` can decide about each. `jax.tree.unflatten`
+    checks nothing, because a transformation may put anything in the leaves' place.
 
     Attributes:
       data: (M, K), of any dtype. Rows past `sum(group_sizes)` belong to no group.
-      group_sizes: (G,) int32, the rows of each group.
+      group_sizes: (G,) int32, the number of rows in each group.
       scale_inv: (G,) float32 if `data` is a float8, else None: a group's values are `data * scale_inv`.
-      columnwise_data: (K, M) of the same float8, or None: the copy that a GEMM over the rows reads. A buffer of groups
-        one after another, each transposed, (K, size); the rows past all groups are one more. With one group it is
-        `data.T`. This is TransformerEngine's layout.
-      columnwise_scale_inv: (G,) float32, there if and only if `columnwise_data` is.
-      amax: (G,) float32 or None: the largest magnitude of each group before it was quantised, 0 for an empty one.
+      columnwise_data: (K, M) of the same float8, or None: the copy that a GEMM over the rows reads, in
+        TransformerEngine's layout. The groups follow one another, each transposed to (K, size); the rows past all
+        groups form one more. With a single group it is `data.T`.
+      columnwise_scale_inv: (G,) float32; present if and only if `columnwise_data` is.
+      amax: (G,) float32 or None: the largest magnitude of each group before it was quantised, 0 for an empty group.
 
     Raises:
-      ValueError: where it is constructed, a field has another shape or dtype, is missing, or must not be there.
+      ValueError: on construction, if a field has the wrong shape or dtype, is missing, or must not be there.
+
+    Example:
+      >>> rows = GroupedTensor(jnp.ones((5, 2)), jnp.array([2, 3], jnp.int32))
+      >>> [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(rows)]
+      [('.data', (5, 2)), ('.group_sizes', (2,))]
     """
 
     data: jax.Array
@@ -41,41 +47,8 @@ class GroupedTensor:
     def __post_init__(self) -> None:
         if wrong := _wrong(self):
             raise ValueError(f"GroupedTensor: {'; '.join(wrong)}")
-
-    def to_te(self, dtype: Any = jnp.bfloat16, columnwise: bool = False) -> Any:
-        """TransformerEngine's tensor of the same buffers.
-
-        Args:
-          dtype: what it is dequantised to.
-          columnwise: the column-wise copy instead of the row-wise one.
-
-        Returns:
-          A `GroupedNoScaleTensor`, or a `GroupedScaledTensor1x` where the data are quantised.
-
-        Raises:
-          ImportError: TransformerEngine cannot be imported, or is too old.
-          ValueError: there is no column-wise copy.
-        """
-        from . import te
-
-        if not columnwise:
-            return te.tensor(self.data, self.group_sizes, self.scale_inv, self.amax, dtype)
-        if self.columnwise_data is None:
-            raise ValueError("GroupedTensor.to_te: columnwise: True, but columnwise_data is None")
-        return te.columns(self.columnwise_data, self.group_sizes, self.columnwise_scale_inv, self.amax, dtype)
-
-    @classmethod
-    def from_te(cls, rowwise: Any, columnwise: Any = None) -> "GroupedTensor":
-        """The same buffers as `to_te`: of a `GroupedNoScaleTensor` or row-wise `GroupedScaledTensor1x`, and the
-        column-wise one that belongs to it, if there is one.
-
-        Raises:
-          ValueError: they are no such tensors, or have no group sizes, or not the same ones. In a trace, which has no
-            values, of the sizes only how many there are is compared.
-        """
-        from . import te
-
-        return cls(**te.fields(rowwise, columnwise))
+        if is_float8(self.data.dtype):
+            keep_float8_bits()
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(GroupedTensor))
@@ -87,7 +60,7 @@ def _leaves(tensor: GroupedTensor) -> tuple[tuple[Any, ...], None]:
 
 
 def _whole(_: None, leaves: Any) -> GroupedTensor:
-    # Not by the constructor: leaves may be of other shapes (vmap), or no arrays at all.
+    # Not through the constructor: leaves may have other shapes (vmap), or not be arrays at all.
     tensor = object.__new__(GroupedTensor)
     for name, leaf in zip(FIELDS, leaves, strict=True):
         object.__setattr__(tensor, name, leaf)
@@ -99,16 +72,12 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def is_float8(dtype: Any) -> bool:
-    return jnp.dtype(dtype).name.startswith("float8")
-
-
 def _wrong(t: GroupedTensor) -> list[str]:
     fields = {name: getattr(t, name) for name in FIELDS}
     needed = ("data", "group_sizes")
     is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
     if wrong := [
-        f"{k}: {x!r} is no array" for k, x in fields.items() if not is_array(x) and (k in needed or x is not None)
+        f"{k}: {x!r} is not an array" for k, x in fields.items() if not is_array(x) and (k in needed or x is not None)
     ]:
         return wrong
     if wrong := [

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._backend import Backend, Shape, unbatched
+from ._interface import Backend, Shape, unbatched
 
 # Tiles of 128 x 128 x 64: 619 TFLOP/s forward and backward on an H200 (8 groups, 16384 rows, 4096 -> 14336).
 _CONTRACTED = 64  # a row of a tile is what one swizzled copy to shared memory moves: 64 values of two bytes
@@ -13,7 +13,7 @@ _PIPELINE: dict[str, Any] = {"block_k": _CONTRACTED, "max_concurrent_steps": 4, 
 
 
 def refuses(shape: Shape) -> str | None:
-    # K and N are contracted, one forward and one in dx, and both tile dw.
+    # forward contracts K, dx contracts N, and both tile dw.
     if shape.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{jnp.dtype(shape.dtype).name} operands; allowed are bfloat16 and float16"
     if shape.M < _CONTRACTED:
@@ -22,12 +22,12 @@ def refuses(shape: Shape) -> str | None:
 
 
 def _block(size: int) -> int:
-    """The largest tile that divides."""
+    """The largest tile that divides the size."""
     return 128 if size % 128 == 0 else _CONTRACTED
 
 
 def _rows(size: int) -> int:
-    """A tile of rows need not divide, but fit."""
+    """A tile of rows that fits; it need not divide the size."""
     return 128 if size >= 128 else _CONTRACTED
 
 

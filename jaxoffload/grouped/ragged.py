@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._backend import Backend, Shape, batched_alike
+from ._interface import Backend, Shape, batched_alike
 
 # dw contracts the rows of each group.
 _OVER_ROWS = lax.RaggedDotDimensionNumbers(
@@ -14,7 +14,7 @@ _OVER_ROWS = lax.RaggedDotDimensionNumbers(
 
 
 def refuses(shape: Shape) -> None:
-    """It can do all."""
+    """Refuse nothing."""
 
 
 @batched_alike

@@ -1,9 +1,9 @@
 """The backend "te": TransformerEngine's grouped GEMMs (cuBLAS), imported when they are first asked for.
 
-It has two kinds of kernels and chooses by dtype, GPU and the cuBLAS that it was compiled with. V2 (bfloat16) reads the
-group sizes on the device, and writes nothing to the rows past all groups. V1 has the host read them and wait, at each
-product, serves one GPU of a process, and wants `sum(group_sizes)` to be M: there the last group gets the rows past all
-groups.
+TransformerEngine has two kinds of kernels and chooses by dtype, GPU and the cuBLAS that it was compiled with. V2
+(bfloat16) reads the group sizes on the device and does not write the rows past all groups. V1 makes the host read the
+sizes and wait in each grouped GEMM, supports one GPU per process, and needs `sum(group_sizes)` to be M: the last group
+gets the rows past all groups.
 """
 
 import copy
@@ -18,28 +18,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._backend import FP8, Backend, BackendMissing, Half, Shape, in_groups, known, unbatched
+from ._interface import FP8, Backend, BackendMissing, Half, Shape, column_wise, in_groups, known, row_wise, unbatched
 from ._ragged_fp8 import E4M3, E5M2, amax_of_groups
 from ._tensor import GroupedTensor
 
-# Of the rows of each group, K and N, in FP8.
+# FP8: each group's number of rows, K and N must be multiples of this.
 FP8_MULTIPLE = 16
 
-# Of K and N, in V2: rows begin at multiples of 16 bytes. Other rows give wrong numbers, or stop the process (measured).
+# V2: K and N must be multiples of this, so that rows begin at multiples of 16 bytes. With others the kernels give wrong
+# numbers or stop the process (measured).
 V2_MULTIPLE = 8
 
-# The cuBLAS from which V2 is right on all GPUs that it runs on, by what TransformerEngine says as late as in a product
+# The first cuBLAS with which V2 is right on all of its GPUs; TransformerEngine checks it only when a GEMM runs
 # (https://github.com/NVIDIA/TransformerEngine/pull/3475).
 V2_CUBLAS = (13, 8, 1)
 
 # The first release whose tensors have group sizes of their own: GroupedNoScaleTensor and first_dims
-# (https://github.com/NVIDIA/TransformerEngine/pull/2749). What else is used, in models/attention.py too, is older.
+# (https://github.com/NVIDIA/TransformerEngine/pull/2749). All else that we use, in models/attention.py too, is older.
 NEEDED = (2, 15)
 
 
 def too_old() -> str | None:
-    """What to say of the TransformerEngine that is installed, if it is too old. It is not imported: an old one may not
-    go with the jax that is here."""
+    """What is wrong with the installed TransformerEngine if it is too old. Reads its metadata: an old one may fail to
+    import with this jax."""
     try:
         version = importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError:
@@ -54,7 +55,7 @@ def load(module: str) -> types.ModuleType:
     """A module of TransformerEngine.
 
     Raises:
-      ImportError: it, or a CUDA library that it needs, is not there, or it is too old.
+      ImportError: TransformerEngine or a CUDA library that it needs is missing, or TransformerEngine is too old.
     """
     if why_not := too_old():
         extras = "as the extra jaxoffload[te] installs it, or with CUDA 13 jaxoffload[te-cuda13]"
@@ -79,8 +80,8 @@ def importable() -> bool:
 
 
 def sizes_stay(dtype: Any) -> bool:
-    """Whether the products of plain operands leave the group sizes on the device (V2). A copy of them to the host (V1)
-    waits for all other copies to the host that were begun before it: milliseconds, where residuals are offloaded."""
+    """Whether grouped GEMMs of plain operands leave the group sizes on the device (V2). V1 copies them to the host, and
+    that copy waits for all copies to the host before it: milliseconds where residuals are offloaded."""
     no_scaling = load("quantize").ScalingMode.NO_SCALING
     return load("cpp_extensions").is_v2_grouped_gemm_supported(no_scaling, dtype, False)[0]
 
@@ -90,26 +91,88 @@ def _cublas() -> tuple[int, int, int]:
     return version // 10000, version // 100 % 100, version % 100
 
 
-def tensor(data: jax.Array, group_sizes: Any, scale_inv: Any = None, amax: Any = None, dtype: Any = None) -> Any:
-    """TransformerEngine's tensor of rows (M, K) in groups, or with `group_sizes` None of matrices (G, K, N)."""
-    if scale_inv is None:
-        no_scale = load("quantize").GroupedNoScaleTensor
-        return no_scale(data=data, amax=amax, first_dims=group_sizes, last_dims=None, original_shape=data.shape)
-    return _scaled(data, group_sizes, scale_inv, amax, dtype, data.shape, columnwise=False)
+def to_te(x: GroupedTensor, dtype: Any = jnp.bfloat16, columnwise: bool = False) -> Any:
+    """TransformerEngine's tensor of the same buffers.
+
+    Args:
+      x: what to convert.
+      dtype: the dtype that it is dequantised to.
+      columnwise: take the column-wise copy instead of the row-wise one.
+
+    Returns:
+      A `GroupedNoScaleTensor`, or a `GroupedScaledTensor1x` if `x` is quantised.
+
+    Raises:
+      ImportError: TransformerEngine cannot be imported, or is too old.
+      ValueError: `x` has no column-wise copy.
+    """
+    if columnwise and x.columnwise_data is None:
+        raise ValueError("to_te: columnwise: True, but columnwise_data is None")
+    if columnwise:
+        return _scaled(column_wise(x), x.amax, dtype, columnwise=True)
+    return _plain(x.data, x.group_sizes, x.amax) if x.scale_inv is None else _scaled(row_wise(x), x.amax, dtype)
 
 
-def columns(data: jax.Array, group_sizes: jax.Array, scale_inv: Any, amax: Any, dtype: Any) -> Any:
-    """Its tensor of a column-wise buffer (K, M)."""
-    return _scaled(data, group_sizes, scale_inv, amax, dtype, data.shape[::-1], columnwise=True)
+def from_te(rowwise: Any, columnwise: Any = None) -> GroupedTensor:
+    """The `GroupedTensor` of the same buffers: the inverse of `to_te`.
+
+    Args:
+      rowwise: a `GroupedNoScaleTensor`, or a row-wise `GroupedScaledTensor1x`.
+      columnwise: the column-wise `GroupedScaledTensor1x` of the same values, if there is one.
+
+    Raises:
+      ValueError: an argument is not such a tensor or has no group sizes, or their group sizes differ. A trace has no
+        values, so there only the number of groups is compared.
+    """
+    if wrong := _not_allowed(rowwise, columnwise):
+        raise ValueError(
+            f"from_te: {wrong}; allowed are a GroupedNoScaleTensor, or a row-wise GroupedScaledTensor1x alone or with "
+            "the column-wise one of the same group sizes (first_dims)"
+        )
+    sizes = rowwise.first_dims
+    scale_inv = getattr(rowwise, "scale_inv", None)
+    fields = {"group_sizes": sizes, "data": rowwise.data.reshape(rowwise.original_shape)}
+    if scale_inv is not None:
+        fields["scale_inv"] = _unpacked(scale_inv, sizes, 1.0)
+    # An amax that TransformerEngine does not know is an array of one element.
+    if rowwise.amax is not None and rowwise.amax.shape == sizes.shape:
+        fields["amax"] = _unpacked(rowwise.amax, sizes, 0.0)
+    if columnwise is not None:
+        fields["columnwise_data"] = columnwise.data.reshape(columnwise.original_shape)
+        # TransformerEngine shares one array; a leaf with a decision of its own must be a value of its own.
+        fields["columnwise_scale_inv"] = jnp.copy(_unpacked(columnwise.scale_inv, sizes, 1.0))
+    return GroupedTensor(**fields)
 
 
-# Of scales and magnitudes TransformerEngine leaves out those of empty groups, where it writes them and where it reads
-# them, even those of matrices, of which none is empty
+def _plain(data: jax.Array, group_sizes: jax.Array | None, amax: Any = None) -> Any:
+    """TransformerEngine's tensor of unquantised rows (M, K) in groups; without group sizes, of matrices (G, K, N)."""
+    no_scale = load("quantize").GroupedNoScaleTensor
+    return no_scale(data=data, amax=amax, first_dims=group_sizes, last_dims=None, original_shape=data.shape)
+
+
+def _scaled(half: Half, amax: Any, dtype: Any, columnwise: bool = False) -> Any:
+    quantize, sizes = load("quantize"), half.group_sizes
+    return quantize.ScaledTensorFactory.create_1x(
+        half.data.reshape(-1),
+        _packed(half.scale_inv, sizes),
+        amax if amax is None else _packed(amax, sizes),
+        scaling_mode=quantize.ScalingMode.CURRENT_TENSOR_SCALING,
+        dq_dtype=dtype,
+        is_colwise=columnwise,
+        data_layout="T" if columnwise else "N",
+        flatten_axis=-1,
+        first_dims=sizes,
+        original_shape=half.data.shape[::-1] if columnwise else half.data.shape,
+    )
+
+
+# TransformerEngine omits the scale and amax of empty groups, both when writing and when reading, and does so even for
+# the weights, whose entries all exist
 # (https://github.com/NVIDIA/TransformerEngine/blob/025f598/transformer_engine/jax/csrc/extensions/gemm.cpp).
 
 
 def _places(group_sizes: jax.Array) -> jax.Array:
-    """(G,) int32: where TransformerEngine has what belongs to a group; G for an empty one."""
+    """(G,) int32: the index of each group's entry in TransformerEngine's arrays; G for an empty group."""
     there = group_sizes > 0
     return jnp.where(there, jnp.cumsum(there, dtype=jnp.int32) - 1, group_sizes.size)
 
@@ -122,46 +185,8 @@ def _unpacked(of_groups: jax.Array, group_sizes: jax.Array, of_empty: float) -> 
     return of_groups.at[_places(group_sizes)].get(mode="fill", fill_value=of_empty)
 
 
-def _scaled(data: Any, sizes: Any, scale_inv: Any, amax: Any, dtype: Any, shape: Any, columnwise: bool) -> Any:
-    quantize = load("quantize")
-    return quantize.ScaledTensorFactory.create_1x(
-        data.reshape(-1),
-        _packed(scale_inv, sizes),
-        amax if amax is None else _packed(amax, sizes),
-        scaling_mode=quantize.ScalingMode.CURRENT_TENSOR_SCALING,
-        dq_dtype=dtype,
-        is_colwise=columnwise,
-        data_layout="T" if columnwise else "N",
-        flatten_axis=-1,
-        first_dims=sizes,
-        original_shape=shape,
-    )
-
-
-def fields(rowwise: Any, columnwise: Any = None) -> dict[str, Any]:
-    """The arguments of `GroupedTensor` that are these tensors of TransformerEngine."""
-    if wrong := _not_allowed(rowwise, columnwise):
-        raise ValueError(
-            f"GroupedTensor.from_te: {wrong}; allowed are a GroupedNoScaleTensor, or a row-wise GroupedScaledTensor1x "
-            "alone or with the column-wise one of the same group sizes (first_dims)"
-        )
-    sizes = rowwise.first_dims
-    scale_inv = getattr(rowwise, "scale_inv", None)
-    found = {"group_sizes": sizes, "data": rowwise.data.reshape(rowwise.original_shape)}
-    if scale_inv is not None:
-        found["scale_inv"] = _unpacked(scale_inv, sizes, 1.0)
-    # Where TransformerEngine does not know it, it puts an array of one element.
-    if rowwise.amax is not None and rowwise.amax.shape == sizes.shape:
-        found["amax"] = _unpacked(rowwise.amax, sizes, 0.0)
-    if columnwise is not None:
-        found["columnwise_data"] = columnwise.data.reshape(columnwise.original_shape)
-        # TransformerEngine shares one array; a leaf with a decision of its own is a value of its own.
-        found["columnwise_scale_inv"] = jnp.copy(_unpacked(columnwise.scale_inv, sizes, 1.0))
-    return found
-
-
 def _not_allowed(rowwise: Any, columnwise: Any) -> str | None:
-    """The first argument of `fields` that is wrong, and what it is."""
+    """The first argument of `from_te` that is wrong, and why."""
     for name, tensor, is_columnwise in (("rowwise", rowwise, False), ("columnwise", columnwise, True)):
         if tensor is None and is_columnwise:
             return None
@@ -176,7 +201,7 @@ def _not_allowed(rowwise: Any, columnwise: Any) -> str | None:
         if scales is not None and scales.shape != tensor.first_dims.shape:
             return f"{name}: {kind} with {scales.shape} scales, not one for each of {tensor.first_dims.size} groups"
     sizes, others = columnwise.first_dims, rowwise.first_dims
-    if sizes is others:  # what TransformerEngine returns, of which no values need be fetched
+    if sizes is others:  # as TransformerEngine returns them: no values need to be fetched
         return None
     if sizes.shape != others.shape:
         return f"columnwise: {sizes.size} group sizes, but rowwise has {others.size}"
@@ -187,15 +212,15 @@ def _not_allowed(rowwise: Any, columnwise: Any) -> str | None:
 
 
 def _whole(group_sizes: jax.Array, rows: int) -> jax.Array:
-    """The last group has the rows past all groups too."""
+    """The group sizes with the rows past all groups added to the last group."""
     return group_sizes.at[-1].add(rows - jnp.sum(group_sizes, dtype=jnp.int32))
 
 
-_FORWARD, _DX, _DW = ((1,), (1,)), ((1,), (2,)), ((0,), (0,))  # what is contracted
+_FORWARD, _DX, _DW = ((1,), (1,)), ((1,), (2,)), ((0,), (0,))  # contracting dimensions
 
 
 def _sizes(group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
-    """As the kernels for these rows want them."""
+    """The group sizes that the kernels for these rows need."""
     return group_sizes if sizes_stay(rows.dtype) else _whole(group_sizes, rows.shape[0])
 
 
@@ -210,7 +235,7 @@ def refuses(shape: Shape) -> str | None:
         return _refuses_several_gpus(shape)
     if (have := _cublas()) < V2_CUBLAS:
         need, found = (".".join(map(str, version)) for version in (V2_CUBLAS, have))
-        return f"its kernels need cuBLAS {need}, and this is {found}: upgrade nvidia-cublas, or take another backend"
+        return f"its kernels need cuBLAS {need}, and this is {found}: upgrade nvidia-cublas, or use another backend"
     wrong = shape.not_a_multiple(V2_MULTIPLE, "K", "N")
     return f"{wrong}, which its kernels for {jnp.dtype(shape.dtype).name} need" if wrong else None
 
@@ -222,29 +247,30 @@ def _refuses_dtype(shape: Shape) -> str | None:
 
 
 def _refuses_several_gpus(shape: Shape) -> str | None:
-    """Of V1, whose CUDA streams are the process's, and made on the GPU that is first. A product on another one fails,
-    the others wait for it, and a minute later XLA ends the process, with a word about collectives alone (measured;
+    """Why V1 cannot run here: its CUDA streams belong to the process and are created on the first GPU that uses them. A
+    GEMM on another GPU fails, the others wait for it, and a minute later XLA ends the process with a message about
+    collectives (measured;
     https://github.com/NVIDIA/TransformerEngine/blob/d0067d0/transformer_engine/common/util/multi_stream.cpp)."""
     if shape.devices < 2 or (gpus := jax.local_device_count()) == 1 or shape.devices > jax.device_count():
-        return None  # a mesh of more devices than there are is another machine's
+        return None  # a mesh of more devices than exist here describes another machine
     return (
-        f"its kernels that have the host read the group sizes serve one GPU of a process, and this process has {gpus}: "
-        "start a process for each GPU, or take another backend"
+        f"its kernels for these operands support only one GPU per process, and this process has {gpus}: "
+        "start one process per GPU, or use another backend"
     )
 
 
 def forward(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return _gemm(tensor(x, _sizes(group_sizes, x)), tensor(w, None), _FORWARD)
+    return _gemm(_plain(x, _sizes(group_sizes, x)), _plain(w, None), _FORWARD)
 
 
 def dx(dy: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return _gemm(tensor(dy, _sizes(group_sizes, dy)), tensor(w, None), _DX)
+    return _gemm(_plain(dy, _sizes(group_sizes, dy)), _plain(w, None), _DX)
 
 
 def dw(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
     if sizes_stay(x.dtype):
         return dw_full(x, dy, group_sizes)
-    # The last group's product must not see the rows past all groups; zeros in the narrower operand are enough.
+    # The last group's GEMM must not see the rows past all groups; zeros in the narrower operand are enough.
     if x.shape[1] < dy.shape[1]:
         x = in_groups(x, group_sizes)
     else:
@@ -253,7 +279,7 @@ def dw(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def dw_full(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return _gemm(tensor(x, group_sizes), tensor(dy, group_sizes), _DW)
+    return _gemm(_plain(x, group_sizes), _plain(dy, group_sizes), _DW)
 
 
 TE = Backend("te", refuses, *(unbatched("te", f) for f in (forward, dx, dw, dw_full)))
@@ -281,8 +307,8 @@ def quantize(x: jax.Array, group_sizes: jax.Array, dtype: Any) -> GroupedTensor:
     both = _quantizers(sizes.size)
     quantizer = both.x if dtype == E4M3 else both.dgrad
     found = load("cpp_extensions").grouped_quantize(x, quantizer, sizes, flatten_axis=-1)
-    whole = GroupedTensor.from_te(found.rowwise_tensor, found.colwise_tensor)
-    return dataclasses.replace(whole, amax=amax_of_groups(x, sizes))  # TransformerEngine keeps its own to itself
+    both_copies = from_te(found.rowwise_tensor, found.colwise_tensor)
+    return dataclasses.replace(both_copies, amax=amax_of_groups(x, sizes))  # TransformerEngine does not return its own
 
 
 def weights(w: jax.Array) -> tuple[Any, Any]:
@@ -291,30 +317,22 @@ def weights(w: jax.Array) -> tuple[Any, Any]:
     return found.get_tensor(usage=usage.RHS), found.get_tensor(usage=usage.RHS_TRANS)
 
 
-def _rows(half: Half, dtype: Any) -> Any:
-    return tensor(half.data, half.group_sizes, half.scale_inv, None, dtype)
-
-
-def _columns(half: Half, dtype: Any) -> Any:
-    return columns(half.data, half.group_sizes, half.scale_inv, None, dtype)
-
-
 def _matrices(w: Any, group_sizes: jax.Array) -> Any:
-    packed = copy.copy(w)  # its constructor does not take all of its fields
+    packed = copy.copy(w)  # the constructor does not take every field
     packed.scale_inv = _packed(w.scale_inv, group_sizes)
     return packed
 
 
 def forward_fp8(x: Half, w: Any, dtype: Any) -> jax.Array:
-    return _gemm(_rows(x, dtype), _matrices(w, x.group_sizes), _FORWARD)
+    return _gemm(_scaled(x, None, dtype), _matrices(w, x.group_sizes), _FORWARD)
 
 
 def dx_fp8(dy: Half, w: Any, dtype: Any) -> jax.Array:
-    return _gemm(_rows(dy, dtype), _matrices(w, dy.group_sizes), _DX)
+    return _gemm(_scaled(dy, None, dtype), _matrices(w, dy.group_sizes), _DX)
 
 
 def dw_fp8(x: Half, dy: Half, dtype: Any) -> jax.Array:
-    return _gemm(_columns(x, dtype), _columns(dy, dtype), _DW)
+    return _gemm(_scaled(x, None, dtype, columnwise=True), _scaled(dy, None, dtype, columnwise=True), _DW)
 
 
 TE_FP8 = FP8("te", refuses_fp8, quantize, weights, forward_fp8, dx_fp8, dw_fp8)

@@ -22,15 +22,14 @@ from . import _jax
 from ._engine.checkpoint_primitive import bind, checked, partial_eval_as_remat
 from ._engine.derivative import derivative
 from ._engine.layer import Body, Layer, linearize, prevent_cse_barrier
-from ._engine.memory import DEVICE, HOST
 from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.plan import Override
 from ._engine.pool_limit import admitted
-from ._engine.reference import is_reference
-from ._engine.refusals import refuse_remat3
 from ._engine.transpose_only import with_tangents
-from ._jax import Results, Values
+from ._jax import DEVICE, HOST, Results, Values
 from ._policy import Policy, PolicyError, check_arguments
+from ._reference import is_reference
+from ._refusals import refuse_remat3
 from ._scan import inside_scan
 
 

@@ -13,8 +13,8 @@ import jax
 
 from ._engine.checkpoint_primitive import bind
 from ._engine.mutable_refs import by_jax, takes_refs
-from ._engine.refusals import refuse_remat3
 from ._policy import Policy, check_arguments
+from ._refusals import refuse_remat3
 
 
 def checkpoint(

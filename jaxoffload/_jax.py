@@ -4,6 +4,7 @@
 alone. Both come from here: nothing else in jaxoffload imports `jax.interpreters`, and nothing imports `jax._src`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,21 @@ dce_rules = pe.dce_rules  # dead-code elimination; 0.12 also passes which inputs
 lower_fun = mlir.lower_fun  # a lowering rule from a function; 0.4.30
 register_lowering = mlir.register_lowering  # lowering rules; 0.4.30
 i32_attr = mlir.i32_attr  # an attribute of StableHLO; 0.4.30
+
+# --- Memory spaces.
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def on_host(aval: Any) -> bool:
+    """Whether an abstract value lives in host memory (`f32<host>[...]` in a jaxpr)."""
+    return getattr(aval, "memory_space", None) == HOST
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of an array of this shape and dtype."""
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
 
 # --- Primitives by name. Those that JAX exports an object for stand here too, where a set needs them.
 

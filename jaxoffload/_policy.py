@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core.primitives import name_p
 
-from ._engine.memory import nbytes
-from ._engine.names import read_names
-from ._engine.reference import is_reference
-from ._engine.refusals import refuse_remat3, refuse_wrong_offload
 from ._errors import Problem, UserError
+from ._jax import nbytes
 from ._megatron import MODULES
+from ._names import read_names
+from ._reference import is_reference
+from ._refusals import refuse_remat3, refuse_wrong_offload
 from ._text import nearest, short
 
 Decision = Literal["save", "offload", "recompute"]

@@ -24,12 +24,12 @@ from ._engine.layer import Body, linearize, perturbed_carry
 from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.plan import Override
 from ._engine.pool_limit import admitted
-from ._engine.reference import is_reference, most_layers
-from ._engine.refusals import refuse_remat3
 from ._engine.segments import Span, segment_of, spans
 from ._engine.transpose_only import with_tangents
 from ._jax import Results, Values, as_array, evaluate
 from ._policy import Policy, check_arguments
+from ._reference import is_reference, most_layers
+from ._refusals import refuse_remat3
 
 
 def scan(

@@ -12,7 +12,7 @@ import pytest
 from common import finish, start
 from pages import ROOT, TEXT
 
-from jaxoffload._engine import refusals
+from jaxoffload import _refusals
 from models import checkpoints, metrics
 from models.config import load
 
@@ -61,7 +61,7 @@ def test_the_oldest_jax_is_the_one_that_everything_names():
     bounds = [found[1] for one in needed if (found := re.fullmatch(r"jax(?:\[\w+\])?>=([\d.]+)", one))]
     (oldest,) = set(bounds)
     assert len(bounds) == 3
-    assert oldest == ".".join(map(str, refusals._FIRST_RIGHT_JAXLIB))
+    assert oldest == ".".join(map(str, _refusals._FIRST_RIGHT_JAXLIB))
     assert f"{oldest} or later" in TEXT
     said = make("-n", "-W", "pyproject.toml", "test-all", "PYTHON=python3")  # as if it had changed since the last time
     assert f"pip install -q --no-deps --target .oldest jax=={oldest} jaxlib=={oldest}" in said

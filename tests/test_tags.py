@@ -8,7 +8,7 @@ from common import equations, kept, normal, policy
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxoffload import checkpoint, residuals, scope, tag
-from jaxoffload._engine.names import Name, PlanName, read_names, read_plan_name
+from jaxoffload._names import Name, PlanName, read_names, read_plan_name
 
 
 def names(f, *args):

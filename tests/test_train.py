@@ -25,7 +25,7 @@ from common import fast_compiles, finish, start, wait_for
 from test_streams import steps_at, write_trace
 
 from jaxoffload._engine import copying_loops as _loops
-from jaxoffload._engine.memory import on_host
+from jaxoffload._jax import on_host
 from jaxoffload.grouped import te
 from models import checkpoints, data, metrics, preflight, processes, signals, train
 from models.config import Config, Distributed, Model, flat, load

@@ -30,9 +30,9 @@ from jaxoffload._engine import copying_loops as _loops
 from jaxoffload._engine import layer as _layer
 from jaxoffload._engine import plan as _plan
 from jaxoffload._engine import transpose_only
-from jaxoffload._engine.memory import DEVICE, HOST, on_host
-from jaxoffload._engine.reference import is_reference, with_layers
+from jaxoffload._jax import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
+from jaxoffload._reference import is_reference, with_layers
 from jaxoffload._text import readable
 from jaxoffload.proof import Peaks, checks, verify
 from jaxoffload.proof._program import exact as _exact

@@ -8,8 +8,7 @@ from common import gradient, normal, policy
 from flax import linen, nnx
 from jax import lax
 
-from jaxoffload import chain, checkpoint, scan, tag
-from jaxoffload._engine import refusals
+from jaxoffload import _refusals, chain, checkpoint, scan, tag
 
 X, W = normal(0, (4, 8)), normal(1, (8, 8))
 
@@ -68,5 +67,5 @@ def test_every_way_to_offload_is_refused_while_it_is_traced(monkeypatch, way, fi
         ):
             trace(rules)
         trace(policy(default="save", dots="save"))
-    monkeypatch.setattr(jaxlib, "__version__", ".".join(map(str, refusals._FIRST_RIGHT_JAXLIB)))
+    monkeypatch.setattr(jaxlib, "__version__", ".".join(map(str, _refusals._FIRST_RIGHT_JAXLIB)))
     assert "<host>" in str(trace(rules))

@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var, new_jaxpr_eqn
 from jax.extend.core.primitives import cond_p, name_p
 
 from .._jax import define
-from .names import PlanName, read_plan_name
+from .._names import PlanName, read_plan_name
 from .plan import Plan
 from .walk import map_bodies, with_eqns
 

@@ -10,15 +10,14 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.core.primitives import remat_p
 
 from .. import _jax
-from .._jax import Results, Values
+from .._jax import Results, Values, on_host
 from .._policy import Policy
+from .._reference import REASON, is_reference
+from .._refusals import refuse_remat3
 from .derivative import cached, derivative, plan_of_jvp
 from .device_bytes import straight
-from .memory import on_host
 from .plan import Override, Plan
 from .pool_limit import admitted
-from .reference import REASON, is_reference
-from .refusals import refuse_remat3
 
 
 def bind(jaxpr: Jaxpr, args: Sequence[Any], **params: Any) -> list[Any]:

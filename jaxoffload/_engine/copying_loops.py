@@ -23,10 +23,9 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax import FORWARD, Call, Results, Values, add_jaxvals, batch_jaxpr_axes, define, evaluate
+from .._jax import DEVICE, FORWARD, HOST, Call, Results, Values, add_jaxvals, batch_jaxpr_axes, define, evaluate
 from .derivative import cached, looks_for_nans
 from .layer import in_three, prevent_cse_barrier, without_paths
-from .memory import DEVICE, HOST
 from .segments import Segment, SegmentResiduals, those
 from .source import Source
 

@@ -13,10 +13,10 @@ from jax.extend.core import Jaxpr
 
 from .._errors import NOT_THE_USERS
 from .._jax import jvp_jaxpr
+from .._names import outside_scopes
 from .._policy import Policy
-from .names import outside_scopes
+from .._reference import is_reference
 from .plan import Override, Plan, decide, dots_matched_nothing, make_plan
-from .reference import is_reference
 from .values import mark_dots
 
 

@@ -15,8 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core.primitives import device_put_p, sharding_constraint_p
 from jax.sharding import AxisType, NamedSharding
 
-from .._jax import OPENED, PASSING, SHARD_MAP
-from .memory import nbytes
+from .._jax import OPENED, PASSING, SHARD_MAP, nbytes
 from .values import keeps_all_bits
 from .walk import nested
 

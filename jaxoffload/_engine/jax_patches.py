@@ -15,8 +15,16 @@ from jax.extend.core.primitives import cond_p, device_put_p, reduce_precision_p
 from jax.extend.mlir import lower_with_sharding_in_types
 from jax.extend.mlir.dialects import stablehlo
 
-from .._jax import Zero, fancy_primitive_batchers, i32_attr, primitive_transposes, register_lowering
-from .memory import DEVICE, HOST, on_host
+from .._jax import (
+    DEVICE,
+    HOST,
+    Zero,
+    fancy_primitive_batchers,
+    i32_attr,
+    on_host,
+    primitive_transposes,
+    register_lowering,
+)
 
 
 @functools.cache

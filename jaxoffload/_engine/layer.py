@@ -14,11 +14,11 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
 
 from .._jax import UndefinedPrimal, backward_pass, instantiate_zeros, partial_eval_jaxpr_nounits
+from .._names import PlanName
 from .._policy import VERDICT, Policy
 from .branch_slots import is_residual_of, separate_slots
 from .derivative import cached, derivative, plan_of_jvp
 from .device_bytes import straight
-from .names import PlanName
 from .plan import Override, Plan
 from .source import Source, follow, is_its_operand, source_of
 

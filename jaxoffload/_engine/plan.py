@@ -17,12 +17,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, name_p
 
 from .._errors import Problem
+from .._jax import nbytes
 from .._megatron import MODULES
+from .._names import PlanName, read_names, read_plan_name
 from .._policy import VERDICT, Decision, Policy, PolicyError
+from .._refusals import refuse_wrong_offload
 from .jax_patches import let_residuals_be_on_the_host
-from .memory import nbytes
-from .names import PlanName, read_names, read_plan_name
-from .refusals import refuse_wrong_offload
 from .values import DOT, Path, Value, named_values, write_names
 from .walk import walk
 

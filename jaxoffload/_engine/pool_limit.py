@@ -10,8 +10,8 @@ import jax
 from jax.extend.core import Jaxpr
 
 from .._errors import NOT_THE_USERS, Problem, UserError
+from .._refusals import refuse_ordered_effects, refuse_wrong_offload
 from .._text import GIB, readable
-from .refusals import refuse_ordered_effects, refuse_wrong_offload
 
 
 class HostPoolError(UserError, ValueError):

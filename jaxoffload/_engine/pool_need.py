@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from jax.extend.core import Jaxpr
 
+from .._jax import on_host
 from .._text import readable
 from .copying_loops import Segment, backward_p, forward_p
 from .device_bytes import Array, Step, Straight, straight
 from .layer import host_share
-from .memory import on_host
 from .pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from .walk import nested
 

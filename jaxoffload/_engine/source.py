@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import cond_p, name_p, scan_p
 
-from .._jax import BARRIER, CALLS, FORWARD, VIEWS
-from .memory import nbytes
-from .names import PlanName, read_plan_name
+from .._jax import BARRIER, CALLS, FORWARD, VIEWS, nbytes
+from .._names import PlanName, read_plan_name
 from .values import keeps_all_bits
 from .walk import bodies
 

@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
 from jax.extend.core.primitives import cond_p, name_p, reduce_precision_p
 
 from .._jax import CALLS, IDENTITIES, KERNELS, SLICING, SORTING
-from .names import Name, PlanName, read_names, read_plan_name
+from .._names import Name, PlanName, read_names, read_plan_name
 from .walk import map_bodies, operands_of, placed_bodies, with_eqns
 
 # The equation numbers and parameters that lead to the jaxpr of a variable. One jaxpr object can stand at two places,

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._engine.names import outside_scopes, scope_prefix
 from .._jax import as_array
+from .._names import outside_scopes, scope_prefix
 from .._tag import tag
 from .._text import array_type, nearest, short
 from . import te

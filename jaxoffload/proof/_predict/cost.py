@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import cond_p, dot_general_p, scan_p, while_p
 
-from ..._engine.memory import nbytes
 from ..._engine.walk import devices_of, nested
-from ..._jax import ALONE, IN_PLACE, OPAQUE, PARTS, SAME, SHARD_MAP
+from ..._jax import ALONE, IN_PLACE, OPAQUE, PARTS, SAME, SHARD_MAP, nbytes
 from .._program.kernels import MATMULS, flops_of, is_attention
 from .machine import Machine, attention_flops
 

@@ -9,8 +9,8 @@ import jax
 from jax.extend.core import Jaxpr
 
 from ..._engine.copying_loops import Loops, Segment, backward_p, forward_p
-from ..._engine.memory import nbytes
 from ..._engine.walk import nested, walk
+from ..._jax import nbytes
 from ..._text import readable
 from .._program.results import run_of
 from .cost import cost

@@ -18,9 +18,8 @@ from jax.extend.core.primitives import cond_p, device_put_p, while_p
 
 from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.device_bytes import Array, Division, Step, Straight, division, straight
-from ..._engine.memory import on_host
 from ..._engine.walk import nested, operands_of
-from ..._jax import LOOPS, NOT_IN_PLACE, SAME, UNFUSED
+from ..._jax import LOOPS, NOT_IN_PLACE, SAME, UNFUSED, on_host
 from .._program.kernels import is_attention
 
 _WITH_LOOPS = (forward_p, backward_p)

@@ -8,9 +8,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import device_put_p, name_p
 
 from ..._engine.copying_loops import backward_p, forward_p
-from ..._engine.memory import on_host
 from ..._engine.source import Source, follow, is_a_view, source_of
 from ..._engine.walk import nested, operands_of
+from ..._jax import on_host
 
 GIVEN = "an argument"
 INPUTS = (GIVEN, "an input", "a constant")  # "an input": of something that is not looked into

@@ -14,9 +14,9 @@ from ..._checkpoint import checkpoint
 from ..._compiler_options import compiler_options
 from ..._engine.copying_loops import backward_p, forward_p, where_twice
 from ..._engine.layer import plan_of
-from ..._engine.reference import as_reference, with_layers
 from ..._engine.walk import walk
 from ..._policy import Policy
+from ..._reference import as_reference, with_layers
 from ..._residuals import Plans
 from .exact import compiled, exact_options, repeatable_options
 from .hlo import Module, parse

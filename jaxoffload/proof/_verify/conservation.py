@@ -8,7 +8,7 @@ import jax
 
 from ..._compiler_options import compiler_options
 from ..._engine.plan import ARGUMENT
-from ..._engine.reference import as_reference, with_layers
+from ..._reference import as_reference, with_layers
 from ..._residuals import residuals
 from ..._table import EMPTY, OFFLOADED, RECOMPUTED, SHARES, Residual, Residuals
 from ..._text import readable

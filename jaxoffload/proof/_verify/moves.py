@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from ..._engine.memory import on_host
-from ..._engine.names import read_names
 from ..._engine.plan import Row
+from ..._jax import on_host
+from ..._names import read_names
 from ..._policy import Policy
 from ..._residuals import residuals
 from ..._table import SAVED

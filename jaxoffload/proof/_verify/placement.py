@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
-from ..._engine.memory import DEVICE, on_host
-from ..._engine.reference import as_reference
 from ..._engine.source import source_of
+from ..._jax import DEVICE, on_host
+from ..._reference import as_reference
 from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program.hlo import collectives, parse

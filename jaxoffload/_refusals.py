@@ -6,7 +6,7 @@ import jax
 import jaxlib
 from jax.extend.core import Jaxpr
 
-from .._jax import ordered_effects
+from ._jax import ordered_effects
 
 _FIRST_RIGHT_JAXLIB = (0, 11, 2)
 

@@ -1,0 +1,46 @@
+"""Imports of the library run one way: docs/architecture.md."""
+
+import ast
+import graphlib
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "jaxoffload").rglob("*.py")
+}
+
+
+def imports(name):
+    """Yield the absolute names of what a module imports, anywhere in it."""
+    path = MODULES[name]
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            for alias in node.names:
+                yield f"{source}.{alias.name}" if f"{source}.{alias.name}" in MODULES else source
+
+
+@pytest.mark.parametrize("depth", [1, 2, None], ids=["rooms", "rooms of the proof", "modules"])
+def test_no_import_runs_back(depth):
+    """`depth`: how many components behind `jaxoffload` name a node; the packages' own `__init__` only re-export."""
+    node = lambda name: ".".join(name.split(".")[: depth and depth + 1])
+    graph = {}
+    for name, path in MODULES.items():
+        if path.stem != "__init__" or depth is None:
+            graph.setdefault(node(name), set()).update(node(m) for m in imports(name) if m in MODULES)
+    edges = {(a, b) for a, targets in graph.items() for b in targets if a != b}
+    assert len(edges) > 40
+    graphlib.TopologicalSorter({a: {b for x, b in edges if x == a} for a in graph}).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_library_needs_jax_and_numpy_alone(name):
+    at_import = {m.partition(".")[0] for m in imports(name)}
+    assert at_import.isdisjoint({"models", "flax", "optax", "orbax", "grain", "yaml", "benchmarks"})

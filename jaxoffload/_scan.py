@@ -8,7 +8,7 @@ linear map of tangents whose transpose is the backward loop.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -173,16 +173,14 @@ def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, policy: Policy
         jaxpr = _checkpointed(jaxpr, body.roles, policy, params["unroll"] != 1 or params["length"] == 1)
     if not params["length"] or is_reference():
         return _jax.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
-    perturbed = perturbed_carry(body, _jax.perturbed(tangents), policy)
-    offloaded = _layers_that_offload(body, perturbed, policy, strict, params["length"])
-    how = {name: params[name] for name in ("length", "reverse", "unroll")}
-    loops = _loops(body, perturbed, policy, strict, offloaded=offloaded, **how)
+    loops = forward_loops(call_jaxpr, _jax.perturbed(tangents), policy, strict)
+    layer = loops.segments[0].layer
     outs = run_forward(loops, *primals)
     primals_out, saved = outs[: loops.results], outs[loops.results :]
     return with_tangents(
         primals_out,
-        loops.segments[0].layer.out_perturbed,
-        [_jax.instantiate_zeros(t) for t, p in zip(tangents, perturbed, strict=True) if p],
+        layer.out_perturbed,
+        [_jax.instantiate_zeros(t) for t, p in zip(tangents, layer.perturbed, strict=True) if p],
         caller="scan",
         kept=[*(primals[number] for number, _ in loops.reads), *saved],
         transpose=functools.partial(_transpose, loops),
@@ -197,14 +195,28 @@ def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, prevent_
     return jax.make_jaxpr(lambda *args: under(jaxpr.replace(), args))(*jaxpr.in_avals)
 
 
-def _transpose(loops: Loops, kept: Values, cotangents: Values) -> list[Any]:
+def forward_loops(call_jaxpr: Jaxpr, perturbed: Sequence[bool], policy: Policy, strict: bool) -> Loops:
+    """The forward pass of a scan that is differentiated with respect to the perturbed operands."""
+    body, params = body_of(call_jaxpr), call_jaxpr.eqns[0].params
+    closed = perturbed_carry(body, perturbed, policy)
+    offloaded = _layers_that_offload(body, closed, policy, strict, params["length"])
+    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    return _loops(body, closed, policy, strict, offloaded=offloaded, **how)
+
+
+def backward_loops(loops: Loops, cotangents: Values) -> tuple[Loops, list[Any]]:
+    """The backward pass of a scan, and the cotangents that it takes of those of its perturbed results."""
     layer = loops.segments[0].layer
     consts, carry = sum(layer.perturbed[: layer.consts]), sum(layer.out_perturbed[: layer.carry])
     wanted = tuple(i < carry or p for i, p in enumerate(_jax.perturbed(cotangents)))
     segments = tuple(segment._replace(jaxpr=segment.layer.backward(wanted)) for segment in loops.segments)
-    loops = dataclasses.replace(loops, segments=segments, consts=consts, carry=carry)
-    present = (_jax.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w)
-    return run_backward(loops, *kept, *present)
+    present = [_jax.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w]
+    return dataclasses.replace(loops, segments=segments, consts=consts, carry=carry), present
+
+
+def _transpose(loops: Loops, kept: Values, cotangents: Values) -> list[Any]:
+    backward, present = backward_loops(loops, cotangents)
+    return run_backward(backward, *kept, *present)
 
 
 def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) -> Any:

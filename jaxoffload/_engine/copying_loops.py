@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,25 +99,61 @@ class Loops:
 def _forward(loops: Loops, *operands: Any) -> list[Any]:
     """Constants, carry, xs -> carry, ys, and the leaves of a list of `SegmentResiduals`."""
     consts, carry, xs = in_three(operands, loops.consts, loops.carry)
-    y_avals = loops.segments[0].jaxpr.out_avals[loops.carry : loops.results]
-    ys, saved = [_stack(a, loops.length) for a in y_avals], []
+    ys, saved = empty_ys(loops), []
     for segment in loops.segments:
-        carry, ys, residuals = _forward_segment(loops, segment, consts, carry, ys, xs)
-        saved.append(residuals)
+        # XLA inlines a loop of one layer, and would fuse the layer with its neighbours.
+        fence = lax.optimization_barrier if segment.layers == 1 < loops.length else lambda carry: carry
+        state = begin_forward(segment, fence(carry), ys)
+        layer = forward_layer(loops, segment, consts, xs)
+        carry, ys, residuals = lax.fori_loop(0, segment.layers, layer, state, unroll=loops.unroll)
+        carry = fence(carry)
+        saved.append(end_forward(segment, residuals))
     return [*carry, *ys, *jax.tree.leaves(saved)]
 
 
-def _forward_segment(
-    loops: Loops, segment: Segment, consts: list[Any], carry: list[Any], ys: list[Any], xs: list[Any]
-) -> tuple[list[Any], list[Any], SegmentResiduals[Any]]:
-    """Layer i writes to row i of stacks on the host, `i_device` of those on the device, `i_xs` of the ys.
+def empty_ys(loops: Loops) -> list[Any]:
+    """The ys of a pass, to be filled layer by layer."""
+    return [_stack(a, loops.length) for a in loops.segments[0].jaxpr.out_avals[loops.carry : loops.results]]
 
-    The first is a DMA copy; the others are not to be one, hence the hidden zero.
+
+class ForwardState(NamedTuple):
+    """What the forward loop of a segment carries from layer to layer."""
+
+    carry: list[Any]
+    ys: list[Any]
+    saved: SegmentResiduals[Any]
+
+
+def begin_forward(segment: Segment, carry: list[Any], ys: list[Any]) -> ForwardState:
+    """The state before the first layer of a segment: nothing is kept yet."""
+    stored = _stored(segment)
+    avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
+    host, device, once = (those(avals, stored, place) for place in ("host", "device", "once"))
+    empty = SegmentResiduals(
+        [jax.device_put(_stack(a, segment.layers), HOST) for a in host],
+        [_filled(a) for a in host],
+        [_stack(a, segment.layers) for a in device],
+        [_filled(a) for a in once],
+    )
+    return ForwardState(carry, ys, empty)
+
+
+def _stored(segment: Segment) -> list[str]:
+    """The places of those residuals that are not operands."""
+    return [place for place in segment.places() if place != "operand"]
+
+
+def forward_layer(
+    loops: Loops, segment: Segment, consts: list[Any], xs: list[Any]
+) -> Callable[[Any, ForwardState], ForwardState]:
+    """The function that computes layer i of a segment and copies the residuals of layer i-1.
+
+    It writes to row i of stacks on the host, `i_device` of those on the device, `i_xs` of the ys. The first is a DMA
+    copy; the others are not to be one, hence the hidden zero.
     """
-    compute, zero = jaxpr_as_fun(segment.jaxpr), _hidden_zero()
-    stored = [place for place in segment.places() if place != "operand"]
+    compute, zero, stored = jaxpr_as_fun(segment.jaxpr), _hidden_zero(), _stored(segment)
 
-    def layer(i: Any, state: Any) -> Any:
+    def layer(i: Any, state: ForwardState) -> ForwardState:
         carry, ys, saved = state
         host = []
         for stack, x, copy in zip(saved.host, saved.last, segment.copies, strict=True):
@@ -130,29 +166,17 @@ def _forward_segment(
         ys = [_put(stack, y, i_xs) for stack, y in zip(ys, new_ys, strict=True)]
         last, stays, once = (those(residuals, stored, place) for place in ("host", "device", "once"))
         device = [_put(stack, x, i_device) for stack, x in zip(saved.device, stays, strict=True)]
-        return carry, ys, SegmentResiduals(host, last, device, once)
+        return ForwardState(carry, ys, SegmentResiduals(host, last, device, once))
 
-    empty = _empty_residuals(segment, stored)
-    # XLA inlines a loop of one layer, and would fuse the layer with its neighbours.
-    fence = lax.optimization_barrier if segment.layers == 1 < loops.length else lambda carry: carry
-    state = fence(carry), ys, empty
-    carry, ys, saved = lax.fori_loop(0, segment.layers, layer, state, unroll=loops.unroll)
-    carry = fence(carry)
-    if segment.on_host == segment.layers:  # not into row 0: outside the loop XLA:GPU would write it with a kernel
-        saved = saved._replace(last=[jax.device_put(x, HOST) for x in saved.last])
-    return carry, ys, saved
+    return layer
 
 
-def _empty_residuals(segment: Segment, stored: Sequence[str]) -> SegmentResiduals[Any]:
-    """What the forward pass of a segment fills. `stored`: the places of those residuals that are not operands."""
-    avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
-    host, device, once = (those(avals, stored, place) for place in ("host", "device", "once"))
-    return SegmentResiduals(
-        [jax.device_put(_stack(a, segment.layers), HOST) for a in host],
-        [_filled(a) for a in host],
-        [_stack(a, segment.layers) for a in device],
-        [_filled(a) for a in once],
-    )
+def end_forward(segment: Segment, saved: SegmentResiduals[Any]) -> SegmentResiduals[Any]:
+    """What a segment keeps, once its last layer has run."""
+    if segment.on_host < segment.layers:
+        return saved
+    # Not into row 0: outside the loop XLA:GPU would write it with a kernel.
+    return saved._replace(last=[jax.device_put(x, HOST) for x in saved.last])
 
 
 def _backward(loops: Loops, *args: Any) -> list[Any]:
@@ -162,25 +186,51 @@ def _backward(loops: Loops, *args: Any) -> list[Any]:
     operands, leaves, cotangents = in_three(args, len(loops.reads), len(stacked))
     saved = jax.tree.unflatten(tree, leaves)
     carry, ys, _ = in_three(cotangents, loops.carry, len(cotangents) - loops.carry)
-    consts_avals, _, xs_avals = in_three(loops.segments[0].jaxpr.out_avals, loops.consts, loops.carry)
-    state = [_filled(a, 0) for a in consts_avals], carry, [_stack(a, loops.length) for a in xs_avals]
+    cts = empty_cotangents(loops, carry)
     for segment, residuals in reversed(list(zip(loops.segments, saved, strict=True))):
-        state = _backward_segment(loops, segment, operands, residuals, state, ys)
-    consts, carry, xs = state
-    return [*consts, *carry, *xs]
+        state = begin_backward(residuals, cts)
+        layer = backward_layer(loops, segment, operands, residuals, ys)
+        cts = lax.fori_loop(0, segment.layers, layer, state, unroll=loops.unroll).cotangents
+    return [*cts.consts, *cts.carry, *cts.xs]
 
 
-def _backward_segment(
-    loops: Loops, segment: Segment, operands: list[Any], saved: SegmentResiduals[Any], cotangents: Any, ys: list[Any]
-) -> Any:
-    """`cotangents`, and the result: the cotangents of constants, carry and xs. `ys`: those of the ys.
+class Cotangents(NamedTuple):
+    """Of the operands of a scan. While the backward loop runs, `carry` is that of the layer that ran last."""
 
-    Rows are numbered as in `_forward_segment`; iterations count from the last layer.
+    consts: list[Any]
+    carry: list[Any]
+    xs: list[Any]
+
+
+def empty_cotangents(loops: Loops, carry: list[Any]) -> Cotangents:
+    """The cotangents before the last layer's backward pass, from those of the last carry."""
+    consts_avals, _, xs_avals = in_three(loops.segments[0].jaxpr.out_avals, loops.consts, loops.carry)
+    return Cotangents([_filled(a, 0) for a in consts_avals], carry, [_stack(a, loops.length) for a in xs_avals])
+
+
+class BackwardState(NamedTuple):
+    """What the backward loop of a segment carries from layer to layer: `fetched` is what the next layer reads."""
+
+    cotangents: Cotangents
+    fetched: list[Any]
+
+
+def begin_backward(saved: SegmentResiduals[Any], cotangents: Cotangents) -> BackwardState:
+    """The state before the last layer of a segment, whose residuals are fetched."""
+    # Without the barrier XLA removes a copy to the host and back that has no loop between the two.
+    return BackwardState(cotangents, [jax.device_put(x, DEVICE) for x in lax.optimization_barrier(saved.last)])
+
+
+def backward_layer(
+    loops: Loops, segment: Segment, operands: list[Any], saved: SegmentResiduals[Any], ys: list[Any]
+) -> Callable[[Any, BackwardState], BackwardState]:
+    """The function that computes the cotangents of a layer, and fetches the residuals of the layer before it.
+
+    Rows are numbered as in `forward_layer`; iterations count from the last layer. `ys`: the cotangents of the ys.
     """
-    compute, zero = jaxpr_as_fun(segment.jaxpr), _hidden_zero()
-    i_last = segment.layers - 1
+    compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), _hidden_zero(), segment.layers - 1
 
-    def layer(iteration: Any, state: Any) -> Any:
+    def layer(iteration: Any, state: BackwardState) -> BackwardState:
         (consts, carry, xs), fetched = state
         fetched_next = []
         for stack, copy in zip(saved.host, segment.copies, strict=True):
@@ -196,11 +246,10 @@ def _backward_segment(
         outs = compute(*residuals, *carry, *(_take(y, i_xs) for y in ys))
         d_consts, carry, d_xs = in_three(outs, loops.consts, loops.carry)
         consts = [add_jaxvals(total, d) for total, d in zip(consts, d_consts, strict=True)]
-        return (consts, carry, [_put(stack, d, i_xs) for stack, d in zip(xs, d_xs, strict=True)]), fetched_next
+        xs = [_put(stack, d, i_xs) for stack, d in zip(xs, d_xs, strict=True)]
+        return BackwardState(Cotangents(consts, carry, xs), fetched_next)
 
-    # Without the barrier XLA removes a copy to the host and back that has no loop between the two.
-    fetched = [jax.device_put(x, DEVICE) for x in lax.optimization_barrier(saved.last)]
-    return lax.fori_loop(0, segment.layers, layer, (cotangents, fetched), unroll=loops.unroll)[0]
+    return layer
 
 
 def _hidden_zero() -> Any:

@@ -131,9 +131,9 @@ def begin_forward(segment: Segment, carry: list[Any], ys: list[Any]) -> ForwardS
     host, device, once = (those(avals, stored, place) for place in ("host", "device", "once"))
     empty = SegmentResiduals(
         [jax.device_put(_stack(a, segment.layers), HOST) for a in host],
-        [_filled(a) for a in host],
+        [filled(a) for a in host],
         [_stack(a, segment.layers) for a in device],
-        [_filled(a) for a in once],
+        [filled(a) for a in once],
     )
     return ForwardState(carry, ys, empty)
 
@@ -205,7 +205,7 @@ class Cotangents(NamedTuple):
 def empty_cotangents(loops: Loops, carry: list[Any]) -> Cotangents:
     """The cotangents before the last layer's backward pass, from those of the last carry."""
     consts_avals, _, xs_avals = in_three(loops.segments[0].jaxpr.out_avals, loops.consts, loops.carry)
-    return Cotangents([_filled(a, 0) for a in consts_avals], carry, [_stack(a, loops.length) for a in xs_avals])
+    return Cotangents([filled(a, 0) for a in consts_avals], carry, [_stack(a, loops.length) for a in xs_avals])
 
 
 class BackwardState(NamedTuple):
@@ -222,11 +222,17 @@ def begin_backward(saved: SegmentResiduals[Any], cotangents: Cotangents) -> Back
 
 
 def backward_layer(
-    loops: Loops, segment: Segment, operands: list[Any], saved: SegmentResiduals[Any], ys: list[Any]
+    loops: Loops,
+    segment: Segment,
+    operands: list[Any],
+    saved: SegmentResiduals[Any],
+    ys: list[Any],
+    sums: Sequence[bool] = (),
 ) -> Callable[[Any, BackwardState], BackwardState]:
     """The function that computes the cotangents of a layer, and fetches the residuals of the layer before it.
 
     Rows are numbered as in `forward_layer`; iterations count from the last layer. `ys`: the cotangents of the ys.
+    `sums`: for each of the xs, whether its cotangents are added to those that are there; by default none.
     """
     compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), _hidden_zero(), segment.layers - 1
 
@@ -246,6 +252,8 @@ def backward_layer(
         outs = compute(*residuals, *carry, *(_take(y, i_xs) for y in ys))
         d_consts, carry, d_xs = in_three(outs, loops.consts, loops.carry)
         consts = [add_jaxvals(total, d) for total, d in zip(consts, d_consts, strict=True)]
+        add = lambda stack, d: _take(stack, i_xs) + d.astype(stack.dtype)
+        d_xs = [add(x, d) if s else d for x, d, s in zip(xs, d_xs, sums or [False] * len(xs), strict=True)]
         xs = [_put(stack, d, i_xs) for stack, d in zip(xs, d_xs, strict=True)]
         return BackwardState(Cotangents(consts, carry, xs), fetched_next)
 
@@ -280,10 +288,10 @@ def _put(stack: Any, x: Any, i: Any) -> Any:
 
 
 def _stack(aval: Any, rows: int) -> Any:
-    return _filled(aval, lead=(rows,))
+    return filled(aval, lead=(rows,))
 
 
-def _filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> Any:
+def filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> Any:
     """An array for values like `aval`, sharded and varying over mesh axes as they are, and full of `fill` if given.
 
     Otherwise it is full of one uninitialised number. XLA would merge arrays that are full of the same constant, and

@@ -170,8 +170,8 @@ def linearize(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: b
     planned = separate_slots(planned, plan)
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=in_place, prevent_cse=False)
     results = len(out_perturbed)
-    known, linear = _halves(jax.make_jaxpr(run)(*planned.in_avals), len(perturbed), results)
-    known, linear = _each_once(known, linear, results)
+    known, linear = halves(jax.make_jaxpr(run)(*planned.in_avals), len(perturbed), results)
+    known, linear = each_once(known, linear, results)
     kept = tuple(_kept(known, body, known.outvars[results:]))
     stored = [v for v, k in zip(known.outvars[results:], kept, strict=True) if k.place != "operand"]
     forward = known.replace(outvars=[*known.outvars[:results], *stored], debug_info=without_paths(known))
@@ -194,7 +194,7 @@ def perturbed_carry(body: Body, perturbed: Sequence[bool], policy: Policy) -> tu
         perturbed = [*consts, *reached, *xs]
 
 
-def _halves(jaxpr: Jaxpr, primals: int, results: int) -> tuple[Jaxpr, Jaxpr]:
+def halves(jaxpr: Jaxpr, primals: int, results: int) -> tuple[Jaxpr, Jaxpr]:
     """A JVP in two halves: (primals -> results, residuals) and (residuals, tangents -> tangents of the results)."""
     unknown = [False] * primals + [True] * (len(jaxpr.invars) - primals)
     instantiate = [False] * results + [True] * (len(jaxpr.outvars) - results)
@@ -202,7 +202,7 @@ def _halves(jaxpr: Jaxpr, primals: int, results: int) -> tuple[Jaxpr, Jaxpr]:
     return known, linear
 
 
-def _each_once(known: Jaxpr, linear: Jaxpr, results: int) -> tuple[Jaxpr, Jaxpr]:
+def each_once(known: Jaxpr, linear: Jaxpr, results: int) -> tuple[Jaxpr, Jaxpr]:
     """The halves with each residual once. A nested call may return one twice, or return an operand as one."""
     residuals = known.outvars[results:]
     binders = linear.invars[: len(residuals)]

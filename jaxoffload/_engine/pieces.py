@@ -1,0 +1,199 @@
+"""A traced loss in pieces: its scans, and what stands before, between and behind them.
+
+Each piece is differentiated by itself, so that the pieces of one microbatch's backward pass can run beside those of
+another's forward pass. Cotangents are added in the order in which JAX adds them when it differentiates the whole: a
+variable that a piece reads is among its results too, so that the cotangent that comes from behind is the first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core.primitives import jit_p
+
+from .._jax import UndefinedPrimal, backward_pass, convert_constvars_jaxpr, evaluate, partial_eval_jaxpr_nounits
+from .copying_loops import Loops
+from .derivative import derivative
+from .layer import each_once, halves
+from .walk import walk
+
+
+class Straight(NamedTuple):
+    """Equations before, between or behind scans, differentiated.
+
+    Attributes:
+      ins: the variables that they read.
+      outs: those that they define and something behind them reads, and those of `ins` that something else reads too.
+      once: the fixed ins -> results that are the same for all microbatches, and what `each` needs of them.
+      each: these, the varying ins -> the other results.
+      varies, result_varies: which ins, and which results (the outs, then the residuals), differ between microbatches.
+      linear: residuals, tangents of the perturbed ins -> tangents of the perturbed outs.
+      perturbed, out_perturbed: which ins and outs have tangents.
+    """
+
+    ins: tuple[Var, ...]
+    outs: tuple[Var, ...]
+    once: Jaxpr
+    each: Jaxpr
+    varies: tuple[bool, ...]
+    result_varies: tuple[bool, ...]
+    linear: Jaxpr
+    perturbed: tuple[bool, ...]
+    out_perturbed: tuple[bool, ...]
+
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """The cotangents of the perturbed ins, from those of the perturbed outs; some are a symbolic `Zero`."""
+        primals = [*residuals, *map(UndefinedPrimal, self.linear.in_avals[len(residuals) :])]
+        return backward_pass(self.linear, False, self.linear.consts, primals, cotangents)[len(residuals) :]
+
+
+class Scan(NamedTuple):
+    """A scan of ours that something perturbs."""
+
+    eqn: JaxprEqn
+    perturbed: tuple[bool, ...]  # its operands
+    loops: Loops
+
+
+class Pieces(NamedTuple):
+    """A loss, divided.
+
+    Attributes:
+      invars: of the constants that it closes over, and of its arguments; `outvars`: the loss, and other results.
+      pieces: in the order in which they run. The last one is a `Straight`.
+      varies: the variables that differ between microbatches.
+    """
+
+    consts: list[Any]
+    invars: list[Var]
+    outvars: list[Any]
+    pieces: list[Straight | Scan]
+    varies: frozenset[Var]
+
+    @property
+    def scans(self) -> list[Scan]:
+        return [piece for piece in self.pieces if isinstance(piece, Scan)]
+
+
+def divide(
+    jaxpr: Jaxpr,
+    perturbed: Sequence[bool],
+    varies: Sequence[bool],
+    scan_p: Primitive,
+    loops_of: Callable[[JaxprEqn, tuple[bool, ...]], Loops],
+) -> Pieces:
+    """Divide a loss at its scans.
+
+    `perturbed`, `varies`: which arguments have tangents, and which differ between microbatches. `loops_of`: an equation
+    of `scan_p`, which of its operands have tangents -> its forward loops.
+
+    Scans inside jitted functions count, but not those inside other control flow. A scan that nothing perturbs, or that
+    has no layers, is part of what stands around it.
+    """
+    jaxpr = _opened(jaxpr, scan_p)
+    consts = jaxpr.consts
+    if consts:
+        jaxpr = convert_constvars_jaxpr(jaxpr)
+    fixed = [False] * len(consts)
+    state = _State(jaxpr, _select(jaxpr.invars, [*fixed, *perturbed]), _select(jaxpr.invars, [*fixed, *varies]))
+    pieces: list[Straight | Scan] = []
+    pending: list[JaxprEqn] = []
+    for number, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive is scan_p and eqn.params["call_jaxpr"].eqns[0].params["length"]:
+            before = state.straight(pending, number)
+            has_tangents = state.perturbed | _select(before.outs, before.out_perturbed)
+            if has_tangents.intersection(_variables(eqn.invars)):
+                of_operands = tuple(v in has_tangents for v in map(_hashable, eqn.invars))
+                scan = Scan(eqn, of_operands, loops_of(eqn, of_operands))
+                pieces += [before, scan] if pending else [scan]
+                state.add(before, scan, has_tangents)
+                pending = []
+                continue
+        pending.append(eqn)
+    pieces.append(head := state.straight(pending, len(jaxpr.eqns)))
+    state.add(head, None, state.perturbed)
+    return Pieces(list(consts), jaxpr.invars, jaxpr.outvars, pieces, frozenset(state.varies))
+
+
+class _State:
+    """What is known of the variables, up to some equation."""
+
+    def __init__(self, jaxpr: Jaxpr, perturbed: set[Var], varies: set[Var]):
+        self.jaxpr, self.perturbed, self.varies = jaxpr, perturbed, varies
+
+    def straight(self, eqns: list[JaxprEqn], stop: int) -> Straight:
+        """The piece of these equations, behind which equation `stop` comes."""
+        later = {v for eqn in self.jaxpr.eqns[stop:] for v in _variables(eqn.invars)}
+        later |= set(_variables(self.jaxpr.outvars))
+        defined = {v for eqn in eqns for v in eqn.outvars}
+        read = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars) if v not in defined)
+        if stop == len(self.jaxpr.eqns):  # a result may be an argument
+            read |= dict.fromkeys(v for v in _variables(self.jaxpr.outvars) if v not in defined)
+        ins = tuple(read)
+        made = [v for eqn in eqns for v in eqn.outvars if v in later]
+        return self._differentiated(eqns, ins, (*made, *(v for v in ins if v in later)))
+
+    def _differentiated(self, eqns: list[JaxprEqn], ins: tuple[Var, ...], outs: tuple[Var, ...]) -> Straight:
+        part = self.jaxpr.replace(
+            constvars=[], invars=list(ins), outvars=list(outs), eqns=eqns, debug_info=_unnamed(self.jaxpr)
+        )
+        part = jax.make_jaxpr(lambda *values: evaluate(part, values))(*(v.aval for v in ins))
+        perturbed, varies = (tuple(v in those for v in ins) for those in (self.perturbed, self.varies))
+        jvp, out_perturbed = derivative(part, perturbed, False, False)
+        forward, linear = each_once(*halves(jvp, len(ins), len(outs)), len(outs))
+        if part.effects:  # as often as there are microbatches
+            varies = (True,) * len(ins)
+        once, each, result_varies, _ = partial_eval_jaxpr_nounits(forward, varies, False)
+        return Straight(ins, outs, once, each, varies, tuple(result_varies), linear, perturbed, out_perturbed)
+
+    def add(self, piece: Straight, scan: Scan | None, has_tangents: set[Var]) -> None:
+        """Go on behind a piece, and behind the scan that follows it."""
+        self.perturbed = has_tangents
+        self.varies |= _select(piece.outs, piece.result_varies)
+        if scan:
+            self.perturbed |= _select(scan.eqn.outvars, scan.loops.segments[0].layer.out_perturbed)
+            self.varies |= set(scan.eqn.outvars)
+
+
+def _opened(jaxpr: Jaxpr, scan_p: Primitive) -> Jaxpr:
+    """`jaxpr` with the jitted functions that contain such scans written out."""
+
+    def opens(eqn: JaxprEqn) -> bool:
+        return eqn.primitive is jit_p and any(
+            site.eqn.primitive is scan_p and all(e.primitive is jit_p for e in site.enclosing)
+            for site in walk(eqn.params["jaxpr"])
+        )
+
+    def run(*operands: Any) -> list[Any]:
+        values = dict(zip(jaxpr.invars, operands, strict=True)) | dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
+        read = lambda atoms: [a.val if isinstance(a, Literal) else values[a] for a in atoms]
+        for eqn in jaxpr.eqns:
+            if opens(eqn):
+                outs = evaluate(_opened(eqn.params["jaxpr"], scan_p), read(eqn.invars))
+            else:
+                ins = list(dict.fromkeys(_variables(eqn.invars)))
+                alone = jaxpr.replace(
+                    constvars=[], consts=[], invars=ins, outvars=eqn.outvars, eqns=[eqn], debug_info=_unnamed(jaxpr)
+                )
+                outs = evaluate(alone, read(ins))
+            values |= zip(eqn.outvars, outs, strict=True)
+        return read(jaxpr.outvars)
+
+    return jax.make_jaxpr(run)(*jaxpr.in_avals) if any(map(opens, jaxpr.eqns)) else jaxpr
+
+
+def _variables(atoms: Sequence[Any]) -> list[Var]:
+    return [a for a in atoms if isinstance(a, Var)]
+
+
+def _hashable(atom: Any) -> Var | None:
+    return atom if isinstance(atom, Var) else None
+
+
+def _select(variables: Sequence[Var], flags: Sequence[bool]) -> set[Var]:
+    return {v for v, flag in zip(variables, flags) if flag}
+
+
+def _unnamed(jaxpr: Jaxpr) -> Any:
+    return jaxpr.debug_info.with_unknown_names()

@@ -105,7 +105,7 @@ def _beside(one: Callable[..., Any], has_aux: bool, params: Any, flat: list[Any]
     of_params = pieces.invars[consts : consts + len(leaves)]
     of_batch = pieces.invars[consts + len(leaves) :]
     values = dict(zip(pieces.invars, [*pieces.consts, *leaves]))
-    made = program(pieces, backward_loops, of_params, values)
+    made = lambda: program(pieces, backward_loops, of_params, values)
     zeros = [filled(jax.typeof(x).to_ct_aval(), 0) for x in leaves]
     results, grads = run(made, microbatches, lambda m: dict(zip(of_batch, _take(flat, m), strict=True)), zeros)
     structure = jax.tree.structure(shape)

@@ -170,7 +170,8 @@ def backward(program: Program, flight: Flight, sums: list[Any]) -> Pass:
     """The backward pass of a microbatch, which adds the gradients of the parameters to `sums`."""
     variables = {n: v for v, n in _numbers(program.pieces).items()}
     cotangents = {variables[n]: ct for n, ct in flight.cotangents.items()}
-    total = dict(zip(program.params, sums, strict=True))
+    # A loop that runs once is inlined; without a barrier XLA would then add other pairs of the microbatches' gradients.
+    total = dict(zip(program.params, lax.optimization_barrier(sums), strict=True))
     scans, straight = len(flight.scans), len(flight.straight)
     for piece in reversed(program.pieces.pieces[:-1]):
         if isinstance(piece, Straight):
@@ -318,15 +319,19 @@ def _run(stretches: list[Stretch], count: int) -> list[Any]:
     return lax.fori_loop(0, count, iteration, [s.state for s in stretches], unroll=unroll)
 
 
-def run(program: Program, microbatches: int, arguments: Callable[[Any], dict[Var, Any]], sums: list[Any]) -> Any:
+def run(
+    program_of: Callable[[], Program], microbatches: int, arguments: Callable[[Any], dict[Var, Any]], sums: list[Any]
+) -> Any:
     """The results of all microbatches, stacked, and the sums of the gradients.
 
-    `arguments(m)`: the values of microbatch m. `sums`: zeros.
+    `program_of`: what is the same for all microbatches is computed for each, as without us; XLA takes out of the loop
+    what it would take there. `arguments(m)`: the values of microbatch m. `sums`: zeros.
     """
-    flight, first = alone(forward(program, arguments(0), None))
+    flight, first = alone(forward(program_of(), arguments(0), None))
     results = [jax.tree.map(lambda x: x[None], first)]
 
     def transition(sums: list[Any], flight: Flight, spare: Any, m: Any) -> Any:
+        program = program_of()
         sums, (flown, result) = beside(backward(program, flight, sums), forward(program, arguments(m), spare))
         return sums, flown, _stacks(flight.scans), result
 
@@ -344,11 +349,11 @@ def run(program: Program, microbatches: int, arguments: Callable[[Any], dict[Var
             return (sums, flight, spare), jax.tree.map(lambda *xs: jnp.stack(xs), one, two)
 
         spare = spare or _stacks(
-            [[begin_forward(s, [], []).saved for s in scan.loops.segments] for scan in program.pieces.scans]
+            [[begin_forward(s, [], []).saved for s in scan.loops.segments] for scan in program_of().pieces.scans]
         )
         (sums, flight, _), pairs = lax.scan(pair, (sums, flight, spare), jnp.arange(begin, microbatches, 2))
         results.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), pairs))
-    sums = alone(backward(program, flight, sums))
+    sums = alone(backward(program_of(), flight, sums))
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *results), sums
 
 

@@ -1,17 +1,24 @@
-"""accumulate(): gradients over microbatches, with one's forward pass beside another's backward pass."""
+"""accumulate(): `jax.value_and_grad` over microbatches, the forward pass of one beside the backward pass of another."""
 
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._engine import interleaved
 from ._engine.copying_loops import filled
-from ._engine.interleaved import program, run
-from ._engine.pieces import divide
+from ._engine.passes import program_of
+from ._engine.pieces import Pieces, divide
+from ._errors import NOT_THE_USERS
+from ._jax import as_array
 from ._reference import is_reference
 from ._scan import backward_loops, forward_loops, scan_p
+from ._text import nearest
+
+Reduction = Literal["mean", "sum"]
 
 
 def accumulate(
@@ -19,97 +26,165 @@ def accumulate(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    reduction: Literal["mean", "sum"] = "mean",
+    reduction: Reduction = "mean",
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` over microbatches, with the forward pass of one beside the backward pass of another.
+    """`jax.value_and_grad` over microbatches, with the copies of each `scan` behind two passes instead of one.
+
+    While the backward pass of one microbatch runs, layer by layer, so does the forward pass of the next. Each layer's
+    residuals travel beside the forward pass of one layer and the backward pass of another, both ways at once, and the
+    gradients are added where they are made. The results are those of
+
+        lax.scan(lambda sums, microbatch: add(sums, jax.value_and_grad(loss)(params, microbatch)), zeros, microbatches)
+
+    The `scan`s are found in the traced loss, inside jitted functions too; there may be several, of different lengths. A
+    `chain`, or a `scan` inside other control flow, runs as it does without `accumulate`. If no `scan` offloads, the
+    microbatches run one after another.
 
     Args:
-      loss: as for `jax.value_and_grad`: arguments -> a scalar, or a pair of it and other results.
-      argnums: which positional arguments to differentiate. All others have a leading axis of microbatches.
+      loss: as for `jax.value_and_grad`: returns a scalar, or a pair of it and a pytree of arrays.
+      argnums: which positional arguments to differentiate. All others are batches: their leaves have a leading axis of
+        microbatches.
       has_aux: whether `loss` returns a pair.
-      reduction: of the losses and gradients.
+      reduction: "mean" or "sum", of the losses and of the gradients over the microbatches.
 
     Returns:
-      A function of the arguments of `loss` that returns what `jax.value_and_grad(loss, argnums, has_aux)` does; other
-      results have a leading axis of microbatches.
+      A function of the arguments of `loss` that returns what `jax.value_and_grad(loss, argnums, has_aux)` does, in the
+      same dtypes. Other results get a leading axis of microbatches. It cannot be differentiated.
+
+    Raises:
+      ValueError: `reduction` is something else.
+
+    Raises (when called, before anything is compiled):
+      TypeError, ValueError: an argument has no axis of microbatches, or one of another length; and what
+        `jax.value_and_grad` raises.
+      PolicyError, MemoryError, NotImplementedError: as in `scan`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxoffload import Policy, accumulate, scan, tag
+      >>> layer = lambda x, w: (jnp.sin(tag(x @ w, "fc1")), None)
+      >>> policy = Policy(residuals={"fc1": "offload"}, min_offload_bytes=0)
+      >>> loss = lambda ws, x: jnp.mean(scan(layer, x, ws, policy=policy)[0])
+      >>> value, dws = jax.jit(accumulate(loss))(jnp.ones((3, 8, 8)), jnp.ones((4, 2, 8)))  # 4 microbatches
+      >>> dws.shape
+      (3, 8, 8)
     """
+    if reduction not in get_args(Reduction):
+        hint = nearest(reduction, get_args(Reduction))
+        raise ValueError(f"accumulate: reduction {reduction!r} is not allowed; use 'mean' or 'sum'{hint}")
 
-    def value_and_grads(*args: Any) -> Any:
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        params = [args[i] for i in numbers]
-        batch = [x for i, x in enumerate(args) if i not in numbers]
-        flat, tree = jax.tree.flatten(batch)
-        microbatches = flat[0].shape[0]
-
-        def one(params: Any, flat: Any) -> Any:
-            rest = iter(jax.tree.unflatten(tree, flat))
-            given = dict(zip(numbers, params, strict=True))
-            return loss(*(given[i] if i in given else next(rest) for i in range(len(args))))
-
-        derived = jax.value_and_grad(one, has_aux=has_aux)
-        found = (
-            None
-            if is_reference() or jax.config.jax_disable_jit or microbatches == 1
-            else _beside(one, has_aux, params, flat, microbatches)
-        )
-        value, grads = found or _plain(derived, has_aux, params, flat)
-        total, aux = value if has_aux else (value, None)
-        if reduction == "mean":
-            total, grads = jax.tree.map(lambda x: x / microbatches, (total, grads))
+    def value_and_grad(*args: Any) -> Any:
+        call = _call(loss, argnums, has_aux, args)
+        sums, aux = _interleaved(call) or _one_by_one(call)
+        value, grads = jax.tree.map(lambda x: x / call.microbatches, sums) if reduction == "mean" else sums
         grads = grads[0] if isinstance(argnums, int) else tuple(grads)
-        return ((total, aux) if has_aux else total), grads
+        return ((value, aux) if has_aux else value), grads
 
-    return value_and_grads
-
-
-def _take(flat: Sequence[Any], m: Any) -> list[Any]:
-    return [lax.dynamic_index_in_dim(x, m, keepdims=False) for x in flat]
+    return value_and_grad
 
 
-def _plain(derived: Callable[..., Any], has_aux: bool, params: Any, flat: list[Any]) -> Any:
-    """One microbatch after the other."""
+class _Call(NamedTuple):
+    """A call of `accumulate`'s function. `loss(params, microbatch)` returns a pair; microbatches are flat."""
 
-    def add(sums: Any, flat: Any) -> Any:
-        value, grads = derived(params, flat)
-        value, aux = value if has_aux else (value, None)
+    loss: Callable[[list[Any], list[Any]], tuple[Any, Any]]
+    params: list[Any]
+    batch: list[Any]
+    microbatches: int
+
+    def microbatch(self, number: Any) -> list[Any]:
+        return [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in self.batch]
+
+
+def _call(loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: tuple[Any, ...]) -> _Call:
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    if wrong := [n for n in numbers if not -len(args) <= n < len(args)]:
+        raise ValueError(f"accumulate: argnums has {wrong[0]}, and there are {len(args)} positional arguments")
+    numbers = [n % len(args) for n in numbers]
+    others = {n: x for n, x in enumerate(args) if n not in numbers}
+    leaves, tree = jax.tree.flatten(others)
+
+    def of_params(params: Sequence[Any], microbatch: list[Any]) -> Any:
+        given = dict(zip(numbers, params, strict=True)) | jax.tree.unflatten(tree, microbatch)
+        return loss(*(given[n] for n in range(len(args))))
+
+    params = [args[n] for n in numbers]
+    call = _Call(of_params, params, list(map(as_array, leaves)), _microbatches(others))
+    # JAX's own errors, about parameters and results that cannot be differentiated.
+    shape = jax.eval_shape(lambda: of_params(params, call.microbatch(0)))
+    zeros = lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
+    jax.eval_shape(jax.value_and_grad(zeros, has_aux=has_aux), params)
+    return call if has_aux else call._replace(loss=lambda *args: (of_params(*args), None))
+
+
+def _microbatches(others: dict[int, Any]) -> int:
+    """The length of the leading axis that all leaves have."""
+    lengths = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(others):
+        argument = f"args{jax.tree_util.keystr(path)}"
+        if not (shape := jnp.shape(leaf)):
+            raise TypeError(
+                f"accumulate: {argument} is a scalar; every argument that is not in argnums needs a leading axis of "
+                "microbatches"
+            )
+        lengths[argument] = shape[0]
+    if not lengths:
+        raise TypeError("accumulate: argnums has all arguments; at least one must be a batch, split in microbatches")
+    (first, length), *rest = lengths.items()
+    if differ := [f"{argument} has {n}" for argument, n in rest if n != length]:
+        raise ValueError(f"accumulate: {first} has {length} microbatches, and {differ[0]}; they must be as many")
+    if not length:
+        raise ValueError(f"accumulate: {first} has no microbatches")
+    return length
+
+
+def _one_by_one(call: _Call) -> Any:
+    """The sums of losses and gradients, and the other results: one microbatch after another."""
+    derived = jax.value_and_grad(call.loss, has_aux=True)
+
+    def add(sums: Any, number: Any) -> Any:
+        (value, aux), grads = derived(call.params, call.microbatch(number))
         return jax.tree.map(jnp.add, sums, (value, grads)), aux
 
-    like = jax.make_jaxpr(
-        lambda: add((jnp.float32(0), params), _take(flat, 0)) if False else derived(params, _take(flat, 0)),
-        return_shape=True,
-    )()[1]
-    value = like[0][0] if has_aux else like[0]
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (value, like[1]))
-    sums, aux = lax.scan(add, zeros, flat)
-    return ((sums[0], aux) if has_aux else sums[0]), sums[1]
+    def of_first() -> Any:
+        (value, _), grads = derived(call.params, call.microbatch(0))
+        return value, grads
+
+    jaxpr, shape = jax.make_jaxpr(of_first, return_shape=True)()
+    zeros = [filled(aval, 0) for aval in jaxpr.out_avals]
+    return lax.scan(add, jax.tree.unflatten(jax.tree.structure(shape), zeros), jnp.arange(call.microbatches))
 
 
-def _beside(one: Callable[..., Any], has_aux: bool, params: Any, flat: list[Any], microbatches: int) -> Any:
-    leaves, params_tree = jax.tree.flatten(params)
-
-    def flat_loss(*operands: Any) -> Any:
-        out = one(jax.tree.unflatten(params_tree, operands[: len(leaves)]), list(operands[len(leaves) :]))
-        return out
-
-    micro = jax.make_jaxpr(lambda: _take(flat, 0))().out_avals
-    jaxpr, shape = jax.make_jaxpr(flat_loss, return_shape=True)(*leaves, *micro)
-    perturbed, varies = (
-        [i < len(leaves) for i in range(len(jaxpr.invars))],
-        [i >= len(leaves) for i in range(len(jaxpr.invars))],
-    )
-    loops_of = lambda eqn, perturbed: forward_loops(perturbed=perturbed, **eqn.params)
-    pieces = divide(jaxpr, perturbed, varies, scan_p, loops_of)
-    if not any(segment.on_host for scan in pieces.scans for segment in scan.loops.segments):
+def _interleaved(call: _Call) -> Any:
+    """The same, interleaved; None where nothing is to be gained by that."""
+    if call.microbatches == 1 or is_reference() or jax.config.jax_disable_jit:
         return None
-    consts = len(pieces.consts)
-    of_params = pieces.invars[consts : consts + len(leaves)]
-    of_batch = pieces.invars[consts + len(leaves) :]
-    values = dict(zip(pieces.invars, [*pieces.consts, *leaves]))
-    made = lambda: program(pieces, backward_loops, of_params, values)
-    zeros = [filled(jax.typeof(x).to_ct_aval(), 0) for x in leaves]
-    results, grads = run(made, microbatches, lambda m: dict(zip(of_batch, _take(flat, m), strict=True)), zeros)
-    structure = jax.tree.structure(shape)
-    results = jax.tree.unflatten(structure, results)
-    value, aux = results if has_aux else (results, None)
-    total, _ = lax.scan(lambda total, x: (total + x, None), jnp.zeros((), value.dtype), value)
-    return ((total, aux) if has_aux else total), jax.tree.unflatten(params_tree, grads)
+    leaves, tree = jax.tree.flatten(call.params)
+    loss = lambda leaves, microbatch: call.loss(jax.tree.unflatten(tree, leaves), microbatch)
+    avals = jax.make_jaxpr(lambda: call.microbatch(0))().out_avals
+    jaxpr, shape = jax.make_jaxpr(loss, return_shape=True)(leaves, list(avals))
+    is_param = [True] * len(leaves) + [False] * len(avals)
+    loops_of = lambda eqn, perturbed: forward_loops(perturbed=perturbed, **eqn.params)
+    pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of)
+    if not _offloads(pieces):
+        return None
+    fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
+    values = dict(zip(fixed, [*pieces.consts, *leaves], strict=True))
+    program = lambda: program_of(pieces, backward_loops, fixed[len(pieces.consts) :], values)
+    microbatch = lambda number: dict(zip(varying, call.microbatch(number), strict=True))
+    zeros = [filled(jax.typeof(x), 0) for x in leaves]
+    results, grads = interleaved.run(program, call.microbatches, microbatch, zeros)
+    losses, aux = jax.tree.unflatten(jax.tree.structure(shape), results)
+    zero = filled(jaxpr.out_avals[0], 0)
+    value, _ = lax.scan(lambda total, loss: (total + loss, None), zero, losses)
+    return (value, jax.tree.unflatten(tree, grads)), aux
+
+
+def _offloads(pieces: Pieces) -> bool:
+    """Whether a scan of a loss offloads. Warn if there is none."""
+    if not pieces.scans:
+        warnings.warn(
+            "jaxoffload: accumulate: the loss has no scan of jaxoffload's that the gradient reaches, outside of other "
+            "control flow; the microbatches run one after another",
+            skip_file_prefixes=NOT_THE_USERS,
+        )
+    return any(segment.on_host for scan in pieces.scans for segment in scan.loops.segments)

@@ -101,12 +101,9 @@ def _forward(loops: Loops, *operands: Any) -> list[Any]:
     consts, carry, xs = in_three(operands, loops.consts, loops.carry)
     ys, saved = empty_ys(loops), []
     for segment in loops.segments:
-        # XLA inlines a loop of one layer, and would fuse the layer with its neighbours.
-        fence = lax.optimization_barrier if segment.layers == 1 < loops.length else lambda carry: carry
-        state = begin_forward(segment, fence(carry), ys)
-        layer = forward_layer(loops, segment, consts, xs)
+        state = begin_forward(segment, carry, ys)
+        layer = functools.partial(forward_layer(loops, segment, consts, xs), inlined=segment.layers == 1 < loops.length)
         carry, ys, residuals = lax.fori_loop(0, segment.layers, layer, state, unroll=loops.unroll)
-        carry = fence(carry)
         saved.append(end_forward(segment, residuals))
     return [*carry, *ys, *jax.tree.leaves(saved)]
 
@@ -145,16 +142,17 @@ def _stored(segment: Segment) -> list[str]:
 
 def forward_layer(
     loops: Loops, segment: Segment, consts: list[Any], xs: list[Any]
-) -> Callable[[Any, ForwardState], ForwardState]:
+) -> Callable[[Any, ForwardState, bool], ForwardState]:
     """The function that computes layer i of a segment and copies the residuals of layer i-1.
 
     It writes to row i of stacks on the host, `i_device` of those on the device, `i_xs` of the ys. The first is a DMA
-    copy; the others are not to be one, hence the hidden zero.
+    copy; the others are not to be one, hence the hidden zero. `inlined`: XLA would fuse the layer with its neighbours.
     """
     compute, zero, stored = jaxpr_as_fun(segment.jaxpr), _hidden_zero(), _stored(segment)
 
-    def layer(i: Any, state: ForwardState) -> ForwardState:
-        carry, ys, saved = state
+    def layer(i: Any, state: ForwardState, inlined: bool) -> ForwardState:
+        fence = lax.optimization_barrier if inlined else lambda carry: carry
+        carry, ys, saved = fence(state.carry), state.ys, state.saved
         host = []
         for stack, x, copy in zip(saved.host, saved.last, segment.copies, strict=True):
             with copy:
@@ -166,7 +164,7 @@ def forward_layer(
         ys = [_put(stack, y, i_xs) for stack, y in zip(ys, new_ys, strict=True)]
         last, stays, once = (those(residuals, stored, place) for place in ("host", "device", "once"))
         device = [_put(stack, x, i_device) for stack, x in zip(saved.device, stays, strict=True)]
-        return ForwardState(carry, ys, SegmentResiduals(host, last, device, once))
+        return ForwardState(fence(carry), ys, SegmentResiduals(host, last, device, once))
 
     return layer
 
@@ -189,7 +187,8 @@ def _backward(loops: Loops, *args: Any) -> list[Any]:
     cts = empty_cotangents(loops, carry)
     for segment, residuals in reversed(list(zip(loops.segments, saved, strict=True))):
         state = begin_backward(residuals, cts)
-        layer = backward_layer(loops, segment, operands, residuals, ys)
+        inlined = loops.unroll > 1 or segment.layers == 1
+        layer = functools.partial(backward_layer(loops, segment, operands, residuals, ys), inlined=inlined)
         cts = lax.fori_loop(0, segment.layers, layer, state, unroll=loops.unroll).cotangents
     return [*cts.consts, *cts.carry, *cts.xs]
 
@@ -228,7 +227,7 @@ def backward_layer(
     saved: SegmentResiduals[Any],
     ys: list[Any],
     sums: Sequence[bool] = (),
-) -> Callable[[Any, BackwardState], BackwardState]:
+) -> Callable[[Any, BackwardState, bool], BackwardState]:
     """The function that computes the cotangents of a layer, and fetches the residuals of the layer before it.
 
     Rows are numbered as in `forward_layer`; iterations count from the last layer. `ys`: the cotangents of the ys.
@@ -236,7 +235,7 @@ def backward_layer(
     """
     compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), _hidden_zero(), segment.layers - 1
 
-    def layer(iteration: Any, state: BackwardState) -> BackwardState:
+    def layer(iteration: Any, state: BackwardState, inlined: bool) -> BackwardState:
         (consts, carry, xs), fetched = state
         fetched_next = []
         for stack, copy in zip(saved.host, segment.copies, strict=True):
@@ -247,7 +246,7 @@ def backward_layer(
         reads = zip(loops.reads, operands, strict=True)
         read = {number: x if is_const else _take(x, i_xs) for (number, is_const), x in reads}
         residuals = _in_order(segment, read, fetched, [_take(x, i_device) for x in saved.device], saved.once)
-        if loops.unroll > 1 or not i_last:  # a layer outside of a loop may stand beside its own forward pass
+        if inlined:  # the layer may stand beside its own forward pass
             residuals, carry = prevent_cse_barrier(residuals, carry)
         outs = compute(*residuals, *carry, *(_take(y, i_xs) for y in ys))
         d_consts, carry, d_xs = in_three(outs, loops.consts, loops.carry)

@@ -5,6 +5,7 @@ another's forward pass. Cotangents are added in the order in which JAX adds them
 variable that a piece reads is among its results too, so that the cotangent that comes from behind is the first.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +43,11 @@ class Straight(NamedTuple):
     perturbed: tuple[bool, ...]
     out_perturbed: tuple[bool, ...]
 
+    def split(self, varies: bool) -> tuple[list[Var], int]:
+        """The outs that differ between microbatches, or those that do not, and how many such residuals there are."""
+        of_outs, of_residuals = self.result_varies[: len(self.outs)], self.result_varies[len(self.outs) :]
+        return [v for v, it in zip(self.outs, of_outs, strict=True) if it is varies], of_residuals.count(varies)
+
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """The cotangents of the perturbed ins, from those of the perturbed outs; some are a symbolic `Zero`."""
         primals = [*residuals, *map(UndefinedPrimal, self.linear.in_avals[len(residuals) :])]
@@ -61,7 +67,7 @@ class Pieces(NamedTuple):
 
     Attributes:
       invars: of the constants that it closes over, and of its arguments; `outvars`: the loss, and other results.
-      pieces: in the order in which they run. The last one is a `Straight`.
+      pieces: in the order in which they run; `last` comes behind them.
       varies: the variables that differ between microbatches.
     """
 
@@ -69,7 +75,15 @@ class Pieces(NamedTuple):
     invars: list[Var]
     outvars: list[Any]
     pieces: list[Straight | Scan]
+    last: Straight
     varies: frozenset[Var]
+
+    @property
+    def numbers(self) -> dict[Var, int]:
+        """A number for each variable that passes from piece to piece; a loop can carry values by these."""
+        made = [piece.outs if isinstance(piece, Straight) else piece.eqn.outvars for piece in [*self.pieces, self.last]]
+        variables = dict.fromkeys(itertools.chain(self.invars, *made))
+        return {v: number for number, v in enumerate(variables)}
 
     @property
     def scans(self) -> list[Scan]:
@@ -111,9 +125,9 @@ def divide(
                 pending = []
                 continue
         pending.append(eqn)
-    pieces.append(head := state.straight(pending, len(jaxpr.eqns)))
-    state.add(head, None, state.perturbed)
-    return Pieces(list(consts), jaxpr.invars, jaxpr.outvars, pieces, frozenset(state.varies))
+    last = state.straight(pending, len(jaxpr.eqns))
+    state.add(last, None, state.perturbed)
+    return Pieces(list(consts), jaxpr.invars, jaxpr.outvars, pieces, last, frozenset(state.varies))
 
 
 class _State:
@@ -150,7 +164,7 @@ class _State:
     def add(self, piece: Straight, scan: Scan | None, has_tangents: set[Var]) -> None:
         """Go on behind a piece, and behind the scan that follows it."""
         self.perturbed = has_tangents
-        self.varies |= _select(piece.outs, piece.result_varies)
+        self.varies |= _select(piece.outs, piece.result_varies[: len(piece.outs)])
         if scan:
             self.perturbed |= _select(scan.eqn.outvars, scan.loops.segments[0].layer.out_perturbed)
             self.varies |= set(scan.eqn.outvars)
@@ -192,7 +206,7 @@ def _hashable(atom: Any) -> Var | None:
 
 
 def _select(variables: Sequence[Var], flags: Sequence[bool]) -> set[Var]:
-    return {v for v, flag in zip(variables, flags) if flag}
+    return {v for v, flag in zip(variables, flags, strict=True) if flag}
 
 
 def _unnamed(jaxpr: Jaxpr) -> Any:

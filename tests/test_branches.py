@@ -408,6 +408,7 @@ def of_width(width, sizes):
     return found["device"], found["host"]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(programs)
 def test_the_table_is_what_is_kept(program):
@@ -442,6 +443,7 @@ def test_the_table_is_what_is_kept(program):
         assert kept_there(outer.reruns[0]) == kept_there(table)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(programs)
 def test_no_line_says_saved_of_what_is_marked_offload(program):

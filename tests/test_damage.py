@@ -207,6 +207,7 @@ def whole(run, config, tmp_path_factory) -> Path:  # noqa: F811
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.claim("damage")
 @pytest.mark.parametrize("version", ["hashes", "no hashes"])
 def test_a_run_goes_on_from_the_checkpoint_before_with_the_same_losses(

@@ -47,6 +47,7 @@ def run(config, tmp_path_factory) -> Path:  # noqa: F811
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.claim("full-disk")
 def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on_later(run, config, tmp_path):  # noqa: F811
     """In a process of its own, whose whole output counts: of orbax's threads, too, and when Python ends."""

@@ -61,6 +61,7 @@ some_fields = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.claim("bytes")
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(some_rules, some_fields)

@@ -43,5 +43,12 @@ def as_restructured_text(app, what, name, obj, options, lines):
     lines[:] = out
 
 
+def is_alias(app, what, name, obj, skip, options):
+    """Skip the fields of a NamedTuple: Python's docstring of each, "Alias for field number 0", says nothing, and a field
+    that its class describes under "Attributes:" would stand there twice."""
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
 def setup(app):
+    app.connect("autodoc-skip-member", is_alias)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon

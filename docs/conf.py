@@ -44,8 +44,8 @@ def as_restructured_text(app, what, name, obj, options, lines):
 
 
 def is_alias(app, what, name, obj, skip, options):
-    """Skip the fields of a NamedTuple: Python's docstring of each, "Alias for field number 0", says nothing, and a field
-    that its class describes under "Attributes:" would stand there twice."""
+    """Skip a NamedTuple's fields, which Python documents as "Alias for field number 0". autodoc would list them beside
+    those that the class describes under "Attributes:"; the fields of a dataclass have no docstrings, and are not."""
     return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
 
 

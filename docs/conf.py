@@ -16,10 +16,13 @@ html_title = f"jaxoffload {release}"
 
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write `x`, as Markdown does
+highlight_language = "none"  # what names no language is a shell's or a program's output
+python_use_unqualified_type_names = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures show them; most are types of JAX, to which nothing here could link
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
+napoleon_use_param = False  # "init, xs, length: as for lax.scan" is one line, not three
 napoleon_use_rtype = False
 # Bases and defaults that autodoc links although typing and JAX are not documented here.
 nitpick_ignore_regex = [("py:.*", r"(typing|collections|jax|numpy|Any|Sequence|Mapping|Callable|Iterator).*")]

@@ -17,13 +17,8 @@ PUBLIC = {
     if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value))
 }
 NAMES = {name: value for name, value in vars(jaxoffload).items() if not name.startswith("_")}
-GLOBALS = {
-    "jax": jax,
-    "jnp": jnp,
-    "jaxoffload": jaxoffload,
-    **NAMES,
-    **vars(grouped),
-}  # what an example need not import
+NEEDED = {"jax": jax, "jnp": jnp, "jaxoffload": jaxoffload, "chosen_backend": grouped.chosen_backend}
+GLOBALS = {**NAMES, **NEEDED}  # what an example need not import
 
 
 def examples(name):

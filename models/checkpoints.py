@@ -22,16 +22,16 @@ from jax.experimental import multihost_utils
 
 from jaxoffload import Problem
 from models.config import Config, flat
-from models.integrity import SUMS, damaged, read_sums, write_sums
+from models.integrity import SUMS, first_damaged, read_sums, write_sums
 from models.processes import say
-from models.reading import ConfigError, blaming, one_line, problem, wrong
+from models.reading import ConfigError, as_config_error, config_error, one_line, problem
 from models.step import State
 
 # With another value of these, the checkpoint would be of another model, which orbax could not restore, or its
 # position would mean other batches.
 _FIXED_SECTIONS = ("model.", "data.")
 _FIXED = {"train.batch_size", "train.seq_len", "train.seed"}
-_FREE = {
+_MAY_CHANGE = {
     "model.attention",
     "model.dtype",
     "model.grouped",
@@ -44,7 +44,7 @@ _FREE = {
 }
 
 # What orbax writes after its last callback; nothing that it restores is in them.
-_OF_ORBAX = ("_CHECKPOINT_METADATA", "commit_success.txt")
+_NOT_HASHED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 _TEMPORARY = "*.orbax-checkpoint-tmp*"  # its folders that are not whole
 
 
@@ -80,7 +80,7 @@ class Damaged(ConfigError):
 def steps(out: Path) -> list[int]:
     """Of a run's checkpoints, the last first."""
     folder = _folder(out)
-    with blaming("train.out", str(out), f"a folder in which {folder.name} is one that can be read"):
+    with as_config_error("train.out", str(out), f"a folder in which {folder.name} is one that can be read"):
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
     numbers = [int(name) for name in names if name.isdecimal()]
     return sorted((number for number in numbers if str(number) in names), reverse=True)
@@ -93,17 +93,17 @@ def latest(out: Path, on_bad: str = "error") -> Saved | None:
     Raises:
       ConfigError: there are some, but none that can be read, or none of them may be passed by.
     """
-    return _last(out, on_bad, functools.partial(_words, out))[0]
+    return _last(out, on_bad, functools.partial(_read_metadata, out))[0]
 
 
-def verified(out: Path, on_bad: str) -> Saved | None:
+def latest_verified(out: Path, on_bad: str) -> Saved | None:
     """The last checkpoint of a run's folder, all of it compared with its hashes. All processes call it, read a part
     each, and find the same. Those that "previous" passes by are set aside, if there is another to go on from.
 
     Raises:
       ConfigError: as `latest`.
     """
-    saved, passed_by = _last(out, on_bad, functools.partial(_compared, out))
+    saved, passed_by = _last(out, on_bad, functools.partial(_read_verified, out))
     for bad in passed_by:
         set_aside(out, bad)
     return saved
@@ -122,11 +122,11 @@ def _last(out: Path, on_bad: str, read: Callable[[int], Saved]) -> tuple[Saved |
         found = "; ".join(f"{error.step} {error.why}" for error in bad)
         why = f"none is left to go on from in {_folder(out)} ({found})"
         advice = "give another train.out, or delete that folder to begin anew"
-        raise wrong("train.on_bad_checkpoint", "'previous'", f"{why}; {advice}")
+        raise config_error("train.on_bad_checkpoint", "'previous'", f"{why}; {advice}")
     return None, []
 
 
-def may_pass_by(out: Path, on_bad: str, bad: Damaged) -> bool:
+def can_skip(out: Path, on_bad: str, bad: Damaged) -> bool:
     """Whether a checkpoint that could not be restored leaves another to go on from."""
     return on_bad == "previous" and any(step < bad.step for step in steps(out))
 
@@ -139,18 +139,18 @@ def set_aside(out: Path, bad: Damaged) -> None:
         aside = aside.with_name(f"{aside.name}.damaged")
     say(f"train.on_bad_checkpoint = 'previous': the checkpoint {folder} {bad.why}; it is now {aside}, and passed by")
     if jax.process_index() == 0:
-        with blaming("train.out", str(out), "a folder that can be written"):
+        with as_config_error("train.out", str(out), "a folder that can be written"):
             folder.rename(aside)
     multihost_utils.sync_global_devices(f"set aside {folder}")
 
 
-def _words(out: Path, step: int) -> Saved:
+def _read_metadata(out: Path, step: int) -> Saved:
     """Reads and compares what is small: what a checkpoint says of itself, and its position in the data."""
     with _readable(out, step) as folder:
         # First, because the error of a parser would not name the file.
-        sums = _sums(out, step)
+        sums = _recorded_hashes(out, step)
         words = {file: hash for file, hash in sums.items() if file.startswith(("origin/", "position/"))}
-        _refuse(out, step, damaged(folder, words))
+        _raise_damaged(out, step, first_damaged(folder, words))
         origin = ocp.JsonCheckpointHandler().restore(folder / "origin")
         position = ocp.JsonCheckpointHandler().restore(folder / "position")
         saved = Saved(step, dict(origin["config"]), dict(origin["data"]))
@@ -164,18 +164,18 @@ def _words(out: Path, step: int) -> Saved:
     return saved
 
 
-def _compared(out: Path, step: int) -> Saved:
+def _read_verified(out: Path, step: int) -> Saved:
     """Of several processes each reads every n-th file, by size, and all raise if one of them does."""
     saved, error, sums = None, None, {}
     try:
-        saved = _words(out, step)
-        sums = _sums(out, step)
+        saved = _read_metadata(out, step)
+        sums = _recorded_hashes(out, step)
     except Damaged as bad:
         error = bad
     folder, files = _folder(out) / str(step), list(sums)
     by_size = sorted(files, key=lambda file: _size(folder / file))
     mine = by_size[jax.process_index() :: jax.process_count()]
-    file = damaged(folder, {file: sums[file] for file in mine})
+    file = first_damaged(folder, {file: sums[file] for file in mine})
     number = 1 if error else 2 + files.index(file) if file else 0
     worst = int(np.max(multihost_utils.process_allgather(np.int32(number))))
     if error:
@@ -183,14 +183,14 @@ def _compared(out: Path, step: int) -> Saved:
     if worst == 1:
         raise Damaged(out, step, "cannot be read by another process, whose own output says why")
     if worst:
-        _refuse(out, step, files[worst - 2])
+        _raise_damaged(out, step, files[worst - 2])
     if not sums:
         say(f"the checkpoint {folder} is of an earlier version, which wrote no hashes: it is not verified")
     assert saved is not None
     return saved
 
 
-def _sums(out: Path, step: int) -> dict[str, str]:
+def _recorded_hashes(out: Path, step: int) -> dict[str, str]:
     """Of a checkpoint; empty if it has none."""
     folder = _folder(out) / str(step)
     try:
@@ -198,11 +198,11 @@ def _sums(out: Path, step: int) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError):
-        _refuse(out, step, SUMS)
+        _raise_damaged(out, step, SUMS)
         raise
 
 
-def _refuse(out: Path, step: int, file: str | None) -> None:
+def _raise_damaged(out: Path, step: int, file: str | None) -> None:
     if file is not None:
         there = (_folder(out) / str(step) / file).exists()
         raise Damaged(out, step, f"is damaged: {file} {'is not what was written' if there else 'is missing'}")
@@ -214,7 +214,7 @@ def _size(path: Path) -> int:
 
 def differences(config: Config, saved: Saved) -> list[Problem]:
     """A problem for each value that must be what it was when the checkpoint was written, and is not."""
-    fixed = lambda key: key in _FIXED or (key.startswith(_FIXED_SECTIONS) and key not in _FREE)
+    fixed = lambda key: key in _FIXED or (key.startswith(_FIXED_SECTIONS) and key not in _MAY_CHANGE)
     before = flat(Config()) | saved.config  # what it does not say did not exist, and is as it is by default
     written = f"the checkpoint in {config.train.out}, of step {saved.step}, was written with"
     return [
@@ -238,8 +238,8 @@ def open_manager(out: Path) -> Iterator[ocp.CheckpointManager]:
         # In orbax's own thread, of process 0, when all processes have written all, and before it gets its name.
         async_options=ocp.AsyncOptions(post_finalization_callback=functools.partial(_seal, out)),
     )
-    with _patient_loops(), _errors_are_raised_only():
-        with blaming("train.out", str(out), "a folder that can be written"):
+    with _draining_event_loops(), _no_logged_tracebacks():
+        with as_config_error("train.out", str(out), "a folder that can be written"):
             manager = ocp.CheckpointManager(_folder(out), options=options)
         try:
             with manager:
@@ -256,7 +256,7 @@ def open_manager(out: Path) -> Iterator[ocp.CheckpointManager]:
 
 def _seal(out: Path) -> None:
     for folder in _folder(out).glob(_TEMPORARY):  # the one that is being written
-        write_sums(folder, ignored=_OF_ORBAX)
+        write_sums(folder, ignored=_NOT_HASHED)
 
 
 def save(
@@ -313,7 +313,7 @@ def _readable(out: Path, step: int) -> Iterator[Path]:
         raise Damaged(out, step, f"cannot be read ({one_line(error)[:200]})") from error
 
 
-class _Loop(asyncio.SelectorEventLoop):
+class _DrainingLoop(asyncio.SelectorEventLoop):
     """Waits for what runs in it before it closes. A cancelled read goes on, and tensorstore tells the loop."""
 
     def close(self) -> None:
@@ -326,11 +326,11 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 @contextlib.contextmanager
-def _patient_loops() -> Iterator[None]:
+def _draining_event_loops() -> Iterator[None]:
     """Of many reads or writes one fails first. Orbax (0.12.8, `asyncio_utils.run_sync`) then closes their event loop
     under the others, each of which prints a traceback when it ends: here they end before."""
     new_event_loop = asyncio.new_event_loop
-    asyncio.new_event_loop = _Loop
+    asyncio.new_event_loop = _DrainingLoop
     try:
         yield
     finally:
@@ -338,7 +338,7 @@ def _patient_loops() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _errors_are_raised_only() -> Iterator[None]:
+def _no_logged_tracebacks() -> Iterator[None]:
     """Orbax's threads log the traceback of each error, which `save`, `wait_until_finished` or `close` then raises."""
     logger, raised_too = logging.getLogger("absl"), lambda record: not record.exc_info
     logger.addFilter(raised_too)

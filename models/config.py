@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from jaxoffload import Policy, PolicyError, Problem
 from models.plain import shown
-from models.reading import ConfigError, Range, advice, known, override, problem, read, short, typed
+from models.reading import ConfigError, Range, advice, known_entries, override, problem, read, short, typed_values
 
 # JAX, XLA and optax count in int32. So every count and dimension is below 2**31, and so is the product of two fields
 # that form one dimension (heads * head_dim, shared_experts * d_expert). `layers` is smaller: reports visit each one.
@@ -207,13 +207,13 @@ def _parse(tree: dict[str, Any]) -> tuple[Config, list[Problem]]:
 def _section(name: str, tree: dict[str, Any]) -> tuple[Any, list[Problem]]:
     """Return the dataclass of one section, and what is wrong with the section."""
     kind = SECTIONS[name]
-    given, problems = known(name, tree, list(inspect.signature(kind).parameters))
+    given, problems = known_entries(name, tree, list(inspect.signature(kind).parameters))
     if kind is Policy:
         try:
             return Policy(**given), problems
         except PolicyError as error:
             return Policy(), problems + [problem.under(name) for problem in error.problems]
-    values, misfits = typed(name, given, get_type_hints(kind, include_extras=True))
+    values, misfits = typed_values(name, given, get_type_hints(kind, include_extras=True))
     return kind(**values), problems + misfits
 
 

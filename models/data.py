@@ -21,7 +21,7 @@ import tokenizers
 from models.documents import files_of, read_documents
 from models.files import atomic, blake2b
 from models.integrity import is_intact
-from models.reading import ConfigError, blaming, problem, wrong
+from models.reading import ConfigError, as_config_error, config_error, problem
 
 END_OF_TEXT = "<|endoftext|>"  # of the tokenizers trained here
 # Or as others call it: Llama 3, Llama 2 and Mistral, Gemma.
@@ -63,20 +63,20 @@ def load(
     Raises ConfigError with the config's key, its value and what is allowed.
     """
     if not 0 < valid_fraction < 1:
-        raise wrong("data.valid_fraction", valid_fraction, "allowed is a number between 0 and 1")
+        raise config_error("data.valid_fraction", valid_fraction, "allowed is a number between 0 and 1")
     if tokenizer is None and vocab_size < 257:
-        raise wrong("model.vocab_size", vocab_size, f"allowed is 257 (bytes and {END_OF_TEXT}) or more")
+        raise config_error("model.vocab_size", vocab_size, f"allowed is 257 (bytes and {END_OF_TEXT}) or more")
     files = files_of(path)
     given = [] if tokenizer is None else [Path(os.path.expanduser(tokenizer))]
     bpe = _open_tokenizer(given[0]) if given else None
     if bpe is not None and _ids(bpe) > vocab_size:
-        raise wrong("model.vocab_size", vocab_size, f"allowed with {given[0]} is {_ids(bpe)}, its own, or more")
+        raise config_error("model.vocab_size", vocab_size, f"allowed with {given[0]} is {_ids(bpe)}, its own, or more")
     found = {"data.path": _digest(files), "data.tokenizer": _digest(given) if given else tokenizers.__version__}
     _refuse_changes(found, fingerprint, {"data.path": path, "data.tokenizer": tokenizer})
     settings = repr((found, _FORMAT, tokenizers.__version__, text_field, valid_fraction, vocab_size))
     folder = Path(cache_dir).expanduser() / hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
     train, valid = folder / "train.npy", folder / "valid.npy"
-    with blaming("data.cache_dir", str(cache_dir), "a folder that can be written"):
+    with as_config_error("data.cache_dir", str(cache_dir), "a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
         if bpe is None:
             bpe = _trained_tokenizer(folder / "tokenizer.json", files, text_field, valid_fraction, vocab_size)
@@ -86,7 +86,7 @@ def load(
     if not (len(dataset.train) and len(dataset.valid)):
         what = "hold out" if len(dataset.train) else "train on"
         why = f"data.path = {path!r} has no document to {what}; allowed is what leaves some for both"
-        raise wrong("data.valid_fraction", valid_fraction, why)
+        raise config_error("data.valid_fraction", valid_fraction, why)
     return dataset
 
 
@@ -100,7 +100,7 @@ def _held_out(text: str, fraction: float) -> bool:
 def _digest(files: Iterable[Path]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
-        with blaming("data.path", str(file), "a file that can be read"), file.open("rb") as stream:
+        with as_config_error("data.path", str(file), "a file that can be read"), file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "blake2b").digest() + file.suffix.encode())
     return digest.hexdigest()
 
@@ -117,9 +117,9 @@ def _open_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         bpe = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
-        raise wrong("data.tokenizer", path, f"{error}; allowed is a tokenizer.json") from error
+        raise config_error("data.tokenizer", path, f"{error}; allowed is a tokenizer.json") from error
     if _end(bpe) is None:
-        raise wrong("data.tokenizer", path, f"allowed is a tokenizer with one of the tokens {', '.join(_ENDS)}")
+        raise config_error("data.tokenizer", path, f"allowed is a tokenizer with one of the tokens {', '.join(_ENDS)}")
     # Some files ask for both, which would cut and fill up documents.
     bpe.no_truncation()
     bpe.no_padding()
@@ -287,11 +287,11 @@ def _rows(
 ) -> grain.IterDataset[np.ndarray]:
     """Puts the windows' numbers into `order` and batches, and reads this process's windows of each batch."""
     if batch_size % process_count:
-        raise wrong("train.batch_size", batch_size, f"allowed are multiples of {process_count} processes")
+        raise config_error("train.batch_size", batch_size, f"allowed are multiples of {process_count} processes")
     count = windows(tokens, seq_len)
     if count < batch_size:
         why = f"allowed is at most {count}, the windows of train.seq_len = {seq_len} in {len(tokens)} tokens"
-        raise wrong("train.batch_size", batch_size, why)
+        raise config_error("train.batch_size", batch_size, why)
 
     def read(numbers: np.ndarray) -> np.ndarray:
         mine = np.split(numbers, process_count)[process_index]

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxoffload import Problem
 from jaxoffload._text import closest
-from models.reading import ConfigError, blaming, wrong
+from models.reading import ConfigError, as_config_error, config_error
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a pair, which no tokenizer takes
@@ -33,10 +33,10 @@ def files_of(path: str | Sequence[str]) -> list[Path]:
     allowed = f'allowed are "stdlib" and globs of {", ".join(_READERS)} files'
     if not (found and all(found.values())):
         empty = [pattern for pattern, files in found.items() if not files]
-        raise wrong("data.path", repr(path), f"{empty} matches no file; {allowed}")
+        raise config_error("data.path", repr(path), f"{empty} matches no file; {allowed}")
     for file in itertools.chain(*(files for pattern, files in found.items() if pattern != "stdlib")):
         if file.suffix not in _READERS:
-            raise wrong("data.path", repr(path), f"{file} has the suffix {file.suffix!r}; {allowed}")
+            raise config_error("data.path", repr(path), f"{file} has the suffix {file.suffix!r}; {allowed}")
     return sorted(set(itertools.chain(*found.values())))
 
 
@@ -56,7 +56,7 @@ def read_documents(files: Iterable[Path], text_field: str) -> Iterator[str]:
       ImportError: a .parquet file, and pyarrow is missing.
     """
     for file in files:
-        with blaming("data.path", str(file), "a file that can be read"):
+        with as_config_error("data.path", str(file), "a file that can be read"):
             yield from filter(None, _READERS.get(file.suffix, _read_source)(file, text_field))
 
 
@@ -115,8 +115,10 @@ def _text(record: Any, field: str, where: str) -> str:
     if field not in record:
         close = closest(field, record)
         near = f", the nearest is {close!r}" if close else ""
-        raise wrong("data.text_field", repr(field), f"data.path has none in {where}; allowed are {list(record)}{near}")
+        raise config_error(
+            "data.text_field", repr(field), f"data.path has none in {where}; allowed are {list(record)}{near}"
+        )
     text = record[field]
     if not isinstance(text, str) or _SURROGATE.search(text):
-        raise wrong("data.text_field", repr(field), f"it is {text!r:.40} in {where}; allowed is Unicode text")
+        raise config_error("data.text_field", repr(field), f"it is {text!r:.40} in {where}; allowed is Unicode text")
     return text

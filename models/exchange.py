@@ -61,7 +61,7 @@ def make_exchange(sizes_E: jax.Array, route: Route) -> tuple[Exchange, jax.Array
     """
     rows, parts, room, axis, align, ragged = route
     sizes_PxL, first_PxL = (x_E.reshape(parts, -1) for x_E in (sizes_E, starts(sizes_E)))
-    fits_PxL = _that_fit(sizes_PxL, room)
+    fits_PxL = _kept_sizes(sizes_PxL, room)
     first_P, whole_P = first_PxL[:, 0], _total(fits_PxL, axis=1)
     arrived_PxL = lax.all_to_all(fits_PxL, axis, 0, 0)  # from each device, for each expert here
     sorted_S, arrived_PC, sizes_L = _by_expert(arrived_PxL, room, align)
@@ -103,7 +103,7 @@ def _by_expert(arrived_PxL: jax.Array, room: int, align: int) -> tuple[jax.Array
     return lookup(*by_expert, room_S, size), lookup(*by_device, size, room_S), sizes_L
 
 
-def _that_fit(sizes_PxL: jax.Array, room: int) -> jax.Array:
+def _kept_sizes(sizes_PxL: jax.Array, room: int) -> jax.Array:
     """(P, L): of each expert's rows those that are sent, no more than `room` to a device."""
     ends_PxL = jnp.cumsum(sizes_PxL, axis=1)
     total_Px1 = ends_PxL[:, -1:]
@@ -119,7 +119,7 @@ def to_experts(rows_RxD: jax.Array, exchange: Exchange, parts: int, axis: str) -
     if exchange.sent_PC is not None:
         rows_RxD = moved(rows_RxD, exchange.sent_PC, exchange.slot_R)
     if exchange.ways_4xP is None:
-        buffer = _swapped(rows_RxD, parts, axis)
+        buffer = _all_to_all(rows_RxD, parts, axis)
     else:
         buffer = sent(rows_RxD, exchange.ways_4xP, len(exchange.arrived_PC), len(rows_RxD), axis)
     return moved(buffer, exchange.sorted_S, exchange.arrived_PC)
@@ -129,7 +129,7 @@ def from_experts(rows_SxD: jax.Array, exchange: Exchange, rows: int, parts: int,
     """(R, D), R is `rows`: back where they came from; zero where a row was dropped."""
     buffer = moved(rows_SxD, exchange.arrived_PC, exchange.sorted_S)
     if exchange.ways_4xP is None:
-        back = _swapped(buffer, parts, axis)
+        back = _all_to_all(buffer, parts, axis)
     else:
         back = returned(buffer, exchange.ways_4xP, rows, len(buffer), axis)
     return back if exchange.sent_PC is None else moved(back, exchange.slot_R, exchange.sent_PC)
@@ -169,7 +169,7 @@ def _ragged(x: jax.Array, size: int, axis: str, *ways_P: jax.Array) -> jax.Array
     return lax.ragged_all_to_all(x, jnp.zeros((size, x.shape[1]), x.dtype), *ways_P, axis_name=axis)
 
 
-def _swapped(buffer_PCxD: jax.Array, parts: int, axis: str) -> jax.Array:
+def _all_to_all(buffer_PCxD: jax.Array, parts: int, axis: str) -> jax.Array:
     """Part p of each device's buffer is sent to device p, which has it as part of the sender's number."""
     C, D = buffer_PCxD.shape[0] // parts, buffer_PCxD.shape[1]
     return lax.all_to_all(buffer_PCxD.reshape(parts, C, D), axis, 0, 0).reshape(parts * C, D)

@@ -24,7 +24,7 @@ class Failure(NamedTuple):
     line: str
 
 
-def told(error: BaseException, out: Path | None) -> Failure | None:
+def machine_failure(error: BaseException, out: Path | None) -> Failure | None:
     """What to say of an error that is the machine's; None if it is another. `out`: the run's folder, if it is known."""
     errors = list(_chain(error))
     for each in errors:

@@ -41,7 +41,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     return {file: hash for hash, _, file in (line.partition("  ") for line in lines.decode().splitlines())}
 
 
-def damaged(folder: Path, sums: Mapping[str, str]) -> str | None:
+def first_damaged(folder: Path, sums: Mapping[str, str]) -> str | None:
     """The first of these files that is not what was hashed, or that cannot be read; None if all are."""
     with ThreadPoolExecutor(_threads()) as threads:
         right = threads.map(lambda file: is_intact(folder / file, sums[file]), sums)

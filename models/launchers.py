@@ -20,7 +20,7 @@ class Place(NamedTuple):
     index: int
 
 
-def find(distributed: Distributed) -> tuple[Place | None, str | None]:
+def find_place(distributed: Distributed) -> tuple[Place | None, str | None]:
     """Where this process is, and what says so. Neither: it is alone; no place: only JAX can tell.
 
     Raises:

@@ -15,7 +15,7 @@ from jaxoffload import Problem
 from jaxoffload._text import readable
 from models.config import Config
 from models.files import append, atomic
-from models.reading import ConfigError, blaming
+from models.reading import ConfigError, as_config_error
 
 Record = Mapping[str, Any]  # step, and loss, learning_rate, ... or valid_loss
 
@@ -96,7 +96,7 @@ def read(path: Path) -> list[Record]:
     Raises:
       ConfigError: another line is damaged, or it is not a file that can be read.
     """
-    with blaming("train.out", str(path.parent), f"a folder whose {path.name} is a file that can be read"):
+    with as_config_error("train.out", str(path.parent), f"a folder whose {path.name} is a file that can be read"):
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     records = []
     for number, line in enumerate(lines, start=1):

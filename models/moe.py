@@ -101,10 +101,10 @@ def experts(
         weight_Rx1 = routing.moved(weight_Txk.reshape(-1, 1), chosen.order_R, chosen.place_Tk)
         rows_RxD, dropped = routing.dispatch(x_TxD, chosen), jnp.int32(0)
         if parts > 1:
-            rows_RxD, dropped = _computed_elsewhere(config, rows_RxD, weight_Rx1, chosen.sizes_E, own, parts)
+            rows_RxD, dropped = _apply_remote_experts(config, rows_RxD, weight_Rx1, chosen.sizes_E, own, parts)
         else:
             sizes_E = routing.aligned(chosen.sizes_E, align)
-            rows_RxD = _computed(config, rows_RxD, weight_Rx1, sizes_E, own, full=align == 1)
+            rows_RxD = _apply_experts(config, rows_RxD, weight_Rx1, sizes_E, own, full=align == 1)
         out_TxD = routing.combine(rows_RxD, chosen)
         if sizes.get("tensor", 1) > 1:  # each device had a part of F
             out_TxD = lax.psum(out_TxD, "tensor")
@@ -112,7 +112,7 @@ def experts(
     return out_TxD.reshape(B, S, D), balance
 
 
-def _computed(
+def _apply_experts(
     config: Model,
     rows_RxD: jax.Array,
     weight_Rx1: jax.Array,
@@ -131,7 +131,7 @@ def _computed(
     return tag(gemm(act_RxF.astype(rows_RxD.dtype), own["down"], name="act"), "fc2")
 
 
-def _computed_elsewhere(
+def _apply_remote_experts(
     config: Model,
     rows_RxD: jax.Array,
     weight_Rx1: jax.Array,
@@ -147,7 +147,7 @@ def _computed_elsewhere(
     there_SxD, weight_Sx1 = (exchange.to_experts(x, sent, parts, "expert") for x in (rows_RxD, weight_Rx1))
     # Kept as the rows are that they belong to, or they would be sent once more in the backward pass.
     weight_Sx1 = tag({"weight": weight_Sx1}, "fc1_input")["weight"]
-    computed_SxD = _computed(config, there_SxD, weight_Sx1, sent.sizes_L, own, full=False)
+    computed_SxD = _apply_experts(config, there_SxD, weight_Sx1, sent.sizes_L, own, full=False)
     return exchange.from_experts(computed_SxD, sent, R, parts, "expert"), dropped
 
 

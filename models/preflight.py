@@ -15,15 +15,15 @@ from jaxoffload.grouped import GroupedMatmulError, te
 from models import checkpoints, metrics
 from models.config import Config, Model
 from models.moe import grouped_gemms
-from models.processes import accompanied, join, locked, objections
-from models.reading import ConfigError, blamed, collecting, problem, wrong
+from models.processes import announce_exit, disagreements, join, locked
+from models.reading import ConfigError, collecting, config_error, has_problem, problem
 from models.report import check_patterns
 from models.sharding import inside_shard_map, make_mesh
 
 _NO_TE = (ImportError, OSError, RuntimeError, AttributeError)  # by what TransformerEngine misses
 
 # What `_check_grouped` reads.
-_OF_GROUPED = (
+_GROUPED_KEYS = (
     *("model.experts", "model.experts_per_token", "model.d_model", "model.d_expert", "model.dtype", "model.grouped"),
     *("model.quantize", "model.exchange", "model.capacity", "mesh"),
     *("train.batch_size", "train.grad_accumulation", "train.seq_len"),
@@ -31,7 +31,7 @@ _OF_GROUPED = (
 
 
 @contextlib.contextmanager
-def admitted(config: Config, problems: list[Problem]) -> Iterator[Mesh]:
+def checked_run(config: Config, problems: list[Problem]) -> Iterator[Mesh]:
     """The mesh of a run that every process agrees to; the run's folder stays locked in the meantime.
 
     `problems` are those of the file. A check that reads a key which they blame is left out: the config holds a default.
@@ -40,10 +40,10 @@ def admitted(config: Config, problems: list[Problem]) -> Iterator[Mesh]:
       ConfigError: all problems at once.
     """
     with contextlib.ExitStack() as stack:
-        if not blamed(problems, "distributed"):
+        if not has_problem(problems, "distributed"):
             with collecting(problems):  # before all else, which starts JAX's backend: then no process can join
                 join(config.distributed, Path(config.train.out), checkpoints.steps)
-        stack.enter_context(accompanied())
+        stack.enter_context(announce_exit())
         if _may_use_te(config.model):
             with contextlib.suppress(*_NO_TE):  # before JAX's first computation, which loads another cuDNN
                 importlib.import_module("transformer_engine.jax")
@@ -53,7 +53,7 @@ def admitted(config: Config, problems: list[Problem]) -> Iterator[Mesh]:
         if not problems and jax.process_index() == 0:
             with collecting(problems):
                 stack.enter_context(locked(Path(config.train.out)))
-        problems += objections(config, problems, last)
+        problems += disagreements(config, problems, last)
         if problems:
             raise ConfigError(problems)
         assert mesh is not None
@@ -63,14 +63,14 @@ def admitted(config: Config, problems: list[Problem]) -> Iterator[Mesh]:
 def _checked_mesh(config: Config, problems: list[Problem]) -> Mesh | None:
     """The mesh, if the devices here can form it; adds what the kernels and the profiler cannot do on them."""
     mesh = None
-    if not blamed(problems, "distributed", "mesh"):
+    if not has_problem(problems, "distributed", "mesh"):
         with collecting(problems):
             mesh = make_mesh(config.mesh)
     with collecting(problems):
         _check_attention(config)
     with collecting(problems):
         _check_profile(config)
-    if not blamed(problems, *_OF_GROUPED):
+    if not has_problem(problems, *_GROUPED_KEYS):
         with collecting(problems):
             _check_grouped(config)
     return mesh
@@ -78,12 +78,12 @@ def _checked_mesh(config: Config, problems: list[Problem]) -> Mesh | None:
 
 def _checked_folder(config: Config, problems: list[Problem]) -> int | None:
     """The step of the last checkpoint in the run's folder, if there is one; adds why the run cannot continue it."""
-    if blamed(problems, "train.out"):
+    if has_problem(problems, "train.out"):
         return None
     with collecting(problems):
         saved = checkpoints.latest(Path(config.train.out), config.train.on_bad_checkpoint)
         found = checkpoints.differences(config, saved) if saved else []
-        problems += [problem for problem in found if not blamed(problems, problem.key)]
+        problems += [problem for problem in found if not has_problem(problems, problem.key)]
         metrics.read(Path(config.train.out) / "metrics.jsonl")
         return saved.step if saved else None
     return None
@@ -93,7 +93,7 @@ def check_names(config: Config, problems: list[Problem]) -> None:
     """Adds to the problems the policy's patterns that match no residual, if the model can be traced."""
     if jax.config.jax_disable_jit:
         problems.append(problem("JAX_DISABLE_JIT", True, "only compiled programs offload residuals; must be unset"))
-    elif not blamed(problems, "model", "remat"):
+    elif not has_problem(problems, "model", "remat"):
         with collecting(problems):
             check_patterns(config)
 
@@ -108,22 +108,24 @@ def _check_attention(config: Config) -> None:
     if kind == "xla":
         return
     if backend != "gpu":
-        raise wrong("model.attention", repr(kind), f"needs NVIDIA GPUs, and this is a {backend}; must be xla here")
+        raise config_error(
+            "model.attention", repr(kind), f"needs NVIDIA GPUs, and this is a {backend}; must be xla here"
+        )
     if kind == "te":
         advice = "install it as docs/experts.md says, or use cudnn"
         if why_not := te.too_old():
-            raise wrong("model.attention", "'te'", f"{why_not}: {advice}")
+            raise config_error("model.attention", "'te'", f"{why_not}: {advice}")
         try:
             importlib.import_module("transformer_engine.jax.attention")
         except _NO_TE as error:
             why = f"TransformerEngine cannot be imported ({str(error).partition(chr(10))[0]})"
-            raise wrong("model.attention", "'te'", f"{why}; {advice}") from error
+            raise config_error("model.attention", "'te'", f"{why}; {advice}") from error
 
 
 def _check_profile(config: Config) -> None:
     if (steps := config.train.profile_steps) and (backend := jax.default_backend()) != "gpu":
         why = f"needs NVIDIA GPUs, and this is a {backend}; must be null here"
-        raise wrong("train.profile_steps", list(steps), why)
+        raise config_error("train.profile_steps", list(steps), why)
 
 
 def _check_grouped(config: Config) -> None:

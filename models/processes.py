@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxoffload import Problem
 from models import signals
 from models.config import Config, Distributed, flat
-from models.launchers import Place, find
+from models.launchers import Place, find_place
 from models.peers import Peers
-from models.reading import ConfigError, blaming, one_line, problem, wrong
+from models.reading import ConfigError, as_config_error, config_error, one_line, problem
 from models.relay import relay
 from models.sharding import MESH_AXES
 
@@ -45,7 +45,7 @@ def join(distributed: Distributed, out: Path, steps: Callable[[Path], Sequence[i
         `distributed.timeout` seconds, or have this process's number.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    place, what = find(distributed)
+    place, what = find_place(distributed)
     if place is None and what is None:
         return
     try:
@@ -68,7 +68,9 @@ def _meet(place: Place, distributed: Distributed, advice: Callable[[], str]) -> 
     host, port = host.strip("[]"), int(number)
     peers = Peers(place.index, place.count, distributed.silence, advice)
     if place.index == 0:
-        with blaming("distributed.coordinator", place.coordinator, "a free port here; another process 0 may have it"):
+        with as_config_error(
+            "distributed.coordinator", place.coordinator, "a free port here; another process 0 may have it"
+        ):
             server = _listening(port, place.count)
         there = peers.host(server, distributed.timeout)
         coordinator = f"127.0.0.1:{there}"
@@ -107,7 +109,7 @@ def _advice(out: Path, steps: Callable[[Path], Sequence[int]]) -> str:
 
 
 @contextlib.contextmanager
-def accompanied() -> Iterator[None]:
+def announce_exit() -> Iterator[None]:
     """Tells the others how this process ends. An error waits until it is known that none of them is gone: else it may
     come of that, and be Gloo's, XLA's or orbax's, of any class."""
     try:
@@ -124,7 +126,7 @@ def accompanied() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def departing() -> Iterator[None]:
+def hard_exit() -> Iterator[None]:
     """Ends the process, unless the run is over: JAX would wait for the others, and abort from C++ if they are gone."""
     try:
         yield
@@ -138,7 +140,7 @@ def departing() -> Iterator[None]:
         os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
-def objections(config: Config, problems: Sequence[Problem], last: int | None) -> list[Problem]:
+def disagreements(config: Config, problems: Sequence[Problem], last: int | None) -> list[Problem]:
     """What the other processes have against this run: problems of their own, another config, or a folder in which the
     last checkpoint is of another step than `last`."""
     if jax.process_count() == 1:
@@ -152,15 +154,15 @@ def objections(config: Config, problems: Sequence[Problem], last: int | None) ->
     # Of each process its own: where it is, and where it keeps what it can compute again.
     values = {k: v for k, v in flat(config).items() if not k.startswith("distributed.") and k != "data.cache_dir"}
     why = "differs between the processes; must be the same"
-    differ = [problem(key, f"{values[key]!r} here", why) for key in differing(values)]
-    if not differ and differing({"step": last}):
+    differ = [problem(key, f"{values[key]!r} here", why) for key in differing_keys(values)]
+    if not differ and differing_keys({"step": last}):
         here = "none" if last is None else f"that of step {last}"
         why = f"its last checkpoint is {here} here, and another elsewhere; must be a folder that all processes share"
         return [problem("train.out", repr(config.train.out), why)]
     return differ
 
 
-def differing(values: Mapping[str, Any]) -> list[str]:
+def differing_keys(values: Mapping[str, Any]) -> list[str]:
     """The keys, the same in each process, whose values differ between the processes."""
     if jax.process_count() == 1:
         return []
@@ -177,18 +179,18 @@ def locked(folder: Path) -> Iterator[None]:
       ConfigError: another process has it, or the folder cannot be written.
     """
     with contextlib.ExitStack() as stack:
-        with blaming("train.out", str(folder), "a folder that can be written"):
+        with as_config_error("train.out", str(folder), "a folder that can be written"):
             folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((folder / ".lock").open("a"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 why = "another run writes there now; stop it, or give another folder"
-                raise wrong("train.out", f"'{folder}'", why) from None
+                raise config_error("train.out", f"'{folder}'", why) from None
         yield
 
 
-def greatest(mesh: Mesh, number: int) -> jax.Array:
+def global_max(mesh: Mesh, number: int) -> jax.Array:
     """The greatest of all processes' numbers, as an array to read when it is needed."""
     each = NamedSharding(mesh, PartitionSpec(MESH_AXES))
     here = np.full(len(mesh.local_devices), number, np.int32)

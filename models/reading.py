@@ -24,19 +24,19 @@ def problem(key: str, value: object, why: str) -> Problem:
     return Problem(key, f"{key} = {value}: {why}")
 
 
-def wrong(key: str, value: object, why: str) -> ConfigError:
+def config_error(key: str, value: object, why: str) -> ConfigError:
     """The error of one `problem`."""
     return ConfigError([problem(key, value, why)])
 
 
-def blamed(problems: Iterable[Problem], *keys: str) -> bool:
+def has_problem(problems: Iterable[Problem], *keys: str) -> bool:
     """Whether one of the problems is about one of these keys, an entry of it, or the section that it is in."""
     inside = lambda key, section: key == section or key.startswith((f"{section}.", f"{section}["))
     return any(inside(p.key, key) or inside(key, p.key) for p in problems for key in keys)
 
 
 @contextlib.contextmanager
-def blaming(key: str, value: Any, allowed: str) -> Iterator[None]:
+def as_config_error(key: str, value: Any, allowed: str) -> Iterator[None]:
     """Turns what the file system refuses into a ConfigError of this key.
 
     Raises:
@@ -47,7 +47,7 @@ def blaming(key: str, value: Any, allowed: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             raise Unwritable(error.errno, error.strerror, error.filename or str(value)) from error
-        raise wrong(key, repr(value), f"{one_line(error)}; must be {allowed}") from error
+        raise config_error(key, repr(value), f"{one_line(error)}; must be {allowed}") from error
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
         raise _unreadable(shown(str(path), 4096), f"cannot be read ({error}); must be a YAML file") from None
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise wrong(str(path), short(tree), "must be a mapping of sections")
+        raise config_error(str(path), short(tree), "must be a mapping of sections")
     return tree, duplicates
 
 
@@ -148,7 +148,7 @@ def override(tree: dict[str, Any], text: str) -> list[Problem]:
 # ---- a tree to dataclasses ----
 
 
-def known(section: str, tree: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+def known_entries(section: str, tree: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
     """The entries of a section whose names exist, and a problem for each other one."""
     problems = []
     for name in [name for name in tree if name not in names]:
@@ -157,7 +157,9 @@ def known(section: str, tree: Mapping[str, Any], names: Sequence[str]) -> tuple[
     return {name: value for name, value in tree.items() if name in names}, problems
 
 
-def typed(section: str, tree: Mapping[str, Any], hints: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def typed_values(
+    section: str, tree: Mapping[str, Any], hints: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Problem]]:
     """The values of a section that fit their fields' types, converted, and a problem for each other one."""
     values, problems = {}, []
     for name, value in tree.items():
@@ -165,16 +167,16 @@ def typed(section: str, tree: Mapping[str, Any], hints: Mapping[str, Any]) -> tu
         if converted is not _MISFIT:
             values[name] = converted
             continue
-        close = closest(value, _words(hint))
+        close = closest(value, _choices(hint))
         near = f"; the nearest is {close}" if close else ""
         problems.append(problem(f"{section}.{name}", short(value), f"must be {_describe(hint)}{near}"))
     return values, problems
 
 
-def _words(hint: Any) -> list[str]:
+def _choices(hint: Any) -> list[str]:
     """Those that a field allows."""
     origin, args = get_origin(hint), get_args(hint)
-    return list(args) if origin is Literal else [w for arg in args for w in _words(arg)] if origin in _UNION else []
+    return list(args) if origin is Literal else [w for arg in args for w in _choices(arg)] if origin in _UNION else []
 
 
 _MISFIT = object()

@@ -26,15 +26,15 @@ from models.transformer import flops_per_token
 
 def report(config: Config) -> str:
     """The table and the bytes that training needs, on the config's own mesh, whatever this machine has."""
-    can = that_fits(traceable(config), abstract_mesh(config.mesh))
-    lines = summary(can, program(can, abstract_mesh(can.mesh)), config.model.attention)
-    if can.model.attention != config.model.attention:
+    traced = fit_to_host_pool(traceable(config), abstract_mesh(config.mesh))
+    lines = summary(traced, program(traced, abstract_mesh(traced.mesh)), config.model.attention)
+    if traced.model.attention != config.model.attention:
         lines += (
             f"\n(model.attention = {config.model.attention!r} was traced as xla: no CUDA here. On a GPU attn/context "
             "also has the softmax statistics, a float32 for each token and head.)"
         )
-    if can.model.grouped != config.model.grouped:
-        lines += f"\n(model.grouped = {config.model.grouped!r} was traced as {can.model.grouped}: no CUDA here.)"
+    if traced.model.grouped != config.model.grouped:
+        lines += f"\n(model.grouped = {config.model.grouped!r} was traced as {traced.model.grouped}: no CUDA here.)"
     return lines
 
 
@@ -48,11 +48,11 @@ def summary(config: Config, made: Program, attention: str | None = None) -> str:
         table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
     kernels = ("attention",) if (attention or config.model.attention) != "xla" else ()
     working = proof.room(made.step, made.state, made.tokens, one_kernel=kernels)
-    bytes_lines = expected(config, made, table, working)
-    return "\n".join([model_line(config, made), *backend_line(config), str(table), *bytes_lines])
+    bytes_lines = memory_lines(config, made, table, working)
+    return "\n".join([model_line(config, made), *backend_lines(config), str(table), *bytes_lines])
 
 
-def that_fits(config: Config, mesh: AnyMesh) -> Config:
+def fit_to_host_pool(config: Config, mesh: AnyMesh) -> Config:
     """The config, with as many layers offloaded as the pinned host pool holds, where `remat.on_host_full` says save.
 
     A scan knows itself alone, and a model may have two; so it is here that fewer layers of each are chosen.
@@ -62,8 +62,8 @@ def that_fits(config: Config, mesh: AnyMesh) -> Config:
     """
     if config.remat.on_host_full == "error":
         return config
-    judged = replace(config, remat=replace(config.remat, on_host_full="error"))
-    made = program(judged, mesh)
+    strict = replace(config, remat=replace(config.remat, on_host_full="error"))
+    made = program(strict, mesh)
     with _policy_errors():
         try:
             jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
@@ -108,7 +108,7 @@ def model_line(config: Config, made: Program) -> str:
     return f"{count:,} parameters, {flops / 1e9:.3g} GFLOP a token"
 
 
-def backend_line(config: Config) -> list[str]:
+def backend_lines(config: Config) -> list[str]:
     """The backend of the experts' grouped GEMMs, if there are experts; `auto` chooses for this machine."""
     model = config.model
     if not model.experts:
@@ -127,7 +127,7 @@ def backend_line(config: Config) -> list[str]:
     return [f"grouped GEMMs: {here} (auto{hint})"]
 
 
-def expected(config: Config, made: Program, table: Residuals, working: Room) -> list[str]:
+def memory_lines(config: Config, made: Program, table: Residuals, working: Room) -> list[str]:
     """Bytes by kind, in all and on each device; residuals are those of one microbatch.
 
     A layer's working set and that of a chunk of logits, its gradient and the unembedding's, are estimated from the

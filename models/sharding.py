@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxoffload import Problem
 from models import config
-from models.reading import ConfigError, wrong
+from models.reading import ConfigError, config_error
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 _AUTO = (AxisType.Auto,) * len(MESH_AXES)
@@ -83,7 +83,9 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
         raise ConfigError([Problem("mesh", line)])
     local = len(devices) // len({device.process_index for device in devices})
     if sizes.tensor % local and local % sizes.tensor:
-        raise wrong("mesh.tensor", sizes.tensor, f"must divide, or be a multiple of, a process's {local} devices")
+        raise config_error(
+            "mesh.tensor", sizes.tensor, f"must divide, or be a multiple of, a process's {local} devices"
+        )
     return jax.sharding.Mesh(np.asarray(devices).reshape(shape), MESH_AXES, _AUTO)
 
 

@@ -85,7 +85,7 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         on_mesh(mesh, step),
         on_mesh(mesh, lambda params, tokens: trained(params, tokens)[0]),
         on_mesh(mesh, evaluate),
-        placed(jax.eval_shape(init), optimizer, mesh),
+        with_shardings(jax.eval_shape(init), optimizer, mesh),
         tokens(train.batch_size),
         tokens(train.batch_size // train.grad_accumulation),
     )
@@ -134,7 +134,7 @@ def mean[T](f: Callable[[nnx.State, jax.Array], T], microbatches: int, params: n
     return jax.tree.map(lambda x: x / microbatches, total)
 
 
-def placed(state: State, optimizer: optax.GradientTransformation, mesh: AnyMesh) -> State:
+def with_shardings(state: State, optimizer: optax.GradientTransformation, mesh: AnyMesh) -> State:
     """An abstract state with the sharding of each leaf."""
     params = param_shardings(state.params, mesh)
     moments = optimizer_shardings(optimizer, state.optimizer, params, mesh)

@@ -26,12 +26,12 @@ import jaxoffload
 from jaxoffload import Problem, proof
 from models import checkpoints, data, metrics, signals
 from models.config import Config, parse
-from models.failures import told
-from models.preflight import admitted, check_names
-from models.processes import departing, differing, greatest, say
+from models.failures import machine_failure
+from models.preflight import check_names, checked_run
+from models.processes import differing_keys, global_max, hard_exit, say
 from models.profiling import Step, profiled
-from models.reading import ConfigError, problem, wrong
-from models.report import compiled_memory, report, summary, that_fits
+from models.reading import ConfigError, config_error, problem
+from models.report import compiled_memory, fit_to_host_pool, report, summary
 from models.sharding import abstract_mesh, make_mesh, process_block
 from models.step import Program, State, learning_rate, program, shardings_of, traceable
 from models.transformer import flops_per_token
@@ -56,7 +56,7 @@ class Diverged(Exception):
     """The loss or its gradient is not finite."""
 
 
-class Refuted(Exception):
+class VerificationFailed(Exception):
     """A claim about the step does not hold."""
 
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with signals.handled():
             config, problems = parse(options.config, options.overrides)
             if not options.report:
-                with admitted(config, problems) as mesh:
+                with checked_run(config, problems) as mesh:
                     return train(config, mesh)
             check_names(config, problems)
             if problems:
@@ -94,13 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"{options.config} cannot run:\n{error}", file=sys.stderr)
         return 2
-    except (Diverged, Refuted) as error:
+    except (Diverged, VerificationFailed) as error:
         print(error, file=sys.stderr)
         return 1
     except signals.Stopped as stopped:
         return 128 + stopped.number
     except Exception as error:
-        if (failure := told(error, Path(config.train.out) if config else None)) is None:
+        if (failure := machine_failure(error, Path(config.train.out) if config else None)) is None:
             raise
         print(failure.line, file=sys.stderr)
         return failure.status
@@ -123,9 +123,9 @@ def train(config: Config, mesh: Mesh) -> int:
         return 0
     while True:
         try:
-            return train_from(checkpoints.verified(out, on_bad), config, mesh)
+            return train_from(checkpoints.latest_verified(out, on_bad), config, mesh)
         except checkpoints.Damaged as bad:  # what hashes cannot tell, or one of a version without them
-            if not checkpoints.may_pass_by(out, on_bad, bad):
+            if not checkpoints.can_skip(out, on_bad, bad):
                 raise
             checkpoints.set_aside(out, bad)
 
@@ -133,14 +133,14 @@ def train(config: Config, mesh: Mesh) -> int:
 def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> int:
     """As `train`, from this checkpoint."""
     out, steps, start = Path(config.train.out), config.train.steps, saved.step if saved else 0
-    config = that_fits(config, mesh)
+    config = fit_to_host_pool(config, mesh)
     made = program(config, mesh)
     say(summary(config, made))
     source = open_source(config, made, saved.data if saved else None)
     compiled = compile_step(made)
     say(compiled_memory(compiled))
     if config.train.verify and not saved:
-        verified(made, mesh)
+        verify_claims(made, mesh)
     with checkpoints.open_manager(out) as manager, profiled(config, made, compiled, start) as step:
         if saved:
             state, position = checkpoints.restore(manager, out, start, made.state)
@@ -155,7 +155,7 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
         return loop(Run(config, made, mesh, step, source, manager, journal), state, start)
 
 
-def verified(made: Program, mesh: Mesh) -> None:
+def verify_claims(made: Program, mesh: Mesh) -> None:
     """Prints each check of the loss and of the step, on made-up arguments.
 
     Raises:
@@ -169,8 +169,8 @@ def verified(made: Program, mesh: Mesh) -> None:
         for check in proof.checks(f, *args):
             say(f"{what}: {check}")
             failed += [f"{what}: {check}"] if check.verdict == "fails" else []
-    if greatest(mesh, len(failed)):
-        raise Refuted("\n".join(("train.verify = True: nothing is trained, for a check fails", *failed)))
+    if global_max(mesh, len(failed)):
+        raise VerificationFailed("\n".join(("train.verify = True: nothing is trained, for a check fails", *failed)))
 
 
 def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]:
@@ -187,7 +187,7 @@ def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tup
     config = traceable(config)
     enough = math.prod(dataclasses.asdict(config.mesh).values()) == jax.device_count()
     mesh = make_mesh(config.mesh) if enough else abstract_mesh(config.mesh)
-    made = program(that_fits(config, mesh), mesh)
+    made = program(fit_to_host_pool(config, mesh), mesh)
     return made.step, (made.state, made.tokens), made.loss, (made.state.params, made.microbatch)
 
 
@@ -224,12 +224,12 @@ def open_source(config: Config, made: Program, fingerprint: dict[str, str] | Non
         if (held_out := data.windows(corpus.valid, train.seq_len)) < train.batch_size:
             why = f"holds out {held_out} windows of train.seq_len = {train.seq_len}"
             must = f"must hold out a batch, train.batch_size = {train.batch_size}: raise it, or add documents"
-            raise wrong("data.valid_fraction", fraction, f"{why}; {must}")
+            raise config_error("data.valid_fraction", fraction, f"{why}; {must}")
         validation = data.fixed_batches(corpus.valid, **rows)
     except ImportError as error:  # pyarrow
         raise ConfigError([Problem("data.path", str(error))]) from error
     settings = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
-    if differ := differing(corpus.fingerprint):
+    if differ := differing_keys(corpus.fingerprint):
         why = "stands for other bytes in another process; must be the same files"
         raise ConfigError([problem(key, f"{settings.get(key)!r} here", why) for key in differ])
     unigram = data.unigram_entropy(corpus.train, corpus.valid, vocab_size=corpus.vocab_size)
@@ -272,7 +272,7 @@ def loop(run: Run, state: State, start: int) -> int:
     evaluate = jax.jit(run.made.evaluate, compiler_options=jaxoffload.compiler_options())
 
     def validate(step: int) -> None:
-        losses = [evaluate(state.params, place(rows, run.made.tokens)) for rows in run.source.validation()]
+        losses = [evaluate(state.params, global_batch(rows, run.made.tokens)) for rows in run.source.validation()]
         run.journal.write({"step": step, "valid_loss": sum(map(float, losses)) / len(losses)})
 
     def due(step: int, every: int) -> bool:
@@ -281,22 +281,22 @@ def loop(run: Run, state: State, start: int) -> int:
     with signals.noted() as received:
         if start == 0:
             validate(0)
-        agreed, mark = greatest(run.mesh, 0), (start, time.monotonic())
+        agreed, mark = global_max(run.mesh, 0), (start, time.monotonic())
         for step in range(start + 1, train.steps + 1):
-            state, result = run.step(state, place(next(run.source.batches), run.made.tokens))
+            state, result = run.step(state, global_batch(next(run.source.batches), run.made.tokens))
             # Read one step late: then the host need not wait for the step that it has just started.
-            stop, agreed = int(agreed), greatest(run.mesh, received())
+            stop, agreed = int(agreed), global_max(run.mesh, received())
             log = due(step, train.log_every) or step == 1
             if log:
                 checkpoints.raise_failed(run.manager)
             save = due(step, train.checkpoint_every) or bool(stop)
             if log or save:
-                record = measured(run, step, result, mark)
+                record = step_record(run, step, result, mark)
                 finite = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
                 if log or not finite:
                     run.journal.write(record)
                 if not finite:
-                    raise Diverged(diverged(run, record))
+                    raise Diverged(divergence_message(run, record))
             if judge := due(step, train.eval_every):
                 validate(step)
             if save:
@@ -317,7 +317,7 @@ def loop(run: Run, state: State, start: int) -> int:
     return 0
 
 
-def diverged(run: Run, record: metrics.Record) -> str:
+def divergence_message(run: Run, record: metrics.Record) -> str:
     saved = run.manager.latest_step()
     again = f"the same command would go on from step {saved}" if saved else "nothing is saved"
     return (
@@ -326,7 +326,7 @@ def diverged(run: Run, record: metrics.Record) -> str:
     )
 
 
-def measured(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[int, float]) -> metrics.Record:
+def step_record(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[int, float]) -> metrics.Record:
     """The record of a step; waits for it. `mark`: a step before it, and when that one ended."""
     train, device = run.config.train, run.mesh.devices.flat[0]
     loss, grad_norm = float(result["loss"]), float(result["grad_norm"])
@@ -345,11 +345,11 @@ def measured(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[int,
     }
 
 
-def place(rows: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+def global_batch(rows: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
     """The global batch of which this process has these rows."""
     return jax.make_array_from_process_local_data(like.sharding, rows, like.shape)
 
 
 if __name__ == "__main__":
-    with departing():
+    with hard_exit():
         sys.exit(main())

@@ -45,7 +45,7 @@ def out(written, tmp_path) -> Path:
 
 def restored(out: Path, on_bad: str = "error") -> State:
     """As the training program does it."""
-    saved = checkpoints.verified(out, on_bad)
+    saved = checkpoints.latest_verified(out, on_bad)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_at(0))
     with checkpoints.open_manager(out) as manager:
         return checkpoints.restore(manager, out, saved.step, abstract)[0]
@@ -85,7 +85,7 @@ def test_every_file_with_a_flipped_bit_is_named_with_the_checkpoint_before(writt
 
 
 def test_what_orbax_writes_last_is_read_by_nobody(out):
-    for name in checkpoints._OF_ORBAX:
+    for name in checkpoints._NOT_HASHED:
         (out / "checkpoints/4" / name).write_bytes(b"\xff" + bytes(20))
     np.testing.assert_array_equal(restored(out).params["w"], state_at(4).params["w"])
 
@@ -111,7 +111,7 @@ def test_the_hashes_are_there_before_a_checkpoint_gets_its_name(tmp_path, monkey
         checkpoints.save(manager, 2, state_at(2), {"next_index": 2}, Config(), {})
     folder = tmp_path / "checkpoints/2"
     all_files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert sealed == {"2": all_files - {SUMS, *checkpoints._OF_ORBAX}}
+    assert sealed == {"2": all_files - {SUMS, *checkpoints._NOT_HASHED}}
 
 
 def test_a_checkpoint_that_cannot_be_sealed_gets_no_name(written, out, monkeypatch):
@@ -135,7 +135,7 @@ def test_what_a_kill_left_is_removed_and_a_checkpoint_set_aside_stays(out):
 @pytest.mark.parametrize("position", [{"next_index": -4}, {"next_index": 3}, {"next_index": 4.0}, {"at": 4}, [4], None])
 def test_another_position_in_the_data_is_refused(out, position):
     (out / "checkpoints/4/position/metadata").write_text(json.dumps(position))
-    write_sums(out / "checkpoints/4", checkpoints._OF_ORBAX)
+    write_sums(out / "checkpoints/4", checkpoints._NOT_HASHED)
     line = refused(out)
     assert f"checkpoints/4 has {position!r} for its position in the data, which is not that after its step; " in line
     without_hashes(out / "checkpoints/4")
@@ -175,7 +175,7 @@ def test_previous_passes_by_those_that_are_damaged(out, capsys):
 def test_where_none_is_left_nothing_is_moved(out):
     for step in (2, 4):
         flip(out / f"checkpoints/{step}/origin/metadata")
-    for find in (checkpoints.latest, checkpoints.verified):
+    for find in (checkpoints.latest, checkpoints.latest_verified):
         with pytest.raises(ConfigError) as caught:
             find(out, "previous")
         ((_, line),) = caught.value.problems
@@ -255,7 +255,7 @@ from models.step import State
 out, coordinator, process = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 processes.join(Distributed(coordinator=coordinator, num_processes=2, process_id=process), out, checkpoints.steps)
 together = contextlib.ExitStack()
-together.enter_context(processes.accompanied())
+together.enter_context(processes.announce_exit())
 over = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
 whole = NamedSharding(over.mesh, PartitionSpec())
 shapes = State(jax.ShapeDtypeStruct((), int, sharding=whole), jax.ShapeDtypeStruct((4096,), int, sharding=over), ())
@@ -274,10 +274,10 @@ if process == 0:
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 multihost_utils.sync_global_devices("damaged")
 try:
-    checkpoints.verified(out, "error")
+    checkpoints.latest_verified(out, "error")
 except checkpoints.Damaged as error:
     print("REFUSED", error)
-saved = checkpoints.verified(out, "previous")
+saved = checkpoints.latest_verified(out, "previous")
 with checkpoints.open_manager(out) as manager:
     state, position = checkpoints.restore(manager, out, saved.step, shapes)
 print("RESTORED", int(state.step), position, {int(x) for shard in state.params.addressable_shards for x in shard.data})

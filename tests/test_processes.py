@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 from models import peers, processes
 from models.config import Config, Distributed
-from models.launchers import Place, find
+from models.launchers import Place, find_place
 from models.peers import Peers
 from models.reading import ConfigError
 
@@ -168,9 +168,9 @@ def test_a_folder_that_the_processes_do_not_share_is_not_trained_in(monkeypatch)
         return np.stack([words, there if words.shape == (1,) else words])
 
     monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
-    assert processes.objections(Config(), [], 20) == []
+    assert processes.disagreements(Config(), [], 20) == []
     said = "its last checkpoint is that of step 40 here, and another elsewhere; must be a folder that all processes sh"
-    ((_, line),) = processes.objections(Config(), [], 40)
+    ((_, line),) = processes.disagreements(Config(), [], 40)
     assert said in line
 
 
@@ -296,7 +296,7 @@ def test_a_launcher_says_where_the_processes_are_as_jax_finds_them(monkeypatch, 
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found, said = find(Distributed())
+    found, said = find_place(Distributed())
     assert found == place and said.startswith("distributed.coordinator = None, and {")
 
 

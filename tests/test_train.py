@@ -511,7 +511,7 @@ def test_where_transformer_engine_may_be_picked_it_is_imported_before_jax_starts
     monkeypatch.setattr(preflight, "_check_attention", lambda config: None)
     monkeypatch.setattr(preflight, "_check_grouped", lambda config: None)
     try:
-        with preflight.admitted(load(config, [f"train.out={tmp_path}/out", *overrides]), []):
+        with preflight.checked_run(load(config, [f"train.out={tmp_path}/out", *overrides]), []):
             pass
     finally:  # before those that were there come back
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
@@ -708,7 +708,7 @@ def test_the_validation_set_does_not_depend_on_grad_accumulation(config):
         params = jax.jit(made.init, out_shardings=shardings_of(made.state))().params
         evaluate = jax.jit(made.evaluate)
         batches = [*train.open_source(settings, made, None).validation()]
-        seen.append((batches, [float(evaluate(params, train.place(rows, made.tokens))) for rows in batches]))
+        seen.append((batches, [float(evaluate(params, train.global_batch(rows, made.tokens))) for rows in batches]))
     assert len(seen[0][0]) == 2 and seen[0][0][0].shape == (16, 33)
     np.testing.assert_array_equal(seen[0][0], seen[1][0])
     np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-6)

@@ -43,7 +43,7 @@ Trains a Llama-style decoder under a config that says of each residual: save, of
   python -m models.train configs/tiny.yaml train.steps=600 'remat.residuals[act]=offload'
   python -m models.train configs/llama3-8b.yaml --report
 
-The same command goes on from the last checkpoint in train.out. All sections and keys, with their meaning and
+The same command continues from the last checkpoint in train.out. All sections and keys, with their meaning and
 defaults: models/config.py."""
 
 EXIT_CODES = """\
@@ -319,7 +319,7 @@ def loop(run: Run, state: State, start: int) -> int:
 
 def divergence_message(run: Run, record: metrics.Record) -> str:
     saved = run.manager.latest_step()
-    again = f"the same command would go on from step {saved}" if saved else "nothing is saved"
+    again = f"the same command would continue from step {saved}" if saved else "nothing is saved"
     return (
         f"stopped: at step {record['step']} the loss is {record['loss']}, its gradient's norm {record['grad_norm']}; "
         f"{again}. A smaller train.learning_rate, a smaller train.clip_norm or more train.warmup_steps can help"

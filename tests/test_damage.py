@@ -78,7 +78,7 @@ def test_every_file_with_a_flipped_bit_is_named_with_the_checkpoint_before(writt
         )
         assert line.endswith(
             "; delete that folder to continue from the one before, of step 2, or give "
-            "train.on_bad_checkpoint=previous, which goes on from there, or another train.out"
+            "train.on_bad_checkpoint=previous, which continues from there, or another train.out"
         )
         shutil.rmtree(copy / "checkpoints/4")
         assert restored(copy).step == 2  # the advice is good
@@ -137,25 +137,25 @@ def test_another_position_in_the_data_is_refused(out, position):
     (out / "checkpoints/4/position/metadata").write_text(json.dumps(position))
     write_sums(out / "checkpoints/4", checkpoints._NOT_HASHED)
     line = refused(out)
-    assert f"checkpoints/4 has {position!r} for its position in the data, which is not that after its step; " in line
+    assert f"checkpoints/4 has the position {position!r} in the data, which does not belong to its step; " in line
     without_hashes(out / "checkpoints/4")
-    assert f"has {position!r} for its position" in refused(out)
+    assert f"has the position {position!r} in the data" in refused(out)
 
 
 def test_a_renamed_checkpoint_is_refused(out, capsys):
     folder = (out / "checkpoints/4").rename(out / "checkpoints/9")
-    assert "checkpoints/9 is of step 4, as it says itself; delete" in refused(out)
+    assert "checkpoints/9 is of step 4 according to its metadata; delete" in refused(out)
     without_hashes(folder)
-    assert "checkpoints/9 has {'next_index': 4} for its position in the data" in refused(out)
+    assert "checkpoints/9 has the position {'next_index': 4} in the data" in refused(out)
     (folder / "position/metadata").write_text('{"next_index": 9}')
-    assert "checkpoints/9 is of step 4, as its state says; delete" in refused(out)
+    assert "checkpoints/9 is of step 4 according to its state; delete" in refused(out)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_restored_and_said_not_to_be_verified(out, capsys):
     without_hashes(out / "checkpoints/4")
     assert restored(out).step == 4
     folder = out / "checkpoints/4"
-    said = f"the checkpoint {folder} is of an earlier version, which wrote no hashes: it is not verified\n"
+    said = f"the checkpoint {folder} comes from an earlier version, which wrote no hashes: it is not verified\n"
     assert capsys.readouterr().out == said
 
 
@@ -167,8 +167,9 @@ def test_previous_passes_by_those_that_are_damaged(out, capsys):
     said = capsys.readouterr().out.splitlines()
     start = "train.on_bad_checkpoint = 'previous': the checkpoint "
     assert len(said) == 2 and all(line.startswith(start) for line in said)
-    assert "/7 is of step 4, as it says itself; it is now " in said[0] and said[0].endswith("/7.damaged, and passed by")
-    assert "/4 is damaged: state/ocdbt.process_0/d/" in said[1] and said[1].endswith("/4.damaged, and passed by")
+    assert "/7 is of step 4 according to its metadata; it is skipped, and renamed to " in said[0]
+    assert said[0].endswith("/7.damaged")
+    assert "/4 is damaged: state/ocdbt.process_0/d/" in said[1] and said[1].endswith("/4.damaged")
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"2", "4.damaged", "7.damaged"}
 
 
@@ -179,7 +180,7 @@ def test_where_none_is_left_nothing_is_moved(out):
         with pytest.raises(ConfigError) as caught:
             find(out, "previous")
         ((_, line),) = caught.value.problems
-        assert line.startswith("train.on_bad_checkpoint = 'previous': none is left to go on from in ")
+        assert line.startswith("train.on_bad_checkpoint = 'previous': none is left to continue from in ")
         assert "(4 is damaged: origin/metadata is not what was written; 2 is damaged: origin/metadata is" in line
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"2", "4"}
 
@@ -295,7 +296,7 @@ def test_two_processes_read_a_part_each_and_find_the_same(tmp_path):
         (refused,) = [line for line in text.splitlines() if line.startswith("REFUSED")]
         assert "checkpoints/4 is damaged: state/ocdbt.process_1/d/" in refused
         assert "RESTORED 2 {'next_index': 2} {2}" in text
-    assert "checkpoints/4.damaged, and passed by" in first and "passed by" not in second
+    assert "checkpoints/4.damaged" in first and "skipped" not in second
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4.damaged"}
 
 
@@ -337,7 +338,7 @@ def test_a_damaged_file_of_the_cache_is_made_again_and_named(corpus, tmp_path, c
     file.write_bytes(damage(content))
     assert capsys.readouterr().out == ""
     load(corpus, tmp_path / "cache")
-    assert capsys.readouterr().out == f"{file} is damaged: it is not what was written, and is made again\n"
+    assert capsys.readouterr().out == f"{file} is damaged: it is not what was written, and is rebuilt\n"
     assert file.read_bytes() == content
     load(corpus, tmp_path / "cache")
     assert capsys.readouterr().out == ""
@@ -358,13 +359,13 @@ def test_a_cache_of_an_earlier_version_is_used_and_said_not_to_be_verified(corpu
         hash.unlink()
     load(corpus, tmp_path / "cache")
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 3 and all("of an earlier version, which wrote no hash: it is not verified" in s for s in said)
+    assert len(said) == 3 and all("from an earlier version, which wrote no hash: it is not verified" in s for s in said)
     # What numpy cannot open is damaged all the same.
     (file,) = (tmp_path / "cache").glob("*/train.npy")
     content = file.read_bytes()
     file.write_bytes(truncated(content))
     load(corpus, tmp_path / "cache")
-    assert f"{file} is damaged: it is not what was written, and is made again" in capsys.readouterr().out
+    assert f"{file} is damaged: it is not what was written, and is rebuilt" in capsys.readouterr().out
     assert file.read_bytes() == content
 
 

@@ -659,7 +659,7 @@ def test_unigram_entropy_by_hand():
     by_hand = -(math.log(1 / 7) + math.log(2 / 7)) / 2
     assert data.unigram_entropy(train, valid, vocab_size=3) == pytest.approx(by_hand, rel=1e-12)
     on_train = -(3 * math.log(4 / 7) + math.log(2 / 7)) / 4
-    assert data.unigram_entropy(train, vocab_size=3) == pytest.approx(on_train, rel=1e-12)
+    assert data.unigram_entropy(train, train, vocab_size=3) == pytest.approx(on_train, rel=1e-12)
 
 
 def test_unigram_entropy_counts_in_pieces():
@@ -667,4 +667,4 @@ def test_unigram_entropy_counts_in_pieces():
     tokens[-2:] = 1  # behind the first 2**24
     count = len(tokens)
     by_hand = -((count - 2) * math.log((count - 1) / (count + 2)) + 2 * math.log(3 / (count + 2))) / count
-    assert data.unigram_entropy(tokens, vocab_size=2) == pytest.approx(by_hand, rel=1e-9)
+    assert data.unigram_entropy(tokens, tokens, vocab_size=2) == pytest.approx(by_hand, rel=1e-9)

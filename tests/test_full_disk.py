@@ -58,7 +58,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on_later(run, 
     assert said.splitlines()[-1].startswith(f"stopped: {out}/checkpoints/6.orbax-checkpoint-tmp/")
     assert said.endswith(
         " cannot be written (File too large); free some space there, or raise the quota or limit; "
-        "the same command goes on from step 4\n"
+        "the same command continues from step 4\n"
     )
     assert "Traceback" not in said and "Error" not in said and "absl" not in said
     assert {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()} == before
@@ -84,7 +84,7 @@ def test_a_curve_that_cannot_be_written_ends_the_run_in_one_line(config, tmp_pat
     # The checkpoint that is being written meanwhile becomes whole.
     assert line == (
         f"stopped: {out}/loss.png cannot be written (No space left on device); free some space there, "
-        "or raise the quota or limit; the same command goes on from step 2"
+        "or raise the quota or limit; the same command continues from step 2"
     )
     assert not [path for path in out.rglob("*") if "tmp" in path.name]
 
@@ -158,7 +158,7 @@ def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, mo
 def test_out_of_memory_is_one_line(run, config, tmp_path, monkeypatch, capsys):  # noqa: F811
     """As jaxlib says it, here of an array that no machine holds."""
     monkeypatch.setattr(train, "compile_step", lambda made: jax.numpy.zeros(2**55, jax.numpy.int8).block_until_ready())
-    for folder, again in (run, "the same command goes on from step 4"), (tmp_path / "out", "nothing is saved yet"):
+    for folder, again in (run, "the same command continues from step 4"), (tmp_path / "out", "nothing is saved yet"):
         assert train.main([str(config), *CONSTANT, "train.steps=8", f"train.out={folder}"]) == 4
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("stopped: out of memory (RESOURCE_EXHAUSTED: ")

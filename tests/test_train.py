@@ -619,7 +619,7 @@ def test_a_damaged_checkpoint_is_one_line(eight, config, tmp_path, monkeypatch, 
         checkpoints.restore(manager, out, 16, made.state)
     ((_, line),) = caught.value.problems
     assert line.startswith(f"train.out = '{out}': the checkpoint {out}/checkpoints/16 cannot be read (")
-    assert line.endswith("; none is before it: give another train.out, or delete that folder to begin anew")
+    assert line.endswith("; there is none before it: give another train.out, or delete that folder to start again")
     time.sleep(0.5)  # of many reads one fails first: what comes of the others?
     gc.collect()
     assert not printed and not [record for record in caplog.records if record.name == "asyncio"]

@@ -147,9 +147,8 @@ def set_aside(out: Path, bad: Damaged) -> None:
     aside = folder.with_name(f"{folder.name}.damaged")
     while aside.exists():
         aside = aside.with_name(f"{aside.name}.damaged")
-    say(
-        f"train.on_bad_checkpoint = 'previous': the checkpoint {folder} {bad.why}; it is skipped, and renamed to {aside}"
-    )
+    renamed = f"it is skipped, and renamed to {aside}"
+    say(f"train.on_bad_checkpoint = 'previous': the checkpoint {folder} {bad.why}; {renamed}")
     if jax.process_index() == 0:
         with as_config_error("train.out", str(out), "a folder that can be written"):
             folder.rename(aside)
@@ -177,7 +176,7 @@ def _read_metadata(out: Path, step: int) -> Saved:
 
 
 def _read_verified(out: Path, step: int) -> Saved:
-    """Read a checkpoint and check all its files: n processes read every n-th file by size, and all raise if one does."""
+    """Read a checkpoint and check its files. Each of n processes checks every n-th by size; all raise if one does."""
     saved, error, sums = None, None, {}
     try:
         saved = _read_metadata(out, step)
@@ -188,7 +187,7 @@ def _read_verified(out: Path, step: int) -> Saved:
     by_size = sorted(files, key=lambda file: _size(folder / file))
     mine = by_size[jax.process_index() :: jax.process_count()]
     file = first_damaged(folder, {file: sums[file] for file in mine})
-    number = 1 if error else 2 + files.index(file) if file else 0
+    number = 1 if error else 2 + files.index(file) if file else 0  # what is wrong, for the others
     worst = int(np.max(multihost_utils.process_allgather(np.int32(number))))
     if error:
         raise error

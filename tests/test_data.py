@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,11 @@ from models.reading import ConfigError
 CORPUS = {"vocab_size": 400, "valid_fraction": 0.3}
 
 
-@pytest.fixture
-def documents(path="stdlib", text_field="text"):
+def documents(path: str = "stdlib", text_field: str = "text") -> Iterator[str]:
     return read_documents(files_of(path), text_field)
 
 
+@pytest.fixture
 def texts() -> list[str]:
     rng = random.Random(7)
     words = ["def", "return", "naïve", "漢字", "🎉", "\r\n", "\t", "  ", "x=1", "É", "\x00", data.END_OF_TEXT]

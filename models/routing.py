@@ -40,8 +40,8 @@ def scores(logits_TxE: jax.Array, kind: str) -> jax.Array:
 def choose(scores_TxE: jax.Array, bias_E: jax.Array | None, k: int, align: int = 1) -> Routing:
     """Return the k experts of each token with the greatest scores. `bias_E` is added for the choice only.
 
-    The rows of each expert begin at a multiple of `align`, and are padded to one. The routing is tagged `routing` in the
-    scope of the caller.
+    The rows of each expert begin at a multiple of `align`, and are padded to one. The result is tagged `routing` in
+    the scope of the caller.
     """
     by = lax.stop_gradient(scores_TxE if bias_E is None else scores_TxE + bias_E[None])
     ids_Txk = lax.top_k(by, k)[1].astype(jnp.int32)
@@ -134,8 +134,8 @@ moved.defvjp(
 def lookup(starts_B: jax.Array, sources_B: jax.Array, lengths_B: jax.Array, size: int, missing: Any) -> jax.Array:
     """Return (size,) int32: for each place, the index of the row that belongs there.
 
-    Block b puts lengths_B[b] rows, from sources_B[b] on, at the places from starts_B[b] on. `starts_B` is sorted. Places
-    that no block fills are `missing`.
+    Block b puts lengths_B[b] rows, from sources_B[b] on, at the places from starts_B[b] on. `starts_B` is sorted.
+    Places that no block fills are `missing`.
     """
     place_N = jnp.arange(size, dtype=jnp.int32)
     block_N = jnp.sum(starts_B[None] <= place_N[:, None], axis=1) - 1

@@ -154,7 +154,7 @@ def test_different_text_under_one_path_is_not_trained_on(tmp_path):
         folder.mkdir()
         written(folder)
     (folders[1] / "texts/3.txt").write_text("other words")
-    said = "data.path = 'texts/*.txt' here: stands for other bytes in another process; must be the same files"
+    said = "data.path = 'texts/*.txt' here: has other bytes in another process; must be the same files"
     with together(folders) as both:
         for one in both:
             assert one.ended(2)[1:] == [said]
@@ -187,7 +187,7 @@ def meeting(*visitors: tuple[int, int]) -> list[int | str]:
 
     def meet(k: int) -> None:
         try:
-            found[k] = all_[k].visit("localhost", port, PATIENCE) if k else all_[k].host(server, PATIENCE)
+            found[k] = all_[k].connect("localhost", port, PATIENCE) if k else all_[k].accept_others(server, PATIENCE)
         except ConfigError as error:
             ((_, found[k]),) = error.problems
 
@@ -219,8 +219,8 @@ def test_processes_meet_whatever_else_comes_and_are_told_one_port():
 
 
 def test_a_number_that_is_taken_or_another_count_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr(peers, "_TOLD", 0.0)
-    monkeypatch.setattr(peers, "_AGAIN", 0.0)
+    monkeypatch.setattr(peers, "_FIRST_NOTICE", 0.0)
+    monkeypatch.setattr(peers, "_NEXT_NOTICE", 0.0)
     host, first, *others, last = meeting((1, 3), (1, 3), (1, 2), (4, 3), (2, 3))
     assert isinstance(host, int) and host == first == last
     assert re.match(
@@ -241,14 +241,14 @@ def test_a_process_that_does_not_come_is_named_after_ten_seconds_and_waited_for_
     assert problem.startswith("distributed.timeout = 30: waited 30 s for process 1 of 2; start every process")
 
 
-def test_a_port_where_another_process_0_listens_is_a_sentence(tmp_path):
+def test_a_port_where_another_process_0_listens_is_an_error(tmp_path):
     with socket.create_server(("", 0)) as taken:
         coordinator = f"localhost:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=r"distributed\.coordinator = 'localhost:\d+': .*Address already in use"):
             processes.join(Distributed(coordinator, 2, 0), tmp_path, lambda out: [])
 
 
-def test_a_process_0_that_cannot_be_reached_is_a_sentence(tmp_path):
+def test_a_process_0_that_cannot_be_reached_is_an_error(tmp_path):
     nowhere = f"localhost:{free_port()}"
     said = rf"distributed\.timeout = 0.5: waited 0.5 s for process 0 at {nowhere} \(.*Connection refused"
     with pytest.raises(ConfigError, match=said):

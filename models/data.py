@@ -142,7 +142,7 @@ def _end(bpe: tokenizers.Tokenizer) -> int | None:
 
 
 def _ids(bpe: tokenizers.Tokenizer) -> int:
-    # Not the number of tokens: ids may have gaps, and an embedding needs a row for the greatest.
+    # Not the number of tokens: ids may have gaps, and an embedding needs a row for the greatest id.
     return max(bpe.get_vocab().values()) + 1
 
 

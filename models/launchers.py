@@ -16,8 +16,8 @@ class Place(NamedTuple):
     """The place of this process among all processes of the run."""
 
     coordinator: str  # host:port of process 0
-    count: int
-    index: int
+    num_processes: int
+    process_id: int
 
 
 def find_place(distributed: Distributed) -> tuple[Place | None, str | None]:

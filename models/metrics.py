@@ -106,8 +106,8 @@ def read(path: Path) -> list[Record]:
             records.append(_record(line))
         except ValueError as error:
             if number < len(lines):
-                line = f"{path}:{number} is not a record ({error}); delete that line to continue"
-                raise ConfigError([Problem("train.out", line)]) from error
+                message = f"{path}:{number} is not a record ({error}); delete that line to continue"
+                raise ConfigError([Problem("train.out", message)]) from error
     return records
 
 

@@ -69,12 +69,12 @@ def _meet(place: Place, distributed: Distributed, advice: Callable[[], str]) -> 
     global _peers
     host, _, number = place.coordinator.rpartition(":")
     host, port = host.strip("[]"), int(number)
-    peers = Peers(place.index, place.count, distributed.silence, advice)
-    if place.index == 0:
+    peers = Peers(place.process_id, place.num_processes, distributed.silence, advice)
+    if place.process_id == 0:
         with as_config_error(
             "distributed.coordinator", place.coordinator, "a free port here; another process 0 may have it"
         ):
-            server = _listening(port, place.count)
+            server = _listening(port, place.num_processes)
         service = peers.accept_others(server, distributed.timeout)
         coordinator = f"127.0.0.1:{service}"
     else:
@@ -85,8 +85,8 @@ def _meet(place: Place, distributed: Distributed, advice: Callable[[], str]) -> 
     peers.watch()
     jax.distributed.initialize(
         coordinator,
-        place.count,
-        place.index,
+        place.num_processes,
+        place.process_id,
         coordinator_bind_address=f"[::]:{service}",
         heartbeat_timeout_seconds=_NEVER,
     )

@@ -118,8 +118,8 @@ def override(tree: dict[str, Any], text: str) -> list[Problem]:
     """Put one section.key=value, or section.key[entry]=value, into the tree; return the problems."""
     match = _OVERRIDE.fullmatch(text)
     if match is None:
-        entry = re.match(r"(\w+\.\w+)\.([^=]+)=", text)
-        instead = f"; an entry of a mapping is {entry[1]}[{shown(entry[2])}]=value" if entry else ""
+        dotted = re.match(r"(\w+\.\w+)\.([^=]+)=", text)
+        instead = f"; an entry of a mapping is {dotted[1]}[{shown(dotted[2])}]=value" if dotted else ""
         why = f"an override must be section.key=value, such as train.steps=10{instead}"
         return [Problem(shown(text), f"{shown(text)}: {why}")]
     section, key, entry, source = match.group("section", "key", "entry", "value")

@@ -156,7 +156,7 @@ def handled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the signal received, or 0, which is no longer raised. For use inside `handled`.
+    """Inside `handled`, note signals instead of raising them; yield a function that returns the one received, or 0.
 
     Raises:
       Stopped: a signal was received before, and its exception was ignored in a callback.

@@ -120,6 +120,7 @@ def latest_verified(out: Path, on_bad: str) -> Saved | None:
 
 
 def _last(out: Path, on_bad: str, read: Callable[[int], Saved]) -> tuple[Saved | None, list[Damaged]]:
+    """Return the last checkpoint that `read` accepts, and the damaged ones after it."""
     bad: list[Damaged] = []
     for step in steps(out):
         try:
@@ -355,7 +356,7 @@ def _draining_event_loops() -> Iterator[None]:
     """Let orbax's event loops wait for all reads and writes when one of them fails.
 
     Orbax (0.12.8, `asyncio_utils.run_sync`) otherwise closes the loop under the others, and each of them prints a
-    traceback when it ends. Orbax has no argument for its loop, and makes one per save in a thread of its own: so
+    traceback when it ends. Orbax has no argument for its loops, and makes them on threads of its own: so
     `asyncio.new_event_loop` is replaced while a manager is open. Nothing else in the program uses asyncio.
     """
     new_event_loop = asyncio.new_event_loop

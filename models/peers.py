@@ -36,7 +36,7 @@ class Link:
         connection.setblocking(False)
         self.connection, self.name, self.tail = connection, name, b""
         self.received_at = time.monotonic()  # when something was received last
-        self.age = 0.0  # seconds since the other side, at that time, had received something from each of its processes
+        self.age = 0.0  # seconds; `Peers.age` on the other side, at that time
         self.closed = False
         self.left_at: float | None = None  # when it said that it ends
         self.reason: str | None = None  # why it ends, if the run is not finished
@@ -179,7 +179,7 @@ class Peers:
                 if link.reason and (link.left_at < self.failed_at or now - link.left_at > _GRACE):
                     self.abort(f"{link.name} {link.reason}")
             elif link.closed:
-                self.abort(f"{link.name} is gone, without a word: it was killed, or crashed")
+                self.abort(f"{link.name} is gone: it was killed, or crashed")
             elif now - link.received_at > self.silence:
                 self.abort(
                     f"{link.name} has been silent for {self.silence:g} s (distributed.silence): it hangs or is "

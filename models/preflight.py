@@ -20,12 +20,8 @@ from models.reading import ConfigError, collecting, config_error, has_problem, p
 from models.report import check_patterns
 from models.sharding import inside_shard_map, make_mesh
 
-_NO_TE = (
-    ImportError,
-    OSError,
-    RuntimeError,
-    AttributeError,
-)  # raised where something that TransformerEngine needs is missing
+# What the import of TransformerEngine raises, by what it misses.
+_NO_TE = (ImportError, OSError, RuntimeError, AttributeError)
 
 # The keys that `_check_grouped` reads.
 _GROUPED_KEYS = (

@@ -151,9 +151,10 @@ def head(model: Transformer, parts: int, dtype: jnp.dtype) -> tuple[jax.Array, j
 
 
 def matmul_params(config: Model) -> int:
-    """Return the number of parameters that multiply each token: those of all matrices, as if untied.
+    """Return the number of parameters that multiply each token: those of all matrices.
 
-    Looking up an embedding multiplies nothing. With experts, it counts the router and the chosen and shared experts.
+    The unembedding counts, and the lookup of embeddings does not. With experts, the router and the chosen and shared
+    experts count.
     """
     D, N, K, H, F = config.d_model, config.heads, config.kv_heads, config.d_head, config.d_ff
     matmuls = len(first_leaves(config.activation)) + 1

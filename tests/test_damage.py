@@ -369,7 +369,7 @@ def test_a_cache_of_an_earlier_version_is_used_and_said_not_to_be_verified(corpu
     assert file.read_bytes() == content
 
 
-def test_a_damaged_file_that_cannot_be_made_again_is_a_sentence(corpus, tmp_path, monkeypatch):
+def test_a_damaged_file_that_cannot_be_rebuilt_is_a_message(corpus, tmp_path, monkeypatch):
     load(corpus, tmp_path / "cache")
     (file,) = (tmp_path / "cache").glob("*/train.npy")
     file.write_bytes(zeroed(file.read_bytes()))

@@ -55,7 +55,7 @@ def texts_of(dataset: data.Dataset, tokens: np.ndarray) -> list[str]:
 
 
 def assert_error(match: str, call, *args, kind: type[Exception] = ValueError, **kwargs) -> None:
-    """Asserts that the call raises the one sentence `match`, where `...` stands for anything."""
+    """Asserts that the call raises the one message `match`, where `...` stands for anything."""
     with pytest.raises(kind) as caught:
         call(*args, **kwargs)
     pattern = re.escape(match).replace(re.escape("..."), ".*")

@@ -109,9 +109,7 @@ def test_where_a_process_is_killed_the_others_say_so_and_name_the_checkpoint(tmp
         both[0].until((tmp_path / "out/checkpoints/20").exists)
         both[lost].process.kill()
         (line,) = both[1 - lost].ended(5)
-    assert re.match(
-        rf"process {lost} \(.+\) is gone, without a word: it was killed, or crashed; the same command, ", line
-    )
+    assert re.match(rf"process {lost} \(.+\) is gone: it was killed, or crashed; the same command, ", line)
     assert re.search(r"continues from the checkpoint .*/out/checkpoints/\d+$", line)
 
 
@@ -122,7 +120,7 @@ def test_a_process_that_is_killed_ends_two_others_though_they_compile(tmp_path):
         lines = [one.ended(5) for one in all_[:2]]
     assert lines[0] == lines[1] and len(lines[0]) == 1
     assert re.match(
-        r"process 2 \(.+, pid \d+\) is gone, .*; nothing is saved in .*/out; the same command, ", lines[0][0]
+        r"process 2 \(.+, pid \d+\) is gone: .*; nothing is saved in .*/out; the same command, ", lines[0][0]
     )
 
 

@@ -374,9 +374,9 @@ def test_a_signal_to_one_process_stops_all_at_one_step(config, tmp_path):
         (["model.layers=x"], ["distributed: process 1 cannot run; its own output says why", "model.layers = 'x'"]),
     ],
 )
-def test_processes_that_disagree_end_with_a_sentence(config, tmp_path, second, said):
-    for process, sentence in zip(two_processes(config, tmp_path, second=second), said, strict=True):
-        assert sentence in finish(process, code=2)
+def test_processes_that_disagree_end_with_a_message(config, tmp_path, second, said):
+    for process, message in zip(two_processes(config, tmp_path, second=second), said, strict=True):
+        assert message in finish(process, code=2)
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -468,7 +468,7 @@ def test_a_damaged_launcher_is_one_line(config, tmp_path, environment, said):
         ),
     ],
 )
-def test_what_cannot_run_is_a_sentence_and_exit_code_2(config, tmp_path, capsys, overrides, said):
+def test_what_cannot_run_is_a_message_and_exit_code_2(config, tmp_path, capsys, overrides, said):
     assert train.main([str(config), *EIGHT, f"train.out={tmp_path}/out", *overrides]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 2

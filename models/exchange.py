@@ -32,7 +32,7 @@ class Exchange(NamedTuple):
     sent_PC: jax.Array | None  # place in the sent buffer -> row; R if empty. None: rows are sent as sorted
     slot_R: jax.Array | None  # row -> place in the sent buffer; the size of the buffer if dropped
     # Ragged only, for each device: the first row sent to it, their number; the number received from it, their first.
-    ways_4xP: jax.Array | None
+    ragged_4xP: jax.Array | None
     sorted_S: jax.Array  # place by expert -> place in the arrived buffer; P * C if empty
     arrived_PC: jax.Array  # the inverse; S if empty
     sizes_L: jax.Array  # rows of each expert here, aligned
@@ -59,26 +59,27 @@ class Route(NamedTuple):
 def make_exchange(sizes_E: jax.Array, route: Route) -> tuple[Exchange, jax.Array]:
     """Return the exchange of rows sorted by expert, of which expert e has sizes_E[e], and the number of dropped rows.
 
-    Where a device would get more than `room` rows from another, each of its experts keeps the same share of them and
-    loses the last. The exchange is tagged `routing` in the scope of the caller.
+    Where a device would get more than `room` rows from another, each of its experts keeps the same share of its
+    rows, and the last are dropped. The exchange is tagged `routing` in the scope of the caller.
     """
     rows, parts, room, axis, align, ragged = route
     sizes_PxL, first_PxL = (x_E.reshape(parts, -1) for x_E in (sizes_E, starts(sizes_E)))
-    fits_PxL = _kept_sizes(sizes_PxL, room)
-    first_P, whole_P = first_PxL[:, 0], _total(fits_PxL, axis=1)
-    arrived_PxL = lax.all_to_all(fits_PxL, axis, 0, 0)  # from each device, for each expert here
+    kept_PxL = _kept_sizes(sizes_PxL, room)
+    first_P, sent_P = first_PxL[:, 0], _total(kept_PxL, axis=1)
+    arrived_PxL = lax.all_to_all(kept_PxL, axis, 0, 0)  # from each device, for each expert here
     sorted_S, arrived_PC, sizes_L = _by_expert(arrived_PxL, room, align)
-    sent_PC = slot_R = ways_4xP = None
+    sent_PC = slot_R = ragged_4xP = None
     if ragged:
-        first_there_P = lax.all_to_all(first_P, axis, 0, 0)
-        ways_4xP = jnp.stack([first_P, whole_P, _total(arrived_PxL, axis=1), first_there_P])
+        there_P = lax.all_to_all(first_P, axis, 0, 0)
+        ragged_4xP = jnp.stack([first_P, sent_P, _total(arrived_PxL, axis=1), there_P])
     if not ragged or room < rows:
         begin_P, places = (first_P, rows) if ragged else (_buffers(parts, room), parts * room)
-        place_PxL = begin_P[:, None] + jnp.cumsum(fits_PxL, axis=1) - fits_PxL
-        there, here, many = (x_PxL.reshape(-1) for x_PxL in (place_PxL, first_PxL, fits_PxL))
-        sent_PC, slot_R = lookup(there, here, many, places, rows), lookup(here, there, many, rows, places)
-    exchange = Exchange(sent_PC, slot_R, ways_4xP, sorted_S, arrived_PC, sizes_L)
-    return tag(exchange, "routing"), _total(sizes_E) - _total(whole_P)
+        place_PxL = begin_P[:, None] + jnp.cumsum(kept_PxL, axis=1) - kept_PxL
+        place_E, first_E, kept_E = (x_PxL.reshape(-1) for x_PxL in (place_PxL, first_PxL, kept_PxL))
+        sent_PC = lookup(place_E, first_E, kept_E, places, rows)
+        slot_R = lookup(first_E, place_E, kept_E, rows, places)
+    exchange = Exchange(sent_PC, slot_R, ragged_4xP, sorted_S, arrived_PC, sizes_L)
+    return tag(exchange, "routing"), _total(sizes_E) - _total(sent_P)
 
 
 # Without a dtype, a sum of int32 would be int64 under jax_enable_x64.
@@ -121,20 +122,20 @@ def to_experts(rows_RxD: jax.Array, exchange: Exchange, parts: int, axis: str) -
     """Return (S, D): the rows of all devices for the experts here, sorted by expert; all other places are zero."""
     if exchange.sent_PC is not None:
         rows_RxD = moved(rows_RxD, exchange.sent_PC, exchange.slot_R)
-    if exchange.ways_4xP is None:
+    if exchange.ragged_4xP is None:
         buffer = _all_to_all(rows_RxD, parts, axis)
     else:
-        buffer = sent(rows_RxD, exchange.ways_4xP, len(exchange.arrived_PC), len(rows_RxD), axis)
+        buffer = sent(rows_RxD, exchange.ragged_4xP, len(exchange.arrived_PC), len(rows_RxD), axis)
     return moved(buffer, exchange.sorted_S, exchange.arrived_PC)
 
 
 def from_experts(rows_SxD: jax.Array, exchange: Exchange, rows: int, parts: int, axis: str) -> jax.Array:
     """Return (R, D), R being `rows`: each row back on the device that it came from; zeros for dropped rows."""
     buffer = moved(rows_SxD, exchange.arrived_PC, exchange.sorted_S)
-    if exchange.ways_4xP is None:
+    if exchange.ragged_4xP is None:
         back = _all_to_all(buffer, parts, axis)
     else:
-        back = returned(buffer, exchange.ways_4xP, rows, len(buffer), axis)
+        back = returned(buffer, exchange.ragged_4xP, rows, len(buffer), axis)
     return back if exchange.sent_PC is None else moved(back, exchange.slot_R, exchange.sent_PC)
 
 
@@ -142,34 +143,34 @@ def from_experts(rows_SxD: jax.Array, exchange: Exchange, rows: int, parts: int,
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def sent(rows_RxD: jax.Array, ways_4xP: jax.Array, size: int, rows: int, axis: str) -> jax.Array:
+def sent(rows_RxD: jax.Array, ragged_4xP: jax.Array, size: int, rows: int, axis: str) -> jax.Array:
     """Return (P * C, D), P * C being `size`: the rows of all devices for the experts here, device p's from p * C on."""
-    first_P, many_P, come_P, _ = ways_4xP
+    first_P, sent_P, received_P, _ = ragged_4xP
     place_P = jnp.full_like(first_P, size // len(first_P) * lax.axis_index(axis))
-    return _ragged(rows_RxD, size, axis, first_P, many_P, place_P, come_P)
+    return _ragged(rows_RxD, size, axis, first_P, sent_P, place_P, received_P)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def returned(buffer_PCxD: jax.Array, ways_4xP: jax.Array, rows: int, size: int, axis: str) -> jax.Array:
+def returned(buffer_PCxD: jax.Array, ragged_4xP: jax.Array, rows: int, size: int, axis: str) -> jax.Array:
     """Return (R, D), R being `rows`: each row back on the device that it came from."""
-    _, many_P, come_P, first_there_P = ways_4xP
-    place_P = size // len(many_P) * jnp.arange(len(many_P), dtype=jnp.int32)
-    return _ragged(buffer_PCxD, rows, axis, place_P, come_P, first_there_P, many_P)
+    _, sent_P, received_P, there_P = ragged_4xP
+    place_P = size // len(sent_P) * jnp.arange(len(sent_P), dtype=jnp.int32)
+    return _ragged(buffer_PCxD, rows, axis, place_P, received_P, there_P, sent_P)
 
 
 sent.defvjp(
-    lambda x, ways, *static: (sent(x, ways, *static), ways),
-    lambda size, rows, axis, ways, dy: (returned(dy, ways, rows, size, axis), None),
+    lambda x, moves, *static: (sent(x, moves, *static), moves),
+    lambda size, rows, axis, moves, dy: (returned(dy, moves, rows, size, axis), None),
 )
 returned.defvjp(
-    lambda x, ways, *static: (returned(x, ways, *static), ways),
-    lambda rows, size, axis, ways, dy: (sent(dy, ways, size, rows, axis), None),
+    lambda x, moves, *static: (returned(x, moves, *static), moves),
+    lambda rows, size, axis, moves, dy: (sent(dy, moves, size, rows, axis), None),
 )
 
 
-def _ragged(x: jax.Array, size: int, axis: str, *ways_P: jax.Array) -> jax.Array:
-    """`ways_P`: for each device, the first row sent to it, their number, their place there; the number received."""
-    return lax.ragged_all_to_all(x, jnp.zeros((size, x.shape[1]), x.dtype), *ways_P, axis_name=axis)
+def _ragged(x: jax.Array, size: int, axis: str, *moves_P: jax.Array) -> jax.Array:
+    """`moves_P`: for each device, the first row sent to it, their number, their place there; the number received."""
+    return lax.ragged_all_to_all(x, jnp.zeros((size, x.shape[1]), x.dtype), *moves_P, axis_name=axis)
 
 
 def _all_to_all(buffer_PCxD: jax.Array, parts: int, axis: str) -> jax.Array:

@@ -70,6 +70,7 @@ class _Listening:
             self.printed.wait(PATIENCE)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal; called by Python in the main thread."""
         self.received = number
         if self.phase == "running" and not self.raised:
             self.raised = number
@@ -90,9 +91,7 @@ class _Listening:
                 tell(f"{name}: the step is finished and saved, then this run ends; a second signal ends it at once")
             else:
                 tell(f"stopped by {name}; what came after the last checkpoint is not saved")
-                if (
-                    self.phase == "starting" and not self.raised
-                ):  # otherwise the main thread is unwinding, perhaps to here
+                if self.phase == "starting" and not self.raised:  # otherwise the main thread unwinds, or has done so
                     _exit(number)
                 timer = threading.Timer(PATIENCE, _exit, (number,))
                 timer.daemon = True

@@ -538,7 +538,7 @@ def test_a_tensor_axis_splits_heads_and_d_ff_but_not_the_residual_stream():
     lines = report(load(CONFIGS / "llama3-8b.yaml", ["mesh.fsdp=4", "mesh.tensor=2"])).splitlines()
     (host,) = (line for line in lines if line.startswith("residuals on the host"))
     # layer_input over fsdp, attn/context and fc1.gate over both: 32 * (512 / 4 + 512 / 8 + 1792 / 8) MiB.
-    assert host.split()[-4:] == ["13.00", "GiB", "a", "device"]
+    assert host.split()[-4:] == ["13.00", "GiB", "per", "device"]
 
 
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"

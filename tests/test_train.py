@@ -453,7 +453,7 @@ def test_a_damaged_launcher_is_one_line(config, tmp_path, environment, said):
         ),
         (
             ["model.experts=4", "model.d_expert=64", "model.exchange=ragged", "mesh.expert=2", "mesh.tensor=1"],
-            "model.exchange = 'ragged': XLA has it on NVIDIA GPUs only; must be padded here",
+            "model.exchange = 'ragged': XLA supports it on NVIDIA GPUs only; must be padded here",
         ),
         (["data.path=/nowhere/*.txt"], "data.path = '/nowhere/*.txt': "),
         (["data.path=[/nowhere/*.txt, stdlib]"], "data.path = ('/nowhere/*.txt', 'stdlib'): "),

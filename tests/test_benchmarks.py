@@ -12,7 +12,7 @@ from common import count
 from benchmarks import cases, choices, dense, grouped, losses, moe, ratios, sweep
 from jaxoffload import Policy
 from models.config import Model
-from models.moe import _computed
+from models.moe import _apply_experts
 
 # 10 tokens; a residual is 20 bytes a column, and all take 512 operations a byte to compute again.
 SHAPE = argparse.Namespace(layers=5, batch=2, seq=5, d_model=512, kv_heads=1, fsdp=1, expert=1, attention="xla")
@@ -140,7 +140,7 @@ def test_the_choices_of_the_layer_compute_the_same():
         found[choice] = {"y": y, "dx": dx, "dweight": dweight, "dw": dw}
         if choice == choices.CHOICES[0]:  # the layer's own
             rows, weight, w, sizes, _ = given
-            layers = _computed(Model(grouped="ragged"), rows, weight, sizes, w, full=True)
+            layers = _apply_experts(Model(grouped="ragged"), rows, weight, sizes, w, full=True)
             np.testing.assert_array_equal(y, jax.jit(lambda: layers)())
     assert [*products.values()] == [9, 9, 10, 6]
     for one in found.values():

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from models.reading import ConfigError
 CORPUS = {"vocab_size": 400, "valid_fraction": 0.3}
 
 
-def documents(path="stdlib", text_field="text"):
+def documents(path: str = "stdlib", text_field: str = "text") -> Iterator[str]:
     return read_documents(files_of(path), text_field)
 
 
@@ -54,7 +55,7 @@ def texts_of(dataset: data.Dataset, tokens: np.ndarray) -> list[str]:
 
 
 def assert_error(match: str, call, *args, kind: type[Exception] = ValueError, **kwargs) -> None:
-    """Asserts that the call raises the one sentence `match`, where `...` stands for anything."""
+    """Asserts that the call raises the one message `match`, where `...` stands for anything."""
     with pytest.raises(kind) as caught:
         call(*args, **kwargs)
     pattern = re.escape(match).replace(re.escape("..."), ".*")
@@ -659,7 +660,7 @@ def test_unigram_entropy_by_hand():
     by_hand = -(math.log(1 / 7) + math.log(2 / 7)) / 2
     assert data.unigram_entropy(train, valid, vocab_size=3) == pytest.approx(by_hand, rel=1e-12)
     on_train = -(3 * math.log(4 / 7) + math.log(2 / 7)) / 4
-    assert data.unigram_entropy(train, vocab_size=3) == pytest.approx(on_train, rel=1e-12)
+    assert data.unigram_entropy(train, train, vocab_size=3) == pytest.approx(on_train, rel=1e-12)
 
 
 def test_unigram_entropy_counts_in_pieces():
@@ -667,4 +668,4 @@ def test_unigram_entropy_counts_in_pieces():
     tokens[-2:] = 1  # behind the first 2**24
     count = len(tokens)
     by_hand = -((count - 2) * math.log((count - 1) / (count + 2)) + 2 * math.log(3 / (count + 2))) / count
-    assert data.unigram_entropy(tokens, vocab_size=2) == pytest.approx(by_hand, rel=1e-9)
+    assert data.unigram_entropy(tokens, tokens, vocab_size=2) == pytest.approx(by_hand, rel=1e-9)

@@ -17,7 +17,7 @@ from test_train import ROOT, command, config, losses, spawn  # noqa: F401
 
 from models import checkpoints, metrics, train
 from models.config import Config, parse
-from models.failures import told
+from models.failures import machine_failure
 from models.files import Unwritable, append, atomic
 from models.step import State
 
@@ -59,7 +59,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on_later(run, 
     assert said.splitlines()[-1].startswith(f"stopped: {out}/checkpoints/6.orbax-checkpoint-tmp/")
     assert said.endswith(
         " cannot be written (File too large); free some space there, or raise the quota or limit; "
-        "the same command goes on from step 4\n"
+        "the same command continues from step 4\n"
     )
     assert "Traceback" not in said and "Error" not in said and "absl" not in said
     assert {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()} == before
@@ -85,7 +85,7 @@ def test_a_curve_that_cannot_be_written_ends_the_run_in_one_line(config, tmp_pat
     # The checkpoint that is being written meanwhile becomes whole.
     assert line == (
         f"stopped: {out}/loss.png cannot be written (No space left on device); free some space there, "
-        "or raise the quota or limit; the same command goes on from step 2"
+        "or raise the quota or limit; the same command continues from step 2"
     )
     assert not [path for path in out.rglob("*") if "tmp" in path.name]
 
@@ -95,7 +95,9 @@ def test_metrics_that_cannot_be_written_are_named(tmp_path):
     journal.path.symlink_to("/dev/full")
     with pytest.raises(Unwritable) as caught:
         journal.write({"step": 1, "valid_loss": 1.0})
-    assert told(caught.value, tmp_path).line.startswith(f"stopped: {journal.path} cannot be written (No space left on")
+    assert machine_failure(caught.value, tmp_path).line.startswith(
+        f"stopped: {journal.path} cannot be written (No space left on"
+    )
 
 
 def test_a_cache_of_tokens_that_cannot_be_written_is_one_line(config, tmp_path, capsys):  # noqa: F811
@@ -125,7 +127,7 @@ def test_a_save_that_failed_is_known_before_the_next_one_in_one_error(tmp_path, 
         except ValueError:
             known = True
             raise
-    assert known and told(caught.value, tmp_path).status == 3
+    assert known and machine_failure(caught.value, tmp_path).status == 3
     assert [*(tmp_path / "checkpoints").iterdir()] == []
     gc.collect()
     assert not printed and capfd.readouterr().err == ""
@@ -147,7 +149,7 @@ def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, mo
         save(manager, 2, jax.numpy.ones(9))
         monkeypatch.setattr(manager, "wait_until_finished", failing)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
-    assert checkpoints.verified(tmp_path, "error").step == 2
+    assert checkpoints.latest_verified(tmp_path, "error").step == 2
 
 
 # ---- out of memory ----
@@ -157,7 +159,7 @@ def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, mo
 def test_out_of_memory_is_one_line(run, config, tmp_path, monkeypatch, capsys):  # noqa: F811
     """As jaxlib says it, here of an array that no machine holds."""
     monkeypatch.setattr(train, "compile_step", lambda made: jax.numpy.zeros(2**55, jax.numpy.int8).block_until_ready())
-    for folder, again in (run, "the same command goes on from step 4"), (tmp_path / "out", "nothing is saved yet"):
+    for folder, again in (run, "the same command continues from step 4"), (tmp_path / "out", "nothing is saved yet"):
         assert train.main([str(config), *CONSTANT, "train.steps=8", f"train.out={folder}"]) == 4
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("stopped: out of memory (RESOURCE_EXHAUSTED: ")
@@ -166,9 +168,9 @@ def test_out_of_memory_is_one_line(run, config, tmp_path, monkeypatch, capsys): 
 
 def test_what_is_told_and_what_is_not(tmp_path):
     """Another error keeps its traceback."""
-    assert told(ValueError("RESOURCE_EXHAUSTED"), None) is None
-    assert told(FileNotFoundError(2, "No such file or directory", "/elsewhere"), tmp_path) is None
-    assert told(MemoryError(), None).status == 4
+    assert machine_failure(ValueError("RESOURCE_EXHAUSTED"), None) is None
+    assert machine_failure(FileNotFoundError(2, "No such file or directory", "/elsewhere"), tmp_path) is None
+    assert machine_failure(MemoryError(), None).status == 4
     of_tensorstore = (
         "RESOURCE_EXHAUSTED: Failed writing: \"/x/y\": Failed to write 9 bytes: No space [os_error_code='28']"
     )
@@ -176,9 +178,11 @@ def test_what_is_told_and_what_is_not(tmp_path):
     try:
         raise RuntimeError("closing") from group
     except RuntimeError as error:
-        assert told(error, None).line.startswith("stopped: /x/y cannot be written (No space left on device); free ")
+        assert machine_failure(error, None).line.startswith(
+            "stopped: /x/y cannot be written (No space left on device); free "
+        )
     gone = OSError(30, "Read-only file system", f"{tmp_path}/checkpoints/8")
-    assert told(gone, tmp_path) == (
+    assert machine_failure(gone, tmp_path) == (
         3,
         f"stopped: {tmp_path}/checkpoints/8 cannot be written (Read-only file system); nothing is saved yet",
     )

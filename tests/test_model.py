@@ -18,7 +18,7 @@ from jaxoffload.grouped import _backend, te
 from models.attention import rope, rotations
 from models.config import Config, Mesh, Model, Train, load
 from models.reading import ConfigError
-from models.report import backend_line, device_bytes, report, summary, that_fits
+from models.report import backend_lines, device_bytes, fit_to_host_pool, report, summary
 from models.sharding import abstract_mesh
 from models.step import program, traceable
 from models.train import main
@@ -477,7 +477,7 @@ def test_who_multiplies_on_a_hopper_gpu(monkeypatch, gpus_of_a_process, override
     monkeypatch.setattr(te, "sizes_stay", lambda dtype: sizes_stay)
     monkeypatch.setattr(te, "_cublas", lambda: te.V2_CUBLAS)
     config = load(CONFIGS / "mixtral-8x7b.yaml", ["mesh.fsdp=1", "mesh.expert=8", "mesh.tensor=1", *overrides])
-    assert backend_line(config) == [f"grouped GEMMs: {line}"]
+    assert backend_lines(config) == [f"grouped GEMMs: {line}"]
 
 
 @pytest.mark.claim("configs")
@@ -538,7 +538,7 @@ def test_a_tensor_axis_splits_heads_and_d_ff_but_not_the_residual_stream():
     lines = report(load(CONFIGS / "llama3-8b.yaml", ["mesh.fsdp=4", "mesh.tensor=2"])).splitlines()
     (host,) = (line for line in lines if line.startswith("residuals on the host"))
     # layer_input over fsdp, attn/context and fc1.gate over both: 32 * (512 / 4 + 512 / 8 + 1792 / 8) MiB.
-    assert host.split()[-4:] == ["13.00", "GiB", "a", "device"]
+    assert host.split()[-4:] == ["13.00", "GiB", "per", "device"]
 
 
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -591,12 +591,12 @@ def test_on_host_full_save_offloads_fewer_layers_of_each_stack(monkeypatch):
     overrides = ["remat.resident_layers=0", "remat.on_host_full=save", *TWO_STACKS]
     config = load(CONFIGS / "tiny-moe.yaml", overrides)
     mesh = abstract_mesh(config.mesh)
-    assert that_fits(config, mesh) == config
+    assert fit_to_host_pool(config, mesh) == config
     made = program(config, mesh)
     table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
     monkeypatch.setenv(POOL, str((table.host_bytes - 8) / 2**30))
     with pytest.warns(UserWarning, match="all together .* offload_layers = 2 instead of all") as seen:
-        fewer = that_fits(config, mesh)
+        fewer = fit_to_host_pool(config, mesh)
     assert len(seen) == 1 and fewer.remat.offload_layers == 2
     made = program(fewer, mesh)
     rows = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)

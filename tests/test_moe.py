@@ -623,7 +623,7 @@ def test_no_expert_pays_for_the_others_where_rows_are_dropped(room):
     rng = np.random.default_rng(room)
     for sizes in (rng.multinomial(2048, np.ones(32) / 32), rng.multinomial(2048, rng.dirichlet(np.ones(32) / 4))):
         sizes = np.array([sizes[:8], sizes[8:16], sizes[16:24], sizes[24:]], np.int32)
-        fits, total = np.asarray(exchange._that_fit(jnp.asarray(sizes), room)), sizes.sum(1, keepdims=True)
+        fits, total = np.asarray(exchange._kept_sizes(jnp.asarray(sizes), room)), sizes.sum(1, keepdims=True)
         assert (fits >= 0).all() and (fits <= sizes).all() and (fits.sum(1) <= room).all()
         assert (fits.sum(1) >= np.minimum(total[:, 0], room) - 1).all()
         share = np.minimum(1, room / np.maximum(total, 1))

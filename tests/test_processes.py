@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 from models import peers, processes
 from models.config import Config, Distributed
-from models.launchers import Place, find
+from models.launchers import Place, find_place
 from models.peers import Peers
 from models.reading import ConfigError
 
@@ -109,9 +109,7 @@ def test_where_a_process_is_killed_the_others_say_so_and_name_the_checkpoint(tmp
         both[0].until((tmp_path / "out/checkpoints/20").exists)
         both[lost].process.kill()
         (line,) = both[1 - lost].ended(5)
-    assert re.match(
-        rf"process {lost} \(.+\) is gone, without a word: it was killed, or crashed; the same command, ", line
-    )
+    assert re.match(rf"process {lost} \(.+\) is gone: it was killed, or crashed; the same command, ", line)
     assert re.search(r"continues from the checkpoint .*/out/checkpoints/\d+$", line)
 
 
@@ -122,7 +120,7 @@ def test_a_process_that_is_killed_ends_two_others_though_they_compile(tmp_path):
         lines = [one.ended(5) for one in all_[:2]]
     assert lines[0] == lines[1] and len(lines[0]) == 1
     assert re.match(
-        r"process 2 \(.+, pid \d+\) is gone, .*; nothing is saved in .*/out; the same command, ", lines[0][0]
+        r"process 2 \(.+, pid \d+\) is gone: .*; nothing is saved in .*/out; the same command, ", lines[0][0]
     )
 
 
@@ -154,7 +152,7 @@ def test_different_text_under_one_path_is_not_trained_on(tmp_path):
         folder.mkdir()
         written(folder)
     (folders[1] / "texts/3.txt").write_text("other words")
-    said = "data.path = 'texts/*.txt' here: stands for other bytes in another process; must be the same files"
+    said = "data.path = 'texts/*.txt' here: has other bytes in another process; must be the same files"
     with together(folders) as both:
         for one in both:
             assert one.ended(2)[1:] == [said]
@@ -168,9 +166,9 @@ def test_a_folder_that_the_processes_do_not_share_is_not_trained_in(monkeypatch)
         return np.stack([words, there if words.shape == (1,) else words])
 
     monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
-    assert processes.objections(Config(), [], 20) == []
+    assert processes.disagreements(Config(), [], 20) == []
     said = "its last checkpoint is that of step 40 here, and another elsewhere; must be a folder that all processes sh"
-    ((_, line),) = processes.objections(Config(), [], 40)
+    ((_, line),) = processes.disagreements(Config(), [], 40)
     assert said in line
 
 
@@ -187,7 +185,7 @@ def meeting(*visitors: tuple[int, int]) -> list[int | str]:
 
     def meet(k: int) -> None:
         try:
-            found[k] = all_[k].visit("localhost", port, PATIENCE) if k else all_[k].host(server, PATIENCE)
+            found[k] = all_[k].connect("localhost", port, PATIENCE) if k else all_[k].accept_others(server, PATIENCE)
         except ConfigError as error:
             ((_, found[k]),) = error.problems
 
@@ -219,8 +217,8 @@ def test_processes_meet_whatever_else_comes_and_are_told_one_port():
 
 
 def test_a_number_that_is_taken_or_another_count_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr(peers, "_TOLD", 0.0)
-    monkeypatch.setattr(peers, "_AGAIN", 0.0)
+    monkeypatch.setattr(peers, "_FIRST_NOTICE", 0.0)
+    monkeypatch.setattr(peers, "_NEXT_NOTICE", 0.0)
     host, first, *others, last = meeting((1, 3), (1, 3), (1, 2), (4, 3), (2, 3))
     assert isinstance(host, int) and host == first == last
     assert re.match(
@@ -241,14 +239,14 @@ def test_a_process_that_does_not_come_is_named_after_ten_seconds_and_waited_for_
     assert problem.startswith("distributed.timeout = 30: waited 30 s for process 1 of 2; start every process")
 
 
-def test_a_port_where_another_process_0_listens_is_a_sentence(tmp_path):
+def test_a_port_where_another_process_0_listens_is_an_error(tmp_path):
     with socket.create_server(("", 0)) as taken:
         coordinator = f"localhost:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=r"distributed\.coordinator = 'localhost:\d+': .*Address already in use"):
             processes.join(Distributed(coordinator, 2, 0), tmp_path, lambda out: [])
 
 
-def test_a_process_0_that_cannot_be_reached_is_a_sentence(tmp_path):
+def test_a_process_0_that_cannot_be_reached_is_an_error(tmp_path):
     nowhere = f"localhost:{free_port()}"
     said = rf"distributed\.timeout = 0.5: waited 0.5 s for process 0 at {nowhere} \(.*Connection refused"
     with pytest.raises(ConfigError, match=said):
@@ -296,7 +294,7 @@ def test_a_launcher_says_where_the_processes_are_as_jax_finds_them(monkeypatch, 
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found, said = find(Distributed())
+    found, said = find_place(Distributed())
     assert found == place and said.startswith("distributed.coordinator = None, and {")
 
 

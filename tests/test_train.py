@@ -374,9 +374,9 @@ def test_a_signal_to_one_process_stops_all_at_one_step(config, tmp_path):
         (["model.layers=x"], ["distributed: process 1 cannot run; its own output says why", "model.layers = 'x'"]),
     ],
 )
-def test_processes_that_disagree_end_with_a_sentence(config, tmp_path, second, said):
-    for process, sentence in zip(two_processes(config, tmp_path, second=second), said, strict=True):
-        assert sentence in finish(process, code=2)
+def test_processes_that_disagree_end_with_a_message(config, tmp_path, second, said):
+    for process, message in zip(two_processes(config, tmp_path, second=second), said, strict=True):
+        assert message in finish(process, code=2)
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -453,7 +453,7 @@ def test_a_damaged_launcher_is_one_line(config, tmp_path, environment, said):
         ),
         (
             ["model.experts=4", "model.d_expert=64", "model.exchange=ragged", "mesh.expert=2", "mesh.tensor=1"],
-            "model.exchange = 'ragged': XLA has it on NVIDIA GPUs only; must be padded here",
+            "model.exchange = 'ragged': XLA supports it on NVIDIA GPUs only; must be padded here",
         ),
         (["data.path=/nowhere/*.txt"], "data.path = '/nowhere/*.txt': "),
         (["data.path=[/nowhere/*.txt, stdlib]"], "data.path = ('/nowhere/*.txt', 'stdlib'): "),
@@ -468,7 +468,7 @@ def test_a_damaged_launcher_is_one_line(config, tmp_path, environment, said):
         ),
     ],
 )
-def test_what_cannot_run_is_a_sentence_and_exit_code_2(config, tmp_path, capsys, overrides, said):
+def test_what_cannot_run_is_a_message_and_exit_code_2(config, tmp_path, capsys, overrides, said):
     assert train.main([str(config), *EIGHT, f"train.out={tmp_path}/out", *overrides]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 2
@@ -511,7 +511,7 @@ def test_where_transformer_engine_may_be_picked_it_is_imported_before_jax_starts
     monkeypatch.setattr(preflight, "_check_attention", lambda config: None)
     monkeypatch.setattr(preflight, "_check_grouped", lambda config: None)
     try:
-        with preflight.admitted(load(config, [f"train.out={tmp_path}/out", *overrides]), []):
+        with preflight.checked_run(load(config, [f"train.out={tmp_path}/out", *overrides]), []):
             pass
     finally:  # before those that were there come back
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
@@ -619,7 +619,7 @@ def test_a_damaged_checkpoint_is_one_line(eight, config, tmp_path, monkeypatch, 
         checkpoints.restore(manager, out, 16, made.state)
     ((_, line),) = caught.value.problems
     assert line.startswith(f"train.out = '{out}': the checkpoint {out}/checkpoints/16 cannot be read (")
-    assert line.endswith("; none is before it: give another train.out, or delete that folder to begin anew")
+    assert line.endswith("; there is none before it: give another train.out, or delete that folder to start again")
     time.sleep(0.5)  # of many reads one fails first: what comes of the others?
     gc.collect()
     assert not printed and not [record for record in caplog.records if record.name == "asyncio"]
@@ -708,7 +708,7 @@ def test_the_validation_set_does_not_depend_on_grad_accumulation(config):
         params = jax.jit(made.init, out_shardings=shardings_of(made.state))().params
         evaluate = jax.jit(made.evaluate)
         batches = [*train.open_source(settings, made, None).validation()]
-        seen.append((batches, [float(evaluate(params, train.place(rows, made.tokens))) for rows in batches]))
+        seen.append((batches, [float(evaluate(params, train.global_batch(rows, made.tokens))) for rows in batches]))
     assert len(seen[0][0]) == 2 and seen[0][0][0].shape == (16, 33)
     np.testing.assert_array_equal(seen[0][0], seen[1][0])
     np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-6)

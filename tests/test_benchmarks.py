@@ -108,7 +108,7 @@ def test_each_peer_has_variants_of_its_own(case):
     modes = cases.modes_of(case)
     assert modes.keys() == set(cases.MODES)
     assert all(
-        (v.who == "ours") == mode.startswith("ours") for mode, variants in modes.items() for v in variants.values()
+        (v.peer == "ours") == mode.startswith("ours") for mode, variants in modes.items() for v in variants.values()
     )
 
 
@@ -131,7 +131,7 @@ def test_the_choices_of_the_layer_compute_the_same():
     options = argparse.Namespace(rows=40, d_model=16, d_expert=24, experts=4)
     found, products = {}, {}
     for choice in choices.CHOICES:
-        run, given = choices.both(choices.experts(choice, "ragged")), choices.operands(options, choice)
+        run, given = choices.forward_and_backward(choices.experts(choice, "ragged")), choices.operands(options, choice)
         given = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, given)
         products[choice] = count(jax.make_jaxpr(run)(*given), "ragged_dot_general")
         y, (dx, dweight, dw) = jax.jit(run)(*given)

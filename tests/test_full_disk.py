@@ -1,4 +1,4 @@
-"""A full disk, memory that is used up, and paths that name no file: one line, a status of its own, and nothing lost."""
+"""A full disk, exhausted memory and paths that name no file: one line, an exit status of its own, and nothing lost."""
 
 import contextlib
 import gc
@@ -27,7 +27,7 @@ CONSTANT = (*SMALL, "train.final_learning_rate_fraction=1", "train.learning_rate
 
 @contextlib.contextmanager
 def files_of_at_most(count: int):
-    """A disk that is full, to a process: a write that makes a file longer than these bytes fails."""
+    """Simulate a full disk for a process: a write beyond this file size fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
     try:
@@ -41,7 +41,7 @@ def files_of_at_most(count: int):
 
 @pytest.fixture(scope="module")
 def run(config, tmp_path_factory) -> Path:  # noqa: F811
-    """The folder of a run of four steps, which has checkpoints at 2 and 4."""
+    """The folder of a run of four steps, with checkpoints at 2 and 4."""
     folder = tmp_path_factory.mktemp("run") / "out"
     assert train.main([str(config), *CONSTANT, "train.steps=4", f"train.out={folder}"]) == 0
     return folder
@@ -49,7 +49,7 @@ def run(config, tmp_path_factory) -> Path:  # noqa: F811
 
 @pytest.mark.claim("full-disk")
 def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on_later(run, config, tmp_path):  # noqa: F811
-    """In a process of its own, whose whole output counts: of orbax's threads, too, and when Python ends."""
+    """In a separate process, whose whole output counts, including that of orbax's threads and of Python's exit."""
     out = shutil.copytree(run, tmp_path / "out")
     before = {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()}
     longer = [*CONSTANT, "train.steps=8"]
@@ -81,7 +81,7 @@ def test_a_curve_that_cannot_be_written_ends_the_run_in_one_line(config, tmp_pat
     out = tmp_path / "out"
     assert train.main([str(config), *CONSTANT, "train.steps=2", f"train.out={out}"]) == 3
     (line,) = capsys.readouterr().err.splitlines()
-    # The checkpoint that is being written meanwhile becomes whole.
+    # The checkpoint that is being written meanwhile is completed.
     assert line == (
         f"stopped: {out}/loss.png cannot be written (No space left on device); free some space there, "
         "or raise the quota or limit; the same command goes on from step 2"
@@ -113,7 +113,7 @@ def save(manager, step: int, params) -> None:
 def test_a_save_that_failed_is_known_before_the_next_one_in_one_error(tmp_path, monkeypatch, capfd):
     printed, known = [], False
     monkeypatch.setattr(sys, "unraisablehook", lambda what: printed.append(str(what.exc_value)))
-    noise = [jax.random.normal(jax.random.key(i), (2**14,)) for i in range(40)]  # which no compression makes small
+    noise = [jax.random.normal(jax.random.key(i), (2**14,)) for i in range(40)]  # which compression cannot shrink
     with pytest.raises(ValueError) as caught, checkpoints.open_manager(tmp_path) as manager:
         with files_of_at_most(2**14):
             save(manager, 2, noise)
@@ -131,7 +131,7 @@ def test_a_save_that_failed_is_known_before_the_next_one_in_one_error(tmp_path, 
 
 
 def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, monkeypatch):
-    """Of several errors orbax raises the first at once, and its other threads go on."""
+    """orbax raises the first of several errors at once, while its other threads continue."""
     write_sums = checkpoints.write_sums
 
     def slow(*args, **kwargs):
@@ -154,7 +154,7 @@ def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, mo
 
 @pytest.mark.claim("full-disk")
 def test_out_of_memory_is_one_line(run, config, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """As jaxlib says it, here of an array that no machine holds."""
+    """With jaxlib's message, for an array larger than any machine's memory."""
     monkeypatch.setattr(train, "compile_step", lambda made: jax.numpy.zeros(2**55, jax.numpy.int8).block_until_ready())
     for folder, again in (run, "the same command goes on from step 4"), (tmp_path / "out", "nothing is saved yet"):
         assert train.main([str(config), *CONSTANT, "train.steps=8", f"train.out={folder}"]) == 4
@@ -164,7 +164,7 @@ def test_out_of_memory_is_one_line(run, config, tmp_path, monkeypatch, capsys): 
 
 
 def test_what_is_told_and_what_is_not(tmp_path):
-    """Another error keeps its traceback."""
+    """Any other error keeps its traceback."""
     assert told(ValueError("RESOURCE_EXHAUSTED"), None) is None
     assert told(FileNotFoundError(2, "No such file or directory", "/elsewhere"), tmp_path) is None
     assert told(MemoryError(), None).status == 4

@@ -1,4 +1,4 @@
-"""Kernels that were traced, and those that run: by hand. What XLA compiles for a GPU is in test_program.py."""
+"""Counts of traced kernels and of those that run, by hand. test_program.py has what XLA compiles for a GPU."""
 
 from collections import Counter
 

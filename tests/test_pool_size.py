@@ -1,4 +1,4 @@
-"""The pinned host pool's size is what XLA makes of its environment variables, or one line."""
+"""The pinned host pool's size: what XLA reads from its environment variables, or an error of one line."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def test_a_pool_that_is_no_size_is_named(monkeypatch, limit, backend):
 @pytest.mark.parametrize("limit", ["0.5", "1e2", "64.0"])
 def test_xla_reads_whole_numbers_alone(monkeypatch, limit):
     monkeypatch.setenv(POOL, limit)
-    assert host_pool_bytes() == float(limit) * 2**30  # of a machine that is not here
+    assert host_pool_bytes() == float(limit) * 2**30  # of another machine
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(ValueError, match=f"'{limit}' is not a whole number of GiB, such as 64; XLA would ignore it"):
         host_pool_bytes()

@@ -76,7 +76,7 @@ def test_totals_are_what_autodiff_keeps_to_the_byte(rules, fields):
 
 
 def test_loops_that_are_not_ours_are_counted_as_they_are():
-    """Of a scan's carry the last one alone is kept behind it; of a scan in a scan each turn of both."""
+    """Only a scan's last carry is kept after it; of nested scans, every iteration of both."""
     w, x = jnp.ones((4, 16, 16)), jnp.ones((8, 32, 16))
 
     def loss(x, w, o):

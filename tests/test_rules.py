@@ -40,7 +40,7 @@ def under(f, rules=(), **fields):
 
 
 def states(f, *args, **kwargs):
-    """name -> (state, reason)"""
+    """Return name -> (state, reason)."""
     return {name: (r.state, r.reason) for r in residuals(f, *args, **kwargs) for name in r.names}
 
 
@@ -427,7 +427,7 @@ def test_rule_5_is_judged_on_the_whole_function_not_on_what_one_gradient_perturb
     assert kept(lambda b: f(X, b), normal(5, (6, 4, 8))) == {
         (place, "float32", (6, 4, 8)): 1 for place in ("host", "device")
     }
-    jax.make_jaxpr(jax.grad(lambda b: one(X, b).sum()))(X)  # the rule is not even used here
+    jax.make_jaxpr(jax.grad(lambda b: one(X, b).sum()))(X)  # the rule is not used here
 
 
 def test_rule_5_an_input_without_a_derivative_is_no_obstacle():
@@ -460,7 +460,7 @@ def test_rule_5_a_foreign_name_of_several_values_is_numbered():
 
 @jax.custom_vjp
 def softmax(x):
-    """A kernel of two results, of which callers see one."""
+    """A kernel with two results, of which callers see one."""
     return softmax_kernel(x)[0]
 
 
@@ -488,7 +488,7 @@ softmax.defvjp(softmax_forward, softmax_backward)
 
 
 def kernels(jaxpr):
-    """How many run: those of whose results one is read. jax 0.11 leaves the others to XLA."""
+    """Return how many kernels run: those with a result that is read. jax 0.11 leaves the others to XLA."""
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | set(map(id, jaxpr.outvars))
     total = 0
     for eqn in jaxpr.eqns:
@@ -502,7 +502,7 @@ def kernels(jaxpr):
 
 @pytest.mark.claim("saved-attention")
 def test_rule_5_the_results_of_one_kernel_have_one_name():
-    """Of a kernel that must run again for one of its results, keeping another is of no use."""
+    """Keeping one result is useless if the kernel must rerun for another."""
     f = lambda x, w: jnp.sin(tag(softmax(tag(x @ w, "scores")), "context") @ w)
     rules = {"scores": "save", "context": "offload"}
     assert kept(under(f, rules), X, W) == {DEVICE: 1, HOST: 1, ("host", "float32", (4, 1)): 1}
@@ -631,7 +631,7 @@ def test_rule_7_the_carry_is_never_recomputed():
 
 def test_rule_7_tag_and_argument_are_one_value():
     f = lambda x, w: scan(body, x, w, policy=policy({"layer_input": "offload"}, resident_layers=0))
-    assert kept(f, X, WS) == {("host", "float32", (6, 4, 8)): 1, HOST: 1}  # the last layer's, by itself
+    assert kept(f, X, WS) == {("host", "float32", (6, 4, 8)): 1, HOST: 1}  # the last layer's, separately
 
 
 def product(x, w):
@@ -644,7 +644,7 @@ def sharded(x, w):
 
 
 def over_rows(x, w):
-    """x, a row at a time, with a constant w."""
+    """Scan over the rows of x with a constant w."""
     return lax.scan(lambda n, row: (n + 1, product(row, w)), 0, x)[1]
 
 
@@ -663,7 +663,7 @@ def test_rules_7_and_8_hold_inside_shard_map_and_inner_scans(inside, decision, p
     assert kept(f, X, WS) == {(place, "float32", (6, 4, 8)): 1, **by_itself}  # the carry, once
     assert states(f, X, WS)["w"] == ("saved", "argument")
     g = under(inside, rules)
-    moved = {HOST: 1, ("host", "float32", (8, 8)): 1}  # arguments of checkpoint that were tagged and marked
+    moved = {HOST: 1, ("host", "float32", (8, 8)): 1}  # arguments of checkpoint that are tagged and marked
     assert kept(g, X, W) == (moved if decision == "offload" else {})
 
 
@@ -725,7 +725,7 @@ def test_rule_9_sizes_are_as_traced_global_outside_shard_map_and_local_inside():
         (row,) = [r for r in residuals(f, X, W) if r.names]
         assert row.shape == (1, 8) and row.layers == 1
         assert row.bytes_per_layer == row.bytes == 4 * (1 * 8 * 4)  # of all four devices
-        assert kept_bytes(f, X, W)[1] == ONE  # the global array that shard_map hands on
+        assert kept_bytes(f, X, W)[1] == ONE  # the global array that shard_map passes on
     (row,) = [r for r in residuals(jax.jit(local), X, W) if r.names]
     assert row.shape == (4, 8)
 
@@ -758,7 +758,7 @@ def test_rule_9_only_the_leaves_of_one_tag_are_one_composite():
     half = lambda place: (place, "float32", (2, 8))
     assert moved(ONE // 2) == {HOST: 3, half("host"): 3}
     assert moved(ONE) == {HOST: 3, half("host"): 2, half("device"): 1}
-    assert moved(ONE + 1) == {HOST: 2, DEVICE: 1, half("device"): 3}  # the values named x are no composite
+    assert moved(ONE + 1) == {HOST: 2, DEVICE: 1, half("device"): 3}  # the values named x are not a composite
     assert moved(2 * ONE + 1) == {DEVICE: 3, half("device"): 3}
 
 

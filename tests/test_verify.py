@@ -1,4 +1,4 @@
-"""verify(): what is right holds, each planted fault fails the check that is named for it, and no other."""
+"""verify(): a correct program holds, and each planted fault fails the check that is named for it, and no other."""
 
 import contextlib
 import dataclasses
@@ -79,7 +79,7 @@ def of_checkpoint(x, w):
 
 
 def of_jax(x, w):
-    """Not ours: names and policies are JAX's."""
+    """Without this library: names and policies are JAX's."""
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["fc1"],
@@ -217,9 +217,9 @@ def test_results_that_say_nothing_are_not_checked(by, said):
 
 
 def no_more_than_the_twin_of(layers, monkeypatch):
-    """The device has room for the reference with so many layers."""
+    """The device has room for the reference with this many layers."""
     room = _capacity.bytes_needed(target_of(of_scan, (TALL, weights(8))).with_layers(layers).reference_program)
-    monkeypatch.setattr(_capacity, "device_bytes", lambda: room / 0.9 + 1)  # a tenth is left for what else is there
+    monkeypatch.setattr(_capacity, "device_bytes", lambda: room / 0.9 + 1)  # a tenth is reserved for other things
 
 
 TALL = jax.random.normal(jax.random.key(1), (64 * BATCH, DIM))  # its residuals are larger than the weights
@@ -241,7 +241,7 @@ def test_fewer_layers_have_the_same_arrays():
 
 
 def test_many_results_are_no_growth():
-    """malloc keeps what is as small as each of them."""
+    """malloc keeps blocks that are as small as each result."""
     f = lambda x: [jnp.sin(x + i) for i in range(200)]
     found = verify(f, jnp.ones(2**18), repeats=4)["repeats"]
     assert found.verdict == "holds", found
@@ -270,7 +270,7 @@ def test_a_twin_that_fits_with_no_layers_is_not_checked(monkeypatch):
 
 
 def test_fewer_layers_of_which_none_moves_are_no_evidence(monkeypatch):
-    """One layer is resident; a fault in what moves would not be seen."""
+    """One layer is resident, so a fault in what is offloaded would not be seen."""
     no_more_than_the_twin_of(1, monkeypatch)
     a_host_write_is_skipped(monkeypatch)
     found = verify(of_scan, TALL, weights(8))["gradients"]
@@ -279,7 +279,7 @@ def test_fewer_layers_of_which_none_moves_are_no_evidence(monkeypatch):
 
 @pytest.mark.parametrize("layers", [2, 4])
 def test_layers_that_have_a_loop_each_equal_the_twin(layers):
-    """XLA takes them out of their loops."""
+    """XLA unrolls these loops."""
     policy = Policy({"a": "offload"}, min_offload_bytes=0, offload_layers=0.25)
     body = lambda x, w: (jnp.cos(tag(jnp.sin(x @ w), "a")), None)
     ws = jax.random.normal(jax.random.key(1), (layers, 8, 8))
@@ -327,7 +327,7 @@ def test_conservation_by_peaks_of_fresh_processes(freed, verdict, most, monkeypa
     [(90, 100, 1, "holds"), (80, 100, 1, "fails"), (90, 90, 1, "fails"), (90, 200, 1, "fails"), (45, 100, 2, "holds")],
 )
 def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
-    """Of 100 MiB on the host one row of ten is empty."""
+    """Of 100 MiB on the host, one row of ten is empty."""
     plan = lambda **sizes: SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**sizes))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_conservation, "compiled", lambda *_: plan(temp_size_in_bytes=2**30))
@@ -368,7 +368,7 @@ def test_what_moves_inside_of_custom_rules_and_by_jit_is_seen():
 
 
 def there_and_back(x):
-    """On the host meanwhile; an identity."""
+    """The identity, by way of the host."""
     moved = jax.custom_vjp(lambda x: jax.device_put(jax.device_put(x, HOST), DEVICE) * 1)
     moved.defvjp(lambda x: (moved(x), None), lambda _, ct: (ct,))
     return moved(x)
@@ -384,7 +384,7 @@ def by_jax(*offloaded):
 
 
 def in_a_scan(f, policy):
-    """Of layers under JAX's own checkpoint."""
+    """A loss of layers under JAX's own checkpoint."""
     return lambda x, w: jnp.sum(lax.scan(jax.checkpoint(lambda x, w: (f(x, w), None), policy=policy), x, w)[0] ** 2)
 
 
@@ -399,7 +399,7 @@ CALLERS = "an argument float32<host>[4,16,32], which is named 'w_in' and stays w
 @pytest.mark.parametrize(
     "f, said",
     [
-        # inside of a layer of ours
+        # inside a layer of ours
         (
             lambda x, w: jnp.sum(
                 scan(lambda x, w: (layer(x, w | {"in": there_and_back(w["in"])}), None), x, w, policy=RULES)[0] ** 2
@@ -423,7 +423,7 @@ def off(x):
 
 
 def test_what_may_go_to_the_host_holds():
-    """A name holds inside of what is jitted too; an optimizer's state that lives on the host goes back there."""
+    """A name also counts inside jit; an optimizer's state that lives on the host returns there."""
     named = lambda x, w: {"y": off(checkpoint_name(jnp.sin(x), "y")), "g": jax.grad(of_scan)(x, w)}
     assert verdicts(named, X, weights(LAYERS))["moves"] == "holds"
 
@@ -434,13 +434,13 @@ def test_what_may_go_to_the_host_holds():
     found = verify(step, X, weights(LAYERS), jax.device_put(weights(LAYERS), HOST))
     assert found["moves"].verdict == "holds" and found.ok, found
     assert "3 values that go to the host 1 are marked offload" in found["moves"].detail
-    weights_too = lambda x, w, moment: step(x, w, moment) | {"w": jax.device_put(w, HOST)}  # of the moments' shapes
+    weights_too = lambda x, w, moment: step(x, w, moment) | {"w": jax.device_put(w, HOST)}  # with the moments' shapes
     found = verify(weights_too, X, weights(LAYERS), jax.device_put(weights(LAYERS), HOST))["moves"]
     assert found.verdict == "fails" and "an argument float32<host>[4,16,32], which nobody named" in found.detail
 
 
 def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
-    """Planted: it says offload of what is to be saved, but not to the reference."""
+    """Planted: the policy says offload for what is to be saved, except to the reference."""
     rules = Policy({"fc1": "save"}, min_offload_bytes=0)
     monkeypatch.setattr(Policy, "decision", lambda self, name: "save" if is_reference() or name != "fc1" else "offload")
     mine = in_a_scan(layer, rules)
@@ -473,7 +473,7 @@ def in_a_scan_of_ours(f):
         (jax.checkpoint, of_chain),
         (in_a_checkpoint, of_scan),
         (in_a_checkpoint, of_chain),
-        (in_a_scan_of_ours, of_scan),  # a chain is a part of the scan's layer
+        (in_a_scan_of_ours, of_scan),  # a chain is part of the scan's layer
     ],
 )
 def test_what_a_checkpoint_around_it_runs_again_is_not_said_to_run_once(around, f):
@@ -502,7 +502,7 @@ def chain_of_branches(x, w):
 
 @pytest.mark.parametrize("loss", [scan_of_branches, chain_of_branches])
 def test_a_branchs_value_that_takes_the_place_of_a_saved_one_is_a_fault(loss, monkeypatch):
-    """As where partial evaluation gives both one slot: offload is turned into save."""
+    """As if partial evaluation gave both one slot: offload then becomes save."""
     monkeypatch.setattr(_layer, "separate_slots", lambda jaxpr, plan: jaxpr)
     planted = lambda x, w: loss(x, w)
     found = verify(planted, X, weights(LAYERS))
@@ -584,18 +584,18 @@ def test_a_step_that_looks_like_a_loss_is_a_sentence():
 
 @pytest.mark.parametrize("spec", [(None, "d"), (None, None, "d")])
 def test_weights_that_are_divided_and_gathered_again_are_no_fault(spec):
-    """Of a stack on the host one row more is read than there are layers, and given to the devices as the others."""
+    """A stack on the host has one row more than there are layers; that row too is read and given to the devices."""
     mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
     on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
     w = jax.tree.map(lambda a: on(a, *spec), weights(LAYERS))
     found = verify(of_scan, on(X, "d"), w)
     assert found["placement"].verdict == "holds" and found.ok, found
-    assert found["gradients"].verdict == "holds"  # to rounding, where this XLA divides its sums otherwise
+    assert found["gradients"].verdict == "holds"  # within rounding, if this XLA splits its sums differently
     assert "stacks on the host read 1 extra row(s)" in found["placement"].detail
 
 
 def test_a_chain_on_a_mesh_has_its_twins_collectives():
-    """XLA makes one collective of several in the one, and of others in the other."""
+    """XLA combines different collectives in the two programs."""
     mesh = jax.make_mesh((4, 2), ("d", "t"), (jax.sharding.AxisType.Auto,) * 2)
     on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
     w = {"in": on(weights(LAYERS)["in"], None, None, "t"), "out": on(weights(LAYERS)["out"], None, "t")}
@@ -604,7 +604,7 @@ def test_a_chain_on_a_mesh_has_its_twins_collectives():
 
 
 def test_more_collectives_than_the_twin_has_fail(monkeypatch):
-    """Planted: what comes back from the host goes to all devices, and is cut again."""
+    """Planted: what comes back from the host goes to all devices, and is sharded again."""
     mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
     x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
     real = _loops._in_order
@@ -645,7 +645,7 @@ def test_bad_arguments_are_sentences():
 
 
 def extra(monkeypatch, copied):
-    """Something more is kept between the passes: of what is kept, `copied` makes it."""
+    """Keep one more value between the passes, which `copied` makes of what is kept."""
     real = transpose_only.linear_map
 
     def linear_map(*args, kept, transpose, **rest):
@@ -712,7 +712,7 @@ def a_producer_runs_twice(monkeypatch):
 
 
 def called_at_each_write(monkeypatch, leak):
-    """`leak(array)`, whenever a row is written to a stack on the device."""
+    """Call `leak(array)` whenever a row is written to a stack on the device."""
     real = _loops._put
 
     def put(stack, x, i):
@@ -758,7 +758,7 @@ CUDNN = functools.partial(jax.nn.dot_product_attention, is_causal=True, implemen
 
 
 def attending(x, w, attention=CUDNN):
-    """Two stacks of one layer, which attend alike."""
+    """Two stacks of one layer with equal attention."""
 
     def one(x, w):
         heads = tag(jnp.einsum("bsd,dnh->bsnh", x, w), "heads")
@@ -777,7 +777,7 @@ ATTENDING = (
 
 
 def test_each_of_equal_attentions_is_asked_to_be_deterministic(monkeypatch):
-    # XLA's own option reaches the first alone, and the program then lacks the others' graph.
+    # XLA's own option affects only the first of them, and the program then lacks the others' graph.
     fused = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 90000)
     monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
@@ -811,7 +811,7 @@ def test_a_jax_that_cannot_be_asked_is_left_as_it_is_and_named(monkeypatch):
     assert (dict(vars(fused)), dict(os.environ)) == before
     assert "docs/upstream.md#cudnn-deterministic" in _exact.not_exact(attends)
     assert _exact.not_exact(jax.make_jaxpr(jnp.sin)(1.0)) == ""
-    # Results that then differ from run to run are no evidence.
+    # Results that then differ from run to run are not evidence.
     runs = iter(range(9))
     target = target_of(lambda x: {"y": x}, (X,))
     attending = dataclasses.replace(target, jaxpr=attends)
@@ -827,7 +827,7 @@ def test_programs_to_compare_are_lowered_so(monkeypatch):
     arguments = X, weights(LAYERS)
     _exact.compiled(of_scan, arguments, {})
     assert entered == []
-    with pytest.raises(Exception, match="xla_gpu_no_such"):  # entered before XLA is asked
+    with pytest.raises(Exception, match="xla_gpu_no_such"):  # entered before XLA is queried
         _exact.compiled(of_scan, arguments, {"xla_gpu_deterministic_ops": True, "xla_gpu_no_such": 1})
     assert entered == [1]
 
@@ -852,7 +852,7 @@ def test_on_a_gpu_what_xla_made_of_it_is_checked_too():
 
 @pytest.mark.gpu
 def test_copies_on_the_computes_stream_fail(monkeypatch):
-    monkeypatch.delitem(_compiler_options._GPU_OPTIONS, "xla_gpu_enable_command_buffer")  # then all are on
+    monkeypatch.delitem(_compiler_options._GPU_OPTIONS, "xla_gpu_enable_command_buffer")  # so that all are on
     print(found := verify(of_scan, ROWS, W))
     assert [c.claim for c in found if c.verdict == "fails"] == ["copies"], found
 
@@ -920,7 +920,7 @@ def test_the_command_line_verifies(capsys, monkeypatch):
     assert main(["verify", "test_verify:made", "both", "--json", "--strict"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
-    checked = [line for line in said.err.splitlines() if line.startswith(("loss: ", "step: "))]  # not the progress
+    checked = [line for line in said.err.splitlines() if line.startswith(("loss: ", "step: "))]  # without the progress
     assert found["loss"]["ok"] and found["step"]["ok"] and len(checked) == 2 * len(ALL)
     rows_in_wrong_order(monkeypatch)
     jax.clear_caches()
@@ -1027,7 +1027,7 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_what_is_not_differentiated_is_not_checked():
-    """A function of ours that returns no scalar, or a scalar and something else, is run forward alone."""
+    """A function of ours that returns more than a scalar, or none, only runs forward."""
     with_aux = lambda x, w: (of_scan(x, w), {"n": jnp.ones(())})
     found = {check.claim: check for check in verify(with_aux, X, weights(LAYERS))}
     assert found["gradients"].verdict == found["conservation"].verdict == "not checked"
@@ -1036,7 +1036,7 @@ def test_what_is_not_differentiated_is_not_checked():
 
 
 def test_what_other_policies_keep_is_not_known():
-    """JAX computes a saved exponential again, as its derivative reads its value and not its name."""
+    """JAX recomputes a saved exponential, because the derivative reads the value and not its name."""
     named = jax.checkpoint_policies.save_only_these_names("e")
     block = lambda x, w: (checkpoint_name(jnp.exp(x @ w), "e"), None)
     mixed = lambda x, w, v: of_scan(x, w) + jnp.sum(jax.lax.scan(jax.checkpoint(block, policy=named), x, v)[0])

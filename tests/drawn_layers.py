@@ -110,7 +110,7 @@ def conv(act, x, w, key, tag):
     )
 
 
-def products(x, w, key, tag):
+def tied_matmuls(x, w, key, tag):
     """tanh between a matmul and one with the same matrix, transposed."""
     return jnp.tanh(jnp.tanh(tag(x @ w["square"], "fc1")) @ w["square"].T)
 
@@ -161,7 +161,7 @@ def _blocks(dice: random.Random, dim: int, wide: int) -> dict[str, Block]:
             {**scale, **dict.fromkeys("qkv", (dim, HEADS, head)), "o": (HEADS, head, dim)},
         ),
         f"conv({act})": Block(functools.partial(conv, act), {"kernel": (3, dim, dim), "depthwise": (3, 1, dim)}),
-        "products": Block(products, {"square": (dim, dim)}),
+        "tied matmuls": Block(tied_matmuls, {"square": (dim, dim)}),
         "mixture": Block(mixture, {"router": (dim, 3), "experts_in": (3, dim, wide), "experts_out": (3, wide, dim)}),
         "recurrence": Block(recurrence, {"square": (dim, dim)}),
         "equinox": Block(of_equinox, linear),

@@ -47,7 +47,7 @@ def test_the_limit_of_won_back(rate, won):
     assert limit(modes, 20 * (STREAM + won / 2)) == pytest.approx(won / WHOLE)
 
 
-def test_the_limit_of_won_back_takes_attention_first_where_it_runs_again():
+def test_the_limit_of_won_back_takes_attention_first_where_it_is_recomputed():
     ms = {"remat": 30.0, "saved": 25.0, "saved_all": 20.0, "ours_saved_all": 15.0}
     modes = timed(**ms, ours_saved=25.0, ours_saved_context=20.0)  # context takes one of 3 ms per layer
     limit = lambda rate: ratios.won_back_limit(dense.CASE, SHAPE, modes, rate)
@@ -93,7 +93,7 @@ def test_shares_by_hand():
     assert "won_back against JAX's saved_all" not in ratios.won_back(modes)
 
 
-def test_every_offload_of_a_config_is_turned_into_save():
+def test_every_offload_of_a_config_becomes_save():
     policy = Policy({"fc1": "offload", "act": "recompute", "attn/q": "offload"}, dots="offload")
     patterns = ["remat.residuals[fc1]=save", "remat.residuals[act]=recompute", "remat.residuals[attn/q]=save"]
     assert losses.overrides_to_save(policy) == ["remat.offload_modules=[]", *patterns, "remat.dots=save"]
@@ -129,11 +129,11 @@ def test_all_rows_are_divided_among_the_groups():
 @pytest.mark.claim("choices")
 def test_the_choices_of_the_layer_compute_the_same():
     options = argparse.Namespace(rows=40, d_model=16, d_expert=24, experts=4)
-    found, products = {}, {}
+    found, gemms = {}, {}
     for choice in choices.CHOICES:
         run, given = choices.forward_and_backward(choices.experts(choice, "ragged")), choices.operands(options, choice)
         given = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, given)
-        products[choice] = count(jax.make_jaxpr(run)(*given), "ragged_dot_general")
+        gemms[choice] = count(jax.make_jaxpr(run)(*given), "ragged_dot_general")
         y, (dx, dweight, dw) = jax.jit(run)(*given)
         merged = dw.pop("gate and up", None)
         dw |= {} if merged is None else dict(zip(("gate", "up"), jnp.split(merged, 2, axis=2), strict=True))
@@ -142,7 +142,7 @@ def test_the_choices_of_the_layer_compute_the_same():
             rows, weight, w, sizes, _ = given
             layers = _computed(Model(grouped="ragged"), rows, weight, sizes, w, full=True)
             np.testing.assert_array_equal(y, jax.jit(lambda: layers)())
-    assert [*products.values()] == [9, 9, 10, 6]
+    assert [*gemms.values()] == [9, 9, 10, 6]
     for one in found.values():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), one, found["weights on act"])
 

@@ -239,7 +239,7 @@ RULES = {"layer_input": "offload", "u": "save"}
 
 
 @EACH
-def test_inside_another_checkpoint_it_is_kept_while_that_runs_again(under):
+def test_inside_another_checkpoint_it_is_kept_while_that_is_rerun(under):
     f = under(layer, RULES)
     again = jax.checkpoint(f)
     table = residuals(again, X, W)
@@ -278,7 +278,7 @@ def test_inside_a_plan_of_ours():
         assert inside.host_bytes == residuals(inner, X, W).host_bytes
 
 
-def test_the_first_run_inside_another_checkpoint_computes_nothing_again():
+def test_the_first_run_inside_another_checkpoint_recomputes_nothing():
     again = jax.checkpoint(checkpoint(lambda x: layer(x, W[0])[0], policy=policy(RULES)))
     assert not Plans(jax.make_jaxpr(gradient(again))(X)).recomputed
 
@@ -299,12 +299,12 @@ WIDTHS = {"a": 3, "b": 3, "c": 5, "d": 5, "e": 7}
 
 
 class Step(NamedTuple):
-    """`kind` is "tag" (then with `name`), or what runs the `parts`, each a list of steps."""
+    """`kind` is "tag" (then with `name`), or what runs the `bodies`, each a list of steps."""
 
     kind: str
     name: str = ""
     keep: bool = False
-    parts: tuple[Any, ...] = ()
+    bodies: tuple[Any, ...] = ()
 
 
 class Program(NamedTuple):
@@ -321,7 +321,7 @@ def apply(steps, x, w, fields):
 
 
 def one(step, x, w, fields):
-    fs = [lambda x, part=part: apply(part, x, w, fields) for part in step.parts]
+    fs = [lambda x, body=body: apply(body, x, w, fields) for body in step.bodies]
     inner = policy({"**": "offload"}, resident_layers=0)
     match step.kind:
         case "tag":
@@ -363,8 +363,8 @@ of_one = st.sampled_from(["jit", "jax.checkpoint", "lax.scan", "checkpoint", "sc
 
 
 def nested(steps):
-    part = st.lists(steps, min_size=1, max_size=2).map(tuple)
-    made = lambda kinds, parts: st.builds(Step, kinds, st.just(""), st.just(False), st.tuples(*[part] * parts))
+    body = st.lists(steps, min_size=1, max_size=2).map(tuple)
+    made = lambda kinds, bodies: st.builds(Step, kinds, st.just(""), st.just(False), st.tuples(*[body] * bodies))
     return st.one_of(made(of_one, 1), made(st.just("cond"), 2), made(st.just("switch"), 3))
 
 
@@ -398,7 +398,7 @@ def host_of_runs(jaxpr):
 def decided(steps, rules):
     """Return (name, decision) of the tags that the program's policy decides on; an inner scan has its own policy."""
     own = {(step.name, "save" if step.keep else rules[step.name]) for step in steps if step.kind == "tag"}
-    return own.union(*(decided(part, rules) for step in steps if step.kind != "scan" for part in step.parts))
+    return own.union(*(decided(body, rules) for step in steps if step.kind != "scan" for body in step.bodies))
 
 
 def of_width(width, sizes):

@@ -179,7 +179,7 @@ def test_weak_types_are_those_of_jax_checkpoint():
 
 @pytest.mark.claim("saved-exp")
 @pytest.mark.parametrize("producer", [jnp.exp, jnp.tanh, jax.nn.sigmoid, jnp.sqrt, lax.rsqrt, jnp.cbrt])
-def test_a_kept_output_that_its_own_derivative_reads_is_not_computed_again(producer):
+def test_a_kept_output_that_its_own_derivative_reads_is_not_recomputed(producer):
     f = lambda x: jnp.sin(tag(producer(jnp.abs(x) + 1.0), "out"))
     primitive = jax.make_jaxpr(producer)(X).eqns[-1].primitive.name
     for decision in ("save", "offload"):
@@ -189,7 +189,7 @@ def test_a_kept_output_that_its_own_derivative_reads_is_not_computed_again(produ
     assert count(gradient_jaxpr(plain, X), primitive) == 2  # this is why the library names a value where it is defined
 
 
-def test_a_kept_silu_is_not_computed_again():
+def test_a_kept_silu_is_not_recomputed():
     f = lambda x, w: jnp.sin(tag(jax.nn.silu(tag(x @ w, "gate")), "silu")) @ w
     jaxpr = gradient_jaxpr(checkpoint(f, policy=policy({"gate": "save", "silu": "offload"})), X, W, argnums=(0, 1))
     assert count(jaxpr, "dot_general") == 2 + 4
@@ -281,7 +281,7 @@ def test_refs_inside():
     assert_same_bits(run(gradient(checkpoint(f, policy=OFF)), X), run(gradient(save_fc1(f)), X))
 
 
-def test_ordered_effects_with_offload_are_refused_in_a_sentence():
+def test_ordered_effects_with_offload_are_refused_in_one_message():
     def f(x):
         jax.debug.print("x", ordered=True)
         return jnp.sin(tag(jnp.sin(x), "fc1"))

@@ -285,7 +285,7 @@ def test_verify_found_the_fault_that_was_planted_on_a_gpu():
 # ------------------------------------------------------------------------------------------------ remeasuring
 
 
-def test_every_file_can_be_measured_again(capsys):
+def test_every_file_can_be_remeasured(capsys):
     parts = []
     for gpus, count in ((1, 3), (2, 1)):
         for k in range(count):

@@ -214,12 +214,12 @@ def test_a_missing_file_names_the_nearest(good):
     assert line == f"{good.with_name('god.yaml')}: no such file; the nearest is {good}"
 
 
-def test_a_missing_file_beside_no_other_says_what_to_give(tmp_path):
+def test_a_missing_file_in_a_missing_folder_says_what_to_give(tmp_path):
     (line,) = problems(tmp_path / "nowhere" / "x.yaml")
     assert line == f"{tmp_path}/nowhere/x.yaml: no such file; give a YAML file, such as configs/tiny.yaml"
 
 
-def test_a_folder_and_a_binary_are_no_configs(tmp_path):
+def test_a_folder_and_a_binary_are_not_configs(tmp_path):
     (line,) = problems(tmp_path)
     assert str(tmp_path) in line and "must be a YAML file" in line
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")

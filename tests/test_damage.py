@@ -84,7 +84,7 @@ def test_every_file_with_a_flipped_bit_is_named_with_the_checkpoint_before(writt
         assert restored(copy).step == 2  # the advice works
 
 
-def test_what_orbax_writes_last_is_read_by_nobody(out):
+def test_nothing_reads_what_orbax_writes_last(out):
     for name in checkpoints._OF_ORBAX:
         (out / "checkpoints/4" / name).write_bytes(b"\xff" + bytes(20))
     np.testing.assert_array_equal(restored(out).params["w"], state_at(4).params["w"])
@@ -285,7 +285,7 @@ together.close()
 """
 
 
-def test_two_processes_read_a_part_each_and_find_the_same(tmp_path):
+def test_two_processes_each_read_some_files_and_find_the_same(tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         coordinator = f"localhost:{probe.getsockname()[1]}"
@@ -330,7 +330,7 @@ def truncated(content: bytes) -> bytes:
 @pytest.mark.claim("damage")
 @pytest.mark.parametrize("name", ["train.npy", "valid.npy", "tokenizer.json"])
 @pytest.mark.parametrize("damage", [zeroed, swapped, truncated])
-def test_a_damaged_file_of_the_cache_is_made_again_and_named(corpus, tmp_path, capsys, damage, name):
+def test_a_damaged_file_of_the_cache_is_rebuilt_and_named(corpus, tmp_path, capsys, damage, name):
     load(corpus, tmp_path / "cache")
     (file,) = (tmp_path / "cache").glob(f"*/{name}")
     content = file.read_bytes()
@@ -368,7 +368,7 @@ def test_a_cache_of_an_earlier_version_is_used_and_said_not_to_be_verified(corpu
     assert file.read_bytes() == content
 
 
-def test_a_damaged_file_that_cannot_be_made_again_is_a_sentence(corpus, tmp_path, monkeypatch):
+def test_a_damaged_file_that_cannot_be_rebuilt_is_one_message(corpus, tmp_path, monkeypatch):
     load(corpus, tmp_path / "cache")
     (file,) = (tmp_path / "cache").glob("*/train.npy")
     file.write_bytes(zeroed(file.read_bytes()))

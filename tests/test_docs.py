@@ -102,7 +102,7 @@ def test_tables_of_step_times_are_their_files():
     assert compared == 27
 
 
-def test_the_readmes_table_is_a_part_of_the_whole():
+def test_the_readmes_table_is_a_subset_of_the_whole():
     whole = table(result("dense"))
     rows = [row for row in (ROOT / "README.md").read_text().splitlines() if " ms |" in row]
     assert len(rows) == 4 and all(row in whole for row in rows)

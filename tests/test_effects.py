@@ -89,7 +89,7 @@ def masked(read):
 
 @EACH
 @pytest.mark.parametrize("read", [by_callback, by_rule])
-def test_an_input_that_nobody_differentiates_needs_no_derivative(ours, read):
+def test_an_input_that_is_not_differentiated_needs_no_derivative(ours, read):
     body = masked(read)
     f = ours(body)
     assert kept_bytes(f, X, W)[1] == (N + (ours is by_scan)) * ONE
@@ -284,7 +284,7 @@ def test_a_function_that_is_checked_first_is_differentiated_under_its_policy(our
 
 
 @EACH
-def test_a_check_that_nobody_takes_out_is_told_in_jaxs_words(ours):
+def test_a_check_that_is_not_functionalized_raises_jaxs_error(ours):
     with pytest.raises(ValueError, match=r"checkify\.check which was not functionalized"):
         jax.jit(ours(checked))(X, W)
 

@@ -38,7 +38,7 @@ def moved(*elements, size=2):
     return pytest.approx(MS_A_BYTE * size * sum(elements))
 
 
-def test_products_take_their_flops_or_their_bytes():
+def test_matmuls_take_their_flops_or_their_bytes():
     big, wide = (1000, 1000), (1000, 10)
     assert ms(jnp.dot, big, big) == pytest.approx(6.0)  # 2 ms of FLOPs, and 6 of bytes
     assert ms(lambda x, w: x @ w, (10_000, 1000), big) == pytest.approx(2 * (10_000_000 * 2 + 1_000_000) / 1e6)
@@ -82,9 +82,9 @@ def test_kernels_of_which_nothing_is_known_are_named():
     assert not cost(jax.make_jaxpr(jnp.sort)(jnp.ones(100)), MACHINE).unknown
 
 
-def test_grouped_products_and_attention_by_their_shapes():
-    product = lambda x, w: jax.ffi.ffi_call("grouped", jax.ShapeDtypeStruct((10, 7), jnp.bfloat16))(x, w)
-    jaxpr = jax.make_jaxpr(product)(jnp.ones((10, 5), jnp.bfloat16), jnp.ones((3, 5, 7), jnp.bfloat16))
+def test_grouped_gemms_and_attention_by_their_shapes():
+    matmul = lambda x, w: jax.ffi.ffi_call("grouped", jax.ShapeDtypeStruct((10, 7), jnp.bfloat16))(x, w)
+    jaxpr = jax.make_jaxpr(matmul)(jnp.ones((10, 5), jnp.bfloat16), jnp.ones((3, 5, 7), jnp.bfloat16))
     fast = dataclasses.replace(MACHINE, hbm_gb_s=1e9)
     found = cost(jaxpr, fast)
     assert not found.unknown and found.seconds == pytest.approx(2 * 10 * 5 * 7 / 1e12, rel=1e-3)

@@ -83,7 +83,7 @@ def loop(x, w, sizes, dy):
 
 
 @jax.jit(static_argnames=("backend", "quantize", "full"))
-def products(x, w, sizes, dy, backend, quantize=None, full=False):
+def grouped_vjp(x, w, sizes, dy, backend, quantize=None, full=False):
     f = lambda x, w: grouped_matmul(x, w, sizes, backend=backend, quantize=quantize, full=full)
     y, pull = jax.vjp(f, x, w)
     return y, *pull(dy)
@@ -119,7 +119,7 @@ CASES = {
 @PLAIN
 @pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)], ids=["f32", "bf16"])
 @pytest.mark.parametrize("shape", [(192, 64), (20, 12)], ids=str)
-def test_products_equal_a_loop_over_groups(backend, dtype, bound, shape):
+def test_grouped_gemms_equal_a_loop_over_groups(backend, dtype, bound, shape):
     if backend == "mosaic" and (dtype, shape) != (jnp.bfloat16, (192, 64)):
         pytest.skip("it refuses float32 and 20 columns; tested below")
     if backend == "te" and (dtype, shape) == (jnp.bfloat16, (20, 12)) and te.sizes_stay(dtype):
@@ -128,23 +128,23 @@ def test_products_equal_a_loop_over_groups(backend, dtype, bound, shape):
         bound = 2e-3  # TF32
     for name, sizes in CASES.items():
         args = operands(192, *shape, len(sizes), dtype, sizes)
-        got, want = products(*args, backend), loop(*args)
+        got, want = grouped_vjp(*args, backend), loop(*args)
         assert [a.dtype for a in got] == [dtype] * 3
         assert (errors(got, want) < bound).all(), (name, errors(got, want))
         y, dx, dw = map(np.asarray, got)
         assert not y[sum(sizes) :].any() and not dx[sum(sizes) :].any(), name
         assert not dw[np.array(sizes) == 0].any(), name
         if sum(sizes) == 192:
-            assert (errors(products(*args, backend, full=True), want) < bound).all(), name
+            assert (errors(grouped_vjp(*args, backend, full=True), want) < bound).all(), name
             masked, full = run_each(
-                [functools.partial(products, backend=backend, full=f) for f in (False, True)], *args
+                [functools.partial(grouped_vjp, backend=backend, full=f) for f in (False, True)], *args
             )
             assert all(np.array_equal(a, b) for a, b in zip(masked, full, strict=True)), name
 
 
 def test_full_masks_nothing():
     args = operands(192, 64, 128, 4, FLOAT, CASES["uneven"])
-    selects = lambda full: count(jax.make_jaxpr(lambda *a: products(*a, "ragged", full=full))(*args), "select_n")
+    selects = lambda full: count(jax.make_jaxpr(lambda *a: grouped_vjp(*a, "ragged", full=full))(*args), "select_n")
     assert selects(False) - selects(True) == 2  # the rows of y and dx
     with pytest.raises(ValueError, match=r"full: True, but group_sizes: \[16, 0, 96, 32\] sum to 144 of 192 rows"):
         grouped_matmul(*args[:2], jnp.asarray(CASES["fewer"], jnp.int32), backend="ragged", full=True)
@@ -161,8 +161,8 @@ def test_ragged_ignores_even_what_is_not_finite_past_all_groups():
     x, w, sizes, dy = operands(14, 5, 6, 4, FLOAT, SIZES - [0, 0, 2, 0])
     past = jnp.arange(14)[:, None] >= sizes.sum()
     for quantize in (None, "fp8"):
-        clean = products(x, w, sizes, dy, "ragged", quantize)
-        spoiled = products(jnp.where(past, jnp.nan, x), w, sizes, jnp.where(past, jnp.inf, dy), "ragged", quantize)
+        clean = grouped_vjp(x, w, sizes, dy, "ragged", quantize)
+        spoiled = grouped_vjp(jnp.where(past, jnp.nan, x), w, sizes, jnp.where(past, jnp.inf, dy), "ragged", quantize)
         assert_same_bits([*map(np.asarray, spoiled)], [*map(np.asarray, clean)])
 
 
@@ -174,7 +174,7 @@ def test_fp8_is_as_close_as_its_docstring_says(backend, dtype):
         if backend == "te" and name == "odd":  # not multiples of 16
             continue
         args = operands(192, 64, 128, len(sizes), dtype, sizes)
-        got, want = products(*args, backend, "fp8"), loop(*args)
+        got, want = grouped_vjp(*args, backend, "fp8"), loop(*args)
         assert [a.dtype for a in got] == [dtype] * 3
         assert (errors(got, want) <= [0.04, 0.07, 0.07]).all(), (name, errors(got, want))
         y, dx, dw = map(np.asarray, got)
@@ -190,14 +190,14 @@ def test_fp8_multiplies_what_was_rounded_and_adds_in_float32():
     rounded_w = jax.jit(RAGGED_FP8.weights)(w)[0]
     rounded_w = np.asarray(rounded_w.data, np.float64) * np.asarray(rounded_w.scale_inv, np.float64)[:, None, None]
     want = loop(back(quantized(x, sizes, E4M3)), rounded_w, SIZES, back(quantized(dy, sizes, e5m2)))
-    assert (errors(products(x, w, sizes, dy, "ragged", "fp8"), want) < 1e-6).all()
+    assert (errors(grouped_vjp(x, w, sizes, dy, "ragged", "fp8"), want) < 1e-6).all()
 
 
 @pytest.mark.gpu
 def test_transformer_engines_fp8_is_the_emulations():
     needs_te()
     args = operands(192, 64, 128, 4, jnp.bfloat16, CASES["uneven"])
-    got, want = products(*args, "te", "fp8"), products(*args, "ragged", "fp8")
+    got, want = grouped_vjp(*args, "te", "fp8"), grouped_vjp(*args, "ragged", "fp8")
     assert (errors(got, [np.asarray(a, np.float64) for a in want]) < 4e-3).all()
 
 
@@ -228,7 +228,7 @@ def test_fp8_of_tiny_groups_is_finite_and_as_close():
     x, w, group_sizes, dy = operands(192, 64, 128, 4, FLOAT, sizes)
     of_rows = lambda factors: np.repeat(factors, sizes)[:, None]
     tiny = lambda rows, factors: jnp.asarray(rows * of_rows(factors), FLOAT)
-    got = products(tiny(x, of_x), w, group_sizes, tiny(dy, of_dy), "ragged", "fp8")
+    got = grouped_vjp(tiny(x, of_x), w, group_sizes, tiny(dy, of_dy), "ragged", "fp8")
     factors = (of_rows(of_x), of_rows(of_dy), (of_x * of_dy)[:, None, None])
     got = [np.asarray(a, np.float64) / factor for a, factor in zip(got, factors, strict=True)]
     assert (errors(got, loop(x, w, sizes, dy)) <= [0.04, 0.07, 0.07]).all()
@@ -287,7 +287,7 @@ def test_fp8_needs_something_to_scale():
     assert not grouped_matmul(jnp.ones((128, 64), jnp.bfloat16), **none).any()
 
 
-def test_auto_is_asked_for_products_that_there_are():
+def test_auto_refuses_operands_that_do_not_fit_together():
     x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
     for given, said in (((x, w[0]), "is not (G, K, N)"), ((x[:, 1:], w), "differ in K"), ((x > 0, w), "one dtype")):
         with pytest.raises(ValueError, match=re.escape(said)):
@@ -331,14 +331,14 @@ def test_what_v2_cannot_do_is_said_before_it_is_tried(stand_in, K, N, dtype, cub
     stand_in(v2=True, cublas=cublas)
     args = operands(192, K, N, 4, dtype, CASES["fewer"])
     if said is None:
-        products(*args, "te")
+        grouped_vjp(*args, "te")
     else:
         changed = {"x": args[0], "w": args[1], "group_sizes": args[2], "backend": "te"}
         assert f"grouped_matmul: backend 'te' cannot do this: {said}" == raised(ValueError, **changed)
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8"])
-def test_without_transformer_engine_one_sentence_names_the_extra(monkeypatch, quantize):
+def test_without_transformer_engine_one_message_names_the_extra(monkeypatch, quantize):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     sizes = jnp.full(4, 16, jnp.int32)
     said = raised(ImportError, backend="te", quantize=quantize, group_sizes=sizes)
@@ -360,7 +360,7 @@ def installed(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("version", ["1.13", "2.4.0", "2.9", "2.14.1"])
-def test_a_transformer_engine_that_is_too_old_is_not_taken_and_one_sentence_says_so(stand_in, installed, version):
+def test_a_transformer_engine_that_is_too_old_is_not_used_and_one_message_says_so(stand_in, installed, version):
     installed(version)
     assert not te.importable()
     said = raised(ImportError, backend="te")
@@ -384,7 +384,7 @@ def test_the_extras_ask_for_the_transformer_engine_that_is_needed():
 
 
 @pytest.mark.parametrize("backend", ["mosaic", "te stand-in"], indirect=True)
-def test_vmap_of_a_kernel_is_one_sentence(backend, monkeypatch):
+def test_vmap_of_a_kernel_is_one_message(backend, monkeypatch):
     monkeypatch.setattr(_backend, "_gpu_generation", lambda: 9)
     x, w = jnp.ones((2, 128, 64), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot be vmapped; backend 'ragged' can"):
@@ -424,10 +424,10 @@ TWICE = {
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 @pytest.mark.parametrize("twice", TWICE.values(), ids=TWICE.keys())
 def test_second_derivatives_are_refused_in_one_message(twice, quantize, jit):
-    product = jit(lambda x, w: grouped_matmul(x, w, jnp.asarray(SIZES), backend="ragged", quantize=quantize))
+    matmul = jit(lambda x, w: grouped_matmul(x, w, jnp.asarray(SIZES), backend="ragged", quantize=quantize))
     said = r"^grouped_matmul cannot be differentiated twice.*jax\.lax\.ragged_dot"
     with pytest.raises(NotImplementedError, match=said):
-        jax.eval_shape(twice(lambda x, w: jnp.sum(product(x, w) ** 2)), normal(0, (14, 5)), normal(1, (4, 5, 6)))
+        jax.eval_shape(twice(lambda x, w: jnp.sum(matmul(x, w) ** 2)), normal(0, (14, 5)), normal(1, (4, 5, 6)))
 
 
 @pytest.mark.parametrize("backend", ["mosaic", "te stand-in"], indirect=True)
@@ -599,7 +599,7 @@ def test_mosaic_lowers_for_the_shapes_it_does_not_refuse(monkeypatch, M, K, N, d
     devices = jax.devices
     monkeypatch.setattr(jax, "devices", lambda *args: [Hopper()] if not args else devices(*args))
     shaped = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((M, K), (3, K, N), (M, N))]
-    traced = products.trace(*shaped[:2], jax.ShapeDtypeStruct((3,), jnp.int32), shaped[2], "mosaic")
+    traced = grouped_vjp.trace(*shaped[:2], jax.ShapeDtypeStruct((3,), jnp.int32), shaped[2], "mosaic")
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 3
 
 
@@ -702,7 +702,7 @@ def test_transformer_engines_tensors_are_the_same_buffers(stand_in):
         te.to_te(plain, columnwise=True)
 
 
-def test_tensors_of_transformer_engine_that_are_no_pair_are_refused(stand_in):
+def test_tensors_of_transformer_engine_that_are_not_a_pair_are_refused(stand_in):
     q = grouped()
     rows, columns = te.to_te(q), te.to_te(q, columnwise=True)
     wrong = {
@@ -941,12 +941,12 @@ def test_the_quantised_copies_have_their_names_in_the_scope_of_the_call():
     assert ("device", FP8, (8, 14)) in kept(saved, X, W[0])  # and JAX sees the same names
 
 
-def test_a_product_without_a_name_names_nothing():
+def test_a_grouped_gemm_without_a_name_names_nothing():
     f = lambda x, w: jnp.sin(grouped_matmul(x, w, SIZES_J, backend="ragged", quantize="fp8"))
     assert not any(row.names for row in residuals(checkpoint(f, policy=policy()), X, W[0]).rows)
 
 
-def test_a_plain_products_residuals_are_its_arguments():
+def test_a_plain_grouped_gemms_residuals_are_its_arguments():
     f = lambda x, w: grouped_matmul(jnp.sin(x), w, SIZES_J, backend="ragged", name="moe/fc1_input")
     at = lambda how: kept(checkpoint(f, policy=policy({"moe/fc1_input": how})), X, W[0])
     assert at("offload") == {("host", "float32", (14, 8)): 1}
@@ -955,7 +955,7 @@ def test_a_plain_products_residuals_are_its_arguments():
 
 
 @pytest.mark.parametrize("f", [plain, expert])
-def test_a_products_gemms_run_three_times_and_once_more_if_it_is_recomputed(f):
+def test_a_grouped_matmul_runs_three_gemms_and_one_more_if_it_is_recomputed(f):
     for how, gemms in (("save", 3), ("offload", 3), ("recompute", 4)):
         rules = {"fc1_input": "save", "fc1": how}
         assert (
@@ -991,7 +991,7 @@ def test_only_what_the_backward_pass_reads_is_kept():
     assert host(fc1_input="offload", fc1="recompute") == columns | rows
 
 
-def test_a_product_reads_the_scales_of_the_copy_that_it_multiplies():
+def test_a_grouped_gemm_reads_the_scales_of_the_copy_that_it_multiplies():
     """Both hold equal numbers, but are two residuals: recomputing the grouped GEMM reads the row-wise scales again."""
 
     def moved(leaf, fc1):

@@ -47,7 +47,7 @@ def test_make_train_trains_tiny_on_the_standard_library(tmp_path):
     assert (tiny.data.path, tiny.train.out) == ("stdlib", "runs/tiny")
 
 
-def test_make_train_makes_its_own_environment_but_for_another_python():
+def test_make_train_makes_its_own_environment_unless_python_is_given():
     *_, last = make("-n", "train").splitlines()
     assert last.strip() == ".venv/bin/python -m models.train configs/tiny.yaml"
     assert make("-n", "train", "PYTHON=python3").strip() == "python3 -m models.train configs/tiny.yaml"

@@ -44,8 +44,8 @@ def rope_reference(x_SxH, theta):
     """Rotate each pair (i, i + H/2), as a complex number, by position / theta^(2i/H)."""
     S, H = x_SxH.shape
     pairs = x_SxH[:, : H // 2] + 1j * x_SxH[:, H // 2 :]
-    turned = pairs * np.exp(1j * np.outer(np.arange(S), theta ** (-2.0 * np.arange(H // 2) / H)))
-    return np.concatenate([turned.real, turned.imag], axis=1)
+    rotated = pairs * np.exp(1j * np.outer(np.arange(S), theta ** (-2.0 * np.arange(H // 2) / H)))
+    return np.concatenate([rotated.real, rotated.imag], axis=1)
 
 
 def attention_reference(x_SxD, p, config):
@@ -432,7 +432,7 @@ def test_the_report_needs_no_gpu_for_kernels_of_gpus():
     assert "moe/fc1.gate" in report(load(CONFIGS / "qwen3-30b-a3b.yaml", ["model.grouped=mosaic"]))
 
 
-def test_a_product_that_cannot_run_here_is_a_line_about_the_config():
+def test_a_backend_that_cannot_run_here_is_a_line_about_the_config():
     config = load(CONFIGS / "tiny-moe.yaml", ["model.grouped=te"])
     with pytest.raises(ConfigError, match=r"model\.grouped: grouped_matmul: backend 'te' needs TransformerEngine"):
         summary(config, program(config, abstract_mesh(config.mesh)))
@@ -447,11 +447,11 @@ def test_a_product_that_cannot_run_here_is_a_line_about_the_config():
         (["model.grouped=te"], "(model.grouped = 'te' was traced as ragged: no CUDA here.)"),
     ],
 )
-def test_the_report_says_who_multiplies(overrides, line):
+def test_the_report_names_the_backend(overrides, line):
     assert line in report(load(CONFIGS / "tiny-moe.yaml", overrides)).splitlines()
 
 
-def test_the_report_of_a_dense_model_has_no_grouped_products():
+def test_the_report_of_a_dense_model_has_no_grouped_gemms():
     assert "grouped" not in report(load(CONFIGS / "tiny.yaml"))
 
 
@@ -470,7 +470,7 @@ def test_the_report_of_a_dense_model_has_no_grouped_products():
         (8, ["model.grouped=te"], False, "te"),
     ],
 )
-def test_who_multiplies_on_a_hopper_gpu(monkeypatch, gpus_of_a_process, overrides, sizes_stay, line):
+def test_the_backend_on_a_hopper_gpu(monkeypatch, gpus_of_a_process, overrides, sizes_stay, line):
     monkeypatch.setattr(jax, "local_device_count", lambda: gpus_of_a_process)
     monkeypatch.setattr(_backend, "_gpu_generation", lambda: 9)
     monkeypatch.setattr(te, "importable", lambda: True)

@@ -245,14 +245,14 @@ def test_tokens_are_routed_once(kind):
     assert count(jaxpr, "top_k") == 1 and count(jaxpr, "sort") == 1
 
 
-def test_grouped_products_run_nine_times_and_once_more_for_each_that_is_recomputed():
+def test_grouped_gemms_run_nine_times_and_once_more_for_each_that_is_recomputed():
     x, w = jax.eval_shape(inputs)
-    products = lambda rules: count(gradient_jaxpr(through(rules), x, w, argnums=(0, 1)), "ragged_dot_general")
-    assert products({"moe/fc1": "save"}) == 9
-    assert products({"moe/fc1": "offload", "moe/act": "save"}) == 9
-    assert products({"moe/fc1.gate": "offload"}) == 10
-    assert products({"moe/act": "save"}) == 11
-    assert products({}) == 11
+    gemms = lambda rules: count(gradient_jaxpr(through(rules), x, w, argnums=(0, 1)), "ragged_dot_general")
+    assert gemms({"moe/fc1": "save"}) == 9
+    assert gemms({"moe/fc1": "offload", "moe/act": "save"}) == 9
+    assert gemms({"moe/fc1.gate": "offload"}) == 10
+    assert gemms({"moe/act": "save"}) == 11
+    assert gemms({}) == 11
 
 
 def test_the_routers_logits_are_float32s_whatever_the_streams_dtype():
@@ -281,7 +281,7 @@ MIXED = {"moe/act.columnwise_data": "offload", "moe/act.columnwise_scale_inv": "
     ],
     ids=["fc1", "all", "act", "input"],
 )
-def test_quantised_residuals_are_steered_one_by_one_and_no_bit_changes(rules):
+def test_quantised_residuals_are_decided_one_by_one_and_no_bit_changes(rules):
     """Against plain checkpoints that save the same leaves."""
     leaves = [f"{name}.{copy}" for name in ("moe/fc1_input", "moe/act") for copy in COPIES]
     leaves += ["moe/fc1.gate", "moe/fc1.up"]
@@ -320,7 +320,7 @@ def flips(x):
 
 
 @pytest.mark.claim("routing")
-def test_routing_that_is_computed_again_damages_the_gradient():
+def test_recomputed_routing_damages_the_gradient():
     """This is why the rule exists. Rounding differs between forward and backward pass. Where scores are nearly equal,
     other experts are chosen, and the saved rows belong to other tokens. Few tokens here, so the difference is larger
     than rounding, and all scores are nearly equal."""

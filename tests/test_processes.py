@@ -242,14 +242,14 @@ def test_a_process_that_does_not_come_is_named_after_ten_seconds_and_waited_for_
     assert problem.startswith("distributed.timeout = 30: waited 30 s for process 1 of 2; start every process")
 
 
-def test_a_port_where_another_process_0_listens_is_a_sentence(tmp_path):
+def test_a_port_where_another_process_0_listens_is_one_message(tmp_path):
     with socket.create_server(("", 0)) as taken:
         coordinator = f"localhost:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=r"distributed\.coordinator = 'localhost:\d+': .*Address already in use"):
             processes.join(Distributed(coordinator, 2, 0), tmp_path, lambda out: [])
 
 
-def test_a_process_0_that_cannot_be_reached_is_a_sentence(tmp_path):
+def test_a_process_0_that_cannot_be_reached_is_one_message(tmp_path):
     nowhere = f"localhost:{free_port()}"
     said = rf"distributed\.timeout = 0.5: waited 0.5 s for process 0 at {nowhere} \(.*Connection refused"
     with pytest.raises(ConfigError, match=said):

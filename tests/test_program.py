@@ -95,7 +95,7 @@ def module_of(program):
     return hlo.parse(program.as_text())
 
 
-def products(lines):
+def matmuls(lines):
     return [line for line in lines if "__cublas" in line.text]
 
 
@@ -147,7 +147,7 @@ def test_the_copies_for_the_host_and_nothing_else_are_asynchronous(lines):
     assert all(line.on_host for line in starts)
 
 
-def test_the_copies_are_no_collectives(offloading):
+def test_the_copies_are_not_collectives(offloading):
     assert hlo.collective_kernels(offloading.runtime_executable().hlo_modules()) == set()
 
 
@@ -181,18 +181,18 @@ def test_however_the_layers_are_divided(gpu, layers, offloaded, fields):
 def test_every_copy_is_dma_and_in_range(lines):
     """XLA knows the offset of each iteration, and does not clamp it."""
     body_of = {line.name: line for line in lines}
-    turns = {}
+    trip_counts = {}
     for line in lines:
         if line.opcode == "while":
             (count,) = re.findall(r'"known_trip_count":\{"n":"(\d+)"', line.text)
-            turns |= dict.fromkeys(line.calls, int(count))
+            trip_counts |= dict.fromkeys(line.calls, int(count))
     copies = 0
     for start in (line for line in lines if line.opcode == "fusion-start"):
         (copy,) = (c for c in lines if c.computation in start.calls and c.opcode.startswith("dynamic-"))
         stack = copy.shape if copy.opcode == "dynamic-update-slice" else body_of[copy.operands[0]].shape
         rows, *row = map(int, re.search(r"\[([\d,]+)\]", stack)[1].split(","))
         size = 2 * int(np.prod(row))
-        offsets = hlo.row_offsets(copy, turns[start.computation])
+        offsets = hlo.row_offsets(copy, trip_counts[start.computation])
         assert {abs(b - a) for a, b in itertools.pairwise(offsets)} == {2 * size}
         assert len(offsets) == LAYERS // 2 and all(at in range(0, rows * size, size) for at in offsets)
         copies += 1
@@ -204,8 +204,8 @@ def begun_after(lines):
     for body in dict.fromkeys(line.computation for line in lines if line.opcode.endswith("-start")):
         inside = [line for line in lines if line.computation == body]
         yield (
-            len(products(inside)),
-            [len(products(inside[:i])) for i, a in enumerate(inside) if a.opcode.endswith("-start")],
+            len(matmuls(inside)),
+            [len(matmuls(inside[:i])) for i, a in enumerate(inside) if a.opcode.endswith("-start")],
         )
 
 
@@ -222,7 +222,7 @@ AT_ONCE = [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]  # two layers per iteration; al
 
 
 @pytest.mark.claim("copies-begin")
-def test_copies_begin_where_their_turn_begins_or_as_late_as_one_says(gpu):
+def test_copies_begin_with_their_iteration_or_as_late_as_copy_ms_says(gpu):
     """By default XLA would begin copies to the device about 5 ms before the end of their iteration, here in its
     middle."""
     assert large(gpu, LAYERS, OPTIONS) == AT_ONCE
@@ -247,7 +247,7 @@ def test_a_chains_copies_have_a_layer_to_hide_behind(gpu):
     f = gradient(lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 6, x, w, policy=policy), (0, 1))
     done, begun, spans = 0, {}, {"to": [], "from": []}
     for line in module_of(compiled(gpu, f, x, [w] * 6)):
-        done += len(products([line]))
+        done += len(matmuls([line]))
         if line.opcode == "copy-start":
             begun[line.name] = done
         elif line.opcode == "copy-done":
@@ -272,18 +272,18 @@ def test_emulated_fp8_multiplies_what_was_rounded(gpu):
     assert results >= {"f8e4m3fn[192,64]", "f8e4m3fn[4,64,128]", "f8e5m2[192,128]"}
 
 
-def test_every_product_runs_once(gpu, lines):
+def test_every_matmul_runs_once(gpu, lines):
     """A layer has two matmuls, and its backward pass four. This holds for saved ones too, which XLA would clone when it
     writes them into a stack."""
-    in_turns = lambda lines: len(products(lines))
-    assert in_turns(lines) == 2 * 2 * (2 + 4)
+    in_loops = lambda lines: len(matmuls(lines))
+    assert in_loops(lines) == 2 * 2 * (2 + 4)
     saving = module_of(compiled(gpu, twice(dict.fromkeys(OFFLOADED, "save")), X, weights(LAYERS)))
-    assert in_turns(saving) == 2 * 2 * (2 + 4)
+    assert in_loops(saving) == 2 * 2 * (2 + 4)
     recomputing = module_of(compiled(gpu, twice({"fc1": "recompute"}), X, weights(LAYERS)))
-    assert in_turns(recomputing) == 2 * 2 * (2 + 5)
+    assert in_loops(recomputing) == 2 * 2 * (2 + 5)
 
 
-def test_verify_counts_products_as_often_as_they_run(gpu, monkeypatch, request):
+def test_verify_counts_matmuls_as_often_as_they_run(gpu, monkeypatch, request):
     """As often as traced. Before jaxlib 0.12, XLA reruns a saved matmul if it can compute at which row the result goes
     into its stack."""
 
@@ -308,7 +308,7 @@ def test_verify_counts_products_as_often_as_they_run(gpu, monkeypatch, request):
     ]
 
 
-def test_one_product_more_is_seen_where_xla_makes_one_of_two(gpu):
+def test_one_matmul_more_is_seen_where_xla_merges_several(gpu):
     x, w = jnp.zeros((256, 512), jnp.bfloat16), jnp.zeros((3, 512, 256), jnp.bfloat16)
     f = lambda x, w: (x @ w[0], x @ w[1], x @ w[2])
     once, merged = (
@@ -396,7 +396,7 @@ def test_stacks_are_split_over_devices_as_what_they_hold_is(two_gpus):
 
 
 @pytest.mark.parametrize("backend", ["mosaic", "te"])
-def test_grouped_products_run_nine_times_a_layer_and_their_outputs_go_to_the_host_by_dma(gpu, monkeypatch, backend):
+def test_grouped_gemms_run_nine_times_per_layer_and_their_outputs_go_to_the_host_by_dma(gpu, monkeypatch, backend):
     """Two layers per iteration. This includes saved outputs: if XLA could compute the offset at which a kernel's output
     is written into a stack, it would recompute the output for its other readers, as in `lax.scan`."""
     kind, kernel = {"mosaic": ("Mosaic kernels", "mosaic_gpu"), "te": ("grouped products", "te_grouped_gemm")}[backend]

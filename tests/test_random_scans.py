@@ -167,7 +167,7 @@ def block(kind, f, a, b, predicate, ours):
             return (checkpoint(f, policy=policy(default="save")) if ours else jax.checkpoint(f))(a, b)
         case "cond":
             return lax.cond(predicate, f, lambda a, b: a.astype(jax.eval_shape(f, a, b).dtype), a, b)
-        case "cond of twins":
+        case "cond of equal branches":
             return lax.cond(predicate, lambda a, b: f(a + a, b), lambda a, b: f(-a, b), a, b)
         case "lax.scan":
             return lax.scan(row, a, length=INNER)[0]
@@ -489,7 +489,7 @@ NAMES = ("a", "b", "c", "s/a", "s/d")
 WHOLE_NUMBERS = ("i", "s/j")
 PATTERNS = ("a", "b", "c", "d", "c.x", "a.y", "s/*", "i")
 NEXT = {"int32": "next", "bool": "not", "key": "split"}
-BLOCKS = ("jit", "jax.checkpoint", "checkpoint", "cond", "cond of twins", "lax.scan", "scan")
+BLOCKS = ("jit", "jax.checkpoint", "checkpoint", "cond", "cond of equal branches", "lax.scan", "scan")
 KINDS = {"f": ("f32", "bf16"), "i": ("int32",), "b": ("bool",), "k": ("key",)}
 DECISIONS = ("offload", "save", "recompute")
 

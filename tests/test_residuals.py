@@ -124,7 +124,7 @@ def test_a_row_says_what_where_why_and_how_much():
     assert rows[("mlp/fc2",), "not needed"].bytes == 0
 
 
-def test_untagged_residuals_are_shown_with_their_origin():
+def test_untagged_residuals_are_shown_with_their_producer():
     table = residuals(model({}, resident_layers=0), X, W)
     untagged = {(r.shape, r.dtype): r.reason for r in table if r.decision is None}
     assert untagged[(BATCH, DIM), "float32"] == "output of exp"

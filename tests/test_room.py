@@ -30,7 +30,7 @@ def test_a_chunk_of_logits_is_stored_and_what_is_fused_with_their_sum_is_not():
     assert found.layer == 0
 
 
-def test_a_sum_over_chunks_that_is_an_arguments_gradient_is_not_counted_again():
+def test_a_sum_over_chunks_that_is_an_arguments_gradient_is_not_counted_twice():
     found = room(jax.grad(logits, 1), of(4, B, D, dtype=jnp.bfloat16), of(D, V)).loop
     assert 0 <= found - (2 * B * V + 2 * D * V) < SCALARS  # the cotangent of the logits, and what this chunk adds
 

@@ -77,7 +77,7 @@ def right():
 
 @pytest.mark.claim("by-rounding")
 @pytest.mark.parametrize("plant", [rows_in_wrong_order, a_host_write_is_skipped], ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_no_rounding_in_any_of_them(plant, right, monkeypatch):
+def test_a_planted_fault_exceeds_rounding_in_each_of_them(plant, right, monkeypatch):
     target, layers, run, reference = right
     plant(monkeypatch)
     wrong = lambda *args: target.run(*args)  # a new function, because JAX would not trace the same one again
@@ -177,7 +177,7 @@ def test_where_equal_arithmetic_cannot_be_had_results_are_judged_by_rounding(by,
     )
 
 
-def test_a_reference_that_rounding_alone_changes_much_is_no_evidence(monkeypatch):
+def test_a_reference_that_rounding_alone_changes_much_is_not_evidence(monkeypatch):
     """Such as a router whose choice depends on rounding."""
     monkeypatch.setattr(_gradients, "rounding", lambda *_: _gradients.Rounding(share=1.0, error=0.2))
     one = {"value": np.ones(1)}

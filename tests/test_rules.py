@@ -251,7 +251,7 @@ def test_rule_3_tagged_integers_booleans_and_keys_stay_saved():
         assert states(g, X, W)["routing"] == ("saved", "integers are always saved")
 
 
-def test_rule_3_a_key_that_the_backward_pass_reads_is_saved_not_made_again():
+def test_rule_3_a_key_that_the_backward_pass_reads_is_saved_not_recomputed():
     def f(x, w):
         key = tag(jax.random.fold_in(jax.random.key(0), 7), "key")
         return x @ w * jax.random.normal(key, (4, 8))
@@ -276,7 +276,7 @@ def dots(x, w):
     return jnp.sin(jnp.einsum("bij,bjk->bik", h[None], w[None])[0])
 
 
-def test_rule_4_dots_keep_untagged_products_without_batch_dimensions():
+def test_rule_4_dots_keep_untagged_matmuls_without_batch_dimensions():
     assert kept(under(dots, {"fc1": "recompute"}, dots="save"), X, W) == {DEVICE: 1}
     assert kept(under(dots, {"fc1": "recompute"}, dots="offload"), X, W) == {HOST: 1}
     found = states(under(dots, {"fc1": "recompute"}, dots="offload"), X, W)
@@ -294,11 +294,11 @@ def test_rule_4_a_tag_marked_recompute_does_not_keep_its_dot():
 
 def test_rule_4_not_inside_custom_vjp_forward_rules():
     @jax.custom_vjp
-    def product(x, w):
+    def matmul(x, w):
         return x @ w
 
-    product.defvjp(lambda x, w: (jnp.sin(x @ w), (x, w, x @ w)), lambda r, ct: (ct @ r[1].T * r[2], r[0].T @ ct))
-    f = under(lambda x, w: jnp.sin(product(jnp.sin(x @ w), w)), dots="save")
+    matmul.defvjp(lambda x, w: (jnp.sin(x @ w), (x, w, x @ w)), lambda r, ct: (ct @ r[1].T * r[2], r[0].T @ ct))
+    f = under(lambda x, w: jnp.sin(matmul(jnp.sin(x @ w), w)), dots="save")
     assert kept(f, X, W) == {DEVICE: 1}
 
 
@@ -430,7 +430,7 @@ def test_rule_5_is_judged_on_the_whole_function_not_on_what_one_gradient_perturb
     jax.make_jaxpr(jax.grad(lambda b: one(X, b).sum()))(X)  # the rule is not used here
 
 
-def test_rule_5_an_input_without_a_derivative_is_no_obstacle():
+def test_rule_5_an_input_without_a_derivative_is_not_an_obstacle():
     def f(x, low):
         return jnp.sin(tag(jnp.sin(x), "fc1")) * lax.rng_uniform(low, 1.0, x.shape)
 
@@ -634,18 +634,18 @@ def test_rule_7_tag_and_argument_are_one_value():
     assert kept(f, X, WS) == {("host", "float32", (6, 4, 8)): 1, HOST: 1}  # the last layer's, separately
 
 
-def product(x, w):
+def matmul(x, w):
     return jnp.sin(tag(x, "x") @ tag(w, "w"))
 
 
 def sharded(x, w):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.shard_map(product, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(x, w)
+    return jax.shard_map(matmul, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(x, w)
 
 
 def over_rows(x, w):
     """Scan over the rows of x with a constant w."""
-    return lax.scan(lambda n, row: (n + 1, product(row, w)), 0, x)[1]
+    return lax.scan(lambda n, row: (n + 1, matmul(row, w)), 0, x)[1]
 
 
 def nested_rows(x, w):
@@ -667,9 +667,9 @@ def test_rules_7_and_8_hold_inside_shard_map_and_inner_scans(inside, decision, p
     assert kept(g, X, W) == (moved if decision == "offload" else {})
 
 
-def test_rule_7_the_state_of_an_inner_scan_is_no_argument():
+def test_rule_7_the_state_of_an_inner_scan_is_not_an_argument():
     def f(x, w):
-        return lax.scan(lambda x, w: (product(x, w), None), x, w)[0]
+        return lax.scan(lambda x, w: (matmul(x, w), None), x, w)[0]
 
     assert kept(under(f, {"x": "offload", "w": "save"}), X, WS) == {("host", "float32", (6, 4, 8)): 1}
     assert kept(under(f), X, WS) == {}

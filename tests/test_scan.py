@@ -223,7 +223,7 @@ def test_ordered_effects_with_offload_are_refused():
         jax.jit(f("offload")).lower(X, WS)
 
 
-def test_a_forward_pass_that_an_outer_checkpoint_runs_again_moves_nothing():
+def test_a_forward_pass_that_an_outer_checkpoint_reruns_moves_nothing():
     jaxpr = gradient_jaxpr(jax.checkpoint(lambda x, w: scan(body, x, w, policy=OFF)[0]), X, WS)
     first, again = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "jaxoffload_forward")
     host = lambda eqn: sum(place(v.aval) == "host" for v in eqn.outvars)
@@ -368,10 +368,10 @@ def test_a_value_of_an_inner_loop_that_two_derivatives_read_is_kept_once():
         y = tag(jax.checkpoint(lambda a: jnp.tanh(a * a))(c), "fc1")
         return y + y, None
 
-    turns = 2
-    step = lambda x, w: (lax.scan(inner, x @ w, length=turns)[0], None)
+    iterations = 2
+    step = lambda x, w: (lax.scan(inner, x @ w, length=iterations)[0], None)
     f = lambda x, w: scan(step, x, w, policy=policy({"fc1": "offload"}, resident_layers=0))[0]
-    assert kept_bytes(f, X, WS)[1] == (N + 1) * turns * ONE
+    assert kept_bytes(f, X, WS)[1] == (N + 1) * iterations * ONE
     plain = lambda x, w: lax.scan(in_a_loop(step, "fc1"), x, w)[0]
     assert_same_bits(run(gradient(f, (0, 1)), X, WS), run(gradient(plain, (0, 1)), X, WS))
 

@@ -323,7 +323,7 @@ def test_a_mesh_that_is_not_the_machine_is_a_config_error(sizes, devices, proble
     assert problem in caught.value.problems[0].message
 
 
-def test_a_tensor_axis_across_parts_of_processes_is_a_config_error():
+def test_a_tensor_axis_that_straddles_processes_is_a_config_error():
     devices = [SimpleNamespace(process_index=i // 4, device_kind="x") for i in range(12)]
     with pytest.raises(ConfigError, match=r"mesh.tensor = 3: must divide, or be a multiple of, a process's 4"):
         make_mesh(Mesh(1, 4, 3), devices)

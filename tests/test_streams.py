@@ -69,7 +69,7 @@ def write_trace(folder, streams, module):
     (folder / "host.xplane.pb").write_bytes(made)
 
 
-def test_grouped_products_ran_nine_times_a_layer():
+def test_grouped_gemms_ran_nine_times_per_layer():
     """In the profile of an H200: two steps of a scan over four layers whose gate and up were offloaded."""
     with gzip.open(Path(__file__).parent / "data/moe.json.gz", "rt") as file:
         made = json.load(file)
@@ -153,7 +153,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 
 
 def test_collectives_that_are_kernels_are_known_by_name():
-    """XLA turns small ones into kernels (its collective_fusion_test.cc); other asynchronous operations do not count."""
+    """XLA makes kernels of small ones (its collective_fusion_test.cc); other asynchronous operations do not count."""
     module = hlo_module_from_text(WRAPPED)
     assert "psum.3-fusion.1" not in module.to_string()
     assert hlo.collective_kernels([module]) == {"psum.3-fusion.1", "all_to_all.7"}
@@ -225,7 +225,7 @@ OFFSETS = {
 
 @pytest.mark.parametrize("how", OFFSETS)
 @pytest.mark.parametrize("first, right", [(0, True), (80, True), (-16, False), (96, False), (8, False), (None, False)])
-def test_the_offset_of_each_turn_is_read_however_xla_says_it(how, first, right):
+def test_the_offset_of_each_iteration_is_read_however_xla_says_it(how, first, right):
     """Three iterations, each of which copies one of eight rows of 16 bytes."""
     said = "{}" if first is None else OFFSETS[how].format(first, first + 16, first + 32)
     text = f"""
@@ -235,13 +235,13 @@ def test_the_offset_of_each_turn_is_read_however_xla_says_it(how, first, right):
   ROOT %row = f32[4]{{0}} dynamic-slice(%p, %i), backend_config={{"dynamic_slice_config":{said}}}
 }}
 
-%turn (x: f32[8,4]) -> f32[8,4] {{
+%iteration (x: f32[8,4]) -> f32[8,4] {{
   %x = f32[8,4]{{1,0:S(5)}} parameter(0)
   ROOT %start = ((f32[8,4]{{1,0:S(5)}}, s32[]), f32[4]{{0}}) fusion-start(%x, %i), calls=%copying
 }}
 
 ENTRY %main (x: f32[8,4]) -> f32[8,4] {{
-  ROOT %loop = f32[8,4] while(%x), body=%turn, backend_config={{"known_trip_count":{{"n":"3"}}}}
+  ROOT %loop = f32[8,4] while(%x), body=%iteration, backend_config={{"known_trip_count":{{"n":"3"}}}}
 }}
 """
     found = [line.name for line in hlo.out_of_range(parse(text))]
@@ -348,9 +348,9 @@ def test_each_copy_has_its_residual_and_layer():
     assert "(not attributed)" in str(found) and json.loads(found.to_json())["exposed_ms"] == 5
 
 
-def test_an_odd_turn_out_of_the_loop_is_the_loops_first():
+def test_an_odd_iteration_outside_the_loop_is_the_loops_first():
     """Five iterations: XLA runs the first before the loop and pairs the others; twice."""
-    copy = lambda loop, turns, to_host: Copy("fc1", 20, loop, turns, True, to_host)
+    copy = lambda loop, iterations, to_host: Copy("fc1", 20, loop, iterations, True, to_host)
     copies = {"first": copy("main", 1, True), "a": copy("loop", 2, True), "b": copy("loop", 2, True)}
     copies |= {"last": copy("main", 1, False), "c": copy("back", 2, False), "d": copy("back", 2, False)}
     there, back = ["first", "a", "b", "a", "b"], ["last", "c", "d", "c", "d"]
@@ -361,7 +361,7 @@ def test_an_odd_turn_out_of_the_loop_is_the_loops_first():
 
 def test_the_last_layers_copies_of_its_own_are_the_last_layers():
     """If no layer is resident: after the forward loop and before the backward loop; twice."""
-    copy = lambda loop, turns, is_row, to_host: Copy("fc1", 20, loop, turns, is_row, to_host)
+    copy = lambda loop, iterations, is_row, to_host: Copy("fc1", 20, loop, iterations, is_row, to_host)
     copies = {"write": copy("loop", 3, True, True), "out": copy("main", 1, False, True)}
     copies |= {"read": copy("back", 3, True, False), "in": copy("main", 1, False, False)}
     there, back = [*["write"] * 3, "out"], ["in", *["read"] * 3]
@@ -465,7 +465,7 @@ def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
         ("te_grouped_gemm_v2_ffi", False, "fails"),  # which has no reason to copy
     ],
 )
-def test_products_with_group_sizes_on_the_host_are_listed(recorded, monkeypatch, target, strict, verdict):
+def test_grouped_gemms_with_group_sizes_on_the_host_are_listed(recorded, monkeypatch, target, strict, verdict):
     _, made, _, module = recorded
     step = _steps(sorted((Event(*e) for e in made["events"]), key=lambda e: e.start), made["steps"])[0]
     compute = next(e for e in step if not e.name.startswith("Mem"))
@@ -496,7 +496,7 @@ def test_products_with_group_sizes_on_the_host_are_listed(recorded, monkeypatch,
     assert found == ("fails" if strict else "not checked") and (listed in said) == ("v2" not in target)
 
 
-def test_copies_in_a_loop_whose_turns_xla_does_not_know_are_not_checked(recorded, monkeypatch):
+def test_copies_in_a_loop_whose_iterations_xla_does_not_know_are_not_checked(recorded, monkeypatch):
     _, made, _, module = recorded
     unknown = re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", made["program"])
     assert hlo.of_unknown_length(module) == [] and unknown != made["program"]
@@ -506,7 +506,7 @@ def test_copies_in_a_loop_whose_turns_xla_does_not_know_are_not_checked(recorded
     assert verdict == "not checked" and re.search(r"iterations is not known of while[\w.]*(, while[\w.]*)*$", said)
 
 
-def test_copies_that_nobody_saw_are_not_checked(recorded, monkeypatch):
+def test_copies_that_the_profiler_missed_are_not_checked(recorded, monkeypatch):
     _, made, _, module = recorded
     many = 2**30
     plan = SimpleNamespace(argument_size_in_bytes=many, output_size_in_bytes=many, temp_size_in_bytes=many)
@@ -525,7 +525,7 @@ def test_copies_that_nobody_saw_are_not_checked(recorded, monkeypatch):
     assert program.call_count == 2
 
 
-def test_a_real_step_is_about_what_its_parts_are(recorded):
+def test_the_times_of_a_real_step_are_consistent(recorded):
     _, made, found, _ = recorded
     assert made["steps"] == 2 and found.spread_ms[0] <= found.step_ms <= found.spread_ms[1]
     assert 0 < found.exposed_ms < sum(m.ms for m in found.moves) < found.compute_ms < found.spread_ms[1]

@@ -261,7 +261,7 @@ def test_ctrl_c_while_it_compiles_is_one_line(config, tmp_path):
     assert "Traceback" not in text and not losses(tmp_path / "out")
 
 
-def test_ctrl_c_that_jax_turns_into_an_error_of_its_own_is_ctrl_c(config, monkeypatch, capsys):
+def test_ctrl_c_that_jax_converts_into_its_own_error_is_ctrl_c(config, monkeypatch, capsys):
     def interrupted(*_):
         try:
             signal.raise_signal(signal.SIGINT)
@@ -374,9 +374,9 @@ def test_a_signal_to_one_process_stops_all_at_one_step(config, tmp_path):
         (["model.layers=x"], ["distributed: process 1 cannot run; its own output says why", "model.layers = 'x'"]),
     ],
 )
-def test_processes_that_disagree_end_with_a_sentence(config, tmp_path, second, said):
-    for process, sentence in zip(two_processes(config, tmp_path, second=second), said, strict=True):
-        assert sentence in finish(process, code=2)
+def test_processes_that_disagree_end_with_a_message(config, tmp_path, second, said):
+    for process, message in zip(two_processes(config, tmp_path, second=second), said, strict=True):
+        assert message in finish(process, code=2)
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -468,7 +468,7 @@ def test_a_damaged_launcher_is_one_line(config, tmp_path, environment, said):
         ),
     ],
 )
-def test_what_cannot_run_is_a_sentence_and_exit_code_2(config, tmp_path, capsys, overrides, said):
+def test_what_cannot_run_is_a_message_and_exit_code_2(config, tmp_path, capsys, overrides, said):
     assert train.main([str(config), *EIGHT, f"train.out={tmp_path}/out", *overrides]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 2
@@ -684,7 +684,7 @@ def test_steps_of_a_run_are_profiled_on_a_page_beside_its_metrics(config, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_profile_that_holds_no_gpu_is_no_reason_to_end_the_run(config, tmp_path, capsys, monkeypatch):
+def test_a_profile_without_a_gpu_does_not_end_the_run(config, tmp_path, capsys, monkeypatch):
     """With JAX's own tracer, which here sees only the CPU's threads."""
     out = tmp_path / "out"
     monkeypatch.setattr(preflight, "_check_profile", lambda config: None)
@@ -761,7 +761,7 @@ def test_a_line_cut_in_a_letter_is_dropped_and_a_damaged_one_before_is_named(tmp
         metrics.read(path)
 
 
-def test_a_curve_of_no_finite_loss_is_drawn(tmp_path):
+def test_a_curve_without_a_finite_loss_is_drawn(tmp_path):
     journal = metrics.Journal(tmp_path / "metrics.jsonl", Config(), unigram=1.0)
     record = dict.fromkeys(("mfu", "device_peak_bytes")) | {"learning_rate": 0.1, "host_peak_bytes": 1}
     journal.write(record | {"step": 1, "loss": math.nan, "grad_norm": math.inf, "tokens_per_second": 1.0})

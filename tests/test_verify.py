@@ -129,7 +129,7 @@ def test_abstract_arguments_are_filled_and_other_results_compared():
 
 
 @pytest.mark.claim("verify")
-def test_a_function_that_is_not_ours_has_no_twin():
+def test_a_function_that_is_not_ours_has_no_reference():
     found = verify(of_jax, X, weights(LAYERS))
     assert {c.claim for c in found if c.verdict == "holds"} == {"moves", "repeats"}, found
     assert "no reference; is it jaxoffload's scan, chain or checkpoint that it calls?" in found["gradients"].detail
@@ -144,7 +144,7 @@ def test_a_policy_given_to_verify_is_checkpoints():
     assert verdicts(loss, X, weights())["gradients"] == "not checked"
 
 
-def test_a_policy_of_jaxs_own_checkpoint_has_a_twin():
+def test_a_policy_of_jaxs_own_checkpoint_has_a_reference():
     policy = Policy({"fc1": "offload", "routing": "save"}, min_offload_bytes=0)
     body = jax.checkpoint(lambda x, w: (layer(x, w), None), policy=policy)
     found = verify(lambda x, w: jnp.sum(lax.scan(body, x, w)[0] ** 2), X, weights(LAYERS))
@@ -179,12 +179,12 @@ def body(x, w):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{"unroll": 3}, {"unroll": True}, {"reverse": True, "unroll": 2}], ids=str)
-def test_unrolled_loops_equal_their_twins(how):
+def test_unrolled_loops_equal_their_references(how):
     found = verify(lambda x, w: jnp.sum(scan(body, x, w, policy=RULES, **how)[0] ** 2), X, weights(LAYERS))
     assert found.ok and found["gradients"].verdict == "holds", found
 
 
-def test_one_layer_equals_its_twin():
+def test_one_layer_equals_its_reference():
     assert verdicts(of_scan, X, weights(1))["gradients"] == "holds"
 
 
@@ -216,7 +216,7 @@ def test_results_that_say_nothing_are_not_checked(by, said):
     assert found["gradients"].verdict == "not checked" and said in found["gradients"].detail, found
 
 
-def no_more_than_the_twin_of(layers, monkeypatch):
+def room_for_the_reference_of(layers, monkeypatch):
     """The device has room for the reference with this many layers."""
     room = _capacity.bytes_needed(target_of(of_scan, (TALL, weights(8))).with_layers(layers).reference_program)
     monkeypatch.setattr(_capacity, "device_bytes", lambda: room / 0.9 + 1)  # a tenth is reserved for other things
@@ -227,8 +227,8 @@ TALL = jax.random.normal(jax.random.key(1), (64 * BATCH, DIM))  # its residuals 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 4, 6])
-def test_of_a_twin_that_does_not_fit_as_many_layers_run_as_fit(layers, monkeypatch):
-    no_more_than_the_twin_of(layers, monkeypatch)
+def test_a_reference_that_does_not_fit_runs_as_many_layers_as_fit(layers, monkeypatch):
+    room_for_the_reference_of(layers, monkeypatch)
     found = verify(of_scan, TALL, weights(8))
     assert found.ok and f"bit for bit, with the first {layers} layers of each scan: the reference needs" in str(found)
 
@@ -240,14 +240,14 @@ def test_fewer_layers_have_the_same_arrays():
     assert all(a is b for a, b in zip(*(jax.tree.leaves(s.arrays) for s in both), strict=True))
 
 
-def test_many_results_are_no_growth():
+def test_many_results_are_not_growth():
     """malloc keeps blocks that are as small as each result."""
     f = lambda x: [jnp.sin(x + i) for i in range(200)]
     found = verify(f, jnp.ones(2**18), repeats=4)["repeats"]
     assert found.verdict == "holds", found
 
 
-def test_a_pool_that_grows_once_is_no_leak(monkeypatch):
+def test_a_pool_that_grows_once_is_not_a_leak(monkeypatch):
     resident = iter([0, 0, 2**30, 2**30])
     monkeypatch.setattr(_repeats, "_bytes_of_the_process", lambda: next(resident))
     assert verify(jnp.sin, X)["repeats"].verdict == "holds" and next(resident, None) is None
@@ -255,13 +255,13 @@ def test_a_pool_that_grows_once_is_no_leak(monkeypatch):
 
 @pytest.mark.slow
 def test_a_fault_is_found_in_fewer_layers_too(monkeypatch):
-    no_more_than_the_twin_of(4, monkeypatch)
+    room_for_the_reference_of(4, monkeypatch)
     rows_in_wrong_order(monkeypatch)
     found = verify(of_scan, TALL, weights(8))
     assert [c.claim for c in found if c.verdict == "fails"] == ["gradients"], found
 
 
-def test_a_twin_that_fits_with_no_layers_is_not_checked(monkeypatch):
+def test_a_reference_that_fits_with_no_layers_is_not_checked(monkeypatch):
     monkeypatch.setattr(_capacity, "device_bytes", lambda: 10)
     found = verify(of_scan, X, weights(LAYERS))
     assert found["gradients"].verdict == "not checked" and "of a device's 10 B, and with" in found["gradients"].detail
@@ -269,16 +269,16 @@ def test_a_twin_that_fits_with_no_layers_is_not_checked(monkeypatch):
     assert "of a device's 10 B, and only scans can have fewer" in found["gradients"].detail
 
 
-def test_fewer_layers_of_which_none_moves_are_no_evidence(monkeypatch):
+def test_fewer_layers_of_which_none_offloads_are_not_evidence(monkeypatch):
     """One layer is resident, so a fault in what is offloaded would not be seen."""
-    no_more_than_the_twin_of(1, monkeypatch)
+    room_for_the_reference_of(1, monkeypatch)
     a_host_write_is_skipped(monkeypatch)
     found = verify(of_scan, TALL, weights(8))["gradients"]
     assert found.verdict == "not checked" and "with fewer layers that fit nothing moves" in found.detail
 
 
 @pytest.mark.parametrize("layers", [2, 4])
-def test_layers_that_have_a_loop_each_equal_the_twin(layers):
+def test_layers_that_have_a_loop_each_equal_the_reference(layers):
     """XLA unrolls these loops."""
     policy = Policy({"a": "offload"}, min_offload_bytes=0, offload_layers=0.25)
     body = lambda x, w: (jnp.cos(tag(jnp.sin(x @ w), "a")), None)
@@ -345,7 +345,7 @@ def test_conservation_says_why_there_are_no_peaks():
     assert "not by peaks, which the command line measures" in said(None).detail
 
 
-def test_what_was_differentiated_before_has_no_twin():
+def test_what_was_differentiated_before_has_no_reference():
     policy = Policy({"fc1": "save"}, min_offload_bytes=0)
     loss = lambda x, w: jnp.sum(scan(body, x, w, policy=policy)[0] ** 2)
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=1))(X, weights(LAYERS))
@@ -462,8 +462,8 @@ def in_a_checkpoint(f):
 
 
 def in_a_scan_of_ours(f):
-    turn = lambda w: lambda x, v: (x + f(x, w) * v, None)
-    return lambda x, w: jnp.sum(scan(turn(w), x, jnp.ones(2), policy=RULES, strict=False)[0])
+    step = lambda w: lambda x, v: (x + f(x, w) * v, None)
+    return lambda x, w: jnp.sum(scan(step(w), x, jnp.ones(2), policy=RULES, strict=False)[0])
 
 
 @pytest.mark.parametrize(
@@ -476,7 +476,7 @@ def in_a_scan_of_ours(f):
         (in_a_scan_of_ours, of_scan),  # a chain is part of the scan's layer
     ],
 )
-def test_what_a_checkpoint_around_it_runs_again_is_not_said_to_run_once(around, f):
+def test_what_a_checkpoint_around_it_reruns_is_not_said_to_run_once(around, f):
     target = target_of(around(f), (X, weights(LAYERS)))
     verdict, said = _moves.producers(target)
     assert verdict == "not checked" and "what other checkpoints keep, or run again, is not known" in said
@@ -525,14 +525,14 @@ def test_branches_that_move_and_keep_values_of_one_type_fail_nothing(loss):
     assert "branches of a cond share a residual in the reference" in found["conservation"].detail
 
 
-def test_a_first_run_that_jax_calls_differentiated_is_no_second_one():
+def test_a_first_run_that_jax_calls_differentiated_is_not_a_second_one():
     once = checkpoint(layer, policy=RULES)
     loss = jax.checkpoint(lambda x, w: jnp.sum(lax.scan(lambda x, w: (once(x, w), None), x, w)[0] ** 2))
     verdict, said = _moves.producers(target_of(loss, (X, weights(LAYERS))))
     assert verdict == "not checked" and "what other checkpoints keep, or run again, is not known" in said
 
 
-def test_a_kernel_that_runs_again_for_one_of_its_results_runs_again_for_all():
+def test_a_kernel_rerun_for_one_of_its_results_is_rerun_for_all():
     def routed(x, w):
         gates, experts = lax.top_k(x @ w["in"], 2)
         return x + (tag(gates, "gates") * tag(experts, "routing")) @ w["out"][:2], None
@@ -547,7 +547,7 @@ def test_a_kernel_that_runs_again_for_one_of_its_results_runs_again_for_all():
     assert found.detail == "recomputed: routing (save) with gates (recompute), of one kernel"
 
 
-def test_a_key_that_is_tagged_is_no_trouble():
+def test_a_tagged_key_holds():
     def dropped(x, w):
         key = tag(jax.random.fold_in(jax.random.key(0), jnp.argmax(x)), "key")
         return layer(x, w) * jax.random.bernoulli(key, 0.9, x.shape), None
@@ -556,7 +556,7 @@ def test_a_key_that_is_tagged_is_no_trouble():
     assert found.ok and found["producers"].verdict == "holds", found
 
 
-def test_results_that_do_not_depend_on_the_layers_are_no_evidence():
+def test_results_that_do_not_depend_on_the_layers_are_not_evidence():
     nothing = lambda x, w: {"g": jax.grad(of_scan)(0 * x, jax.tree.map(jnp.zeros_like, w)), "w": w, "step": 0}
     found = verify(nothing, X, weights(LAYERS))["gradients"]
     assert found.verdict == "not checked" and "they are zero, or are arguments" in found.detail
@@ -574,7 +574,7 @@ def test_arguments_may_be_numpys_and_pythons():
     assert found.ok and found["gradients"].verdict == "holds", found
 
 
-def test_a_step_that_looks_like_a_loss_is_a_sentence():
+def test_a_step_that_looks_like_a_loss_is_one_message():
     step = lambda x, w: jnp.sum(jax.grad(of_scan)(x, w))
     with pytest.raises(NotImplementedError, match=r"verify: .*one floating-point scalar.* return the"):
         verify(step, X, weights(LAYERS))
@@ -583,7 +583,7 @@ def test_a_step_that_looks_like_a_loss_is_a_sentence():
 
 
 @pytest.mark.parametrize("spec", [(None, "d"), (None, None, "d")])
-def test_weights_that_are_divided_and_gathered_again_are_no_fault(spec):
+def test_weights_that_are_sharded_and_gathered_are_not_a_fault(spec):
     """A stack on the host has one row more than there are layers; that row too is read and given to the devices."""
     mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
     on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
@@ -594,7 +594,7 @@ def test_weights_that_are_divided_and_gathered_again_are_no_fault(spec):
     assert "stacks on the host read 1 extra row(s)" in found["placement"].detail
 
 
-def test_a_chain_on_a_mesh_has_its_twins_collectives():
+def test_a_chain_on_a_mesh_has_its_references_collectives():
     """XLA combines different collectives in the two programs."""
     mesh = jax.make_mesh((4, 2), ("d", "t"), (jax.sharding.AxisType.Auto,) * 2)
     on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
@@ -603,7 +603,7 @@ def test_a_chain_on_a_mesh_has_its_twins_collectives():
     assert found.ok and found["placement"].verdict == "holds", found
 
 
-def test_more_collectives_than_the_twin_has_fail(monkeypatch):
+def test_more_collectives_than_the_reference_has_fail(monkeypatch):
     """Planted: what comes back from the host goes to all devices, and is sharded again."""
     mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
     x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
@@ -631,7 +631,7 @@ def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
     assert "each device keeps {} of a layer's act, the reference's {}".format(*sizes) in found.detail
 
 
-def test_bad_arguments_are_sentences():
+def test_bad_arguments_are_messages():
     with pytest.raises(ValueError, match="has_aux: the function must return"):
         verify(of_scan, X, weights(LAYERS), has_aux=True)
     with pytest.raises(KeyError, match="'grad' is none of gradients, conservation"):
@@ -669,8 +669,8 @@ def stored_twice(monkeypatch):
 
 def rows_in_wrong_order(monkeypatch):
     real = _loops._take
-    turned = lambda stack, i: real(stack, stack.shape[0] - i if on_host(jax.typeof(stack)) else i)
-    monkeypatch.setattr(_loops, "_take", turned)
+    reversed_rows = lambda stack, i: real(stack, stack.shape[0] - i if on_host(jax.typeof(stack)) else i)
+    monkeypatch.setattr(_loops, "_take", reversed_rows)
 
 
 def a_host_write_is_skipped(monkeypatch):
@@ -962,7 +962,7 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         (["report", "test_verify:made", "loss", "--html", "configs"], "--html configs: Is a directory; must be a file"),
     ],
 )
-def test_what_cannot_be_done_is_a_sentence(asked, said, capsys, mine):
+def test_what_cannot_be_done_is_a_message(asked, said, capsys, mine):
     assert main([text.format(mine=mine) for text in asked]) == 2
     err = capsys.readouterr().err
     assert said in err and "Traceback" not in err

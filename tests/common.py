@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +20,11 @@ from jaxoffload import Policy
 from jaxoffload.grouped import te
 from jaxoffload.proof import exact_options
 
+ROOT = Path(__file__).parents[1]
 PATIENCE = 1800  # seconds that a test waits for a process, because the machine may be busy
+# Overrides for short runs. The learning rate of CONSTANT does not depend on the number of steps.
+SHORT = ("mesh.data=8", "model.layers=1", "train.checkpoint_every=2", "train.eval_every=100", "train.warmup_steps=0")
+CONSTANT = (*SHORT, "train.final_learning_rate_fraction=1", "train.learning_rate=1e-3")
 _started: list[subprocess.Popen] = []
 
 # `make test-gpu` selects the second.
@@ -138,6 +143,11 @@ def policy(residuals=(), **fields):
 
 def normal(seed, shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def auto_mesh(**sizes: int) -> jax.sharding.Mesh:
+    """Return a mesh with these axes, such as `auto_mesh(a=4, b=2)`, whose axes XLA handles."""
+    return jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
 
 
 def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen:

@@ -2,10 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from common import ROOT
+
 RESULTS = ROOT / "benchmarks/results"
 README = (ROOT / "README.md").read_text()
 PAGES = "\n\n".join([README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))])

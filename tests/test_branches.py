@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from common import (
     assert_same_bits,
+    auto_mesh,
     equations,
     gradient,
     in_a_loop,
@@ -159,7 +160,7 @@ def test_gradients_through_branches_are_the_references(device):
 
 def test_vmap_and_shard_map_of_branches():
     f = in_scan(two_branches, {"u": "offload", "v": "save"})
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(d=2)
     P = jax.sharding.PartitionSpec
     sharded = jax.shard_map(f, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
     assert {place(aval) for aval in kept_values(sharded, X, W)} == {"host", "device"}

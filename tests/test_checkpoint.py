@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from common import (
     assert_same_bits,
+    auto_mesh,
     count,
     equations,
     gradient,
@@ -39,7 +40,7 @@ def save_fc1(f):
 
 
 def shard(f, check_vma, axes):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = auto_mesh(a=4, b=2)
     return jax.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), check_vma=check_vma, axis_names=axes)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
+from common import ROOT
 
 from jaxoffload import Policy
 from models import plain
@@ -13,7 +14,7 @@ from models.config import SECTIONS, Config, flat, load, parse
 from models.reading import ConfigError, read
 from models.report import check_patterns, report
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 GOOD = """\
 model: {vocab_size: 512, layers: 2, d_model: 64, heads: 4, kv_heads: 2, d_ff: 128}

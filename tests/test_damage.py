@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import finish
+from common import CONSTANT, finish
 from test_train import config, losses, spawn, without_hashes  # noqa: F401
 
 from models import checkpoints, data, metrics, train
@@ -185,10 +185,6 @@ def test_where_none_is_left_nothing_is_moved(out):
 
 
 # ---- a run ----
-
-SMALL = ("mesh.data=8", "model.layers=1", "train.checkpoint_every=2", "train.eval_every=100", "train.warmup_steps=0")
-# The learning rate of a step does not depend on the number of steps.
-CONSTANT = (*SMALL, "train.final_learning_rate_fraction=1", "train.learning_rate=1e-3")
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,14 @@ from pathlib import Path
 
 import jax
 import pytest
-from common import PATIENCE, finish
-from test_train import ROOT, command, config, losses, spawn  # noqa: F401
+from common import CONSTANT, PATIENCE, ROOT, SHORT, finish
+from test_train import command, config, losses, spawn  # noqa: F401
 
 from models import checkpoints, metrics, train
 from models.config import Config, parse
 from models.failures import told
 from models.files import Unwritable, append, atomic
 from models.step import State
-
-SMALL = ("mesh.data=8", "model.layers=1", "train.checkpoint_every=2", "train.eval_every=100", "train.warmup_steps=0")
-CONSTANT = (*SMALL, "train.final_learning_rate_fraction=1", "train.learning_rate=1e-3")
 
 
 @contextlib.contextmanager
@@ -100,7 +97,7 @@ def test_metrics_that_cannot_be_written_are_named(tmp_path):
 def test_a_cache_of_tokens_that_cannot_be_written_is_one_line(config, tmp_path, capsys):  # noqa: F811
     cache = tmp_path / "cache"
     with files_of_at_most(100):
-        assert train.main([str(config), *SMALL, f"train.out={tmp_path}/out", f"data.cache_dir={cache}"]) == 3
+        assert train.main([str(config), *SHORT, f"train.out={tmp_path}/out", f"data.cache_dir={cache}"]) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"stopped: {cache}/") and " cannot be written (File too large); free some space" in line
     assert not [path for path in cache.rglob("*") if path.is_file()]
@@ -224,7 +221,7 @@ def test_a_file_for_a_folder_and_a_folder_for_a_file_are_one_line(  # before any
     out = tmp_path / "out"
     out.mkdir()
     (out / name).write_text("") if name == "checkpoints" else (out / name).mkdir()
-    assert train.main([str(config), *SMALL, f"train.out={out}"]) == 2
+    assert train.main([str(config), *SHORT, f"train.out={out}"]) == 2
     _, line = capsys.readouterr().err.splitlines()
     assert line.startswith(f"train.out = '{out}': ") and said in line
 
@@ -279,7 +276,7 @@ def test_a_terminal_that_lacks_letters_gets_escapes(config):  # noqa: F811
 @pytest.mark.parametrize("arguments", [[], ["--report"]])
 def test_without_jit_nothing_is_trained(config, tmp_path, capsys, arguments):  # noqa: F811
     with jax.disable_jit():
-        assert train.main([str(config), *SMALL, f"train.out={tmp_path}/out", *arguments]) == 2
+        assert train.main([str(config), *SHORT, f"train.out={tmp_path}/out", *arguments]) == 2
     _, line = capsys.readouterr().err.splitlines()
     assert line == "JAX_DISABLE_JIT = True: only compiled programs offload residuals; must be unset"
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,9 @@ import numpy as np
 import pytest
 import te_stand_in
 from common import (
+    ROOT,
     assert_same_bits,
+    auto_mesh,
     count,
     gradient,
     gradient_jaxpr,
@@ -36,7 +37,6 @@ from jaxoffload import GroupedTensor, Policy, chain, checkpoint, grouped_matmul,
 from jaxoffload.grouped import _backend, chosen_backend, te
 from jaxoffload.grouped._ragged_fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns
 
-ROOT = Path(__file__).parent.parent
 FLOAT, FP8 = jnp.float32, "float8_e4m3fn"
 SIZES = np.array([3, 0, 7, 4], np.int32)
 
@@ -377,7 +377,7 @@ def test_a_newer_transformer_engine_is_taken(stand_in, installed, version):
 
 
 def test_the_extras_ask_for_the_transformer_engine_that_is_needed():
-    extras = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for name in ("te", "te-cuda13"):
         (wanted,) = (line for line in extras["optional-dependencies"][name] if line.startswith("transformer-engine"))
         assert wanted.endswith(">=" + ".".join(map(str, te.NEEDED)))
@@ -569,7 +569,7 @@ def test_kernels_that_serve_one_gpu_of_a_process_are_refused_on_several(
     with on_mesh_of(16):  # there are 8 devices: those of another machine, which this table describes
         assert chosen_backend(**args) == "te"
         grouped_matmul(**given)
-    auto = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    auto = auto_mesh(d=8)
     spread = jax.device_put(args["x"], jax.NamedSharding(auto, jax.P("d")))
     jax.eval_shape(lambda x: serves_several_or_says_why_not(x=x), spread)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
@@ -1005,7 +1005,7 @@ def test_a_grouped_gemm_reads_the_scales_of_the_copy_that_it_multiplies():
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 @pytest.mark.parametrize("check", [True, False])
 def test_in_shard_map_the_weights_cotangents_are_summed(check, quantize):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(data=2)
     spec, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     f = lambda x, w: grouped_matmul(x, w, SIZES_J, backend="ragged", quantize=quantize)
     x, w = normal(0, (28, 8)), W[0]

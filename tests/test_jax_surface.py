@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from common import auto_mesh
 from jax.extend.core import primitives
 
 from jaxoffload import _jax
@@ -69,7 +70,7 @@ def test_the_named_primitives_exist():
 
 
 def test_the_primitives_that_have_only_a_name_exist():
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(d=1)
     spec = {"mesh": mesh, "in_specs": jax.P("d"), "out_specs": jax.P("d")}
     x = jax.numpy.ones((4, 4))
     identity = jax.custom_batching.custom_vmap(lambda x: x)

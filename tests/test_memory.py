@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import pytest
-from common import gradient, kept_bytes, normal, policy
+from common import auto_mesh, gradient, kept_bytes, normal, policy
 from jax.extend.core import jaxpr_as_fun
 
 from jaxoffload import chain, check, checkpoint, compiler_options, residuals, scan, tag
@@ -108,7 +108,7 @@ def test_the_pool_is_looked_at_whenever_the_function_is_traced(pool, f, w, need)
 @functools.cache
 def four_by_two():
     """A mesh, made inside the test: `make test-gpu` imports this file where there are fewer devices."""
-    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    return auto_mesh(a=4, b=2)
 
 
 @pytest.mark.claim("host-pool")

@@ -3,13 +3,12 @@
 import dataclasses
 import math
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import equations
+from common import ROOT, equations
 from flax import nnx
 
 import jaxoffload
@@ -24,7 +23,7 @@ from models.step import program, traceable
 from models.train import main
 from models.transformer import Transformer, flops_per_token, matmul_params, next_token_loss
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = ROOT / "configs"
 TINY = Model(vocab_size=300, layers=2, d_model=32, heads=4, kv_heads=2, d_ff=48, dtype="float32", tied_embeddings=False)
 
 

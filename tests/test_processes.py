@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from common import PATIENCE, start, wait_for
+from common import PATIENCE, ROOT, start, wait_for
 from jax.experimental import multihost_utils
 
 from models import peers, processes
@@ -28,7 +28,6 @@ from models.reading import ConfigError
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
 CONFIG = """\
 model: {vocab_size: 300, layers: 1, d_model: 32, heads: 2, kv_heads: 2, d_ff: 32, dtype: float32}
 data: {path: texts/*.txt, valid_fraction: 0.2, cache_dir: cache}

@@ -7,7 +7,7 @@ import tracemalloc
 import jax
 import jax.numpy as jnp
 import pytest
-from common import gradient, kept_bytes, normal, policy
+from common import auto_mesh, gradient, kept_bytes, normal, policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -177,7 +177,7 @@ def test_printed():
 
 
 def test_of_a_shard_map_each_shard_is_counted():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(x=8)
     P = jax.sharding.PartitionSpec
 
     def loss(x, w):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from common import (
     assert_same_bits,
+    auto_mesh,
     count,
     equations,
     gradient,
@@ -210,7 +211,7 @@ def test_rule_2_an_operand_of_a_cond_is_the_value_outside():
 
 
 def test_rule_2_one_value_through_a_sharding_constraint():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(data=4)
 
     def f(x, w):
         h = lax.with_sharding_constraint(tag(x @ w, "before"), jax.NamedSharding(mesh, P("data")))
@@ -639,7 +640,7 @@ def matmul(x, w):
 
 
 def sharded(x, w):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(data=4)
     return jax.shard_map(matmul, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(x, w)
 
 
@@ -712,7 +713,7 @@ def test_rule_8_the_host_side_is_pinned_host_and_nothing_else():
 
 
 def test_rule_9_sizes_are_as_traced_global_outside_shard_map_and_local_inside():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(data=4)
     local = under(lambda x, w: jnp.sin(tag(x @ w, "fc1")), {"fc1": "offload"})
     inside = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     outside = under(

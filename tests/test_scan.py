@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from common import (
     assert_same_bits,
+    auto_mesh,
     count,
     equations,
     gradient,
@@ -285,7 +286,7 @@ def test_vmap_in_any_order_with_grad():
 
 
 def test_inside_shard_map_and_under_meshes():
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = auto_mesh(a=4, b=2)
     ours = lambda x, w: scan(body, x, w, policy=policy(RULES, resident_layers=0))[0]
     reference = lambda x, w: lax.scan(plain(body), x, w)[0]
     for check_vma in (True, False):

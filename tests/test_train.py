@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 import te_stand_in
-from common import fast_compiles, finish, start, wait_for
+from common import ROOT, fast_compiles, finish, start, wait_for
 from test_streams import steps_at, write_trace
 
 from jaxoffload._engine import copying_loops as _loops
@@ -33,8 +33,6 @@ from models.integrity import SUMS
 from models.reading import ConfigError
 from models.sharding import make_mesh
 from models.step import program, shardings_of
-
-ROOT = Path(__file__).parent.parent
 
 CONFIG = """\
 model: {{vocab_size: 300, layers: 2, d_model: 64, heads: 4, kv_heads: 2, d_ff: 96, dtype: float32}}

@@ -11,14 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import needs_te
+from common import ROOT, auto_mesh, needs_te
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
@@ -45,7 +44,6 @@ from jaxoffload.proof._verify import repeats as _repeats
 from models.attention import transformer_engine
 from models.train import step_for
 
-ROOT = Path(__file__).parent.parent
 LAYERS, BATCH, DIM, HIDDEN = 4, 8, 16, 32
 RULES = Policy({"fc1": "offload", "act": "save", "norm": "recompute"}, min_offload_bytes=0)
 
@@ -585,7 +583,7 @@ def test_a_step_that_looks_like_a_loss_is_one_message():
 @pytest.mark.parametrize("spec", [(None, "d"), (None, None, "d")])
 def test_weights_that_are_sharded_and_gathered_are_not_a_fault(spec):
     """A stack on the host has one row more than there are layers; that row too is read and given to the devices."""
-    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(d=8)
     on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
     w = jax.tree.map(lambda a: on(a, *spec), weights(LAYERS))
     found = verify(of_scan, on(X, "d"), w)
@@ -596,7 +594,7 @@ def test_weights_that_are_sharded_and_gathered_are_not_a_fault(spec):
 
 def test_a_chain_on_a_mesh_has_its_references_collectives():
     """XLA combines different collectives in the two programs."""
-    mesh = jax.make_mesh((4, 2), ("d", "t"), (jax.sharding.AxisType.Auto,) * 2)
+    mesh = auto_mesh(d=4, t=2)
     on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
     w = {"in": on(weights(LAYERS)["in"], None, None, "t"), "out": on(weights(LAYERS)["out"], None, "t")}
     found = verify(of_chain, on(X, "d"), w)
@@ -605,7 +603,7 @@ def test_a_chain_on_a_mesh_has_its_references_collectives():
 
 def test_more_collectives_than_the_reference_has_fail(monkeypatch):
     """Planted: what comes back from the host goes to all devices, and is sharded again."""
-    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(d=8)
     x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
     real = _loops._in_order
     on = lambda a, *spec: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P(*spec)))
@@ -618,7 +616,7 @@ def test_more_collectives_than_the_reference_has_fail(monkeypatch):
 
 def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
     """Planted: what is written to a stack is gathered first."""
-    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(d=8)
     x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
     held = verify(of_scan, x, weights(LAYERS))["placement"]
     assert held.verdict == "holds" and "no device keeps a larger shard of any of" in held.detail

@@ -13,8 +13,7 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from common import ROOT
 
 PROGRAM = """
 import sys

@@ -1,7 +1,7 @@
-"""Layers in other people's styles, drawn at random: what real models contract, reduce, normalise and drop.
+"""Random layers in the styles of other libraries: what real models contract, reduce, normalise and drop.
 
-A layer is a residual stream through two or three blocks, each with names on some of its values; a draw also decides
-what becomes of each name, the dtype and the number of layers. `draw(seed)` is deterministic.
+A layer is a residual stream through two or three blocks, each with names on some of its values. A draw also decides
+what happens to each name, the dtype and the number of layers. `draw(seed)` is deterministic.
 """
 
 import functools

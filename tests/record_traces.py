@@ -1,7 +1,7 @@
-"""Records what `jax.profiler` says of real steps, for test_streams.py: python tests/record_traces.py FOLDER COMMIT
+"""Record what `jax.profiler` reports about real steps, for test_streams.py: python tests/record_traces.py FOLDER COMMIT
 
-Needs an NVIDIA GPU. Each file holds the events of the GPU's streams and the program that ran, where they came from, and
-what `profile_of` made of them then.
+It needs an NVIDIA GPU. Each file holds the events of the GPU's streams, the program that ran, where both came from, and
+what `profile_of` made of them.
 """
 
 import gzip

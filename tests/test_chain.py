@@ -84,7 +84,7 @@ def test_bytes_are_those_of_the_layers_that_offload(fields, moved):
 
 def test_kept_producers_run_once_and_ties_are_there():
     jaxpr = gradient_jaxpr(ours(), X, WS, argnums=(0, 1))
-    assert count(jaxpr, "dot_general") == 3 * 6  # forward, and two cotangents each
+    assert count(jaxpr, "dot_general") == 3 * 6  # forward, and two for the cotangents
     # Three copies to the host wait for the end of their layer, three layers wait for the copies of the layer two
     # before, and three fetches wait for a cotangent. A barrier also separates each layer's backward pass from its
     # forward pass, and from the next layer's backward pass.

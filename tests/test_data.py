@@ -23,11 +23,11 @@ from models.reading import ConfigError
 CORPUS = {"vocab_size": 400, "valid_fraction": 0.3}
 
 
-@pytest.fixture
 def documents(path="stdlib", text_field="text"):
     return read_documents(files_of(path), text_field)
 
 
+@pytest.fixture
 def texts() -> list[str]:
     rng = random.Random(7)
     words = ["def", "return", "naïve", "漢字", "🎉", "\r\n", "\t", "  ", "x=1", "É", "\x00", data.END_OF_TEXT]

@@ -110,7 +110,7 @@ def test_nor_does_one_that_a_foreign_function_reads(ours):
 @EACH
 @pytest.mark.parametrize("read", [by_callback, by_rule, by_ffi])
 def test_one_that_is_differentiated_fails_as_it_does_in_jax(ours, read):
-    """The message is that of what has no derivative."""
+    """The error is the one that the input without a derivative raises in JAX."""
     body = lambda x, w: (jnp.where(read(x), layer(x, w)[0], x), None)
     said = []
     for f in (by_jax(body), ours(body)):

@@ -368,7 +368,7 @@ def test_the_gate_is_asked_though_plans_are_remembered(monkeypatch):
 
 
 def _fresh():
-    """Return a function that traces its body anew, because JAX caches what was traced before."""
+    """Trace a new body, because JAX caches what was traced before."""
     rules = policy({"fc1": "offload"}, resident_layers=0)
     f = lambda x, w: scan(lambda x, w: (jnp.sin(tag(x @ w, "fc1")), None), x, w, policy=rules)[0]
     return jax.make_jaxpr(gradient(f))(X, WS)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints and token files: what is not what was written is not trained on."""
+"""Damaged checkpoints and token files: training never uses data that differs from what was written."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import finish
+from common import CONSTANT, finish
 from test_train import config, losses, spawn, without_hashes  # noqa: F401
 
 from models import checkpoints, data, metrics, train
@@ -44,7 +44,7 @@ def out(written, tmp_path) -> Path:
 
 
 def restored(out: Path, on_bad: str = "error") -> State:
-    """As the training program does it."""
+    """Restore as the training program does."""
     saved = checkpoints.latest_verified(out, on_bad)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_at(0))
     with checkpoints.open_manager(out) as manager:
@@ -81,10 +81,10 @@ def test_every_file_with_a_flipped_bit_is_named_with_the_checkpoint_before(writt
             "train.on_bad_checkpoint=previous, which continues from there, or another train.out"
         )
         shutil.rmtree(copy / "checkpoints/4")
-        assert restored(copy).step == 2  # the advice is good
+        assert restored(copy).step == 2  # the advice works
 
 
-def test_what_orbax_writes_last_is_read_by_nobody(out):
+def test_nothing_reads_what_orbax_writes_last(out):
     for name in checkpoints._NOT_HASHED:
         (out / "checkpoints/4" / name).write_bytes(b"\xff" + bytes(20))
     np.testing.assert_array_equal(restored(out).params["w"], state_at(4).params["w"])
@@ -98,7 +98,7 @@ def test_a_file_that_is_gone_is_named(out, lost):
 
 
 def test_the_hashes_are_there_before_a_checkpoint_gets_its_name(tmp_path, monkeypatch):
-    """What a kill leaves under a step's name is whole, then, and verified."""
+    """So what a kill leaves under a step's name is whole and verified."""
     rename, sealed = os.rename, {}
 
     def renaming(source, target):
@@ -187,10 +187,6 @@ def test_where_none_is_left_nothing_is_moved(out):
 
 # ---- a run ----
 
-SMALL = ("mesh.data=8", "model.layers=1", "train.checkpoint_every=2", "train.eval_every=100", "train.warmup_steps=0")
-# The learning rate of a step does not depend on how many there are.
-CONSTANT = (*SMALL, "train.final_learning_rate_fraction=1", "train.learning_rate=1e-3")
-
 
 @pytest.fixture(scope="module")
 def run(config, tmp_path_factory) -> Path:  # noqa: F811
@@ -202,7 +198,7 @@ def run(config, tmp_path_factory) -> Path:  # noqa: F811
 
 @pytest.fixture(scope="module")
 def whole(run, config, tmp_path_factory) -> Path:  # noqa: F811
-    """The folder of the run that goes on for two steps from its last checkpoint."""
+    """The folder of the run that continues for two steps from its last checkpoint."""
     folder = shutil.copytree(run, tmp_path_factory.mktemp("whole") / "out")
     assert train.main([str(config), *CONSTANT, "train.steps=8", f"train.out={folder}"]) == 0
     return folder
@@ -243,7 +239,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_with_the_same_losses(
     assert losses(broken) == losses(whole)
 
 
-# Saves two checkpoints, of which process 0 then flips a bit in a file of process 1; what is found of that is printed.
+# Save two checkpoints; process 0 then flips a bit in a file of process 1. Print what is found.
 TOGETHER = """
 import contextlib, sys
 from pathlib import Path
@@ -287,7 +283,7 @@ together.close()
 """
 
 
-def test_two_processes_read_a_part_each_and_find_the_same(tmp_path):
+def test_two_processes_each_read_some_files_and_find_the_same(tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         coordinator = f"localhost:{probe.getsockname()[1]}"
@@ -332,7 +328,7 @@ def truncated(content: bytes) -> bytes:
 @pytest.mark.claim("damage")
 @pytest.mark.parametrize("name", ["train.npy", "valid.npy", "tokenizer.json"])
 @pytest.mark.parametrize("damage", [zeroed, swapped, truncated])
-def test_a_damaged_file_of_the_cache_is_made_again_and_named(corpus, tmp_path, capsys, damage, name):
+def test_a_damaged_file_of_the_cache_is_rebuilt_and_named(corpus, tmp_path, capsys, damage, name):
     load(corpus, tmp_path / "cache")
     (file,) = (tmp_path / "cache").glob(f"*/{name}")
     content = file.read_bytes()
@@ -361,7 +357,7 @@ def test_a_cache_of_an_earlier_version_is_used_and_said_not_to_be_verified(corpu
     load(corpus, tmp_path / "cache")
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 3 and all("from an earlier version, which wrote no hash: it is not verified" in s for s in said)
-    # What numpy cannot open is damaged all the same.
+    # What numpy cannot open is damaged too.
     (file,) = (tmp_path / "cache").glob("*/train.npy")
     content = file.read_bytes()
     file.write_bytes(truncated(content))

@@ -1,4 +1,4 @@
-"""The documentation: its code runs and prints what the pages show, links lead somewhere, numbers are their files."""
+"""The documentation: its code runs and prints what the pages show, links lead somewhere, tables match their files."""
 
 import contextlib
 import io
@@ -18,7 +18,8 @@ CODE = re.compile(r"^```(python|text|)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def printed_by(page):
-    """Yield what each Python block prints, run in order in one namespace, and what the page shows behind it."""
+    """Yield what each Python block prints, run in order in one namespace, and the output that the page shows after
+    it."""
     made = {}
     blocks = CODE.findall(page)
     for (language, code), (after, shown) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
@@ -97,7 +98,7 @@ def test_files_and_headings_that_a_page_links_to_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_line_begins_with_a_mark(page):
-    """There it would end the paragraph, in Markdown's eyes."""
+    """In Markdown, a mark at the start of a line ends the paragraph."""
     assert not re.findall(r"^\s*<!--.*", page.read_text(), re.MULTILINE)
 
 
@@ -130,7 +131,7 @@ def tables(page):
 
 
 def test_tables_of_step_times_are_their_files():
-    """A row whose name is in code is a mode of the file above, or a line of it."""
+    """A row whose name is code is a mode, or a line, of the file above."""
     form = {"step": ("step_ms", "{:.0f} ms"), "temporary device memory": ("temp_gib", "{:.1f} GiB")}
     compared = 0
     for (name, *_), head, rows in tables((ROOT / "docs/performance.md").read_text()):
@@ -149,7 +150,7 @@ def test_tables_of_step_times_are_their_files():
     assert compared == 27
 
 
-def test_the_readmes_table_is_a_part_of_the_whole():
+def test_the_readmes_table_is_a_subset_of_the_whole():
     whole = table(result("dense"))
     rows = [row for row in (ROOT / "README.md").read_text().splitlines() if " ms |" in row]
     assert len(rows) == 4 and all(row in whole for row in rows)

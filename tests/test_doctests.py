@@ -22,7 +22,7 @@ GLOBALS = {**NAMES, **NEEDED}  # what an example need not import
 
 
 def examples(name):
-    """Return the examples of its docstring and of its methods'."""
+    """Return the examples in the docstrings of an object and of its methods."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     found = finder.find(inspect.unwrap(PUBLIC[name]), name, module=False, globs=GLOBALS)
     return [test for test in found if test.examples]

@@ -1,4 +1,4 @@
-"""A full disk, memory that is used up, and paths that name no file: one line, a status of its own, and nothing lost."""
+"""A full disk, exhausted memory and paths that name no file: one line, an exit status of its own, and nothing lost."""
 
 import contextlib
 import gc
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from common import PATIENCE, finish
-from test_train import ROOT, command, config, losses, spawn  # noqa: F401
+from common import CONSTANT, PATIENCE, ROOT, SHORT, finish
+from test_train import command, config, losses, spawn  # noqa: F401
 
 from models import checkpoints, metrics, train
 from models.config import Config, parse
@@ -21,13 +21,10 @@ from models.failures import machine_failure
 from models.files import Unwritable, append, atomic
 from models.step import State
 
-SMALL = ("mesh.data=8", "model.layers=1", "train.checkpoint_every=2", "train.eval_every=100", "train.warmup_steps=0")
-CONSTANT = (*SMALL, "train.final_learning_rate_fraction=1", "train.learning_rate=1e-3")
-
 
 @contextlib.contextmanager
 def files_of_at_most(count: int):
-    """A disk that is full, to a process: a write that makes a file longer than these bytes fails."""
+    """Simulate a full disk for a process: a write beyond this file size fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
     try:
@@ -41,7 +38,7 @@ def files_of_at_most(count: int):
 
 @pytest.fixture(scope="module")
 def run(config, tmp_path_factory) -> Path:  # noqa: F811
-    """The folder of a run of four steps, which has checkpoints at 2 and 4."""
+    """The folder of a run of four steps, with checkpoints at 2 and 4."""
     folder = tmp_path_factory.mktemp("run") / "out"
     assert train.main([str(config), *CONSTANT, "train.steps=4", f"train.out={folder}"]) == 0
     return folder
@@ -50,7 +47,7 @@ def run(config, tmp_path_factory) -> Path:  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.claim("full-disk")
 def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on_later(run, config, tmp_path):  # noqa: F811
-    """In a process of its own, whose whole output counts: of orbax's threads, too, and when Python ends."""
+    """In a separate process, whose whole output counts, including that of orbax's threads and of Python's exit."""
     out = shutil.copytree(run, tmp_path / "out")
     before = {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()}
     longer = [*CONSTANT, "train.steps=8"]
@@ -82,7 +79,7 @@ def test_a_curve_that_cannot_be_written_ends_the_run_in_one_line(config, tmp_pat
     out = tmp_path / "out"
     assert train.main([str(config), *CONSTANT, "train.steps=2", f"train.out={out}"]) == 3
     (line,) = capsys.readouterr().err.splitlines()
-    # The checkpoint that is being written meanwhile becomes whole.
+    # The checkpoint that is being written meanwhile is completed.
     assert line == (
         f"stopped: {out}/loss.png cannot be written (No space left on device); free some space there, "
         "or raise the quota or limit; the same command continues from step 2"
@@ -103,7 +100,7 @@ def test_metrics_that_cannot_be_written_are_named(tmp_path):
 def test_a_cache_of_tokens_that_cannot_be_written_is_one_line(config, tmp_path, capsys):  # noqa: F811
     cache = tmp_path / "cache"
     with files_of_at_most(100):
-        assert train.main([str(config), *SMALL, f"train.out={tmp_path}/out", f"data.cache_dir={cache}"]) == 3
+        assert train.main([str(config), *SHORT, f"train.out={tmp_path}/out", f"data.cache_dir={cache}"]) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"stopped: {cache}/") and " cannot be written (File too large); free some space" in line
     assert not [path for path in cache.rglob("*") if path.is_file()]
@@ -116,7 +113,7 @@ def save(manager, step: int, params) -> None:
 def test_a_save_that_failed_is_known_before_the_next_one_in_one_error(tmp_path, monkeypatch, capfd):
     printed, known = [], False
     monkeypatch.setattr(sys, "unraisablehook", lambda what: printed.append(str(what.exc_value)))
-    noise = [jax.random.normal(jax.random.key(i), (2**14,)) for i in range(40)]  # which no compression makes small
+    noise = [jax.random.normal(jax.random.key(i), (2**14,)) for i in range(40)]  # which compression cannot shrink
     with pytest.raises(ValueError) as caught, checkpoints.open_manager(tmp_path) as manager:
         with files_of_at_most(2**14):
             save(manager, 2, noise)
@@ -134,7 +131,7 @@ def test_a_save_that_failed_is_known_before_the_next_one_in_one_error(tmp_path, 
 
 
 def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, monkeypatch):
-    """Of several errors orbax raises the first at once, and its other threads go on."""
+    """orbax raises the first of several errors at once, while its other threads continue."""
     write_sums = checkpoints.write_sums
 
     def slow(*args, **kwargs):
@@ -157,7 +154,7 @@ def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, mo
 
 @pytest.mark.claim("full-disk")
 def test_out_of_memory_is_one_line(run, config, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """As jaxlib says it, here of an array that no machine holds."""
+    """With jaxlib's message, for an array larger than any machine's memory."""
     monkeypatch.setattr(train, "compile_step", lambda made: jax.numpy.zeros(2**55, jax.numpy.int8).block_until_ready())
     for folder, again in (run, "the same command continues from step 4"), (tmp_path / "out", "nothing is saved yet"):
         assert train.main([str(config), *CONSTANT, "train.steps=8", f"train.out={folder}"]) == 4
@@ -167,7 +164,7 @@ def test_out_of_memory_is_one_line(run, config, tmp_path, monkeypatch, capsys): 
 
 
 def test_what_is_told_and_what_is_not(tmp_path):
-    """Another error keeps its traceback."""
+    """Any other error keeps its traceback."""
     assert machine_failure(ValueError("RESOURCE_EXHAUSTED"), None) is None
     assert machine_failure(FileNotFoundError(2, "No such file or directory", "/elsewhere"), tmp_path) is None
     assert machine_failure(MemoryError(), None).status == 4
@@ -229,7 +226,7 @@ def test_a_file_for_a_folder_and_a_folder_for_a_file_are_one_line(  # before any
     out = tmp_path / "out"
     out.mkdir()
     (out / name).write_text("") if name == "checkpoints" else (out / name).mkdir()
-    assert train.main([str(config), *SMALL, f"train.out={out}"]) == 2
+    assert train.main([str(config), *SHORT, f"train.out={out}"]) == 2
     _, line = capsys.readouterr().err.splitlines()
     assert line.startswith(f"train.out = '{out}': ") and said in line
 
@@ -284,7 +281,7 @@ def test_a_terminal_that_lacks_letters_gets_escapes(config):  # noqa: F811
 @pytest.mark.parametrize("arguments", [[], ["--report"]])
 def test_without_jit_nothing_is_trained(config, tmp_path, capsys, arguments):  # noqa: F811
     with jax.disable_jit():
-        assert train.main([str(config), *SMALL, f"train.out={tmp_path}/out", *arguments]) == 2
+        assert train.main([str(config), *SHORT, f"train.out={tmp_path}/out", *arguments]) == 2
     _, line = capsys.readouterr().err.splitlines()
     assert line == "JAX_DISABLE_JIT = True: only compiled programs offload residuals; must be unset"
     assert not (tmp_path / "out").exists()

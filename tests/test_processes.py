@@ -1,4 +1,5 @@
-"""Processes that are lost, late, alike or different, and signals at any time: each ends with a line and a status."""
+"""Processes that are lost, late, alike or different, and signals at any time: each ends with a line and an exit
+status."""
 
 import contextlib
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from common import PATIENCE, start, wait_for
+from common import PATIENCE, ROOT, start, wait_for
 from jax.experimental import multihost_utils
 
 from models import peers, processes
@@ -27,7 +28,6 @@ from models.reading import ConfigError
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
 CONFIG = """\
 model: {vocab_size: 300, layers: 1, d_model: 32, heads: 2, kv_heads: 2, d_ff: 32, dtype: float32}
 data: {path: texts/*.txt, valid_fraction: 0.2, cache_dir: cache}
@@ -38,7 +38,7 @@ train:
 
 
 class Running:
-    """One process of the training program, and what it says."""
+    """One process of the training program, and its output."""
 
     def __init__(self, folder: Path, *arguments: str):
         self.out, self.err = (folder / f"{name}-{time.monotonic_ns()}" for name in ("stdout", "stderr"))
@@ -55,14 +55,14 @@ class Running:
         return self.err.read_text().splitlines()
 
     def listens(self) -> bool:
-        """Whether it has a handler of SIGTERM of its own."""
+        """Whether it has installed its own SIGTERM handler."""
         caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{self.process.pid}/status").read_text())
         return bool(caught and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @contextlib.contextmanager
 def running(*each: tuple[Path, list[str]]) -> Iterator[list[Running]]:
-    """Processes, each with its working directory and arguments of Python; none is left."""
+    """Starts processes, each with its working directory and Python's arguments; none outlives the test."""
     started: list[Running] = []
     try:
         for folder, arguments in each:
@@ -81,7 +81,7 @@ def free_port() -> int:
 
 
 def together(folders: list[Path], *overrides: str):
-    """The processes of one run, one device each."""
+    """Start the processes of one run, with one device each."""
     count, coordinator = len(folders), f"distributed.coordinator=localhost:{free_port()}"
     command = ["-m", "models.train", str(folders[0] / "test.yaml"), coordinator, f"distributed.num_processes={count}"]
     command += [f"mesh.data={count}", f"train.out={folders[0]}/out", *overrides]
@@ -89,7 +89,7 @@ def together(folders: list[Path], *overrides: str):
 
 
 def written(folder: Path) -> Path:
-    """A config in a folder, beside texts."""
+    """Write a config in a folder, beside texts."""
     order = random.Random(0)
     (folder / "texts").mkdir()
     for number in range(30):
@@ -104,7 +104,7 @@ def written(folder: Path) -> Path:
 @pytest.mark.claim("lost-processes")
 @pytest.mark.parametrize("lost", [0, 1])
 def test_where_a_process_is_killed_the_others_say_so_and_name_the_checkpoint(tmp_path, lost):
-    """Process 0 runs JAX's coordination service, whose clients abort from C++ when it is gone."""
+    """Process 0 runs JAX's coordination service; when it dies, its clients abort from C++."""
     with together([written(tmp_path)] * 2) as both:
         both[0].until((tmp_path / "out/checkpoints/20").exists)
         both[lost].process.kill()
@@ -134,7 +134,7 @@ def test_a_process_that_is_stopped_is_not_waited_for(tmp_path):
 
 
 def test_a_signal_to_one_process_that_compiles_ends_it_and_then_the_others(tmp_path):
-    """JAX's preemption service has a handler of SIGTERM of its own, which ends nothing."""
+    """JAX's preemption service installs a SIGTERM handler that ends nothing."""
     with together([written(tmp_path)] * 2) as both:
         both[0].until(lambda: "held out" in both[0].out.read_text())
         both[1].process.terminate()
@@ -172,12 +172,12 @@ def test_a_folder_that_the_processes_do_not_share_is_not_trained_in(monkeypatch)
     assert said in line
 
 
-# ---- one that does not come, or comes twice: `Peers`, in threads ----
+# ---- one that never arrives, or arrives twice: `Peers`, in threads ----
 
 
 def meeting(*visitors: tuple[int, int]) -> list[int | str]:
-    """What process 0 of three and visitors, each an index and its count, come to: the port, or what is wrong. The
-    first is there before the others come, the last comes when they have left."""
+    """Return what process 0 of three, and the visitors (index, count), each end with: the port, or an error. The first
+    visitor arrives before the others, the last after they have left."""
     found: dict[int, int | str] = {}
     server = socket.create_server(("localhost", 0))
     port = server.getsockname()[1]
@@ -311,7 +311,7 @@ def test_a_signal_while_the_program_is_imported_is_a_line(tmp_path, number):
         assert program.ended(128 + number) == [STOPPED.format(number.name)]
 
 
-# Where the main thread is in C++ for ever: a mutex, locked twice, which no signal interrupts.
+# As if the main thread hung in C++: it locks a mutex twice, which no signal interrupts.
 STUCK = """
 import ctypes
 from models import signals
@@ -347,7 +347,7 @@ def test_a_signal_while_it_trains_is_told_and_a_second_ends_it_at_once(tmp_path)
         program.until(lambda: "trains 0" in program.out.read_text())
         program.process.terminate()
         program.until(lambda: f"trains {signal.SIGTERM:d}" in program.out.read_text())
-        time.sleep(0.3)  # less is one signal, sent twice
+        time.sleep(0.3)  # if shorter, it counts as one signal sent twice
         program.process.send_signal(signal.SIGINT)
         first, second = program.ended(128 + signal.SIGINT)
     assert first == "SIGTERM: the step is finished and saved, then this run ends; a second signal ends it at once"

@@ -1,5 +1,6 @@
-# make train · make test · make test-all · make test-oldest · make test-long · make docs · make test-gpu · make claims-gpu · make bench
-# The first interpreter that really runs (a pyenv shim can exist and fail) makes .venv.
+# make train · make test · make test-all · make test-oldest · make test-long · make lint · make docs
+# make test-gpu · make claims-gpu · make bench
+# .venv is made by the first interpreter that runs: a pyenv shim can exist and fail.
 probe = import ensurepip, venv, sys; assert sys.version_info >= (3, 12)
 pyenv = $${PYENV_ROOT:-$$HOME/.pyenv}
 find_python = for p in python3.13 python3.12 python3 $$(ls -d $(pyenv)/versions/*/bin/python3 2>/dev/null | sort -rV); do \
@@ -7,7 +8,7 @@ find_python = for p in python3.13 python3.12 python3 $$(ls -d $(pyenv)/versions/
 	echo "no Python >= 3.12 with venv found: install one (e.g. apt install python3.12-venv)" >&2; exit 1
 
 PYTHON ?= .venv/bin/python
-# What is installed, and where. Another PYTHON has its own packages: nothing is installed for it but an older jax, aside.
+# What is installed, and where. Another PYTHON brings its own packages, except the oldest jax, which goes to .oldest.
 ifeq ($(PYTHON),.venv/bin/python)
 base = .venv/base
 tools = .venv/test
@@ -26,7 +27,7 @@ GPUS ?= 1
 train: $(base)
 	$(PYTHON) -m models.train $(CONFIG) $(ARGS)
 
-# In five minutes, on two cores: all but the slow tests, and those that need JAX's CUDA plugin.
+# Five minutes on two cores: all except the slow tests and those that need JAX's CUDA plugin.
 test: lint
 	$(PYTHON) -m pytest -n 2 -m "not slow" $(ARGS)
 
@@ -38,7 +39,7 @@ test-oldest: .oldest/made
 	PYTHONPATH=.oldest $(PYTHON) -c 'import jax; assert jax.__version__ == "$(oldest)", jax; print("jax $(oldest):")'
 	PYTHONPATH=.oldest $(PYTHON) -m pytest -n 2 tests/test_contract.py tests/test_rules.py tests/test_scan.py
 
-# Thousands of random scans instead of hundreds: about half an hour.
+# Thousands of random scans rather than hundreds: about half an hour.
 test-long: $(tools)
 	EXAMPLES=5000 $(PYTHON) -m pytest -n 2 tests/test_random_scans.py $(ARGS)
 
@@ -47,17 +48,17 @@ lint: $(tools)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 
-# Strict: a warning, such as a link to nothing, is an error.
+# Strict: a warning, such as a broken link, is an error.
 docs: $(sphinx)
 	$(PYTHON) -m sphinx -q -W --keep-going -n docs docs/_build
 
-# The GPU targets install nothing at all.
-# Twelve processes (pytest-xdist's) share the GPU and compile beside each other: three minutes. pytest-benchmark, where
-# it is installed, warns of them, and a warning is an error.
+# The GPU targets install nothing.
+# Twelve pytest-xdist processes share the GPU and compile in parallel: three minutes. pytest-benchmark, if installed,
+# warns about them, and a warning is an error.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu -n 12 -p no:benchmark $(ARGS)
 
-# Runs the commands of benchmarks/results again. PART=1/4: a quarter of those for one GPU; GPUS=2: those for two.
+# Reruns the commands that benchmarks/results/ names. PART=1/4: a quarter of those for one GPU; GPUS=2: those for two.
 claims-gpu:
 	$(PYTHON) -m benchmarks.remeasure $(if $(PART),--part $(PART)) --gpus $(GPUS) $(ARGS)
 
@@ -80,8 +81,8 @@ bench:
 	.venv/bin/python -m pip install -q -e '.[docs]'
 	touch $@
 
-# JAX's CUDA plugin, without CUDA's own libraries: XLA compiles with it for a GPU that is not here. It is not in .venv,
-# where JAX would look for a GPU at each start and print what it misses. 140 MB to fetch, 400 MB here.
+# JAX's CUDA plugin without CUDA's own libraries: XLA compiles with it for a GPU that is not present. In .venv, JAX would
+# look for a GPU at each start and print what is missing. 140 MB to download, 400 MB on disk.
 .cuda/made: .venv/test
 	rm -rf .cuda
 	mkdir .cuda

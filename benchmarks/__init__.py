@@ -1,1 +1,1 @@
-"""Peers side by side in one run; what was measured is in results/."""
+"""Benchmarks that run all peers in one process or one session; results/ holds what they measured."""

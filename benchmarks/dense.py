@@ -4,7 +4,7 @@
     python -m benchmarks.dense --d_model 8192 --layers 10 --batch 1 --out benchmarks/results/dense-70b.json
     python -m benchmarks.dense --fsdp 2 --modes remat saved jax_offload ours --out benchmarks/results/dense-fsdp.json
 
-What a step and a mode are, and what is written: `benchmarks.peers`.
+`benchmarks.peers` says what a step and a mode are, and what is written.
 """
 
 import argparse
@@ -12,14 +12,13 @@ from typing import Any
 
 from benchmarks.cases import Case, attention_costs, best, layers_of
 from benchmarks.peers import main
+from models.config import Model
 
 GATE, UP, CONTEXT, KV = "mlp/fc1.gate ", "mlp/fc1.up ", "attn/context ", "attn/k attn/v "
 
 
-def model(options: argparse.Namespace) -> Any:
-    """Llama 3's layer, 8B's by default, as `models.config.Model`; 70B's with `--d_model 8192`."""
-    from models.config import Model
-
+def model(options: argparse.Namespace) -> Model:
+    """Return the shape of Llama 3's layer: 8B's by default, 70B's with `--d_model 8192`."""
     D = options.d_model
     return Model(
         layers=options.layers,
@@ -66,7 +65,7 @@ CASE = Case(
     shape=lambda options: {**layers_of(options), "d_ff": model(options).d_ff},
 )
 
-# ------------------------------------------------------------------------------------------------ the pages' table
+# ----------------------------------------------------------------------------------------------- the table in the docs
 
 WHAT = {
     "ours_saved_all": "**jaxoffload**, nothing recomputed",
@@ -81,7 +80,7 @@ WHAT = {
 
 
 def table(result: dict[str, Any]) -> str:
-    """Results as Markdown."""
+    """Return the results as a Markdown table."""
     modes = result["modes"]
     lines = ["| | step | temporary device memory | model FLOP utilisation |", "|---|---|---|---|"]
     for mode, what in WHAT.items():

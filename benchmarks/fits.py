@@ -1,10 +1,10 @@
-"""Do the copies fit behind their layers? What FLOPs and bytes predict, and what a profile says, for ten shapes.
+"""Whether copies fit behind their layers: the prediction from FLOPs and bytes against a profile, for ten shapes.
 
     python -m benchmarks.fits [--out benchmarks/results/fits.json]
 
-Measures the machine (`jaxoffload.machine`), predicts (`jaxoffload.proof.fits`) before anything runs, and then profiles
-each shape's step. Copies fit where what nothing hides of them is no more than 1 %: measured, of the step; predicted,
-and as `report` says, of what its layers compute.
+It measures the machine (`jaxoffload.machine`), predicts each shape's step (`jaxoffload.proof.fits`), and then runs and
+profiles it. Copies fit if at most 1 % of the step is exposed. The prediction takes 1 % of the time that the layers
+compute, as `report` does. The exit status is 1 if prediction and measurement disagree on a shape.
 """
 
 import argparse
@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from benchmarks import dense, moe, peers, streams
 from benchmarks.cases import OVERLAP, Case, Variant
 from benchmarks.steps import compile_step, initial, loss_of, start
@@ -24,10 +26,10 @@ from jaxoffload.proof._predict.fit import FREE
 
 
 class Shape(NamedTuple):
-    """Layers of a case, with other sizes than its own, and the residuals that move."""
+    """A case with sizes of its own, and the residuals to offload."""
 
     case: Case
-    moved: str
+    offloaded: str  # names, separated by spaces
     sizes: dict[str, int]
 
 
@@ -53,7 +55,7 @@ def main() -> None:
     print(machine, file=sys.stderr)
     lines = []
     for shape in SHAPES:
-        lines.append(line_of(shape, machine))
+        lines.append(compare(shape, machine))
         print(lines[-1], file=sys.stderr, flush=True)
         agree = sum(line["fits"] == line["measured to fit"] for line in lines)
         result = {
@@ -69,38 +71,30 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fits.json"))
-    parser.add_argument("--commit", default=peers.head(), help="recorded beside the numbers")
+    parser.add_argument("--commit", default=peers.head(), help="the commit to record")
     return parser.parse_args()
 
 
 def options_of(shape: Shape) -> argparse.Namespace:
-    """As the case's own benchmark takes them."""
+    """Return the options of the case's own benchmark, with these sizes."""
     parser = peers.arguments("")
     shape.case.arguments(parser)
     parser.set_defaults(**{"layers": 4 if shape.case is moe.CASE else 6} | shape.sizes)
     return parser.parse_args([])
 
 
-def line_of(shape: Shape, machine: proof.Machine) -> dict[str, Any]:
-    """What is predicted of a shape, and what is measured."""
-    import jax
-
+def compare(shape: Shape, machine: proof.Machine) -> dict[str, Any]:
+    """Return what is predicted for a shape, and what is measured."""
     options = options_of(shape)
-    variant = Variant("ours", dict.fromkeys(shape.moved.split(), "offload"), OVERLAP)
-    given = jax.eval_shape(start(shape.case, options))
-    predicted = proof.fits(loss_of(shape.case, options, variant), *given, machine=machine)
+    variant = Variant("ours", dict.fromkeys(shape.offloaded.split(), "offload"), OVERLAP)
+    avals = jax.eval_shape(start(shape.case, options))
+    predicted = proof.fits(loss_of(shape.case, options, variant), *avals, machine=machine)
     (loop,) = predicted.loops
-    step, _, _ = compile_step(shape.case, options, variant)
-    state, begin = initial(shape.case, options), time.monotonic()
-    while time.monotonic() - begin < 2.5:  # until the clocks are those of a long run
-        state = jax.block_until_ready(step(*state))
-    (events,) = streams.traced(lambda: jax.block_until_ready(step(*state))).values()
-    measured = streams.summary(events)
-    known = ("layers", "batch", "seq", "d_model")
+    measured = measure(shape.case, options, variant)
     return {
         "case": shape.case.program,
-        **{key: getattr(options, key) for key in known},
-        "moved": shape.moved,
+        **{key: getattr(options, key) for key in ("layers", "batch", "seq", "d_model")},
+        "moved": shape.offloaded,
         "predicted": {
             "forward_ms": round(loop.forward_ms, 2),
             "backward_ms": round(loop.backward_ms, 2),
@@ -109,25 +103,35 @@ def line_of(shape: Shape, machine: proof.Machine) -> dict[str, Any]:
             "exposed_ms": round(predicted.exposed_ms, 2),
             "exposed/step": round(predicted.exposed_ms / loop.computing_ms, 4),
         },
-        "measured": {
-            "forward_ms": layer_ms(events, "d2h"),
-            "backward_ms": layer_ms(events, "h2d"),
-            **{key: measured[key] for key in ("step_ms", "d2h_ms", "h2d_ms", "exposed_ms")},
-            "exposed/step": (share := round(measured["exposed_ms"] / measured["step_ms"], 4)),
-        },
+        "measured": measured,
         "fits": loop.fits(loop.together),
-        "measured to fit": share <= FREE,
+        "measured to fit": measured["exposed/step"] <= FREE,
+    }
+
+
+def measure(case: Case, options: argparse.Namespace, variant: Variant) -> dict[str, float]:
+    step, _, _ = compile_step(case, options, variant)
+    state, begin = initial(case, options), time.monotonic()
+    while time.monotonic() - begin < 2.5:  # until the GPU's clocks are those of a long run
+        state = jax.block_until_ready(step(*state))
+    (events,) = streams.traced(lambda: jax.block_until_ready(step(*state))).values()
+    profile = streams.summary(events)
+    return {
+        "forward_ms": layer_ms(events, "d2h"),
+        "backward_ms": layer_ms(events, "h2d"),
+        **{key: profile[key] for key in ("step_ms", "d2h_ms", "h2d_ms", "exposed_ms")},
+        "exposed/step": round(profile["exposed_ms"] / profile["step_ms"], 4),
     }
 
 
 def layer_ms(events: list[streams.Event], direction: str) -> float:
-    """From one layer's copies to the next layer's: a layer, or its copies where they take longer."""
+    """Return the time between one layer's copies and the next layer's: of the computation, or of longer copies."""
     starts: dict[str, list[float]] = {}
     for e in events:
         if e.direction == direction:
             starts.setdefault(e.op, []).append(e.start)
-    # XLA has two copies of a loop's body, so that one instruction copies every other layer's.
-    between = [(b - a) / 2e6 for of_one in starts.values() for a, b in itertools.pairwise(sorted(of_one))]
+    # XLA duplicates a loop's body, so one instruction copies for every second layer.
+    between = [(b - a) / 2e6 for same_op in starts.values() for a, b in itertools.pairwise(sorted(same_op))]
     return round(statistics.median(between), 2) if between else 0.0
 
 

@@ -1,12 +1,12 @@
-"""Training with offload has the losses of training with the same residuals saved, bit for bit.
+r"""Whether training with offload has the same losses, bit for bit, as training with these residuals saved.
 
     python -m benchmarks.losses [--config configs/llama-1b.yaml] [--steps 200] [section.key=value ...]
     python -m benchmarks.losses --config configs/tiny-moe.yaml --out benchmarks/results/losses-moe.json \
         --variants model.grouped=ragged model.grouped=mosaic "model.grouped=te model.quantize=fp8" -- \
         model.dtype=bfloat16 model.d_model=256 model.heads=4 model.d_expert=256 train.batch_size=8 train.seq_len=256
 
-Runs `models.train` twice, the second time with each `offload` of the config's `remat:` turned into `save`, both under
-XLA's deterministic options, and compares the losses of all steps.
+It runs `models.train` twice under XLA's deterministic options, the second time with every `offload` in the config's
+`remat:` replaced by `save`, and compares the losses of all steps. The exit status is 1 if a loss differs.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from benchmarks import peers
 from jaxoffload import Policy
 from models.config import load
 
-# Of the same arithmetic the same bits: no atomics, no choice of kernels by their speed, bfloat16 where it is written.
-# XLA's attention, whose scores take room, and so a short batch: with deterministic operations and `compiler_options()`
-# a step with cuDNN's fails (jaxlib 0.11.2, with nothing offloaded too: IndexError, raw_hash_map<>::at).
-SIZED = ["model.attention=xla", "train.batch_size=1", "train.seq_len=4096"]
+# Under deterministic operations and `compiler_options()`, a step with cuDNN's attention fails even without offload
+# (jaxlib 0.11.2: IndexError, raw_hash_map<>::at). XLA's attention stores its scores, hence the small batch.
+SIZES = ["model.attention=xla", "train.batch_size=1", "train.seq_len=4096"]
+# No atomics, no kernels chosen by their speed, bfloat16 where the program says bfloat16.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0 --xla_allow_excess_precision=false"
 
 
@@ -41,14 +41,13 @@ def main() -> None:
         runs = {"offload": train(options, chosen), "save": train(options, [*chosen, *saved])}
         losses = {how: [row["loss"] for row in rows] for how, rows in runs.items()}
         peaks = {how: round((rows[-1]["device_peak_bytes"] or 0) / 2**30, 2) for how, rows in runs.items()}
-        lines.append(
-            {
-                "overrides": variant,
-                "losses that differ": sum(a != b for a, b in zip(losses["offload"], losses["save"], strict=True)),
-                "losses": [round(loss, 4) for loss in losses["save"]],
-                "device_peak_gib": peaks,
-            }
-        )
+        line = {
+            "overrides": variant,
+            "losses that differ": sum(a != b for a, b in zip(losses["offload"], losses["save"], strict=True)),
+            "losses": [round(loss, 4) for loss in losses["save"]],
+            "device_peak_gib": peaks,
+        }
+        lines.append(line)
         result = {**peers.provenance("losses", options.commit), "steps": options.steps, "lines": lines}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
@@ -56,9 +55,9 @@ def main() -> None:
 
 
 def overrides_to_save(policy: Policy) -> list[str]:
-    """Of a config: each `offload` in its policy turned into `save`; none, if there is none.
+    """Return config overrides that replace every `offload` of a policy by `save`; none if it offloads nothing.
 
-    All patterns are written again, in their order, for those that are appended win.
+    They repeat all patterns in their order, because a pattern that is appended wins over those before it.
     """
     saved = lambda decision: "save" if decision == "offload" else decision
     fields = [f"remat.{field}=save" for field in ("default", "dots") if getattr(policy, field) == "offload"]
@@ -70,20 +69,25 @@ def overrides_to_save(policy: Policy) -> list[str]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", help="of the config, as for models.train")
+    parser.add_argument("overrides", nargs="*", help="overrides of the config, as for models.train")
     parser.add_argument("--config", default="configs/llama-1b.yaml")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--variants", nargs="+", default=[""], help="further overrides; a pair of runs for each")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=[""],
+        help="further overrides, separated by spaces; one pair of runs per variant",
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/losses.json"))
-    parser.add_argument("--commit", default=peers.head(), help="recorded beside the numbers")
+    parser.add_argument("--commit", default=peers.head(), help="the commit to record")
     return parser.parse_args()
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> list[dict[str, Any]]:
-    """The training lines of a fresh run's metrics.jsonl."""
+    """Run `models.train`, and return the lines with a loss in its metrics.jsonl."""
     with tempfile.TemporaryDirectory() as out:
-        sized = [*SIZED, f"train.steps={options.steps}", "train.log_every=1", f"train.checkpoint_every={options.steps}"]
-        command = [sys.executable, "-m", "models.train", options.config, f"train.out={out}", *sized]
+        sizes = [*SIZES, f"train.steps={options.steps}", "train.log_every=1", f"train.checkpoint_every={options.steps}"]
+        command = [sys.executable, "-m", "models.train", options.config, f"train.out={out}", *sizes]
         flags = f"{os.environ.get('XLA_FLAGS', '')} {DETERMINISTIC}"
         done = subprocess.run([*command, *options.overrides, *overrides], env=os.environ | {"XLA_FLAGS": flags})
         if done.returncode:

@@ -1,6 +1,6 @@
-"""Layers with experts: saving, recomputing and offloading the same residuals, with plain JAX and with ours.
+r"""Mixture-of-experts layers: saving, recomputing and offloading the same residuals, with plain JAX and with ours.
 
-    python -m benchmarks.moe [--out benchmarks/results/moe.json]              # Mixtral's shapes: 8 experts, 2 a token
+    python -m benchmarks.moe [--out benchmarks/results/moe.json]              # Mixtral's shapes: 8 experts, 2 per token
     python -m benchmarks.moe --experts 64 --experts_per_token 8 --d_model 2048 --d_expert 768 --layers 12 \
         --out benchmarks/results/moe-small-experts.json                       # Qwen3's, with 64 of its 128 experts
     python -m benchmarks.moe --expert 2 --batch 4 --layers 4 --capacity 1.25 --modes remat saved ours ours_saved \
@@ -11,18 +11,20 @@ import argparse
 import contextlib
 from typing import Any
 
+import jax
+
 from benchmarks.cases import Case, attention_costs, best, layers_of
 from benchmarks.peers import main
+from jaxoffload.grouped import chosen_backend
+from models.config import Mesh, Model
 from models.exchange import Exchange
 from models.routing import Routing
+from models.sharding import inside_shard_map
 
 GATE, UP, INPUT, CONTEXT, KV = "moe/fc1.gate ", "moe/fc1.up ", "moe/fc1_input ", "attn/context ", "attn/k attn/v "
 
 
-def model(options: argparse.Namespace) -> Any:
-    """As `models.config.Model`."""
-    from models.config import Model
-
+def model(options: argparse.Namespace) -> Model:
     return Model(
         layers=options.layers,
         d_model=options.d_model,
@@ -44,38 +46,34 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--experts_per_token", type=int, default=2)
     parser.add_argument("--d_expert", type=int, default=14336)
-    parser.add_argument("--capacity", type=float, help="rows to an expert's device, in even shares")
+    parser.add_argument("--capacity", type=float, help="rows per expert device, as a multiple of an even share")
     parser.add_argument("--exchange", default="padded", choices=("padded", "ragged"))
     parser.add_argument("--grouped", default="mosaic", choices=("auto", "te", "mosaic", "ragged"))
 
 
 def costs(options: argparse.Namespace) -> dict[str, tuple[int, int]]:
-    """The rows of fc1_input are gathered, not computed."""
     shape, tokens = model(options), options.batch * options.seq
     rows = tokens * shape.experts_per_token
     half = (2 * rows * shape.d_model * shape.d_expert, 2 * rows * shape.d_expert)
-    experts = {"moe/fc1_input": (0, 2 * rows * shape.d_model), "moe/fc1.gate": half, "moe/fc1.up": half}
+    gathered = (0, 2 * rows * shape.d_model)  # no FLOPs
+    experts = {"moe/fc1_input": gathered, "moe/fc1.gate": half, "moe/fc1.up": half}
     return attention_costs(shape, tokens) | experts
 
 
 def shape(options: argparse.Namespace) -> dict[str, Any]:
-    import jax
-
-    from jaxoffload.grouped import chosen_backend
-    from models.config import Mesh
-    from models.sharding import inside_shard_map
-
-    kept = {
-        key: getattr(options, key)
-        for key in ("experts", "experts_per_token", "d_expert", "grouped", "capacity", "exchange")
-    }
+    keys = ("experts", "experts_per_token", "d_expert", "grouped", "capacity", "exchange")
+    recorded = {key: getattr(options, key) for key in keys}
     if options.grouped == "auto":
-        rows, D, F = options.batch * options.seq * options.experts_per_token, options.d_model, options.d_expert
-        x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, D), (options.experts, D, F)))
-        mesh = Mesh(fsdp=options.fsdp, expert=options.expert)
-        with inside_shard_map(mesh) if options.fsdp * options.expert > 1 else contextlib.nullcontext():
-            kept["grouped"] = f"auto: {chosen_backend(x, w)}"
-    return layers_of(options) | kept
+        recorded["grouped"] = f"auto: {_auto_backend(options)}"
+    return layers_of(options) | recorded
+
+
+def _auto_backend(options: argparse.Namespace) -> str:
+    rows, D, F = options.batch * options.seq * options.experts_per_token, options.d_model, options.d_expert
+    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, D), (options.experts, D, F)))
+    mesh = Mesh(fsdp=options.fsdp, expert=options.expert)
+    with inside_shard_map(mesh) if options.fsdp * options.expert > 1 else contextlib.nullcontext():
+        return chosen_backend(x, w)
 
 
 CASE = Case(

@@ -1,9 +1,9 @@
-"""The same residuals saved, recomputed and offloaded, with plain JAX and with ours, side by side: `dense` and `moe`.
+"""What `dense` and `moe` share: the same residuals saved, recomputed and offloaded, by plain JAX and by ours.
 
-A step is the forward and backward pass of a stack of the reference model's layers, bf16 on float32 weights, and SGD in
-place. All modes are timed in one process, in turn, so that they share the machine's state; each peer that has options
-of its own is timed under all of them, and the fastest counts. Then each mode runs in a process of its own for its peak
-memory. The parent never touches the GPU.
+A step is the forward and backward pass of a stack of the reference model's layers, in bf16 on float32 weights, and an
+SGD update in place. One process times all modes alternately, so that they share the machine's state. A mode with
+several variants is timed with each, and the fastest counts. Then each mode runs in a fresh process, which measures its
+peak memory. The parent process never uses the GPU.
 """
 
 import argparse
@@ -21,38 +21,41 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from benchmarks import streams
-from benchmarks.cases import MODES, Case, modes_of
+from benchmarks.cases import MODES, Case, Variant, modes_of
 from benchmarks.ratios import ratios
 from benchmarks.steps import compile_step, import_te, initial, model_flops
 from models.metrics import PEAK_FLOPS
 
 
 def main(case: Case) -> dict[str, Any] | None:
-    """The results, also written to `--out`; None in a worker."""
+    """Measure, write the results to `--out` and return them; None in a worker process."""
     options = parse(case)
     if options.worker:
         for found in WORKERS[options.worker](case, options):
             print(json.dumps(found), flush=True)
         return None
-    with tempfile.TemporaryDirectory() as cache:  # compiled once, by the timing process
-        for timed in worker(case, options, "times", cache):
-            write(case, timed, options)
-        for mode in (mode for mode in options.fresh if mode in timed["modes"]):
-            for peak in worker(case, options, "peak", cache, mode, timed["modes"][mode]["options"]):
-                timed["modes"][mode] |= peak
-            write(case, timed, options)
-    return timed
+    with tempfile.TemporaryDirectory() as cache:  # the timing process compiles for the others too
+        for result in worker(case, options, cache, "times"):
+            write(case, result, options)
+        for mode in (mode for mode in options.fresh if mode in result["modes"]):
+            variant = result["modes"][mode]["options"]
+            for measured in worker(case, options, cache, "peak", "--mode", mode, "--variant", variant):
+                result["modes"][mode] |= measured
+            write(case, result, options)
+    return result
 
 
-def write(case: Case, timed: dict[str, Any], options: argparse.Namespace) -> None:
-    """What there is so far, with its ratios: what fails, or is stopped, later takes nothing with it."""
-    timed["ratios"] = ratios(case, timed["modes"], options)
-    options.out.write_text(json.dumps(timed, indent=1) + "\n")
+def write(case: Case, result: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write what has been measured so far, with its ratios, so that a later failure loses nothing."""
+    result["ratios"] = ratios(case, result["modes"], options)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """Of the layers' shape, and of what else the benchmarks of a step share."""
+    """Return a parser of the arguments that all benchmarks of a step share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--layers", type=int, default=16)
@@ -60,11 +63,11 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--d_model", type=int, default=4096)
     parser.add_argument("--kv_heads", type=int, default=8)
-    parser.add_argument("--fsdp", type=int, default=1, help="GPUs that share batch and weights")
-    parser.add_argument("--expert", type=int, default=1, help="GPUs that share the batch and have experts of their own")
+    parser.add_argument("--fsdp", type=int, default=1, help="GPUs that split batch and weights")
+    parser.add_argument("--expert", type=int, default=1, help="GPUs that split batch and experts")
     parser.add_argument("--attention", default="cudnn", choices=("cudnn", "te", "xla"))
-    parser.add_argument("--steps", type=int, default=3, help="steps that are timed, a turn")
-    parser.add_argument("--commit", default=head(), help="recorded beside the numbers")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps per round")
+    parser.add_argument("--commit", default=head(), help="the commit to record")
     return parser
 
 
@@ -73,11 +76,10 @@ def parse(case: Case) -> argparse.Namespace:
     parser.set_defaults(out=Path(f"benchmarks/results/{case.program}.json"))
     case.arguments(parser)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument(
-        "--best", nargs="+", choices=case.best, default=list(case.best), help="candidates for ours_best"
-    )
-    parser.add_argument("--fresh", nargs="*", choices=MODES, default=list(MODES), help="also in a process of their own")
-    parser.add_argument("--rounds", type=int, default=4, help="times each mode's turn comes")
+    names = list(case.best)
+    parser.add_argument("--best", nargs="+", choices=names, default=names, help="candidates for ours_best")
+    parser.add_argument("--fresh", nargs="*", choices=MODES, default=list(MODES), help="modes to measure peaks of")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds in which every mode is timed")
     parser.add_argument("--worker", choices=("times", "peak"), help=argparse.SUPPRESS)
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--variant", help=argparse.SUPPRESS)
@@ -99,60 +101,50 @@ def head() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def worker(
-    case: Case, options: argparse.Namespace, what: str, cache: str, mode: str = "", variant: str = ""
-) -> Iterator[dict[str, Any]]:
-    """What a fresh process of this program measures, so far each time."""
-    say(f"{what} {mode}")
-    command = [sys.executable, "-m", f"benchmarks.{case.program}", *sys.argv[1:], "--worker", what]
-    command += ["--mode", mode, "--variant", variant] if mode else []
-    # 64 layers' weights and gradients take more than the three quarters of a device that JAX takes by default.
+def worker(case: Case, options: argparse.Namespace, cache: str, *what: str) -> Iterator[dict[str, Any]]:
+    """Yield what a fresh process of this program prints: each time all that it has measured so far."""
+    say(" ".join(what))
+    command = [sys.executable, "-m", f"benchmarks.{case.program}", *sys.argv[1:], "--worker", *what]
+    # The weights and gradients of 64 layers need more than the 75 % of the device that JAX takes by default.
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", **os.environ, "JAX_COMPILATION_CACHE_DIR": cache}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         yield from (json.loads(line) for line in process.stdout or () if line.startswith("{"))
     if process.returncode:
-        sys.exit(f"benchmarks.{case.program}: {what} {mode} failed with exit status {process.returncode}")
+        sys.exit(f"benchmarks.{case.program}: {' '.join(what)} failed with exit status {process.returncode}")
 
 
 def say(what: str) -> None:
     print(f"{time.strftime('%X')} {what}", file=sys.stderr, flush=True)
 
 
-# ------------------------------------------------------------------------------------------------ in a worker
+# ------------------------------------------------------------------------------------------------ worker processes
 
 
-Key = tuple[str, str]  # of a mode and a variant of it
+Key = tuple[str, str]  # a mode, and the name of one of its variants
 
 
 def times(case: Case, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Step times of all modes under all their options, the fastest options' kept; after each round."""
+    """Yield, after each round, the step times of all modes."""
     import_te(options)
-    import jax
-
-    chosen = {mode: variants for mode, variants in modes_of(case).items() if mode in options.modes}
-    if "ours_best" in chosen:
-        chosen["ours_best"] = {name: case.best[name] for name in options.best}
     state = initial(case, options)
-    steps, facts = compile_all(case, options, chosen)
+    steps, facts = compile_all(case, options)
 
-    def turn(key: Key) -> list[float]:
+    def measure(key: Key) -> list[float]:
         nonlocal state
-        state, spent = jax.block_until_ready(steps[key](*state)), []
+        state, ms = jax.block_until_ready(steps[key](*state)), []
         for _ in range(options.steps):
             begin = time.perf_counter()
             state = jax.block_until_ready(steps[key](*state))
-            spent.append(1e3 * (time.perf_counter() - begin))
-        return spent
+            ms.append(1e3 * (time.perf_counter() - begin))
+        return ms
 
-    # The first turn warms up (pinned memory, clocks), and what is far behind there is out. Others replace its times.
+    # The warm-up round fills the pinned pool, raises the clocks and drops slow variants. The others replace its times.
     spent = {}
     for key in steps:
-        spent[key] = turn(key)
+        spent[key] = measure(key)
         say(f"{', '.join(key)}: {statistics.median(spent[key]):.1f} ms")
     near = contenders(spent, facts)
-    for mode in chosen.keys() - {mode for mode, _ in near}:
-        needs = {"remat": least(facts, "remat"), mode: least(facts, mode)}
-        say(f"{mode} is left out: no candidate needs as little memory as remat, GiB: {needs}")
+    say_dropped(near, facts)
     devices = options.fsdp * options.expert
     known = provenance(case.program, options.commit, devices)
     known["shape"] = {**case.shape(options), "residuals": list(case.names)}
@@ -160,14 +152,22 @@ def times(case: Case, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield {**known, "rounds": 0, "modes": fastest(spent, near, facts, flops)}
     for number in range(options.rounds):
         for key in near:
-            spent[key] = (spent[key] if number else []) + turn(key)
+            spent[key] = (spent[key] if number else []) + measure(key)
         yield {**known, "rounds": 1 + number, "modes": fastest(spent, near, facts, flops)}
 
 
-def compile_all(case: Case, options: argparse.Namespace, chosen: dict[str, Any]) -> tuple[dict[Key, Any], Any]:
-    """The steps, and what is known of each before it runs."""
+def chosen(case: Case, options: argparse.Namespace) -> dict[Key, Variant]:
+    """Return the variants that the options ask for."""
+    modes = {mode: variants for mode, variants in modes_of(case).items() if mode in options.modes}
+    if "ours_best" in modes:
+        modes["ours_best"] = {name: case.best[name] for name in options.best}
+    return {(mode, name): variant for mode, variants in modes.items() for name, variant in variants.items()}
+
+
+def compile_all(case: Case, options: argparse.Namespace) -> tuple[dict[Key, Any], dict[Key, dict[str, Any]]]:
+    """Return the compiled steps, and what is known about each before it runs."""
     steps, facts = {}, {}
-    for key, variant in (((mode, name), v) for mode, variants in chosen.items() for name, v in variants.items()):
+    for key, variant in chosen(case, options).items():
         steps[key], host, seconds = compile_step(case, options, variant)
         memory = steps[key].memory_analysis()
         facts[key] = {
@@ -182,20 +182,27 @@ def compile_all(case: Case, options: argparse.Namespace, chosen: dict[str, Any])
 
 
 def contenders(spent: dict[Key, list[float]], facts: dict[Key, dict[str, Any]]) -> list[Key]:
-    """Those within 3 % of their mode's fastest; of ours_best only what needs no more memory than remat."""
-    room = least(facts, "remat")
-    fits = [key for key in spent if key[0] != "ours_best" or facts[key]["temp_gib"] <= room]
+    """Return the variants within 3 % of their mode's fastest; for ours_best only those that need no more memory than
+    remat."""
+    limit = least_gib(facts, "remat")
+    fits = [key for key in spent if key[0] != "ours_best" or facts[key]["temp_gib"] <= limit]
     ms = {key: statistics.median(spent[key]) for key in fits}
     return [key for key in fits if ms[key] < 1.03 * min(ms[other] for other in fits if other[0] == key[0])]
 
 
-def least(facts: dict[Key, dict[str, Any]], mode: str) -> float:
-    """GiB of temporary memory that a mode needs under the options that need the least."""
+def say_dropped(near: list[Key], facts: dict[Key, dict[str, Any]]) -> None:
+    for mode in {mode for mode, _ in facts} - {mode for mode, _ in near}:
+        gib = {each: least_gib(facts, each) for each in ("remat", mode)}
+        say(f"{mode} is dropped, because every candidate needs more memory than remat (GiB): {gib}")
+
+
+def least_gib(facts: dict[Key, dict[str, Any]], mode: str) -> float:
+    """Return the temporary memory of the mode's variant that needs the least."""
     return min((facts[key]["temp_gib"] for key in facts if key[0] == mode), default=0.0)
 
 
 def fastest(spent: dict[Key, list[float]], near: list[Key], facts: Any, flops: float) -> dict[str, dict[str, Any]]:
-    """Mode -> its fastest variant, with the times of the others beside it."""
+    """Return mode -> the results of its fastest variant, with the times of the others."""
     ms = {key: round(statistics.median(times), 2) for key, times in spent.items()}
     modes = {}
     for mode in dict.fromkeys(mode for mode, _ in near):
@@ -214,35 +221,31 @@ def fastest(spent: dict[Key, list[float]], near: list[Key], facts: Any, flops: f
 
 
 def peak(case: Case, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The peak of allocated device memory over three steps, in a process that did nothing else; then a profile."""
+    """Yield the peak of allocated device memory over three steps of a fresh process, and, for ours, a profile."""
     import_te(options)
-    import jax
-
     step, _, _ = compile_step(case, options, modes_of(case)[options.mode][options.variant])
     state = initial(case, options)
     for _ in range(3):
         state = step(*state)
     jax.block_until_ready(state)
-    measured = {"peak_gib": round((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30, 4)}
-    if not options.mode.startswith("ours"):
-        yield measured
-        return
-    gpus = streams.traced(lambda: jax.block_until_ready(step(*state)))
-    yield measured | ({"profile": streams.summary(next(iter(gpus.values())))} if gpus else {})  # of one of them
+    peak_bytes = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    measured: dict[str, Any] = {"peak_gib": round(peak_bytes / 2**30, 4)}
+    if options.mode.startswith("ours"):
+        gpus = streams.traced(lambda: jax.block_until_ready(step(*state)))
+        for events in [*gpus.values()][:1]:  # all GPUs do the same
+            measured["profile"] = streams.summary(events)
+    yield measured
 
 
 WORKERS = {"times": times, "peak": peak}
 
 
 def provenance(program: str, commit: str, devices: int = 1) -> dict[str, Any]:
-    """Device, versions, command and commit."""
-    import jax
-
+    """Return what every result file begins with: device, versions, command and commit."""
+    arguments = itertools.takewhile("--worker".__ne__, sys.argv[1:])
     return {
         "device": f"{devices} {jax.devices()[0].device_kind} ({jax.devices()[0].platform})",
         "versions": versions(),
-        "command": shlex.join(
-            ["python", "-m", f"benchmarks.{program}", *itertools.takewhile("--worker".__ne__, sys.argv[1:])]
-        ),
+        "command": shlex.join(["python", "-m", f"benchmarks.{program}", *arguments]),
         "commit": commit,
     }

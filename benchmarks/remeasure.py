@@ -1,8 +1,8 @@
-"""Measures again: runs the commands that the result files name, each of which writes its file again.
+"""Rerun the commands that the result files name; each rewrites its file.
 
     python -m benchmarks.remeasure [--list] [--only dense verify-moe] [--part 1/4] [--gpus 2]
 
-A text file gets a header and what its command prints. The exit status is 1 if a command fails.
+A text file holds a header and what its command prints. The exit status is 1 if a command fails.
 """
 
 import argparse
@@ -22,15 +22,17 @@ FILES = {path.stem: path for path in sorted((Path(__file__).parent / "results").
 
 
 def recorded(path: Path) -> tuple[str, int]:
-    """The command, without the commit of then, and the number of GPUs."""
+    """Return a result file's command, without `--commit`, and the number of GPUs."""
     text = path.read_text()
-    header = (line.split(": ", 1) for line in text.partition("\n\n")[0].splitlines())
-    about = json.loads(text) if path.suffix == ".json" else dict(header)
-    return re.sub(r" --commit \S+", "", about["command"]), int(about["device"].split()[0])
+    if path.suffix == ".json":
+        facts = json.loads(text)
+    else:
+        facts = dict(line.split(": ", 1) for line in text.partition("\n\n")[0].splitlines())
+    return re.sub(r" --commit \S+", "", facts["command"]), int(facts["device"].split()[0])
 
 
 def measure(path: Path, command: str, gpus: int) -> int:
-    """The command's exit status; nothing that it started outlives it, on the GPU."""
+    """Run a command, and return its exit status. No process that it started outlives it and occupies the GPU."""
     with path.open("w") if path.suffix == ".txt" else contextlib.nullcontext() as out:
         if out:
             name = subprocess.check_output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], text=True)
@@ -49,20 +51,21 @@ def measure(path: Path, command: str, gpus: int) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print the commands, and run none")
+    parser.add_argument("--list", action="store_true", help="print the commands and run none")
     parser.add_argument("--only", nargs="+", choices=FILES, default=list(FILES), metavar="NAME")
-    parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th, from the K-th on")
-    parser.add_argument("--gpus", type=int, default=1, help="those that ran on so many")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th command, from the K-th on")
+    parser.add_argument("--gpus", type=int, default=1, help="only commands that ran on this many GPUs")
     options = parser.parse_args(arguments)
     first, step = map(int, options.part.split("/"))
     commands = {name: recorded(FILES[name]) for name in options.only}
-    failed = 0
+    failed = False
     for name in [name for name in commands if commands[name][1] == options.gpus][first - 1 :: step]:
         print(f"{name}: {commands[name][0]}", flush=True)
-        failed += not options.list and measure(FILES[name], *commands[name]) != 0
-    return int(failed > 0)
+        if not options.list:
+            failed |= measure(FILES[name], *commands[name]) != 0
+    return int(failed)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or what it started would go on
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that measure() ends what it started
     sys.exit(main())

@@ -1,10 +1,10 @@
-"""Host copies of a profiled GPU step: how long they take, and how much of that nothing hides.
+"""Host copies of a profiled GPU step: how long they take, and how much of that time is exposed.
 
     with jax.profiler.trace(FOLDER):
         jax.block_until_ready(step(...))
     python -m benchmarks.streams FOLDER
 
-A copy is hidden while a kernel runs beside it, as for `jaxoffload.profile`, whose reader of traces this is too.
+A copy is exposed while no kernel runs beside it, as in `jaxoffload.profile`, which reads traces with the same code.
 """
 
 import argparse
@@ -19,16 +19,14 @@ from jaxoffload.proof._program.trace import traced as traced
 
 
 def summary(events: list[Event]) -> dict[str, Any]:
-    """Milliseconds of the step, and of each direction's copies, all and exposed; and the longest `waits`."""
+    """Return the milliseconds of the step and of the copies each way, in all and exposed, and the longest `waits`."""
     compute = merged((e.start, e.end) for e in events if not e.direction)
-    copies = {
-        direction: merged((e.start, e.end) for e in events if e.direction == direction) for direction in DIRECTIONS
-    }
-    exposed = {direction: length(spans) - overlap(spans, compute) for direction, spans in copies.items()}
+    copies = {way: merged((e.start, e.end) for e in events if e.direction == way) for way in DIRECTIONS}
+    exposed = {way: length(spans) - overlap(spans, compute) for way, spans in copies.items()}
     return {
         "step_ms": ms_of(max(e.end for e in events) - min(e.start for e in events)),
-        **{f"{d}_ms": ms_of(length(spans)) for d, spans in copies.items()},
-        **{f"{d}_exposed_ms": ms_of(spent) for d, spent in exposed.items()},
+        **{f"{way}_ms": ms_of(length(spans)) for way, spans in copies.items()},
+        **{f"{way}_exposed_ms": ms_of(spent) for way, spent in exposed.items()},
         "copies_ms": ms_of(sum(map(length, copies.values()))),
         "exposed_ms": ms_of(sum(exposed.values())),
         "waits": waits(events),
@@ -36,7 +34,7 @@ def summary(events: list[Event]) -> dict[str, Any]:
 
 
 def by_kernel(events: list[Event], count: int = 12) -> dict[str, float]:
-    """The kernels that take the longest, with the milliseconds of all their runs."""
+    """Return the kernels that take the longest, with the milliseconds of all their runs."""
     spent: dict[str, float] = {}
     for e in events:
         spent[e.name] = spent.get(e.name, 0.0) + e.end - e.start
@@ -44,7 +42,7 @@ def by_kernel(events: list[Event], count: int = 12) -> dict[str, float]:
 
 
 def waits(events: list[Event], count: int = 5) -> list[dict[str, Any]]:
-    """The longest gaps of the busiest stream, and the copy on another stream whose end is nearest to each gap's."""
+    """Return the longest gaps of the busiest stream, each with the copy that ends nearest to its end."""
     kernels = sorted((e for e in events if not e.name.startswith("Memcpy")), key=lambda e: e.start)
     busy = dict.fromkeys((e.stream for e in kernels), 0.0)
     for e in kernels:
@@ -63,9 +61,9 @@ def waits(events: list[Event], count: int = 5) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of jax.profiler.trace")
+    parser.add_argument("folder", type=Path, help="the folder given to jax.profiler.trace")
     try:
         gpus = read(parser.parse_args().folder)
-    except FileNotFoundError as why:
-        sys.exit(f"streams: {why}")
+    except FileNotFoundError as error:
+        sys.exit(f"benchmarks.streams: {error}")
     print(json.dumps({gpu: summary(events) for gpu, events in gpus.items()}, indent=1))

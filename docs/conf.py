@@ -16,10 +16,13 @@ html_title = f"jaxoffload {release}"
 
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write `x`, as Markdown does
+highlight_language = "none"  # what names no language is a shell's or a program's output
+python_use_unqualified_type_names = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures show them; most are types of JAX, to which nothing here could link
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
+napoleon_use_param = False  # "init, xs, length: as for lax.scan" is one line, not three
 napoleon_use_rtype = False
 # Bases and defaults that autodoc links although typing and JAX are not documented here.
 nitpick_ignore_regex = [("py:.*", r"(typing|collections|jax|numpy|Any|Sequence|Mapping|Callable|Iterator).*")]
@@ -43,5 +46,12 @@ def as_restructured_text(app, what, name, obj, options, lines):
     lines[:] = out
 
 
+def is_alias(app, what, name, obj, skip, options):
+    """Skip a NamedTuple's fields, which Python documents as "Alias for field number 0". autodoc would list them beside
+    those that the class describes under "Attributes:"; the fields of a dataclass have no docstrings, and are not."""
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
 def setup(app):
+    app.connect("autodoc-skip-member", is_alias)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon

@@ -44,9 +44,9 @@ def chain(
     """Layers that differ, under a `Policy`: `for f, p in zip(fs, params): carry = f(carry, p)`, unrolled.
 
     Values and gradients are those of the loop over `jax.checkpoint(f)`. Inside a `scan` a chain is part of the scan's
-    layer, and the scan's policy decides. It can be differentiated again, but
-    the first derivative is in reverse mode: `jax.linearize` raises where its result is applied. If a layer reads or
-    writes a `jax.new_ref` from outside, all layers run under JAX's own checkpoint, as such a body of a `scan` does.
+    layer, and the scan's policy decides. It can be differentiated again, but the first derivative is in reverse mode:
+    `jax.linearize` raises where its result is applied. If a layer reads or writes a `jax.new_ref` from outside, all
+    layers run under JAX's own checkpoint, as such a body of a `scan` does.
     `checkify` turns a chain into one `checkpoint`, if it is differentiated afterwards.
 
     Args:

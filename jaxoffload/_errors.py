@@ -13,7 +13,13 @@ NOT_THE_USERS = (os.path.dirname(__file__), os.path.dirname(jax.__file__), conte
 
 class Problem(NamedTuple):
     """One thing that is wrong. `key`: the setting or the function that it is about; `message`: the line that says so,
-    which begins with the key."""
+    which begins with the key.
+
+    Example:
+      >>> from jaxoffload import Problem
+      >>> Problem("default", "default: 'ofload' is not allowed").under("remat").key
+      'remat.default'
+    """
 
     key: str
     message: str
@@ -24,7 +30,16 @@ class Problem(NamedTuple):
 
 
 class UserError(Exception):
-    """Base class of the errors that the user can mend. `problems` has all of them; as text, one line each."""
+    """Base class of the errors that the user can mend. `problems` has all of them; as text, one line each.
+
+    Example:
+      >>> from jaxoffload import Policy, UserError
+      >>> try:
+      ...     Policy(default="ofload", dots="keep")
+      ... except UserError as error:
+      ...     print([problem.key for problem in error.problems])
+      ['default', 'dots']
+    """
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)

@@ -25,7 +25,7 @@ def refuse_wrong_offload() -> None:
     refuse_remat3()
     version = tuple(map(int, re.findall(r"\d+", jaxlib.__version__)[:3]))
     if jax.default_backend() == "gpu" and version < _FIRST_RIGHT_JAXLIB:
-        # https://github.com/openxla/xla/issues/46231: residuals offloaded under a scan come back in another order.
+        # https://github.com/openxla/xla/pull/46231: residuals offloaded under a scan come back in another order.
         raise NotImplementedError(
             f"jaxoffload: jaxlib {jaxlib.__version__} returns wrong gradients for offloaded residuals on GPU; "
             "install jaxlib >= 0.11.2"

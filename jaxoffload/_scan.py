@@ -62,7 +62,7 @@ def scan(
         scans share one policy, and check them together with `check`.
 
     Returns:
-      The last carry, and the ys, stacked: (layers, ...).
+      The last carry, and the ys, stacked to (layers, ...).
 
     Raises:
       TypeError: policy is not a Policy, or strict not a bool; and what `lax.scan` raises.

@@ -1,1 +1,1 @@
-"""Reference models and the training program, which use jaxoffload as any user would."""
+"""Reference models and a training program that use jaxoffload as any user would."""

@@ -15,14 +15,14 @@ from models.sharding import RULES, VALUES, constrain
 
 
 def rotations(seq_len: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of RoPE's angles, (seq_len, head_dim / 2) float32 each."""
+    """Return cos and sin of RoPE's angles, each (seq_len, head_dim / 2) float32."""
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = jnp.outer(jnp.arange(seq_len, dtype=jnp.float32), frequencies)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rope(x_BxSxNxH: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate the pair (i, i + H/2) of each head by position * frequency i, in float32 (Su et al., 2021)."""
+    """Rotate the pair (i, i + H/2) of each head by position * frequency[i], in float32 (Su et al., 2021)."""
     cos, sin = (part[None, :, None, :] for part in rotation)
     first, second = jnp.split(x_BxSxNxH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -30,9 +30,9 @@ def rope(x_BxSxNxH: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Arr
 
 
 class Attention(nnx.Module):
-    """Residuals: attn/norm, attn/q, attn/k, attn/v, attn/context, attn/out.
+    """Causal grouped-query attention. Residuals: attn/norm, attn/q, attn/k, attn/v, attn/context, attn/out.
 
-    q and k are named after RoPE: attention's backward pass reads them there, and RoPE's own reads neither.
+    q and k are tagged after RoPE: the backward pass of attention reads them there, and RoPE's reads neither.
     """
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
@@ -72,22 +72,24 @@ class Attention(nnx.Module):
 
 
 def transformer_engine(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array) -> jax.Array:
-    """TransformerEngine's fused attention. It names its residuals itself: the output is attn/context.0, the softmax
-    statistics attn/context.1, the state of the random number generator, which nothing uses, attn/context.2.
+    """Causal attention by TransformerEngine, (batch, sequence, heads, head_dim), on the mesh in use if there is one.
+
+    TransformerEngine names its residuals itself: attn/context.0 is the output, attn/context.1 the softmax statistics,
+    and attn/context.2 the state of the random number generator, which nothing uses.
 
     Raises:
-      ImportError: TransformerEngine or a CUDA library that it needs is missing.
+      ImportError: TransformerEngine, or a CUDA library that it needs, is missing.
     """
     importlib.import_module("transformer_engine.jax.attention")
     if jax.sharding.get_abstract_mesh().empty:
-        return _undivided(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
+        return _on_one_device(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
     specs = {name: RULES.spec(*VALUES[f"attn/{name}"]) for name in ("q", "k", "v", "context")}
-    # TransformerEngine also keeps empty arrays (no bias, no offsets). XLA:GPU crashes on the gradient of a shard_map
-    # that returns some, on two devices or more (jaxlib 0.11.2, Shardy's canonicalizer), so they are recomputed.
+    # TransformerEngine also keeps empty arrays (no bias, no offsets). On two or more devices XLA:GPU crashes on the
+    # gradient of a shard_map that returns any (jaxlib 0.11.2, Shardy's canonicalizer), so they are recomputed.
     named = jax.checkpoint_policies.save_only_these_names("attn/context")
-    # Each device has whole sequences and heads. Kernels do not tell over which axes their results vary.
+    # Each device has whole sequences and heads. check_vma: kernels do not say over which axes their results vary.
     mapped = jax.shard_map(
-        jax.checkpoint(_undivided, policy=named, prevent_cse=False),
+        jax.checkpoint(_on_one_device, policy=named, prevent_cse=False),
         in_specs=(specs["q"], specs["k"], specs["v"]),
         out_specs=specs["context"],
         check_vma=False,
@@ -96,24 +98,27 @@ def transformer_engine(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: ja
 
 
 @jax.custom_vjp
-def _undivided(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """`_fused` in TransformerEngine's context, which names the mesh axes to divide by. TransformerEngine asks for it
-    again when it traces the derivative, after this has returned, so each rule opens the context for itself."""
-    with _no_axis():
+def _on_one_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """`_fused` in a context that tells TransformerEngine to shard over no mesh axis.
+
+    TransformerEngine reads the context again when the derivative is traced, after this function has returned. So each
+    rule opens the context itself, and none stays open.
+    """
+    with _no_mesh_axes():
         return _fused(q, k, v)
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-    with _no_axis():
+    with _no_mesh_axes():
         return jax.vjp(_fused, q, k, v)
 
 
 def _backward(vjp: Any, cotangent: jax.Array) -> Any:
-    with _no_axis():
+    with _no_mesh_axes():
         return vjp(cotangent)
 
 
-_undivided.defvjp(_forward, _backward)
+_on_one_device.defvjp(_forward, _backward)
 
 
 def _fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -135,8 +140,8 @@ def _fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     )
 
 
-def _no_axis() -> contextlib.AbstractContextManager[Any]:
-    """TransformerEngine's context, to divide by no mesh axis. One that the caller has opened stays as it is."""
+def _no_mesh_axes() -> contextlib.AbstractContextManager[Any]:
+    """Return TransformerEngine's context for sharding over no mesh axis. A context of the caller's is left as it is."""
     sharding = importlib.import_module("transformer_engine.jax.sharding")
     try:
         sharding.global_mesh_resource()

@@ -21,25 +21,25 @@ import tokenizers
 from models.documents import files_of, read_documents
 from models.files import atomic, blake2b
 from models.integrity import is_intact
-from models.reading import ConfigError, blaming, problem, wrong
+from models.reading import ConfigError, as_config_error, config_error, problem
 
-END_OF_TEXT = "<|endoftext|>"  # of the tokenizers trained here
-# Or as others call it: Llama 3, Llama 2 and Mistral, Gemma.
+END_OF_TEXT = "<|endoftext|>"  # in the tokenizers trained here
+# Its name there, in Llama 3, in Llama 2 and Mistral, and in Gemma.
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
-_FORMAT = 1  # part of every cache key: raise it when the same input shall give other files
-_SAMPLE_CHARS = 64_000_000  # bounds the time that training a tokenizer takes, whatever the size of the corpus
+_FORMAT = 1  # part of every cache key: raise it when the same input is to give other files
+_SAMPLE_CHARS = 64_000_000  # bounds the time to train a tokenizer, whatever the size of the corpus
 _READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # grain's default holds 500 batches
 
 
 class Dataset(NamedTuple):
-    """The tokens of all documents, END_OF_TEXT after each; equal documents are in the same array."""
+    """The tokens of all documents, with END_OF_TEXT after each; equal documents are in the same split."""
 
     train: np.ndarray  # (tokens,) uint16 or uint32, memory-mapped
-    valid: np.ndarray  # (tokens,) of the same dtype
+    valid: np.ndarray  # (tokens,) of the same dtype as train
     tokenizer: tokenizers.Tokenizer
-    vocab_size: int  # all ids are below it; little text trains fewer tokens than were asked for
-    fingerprint: dict[str, str]  # the hash of the files behind data.path and data.tokenizer
+    vocab_size: int  # above every id; a small corpus gives fewer tokens than were asked for
+    fingerprint: dict[str, str]  # hashes of the files behind data.path and data.tokenizer
 
 
 def load(
@@ -52,31 +52,39 @@ def load(
     cache_dir: str | os.PathLike[str],
     fingerprint: Mapping[str, str] | None = None,
 ) -> Dataset:
-    """Returns the tokens of the documents in `path` (see `files_of`), computed once.
+    """Return the tokens of the documents in `path`, computed once and kept in a cache.
 
-    `tokenizer` is a tokenizer.json with at most `vocab_size` tokens; None trains one with at most so many. About
-    `valid_fraction` of the documents are held out, by their hash. All is kept in `cache_dir` under a hash of
-    what it depends on, the documents' bytes included. Processes that fill a cache together write equal files.
-    Each file there is read once and compared with its hash before it is used; the documents, which are larger, are
-    read for theirs anyway. A damaged file is made again, and a line says so.
-    `fingerprint` is that of an earlier Dataset; if it differs, an error is raised before anything is computed.
-    Raises ConfigError with the config's key, its value and what is allowed.
+    A cached dataset is filed under a hash of all that it depends on, the bytes of the documents included. Its files are
+    compared with their hashes before they are used; a damaged file is rebuilt, and a message says so. Processes that
+    fill a cache at the same time write equal files.
+
+    Args:
+      path: the documents, as for `files_of`.
+      text_field: the field of .jsonl records and the column of .parquet files that has the text.
+      tokenizer: a tokenizer.json with at most `vocab_size` tokens; None: train one with at most that many.
+      vocab_size: the model's; the tokenizer may have fewer tokens.
+      valid_fraction: the fraction of documents to hold out, approximately; a document's hash decides.
+      cache_dir: the folder of all cached datasets.
+      fingerprint: that of an earlier Dataset, which must be the same; checked before anything is computed.
+
+    Raises:
+      ConfigError: with the key, its value and what is allowed.
     """
     if not 0 < valid_fraction < 1:
-        raise wrong("data.valid_fraction", valid_fraction, "allowed is a number between 0 and 1")
+        raise config_error("data.valid_fraction", valid_fraction, "allowed is a number between 0 and 1")
     if tokenizer is None and vocab_size < 257:
-        raise wrong("model.vocab_size", vocab_size, f"allowed is 257 (bytes and {END_OF_TEXT}) or more")
+        raise config_error("model.vocab_size", vocab_size, f"allowed is 257 (bytes and {END_OF_TEXT}) or more")
     files = files_of(path)
     given = [] if tokenizer is None else [Path(os.path.expanduser(tokenizer))]
     bpe = _open_tokenizer(given[0]) if given else None
     if bpe is not None and _ids(bpe) > vocab_size:
-        raise wrong("model.vocab_size", vocab_size, f"allowed with {given[0]} is {_ids(bpe)}, its own, or more")
+        raise config_error("model.vocab_size", vocab_size, f"allowed with {given[0]} is {_ids(bpe)}, its own, or more")
     found = {"data.path": _digest(files), "data.tokenizer": _digest(given) if given else tokenizers.__version__}
     _refuse_changes(found, fingerprint, {"data.path": path, "data.tokenizer": tokenizer})
     settings = repr((found, _FORMAT, tokenizers.__version__, text_field, valid_fraction, vocab_size))
     folder = Path(cache_dir).expanduser() / hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
     train, valid = folder / "train.npy", folder / "valid.npy"
-    with blaming("data.cache_dir", str(cache_dir), "a folder that can be written"):
+    with as_config_error("data.cache_dir", str(cache_dir), "a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
         if bpe is None:
             bpe = _trained_tokenizer(folder / "tokenizer.json", files, text_field, valid_fraction, vocab_size)
@@ -86,11 +94,11 @@ def load(
     if not (len(dataset.train) and len(dataset.valid)):
         what = "hold out" if len(dataset.train) else "train on"
         why = f"data.path = {path!r} has no document to {what}; allowed is what leaves some for both"
-        raise wrong("data.valid_fraction", valid_fraction, why)
+        raise config_error("data.valid_fraction", valid_fraction, why)
     return dataset
 
 
-# The cache
+# ---- the cache ----
 
 
 def _held_out(text: str, fraction: float) -> bool:
@@ -100,7 +108,7 @@ def _held_out(text: str, fraction: float) -> bool:
 def _digest(files: Iterable[Path]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
-        with blaming("data.path", str(file), "a file that can be read"), file.open("rb") as stream:
+        with as_config_error("data.path", str(file), "a file that can be read"), file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "blake2b").digest() + file.suffix.encode())
     return digest.hexdigest()
 
@@ -116,34 +124,34 @@ def _refuse_changes(found: Mapping[str, str], before: Mapping[str, str] | None, 
 def _open_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         bpe = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower class
-        raise wrong("data.tokenizer", path, f"{error}; allowed is a tokenizer.json") from error
+    except Exception as error:  # tokenizers raises Exception itself
+        raise config_error("data.tokenizer", path, f"{error}; allowed is a tokenizer.json") from error
     if _end(bpe) is None:
-        raise wrong("data.tokenizer", path, f"allowed is a tokenizer with one of the tokens {', '.join(_ENDS)}")
-    # Some files ask for both, which would cut and fill up documents.
+        raise config_error("data.tokenizer", path, f"allowed is a tokenizer with one of the tokens {', '.join(_ENDS)}")
+    # A tokenizer.json may ask for both, which would truncate and pad documents.
     bpe.no_truncation()
     bpe.no_padding()
-    # A document that spells <|endoftext|> shall not end there.
+    # A document that contains the text <|endoftext|> does not end there.
     bpe.encode_special_tokens = True
     return bpe
 
 
 def _end(bpe: tokenizers.Tokenizer) -> int | None:
-    """The id of the token that ends a document."""
+    """Return the id of the token that ends a document; None if there is none."""
     return next((id for token in _ENDS if (id := bpe.token_to_id(token)) is not None), None)
 
 
 def _ids(bpe: tokenizers.Tokenizer) -> int:
-    # Not the number of tokens: ids may have gaps, and an embedding needs a row for the last.
+    # Not the number of tokens: ids may have gaps, and an embedding needs a row for the greatest id.
     return max(bpe.get_vocab().values()) + 1
 
 
 def _trained_tokenizer(
     path: Path, files: list[Path], text_field: str, valid_fraction: float, vocab_size: int
 ) -> tokenizers.Tokenizer:
-    """Returns the tokenizer in `path`, which is trained first if it is not there, or damaged."""
+    """Return the tokenizer in `path`; if the file is missing or damaged, train it first."""
     if not _usable(path):
-        # Shuffled, or the first of several sources would be all that the tokenizer sees.
+        # Shuffled, or the tokenizer could see only the first of several sources.
         texts = read_documents(random.Random(0).sample(files, len(files)), text_field)
         sample = _first(_SAMPLE_CHARS, (text for text in texts if not _held_out(text, valid_fraction)))
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -183,7 +191,7 @@ def _write_tokens(
 
 @contextlib.contextmanager
 def _npy(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
-    """Opens `path` for the bytes of a one-dimensional array whose length shows at the end."""
+    """Open `path` to write a one-dimensional array whose length is known only at the end."""
     with _hashed(path) as stream:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (0,)}
         np.lib.format.write_array_header_1_0(stream, header)
@@ -191,13 +199,13 @@ def _npy(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
         yield stream
         length = (stream.tell() - start) // dtype.itemsize
         stream.seek(0)
-        # numpy pads a header so that a greater length fits into the same bytes.
+        # numpy pads the header, so that a greater length fits into the same number of bytes.
         np.lib.format.write_array_header_1_0(stream, header | {"shape": (length,)})
 
 
 @contextlib.contextmanager
 def _hashed(path: Path) -> Iterator[BinaryIO]:
-    """`atomic`, and the file's hash beside it, which is there before the file is."""
+    """As `atomic`, with the file's hash in a second file, which is written before `path` appears."""
     with atomic(path) as stream:
         yield stream
         stream.flush()
@@ -210,7 +218,7 @@ def _hash_of(path: Path) -> Path:
 
 
 def _usable(path: Path) -> bool:
-    """Whether a file of the cache is there and whole; says so if it is not whole, or cannot be known to be."""
+    """Return whether a file of the cache exists and is whole; print a line if it is not, or if it has no hash."""
     if not path.exists():
         return False
     hash = _hash_of(path)
@@ -219,29 +227,29 @@ def _usable(path: Path) -> bool:
     else:
         whole = _can_be_opened(path)
     if not whole:
-        print(f"{path} is damaged: it is not what was written, and is made again", flush=True)
+        print(f"{path} is damaged: it is not what was written, and is rebuilt", flush=True)
     elif not hash.exists():
-        print(f"{path} is of an earlier version, which wrote no hash: it is not verified", flush=True)
+        print(f"{path} comes from an earlier version, which wrote no hash: it is not verified", flush=True)
     return whole
 
 
 def _can_be_opened(path: Path) -> bool:
-    """Of a file of which no hash is known: at least that."""
+    """Return whether a file can be opened: all that can be checked of one without a hash."""
     try:
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r")
             return tokens.ndim == 1 and tokens.dtype in (np.uint16, np.uint32)
         tokenizers.Tokenizer.from_file(str(path))
-    except Exception:  # numpy and the library raise whatever they meet
+    except Exception:  # numpy and tokenizers raise many classes
         return False
     return True
 
 
-# Batches
+# ---- batches ----
 
 
 def windows(tokens: np.ndarray, seq_len: int) -> int:
-    """How many sequences of `seq_len` and one token are in `tokens`; neighbours share a token."""
+    """Return the number of windows of `seq_len` + 1 tokens in `tokens`; neighbours share a token."""
     return (len(tokens) - 1) // seq_len
 
 
@@ -254,14 +262,17 @@ def batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> grain.DatasetIterator[np.ndarray]:
-    """Returns an endless iterator of int32 (batch_size / process_count, seq_len + 1) arrays.
+    """Return an endless iterator of int32 arrays, (batch_size / process_count, seq_len + 1).
 
-    Window w is tokens[w * seq_len :][: seq_len + 1], so no token is a target twice an epoch. `seed` shuffles
-    every epoch anew, and batches run on across epochs. `batch_size` is global: the rows of process 0, 1, ...,
-    one below the other, are the batch of a single process. `get_state()` is {"next_index": batches consumed}
-    for any number of processes, and `set_state` goes on from there. Raises ValueError if no batch fits.
+    Window w is tokens[w * seq_len :][: seq_len + 1], so no token is a target twice per epoch. Each epoch is shuffled
+    anew, by `seed`, and batches run on across epochs. `batch_size` is global: the rows of processes 0, 1, ..., one
+    below the other, are the batch of a single process. `get_state()` is {"next_index": batches consumed}, whatever the
+    number of processes, and `set_state` continues from there.
+
+    Raises:
+      ConfigError: `batch_size` is not a multiple of `process_count`, or exceeds the number of windows.
     """
-    # grain shuffles epoch e with seed + e: were it not hashed, neighbouring seeds would share epochs.
+    # grain shuffles epoch e with seed + e: without hashing, neighbouring seeds would share epochs.
     hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     order = lambda windows: windows.shuffle(seed=hashed).repeat()
     return iter(_rows(tokens, order, batch_size, seq_len, process_index, process_count))
@@ -270,9 +281,9 @@ def batches(
 def fixed_batches(
     tokens: np.ndarray, *, batch_size: int, seq_len: int, process_index: int = 0, process_count: int = 1
 ) -> grain.IterDataset[np.ndarray]:
-    """Returns the full batches of `tokens`, once, in order, the same each time they are iterated over.
+    """Return the full batches of `tokens`, once and in order; each iteration over them yields the same.
 
-    Windows, rows and errors are those of `batches`; the last windows, if they fill no batch, are left out.
+    Windows, rows and errors are those of `batches`. The last windows are left out if they do not fill a batch.
     """
     return _rows(tokens, lambda windows: windows, batch_size, seq_len, process_index, process_count)
 
@@ -285,13 +296,13 @@ def _rows(
     process_index: int,
     process_count: int,
 ) -> grain.IterDataset[np.ndarray]:
-    """Puts the windows' numbers into `order` and batches, and reads this process's windows of each batch."""
+    """Order and batch the numbers of the windows, and read this process's windows of each batch."""
     if batch_size % process_count:
-        raise wrong("train.batch_size", batch_size, f"allowed are multiples of {process_count} processes")
+        raise config_error("train.batch_size", batch_size, f"allowed are multiples of {process_count} processes")
     count = windows(tokens, seq_len)
     if count < batch_size:
         why = f"allowed is at most {count}, the windows of train.seq_len = {seq_len} in {len(tokens)} tokens"
-        raise wrong("train.batch_size", batch_size, why)
+        raise config_error("train.batch_size", batch_size, why)
 
     def read(numbers: np.ndarray) -> np.ndarray:
         mine = np.split(numbers, process_count)[process_index]
@@ -301,20 +312,19 @@ def _rows(
     return ordered.batch(batch_size, drop_remainder=True).map(read).to_iter_dataset(_READ)
 
 
-# The baseline
+# ---- the baseline ----
 
 
-def unigram_entropy(train: np.ndarray, valid: np.ndarray | None = None, *, vocab_size: int) -> float:
-    """Returns the cross-entropy, in nats a token, of `train`'s token frequencies on `valid` (None: `train`).
+def unigram_entropy(train: np.ndarray, valid: np.ndarray, *, vocab_size: int) -> float:
+    """Return the cross-entropy on `valid`, in nats per token, of the token frequencies of `train`.
 
     It is the loss of a model that sees no context. The frequencies are smoothed: one is added to each count.
     """
-    counts = _counts(train, vocab_size)
-    judged = counts if valid is None else _counts(valid, vocab_size)
-    return float(-judged @ np.log((counts + 1) / (counts.sum() + vocab_size)) / judged.sum())
+    counts, targets = _counts(train, vocab_size), _counts(valid, vocab_size)
+    return float(-targets @ np.log((counts + 1) / (counts.sum() + vocab_size)) / targets.sum())
 
 
 def _counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    # In pieces, because bincount makes an int64 copy of what it counts.
+    # In pieces, because bincount makes an int64 copy of its argument.
     pieces = np.array_split(tokens, math.ceil(len(tokens) / 2**24))
     return np.sum([np.bincount(piece, minlength=vocab_size) for piece in pieces], axis=0)

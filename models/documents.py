@@ -1,4 +1,4 @@
-"""Documents: text from Python's own library, or from .txt, .jsonl and .parquet files."""
+"""Documents: text from Python's standard library, or from .txt, .jsonl and .parquet files."""
 
 import contextlib
 import glob
@@ -13,30 +13,30 @@ from typing import Any
 
 from jaxoffload import Problem
 from jaxoffload._text import closest
-from models.reading import ConfigError, blaming, wrong
+from models.reading import ConfigError, as_config_error, config_error
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a pair, which no tokenizer takes
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can have half of a pair, which no tokenizer takes
 
 
 def files_of(path: str | Sequence[str]) -> list[Path]:
-    """The files that `path` names, sorted.
+    """Return the files that `path` names, sorted.
 
-    `path` is "stdlib", the running Python's own library without its tests, or a glob (`**` too) of .txt files (each a
-    document), .jsonl (each line is one, in its field `text_field`) and .parquet files (each row, in its column
-    `text_field`), or several of these.
+    Args:
+      path: "stdlib", which is the running Python's standard library without its tests, or a glob (`**` too) of .txt
+        files (each is a document), .jsonl files (each line is one) and .parquet files (each row is one); or several.
 
     Raises:
-      ConfigError: a glob matches no file, or one with another suffix.
+      ConfigError: a glob matches no file, or a file with another suffix.
     """
     found = {pattern: _match(pattern) for pattern in ([path] if isinstance(path, str) else path)}
     allowed = f'allowed are "stdlib" and globs of {", ".join(_READERS)} files'
     if not (found and all(found.values())):
         empty = [pattern for pattern, files in found.items() if not files]
-        raise wrong("data.path", repr(path), f"{empty} matches no file; {allowed}")
+        raise config_error("data.path", repr(path), f"{empty} matches no file; {allowed}")
     for file in itertools.chain(*(files for pattern, files in found.items() if pattern != "stdlib")):
         if file.suffix not in _READERS:
-            raise wrong("data.path", repr(path), f"{file} has the suffix {file.suffix!r}; {allowed}")
+            raise config_error("data.path", repr(path), f"{file} has the suffix {file.suffix!r}; {allowed}")
     return sorted(set(itertools.chain(*found.values())))
 
 
@@ -49,14 +49,14 @@ def _match(pattern: str) -> list[Path]:
 
 
 def read_documents(files: Iterable[Path], text_field: str) -> Iterator[str]:
-    """The documents in these files that are not empty, in the order of the files.
+    """Yield the documents in these files that are not empty, in the order of the files.
 
     Raises:
-      ConfigError: a file cannot be read or has another format; raised when it is reached.
-      ImportError: a .parquet file, and pyarrow is missing.
+      ConfigError: a file cannot be read, or has another format; raised when it is reached.
+      ImportError: there is a .parquet file, and pyarrow is missing.
     """
     for file in files:
-        with blaming("data.path", str(file), "a file that can be read"):
+        with as_config_error("data.path", str(file), "a file that can be read"):
             yield from filter(None, _READERS.get(file.suffix, _read_source)(file, text_field))
 
 
@@ -67,7 +67,7 @@ def _read_source(file: Path, text_field: str) -> Iterator[str]:
 
 def _read_txt(file: Path, text_field: str) -> Iterator[str]:
     try:
-        yield file.read_bytes().decode()  # text mode would turn \r\n into \n
+        yield file.read_bytes().decode()  # text mode would replace \r\n by \n
     except UnicodeDecodeError as error:
         raise _faulty(f"{file} is not UTF-8 ({error}); allowed is UTF-8 text") from error
 
@@ -109,14 +109,16 @@ _READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
 def _text(record: Any, field: str, where: str) -> str:
-    """The text in a record's field; a ConfigError names the place if there is none."""
+    """Return the text in a field of a record. Errors say `where` the record is."""
     if not isinstance(record, dict):
         raise _faulty(f"{where} is {record!r:.40}; allowed is an object")
     if field not in record:
         close = closest(field, record)
         near = f", the nearest is {close!r}" if close else ""
-        raise wrong("data.text_field", repr(field), f"data.path has none in {where}; allowed are {list(record)}{near}")
+        raise config_error(
+            "data.text_field", repr(field), f"data.path has none in {where}; allowed are {list(record)}{near}"
+        )
     text = record[field]
     if not isinstance(text, str) or _SURROGATE.search(text):
-        raise wrong("data.text_field", repr(field), f"it is {text!r:.40} in {where}; allowed is Unicode text")
+        raise config_error("data.text_field", repr(field), f"it is {text!r:.40} in {where}; allowed is Unicode text")
     return text

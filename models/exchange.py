@@ -1,8 +1,8 @@
 """Expert parallelism: rows go to the devices that hold their experts, and back.
 
-Buffers are static. By default they hold the worst case, so no row is dropped: each of P devices may get all R rows of
-each other. A capacity makes them smaller; rows over it are dropped, and counted. Either the whole buffers travel, or on
-GPUs the rows in them alone (a ragged all-to-all).
+Buffers have static shapes. By default they hold the worst case, in which a device gets all R rows of each of the P
+devices, so no row is dropped. With a capacity they are smaller; rows over it are dropped, and counted. What is sent is
+either whole buffers or, on GPUs, only the rows in them (a ragged all-to-all).
 """
 
 import functools
@@ -19,79 +19,83 @@ from models.routing import aligned, aligned_rows, lookup, moved, starts
 
 
 class Exchange(NamedTuple):
-    """The rows of P devices, each with E = P * L experts, at one of them. All int32.
+    """Where the rows of one of P devices go, and where those that it receives come from. All int32.
 
-    A row is at one of R places where it was sorted, one of P * C places of the buffer that is sent (C for each device;
-    where rows travel alone, one of R), one of P * C in the buffer that arrives, and one of S sorted by this device's
-    experts: as many, and more where they are aligned.
+    There are E = P * L experts, L on each device. A row has four places, one after the other:
+
+    - one of R: sorted by expert, on the device that it comes from;
+    - one of P * C: in the buffer that is sent, C places for each device. A ragged exchange sends from R places;
+    - one of P * C: in the buffer that arrives;
+    - one of S: sorted by the experts of the device that it arrives at. S is P * C, or more where groups are aligned.
     """
 
-    sent_PC: jax.Array | None  # place in the buffer -> row; R where it is empty. None where rows are sent as they stand
-    slot_R: jax.Array | None  # row -> place in the buffer, whose size it is if the row is dropped
-    # Where rows travel alone, for each device: its first row, how many; how many come from it, the first of them there.
-    ways_4xP: jax.Array | None
-    sorted_S: jax.Array  # place by expert -> place in the arrived buffer; P * C where it is empty
-    arrived_PC: jax.Array  # the other way; S where it is empty
+    sent_PC: jax.Array | None  # place in the sent buffer -> row; R if empty. None: rows are sent as sorted
+    slot_R: jax.Array | None  # row -> place in the sent buffer; the size of the buffer if dropped
+    # Ragged only, for each device: the first row sent to it, their number; the number received from it, their first.
+    ragged_4xP: jax.Array | None
+    sorted_S: jax.Array  # place by expert -> place in the arrived buffer; P * C if empty
+    arrived_PC: jax.Array  # the inverse; S if empty
     sizes_L: jax.Array  # rows of each expert here, aligned
 
 
 def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
-    """C: rows that one device can send to another; `capacity` is in multiples of an even share."""
+    """Return C, the most rows that one device sends to another; `capacity` is in multiples of an even share."""
     if capacity is None or capacity >= parts:
         return rows
-    return math.ceil(Fraction(str(capacity)) * rows / parts)  # a float's product is rounded, and may be a row more
+    return math.ceil(Fraction(str(capacity)) * rows / parts)  # in floats the product is rounded, perhaps to a row more
 
 
 class Route(NamedTuple):
-    """What every device knows of an exchange before the rows are: how many go where at most, and how."""
+    """The static part of an exchange: how many rows go where at most, and how."""
 
-    rows: int  # R: rows of each device
+    rows: int  # R: rows per device
     parts: int  # P: devices
-    room: int  # C: rows that one device can send to another
-    axis: str  # of the mesh, along which they are sent
-    align: int = 1  # each expert's rows arrive as a multiple of this
-    ragged: bool = False  # rows travel alone, not in whole buffers
+    room: int  # C: most rows that one device sends to another
+    axis: str  # mesh axis along which they are sent
+    align: int = 1  # the rows of each expert are padded to a multiple of this where they arrive
+    ragged: bool = False  # only rows are sent, not whole buffers
 
 
 def make_exchange(sizes_E: jax.Array, route: Route) -> tuple[Exchange, jax.Array]:
-    """The exchange of rows sorted by expert, and the number of rows dropped.
+    """Return the exchange of rows sorted by expert, of which expert e has sizes_E[e], and the number of dropped rows.
 
-    Where one device would get more than `room` rows, each of its experts keeps the same share and loses its last rows.
-    The exchange is tagged `routing` in the open scope.
+    Where a device would get more than `room` rows from another, each of its experts keeps the same share of its
+    rows, and the last are dropped. The exchange is tagged `routing` in the scope of the caller.
     """
     rows, parts, room, axis, align, ragged = route
     sizes_PxL, first_PxL = (x_E.reshape(parts, -1) for x_E in (sizes_E, starts(sizes_E)))
-    fits_PxL = _that_fit(sizes_PxL, room)
-    first_P, whole_P = first_PxL[:, 0], _total(fits_PxL, axis=1)
-    arrived_PxL = lax.all_to_all(fits_PxL, axis, 0, 0)  # from each device, for each expert here
+    kept_PxL = _kept_sizes(sizes_PxL, room)
+    first_P, sent_P = first_PxL[:, 0], _total(kept_PxL, axis=1)
+    arrived_PxL = lax.all_to_all(kept_PxL, axis, 0, 0)  # from each device, for each expert here
     sorted_S, arrived_PC, sizes_L = _by_expert(arrived_PxL, room, align)
-    sent_PC = slot_R = ways_4xP = None
+    sent_PC = slot_R = ragged_4xP = None
     if ragged:
-        first_there_P = lax.all_to_all(first_P, axis, 0, 0)
-        ways_4xP = jnp.stack([first_P, whole_P, _total(arrived_PxL, axis=1), first_there_P])
+        there_P = lax.all_to_all(first_P, axis, 0, 0)
+        ragged_4xP = jnp.stack([first_P, sent_P, _total(arrived_PxL, axis=1), there_P])
     if not ragged or room < rows:
         begin_P, places = (first_P, rows) if ragged else (_buffers(parts, room), parts * room)
-        place_PxL = begin_P[:, None] + jnp.cumsum(fits_PxL, axis=1) - fits_PxL
-        there, here, many = (x_PxL.reshape(-1) for x_PxL in (place_PxL, first_PxL, fits_PxL))
-        sent_PC, slot_R = lookup(there, here, many, places, rows), lookup(here, there, many, rows, places)
-    exchange = Exchange(sent_PC, slot_R, ways_4xP, sorted_S, arrived_PC, sizes_L)
-    return tag(exchange, "routing"), _total(sizes_E) - _total(whole_P)
+        place_PxL = begin_P[:, None] + jnp.cumsum(kept_PxL, axis=1) - kept_PxL
+        place_E, first_E, kept_E = (x_PxL.reshape(-1) for x_PxL in (place_PxL, first_PxL, kept_PxL))
+        sent_PC = lookup(place_E, first_E, kept_E, places, rows)
+        slot_R = lookup(first_E, place_E, kept_E, rows, places)
+    exchange = Exchange(sent_PC, slot_R, ragged_4xP, sorted_S, arrived_PC, sizes_L)
+    return tag(exchange, "routing"), _total(sizes_E) - _total(sent_P)
 
 
-# A sum of int32 would be wider under jax_enable_x64.
+# Without a dtype, a sum of int32 would be int64 under jax_enable_x64.
 _total = functools.partial(jnp.sum, dtype=jnp.int32)
 
 
 def _buffers(parts: int, room: int) -> jax.Array:
-    """(P,): where each device's part of a buffer begins."""
+    """Return (P,): where each device's part of a buffer begins."""
     return room * jnp.arange(parts, dtype=jnp.int32)
 
 
 def _by_expert(arrived_PxL: jax.Array, room: int, align: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`sorted_S`, `arrived_PC` and `sizes_L` of the exchange, from the rows that each device sends each expert.
+    """Return `sorted_S`, `arrived_PC` and `sizes_L` of an exchange, from the rows that each device sends each expert.
 
-    The rows of one device for one expert are a block. Blocks are in the order of devices where they arrive, and in the
-    order of experts where they are computed.
+    The rows of one device for one expert are a block. Blocks arrive in the order of devices, and are computed in the
+    order of experts.
     """
     size = len(arrived_PxL) * room
     begin_PxL = _buffers(len(arrived_PxL), room)[:, None] + jnp.cumsum(arrived_PxL, axis=1) - arrived_PxL
@@ -103,11 +107,11 @@ def _by_expert(arrived_PxL: jax.Array, room: int, align: int) -> tuple[jax.Array
     return lookup(*by_expert, room_S, size), lookup(*by_device, size, room_S), sizes_L
 
 
-def _that_fit(sizes_PxL: jax.Array, room: int) -> jax.Array:
-    """(P, L): of each expert's rows those that are sent, no more than `room` to a device."""
+def _kept_sizes(sizes_PxL: jax.Array, room: int) -> jax.Array:
+    """Return (P, L): how many rows of each expert are sent, at most `room` to each device."""
     ends_PxL = jnp.cumsum(sizes_PxL, axis=1)
     total_Px1 = ends_PxL[:, -1:]
-    # A GPU's quotients are rounded as it likes: the last expert gets what is left, and none more than it has.
+    # GPUs round quotients differently: so the last expert gets what is left, and none more than it has.
     share_PxL = jnp.floor(ends_PxL * (room / jnp.maximum(total_Px1, 1))).astype(jnp.int32)
     cut_PxL = jnp.minimum(share_PxL, room).at[:, -1].set(room)
     kept_PxL = jnp.where(total_Px1 <= room, ends_PxL, cut_PxL)
@@ -115,61 +119,61 @@ def _that_fit(sizes_PxL: jax.Array, room: int) -> jax.Array:
 
 
 def to_experts(rows_RxD: jax.Array, exchange: Exchange, parts: int, axis: str) -> jax.Array:
-    """(S, D): all devices' rows for the experts here, sorted by expert; zeros behind them."""
+    """Return (S, D): the rows of all devices for the experts here, sorted by expert; all other places are zero."""
     if exchange.sent_PC is not None:
         rows_RxD = moved(rows_RxD, exchange.sent_PC, exchange.slot_R)
-    if exchange.ways_4xP is None:
-        buffer = _swapped(rows_RxD, parts, axis)
+    if exchange.ragged_4xP is None:
+        buffer = _all_to_all(rows_RxD, parts, axis)
     else:
-        buffer = sent(rows_RxD, exchange.ways_4xP, len(exchange.arrived_PC), len(rows_RxD), axis)
+        buffer = sent(rows_RxD, exchange.ragged_4xP, len(exchange.arrived_PC), len(rows_RxD), axis)
     return moved(buffer, exchange.sorted_S, exchange.arrived_PC)
 
 
 def from_experts(rows_SxD: jax.Array, exchange: Exchange, rows: int, parts: int, axis: str) -> jax.Array:
-    """(R, D), R is `rows`: back where they came from; zero where a row was dropped."""
+    """Return (R, D), R being `rows`: each row back on the device that it came from; zeros for dropped rows."""
     buffer = moved(rows_SxD, exchange.arrived_PC, exchange.sorted_S)
-    if exchange.ways_4xP is None:
-        back = _swapped(buffer, parts, axis)
+    if exchange.ragged_4xP is None:
+        back = _all_to_all(buffer, parts, axis)
     else:
-        back = returned(buffer, exchange.ways_4xP, rows, len(buffer), axis)
+        back = returned(buffer, exchange.ragged_4xP, rows, len(buffer), axis)
     return back if exchange.sent_PC is None else moved(back, exchange.slot_R, exchange.sent_PC)
 
 
-# Each the other's transpose; JAX's own derivative would ask the other devices again where rows go.
+# Each is the transpose of the other. JAX's own derivative would exchange the offsets once more.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def sent(rows_RxD: jax.Array, ways_4xP: jax.Array, size: int, rows: int, axis: str) -> jax.Array:
-    """(P * C, D), P * C is `size`: all devices' rows for the experts here, device p's from place p * C on."""
-    first_P, many_P, come_P, _ = ways_4xP
+def sent(rows_RxD: jax.Array, ragged_4xP: jax.Array, size: int, rows: int, axis: str) -> jax.Array:
+    """Return (P * C, D), P * C being `size`: the rows of all devices for the experts here, device p's from p * C on."""
+    first_P, sent_P, received_P, _ = ragged_4xP
     place_P = jnp.full_like(first_P, size // len(first_P) * lax.axis_index(axis))
-    return _ragged(rows_RxD, size, axis, first_P, many_P, place_P, come_P)
+    return _ragged(rows_RxD, size, axis, first_P, sent_P, place_P, received_P)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def returned(buffer_PCxD: jax.Array, ways_4xP: jax.Array, rows: int, size: int, axis: str) -> jax.Array:
-    """(R, D), R is `rows`: each row back where it came from."""
-    _, many_P, come_P, first_there_P = ways_4xP
-    place_P = size // len(many_P) * jnp.arange(len(many_P), dtype=jnp.int32)
-    return _ragged(buffer_PCxD, rows, axis, place_P, come_P, first_there_P, many_P)
+def returned(buffer_PCxD: jax.Array, ragged_4xP: jax.Array, rows: int, size: int, axis: str) -> jax.Array:
+    """Return (R, D), R being `rows`: each row back on the device that it came from."""
+    _, sent_P, received_P, there_P = ragged_4xP
+    place_P = size // len(sent_P) * jnp.arange(len(sent_P), dtype=jnp.int32)
+    return _ragged(buffer_PCxD, rows, axis, place_P, received_P, there_P, sent_P)
 
 
 sent.defvjp(
-    lambda x, ways, *static: (sent(x, ways, *static), ways),
-    lambda size, rows, axis, ways, dy: (returned(dy, ways, rows, size, axis), None),
+    lambda x, moves, *static: (sent(x, moves, *static), moves),
+    lambda size, rows, axis, moves, dy: (returned(dy, moves, rows, size, axis), None),
 )
 returned.defvjp(
-    lambda x, ways, *static: (returned(x, ways, *static), ways),
-    lambda rows, size, axis, ways, dy: (sent(dy, ways, size, rows, axis), None),
+    lambda x, moves, *static: (returned(x, moves, *static), moves),
+    lambda rows, size, axis, moves, dy: (sent(dy, moves, size, rows, axis), None),
 )
 
 
-def _ragged(x: jax.Array, size: int, axis: str, *ways_P: jax.Array) -> jax.Array:
-    """`ways_P`: of what goes to each device, the first row, how many, the place there; how many come from it."""
-    return lax.ragged_all_to_all(x, jnp.zeros((size, x.shape[1]), x.dtype), *ways_P, axis_name=axis)
+def _ragged(x: jax.Array, size: int, axis: str, *moves_P: jax.Array) -> jax.Array:
+    """`moves_P`: for each device, the first row sent to it, their number, their place there; the number received."""
+    return lax.ragged_all_to_all(x, jnp.zeros((size, x.shape[1]), x.dtype), *moves_P, axis_name=axis)
 
 
-def _swapped(buffer_PCxD: jax.Array, parts: int, axis: str) -> jax.Array:
-    """Part p of each device's buffer is sent to device p, which has it as part of the sender's number."""
+def _all_to_all(buffer_PCxD: jax.Array, parts: int, axis: str) -> jax.Array:
+    """Send part p of each device's buffer to device p, where it becomes the part with the sender's index."""
     C, D = buffer_PCxD.shape[0] // parts, buffer_PCxD.shape[1]
     return lax.all_to_all(buffer_PCxD.reshape(parts, C, D), axis, 0, 0).reshape(parts * C, D)

@@ -1,4 +1,4 @@
-"""What ends a run from outside, a full disk or used up memory: a line, and an exit status of its own."""
+"""Failures of the machine, a full disk or no memory left: one line, and an exit status of their own."""
 
 import contextlib
 import os
@@ -15,24 +15,28 @@ from models.reading import ConfigError, one_line
 
 UNWRITABLE, OUT_OF_MEMORY = 3, 4  # exit statuses
 
-_TENSORSTORE = re.compile(r"os_error_code='(\d+)'|OS error (\d+)")  # how it tells of errno
+# By their text: tensorstore raises ValueError, and XLA reports some failed allocations (CUDA_ERROR_OUT_OF_MEMORY) as
+# INTERNAL, as if they were faults of its own.
+_TENSORSTORE = re.compile(r"os_error_code='(\d+)'|OS error (\d+)")
 _MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory|OUT_OF_MEMORY|failed to allocate", re.IGNORECASE)
 
 
 class Failure(NamedTuple):
+    """What the program prints, and its exit status."""
+
     status: int
     line: str
 
 
-def told(error: BaseException, out: Path | None) -> Failure | None:
-    """What to say of an error that is the machine's; None if it is another. `out`: the run's folder, if it is known."""
+def machine_failure(error: BaseException, out: Path | None) -> Failure | None:
+    """Return the failure of the machine behind an error; None if there is none. `out`: the run's folder, if known."""
     errors = list(_chain(error))
     for each in errors:
-        if (found := _unwritable(each, out)) is not None:
-            number, file = found
+        if unwritable := _unwritable(each, out):
+            number, file = unwritable
             full = "free some space there, or raise the quota or limit; " if number in FULL else ""
             why = os.strerror(number)
-            return Failure(UNWRITABLE, f"stopped: {file} cannot be written ({why}); {full}{_again(out)}")
+            return Failure(UNWRITABLE, f"stopped: {file} cannot be written ({why}); {full}{_recovery(out)}")
     for each in errors:
         if isinstance(each, MemoryError) or (
             isinstance(each, jax.errors.JaxRuntimeError) and _MEMORY.search(str(each))
@@ -41,20 +45,20 @@ def told(error: BaseException, out: Path | None) -> Failure | None:
                 OUT_OF_MEMORY,
                 f"stopped: out of memory ({one_line(each)[:200]}); a smaller train.batch_size, more "
                 "train.grad_accumulation, more residuals recomputed or offloaded under remat, or a greater mesh.fsdp "
-                f"need less, and --report says how much; {_again(out)}",
+                f"need less, and --report says how much; {_recovery(out)}",
             )
     return None
 
 
-def _again(out: Path | None) -> str:
+def _recovery(out: Path | None) -> str:
     steps = []
-    with contextlib.suppress(ConfigError):  # the folder cannot be read either
+    with contextlib.suppress(ConfigError):  # perhaps the folder cannot be read either
         steps = checkpoints.steps(out) if out else []
-    return f"the same command goes on from step {steps[0]}" if steps else "nothing is saved yet"
+    return f"the same command continues from step {steps[0]}" if steps else "nothing is saved yet"
 
 
 def _unwritable(error: BaseException, out: Path | None) -> tuple[int, str] | None:
-    """errno, and what could not be written."""
+    """Return errno, and the file that could not be written; None if the error is another."""
     if isinstance(error, OSError):
         file = error.filename and Path(os.fsdecode(error.filename))
         inside = out is not None and file and file.absolute().is_relative_to(out.absolute())
@@ -68,7 +72,7 @@ def _unwritable(error: BaseException, out: Path | None) -> tuple[int, str] | Non
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, those in its group, and those that it came of."""
+    """Yield an error, those in its group, and their causes and contexts."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:

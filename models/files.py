@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, their hashes, and the error of a disk that is full."""
+"""Files that are written whole or not at all, their hashes, and the error of a full disk."""
 
 import contextlib
 import errno
@@ -9,22 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-# No space left, the quota is used up, or the limit on a file's size (`ulimit -f`) is reached.
+# No space left, the quota is used up, or a file reaches the limit on its size (`ulimit -f`).
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Unwritable(OSError):
-    """A file cannot be written. `filename` is its path, which the operating system does not say of a `write`."""
+    """A file cannot be written. `filename` is its path, which the error of a `write` does not have."""
 
 
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file that gets the name `path` once it is whole and on the disk, and goes away otherwise.
+    """Open a temporary file that is renamed to `path` once it is whole and on the disk, and removed on an error.
 
     Raises:
       Unwritable: it cannot be created, written or renamed.
     """
-    # An unpredictable name and "x" (O_EXCL): what lies there already, a symbolic link too, is not written through.
+    # An unpredictable name and "x" (O_EXCL): a file or symbolic link that is there already is not written through.
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     with _writing(path):
         try:
@@ -38,10 +38,10 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Adds to the end of a file.
+    """Append to a file.
 
     Raises:
-      Unwritable: it cannot; a part of `content` may be there.
+      Unwritable: it cannot be written; a part of `content` may have been.
     """
     with _writing(path), path.open("ab") as stream:
         stream.write(content)
@@ -58,6 +58,6 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def blake2b(path: Path) -> str:
-    """The hash that coreutils' `b2sum` prints of a file, which is read in blocks, without the GIL."""
+    """Return the hash of a file that coreutils' `b2sum` prints. The file is read in blocks, without the GIL."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "blake2b").hexdigest()

@@ -1,7 +1,7 @@
-"""Hashes that are written beside files, and found to be theirs or not before the files are used.
+"""Hashes that are written beside files, and compared with them before the files are used.
 
-A folder's are in a file named B2SUMS, as coreutils' `b2sum -c B2SUMS` reads them, with a last line that says that it is
-whole.
+The hashes of a folder's files are in its B2SUMS, which `b2sum -c B2SUMS` of coreutils can read. The last line of B2SUMS
+is a hash of the others.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _END = "# blake2b of the lines above: "
 
 
 def write_sums(folder: Path, ignored: Iterable[str] = ()) -> None:
-    """Hashes the files in a folder, those in its folders too, into its B2SUMS. `ignored`: paths in it."""
+    """Write the B2SUMS of a folder: the hashes of all files in it and below, except the paths in `ignored`."""
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     files = [file for file in files if file not in {SUMS, *ignored}]
     with ThreadPoolExecutor(_threads()) as threads:
@@ -28,7 +28,7 @@ def write_sums(folder: Path, ignored: Iterable[str] = ()) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """{path in the folder: hash} of a folder's B2SUMS.
+    """Return {path in the folder: hash}, from the B2SUMS of a folder.
 
     Raises:
       OSError: it cannot be read.
@@ -41,14 +41,15 @@ def read_sums(folder: Path) -> dict[str, str]:
     return {file: hash for hash, _, file in (line.partition("  ") for line in lines.decode().splitlines())}
 
 
-def damaged(folder: Path, sums: Mapping[str, str]) -> str | None:
-    """The first of these files that is not what was hashed, or that cannot be read; None if all are."""
+def first_damaged(folder: Path, sums: Mapping[str, str]) -> str | None:
+    """Return the first file that cannot be read, or does not have its hash in `sums`; None if all do."""
     with ThreadPoolExecutor(_threads()) as threads:
-        right = threads.map(lambda file: is_intact(folder / file, sums[file]), sums)
-        return next((file for file, holds in zip(sums, right, strict=True) if not holds), None)
+        intact = threads.map(lambda file: is_intact(folder / file, sums[file]), sums)
+        return next((file for file, same in zip(sums, intact, strict=True) if not same), None)
 
 
 def is_intact(path: Path, hash: str) -> bool:
+    """Return whether a file can be read and has this hash."""
     try:
         return blake2b(path) == hash
     except OSError:

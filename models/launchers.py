@@ -1,4 +1,4 @@
-"""Where the processes of a run are, by the config or the launcher that started them: Slurm, Open MPI."""
+"""Where the processes of a run are: by the config, or by the launcher that started them (Slurm, Open MPI)."""
 
 import os
 import re
@@ -13,18 +13,20 @@ _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
 class Place(NamedTuple):
-    """This process among the others."""
+    """The place of this process among all processes of the run."""
 
     coordinator: str  # host:port of process 0
-    count: int
-    index: int
+    num_processes: int
+    process_id: int
 
 
-def find(distributed: Distributed) -> tuple[Place | None, str | None]:
-    """Where this process is, and what says so. Neither: it is alone; no place: only JAX can tell.
+def find_place(distributed: Distributed) -> tuple[Place | None, str | None]:
+    """Return the place of this process, and the settings that say so, for messages.
+
+    Both are None if the process is alone. The place alone is None if only JAX can find it (Open MPI 5, by mpi4py).
 
     Raises:
-      ConfigError: the launcher's environment is damaged.
+      ConfigError: the environment variables of the launcher are damaged.
     """
     if distributed.coordinator is not None:
         place = Place(distributed.coordinator, distributed.num_processes, distributed.process_id)
@@ -40,7 +42,7 @@ def find(distributed: Distributed) -> tuple[Place | None, str | None]:
 
 
 def _launched(environ: Mapping[str, str]) -> Place | None:
-    """Host and port as JAX has them (jax/_src/clusters); under mpirun in a Slurm job, by Open MPI."""
+    """Return host and port as JAX chooses them (jax/_src/clusters). Under mpirun in a Slurm job Open MPI decides."""
     try:
         if "OMPI_COMM_WORLD_SIZE" in environ:
             names = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
@@ -58,5 +60,5 @@ def _launched(environ: Mapping[str, str]) -> Place | None:
             "JAX_COORDINATOR_ADDRESS", f"{host}:{environ.get('JAX_COORDINATOR_PORT', 61440 + number % 4096)}"
         )
         return Place(address, *(int(environ[name]) for name in names))
-    except (KeyError, ValueError, AttributeError):  # none, or damaged
+    except (KeyError, ValueError, AttributeError):  # variables are missing or damaged
         return None

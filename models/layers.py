@@ -1,4 +1,4 @@
-"""What the blocks share: initialised weights with logical axes, and RMSNorm."""
+"""What the blocks share: weights with logical axes, and RMSNorm."""
 
 import jax
 import jax.numpy as jnp
@@ -6,14 +6,14 @@ from flax import nnx
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float) -> nnx.Param:
-    """A float32 parameter, normally distributed, with the logical axes that `sharding.Rules` maps."""
+    """Return a normally distributed float32 parameter, with the logical axes that `sharding.Rules` maps."""
     return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last axis; the statistics in float32, the result in x's dtype.
+    """Return x / rms(x) * scale, over the last axis; statistics are float32, the result has the dtype of x.
 
-    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. `scale` has x's rank.
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. `scale` has the rank of x.
     """
     wide = x.astype(jnp.float32)
     rstd = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -21,7 +21,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """`rms_norm` of (batch, sequence, width), with the scale as its parameter."""
+    """`rms_norm` on (batch, sequence, width), with the scale as its parameter."""
 
     def __init__(self, width: int, eps: float):
         self.scale_D = nnx.Param(jnp.ones(width, jnp.float32), axes=("residual",))

@@ -1,4 +1,4 @@
-"""What a run tells: memory, the chip's peak, progress lines, metrics.jsonl and the loss curve."""
+"""What a run reports: memory, peak FLOP/s, progress lines, metrics.jsonl and the loss curve."""
 
 import io
 import json
@@ -15,11 +15,11 @@ from jaxoffload import Problem
 from jaxoffload._text import readable
 from models.config import Config
 from models.files import append, atomic
-from models.reading import ConfigError, blaming
+from models.reading import ConfigError, as_config_error
 
 Record = Mapping[str, Any]  # step, and loss, learning_rate, ... or valid_loss
 
-# Dense bf16 FLOP/s by device_kind. Exact, because an H100 PCIe or NVL and a GB200 have other peaks.
+# Dense bf16 FLOP/s by device_kind; whole names, because an H100 PCIe or NVL and a GB200 have other peaks.
 PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,
     "NVIDIA H200": 989e12,
@@ -30,18 +30,18 @@ PEAK_FLOPS = {
 
 
 def device_peak_bytes(device: jax.Device) -> int | None:
-    """The most that was in use; None where the backend does not count."""
+    """Return the peak of a device's memory in use, in bytes; None if the backend does not measure it."""
     return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def host_peak_bytes() -> int:
-    """The most that this process held resident, pinned memory included."""
+    """Return the peak of this process's resident memory, in bytes, pinned memory included."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def progress_line(record: Record, steps: int) -> str:
-    """One line for the terminal; memory is the peak so far."""
+    """Return one line for the terminal; memory is the peak so far."""
     parts = [f"step {record['step']}/{steps}"]
     if "valid_loss" in record:
         return "  ".join([*parts, f"valid loss {record['valid_loss']:.4f}"])
@@ -67,10 +67,10 @@ class Journal(NamedTuple):
 
     path: Path
     config: Config
-    unigram: float  # the loss of a model that knows no context
+    unigram: float  # the loss of a model that sees no context
 
     def begin(self, start: int) -> None:
-        """Drops what a killed run wrote after the checkpoint at `start`: this run writes it again."""
+        """Drop what a killed run wrote after the checkpoint at step `start`: this run writes it once more."""
         if jax.process_index() == 0:
             kept = [record for record in read(self.path) if start and record["step"] <= start]
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,11 +78,13 @@ class Journal(NamedTuple):
                 file.write("".join(map(_line, kept)).encode())
 
     def write(self, record: Record) -> None:
+        """Append a record to metrics.jsonl, and print it."""
         if jax.process_index() == 0:
             print(progress_line(record, self.config.train.steps), flush=True)
             append(self.path, _line(record).encode())
 
     def draw(self) -> None:
+        """Write loss.png."""
         if jax.process_index() == 0:
             title = f"{self.path.parent.name}: {self.config.model.layers} layers of {self.config.model.d_model}"
             curve = loss_curve(read(self.path), title, self.unigram, self.config.model.vocab_size)
@@ -91,12 +93,12 @@ class Journal(NamedTuple):
 
 
 def read(path: Path) -> list[Record]:
-    """All records but a damaged last one: a killed run can leave half a line.
+    """Return the records of a metrics.jsonl, without a damaged last one: a killed run can leave half a line.
 
     Raises:
-      ConfigError: another line is damaged, or it is not a file that can be read.
+      ConfigError: another line is damaged, or the file cannot be read.
     """
-    with blaming("train.out", str(path.parent), f"a folder whose {path.name} is a file that can be read"):
+    with as_config_error("train.out", str(path.parent), f"a folder whose {path.name} is a file that can be read"):
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     records = []
     for number, line in enumerate(lines, start=1):
@@ -104,32 +106,32 @@ def read(path: Path) -> list[Record]:
             records.append(_record(line))
         except ValueError as error:
             if number < len(lines):
-                line = f"{path}:{number} is not a record ({error}); delete that line to continue"
-                raise ConfigError([Problem("train.out", line)]) from error
+                message = f"{path}:{number} is not a record ({error}); delete that line to continue"
+                raise ConfigError([Problem("train.out", message)]) from error
     return records
 
 
 def _record(line: bytes) -> Record:
     record = json.loads(line)
     if not (line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int)):
-        raise ValueError("not a line with a step")
+        raise ValueError("not an object with a step")
     return record
 
 
 def loss_curve(records: Sequence[Record], title: str, unigram: float, vocab_size: int) -> bytes:
-    """A PNG of training and validation loss against steps, with the baselines of models without context."""
-    # Here, because its import takes as long as a small run's first steps.
+    """Return a PNG of training and validation loss by step, with the baselines of models without context."""
+    # Imported here, because that takes as long as the first steps of a small run.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for key, label, style in (("loss", "training", "-"), ("valid_loss", "validation", "o-")):
         points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
-        if points:  # of none, matplotlib would make an axis of words
+        if points:  # matplotlib would make a categorical axis of an empty curve
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     axes.axhline(unigram, color="grey", linestyle="--", label=f"unigram baseline {unigram:.2f}")
     axes.axhline(math.log(vocab_size), color="lightgrey", linestyle=":", label=f"ln({vocab_size})")
-    axes.set(title=title, xlabel="step", ylabel="loss (nats a token)")
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
     axes.legend(frameon=False)
     png = io.BytesIO()
     figure.savefig(png, dpi=120)
@@ -137,6 +139,6 @@ def loss_curve(records: Sequence[Record], title: str, unigram: float, vocab_size
 
 
 def _line(record: Record) -> str:
-    """JSON has no NaN."""
+    """Return a record as a line of JSON, with null for NaN and infinity, which JSON does not have."""
     finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
     return json.dumps(finite, allow_nan=False) + "\n"

@@ -13,12 +13,12 @@ from models.sharding import constrain
 
 
 def first_leaves(activation: str) -> tuple[str, ...]:
-    """The leaves of fc1, each the output of a matrix product of its own."""
+    """Return the leaves of fc1; each is the output of a matmul of its own."""
     return ("up",) if activation == "relu2" else ("gate", "up")
 
 
 def activate(fc1: Mapping[str, jax.Array], activation: str) -> jax.Array:
-    """(..., F): the input of the second GEMM."""
+    """Return (..., F), the input of the second matmul."""
     match activation:
         case "swiglu":
             return jax.nn.silu(fc1["gate"]) * fc1["up"]
@@ -29,7 +29,7 @@ def activate(fc1: Mapping[str, jax.Array], activation: str) -> jax.Array:
 
 
 class FeedForward(nnx.Module):
-    """Residuals: SCOPE/fc1.gate, SCOPE/fc1.up, SCOPE/act, SCOPE/fc2."""
+    """Two matmuls with an activation between them. Residuals: SCOPE/fc1.gate, SCOPE/fc1.up, SCOPE/act, SCOPE/fc2."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, d_ff: int):
         D, F = config.d_model, d_ff
@@ -40,10 +40,10 @@ class FeedForward(nnx.Module):
         self.down_FxD = weight(rngs, (F, D), ("mlp", "embed"), (2 * config.layers * F) ** -0.5)
 
     def feed(self, x_BxSxD: jax.Array, name: str) -> jax.Array:
-        """Under `name` as the scope."""
+        """Return (B, S, D). `name` is the scope of the residuals."""
         dtype = x_BxSxD.dtype
         with scope(name):
-            # Two arrays, not halves of one: each leaf is contiguous, and is kept or recomputed by itself.
+            # Two arrays, not halves of one: each leaf is contiguous, and has a decision of its own.
             leaves = first_leaves(self.activation)
             fc1 = tag({leaf: x_BxSxD @ getattr(self, f"{leaf}_DxF").astype(dtype) for leaf in leaves}, "fc1")
             fc1 = {leaf: constrain(fc1[leaf], f"{name}/fc1.{leaf}") for leaf in leaves}
@@ -53,7 +53,7 @@ class FeedForward(nnx.Module):
 
 
 class MLP(FeedForward):
-    """Residuals: mlp/norm, and those of FeedForward under mlp/."""
+    """The dense MLP of a layer. Residuals: mlp/norm, and those of FeedForward under mlp/."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
         self.norm = RMSNorm(config.d_model, config.norm_eps)

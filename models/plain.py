@@ -1,4 +1,4 @@
-"""YAML text to plain values. Every number is decimal; what is too deep, too long or self-contradictory is refused."""
+"""YAML text to plain values. Numbers are decimal; text that is too deep, too long or refers to itself is refused."""
 
 import re
 from collections.abc import Iterator
@@ -8,16 +8,16 @@ import yaml
 
 from jaxoffload import Problem
 
-DEEPEST = 20  # mappings and lists inside one another; a config has three
-MOST = 10_000  # values, an alias counted as all that it stands for
+MAX_DEPTH = 20  # mappings and lists inside one another; a config has three
+MAX_VALUES = 10_000  # each alias counts as all the values that it stands for
 
 
 class Refused(ValueError):
-    """Text that is not YAML, or more than a config may be. The message is one line."""
+    """The text is not YAML, or exceeds the limits of a config. The message is one line."""
 
 
 class Unreadable:
-    """A value that is not what its tag says, such as `!!int abc`. It fits no field, so the field's line names it."""
+    """A value that does not have the type of its tag, such as `!!int abc`. It fits no field, whose problem shows it."""
 
     def __init__(self, written: str):
         self._written = written
@@ -27,15 +27,17 @@ class Unreadable:
 
 
 def load(text: str, prefix: str = "") -> tuple[Any, list[Problem]]:
-    """The value of a YAML document, None for an empty one; and a problem for each duplicate key, named with the prefix.
+    """Return the value of a YAML document, None if it is empty, and a problem for each duplicate key.
+
+    `prefix` is put before the keys in problems.
 
     Raises:
-      Refused: the text is not YAML, or is more than a config may be.
+      Refused: the text is not YAML, or exceeds the limits of a config.
     """
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
-        duplicates = list(_duplicates(root, prefix))  # first, for `<<` adds to the nodes
+        duplicates = list(_duplicates(root, prefix))  # first, because construction expands `<<` in the nodes
         return None if root is None else loader.construct_document(root), duplicates
     except yaml.YAMLError as error:
         raise Refused(f"not YAML: {' '.join(str(error).split())}") from None
@@ -45,15 +47,16 @@ _YAML = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 3e-4 as a string, 010 as 8, 1:30 as 90 and 2020-13-45 as a date that does not exist.
+    """A loader without the surprises of YAML 1.1, and with limits.
 
-    It also builds whatever aliases ask for: nine lists of ten aliases each make a billion values.
+    YAML 1.1 reads 3e-4 as a string, 010 as 8, 1:30 as 90, and 2020-13-45 as a date that does not exist. It expands all
+    aliases: nine lists of ten aliases each are a billion values.
     """
 
     def __init__(self, text: str):
         super().__init__(text)
         self._depth = self._count = 0
-        self._sizes: dict[str, int] = {}  # anchor -> values that it stands for; none while it is still open
+        self._sizes: dict[str, int] = {}  # anchor -> values that it stands for; absent while it is open
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         event, before = self.peek_event(), self._count
@@ -64,10 +67,10 @@ class _Loader(yaml.SafeLoader):
             self._count += self._sizes[event.anchor]
         else:
             self._count += 1
-        if self._count > MOST:
-            raise Refused(f"more than {MOST} values on line {line}, with what aliases stand for; write fewer")
-        if self._depth > DEEPEST:
-            raise Refused(f"more than {DEEPEST} levels deep on line {line}; section, key and entry are three")
+        if self._count > MAX_VALUES:
+            raise Refused(f"more than {MAX_VALUES} values on line {line}, with what aliases stand for; write fewer")
+        if self._depth > MAX_DEPTH:
+            raise Refused(f"more than {MAX_DEPTH} levels deep on line {line}; section, key and entry are three")
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -80,11 +83,11 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except Exception:  # int("abc"), {"yes": True, ...}["maybe"], date(2020, 13, 45): as many as there are tags
+        except Exception:  # int("abc"), {"yes": True, ...}["maybe"], date(2020, 13, 45): each tag raises its own class
             return self.unreadable(node)
 
     def unreadable(self, node: yaml.Node) -> Unreadable:
-        implied = self.resolve(type(node), node.value, (True, False)) == node.tag  # nobody wrote a tag
+        implied = self.resolve(type(node), node.value, (True, False)) == node.tag  # no tag was written
         return Unreadable(_text(node) if implied else f"{node.tag.replace(_YAML, '!!')} {_text(node)}")
 
 
@@ -100,11 +103,11 @@ _Loader.add_implicit_resolver(
     list("-+.0123456789"),
 )
 _Loader.add_constructor(_INT, lambda loader, node: int(loader.construct_scalar(node)))
-_Loader.add_constructor(None, _Loader.unreadable)  # a tag that nothing reads, such as !ruby/object
+_Loader.add_constructor(None, _Loader.unreadable)  # unknown tags, such as !ruby/object
 
 
 def _duplicates(node: yaml.Node | None, prefix: str) -> Iterator[Problem]:
-    """YAML itself lets the last of two equal keys win, in silence."""
+    """Yield a problem for each duplicate key. PyYAML lets the last one win, silently."""
     if not isinstance(node, yaml.MappingNode):
         return
     lines: dict[str, int] = {}
@@ -122,6 +125,6 @@ def _text(node: yaml.Node) -> str:
 
 
 def shown(text: str, longest: int = 60) -> str:
-    """The text on one line; of a long one the beginning."""
+    """Return the text on one line, without unprintable characters and cut to a length."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: 2 * longest])
     return text if len(text) <= longest else f"{text[: longest - 3]}..."

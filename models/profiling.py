@@ -1,4 +1,4 @@
-"""train.profile_steps: steps of a run, traced as they are taken, and the page of them beside the metrics."""
+"""train.profile_steps: some steps of a run are traced, and a page about them is written beside the metrics."""
 
 import contextlib
 import itertools
@@ -18,8 +18,16 @@ Step = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 @contextlib.contextmanager
 def profiled(config: Config, made: Program, compiled: jax.stages.Compiled, start: int) -> Iterator[Step]:
-    """The step, to be called from `start` on. Of the first process it also traces the calls that the config names,
-    waits for them, and writes profile.html; what the run does between them is in the trace, but not on the page."""
+    """Yield the compiled step, which process 0 profiles in the steps that the config names.
+
+    It waits for those steps and writes profile.html. What the run does between them is in the trace, not on the page.
+
+    Args:
+      config: the run's.
+      made: the program of the step.
+      compiled: the compiled step.
+      start: the number of steps taken before the first call.
+    """
     steps = config.train.profile_steps
     if steps is None or start > steps[0] or jax.process_index():
         yield compiled
@@ -42,11 +50,12 @@ def profiled(config: Config, made: Program, compiled: jax.stages.Compiled, start
 
 
 def write_page(config: Config, made: Program, compiled: jax.stages.Compiled, trace: Path) -> None:
+    """Write profile.html about the trace, and print a summary; print why if the trace cannot be read."""
     begin, end = config.train.profile_steps
     out = Path(config.train.out)
     try:
         found = proof.read_profile(trace, compiled, steps=end - begin)
-    except (ValueError, FileNotFoundError) as why:  # as where CUPTI may not be used: no reason to end the run
+    except (ValueError, FileNotFoundError) as why:  # such as no permission to use CUPTI: no reason to end the run
         say(f"train.profile_steps = [{begin}, {end}]: no profile.html, because {why}")
         return
     table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)

@@ -1,4 +1,4 @@
-"""YAML files and key=value overrides to dataclasses, every problem collected: key, value, what is allowed."""
+"""YAML files and key=value overrides to dataclasses; every problem is collected: key, value, what is allowed."""
 
 import contextlib
 import re
@@ -16,43 +16,43 @@ from models.plain import shown
 
 
 class ConfigError(UserError, ValueError):
-    """A config that cannot run. The message of each problem has the key, its value and what is allowed."""
+    """The config cannot run. The message of each problem has the key, its value and what is allowed."""
 
 
 def problem(key: str, value: object, why: str) -> Problem:
-    """A problem with the value of a key; `value` is printed as it is, so give its repr or `short` form."""
+    """Return a problem with the value of a key. `value` is formatted with str: pass its repr, or `short` of it."""
     return Problem(key, f"{key} = {value}: {why}")
 
 
-def wrong(key: str, value: object, why: str) -> ConfigError:
-    """The error of one `problem`."""
+def config_error(key: str, value: object, why: str) -> ConfigError:
+    """Return the error with one `problem`."""
     return ConfigError([problem(key, value, why)])
 
 
-def blamed(problems: Iterable[Problem], *keys: str) -> bool:
-    """Whether one of the problems is about one of these keys, an entry of it, or the section that it is in."""
+def has_problem(problems: Iterable[Problem], *keys: str) -> bool:
+    """Return whether a problem is about one of these keys, an entry of one, or the section of one."""
     inside = lambda key, section: key == section or key.startswith((f"{section}.", f"{section}["))
     return any(inside(p.key, key) or inside(key, p.key) for p in problems for key in keys)
 
 
 @contextlib.contextmanager
-def blaming(key: str, value: Any, allowed: str) -> Iterator[None]:
-    """Turns what the file system refuses into a ConfigError of this key.
+def as_config_error(key: str, value: Any, allowed: str) -> Iterator[None]:
+    """Raise an OSError as a ConfigError about this key.
 
     Raises:
-      Unwritable: the disk is full, for which no value of the key is to blame.
+      Unwritable: the disk is full, which is no fault of the config.
     """
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
             raise Unwritable(error.errno, error.strerror, error.filename or str(value)) from error
-        raise wrong(key, repr(value), f"{one_line(error)}; must be {allowed}") from error
+        raise config_error(key, repr(value), f"{one_line(error)}; must be {allowed}") from error
 
 
 @contextlib.contextmanager
 def collecting(problems: list[Problem]) -> Iterator[None]:
-    """Adds a ConfigError's problems to the list, and goes on."""
+    """Add the problems of a ConfigError to the list, and suppress it."""
     try:
         yield
     except ConfigError as error:
@@ -60,10 +60,10 @@ def collecting(problems: list[Problem]) -> Iterator[None]:
 
 
 class Range(NamedTuple):
-    """The numbers that a field may have; `low` itself is out where `above` is true."""
+    """The numbers that a field may have; `low` itself is excluded if `above`."""
 
     low: float
-    high: float = 1e30  # of numbers that are float32 at last
+    high: float = 1e30  # the numbers become float32
     above: bool = False
 
     def holds(self, number: float) -> bool:
@@ -75,23 +75,23 @@ class Range(NamedTuple):
         return f"above {low}, at most {high}" if self.above else f"from {low} to {high}"
 
 
-# ---- a file and overrides to a tree ----
+# ---- from a file and overrides to a tree ----
 
 
-_LARGEST = 2**20  # bytes
+_MAX_BYTES = 2**20
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
-    """The mapping in a YAML file, and a problem for each duplicate key.
+    """Return the mapping in a YAML file, and a problem for each duplicate key.
 
     Raises:
-      ConfigError: no such file, not YAML, not a mapping, or more than a config may be.
+      ConfigError: the file does not exist, is not YAML or not a mapping, or exceeds the limits of a config.
     """
     try:
         with path.open("rb") as file:
-            text = file.read(_LARGEST + 1)
-        if len(text) > _LARGEST:
-            raise plain.Refused(f"more than {_LARGEST} bytes; must be a YAML file of sections")
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise plain.Refused(f"more than {_MAX_BYTES} bytes; must be a YAML file of sections")
         tree, duplicates = plain.load(text.decode())
     except FileNotFoundError:
         others = [str(other) for other in sorted(path.parent.glob("*.yaml"))]
@@ -103,7 +103,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Problem]]:
         raise _unreadable(shown(str(path), 4096), f"cannot be read ({error}); must be a YAML file") from None
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise wrong(str(path), short(tree), "must be a mapping of sections")
+        raise config_error(str(path), short(tree), "must be a mapping of sections")
     return tree, duplicates
 
 
@@ -118,8 +118,8 @@ def override(tree: dict[str, Any], text: str) -> list[Problem]:
     """Put one section.key=value, or section.key[entry]=value, into the tree; return the problems."""
     match = _OVERRIDE.fullmatch(text)
     if match is None:
-        entry = re.match(r"(\w+\.\w+)\.([^=]+)=", text)
-        instead = f"; an entry of a mapping is {entry[1]}[{shown(entry[2])}]=value" if entry else ""
+        dotted = re.match(r"(\w+\.\w+)\.([^=]+)=", text)
+        instead = f"; an entry of a mapping is {dotted[1]}[{shown(dotted[2])}]=value" if dotted else ""
         why = f"an override must be section.key=value, such as train.steps=10{instead}"
         return [Problem(shown(text), f"{shown(text)}: {why}")]
     section, key, entry, source = match.group("section", "key", "entry", "value")
@@ -131,7 +131,7 @@ def override(tree: dict[str, Any], text: str) -> list[Problem]:
         tree[section] = {}
     target = tree[section]
     if not isinstance(target, dict):
-        return duplicates  # the section itself is the problem, and is reported as such
+        return duplicates  # the section itself is the problem, and is reported
     if entry is not None:
         entries = target.get(key) or {}
         if not isinstance(entries, dict):
@@ -139,17 +139,17 @@ def override(tree: dict[str, Any], text: str) -> list[Problem]:
                 f"{section}.{key}[{shown(entry)}] = {shown(source)}: {section}.{key} = {short(entries)} has no entries"
             )
             return [Problem(f"{section}.{key}", line)]
-        # Behind all others: of several matching patterns the last wins.
+        # After all others: the last of several matching patterns wins.
         value = {**{name: other for name, other in entries.items() if name != entry}, entry: value}
     target[key] = value
     return duplicates
 
 
-# ---- a tree to dataclasses ----
+# ---- from a tree to dataclasses ----
 
 
-def known(section: str, tree: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """The entries of a section whose names exist, and a problem for each other one."""
+def known_entries(section: str, tree: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the entries of a section that have one of these names, and a problem for each other entry."""
     problems = []
     for name in [name for name in tree if name not in names]:
         why = f"no such key{advice(str(name), names, f'{section}.')}"
@@ -157,24 +157,26 @@ def known(section: str, tree: Mapping[str, Any], names: Sequence[str]) -> tuple[
     return {name: value for name, value in tree.items() if name in names}, problems
 
 
-def typed(section: str, tree: Mapping[str, Any], hints: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The values of a section that fit their fields' types, converted, and a problem for each other one."""
+def typed_values(
+    section: str, tree: Mapping[str, Any], hints: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the values that fit the types of their fields, converted, and a problem for each other value."""
     values, problems = {}, []
     for name, value in tree.items():
         hint, converted = hints[name], _convert(value, hints[name])
         if converted is not _MISFIT:
             values[name] = converted
             continue
-        close = closest(value, _words(hint))
+        close = closest(value, _choices(hint))
         near = f"; the nearest is {close}" if close else ""
         problems.append(problem(f"{section}.{name}", short(value), f"must be {_describe(hint)}{near}"))
     return values, problems
 
 
-def _words(hint: Any) -> list[str]:
-    """Those that a field allows."""
+def _choices(hint: Any) -> list[str]:
+    """Return the words that a field allows."""
     origin, args = get_origin(hint), get_args(hint)
-    return list(args) if origin is Literal else [w for arg in args for w in _words(arg)] if origin in _UNION else []
+    return list(args) if origin is Literal else [w for arg in args for w in _choices(arg)] if origin in _UNION else []
 
 
 _MISFIT = object()
@@ -182,7 +184,7 @@ _UNION = (Union, types.UnionType)
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """The value as its field's type, or _MISFIT."""
+    """Return the value in the type of its field, or _MISFIT."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in _UNION:
         return next((v for v in (_convert(value, arg) for arg in args) if v is not _MISFIT), _MISFIT)
@@ -203,6 +205,7 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 def _describe(hint: Any) -> str:
+    """Return what a field allows, in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in _UNION:
         return " or ".join(_describe(arg) for arg in args)
@@ -215,19 +218,21 @@ def _describe(hint: Any) -> str:
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}.get(hint, "null")
 
 
-# ---- words of messages ----
+# ---- text for messages ----
 
 
 def advice(name: str, names: Sequence[str], prefix: str = "") -> str:
-    """What to write instead: the nearest name, or all of them."""
+    """Return what to write instead: the nearest name, or all of them."""
     close = closest(name, names)
     return f"; the nearest is {prefix}{close}" if close else f"; allowed: {', '.join(prefix + n for n in names)}"
 
 
 def short(value: Any) -> str:
+    """Return the repr of a value, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
+    """Return the text of an error on one line."""
     return " ".join(str(error).split())

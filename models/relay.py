@@ -1,8 +1,8 @@
-"""A TCP relay that goes on when the far side is gone: JAX's client, which it serves, never sees the connection close.
+"""A TCP relay for JAX's client, which stays connected when the far side is gone.
 
-Where process 0 dies, jaxlib's client of its coordination service finds the connection closed and aborts the process
-from C++, with a stack trace (xla/pjrt/distributed/client.h; no argument of `jax.distributed.initialize` prevents it).
-Through the relay it waits for an answer instead, and models/peers.py has the time to say which process is gone.
+If process 0 dies, jaxlib's client of its coordination service sees the connection close, and aborts the process in C++
+with a stack trace (xla/pjrt/distributed/client.h; no argument of `jax.distributed.initialize` prevents it). Through the
+relay it waits for an answer instead, which gives models/peers.py the time to say which process is lost.
 """
 
 import contextlib
@@ -16,8 +16,10 @@ _LIMIT, _RETRY = 60.0, 0.1  # seconds
 
 
 def relay(host: str, port: int, failed: Callable[[str], None]) -> int:
-    """The port on this machine's loopback interface from which all goes to `host`:`port`, and back; `failed` is called
-    with a sentence where that cannot be reached."""
+    """Relay a port of the loopback interface to `host`:`port`, and return its number.
+
+    `failed` is called with a message if `host`:`port` cannot be reached.
+    """
     server = socket.create_server(("127.0.0.1", 0))
     _thread(_serve, server, host, port, failed)
     return server.getsockname()[1]
@@ -29,13 +31,15 @@ def _serve(server: socket.socket, host: str, port: int, failed: Callable[[str], 
         try:
             far = _connected(host, port)
         except OSError as error:
-            return failed(f"process 0 cannot be reached at {host}:{port}, where JAX wants to ({error}): open its ports")
+            return failed(
+                f"process 0 cannot be reached at {host}:{port}, where JAX connects to it ({error}): open its ports"
+            )
         _thread(_pump, near, far)
         _thread(_pump, far, near)
 
 
 def _connected(host: str, port: int) -> socket.socket:
-    """Process 0 may begin to listen there a little later than another process connects."""
+    """Connect; try again for a while, because process 0 may begin to listen a little later."""
     until = time.monotonic() + _LIMIT
     while True:
         try:

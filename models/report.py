@@ -1,4 +1,4 @@
-"""What a config needs, told from abstract values: the residual table, and bytes of state and residuals."""
+"""What a config needs, from abstract values: the residual table, and the bytes of state and residuals."""
 
 import contextlib
 import math
@@ -25,45 +25,50 @@ from models.transformer import flops_per_token
 
 
 def report(config: Config) -> str:
-    """The table and the bytes that training needs, on the config's own mesh, whatever this machine has."""
-    can = that_fits(traceable(config), abstract_mesh(config.mesh))
-    lines = summary(can, program(can, abstract_mesh(can.mesh)), config.model.attention)
-    if can.model.attention != config.model.attention:
+    """Return the table and the bytes that training needs, on the mesh of the config, on any machine.
+
+    Raises:
+      ConfigError: as `summary`.
+    """
+    traced = fit_to_host_pool(traceable(config), abstract_mesh(config.mesh))
+    lines = summary(traced, program(traced, abstract_mesh(traced.mesh)), config.model.attention)
+    if traced.model.attention != config.model.attention:
         lines += (
             f"\n(model.attention = {config.model.attention!r} was traced as xla: no CUDA here. On a GPU attn/context "
             "also has the softmax statistics, a float32 for each token and head.)"
         )
-    if can.model.grouped != config.model.grouped:
-        lines += f"\n(model.grouped = {config.model.grouped!r} was traced as {can.model.grouped}: no CUDA here.)"
+    if traced.model.grouped != config.model.grouped:
+        lines += f"\n(model.grouped = {config.model.grouped!r} was traced as {traced.model.grouped}: no CUDA here.)"
     return lines
 
 
 def summary(config: Config, made: Program, attention: str | None = None) -> str:
-    """What a run prints before it compiles. `attention`: whose, if another was traced than will run.
+    """Return what a run prints before it compiles. `attention`: the kind that will run, if another one was traced.
 
     Raises:
-      ConfigError: the policy does not fit the traced step, or this machine.
+      ConfigError: the policy does not fit the traced step or this machine.
     """
     with _policy_errors():
         table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
     kernels = ("attention",) if (attention or config.model.attention) != "xla" else ()
     working = proof.room(made.step, made.state, made.tokens, one_kernel=kernels)
-    bytes_lines = expected(config, made, table, working)
-    return "\n".join([model_line(config, made), *backend_line(config), str(table), *bytes_lines])
+    bytes_lines = memory_lines(config, made, table, working)
+    return "\n".join([model_line(config, made), *backend_lines(config), str(table), *bytes_lines])
 
 
-def that_fits(config: Config, mesh: AnyMesh) -> Config:
-    """The config, with as many layers offloaded as the pinned host pool holds, where `remat.on_host_full` says save.
+def fit_to_host_pool(config: Config, mesh: AnyMesh) -> Config:
+    """Return the config, offloading fewer layers if all do not fit in the pinned host pool.
 
-    A scan knows itself alone, and a model may have two; so it is here that fewer layers of each are chosen.
+    It does so only where `remat.on_host_full` is save. Each scan knows only its own residuals, and a model can have
+    two scans; so the number of layers is chosen here.
 
     Raises:
       ConfigError: as `summary`; or nothing fits.
     """
     if config.remat.on_host_full == "error":
         return config
-    judged = replace(config, remat=replace(config.remat, on_host_full="error"))
-    made = program(judged, mesh)
+    strict = replace(config, remat=replace(config.remat, on_host_full="error"))
+    made = program(strict, mesh)
     with _policy_errors():
         try:
             jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
@@ -77,19 +82,20 @@ def that_fits(config: Config, mesh: AnyMesh) -> Config:
 
 
 def check_patterns(config: Config) -> None:
-    """Traces the model, at a small batch and without a mesh's devices, for the names of its residuals.
+    """Trace the model, at a small batch and on an abstract mesh, and check the policy's patterns against its names.
 
     Raises:
-      ConfigError: a pattern of the policy matches none of them.
+      ConfigError: a pattern of the policy matches no residual.
     """
     small = traceable(Config(model=config.model, remat=replace(config.remat, on_host_full="error")))
     made = program(small, abstract_mesh(small.mesh))
-    with _policy_errors(), contextlib.suppress(MemoryError):  # of a small batch, and names were judged before
+    with _policy_errors(), contextlib.suppress(MemoryError):  # the batch is not the run's, and names are checked first
         jaxoffload.check(small.remat, made.loss, made.state.params, made.microbatch)
 
 
 @contextlib.contextmanager
 def _policy_errors() -> Iterator[None]:
+    """Raise the library's errors about the policy as ConfigErrors."""
     try:
         yield
     except PolicyError as error:
@@ -98,18 +104,19 @@ def _policy_errors() -> Iterator[None]:
         raise ConfigError([Problem("remat", f"remat: {error}")]) from error
     except GroupedMatmulError as error:
         raise ConfigError([Problem("model.grouped", f"model.grouped: {error}")]) from error
-    except UserError as error:  # of the pinned host pool
+    except UserError as error:  # about the setting of the pinned host pool
         raise ConfigError(error.problems) from error
 
 
 def model_line(config: Config, made: Program) -> str:
+    """Return the size of the model, and its FLOPs."""
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params))
     flops = flops_per_token(config.model, config.train.seq_len)
-    return f"{count:,} parameters, {flops / 1e9:.3g} GFLOP a token"
+    return f"{count:,} parameters, {flops / 1e9:.3g} GFLOP per token"
 
 
-def backend_line(config: Config) -> list[str]:
-    """The backend of the experts' grouped GEMMs, if there are experts; `auto` chooses for this machine."""
+def backend_lines(config: Config) -> list[str]:
+    """Return the backend of the experts' grouped GEMMs, if there are any; `auto` chooses for this machine."""
     model = config.model
     if not model.experts:
         return []
@@ -118,25 +125,24 @@ def backend_line(config: Config) -> list[str]:
 
     def chosen(sizes: Mesh) -> str:
         with inside_shard_map(sizes):
-            return ", ".join(
-                dict.fromkeys(chosen_backend(x, w, quantize=model.quantize) for x, w in grouped_gemms(config))
-            )
+            backends = [chosen_backend(x, w, quantize=model.quantize) for x, w in grouped_gemms(config)]
+        return ", ".join(dict.fromkeys(backends))
 
     here, alone = chosen(config.mesh), chosen(Mesh())
     hint = f"; {alone} with a process for each GPU" if alone != here else ""
     return [f"grouped GEMMs: {here} (auto{hint})"]
 
 
-def expected(config: Config, made: Program, table: Residuals, working: Room) -> list[str]:
-    """Bytes by kind, in all and on each device; residuals are those of one microbatch.
+def memory_lines(config: Config, made: Program, table: Residuals, working: Room) -> list[str]:
+    """Return lines of the bytes of each kind, in total and per device; residuals are those of one microbatch.
 
-    A layer's working set and that of a chunk of logits, its gradient and the unembedding's, are estimated from the
-    traced step; not at the same time, so the greater one counts. XLA's plans for H200s were from 9 % below to 24 %
-    above what is expected: what it keeps twice, and the gaps that it leaves, only the compiler knows.
+    The working sets of a layer, and of a chunk of logits with its gradient and the unembedding's, are estimated from
+    the traced step. They do not exist at the same time, so the greater one counts. On H200s XLA's plans were from 9 %
+    below to 24 % above the expected bytes: only the compiler knows what it keeps twice, and which gaps it leaves.
     """
     mesh = made.tokens.sharding.mesh
     params, moments = made.state.params, made.state.optimizer
-    gradients = 1 if config.train.grad_accumulation == 1 else 2  # a microbatch's, and the sum of those before
+    gradients = 1 if config.train.grad_accumulation == 1 else 2  # of a microbatch, and the sum so far
     device, host = (
         sum(device_bytes(row, mesh) for row in table if row.state == state) for state in ("saved", "offloaded")
     )
@@ -150,19 +156,22 @@ def expected(config: Config, made: Program, table: Residuals, working: Room) -> 
     on_device = sum(row[2] for row in rows[:4]) + max(working)
     where = "the device" if mesh.size == 1 else f"each of {mesh.size} devices"
     return [
-        *(f"{name:24} {readable(total):>12}  {readable(each):>12} a device" for name, total, each in rows),
-        f"{'working set of a layer':24} {'':>12}  {readable(working.layer):>12} a device, estimated",
-        f"{'or of a chunk of logits':24} {'':>12}  {readable(working.loop):>12} a device, estimated",
+        *(f"{name:24} {readable(total):>12}  {readable(each):>12} per device" for name, total, each in rows),
+        f"{'working set of a layer':24} {'':>12}  {readable(working.layer):>12} per device, estimated",
+        f"{'or of a chunk of logits':24} {'':>12}  {readable(working.loop):>12} per device, estimated",
         f"expected on {where}: {readable(on_device)}, and {readable(host)} of host memory",
     ]
 
 
 def device_bytes(row: Residual, mesh: AnyMesh) -> int:
-    """A residual's bytes on each device: of what a `shard_map` computes, one of its parts; a value with a name is split
-    by its axes, another one as the batch is."""
+    """Return the bytes of a residual on each device.
+
+    A value computed in `shard_map` has one part per device. A value with a name in VALUES is split by its logical axes;
+    any other is split like the batch.
+    """
     if row.count > 1:
         return row.bytes // row.count
-    # A kernel's results have its one name with numbers behind it: attn/context.0, and the statistics attn/context.1.
+    # The results of a kernel share a name, with a number each: attn/context.0, and attn/context.1, the statistics.
     names = [name for name in (re.sub(r"\.\d+$", "", name) for name in row.names) if name in VALUES]
     if not names or len(VALUES[names[0]]) != len(row.shape):
         return row.bytes // batch_parts(mesh)
@@ -171,10 +180,10 @@ def device_bytes(row: Residual, mesh: AnyMesh) -> int:
 
 
 def compiled_memory(compiled: jax.stages.Compiled) -> str:
-    """What the compiled step needs on each device, as XLA planned it."""
+    """Return the memory that the compiled step needs on each device, as XLA plans it."""
     plan = compiled.memory_analysis()
     if plan is None:
-        return "this backend does not tell what the compiled step needs"
+        return "this backend does not say how much memory the compiled step needs"
     arguments = plan.argument_size_in_bytes
     outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
     device = arguments + outputs + plan.temp_size_in_bytes

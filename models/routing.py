@@ -1,8 +1,8 @@
-"""Which expert gets which token: scores, top-k, the permutation that sorts by expert, and what balances the load.
+"""Which token goes to which expert: scores, top-k, the permutation that sorts by expert, and the balance of the load.
 
-All that says where a token goes is integers tagged `moe/routing`, which a policy always saves. If top-k ran again in
-the backward pass, rounding could choose other experts than in the forward pass, and what was saved would belong to
-other tokens. So nothing else of top-k is used: weights are gathered from the scores by the tagged numbers.
+Where a token goes is decided by integers tagged `moe/routing`, which a policy always saves. If top-k were recomputed in
+the backward pass, rounding could choose other experts than in the forward pass, and saved rows would belong to other
+tokens. So only the indices of top-k are used: weights are gathered from the scores by the tagged integers.
 """
 
 from typing import Any, NamedTuple
@@ -15,33 +15,33 @@ from jaxoffload import tag
 
 
 class Routing(NamedTuple):
-    """Of T tokens, k experts each; R rows, sorted by expert: T * k, and more where they are aligned. All int32."""
+    """The k experts of each of T tokens, and R rows sorted by expert: T * k, or more with alignment. All int32."""
 
-    ids_Txk: jax.Array  # experts
-    order_R: jax.Array  # sorted row -> t * k + j; T * k for a row that is nobody's
+    ids_Txk: jax.Array  # the experts of each token
+    order_R: jax.Array  # sorted row -> t * k + j; T * k for padding
     place_Tk: jax.Array  # t * k + j -> sorted row
     sizes_E: jax.Array  # tokens of each expert
 
 
 class Balance(NamedTuple):
-    """How evenly tokens are spread, of one layer over all devices; float32."""
+    """How evenly a layer's tokens are spread over experts, on all devices; float32."""
 
     load_E: jax.Array  # the share of rows that each expert gets
     aux: jax.Array  # () Switch's load-balancing loss: 1 if even (Fedus et al., 2021)
     z: jax.Array  # () mean of logsumexp(logits)^2 (Zoph et al., 2022)
-    dropped: jax.Array  # () the share of rows over capacity
+    dropped: jax.Array  # () the share of rows dropped, over capacity
 
 
 def scores(logits_TxE: jax.Array, kind: str) -> jax.Array:
-    """Of float32 logits: what weighs the experts' outputs."""
+    """Return the experts' scores, from float32 logits. `kind`: as `model.router`."""
     return jax.nn.softmax(logits_TxE, axis=-1) if kind == "softmax" else jax.nn.sigmoid(logits_TxE)
 
 
 def choose(scores_TxE: jax.Array, bias_E: jax.Array | None, k: int, align: int = 1) -> Routing:
-    """The k experts of each token with the greatest scores. `bias_E` is added for the choice alone.
+    """Return the k experts of each token with the greatest scores. `bias_E` is added for the choice only.
 
-    Each expert's rows begin at a multiple of `align`, and their number is one too. Tagged `routing`, in the scope that
-    is open.
+    The rows of each expert begin at a multiple of `align`, and are padded to one. The result is tagged `routing` in
+    the scope of the caller.
     """
     by = lax.stop_gradient(scores_TxE if bias_E is None else scores_TxE + bias_E[None])
     ids_Txk = lax.top_k(by, k)[1].astype(jnp.int32)
@@ -59,21 +59,22 @@ def choose(scores_TxE: jax.Array, bias_E: jax.Array | None, k: int, align: int =
 
 
 def aligned(sizes: jax.Array, align: int) -> jax.Array:
-    """Each size, or the next multiple of `align`."""
+    """Return each size, rounded up to a multiple of `align`."""
     return -(-sizes // align) * align
 
 
 def aligned_rows(rows: int, groups: int, align: int) -> int:
-    """A multiple of `align` that is enough for `rows` in so many groups, each aligned."""
+    """Return a multiple of `align` that is enough for `rows` in this many groups, each of them aligned."""
     return -(-(rows + groups * (align - 1)) // align) * align
 
 
 def starts(lengths: jax.Array) -> jax.Array:
+    """Return where each of several consecutive blocks begins."""
     return jnp.cumsum(lengths) - lengths
 
 
 def weights(scores_TxE: jax.Array, routing: Routing, renormalize: bool, scale: float) -> jax.Array:
-    """(T, k): the scores of the chosen experts, divided by their sum if `renormalize`, times `scale`."""
+    """Return (T, k): the scores of the chosen experts, divided by their sum if `renormalize`, times `scale`."""
     chosen_Txk = jnp.take_along_axis(scores_TxE, routing.ids_Txk, axis=1)
     if renormalize:
         chosen_Txk /= jnp.sum(chosen_Txk, axis=1, keepdims=True) + 1e-20
@@ -83,7 +84,7 @@ def weights(scores_TxE: jax.Array, routing: Routing, renormalize: bool, scale: f
 def balance(
     logits_TxE: jax.Array, scores_TxE: jax.Array, routing: Routing, dropped: jax.Array, axes: tuple[str, ...]
 ) -> Balance:
-    """Over the devices along `axes`, which hold as many tokens each."""
+    """Return the balance over the devices along `axes`, which have the same number of tokens each."""
     mean = lambda x: lax.pmean(x, axes) if axes else x
     E, rows = logits_TxE.shape[1], routing.ids_Txk.size
     load_E = mean(routing.sizes_E.astype(jnp.float32) / rows)
@@ -93,12 +94,12 @@ def balance(
     return Balance(load_E, aux, z, mean(dropped.astype(jnp.float32) / rows))
 
 
-# ---- rows from one order to another; each function's transpose is a gather too, never a scatter ----
+# ---- rows in another order; the transpose of each function is a gather too, never a scatter ----
 
 
 @jax.custom_vjp
 def dispatch(x_TxD: jax.Array, routing: Routing) -> jax.Array:
-    """(R, D): the token of each row; zeros where it is nobody's."""
+    """Return (R, D): the token of each row; zeros for padding."""
     token_R = routing.order_R // _k(routing)
     if len(token_R) == routing.ids_Txk.size:
         return x_TxD[token_R]
@@ -107,14 +108,14 @@ def dispatch(x_TxD: jax.Array, routing: Routing) -> jax.Array:
 
 @jax.custom_vjp
 def combine(rows_RxD: jax.Array, routing: Routing) -> jax.Array:
-    """(T, D): the sum of each token's rows, in float32, rounded to their dtype."""
+    """Return (T, D): the sum of each token's rows, computed in float32, in the dtype of the rows."""
     rows_TxkxD = rows_RxD[routing.place_Tk].reshape(-1, _k(routing), rows_RxD.shape[1])
     return jnp.sum(rows_TxkxD.astype(jnp.float32), axis=1).astype(rows_RxD.dtype)
 
 
 @jax.custom_vjp
 def moved(x_NxD: jax.Array, there_M: jax.Array, back_N: jax.Array) -> jax.Array:
-    """(M, D): rows `there_M` of x, zero where that is N. `back_N` says where each row went; M if nowhere."""
+    """Return (M, D): rows `there_M` of x; zeros where that is N. `back_N`: where each row went; M if nowhere."""
     return x_NxD.at[there_M].get(mode="fill", fill_value=0)
 
 
@@ -131,10 +132,10 @@ moved.defvjp(
 
 
 def lookup(starts_B: jax.Array, sources_B: jax.Array, lengths_B: jax.Array, size: int, missing: Any) -> jax.Array:
-    """(size,) int32: for each place, where its row comes from, given blocks of rows that stay together.
+    """Return (size,) int32: for each place, the index of the row that belongs there.
 
-    Block b fills the places from starts_B[b] with the rows from sources_B[b]; `starts_B` does not fall. Places that no
-    block fills are `missing`.
+    Block b puts lengths_B[b] rows, from sources_B[b] on, at the places from starts_B[b] on. `starts_B` is sorted.
+    Places that no block fills are `missing`.
     """
     place_N = jnp.arange(size, dtype=jnp.int32)
     block_N = jnp.sum(starts_B[None] <= place_N[:, None], axis=1) - 1

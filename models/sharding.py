@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxoffload import Problem
 from models import config
-from models.reading import ConfigError, wrong
+from models.reading import ConfigError, config_error
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 _AUTO = (AxisType.Auto,) * len(MESH_AXES)
@@ -26,23 +26,24 @@ MeshAxes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Rules:
-    """Logical axis -> the mesh axes that it is split over; None: whole on each device."""
+    """Logical axis -> the mesh axes that it is split over; None: each device has all of it."""
 
     batch: tuple[str, ...] = ("data", "fsdp", "expert")
     sequence: MeshAxes = None
     residual: MeshAxes = None  # d_model of activations and norms
-    embed: MeshAxes = ("fsdp", "expert")  # d_model of matrices: gathered for a layer's use, then dropped
-    expert_embed: MeshAxes = "fsdp"  # the same of experts, which the expert axis splits already
+    embed: MeshAxes = ("fsdp", "expert")  # d_model of matrices: gathered for each layer, then dropped
+    expert_embed: MeshAxes = "fsdp"  # as embed, for experts, which are split over the expert axis already
     heads: MeshAxes = "tensor"
     kv_heads: MeshAxes = "tensor"
     head: MeshAxes = None  # head_dim
     mlp: MeshAxes = "tensor"  # d_ff
     vocab: MeshAxes = "tensor"
-    experts: MeshAxes = "expert"  # of a layer's experts, the matrices
-    router: MeshAxes = None  # of a layer's experts, what the router has one of for each
+    experts: MeshAxes = "expert"  # the number of experts, in their matrices
+    router: MeshAxes = None  # the number of experts, in the router
     layers: MeshAxes = None  # the leading axis of stacked layers
 
     def spec(self, *axes: str | None) -> PartitionSpec:
+        """Return the PartitionSpec of an array with these logical axes; None: an axis that is not split."""
         return PartitionSpec(*(axis and getattr(self, axis) for axis in axes))
 
 
@@ -51,7 +52,7 @@ RULES = Rules()
 _STREAM = ("batch", "sequence", "residual")
 _HEADS, _KV_HEADS = ("batch", "sequence", "heads", "head"), ("batch", "sequence", "kv_heads", "head")
 _WIDE = ("batch", "sequence", "mlp")
-# The logical axes of the model's values, by the names of its residuals: `constrain` splits by them, a report divides.
+# The logical axes of the model's values, by residual name: `constrain` shards by them, reports divide bytes by them.
 VALUES = {
     **dict.fromkeys(("layer_input", "attn/norm", "attn/out", "mlp_input", "mlp/norm", "mlp/fc2"), _STREAM),
     **dict.fromkeys(("attn/q", "attn/context"), _HEADS),
@@ -59,8 +60,8 @@ VALUES = {
     **dict.fromkeys(("mlp/fc1.gate", "mlp/fc1.up", "mlp/act"), _WIDE),
     **dict.fromkeys(("shared/fc1.gate", "shared/fc1.up", "shared/act"), _WIDE),
     **dict.fromkeys(("moe/norm", "shared/fc2"), _STREAM),
-    "(matrix product)": _HEADS,  # without a name of their own: q and k before RoPE
-    # Of the loss. The leading axis is of parts of the batch, as many as the batch is split into.
+    "(matrix product)": _HEADS,  # untagged: q and k before RoPE
+    # In the loss. The leading axis has one entry for each part that the batch is split into.
     "last_norm": ("batch", "residual"),
     "unembedding": ("batch", "vocab", "residual"),
     "logits": ("batch", None, "sequence", "vocab"),
@@ -68,7 +69,7 @@ VALUES = {
 
 
 def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """The mesh over all devices (or those given), in their order, so that a process holds consecutive rows.
+    """Return the mesh over all devices (or those given), in their order, so that each process has consecutive rows.
 
     Raises:
       ConfigError: the sizes do not fit the devices.
@@ -83,17 +84,19 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
         raise ConfigError([Problem("mesh", line)])
     local = len(devices) // len({device.process_index for device in devices})
     if sizes.tensor % local and local % sizes.tensor:
-        raise wrong("mesh.tensor", sizes.tensor, f"must divide, or be a multiple of, a process's {local} devices")
+        raise config_error(
+            "mesh.tensor", sizes.tensor, f"must divide, or be a multiple of, a process's {local} devices"
+        )
     return jax.sharding.Mesh(np.asarray(devices).reshape(shape), MESH_AXES, _AUTO)
 
 
 def abstract_mesh(sizes: config.Mesh) -> AbstractMesh:
-    """The same mesh without devices: for tracing a program whose machine is elsewhere."""
+    """Return the mesh without devices, to trace a program for another machine."""
     return AbstractMesh(_shape(sizes), MESH_AXES, _AUTO)
 
 
 def inside_shard_map(sizes: config.Mesh) -> contextlib.AbstractContextManager[Any]:
-    """What is traced there is one device's of this mesh, as in a layer's `shard_map`."""
+    """Return a context in which code is traced as for one device of the mesh, as in the `shard_map` of a layer."""
     manual = (AxisType.Manual,) * len(MESH_AXES)
     return jax.sharding.use_abstract_mesh(AbstractMesh(_shape(sizes), MESH_AXES, axis_types=manual))
 
@@ -103,7 +106,7 @@ def _shape(sizes: config.Mesh) -> tuple[int, ...]:
 
 
 def on_mesh[**P, R](mesh: AnyMesh, f: Callable[P, R]) -> Callable[P, R]:
-    """f, with `constrain` splitting activations over the mesh while it is traced."""
+    """Return f, traced with `constrain` sharding activations over the mesh."""
 
     @functools.wraps(f)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -114,9 +117,9 @@ def on_mesh[**P, R](mesh: AnyMesh, f: Callable[P, R]) -> Callable[P, R]:
 
 
 def constrain(x: jax.Array, value: str) -> jax.Array:
-    """One of the model's VALUES, split over the mesh of `on_mesh`; outside of one, x itself.
+    """Return one of the model's VALUES, sharded over the mesh of `on_mesh`; without a mesh, x itself.
 
-    A name goes before it, next to the value's definition: a policy then finds a matrix product under the name.
+    Call `tag` first, right after the value is computed: then the tag is on the output of the matmul.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return x
@@ -124,21 +127,21 @@ def constrain(x: jax.Array, value: str) -> jax.Array:
 
 
 def batch_parts(mesh: AnyMesh | None = None) -> int:
-    """Into how many parts a batch is split; without a mesh given, over that of `on_mesh`: 1 outside of one."""
+    """Return how many parts a batch is split into, over `mesh` or that of `on_mesh`; 1 without a mesh."""
     sizes = (mesh or jax.sharding.get_abstract_mesh()).shape
     return math.prod(sizes.get(axis, 1) for axis in RULES.batch)
 
 
 def batch_sharding(mesh: AnyMesh) -> NamedSharding:
-    """Of tokens (batch, sequence)."""
+    """Return the sharding of tokens, (batch, sequence)."""
     return NamedSharding(mesh, RULES.spec("batch", "sequence"))
 
 
 def param_shardings(params: nnx.State, mesh: AnyMesh) -> nnx.State:
-    """A NamedSharding in place of each parameter's value, from the logical `axes` in its metadata."""
+    """Return `params` with a NamedSharding in place of each value, from the logical `axes` in its metadata."""
 
     def sharding(param: nnx.Param) -> Any:
-        # Stacking layers adds an axis in front of the value, not to the metadata that each layer shares.
+        # Stacking layers adds a leading axis to the value, but not to the metadata, which all layers share.
         stacked = ("layers",) * (len(param.shape) - len(param.axes))
         return param.replace(NamedSharding(mesh, RULES.spec(*stacked, *param.axes)))
 
@@ -151,7 +154,7 @@ def optimizer_shardings(
     shardings: nnx.State,
     mesh: AnyMesh,
 ) -> Any:
-    """A NamedSharding for each leaf of an optimizer state: its parameter's, or whole on each device."""
+    """Return a NamedSharding for each leaf of an optimizer state: that of its parameter, or replicated."""
     return optax.tree.map_params(
         optimizer,
         lambda _, sharding: sharding,
@@ -162,7 +165,7 @@ def optimizer_shardings(
 
 
 def process_block(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, int]:
-    """(index, count): of `count` equal blocks of a batch's rows, this process holds number `index`."""
+    """Return (index, count): this process has block `index` of `count` equal blocks of a batch's rows."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     bounds = [index[0].indices(shape[0])[:2] for index in indices if index is not None]
     start, stop = min(low for low, _ in bounds), max(high for _, high in bounds)

@@ -1,14 +1,14 @@
-"""SIGINT and SIGTERM: a line at once, whatever the main thread is doing, and exit status 130 or 143.
+"""SIGINT and SIGTERM: a message at once, whatever the main thread is doing, and exit status 130 or 143.
 
-| while | the first signal | a second |
+| phase | the first signal | a second signal |
 |---|---|---|
-| the program starts: `install` | ends the process | |
-| it runs: `handled` | raises `Stopped` in the main thread, so that temporary files are removed | ends the process |
-| it trains: `noted` | is noted; the loop saves a checkpoint and returns | ends the process |
+| starting: `install` | ends the process | |
+| running: `handled` | raises `Stopped` in the main thread, so that temporary files are removed | ends the process |
+| training: `noted` | is noted; the loop saves a checkpoint and returns | ends the process |
 
-Python runs a signal's handler in the main thread, once that is out of C++, where XLA compiles for minutes; so a thread
-of its own reads the numbers of the signals that came, prints the line, and ends a process whose main thread does not
-unwind within PATIENCE seconds. Imports nothing heavy: the program installs it before its other imports.
+Python runs signal handlers in the main thread, once that has returned from C++, where XLA compiles for minutes. So
+another thread reads the numbers of received signals, prints the message, and ends the process if its main thread does
+not unwind within PATIENCE seconds. This module imports nothing heavy: the program installs it before its other imports.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 PATIENCE = 10.0  # seconds
-_ONE = 0.2  # seconds in which two are one: timeout(1) sends a signal to its child, and then to the child's group
+_SAME_SIGNAL = 0.2  # seconds; timeout(1) sends a signal to its child, and again to the child's group
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
-before_exit: list[Callable[[str], None]] = []  # called with what happened where a signal ends the process
+before_exit: list[Callable[[str], None]] = []  # called with the reason before a signal ends the process
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM, in the main thread. The line is printed already."""
+    """SIGINT or SIGTERM, raised in the main thread. The message has been printed."""
 
     def __init__(self, number: int):
         self.number = number
@@ -36,13 +36,13 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Listening:
-    """Handlers of both signals, and the thread that tells of them."""
+    """The handlers of both signals, and the thread that prints the messages."""
 
     def __init__(self) -> None:
         self.phase = "starting"  # or running, or training
-        self.came = 0  # the last signal
-        self.raised = 0  # the one that was raised in the main thread
-        self.told = threading.Event()  # the line of the first is printed
+        self.received = 0  # the last signal
+        self.raised = 0  # the signal that was raised in the main thread
+        self.printed = threading.Event()  # set once the message of the first signal is printed
         reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
         self.before = {number: signal.getsignal(number) for number in ENDING}
@@ -52,11 +52,12 @@ class _Listening:
         self.thread.start()
 
     def claim(self) -> None:
+        """Make this the handler of both signals."""
         for number in ENDING:
             signal.signal(number, self.handle)
 
     def close(self) -> None:
-        """Gives the signals back, once all that came are told."""
+        """Restore the handlers from before, and wait for the thread."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.wakeup)
@@ -64,23 +65,24 @@ class _Listening:
         self.thread.join()
 
     def wait(self) -> None:
-        """Returns once the line of a signal that came is printed: a thread that is late must still find its phase, and
-        the process must not end before it."""
-        if self.came:
-            self.told.wait(PATIENCE)
+        """If a signal was received, wait until its message is printed, before the phase changes or the process ends."""
+        if self.received:
+            self.printed.wait(PATIENCE)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        self.came = number
+        """Handle a signal; called by Python in the main thread."""
+        self.received = number
         if self.phase == "running" and not self.raised:
             self.raised = number
             raise Stopped(number)
 
     def listen(self, reader: int) -> None:
+        """Read signal numbers from the pipe until it is closed; the body of the thread."""
         timer, first = None, 0.0
         while byte := os.read(reader, 1):
-            if (number := byte[0]) not in ENDING or time.monotonic() - first < _ONE:
+            if (number := byte[0]) not in ENDING or time.monotonic() - first < _SAME_SIGNAL:
                 continue
-            self.came, name = number, signal.Signals(number).name
+            self.received, name = number, signal.Signals(number).name
             again, first = bool(first), first or time.monotonic()
             if again:
                 tell(f"stopped by a second signal, {name}, at once; what came after the last checkpoint is not saved")
@@ -89,12 +91,12 @@ class _Listening:
                 tell(f"{name}: the step is finished and saved, then this run ends; a second signal ends it at once")
             else:
                 tell(f"stopped by {name}; what came after the last checkpoint is not saved")
-                if self.phase == "starting" and not self.raised:  # else the main thread unwinds: it may be here already
+                if self.phase == "starting" and not self.raised:  # otherwise the main thread unwinds, or has done so
                     _exit(number)
                 timer = threading.Timer(PATIENCE, _exit, (number,))
                 timer.daemon = True
                 timer.start()
-            self.told.set()
+            self.printed.set()
         os.close(reader)
         if timer:
             timer.cancel()
@@ -104,33 +106,37 @@ _listening: _Listening | None = None
 
 
 def install() -> None:
-    """From here on, until the process ends, the signals are the program's. Call it in the main thread."""
+    """Handle both signals until the process ends. Call it in the main thread."""
     global _listening
     _listening = _Listening()
 
 
 def claim() -> None:
-    """Takes the signals back from who has set another handler, such as JAX's preemption service for SIGTERM."""
+    """Replace handlers that others have set since, such as JAX's preemption service for SIGTERM."""
     if _listening:
         _listening.claim()
 
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """Raises `Stopped` here where a signal comes; in place of an error, too, that somebody has made of it: JAX makes a
-    ValueError of what is raised where it compares keys of its caches."""
+    """Raise `Stopped` in the main thread when a signal is received.
+
+    Code in between can replace the exception (JAX raises a ValueError for any that it meets while it compares cache
+    keys); `Stopped` is then raised here instead. Python ignores exceptions in callbacks such as `__del__`, after it has
+    called `sys.unraisablehook`; while this context is open, the hook does not print `Stopped`.
+    """
     global _listening
-    here = _listening is None
-    if here:
+    installed_here = _listening is None
+    if installed_here:
         install()
     assert _listening is not None
     listening, unraisable = _listening, sys.unraisablehook
 
-    def lost(what: "sys.UnraisableHookArgs") -> None:  # raised in a callback, which Python would print and forget
+    def hook(what: "sys.UnraisableHookArgs") -> None:
         if what.exc_type is not Stopped:
             unraisable(what)
 
-    sys.unraisablehook = lost
+    sys.unraisablehook = hook
     listening.phase = "running"
     try:
         yield
@@ -139,20 +145,20 @@ def handled() -> Iterator[None]:
             raise Stopped(listening.raised) from error
         raise
     finally:
-        listening.phase = "starting"  # ends at once what comes while the process ends
+        listening.phase = "starting"  # a signal at this point ends the process at once
         listening.wait()
         sys.unraisablehook = unraisable
-        if here:
+        if installed_here:
             listening.close()
             _listening = None
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[Callable[[], int]]:
-    """Inside `handled`: yields a function that says which signal came, or 0.
+    """Inside `handled`, note signals instead of raising them; yield a function that returns the one received, or 0.
 
     Raises:
-      Stopped: one came before, and was lost in a callback of Python's.
+      Stopped: a signal was received before, and its exception was ignored in a callback.
     """
     listening = _listening
     assert listening is not None
@@ -160,13 +166,14 @@ def noted() -> Iterator[Callable[[], int]]:
     try:
         if listening.raised:
             raise Stopped(listening.raised)
-        yield lambda: listening.came
+        yield lambda: listening.received
     finally:
         listening.wait()
         listening.phase = "running"
 
 
 def tell(line: str) -> None:
+    """Print to stderr, at once."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -18,6 +18,8 @@ from models.transformer import Transformer, next_token_loss, training_loss
 
 
 class State(NamedTuple):
+    """What a training step takes and returns."""
+
     step: jax.Array  # () int32, steps taken
     params: nnx.State  # float32
     optimizer: optax.OptState
@@ -27,20 +29,17 @@ class Program(NamedTuple):
     """What a config computes: functions to jit, and their arguments as ShapeDtypeStructs with shardings."""
 
     init: Callable[[], State]
-    # Metrics: loss (cross-entropy), grad_norm; of experts aux_loss and z_loss before their weights, expert_load (the
-    # greatest over the even one) and dropped (a share of the rows).
-    step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
-    loss: Callable[[nnx.State, jax.Array], jax.Array]  # of one microbatch: what is differentiated
-    evaluate: Callable[[nnx.State, jax.Array], jax.Array]  # the loss of a batch, in microbatches
+    step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # the new state, and `_metrics`
+    loss: Callable[[nnx.State, jax.Array], jax.Array]  # the loss that is differentiated, on one microbatch
+    evaluate: Callable[[nnx.State, jax.Array], jax.Array]  # the cross-entropy on a batch, in microbatches
     state: State
     tokens: jax.ShapeDtypeStruct  # (batch_size, seq_len + 1) int32
     microbatch: jax.ShapeDtypeStruct  # (batch_size / grad_accumulation, seq_len + 1) int32
 
 
 def program(config: Config, mesh: AnyMesh) -> Program:
-    """The program of a config on a mesh; allocates nothing."""
-    train = config.train
-    optimizer = adamw(train)
+    """Return the program of a config on a mesh; allocates nothing."""
+    train, optimizer = config.train, adamw(config.train)
 
     def make() -> Transformer:
         return Transformer(config.model, nnx.Rngs(params=jax.random.key(train.seed)))
@@ -51,31 +50,23 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         params = nnx.state(make())
         return State(jnp.int32(0), params, optimizer.init(params))
 
-    def trained(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Balance | None]]:
+    def training(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Balance | None]]:
         return training_loss(nnx.merge(graph, params), tokens_BxS1, config.remat, train.loss_chunk)
 
-    def judged(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
+    def validation(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
         return next_token_loss(nnx.merge(graph, params), tokens_BxS1, config.remat, train.loss_chunk)
 
     def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        derived = jax.value_and_grad(trained, has_aux=True)
-        (_, (loss, balance)), gradients = mean(derived, train.grad_accumulation, state.params, tokens_BxS1)
+        derivative = jax.value_and_grad(training, has_aux=True)
+        (_, (loss, balance)), gradients = mean(derivative, train.grad_accumulation, state.params, tokens_BxS1)
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
-        if balance is not None:
-            if config.model.balance_rate:
-                params = balanced(params, balance.load_E, config.model.balance_rate)
-            metrics |= {
-                "aux_loss": jnp.mean(balance.aux),
-                "z_loss": jnp.mean(balance.z),
-                "expert_load": config.model.experts * jnp.max(balance.load_E),
-                "dropped": jnp.mean(balance.dropped),
-            }
-        return State(state.step + 1, params, moments), metrics
+        if balance is not None and config.model.balance_rate:
+            params = balanced(params, balance.load_E, config.model.balance_rate)
+        return State(state.step + 1, params, moments), _metrics(loss, gradients, balance)
 
     def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
-        return mean(judged, train.grad_accumulation, params, tokens_BxS1)
+        return mean(validation, train.grad_accumulation, params, tokens_BxS1)
 
     def tokens(rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, train.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))
@@ -83,16 +74,33 @@ def program(config: Config, mesh: AnyMesh) -> Program:
     return Program(
         on_mesh(mesh, init),
         on_mesh(mesh, step),
-        on_mesh(mesh, lambda params, tokens: trained(params, tokens)[0]),
+        on_mesh(mesh, lambda params, tokens: training(params, tokens)[0]),
         on_mesh(mesh, evaluate),
-        placed(jax.eval_shape(init), optimizer, mesh),
+        with_shardings(jax.eval_shape(init), optimizer, mesh),
         tokens(train.batch_size),
         tokens(train.batch_size // train.grad_accumulation),
     )
 
 
+def _metrics(loss: jax.Array, gradients: nnx.State, balance: Balance | None) -> dict[str, jax.Array]:
+    """Return the metrics of a step, each () float32.
+
+    loss is the cross-entropy. With experts there are also aux_loss and z_loss, without their weights; expert_load, the
+    greatest load of an expert over the even load; and dropped, the share of rows dropped.
+    """
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
+    if balance is not None:
+        metrics |= {
+            "aux_loss": jnp.mean(balance.aux),
+            "z_loss": jnp.mean(balance.z),
+            "expert_load": balance.load_E.shape[-1] * jnp.max(balance.load_E),
+            "dropped": jnp.mean(balance.dropped),
+        }
+    return metrics
+
+
 def adamw(train: Train) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, 2019) on clipped gradients; norms do not decay."""
+    """Return AdamW (Loshchilov and Hutter, 2019) on clipped gradients, with weight decay on matrices only."""
 
     def matrices(params: nnx.State) -> Any:
         is_param = lambda leaf: isinstance(leaf, nnx.Param)
@@ -105,9 +113,9 @@ def adamw(train: Train) -> optax.GradientTransformation:
 
 
 def learning_rate(train: Train) -> optax.Schedule:
-    """Of a number of steps taken: linear from zero to the peak, then a cosine to its fraction at `train.steps`.
+    """Return the learning rate by steps taken: linear from zero to the peak, then a cosine down to its final fraction.
 
-    The last step is taken at `train.steps` - 1, a little above the fraction.
+    The cosine ends at `train.steps`; the last step is taken at `train.steps` - 1, a little above the final value.
     """
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -119,11 +127,11 @@ def learning_rate(train: Train) -> optax.Schedule:
 
 
 def mean[T](f: Callable[[nnx.State, jax.Array], T], microbatches: int, params: nnx.State, tokens_BxS1: jax.Array) -> T:
-    """The mean of f(params, tokens) over the microbatches of a batch, one after another."""
+    """Return the mean of f(params, tokens) over the microbatches of a batch, which are computed one after another."""
     if microbatches == 1:
         return f(params, tokens_BxS1)
     B, S1 = tokens_BxS1.shape
-    # Row i goes to microbatch i mod A, so that each microbatch is split over the devices as the batch is.
+    # Row i goes to microbatch i mod A, so that each microbatch is sharded as the batch is.
     tokens_AxMxS1 = jnp.swapaxes(tokens_BxS1.reshape(B // microbatches, microbatches, S1), 0, 1)
 
     def add(total: T, tokens_MxS1: jax.Array) -> tuple[T, None]:
@@ -134,12 +142,12 @@ def mean[T](f: Callable[[nnx.State, jax.Array], T], microbatches: int, params: n
     return jax.tree.map(lambda x: x / microbatches, total)
 
 
-def placed(state: State, optimizer: optax.GradientTransformation, mesh: AnyMesh) -> State:
-    """An abstract state with the sharding of each leaf."""
+def with_shardings(state: State, optimizer: optax.GradientTransformation, mesh: AnyMesh) -> State:
+    """Return an abstract state with a sharding for each leaf."""
     params = param_shardings(state.params, mesh)
     moments = optimizer_shardings(optimizer, state.optimizer, params, mesh)
-    everywhere: Any = NamedSharding(mesh, PartitionSpec())
-    shardings = State(everywhere, params, moments)
+    replicated: Any = NamedSharding(mesh, PartitionSpec())
+    shardings = State(replicated, params, moments)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         state,
@@ -152,13 +160,15 @@ def shardings_of(abstract: Any) -> Any:
 
 
 def traceable(config: Config) -> Config:
-    """The config as this machine can trace it.
+    """Return the config as this machine can trace it.
 
-    Attention of cuDNN and TransformerEngine and kernels for GPUs cannot be traced where there is no CUDA. XLA's have
-    the same named residuals, but for attention's statistics; what they compute inside, and again, is not the same.
+    cuDNN, TransformerEngine and GPU kernels cannot be traced without CUDA. XLA's implementations, which replace them,
+    have the same named residuals, except for the statistics of attention; what they recompute inside differs.
     """
     if jax.default_backend() == "gpu":
         return config
     elsewhere = {"attention": {"cudnn": "xla", "te": "xla"}, "grouped": {"te": "ragged", "mosaic": "ragged"}}
-    model = {key: to[value] for key, to in elsewhere.items() if (value := getattr(config.model, key)) in to}
+    model: dict[str, Any] = {
+        key: to[value] for key, to in elsewhere.items() if (value := getattr(config.model, key)) in to
+    }
     return replace(config, model=replace(config.model, **model)) if model else config

@@ -26,29 +26,29 @@ import jaxoffload
 from jaxoffload import Problem, proof
 from models import checkpoints, data, metrics, signals
 from models.config import Config, parse
-from models.failures import told
-from models.preflight import admitted, check_names
-from models.processes import departing, differing, greatest, say
+from models.failures import machine_failure
+from models.preflight import check_names, checked_run
+from models.processes import differing_keys, global_max, hard_exit, say
 from models.profiling import Step, profiled
-from models.reading import ConfigError, problem, wrong
-from models.report import compiled_memory, report, summary, that_fits
+from models.reading import ConfigError, config_error, problem
+from models.report import compiled_memory, fit_to_host_pool, report, summary
 from models.sharding import abstract_mesh, make_mesh, process_block
 from models.step import Program, State, learning_rate, program, shardings_of, traceable
 from models.transformer import flops_per_token
 
 USAGE = """\
-Trains a Llama-style decoder under a config that says of each residual: save, offload or recompute.
+Trains a Llama-style decoder under a config that saves, offloads or recomputes each residual.
 
   python -m models.train configs/tiny.yaml
   python -m models.train configs/tiny.yaml train.steps=600 'remat.residuals[act]=offload'
   python -m models.train configs/llama3-8b.yaml --report
 
-The same command goes on from the last checkpoint in train.out. All sections and keys, with their meaning and
-defaults: models/config.py."""
+The same command continues from the last checkpoint in train.out. models/config.py has all sections and
+keys, with their meanings and defaults."""
 
 EXIT_CODES = """\
-exit codes: 0 finished; 1 the loss is not finite, or train.verify finds a fault; 2 the config cannot run;
-3 a file cannot be written, because the disk or a quota is full; 4 out of memory, of a device or the host;
+exit codes: 0 finished; 1 the loss is not finite, or a check of train.verify fails; 2 the config cannot run;
+3 a file cannot be written, because the disk or a quota is full; 4 out of memory, on a device or the host;
 5 another process of the run was lost; 130 and 143 stopped by Ctrl-C and SIGTERM"""
 
 
@@ -56,12 +56,12 @@ class Diverged(Exception):
     """The loss or its gradient is not finite."""
 
 
-class Refuted(Exception):
-    """A claim about the step does not hold."""
+class VerificationFailed(Exception):
+    """A check of train.verify fails."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code; see EXIT_CODES."""
+    """Run the program with these arguments (None: the command line), and return the exit code; see EXIT_CODES."""
     print_in_any_encoding()
     parser = argparse.ArgumentParser(
         prog="python -m models.train",
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="*",
         default=[],
         metavar="section.key=value",
-        help="in place of the file's; the value is YAML; section.key[entry]=value adds to a mapping",
+        help="replaces the file's value; the value is YAML; section.key[entry]=value adds to a mapping",
     )
     parser.add_argument("--report", action="store_true", help="print residuals and bytes, on any machine; run nothing")
     options = parser.parse_intermixed_args(arguments)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with signals.handled():
             config, problems = parse(options.config, options.overrides)
             if not options.report:
-                with admitted(config, problems) as mesh:
+                with checked_run(config, problems) as mesh:
                     return train(config, mesh)
             check_names(config, problems)
             if problems:
@@ -94,27 +94,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"{options.config} cannot run:\n{error}", file=sys.stderr)
         return 2
-    except (Diverged, Refuted) as error:
+    except (Diverged, VerificationFailed) as error:
         print(error, file=sys.stderr)
         return 1
     except signals.Stopped as stopped:
         return 128 + stopped.number
     except Exception as error:
-        if (failure := told(error, Path(config.train.out) if config else None)) is None:
+        if (failure := machine_failure(error, Path(config.train.out) if config else None)) is None:
             raise
         print(failure.line, file=sys.stderr)
         return failure.status
 
 
 def print_in_any_encoding() -> None:
-    """What the terminal's encoding lacks is printed as an escape: under PYTHONIOENCODING=ascii a dot as \\xb7."""
+    """Print characters that the terminal's encoding lacks as escapes: with PYTHONIOENCODING=ascii a dot as \\xb7."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def train(config: Config, mesh: Mesh) -> int:
-    """Trains, from the last checkpoint if there is one; returns the exit code."""
+    """Train, from the last checkpoint if there is one; return the exit code.
+
+    Raises:
+      ConfigError: the run cannot start, or continue.
+      Diverged, VerificationFailed: the run must not continue.
+    """
     out, on_bad = Path(config.train.out), config.train.on_bad_checkpoint
     saved = checkpoints.latest(out, on_bad)
     if saved and saved.step >= config.train.steps:
@@ -123,24 +128,24 @@ def train(config: Config, mesh: Mesh) -> int:
         return 0
     while True:
         try:
-            return train_from(checkpoints.verified(out, on_bad), config, mesh)
-        except checkpoints.Damaged as bad:  # what hashes cannot tell, or one of a version without them
-            if not checkpoints.may_pass_by(out, on_bad, bad):
+            return train_from(checkpoints.latest_verified(out, on_bad), config, mesh)
+        except checkpoints.Damaged as bad:  # with hashes that match, or from a version without them
+            if not checkpoints.can_skip(out, on_bad, bad):
                 raise
             checkpoints.set_aside(out, bad)
 
 
 def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> int:
-    """As `train`, from this checkpoint."""
+    """As `train`, from `saved`; None: from the beginning."""
     out, steps, start = Path(config.train.out), config.train.steps, saved.step if saved else 0
-    config = that_fits(config, mesh)
+    config = fit_to_host_pool(config, mesh)
     made = program(config, mesh)
     say(summary(config, made))
     source = open_source(config, made, saved.data if saved else None)
     compiled = compile_step(made)
     say(compiled_memory(compiled))
     if config.train.verify and not saved:
-        verified(made, mesh)
+        verify_claims(made, mesh)
     with checkpoints.open_manager(out) as manager, profiled(config, made, compiled, start) as step:
         if saved:
             state, position = checkpoints.restore(manager, out, start, made.state)
@@ -155,11 +160,11 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
         return loop(Run(config, made, mesh, step, source, manager, journal), state, start)
 
 
-def verified(made: Program, mesh: Mesh) -> None:
-    """Prints each check of the loss and of the step, on made-up arguments.
+def verify_claims(made: Program, mesh: Mesh) -> None:
+    """Check the loss and the step, on random arguments, and print each check.
 
     Raises:
-      Refuted: one fails, in some process.
+      VerificationFailed: a check fails, in this process or another.
     """
     failed = []
     for what, f, args in (
@@ -169,13 +174,14 @@ def verified(made: Program, mesh: Mesh) -> None:
         for check in proof.checks(f, *args):
             say(f"{what}: {check}")
             failed += [f"{what}: {check}"] if check.verdict == "fails" else []
-    if greatest(mesh, len(failed)):
-        raise Refuted("\n".join(("train.verify = True: nothing is trained, for a check fails", *failed)))
+    if global_max(mesh, len(failed)):
+        raise VerificationFailed("\n".join(("train.verify = True: nothing is trained, because a check fails", *failed)))
 
 
 def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]:
-    """The training step of a config and the loss that it differentiates, each with its abstract arguments:
-    for `python -m jaxoffload`, on the config's mesh, whatever this machine has.
+    """Return the training step of a config and the loss that it differentiates, each with its abstract arguments.
+
+    For `python -m jaxoffload`, on the mesh of the config, whatever this machine has.
 
     Raises:
       ConfigError: the config cannot run.
@@ -187,21 +193,25 @@ def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tup
     config = traceable(config)
     enough = math.prod(dataclasses.asdict(config.mesh).values()) == jax.device_count()
     mesh = make_mesh(config.mesh) if enough else abstract_mesh(config.mesh)
-    made = program(that_fits(config, mesh), mesh)
+    made = program(fit_to_host_pool(config, mesh), mesh)
     return made.step, (made.state, made.tokens), made.loss, (made.state.params, made.microbatch)
 
 
 class Source(NamedTuple):
-    """The data, this process's rows of each batch only."""
+    """The data: of each batch, the rows of this process."""
 
     batches: Any  # grain's iterator: endless, with get_state and set_state
     validation: Callable[[], Iterable[np.ndarray]]  # the same held-out batches each time
-    unigram: float  # cross-entropy of a model that knows no context, on the held-out tokens
-    fingerprint: dict[str, str]  # hashes of what it was made from
+    unigram: float  # cross-entropy, on the held-out tokens, of a model that sees no context
+    fingerprint: dict[str, str]  # hashes of the files that it is made from
 
 
 def open_source(config: Config, made: Program, fingerprint: dict[str, str] | None) -> Source:
-    """The data of a config. `fingerprint`: that of the checkpoint to continue, which must be the same."""
+    """Open the data of a config, and print its size. `fingerprint`: that of a checkpoint, which must be the same.
+
+    Raises:
+      ConfigError: the data cannot be used, or differs from the checkpoint's or between processes.
+    """
     train, fraction = config.train, config.data.valid_fraction
     index, count = process_block(made.tokens.sharding, made.tokens.shape)
     rows = {
@@ -224,13 +234,13 @@ def open_source(config: Config, made: Program, fingerprint: dict[str, str] | Non
         if (held_out := data.windows(corpus.valid, train.seq_len)) < train.batch_size:
             why = f"holds out {held_out} windows of train.seq_len = {train.seq_len}"
             must = f"must hold out a batch, train.batch_size = {train.batch_size}: raise it, or add documents"
-            raise wrong("data.valid_fraction", fraction, f"{why}; {must}")
+            raise config_error("data.valid_fraction", fraction, f"{why}; {must}")
         validation = data.fixed_batches(corpus.valid, **rows)
     except ImportError as error:  # pyarrow
         raise ConfigError([Problem("data.path", str(error))]) from error
     settings = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
-    if differ := differing(corpus.fingerprint):
-        why = "stands for other bytes in another process; must be the same files"
+    if differ := differing_keys(corpus.fingerprint):
+        why = "has other bytes in another process; must be the same files"
         raise ConfigError([problem(key, f"{settings.get(key)!r} here", why) for key in differ])
     unigram = data.unigram_entropy(corpus.train, corpus.valid, vocab_size=corpus.vocab_size)
     say(
@@ -241,6 +251,7 @@ def open_source(config: Config, made: Program, fingerprint: dict[str, str] | Non
 
 
 def compile_step(made: Program) -> jax.stages.Compiled:
+    """Compile the training step, which takes over the memory of its state."""
     state = shardings_of(made.state)
     step = jax.jit(
         made.step,
@@ -253,6 +264,8 @@ def compile_step(made: Program) -> jax.stages.Compiled:
 
 
 class Run(NamedTuple):
+    """What the training loop uses."""
+
     config: Config
     made: Program
     mesh: Mesh
@@ -263,71 +276,78 @@ class Run(NamedTuple):
 
 
 def loop(run: Run, state: State, start: int) -> int:
-    """Steps from `start` to the end or to a signal, with a checkpoint there; returns the exit code.
+    """Train from step `start` to the end or to a signal, with a checkpoint there; return the exit code.
 
     Raises:
-      Diverged: before a state that is not finite is saved.
+      Diverged: the loss or its gradient is not finite; raised before that state is saved.
     """
     train = run.config.train
     evaluate = jax.jit(run.made.evaluate, compiler_options=jaxoffload.compiler_options())
-
-    def validate(step: int) -> None:
-        losses = [evaluate(state.params, place(rows, run.made.tokens)) for rows in run.source.validation()]
-        run.journal.write({"step": step, "valid_loss": sum(map(float, losses)) / len(losses)})
-
-    def due(step: int, every: int) -> bool:
-        return step == train.steps or step % every == 0
-
+    due = lambda step, every: step == train.steps or step % every == 0
     with signals.noted() as received:
         if start == 0:
-            validate(0)
-        agreed, mark = greatest(run.mesh, 0), (start, time.monotonic())
+            validate(run, evaluate, state, 0)
+        stop_in_all, mark = global_max(run.mesh, 0), (start, time.monotonic())
         for step in range(start + 1, train.steps + 1):
-            state, result = run.step(state, place(next(run.source.batches), run.made.tokens))
-            # Read one step late: then the host need not wait for the step that it has just started.
-            stop, agreed = int(agreed), greatest(run.mesh, received())
+            state, result = run.step(state, global_batch(next(run.source.batches), run.made.tokens))
+            # Read one step late: then the host does not wait for the step that it has just started.
+            stop, stop_in_all = int(stop_in_all), global_max(run.mesh, received())
             log = due(step, train.log_every) or step == 1
+            save = due(step, train.checkpoint_every) or bool(stop)
             if log:
                 checkpoints.raise_failed(run.manager)
-            save = due(step, train.checkpoint_every) or bool(stop)
             if log or save:
-                record = measured(run, step, result, mark)
-                finite = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
-                if log or not finite:
-                    run.journal.write(record)
-                if not finite:
-                    raise Diverged(diverged(run, record))
-            if judge := due(step, train.eval_every):
-                validate(step)
+                check_finite(run, step_record(run, step, result, mark), log)
+            if evaluated := due(step, train.eval_every):
+                validate(run, evaluate, state, step)
             if save:
                 position = run.source.batches.get_state()
                 checkpoints.save(run.manager, step, state, position, run.config, run.source.fingerprint)
                 run.journal.draw()
             if stop and step < train.steps:
                 run.manager.wait_until_finished()
-                say(
-                    f"stopped by {signal.Signals(stop).name}; step {step} of {train.steps} is saved, "
-                    "and the same command continues"
-                )
+                saved = f"step {step} of {train.steps} is saved, and the same command continues"
+                say(f"stopped by {signal.Signals(stop).name}; {saved}")
                 return 128 + stop
-            if log or judge or save:
+            if log or evaluated or save:
                 mark = (step, time.monotonic())
     run.manager.wait_until_finished()
     say(f"finished; the loss curve is {run.journal.path.with_name('loss.png')}")
     return 0
 
 
-def diverged(run: Run, record: metrics.Record) -> str:
+def validate(run: Run, evaluate: Callable[[Any, jax.Array], jax.Array], state: State, step: int) -> None:
+    """Write the mean loss over the held-out batches to the journal."""
+    losses = [evaluate(state.params, global_batch(rows, run.made.tokens)) for rows in run.source.validation()]
+    run.journal.write({"step": step, "valid_loss": sum(map(float, losses)) / len(losses)})
+
+
+def check_finite(run: Run, record: metrics.Record, log: bool) -> None:
+    """Write the record to the journal if `log` says so, or if it is not finite.
+
+    Raises:
+      Diverged: the loss or its gradient is not finite.
+    """
+    finite = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
+    if log or not finite:
+        run.journal.write(record)
+    if not finite:
+        raise Diverged(divergence_message(run, record))
+
+
+def divergence_message(run: Run, record: metrics.Record) -> str:
+    """Return why the run stopped, and what can help."""
     saved = run.manager.latest_step()
-    again = f"the same command would go on from step {saved}" if saved else "nothing is saved"
+    again = f"the same command would continue from step {saved}" if saved else "nothing is saved"
     return (
-        f"stopped: at step {record['step']} the loss is {record['loss']}, its gradient's norm {record['grad_norm']}; "
-        f"{again}. A smaller train.learning_rate, a smaller train.clip_norm or more train.warmup_steps can help"
+        f"stopped: at step {record['step']} the loss is {record['loss']} and the norm of its gradient "
+        f"{record['grad_norm']}; {again}. A smaller train.learning_rate, a smaller train.clip_norm or more "
+        "train.warmup_steps can help"
     )
 
 
-def measured(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[int, float]) -> metrics.Record:
-    """The record of a step; waits for it. `mark`: a step before it, and when that one ended."""
+def step_record(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[int, float]) -> metrics.Record:
+    """Wait for a step, and return its record. `mark`: an earlier step, and when it ended."""
     train, device = run.config.train, run.mesh.devices.flat[0]
     loss, grad_norm = float(result["loss"]), float(result["grad_norm"])
     rate = (step - mark[0]) * train.batch_size * train.seq_len / (time.monotonic() - mark[1])
@@ -345,11 +365,11 @@ def measured(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[int,
     }
 
 
-def place(rows: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The global batch of which this process has these rows."""
+def global_batch(rows: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return the global batch, shaped and sharded as `like`, of which `rows` are this process's."""
     return jax.make_array_from_process_local_data(like.sharding, rows, like.shape)
 
 
 if __name__ == "__main__":
-    with departing():
+    with hard_exit():
         sys.exit(main())

@@ -1,4 +1,4 @@
-"""A Llama-style decoder, dense or with experts: embedding, layers scanned under a policy, the loss in chunks."""
+"""A Llama-style decoder, dense or with experts: embedding, layers scanned under a policy, and the loss in chunks."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ from models.sharding import batch_parts, constrain
 
 
 class Layer(nnx.Module):
-    """One decoder layer. Residuals: layer_input, mlp_input, and those of attention and MLP."""
+    """A decoder layer. Residuals: layer_input, mlp_input, and those of Attention and MLP."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
         self.attention = Attention(config, rngs)
@@ -31,7 +31,7 @@ class Layer(nnx.Module):
 
 
 class ExpertLayer(nnx.Module):
-    """One layer with experts. Residuals: layer_input, mlp_input, and those of attention and MoE."""
+    """A decoder layer with experts. Residuals: layer_input, mlp_input, and those of Attention and MoE."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
         self.attention = Attention(config, rngs)
@@ -45,7 +45,7 @@ class ExpertLayer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Each parameter of `first` (dense layers before those with experts) and `layers` has a leading axis of layers."""
+    """The decoder. `first` (dense layers before those with experts) and `layers` have stacked parameters."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.d_model
@@ -63,8 +63,10 @@ class Transformer(nnx.Module):
             self.unembedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
 
     def __call__(self, tokens_BxS: jax.Array, policy: Policy) -> tuple[jax.Array, Balance | None]:
-        """The residual stream behind the last layer, (batch, sequence, d_model) in the compute dtype; and how evenly
-        each layer's experts were used, its leaves with a leading axis of layers."""
+        """Return the output of the last layer, (B, S, D) in `model.dtype`, and the Balance of the layers with experts.
+
+        The leaves of the Balance have a leading axis of layers; it is None if the model is dense.
+        """
         config = self.config
         x_BxSxD = self.embedding_VxD[tokens_BxS].astype(config.dtype)
         x_BxSxD = constrain(x_BxSxD, "layer_input")
@@ -85,20 +87,22 @@ class Transformer(nnx.Module):
 
 
 def stacked(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
-    """`count` modules with different random numbers as one, a leading axis on each parameter."""
+    """Return `count` modules with different initial parameters, as one with a leading axis on each parameter."""
     return nnx.split_rngs(splits=count)(nnx.vmap(make))(rngs)
 
 
 def next_token_loss(model: Transformer, tokens_BxS1: jax.Array, policy: Policy, chunk: int) -> jax.Array:
-    """Mean cross-entropy, in nats a token, of each token but the first given those before it."""
+    """Return the mean cross-entropy, in nats per token, of all tokens but the first, each given those before it."""
     return cross_entropy(model, model(tokens_BxS1[:, :-1], policy)[0], tokens_BxS1[:, 1:], chunk)
 
 
 def training_loss(
     model: Transformer, tokens_BxS1: jax.Array, policy: Policy, chunk: int
 ) -> tuple[jax.Array, tuple[jax.Array, Balance | None]]:
-    """What is minimised: `next_token_loss`, with experts plus the means of the layers' auxiliary losses. Then
-    `next_token_loss` by itself, and the layers' balance."""
+    """Return the loss to minimise, and (`next_token_loss`, the layers' Balance).
+
+    With experts, the loss includes the means of the layers' auxiliary losses.
+    """
     x_BxSxD, balance = model(tokens_BxS1[:, :-1], policy)
     loss = total = cross_entropy(model, x_BxSxD, tokens_BxS1[:, 1:], chunk)
     if balance is not None:
@@ -107,10 +111,10 @@ def training_loss(
 
 
 def cross_entropy(model: Transformer, x_BxSxD: jax.Array, targets_BxS: jax.Array, chunk: int) -> jax.Array:
-    """Mean over all tokens.
+    """Return the mean cross-entropy over all tokens, float32.
 
-    Logits exist for `chunk` positions of each sequence at a time, in the backward pass too; `chunk` divides
-    the sequence length. Chunks are cut along the sequence, so that each holds the batch split as it is.
+    Only the logits of `chunk` positions of each sequence are in memory at a time, in the backward pass too; `chunk`
+    divides the sequence length. Chunks are cut along the sequence, so that the sharding of the batch stays.
     """
     B, S, D = x_BxSxD.shape
     P, C = batch_parts(), chunk
@@ -134,36 +138,39 @@ def cross_entropy(model: Transformer, x_BxSxD: jax.Array, targets_BxS: jax.Array
 
 
 def head(model: Transformer, parts: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """The last norm's scale and the unembedding, once for each part of a split batch: (parts, ...) float32.
+    """Return the last norm's scale and the unembedding, copied for each part of the batch: (parts, ...) float32.
 
-    Devices with different rows then have weights of their own, gathered here once. Each sums the gradient of its own
-    over all chunks, and these sums are added up once: within the loop over chunks no device waits for another, but for
-    those of the tensor axis.
+    So each part has weights of its own, which are gathered once, here. Their gradients are summed over the chunks part
+    by part, and over the parts once, at the end: within the loop over chunks only the tensor axis communicates.
     """
     table_VxD = model.embedding_VxD if model.config.tied_embeddings else model.unembedding_VxD
-    # Rounded before it is gathered, which halves what is sent; float32 again for the sum of the chunks' gradients.
+    # Rounded before it is gathered, which halves what is sent; then float32, in which the chunks' gradients are summed.
     table_PxVxD = jnp.broadcast_to(table_VxD.astype(dtype)[None], (parts, *table_VxD.shape))
     scale_PxD = jnp.broadcast_to(model.norm.scale_D[None], (parts, *model.norm.scale_D.shape))
     return constrain(scale_PxD, "last_norm"), constrain(table_PxVxD, "unembedding").astype(jnp.float32)
 
 
 def matmul_params(config: Model) -> int:
-    """Parameters that multiply each token: all matrices, of experts the chosen ones; the embedding's lookup not."""
+    """Return the number of parameters that multiply each token: those of all matrices.
+
+    The unembedding counts, and the lookup of embeddings does not. With experts, the router and the chosen and shared
+    experts count.
+    """
     D, N, K, H, F = config.d_model, config.heads, config.kv_heads, config.d_head, config.d_ff
-    products = len(first_leaves(config.activation)) + 1
+    matmuls = len(first_leaves(config.activation)) + 1
     attention = D * N * H + 2 * D * K * H + N * H * D
     dense, mixed = config.layers, 0
     if config.experts:
         dense, mixed = config.dense_layers, config.layers - config.dense_layers
     chosen = (config.experts_per_token + config.shared_experts) * config.d_expert
-    expert_layer = products * D * chosen + D * config.experts
-    return config.layers * attention + dense * products * D * F + mixed * expert_layer + config.vocab_size * D
+    expert_layer = matmuls * D * chosen + D * config.experts
+    return config.layers * attention + dense * matmuls * D * F + mixed * expert_layer + config.vocab_size * D
 
 
 def flops_per_token(config: Model, seq_len: int) -> int:
-    """Model FLOPs of a training step per token, forward and backward; nothing recomputed is counted.
+    """Return the model FLOPs per token of a training step, forward and backward; recomputation is not counted.
 
-    6 a matmul parameter, and causal attention: 6·B·S²·(heads·head_dim) a layer for B·S tokens.
+    6 per matmul parameter, and for causal attention 6·B·S²·(heads·head_dim) per layer and B·S tokens.
     """
     attention = 6 * seq_len * config.heads * config.d_head * config.layers
     return 6 * matmul_params(config) + attention

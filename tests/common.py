@@ -1,4 +1,4 @@
-"""What several tests need: exact runs, what autodiff keeps, counts of equations, processes that end with the test."""
+"""Helpers of several tests: exact runs, what autodiff keeps, counts of equations, processes that end with the test."""
 
 import contextlib
 import os
@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,15 +20,19 @@ from jaxoffload import Policy
 from jaxoffload.grouped import te
 from jaxoffload.proof import exact_options
 
-PATIENCE = 1800  # seconds that a test waits for a process: a machine can be busy
+ROOT = Path(__file__).parents[1]
+PATIENCE = 1800  # seconds that a test waits for a process, because the machine may be busy
+# Overrides for short runs. The learning rate of CONSTANT does not depend on the number of steps.
+SHORT = ("mesh.data=8", "model.layers=1", "train.checkpoint_every=2", "train.eval_every=100", "train.warmup_steps=0")
+CONSTANT = (*SHORT, "train.final_learning_rate_fraction=1", "train.learning_rate=1e-3")
 _started: list[subprocess.Popen] = []
 
-# `make test-gpu` chooses the second.
+# `make test-gpu` selects the second.
 on_cpu_and_gpu = pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 
 
 def needs_te():
-    """Skips the test where TransformerEngine cannot be imported."""
+    """Skip the test if TransformerEngine cannot be imported."""
     try:
         te.load("cpp_extensions")
     except ImportError as why:
@@ -35,14 +40,14 @@ def needs_te():
 
 
 def run(f, *args, **options):
-    """The flat outputs of jitted `f`, as numpy arrays, under `exact_options` and these."""
+    """Return the flat outputs of jitted `f` as numpy arrays, compiled under `exact_options` and these options."""
     out = jax.jit(f, compiler_options=exact_options() | options)(*args)
     return [np.asarray(x) for x in jax.tree.leaves(out)]
 
 
 @contextlib.contextmanager
 def fast_compiles():
-    """Without most of XLA's optimizations, on a CPU: whole training steps compile for longer than they run."""
+    """On a CPU, switch most of XLA's optimizations off: whole training steps take longer to compile than to run."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
     try:
@@ -52,8 +57,8 @@ def fast_compiles():
 
 
 def run_each(fs, *args):
-    """`run` for several functions. CPU compiles them together, which takes less time; in one GPU program XLA's host
-    offloader fails on several loops that differ in what they offload alone."""
+    """Run several functions as `run` does. A CPU compiles them together, which takes less time. On a GPU XLA's host
+    offloader fails on one program with several loops that differ only in what they offload."""
     if jax.default_backend() == "gpu":
         return [run(f, *args) for f in fs]
     flat = run(lambda *args: [f(*args) for f in fs], *args)
@@ -70,17 +75,17 @@ def assert_same_bits(got, want):
 
 
 def saving(*names):
-    """JAX's own policy that saves these names."""
+    """Return JAX's own policy that saves these names."""
     return jax.checkpoint_policies.save_only_these_names(*names)
 
 
 def in_a_loop(f, *names):
-    """The reference for a scan's body: `jax.checkpoint` that saves these names, as JAX advises it inside a scan."""
+    """The reference for a scan's body: `jax.checkpoint` that saves these names, as JAX recommends inside a scan."""
     return jax.checkpoint(f, policy=saving(*names), prevent_cse=False)
 
 
 def total(out):
-    """A scalar of all of a pytree's floating-point leaves, each weighted otherwise."""
+    """Return a scalar that depends on all floating-point leaves of a pytree, each with its own weight."""
     leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return sum((k + 1) * jnp.sum(x.astype(jnp.float32) ** 2) for k, x in enumerate(leaves))
 
@@ -94,7 +99,7 @@ def gradient_jaxpr(f, *args, argnums=0):
 
 
 def kept_values(f, *args):
-    """The abstract values that autodiff keeps, apart from arguments and constants."""
+    """Return the abstract values that autodiff keeps, except arguments and constants."""
     jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(f, *args)[1]))(*args)
     given = {*jaxpr.invars, *jaxpr.constvars}
     kept = dict.fromkeys(v for v in jaxpr.outvars if isinstance(v, Var))
@@ -106,12 +111,12 @@ def place(aval):
 
 
 def kept(f, *args):
-    """What autodiff keeps, apart from arguments and constants: (place, dtype, shape) -> count."""
+    """Return what autodiff keeps, except arguments and constants: (place, dtype, shape) -> count."""
     return Counter((place(aval), str(aval.dtype), aval.shape) for aval in kept_values(f, *args))
 
 
 def kept_bytes(f, *args):
-    """(device, host) bytes that autodiff keeps, apart from arguments and constants."""
+    """Return the (device, host) bytes that autodiff keeps, except arguments and constants."""
     sums = Counter()
     for aval in kept_values(f, *args):
         sums[place(aval)] += aval.size * aval.dtype.itemsize
@@ -119,7 +124,7 @@ def kept_bytes(f, *args):
 
 
 def equations(jaxpr):
-    """All equations of a jaxpr and of those inside it."""
+    """Yield all equations of a jaxpr and of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
@@ -132,7 +137,7 @@ def count(jaxpr, primitive):
 
 
 def policy(residuals=(), **fields):
-    """A policy that offloads however small."""
+    """Return a policy that offloads values of any size."""
     return Policy(residuals=residuals, **{"min_offload_bytes": 0, **fields})
 
 
@@ -140,8 +145,13 @@ def normal(seed, shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
+def auto_mesh(**sizes: int) -> jax.sharding.Mesh:
+    """Return a mesh with these axes, such as `auto_mesh(a=4, b=2)`, whose axes XLA handles."""
+    return jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+
+
 def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen:
-    """Start a process that conftest.py ends with the test, and all that it started: it has a session of its own."""
+    """Start a process in a session of its own; conftest.py ends it, and all that it started, with the test."""
     process = subprocess.Popen(arguments, start_new_session=True, **options)
     _started.append(process)
     return process
@@ -154,14 +164,14 @@ def end_started() -> None:
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:
-    """What it has printed, once it has ended with this exit status."""
+    """Return what the process printed, once it has ended with this exit status."""
     text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, text
     return text
 
 
 def wait_for(process: subprocess.Popen, happened: Callable[[], Any]) -> None:
-    """Returns once it has happened; fails if the process ends before."""
+    """Return once it has happened; fail if the process ends first."""
     limit = time.monotonic() + PATIENCE
     while not happened():
         assert process.poll() is None and time.monotonic() < limit, process.stdout and process.communicate()[0]

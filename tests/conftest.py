@@ -1,4 +1,5 @@
-"""Strict: warnings are errors (pyproject), ranks are never promoted; 8 virtual CPU devices, or the machine's GPUs."""
+"""Strict settings: warnings are errors (pyproject), ranks are never promoted; 8 virtual CPU devices, or the machine's
+GPUs."""
 
 import contextlib
 import importlib
@@ -10,10 +11,10 @@ import pytest
 
 
 def pytest_configure(config):
-    # A shell's background job (`make test &`) ignores Ctrl-C, and all that it starts inherits that.
+    # A shell's background job (`make test &`) ignores Ctrl-C, and its child processes inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share the GPU
-    # Before JAX is imported. `-m gpu` is the only way onto a GPU: the other tests count on CPU's exact sums.
+    # Before JAX is imported. `-m gpu` is the only way to use a GPU: the other tests rely on CPU's exact sums.
     if config.option.markexpr != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -38,11 +39,11 @@ def pytest_collection_modifyitems(items):
 
 
 def shared():
-    """What a test could leave to the next one."""
+    """Return the global state that a test could leave behind."""
     import jax
 
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    # pytest says where it is, and JAX, when it imports Mosaic, where CUDA is.
+    # pytest writes the current test here, and JAX writes where CUDA is when it imports Mosaic.
     others = {"PYTEST_CURRENT_TEST", "MOSAIC_GPU_CUDA_ROOT"}
     environment = {key: value for key, value in os.environ.items() if key not in others}
     return {
@@ -56,7 +57,7 @@ def shared():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """However a test ends, its processes end with it, and the next one finds what this one found."""
+    """End a test's processes with it, and fail if it left other global state behind."""
     from common import end_started
 
     before = shared()
@@ -65,6 +66,6 @@ def nothing_is_left():
     finally:
         end_started()
     for what, after in shared().items():
-        if what == "jax":  # a module of JAX's that is imported adds its own settings
+        if what == "jax":  # importing a module of JAX can add its settings
             after = {key: after[key] for key in before["jax"]}
         assert after == before[what], what

@@ -1,7 +1,7 @@
-"""Layers in other people's styles, drawn at random: what real models contract, reduce, normalise and drop.
+"""Random layers in the styles of other libraries: what real models contract, reduce, normalise and drop.
 
-A layer is a residual stream through two or three blocks, each with names on some of its values; a draw also decides
-what becomes of each name, the dtype and the number of layers. `draw(seed)` is deterministic.
+A layer is a residual stream through two or three blocks, each with names on some of its values. A draw also decides
+what happens to each name, the dtype and the number of layers. `draw(seed)` is deterministic.
 """
 
 import functools
@@ -20,14 +20,14 @@ HEADS = 2
 
 
 class Block(NamedTuple):
-    """`apply(x (batch, seq, dim), weights, key, tag) -> an array like x`; `shapes`: of its weights."""
+    """`apply(x (batch, seq, dim), weights, key, tag) -> an array like x`, and the shapes of its weights."""
 
     apply: Callable[..., Any]
     shapes: Mapping[str, tuple[int, ...]]
 
 
 class Drawn(NamedTuple):
-    """`layer(x, (weights, key), tag) -> x`, and its arguments for all layers, stacked."""
+    """`layer(x, (weights, key), tag) -> x`, and the stacked arguments of all layers."""
 
     layer: Callable[..., Any]
     x: jax.Array
@@ -43,13 +43,13 @@ def layer_norm(x, scale, bias):
 
 
 def layer_norm_fast(x, scale, bias):
-    """Flax's: the variance from the mean of squares."""
+    """As Flax computes it: the variance from the mean of squares."""
     mean, squares = jnp.mean(x, -1, keepdims=True), jnp.mean(x * x, -1, keepdims=True)
     return (x - mean) / jnp.sqrt(squares - mean * mean + 1e-5) * scale + bias
 
 
 def rms_norm(x, scale, bias):
-    """Llama's: a float32 island."""
+    """As Llama computes it: in float32, whatever the layer's dtype."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
     return (wide * scale.astype(jnp.float32)).astype(x.dtype)
@@ -110,13 +110,13 @@ def conv(act, x, w, key, tag):
     )
 
 
-def products(x, w, key, tag):
-    """tanh between a product and that with the same matrix, transposed."""
+def tied_matmuls(x, w, key, tag):
+    """tanh between a matmul and one with the same matrix, transposed."""
     return jnp.tanh(jnp.tanh(tag(x @ w["square"], "fc1")) @ w["square"].T)
 
 
 def mixture(x, w, key, tag):
-    """Every expert computes every token, weighted by a softmax: einsums with batch dimensions."""
+    """Every expert computes every token; a softmax weights them. These are einsums with batch dimensions."""
     gates = tag(jax.nn.softmax(x @ w["router"], -1), "gates")
     up = tag(jnp.einsum("bsd,edf->besf", x, w["experts_in"]), "fc1")
     return jnp.einsum("bse,besf,efd->bsd", gates, jax.nn.silu(up), w["experts_out"])
@@ -129,7 +129,7 @@ def recurrence(x, w, key, tag):
 
 
 def of_equinox(x, w, key, tag):
-    """Modules of equinox; the weights are ours."""
+    """Blocks that are Equinox modules, with our weights."""
     norm = eqx.tree_at(lambda m: (m.weight, m.bias), eqx.nn.LayerNorm(x.shape[-1]), (w["scale"], w["bias"]))
     empty = eqx.filter_eval_shape(eqx.nn.Linear, *w["in"].shape, key=jax.random.key(0))
     linear = eqx.tree_at(lambda m: (m.weight, m.bias), empty, (w["in"].T, w["b_in"]))
@@ -139,7 +139,7 @@ def of_equinox(x, w, key, tag):
 
 
 def of_linen(x, w, key, tag):
-    """Modules of Flax Linen; the weights are ours."""
+    """Blocks that are Flax Linen modules, with our weights."""
     h = linen.LayerNorm(dtype=x.dtype).apply({"params": {"scale": w["scale"], "bias": w["bias"]}}, x)
     up = linen.Dense(w["in"].shape[1], dtype=x.dtype).apply({"params": {"kernel": w["in"], "bias": w["b_in"]}}, h)
     act = tag(linen.gelu(tag(up, "fc1")), "act")
@@ -161,7 +161,7 @@ def _blocks(dice: random.Random, dim: int, wide: int) -> dict[str, Block]:
             {**scale, **dict.fromkeys("qkv", (dim, HEADS, head)), "o": (HEADS, head, dim)},
         ),
         f"conv({act})": Block(functools.partial(conv, act), {"kernel": (3, dim, dim), "depthwise": (3, 1, dim)}),
-        "products": Block(products, {"square": (dim, dim)}),
+        "tied matmuls": Block(tied_matmuls, {"square": (dim, dim)}),
         "mixture": Block(mixture, {"router": (dim, 3), "experts_in": (3, dim, wide), "experts_out": (3, wide, dim)}),
         "recurrence": Block(recurrence, {"square": (dim, dim)}),
         "equinox": Block(of_equinox, linear),
@@ -170,7 +170,7 @@ def _blocks(dice: random.Random, dim: int, wide: int) -> dict[str, Block]:
 
 
 def draw(seed: int) -> Drawn:
-    """At least one name is offloaded, so that there is something to verify."""
+    """Draw a layer in which at least one name is offloaded, so that there is something to verify."""
     dice = random.Random(seed)
     batch, seq, dim, wide = (
         dice.choice([1, 2, 4]),

@@ -1,17 +1,17 @@
-"""The pages that users read, and the files of what was measured."""
+"""The pages that users read, and the result files."""
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from common import ROOT
+
 RESULTS = ROOT / "benchmarks/results"
 README = (ROOT / "README.md").read_text()
 PAGES = "\n\n".join([README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))])
 COMMENT = re.compile(r"\s*<!--.*?-->", re.DOTALL)
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-TEXT = " ".join(COMMENT.sub("", PAGES).split())  # in one line
+TEXT = " ".join(COMMENT.sub("", PAGES).split())  # as one line
 
 
 def result(name: str) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def verified(name: str) -> dict[tuple[str, str], str]:
-    """(loss or step, check) -> verdict, as `jaxoffload verify` printed them on H200s."""
+    """Return (loss or step, check) -> verdict, as `jaxoffload verify` printed them on H200s."""
     _, _, printed = (RESULTS / f"verify-{name}.txt").read_text().partition("\n\n")
     return {
         (of, check): verdict for of, verdict, check in re.findall(r"^(\w+): (\w+(?: \w+)?) +(\w+): ", printed, re.M)
@@ -27,7 +27,7 @@ def verified(name: str) -> dict[tuple[str, str], str]:
 
 
 def sections_naming(*names: str) -> str:
-    """The sections of the pages that name one of these result files, without code and comments, in one line."""
+    """Return the sections of the pages that name one of these result files, without code and comments, as one line."""
     sections = re.split(r"^#+ .*$", CODE.sub("", COMMENT.sub("", PAGES)), flags=re.MULTILINE)
     named = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, names))})\.(?:json|txt)")
     return " ".join(" ".join(section.split()) for section in sections if named.search(section))

@@ -1,7 +1,7 @@
-"""Records what `jax.profiler` says of real steps, for test_streams.py: python tests/record_traces.py FOLDER COMMIT
+"""Record what `jax.profiler` reports about real steps, for test_streams.py: python tests/record_traces.py FOLDER COMMIT
 
-Needs an NVIDIA GPU. Each file holds the events of the GPU's streams and the program that ran, where they came from, and
-what `profile_of` made of them then.
+It needs an NVIDIA GPU. Each file holds the events of the GPU's streams, the program that ran, where both came from, and
+what `profile_of` made of them.
 """
 
 import gzip
@@ -38,7 +38,7 @@ def record(name: str, folder: Path) -> proof.Profile:
     program, arrays = target.fast_program, target.arrays
     jax.block_until_ready(program(*arrays))
     events = next(iter(traced(lambda: [jax.block_until_ready(program(*arrays)) for _ in range(TAKEN)]).values()))
-    text = "\n".join(line[:4000] for line in program.as_text().splitlines())  # without the kernels that are in it
+    text = "\n".join(line[:4000] for line in program.as_text().splitlines())  # without the kernels' code
     found = profile_of(events, host_copies(parse(text)), TAKEN, jax.devices()[0].device_kind)
     kept = {**provenance("", sys.argv[2]), "command": " ".join(["python", *sys.argv]), "of": STEPS[name]}
     kept |= {"steps": TAKEN, "profile": json.loads(found.to_json()), "events": events, "program": text}

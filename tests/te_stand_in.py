@@ -1,5 +1,5 @@
-"""A stand-in for the parts of TransformerEngine 2.20.2 that grouped products use, computed by `lax.ragged_dot`:
-TransformerEngine is no requirement. What it has in common with the real one is tested on GPUs."""
+"""A stand-in for what grouped GEMMs use of TransformerEngine 2.20.2, computed by `lax.ragged_dot`, because
+TransformerEngine need not be installed. GPU tests check what it has in common with the real one."""
 
 import dataclasses
 import enum
@@ -51,7 +51,7 @@ class GroupedScaledTensor1x(GroupedNoScaleTensor):
     is_colwise: bool
     data_layout: str
     dq_dtype: Any
-    has_rht_applied: bool  # a field that the constructor does not take, as TransformerEngine's does not
+    has_rht_applied: bool  # not an argument of the constructor, as in TransformerEngine
 
     def __init__(self, data, amax, first_dims, last_dims, original_shape, *of_scales):
         super().__init__(data, amax, first_dims, last_dims, original_shape)
@@ -77,7 +77,7 @@ class GroupedScaledTensor1x(GroupedNoScaleTensor):
 
 
 def places(sizes):
-    """TransformerEngine has no place for empty groups."""
+    """Return each group's index among the groups with rows: TransformerEngine stores nothing for empty groups."""
     return jnp.cumsum(sizes > 0) - 1
 
 
@@ -94,7 +94,7 @@ class ScaledTensor2x(NamedTuple):
     colwise_tensor: Any
 
     def get_tensor(self, usage):
-        return self.rowwise_tensor  # of matrices; they have no rows in groups
+        return self.rowwise_tensor  # of the weights, whose rows are not grouped
 
 
 class Quantizers(NamedTuple):
@@ -119,16 +119,16 @@ def grouped_quantize(x, quantizer, group_sizes=None, flatten_axis=-1):
     assert len(group_sizes) == groups
     q = RAGGED_FP8.quantize(x, group_sizes, dtype)
     place = jnp.where(group_sizes > 0, places(group_sizes), groups)
-    scale_inv = jnp.full(groups, jnp.nan).at[place].set(q.scale_inv, mode="drop")  # behind them it writes nothing
+    scale_inv = jnp.full(groups, jnp.nan).at[place].set(q.scale_inv, mode="drop")  # past them it writes nothing
     mode |= {"first_dims": group_sizes, "original_shape": x.shape}
-    return ScaledTensor2x(  # with one scale for both, as TransformerEngine has it
+    return ScaledTensor2x(  # one scale for both, as in TransformerEngine
         create_1x(q.data.reshape(-1), scale_inv, is_colwise=False, data_layout="N", **mode),
         create_1x(q.columnwise_data.reshape(-1), scale_inv, is_colwise=True, data_layout="T", **mode),
     )
 
 
 def grouped_gemm(lhs, rhs, contracting_dims):
-    """V1 is useless where the sizes do not sum up to the rows; V2 leaves out the rows past them."""
+    """V1 returns garbage unless the sizes add up to the rows; V2 ignores the rows past all groups."""
     dtype = getattr(lhs, "dq_dtype", lhs.data.dtype)
     x, w = lhs.values(), rhs.values()
     if contracting_dims == ((0,), (0,)):
@@ -138,7 +138,7 @@ def grouped_gemm(lhs, rhs, contracting_dims):
     else:
         assert rhs.first_dims is None and not getattr(lhs, "is_colwise", False)
         w = {((1,), (1,)): w, ((1,), (2,)): w.swapaxes(1, 2)}[contracting_dims]
-        if hasattr(rhs, "scale_inv"):  # no place for empty groups of the other operand here either
+        if hasattr(rhs, "scale_inv"):  # here too, empty groups of the other operand have no entry
             w = w.astype(FLOAT) * rhs.scale_inv[places(lhs.first_dims)][:, None, None]
         out = RAGGED.forward(x.astype(FLOAT), w.astype(FLOAT), lhs.first_dims)
     total = jnp.sum(lhs.first_dims)
@@ -154,7 +154,7 @@ def extensions():
 
 
 def install(monkeypatch):
-    """In place of TransformerEngine, while a test runs: returns what chooses its kernels, V1 at first."""
+    """Replace TransformerEngine for one test; return a function that chooses its kernels, which starts with V1."""
     names = ("transformer_engine", "transformer_engine.jax", "transformer_engine.jax.quantize")
     for name in (*names, "transformer_engine.jax.cpp_extensions", "transformer_engine_jax"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))

@@ -1,4 +1,4 @@
-"""What the benchmarks compute from what they measured, by hand; the measuring itself is theirs, on a GPU."""
+"""What the benchmarks compute from measurements, by hand. The measurements themselves need a GPU."""
 
 import argparse
 import json
@@ -12,16 +12,16 @@ from common import count
 from benchmarks import cases, choices, dense, grouped, losses, moe, ratios, sweep
 from jaxoffload import Policy
 from models.config import Model
-from models.moe import _computed
+from models.moe import _apply_experts
 
-# 10 tokens; a residual is 20 bytes a column, and all take 512 operations a byte to compute again.
+# 10 tokens. A residual has 20 bytes per column, and each takes 512 FLOPs per byte to recompute.
 SHAPE = argparse.Namespace(layers=5, batch=2, seq=5, d_model=512, kv_heads=1, fsdp=1, expert=1, attention="xla")
 WIDE, STREAM, KV = 1792, 512, 128
 WHOLE = 2 * WIDE + 2 * STREAM + 2 * KV
 
 
 def timed(spare_gib=0.0, **ms):
-    """Modes with these step times; ours needs so much less memory than remat."""
+    """Modes with these step times, where ours needs `spare_gib` less memory than remat."""
     modes = {mode: {"step_ms": value, "temp_gib": 1.0} for mode, value in ms.items()}
     return modes | {"remat": modes["remat"] | {"temp_gib": 1 + spare_gib}, "ours": {"step_ms": 0.0, "temp_gib": 1.0}}
 
@@ -29,33 +29,33 @@ def timed(spare_gib=0.0, **ms):
 @pytest.mark.parametrize(
     "rate, won",
     [
-        (20 * STREAM, 0.0),  # layer_input and nothing else
-        (20 * (STREAM + WIDE / 2), WIDE / 2),  # all take as long per byte; half of the gate
+        (20 * STREAM, 0.0),  # only layer_input
+        (20 * (STREAM + WIDE / 2), WIDE / 2),  # all take equally long per byte; half of the gate
         (20 * (STREAM + WIDE), WIDE),
         (20 * (STREAM + WHOLE), WHOLE),
         (1e9, WHOLE),
     ],
 )
 def test_the_limit_of_won_back(rate, won):
-    """A layer's forward pass takes a millisecond of 15, in which `rate` bytes are copied."""
+    """A layer's forward pass takes one of 15 milliseconds, in which `rate` bytes are copied."""
     ms = {"remat": 30.0, "saved": 20.0, "saved_all": 15.0, "ours_saved_all": 16.0}
     modes = timed(**ms, ours_saved=20.0, ours_saved_context=20.0)
     limit = lambda modes, rate: ratios.won_back_limit(dense.CASE, SHAPE, modes, rate)
     assert limit(modes, rate) == pytest.approx(won / WHOLE)
-    # Half as much over the bus, and the other half on the device.
+    # Half of it over the bus, and the other half stays on the device.
     modes = timed(**ms, ours_saved=20.0, ours_saved_context=20.0, spare_gib=5 * 20 * won / 2 / 2**30)
     assert limit(modes, 20 * (STREAM + won / 2)) == pytest.approx(won / WHOLE)
 
 
-def test_the_limit_of_won_back_takes_attention_first_where_it_runs_again():
+def test_the_limit_of_won_back_takes_attention_first_where_it_is_recomputed():
     ms = {"remat": 30.0, "saved": 25.0, "saved_all": 20.0, "ours_saved_all": 15.0}
-    modes = timed(**ms, ours_saved=25.0, ours_saved_context=20.0)  # of 3 ms a layer one for context
+    modes = timed(**ms, ours_saved=25.0, ours_saved_context=20.0)  # context takes one of 3 ms per layer
     limit = lambda rate: ratios.won_back_limit(dense.CASE, SHAPE, modes, rate)
     context = 10 * (2 * STREAM + 4 * 4)  # 4 heads
     assert limit(20 * STREAM + context) == pytest.approx(1 / 3)
     assert limit(20 * STREAM + context / 2) == pytest.approx(1 / 6)
     assert limit(1e9) == pytest.approx(1.0)
-    # Two devices with half of the batch each.
+    # Two devices, each with half of the batch.
     two = argparse.Namespace(**vars(SHAPE) | {"fsdp": 2, "batch": 4})
     assert ratios.won_back_limit(dense.CASE, two, modes, 20 * STREAM + context) == pytest.approx(1 / 3)
 
@@ -84,7 +84,7 @@ def test_shares_by_hand():
     assert found["freed/most by peak_gib"] == 0.75
     assert found["ours_best/remat by temp_gib"] == found["ours_best/remat by peak_gib"] == 0.875
     assert found["compile_ours/compile_scan"] == 1.0 and "exposed/step" not in found
-    # 5 GiB there and back in 2 GiB x 20 ms; of a layer's forward pass, 20 / 3 ms, nearly all is more than there is.
+    # 5 GiB each way at 2 GiB per 20 ms. A layer's forward pass, 20 / 3 ms, has room for nearly all.
     modes["ours"]["profile"] = {"exposed_ms": 2.0, "copies_ms": 40.0, "step_ms": 100.0}
     found = ratios.shares(dense.CASE, modes, SHAPE)
     assert (found["exposed/copies"], found["exposed/step"]) == (0.05, 0.02)
@@ -93,12 +93,12 @@ def test_shares_by_hand():
     assert "won_back against JAX's saved_all" not in ratios.won_back(modes)
 
 
-def test_every_offload_of_a_config_is_turned_into_save():
+def test_every_offload_of_a_config_becomes_save():
     policy = Policy({"fc1": "offload", "act": "recompute", "attn/q": "offload"}, dots="offload")
     patterns = ["remat.residuals[fc1]=save", "remat.residuals[act]=recompute", "remat.residuals[attn/q]=save"]
     assert losses.overrides_to_save(policy) == ["remat.offload_modules=[]", *patterns, "remat.dots=save"]
     assert losses.overrides_to_save(Policy({"fc1": "save"})) == []
-    # What another pattern takes back stays as it is.
+    # A later pattern that takes an offload back stays as it is.
     policy = Policy({"attn/*": "recompute"}, offload_modules=["core_attn"])
     assert losses.overrides_to_save(policy)[-1] == "remat.residuals[attn/*]=recompute"
 
@@ -108,7 +108,7 @@ def test_each_peer_has_variants_of_its_own(case):
     modes = cases.modes_of(case)
     assert modes.keys() == set(cases.MODES)
     assert all(
-        (v.who == "ours") == mode.startswith("ours") for mode, variants in modes.items() for v in variants.values()
+        (v.peer == "ours") == mode.startswith("ours") for mode, variants in modes.items() for v in variants.values()
     )
 
 
@@ -129,20 +129,20 @@ def test_all_rows_are_divided_among_the_groups():
 @pytest.mark.claim("choices")
 def test_the_choices_of_the_layer_compute_the_same():
     options = argparse.Namespace(rows=40, d_model=16, d_expert=24, experts=4)
-    found, products = {}, {}
+    found, gemms = {}, {}
     for choice in choices.CHOICES:
-        run, given = choices.both(choices.experts(choice, "ragged")), choices.operands(options, choice)
+        run, given = choices.forward_and_backward(choices.experts(choice, "ragged")), choices.operands(options, choice)
         given = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, given)
-        products[choice] = count(jax.make_jaxpr(run)(*given), "ragged_dot_general")
+        gemms[choice] = count(jax.make_jaxpr(run)(*given), "ragged_dot_general")
         y, (dx, dweight, dw) = jax.jit(run)(*given)
         merged = dw.pop("gate and up", None)
         dw |= {} if merged is None else dict(zip(("gate", "up"), jnp.split(merged, 2, axis=2), strict=True))
         found[choice] = {"y": y, "dx": dx, "dweight": dweight, "dw": dw}
         if choice == choices.CHOICES[0]:  # the layer's own
             rows, weight, w, sizes, _ = given
-            layers = _computed(Model(grouped="ragged"), rows, weight, sizes, w, full=True)
+            layers = _apply_experts(Model(grouped="ragged"), rows, weight, sizes, w, full=True)
             np.testing.assert_array_equal(y, jax.jit(lambda: layers)())
-    assert [*products.values()] == [9, 9, 10, 6]
+    assert [*gemms.values()] == [9, 9, 10, 6]
     for one in found.values():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), one, found["weights on act"])
 
@@ -160,7 +160,7 @@ LINES = [
 
 
 def test_what_is_free_by_hand():
-    """0.125 GiB a millisecond, of which the forward pass has ten."""
+    """0.125 GiB per ms, and a forward pass of 10 ms."""
     assert sweep.free_gib(LINES) == pytest.approx(1.25)
     assert sweep.free_gib(LINES[:1]) is None
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from common import (
     assert_same_bits,
+    auto_mesh,
     equations,
     gradient,
     in_a_loop,
@@ -35,7 +36,7 @@ ONE = BATCH * DIM * 4  # bytes of a float32 (BATCH, DIM)
 
 
 def states(table):
-    """name -> its states, with the layers of each"""
+    """Return name -> its states, with the layers of each."""
     return {
         name: {(r.state, r.layers) for r in table if r.names == (name,) and r.reason != EMPTY}
         for name in {r.names[0] for r in table if r.names}
@@ -46,7 +47,8 @@ def states(table):
 
 
 def two_branches(x, w, keep=False):
-    """Each branch has a residual, both of one type: partial evaluation would give them one result of the `cond`."""
+    """Each branch has one residual of the same type: partial evaluation would give both the same output of the
+    `cond`."""
     u, v = lambda: jnp.sin(tag(x @ w, "u", keep=keep)), lambda: jnp.cos(tag(x @ w, "v"))
     return lax.cond(x.sum() > 0, u, v), None
 
@@ -84,7 +86,7 @@ def test_in_two_branches_one_value_goes_to_the_host_and_one_stays(under, rules, 
     }
     assert all(r.bytes == N * ONE for r in table if r.names and r.layers == N)
     assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
-    assert table.host_bytes == (N + (under is in_scan)) * ONE  # a stack of a scan has an empty row
+    assert table.host_bytes == (N + (under is in_scan)) * ONE  # a scan's stack has an empty row
 
 
 @EACH
@@ -106,14 +108,14 @@ def test_what_the_other_layers_do_with_two_branches():
     assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
     of = lambda name: Counter({r.state: r.bytes for r in table if r.names == (name,) and r.reason != EMPTY})
     assert of("u")["offloaded"] == ONE
-    # Where both stay on the device they share a place, which is counted once.
+    # Where both stay on the device they share a slot, which counts once.
     assert of("v")["saved"] + of("u")["saved"] >= N * ONE
 
 
 @pytest.mark.parametrize("under", [in_scan, in_chain])
 @on_cpu_and_gpu
 def test_the_host_holds_the_values_of_the_branch_that_was_taken(under, device):
-    """By what is in the arrays, not by their types."""
+    """Judged by the contents of the arrays, not by their types."""
     f = under(lambda x, w: two_branches(x, w, keep=True), {"v": "offload"})
     named = {"u": [], "v": []}
     x = X
@@ -133,7 +135,7 @@ def test_the_host_holds_the_values_of_the_branch_that_was_taken(under, device):
 
 
 def three_branches(x, w):
-    """Nested, in a loop, and in jit; with composites."""
+    """Nested branches in a loop and in jit, with composites."""
 
     def deep(x):
         inner = jax.jit(lambda x: lax.cond(x[0, 0] > 0, lambda: jnp.sin(tag(x @ w, "u")), lambda: tag(x @ w, "v") ** 2))
@@ -158,7 +160,7 @@ def test_gradients_through_branches_are_the_references(device):
 
 def test_vmap_and_shard_map_of_branches():
     f = in_scan(two_branches, {"u": "offload", "v": "save"})
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(d=2)
     P = jax.sharding.PartitionSpec
     sharded = jax.shard_map(f, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
     assert {place(aval) for aval in kept_values(sharded, X, W)} == {"host", "device"}
@@ -186,7 +188,7 @@ BATCHED = {
 
 @pytest.mark.parametrize("make", BATCHED.values(), ids=BATCHED.keys())
 def test_a_batched_predicate_around_what_offloads_is_refused_in_one_message(make):
-    """JAX would choose between all branches' residuals. What the message advises works."""
+    """JAX would select among the residuals of all branches. What the message advises works."""
     ps, xs = jnp.array([True, False]), jnp.stack([X, -X])
     one = lambda rules: gradient(make(rules), 1)
     for axes in ((0, 0), (0, None)):
@@ -202,7 +204,7 @@ def test_a_batched_predicate_around_what_offloads_is_refused_in_one_message(make
 
 
 def test_a_gradient_in_a_branch_of_a_batched_predicate():
-    """Its residuals stay inside."""
+    """Its residuals stay inside the branch."""
     f = gradient(in_scan(lambda x, w: (jnp.sin(tag(x @ w, "u")), None), {"u": "offload"}))
     step = lambda p, x: lax.cond(p, lambda x: f(x, W), lambda x: x, x)
     got = jax.jit(jax.vmap(step))(jnp.array([True, False]), jnp.stack([X, -X]))
@@ -211,7 +213,7 @@ def test_a_gradient_in_a_branch_of_a_batched_predicate():
 
 @pytest.mark.parametrize(("u", "v"), [("offload", "save"), ("save", "offload"), ("recompute", "offload")])
 def test_weakly_typed_values_in_branches(u, v):
-    """They keep their type, whichever type their place has."""
+    """They stay weakly typed, whatever the type of their slot."""
 
     def body(x, w):
         weak = lambda: jnp.sin(tag(jnp.where(x > 0, 2.0, 1.0), "u") * x)
@@ -226,7 +228,7 @@ def test_weakly_typed_values_in_branches(u, v):
     assert_same_bits(*run_each([ours, reference], X, W))
 
 
-# ------------------------------------------------------------------------------------------------- what runs again
+# ------------------------------------------------------------------------------------------------- what is rerun
 
 
 def layer(x, w):
@@ -238,7 +240,7 @@ RULES = {"layer_input": "offload", "u": "save"}
 
 
 @EACH
-def test_inside_another_checkpoint_it_is_kept_while_that_runs_again(under):
+def test_inside_another_checkpoint_it_is_kept_while_that_is_rerun(under):
     f = under(layer, RULES)
     again = jax.checkpoint(f)
     table = residuals(again, X, W)
@@ -264,7 +266,7 @@ def test_of_a_loop_of_checkpoints_one_run_is_counted():
 
 
 def test_inside_a_plan_of_ours():
-    """The inner scan follows its own policy, while the outer checkpoint, or the layer of the outer scan, runs again."""
+    """The inner scan follows its own policy while the outer checkpoint, or the outer scan's layer, is rerun."""
     inner = in_scan(layer, RULES)
     out = lambda x, w: jnp.sin(tag(inner(x, w), "out"))
     by_checkpoint = checkpoint(out, policy=policy({"out": "offload"}))
@@ -277,7 +279,7 @@ def test_inside_a_plan_of_ours():
         assert inside.host_bytes == residuals(inner, X, W).host_bytes
 
 
-def test_the_first_run_inside_another_checkpoint_computes_nothing_again():
+def test_the_first_run_inside_another_checkpoint_recomputes_nothing():
     again = jax.checkpoint(checkpoint(lambda x: layer(x, W[0])[0], policy=policy(RULES)))
     assert not Plans(jax.make_jaxpr(gradient(again))(X)).recomputed
 
@@ -293,17 +295,17 @@ def test_what_is_beside_another_checkpoint_has_its_own_table():
 
 # ------------------------------------------------------------------------------------------------- any program
 
-# Names of one width have values of one type, so that two branches can share a place; no other residual has the width.
+# Names of one width have values of one type, so that two branches can share a slot. No other residual has that width.
 WIDTHS = {"a": 3, "b": 3, "c": 5, "d": 5, "e": 7}
 
 
 class Step(NamedTuple):
-    """`kind`: "tag" (then `name`), or what runs the `parts`, each a list of steps."""
+    """`kind` is "tag" (then with `name`), or what runs the `bodies`, each a list of steps."""
 
     kind: str
     name: str = ""
     keep: bool = False
-    parts: tuple[Any, ...] = ()
+    bodies: tuple[Any, ...] = ()
 
 
 class Program(NamedTuple):
@@ -320,7 +322,7 @@ def apply(steps, x, w, fields):
 
 
 def one(step, x, w, fields):
-    fs = [lambda x, part=part: apply(part, x, w, fields) for part in step.parts]
+    fs = [lambda x, body=body: apply(body, x, w, fields) for body in step.bodies]
     inner = policy({"**": "offload"}, resident_layers=0)
     match step.kind:
         case "tag":
@@ -362,8 +364,8 @@ of_one = st.sampled_from(["jit", "jax.checkpoint", "lax.scan", "checkpoint", "sc
 
 
 def nested(steps):
-    part = st.lists(steps, min_size=1, max_size=2).map(tuple)
-    made = lambda kinds, parts: st.builds(Step, kinds, st.just(""), st.just(False), st.tuples(*[part] * parts))
+    body = st.lists(steps, min_size=1, max_size=2).map(tuple)
+    made = lambda kinds, bodies: st.builds(Step, kinds, st.just(""), st.just(False), st.tuples(*[body] * bodies))
     return st.one_of(made(of_one, 1), made(st.just("cond"), 2), made(st.just("switch"), 3))
 
 
@@ -380,7 +382,7 @@ programs = st.builds(
 
 
 def host_of_runs(jaxpr):
-    """The bytes on the host of each run of a checkpoint by a backward pass, read from the gradient's jaxpr alone."""
+    """Return the host bytes of each rerun of a checkpoint in a backward pass, read from the gradient's jaxpr only."""
     runs = []
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "remat2" and eqn.params["differentiated"]:
@@ -395,19 +397,20 @@ def host_of_runs(jaxpr):
 
 
 def decided(steps, rules):
-    """Pairs of name and decision of the tags that the program's policy decides on; an inner scan has its own."""
+    """Return (name, decision) of the tags that the program's policy decides on; an inner scan has its own policy."""
     own = {(step.name, "save" if step.keep else rules[step.name]) for step in steps if step.kind == "tag"}
-    return own.union(*(decided(part, rules) for step in steps if step.kind != "scan" for part in step.parts))
+    return own.union(*(decided(body, rules) for step in steps if step.kind != "scan" for body in step.bodies))
 
 
 def of_width(width, sizes):
-    """Bytes by place, of pairs of shape, place and bytes."""
+    """Return the bytes of one width by place, given (shape, place, bytes)."""
     found = Counter()
     for shape, where, size in sizes:
         found[where] += size if shape[-1:] == (width,) else 0
     return found["device"], found["host"]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(programs)
 def test_the_table_is_what_is_kept(program):
@@ -442,10 +445,11 @@ def test_the_table_is_what_is_kept(program):
         assert kept_there(outer.reruns[0]) == kept_there(table)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(programs)
 def test_no_line_says_saved_of_what_is_marked_offload(program):
-    """`verify` takes such a line for a fault."""
+    """`verify` treats such a line as a fault."""
     table = residuals(loss_of(program), X, W)
     every = [r for t in (table, *table.reruns) for r in t]
     assert not [r for r in every if (r.state, r.decision) == ("saved", "offload")]

@@ -1,4 +1,4 @@
-"""chain(): layers that differ, unrolled; the values, bytes and rules of scan."""
+"""chain(): unlike layers, unrolled; its values and bytes, and the rules that it shares with scan."""
 
 import jax
 import jax.numpy as jnp
@@ -84,10 +84,10 @@ def test_bytes_are_those_of_the_layers_that_offload(fields, moved):
 
 def test_kept_producers_run_once_and_ties_are_there():
     jaxpr = gradient_jaxpr(ours(), X, WS, argnums=(0, 1))
-    assert count(jaxpr, "dot_general") == 3 * 6  # forward, and two cotangents each
-    # Three layers' copies wait for the layer's end, three layers for the copies of the layer before the previous one,
-    # three fetches for a cotangent; and each layer's backward pass is kept apart from its forward pass, and from the
-    # next one's backward pass.
+    assert count(jaxpr, "dot_general") == 3 * 6  # forward, and two for the cotangents
+    # Three copies to the host wait for the end of their layer, three layers wait for the copies of the layer two
+    # before, and three fetches wait for a cotangent. A barrier also separates each layer's backward pass from its
+    # forward pass, and from the next layer's backward pass.
     assert count(jaxpr, "optimization_barrier") == 3 + 3 + 3 + 4 + 4
 
 
@@ -102,7 +102,7 @@ def test_the_table():
 
 
 def test_the_host_pool_is_judged_on_each_layers_own_bytes(monkeypatch):
-    """Unlike layers: three of the four fc1 fit to the byte, though not thrice the largest."""
+    """In unlike layers, three of the four fc1 fit to the byte, but three of the largest would not."""
     pool = sum(FC1[:3])
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(pool / 2**30))
     assert kept_bytes(ours(), X, WS)[1] == pool
@@ -113,7 +113,7 @@ def test_the_host_pool_is_judged_on_each_layers_own_bytes(monkeypatch):
 
 
 def test_frozen_layers_keep_nothing():
-    """Only the last layer's weight is trained: nothing before it is differentiated."""
+    """Only the last layer's weight is trained, so nothing before it is differentiated."""
     f = lambda w: ours(resident_layers=0)(X, [*WS[:3], w])
     assert_same_bits(run(gradient(f), WS[3]), run(gradient(lambda w: reference(X, [*WS[:3], w])), WS[3]))
     assert kept_bytes(f, WS[3])[1] == FC1[3]
@@ -217,7 +217,7 @@ def test_what_it_refuses():
 
 
 def test_the_names_of_a_chain_that_is_not_differentiated_are_those_of_the_checkpoint_around_it():
-    """Routing above all: it is saved, whether a derivative passes through the chain or not."""
+    """This matters most for routing: it is saved, whether or not a derivative passes through the chain."""
 
     def route(x, w):
         scores = x @ w

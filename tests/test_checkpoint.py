@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from common import (
     assert_same_bits,
+    auto_mesh,
     count,
     equations,
     gradient,
@@ -39,7 +40,7 @@ def save_fc1(f):
 
 
 def shard(f, check_vma, axes):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = auto_mesh(a=4, b=2)
     return jax.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), check_vma=check_vma, axis_names=axes)
 
 
@@ -48,7 +49,7 @@ OURS, PLAIN = checkpoint(layer, policy=OFF), save_fc1(layer)
 MANY = normal(3, (3, 8, 4))
 VMAPPED = (("host", "float32", (3, 8, 4)),)
 
-# name -> (ours, reference, arguments, what goes to the host), made when it is run: a mesh needs the devices
+# name -> (ours, reference, arguments, what goes to the host); functions, because a mesh needs the devices
 TRANSFORMATIONS = {
     "plain": lambda: (OURS, PLAIN, (X, W), (HOST,)),
     "jit": lambda: (jax.jit(OURS), PLAIN, (X, W), (HOST,)),
@@ -64,14 +65,14 @@ TRANSFORMATIONS = {
         jax.vmap(jax.vmap(OURS, (0, None)), (None, 0)),
         jax.vmap(jax.vmap(PLAIN, (0, None)), (None, 0)),
         (MANY, jnp.stack([W, W + 1])),
-        (("host", "float32", (3, 8, 2, 4)),),  # as the batched matrix product lays it out
+        (("host", "float32", (3, 8, 2, 4)),),  # as the batched matmul lays it out
     ),
     "shard_map": lambda: (shard(OURS, True, ALL_AXES), shard(PLAIN, True, ALL_AXES), (X, W), (HOST,)),
     "shard_map unchecked": lambda: (
         shard(OURS, False, ALL_AXES),
         shard(PLAIN, False, ALL_AXES),
         (X, W),
-        (("host", "float32", (16, 4)),),  # unchecked, JAX takes a residual to differ along b too
+        (("host", "float32", (16, 4)),),  # with check_vma=False, JAX assumes that a residual also differs along b
     ),
     "shard_map inside": lambda: (
         checkpoint(shard(layer, True, ALL_AXES), policy=OFF),
@@ -123,7 +124,7 @@ def test_under_a_mesh_with_explicit_axes():
         assert_same_bits(run(gradient(ours, (0, 1)), x, w), run(gradient(reference, (0, 1)), x, w))
         jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(ours, *a)[1]))(x, w)
         (held,) = [v.aval for v in jaxpr.outvars if v.aval.memory_space == jax.memory.Space.Host]
-        assert held.sharding.spec == P("a", "b")  # where it was produced
+        assert held.sharding.spec == P("a", "b")  # on the device that produced it
 
 
 def test_pytrees_keyword_and_static_arguments():
@@ -179,21 +180,21 @@ def test_weak_types_are_those_of_jax_checkpoint():
 
 @pytest.mark.claim("saved-exp")
 @pytest.mark.parametrize("producer", [jnp.exp, jnp.tanh, jax.nn.sigmoid, jnp.sqrt, lax.rsqrt, jnp.cbrt])
-def test_a_kept_output_that_its_own_derivative_reads_is_not_computed_again(producer):
+def test_a_kept_output_that_its_own_derivative_reads_is_not_recomputed(producer):
     f = lambda x: jnp.sin(tag(producer(jnp.abs(x) + 1.0), "out"))
     primitive = jax.make_jaxpr(producer)(X).eqns[-1].primitive.name
     for decision in ("save", "offload"):
         jaxpr = gradient_jaxpr(checkpoint(f, policy=policy({"out": decision})), X)
         assert count(jaxpr, primitive) == 1
     plain = jax.checkpoint(f, policy=saving("out"))
-    assert count(gradient_jaxpr(plain, X), primitive) == 2  # why this library names at the definition
+    assert count(gradient_jaxpr(plain, X), primitive) == 2  # this is why the library names a value where it is defined
 
 
-def test_a_kept_silu_is_not_computed_again():
+def test_a_kept_silu_is_not_recomputed():
     f = lambda x, w: jnp.sin(tag(jax.nn.silu(tag(x @ w, "gate")), "silu")) @ w
     jaxpr = gradient_jaxpr(checkpoint(f, policy=policy({"gate": "save", "silu": "offload"})), X, W, argnums=(0, 1))
     assert count(jaxpr, "dot_general") == 2 + 4
-    # Once forward, once where its derivative reads the gate; silu's own product is not made again for sin or the GEMM.
+    # Once forward, and once where its derivative reads the gate. silu is not recomputed for sin or the GEMM.
     assert count(jaxpr, "logistic") == 2
     backward = next(e for e in equations(jaxpr) if e.primitive.name == "remat2")
     assert not any(
@@ -281,7 +282,7 @@ def test_refs_inside():
     assert_same_bits(run(gradient(checkpoint(f, policy=OFF)), X), run(gradient(save_fc1(f)), X))
 
 
-def test_ordered_effects_with_offload_are_refused_in_a_sentence():
+def test_ordered_effects_with_offload_are_refused_in_one_message():
     def f(x):
         jax.debug.print("x", ordered=True)
         return jnp.sin(tag(jnp.sin(x), "fc1"))
@@ -299,7 +300,8 @@ def test_prevent_cse_is_one_boolean(prevent_cse):
 
 
 def test_frozen_weights_as_in_lora():
-    """Exact gradients of the small weights alone, and nothing kept that only the frozen ones' gradients would read."""
+    """The gradients of the small weights are exact, and nothing is kept that only gradients of frozen weights would
+    read."""
 
     def f(x, frozen, low):
         h = tag(x @ frozen + tag(x @ low["a"], "low") @ low["b"], "fc1")
@@ -311,7 +313,7 @@ def test_frozen_weights_as_in_lora():
     ours = loss(functools.partial(checkpoint, policy=policy(names)))
     plain = loss(functools.partial(jax.checkpoint, policy=saving(*names)))
     assert_same_bits(run(gradient(ours), low), run(gradient(plain), low))
-    # Of act, only the gradient of the frozen weights behind it has need.
+    # Only the gradient of the frozen weights after it would read act.
     assert kept(ours, low) == {HOST: 1, ("host", "float32", (8, 2)): 1}
 
 
@@ -369,7 +371,7 @@ def test_a_custom_vjps_forward_rule_is_named_inside():
 
 
 def test_integers_that_a_custom_rule_makes_are_saved_where_nothing_is_perturbed():
-    """Routing from stopped gradients: computed again, it could name other tokens than the rows that were saved."""
+    """Routing from stopped gradients: if recomputed, it could name other tokens than the saved rows."""
 
     @jax.custom_vjp
     def route(scores):
@@ -401,7 +403,7 @@ def test_an_inner_checkpoint_of_stopped_gradients_shows_its_names(outer):
 
 
 def test_functions_that_differ_have_rows_of_their_own():
-    """The same policy and names, other sizes, other decisions: plans go by what is in them."""
+    """Equal policy and names, other sizes, other decisions: a plan belongs to its function's contents."""
 
     def f(x, w):
         for rows in (8, 4):
@@ -419,7 +421,7 @@ def test_the_policy_must_be_ours():
 
 def test_an_unmatched_pattern_is_an_error_when_differentiated_and_none_without_strict():
     bad = policy({"fc2": "save"})
-    checkpoint(layer, policy=bad)(X, W)  # a forward pass keeps nothing, whatever the policy
+    checkpoint(layer, policy=bad)(X, W)  # a forward pass keeps nothing under any policy
     with pytest.raises(PolicyError, match=r"residuals\['fc2'\]"):
         jax.eval_shape(gradient(checkpoint(layer, policy=bad)), X, W)
     jax.eval_shape(gradient(checkpoint(layer, policy=bad, strict=False)), X, W)

@@ -1,4 +1,4 @@
-"""The pages' claims: each has a test that names it, and each number that was measured is that of its result file.
+"""The pages' claims: each has a test that names it, and each measured number is that of its result file.
 
 A page marks a claim with `<!-- claim: id -->`, its tests carry `@pytest.mark.claim("id")`; `pytest -m claim` runs them.
 """
@@ -22,7 +22,7 @@ JSON = sorted(path.stem for path in RESULTS.glob("*.json"))
 
 
 def marked():
-    """The ids on the tests, read without a run."""
+    """Return the ids on the tests, without importing them."""
     trees = (ast.parse(path.read_text()) for path in (ROOT / "tests").glob("test_*.py"))
     calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
     marks = [call for call in calls if ast.unparse(call.func) == "pytest.mark.claim"]
@@ -39,7 +39,8 @@ def test_each_claim_has_a_test_and_each_mark_a_claim():
 
 
 def stated(files, figures, claims):
-    """Result files, and what the pages state of them: computed from the files, formatted as the pages do."""
+    """Result files, and a function from their contents to the figures that the pages state, formatted as on the
+    pages."""
     return pytest.param(files.split(), figures, marks=claims, id=files)
 
 
@@ -57,12 +58,12 @@ def ms_per_layer(*measured):
 
 
 def of_dense(measured):
-    """(backend, groups) -> speed, of a dense matmul's."""
+    """Return (backend, groups) -> speed as a share of a dense matmul's."""
     return {(line["backend"], line["groups"]): line["of dense"] for line in measured["lines"]}
 
 
 def speeds(measured):
-    """With all rows in groups; and what the zeros past them cost, on the least and the most expensive groups."""
+    """Return the speed with all rows in groups, and the least and the greatest cost of zeros past the groups."""
     full = [of_dense(measured)[f"{backend}, full", "even"] for backend in ("te", "mosaic")]
     ms = {(line["backend"], line["groups"]): line["ms"] for line in measured["lines"]}
     costs = [ms[backend, groups] / ms[f"{backend}, stock", groups] - 1 for backend, groups in KERNELS]
@@ -75,7 +76,7 @@ def speeds_of_te(measured):
 
 
 def longer(*measured):
-    """By which recomputation lengthens a layer whose weights multiply fc2's output."""
+    """Return by how much recomputation lengthens a layer whose weights multiply fc2's output."""
     ms = [{line["choice"]: line["ms"] for line in one["lines"]} for one in measured]
     return sorted(percent(one["weights on fc2, recomputed"] / one["weights on act"] - 1) for one in ms)
 
@@ -106,9 +107,9 @@ STATED = [
     stated("grouped-cublas-13.8", speeds_of_te, pytest.mark.claim("te-products")),
     stated("choices choices-te", longer, pytest.mark.claim("choices")),
 ]
-# Numbers with a unit that nobody measured here.
+# Numbers with a unit that do not come from a measurement.
 NOT_MEASURED = {
-    "5 ms",  # what XLA takes any copy for
+    "5 ms",  # XLA's estimate for any copy
     "30 ms",  # an example of `copy_ms`
     "1 %",  # the tolerance of `report`
     "2 %",  # the bound of `test_the_losses_of_experts`
@@ -122,7 +123,7 @@ def test_the_pages_state_what_was_measured(files, figures):
 
 
 def assert_stated(figure, *files):
-    """In a section that names a file: in a sentence, or in a table, whose head may have the unit."""
+    """In the text or a table of a section that names a file. A table's head may have the unit."""
     number = re.escape(figure.split()[0])
     assert re.search(rf"(?<![\d.]){number}(?![\d.]*\d)", sections_naming(*files)), figure
 
@@ -144,13 +145,13 @@ def test_the_table_of_step_times():
 
 def test_the_pages_state_nothing_else():
     known = {figure for param in STATED for figure in param.values[1](*map(result, param.values[0]))}
-    rows = dense.table(result("dense")).splitlines()[2:]  # README has some of them
+    rows = dense.table(result("dense")).splitlines()[2:]  # README repeats some of them
     text = CODE.sub("", COMMENT.sub("", functools.reduce(lambda text, row: text.replace(row, ""), rows, PAGES)))
     assert set(re.findall(r"(?<![\d.])\d[\d.]* (?:ms|%)", " ".join(text.split()))) <= known | NOT_MEASURED
 
 
 def test_which_transformer_engine_was_measured():
-    """One version, and of cuBLAS the one that the pages name in general, except where they name another."""
+    """All used one version; its cuBLAS is the one that the pages name, except where a page names another."""
     versions = {name: v for name in JSON if "transformer_engine" in (v := result(name)["versions"])}
     assert {v["transformer_engine"] for v in versions.values()} == {"2.20.2"} and "2.20.2" in TEXT
     assert f"TransformerEngine {'.'.join(map(str, te.NEEDED))} or later" in TEXT
@@ -165,7 +166,7 @@ def test_which_transformer_engine_was_measured():
 
 
 def of(name):
-    """Ratios, and mode -> step time, mode -> temporary memory."""
+    """Return the ratios, mode -> step time, and mode -> temporary memory."""
     modes = result(name)["modes"]
     ms, gib = ({mode: one[key] for mode, one in modes.items()} for key in ("step_ms", "temp_gib"))
     return result(name)["ratios"], ms, gib
@@ -183,7 +184,7 @@ def test_offload_is_as_fast_as_saving_and_jaxs_is_slower_than_recomputing():
 
 @pytest.mark.parametrize("name", [name for name in JSON if "ours_best" in result(name).get("modes", ())])
 def test_the_best_needs_no_more_memory_than_recomputing_everything(name):
-    """It is faster too, except where group sizes are read by the host, whose page says so."""
+    """It is also faster, except where the host reads group sizes; that page says so."""
     ratios, ms, gib = of(name)
     assert gib["ours_best"] <= gib["remat"] and ratios.get("ours_best/remat by peak_gib", 1) <= 1
     if name == "moe-te-cublas-13.1":
@@ -196,7 +197,7 @@ def test_the_best_needs_no_more_memory_than_recomputing_everything(name):
 def test_memory_falls_as_predicted_and_steps_are_as_fast_as_saving(name):
     ratios, *_ = of(name)
     assert ratios.get("freed/predicted by temp_gib", 1) >= 0.99 <= ratios.get("freed/predicted by peak_gib", 1)
-    # Rounds of two GPUs with experts differ by 4 %.
+    # Between rounds, two GPUs with experts differ by 4 %.
     assert ratios.get("ours/saved", 1) <= (1.01 if name == "moe-expert-parallel" else 1.003)
     assert ratios.get("remat/ours", 2) >= 1.03
 
@@ -267,7 +268,7 @@ def test_what_is_said_to_fit_was_measured_to():
 
 @pytest.mark.claim("verify-experts", "verify-experts-on-two", "verify-llama")
 def test_what_verify_found():
-    """One device has no placement to check; a step's residuals are those of its loss."""
+    """On one device there is no placement to check. A step's residuals are those of its loss."""
     held = dict.fromkeys(verified("moe-2"), "holds") | {("step", "conservation"): "not checked"}
     assert len(held) == 14 and verified("moe-2") == held
     alone = held | {("loss", "placement"): "not checked", ("step", "placement"): "not checked"}
@@ -281,10 +282,10 @@ def test_verify_found_the_fault_that_was_planted_on_a_gpu():
     assert failed == [("copies", "copies run on a stream that computes")]
 
 
-# ------------------------------------------------------------------------------------------------ measured again
+# ------------------------------------------------------------------------------------------------ remeasuring
 
 
-def test_every_file_can_be_measured_again(capsys):
+def test_every_file_can_be_remeasured(capsys):
     parts = []
     for gpus, count in ((1, 3), (2, 1)):
         for k in range(count):
@@ -320,7 +321,7 @@ def test_what_a_command_prints_is_written_under_what_it_is(tmp_path, monkeypatch
 
 
 def test_what_a_command_starts_ends_with_it(tmp_path):
-    """Its child has a pipe, and would write to it after ten minutes; nothing of that comes."""
+    """Its child holds a pipe and would write to it after ten minutes. Nothing arrives."""
     read, write = os.pipe()
     child = f"import os, time; time.sleep(600); os.write({write}, b'alive')"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], pass_fds=[{write}])"

@@ -1,4 +1,4 @@
-"""Configs: what is wrong with one is said all at once, with the key, its value and what to write instead."""
+"""Configs: one error lists everything that is wrong, each with its key, its value and advice."""
 
 import dataclasses
 import json
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
+from common import ROOT
 
 from jaxoffload import Policy
 from models import plain
@@ -13,7 +14,7 @@ from models.config import SECTIONS, Config, flat, load, parse
 from models.reading import ConfigError, read
 from models.report import check_patterns, report
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 GOOD = """\
 model: {vocab_size: 512, layers: 2, d_model: 64, heads: 4, kv_heads: 2, d_ff: 128}
@@ -21,7 +22,7 @@ remat: {residuals: {fc1: offload}, min_offload_bytes: 0}
 train: {steps: 10, warmup_steps: 2, batch_size: 8, seq_len: 64, loss_chunk: 32}
 """
 
-# What is written, the line's (key, value, advice): all three must be in the one line of the error.
+# The text, and (key, value, advice) of the error's line: all three must be in one line.
 BAD_VALUES = {
     # names
     "train.step=5": ("train.step", "5", "the nearest is train.steps"),
@@ -214,12 +215,12 @@ def test_a_missing_file_names_the_nearest(good):
     assert line == f"{good.with_name('god.yaml')}: no such file; the nearest is {good}"
 
 
-def test_a_missing_file_beside_no_other_says_what_to_give(tmp_path):
+def test_a_missing_file_in_a_missing_folder_says_what_to_give(tmp_path):
     (line,) = problems(tmp_path / "nowhere" / "x.yaml")
     assert line == f"{tmp_path}/nowhere/x.yaml: no such file; give a YAML file, such as configs/tiny.yaml"
 
 
-def test_a_folder_and_a_binary_are_no_configs(tmp_path):
+def test_a_folder_and_a_binary_are_not_configs(tmp_path):
     (line,) = problems(tmp_path)
     assert str(tmp_path) in line and "must be a YAML file" in line
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
@@ -337,22 +338,22 @@ def test_each_config_is_valid_and_has_a_comment_on_every_field(path):
     assert [line for line in fields if "#" not in line] == []
 
 
-# ---- what nobody means: too much, too deep, or not what its tag says ----
+# ---- what nobody writes on purpose: too large, too deep, or not what its tag says ----
 
 
 def laughs(levels):
-    """Each list is ten times the one before."""
+    """Return lists of which each is ten times as long as the one before."""
     lines = ["model: {layers: &x0 [1]}"]
     return "\n".join([*lines, *(f"a{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 10)}]" for i in range(1, levels))])
 
 
 def merged(levels):
-    """Each mapping merges the one before twice, and so has twice as many keys to flatten."""
+    """Return mappings of which each merges the one before twice, and so doubles the keys to flatten."""
     lines = ["a0: &x0 {k: 1}"]
     return "\n".join([*lines, *(f"a{i}: &x{i} {{<<: [*x{i - 1}, *x{i - 1}], k{i}: 1}}" for i in range(1, levels))])
 
 
-# What is written, and what must be in the one line of the error.
+# The text, and what must be in the error's one line.
 NONSENSE_FILES = {
     "laughs, 9 levels": (laughs(9), "more than 10000 values"),
     "laughs, 40 levels": (laughs(40), "more than 10000 values"),
@@ -398,7 +399,7 @@ NONSENSE_FILES = {
     ),
 }
 
-BIG, BIGGER = "9" * 4000, "9" * 5000  # above 4300 digits Python reads no integer
+BIG, BIGGER = "9" * 4000, "9" * 5000  # Python reads no integer of more than 4300 digits
 
 NONSENSE_VALUES = {
     # what contradicts its tag
@@ -423,7 +424,7 @@ NONSENSE_VALUES = {
     "remat.residuals={fc1: save, fc1: offload}": "remat.residuals.fc1 = offload: a duplicate key",
     "remat.min_offload_bytes=!!int abc": "min_offload_bytes: !!int abc is not a size",
     "remat.offload_modules=[!!int abc]": "offload_modules: !!int abc is not allowed",
-    # too great or too small
+    # too large or too small
     f"train.steps={BIG}": f"train.steps = {'9' * 57}...: must be an integer from 1 to 2147483647",
     f"train.steps={BIGGER}": f"train.steps = {'9' * 57}...: must be an integer from 1 to 2147483647",
     f"train.steps=-{BIGGER}": "999...: must be an integer from 1 to 2147483647",
@@ -460,7 +461,7 @@ NONSENSE_VALUES = {
     "train.steps=" + "[" * 10_000: "train.steps = [[[",
     "train.steps=&a [*a]": "*a on line 1 stands for what it is in",
     "data.path=[" + "a, " * 20_000 + "]": "more than 10000 values on line 1",
-    # text that is no line
+    # text that is not a line
     "train.steps=a\nb": "train.steps = 'a b': must be an integer",
     "train.steps='a\n\nb'": "train.steps = 'a\\nb': must be an integer",
     "train\nsteps": "train\\nsteps: an override must be section.key=value",
@@ -489,7 +490,7 @@ def test_there_are_eighty_kinds_of_nonsense():
 
 def assert_one_line(found, said):
     line = found[0]
-    assert len(found) == 1 or "a duplicate key" in line  # which can be wrong in itself
+    assert len(found) == 1 or "a duplicate key" in line  # which may itself be wrong
     assert said in line and line.isprintable() and len(line) < 800
 
 
@@ -507,7 +508,7 @@ def test_a_nonsense_value_is_one_line(good, override):
 
 
 def listed(count):
-    """A list of so many values, itself included."""
+    """Return a list with this many values, itself included."""
     return "[" + ", ".join(["a"] * (count - 1)) + "]"
 
 
@@ -518,7 +519,7 @@ def listed(count):
         (
             f"[&a {listed(99)}{', *a' * 100}]",
             f"[&a {listed(99)}{', *a' * 100}, a]",
-        ),  # 101 times 99, and the list around them
+        ),  # 101 times 99, and the outer list
         (f"[&a [&b {listed(9)}, *b], *a, *b{', a' * (10_000 - 48)}]", None),
         ("[" * 21 + "]" * 21, "[" * 22 + "]" * 22),
     ],
@@ -540,7 +541,7 @@ def test_a_file_may_have_a_mebibyte(tmp_path):
 
 
 def test_anchors_that_mean_something_are_read(tmp_path):
-    """A merged key is not a duplicate of the one that takes its place."""
+    """A merged key may be overridden; that is not a duplicate."""
     path = tmp_path / "anchors.yaml"
     path.write_text(GOOD + "mesh: {<<: &one {data: &two 2, fsdp: 1}, fsdp: *two}\ndistributed: {<<: {}}\n")
     assert load(path).mesh == dataclasses.replace(Config().mesh, data=2, fsdp=2)
@@ -555,7 +556,7 @@ def test_a_name_that_no_file_has(good):
 
 
 def test_every_integer_has_an_end():
-    """An integer without one could be more than anything can hold."""
+    """An integer without an upper bound could exceed every type."""
 
     def ended(hint):
         if get_origin(hint) is Annotated:

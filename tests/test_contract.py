@@ -1,7 +1,7 @@
 """The contract of everything that holds residuals: for each assignment of save, offload and recompute, the gradient is
-the reference's bit for bit, and the host holds what was asked, to the byte.
+the reference's bit for bit, and the host holds exactly the bytes that were asked for.
 
-The reference is written with nothing of ours: `jax.checkpoint` with `save_only_these_names`, in `lax.scan`.
+The reference is written without this library: `jax.checkpoint` with `save_only_these_names`, in `lax.scan`.
 """
 
 import functools
@@ -28,13 +28,13 @@ LAYERS = 3
 class Case(NamedTuple):
     """A layer, and its residuals written by hand."""
 
-    step: Callable[..., Any]  # (carry, weights of a layer) -> (carry, y)
+    step: Callable[..., Any]  # (carry, one layer's weights) -> (carry, y)
     inputs: Callable[..., Any]  # dtype -> (carry, stacked weights)
     shapes: dict[str, dict[str, tuple[int, ...]]]  # the name in a policy -> the name of each leaf -> its shape
 
 
 def mlp(x, w):
-    """x (4, 8) -> the same shape. Every named value is read by its own backward pass, fc2 too."""
+    """x (4, 8) -> the same shape. The backward pass reads every named value, fc2 too."""
     norm = tag(x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3), "fc1_input")
     fc1 = tag({"gate": norm @ w["gate"], "up": norm @ w["up"]}, "fc1")
     act = tag(jax.nn.silu(fc1["gate"]) * fc1["up"], "act")
@@ -153,7 +153,7 @@ def test_gradients_of_all_27_assignments_equal_the_reference(case, kind, dtype, 
 @pytest.mark.parametrize("kind", ["checkpoint", "scan"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_holds_exactly_what_is_offloaded(case, kind, number):
-    """And the device what the reference, which saves the same names, holds less that."""
+    """The device holds what the reference, which saves the same names, holds, less that."""
     rules = assignments(case)[number]
     x, w = jax.eval_shape(lambda: CASES[case].inputs(jnp.bfloat16))
     if kind == "checkpoint":
@@ -165,7 +165,7 @@ def test_the_host_holds_exactly_what_is_offloaded(case, kind, number):
         ours, plain = through(case, kind, rules), reference(case, kind, saved_names(rules))
     moved = held(case, [name for name, decision in rules.items() if decision == "offload"], lead)
     host = moved
-    if kind == "scan":  # the last layer's are by themselves, and a row of the others' stack stays empty
+    if kind == "scan":  # the last layer's are separate, and one row of the stack stays empty
         host = moved + held(case, [name for name, decision in rules.items() if decision == "offload"])
     assert kept(ours, x, w) == kept(plain, x, w) - at("device", moved) + at("host", host)
 
@@ -176,7 +176,7 @@ def test_by_default_nothing_is_kept_that_the_reference_does_not_keep(case, kind)
     args = jax.eval_shape(lambda: CASES[case].inputs(jnp.bfloat16))
     ours = kept(through(case, kind, {}), *args)
     assert ours == kept(reference(case, kind, ()), *args)
-    if kind == "scan":  # the carry alone
+    if kind == "scan":  # only the carry
         assert ours == at("device", Counter([(LAYERS, *args[0].shape)]))
 
 

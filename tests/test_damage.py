@@ -1,4 +1,4 @@
-"""Damaged checkpoints and token files: what is not what was written is not trained on."""
+"""Damaged checkpoints and token files: training never uses data that differs from what was written."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import finish
+from common import CONSTANT, finish
 from test_train import config, losses, spawn, without_hashes  # noqa: F401
 
 from models import checkpoints, data, metrics, train
@@ -44,8 +44,8 @@ def out(written, tmp_path) -> Path:
 
 
 def restored(out: Path, on_bad: str = "error") -> State:
-    """As the training program does it."""
-    saved = checkpoints.verified(out, on_bad)
+    """Restore as the training program does."""
+    saved = checkpoints.latest_verified(out, on_bad)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_at(0))
     with checkpoints.open_manager(out) as manager:
         return checkpoints.restore(manager, out, saved.step, abstract)[0]
@@ -78,14 +78,14 @@ def test_every_file_with_a_flipped_bit_is_named_with_the_checkpoint_before(writt
         )
         assert line.endswith(
             "; delete that folder to continue from the one before, of step 2, or give "
-            "train.on_bad_checkpoint=previous, which goes on from there, or another train.out"
+            "train.on_bad_checkpoint=previous, which continues from there, or another train.out"
         )
         shutil.rmtree(copy / "checkpoints/4")
-        assert restored(copy).step == 2  # the advice is good
+        assert restored(copy).step == 2  # the advice works
 
 
-def test_what_orbax_writes_last_is_read_by_nobody(out):
-    for name in checkpoints._OF_ORBAX:
+def test_nothing_reads_what_orbax_writes_last(out):
+    for name in checkpoints._NOT_HASHED:
         (out / "checkpoints/4" / name).write_bytes(b"\xff" + bytes(20))
     np.testing.assert_array_equal(restored(out).params["w"], state_at(4).params["w"])
 
@@ -98,7 +98,7 @@ def test_a_file_that_is_gone_is_named(out, lost):
 
 
 def test_the_hashes_are_there_before_a_checkpoint_gets_its_name(tmp_path, monkeypatch):
-    """What a kill leaves under a step's name is whole, then, and verified."""
+    """So what a kill leaves under a step's name is whole and verified."""
     rename, sealed = os.rename, {}
 
     def renaming(source, target):
@@ -111,7 +111,7 @@ def test_the_hashes_are_there_before_a_checkpoint_gets_its_name(tmp_path, monkey
         checkpoints.save(manager, 2, state_at(2), {"next_index": 2}, Config(), {})
     folder = tmp_path / "checkpoints/2"
     all_files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert sealed == {"2": all_files - {SUMS, *checkpoints._OF_ORBAX}}
+    assert sealed == {"2": all_files - {SUMS, *checkpoints._NOT_HASHED}}
 
 
 def test_a_checkpoint_that_cannot_be_sealed_gets_no_name(written, out, monkeypatch):
@@ -135,27 +135,27 @@ def test_what_a_kill_left_is_removed_and_a_checkpoint_set_aside_stays(out):
 @pytest.mark.parametrize("position", [{"next_index": -4}, {"next_index": 3}, {"next_index": 4.0}, {"at": 4}, [4], None])
 def test_another_position_in_the_data_is_refused(out, position):
     (out / "checkpoints/4/position/metadata").write_text(json.dumps(position))
-    write_sums(out / "checkpoints/4", checkpoints._OF_ORBAX)
+    write_sums(out / "checkpoints/4", checkpoints._NOT_HASHED)
     line = refused(out)
-    assert f"checkpoints/4 has {position!r} for its position in the data, which is not that after its step; " in line
+    assert f"checkpoints/4 has the position {position!r} in the data, which does not belong to its step; " in line
     without_hashes(out / "checkpoints/4")
-    assert f"has {position!r} for its position" in refused(out)
+    assert f"has the position {position!r} in the data" in refused(out)
 
 
 def test_a_renamed_checkpoint_is_refused(out, capsys):
     folder = (out / "checkpoints/4").rename(out / "checkpoints/9")
-    assert "checkpoints/9 is of step 4, as it says itself; delete" in refused(out)
+    assert "checkpoints/9 is of step 4 according to its metadata; delete" in refused(out)
     without_hashes(folder)
-    assert "checkpoints/9 has {'next_index': 4} for its position in the data" in refused(out)
+    assert "checkpoints/9 has the position {'next_index': 4} in the data" in refused(out)
     (folder / "position/metadata").write_text('{"next_index": 9}')
-    assert "checkpoints/9 is of step 4, as its state says; delete" in refused(out)
+    assert "checkpoints/9 is of step 4 according to its state; delete" in refused(out)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_restored_and_said_not_to_be_verified(out, capsys):
     without_hashes(out / "checkpoints/4")
     assert restored(out).step == 4
     folder = out / "checkpoints/4"
-    said = f"the checkpoint {folder} is of an earlier version, which wrote no hashes: it is not verified\n"
+    said = f"the checkpoint {folder} comes from an earlier version, which wrote no hashes: it is not verified\n"
     assert capsys.readouterr().out == said
 
 
@@ -167,28 +167,25 @@ def test_previous_passes_by_those_that_are_damaged(out, capsys):
     said = capsys.readouterr().out.splitlines()
     start = "train.on_bad_checkpoint = 'previous': the checkpoint "
     assert len(said) == 2 and all(line.startswith(start) for line in said)
-    assert "/7 is of step 4, as it says itself; it is now " in said[0] and said[0].endswith("/7.damaged, and passed by")
-    assert "/4 is damaged: state/ocdbt.process_0/d/" in said[1] and said[1].endswith("/4.damaged, and passed by")
+    assert "/7 is of step 4 according to its metadata; it is skipped, and renamed to " in said[0]
+    assert said[0].endswith("/7.damaged")
+    assert "/4 is damaged: state/ocdbt.process_0/d/" in said[1] and said[1].endswith("/4.damaged")
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"2", "4.damaged", "7.damaged"}
 
 
 def test_where_none_is_left_nothing_is_moved(out):
     for step in (2, 4):
         flip(out / f"checkpoints/{step}/origin/metadata")
-    for find in (checkpoints.latest, checkpoints.verified):
+    for find in (checkpoints.latest, checkpoints.latest_verified):
         with pytest.raises(ConfigError) as caught:
             find(out, "previous")
         ((_, line),) = caught.value.problems
-        assert line.startswith("train.on_bad_checkpoint = 'previous': none is left to go on from in ")
+        assert line.startswith("train.on_bad_checkpoint = 'previous': none is left to continue from in ")
         assert "(4 is damaged: origin/metadata is not what was written; 2 is damaged: origin/metadata is" in line
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"2", "4"}
 
 
 # ---- a run ----
-
-SMALL = ("mesh.data=8", "model.layers=1", "train.checkpoint_every=2", "train.eval_every=100", "train.warmup_steps=0")
-# The learning rate of a step does not depend on how many there are.
-CONSTANT = (*SMALL, "train.final_learning_rate_fraction=1", "train.learning_rate=1e-3")
 
 
 @pytest.fixture(scope="module")
@@ -201,12 +198,13 @@ def run(config, tmp_path_factory) -> Path:  # noqa: F811
 
 @pytest.fixture(scope="module")
 def whole(run, config, tmp_path_factory) -> Path:  # noqa: F811
-    """The folder of the run that goes on for two steps from its last checkpoint."""
+    """The folder of the run that continues for two steps from its last checkpoint."""
     folder = shutil.copytree(run, tmp_path_factory.mktemp("whole") / "out")
     assert train.main([str(config), *CONSTANT, "train.steps=8", f"train.out={folder}"]) == 0
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.claim("damage")
 @pytest.mark.parametrize("version", ["hashes", "no hashes"])
 def test_a_run_goes_on_from_the_checkpoint_before_with_the_same_losses(
@@ -241,7 +239,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_with_the_same_losses(
     assert losses(broken) == losses(whole)
 
 
-# Saves two checkpoints, of which process 0 then flips a bit in a file of process 1; what is found of that is printed.
+# Save two checkpoints; process 0 then flips a bit in a file of process 1. Print what is found.
 TOGETHER = """
 import contextlib, sys
 from pathlib import Path
@@ -255,7 +253,7 @@ from models.step import State
 out, coordinator, process = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 processes.join(Distributed(coordinator=coordinator, num_processes=2, process_id=process), out, checkpoints.steps)
 together = contextlib.ExitStack()
-together.enter_context(processes.accompanied())
+together.enter_context(processes.announce_exit())
 over = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
 whole = NamedSharding(over.mesh, PartitionSpec())
 shapes = State(jax.ShapeDtypeStruct((), int, sharding=whole), jax.ShapeDtypeStruct((4096,), int, sharding=over), ())
@@ -274,10 +272,10 @@ if process == 0:
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 multihost_utils.sync_global_devices("damaged")
 try:
-    checkpoints.verified(out, "error")
+    checkpoints.latest_verified(out, "error")
 except checkpoints.Damaged as error:
     print("REFUSED", error)
-saved = checkpoints.verified(out, "previous")
+saved = checkpoints.latest_verified(out, "previous")
 with checkpoints.open_manager(out) as manager:
     state, position = checkpoints.restore(manager, out, saved.step, shapes)
 print("RESTORED", int(state.step), position, {int(x) for shard in state.params.addressable_shards for x in shard.data})
@@ -285,7 +283,7 @@ together.close()
 """
 
 
-def test_two_processes_read_a_part_each_and_find_the_same(tmp_path):
+def test_two_processes_each_read_some_files_and_find_the_same(tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         coordinator = f"localhost:{probe.getsockname()[1]}"
@@ -295,7 +293,7 @@ def test_two_processes_read_a_part_each_and_find_the_same(tmp_path):
         (refused,) = [line for line in text.splitlines() if line.startswith("REFUSED")]
         assert "checkpoints/4 is damaged: state/ocdbt.process_1/d/" in refused
         assert "RESTORED 2 {'next_index': 2} {2}" in text
-    assert "checkpoints/4.damaged, and passed by" in first and "passed by" not in second
+    assert "checkpoints/4.damaged" in first and "skipped" not in second
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4.damaged"}
 
 
@@ -330,14 +328,14 @@ def truncated(content: bytes) -> bytes:
 @pytest.mark.claim("damage")
 @pytest.mark.parametrize("name", ["train.npy", "valid.npy", "tokenizer.json"])
 @pytest.mark.parametrize("damage", [zeroed, swapped, truncated])
-def test_a_damaged_file_of_the_cache_is_made_again_and_named(corpus, tmp_path, capsys, damage, name):
+def test_a_damaged_file_of_the_cache_is_rebuilt_and_named(corpus, tmp_path, capsys, damage, name):
     load(corpus, tmp_path / "cache")
     (file,) = (tmp_path / "cache").glob(f"*/{name}")
     content = file.read_bytes()
     file.write_bytes(damage(content))
     assert capsys.readouterr().out == ""
     load(corpus, tmp_path / "cache")
-    assert capsys.readouterr().out == f"{file} is damaged: it is not what was written, and is made again\n"
+    assert capsys.readouterr().out == f"{file} is damaged: it is not what was written, and is rebuilt\n"
     assert file.read_bytes() == content
     load(corpus, tmp_path / "cache")
     assert capsys.readouterr().out == ""
@@ -358,17 +356,17 @@ def test_a_cache_of_an_earlier_version_is_used_and_said_not_to_be_verified(corpu
         hash.unlink()
     load(corpus, tmp_path / "cache")
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 3 and all("of an earlier version, which wrote no hash: it is not verified" in s for s in said)
-    # What numpy cannot open is damaged all the same.
+    assert len(said) == 3 and all("from an earlier version, which wrote no hash: it is not verified" in s for s in said)
+    # What numpy cannot open is damaged too.
     (file,) = (tmp_path / "cache").glob("*/train.npy")
     content = file.read_bytes()
     file.write_bytes(truncated(content))
     load(corpus, tmp_path / "cache")
-    assert f"{file} is damaged: it is not what was written, and is made again" in capsys.readouterr().out
+    assert f"{file} is damaged: it is not what was written, and is rebuilt" in capsys.readouterr().out
     assert file.read_bytes() == content
 
 
-def test_a_damaged_file_that_cannot_be_made_again_is_a_sentence(corpus, tmp_path, monkeypatch):
+def test_a_damaged_file_that_cannot_be_rebuilt_is_a_message(corpus, tmp_path, monkeypatch):
     load(corpus, tmp_path / "cache")
     (file,) = (tmp_path / "cache").glob("*/train.npy")
     file.write_bytes(zeroed(file.read_bytes()))

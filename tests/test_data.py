@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from models.reading import ConfigError
 CORPUS = {"vocab_size": 400, "valid_fraction": 0.3}
 
 
-def documents(path="stdlib", text_field="text"):
+def documents(path: str = "stdlib", text_field: str = "text") -> Iterator[str]:
     return read_documents(files_of(path), text_field)
 
 
@@ -36,7 +37,7 @@ def texts() -> list[str]:
 
 @pytest.fixture
 def corpus(tmp_path: Path, texts: list[str]) -> str:
-    """A glob of one .txt file for each of `texts`."""
+    """Return a glob that matches one .txt file per text."""
     for number, text in enumerate(texts):
         (tmp_path / f"{number:02}.txt").write_bytes(text.encode())
     return f"{tmp_path}/*.txt"
@@ -54,7 +55,7 @@ def texts_of(dataset: data.Dataset, tokens: np.ndarray) -> list[str]:
 
 
 def assert_error(match: str, call, *args, kind: type[Exception] = ValueError, **kwargs) -> None:
-    """Asserts that the call raises the one sentence `match`, where `...` stands for anything."""
+    """Assert that the call raises exactly the message `match`, where `...` stands for anything."""
     with pytest.raises(kind) as caught:
         call(*args, **kwargs)
     pattern = re.escape(match).replace(re.escape("..."), ".*")
@@ -206,7 +207,7 @@ def test_every_document_comes_back_on_one_side(corpus, texts, tmp_path):
 
 
 def test_equal_documents_are_on_one_side(tmp_path):
-    # Were the split by position, 30 copies would be on both sides.
+    # If the split went by position, both sides would have 30 copies.
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"doc {n % 2}"}) for n in range(60)))
     for fraction in np.linspace(0.05, 0.95, 19):
         try:
@@ -230,7 +231,7 @@ def test_stdlib(tmp_path):
     assert Path(json.__file__).read_text() in texts
     assert dataset.vocab_size == 4096
     assert len(dataset.train) > 1_000_000
-    # The tokenizer must have learned something: bytes alone would give one token each.
+    # The tokenizer must have learned something: single bytes would be one token each.
     characters = sum(map(len, texts))
     assert len(dataset.train) + len(dataset.valid) < characters / 2.5
     entropy = data.unigram_entropy(dataset.train, dataset.valid, vocab_size=4096)
@@ -379,7 +380,7 @@ def test_failure_leaves_no_file(corpus, tmp_path):
     given = load(corpus, tmp_path / "other")
     given.tokenizer.save(f"{tmp_path}/given.json")
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 100 + "{}")
-    for tokenizer in (None, f"{tmp_path}/given.json"):  # fails while it trains, and while it writes tokens
+    for tokenizer in (None, f"{tmp_path}/given.json"):  # fails while training the tokenizer, and while writing tokens
         with pytest.raises(ValueError, match=r"a\.jsonl:101"):
             load(f"{tmp_path}/a.jsonl", tmp_path, tokenizer=tokenizer, vocab_size=given.vocab_size)
         assert files(tmp_path / "cache") == {}
@@ -391,7 +392,7 @@ def test_failure_leaves_no_file(corpus, tmp_path):
 def test_given_tokenizer(corpus, tmp_path, work):
     trained = load(corpus, tmp_path)
     bpe = tokenizers.Tokenizer.from_str(trained.tokenizer.to_str())
-    # As many published files do; neither may touch the tokens.
+    # As many published files do; neither may affect the tokens.
     bpe.enable_truncation(2000)
     bpe.enable_padding(length=1000)
     bpe.save(f"{tmp_path}/given.json")
@@ -460,7 +461,7 @@ def test_files_that_cannot_be_opened(corpus, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(data, "files_of", lambda path: [tmp_path / "gone.txt"])
     gone = f"data.path = '{tmp_path}/gone.txt': ...No such file...; must be a file that can be read"
-    assert_error(gone, load, corpus, tmp_path)  # while it is hashed
+    assert_error(gone, load, corpus, tmp_path)  # while it is being hashed
     assert_error(gone, list, read_documents([tmp_path / "gone.txt"], "text"))
 
 
@@ -623,7 +624,7 @@ def test_resume_on_any_number_of_processes():
     parts = []
     for process in range(2):
         resumed = data.batches(TOKENS, process_index=process, process_count=2, **settings)
-        next(resumed)  # what was read ahead must be thrown away
+        next(resumed)  # what was prefetched must be discarded
         resumed.set_state(state)
         parts.append(take(resumed, 9))
         assert resumed.get_state() == {"next_index": 13}
@@ -659,12 +660,12 @@ def test_unigram_entropy_by_hand():
     by_hand = -(math.log(1 / 7) + math.log(2 / 7)) / 2
     assert data.unigram_entropy(train, valid, vocab_size=3) == pytest.approx(by_hand, rel=1e-12)
     on_train = -(3 * math.log(4 / 7) + math.log(2 / 7)) / 4
-    assert data.unigram_entropy(train, vocab_size=3) == pytest.approx(on_train, rel=1e-12)
+    assert data.unigram_entropy(train, train, vocab_size=3) == pytest.approx(on_train, rel=1e-12)
 
 
 def test_unigram_entropy_counts_in_pieces():
     tokens = np.zeros(2**24 + 2, np.uint16)
-    tokens[-2:] = 1  # behind the first 2**24
+    tokens[-2:] = 1  # past the first 2**24
     count = len(tokens)
     by_hand = -((count - 2) * math.log((count - 1) / (count + 2)) + 2 * math.log(3 / (count + 2))) / count
-    assert data.unigram_entropy(tokens, vocab_size=2) == pytest.approx(by_hand, rel=1e-9)
+    assert data.unigram_entropy(tokens, tokens, vocab_size=2) == pytest.approx(by_hand, rel=1e-9)

@@ -1,9 +1,13 @@
-"""The documentation: its code runs and prints what the pages show, links lead somewhere, numbers are their files."""
+"""The documentation: its code runs and prints what the pages show, links lead somewhere, tables match their files."""
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 
+import jax
 import pytest
 from pages import ROOT, result
 
@@ -14,7 +18,8 @@ CODE = re.compile(r"^```(python|text|)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def printed_by(page):
-    """Yield what each Python block prints, run in order in one namespace, and what the page shows behind it."""
+    """Yield what each Python block prints, run in order in one namespace, and the output that the page shows after
+    it."""
     made = {}
     blocks = CODE.findall(page)
     for (language, code), (after, shown) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
@@ -32,10 +37,54 @@ def test_the_code_of_a_page_prints_what_the_page_shows(name, blocks):
     assert len(found) >= blocks
 
 
+UPSTREAM = (ROOT / "docs/upstream.md").read_text()
+ENTRIES = re.split(r"^### ", UPSTREAM, flags=re.MULTILINE)[1:]
+SEEN = ("0.11.2", "0.12.")  # versions of jax with which the programs on docs/upstream.md ran
+REPRODUCTION = re.compile(
+    r"<!-- reproduction -->\n\n```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
+REPRODUCTIONS = [
+    pytest.param(*found, id=entry.partition("\n")[0]) for entry in ENTRIES for found in REPRODUCTION.findall(entry)
+]
+
+
+def anchor(heading):
+    return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not jax.__version__.startswith(SEEN), reason="the page was not written for this jax")
+@pytest.mark.parametrize("program, shown", REPRODUCTIONS)
+def test_upstream_has_the_fault(program, shown):
+    """Each program runs in a process of its own, because jaxoffload replaces rules of JAX in ours."""
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout == shown, done.stderr
+
+
+def test_every_python_block_of_upstream_is_a_reproduction():
+    """Programs for a GPU are in blocks of `py`, which no test runs."""
+    marked = UPSTREAM.count("<!-- reproduction -->")
+    assert UPSTREAM.count("\n```python\n") == marked == len(REPRODUCTIONS) >= 12
+
+
+def test_every_fault_names_versions_report_and_workaround_and_its_files_exist():
+    """And the places that refer to one find it."""
+    for entry in ENTRIES:
+        if not entry.startswith("Streams and slices"):  # a list of several
+            assert re.findall(r"^- ([^:]+):", entry, re.MULTILINE) == ["Seen with", "Upstream", "Here"], entry
+    for path in re.findall(r"`((?:jaxoffload|models|tests)/[\w/]+\.py)`", UPSTREAM):
+        assert (ROOT / path).exists(), path
+    anchors = {anchor(entry.partition("\n")[0]) for entry in ENTRIES}
+    sources = [path for folder in ("jaxoffload", "models", "tests") for path in ROOT.glob(f"{folder}/**/*.py")]
+    named = {anchor for path in sources for anchor in re.findall(r"upstream\.md#([\w-]+)", path.read_text())}
+    assert named and named <= anchors
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_headings_that_a_page_links_to_exist(page):
-    anchor = lambda heading: re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if target.startswith("https://"):
             continue
         path, _, fragment = target.partition("#")
@@ -49,7 +98,7 @@ def test_files_and_headings_that_a_page_links_to_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_line_begins_with_a_mark(page):
-    """There it would end the paragraph, in Markdown's eyes."""
+    """In Markdown, a mark at the start of a line ends the paragraph."""
     assert not re.findall(r"^\s*<!--.*", page.read_text(), re.MULTILINE)
 
 
@@ -82,7 +131,7 @@ def tables(page):
 
 
 def test_tables_of_step_times_are_their_files():
-    """A row whose name is in code is a mode of the file above, or a line of it."""
+    """A row whose name is code is a mode, or a line, of the file above."""
     form = {"step": ("step_ms", "{:.0f} ms"), "temporary device memory": ("temp_gib", "{:.1f} GiB")}
     compared = 0
     for (name, *_), head, rows in tables((ROOT / "docs/performance.md").read_text()):
@@ -101,7 +150,7 @@ def test_tables_of_step_times_are_their_files():
     assert compared == 27
 
 
-def test_the_readmes_table_is_a_part_of_the_whole():
+def test_the_readmes_table_is_a_subset_of_the_whole():
     whole = table(result("dense"))
     rows = [row for row in (ROOT / "README.md").read_text().splitlines() if " ms |" in row]
     assert len(rows) == 4 and all(row in whole for row in rows)

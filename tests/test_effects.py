@@ -1,6 +1,6 @@
-"""What is not only arithmetic: callbacks, references, checks, exported programs, `jax_debug_nans`, `disable_jit`.
+"""What is more than arithmetic: callbacks, `jax.new_ref`, checkify, exported programs, `jax_debug_nans`, `disable_jit`.
 
-The reference is `lax.scan` of `jax.checkpoint`, which all of these work with.
+The reference is `lax.scan` of `jax.checkpoint`, which supports all of these.
 """
 
 import importlib.util
@@ -89,7 +89,7 @@ def masked(read):
 
 @EACH
 @pytest.mark.parametrize("read", [by_callback, by_rule])
-def test_an_input_that_nobody_differentiates_needs_no_derivative(ours, read):
+def test_an_input_that_is_not_differentiated_needs_no_derivative(ours, read):
     body = masked(read)
     f = ours(body)
     assert kept_bytes(f, X, W)[1] == (N + (ours is by_scan)) * ONE
@@ -110,7 +110,7 @@ def test_nor_does_one_that_a_foreign_function_reads(ours):
 @EACH
 @pytest.mark.parametrize("read", [by_callback, by_rule, by_ffi])
 def test_one_that_is_differentiated_fails_as_it_does_in_jax(ours, read):
-    """In the words of what has no derivative."""
+    """The error is the one that the input without a derivative raises in JAX."""
     body = lambda x, w: (jnp.where(read(x), layer(x, w)[0], x), None)
     said = []
     for f in (by_jax(body), ours(body)):
@@ -141,8 +141,8 @@ named_in_its_rule.defvjp(lambda x: (jnp.sin(x), tag(jnp.cos(x), "inside")), lamb
 
 
 def test_names_of_rules_are_known_beside_what_has_no_derivative():
-    """In the first step of `lax.scan`'s JVP the carry is not perturbed, so neither is what the rule takes; a pattern
-    for the rule's name is no misspelling."""
+    """In the first step of `lax.scan`'s JVP the carry is not perturbed, so neither is the rule's input. A pattern for
+    the rule's name is still not a misspelling."""
     once = checkpoint(
         lambda x, w: jnp.where(by_callback(MASK), named_in_its_rule(x), x @ w), policy=policy({"inside": "offload"})
     )
@@ -164,7 +164,7 @@ def counted(body, counter):
 
 
 def with_counter(through, derivative):
-    """`through` makes a function of a body. The results, and how often the body ran."""
+    """`through` turns a body into a function. Return its results, and how often the body ran."""
 
     def f(x, w):
         counter = jax.new_ref(0)
@@ -195,7 +195,7 @@ def test_a_reference_made_outside_of_jit(ours):
 
 @EACH
 def test_beside_a_reference_the_policy_holds(ours):
-    """JAX's own checkpoint asks it: what it offloads is on the host, and a misspelt name is an error."""
+    """JAX's own checkpoint asks the policy: what it offloads is on the host, and a misspelt name is an error."""
     counter = jax.new_ref(0)
     body = counted(layer, counter)
     jaxpr = gradient_jaxpr(ours(body), X, W)
@@ -219,7 +219,7 @@ def test_a_reference_of_the_bodys_own(ours):
         return jnp.sin(tag(own[...], "u")), None
 
     assert_same_bits(run(ours(body), X, W), run(by_jax(body), X, W))
-    for f in (by_jax(body), ours(body)):  # in its words
+    for f in (by_jax(body), ours(body)):  # in JAX's words
         with pytest.raises(NotImplementedError, match="Mutating a reference with unknown/differentiated values"):
             gradient_jaxpr(f, X, W)
 
@@ -238,7 +238,7 @@ def logarithm(x, w):
 
 
 def found(f, *args):
-    """What `checkify` finds, and the results."""
+    """Return what `checkify` finds, and the results."""
     error, out = jax.jit(checkify.checkify(f, errors=checkify.all_checks))(*args)
     return (error.get() or "").partition(" (")[0], out
 
@@ -250,7 +250,7 @@ def with_gradient(f):
 @EACH
 @pytest.mark.parametrize("derivative", [False, True])
 def test_checks_in_the_body_are_made(ours, derivative):
-    """A differentiated `jax.checkpoint` makes none, and so does `checkpoint`; `lax.scan` does."""
+    """When differentiated, `jax.checkpoint` drops them, and so does `checkpoint`; `lax.scan` keeps them."""
     how = with_gradient if derivative else lambda f: f
     dropped = derivative and ours is by_checkpoint
     for x in (X, 1e4 * jnp.abs(X)):
@@ -284,7 +284,7 @@ def test_a_function_that_is_checked_first_is_differentiated_under_its_policy(our
 
 
 @EACH
-def test_a_check_that_nobody_takes_out_is_told_in_jaxs_words(ours):
+def test_a_check_that_is_not_functionalized_raises_jaxs_error(ours):
     with pytest.raises(ValueError, match=r"checkify\.check which was not functionalized"):
         jax.jit(ours(checked))(X, W)
 
@@ -308,14 +308,14 @@ def test_a_step_is_exported(ours, written):
 
 
 def in_log(*args):
-    """The primitive in whose result `jax_debug_nans` finds a NaN."""
+    """Return the primitive in whose result `jax_debug_nans` finds a NaN."""
     with jax.debug_nans(True), pytest.raises(FloatingPointError) as error:
         args[0](*args[1:])
     return str(error.value)
 
 
 def test_debug_nans_finds_in_a_scan_what_it_finds_in_laxs():
-    """Also where nothing is computed of the results."""
+    """Even if nothing uses the results."""
     for how in (lambda f: f, jax.jit, gradient, lambda f: jax.jit(gradient(f)), lambda f: lambda *a: jax.vjp(f, *a)[0]):
         for f in (by_jax(logarithm), by_scan(logarithm)):
             assert "(nan) encountered in scan" in in_log(how(f), -9 * X, W)
@@ -327,7 +327,7 @@ def test_debug_nans_finds_nothing_where_nothing_is(ours):
         for f in (gradient(ours(layer), (0, 1)), jax.jit(gradient(ours(layer), (0, 1)))):
             got = jax.tree.leaves(f(X, W))
         jaxpr = gradient_jaxpr(ours(layer), X, W)
-    # An empty row on a GPU holds what was there; JAX looks at it too.
+    # On a GPU an empty row holds uninitialised memory, and JAX checks it too.
     assert count(jaxpr, "empty") == 0 and (ours is not by_scan or count(gradient_jaxpr(ours(layer), X, W), "empty"))
     for a, b in zip(got, jax.tree.leaves(gradient(by_jax(layer), (0, 1))(X, W)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

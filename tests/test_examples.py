@@ -2,11 +2,11 @@
 
 import re
 import runpy
-from pathlib import Path
 
 import pytest
+from common import ROOT
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def test_there_is_one_for_plain_jax_and_one_for_each_of_flaxs_interfaces():

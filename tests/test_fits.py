@@ -1,4 +1,4 @@
-"""machine() and what is predicted with it: costs by hand, whether copies fit, and what is kept of a measurement."""
+"""machine() and its predictions: costs by hand, whether copies fit, and how a measurement is stored."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from jaxoffload.proof._predict.machine import Bus, attention_flops
 
 pytestmark = pytest.mark.claim("fits")
 
-# Round numbers: a bfloat16 product of 10**9 FLOPs takes 1 ms, 10**6 bytes of memory 1 ms, of the bus 10 ms.
+# Round numbers: a bfloat16 matmul of 10**9 FLOPs takes 1 ms; 10**6 bytes take 1 ms in memory, and 10 ms on the bus.
 MACHINE = Machine("a GPU", 2, "0", Bus(0.1, 0.05, 0.04), Bus(0.025, 0.05, 0.02), 1.0, (0.5, 0.25), 1.0)
 MS_A_BYTE = 1e-6
 
@@ -38,7 +38,7 @@ def moved(*elements, size=2):
     return pytest.approx(MS_A_BYTE * size * sum(elements))
 
 
-def test_products_take_their_flops_or_their_bytes():
+def test_matmuls_take_their_flops_or_their_bytes():
     big, wide = (1000, 1000), (1000, 10)
     assert ms(jnp.dot, big, big) == pytest.approx(6.0)  # 2 ms of FLOPs, and 6 of bytes
     assert ms(lambda x, w: x @ w, (10_000, 1000), big) == pytest.approx(2 * (10_000_000 * 2 + 1_000_000) / 1e6)
@@ -58,7 +58,7 @@ def test_what_is_fused_is_read_once_and_written_once():
     assert ms(lambda x: x.reshape(10, 100).T, n) == 0  # nothing is moved for it
     assert ms(lambda x: tag(jnp.sin(x), "a"), n) == moved(1000, 1000)
     assert ms(lambda x: lax.dynamic_slice(x, (3,), (10,)) + 1, n) == moved(10, 10)
-    # Between two products it is written for the second; the first wrote its own result.
+    # Between two matmuls it is written for the second; the first wrote its own result.
     square = (100, 100)
     both = lambda x: jnp.sin(x @ x) @ x
     assert ms(both, square) == moved(3 * 10_000, 2 * 10_000, 3 * 10_000)
@@ -82,9 +82,9 @@ def test_kernels_of_which_nothing_is_known_are_named():
     assert not cost(jax.make_jaxpr(jnp.sort)(jnp.ones(100)), MACHINE).unknown
 
 
-def test_grouped_products_and_attention_by_their_shapes():
-    product = lambda x, w: jax.ffi.ffi_call("grouped", jax.ShapeDtypeStruct((10, 7), jnp.bfloat16))(x, w)
-    jaxpr = jax.make_jaxpr(product)(jnp.ones((10, 5), jnp.bfloat16), jnp.ones((3, 5, 7), jnp.bfloat16))
+def test_grouped_gemms_and_attention_by_their_shapes():
+    matmul = lambda x, w: jax.ffi.ffi_call("grouped", jax.ShapeDtypeStruct((10, 7), jnp.bfloat16))(x, w)
+    jaxpr = jax.make_jaxpr(matmul)(jnp.ones((10, 5), jnp.bfloat16), jnp.ones((3, 5, 7), jnp.bfloat16))
     fast = dataclasses.replace(MACHINE, hbm_gb_s=1e9)
     found = cost(jaxpr, fast)
     assert not found.unknown and found.seconds == pytest.approx(2 * 10 * 5 * 7 / 1e12, rel=1e-3)
@@ -112,7 +112,7 @@ def test_whether_copies_fit_by_hand():
     size = 100 * 30 * 4
     assert [(c.residual, c.bytes) for c in loop.copies] == [("a", size), ("b", size)]
     assert loop.copies[0].d2h_ms == pytest.approx(size / 1e5) and loop.copies[0].h2d_ms == pytest.approx(size / 5e4)
-    # Forward: x and w, the product's result; that is read and a written; b written; b, w and the result.
+    # Forward: x and w, the matmul's result; that is read and a written; b written; b, w and the result.
     reads = [2000 + 600 + 3000, 3000 + 3000 + 3000, 3000 + 600 + 2000]
     assert loop.forward_ms == moved(*reads, size=4)
     assert (loop.layers, loop.moved) == (5, 4) and loop.backward_ms > loop.forward_ms
@@ -121,7 +121,7 @@ def test_whether_copies_fit_by_hand():
     longer = both.d2h_ms - loop.forward_ms + both.h2d_ms - loop.backward_ms
     assert loop.exposed_ms(both) == pytest.approx(5 * longer) and not loop.fits(both)
     assert fits(loss, *ARGS, machine=MACHINE).exposed_ms == pytest.approx(5 * longer, abs=1e-3)
-    # A residual alone: 1 % of what the layer computes may be exposed.
+    # A single residual: at most 1 % of the layer's computing time may be exposed.
     computing = loop.forward_ms + loop.backward_ms
     for longer, fit in ((0.009, True), (0.011, False)):
         assert loop.fits(LayerCopy("a", 1, loop.forward_ms + longer * computing, 0)) == fit
@@ -139,7 +139,7 @@ def test_devices_share_what_moves_and_the_bus():
     mesh = auto(2)
     spread = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P())) for a in ARGS)
     (one,), (two,) = (fits(loss, *args, machine=MACHINE).loops for args in (ARGS, spread))
-    assert two.copies[0].bytes * 2 == one.copies[0].bytes  # whatever the shardings: what is inside is XLA's to divide
+    assert two.copies[0].bytes * 2 == one.copies[0].bytes  # whatever the shardings: XLA divides what is inside
     assert two.copies[0].d2h_ms == pytest.approx(2 * one.copies[0].d2h_ms)  # half of it, at a quarter of the rate
     assert two.forward_ms == pytest.approx(one.forward_ms / 2)
 
@@ -169,7 +169,7 @@ def test_a_scan_inside_of_shard_map_has_a_devices_own_sizes():
     )
     (loop,) = fits(lambda x, w: jnp.sum(mapped(x, w)), x, w, machine=MACHINE).loops
     assert loop.copies[0].bytes == 50 * 30 * 4
-    # Where the arguments do not say their devices.
+    # Arguments that do not say their devices.
     (loop,) = fits(lambda x, w: jnp.sum(mapped(x, w)), *ARGS, machine=MACHINE).loops
     assert loop.copies[0].bytes == 50 * 30 * 4
 

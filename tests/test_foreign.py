@@ -1,4 +1,4 @@
-"""A model that is not ours: a plain JAX transformer, its layers under `lax.scan`, with JAX's `checkpoint_name`s."""
+"""A model without this library's API: a plain JAX transformer, its layers under `lax.scan`, with `checkpoint_name`."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def block(x, w):
 
 
 def loss_with(layers):
-    """`layers`: the stack, of x and the layers' weights."""
+    """Return the loss; `layers(x, weights)` runs the stack."""
 
     def loss(params, tokens):
         x = layers(params["embedding"][tokens[:, :-1]], params["layers"])
@@ -69,7 +69,7 @@ def arguments(batch=BATCH, seq=SEQ, dtype=jnp.float32):
 
 
 def made():
-    """As `python -m jaxoffload report test_foreign:made` takes it."""
+    """Return what `python -m jaxoffload report test_foreign:made` expects."""
     return loss_with(by_us), arguments()
 
 

@@ -1,4 +1,4 @@
-"""A full disk, memory that is used up, and paths that name no file: one line, a status of its own, and nothing lost."""
+"""A full disk, exhausted memory and paths that name no file: one line, an exit status of its own, and nothing lost."""
 
 import contextlib
 import gc
@@ -12,22 +12,19 @@ from pathlib import Path
 
 import jax
 import pytest
-from common import PATIENCE, finish
-from test_train import ROOT, command, config, losses, spawn  # noqa: F401
+from common import CONSTANT, PATIENCE, ROOT, SHORT, finish
+from test_train import command, config, losses, spawn  # noqa: F401
 
 from models import checkpoints, metrics, train
 from models.config import Config, parse
-from models.failures import told
+from models.failures import machine_failure
 from models.files import Unwritable, append, atomic
 from models.step import State
-
-SMALL = ("mesh.data=8", "model.layers=1", "train.checkpoint_every=2", "train.eval_every=100", "train.warmup_steps=0")
-CONSTANT = (*SMALL, "train.final_learning_rate_fraction=1", "train.learning_rate=1e-3")
 
 
 @contextlib.contextmanager
 def files_of_at_most(count: int):
-    """A disk that is full, to a process: a write that makes a file longer than these bytes fails."""
+    """Simulate a full disk for a process: a write beyond this file size fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
     try:
@@ -41,15 +38,16 @@ def files_of_at_most(count: int):
 
 @pytest.fixture(scope="module")
 def run(config, tmp_path_factory) -> Path:  # noqa: F811
-    """The folder of a run of four steps, which has checkpoints at 2 and 4."""
+    """The folder of a run of four steps, with checkpoints at 2 and 4."""
     folder = tmp_path_factory.mktemp("run") / "out"
     assert train.main([str(config), *CONSTANT, "train.steps=4", f"train.out={folder}"]) == 0
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.claim("full-disk")
 def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on_later(run, config, tmp_path):  # noqa: F811
-    """In a process of its own, whose whole output counts: of orbax's threads, too, and when Python ends."""
+    """In a separate process, whose whole output counts, including that of orbax's threads and of Python's exit."""
     out = shutil.copytree(run, tmp_path / "out")
     before = {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()}
     longer = [*CONSTANT, "train.steps=8"]
@@ -58,7 +56,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on_later(run, 
     assert said.splitlines()[-1].startswith(f"stopped: {out}/checkpoints/6.orbax-checkpoint-tmp/")
     assert said.endswith(
         " cannot be written (File too large); free some space there, or raise the quota or limit; "
-        "the same command goes on from step 4\n"
+        "the same command continues from step 4\n"
     )
     assert "Traceback" not in said and "Error" not in said and "absl" not in said
     assert {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()} == before
@@ -81,10 +79,10 @@ def test_a_curve_that_cannot_be_written_ends_the_run_in_one_line(config, tmp_pat
     out = tmp_path / "out"
     assert train.main([str(config), *CONSTANT, "train.steps=2", f"train.out={out}"]) == 3
     (line,) = capsys.readouterr().err.splitlines()
-    # The checkpoint that is being written meanwhile becomes whole.
+    # The checkpoint that is being written meanwhile is completed.
     assert line == (
         f"stopped: {out}/loss.png cannot be written (No space left on device); free some space there, "
-        "or raise the quota or limit; the same command goes on from step 2"
+        "or raise the quota or limit; the same command continues from step 2"
     )
     assert not [path for path in out.rglob("*") if "tmp" in path.name]
 
@@ -94,13 +92,15 @@ def test_metrics_that_cannot_be_written_are_named(tmp_path):
     journal.path.symlink_to("/dev/full")
     with pytest.raises(Unwritable) as caught:
         journal.write({"step": 1, "valid_loss": 1.0})
-    assert told(caught.value, tmp_path).line.startswith(f"stopped: {journal.path} cannot be written (No space left on")
+    assert machine_failure(caught.value, tmp_path).line.startswith(
+        f"stopped: {journal.path} cannot be written (No space left on"
+    )
 
 
 def test_a_cache_of_tokens_that_cannot_be_written_is_one_line(config, tmp_path, capsys):  # noqa: F811
     cache = tmp_path / "cache"
     with files_of_at_most(100):
-        assert train.main([str(config), *SMALL, f"train.out={tmp_path}/out", f"data.cache_dir={cache}"]) == 3
+        assert train.main([str(config), *SHORT, f"train.out={tmp_path}/out", f"data.cache_dir={cache}"]) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"stopped: {cache}/") and " cannot be written (File too large); free some space" in line
     assert not [path for path in cache.rglob("*") if path.is_file()]
@@ -113,7 +113,7 @@ def save(manager, step: int, params) -> None:
 def test_a_save_that_failed_is_known_before_the_next_one_in_one_error(tmp_path, monkeypatch, capfd):
     printed, known = [], False
     monkeypatch.setattr(sys, "unraisablehook", lambda what: printed.append(str(what.exc_value)))
-    noise = [jax.random.normal(jax.random.key(i), (2**14,)) for i in range(40)]  # which no compression makes small
+    noise = [jax.random.normal(jax.random.key(i), (2**14,)) for i in range(40)]  # which compression cannot shrink
     with pytest.raises(ValueError) as caught, checkpoints.open_manager(tmp_path) as manager:
         with files_of_at_most(2**14):
             save(manager, 2, noise)
@@ -124,14 +124,14 @@ def test_a_save_that_failed_is_known_before_the_next_one_in_one_error(tmp_path, 
         except ValueError:
             known = True
             raise
-    assert known and told(caught.value, tmp_path).status == 3
+    assert known and machine_failure(caught.value, tmp_path).status == 3
     assert [*(tmp_path / "checkpoints").iterdir()] == []
     gc.collect()
     assert not printed and capfd.readouterr().err == ""
 
 
 def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, monkeypatch):
-    """Of several errors orbax raises the first at once, and its other threads go on."""
+    """orbax raises the first of several errors at once, while its other threads continue."""
     write_sums = checkpoints.write_sums
 
     def slow(*args, **kwargs):
@@ -146,7 +146,7 @@ def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, mo
         save(manager, 2, jax.numpy.ones(9))
         monkeypatch.setattr(manager, "wait_until_finished", failing)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
-    assert checkpoints.verified(tmp_path, "error").step == 2
+    assert checkpoints.latest_verified(tmp_path, "error").step == 2
 
 
 # ---- out of memory ----
@@ -154,9 +154,9 @@ def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, mo
 
 @pytest.mark.claim("full-disk")
 def test_out_of_memory_is_one_line(run, config, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """As jaxlib says it, here of an array that no machine holds."""
+    """With jaxlib's message, for an array larger than any machine's memory."""
     monkeypatch.setattr(train, "compile_step", lambda made: jax.numpy.zeros(2**55, jax.numpy.int8).block_until_ready())
-    for folder, again in (run, "the same command goes on from step 4"), (tmp_path / "out", "nothing is saved yet"):
+    for folder, again in (run, "the same command continues from step 4"), (tmp_path / "out", "nothing is saved yet"):
         assert train.main([str(config), *CONSTANT, "train.steps=8", f"train.out={folder}"]) == 4
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("stopped: out of memory (RESOURCE_EXHAUSTED: ")
@@ -164,10 +164,10 @@ def test_out_of_memory_is_one_line(run, config, tmp_path, monkeypatch, capsys): 
 
 
 def test_what_is_told_and_what_is_not(tmp_path):
-    """Another error keeps its traceback."""
-    assert told(ValueError("RESOURCE_EXHAUSTED"), None) is None
-    assert told(FileNotFoundError(2, "No such file or directory", "/elsewhere"), tmp_path) is None
-    assert told(MemoryError(), None).status == 4
+    """Any other error keeps its traceback."""
+    assert machine_failure(ValueError("RESOURCE_EXHAUSTED"), None) is None
+    assert machine_failure(FileNotFoundError(2, "No such file or directory", "/elsewhere"), tmp_path) is None
+    assert machine_failure(MemoryError(), None).status == 4
     of_tensorstore = (
         "RESOURCE_EXHAUSTED: Failed writing: \"/x/y\": Failed to write 9 bytes: No space [os_error_code='28']"
     )
@@ -175,9 +175,11 @@ def test_what_is_told_and_what_is_not(tmp_path):
     try:
         raise RuntimeError("closing") from group
     except RuntimeError as error:
-        assert told(error, None).line.startswith("stopped: /x/y cannot be written (No space left on device); free ")
+        assert machine_failure(error, None).line.startswith(
+            "stopped: /x/y cannot be written (No space left on device); free "
+        )
     gone = OSError(30, "Read-only file system", f"{tmp_path}/checkpoints/8")
-    assert told(gone, tmp_path) == (
+    assert machine_failure(gone, tmp_path) == (
         3,
         f"stopped: {tmp_path}/checkpoints/8 cannot be written (Read-only file system); nothing is saved yet",
     )
@@ -224,7 +226,7 @@ def test_a_file_for_a_folder_and_a_folder_for_a_file_are_one_line(  # before any
     out = tmp_path / "out"
     out.mkdir()
     (out / name).write_text("") if name == "checkpoints" else (out / name).mkdir()
-    assert train.main([str(config), *SMALL, f"train.out={out}"]) == 2
+    assert train.main([str(config), *SHORT, f"train.out={out}"]) == 2
     _, line = capsys.readouterr().err.splitlines()
     assert line.startswith(f"train.out = '{out}': ") and said in line
 
@@ -279,7 +281,7 @@ def test_a_terminal_that_lacks_letters_gets_escapes(config):  # noqa: F811
 @pytest.mark.parametrize("arguments", [[], ["--report"]])
 def test_without_jit_nothing_is_trained(config, tmp_path, capsys, arguments):  # noqa: F811
     with jax.disable_jit():
-        assert train.main([str(config), *SMALL, f"train.out={tmp_path}/out", *arguments]) == 2
+        assert train.main([str(config), *SHORT, f"train.out={tmp_path}/out", *arguments]) == 2
     _, line = capsys.readouterr().err.splitlines()
     assert line == "JAX_DISABLE_JIT = True: only compiled programs offload residuals; must be unset"
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Grouped tensors and grouped GEMMs: each backend against a float64 loop over groups, each leaf steered by itself."""
+"""Grouped tensors and grouped GEMMs: each backend against a float64 loop over groups, and a decision for each leaf."""
 
 import copy
 import dataclasses
@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,9 @@ import numpy as np
 import pytest
 import te_stand_in
 from common import (
+    ROOT,
     assert_same_bits,
+    auto_mesh,
     count,
     gradient,
     gradient_jaxpr,
@@ -36,7 +37,6 @@ from jaxoffload import GroupedTensor, Policy, chain, checkpoint, grouped_matmul,
 from jaxoffload.grouped import _backend, chosen_backend, te
 from jaxoffload.grouped._ragged_fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns
 
-ROOT = Path(__file__).parent.parent
 FLOAT, FP8 = jnp.float32, "float8_e4m3fn"
 SIZES = np.array([3, 0, 7, 4], np.int32)
 
@@ -48,7 +48,7 @@ def stand_in(monkeypatch):
 
 @pytest.fixture
 def backend(request):
-    """A backend's name; skips where the real TransformerEngine is wanted and missing."""
+    """A backend's name; skips if the test needs the real TransformerEngine and it is missing."""
     if request.param.startswith("te stand-in"):
         request.getfixturevalue("stand_in")(v2=request.param.endswith("V2"))
         return "te"
@@ -73,7 +73,7 @@ quantized = jax.jit(RAGGED_FP8.quantize, static_argnums=2)
 
 
 def loop(x, w, sizes, dy):
-    """y, dx, dw in float64, group by group; the other rows are zero."""
+    """Return y, dx and dw in float64, computed group by group; the other rows are zero."""
     x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
     y, dx, dw, start = np.zeros((len(x), w.shape[2])), np.zeros_like(x), np.zeros_like(w), 0
     for g, size in enumerate(np.asarray(sizes)):
@@ -83,14 +83,14 @@ def loop(x, w, sizes, dy):
 
 
 @jax.jit(static_argnames=("backend", "quantize", "full"))
-def products(x, w, sizes, dy, backend, quantize=None, full=False):
+def grouped_vjp(x, w, sizes, dy, backend, quantize=None, full=False):
     f = lambda x, w: grouped_matmul(x, w, sizes, backend=backend, quantize=quantize, full=full)
     y, pull = jax.vjp(f, x, w)
     return y, *pull(dy)
 
 
 def operands(M, K, N, G, dtype, sizes):
-    """Rows past all groups are large: they must have no influence."""
+    """Return operands whose rows past all groups are large, so that any influence shows."""
     x, w, dy = normal(0, (M, K)), normal(1, (G, K, N)), normal(2, (M, N))
     past = jnp.arange(M)[:, None] >= sum(sizes)
     x, dy = (jnp.where(past, 1e3, a) for a in (x, dy))
@@ -98,7 +98,7 @@ def operands(M, K, N, G, dtype, sizes):
 
 
 def errors(got, want):
-    """In the Frobenius norm, of y, dx, dw."""
+    """Return the relative errors of y, dx and dw in the Frobenius norm."""
     gaps = (np.asarray(a, np.float64) - b for a, b in zip(got, want, strict=True))
     return np.array([np.linalg.norm(gap) / max(np.linalg.norm(b), 1e-9) for gap, b in zip(gaps, want, strict=True)])
 
@@ -119,33 +119,33 @@ CASES = {
 @PLAIN
 @pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)], ids=["f32", "bf16"])
 @pytest.mark.parametrize("shape", [(192, 64), (20, 12)], ids=str)
-def test_products_equal_a_loop_over_groups(backend, dtype, bound, shape):
+def test_grouped_gemms_equal_a_loop_over_groups(backend, dtype, bound, shape):
     if backend == "mosaic" and (dtype, shape) != (jnp.bfloat16, (192, 64)):
         pytest.skip("it refuses float32 and 20 columns; tested below")
     if backend == "te" and (dtype, shape) == (jnp.bfloat16, (20, 12)) and te.sizes_stay(dtype):
-        shape = (24, 40)  # V2 refuses others; tested below
+        shape = (24, 40)  # V2 refuses others; another test covers that
     if jax.default_backend() == "gpu" and dtype == jnp.float32:
         bound = 2e-3  # TF32
     for name, sizes in CASES.items():
         args = operands(192, *shape, len(sizes), dtype, sizes)
-        got, want = products(*args, backend), loop(*args)
+        got, want = grouped_vjp(*args, backend), loop(*args)
         assert [a.dtype for a in got] == [dtype] * 3
         assert (errors(got, want) < bound).all(), (name, errors(got, want))
         y, dx, dw = map(np.asarray, got)
         assert not y[sum(sizes) :].any() and not dx[sum(sizes) :].any(), name
         assert not dw[np.array(sizes) == 0].any(), name
         if sum(sizes) == 192:
-            assert (errors(products(*args, backend, full=True), want) < bound).all(), name
+            assert (errors(grouped_vjp(*args, backend, full=True), want) < bound).all(), name
             masked, full = run_each(
-                [functools.partial(products, backend=backend, full=f) for f in (False, True)], *args
+                [functools.partial(grouped_vjp, backend=backend, full=f) for f in (False, True)], *args
             )
             assert all(np.array_equal(a, b) for a, b in zip(masked, full, strict=True)), name
 
 
 def test_full_masks_nothing():
     args = operands(192, 64, 128, 4, FLOAT, CASES["uneven"])
-    selects = lambda full: count(jax.make_jaxpr(lambda *a: products(*a, "ragged", full=full))(*args), "select_n")
-    assert selects(False) - selects(True) == 2  # y's and dx's rows
+    selects = lambda full: count(jax.make_jaxpr(lambda *a: grouped_vjp(*a, "ragged", full=full))(*args), "select_n")
+    assert selects(False) - selects(True) == 2  # the rows of y and dx
     with pytest.raises(ValueError, match=r"full: True, but group_sizes: \[16, 0, 96, 32\] sum to 144 of 192 rows"):
         grouped_matmul(*args[:2], jnp.asarray(CASES["fewer"], jnp.int32), backend="ragged", full=True)
 
@@ -161,8 +161,8 @@ def test_ragged_ignores_even_what_is_not_finite_past_all_groups():
     x, w, sizes, dy = operands(14, 5, 6, 4, FLOAT, SIZES - [0, 0, 2, 0])
     past = jnp.arange(14)[:, None] >= sizes.sum()
     for quantize in (None, "fp8"):
-        clean = products(x, w, sizes, dy, "ragged", quantize)
-        spoiled = products(jnp.where(past, jnp.nan, x), w, sizes, jnp.where(past, jnp.inf, dy), "ragged", quantize)
+        clean = grouped_vjp(x, w, sizes, dy, "ragged", quantize)
+        spoiled = grouped_vjp(jnp.where(past, jnp.nan, x), w, sizes, jnp.where(past, jnp.inf, dy), "ragged", quantize)
         assert_same_bits([*map(np.asarray, spoiled)], [*map(np.asarray, clean)])
 
 
@@ -171,10 +171,10 @@ def test_ragged_ignores_even_what_is_not_finite_past_all_groups():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_fp8_is_as_close_as_its_docstring_says(backend, dtype):
     for name, sizes in CASES.items():
-        if backend == "te" and name == "odd":  # no multiples of 16
+        if backend == "te" and name == "odd":  # not multiples of 16
             continue
         args = operands(192, 64, 128, len(sizes), dtype, sizes)
-        got, want = products(*args, backend, "fp8"), loop(*args)
+        got, want = grouped_vjp(*args, backend, "fp8"), loop(*args)
         assert [a.dtype for a in got] == [dtype] * 3
         assert (errors(got, want) <= [0.04, 0.07, 0.07]).all(), (name, errors(got, want))
         y, dx, dw = map(np.asarray, got)
@@ -190,14 +190,14 @@ def test_fp8_multiplies_what_was_rounded_and_adds_in_float32():
     rounded_w = jax.jit(RAGGED_FP8.weights)(w)[0]
     rounded_w = np.asarray(rounded_w.data, np.float64) * np.asarray(rounded_w.scale_inv, np.float64)[:, None, None]
     want = loop(back(quantized(x, sizes, E4M3)), rounded_w, SIZES, back(quantized(dy, sizes, e5m2)))
-    assert (errors(products(x, w, sizes, dy, "ragged", "fp8"), want) < 1e-6).all()
+    assert (errors(grouped_vjp(x, w, sizes, dy, "ragged", "fp8"), want) < 1e-6).all()
 
 
 @pytest.mark.gpu
 def test_transformer_engines_fp8_is_the_emulations():
     needs_te()
     args = operands(192, 64, 128, 4, jnp.bfloat16, CASES["uneven"])
-    got, want = products(*args, "te", "fp8"), products(*args, "ragged", "fp8")
+    got, want = grouped_vjp(*args, "te", "fp8"), grouped_vjp(*args, "ragged", "fp8")
     assert (errors(got, [np.asarray(a, np.float64) for a in want]) < 4e-3).all()
 
 
@@ -222,13 +222,13 @@ def test_quantised_groups_have_their_own_scale():
 
 
 def test_fp8_of_tiny_groups_is_finite_and_as_close():
-    """The largest float8 over 1e-36, or over cotangents of 1e-35, is infinite in float32; the scales of 1e-34 are not,
-    but with the weights' its product underflows."""
+    """The largest float8 over 1e-36, or over cotangents of 1e-35, is infinite in float32. The scales for 1e-34 are
+    finite, but their product with the weights' scales underflows."""
     sizes, of_x, of_dy = CASES["uneven"], np.array([1, 1e-36, 1e-34, 1]), np.array([1e-35, 1, 1, 1])
     x, w, group_sizes, dy = operands(192, 64, 128, 4, FLOAT, sizes)
     of_rows = lambda factors: np.repeat(factors, sizes)[:, None]
     tiny = lambda rows, factors: jnp.asarray(rows * of_rows(factors), FLOAT)
-    got = products(tiny(x, of_x), w, group_sizes, tiny(dy, of_dy), "ragged", "fp8")
+    got = grouped_vjp(tiny(x, of_x), w, group_sizes, tiny(dy, of_dy), "ragged", "fp8")
     factors = (of_rows(of_x), of_rows(of_dy), (of_x * of_dy)[:, None, None])
     got = [np.asarray(a, np.float64) / factor for a, factor in zip(got, factors, strict=True)]
     assert (errors(got, loop(x, w, sizes, dy)) <= [0.04, 0.07, 0.07]).all()
@@ -244,7 +244,7 @@ def test_a_tiny_groups_copies_and_scales_are_its_values(amax, dtype):
     np.testing.assert_array_equal(q.columnwise_scale_inv, q.scale_inv)
     for data in (q.data, q.columnwise_data.T):
         gap = data.astype(np.float64) * np.float64(q.scale_inv[0]) / amax - x
-        flushed = np.finfo(np.float32).tiny / amax  # values below it are zero on CPU
+        flushed = np.finfo(np.float32).tiny / amax  # a CPU flushes values below it to zero
         assert np.abs(gap).max() <= max(2.0 ** -(jnp.finfo(dtype).nmant + 1), flushed)
 
 
@@ -287,7 +287,7 @@ def test_fp8_needs_something_to_scale():
     assert not grouped_matmul(jnp.ones((128, 64), jnp.bfloat16), **none).any()
 
 
-def test_auto_is_asked_for_products_that_there_are():
+def test_auto_refuses_operands_that_do_not_fit_together():
     x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
     for given, said in (((x, w[0]), "is not (G, K, N)"), ((x[:, 1:], w), "differ in K"), ((x > 0, w), "one dtype")):
         with pytest.raises(ValueError, match=re.escape(said)):
@@ -331,14 +331,14 @@ def test_what_v2_cannot_do_is_said_before_it_is_tried(stand_in, K, N, dtype, cub
     stand_in(v2=True, cublas=cublas)
     args = operands(192, K, N, 4, dtype, CASES["fewer"])
     if said is None:
-        products(*args, "te")
+        grouped_vjp(*args, "te")
     else:
         changed = {"x": args[0], "w": args[1], "group_sizes": args[2], "backend": "te"}
         assert f"grouped_matmul: backend 'te' cannot do this: {said}" == raised(ValueError, **changed)
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8"])
-def test_without_transformer_engine_one_sentence_names_the_extra(monkeypatch, quantize):
+def test_without_transformer_engine_one_message_names_the_extra(monkeypatch, quantize):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     sizes = jnp.full(4, 16, jnp.int32)
     said = raised(ImportError, backend="te", quantize=quantize, group_sizes=sizes)
@@ -348,7 +348,7 @@ def test_without_transformer_engine_one_sentence_names_the_extra(monkeypatch, qu
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """Makes it look as if this version of TransformerEngine were installed."""
+    """Pretend that this version of TransformerEngine is installed."""
 
     def install(version):
         folder = tmp_path / f"transformer_engine-{version}.dist-info"
@@ -360,7 +360,7 @@ def installed(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("version", ["1.13", "2.4.0", "2.9", "2.14.1"])
-def test_a_transformer_engine_that_is_too_old_is_not_taken_and_one_sentence_says_so(stand_in, installed, version):
+def test_a_transformer_engine_that_is_too_old_is_not_used_and_one_message_says_so(stand_in, installed, version):
     installed(version)
     assert not te.importable()
     said = raised(ImportError, backend="te")
@@ -377,14 +377,14 @@ def test_a_newer_transformer_engine_is_taken(stand_in, installed, version):
 
 
 def test_the_extras_ask_for_the_transformer_engine_that_is_needed():
-    extras = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for name in ("te", "te-cuda13"):
         (wanted,) = (line for line in extras["optional-dependencies"][name] if line.startswith("transformer-engine"))
         assert wanted.endswith(">=" + ".".join(map(str, te.NEEDED)))
 
 
 @pytest.mark.parametrize("backend", ["mosaic", "te stand-in"], indirect=True)
-def test_vmap_of_a_kernel_is_one_sentence(backend, monkeypatch):
+def test_vmap_of_a_kernel_is_one_message(backend, monkeypatch):
     monkeypatch.setattr(_backend, "_gpu_generation", lambda: 9)
     x, w = jnp.ones((2, 128, 64), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot be vmapped; backend 'ragged' can"):
@@ -424,10 +424,10 @@ TWICE = {
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 @pytest.mark.parametrize("twice", TWICE.values(), ids=TWICE.keys())
 def test_second_derivatives_are_refused_in_one_message(twice, quantize, jit):
-    product = jit(lambda x, w: grouped_matmul(x, w, jnp.asarray(SIZES), backend="ragged", quantize=quantize))
+    matmul = jit(lambda x, w: grouped_matmul(x, w, jnp.asarray(SIZES), backend="ragged", quantize=quantize))
     said = r"^grouped_matmul cannot be differentiated twice.*jax\.lax\.ragged_dot"
     with pytest.raises(NotImplementedError, match=said):
-        jax.eval_shape(twice(lambda x, w: jnp.sum(product(x, w) ** 2)), normal(0, (14, 5)), normal(1, (4, 5, 6)))
+        jax.eval_shape(twice(lambda x, w: jnp.sum(matmul(x, w) ** 2)), normal(0, (14, 5)), normal(1, (4, 5, 6)))
 
 
 @pytest.mark.parametrize("backend", ["mosaic", "te stand-in"], indirect=True)
@@ -441,7 +441,7 @@ def test_a_kernels_second_derivative_is_the_same_message(backend, monkeypatch):
 
 
 def test_a_second_derivative_of_what_is_beside_it():
-    """The product is constant there."""
+    """The grouped GEMM is a constant there."""
     x, w, sizes = normal(0, (14, 5)), normal(1, (4, 5, 6)), jnp.asarray(SIZES)
     loss = lambda scale, x: jnp.sum(jnp.sin(scale * lax.stop_gradient(grouped_matmul(x, w, sizes, backend="ragged"))))
     along = jax.grad(lambda x: jnp.sum(grouped_matmul(x, w, sizes, backend="ragged")))(x)
@@ -451,7 +451,7 @@ def test_a_second_derivative_of_what_is_beside_it():
 
 @pytest.mark.parametrize("batched", [which for which in itertools.product([0, None], repeat=3) if 0 in which])
 def test_any_operands_of_ragged_may_be_batched(batched):
-    """Gradients too: those of examples by themselves, with weights for all."""
+    """So may their gradients: per example, with weights for all."""
     args = normal(0, (14, 5)), normal(1, (4, 5, 6)), jnp.asarray(SIZES)
     stacks = [jnp.stack([a, a[::-1]]) if axis == 0 else a for a, axis in zip(args, batched, strict=True)]
     f = lambda x, w, sizes: grouped_matmul(x, w, sizes, backend="ragged")
@@ -490,7 +490,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
         (Hopper, 64, F32, None, "ragged", "te", "te"),
         (Hopper, 64, BF16, "fp8", "ragged", "te", "te"),
         (Hopper, 40, BF16, "fp8", "ragged", "ragged", "ragged"),
-        (Blackwell, 64, BF16, None, "ragged", "te", "te"),  # no wgmma there
+        (Blackwell, 64, BF16, None, "ragged", "te", "te"),  # without wgmma
         (Radeon, 64, BF16, None, "ragged", "ragged", "ragged"),
         (object, 64, BF16, None, "ragged", "ragged", "ragged"),
     ],
@@ -532,7 +532,7 @@ def test_auto_leaves_to_xla_what_transformer_engine_cannot_divide(stand_in, monk
 
 @pytest.fixture
 def on_mesh_of():
-    """What is traced inside is one device's of a mesh of so many."""
+    """Trace as on one device of a mesh of this size."""
     manual = jax.sharding.AxisType.Manual
     mesh = lambda devices: jax.sharding.AbstractMesh((devices,), ("d",), axis_types=(manual,))
     return lambda devices: jax.sharding.use_abstract_mesh(mesh(devices))
@@ -566,10 +566,10 @@ def test_kernels_that_serve_one_gpu_of_a_process_are_refused_on_several(
         assert chosen_backend(**args) == ("te" if serves_several else "ragged")
         serves_several_or_says_why_not()
         serves_several_or_says_why_not(w=[args["w"], args["w"]])
-    with on_mesh_of(16):  # there are 8 devices: another machine's, of which a table is made here
+    with on_mesh_of(16):  # there are 8 devices: those of another machine, which this table describes
         assert chosen_backend(**args) == "te"
         grouped_matmul(**given)
-    auto = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    auto = auto_mesh(d=8)
     spread = jax.device_put(args["x"], jax.NamedSharding(auto, jax.P("d")))
     jax.eval_shape(lambda x: serves_several_or_says_why_not(x=x), spread)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
@@ -587,7 +587,7 @@ def test_a_missing_transformer_engine_is_said_before_how_many_gpus_it_serves(mon
 
 
 def test_operands_that_are_sharded_over_explicit_axes_are_refused():
-    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])  # Explicit is what JAX makes
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])  # JAX makes explicit axes by default
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((16, 4)), jax.P("d"))
         with pytest.raises(ValueError, match=r"grouped_matmul: x: .* over explicit axes; call it in a jax\.shard_map"):
@@ -599,7 +599,7 @@ def test_mosaic_lowers_for_the_shapes_it_does_not_refuse(monkeypatch, M, K, N, d
     devices = jax.devices
     monkeypatch.setattr(jax, "devices", lambda *args: [Hopper()] if not args else devices(*args))
     shaped = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((M, K), (3, K, N), (M, N))]
-    traced = products.trace(*shaped[:2], jax.ShapeDtypeStruct((3,), jnp.int32), shaped[2], "mosaic")
+    traced = grouped_vjp.trace(*shaped[:2], jax.ShapeDtypeStruct((3,), jnp.int32), shaped[2], "mosaic")
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 3
 
 
@@ -683,7 +683,7 @@ def test_transformer_engines_tensors_are_the_same_buffers(stand_in):
     )
     assert jax.tree.structure(te.from_te(there)) == jax.tree.structure(plain)
     q = grouped()
-    others = jnp.where(SIZES > 0, 2 * q.columnwise_scale_inv, 1)  # an empty group's are not packed
+    others = jnp.where(SIZES > 0, 2 * q.columnwise_scale_inv, 1)  # those of an empty group are not packed
     q = dataclasses.replace(q, columnwise_scale_inv=others)
     rows, columns = te.to_te(q, jnp.float16), te.to_te(q, columnwise=True)
     assert (
@@ -702,7 +702,7 @@ def test_transformer_engines_tensors_are_the_same_buffers(stand_in):
         te.to_te(plain, columnwise=True)
 
 
-def test_tensors_of_transformer_engine_that_are_no_pair_are_refused(stand_in):
+def test_tensors_of_transformer_engine_that_are_not_a_pair_are_refused(stand_in):
     q = grouped()
     rows, columns = te.to_te(q), te.to_te(q, columnwise=True)
     wrong = {
@@ -719,7 +719,7 @@ def test_tensors_of_transformer_engine_that_are_no_pair_are_refused(stand_in):
             rows,
             changed(columns, first_dims=jnp.array([7, 7], jnp.int32), scale_inv=jnp.ones(2)),
         ),
-        "rowwise: GroupedScaledTensor1x with (64,) scales, not one for each of 4 groups": (  # as scaled by blocks
+        "rowwise: GroupedScaledTensor1x with (64,) scales, not one for each of 4 groups": (  # as if scaled per block
             changed(rows, scale_inv=jnp.ones(64)),
         ),
         "columnwise: GroupedScaledTensor1x with column counts (last_dims)": (
@@ -734,11 +734,11 @@ def test_tensors_of_transformer_engine_that_are_no_pair_are_refused(stand_in):
         assert "; allowed are a GroupedNoScaleTensor, or a row-wise GroupedScaledTensor1x alone or" in str(error.value)
     same = changed(columns, first_dims=jnp.asarray(SIZES + 0))
     assert te.from_te(rows, same).columnwise_data is not None
-    assert jax.eval_shape(te.from_te, rows, same).columnwise_data is not None  # no values
+    assert jax.eval_shape(te.from_te, rows, same).columnwise_data is not None  # without values
 
 
 def test_the_import_leaves_jaxs_lowerings_alone_until_float8_is_used():
-    """In a process of its own: this one may have used float8 already."""
+    """In a separate process, because this one may have used float8 already."""
     program = """
 import jax, jax.numpy as jnp
 import jaxoffload
@@ -757,7 +757,7 @@ assert kept()
 
 @pytest.mark.parametrize("dtype", [E4M3, jnp.float8_e5m2])
 def test_jax_checkpoint_keeps_the_bits_of_every_float8(dtype):
-    """JAX's own lowering makes NaN and zero of those that an IEEE format of 4 and 3 bits does not have."""
+    """JAX's own lowering turns values that an IEEE format of 4 and 3 bits lacks into NaN or zero."""
     every = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), dtype)
     x = jnp.where(jnp.isfinite(every), every, jnp.zeros((), dtype)).astype(FLOAT)
 
@@ -771,7 +771,7 @@ def test_jax_checkpoint_keeps_the_bits_of_every_float8(dtype):
         assert_same_bits(run(gradient(g, 1), x, w), run(gradient(f, 1), x, w))
 
 
-# --- each leaf by itself
+# --- a decision for each leaf
 
 LEAVES = {
     "data": (FP8, (14, 8)),
@@ -787,7 +787,7 @@ WEIGHTS = {k: normal(i, (LAYERS, 14, 8)) for i, k in enumerate("abc", 1)}
 
 
 def layer(x, w):
-    """Its backward pass reads each leaf of a quantised tensor."""
+    """A layer whose backward pass reads each leaf of a quantised tensor."""
     with scope("moe"):
         t = tag(RAGGED_FP8.quantize(lax.stop_gradient(x), SIZES_J, E4M3), "fc1")
     group = group_of(jnp.arange(14), t.group_sizes)
@@ -801,7 +801,7 @@ def layers(w):
 
 
 def through(kind, f, rules, **fields):
-    """`f` in three layers under a policy. `checkpoint` is one call a layer."""
+    """Run `f` in three layers under a policy; `checkpoint` runs one call per layer."""
     resident = {} if kind == "checkpoint" else {"resident_layers": 0}
     p = policy({f"moe/{name}": how for name, how in rules.items()}, **resident, **fields)
     if kind == "scan":
@@ -853,7 +853,7 @@ DECISIONS = ("save", "offload", "recompute")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 def test_leaves_recomputed_beside_those_offloaded_and_saved(kind):
-    """Of the 243 assignments eleven, in which any two leaves have all nine pairs of decisions."""
+    """Eleven of the 243 assignments, in which any two leaves have all nine pairs of decisions."""
     some = list(itertools.product(DECISIONS, repeat=5))[11::22]
     assert all(len({(row[i], row[j]) for row in some}) == 9 for i, j in itertools.combinations(range(5), 2))
     every = [{f"fc1.{leaf}": how for leaf, how in zip(LEAVES, row, strict=True)} for row in some]
@@ -868,16 +868,16 @@ MIXED = [("save", "recompute"), ("recompute", "offload")]
 @on_cpu_and_gpu
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 def test_any_leaf_offloaded_saved_or_recomputed_comes_back(kind, device):
-    """The whole, and each leaf otherwise than the others."""
+    """The whole tensor, and each leaf with another decision than the others."""
     one = [{"fc1": others, f"fc1.{leaf}": how} for leaf in LEAVES for others, how in MIXED]
     every = [{}, *({"fc1": how} for how in DECISIONS), *one]
-    if device == "cpu":  # on a GPU each is a program of its own
+    if device == "cpu":  # on a GPU each is a separate program
         every += [{"fc1": "recompute", f"fc1.{leaf}": "save"} for leaf in LEAVES]
     assert_all_equal(kind, layer, every[:: 3 if (kind, device) == ("chain", "gpu") else 1], (X, WEIGHTS), *NAMES)
 
 
 def unquantised(x, w):
-    """Its backward pass reads the data, in bfloat16, and the sizes."""
+    """A layer whose backward pass reads the bfloat16 data and the sizes."""
     with scope("moe"):
         t = tag(GroupedTensor((x * w["a"]).astype(jnp.bfloat16), SIZES_J), "fc1")
     group = group_of(jnp.arange(14), t.group_sizes).astype(FLOAT)
@@ -886,7 +886,7 @@ def unquantised(x, w):
 
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 def test_a_grouped_tensor_of_bfloat16_comes_back(kind):
-    """Fields that it does not have are no leaves; its sizes are integers, hence saved."""
+    """Fields that it lacks are not leaves. Its sizes are integers, hence saved."""
     whole = [{"fc1": how} for how in DECISIONS]
     every = [*whole, {"fc1.data": "save"}, *({"fc1": others, "fc1.data": how} for others, how in MIXED)]
     assert_all_equal(kind, unquantised, every, (X, WEIGHTS), "moe/fc1.data", "moe/fc1.group_sizes")
@@ -906,7 +906,7 @@ def test_the_host_holds_that_leaf_and_no_other(kind, leaf):
 
 
 def test_min_offload_bytes_judges_the_composite():
-    size = 2 * 14 * 8 + 4 * 4 * 4  # two copies; three floats and a size for each group
+    size = 2 * 14 * 8 + 4 * 4 * 4  # two copies; three floats and a size per group
     for least, moved in ((size, 5), (size + 1, 0)):
         f = checkpoint(layer, policy=Policy({"moe/fc1": "offload"}, min_offload_bytes=least))
         assert sum(n for (place, *_), n in kept(f, X, layers(WEIGHTS)[0]).items() if place == "host") == moved
@@ -919,7 +919,7 @@ SHAPES = {"data": (14, 8), "scale_inv": (4,), "columnwise_data": (8, 14), "colum
 
 
 def expert(x, w, quantize="fp8"):
-    """The product is recomputed where it is not kept, of the row-wise copy."""
+    """A layer whose grouped GEMM, unless kept, is recomputed from the row-wise copy."""
     with scope("moe"):
         y = grouped_matmul(x, w, SIZES_J, backend="ragged", quantize=quantize, name="fc1_input")
         return x + jnp.sin(tag(y, "fc1"))
@@ -931,22 +931,22 @@ def plain(x, w):
 
 def test_the_quantised_copies_have_their_names_in_the_scope_of_the_call():
     def loss(x, w):
-        with scope("outer"):  # where it is differentiated is not where it is called
+        with scope("outer"):  # the scope counts where the layer is called, not where it is differentiated
             return checkpoint(expert, policy=policy(default="save"))(x, w)
 
     names = {name for row in residuals(loss, X, W[0]).rows for name in row.names}
     fields = [f.name for f in dataclasses.fields(GroupedTensor)]
     assert names == {"outer/moe/fc1", *(f"outer/moe/fc1_input.{field}" for field in fields)}
     saved = jax.checkpoint(loss, policy=saving("outer/moe/fc1_input.columnwise_data"))
-    assert ("device", FP8, (8, 14)) in kept(saved, X, W[0])  # and JAX sees the same ones
+    assert ("device", FP8, (8, 14)) in kept(saved, X, W[0])  # and JAX sees the same names
 
 
-def test_a_product_without_a_name_names_nothing():
+def test_a_grouped_gemm_without_a_name_names_nothing():
     f = lambda x, w: jnp.sin(grouped_matmul(x, w, SIZES_J, backend="ragged", quantize="fp8"))
     assert not any(row.names for row in residuals(checkpoint(f, policy=policy()), X, W[0]).rows)
 
 
-def test_a_plain_products_residuals_are_its_arguments():
+def test_a_plain_grouped_gemms_residuals_are_its_arguments():
     f = lambda x, w: grouped_matmul(jnp.sin(x), w, SIZES_J, backend="ragged", name="moe/fc1_input")
     at = lambda how: kept(checkpoint(f, policy=policy({"moe/fc1_input": how})), X, W[0])
     assert at("offload") == {("host", "float32", (14, 8)): 1}
@@ -955,7 +955,7 @@ def test_a_plain_products_residuals_are_its_arguments():
 
 
 @pytest.mark.parametrize("f", [plain, expert])
-def test_a_products_gemms_run_three_times_and_once_more_if_it_is_recomputed(f):
+def test_a_grouped_matmul_runs_three_gemms_and_one_more_if_it_is_recomputed(f):
     for how, gemms in (("save", 3), ("offload", 3), ("recompute", 4)):
         rules = {"fc1_input": "save", "fc1": how}
         assert (
@@ -967,7 +967,7 @@ def test_a_products_gemms_run_three_times_and_once_more_if_it_is_recomputed(f):
 @on_cpu_and_gpu
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 def test_quantised_residuals_saved_offloaded_or_recomputed_give_the_same_bits(kind, device):
-    """Where the product is recomputed, both copies are read."""
+    """Where the grouped GEMM is recomputed, the backward pass reads both copies."""
     every = [{"fc1_input": "offload", "fc1": "save"}]
     every += [{"fc1_input": how, "fc1": "recompute"} for how in DECISIONS]
     if kind == "checkpoint" or device == "cpu":
@@ -976,7 +976,7 @@ def test_quantised_residuals_saved_offloaded_or_recomputed_give_the_same_bits(ki
     saved = [*(f"moe/fc1_input.{leaf}" for leaf in SHAPES), "moe/fc1"]
     want = run(gradient(reference(kind, expert, *saved), (0, 1)), X, W)
     some = every[:: 2 if (kind, device) == ("chain", "gpu") else 1]
-    for rules in some:  # one program each: in one of several XLA merges their matrix products
+    for rules in some:  # one program each: in a joint program XLA merges their matmuls
         assert_same_bits(run(gradient(through(kind, expert, rules), (0, 1)), X, W), want)
 
 
@@ -991,8 +991,8 @@ def test_only_what_the_backward_pass_reads_is_kept():
     assert host(fc1_input="offload", fc1="recompute") == columns | rows
 
 
-def test_a_product_reads_the_scales_of_the_copy_that_it_multiplies():
-    """Both are equal numbers, but two residuals: the row-wise ones are read again where the product is recomputed."""
+def test_a_grouped_gemm_reads_the_scales_of_the_copy_that_it_multiplies():
+    """Both hold equal numbers, but are two residuals: recomputing the grouped GEMM reads the row-wise scales again."""
 
     def moved(leaf, fc1):
         rules = {"fc1_input": "save", f"fc1_input.{leaf}": "offload", "fc1": fc1}
@@ -1005,7 +1005,7 @@ def test_a_product_reads_the_scales_of_the_copy_that_it_multiplies():
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 @pytest.mark.parametrize("check", [True, False])
 def test_in_shard_map_the_weights_cotangents_are_summed(check, quantize):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(data=2)
     spec, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     f = lambda x, w: grouped_matmul(x, w, SIZES_J, backend="ragged", quantize=quantize)
     x, w = normal(0, (28, 8)), W[0]

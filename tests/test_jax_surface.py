@@ -1,4 +1,4 @@
-"""All that jaxoffload needs of JAX beyond its documented API is in `_jax.py`, and is there in this JAX."""
+"""`_jax.py` holds all that jaxoffload needs of JAX beyond its documented API, and this JAX has it."""
 
 import ast
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from common import auto_mesh
 from jax.extend.core import primitives
 
 from jaxoffload import _jax
@@ -13,7 +14,7 @@ from jaxoffload import _jax
 ROOT = Path(_jax.__file__).parent
 FILES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
 OTHERS = {name: tree for name, tree in FILES.items() if name != "_jax.py"}
-# JAX exports no objects for these, or another package defines them.
+# JAX exports no object for these, or another package defines them.
 BY_NAME = {"shard_map", "pvary", "pallas_call", "ffi_call", "custom_vmap_call", "psum_invariant", "reduce_scatter"}
 BY_NAME |= {"ragged_dot_general", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
 
@@ -46,7 +47,7 @@ def test_each_use_of_the_interpreters_stands_once_and_says_what_for_and_since_wh
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_nothing_else_compares_a_primitives_name_with_a_string(name):
-    """`eqn.primitive is cond_p`, or a set in `_jax.py`."""
+    """Others compare `eqn.primitive is cond_p`, or with a set in `_jax.py`."""
     compared = [
         ast.unparse(node)
         for node in ast.walk(OTHERS[name])
@@ -57,7 +58,7 @@ def test_nothing_else_compares_a_primitives_name_with_a_string(name):
 
 
 def test_the_named_primitives_exist():
-    """A name that JAX renames or drops is found here, not by a residual that is kept twice."""
+    """If JAX renames or drops a name, this finds it, rather than a residual that is kept twice."""
     sets = [
         value for key, value in vars(_jax).items() if key.isupper() and key[0] != "_" and isinstance(value, (set, dict))
     ]
@@ -69,7 +70,7 @@ def test_the_named_primitives_exist():
 
 
 def test_the_primitives_that_have_only_a_name_exist():
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(d=1)
     spec = {"mesh": mesh, "in_specs": jax.P("d"), "out_specs": jax.P("d")}
     x = jax.numpy.ones((4, 4))
     identity = jax.custom_batching.custom_vmap(lambda x: x)

@@ -1,4 +1,4 @@
-"""Kernels that were traced, and those that run: by hand. What XLA compiles for a GPU is in test_program.py."""
+"""Counts of traced kernels and of those that run, by hand. test_program.py has what XLA compiles for a GPU."""
 
 from collections import Counter
 
@@ -18,9 +18,9 @@ def of(f, *args):
     return traced(jax.make_jaxpr(f)(*args).jaxpr)
 
 
-def test_products_run_in_each_turn_and_count_in_all_branches():
-    turns = lambda x, w: lax.scan(lambda x, _: (jax.checkpoint(jnp.dot)(x, w), None), x, length=3)[0]
-    assert of(turns, X, W) == ({"matrix products": 3}, 3 * ONE)
+def test_matmuls_run_in_each_iteration_and_count_in_all_branches():
+    repeated = lambda x, w: lax.scan(lambda x, _: (jax.checkpoint(jnp.dot)(x, w), None), x, length=3)[0]
+    assert of(repeated, X, W) == ({"matrix products": 3}, 3 * ONE)
     either = lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: (x @ w) @ w)
     assert of(either, X, W) == ({"matrix products": 3}, 3 * ONE)
     assert of(lambda x, w: x + 1, X, W) == ({}, 0)

@@ -106,8 +106,8 @@ def reference(f, *args, **kwargs):
 
 
 def cell(c, a):
-    # Where two products of vectors are added, XLA:CPU contracts one of them with the sum, and which one is not the
-    # same in every program; so c has a single product for its cotangent.
+    # Where two products of vectors are added, XLA:CPU fuses one of them with the sum, and not the same one in every
+    # program; so c has a single product for its cotangent.
     b = tag(jnp.cos(jnp.sum(a) + jnp.sum(c) + jnp.sum(D)), "h")
     return jnp.sin(c * b), b
 
@@ -137,7 +137,7 @@ every_body = pytest.mark.parametrize("f", [cell, jax.jit(cell)], ids=["plain", "
 
 
 def assert_same_as_reference(program, *args):
-    """`program` takes the scan to use."""
+    """`program` is a function of the scan to use."""
     assert_same_bits(*run_each([program(ours), program(reference)], *args))
 
 
@@ -342,7 +342,7 @@ INPUTS, TARGETS = normal(7, (3, 3, 4)), normal(8, (3, 3, 1))
 
 
 def test_rnn():
-    """With weights that are closed over."""
+    """The weights are closed over."""
     args = WEIGHTS, INPUTS[0], TARGETS[0]
     assert_same_as_reference(lambda scan: jax.value_and_grad(_rnn(scan), (0, 1, 2)), *args)
 
@@ -405,7 +405,7 @@ def test_gradients_of_special_bodies(program):
 
 @every_variant
 def test_hoisted_constants(variant):
-    """Of three closed-over matrices two are constants of the loop; the third is computed in it."""
+    """Of three closed-over matrices, two are constants of the loop, and the third is computed inside it."""
     a, b = jnp.arange(4.0).reshape(2, 2), jnp.arange(4.0).reshape(2, 2) + 1.0
 
     def f(scan):
@@ -424,7 +424,8 @@ def test_a_while_loop_inside_has_no_gradient():
 
 
 def test_ordered_effects_in_the_forward_pass():
-    """In the order of the layers. Nothing offloads here: together with ordered effects that is refused."""
+    """They run in the order of the layers. Nothing is offloaded here, because ordered effects and offload are refused
+    together."""
 
     def heard(scan):
         def step(c, _):
@@ -480,7 +481,7 @@ def test_vmap_of_pytrees():
 
 @every_variant
 def test_vmap_reaches_the_carry_layer_by_layer(variant):
-    """Of a carry that moves by one place each layer only the last part goes in batched."""
+    """The carry shifts by one place per layer, and only its last component starts batched."""
     step = lambda c, _: ((*c[1:], 0.0), None)
     shifted = jax.vmap(lambda last: variant(ours)(step, (0.0, 1.0, 2.0, last), jnp.zeros(2))[0])
     got = run(shifted, jnp.array([3.0, 4.0, 5.0]))
@@ -496,7 +497,7 @@ def test_what_nothing_batched_reaches_is_not_batched():
 
 @pytest.mark.parametrize("differentiated", [False, True])
 def test_a_carry_that_is_only_read_is_not_batched(differentiated):
-    """In a cond with a batched predicate, whose branches then both run."""
+    """In a cond with a batched predicate, where both branches run."""
 
     def branch(_, y, z):
         step = lambda c, _: ((c[0], tag(jnp.sin(c[1]), "h") * c[0]), None)
@@ -630,7 +631,7 @@ def test_scan_in_a_platform_dependent_branch():
 
 
 def _drawn(seed):
-    """A body, in a random order of operands and results, of parts that stay, that move and that are computed."""
+    """Draw a body whose operands and results, in random order, pass through, move or are computed."""
     rng = np.random.RandomState(seed)
     consts = [jnp.asarray(rng.randn(3), jnp.float32) for _ in range(rng.randint(3))]
     size, layers = rng.randint(4, 8), 3
@@ -676,7 +677,7 @@ def test_xs_that_come_out_as_they_went_in(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gradients_where_operands_come_out(seed):
-    """Not bit for bit: what goes past the loop adds its cotangent in another order."""
+    """Not bit for bit: an operand that bypasses the loop adds its cotangent in another order."""
     step, inits, xs = _drawn(seed)
     f = lambda scan: gradient(partial(scan, step), (0, 1))
     assert_close_to(*run_each([f(ours), f(lax.scan)], inits, xs))
@@ -685,7 +686,7 @@ def test_gradients_where_operands_come_out(seed):
 @pytest.mark.parametrize("rule_consts", [0, 2])
 @pytest.mark.parametrize("const, carry, x", [(0, 0, 0), (2, 0, 0), (0, 2, 0), (0, 0, 2), (1, 2, 1)])
 def test_residuals_that_are_operands(rule_consts, const, carry, x):
-    """How many of each; and constants that only a derivative's rule brings in."""
+    """This many residuals of each kind, and constants that only a rule's derivative introduces."""
 
     @jax.custom_jvp
     def triple(x):

@@ -1,4 +1,4 @@
-"""The Makefile's targets, as they are typed: `make train` trains, and both versions of jax are tested."""
+"""The Makefile's targets: `make train` trains, and both versions of jax are tested."""
 
 import math
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 
 def make(*arguments: str) -> str:
-    """What it prints. What an outer make has its own makes do is left out, and conftest's eight devices."""
+    """Return what make prints, without the variables of an outer make and without conftest's eight devices."""
     others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "CONFIG", "ARGS", "XLA_FLAGS")
     environment = {key: value for key, value in os.environ.items() if key not in others}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -32,7 +32,7 @@ def make(*arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.claim("make-train")
 def test_make_train_trains_tiny_on_the_standard_library(tmp_path):
-    """Eight steps of it, in a folder of their own, with a tokenizer of their own."""
+    """Eight steps of it, in a separate folder, with a tokenizer of its own."""
     out, cache = tmp_path / "out", tmp_path / "cache"
     fewer = "train.steps=8 train.warmup_steps=2 train.log_every=1 train.eval_every=8 train.eval_batches=1"
     said = make("train", f"PYTHON={sys.executable}", f"ARGS={fewer} train.out={out} data.cache_dir={cache}")
@@ -47,7 +47,7 @@ def test_make_train_trains_tiny_on_the_standard_library(tmp_path):
     assert (tiny.data.path, tiny.train.out) == ("stdlib", "runs/tiny")
 
 
-def test_make_train_makes_its_own_environment_but_for_another_python():
+def test_make_train_makes_its_own_environment_unless_python_is_given():
     *_, last = make("-n", "train").splitlines()
     assert last.strip() == ".venv/bin/python -m models.train configs/tiny.yaml"
     assert make("-n", "train", "PYTHON=python3").strip() == "python3 -m models.train configs/tiny.yaml"
@@ -55,7 +55,8 @@ def test_make_train_makes_its_own_environment_but_for_another_python():
 
 @pytest.mark.claim("versions")
 def test_the_oldest_jax_is_the_one_that_everything_names():
-    """What pip installs at least, what the library refuses below, what README says, what `make test-all` tests."""
+    """It is pip's lower bound, the version below which the library refuses, README's, and the one that `make test-all`
+    tests."""
     extras = PYPROJECT["optional-dependencies"]
     needed = [*PYPROJECT["dependencies"], *extras["cuda12"], *extras["cuda13"]]
     bounds = [found[1] for one in needed if (found := re.fullmatch(r"jax(?:\[\w+\])?>=([\d.]+)", one))]
@@ -63,6 +64,6 @@ def test_the_oldest_jax_is_the_one_that_everything_names():
     assert len(bounds) == 3
     assert oldest == ".".join(map(str, _refusals._FIRST_RIGHT_JAXLIB))
     assert f"{oldest} or later" in TEXT
-    said = make("-n", "-W", "pyproject.toml", "test-all", "PYTHON=python3")  # as if it had changed since the last time
+    said = make("-n", "-W", "pyproject.toml", "test-all", "PYTHON=python3")  # as if it had changed since
     assert f"pip install -q --no-deps --target .oldest jax=={oldest} jaxlib=={oldest}" in said
     assert "PYTHONPATH=.oldest python3 -m pytest" in said and "tests/test_contract.py" in said

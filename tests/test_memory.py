@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import pytest
-from common import gradient, kept_bytes, normal, policy
+from common import auto_mesh, gradient, kept_bytes, normal, policy
 from jax.extend.core import jaxpr_as_fun
 
 from jaxoffload import chain, check, checkpoint, compiler_options, residuals, scan, tag
@@ -29,7 +29,7 @@ def stack(**fields):
 
 @pytest.fixture
 def pool(monkeypatch):
-    """Sets the pinned host pool, in bytes a device."""
+    """Sets the pinned host pool, in bytes per device."""
     return lambda n: monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(n / 2**30))
 
 
@@ -96,7 +96,7 @@ def test_a_forward_pass_keeps_nothing_and_needs_no_room(pool, f, w, need):
 
 @CALLS
 def test_the_pool_is_looked_at_whenever_the_function_is_traced(pool, f, w, need):
-    """Though plans are remembered."""
+    """Although plans are cached."""
     for _ in range(2):
         pool(need)
         jax.make_jaxpr(gradient(f))(X, w)
@@ -107,8 +107,8 @@ def test_the_pool_is_looked_at_whenever_the_function_is_traced(pool, f, w, need)
 
 @functools.cache
 def four_by_two():
-    """Made in a test: `make test-gpu` reads this file where there are fewer devices."""
-    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    """A mesh, made inside the test: `make test-gpu` imports this file where there are fewer devices."""
+    return auto_mesh(a=4, b=2)
 
 
 @pytest.mark.claim("host-pool")
@@ -132,7 +132,7 @@ def test_sizes_are_a_devices_own_inside_shard_map_and_whole_where_nothing_says_w
 
 
 def needs(pool, f, *args):
-    """Bytes a device, as the error says them."""
+    """Return the bytes per device that the error states."""
     pool(1)
     with pytest.raises(MemoryError) as error:
         jax.make_jaxpr(gradient(f))(*args)
@@ -147,18 +147,18 @@ def needs(pool, f, *args):
         ({"fc1": (("a", "b"),)}, 8),
         ({"fc1": ("a", "b")}, 8),
         ({"fc1": (None, "b")}, 2),
-        ({"fc1": ()}, 1),  # whole on each
-        ({"fc1": ("a", "b"), "again": (None, "b")}, 2),  # the least, whichever of the two is stored
-        ({"out": ("a", "b")}, 4),  # fc1 has no constraint; another value with as many rows has
+        ({"fc1": ()}, 1),  # whole on each device
+        ({"fc1": ("a", "b"), "again": (None, "b")}, 2),  # the smaller one, whichever of the two is stored
+        ({"out": ("a", "b")}, 4),  # fc1 has no constraint, but another value with as many rows has one
         ({"out": ("a", "b"), "w": (None, "b")}, 4),
         ({"out": ("a",), "sum": ()}, 1),
-        ({"w": ("b",)}, 1),  # of a weight, whose first axis is another
+        ({"w": ("b",)}, 1),  # a weight's, whose first axis is not the batch
     ],
     ids=repr,
 )
 @pytest.mark.parametrize("as_specs", [True, False], ids=["under set_mesh", "of a mesh that is not set"])
 def test_constraints_say_how_the_compiler_divides(pool, specs, divided, as_specs):
-    """`X` has 4 rows, a weight 8: the batch is divided by `a`, of 4 devices, features by `b`, of 2."""
+    """`X` has 4 rows, a weight 8. Axis `a`, of 4 devices, splits the batch; axis `b`, of 2, splits the features."""
 
     def constrain(x, name):
         if name not in specs:
@@ -201,14 +201,15 @@ LENIENT = policy({"fc1": "offload"}, resident_layers=0)
 
 
 def stacks(x, w):
-    """Two, one after another."""
+    """Two scans, one after another."""
     for _ in range(2):
         x, _ = scan(body, x, w, policy=LENIENT, strict=False)
     return jnp.sum(x)
 
 
 def derived(f):
-    """As `f`, of two stacks, is differentiated in a step; and the rows of `ONE` bytes that the host then holds."""
+    """Ways in which a step differentiates `f`, which has two stacks, each with the rows of `ONE` bytes that the host
+    then holds."""
     one = jax.grad(f, 1)
 
     def over(unroll):
@@ -216,7 +217,7 @@ def derived(f):
             lambda total, x: (total + one(x, w), None), w, jnp.stack([x] * 6), unroll=unroll
         )[0]
 
-    def twice(x, w):  # XLA allocates both gradients' stacks before it computes either
+    def twice(x, w):  # XLA allocates the stacks of both gradients before it computes either
         return one(x, w - one(x, w))
 
     def either(x, w):
@@ -264,7 +265,7 @@ def test_a_loss_is_judged_by_its_gradient_and_the_advice_is_for_all_of_it(pool):
             judge(stacks)
         pool(2 * 2 * ONE)
         with pytest.raises(MemoryError, match=r"scan: .*offload_layers: 3\)"):
-            jax.make_jaxpr(gradient(stacks))(X, WS)  # which knows of one at a time
+            jax.make_jaxpr(gradient(stacks))(X, WS)  # which sees one scan at a time
         with pytest.raises(MemoryError, match=r"all together .*offload_layers: 1\)"):
             judge(stacks)
     pool(2 * 2 * ONE)
@@ -302,7 +303,7 @@ def test_scans_chains_and_checkpoints_count_together_and_what_vmap_makes_of_them
 
 
 def test_save_is_judged_together_too(pool):
-    """Each of the stacks keeps to what the pool holds by itself; together they do not."""
+    """Each stack alone fits in the pool; together they do not."""
     rules = policy({"fc1": "offload"}, resident_layers=0, on_host_full="save")
     pool(4 * ONE)
     with pytest.warns(UserWarning, match="enough for 3"), pytest.raises(MemoryError, match=r"offload_layers: 1\)"):
@@ -319,7 +320,7 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
     for wrong in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=rf"copy_ms must be milliseconds, .*; got {wrong}"):
             compiler_options("gpu", copy_ms=wrong)
-    assert compiler_options("gpu") is not compiler_options("gpu")  # a caller may change its own
+    assert compiler_options("gpu") is not compiler_options("gpu")  # a caller may modify its copy
     assert compiler_options("cuda") == options and compiler_options("tpu") == compiler_options("rocm") == {}
     with pytest.raises(ValueError, match=r"backend 'GPUU' is not one of cpu, gpu.*nearest is 'gpu'"):
         compiler_options("GPUU")
@@ -327,7 +328,7 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
 
 @pytest.mark.gpu
 def test_compiler_options_are_accepted_and_the_plan_frees_what_it_moves():
-    """XLA's own account: device temporaries fall by the residuals, which are host temporaries instead."""
+    """By XLA's own accounts: device temporaries shrink by the residuals, which become host temporaries."""
     x, w = normal(0, (4096, 1024)), normal(1, (N, 1024, 1024))
     size = 4096 * 1024 * 4
 
@@ -338,9 +339,9 @@ def test_compiler_options_are_accepted_and_the_plan_frees_what_it_moves():
 
     saved, offloaded = memory("save"), memory("offload")
     assert saved.host_temp_size_in_bytes == 0
-    assert offloaded.host_temp_size_in_bytes == (N + 1) * size  # a row stays empty
+    assert offloaded.host_temp_size_in_bytes == (N + 1) * size  # one row stays empty
     freed = saved.temp_size_in_bytes - offloaded.temp_size_in_bytes
-    # Less one or two buffers in flight, which double buffering and the copies hold.
+    # Less one or two buffers in flight, because of double buffering and the copies.
     assert (N - 3) * size <= freed <= N * size + 2**16  # buffers are aligned
 
 
@@ -367,7 +368,7 @@ def test_the_gate_is_asked_though_plans_are_remembered(monkeypatch):
 
 
 def _fresh():
-    """Traces a body of its own, for what was traced before is remembered."""
+    """Trace a new body, because JAX caches what was traced before."""
     rules = policy({"fc1": "offload"}, resident_layers=0)
     f = lambda x, w: scan(lambda x, w: (jnp.sin(tag(x @ w, "fc1")), None), x, w, policy=rules)[0]
     return jax.make_jaxpr(gradient(f))(X, WS)

@@ -1,15 +1,14 @@
-"""The reference model: against plain references, and what its residuals weigh, by hand, at full size."""
+"""The reference model against plain references, and the bytes of its residuals at full size, by hand."""
 
 import dataclasses
 import math
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import equations
+from common import ROOT, equations
 from flax import nnx
 
 import jaxoffload
@@ -18,13 +17,13 @@ from jaxoffload.grouped import _backend, te
 from models.attention import rope, rotations
 from models.config import Config, Mesh, Model, Train, load
 from models.reading import ConfigError
-from models.report import backend_line, device_bytes, report, summary, that_fits
+from models.report import backend_lines, device_bytes, fit_to_host_pool, report, summary
 from models.sharding import abstract_mesh
 from models.step import program, traceable
 from models.train import main
 from models.transformer import Transformer, flops_per_token, matmul_params, next_token_loss
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = ROOT / "configs"
 TINY = Model(vocab_size=300, layers=2, d_model=32, heads=4, kv_heads=2, d_ff=48, dtype="float32", tied_embeddings=False)
 
 
@@ -33,7 +32,7 @@ def model_and_tokens(config: Model, seq_len: int = 12) -> tuple[Transformer, jax
     return Transformer(config, nnx.Rngs(params=jax.random.key(0))), tokens
 
 
-# ---- a plain reference: numpy in float64, one loop a head, nothing of models/ but its parameters ----
+# ---- a plain reference: numpy in float64, one loop per head, nothing of models/ except its parameters ----
 
 
 def norm_reference(x, scale, eps):
@@ -41,11 +40,11 @@ def norm_reference(x, scale, eps):
 
 
 def rope_reference(x_SxH, theta):
-    """Each pair (i, i + H/2) as a complex number, turned by position / theta^(2i/H)."""
+    """Rotate each pair (i, i + H/2), as a complex number, by position / theta^(2i/H)."""
     S, H = x_SxH.shape
     pairs = x_SxH[:, : H // 2] + 1j * x_SxH[:, H // 2 :]
-    turned = pairs * np.exp(1j * np.outer(np.arange(S), theta ** (-2.0 * np.arange(H // 2) / H)))
-    return np.concatenate([turned.real, turned.imag], axis=1)
+    rotated = pairs * np.exp(1j * np.outer(np.arange(S), theta ** (-2.0 * np.arange(H // 2) / H)))
+    return np.concatenate([rotated.real, rotated.imag], axis=1)
 
 
 def attention_reference(x_SxD, p, config):
@@ -69,7 +68,7 @@ def mlp_reference(x_SxD, p, config):
 
 
 def loss_reference(params, tokens, config):
-    """Mean over all tokens of -log softmax, sequence by sequence, all logits at once."""
+    """The mean over all tokens of -log softmax, sequence by sequence, all logits at once."""
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     table = params["embedding_VxD" if config.tied_embeddings else "unembedding_VxD"]
     losses = []
@@ -89,7 +88,7 @@ def loss_reference(params, tokens, config):
 def test_the_loss_is_the_plain_reference(tied, kv_heads):
     config = dataclasses.replace(TINY, tied_embeddings=tied, kv_heads=kv_heads)
     model, tokens = model_and_tokens(config)
-    # Weights far from their start, so that no part of the model is negligible.
+    # Weights far from their initial values, so that every term of the model matters.
     params = jax.tree.map(lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape), nnx.state(model))
     nnx.update(model, params)
     got = next_token_loss(model, tokens, Policy(), chunk=4)
@@ -115,7 +114,7 @@ def test_logits_exist_for_one_chunk_only():
     made = program(tiny_config(loss_chunk=4), abstract_mesh(Mesh()))
     jaxpr = jax.make_jaxpr(jax.grad(made.loss))(made.state.params, made.microbatch)
     shapes = {v.aval.shape for eqn in equations(jaxpr) for v in eqn.outvars if TINY.vocab_size in v.aval.shape}
-    assert (1, 4, 4, TINY.vocab_size) in shapes  # parts of the batch, batch, chunk, vocabulary
+    assert (1, 4, 4, TINY.vocab_size) in shapes  # shards of the batch, batch, chunk, vocabulary
     sizes = [math.prod(shape) for shape in shapes if TINY.d_model not in shape]
     assert max(sizes) == 4 * 4 * TINY.vocab_size
 
@@ -217,8 +216,8 @@ TINY_BYTES = layer_bytes(1_572_864, 524_288, 4_194_304)
 def expert_bytes(
     stream: int, devices: int, tokens: int, k: int, rows: int, experts: int, d: int, f: int
 ) -> dict[str, int]:
-    """Of a layer with experts. Each device has `tokens`, k rows each, and room for `rows` that come to its experts;
-    bfloat16, `d` and `f` wide."""
+    """Bytes of one layer with experts. Each device has `tokens` with k rows each, and room for `rows` that arrive at
+    its experts; bfloat16, `d` and `f` wide."""
     routing = {
         "ids_Txk": k * tokens,
         "order_R": k * tokens,
@@ -241,18 +240,18 @@ ROUTED = [
     f"moe/routing.{name}"
     for name in ["ids_Txk", "order_R", "place_Tk", "sizes_E", "sent_PC", "slot_R", "sorted_S", "arrived_PC", "sizes_L"]
 ] + ["moe/fc1_input.weight"]
-# 64 devices with a sequence of 4096 tokens each, 2 experts a token; room for 1.5 times 8192 rows.
+# 64 devices with a sequence of 4096 tokens each, 2 experts per token; room for 1.5 times 8192 rows.
 MIXTRAL = layer_bytes(2048 * MIB, 512 * MIB, 0) | expert_bytes(2048 * MIB, 64, 4096, 2, 12288, 8, 4096, 14336)
-# 32 devices with a sequence of 4096 tokens each, 8 experts a token; queries are twice as wide as the residual stream.
+# 32 devices, a sequence of 4096 tokens each, 8 experts per token; queries are twice as wide as the residual stream.
 QWEN = layer_bytes(512 * MIB, 128 * MIB, 0) | expert_bytes(512 * MIB, 32, 4096, 8, 49152, 128, 2048, 768)
 QWEN |= dict.fromkeys(["attn/q", "attn/context"], 1024 * MIB)
-# 16 devices with a sequence of 4096 tokens each, 6 experts a token.
+# 16 devices with a sequence of 4096 tokens each, 6 experts per token.
 DEEPSEEK = layer_bytes(256 * MIB, 256 * MIB, 2 * 16 * 4096 * 10944)
 DEEPSEEK |= expert_bytes(256 * MIB, 16, 4096, 6, 36864, 64, 2048, 1408)
 DEEPSEEK |= dict.fromkeys(["shared/fc1.gate", "shared/fc1.up", "shared/act"], 2 * 16 * 4096 * 2816) | {
     "shared/fc2": 256 * MIB
 }
-# 8 sequences of 256 tokens, 4 bytes: 192 wide, 2 experts of 160 a token, of 4, and one for all.
+# 8 sequences of 256 tokens, 4 bytes: 192 wide, 2 of 4 experts of 160 per token, and a shared one.
 TINY_MOE = TINY_BYTES | {
     "moe/norm": 1_572_864,
     "moe/router_logits": 4 * 2048 * 4,
@@ -264,7 +263,7 @@ TINY_MOE = TINY_BYTES | {
     "shared/fc2": 1_572_864,
 }
 
-# config: bytes of a layer, bytes on the host, {state: {rows: residuals}}. Of 32 layers the last is resident; its row on
+# config: bytes per layer, bytes on the host, {state: {rows: residuals}}. The last of 32 layers is resident; its row on
 # the host stays empty.
 BY_HAND = {
     "llama3-8b": (
@@ -432,7 +431,7 @@ def test_the_report_needs_no_gpu_for_kernels_of_gpus():
     assert "moe/fc1.gate" in report(load(CONFIGS / "qwen3-30b-a3b.yaml", ["model.grouped=mosaic"]))
 
 
-def test_a_product_that_cannot_run_here_is_a_line_about_the_config():
+def test_a_backend_that_cannot_run_here_is_a_line_about_the_config():
     config = load(CONFIGS / "tiny-moe.yaml", ["model.grouped=te"])
     with pytest.raises(ConfigError, match=r"model\.grouped: grouped_matmul: backend 'te' needs TransformerEngine"):
         summary(config, program(config, abstract_mesh(config.mesh)))
@@ -447,11 +446,11 @@ def test_a_product_that_cannot_run_here_is_a_line_about_the_config():
         (["model.grouped=te"], "(model.grouped = 'te' was traced as ragged: no CUDA here.)"),
     ],
 )
-def test_the_report_says_who_multiplies(overrides, line):
+def test_the_report_names_the_backend(overrides, line):
     assert line in report(load(CONFIGS / "tiny-moe.yaml", overrides)).splitlines()
 
 
-def test_the_report_of_a_dense_model_has_no_grouped_products():
+def test_the_report_of_a_dense_model_has_no_grouped_gemms():
     assert "grouped" not in report(load(CONFIGS / "tiny.yaml"))
 
 
@@ -460,9 +459,9 @@ def test_the_report_of_a_dense_model_has_no_grouped_products():
     "gpus_of_a_process, overrides, sizes_stay, line",
     [
         (8, [], False, "mosaic (auto)"),
-        (8, [], True, "te (auto)"),  # of several devices too: a layer is in shard_map
+        (8, [], True, "te (auto)"),  # of several devices too: a layer runs in shard_map
         (8, ["model.quantize=fp8"], True, "ragged (auto; te with a process for each GPU)"),
-        (8, ["model.quantize=fp8", "mesh.fsdp=4"], True, "te (auto)"),  # a mesh that is elsewhere
+        (8, ["model.quantize=fp8", "mesh.fsdp=4"], True, "te (auto)"),  # a mesh of another machine
         (1, ["model.quantize=fp8"], False, "te (auto)"),
         (8, ["model.d_expert=80"], False, "ragged (auto; te with a process for each GPU)"),
         (1, ["model.d_expert=80"], False, "te (auto)"),
@@ -470,14 +469,14 @@ def test_the_report_of_a_dense_model_has_no_grouped_products():
         (8, ["model.grouped=te"], False, "te"),
     ],
 )
-def test_who_multiplies_on_a_hopper_gpu(monkeypatch, gpus_of_a_process, overrides, sizes_stay, line):
+def test_the_backend_on_a_hopper_gpu(monkeypatch, gpus_of_a_process, overrides, sizes_stay, line):
     monkeypatch.setattr(jax, "local_device_count", lambda: gpus_of_a_process)
     monkeypatch.setattr(_backend, "_gpu_generation", lambda: 9)
     monkeypatch.setattr(te, "importable", lambda: True)
     monkeypatch.setattr(te, "sizes_stay", lambda dtype: sizes_stay)
     monkeypatch.setattr(te, "_cublas", lambda: te.V2_CUBLAS)
     config = load(CONFIGS / "mixtral-8x7b.yaml", ["mesh.fsdp=1", "mesh.expert=8", "mesh.tensor=1", *overrides])
-    assert backend_line(config) == [f"grouped GEMMs: {line}"]
+    assert backend_lines(config) == [f"grouped GEMMs: {line}"]
 
 
 @pytest.mark.claim("configs")
@@ -491,7 +490,7 @@ def test_who_multiplies_on_a_hopper_gpu(monkeypatch, gpus_of_a_process, override
     ],
 )
 def test_parameters_are_as_many_as_published(name, count, billions_a_token):
-    """In all, and those that a token goes through, the embedding's lookup counted as they do."""
+    """In all, and those that one token uses; the embedding counts as the publications count it."""
     config, made = abstract(name)
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params)) == count
     lookup = 0 if config.model.tied_embeddings else config.model.vocab_size * config.model.d_model
@@ -505,7 +504,7 @@ def test_the_report_of_8b_tells_bytes_and_allocates_nothing():
     assert len(jax.live_arrays()) == before
     assert "8,030,261,248 parameters" in text
     lines = {line[:24].strip(): line[24:].split() for line in text.splitlines()}
-    # 8,030,261,248 parameters of 4 bytes; an eighth on each device, but for the norms' 266,240 on each.
+    # 8,030,261,248 parameters of 4 bytes; an eighth on each device, except the norms' 266,240, which are on each.
     assert lines["parameters"][:4] == ["29.92", "GiB", "3.74", "GiB"]
     assert lines["optimizer"][:4] == ["59.83", "GiB", "7.48", "GiB"]  # two moments
     assert lines["residuals on the host"][:4] == ["88.00", "GiB", "11.00", "GiB"]  # 32 * 2816 MiB
@@ -514,7 +513,7 @@ def test_the_report_of_8b_tells_bytes_and_allocates_nothing():
 
 @pytest.mark.claim("report-at-full-size")
 def test_the_report_counts_what_a_layer_and_a_chunk_of_logits_need():
-    """XLA plans 22.8 GiB for the step on an H200, of which none but the compiler knows all."""
+    """XLA plans 22.8 GiB for the step on an H200; only the compiler knows all of it."""
     lines = {line[:24].strip(": "): line[24:].split() for line in report(load(CONFIGS / "llama-1b.yaml")).splitlines()}
     layer, logits = (float(lines[name][0]) for name in ("working set of a layer", "or of a chunk of logits"))
     # GiB: gate, up, the activation's cotangent and theirs; three residuals for this layer and the next. Never scores.
@@ -538,7 +537,7 @@ def test_a_tensor_axis_splits_heads_and_d_ff_but_not_the_residual_stream():
     lines = report(load(CONFIGS / "llama3-8b.yaml", ["mesh.fsdp=4", "mesh.tensor=2"])).splitlines()
     (host,) = (line for line in lines if line.startswith("residuals on the host"))
     # layer_input over fsdp, attn/context and fc1.gate over both: 32 * (512 / 4 + 512 / 8 + 1792 / 8) MiB.
-    assert host.split()[-4:] == ["13.00", "GiB", "a", "device"]
+    assert host.split()[-4:] == ["13.00", "GiB", "per", "device"]
 
 
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -567,7 +566,7 @@ def test_the_host_pool_is_judged_by_the_bytes_that_the_report_gives_a_device(mon
         jaxoffload.check(config.remat, made.step, made.state, made.tokens)
 
 
-# Two dense layers, then three with experts; gate and up of both move.
+# Two dense layers, then three with experts; gate and up of both are offloaded.
 TWO_STACKS = ["model.layers=5", "model.dense_layers=2", "remat.residuals[fc1]=offload"]
 
 
@@ -591,12 +590,12 @@ def test_on_host_full_save_offloads_fewer_layers_of_each_stack(monkeypatch):
     overrides = ["remat.resident_layers=0", "remat.on_host_full=save", *TWO_STACKS]
     config = load(CONFIGS / "tiny-moe.yaml", overrides)
     mesh = abstract_mesh(config.mesh)
-    assert that_fits(config, mesh) == config
+    assert fit_to_host_pool(config, mesh) == config
     made = program(config, mesh)
     table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
     monkeypatch.setenv(POOL, str((table.host_bytes - 8) / 2**30))
     with pytest.warns(UserWarning, match="all together .* offload_layers = 2 instead of all") as seen:
-        fewer = that_fits(config, mesh)
+        fewer = fit_to_host_pool(config, mesh)
     assert len(seen) == 1 and fewer.remat.offload_layers == 2
     made = program(fewer, mesh)
     rows = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)

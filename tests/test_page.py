@@ -1,4 +1,4 @@
-"""The HTML page: its numbers are those of the JSON in it, in a browser too; it asks nothing of a network."""
+"""The HTML page: its numbers are those of the JSON in it, in a browser too, and it uses no network."""
 
 import dataclasses
 import html.parser
@@ -37,7 +37,7 @@ def page():
 
 
 class Tables(html.parser.HTMLParser):
-    """The cells of each table, by its caption; and the text of the data."""
+    """Collects each table's cells by its caption, and the text of the data."""
 
     def __init__(self, text):
         super().__init__()
@@ -94,7 +94,7 @@ MS = ("ms", "exposed_ms")
 
 
 def test_memory_where_each_name_moves_and_where_stacks_differ():
-    """Four layers of 16 KiB, of which all but the last move; and six, of which two have a residual more."""
+    """Four layers of 16 KiB, of which all but the last offload; and six, of which two have one residual more."""
     policy = Policy({"fc1": "offload"}, min_offload_bytes=0)
     body = lambda x, w: (jnp.sin(tag(x @ w, "fc1")), None)
     loss = lambda x, w: jnp.sum(scan(body, x, w, policy=policy)[0])
@@ -132,7 +132,7 @@ def test_its_pictures_are_drawn_inside_their_frames_and_to_scale(page):
         for one in svg.iter("text"):
             x, y = numbers(one, "x", "y")
             assert 0 <= x <= width and 0 < y <= height
-    # Both lines of the memory begin and end at nothing, and the greater one fills the frame.
+    # Both memory lines begin and end at zero, and the higher one fills the frame.
     lines = dict(re.findall(r'<polyline class="line (\w+)" points="([^"]+)"', page))
     heights = {kind: [float(point.split(",")[1]) for point in points.split()] for kind, points in lines.items()}
     assert {h[0] for h in heights.values()} == {h[-1] for h in heights.values()} == {220.0}
@@ -140,7 +140,7 @@ def test_its_pictures_are_drawn_inside_their_frames_and_to_scale(page):
 
 
 def test_in_a_browser(page, tmp_path):
-    """Headless Chromium builds the page from its text alone, and its numbers are the same there."""
+    """Headless Chromium builds the page from its text alone and shows the same numbers."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         assert "NEEDS_CHROMIUM" not in os.environ

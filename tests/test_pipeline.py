@@ -1,7 +1,8 @@
 """Two pipeline stages and two microbatches: scans whose forward and backward passes interleave, all alive at once.
 
-A stage is a stack of layers. Each schedule runs the same forward and backward passes, one jit, in another order: the
-gradients are the reference's bit for bit, and the host holds what the four passes offload, each until its own backward.
+A stage is a stack of layers. Each schedule runs the same forward and backward passes in one jit, in another order. The
+gradients are the reference's bit for bit, and the host holds what the four passes offload, each until its own backward
+pass.
 """
 
 import jax
@@ -14,7 +15,7 @@ from jaxoffload import scan, tag
 
 LAYERS, BATCH, DIM = 3, 2, 4
 STAGES, MICROBATCHES = 2, 2
-ONE = BATCH * DIM * 4  # bytes of a layer's float32 (BATCH, DIM)
+ONE = BATCH * DIM * 4  # bytes of one layer's float32 (BATCH, DIM)
 
 # (pass, stage, microbatch), in order.
 SCHEDULES = {
@@ -47,7 +48,7 @@ def reference(x, ws):
 
 
 def gradients(stage, schedule, xs, weights):
-    """Of the sum over microbatches of the sum of squares, with respect to each stage's weights and the inputs."""
+    """Return the gradients of the squares' sum over all microbatches, for each stage's weights and for the inputs."""
     outs, backward, cotangents = {}, {}, {}
     sums, inputs = [jnp.zeros_like(w) for w in weights], [None] * MICROBATCHES
     for what, s, m in schedule:
@@ -93,7 +94,7 @@ def test_gradients_and_bytes_of_a_schedule(name, device):
 
 @on_cpu_and_gpu
 def test_stages_of_unlike_layers_keep_apart(device):
-    """Two stages of one policy whose residuals have other shapes, and a stage that is run twice."""
+    """Two stages of one policy whose residuals have other shapes, and a stage that runs twice."""
 
     def wide(x, w):
         return jnp.sin(tag(x @ w, "fc1")) @ w.T + x, None

@@ -1,4 +1,4 @@
-"""The pictures as PNG: they show what the page shows, and one can read them."""
+"""The pictures as PNG: they show what the page shows, and are legible."""
 
 import itertools
 import json
@@ -25,13 +25,13 @@ def table():
 
 @pytest.fixture
 def drawn(table, monkeypatch):
-    """File name -> what is to be drawn."""
+    """Return file name -> what is drawn in it."""
     monkeypatch.setattr(_png, "_png", lambda picture: picture)
     return proof.pictures(table, profiled(0, 100))
 
 
 def bars(picture, kind, first_y=26):
-    """Row, begin and end of each bar of a kind, from 0 to 1; not the key's."""
+    """Return row, begin and end of each bar of one kind, from 0 to 1, without the legend's."""
     place = lambda bar: (int((bar.y - first_y) // ROW), *(round((x - LEFT) / (RIGHT - LEFT), 4) for x in ends(bar)))
     ends = lambda bar: (bar.x, bar.x + bar.width)
     return sorted(place(bar) for bar in picture.bars if bar.kind == kind and bar.y >= first_y)
@@ -54,7 +54,7 @@ def test_bytes_by_place_are_the_tables(drawn, table):
         want = {name: of[state] for name, of in sizes.items() if of.get(state)}
         assert found.keys() == want.keys()
         assert all(found[name] == pytest.approx(want[name], abs=0.002 * largest) for name in want)
-    fc1 = labels(picture).index("fc1")  # the host's bytes stand behind the device's
+    fc1 = labels(picture).index("fc1")  # the host's bytes stand after the device's
     ((_, begin, end),) = [bar for bar in bars(picture, "saved") if bar[0] == fc1]
     assert begin == 0 and end * largest == pytest.approx(1024, rel=1e-3)
     assert [bar for bar in bars(picture, "offloaded") if bar[0] == fc1] == [(fc1, end, pytest.approx(5 * end))]
@@ -81,7 +81,7 @@ def test_the_timeline_is_the_traces(drawn):
         for row, a, b in bars(picture, kind, first_y)
         if 0 <= row < 3
     ]
-    to_host, back = (30, 10, 34), (30 + 4 * ROW + 14, 40, 71)  # by hand: where it begins; from which ms to which
+    to_host, back = (30, 10, 34), (30 + 4 * ROW + 14, 40, 71)  # by hand: its first y, and its first and last ms
     assert ms("offloaded", *to_host) == [(0, 10, 15), (0, 20, 34), (1, 26, 28)]
     assert ms("offloaded", *back) == [(0, 40, 45), (0, 50, 55), (1, 69, 71)]
     assert ms("saved", *to_host) == [(2, 10, 30)] and ms("saved", *back) == [(2, 40, 70)]
@@ -129,7 +129,7 @@ def test_what_there_is_no_data_for_is_not_drawn(table):
 def test_the_command_line_writes_them(tmp_path, capsys):
     folder = tmp_path / "new"
     assert main(["report", "test_verify:made", "loss", "--png", str(folder)]) == 0
-    *_, said = capsys.readouterr().err.splitlines()  # on a busy machine the progress comes first
+    *_, said = capsys.readouterr().err.splitlines()  # on a busy machine the progress is printed first
     assert said == f"{folder}: what.png, memory.png"
     assert sorted(path.name for path in folder.iterdir()) == ["memory.png", "what.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())

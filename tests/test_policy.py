@@ -1,4 +1,4 @@
-"""Policy: its fields, its patterns against a slow and plain reading of them, its use as JAX's own policy."""
+"""Policy: its fields, its patterns against a slow and literal reading, and its use as JAX's own policy."""
 
 import dataclasses
 
@@ -98,7 +98,7 @@ def test_residuals_are_a_mapping_or_its_pairs(given):
 
 
 def test_an_iterator_is_read_once():
-    """What it gives is then checked, and kept."""
+    """Its items are then checked, and kept."""
     once = Policy(residuals=zip(*zip(*PAIRS, strict=True), strict=True), offload_modules=iter(["moe_act"]))
     assert once == Policy(residuals=PAIRS, offload_modules=["moe_act"]) and once.residuals == PAIRS
     assert Policy(residuals=(pair for pair in PAIRS)).rules == PAIRS
@@ -397,7 +397,7 @@ def test_callable_keeps_dots_tagged_integers_and_opt_outs():
 
 
 def test_callable_around_a_plan_of_ours():
-    """Whose names for a value are asked about together."""
+    """The policy is asked about all names of a value together."""
     inner = checkpoint(lambda x, w: jnp.sin(tag(tag(x @ w, "fc1"), "first")), policy=policy(default="save"))
     for name in ("fc1", "first"):
         outer = jax.checkpoint(inner, policy=policy({name: "offload"}))
@@ -418,7 +418,7 @@ def test_callable_saves_what_is_small():
 
 @pytest.mark.parametrize("least, where", [(4 * 8 * 4, "host"), (4 * 8 * 4 + 1, "device")])
 def test_a_value_of_min_offload_bytes_is_large_enough(least, where):
-    """As JAX's policy, in a checkpoint and in a scan alike."""
+    """As JAX's policy, in a checkpoint and in a scan."""
     rules = Policy({"fc1": "offload"}, min_offload_bytes=least, resident_layers=0)
     layer = lambda x, w: (jnp.sin(tag(x @ w, "fc1")), None)
     one = lambda x, w: layer(x, w)[0]

@@ -1,4 +1,4 @@
-"""The pinned host pool's size is what XLA makes of its environment variables, or one line."""
+"""The pinned host pool's size: what XLA reads from its environment variables, or an error of one line."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ X, W = normal(0, (4, 8)), normal(1, (8, 8))
     "limit", ["much", "1GiB", "inf", "nan", "-inf", "-4", "-0.5", "0", "0.0", "1e300", "8589934592", "9" * 400]
 )
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_a_pool_that_is_no_size_is_named(monkeypatch, limit, backend):
+def test_a_pool_size_that_is_invalid_is_named(monkeypatch, limit, backend):
     monkeypatch.setenv(POOL, limit)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     with pytest.raises(ValueError, match=rf"^{POOL}: '{limit}' is not a number of GiB above 0, such as 64"):
@@ -25,9 +25,9 @@ def test_a_pool_that_is_no_size_is_named(monkeypatch, limit, backend):
 
 
 @pytest.mark.parametrize("limit", ["0.5", "1e2", "64.0"])
-def test_xla_reads_whole_numbers_alone(monkeypatch, limit):
+def test_xla_reads_only_whole_numbers(monkeypatch, limit):
     monkeypatch.setenv(POOL, limit)
-    assert host_pool_bytes() == float(limit) * 2**30  # of a machine that is not here
+    assert host_pool_bytes() == float(limit) * 2**30  # of another machine
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(ValueError, match=f"'{limit}' is not a whole number of GiB, such as 64; XLA would ignore it"):
         host_pool_bytes()

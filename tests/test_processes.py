@@ -1,4 +1,5 @@
-"""Processes that are lost, late, alike or different, and signals at any time: each ends with a line and a status."""
+"""Processes that are lost, late, alike or different, and signals at any time: each ends with a line and an exit
+status."""
 
 import contextlib
 import os
@@ -16,18 +17,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from common import PATIENCE, start, wait_for
+from common import PATIENCE, ROOT, start, wait_for
 from jax.experimental import multihost_utils
 
 from models import peers, processes
 from models.config import Config, Distributed
-from models.launchers import Place, find
+from models.launchers import Place, find_place
 from models.peers import Peers
 from models.reading import ConfigError
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
 CONFIG = """\
 model: {vocab_size: 300, layers: 1, d_model: 32, heads: 2, kv_heads: 2, d_ff: 32, dtype: float32}
 data: {path: texts/*.txt, valid_fraction: 0.2, cache_dir: cache}
@@ -38,7 +38,7 @@ train:
 
 
 class Running:
-    """One process of the training program, and what it says."""
+    """One process of the training program, and its output."""
 
     def __init__(self, folder: Path, *arguments: str):
         self.out, self.err = (folder / f"{name}-{time.monotonic_ns()}" for name in ("stdout", "stderr"))
@@ -55,14 +55,14 @@ class Running:
         return self.err.read_text().splitlines()
 
     def listens(self) -> bool:
-        """Whether it has a handler of SIGTERM of its own."""
+        """Whether it has installed its own SIGTERM handler."""
         caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{self.process.pid}/status").read_text())
         return bool(caught and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @contextlib.contextmanager
 def running(*each: tuple[Path, list[str]]) -> Iterator[list[Running]]:
-    """Processes, each with its working directory and arguments of Python; none is left."""
+    """Starts processes, each with its working directory and Python's arguments; none outlives the test."""
     started: list[Running] = []
     try:
         for folder, arguments in each:
@@ -81,7 +81,7 @@ def free_port() -> int:
 
 
 def together(folders: list[Path], *overrides: str):
-    """The processes of one run, one device each."""
+    """Start the processes of one run, with one device each."""
     count, coordinator = len(folders), f"distributed.coordinator=localhost:{free_port()}"
     command = ["-m", "models.train", str(folders[0] / "test.yaml"), coordinator, f"distributed.num_processes={count}"]
     command += [f"mesh.data={count}", f"train.out={folders[0]}/out", *overrides]
@@ -89,7 +89,7 @@ def together(folders: list[Path], *overrides: str):
 
 
 def written(folder: Path) -> Path:
-    """A config in a folder, beside texts."""
+    """Write a config in a folder, beside texts."""
     order = random.Random(0)
     (folder / "texts").mkdir()
     for number in range(30):
@@ -104,14 +104,12 @@ def written(folder: Path) -> Path:
 @pytest.mark.claim("lost-processes")
 @pytest.mark.parametrize("lost", [0, 1])
 def test_where_a_process_is_killed_the_others_say_so_and_name_the_checkpoint(tmp_path, lost):
-    """Process 0 runs JAX's coordination service, whose clients abort from C++ when it is gone."""
+    """Process 0 runs JAX's coordination service; when it dies, its clients abort from C++."""
     with together([written(tmp_path)] * 2) as both:
         both[0].until((tmp_path / "out/checkpoints/20").exists)
         both[lost].process.kill()
         (line,) = both[1 - lost].ended(5)
-    assert re.match(
-        rf"process {lost} \(.+\) is gone, without a word: it was killed, or crashed; the same command, ", line
-    )
+    assert re.match(rf"process {lost} \(.+\) is gone: it was killed, or crashed; the same command, ", line)
     assert re.search(r"continues from the checkpoint .*/out/checkpoints/\d+$", line)
 
 
@@ -122,7 +120,7 @@ def test_a_process_that_is_killed_ends_two_others_though_they_compile(tmp_path):
         lines = [one.ended(5) for one in all_[:2]]
     assert lines[0] == lines[1] and len(lines[0]) == 1
     assert re.match(
-        r"process 2 \(.+, pid \d+\) is gone, .*; nothing is saved in .*/out; the same command, ", lines[0][0]
+        r"process 2 \(.+, pid \d+\) is gone: .*; nothing is saved in .*/out; the same command, ", lines[0][0]
     )
 
 
@@ -136,7 +134,7 @@ def test_a_process_that_is_stopped_is_not_waited_for(tmp_path):
 
 
 def test_a_signal_to_one_process_that_compiles_ends_it_and_then_the_others(tmp_path):
-    """JAX's preemption service has a handler of SIGTERM of its own, which ends nothing."""
+    """JAX's preemption service installs a SIGTERM handler that ends nothing."""
     with together([written(tmp_path)] * 2) as both:
         both[0].until(lambda: "held out" in both[0].out.read_text())
         both[1].process.terminate()
@@ -154,7 +152,7 @@ def test_different_text_under_one_path_is_not_trained_on(tmp_path):
         folder.mkdir()
         written(folder)
     (folders[1] / "texts/3.txt").write_text("other words")
-    said = "data.path = 'texts/*.txt' here: stands for other bytes in another process; must be the same files"
+    said = "data.path = 'texts/*.txt' here: has other bytes in another process; must be the same files"
     with together(folders) as both:
         for one in both:
             assert one.ended(2)[1:] == [said]
@@ -168,18 +166,18 @@ def test_a_folder_that_the_processes_do_not_share_is_not_trained_in(monkeypatch)
         return np.stack([words, there if words.shape == (1,) else words])
 
     monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
-    assert processes.objections(Config(), [], 20) == []
+    assert processes.disagreements(Config(), [], 20) == []
     said = "its last checkpoint is that of step 40 here, and another elsewhere; must be a folder that all processes sh"
-    ((_, line),) = processes.objections(Config(), [], 40)
+    ((_, line),) = processes.disagreements(Config(), [], 40)
     assert said in line
 
 
-# ---- one that does not come, or comes twice: `Peers`, in threads ----
+# ---- one that never arrives, or arrives twice: `Peers`, in threads ----
 
 
 def meeting(*visitors: tuple[int, int]) -> list[int | str]:
-    """What process 0 of three and visitors, each an index and its count, come to: the port, or what is wrong. The
-    first is there before the others come, the last comes when they have left."""
+    """Return what process 0 of three, and the visitors (index, count), each end with: the port, or an error. The first
+    visitor arrives before the others, the last after they have left."""
     found: dict[int, int | str] = {}
     server = socket.create_server(("localhost", 0))
     port = server.getsockname()[1]
@@ -187,7 +185,7 @@ def meeting(*visitors: tuple[int, int]) -> list[int | str]:
 
     def meet(k: int) -> None:
         try:
-            found[k] = all_[k].visit("localhost", port, PATIENCE) if k else all_[k].host(server, PATIENCE)
+            found[k] = all_[k].connect("localhost", port, PATIENCE) if k else all_[k].accept_others(server, PATIENCE)
         except ConfigError as error:
             ((_, found[k]),) = error.problems
 
@@ -219,8 +217,8 @@ def test_processes_meet_whatever_else_comes_and_are_told_one_port():
 
 
 def test_a_number_that_is_taken_or_another_count_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr(peers, "_TOLD", 0.0)
-    monkeypatch.setattr(peers, "_AGAIN", 0.0)
+    monkeypatch.setattr(peers, "_FIRST_NOTICE", 0.0)
+    monkeypatch.setattr(peers, "_NEXT_NOTICE", 0.0)
     host, first, *others, last = meeting((1, 3), (1, 3), (1, 2), (4, 3), (2, 3))
     assert isinstance(host, int) and host == first == last
     assert re.match(
@@ -241,14 +239,14 @@ def test_a_process_that_does_not_come_is_named_after_ten_seconds_and_waited_for_
     assert problem.startswith("distributed.timeout = 30: waited 30 s for process 1 of 2; start every process")
 
 
-def test_a_port_where_another_process_0_listens_is_a_sentence(tmp_path):
+def test_a_port_where_another_process_0_listens_is_an_error(tmp_path):
     with socket.create_server(("", 0)) as taken:
         coordinator = f"localhost:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=r"distributed\.coordinator = 'localhost:\d+': .*Address already in use"):
             processes.join(Distributed(coordinator, 2, 0), tmp_path, lambda out: [])
 
 
-def test_a_process_0_that_cannot_be_reached_is_a_sentence(tmp_path):
+def test_a_process_0_that_cannot_be_reached_is_an_error(tmp_path):
     nowhere = f"localhost:{free_port()}"
     said = rf"distributed\.timeout = 0.5: waited 0.5 s for process 0 at {nowhere} \(.*Connection refused"
     with pytest.raises(ConfigError, match=said):
@@ -296,7 +294,7 @@ def test_a_launcher_says_where_the_processes_are_as_jax_finds_them(monkeypatch, 
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found, said = find(Distributed())
+    found, said = find_place(Distributed())
     assert found == place and said.startswith("distributed.coordinator = None, and {")
 
 
@@ -313,7 +311,7 @@ def test_a_signal_while_the_program_is_imported_is_a_line(tmp_path, number):
         assert program.ended(128 + number) == [STOPPED.format(number.name)]
 
 
-# Where the main thread is in C++ for ever: a mutex, locked twice, which no signal interrupts.
+# As if the main thread hung in C++: it locks a mutex twice, which no signal interrupts.
 STUCK = """
 import ctypes
 from models import signals
@@ -349,7 +347,7 @@ def test_a_signal_while_it_trains_is_told_and_a_second_ends_it_at_once(tmp_path)
         program.until(lambda: "trains 0" in program.out.read_text())
         program.process.terminate()
         program.until(lambda: f"trains {signal.SIGTERM:d}" in program.out.read_text())
-        time.sleep(0.3)  # less is one signal, sent twice
+        time.sleep(0.3)  # if shorter, it counts as one signal sent twice
         program.process.send_signal(signal.SIGINT)
         first, second = program.ended(128 + signal.SIGINT)
     assert first == "SIGTERM: the step is finished and saved, then this run ends; a second signal ends it at once"

@@ -1,4 +1,4 @@
-"""train.profile_steps: which steps are traced, by whom, and what is written of them."""
+"""train.profile_steps: which steps are traced, by which process, and what is written about them."""
 
 import contextlib
 

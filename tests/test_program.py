@@ -1,8 +1,8 @@
-"""What XLA makes of it for a GPU: copies are DMA beside the compute, in range, and alone on their streams; products run
-once; memory falls by what moves.
+"""What XLA compiles for a GPU: copies are DMA beside the computation, in range, and on separate streams; matmuls run
+once; memory falls by what is offloaded.
 
-Compiled for the machine's GPU or, without one, for an H200 that is only described. For that, JAX's CUDA plugin must be
-installed, jax-cuda13-plugin and jax-cuda13-pjrt; `make test-all` has it. Nothing runs.
+Programs are compiled for the machine's GPU or, without one, for an H200 that is only described. That needs JAX's CUDA
+plugin, jax-cuda13-plugin and jax-cuda13-pjrt, which `make test-all` installs. Nothing runs.
 """
 
 import itertools
@@ -35,7 +35,7 @@ from models.transformer import ExpertLayer, Layer, stacked
 
 pytestmark = [pytest.mark.gpu, pytest.mark.claim("what-xla-compiles")]
 
-# What XLA's compiler asks a device, as an H200 answers (xla/stream_executor/device_description.proto).
+# What XLA's compiler asks about a device, as for an H200 (xla/stream_executor/device_description.proto).
 H200 = """
 platform_name: "CUDA" device_description_str: "NVIDIA H200"
 dnn_version_info { major: 9 minor: 19 patch: 0 } runtime_version { major: 13 }
@@ -48,16 +48,16 @@ gpu_device_info {
   cuda_compute_capability { major: 9 minor: 0 }
 }
 """
-# Triton's products need a device to be tuned on.
+# Triton's matmuls need a device for autotuning.
 OPTIONS = {
     **compiler_options("gpu"),
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
-    "xla_disable_automatic_host_compute_offload": True,  # an error instead of silent compute on the host
+    "xla_disable_automatic_host_compute_offload": True,  # raise an error rather than compute on the host
 }
 LAYERS, BATCH, DIM, HIDDEN = 8, 512, 256, 1024
-ONE = BATCH * HIDDEN * 2  # bytes of a layer's fc1, bfloat16
-STREAM = BATCH * DIM * 2  # bytes of a layer's input
+ONE = BATCH * HIDDEN * 2  # bytes of one layer's fc1, bfloat16
+STREAM = BATCH * DIM * 2  # bytes of one layer's input
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +70,14 @@ def gpu():
 
 @pytest.fixture(scope="module")
 def two_gpus(gpu):
-    """The machine's, or two H200."""
+    """The machine's GPUs, or two H200s."""
     return jax.devices()[:2] if gpu in jax.devices() and len(jax.devices()) > 1 else described(2)
 
 
 def described(count):
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it asks the driver
+            patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it queries the driver
             topology = f"{count}x1x1"
             return topologies.get_topology_desc("H200", platform="cuda", topology=topology, target_config=H200).devices
     except Exception as error:
@@ -95,7 +95,7 @@ def module_of(program):
     return hlo.parse(program.as_text())
 
 
-def products(lines):
+def matmuls(lines):
     return [line for line in lines if "__cublas" in line.text]
 
 
@@ -116,7 +116,7 @@ def layer(x, w):
 
 
 def twice(rules, **fields):
-    """Two scans of one shape in one program, several of whose stacks are of one shape."""
+    """Two scans of equal shapes in one program; several of their stacks have equal shapes."""
     policy = Policy(rules, **{"min_offload_bytes": 0, **fields})
 
     def f(x, w):
@@ -141,13 +141,13 @@ def lines(offloading):
 
 @pytest.mark.claim("one-layer-later")
 def test_the_copies_for_the_host_and_nothing_else_are_asynchronous(lines):
-    """Two residuals there and back, in two scans, each in two layers a turn (double buffering)."""
+    """Two residuals there and back, in two scans, each with two layers per iteration (double buffering)."""
     starts = [line for line in lines if line.opcode.endswith("-start")]
     assert len(starts) == 2 * 2 * 2 * 2
     assert all(line.on_host for line in starts)
 
 
-def test_the_copies_are_no_collectives(offloading):
+def test_the_copies_are_not_collectives(offloading):
     assert hlo.collective_kernels(offloading.runtime_executable().hlo_modules()) == set()
 
 
@@ -179,20 +179,20 @@ def test_however_the_layers_are_divided(gpu, layers, offloaded, fields):
 
 @pytest.mark.claim("one-layer-later")
 def test_every_copy_is_dma_and_in_range(lines):
-    """XLA knows the offset of each turn, and does not clamp it."""
+    """XLA knows the offset of each iteration, and does not clamp it."""
     body_of = {line.name: line for line in lines}
-    turns = {}
+    trip_counts = {}
     for line in lines:
         if line.opcode == "while":
             (count,) = re.findall(r'"known_trip_count":\{"n":"(\d+)"', line.text)
-            turns |= dict.fromkeys(line.calls, int(count))
+            trip_counts |= dict.fromkeys(line.calls, int(count))
     copies = 0
     for start in (line for line in lines if line.opcode == "fusion-start"):
         (copy,) = (c for c in lines if c.computation in start.calls and c.opcode.startswith("dynamic-"))
         stack = copy.shape if copy.opcode == "dynamic-update-slice" else body_of[copy.operands[0]].shape
         rows, *row = map(int, re.search(r"\[([\d,]+)\]", stack)[1].split(","))
         size = 2 * int(np.prod(row))
-        offsets = hlo.row_offsets(copy, turns[start.computation])
+        offsets = hlo.row_offsets(copy, trip_counts[start.computation])
         assert {abs(b - a) for a, b in itertools.pairwise(offsets)} == {2 * size}
         assert len(offsets) == LAYERS // 2 and all(at in range(0, rows * size, size) for at in offsets)
         copies += 1
@@ -200,17 +200,17 @@ def test_every_copy_is_dma_and_in_range(lines):
 
 
 def begun_after(lines):
-    """Of each loop body: its products, and how many of them are before each start of a copy."""
+    """Yield, for each loop body, its number of matmuls, and how many of them come before each copy's start."""
     for body in dict.fromkeys(line.computation for line in lines if line.opcode.endswith("-start")):
         inside = [line for line in lines if line.computation == body]
         yield (
-            len(products(inside)),
-            [len(products(inside[:i])) for i, a in enumerate(inside) if a.opcode.endswith("-start")],
+            len(matmuls(inside)),
+            [len(matmuls(inside[:i])) for i, a in enumerate(inside) if a.opcode.endswith("-start")],
         )
 
 
 def large(gpu, layers, options):
-    """`begun_after` of a scan whose products take milliseconds."""
+    """Return `begun_after` of a scan whose matmuls take milliseconds."""
     d, hidden = 4096, 16384
     w = tuple(jax.ShapeDtypeStruct((layers, *a), jnp.bfloat16) for a in ((d, hidden), (hidden, d), (d,)))
     f = gradient(lambda x, w: scan(layer, x, w, policy=Policy(OFFLOADED))[0], (0, 1))
@@ -218,12 +218,13 @@ def large(gpu, layers, options):
     return list(begun_after(module_of(program)))
 
 
-AT_ONCE = [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]  # two turns in a body, with all their products after its copies' start
+AT_ONCE = [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]  # two layers per iteration; all matmuls follow the copies' start
 
 
 @pytest.mark.claim("copies-begin")
-def test_copies_begin_where_their_turn_begins_or_as_late_as_one_says(gpu):
-    """By itself XLA begins those that come back when about 5 ms of their turn are left, here the half of it."""
+def test_copies_begin_with_their_iteration_or_as_late_as_copy_ms_says(gpu):
+    """By default XLA would begin copies to the device about 5 ms before the end of their iteration, here in its
+    middle."""
     assert large(gpu, LAYERS, OPTIONS) == AT_ONCE
     _, (_, late) = large(gpu, LAYERS, OPTIONS | compiler_options("gpu", copy_ms=2))
     assert min(late) > 0 and sum(late) > 8
@@ -231,22 +232,22 @@ def test_copies_begin_where_their_turn_begins_or_as_late_as_one_says(gpu):
 
 @pytest.mark.claim("xlas-rematerialization")
 def test_on_a_full_device_xla_recomputes_nothing_and_copies_begin_no_later(gpu, monkeypatch):
-    """150 layers keep 100 GB on the host, which XLA takes for device memory."""
+    """150 layers keep 100 GB on the host, which XLA counts as device memory."""
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "120")
     assert large(gpu, 150, OPTIONS) == AT_ONCE
-    if gpu not in jax.devices():  # with XLA's default; how much memory a real one has decides how full it is
+    if gpu not in jax.devices():  # with XLA's default; a real device's memory decides how full it is
         assert large(gpu, 150, OPTIONS | {"xla_gpu_memory_limit_slop_factor": 95}) != AT_ONCE
 
 
 def test_a_chains_copies_have_a_layer_to_hide_behind(gpu):
-    """Both of a layer's products, or of the six of its backward pass nearly all."""
+    """Beside both of a layer's matmuls, or beside nearly all of the six of its backward pass."""
     d, hidden = 4096, 16384
     w = tuple(jax.ShapeDtypeStruct(a, jnp.bfloat16) for a in ((d, hidden), (hidden, d), (d,)))
     policy, x = Policy(OFFLOADED), jax.ShapeDtypeStruct((16384, d), jnp.bfloat16)
     f = gradient(lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 6, x, w, policy=policy), (0, 1))
     done, begun, spans = 0, {}, {"to": [], "from": []}
     for line in module_of(compiled(gpu, f, x, [w] * 6)):
-        done += len(products([line]))
+        done += len(matmuls([line]))
         if line.opcode == "copy-start":
             begun[line.name] = done
         elif line.opcode == "copy-done":
@@ -255,7 +256,7 @@ def test_a_chains_copies_have_a_layer_to_hide_behind(gpu):
 
 
 def test_emulated_fp8_multiplies_what_was_rounded(gpu):
-    """Rounded values are results of kernels: what stays in a kernel's registers XLA may leave unrounded."""
+    """Rounded values must be results of kernels: XLA may skip the rounding of what stays in a kernel's registers."""
 
     def f(x, w, sizes, dy):
         y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, backend="ragged", quantize="fp8"), x, w)
@@ -271,19 +272,20 @@ def test_emulated_fp8_multiplies_what_was_rounded(gpu):
     assert results >= {"f8e4m3fn[192,64]", "f8e4m3fn[4,64,128]", "f8e5m2[192,128]"}
 
 
-def test_every_product_runs_once(gpu, lines):
-    """A layer has two, and four in its backward pass. Saved ones too: written into a stack, XLA would clone them."""
-    in_turns = lambda lines: len(products(lines))
-    assert in_turns(lines) == 2 * 2 * (2 + 4)
+def test_every_matmul_runs_once(gpu, lines):
+    """A layer has two matmuls, and its backward pass four. This holds for saved ones too, which XLA would clone when it
+    writes them into a stack."""
+    in_loops = lambda lines: len(matmuls(lines))
+    assert in_loops(lines) == 2 * 2 * (2 + 4)
     saving = module_of(compiled(gpu, twice(dict.fromkeys(OFFLOADED, "save")), X, weights(LAYERS)))
-    assert in_turns(saving) == 2 * 2 * (2 + 4)
+    assert in_loops(saving) == 2 * 2 * (2 + 4)
     recomputing = module_of(compiled(gpu, twice({"fc1": "recompute"}), X, weights(LAYERS)))
-    assert in_turns(recomputing) == 2 * 2 * (2 + 5)
+    assert in_loops(recomputing) == 2 * 2 * (2 + 5)
 
 
-def test_verify_counts_products_as_often_as_they_run(gpu, monkeypatch, request):
-    """As traced. Where XLA can compute at which row a saved product goes into its stack, it runs it once more, before
-    jaxlib 0.12."""
+def test_verify_counts_matmuls_as_often_as_they_run(gpu, monkeypatch, request):
+    """As often as traced. Before jaxlib 0.12, XLA reruns a saved matmul if it can compute at which row the result goes
+    into its stack."""
 
     def counted():
         f, args = twice(dict.fromkeys(OFFLOADED, "save")), (X, weights(LAYERS))
@@ -293,7 +295,7 @@ def test_verify_counts_products_as_often_as_they_run(gpu, monkeypatch, request):
     assert ran.counts == traced.counts == {"matrix products": 2 * LAYERS * (2 + 4)}
     assert ran.flops == traced.flops > 0 and ran.more_than(traced) == []
     monkeypatch.setattr(_loops, "_hidden_zero", lambda: jnp.int32(0))
-    request.addfinalizer(jax.clear_caches)  # of loops traced so
+    request.addfinalizer(jax.clear_caches)  # of loops traced like this
     jax.clear_caches()
     ran, traced = counted()
     if jax.__version_info__ >= (0, 12):
@@ -306,7 +308,7 @@ def test_verify_counts_products_as_often_as_they_run(gpu, monkeypatch, request):
     ]
 
 
-def test_one_product_more_is_seen_where_xla_makes_one_of_two(gpu):
+def test_one_matmul_more_is_seen_where_xla_merges_several(gpu):
     x, w = jnp.zeros((256, 512), jnp.bfloat16), jnp.zeros((3, 512, 256), jnp.bfloat16)
     f = lambda x, w: (x @ w[0], x @ w[1], x @ w[2])
     once, merged = (
@@ -326,7 +328,7 @@ def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
     everywhere = Policy({"fc1": "offload"}, min_offload_bytes=0, resident_layers=0)
     f = gradient(lambda x, w: scan(layer, x, w, policy=everywhere)[0], (0, 1))
     found = hlo.host_copies(module_of(compiled(gpu, f, X, weights(4))))
-    assert Counter(copy[:2] for copy in found.values() if not copy.is_row) == {("fc1", ONE): 2}  # the last layer's
+    assert Counter(copy[:2] for copy in found.values() if not copy.is_row) == {("fc1", ONE): 2}  # of the last layer
     assert {copy.residual for copy in found.values()} == {"fc1"}
     policy = Policy(OFFLOADED, min_offload_bytes=0)
     f = gradient(lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 3, x, w, policy=policy), (0, 1))
@@ -343,9 +345,9 @@ def test_verify_finds_copies_out_of_range(offloading, lines):
 @pytest.mark.claim("two-layers-share")
 @pytest.mark.parametrize("through", ["scan", "chain"])
 def test_a_further_layer_costs_the_device_what_it_costs_where_its_residuals_are_recomputed(gpu, through):
-    """And the host a row each. Of `save`, that is what the difference must be.
+    """The host needs one row more for each. Against `save`, the device saves exactly that.
 
-    Weights of bfloat16: the gradients of others are so large that XLA finds room for residuals in them.
+    The weights are bfloat16: the gradients of float32 weights are so large that XLA finds room for residuals in them.
     """
 
     def memory(decision, layers):
@@ -365,13 +367,14 @@ def test_a_further_layer_costs_the_device_what_it_costs_where_its_residuals_are_
 
 
 def test_under_the_options_for_exact_runs_too(gpu):
-    """In the GPU contract offload is what it is in a training step."""
+    """In the GPU's contract tests, offload works as in a training step."""
     program = compiled(gpu, twice(OFFLOADED), X, weights(LAYERS), options=OPTIONS | exact_options("gpu"))
     assert program.memory_analysis().host_temp_size_in_bytes == 2 * LAYERS * (ONE + STREAM)
 
 
 def test_stacks_are_split_over_devices_as_what_they_hold_is(two_gpus):
-    """The batch over two devices, which XLA alone knows: half of all on each, and on the device what lax.scan needs."""
+    """Two devices split the batch, which only XLA knows. Each host stack is halved, and saving needs no more device
+    memory than lax.scan."""
     mesh = Mesh(np.array(two_gpus), "x")
     place = lambda shape, *spec: jax.ShapeDtypeStruct(
         shape.shape, shape.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
@@ -393,9 +396,9 @@ def test_stacks_are_split_over_devices_as_what_they_hold_is(two_gpus):
 
 
 @pytest.mark.parametrize("backend", ["mosaic", "te"])
-def test_grouped_products_run_nine_times_a_layer_and_their_outputs_go_to_the_host_by_dma(gpu, monkeypatch, backend):
-    """Two layers a turn. Saved outputs too: as outputs of a kernel that are written into a stack at an offset that XLA
-    can compute, they would be computed again for their other readers, as in `lax.scan` they are."""
+def test_grouped_gemms_run_nine_times_per_layer_and_their_outputs_go_to_the_host_by_dma(gpu, monkeypatch, backend):
+    """Two layers per iteration. This includes saved outputs: if XLA could compute the offset at which a kernel's output
+    is written into a stack, it would recompute the output for its other readers, as in `lax.scan`."""
     kind, kernel = {"mosaic": ("Mosaic kernels", "mosaic_gpu"), "te": ("grouped products", "te_grouped_gemm")}[backend]
     if backend == "te":
         needs_te()
@@ -433,7 +436,7 @@ def test_grouped_products_run_nine_times_a_layer_and_their_outputs_go_to_the_hos
 
 @pytest.mark.parametrize("decision, times", [("save", 2), ("offload", 2), ("recompute", 3)])
 def test_attention_of_transformer_engine_runs_forward_once_where_its_context_is_kept(gpu, decision, times):
-    """In a layer; two layers a turn."""
+    """Once per layer; two layers per iteration."""
     needs_te()
     shape = Model(layers=LAYERS, d_model=DIM, heads=2, kv_heads=2, d_ff=512, attention="te")
     make = lambda rngs: Layer(shape, rngs)
@@ -452,8 +455,8 @@ def test_attention_of_transformer_engine_runs_forward_once_where_its_context_is_
 
 
 def test_the_hosts_need_of_a_whole_program_is_no_less_than_xla_plans(gpu):
-    """Two stacks; two gradients side by side, and one after the other; microbatches in a loop, twice; checkpoints and a
-    chain. `need_of` counts all that is in one straight piece, and of loops the greatest."""
+    """Two stacks; two gradients side by side, and in sequence; microbatches in a loop, twice; checkpoints and a chain.
+    `need_of` adds up all of a straight-line program, and takes the maximum over loops."""
     rules = Policy({"fc1": "offload"}, min_offload_bytes=0, resident_layers=0)
     f = lambda x, w: x + jnp.sin(tag(x @ w, "fc1")) @ w.T
     body = lambda x, w: (f(x, w), None)
@@ -491,7 +494,7 @@ def test_the_report_of_llama_1b_expects_what_xla_plans(gpu):
     made = program(config, make_mesh(config.mesh, [gpu]))
     try:
         said = summary(config, made).splitlines()[-1]
-    except RuntimeError as why:  # JAX asks cuDNN for its version while it traces
+    except RuntimeError as why:  # JAX asks cuDNN for its version during tracing
         pytest.skip(f"the config's attention is cuDNN's, which is not here: {why}")
     state = shardings_of(made.state)
     step = jax.jit(

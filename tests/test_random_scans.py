@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 # ------------------------------------------------------------------------------------------------- programs
 
 FLOATS = {"f32": jnp.float32, "bf16": jnp.bfloat16}
-SIDE = 3  # every value is (SIDE, SIDE), and so can be multiplied with every other
+SIDE = 3  # every value is (SIDE, SIDE), so any two can be multiplied
 BYTES = {"f32": 4 * SIDE * SIDE, "bf16": 2 * SIDE * SIDE}
 INNER = 2  # layers of an inner scan
 
@@ -83,7 +83,7 @@ class Do(NamedTuple):
 
 
 class Tag(NamedTuple):
-    """Writes a register for each operand; several operands are tagged as one composite."""
+    """Writes one register per operand; several operands are tagged as one composite."""
 
     name: str
     args: tuple[int, ...]
@@ -98,7 +98,8 @@ class CustomVjp(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Steps on registers of their own, that start with two of the outer ones; writes the last one that they write."""
+    """Steps on their own registers, which start with two of the outer ones; writes the last register that they
+    write."""
 
     kind: str
     args: tuple[int, int]
@@ -131,7 +132,7 @@ class Program(NamedTuple):
 
 
 def execute(steps, registers, ours):
-    """All registers after the steps."""
+    """Return all registers after the steps."""
     registers = list(registers)
     for step in steps:
         args = [registers[i] for i in step.args]
@@ -166,7 +167,7 @@ def block(kind, f, a, b, predicate, ours):
             return (checkpoint(f, policy=policy(default="save")) if ours else jax.checkpoint(f))(a, b)
         case "cond":
             return lax.cond(predicate, f, lambda a, b: a.astype(jax.eval_shape(f, a, b).dtype), a, b)
-        case "cond of twins":
+        case "cond of equal branches":
             return lax.cond(predicate, lambda a, b: f(a + a, b), lambda a, b: f(-a, b), a, b)
         case "lax.scan":
             return lax.scan(row, a, length=INNER)[0]
@@ -190,7 +191,7 @@ def pytree(form, leaves):
 
 
 def apply(program, through, inputs):
-    """(carry, ys)"""
+    """Return (carry, ys)."""
     carry, xs, consts = parts(program, inputs)
 
     def body(carry, x):
@@ -245,14 +246,15 @@ def values_and_gradients(program, through):
 
 
 def run_all(drawn, through):
-    """The values and gradients of several programs, compiled together."""
+    """Return the values and gradients of several programs, compiled together."""
     every = lambda inputs: [values_and_gradients(p, through)(i) for p, i in zip(drawn, inputs, strict=True)]
     outs = jax.jit(every, compiler_options=exact_options())(list(map(arrays, drawn)))
     return [[without_sign_of_zero(np.asarray(x)) for x in jax.tree.leaves(out)] for out in outs]
 
 
 def without_sign_of_zero(x):
-    """XLA takes 0 + x for x wherever it sees the 0, as where it dissolves the loop that begins a sum with it."""
+    """XLA simplifies 0 + x to x wherever it sees the 0, for example where it unrolls the loop that starts a sum with
+    it."""
     return np.where(x == 0, np.zeros_like(x), x)
 
 
@@ -264,7 +266,7 @@ def with_inputs(program, inputs, chosen):
 
 
 def arrays(program):
-    """The inputs."""
+    """Return the inputs."""
 
     def array(number, kind, lead):
         match kind:
@@ -285,7 +287,7 @@ def arrays(program):
 
 
 def decision_on(program, name):
-    """The last rule with this name; its last component, or that without the field."""
+    """Return the last rule that has this name, its last component, or that without the field."""
     last = name.rpartition("/")[2]
     rules = {pattern: (number, decision) for number, (pattern, decision) in enumerate(program.rules)}
     found = [rules[p] for p in {last, last.partition(".")[0], "s/*" if "/" in name else ""} if p in rules]
@@ -310,7 +312,7 @@ def field_names(step):
 
 
 def names_kept(program):
-    """As `checkpoint_name` has them: those saved or offloaded."""
+    """Return the names saved or offloaded, as `checkpoint_name` has them."""
     kept = set()
     for step in all_tags(program.steps):
         for name in field_names(step):
@@ -328,7 +330,7 @@ class Value:
         self.varies = any(a.varies for a in self.args) if varies is None else varies
         self.dot = dot
         self.names = []  # (name, keep)
-        self.whole, self.inside = None, ()  # of an inner scan of ours, for its result: what it takes, what it computes
+        self.whole, self.inside = None, ()  # for the result of an inner scan of ours: what it takes, what it computes
 
     @property
     def float(self):
@@ -336,7 +338,7 @@ class Value:
 
 
 class Ledger:
-    """What a program's layers compute, and what of it is kept."""
+    """What a program's layers compute, and which of it is kept."""
 
     def __init__(self, program):
         self.program, self.values, self.slots = program, [], []
@@ -398,7 +400,7 @@ class Ledger:
                 last = self.new(last.kind, [last], {0: last}, copies=copies * INNER)
             last = self.cast(last, a.kind, copies * INNER)
             carried.args.append(last)
-            out = self.new(a.kind, [last, a], copies=copies)  # run again, the loop has to begin somewhere
+            out = self.new(a.kind, [last, a], copies=copies)  # rerun, the loop needs its initial value
             if step.kind == "scan":
                 out.whole = [a, b] if reads_second(step.steps) else [a]
                 out.inside = self.values[start:-1]
@@ -406,7 +408,7 @@ class Ledger:
         return self.follow(step.steps, [a, b], copies)[-1]
 
     def reached(self, perturbed, carried):
-        """Those that have tangents: reached from the perturbed inputs, in this layer or through the carry."""
+        """Return the values with tangents: reached from the perturbed inputs, in this layer or through the carry."""
         while True:
             more = {v for v in self.values if v.float and perturbed.intersection(v.args)}
             more |= {before for before, after in carried.items() if before.float and after in perturbed}
@@ -415,7 +417,7 @@ class Ledger:
             perturbed = perturbed | more
 
     def decision(self, value):
-        """save, offload, recompute, or None: an operand that is not moved."""
+        """Return save, offload or recompute; None for an operand, which is not moved."""
         if not value.names:
             return "save" if value.role else self.program.fields["dots"] if value.dot else "recompute"
         if any(keep for _, keep in value.names) or not value.float:
@@ -429,7 +431,7 @@ class Ledger:
         return "save" if value.role and found == "recompute" else found
 
     def check(self):
-        """Raises if names of one value, or of one result of a cond, have different decisions."""
+        """Raise if the names of one value, or of one result of a cond, have different decisions."""
         foreign = {v for out in self.values if out.whole and out in self.perturbed for v in out.inside}
         for value in foreign.symmetric_difference(self.values):
             self.decision(value)
@@ -438,7 +440,7 @@ class Ledger:
                 raise PolicyError(["names that share one result of a cond have different decisions"])
 
     def host_bytes(self):
-        """What a layer that offloads keeps on the host."""
+        """Return the bytes that one offloading layer keeps on the host."""
         active, found = set(), set()
         todo = [v for v in self.results if v in self.perturbed]
         while todo:
@@ -476,7 +478,7 @@ def layers_that_offload(program):
 
 
 def rows_on_host(program):
-    """One for each layer that offloads, and an empty one."""
+    """Return one row per layer that offloads, and one that stays empty."""
     layers = layers_that_offload(program)
     return layers + (layers > 0)
 
@@ -487,23 +489,23 @@ NAMES = ("a", "b", "c", "s/a", "s/d")
 WHOLE_NUMBERS = ("i", "s/j")
 PATTERNS = ("a", "b", "c", "d", "c.x", "a.y", "s/*", "i")
 NEXT = {"int32": "next", "bool": "not", "key": "split"}
-BLOCKS = ("jit", "jax.checkpoint", "checkpoint", "cond", "cond of twins", "lax.scan", "scan")
+BLOCKS = ("jit", "jax.checkpoint", "checkpoint", "cond", "cond of equal branches", "lax.scan", "scan")
 KINDS = {"f": ("f32", "bf16"), "i": ("int32",), "b": ("bool",), "k": ("key",)}
 DECISIONS = ("offload", "save", "recompute")
 
 
 class Registers:
-    """What has been drawn so far of one list of steps: the kind of each register, and whether it varies over layers.
+    """What has been drawn so far in one list of steps: each register's kind, and whether it varies over layers.
 
-    In a block every value is to come from its first operand, which varies, so that all of it varies: whether the
-    engine sees that a value in a block is the same in every layer depends on what else the block takes.
+    In a block every value derives from its first operand, which varies, so that all of the block varies. Whether the
+    engine sees that a value in a block is equal in all layers depends on what else the block takes.
     """
 
     def __init__(self, kinds, varies, in_block):
         self.kinds, self.varies, self.in_block = list(kinds), list(varies), in_block
 
     def those(self, letter, first):
-        """Of such a kind, the latest first; those that may be an operation's first operand."""
+        """Return the registers of this kind, the latest first, that may be an operation's first operand."""
         alone = lambda i: not (self.in_block and first and i == 1)
         return [i for i, kind in enumerate(self.kinds) if kind in KINDS[letter] and alone(i)][::-1]
 
@@ -518,7 +520,7 @@ class Registers:
 
 @st.composite
 def steps_on(draw, registers, depth=0, blocks=BLOCKS):
-    """Steps; they add to the registers. The last one writes a floating-point value."""
+    """Draw steps, which add to the registers. The last one writes a floating-point value."""
     size = draw(st.sampled_from((2, 3, 4, 1) if depth else (4, 5, 6, 7, 8, 3, 2)))
     makes = [an_op] * 4 + [a_tag, a_custom_vjp] + [a_block] * (2 if depth < 2 else 0)
     made = []
@@ -535,7 +537,7 @@ def a_result(registers, kind, inputs):
 
 
 def a_register(registers, letter, first=False):
-    """The latest, most of the time, so that what is computed is used."""
+    """Draw the latest register most of the time, so that what is computed is used."""
     those = registers.those(letter, first)
     return st.one_of(st.just(those[0]), st.just(those[0]), st.sampled_from(those))
 
@@ -551,7 +553,7 @@ def an_op(draw, registers, depth, blocks, gives=None):
 
 @st.composite
 def a_tag(draw, registers, depth, blocks, of=None):
-    """Of a register, or of any."""
+    """Draw a tag of one register, or of any."""
     floats = registers.those("f", True)
     others = [i for letter in "ibk" for i in registers.those(letter, True)]
     if of is None and others and draw(st.booleans()):
@@ -578,7 +580,7 @@ def a_block(draw, registers, depth, blocks):
     args = (draw(st.sampled_from(varying)), draw(st.sampled_from(range(len(registers.kinds)))))
     predicate = draw(st.sampled_from(predicates)) if kind.startswith("cond") else 0
     inside = Registers([registers.kinds[i] for i in args], [True, registers.varies[args[1]]], True)
-    # In an inner scan of ours, with a policy of its own, no names may share a result of a cond.
+    # In an inner scan of ours, which has its own policy, names must not share a result of a cond.
     blocks = [b for b in blocks if not b.startswith("cond")] if kind == "scan" else blocks
     step = Block(kind, args, predicate, draw(steps_on(inside, depth + 1, blocks)))
     return registers.add(step, [registers.kinds[args[0]] if kind.endswith("scan") else inside.kinds[-1]])
@@ -586,7 +588,7 @@ def a_block(draw, registers, depth, blocks):
 
 @st.composite
 def policies(draw):
-    """Rules, and the other fields. What comes first is drawn most, and is what a failure shrinks to."""
+    """Draw rules and the other fields. What comes first is drawn most, and is what a failure shrinks to."""
     rules = draw(st.lists(st.tuples(st.sampled_from(PATTERNS), st.sampled_from(DECISIONS)), max_size=5))
     fields = {
         "default": draw(st.sampled_from(("offload", *DECISIONS))),
@@ -610,7 +612,7 @@ def programs(draw):
     frozen = draw(st.sets(st.sampled_from(range(len(inputs))), max_size=3))
     registers = Registers(inputs, [True] * len(carry + xs) + [False] * len(consts), False)
     steps = draw(steps_on(registers))
-    # lax.scan makes a constant of a carry that comes out untouched.
+    # lax.scan turns a carry that comes out unchanged into a constant.
     steps += tuple(registers.add(Do(NEXT[k], (i,)), [k]) for i, k in enumerate(carry) if k in NEXT)
     floats = [i for i in registers.those("f", False) if i >= len(inputs)]
     others = [i for letter in "ibk" for i in registers.those(letter, False)]

@@ -33,7 +33,8 @@ def test_the_three_steps(naming, capsys):
     exec(compile(code, "README.md", "exec"), made)
     table = residuals(made["loss"], made["weights"], made["x"])
     assert capsys.readouterr().out == f"{table}\n"
-    # Bytes by hand: float32, a row for each of 8 layers; the last one's stays empty, for it is resident.
+    # Bytes by hand: float32, one row for each of 8 layers; the last layer's stays empty, because that layer is
+    # resident.
     assert table.host_bytes == 8 * 4 * 128 * 1024 * 4
     assert made["gradients"]["in"].shape == (8, 256, 1024)
     assert float(made["value"]) > 0 and all(g.any() for g in jax.tree.leaves(made["gradients"]))
@@ -64,9 +65,9 @@ def test_what_it_says_of_jaxs_own_policies():
     policies, x = jax.checkpoint_policies, jnp.ones((4, 4))
     once = lambda x: jnp.sin(checkpoint_name(x @ x, "fc1"))
     named, dots_saved = policies.save_only_these_names, policies.dots_with_no_batch_dims_saveable
-    # A misspelt name: the product runs once more, and nobody says so.
+    # With a misspelt name the matmul silently runs once more.
     assert dots(named("fc3"), once, x) == dots(named("fc1"), once, x) + 1
-    # With products saved, no name can keep one from being saved.
+    # With matmuls saved, no name can keep one from being saved.
     both = policies.save_from_both_policies(dots_saved, named("another"))
     assert dots(both, once, x) == dots(dots_saved, once, x) == dots(named("fc1"), once, x)
     # Two names of one value, side by side.
@@ -75,7 +76,7 @@ def test_what_it_says_of_jaxs_own_policies():
     # The output of exp, saved.
     f = jax.checkpoint(lambda x: checkpoint_name(jnp.exp(x), "e"), policy=named("e"))
     assert count(jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(x), "exp") == 2
-    # The output of a kernel, saved; its other result, which the backward pass reads too, has no name.
+    # The output of a kernel, saved. Its other result, which the backward pass also reads, has no name.
     f = jax.checkpoint(lambda x: checkpoint_name(softmax(x), "context"), policy=named("context"))
     assert kernels(jax.make_jaxpr(jax.grad(lambda x: (f(x) ** 2).sum()))(x)) == 2
 

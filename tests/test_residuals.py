@@ -7,7 +7,7 @@ import tracemalloc
 import jax
 import jax.numpy as jnp
 import pytest
-from common import gradient, kept_bytes, normal, policy
+from common import auto_mesh, gradient, kept_bytes, normal, policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -61,6 +61,7 @@ some_fields = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.claim("bytes")
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(some_rules, some_fields)
@@ -76,7 +77,7 @@ def test_totals_are_what_autodiff_keeps_to_the_byte(rules, fields):
 
 
 def test_loops_that_are_not_ours_are_counted_as_they_are():
-    """Of a scan's carry the last one alone is kept behind it; of a scan in a scan each turn of both."""
+    """Only a scan's last carry is kept after it; of nested scans, every iteration of both."""
     w, x = jnp.ones((4, 16, 16)), jnp.ones((8, 32, 16))
 
     def loss(x, w, o):
@@ -124,7 +125,7 @@ def test_a_row_says_what_where_why_and_how_much():
     assert rows[("mlp/fc2",), "not needed"].bytes == 0
 
 
-def test_untagged_residuals_are_shown_with_their_origin():
+def test_untagged_residuals_are_shown_with_their_producer():
     table = residuals(model({}, resident_layers=0), X, W)
     untagged = {(r.shape, r.dtype): r.reason for r in table if r.decision is None}
     assert untagged[(BATCH, DIM), "float32"] == "output of exp"
@@ -177,7 +178,7 @@ def test_printed():
 
 
 def test_of_a_shard_map_each_shard_is_counted():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(x=8)
     P = jax.sharding.PartitionSpec
 
     def loss(x, w):

@@ -19,7 +19,7 @@ def of(*shape, dtype=jnp.float32, sharding=None):
 
 
 def logits(x, table):
-    """A chunk at a time."""
+    """One chunk at a time."""
     add = lambda total, x: (total + jnp.sum(jnp.exp(x @ table.astype(jnp.bfloat16))), None)
     return lax.scan(add, jnp.zeros((), jnp.bfloat16), x)[0]
 
@@ -30,9 +30,9 @@ def test_a_chunk_of_logits_is_stored_and_what_is_fused_with_their_sum_is_not():
     assert found.layer == 0
 
 
-def test_a_sum_over_chunks_that_is_an_arguments_gradient_is_not_counted_again():
+def test_a_sum_over_chunks_that_is_an_arguments_gradient_is_not_counted_twice():
     found = room(jax.grad(logits, 1), of(4, B, D, dtype=jnp.bfloat16), of(D, V)).loop
-    assert 0 <= found - (2 * B * V + 2 * D * V) < SCALARS  # the cotangent of the logits; what this chunk adds
+    assert 0 <= found - (2 * B * V + 2 * D * V) < SCALARS  # the cotangent of the logits, and what this chunk adds
 
 
 def stack(x, w, **fields):
@@ -45,7 +45,7 @@ def stack(x, w, **fields):
 
 def test_a_layer_has_its_residuals_those_of_the_next_and_what_it_computes():
     x, w = of(B, D), {"in": of(N, D, H), "out": of(N, H, D)}
-    # fc1 of this layer and of the next; its sin, and behind it its cotangent; the stream's cotangent, before and after.
+    # fc1 of this layer and the next; its sin, and later its cotangent; the stream's cotangent, before and after.
     most = 3 * WIDE + 2 * STREAM
     for microbatches in (1, 2):
         step = jax.grad(stack, 1)
@@ -55,7 +55,7 @@ def test_a_layer_has_its_residuals_those_of_the_next_and_what_it_computes():
         found = room(step, x, w)
         assert most <= found.layer <= most + 2 * WEIGHT + WIDE + SCALARS
         assert found.loop == 0
-    # What stays on the device is a residual, and not counted twice.
+    # A residual that stays on the device is not counted twice.
     kept = room(jax.grad(lambda x, w: stack(x, w, offload_layers=0), 1), x, w)
     assert kept.layer <= found.layer
 

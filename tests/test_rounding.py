@@ -1,4 +1,4 @@
-"""verify tells a wrong gradient from rounding: layers in other people's styles, right ones and ones with a fault."""
+"""verify tells a wrong gradient from rounding: correct and faulty layers in the styles of other libraries."""
 
 import os
 
@@ -20,7 +20,7 @@ from jaxoffload.proof._verify.rounding import LIMIT, furthest, rounding
 
 pytestmark = pytest.mark.slow
 
-# Layers; `make test-long` draws 300. Several are compiled together: compiling takes nearly all of the time.
+# Layers; `make test-long` draws 300. Several are compiled together, because compilation takes nearly all of the time.
 DRAWN = min(300, int(os.environ.get("EXAMPLES", 12)))
 TOGETHER = 6
 BATCHES = [range(first, min(first + TOGETHER, DRAWN)) for first in range(0, DRAWN, TOGETHER)]
@@ -28,13 +28,13 @@ BATCHES = [range(first, min(first + TOGETHER, DRAWN)) for first in range(0, DRAW
 
 @pytest.fixture(autouse=True)
 def ranks_are_promoted():
-    """As other people's layers do."""
+    """As other people's layers expect."""
     with jax.numpy_rank_promotion("allow"):
         yield
 
 
 def drawn(seeds):
-    """A list of losses, one for each drawn layer, as one function; and its arguments."""
+    """Return one function with a list of losses, one per drawn layer, and its arguments."""
     layers = [draw(seed) for seed in seeds]
 
     def losses(args):
@@ -60,13 +60,13 @@ def test_layers_in_other_peoples_styles_have_their_references_gradients(seeds, d
     program, run = target.exact_programs()
     results, reference, differ, _ = _gradients._compare(program, run, target.arrays)
     assert len(jax.tree.leaves(results)) > 2 * len(seeds)
-    # A few, such as einsums over experts, are still rounded otherwise on a GPU.
+    # A GPU still rounds a few differently, such as einsums over experts.
     assert not differ or (device == "gpu" and rounding(results, reference, run, target.arrays).share < LIMIT)
 
 
 @pytest.fixture(scope="module")
 def right():
-    """A target of four layers, its reference's program, and that one's results."""
+    """A target of four layers, the program of its reference, and its results."""
     matters = lambda layer: len(layer.xs[1]) > 2 and layer.x.shape[1] > 1  # more than one row; a softmax of more than 1
     with jax.numpy_rank_promotion("allow"):
         losses, args, layers = drawn([seed for seed in range(20) if matters(draw(seed))][:4])
@@ -77,10 +77,10 @@ def right():
 
 @pytest.mark.claim("by-rounding")
 @pytest.mark.parametrize("plant", [rows_in_wrong_order, a_host_write_is_skipped], ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_no_rounding_in_any_of_them(plant, right, monkeypatch):
+def test_a_planted_fault_exceeds_rounding_in_each_of_them(plant, right, monkeypatch):
     target, layers, run, reference = right
     plant(monkeypatch)
-    wrong = lambda *args: target.run(*args)  # another function: JAX would not trace the same one again
+    wrong = lambda *args: target.run(*args)  # a new function, because JAX would not trace the same one again
     mine = numbers(compiled(wrong, target.arrays, exact_options())(*target.arrays))
     for k, layer in enumerate(layers):
         of = lambda results, k=k: results["gradient"][0][k]
@@ -89,7 +89,7 @@ def test_a_planted_fault_is_no_rounding_in_any_of_them(plant, right, monkeypatch
 
 
 def squares(x, w):
-    """x + tanh(tanh(x @ w) @ w.T): XLA fuses it into other kernels in the one program than in the other."""
+    """x + tanh(tanh(x @ w) @ w.T), which XLA fuses differently in the two programs."""
     return x + jnp.tanh(jnp.tanh(tag(x @ w, "fc1")) @ w.T), None
 
 
@@ -105,7 +105,7 @@ def test_programs_that_xla_fuses_otherwise_are_equal_under_these_options_whateve
     drawn = lambda seed: [normal(2 * seed + k, shape) for k, shape in enumerate([(8, 8), (4, 8, 8)])]
     f = lambda x, w: jnp.sum(scan(squares, x, w, policy=policy)[0] ** 2)
     ours, reference = target_of(f, tuple(drawn(0))).exact_programs()
-    assert not [seed for seed in range(64) if _gradients._compared(ours, reference, drawn(seed))[2]]
+    assert not [seed for seed in range(64) if _gradients._compare(ours, reference, drawn(seed)).differ]
 
 
 W = np.asarray(jax.random.normal(jax.random.key(2), (3, 8, 8)))
@@ -117,7 +117,7 @@ def rows(x, w):
 
 
 def of_rows(change, dtype=np.float32):
-    """`rounding` of results that are changed, and of those that are not."""
+    """Return `rounding` of results that are changed, against unchanged ones."""
     args = (jnp.asarray(X[:, :8], dtype), jnp.asarray(W, dtype))
     right = numbers(jax.jit(rows)(*args))
     return rounding(change({k: v.copy() for k, v in right.items()}), right, jax.jit(rows), args)
@@ -146,7 +146,7 @@ def test_what_rounding_changes_is_less_than_one_rounding_of_the_arguments():
 @pytest.mark.parametrize(
     "change",
     [
-        changed("g", 1, lambda g: g * np.float32(1.001)),  # one layer alone, by a thousandth
+        changed("g", 1, lambda g: g * np.float32(1.001)),  # only one layer, by a thousandth
         changed("g", np.s_[:2], lambda g: g[::-1].copy()),
         changed("g", (0, 0, 0), lambda g: np.nan),
         changed("g", (0, 0, 0), lambda g: np.inf),
@@ -161,7 +161,7 @@ def test_what_is_wrong_is_more(change):
 @pytest.mark.claim("by-rounding")
 @pytest.mark.parametrize("by, verdict", [(1e-7, "holds"), (1e-3, "fails")])
 def test_where_equal_arithmetic_cannot_be_had_results_are_judged_by_rounding(by, verdict, monkeypatch):
-    """As where XLA divides a sum among devices in the one program alone."""
+    """For example where XLA splits a sum over devices in only one of the programs."""
     real = _gradients._compare
 
     def apart(program, reference, args):
@@ -177,8 +177,8 @@ def test_where_equal_arithmetic_cannot_be_had_results_are_judged_by_rounding(by,
     )
 
 
-def test_a_reference_that_rounding_alone_changes_much_is_no_evidence(monkeypatch):
-    """A router that chooses otherwise, say."""
+def test_a_reference_that_rounding_alone_changes_much_is_not_evidence(monkeypatch):
+    """Such as a router whose choice depends on rounding."""
     monkeypatch.setattr(_gradients, "rounding", lambda *_: _gradients.Rounding(share=1.0, error=0.2))
     one = {"value": np.ones(1)}
     compared = lambda program, reference, _: _gradients.Results(one, one, ["differs"], reference)

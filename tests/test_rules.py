@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from common import (
     assert_same_bits,
+    auto_mesh,
     count,
     equations,
     gradient,
@@ -40,7 +41,7 @@ def under(f, rules=(), **fields):
 
 
 def states(f, *args, **kwargs):
-    """name -> (state, reason)"""
+    """Return name -> (state, reason)."""
     return {name: (r.state, r.reason) for r in residuals(f, *args, **kwargs) for name in r.names}
 
 
@@ -210,7 +211,7 @@ def test_rule_2_an_operand_of_a_cond_is_the_value_outside():
 
 
 def test_rule_2_one_value_through_a_sharding_constraint():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(data=4)
 
     def f(x, w):
         h = lax.with_sharding_constraint(tag(x @ w, "before"), jax.NamedSharding(mesh, P("data")))
@@ -251,7 +252,7 @@ def test_rule_3_tagged_integers_booleans_and_keys_stay_saved():
         assert states(g, X, W)["routing"] == ("saved", "integers are always saved")
 
 
-def test_rule_3_a_key_that_the_backward_pass_reads_is_saved_not_made_again():
+def test_rule_3_a_key_that_the_backward_pass_reads_is_saved_not_recomputed():
     def f(x, w):
         key = tag(jax.random.fold_in(jax.random.key(0), 7), "key")
         return x @ w * jax.random.normal(key, (4, 8))
@@ -276,7 +277,7 @@ def dots(x, w):
     return jnp.sin(jnp.einsum("bij,bjk->bik", h[None], w[None])[0])
 
 
-def test_rule_4_dots_keep_untagged_products_without_batch_dimensions():
+def test_rule_4_dots_keep_untagged_matmuls_without_batch_dimensions():
     assert kept(under(dots, {"fc1": "recompute"}, dots="save"), X, W) == {DEVICE: 1}
     assert kept(under(dots, {"fc1": "recompute"}, dots="offload"), X, W) == {HOST: 1}
     found = states(under(dots, {"fc1": "recompute"}, dots="offload"), X, W)
@@ -294,11 +295,11 @@ def test_rule_4_a_tag_marked_recompute_does_not_keep_its_dot():
 
 def test_rule_4_not_inside_custom_vjp_forward_rules():
     @jax.custom_vjp
-    def product(x, w):
+    def matmul(x, w):
         return x @ w
 
-    product.defvjp(lambda x, w: (jnp.sin(x @ w), (x, w, x @ w)), lambda r, ct: (ct @ r[1].T * r[2], r[0].T @ ct))
-    f = under(lambda x, w: jnp.sin(product(jnp.sin(x @ w), w)), dots="save")
+    matmul.defvjp(lambda x, w: (jnp.sin(x @ w), (x, w, x @ w)), lambda r, ct: (ct @ r[1].T * r[2], r[0].T @ ct))
+    f = under(lambda x, w: jnp.sin(matmul(jnp.sin(x @ w), w)), dots="save")
     assert kept(f, X, W) == {DEVICE: 1}
 
 
@@ -427,10 +428,10 @@ def test_rule_5_is_judged_on_the_whole_function_not_on_what_one_gradient_perturb
     assert kept(lambda b: f(X, b), normal(5, (6, 4, 8))) == {
         (place, "float32", (6, 4, 8)): 1 for place in ("host", "device")
     }
-    jax.make_jaxpr(jax.grad(lambda b: one(X, b).sum()))(X)  # the rule is not even used here
+    jax.make_jaxpr(jax.grad(lambda b: one(X, b).sum()))(X)  # the rule is not used here
 
 
-def test_rule_5_an_input_without_a_derivative_is_no_obstacle():
+def test_rule_5_an_input_without_a_derivative_is_not_an_obstacle():
     def f(x, low):
         return jnp.sin(tag(jnp.sin(x), "fc1")) * lax.rng_uniform(low, 1.0, x.shape)
 
@@ -460,7 +461,7 @@ def test_rule_5_a_foreign_name_of_several_values_is_numbered():
 
 @jax.custom_vjp
 def softmax(x):
-    """A kernel of two results, of which callers see one."""
+    """A kernel with two results, of which callers see one."""
     return softmax_kernel(x)[0]
 
 
@@ -488,7 +489,7 @@ softmax.defvjp(softmax_forward, softmax_backward)
 
 
 def kernels(jaxpr):
-    """How many run: those of whose results one is read. jax 0.11 leaves the others to XLA."""
+    """Return how many kernels run: those with a result that is read. jax 0.11 leaves the others to XLA."""
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | set(map(id, jaxpr.outvars))
     total = 0
     for eqn in jaxpr.eqns:
@@ -502,7 +503,7 @@ def kernels(jaxpr):
 
 @pytest.mark.claim("saved-attention")
 def test_rule_5_the_results_of_one_kernel_have_one_name():
-    """Of a kernel that must run again for one of its results, keeping another is of no use."""
+    """Keeping one result is useless if the kernel must rerun for another."""
     f = lambda x, w: jnp.sin(tag(softmax(tag(x @ w, "scores")), "context") @ w)
     rules = {"scores": "save", "context": "offload"}
     assert kept(under(f, rules), X, W) == {DEVICE: 1, HOST: 1, ("host", "float32", (4, 1)): 1}
@@ -631,21 +632,21 @@ def test_rule_7_the_carry_is_never_recomputed():
 
 def test_rule_7_tag_and_argument_are_one_value():
     f = lambda x, w: scan(body, x, w, policy=policy({"layer_input": "offload"}, resident_layers=0))
-    assert kept(f, X, WS) == {("host", "float32", (6, 4, 8)): 1, HOST: 1}  # the last layer's, by itself
+    assert kept(f, X, WS) == {("host", "float32", (6, 4, 8)): 1, HOST: 1}  # the last layer's, separately
 
 
-def product(x, w):
+def matmul(x, w):
     return jnp.sin(tag(x, "x") @ tag(w, "w"))
 
 
 def sharded(x, w):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.shard_map(product, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(x, w)
+    mesh = auto_mesh(data=4)
+    return jax.shard_map(matmul, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(x, w)
 
 
 def over_rows(x, w):
-    """x, a row at a time, with a constant w."""
-    return lax.scan(lambda n, row: (n + 1, product(row, w)), 0, x)[1]
+    """Scan over the rows of x with a constant w."""
+    return lax.scan(lambda n, row: (n + 1, matmul(row, w)), 0, x)[1]
 
 
 def nested_rows(x, w):
@@ -663,13 +664,13 @@ def test_rules_7_and_8_hold_inside_shard_map_and_inner_scans(inside, decision, p
     assert kept(f, X, WS) == {(place, "float32", (6, 4, 8)): 1, **by_itself}  # the carry, once
     assert states(f, X, WS)["w"] == ("saved", "argument")
     g = under(inside, rules)
-    moved = {HOST: 1, ("host", "float32", (8, 8)): 1}  # arguments of checkpoint that were tagged and marked
+    moved = {HOST: 1, ("host", "float32", (8, 8)): 1}  # arguments of checkpoint that are tagged and marked
     assert kept(g, X, W) == (moved if decision == "offload" else {})
 
 
-def test_rule_7_the_state_of_an_inner_scan_is_no_argument():
+def test_rule_7_the_state_of_an_inner_scan_is_not_an_argument():
     def f(x, w):
-        return lax.scan(lambda x, w: (product(x, w), None), x, w)[0]
+        return lax.scan(lambda x, w: (matmul(x, w), None), x, w)[0]
 
     assert kept(under(f, {"x": "offload", "w": "save"}), X, WS) == {("host", "float32", (6, 4, 8)): 1}
     assert kept(under(f), X, WS) == {}
@@ -712,7 +713,7 @@ def test_rule_8_the_host_side_is_pinned_host_and_nothing_else():
 
 
 def test_rule_9_sizes_are_as_traced_global_outside_shard_map_and_local_inside():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(data=4)
     local = under(lambda x, w: jnp.sin(tag(x @ w, "fc1")), {"fc1": "offload"})
     inside = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     outside = under(
@@ -725,7 +726,7 @@ def test_rule_9_sizes_are_as_traced_global_outside_shard_map_and_local_inside():
         (row,) = [r for r in residuals(f, X, W) if r.names]
         assert row.shape == (1, 8) and row.layers == 1
         assert row.bytes_per_layer == row.bytes == 4 * (1 * 8 * 4)  # of all four devices
-        assert kept_bytes(f, X, W)[1] == ONE  # the global array that shard_map hands on
+        assert kept_bytes(f, X, W)[1] == ONE  # the global array that shard_map passes on
     (row,) = [r for r in residuals(jax.jit(local), X, W) if r.names]
     assert row.shape == (4, 8)
 
@@ -758,7 +759,7 @@ def test_rule_9_only_the_leaves_of_one_tag_are_one_composite():
     half = lambda place: (place, "float32", (2, 8))
     assert moved(ONE // 2) == {HOST: 3, half("host"): 3}
     assert moved(ONE) == {HOST: 3, half("host"): 2, half("device"): 1}
-    assert moved(ONE + 1) == {HOST: 2, DEVICE: 1, half("device"): 3}  # the values named x are no composite
+    assert moved(ONE + 1) == {HOST: 2, DEVICE: 1, half("device"): 3}  # the values named x are not a composite
     assert moved(2 * ONE + 1) == {DEVICE: 3, half("device"): 3}
 
 

@@ -1,4 +1,4 @@
-"""scan(): lax.scan's behaviour, with our residuals. Public behaviour only, so that it holds for any engine."""
+"""scan(): lax.scan's behaviour, with our residuals. Only public behaviour is tested, so any engine must pass."""
 
 from functools import partial
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from common import (
     assert_same_bits,
+    auto_mesh,
     count,
     equations,
     gradient,
@@ -136,7 +137,7 @@ def test_closed_over_tracers_get_their_gradients():
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_carry_and_xs_that_come_out_as_they_went_in(reverse):
-    """lax.scan takes such results from its operands, past the loop."""
+    """lax.scan returns such results from its operands directly."""
     step = lambda c, x: ((c[0], jnp.sin(tag(c[1] @ x, "fc1")) * c[0]), (x, c[0], c[1]))
     args = ((jnp.full((1, 1), 0.5), X), WS)
     ours = lambda c, x: scan(step, c, x, reverse=reverse, policy=policy({"fc1": "offload"}))
@@ -144,7 +145,7 @@ def test_carry_and_xs_that_come_out_as_they_went_in(reverse):
     assert_same_bits(run(ours, *args), run(reference, *args))
     got, want = (run(gradient(f, (0, 1)), *args) for f in (ours, reference))
     assert_same_bits(got[:2], want[:2])
-    # Past the loop, for lax.scan sees that x is x; jax.checkpoint hides it from the reference's.
+    # Directly, because lax.scan sees that x is x; in the reference jax.checkpoint hides it.
     np.testing.assert_allclose(got[2], want[2], rtol=1e-5, atol=2e-6)
     nothing = lambda through: lambda c, x: through(lambda c, x: (c, x), c, x)
     ours = nothing(lambda *a: scan(*a, policy=policy()))
@@ -152,7 +153,7 @@ def test_carry_and_xs_that_come_out_as_they_went_in(reverse):
 
 
 def test_weights_are_neither_moved_nor_copied():
-    """Of what is kept, all has a name or is the carry, whatever part of the layers offloads."""
+    """All that is kept has a name or is the carry, whichever layers offload."""
     carry, fc1, act = N * ONE, N * ONE, N * ONE
     for moved, fields in [(N - 1, {}), (2, {"offload_layers": 2}), (N, {"resident_layers": 0})]:
         f = lambda x, w, fields=fields: scan(body, x, w, policy=policy(RULES, **fields))
@@ -160,7 +161,7 @@ def test_weights_are_neither_moved_nor_copied():
 
 
 def test_a_value_that_nested_calls_pass_on_is_kept_once_and_where_its_name_says():
-    """A nested checkpoint returns an operand that it needs again as a residual of its own."""
+    """A nested checkpoint returns an operand that it also needs as its own residual."""
 
     def twice(x, _):
         y = jnp.sin(jax.checkpoint(lambda x: x + x)(x))
@@ -223,7 +224,7 @@ def test_ordered_effects_with_offload_are_refused():
         jax.jit(f("offload")).lower(X, WS)
 
 
-def test_a_forward_pass_that_an_outer_checkpoint_runs_again_moves_nothing():
+def test_a_forward_pass_that_an_outer_checkpoint_reruns_moves_nothing():
     jaxpr = gradient_jaxpr(jax.checkpoint(lambda x, w: scan(body, x, w, policy=OFF)[0]), X, WS)
     first, again = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "jaxoffload_forward")
     host = lambda eqn: sum(place(v.aval) == "host" for v in eqn.outvars)
@@ -241,7 +242,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize("wrap", WRAPPED)
 def test_any_result_of_a_scan_inside_a_checkpoint(wrap):
-    """Also where it alone is used, and what is not used is left out of the forward pass."""
+    """Even as the only result used; the forward pass drops unused ones."""
 
     def step(carry, w):
         a, b = carry
@@ -285,7 +286,7 @@ def test_vmap_in_any_order_with_grad():
 
 
 def test_inside_shard_map_and_under_meshes():
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = auto_mesh(a=4, b=2)
     ours = lambda x, w: scan(body, x, w, policy=policy(RULES, resident_layers=0))[0]
     reference = lambda x, w: lax.scan(plain(body), x, w)[0]
     for check_vma in (True, False):
@@ -310,7 +311,7 @@ def test_under_explicit_axes_the_stacks_are_sharded_as_what_they_hold():
             jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(ours, *a)[1]))(x, w)
     held = [v.aval for v in jaxpr.outvars if v.aval.memory_space == jax.memory.Space.Host]
     assert [a.sharding.spec for a in held] == [P(None, "a", "b")]
-    # Where the arguments alone say the mesh.
+    # Where only the arguments say the mesh.
     with jax.numpy_rank_promotion("allow"):
         assert_same_bits(run(gradient(ours, (0, 1)), x, w), run(gradient(reference, (0, 1)), x, w))
 
@@ -333,7 +334,7 @@ def test_nested_scans_follow_their_own_policies():
     assert kept_bytes(ours, X, ws) == (
         0,
         (N + 1) * ONE,
-    )  # what the inner scan keeps, it keeps while its layer runs again
+    )  # what the inner scan keeps while the outer layer is rerun
 
 
 def test_in_control_flow_and_checkpoints():
@@ -358,20 +359,20 @@ def test_kept_producers_run_once():
     f = lambda x, w: scan(body, x, w, policy=policy(rules, resident_layers=0))
     jaxpr = gradient_jaxpr(f, X, WS, argnums=(0, 1))
     assert count(jaxpr, "dot_general") == 2 + 4
-    assert count(jaxpr, "sin") == 2 + 2  # again: sin(h) for h's own cotangent, sin(act) for the weight's
+    assert count(jaxpr, "sin") == 2 + 2  # rerun: sin(h) for h's own cotangent, sin(act) for the weight's
 
 
 def test_a_value_of_an_inner_loop_that_two_derivatives_read_is_kept_once():
-    """tanh's own, and that of what follows the checkpoint."""
+    """The derivative of tanh itself, and that of what follows the checkpoint."""
 
     def inner(c, _):
         y = tag(jax.checkpoint(lambda a: jnp.tanh(a * a))(c), "fc1")
         return y + y, None
 
-    turns = 2
-    step = lambda x, w: (lax.scan(inner, x @ w, length=turns)[0], None)
+    iterations = 2
+    step = lambda x, w: (lax.scan(inner, x @ w, length=iterations)[0], None)
     f = lambda x, w: scan(step, x, w, policy=policy({"fc1": "offload"}, resident_layers=0))[0]
-    assert kept_bytes(f, X, WS)[1] == (N + 1) * turns * ONE
+    assert kept_bytes(f, X, WS)[1] == (N + 1) * iterations * ONE
     plain = lambda x, w: lax.scan(in_a_loop(step, "fc1"), x, w)[0]
     assert_same_bits(run(gradient(f, (0, 1)), X, WS), run(gradient(plain, (0, 1)), X, WS))
 
@@ -392,7 +393,7 @@ def test_frozen_weights_need_nothing_kept():
     # Forward 3; of low, of a, of b, and of x through both.
     assert count(gradient_jaxpr(f, a, b, argnums=(0, 1)), "dot_general") == 3 + 5
     only_a = lambda a: scan(step, X, (frozen, a, b), policy=rules)[0]
-    assert kept_bytes(only_a, a) == (N * ONE + last, 0)  # low itself is read by b's gradient alone
+    assert kept_bytes(only_a, a) == (N * ONE + last, 0)  # only b's gradient reads low itself
     assert count(gradient_jaxpr(only_a, a), "dot_general") == 3 + 4
     (row,) = [r for r in residuals(only_a, a) if r.names == ("low",)]
     assert (row.state, row.bytes) == ("not needed", 0)

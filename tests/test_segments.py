@@ -1,4 +1,4 @@
-"""Which loops compute a stack of layers: the table of `spans`."""
+"""Which loops run a stack of layers: the table of `spans`."""
 
 import itertools
 
@@ -10,14 +10,14 @@ from jaxoffload._engine.segments import spans
 @pytest.mark.parametrize(
     "length, offloaded, resident, other, expected",
     [
-        # All offload; the last layer's residuals are written behind the loop.
+        # All offload; the last layer's residuals are written after the loop.
         (4, 4, 0, "save", [(0, 4, 4, False, "resident")]),
-        # One resident layer runs in the loop of those that offload.
+        # A single resident layer runs in the loop of those that offload.
         (4, 3, 1, "save", [(0, 4, 3, False, "resident")]),
         (4, 3, 1, "recompute", [(0, 4, 3, False, "resident")]),
-        # Two: the second has a loop of its own.
+        # With two, the second has its own loop.
         (4, 2, 2, "save", [(0, 3, 2, False, "resident"), (3, 4, 0, False, "resident")]),
-        # Layers between save, as resident ones do: the first of them joins.
+        # Layers between save, as resident ones do, so the first of them joins.
         (
             6,
             2,
@@ -26,7 +26,7 @@ from jaxoffload._engine.segments import spans
             [(0, 3, 2, False, "other_layers"), (3, 5, 0, False, "other_layers"), (5, 6, 0, False, "resident")],
         ),
         (4, 2, 1, "save", [(0, 3, 2, False, "other_layers"), (3, 4, 0, False, "resident")]),
-        # Layers between that recompute are another program: none joins.
+        # Layers between that recompute are another program, so none joins.
         (
             6,
             2,
@@ -54,7 +54,7 @@ def test_spans_cover_all_layers_once_and_offload_as_many_as_they_are_told():
             layers = [layer for span in found for layer in range(span.start, span.stop)]
             assert layers == list(range(length))
             assert sum(span.on_host for span in found) == offloaded
-            # A loop keeps the residuals of all its layers on the host, of all but the last, or of none.
+            # A loop keeps the residuals of all its layers, of all except the last, or of none on the host.
             assert all(span.on_host in (0, span.stop - span.start - 1, span.stop - span.start) for span in found)
             recomputed = sum(span.stop - span.start for span in found if span.recompute)
             assert recomputed == (max(0, length - resident) - offloaded if other == "recompute" else 0)

@@ -102,7 +102,7 @@ def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
         jax.value_and_grad(made.loss), in_shardings=(shardings_of(made.state.params), made.microbatch.sharding)
     )
     compiled = gradient.lower(made.state.params, made.microbatch).compile()
-    # Activations are split too: the whole batch's gate is on no device, its part is.
+    # Activations are split too: no device holds the whole batch's gate, only its shard.
     rows = 16 // (sizes.data * sizes.fsdp)
     assert "f32[16,12,48]" not in compiled.as_text() and "f32[16,12,32]" not in compiled.as_text()
     assert f"f32[{rows},12,{48 // sizes.tensor}]" in compiled.as_text()
@@ -114,13 +114,13 @@ def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
 
 @pytest.fixture
 def transformer_engine(monkeypatch):
-    """In place of TransformerEngine's attention one that names what it keeps as that does, computed by JAX. Each run of
-    its forward pass has one `erf_inv`."""
+    """Replace TransformerEngine's attention by one in JAX that names the same residuals. Each run of its forward pass
+    has one `erf_inv`."""
 
     def forward(q, k, v, name):
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         statistics = jax.lax.erf_inv(q[..., :1].astype(jnp.float32) / 1e3)
-        out = out + (0 * statistics).astype(out.dtype)  # one kernel: who computes the one computes the other
+        out = out + (0 * statistics).astype(out.dtype)  # one kernel computes both
         state = jnp.zeros((2, 4), jnp.uint32)
         return out, tuple(checkpoint_name(x, name) for x in (out, statistics, state))
 
@@ -131,7 +131,7 @@ def transformer_engine(monkeypatch):
     def attend_forward(q, k, v, name):
         no_axis()
         _, kept = forward(q, k, v, name)
-        return kept[0], (q, k, v, *kept, jnp.zeros((0,)))  # no bias
+        return kept[0], (q, k, v, *kept, jnp.zeros((0,)))  # without bias
 
     def attend_backward(name, kept, dy):
         no_axis()
@@ -142,7 +142,7 @@ def transformer_engine(monkeypatch):
 
     attend.defvjp(attend_forward, attend_backward)
 
-    told = []  # the mesh's axes by which TransformerEngine divides; asked in both directions where there is a mesh
+    told = []  # the mesh's axes that TransformerEngine splits over; asked in both passes if there is a mesh
 
     @contextlib.contextmanager
     def global_shard_guard(resource):
@@ -189,7 +189,7 @@ def transformer_engine(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [Mesh(2, 2, 2), None])
 def test_attention_of_transformer_engine_is_a_devices_own_and_runs_once(one_device, transformer_engine, sizes):
-    """Each device has whole heads and sequences; what is kept of it are three values of one name."""
+    """Each device has whole heads and sequences. Three values with one name are kept."""
     keep = Policy(residuals={"attn/context": "offload"}, default="save", min_offload_bytes=0)
     made = on(sizes or Mesh(), remat=keep, model={"attention": "te"})
     arguments = made.state.params, made.microbatch
@@ -204,7 +204,7 @@ def test_attention_of_transformer_engine_is_a_devices_own_and_runs_once(one_devi
     again = on(sizes or Mesh(), remat=Policy({"attn/context": "recompute"}, default="save"), model={"attention": "te"})
     recomputed = jax.make_jaxpr(jax.grad(again.loss))(*arguments).jaxpr
     assert (count(jaxpr, "erf_inv"), count(recomputed, "erf_inv")) == (1, 2)
-    # Of empty arrays that leave a shard_map XLA:GPU ends, on two devices or more.
+    # On two or more devices, XLA:GPU aborts on empty arrays that leave a shard_map.
     mapped = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"]
     assert mapped and all(v.aval.size for eqn in mapped for v in eqn.outvars)
     loss, gradients = gradient(start(made).params, jax.device_put(TOKENS, made.microbatch.sharding))
@@ -230,7 +230,7 @@ def test_the_compiled_step_splits_residuals_as_the_report_says():
         stacked = (row.layers, *row.shape)
         assert device_bytes(row, made.tokens.sharding.mesh) == 4 * math.prod(shards[stacked]), row
     parts = {math.prod(shape) // math.prod(shard) for shape, shard in shards.items()}
-    assert {4, 8} <= parts  # the residual stream is whole on the tensor axis, heads and d_ff are not
+    assert {4, 8} <= parts  # the residual stream is whole on the tensor axis; heads and d_ff are not
 
 
 def test_the_loss_communicates_as_often_however_many_chunks_it_has():
@@ -247,7 +247,7 @@ def test_the_loss_communicates_as_often_however_many_chunks_it_has():
 
 @pytest.mark.parametrize("sizes", [Mesh(fsdp=8), Mesh(2, 2, 2)])
 def test_no_collective_touches_a_residual_on_its_way(sizes, monkeypatch):
-    """The step with residuals moved communicates exactly what it does where lax.scan keeps them."""
+    """The step with offload communicates exactly what it does where lax.scan keeps the residuals."""
 
     def plain(f, x, w, policy, strict):
         saved = [name for name, axes in VALUES.items() if name.startswith(("attn/", "mlp/fc1"))]
@@ -267,7 +267,7 @@ def test_no_collective_touches_a_residual_on_its_way(sizes, monkeypatch):
 
 
 def executed_collectives(hlo: str) -> int:
-    """How many collectives a compiled program runs, those in a loop once for each of its turns."""
+    """Return how many collectives a compiled program runs; those in a loop count once per iteration."""
     computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL))
 
     def count(name: str) -> int:
@@ -323,7 +323,7 @@ def test_a_mesh_that_is_not_the_machine_is_a_config_error(sizes, devices, proble
     assert problem in caught.value.problems[0].message
 
 
-def test_a_tensor_axis_across_parts_of_processes_is_a_config_error():
+def test_a_tensor_axis_that_straddles_processes_is_a_config_error():
     devices = [SimpleNamespace(process_index=i // 4, device_kind="x") for i in range(12)]
     with pytest.raises(ConfigError, match=r"mesh.tensor = 3: must divide, or be a multiple of, a process's 4"):
         make_mesh(Mesh(1, 4, 3), devices)

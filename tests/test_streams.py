@@ -39,7 +39,7 @@ STEP = {
 
 
 def text_of(streams, module="jit_f"):
-    """A trace as text; an event is of `module`, or of the one that it says itself."""
+    """Return a trace as text. An event belongs to `module`, unless it names its own."""
     names = sorted({name for events in streams.values() for name, *_ in events})
     stat = lambda number, value: f'stats {{ metadata_id: {number} str_value: "{value}" }}'
     lines = []
@@ -69,8 +69,8 @@ def write_trace(folder, streams, module):
     (folder / "host.xplane.pb").write_bytes(made)
 
 
-def test_grouped_products_ran_nine_times_a_layer():
-    """In the profile of an H200, two steps of a scan over four layers whose gate and up were moved."""
+def test_grouped_gemms_ran_nine_times_per_layer():
+    """In the profile of an H200: two steps of a scan over four layers whose gate and up were offloaded."""
     with gzip.open(Path(__file__).parent / "data/moe.json.gz", "rt") as file:
         made = json.load(file)
     ran = Counter(name for _, name, *_ in made["events"])
@@ -153,7 +153,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 
 
 def test_collectives_that_are_kernels_are_known_by_name():
-    """As XLA makes them of small ones (its collective_fusion_test.cc), and not what else runs asynchronously."""
+    """XLA makes kernels of small ones (its collective_fusion_test.cc); other asynchronous operations do not count."""
     module = hlo_module_from_text(WRAPPED)
     assert "psum.3-fusion.1" not in module.to_string()
     assert hlo.collective_kernels([module]) == {"psum.3-fusion.1", "all_to_all.7"}
@@ -225,8 +225,8 @@ OFFSETS = {
 
 @pytest.mark.parametrize("how", OFFSETS)
 @pytest.mark.parametrize("first, right", [(0, True), (80, True), (-16, False), (96, False), (8, False), (None, False)])
-def test_the_offset_of_each_turn_is_read_however_xla_says_it(how, first, right):
-    """Three turns that copy rows of 16 bytes out of eight."""
+def test_the_offset_of_each_iteration_is_read_however_xla_says_it(how, first, right):
+    """Three iterations, each of which copies one of eight rows of 16 bytes."""
     said = "{}" if first is None else OFFSETS[how].format(first, first + 16, first + 32)
     text = f"""
 %copying (p: f32[8,4], i: s32[]) -> f32[4] {{
@@ -235,13 +235,13 @@ def test_the_offset_of_each_turn_is_read_however_xla_says_it(how, first, right):
   ROOT %row = f32[4]{{0}} dynamic-slice(%p, %i), backend_config={{"dynamic_slice_config":{said}}}
 }}
 
-%turn (x: f32[8,4]) -> f32[8,4] {{
+%iteration (x: f32[8,4]) -> f32[8,4] {{
   %x = f32[8,4]{{1,0:S(5)}} parameter(0)
   ROOT %start = ((f32[8,4]{{1,0:S(5)}}, s32[]), f32[4]{{0}}) fusion-start(%x, %i), calls=%copying
 }}
 
 ENTRY %main (x: f32[8,4]) -> f32[8,4] {{
-  ROOT %loop = f32[8,4] while(%x), body=%turn, backend_config={{"known_trip_count":{{"n":"3"}}}}
+  ROOT %loop = f32[8,4] while(%x), body=%iteration, backend_config={{"known_trip_count":{{"n":"3"}}}}
 }}
 """
     found = [line.name for line in hlo.out_of_range(parse(text))]
@@ -249,7 +249,7 @@ ENTRY %main (x: f32[8,4]) -> f32[8,4] {{
 
 
 def test_a_copy_belongs_to_the_residual_that_its_end_names():
-    """As jaxlib 0.12 compiles a chain, whose barriers are gone by then."""
+    """As in a chain compiled by jaxlib 0.12, which drops the barriers."""
     text = """
 ENTRY %main (x: f32[4]) -> f32[4] {
   %x = f32[4]{0} parameter(0)
@@ -302,7 +302,7 @@ ENTRY %main (p: bf16[]) -> bf16[] {
 
 
 def one_step(begin):
-    """Three layers forward and backward of 10 ms each; a copy beside each, of 5 ms but for one of 14."""
+    """Three layers, forward and backward, of 10 ms each; beside each runs a copy of 5 ms, except one of 14."""
     there, back = "wrapped_dynamic-update-slice", "wrapped_dynamic-slice.1"
     at = lambda events: [(name, op, begin + start, begin + end) for name, op, start, end in events]
     return {
@@ -348,9 +348,9 @@ def test_each_copy_has_its_residual_and_layer():
     assert "(not attributed)" in str(found) and json.loads(found.to_json())["exposed_ms"] == 5
 
 
-def test_an_odd_turn_out_of_the_loop_is_the_loops_first():
-    """Five turns, of which XLA runs the first before the loop, and two in each turn of the rest; twice."""
-    copy = lambda loop, turns, to_host: Copy("fc1", 20, loop, turns, True, to_host)
+def test_an_odd_iteration_outside_the_loop_is_the_loops_first():
+    """Five iterations: XLA runs the first before the loop and pairs the others; twice."""
+    copy = lambda loop, iterations, to_host: Copy("fc1", 20, loop, iterations, True, to_host)
     copies = {"first": copy("main", 1, True), "a": copy("loop", 2, True), "b": copy("loop", 2, True)}
     copies |= {"last": copy("main", 1, False), "c": copy("back", 2, False), "d": copy("back", 2, False)}
     there, back = ["first", "a", "b", "a", "b"], ["last", "c", "d", "c", "d"]
@@ -360,8 +360,8 @@ def test_an_odd_turn_out_of_the_loop_is_the_loops_first():
 
 
 def test_the_last_layers_copies_of_its_own_are_the_last_layers():
-    """Where no layer is resident: behind the forward loop, and before the backward loop; twice."""
-    copy = lambda loop, turns, is_row, to_host: Copy("fc1", 20, loop, turns, is_row, to_host)
+    """If no layer is resident: after the forward loop and before the backward loop; twice."""
+    copy = lambda loop, iterations, is_row, to_host: Copy("fc1", 20, loop, iterations, is_row, to_host)
     copies = {"write": copy("loop", 3, True, True), "out": copy("main", 1, False, True)}
     copies |= {"read": copy("back", 3, True, False), "in": copy("main", 1, False, False)}
     there, back = [*["write"] * 3, "out"], ["in", *["read"] * 3]
@@ -378,7 +378,7 @@ def test_of_a_trace_that_holds_other_programs_the_profile_is_of_one(tmp_path):
     streams = steps_at(0, 100)
     streams["Stream #1(Compute)"] += [(KERNEL, "a", 75, 95, "jit_evaluate")]
     streams["Stream #3(MemcpyD2H)"] += [(D2H, "copy-start.2", 80, 90, "jit_evaluate")]
-    streams["Stream #4(MemcpyH2D)"] += [(H2D, "", 96, 97, "")]  # the next batch, which no program brings
+    streams["Stream #4(MemcpyH2D)"] += [(H2D, "", 96, 97, "")]  # the next batch, which no program transfers
     write_trace(tmp_path, streams, "jit_step")
     found = read_profile(tmp_path, Compiled(), steps=2)
     assert found == dataclasses.replace(profiled(0, 100), device="cpu")
@@ -407,14 +407,14 @@ def recorded(request):
     return request.param, made, profile_of(events, host_copies(module), made["steps"], "a GPU"), module
 
 
-# Of the configs that were recorded, by hand: residual -> bytes of a layer, in bfloat16 and float32.
+# Of the recorded configs, by hand: residual -> bytes per layer, in bfloat16 and float32.
 TOKENS = 2 * 2048
 MOVED = {
     "dense": dict.fromkeys(("layer_input", "mlp_input", "attn/context.0"), TOKENS * 2048 * 2)
     | {"attn/context.1": TOKENS * 32 * 4},  # softmax statistics of 32 heads
     "moe": {f"moe/fc1.{leaf}": 2 * TOKENS * 1024 * 2 for leaf in ("gate", "up")},
 }
-LAYERS = {"dense": 6, "moe": 4}  # that one loop computes, the last of them resident
+LAYERS = {"dense": 6, "moe": 4}  # in one loop, whose last layer is resident
 
 
 def test_each_copy_of_a_real_step_has_its_residual_and_layer(recorded):
@@ -450,10 +450,10 @@ def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
     assert between.startswith(
         f"copies run on a stream that computes, {compute.stream}: 1 copies by {copies[0].op} beside "
     )
-    # A loop that asks the host whether to go on.
+    # A loop whose condition the host reads.
     (loop, *_) = (line.name for line in module if line.opcode == "while")
     assert wrong(lambda e: [e, e._replace(name="MemcpyD2H", op=loop)] if e is compute else [e]) == []
-    assert all(20 < m.gb_per_s < 64 for m in found.moves if m.bytes > 2**20)  # of a PCIe 5 x16 bus
+    assert all(20 < m.gb_per_s < 64 for m in found.moves if m.bytes > 2**20)  # the range of a PCIe 5 x16 bus
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_copies_of_a_real_step_are_on_no_stream_that_computes(recorded):
         ("te_grouped_gemm_v2_ffi", False, "fails"),  # which has no reason to copy
     ],
 )
-def test_products_with_group_sizes_on_the_host_are_listed(recorded, monkeypatch, target, strict, verdict):
+def test_grouped_gemms_with_group_sizes_on_the_host_are_listed(recorded, monkeypatch, target, strict, verdict):
     _, made, _, module = recorded
     step = _steps(sorted((Event(*e) for e in made["events"]), key=lambda e: e.start), made["steps"])[0]
     compute = next(e for e in step if not e.name.startswith("Mem"))
@@ -485,7 +485,7 @@ def test_products_with_group_sizes_on_the_host_are_listed(recorded, monkeypatch,
         assert ": 1 copies by it.1 beside " in said
     else:
         assert said == (listed if strict else f"{right}touches host memory; {listed}")
-    # Its kernels compute as others do.
+    # Its kernels count as computation, like all others.
     behind = [e._replace(stream=compute.stream) if e.direction else e for e in [compute._replace(op="it.1"), *step]]
     only = [e for e in behind if e.direction or e.op == "it.1"]
     monkeypatch.setattr(_copies, "traced", lambda run: {"GPU": only})
@@ -496,7 +496,7 @@ def test_products_with_group_sizes_on_the_host_are_listed(recorded, monkeypatch,
     assert found == ("fails" if strict else "not checked") and (listed in said) == ("v2" not in target)
 
 
-def test_copies_in_a_loop_whose_turns_xla_does_not_know_are_not_checked(recorded, monkeypatch):
+def test_copies_in_a_loop_whose_iterations_xla_does_not_know_are_not_checked(recorded, monkeypatch):
     _, made, _, module = recorded
     unknown = re.sub(r'"known_trip_count":\{"n":"\d+"\},?', "", made["program"])
     assert hlo.of_unknown_length(module) == [] and unknown != made["program"]
@@ -506,7 +506,7 @@ def test_copies_in_a_loop_whose_turns_xla_does_not_know_are_not_checked(recorded
     assert verdict == "not checked" and re.search(r"iterations is not known of while[\w.]*(, while[\w.]*)*$", said)
 
 
-def test_copies_that_nobody_saw_are_not_checked(recorded, monkeypatch):
+def test_copies_that_the_profiler_missed_are_not_checked(recorded, monkeypatch):
     _, made, _, module = recorded
     many = 2**30
     plan = SimpleNamespace(argument_size_in_bytes=many, output_size_in_bytes=many, temp_size_in_bytes=many)
@@ -525,7 +525,7 @@ def test_copies_that_nobody_saw_are_not_checked(recorded, monkeypatch):
     assert program.call_count == 2
 
 
-def test_a_real_step_is_about_what_its_parts_are(recorded):
+def test_the_times_of_a_real_step_are_consistent(recorded):
     _, made, found, _ = recorded
     assert made["steps"] == 2 and found.spread_ms[0] <= found.step_ms <= found.spread_ms[1]
     assert 0 < found.exposed_ms < sum(m.ms for m in found.moves) < found.compute_ms < found.spread_ms[1]

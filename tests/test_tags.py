@@ -88,7 +88,7 @@ def test_a_custom_vjps_forward_rule_writes_the_whole_name(wrap):
 
 @pytest.mark.parametrize("function", [lambda name: tag(1.0, name), lambda name: scope(name).__enter__()])
 @pytest.mark.parametrize("name", ["", "a b", "fc*", "/fc1", "fc1/", "a//b", "fc1#keep", "!fc1", None, 3])
-def test_what_is_no_name_is_refused(function, name):
+def test_what_is_not_a_name_is_refused(function, name):
     with pytest.raises(ValueError, match="is not a name; allowed are letters") as error:
         function(name)
     assert repr(name) in str(error.value)
@@ -103,7 +103,7 @@ def test_a_key_that_no_name_can_have_is_refused(tree, bad, wrap):
 
 
 @pytest.mark.parametrize("leaf", ["hello", object, jnp.sin], ids=["text", "class", "function"])
-def test_what_is_no_array_is_refused(leaf):
+def test_what_is_not_an_array_is_refused(leaf):
     with pytest.raises(TypeError, match=r"tag: 'mlp/fc1.gate' is .*; it must be an array"), scope("mlp"):
         tag({"gate": leaf}, "fc1")
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 import te_stand_in
-from common import fast_compiles, finish, start, wait_for
+from common import ROOT, fast_compiles, finish, start, wait_for
 from test_streams import steps_at, write_trace
 
 from jaxoffload._engine import copying_loops as _loops
@@ -33,8 +33,6 @@ from models.integrity import SUMS
 from models.reading import ConfigError
 from models.sharding import make_mesh
 from models.step import program, shardings_of
-
-ROOT = Path(__file__).parent.parent
 
 CONFIG = """\
 model: {{vocab_size: 300, layers: 2, d_model: 64, heads: 4, kv_heads: 2, d_ff: 96, dtype: float32}}
@@ -48,14 +46,14 @@ train:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_fast():
-    """As conftest's, and for the whole file: its runs are compared with each other."""
+    """As in common.py, for the whole file, because its runs are compared with each other."""
     with fast_compiles():
         yield
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
-    """A config beside a corpus of sentences in which each word all but determines the next."""
+    """A config, and a corpus whose text lets each word nearly determine the next."""
     folder = tmp_path_factory.mktemp("corpus")
     order = random.Random(0)
     words = ["".join(order.choices("abcdefghij", k=5)) for _ in range(40)]
@@ -74,7 +72,7 @@ def losses(out: Path, key: str = "loss") -> dict[int, float]:
     return {record["step"]: record[key] for record in metrics.read(out / "metrics.jsonl") if key in record}
 
 
-# ---- one process of eight devices, in this very process ----
+# ---- one process with eight devices: pytest's own ----
 
 EIGHT = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
@@ -92,7 +90,7 @@ def test_the_loss_falls_from_ln_vocab_and_a_finished_run_is_left_alone(eight, co
     loss, valid = losses(eight), losses(eight, "valid_loss")
     assert list(loss) == list(range(1, 25)) and list(valid) == [0, 8, 16, 24]
     assert abs(loss[1] - math.log(300)) < 0.3 and abs(valid[0] - math.log(300)) < 0.3
-    # Run again, the finished run says so, and leaves everything as it is.
+    # Started again, the finished run says so and leaves everything as it is.
     before = {path: path.stat().st_mtime_ns for path in eight.rglob("*") if path.is_file()}
     assert train.main([str(config), *EIGHT, f"train.out={eight}"]) == 0
     assert f"{eight} is finished, at step 24 of 24" in capsys.readouterr().out
@@ -103,7 +101,7 @@ def test_a_finished_run_goes_on_with_more_steps_and_says_that_the_learning_rate_
     eight, config, tmp_path, capsys
 ):
     out = shutil.copytree(eight, tmp_path / "out")
-    # Another model is refused though nothing is left to do.
+    # Another model is refused even though nothing is left to do.
     assert train.main([str(config), *EIGHT, f"train.out={out}", "model.d_ff=64"]) == 2
     assert "model.d_ff = 64: the checkpoint in" in capsys.readouterr().err
     assert train.main([str(config), *EIGHT, f"train.out={out}", "train.steps=25"]) == 0
@@ -139,7 +137,7 @@ def test_records_hold_what_people_look_for(eight):
     assert record["tokens_per_second"] > 0 and record["host_peak_bytes"] > 2**20
     rates = [r["learning_rate"] for r in metrics.read(eight / "metrics.jsonl") if "loss" in r]
     np.testing.assert_allclose(rates[:4], [0, 1e-2 / 3, 2e-2 / 3, 1e-2], rtol=1e-6)
-    assert rates[-1] < 0.11 * 1e-2  # the cosine's end, a tenth of the peak
+    assert rates[-1] < 0.11 * 1e-2  # the end of the cosine, a tenth of the peak
     assert (eight / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -159,7 +157,7 @@ def spawn(arguments: list[str], devices: int = 1) -> subprocess.Popen:
     return start(arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-# A run that is sent a signal at a known moment: after the loss of a step, or when a checkpoint would get its name.
+# A run that gets a signal at a known moment: after the loss of a step, or before a checkpoint gets its name.
 SIGNALLED = """
 import os, signal, sys
 from models import metrics, train
@@ -212,7 +210,7 @@ def test_stopped_and_killed_and_resumed_the_curve_is_the_uninterrupted_one(confi
 
 @pytest.mark.slow
 def test_experts_train_and_go_on_from_a_checkpoint_with_the_same_losses(config, tmp_path, monkeypatch):
-    """configs/tiny-moe.yaml, smaller, on devices that share its experts."""
+    """configs/tiny-moe.yaml, made smaller, on devices that split its experts."""
     monkeypatch.chdir(ROOT)
     settings, whole, again = load(config).data, tmp_path / "whole", tmp_path / "again"
     smaller = ["model.vocab_size=300", "model.layers=2", "model.d_model=48", "train.batch_size=8", "train.seq_len=32"]
@@ -261,7 +259,7 @@ def test_ctrl_c_while_it_compiles_is_one_line(config, tmp_path):
     assert "Traceback" not in text and not losses(tmp_path / "out")
 
 
-def test_ctrl_c_that_jax_turns_into_an_error_of_its_own_is_ctrl_c(config, monkeypatch, capsys):
+def test_ctrl_c_that_jax_converts_into_its_own_error_is_ctrl_c(config, monkeypatch, capsys):
     def interrupted(*_):
         try:
             signal.raise_signal(signal.SIGINT)
@@ -275,7 +273,7 @@ def test_ctrl_c_that_jax_turns_into_an_error_of_its_own_is_ctrl_c(config, monkey
 
 
 def test_a_signal_that_is_told_late_does_not_end_a_process_that_unwinds(monkeypatch, capsys):
-    def late(descriptor, count):  # as on a busy machine: the main thread has left `handled` by then
+    def late(descriptor, count):  # as on a busy machine, where the main thread has left `handled` by now
         byte = os.read(descriptor, count)
         time.sleep(0.5)
         return byte
@@ -293,7 +291,7 @@ def test_ctrl_c_that_is_lost_while_it_compiles_is_ctrl_c(config, tmp_path, monke
     compile_step = train.compile_step
 
     class Freed:
-        def __del__(self):  # like a callback of the garbage collector's: Python prints what it raises, and goes on
+        def __del__(self):  # like a callback of the garbage collector: Python prints what it raises, and continues
             signal.raise_signal(signal.SIGINT)
 
     def lost(made):
@@ -314,7 +312,7 @@ def test_ctrl_c_while_it_reads_the_data_is_one_line(config, tmp_path, monkeypatc
 
 
 def two_processes(config: Path, out: Path, *overrides: str, second: tuple[str, ...] = ()) -> list[subprocess.Popen]:
-    """Process 0 and process 1, of four devices each; `second`: overrides of process 1 alone."""
+    """Start process 0 and process 1, with four devices each; `second` has overrides for process 1 only."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         coordinator = f"localhost:{probe.getsockname()[1]}"
@@ -325,7 +323,7 @@ def two_processes(config: Path, out: Path, *overrides: str, second: tuple[str, .
 
 
 def until(step: int, finished: Path, out: Path) -> Path:
-    """A copy of a finished run as it was after the checkpoint at `step`."""
+    """Return a copy of a finished run as it was after the checkpoint at `step`."""
     shutil.copytree(finished, out)
     for folder in (out / "checkpoints").iterdir():
         if int(folder.name) > step:
@@ -374,9 +372,9 @@ def test_a_signal_to_one_process_stops_all_at_one_step(config, tmp_path):
         (["model.layers=x"], ["distributed: process 1 cannot run; its own output says why", "model.layers = 'x'"]),
     ],
 )
-def test_processes_that_disagree_end_with_a_sentence(config, tmp_path, second, said):
-    for process, sentence in zip(two_processes(config, tmp_path, second=second), said, strict=True):
-        assert sentence in finish(process, code=2)
+def test_processes_that_disagree_end_with_a_message(config, tmp_path, second, said):
+    for process, message in zip(two_processes(config, tmp_path, second=second), said, strict=True):
+        assert message in finish(process, code=2)
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -415,12 +413,12 @@ def test_processes_join_when_the_launcher_or_the_config_says_so(
     [
         ({"SLURM_STEP_NUM_TASKS": "two"}, "distributed: the environment's SLURM_STEP_NUM_TASKS = 'two': must be a num"),
         ({"OMPI_COMM_WORLD_SIZE": ""}, "distributed: the environment's OMPI_COMM_WORLD_SIZE = '': must be a number"),
-        # Open MPI's count of processes, but none of what says where they are.
+        # Open MPI's count of processes, without the variables that locate them.
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "and {'OMPI_COMM_WORLD_SIZE': '2'}: the processes cannot join (ValueError: "),
     ],
 )
 def test_a_damaged_launcher_is_one_line(config, tmp_path, environment, said):
-    # In a process of its own, which has not used JAX yet.
+    # In a separate process, which has not used JAX yet.
     arguments = ["env", *(f"{name}={value}" for name, value in environment.items()), *command(config)]
     assert said in finish(spawn(arguments), code=2)
 
@@ -453,7 +451,7 @@ def test_a_damaged_launcher_is_one_line(config, tmp_path, environment, said):
         ),
         (
             ["model.experts=4", "model.d_expert=64", "model.exchange=ragged", "mesh.expert=2", "mesh.tensor=1"],
-            "model.exchange = 'ragged': XLA has it on NVIDIA GPUs only; must be padded here",
+            "model.exchange = 'ragged': XLA supports it on NVIDIA GPUs only; must be padded here",
         ),
         (["data.path=/nowhere/*.txt"], "data.path = '/nowhere/*.txt': "),
         (["data.path=[/nowhere/*.txt, stdlib]"], "data.path = ('/nowhere/*.txt', 'stdlib'): "),
@@ -468,7 +466,7 @@ def test_a_damaged_launcher_is_one_line(config, tmp_path, environment, said):
         ),
     ],
 )
-def test_what_cannot_run_is_a_sentence_and_exit_code_2(config, tmp_path, capsys, overrides, said):
+def test_what_cannot_run_is_a_message_and_exit_code_2(config, tmp_path, capsys, overrides, said):
     assert train.main([str(config), *EIGHT, f"train.out={tmp_path}/out", *overrides]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 2
@@ -506,14 +504,14 @@ def test_where_transformer_engine_may_be_picked_it_is_imported_before_jax_starts
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
         monkeypatch.delitem(sys.modules, name)
     seen = []
-    for check in ("check_names", "make_mesh"):  # what starts JAX
+    for check in ("check_names", "make_mesh"):  # what initialises JAX
         monkeypatch.setattr(preflight, check, lambda *_: seen.append("transformer_engine.jax" in sys.modules) or "mesh")
     monkeypatch.setattr(preflight, "_check_attention", lambda config: None)
     monkeypatch.setattr(preflight, "_check_grouped", lambda config: None)
     try:
-        with preflight.admitted(load(config, [f"train.out={tmp_path}/out", *overrides]), []):
+        with preflight.checked_run(load(config, [f"train.out={tmp_path}/out", *overrides]), []):
             pass
-    finally:  # before those that were there come back
+    finally:  # before monkeypatch restores the original modules
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
             del sys.modules[name]
     assert seen == [imported, imported]
@@ -534,7 +532,7 @@ def test_all_that_is_wrong_is_said_at_once(eight, config, capsys):
         "remat.residuals[fc3]=save": "remat.residuals['fc3']: matches no tagged value",
         "mesh.data=4": "mesh.data * mesh.fsdp * mesh.expert * mesh.tensor = 16: must be 8",
         "model.attention=cudnn": "model.attention = 'cudnn': needs NVIDIA GPUs",
-        "train.seed=x": "train.seed = 'x': must be an integer",  # and no line of the checkpoint's seed
+        "train.seed=x": "train.seed = 'x': must be an integer",  # and no line about the checkpoint's seed
         "data.valid_fraction=0.1": "data.valid_fraction = 0.1: the checkpoint in",
     }
     assert train.main([str(config), *EIGHT, f"train.out={eight}", "model.dtype=bfloat16", *wrong]) == 2
@@ -548,7 +546,7 @@ def test_two_runs_cannot_share_a_folder(config, tmp_path, capsys):
         assert train.main([str(config), *EIGHT, f"train.out={tmp_path}"]) == 2
     assert f"train.out = '{tmp_path}': another run writes there now" in capsys.readouterr().err
     with processes.locked(tmp_path):
-        pass  # it was given back
+        pass  # the lock was released
 
 
 @pytest.mark.claim("refuses-to")
@@ -568,13 +566,13 @@ def test_a_checkpoint_of_another_model_or_other_data_is_named():
     assert changed("model", rope_theta=1.0, tied_embeddings=False) == {"model.rope_theta", "model.tied_embeddings"}
     assert changed("train", seed=1, seq_len=7, batch_size=7) == {"train.seed", "train.seq_len", "train.batch_size"}
     assert changed("data", text_field="body", tokenizer="a.json") == {"data.text_field", "data.tokenizer"}
-    # The same heads, said otherwise; and what may change.
+    # The same heads in other words, and what may change.
     assert changed("model", head_dim=16, dtype="float32", attention="cudnn") == set()
     assert changed("train", learning_rate=1.0, steps=7, grad_accumulation=2, loss_chunk=2) == set()
     assert changed("data", cache_dir="/tmp/elsewhere") == set()
     assert changed("mesh", fsdp=2) == set()
     assert changed("model", grouped="te", capacity=2.0, aux_loss=0.1, z_loss=0.1) == set()
-    # What a checkpoint does not say was not there when it was written.
+    # What a checkpoint does not state was absent when it was written.
     before = {key: value for key, value in flat(then).items() if "expert" not in key}
     assert checkpoints.differences(then, checkpoints.Saved(16, before, {})) == []
 
@@ -594,7 +592,7 @@ def test_a_changed_corpus_is_not_continued(eight, config, capsys):
 
 
 def without_hashes(checkpoint: Path) -> None:
-    """Makes it one of an earlier version."""
+    """Turn a checkpoint into one of an earlier version."""
     (checkpoint / SUMS).unlink()
     origin = checkpoint / "origin/metadata"
     said = json.loads(origin.read_text())
@@ -619,8 +617,8 @@ def test_a_damaged_checkpoint_is_one_line(eight, config, tmp_path, monkeypatch, 
         checkpoints.restore(manager, out, 16, made.state)
     ((_, line),) = caught.value.problems
     assert line.startswith(f"train.out = '{out}': the checkpoint {out}/checkpoints/16 cannot be read (")
-    assert line.endswith("; none is before it: give another train.out, or delete that folder to begin anew")
-    time.sleep(0.5)  # of many reads one fails first: what comes of the others?
+    assert line.endswith("; there is none before it: give another train.out, or delete that folder to start again")
+    time.sleep(0.5)  # one of many reads fails first; the test is about the others
     gc.collect()
     assert not printed and not [record for record in caplog.records if record.name == "asyncio"]
 
@@ -661,7 +659,7 @@ PROFILED = ("mesh.data=8", "model.layers=1", "train.steps=5", "train.profile_ste
 
 @pytest.mark.slow
 def test_steps_of_a_run_are_profiled_on_a_page_beside_its_metrics(config, tmp_path, capsys, monkeypatch):
-    """With a trace made by hand: in it the step takes 71 ms, twice."""
+    """With a trace made by hand, in which the step takes 71 ms, twice."""
     out, recorded = tmp_path / "out", []
 
     @contextlib.contextmanager
@@ -684,8 +682,8 @@ def test_steps_of_a_run_are_profiled_on_a_page_beside_its_metrics(config, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_profile_that_holds_no_gpu_is_no_reason_to_end_the_run(config, tmp_path, capsys, monkeypatch):
-    """With JAX's own tracer, which sees the CPU's threads here."""
+def test_a_profile_without_a_gpu_does_not_end_the_run(config, tmp_path, capsys, monkeypatch):
+    """With JAX's own tracer, which here sees only the CPU's threads."""
     out = tmp_path / "out"
     monkeypatch.setattr(preflight, "_check_profile", lambda config: None)
     assert train.main([str(config), *PROFILED, f"train.out={out}"]) == 0
@@ -695,7 +693,7 @@ def test_a_profile_that_holds_no_gpu_is_no_reason_to_end_the_run(config, tmp_pat
 
 
 def embedded(page: Path) -> dict:
-    """The data in a page."""
+    """Return the data in a page."""
     return json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
 
 
@@ -708,7 +706,7 @@ def test_the_validation_set_does_not_depend_on_grad_accumulation(config):
         params = jax.jit(made.init, out_shardings=shardings_of(made.state))().params
         evaluate = jax.jit(made.evaluate)
         batches = [*train.open_source(settings, made, None).validation()]
-        seen.append((batches, [float(evaluate(params, train.place(rows, made.tokens))) for rows in batches]))
+        seen.append((batches, [float(evaluate(params, train.global_batch(rows, made.tokens))) for rows in batches]))
     assert len(seen[0][0]) == 2 and seen[0][0][0].shape == (16, 33)
     np.testing.assert_array_equal(seen[0][0], seen[1][0])
     np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-6)
@@ -734,7 +732,7 @@ def test_the_command_line_reports_and_explains(config, capsys):
 
 def test_the_peak_of_a_chip_is_that_of_its_exact_name():
     assert metrics.PEAK_FLOPS.get("NVIDIA H100 80GB HBM3") == metrics.PEAK_FLOPS.get("NVIDIA H200") == 989e12
-    # Slower chips whose names hold a known one have no MFU rather than a wrong one.
+    # Slower chips whose names contain a known one have no MFU rather than a wrong one.
     assert not {"NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GB200", "cpu"} & metrics.PEAK_FLOPS.keys()
 
 
@@ -761,7 +759,7 @@ def test_a_line_cut_in_a_letter_is_dropped_and_a_damaged_one_before_is_named(tmp
         metrics.read(path)
 
 
-def test_a_curve_of_no_finite_loss_is_drawn(tmp_path):
+def test_a_curve_without_a_finite_loss_is_drawn(tmp_path):
     journal = metrics.Journal(tmp_path / "metrics.jsonl", Config(), unigram=1.0)
     record = dict.fromkeys(("mfu", "device_peak_bytes")) | {"learning_rate": 0.1, "host_peak_bytes": 1}
     journal.write(record | {"step": 1, "loss": math.nan, "grad_norm": math.inf, "tokens_per_second": 1.0})
@@ -773,7 +771,7 @@ def test_a_curve_of_no_finite_loss_is_drawn(tmp_path):
 
 # ---- on a GPU ----
 
-# configs/llama3-8b.yaml with its residuals, an eighth as wide, of 4 layers and with short sequences.
+# configs/llama3-8b.yaml with its residuals, an eighth as wide, with 4 layers and short sequences.
 SCALED = """
 model.vocab_size=300 model.layers=4 model.d_model=512 model.heads=4 model.kv_heads=1 model.d_ff=1792
 train.steps=8 train.batch_size=8 train.seq_len=512 train.loss_chunk=256 train.warmup_steps=2 train.learning_rate=1e-3
@@ -797,7 +795,7 @@ def test_llama_scaled_down_trains_with_offload_and_flash_attention_has_the_losse
     for key, flash in itertools.product(("loss", "valid_loss"), ("cudnn", *with_te)):
         got, xla = (losses(tmp_path / attention, key) for attention in (flash, "xla"))
         assert got.keys() == xla.keys() and got[8] < max(got.values()) - 0.3
-        # Nats a token. Both round to bfloat16, 8 bits, at different places; a wrong mask or scale is off by more.
+        # Nats per token. Both round to bfloat16, 8 bits, at different places; a wrong mask or scale differs by more.
         np.testing.assert_allclose([*got.values()], [*xla.values()], atol=0.02, rtol=0)
 
 
@@ -805,7 +803,7 @@ def test_llama_scaled_down_trains_with_offload_and_flash_attention_has_the_losse
 def test_real_steps_are_profiled_and_what_runs_between_them_is_left_out(config, tmp_path):
     path, cache = load(config).data.path, load(config).data.cache_dir
     here = [*SCALED.split(), f"data.path={path}", f"data.cache_dir={cache}", f"mesh.fsdp={jax.device_count()}"]
-    chosen = ["train.profile_steps=[3, 7]", f"train.out={tmp_path}/out"]  # at 4 it validates and saves
+    chosen = ["train.profile_steps=[3, 7]", f"train.out={tmp_path}/out"]  # at 4 it evaluates and saves
     assert train.main([f"{ROOT}/configs/llama3-8b.yaml", *here, *chosen]) == 0
     found = embedded(tmp_path / "out/profile.html")
     offloaded = {", ".join(r["names"]) for r in found["residuals"]["residuals"] if r["state"] == "offloaded"}

@@ -1,4 +1,4 @@
-"""verify(): what is right holds, each planted fault fails the check that is named for it, and no other."""
+"""verify(): a correct program holds, and each planted fault fails the check that is named for it, and no other."""
 
 import contextlib
 import dataclasses
@@ -11,14 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import needs_te
+from common import ROOT, auto_mesh, needs_te
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
@@ -45,7 +44,6 @@ from jaxoffload.proof._verify import repeats as _repeats
 from models.attention import transformer_engine
 from models.train import step_for
 
-ROOT = Path(__file__).parent.parent
 LAYERS, BATCH, DIM, HIDDEN = 4, 8, 16, 32
 RULES = Policy({"fc1": "offload", "act": "save", "norm": "recompute"}, min_offload_bytes=0)
 
@@ -79,7 +77,7 @@ def of_checkpoint(x, w):
 
 
 def of_jax(x, w):
-    """Not ours: names and policies are JAX's."""
+    """Without this library: names and policies are JAX's."""
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["fc1"],
@@ -129,7 +127,7 @@ def test_abstract_arguments_are_filled_and_other_results_compared():
 
 
 @pytest.mark.claim("verify")
-def test_a_function_that_is_not_ours_has_no_twin():
+def test_a_function_that_is_not_ours_has_no_reference():
     found = verify(of_jax, X, weights(LAYERS))
     assert {c.claim for c in found if c.verdict == "holds"} == {"moves", "repeats"}, found
     assert "no reference; is it jaxoffload's scan, chain or checkpoint that it calls?" in found["gradients"].detail
@@ -144,7 +142,7 @@ def test_a_policy_given_to_verify_is_checkpoints():
     assert verdicts(loss, X, weights())["gradients"] == "not checked"
 
 
-def test_a_policy_of_jaxs_own_checkpoint_has_a_twin():
+def test_a_policy_of_jaxs_own_checkpoint_has_a_reference():
     policy = Policy({"fc1": "offload", "routing": "save"}, min_offload_bytes=0)
     body = jax.checkpoint(lambda x, w: (layer(x, w), None), policy=policy)
     found = verify(lambda x, w: jnp.sum(lax.scan(body, x, w)[0] ** 2), X, weights(LAYERS))
@@ -179,12 +177,12 @@ def body(x, w):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{"unroll": 3}, {"unroll": True}, {"reverse": True, "unroll": 2}], ids=str)
-def test_unrolled_loops_equal_their_twins(how):
+def test_unrolled_loops_equal_their_references(how):
     found = verify(lambda x, w: jnp.sum(scan(body, x, w, policy=RULES, **how)[0] ** 2), X, weights(LAYERS))
     assert found.ok and found["gradients"].verdict == "holds", found
 
 
-def test_one_layer_equals_its_twin():
+def test_one_layer_equals_its_reference():
     assert verdicts(of_scan, X, weights(1))["gradients"] == "holds"
 
 
@@ -216,10 +214,10 @@ def test_results_that_say_nothing_are_not_checked(by, said):
     assert found["gradients"].verdict == "not checked" and said in found["gradients"].detail, found
 
 
-def no_more_than_the_twin_of(layers, monkeypatch):
-    """The device has room for the reference with so many layers."""
+def room_for_the_reference_of(layers, monkeypatch):
+    """The device has room for the reference with this many layers."""
     room = _capacity.bytes_needed(target_of(of_scan, (TALL, weights(8))).with_layers(layers).reference_program)
-    monkeypatch.setattr(_capacity, "device_bytes", lambda: room / 0.9 + 1)  # a tenth is left for what else is there
+    monkeypatch.setattr(_capacity, "device_bytes", lambda: room / 0.9 + 1)  # a tenth is reserved for other things
 
 
 TALL = jax.random.normal(jax.random.key(1), (64 * BATCH, DIM))  # its residuals are larger than the weights
@@ -227,8 +225,8 @@ TALL = jax.random.normal(jax.random.key(1), (64 * BATCH, DIM))  # its residuals 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 4, 6])
-def test_of_a_twin_that_does_not_fit_as_many_layers_run_as_fit(layers, monkeypatch):
-    no_more_than_the_twin_of(layers, monkeypatch)
+def test_a_reference_that_does_not_fit_runs_as_many_layers_as_fit(layers, monkeypatch):
+    room_for_the_reference_of(layers, monkeypatch)
     found = verify(of_scan, TALL, weights(8))
     assert found.ok and f"bit for bit, with the first {layers} layers of each scan: the reference needs" in str(found)
 
@@ -240,14 +238,14 @@ def test_fewer_layers_have_the_same_arrays():
     assert all(a is b for a, b in zip(*(jax.tree.leaves(s.arrays) for s in both), strict=True))
 
 
-def test_many_results_are_no_growth():
-    """malloc keeps what is as small as each of them."""
+def test_many_results_are_not_growth():
+    """malloc keeps blocks that are as small as each result."""
     f = lambda x: [jnp.sin(x + i) for i in range(200)]
     found = verify(f, jnp.ones(2**18), repeats=4)["repeats"]
     assert found.verdict == "holds", found
 
 
-def test_a_pool_that_grows_once_is_no_leak(monkeypatch):
+def test_a_pool_that_grows_once_is_not_a_leak(monkeypatch):
     resident = iter([0, 0, 2**30, 2**30])
     monkeypatch.setattr(_repeats, "_bytes_of_the_process", lambda: next(resident))
     assert verify(jnp.sin, X)["repeats"].verdict == "holds" and next(resident, None) is None
@@ -255,13 +253,13 @@ def test_a_pool_that_grows_once_is_no_leak(monkeypatch):
 
 @pytest.mark.slow
 def test_a_fault_is_found_in_fewer_layers_too(monkeypatch):
-    no_more_than_the_twin_of(4, monkeypatch)
+    room_for_the_reference_of(4, monkeypatch)
     rows_in_wrong_order(monkeypatch)
     found = verify(of_scan, TALL, weights(8))
     assert [c.claim for c in found if c.verdict == "fails"] == ["gradients"], found
 
 
-def test_a_twin_that_fits_with_no_layers_is_not_checked(monkeypatch):
+def test_a_reference_that_fits_with_no_layers_is_not_checked(monkeypatch):
     monkeypatch.setattr(_capacity, "device_bytes", lambda: 10)
     found = verify(of_scan, X, weights(LAYERS))
     assert found["gradients"].verdict == "not checked" and "of a device's 10 B, and with" in found["gradients"].detail
@@ -269,17 +267,17 @@ def test_a_twin_that_fits_with_no_layers_is_not_checked(monkeypatch):
     assert "of a device's 10 B, and only scans can have fewer" in found["gradients"].detail
 
 
-def test_fewer_layers_of_which_none_moves_are_no_evidence(monkeypatch):
-    """One layer is resident; a fault in what moves would not be seen."""
-    no_more_than_the_twin_of(1, monkeypatch)
+def test_fewer_layers_of_which_none_offloads_are_not_evidence(monkeypatch):
+    """One layer is resident, so a fault in what is offloaded would not be seen."""
+    room_for_the_reference_of(1, monkeypatch)
     a_host_write_is_skipped(monkeypatch)
     found = verify(of_scan, TALL, weights(8))["gradients"]
     assert found.verdict == "not checked" and "with fewer layers that fit nothing moves" in found.detail
 
 
 @pytest.mark.parametrize("layers", [2, 4])
-def test_layers_that_have_a_loop_each_equal_the_twin(layers):
-    """XLA takes them out of their loops."""
+def test_layers_that_have_a_loop_each_equal_the_reference(layers):
+    """XLA unrolls these loops."""
     policy = Policy({"a": "offload"}, min_offload_bytes=0, offload_layers=0.25)
     body = lambda x, w: (jnp.cos(tag(jnp.sin(x @ w), "a")), None)
     ws = jax.random.normal(jax.random.key(1), (layers, 8, 8))
@@ -327,7 +325,7 @@ def test_conservation_by_peaks_of_fresh_processes(freed, verdict, most, monkeypa
     [(90, 100, 1, "holds"), (80, 100, 1, "fails"), (90, 90, 1, "fails"), (90, 200, 1, "fails"), (45, 100, 2, "holds")],
 )
 def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
-    """Of 100 MiB on the host one row of ten is empty."""
+    """Of 100 MiB on the host, one row of ten is empty."""
     plan = lambda **sizes: SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**sizes))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_conservation, "compiled", lambda *_: plan(temp_size_in_bytes=2**30))
@@ -345,7 +343,7 @@ def test_conservation_says_why_there_are_no_peaks():
     assert "not by peaks, which the command line measures" in said(None).detail
 
 
-def test_what_was_differentiated_before_has_no_twin():
+def test_what_was_differentiated_before_has_no_reference():
     policy = Policy({"fc1": "save"}, min_offload_bytes=0)
     loss = lambda x, w: jnp.sum(scan(body, x, w, policy=policy)[0] ** 2)
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=1))(X, weights(LAYERS))
@@ -368,7 +366,7 @@ def test_what_moves_inside_of_custom_rules_and_by_jit_is_seen():
 
 
 def there_and_back(x):
-    """On the host meanwhile; an identity."""
+    """The identity, by way of the host."""
     moved = jax.custom_vjp(lambda x: jax.device_put(jax.device_put(x, HOST), DEVICE) * 1)
     moved.defvjp(lambda x: (moved(x), None), lambda _, ct: (ct,))
     return moved(x)
@@ -384,7 +382,7 @@ def by_jax(*offloaded):
 
 
 def in_a_scan(f, policy):
-    """Of layers under JAX's own checkpoint."""
+    """A loss of layers under JAX's own checkpoint."""
     return lambda x, w: jnp.sum(lax.scan(jax.checkpoint(lambda x, w: (f(x, w), None), policy=policy), x, w)[0] ** 2)
 
 
@@ -399,7 +397,7 @@ CALLERS = "an argument float32<host>[4,16,32], which is named 'w_in' and stays w
 @pytest.mark.parametrize(
     "f, said",
     [
-        # inside of a layer of ours
+        # inside a layer of ours
         (
             lambda x, w: jnp.sum(
                 scan(lambda x, w: (layer(x, w | {"in": there_and_back(w["in"])}), None), x, w, policy=RULES)[0] ** 2
@@ -423,7 +421,7 @@ def off(x):
 
 
 def test_what_may_go_to_the_host_holds():
-    """A name holds inside of what is jitted too; an optimizer's state that lives on the host goes back there."""
+    """A name also counts inside jit; an optimizer's state that lives on the host returns there."""
     named = lambda x, w: {"y": off(checkpoint_name(jnp.sin(x), "y")), "g": jax.grad(of_scan)(x, w)}
     assert verdicts(named, X, weights(LAYERS))["moves"] == "holds"
 
@@ -434,13 +432,13 @@ def test_what_may_go_to_the_host_holds():
     found = verify(step, X, weights(LAYERS), jax.device_put(weights(LAYERS), HOST))
     assert found["moves"].verdict == "holds" and found.ok, found
     assert "3 values that go to the host 1 are marked offload" in found["moves"].detail
-    weights_too = lambda x, w, moment: step(x, w, moment) | {"w": jax.device_put(w, HOST)}  # of the moments' shapes
+    weights_too = lambda x, w, moment: step(x, w, moment) | {"w": jax.device_put(w, HOST)}  # with the moments' shapes
     found = verify(weights_too, X, weights(LAYERS), jax.device_put(weights(LAYERS), HOST))["moves"]
     assert found.verdict == "fails" and "an argument float32<host>[4,16,32], which nobody named" in found.detail
 
 
 def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
-    """Planted: it says offload of what is to be saved, but not to the reference."""
+    """Planted: the policy says offload for what is to be saved, except to the reference."""
     rules = Policy({"fc1": "save"}, min_offload_bytes=0)
     monkeypatch.setattr(Policy, "decision", lambda self, name: "save" if is_reference() or name != "fc1" else "offload")
     mine = in_a_scan(layer, rules)
@@ -462,8 +460,8 @@ def in_a_checkpoint(f):
 
 
 def in_a_scan_of_ours(f):
-    turn = lambda w: lambda x, v: (x + f(x, w) * v, None)
-    return lambda x, w: jnp.sum(scan(turn(w), x, jnp.ones(2), policy=RULES, strict=False)[0])
+    step = lambda w: lambda x, v: (x + f(x, w) * v, None)
+    return lambda x, w: jnp.sum(scan(step(w), x, jnp.ones(2), policy=RULES, strict=False)[0])
 
 
 @pytest.mark.parametrize(
@@ -473,10 +471,10 @@ def in_a_scan_of_ours(f):
         (jax.checkpoint, of_chain),
         (in_a_checkpoint, of_scan),
         (in_a_checkpoint, of_chain),
-        (in_a_scan_of_ours, of_scan),  # a chain is a part of the scan's layer
+        (in_a_scan_of_ours, of_scan),  # a chain is part of the scan's layer
     ],
 )
-def test_what_a_checkpoint_around_it_runs_again_is_not_said_to_run_once(around, f):
+def test_what_a_checkpoint_around_it_reruns_is_not_said_to_run_once(around, f):
     target = target_of(around(f), (X, weights(LAYERS)))
     verdict, said = _moves.producers(target)
     assert verdict == "not checked" and "what other checkpoints keep, or run again, is not known" in said
@@ -502,7 +500,7 @@ def chain_of_branches(x, w):
 
 @pytest.mark.parametrize("loss", [scan_of_branches, chain_of_branches])
 def test_a_branchs_value_that_takes_the_place_of_a_saved_one_is_a_fault(loss, monkeypatch):
-    """As where partial evaluation gives both one slot: offload is turned into save."""
+    """As if partial evaluation gave both one slot: offload then becomes save."""
     monkeypatch.setattr(_layer, "separate_slots", lambda jaxpr, plan: jaxpr)
     planted = lambda x, w: loss(x, w)
     found = verify(planted, X, weights(LAYERS))
@@ -525,14 +523,14 @@ def test_branches_that_move_and_keep_values_of_one_type_fail_nothing(loss):
     assert "branches of a cond share a residual in the reference" in found["conservation"].detail
 
 
-def test_a_first_run_that_jax_calls_differentiated_is_no_second_one():
+def test_a_first_run_that_jax_calls_differentiated_is_not_a_second_one():
     once = checkpoint(layer, policy=RULES)
     loss = jax.checkpoint(lambda x, w: jnp.sum(lax.scan(lambda x, w: (once(x, w), None), x, w)[0] ** 2))
     verdict, said = _moves.producers(target_of(loss, (X, weights(LAYERS))))
     assert verdict == "not checked" and "what other checkpoints keep, or run again, is not known" in said
 
 
-def test_a_kernel_that_runs_again_for_one_of_its_results_runs_again_for_all():
+def test_a_kernel_rerun_for_one_of_its_results_is_rerun_for_all():
     def routed(x, w):
         gates, experts = lax.top_k(x @ w["in"], 2)
         return x + (tag(gates, "gates") * tag(experts, "routing")) @ w["out"][:2], None
@@ -547,7 +545,7 @@ def test_a_kernel_that_runs_again_for_one_of_its_results_runs_again_for_all():
     assert found.detail == "recomputed: routing (save) with gates (recompute), of one kernel"
 
 
-def test_a_key_that_is_tagged_is_no_trouble():
+def test_a_tagged_key_holds():
     def dropped(x, w):
         key = tag(jax.random.fold_in(jax.random.key(0), jnp.argmax(x)), "key")
         return layer(x, w) * jax.random.bernoulli(key, 0.9, x.shape), None
@@ -556,7 +554,7 @@ def test_a_key_that_is_tagged_is_no_trouble():
     assert found.ok and found["producers"].verdict == "holds", found
 
 
-def test_results_that_do_not_depend_on_the_layers_are_no_evidence():
+def test_results_that_do_not_depend_on_the_layers_are_not_evidence():
     nothing = lambda x, w: {"g": jax.grad(of_scan)(0 * x, jax.tree.map(jnp.zeros_like, w)), "w": w, "step": 0}
     found = verify(nothing, X, weights(LAYERS))["gradients"]
     assert found.verdict == "not checked" and "they are zero, or are arguments" in found.detail
@@ -574,7 +572,7 @@ def test_arguments_may_be_numpys_and_pythons():
     assert found.ok and found["gradients"].verdict == "holds", found
 
 
-def test_a_step_that_looks_like_a_loss_is_a_sentence():
+def test_a_step_that_looks_like_a_loss_is_one_message():
     step = lambda x, w: jnp.sum(jax.grad(of_scan)(x, w))
     with pytest.raises(NotImplementedError, match=r"verify: .*one floating-point scalar.* return the"):
         verify(step, X, weights(LAYERS))
@@ -583,29 +581,29 @@ def test_a_step_that_looks_like_a_loss_is_a_sentence():
 
 
 @pytest.mark.parametrize("spec", [(None, "d"), (None, None, "d")])
-def test_weights_that_are_divided_and_gathered_again_are_no_fault(spec):
-    """Of a stack on the host one row more is read than there are layers, and given to the devices as the others."""
-    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
+def test_weights_that_are_sharded_and_gathered_are_not_a_fault(spec):
+    """A stack on the host has one row more than there are layers; that row too is read and given to the devices."""
+    mesh = auto_mesh(d=8)
     on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
     w = jax.tree.map(lambda a: on(a, *spec), weights(LAYERS))
     found = verify(of_scan, on(X, "d"), w)
     assert found["placement"].verdict == "holds" and found.ok, found
-    assert found["gradients"].verdict == "holds"  # to rounding, where this XLA divides its sums otherwise
+    assert found["gradients"].verdict == "holds"  # within rounding, if this XLA splits its sums differently
     assert "stacks on the host read 1 extra row(s)" in found["placement"].detail
 
 
-def test_a_chain_on_a_mesh_has_its_twins_collectives():
-    """XLA makes one collective of several in the one, and of others in the other."""
-    mesh = jax.make_mesh((4, 2), ("d", "t"), (jax.sharding.AxisType.Auto,) * 2)
+def test_a_chain_on_a_mesh_has_its_references_collectives():
+    """XLA combines different collectives in the two programs."""
+    mesh = auto_mesh(d=4, t=2)
     on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
     w = {"in": on(weights(LAYERS)["in"], None, None, "t"), "out": on(weights(LAYERS)["out"], None, "t")}
     found = verify(of_chain, on(X, "d"), w)
     assert found.ok and found["placement"].verdict == "holds", found
 
 
-def test_more_collectives_than_the_twin_has_fail(monkeypatch):
-    """Planted: what comes back from the host goes to all devices, and is cut again."""
-    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
+def test_more_collectives_than_the_reference_has_fail(monkeypatch):
+    """Planted: what comes back from the host goes to all devices, and is sharded again."""
+    mesh = auto_mesh(d=8)
     x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
     real = _loops._in_order
     on = lambda a, *spec: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P(*spec)))
@@ -618,7 +616,7 @@ def test_more_collectives_than_the_twin_has_fail(monkeypatch):
 
 def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
     """Planted: what is written to a stack is gathered first."""
-    mesh = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Auto,))
+    mesh = auto_mesh(d=8)
     x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
     held = verify(of_scan, x, weights(LAYERS))["placement"]
     assert held.verdict == "holds" and "no device keeps a larger shard of any of" in held.detail
@@ -631,7 +629,7 @@ def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
     assert "each device keeps {} of a layer's act, the reference's {}".format(*sizes) in found.detail
 
 
-def test_bad_arguments_are_sentences():
+def test_bad_arguments_are_messages():
     with pytest.raises(ValueError, match="has_aux: the function must return"):
         verify(of_scan, X, weights(LAYERS), has_aux=True)
     with pytest.raises(KeyError, match="'grad' is none of gradients, conservation"):
@@ -645,7 +643,7 @@ def test_bad_arguments_are_sentences():
 
 
 def extra(monkeypatch, copied):
-    """Something more is kept between the passes: of what is kept, `copied` makes it."""
+    """Keep one more value between the passes, which `copied` makes of what is kept."""
     real = transpose_only.linear_map
 
     def linear_map(*args, kept, transpose, **rest):
@@ -669,8 +667,8 @@ def stored_twice(monkeypatch):
 
 def rows_in_wrong_order(monkeypatch):
     real = _loops._take
-    turned = lambda stack, i: real(stack, stack.shape[0] - i if on_host(jax.typeof(stack)) else i)
-    monkeypatch.setattr(_loops, "_take", turned)
+    reversed_rows = lambda stack, i: real(stack, stack.shape[0] - i if on_host(jax.typeof(stack)) else i)
+    monkeypatch.setattr(_loops, "_take", reversed_rows)
 
 
 def a_host_write_is_skipped(monkeypatch):
@@ -681,8 +679,9 @@ def a_host_write_is_skipped(monkeypatch):
 def routing_is_recomputed(monkeypatch):
     real = _plan._by_policy
 
-    def by_policy(tagged, *rest):
-        return ("recompute", "planted") if any(n.text == "routing" for n in tagged) else real(tagged, *rest)
+    def by_policy(value, *rest):
+        is_routing = any(name.text == "routing" for name in value.names)
+        return ("recompute", "planted") if is_routing else real(value, *rest)
 
     monkeypatch.setattr(_plan, "_by_policy", by_policy)
 
@@ -712,7 +711,7 @@ def a_producer_runs_twice(monkeypatch):
 
 
 def called_at_each_write(monkeypatch, leak):
-    """`leak(array)`, whenever a row is written to a stack on the device."""
+    """Call `leak(array)` whenever a row is written to a stack on the device."""
     real = _loops._put
 
     def put(stack, x, i):
@@ -758,7 +757,7 @@ CUDNN = functools.partial(jax.nn.dot_product_attention, is_causal=True, implemen
 
 
 def attending(x, w, attention=CUDNN):
-    """Two stacks of one layer, which attend alike."""
+    """Two stacks of one layer with equal attention."""
 
     def one(x, w):
         heads = tag(jnp.einsum("bsd,dnh->bsnh", x, w), "heads")
@@ -777,7 +776,7 @@ ATTENDING = (
 
 
 def test_each_of_equal_attentions_is_asked_to_be_deterministic(monkeypatch):
-    # XLA's own option reaches the first alone, and the program then lacks the others' graph.
+    # XLA's own option affects only the first of them, and the program then lacks the others' graph.
     fused = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 90000)
     monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
@@ -811,7 +810,7 @@ def test_a_jax_that_cannot_be_asked_is_left_as_it_is_and_named(monkeypatch):
     assert (dict(vars(fused)), dict(os.environ)) == before
     assert "docs/upstream.md#cudnn-deterministic" in _exact.not_exact(attends)
     assert _exact.not_exact(jax.make_jaxpr(jnp.sin)(1.0)) == ""
-    # Results that then differ from run to run are no evidence.
+    # Results that then differ from run to run are not evidence.
     runs = iter(range(9))
     target = target_of(lambda x: {"y": x}, (X,))
     attending = dataclasses.replace(target, jaxpr=attends)
@@ -827,7 +826,7 @@ def test_programs_to_compare_are_lowered_so(monkeypatch):
     arguments = X, weights(LAYERS)
     _exact.compiled(of_scan, arguments, {})
     assert entered == []
-    with pytest.raises(Exception, match="xla_gpu_no_such"):  # entered before XLA is asked
+    with pytest.raises(Exception, match="xla_gpu_no_such"):  # entered before XLA is queried
         _exact.compiled(of_scan, arguments, {"xla_gpu_deterministic_ops": True, "xla_gpu_no_such": 1})
     assert entered == [1]
 
@@ -852,7 +851,7 @@ def test_on_a_gpu_what_xla_made_of_it_is_checked_too():
 
 @pytest.mark.gpu
 def test_copies_on_the_computes_stream_fail(monkeypatch):
-    monkeypatch.delitem(_compiler_options._GPU_OPTIONS, "xla_gpu_enable_command_buffer")  # then all are on
+    monkeypatch.delitem(_compiler_options._GPU_OPTIONS, "xla_gpu_enable_command_buffer")  # so that all are on
     print(found := verify(of_scan, ROWS, W))
     assert [c.claim for c in found if c.verdict == "fails"] == ["copies"], found
 
@@ -920,7 +919,7 @@ def test_the_command_line_verifies(capsys, monkeypatch):
     assert main(["verify", "test_verify:made", "both", "--json", "--strict"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
-    checked = [line for line in said.err.splitlines() if line.startswith(("loss: ", "step: "))]  # not the progress
+    checked = [line for line in said.err.splitlines() if line.startswith(("loss: ", "step: "))]  # without the progress
     assert found["loss"]["ok"] and found["step"]["ok"] and len(checked) == 2 * len(ALL)
     rows_in_wrong_order(monkeypatch)
     jax.clear_caches()
@@ -962,7 +961,7 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         (["report", "test_verify:made", "loss", "--html", "configs"], "--html configs: Is a directory; must be a file"),
     ],
 )
-def test_what_cannot_be_done_is_a_sentence(asked, said, capsys, mine):
+def test_what_cannot_be_done_is_a_message(asked, said, capsys, mine):
     assert main([text.format(mine=mine) for text in asked]) == 2
     err = capsys.readouterr().err
     assert said in err and "Traceback" not in err
@@ -1027,7 +1026,7 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_what_is_not_differentiated_is_not_checked():
-    """A function of ours that returns no scalar, or a scalar and something else, is run forward alone."""
+    """A function of ours that returns more than a scalar, or none, only runs forward."""
     with_aux = lambda x, w: (of_scan(x, w), {"n": jnp.ones(())})
     found = {check.claim: check for check in verify(with_aux, X, weights(LAYERS))}
     assert found["gradients"].verdict == found["conservation"].verdict == "not checked"
@@ -1036,7 +1035,7 @@ def test_what_is_not_differentiated_is_not_checked():
 
 
 def test_what_other_policies_keep_is_not_known():
-    """JAX computes a saved exponential again, as its derivative reads its value and not its name."""
+    """JAX recomputes a saved exponential, because the derivative reads the value and not its name."""
     named = jax.checkpoint_policies.save_only_these_names("e")
     block = lambda x, w: (checkpoint_name(jnp.exp(x @ w), "e"), None)
     mixed = lambda x, w, v: of_scan(x, w) + jnp.sum(jax.lax.scan(jax.checkpoint(block, policy=named), x, v)[0])

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from common import auto_mesh
 
 from jaxoffload._engine.walk import bodies, map_bodies, nested, walk
 
@@ -53,7 +54,7 @@ def test_a_walk_that_enters_nothing_stays_outside():
 
 
 def test_devices_are_those_of_all_shard_maps_around_an_equation():
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = auto_mesh(a=2, b=2)
     inner = jax.shard_map(jnp.sin, mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"), axis_names={"a"})
     both = jax.shard_map(jnp.cos, mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))
     found = met(lambda x: inner(x) + both(x))

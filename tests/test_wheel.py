@@ -1,4 +1,4 @@
-"""The wheel: it holds the library alone, requires jax and numpy alone, and works where nothing else is installed."""
+"""The wheel: it holds only the library, requires only jax and numpy, and works where nothing else is installed."""
 
 import importlib.metadata
 import importlib.util
@@ -13,8 +13,7 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from common import ROOT
 
 PROGRAM = """
 import sys
@@ -49,7 +48,7 @@ print(sorted({name.partition(".")[0] for name in sys.modules if sys.modules[name
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel of this tree, built from a copy, for setuptools writes beside what it builds."""
+    """The wheel of this tree, built from a copy, because setuptools writes next to its sources."""
     source, out = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("wheel")
     unwanted = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "runs", "results", "_build")
     shutil.copytree(ROOT, source, ignore=unwanted)
@@ -71,7 +70,7 @@ def metadata(wheel):
 
 
 def closure(*names):
-    """The installed distributions that these need, themselves included; extras are left out."""
+    """Return the installed distributions that these need, including themselves, without extras."""
     found, todo = {}, list(names)
     while todo:
         name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
@@ -101,9 +100,9 @@ def test_it_requires_jax_and_numpy(metadata):
 
 
 def test_it_works_where_nothing_else_is_installed(wheel, metadata, tmp_path):
-    """In an interpreter without site-packages, whose path is the wheel and a folder of links to what jax needs."""
+    """In an interpreter without site-packages; its path is the wheel and a folder of links to what jax needs."""
     target, needed = tmp_path / "target", tmp_path / "needed"
-    with zipfile.ZipFile(wheel) as files:  # what pip does with a wheel of pure Python
+    with zipfile.ZipFile(wheel) as files:  # what pip does with a pure Python wheel
         files.extractall(target)
     needed.mkdir()
     for distribution in closure("jax", "numpy"):

@@ -1,4 +1,4 @@
-"""With a jaxlib that returns wrong gradients nothing is offloaded on a GPU, whichever way it is asked for."""
+"""With a jaxlib that returns wrong gradients, every way to offload on a GPU is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def linen_block(rules):
 
 
 def one_layer(x, w):
-    """Its second product has no name."""
+    """Its second matmul has no name."""
     return jnp.sin(jnp.sin(tag(x @ w, "fc1")) @ w)
 
 
@@ -55,7 +55,7 @@ ASKED = {"residuals": {"fc1": "offload"}, "default": "offload", "dots": "offload
     [(way, field) for way in WAYS for field in ASKED if (way, field) != ("vmap of scan", "dots")],  # has a batch
 )
 def test_every_way_to_offload_is_refused_while_it_is_traced(monkeypatch, way, field):
-    """So before anything is compiled. The jaxlib that is first right, and saving with any, are not refused."""
+    """So before anything is compiled. The first correct jaxlib, and saving with any, are not refused."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x = X[None] if way == "vmap of scan" else X
     rules = policy(**{"resident_layers": 0, field: ASKED[field]})

@@ -17,7 +17,16 @@ from ._tensor import GroupedTensor
 
 
 class GroupedMatmulError(UserError):
-    """`grouped_matmul` cannot do what it is asked; also a ValueError or an ImportError."""
+    """`grouped_matmul` cannot do what it is asked; also a ValueError or an ImportError.
+
+    Example:
+      >>> from jaxoffload.grouped import GroupedMatmulError
+      >>> try:
+      ...     grouped_matmul(jnp.ones((5, 2)), jnp.ones((2, 2, 3)), jnp.array([2, 3]), backend="tee")
+      ... except GroupedMatmulError as error:
+      ...     print(isinstance(error, ValueError))
+      True
+    """
 
     def __init__(self, why: str):
         super().__init__([Problem("grouped_matmul", f"grouped_matmul: {why}")])

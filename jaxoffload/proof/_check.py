@@ -15,7 +15,13 @@ Found = tuple[Verdict, str]  # a check's verdict and its detail
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One claim. `detail`: what was compared, where it fails and by how much, or why it was not checked."""
+    """One claim. `detail`: what was compared, where it fails and by how much, or why it was not checked.
+
+    Example:
+      >>> from jaxoffload.proof import Check
+      >>> print(Check("repeats", "holds", "3 runs are equal"))
+      holds        repeats: 3 runs are equal
+    """
 
     claim: str
     verdict: Verdict
@@ -27,7 +33,14 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """The checks of one function: print it, index it by claim, or ask whether it is `ok`."""
+    """The checks of one function: print it, index it by claim, or ask whether it is `ok`.
+
+    Example:
+      >>> from jaxoffload.proof import Check, Verification
+      >>> found = Verification((Check("repeats", "fails", "run 2 differs"),))
+      >>> found.ok, found["repeats"].detail
+      (False, 'run 2 differs')
+    """
 
     checks: tuple[Check, ...]
 

@@ -22,7 +22,13 @@ from ..._text import GIB
 
 class Bus(NamedTuple):
     """GB/s (10**9 bytes) of one GPU's copies between its memory and pinned host memory: each way alone, and each way
-    while the other goes on too."""
+    while the other goes on too.
+
+    Example:
+      >>> from jaxoffload.proof import Bus
+      >>> Bus(d2h=53.7, h2d=53.3, together=49.0).d2h
+      53.7
+    """
 
     d2h: float
     h2d: float
@@ -40,6 +46,13 @@ class Machine:
       attention_tflops: those of cuDNN's causal flash attention, forward and backward, without the masked half; those of
         matmuls where cuDNN cannot do it.
       hbm_gb_s: GB/s of the device's memory, reading and writing together.
+
+    Example:
+      >>> from jaxoffload.proof import Bus, Machine
+      >>> bus = Bus(d2h=53.7, h2d=53.3, together=49.0)
+      >>> one = Machine("H200", 1, "0.12", bus, bus, 790.0, (600.0, 450.0), 4300.0)
+      >>> Machine.from_json(one.to_json()) == one
+      True
     """
 
     device: str
@@ -120,7 +133,13 @@ def machine(again: bool = False) -> Machine:
 
 
 def known_machine() -> Machine | None:
-    """Return what `machine()` measured here before, or None; measure nothing."""
+    """Return what `machine()` measured here before, or None; measure nothing.
+
+    Example:
+      >>> from jaxoffload.proof import known_machine
+      >>> known_machine() is None  # on a CPU
+      True
+    """
     if jax.default_backend() != "gpu":
         return None
     try:

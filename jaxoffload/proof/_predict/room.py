@@ -32,6 +32,11 @@ class Room(NamedTuple):
       layer: while a layer of a `scan` runs forward or backward: what is recomputed or in flight, its weights as they
         are cast, the residuals that come from the host for it and for the next layer.
       loop: in any other loop without such layers in it, such as that over chunks of the logits.
+
+    Example:
+      >>> from jaxoffload.proof import Room
+      >>> max(Room(layer=3 * 2**20, loop=2**20)) // 2**20  # they do not run at the same time
+      3
     """
 
     layer: int

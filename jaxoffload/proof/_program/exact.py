@@ -40,7 +40,12 @@ def exact_options(backend: str | None = None) -> dict[str, Any]:
       7.0
     """
     if (backend or jax.default_backend()) != "gpu":
-        return {"xla_allow_excess_precision": False, **_ONE_KERNEL_EACH}
+        # Inside a fusion for YNNPACK a conversion to bfloat16 and back would not round (docs/upstream.md#ynnpack).
+        return {
+            "xla_allow_excess_precision": False,
+            "xla_cpu_experimental_ynn_fusion_type": "",
+            **_ONE_KERNEL_EACH,
+        }
     return {
         "xla_allow_excess_precision": False,
         "xla_gpu_deterministic_ops": True,

@@ -78,7 +78,13 @@ def page(
 
 
 def about() -> dict[str, str]:
-    """Return the machine and the versions of what runs here, by name."""
+    """Return the machine and the versions of what runs here, by name.
+
+    Example:
+      >>> from jaxoffload.proof import about
+      >>> about()["jax"] == jax.__version__
+      True
+    """
     devices = jax.devices()
     kept = {"jax", "jaxlib", "jaxoffload", "jax-cuda12-plugin", "jax-cuda13-plugin", "transformer_engine"}
     versions = {p.name: p.version for p in importlib.metadata.distributions() if p.name in kept}

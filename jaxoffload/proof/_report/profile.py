@@ -28,6 +28,11 @@ class Move:
       direction: "d2h" or "h2d".
       at_ms: when it began, in ms since the step began.
       exposed_ms: how long no kernel ran beside it. What two copies share counts for the one that began first.
+
+    Example:
+      >>> from jaxoffload.proof import Move
+      >>> Move("fc1", 3, "d2h", bytes=10**9, at_ms=0.0, ms=20.0, exposed_ms=0.0, stream="Stream #14").gb_per_s
+      50.0
     """
 
     residual: str
@@ -65,6 +70,12 @@ class Profile:
       compute_ms: how long a kernel ran; `collective_ms`: how long one of NCCL's did.
       moves: all copies between device and host.
       kernels: when some kernel ran, as (start, end) in ms since the step began; gaps below 10 us are left out.
+
+    Example:
+      >>> from jaxoffload.proof import Move, Profile
+      >>> move = Move("fc1", 3, "d2h", bytes=10**9, at_ms=0.0, ms=20.0, exposed_ms=5.0, stream="Stream #14")
+      >>> Profile("H200", 40.0, (39.0, 41.0), 35.0, 0.0, (move,), ((5.0, 40.0),)).exposed_ms
+      5.0
     """
 
     device: str

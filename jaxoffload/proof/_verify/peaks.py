@@ -22,7 +22,14 @@ from .capacity import need, reference_that_fits
 
 
 class Peaks(NamedTuple):
-    """Bytes on one device; `most`: how many layers of each scan ran, the first ones; None for all."""
+    """Bytes on one device; `most`: how many layers of each scan ran, the first ones; None for all.
+
+    Example:
+      >>> from jaxoffload.proof import Peaks
+      >>> peaks = Peaks(ours=17 * 2**30, reference=26 * 2**30, most=None)
+      >>> (peaks.reference - peaks.ours) // 2**30
+      9
+    """
 
     ours: int
     reference: int
@@ -30,7 +37,12 @@ class Peaks(NamedTuple):
 
 
 def peaks_of(command: Sequence[str]) -> Peaks | str:
-    """Return what a command, which runs this module's `measured`, prints in fresh processes; or why it cannot."""
+    """Return what a command, which runs this module's `measured`, prints in fresh processes; or why it cannot.
+
+    Example:
+      >>> from jaxoffload.proof import peaks_of
+      >>> peaks_of(["jaxoffload", "verify", "models.train:step_for", "configs/llama-1b.yaml"])  # doctest: +SKIP
+    """
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not any(map(importlib.util.find_spec, _PLUGINS)):
         return _NO_GPU
     reference = _run([*command, "--peak", "reference"])

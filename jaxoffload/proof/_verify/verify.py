@@ -90,7 +90,14 @@ def checks(
     strict: bool = False,
     peaks: Peaks | str | None = None,
 ) -> Iterator[Check]:
-    """Yield the checks of `verify`, each when it is done. `peaks`: what `peaks_of` returned, for `conservation`."""
+    """Yield the checks of `verify`, each when it is done. `peaks`: what `peaks_of` returned, for `conservation`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxoffload.proof import checks
+      >>> next(checks(lambda x: jnp.sum(jnp.tanh(x)), jnp.ones(8))).claim
+      'gradients'
+    """
     if repeats < 3:
         raise ValueError(f"verify: repeats must be at least 3, got {repeats}")
     target = target_of(f, args, policy, has_aux, repeats)

@@ -102,10 +102,14 @@ def _forward(loops: Loops, *operands: Any) -> list[Any]:
     ys, saved = empty_ys(loops), []
     for segment in loops.segments:
         state = begin_forward(segment, carry, ys)
-        layer = functools.partial(forward_layer(loops, segment, consts, xs), inlined=segment.layers == 1 < loops.length)
-        carry, ys, residuals = lax.fori_loop(0, segment.layers, layer, state, unroll=loops.unroll)
+        layer = forward_layer(loops, segment, consts, xs)
+        carry, ys, residuals = _run(layer, segment, state, loops.unroll, segment.layers == 1 < loops.length)
         saved.append(end_forward(segment, residuals))
     return [*carry, *ys, *jax.tree.leaves(saved)]
+
+
+def _run(layer: Callable[..., Any], segment: Segment, state: Any, unroll: int, inlined: bool) -> Any:
+    return lax.fori_loop(0, segment.layers, lambda i, state: layer(i, state, inlined), state, unroll=unroll)
 
 
 def empty_ys(loops: Loops) -> list[Any]:
@@ -187,9 +191,8 @@ def _backward(loops: Loops, *args: Any) -> list[Any]:
     cts = empty_cotangents(loops, carry)
     for segment, residuals in reversed(list(zip(loops.segments, saved, strict=True))):
         state = begin_backward(residuals, cts)
-        inlined = loops.unroll > 1 or segment.layers == 1
-        layer = functools.partial(backward_layer(loops, segment, operands, residuals, ys), inlined=inlined)
-        cts = lax.fori_loop(0, segment.layers, layer, state, unroll=loops.unroll).cotangents
+        layer = backward_layer(loops, segment, operands, residuals, ys)
+        cts = _run(layer, segment, state, loops.unroll, loops.unroll > 1 or segment.layers == 1).cotangents
     return [*cts.consts, *cts.carry, *cts.xs]
 
 

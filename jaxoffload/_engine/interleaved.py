@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from .passes import Pass, Program, Stretch, Values, backward, empty_stacks, forward
+from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, empty_stacks, forward
 
 
 def run(
@@ -38,25 +38,33 @@ def run(
     flight, first = alone(forward(program(), arguments(0), empty_stacks(program())))
     results = [_stacked(first)]
 
-    def step(sums: Any, flight: Any, stacks: Any, number: Any) -> Any:
-        made = program()
+    def step(state: _State, number: Any) -> tuple[_State, list[Any]]:
+        made, (sums, flight, stacks) = program(), state
         sums, (after, result) = beside(backward(made, flight, sums), forward(made, arguments(number), stacks))
-        return (sums, after, flight.stacks()), result
+        return _State(sums, after, flight.stacks()), result
 
-    def two_steps(state: Any, number: Any) -> Any:
-        state, one = step(*state, number)
-        state, two = step(*state, number + 1)
+    def two_steps(state: _State, number: Any) -> tuple[_State, list[Any]]:
+        state, one = step(state, number)
+        state, two = step(state, number + 1)
         return state, _stacked(one, two)
 
-    state = sums, flight, empty_stacks(program())
+    state = _State(sums, flight, empty_stacks(program()))
     if microbatches % 2 == 0:
-        state, result = step(*state, 1)
+        state, result = step(state, 1)
         results.append(_stacked(result))
     if rest := range(2 - microbatches % 2, microbatches, 2):
         state, pairs = lax.scan(two_steps, state, jnp.arange(rest.start, rest.stop, rest.step))
         results.append([x.reshape(-1, *x.shape[2:]) for x in pairs])
-    sums, flight, _ = state
-    return [jnp.concatenate(xs) for xs in zip(*results, strict=True)], alone(backward(program(), flight, sums))
+    sums = alone(backward(program(), state.flight, state.sums))
+    return [jnp.concatenate(xs) for xs in zip(*results, strict=True)], sums
+
+
+class _State(NamedTuple):
+    """Between two bars: the gradients so far, the microbatch between its passes, and stacks for the next one."""
+
+    sums: list[Any]
+    flight: Flight
+    stacks: Stacks
 
 
 def _stacked(*results: list[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """The forward and the backward pass of one microbatch, in stretches of layers that somebody else runs.
 
-A pass is a generator: it computes what stands before a stretch, yields the stretch, and goes on behind it with the state
-that the stretch was left in.
+A pass is a generator: it computes what stands before a stretch, yields the stretch, and goes on behind it with the
+state that the stretch was left in.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -50,7 +50,7 @@ class Program(NamedTuple):
 
     Attributes:
       params: the variables of the parameters.
-      in_place: those of them that are xs of one scan and nothing else: the backward loop adds to the rows of their sums.
+      in_place: those of them that are xs of one scan and nothing else. The backward loop adds to rows of their sums.
       values: of the variables that do not differ between microbatches.
       shared: for each `Straight`, the last one too, its residuals that do not differ, and what its others need.
     """
@@ -191,19 +191,21 @@ def _backward_scan(
     xs = perturbed[loops.consts + loops.carry :]
     in_place = [isinstance(v, Var) and v in program.in_place for v in xs]
     cts = empty_cotangents(loops, carry)
-    cts = cts._replace(xs=[totals[v] if here else x for v, here, x in zip(xs, in_place, cts.xs, strict=True)])
+    stacks = zip(xs, cts.xs, strict=True)
+    cts = cts._replace(xs=[totals[v] if isinstance(v, Var) and v in program.in_place else x for v, x in stacks])
     operands = _reads(program, piece, varying)
     for segment, residuals in reversed(list(zip(loops.segments, saved, strict=True))):
         run_layer = backward_layer(loops, segment, operands, residuals, ys, in_place)
         stretch = Stretch(run_layer, segment.layers, begin_backward(residuals, cts), loops.unroll)
         yield stretch
         cts = stretch.state.cotangents
-    adds = [False] * (len(perturbed) - len(xs)) + in_place
-    has_tangent = {v for v, p in zip(piece.eqn.invars, piece.perturbed, strict=True) if p}
-    for v, added, ct in zip(perturbed, adds, [*cts.consts, *cts.carry, *cts.xs], strict=True):
-        if added:
+    has_tangent = [v for v, p in zip(piece.eqn.invars, piece.perturbed, strict=True) if p]
+    for v, ct in zip(perturbed, [*cts.consts, *cts.carry, *cts.xs], strict=True):
+        if not isinstance(v, Var) or not any(v is x for x in has_tangent):
+            continue  # a carry that only later layers perturb
+        if v in program.in_place:
             totals[v] = ct
-        elif isinstance(v, Var) and v in has_tangent:
+        else:
             cotangents[v] = add_jaxvals(cotangents[v], ct) if v in cotangents else ct
 
 

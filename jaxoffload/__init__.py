@@ -10,6 +10,7 @@ from ._tag import tag as tag
 
 # isort: split
 # Run layers under a policy.
+from ._accumulate import accumulate as accumulate
 from ._chain import chain as chain
 from ._checkpoint import checkpoint as checkpoint
 from ._compiler_options import compiler_options as compiler_options

@@ -156,9 +156,11 @@ class _State:
         perturbed, varies = (tuple(v in those for v in ins) for those in (self.perturbed, self.varies))
         jvp, out_perturbed = derivative(part, perturbed, False, False)
         forward, linear = each_once(*halves(jvp, len(ins), len(outs)), len(outs))
-        if part.effects:  # as often as there are microbatches
-            varies = (True,) * len(ins)
-        once, each, result_varies, _ = partial_eval_jaxpr_nounits(forward, varies, False)
+        if part.effects:  # they happen for each microbatch
+            varies, result_varies = (True,) * len(ins), [True] * len(forward.outvars)
+            once, each = jax.make_jaxpr(list)(), forward
+        else:
+            once, each, result_varies, _ = partial_eval_jaxpr_nounits(forward, varies, False)
         return Straight(ins, outs, once, each, varies, tuple(result_varies), linear, perturbed, out_perturbed)
 
     def add(self, piece: Straight, scan: Scan | None, has_tangents: set[Var]) -> None:

@@ -1,0 +1,389 @@
+"""accumulate(): bit for bit a loop over microbatches, whatever the loss; errors that say what to do."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import assert_same_bits, in_a_loop, normal, on_cpu_and_gpu, policy, run
+from jax import lax
+from jax.extend.core.primitives import dot_general_p
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxoffload import Policy, PolicyError, accumulate, chain, scan, tag
+from jaxoffload._engine import interleaved
+from jaxoffload._engine.walk import walk
+
+LAYERS, DIM = 3, 8
+WORDS = 11
+PARAMS = {
+    "embedding": normal(0, (WORDS, DIM)),
+    "w": normal(1, (LAYERS, DIM, DIM)) / 3,
+    "bias": normal(2, (LAYERS, DIM)),
+    "mixer": normal(3, (DIM, DIM)) / 3,
+    "out": normal(4, (DIM, WORDS)),
+}
+RULES = {"x": "offload", "fc1": "offload", "act": "recompute"}
+
+
+def tokens(microbatches, rows=2):
+    return jax.random.randint(jax.random.key(7), (microbatches, rows, 5), 0, WORDS)
+
+
+def one_by_one(loss, argnums=0, has_aux=False, reduction="mean"):
+    """The loop that a user would write."""
+
+    def run(*args):
+        numbers = (argnums,) if isinstance(argnums, int) else argnums
+        batch = {n: x for n, x in enumerate(args) if n not in numbers}
+
+        def add(sums, microbatch):
+            given = dict(enumerate(args)) | microbatch
+            value, grads = jax.value_and_grad(loss, argnums, has_aux)(*(given[n] for n in range(len(args))))
+            value, aux = value if has_aux else (value, None)
+            return jax.tree.map(jnp.add, sums, (value, grads)), aux
+
+        params = args[argnums] if isinstance(argnums, int) else tuple(args[n] for n in argnums)
+        zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
+        sums, aux = lax.scan(add, zeros, batch)
+        count = len(jax.tree.leaves(batch)[0])
+        value, grads = jax.tree.map(lambda x: x / count, sums) if reduction == "mean" else sums
+        return ((value, aux) if has_aux else value), grads
+
+    return run
+
+
+def layer(x, w):
+    x = tag(x, "x")
+    fc1 = tag(x @ w["w"] + jnp.broadcast_to(w["bias"], x.shape), "fc1")
+    return x + tag(jnp.tanh(fc1), "act"), jnp.sum(fc1**2)
+
+
+def plain(step, init, xs, rules, **how):
+    """The reference of `ours`: nothing of jaxoffload's."""
+    kept = [name for name, decision in rules.items() if decision != "recompute"]
+    return lax.scan(in_a_loop(step, *kept), init, xs, **how)
+
+
+def ours(step, init, xs, rules, strict=True, **how):
+    return scan(step, init, xs, policy=policy(rules), strict=strict, **how)
+
+
+def of_layers(params):
+    return {"w": params["w"], "bias": params["bias"]}
+
+
+def language_model(stack, params, tokens):
+    """Tied embeddings, a matrix that all layers share, ys, other results."""
+
+    def mixed(x, w):
+        y, size = layer(x, w)
+        return y @ params["mixer"], size
+
+    y, sizes = stack(mixed, params["embedding"][tokens], of_layers(params), RULES)
+    logits = y @ params["out"] + y @ params["embedding"].T
+    targets = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+    loss = jnp.mean(jax.nn.logsumexp(logits, -1) - targets) + 1e-3 * jnp.sum(sizes)
+    return loss, {"sizes": sizes, "rows": tokens[0, 0]}
+
+
+def masked(stack, params, x, mask):
+    """What differs between microbatches and is a constant of the scan, integers, booleans and a key among it."""
+
+    def step(x, w):
+        y, size = layer(x, w)
+        return jnp.where(mask["keep"], y, x * mask["scale"]), size
+
+    y, _ = stack(step, x, of_layers(params), RULES)
+    return jnp.sum(y**2) + jnp.sum(mask["numbers"])
+
+
+def two_stacks(stack, params, x):
+    """Of different lengths, with something between, in opposite directions."""
+    y, _ = stack(layer, x, of_layers(params), RULES)
+    y = jnp.sin(y) @ params["mixer"]
+    more = jax.tree.map(lambda w: jnp.concatenate([w, w[:2] * 0.5]), of_layers(params))
+    y, sizes = stack(layer, y, more, RULES, reverse=True)
+    y, _ = stack(
+        lambda x, w: (jnp.tanh(tag(x * jnp.broadcast_to(w, x.shape), "fc1")), None),
+        y,
+        params["bias"][:1],
+        {"fc1": "offload"},
+    )
+    return jnp.mean(y**2) + jnp.mean(sizes)
+
+
+def in_jit(stack, params, x):
+    """Two scans inside a jitted function, which is called twice."""
+
+    @jax.jit
+    def body(params, x):
+        y, _ = stack(layer, x, of_layers(params), RULES)
+        return y * jnp.sum(params["mixer"])
+
+    return jnp.sum(body(params, body(params, x)) ** 2)
+
+
+def half_precision(stack, params, x):
+    """Weights are cast outside of the layers."""
+    cast = jax.tree.map(lambda w: w.astype(jnp.bfloat16), of_layers(params))
+    y, _ = stack(layer, x.astype(jnp.bfloat16), cast, {"fc1": "offload"})
+    return jnp.mean(y.astype(jnp.float32) ** 2)
+
+
+def dropped(stack, params, x, key):
+    def step(carry, w):
+        x, key = carry
+        key, here = jax.random.split(key)
+        y, size = layer(x, w)
+        return (jnp.where(jax.random.bernoulli(here, 0.8, y.shape), y, 0), key), size
+
+    (y, _), _ = stack(step, (x, key), of_layers(params), RULES)
+    return jnp.sum(y**2)
+
+
+def partly_used(stack, params, x):
+    """Results of the scan that nothing differentiates, a parameter that nothing reads, one that only the loss does."""
+    (y, _), sizes = stack(lambda c, w: ((layer(c[0], w)[0], c[1] + 1), c[1]), (x, 0), of_layers(params), RULES)
+    return jnp.sum(y[0] ** 2) + jnp.sum(params["out"]), sizes
+
+
+LOSSES = {
+    "language model": (language_model, lambda m: [tokens(m)], True),
+    "masked": (
+        masked,
+        lambda m: [
+            normal(5, (m, 2, DIM)),
+            {"keep": normal(6, (m, 2, DIM)) > 0, "scale": normal(8, (m,)), "numbers": jnp.arange(3 * m).reshape(m, 3)},
+        ],
+        False,
+    ),
+    "two stacks": (two_stacks, lambda m: [normal(5, (m, 2, DIM))], False),
+    "in jit": (in_jit, lambda m: [normal(5, (m, 2, DIM))], False),
+    "half precision": (half_precision, lambda m: [normal(5, (m, 2, DIM))], False),
+    "dropped": (dropped, lambda m: [normal(5, (m, 2, DIM)), jax.random.split(jax.random.key(1), m)], False),
+    "partly used": (partly_used, lambda m: [normal(5, (m, 2, DIM))], True),
+}
+
+
+def assert_equal(loss_of, batch, has_aux=False, params=PARAMS, **how):
+    """What `accumulate` returns with our scan is what a loop returns with JAX's."""
+    got = run(accumulate(functools.partial(loss_of, ours), has_aux=has_aux, **how), params, *batch)
+    want = run(one_by_one(functools.partial(loss_of, plain), has_aux=has_aux, **how), params, *batch)
+    assert_same_bits(got, want)
+
+
+@on_cpu_and_gpu
+@pytest.mark.parametrize("microbatches", [2, 3, 5])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_equals_the_loop_over_microbatches(name, microbatches, device):
+    loss_of, batch, has_aux = LOSSES[name]
+    assert_equal(loss_of, batch(microbatches), has_aux)
+
+
+LAYER_RULES = [
+    {"offload_layers": 1},
+    {"offload_layers": 2, "other_layers": "recompute", "resident_layers": 0},
+    {"resident_layers": 0},
+    {"resident_layers": 2, "default": "save"},
+    {"offload_layers": 2, "dots": "save", "resident_layers": 0},
+    {"min_offload_bytes": 2 * DIM * 4 + 1, "resident_layers": 0},
+]
+
+
+@on_cpu_and_gpu
+@pytest.mark.parametrize("rules", LAYER_RULES, ids=str)
+def test_layers_that_treat_their_residuals_otherwise(rules, device):
+    more = jax.tree.map(lambda w: jnp.concatenate([w, w * 0.5]), of_layers(PARAMS))
+    fields = {"min_offload_bytes": 0, **rules}
+
+    def loss(params, x, through=lambda f, x, w: scan(f, x, w, policy=Policy(RULES, **fields))):
+        y, sizes = through(layer, x, params)
+        return jnp.sum(y**2) + jnp.sum(sizes)
+
+    in_a_loop_of_jax = functools.partial(loss, through=lambda f, x, w: lax.scan(in_a_loop(f, "x", "fc1"), x, w))
+    x = normal(5, (3, 2, DIM))
+    assert_same_bits(run(accumulate(loss), more, x), run(one_by_one(in_a_loop_of_jax), more, x))
+
+
+@pytest.mark.parametrize("how", [{"reverse": True}, {"unroll": 2}, {"unroll": LAYERS}], ids=str)
+def test_reversed_and_unrolled(how):
+    def loss_of(stack, params, x):
+        y, sizes = stack(layer, x, of_layers(params), RULES, **how)
+        return jnp.sum(y**2) + jnp.sum(sizes)
+
+    assert_equal(loss_of, [normal(5, (4, 2, DIM))])
+
+
+def test_sums_and_several_arguments():
+    def loss_of(stack, mixer, weights, x, bias):
+        y, _ = stack(layer, x, {"w": weights, "bias": bias}, RULES)
+        return jnp.sum(y @ mixer) ** 2
+
+    # What is not differentiated is a batch: a matrix for each microbatch.
+    args = normal(3, (3, DIM, DIM)), PARAMS["w"], normal(5, (3, 2, DIM)), PARAMS["bias"]
+    for how in {"argnums": (1, 3)}, {"argnums": (3, 1), "reduction": "sum"}:
+        got = run(accumulate(functools.partial(loss_of, ours), **how), *args)
+        assert_same_bits(got, run(one_by_one(functools.partial(loss_of, plain), **how), *args))
+
+
+def test_the_backward_pass_of_one_runs_beside_the_forward_pass_of_the_next():
+    """In one loop over the layers, which holds the matmuls of both; the program does not grow with the microbatches."""
+    loss = lambda w, x: jnp.sum(
+        ours(lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None), x, w, {"fc1": "offload"})[0] ** 2
+    )
+    matmuls = lambda jaxpr: sum(site.eqn.primitive is dot_general_p for site in walk(jaxpr))
+    loops, sizes = {}, {}
+    for microbatches in (2, 4, 5, 8, 9):
+        jaxpr = jax.make_jaxpr(accumulate(loss))(PARAMS["w"], normal(5, (microbatches, 2, DIM)))
+        bodies = [site.eqn.params["jaxpr"] for site in walk(jaxpr) if site.eqn.primitive is lax.scan_p]
+        loops[microbatches] = set(map(matmuls, bodies))
+        sizes[microbatches] = sum(1 for _ in walk(jaxpr))
+    assert 1 + 2 in loops[2]  # one forward, two backward
+    assert sizes[4] == sizes[8] and sizes[5] == sizes[9]
+
+
+def test_one_microbatch_and_a_policy_that_moves_nothing_run_one_by_one(monkeypatch):
+    monkeypatch.setattr(interleaved, "run", None)
+    assert_equal(language_model, [tokens(1)], True)
+    saved = dict.fromkeys(RULES, "save")
+    loss_of = lambda stack, params, x: jnp.sum(stack(layer, x, of_layers(params), saved)[0] ** 2)
+    assert_equal(loss_of, [normal(5, (3, 2, DIM))])
+
+
+def test_a_loss_without_a_scan_says_so_and_runs_one_by_one():
+    loss_of = lambda _, params, x: jnp.sum(jnp.tanh(x @ params["mixer"]) ** 2)
+    with pytest.warns(UserWarning, match="accumulate: the loss has no scan of jaxoffload's"):
+        assert_equal(loss_of, [normal(5, (3, 2, DIM))])
+
+
+def test_what_is_in_other_control_flow_runs_in_its_place():
+    """Beside a scan that is interleaved: a chain, a checkpoint, a scan in a branch of a cond, a scan of scans."""
+    rules = policy({"fc1": "offload"})
+    step = lambda x, w: jnp.tanh(tag(x @ w, "fc1"))
+    chained = {True: lambda x, w: chain([step] * 2, x, [w[0], w[1]], policy=rules)}
+    chained[False] = lambda x, w: functools.reduce(lambda x, w: in_a_loop(step, "fc1")(x, w), [w[0], w[1]], x)
+
+    def loss_of(stack, params, x):
+        y = chained[stack is ours](x, params["w"])
+        y, _ = stack(layer, y, of_layers(params), RULES)
+        run = lambda y: stack(lambda x, w: (step(x, w), None), y, params["w"], {"fc1": "offload"})[0]
+        y = lax.cond(y[0, 0] > 0, run, lambda y: y, y)
+        y, _ = lax.scan(lambda y, _: (run(y), None), y, None, length=2)
+        return jnp.sum(y**2)
+
+    assert_equal(loss_of, [normal(5, (3, 2, DIM))])
+
+
+@on_cpu_and_gpu
+def test_effects_happen_as_often_as_in_the_loop(device):
+    counted = []
+
+    def loss_of(stack, params, x):
+        def step(x, w):
+            jax.debug.callback(lambda: counted.append("layer"))
+            return jnp.tanh(tag(x @ w, "fc1")), None
+
+        jax.debug.callback(lambda: counted.append("before"))
+        y, _ = stack(step, x, params["w"], {"fc1": "offload"})
+        jax.debug.callback(lambda: counted.append("behind"))
+        return jnp.sum(y**2)
+
+    def effects_of(f):
+        counted.clear()
+        jax.block_until_ready(jax.jit(f)(PARAMS, normal(5, (4, 2, DIM))))
+        jax.effects_barrier()
+        return {kind: counted.count(kind) for kind in ("before", "layer", "behind")}
+
+    found = effects_of(accumulate(functools.partial(loss_of, ours)))
+    assert found == effects_of(one_by_one(functools.partial(loss_of, ours)))
+    assert found["before"] == found["behind"] == 4
+
+
+def test_on_meshes():
+    """Data over devices: in a shard_map, with explicit axes, and with auto axes."""
+    loss_of = lambda stack, w, x: jnp.mean(
+        stack(lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None), x, w, {"fc1": "offload"})[0] ** 2
+    )
+    x = normal(5, (4, 4, DIM))
+    want = run(accumulate(functools.partial(loss_of, ours)), PARAMS["w"], x)
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec(None, "data")))
+        of = {
+            f: run(g(functools.partial(loss_of, f)), PARAMS["w"], rows)
+            for f, g in ((ours, accumulate), (plain, one_by_one))
+        }
+    assert_same_bits(of[ours], of[plain])
+    np.testing.assert_allclose(of[ours][1], want[1], rtol=1e-5, atol=1e-7)
+    auto = jax.make_mesh((4,), ("data",), (AxisType.Auto,))
+    rows = jax.device_put(x, jax.NamedSharding(auto, PartitionSpec(None, "data")))
+    np.testing.assert_allclose(
+        run(accumulate(functools.partial(loss_of, ours)), PARAMS["w"], rows)[1], want[1], rtol=1e-5, atol=1e-7
+    )
+
+    def local(of, stack):
+        specs = (PartitionSpec(), PartitionSpec(None, "data")), (PartitionSpec("data"), PartitionSpec("data"))
+        f = lambda w, x: jax.tree.map(lambda y: y[None], of(functools.partial(loss_of, stack))(w, x))
+        return jax.shard_map(f, mesh=auto, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+
+    assert_same_bits(run(local(accumulate, ours), PARAMS["w"], x), run(local(one_by_one, plain), PARAMS["w"], x))
+
+
+def test_compiled_ahead_of_time_with_donated_arguments():
+    loss = functools.partial(language_model, ours)
+    batch = tokens(4)
+    step = lambda params, batch: jax.tree.map(
+        lambda p, g: p - g, params, accumulate(loss, has_aux=True)(params, batch)[1]
+    )
+    want = jax.jit(step)(PARAMS, batch)
+    compiled = jax.jit(step, donate_argnums=0).lower(PARAMS, batch).compile()
+    got = compiled(jax.tree.map(jnp.copy, PARAMS), batch)
+    assert_same_bits(jax.tree.leaves(jax.tree.map(np.asarray, got)), jax.tree.leaves(jax.tree.map(np.asarray, want)))
+
+
+def test_without_jit():
+    loss = functools.partial(language_model, ours)
+    got, want = (f(accumulate(loss, has_aux=True))(PARAMS, tokens(3)) for f in (lambda f: f, jax.jit))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    with jax.disable_jit():
+        got = accumulate(loss, has_aux=True)(PARAMS, tokens(3))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+good = functools.partial(masked, ours)
+X = normal(5, (3, 2, DIM))
+ERRORS = [
+    (
+        lambda: accumulate(good, reduction="avg"),
+        ValueError,
+        "accumulate: reduction 'avg' is not allowed; use 'mean' or 'sum'",
+    ),
+    (lambda: accumulate(jnp.sum)(X), TypeError, "argnums has all arguments"),
+    (lambda: accumulate(jnp.vdot)(X, 1.0), TypeError, "args[1] is a scalar"),
+    (
+        lambda: accumulate(lambda w, x, y: 0.0)(X, {"a": X}, X[:2]),
+        ValueError,
+        "accumulate: args[1]['a'] has 3 microbatches, and args[2] has 2; they must be as many",
+    ),
+    (lambda: accumulate(jnp.vdot)(X, X[:0]), ValueError, "args[1] has no microbatches"),
+    (lambda: accumulate(jnp.vdot, argnums=2)(X, X), ValueError, "argnums has 2, and there are 2 positional arguments"),
+    (lambda: accumulate(lambda w, x: w * x)(X[0], X), TypeError, "scalar"),
+    (lambda: accumulate(lambda w, x: jnp.sum(w) * jnp.sum(x))(jnp.arange(3), X), TypeError, "int32"),
+    (lambda: accumulate(lambda w, x: jnp.sum(w * x), has_aux=True)(X[0], X), TypeError, "two-element tuple"),
+    (
+        lambda: accumulate(
+            lambda w, x: jnp.sum(ours(lambda x, w: (tag(x * w, "fc1"), None), x, w, {"fcl": "offload"})[0])
+        )(jnp.ones((2, 2, DIM)), X),
+        PolicyError,
+        "fcl",
+    ),
+]
+
+
+@pytest.mark.parametrize("call, kind, message", ERRORS, ids=range(len(ERRORS)))
+def test_errors_before_anything_is_compiled(call, kind, message):
+    with pytest.raises(kind) as caught:
+        call()
+    assert message in str(caught.value)

@@ -679,8 +679,8 @@ def a_host_write_is_skipped(monkeypatch):
 def routing_is_recomputed(monkeypatch):
     real = _plan._by_policy
 
-    def by_policy(tagged, *rest):
-        return ("recompute", "planted") if any(n.text == "routing" for n in tagged) else real(tagged, *rest)
+    def by_policy(value, *rest):
+        return ("recompute", "planted") if any(n.text == "routing" for n in value.names) else real(value, *rest)
 
     monkeypatch.setattr(_plan, "_by_policy", by_policy)
 

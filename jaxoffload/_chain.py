@@ -21,10 +21,10 @@ from jax.extend.core import Jaxpr, jaxpr_as_fun
 from . import _jax
 from ._engine.checkpoint_primitive import bind, checked, partial_eval_as_remat
 from ._engine.derivative import derivative
+from ._engine.host_pool_limit import admitted
 from ._engine.layer import Body, Layer, linearize, prevent_cse_barrier
 from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.plan import Override
-from ._engine.pool_limit import admitted
 from ._engine.transpose_only import with_tangents
 from ._jax import DEVICE, HOST, Results, Values
 from ._policy import Policy, PolicyError, check_arguments

@@ -23,10 +23,10 @@ from ._checkpoint import checkpoint
 from ._engine.checkpoint_primitive import checkpoint_p
 from ._engine.copying_loops import backward_p, forward_p, where_twice
 from ._engine.derivative import full_plan
+from ._engine.host_pool_limit import host_pool_bytes, whole_program
+from ._engine.host_pool_need import need_of, refuse_what_does_not_fit
 from ._engine.layer import Body, plan_of
 from ._engine.plan import ARGUMENT, Plan, Row, make_plan
-from ._engine.pool_limit import host_pool_bytes, whole_program
-from ._engine.pool_need import need_of, refuse_what_does_not_fit
 from ._engine.reruns import reruns
 from ._engine.source import Source, source_of
 from ._engine.walk import Site, bodies, walk

@@ -20,10 +20,10 @@ from . import _jax
 from ._engine.checkpoint_primitive import bind
 from ._engine.copying_loops import Loops, run_backward, run_forward
 from ._engine.derivative import cached
+from ._engine.host_pool_limit import admitted
 from ._engine.layer import Body, linearize, perturbed_carry
 from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.plan import Override
-from ._engine.pool_limit import admitted
 from ._engine.segments import Span, segment_of, spans
 from ._engine.transpose_only import with_tangents
 from ._jax import Results, Values, as_array, evaluate

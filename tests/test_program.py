@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxoffload import Policy, chain, checkpoint, compiler_options, grouped_matmul, scan, tag
 from jaxoffload._engine import copying_loops as _loops
-from jaxoffload._engine.pool_need import need_of
+from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import kernels as _kernels
 from jaxoffload.proof._program.hlo import kernels_on_host_memory

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxoffload import Policy, checkpoint, residuals, scan, scope, tag
-from jaxoffload._engine.pool_need import need_of
+from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._residuals import EMPTY
 
 N, BATCH, DIM, HIDDEN = 4, 2, 8, 12

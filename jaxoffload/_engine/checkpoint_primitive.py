@@ -16,8 +16,8 @@ from .._reference import REASON, is_reference
 from .._refusals import refuse_remat3
 from .derivative import cached, derivative, plan_of_jvp
 from .device_bytes import straight
+from .host_pool_limit import admitted
 from .plan import Override, Plan
-from .pool_limit import admitted
 
 
 def bind(jaxpr: Jaxpr, args: Sequence[Any], **params: Any) -> list[Any]:

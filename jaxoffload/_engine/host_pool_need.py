@@ -1,6 +1,6 @@
 """Whether the pinned host pool holds what a program's scans, chains and checkpoints offload together.
 
-Apart from `pool_limit`, because it reads the loops that `scan` and `chain` make after they asked `pool_limit`.
+Apart from `host_pool_limit`, because it reads the loops, which `scan` and `chain` make after they asked for the limit.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from .._jax import on_host
 from .._text import readable
 from .copying_loops import Segment, backward_p, forward_p
 from .device_bytes import Array, Step, Straight, straight
+from .host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from .layer import host_share
-from .pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from .walk import nested
 
 

@@ -75,7 +75,8 @@ whole_program = jax.make_user_context(False)
 def admitted(caller: str, jaxprs: Sequence[Jaxpr], layers: int, need: Callable[[int], int], on_host_full: str) -> int:
     """How many of the first `layers` layers, of these `jaxprs`, may offload. `need(n)`: bytes per device that n take.
 
-    One call of `scan`, `chain` or `checkpoint` (the `caller`) knows only its own need; `pool_need` adds up a program's.
+    One call of `scan`, `chain` or `checkpoint` (the `caller`) knows only its own need; `host_pool_need` adds up
+    those of a program.
 
     Raises:
       NotImplementedError: offloading would fail or give wrong gradients.

@@ -175,7 +175,8 @@ def assert_equal(loss_of, batch, has_aux=False, params=PARAMS, **how):
 
 
 @on_cpu_and_gpu
-@pytest.mark.parametrize("microbatches", [2, 3, 5])
+@pytest.mark.claim("accumulated-bit-for-bit")
+@pytest.mark.parametrize("microbatches", [2, pytest.param(3, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_equals_the_loop_over_microbatches(name, microbatches, device):
     loss_of, batch, has_aux = LOSSES[name]
@@ -228,6 +229,7 @@ def test_sums_and_several_arguments():
         assert_same_bits(got, run(one_by_one(functools.partial(loss_of, plain), **how), *args))
 
 
+@pytest.mark.claim("accumulated-in-a-loop")
 def test_the_backward_pass_of_one_runs_beside_the_forward_pass_of_the_next():
     """In one loop over the layers, which holds the matmuls of both; the program does not grow with the microbatches."""
     loss = lambda w, x: jnp.sum(

@@ -8,7 +8,7 @@ plugin, jax-cuda13-plugin and jax-cuda13-pjrt, which `make test-all` installs. N
 import itertools
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxoffload import Policy, chain, checkpoint, compiler_options, grouped_matmul, scan, tag
+from jaxoffload import Policy, accumulate, chain, checkpoint, compiler_options, grouped_matmul, scan, tag
 from jaxoffload._engine import copying_loops as _loops
 from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload.proof._program import hlo
@@ -253,6 +253,44 @@ def test_a_chains_copies_have_a_layer_to_hide_behind(gpu):
         elif line.opcode == "copy-done":
             spans["to" if line.on_host else "from"].append(done - begun[line.operands[0]])
     assert spans["to"] == [2] * 2 * 5 and len(spans["from"]) == 2 * 5 and min(spans["from"]) >= 3
+
+
+@pytest.mark.claim("accumulated-in-less-memory")
+def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing_everything(gpu, monkeypatch):
+    """By DMA alone, in range, and nothing from host to host: two sets of stacks take turns."""
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")
+    layers, d, hidden, rows = 16, 4096, 14336, 16384
+
+    def step(x, w):
+        x, (gate, up, down) = tag(x, "layer_input"), (a.astype(jnp.bfloat16) for a in w)
+        fc1 = tag({"gate": x @ gate, "up": x @ up}, "fc1")
+        return x + tag(jax.nn.silu(fc1["gate"]) * fc1["up"], "act") @ down, None
+
+    def loss(w, x, rules):
+        y, _ = scan(step, x, w, policy=Policy(rules))
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    def one_by_one(w, xs):
+        add = lambda sums, x: (jax.tree.map(jnp.add, sums, jax.grad(loss)(w, x, {"layer_input": "save"})), None)
+        return lax.scan(add, jax.tree.map(jnp.zeros_like, w), xs)[0]
+
+    moving = lambda w, x: loss(w, x, {"layer_input": "offload", "fc1": "offload"})
+    interleaved = lambda w, xs: accumulate(moving)(w, xs)[1]
+    w = tuple(jax.ShapeDtypeStruct((layers, *a), jnp.float32) for a in ((d, hidden), (d, hidden), (hidden, d)))
+    xs = lambda count: jax.ShapeDtypeStruct((count, rows, d), jnp.bfloat16)
+    recomputing = compiled(gpu, one_by_one, w, xs(8)).memory_analysis()
+    temporary = {}
+    for count in (2, 7, 8):
+        program = compiled(gpu, interleaved, w, xs(count))
+        module, memory = module_of(program), program.memory_analysis()
+        assert kernels_on_host_memory(module) == [] and list(hlo.out_of_range(module)) == []
+        assert memory.host_temp_size_in_bytes == 2 * layers * rows * (d + 2 * hidden) * 2
+        temporary[count] = memory.temp_size_in_bytes
+    assert max(temporary.values()) <= 0.7 * recomputing.temp_size_in_bytes
+    loops = defaultdict(set)
+    for copy in hlo.host_copies(module).values():
+        loops[copy.loop].add(copy.to_host)
+    assert sum(both == {True, False} for both in loops.values()) >= 2  # the two halves of the loop over microbatches
 
 
 def test_emulated_fp8_multiplies_what_was_rounded(gpu):

@@ -18,6 +18,7 @@ with_cuda = PYTHONPATH=.cuda
 endif
 # The lower bound of jax.
 oldest = $(shell sed -n 's/^ *"jax>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+contract = $(addprefix tests/test_,contract.py rules.py scan.py rounding.py)
 CONFIG ?= configs/tiny.yaml
 ARGS ?=
 GPUS ?= 1
@@ -34,14 +35,14 @@ test: lint
 test-all: lint $(cuda) $(if $(ARGS),,test-oldest)
 	$(with_cuda) $(PYTHON) -m pytest -n 2 $(ARGS)
 
-# The contract with the oldest jax that pyproject.toml allows.
+# The contract, and layers in other styles, with the oldest jax that pyproject.toml allows.
 test-oldest: .oldest/made
 	PYTHONPATH=.oldest $(PYTHON) -c 'import jax; assert jax.__version__ == "$(oldest)", jax; print("jax $(oldest):")'
-	PYTHONPATH=.oldest $(PYTHON) -m pytest -n 2 tests/test_contract.py tests/test_rules.py tests/test_scan.py
+	PYTHONPATH=.oldest $(PYTHON) -m pytest -n 2 $(contract)
 
-# Thousands of random scans rather than hundreds: about half an hour.
+# Thousands of random scans rather than hundreds, and 300 layers in other styles: about an hour.
 test-long: $(tools)
-	EXAMPLES=5000 $(PYTHON) -m pytest -n 2 tests/test_random_scans.py $(ARGS)
+	EXAMPLES=5000 $(PYTHON) -m pytest -n 2 tests/test_random_scans.py tests/test_rounding.py $(ARGS)
 
 lint: $(tools)
 	$(PYTHON) -m ruff format --check .

@@ -10,13 +10,14 @@ from jax import lax
 
 from ._engine import interleaved
 from ._engine.copying_loops import filled
+from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.passes import program_of
 from ._engine.pieces import Pieces, divide
 from ._errors import NOT_THE_USERS
 from ._jax import as_array
 from ._reference import is_reference
 from ._scan import backward_loops, forward_loops, scan_p
-from ._text import nearest
+from ._text import nearest, readable
 
 Reduction = Literal["mean", "sum"]
 
@@ -57,7 +58,8 @@ def accumulate(
     Raises (when called, before anything is compiled):
       TypeError, ValueError: an argument has no axis of microbatches, or one of another length; and what
         `jax.value_and_grad` raises.
-      PolicyError, MemoryError, NotImplementedError: as in `scan`.
+      PolicyError, NotImplementedError: as in `scan`.
+      MemoryError: the pinned host pool cannot hold the stacks of two microbatches.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -167,6 +169,7 @@ def _interleaved(call: _Call) -> Any:
     pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of)
     if not _offloads(pieces):
         return None
+    _refuse_what_does_not_fit(pieces)
     fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
     values = dict(zip(fixed, [*pieces.consts, *leaves], strict=True))
     program = lambda: program_of(pieces, backward_loops, fixed[len(pieces.consts) :], values)
@@ -177,6 +180,17 @@ def _interleaved(call: _Call) -> Any:
     zero = filled(jaxpr.out_avals[0], 0)
     value, _ = lax.scan(lambda total, loss: (total + loss, None), zero, losses)
     return (value, jax.tree.unflatten(tree, grads)), aux
+
+
+def _refuse_what_does_not_fit(pieces: Pieces) -> None:
+    """Raise if the pinned host pool cannot hold the stacks of two microbatches."""
+    segments = [segment for scan in pieces.scans for segment in scan.loops.segments if segment.on_host]
+    # If the last layer offloads too, its residuals are apart from the stack, whose first row is padding.
+    rows = ((segment.layers + (segment.on_host == segment.layers), segment.layer.host_bytes) for segment in segments)
+    need, pool = 2 * sum(count * size for count, size in rows), host_pool_bytes()
+    if pool is not None and need > pool:
+        text = f"two microbatches offload {readable(need)} per device; the pinned host pool holds {readable(pool)}"
+        raise HostPoolFull("accumulate", text, None, auto_axes())
 
 
 def _offloads(pieces: Pieces) -> bool:

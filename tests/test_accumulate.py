@@ -354,6 +354,20 @@ def test_without_jit():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
+def test_two_microbatches_must_fit_into_the_host_pool(monkeypatch):
+    """A row of a layer's x and fc1, 2 x 64 bytes: three rows each of two stacks, in a pool of 1 KiB or less."""
+    loss_of = lambda stack, params, x: jnp.sum(stack(layer, x, of_layers(params), RULES)[0] ** 2)
+    step = jax.jit(accumulate(functools.partial(loss_of, ours)))
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", repr(LAYERS * 2 * 2 * 64 / 2**30))
+    step.lower(PARAMS, normal(5, (3, 2, DIM)))
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", repr((LAYERS * 2 * 2 * 64 - 1) / 2**30))
+    jax.clear_caches()
+    with pytest.raises(
+        MemoryError, match=r"accumulate: two microbatches offload 768 B per device; the pinned host pool"
+    ):
+        step.lower(PARAMS, normal(5, (3, 2, DIM)))
+
+
 good = functools.partial(masked, ours)
 X = normal(5, (3, 2, DIM))
 ERRORS = [

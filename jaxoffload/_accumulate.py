@@ -171,15 +171,22 @@ def _interleaved(call: _Call) -> Any:
         return None
     _refuse_what_does_not_fit(pieces)
     fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
-    values = dict(zip(fixed, [*pieces.consts, *leaves], strict=True))
-    program = lambda: program_of(pieces, backward_loops, fixed[len(pieces.consts) :], values)
-    microbatch = lambda number: dict(zip(varying, call.microbatch(number), strict=True))
-    zeros = [filled(jax.typeof(x), 0) for x in leaves]
-    results, grads = interleaved.run(program, call.microbatches, microbatch, zeros)
-    losses, aux = jax.tree.unflatten(jax.tree.structure(shape), results)
-    zero = filled(jaxpr.out_avals[0], 0)
-    value, _ = lax.scan(lambda total, loss: (total + loss, None), zero, losses)
-    return (value, jax.tree.unflatten(tree, grads)), aux
+    of_params = fixed[len(pieces.consts) :]
+
+    def run(*operands: Any) -> tuple[Any, list[Any], list[Any]]:
+        values, batch = dict(zip(fixed, operands, strict=False)), list(operands[len(fixed) :])
+        program = lambda: program_of(pieces, backward_loops, of_params, values)
+        microbatch = lambda number: dict(zip(varying, call._replace(batch=batch).microbatch(number), strict=True))
+        sums = [filled(jax.typeof(values[v]), 0) for v in of_params]
+        (losses, *aux), grads = interleaved.run(program, call.microbatches, microbatch, sums)
+        value, _ = lax.scan(lambda total, loss: (total + loss, None), filled(jaxpr.out_avals[0], 0), losses)
+        return value, aux, grads
+
+    operands = [*pieces.consts, *leaves, *call.batch]
+    outs = interleaved.bind(run, [scan.loops for scan in pieces.scans], *operands)
+    value, aux, grads = outs[0], outs[1 : -len(leaves)], outs[-len(leaves) :]
+    _, of_aux = shape
+    return (value, jax.tree.unflatten(tree, grads)), jax.tree.unflatten(jax.tree.structure(of_aux), aux)
 
 
 def _refuse_what_does_not_fit(pieces: Pieces) -> None:

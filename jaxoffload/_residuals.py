@@ -25,6 +25,7 @@ from ._engine.copying_loops import backward_p, forward_p, where_twice
 from ._engine.derivative import full_plan
 from ._engine.host_pool_limit import host_pool_bytes, whole_program
 from ._engine.host_pool_need import need_of, refuse_what_does_not_fit
+from ._engine.interleaved import interleaved_p
 from ._engine.layer import Body, plan_of
 from ._engine.plan import ARGUMENT, Plan, Row, make_plan
 from ._engine.reruns import reruns
@@ -347,8 +348,10 @@ def _names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
         used = eqn.params.get("policy")
         if (plan := plan_of(used)) and plan.policy == policy:
             seen.append(plan.seen)
-        elif eqn.primitive is forward_p:
-            seen += [s.layer.plan.seen for s in eqn.params["loops"].segments if s.layer.plan.policy == policy]
+        elif eqn.primitive in (forward_p, interleaved_p):
+            loops = eqn.params["loops"] if eqn.primitive is interleaved_p else [eqn.params["loops"]]
+            plans = [segment.layer.plan for each in loops for segment in each.segments]
+            seen += [plan.seen for plan in plans if plan.policy == policy]
         elif used == policy and eqn.primitive in (scan_p, chain_p, checkpoint_p):
             seen += [full_plan(body, roles, policy, False).seen for body, roles in _undifferentiated(eqn)]
         elif used == policy:  # JAX's own checkpoint, with the policy as its callable

@@ -11,8 +11,9 @@ from jax import lax
 from jax.extend.core.primitives import dot_general_p
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxoffload import Policy, PolicyError, accumulate, chain, scan, tag
+from jaxoffload import Policy, PolicyError, accumulate, chain, check, scan, tag
 from jaxoffload._engine import interleaved
+from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.walk import walk
 
 LAYERS, DIM = 3, 8
@@ -366,6 +367,33 @@ def test_two_microbatches_must_fit_into_the_host_pool(monkeypatch):
         MemoryError, match=r"accumulate: two microbatches offload 768 B per device; the pinned host pool"
     ):
         step.lower(PARAMS, normal(5, (3, 2, DIM)))
+
+
+def test_it_is_not_differentiated_and_can_be_batched():
+    loss_of = lambda stack, w, x: jnp.sum(
+        stack(lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None), x, w, {"fc1": "offload"})[0] ** 2
+    )
+    f, x = accumulate(functools.partial(loss_of, ours)), normal(5, (3, 2, DIM))
+    with pytest.raises(NotImplementedError, match="accumulate cannot be differentiated"):
+        jax.grad(lambda w: f(w, x)[0])(PARAMS["w"])
+    many = jnp.stack([x, 2 * x])
+    got = run(jax.vmap(f, (None, 0)), PARAMS["w"], many)
+    want = [run(f, PARAMS["w"], one) for one in many]
+    for a, *b in zip(got, *want, strict=True):
+        np.testing.assert_allclose(a, np.stack(b), rtol=1e-5, atol=1e-6)
+
+
+def test_check_judges_a_step_that_accumulates():
+    """Its patterns and, for two microbatches, its bytes: rows of x and fc1 for two layers, and a padding row."""
+    rules = policy({"x": "offload", "fc1": "offload"})
+    loss = lambda params, x: jnp.sum(scan(layer, x, of_layers(params), policy=rules)[0] ** 2)
+    step = lambda params, x: accumulate(loss)(params, x)[1]
+    args = PARAMS, normal(5, (3, 2, DIM))
+    check(rules, step, *args)
+    with pytest.raises(ValueError, match="has this policy"):
+        check(policy({"fc1": "save"}), step, *args)
+    jaxpr = jax.make_jaxpr(step)(*args)
+    assert need_of(jaxpr).bytes() == 2 * LAYERS * 2 * 2 * DIM * 4
 
 
 good = functools.partial(masked, ours)

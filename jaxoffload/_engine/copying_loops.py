@@ -328,13 +328,14 @@ def _pass(name: str, run: Callable[..., Any], batch: Any, **rules: Any) -> tuple
             "use jax.lax.scan where you need second derivatives"
         )
 
-    eager = lambda *args, call_jaxpr, loops: _jitted(call_jaxpr)(*args)
+    eager = lambda *args, call_jaxpr, loops: jitted(call_jaxpr)(*args)
     primitive = define(Call(name), eager=eager, batch=batch, jvp=refuse, **rules)
     return primitive, bind
 
 
 @cached
-def _jitted(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+def jitted(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+    """The jitted function of a jaxpr, for a primitive outside of a trace."""
     copy = jaxpr.replace()  # the result must not refer to the key
     return jax.jit(lambda *operands: evaluate(copy, operands))
 

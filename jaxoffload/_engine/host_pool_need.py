@@ -12,6 +12,7 @@ from .._text import readable
 from .copying_loops import Segment, backward_p, forward_p
 from .device_bytes import Array, Step, Straight, straight
 from .host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
+from .interleaved import interleaved_p
 from .layer import host_share
 from .walk import nested
 
@@ -66,6 +67,10 @@ def _with(need: Need, step: Step, program: Straight, returned: set[Array | None]
             Stack(segment.on_host, host_share(segment.jaxpr, segment.layer.kept)) for segment in offloads
         ]
         inside = [(segment.layers, 1, need_of(segment.jaxpr, False)) for segment in segments]
+    elif eqn.primitive is interleaved_p:
+        offloads = [segment for loops in eqn.params["loops"] for segment in loops.segments if segment.on_host]
+        each = [Stack(segment.on_host, host_share(segment.jaxpr, segment.layer.kept)) for segment in offloads]
+        stacks, inside = [*stacks, *each, *each], []  # of two microbatches
     else:
         other += sum(program.share(x) for x in step.results if on_host(x.aval) and x not in returned)
         length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2: more than one

@@ -14,12 +14,15 @@ There are two sets of stacks. An iteration of the loop over microbatches is two 
 other and the second back: stacks that swapped roles in the state of a loop would be copied, on the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._jax import Call, Results, define
+from .copying_loops import DifferentiatedTwice, Loops, jitted
 from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, empty_stacks, forward
 
 
@@ -65,6 +68,33 @@ class _State(NamedTuple):
     sums: list[Any]
     flight: Flight
     stacks: Stacks
+
+
+def bind(f: Callable[..., Any], loops: Sequence[Loops], *operands: Any) -> list[Any]:
+    """Evaluate a function that calls `run`, as one equation that says which loops interleave in it."""
+    return interleaved_p.bind(*operands, call_jaxpr=jax.make_jaxpr(f)(*operands), loops=tuple(loops))
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise DifferentiatedTwice(
+        "jaxoffload.accumulate cannot be differentiated: it returns gradients; differentiate loss"
+    )
+
+
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Results:
+    """One after another: the stacks on the host cannot get an axis before that of their rows."""
+    batched = {i: jnp.moveaxis(x, d, 0) for i, (x, d) in enumerate(zip(args, dims, strict=True)) if d is not None}
+    one = lambda these: interleaved_p.bind(*(these.get(i, x) for i, x in enumerate(args)), **params)
+    outs = lax.map(one, batched)
+    return outs, [0] * len(outs)
+
+
+interleaved_p = define(
+    Call("jaxoffload_interleaved"),
+    eager=lambda *args, call_jaxpr, **_: jitted(call_jaxpr)(*args),
+    jvp=_refuse,
+    batch=_batch,
+)
 
 
 def _stacked(*results: list[Any]) -> list[Any]:

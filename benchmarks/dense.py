@@ -75,7 +75,7 @@ WHAT = {
     "jax_offload": "JAX, the two residuals offloaded, XLA's defaults",
     "jax_offload_tuned": "JAX, the two residuals offloaded, the best options found",
     "ours": "**jaxoffload**, the two residuals offloaded",
-    "ours_best": "**jaxoffload**, what fits in the memory of recomputing everything",
+    "ours_best": "**jaxoffload**, as much as fits in the memory that full recomputation takes",
 }
 
 

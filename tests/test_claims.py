@@ -13,9 +13,10 @@ import subprocess
 import sys
 
 import pytest
-from pages import CODE, COMMENT, PAGES, RESULTS, ROOT, TEXT, result, sections_naming, verified
+from pages import CODE, COMMENT, PAGES, README, RESULTS, ROOT, TEXT, result, sections_naming, verified
 
 from benchmarks import choices, dense, fits, grouped, losses, moe, peers, remeasure, sweep
+from benchmarks.ratios import NEEDED
 from jaxoffload.grouped import te
 
 JSON = sorted(path.stem for path in RESULTS.glob("*.json"))
@@ -128,19 +129,26 @@ def assert_stated(figure, *files):
     assert re.search(rf"(?<![\d.]){number}(?![\d.]*\d)", sections_naming(*files)), figure
 
 
-def test_each_row_with_a_mode_is_that_of_the_file_named_before_it():
-    """| ... (`ours_best`) | 823 ms | 37.1 GiB |"""
-    name = None
-    for file, mode, cells in re.findall(r"results/([\w.-]+)\.json|^\|[^|]*\(`(\w+)`\) *\|(.*)\|$", PAGES, re.M):
+def test_each_row_that_names_its_line_is_that_of_the_file_named_before_it():
+    """| ... (`ours_best`) | 823 ms | 37.1 GiB |, or for grouped GEMMs | ... (`te, full`) | 92 % |"""
+    name, compared = None, 0
+    for file, line, cells in re.findall(r"results/([\w.-]+)\.json|^\|[^|]*\(`([\w, ]+)`\) *\|(.*)\|$", PAGES, re.M):
         name = file or name
-        measured = mode and {mode: result(name)["modes"][mode]}
         for cell in filter(None, map(str.strip, cells.split("|"))):
-            assert cell in steps_and_gib(mode)({"modes": measured}), (name, mode)
+            measured = result(name)
+            dense = lambda measured, line=line: [percent(of_dense(measured)[line, "even"])]
+            assert cell in (steps_and_gib(line) if "modes" in measured else dense)(measured), (name, line)
+            compared += 1
+    assert compared == 27
 
 
 @pytest.mark.claim("the-table")
 def test_the_table_of_step_times():
-    assert dense.table(result("dense")) in PAGES
+    """And the README's, which has four of its rows."""
+    whole = dense.table(result("dense"))
+    assert whole in PAGES
+    rows = [row for row in README.splitlines() if " ms |" in row]
+    assert len(rows) == 4 and set(rows) <= set(whole.splitlines())
 
 
 def test_the_pages_state_nothing_else():
@@ -172,6 +180,17 @@ def of(name):
     return result(name)["ratios"], ms, gib
 
 
+def has_peaks(name, *modes):
+    """Return whether the peaks of these modes were measured."""
+    return all("peak_gib" in result(name)["modes"].get(mode, ()) for mode in modes)
+
+
+def test_which_files_have_peaks():
+    """The others, dense.json too, are of shorter runs: there, freed memory is that of XLA's memory plans."""
+    files = [name for name in JSON if "ratios" in result(name)]
+    assert [name for name in files if has_peaks(name, "ours", "ours_saved")] == ["moe", "moe-small-experts"]
+
+
 @pytest.mark.claim("jax-offload-is-slower", "best-options-found", "as-fast-as-saving", "better-than-saving")
 def test_offload_is_as_fast_as_saving_and_jaxs_is_slower_than_recomputing():
     ratios, ms, gib = of("dense")
@@ -186,7 +205,9 @@ def test_offload_is_as_fast_as_saving_and_jaxs_is_slower_than_recomputing():
 def test_the_best_needs_no_more_memory_than_recomputing_everything(name):
     """It is also faster, except where the host reads group sizes; that page says so."""
     ratios, ms, gib = of(name)
-    assert gib["ours_best"] <= gib["remat"] and ratios.get("ours_best/remat by peak_gib", 1) <= 1
+    assert gib["ours_best"] <= gib["remat"]
+    if has_peaks(name, "ours_best", "remat"):
+        assert ratios["ours_best/remat by peak_gib"] <= 1
     if name == "moe-te-cublas-13.1":
         assert ms["ours_best"] > ms["remat"] and "slower than recomputing everything" in sections_naming(name)
     else:
@@ -195,11 +216,16 @@ def test_the_best_needs_no_more_memory_than_recomputing_everything(name):
 
 @pytest.mark.parametrize("name", [name for name in JSON if "ratios" in result(name)])
 def test_memory_falls_as_predicted_and_steps_are_as_fast_as_saving(name):
-    ratios, *_ = of(name)
-    assert ratios.get("freed/predicted by temp_gib", 1) >= 0.99 <= ratios.get("freed/predicted by peak_gib", 1)
-    # Between rounds, two GPUs with experts differ by 4 %.
-    assert ratios.get("ours/saved", 1) <= (1.01 if name == "moe-expert-parallel" else 1.003)
-    assert ratios.get("remat/ours", 2) >= 1.03
+    """Each bound where its modes were measured: then the file must have the ratio."""
+    ratios, ms, _ = of(name)
+    if ms.keys() >= NEEDED:
+        assert ratios["freed/predicted by temp_gib"] >= 0.99
+    if has_peaks(name, "ours", "ours_saved"):
+        assert ratios["freed/predicted by peak_gib"] >= 0.99
+    if {"ours", "saved"} <= ms.keys():  # between rounds, two GPUs with experts differ by 4 %
+        assert ratios["ours/saved"] <= (1.01 if name == "moe-expert-parallel" else 1.003)
+    if {"ours", "remat"} <= ms.keys():
+        assert ratios["remat/ours"] >= 1.03
 
 
 def test_experts_on_two_gpus_have_room_for_a_quarter_more_rows():

@@ -1,6 +1,7 @@
-"""The documentation: its code runs and prints what the pages show, links lead somewhere, tables match their files."""
+"""The documentation: its code runs and prints what the pages show, and its links and names lead somewhere."""
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -9,9 +10,10 @@ import sys
 
 import jax
 import pytest
-from pages import ROOT, result
+from common import PATIENCE, start
+from pages import ROOT
 
-from benchmarks.dense import table
+import jaxoffload
 
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *ROOT.glob("docs/*.md")]
 CODE = re.compile(r"^```(python|text|)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -30,7 +32,9 @@ def printed_by(page):
             yield out.getvalue(), shown if after != "python" and out.getvalue() else ""
 
 
-@pytest.mark.parametrize("name, blocks", [("README.md", 1), ("docs/tutorial.md", 7), ("docs/policy.md", 1)])
+@pytest.mark.parametrize(
+    "name, blocks", [("README.md", 1), ("docs/tutorial.md", 7), ("docs/policy.md", 1), ("docs/accumulation.md", 1)]
+)
 def test_the_code_of_a_page_prints_what_the_page_shows(name, blocks):
     found = list(printed_by((ROOT / name).read_text()))
     assert [printed for printed, _ in found] == [shown for _, shown in found]
@@ -58,8 +62,9 @@ def anchor(heading):
 def test_upstream_has_the_fault(program, shown):
     """Each program runs in a process of its own, because jaxoffload replaces rules of JAX in ours."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.stdout == shown, done.stderr
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    out, err = start([sys.executable, "-c", program], env=environment, **pipes).communicate(timeout=PATIENCE)
+    assert out == shown, err
 
 
 def test_every_python_block_of_upstream_is_a_reproduction():
@@ -96,6 +101,22 @@ def test_files_and_headings_that_a_page_links_to_exist(page):
             assert fragment in headings | set(re.findall(r"^\((.*)\)=$", text, re.MULTILINE)), target
 
 
+def test_names_of_code_exist():
+    """In the file that a page names beside them; a private name in some file; a public one in the library."""
+    text = "\n".join(page.read_text() for page in PAGES)
+    beside = re.findall(r"`(\w+)`\s+in\s+`((?:jaxoffload|models|tests|benchmarks)/[\w/]+\.py)`", text)
+    assert len(beside) >= 9
+    assert [(name, path) for name, path in beside if not re.search(rf"\b{name}\b", (ROOT / path).read_text())] == []
+    sources = [path for folder in ("jaxoffload", "models") for path in ROOT.glob(f"{folder}/**/*.py")]
+    modules = {part for path in sources for part in (path.stem, path.parent.name)}
+    defined = {name for path in sources for name in re.findall(r"^ *(?:def|class) (\w+)", path.read_text(), re.M)}
+    assert set(re.findall(r"`(_\w+)[`(]", text)) - modules - defined == set()
+    public = set(re.findall(r"`jaxoffload\.([\w.]+)[`(]", text))
+    assert {"proof.exact_options", "scan"} <= public
+    for name in public:
+        functools.reduce(getattr, name.split("."), jaxoffload)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_line_begins_with_a_mark(page):
     """In Markdown, a mark at the start of a line ends the paragraph."""
@@ -119,38 +140,3 @@ def test_the_readme_and_the_glossary_stay_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
     _, _, *terms = re.findall(r"^\|.*\|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
     assert len(terms) <= 20
-
-
-def tables(page):
-    """Yield the result files, the head and the rows of each table that names its source."""
-    source = re.compile(r"^.*?From\s+((?:\[[\w.-]+\.json\]\([^)]*\)[\s,and]*)+)[^|]*?\n\n((?:\|.*\n)+)", re.M | re.S)
-    for part in re.split(r"(?<=\|\n)\n", page):
-        if found := source.match(part):
-            head, _, *rows = ([cell.strip() for cell in row.strip("|\n").split("|")] for row in found[2].splitlines())
-            yield re.findall(r"\[([\w.-]+)\.json\]", found[1]), head, rows
-
-
-def test_tables_of_step_times_are_their_files():
-    """A row whose name is code is a mode, or a line, of the file above."""
-    form = {"step": ("step_ms", "{:.0f} ms"), "temporary device memory": ("temp_gib", "{:.1f} GiB")}
-    compared = 0
-    for (name, *_), head, rows in tables((ROOT / "docs/performance.md").read_text()):
-        measured = result(name)
-        for label, *cells in rows:
-            if not (mode := re.search(r"\(`(.+)`\)", label)):
-                continue
-            for column, cell in zip(head[1:], cells, strict=True):
-                if column in form:
-                    key, text = form[column]
-                    assert cell == text.format(measured["modes"][mode[1]][key]), (name, label)
-                else:
-                    (line,) = (x for x in measured["lines"] if (x["backend"], x["groups"]) == (mode[1], "even"))
-                    assert column == "speed of a dense matmul" and cell == f"{100 * line['of dense']:.0f} %"
-                compared += 1
-    assert compared == 27
-
-
-def test_the_readmes_table_is_a_subset_of_the_whole():
-    whole = table(result("dense"))
-    rows = [row for row in (ROOT / "README.md").read_text().splitlines() if " ms |" in row]
-    assert len(rows) == 4 and all(row in whole for row in rows)

@@ -44,6 +44,8 @@ def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) ->
       ValueError: an argument has a shape or dtype that `grouped_matmul` refuses.
 
     Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxoffload.grouped import chosen_backend
       >>> chosen_backend(jnp.ones((5, 2)), jnp.ones((2, 2, 3)))
       'ragged'
     """

@@ -20,7 +20,8 @@ class GroupedMatmulError(UserError):
     """`grouped_matmul` cannot do what it is asked; also a ValueError or an ImportError.
 
     Example:
-      >>> from jaxoffload.grouped import GroupedMatmulError
+      >>> import jax.numpy as jnp
+      >>> from jaxoffload.grouped import GroupedMatmulError, grouped_matmul
       >>> try:
       ...     grouped_matmul(jnp.ones((5, 2)), jnp.ones((2, 2, 3)), jnp.array([2, 3]), backend="tee")
       ... except GroupedMatmulError as error:

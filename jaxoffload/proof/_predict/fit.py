@@ -77,8 +77,11 @@ class Fits:
     """The `Fit` of each loop of a function that offloads; print it.
 
     Example:
-      >>> print(fits(loss, x, w, machine=machine()).exposed_ms)  # doctest: +SKIP
-      0.0
+      >>> from jaxoffload.proof import Bus, Fits, Machine
+      >>> bus = Bus(d2h=50.0, h2d=50.0, together=40.0)
+      >>> h200 = Machine("H200", 1, "0.12", bus, bus, 700.0, (500.0, 400.0), 4000.0)
+      >>> Fits(h200, devices=1, loops=()).exposed_ms is None  # no loop offloads
+      True
     """
 
     machine: Machine

@@ -117,7 +117,8 @@ def machine(again: bool = False) -> Machine:
       NotImplementedError: JAX's default backend is not a GPU.
 
     Example:
-      >>> print(jaxoffload.machine())  # doctest: +SKIP
+      >>> from jaxoffload import machine
+      >>> print(machine())  # doctest: +SKIP
     """
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"machine: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")

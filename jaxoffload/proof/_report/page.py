@@ -81,6 +81,7 @@ def about() -> dict[str, str]:
     """Return the machine and the versions of what runs here, by name.
 
     Example:
+      >>> import jax
       >>> from jaxoffload.proof import about
       >>> about()["jax"] == jax.__version__
       True

@@ -152,7 +152,13 @@ def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
       ValueError: `steps` is less than 1.
 
     Example:
-      >>> print(jaxoffload.profile(step, state, batch))  # doctest: +SKIP
+      >>> import jax.numpy as jnp
+      >>> from jaxoffload import Policy, profile, scan, tag
+      >>> layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
+      >>> policy = Policy({"fc1": "offload"})
+      >>> loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=policy)[0])
+      >>> w, x = jnp.ones((4, 1024, 1024)), jnp.ones((1024, 1024))
+      >>> print(profile(loss, w, x))  # doctest: +SKIP
     """
     if steps < 1:
         raise ValueError(f"profile: steps must be at least 1, got {steps}")
@@ -185,9 +191,18 @@ def read_profile(folder: Path, program: jax.stages.Compiled, steps: int = 1) -> 
       ValueError: the program did not run on a GPU meanwhile.
 
     Example:
+      >>> from pathlib import Path
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxoffload import Policy, compiler_options, scan, tag
+      >>> from jaxoffload.proof import read_profile
+      >>> layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
+      >>> policy = Policy({"fc1": "offload"})
+      >>> loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=policy)[0])
+      >>> w, x = jnp.ones((4, 1024, 1024)), jnp.ones((1024, 1024))
+      >>> step = jax.jit(jax.grad(loss), compiler_options=compiler_options()).lower(w, x).compile()
       >>> with jax.profiler.trace("trace"):  # doctest: +SKIP
-      ...     jax.block_until_ready(compiled(state, batch))
-      >>> print(read_profile(Path("trace"), compiled))  # doctest: +SKIP
+      ...     jax.block_until_ready(step(w, x))
+      >>> print(read_profile(Path("trace"), step))  # doctest: +SKIP
     """
     module = parse(str(program.as_text()))
     events = [e for e in first_gpu(read(folder)) if e.module == module.name]

@@ -1,6 +1,6 @@
 """What `dense` and `moe` share: the same residuals saved, recomputed and offloaded, by plain JAX and by ours.
 
-A step is the forward and backward pass of a stack of the reference model's layers, in bf16 on float32 weights, and an
+A step is the forward and backward pass of a stack of the example model's layers, in bf16 on float32 weights, and an
 SGD update in place. One process times all modes alternately, so that they share the machine's state. A mode with
 several variants is timed with each, and the fastest counts. Then each mode runs in a fresh process, which measures its
 peak memory. The parent process never uses the GPU.

@@ -1,4 +1,4 @@
-"""The training step that the benchmarks time: a stack of the reference model's layers, with plain JAX or with ours."""
+"""The training step that the benchmarks time: a stack of the example model's layers, with plain JAX or with ours."""
 
 import argparse
 import functools

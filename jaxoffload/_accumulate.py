@@ -35,7 +35,8 @@ def accumulate(
     residuals travel beside the forward pass of one layer and the backward pass of another, both ways at once, and the
     gradients are added where they are made. The results are those of
 
-        lax.scan(lambda sums, microbatch: add(sums, jax.value_and_grad(loss)(params, microbatch)), zeros, microbatches)
+        derived = lambda microbatch: jax.value_and_grad(loss)(params, microbatch)
+        lax.scan(lambda sums, microbatch: (add(sums, derived(microbatch)), None), zeros, microbatches)
 
     The `scan`s are found in the traced loss, inside jitted functions too; there may be several, of different lengths. A
     `chain`, or a `scan` inside other control flow, runs as it does without `accumulate`. If no `scan` offloads, the

@@ -1,1 +1,1 @@
-"""Reference models and a training program that use jaxoffload as any user would."""
+"""Example models and a training program that use jaxoffload as any user would."""

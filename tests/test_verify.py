@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxoffload import Policy, _compiler_options, chain, checkpoint, profile, residuals, scan, tag
+from jaxoffload import Policy, _compiler_options, _jax, chain, checkpoint, profile, residuals, scan, tag
 from jaxoffload.__main__ import main, progress
 from jaxoffload._engine import copying_loops as _loops
 from jaxoffload._engine import layer as _layer
@@ -802,7 +802,7 @@ def test_a_jax_that_cannot_be_asked_is_left_as_it_is_and_named(monkeypatch):
     heads = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16)
     attends = jax.make_jaxpr(jax.jit(called))(heads, heads, heads)
     assert _exact.not_exact(attends) == ""
-    monkeypatch.delattr(fused, _exact._CONFIG)
+    monkeypatch.delattr(fused, _jax.CUDNN_CONFIG)
     before = dict(vars(fused)), dict(os.environ)
     with pytest.raises(ZeroDivisionError), _exact.deterministic_attention():
         assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and vars(fused) == before[0]

@@ -100,6 +100,7 @@ def test_two_branches_that_agree_share_one_place_and_the_table_names_both(under)
         assert (first.layers, first.bytes) == (N, N * ONE)
         assert (other.layers, other.bytes) == (0, 0)
         assert f"in the place of {first.names[0]}" in other.reason
+        assert (first.kind, other.kind) == ("value", "shared")
 
 
 def test_what_the_other_layers_do_with_two_branches():

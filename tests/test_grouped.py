@@ -34,6 +34,7 @@ from common import (
 from jax import lax
 
 from jaxoffload import GroupedTensor, Policy, chain, checkpoint, grouped_matmul, residuals, scan, scope, tag
+from jaxoffload._engine import jax_patches
 from jaxoffload.grouped import _backend, chosen_backend, te
 from jaxoffload.grouped._interface import column_wise, row_wise
 from jaxoffload.grouped._ragged_fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns
@@ -756,6 +757,14 @@ x = jnp.ones(2)
 assert kept()
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_a_jax_whose_reduce_precision_is_another_keeps_no_float8(monkeypatch):
+    keep = jax_patches.keep_float8_bits.__wrapped__
+    monkeypatch.setattr(jax_patches, "register_lowering", lambda *_: pytest.fail("registered"))
+    monkeypatch.setattr(jax.lax, "reduce_precision", lambda x, *_: jnp.sin(x))
+    with pytest.raises(NotImplementedError, match=r"has a reduce_precision of another form.*sin"):
+        keep()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, jnp.float8_e5m2])

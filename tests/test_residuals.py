@@ -114,11 +114,13 @@ def test_a_row_says_what_where_why_and_how_much():
     gate = rows[("mlp/fc1.gate",), "offloaded"]
     assert (gate.shape, gate.dtype) == ((BATCH, HIDDEN), "bfloat16")
     assert (gate.bytes_per_layer, gate.layers, gate.bytes) == (WIDE, N - 1, (N - 1) * WIDE)
-    assert (gate.decision, gate.reason) == ("offload", "fc1")
+    assert (gate.decision, gate.reason, gate.kind) == ("offload", "fc1", "value")
     (empty,) = [r for r in table if r.kind == "padding"]
     assert (empty.names, empty.state, empty.layers, empty.bytes) == (("mlp/fc1.gate",), "offloaded", 0, WIDE)
     resident = rows[("mlp/fc1.gate",), "saved"]
     assert (resident.layers, resident.decision, resident.reason) == (1, "save", "resident")
+    assert resident.kind == "overridden"
+    assert {r["kind"] for r in json.loads(table.to_json())["residuals"]} == {"value", "padding", "overridden"}
     routing = rows[("mlp/routing",), "saved"]
     assert (routing.dtype, routing.bytes_per_layer) == ("int32", BATCH * 2 * 4)
     assert rows[("mlp/act",), "recomputed"].reason == "act"

@@ -67,7 +67,7 @@ class HostPoolFull(UserError, MemoryError):
       ...         residuals(f, jax.ShapeDtypeStruct((1024, 131072), jnp.float32))
       ...     except HostPoolFull as full:
       ...         print(full.need // 2**20, full.pool // 2**20, full.layers)
-      6144 2048 3
+      6656 2048 3
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Activation offload for JAX on NVIDIA GPUs: save, offload or recompute each named residual, and see that it is so."""
 
 # Name residuals, and decide on them.
+from ._engine.host_pool_limit import HostPoolFull as HostPoolFull
 from ._errors import Problem as Problem
 from ._errors import UserError as UserError
 from ._policy import Policy as Policy

@@ -21,7 +21,7 @@ import jax
 
 from . import proof
 from ._engine.copying_loops import DifferentiatedTwice
-from ._errors import UserError
+from ._errors import Problem, UserError
 from ._residuals import Residuals, residuals
 from ._text import nearest
 from .proof._program.results import run_of
@@ -46,8 +46,11 @@ the loss."""
 EXIT_CODES = "exit codes: 0 all that was checked holds; 1 a claim fails; 2 it cannot run, or the function raised"
 
 
-class CannotRun(Exception):
+class CannotRun(UserError):
     """The command cannot run; the message says what is allowed."""
+
+    def __init__(self, why: str):
+        super().__init__([Problem("jaxoffload", why)])
 
 
 class Made(NamedTuple):
@@ -73,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with progress(options.command):
             return options.run(options)
     except Exception as why:
-        if isinstance(why, (CannotRun, MemoryError, NotImplementedError)) and str(why):
+        if isinstance(why, (CannotRun, MemoryError, NotImplementedError)) and why.args:
             print(f"python -m jaxoffload: {why}", file=sys.stderr)
         elif isinstance(why, UserError):  # as of a config or a policy
             print(f"{options.function} cannot run:\n{why}", file=sys.stderr)
@@ -242,7 +245,6 @@ def table_of(made: Made) -> Residuals | None:
 
 def report(options: argparse.Namespace) -> int:
     """Print where the backward pass finds each residual, and why, without allocating anything."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other programs may need the GPU's memory
     made = made_by(options.function, options.arguments)
     if (table := table_of(made)) is None:
         raise CannotRun(
@@ -327,4 +329,6 @@ def paged(options: argparse.Namespace, made: Made, code: int, **shown: Any) -> i
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["report"]:  # it allocates nothing, and other programs may need the GPU's memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     sys.exit(main())

@@ -1,10 +1,13 @@
 """What jaxoffload needs of JAX beyond its documented API, and the one way to define a primitive.
 
 `jax.interpreters` re-exports JAX's internals without a promise of stability, and some primitives are known by name
-alone. Both come from here: nothing else in jaxoffload imports `jax.interpreters`, and nothing imports `jax._src`.
+alone. Both come from here, and the one name of `jax._src` that we reach: nothing else in jaxoffload imports
+`jax.interpreters` or `jax._src`.
 """
 
+import importlib
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +79,8 @@ VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadc
 PASSING = IDENTITIES | {BARRIER, "pvary", "dynamic_update_slice", _RETYPED}
 # The results are the operands, or the matmul that follows does the work by itself.
 SAME = IDENTITIES | {"reshape", "squeeze", "transpose", "copy", "reduce_precision", BARRIER, "pvary", _RETYPED}
+REDUCTIONS = {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
+REDUCTIONS |= {"reduce_xor", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}
 # As much is read as the results hold, however large the operands are.
 PARTS = {"slice", "dynamic_slice", "gather"}
 # Kernels that XLA fuses nothing with; memory bounds them.
@@ -90,9 +95,40 @@ LOOPS = {"scan", "while"}
 NOT_IN_PLACE = MATMULS | ALONE | OPAQUE | LOOPS | {"device_put", "cond"}
 UNFUSED = NOT_IN_PLACE | {"scatter", "scatter-add"}
 # Regular expressions: cuDNN's and TransformerEngine's attention, TransformerEngine's grouped GEMM, Mosaic's kernels.
-ATTENTION = r"(dot_product_attention|te_fused_attn)_\w+_wrapper"
+CUDNN_ATTENTION = r"dot_product_attention_\w+_wrapper"
+ATTENTION = rf"{CUDNN_ATTENTION}|te_fused_attn_\w+_wrapper"
 TE_GROUPED_GEMM = r"te_grouped_gemm\w*_wrapper"
 MOSAIC = r"pallas_call|mpmd_map|mosaic_gpu\w*"
+
+
+def is_attention(name: str) -> bool:
+    """Whether a primitive of this name is cuDNN's or TransformerEngine's attention."""
+    return re.fullmatch(ATTENTION, name) is not None
+
+
+def is_cudnn_attention(name: str) -> bool:
+    """Whether a primitive of this name is JAX's call of cuDNN's attention."""
+    return re.fullmatch(CUDNN_ATTENTION, name) is not None
+
+
+def is_causal(params: dict[str, Any]) -> bool:
+    """Whether an attention kernel with these parameters skips what a causal mask hides."""
+    mask = params.get("mask_type", getattr(params.get("config"), "attn_mask_type", None))  # JAX's, TransformerEngine's
+    return params.get("use_causal_mask", False) or "CAUSAL" in getattr(mask, "name", "")
+
+
+# --- The one name of `jax._src`: JAX's function that writes the configuration of a call of cuDNN's attention.
+
+CUDNN_CONFIG = "create_dot_product_attention_backend_config_base"
+
+
+def cudnn_lowering() -> tuple[Any, Callable[..., dict[str, Any]] | None]:
+    """Return the module of JAX that has CUDNN_CONFIG, and that function; None where this JAX has none."""
+    try:
+        module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    except ImportError:
+        return None, None
+    return module, getattr(module, CUDNN_CONFIG, None)
 
 
 def ordered_effects(jaxpr: Jaxpr) -> list[Any]:

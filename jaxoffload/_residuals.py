@@ -27,14 +27,14 @@ from ._engine.host_pool_limit import host_pool_bytes, whole_program
 from ._engine.host_pool_need import need_of, refuse_what_does_not_fit
 from ._engine.interleaved import interleaved_p
 from ._engine.layer import Body, plan_of
-from ._engine.plan import ARGUMENT, Plan, Row, make_plan
+from ._engine.plan import Plan, Row, make_plan
 from ._engine.reruns import reruns
 from ._engine.source import Source, source_of
 from ._engine.walk import Site, bodies, walk
 from ._jax import nbytes, on_host
 from ._policy import Policy, PolicyError, check_arguments
 from ._scan import body_of, scan_p
-from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, SHARES, Residual, Residuals
+from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Kind, Residual, Residuals
 
 
 def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -> Residuals:
@@ -152,25 +152,28 @@ def _backward_pass(jaxpr: Jaxpr) -> Jaxpr:
 def _tagged(row: Row, kept: list[_Stored], recomputed: int, recomputed_bytes: int) -> Iterator[Residual]:
     """Yield a line for each state that a plan's value is found in; `recomputed` counts layers."""
     names = row.names or _MATMUL
-    line = lambda each, layers, total, state, decision, reason: Residual(
-        names, row.shape, row.dtype, each, layers, total, state, decision, reason, _count(each, row.nbytes)
+    line = lambda each, layers, total, state, decision, reason, kind: Residual(
+        names, row.shape, row.dtype, each, layers, total, state, decision, reason, _count(each, row.nbytes), kind
     )
+    planned = row.decision, row.reason, row.kind
     for size, is_on_host, source, counted in kept:
         each = size // (source.layers + source.empty)
         state = OFFLOADED if is_on_host else SAVED
-        decision, reason = ("save", source.where) if source.where else (row.decision, row.reason)
+        stays: Kind = "overridden" if source.kind == "overridden" else "value"
+        decision, reason, kind = planned if source.by_plan else ("save", source.where, stays)
         if counted:
-            yield line(each, 0, 0, state, decision, f"{reason}{SHARES}{', '.join(counted.names or _MATMUL)}")
+            place = ", ".join(counted.names or _MATMUL)
+            yield line(each, 0, 0, state, decision, f"{reason}; in the place of {place}", "shared")
             continue
         if source.layers:
-            yield line(each, source.layers, each * source.layers, state, decision, reason)
+            yield line(each, source.layers, each * source.layers, state, decision, reason, kind)
         if source.empty:
-            yield line(each, 0, each * source.empty, state, decision, EMPTY)
+            yield line(each, 0, each * source.empty, state, decision, EMPTY, "padding")
     if recomputed:
         each = recomputed_bytes // recomputed
-        yield line(each, recomputed, recomputed_bytes, RECOMPUTED, row.decision, row.reason)
+        yield line(each, recomputed, recomputed_bytes, RECOMPUTED, *planned)
     if not kept and not recomputed:
-        yield line(row.nbytes, 0, 0, SAVED if row.reason == ARGUMENT else NOT_NEEDED, row.decision, row.reason)
+        yield line(row.nbytes, 0, 0, SAVED if row.kind == "argument" else NOT_NEEDED, *planned)
 
 
 def _merged(lines: Iterable[Residual]) -> list[Residual]:

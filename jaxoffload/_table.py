@@ -3,13 +3,13 @@
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from ._text import readable
 
 SAVED, OFFLOADED, RECOMPUTED, NOT_NEEDED = "saved", "offloaded", "recomputed", "not needed"
 EMPTY = "a row that stays empty"
-SHARES = "; in the place of "  # another branch's value
+Kind = Literal["value", "padding", "shared", "argument", "overridden"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,9 @@ class Residual:
       decision: what the policy asked for; None for an untagged residual.
       reason: the pattern or rule that decided.
       count: how many values of that shape a layer has: one per shard of a `shard_map`; 1 if none is needed.
+      kind: "value"; "padding" (a row of a host stack that stays empty); "shared" (in the place of a value from another
+        branch of a `cond`, whose line has the bytes); "argument" (an argument, which exists anyway); "overridden" (the
+        policy marks it offload, and other layers, or no host memory, made it `decision`).
 
     Example:
       >>> from jaxoffload import Residual
@@ -44,6 +47,7 @@ class Residual:
     decision: str | None
     reason: str
     count: int = 1
+    kind: Kind = "value"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from jaxoffload import Policy, PolicyError, Problem
 from models.plain import shown
-from models.reading import ConfigError, Range, advice, known_entries, override, problem, read, short, typed_values
+from models.reading import ConfigError, Range, advice, known_entries, override, problem, read, typed_values
+from models.text import short
 
 # JAX, XLA and optax count in int32. So every count and dimension is below 2**31, and so is the product of two fields
 # that form one dimension (heads * head_dim, shared_experts * d_expert). `layers` is smaller: reports visit each one.

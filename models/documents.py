@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxoffload import Problem
-from jaxoffload._text import closest
 from models.reading import ConfigError, as_config_error, config_error
+from models.text import closest
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can have half of a pair, which no tokenizer takes

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxoffload import Problem
-from jaxoffload._text import readable
 from models.config import Config
 from models.files import append, atomic
 from models.reading import ConfigError, as_config_error
+from models.text import readable
 
 Record = Mapping[str, Any]  # step, and loss, learning_rate, ... or valid_loss
 

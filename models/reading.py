@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from jaxoffload import Problem, UserError
-from jaxoffload._text import closest
 from models import plain
 from models.files import FULL, Unwritable
 from models.plain import shown
+from models.text import closest, short
 
 
 class ConfigError(UserError, ValueError):
@@ -225,12 +225,6 @@ def advice(name: str, names: Sequence[str], prefix: str = "") -> str:
     """Return what to write instead: the nearest name, or all of them."""
     close = closest(name, names)
     return f"; the nearest is {prefix}{close}" if close else f"; allowed: {', '.join(prefix + n for n in names)}"
-
-
-def short(value: Any) -> str:
-    """Return the repr of a value, cut to 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def one_line(error: BaseException) -> str:

@@ -12,8 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 
 import jaxoffload
-from jaxoffload import PolicyError, Problem, Residual, Residuals, UserError, proof
-from jaxoffload._text import readable
+from jaxoffload import HostPoolFull, PolicyError, Problem, Residual, Residuals, UserError, proof
 from jaxoffload.grouped import GroupedMatmulError, chosen_backend
 from jaxoffload.proof import Room
 from models.config import Config, Mesh
@@ -21,6 +20,7 @@ from models.moe import grouped_gemms
 from models.reading import ConfigError
 from models.sharding import RULES, VALUES, AnyMesh, abstract_mesh, batch_parts, inside_shard_map
 from models.step import Program, program, traceable
+from models.text import readable
 from models.transformer import flops_per_token
 
 
@@ -72,12 +72,13 @@ def fit_to_host_pool(config: Config, mesh: AnyMesh) -> Config:
     with _policy_errors():
         try:
             jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
-        except MemoryError as full:
-            if (layers := getattr(full, "layers", None)) is None:
+        except HostPoolFull as full:
+            if full.layers is None:
                 raise
-            less = f"offload_layers = {layers} instead of {config.remat.offload_layers}"
-            warnings.warn(f"remat: {str(full).partition(';')[0]}; {less} (on_host_full: save)", stacklevel=2)
-            return replace(config, remat=replace(config.remat, offload_layers=layers))
+            need = f"all together would offload {readable(full.need)} per device"
+            less = f"offload_layers = {full.layers} instead of {config.remat.offload_layers}"
+            warnings.warn(f"remat: residuals: {need}; {less} (on_host_full: save)", stacklevel=2)
+            return replace(config, remat=replace(config.remat, offload_layers=full.layers))
     return config
 
 
@@ -89,7 +90,7 @@ def check_patterns(config: Config) -> None:
     """
     small = traceable(Config(model=config.model, remat=replace(config.remat, on_host_full="error")))
     made = program(small, abstract_mesh(small.mesh))
-    with _policy_errors(), contextlib.suppress(MemoryError):  # the batch is not the run's, and names are checked first
+    with _policy_errors(), contextlib.suppress(HostPoolFull):  # the batch is not the run's, and names are checked first
         jaxoffload.check(small.remat, made.loss, made.state.params, made.microbatch)
 
 
@@ -100,7 +101,7 @@ def _policy_errors() -> Iterator[None]:
         yield
     except PolicyError as error:
         raise ConfigError(problem.under("remat") for problem in error.problems) from error
-    except (MemoryError, NotImplementedError) as error:
+    except (HostPoolFull, NotImplementedError) as error:
         raise ConfigError([Problem("remat", f"remat: {error}")]) from error
     except GroupedMatmulError as error:
         raise ConfigError([Problem("model.grouped", f"model.grouped: {error}")]) from error

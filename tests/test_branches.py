@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxoffload import chain, checkpoint, residuals, scan, tag
-from jaxoffload._residuals import EMPTY, Plans
+from jaxoffload._residuals import Plans
 
 N, BATCH, DIM = 3, 2, 8
 X, W = normal(0, (BATCH, DIM)), 0.3 * normal(1, (N, DIM, DIM))
@@ -38,7 +38,7 @@ ONE = BATCH * DIM * 4  # bytes of a float32 (BATCH, DIM)
 def states(table):
     """Return name -> its states, with the layers of each."""
     return {
-        name: {(r.state, r.layers) for r in table if r.names == (name,) and r.reason != EMPTY}
+        name: {(r.state, r.layers) for r in table if r.names == (name,) and r.kind != "padding"}
         for name in {r.names[0] for r in table if r.names}
     }
 
@@ -95,18 +95,19 @@ def test_two_branches_that_agree_share_one_place_and_the_table_names_both(under)
         f = under(two_branches, {"u": decision, "v": decision})
         table = residuals(f, X, W)
         assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
-        (first, other) = (r for r in table if r.names and r.reason != EMPTY and (r.state == state))
+        (first, other) = (r for r in table if r.names and r.kind != "padding" and (r.state == state))
         assert {first.names, other.names} == {("u",), ("v",)}
         assert (first.layers, first.bytes) == (N, N * ONE)
         assert (other.layers, other.bytes) == (0, 0)
         assert f"in the place of {first.names[0]}" in other.reason
+        assert (first.kind, other.kind) == ("value", "shared")
 
 
 def test_what_the_other_layers_do_with_two_branches():
     f = in_scan(two_branches, {"u": "offload", "v": "save"}, resident_layers=1, offload_layers=1)
     table = residuals(f, X, W)
     assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
-    of = lambda name: Counter({r.state: r.bytes for r in table if r.names == (name,) and r.reason != EMPTY})
+    of = lambda name: Counter({r.state: r.bytes for r in table if r.names == (name,) and r.kind != "padding"})
     assert of("u")["offloaded"] == ONE
     # Where both stay on the device they share a slot, which counts once.
     assert of("v")["saved"] + of("u")["saved"] >= N * ONE

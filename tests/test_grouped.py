@@ -34,7 +34,9 @@ from common import (
 from jax import lax
 
 from jaxoffload import GroupedTensor, Policy, chain, checkpoint, grouped_matmul, residuals, scan, scope, tag
+from jaxoffload._engine import jax_patches
 from jaxoffload.grouped import _backend, chosen_backend, te
+from jaxoffload.grouped._interface import column_wise, row_wise
 from jaxoffload.grouped._ragged_fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns
 
 FLOAT, FP8 = jnp.float32, "float8_e4m3fn"
@@ -675,9 +677,17 @@ def changed(tensor, **fields):
     return tensor
 
 
+def to_te(x, columnwise=False):
+    """TransformerEngine's tensor of the same buffers, as its grouped GEMM gets it."""
+    if x.scale_inv is None:
+        return te._plain(x.data, x.group_sizes)
+    made = te._scaled(column_wise(x) if columnwise else row_wise(x), jnp.float16, columnwise)
+    return changed(made, amax=te._packed(x.amax, x.group_sizes))
+
+
 def test_transformer_engines_tensors_are_the_same_buffers(stand_in):
     plain = GroupedTensor(normal(0, (14, 3)), jnp.asarray(SIZES))
-    there = te.to_te(plain)
+    there = to_te(plain)
     assert (
         isinstance(there, te_stand_in.GroupedNoScaleTensor) and there.original_shape == (14, 3) and there.amax is None
     )
@@ -685,12 +695,8 @@ def test_transformer_engines_tensors_are_the_same_buffers(stand_in):
     q = grouped()
     others = jnp.where(SIZES > 0, 2 * q.columnwise_scale_inv, 1)  # those of an empty group are not packed
     q = dataclasses.replace(q, columnwise_scale_inv=others)
-    rows, columns = te.to_te(q, jnp.float16), te.to_te(q, columnwise=True)
-    assert (
-        isinstance(rows, te_stand_in.GroupedScaledTensor1x)
-        and rows.dq_dtype == jnp.float16
-        and columns.dq_dtype == jnp.bfloat16
-    )
+    rows, columns = to_te(q), to_te(q, columnwise=True)
+    assert isinstance(rows, te_stand_in.GroupedScaledTensor1x) and rows.dq_dtype == jnp.float16
     assert (rows.original_shape, columns.original_shape) == ((14, 3), (3, 14))
     assert_same_bits([np.asarray(columns.values())], [2 * np.asarray(rows.values())])
     back = te.from_te(rows, columns)
@@ -698,13 +704,11 @@ def test_transformer_engines_tensors_are_the_same_buffers(stand_in):
     assert_same_bits([np.asarray(x) for x in jax.tree.leaves(back)], [np.asarray(x) for x in jax.tree.leaves(q)])
     assert te.from_te(rows).columnwise_data is None
     assert te.from_te(changed(rows, amax=jnp.ones(1))).amax is None
-    with pytest.raises(ValueError, match="columnwise: True, but columnwise_data is None"):
-        te.to_te(plain, columnwise=True)
 
 
 def test_tensors_of_transformer_engine_that_are_not_a_pair_are_refused(stand_in):
     q = grouped()
-    rows, columns = te.to_te(q), te.to_te(q, columnwise=True)
+    rows, columns = to_te(q), to_te(q, columnwise=True)
     wrong = {
         "rowwise: GroupedScaledTensor1x without group sizes": (changed(rows, first_dims=None),),
         "rowwise: Array": (q.data,),
@@ -753,6 +757,14 @@ x = jnp.ones(2)
 assert kept()
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_a_jax_whose_reduce_precision_is_another_keeps_no_float8(monkeypatch):
+    keep = jax_patches.keep_float8_bits.__wrapped__
+    monkeypatch.setattr(jax_patches, "register_lowering", lambda *_: pytest.fail("registered"))
+    monkeypatch.setattr(jax.lax, "reduce_precision", lambda x, *_: jnp.sin(x))
+    with pytest.raises(NotImplementedError, match=r"has a reduce_precision of another form.*sin"):
+        keep()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, jnp.float8_e5m2])

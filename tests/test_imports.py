@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def test_no_import_runs_back(depth):
     edges = {(a, b) for a, targets in graph.items() for b in targets if a != b}
     assert len(edges) > 40
     graphlib.TopologicalSorter({a: {b for x, b in edges if x == a} for a in graph}).prepare()  # raises CycleError
+
+
+USERS = [path for folder in ("models", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", USERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_programs_use_what_is_public(path):
+    """A user could have written them."""
+    private = re.compile(r"jaxoffload(\.\w+)*\._")
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
+        modules = names if isinstance(node, ast.Import) else [f"{getattr(node, 'module', '')}.{n}" for n in names]
+        assert not list(filter(private.match, modules)), ast.unparse(node)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 from common import auto_mesh
-from jax.extend.core import primitives
+from jax.experimental.pallas import mosaic_gpu
+from jax.extend.core import Primitive, primitives
 
 from jaxoffload import _jax
 
@@ -19,6 +20,18 @@ BY_NAME = {"shard_map", "pvary", "pallas_call", "ffi_call", "custom_vmap_call", 
 BY_NAME |= {"ragged_dot_general", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
 
 
+# What a regular expression is for: names of JAX's, and those of TransformerEngine's (a primitive's is its own with
+# "_wrapper": `BasePrimitive`'s registration in transformer_engine/jax/cpp_extensions/base.py) and XLA's custom calls.
+BY_REGEX = {
+    "CUDNN_ATTENTION": {f"dot_product_attention_{which}_wrapper" for which in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")},
+    "TE_GROUPED_GEMM": {"te_grouped_gemm_ffi_wrapper", "te_grouped_gemm_v2_ffi_wrapper"},
+    "MOSAIC": {"pallas_call", "mpmd_map", "mosaic_gpu", "mosaic_gpu_v2"},
+}
+TE_ATTENTION = {"te_fused_attn_forward_ffi_wrapper", "te_fused_attn_backward_ffi_wrapper"}
+BY_REGEX["ATTENTION"] = BY_REGEX["CUDNN_ATTENTION"] | TE_ATTENTION
+INTERNAL = ("jax.interpreters", "jax._src")
+
+
 def imported(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -27,13 +40,23 @@ def imported(tree):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def strings(tree):
+    """The texts of a module that `importlib` could be given; docstrings have spaces."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            yield node.value
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_nothing_else_imports_the_interpreters_or_the_internals(name):
-    assert [m for m in imported(OTHERS[name]) if m.startswith(("jax.interpreters", "jax._src"))] == []
+    assert [m for m in (*imported(OTHERS[name]), *strings(OTHERS[name])) if m.startswith(INTERNAL)] == []
 
 
-def test_the_internals_are_not_imported_at_all():
+def test_one_name_of_the_internals_is_reached():
     assert [m for m in imported(FILES["_jax.py"]) if m.startswith("jax._src")] == []
+    assert [m for m in strings(FILES["_jax.py"]) if m.startswith(INTERNAL)] == [
+        "jax._src.cudnn.fused_attention_stablehlo"
+    ]
 
 
 def test_each_use_of_the_interpreters_stands_once_and_says_what_for_and_since_when():
@@ -67,6 +90,25 @@ def test_the_named_primitives_exist():
     ours = {name for name in names if name.startswith("jaxoffload_")}
     assert names - {primitive.name for primitive in exported} - ours == BY_NAME
     assert ours == {"jaxoffload_checkpoint", "jaxoffload_retyped"}
+
+
+def test_each_regular_expression_matches_its_names_and_no_other():
+    regexes = {key: value for key, value in vars(_jax).items() if key.isupper() and "\\w" in str(value)}
+    assert regexes.keys() == BY_REGEX.keys()
+    every = set().union(*BY_REGEX.values()) | BY_NAME | {"dot_general", "te_norm_forward_ffi_wrapper"}
+    for key, regex in regexes.items():
+        assert {name for name in every if re.fullmatch(regex, name)} == BY_REGEX[key], key
+    assert {name for name in every if _jax.is_attention(name)} == BY_REGEX["ATTENTION"]
+    assert {name for name in every if _jax.is_cudnn_attention(name)} == BY_REGEX["CUDNN_ATTENTION"]
+
+
+def test_the_internal_function_and_the_primitives_of_kernels_exist():
+    module, config_of = _jax.cudnn_lowering()
+    assert callable(config_of)
+    names = {value.name for value in vars(module).values() if isinstance(value, Primitive)}
+    assert names >= BY_REGEX["CUDNN_ATTENTION"]
+    kernel = mosaic_gpu.kernel(lambda x, out: None, out_type=jax.ShapeDtypeStruct((128,), "float32"))
+    assert "mpmd_map" in str(jax.make_jaxpr(kernel)(jax.numpy.ones(128)))
 
 
 def test_the_primitives_that_have_only_a_name_exist():

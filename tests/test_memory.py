@@ -11,7 +11,7 @@ import pytest
 from common import auto_mesh, gradient, kept_bytes, normal, policy
 from jax.extend.core import jaxpr_as_fun
 
-from jaxoffload import chain, check, checkpoint, compiler_options, residuals, scan, tag
+from jaxoffload import HostPoolFull, chain, check, checkpoint, compiler_options, residuals, scan, tag
 from jaxoffload._text import readable
 
 N, ONE = 6, 4 * 8 * 4  # layers; bytes of a float32 (4, 8)
@@ -44,10 +44,15 @@ def test_a_pool_that_is_too_small_is_an_error_before_anything_is_compiled(pool):
     with pytest.raises(MemoryError, match=r"scan: 6 layer\(s\).*offload_layers: 5.*on_host_full: save"):
         jax.make_jaxpr(gradient(stack()))(X, WS)
     with pytest.raises(
-        MemoryError, match=r"checkpoint: would offload 128 B per device.*holds 120 B; offload less, set"
-    ):
+        HostPoolFull, match=r"checkpoint: would offload 128 B per device.*holds 120 B; offload less, set"
+    ) as full:
         pool(ONE - 8)
         jax.make_jaxpr(gradient(one))(X, WS[0])
+    assert (full.value.need, full.value.pool, full.value.layers) == (ONE, ONE - 8, None)
+    with pytest.raises(HostPoolFull) as full:
+        pool(3 * ONE)
+        residuals(stack(), X, WS)
+    assert (full.value.need, full.value.pool, full.value.layers) == ((N + 1) * ONE, 3 * ONE, 2)
 
 
 def test_on_host_full_save_offloads_fewer_layers_with_one_warning(pool):

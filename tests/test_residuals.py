@@ -72,7 +72,7 @@ def test_totals_are_what_autodiff_keeps_to_the_byte(rules, fields):
     assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
     assert need_of(jax.make_jaxpr(gradient(f, (0, 1)))(X, W)).bytes() == table.host_bytes
     assert table.device_bytes == sum(r.bytes for r in table if r.state == "saved")
-    rows = lambda r: 1 if r.reason == EMPTY else r.layers
+    rows = lambda r: 1 if r.kind == "padding" else r.layers
     assert all(r.bytes == rows(r) * r.bytes_per_layer for r in table)
 
 
@@ -110,15 +110,17 @@ def test_what_others_keep_is_said_to_have_no_names_here():
 @pytest.mark.claim("what-is-where")
 def test_a_row_says_what_where_why_and_how_much():
     table = residuals(model({"fc1": "offload", "mlp/fc1.up": "save", "act": "recompute"}), X, W)
-    rows = {(r.names, r.state): r for r in table if r.reason != EMPTY}
+    rows = {(r.names, r.state): r for r in table if r.kind != "padding"}
     gate = rows[("mlp/fc1.gate",), "offloaded"]
     assert (gate.shape, gate.dtype) == ((BATCH, HIDDEN), "bfloat16")
     assert (gate.bytes_per_layer, gate.layers, gate.bytes) == (WIDE, N - 1, (N - 1) * WIDE)
-    assert (gate.decision, gate.reason) == ("offload", "fc1")
-    (empty,) = [r for r in table if r.reason == EMPTY]
+    assert (gate.decision, gate.reason, gate.kind) == ("offload", "fc1", "value")
+    (empty,) = [r for r in table if r.kind == "padding"]
     assert (empty.names, empty.state, empty.layers, empty.bytes) == (("mlp/fc1.gate",), "offloaded", 0, WIDE)
     resident = rows[("mlp/fc1.gate",), "saved"]
     assert (resident.layers, resident.decision, resident.reason) == (1, "save", "resident")
+    assert resident.kind == "overridden"
+    assert {r["kind"] for r in json.loads(table.to_json())["residuals"]} == {"value", "padding", "overridden"}
     routing = rows[("mlp/routing",), "saved"]
     assert (routing.dtype, routing.bytes_per_layer) == ("int32", BATCH * 2 * 4)
     assert rows[("mlp/act",), "recomputed"].reason == "act"

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -23,12 +24,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxoffload import Policy, _compiler_options, chain, checkpoint, profile, residuals, scan, tag
+from jaxoffload import Policy, _compiler_options, _jax, chain, checkpoint, profile, residuals, scan, tag
 from jaxoffload.__main__ import main, progress
 from jaxoffload._engine import copying_loops as _loops
 from jaxoffload._engine import layer as _layer
 from jaxoffload._engine import plan as _plan
 from jaxoffload._engine import transpose_only
+from jaxoffload._engine.walk import walk
 from jaxoffload._jax import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
 from jaxoffload._reference import is_reference, with_layers
@@ -184,6 +186,19 @@ def test_unrolled_loops_equal_their_references(how):
 
 def test_one_layer_equals_its_reference():
     assert verdicts(of_scan, X, weights(1))["gradients"] == "holds"
+
+
+def test_names_that_are_words_of_the_table_do_not_mislead():
+    words = {"other_layers": "recompute", "argument": "offload"}
+
+    def named(x, w):
+        for name in words:
+            x = jnp.sin(tag(x @ (w["in"] @ w["out"]), name))
+        return x, None
+
+    rules = Policy(words, min_offload_bytes=0, resident_layers=0)
+    found = verify(lambda x, w: jnp.sum(scan(named, x, w, policy=rules)[0]), X, weights(LAYERS))
+    assert found.ok and found["conservation"].verdict == "holds", found
 
 
 def test_layers_that_do_not_offload():
@@ -800,9 +815,13 @@ def test_a_jax_that_cannot_be_asked_is_left_as_it_is_and_named(monkeypatch):
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 90000)
     monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
     heads = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16)
+    for causal in (True, False):
+        masked = jax.make_jaxpr(functools.partial(called, is_causal=causal))(heads, heads, heads)
+        (kernel,) = [s.eqn for s in walk(masked) if _jax.is_cudnn_attention(s.eqn.primitive.name)]
+        assert _jax.is_attention(kernel.primitive.name) and _jax.is_causal(kernel.params) is causal
     attends = jax.make_jaxpr(jax.jit(called))(heads, heads, heads)
     assert _exact.not_exact(attends) == ""
-    monkeypatch.delattr(fused, _exact._CONFIG)
+    monkeypatch.delattr(fused, _jax.CUDNN_CONFIG)
     before = dict(vars(fused)), dict(os.environ)
     with pytest.raises(ZeroDivisionError), _exact.deterministic_attention():
         assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and vars(fused) == before[0]
@@ -1004,6 +1023,19 @@ def test_what_the_function_itself_raises_is_shown_as_such(asked, said, capsys, m
     assert main(["report", asked]) == 2
     err = capsys.readouterr().err
     assert "Traceback" in err and said in err and "must be found from this folder" not in err
+
+
+def test_a_report_leaves_gpu_memory_to_others_and_in_process_the_environment_alone(monkeypatch, mine, capsys):
+    asked, variable = ["report", "mine:nothing"], "XLA_PYTHON_CLIENT_PREALLOCATE"
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)  # and what is set here is undone
+    assert main(asked) == 2 and variable not in os.environ
+    monkeypatch.setattr(sys, "argv", ["jaxoffload", *asked])
+    for command, value in (("verify", None), ("report", "false")):
+        sys.argv[1] = command
+        with pytest.raises(SystemExit), pytest.warns(RuntimeWarning, match="found in sys.modules"):
+            runpy.run_module("jaxoffload", run_name="__main__")
+        assert os.environ.get(variable) == value
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def plan_of_jvp(
     """As `make_plan` of a derivative, with the names and notes that the function has whatever is perturbed."""
     whole = full_plan(jaxpr, roles, policy, strict)
     plan, planned = make_plan(jvp, policy, _roles_of(jvp, roles), override, False)
-    return dataclasses.replace(plan, seen=whole.seen, notes=whole.notes), planned
+    return dataclasses.replace(plan, seen=whole.seen, notes=whole.notes, no_dots=whole.no_dots), planned
 
 
 @cached
@@ -83,8 +83,8 @@ def full_plan(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool
     dots = policy.dots != "recompute"
     jvp, _ = derivative(jaxpr, _differentiable(jaxpr, dots), False, dots)
     plan, _ = decide(jvp, policy, _roles_of(jvp, roles), None, strict, jaxpr)
-    if (note := dots_matched_nothing(policy)) in plan.notes:
-        warnings.warn(f"jaxoffload: {note}", skip_file_prefixes=NOT_THE_USERS)
+    if plan.no_dots:
+        warnings.warn(f"jaxoffload: {dots_matched_nothing(policy)}", skip_file_prefixes=NOT_THE_USERS)
     return plan
 
 

@@ -52,14 +52,31 @@ _POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 class HostPoolFull(UserError, MemoryError):
     """More would be offloaded than the pinned host pool holds.
 
-    `layers`: how many layers of each scan could offload; None where offloading fewer does not help.
+    Attributes:
+      need, pool: bytes per device that would be offloaded, and those that the pool holds.
+      layers: how many layers of each scan could offload; None where offloading fewer does not help.
+
+    Example:
+      >>> import os, jax, jax.numpy as jnp
+      >>> from unittest import mock
+      >>> from jaxoffload import HostPoolFull, Policy, residuals, scan, tag
+      >>> policy = Policy({"h": "offload"}, resident_layers=0)
+      >>> f = lambda x: scan(lambda x, _: (jnp.sin(tag(2 * x, "h")), None), x, length=12, policy=policy)[0]
+      >>> with mock.patch.dict(os.environ, XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="2"):
+      ...     try:
+      ...         residuals(f, jax.ShapeDtypeStruct((1024, 131072), jnp.float32))
+      ...     except HostPoolFull as full:
+      ...         print(full.need // 2**20, full.pool // 2**20, full.layers)
+      6656 2048 3
     """
 
-    def __init__(self, caller: str, need: str, layers: int | None, whole: bool = False, instead: str = ""):
+    def __init__(
+        self, caller: str, what: str, need: int, pool: int, layers: int | None, whole: bool = False, instead: str = ""
+    ):
         less = f" (offload_layers: {layers})" if layers is not None else ""
         advice = f"offload less{less}{instead}, or set a larger {_POOL} before JAX starts{_CONSTRAIN if whole else ''}"
-        super().__init__([Problem(caller, f"{caller}: {need}; {advice}")])
-        self.layers = layers
+        super().__init__([Problem(caller, f"{caller}: {what}; {advice}")])
+        self.need, self.pool, self.layers = need, pool, layers
 
 
 _CONSTRAIN = (
@@ -95,7 +112,8 @@ def admitted(caller: str, jaxprs: Sequence[Jaxpr], layers: int, need: Callable[[
         f"and the pinned host pool holds {readable(pool)}{f', enough for {fit}' if of_layers else ''}"
     )
     if on_host_full == "error":
-        raise HostPoolFull(caller, message, fit if of_layers else None, auto_axes(), ", set on_host_full: save")
+        fewer, or_save = fit if of_layers else None, ", set on_host_full: save"
+        raise HostPoolFull(caller, message, need(layers), pool, fewer, auto_axes(), or_save)
     instead = "which offload" if of_layers else "so all of it stays on the device"
     warnings.warn(f"jaxoffload: {caller}: {message}, {instead} (on_host_full: save)", skip_file_prefixes=NOT_THE_USERS)
     return fit

@@ -94,4 +94,4 @@ def refuse_what_does_not_fit(caller: str, jaxpr: Jaxpr) -> None:
         return
     fits = (layers for layers in reversed(range(need.most_layers())) if need.bytes(layers) <= pool)
     message = f"all together would offload {readable(total)} per device; the pinned host pool holds {readable(pool)}"
-    raise HostPoolFull(caller, message, next(fits, None), auto_axes())
+    raise HostPoolFull(caller, message, total, pool, next(fits, None), auto_axes())

@@ -75,7 +75,11 @@ def keep_float8_bits() -> None:
     """
     traced = jax.make_jaxpr(lambda x: jax.lax.reduce_precision(x, 4, 3))(jnp.float32(0))
     # Before anything is registered: the rule below, which is for all dtypes, must know every parameter.
-    assert traced.eqns[0].params.keys() == {"exponent_bits", "mantissa_bits"}, traced
+    if traced.eqns[0].params.keys() != {"exponent_bits", "mantissa_bits"}:
+        raise NotImplementedError(
+            f"jaxoffload: jax {jax.__version__} has a reduce_precision of another form ({traced.eqns[0]}); "
+            "keep no float8 residual, or install an older jax"
+        )
     register_lowering(reduce_precision_p, _reduce_precision)
 
 

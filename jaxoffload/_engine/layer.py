@@ -237,12 +237,12 @@ def _kept(known: Jaxpr, body: Body, residuals: Sequence[Any]) -> list[Kept]:
 
     def kept(var: Any) -> Kept:
         if isinstance(var, Literal):
-            return Kept("once", None, Source(None, "a constant"))
+            return Kept("once", None, Source(None, "a constant", "constant"))
         if var in operands and operands[var] not in carry:
             return Kept("operand", operands[var], Source(None, "an operand"))
         source = Source(None, "the carry of a scan") if var in operands else source_of(known, var)
         if var in same:
-            return Kept("once", None, source._replace(where="the same in every layer"))
+            return Kept("once", None, source._replace(where="the same in every layer", kind="once"))
         return Kept("host" if source.name and source.name.decision == "offload" else "device", None, source)
 
     return [kept(var) for var in residuals]

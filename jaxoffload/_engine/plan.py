@@ -10,7 +10,7 @@ import functools
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -46,6 +46,14 @@ class Row:
     decision: Decision
     reason: str
     plan_name: str
+    kind: "Kind" = "value"
+
+
+Kind = Literal[
+    "value",
+    "argument",  # saved as it exists anyway, or a weight, which is never moved
+    "overridden",  # the policy says offload, but an `Override` says what is done
+]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -58,6 +66,7 @@ class Plan:
     seen: frozenset[str]  # all names that a pattern could have matched
     notes: tuple[str, ...] = ()  # remarks for the table
     together: tuple[tuple[str, ...], ...] = ()  # for each kernel with several results, the plan's names of these
+    no_dots: bool = False  # whether the policy keeps or moves dots, and there is none
 
     def __call__(self, prim: Any, *_: Any, **params: Any) -> Any:
         name = read_plan_name(params["name"]) if prim is name_p else None
@@ -123,8 +132,10 @@ def decide(
     names = _plan_names(decided, depth, (policy, override))
     name_of = {d.value: str(name) for d, name in zip(decided, names, strict=True)}
     together = tuple(tuple(name_of[v] for v in results) for results in kernels if len(results) > 1)
-    writes = {(d.value.path, d.value.var): n for d, n in zip(decided, names, strict=True) if d.reason != ARGUMENT}
-    return Plan(policy, depth, _rows(decided, names), frozenset(seen), _notes(values, policy, primal), together), writes
+    writes = {(d.value.path, d.value.var): n for d, n in zip(decided, names, strict=True) if d.kind != "argument"}
+    no_dots = policy.dots != "recompute" and not any(v.names == [DOT] for v in values)
+    notes = _notes(values, policy, primal, no_dots)
+    return Plan(policy, depth, _rows(decided, names), frozenset(seen), notes, together, no_dots), writes
 
 
 class _Decided(NamedTuple):
@@ -134,6 +145,7 @@ class _Decided(NamedTuple):
     labels: tuple[str, ...]
     decision: Decision
     reason: str
+    kind: Kind
 
 
 def _plan_names(decided: list[_Decided], depth: int, key: Any) -> list[PlanName]:
@@ -146,7 +158,9 @@ def _plan_names(decided: list[_Decided], depth: int, key: Any) -> list[PlanName]
 def _rows(decided: list[_Decided], names: list[PlanName]) -> tuple[Row, ...]:
     """Return the plan's table."""
     parts = [(d, d.value.aval, str(name)) for d, name in zip(decided, names, strict=True)]
-    return tuple(Row(d.labels, tuple(x.shape), str(x.dtype), nbytes(x), d.decision, d.reason, n) for d, x, n in parts)
+    return tuple(
+        Row(d.labels, tuple(x.shape), str(x.dtype), nbytes(x), d.decision, d.reason, n, d.kind) for d, x, n in parts
+    )
 
 
 def _slot_conflicts(slots: list[list[Value]], decided: list[_Decided]) -> Iterator[Problem]:
@@ -158,9 +172,6 @@ def _slot_conflicts(slots: list[list[Value]], decided: list[_Decided]) -> Iterat
             each = f"{by['save']} and {by['offload']}"
             why = f"names that share one result of a cond have different decisions: {each}; give them one"
             yield Problem("residuals", f"residuals: {why}")
-
-
-ARGUMENT = "argument"
 
 
 def _decide_each(
@@ -175,16 +186,17 @@ def _decide_each(
         except PolicyError as conflict:
             problems += conflict.problems
             continue
+        kind: Kind = "value"
         if decision == "offload":
             if _composite_bytes(value, by_name) < int(policy.min_offload_bytes):
                 decision, reason = "save", "smaller than min_offload_bytes"
             elif override.decision != "offload":
-                decision, reason = override.decision, override.reason
+                decision, reason, kind = override.decision, override.reason, "overridden"
         if value.role == "carry" and decision == "recompute":
-            decision, reason = "save", "carry"
+            decision, reason, kind = "save", "carry", "value"
         elif value.role == "weight" or (value.role == "argument" and decision != "offload"):
-            decision, reason = "save", ARGUMENT
-        decided.append(_Decided(value, names, decision, reason))
+            decision, reason, kind = "save", "argument", "argument"
+        decided.append(_Decided(value, names, decision, reason, kind))
     return decided, problems
 
 
@@ -259,9 +271,9 @@ def dots_matched_nothing(policy: Policy) -> str:
     return f"dots: {policy.dots} matched nothing: the function has no untagged matrix product without batch dimensions"
 
 
-def _notes(values: list[Value], policy: Policy, primal: Jaxpr | None) -> tuple[str, ...]:
+def _notes(values: list[Value], policy: Policy, primal: Jaxpr | None, no_dots: bool) -> tuple[str, ...]:
     notes = [f"offload_modules: {module} -> {', '.join(MODULES[module])}" for module in policy.offload_modules]
-    if policy.dots != "recompute" and not any(v.names == [DOT] for v in values):
+    if no_dots:
         notes.append(dots_matched_nothing(policy))
     kept = {n.text for v in values for n in v.names}
     for site in walk(primal) if primal else ():

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr
 
-from .layer import Layer
+from .layer import Kept, Layer
 from .source import Source
 
 
@@ -69,14 +69,18 @@ class Segment(NamedTuple):
 
         def at(place: str, layers: int, axes: int) -> list[Source]:
             kept = those(self.layer.kept, self.places(), place)
-            why = lambda k: k.source.where or (self.reason if k.place == "host" else "")
-            return [k.source._replace(where=why(k), layers=layers, empty=0, axes=axes) for k in kept]
+            return [self.source_of(k)._replace(layers=layers, empty=0, axes=axes) for k in kept]
 
-        host = [source._replace(where="", empty=1) for source in at("host", self.layers - 1, 1)]
+        host = [source._replace(where="", kind="value", empty=1) for source in at("host", self.layers - 1, 1)]
         last = at("host", 1, 0)
         if self.on_host == self.layers:
-            last = [source._replace(where="") for source in last]
+            last = [source._replace(where="", kind="value") for source in last]
         return [*host, *last, *at("device", self.layers, 1), *at("once", 1, 0)]
+
+    def source_of(self, kept: Kept) -> Source:
+        """The source of a value in layers of this segment that do not offload."""
+        overrides = kept.place == "host" and kept.source.by_plan and self.reason
+        return kept.source._replace(where=self.reason, kind="overridden") if overrides else kept.source
 
 
 def segment_of(span: Span, layer: Layer) -> Segment:

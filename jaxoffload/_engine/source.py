@@ -1,7 +1,7 @@
 """The source of a residual: its variable is followed back through calls and loops to the equation that defines it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import cond_p, name_p, scan_p
@@ -11,12 +11,22 @@ from .._names import PlanName, read_plan_name
 from .values import keeps_all_bits
 from .walk import bodies
 
+Kind = Literal[
+    "value",  # of an equation; if it has a name, it is where its plan put it
+    "argument",  # of the whole function
+    "input",  # of something that is not looked into
+    "constant",
+    "once",  # the same in every layer, so saved once, whatever its plan says
+    "overridden",  # its plan says offload, but its layers do not
+]
+
 
 class Source(NamedTuple):
     """What a residual is."""
 
     name: PlanName | None  # None for an untagged value
-    where: str  # words for the table
+    where: str  # words for the table; empty where the plan's reason says it
+    kind: Kind = "value"
     layers: int = 1  # how many layers' values it holds
     empty: int = 0  # and how many empty rows
     axes: int = 0  # leading axes that these lie along
@@ -26,6 +36,11 @@ class Source(NamedTuple):
     def names(self) -> tuple[PlanName, ...]:
         """All of the plans' names, `name` first."""
         return (self.name, *self.others) if self.name else ()
+
+    @property
+    def by_plan(self) -> bool:
+        """Whether the value is where its plan put it."""
+        return self.name is not None and self.kind == "value"
 
 
 def is_its_operand(eqn: JaxprEqn) -> bool:
@@ -48,7 +63,7 @@ def source_of(jaxpr: Jaxpr, var: Any) -> Source:
     var = follow(jaxpr, var, is_a_view)
     eqn = next((eqn for eqn in jaxpr.eqns if isinstance(var, Var) and var in eqn.outvars), None)
     if eqn is None:
-        return Source(None, "an input" if isinstance(var, Var) else "a constant")
+        return Source(None, "an input", "input") if isinstance(var, Var) else Source(None, "a constant", "constant")
     if name := _plan_name(eqn):
         return Source(name, "")
     index = eqn.outvars.index(var)
@@ -64,12 +79,16 @@ def source_of(jaxpr: Jaxpr, var: Any) -> Source:
 
 
 def _source_of_scan(scan: JaxprEqn, body: Jaxpr, index: int, inside: Source) -> Source:
-    if not _is_stack(scan, body, index):
-        return inside._replace(where=inside.where and "the last carry of a scan")
-    where = "the carry of a scan" if inside.where == "an input" else f"{inside.where}, in a scan"
+    is_stack = _is_stack(scan, body, index)
+    source = inside
+    if not inside.by_plan:
+        stacked = "the carry of a scan" if inside.kind == "input" else f"{inside.where}, in a scan"
+        where = stacked if is_stack else "the last carry of a scan"
+        source = inside._replace(where=where, kind=inside.kind if inside.name else "value")
+    if not is_stack:
+        return source
     length = scan.params["length"]
-    layers, empty = inside.layers * length, inside.empty * length
-    return inside._replace(where=inside.where and where, layers=layers, empty=empty, axes=inside.axes + 1)
+    return source._replace(layers=inside.layers * length, empty=inside.empty * length, axes=inside.axes + 1)
 
 
 def _source_of_slot(branches: list[Source]) -> Source:

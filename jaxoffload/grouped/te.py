@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._interface import FP8, Backend, BackendMissing, Half, Shape, column_wise, in_groups, known, row_wise, unbatched
+from ._interface import FP8, Backend, BackendMissing, Half, Shape, in_groups, known, unbatched
 from ._ragged_fp8 import E4M3, E5M2, amax_of_groups
 from ._tensor import GroupedTensor
 
@@ -91,30 +91,8 @@ def _cublas() -> tuple[int, int, int]:
     return version // 10000, version // 100 % 100, version % 100
 
 
-def to_te(x: GroupedTensor, dtype: Any = jnp.bfloat16, columnwise: bool = False) -> Any:
-    """TransformerEngine's tensor of the same buffers.
-
-    Args:
-      x: what to convert.
-      dtype: the dtype that it is dequantised to.
-      columnwise: take the column-wise copy instead of the row-wise one.
-
-    Returns:
-      A `GroupedNoScaleTensor`, or a `GroupedScaledTensor1x` if `x` is quantised.
-
-    Raises:
-      ImportError: TransformerEngine cannot be imported, or is too old.
-      ValueError: `x` has no column-wise copy.
-    """
-    if columnwise and x.columnwise_data is None:
-        raise ValueError("to_te: columnwise: True, but columnwise_data is None")
-    if columnwise:
-        return _scaled(column_wise(x), x.amax, dtype, columnwise=True)
-    return _plain(x.data, x.group_sizes, x.amax) if x.scale_inv is None else _scaled(row_wise(x), x.amax, dtype)
-
-
 def from_te(rowwise: Any, columnwise: Any = None) -> GroupedTensor:
-    """The `GroupedTensor` of the same buffers: the inverse of `to_te`.
+    """The `GroupedTensor` of the same buffers.
 
     Args:
       rowwise: a `GroupedNoScaleTensor`, or a row-wise `GroupedScaledTensor1x`.
@@ -144,18 +122,18 @@ def from_te(rowwise: Any, columnwise: Any = None) -> GroupedTensor:
     return GroupedTensor(**fields)
 
 
-def _plain(data: jax.Array, group_sizes: jax.Array | None, amax: Any = None) -> Any:
+def _plain(data: jax.Array, group_sizes: jax.Array | None) -> Any:
     """TransformerEngine's tensor of unquantised rows (M, K) in groups; without group sizes, of matrices (G, K, N)."""
     no_scale = load("quantize").GroupedNoScaleTensor
-    return no_scale(data=data, amax=amax, first_dims=group_sizes, last_dims=None, original_shape=data.shape)
+    return no_scale(data=data, amax=None, first_dims=group_sizes, last_dims=None, original_shape=data.shape)
 
 
-def _scaled(half: Half, amax: Any, dtype: Any, columnwise: bool = False) -> Any:
+def _scaled(half: Half, dtype: Any, columnwise: bool = False) -> Any:
     quantize, sizes = load("quantize"), half.group_sizes
     return quantize.ScaledTensorFactory.create_1x(
         half.data.reshape(-1),
         _packed(half.scale_inv, sizes),
-        amax if amax is None else _packed(amax, sizes),
+        None,  # amax
         scaling_mode=quantize.ScalingMode.CURRENT_TENSOR_SCALING,
         dq_dtype=dtype,
         is_colwise=columnwise,
@@ -324,15 +302,15 @@ def _matrices(w: Any, group_sizes: jax.Array) -> Any:
 
 
 def forward_fp8(x: Half, w: Any, dtype: Any) -> jax.Array:
-    return _gemm(_scaled(x, None, dtype), _matrices(w, x.group_sizes), _FORWARD)
+    return _gemm(_scaled(x, dtype), _matrices(w, x.group_sizes), _FORWARD)
 
 
 def dx_fp8(dy: Half, w: Any, dtype: Any) -> jax.Array:
-    return _gemm(_scaled(dy, None, dtype), _matrices(w, dy.group_sizes), _DX)
+    return _gemm(_scaled(dy, dtype), _matrices(w, dy.group_sizes), _DX)
 
 
 def dw_fp8(x: Half, dy: Half, dtype: Any) -> jax.Array:
-    return _gemm(_scaled(x, None, dtype, columnwise=True), _scaled(dy, None, dtype, columnwise=True), _DW)
+    return _gemm(_scaled(x, dtype, columnwise=True), _scaled(dy, dtype, columnwise=True), _DW)
 
 
 TE_FP8 = FP8("te", refuses_fp8, quantize, weights, forward_fp8, dx_fp8, dw_fp8)

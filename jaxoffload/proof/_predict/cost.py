@@ -14,8 +14,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import cond_p, dot_general_p, scan_p, while_p
 
 from ..._engine.walk import devices_of, nested
-from ..._jax import ALONE, IN_PLACE, OPAQUE, PARTS, SAME, SHARD_MAP, nbytes
-from .._program.kernels import MATMULS, flops_of, is_attention
+from ..._jax import ALONE, IN_PLACE, MATMULS, OPAQUE, PARTS, SAME, SHARD_MAP, is_attention, is_causal, nbytes
+from .._program.kernels import flops_of
 from .machine import Machine, attention_flops
 
 
@@ -131,7 +131,7 @@ def _computing(eqn: JaxprEqn, machine: Machine) -> float | None:
     shapes = [array.shape for array in arrays]
     if is_attention(eqn.primitive.name):
         forward, backward = machine.attention_tflops
-        flops = attention_flops(shapes[0], shapes[1], "causal" in str(eqn.params).lower())
+        flops = attention_flops(shapes[0], shapes[1], is_causal(eqn.params))
         is_backward = any(word in eqn.primitive.name for word in ("bwd", "backward"))
         return 2.5 * flops / backward / 1e12 if is_backward else flops / forward / 1e12
     # The rate depends on the bytes of a number: float8 is twice as fast as bfloat16, float32 (as TF32) half as fast.

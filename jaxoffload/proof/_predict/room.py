@@ -19,8 +19,7 @@ from jax.extend.core.primitives import cond_p, device_put_p, while_p
 from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.device_bytes import Array, Division, Step, Straight, division, straight
 from ..._engine.walk import nested, operands_of
-from ..._jax import LOOPS, NOT_IN_PLACE, SAME, UNFUSED, on_host
-from .._program.kernels import is_attention
+from ..._jax import LOOPS, NOT_IN_PLACE, REDUCTIONS, SAME, UNFUSED, is_attention, on_host
 
 _WITH_LOOPS = (forward_p, backward_p)
 
@@ -102,7 +101,7 @@ class _Walk:
             return "fused"
         if name in UNFUSED or is_attention(name):
             return "kernel"
-        return "reduction" if name.startswith(("reduce_", "arg")) else "fused"
+        return "reduction" if name in REDUCTIONS else "fused"
 
     def lives(self, program: Straight) -> _Lives:
         same: dict[Array, Array] = {}

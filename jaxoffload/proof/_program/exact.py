@@ -1,7 +1,6 @@
 """How programs are compiled to be compared: options and settings under which equal arithmetic gives equal bits."""
 
 import contextlib
-import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -10,9 +9,9 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr
 
-from ..._engine.walk import nested
+from ..._engine.walk import walk
+from ..._jax import CUDNN_CONFIG, cudnn_lowering, is_cudnn_attention
 
-_CONFIG = "create_dot_product_attention_backend_config_base"  # what JAX says to XLA of cuDNN's attention
 _MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's variable
 
 # XLA:CPU makes a kernel of what it fuses, and of a small loop; LLVM contracts a product and a sum in a kernel into one
@@ -89,7 +88,7 @@ def deterministic_attention() -> Iterator[None]:
       function stays as it is, and `not_exact` says so.
     - The environment variable NVTE_ALLOW_NONDETERMINISTIC_ALGO, which TransformerEngine reads as it lowers, is "0".
     """
-    (lowering, config_of), before = _cudnn_lowering(), os.environ.get(_MAY_BE_ATOMIC)
+    (lowering, config_of), before = cudnn_lowering(), os.environ.get(_MAY_BE_ATOMIC)
     this_thread = threading.get_ident()
 
     def deterministic(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -102,33 +101,19 @@ def deterministic_attention() -> Iterator[None]:
     try:
         os.environ[_MAY_BE_ATOMIC] = "0"
         if config_of:
-            setattr(lowering, _CONFIG, deterministic)
+            setattr(lowering, CUDNN_CONFIG, deterministic)
         yield
     finally:
         if config_of:
-            setattr(lowering, _CONFIG, config_of)
+            setattr(lowering, CUDNN_CONFIG, config_of)
         if before is None:
             del os.environ[_MAY_BE_ATOMIC]
         else:
             os.environ[_MAY_BE_ATOMIC] = before
 
 
-def _cudnn_lowering() -> tuple[Any, Callable[..., dict[str, Any]] | None]:
-    """JAX's module, and its function that writes the configuration; None where this JAX has none."""
-    try:
-        module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
-    except ImportError:
-        return None, None
-    return module, getattr(module, _CONFIG, None)
-
-
 def not_exact(jaxpr: Jaxpr) -> str:
     """Why one program may give other bits each time it runs, whatever the options; empty if it may not."""
-    if _cudnn_lowering()[1] or not _calls_cudnn_attention(jaxpr):
+    if cudnn_lowering()[1] or not any(is_cudnn_attention(site.eqn.primitive.name) for site in walk(jaxpr)):
         return ""
     return "this JAX offers no way to ask cuDNN's attention to be deterministic: docs/upstream.md#cudnn-deterministic"
-
-
-def _calls_cudnn_attention(jaxpr: Jaxpr) -> bool:
-    calls = lambda eqn: "dot_product_attention" in eqn.primitive.name or any(map(_calls_cudnn_attention, nested(eqn)))
-    return any(map(calls, jaxpr.eqns))

@@ -12,9 +12,6 @@ from ..._engine.source import Source, follow, is_a_view, source_of
 from ..._engine.walk import nested, operands_of
 from ..._jax import on_host
 
-GIVEN = "an argument"
-INPUTS = (GIVEN, "an input", "a constant")  # "an input": of something that is not looked into
-
 
 class HostTransfer(NamedTuple):
     """A value that is put into host memory.
@@ -54,9 +51,9 @@ class Scope:
 
     def _input(self, index: int) -> tuple[Source, str | None]:
         if self.around is None:
-            return Source(None, GIVEN), None
+            return Source(None, "an argument", "argument"), None
         outside = self.inputs[index]
-        return (Source(None, "an input"), None) if outside is None else self.around.source(outside)
+        return (Source(None, "an input", "input"), None) if outside is None else self.around.source(outside)
 
 
 def _transfers(scope: Scope) -> Iterator[HostTransfer]:

@@ -24,11 +24,6 @@ KINDS = {
 _PADDING = 1.02  # of a matmul's sides, to multiples that its kernel needs
 
 
-def is_attention(name: str) -> bool:
-    """Whether a primitive of this name is cuDNN's or TransformerEngine's attention."""
-    return "dot_product_attention" in name or "fused_attn" in name
-
-
 class Kernels(NamedTuple):
     """How often kernels of each kind run, and the FLOPs of the matmuls; None where they cannot be told."""
 

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..._table import EMPTY, OFFLOADED, RECOMPUTED, SAVED, Residuals
+from ..._table import OFFLOADED, RECOMPUTED, SAVED, Residuals
 from ..._text import readable
 from .._program.trace import Span
 from .profile import Move, Profile
@@ -107,7 +107,7 @@ def memory(table: Residuals) -> Memory | None:
     layers = max(layers_of.values(), default=0)
     if layers < 2 or not table.host_bytes:
         return None
-    moving = [row for row in table if row.state == OFFLOADED and row.reason != EMPTY]
+    moving = [row for row in table if row.state == OFFLOADED and row.kind != "padding"]
     moved, offloaded = sum(row.bytes_per_layer for row in moving), max((row.layers for row in moving), default=0)
     per_layer = (table.device_bytes - table.untagged_bytes + sum(row.bytes for row in moving)) / layers
     up = list(range(layers + 1))

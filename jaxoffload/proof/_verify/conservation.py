@@ -7,10 +7,9 @@ layer and a stated tolerance.
 import jax
 
 from ..._compiler_options import compiler_options
-from ..._engine.plan import ARGUMENT
 from ..._reference import as_reference, with_layers
 from ..._residuals import residuals
-from ..._table import EMPTY, OFFLOADED, RECOMPUTED, SHARES, Residual, Residuals
+from ..._table import OFFLOADED, RECOMPUTED, Residual, Residuals
 from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found, Verdict
 from .._program.exact import compiled
@@ -27,7 +26,7 @@ def conservation(target: Target) -> Found:
         return NOT_CHECKED, "a step's residuals are inside of it; verify its loss"
     ours, reference = (residuals(loss, *target.args) for loss in (target.loss, as_reference(target.loss)))
     moved = _moved(ours, reference)
-    recomputed = [row for row in ours if row.state == RECOMPUTED and row.reason == "other_layers"]
+    recomputed = [row for row in ours if (row.state, row.decision, row.kind) == (RECOMPUTED, "recompute", "overridden")]
     freed, held = reference.device_bytes - ours.device_bytes, sum(row.bytes for row in [*moved, *recomputed])
     detail = f"by the jaxpr {readable(freed)} less than the reference's on the device, {readable(held)} on the host"
     if freed != held:
@@ -40,7 +39,7 @@ def conservation(target: Target) -> Found:
 
 def _cannot_be_told(target: Target, reference: Residuals) -> str:
     """Why bytes may differ although nothing is wrong; empty if they may not."""
-    if any(SHARES in row.reason for row in reference):
+    if any(row.kind == "shared" for row in reference):
         return "branches of a cond share a residual in the reference, and not where one moves"
     if target.plans.overlap:
         return "plans are nested, and in the reference the outer one keeps more"
@@ -50,8 +49,8 @@ def _cannot_be_told(target: Target, reference: Residuals) -> str:
 
 def _moved(ours: Residuals, reference: Residuals) -> list[Residual]:
     """What the device has less of: arguments that are offloaded stay with the caller too."""
-    arguments = {row.names for row in reference if row.reason == ARGUMENT}
-    return [row for row in ours if row.state == OFFLOADED and row.reason != EMPTY and row.names not in arguments]
+    arguments = {row.names for row in reference if row.kind == "argument"}
+    return [row for row in ours if row.state == OFFLOADED and row.kind != "padding" and row.names not in arguments]
 
 
 def _by_plan(target: Target, moved: list[Residual], on_the_host: int) -> Found:

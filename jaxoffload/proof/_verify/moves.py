@@ -13,7 +13,7 @@ from ..._residuals import residuals
 from ..._table import SAVED
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import kernels
-from .._program.host_transfers import GIVEN, INPUTS, HostTransfer
+from .._program.host_transfers import HostTransfer
 from .._program.target import Target
 
 
@@ -52,12 +52,12 @@ def _forbidden(transfer: HostTransfer, target: Target) -> Iterator[tuple[str, st
             row = target.plans.rows.get(str(source.name))
             names = ", ".join(row.names) if row else str(source.name)
             yield names or "a matrix product", f"which is marked {source.name.decision}"
-    elif source.where == GIVEN:  # a weight may have the shape of a moment that lives there
+    elif source.kind == "argument":  # a weight may have the shape of a moment that lives there
         yield what, f"which is named {transfer.name!r} and stays with the caller" if transfer.name else _UNNAMED
     elif _lives_there(transfer, target):
         pass
     elif transfer.name is None:
-        if target.plans.plans or source.where in INPUTS:
+        if target.plans.plans or source.kind in ("input", "constant"):
             yield what, _UNNAMED
     elif target.policies and all(isinstance(policy, Policy) for policy in target.policies):
         name = read_names(transfer.name)[0]

@@ -156,7 +156,7 @@ def made_by(where: str, arguments: Sequence[str]) -> Made:
     except ModuleNotFoundError as why:
         if not f"{module_name}.".startswith(f"{why.name}."):  # something that it imports is missing
             raise
-        raise CannotRun(f"{where}: {why}; the module must be found from this folder") from why
+        raise CannotRun(f"{where}: {why}; the module must be importable from this folder") from why
     if (make := getattr(module, name, None)) is None:
         defined = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
         raise CannotRun(f"{where}: {module_name} has no function {name!r}{nearest(name, defined)}")
@@ -246,7 +246,7 @@ def report(options: argparse.Namespace) -> int:
     made = made_by(options.function, options.arguments)
     if (table := table_of(made)) is None:
         raise CannotRun(
-            "this is a step, whose residuals are inside of it; return its loss and the loss's arguments too"
+            "this is a step, whose residuals are internal to it; return its loss and the loss's arguments too"
         )
     known = read_machine(options.machine) if options.machine else proof.known_machine()
     fits = proof.fits(made.loss, *made.loss_args, machine=known) if known else None

@@ -339,7 +339,7 @@ def test_compiler_options_are_accepted_and_the_plan_frees_what_it_moves():
 
     saved, offloaded = memory("save"), memory("offload")
     assert saved.host_temp_size_in_bytes == 0
-    assert offloaded.host_temp_size_in_bytes == (N + 1) * size  # one row stays empty
+    assert offloaded.host_temp_size_in_bytes == (N + 1) * size  # one row is padding
     freed = saved.temp_size_in_bytes - offloaded.temp_size_in_bytes
     # Less one or two buffers in flight, because of double buffering and the copies.
     assert (N - 3) * size <= freed <= N * size + 2**16  # buffers are aligned

@@ -199,7 +199,7 @@ def layer_bytes(stream: int, kv: int, wide: int) -> dict[str, int]:
         **dict.fromkeys(of_stream.split(), stream),
         **dict.fromkeys(["attn/k", "attn/v"], kv),
         **dict.fromkeys(["mlp/fc1.gate", "mlp/fc1.up", "mlp/act"], wide),
-        "(matrix_product)": stream + kv,  # q and k before RoPE
+        "(matmul)": stream + kv,  # q and k before RoPE
     }
 
 
@@ -300,8 +300,8 @@ BY_HAND = {
         LLAMA,
         32 * (512 + 128 + 128 + 512 + 2 * 1792) * MIB,
         {
-            "offloaded": {32: "(matrix_product) attn/v attn/out mlp/fc1.gate mlp/fc1.up"},
-            "saved": {32: "layer_input", 1: "(matrix_product) attn/v attn/out mlp/fc1.gate mlp/fc1.up"},
+            "offloaded": {32: "(matmul) attn/v attn/out mlp/fc1.gate mlp/fc1.up"},
+            "saved": {32: "layer_input", 1: "(matmul) attn/v attn/out mlp/fc1.gate mlp/fc1.up"},
             "recomputed": {32: "attn/norm attn/q attn/k attn/context mlp_input mlp/norm mlp/act"},
             "not needed": {0: "mlp/fc2"},
         },
@@ -414,7 +414,7 @@ def test_the_residuals_of_each_config_weigh_what_the_hand_says(name):
     got = Counter()
     for row in table:
         if row.names:
-            got[row.state, ", ".join(row.names).replace(" ", "_")] += row.bytes
+            got[row.state, ", ".join(row.names)] += row.bytes
     a_layer, host, states = BY_HAND[name]
     want = {
         (state, residual): rows * a_layer[residual]

@@ -281,7 +281,7 @@ def test_rule_4_dots_keep_untagged_matmuls_without_batch_dimensions():
     assert kept(under(dots, {"fc1": "recompute"}, dots="save"), X, W) == {DEVICE: 1}
     assert kept(under(dots, {"fc1": "recompute"}, dots="offload"), X, W) == {HOST: 1}
     found = states(under(dots, {"fc1": "recompute"}, dots="offload"), X, W)
-    assert found["(matrix product)"] == ("offloaded", "dots")
+    assert found["(matmul)"] == ("offloaded", "dots")
 
 
 @pytest.mark.claim("recompute-wins")

@@ -53,7 +53,7 @@ def test_any_number_of_layers_forwards_and_in_reverse(n):
     got, want = run_each(list(map(both, ours)), X, ws), run_each(list(map(both, reference)), X, ws)
     for g, w in zip(got, want, strict=True):
         assert_same_bits(g, w)
-    assert kept_bytes(ours[0], X, ws)[1] == (n * ONE if n > 1 else 0)  # one row stays empty
+    assert kept_bytes(ours[0], X, ws)[1] == (n * ONE if n > 1 else 0)  # one row is padding
 
 
 @pytest.mark.parametrize("unroll", [2, 5, True])

@@ -18,7 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._interface import FP8, Backend, BackendMissing, Half, Shape, column_wise, in_groups, known, row_wise, unbatched
+from ._interface import (
+    FP8,
+    Backend,
+    BackendMissing,
+    QuantizedCopy,
+    Shape,
+    column_wise,
+    in_groups,
+    known,
+    row_wise,
+    unbatched,
+)
 from ._ragged_fp8 import E4M3, E5M2, amax_of_groups
 from ._tensor import GroupedTensor
 
@@ -150,7 +161,7 @@ def _plain(data: jax.Array, group_sizes: jax.Array | None, amax: Any = None) -> 
     return no_scale(data=data, amax=amax, first_dims=group_sizes, last_dims=None, original_shape=data.shape)
 
 
-def _scaled(half: Half, amax: Any, dtype: Any, columnwise: bool = False) -> Any:
+def _scaled(half: QuantizedCopy, amax: Any, dtype: Any, columnwise: bool = False) -> Any:
     quantize, sizes = load("quantize"), half.group_sizes
     return quantize.ScaledTensorFactory.create_1x(
         half.data.reshape(-1),
@@ -323,15 +334,15 @@ def _matrices(w: Any, group_sizes: jax.Array) -> Any:
     return packed
 
 
-def forward_fp8(x: Half, w: Any, dtype: Any) -> jax.Array:
+def forward_fp8(x: QuantizedCopy, w: Any, dtype: Any) -> jax.Array:
     return _gemm(_scaled(x, None, dtype), _matrices(w, x.group_sizes), _FORWARD)
 
 
-def dx_fp8(dy: Half, w: Any, dtype: Any) -> jax.Array:
+def dx_fp8(dy: QuantizedCopy, w: Any, dtype: Any) -> jax.Array:
     return _gemm(_scaled(dy, None, dtype), _matrices(w, dy.group_sizes), _DX)
 
 
-def dw_fp8(x: Half, dy: Half, dtype: Any) -> jax.Array:
+def dw_fp8(x: QuantizedCopy, dy: QuantizedCopy, dtype: Any) -> jax.Array:
     return _gemm(_scaled(x, None, dtype, columnwise=True), _scaled(dy, None, dtype, columnwise=True), _DW)
 
 

@@ -87,7 +87,7 @@ class Fits:
 
     @property
     def exposed_ms(self) -> float | None:
-        """Milliseconds of a step's copies that nothing hides; None where no loop offloads."""
+        """Milliseconds of copies per step that are exposed; None where no loop offloads."""
         return round(sum(loop.exposed_ms(loop.together) for loop in self.loops), 3) if self.loops else None
 
     def to_json(self) -> str:
@@ -104,7 +104,7 @@ class Fits:
 
     def __str__(self) -> str:
         if not self.loops:
-            return "copies: not predicted: no scan offloads anything, and chain and checkpoint have no loop"
+            return "no prediction: no scan offloads; chain and checkpoint are not covered"
         lines = [f"copies on {self.devices} {self.machine.device}, predicted from FLOPs and bytes"]
         if self.devices > self.machine.gpus:
             lines[0] += f" (the bus was measured with {self.machine.gpus} GPU(s) copying at once)"
@@ -120,7 +120,7 @@ class Fits:
                 lines.append(f"  {copy.residual:26} {readable(copy.bytes):>10} {ms}  {verdict}")
             if loop.unknown:
                 lines.append(f"  ({', '.join(sorted(loop.unknown))} may take longer: only the bytes are known)")
-        lines.append(f"nothing hides {self.exposed_ms:.2f} ms of a step's copies")
+        lines.append(f"{self.exposed_ms:.2f} ms of copies per step are exposed")
         return "\n".join(lines)
 
 

@@ -46,7 +46,7 @@ class Instruction(NamedTuple):
     @property
     def scope(self) -> str:
         """The residual whose scope, opened by `scan` or `chain`, the metadata names; empty if none."""
-        return _first(r"jaxoffload\((\(matrix product\)|[^()]*)\)", self.text)
+        return _first(r"jaxoffload\((\(matmul\)|[^()]*)\)", self.text)
 
     @property
     def starts_host_copy(self) -> bool:
@@ -256,7 +256,7 @@ def _row_bytes(shape: str) -> tuple[int, int]:
 
 
 def dtype_and_sizes(shape: str) -> tuple[str, list[int]]:
-    """Those of `bf16[9,512,256]{...}`, or of the first of several shapes."""
+    """Return the dtype and the sizes of `bf16[9,512,256]{...}`, or of the first of several shapes."""
     found = re.search(r"(\w+)\[([\d,]*)\]", shape)
     assert found, shape
     return found[1], [int(size) for size in found[2].split(",") if size]

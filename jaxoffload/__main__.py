@@ -36,7 +36,7 @@ USAGE = """\
 report prints where the backward pass finds each residual, and why. It allocates nothing and runs on any machine. For
 a machine that was measured, here or elsewhere, it also says whether each residual's copies fit behind its layer.
 verify runs the function here and checks what is claimed of it.
-profile runs the step on a GPU and prints how long each residual's copies take, and how much of that nothing hides.
+profile runs the step on a GPU and prints how long each residual's copies take, and how much of that is exposed.
 machine measures the GPUs of this machine, or prints what it measured before; it takes no function.
 
 MODULE:FUNCTION is called with the ARGUMENTs, which are strings. It returns (f, args), a loss or a training step and a
@@ -294,7 +294,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def profile(options: argparse.Namespace) -> int:
-    """Run the step on a GPU and print how long each residual's copies take, and how much of that nothing hides."""
+    """Run the step on a GPU and print how long each residual's copies take, and how much of that is exposed."""
     made = made_by(options.function, options.arguments)
     profiled = proof.profile(made.f, *made.args)
     print(profiled.to_json() if options.json else profiled)

@@ -230,7 +230,7 @@ def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy
     """How many layers offload: as many as the policy says and the host has room for, 0 if they have nothing to."""
     each = linearize(body, perturbed, policy, strict, Override()).host_bytes
     wanted = policy.offloaded_layers(length) if each else 0
-    need = lambda layers: each * (layers + 1)  # and an empty row
+    need = lambda layers: each * (layers + 1)  # and a padding row
     return admitted("scan", [body.jaxpr], wanted, need, policy.on_host_full) if wanted else 0
 
 

@@ -35,7 +35,7 @@ def pool(monkeypatch):
 
 def test_a_pool_that_holds_the_need_changes_nothing(pool):
     pool((N + 1) * ONE)
-    assert kept_bytes(stack(), X, WS)[1] == (N + 1) * ONE  # with an empty row
+    assert kept_bytes(stack(), X, WS)[1] == (N + 1) * ONE  # with a padding row
 
 
 @pytest.mark.claim("host-pool")
@@ -56,7 +56,7 @@ def test_on_host_full_save_offloads_fewer_layers_with_one_warning(pool):
     with pytest.warns(UserWarning, match="enough for 3") as seen:
         table = residuals(f, X, WS)
     assert len(seen) == 1
-    assert table.host_bytes == 4 * ONE  # with an empty row
+    assert table.host_bytes == 4 * ONE  # with a padding row
     assert [r.layers for r in table if r.reason == "other_layers"] == [3]
 
 

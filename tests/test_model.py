@@ -604,7 +604,7 @@ def test_on_host_full_save_offloads_fewer_layers_of_each_stack(monkeypatch):
 
 
 def test_a_small_run_is_not_judged_by_the_batch_that_names_are_looked_up_with(monkeypatch):
-    monkeypatch.setenv(POOL, str(4 * 4 * 32 * 2 * 512 / 2**30))  # 3 layers and an empty row of gate and up
+    monkeypatch.setenv(POOL, str(4 * 4 * 32 * 2 * 512 / 2**30))  # 3 layers and a padding row of gate and up
     small = ["train.batch_size=1", "train.seq_len=32", "train.loss_chunk=32"]
     assert main([str(CONFIGS / "tiny.yaml"), *small, "--report"]) == 0
     assert main([str(CONFIGS / "tiny.yaml"), *small, "train.batch_size=2", "--report"]) == 2

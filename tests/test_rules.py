@@ -597,7 +597,7 @@ def test_rule_6_layers(fields, offloaded, saved, reverse):
         if r.names == ("fc1",):
             layers[r.state] += r.layers
     assert layers == {"offloaded": offloaded, "saved": saved, "recomputed": 6 - offloaded - saved}
-    assert kept_bytes(f, X, WS)[1] == (offloaded + (offloaded > 0)) * ONE  # and an empty row
+    assert kept_bytes(f, X, WS)[1] == (offloaded + (offloaded > 0)) * ONE  # and a padding row
 
 
 def test_rule_6_the_report_says_resident():

@@ -30,7 +30,7 @@ def cached[T](make: Callable[..., T]) -> Callable[..., T]:
 
     The reference, and programs in which JAX looks for NaNs, have results of their own.
 
-    That argument is a jaxpr, something else that is hashed by its identity, or a tuple that begins with one, such as a
+    The first argument is a jaxpr, something else that is hashed by its identity, or a tuple that begins with one, such as a
     `Body`. The result must not refer to it.
     """
     memory: weakref.WeakKeyDictionary[Any, dict[Any, T]] = weakref.WeakKeyDictionary()
@@ -90,7 +90,7 @@ def full_plan(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool
 
 @cached
 def _differentiable(jaxpr: Jaxpr, dots: bool) -> tuple[bool, ...]:
-    """Find the floating-point inputs that reach no equation without a derivative, such as a callback, which raises."""
+    """Find the floating-point inputs that reach no equation without a derivative, such as a callback: it would raise."""
     floating = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals)
 
     def has_derivative(perturbed: tuple[bool, ...]) -> bool:
@@ -102,6 +102,6 @@ def _differentiable(jaxpr: Jaxpr, dots: bool) -> tuple[bool, ...]:
 
     if has_derivative(floating):
         return floating
-    # It raises for any one operand that is perturbed, so inputs that pass alone also pass together.
+    # Such an equation raises for any operand that is perturbed, so inputs that pass alone also pass together.
     inputs = range(len(floating))
     return tuple(floating[i] and has_derivative(tuple(k == i for k in inputs)) for i in inputs)

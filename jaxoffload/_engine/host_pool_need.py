@@ -17,7 +17,7 @@ from .walk import nested
 
 
 class Stack(NamedTuple):
-    """What one segment of a scan keeps on the host, besides an empty row: `layers` of `each` bytes per device."""
+    """What one segment of a scan keeps on the host, besides a padding row: `layers` of `each` bytes per device."""
 
     layers: int
     each: int

@@ -91,7 +91,7 @@ class SegmentResiduals[T](NamedTuple):
     (https://github.com/openxla/xla: DynamicSliceFusionV2Thunk).
     """
 
-    host: list[T]  # (layers, ...) each, row 0 empty
+    host: list[T]  # (layers, ...) each, row 0 is padding
     last: list[T]  # the last layer's, on the host or not
     device: list[T]  # (layers, ...) each
     once: list[T]  # the same in every layer

@@ -94,7 +94,7 @@ def column_wise(x: GroupedTensor) -> QuantizedCopy:
 
 
 class FP8(NamedTuple):
-    """The same grouped GEMMs of quantised operands: row-wise copies for `forward` and `dx`, column-wise ones for `dw`.
+    """The grouped GEMMs of quantised operands: row-wise copies for `forward` and `dx`, column-wise ones for `dw`.
     The last argument is the result's dtype.
 
     Attributes:

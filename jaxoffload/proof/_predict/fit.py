@@ -34,7 +34,7 @@ class Fit:
     """The layers that one loop computes, and their copies, per device.
 
     Attributes:
-      layers: how many; `moved` of them have their residuals on the host. Each iteration copies, the first an empty row.
+      layers: how many; `moved` have their residuals on the host. Each iteration copies, the first a padding row.
       runs: how often the loop runs in a step; more than once inside of another loop.
       forward_ms, backward_ms: how long one layer computes, including what it recomputes.
       unknown: kernels of which only the bytes are known, so that they may take longer.
@@ -148,8 +148,8 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
       >>> layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
       >>> loss = lambda x, w: jnp.sum(scan(layer, x, w, policy=policy)[0])
       >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-      >>> found = fits(loss, shape(8192, 4096), shape(8, 4096, 4096), machine=h200)
-      >>> found.loops[0].copies[0].bytes
+      >>> prediction = fits(loss, shape(8192, 4096), shape(8, 4096, 4096), machine=h200)
+      >>> prediction.loops[0].copies[0].bytes
       67108864
     """
     run, _ = run_of(f, args)

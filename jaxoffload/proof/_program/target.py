@@ -81,7 +81,7 @@ class Target:
 
     @functools.cached_property
     def reference_program(self) -> Any:
-        """Its reference, compiled likewise."""
+        """The reference of `run`, compiled likewise."""
         return compiled(as_reference(self.run), self.arrays, repeatable_options())
 
     def exact_programs(self) -> tuple[Any, Any]:

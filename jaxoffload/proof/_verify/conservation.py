@@ -69,7 +69,7 @@ def _by_memory_analysis(target: Target, moved: list[Residual], on_the_host: int)
     # Each device has the whole of what is not divided among all of them.
     too_much = devices == 1 and held > 1.015 * wanted
     failed = too_much or FAILS in (_at_least(freed, predicted), _at_least(held, wanted))
-    detail = f"planned {readable(freed)} less, {_prediction(predicted)}"
+    detail = f"XLA planned {readable(freed)} less, {_prediction(predicted)}"
     return FAILS if failed else HOLDS, f"{detail}, and {readable(held)} on the host for {readable(wanted)}"
 
 

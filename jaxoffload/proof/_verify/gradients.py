@@ -89,7 +89,7 @@ def _by_rounding(results: Results, args: tuple[Any, ...]) -> Found:
 
 
 def _by_norm(results: Results) -> Found:
-    """The same, where there is no room to run the reference beside two copies of the arguments."""
+    """Judge by the norm where the reference does not fit beside two copies of the arguments."""
     distance = furthest(results.ours, results.reference)
     is_far = in_any_process(not distance <= CHAOTIC)
     missing = need(results.reference_program, copies=2)

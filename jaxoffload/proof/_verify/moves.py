@@ -52,9 +52,9 @@ def _forbidden(transfer: HostTransfer, target: Target) -> Iterator[tuple[str, st
             row = target.plans.rows.get(str(source.name))
             names = ", ".join(row.names) if row else str(source.name)
             yield names or "a matmul", f"which is marked {source.name.decision}"
-    elif source.where == GIVEN:  # a weight may have the shape of a moment that lives there
+    elif source.where == GIVEN:  # a weight may have the shape of a moment on the host
         yield what, f"which is named {transfer.name!r} and stays with the caller" if transfer.name else _UNNAMED
-    elif _lives_there(transfer, target):
+    elif _may_update_host_argument(transfer, target):
         pass
     elif transfer.name is None:
         if target.plans.plans or source.where in INPUTS:
@@ -69,7 +69,7 @@ def _forbidden(transfer: HostTransfer, target: Target) -> Iterator[tuple[str, st
 _UNNAMED = "which has no name"
 
 
-def _lives_there(transfer: HostTransfer, target: Target) -> bool:
+def _may_update_host_argument(transfer: HostTransfer, target: Target) -> bool:
     """Whether it may be the new value of an argument on the host, as an optimizer's state may be."""
     like = lambda aval: (aval.shape, aval.dtype)
     return like(transfer.aval) in {like(v.aval) for v in target.jaxpr.invars if on_host(v.aval)}
@@ -80,14 +80,14 @@ def producers(target: Target) -> Found:
     if not target.plans.plans:
         return NOT_CHECKED, "nothing in the function is jaxoffload's: what it means to keep is not known"
     again = list(dict.fromkeys(_recomputed(target)))
-    found = f"recomputed: {'; '.join(again)}" if again else "by the jaxpr none is recomputed"
+    detail = f"recomputed: {'; '.join(again)}" if again else "by the jaxpr none is recomputed"
     if again and not target.plans.rerun:  # else JAX says of some first runs, too, that they are differentiated
-        return FAILS, found
+        return FAILS, detail
     if target.plans.others or target.plans.overlap:
-        found += "" if again else " for jaxoffload"
-        return NOT_CHECKED, f"{found}; but what other checkpoints keep, or run again, is not known"
+        detail += "" if again else " for jaxoffload"
+        return NOT_CHECKED, f"{detail}; but what other checkpoints keep, or run again, is not known"
     verdict, compiled = _by_kernels(target)
-    return verdict, f"{found}{compiled}"
+    return verdict, f"{detail}{compiled}"
 
 
 def _recomputed(target: Target) -> Iterator[str]:

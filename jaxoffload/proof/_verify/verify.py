@@ -72,10 +72,10 @@ def verify(
       ...     layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
       ...     policy = Policy({"fc1": "offload"}, min_offload_bytes=0)
       ...     return jnp.sum(scan(layer, x, w, policy=policy)[0])
-      >>> found = verify(loss, jnp.ones((2, 8)), jnp.full((3, 8, 8), 0.1))
-      >>> found.ok
+      >>> verification = verify(loss, jnp.ones((2, 8)), jnp.full((3, 8, 8), 0.1))
+      >>> verification.ok
       True
-      >>> print(found["moves"])
+      >>> print(verification["moves"])
       holds        moves: the value that goes to the host is marked offload
     """
     return Verification(tuple(checks(f, *args, policy=policy, has_aux=has_aux, repeats=repeats, strict=strict)))

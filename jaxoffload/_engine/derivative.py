@@ -30,8 +30,8 @@ def cached[T](make: Callable[..., T]) -> Callable[..., T]:
 
     The reference, and programs in which JAX looks for NaNs, have results of their own.
 
-    The first argument is a jaxpr, something else that is hashed by its identity, or a tuple that begins with one, such as a
-    `Body`. The result must not refer to it.
+    The first argument is a jaxpr, something else that is hashed by its identity, or a tuple that begins with one, such
+    as a `Body`. The result must not refer to it.
     """
     memory: weakref.WeakKeyDictionary[Any, dict[Any, T]] = weakref.WeakKeyDictionary()
 
@@ -90,7 +90,7 @@ def full_plan(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool
 
 @cached
 def _differentiable(jaxpr: Jaxpr, dots: bool) -> tuple[bool, ...]:
-    """Find the floating-point inputs that reach no equation without a derivative, such as a callback: it would raise."""
+    """Find the floating-point inputs that reach no equation, such as a callback, without a derivative, which raises."""
     floating = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals)
 
     def has_derivative(perturbed: tuple[bool, ...]) -> bool:

@@ -24,8 +24,10 @@ def gradients(target: Target) -> Found:
     fitting = reference_that_fits(target)
     if fitting is None:
         scans = most_layers_of(target.jaxpr)
-        fewer = "truncated to the layers that fit, it offloads nothing" if scans else "only scans can be truncated"
-        return NOT_CHECKED, f"{need(target.reference_program)}, and {fewer}"
+        fewer = (
+            "truncated to the layers that fit, the target offloads nothing" if scans else "only scans can be truncated"
+        )
+        return NOT_CHECKED, f"{need(target.reference_program)}; {fewer}"
     layers = ""
     if fitting.max_layers is not None:
         layers = f", with the first {fitting.max_layers} layers of each scan: {need(target.reference_program)}"

@@ -409,7 +409,10 @@ CALLERS = "an argument float32<host>[4,16,32], which is named 'w_in' and stays w
         ),
         (in_a_scan(named_weight, by_jax("w_in")), CALLERS.replace("[4,", "[")),
         (in_a_scan(named_weight, Policy({"w_in": "offload"}, min_offload_bytes=0)), CALLERS.replace("[4,", "[")),
-        (lambda x, w: of_scan(x, w) + there_and_back(jnp.sin(x))[0, 0], "an input float32<host>[8,16], which nobody"),
+        (
+            lambda x, w: of_scan(x, w) + there_and_back(jnp.sin(x))[0, 0],
+            "an input float32<host>[8,16], which has no name",
+        ),
     ],
     ids=["in our layer", "named, by JAX", "named, by JAX with our policy", "beside ours"],
 )
@@ -455,7 +458,7 @@ def test_what_others_move_beside_ours_is_not_judged_by_bytes():
     beside = lambda x, w, v: of_scan(x, w) + in_a_scan(layer, by_jax("fc1"))(x, v)
     found = verify(beside, X, weights(LAYERS), weights(2))
     assert found.ok and found["conservation"].verdict == found["gradients"].verdict == "not checked", found
-    assert "1 value(s) go to the host in the reference too" in found["conservation"].detail
+    assert "1 value(s) also go to the host in the reference" in found["conservation"].detail
 
 
 def in_a_checkpoint(f):

@@ -36,7 +36,7 @@ USAGE = """\
 report prints where the backward pass finds each residual, and why. It allocates nothing and runs on any machine. For
 a machine that was measured, here or elsewhere, it also says whether each residual's copies fit behind its layer.
 verify runs the function here and checks what is claimed of it.
-profile runs the step on a GPU and prints how long each residual's copies take, and how much of that nothing hides.
+profile runs the step on a GPU and prints how long each residual's copies take, and how much of that is exposed.
 machine measures the GPUs of this machine, or prints what it measured before; it takes no function.
 
 MODULE:FUNCTION is called with the ARGUMENTs, which are strings. It returns (f, args), a loss or a training step and a
@@ -159,7 +159,7 @@ def made_by(where: str, arguments: Sequence[str]) -> Made:
     except ModuleNotFoundError as why:
         if not f"{module_name}.".startswith(f"{why.name}."):  # something that it imports is missing
             raise
-        raise CannotRun(f"{where}: {why}; the module must be found from this folder") from why
+        raise CannotRun(f"{where}: {why}; the module must be importable from this folder") from why
     if (make := getattr(module, name, None)) is None:
         defined = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
         raise CannotRun(f"{where}: {module_name} has no function {name!r}{nearest(name, defined)}")
@@ -248,7 +248,7 @@ def report(options: argparse.Namespace) -> int:
     made = made_by(options.function, options.arguments)
     if (table := table_of(made)) is None:
         raise CannotRun(
-            "this is a step, whose residuals are inside of it; return its loss and the loss's arguments too"
+            "this is a step, whose residuals are internal to it; return its loss and the loss's arguments too"
         )
     known = read_machine(options.machine) if options.machine else proof.known_machine()
     fits = proof.fits(made.loss, *made.loss_args, machine=known) if known else None
@@ -296,7 +296,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def profile(options: argparse.Namespace) -> int:
-    """Run the step on a GPU and print how long each residual's copies take, and how much of that nothing hides."""
+    """Run the step on a GPU and print how long each residual's copies take, and how much of that is exposed."""
     made = made_by(options.function, options.arguments)
     profiled = proof.profile(made.f, *made.args)
     print(profiled.to_json() if options.json else profiled)

@@ -198,7 +198,7 @@ def _refuse_what_does_not_fit(pieces: Pieces) -> None:
     need, pool = 2 * sum(count * size for count, size in rows), host_pool_bytes()
     if pool is not None and need > pool:
         text = f"two microbatches offload {readable(need)} per device; the pinned host pool holds {readable(pool)}"
-        raise HostPoolFull("accumulate", text, None, auto_axes())
+        raise HostPoolFull("accumulate", text, need, pool, None, auto_axes())
 
 
 def _offloads(pieces: Pieces) -> bool:

@@ -98,7 +98,7 @@ UNFUSED = NOT_IN_PLACE | {"scatter", "scatter-add"}
 CUDNN_ATTENTION = r"dot_product_attention_\w+_wrapper"
 ATTENTION = rf"{CUDNN_ATTENTION}|te_fused_attn_\w+_wrapper"
 TE_GROUPED_GEMM = r"te_grouped_gemm\w*_wrapper"
-MOSAIC = r"pallas_call|mpmd_map|mosaic_gpu\w*"
+MOSAIC_KERNELS = r"pallas_call|mpmd_map|mosaic_gpu\w*"
 
 
 def is_attention(name: str) -> bool:
@@ -214,7 +214,7 @@ def as_array(x: Any) -> jax.Array:
 
 
 def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
-    """As `jaxpr_as_fun`, except that JAX looks for NaNs as it does in `lax.scan`, not as in `jax.checkpoint`."""
+    """Evaluate a jaxpr. JAX then looks for NaNs as in `lax.scan`; for `jaxpr_as_fun` it does as in `jax.checkpoint`."""
     return eval_jaxpr(jaxpr, jaxpr.consts, *operands)
 
 

@@ -13,7 +13,7 @@ KEEP = "#keep"
 
 
 def outside_scopes() -> contextlib.AbstractContextManager[None]:
-    """Return the context to make a derivative in: its names must not depend on the scope that happens to be open."""
+    """Return a context without scopes, for tracing derivatives: names must not depend on the scope that is open."""
     return scope_prefix("")
 
 
@@ -33,7 +33,7 @@ class Name(NamedTuple):
 class PlanName(NamedTuple):
     """The one name that a plan writes behind a value's definition.
 
-    `depth` tells nested plans apart, `digest` neighbouring plans, and `number` the values of one plan.
+    `depth`: nesting of plans; `digest`: distinguishes plans of equal depth; `number`: index of the value.
     """
 
     decision: str

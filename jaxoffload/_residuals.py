@@ -132,7 +132,7 @@ def _zero_cotangent(out: Any) -> Any:
 
 
 _COTANGENT = "<cotangent>"
-_MATMUL = ("(matrix product)",)
+_MATMUL = ("(matmul)",)
 
 
 def _backward_pass(jaxpr: Jaxpr) -> Jaxpr:
@@ -208,10 +208,10 @@ class Plans:
       plans: in the order of the layers.
       rows: their rows, by the name that the plan wrote.
       recomputed: for each such name, in how many layers the backward pass recomputes its value, and bytes in all.
-      overlap: whether plans stand inside others, or inside others' loops.
-      rerun: whether checkpoints other than theirs run them again.
-      others: whether such checkpoints keep something outside of them, or run them again.
-      inside: whether any checkpoint runs them again, another plan's too.
+      overlap: a plan is nested in another, or in another's loop.
+      rerun: a foreign checkpoint reruns a plan.
+      others: a foreign checkpoint keeps or reruns something.
+      inside: any checkpoint reruns a plan.
     """
 
     def __init__(self, jaxpr: Jaxpr, reruns_too: bool = True):

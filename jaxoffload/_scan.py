@@ -24,7 +24,7 @@ from ._engine.host_pool_limit import admitted
 from ._engine.layer import Body, linearize, perturbed_carry
 from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.plan import Override
-from ._engine.segments import Span, segment_of, spans
+from ._engine.segments import LayerRange, layer_ranges, segment_of
 from ._engine.transpose_only import with_tangents
 from ._jax import Results, Values, as_array, evaluate
 from ._policy import Policy, check_arguments
@@ -159,7 +159,7 @@ def _checked(run: Callable[..., list[Any]], *operands: Any, policy: Policy, stri
 
 
 def _batch(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool) -> Results:
-    """As `lax.scan` is batched, and before it is differentiated: each layer then sums its weights' cotangents."""
+    """Batch as `lax.scan` does, before differentiation: each layer then sums its weights' cotangents."""
     batched, mapped = _jax.batch_jaxpr_axes(call_jaxpr, axis, dims, [_jax.zero_if_mapped] * len(call_jaxpr.outvars))
     outs = evaluate(_with_our_scan(batched, policy, strict), args)
     return outs, [0 if m else None for m in mapped]
@@ -230,7 +230,7 @@ def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy
     """How many layers offload: as many as the policy says and the host has room for, 0 if they have nothing to."""
     each = linearize(body, perturbed, policy, strict, Override()).host_bytes
     wanted = policy.offloaded_layers(length) if each else 0
-    need = lambda layers: each * (layers + 1)  # and an empty row
+    need = lambda layers: each * (layers + 1)  # and a padding row
     return admitted("scan", [body.jaxpr], wanted, need, policy.on_host_full) if wanted else 0
 
 
@@ -248,12 +248,12 @@ def _loops(
 ) -> Loops:
     """The forward pass. Residuals that are operands are read where they are."""
     layer = other = linearize(body, perturbed, policy, strict, Override())
-    each = [Span(0, length, 0, False, "")]
+    each = [LayerRange(0, length, 0, False, "")]
     if layer.host_bytes:
-        each = spans(length, offloaded, policy.resident_layers, policy.other_layers)
-    if any(span.recompute for span in each):
+        each = layer_ranges(length, offloaded, policy.resident_layers, policy.other_layers)
+    if any(r.recompute for r in each):
         other = linearize(body, perturbed, policy, strict, Override("recompute", "other_layers"))
-    segments = [segment_of(span, other if span.recompute else layer) for span in each]
+    segments = [segment_of(r, other if r.recompute else layer) for r in each]
     numbers = sorted({k.operand for segment in segments for k in segment.layer.kept if k.operand is not None})
     reads = tuple((number, number < body.consts) for number in numbers)
     return Loops(tuple(segments), length, reverse, unroll, body.consts, body.carry, reads)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ._text import readable
 
 SAVED, OFFLOADED, RECOMPUTED, NOT_NEEDED = "saved", "offloaded", "recomputed", "not needed"
-EMPTY = "a row that stays empty"
+EMPTY = "padding row"
 Kind = Literal["value", "padding", "shared", "argument", "overridden"]
 
 
@@ -21,7 +21,7 @@ class Residual:
       shape, dtype: of one layer's value, as traced (global under auto and explicit mesh axes, local in `shard_map`);
         in nested scans, of one iteration of all.
       bytes_per_layer, layers, bytes: what is kept (saved, offloaded) or recomputed, over all shards of a `shard_map`. A
-        row of a host stack that stays empty is a line with bytes and 0 layers.
+        padding row of a host stack is a line with bytes and 0 layers.
       state: "saved" (device), "offloaded" (pinned host), "recomputed", or "not needed" (the backward pass does not read
         it: 0 bytes).
       decision: what the policy asked for; None for an untagged residual.

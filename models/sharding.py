@@ -60,7 +60,7 @@ VALUES = {
     **dict.fromkeys(("mlp/fc1.gate", "mlp/fc1.up", "mlp/act"), _WIDE),
     **dict.fromkeys(("shared/fc1.gate", "shared/fc1.up", "shared/act"), _WIDE),
     **dict.fromkeys(("moe/norm", "shared/fc2"), _STREAM),
-    "(matrix product)": _HEADS,  # untagged: q and k before RoPE
+    "(matmul)": _HEADS,  # untagged: q and k before RoPE
     # In the loss. The leading axis has one entry for each part that the batch is split into.
     "last_norm": ("batch", "residual"),
     "unembedding": ("batch", "vocab", "residual"),

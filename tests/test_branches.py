@@ -86,7 +86,7 @@ def test_in_two_branches_one_value_goes_to_the_host_and_one_stays(under, rules, 
     }
     assert all(r.bytes == N * ONE for r in table if r.names and r.layers == N)
     assert (table.device_bytes, table.host_bytes) == kept_bytes(f, X, W)
-    assert table.host_bytes == (N + (under is in_scan)) * ONE  # a scan's stack has an empty row
+    assert table.host_bytes == (N + (under is in_scan)) * ONE  # a scan's stack has a padding row
 
 
 @EACH

@@ -165,7 +165,7 @@ def test_the_host_holds_exactly_what_is_offloaded(case, kind, number):
         ours, plain = through(case, kind, rules), reference(case, kind, saved_names(rules))
     moved = held(case, [name for name, decision in rules.items() if decision == "offload"], lead)
     host = moved
-    if kind == "scan":  # the last layer's are separate, and one row of the stack stays empty
+    if kind == "scan":  # the last layer's are separate, and one row of the stack is padding
         host = moved + held(case, [name for name, decision in rules.items() if decision == "offload"])
     assert kept(ours, x, w) == kept(plain, x, w) - at("device", moved) + at("host", host)
 

@@ -327,7 +327,7 @@ def test_debug_nans_finds_nothing_where_nothing_is(ours):
         for f in (gradient(ours(layer), (0, 1)), jax.jit(gradient(ours(layer), (0, 1)))):
             got = jax.tree.leaves(f(X, W))
         jaxpr = gradient_jaxpr(ours(layer), X, W)
-    # On a GPU an empty row holds uninitialised memory, and JAX checks it too.
+    # On a GPU a padding row holds uninitialised memory, and JAX checks it too.
     assert count(jaxpr, "empty") == 0 and (ours is not by_scan or count(gradient_jaxpr(ours(layer), X, W), "empty"))
     for a, b in zip(got, jax.tree.leaves(gradient(by_jax(layer), (0, 1))(X, W)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ def test_it_offloads_one_residual_and_learns(path, capsys):
     assert len(path.read_text().splitlines()) < 60
     runpy.run_path(str(path), run_name="__main__")
     printed = capsys.readouterr().out
-    # float32[256,256] for each of 4 layers: 3 rows that offload and one that stays empty.
+    # float32[256,256] for each of 4 layers: 3 rows that offload and one for padding.
     assert re.search(r"^fc1 +float32\[256,256\] +256.00 KiB +3 +768.00 KiB +offloaded +fc1$", printed, re.MULTILINE)
     assert "host 1.00 MiB" in printed
     losses = [float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", printed, re.MULTILINE)]

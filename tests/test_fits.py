@@ -152,7 +152,7 @@ def test_a_step_and_what_does_not_move():
     two = [ARGS[1].update(shape=ARGS[1].shape[1:])] * 2
     of_chain = lambda x, ws: jnp.sum(chain([lambda x, w: body(x, w)[0]] * 2, x, ws, policy=RULES))
     found = fits(of_chain, ARGS[0], two, machine=MACHINE)
-    assert found.loops == () and found.exposed_ms is None and "not predicted" in str(found)
+    assert found.loops == () and found.exposed_ms is None and "no prediction" in str(found)
 
 
 def test_what_is_written_in_place_is_not_read_whole():

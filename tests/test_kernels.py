@@ -20,9 +20,9 @@ def of(f, *args):
 
 def test_matmuls_run_in_each_iteration_and_count_in_all_branches():
     repeated = lambda x, w: lax.scan(lambda x, _: (jax.checkpoint(jnp.dot)(x, w), None), x, length=3)[0]
-    assert of(repeated, X, W) == ({"matrix products": 3}, 3 * ONE)
+    assert of(repeated, X, W) == ({"matmuls": 3}, 3 * ONE)
     either = lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: (x @ w) @ w)
-    assert of(either, X, W) == ({"matrix products": 3}, 3 * ONE)
+    assert of(either, X, W) == ({"matmuls": 3}, 3 * ONE)
     assert of(lambda x, w: x + 1, X, W) == ({}, 0)
 
 
@@ -31,7 +31,7 @@ def test_what_only_runs_tell_is_not_known():
     assert of(until, X, W) is None
     assert of(lambda x: lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x + 1, x), X) == ({}, 0)
     grouped = lambda x, w: lax.ragged_dot(x, w[None], jnp.array([4], jnp.int32)) @ w
-    assert of(grouped, X, W) == ({"matrix products": 2}, None)
+    assert of(grouped, X, W) == ({"matmuls": 2}, None)
 
 
 PROGRAM = """
@@ -62,7 +62,7 @@ backend_config={"known_trip_count":{"n":"5"}}
 
 def test_kernels_of_a_program():
     counts, flops = ran(parse(PROGRAM))
-    assert counts == {"matrix products": 5 + 1, "attention kernels": 5, "grouped products": 5, "Mosaic kernels": 5}
+    assert counts == {"matmuls": 5 + 1, "attention kernels": 5, "grouped GEMMs": 5, "Mosaic kernels": 5}
     assert flops == 5 * 2 * 8 * 8 * 4 + 2 * 2 * 4 * 16 * 8
     unsaid = PROGRAM.replace("lhs_contracting_dims={2}, ", "")
     assert ran(parse(unsaid)) == (counts, None)
@@ -71,15 +71,15 @@ def test_kernels_of_a_program():
 @pytest.mark.parametrize(
     "counts, flops, said",
     [
-        ({"matrix products": 6, "grouped products": 9}, 100, []),
-        ({"matrix products": 5}, 101, []),
-        ({"matrix products": 5}, None, []),
-        ({"matrix products": 7}, 100, ["7 matrix products run where 6 were traced"]),
-        ({"grouped products": 12}, 100, ["12 grouped products run where 9 were traced"]),
+        ({"matmuls": 6, "grouped GEMMs": 9}, 100, []),
+        ({"matmuls": 5}, 101, []),
+        ({"matmuls": 5}, None, []),
+        ({"matmuls": 7}, 100, ["7 matmuls run where 6 were traced"]),
+        ({"grouped GEMMs": 12}, 100, ["12 grouped GEMMs run where 9 were traced"]),
         ({"attention kernels": 1}, 100, ["1 attention kernels run where 0 were traced"]),
-        ({"matrix products": 5}, 110, ["matrix products take 1.100 of the FLOPs that were traced"]),
+        ({"matmuls": 5}, 110, ["matmuls take 1.100 of the FLOPs that were traced"]),
     ],
 )
 def test_what_is_more_is_said(counts, flops, said):
-    asked = Kernels(Counter({"matrix products": 6, "grouped products": 9}), 100)
+    asked = Kernels(Counter({"matmuls": 6, "grouped GEMMs": 9}), 100)
     assert Kernels(Counter(counts), flops).more_than(asked) == said

@@ -35,7 +35,7 @@ def pool(monkeypatch):
 
 def test_a_pool_that_holds_the_need_changes_nothing(pool):
     pool((N + 1) * ONE)
-    assert kept_bytes(stack(), X, WS)[1] == (N + 1) * ONE  # with an empty row
+    assert kept_bytes(stack(), X, WS)[1] == (N + 1) * ONE  # with a padding row
 
 
 @pytest.mark.claim("host-pool")
@@ -61,7 +61,7 @@ def test_on_host_full_save_offloads_fewer_layers_with_one_warning(pool):
     with pytest.warns(UserWarning, match="enough for 3") as seen:
         table = residuals(f, X, WS)
     assert len(seen) == 1
-    assert table.host_bytes == 4 * ONE  # with an empty row
+    assert table.host_bytes == 4 * ONE  # with a padding row
     assert [r.layers for r in table if r.reason == "other_layers"] == [3]
 
 
@@ -344,7 +344,7 @@ def test_compiler_options_are_accepted_and_the_plan_frees_what_it_moves():
 
     saved, offloaded = memory("save"), memory("offload")
     assert saved.host_temp_size_in_bytes == 0
-    assert offloaded.host_temp_size_in_bytes == (N + 1) * size  # one row stays empty
+    assert offloaded.host_temp_size_in_bytes == (N + 1) * size  # one row is padding
     freed = saved.temp_size_in_bytes - offloaded.temp_size_in_bytes
     # Less one or two buffers in flight, because of double buffering and the copies.
     assert (N - 3) * size <= freed <= N * size + 2**16  # buffers are aligned

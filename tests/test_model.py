@@ -199,7 +199,7 @@ def layer_bytes(stream: int, kv: int, wide: int) -> dict[str, int]:
         **dict.fromkeys(of_stream.split(), stream),
         **dict.fromkeys(["attn/k", "attn/v"], kv),
         **dict.fromkeys(["mlp/fc1.gate", "mlp/fc1.up", "mlp/act"], wide),
-        "(matrix_product)": stream + kv,  # q and k before RoPE
+        "(matmul)": stream + kv,  # q and k before RoPE
     }
 
 
@@ -300,8 +300,8 @@ BY_HAND = {
         LLAMA,
         32 * (512 + 128 + 128 + 512 + 2 * 1792) * MIB,
         {
-            "offloaded": {32: "(matrix_product) attn/v attn/out mlp/fc1.gate mlp/fc1.up"},
-            "saved": {32: "layer_input", 1: "(matrix_product) attn/v attn/out mlp/fc1.gate mlp/fc1.up"},
+            "offloaded": {32: "(matmul) attn/v attn/out mlp/fc1.gate mlp/fc1.up"},
+            "saved": {32: "layer_input", 1: "(matmul) attn/v attn/out mlp/fc1.gate mlp/fc1.up"},
             "recomputed": {32: "attn/norm attn/q attn/k attn/context mlp_input mlp/norm mlp/act"},
             "not needed": {0: "mlp/fc2"},
         },
@@ -414,7 +414,7 @@ def test_the_residuals_of_each_config_weigh_what_the_hand_says(name):
     got = Counter()
     for row in table:
         if row.names:
-            got[row.state, ", ".join(row.names).replace(" ", "_")] += row.bytes
+            got[row.state, ", ".join(row.names)] += row.bytes
     a_layer, host, states = BY_HAND[name]
     want = {
         (state, residual): rows * a_layer[residual]
@@ -604,7 +604,7 @@ def test_on_host_full_save_offloads_fewer_layers_of_each_stack(monkeypatch):
 
 
 def test_a_small_run_is_not_judged_by_the_batch_that_names_are_looked_up_with(monkeypatch):
-    monkeypatch.setenv(POOL, str(4 * 4 * 32 * 2 * 512 / 2**30))  # 3 layers and an empty row of gate and up
+    monkeypatch.setenv(POOL, str(4 * 4 * 32 * 2 * 512 / 2**30))  # 3 layers and a padding row of gate and up
     small = ["train.batch_size=1", "train.seq_len=32", "train.loss_chunk=32"]
     assert main([str(CONFIGS / "tiny.yaml"), *small, "--report"]) == 0
     assert main([str(CONFIGS / "tiny.yaml"), *small, "train.batch_size=2", "--report"]) == 2

@@ -220,7 +220,7 @@ def test_the_host_holds_exactly_what_is_offloaded(number):
     moved = sum(sizes[name] for name, decision in rules.items() if decision == "offload")
     saved = sum(sizes[name] for name, decision in rules.items() if decision == "save")
     device, host = kept_bytes(through(rules), x, w)
-    assert host == (SMALL.layers + 1) * moved  # one row of the stacks stays empty
+    assert host == (SMALL.layers + 1) * moved  # one row of the stacks is padding
     carry = 2 * T * 16
     assert device == SMALL.layers * (carry + ROUTING_BYTES + saved)
 

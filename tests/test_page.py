@@ -25,7 +25,7 @@ from jaxoffload.proof._report.pictures import memory
 ENDS = "ends here: </script><script>alert(1)</script><!-- <script"  # text that would end the data, or run
 CHECKS = [
     ("loss", Check("gradients", "holds", ENDS)),
-    ("loss", Check("moves", "fails", "to the host goes <fc1> & more")),
+    ("loss", Check("moves", "fails", "these values go to the host and must not: <fc1> & more")),
     ("step", Check("copies", "not checked", "needs an NVIDIA GPU")),
 ]
 

@@ -330,7 +330,7 @@ def test_verify_counts_matmuls_as_often_as_they_run(gpu, monkeypatch, request):
         return _kernels.ran(module_of(compiled(gpu, f, *args))), _kernels.traced(jax.make_jaxpr(f)(*args).jaxpr)
 
     ran, traced = counted()
-    assert ran.counts == traced.counts == {"matrix products": 2 * LAYERS * (2 + 4)}
+    assert ran.counts == traced.counts == {"matmuls": 2 * LAYERS * (2 + 4)}
     assert ran.flops == traced.flops > 0 and ran.more_than(traced) == []
     monkeypatch.setattr(_loops, "_hidden_zero", lambda: jnp.int32(0))
     request.addfinalizer(jax.clear_caches)  # of loops traced like this
@@ -339,10 +339,10 @@ def test_verify_counts_matmuls_as_often_as_they_run(gpu, monkeypatch, request):
     if jax.__version_info__ >= (0, 12):
         assert ran.more_than(traced) == []
         return
-    said = f"{ran.counts.total()} matrix products run where {traced.counts.total()} were traced"
+    said = f"{ran.counts.total()} matmuls run where {traced.counts.total()} were traced"
     assert ran.counts.total() > traced.counts.total() and ran.more_than(traced) == [
         said,
-        f"matrix products take {ran.flops / traced.flops:.3f} of the FLOPs that were traced",
+        f"matmuls take {ran.flops / traced.flops:.3f} of the FLOPs that were traced",
     ]
 
 
@@ -356,7 +356,7 @@ def test_one_matmul_more_is_seen_where_xla_merges_several(gpu):
     assert merged.counts.total() == 1 < once.counts.total() == 3
     assert merged.flops == once.flops == 3 * 2 * 256 * 512 * 256 and merged.more_than(once) == []
     again = merged._replace(flops=4 / 3 * merged.flops)
-    assert again.more_than(once) == ["matrix products take 1.333 of the FLOPs that were traced"]
+    assert again.more_than(once) == ["matmuls take 1.333 of the FLOPs that were traced"]
 
 
 def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
@@ -437,7 +437,7 @@ def test_stacks_are_split_over_devices_as_what_they_hold_is(two_gpus):
 def test_grouped_gemms_run_nine_times_per_layer_and_their_outputs_go_to_the_host_by_dma(gpu, monkeypatch, backend):
     """Two layers per iteration. This includes saved outputs: if XLA could compute the offset at which a kernel's output
     is written into a stack, it would recompute the output for its other readers, as in `lax.scan`."""
-    kind, kernel = {"mosaic": ("Mosaic kernels", "mosaic_gpu"), "te": ("grouped products", "te_grouped_gemm")}[backend]
+    kind, kernel = {"mosaic": ("Mosaic kernels", "mosaic_gpu"), "te": ("grouped GEMMs", "te_grouped_gemm")}[backend]
     if backend == "te":
         needs_te()
     devices = jax.devices

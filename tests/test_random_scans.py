@@ -478,7 +478,7 @@ def layers_that_offload(program):
 
 
 def rows_on_host(program):
-    """Return one row per layer that offloads, and one that stays empty."""
+    """Return one row per layer that offloads, and one for padding."""
     layers = layers_that_offload(program)
     return layers + (layers > 0)
 

@@ -171,7 +171,7 @@ def test_where_equal_arithmetic_cannot_be_had_results_are_judged_by_rounding(by,
 
     monkeypatch.setattr(_gradients, "_compare", apart)
     found, said = _gradients.gradients(target_of(of_scan, (X, weights(LAYERS))))
-    assert found == verdict and "times as far apart as rounding moves the reference's" in said
+    assert found == verdict and "times the reference's own rounding error" in said
     assert said.startswith(
         "4 results are the reference's, 4 of them not bit for bit: " if by == 1e-7 else "4 of 4 results"
     )

@@ -280,7 +280,7 @@ def test_rule_4_dots_keep_untagged_matmuls_without_batch_dimensions():
     assert kept(under(dots, {"fc1": "recompute"}, dots="save"), X, W) == {DEVICE: 1}
     assert kept(under(dots, {"fc1": "recompute"}, dots="offload"), X, W) == {HOST: 1}
     found = states(under(dots, {"fc1": "recompute"}, dots="offload"), X, W)
-    assert found["(matrix product)"] == ("offloaded", "dots")
+    assert found["(matmul)"] == ("offloaded", "dots")
 
 
 @pytest.mark.claim("recompute-wins")
@@ -596,7 +596,7 @@ def test_rule_6_layers(fields, offloaded, saved, reverse):
         if r.names == ("fc1",):
             layers[r.state] += r.layers
     assert layers == {"offloaded": offloaded, "saved": saved, "recomputed": 6 - offloaded - saved}
-    assert kept_bytes(f, X, WS)[1] == (offloaded + (offloaded > 0)) * ONE  # and an empty row
+    assert kept_bytes(f, X, WS)[1] == (offloaded + (offloaded > 0)) * ONE  # and a padding row
 
 
 def test_rule_6_the_report_says_resident():

@@ -53,7 +53,7 @@ def test_any_number_of_layers_forwards_and_in_reverse(n):
     got, want = run_each(list(map(both, ours)), X, ws), run_each(list(map(both, reference)), X, ws)
     for g, w in zip(got, want, strict=True):
         assert_same_bits(g, w)
-    assert kept_bytes(ours[0], X, ws)[1] == (n * ONE if n > 1 else 0)  # one row stays empty
+    assert kept_bytes(ours[0], X, ws)[1] == (n * ONE if n > 1 else 0)  # one row is padding
 
 
 @pytest.mark.parametrize("unroll", [2, 5, True])
@@ -157,7 +157,7 @@ def test_weights_are_neither_moved_nor_copied():
     carry, fc1, act = N * ONE, N * ONE, N * ONE
     for moved, fields in [(N - 1, {}), (2, {"offload_layers": 2}), (N, {"resident_layers": 0})]:
         f = lambda x, w, fields=fields: scan(body, x, w, policy=policy(RULES, **fields))
-        assert kept_bytes(f, X, WS) == (carry + act + fc1 - moved * ONE, (moved + 1) * ONE)  # and an empty row
+        assert kept_bytes(f, X, WS) == (carry + act + fc1 - moved * ONE, (moved + 1) * ONE)  # and a padding row
 
 
 def test_a_value_that_nested_calls_pass_on_is_kept_once_and_where_its_name_says():

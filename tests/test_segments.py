@@ -1,10 +1,10 @@
-"""Which loops run a stack of layers: the table of `spans`."""
+"""Which loops run a stack of layers: the table of `layer_ranges`."""
 
 import itertools
 
 import pytest
 
-from jaxoffload._engine.segments import spans
+from jaxoffload._engine.segments import layer_ranges
 
 
 @pytest.mark.parametrize(
@@ -44,17 +44,17 @@ from jaxoffload._engine.segments import spans
     ],
 )
 def test_spans(length, offloaded, resident, other, expected):
-    assert [tuple(span) for span in spans(length, offloaded, resident, other)] == expected
+    assert [tuple(r) for r in layer_ranges(length, offloaded, resident, other)] == expected
 
 
 def test_spans_cover_all_layers_once_and_offload_as_many_as_they_are_told():
     for length, resident, other in itertools.product(range(1, 7), range(8), ("save", "recompute")):
         for offloaded in range(max(0, length - resident) + 1):
-            found = spans(length, offloaded, resident, other)
-            layers = [layer for span in found for layer in range(span.start, span.stop)]
+            found = layer_ranges(length, offloaded, resident, other)
+            layers = [layer for r in found for layer in range(r.start, r.stop)]
             assert layers == list(range(length))
-            assert sum(span.on_host for span in found) == offloaded
+            assert sum(r.on_host for r in found) == offloaded
             # A loop keeps the residuals of all its layers, of all except the last, or of none on the host.
-            assert all(span.on_host in (0, span.stop - span.start - 1, span.stop - span.start) for span in found)
-            recomputed = sum(span.stop - span.start for span in found if span.recompute)
+            assert all(r.on_host in (0, r.stop - r.start - 1, r.stop - r.start) for r in found)
+            recomputed = sum(r.stop - r.start for r in found if r.recompute)
             assert recomputed == (max(0, length - resident) - offloaded if other == "recompute" else 0)

@@ -330,7 +330,7 @@ def profiled(*begins):
 def test_each_copy_has_its_residual_and_layer():
     found = profiled(0, 100)
     assert [(m.residual, m.layer, m.direction, m.bytes, m.ms, m.exposed_ms) for m in found.moves] == [
-        ("mlp/fc1", None, "d2h", 20, 5, 0),  # the row that stays empty
+        ("mlp/fc1", None, "d2h", 20, 5, 0),  # the padding row
         ("mlp/fc1", 0, "d2h", 20, 5, 0),
         ("mlp/fc1", 1, "d2h", 20, 14, 4),
         ("act", 0, "d2h", 40, 2, 0),
@@ -503,7 +503,7 @@ def test_copies_in_a_loop_whose_iterations_xla_does_not_know_are_not_checked(rec
     program = Mock(as_text=lambda: unknown)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     verdict, said = _copies.copies(SimpleNamespace(fast_program=program, module=parse(unknown), strict=False))
-    assert verdict == "not checked" and re.search(r"iterations is not known of while[\w.]*(, while[\w.]*)*$", said)
+    assert verdict == "not checked" and re.search(r"the trip count of while[\w.]*(, while[\w.]*)* is unknown$", said)
 
 
 def test_copies_that_the_profiler_missed_are_not_checked(recorded, monkeypatch):
@@ -515,12 +515,12 @@ def test_copies_that_the_profiler_missed_are_not_checked(recorded, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_copies, "traced", lambda run: run() and {})
     count = len(host_copies(module))
-    said = f"{count} asynchronous copies, all in range; not known on which streams: "
+    said = f"{count} asynchronous copies, all in range; streams unknown, because "
     assert _copies.copies(checked) == ("not checked", f"{said}the profiler saw nothing of the GPU")
     assert program.call_count == 2
     monkeypatch.setattr(_capacity, "device_bytes", lambda: many)
     needed = "it needs 3.00 GiB of a device's 1.00 GiB"
-    assert _copies.copies(checked) == ("not checked", f"{said}it did not run: {needed}")
+    assert _copies.copies(checked) == ("not checked", f"{said}the program was not run: {needed}")
     assert _repeats.repeats(checked) == ("not checked", f"arguments are not given away here, and so {needed}")
     assert program.call_count == 2
 

@@ -277,9 +277,9 @@ def test_a_fault_is_found_in_fewer_layers_too(monkeypatch):
 def test_a_reference_that_fits_with_no_layers_is_not_checked(monkeypatch):
     monkeypatch.setattr(_capacity, "device_bytes", lambda: 10)
     found = verify(of_scan, X, weights(LAYERS))
-    assert found["gradients"].verdict == "not checked" and "of a device's 10 B, and with" in found["gradients"].detail
+    assert found["gradients"].verdict == "not checked" and "of a device's 10 B; truncated" in found["gradients"].detail
     found = verify(of_chain, X, weights(LAYERS))
-    assert "of a device's 10 B, and only scans can have fewer" in found["gradients"].detail
+    assert "of a device's 10 B; only scans can be truncated" in found["gradients"].detail
 
 
 def test_fewer_layers_of_which_none_offloads_are_not_evidence(monkeypatch):
@@ -287,7 +287,10 @@ def test_fewer_layers_of_which_none_offloads_are_not_evidence(monkeypatch):
     room_for_the_reference_of(1, monkeypatch)
     a_host_write_is_skipped(monkeypatch)
     found = verify(of_scan, TALL, weights(8))["gradients"]
-    assert found.verdict == "not checked" and "with fewer layers that fit nothing moves" in found.detail
+    assert (
+        found.verdict == "not checked"
+        and "truncated to the layers that fit, the target offloads nothing" in found.detail
+    )
 
 
 @pytest.mark.parametrize("layers", [2, 4])
@@ -348,14 +351,14 @@ def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
     ours = plan(temp_size_in_bytes=2**30 - freed * 2**20, host_temp_size_in_bytes=there * 2**20)
     target = SimpleNamespace(fast_program=ours, run=of_scan, arrays=(), devices=set(range(devices)))
     moved = [SimpleNamespace(bytes=100 * 2**20, bytes_per_layer=10 * 2**20, layers=9)]
-    found, said = _conservation._by_plan(target, moved, 100 * 2**20)
+    found, said = _conservation._by_memory_analysis(target, moved, 100 * 2**20)
     assert found == verdict and f"planned {freed}.00 MiB less" in said
 
 
 def test_conservation_says_why_there_are_no_peaks():
     said = lambda peaks: next(c for c in checks(of_scan, X, weights(LAYERS), peaks=peaks) if c.claim == "conservation")
-    assert "not by peaks: out of memory" in said("out of memory").detail
-    assert "not by peaks, which the command line measures" in said(None).detail
+    assert "peaks not measured: out of memory" in said("out of memory").detail
+    assert "peaks not measured: only the command line does that" in said(None).detail
 
 
 def test_what_was_differentiated_before_has_no_reference():
@@ -405,7 +408,7 @@ def named_weight(x, w):
     return layer(x, w | {"in": checkpoint_name(w["in"], "w_in")})
 
 
-UNTOLD = "an input float32<host>[16,32], which nobody named"
+UNTOLD = "an input float32<host>[16,32], which has no name"
 CALLERS = "an argument float32<host>[4,16,32], which is named 'w_in' and stays with the caller"
 
 
@@ -421,7 +424,10 @@ CALLERS = "an argument float32<host>[4,16,32], which is named 'w_in' and stays w
         ),
         (in_a_scan(named_weight, by_jax("w_in")), CALLERS.replace("[4,", "[")),
         (in_a_scan(named_weight, Policy({"w_in": "offload"}, min_offload_bytes=0)), CALLERS.replace("[4,", "[")),
-        (lambda x, w: of_scan(x, w) + there_and_back(jnp.sin(x))[0, 0], "an input float32<host>[8,16], which nobody"),
+        (
+            lambda x, w: of_scan(x, w) + there_and_back(jnp.sin(x))[0, 0],
+            "an input float32<host>[8,16], which has no name",
+        ),
     ],
     ids=["in our layer", "named, by JAX", "named, by JAX with our policy", "beside ours"],
 )
@@ -449,7 +455,7 @@ def test_what_may_go_to_the_host_holds():
     assert "3 values that go to the host 1 are marked offload" in found["moves"].detail
     weights_too = lambda x, w, moment: step(x, w, moment) | {"w": jax.device_put(w, HOST)}  # with the moments' shapes
     found = verify(weights_too, X, weights(LAYERS), jax.device_put(weights(LAYERS), HOST))["moves"]
-    assert found.verdict == "fails" and "an argument float32<host>[4,16,32], which nobody named" in found.detail
+    assert found.verdict == "fails" and "an argument float32<host>[4,16,32], which has no name" in found.detail
 
 
 def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
@@ -460,14 +466,14 @@ def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
     jax.make_jaxpr(jax.grad(mine))(X, weights(LAYERS))
     target = target_of(mine, (X, weights(LAYERS)))
     monkeypatch.undo()
-    assert _moves.moves(target) == ("fails", "to the host go fc1, which is marked save")
+    assert _moves.moves(target) == ("fails", "these values go to the host and must not: fc1, which is marked save")
 
 
 def test_what_others_move_beside_ours_is_not_judged_by_bytes():
     beside = lambda x, w, v: of_scan(x, w) + in_a_scan(layer, by_jax("fc1"))(x, v)
     found = verify(beside, X, weights(LAYERS), weights(2))
     assert found.ok and found["conservation"].verdict == found["gradients"].verdict == "not checked", found
-    assert "1 value(s) go to the host in the reference too" in found["conservation"].detail
+    assert "1 value(s) also go to the host in the reference" in found["conservation"].detail
 
 
 def in_a_checkpoint(f):
@@ -520,7 +526,7 @@ def test_a_branchs_value_that_takes_the_place_of_a_saved_one_is_a_fault(loss, mo
     planted = lambda x, w: loss(x, w)
     found = verify(planted, X, weights(LAYERS))
     assert [c.claim for c in found if c.verdict == "fails"] == ["moves"], found
-    assert "on the device stay u, which is marked offload (u; in the place of v)" in found["moves"].detail
+    assert "these values stay on the device: u, which is marked offload (u; in the place of v)" in found["moves"].detail
 
 
 @pytest.mark.parametrize(
@@ -964,7 +970,7 @@ def test_the_command_line_verifies(capsys, monkeypatch):
             "'tensor': 1}) that are not here (8 are); give it a mesh of these",
         ),
         (["verify", "test_verify:made", "odd"], "must return (f, args) or (step, args, loss, loss_args)"),
-        (["report", "test_verify:made", "step"], "this is a step, whose residuals are inside of it; return its loss"),
+        (["report", "test_verify:made", "step"], "this is a step, whose residuals are internal to it; return its loss"),
         (["report", "models.train:step_for", "configs/tiny.yaml", "train.step=1"], "the nearest is train.steps"),
         (
             ["report", "models.train:step_for", "configs/tiny.yaml", "remat.residuals[mlp/fcl]=offload"],
@@ -1022,7 +1028,7 @@ def test_what_takes_longer_than_two_seconds_says_so(capsys, monkeypatch):
 def test_what_the_function_itself_raises_is_shown_as_such(asked, said, capsys, mine):
     assert main(["report", asked]) == 2
     err = capsys.readouterr().err
-    assert "Traceback" in err and said in err and "must be found from this folder" not in err
+    assert "Traceback" in err and said in err and "must be importable from this folder" not in err
 
 
 def test_a_report_leaves_gpu_memory_to_others_and_in_process_the_environment_alone(monkeypatch, mine, capsys):

@@ -39,7 +39,7 @@ def loss(w, x):
 w, x = 0.1 * jnp.ones((4, 8, 8)), jnp.ones((2, 8))
 table = jaxoffload.residuals(loss, w, x)
 print(table)
-assert table.host_bytes == 4 * 2 * 8 * 4, table.host_bytes  # 3 layers and a row that stays empty; float32
+assert table.host_bytes == 4 * 2 * 8 * 4, table.host_bytes  # 3 layers and a padding row; float32
 assert jax.jit(jax.grad(loss))(w, x).any()
 print(jaxoffload.__version__, jaxoffload.__file__)
 print(sorted({name.partition(".")[0] for name in sys.modules if sys.modules[name]}))

@@ -26,12 +26,12 @@ def looks_for_nans() -> bool:
 
 
 def cached[T](make: Callable[..., T]) -> Callable[..., T]:
-    """`make(of, *args, **kwargs)`, cached while `of` lives, so that an eager loop over layers plans and traces once.
+    """Cache `make` per first argument, by weak reference, so that an eager loop over layers plans and traces once.
 
     The reference, and programs in which JAX looks for NaNs, have results of their own.
 
-    `of`: a jaxpr, something else that is hashed by its identity, or a tuple that begins with one, such as a `Body`. The
-    result must not refer to it.
+    The first argument is a jaxpr, something else that is hashed by its identity, or a tuple that begins with one, such
+    as a `Body`. The result must not refer to it.
     """
     memory: weakref.WeakKeyDictionary[Any, dict[Any, T]] = weakref.WeakKeyDictionary()
 
@@ -50,7 +50,7 @@ def cached[T](make: Callable[..., T]) -> Callable[..., T]:
 def plan_of_jvp(
     jaxpr: Jaxpr, roles: tuple[str, ...], jvp: Jaxpr, policy: Policy, strict: bool, override: Override | None
 ) -> tuple[Plan, Jaxpr]:
-    """As `make_plan` of a derivative, with the names and notes that the function has whatever is perturbed."""
+    """Plan a derivative, with the names and notes of the full plan: those do not depend on what is perturbed."""
     whole = full_plan(jaxpr, roles, policy, strict)
     plan, planned = make_plan(jvp, policy, _roles_of(jvp, roles), override, False)
     return dataclasses.replace(plan, seen=whole.seen, notes=whole.notes, no_dots=whole.no_dots), planned
@@ -72,7 +72,7 @@ def _roles_of(jvp: Jaxpr, roles: tuple[str, ...]) -> tuple[str | None, ...]:
 
 @cached
 def full_plan(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool) -> Plan:
-    """The plan of a function in which all floating-point inputs that can be perturbed are.
+    """Return the plan if every differentiable input is perturbed.
 
     Custom rules are then expanded, so all names are there. With fewer inputs perturbed, as in the first steps of
     `lax.scan`'s JVP, names could be missing that the program's derivative does have.
@@ -90,12 +90,7 @@ def full_plan(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool
 
 @cached
 def _differentiable(jaxpr: Jaxpr, dots: bool) -> tuple[bool, ...]:
-    """The floating-point inputs that a program can perturb: all, except those that reach an equation without a
-    derivative, such as a callback.
-
-    Such an equation raises as soon as one of its operands is perturbed. So inputs that can be perturbed alone can be
-    perturbed together, and those that the program does perturb are among them.
-    """
+    """Find the floating-point inputs that reach no equation, such as a callback, without a derivative, which raises."""
     floating = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals)
 
     def has_derivative(perturbed: tuple[bool, ...]) -> bool:
@@ -107,5 +102,6 @@ def _differentiable(jaxpr: Jaxpr, dots: bool) -> tuple[bool, ...]:
 
     if has_derivative(floating):
         return floating
+    # Such an equation raises for any operand that is perturbed, so inputs that pass alone also pass together.
     inputs = range(len(floating))
     return tuple(floating[i] and has_derivative(tuple(k == i for k in inputs)) for i in inputs)

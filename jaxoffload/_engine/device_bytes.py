@@ -1,4 +1,4 @@
-"""A jaxpr as one straight list of steps, calls opened; and the bytes of each value per device, as far as a trace tells.
+"""A jaxpr as one straight list of ops, calls opened; and the bytes of each value per device, as far as a trace tells.
 
 Under explicit mesh axes a value's type says how it is divided; inside `shard_map` values are local. Under auto axes the
 compiler decides later, so there a `with_sharding_constraint` on the value counts, or the `shard_map` that takes it. Any
@@ -37,48 +37,48 @@ def division(sharding: Any) -> Division:
 
 
 @dataclasses.dataclass(eq=False)
-class Array:
+class Buffer:
     """A value; `constraint` is the one that divides it least, `moved` the value in another memory that it copies."""
 
     aval: Any
     constraint: Division | None = None
-    moved: "Array | None" = None
+    moved: "Buffer | None" = None
 
     def constrain(self, sharding: Any) -> None:
         self.constraint = min(filter(None, [self.constraint, division(sharding)]))
 
 
-class Step(NamedTuple):
+class Op(NamedTuple):
     """An equation that computes something; `scope` joins the names of the scopes and calls around it.
 
     An operand that is a constant is None.
     """
 
     eqn: JaxprEqn
-    operands: list[Array | None]
-    results: list[Array]
+    operands: list[Buffer | None]
+    results: list[Buffer]
     scope: str
 
 
 class Straight(NamedTuple):
     """A straight program; `rows` is the least division that constraints give a first axis, by the axis' length."""
 
-    steps: list[Step]
-    inputs: list[Array]
-    outputs: list[Array | None]
+    ops: list[Op]
+    inputs: list[Buffer]
+    outputs: list[Buffer | None]
     rows: dict[int, int]
 
-    def share(self, array: Array, assumed: Division | None = None) -> int:
+    def share(self, buffer: Buffer, assumed: Division | None = None) -> int:
         """Return the bytes of a value per device; `assumed` is its division if nothing else is known."""
-        parts = self._constraint(array, assumed).parts * division(array.aval.sharding).parts
-        return -(-nbytes(array.aval) // parts)
+        parts = self._constraint(buffer, assumed).parts * division(buffer.aval.sharding).parts
+        return -(-nbytes(buffer.aval) // parts)
 
-    def _constraint(self, array: Array, assumed: Division | None) -> Division:
-        while array.constraint is None and array.moved:
-            array = array.moved
-        if array.constraint or not array.aval.shape or not _compiler_divides(array.aval):
-            return array.constraint or Division()
-        return assumed or Division(self.rows.get(array.aval.shape[0], 1))
+    def _constraint(self, buffer: Buffer, assumed: Division | None) -> Division:
+        while buffer.constraint is None and buffer.moved:
+            buffer = buffer.moved
+        if buffer.constraint or not buffer.aval.shape or not _compiler_divides(buffer.aval):
+            return buffer.constraint or Division()
+        return assumed or Division(self.rows.get(buffer.aval.shape[0], 1))
 
 
 def _compiler_divides(aval: Any) -> bool:
@@ -89,33 +89,33 @@ def _compiler_divides(aval: Any) -> bool:
 def straight(jaxpr: Jaxpr, opened_too: Collection[Primitive] = ()) -> Straight:
     """Return all that XLA compiles of a jaxpr as one computation.
 
-    Calls are opened, and the equations of `opened_too`; loops, branches and other nested jaxprs are steps.
+    Calls are opened, and the equations of `opened_too`; loops, branches and other nested jaxprs are ops.
     """
     opening = _Opening(opened_too)
     inputs = [opening.new(v) for v in jaxpr.invars]
     outputs = opening.through(jaxpr, inputs, "")
     rows: dict[int, int] = {}
-    for array in opening.arrays:
-        if array.constraint and array.aval.shape:
-            length, parts = array.aval.shape[0], array.constraint.rows
+    for buffer in opening.buffers:
+        if buffer.constraint and buffer.aval.shape:
+            length, parts = buffer.aval.shape[0], buffer.constraint.rows
             rows[length] = min(rows.get(length, parts), parts)
-    return Straight(opening.steps, inputs, outputs, rows)
+    return Straight(opening.ops, inputs, outputs, rows)
 
 
 class _Opening:
-    """The values and the steps met so far."""
+    """The values and the ops met so far."""
 
     def __init__(self, opened_too: Collection[Primitive]):
         self.opened_too = opened_too
-        self.arrays: list[Array] = []
-        self.steps: list[Step] = []
+        self.buffers: list[Buffer] = []
+        self.ops: list[Op] = []
 
-    def new(self, var: Any) -> Array:
-        self.arrays.append(Array(var.aval))
-        return self.arrays[-1]
+    def new(self, var: Any) -> Buffer:
+        self.buffers.append(Buffer(var.aval))
+        return self.buffers[-1]
 
-    def through(self, jaxpr: Jaxpr, inputs: Sequence[Array | None], scope: str) -> list[Array | None]:
-        at: dict[Var, Array | None] = {v: self.new(v) for v in jaxpr.constvars}
+    def through(self, jaxpr: Jaxpr, inputs: Sequence[Buffer | None], scope: str) -> list[Buffer | None]:
+        at: dict[Var, Buffer | None] = {v: self.new(v) for v in jaxpr.constvars}
         at |= zip(jaxpr.invars, inputs, strict=True)
         of = lambda atom: None if isinstance(atom, Literal) else at[atom]
         for eqn in jaxpr.eqns:
@@ -123,7 +123,7 @@ class _Opening:
             at |= zip(eqn.outvars, results, strict=True)
         return [of(atom) for atom in jaxpr.outvars]
 
-    def results_of(self, eqn: JaxprEqn, operands: list[Array | None], scope: str) -> list[Array | None]:
+    def results_of(self, eqn: JaxprEqn, operands: list[Buffer | None], scope: str) -> list[Buffer | None]:
         name = eqn.primitive.name
         if eqn.primitive is sharding_constraint_p and operands[0]:
             operands[0].constrain(eqn.params["sharding"])
@@ -140,5 +140,5 @@ class _Opening:
         if eqn.primitive is device_put_p:
             for result, operand in zip(results, operands, strict=True):
                 result.moved = operand
-        self.steps.append(Step(eqn, operands, results, scope))
+        self.ops.append(Op(eqn, operands, results, scope))
         return [*results]

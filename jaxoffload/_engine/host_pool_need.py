@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr
 from .._jax import on_host
 from .._text import readable
 from .copying_loops import Segment, backward_p, forward_p
-from .device_bytes import Array, Step, Straight, straight
+from .device_bytes import Buffer, Op, Straight, straight
 from .host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from .interleaved import interleaved_p
 from .layer import host_share
@@ -18,7 +18,7 @@ from .walk import nested
 
 
 class Stack(NamedTuple):
-    """What one segment of a scan keeps on the host, besides an empty row: `layers` of `each` bytes per device."""
+    """What one segment of a scan keeps on the host, besides a padding row: `layers` of `each` bytes per device."""
 
     layers: int
     each: int
@@ -53,13 +53,13 @@ def need_of(jaxpr: Jaxpr, results_too: bool = True) -> Need:
     program = straight(jaxpr)
     returned = set() if results_too else set(program.outputs)
     need = Need([], 0, [])
-    for step in program.steps:
-        need = _with(need, step, program, returned)
+    for op in program.ops:
+        need = _with(need, op, program, returned)
     return need
 
 
-def _with(need: Need, step: Step, program: Straight, returned: set[Array | None]) -> Need:
-    eqn, (stacks, other, loops) = step.eqn, need
+def _with(need: Need, op: Op, program: Straight, returned: set[Buffer | None]) -> Need:
+    eqn, (stacks, other, loops) = op.eqn, need
     if eqn.primitive in (forward_p, backward_p):
         segments: list[Segment] = eqn.params["loops"].segments
         offloads = [segment for segment in segments if segment.on_host and eqn.primitive is forward_p]
@@ -72,7 +72,7 @@ def _with(need: Need, step: Step, program: Straight, returned: set[Array | None]
         each = [Stack(segment.on_host, host_share(segment.jaxpr, segment.layer.kept)) for segment in offloads]
         stacks, inside = [*stacks, *each, *each], []  # of two microbatches
     else:
-        other += sum(program.share(x) for x in step.results if on_host(x.aval) and x not in returned)
+        other += sum(program.share(x) for x in op.results if on_host(x.aval) and x not in returned)
         length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2: more than one
         inside = [(length, min(unroll, length), need_of(body, False)) for body in nested(eqn)]
     for length, times, one in inside:

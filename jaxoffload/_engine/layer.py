@@ -91,7 +91,7 @@ class Layer:
     @property
     def for_host(self) -> list[str]:
         """The names of each residual for the host."""
-        names = {row.plan_name: ", ".join(row.names) or "(matrix product)" for row in self.plan.rows}
+        names = {row.plan_name: ", ".join(row.names) or "(matmul)" for row in self.plan.rows}
         return [", ".join(names[str(name)] for name in k.source.names) for k in self.kept if k.place == "host"]
 
     @property

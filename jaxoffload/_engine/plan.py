@@ -268,7 +268,7 @@ def _names_of(eqn: JaxprEqn) -> set[str]:
 
 
 def dots_matched_nothing(policy: Policy) -> str:
-    return f"dots: {policy.dots} matched nothing: the function has no untagged matrix product without batch dimensions"
+    return f"dots: {policy.dots} matched nothing: the function has no untagged matmul without batch dimensions"
 
 
 def _notes(values: list[Value], policy: Policy, primal: Jaxpr | None, no_dots: bool) -> tuple[str, ...]:

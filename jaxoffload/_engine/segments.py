@@ -9,7 +9,7 @@ from .layer import Kept, Layer
 from .source import Source
 
 
-class Span(NamedTuple):
+class LayerRange(NamedTuple):
     """Neighbouring layers for one loop, `start` to `stop` in the order in which they run.
 
     The residuals of the first `on_host` ones go to the host: of all layers, of all but the last, or of none.
@@ -22,7 +22,7 @@ class Span(NamedTuple):
     reason: str  # why layers here do not offload
 
 
-def spans(length: int, offloaded: int, resident: int, other_layers: str) -> list[Span]:
+def layer_ranges(length: int, offloaded: int, resident: int, other_layers: str) -> list[LayerRange]:
     """Divide `length` layers into as few loops as they need.
 
     The first `offloaded` layers offload, the last `resident` ones keep their residuals on the device, and those between
@@ -33,23 +33,23 @@ def spans(length: int, offloaded: int, resident: int, other_layers: str) -> list
     # The layer after the last that offloads can run in the same loop if it differs only in where its residuals stay.
     joins = 0 < offloaded < length and (offloaded == first_resident or not recompute)
     stop = offloaded + joins
-    all_spans = [
-        Span(0, stop, offloaded, False, "resident" if offloaded == first_resident else "other_layers"),
-        Span(stop, first_resident, 0, recompute, "other_layers"),
-        Span(max(stop, first_resident), length, 0, False, "resident"),
+    ranges = [
+        LayerRange(0, stop, offloaded, False, "resident" if offloaded == first_resident else "other_layers"),
+        LayerRange(stop, first_resident, 0, recompute, "other_layers"),
+        LayerRange(max(stop, first_resident), length, 0, False, "resident"),
     ]
-    return [span for span in all_spans if span.start < span.stop]
+    return [r for r in ranges if r.start < r.stop]
 
 
 class Segment(NamedTuple):
-    """The layers of a span, as one loop computes them."""
+    """The layers of a range, as one loop computes them."""
 
     start: int
     stop: int
     on_host: int
     jaxpr: Jaxpr  # of one layer: its forward pass, or its backward pass
     layer: Layer
-    reason: str  # as of `Span`
+    reason: str  # as of `LayerRange`
 
     @property
     def layers(self) -> int:
@@ -83,9 +83,9 @@ class Segment(NamedTuple):
         return kept.source._replace(where=self.reason, kind="overridden") if overrides else kept.source
 
 
-def segment_of(span: Span, layer: Layer) -> Segment:
-    """The forward pass of the layers of a span."""
-    return Segment(span.start, span.stop, span.on_host, layer.forward, layer, span.reason)
+def segment_of(layer_range: LayerRange, layer: Layer) -> Segment:
+    """The forward pass of the layers of a range."""
+    return Segment(layer_range.start, layer_range.stop, layer_range.on_host, layer.forward, layer, layer_range.reason)
 
 
 class SegmentResiduals[T](NamedTuple):
@@ -95,7 +95,7 @@ class SegmentResiduals[T](NamedTuple):
     (https://github.com/openxla/xla: DynamicSliceFusionV2Thunk).
     """
 
-    host: list[T]  # (layers, ...) each, row 0 empty
+    host: list[T]  # (layers, ...) each, row 0 is padding
     last: list[T]  # the last layer's, on the host or not
     device: list[T]  # (layers, ...) each
     once: list[T]  # the same in every layer

@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     devices: int
 
     def not_a_multiple(self, of: int, *names: str) -> str | None:
-        """What is wrong with the first of these dimensions that is not a multiple of `of`."""
+        """Return a message about the first dimension that is not a multiple of `of`; None if all are."""
         wrong = (
             f"{name} = {getattr(self, name)} is not a multiple of {of}" for name in names if getattr(self, name) % of
         )
@@ -78,7 +78,7 @@ class Backend(NamedTuple):
     dw_full: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
 
 
-class Half(NamedTuple):
+class QuantizedCopy(NamedTuple):
     """The row-wise or the column-wise copy in a quantised `GroupedTensor`: all that one GEMM reads of it."""
 
     data: Any  # (M, K) or (K, M) float8
@@ -86,16 +86,16 @@ class Half(NamedTuple):
     group_sizes: Any  # (G,) int32
 
 
-def row_wise(x: GroupedTensor) -> Half:
-    return Half(x.data, x.scale_inv, x.group_sizes)
+def row_wise(x: GroupedTensor) -> QuantizedCopy:
+    return QuantizedCopy(x.data, x.scale_inv, x.group_sizes)
 
 
-def column_wise(x: GroupedTensor) -> Half:
-    return Half(x.columnwise_data, x.columnwise_scale_inv, x.group_sizes)
+def column_wise(x: GroupedTensor) -> QuantizedCopy:
+    return QuantizedCopy(x.columnwise_data, x.columnwise_scale_inv, x.group_sizes)
 
 
 class FP8(NamedTuple):
-    """The same grouped GEMMs of quantised operands: row-wise copies for `forward` and `dx`, column-wise ones for `dw`.
+    """The grouped GEMMs of quantised operands: row-wise copies for `forward` and `dx`, column-wise ones for `dw`.
     The last argument is the result's dtype.
 
     Attributes:
@@ -108,9 +108,9 @@ class FP8(NamedTuple):
     refuses: Callable[[Shape], str | None]
     quantize: Callable[[jax.Array, jax.Array, Any], GroupedTensor]
     weights: Callable[[jax.Array], tuple[Any, Any]]
-    forward: Callable[[Half, Any, Any], jax.Array]
-    dx: Callable[[Half, Any, Any], jax.Array]
-    dw: Callable[[Half, Half, Any], jax.Array]
+    forward: Callable[[QuantizedCopy, Any, Any], jax.Array]
+    dx: Callable[[QuantizedCopy, Any, Any], jax.Array]
+    dw: Callable[[QuantizedCopy, QuantizedCopy, Any], jax.Array]
 
 
 def known(group_sizes: Any) -> np.ndarray | None:
@@ -127,7 +127,7 @@ def in_groups(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def batched_alike(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`f`, which vmap calls with every operand batched on one leading axis: `lax.ragged_dot` batches nothing else."""
+    """Make vmap batch every operand at axis 0, the only case `lax.ragged_dot` supports."""
     alike, many = jax.custom_batching.custom_vmap(f), jax.custom_batching.custom_vmap(jax.vmap(f))
 
     def whole(size: int, in_batched: Any, args: Any) -> list[jax.Array]:

@@ -85,15 +85,15 @@ def grouped_matmul(
     x, group_sizes, *ws = _varying_alike(*map(as_array, (x, group_sizes, *matrices)))
     if quantize is None:
         x = tag(x, name) if name else x
-        ys = [_product(one, full, x, w, group_sizes) for one, w in zip(chosen, ws, strict=True)]
+        ys = [_grouped_gemm(one, full, x, w, group_sizes) for one, w in zip(chosen, ws, strict=True)]
     else:  # the forward rule is traced outside all scopes
-        ys = _product_fp8(chosen[0], scope_prefix.value + name if name else "", x, tuple(ws), group_sizes)
+        ys = _grouped_gemm_fp8(chosen[0], scope_prefix.value + name if name else "", x, tuple(ws), group_sizes)
     return list(ys) if isinstance(w, Sequence) else ys[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(backend: Backend, full: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return _product_forward(backend, full, x, w, group_sizes)[0]
+def _grouped_gemm(backend: Backend, full: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return _grouped_gemm_forward(backend, full, x, w, group_sizes)[0]
 
 
 @jax.custom_jvp
@@ -111,12 +111,12 @@ def _refuse_twice(*_: Any) -> Any:
     )
 
 
-def _product_forward(backend: Backend, full: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> Any:
+def _grouped_gemm_forward(backend: Backend, full: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> Any:
     y = backend.forward(*_once((x, w, group_sizes)))
     return y if full else in_groups(y, group_sizes), (x, w, group_sizes)
 
 
-def _product_backward(backend: Backend, full: bool, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _grouped_gemm_backward(backend: Backend, full: bool, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     (x, w, group_sizes), dy = _once((kept, dy))
     dx = backend.dx(dy, w, group_sizes)
     if full:
@@ -124,15 +124,17 @@ def _product_backward(backend: Backend, full: bool, kept: Any, dy: jax.Array) ->
     return in_groups(dx, group_sizes), backend.dw(x, dy, group_sizes), None
 
 
-_product.defvjp(_product_forward, _product_backward)
+_grouped_gemm.defvjp(_grouped_gemm_forward, _grouped_gemm_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product_fp8(backend: FP8, name: str, x: jax.Array, ws: tuple[jax.Array, ...], group_sizes: jax.Array) -> Any:
-    return _product_fp8_forward(backend, name, x, ws, group_sizes)[0]
+def _grouped_gemm_fp8(backend: FP8, name: str, x: jax.Array, ws: tuple[jax.Array, ...], group_sizes: jax.Array) -> Any:
+    return _grouped_gemm_fp8_forward(backend, name, x, ws, group_sizes)[0]
 
 
-def _product_fp8_forward(backend: FP8, name: str, x: jax.Array, ws: tuple[jax.Array, ...], group_sizes: Any) -> Any:
+def _grouped_gemm_fp8_forward(
+    backend: FP8, name: str, x: jax.Array, ws: tuple[jax.Array, ...], group_sizes: Any
+) -> Any:
     x, ws = _once((x, ws))
     quantised = backend.quantize(x, group_sizes, E4M3)
     if name:
@@ -144,7 +146,7 @@ def _product_fp8_forward(backend: FP8, name: str, x: jax.Array, ws: tuple[jax.Ar
     return ys, (column_wise(quantised), for_dx, group_sizes)
 
 
-def _product_fp8_backward(backend: FP8, name: str, kept: Any, dys: tuple[jax.Array, ...]) -> tuple[Any, Any, None]:
+def _grouped_gemm_fp8_backward(backend: FP8, name: str, kept: Any, dys: tuple[jax.Array, ...]) -> tuple[Any, Any, None]:
     (x, ws, group_sizes), dys = _once((kept, dys))
     quantised = [backend.quantize(dy, group_sizes, E5M2) for dy in dys]
     dtype = dys[0].dtype
@@ -153,7 +155,7 @@ def _product_fp8_backward(backend: FP8, name: str, kept: Any, dys: tuple[jax.Arr
     return functools.reduce(jnp.add, dxs), dws, None
 
 
-_product_fp8.defvjp(_product_fp8_forward, _product_fp8_backward)
+_grouped_gemm_fp8.defvjp(_grouped_gemm_fp8_forward, _grouped_gemm_fp8_backward)
 
 
 def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:

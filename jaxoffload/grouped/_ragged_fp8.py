@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from . import ragged
-from ._interface import FP8, Half, Shape, in_groups
+from ._interface import FP8, QuantizedCopy, Shape, in_groups
 from ._tensor import GroupedTensor
 
 # The usual pair: cotangents need more range than precision.
@@ -107,22 +107,22 @@ def _scaled(sums: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
     return sums * jnp.minimum(one, other) * jnp.maximum(one, other)
 
 
-def _rows_scaled(rows: jax.Array, half: Half, w: Weights) -> jax.Array:
+def _rows_scaled(rows: jax.Array, half: QuantizedCopy, w: Weights) -> jax.Array:
     group = group_of(jnp.arange(rows.shape[0], dtype=jnp.int32), half.group_sizes)
     return _scaled(rows, _of_rows(half.scale_inv, group), _of_rows(w.scale_inv, group))
 
 
-def forward(x: Half, w: Weights, dtype: Any) -> jax.Array:
+def forward(x: QuantizedCopy, w: Weights, dtype: Any) -> jax.Array:
     y = ragged.forward_float32(_exact(x.data), _exact(w.data), x.group_sizes)
     return _rows_scaled(y, x, w).astype(dtype)
 
 
-def dx(dy: Half, w: Weights, dtype: Any) -> jax.Array:
+def dx(dy: QuantizedCopy, w: Weights, dtype: Any) -> jax.Array:
     dx = ragged.dx_float32(_exact(dy.data), _exact(w.data), dy.group_sizes)
     return _rows_scaled(dx, dy, w).astype(dtype)
 
 
-def dw(x: Half, dy: Half, dtype: Any) -> jax.Array:
+def dw(x: QuantizedCopy, dy: QuantizedCopy, dtype: Any) -> jax.Array:
     rows = lambda half: _exact(from_columns(half.data, half.group_sizes))
     dw = ragged.dw_float32(rows(x), rows(dy), x.group_sizes)
     return _scaled(dw, x.scale_inv[:, None, None], dy.scale_inv[:, None, None]).astype(dtype)

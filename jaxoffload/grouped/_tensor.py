@@ -104,8 +104,8 @@ def _wrongly_there(t: GroupedTensor) -> list[str]:
     if t.columnwise_data is not None and not quantised:
         wrong.append(f"columnwise_data: {array_type(t.columnwise_data)}, but {dtype} data have none")
     if (t.columnwise_data is None) != (t.columnwise_scale_inv is None):
-        there = f"columnwise_data is {array_type(t.columnwise_data)}: both must be there, or neither"
-        wrong.append(f"columnwise_scale_inv: {array_type(t.columnwise_scale_inv)}, but {there}")
+        other = f"columnwise_data is {array_type(t.columnwise_data)}: both must be there, or neither"
+        wrong.append(f"columnwise_scale_inv: {array_type(t.columnwise_scale_inv)}, but {other}")
     return wrong
 
 

@@ -1,4 +1,4 @@
-"""The backend "ragged": `jax.lax.ragged_dot`. It runs everywhere and is the reference; on GPUs it does G
+"""The backend "ragged": `jax.lax.ragged_dot`. It runs everywhere and is the baseline; on GPUs it does G
 times the FLOPs."""
 
 import jax

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._interface import FP8, Backend, BackendMissing, Half, Shape, in_groups, known, unbatched
+from ._interface import FP8, Backend, BackendMissing, QuantizedCopy, Shape, in_groups, known, unbatched
 from ._ragged_fp8 import E4M3, E5M2, amax_of_groups
 from ._tensor import GroupedTensor
 
@@ -128,7 +128,7 @@ def _plain(data: jax.Array, group_sizes: jax.Array | None) -> Any:
     return no_scale(data=data, amax=None, first_dims=group_sizes, last_dims=None, original_shape=data.shape)
 
 
-def _scaled(half: Half, dtype: Any, columnwise: bool = False) -> Any:
+def _scaled(half: QuantizedCopy, dtype: Any, columnwise: bool = False) -> Any:
     quantize, sizes = load("quantize"), half.group_sizes
     return quantize.ScaledTensorFactory.create_1x(
         half.data.reshape(-1),
@@ -301,15 +301,15 @@ def _matrices(w: Any, group_sizes: jax.Array) -> Any:
     return packed
 
 
-def forward_fp8(x: Half, w: Any, dtype: Any) -> jax.Array:
+def forward_fp8(x: QuantizedCopy, w: Any, dtype: Any) -> jax.Array:
     return _gemm(_scaled(x, dtype), _matrices(w, x.group_sizes), _FORWARD)
 
 
-def dx_fp8(dy: Half, w: Any, dtype: Any) -> jax.Array:
+def dx_fp8(dy: QuantizedCopy, w: Any, dtype: Any) -> jax.Array:
     return _gemm(_scaled(dy, dtype), _matrices(w, dy.group_sizes), _DX)
 
 
-def dw_fp8(x: Half, dy: Half, dtype: Any) -> jax.Array:
+def dw_fp8(x: QuantizedCopy, dy: QuantizedCopy, dtype: Any) -> jax.Array:
     return _gemm(_scaled(x, dtype, columnwise=True), _scaled(dy, dtype, columnwise=True), _DW)
 
 

@@ -37,8 +37,8 @@ class Verification:
 
     Example:
       >>> from jaxoffload.proof import Check, Verification
-      >>> found = Verification((Check("repeats", "fails", "run 2 differs"),))
-      >>> found.ok, found["repeats"].detail
+      >>> verification = Verification((Check("repeats", "fails", "run 2 differs"),))
+      >>> verification.ok, verification["repeats"].detail
       (False, 'run 2 differs')
     """
 

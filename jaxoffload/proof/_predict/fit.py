@@ -34,7 +34,7 @@ class Fit:
     """The layers that one loop computes, and their copies, per device.
 
     Attributes:
-      layers: how many; `moved` of them have their residuals on the host. Each iteration copies, the first an empty row.
+      layers: how many; `moved` have their residuals on the host. Each iteration copies, the first a padding row.
       runs: how often the loop runs in a step; more than once inside of another loop.
       forward_ms, backward_ms: how long one layer computes, including what it recomputes.
       unknown: kernels of which only the bytes are known, so that they may take longer.
@@ -90,7 +90,7 @@ class Fits:
 
     @property
     def exposed_ms(self) -> float | None:
-        """Milliseconds of a step's copies that nothing hides; None where no loop offloads."""
+        """Milliseconds of copies per step that are exposed; None where no loop offloads."""
         return round(sum(loop.exposed_ms(loop.together) for loop in self.loops), 3) if self.loops else None
 
     def to_json(self) -> str:
@@ -107,7 +107,7 @@ class Fits:
 
     def __str__(self) -> str:
         if not self.loops:
-            return "copies: not predicted: no scan offloads anything, and chain and checkpoint have no loop"
+            return "no prediction: no scan offloads; chain and checkpoint are not covered"
         lines = [f"copies on {self.devices} {self.machine.device}, predicted from FLOPs and bytes"]
         if self.devices > self.machine.gpus:
             lines[0] += f" (the bus was measured with {self.machine.gpus} GPU(s) copying at once)"
@@ -123,7 +123,7 @@ class Fits:
                 lines.append(f"  {copy.residual:26} {readable(copy.bytes):>10} {ms}  {verdict}")
             if loop.unknown:
                 lines.append(f"  ({', '.join(sorted(loop.unknown))} may take longer: only the bytes are known)")
-        lines.append(f"nothing hides {self.exposed_ms:.2f} ms of a step's copies")
+        lines.append(f"{self.exposed_ms:.2f} ms of copies per step are exposed")
         return "\n".join(lines)
 
 
@@ -151,8 +151,8 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
       >>> layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
       >>> loss = lambda x, w: jnp.sum(scan(layer, x, w, policy=policy)[0])
       >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-      >>> found = fits(loss, shape(8192, 4096), shape(8, 4096, 4096), machine=h200)
-      >>> found.loops[0].copies[0].bytes
+      >>> prediction = fits(loss, shape(8192, 4096), shape(8, 4096, 4096), machine=h200)
+      >>> prediction.loops[0].copies[0].bytes
       67108864
     """
     run, _ = run_of(f, args)

@@ -1,11 +1,11 @@
 """room(): how much device memory a program's loops need while they run, estimated from its jaxpr alone.
 
-A value lives from the step that computes it to the last that reads it, in the order of the jaxpr. A loop's iteration
+A value lives from the op that computes it to the last that reads it, in the order of the jaxpr. A loop's iteration
 needs the most that lives at once. As in `cost`, all between kernels is fused: what a kernel computes or reads, what is
 reduced and what is returned is stored; what lies between is computed where it is read, and its operands live until
 then.
 
-XLA orders steps otherwise, keeps some values twice, in two layouts or for two iterations at once, and leaves gaps
+XLA orders ops otherwise, keeps some values twice, in two layouts or for two iterations at once, and leaves gaps
 between them. So this is an estimate; only the compiler knows.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core.primitives import cond_p, device_put_p, while_p
 
 from ..._engine.copying_loops import backward_p, forward_p
-from ..._engine.device_bytes import Array, Division, Step, Straight, division, straight
+from ..._engine.device_bytes import Buffer, Division, Op, Straight, division, straight
 from ..._engine.walk import nested, operands_of
 from ..._jax import LOOPS, NOT_IN_PLACE, REDUCTIONS, SAME, UNFUSED, is_attention, on_host
 
@@ -78,14 +78,14 @@ class _Lives(NamedTuple):
     Attributes:
       same: a view -> the value that it is a view of.
       stored: the values that are in memory.
-      reads: for each step the stored values that it reads; none if it stores nothing itself.
-      last: a stored value -> the step that reads it last.
+      reads: for each op the stored values that it reads; none if it stores nothing itself.
+      last: a stored value -> the op that reads it last.
     """
 
-    same: dict[Array, Array]
-    stored: set[Array]
-    reads: list[set[Array]]
-    last: dict[Array, int]
+    same: dict[Buffer, Buffer]
+    stored: set[Buffer]
+    reads: list[set[Buffer]]
+    last: dict[Buffer, int]
 
 
 class _Walk:
@@ -93,100 +93,100 @@ class _Walk:
         self.like, self.one_kernel = like, one_kernel
         self.layer = self.loop = self.layers_seen = 0
 
-    def kind(self, step: Step) -> str:
-        name = step.eqn.primitive.name
+    def kind(self, op: Op) -> str:
+        name = op.eqn.primitive.name
         if name in SAME:
             return "view"
-        if any(scope in step.scope for scope in self.one_kernel):
+        if any(scope in op.scope for scope in self.one_kernel):
             return "fused"
         if name in UNFUSED or is_attention(name):
             return "kernel"
         return "reduction" if name in REDUCTIONS else "fused"
 
     def lives(self, program: Straight) -> _Lives:
-        same: dict[Array, Array] = {}
-        values = lambda arrays: [same.get(a, a) for a in arrays if a]
-        stored, constant = set(program.inputs), set[Array]()
-        for step in program.steps:
-            operands, kind = values(step.operands), self.kind(step)
+        same: dict[Buffer, Buffer] = {}
+        values = lambda buffers: [same.get(a, a) for a in buffers if a]
+        stored, constant = set(program.inputs), set[Buffer]()
+        for op in program.ops:
+            operands, kind = values(op.operands), self.kind(op)
             if kind == "view" and operands:
-                same[step.results[0]] = operands[0]
+                same[op.results[0]] = operands[0]
             elif kind == "fused":
-                constant.update(step.results if constant.issuperset(operands) else ())
+                constant.update(op.results if constant.issuperset(operands) else ())
             else:
-                stored.update(step.results, operands if kind == "kernel" else ())
-            if step.eqn.primitive is device_put_p:  # a constant is made where it goes
+                stored.update(op.results, operands if kind == "kernel" else ())
+            if op.eqn.primitive is device_put_p:  # a constant is made where it goes
                 stored.difference_update(constant.intersection(operands))
         stored.update(values(program.outputs))
 
-        behind: dict[Array, set[Array]] = {}  # what a value that is not stored is computed from
-        roots = lambda arrays: set[Array]().union(*({a} if a in stored else behind.get(a, ()) for a in arrays))
-        reads: list[set[Array]] = []
-        last: dict[Array, int] = {}
-        for number, step in enumerate(program.steps):
-            read = roots(values(step.operands))
-            behind |= dict.fromkeys([r for r in step.results if r not in stored], read)
-            reads.append(read if stored.intersection(step.results) else set())
+        behind: dict[Buffer, set[Buffer]] = {}  # what a value that is not stored is computed from
+        roots = lambda buffers: set[Buffer]().union(*({a} if a in stored else behind.get(a, ()) for a in buffers))
+        reads: list[set[Buffer]] = []
+        last: dict[Buffer, int] = {}
+        for number, op in enumerate(program.ops):
+            read = roots(values(op.operands))
+            behind |= dict.fromkeys([r for r in op.results if r not in stored], read)
+            reads.append(read if stored.intersection(op.results) else set())
             last |= dict.fromkeys(reads[-1], number)
-        last |= dict.fromkeys(roots(values(program.outputs)), len(program.steps))
+        last |= dict.fromkeys(roots(values(program.outputs)), len(program.ops))
         return _Lives(same, stored, reads, last)
 
-    def size(self, program: Straight, array: Array) -> int:
-        if on_host(array.aval) or not hasattr(array.aval, "dtype"):
+    def size(self, program: Straight, buffer: Buffer) -> int:
+        if on_host(buffer.aval) or not hasattr(buffer.aval, "dtype"):
             return 0
-        return program.share(array, self.like.get(array.aval.shape))
+        return program.share(buffer, self.like.get(buffer.aval.shape))
 
-    def peak(self, program: Straight, state: Collection[Array]) -> int:
+    def peak(self, program: Straight, state: Collection[Buffer]) -> int:
         """The most bytes at once of what a program computes and of its `state`, the inputs that it frees."""
         lives = self.lives(program)
         alive = {a: self.size(program, a) for a in state}
         most = sum(alive.values())
-        for number, step in enumerate(program.steps):
-            results = {r: self.size(program, r) for r in step.results if r in lives.stored}
+        for number, op in enumerate(program.ops):
+            results = {r: self.size(program, r) for r in op.results if r in lives.stored}
             ends = {a for a in lives.reads[number] if lives.last[a] == number and a in alive}
             if results:
-                more = self.of_step(step, results, {a: alive[a] for a in ends}, lives.same)
+                more = self.of_op(op, results, {a: alive[a] for a in ends}, lives.same)
                 most = max(most, sum(alive.values()) + more)
             alive |= {r: size for r, size in results.items() if r in lives.last}
             for a in ends:
                 del alive[a]
         return most
 
-    def of_step(self, step: Step, results: dict[Array, int], ends: dict[Array, int], same: dict[Array, Array]) -> int:
-        """The bytes of a step besides all that lives before it. `ends`: what nothing reads after it."""
-        name = step.eqn.primitive.name
+    def of_op(self, op: Op, results: dict[Buffer, int], ends: dict[Buffer, int], same: dict[Buffer, Buffer]) -> int:
+        """The bytes of an op besides all that lives before it. `ends`: what nothing reads after it."""
+        name = op.eqn.primitive.name
         if name in LOOPS:
-            first, carry = _carry_of(step)
-            handed_over = {same.get(x, x) for x in step.operands[first : first + carry] if x}
-            rows = sum(size for r, size in results.items() if r in step.results[carry:])
-            return self.iteration(step, first, carry) + rows - sum(s for a, s in ends.items() if a in handed_over)
-        branches = nested(step.eqn) if step.eqn.primitive is cond_p else ()
+            first, carry = _carry_of(op)
+            handed_over = {same.get(x, x) for x in op.operands[first : first + carry] if x}
+            rows = sum(size for r, size in results.items() if r in op.results[carry:])
+            return self.iteration(op, first, carry) + rows - sum(s for a, s in ends.items() if a in handed_over)
+        branches = nested(op.eqn) if op.eqn.primitive is cond_p else ()
         inside = max((self.peak(straight(b, _WITH_LOOPS), ()) for b in branches), default=0)
         overwritten = [size for size in ends.values() if size in results.values() and name not in NOT_IN_PLACE]
         return inside + sum(results.values()) - max(overwritten, default=0)
 
-    def iteration(self, step: Step, first: int, carry: int) -> int:
+    def iteration(self, op: Op, first: int, carry: int) -> int:
         """The most that an iteration of a loop has, with its carry. What it has without the stacks that it writes
         becomes `layer` or `loop`."""
-        params = step.eqn.params
+        params = op.eqn.params
         body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _WITH_LOOPS)
-        state = body.inputs[len(body.inputs) - len(step.operands) + first :][:carry]
+        state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
         before = self.layers_seen
         most = self.peak(body, state)
         stacks = {a for a in state if a in body.outputs or a.aval.shape in self.like}  # residuals, and gradients
         working = most - sum(self.size(body, a) for a in stacks)
-        if any(primitive.name in step.scope for primitive in _WITH_LOOPS):
+        if any(primitive.name in op.scope for primitive in _WITH_LOOPS):
             self.layer, self.layers_seen = max(self.layer, working), self.layers_seen + 1
         elif self.layers_seen == before:
             self.loop = max(self.loop, working)
         return most
 
 
-def _carry_of(step: Step) -> tuple[int, int]:
+def _carry_of(op: Op) -> tuple[int, int]:
     """Where among a loop's operands its carry begins, and how long it is."""
-    params = step.eqn.params
-    if step.eqn.primitive is while_p:
+    params = op.eqn.params
+    if op.eqn.primitive is while_p:
         first = params["cond_nconsts"] + params["body_nconsts"]
-        return first, len(step.operands) - first
-    carried = [operand is None for operand in operands_of(step.eqn, params["jaxpr"])]
+        return first, len(op.operands) - first
+    carried = [operand is None for operand in operands_of(op.eqn, params["jaxpr"])]
     return carried.index(True) if any(carried) else 0, sum(carried)

@@ -46,7 +46,7 @@ class Instruction(NamedTuple):
     @property
     def scope(self) -> str:
         """The residual whose scope, opened by `scan` or `chain`, the metadata names; empty if none."""
-        return _first(r"jaxoffload\((\(matrix product\)|[^()]*)\)", self.text)
+        return _first(r"jaxoffload\((\(matmul\)|[^()]*)\)", self.text)
 
     @property
     def starts_host_copy(self) -> bool:
@@ -54,8 +54,8 @@ class Instruction(NamedTuple):
 
 
 def _first(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    return found[1] if found else ""
+    match = re.search(pattern, text)
+    return match[1] if match else ""
 
 
 def _called(text: str) -> tuple[str, ...]:
@@ -74,10 +74,10 @@ class Module:
 
     @functools.cached_property
     def computations(self) -> dict[str, list[Instruction]]:
-        found = defaultdict(list)
+        computations = defaultdict(list)
         for line in self:
-            found[line.computation].append(line)
-        return dict(found)
+            computations[line.computation].append(line)
+        return dict(computations)
 
     @functools.cached_property
     def trip_counts(self) -> dict[str, int]:
@@ -109,7 +109,7 @@ class Module:
         ]
 
     def sources(self, line: Instruction) -> list[Instruction]:
-        """Its operands, looked for behind bitcasts."""
+        """The operands of an instruction, looked for behind bitcasts."""
         return [self.sources(o)[0] if o.opcode == "bitcast" else o for o in self.operands(line)]
 
     def called(self, line: Instruction) -> Iterator[Instruction]:
@@ -123,15 +123,15 @@ class Module:
 
 def parse(text: str) -> Module:
     """Read a compiled program's `as_text()`."""
-    computation, found = "", []
+    computation, instructions = "", []
     for line in text.splitlines():
         if begins := _COMPUTATION.match(line):
             computation = begins[1]
         elif match := _INSTRUCTION.match(line):
             name, shape, opcode, rest = match.groups()
             operands = tuple(_NAME.findall(rest.partition(")")[0]))
-            found.append(Instruction(computation, name, shape, opcode, operands, _called(line), line))
-    return Module(text.removeprefix("HloModule ").partition(",")[0], tuple(found))
+            instructions.append(Instruction(computation, name, shape, opcode, operands, _called(line), line))
+    return Module(text.removeprefix("HloModule ").partition(",")[0], tuple(instructions))
 
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
@@ -256,10 +256,10 @@ def _row_bytes(shape: str) -> tuple[int, int]:
 
 
 def dtype_and_sizes(shape: str) -> tuple[str, list[int]]:
-    """Those of `bf16[9,512,256]{...}`, or of the first of several shapes."""
-    found = re.search(r"(\w+)\[([\d,]*)\]", shape)
-    assert found, shape
-    return found[1], [int(size) for size in found[2].split(",") if size]
+    """Return the dtype and the sizes of `bf16[9,512,256]{...}`, or of the first of several shapes."""
+    match = re.search(r"(\w+)\[([\d,]*)\]", shape)
+    assert match, shape
+    return match[1], [int(size) for size in match[2].split(",") if size]
 
 
 class Copy(NamedTuple):

@@ -10,16 +10,16 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import dot_general_p, while_p
 
 from ..._engine.walk import nested, walk
-from ..._jax import ATTENTION, MATMULS, MOSAIC, TE_GROUPED_GEMM
+from ..._jax import ATTENTION, MATMULS, MOSAIC_KERNELS, TE_GROUPED_GEMM
 from .hlo import Instruction, Module, dtype_and_sizes
 
-MATMUL = "matrix products"
+MATMUL = "matmuls"
 # Kind -> the names of its equations, and of its instructions or, of custom calls, their targets.
 KINDS = {
     MATMUL: ("|".join(MATMULS), r"dot|ragged-dot|__cublas\$(gemm|lt)\S*"),
     "attention kernels": (ATTENTION, r"__cudnn\$fmha\w*|te_fused_attn_\w+"),
-    "grouped products": (TE_GROUPED_GEMM, r"te_grouped_gemm\w*"),
-    "Mosaic kernels": (MOSAIC, r"mosaic_gpu\w*"),  # jax's grouped GEMMs, and others
+    "grouped GEMMs": (TE_GROUPED_GEMM, r"te_grouped_gemm\w*"),
+    "Mosaic kernels": (MOSAIC_KERNELS, r"mosaic_gpu\w*"),  # jax's grouped GEMMs, and others
 }
 _PADDING = 1.02  # of a matmul's sides, to multiples that its kernel needs
 
@@ -56,7 +56,7 @@ def traced(jaxpr: Jaxpr) -> Kernels | None:
 
 
 def ran(module: Module) -> Kernels:
-    """Those that a compiled program runs on each device, within fusions too."""
+    """Count the kernels that a compiled program runs per device, those within fusions included."""
     counts, flops = Counter[str](), 0.0
     for line, kind in _kernels(module):
         counts[kind] += module.runs[line.computation]

@@ -33,10 +33,10 @@ class Target:
       loss: what `run` differentiates; None for a step.
       jaxpr, plans, host_transfers: those of `run`.
       policies: those of JAX's own checkpoints in it.
-      has_reference: whether jaxoffload differentiates anything in it.
+      has_reference: whether a jaxoffload policy applies in `run`, so that its reference is another program.
       repeats: how often it runs to see whether equal arguments give equal results.
-      peaks: what `peaks_of` measured, why it could not, or None where nobody asked.
-      most: how many layers of each scan run, the first ones; None for all.
+      peaks: what `peaks_of` measured, why it could not, or None if it was not called.
+      max_layers: how many layers of each scan run, the first ones; None for all.
       strict: whether grouped GEMMs with group sizes on the host fail.
     """
 
@@ -50,14 +50,19 @@ class Target:
     has_reference: bool
     repeats: int
     peaks: Any = None
-    most: int | None = None
+    max_layers: int | None = None
     strict: bool = False
 
-    def with_layers(self, most: int) -> "Target":
-        """Return the target with every scan truncated to its first layers, and the same arrays: no room for others."""
-        run, loss = with_layers(self.run, most), self.loss and with_layers(self.loss, most)
+    def with_layers(self, max_layers: int) -> "Target":
+        """Return the target with every scan truncated to its first layers.
+
+        It reuses the arrays, since a second set may not fit.
+        """
+        run, loss = with_layers(self.run, max_layers), self.loss and with_layers(self.loss, max_layers)
         fewer = tuple(host_transfers(jax.make_jaxpr(run)(*self.args)))
-        return dataclasses.replace(self, run=run, args=self.arrays, loss=loss, host_transfers=fewer, most=most)
+        return dataclasses.replace(
+            self, run=run, args=self.arrays, loss=loss, host_transfers=fewer, max_layers=max_layers
+        )
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
@@ -76,7 +81,7 @@ class Target:
 
     @functools.cached_property
     def reference_program(self) -> Any:
-        """Its reference, compiled likewise."""
+        """The reference of `run`, compiled likewise."""
         return compiled(as_reference(self.run), self.arrays, repeatable_options())
 
     def exact_programs(self) -> tuple[Any, Any]:
@@ -96,7 +101,7 @@ class Target:
 
     @functools.cached_property
     def devices(self) -> set[Any]:
-        """Those of the arguments' shardings; empty where they have none."""
+        """The devices of the arguments' shardings; empty where they have none."""
         shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self.args)]
         return {device for sharding in shardings if sharding is not None for device in sharding.device_set}
 
@@ -155,12 +160,12 @@ def _policies(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def has_loops(jaxpr: Jaxpr) -> bool:
-    """Whether a loop of ours is in it."""
+    """Whether the jaxpr contains a jaxoffload loop."""
     return any(site.eqn.primitive in (forward_p, backward_p) for site in walk(jaxpr))
 
 
 def rows_read_beyond(jaxpr: Jaxpr) -> int:
-    """Return how many empty rows our backward loops read from host stacks: one per stack and pass."""
+    """Return how many padding rows our backward loops read from host stacks: one per stack and pass."""
     loops = ((site.runs, site.eqn.params["loops"]) for site in walk(jaxpr) if site.eqn.primitive is backward_p)
     return sum(runs * len(segment.copies) for runs, of in loops for segment in of.segments)
 

@@ -150,13 +150,13 @@ def _places(table: Residuals) -> str:
 
 
 def _memory(table: Residuals) -> str:
-    if (found := pictures.memory(table)) is None:
+    if (memory := pictures.memory(table)) is None:
         return ""
     return (
         "<h2>Memory over the step</h2><p>Tagged residuals on the device, as the table predicts them: solid with "
         "offload, dashed without.</p>"
-        + _svg(pictures.draw_memory(found))
-        + _table("At most", ("", "bytes"), found.most.items(), (1,))
+        + _svg(pictures.draw_memory(memory))
+        + _table("At most", ("", "bytes"), memory.most.items(), (1,))
     )
 
 
@@ -168,16 +168,16 @@ def _timeline(profile: Profile) -> str:
         f"among them for {profile.collective_ms} ms; no kernel ran beside {profile.exposed_ms} ms of the copies"
     )
     parts = [f"<h2>Copies</h2><p>{_text(summary)}</p>"]
-    if found := pictures.timeline(profile):
+    if timeline := pictures.timeline(profile):
         shown = [
             (m.residual, m.layer, WAYS[m.direction], m.at_ms, m.ms, m.exposed_ms)
-            for lane in found.lanes
+            for lane in timeline.lanes
             for m, _ in lane.copies
         ]
         head = ("residual", "layer", "way", "began at ms", "ms", "exposed ms")
         parts += [
-            _svg(pictures.draw_timeline(found)),
-            _table(f"Copies of layers {found.layers}", head, shown, (1, 3, 4, 5)),
+            _svg(pictures.draw_timeline(timeline)),
+            _table(f"Copies of layers {timeline.layers}", head, shown, (1, 3, 4, 5)),
         ]
     columns = ("residual", "way", "copies", "bytes", "ms", "exposed ms", "streams")
     rows = [

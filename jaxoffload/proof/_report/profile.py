@@ -265,7 +265,7 @@ def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: list[Span]
 def _layers(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, int]:
     """The layer of each copy, where it has one.
 
-    One iteration of a scan's loop copies an empty row: the first one to the host, the last one back. Layers come back
+    One iteration of a scan's loop copies a padding row: the first one to the host, the last one back. Layers come back
     in reverse.
     """
     groups: dict[tuple[str, str], list[Event]] = defaultdict(list)

@@ -23,7 +23,7 @@ def conservation(target: Target) -> Found:
     if not target.has_reference:
         return NOT_CHECKED, no_reference(target)
     if target.loss is None:
-        return NOT_CHECKED, "a step's residuals are inside of it; verify its loss"
+        return NOT_CHECKED, "a step's residuals are internal to it; verify its loss"
     ours, reference = (residuals(loss, *target.args) for loss in (target.loss, as_reference(target.loss)))
     moved = _moved(ours, reference)
     recomputed = [row for row in ours if (row.state, row.decision, row.kind) == (RECOMPUTED, "recompute", "overridden")]
@@ -32,7 +32,7 @@ def conservation(target: Target) -> Found:
     if freed != held:
         why = _cannot_be_told(target, reference)
         return (NOT_CHECKED, f"{detail}; but {why}") if why else (FAILS, f"{detail}: {freed - held:+,} bytes")
-    checks = _by_plan(target, moved, ours.host_bytes), _by_peaks(target)
+    checks = _by_memory_analysis(target, moved, ours.host_bytes), _by_peaks(target)
     failed = any(verdict == FAILS for verdict, _ in checks)
     return FAILS if failed else HOLDS, "; ".join((detail, *(text for _, text in checks)))
 
@@ -53,13 +53,13 @@ def _moved(ours: Residuals, reference: Residuals) -> list[Residual]:
     return [row for row in ours if row.state == OFFLOADED and row.kind != "padding" and row.names not in arguments]
 
 
-def _by_plan(target: Target, moved: list[Residual], on_the_host: int) -> Found:
-    """As XLA planned memory; `on_the_host`: bytes of all devices, empty rows too."""
+def _by_memory_analysis(target: Target, moved: list[Residual], on_the_host: int) -> Found:
+    """Compare XLA's memory plans. `on_the_host`: bytes of all devices, padding rows included."""
     if jax.default_backend() != "gpu":
-        return NOT_CHECKED, "not by the compiler's plan, for this backend has no host memory apart"
+        return NOT_CHECKED, "memory plan not compared: this backend has no separate host memory"
     predicted = _freed_on_each(target, moved)
     if predicted < VISIBLE:
-        return NOT_CHECKED, f"not by the compiler's plan, in which {readable(predicted)} cannot be seen"
+        return NOT_CHECKED, f"memory plan not compared: {readable(predicted)} would not show in it"
     reference_program = compiled(as_reference(target.run), target.arrays, compiler_options())
     ours, reference = (program.memory_analysis() for program in (target.fast_program, reference_program))
     freed, held = reference.temp_size_in_bytes - ours.temp_size_in_bytes, ours.host_temp_size_in_bytes
@@ -68,23 +68,23 @@ def _by_plan(target: Target, moved: list[Residual], on_the_host: int) -> Found:
     # Each device has the whole of what is not divided among all of them.
     too_much = devices == 1 and held > 1.015 * wanted
     failed = too_much or FAILS in (_at_least(freed, predicted), _at_least(held, wanted))
-    detail = f"planned {readable(freed)} less, {_prediction(predicted)}"
+    detail = f"XLA planned {readable(freed)} less, {_prediction(predicted)}"
     return FAILS if failed else HOLDS, f"{detail}, and {readable(held)} on the host for {readable(wanted)}"
 
 
 def _by_peaks(target: Target) -> Found:
-    """As two fresh processes measured it."""
+    """Compare the peaks that two fresh processes measured."""
     if target.peaks is None:
-        return NOT_CHECKED, "not by peaks, which the command line measures"
+        return NOT_CHECKED, "peaks not measured: only the command line does that"
     if isinstance(target.peaks, str):
-        return NOT_CHECKED, f"not by peaks: {target.peaks}"
+        return NOT_CHECKED, f"peaks not measured: {target.peaks}"
     ours, reference, most = target.peaks
     assert target.loss
     loss = target.loss if most is None else with_layers(target.loss, most)
     moved = _moved(*(residuals(f, *target.args) for f in (loss, as_reference(loss))))
     predicted = _freed_on_each(target, moved)
     if predicted < VISIBLE:
-        return NOT_CHECKED, f"not by peaks, in which {readable(predicted)} cannot be seen"
+        return NOT_CHECKED, f"peaks not compared: {readable(predicted)} would not show in them"
     freed = reference - ours
     detail = f"at the peak of fresh processes {readable(freed)} less, {_prediction(predicted)}"
     layers = "" if most is None else f", with the first {most} layers of each scan"

@@ -41,14 +41,14 @@ def _on_streams(target: Target) -> tuple[str, list[str]]:
     """Why it is not known on which streams the copies run, if it is not; and what is wrong with them in a run."""
     program = target.fast_program
     if loops := hlo.of_unknown_length(target.module):
-        return f"but the number of iterations is not known of {first([loop.name for loop in loops])}", []
+        return f"the trip count of {first([loop.name for loop in loops])} is unknown", []
     if not has_room_for(program):
-        return f"not known on which streams: it did not run: {need(program, 'it')}", []
+        return f"streams unknown, because the program was not run: {need(program, 'it')}", []
     run = lambda: jax.block_until_ready(program(*target.arrays))
     run()
     events = first_gpu(traced(run))
     if not events:
-        return "not known on which streams: the profiler saw nothing of the GPU", []
+        return "streams unknown, because the profiler saw nothing of the GPU", []
     return "", wrong_as_it_ran(events, target.module, program.runtime_executable().hlo_modules())
 
 

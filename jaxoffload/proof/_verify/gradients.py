@@ -24,11 +24,13 @@ def gradients(target: Target) -> Found:
     fitting = reference_that_fits(target)
     if fitting is None:
         scans = most_layers_of(target.jaxpr)
-        fewer = "with fewer layers that fit nothing moves" if scans else "only scans can have fewer"
-        return NOT_CHECKED, f"{need(target.reference_program)}, and {fewer}"
+        fewer = (
+            "truncated to the layers that fit, the target offloads nothing" if scans else "only scans can be truncated"
+        )
+        return NOT_CHECKED, f"{need(target.reference_program)}; {fewer}"
     layers = ""
-    if fitting.most is not None:
-        layers = f", with the first {fitting.most} layers of each scan: {need(target.reference_program)}"
+    if fitting.max_layers is not None:
+        layers = f", with the first {fitting.max_layers} layers of each scan: {need(target.reference_program)}"
     results = _compare(fitting.program, fitting.reference_program, target.arrays)
     if in_any_process(bool(results.differ)):  # perhaps in what XLA fused or contracted in one of them
         results = _compare(*fitting.exact_programs(), target.arrays)
@@ -40,7 +42,7 @@ def _no_other_program(target: Target) -> str:
     if not target.has_reference:
         return no_reference(target)
     if has_loops(target.reference_jaxpr):
-        return "it was differentiated before it came here, and has no reference any more"
+        return "it was differentiated before verify saw it, so no reference can be built"
     transfers = list(host_transfers(target.reference_jaxpr))
     return f"{len(transfers)} {REFERENCE_MOVES_TOO}" if transfers else ""
 
@@ -79,17 +81,17 @@ def _by_rounding(results: Results, args: tuple[Any, ...]) -> Found:
     """Whether results that differ do so by rounding alone, in all processes."""
     if in_any_process(not has_room_for(results.reference_program, copies=2)):
         return _by_norm(results)
-    found: Rounding = rounding(results.ours, results.reference, results.reference_program, args)
-    error = f"{found.error:.1g} of their norm"
-    if in_any_process(not found.share <= LIMIT):
-        return FAILS, f"they are {found.share:.3g} times as far apart as rounding moves the reference's ({error})"
-    if in_any_process(not found.error <= CHAOTIC):
+    apart: Rounding = rounding(results.ours, results.reference, results.reference_program, args)
+    error = f"{apart.error:.1g} of their norm"
+    if in_any_process(not apart.share <= LIMIT):
+        return FAILS, f"they differ by {apart.share:.3g} times the reference's own rounding error ({error})"
+    if in_any_process(not apart.error <= CHAOTIC):
         return NOT_CHECKED, f"rounding alone moves the reference's by {error}"
-    return HOLDS, f"they are {found.share:.2g} times as far apart as rounding moves the reference's ({error})"
+    return HOLDS, f"they differ by {apart.share:.2g} times the reference's own rounding error ({error})"
 
 
 def _by_norm(results: Results) -> Found:
-    """The same, where there is no room to run the reference beside two copies of the arguments."""
+    """Judge by the norm where the reference does not fit beside two copies of the arguments."""
     distance = furthest(results.ours, results.reference)
     is_far = in_any_process(not distance <= CHAOTIC)
     missing = need(results.reference_program, copies=2)

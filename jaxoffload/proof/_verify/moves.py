@@ -21,16 +21,16 @@ def moves(target: Target) -> Found:
     """Find values that go to the host and must not, and values that must and do not."""
     wrong = [f"{what}, {why}" for transfer in target.host_transfers for what, why in _forbidden(transfer, target)]
     if wrong:
-        return FAILS, f"to the host go {'; '.join(dict.fromkeys(wrong))}"
+        return FAILS, f"these values go to the host and must not: {'; '.join(dict.fromkeys(wrong))}"
     if stays := dict.fromkeys(_stays(target)):
-        return FAILS, f"on the device stay {'; '.join(stays)}"
+        return FAILS, f"these values stay on the device: {'; '.join(stays)}"
     if not (count := len(target.host_transfers)):
         return HOLDS, "nothing goes to the host"
     marked = sum(transfer.source.name is not None for transfer in target.host_transfers)
     if marked == count:
         values = f"{count} values that go to the host are" if count > 1 else "value that goes to the host is"
         return HOLDS, f"the {values} marked offload"
-    others = "have no plan's name, are results of equations, or lived there before"
+    others = "have no plan's name, are results of equations, or were on the host before"
     if not marked:
         return HOLDS, f"the {count} value(s) that go to the host {others}"
     return HOLDS, f"of the {count} values that go to the host {marked} are marked offload; {count - marked} {others}"
@@ -51,10 +51,10 @@ def _forbidden(transfer: HostTransfer, target: Target) -> Iterator[tuple[str, st
         if source.name.decision != "offload":
             row = target.plans.rows.get(str(source.name))
             names = ", ".join(row.names) if row else str(source.name)
-            yield names or "a matrix product", f"which is marked {source.name.decision}"
-    elif source.kind == "argument":  # a weight may have the shape of a moment that lives there
+            yield names or "a matmul", f"which is marked {source.name.decision}"
+    elif source.kind == "argument":  # a weight may have the shape of a moment on the host
         yield what, f"which is named {transfer.name!r} and stays with the caller" if transfer.name else _UNNAMED
-    elif _lives_there(transfer, target):
+    elif _may_update_host_argument(transfer, target):
         pass
     elif transfer.name is None:
         if target.plans.plans or source.kind in ("input", "constant"):
@@ -66,10 +66,10 @@ def _forbidden(transfer: HostTransfer, target: Target) -> Iterator[tuple[str, st
             yield name.text, f"which is marked {' or '.join(sorted(decided))}"
 
 
-_UNNAMED = "which nobody named"
+_UNNAMED = "which has no name"
 
 
-def _lives_there(transfer: HostTransfer, target: Target) -> bool:
+def _may_update_host_argument(transfer: HostTransfer, target: Target) -> bool:
     """Whether it may be the new value of an argument on the host, as an optimizer's state may be."""
     like = lambda aval: (aval.shape, aval.dtype)
     return like(transfer.aval) in {like(v.aval) for v in target.jaxpr.invars if on_host(v.aval)}
@@ -80,21 +80,21 @@ def producers(target: Target) -> Found:
     if not target.plans.plans:
         return NOT_CHECKED, "nothing in the function is jaxoffload's: what it means to keep is not known"
     again = list(dict.fromkeys(_recomputed(target)))
-    found = f"recomputed: {'; '.join(again)}" if again else "by the jaxpr none is recomputed"
+    detail = f"recomputed: {'; '.join(again)}" if again else "by the jaxpr none is recomputed"
     if again and not target.plans.rerun:  # else JAX says of some first runs, too, that they are differentiated
-        return FAILS, found
+        return FAILS, detail
     if target.plans.others or target.plans.overlap:
-        found += "" if again else " for jaxoffload"
-        return NOT_CHECKED, f"{found}; but what other checkpoints keep, or run again, is not known"
+        detail += "" if again else " for jaxoffload"
+        return NOT_CHECKED, f"{detail}; but what other checkpoints keep, or run again, is not known"
     verdict, compiled = _by_kernels(target)
-    return verdict, f"{found}{compiled}"
+    return verdict, f"{detail}{compiled}"
 
 
 def _recomputed(target: Target) -> Iterator[str]:
-    """What the backward pass computes again although it is kept, by the jaxpr."""
+    """What the backward pass recomputes although it is kept, by the jaxpr."""
     rows = target.plans.rows
     layers = {name: target.plans.recomputed[name][0] for name in rows}
-    what = lambda name: f"{', '.join(rows[name].names) or 'a matrix product'} ({rows[name].decision})"
+    what = lambda name: f"{', '.join(rows[name].names) or 'a matmul'} ({rows[name].decision})"
     for name, row in rows.items():
         if layers[name] and (row.decision != "recompute" or _is_routing(row)):
             yield f"{what(name)} in {layers[name]} layer(s)"
@@ -112,10 +112,10 @@ def _is_routing(row: Row) -> bool:
 def _by_kernels(target: Target) -> Found:
     """Whether the compiled program runs no more kernels than the jaxpr asks for."""
     if jax.default_backend() != "gpu":
-        return HOLDS, "; not by the compiled program, which is a GPU's"
+        return HOLDS, "; kernels not counted: this needs an NVIDIA GPU"
     expected = kernels.traced(target.jaxpr)
     if expected is None:
-        return HOLDS, "; not by the compiled program, for the iterations of a loop are not known"
+        return HOLDS, "; kernels not counted: the trip count of a loop is unknown"
     if len(target.devices) > 1:  # each of them does what is not divided
         expected = expected._replace(flops=None)
     ran = kernels.ran(target.module)

@@ -79,11 +79,11 @@ def measured(f: Any, args: tuple[Any, ...], whose: str, most: int | None, has_au
     zeros = jax.tree.map(_zeros, args)
     target = target_of(f, zeros, has_aux=has_aux)
     if target.loss is None:
-        return {"why": "a step's residuals are inside of it"}
+        return {"why": "a step's residuals are internal to it"}
     if whose == "reference":
         if (fitting := reference_that_fits(target)) is None:
             return {"why": need(target.reference_program)}
-        most, run = fitting.most, as_reference(fitting.run)
+        most, run = fitting.max_layers, as_reference(fitting.run)
     else:
         run = (target.with_layers(most) if most else target).run
     program = compiled(run, zeros, compiler_options())

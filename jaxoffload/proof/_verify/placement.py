@@ -69,7 +69,7 @@ def _shard_bytes(loss: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, i
     sizes: dict[str, int] = {}
     for source, sharding, x in zip(named.values(), shardings, jax.eval_shape(kept, *args), strict=True):
         assert source.name
-        name = ", ".join(n.text for n in source.name.names) or "matrix products"
+        name = ", ".join(n.text for n in source.name.names) or "matmuls"
         shard = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize // (source.layers + source.empty)
         sizes[name] = max(shard, sizes.get(name, 0))
     return sizes

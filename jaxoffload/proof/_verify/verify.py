@@ -36,7 +36,7 @@ def verify(
        If the reference does not fit on the device, both run the first layers of each scan, as many as fit in 90 %.
     2. `conservation`: every byte that leaves the device appears on the host: exactly, in the jaxpr; on a GPU also in
        XLA's memory plan and (from the command line) in measured peaks, within one layer and a stated tolerance.
-    3. `moves`: only values marked offload, or values that lived on the host before, are moved there. Where policies
+    3. `moves`: only values marked offload, or values that were on the host before, are moved there. Where policies
        other than jaxoffload's decide: only named values that are neither arguments nor weights.
     4. `producers`: saved and offloaded values are not recomputed. Not checked where other checkpoints than
        jaxoffload's, or nested ones of jaxoffload's, keep or recompute a value.
@@ -72,10 +72,10 @@ def verify(
       ...     layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
       ...     policy = Policy({"fc1": "offload"}, min_offload_bytes=0)
       ...     return jnp.sum(scan(layer, x, w, policy=policy)[0])
-      >>> found = verify(loss, jnp.ones((2, 8)), jnp.full((3, 8, 8), 0.1))
-      >>> found.ok
+      >>> verification = verify(loss, jnp.ones((2, 8)), jnp.full((3, 8, 8), 0.1))
+      >>> verification.ok
       True
-      >>> print(found["moves"])
+      >>> print(verification["moves"])
       holds        moves: the value that goes to the host is marked offload
     """
     return Verification(tuple(checks(f, *args, policy=policy, has_aux=has_aux, repeats=repeats, strict=strict)))

@@ -25,7 +25,7 @@ BY_NAME |= {"ragged_dot_general", "dot_product_attention_fwd_wrapper", "dot_prod
 BY_REGEX = {
     "CUDNN_ATTENTION": {f"dot_product_attention_{which}_wrapper" for which in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")},
     "TE_GROUPED_GEMM": {"te_grouped_gemm_ffi_wrapper", "te_grouped_gemm_v2_ffi_wrapper"},
-    "MOSAIC": {"pallas_call", "mpmd_map", "mosaic_gpu", "mosaic_gpu_v2"},
+    "MOSAIC_KERNELS": {"pallas_call", "mpmd_map", "mosaic_gpu", "mosaic_gpu_v2"},
 }
 TE_ATTENTION = {"te_fused_attn_forward_ffi_wrapper", "te_fused_attn_backward_ffi_wrapper"}
 BY_REGEX["ATTENTION"] = BY_REGEX["CUDNN_ATTENTION"] | TE_ATTENTION

@@ -674,7 +674,7 @@ def test_steps_of_a_run_are_profiled_on_a_page_beside_its_metrics(config, tmp_pa
     assert train.main([str(config), *PROFILED, f"train.out={out}"]) == 0
     assert recorded == [2, 3] and max(losses(out)) == 5  # a step is recorded when it is over
     said = capsys.readouterr().out
-    assert "steps 3 to 4: 71.0 ms each, of which 5.0 ms are copies that nothing hides; by residual" in said
+    assert "steps 3 to 4: 71.0 ms each, of which 5.0 ms are exposed copies; by residual" in said
     found = embedded(out / "profile.html")
     assert found["profile"]["step_ms"] == 71 and len(found["profile"]["moves"]) == 8
     assert "mlp/fc1.gate" in [name for row in found["residuals"]["residuals"] for name in row["names"]]

@@ -62,6 +62,6 @@ def write_page(config: Config, made: Program, compiled: jax.stages.Compiled, tra
     title = f"{out.name}: steps {begin + 1} to {end}"
     (out / "profile.html").write_text(proof.page(title, proof.about(), table, profile=found))
     say(
-        f"steps {begin + 1} to {end}: {found.step_ms} ms each, of which {found.exposed_ms} ms are copies that nothing "
-        f"hides; by residual and layer: {out / 'profile.html'}"
+        f"steps {begin + 1} to {end}: {found.step_ms} ms each, of which {found.exposed_ms} ms are exposed copies; by "
+        f"residual and layer: {out / 'profile.html'}"
     )

@@ -21,11 +21,11 @@ from jax.ref import AbstractRef
 from ._chain import chain_p
 from ._checkpoint import checkpoint
 from ._engine.checkpoint_primitive import checkpoint_p
-from ._engine.copying_loops import backward_p, forward_p, where_twice
+from ._engine.copying_loops import forward_p, where_twice
 from ._engine.derivative import full_plan
 from ._engine.host_pool_limit import host_pool_bytes, whole_program
 from ._engine.host_pool_need import need_of, refuse_what_does_not_fit
-from ._engine.interleaved import interleaved_p
+from ._engine.interleaved import OUR_LOOPS, interleaved_p, loops_of
 from ._engine.layer import Body, plan_of
 from ._engine.plan import Plan, Row, make_plan
 from ._engine.reruns import reruns
@@ -246,20 +246,20 @@ class _Met(NamedTuple):
 
 def _met(site: Site) -> _Met:
     checkpoints = [_checkpoint_plan(e) for e in site.enclosing if _is_foreign(e) or _checkpoint_plan(e)]
-    loops = [e for e in site.enclosing if e.primitive in (forward_p, backward_p)]
+    loops = [e for e in site.enclosing if e.primitive in OUR_LOOPS]
     owner, around = next(filter(None, checkpoints), None), _plans_of(loops[-1]) if loops else []
     return _Met(site, _plans_of(site.eqn), owner, around, None in checkpoints, checkpoints[:1] == [None])
 
 
 def _bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return the nested jaxprs of an equation of a gradient; those of our loops too, which autodiff has made."""
-    return [eqn.params["call_jaxpr"]] if eqn.primitive in (forward_p, backward_p) else bodies(eqn)
+    return [eqn.params["call_jaxpr"]] if eqn.primitive in OUR_LOOPS else bodies(eqn)
 
 
 def _plans_of(eqn: JaxprEqn) -> list[Plan]:
     """Return the plans that an equation runs: that of a checkpoint, or those of a loop's layers."""
-    if eqn.primitive in (forward_p, backward_p):
-        return [segment.layer.plan for segment in eqn.params["loops"].segments]
+    if loops := loops_of(eqn):
+        return [segment.layer.plan for each in loops for segment in each.segments]
     return [plan] if (plan := _checkpoint_plan(eqn)) else []
 
 
@@ -352,8 +352,7 @@ def _names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
         if (plan := plan_of(used)) and plan.policy == policy:
             seen.append(plan.seen)
         elif eqn.primitive in (forward_p, interleaved_p):
-            loops = eqn.params["loops"] if eqn.primitive is interleaved_p else [eqn.params["loops"]]
-            plans = [segment.layer.plan for each in loops for segment in each.segments]
+            plans = _plans_of(eqn)
             seen += [plan.seen for plan in plans if plan.policy == policy]
         elif used == policy and eqn.primitive in (scan_p, chain_p, checkpoint_p):
             seen += [full_plan(body, roles, policy, False).seen for body, roles in _undifferentiated(eqn)]

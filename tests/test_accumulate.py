@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core.primitives import dot_general_p
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxoffload import Policy, PolicyError, accumulate, chain, check, scan, tag
+from jaxoffload import Policy, PolicyError, accumulate, chain, check, scan, tag, verify
 from jaxoffload._engine import interleaved
 from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.walk import walk
@@ -394,6 +394,31 @@ def test_check_judges_a_step_that_accumulates():
         check(policy({"fc1": "save"}), step, *args)
     jaxpr = jax.make_jaxpr(step)(*args)
     assert need_of(jaxpr).bytes() == 2 * LAYERS * 2 * 2 * DIM * 4
+
+
+@pytest.mark.slow
+def test_verify_compares_a_step_with_the_plain_loop_and_catches_rows_out_of_order(monkeypatch):
+    """The fault: a backward pass reads the rows of its stacks in another order."""
+
+    def reordered(flight):
+        mixed = lambda saved: saved._replace(host=[jnp.flip(stack, 0) for stack in saved.host])
+        return {n: ([mixed(saved) for saved in segments], reads) for n, (segments, reads) in flight.scans.items()}
+
+    rules = policy({"fc1": "offload"})
+    loss = lambda w, x: jnp.sum(scan(lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None), x, w, policy=rules)[0] ** 2)
+    step = lambda w, x: (accumulate(loss)(w, x)[0], w - 0.1 * accumulate(loss)(w, x)[1])
+    args = PARAMS["w"], normal(5, (4, 2, DIM))
+    verdicts = {check.claim: check.verdict for check in verify(step, *args).checks}
+    assert [verdicts[claim] for claim in ("gradients", "moves", "producers", "repeats")] == ["holds"] * 4
+    backward = interleaved.backward
+    monkeypatch.setattr(  # only the pass beside another one is traced with a loop's state
+        interleaved,
+        "backward",
+        lambda made, flight, sums: backward(made, flight._replace(scans=reordered(flight)), sums),
+    )
+    jax.clear_caches()
+    failed = {check.claim for check in verify(step, *args).checks if check.verdict == "fails"}
+    assert failed == {"gradients"}
 
 
 good = functools.partial(masked, ours)

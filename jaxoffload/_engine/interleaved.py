@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from .._jax import Call, Results, define
-from .copying_loops import DifferentiatedTwice, Loops, jitted
+from .copying_loops import DifferentiatedTwice, Loops, backward_p, forward_p, jitted
 from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, empty_stacks, forward
 
 
@@ -95,6 +96,15 @@ interleaved_p = define(
     jvp=_refuse,
     batch=_batch,
 )
+
+
+def loops_of(eqn: JaxprEqn) -> list[Loops]:
+    """The loops of an equation of ours: of the passes of a scan, or of all scans whose passes interleave."""
+    loops = eqn.params["loops"] if eqn.primitive in OUR_LOOPS else ()
+    return [loops] if isinstance(loops, Loops) else list(loops)
+
+
+OUR_LOOPS = (forward_p, backward_p, interleaved_p)
 
 
 def _stacked(*results: list[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import device_put_p, name_p
 
 from ..._engine.copying_loops import backward_p, forward_p
+from ..._engine.interleaved import interleaved_p, loops_of
 from ..._engine.source import Source, follow, is_a_view, source_of
 from ..._engine.walk import nested, operands_of
 from ..._jax import on_host
@@ -58,6 +59,9 @@ class Scope:
 
 def _transfers(scope: Scope) -> Iterator[HostTransfer]:
     for eqn in scope.jaxpr.eqns:
+        if eqn.primitive is interleaved_p:
+            yield from _interleaved(eqn)
+            continue
         for index, sharding in enumerate(eqn.params.get("out_shardings", ())):
             if getattr(sharding, "memory_kind", None) == "pinned_host":
                 yield HostTransfer(Source(None, f"result {index} of a {eqn.primitive.name}"), eqn.outvars[index].aval)
@@ -66,6 +70,16 @@ def _transfers(scope: Scope) -> Iterator[HostTransfer]:
                 yield transfer
         for body, operands in _bodies(eqn):
             yield from _transfers(Scope(body, operands, scope))
+
+
+def _interleaved(eqn: JaxprEqn) -> Iterator[HostTransfer]:
+    """What the layers of interleaved scans put there. What stands between the scans has no names to be judged by."""
+    for segment in (segment for loops in loops_of(eqn) for segment in loops.segments):
+        stored = [k for k, place in zip(segment.layer.kept, segment.places(), strict=True) if place != "operand"]
+        avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
+        for kept, aval in zip(stored, avals, strict=True):
+            if segment.on_host and kept.place == "host":
+                yield HostTransfer(kept.source, aval)
 
 
 def _made(scope: Scope, eqn: JaxprEqn, index: int) -> HostTransfer | None:

@@ -12,7 +12,8 @@ from jax.extend.core.primitives import remat_p
 
 from ..._checkpoint import checkpoint
 from ..._compiler_options import compiler_options
-from ..._engine.copying_loops import backward_p, forward_p, where_twice
+from ..._engine.copying_loops import backward_p, where_twice
+from ..._engine.interleaved import loops_of
 from ..._engine.layer import plan_of
 from ..._engine.walk import walk
 from ..._policy import Policy
@@ -161,7 +162,7 @@ def _policies(jaxpr: Jaxpr) -> Iterator[Any]:
 
 def has_loops(jaxpr: Jaxpr) -> bool:
     """Whether the jaxpr contains a jaxoffload loop."""
-    return any(site.eqn.primitive in (forward_p, backward_p) for site in walk(jaxpr))
+    return any(loops_of(site.eqn) for site in walk(jaxpr))
 
 
 def rows_read_beyond(jaxpr: Jaxpr) -> int:
@@ -172,8 +173,7 @@ def rows_read_beyond(jaxpr: Jaxpr) -> int:
 
 def most_layers_of(jaxpr: Jaxpr) -> int:
     """Return the number of layers of our longest loop."""
-    eqns = (site.eqn for site in walk(jaxpr))
-    return max((eqn.params["loops"].length for eqn in eqns if eqn.primitive is forward_p), default=0)
+    return max((loops.length for site in walk(jaxpr) for loops in loops_of(site.eqn)), default=0)
 
 
 def _array(x: Any, number: int) -> Any:

@@ -195,7 +195,7 @@ def matches(pattern: str, name: str) -> bool:
     pattern_parts, parts = pattern.split("/"), name.split("/")
     if "." not in pattern_parts[-1]:
         parts[-1] = parts[-1].partition(".")[0]
-    if len(pattern_parts) == 1 and pattern != "**":
+    if len(pattern_parts) == 1:
         parts = parts[-1:]
     return _components_match(pattern_parts, parts)
 

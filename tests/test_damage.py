@@ -1,5 +1,6 @@
 """Damaged checkpoints and token files: training never uses data that differs from what was written."""
 
+import asyncio
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import shutil
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +245,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_with_the_same_losses(
 TOGETHER = """
 import contextlib, sys
 from pathlib import Path
+from types import SimpleNamespace
 import jax, numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -377,3 +380,32 @@ def test_a_damaged_file_that_cannot_be_rebuilt_is_a_message(corpus, tmp_path, mo
     monkeypatch.setattr(data, "atomic", read_only)
     with pytest.raises(ConfigError, match=r"data\.cache_dir = .* Permission denied.*; must be a folder that can be"):
         load(corpus, tmp_path / "cache")
+
+
+def test_a_loop_waits_for_its_tasks_for_a_minute_at_most(monkeypatch):
+    now, waits = [1000.0], []
+
+    def wait(tasks, timeout):
+        waits.append(timeout)
+        now[0] += 50
+        assert len(waits) < 9
+
+        async def nothing_done():
+            return set(), tasks
+
+        return nothing_done()
+
+    loop = checkpoints._DrainingLoop()
+    task = loop.create_task(asyncio.Event().wait())
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        patch.setattr(asyncio, "wait", wait)
+        loop.close()
+    assert waits == [60, 10] and loop.is_closed()
+    task._log_destroy_pending = False
+
+
+def test_only_a_checkpoint_with_one_before_it_can_be_skipped(out):
+    bad = {step: checkpoints.Damaged(out, step, "is bad") for step in (2, 4)}
+    assert [checkpoints.can_skip(out, "previous", bad[step]) for step in (4, 2)] == [True, False]
+    assert not checkpoints.can_skip(out, "error", bad[4])

@@ -285,3 +285,11 @@ def test_without_jit_nothing_is_trained(config, tmp_path, capsys, arguments):  #
     _, line = capsys.readouterr().err.splitlines()
     assert line == "JAX_DISABLE_JIT = True: only compiled programs offload residuals; must be unset"
     assert not (tmp_path / "out").exists()
+
+
+def test_orbax_logs_no_traceback_of_an_error_that_is_raised(tmp_path, caplog):
+    noise = [jax.random.normal(jax.random.key(i), (2**14,)) for i in range(40)]
+    with pytest.raises(ValueError), checkpoints.open_manager(tmp_path) as manager, files_of_at_most(2**14):
+        save(manager, 2, noise)
+        manager.wait_until_finished()
+    assert not [record for record in caplog.records if record.exc_info]

@@ -171,3 +171,31 @@ def test_on_a_gpu_what_was_verified_is_drawn_with_its_copies(tmp_path, monkeypat
     assert [heading in path.read_text() for heading in ("What holds", "What is where", "Memory", "Copies")] == [
         True
     ] * 4
+
+
+def test_columns_of_numbers_are_set_as_such(page):
+    found = {}
+    for table in re.findall(r"<table>.*?</table>", page):
+        for row in re.findall(r"<tr>(.*?)</tr>", table):
+            kinds = re.findall(r"<t[hd][^>]*?(class=\"number\")?>", row)
+            caption = re.search(r"<caption>(.*?)</caption>", table)[1]
+            found.setdefault(caption, set()).add(tuple(i for i, kind in enumerate(kinds) if kind))
+    (copies,) = (caption for caption in found if caption.startswith("Copies of layers"))
+    assert found.pop(copies) == {(1, 3, 4, 5)}
+    assert found == {
+        "Where and with what": {()},
+        "Claims and verdicts": {()},
+        "Bytes by place": {(1, 2, 3)},
+        "At most": {(1,)},
+        "Copies by residual": {(2, 3, 4, 5)},
+    }
+
+
+def test_each_column_has_a_heading(page):
+    heads = {caption: tuple(rows[0]) for caption, rows in Tables(page).tables.items()}
+    (copies,) = (caption for caption in heads if caption.startswith("Copies of layers"))
+    assert heads.pop(copies) == ("residual", "layer", "way", "began at ms", "ms", "exposed ms")
+    assert heads["Copies by residual"] == ("residual", "way", "copies", "bytes", "ms", "exposed ms", "streams")
+    assert heads["Claims and verdicts"] == ("of", "claim", "verdict", "because")
+    assert heads["At most"] == ("", "bytes")
+    assert heads["Bytes by place"] == ("residual", "on the device", "on the host", "recomputed")

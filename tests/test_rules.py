@@ -799,3 +799,17 @@ def test_rule_10_the_four_states():
         "other": ("recomputed", 6, 6 * ONE),
         "fc2": ("not needed", 0, 0),
     }
+
+
+@pytest.mark.parametrize("what", ["a label of a scan inside", "a body that a rule replaces inside"])
+def test_rule_1_a_pattern_may_match_what_an_inner_plan_has_seen(what):
+    """Names that no equation has any more, where the inner function was differentiated already."""
+    x, ws = normal(0, (4, 4)), normal(1, (3, 4, 4))
+    sin = jax.custom_jvp(lambda x: jnp.sin(tag(x, "hidden")))
+    sin.defjvp(lambda x, t: (jnp.sin(*x), jnp.cos(*x) * t[0]))
+    twice = lambda x, w: (tag(jnp.sin(tag(x @ w, "context")), "context"), None)
+    inner, pattern = {
+        "a label of a scan inside": (lambda x: scan(twice, x, ws, policy=policy())[0], "context.0"),
+        "a body that a rule replaces inside": (jax.grad(lambda x: checkpoint(sin, policy=policy())(x).sum()), "hidden"),
+    }[what]
+    jax.make_jaxpr(jax.grad(lambda x: checkpoint(inner, policy=policy({pattern: "save"}))(x).sum()))(x)

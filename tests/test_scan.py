@@ -452,3 +452,14 @@ def test_an_unmatched_pattern_and_a_foreign_policy_are_refused():
         jax.eval_shape(gradient(lambda x, w: scan(body, x, w, policy=policy({"fc3": "save"}))), X, WS)
     with pytest.raises(TypeError, match=r"scan: policy must be a jaxoffload.Policy"):
         scan(body, X, WS, policy="save")
+
+
+def test_vmap_of_a_number_that_is_the_same_in_every_layer():
+    """`cos(s)` is kept once, not in a stack: under vmap it has the batch axis alone."""
+    body = lambda s: lambda x, w: (jnp.sin(x @ w) * tag(jnp.cos(s), "cos"), None)
+    ours = lambda s, x, w: scan(body(s), x, w, policy=policy({"cos": "save"}))[0].sum()
+    reference = lambda s, x, w: lax.scan(body(s), x, w)[0].sum()
+    args = normal(0, (3,)), normal(1, (3, 4)), normal(2, (5, 4, 4))
+    got, want = (run(jax.vmap(jax.grad(f, (0, 1, 2)), (0, 0, None)), *args) for f in (ours, reference))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

@@ -814,3 +814,9 @@ def test_real_steps_are_profiled_and_what_runs_between_them_is_left_out(config, 
         assert sorted(layer for layer in layers if layer is not None) == [0, 1, 2], (residual, layers)
     fastest, slowest = found["profile"]["spread_ms"]
     assert 0 < fastest <= found["profile"]["step_ms"] <= slowest < 1000
+
+
+def test_each_exception_may_change_and_exists():
+    saved = checkpoints.Saved(16, flat(Config()) | dict.fromkeys(checkpoints._MAY_CHANGE, "another"), {})
+    assert set(flat(Config())) >= checkpoints._MAY_CHANGE
+    assert checkpoints.differences(Config(), saved) == []

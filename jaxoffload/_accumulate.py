@@ -193,9 +193,8 @@ def _interleaved(call: _Call) -> Any:
 def _refuse_what_does_not_fit(pieces: Pieces) -> None:
     """Raise if the pinned host pool cannot hold the stacks of two microbatches."""
     segments = [segment for scan in pieces.scans for segment in scan.loops.segments if segment.on_host]
-    # If the last layer offloads too, its residuals are apart from the stack, whose first row is padding.
-    rows = ((segment.layers + (segment.on_host == segment.layers), segment.layer.host_bytes) for segment in segments)
-    need, pool = 2 * sum(count * size for count, size in rows), host_pool_bytes()
+    one = sum((segment.on_host + 1) * segment.layer.host_bytes for segment in segments)  # and a padding row
+    need, pool = 2 * one, host_pool_bytes()
     if pool is not None and need > pool:
         text = f"two microbatches offload {readable(need)} per device; the pinned host pool holds {readable(pool)}"
         raise HostPoolFull("accumulate", text, need, pool, None, auto_axes())

@@ -1,8 +1,8 @@
 """Fix three JAX rules, on first use (docs/upstream.md).
 
-Nothing else in jaxoffload changes JAX, and nothing changes it on import. Each new rule does as JAX's own did, except in
-the case that its docstring names. The residuals of a `cond`, and of a `jax.checkpoint` that offloads, are handled
-by JAX's rules, which therefore must support host memory.
+Nothing else in jaxoffload changes JAX for good, and nothing changes it on import. Each new rule does as JAX's own did,
+except in the case that its docstring names. The residuals of a `cond`, and of a `jax.checkpoint` that offloads, are
+handled by JAX's rules, which therefore must support host memory.
 """
 
 import functools

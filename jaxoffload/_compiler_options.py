@@ -24,7 +24,8 @@ _GPU_OPTIONS: dict[str, str | bool | int] = {
 _COPY_MS = {"dynamic-slice-start": 1000.0, "dynamic-update-slice-start": 1000.0, "copy-start": 20.0}
 # How many of each a program may have; XLA numbers them. A chain has one per residual and layer, both ways.
 _COPIES = {"dynamic-slice-start": 100, "dynamic-update-slice-start": 100, "copy-start": 500}
-_CLONES = ("", ".double_buffer_clone")
+# Double buffering clones a loop, and the loop around it.
+_CLONES = ("", ".double_buffer_clone", *(f".double_buffer_clone.{i}" for i in range(1, 4)))
 
 _BACKENDS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoffload import Policy, chain, machine, scan, tag
 from jaxoffload.__main__ import main
+from jaxoffload._engine.cost import attention_flops, cost
 from jaxoffload.proof import Machine, fits, known_machine
 from jaxoffload.proof._predict import machine as _machine
-from jaxoffload.proof._predict.cost import cost
 from jaxoffload.proof._predict.fit import LayerCopy
-from jaxoffload.proof._predict.machine import Bus, attention_flops
+from jaxoffload.proof._predict.machine import Bus
 
 pytestmark = pytest.mark.claim("fits")
 
@@ -31,7 +31,7 @@ def auto(size):
 
 def ms(f, *shapes, dtype=jnp.bfloat16, devices=1):
     jaxpr = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
-    return 1e3 * cost(jaxpr, MACHINE, devices).seconds
+    return 1e3 * cost(jaxpr, MACHINE.rates, devices).seconds
 
 
 def moved(*elements, size=2):
@@ -44,10 +44,10 @@ def test_matmuls_take_their_flops_or_their_bytes():
     assert ms(lambda x, w: x @ w, (10_000, 1000), big) == pytest.approx(2 * (10_000_000 * 2 + 1_000_000) / 1e6)
     fast = dataclasses.replace(MACHINE, hbm_gb_s=1e9)
     jaxpr = jax.make_jaxpr(jnp.dot)(jnp.ones(big, jnp.bfloat16), jnp.ones(wide, jnp.bfloat16))
-    assert 1e3 * cost(jaxpr, fast).seconds == pytest.approx(2 * 1000 * 1000 * 10 / 1e9, rel=1e-3)
+    assert 1e3 * cost(jaxpr, fast.rates).seconds == pytest.approx(2 * 1000 * 1000 * 10 / 1e9, rel=1e-3)
     jaxpr = jax.make_jaxpr(jnp.dot)(jnp.ones(big), jnp.ones(wide))  # float32: half as fast
-    assert 1e3 * cost(jaxpr, fast).seconds == pytest.approx(2 * 2 * 1000 * 1000 * 10 / 1e9, rel=1e-3)
-    assert 1e3 * cost(jaxpr, fast, devices=4).seconds == pytest.approx(1000 * 1000 * 10 / 1e9, rel=1e-3)
+    assert 1e3 * cost(jaxpr, fast.rates).seconds == pytest.approx(2 * 2 * 1000 * 1000 * 10 / 1e9, rel=1e-3)
+    assert 1e3 * cost(jaxpr, fast.rates, devices=4).seconds == pytest.approx(1000 * 1000 * 10 / 1e9, rel=1e-3)
 
 
 def test_what_is_fused_is_read_once_and_written_once():
@@ -77,16 +77,16 @@ def test_what_is_nested_counts_as_often_as_it_runs():
 
 def test_kernels_of_which_nothing_is_known_are_named():
     kernel = lambda x: jax.ffi.ffi_call("secret", jax.ShapeDtypeStruct((50,), jnp.float32))(x)
-    found = cost(jax.make_jaxpr(kernel)(jnp.ones(100)), MACHINE)
+    found = cost(jax.make_jaxpr(kernel)(jnp.ones(100)), MACHINE.rates)
     assert found.unknown and 1e3 * found.seconds == moved(150, size=4)
-    assert not cost(jax.make_jaxpr(jnp.sort)(jnp.ones(100)), MACHINE).unknown
+    assert not cost(jax.make_jaxpr(jnp.sort)(jnp.ones(100)), MACHINE.rates).unknown
 
 
 def test_grouped_gemms_and_attention_by_their_shapes():
     matmul = lambda x, w: jax.ffi.ffi_call("grouped", jax.ShapeDtypeStruct((10, 7), jnp.bfloat16))(x, w)
     jaxpr = jax.make_jaxpr(matmul)(jnp.ones((10, 5), jnp.bfloat16), jnp.ones((3, 5, 7), jnp.bfloat16))
     fast = dataclasses.replace(MACHINE, hbm_gb_s=1e9)
-    found = cost(jaxpr, fast)
+    found = cost(jaxpr, fast.rates)
     assert not found.unknown and found.seconds == pytest.approx(2 * 10 * 5 * 7 / 1e12, rel=1e-3)
     assert attention_flops((2, 8, 3, 4), (2, 6, 1, 4), causal=False) == 2 * (2 * 2 * 3 * 8 * 6 * 4)
     assert attention_flops((2, 8, 3, 4), (2, 8, 1, 4), causal=True) == 2 * 2 * 3 * 8 * 8 * 4

@@ -9,11 +9,11 @@ import jax
 from jax.extend.core import Jaxpr
 
 from ..._engine.copying_loops import Loops, Segment, backward_p, forward_p
+from ..._engine.cost import cost
 from ..._engine.walk import nested, walk
 from ..._jax import nbytes
 from ..._text import readable
 from .._program.results import run_of
-from .cost import cost
 from .machine import Bus, Machine
 
 
@@ -192,7 +192,7 @@ def _fits(passes: dict[Any, list[_Pass]], machine: Machine, devices: int) -> Ite
 
 
 def _fit(forward: Segment, backward: Segment, run: _Pass, machine: Machine, bus: Bus) -> Fit:
-    forward_cost, backward_cost = (cost(segment.jaxpr, machine, run.devices) for segment in (forward, backward))
+    forward_cost, backward_cost = (cost(segment.jaxpr, machine.rates, run.devices) for segment in (forward, backward))
     stored = [place for place in forward.places() if place != "operand"]
     results = forward.jaxpr.out_avals[len(forward.jaxpr.out_avals) - len(stored) :]
     sizes = [nbytes(aval) // run.devices for aval, place in zip(results, stored, strict=True) if place == "host"]

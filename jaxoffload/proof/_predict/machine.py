@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from ..._engine.cost import Rates, attention_flops
 from ..._text import GIB
 
 
@@ -63,6 +64,10 @@ class Machine:
     gemm_tflops: float
     attention_tflops: tuple[float, float]
     hbm_gb_s: float
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(self.gemm_tflops, self.attention_tflops, self.hbm_gb_s)
 
     def bus(self, gpus: int) -> Bus:
         """The rates where so many GPUs copy at once."""
@@ -237,13 +242,6 @@ def _attention_tflops() -> tuple[float, float] | None:
         return None
     flops = times * attention_flops(q.shape, k.shape, causal=True)
     return round(flops / spent[0] / 1e12, 1), round(2.5 * flops / (spent[1] - spent[0]) / 1e12, 1)
-
-
-def attention_flops(q: tuple[int, ...], k: tuple[int, ...], causal: bool) -> float:
-    """FLOPs of the forward pass, which has two matmuls; the backward pass has five. `q`, `k`: (batch, sequence, heads,
-    width)."""
-    B, S, N, H = q
-    return 2 * 2 * B * N * S * k[1] * H * (0.5 if causal else 1.0)
 
 
 def _hbm_gb_s() -> float:

@@ -4,11 +4,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import dot_general_p, while_p
 
+from ..._engine.cost import matmul_flops
 from ..._engine.walk import nested, walk
 from ..._jax import ATTENTION, MATMULS, MOSAIC_KERNELS, TE_GROUPED_GEMM
 from .hlo import Instruction, Module, dtype_and_sizes
@@ -78,10 +79,7 @@ def flops_of(eqn: JaxprEqn) -> float:
     """The FLOPs of a matmul; NaN for a grouped GEMM: some kernels multiply every row by every group's matrix."""
     if eqn.primitive is not dot_general_p:
         return math.nan
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    first: Any = eqn.invars[0].aval
-    made: Any = eqn.outvars[0].aval
-    return 2.0 * math.prod(made.shape) * math.prod(first.shape[d] for d in contracted)
+    return matmul_flops(eqn)
 
 
 def _flops_of(line: Instruction, module: Module) -> float:

@@ -1,4 +1,4 @@
-"""How long a jaxpr takes on a machine, from FLOPs and bytes alone.
+"""How long a jaxpr takes on a device, from FLOPs and bytes alone.
 
 A matmul, or another kernel of its own, takes as long as its FLOPs or as moving its operands and results between it and
 the device's memory, whichever is longer. All else is fused: what lies between the kernels is read once and written
@@ -7,16 +7,29 @@ collectives.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import cond_p, dot_general_p, scan_p, while_p
 
-from ..._engine.walk import devices_of, nested
-from ..._jax import ALONE, IN_PLACE, MATMULS, OPAQUE, PARTS, SAME, SHARD_MAP, is_attention, is_causal, nbytes
-from .._program.kernels import flops_of
-from .machine import Machine, attention_flops
+from .._jax import ALONE, IN_PLACE, MATMULS, OPAQUE, PARTS, SAME, SHARD_MAP, is_attention, is_causal, nbytes
+from .walk import devices_of, nested
+
+
+class Rates(NamedTuple):
+    """What one device does per second.
+
+    Attributes:
+      gemm_tflops: 10**12 floating-point operations of large bfloat16 matmuls.
+      attention_tflops: those of causal flash attention, forward and backward, without the masked half.
+      hbm_gb_s: GB of its memory, reading and writing together.
+    """
+
+    gemm_tflops: float
+    attention_tflops: tuple[float, float]
+    hbm_gb_s: float
 
 
 class Cost(NamedTuple):
@@ -26,9 +39,9 @@ class Cost(NamedTuple):
     unknown: frozenset[str]
 
 
-def cost(jaxpr: Jaxpr, machine: Machine, devices: int = 1) -> Cost:
+def cost(jaxpr: Jaxpr, rates: Rates, devices: int = 1) -> Cost:
     """Return the cost of one run of a jaxpr whose values are spread evenly over so many devices."""
-    walk = _Walk(machine, devices)
+    walk = _Walk(rates, devices)
     results = walk.through(jaxpr, [walk.array(v.aval, written=True) for v in jaxpr.invars])
     walk.write(results)
     return Cost(walk.seconds, frozenset(walk.unknown))
@@ -44,8 +57,8 @@ class _Array:
 
 
 class _Walk:
-    def __init__(self, machine: Machine, devices: int):
-        self.machine, self.devices = machine, devices
+    def __init__(self, rates: Rates, devices: int):
+        self.rates, self.devices = rates, devices
         self.seconds = 0.0
         self.unknown: set[str] = set()
 
@@ -54,7 +67,7 @@ class _Walk:
 
     def move(self, size: float) -> float:
         """Seconds that so many bytes take to or from the device's memory."""
-        return size / self.machine.hbm_gb_s / 1e9
+        return size / self.rates.hbm_gb_s / 1e9
 
     def write(self, arrays: Sequence[_Array]) -> None:
         for array in arrays:
@@ -99,7 +112,7 @@ class _Walk:
     def loop(self, eqn: JaxprEqn, bodies: list[Jaxpr], operands: list[_Array]) -> list[_Array]:
         """A loop, a `while` as one iteration, or a `cond` as its longest branch."""
         self.write(operands)
-        costs = [cost(body, self.machine, self.devices) for body in bodies]
+        costs = [cost(body, self.rates, self.devices) for body in bodies]
         self.seconds += eqn.params.get("length", 1) * max(c.seconds for c in costs)
         self.unknown.update(*(c.unknown for c in costs), ["while"] if eqn.primitive is while_p else [])
         return [self.array(v.aval, written=True) for v in eqn.outvars]
@@ -107,7 +120,7 @@ class _Walk:
     def kernel(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
         self.write(operands)
         results = [self.array(v.aval, written=True) for v in eqn.outvars]
-        computing = _computing(eqn, self.machine)
+        computing = _computing(eqn, self.rates)
         if computing is None and eqn.primitive.name not in ALONE:
             self.unknown.add(str(eqn.params.get("name") or eqn.primitive.name))
         moving = self.move(sum(array.bytes for array in [*operands, *results]))
@@ -125,21 +138,36 @@ class _Walk:
         return results
 
 
-def _computing(eqn: JaxprEqn, machine: Machine) -> float | None:
+def _computing(eqn: JaxprEqn, rates: Rates) -> float | None:
     """Seconds that a kernel's FLOPs take on one device; None where they are not known."""
     arrays: list[Any] = [v.aval for v in [*eqn.invars, *eqn.outvars] if hasattr(v.aval, "dtype")]
     shapes = [array.shape for array in arrays]
     if is_attention(eqn.primitive.name):
-        forward, backward = machine.attention_tflops
+        forward, backward = rates.attention_tflops
         flops = attention_flops(shapes[0], shapes[1], is_causal(eqn.params))
         is_backward = any(word in eqn.primitive.name for word in ("bwd", "backward"))
         return 2.5 * flops / backward / 1e12 if is_backward else flops / forward / 1e12
     # The rate depends on the bytes of a number: float8 is twice as fast as bfloat16, float32 (as TF32) half as fast.
-    rate = machine.gemm_tflops * 1e12 * 2 / arrays[0].dtype.itemsize
+    rate = rates.gemm_tflops * 1e12 * 2 / arrays[0].dtype.itemsize
     if eqn.primitive is dot_general_p:
-        return flops_of(eqn) / rate
+        return matmul_flops(eqn) / rate
     grouped = _grouped_flops(shapes)
     return None if grouped is None else grouped / rate
+
+
+def matmul_flops(eqn: JaxprEqn) -> float:
+    """The FLOPs of a `dot_general`."""
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    first: Any = eqn.invars[0].aval
+    made: Any = eqn.outvars[0].aval
+    return 2.0 * math.prod(made.shape) * math.prod(first.shape[d] for d in contracted)
+
+
+def attention_flops(q: tuple[int, ...], k: tuple[int, ...], causal: bool) -> float:
+    """FLOPs of the forward pass, which has two matmuls; the backward pass has five. `q`, `k`: (batch, sequence, heads,
+    width)."""
+    B, S, N, H = q
+    return 2 * 2 * B * N * S * k[1] * H * (0.5 if causal else 1.0)
 
 
 def _grouped_flops(shapes: list[tuple[int, ...]]) -> float | None:

@@ -10,11 +10,12 @@ from jax import lax
 
 from ._engine import interleaved
 from ._engine.copying_loops import filled
+from ._engine.fill_and_drain import ends
 from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.passes import program_of
 from ._engine.pieces import Pieces, divide
 from ._errors import NOT_THE_USERS
-from ._jax import as_array
+from ._jax import as_array, nbytes
 from ._reference import is_reference
 from ._scan import backward_loops, forward_loops, scan_p
 from ._text import nearest, readable
@@ -171,15 +172,18 @@ def _interleaved(call: _Call) -> Any:
     if not _offloads(pieces):
         return None
     _refuse_what_does_not_fit(pieces)
+    fill, drain = ends(pieces, call.microbatches, sum(map(nbytes, map(jax.typeof, leaves))))
     fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
     of_params = fixed[len(pieces.consts) :]
 
     def run(*operands: Any) -> tuple[Any, list[Any], list[Any]]:
         values, batch = dict(zip(fixed, operands, strict=False)), list(operands[len(fixed) :])
-        program = lambda: program_of(pieces, backward_loops, of_params, values)
+        of = lambda pieces: lambda: program_of(pieces, backward_loops, of_params, values)
+        middle = of(pieces)
+        first, last = (middle if end is pieces else of(end) for end in (fill, drain))
         microbatch = lambda number: dict(zip(varying, call._replace(batch=batch).microbatch(number), strict=True))
         sums = [filled(jax.typeof(values[v]), 0) for v in of_params]
-        (losses, *aux), grads = interleaved.run(program, call.microbatches, microbatch, sums)
+        (losses, *aux), grads = interleaved.run(first, middle, last, call.microbatches, microbatch, sums)
         value, _ = lax.scan(lambda total, loss: (total + loss, None), filled(jaxpr.out_avals[0], 0), losses)
         return value, aux, grads
 

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from common import assert_same_bits, in_a_loop, normal, on_cpu_and_gpu, policy, run
 from jax import lax
-from jax.extend.core.primitives import dot_general_p
+from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxoffload import Policy, PolicyError, accumulate, chain, check, scan, tag, verify
 from jaxoffload._engine import interleaved
+from jaxoffload._engine.fill_and_drain import staying
 from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.walk import walk
+from jaxoffload._jax import nbytes, on_host
 
 LAYERS, DIM = 3, 8
 WORDS = 11
@@ -238,14 +240,61 @@ def test_the_backward_pass_of_one_runs_beside_the_forward_pass_of_the_next():
     )
     matmuls = lambda jaxpr: sum(site.eqn.primitive is dot_general_p for site in walk(jaxpr))
     loops, sizes = {}, {}
-    for microbatches in (2, 4, 5, 8, 9):
+    for microbatches in (2, 9, 16, 17):
         jaxpr = jax.make_jaxpr(accumulate(loss))(PARAMS["w"], normal(5, (microbatches, 2, DIM)))
         scans = [site.eqn.params for site in walk(jaxpr) if site.eqn.primitive is lax.scan_p]
         bodies = [scan["jaxpr"] for scan in scans if scan["length"] == LAYERS]  # not the loop over microbatches
         loops[microbatches] = set(map(matmuls, bodies))
         sizes[microbatches] = sum(1 for _ in walk(jaxpr))
     assert 1 + 2 in loops[2]  # one forward, two backward
-    assert sizes[4] == sizes[8] and sizes[5] == sizes[9]
+    assert sizes[9] == sizes[16] == sizes[17]
+
+
+@pytest.mark.claim("fill-and-drain")
+def test_what_would_not_fit_behind_a_pass_that_runs_alone_stays_on_the_device():
+    """In an H200's milliseconds: a layer of 2 x 8192 tokens of Llama-3-8B's MLP takes 9 forward, its copies 20."""
+    layers, d, hidden, rows = 4, 4096, 14336, 16384
+    rules = policy({"x": "offload", "up": "offload", "fc1": "offload", "act": "recompute"})
+
+    def layer(x, w):
+        x, (gate, up, down) = tag(x, "x"), (a.astype(jnp.bfloat16) for a in w)
+        fc1, up = tag(x @ gate, "fc1"), tag(x @ up, "up")
+        return x + tag(jax.nn.silu(fc1) * up, "act") @ down, None
+
+    loss = lambda w, x: jnp.sum(scan(layer, x, w, policy=rules)[0].astype(jnp.float32))
+    w = tuple(jax.ShapeDtypeStruct((layers, *a), jnp.float32) for a in ((d, hidden), (d, hidden), (hidden, d)))
+
+    def copied(microbatches):
+        """MiB per layer to the host and back, in each loop over the layers."""
+        xs = jax.ShapeDtypeStruct((microbatches, rows, d), jnp.bfloat16)
+        loops = [s.eqn.params["jaxpr"] for s in walk(jax.make_jaxpr(accumulate(loss))(w, xs)) if is_layers(s.eqn)]
+        puts = [[s.eqn for s in walk(loop) if s.eqn.primitive is device_put_p] for loop in loops]
+        mib = lambda eqns, host: sum(nbytes(e.outvars[0].aval) for e in eqns if on_host(e.outvars[0].aval) is host)
+        return [(mib(eqns, True) // 2**20, mib(eqns, False) // 2**20) for eqns in puts]
+
+    is_layers = lambda eqn: eqn.primitive is lax.scan_p and eqn.params["length"] == layers
+    wide, narrow = rows * hidden * 2 // 2**20, rows * d * 2 // 2**20
+    every = 2 * wide + narrow
+    # A set of gradients has 672 MiB per layer: of two microbatches all but one wide residual may stay, of eight 168.
+    assert copied(2) == [(wide, 0), (every, wide), (0, every)]
+    assert copied(8) == [(2 * wide, 0), (every, 2 * wide), (every, every), (0, every)]
+    assert copied(64) == [(every, 0), (every, every), (0, every)]
+
+
+@pytest.mark.parametrize(
+    "sizes, room, budget, stay",
+    [
+        ([5, 3, 2], 10, 10, []),
+        ([5, 3, 2], 9, 10, [2]),
+        ([5, 3, 2], 5, 10, [3, 2]),
+        ([5, 3, 2], 5, 2, [2]),
+        ([5, 3, 2], 4, 4, [3]),  # 5 goes to the host, late, and leaves no room
+        ([5, 3, 2], 0, 10, [5, 3, 2]),
+        ([5, 3, 2], 0, 0, []),
+    ],
+)
+def test_which_residuals_stay(sizes, room, budget, stay):
+    assert list(staying(dict(enumerate(sizes)), room, budget).values()) == stay
 
 
 def test_one_microbatch_and_a_policy_that_moves_nothing_run_one_by_one(monkeypatch):

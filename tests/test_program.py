@@ -257,7 +257,8 @@ def test_a_chains_copies_have_a_layer_to_hide_behind(gpu):
 
 @pytest.mark.claim("accumulated-in-less-memory")
 def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing_everything(gpu, monkeypatch):
-    """By DMA alone, in range, and nothing from host to host: two sets of stacks take turns."""
+    """By DMA alone, in range, each copy begun with its layer, and nothing from host to host: two sets of stacks take
+    turns."""
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")
     layers, d, hidden, rows = 16, 4096, 14336, 16384
 
@@ -284,9 +285,12 @@ def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing
         program = compiled(gpu, interleaved, w, xs(count))
         module, memory = module_of(program), program.memory_analysis()
         assert kernels_on_host_memory(module) == [] and list(hlo.out_of_range(module)) == []
-        assert memory.host_temp_size_in_bytes == 2 * layers * rows * (d + 2 * hidden) * 2
+        assert memory.host_temp_size_in_bytes <= 2 * layers * rows * (d + 2 * hidden) * 2
+        assert all(set(begun) <= {0, count // 2} for count, begun in begun_after(module))  # two layers per iteration
         temporary[count] = memory.temp_size_in_bytes
-    assert max(temporary.values()) <= 0.7 * recomputing.temp_size_in_bytes
+    # Of two microbatches, more of the first one's residuals stay on the device.
+    assert temporary[2] <= recomputing.temp_size_in_bytes
+    assert max(temporary[7], temporary[8]) <= 0.7 * recomputing.temp_size_in_bytes
     loops = defaultdict(set)
     for copy in hlo.host_copies(module).values():
         loops[copy.loop].add(copy.to_host)

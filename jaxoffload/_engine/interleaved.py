@@ -10,8 +10,11 @@
 A layer's copies have the forward pass of one layer and the backward pass of another to hide behind, and the bus works
 both ways all the time. Where scans differ in length, a loop ends where a segment of either pass ends.
 
-There are two sets of stacks. An iteration of the loop over microbatches is two of them, the first from one set to the
-other and the second back: stacks that swapped roles in the state of a loop would be copied, on the host.
+The first forward pass and the last backward pass run alone: `fill_and_drain.py` says what stays on the device there.
+
+There are two sets of stacks, which change roles with each microbatch. XLA's double buffering, which `compiler_options`
+asks for, makes one iteration of the loop over microbatches out of two. Otherwise stacks that change roles in the state
+of a loop are copied, on the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,47 +27,58 @@ from jax.extend.core import JaxprEqn
 
 from .._jax import Call, Results, define
 from .copying_loops import DifferentiatedTwice, Loops, backward_p, forward_p, jitted
-from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, empty_stacks, forward
+from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, completed, forward, stacks_of
+
+Make = Callable[[], Program]
 
 
 def run(
-    program: Callable[[], Program], microbatches: int, arguments: Callable[[Any], Values], sums: list[Any]
+    first: Make, middle: Make, last: Make, microbatches: int, arguments: Callable[[Any], Values], sums: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The results of the loss for all microbatches, stacked, and the sums of the gradients.
 
     Args:
-      program: traces what is the same for all microbatches. It is traced for each, as without interleaving: XLA takes
-        out of the loop what it would take out there.
+      first, middle, last: trace what is the same for all microbatches. That is traced for each, as without
+        interleaving: XLA takes out of the loop what it would take out there. The first and the last may keep other
+        residuals on the device than those between; where they do not, they are `middle` itself.
       microbatches: at least 2.
       arguments: the number of a microbatch -> its values.
       sums: zeros, a gradient for each parameter.
     """
-    flight, first = alone(forward(program(), arguments(0), empty_stacks(program())))
-    results = [_stacked(first)]
+    program = first()
+    flight, result = alone(forward(program, arguments(0), completed(program, {})))
+    state, results = _State(sums, flight, {}), [_stacked(result)]
 
-    def step(state: _State, number: Any) -> tuple[_State, list[Any]]:
-        made, (sums, flight, stacks) = program(), state
-        sums, (after, result) = beside(backward(made, flight, sums), forward(made, arguments(number), stacks))
-        return _State(sums, after, flight.stacks()), result
+    def step(number: Any, state: _State, back: Make, forth: Make) -> tuple[_State, list[Any]]:
+        before, program = back(), forth()
+        stacks = completed(program, state.stacks)
+        forward_pass = forward(program, arguments(number), stacks)
+        sums, (flight, result) = beside(backward(before, state.flight, state.sums), forward_pass)
+        return _State(sums, flight, stacks_of(before, state.flight)), result
 
-    def two_steps(state: _State, number: Any) -> tuple[_State, list[Any]]:
-        state, one = step(state, number)
-        state, two = step(state, number + 1)
-        return state, _stacked(one, two)
+    def middle_step(state: _State, number: Any) -> tuple[_State, list[Any]]:
+        return step(number, state, middle, middle)
 
-    state = _State(sums, flight, empty_stacks(program()))
-    if microbatches % 2 == 0:
-        state, result = step(state, 1)
-        results.append(_stacked(result))
-    if rest := range(2 - microbatches % 2, microbatches, 2):
-        state, pairs = lax.scan(two_steps, state, jnp.arange(rest.start, rest.stop, rest.step))
-        results.append([x.reshape(-1, *x.shape[2:]) for x in pairs])
-    sums = alone(backward(program(), state.flight, state.sums))
+    def some_steps(numbers: Sequence[int], state: _State) -> _State:
+        for number in numbers:
+            back, forth = first if number == 1 else middle, last if number == microbatches - 1 else middle
+            state, result = step(number, state, back, forth)
+            results.append(_stacked(result))
+        return state
+
+    begin, end = 1 + (first is not middle), microbatches - (last is not middle)
+    state = some_steps(range(1, begin), state)
+    if begin < end:
+        state = state._replace(stacks=completed(middle(), state.stacks))
+        state, result = lax.scan(middle_step, state, jnp.arange(begin, end))
+        results.append(result)
+    state = some_steps(range(max(begin, end), microbatches), state)
+    sums = alone(backward(last(), state.flight, state.sums))
     return [jnp.concatenate(xs) for xs in zip(*results, strict=True)], sums
 
 
 class _State(NamedTuple):
-    """Between two bars: the gradients so far, the microbatch between its passes, and stacks for the next one."""
+    """Between two bars: the gradients so far, the microbatch between its passes, and stacks that are free."""
 
     sums: list[Any]
     flight: Flight

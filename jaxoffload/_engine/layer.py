@@ -5,7 +5,7 @@ that plan. The loops decide where the kept values live between the forward and t
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 from typing import Literal as OneOf
 
@@ -99,16 +99,24 @@ class Layer:
         """A scope per residual for the host, to trace its copies in, once: a profile then shows whose they are."""
         return [jax.named_scope(f"jaxoffload({names})") for names in self.for_host]
 
-    @cached
     def backward(self, wanted: tuple[bool, ...]) -> Jaxpr:
         """All residuals, cotangents of the perturbed results that are `wanted` -> those of the perturbed operands."""
-        linear = self.tangent_jaxpr
-        outs = [v for v, w in zip(linear.outvars, wanted, strict=True) if w]
-        return transposed(linear.replace(outvars=outs, debug_info=without_paths(linear)), len(self.kept))
+        return _backward(self.tangent_jaxpr, wanted, len(self.kept))
+
+    def with_on_device(self, numbers: Collection[int]) -> "Layer":
+        """The layer, with these residuals on the device that the plan wants on the host."""
+        kept = (k._replace(place="device") if n in numbers else k for n, k in enumerate(self.kept))
+        return dataclasses.replace(self, kept=tuple(kept))
 
     def __repr__(self) -> str:
         """Short: it is printed in jaxprs."""
         return f"Layer({self.plan})"
+
+
+@cached
+def _backward(linear: Jaxpr, wanted: tuple[bool, ...], residuals: int) -> Jaxpr:
+    outs = [v for v, w in zip(linear.outvars, wanted, strict=True) if w]
+    return transposed(linear.replace(outvars=outs, debug_info=without_paths(linear)), residuals)
 
 
 def transposed(linear: Jaxpr, size: int) -> Jaxpr:

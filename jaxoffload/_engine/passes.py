@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.extend.core import Literal, Var
 
-from .._jax import Zero, add_jaxvals, evaluate
+from .._jax import Zero, add_jaxvals, evaluate, on_host
 from .copying_loops import (
     Loops,
     backward_layer,
@@ -25,7 +25,7 @@ from .copying_loops import (
 )
 from .layer import in_three
 from .pieces import Pieces, Scan, Straight
-from .segments import SegmentResiduals
+from .segments import Segment, SegmentResiduals
 
 # The forward loops, cotangents of the perturbed results -> the backward loops, the cotangents that they take.
 BackwardLoops = Callable[[Loops, Sequence[Any]], tuple[Loops, list[Any]]]
@@ -61,6 +61,11 @@ class Program(NamedTuple):
     in_place: frozenset[Var]
     values: Values
     shared: dict[int, tuple[list[Any], list[Any]]]
+
+    @property
+    def scans(self) -> dict[int, Scan]:
+        """The scans, by their numbers among the pieces."""
+        return {number: piece for number, piece in enumerate(self.pieces.pieces) if isinstance(piece, Scan)}
 
 
 def program_of(pieces: Pieces, backward_loops: BackwardLoops, params: list[Var], values: Values) -> Program:
@@ -98,18 +103,36 @@ class Flight(NamedTuple):
     scans: dict[int, tuple[list[SegmentResiduals[Any]], list[Any]]]
     cotangents: dict[int, Any]
 
-    def stacks(self) -> "Stacks":
-        return {number: [(s.host, s.device) for s in saved] for number, (saved, _) in self.scans.items()}
+
+# For each scan and segment: its stacks of residuals, by their numbers among what a layer keeps.
+Stacks = dict[int, list[dict[int, Any]]]
 
 
-# For each scan and segment: the stacks on the host and those on the device.
-Stacks = dict[int, list[tuple[list[Any], list[Any]]]]
+def stacks_of(program: Program, flight: Flight) -> Stacks:
+    """The stacks of a microbatch, which are free again after its backward pass."""
+
+    def of(segment: Segment, saved: SegmentResiduals[Any]) -> dict[int, Any]:
+        numbers = segment.numbers("host") + segment.numbers("device")
+        return dict(zip(numbers, [*saved.host, *saved.device], strict=True))
+
+    segments = {number: scan.loops.segments for number, scan in program.scans.items()}
+    return {n: list(map(of, segments[n], saved)) for n, (saved, _) in flight.scans.items()}
 
 
-def empty_stacks(program: Program) -> Stacks:
-    scans = {n: piece for n, piece in enumerate(program.pieces.pieces) if isinstance(piece, Scan)}
-    saved = {n: [begin_forward(segment, [], []).saved for segment in scan.loops.segments] for n, scan in scans.items()}
-    return {n: [(s.host, s.device) for s in segments] for n, segments in saved.items()}
+def completed(program: Program, free: Stacks) -> Stacks:
+    """Stacks for the forward pass of a program: those that are free, and new ones where none is."""
+
+    def of(segment: Segment, stacks: dict[int, Any]) -> dict[int, Any]:
+        empty = begin_forward(segment, [], []).saved
+        host, device = segment.numbers("host"), segment.numbers("device")
+        wanted = zip(host + device, [*empty.host, *empty.device], strict=True)
+        fits = lambda n, new: n in stacks and on_host(jax.typeof(stacks[n])) == on_host(jax.typeof(new))
+        return {n: stacks[n] if fits(n, new) else new for n, new in wanted}
+
+    return {
+        number: list(map(of, scan.loops.segments, free.get(number, [{}] * len(scan.loops.segments))))
+        for number, scan in program.scans.items()
+    }
 
 
 def forward(program: Program, arguments: Values, stacks: Stacks) -> Pass:
@@ -144,11 +167,12 @@ def _run(piece: Straight, values: Values, shared: tuple[list[Any], list[Any]]) -
     return results[len(outs) :]
 
 
-def _forward_scan(loops: Loops, operands: list[Any], stacks: list[tuple[list[Any], list[Any]]]) -> Pass:
+def _forward_scan(loops: Loops, operands: list[Any], stacks: list[dict[int, Any]]) -> Pass:
     consts, carry, xs = in_three(operands, loops.consts, loops.carry)
     ys, saved = empty_ys(loops), []
-    for segment, (host, device) in zip(loops.segments, stacks, strict=True):
+    for segment, of_segment in zip(loops.segments, stacks, strict=True):
         state = begin_forward(segment, carry, ys)
+        host, device = ([of_segment[n] for n in segment.numbers(place)] for place in ("host", "device"))
         state = state._replace(saved=state.saved._replace(host=host, device=device))
         stretch = Stretch(forward_layer(loops, segment, consts, xs), segment.layers, state, loops.unroll)
         yield stretch

@@ -64,6 +64,10 @@ class Segment(NamedTuple):
         """Where each residual of a layer is, between the passes."""
         return ["device" if k.place == "host" and not self.on_host else k.place for k in self.layer.kept]
 
+    def numbers(self, place: str) -> list[int]:
+        """Which residuals of a layer are at a place: their numbers in `layer.kept`."""
+        return [number for number, p in enumerate(self.places()) if p == place]
+
     def sources(self) -> list[Source]:
         """The source of each leaf of this segment's `SegmentResiduals`."""
 

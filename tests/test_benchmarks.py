@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from common import count
 
-from benchmarks import cases, choices, dense, grouped, losses, moe, ratios, sweep
+from benchmarks import accumulate, cases, choices, dense, grouped, losses, moe, ratios, sweep
 from jaxoffload import Policy
 from models.config import Model
 from models.moe import _apply_experts
@@ -91,6 +91,31 @@ def test_shares_by_hand():
     assert found["won_back_limit"] == 1.0 and found["won_back/won_back_limit"] == 0.8
     modes["saved_all"] = mode(119.0)
     assert "won_back against JAX's saved_all" not in ratios.won_back(modes)
+
+
+def test_accumulation_by_hand():
+    """The fastest variant of each mode; without interleaving, of those that need no more memory than remat."""
+    step = lambda gib: accumulate.Step(None, {"temp_gib": gib, "compile_s": 1.0})
+    steps = {
+        ("remat", "slow"): step(8.0),
+        ("remat", "fast"): step(9.0),
+        ("saved_all", ""): step(30.0),
+        ("one_by_one", "large"): step(8.5),
+        ("one_by_one", "small"): step(8.0),
+        ("interleaved", ""): step(6.0),
+    }
+    spent = dict(zip(steps, [[130.0], [120.0, 121.0, 119.0], [100.0], [105.0], [110.0], [98.0]], strict=True))
+    near = accumulate.contenders(spent, steps)
+    assert near == [("remat", "fast"), ("saved_all", ""), ("one_by_one", "small"), ("interleaved", "")]
+    modes = {mode: accumulate.result_of((mode, name), spent, steps, 98.9e12) for mode, name in near}
+    assert modes["remat"]["other_options"] == {"slow": {"ms": 130.0, "temp_gib": 8.0, "compile_s": 1.0}}
+    assert modes["saved_all"]["mfu"] == 1.0 and modes["remat"]["spread_ms"] == [119.0, 121.0]
+    modes["interleaved"]["profile"] = {"exposed_ms": 2.0, "step_ms": 400.0}
+    found = accumulate.ratios(modes)
+    assert found["won_back"] == 1.1 and found["interleaved/remat by temp_gib"] == 0.6667
+    assert found["interleaved/saved_all"] == 0.98 and found["exposed/step"] == 0.005
+    assert accumulate.compile_ratio({"2": {"modes": modes}, "16": {"modes": modes}}) == 1.0
+    assert "won_back" not in accumulate.ratios({"remat": modes["remat"]})
 
 
 def test_every_offload_of_a_config_becomes_save():

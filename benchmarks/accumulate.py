@@ -1,0 +1,237 @@
+"""Gradients over microbatches: interleaved, and one after another by plain JAX and by ours.
+
+    python -m benchmarks.accumulate [--microbatches 2 4 8] [--out benchmarks/results/accumulate.json]
+    python -m benchmarks.accumulate --layers 48 --microbatches 8 --modes remat interleaved \\
+        --out benchmarks/results/accumulate-48.json
+    python -m benchmarks.accumulate --case moe --layers 4 --microbatches 4 8 \\
+        --out benchmarks/results/accumulate-moe.json
+    python -m benchmarks.accumulate --fsdp 2 --out benchmarks/results/accumulate-fsdp.json
+
+A step is the gradient of a stack of the example model's layers, summed over microbatches of `--batch` sequences each,
+and an SGD update in place. One process times all modes alternately. A mode with several variants is timed with each,
+and the fastest counts. Times are per microbatch.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxoffload
+from benchmarks import dense, moe, streams
+from benchmarks.cases import OVERLAP, Case, Variant, modes_of
+from benchmarks.peers import arguments, provenance, say
+from benchmarks.steps import import_te, initial, loss_of, model_flops, shardings, start
+from models.metrics import PEAK_FLOPS
+
+CASES = {"dense": dense.CASE, "moe": moe.CASE}
+# What autodiff wants of a layer, except what an elementwise function of it gives again.
+MOVED = ("layer_input", "attn/q", "attn/k", "attn/v", "attn/context", "mlp_input")
+MLP = {"dense": ("mlp/fc1.gate", "mlp/fc1.up"), "moe": ("moe/fc1.gate", "moe/fc1.up")}
+MODES = ("remat", "saved_all", "ours_saved_all", "one_by_one", "interleaved")
+
+
+def main() -> None:
+    options = parse()
+    import_te(options)
+    case = CASES[options.case]
+    result = provenance("accumulate", options.commit, options.fsdp * options.expert)
+    result |= {"shape": {"case": options.case, **case.shape(options)}, "microbatches": {}}
+    for count in options.microbatches:
+        result["microbatches"][str(count)] = {
+            "modes": (modes := measured(case, options, count)),
+            "ratios": ratios(modes),
+        }
+        result["compile_s, most / least microbatches"] = compile_ratio(result["microbatches"])
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+
+
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.set_defaults(out=Path("benchmarks/results/accumulate.json"))
+    moe.arguments(parser)
+    parser.set_defaults(layers=16)
+    parser.add_argument("--case", choices=CASES, default="dense")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--rounds", type=int, default=2, help="rounds in which every mode is timed")
+    return parser.parse_args()
+
+
+def variants_of(case: Case, name: str) -> dict[str, dict[str, Variant]]:
+    """Return mode -> name -> variant; `one_by_one` has the candidates for `ours_best`."""
+    modes = modes_of(case)
+    moved = dict.fromkeys((*MOVED, *MLP[name]), "offload")
+    kept = moved | dict.fromkeys(("attn/k", "attn/v"), "save")
+    return {
+        **{mode: modes[mode] for mode in ("remat", "saved_all", "ours_saved_all")},
+        "one_by_one": modes["ours_best"],
+        "interleaved": {
+            "all moved": Variant("ours", moved, OVERLAP),
+            "k and v kept, the rest moved": Variant("ours", kept, OVERLAP),
+        },
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ measure
+
+
+Key = tuple[str, str]  # a mode, and the name of one of its variants
+
+
+class Step(NamedTuple):
+    """A compiled step, (weights, batch) -> (weights, batch), and what is known of it before it runs."""
+
+    run: Callable[..., Any]
+    facts: dict[str, Any]
+
+
+def compiled(case: Case, options: argparse.Namespace, variant: Variant, count: int, interleaved: bool) -> Step:
+    """Compile a step over so many microbatches."""
+    loss = loss_of(case, options, variant)
+
+    def one_by_one(weights: Any, batch: Any) -> Any:
+        add = lambda sums, x: (jax.tree.map(jnp.add, sums, jax.grad(loss)(weights, x)), None)
+        return lax.scan(add, jax.tree.map(jnp.zeros_like, weights), batch)[0]
+
+    gradients = (lambda *args: jaxoffload.accumulate(loss, reduction="sum")(*args)[1]) if interleaved else one_by_one
+
+    def step(weights: Any, batch: Any) -> tuple[Any, Any]:
+        return jax.tree.map(lambda w, g: w - 1e-4 / count * g, weights, gradients(weights, batch)), batch
+
+    weights, x = jax.eval_shape(start(case, options))
+    batch = jax.ShapeDtypeStruct((count, *x.shape), x.dtype)
+    where = placed(case, options)
+    begin = time.perf_counter()
+    program = (
+        jax.jit(step, in_shardings=where, out_shardings=where, donate_argnums=0, compiler_options=variant.options)
+        .lower(weights, batch)
+        .compile()
+    )
+    memory = program.memory_analysis()
+    return Step(
+        program,
+        {
+            "compile_s": round(time.perf_counter() - begin, 2),
+            "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
+            "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
+        },
+    )
+
+
+def placed(case: Case, options: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the shardings of the weights and of the microbatches."""
+    weights, x = shardings(case, options)
+    return weights, NamedSharding(x.mesh, PartitionSpec(None, *x.spec)) if isinstance(x, NamedSharding) else x
+
+
+def measured(case: Case, options: argparse.Namespace, count: int) -> dict[str, Any]:
+    """Return mode -> the results of its fastest variant, with those of the others."""
+    chosen = {mode: of for mode, of in variants_of(case, options.case).items() if mode in options.modes}
+    steps: dict[Key, Step] = {}
+    for mode, variants in chosen.items():
+        for name, variant in variants.items():
+            steps[mode, name] = compiled(case, options, variant, count, interleaved=mode == "interleaved")
+            say(f"{count} microbatches, {mode}, {name}: compiled, {steps[mode, name].facts}")
+    weights, x = initial(case, options)
+    batch = jax.jit(lambda x: jnp.stack([jnp.roll(x, n) for n in range(count)]), out_shardings=placed(case, options)[1])
+    state = weights, batch(x)
+    spent: dict[Key, list[float]] = {}
+
+    def timed(key: Key) -> float:
+        nonlocal state
+        begin = time.perf_counter()
+        state = jax.block_until_ready(steps[key].run(*state))
+        return 1e3 * (time.perf_counter() - begin) / count
+
+    for key in steps:
+        timed(key)  # the first run fills the pinned pool
+        spent[key] = [timed(key)]
+        say(f"{count} microbatches, {', '.join(key)}: {spent[key][0]:.1f} ms")
+    near = contenders(spent, steps)
+    for _ in range(options.rounds):
+        for key in near:
+            spent[key] += [timed(key) for _ in range(options.steps)]
+    flops = model_flops(case, options) / options.fsdp / options.expert
+    modes = {mode: result_of((mode, name), spent, steps, flops) for mode, name in near}
+    if "interleaved" in modes:
+        run = steps["interleaved", modes["interleaved"]["options"]].run
+        gpus = streams.traced(lambda: jax.block_until_ready(run(*state)))
+        for events in [*gpus.values()][:1]:  # all GPUs do the same; there is none on a CPU
+            modes["interleaved"]["profile"] = streams.summary(events)
+    return modes
+
+
+def result_of(key: Key, spent: dict[Key, list[float]], steps: dict[Key, Step], flops: float) -> dict[str, Any]:
+    """Return the results of a mode whose fastest variant this is. `flops`: per device and microbatch."""
+    ms = {key: round(statistics.median(times), 2) for key, times in spent.items()}
+    others = [other for other in spent if other[0] == key[0] and other != key]
+    return {
+        "options": key[1],
+        "ms": ms[key],
+        "spread_ms": [round(min(spent[key]), 2), round(max(spent[key]), 2)],
+        "mfu": round(flops / ms[key] / 1e-3 / PEAK_FLOPS["NVIDIA H200"], 4),
+        **steps[key].facts,
+        "other_options": {other[1]: {"ms": ms[other], **steps[other].facts} for other in others},
+    }
+
+
+def contenders(spent: dict[Key, list[float]], steps: dict[Key, Step]) -> list[Key]:
+    """Return each mode's fastest variant; `one_by_one` may take no more memory than the least that `remat` needs."""
+    gib = {key: step.facts["temp_gib"] for key, step in steps.items()}
+    limit = min((gib[key] for key in gib if key[0] == "remat"), default=float("inf"))
+    fits = [key for key in spent if key[0] != "one_by_one" or gib[key] <= limit]
+    modes = dict.fromkeys(mode for mode, _ in fits)
+    return [min((key for key in fits if key[0] == mode), key=lambda key: spent[key][-1]) for mode in modes]
+
+
+# ------------------------------------------------------------------------------------------------------------- report
+
+
+def ratios(modes: dict[str, Any]) -> dict[str, float]:
+    """Return every ratio for which the modes were measured.
+
+    won_back: the share of recomputation's time that interleaving wins back.
+    """
+    ms = {mode: found["ms"] for mode, found in modes.items()}
+    pairs = [("interleaved", "saved_all"), ("interleaved", "remat"), ("interleaved", "one_by_one")]
+    pairs = [(a, b) for a, b in pairs if {a, b} <= ms.keys()]
+    found = {f"{a}/{b}": ms[a] / ms[b] for a, b in pairs}
+    found |= {f"{a}/{b} by temp_gib": modes[a]["temp_gib"] / modes[b]["temp_gib"] for a, b in pairs}
+    if ms.keys() >= {"interleaved", "remat"} and (saved := [ms[m] for m in ("saved_all", "ours_saved_all") if m in ms]):
+        found["won_back"] = (ms["remat"] - ms["interleaved"]) / (ms["remat"] - min(saved))
+    if profile := modes.get("interleaved", {}).get("profile"):
+        found["exposed/step"] = profile["exposed_ms"] / profile["step_ms"]
+    return {name: round(ratio, 4) for name, ratio in found.items()}
+
+
+def compile_ratio(microbatches: dict[str, Any]) -> float | None:
+    seconds = [
+        found["modes"]["interleaved"]["compile_s"] for found in microbatches.values() if "interleaved" in found["modes"]
+    ]
+    return round(seconds[-1] / seconds[0], 3) if len(seconds) > 1 else None
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the results as a Markdown table."""
+    lines = ["| microbatches | mode | ms per microbatch | GiB | on the host | MFU |", "|---|---|---|---|---|---|"]
+    for count, found in result["microbatches"].items():
+        for mode, m in found["modes"].items():
+            numbers = f"{m['ms']:.1f} | {m['temp_gib']:.1f} | {m['host_temp_gib']:.1f} | {100 * m['mfu']:.1f} %"
+            lines.append(f"| {count} | {mode} ({m['options']}) | {numbers} |")
+        lines.append(f"| {count} | {json.dumps(found['ratios'])} | | | | |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.extend.core import Var
 
-from jaxoffload import Policy
+from jaxoffload import Policy, accumulate
 from jaxoffload.grouped import te
 from jaxoffload.proof import exact_options
 
@@ -92,6 +93,20 @@ def total(out):
 
 def gradient(f, argnums=0):
     return jax.grad(lambda *args: total(f(*args)), argnums=argnums)
+
+
+def accumulated(f, interleaved=True):
+    """Return (x, w) -> the gradient with respect to w, summed over four microbatches of x; or in a plain loop."""
+    loss = lambda w, x: total(f(x, w))
+
+    def of_microbatches(x, w):
+        xs = jnp.stack([x, -x, x / 2, 2 * x])
+        if interleaved:
+            return accumulate(loss, reduction="sum")(w, xs)[1]
+        add = lambda sums, x: (jax.tree.map(jnp.add, sums, jax.grad(loss)(w, x)), None)
+        return lax.scan(add, jax.tree.map(jnp.zeros_like, w), xs)[0]
+
+    return of_microbatches
 
 
 def gradient_jaxpr(f, *args, argnums=0):

@@ -13,7 +13,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, gradient, in_a_loop, kept, normal, on_cpu_and_gpu, policy, run, run_each, saving
+from common import (
+    accumulated,
+    assert_same_bits,
+    gradient,
+    in_a_loop,
+    kept,
+    normal,
+    on_cpu_and_gpu,
+    policy,
+    run,
+    run_each,
+    saving,
+)
 from flax import nnx
 from jax import lax
 
@@ -146,6 +158,23 @@ def test_gradients_of_all_27_assignments_equal_the_reference(case, kind, dtype, 
         except AssertionError as differs:
             wrong[tuple(rules.values())] = str(differs).partition("\n")[0]
     assert not wrong, f"{len(wrong)} of {len(every)}: {wrong}"
+
+
+@pytest.mark.slow
+@pytest.mark.claim("accumulated-bit-for-bit")
+@on_cpu_and_gpu
+@pytest.mark.parametrize(
+    "case, dtype, every", [("mlp", jnp.float32, 1), ("mlp", jnp.bfloat16, 1), ("model", jnp.bfloat16, 4)]
+)
+def test_accumulated_gradients_equal_a_plain_loops(case, dtype, every, device):
+    """All 27 assignments; of the model's layer, `every` fourth."""
+    every, args = assignments(case)[::every], CASES[case].inputs(dtype)
+    subsets = sorted({saved_names(rules) for rules in every})
+    plain = run_each([accumulated(reference(case, "scan", names), interleaved=False) for names in subsets], *args)
+    want = dict(zip(subsets, plain, strict=True))
+    grads = run_each([accumulated(through(case, "scan", rules)) for rules in every], *args)
+    for rules, got in zip(every, grads, strict=True):
+        assert_same_bits(got, want[saved_names(rules)])
 
 
 @pytest.mark.claim("empty-row")

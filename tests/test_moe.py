@@ -4,6 +4,7 @@ parallelism."""
 import dataclasses
 import functools
 import itertools
+import os
 from collections import Counter
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import (
+    accumulated,
     assert_same_bits,
     count,
     equations,
@@ -208,6 +210,24 @@ def test_gradients_of_all_81_assignments_equal_the_reference(first):
     want = dict(zip(subsets, grads[len(every) :], strict=True))
     for rules, got in zip(every, grads, strict=False):
         assert_same_bits(got, want[saved_by(rules)])
+
+
+@pytest.mark.slow
+@pytest.mark.claim("accumulated-bit-for-bit")
+def test_accumulated_gradients_of_assignments_equal_a_plain_loops():
+    """Of nine in which each decision meets each; of all 81 in `make test-long`."""
+    every = list(itertools.product(("save", "offload", "recompute"), repeat=4))
+    meets = lambda a, b, c, d: (a + b) % 3 == c and (a + 2 * b) % 3 == d
+    numbers = itertools.product(range(3), repeat=4)
+    chosen = every if "EXAMPLES" in os.environ else [e for e, n in zip(every, numbers, strict=True) if meets(*n)]
+    rules = [dict(zip(NAMES, decisions, strict=True)) for decisions in chosen]
+    subsets = sorted({saved_by(each) for each in rules})
+    plain = lambda names: lambda x, w: lax.scan(in_a_loop(layer, *names, *ROUTING), x, w)
+    fs = [accumulated(through(each)) for each in rules] + [accumulated(plain(names), False) for names in subsets]
+    grads = run_each(fs, *inputs())
+    want = dict(zip(subsets, grads[len(rules) :], strict=True))
+    for each, got in zip(rules, grads, strict=False):
+        assert_same_bits(got, want[saved_by(each)])
 
 
 @pytest.mark.claim("experts-decided-apart")

@@ -1,4 +1,5 @@
 """scan() on random layers: values and gradients are the reference's, bit for bit, and the host holds what was asked.
+Some programs run over microbatches too, through accumulate().
 
 A program is plain data: inputs, steps that each write new registers, results, a policy. `execute` runs its steps,
 under our scan or under the reference, which has nothing of ours: `lax.scan` of `jax.checkpoint` with the names that
@@ -24,7 +25,7 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxoffload import PolicyError, checkpoint, residuals, scan, tag
+from jaxoffload import PolicyError, accumulate, checkpoint, residuals, scan, tag
 
 pytestmark = pytest.mark.slow
 
@@ -230,24 +231,61 @@ def through_reference(program, body, *args, **options):
     return lax.scan(jax.checkpoint(body, policy=kept, prevent_cse=False), *args, **options)
 
 
+def loss_of(program, through, inputs, chosen):
+    """Return the loss and all results, for these values of the inputs that are differentiated."""
+    out = apply(program, through, with_inputs(program, inputs, chosen))
+    of = {"all": out, "carry": out[0], "ys": out[1]}[program.loss]
+    return total(of) + jnp.float32(0), out
+
+
+def bits(out):
+    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return jax.tree.map(data, out)
+
+
 def values_and_gradients(program, through):
     def f(inputs):
-        def loss(*chosen):
-            out = apply(program, through, with_inputs(program, inputs, chosen))
-            of = {"all": out, "carry": out[0], "ys": out[1]}[program.loss]
-            return total(of) + jnp.float32(0), out
-
+        loss = lambda *chosen: loss_of(program, through, inputs, chosen)
         chosen = [inputs[i] for i in program.differentiated]
         (_, out), gradients = jax.value_and_grad(loss, range(len(chosen)), has_aux=True)(*chosen)
-        bits = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        return jax.tree.map(bits, out), gradients
+        return bits(out), gradients
 
     return f
 
 
-def run_all(drawn, through):
+MICROBATCHES = 4
+
+
+def accumulated(program, through):
+    """As `values_and_gradients`, over microbatches that differ in a factor and in all that is not differentiated."""
+
+    def f(inputs):
+        def loss(chosen, microbatch):
+            factor, others = microbatch
+            value, out = loss_of(program, through, [others.get(i, x) for i, x in enumerate(inputs)], chosen)
+            return factor * value, out
+
+        chosen = [inputs[i] for i in program.differentiated]
+        every = [arrays(program, 100 * number) for number in range(MICROBATCHES)]
+        others = {i: jnp.stack(xs) for i, xs in enumerate(zip(*every, strict=True)) if i not in program.differentiated}
+        batch = 1.0 + jnp.arange(MICROBATCHES), others
+        if through is through_ours:
+            (_, out), gradients = accumulate(loss, has_aux=True, reduction="sum")(chosen, batch)
+        else:
+
+            def add(sums, microbatch):
+                (_, out), gradients = jax.value_and_grad(loss, has_aux=True)(chosen, microbatch)
+                return jax.tree.map(jnp.add, sums, gradients), out
+
+            gradients, out = lax.scan(add, jax.tree.map(jnp.zeros_like, chosen), batch)
+        return bits(out), gradients
+
+    return f
+
+
+def run_all(drawn, through, of=values_and_gradients):
     """Return the values and gradients of several programs, compiled together."""
-    every = lambda inputs: [values_and_gradients(p, through)(i) for p, i in zip(drawn, inputs, strict=True)]
+    every = lambda inputs: [of(p, through)(i) for p, i in zip(drawn, inputs, strict=True)]
     outs = jax.jit(every, compiler_options=exact_options())(list(map(arrays, drawn)))
     return [[without_sign_of_zero(np.asarray(x)) for x in jax.tree.leaves(out)] for out in outs]
 
@@ -265,22 +303,22 @@ def with_inputs(program, inputs, chosen):
     return inputs
 
 
-def arrays(program):
-    """Return the inputs."""
+def arrays(program, first=0):
+    """Return the inputs. `first`: the number of the first one, which sets its values."""
 
     def array(number, kind, lead):
         match kind:
             case "int32":
-                return jnp.arange(1, 1 + lead[0], dtype=jnp.int32) if lead else jnp.int32(number)
+                return jnp.arange(1, 1 + lead[0], dtype=jnp.int32) + first if lead else jnp.int32(number)
             case "bool":
-                return jnp.arange(lead[0]) % 2 == 0 if lead else jnp.bool(number % 2)
+                return jnp.arange(lead[0]) % 2 == first % 3 % 2 if lead else jnp.bool(number % 2)
             case "key":
                 return jax.random.split(jax.random.key(number), lead) if lead else jax.random.key(number)
         return normal(number, (*lead, SIDE, SIDE), FLOATS[kind]) * 0.5
 
     carry, xs, consts = parts(program, program.inputs)
     leads = [()] * len(carry) + [(program.length,)] * len(xs) + [()] * len(consts)
-    return [array(i, kind, lead) for i, (kind, lead) in enumerate(zip(program.inputs, leads, strict=True))]
+    return [array(first + i, kind, lead) for i, (kind, lead) in enumerate(zip(program.inputs, leads, strict=True))]
 
 
 # ------------------------------------------------------------------------------------------------- counting by hand
@@ -679,8 +717,8 @@ def test_random_scans(part):
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.lists(programs(), min_size=1, max_size=2 * A_BATCH - 1))
-    def check(drawn):
+    @given(st.lists(programs(), min_size=1, max_size=2 * A_BATCH - 1), st.sampled_from((0, 0, 1)))
+    def check(drawn, accumulating):
         sound = []
         for program in drawn:
             note(program)
@@ -693,6 +731,12 @@ def test_random_scans(part):
             sound, run_all(sound, through_ours), run_all(sound, through_reference), strict=True
         ):
             note(f"results of {program}")
+            assert_same_bits(got, want)
+        for program in [program for program in sound if program.length][:accumulating]:
+            note(f"accumulated: {program}")
+            (got,), (want,) = (
+                run_all([program], through, accumulated) for through in (through_ours, through_reference)
+            )
             assert_same_bits(got, want)
 
     check()

@@ -14,7 +14,7 @@ from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.passes import program_of
 from ._engine.pieces import Pieces, divide
 from ._errors import NOT_THE_USERS
-from ._jax import as_array
+from ._jax import as_array, convert_constvars_jaxpr
 from ._reference import is_reference
 from ._scan import backward_loops, forward_loops, scan_p
 from ._text import nearest, readable
@@ -184,7 +184,8 @@ def _interleaved(call: _Call) -> Any:
         return value, aux, grads
 
     operands = [*pieces.consts, *leaves, *call.batch]
-    outs = interleaved.bind(run, [scan.loops for scan in pieces.scans], *operands)
+    of_one = interleaved.Loss(convert_constvars_jaxpr(jaxpr), (*[False] * len(jaxpr.consts), *is_param))
+    outs = interleaved.bind(run, of_one, [scan.loops for scan in pieces.scans], call.microbatches, *operands)
     value, aux, grads = outs[0], outs[1 : -len(leaves)], outs[-len(leaves) :]
     _, of_aux = shape
     return (value, jax.tree.unflatten(tree, grads)), jax.tree.unflatten(jax.tree.structure(of_aux), aux)

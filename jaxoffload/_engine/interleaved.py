@@ -14,13 +14,14 @@ There are two sets of stacks. An iteration of the loop over microbatches is two 
 other and the second back: stacks that swapped roles in the state of a loop would be copied, on the host.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax import Call, Results, define
 from .copying_loops import DifferentiatedTwice, Loops, backward_p, forward_p, jitted
@@ -71,9 +72,27 @@ class _State(NamedTuple):
     stacks: Stacks
 
 
-def bind(f: Callable[..., Any], loops: Sequence[Loops], *operands: Any) -> list[Any]:
-    """Evaluate a function that calls `run`, as one equation that says which loops interleave in it."""
-    return interleaved_p.bind(*operands, call_jaxpr=jax.make_jaxpr(f)(*operands), loops=tuple(loops))
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Loss:
+    """The loss of one microbatch, for those who read the equation.
+
+    Attributes:
+      jaxpr: constants, parameters, the values of a microbatch -> the loss, other results.
+      differentiated: which of its operands are parameters.
+    """
+
+    jaxpr: Jaxpr
+    differentiated: tuple[bool, ...]
+
+    def __repr__(self) -> str:
+        """Short: it is printed in jaxprs."""
+        return f"Loss({len(self.jaxpr.eqns)} equations)"
+
+
+def bind(f: Callable[..., Any], loss: Loss, loops: Sequence[Loops], microbatches: int, *operands: Any) -> list[Any]:
+    """Evaluate a function that calls `run`, as one equation that says what interleaves in it."""
+    jaxpr = jax.make_jaxpr(f)(*operands)
+    return interleaved_p.bind(*operands, call_jaxpr=jaxpr, loss=loss, loops=tuple(loops), microbatches=microbatches)
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

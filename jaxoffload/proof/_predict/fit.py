@@ -15,6 +15,7 @@ from ..._engine.segments import Segment
 from ..._engine.walk import nested, walk
 from ..._jax import nbytes
 from ..._text import readable
+from .._program.host_transfers import for_host
 from .._program.results import run_of
 from .cost import cost
 from .machine import Bus, Machine
@@ -151,8 +152,9 @@ class Fits:
 def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
     """Predict whether the copies of `f`'s residuals fit behind its layers on a machine. Nothing runs.
 
-    The prediction covers each `scan` under a policy that offloads, and `accumulate`, whose copies have two passes to
-    hide behind and go both ways at once; `chain` and `checkpoint` have no loop. Values are taken to be spread evenly over the arguments' devices, except where a `shard_map` divides them itself.
+    The prediction covers each `scan` under a policy that offloads, in `accumulate` too, where copies have two passes to
+    hide behind and go both ways at once; `chain` and `checkpoint` have no loop. Values are taken to be spread evenly
+    over the arguments' devices, except where a `shard_map` divides them itself.
 
     Args:
       f: a loss, which is differentiated, or a step; as for `verify`.
@@ -266,13 +268,9 @@ def _backward(segment: Segment) -> Jaxpr:
 
 def _copies(segment: Segment, run: _Pass, bus: Bus) -> list[LayerCopy]:
     """What each iteration over the layers of a segment copies."""
-    if not segment.on_host:
-        return []
-    stored = [place for place in segment.places() if place != "operand"]
-    results = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
-    sizes = [nbytes(aval) // run.devices for aval, place in zip(results, stored, strict=True) if place == "host"]
     ms = lambda size, rate: size / rate / 1e6
-    named = zip(segment.layer.for_host, sizes, strict=True)
+    sizes = [nbytes(aval) // run.devices for _, aval in for_host(segment)]
+    named = zip(segment.layer.for_host, sizes, strict=False)  # no size where none is copied
     return [LayerCopy(names, size, ms(size, bus.d2h), ms(size, bus.h2d)) for names, size in named]
 
 

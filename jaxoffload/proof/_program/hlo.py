@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-_COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{$")
+_COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(")  # instructions are indented
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _CALLS = re.compile(
     r"(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation)"

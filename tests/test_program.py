@@ -26,6 +26,8 @@ from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import kernels as _kernels
 from jaxoffload.proof._program.hlo import kernels_on_host_memory
+from jaxoffload.proof._program.trace import DIRECTIONS, Event
+from jaxoffload.proof._report.profile import profile_of
 from models.attention import rotations
 from models.config import Model, load
 from models.report import summary
@@ -293,6 +295,42 @@ def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing
     assert sum(both == {True, False} for both in loops.values()) >= 2  # the two halves of the loop over microbatches
 
 
+def copies_in_order(module):
+    """The copies that a program starts, by the names that a profile gives them, as often as its loops do."""
+    names = iter(hlo.host_copies(module))
+    name_of = {(line.computation, line.name): next(names) for line in module if line.starts_host_copy}
+
+    def of(computation):
+        for line in module.computations[computation]:
+            if name := name_of.get((computation, line.name)):
+                yield name
+            for body in line.calls if line.opcode == "while" else ():
+                for _ in range(module.trip_counts[body]):
+                    yield from of(body)
+
+    return of(next(name for name in module.computations if name.startswith("main")))
+
+
+@pytest.mark.parametrize("layers, microbatches, fields", [(8, 5, {}), (7, 4, {"resident_layers": 0})], ids=str)
+def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu, layers, microbatches, fields):
+    """However XLA unrolls the loops; nothing runs here, the events are made up."""
+    policy = Policy(OFFLOADED, min_offload_bytes=0, **fields)
+    loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=policy)[0].astype(jnp.float32) ** 2)
+    xs = jax.ShapeDtypeStruct((microbatches, *X.shape), X.dtype)
+    module = module_of(compiled(gpu, lambda w, xs: accumulate(loss)(w, xs)[1], weights(layers), xs))
+    copies = hlo.host_copies(module)
+    kind = lambda op: DIRECTIONS["d2h" if copies[op].to_host else "h2d"]
+    events = [Event("s", kind(op), op, i, i + 1) for i, op in enumerate(copies_in_order(module))]
+    there = [(m, n) for m in range(microbatches) for n in range(layers - (not fields))]
+    back = sorted(there, key=lambda place: (place[0], -place[1]))
+    moves = [m for m in profile_of(events, copies, 1, "a GPU").moves if m.layer is not None]
+    for name in OFFLOADED:
+        for direction, want in (("d2h", there), ("h2d", back)):
+            found = [(m.microbatch, m.layer) for m in moves if (m.residual, m.direction) == (name, direction)]
+            assert found == want, (name, direction)
+    assert len(moves) == 2 * len(OFFLOADED) * len(there)
+
+
 def test_emulated_fp8_multiplies_what_was_rounded(gpu):
     """Rounded values must be results of kernels: XLA may skip the rounding of what stays in a kernel's registers."""
 
@@ -366,7 +404,7 @@ def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
     everywhere = Policy({"fc1": "offload"}, min_offload_bytes=0, resident_layers=0)
     f = gradient(lambda x, w: scan(layer, x, w, policy=everywhere)[0], (0, 1))
     found = hlo.host_copies(module_of(compiled(gpu, f, X, weights(4))))
-    assert Counter(copy[:2] for copy in found.values() if not copy.is_row) == {("fc1", ONE): 2}  # of the last layer
+    assert Counter(copy[:2] for copy in found.values() if not copy.rows) == {("fc1", ONE): 2}  # of the last layer
     assert {copy.residual for copy in found.values()} == {"fc1"}
     policy = Policy(OFFLOADED, min_offload_bytes=0)
     f = gradient(lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 3, x, w, policy=policy), (0, 1))

@@ -91,7 +91,7 @@ class Loss:
 
 def bind(f: Callable[..., Any], loss: Loss, loops: Sequence[Loops], microbatches: int, *operands: Any) -> list[Any]:
     """Evaluate a function that calls `run`, as one equation that says what interleaves in it."""
-    jaxpr = jax.make_jaxpr(f)(*operands)
+    jaxpr = jax.make_jaxpr(jax.named_scope(f"jaxoffload.accumulate({microbatches})")(f))(*operands)  # for profiles
     return interleaved_p.bind(*operands, call_jaxpr=jaxpr, loss=loss, loops=tuple(loops), microbatches=microbatches)
 
 

@@ -34,6 +34,11 @@ class Instruction(NamedTuple):
         return "S(5)" in self.shape
 
     @property
+    def is_root(self) -> bool:
+        """Whether its results are those of its computation."""
+        return self.text.lstrip().startswith("ROOT ")
+
+    @property
     def target(self) -> str:
         """What a custom call calls; empty for other instructions."""
         return _first(r'custom_call_target="([^"]*)"', self.text)
@@ -311,7 +316,7 @@ def host_copies(module: Module) -> dict[str, Copy]:
         # The first of a copy's shapes is what it makes.
         to_host = "update" in name if is_row else "S(5)" in line.shape.partition("}")[0]
         rows = (offset // size for copy in row_copies(line, module) for offset in copy.offsets) if is_row else ()
-        named = _named(line, module)
+        named = _naming(line, module)
         copies[name] = Copy(
             residual=named.scope if named else "",
             nbytes=size if is_row else size * count,
@@ -323,13 +328,11 @@ def host_copies(module: Module) -> dict[str, Copy]:
     return copies
 
 
-def _named(copy: Instruction, module: Module) -> Instruction | None:
+def _naming(copy: Instruction, module: Module) -> Instruction | None:
     """The instruction whose scope says which residual a copy copies.
 
     `scan` and `chain` trace each in a scope of its own, which is in the metadata of the copy, of its end (since
-    jaxlib 0.12), or of what it waits for. What is copied behind a loop, the last layer's, is an element of the loop's
-    results, of which the loop's body copies the rows of the layers before. What a loop over microbatches carries to the
-    next was copied to the host in the iteration before.
+    jaxlib 0.12), or of what it waits for.
     """
     source = next(iter(module.sources(copy)), None)
     ends = (line for line in module.computations[copy.computation] if line.opcode == "copy-done")
@@ -338,20 +341,23 @@ def _named(copy: Instruction, module: Module) -> Instruction | None:
             return line
     before = next(iter(module.sources(source)), None) if source else None
     if source and before and source.opcode == "copy-done":
-        return _named(before, module)
-    if source and before and before.opcode == "while" and source.element:
-        for inner in (inner for inner in module.called(before) if inner.opcode == "fusion-start" and inner.on_host):
-            if source.element in [taken.element for taken in module.sources(inner)]:
-                return _named(inner, module)
-    if source and before and source.element:
-        within = {"while": before.calls, "parameter": (copy.computation,)}.get(before.opcode, ())
-        carried = [module.operands(line)[int(source.element)] for line in _roots(within, module)]
-        ends = (module.sources(line)[0] for line in carried if line.opcode == "copy-done")
-        return next((_named(start, module) for start in ends), None)
+        return _naming(before, module)
+    return _naming_in_loop(source, before, module) if source and before and source.element else None
+
+
+def _naming_in_loop(source: Instruction, before: Instruction, module: Module) -> Instruction | None:
+    """The same, for a copy of an element of what a loop carries.
+
+    What is copied behind a loop, the last layer's, is an element of the loop's results, of which the loop's body copies
+    the rows of the layers before. Where a loop over microbatches carries it, an iteration copied it to the host.
+    """
+    inside = module.called(before) if before.opcode == "while" else ()
+    for row in (line for line in inside if line.opcode == "fusion-start" and line.on_host):
+        if source.element in [taken.element for taken in module.sources(row)]:
+            return _naming(row, module)
+    bodies = {"while": before.calls, "parameter": (source.computation,)}.get(before.opcode, ())
+    for root in (line for body in bodies for line in module.computations.get(body, ()) if line.is_root):
+        carried = module.operands(root)[int(source.element) :][:1]
+        for start in (module.sources(end)[0] for end in carried if end.opcode == "copy-done"):
+            return _naming(start, module)
     return None
-
-
-def _roots(computations: Iterable[str], module: Module) -> list[Instruction]:
-    """What loops carry from iteration to iteration."""
-    lines = (line for name in computations for line in module.computations[name])
-    return [line for line in lines if line.opcode == "tuple" and line.text.lstrip().startswith("ROOT ")]

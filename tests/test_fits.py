@@ -156,16 +156,18 @@ def test_a_step_and_what_does_not_move():
 
 
 MICROBATCHES = jax.ShapeDtypeStruct((8, *ARGS[0].shape), ARGS[0].dtype)
+STEP_ARGS = ARGS[1], MICROBATCHES
 
 
 def accumulated(w, x):
     return accumulate(lambda w, x: loss(x, w))(w, x)
 
 
+@pytest.mark.claim("accumulated-fits")
 def test_accumulate_has_both_passes_to_hide_the_copies_of_both_behind():
     """By hand: 7 times both passes, and once each alone, as without it."""
     (alone,) = fits(loss, *ARGS, machine=MACHINE).loops
-    found = fits(accumulated, ARGS[1], MICROBATCHES, machine=MACHINE)
+    found = fits(accumulated, *STEP_ARGS, machine=MACHINE)
     beside, first_and_last = found.loops
     assert first_and_last == dataclasses.replace(alone, microbatches=8)
     both = beside.together
@@ -179,7 +181,7 @@ def test_accumulate_has_both_passes_to_hide_the_copies_of_both_behind():
         assert beside.fits(LayerCopy("a", 1, 0, window * (1 + longer))) == fit
     said = str(found).splitlines()
     assert said[1].startswith("interleaved over 8 microbatches: 7 times 5 layers, of which 4 offload, each")
-    assert said[5].startswith("the first of 8 microbatches forward and the last one backward, alone: 5 layers,")
+    assert said[5].startswith("first forward and last backward pass, alone: 5 layers,")
     read = json.loads(found.to_json())["loops"]
     assert [(loop["microbatches"], loop["beside"]) for loop in read] == [(8, True), (8, False)]
 
@@ -276,6 +278,24 @@ def test_the_command_line(monkeypatch, tmp_path, capsys):
 
 def made():
     return loss, ARGS
+
+
+def test_the_command_line_predicts_for_the_step(tmp_path, capsys):
+    file = tmp_path / "machine.json"
+    file.write_text(MACHINE.to_json())
+    assert main(["report", "test_fits:made_step", "--machine", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("residual") and shown.endswith(f"{fits(accumulated, *STEP_ARGS, machine=MACHINE)}\n")
+    assert main(["report", "test_fits:made_alone"]) == 2
+    assert "return its loss too, and the loss's arguments, of one microbatch" in capsys.readouterr().err
+
+
+def made_step():
+    return accumulated, STEP_ARGS, loss, ARGS
+
+
+def made_alone():
+    return accumulated, STEP_ARGS
 
 
 @pytest.mark.gpu

@@ -444,6 +444,7 @@ def interleaved(microbatches, rows=3):
     return copies, ["pad", "pad", *["first"] * (rows - 1), *beside * (microbatches - 1), *["last"] * (rows - 1)]
 
 
+@pytest.mark.claim("accumulated-profile")
 def test_each_copy_has_its_microbatch():
     copies, ops = interleaved(3)
     found = profile_of(events_of_copies(copies, *ops), copies, 1, "a GPU")

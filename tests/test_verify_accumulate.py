@@ -125,6 +125,7 @@ def test_a_planted_fault_fails_its_claim_and_no_other(fault, monkeypatch):
 ROW = BATCH * DIM * 4  # bytes of one layer's x
 
 
+@pytest.mark.claim("accumulated-bytes")
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize(
     "fields, moved, stacks",

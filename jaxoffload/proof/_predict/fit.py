@@ -89,8 +89,8 @@ class Fit:
     def __str__(self) -> str:
         often = f"{self.runs} times " if self.runs > 1 else ""
         if self.microbatches > 1:
-            alone = f"the first of {self.microbatches} microbatches forward and the last one backward, alone"
-            often = f"{f'interleaved over {self.microbatches} microbatches' if self.beside else alone}: {often}"
+            together = f"interleaved over {self.microbatches} microbatches"
+            often = f"{together if self.beside else 'first forward and last backward pass, alone'}: {often}"
         lines = [
             f"{often}{self.layers} layers, of which {self.moved} offload, each {self.forward_ms:.2f} ms forward, "
             f"{self.backward_ms:.2f} ms backward"

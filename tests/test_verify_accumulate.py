@@ -128,22 +128,22 @@ ROW = BATCH * DIM * 4  # bytes of one layer's x
 @pytest.mark.claim("accumulated-bytes")
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize(
-    "fields, moved, stacks",
+    "fields, moved, rows",
     [
-        ({}, LAYERS - 1, LAYERS),
-        ({"resident_layers": 0}, LAYERS, LAYERS + 1),
-        ({"offload_layers": 1}, 1, 2),
-        ({"offload_layers": 1, "other_layers": "recompute", "resident_layers": 1}, 1, 2),
+        ({}, LAYERS - 1, 2 * LAYERS),
+        ({"resident_layers": 0}, LAYERS, 2 * LAYERS + 1),
+        ({"offload_layers": 1}, 1, 2 * 2),
+        ({"offload_layers": 1, "other_layers": "recompute", "resident_layers": 1}, 1, 2 + 1),
     ],
     ids=str,
 )
-def test_the_bytes_of_one_microbatch_on_the_device_and_of_two_on_the_host(fields, moved, stacks, count):
-    """By hand: rows of x that move, and all rows of a stack."""
+def test_the_bytes_of_one_microbatch_on_the_device_and_of_two_on_the_host(fields, moved, rows, count):
+    """By hand: rows of x that move; all rows of two stacks, and the last layer's if that stands alone."""
     rules = policy({"x": "offload", "fc1": "recompute", "act": "save"}, **fields)
     step = step_under(rules)
     verdict, said = conservation(target_of(step, (WEIGHTS, MICROBATCHES[:count])))
     assert verdict == "holds", said
-    assert f"; of two {readable(2 * stacks * ROW)} on the host, padding rows included" in said
+    assert f"; of two {readable(rows * ROW)} on the host, padding rows included" in said
     if fields.get("other_layers") != "recompute":  # there, less is on the device too
         assert said.startswith(f"of one microbatch by the jaxpr {readable(moved * ROW)} less than the reference's")
 

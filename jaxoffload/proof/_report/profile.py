@@ -316,12 +316,10 @@ def _runs(taken: Sequence[_Taken], direction: str) -> Iterator[list[_Taken]]:
     The rows of a scan's stack are in order to the host, and in reverse back. Its last layer's copy may stand alone,
     behind them to the host and before them back. A chain has no stack, and each of its copies a name of its own.
     """
-    has_rows, first = any(t.row is not None for t in taken), dict[str, int]()
-    for number, t in enumerate(taken):
-        first.setdefault(t.event.op, number)
-    last = lambda row: math.inf if row is None else row
-    when = lambda t: WAY[direction] * last(t.row) if has_rows else first[t.event.op]
-    begins = (when(b) <= when(a) for a, b in itertools.pairwise(taken))
+    has_rows, names = any(t.row is not None for t in taken), list(dict.fromkeys(t.event.op for t in taken))
+    row = lambda t: math.inf if t.row is None else t.row
+    place = lambda t: WAY[direction] * row(t) if has_rows else names.index(t.event.op)
+    begins = (place(b) <= place(a) for a, b in itertools.pairwise(taken))
     numbers = itertools.accumulate(begins, initial=0)
     for _, run in itertools.groupby(zip(numbers, taken, strict=True), key=lambda pair: pair[0]):
         yield [t for _, t in run]

@@ -103,10 +103,11 @@ def _of_a_step(target: Target) -> Found:
     sites = [site for site in walk(target.jaxpr) if site.eqn.primitive is interleaved_p]
     if len(sites) != 1 or any(eqn.primitive.name == SHARD_MAP for eqn in sites[0].enclosing):
         return NOT_CHECKED, "a step's residuals are internal to it; verify its loss"
-    both = _residuals(_loss_of(eqn := sites[0].eqn), eqn.params["loss"].jaxpr.in_avals)
+    eqn = sites[0].eqn
+    both = _residuals(_loss_of(eqn), eqn.params["loss"].jaxpr.in_avals)
     if both.freed != both.held:
         return _unequal(target, both)
-    detail, on_the_host = f"of one microbatch {both.detail}", 2 * both.ours.host_bytes
+    detail = f"of one microbatch {both.detail}"
     stacks, lasts = _stacks_of_a_microbatch(eqn)
     if stacks + lasts != both.ours.host_bytes:
         return NOT_CHECKED, f"{detail}; of two it is not known: the loss offloads beside its scans too"
@@ -114,6 +115,7 @@ def _of_a_step(target: Target) -> Found:
     more = _put_on_the_host(without_dead_code(eqn.params["call_jaxpr"])) - 2 * stacks - copied
     if more > 0:
         return FAILS, f"{detail}; beside two sets of stacks and their rows the step puts {readable(more)} there"
+    on_the_host = 2 * stacks + lasts  # the last layer's row is read before the next one is written
     detail += f"; of two {readable(on_the_host)} on the host, padding rows included"
     # Of what stays on the device there are two too, and a layer of each is in flight.
     freed = both.freed - both.ours.device_bytes - 2 * sum(row.bytes_per_layer for row in both.moved)

@@ -23,11 +23,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxoffload import Policy, accumulate, chain, checkpoint, compiler_options, grouped_matmul, scan, tag
 from jaxoffload._engine import copying_loops as _loops
 from jaxoffload._engine.host_pool_need import need_of
+from jaxoffload._reference import as_reference
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import kernels as _kernels
 from jaxoffload.proof._program.hlo import kernels_on_host_memory
+from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._program.trace import DIRECTIONS, Event
 from jaxoffload.proof._report.profile import profile_of
+from jaxoffload.proof._verify import conservation as _conservation
 from models.attention import rotations
 from models.config import Model, load
 from models.report import summary
@@ -293,6 +296,21 @@ def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing
     for copy in hlo.host_copies(module).values():
         loops[copy.loop].add(copy.to_host)
     assert sum(both == {True, False} for both in loops.values()) >= 2  # the two halves of the loop over microbatches
+
+
+def test_verify_finds_two_microbatches_in_the_plan(gpu, monkeypatch):
+    """The plain loop keeps one microbatch's residuals on the device; ours is to hold no more than it says."""
+    loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=Policy(OFFLOADED))[0].astype(jnp.float32) ** 2)
+    shapes = weights(LAYERS), jax.ShapeDtypeStruct((4, 32 * BATCH, DIM), jnp.bfloat16)
+    target = target_of(lambda w, xs: accumulate(loss)(w, xs)[1], shapes)
+    program = compiled(gpu, target.run, *shapes)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_conservation, "compiled", lambda run, shapes, _: compiled(gpu, run, *shapes))
+    reference = compiled(gpu, as_reference(target.run), *shapes)
+    for ours, verdict, expected in ((program, "holds", "640.00 MiB"), (reference, "fails", "0 B")):
+        vars(target).update(arrays=shapes, fast_program=ours)
+        found, said = _conservation.conservation(target)
+        assert found == verdict and f"and {expected} on the host for 640.00 MiB" in said, said
 
 
 def copies_in_order(module):

@@ -118,8 +118,9 @@ def _of_a_step(target: Target) -> Found:
     on_the_host = 2 * stacks + lasts  # the last layer's row is read before the next one is written
     detail += f"; of two {readable(on_the_host)} on the host, padding rows included"
     # Of what stays on the device there are two too, and a layer of each is in flight.
-    freed = both.freed - both.ours.device_bytes - 2 * sum(row.bytes_per_layer for row in both.moved)
-    return _joined(detail, _by_memory_analysis(target, freed // max(1, len(target.devices)), on_the_host))
+    stays = both.ours.device_bytes + 2 * sum(row.bytes_per_layer for row in both.moved)
+    freed_on_each = max(0, both.freed - stays) // max(1, len(target.devices))
+    return _joined(detail, _by_memory_analysis(target, freed_on_each, on_the_host))
 
 
 def _stacks_of_a_microbatch(eqn: JaxprEqn) -> tuple[int, int]:

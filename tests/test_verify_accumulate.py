@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from common import normal, policy
 from jax.sharding import AxisType, NamedSharding
+from test_verify import a_host_write_is_skipped, rows_in_wrong_order
 
 from jaxoffload import accumulate, chain, residuals, scan, tag, verify
 from jaxoffload._engine import interleaved, passes
@@ -98,6 +99,8 @@ def a_third_set_of_stacks(monkeypatch):
 
 FAULTS = {
     "rows of the next microbatch": (rows_of_the_next_microbatch, "gradients"),
+    "rows in the wrong order": (rows_in_wrong_order, "gradients"),
+    "a host write is skipped": (a_host_write_is_skipped, "gradients"),
     "a gradient is dropped": (the_last_gradient_counts(0), "gradients"),
     "a gradient is added twice": (the_last_gradient_counts(2), "gradients"),
     "a third set of stacks": (a_third_set_of_stacks, "conservation"),
@@ -105,12 +108,15 @@ FAULTS = {
 
 SAID = {
     "rows of the next microbatch": "1 of 3 results differ: ['result']['w']['layers']: 512 of 768 values",
+    "rows in the wrong order": "1 of 3 results differ: ['result']['w']['layers']: 512 of 768 values",
+    "a host write is skipped": "1 of 3 results differ: ['result']['w']['layers']: 512 of 768 values",
     "a gradient is dropped": "['result']['w']['head']: 64 of 64 values",
     "a gradient is added twice": "['result']['w']['head']: 64 of 64 values",
     "a third set of stacks": "beside two sets of stacks and their rows the step puts 6.00 KiB there",
 }
 
 
+@pytest.mark.slow
 @pytest.mark.claim("planted-faults")
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_a_planted_fault_fails_its_claim_and_no_other(fault, monkeypatch):
@@ -161,6 +167,7 @@ def test_what_cannot_be_told_by_the_bytes_of_a_step():
     assert (verdict, said) == ("not checked", "a step's residuals are internal to it; verify its loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_step_on_a_mesh_runs_the_references_collectives(kind):
     mesh = jax.make_mesh((4,), ("d",), (kind,), devices=jax.devices()[:4])

@@ -248,10 +248,11 @@ def report(options: argparse.Namespace) -> int:
     made = made_by(options.function, options.arguments)
     if (table := table_of(made)) is None:
         raise CannotRun(
-            "this is a step, whose residuals are internal to it; return its loss and the loss's arguments too"
+            "this is a step, whose residuals are internal to it; return its loss too, and the loss's arguments, of one "
+            "microbatch if there are several"
         )
     known = read_machine(options.machine) if options.machine else proof.known_machine()
-    fits = proof.fits(made.loss, *made.loss_args, machine=known) if known else None
+    fits = proof.fits(made.f, *made.args, machine=known) if known else None
     if options.json:
         print(json.dumps(json.loads(table.to_json()) | ({"fits": json.loads(fits.to_json())} if fits else {})))
     else:

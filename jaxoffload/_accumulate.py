@@ -15,7 +15,7 @@ from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.passes import program_of
 from ._engine.pieces import Pieces, divide
 from ._errors import NOT_THE_USERS
-from ._jax import as_array, nbytes
+from ._jax import as_array, convert_constvars_jaxpr, nbytes
 from ._reference import is_reference
 from ._scan import backward_loops, forward_loops, scan_p
 from ._text import nearest, readable
@@ -188,7 +188,10 @@ def _interleaved(call: _Call) -> Any:
         return value, aux, grads
 
     operands = [*pieces.consts, *leaves, *call.batch]
-    outs = interleaved.bind(run, [scan.loops for scan in pieces.scans], *operands)
+    of_one = interleaved.Loss(convert_constvars_jaxpr(jaxpr), (*[False] * len(jaxpr.consts), *is_param))
+    loops, of_first, of_last = (tuple(scan.loops for scan in each.scans) for each in (pieces, fill, drain))
+    what = interleaved.Interleaved(of_one, loops, of_first, of_last, call.microbatches)
+    outs = interleaved.bind(run, what, *operands)
     value, aux, grads = outs[0], outs[1 : -len(leaves)], outs[-len(leaves) :]
     _, of_aux = shape
     return (value, jax.tree.unflatten(tree, grads)), jax.tree.unflatten(jax.tree.structure(of_aux), aux)

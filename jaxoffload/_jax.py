@@ -36,7 +36,8 @@ zero_if_mapped = batching.zero_if_mapped  # for it: axis 0, if the result is bat
 partial_eval_rules = pe.partial_eval_jaxpr_custom_rules  # partial evaluation inside `jax.checkpoint`; 0.4.30
 partial_eval_jaxpr_nounits = pe.partial_eval_jaxpr_nounits  # split a jaxpr into known and unknown (linear) parts; 0.11
 convert_constvars_jaxpr = pe.convert_constvars_jaxpr  # constants as operands; 0.11
-dce_rules = pe.dce_rules  # dead-code elimination; 0.12 also passes which inputs are live; 0.4.30
+dce_jaxpr = pe.dce_jaxpr  # dead-code elimination; 0.4.30
+dce_rules = pe.dce_rules  # its rules; 0.12 also passes which inputs are live; 0.4.30
 lower_fun = mlir.lower_fun  # a lowering rule from a function; 0.4.30
 register_lowering = mlir.register_lowering  # lowering rules; 0.4.30
 i32_attr = mlir.i32_attr  # an attribute of StableHLO; 0.4.30
@@ -194,6 +195,12 @@ def _results(*_: Any, call_jaxpr: Jaxpr, **__: Any) -> tuple[Any, Any]:
     # rule that turns it into values; otherwise the lowering does that.
     effects = {effect for effect in call_jaxpr.effects if type(effect).__name__ != "InternalMutableArrayEffect"}
     return call_jaxpr.out_avals, effects
+
+
+def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
+    """A jaxpr without the equations that no result and no effect needs, in its loops too."""
+    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return live
 
 
 def perturbed(tangents: Sequence[Any]) -> tuple[bool, ...]:

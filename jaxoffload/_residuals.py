@@ -109,7 +109,7 @@ class _Stored(NamedTuple):
 
 _IS_A_STEP = (
     "the function differentiates what is in it, as a training step does, and keeps its residuals to itself; give the "
-    "loss that it differentiates"
+    "loss that it differentiates, with the arguments of one microbatch"
 )
 _OTHERS_KEEP = "a checkpoint that is not jaxoffload's is in the function: what it keeps is shown without its names"
 

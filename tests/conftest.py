@@ -4,8 +4,10 @@ GPUs."""
 import contextlib
 import importlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 
 import pytest
 
@@ -18,6 +20,7 @@ def pytest_configure(config):
     if config.option.markexpr != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+        compile_once(config)
     else:
         # TransformerEngine wants to be imported before JAX's first computation.
         with contextlib.suppress(ImportError, OSError, RuntimeError, AttributeError):
@@ -26,6 +29,13 @@ def pytest_configure(config):
     import jax
 
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def compile_once(config):
+    """Keep what is compiled until these tests end: most runs of the training program compile the same step."""
+    folder = tempfile.mkdtemp(prefix="jaxoffload-tests-")  # for each pytest-xdist process: JAX does not lock it
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
 
 
 def pytest_collection_modifyitems(items):

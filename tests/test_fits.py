@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoffload import Policy, chain, machine, scan, tag
+from jaxoffload import Policy, accumulate, chain, machine, scan, tag
 from jaxoffload.__main__ import main
 from jaxoffload._engine.cost import attention_flops, cost
 from jaxoffload.proof import Machine, fits, known_machine
@@ -155,6 +155,53 @@ def test_a_step_and_what_does_not_move():
     assert found.loops == () and found.exposed_ms is None and "no prediction" in str(found)
 
 
+MICROBATCHES = jax.ShapeDtypeStruct((8, *ARGS[0].shape), ARGS[0].dtype)
+STEP_ARGS = ARGS[1], MICROBATCHES
+
+
+def accumulated(w, x):
+    return accumulate(lambda w, x: loss(x, w))(w, x)
+
+
+@pytest.mark.claim("accumulated-fits")
+def test_accumulate_has_both_passes_to_hide_the_copies_of_both_behind():
+    """By hand: 7 times both passes, and once each alone, as without it."""
+    (alone,) = fits(loss, *ARGS, machine=MACHINE).loops
+    found = fits(accumulated, *STEP_ARGS, machine=MACHINE)
+    beside, first_and_last = found.loops
+    assert first_and_last == dataclasses.replace(alone, microbatches=8)
+    both = beside.together
+    assert (beside.runs, beside.layers, beside.moved, beside.beside) == (7, 5, 4, True)
+    assert both.d2h_ms == both.h2d_ms == pytest.approx(2 * 100 * 30 * 4 / 4e4)  # each way at the rate of both
+    window = alone.forward_ms + alone.backward_ms
+    assert beside.exposed_ms(both) == pytest.approx(7 * 5 * (both.d2h_ms - window)) and not beside.fits(both)
+    assert found.exposed_ms == pytest.approx(beside.exposed_ms(both) + alone.exposed_ms(alone.together), abs=1e-3)
+    for longer, fit in ((0.009, True), (0.011, False)):
+        assert beside.fits(LayerCopy("a", 1, window * (1 + longer), window)) == fit
+        assert beside.fits(LayerCopy("a", 1, 0, window * (1 + longer))) == fit
+    said = str(found).splitlines()
+    assert said[1].startswith("interleaved over 8 microbatches: 7 times 5 layers, of which 4 offload, each")
+    assert said[5].startswith("first forward and last backward pass, alone: 5 layers,")
+    read = json.loads(found.to_json())["loops"]
+    assert [(loop["microbatches"], loop["beside"]) for loop in read] == [(8, True), (8, False)]
+
+
+def test_accumulated_layers_that_differ_have_each_other_to_hide_behind():
+    """On two devices. The first two layers offload, and one loop runs three; the last two offload nothing."""
+    rules = dataclasses.replace(RULES, residuals={"a": "offload"}, offload_layers=2, resident_layers=0)
+    of = lambda w, x: jnp.sum(scan(body, x, w, policy=rules)[0])
+    on = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(auto(2), P()))
+    found = fits(lambda w, x: accumulate(of)(w, x), on(ARGS[1]), on(MICROBATCHES), machine=MACHINE)
+    *beside, alone = found.loops
+    assert [(loop.layers, loop.moved) for loop in (*beside, alone)] == [(2, 1), (1, 1), (2, 1), (3, 2)]
+    size, bus = 100 * 30 * 4 / 2, MACHINE.bus(2)
+    copies = [(c.d2h_ms, c.h2d_ms) for loop in (*beside, alone) for c in loop.copies]
+    rates = [(bus.d2h, 0), (bus.together, bus.together), (0, bus.h2d), (bus.d2h, bus.h2d)]
+    assert copies == [pytest.approx([size / rate / 1e6 if rate else 0 for rate in each]) for each in rates]
+    shown = [line.count(" ms") for line in str(found).splitlines() if line.startswith("  a")]
+    assert shown == [1, 2, 1, 2]
+
+
 def test_what_is_written_in_place_is_not_read_whole():
     cache, row = (1000, 100), (1, 100)
     assert ms(lambda c, x: lax.dynamic_update_slice(c, x, (3, 0)), cache, row) == moved(200)
@@ -231,6 +278,24 @@ def test_the_command_line(monkeypatch, tmp_path, capsys):
 
 def made():
     return loss, ARGS
+
+
+def test_the_command_line_predicts_for_the_step(tmp_path, capsys):
+    file = tmp_path / "machine.json"
+    file.write_text(MACHINE.to_json())
+    assert main(["report", "test_fits:made_step", "--machine", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("residual") and shown.endswith(f"{fits(accumulated, *STEP_ARGS, machine=MACHINE)}\n")
+    assert main(["report", "test_fits:made_alone"]) == 2
+    assert "return its loss too, and the loss's arguments, of one microbatch" in capsys.readouterr().err
+
+
+def made_step():
+    return accumulated, STEP_ARGS, loss, ARGS
+
+
+def made_alone():
+    return accumulated, STEP_ARGS
 
 
 @pytest.mark.gpu

@@ -23,9 +23,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxoffload import Policy, accumulate, chain, checkpoint, compiler_options, grouped_matmul, scan, tag
 from jaxoffload._engine import copying_loops as _loops
 from jaxoffload._engine.host_pool_need import need_of
+from jaxoffload._reference import as_reference
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import kernels as _kernels
 from jaxoffload.proof._program.hlo import kernels_on_host_memory
+from jaxoffload.proof._program.target import target_of
+from jaxoffload.proof._program.trace import DIRECTIONS, Event
+from jaxoffload.proof._report.profile import profile_of
+from jaxoffload.proof._verify import conservation as _conservation
 from models.attention import rotations
 from models.config import Model, load
 from models.report import summary
@@ -297,6 +302,57 @@ def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing
     assert sum(both == {True, False} for both in loops.values()) >= 2  # the two halves of the loop over microbatches
 
 
+def test_verify_finds_two_microbatches_in_the_plan(gpu, monkeypatch):
+    """The plain loop keeps one microbatch's residuals on the device; ours is to hold no more than it says."""
+    loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=Policy(OFFLOADED))[0].astype(jnp.float32) ** 2)
+    shapes = weights(LAYERS), jax.ShapeDtypeStruct((4, 32 * BATCH, DIM), jnp.bfloat16)
+    target = target_of(lambda w, xs: accumulate(loss)(w, xs)[1], shapes)
+    program = compiled(gpu, target.run, *shapes)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_conservation, "compiled", lambda run, shapes, _: compiled(gpu, run, *shapes))
+    reference = compiled(gpu, as_reference(target.run), *shapes)
+    for ours, verdict, expected in ((program, "holds", "640.00 MiB"), (reference, "fails", "0 B")):
+        vars(target).update(arrays=shapes, fast_program=ours)
+        found, said = _conservation.conservation(target)
+        assert found == verdict and f"and {expected} on the host for 640.00 MiB" in said, said
+
+
+def copies_in_order(module):
+    """The copies that a program starts, by the names that a profile gives them, as often as its loops do."""
+    names = iter(hlo.host_copies(module))
+    name_of = {(line.computation, line.name): next(names) for line in module if line.starts_host_copy}
+
+    def of(computation):
+        for line in module.computations[computation]:
+            if name := name_of.get((computation, line.name)):
+                yield name
+            for body in line.calls if line.opcode == "while" else ():
+                for _ in range(module.trip_counts[body]):
+                    yield from of(body)
+
+    return of(next(name for name in module.computations if name.startswith("main")))
+
+
+@pytest.mark.parametrize("layers, microbatches, fields", [(8, 5, {}), (7, 4, {"resident_layers": 0})], ids=str)
+def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu, layers, microbatches, fields):
+    """However XLA unrolls the loops; nothing runs here, the events are made up."""
+    policy = Policy(OFFLOADED, min_offload_bytes=0, **fields)
+    loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=policy)[0].astype(jnp.float32) ** 2)
+    xs = jax.ShapeDtypeStruct((microbatches, *X.shape), X.dtype)
+    module = module_of(compiled(gpu, lambda w, xs: accumulate(loss)(w, xs)[1], weights(layers), xs))
+    copies = hlo.host_copies(module)
+    kind = lambda op: DIRECTIONS["d2h" if copies[op].to_host else "h2d"]
+    events = [Event("s", kind(op), op, i, i + 1) for i, op in enumerate(copies_in_order(module))]
+    there = [(m, n) for m in range(microbatches) for n in range(layers - (not fields))]
+    back = sorted(there, key=lambda place: (place[0], -place[1]))
+    moves = [m for m in profile_of(events, copies, 1, "a GPU").moves if m.layer is not None]
+    for name in OFFLOADED:
+        for direction, want in (("d2h", there), ("h2d", back)):
+            found = [(m.microbatch, m.layer) for m in moves if (m.residual, m.direction) == (name, direction)]
+            assert found == want, (name, direction)
+    assert len(moves) == 2 * len(OFFLOADED) * len(there)
+
+
 def test_emulated_fp8_multiplies_what_was_rounded(gpu):
     """Rounded values must be results of kernels: XLA may skip the rounding of what stays in a kernel's registers."""
 
@@ -370,7 +426,7 @@ def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
     everywhere = Policy({"fc1": "offload"}, min_offload_bytes=0, resident_layers=0)
     f = gradient(lambda x, w: scan(layer, x, w, policy=everywhere)[0], (0, 1))
     found = hlo.host_copies(module_of(compiled(gpu, f, X, weights(4))))
-    assert Counter(copy[:2] for copy in found.values() if not copy.is_row) == {("fc1", ONE): 2}  # of the last layer
+    assert Counter(copy[:2] for copy in found.values() if not copy.rows) == {("fc1", ONE): 2}  # of the last layer
     assert {copy.residual for copy in found.values()} == {"fc1"}
     policy = Policy(OFFLOADED, min_offload_bytes=0)
     f = gradient(lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 3, x, w, policy=policy), (0, 1))

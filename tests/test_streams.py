@@ -15,10 +15,11 @@ from jaxlib._hlo import hlo_module_from_text
 
 import jaxoffload
 from benchmarks.streams import summary
-from jaxoffload.proof import read_profile
+from jaxoffload.proof import page, read_profile
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.hlo import Copy, host_copies, parse
 from jaxoffload.proof._program.trace import Event, events_of, in_the_way, merged, overlap, read
+from jaxoffload.proof._report.pictures import timeline
 from jaxoffload.proof._report.profile import _steps, profile_of
 from jaxoffload.proof._verify import capacity as _capacity
 from jaxoffload.proof._verify import copies as _copies
@@ -266,6 +267,50 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     }
 
 
+def test_copies_in_a_loop_within_a_loop_run_as_often_as_both():
+    text = """
+%layers (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %away = (f32[4]{0:S(5)}, f32[4]{0}, u32[]) copy-start(%x)
+}
+%microbatches (x: f32[4]) -> f32[4] {
+  %inner = f32[4] while(%x), body=%layers, backend_config={"known_trip_count":{"n":"2"}}
+}
+ENTRY %main (x: f32[4]) -> f32[4] {
+  ROOT %outer = f32[4] while(%x), body=%microbatches, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+    ran = [Event("s", D2H, "away", i, i + 1) for i in range(6)]
+    assert _copies.wrong_as_it_ran(ran, parse(text), ()) == []
+    assert _copies.wrong_as_it_ran(ran[1:], parse(text), ()) == ["5 of 6 copies ran as copies"]
+
+
+def test_what_a_loop_carries_to_its_next_iteration_belongs_to_what_put_it_there():
+    text = """
+%microbatches (state: (f32[4])) -> (f32[4]) {
+  %state = (f32[4]{0:S(5)}) parameter(0)
+  %before = f32[4]{0:S(5)} get-tuple-element(%state), index=0
+  %home = (f32[4]{0}, f32[4]{0:S(5)}, u32[]) copy-start(%before)
+  %here = f32[4]{0} copy-done(%home)
+  %away = (f32[4]{0:S(5)}, f32[4]{0}, u32[]) copy-start(%here), \
+metadata={op_name="jit(f)/jaxoffload.accumulate(8)/while/body/jaxoffload(fc1)/device_put"}
+  %there = f32[4]{0:S(5)} copy-done(%away)
+  ROOT %next = (f32[4]{0:S(5)}) tuple(%there)
+}
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %first = (f32[4]{0:S(5)}) tuple(%x)
+  %outer = (f32[4]{0:S(5)}) while(%first), body=%microbatches, backend_config={"known_trip_count":{"n":"3"}}
+  %after = f32[4]{0:S(5)} get-tuple-element(%outer), index=0
+  %last = (f32[4]{0}, f32[4]{0:S(5)}, u32[]) copy-start(%after)
+  ROOT %end = f32[4]{0} copy-done(%last)
+}
+"""
+    found = host_copies(parse(text))
+    assert {(name, c.residual, c.microbatches) for name, c in found.items()} == {
+        (name, "fc1", 8) for name in ("home", "away", "last")
+    }
+
+
 def test_unions_and_overlaps():
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
     assert overlap([(0, 4), (5, 9)], [(1, 2), (3, 6), (8, 20)]) == 1 + 1 + 1 + 1
@@ -279,7 +324,17 @@ def test_a_folder_without_a_trace_is_named(tmp_path):
 
 # --- profile(), of a trace and a program made by hand
 
-PROGRAM = """
+AT = '{"dynamic_slice_config":{"linear":{"byte_offset":"%d","byte_stride":"%d"}}}'
+PROGRAM = f"""
+%wrapped_dynamic-update-slice_computation (s: bf16[3,10], x: bf16[1,10], i: s32[]) -> bf16[3,10] {{
+  ROOT %put = bf16[3,10]{{1,0:S(5)}} dynamic-update-slice(%s, %x, %i), backend_config={AT % (0, 20)}
+}}
+%wrapped_dynamic-slice_computation.1 (s: bf16[3,10], i: s32[]) -> bf16[1,10] {{
+  %s = bf16[3,10]{{1,0:S(5)}} parameter(0)
+  ROOT %get = bf16[1,10]{{1,0}} dynamic-slice(%s, %i), backend_config={AT % (40, -20)}
+}}
+"""
+PROGRAM += """
 %forward (p: bf16[]) -> bf16[] {
   %dynamic-update-slice-start.1 = ((bf16[3,10]{1,0:S(5)}, bf16[1,10]{1,0}), bf16[3,10]{1,0:S(5)}, u32[]) \
 fusion-start(%a), calls=%wrapped_dynamic-update-slice_computation, \
@@ -348,25 +403,69 @@ def test_each_copy_has_its_residual_and_layer():
     assert "(not attributed)" in str(found) and json.loads(found.to_json())["exposed_ms"] == 5
 
 
+def events_of_copies(copies, *ops):
+    return [Event("s", D2H if copies[op].to_host else H2D, op, i * 1e6, (i + 1) * 1e6) for i, op in enumerate(ops)]
+
+
+def layers_of(copies, *ops):
+    return [m.layer for m in profile_of(events_of_copies(copies, *ops), copies, 1, "a GPU").moves]
+
+
 def test_an_odd_iteration_outside_the_loop_is_the_loops_first():
     """Five iterations: XLA runs the first before the loop and pairs the others; twice."""
-    copy = lambda loop, iterations, to_host: Copy("fc1", 20, loop, iterations, True, to_host)
-    copies = {"first": copy("main", 1, True), "a": copy("loop", 2, True), "b": copy("loop", 2, True)}
-    copies |= {"last": copy("main", 1, False), "c": copy("back", 2, False), "d": copy("back", 2, False)}
+    copy = lambda to_host, *rows: Copy("fc1", 20, "loop", rows, to_host)
+    copies = {"first": copy(True, 0), "a": copy(True, 1, 3), "b": copy(True, 2, 4)}
+    copies |= {"last": copy(False, 4), "c": copy(False, 3, 1), "d": copy(False, 2, 0)}
     there, back = ["first", "a", "b", "a", "b"], ["last", "c", "d", "c", "d"]
-    events = [Event("s", D2H if op in there else H2D, op, i, i + 1) for i, op in enumerate(2 * (there + back))]
-    found = profile_of(events, copies, 1, "a GPU").moves
-    assert [m.layer for m in found] == 2 * [None, 0, 1, 2, 3, 3, 2, 1, 0, None]
+    assert layers_of(copies, *2 * (there + back)) == 2 * [None, 0, 1, 2, 3, 3, 2, 1, 0, None]
 
 
 def test_the_last_layers_copies_of_its_own_are_the_last_layers():
     """If no layer is resident: after the forward loop and before the backward loop; twice."""
-    copy = lambda loop, iterations, is_row, to_host: Copy("fc1", 20, loop, iterations, is_row, to_host)
-    copies = {"write": copy("loop", 3, True, True), "out": copy("main", 1, False, True)}
-    copies |= {"read": copy("back", 3, True, False), "in": copy("main", 1, False, False)}
+    copy = lambda to_host, *rows: Copy("fc1", 20, "loop", rows, to_host)
+    copies = {"write": copy(True, 0, 1, 2), "out": copy(True), "read": copy(False, 2, 1, 0), "in": copy(False)}
     there, back = [*["write"] * 3, "out"], ["in", *["read"] * 3]
-    events = [Event("s", D2H if op in there else H2D, op, i, i + 1) for i, op in enumerate(2 * (there + back))]
-    assert [m.layer for m in profile_of(events, copies, 1, "a GPU").moves] == 2 * [None, 0, 1, 2, 2, 1, 0, None]
+    assert layers_of(copies, *2 * (there + back)) == 2 * [None, 0, 1, 2, 2, 1, 0, None]
+
+
+def test_a_chains_copies_are_its_layers_in_a_loop_too():
+    copies = {op: Copy("fc1", 20, "loop", (), op.startswith("put")) for op in ("put.a", "put.b", "get.b", "get.a")}
+    assert layers_of(copies, *2 * list(copies)) == 2 * [0, 1, 1, 0]
+
+
+def interleaved(microbatches, rows=3):
+    """The copies of one residual, and their order: a row each way in an iteration. XLA may run the padding row's write
+    of the next microbatch early, and leave out its read."""
+    copy = lambda to_host, *rows: Copy("fc1", 20, "loop", rows, to_host, microbatches)
+    forth, back = tuple(range(1, rows)), tuple(range(rows - 1, 0, -1))
+    copies = {"pad": copy(True, 0), "first": copy(True, *forth), "last": copy(False, *back)}
+    copies |= {"put": copy(True, *forth), "get": copy(False, *back)}
+    beside = ["pad", *["get", "put"] * (rows - 1)]
+    return copies, ["pad", "pad", *["first"] * (rows - 1), *beside * (microbatches - 1), *["last"] * (rows - 1)]
+
+
+@pytest.mark.claim("accumulated-profile")
+def test_each_copy_has_its_microbatch():
+    copies, ops = interleaved(3)
+    found = profile_of(events_of_copies(copies, *ops), copies, 1, "a GPU")
+    of = lambda way: [(m.microbatch, m.layer) for m in found.moves if m.direction == way and m.layer is not None]
+    assert of("d2h") == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert of("h2d") == [(0, 1), (0, 0), (1, 1), (1, 0), (2, 1), (2, 0)]
+    assert all(m.microbatch is None for m in found.moves if m.layer is None)
+    assert [move["microbatch"] for move in json.loads(found.to_json())["moves"]][2] == 0
+    assert found.exposed_by_microbatch == {0: 4, 1: 4, 2: 4}  # no kernel ran
+    assert "exposed ms of the first microbatch 4.00, of the last 4.00, of each other at most 4.00" in str(found)
+    middle = timeline(found)
+    assert middle.microbatch == 1 and {m.microbatch for lane in middle.lanes for m, _ in lane.copies} == {1}
+    assert "<caption>Copies of layers 0, 1 of microbatch 1</caption>" in page("a step", {}, profile=found)
+    # Two scans of a residual of one name.
+    copies |= {f"{op}.2": copy for op, copy in copies.items()}
+    twice = [o for op in ("first", "put", "put") for o in (op, op, f"{op}.2", f"{op}.2")]
+    moves = profile_of(events_of_copies(copies, *twice), copies, 1, "a GPU").moves
+    assert [(m.microbatch, m.layer) for m in moves] == [(n, layer) for n in range(3) for layer in (0, 1, 0, 1)]
+    # A run is missing: none is known.
+    moves = profile_of(events_of_copies(copies, *twice[2:]), copies, 1, "a GPU").moves
+    assert {m.microbatch for m in moves} == {None} and [m.layer for m in moves] == [0, 1] * 5
 
 
 class Compiled:

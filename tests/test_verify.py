@@ -351,7 +351,8 @@ def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
     ours = plan(temp_size_in_bytes=2**30 - freed * 2**20, host_temp_size_in_bytes=there * 2**20)
     target = SimpleNamespace(fast_program=ours, run=of_scan, arrays=(), devices=set(range(devices)))
     moved = [SimpleNamespace(bytes=100 * 2**20, bytes_per_layer=10 * 2**20, layers=9)]
-    found, said = _conservation._by_memory_analysis(target, moved, 100 * 2**20)
+    predicted = _conservation._freed_on_each(target, moved)
+    found, said = _conservation._by_memory_analysis(target, predicted, 100 * 2**20)
     assert found == verdict and f"planned {freed}.00 MiB less" in said
 
 

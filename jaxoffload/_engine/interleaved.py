@@ -17,13 +17,14 @@ asks for, makes one iteration of the loop over microbatches out of two. Otherwis
 of a loop are copied, on the host.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax import Call, Results, define
 from .copying_loops import DifferentiatedTwice, Loops, backward_p, forward_p, jitted
@@ -85,9 +86,43 @@ class _State(NamedTuple):
     stacks: Stacks
 
 
-def bind(f: Callable[..., Any], loops: Sequence[Loops], *operands: Any) -> list[Any]:
-    """Evaluate a function that calls `run`, as one equation that says which loops interleave in it."""
-    return interleaved_p.bind(*operands, call_jaxpr=jax.make_jaxpr(f)(*operands), loops=tuple(loops))
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Loss:
+    """The loss of one microbatch, for those who read the equation.
+
+    Attributes:
+      jaxpr: constants, parameters, the values of a microbatch -> the loss, other results.
+      differentiated: which of its operands are parameters.
+    """
+
+    jaxpr: Jaxpr
+    differentiated: tuple[bool, ...]
+
+    def __repr__(self) -> str:
+        """Short: it is printed in jaxprs."""
+        return f"Loss({len(self.jaxpr.eqns)} equations)"
+
+
+class Interleaved(NamedTuple):
+    """What interleaves, for those who read the equation.
+
+    Attributes:
+      loss: of one microbatch.
+      loops: the loops of each scan; `first` and `last`: those of the first and of the last microbatch.
+      microbatches: how many.
+    """
+
+    loss: Loss
+    loops: tuple[Loops, ...]
+    first: tuple[Loops, ...]
+    last: tuple[Loops, ...]
+    microbatches: int
+
+
+def bind(f: Callable[..., Any], what: Interleaved, *operands: Any) -> list[Any]:
+    """Evaluate a function that calls `run`, as one equation that says what interleaves in it."""
+    scope = jax.named_scope(f"jaxoffload.accumulate({what.microbatches})")  # for profiles
+    return interleaved_p.bind(*operands, call_jaxpr=jax.make_jaxpr(scope(f))(*operands), **what._asdict())
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

@@ -1,24 +1,29 @@
 """fits(): whether each residual's copies fit behind the layer that computes beside them, from FLOPs and bytes."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._engine.copying_loops import Loops, Segment, backward_p, forward_p
+from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.cost import cost
+from ..._engine.interleaved import OUR_LOOPS, interleaved_p, loops_of
+from ..._engine.segments import Segment
 from ..._engine.walk import nested, walk
 from ..._jax import nbytes
 from ..._text import readable
+from .._program.host_transfers import for_host
 from .._program.results import run_of
 from .machine import Bus, Machine
 
 
 class LayerCopy(NamedTuple):
-    """One residual of one layer: its bytes per device, and milliseconds to the host and back."""
+    """One residual of one layer: its bytes per device, and milliseconds to the host and back; 0 where it is not copied
+    that way."""
 
     residual: str
     bytes: int
@@ -33,11 +38,16 @@ FREE = 0.01  # copies fit if at most this share of the layers' computing time is
 class Fit:
     """The layers that one loop computes, and their copies, per device.
 
+    With `accumulate`, the first microbatch's forward pass and the last one's backward pass run alone, as the passes of
+    any scan. Of the others, one's backward pass runs beside the next one's forward pass.
+
     Attributes:
       layers: how many; `moved` have their residuals on the host. Each iteration copies, the first a padding row.
       runs: how often the loop runs in a step; more than once inside of another loop.
       forward_ms, backward_ms: how long one layer computes, including what it recomputes.
       unknown: kernels of which only the bytes are known, so that they may take longer.
+      microbatches: how many `accumulate` interleaves here; 1 without it.
+      beside: whether an iteration is the forward pass of one layer and the backward pass of another.
 
     Example:
       >>> from jaxoffload.proof import Fit
@@ -52,6 +62,8 @@ class Fit:
     backward_ms: float
     copies: tuple[LayerCopy, ...]
     unknown: frozenset[str] = frozenset()
+    microbatches: int = 1
+    beside: bool = False
 
     @property
     def together(self) -> LayerCopy:
@@ -65,11 +77,32 @@ class Fit:
 
     def exposed_ms(self, copy: LayerCopy) -> float:
         """How much longer these copies alone take than the layers beside them, both ways, in all layers."""
-        to_host, to_device = copy.d2h_ms - self.forward_ms, copy.h2d_ms - self.backward_ms
-        return self.runs * self.layers * (max(0.0, to_host) + max(0.0, to_device))
+        if self.beside:
+            longer = max(0.0, max(copy.d2h_ms, copy.h2d_ms) - self.forward_ms - self.backward_ms)
+        else:
+            longer = max(0.0, copy.d2h_ms - self.forward_ms) + max(0.0, copy.h2d_ms - self.backward_ms)
+        return self.runs * self.layers * longer
 
     def fits(self, copy: LayerCopy) -> bool:
         return self.exposed_ms(copy) <= FREE * self.computing_ms
+
+    def __str__(self) -> str:
+        often = f"{self.runs} times " if self.runs > 1 else ""
+        if self.microbatches > 1:
+            together = f"interleaved over {self.microbatches} microbatches"
+            often = f"{together if self.beside else 'first forward and last backward pass, alone'}: {often}"
+        lines = [
+            f"{often}{self.layers} layers, of which {self.moved} offload, each {self.forward_ms:.2f} ms forward, "
+            f"{self.backward_ms:.2f} ms backward"
+        ]
+        for copy in (*self.copies, *([self.together] if len(self.copies) > 1 else [])):
+            ways = (copy.d2h_ms, "to the host"), (copy.h2d_ms, "back")
+            ms = ", ".join(f"{ms:7.2f} ms {way}" for ms, way in ways if ms)
+            verdict = "fits" if self.fits(copy) else "does not fit"
+            lines.append(f"  {copy.residual:26} {readable(copy.bytes):>10} {ms}  {verdict}")
+        if self.unknown:
+            lines.append(f"  ({', '.join(sorted(self.unknown))} may take longer: only the bytes are known)")
+        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,18 +144,7 @@ class Fits:
         lines = [f"copies on {self.devices} {self.machine.device}, predicted from FLOPs and bytes"]
         if self.devices > self.machine.gpus:
             lines[0] += f" (the bus was measured with {self.machine.gpus} GPU(s) copying at once)"
-        for loop in self.loops:
-            often = f"{loop.runs} times " if loop.runs > 1 else ""
-            lines.append(
-                f"{often}{loop.layers} layers, of which {loop.moved} offload, each {loop.forward_ms:.2f} ms forward, "
-                f"{loop.backward_ms:.2f} ms backward"
-            )
-            for copy in (*loop.copies, *([loop.together] if len(loop.copies) > 1 else [])):
-                verdict = "fits" if loop.fits(copy) else "does not fit"
-                ms = f"{copy.d2h_ms:7.2f} ms to the host, {copy.h2d_ms:7.2f} ms back"
-                lines.append(f"  {copy.residual:26} {readable(copy.bytes):>10} {ms}  {verdict}")
-            if loop.unknown:
-                lines.append(f"  ({', '.join(sorted(loop.unknown))} may take longer: only the bytes are known)")
+        lines += map(str, self.loops)
         lines.append(f"{self.exposed_ms:.2f} ms of copies per step are exposed")
         return "\n".join(lines)
 
@@ -130,8 +152,9 @@ class Fits:
 def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
     """Predict whether the copies of `f`'s residuals fit behind its layers on a machine. Nothing runs.
 
-    The prediction covers each `scan` under a policy that offloads; `chain` and `checkpoint` have no loop. Values are
-    taken to be spread evenly over the arguments' devices, except where a `shard_map` divides them itself.
+    The prediction covers each `scan` under a policy that offloads, in `accumulate` too, where copies have two passes to
+    hide behind and go both ways at once; `chain` and `checkpoint` have no loop. Values are taken to be spread evenly
+    over the arguments' devices, except where a `shard_map` divides them itself.
 
     Args:
       f: a loss, which is differentiated, or a step; as for `verify`.
@@ -158,52 +181,120 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
     run, _ = run_of(f, args)
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     devices = max((s.num_devices for s in shardings if s is not None), default=1)
-    passes: dict[Any, list[_Pass]] = {forward_p: [], backward_p: []}
-    _collect(jax.make_jaxpr(run)(*args), passes, 1, devices)
-    return Fits(machine, devices, tuple(_fits(passes, machine, devices)))
+    passes = list(_passes(jax.make_jaxpr(run)(*args), 1, devices))
+    loops = [*_in_turn(passes, machine, devices), *_interleaved(passes, machine, devices)]
+    return Fits(machine, devices, tuple(loops))
 
 
 class _Pass(NamedTuple):
-    """The loops of one forward or backward pass, how often they run, and over how many devices they are spread."""
+    """An equation that runs loops of ours, how often it runs, and over how many devices it is spread."""
 
-    loops: Loops
+    eqn: JaxprEqn
     runs: int
     devices: int
 
-
-def _collect(jaxpr: Jaxpr, passes: dict[Any, list[_Pass]], runs: int, devices: int) -> None:
-    for site in walk(jaxpr, lambda eqn: () if eqn.primitive in passes else nested(eqn), runs):
-        if site.eqn.primitive in passes:
-            loops, of_each = site.eqn.params["loops"], max(1, devices // site.devices)
-            passes[site.eqn.primitive].append(_Pass(loops, site.runs, of_each))
-            for segment in loops.segments:
-                _collect(segment.jaxpr, passes, site.runs * segment.layers, of_each)
+    @property
+    def segments(self) -> list[Segment]:
+        return [segment for loops in loops_of(self.eqn) for segment in loops.segments]
 
 
-def _fits(passes: dict[Any, list[_Pass]], machine: Machine, devices: int) -> Iterator[Fit]:
+def _passes(jaxpr: Jaxpr, runs: int, devices: int) -> Iterator[_Pass]:
+    """Yield those of a jaxpr, and of the layers in their loops."""
+    for site in walk(jaxpr, lambda eqn: () if eqn.primitive in (forward_p, backward_p) else nested(eqn), runs):
+        if site.eqn.primitive in OUR_LOOPS:
+            yield (run := _Pass(site.eqn, site.runs, max(1, devices // site.devices)))
+            for segment in run.segments if site.eqn.primitive is not interleaved_p else ():
+                yield from _passes(segment.jaxpr, site.runs * segment.layers, run.devices)
+
+
+def _in_turn(passes: list[_Pass], machine: Machine, devices: int) -> Iterator[Fit]:
     """Pair each forward loop that offloads with the backward loop of the same layers."""
-    backward = {
-        (segment.layer, segment.start): segment for back in passes[backward_p] for segment in back.loops.segments
-    }
-    for forward in passes[forward_p]:
-        for segment in forward.loops.segments:
-            if segment.on_host and (reverse := backward.get((segment.layer, segment.start))):
-                yield _fit(segment, reverse, forward, machine, machine.bus(devices))
+    those = lambda primitive: [(s, run) for run in passes if run.eqn.primitive is primitive for s in run.segments]
+    backward = {(segment.layer, segment.start): segment.jaxpr for segment, _ in those(backward_p)}
+    for segment, run in those(forward_p):
+        if segment.on_host and (reverse := backward.get((segment.layer, segment.start))):
+            copies = _copies(segment, run, machine.bus(devices))
+            yield _fit(segment.layers, segment.on_host, run, (segment.jaxpr, reverse), copies, machine)
 
 
-def _fit(forward: Segment, backward: Segment, run: _Pass, machine: Machine, bus: Bus) -> Fit:
-    forward_cost, backward_cost = (cost(segment.jaxpr, machine.rates, run.devices) for segment in (forward, backward))
-    stored = [place for place in forward.places() if place != "operand"]
-    results = forward.jaxpr.out_avals[len(forward.jaxpr.out_avals) - len(stored) :]
-    sizes = [nbytes(aval) // run.devices for aval, place in zip(results, stored, strict=True) if place == "host"]
+def _interleaved(passes: list[_Pass], machine: Machine, devices: int) -> Iterator[Fit]:
+    """The loops of each `accumulate`: passes beside each other, and the first and the last one alone."""
+    bus = machine.bus(devices)
+    both_ways = Bus(bus.together, bus.together, bus.together)
+    for run in (run for run in passes if run.eqn.primitive is interleaved_p):
+        microbatches = run.eqn.params["microbatches"]
+        others = run._replace(runs=run.runs * (microbatches - 1))
+        for forward, backward, layers, moved in _beside(run.segments):
+            rates = both_ways if forward.on_host and backward.on_host else bus
+            if forward is backward:
+                copies = _copies(forward, run, rates)
+            else:
+                copies = [copy._replace(h2d_ms=0.0) for copy in _copies(forward, run, rates)]
+                copies += [copy._replace(d2h_ms=0.0) for copy in _copies(backward, run, rates)]
+            if copies:
+                fit = _fit(layers, moved, others, (forward.jaxpr, _backward(backward)), copies, machine)
+                yield dataclasses.replace(fit, microbatches=microbatches, beside=True)
+        ends = ([segment for loops in run.eqn.params[end] for segment in loops.segments] for end in ("first", "last"))
+        for segment, first, last in zip(run.segments, *ends, strict=True):
+            copies = _copies(segment, run, bus)
+            copied = zip(segment.numbers("host"), copies, strict=True)
+            if alone := [one for number, copy in copied if (one := _alone(copy, number, first, last))]:
+                jaxprs = segment.jaxpr, _backward(segment)
+                fit = _fit(segment.layers, segment.on_host, run, jaxprs, alone, machine)
+                yield dataclasses.replace(fit, microbatches=microbatches)
+
+
+def _alone(copy: LayerCopy, number: int, first: Segment, last: Segment) -> LayerCopy | None:
+    """What is copied of a residual while the first forward and the last backward pass run; None if it stays."""
+    d2h_ms, h2d_ms = (ms * (number in end.numbers("host")) for ms, end in ((copy.d2h_ms, first), (copy.h2d_ms, last)))
+    return copy._replace(d2h_ms=d2h_ms, h2d_ms=h2d_ms) if d2h_ms or h2d_ms else None
+
+
+class _Beside(NamedTuple):
+    """Layers of a forward pass with those of a backward pass beside them; `moved` iterations copy more than padding."""
+
+    forward: Segment
+    backward: Segment
+    layers: int
+    moved: int
+
+
+def _beside(segments: list[Segment]) -> Iterator[_Beside]:
+    """Pair the layers of these segments with the same ones in reverse."""
+    # An iteration copies the residuals of the layer before.
+    copies = lambda segment, layer: segment.layers - layer <= segment.on_host
+    layers = [(segment, copies(segment, layer)) for segment in segments for layer in range(segment.layers)]
+    pairs = zip(layers, reversed(layers), strict=True)
+    for _, those in itertools.groupby(pairs, key=lambda pair: (id(pair[0][0]), id(pair[1][0]))):
+        forward, backward = zip(*those, strict=True)
+        moved = max(sum(is_row for _, is_row in way) for way in (forward, backward))
+        yield _Beside(forward[0][0], backward[0][0], len(forward), moved)
+
+
+def _backward(segment: Segment) -> Jaxpr:
+    """The backward pass of a layer, from the cotangents of all its results: which the loss reads is not known here."""
+    return segment.layer.backward((True,) * sum(segment.layer.out_perturbed))
+
+
+def _copies(segment: Segment, run: _Pass, bus: Bus) -> list[LayerCopy]:
+    """What each iteration over the layers of a segment copies."""
     ms = lambda size, rate: size / rate / 1e6
-    named = zip(forward.layer.for_host, sizes, strict=True)
+    sizes = [nbytes(aval) // run.devices for _, aval in for_host(segment)]
+    named = zip(segment.layer.for_host, sizes, strict=False)  # no size where none is copied
+    return [LayerCopy(names, size, ms(size, bus.d2h), ms(size, bus.h2d)) for names, size in named]
+
+
+def _fit(
+    layers: int, moved: int, run: _Pass, passes: tuple[Jaxpr, Jaxpr], copies: list[LayerCopy], machine: Machine
+) -> Fit:
+    """`passes`: of one layer, forward and backward."""
+    forward, backward = (cost(jaxpr, machine.rates, run.devices) for jaxpr in passes)
     return Fit(
-        layers=forward.layers,
-        moved=forward.on_host,
+        layers=layers,
+        moved=moved,
         runs=run.runs,
-        forward_ms=1e3 * forward_cost.seconds,
-        backward_ms=1e3 * backward_cost.seconds,
-        copies=tuple(LayerCopy(names, size, ms(size, bus.d2h), ms(size, bus.h2d)) for names, size in named),
-        unknown=forward_cost.unknown | backward_cost.unknown,
+        forward_ms=1e3 * forward.seconds,
+        backward_ms=1e3 * backward.seconds,
+        copies=tuple(copies),
+        unknown=forward.unknown | backward.unknown,
     )

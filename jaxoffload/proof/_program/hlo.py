@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-_COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(.*\{$")
+_COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(")  # instructions are indented
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _CALLS = re.compile(
     r"(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation)"
@@ -34,6 +34,11 @@ class Instruction(NamedTuple):
         return "S(5)" in self.shape
 
     @property
+    def is_root(self) -> bool:
+        """Whether its results are those of its computation."""
+        return self.text.lstrip().startswith("ROOT ")
+
+    @property
     def target(self) -> str:
         """What a custom call calls; empty for other instructions."""
         return _first(r'custom_call_target="([^"]*)"', self.text)
@@ -47,6 +52,11 @@ class Instruction(NamedTuple):
     def scope(self) -> str:
         """The residual whose scope, opened by `scan` or `chain`, the metadata names; empty if none."""
         return _first(r"jaxoffload\((\(matmul\)|[^()]*)\)", self.text)
+
+    @property
+    def microbatches(self) -> int:
+        """How many `accumulate` interleaves, if it is a part of that; else 1."""
+        return int(_first(r"jaxoffload\.accumulate\((\d+)\)", self.text) or 1)
 
     @property
     def starts_host_copy(self) -> bool:
@@ -217,12 +227,25 @@ def kernels_on_host_memory(module: Module) -> list[Instruction]:
 def out_of_range(module: Module) -> Iterator[Instruction]:
     """DMA copies of a stack's row whose offset, which XLA:GPU does not clamp, is not a row's in some iteration."""
     for start in (line for line in module if line.opcode == "fusion-start"):
-        for copy in (line for line in module.called(start) if line.opcode.startswith("dynamic-")):
-            stack = copy if copy.opcode == "dynamic-update-slice" else module.operands(copy)[0]
-            size, rows = _row_bytes(stack.shape)
-            offsets = row_offsets(copy, module.trip_counts.get(start.computation, 1))
-            if not {*offsets} <= {*range(0, size * rows, size)}:
-                yield copy
+        for copy in row_copies(start, module):
+            if not {*copy.offsets} <= {*range(0, copy.nbytes * copy.rows, copy.nbytes)}:
+                yield copy.instruction
+
+
+class RowCopy(NamedTuple):
+    """A DMA copy of one of a stack's `rows`, which begin at these byte offsets in the iterations of its loop."""
+
+    instruction: Instruction
+    nbytes: int
+    rows: int
+    offsets: list[int]
+
+
+def row_copies(start: Instruction, module: Module) -> Iterator[RowCopy]:
+    """What an instruction starts."""
+    for copy in (line for line in module.called(start) if line.opcode.startswith("dynamic-")):
+        stack = copy if copy.opcode == "dynamic-update-slice" else module.operands(copy)[0]
+        yield RowCopy(copy, *_row_bytes(stack.shape), row_offsets(copy, module.trip_counts.get(start.computation, 1)))
 
 
 def row_offsets(copy: Instruction, iterations: int) -> list[int]:
@@ -268,52 +291,73 @@ class Copy(NamedTuple):
     Attributes:
       residual: its names; empty where the program does not say.
       loop: the computation that makes it: a loop's body, or the program itself.
-      iterations: of that loop.
-      is_row: whether it copies a row of a stack.
+      rows: those of a stack that it copies, one in each iteration of its loop, as far as the program says which; empty
+        if it copies a whole array.
       to_host: or from there.
+      microbatches: how many `accumulate` interleaves there; 1 outside of it.
     """
 
     residual: str
     nbytes: int
     loop: str
-    iterations: int
-    is_row: bool
+    rows: tuple[int, ...]
     to_host: bool
+    microbatches: int = 1
 
 
 def host_copies(module: Module) -> dict[str, Copy]:
     """Asynchronous copies, by the names that a profile gives them."""
     copies = {}
     for line in (line for line in module if line.starts_host_copy):
-        size, rows = _row_bytes(line.shape)
+        size, count = _row_bytes(line.shape)
         is_row = line.opcode == "fusion-start"
         # A profile names a row's copy after the instruction in the computation that it calls, which is named after it.
         name = line.calls[0].replace("_computation", "") if is_row and line.calls else line.name
         # The first of a copy's shapes is what it makes.
         to_host = "update" in name if is_row else "S(5)" in line.shape.partition("}")[0]
-        iterations = module.trip_counts.get(line.computation, 1)
-        nbytes = size if is_row else size * rows
-        copies[name] = Copy(_residual(line, module), nbytes, line.computation, iterations, is_row, to_host)
+        rows = (offset // size for copy in row_copies(line, module) for offset in copy.offsets) if is_row else ()
+        named = _naming(line, module)
+        copies[name] = Copy(
+            residual=named.scope if named else "",
+            nbytes=size if is_row else size * count,
+            loop=line.computation,
+            rows=tuple(rows),
+            to_host=to_host,
+            microbatches=(named or line).microbatches,
+        )
     return copies
 
 
-def _residual(copy: Instruction, module: Module) -> str:
-    """The residual of a copy.
+def _naming(copy: Instruction, module: Module) -> Instruction | None:
+    """The instruction whose scope says which residual a copy copies.
 
     `scan` and `chain` trace each in a scope of its own, which is in the metadata of the copy, of its end (since
-    jaxlib 0.12), or of what it waits for. What is copied behind a loop, the last layer's, is an element of the loop's
-    results, of which the loop's body copies the rows of the layers before.
+    jaxlib 0.12), or of what it waits for.
     """
     source = next(iter(module.sources(copy)), None)
     ends = (line for line in module.computations[copy.computation] if line.opcode == "copy-done")
     for line in (copy, *(end for end in ends if module.sources(end) == [copy]), *filter(None, [source])):
         if line.scope:
-            return line.scope
+            return line
     before = next(iter(module.sources(source)), None) if source else None
     if source and before and source.opcode == "copy-done":
-        return _residual(before, module)
-    if source and before and before.opcode == "while" and source.element:
-        for inner in (inner for inner in module.called(before) if inner.opcode == "fusion-start" and inner.on_host):
-            if source.element in [taken.element for taken in module.sources(inner)]:
-                return _residual(inner, module)
-    return ""
+        return _naming(before, module)
+    return _naming_in_loop(source, before, module) if source and before and source.element else None
+
+
+def _naming_in_loop(source: Instruction, before: Instruction, module: Module) -> Instruction | None:
+    """The same, for a copy of an element of what a loop carries.
+
+    What is copied behind a loop, the last layer's, is an element of the loop's results, of which the loop's body copies
+    the rows of the layers before. Where a loop over microbatches carries it, an iteration copied it to the host.
+    """
+    inside = module.called(before) if before.opcode == "while" else ()
+    for row in (line for line in inside if line.opcode == "fusion-start" and line.on_host):
+        if source.element in [taken.element for taken in module.sources(row)]:
+            return _naming(row, module)
+    bodies = {"while": before.calls, "parameter": (source.computation,)}.get(before.opcode, ())
+    for root in (line for body in bodies for line in module.computations.get(body, ()) if line.is_root):
+        carried = module.operands(root)[int(source.element) :][:1]
+        for start in (module.sources(end)[0] for end in carried if end.opcode == "copy-done"):
+            return _naming(start, module)
+    return None

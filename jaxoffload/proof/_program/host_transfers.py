@@ -9,6 +9,8 @@ from jax.extend.core.primitives import device_put_p, name_p
 
 from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.interleaved import interleaved_p, loops_of
+from ..._engine.layer import Kept
+from ..._engine.segments import Segment
 from ..._engine.source import Source, follow, is_a_view, source_of
 from ..._engine.walk import nested, operands_of
 from ..._jax import on_host
@@ -74,12 +76,16 @@ def _transfers(scope: Scope) -> Iterator[HostTransfer]:
 
 def _interleaved(eqn: JaxprEqn) -> Iterator[HostTransfer]:
     """What the layers of interleaved scans put there. What stands between the scans has no names to be judged by."""
-    for segment in (segment for loops in loops_of(eqn) for segment in loops.segments):
-        stored = [k for k, place in zip(segment.layer.kept, segment.places(), strict=True) if place != "operand"]
-        avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
-        for kept, aval in zip(stored, avals, strict=True):
-            if segment.on_host and kept.place == "host":
-                yield HostTransfer(kept.source, aval)
+    segments = (segment for loops in loops_of(eqn) for segment in loops.segments)
+    return (HostTransfer(kept.source, aval) for segment in segments for kept, aval in for_host(segment))
+
+
+def for_host(segment: Segment) -> list[tuple[Kept, Any]]:
+    """What each layer of a segment puts into host memory, and of what type it is."""
+    stored = [k for k, place in zip(segment.layer.kept, segment.places(), strict=True) if place != "operand"]
+    avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
+    kept = zip(stored, avals, strict=True)
+    return [(k, aval) for k, aval in kept if k.place == "host"] if segment.on_host else []
 
 
 def _made(scope: Scope, eqn: JaxprEqn, index: int) -> HostTransfer | None:

@@ -13,7 +13,7 @@ from jax.extend.core.primitives import remat_p
 from ..._checkpoint import checkpoint
 from ..._compiler_options import compiler_options
 from ..._engine.copying_loops import backward_p, where_twice
-from ..._engine.interleaved import loops_of
+from ..._engine.interleaved import interleaved_p, loops_of
 from ..._engine.layer import plan_of
 from ..._engine.walk import walk
 from ..._policy import Policy
@@ -167,8 +167,9 @@ def has_loops(jaxpr: Jaxpr) -> bool:
 
 def rows_read_beyond(jaxpr: Jaxpr) -> int:
     """Return how many padding rows our backward loops read from host stacks: one per stack and pass."""
-    loops = ((site.runs, site.eqn.params["loops"]) for site in walk(jaxpr) if site.eqn.primitive is backward_p)
-    return sum(runs * len(segment.copies) for runs, of in loops for segment in of.segments)
+    sites = [site for site in walk(jaxpr) if site.eqn.primitive in (backward_p, interleaved_p)]
+    stacks = lambda eqn: sum(len(segment.copies) for loops in loops_of(eqn) for segment in loops.segments)
+    return sum(site.runs * site.eqn.params.get("microbatches", 1) * stacks(site.eqn) for site in sites)
 
 
 def most_layers_of(jaxpr: Jaxpr) -> int:

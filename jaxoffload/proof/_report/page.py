@@ -177,7 +177,7 @@ def _timeline(profile: Profile) -> str:
         head = ("residual", "layer", "way", "began at ms", "ms", "exposed ms")
         parts += [
             _svg(pictures.draw_timeline(timeline)),
-            _table(f"Copies of layers {timeline.layers}", head, shown, (1, 3, 4, 5)),
+            _table(f"Copies of {timeline.what}", head, shown, (1, 3, 4, 5)),
         ]
     columns = ("residual", "way", "copies", "bytes", "ms", "exposed ms", "streams")
     rows = [

@@ -140,19 +140,28 @@ class Lane(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Two layers in the middle, to the host and back."""
+    """Two layers in the middle, to the host and back; of several microbatches, of the one in the middle."""
 
     layers: list[int]
+    microbatch: int | None
     lanes: list[Lane]
+
+    @property
+    def what(self) -> str:
+        of = "" if self.microbatch is None else f" of microbatch {self.microbatch}"
+        return f"layers {', '.join(map(str, self.layers))}{of}"
 
 
 def timeline(profile: Profile) -> Timeline | None:
     """Choose what to show of a profile; None where no copy has a layer."""
-    layers = sorted({m.layer for m in profile.moves if m.layer is not None})
+    microbatches = list(profile.exposed_by_microbatch)
+    microbatch = microbatches[len(microbatches) // 2] if microbatches else None
+    moves = [m for m in profile.moves if m.microbatch == microbatch]
+    layers = sorted({m.layer for m in moves if m.layer is not None})
     middle = layers[len(layers) // 2 - 1 :][:2] if len(layers) > 1 else layers
-    shown = {way: [m for m in profile.moves if m.direction == way and m.layer in middle] for way in WAYS}
-    lanes = [_lane(direction, moves, profile.kernels) for direction, moves in shown.items() if moves]
-    return Timeline(middle, lanes) if lanes else None
+    shown = {way: [m for m in moves if m.direction == way and m.layer in middle] for way in WAYS}
+    lanes = [_lane(direction, those, profile.kernels) for direction, those in shown.items() if those]
+    return Timeline(middle, microbatch, lanes) if lanes else None
 
 
 def _lane(direction: str, moves: Sequence[Move], kernels: Sequence[Span]) -> Lane:
@@ -178,7 +187,7 @@ def draw_timeline(found: Timeline) -> Picture:
         rows = list(dict.fromkeys(m.residual for m, _ in lane.copies))
         shapes += _draw_lane(y, lane, rows)
         y += ROW * (len(rows) + 2) + 14
-    label = f"Copies and kernels of layers {', '.join(map(str, found.layers))}"
+    label = f"Copies and kernels of {found.what}"
     keys = {OFFLOADED: "copy, and its layer", "exposed": "exposed: no kernel ran", SAVED: "kernels"}
     return _picture(label, y, shapes, keys)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from .._program.hlo import Copy, host_copies, parse
 from .._program.target import target_of
 from .._program.trace import DIRECTIONS, Event, Span, first_gpu, length, merged, ms_of, overlap, read, traced
 
+WAY = {"d2h": 1, "h2d": -1}  # layers come back in reverse
+
 
 @dataclasses.dataclass(frozen=True)
 class Move:
@@ -28,6 +31,7 @@ class Move:
       direction: "d2h" or "h2d".
       at_ms: when it began, in ms since the step began.
       exposed_ms: how long no kernel ran beside it. What two copies share counts for the one that began first.
+      microbatch: of those that `accumulate` interleaves, that with this residual; None elsewhere, and as for `layer`.
 
     Example:
       >>> from jaxoffload.proof import Move
@@ -43,6 +47,7 @@ class Move:
     ms: float
     exposed_ms: float
     stream: str
+    microbatch: int | None = None
 
     @property
     def gb_per_s(self) -> float:
@@ -96,6 +101,16 @@ class Profile:
         return round(sum(move.ms for move in self.moves if not move.residual), 3)
 
     @property
+    def exposed_by_microbatch(self) -> dict[int, float]:
+        """Milliseconds of each microbatch's copies, where `accumulate` interleaves some; its first and its last have
+        one pass alone to hide behind."""
+        sums: dict[int, float] = defaultdict(float)
+        for move in self.moves:
+            if move.microbatch is not None:
+                sums[move.microbatch] += move.exposed_ms
+        return dict(sorted(sums.items()))
+
+    @property
     def totals(self) -> list[Total]:
         """The totals by residual and direction, and then by direction."""
         groups: dict[tuple[str, str], list[Move]] = defaultdict(list)
@@ -127,6 +142,10 @@ class Profile:
             rate = t.bytes / t.ms / 1e6 if t.ms else 0.0
             numbers = f"{t.copies:6} {readable(t.bytes):>10} {t.ms:9.2f} {rate:6.1f} {t.exposed_ms:10.2f}"
             lines.append(f"{t.residual:28} {t.direction:4} {numbers}  {stream_numbers(t.streams)}")
+        if self.exposed_by_microbatch:
+            first, *others, last = self.exposed_by_microbatch.values()
+            between = f", of each other at most {max(others):.2f}" if others else ""
+            lines.append(f"exposed ms of the first microbatch {first:.2f}, of the last {last:.2f}{between}")
         lines.append(f"kernels {self.compute_ms} ms, of these collectives {self.collective_ms} ms")
         return "\n".join(lines)
 
@@ -246,73 +265,69 @@ def _steps(events: Sequence[Event], steps: int) -> list[Sequence[Event]]:
 
 
 def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: list[Span]) -> Iterator[Move]:
-    layers, seen = _layers(events, copies), events[0].start
+    places, seen = _places(events, copies), events[0].start
     for e in (e for e in events if e.direction):
         copy, rest = copies.get(e.op), [(max(e.start, seen), max(e.end, seen))]
         seen = max(e.end, seen)
+        layer, microbatch = places.get(e, (None, None))
         yield Move(
             residual=copy.residual if copy else "",
-            layer=layers.get(e),
+            layer=layer,
             direction=str(e.direction),
             bytes=copy.nbytes if copy else 0,
             at_ms=ms_of(e.start - events[0].start),
             ms=ms_of(e.end - e.start),
             exposed_ms=ms_of(length(rest) - overlap(rest, compute)),
             stream=e.stream,
+            microbatch=microbatch,
         )
 
 
-def _layers(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, int]:
-    """The layer of each copy, where it has one.
-
-    One iteration of a scan's loop copies a padding row: the first one to the host, the last one back. Layers come back
-    in reverse.
-    """
-    groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
-    for e in events:
-        if e.direction and e.op in copies:
-            groups[copies[e.op].residual, e.direction].append(e)
-    layers: dict[Event, int] = {}
-    for (_, direction), group in groups.items():
-        for run in _runs(group, copies):
-            empty = any(copies[e.op].is_row for e in run)
-            in_order = run if direction == "d2h" else run[::-1]
-            layers |= {e: layer for layer, e in enumerate(in_order[empty:])}
-    return layers
-
-
-class _Place(NamedTuple):
-    """Where a copy stands.
-
-    `instance`: its loop and which execution of that; None outside. `alone`: whether the last layer's copy stands alone
-    beside a loop that copies the others: behind the loop to the host, before it back.
-    """
-
-    instance: tuple[str, int] | None
-    alone: bool
-    to_host: bool
-
-
-def _runs(events: Sequence[Event], copies: dict[str, Copy]) -> Iterator[list[Event]]:
-    """Split one residual's copies one way by the scan or chain that makes them, each time it runs."""
-    has_rows, executed, places = any(copies[e.op].is_row for e in events), Counter[str](), []
-    for e in events:
+def _places(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, tuple[int, int | None]]:
+    """The layer and the microbatch of each copy, except of padding rows. All microbatches copy in as many runs."""
+    groups: dict[tuple[str, str, int], list[_Taken]] = defaultdict(list)
+    executed = Counter[str]()
+    for e in (e for e in events if e.direction and e.op in copies):
         copy = copies[e.op]
-        alone = has_rows and not copy.is_row
-        # XLA peels one iteration off a loop whose number is odd: it belongs to the loop behind it.
-        peeled = copy.is_row and copy.iterations == 1
-        instance = None if alone or peeled else (copy.loop, executed[e.op] // copy.iterations)
-        places.append(_Place(instance, alone, copy.to_host))
+        row = copy.rows[executed[e.op] % len(copy.rows)] if copy.rows else None
         executed[e.op] += 1
-    begins = itertools.accumulate((_begins(*pair) for pair in itertools.pairwise(places)), initial=0)
-    for _, run in itertools.groupby(zip(begins, events, strict=True), key=lambda pair: pair[0]):
-        yield [e for _, e in run]
+        if row is None or row > 0:
+            groups[copy.residual, str(e.direction), copy.microbatches].append(_Taken(e, row))
+    places: dict[Event, tuple[int, int | None]] = {}
+    for (_, direction, microbatches), taken in groups.items():
+        runs = list(_runs(taken, direction))
+        each, rest = divmod(len(runs), microbatches)
+        for number, run in enumerate(runs):
+            microbatch = None if rest or microbatches == 1 else number // each
+            places |= {t.event: (layer, microbatch) for t, layer in zip(run, _layers(run, direction), strict=True)}
+    return places
 
 
-def _begins(before: _Place, this: _Place) -> bool:
-    """Whether a scan or chain begins to run with this copy."""
-    if before.alone and before.to_host:
-        return True
-    if this.alone:
-        return not this.to_host
-    return before.instance is not None and this.instance != before.instance
+class _Taken(NamedTuple):
+    """A copy of a row of a stack, or of a whole array."""
+
+    event: Event
+    row: int | None
+
+
+def _runs(taken: Sequence[_Taken], direction: str) -> Iterator[list[_Taken]]:
+    """Split one residual's copies one way by the scan or chain that makes them, each time it runs.
+
+    The rows of a scan's stack are in order to the host, and in reverse back. Its last layer's copy may stand alone,
+    behind them to the host and before them back. A chain has no stack, and each of its copies a name of its own.
+    """
+    has_rows, names = any(t.row is not None for t in taken), list(dict.fromkeys(t.event.op for t in taken))
+    row = lambda t: math.inf if t.row is None else t.row
+    place = lambda t: WAY[direction] * row(t) if has_rows else names.index(t.event.op)
+    begins = (place(b) <= place(a) for a, b in itertools.pairwise(taken))
+    numbers = itertools.accumulate(begins, initial=0)
+    for _, run in itertools.groupby(zip(numbers, taken, strict=True), key=lambda pair: pair[0]):
+        yield [t for _, t in run]
+
+
+def _layers(run: Sequence[_Taken], direction: str) -> list[int]:
+    """Row 0 of a stack is padding."""
+    if any(t.row for t in run):
+        last = max(t.row or 0 for t in run)
+        return [last if t.row is None else t.row - 1 for t in run]
+    return list(range(len(run)))[:: WAY[direction]]

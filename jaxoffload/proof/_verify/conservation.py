@@ -4,16 +4,25 @@ Exactly, in the jaxpr; on a GPU also in XLA's memory plan and, from the command 
 layer and a stated tolerance.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core.primitives import device_put_p
 
 from ..._compiler_options import compiler_options
+from ..._engine.interleaved import interleaved_p, loops_of
+from ..._engine.walk import walk
+from ..._jax import SHARD_MAP, evaluate, nbytes, on_host, without_dead_code
 from ..._reference import as_reference, with_layers
 from ..._residuals import residuals
 from ..._table import OFFLOADED, RECOMPUTED, Residual, Residuals
 from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found, Verdict
 from .._program.exact import compiled
-from .._program.host_transfers import host_transfers
+from .._program.host_transfers import for_host, host_transfers
 from .._program.target import Target
 from .shared import REFERENCE_MOVES_TOO, VISIBLE, no_reference
 
@@ -23,16 +32,58 @@ def conservation(target: Target) -> Found:
     if not target.has_reference:
         return NOT_CHECKED, no_reference(target)
     if target.loss is None:
-        return NOT_CHECKED, "a step's residuals are internal to it; verify its loss"
-    ours, reference = (residuals(loss, *target.args) for loss in (target.loss, as_reference(target.loss)))
-    moved = _moved(ours, reference)
-    recomputed = [row for row in ours if (row.state, row.decision, row.kind) == (RECOMPUTED, "recompute", "overridden")]
-    freed, held = reference.device_bytes - ours.device_bytes, sum(row.bytes for row in [*moved, *recomputed])
-    detail = f"by the jaxpr {readable(freed)} less than the reference's on the device, {readable(held)} on the host"
-    if freed != held:
-        why = _cannot_be_told(target, reference)
-        return (NOT_CHECKED, f"{detail}; but {why}") if why else (FAILS, f"{detail}: {freed - held:+,} bytes")
-    checks = _by_memory_analysis(target, moved, ours.host_bytes), _by_peaks(target)
+        return _of_a_step(target)
+    both = _residuals(target.loss, target.args)
+    if both.freed != both.held:
+        return _unequal(target, both)
+    freed_on_each = _freed_on_each(target, both.moved)
+    checks = _by_memory_analysis(target, freed_on_each, both.ours.host_bytes), _by_peaks(target)
+    return _joined(both.detail, *checks)
+
+
+class _Residuals(NamedTuple):
+    """A loss's residuals, and its reference's."""
+
+    ours: Residuals
+    reference: Residuals
+
+    @property
+    def moved(self) -> list[Residual]:
+        """What the device has less of: arguments that are offloaded stay with the caller too."""
+        arguments = {row.names for row in self.reference if row.kind == "argument"}
+        return [r for r in self.ours if r.state == OFFLOADED and r.kind != "padding" and r.names not in arguments]
+
+    @property
+    def freed(self) -> int:
+        return self.reference.device_bytes - self.ours.device_bytes
+
+    @property
+    def held(self) -> int:
+        """On the host, or recomputed because the host has no room."""
+        again = [r for r in self.ours if (r.state, r.decision, r.kind) == (RECOMPUTED, "recompute", "overridden")]
+        return sum(row.bytes for row in [*self.moved, *again])
+
+    @property
+    def detail(self) -> str:
+        return (
+            f"by the jaxpr {readable(self.freed)} less than the reference's on the device, {readable(self.held)} on "
+            "the host"
+        )
+
+
+def _residuals(loss: Callable[..., Any], args: Any) -> _Residuals:
+    return _Residuals(residuals(loss, *args), residuals(as_reference(loss), *args))
+
+
+def _unequal(target: Target, both: _Residuals) -> Found:
+    why = _cannot_be_told(target, both.reference)
+    if why:
+        return NOT_CHECKED, f"{both.detail}; but {why}"
+    return FAILS, f"{both.detail}: {both.freed - both.held:+,} bytes"
+
+
+def _joined(detail: str, *checks: Found) -> Found:
+    """What holds exactly, with further checks of it."""
     failed = any(verdict == FAILS for verdict, _ in checks)
     return FAILS if failed else HOLDS, "; ".join((detail, *(text for _, text in checks)))
 
@@ -47,17 +98,64 @@ def _cannot_be_told(target: Target, reference: Residuals) -> str:
     return f"{len(transfers)} {REFERENCE_MOVES_TOO}" if transfers else ""
 
 
-def _moved(ours: Residuals, reference: Residuals) -> list[Residual]:
-    """What the device has less of: arguments that are offloaded stay with the caller too."""
-    arguments = {row.names for row in reference if row.kind == "argument"}
-    return [row for row in ours if row.state == OFFLOADED and row.kind != "padding" and row.names not in arguments]
+def _of_a_step(target: Target) -> Found:
+    """The same of the loss that `accumulate` interleaves in a step; two of its microbatches are on the host."""
+    sites = [site for site in walk(target.jaxpr) if site.eqn.primitive is interleaved_p]
+    if len(sites) != 1 or any(eqn.primitive.name == SHARD_MAP for eqn in sites[0].enclosing):
+        return NOT_CHECKED, "a step's residuals are internal to it; verify its loss"
+    eqn = sites[0].eqn
+    both = _residuals(_loss_of(eqn), eqn.params["loss"].jaxpr.in_avals)
+    if both.freed != both.held:
+        return _unequal(target, both)
+    detail = f"of one microbatch {both.detail}"
+    stacks, lasts = _stacks_of_a_microbatch(eqn)
+    if stacks + lasts != both.ours.host_bytes:
+        return NOT_CHECKED, f"{detail}; of two it is not known: the loss offloads beside its scans too"
+    copied = eqn.params["microbatches"] * (stacks + lasts)
+    more = _put_on_the_host(without_dead_code(eqn.params["call_jaxpr"])) - 2 * stacks - copied
+    if more > 0:
+        return FAILS, f"{detail}; beside two sets of stacks and their rows the step puts {readable(more)} there"
+    on_the_host = 2 * stacks + lasts  # the last layer's row is read before the next one is written
+    detail += f"; of two {readable(on_the_host)} on the host, padding rows included"
+    # Of what stays on the device there are two too, and a layer of each is in flight.
+    stays = both.ours.device_bytes + 2 * sum(row.bytes_per_layer for row in both.moved)
+    freed_on_each = max(0, both.freed - stays) // max(1, len(target.devices))
+    return _joined(detail, _by_memory_analysis(target, freed_on_each, on_the_host))
 
 
-def _by_memory_analysis(target: Target, moved: list[Residual], on_the_host: int) -> Found:
-    """Compare XLA's memory plans. `on_the_host`: bytes of all devices, padding rows included."""
+def _stacks_of_a_microbatch(eqn: JaxprEqn) -> tuple[int, int]:
+    """Bytes of the stacks on the host, into which each layer writes a row; and of last layers' rows on their own."""
+    segments = [segment for loops in loops_of(eqn) for segment in loops.segments]
+    row = lambda segment: sum(nbytes(aval) for _, aval in for_host(segment))
+    stacks = sum(segment.layers * row(segment) for segment in segments)
+    return stacks, sum(row(segment) for segment in segments if segment.on_host == segment.layers)
+
+
+def _put_on_the_host(jaxpr: Jaxpr) -> int:
+    """Bytes of all that a jaxpr puts there, as often as it does."""
+    puts = (site for site in walk(jaxpr) if site.eqn.primitive is device_put_p)
+    return sum(site.runs * nbytes(v.aval) for site in puts for v in site.eqn.outvars if on_host(v.aval))
+
+
+def _loss_of(eqn: JaxprEqn) -> Callable[..., Any]:
+    """The loss of one microbatch, differentiated with respect to its parameters."""
+    loss = eqn.params["loss"]
+
+    def of_operands(*operands: Any) -> Any:
+        fixed = zip(operands, loss.differentiated, strict=True)
+        value, *_ = evaluate(loss.jaxpr, [x if moves else lax.stop_gradient(x) for x, moves in fixed])
+        return value
+
+    return of_operands
+
+
+def _by_memory_analysis(target: Target, predicted: int, on_the_host: int) -> Found:
+    """Compare XLA's memory plans.
+
+    `predicted`: what each device has less of. `on_the_host`: bytes of all devices, padding rows included.
+    """
     if jax.default_backend() != "gpu":
         return NOT_CHECKED, "memory plan not compared: this backend has no separate host memory"
-    predicted = _freed_on_each(target, moved)
     if predicted < VISIBLE:
         return NOT_CHECKED, f"memory plan not compared: {readable(predicted)} would not show in it"
     reference_program = compiled(as_reference(target.run), target.arrays, compiler_options())
@@ -81,8 +179,7 @@ def _by_peaks(target: Target) -> Found:
     ours, reference, most = target.peaks
     assert target.loss
     loss = target.loss if most is None else with_layers(target.loss, most)
-    moved = _moved(*(residuals(f, *target.args) for f in (loss, as_reference(loss))))
-    predicted = _freed_on_each(target, moved)
+    predicted = _freed_on_each(target, _residuals(loss, target.args).moved)
     if predicted < VISIBLE:
         return NOT_CHECKED, f"peaks not compared: {readable(predicted)} would not show in them"
     freed = reference - ours

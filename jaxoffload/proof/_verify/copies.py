@@ -60,5 +60,5 @@ def wrong_as_it_ran(events: list[Event], module: hlo.Module, modules: Iterable[A
     wrong = [f"copies run on a stream that computes, {stream}: {what}" for stream, what in shared]
     ran = sum(e.direction is not None and e.op not in ignored for e in events)
     has_branches = any(line.opcode == "conditional" for line in module)  # of which one is taken
-    fewest = 1 if has_branches else sum(copy.iterations for copy in hlo.host_copies(module).values())
+    fewest = 1 if has_branches else sum(module.runs[copy.loop] for copy in hlo.host_copies(module).values())
     return wrong if ran >= fewest else [*wrong, f"{ran} of {fewest} copies ran as copies"]

@@ -35,7 +35,8 @@ def verify(
        in the last place, and results further apart than 4 times what that changes fail. The check says which it found.
        If the reference does not fit on the device, both run the first layers of each scan, as many as fit in 90 %.
     2. `conservation`: every byte that leaves the device appears on the host: exactly, in the jaxpr; on a GPU also in
-       XLA's memory plan and (from the command line) in measured peaks, within one layer and a stated tolerance.
+       XLA's memory plan and (from the command line) in measured peaks, within one layer and a stated tolerance. Of a
+       step this is known only where it calls `accumulate`, once: of the two microbatches that are there at a time.
     3. `moves`: only values marked offload, or values that were on the host before, are moved there. Where policies
        other than jaxoffload's decide: only named values that are neither arguments nor weights.
     4. `producers`: saved and offloaded values are not recomputed. Not checked where other checkpoints than

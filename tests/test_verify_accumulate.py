@@ -1,0 +1,196 @@
+"""verify() of a step that accumulates: what is right holds, and a planted fault fails the claim named for it."""
+
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import pytest
+from common import normal, policy
+from jax.sharding import AxisType, NamedSharding
+from test_verify import a_host_write_is_skipped, rows_in_wrong_order
+
+from jaxoffload import accumulate, chain, residuals, scan, tag, verify
+from jaxoffload._engine import interleaved, passes
+from jaxoffload._jax import HOST
+from jaxoffload._text import readable
+from jaxoffload.proof._program.target import rows_read_beyond, target_of
+from jaxoffload.proof._verify.conservation import conservation
+
+LAYERS, BATCH, DIM = 3, 8, 16
+RULES = policy({"x": "offload", "fc1": "offload", "act": "save"})
+WEIGHTS = {"layers": normal(0, (LAYERS, DIM, DIM)) / 4, "head": normal(1, (DIM, 4))}
+MICROBATCHES = normal(2, (4, BATCH, DIM))
+CLAIMS = ("gradients", "conservation", "moves", "producers", "copies", "placement", "repeats")
+
+
+def loss_under(rules):
+    def layer(x, w):
+        x = tag(x, "x")
+        return x + tag(jnp.tanh(tag(x @ w, "fc1")), "act"), None
+
+    return lambda w, x: jnp.mean((scan(layer, x, w["layers"], policy=rules)[0] @ w["head"]) ** 2)
+
+
+def step_under(rules=RULES):
+    def step(w, x):
+        value, gradients = accumulate(loss_under(rules))(w, x)
+        return {"w": jax.tree.map(lambda w, g: w - 0.1 * g, w, gradients), "loss": value}
+
+    return step
+
+
+def verdicts(checks):
+    return {check.claim: check.verdict for check in checks}
+
+
+# --- planted faults, each through a seam of the engine
+
+
+def rows_of_the_next_microbatch(monkeypatch):
+    """A backward pass reads what the forward pass beside it has written, as if both had one set of stacks."""
+    backward, alone, written = interleaved.backward, interleaved.alone, []
+
+    def reading(made, flight, sums):
+        theirs = written.pop().scans if written else flight.scans
+        swap = lambda mine, other: mine._replace(host=other.host)
+        scans = {n: (list(map(swap, saved, theirs[n][0])), reads) for n, (saved, reads) in flight.scans.items()}
+        return (yield from backward(made, flight._replace(scans=scans), sums))
+
+    def one_after_the_other(back, forth):
+        after, result = alone(forth)
+        written.append(after)
+        return [alone(back), (after, result)]
+
+    monkeypatch.setattr(interleaved, "backward", reading)
+    monkeypatch.setattr(interleaved, "beside", one_after_the_other)
+
+
+def the_last_gradient_counts(times):
+    def planted(monkeypatch):
+        backward, alone, before = interleaved.backward, interleaved.alone, []
+
+        def remembering(made, flight, sums):
+            before[:] = sums
+            return backward(made, flight, sums)
+
+        def changed(steps):
+            made = alone(steps)
+            return made if isinstance(made, tuple) else [a + times * (b - a) for a, b in zip(before, made, strict=True)]
+
+        monkeypatch.setattr(interleaved, "backward", remembering)
+        monkeypatch.setattr(interleaved, "alone", changed)
+
+    return planted
+
+
+def a_third_set_of_stacks(monkeypatch):
+    """Kept for each microbatch; something reads it."""
+    forward = passes.forward
+
+    def forth(made, arguments, stacks):
+        flight, results = yield from forward(made, arguments, stacks)
+        again = lambda x: jax.device_put(jax.lax.optimization_barrier(x), HOST)
+        twice = lambda saved: saved._replace(host=list(map(again, saved.host)))
+        scans = {n: (list(map(twice, saved)), reads) for n, (saved, reads) in flight.scans.items()}
+        return flight._replace(scans=scans), results
+
+    monkeypatch.setattr(interleaved, "forward", forth)
+
+
+FAULTS = {
+    "rows of the next microbatch": (rows_of_the_next_microbatch, "gradients"),
+    "rows in the wrong order": (rows_in_wrong_order, "gradients"),
+    "a host write is skipped": (a_host_write_is_skipped, "gradients"),
+    "a gradient is dropped": (the_last_gradient_counts(0), "gradients"),
+    "a gradient is added twice": (the_last_gradient_counts(2), "gradients"),
+    "a third set of stacks": (a_third_set_of_stacks, "conservation"),
+}
+
+SAID = {
+    "rows of the next microbatch": "1 of 3 results differ: ['result']['w']['layers']: 512 of 768 values",
+    "rows in the wrong order": "1 of 3 results differ: ['result']['w']['layers']: 512 of 768 values",
+    "a host write is skipped": "1 of 3 results differ: ['result']['w']['layers']: 512 of 768 values",
+    "a gradient is dropped": "['result']['w']['head']: 64 of 64 values",
+    "a gradient is added twice": "['result']['w']['head']: 64 of 64 values",
+    "a third set of stacks": "beside two sets of stacks and their rows the step puts 6.00 KiB there",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.claim("planted-faults")
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_planted_fault_fails_its_claim_and_no_other(fault, monkeypatch):
+    plant, claim = FAULTS.get(fault, (lambda _: None, None))
+    plant(monkeypatch)
+    found = verify(step_under(), WEIGHTS, MICROBATCHES)
+    want = dict.fromkeys(CLAIMS, "holds") | {"copies": "not checked", "placement": "not checked"}
+    assert verdicts(found) == want | ({claim: "fails"} if claim else {}), found
+    assert not claim or SAID[fault] in found[claim].detail
+
+
+ROW = BATCH * DIM * 4  # bytes of one layer's x
+
+
+@pytest.mark.claim("accumulated-bytes")
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(
+    "fields, moved, rows",
+    [
+        ({}, LAYERS - 1, 2 * LAYERS),
+        ({"resident_layers": 0}, LAYERS, 2 * LAYERS + 1),
+        ({"offload_layers": 1}, 1, 2 * 2),
+        ({"offload_layers": 1, "other_layers": "recompute", "resident_layers": 1}, 1, 2 + 1),
+    ],
+    ids=str,
+)
+def test_the_bytes_of_one_microbatch_on_the_device_and_of_two_on_the_host(fields, moved, rows, count):
+    """By hand: rows of x that move; all rows of two stacks, and the last layer's if that stands alone."""
+    rules = policy({"x": "offload", "fc1": "recompute", "act": "save"}, **fields)
+    step = step_under(rules)
+    verdict, said = conservation(target_of(step, (WEIGHTS, MICROBATCHES[:count])))
+    assert verdict == "holds", said
+    assert f"; of two {readable(rows * ROW)} on the host, padding rows included" in said
+    if fields.get("other_layers") != "recompute":  # there, less is on the device too
+        assert said.startswith(f"of one microbatch by the jaxpr {readable(moved * ROW)} less than the reference's")
+
+
+def test_what_cannot_be_told_by_the_bytes_of_a_step():
+    def beside(w, x):
+        chained = lambda x, w: jnp.cos(tag(x @ w, "fc1"))
+        y = chain([chained] * 2, x, [w["layers"][0], w["layers"][1]], policy=policy({"fc1": "offload"}))
+        return loss_under(RULES)(w, y)
+
+    verdict, said = conservation(target_of(lambda w, x: accumulate(beside)(w, x), (WEIGHTS, MICROBATCHES)))
+    assert verdict == "not checked" and said.endswith("the loss offloads beside its scans too"), said
+    twice = lambda w, x: (step_under()(w, x), accumulate(loss_under(policy({"x": "offload"})))(w, x))
+    verdict, said = conservation(target_of(twice, (WEIGHTS, MICROBATCHES)))
+    assert (verdict, said) == ("not checked", "a step's residuals are internal to it; verify its loss")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_step_on_a_mesh_runs_the_references_collectives(kind):
+    mesh = jax.make_mesh((4,), ("d",), (kind,), devices=jax.devices()[:4])
+    on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
+    with jax.set_mesh(mesh) if kind is AxisType.Explicit else nullcontext():
+        found = verify(step_under(), on(WEIGHTS), on(MICROBATCHES, None, "d"))
+    assert verdicts(found) == dict.fromkeys(CLAIMS, "holds") | {"copies": "not checked"}, found
+
+
+def test_each_microbatch_may_read_a_padding_row_of_each_stack():
+    rules = policy({"x": "offload", "fc1": "offload"})
+    of_a_loss = rows_read_beyond(jax.make_jaxpr(jax.grad(loss_under(rules)))(WEIGHTS, MICROBATCHES[0]))
+    of_a_step = rows_read_beyond(jax.make_jaxpr(step_under(rules))(WEIGHTS, MICROBATCHES))
+    assert (of_a_loss, of_a_step) == (2, 4 * 2)
+
+
+def test_a_reference_that_does_not_fit_runs_fewer_layers_of_each_microbatch():
+    target = target_of(step_under(), (WEIGHTS, MICROBATCHES)).with_layers(2)
+    assert len(target.host_transfers) == 1
+    got, want = (program(*target.arrays) for program in (target.program, target.reference_program))
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), got, want))
+
+
+def test_a_step_has_no_table_and_says_whose_it_is():
+    with pytest.raises(NotImplementedError, match=r"residuals: .* give the loss that it differentiates"):
+        residuals(lambda w, x: accumulate(loss_under(RULES))(w, x), WEIGHTS, MICROBATCHES)

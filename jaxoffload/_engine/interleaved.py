@@ -55,7 +55,9 @@ def run(
         stacks = completed(program, state.stacks)
         forward_pass = forward(program, arguments(number), stacks)
         sums, (flight, result) = beside(backward(before, state.flight, state.sums), forward_pass)
-        return _State(sums, flight, stacks_of(before, state.flight)), result
+        # XLA then keeps each stack in one place, though the layers may be odd in number, and adds gradients in order.
+        state = lax.optimization_barrier(_State(sums, flight, stacks_of(before, state.flight)))
+        return state, result
 
     def middle_step(state: _State, number: Any) -> tuple[_State, list[Any]]:
         return step(number, state, middle, middle)
@@ -207,6 +209,7 @@ def _advance(stretches: list[Stretch], layers: int) -> None:
         computed = forth.layer(forth.done + i, computed._replace(carry=carry), inlined)
         return [derived._replace(cotangents=derived.cotangents._replace(carry=cotangents)), computed]
 
-    states = lax.fori_loop(0, layers, iteration, [stretch.state for stretch in stretches], unroll=unroll)
+    states = [stretch.state for stretch in stretches]
+    states = iteration(0, states) if layers == 1 else lax.fori_loop(0, layers, iteration, states, unroll=unroll)
     for stretch, state in zip(stretches, states, strict=True):
         stretch.state, stretch.done = state, stretch.done + layers

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.extend.core import Literal, Var
 
 from .._jax import Zero, add_jaxvals, evaluate, on_host
@@ -185,8 +184,7 @@ def backward(program: Program, flight: Flight, sums: list[Any]) -> Pass:
     """The backward pass of a microbatch: the sums of the gradients, with its own."""
     variables = {n: v for v, n in program.pieces.numbers.items()}
     cotangents = {variables[n]: ct for n, ct in flight.cotangents.items()}
-    # XLA inlines a loop that runs once. Without a barrier it would then add other pairs of the microbatches' gradients.
-    totals = dict(zip(program.params, lax.optimization_barrier(sums), strict=True))
+    totals = dict(zip(program.params, sums, strict=True))
     for number, piece in reversed(list(enumerate(program.pieces.pieces))):
         if isinstance(piece, Straight):
             _transpose(program, number, flight.residuals[number], cotangents)

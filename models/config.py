@@ -325,7 +325,7 @@ def _batches(config: Config) -> Iterator[Relation]:
     yield Relation(
         ("train.interleave", "train.grad_accumulation"),
         train.interleave is not True or train.grad_accumulation > 1,
-        "train.interleave = True: must be auto or false where train.grad_accumulation = 1; one microbatch has no next",
+        "train.interleave = True: must be auto or false where train.grad_accumulation = 1; there is no next microbatch",
     )
     if model.experts:
         rows, groups = tokens * model.experts_per_token, mesh.data * mesh.fsdp

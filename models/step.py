@@ -62,7 +62,7 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         return next_token_loss(nnx.merge(graph, params), tokens_BxS1, config.remat, train.loss_chunk)
 
     def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        derivative = interleaved if interleaves(train) else one_by_one
+        derivative = interleaved if may_interleave(train) else one_by_one
         tokens_AxMxS1 = microbatches(tokens_BxS1, train.grad_accumulation)
         (loss, balance), gradients = derivative(training, state.params, tokens_AxMxS1)
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
@@ -132,7 +132,7 @@ def learning_rate(train: Train) -> optax.Schedule:
     )
 
 
-def interleaves(train: Train) -> bool:
+def may_interleave(train: Train) -> bool:
     """Return whether the step calls `accumulate`, which interleaves microbatches if the policy offloads anything."""
     return train.grad_accumulation > 1 and train.interleave is not False
 

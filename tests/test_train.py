@@ -568,7 +568,7 @@ def test_a_checkpoint_of_another_model_or_other_data_is_named():
     assert changed("data", text_field="body", tokenizer="a.json") == {"data.text_field", "data.tokenizer"}
     # The same heads in other words, and what may change.
     assert changed("model", head_dim=16, dtype="float32", attention="cudnn") == set()
-    assert changed("train", learning_rate=1.0, steps=7, grad_accumulation=2, loss_chunk=2) == set()
+    assert changed("train", learning_rate=1.0, steps=7, grad_accumulation=2, interleave=False, loss_chunk=2) == set()
     assert changed("data", cache_dir="/tmp/elsewhere") == set()
     assert changed("mesh", fsdp=2) == set()
     assert changed("model", grouped="te", capacity=2.0, aux_loss=0.1, z_loss=0.1) == set()

@@ -46,11 +46,13 @@ def assert_alike(config, tokens, sizes, microbatches) -> jax.stages.Compiled:
     return steps[0]
 
 
+@pytest.mark.claim("trained-interleaved")
 def test_interleaved_microbatches_train_as_one_after_another():
     assert_alike(DENSE, test_sharding.TOKENS, Mesh(), 2)
 
 
 @pytest.mark.slow
+@pytest.mark.claim("trained-interleaved")
 def test_so_they_do_on_a_mesh_and_each_device_sums_its_share_of_the_gradients():
     step = assert_alike(DENSE, test_sharding.TOKENS, Mesh(2, 2, 2), 4).as_text()
     layers, D, F = 3, 32, 48  # of gate, up and down, over fsdp and tensor
@@ -59,6 +61,7 @@ def test_so_they_do_on_a_mesh_and_each_device_sums_its_share_of_the_gradients():
 
 
 @pytest.mark.slow
+@pytest.mark.claim("trained-interleaved")
 @pytest.mark.parametrize("sizes", [Mesh(), Mesh(fsdp=2, expert=2)], ids=str)
 def test_so_they_do_with_experts(sizes):
     with fast_compiles():
@@ -67,7 +70,13 @@ def test_so_they_do_with_experts(sizes):
 
 @pytest.mark.parametrize(
     "interleave, microbatches, moved, interleaved",
-    [("auto", 2, "offload", 1), ("auto", 2, "save", 0), ("auto", 1, "offload", 0), (False, 2, "offload", 0)],
+    [
+        ("auto", 2, "offload", 1),
+        (True, 2, "offload", 1),
+        ("auto", 2, "save", 0),
+        ("auto", 1, "offload", 0),
+        (False, 2, "offload", 0),
+    ],
 )
 def test_microbatches_interleave_where_there_are_several_and_something_moves(
     interleave, microbatches, moved, interleaved

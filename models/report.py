@@ -178,7 +178,7 @@ def microbatch_lines(config: Config, made: Program, table: Residuals) -> list[st
     fill = sum(device_bytes(row, mesh) for row in table if row.state == "offloaded")
     return [
         f"{count} microbatches interleaved; the table is of one",
-        f"the first forward pass runs alone: it copies {readable(fill)} per device to the host",
+        f"the first forward pass runs alone: it copies at most {readable(fill)} per device to the host",
     ]
 
 

@@ -95,7 +95,11 @@ class Train:
     steps: Count = 300
     batch_size: Count = 8  # sequences per step, over all devices and microbatches
     seq_len: Count = 256  # tokens per sequence
-    grad_accumulation: Count = 1  # microbatches per step, run one after another
+    grad_accumulation: Count = 1  # microbatches per step
+    # Whether the backward pass of one microbatch and the forward pass of the next run together, layer by layer, so that
+    # copies hide behind both (docs/accumulation.md). auto: where there are several and the policy offloads something.
+    # The results are the same.
+    interleave: Literal["auto"] | bool = "auto"
     loss_chunk: Count = 256  # positions of each sequence whose logits are in memory at once
     learning_rate: Positive = 1e-3  # peak, after warm-up
     final_learning_rate_fraction: Fraction = 0.1  # where the cosine ends, as a fraction of the peak
@@ -317,6 +321,11 @@ def _batches(config: Config) -> Iterator[Relation]:
         microbatch,
         tokens < 2**31,
         f"train.batch_size / train.grad_accumulation * train.seq_len = {tokens}: must be below 2**31 = {2**31}",
+    )
+    yield Relation(
+        ("train.interleave", "train.grad_accumulation"),
+        train.interleave is not True or train.grad_accumulation > 1,
+        "train.interleave = True: must be auto or false where train.grad_accumulation = 1; there is no next microbatch",
     )
     if model.experts:
         rows, groups = tokens * model.experts_per_token, mesh.data * mesh.fsdp

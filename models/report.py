@@ -4,11 +4,12 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import NamedSharding
 
 import jaxoffload
@@ -17,9 +18,9 @@ from jaxoffload.grouped import GroupedMatmulError, chosen_backend
 from jaxoffload.proof import Room
 from models.config import Config, Mesh
 from models.moe import grouped_gemms
-from models.reading import ConfigError
+from models.reading import ConfigError, config_error
 from models.sharding import RULES, VALUES, AnyMesh, abstract_mesh, batch_parts, inside_shard_map
-from models.step import Program, program, traceable
+from models.step import Program, may_interleave, program, traceable
 from models.text import readable
 from models.transformer import flops_per_token
 
@@ -27,11 +28,16 @@ from models.transformer import flops_per_token
 def report(config: Config) -> str:
     """Return the table and the bytes that training needs, on the mesh of the config, on any machine.
 
+    On GPUs that `proof.machine` has measured, also whether the copies fit behind their layers.
+
     Raises:
       ConfigError: as `summary`.
     """
     traced = fit_to_host_pool(traceable(config), abstract_mesh(config.mesh))
-    lines = summary(traced, program(traced, abstract_mesh(traced.mesh)), config.model.attention)
+    made = program(traced, abstract_mesh(traced.mesh))
+    lines = summary(traced, made, config.model.attention)
+    if known := proof.known_machine():
+        lines += f"\n{proof.fits(made.step, made.state, made.tokens, machine=known)}"
     if traced.model.attention != config.model.attention:
         lines += (
             f"\n(model.attention = {config.model.attention!r} was traced as xla: no CUDA here. On a GPU attn/context "
@@ -48,12 +54,34 @@ def summary(config: Config, made: Program, attention: str | None = None) -> str:
     Raises:
       ConfigError: the policy does not fit the traced step or this machine.
     """
-    with _policy_errors():
-        table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
+    with _policy_errors(config):
+        table = judged_residuals(config, made)
     kernels = ("attention",) if (attention or config.model.attention) != "xla" else ()
-    working = proof.room(made.step, made.state, made.tokens, one_kernel=kernels)
-    bytes_lines = memory_lines(config, made, table, working)
-    return "\n".join([model_line(config, made), *backend_lines(config), str(table), *bytes_lines])
+    working = working_set(config, made, table, kernels)
+    about = [model_line(config, made), *backend_lines(config), *microbatch_lines(config, made, table)]
+    return "\n".join([*about, str(table), *memory_lines(config, made, table, working)])
+
+
+def judged_residuals(config: Config, made: Program) -> Residuals:
+    """Return the table of one microbatch.
+
+    Raises:
+      ConfigError: `train.interleave` is true, and nothing is offloaded.
+      HostPoolFull: the pinned host pool cannot hold the stacks, which are those of two microbatches if they interleave.
+      PolicyError, NotImplementedError, GroupedMatmulError: as `jaxoffload.residuals`.
+    """
+    arguments = made.state.params, made.microbatch
+    if may_interleave(config.train):  # `accumulate` refuses them too, but cannot say how many layers would fit
+        jaxoffload.residuals(lambda *args: made.loss(*args) + made.loss(*args), *arguments)
+    table = jaxoffload.residuals(made.loss, *arguments)
+    if config.train.interleave is True and not table.host_bytes:
+        raise config_error("train.interleave", True, "must be auto or false where remat offloads nothing")
+    return table
+
+
+def interleaves(config: Config, table: Residuals) -> bool:
+    """Return whether microbatches interleave: `accumulate` does so where something is offloaded."""
+    return may_interleave(config.train) and table.host_bytes > 0
 
 
 def fit_to_host_pool(config: Config, mesh: AnyMesh) -> Config:
@@ -69,13 +97,14 @@ def fit_to_host_pool(config: Config, mesh: AnyMesh) -> Config:
         return config
     strict = replace(config, remat=replace(config.remat, on_host_full="error"))
     made = program(strict, mesh)
-    with _policy_errors():
+    with _policy_errors(config):
         try:
-            jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
+            judged_residuals(strict, made)
         except HostPoolFull as full:
             if full.layers is None:
                 raise
-            need = f"all together would offload {readable(full.need)} per device"
+            whose = "two microbatches" if may_interleave(config.train) else "all together"
+            need = f"{whose} would offload {readable(full.need)} per device"
             less = f"offload_layers = {full.layers} instead of {config.remat.offload_layers}"
             warnings.warn(f"remat: residuals: {need}; {less} (on_host_full: save)", stacklevel=2)
             return replace(config, remat=replace(config.remat, offload_layers=full.layers))
@@ -90,18 +119,22 @@ def check_patterns(config: Config) -> None:
     """
     small = traceable(Config(model=config.model, remat=replace(config.remat, on_host_full="error")))
     made = program(small, abstract_mesh(small.mesh))
-    with _policy_errors(), contextlib.suppress(HostPoolFull):  # the batch is not the run's, and names are checked first
+    # The batch is not the run's, and names are checked first.
+    with _policy_errors(config), contextlib.suppress(HostPoolFull):
         jaxoffload.check(small.remat, made.loss, made.state.params, made.microbatch)
 
 
 @contextlib.contextmanager
-def _policy_errors() -> Iterator[None]:
+def _policy_errors(config: Config) -> Iterator[None]:
     """Raise the library's errors about the policy as ConfigErrors."""
     try:
         yield
     except PolicyError as error:
         raise ConfigError(problem.under("remat") for problem in error.problems) from error
-    except (HostPoolFull, NotImplementedError) as error:
+    except HostPoolFull as error:
+        less = "; these are two microbatches: train.interleave=false needs half" if may_interleave(config.train) else ""
+        raise ConfigError([Problem("remat", f"remat: {error}{less}")]) from error
+    except NotImplementedError as error:
         raise ConfigError([Problem("remat", f"remat: {error}")]) from error
     except GroupedMatmulError as error:
         raise ConfigError([Problem("model.grouped", f"model.grouped: {error}")]) from error
@@ -134,34 +167,87 @@ def backend_lines(config: Config) -> list[str]:
     return [f"grouped GEMMs: {here} (auto{hint})"]
 
 
-def memory_lines(config: Config, made: Program, table: Residuals, working: Room) -> list[str]:
-    """Return lines of the bytes of each kind, in total and per device; residuals are those of one microbatch.
+def microbatch_lines(config: Config, made: Program, table: Residuals) -> list[str]:
+    """Return whether the microbatches interleave, if there are several, and what then runs alone."""
+    if (count := config.train.grad_accumulation) == 1:
+        return []
+    if not interleaves(config, table):
+        why = "train.interleave = False" if config.train.interleave is False else "nothing is offloaded"
+        return [f"{count} microbatches one after another ({why}); the table is of one"]
+    mesh = made.tokens.sharding.mesh
+    fill = sum(device_bytes(row, mesh) for row in table if row.state == "offloaded")
+    return [
+        f"{count} microbatches interleaved; the table is of one",
+        f"the first forward pass runs alone: it copies at most {readable(fill)} per device to the host",
+    ]
 
-    The working sets of a layer, and of a chunk of logits with its gradient and the unembedding's, are estimated from
-    the traced step. They do not exist at the same time, so the greater one counts. On H200s XLA's plans were from 9 %
+
+def working_set(config: Config, made: Program, table: Residuals, kernels: Collection[str]) -> Room:
+    """Estimate what a layer needs, and a chunk of logits with its gradient and the unembedding's.
+
+    Interleaved microbatches compute a layer of each in turn, while the residuals of another go to the host.
+    """
+    if not interleaves(config, table):
+        return proof.room(made.step, made.state, made.tokens, one_kernel=kernels)
+    mesh = made.tokens.sharding.mesh
+    plain = program(replace(config, train=replace(config.train, interleave=False)), mesh)
+    room = proof.room(plain.step, plain.state, plain.tokens, one_kernel=kernels)
+    layer = [replace(row, bytes=row.bytes_per_layer) for row in table if row.state == "offloaded" and row.layers]
+    return room._replace(layer=room.layer + sum(device_bytes(row, mesh) for row in layer))
+
+
+def memory_lines(config: Config, made: Program, table: Residuals, working: Room) -> list[str]:
+    """Return lines of the bytes of each kind, in total and per device.
+
+    Of the working sets, which do not exist at the same time, the greater one counts. On H200s XLA's plans were from 9 %
     below to 24 % above the expected bytes: only the compiler knows what it keeps twice, and which gaps it leaves.
     """
-    mesh = made.tokens.sharding.mesh
-    params, moments = made.state.params, made.state.optimizer
-    gradients = 1 if config.train.grad_accumulation == 1 else 2  # of a microbatch, and the sum so far
-    device, host = (
-        sum(device_bytes(row, mesh) for row in table if row.state == state) for state in ("saved", "offloaded")
-    )
-    rows = [
-        ("parameters", _bytes(params), _device_bytes(params)),
-        ("gradients", gradients * _bytes(params), gradients * _device_bytes(params)),
-        ("optimizer", _bytes(moments), _device_bytes(moments)),
-        ("residuals on the device", table.device_bytes, device),
-        ("residuals on the host", table.host_bytes, host),
-    ]
-    on_device = sum(row[2] for row in rows[:4]) + max(working)
+    mesh, params, moments = made.tokens.sharding.mesh, made.state.params, made.state.optimizer
+    gradients, residuals = gradients_at_once(config, made, table), residuals_at_once(config, table)
+    of_two = ", of two microbatches" if interleaves(config, table) else ""
+
+    def kept(state: str) -> tuple[int, int, str]:
+        rows = [row for row in residuals if row.state == state]
+        return sum(row.bytes for row in rows), sum(device_bytes(row, mesh) for row in rows), of_two
+
+    rows = {
+        "parameters": (_bytes(params), _device_bytes(params), ""),
+        "gradients": (_bytes(gradients), _device_bytes(gradients), ""),
+        "optimizer": (_bytes(moments), _device_bytes(moments), ""),
+        "residuals on the device": kept("saved"),
+        "residuals on the host": kept("offloaded"),
+    }
+    *on_device, host = (each for _, each, _ in rows.values())
     where = "the device" if mesh.size == 1 else f"each of {mesh.size} devices"
     return [
-        *(f"{name:24} {readable(total):>12}  {readable(each):>12} per device" for name, total, each in rows),
+        *(
+            f"{name:24} {readable(total):>12}  {readable(each):>12} per device{of}"
+            for name, (total, each, of) in rows.items()
+        ),
         f"{'working set of a layer':24} {'':>12}  {readable(working.layer):>12} per device, estimated",
         f"{'or of a chunk of logits':24} {'':>12}  {readable(working.loop):>12} per device, estimated",
-        f"expected on {where}: {readable(on_device)}, and {readable(host)} of host memory",
+        f"expected on {where}: {readable(sum(on_device) + max(working))}, and {readable(host)} of host memory",
     ]
+
+
+def residuals_at_once(config: Config, table: Residuals) -> list[Residual]:
+    """Return the lines of all residuals that exist at once: those of layers twice if microbatches interleave."""
+    of_layers = [row for row in table if row.names or row.layers > 1]
+    return [*table, *of_layers] if interleaves(config, table) else [*table]
+
+
+def gradients_at_once(config: Config, made: Program, table: Residuals) -> list[Any]:
+    """Return the abstract gradients that exist at once: their sum so far, and those of one microbatch.
+
+    Interleaved backward passes add those of stacked layers to the sum, layer by layer.
+    """
+    params = made.state.params
+    if config.train.grad_accumulation == 1:
+        return [params]
+    if not interleaves(config, table):
+        return [params, params]
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
+    return [params, [param for param in leaves if len(param.shape) == len(param.axes)]]
 
 
 def device_bytes(row: Residual, mesh: AnyMesh) -> int:

@@ -1,5 +1,6 @@
 """The training step: state, AdamW, and gradients over microbatches, as pure functions on a mesh."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,11 +11,15 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+import jaxoffload
 from models.config import Config, Train
 from models.moe import balanced
 from models.routing import Balance
 from models.sharding import AnyMesh, batch_sharding, on_mesh, optimizer_shardings, param_shardings
 from models.transformer import Transformer, next_token_loss, training_loss
+
+Aux = tuple[jax.Array, Balance | None]  # the cross-entropy, and what the layers with experts return
+Loss = Callable[[nnx.State, jax.Array], tuple[jax.Array, Aux]]  # the loss that is differentiated, on one microbatch
 
 
 class State(NamedTuple):
@@ -50,15 +55,16 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         params = nnx.state(make())
         return State(jnp.int32(0), params, optimizer.init(params))
 
-    def training(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Balance | None]]:
+    def training(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, Aux]:
         return training_loss(nnx.merge(graph, params), tokens_BxS1, config.remat, train.loss_chunk)
 
     def validation(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
         return next_token_loss(nnx.merge(graph, params), tokens_BxS1, config.remat, train.loss_chunk)
 
     def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        derivative = jax.value_and_grad(training, has_aux=True)
-        (_, (loss, balance)), gradients = mean(derivative, train.grad_accumulation, state.params, tokens_BxS1)
+        derivative = interleaved if may_interleave(train) else one_by_one
+        tokens_AxMxS1 = microbatches(tokens_BxS1, train.grad_accumulation)
+        (loss, balance), gradients = derivative(training, state.params, tokens_AxMxS1)
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         if balance is not None and config.model.balance_rate:
@@ -66,7 +72,7 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         return State(state.step + 1, params, moments), _metrics(loss, gradients, balance)
 
     def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
-        return mean(validation, train.grad_accumulation, params, tokens_BxS1)
+        return mean(functools.partial(validation, params), microbatches(tokens_BxS1, train.grad_accumulation))
 
     def tokens(rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, train.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))
@@ -126,20 +132,42 @@ def learning_rate(train: Train) -> optax.Schedule:
     )
 
 
-def mean[T](f: Callable[[nnx.State, jax.Array], T], microbatches: int, params: nnx.State, tokens_BxS1: jax.Array) -> T:
-    """Return the mean of f(params, tokens) over the microbatches of a batch, which are computed one after another."""
-    if microbatches == 1:
-        return f(params, tokens_BxS1)
+def may_interleave(train: Train) -> bool:
+    """Return whether the step calls `accumulate`, which interleaves microbatches if the policy offloads anything."""
+    return train.grad_accumulation > 1 and train.interleave is not False
+
+
+def interleaved(loss: Loss, params: nnx.State, tokens_AxMxS1: jax.Array) -> tuple[Aux, nnx.State]:
+    """Return the means of `aux` and of the gradients over microbatches, whose passes interleave."""
+    (_, aux_A), gradients = jaxoffload.accumulate(loss, has_aux=True)(params, tokens_AxMxS1)
+    return mean(lambda aux: aux, aux_A), gradients
+
+
+def one_by_one(loss: Loss, params: nnx.State, tokens_AxMxS1: jax.Array) -> tuple[Aux, nnx.State]:
+    """Return what `interleaved` does, bit for bit where XLA rounds alike, from one microbatch after another."""
+    derivative = functools.partial(jax.value_and_grad(loss, has_aux=True), params)
+    (_, aux), gradients = mean(derivative, tokens_AxMxS1)
+    return aux, gradients
+
+
+def microbatches(tokens_BxS1: jax.Array, count: int) -> jax.Array:
+    """Return the microbatches of a batch, (count, B / count, S + 1).
+
+    Row i goes to microbatch i mod count, so that each microbatch is sharded as the batch is.
+    """
     B, S1 = tokens_BxS1.shape
-    # Row i goes to microbatch i mod A, so that each microbatch is sharded as the batch is.
-    tokens_AxMxS1 = jnp.swapaxes(tokens_BxS1.reshape(B // microbatches, microbatches, S1), 0, 1)
+    return jnp.swapaxes(tokens_BxS1.reshape(B // count, count, S1), 0, 1)
 
-    def add(total: T, tokens_MxS1: jax.Array) -> tuple[T, None]:
-        return jax.tree.map(jnp.add, total, f(params, tokens_MxS1)), None
 
-    like = jax.eval_shape(f, params, tokens_AxMxS1[0])
-    total, _ = jax.lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), tokens_AxMxS1)
-    return jax.tree.map(lambda x: x / microbatches, total)
+def mean[X, T](f: Callable[[X], T], xs_A: X) -> T:
+    """Return the mean of f over the leading axis of the leaves of `xs_A`, computed and added one after another."""
+    count = len(jax.tree.leaves(xs_A)[0])
+    first = jax.tree.map(lambda x: x[0], xs_A)
+    if count == 1:
+        return f(first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, first))
+    total, _ = jax.lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, f(x)), None), zeros, xs_A)
+    return jax.tree.map(lambda x: x / count, total)
 
 
 def with_shardings(state: State, optimizer: optax.GradientTransformation, mesh: AnyMesh) -> State:

@@ -12,12 +12,13 @@ from common import ROOT, equations
 from flax import nnx
 
 import jaxoffload
-from jaxoffload import Policy, Residual
+from jaxoffload import Policy, Residual, proof
 from jaxoffload.grouped import _backend, te
+from jaxoffload.proof import Bus, Machine
 from models.attention import rope, rotations
 from models.config import Config, Mesh, Model, Train, load
 from models.reading import ConfigError
-from models.report import backend_lines, device_bytes, fit_to_host_pool, report, summary
+from models.report import backend_lines, device_bytes, fit_to_host_pool, report, residuals_at_once, summary
 from models.sharding import abstract_mesh
 from models.step import program, traceable
 from models.train import main
@@ -268,12 +269,12 @@ TINY_MOE = TINY_BYTES | {
 BY_HAND = {
     "llama3-8b": (
         LLAMA,
-        32 * (512 + 512 + 1792) * MIB,
+        32 * (4 * 512 + 2 * 128 + 2 * 1792) * MIB,
         {
-            "offloaded": {32: "layer_input attn/context mlp/fc1.gate"},
-            "saved": {1: "layer_input attn/context mlp/fc1.gate"},
-            "recomputed": {32: "attn/norm attn/q attn/k attn/v attn/out mlp_input mlp/norm mlp/fc1.up mlp/act"},
-            "not needed": {0: "mlp/fc2"},
+            "offloaded": {32: "layer_input attn/q attn/k attn/v attn/context mlp_input mlp/fc1.gate mlp/fc1.up"},
+            "saved": {1: "layer_input attn/q attn/k attn/v attn/context mlp_input mlp/fc1.gate mlp/fc1.up"},
+            "recomputed": {32: "attn/norm mlp/norm mlp/act"},
+            "not needed": {0: "attn/out mlp/fc2"},
         },
     ),
     "mission": (
@@ -318,15 +319,15 @@ BY_HAND = {
     ),
     "mixtral-8x7b": (
         MIXTRAL,
-        32 * (2048 + 2048 + 64 * 96) * MIB,
+        32 * (4 * 2048 + 2 * 512 + 64 * (96 + 336)) * MIB,
         {
-            "offloaded": {32: "layer_input attn/context moe/fc1_input"},
-            "saved": {1: "layer_input attn/context moe/fc1_input", 32: " ".join(ROUTED)},
-            "recomputed": {
-                32: "attn/norm attn/q attn/k attn/v attn/out mlp_input "
-                "moe/norm moe/router_logits moe/fc1.gate moe/fc1.up moe/act"
+            "offloaded": {32: "layer_input attn/q attn/k attn/v attn/context mlp_input moe/fc1_input moe/fc1.gate"},
+            "saved": {
+                1: "layer_input attn/q attn/k attn/v attn/context mlp_input moe/fc1_input moe/fc1.gate",
+                32: " ".join(["moe/router_logits", *ROUTED]),
             },
-            "not needed": {0: "moe/fc2"},
+            "recomputed": {32: "attn/norm moe/norm moe/fc1.up moe/act"},
+            "not needed": {0: "attn/out moe/fc2"},
         },
     ),
     "qwen3-30b-a3b": (
@@ -507,8 +508,59 @@ def test_the_report_of_8b_tells_bytes_and_allocates_nothing():
     # 8,030,261,248 parameters of 4 bytes; an eighth on each device, except the norms' 266,240, which are on each.
     assert lines["parameters"][:4] == ["29.92", "GiB", "3.74", "GiB"]
     assert lines["optimizer"][:4] == ["59.83", "GiB", "7.48", "GiB"]  # two moments
-    assert lines["residuals on the host"][:4] == ["88.00", "GiB", "11.00", "GiB"]  # 32 * 2816 MiB
+    # One sum, and a microbatch's gradients of the embedding and the unembedding: 2 * 128256 * 4096 * 4 bytes.
+    assert lines["gradients"][:4] == ["33.83", "GiB", "4.23", "GiB"]
+    # 32 * 5888 MiB, twice.
+    assert lines["residuals on the host"][:4] == ["368.00", "GiB", "46.00", "GiB"]
+    assert "8 microbatches interleaved; the table is of one" in text.splitlines()
+    assert "the first forward pass runs alone: it copies at most 23.00 GiB per device to the host" in text.splitlines()
     assert "mlp/fc2" in text and "was traced as xla" in text
+
+
+FOUR = ["train.grad_accumulation=4"]
+
+
+@pytest.mark.parametrize(
+    "overrides, way, gradients, stacks",
+    [
+        ([], None, 7.51, 1),  # MiB
+        (FOUR, "interleaved", 7.51 + 1.5, 2),  # the sum, and a microbatch's of the embedding: 2048 * 192 * 4 bytes
+        ([*FOUR, "train.interleave=false"], "one after another (train.interleave = False)", 2 * 7.51, 1),
+        ([*FOUR, "remat.residuals[fc1]=save"], "one after another (nothing is offloaded)", 2 * 7.51, 1),
+    ],
+)
+def test_the_report_says_how_microbatches_run_and_what_exists_at_once(overrides, way, gradients, stacks):
+    lines = report(load(CONFIGS / "tiny.yaml", overrides)).splitlines()
+    said = [line for line in lines if "microbatches" in line and "per device" not in line]
+    assert said == ([f"4 microbatches {way}; the table is of one"] if way else [])
+    (total,) = (line.split() for line in lines if line.startswith("device "))  # device A MiB (untagged B MiB) ...
+    device, untagged, host = float(total[1]), float(total[4]), float(total[8])
+    mib = {line[:24].strip(): float(line[24:].split()[0]) for line in lines if line.endswith(END[stacks])}
+    assert mib["residuals on the host"] == stacks * host
+    assert mib["residuals on the device"] == pytest.approx(untagged + stacks * (device - untagged), abs=0.02)
+    (found,) = (float(line.split()[1]) for line in lines if line.startswith("gradients"))
+    assert found == pytest.approx(gradients, abs=0.02)
+
+
+END = {1: "per device", 2: "per device, of two microbatches"}
+
+
+def test_interleave_true_where_nothing_moves_is_a_line_about_the_config(capsys):
+    asked = [str(CONFIGS / "tiny.yaml"), *FOUR, "train.interleave=true"]
+    assert main([*asked, "remat.residuals[fc1]=save", "--report"]) == 2
+    _, line = capsys.readouterr().err.splitlines()
+    assert line == "train.interleave = True: must be auto or false where remat offloads nothing"
+    assert main([*asked, "--report"]) == 0
+
+
+def test_the_report_says_whether_copies_fit_where_the_gpus_rates_are_known(monkeypatch):
+    bus = Bus(d2h=50.0, h2d=50.0, together=40.0)
+    h200 = Machine("H200", 1, "0.12", bus, bus, 700.0, (500.0, 400.0), 4000.0)
+    plain = load(CONFIGS / "llama3-8b.yaml", ["train.interleave=false"])
+    assert "copies on" not in report(plain)
+    monkeypatch.setattr(proof, "known_machine", lambda: h200)
+    text = report(plain)
+    assert "copies on 8 H200, predicted" in text and "does not fit" in text
 
 
 @pytest.mark.claim("report-at-full-size")
@@ -536,8 +588,8 @@ def test_a_kernels_results_are_divided_as_their_name_says():
 def test_a_tensor_axis_splits_heads_and_d_ff_but_not_the_residual_stream():
     lines = report(load(CONFIGS / "llama3-8b.yaml", ["mesh.fsdp=4", "mesh.tensor=2"])).splitlines()
     (host,) = (line for line in lines if line.startswith("residuals on the host"))
-    # layer_input over fsdp, attn/context and fc1.gate over both: 32 * (512 / 4 + 512 / 8 + 1792 / 8) MiB.
-    assert host.split()[-4:] == ["13.00", "GiB", "per", "device"]
+    # layer_input and mlp_input over fsdp, the others over both: 32 * (2 * 512 / 4 + 4864 / 8) MiB, twice.
+    assert host.split()[6:8] == ["54.00", "GiB"]
 
 
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -549,6 +601,7 @@ EVERYTHING = ["remat.default=offload", "remat.dots=offload", "remat.min_offload_
     "name, overrides",
     [
         ("llama3-8b", ["mesh.fsdp=4", "mesh.tensor=2"]),  # the stream is whole on both devices of the tensor axis
+        ("llama3-8b", ["train.interleave=false"]),
         ("llama3-8b", ["mesh.fsdp=2", "mesh.tensor=4", *EVERYTHING]),
         ("tiny-moe", ["mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", *EVERYTHING]),
     ],
@@ -558,12 +611,16 @@ def test_the_host_pool_is_judged_by_the_bytes_that_the_report_gives_a_device(mon
     mesh = abstract_mesh(config.mesh)
     made = program(config, mesh)
     table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
-    need = sum(device_bytes(row, mesh) for row in table if row.state == "offloaded")
+    rows = residuals_at_once(config, table)
+    need = sum(device_bytes(row, mesh) for row in rows if row.state == "offloaded")
     monkeypatch.setenv(POOL, str(need / 2**30))
     jaxoffload.check(config.remat, made.step, made.state, made.tokens)
+    summary(config, made)
     monkeypatch.setenv(POOL, str((need - 8) / 2**30))
-    with pytest.raises(MemoryError, match="check: all together"):
+    with pytest.raises(MemoryError, match=r"check: all together|accumulate: two microbatches"):
         jaxoffload.check(config.remat, made.step, made.state, made.tokens)
+    with pytest.raises(ConfigError, match=r"remat: residuals: all together .* \(offload_layers: "):
+        summary(config, made)
 
 
 # Two dense layers, then three with experts; gate and up of both are offloaded.
@@ -601,6 +658,24 @@ def test_on_host_full_save_offloads_fewer_layers_of_each_stack(monkeypatch):
     rows = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
     moved = {row.names[0].partition("/")[0]: row.layers for row in rows if row.state == "offloaded" and row.layers}
     assert moved == {"mlp": 2, "moe": 2, "shared": 2}
+
+
+@pytest.mark.claim("host-pool")
+def test_the_stacks_of_two_microbatches_must_fit(monkeypatch):
+    config = load(CONFIGS / "tiny.yaml", ["remat.resident_layers=0", "remat.on_host_full=save", *FOUR])
+    mesh = abstract_mesh(config.mesh)
+    made = program(config, mesh)
+    stacks = 2 * jaxoffload.residuals(made.loss, made.state.params, made.microbatch).host_bytes
+    monkeypatch.setenv(POOL, str(stacks / 2**30))
+    assert fit_to_host_pool(config, mesh) == config
+    monkeypatch.setenv(POOL, str((stacks - 8) / 2**30))
+    with pytest.warns(UserWarning, match="two microbatches would offload .* offload_layers = 3 instead of all"):
+        fewer = fit_to_host_pool(config, mesh)
+    made = program(fewer, mesh)
+    jax.eval_shape(made.step, made.state, made.tokens)  # accumulate itself admits them
+    asked = [str(CONFIGS / "tiny.yaml"), "remat.resident_layers=0", *FOUR, "--report"]
+    assert main([*asked, "train.interleave=false"]) == 0
+    assert main(asked) == 2
 
 
 def test_a_small_run_is_not_judged_by_the_batch_that_names_are_looked_up_with(monkeypatch):

@@ -94,3 +94,22 @@ def test_values_are_divided_as_constraints_say(constrained, parts):
 
     with jax.sharding.use_abstract_mesh(mesh):
         assert 0 <= room(f, of(B, D), of(N, D, H)).loop - WIDE // parts < SCALARS
+
+
+def test_rows_of_a_shard_map_on_their_way_to_the_host_count_once_per_device():
+    """Two rows per token, as with experts, so that their number is no batch's."""
+    mesh = jax.sharding.AbstractMesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    rules = policy({"fc1": "offload"}, resident_layers=0)
+
+    @jax.shard_map(mesh=mesh, in_specs=(jax.P("a"), jax.P()), out_specs=jax.P("a"))
+    def experts(x, w):
+        fc1 = tag(jnp.repeat(x, 2, axis=0) @ w["in"], "fc1")
+        return jnp.sum((jnp.sin(fc1) @ w["out"]).reshape(*x.shape, 2), axis=-1)
+
+    def loss(w, x):
+        return jnp.sum(scan(lambda x, w: (x + experts(x, w), None), x, w, policy=rules)[0])
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        found = room(jax.grad(loss), {"in": of(N, D, H), "out": of(N, H, D)}, of(64 * B, D))
+    rows = 2 * 64 * WIDE // 4
+    assert 3 * rows <= found.layer < 3.5 * rows  # fc1 of this layer and of the next, its cotangent; the stream

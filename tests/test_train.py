@@ -97,18 +97,19 @@ def test_the_loss_falls_from_ln_vocab_and_a_finished_run_is_left_alone(eight, co
     assert {path: path.stat().st_mtime_ns for path in eight.rglob("*") if path.is_file()} == before
 
 
-def test_a_finished_run_goes_on_with_more_steps_and_says_that_the_learning_rate_changes(
+def test_a_finished_run_goes_on_with_more_steps_interleaved_and_says_that_the_learning_rate_changes(
     eight, config, tmp_path, capsys
 ):
     out = shutil.copytree(eight, tmp_path / "out")
     # Another model is refused even though nothing is left to do.
     assert train.main([str(config), *EIGHT, f"train.out={out}", "model.d_ff=64"]) == 2
     assert "model.d_ff = 64: the checkpoint in" in capsys.readouterr().err
-    assert train.main([str(config), *EIGHT, f"train.out={out}", "train.steps=25"]) == 0
+    assert train.main([str(config), *EIGHT, f"train.out={out}", "train.steps=25", "train.grad_accumulation=2"]) == 0
     said = capsys.readouterr().out
+    assert "2 microbatches interleaved; the table is of one" in said
     assert f"continuing {out} from its checkpoint at step 24" in said
     assert "train.steps = 25, and 24 before: the learning rate now falls until step 25" in said
-    assert list(losses(out)) == list(range(1, 26))
+    assert list(losses(out)) == list(range(1, 26)) and losses(out)[25] < losses(out)[16]
 
 
 @pytest.mark.claim("make-train")
@@ -568,7 +569,7 @@ def test_a_checkpoint_of_another_model_or_other_data_is_named():
     assert changed("data", text_field="body", tokenizer="a.json") == {"data.text_field", "data.tokenizer"}
     # The same heads in other words, and what may change.
     assert changed("model", head_dim=16, dtype="float32", attention="cudnn") == set()
-    assert changed("train", learning_rate=1.0, steps=7, grad_accumulation=2, loss_chunk=2) == set()
+    assert changed("train", learning_rate=1.0, steps=7, grad_accumulation=2, interleave=False, loss_chunk=2) == set()
     assert changed("data", cache_dir="/tmp/elsewhere") == set()
     assert changed("mesh", fsdp=2) == set()
     assert changed("model", grouped="te", capacity=2.0, aux_loss=0.1, z_loss=0.1) == set()
@@ -641,7 +642,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_
 @pytest.mark.slow
 @pytest.mark.claim("exit-status")
 def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, capsys, monkeypatch):
-    simple = ("mesh.data=8", "train.steps=1", "train.warmup_steps=0", "train.verify=true", "train.eval_every=9")
+    simple = ("mesh.data=8", "train.steps=1", "train.warmup_steps=0", "train.eval_every=9")
+    simple = (*simple, "train.verify=true", "train.grad_accumulation=2")
     assert train.main([str(config), *simple, f"train.out={tmp_path}/out"]) == 0
     said = capsys.readouterr().out
     assert said.count(": holds ") == 11 and "step: holds        placement:" in said and " fails" not in said
@@ -774,7 +776,8 @@ def test_a_curve_without_a_finite_loss_is_drawn(tmp_path):
 # configs/llama3-8b.yaml with its residuals, an eighth as wide, with 4 layers and short sequences.
 SCALED = """
 model.vocab_size=300 model.layers=4 model.d_model=512 model.heads=4 model.kv_heads=1 model.d_ff=1792
-train.steps=8 train.batch_size=8 train.seq_len=512 train.loss_chunk=256 train.warmup_steps=2 train.learning_rate=1e-3
+train.steps=8 train.batch_size=16 train.seq_len=512 train.loss_chunk=256 train.warmup_steps=2 train.learning_rate=1e-3
+train.grad_accumulation=2
 train.log_every=1 train.eval_every=4 train.eval_batches=1 train.checkpoint_every=4 remat.min_offload_bytes=0
 data.valid_fraction=0.2
 """
@@ -788,10 +791,13 @@ def test_llama_scaled_down_trains_with_offload_and_flash_attention_has_the_losse
     for attention in ("cudnn", *with_te, "xla"):
         chosen = [f"model.attention={attention}", f"train.out={tmp_path}/{attention}"]
         assert train.main([f"{ROOT}/configs/llama3-8b.yaml", *here, *chosen]) == 0
-        rows = [line.split() for line in capsys.readouterr().out.splitlines() if " offloaded " in line]
+        said = capsys.readouterr().out
+        assert "2 microbatches interleaved; the table is of one" in said
+        rows = [line.split() for line in said.splitlines() if " offloaded " in line]
         # With flash attention, its softmax statistics too.
         context = {"attn/context"} if attention == "xla" else {"attn/context.0", "attn/context.1"}
-        assert {row[0] for row in rows} == {"layer_input", "mlp/fc1.gate"} | context
+        others = {"layer_input", "attn/q", "attn/k", "attn/v", "mlp_input", "mlp/fc1.gate", "mlp/fc1.up"}
+        assert {row[0] for row in rows} == others | context
     for key, flash in itertools.product(("loss", "valid_loss"), ("cudnn", *with_te)):
         got, xla = (losses(tmp_path / attention, key) for attention in (flash, "xla"))
         assert got.keys() == xla.keys() and got[8] < max(got.values()) - 0.3
@@ -803,7 +809,8 @@ def test_llama_scaled_down_trains_with_offload_and_flash_attention_has_the_losse
 def test_real_steps_are_profiled_and_what_runs_between_them_is_left_out(config, tmp_path):
     path, cache = load(config).data.path, load(config).data.cache_dir
     here = [*SCALED.split(), f"data.path={path}", f"data.cache_dir={cache}", f"mesh.fsdp={jax.device_count()}"]
-    chosen = ["train.profile_steps=[3, 7]", f"train.out={tmp_path}/out"]  # at 4 it evaluates and saves
+    # At step 4 it evaluates and saves. Without microbatches: each layer's copies have one place in a step.
+    chosen = ["train.profile_steps=[3, 7]", f"train.out={tmp_path}/out", "train.grad_accumulation=1"]
     assert train.main([f"{ROOT}/configs/llama3-8b.yaml", *here, *chosen]) == 0
     found = embedded(tmp_path / "out/profile.html")
     offloaded = {", ".join(r["names"]) for r in found["residuals"]["residuals"] if r["state"] == "offloaded"}

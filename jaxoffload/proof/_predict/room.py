@@ -19,7 +19,7 @@ from jax.extend.core.primitives import cond_p, device_put_p, while_p
 from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.device_bytes import Buffer, Division, Op, Straight, division, straight
 from ..._engine.walk import nested, operands_of
-from ..._jax import LOOPS, NOT_IN_PLACE, REDUCTIONS, SAME, UNFUSED, is_attention, on_host
+from ..._jax import LOOPS, NOT_IN_PLACE, REDUCTIONS, SAME, UNFUSED, is_attention, nbytes, on_host
 
 _WITH_LOOPS = (forward_p, backward_p)
 
@@ -171,6 +171,7 @@ class _Walk:
         params = op.eqn.params
         body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _WITH_LOOPS)
         state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
+        _divide_alike(state, body.outputs)
         before = self.layers_seen
         most = self.peak(body, state)
         stacks = {a for a in state if a in body.outputs or a.aval.shape in self.like}  # residuals, and gradients
@@ -180,6 +181,15 @@ class _Walk:
         elif self.layers_seen == before:
             self.loop = max(self.loop, working)
         return most
+
+
+def _divide_alike(given: Collection[Buffer], left: Collection[Buffer | None]) -> None:
+    """Divide what an iteration is given like what it leaves for the next one, where the trace says so of only one."""
+    for start, end in zip(given, left, strict=False):
+        if end and end.aval.shape != start.aval.shape:  # it leaves a `shard_map`, within which its shape is local
+            start.constraint = start.constraint or Division(nbytes(start.aval) // max(1, nbytes(end.aval)))
+        elif end:
+            end.constraint = end.constraint or start.constraint
 
 
 def _carry_of(op: Op) -> tuple[int, int]:

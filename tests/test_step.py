@@ -1,0 +1,87 @@
+"""The training step: interleaved microbatches leave the parameters and metrics of a plain loop over them."""
+
+import dataclasses
+
+import jax
+import pytest
+import test_moe
+import test_sharding
+from common import assert_same_bits, count, fast_compiles
+
+from jaxoffload import Policy
+from jaxoffload.proof import exact_options
+from models.config import Config, Mesh
+from models.sharding import make_mesh
+from models.step import Program, program, shardings_of
+
+DENSE, EXPERTS = test_sharding.CONFIG, test_moe.CONFIG
+
+
+def on(config: Config, sizes: Mesh, **train) -> Program:
+    config = dataclasses.replace(config, mesh=sizes, train=dataclasses.replace(config.train, **train))
+    devices = sizes.data * sizes.fsdp * sizes.tensor * sizes.expert
+    return program(config, make_mesh(sizes, jax.devices()[:devices]))
+
+
+def compiled(made: Program) -> jax.stages.Compiled:
+    state, options = shardings_of(made.state), exact_options()
+    shardings = {"in_shardings": (state, made.tokens.sharding), "out_shardings": (state, None)}
+    return jax.jit(made.step, **shardings, compiler_options=options).lower(made.state, made.tokens).compile()
+
+
+def after_steps(made: Program, step: jax.stages.Compiled, tokens, steps: int = 3):
+    """Return the state after some steps, and the metrics of each."""
+    state, found = jax.jit(made.init, out_shardings=shardings_of(made.state))(), []
+    for _ in range(steps):
+        state, metrics = step(state, jax.device_put(tokens, made.tokens.sharding))
+        found.append(metrics)
+    return jax.device_get(jax.tree.leaves((state, found)))
+
+
+def assert_alike(config, tokens, sizes, microbatches) -> jax.stages.Compiled:
+    """Train both ways, compare state and metrics bit by bit, and return the interleaved step."""
+    made = [on(config, sizes, grad_accumulation=microbatches, interleave=way) for way in (True, False)]
+    steps = [compiled(each) for each in made]
+    assert_same_bits(*(after_steps(*each, tokens) for each in zip(made, steps, strict=True)))
+    return steps[0]
+
+
+@pytest.mark.claim("trained-interleaved")
+def test_interleaved_microbatches_train_as_one_after_another():
+    assert_alike(DENSE, test_sharding.TOKENS, Mesh(), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.claim("trained-interleaved")
+def test_so_they_do_on_a_mesh_and_each_device_sums_its_share_of_the_gradients():
+    step = assert_alike(DENSE, test_sharding.TOKENS, Mesh(2, 2, 2), 4).as_text()
+    layers, D, F = 3, 32, 48  # of gate, up and down, over fsdp and tensor
+    assert f"f32[{layers},{D // 2},{F // 2}]" in step
+    assert f"f32[{layers},{D},{F}]" not in step and f"f32[{layers},{F},{D}]" not in step
+
+
+@pytest.mark.slow
+@pytest.mark.claim("trained-interleaved")
+@pytest.mark.parametrize("sizes", [Mesh(), Mesh(fsdp=2, expert=2)], ids=str)
+def test_so_they_do_with_experts(sizes):
+    with fast_compiles():
+        assert_alike(EXPERTS, test_moe.TOKENS, sizes, 4)
+
+
+@pytest.mark.parametrize(
+    "interleave, microbatches, moved, interleaved",
+    [
+        ("auto", 2, "offload", 1),
+        (True, 2, "offload", 1),
+        ("auto", 2, "save", 0),
+        ("auto", 1, "offload", 0),
+        (False, 2, "offload", 0),
+    ],
+)
+def test_microbatches_interleave_where_there_are_several_and_something_moves(
+    interleave, microbatches, moved, interleaved
+):
+    config = dataclasses.replace(DENSE, remat=Policy({"fc1": moved}, min_offload_bytes=0))
+    made = on(config, Mesh(), grad_accumulation=microbatches, interleave=interleave)
+    jaxpr = jax.make_jaxpr(made.step)(made.state, made.tokens)
+    assert count(jaxpr, "jaxoffload_interleaved") == interleaved

@@ -1,5 +1,6 @@
 """accumulate(): `jax.value_and_grad` over microbatches, the forward pass of one beside the backward pass of another."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -7,13 +8,15 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from ._engine import interleaved
-from ._engine.copying_loops import filled
+from ._engine.copying_loops import Loops, filled
 from ._engine.fill_and_drain import ends
 from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.passes import program_of
 from ._engine.pieces import Pieces, divide
+from ._engine.segments import joined
 from ._errors import NOT_THE_USERS
 from ._jax import as_array, convert_constvars_jaxpr, nbytes
 from ._reference import is_reference
@@ -167,7 +170,11 @@ def _interleaved(call: _Call) -> Any:
     avals = jax.make_jaxpr(lambda: call.microbatch(0))().out_avals
     jaxpr, shape = jax.make_jaxpr(loss, return_shape=True)(leaves, list(avals))
     is_param = [True] * len(leaves) + [False] * len(avals)
-    loops_of = lambda eqn, perturbed: forward_loops(perturbed=perturbed, **eqn.params)
+
+    def loops_of(eqn: JaxprEqn, perturbed: tuple[bool, ...]) -> Loops:
+        loops = forward_loops(perturbed=perturbed, **eqn.params)
+        return dataclasses.replace(loops, segments=joined(loops.segments))  # fewer loops beside each other
+
     pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of)
     if not _offloads(pieces):
         return None

@@ -160,7 +160,7 @@ def forward_layer(
         host = []
         for stack, x, copy in zip(saved.host, saved.last, segment.copies, strict=True):
             with copy:
-                host.append(_put(stack, jax.device_put(x, HOST), i))
+                host.append(stack if _is_padding(i) else _put(stack, jax.device_put(x, HOST), i))
         i_device = i + zero
         i_xs = loops.row(segment.start + i_device)
         outs = compute(*consts, *carry, *(_take(x, i_xs) for x in xs))
@@ -241,9 +241,10 @@ def backward_layer(
     def layer(iteration: Any, state: BackwardState, inlined: bool) -> BackwardState:
         (consts, carry, xs), fetched = state
         fetched_next = []
-        for stack, copy in zip(saved.host, segment.copies, strict=True):
+        for stack, x, copy in zip(saved.host, fetched, segment.copies, strict=True):
             with copy:
-                fetched_next.append(jax.device_put(_take(stack, i_last - iteration), DEVICE))
+                row = i_last - iteration
+                fetched_next.append(x if _is_padding(row) else jax.device_put(_take(stack, row), DEVICE))
         i_device = i_last - (iteration + zero)
         i_xs = loops.row(segment.start + i_device)
         reads = zip(loops.reads, operands, strict=True)
@@ -260,6 +261,14 @@ def backward_layer(
         return BackwardState(Cotangents(consts, carry, xs), fetched_next)
 
     return layer
+
+
+def _is_padding(row: Any) -> bool:
+    """Whether this is row 0, as far as is known where the program is traced: in a loop it is not known.
+
+    Outside of loops XLA:GPU would copy it with a kernel.
+    """
+    return isinstance(row, int) and row == 0
 
 
 def _hidden_zero() -> Any:

@@ -2,8 +2,8 @@
 
 The first forward pass (the fill) and the last backward pass (the drain) have no other pass beside them. Where a layer
 then takes less time than its copies, some of its residuals stay on the device: as few as make the others fit. What
-stays takes no more than a second set of gradients, which a plain loop over microbatches holds, and less the more
-microbatches share the time that it saves.
+stays takes less than a second set of gradients, which a plain loop over microbatches holds (an eighth is for what is in
+flight), and the less the more microbatches share the time that it saves.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Ends(NamedTuple):
 
 def ends(pieces: Pieces, microbatches: int, gradients: int) -> Ends:
     """Return the pieces of the first and the last microbatch. `gradients`: bytes of a set of gradients."""
-    first, left = _with_room(pieces, lambda segment: segment.jaxpr, 2 * gradients // microbatches)
+    first, left = _with_room(pieces, lambda segment: segment.jaxpr, int(min(7 / 8, 2 / microbatches) * gradients))
     last, _ = _with_room(pieces, _backward, left)
     return Ends(first, last)
 

@@ -92,6 +92,18 @@ def segment_of(layer_range: LayerRange, layer: Layer) -> Segment:
     return Segment(layer_range.start, layer_range.stop, layer_range.on_host, layer.forward, layer, layer_range.reason)
 
 
+def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Segments in which neighbours that keep all on the device, for whatever reason, are one."""
+    merged: list[Segment] = []
+    for segment in segments:
+        before = merged[-1] if merged else None
+        if before and before.layer is segment.layer and not before.on_host and not segment.on_host:
+            merged[-1] = before._replace(stop=segment.stop)
+        else:
+            merged.append(segment)
+    return tuple(merged)
+
+
 class SegmentResiduals[T](NamedTuple):
     """What a segment keeps between the passes.
 

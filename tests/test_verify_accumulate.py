@@ -16,7 +16,7 @@ from jaxoffload._text import readable
 from jaxoffload.proof._program.target import rows_read_beyond, target_of
 from jaxoffload.proof._verify.conservation import conservation
 
-LAYERS, BATCH, DIM = 3, 8, 16
+LAYERS, BATCH, DIM = 3, 16, 16  # a residual is too large to stay on the device in the first microbatch
 RULES = policy({"x": "offload", "fc1": "offload", "act": "save"})
 WEIGHTS = {"layers": normal(0, (LAYERS, DIM, DIM)) / 4, "head": normal(1, (DIM, 4))}
 MICROBATCHES = normal(2, (4, BATCH, DIM))
@@ -112,7 +112,7 @@ SAID = {
     "a host write is skipped": "1 of 3 results differ: ['result']['w']['layers']: 512 of 768 values",
     "a gradient is dropped": "['result']['w']['head']: 64 of 64 values",
     "a gradient is added twice": "['result']['w']['head']: 64 of 64 values",
-    "a third set of stacks": "beside two sets of stacks and their rows the step puts 6.00 KiB there",
+    "a third set of stacks": "beside two sets of stacks and their rows the step puts 12.00 KiB there",
 }
 
 

@@ -54,6 +54,8 @@ def main() -> None:
         result["compile_s, most / least microbatches"] = compile_ratio(result["microbatches"])
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
+    for count, found in result["microbatches"].items():
+        print(count, "microbatches:", json.dumps(found["ratios"]))
 
 
 def parse() -> argparse.Namespace:
@@ -222,14 +224,24 @@ def compile_ratio(microbatches: dict[str, Any]) -> float | None:
     return round(seconds[-1] / seconds[0], 3) if len(seconds) > 1 else None
 
 
+WHAT = {
+    "remat": "JAX, everything recomputed",
+    "saved_all": "JAX, all names saved; attention runs again",
+    "ours_saved_all": "**jaxoffload**, one after another, all saved",
+    "one_by_one": "**jaxoffload**, one after another, what fits in the memory of full recomputation",
+    "interleaved": "**jaxoffload**, interleaved, nothing recomputed",
+}
+
+
 def table(result: dict[str, Any]) -> str:
     """Return the results as a Markdown table."""
-    lines = ["| microbatches | mode | ms per microbatch | GiB | on the host | MFU |", "|---|---|---|---|---|---|"]
-    for count, found in result["microbatches"].items():
-        for mode, m in found["modes"].items():
-            numbers = f"{m['ms']:.1f} | {m['temp_gib']:.1f} | {m['host_temp_gib']:.1f} | {100 * m['mfu']:.1f} %"
-            lines.append(f"| {count} | {mode} ({m['options']}) | {numbers} |")
-        lines.append(f"| {count} | {json.dumps(found['ratios'])} | | | | |")
+    head = ("microbatches", "", "step per microbatch", "temporary device memory", "model FLOP utilisation")
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for count, found in sorted(result["microbatches"].items(), key=lambda item: int(item[0])):
+        for mode, what in WHAT.items():
+            if m := found["modes"].get(mode):
+                numbers = f"{m['ms']:.0f} ms | {m['temp_gib']:.1f} GiB | {100 * m['mfu']:.1f} %"
+                lines.append(f"| {count} | {what} | {numbers} |")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ import sys
 import pytest
 from pages import CODE, COMMENT, PAGES, README, RESULTS, ROOT, TEXT, result, sections_naming, verified
 
-from benchmarks import choices, dense, fits, grouped, losses, moe, peers, remeasure, sweep
+from benchmarks import accumulate, choices, dense, fits, grouped, losses, moe, peers, remeasure, sweep
 from benchmarks.ratios import NEEDED
 from jaxoffload.grouped import te
 
@@ -54,6 +54,10 @@ def steps_and_gib(*modes):
     return lambda measured: steps(*modes)(measured) + gib(measured)
 
 
+def of_eight(measured):
+    return measured["microbatches"]["8"]
+
+
 def ms_per_layer(*measured):
     return [f"{one['modes']['ours']['step_ms'] / one['shape']['layers']:.1f} ms" for one in measured]
 
@@ -90,6 +94,7 @@ DIVISIONS = ("even", "falling", "skewed")
 KERNELS = list(itertools.product(("te", "mosaic"), DIVISIONS))
 BEST = steps("ours_best", "remat", "ours_saved_all")
 STATED = [
+    stated("accumulate", lambda measured: [percent(of_eight(measured)["ratios"]["exposed/step"])], ()),
     stated("dense", steps("jax_offload_tuned"), ()),
     stated("dense-70b", BEST, pytest.mark.claim("at-70bs-width")),
     stated("dense dense-32 dense-64", ms_per_layer, pytest.mark.claim("depth")),
@@ -142,18 +147,20 @@ def test_each_row_that_names_its_line_is_that_of_the_file_named_before_it():
     assert compared == 27
 
 
+TABLES = dense.table(result("dense")), accumulate.table(result("accumulate"))
+
+
 @pytest.mark.claim("the-table")
-def test_the_table_of_step_times():
-    """And the README's, which has four of its rows."""
-    whole = dense.table(result("dense"))
-    assert whole in PAGES
+def test_the_tables_of_step_times():
+    """And the README's, which have four and three of their rows."""
+    assert all(table in PAGES for table in TABLES)
     rows = [row for row in README.splitlines() if " ms |" in row]
-    assert len(rows) == 4 and set(rows) <= set(whole.splitlines())
+    assert [len(set(rows) & set(table.splitlines())) for table in TABLES] == [4, 3] and len(rows) == 7
 
 
 def test_the_pages_state_nothing_else():
     known = {figure for param in STATED for figure in param.values[1](*map(result, param.values[0]))}
-    rows = dense.table(result("dense")).splitlines()[2:]  # README repeats some of them
+    rows = [row for table in TABLES for row in table.splitlines()[2:]]  # README repeats some of them
     text = CODE.sub("", COMMENT.sub("", functools.reduce(lambda text, row: text.replace(row, ""), rows, PAGES)))
     assert set(re.findall(r"(?<![\d.])\d[\d.]* (?:ms|%)", " ".join(text.split()))) <= known | NOT_MEASURED
 
@@ -199,6 +206,14 @@ def test_offload_is_as_fast_as_saving_and_jaxs_is_slower_than_recomputing():
     assert ratios["jax_offload_tuned/ours"] >= 1 and gib["ours"] <= gib["jax_offload_tuned"]
     assert ratios["ours/saved"] <= 1.003
     assert ms["ours_best"] < ms["saved"] and ratios["remat/ours_best"] >= 1.08
+
+
+@pytest.mark.claim("accumulated-speed")
+def test_interleaved_microbatches_are_faster_than_saving_in_less_memory_than_recomputing():
+    for count, memory in (("2", 1.02), ("4", 0.9), ("8", 0.75)):
+        ratios = result("accumulate")["microbatches"][count]["ratios"]
+        assert ratios["won_back"] > 1.05 and ratios["interleaved/saved_all"] < 0.95
+        assert ratios["interleaved/remat by temp_gib"] < memory
 
 
 @pytest.mark.parametrize("name", [name for name in JSON if "ours_best" in result(name).get("modes", ())])
@@ -323,7 +338,9 @@ def test_every_file_can_be_remeasured(capsys):
 
 
 PARSERS = {"dense": lambda: peers.parse(dense.CASE), "moe": lambda: peers.parse(moe.CASE)}
-PARSERS |= {module.__name__.split(".")[-1]: module.parse for module in (sweep, fits, grouped, choices, losses)}
+PARSERS |= {
+    module.__name__.split(".")[-1]: module.parse for module in (accumulate, sweep, fits, grouped, choices, losses)
+}
 
 
 @pytest.mark.parametrize("name", JSON)

@@ -353,6 +353,21 @@ def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu,
     assert len(moves) == 2 * len(OFFLOADED) * len(there)
 
 
+@pytest.mark.parametrize("layers, fields", [(7, {}), (8, {"offload_layers": 3}), (8, {"resident_layers": 0})])
+def test_interleaved_stacks_stay_in_place_whatever_layers_offload(gpu, layers, fields):
+    """No more rows on the host than those of two microbatches, and no kernel copies them: layers may be odd in number,
+    or alone in their segment."""
+    rules = Policy(OFFLOADED, min_offload_bytes=0, **fields)
+    loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=rules)[0].astype(jnp.float32) ** 2)
+    step = lambda w, xs: accumulate(loss)(w, xs)[1]
+    xs = jax.ShapeDtypeStruct((6, *X.shape), X.dtype)
+    program = compiled(gpu, step, weights(layers), xs)
+    module = module_of(program)
+    assert kernels_on_host_memory(module) == [] and list(hlo.out_of_range(module)) == []
+    need = need_of(jax.make_jaxpr(step)(weights(layers), xs)).bytes()
+    assert 0 < program.memory_analysis().host_temp_size_in_bytes <= need
+
+
 def test_emulated_fp8_multiplies_what_was_rounded(gpu):
     """Rounded values must be results of kernels: XLA may skip the rounding of what stays in a kernel's registers."""
 

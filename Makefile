@@ -30,15 +30,15 @@ train: $(base)
 
 # Five minutes on two cores: all except the slow tests and those that need JAX's CUDA plugin.
 test: lint
-	$(PYTHON) -m pytest -n 2 -m "not slow" $(ARGS)
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: lint $(cuda) $(if $(ARGS),,test-oldest)
-	$(with_cuda) $(PYTHON) -m pytest -n 2 $(ARGS)
+	$(with_cuda) $(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)
 
 # The contract, and layers in other styles, with the oldest jax that pyproject.toml allows.
 test-oldest: .oldest/made
 	PYTHONPATH=.oldest $(PYTHON) -c 'import jax; assert jax.__version__ == "$(oldest)", jax; print("jax $(oldest):")'
-	PYTHONPATH=.oldest $(PYTHON) -m pytest -n 2 $(contract)
+	PYTHONPATH=.oldest $(PYTHON) -m pytest -n 2 --dist worksteal $(contract)
 
 # Thousands of random scans rather than hundreds, 300 layers in other styles, and 81 assignments accumulated: about an
 # hour.

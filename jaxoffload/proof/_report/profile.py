@@ -284,7 +284,7 @@ def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: list[Span]
 
 
 def _places(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, tuple[int, int | None]]:
-    """The layer and the microbatch of each copy, except of padding rows. All microbatches copy in as many runs."""
+    """The layer and the microbatch of each copy, except of padding rows."""
     groups: dict[tuple[str, str, int], list[_Taken]] = defaultdict(list)
     executed = Counter[str]()
     for e in (e for e in events if e.direction and e.op in copies):
@@ -293,14 +293,26 @@ def _places(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, tup
         executed[e.op] += 1
         if row is None or row > 0:
             groups[copy.residual, str(e.direction), copy.microbatches].append(_Taken(e, row))
+    last_d2h = max((taken[-1].event.start for (_, way, _), taken in groups.items() if way == "d2h"), default=0)
     places: dict[Event, tuple[int, int | None]] = {}
-    for (_, direction, microbatches), taken in groups.items():
+    for (residual, direction, microbatches), taken in groups.items():
         runs = list(_runs(taken, direction))
-        each, rest = divmod(len(runs), microbatches)
-        for number, run in enumerate(runs):
-            microbatch = None if rest or microbatches == 1 else number // each
-            places |= {t.event: (layer, microbatch) for t, layer in zip(run, _layers(run, direction), strict=True)}
+        back = groups.get((residual, "h2d", microbatches), taken)
+        numbers = _microbatches(len(runs), microbatches, back[-1].event.start > last_d2h)
+        for number, run in zip(numbers, runs, strict=True):
+            places |= {t.event: (layer, number) for t, layer in zip(run, _layers(run, direction), strict=True)}
     return places
+
+
+def _microbatches(runs: int, microbatches: int, in_last: bool) -> list[int | None]:
+    """The microbatch of each run of a residual's copies one way. The residual may stay on the device in the first
+    microbatch, and in the last one, but not if it is copied `in_last`."""
+    fits = lambda n: microbatches > n and runs % (microbatches - n) == 0 and (microbatches > n + 1 or runs == 1)
+    stays = next(filter(fits, range(3)), None)
+    if microbatches == 1 or stays is None:
+        return [None] * runs
+    each, first = runs // (microbatches - stays), int(stays == 2 or (stays == 1 and in_last))
+    return [first + number // each for number in range(runs)]
 
 
 class _Taken(NamedTuple):

@@ -64,7 +64,7 @@ def accumulate(
       TypeError, ValueError: an argument has no axis of microbatches, or one of another length; and what
         `jax.value_and_grad` raises.
       PolicyError, NotImplementedError: as in `scan`.
-      MemoryError: the pinned host pool cannot hold the stacks of two microbatches.
+      HostPoolFull: the pinned host pool cannot hold the stacks of two microbatches.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -62,7 +62,7 @@ def chain(
     Raises:
       TypeError: a layer returns a carry of another structure; there are more or fewer params than layers; fs is not a
         list or tuple, policy not a Policy, or strict not a bool.
-      PolicyError, MemoryError, NotImplementedError (when differentiated): as in `scan`.
+      PolicyError, HostPoolFull, NotImplementedError (when differentiated): as in `scan`.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -46,7 +46,7 @@ def checkpoint(
     Raises:
       TypeError: f is not a function, policy not a Policy, strict or prevent_cse not a bool.
       ValueError (when called): static_argnums are not arguments.
-      PolicyError, MemoryError, NotImplementedError (when differentiated): as in `scan`.
+      PolicyError, HostPoolFull, NotImplementedError (when differentiated): as in `scan`.
 
     Example:
       >>> import jax, jax.numpy as jnp

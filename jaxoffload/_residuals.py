@@ -50,7 +50,7 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       is kept only while another checkpoint runs again has a table of its own, in `reruns`.
 
     Raises:
-      PolicyError, MemoryError: as the `scan`s, `chain`s and `checkpoint`s in `f` do; MemoryError also if the pinned
+      PolicyError, HostPoolFull: as the `scan`s, `chain`s and `checkpoint`s in `f` do; HostPoolFull also if the pinned
         host pool holds each of them, but not all together.
       NotImplementedError: likewise; or `f` differentiates what is in it, as a training step does: give its loss.
 
@@ -303,8 +303,8 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
 
     Raises:
       PolicyError: it lists each pattern that matches nothing, the names and the nearest.
-      MemoryError: with the bytes that are needed, those in the pool, and the `offload_layers` that would fit. Not where
-        there is no pinned host pool (CPU), unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says how large it would be.
+      HostPoolFull: with the bytes that are needed, those in the pool, and the `offload_layers` that would fit. Not
+        where there is no pinned host pool (CPU), unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says how large it would be.
       ValueError: nothing in `f` uses `policy`.
       TypeError: policy is not a Policy.
 

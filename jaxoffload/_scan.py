@@ -69,7 +69,7 @@ def scan(
 
     Raises (when differentiated, before anything is compiled):
       PolicyError: a pattern matches nothing, or two names of one value have different decisions.
-      MemoryError: this scan needs more than the pinned host pool holds, and the policy says `on_host_full: error`.
+      HostPoolFull: this scan needs more than the pinned host pool holds, and the policy says `on_host_full: error`.
         `check` and `residuals` know what a whole step needs.
       NotImplementedError: this derivative is not supported; or offloading here would give wrong gradients.
 

@@ -1,12 +1,16 @@
-r"""Whether training with offload has the same losses, bit for bit, as training with these residuals saved.
+r"""Whether training with offload has the same losses, bit for bit, as training with these residuals saved; or, with
+`--interleaved`, as training with one microbatch after another.
 
     python -m benchmarks.losses [--config configs/llama-1b.yaml] [--steps 200] [section.key=value ...]
+    python -m benchmarks.losses --interleaved --out benchmarks/results/losses-interleaved.json \
+        train.batch_size=4 train.grad_accumulation=4
     python -m benchmarks.losses --config configs/tiny-moe.yaml --out benchmarks/results/losses-moe.json \
         --variants model.grouped=ragged model.grouped=mosaic "model.grouped=te model.quantize=fp8" -- \
         model.dtype=bfloat16 model.d_model=256 model.heads=4 model.d_expert=256 train.batch_size=8 train.seq_len=256
 
 It runs `models.train` twice under XLA's deterministic options, the second time with every `offload` in the config's
-`remat:` replaced by `save`, and compares the losses of all steps. The exit status is 1 if a loss differs.
+`remat:` replaced by `save`, or with `train.interleave=false`, and compares the losses of all steps. The exit status is
+1 if a loss differs.
 """
 
 import argparse
@@ -36,15 +40,13 @@ def main() -> None:
         sys.exit(f"benchmarks.losses: {options.config} offloads nothing")
     lines = []
     for variant in options.variants:
-        chosen = variant.split()
-        saved = overrides_to_save(load(options.config, [*options.overrides, *chosen]).remat)
-        runs = {"offload": train(options, chosen), "save": train(options, [*chosen, *saved])}
+        runs = {how: train(options, overrides) for how, overrides in compared(options, variant.split()).items()}
         losses = {how: [row["loss"] for row in rows] for how, rows in runs.items()}
         peaks = {how: round((rows[-1]["device_peak_bytes"] or 0) / 2**30, 2) for how, rows in runs.items()}
         line = {
             "overrides": variant,
-            "losses that differ": sum(a != b for a, b in zip(losses["offload"], losses["save"], strict=True)),
-            "losses": [round(loss, 4) for loss in losses["save"]],
+            "losses that differ": sum(a != b for a, b in zip(*losses.values(), strict=True)),
+            "losses": [round(loss, 4) for loss in [*losses.values()][1]],
             "device_peak_gib": peaks,
         }
         lines.append(line)
@@ -52,6 +54,15 @@ def main() -> None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     sys.exit(1 if any(line["losses that differ"] for line in lines) else 0)
+
+
+def compared(options: argparse.Namespace, chosen: list[str]) -> dict[str, list[str]]:
+    """Return the overrides of the two runs, by what the runs do."""
+    if options.interleaved:
+        one_by_one = [*chosen, "train.interleave=false"]
+        return {"interleaved": [*chosen, "train.interleave=true"], "one after another": one_by_one}
+    saved = overrides_to_save(load(options.config, [*options.overrides, *chosen]).remat)
+    return {"offload": chosen, "save": [*chosen, *saved]}
 
 
 def overrides_to_save(policy: Policy) -> list[str]:
@@ -72,6 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="overrides of the config, as for models.train")
     parser.add_argument("--config", default="configs/llama-1b.yaml")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--interleaved", action="store_true", help="compare with one microbatch after another")
     parser.add_argument(
         "--variants",
         nargs="+",

@@ -11,6 +11,7 @@ from common import count
 
 from benchmarks import accumulate, cases, choices, dense, grouped, losses, moe, ratios, sweep
 from jaxoffload import Policy
+from models import config
 from models.config import Model
 from models.moe import _apply_experts
 
@@ -126,6 +127,18 @@ def test_every_offload_of_a_config_becomes_save():
     # A later pattern that takes an offload back stays as it is.
     policy = Policy({"attn/*": "recompute"}, offload_modules=["core_attn"])
     assert losses.overrides_to_save(policy)[-1] == "remat.residuals[attn/*]=recompute"
+
+
+def test_which_runs_have_their_losses_compared():
+    options = argparse.Namespace(config="configs/llama-1b.yaml", overrides=[], interleaved=False)
+    runs = losses.compared(options, ["train.batch_size=4"])
+    assert list(runs) == ["offload", "save"] and all("train.batch_size=4" in run for run in runs.values())
+    load = lambda run: config.load("configs/llama-1b.yaml", run)
+    assert "offload" in dict(load(runs["offload"]).remat.rules).values()
+    assert "offload" not in dict(load(runs["save"]).remat.rules).values()
+    options.interleaved = True
+    runs = losses.compared(options, ["train.batch_size=4", "train.grad_accumulation=4"])
+    assert [load(run).train.interleave for run in runs.values()] == [True, False]
 
 
 @pytest.mark.parametrize("case", [dense.CASE, moe.CASE], ids=lambda case: case.program)

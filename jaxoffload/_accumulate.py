@@ -179,25 +179,25 @@ def _interleaved(call: _Call) -> Any:
     if not _offloads(pieces):
         return None
     _refuse_what_does_not_fit(pieces)
-    fill, drain = ends(pieces, call.microbatches, sum(map(nbytes, map(jax.typeof, leaves))))
+    first, last = ends(pieces, call.microbatches, sum(map(nbytes, map(jax.typeof, leaves))))
     fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
     of_params = fixed[len(pieces.consts) :]
 
     def run(*operands: Any) -> tuple[Any, list[Any], list[Any]]:
         values, batch = dict(zip(fixed, operands, strict=False)), list(operands[len(fixed) :])
-        of = lambda pieces: lambda: program_of(pieces, backward_loops, of_params, values)
-        middle = of(pieces)
-        first, last = (middle if end is pieces else of(end) for end in (fill, drain))
+        made_of = lambda pieces: lambda: program_of(pieces, backward_loops, of_params, values)
+        between = made_of(pieces)
+        of_first, of_last = (between if end is pieces else made_of(end) for end in (first, last))
         microbatch = lambda number: dict(zip(varying, call._replace(batch=batch).microbatch(number), strict=True))
         sums = [filled(jax.typeof(values[v]), 0) for v in of_params]
-        (losses, *aux), grads = interleaved.run(first, middle, last, call.microbatches, microbatch, sums)
+        (losses, *aux), grads = interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
         value, _ = lax.scan(lambda total, loss: (total + loss, None), filled(jaxpr.out_avals[0], 0), losses)
         return value, aux, grads
 
     operands = [*pieces.consts, *leaves, *call.batch]
     of_one = interleaved.Loss(convert_constvars_jaxpr(jaxpr), (*[False] * len(jaxpr.consts), *is_param))
-    loops, of_first, of_last = (tuple(scan.loops for scan in each.scans) for each in (pieces, fill, drain))
-    what = interleaved.Interleaved(of_one, loops, of_first, of_last, call.microbatches)
+    loops_in = lambda pieces: tuple(scan.loops for scan in pieces.scans)
+    what = interleaved.Interleaved(of_one, loops_in(pieces), loops_in(first), loops_in(last), call.microbatches)
     outs = interleaved.bind(run, what, *operands)
     value, aux, grads = outs[0], outs[1 : -len(leaves)], outs[-len(leaves) :]
     _, of_aux = shape

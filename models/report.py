@@ -218,15 +218,18 @@ def memory_lines(config: Config, made: Program, table: Residuals, working: Room)
         "residuals on the host": kept("offloaded"),
     }
     *on_device, host = (each for _, each, _ in rows.values())
+    alone = proof.staying(made.step, made.state, made.tokens) if interleaves(config, table) else 0
+    for_a_lone_pass = f"{'kept for a lone pass':24} {'':>12}  {readable(alone):>12} per device, not offloaded there"
     where = "the device" if mesh.size == 1 else f"each of {mesh.size} devices"
     return [
         *(
             f"{name:24} {readable(total):>12}  {readable(each):>12} per device{of}"
             for name, (total, each, of) in rows.items()
         ),
+        *([for_a_lone_pass] if alone else []),
         f"{'working set of a layer':24} {'':>12}  {readable(working.layer):>12} per device, estimated",
         f"{'or of a chunk of logits':24} {'':>12}  {readable(working.loop):>12} per device, estimated",
-        f"expected on {where}: {readable(sum(on_device) + max(working))}, and {readable(host)} of host memory",
+        f"expected on {where}: {readable(sum(on_device) + alone + max(working))}, and {readable(host)} of host memory",
     ]
 
 

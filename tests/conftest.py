@@ -53,8 +53,8 @@ def shared():
     import jax
 
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    # pytest writes the current test here, and JAX writes where CUDA is when it imports Mosaic.
-    others = {"PYTEST_CURRENT_TEST", "MOSAIC_GPU_CUDA_ROOT"}
+    # pytest writes the current test here, and JAX writes where CUDA and its runtime are when it imports Mosaic.
+    others = {"PYTEST_CURRENT_TEST", "MOSAIC_GPU_CUDA_ROOT", "MOSAIC_GPU_RUNTIME_LIB_PATH"}
     environment = {key: value for key, value in os.environ.items() if key not in others}
     return {
         "environment": environment,

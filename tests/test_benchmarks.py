@@ -115,7 +115,8 @@ def test_accumulation_by_hand():
     found = accumulate.ratios(modes)
     assert found["won_back"] == 1.1 and found["interleaved/remat by temp_gib"] == 0.6667
     assert found["interleaved/saved_all"] == 0.98 and found["exposed/step"] == 0.005
-    assert accumulate.compile_ratio({"2": {"modes": modes}, "16": {"modes": modes}}) == 1.0
+    compiled_in = lambda seconds: {"modes": {"interleaved": {"compile_s": seconds}}}
+    assert accumulate.compile_ratio({"16": compiled_in(3.0), "2": compiled_in(2.0)}) == 1.5
     assert "won_back" not in accumulate.ratios({"remat": modes["remat"]})
 
 

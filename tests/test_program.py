@@ -67,6 +67,16 @@ ONE = BATCH * HIDDEN * 2  # bytes of one layer's fc1, bfloat16
 STREAM = BATCH * DIM * 2  # bytes of one layer's input
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_cached():
+    """JAX cannot read from its cache what was compiled for a GPU that is not here."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, float("inf"))
+    yield
+    jax.config.update(name, before)
+
+
 @pytest.fixture(scope="module")
 def gpu():
     """The machine's GPU, or an H200."""
@@ -293,7 +303,8 @@ def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing
         module, memory = module_of(program), program.memory_analysis()
         assert kernels_on_host_memory(module) == [] and list(hlo.out_of_range(module)) == []
         assert memory.host_temp_size_in_bytes <= 2 * layers * rows * (d + 2 * hidden) * 2
-        assert all(set(begun) <= {0, count // 2} for count, begun in begun_after(module))  # two layers per iteration
+        begins = [(matmuls, set(begun)) for matmuls, begun in begun_after(module)]
+        assert begins and all(begun <= {0, matmuls // 2} for matmuls, begun in begins)  # two layers per iteration
         temporary[count] = memory.temp_size_in_bytes
     # Of two microbatches, more of the first one's residuals stay on the device.
     assert temporary[2] <= recomputing.temp_size_in_bytes

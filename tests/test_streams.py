@@ -454,7 +454,7 @@ def test_each_copy_has_its_microbatch():
     assert all(m.microbatch is None for m in found.moves if m.layer is None)
     assert [move["microbatch"] for move in json.loads(found.to_json())["moves"]][2] == 0
     assert found.exposed_by_microbatch == {0: 4, 1: 4, 2: 4}  # no kernel ran
-    assert "exposed ms of the first microbatch 4.00, of the last 4.00, of each other at most 4.00" in str(found)
+    assert "exposed ms of microbatch 0 4.00, of microbatch 2 4.00, of each between at most 4.00" in str(found)
     middle = timeline(found)
     assert middle.microbatch == 1 and {m.microbatch for lane in middle.lanes for m, _ in lane.copies} == {1}
     assert "<caption>Copies of layers 0, 1 of microbatch 1</caption>" in page("a step", {}, profile=found)

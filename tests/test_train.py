@@ -646,7 +646,7 @@ def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, cap
     simple = (*simple, "train.verify=true", "train.grad_accumulation=2")
     assert train.main([str(config), *simple, f"train.out={tmp_path}/out"]) == 0
     said = capsys.readouterr().out
-    assert said.count(": holds ") == 11 and "step: holds        placement:" in said and " fails" not in said
+    assert said.count(": holds ") == 12 and "step: holds        placement:" in said and " fails" not in said
     real = _loops._put
     monkeypatch.setattr(_loops, "_put", lambda s, x, i: s if on_host(jax.typeof(s)) else real(s, x, i))
     jax.clear_caches()

@@ -9,8 +9,10 @@ from common import normal, policy
 from jax.sharding import AxisType, NamedSharding
 from test_verify import a_host_write_is_skipped, rows_in_wrong_order
 
-from jaxoffload import accumulate, chain, residuals, scan, tag, verify
-from jaxoffload._engine import interleaved, passes
+from jaxoffload import _accumulate, accumulate, chain, residuals, scan, tag, verify
+from jaxoffload._engine import fill_and_drain, interleaved, passes
+from jaxoffload._engine.fill_and_drain import Ends
+from jaxoffload._engine.walk import walk
 from jaxoffload._jax import HOST
 from jaxoffload._text import readable
 from jaxoffload.proof._program.target import rows_read_beyond, target_of
@@ -143,8 +145,9 @@ ROW = BATCH * DIM * 4  # bytes of one layer's x
     ],
     ids=str,
 )
-def test_the_bytes_of_one_microbatch_on_the_device_and_of_two_on_the_host(fields, moved, rows, count):
+def test_the_bytes_of_one_microbatch_on_the_device_and_of_two_on_the_host(fields, moved, rows, count, monkeypatch):
     """By hand: rows of x that move; all rows of two stacks, and the last layer's if that stands alone."""
+    monkeypatch.setattr(_accumulate, "ends", lambda pieces, *_: Ends(pieces, pieces))  # nothing stays on the device
     rules = policy({"x": "offload", "fc1": "recompute", "act": "save"}, **fields)
     step = step_under(rules)
     verdict, said = conservation(target_of(step, (WEIGHTS, MICROBATCHES[:count])))
@@ -152,6 +155,20 @@ def test_the_bytes_of_one_microbatch_on_the_device_and_of_two_on_the_host(fields
     assert f"; of two {readable(rows * ROW)} on the host, padding rows included" in said
     if fields.get("other_layers") != "recompute":  # there, less is on the device too
         assert said.startswith(f"of one microbatch by the jaxpr {readable(moved * ROW)} less than the reference's")
+
+
+@pytest.mark.claim("accumulated-bytes")
+@pytest.mark.parametrize("count, stacks", [(2, 1), (3, 2), (4, 2), (5, 2)])
+def test_the_bytes_on_the_host_where_x_stays_on_the_device_in_the_first_microbatch(count, stacks, monkeypatch):
+    with_room = fill_and_drain.ends
+    monkeypatch.setattr(_accumulate, "ends", lambda pieces, *_: Ends(with_room(pieces, 2, 10**6).first, pieces))
+    step = step_under(policy({"x": "offload", "fc1": "recompute", "act": "save"}))
+    microbatches = normal(2, (count, BATCH, DIM))
+    (params,) = (s.eqn.params for s in walk(jax.make_jaxpr(step)(WEIGHTS, microbatches)) if "first" in s.eqn.params)
+    assert params["first"][0].segments[0].on_host == 0 < params["last"][0].segments[0].on_host
+    verdict, said = conservation(target_of(step, (WEIGHTS, microbatches)))
+    assert verdict == "holds", said
+    assert f"; of two {readable(stacks * LAYERS * ROW)} on the host, padding rows included" in said
 
 
 def test_what_cannot_be_told_by_the_bytes_of_a_step():

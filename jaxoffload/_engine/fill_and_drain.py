@@ -1,8 +1,8 @@
 """What stays on the device in the first and the last of interleaved microbatches, one pass of which runs alone.
 
 The first forward pass (the fill) and the last backward pass (the drain) have no other pass beside them. Where a layer
-then takes less time than its copies, some of its residuals stay on the device: as few as make the others fit. What
-stays takes less than a second set of gradients, which a plain loop over microbatches holds (an eighth is for what is in
+then takes less time than its copies, some of its residuals stay on the device, so that the others fit. What stays takes
+less than a second set of gradients, which a plain loop over microbatches holds (an eighth is for what is in
 flight), and the less the more microbatches share the time that it saves.
 """
 
@@ -14,9 +14,9 @@ from typing import NamedTuple
 import jax
 from jax.extend.core import Jaxpr
 
-from .._jax import nbytes
 from .copying_loops import Loops
 from .cost import Rates, cost
+from .device_bytes import straight
 from .pieces import Pieces, Scan, Straight
 from .segments import Segment
 
@@ -26,27 +26,31 @@ _BUS_GB_S = 53.0  # one way
 
 
 class Ends(NamedTuple):
-    """The pieces of the first and of the last microbatch; those of the others, where nothing stays."""
+    """The pieces of the first and of the last microbatch. If nothing stays, they are the object that all others use."""
 
     first: Pieces
     last: Pieces
 
 
 def ends(pieces: Pieces, microbatches: int, gradients: int) -> Ends:
-    """Return the pieces of the first and the last microbatch. `gradients`: bytes of a set of gradients."""
-    first, left = _with_room(pieces, lambda segment: segment.jaxpr, int(min(7 / 8, 2 / microbatches) * gradients))
-    last, _ = _with_room(pieces, _backward, left)
+    """Return the pieces of the first and the last microbatch. `gradients`: bytes of a set of them, on all devices."""
+    budget = int(min(7 / 8, 2 / microbatches) * gradients) // _devices()
+    first, left = _with_room(pieces, lambda segment: segment.jaxpr, budget)
+    last, _ = _with_room(pieces, lambda segment: segment.backward, left)
     return Ends(first, last)
 
 
-def _backward(segment: Segment) -> Jaxpr:
-    return segment.layer.backward((True,) * sum(segment.layer.out_perturbed))
+def _devices() -> int:
+    """Over how many devices values are spread that are traced here; inside `shard_map` they are one device's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in (*mesh.auto_axes, *mesh.explicit_axes))
 
 
 def _with_room(pieces: Pieces, run: Callable[[Segment], Jaxpr], budget: int) -> tuple[Pieces, int]:
-    """The pieces where copies run beside that alone, and what is left of a budget: the bytes that may stay.
+    """The pieces if a layer's copies run only beside what `run` returns, and what is left of the `budget`.
 
-    The last layers' residuals are needed first, so the last scan comes first.
+    `budget`: the bytes per device that may stay. The last layers' residuals are needed first, so the last scan is
+    served first.
     """
     made: list[Straight | Scan] = []
     for piece in reversed(pieces.pieces):
@@ -72,18 +76,17 @@ def _limited(loops: Loops, run: Callable[[Segment], Jaxpr], budget: int) -> tupl
 
 
 def _staying(segment: Segment, run: Callable[[Segment], Jaxpr], budget: int) -> dict[int, int]:
-    """The residuals of a layer that stay, each with its bytes: at most `budget`."""
+    """The residuals of each layer that stay, with their bytes per device: at most `budget` per layer."""
     stored = [n for n, place in enumerate(segment.places()) if place != "operand"]
-    avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
-    size = {n: nbytes(aval) for n, aval in zip(stored, avals, strict=True)}
-    mesh = jax.sharding.get_abstract_mesh()
-    devices = math.prod(mesh.shape[axis] for axis in (*mesh.auto_axes, *mesh.explicit_axes))
-    room = int(cost(run(segment), _RATES, devices).seconds * devices * _BUS_GB_S * 1e9)
-    return staying({n: size[n] for n in segment.numbers("host")}, room, budget)
+    program = straight(segment.jaxpr)
+    values = dict(zip(stored, program.outputs[len(program.outputs) - len(stored) :], strict=True))
+    sizes = {n: program.share(value) for n in segment.numbers("host") if (value := values[n])}
+    room = int(cost(run(segment), _RATES, _devices()).seconds * _BUS_GB_S * 1e9)
+    return staying(sizes, room, budget)
 
 
 def staying(sizes: dict[int, int], room: int, budget: int) -> dict[int, int]:
-    """Those of some sizes that stay, at most `budget` together, so that the others fit in `room` if they can."""
+    """Return which sizes stay, at most `budget` together: large ones that do not fit in the `room` of the others."""
     stay = {}
     for n, size in sorted(sizes.items(), key=lambda item: -item[1]):
         if size <= room:

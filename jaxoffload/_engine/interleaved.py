@@ -90,7 +90,7 @@ class _State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Loss:
-    """The loss of one microbatch, for those who read the equation.
+    """The loss of one microbatch, for readers of the equation.
 
     Attributes:
       jaxpr: constants, parameters, the values of a microbatch -> the loss, other results.
@@ -106,7 +106,7 @@ class Loss:
 
 
 class Interleaved(NamedTuple):
-    """What interleaves, for those who read the equation.
+    """What interleaves, for readers of the equation.
 
     Attributes:
       loss: of one microbatch.

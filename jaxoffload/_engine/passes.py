@@ -1,4 +1,4 @@
-"""The forward and the backward pass of one microbatch, in stretches of layers that somebody else runs.
+"""The forward and the backward pass of one microbatch, in stretches of layers, which the caller runs.
 
 A pass is a generator: it computes what stands before a stretch, yields the stretch, and goes on behind it with the
 state that the stretch was left in.

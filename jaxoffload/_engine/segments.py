@@ -60,6 +60,11 @@ class Segment(NamedTuple):
         """A scope per stack on the host."""
         return self.layer.copies if self.on_host else []
 
+    @property
+    def backward(self) -> Jaxpr:
+        """The backward pass of a layer, if all results have cotangents."""
+        return self.layer.backward((True,) * sum(self.layer.out_perturbed))
+
     def places(self) -> list[str]:
         """Where each residual of a layer is, between the passes."""
         return ["device" if k.place == "host" and not self.on_host else k.place for k in self.layer.kept]

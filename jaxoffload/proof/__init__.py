@@ -11,6 +11,7 @@ from ._predict.machine import known_machine as known_machine
 from ._predict.machine import machine as machine
 from ._predict.room import Room as Room
 from ._predict.room import room as room
+from ._predict.staying import staying as staying
 from ._program.exact import exact_options as exact_options
 from ._report.page import about as about
 from ._report.page import page as page

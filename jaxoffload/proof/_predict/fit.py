@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -222,26 +223,31 @@ def _interleaved(passes: list[_Pass], machine: Machine, devices: int) -> Iterato
     bus = machine.bus(devices)
     both_ways = Bus(bus.together, bus.together, bus.together)
     for run in (run for run in passes if run.eqn.primitive is interleaved_p):
-        microbatches = run.eqn.params["microbatches"]
-        others = run._replace(runs=run.runs * (microbatches - 1))
-        for forward, backward, layers, moved in _beside(run.segments):
-            rates = both_ways if forward.on_host and backward.on_host else bus
-            if forward is backward:
-                copies = _copies(forward, run, rates)
-            else:
-                copies = [copy._replace(h2d_ms=0.0) for copy in _copies(forward, run, rates)]
-                copies += [copy._replace(d2h_ms=0.0) for copy in _copies(backward, run, rates)]
-            if copies:
-                fit = _fit(layers, moved, others, (forward.jaxpr, _backward(backward)), copies, machine)
-                yield dataclasses.replace(fit, microbatches=microbatches, beside=True)
-        ends = ([segment for loops in run.eqn.params[end] for segment in loops.segments] for end in ("first", "last"))
-        for segment, first, last in zip(run.segments, *ends, strict=True):
+        params, microbatches = run.eqn.params, run.eqn.params["microbatches"]
+        segments = {of: [s for loops in params[of] for s in loops.segments] for of in ("first", "loops", "last")}
+        of_each = [segments["first"], *[segments["loops"]] * (microbatches - 2), segments["last"]]
+        beside = Counter((tuple(forward), tuple(backward)) for backward, forward in itertools.pairwise(of_each))
+        for (forwards, backwards), times in beside.items():
+            for forward, backward, layers, moved in _beside(forwards, backwards):
+                rates = both_ways if forward.on_host and backward.on_host else bus
+                copies = _both(_copies(forward, run, rates), _copies(backward, run, rates))
+                if copies:
+                    jaxprs = forward.jaxpr, backward.backward
+                    fit = _fit(layers, moved, run._replace(runs=run.runs * times), jaxprs, copies, machine)
+                    yield dataclasses.replace(fit, microbatches=microbatches, beside=True)
+        for segment, first, last in zip(segments["loops"], segments["first"], segments["last"], strict=True):
             copies = _copies(segment, run, bus)
             copied = zip(segment.numbers("host"), copies, strict=True)
             if alone := [one for number, copy in copied if (one := _alone(copy, number, first, last))]:
-                jaxprs = segment.jaxpr, _backward(segment)
-                fit = _fit(segment.layers, segment.on_host, run, jaxprs, alone, machine)
+                fit = _fit(segment.layers, segment.on_host, run, (segment.jaxpr, segment.backward), alone, machine)
                 yield dataclasses.replace(fit, microbatches=microbatches)
+
+
+def _both(to_host: list[LayerCopy], back: list[LayerCopy]) -> list[LayerCopy]:
+    """The copies of a forward and of a backward pass; what is copied both ways is one."""
+    only = lambda copies, others, **none: [c._replace(**none) for c in copies if c not in others]
+    both = [copy for copy in to_host if copy in back]
+    return both + only(to_host, back, h2d_ms=0.0) + only(back, to_host, d2h_ms=0.0)
 
 
 def _alone(copy: LayerCopy, number: int, first: Segment, last: Segment) -> LayerCopy | None:
@@ -259,21 +265,16 @@ class _Beside(NamedTuple):
     moved: int
 
 
-def _beside(segments: list[Segment]) -> Iterator[_Beside]:
-    """Pair the layers of these segments with the same ones in reverse."""
+def _beside(forwards: Sequence[Segment], backwards: Sequence[Segment]) -> Iterator[_Beside]:
+    """Pair the layers of a forward pass with those of a backward pass, which are in reverse."""
     # An iteration copies the residuals of the layer before.
     copies = lambda segment, layer: segment.layers - layer <= segment.on_host
-    layers = [(segment, copies(segment, layer)) for segment in segments for layer in range(segment.layers)]
-    pairs = zip(layers, reversed(layers), strict=True)
+    layers = lambda segments: [(s, copies(s, layer)) for s in segments for layer in range(s.layers)]
+    pairs = zip(layers(forwards), reversed(layers(backwards)), strict=True)
     for _, those in itertools.groupby(pairs, key=lambda pair: (id(pair[0][0]), id(pair[1][0]))):
         forward, backward = zip(*those, strict=True)
         moved = max(sum(is_row for _, is_row in way) for way in (forward, backward))
         yield _Beside(forward[0][0], backward[0][0], len(forward), moved)
-
-
-def _backward(segment: Segment) -> Jaxpr:
-    """The backward pass of a layer, from the cotangents of all its results: which the loss reads is not known here."""
-    return segment.layer.backward((True,) * sum(segment.layer.out_perturbed))
 
 
 def _copies(segment: Segment, run: _Pass, bus: Bus) -> list[LayerCopy]:

@@ -142,10 +142,11 @@ class Profile:
             rate = t.bytes / t.ms / 1e6 if t.ms else 0.0
             numbers = f"{t.copies:6} {readable(t.bytes):>10} {t.ms:9.2f} {rate:6.1f} {t.exposed_ms:10.2f}"
             lines.append(f"{t.residual:28} {t.direction:4} {numbers}  {stream_numbers(t.streams)}")
-        if self.exposed_by_microbatch:
-            first, *others, last = self.exposed_by_microbatch.values()
-            between = f", of each other at most {max(others):.2f}" if others else ""
-            lines.append(f"exposed ms of the first microbatch {first:.2f}, of the last {last:.2f}{between}")
+        if exposed := self.exposed_by_microbatch:
+            ends = {min(exposed), max(exposed)}
+            of_ends = ", ".join(f"of microbatch {number} {exposed[number]:.2f}" for number in sorted(ends))
+            others = [ms for number, ms in exposed.items() if number not in ends]
+            lines.append(f"exposed ms {of_ends}" + (f", of each between at most {max(others):.2f}" if others else ""))
         lines.append(f"kernels {self.compute_ms} ms, of these collectives {self.collective_ms} ms")
         return "\n".join(lines)
 
@@ -293,26 +294,31 @@ def _places(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, tup
         executed[e.op] += 1
         if row is None or row > 0:
             groups[copy.residual, str(e.direction), copy.microbatches].append(_Taken(e, row))
-    last_d2h = max((taken[-1].event.start for (_, way, _), taken in groups.items() if way == "d2h"), default=0)
+    starts = lambda way: [t.event.start for (_, w, n), taken in groups.items() if w == way and n > 1 for t in taken]
+    first_back, last_put = min(starts("h2d"), default=math.inf), max(starts("d2h"), default=0)
     places: dict[Event, tuple[int, int | None]] = {}
     for (residual, direction, microbatches), taken in groups.items():
         runs = list(_runs(taken, direction))
-        back = groups.get((residual, "h2d", microbatches), taken)
-        numbers = _microbatches(len(runs), microbatches, back[-1].event.start > last_d2h)
+        put, back = (groups.get((residual, way, microbatches), []) for way in ("d2h", "h2d"))
+        in_first = not put or put[0].event.start < first_back
+        in_last = not back or back[-1].event.start > last_put
+        numbers = _microbatches(len(runs), microbatches, in_first, in_last)
         for number, run in zip(numbers, runs, strict=True):
             places |= {t.event: (layer, number) for t, layer in zip(run, _layers(run, direction), strict=True)}
     return places
 
 
-def _microbatches(runs: int, microbatches: int, in_last: bool) -> list[int | None]:
-    """The microbatch of each run of a residual's copies one way. The residual may stay on the device in the first
-    microbatch, and in the last one, but not if it is copied `in_last`."""
-    fits = lambda n: microbatches > n and runs % (microbatches - n) == 0 and (microbatches > n + 1 or runs == 1)
-    stays = next(filter(fits, range(3)), None)
-    if microbatches == 1 or stays is None:
-        return [None] * runs
-    each, first = runs // (microbatches - stays), int(stays == 2 or (stays == 1 and in_last))
-    return [first + number // each for number in range(runs)]
+def _microbatches(runs: int, microbatches: int, in_first: bool, in_last: bool) -> list[int | None]:
+    """The microbatch of each run of a residual's copies one way.
+
+    `in_first`, `in_last`: whether copies run where only the first forward and the last backward pass do. A residual
+    that is not copied there stays on the device in that microbatch. If all stay in the first one, none tells.
+    """
+    for first in (int(not in_first), 1):
+        others = microbatches - first - (not in_last)
+        if microbatches > 1 and others > 0 and runs % others == 0 and (others > 1 or runs == 1):
+            return [first + number * others // runs for number in range(runs)]
+    return [None] * runs
 
 
 class _Taken(NamedTuple):

@@ -4,7 +4,8 @@ Exactly, in the jaxpr; on a GPU also in XLA's memory plan and, from the command 
 layer and a stated tolerance.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import device_put_p
 
 from ..._compiler_options import compiler_options
-from ..._engine.interleaved import interleaved_p, loops_of
+from ..._engine.interleaved import interleaved_p
 from ..._engine.walk import walk
 from ..._jax import SHARD_MAP, evaluate, nbytes, on_host, without_dead_code
 from ..._reference import as_reference, with_layers
@@ -108,14 +109,14 @@ def _of_a_step(target: Target) -> Found:
     if both.freed != both.held:
         return _unequal(target, both)
     detail = f"of one microbatch {both.detail}"
-    stacks, lasts = _stacks_of_a_microbatch(eqn)
-    if stacks + lasts != both.ours.host_bytes:
+    kept = list(_kept(eqn))
+    if sum(k.stack + k.last for k in kept) != both.ours.host_bytes:
         return NOT_CHECKED, f"{detail}; of two it is not known: the loss offloads beside its scans too"
-    copied = eqn.params["microbatches"] * (stacks + lasts)
-    more = _put_on_the_host(without_dead_code(eqn.params["call_jaxpr"])) - 2 * stacks - copied
-    if more > 0:
+    put = sum(k.stack * k.stacks_made + (k.stack + k.last) * sum(k.on_host) for k in kept)
+    if (more := _put_on_the_host(without_dead_code(eqn.params["call_jaxpr"])) - put) > 0:
         return FAILS, f"{detail}; beside two sets of stacks and their rows the step puts {readable(more)} there"
-    on_the_host = 2 * stacks + lasts  # the last layer's row is read before the next one is written
+    # The last layer's row is read before the next one is written.
+    on_the_host = sum(k.stack * k.stacks_at_once + k.last for k in kept)
     detail += f"; of two {readable(on_the_host)} on the host, padding rows included"
     # Of what stays on the device there are two too, and a layer of each is in flight.
     stays = both.ours.device_bytes + 2 * sum(row.bytes_per_layer for row in both.moved)
@@ -123,12 +124,35 @@ def _of_a_step(target: Target) -> Found:
     return _joined(detail, _by_memory_analysis(target, freed_on_each, on_the_host))
 
 
-def _stacks_of_a_microbatch(eqn: JaxprEqn) -> tuple[int, int]:
-    """Bytes of the stacks on the host, into which each layer writes a row; and of last layers' rows on their own."""
-    segments = [segment for loops in loops_of(eqn) for segment in loops.segments]
-    row = lambda segment: sum(nbytes(aval) for _, aval in for_host(segment))
-    stacks = sum(segment.layers * row(segment) for segment in segments)
-    return stacks, sum(row(segment) for segment in segments if segment.on_host == segment.layers)
+class _Kept(NamedTuple):
+    """A residual of a segment: bytes of its stack on the host, and of the last layer's row if that is on its own there.
+
+    `on_host`: for each microbatch, whether it is kept there. In the first and in the last it may stay on the device.
+    """
+
+    stack: int
+    last: int
+    on_host: list[bool]
+
+    @property
+    def stacks_made(self) -> int:
+        """A forward pass writes to the stack of the microbatch before the one before it, if there is one."""
+        return sum(there and not (m > 1 and self.on_host[m - 2]) for m, there in enumerate(self.on_host))
+
+    @property
+    def stacks_at_once(self) -> int:
+        return max(map(sum, itertools.pairwise(self.on_host)))
+
+
+def _kept(eqn: JaxprEqn) -> Iterator[_Kept]:
+    """What the scans of an interleaved loss keep on the host."""
+    of = lambda which: [segment for loops in eqn.params[which] for segment in loops.segments]
+    for segment, first, last in zip(of("loops"), of("first"), of("last"), strict=True):
+        for number, (_, aval) in zip(segment.numbers("host"), for_host(segment), strict=True):
+            in_first, in_last = (number in end.numbers("host") for end in (first, last))
+            row = nbytes(aval)
+            on_host = [in_first, *[True] * (eqn.params["microbatches"] - 2), in_last]
+            yield _Kept(segment.layers * row, row * (segment.on_host == segment.layers), on_host)
 
 
 def _put_on_the_host(jaxpr: Jaxpr) -> int:

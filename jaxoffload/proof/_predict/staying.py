@@ -1,0 +1,49 @@
+"""staying(): what `accumulate` keeps on the device in the first and in the last microbatch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from ..._engine.copying_loops import Loops
+from ..._engine.interleaved import interleaved_p
+from ..._engine.walk import walk
+
+
+def staying(f: Callable[..., Any], *args: Any) -> int:
+    """Return how many bytes of residuals marked offload stay on each device at once. Nothing runs.
+
+    `accumulate` keeps so many there, in the first microbatch or the last, that the others fit behind the pass that runs
+    alone.
+
+    Args:
+      f: a training step.
+      args: its arguments, pytrees of arrays or of `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      Bytes per device; 0 if nothing stays, or if `f` does not accumulate.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxoffload import Policy, accumulate, scan, tag
+      >>> from jaxoffload.proof import staying
+      >>> policy = Policy({"fc1": "offload"}, min_offload_bytes=0)
+      >>> layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
+      >>> loss = lambda w, x: jnp.sum(scan(layer, x, w, policy=policy)[0])
+      >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+      >>> staying(accumulate(loss), shape(8, 1024, 1024), shape(4, 256, 1024)) // (8 * 256 * 1024 * 2)
+      1
+    """
+    sites = walk(jax.make_jaxpr(f)(*args))
+    return max((_bytes(site.eqn) for site in sites if site.eqn.primitive is interleaved_p), default=0)
+
+
+def _bytes(eqn: JaxprEqn) -> int:
+    offloaded, first, last = (_on_host(eqn.params[of]) for of in ("loops", "first", "last"))
+    of_ends = offloaded - first, offloaded - last
+    return sum(of_ends) if eqn.params["microbatches"] == 2 else max(of_ends)
+
+
+def _on_host(loops: tuple[Loops, ...]) -> int:
+    return sum(segment.layers * segment.layer.host_bytes for each in loops for segment in each.segments)

@@ -302,7 +302,8 @@ def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing
         program = compiled(gpu, interleaved, w, xs(count))
         module, memory = module_of(program), program.memory_analysis()
         assert kernels_on_host_memory(module) == [] and list(hlo.out_of_range(module)) == []
-        assert memory.host_temp_size_in_bytes <= 2 * layers * rows * (d + 2 * hidden) * 2
+        both = 2 * layers * rows * (d + 2 * hidden) * 2  # stacks; of two microbatches, parts stay on the device
+        assert memory.host_temp_size_in_bytes == both if count > 2 else memory.host_temp_size_in_bytes < both
         begins = [(matmuls, set(begun)) for matmuls, begun in begun_after(module)]
         assert begins and all(begun <= {0, matmuls // 2} for matmuls, begun in begins)  # two layers per iteration
         temporary[count] = memory.temp_size_in_bytes

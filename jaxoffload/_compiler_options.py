@@ -26,6 +26,9 @@ _COPY_MS = {"dynamic-slice-start": 1000.0, "dynamic-update-slice-start": 1000.0,
 _COPIES = {"dynamic-slice-start": 100, "dynamic-update-slice-start": 100, "copy-start": 500}
 # Double buffering clones a loop, and the loop around it.
 _CLONES = ("", ".double_buffer_clone", *(f".double_buffer_clone.{i}" for i in range(1, 4)))
+# Of an odd number of iterations it takes the first out of the loop. Its copies get less time than a `copy-start`, which
+# fetches the last layer's residuals and is to begin before them.
+_PEELED = (".peeled_double_buffer", ".peeled_double_buffer.double_buffer_clone", ".peeled_double_buffer2")
 
 _BACKENDS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
@@ -74,6 +77,13 @@ class _Profile(bytes):
 
 def _profile(copies: dict[str, float]) -> _Profile:
     """A `ProfiledInstructionsProto` as text: ms per copy, under the names that XLA numbers and clones copies by."""
-    numbers = lambda copy: ["", *(f".{i}{more}" for i in range(1, _COPIES[copy]) for more in ("", ".0", ".1"))]
-    names = [(copy + n + clone, ms) for copy, ms in copies.items() for n in numbers(copy) for clone in _CLONES]
-    return _Profile("".join(f'costs {{ name: "{name}" cost_us: {1000 * ms:g} }}\n' for name, ms in names).encode())
+
+    def names(copy: str, clones: tuple[str, ...]) -> list[str]:
+        numbers = ["", *(f".{i}{more}" for i in range(1, _COPIES[copy]) for more in ("", ".0", ".1", ".2"))]
+        return [copy + number + clone for number in numbers for clone in clones]
+
+    costs = [(name, ms) for copy, ms in copies.items() for name in names(copy, _CLONES)]
+    costs += [
+        (name, 0.75 * copies["copy-start"]) for copy in copies if copy != "copy-start" for name in names(copy, _PEELED)
+    ]
+    return _Profile("".join(f'costs {{ name: "{name}" cost_us: {1000 * ms:g} }}\n' for name, ms in costs).encode())

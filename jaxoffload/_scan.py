@@ -24,7 +24,7 @@ from ._engine.host_pool_limit import admitted
 from ._engine.layer import Body, linearize, perturbed_carry
 from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.plan import Override
-from ._engine.segments import LayerRange, layer_ranges, segment_of
+from ._engine.segments import LayerRange, layer_ranges, reads_of, segment_of
 from ._engine.transpose_only import with_tangents
 from ._jax import Results, Values, as_array, evaluate
 from ._policy import Policy, check_arguments
@@ -254,8 +254,7 @@ def _loops(
     if any(r.recompute for r in each):
         other = linearize(body, perturbed, policy, strict, Override("recompute", "other_layers"))
     segments = [segment_of(r, other if r.recompute else layer) for r in each]
-    numbers = sorted({k.operand for segment in segments for k in segment.layer.kept if k.operand is not None})
-    reads = tuple((number, number < body.consts) for number in numbers)
+    reads = reads_of(segments, body.consts)
     return Loops(tuple(segments), length, reverse, unroll, body.consts, body.carry, reads)
 
 

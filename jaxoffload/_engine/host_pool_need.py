@@ -13,7 +13,7 @@ from .copying_loops import Segment, backward_p, forward_p
 from .device_bytes import Buffer, Op, Straight, straight
 from .host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from .interleaved import interleaved_p
-from .layer import host_share
+from .layer import shares
 from .walk import nested
 
 
@@ -64,12 +64,12 @@ def _with(need: Need, op: Op, program: Straight, returned: set[Buffer | None]) -
         segments: list[Segment] = eqn.params["loops"].segments
         offloads = [segment for segment in segments if segment.on_host and eqn.primitive is forward_p]
         stacks = stacks + [
-            Stack(segment.on_host, host_share(segment.jaxpr, segment.layer.kept)) for segment in offloads
+            Stack(segment.on_host, sum(shares(segment.jaxpr, segment.layer.kept, "host"))) for segment in offloads
         ]
         inside = [(segment.layers, 1, need_of(segment.jaxpr, False)) for segment in segments]
     elif eqn.primitive is interleaved_p:
         offloads = [segment for loops in eqn.params["loops"] for segment in loops.segments if segment.on_host]
-        each = [Stack(segment.on_host, host_share(segment.jaxpr, segment.layer.kept)) for segment in offloads]
+        each = [Stack(segment.on_host, sum(shares(segment.jaxpr, segment.layer.kept, "host"))) for segment in offloads]
         stacks, inside = [*stacks, *each, *each], []  # of two microbatches
     else:
         other += sum(program.share(x) for x in op.results if on_host(x.aval) and x not in returned)

@@ -56,7 +56,7 @@ def run(
         forward_pass = forward(program, arguments(number), stacks)
         sums, (flight, result) = beside(backward(before, state.flight, state.sums), forward_pass)
         # XLA then keeps each stack in one place, though the layers may be odd in number, and adds gradients in order.
-        state = lax.optimization_barrier(_State(sums, flight, stacks_of(before, state.flight)))
+        state = lax.optimization_barrier(_State(sums, flight, stacks_of(state.flight)))
         return state, result
 
     def middle_step(state: _State, number: Any) -> tuple[_State, list[Any]]:

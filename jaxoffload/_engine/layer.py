@@ -38,6 +38,11 @@ class Kept(NamedTuple):
     def name(self) -> PlanName | None:
         return self.source.name
 
+    @property
+    def rows(self) -> frozenset[int]:
+        """The numbers of its rows in the plan: the same under each `Override`."""
+        return frozenset(name.number for name in self.source.names)
+
 
 def in_three(xs: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
     """The first `first` values, the next `second` ones, and the rest."""
@@ -67,15 +72,13 @@ class Layer:
     """A body and its derivative.
 
     Attributes:
-      consts, carry: how many of the operands, and of the results, are constants and carry.
       forward: operands -> carry, ys, and the residuals that are not operands.
       tangent_jaxpr: all residuals, tangents of the perturbed operands -> tangents of the perturbed results.
       kept: the residuals, in the order of `tangent_jaxpr`.
       perturbed, out_perturbed: which operands and which results have tangents.
     """
 
-    consts: int
-    carry: int
+    body: Body
     forward: Jaxpr
     tangent_jaxpr: Jaxpr
     kept: tuple[Kept, ...]
@@ -84,9 +87,19 @@ class Layer:
     out_perturbed: tuple[bool, ...]
 
     @property
+    def consts(self) -> int:
+        """How many operands are constants."""
+        return self.body.consts
+
+    @property
+    def carry(self) -> int:
+        """How many operands, and results, are carried from layer to layer."""
+        return self.body.carry
+
+    @property
     def host_bytes(self) -> int:
         """Bytes per device that the layer keeps on the host where it offloads."""
-        return host_share(self.forward, self.kept)
+        return sum(shares(self.forward, self.kept, "host"))
 
     @property
     def for_host(self) -> list[str]:
@@ -103,10 +116,15 @@ class Layer:
         """All residuals, cotangents of the perturbed results that are `wanted` -> those of the perturbed operands."""
         return _backward(self.tangent_jaxpr, wanted, len(self.kept))
 
-    def with_on_device(self, numbers: Collection[int]) -> "Layer":
-        """The layer, with these residuals on the device that the plan wants on the host."""
-        kept = (k._replace(place="device") if n in numbers else k for n, k in enumerate(self.kept))
+    def with_on_device(self, residuals: Collection[frozenset[int]]) -> "Layer":
+        """The layer, with residuals on the device that the plan wants on the host: those with these `rows`."""
+        kept = (k._replace(place="device") if k.place == "host" and k.rows in residuals else k for k in self.kept)
         return dataclasses.replace(self, kept=tuple(kept))
+
+    def recomputing(self, rows: frozenset[int], reason: str) -> "Layer":
+        """The layer, if it recomputed these rows of its plan, which are marked offload."""
+        override = Override("recompute", reason, rows)
+        return linearize(self.body, self.perturbed, self.plan.policy, False, override)
 
     def __repr__(self) -> str:
         """Short: it is printed in jaxprs."""
@@ -133,12 +151,12 @@ def transposed(linear: Jaxpr, size: int) -> Jaxpr:
 
 
 @cached
-def host_share(forward: Jaxpr, kept: tuple[Kept, ...]) -> int:
-    """Bytes per device of what a layer's forward pass keeps for the host."""
+def shares(forward: Jaxpr, kept: tuple[Kept, ...], place: str) -> list[int]:
+    """Bytes per device of each residual that a layer's forward pass keeps for a place."""
     stored = [k.place for k in kept if k.place != "operand"]
     program = straight(forward)
     residuals = program.outputs[len(program.outputs) - len(stored) :]
-    return sum(program.share(x) for x, place in zip(residuals, stored, strict=True) if x and place == "host")
+    return [program.share(x) if x else 0 for x, p in zip(residuals, stored, strict=True) if p == place]
 
 
 def prevent_cse_barrier(residuals: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -183,7 +201,7 @@ def linearize(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: b
     kept = tuple(_kept(known, body, known.outvars[results:]))
     stored = [v for v, k in zip(known.outvars[results:], kept, strict=True) if k.place != "operand"]
     forward = known.replace(outvars=[*known.outvars[:results], *stored], debug_info=without_paths(known))
-    return Layer(body.consts, body.carry, forward, linear, kept, plan, perturbed, out_perturbed)
+    return Layer(body, forward, linear, kept, plan, perturbed, out_perturbed)
 
 
 def _derivative(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal, Var
 
-from .._jax import Zero, add_jaxvals, evaluate, on_host
+from .._jax import Zero, add_jaxvals, evaluate
 from .copying_loops import (
     Loops,
     backward_layer,
@@ -103,33 +103,26 @@ class Flight(NamedTuple):
     cotangents: dict[int, Any]
 
 
-# For each scan and segment: its stacks of residuals, by their numbers among what a layer keeps.
-Stacks = dict[int, list[dict[int, Any]]]
+# For each scan and segment: its stacks of residuals, those on the host first.
+Stacks = dict[int, list[list[Any]]]
 
 
-def stacks_of(program: Program, flight: Flight) -> Stacks:
+def stacks_of(flight: Flight) -> Stacks:
     """The stacks of a microbatch, which are free again after its backward pass."""
 
-    def of(segment: Segment, saved: SegmentResiduals[Any]) -> dict[int, Any]:
-        numbers = segment.numbers("host") + segment.numbers("device")
-        return dict(zip(numbers, [*saved.host, *saved.device], strict=True))
-
-    segments = {number: scan.loops.segments for number, scan in program.scans.items()}
-    return {n: list(map(of, segments[n], saved)) for n, (saved, _) in flight.scans.items()}
+    return {n: [[*s.host, *s.device] for s in saved] for n, (saved, _) in flight.scans.items()}
 
 
 def completed(program: Program, free: Stacks) -> Stacks:
     """Stacks for the forward pass of a program: those that are free, and new ones where none is."""
 
-    def of(segment: Segment, stacks: dict[int, Any]) -> dict[int, Any]:
-        empty = begin_forward(segment, [], []).saved
-        host, device = segment.numbers("host"), segment.numbers("device")
-        wanted = zip(host + device, [*empty.host, *empty.device], strict=True)
-        fits = lambda n, new: n in stacks and on_host(jax.typeof(stacks[n])) == on_host(jax.typeof(new))
-        return {n: stacks[n] if fits(n, new) else new for n, new in wanted}
+    def of(segment: Segment, stacks: list[Any]) -> list[Any]:
+        empty, left = begin_forward(segment, [], []).saved, list(stacks)
+        like = lambda new: next((i for i, stack in enumerate(left) if jax.typeof(stack) == jax.typeof(new)), None)
+        return [new if (i := like(new)) is None else left.pop(i) for new in [*empty.host, *empty.device]]
 
     return {
-        number: list(map(of, scan.loops.segments, free.get(number, [{}] * len(scan.loops.segments))))
+        number: list(map(of, scan.loops.segments, free.get(number, [[]] * len(scan.loops.segments))))
         for number, scan in program.scans.items()
     }
 
@@ -166,12 +159,12 @@ def _run(piece: Straight, values: Values, shared: tuple[list[Any], list[Any]]) -
     return results[len(outs) :]
 
 
-def _forward_scan(loops: Loops, operands: list[Any], stacks: list[dict[int, Any]]) -> Pass:
+def _forward_scan(loops: Loops, operands: list[Any], stacks: list[list[Any]]) -> Pass:
     consts, carry, xs = in_three(operands, loops.consts, loops.carry)
     ys, saved = empty_ys(loops), []
     for segment, of_segment in zip(loops.segments, stacks, strict=True):
         state = begin_forward(segment, carry, ys)
-        host, device = ([of_segment[n] for n in segment.numbers(place)] for place in ("host", "device"))
+        host, device, _ = in_three(of_segment, len(segment.copies), len(state.saved.device))
         state = state._replace(saved=state.saved._replace(host=host, device=device))
         stretch = Stretch(forward_layer(loops, segment, consts, xs), segment.layers, state, loops.unroll)
         yield stretch

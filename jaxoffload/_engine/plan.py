@@ -29,10 +29,17 @@ from .walk import walk
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-    """What the layers of one segment of a scan do with values marked offload, and why."""
+    """What the layers of one segment of a scan do with values marked offload, and why.
+
+    `rows`: the numbers, in the plan, of the values that it is about; None for all.
+    """
 
     decision: Decision = "offload"
     reason: str = ""
+    rows: frozenset[int] | None = None
+
+    def is_about(self, row: int) -> bool:
+        return self.decision != "offload" and (self.rows is None or row in self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +197,7 @@ def _decide_each(
         if decision == "offload":
             if _composite_bytes(value, by_name) < int(policy.min_offload_bytes):
                 decision, reason = "save", "smaller than min_offload_bytes"
-            elif override.decision != "offload":
+            elif override.is_about(len(decided)):
                 decision, reason, kind = override.decision, override.reason, "overridden"
         if value.role == "carry" and decision == "recompute":
             decision, reason, kind = "save", "carry", "value"

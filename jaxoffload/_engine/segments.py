@@ -69,9 +69,10 @@ class Segment(NamedTuple):
         """Where each residual of a layer is, between the passes."""
         return ["device" if k.place == "host" and not self.on_host else k.place for k in self.layer.kept]
 
-    def numbers(self, place: str) -> list[int]:
-        """Which residuals of a layer are at a place: their numbers in `layer.kept`."""
-        return [number for number, p in enumerate(self.places()) if p == place]
+    @property
+    def moved(self) -> list[frozenset[int]]:
+        """The rows, in the plan, of each residual of a layer on the host."""
+        return [k.rows for k in those(self.layer.kept, self.places(), "host")]
 
     def sources(self) -> list[Source]:
         """The source of each leaf of this segment's `SegmentResiduals`."""
@@ -90,6 +91,12 @@ class Segment(NamedTuple):
         """The source of a value in layers of this segment that do not offload."""
         overrides = kept.place == "host" and kept.source.by_plan and self.reason
         return kept.source._replace(where=self.reason, kind="overridden") if overrides else kept.source
+
+
+def reads_of(segments: Sequence[Segment], consts: int) -> tuple[tuple[int, bool], ...]:
+    """The operands of a scan that are residuals of its layers: their numbers, each with whether it is a constant."""
+    numbers = {k.operand for segment in segments for k in segment.layer.kept if k.operand is not None}
+    return tuple((number, number < consts) for number in sorted(numbers))
 
 
 def segment_of(layer_range: LayerRange, layer: Layer) -> Segment:

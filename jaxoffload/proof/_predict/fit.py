@@ -237,9 +237,9 @@ def _interleaved(passes: list[_Pass], machine: Machine, devices: int) -> Iterato
                     yield dataclasses.replace(fit, microbatches=microbatches, beside=True)
         for segment, first, last in zip(segments["loops"], segments["first"], segments["last"], strict=True):
             copies = _copies(segment, run, bus)
-            copied = zip(segment.numbers("host"), copies, strict=True)
-            if alone := [one for number, copy in copied if (one := _alone(copy, number, first, last))]:
-                fit = _fit(segment.layers, segment.on_host, run, (segment.jaxpr, segment.backward), alone, machine)
+            copied = zip(segment.moved, copies, strict=True)
+            if alone := [one for rows, copy in copied if (one := _alone(copy, rows, first, last))]:
+                fit = _fit(segment.layers, segment.on_host, run, (first.jaxpr, last.backward), alone, machine)
                 yield dataclasses.replace(fit, microbatches=microbatches)
 
 
@@ -250,9 +250,9 @@ def _both(to_host: list[LayerCopy], back: list[LayerCopy]) -> list[LayerCopy]:
     return both + only(to_host, back, h2d_ms=0.0) + only(back, to_host, d2h_ms=0.0)
 
 
-def _alone(copy: LayerCopy, number: int, first: Segment, last: Segment) -> LayerCopy | None:
-    """What is copied of a residual while the first forward and the last backward pass run; None if it stays."""
-    d2h_ms, h2d_ms = (ms * (number in end.numbers("host")) for ms, end in ((copy.d2h_ms, first), (copy.h2d_ms, last)))
+def _alone(copy: LayerCopy, rows: frozenset[int], first: Segment, last: Segment) -> LayerCopy | None:
+    """What is copied of a residual while the first forward and the last backward pass run; None if nothing is."""
+    d2h_ms, h2d_ms = (ms * (rows in end.moved) for ms, end in ((copy.d2h_ms, first), (copy.h2d_ms, last)))
     return copy._replace(d2h_ms=d2h_ms, h2d_ms=h2d_ms) if d2h_ms or h2d_ms else None
 
 

@@ -127,7 +127,8 @@ def _of_a_step(target: Target) -> Found:
 class _Kept(NamedTuple):
     """A residual of a segment: bytes of its stack on the host, and of the last layer's row if that is on its own there.
 
-    `on_host`: for each microbatch, whether it is kept there. In the first and in the last it may stay on the device.
+    `on_host`: for each microbatch, whether it is kept there. In the first and in the last it may stay on the device,
+    or be recomputed.
     """
 
     stack: int
@@ -148,8 +149,8 @@ def _kept(eqn: JaxprEqn) -> Iterator[_Kept]:
     """What the scans of an interleaved loss keep on the host."""
     of = lambda which: [segment for loops in eqn.params[which] for segment in loops.segments]
     for segment, first, last in zip(of("loops"), of("first"), of("last"), strict=True):
-        for number, (_, aval) in zip(segment.numbers("host"), for_host(segment), strict=True):
-            in_first, in_last = (number in end.numbers("host") for end in (first, last))
+        for rows, (_, aval) in zip(segment.moved, for_host(segment), strict=True):
+            in_first, in_last = (rows in end.moved for end in (first, last))
             row = nbytes(aval)
             on_host = [in_first, *[True] * (eqn.params["microbatches"] - 2), in_last]
             yield _Kept(segment.layers * row, row * (segment.on_host == segment.layers), on_host)

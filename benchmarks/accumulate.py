@@ -8,12 +8,14 @@
     python -m benchmarks.accumulate --fsdp 2 --out benchmarks/results/accumulate-fsdp.json
 
 A step is the gradient of a stack of the example model's layers, summed over microbatches of `--batch` sequences each,
-and an SGD update in place. One process times all modes alternately. A mode with several variants is timed with each,
-and the fastest counts. Times are per microbatch.
+and an SGD update in place. One process times all modes alternately. A mode with several variants is timed with each
+that fits on the device, and the fastest counts. Times are per microbatch.
 """
 
 import argparse
 import json
+import math
+import os
 import statistics
 import sys
 import time
@@ -41,6 +43,8 @@ MODES = ("remat", "saved_all", "ours_saved_all", "one_by_one", "interleaved")
 
 
 def main() -> None:
+    # The weights and gradients of many layers need more than the 75 % of the device that JAX takes by default.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     options = parse()
     import_te(options)
     case = CASES[options.case]
@@ -66,8 +70,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--case", choices=CASES, default="dense")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--variants", nargs="+", help="those of each mode that are timed; all by default")
     parser.add_argument("--rounds", type=int, default=2, help="rounds in which every mode is timed")
-    return parser.parse_args()
+    options = parser.parse_args()
+    names = {name for of in variants_of(CASES[options.case], options.case).values() for name in of}
+    if options.variants and (unknown := set(options.variants) - names):
+        parser.error(f"--variants: {', '.join(sorted(unknown))}: not among {', '.join(sorted(names))}")
+    return options
 
 
 def variants_of(case: Case, name: str) -> dict[str, dict[str, Variant]]:
@@ -126,6 +135,7 @@ def compiled(case: Case, options: argparse.Namespace, variant: Variant, count: i
         {
             "compile_s": round(time.perf_counter() - begin, 2),
             "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
+            "all_gib": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 4),
             "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
         },
     )
@@ -141,10 +151,13 @@ def measured(case: Case, options: argparse.Namespace, count: int) -> dict[str, A
     """Return mode -> the results of its fastest variant, with those of the others."""
     chosen = {mode: of for mode, of in variants_of(case, options.case).items() if mode in options.modes}
     steps: dict[Key, Step] = {}
+    too_large: dict[Key, Step] = {}
     for mode, variants in chosen.items():
-        for name, variant in variants.items():
-            steps[mode, name] = compiled(case, options, variant, count, interleaved=mode == "interleaved")
-            say(f"{count} microbatches, {mode}, {name}: compiled, {steps[mode, name].facts}")
+        wanted = [name for name in variants if name in (options.variants or variants)]
+        for name in wanted:
+            step = compiled(case, options, variants[name], count, interleaved=mode == "interleaved")
+            (steps if step.facts["all_gib"] <= device_gib() else too_large)[mode, name] = step
+            say(f"{count} microbatches, {mode}, {name}: compiled, {step.facts}")
     weights, x = initial(case, options)
     batch = jax.jit(lambda x: jnp.stack([jnp.roll(x, n) for n in range(count)]), out_shardings=placed(case, options)[1])
     state = weights, batch(x)
@@ -166,12 +179,19 @@ def measured(case: Case, options: argparse.Namespace, count: int) -> dict[str, A
             spent[key] += [timed(key) for _ in range(options.steps)]
     flops = model_flops(case, options) / options.fsdp / options.expert
     modes = {mode: result_of((mode, name), spent, steps, flops) for mode, name in near}
-    if "interleaved" in modes:
+    for (mode, name), step in too_large.items():
+        modes.setdefault(mode, {}).setdefault("do_not_fit", {})[name] = step.facts
+    if "options" in modes.get("interleaved", {}):
         run = steps["interleaved", modes["interleaved"]["options"]].run
         gpus = streams.traced(lambda: jax.block_until_ready(run(*state)))
         for events in [*gpus.values()][:1]:  # all GPUs do the same; there is none on a CPU
             modes["interleaved"]["profile"] = streams.summary(events)
     return modes
+
+
+def device_gib() -> float:
+    """Return the memory of a device that JAX may use."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf) / 2**30
 
 
 def result_of(key: Key, spent: dict[Key, list[float]], steps: dict[Key, Step], flops: float) -> dict[str, Any]:
@@ -205,7 +225,7 @@ def ratios(modes: dict[str, Any]) -> dict[str, float]:
 
     won_back: the share of recomputation's time that interleaving wins back.
     """
-    ms = {mode: found["ms"] for mode, found in modes.items()}
+    ms = {mode: found["ms"] for mode, found in modes.items() if "ms" in found}
     pairs = [("interleaved", "saved_all"), ("interleaved", "remat"), ("interleaved", "one_by_one")]
     pairs = [(a, b) for a, b in pairs if {a, b} <= ms.keys()]
     found = {f"{a}/{b}": ms[a] / ms[b] for a, b in pairs}
@@ -219,7 +239,7 @@ def ratios(modes: dict[str, Any]) -> dict[str, float]:
 
 def compile_ratio(microbatches: dict[str, Any]) -> float | None:
     modes = [found["modes"] for _, found in sorted(microbatches.items(), key=lambda item: int(item[0]))]
-    seconds = [found["interleaved"]["compile_s"] for found in modes if "interleaved" in found]
+    seconds = [found["interleaved"]["compile_s"] for found in modes if "compile_s" in found.get("interleaved", {})]
     return round(seconds[-1] / seconds[0], 3) if len(seconds) > 1 else None
 
 
@@ -238,7 +258,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for count, found in sorted(result["microbatches"].items(), key=lambda item: int(item[0])):
         for mode, what in WHAT.items():
-            if m := found["modes"].get(mode):
+            if "ms" in (m := found["modes"].get(mode, {})):
                 numbers = f"{m['ms']:.0f} ms | {m['temp_gib']:.1f} GiB | {100 * m['mfu']:.1f} %"
                 lines.append(f"| {count} | {what} | {numbers} |")
     return "\n".join(lines)

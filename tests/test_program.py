@@ -376,21 +376,6 @@ def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu,
             assert found == want, (name, direction)
 
 
-def test_each_way_of_the_bus_has_a_stream_of_its_own(gpu):
-    """As far as XLA follows an annotation; newer versions have such streams by themselves."""
-    loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=Policy(OFFLOADED))[0].astype(jnp.float32) ** 2)
-    xs = jax.ShapeDtypeStruct((4, *X.shape), X.dtype)
-    program = compiled(gpu, lambda w, xs: accumulate(loss)(w, xs)[1], weights(LAYERS), xs)
-    streams = defaultdict(set)
-    for line in program.as_text().splitlines():
-        if "-start(" in line:
-            way, number = re.search(
-                r"%(dynamic-(?:update-)?slice)-start.*_xla_stream_annotation=\"(\d)\"", line
-            ).groups()
-            streams[way].add(number)
-    assert streams == {"dynamic-update-slice": {"0"}, "dynamic-slice": {"1"}}
-
-
 @pytest.mark.parametrize("layers, fields", [(7, {}), (8, {"offload_layers": 3}), (8, {"resident_layers": 0})])
 def test_interleaved_stacks_stay_in_place_whatever_layers_offload(gpu, layers, fields):
     """No more rows on the host than those of two microbatches, and no kernel copies them: layers may be odd in number,

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -165,7 +164,7 @@ def forward_layer(
         host = []
         for stack, x, copy in zip(saved.host, saved.last, segment.copies, strict=True):
             with copy:
-                host.append(stack if _is_padding(i) else _put(stack, jax.device_put(x, HOST), i, _TO_HOST))
+                host.append(stack if _is_padding(i) else _put(stack, jax.device_put(x, HOST), i))
         i_device = i + zero
         i_xs = loops.row(segment.start + i_device)
         outs = compute(*consts, *carry, *(_take(x, i_xs) for x in xs))
@@ -249,7 +248,7 @@ def backward_layer(
         for stack, x, copy in zip(saved.host, fetched, segment.copies, strict=True):
             with copy:
                 row = i_last - iteration
-                fetched_next.append(x if _is_padding(row) else jax.device_put(_take(stack, row, _TO_DEVICE), DEVICE))
+                fetched_next.append(x if _is_padding(row) else jax.device_put(_take(stack, row), DEVICE))
         i_device = i_last - (iteration + zero)
         i_xs = loops.row(segment.start + i_device)
         reads = zip(loops.reads, operands, strict=True)
@@ -266,12 +265,6 @@ def backward_layer(
         return BackwardState(Cotangents(consts, carry, xs), fetched_next)
 
     return layer
-
-
-# XLA deals async copies to its four streams in turn. A copy to the device would wait for those to the host that are
-# before it in its stream, though the bus works both ways. Newer versions have a stream for each direction.
-# https://github.com/openxla/xla: ExecutionStreamAssignment
-_TO_HOST, _TO_DEVICE = ({"_xla_stream_annotation": number} for number in ("0", "1"))
 
 
 def _is_padding(row: Any) -> bool:
@@ -301,17 +294,12 @@ def _in_order(segment: Segment, operands: dict[int, Any], host: Any, device: Any
     return [next(kept[place]) if k.operand is None else operands[k.operand] for k, place in places]
 
 
-def _take(stack: Any, i: Any, stream: dict[str, str] | None = None) -> Any:
-    starts, sizes = [i, *[0] * (stack.ndim - 1)], (1, *stack.shape[1:])
-    with set_xla_metadata(**stream or {}):  # of the slice alone: XLA makes an asynchronous call of all else
-        row = lax.dynamic_slice(stack, starts, sizes, allow_negative_indices=False)
-    return lax.squeeze(row, [0])
+def _take(stack: Any, i: Any) -> Any:
+    return lax.dynamic_index_in_dim(stack, i, keepdims=False, allow_negative_indices=False)
 
 
-def _put(stack: Any, x: Any, i: Any, stream: dict[str, str] | None = None) -> Any:
-    row, starts = lax.expand_dims(x, [0]), [i, *[0] * (stack.ndim - 1)]
-    with set_xla_metadata(**stream or {}):
-        return lax.dynamic_update_slice(stack, row, starts, allow_negative_indices=False)
+def _put(stack: Any, x: Any, i: Any) -> Any:
+    return lax.dynamic_update_index_in_dim(stack, x, i, 0, allow_negative_indices=False)
 
 
 def _stack(aval: Any, rows: int) -> Any:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxoffload import Policy, PolicyError, accumulate, chain, check, scan, tag, verify
+from jaxoffload import Policy, PolicyError, accumulate, chain, check, proof, scan, tag, verify
 from jaxoffload._engine import interleaved
 from jaxoffload._engine.fill_and_drain import staying
 from jaxoffload._engine.host_pool_need import need_of
@@ -267,8 +267,8 @@ def test_what_would_not_fit_behind_a_pass_that_runs_alone_stays_on_the_device_or
 
     def loops(microbatches):
         """MiB per layer to the host and back, and matmuls, in each loop over the layers."""
-        xs = jax.ShapeDtypeStruct((microbatches, rows, d), jnp.bfloat16)
-        bodies = [s.eqn.params["jaxpr"] for s in walk(jax.make_jaxpr(accumulate(loss))(w, xs)) if is_layers(s.eqn)]
+        jaxpr = jax.make_jaxpr(accumulate(loss))(w, xs(microbatches))
+        bodies = [s.eqn.params["jaxpr"] for s in walk(jaxpr) if is_layers(s.eqn)]
         eqns = lambda body, primitive: [s.eqn for s in walk(body) if s.eqn.primitive is primitive]
         made = lambda body, host: [v for e in eqns(body, device_put_p) for v in e.outvars if on_host(v.aval) is host]
         mib = lambda body, host: sum(nbytes(v.aval) for v in made(body, host)) // 2**20
@@ -279,6 +279,8 @@ def test_what_would_not_fit_behind_a_pass_that_runs_alone_stays_on_the_device_or
     every = 2 * wide + narrow
     # A set of gradients has 672 MiB per layer, of which with two microbatches 504 may stay: a wide residual. With eight
     # 168 may, a narrow one in the first and in the last, and with 64 none: then a wide one is recomputed in the first.
+    xs = lambda count: jax.ShapeDtypeStruct((count, rows, d), jnp.bfloat16)
+    assert [proof.staying(accumulate(loss), w, xs(m)) >> 20 for m in (2, 8, 64)] == [layers * wide, layers * narrow, 0]
     middle, drain = (every, every, 9), (0, every, 6)
     assert loops(2) == [(wide + narrow, 0, 3), (every, wide + narrow, 9), drain]
     assert loops(8) == [(wide, 0, 3), (every, wide, 9 + 1), middle, (2 * wide, every, 9), (0, 2 * wide, 6)]

@@ -147,7 +147,8 @@ def test_each_row_that_names_its_line_is_that_of_the_file_named_before_it():
     assert compared == 27
 
 
-TABLES = dense.table(result("dense")), accumulate.table(result("accumulate"))
+ACCUMULATED = [accumulate.table(result(name)) for name in ("accumulate", "accumulate-70b", "accumulate-moe")]
+TABLES = dense.table(result("dense")), *ACCUMULATED
 
 
 @pytest.mark.claim("the-table")
@@ -155,7 +156,7 @@ def test_the_tables_of_step_times():
     """And the README's, which have four and three of their rows."""
     assert all(table in PAGES for table in TABLES)
     rows = [row for row in README.splitlines() if " ms |" in row]
-    assert [len(set(rows) & set(table.splitlines())) for table in TABLES] == [4, 3] and len(rows) == 7
+    assert [len(set(rows) & set(table.splitlines())) for table in TABLES] == [4, 3, 0, 0] and len(rows) == 7
 
 
 def test_the_pages_state_nothing_else():
@@ -210,10 +211,11 @@ def test_offload_is_as_fast_as_saving_and_jaxs_is_slower_than_recomputing():
 
 @pytest.mark.claim("accumulated-speed")
 def test_interleaved_microbatches_are_faster_than_saving_in_less_memory_than_recomputing():
-    for count, memory in (("2", 1.02), ("4", 0.9), ("8", 0.75)):
-        ratios = result("accumulate")["microbatches"][count]["ratios"]
-        assert ratios["won_back"] > 1.05 and ratios["interleaved/saved_all"] < 0.95
-        assert ratios["interleaved/remat by temp_gib"] < memory
+    bounds = {("accumulate", "4"): 0.86, ("accumulate", "8"): 0.74, ("accumulate-70b", "4"): 0.63}
+    for (name, count), memory in (bounds | {("accumulate-moe", "8"): 0.96}).items():
+        ratios = result(name)["microbatches"][count]["ratios"]
+        assert ratios["won_back"] > 1.15 and ratios["interleaved/saved_all"] < 0.95
+        assert ratios["interleaved/remat by temp_gib"] < memory and ratios["exposed/step"] < 0.025
 
 
 @pytest.mark.parametrize("name", [name for name in JSON if "ours_best" in result(name).get("modes", ())])

@@ -159,13 +159,23 @@ def test_the_bytes_of_one_microbatch_on_the_device_and_of_two_on_the_host(fields
 
 @pytest.mark.claim("accumulated-bytes")
 @pytest.mark.parametrize("count, stacks", [(2, 1), (3, 2), (4, 2), (5, 2)])
-def test_the_bytes_on_the_host_where_x_stays_on_the_device_in_the_first_microbatch(count, stacks, monkeypatch):
-    with_room = fill_and_drain.ends
-    monkeypatch.setattr(_accumulate, "ends", lambda pieces, *_: Ends(with_room(pieces, 2, 10**6).first, pieces))
-    step = step_under(policy({"x": "offload", "fc1": "recompute", "act": "save"}))
+@pytest.mark.parametrize(
+    "moved, saved, bytes_that_stay, plan",
+    [("x", "act", 10**6, "x: offload"), ("fc1", "x", 0, "fc1: recompute")],
+    ids=["x stays on the device", "fc1 is recomputed"],
+)
+def test_the_bytes_on_the_host_where_the_first_microbatch_copies_nothing(
+    moved, saved, bytes_that_stay, plan, count, stacks, monkeypatch
+):
+    room = fill_and_drain.ends
+    monkeypatch.setattr(_accumulate, "ends", lambda pieces, *_: Ends(room(pieces, 2, bytes_that_stay).first, pieces))
+    step = step_under(
+        policy({"x": "recompute", "fc1": "recompute", "act": "recompute"} | {moved: "offload", saved: "save"})
+    )
     microbatches = normal(2, (count, BATCH, DIM))
     (params,) = (s.eqn.params for s in walk(jax.make_jaxpr(step)(WEIGHTS, microbatches)) if "first" in s.eqn.params)
     assert params["first"][0].segments[0].on_host == 0 < params["last"][0].segments[0].on_host
+    assert plan in repr(params["first"][0].segments[0].layer.plan)
     verdict, said = conservation(target_of(step, (WEIGHTS, microbatches)))
     assert verdict == "holds", said
     assert f"; of two {readable(stacks * LAYERS * ROW)} on the host, padding rows included" in said

@@ -103,8 +103,10 @@ def _fitted(segment: Segment, alone: Direction, budget: int) -> Segment:
     again: Rows = frozenset()
     while better := [again | rows for rows in to_recompute if planned(again | rows)[0] < planned(again)[0]]:
         again = min(better, key=lambda these: planned(these)[0])
-    layer = segment.layer.recomputing(again, _REASON) if again else segment.layer
-    layer = layer.with_on_device(planned(again)[1])
+    _, stay = planned(again)
+    if not again and not stay:
+        return segment
+    layer = (segment.layer.recomputing(again, _REASON) if again else segment.layer).with_on_device(stay)
     return segment._replace(jaxpr=layer.forward, layer=layer, on_host=segment.on_host if layer.for_host else 0)
 
 

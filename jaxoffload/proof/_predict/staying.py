@@ -8,14 +8,15 @@ from jax.extend.core import JaxprEqn
 
 from ..._engine.copying_loops import Loops
 from ..._engine.interleaved import interleaved_p
+from ..._engine.layer import shares
 from ..._engine.walk import walk
 
 
 def staying(f: Callable[..., Any], *args: Any) -> int:
     """Return how many bytes of residuals marked offload stay on each device at once. Nothing runs.
 
-    `accumulate` keeps so many there, in the first microbatch or the last, that the others fit behind the pass that runs
-    alone.
+    `accumulate` keeps them there in the first and in the last microbatch, so that the others fit behind the pass that
+    runs alone.
 
     Args:
       f: a training step.
@@ -40,10 +41,11 @@ def staying(f: Callable[..., Any], *args: Any) -> int:
 
 
 def _bytes(eqn: JaxprEqn) -> int:
-    offloaded, first, last = (_on_host(eqn.params[of]) for of in ("loops", "first", "last"))
-    of_ends = offloaded - first, offloaded - last
-    return sum(of_ends) if eqn.params["microbatches"] == 2 else max(of_ends)
+    others, *of_ends = (_on_device(eqn.params[of]) for of in ("loops", "first", "last"))
+    more = [here - others for here in of_ends]
+    return sum(more) if eqn.params["microbatches"] == 2 else max(more)
 
 
-def _on_host(loops: tuple[Loops, ...]) -> int:
-    return sum(segment.layers * segment.layer.host_bytes for each in loops for segment in each.segments)
+def _on_device(loops: tuple[Loops, ...]) -> int:
+    segments = [segment for each in loops for segment in each.segments]
+    return sum(segment.layers * sum(shares(segment.jaxpr, segment.layer.kept, "device")) for segment in segments)

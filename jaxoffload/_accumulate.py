@@ -172,7 +172,7 @@ def _interleaved(call: _Call) -> Any:
     is_param = [True] * len(leaves) + [False] * len(avals)
 
     def loops_of(eqn: JaxprEqn, perturbed: tuple[bool, ...]) -> Loops:
-        loops = forward_loops(perturbed=perturbed, **eqn.params)
+        loops = forward_loops(perturbed=perturbed, microbatches=2, **eqn.params)
         return dataclasses.replace(loops, segments=joined(loops.segments))  # fewer loops beside each other
 
     pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of)
@@ -205,7 +205,7 @@ def _interleaved(call: _Call) -> Any:
 
 
 def _refuse_what_does_not_fit(pieces: Pieces) -> None:
-    """Raise if the pinned host pool cannot hold the stacks of two microbatches."""
+    """Raise if the pinned host pool cannot hold the stacks of two microbatches of all scans."""
     segments = [segment for scan in pieces.scans for segment in scan.loops.segments if segment.on_host]
     one = sum((segment.on_host + 1) * segment.layer.host_bytes for segment in segments)  # and a padding row
     need, pool = 2 * one, host_pool_bytes()

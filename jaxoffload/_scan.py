@@ -195,11 +195,16 @@ def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, prevent_
     return jax.make_jaxpr(lambda *args: under(jaxpr.replace(), args))(*jaxpr.in_avals)
 
 
-def forward_loops(call_jaxpr: Jaxpr, perturbed: Sequence[bool], policy: Policy, strict: bool) -> Loops:
-    """The forward pass of a scan that is differentiated with respect to the perturbed operands."""
+def forward_loops(
+    call_jaxpr: Jaxpr, perturbed: Sequence[bool], policy: Policy, strict: bool, microbatches: int = 1
+) -> Loops:
+    """The forward pass of a scan that is differentiated with respect to the perturbed operands.
+
+    `microbatches`: of how many the residuals are on the host at a time.
+    """
     body, params = body_of(call_jaxpr), call_jaxpr.eqns[0].params
     closed = perturbed_carry(body, perturbed, policy)
-    offloaded = _layers_that_offload(body, closed, policy, strict, params["length"])
+    offloaded = _layers_that_offload(body, closed, policy, strict, params["length"], microbatches)
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
     return _loops(body, closed, policy, strict, offloaded=offloaded, **how)
 
@@ -226,12 +231,15 @@ def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) 
     return rule(saveable, unknown, instantiate, eqn.replace(primitive=lax.scan_p, params=params))
 
 
-def _layers_that_offload(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: bool, length: int) -> int:
+def _layers_that_offload(
+    body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: bool, length: int, microbatches: int
+) -> int:
     """How many layers offload: as many as the policy says and the host has room for, 0 if they have nothing to."""
     each = linearize(body, perturbed, policy, strict, Override()).host_bytes
     wanted = policy.offloaded_layers(length) if each else 0
-    need = lambda layers: each * (layers + 1)  # and a padding row
-    return admitted("scan", [body.jaxpr], wanted, need, policy.on_host_full) if wanted else 0
+    need = lambda layers: microbatches * each * (layers + 1)  # and a padding row
+    caller, of = ("scan", "") if microbatches == 1 else ("accumulate", f" of {microbatches} microbatches")
+    return admitted(caller, [body.jaxpr], wanted, need, policy.on_host_full, of) if wanted else 0
 
 
 @cached

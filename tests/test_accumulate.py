@@ -413,16 +413,26 @@ def test_without_jit():
 
 def test_two_microbatches_must_fit_into_the_host_pool(monkeypatch):
     """A row of a layer's x and fc1, 2 x 64 bytes: three rows each of two stacks, in a pool of 1 KiB or less."""
-    loss_of = lambda stack, params, x: jnp.sum(stack(layer, x, of_layers(params), RULES)[0] ** 2)
-    step = jax.jit(accumulate(functools.partial(loss_of, ours)))
-    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", repr(LAYERS * 2 * 2 * 64 / 2**30))
-    step.lower(PARAMS, normal(5, (3, 2, DIM)))
-    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", repr((LAYERS * 2 * 2 * 64 - 1) / 2**30))
-    jax.clear_caches()
-    with pytest.raises(
-        MemoryError, match=r"accumulate: two microbatches offload 768 B per device; the pinned host pool"
-    ):
-        step.lower(PARAMS, normal(5, (3, 2, DIM)))
+
+    def stacks_in(pool, step):
+        monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", repr(pool / 2**30))
+        jax.clear_caches()
+        jaxpr = jax.make_jaxpr(accumulate(step))(PARAMS, normal(5, (3, 2, DIM)))
+        (loops,) = (site.eqn.params["loops"] for site in walk(jaxpr) if site.eqn.primitive is interleaved.interleaved_p)
+        return [[segment.on_host for segment in one.segments] for one in loops]
+
+    once = lambda params, x, **fields: scan(layer, x, of_layers(params), policy=policy(RULES, **fields))[0]
+    loss = lambda params, x, **fields: jnp.sum(once(params, x, **fields) ** 2)
+    two, saves = LAYERS * 2 * 2 * 64, functools.partial(loss, on_host_full="save")
+    assert stacks_in(two, loss) == stacks_in(two, saves) == [[LAYERS - 1]]
+    with pytest.raises(MemoryError, match=r"accumulate: 2 layer\(s\) of 2 microbatches would offload 768 B per device"):
+        stacks_in(two - 1, loss)
+    with pytest.warns(UserWarning, match=r"holds 767 B, enough for 1, which offload \(on_host_full: save\)"):
+        assert stacks_in(two - 1, saves) == [[1, 0]]
+    twice = lambda params, x: jnp.sum(once(params, once(params, x)) ** 2)
+    assert stacks_in(2 * two, twice) == [[LAYERS - 1]] * 2
+    with pytest.raises(MemoryError, match=r"accumulate: two microbatches offload 1.50 KiB per device"):
+        stacks_in(2 * two - 1, twice)
 
 
 def test_it_is_not_differentiated_and_can_be_batched():

@@ -89,8 +89,12 @@ _CONSTRAIN = (
 whole_program = jax.make_user_context(False)
 
 
-def admitted(caller: str, jaxprs: Sequence[Jaxpr], layers: int, need: Callable[[int], int], on_host_full: str) -> int:
+def admitted(
+    caller: str, jaxprs: Sequence[Jaxpr], layers: int, need: Callable[[int], int], on_host_full: str, of: str = ""
+) -> int:
     """How many of the first `layers` layers, of these `jaxprs`, may offload. `need(n)`: bytes per device that n take.
+
+    `of`: what layers these are, for the message.
 
     One call of `scan`, `chain` or `checkpoint` (the `caller`) knows only its own need; `host_pool_need` adds up
     those of a program.
@@ -108,7 +112,7 @@ def admitted(caller: str, jaxprs: Sequence[Jaxpr], layers: int, need: Callable[[
     fit = sum(need(n) <= pool for n in range(1, layers + 1))
     of_layers = caller != "checkpoint"
     message = (
-        f"{f'{layers} layer(s) would offload' if of_layers else 'would offload'} {readable(need(layers))} per device, "
+        f"{f'{layers} layer(s){of} ' if of_layers else ''}would offload {readable(need(layers))} per device, "
         f"and the pinned host pool holds {readable(pool)}{f', enough for {fit}' if of_layers else ''}"
     )
     if on_host_full == "error":

@@ -1,0 +1,122 @@
+"""Pipeline stages: which microbatch passes through which layers, forward and backward, on each stage in each tick.
+
+The layers are dealt in chunks: chunk c runs on stage c mod p, so a stage has v chunks, its virtual stages. A tick is
+one chunk's forward pass beside another's backward pass (1F1B). Then activations move to the next stage, and cotangents
+to the one before. With two stages and four microbatches:
+
+    stage 0  forward   0 1 2 3 . . .
+             backward  . . . 0 1 2 3
+    stage 1  forward   . 0 1 2 3 . .
+             backward  . . 0 1 2 3 .
+
+The last chunk's backward pass runs in the tick after its forward pass, and chunk c's 2(pv - c) - 1 ticks after it. This
+is Megatron-LM's interleaved schedule (https://arxiv.org/abs/2104.04473), in lockstep.
+"""
+
+import dataclasses
+import string
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """One microbatch's way through the layers of one chunk; both are numbered from 0."""
+
+    microbatch: int
+    chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The runs of a step.
+
+    Attributes:
+      stages: p, how many.
+      virtual_stages: v, how many chunks of layers each has.
+      microbatches: how many. With several chunks per stage p of them go together; if fewer are left, ticks are idle.
+    """
+
+    stages: int
+    virtual_stages: int
+    microbatches: int
+
+    @property
+    def chunks(self) -> int:
+        return self.stages * self.virtual_stages
+
+    @property
+    def ticks(self) -> int:
+        """How many ticks a step has."""
+        return self.backward_tick(Run(self.microbatches - 1, 0)) + 1
+
+    def forward_tick(self, run: Run) -> int:
+        """The tick of a run's forward pass: the one after that of the chunk before."""
+        group, place = divmod(run.microbatch, self.stages)
+        return group * self.chunks + place + run.chunk
+
+    def backward_tick(self, run: Run) -> int:
+        """The tick of a run's backward pass."""
+        return self.forward_tick(run) + self.lag(run.chunk)
+
+    def lag(self, chunk: int) -> int:
+        """How many ticks after its forward pass a chunk's backward pass runs."""
+        return 2 * (self.chunks - chunk) - 1
+
+    def forward(self, stage: int, tick: int) -> Run | None:
+        """What a stage runs forward in a tick."""
+        return self._run(stage, tick - stage, range(self.virtual_stages))
+
+    def backward(self, stage: int, tick: int) -> Run | None:
+        """What a stage runs backward in a tick."""
+        first = self.chunks + self.stages - 1 - stage  # the tick of its first
+        return self._run(stage, tick - first, range(self.virtual_stages)[::-1])
+
+    def _run(self, stage: int, number: int, order: range) -> Run | None:
+        """A run of a stage by its number: p microbatches go through each of its chunks in turn, then the next p."""
+        if number < 0:
+            return None
+        group, rest = divmod(number, self.chunks)
+        turn, place = divmod(rest, self.stages)
+        run = Run(group * self.stages + place, order[turn] * self.stages + stage)
+        return run if run.microbatch < self.microbatches else None
+
+    def in_flight(self, stage: int) -> int:
+        """How many runs of a stage are between the begin of their forward and the end of their backward pass, at most.
+
+        With one chunk per stage, and microbatches enough, 2(p - s): one of them begins in the tick in which one ends.
+        """
+        begun = [self.forward(stage, tick) is not None for tick in range(self.ticks)]
+        ended = [self.backward(stage, tick) is not None for tick in range(self.ticks)]
+        return max(sum(begun[: tick + 1]) - sum(ended[:tick]) for tick in range(self.ticks))
+
+    @property
+    def slots(self) -> int:
+        """How many runs a ring must hold in which every stage keeps a tick's run at the tick's number modulo this."""
+        return self.lag(0) + 1
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step that a stage idles: (p - 1) / (vM + p - 1), if p divides M or v is 1.
+
+        All stages take a tick together. It lasts as long as its forward or its backward passes, or as both.
+        """
+        passes = lambda of: sum(any(of(stage, tick) for stage in range(self.stages)) for tick in range(self.ticks))
+        forward, backward = passes(self.forward), passes(self.backward)
+        assert forward == backward
+        return 1 - self.microbatches * self.virtual_stages / forward
+
+    def __str__(self) -> str:
+        """Draw stages against ticks; with several chunks per stage a letter tells the first from the second."""
+
+        def cell(run: Run | None) -> str:
+            if run is None:
+                return "."
+            return f"{run.microbatch}{string.ascii_letters[run.chunk // self.stages] * (self.virtual_stages > 1)}"
+
+        lines = []
+        for stage in range(self.stages):
+            for name, of in ("forward", self.forward), ("backward", self.backward):
+                head = f"stage {stage}" if name == "forward" else ""
+                lines.append((head, name, [cell(of(stage, tick)) for tick in range(self.ticks)]))
+        width, first = max(len(c) for *_, cells in lines for c in cells), max(len(head) for head, *_ in lines)
+        rows = (f"{head:{first}}  {name:8}  {' '.join(f'{c:>{width}}' for c in cells)}" for head, name, cells in lines)
+        return "\n".join(rows)

@@ -20,7 +20,7 @@ from ._engine.segments import joined
 from ._errors import NOT_THE_USERS
 from ._jax import as_array, convert_constvars_jaxpr, nbytes
 from ._reference import is_reference
-from ._scan import backward_loops, forward_loops, scan_p
+from ._scan import backward_loops, forward_loops, recomputing, scan_p
 from ._text import nearest, readable
 
 Reduction = Literal["mean", "sum"]
@@ -179,7 +179,8 @@ def _interleaved(call: _Call) -> Any:
     if not _offloads(pieces):
         return None
     _refuse_what_does_not_fit(pieces)
-    first, last = ends(pieces, call.microbatches, sum(map(nbytes, map(jax.typeof, leaves))))
+    gradients = sum(map(nbytes, map(jax.typeof, leaves)))
+    first, last = ends(pieces, call.microbatches, gradients, lambda eqn, *args: recomputing(*args, **eqn.params))
     fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
     of_params = fixed[len(pieces.consts) :]
 

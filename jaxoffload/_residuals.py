@@ -259,7 +259,8 @@ def _bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:
 def _plans_of(eqn: JaxprEqn) -> list[Plan]:
     """Return the plans that an equation runs: that of a checkpoint, or those of a loop's layers."""
     if loops := loops_of(eqn):
-        return [segment.layer.plan for each in loops for segment in each.segments]
+        ends = [*eqn.params["first"], *eqn.params["last"]] if eqn.primitive is interleaved_p else []
+        return list(dict.fromkeys(segment.layer.plan for each in [*loops, *ends] for segment in each.segments))
     return [plan] if (plan := _checkpoint_plan(eqn)) else []
 
 

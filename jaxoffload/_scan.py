@@ -21,7 +21,7 @@ from ._engine.checkpoint_primitive import bind
 from ._engine.copying_loops import Loops, run_backward, run_forward
 from ._engine.derivative import cached
 from ._engine.host_pool_limit import admitted
-from ._engine.layer import Body, linearize, perturbed_carry
+from ._engine.layer import Body, Layer, linearize, perturbed_carry
 from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.plan import Override
 from ._engine.segments import LayerRange, layer_ranges, reads_of, segment_of
@@ -207,6 +207,12 @@ def forward_loops(
     offloaded = _layers_that_offload(body, closed, policy, strict, params["length"], microbatches)
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
     return _loops(body, closed, policy, strict, offloaded=offloaded, **how)
+
+
+def recomputing(layer: Layer, rows: frozenset[int], call_jaxpr: Jaxpr, policy: Policy, strict: bool) -> Layer:
+    """A layer of a scan, if it recomputed these rows of its plan, which are marked offload."""
+    override = Override("recompute", "a pass runs alone", rows)
+    return linearize(body_of(call_jaxpr), layer.perturbed, policy, strict, override)
 
 
 def backward_loops(loops: Loops, cotangents: Values) -> tuple[Loops, list[Any]]:

@@ -10,9 +10,10 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoffload import Policy, accumulate, chain, machine, scan, tag
+from jaxoffload import Policy, _accumulate, accumulate, chain, machine, scan, tag
 from jaxoffload.__main__ import main
 from jaxoffload._engine.cost import attention_flops, cost
+from jaxoffload._engine.fill_and_drain import Ends
 from jaxoffload.proof import Machine, fits, known_machine
 from jaxoffload.proof._predict import machine as _machine
 from jaxoffload.proof._predict.fit import LayerCopy
@@ -163,8 +164,20 @@ def accumulated(w, x):
     return accumulate(lambda w, x: loss(x, w))(w, x)
 
 
+@pytest.fixture
+def ends_copy_all(monkeypatch):
+    monkeypatch.setattr(_accumulate, "ends", lambda pieces, *_: Ends(pieces, pieces))
+
+
 @pytest.mark.claim("accumulated-fits")
-def test_accumulate_has_both_passes_to_hide_the_copies_of_both_behind():
+def test_what_the_first_and_the_last_microbatch_recompute_is_not_copied():
+    found = fits(accumulated, *STEP_ARGS, machine=MACHINE)
+    ways = [(loop.runs, {(c.d2h_ms > 0, c.h2d_ms > 0) for c in loop.copies}) for loop in found.loops]
+    assert ways == [(1, {(True, False)}), (5, {(True, True)}), (1, {(False, True)})]  # none where a pass runs alone
+
+
+@pytest.mark.claim("accumulated-fits")
+def test_accumulate_has_both_passes_to_hide_the_copies_of_both_behind(ends_copy_all):
     """By hand: 7 times both passes, and once each alone, as without it."""
     (alone,) = fits(loss, *ARGS, machine=MACHINE).loops
     found = fits(accumulated, *STEP_ARGS, machine=MACHINE)
@@ -186,7 +199,7 @@ def test_accumulate_has_both_passes_to_hide_the_copies_of_both_behind():
     assert [(loop["microbatches"], loop["beside"]) for loop in read] == [(8, True), (8, False)]
 
 
-def test_accumulated_layers_that_differ_have_each_other_to_hide_behind():
+def test_accumulated_layers_that_differ_have_each_other_to_hide_behind(ends_copy_all):
     """On two devices. The first two layers offload, and one loop runs three; the last two offload nothing."""
     rules = dataclasses.replace(RULES, residuals={"a": "offload"}, offload_layers=2, resident_layers=0)
     of = lambda w, x: jnp.sum(scan(body, x, w, policy=rules)[0])

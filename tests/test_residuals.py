@@ -1,5 +1,6 @@
 """residuals(): the table equals what autodiff keeps, to the byte; check() is tested with the rules (rule 5)."""
 
+import gc
 import json
 import math
 import tracemalloc
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxoffload import Policy, checkpoint, residuals, scan, scope, tag
+from jaxoffload import Policy, accumulate, checkpoint, residuals, scan, scope, tag
 from jaxoffload._engine.host_pool_need import need_of
+from jaxoffload._engine.layer import Layer
 from jaxoffload._residuals import EMPTY
 
 N, BATCH, DIM, HIDDEN = 4, 2, 8, 12
@@ -227,3 +229,19 @@ def test_nothing_is_allocated_or_run():
     tracemalloc.stop()
     assert table.host_bytes == 80 * 8 * 8192 * 53248 * 2  # one row is empty
     assert peak < 100 * 2**20
+
+
+def test_a_plan_is_freed_with_its_function():
+    """A program that traces a new function each time must not grow."""
+
+    def layers_after(number):
+        step = lambda x, w: (x + number * jnp.sin(tag(x @ w, "a")), None)
+        loss = lambda x, w: jnp.sum(scan(step, x, w, policy=policy({"a": "offload"}))[0])
+        jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 4)), jnp.ones((3, 4, 4)))
+        jax.make_jaxpr(accumulate(loss))(jnp.ones((2, 4)), jnp.ones((5, 3, 4, 4)))
+        jax.clear_caches()
+        gc.collect()
+        return sum(isinstance(thing, Layer) for thing in gc.get_objects())
+
+    first, *_, last = map(layers_after, range(1, 5))
+    assert first == last

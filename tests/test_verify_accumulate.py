@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from common import normal, policy
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from test_verify import a_host_write_is_skipped, rows_in_wrong_order
 
@@ -168,7 +169,8 @@ def test_the_bytes_on_the_host_where_the_first_microbatch_copies_nothing(
     moved, saved, bytes_that_stay, plan, count, stacks, monkeypatch
 ):
     room = fill_and_drain.ends
-    monkeypatch.setattr(_accumulate, "ends", lambda pieces, *_: Ends(room(pieces, 2, bytes_that_stay).first, pieces))
+    of_first = lambda pieces, _, __, recomputing: Ends(room(pieces, 2, bytes_that_stay, recomputing).first, pieces)
+    monkeypatch.setattr(_accumulate, "ends", of_first)
     step = step_under(
         policy({"x": "recompute", "fc1": "recompute", "act": "recompute"} | {moved: "offload", saved: "save"})
     )
@@ -179,6 +181,67 @@ def test_the_bytes_on_the_host_where_the_first_microbatch_copies_nothing(
     verdict, said = conservation(target_of(step, (WEIGHTS, microbatches)))
     assert verdict == "holds", said
     assert f"; of two {readable(stacks * LAYERS * ROW)} on the host, padding rows included" in said
+
+
+def first_and_others(step, *args):
+    """Return the plans of the layers of the first microbatch, and of those between."""
+    (params,) = (s.eqn.params for s in walk(jax.make_jaxpr(step)(*args)) if "first" in s.eqn.params)
+    return ([repr(s.layer.plan) for loops in params[of] for s in loops.segments] for of in ("first", "loops"))
+
+
+@pytest.mark.claim("fill-and-drain")
+def test_a_step_that_recomputes_in_the_first_microbatch_is_what_is_claimed():
+    microbatches = normal(2, (4, 64 * BATCH, DIM))  # too large to stay on the device
+    step = step_under(policy({"x": "offload", "fc1": "offload", "act": "recompute"}))
+    first, others = first_and_others(step, WEIGHTS, microbatches)
+    assert "fc1: recompute" in first[0] and "fc1: offload" in others[0]
+    found = verdicts(verify(step, WEIGHTS, microbatches))
+    assert found == dict.fromkeys(CLAIMS, "holds") | dict.fromkeys(("copies", "placement"), "not checked")
+
+
+def needs_another(x, w):
+    """To recompute `mid` is to keep `proj`, which the backward pass does not read otherwise."""
+    x = tag(x, "x")
+    mid = tag(x + tag(jnp.sin(x) @ w, "proj"), "mid")
+    return mid + jnp.sin(mid)
+
+
+def shares_a_result(x, w):
+    """The branches' values have one place, and a kernel makes one of them with a third."""
+
+    def left(x):
+        low, order = lax.sort((x @ w, 2 * x), num_keys=1)
+        return jnp.sin(tag(low, "low")) * jnp.sin(tag(order, "order"))
+
+    many = lambda x: lax.fori_loop(0, 99, lambda _, y: jnp.tanh(y @ w), x)
+    right = lambda x: jnp.sin(tag(3 * x + lax.stop_gradient(many(x)), "other"))
+    return x + lax.cond(x[0, 0] > 0, left, right, x)
+
+
+def takes_who_knows_how_long(x, w):
+    slow = lambda x, w: lax.while_loop(lambda s: s[0] < 999, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x))[1]
+    opaque = jax.custom_vjp(slow)
+    opaque.defvjp(lambda x, w: (slow(x, w), w), lambda w, dy: (dy, jnp.zeros_like(w)))
+    return x + jnp.sin(tag(opaque(x, w), "h"))
+
+
+def has_an_effect(x, w):
+    y = x @ w
+    jax.debug.callback(lambda y: None, y[0, 0])
+    return x + jnp.sin(tag(y, "h"))
+
+
+@pytest.mark.claim("fill-and-drain")
+@pytest.mark.parametrize("layer", [needs_another, shares_a_result, takes_who_knows_how_long, has_an_effect])
+def test_what_is_not_recomputed_in_the_first_microbatch(layer):
+    rules = policy(dict.fromkeys(("x", "mid", "proj", "low", "order", "other", "h"), "offload"))
+    loss = lambda w, x: jnp.mean(scan(lambda x, w: (layer(x, w), None), x, w, policy=rules, strict=False)[0] ** 2)
+    step = lambda w, x: jax.tree.map(lambda w, g: w - 0.1 * g, w, accumulate(loss)(w, x)[1])
+    args = WEIGHTS["layers"], normal(2, (4, 64 * BATCH, DIM))
+    first, others = first_and_others(step, *args)
+    assert first == others
+    verdict, said = conservation(target_of(step, args))
+    assert verdict == "holds", said
 
 
 def test_what_cannot_be_told_by_the_bytes_of_a_step():

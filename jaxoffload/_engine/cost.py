@@ -8,6 +8,7 @@ collectives.
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,10 +34,10 @@ class Rates(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """`unknown`: kernels of which only the bytes are known."""
+    """`unknown`: how often each kernel runs of which only the bytes are known; a loop's count as if it ran once."""
 
     seconds: float
-    unknown: frozenset[str]
+    unknown: Counter[str]
 
 
 def cost(jaxpr: Jaxpr, rates: Rates, devices: int = 1) -> Cost:
@@ -44,7 +45,7 @@ def cost(jaxpr: Jaxpr, rates: Rates, devices: int = 1) -> Cost:
     walk = _Walk(rates, devices)
     results = walk.through(jaxpr, [walk.array(v.aval, written=True) for v in jaxpr.invars])
     walk.write(results)
-    return Cost(walk.seconds, frozenset(walk.unknown))
+    return Cost(walk.seconds, walk.unknown)
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,7 +61,7 @@ class _Walk:
     def __init__(self, rates: Rates, devices: int):
         self.rates, self.devices = rates, devices
         self.seconds = 0.0
-        self.unknown: set[str] = set()
+        self.unknown = Counter[str]()
 
     def array(self, aval: Any, written: bool) -> _Array:
         return _Array(nbytes(aval) / self.devices if hasattr(aval, "dtype") else 0, written)
@@ -114,7 +115,7 @@ class _Walk:
         self.write(operands)
         costs = [cost(body, self.rates, self.devices) for body in bodies]
         self.seconds += eqn.params.get("length", 1) * max(c.seconds for c in costs)
-        self.unknown.update(*(c.unknown for c in costs), ["while"] if eqn.primitive is while_p else [])
+        self.unknown += sum((c.unknown for c in costs), Counter(["while"] * (eqn.primitive is while_p)))
         return [self.array(v.aval, written=True) for v in eqn.outvars]
 
     def kernel(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
@@ -122,7 +123,7 @@ class _Walk:
         results = [self.array(v.aval, written=True) for v in eqn.outvars]
         computing = _computing(eqn, self.rates)
         if computing is None and eqn.primitive.name not in ALONE:
-            self.unknown.add(str(eqn.params.get("name") or eqn.primitive.name))
+            self.unknown.update([str(eqn.params.get("name") or eqn.primitive.name)])
         moving = self.move(sum(array.bytes for array in [*operands, *results]))
         self.seconds += max(moving, (computing or 0.0) / self.devices)
         return results

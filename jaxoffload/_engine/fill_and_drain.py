@@ -6,19 +6,21 @@ less time than the wait for their copies. What stays takes less than a second se
 microbatches holds (a quarter is for what is in flight), and the less the more microbatches share the time saved.
 """
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
+from .._jax import COLLECTIVES
 from .copying_loops import Loops
 from .cost import Rates, cost
 from .layer import Layer, shares
 from .pieces import Pieces, Scan, Straight
-from .segments import Segment
+from .walk import walk
 
 # An H200's, whatever runs: all processes must compile the same program (measured: benchmarks/results/fits.json).
 _RATES = Rates(gemm_tflops=670.0, attention_tflops=(580.0, 530.0), hbm_gb_s=3900.0)
@@ -26,21 +28,27 @@ _BUS_GB_S = 53.0  # one way
 
 Direction = Literal["forward", "backward"]
 Rows = frozenset[int]  # those of a residual in its layer's plan
+Recomputing = Callable[[JaxprEqn, Layer, Rows], Layer]
 
 
 class Ends(NamedTuple):
-    """The pieces of the first and of the last microbatch. If they copy all, they are the object that all others use."""
+    """The pieces of the first and of the last microbatch. An end that copies everything is what the others use."""
 
     first: Pieces
     last: Pieces
 
 
-def ends(pieces: Pieces, microbatches: int, gradients: int) -> Ends:
-    """Return the pieces of the first and the last microbatch. `gradients`: bytes of a set of them, on all devices."""
+def ends(pieces: Pieces, microbatches: int, gradients: int, recomputing: Recomputing) -> Ends:
+    """Return the pieces of the first and the last microbatch.
+
+    Args:
+      gradients: bytes of a set of them, on all devices.
+      recomputing: a scan's equation, a layer of it, rows of its plan -> the layer if it recomputed these.
+    """
     budget = int(min(3 / 4, 2 / microbatches) * gradients) // _devices()
-    first, left = _with_room(pieces, "forward", budget)
+    first, left = _fitted(pieces, "forward", budget, recomputing)
     # Of more than two microbatches the first is gone when the last begins.
-    last, _ = _with_room(pieces, "backward", left if microbatches == 2 else budget)
+    last, _ = _fitted(pieces, "backward", left if microbatches == 2 else budget, recomputing)
     return Ends(first, last)
 
 
@@ -50,7 +58,7 @@ def _devices() -> int:
     return math.prod(mesh.shape[axis] for axis in (*mesh.auto_axes, *mesh.explicit_axes))
 
 
-def _with_room(pieces: Pieces, alone: Direction, budget: int) -> tuple[Pieces, int]:
+def _fitted(pieces: Pieces, alone: Direction, budget: int, recomputing: Recomputing) -> tuple[Pieces, int]:
     """The pieces if the pass `alone` has no other beside it, and what is left of the `budget`.
 
     `budget`: the bytes per device that may stay. The last layers' residuals are needed first, so the last scan is
@@ -59,88 +67,126 @@ def _with_room(pieces: Pieces, alone: Direction, budget: int) -> tuple[Pieces, i
     made: list[Straight | Scan] = []
     for piece in reversed(pieces.pieces):
         if isinstance(piece, Scan):
-            loops, budget = _limited(piece.loops, alone, budget)
+            loops, budget = _fitted_loops(piece.loops, alone, budget, functools.partial(recomputing, piece.eqn))
             piece = piece if loops is piece.loops else piece._replace(loops=loops)
         made.append(piece)
     same = all(new is old for new, old in zip(reversed(made), pieces.pieces, strict=True))
     return (pieces if same else pieces._replace(pieces=made[::-1])), budget
 
 
-def _limited(loops: Loops, alone: Direction, budget: int) -> tuple[Loops, int]:
+def _fitted_loops(
+    loops: Loops, alone: Direction, budget: int, recomputing: Callable[[Layer, Rows], Layer]
+) -> tuple[Loops, int]:
     segments = []
     for segment in loops.segments:
-        fitted = _fitted(segment, alone, budget // segment.layers) if segment.on_host else segment
-        budget -= segment.layers * (_bytes(fitted, "device") - _bytes(segment, "device"))
-        segments.append(fitted)
+        layer = segment.layer
+        if segment.on_host:
+            layer = _fitted_layer(layer, alone, budget // segment.layers, functools.partial(recomputing, layer))
+        budget -= segment.layers * (_on_device(layer) - _on_device(segment.layer))
+        if layer is not segment.layer:
+            on_host = segment.on_host if layer.for_host else 0
+            segment = segment._replace(jaxpr=layer.forward, layer=layer, on_host=on_host)
+        segments.append(segment)
     same = all(new is old for new, old in zip(segments, loops.segments, strict=True))
     return (loops if same else loops.with_segments(segments)), budget
 
 
-def _bytes(segment: Segment, place: str) -> int:
-    """Bytes per device and layer of the residuals at a place."""
-    return sum(shares(segment.jaxpr, segment.layer.kept, place))
+def _on_device(layer: Layer) -> int:
+    """Bytes per device of what a layer keeps on it."""
+    return sum(sum(shares(layer.forward, layer.kept, place)) for place in ("device", "once"))
 
 
-def _fitted(segment: Segment, alone: Direction, budget: int) -> Segment:
-    """A segment of layers, each of which may keep `budget` bytes on the device of what it would copy."""
+def _moved(layer: Layer) -> Counter[Rows]:
+    """Bytes per device of each residual for the host."""
+    rows = (k.rows for k in layer.kept if k.place == "host")
     sizes: Counter[Rows] = Counter()
-    for rows, size in zip(segment.moved, shares(segment.jaxpr, segment.layer.kept, "host"), strict=True):
-        sizes[rows] += size
-    forward, backward = (_seconds(jaxpr) for jaxpr in (segment.jaxpr, segment.backward))
-    if sizes.total() <= _room(forward if alone == "forward" else backward):
-        return segment
-    to_recompute = dict(_to_recompute(segment, backward))
+    for these, size in zip(rows, shares(layer.forward, layer.kept, "host"), strict=True):
+        sizes[these] += size
+    return sizes
 
-    def planned(again: Rows) -> tuple[float, set[Rows]]:
+
+def _fitted_layer(layer: Layer, alone: Direction, budget: int, recomputing: Callable[[Rows], Layer]) -> Layer:
+    """A layer that may keep `budget` bytes on the device of what it would copy."""
+    sizes = _moved(layer)
+    forward, backward = _seconds(layer.forward), _seconds(_backward(layer))
+    if sizes.total() <= _bytes_in(forward if alone == "forward" else backward):
+        return layer
+    candidates = dict(_candidates(layer, recomputing, backward))
+
+    def planned(recomputed: Rows) -> tuple[float, set[Rows]]:
         """The seconds that both passes take if these rows are recomputed, and which others stay."""
-        more = sum(seconds for rows, seconds in to_recompute.items() if rows <= again)
-        lone, other = (forward, backward + more) if alone == "forward" else (backward + more, forward)
-        copied = {rows: size for rows, size in sizes.items() if not rows & again}
-        stay = staying(copied, _room(lone), budget)
+        longer = backward + sum(seconds for rows, seconds in candidates.items() if rows <= recomputed)
+        lone, other = (forward, longer) if alone == "forward" else (longer, forward)
+        copied = {rows: size for rows, size in sizes.items() if not rows & recomputed}
+        stay = staying(copied, _bytes_in(lone), budget)
         waited = (sum(copied.values()) - sum(stay.values())) / _BUS_GB_S / 1e9
         return other + max(lone, waited), set(stay)
 
-    again: Rows = frozenset()
-    while better := [again | rows for rows in to_recompute if planned(again | rows)[0] < planned(again)[0]]:
-        again = min(better, key=lambda these: planned(these)[0])
-    _, stay = planned(again)
-    if not again and not stay:
-        return segment
-    layer = (segment.layer.recomputing(again, _REASON) if again else segment.layer).with_on_device(stay)
-    return segment._replace(jaxpr=layer.forward, layer=layer, on_host=segment.on_host if layer.for_host else 0)
-
-
-_REASON = "a pass runs alone"
+    recomputed: Rows = frozenset()
+    left = list(candidates)
+    while better := [rows for rows in left if planned(recomputed | rows)[0] < planned(recomputed)[0]]:
+        best = min(better, key=lambda rows: planned(recomputed | rows)[0])
+        left.remove(best)
+        if _only_moves_less(recomputing(recomputed | best), layer, recomputed | best):
+            recomputed |= best
+    _, stay = planned(recomputed)
+    if not recomputed and not stay:
+        return layer
+    return (recomputing(recomputed) if recomputed else layer).with_on_device(stay)
 
 
 def _seconds(jaxpr: Jaxpr) -> float:
     return cost(jaxpr, _RATES, _devices()).seconds
 
 
-def _room(seconds: float) -> int:
+def _bytes_in(seconds: float) -> int:
     """The bytes that are copied one way in this time."""
     return int(seconds * _BUS_GB_S * 1e9)
 
 
-def _to_recompute(segment: Segment, backward: float) -> Iterator[tuple[Rows, float]]:
-    """Which rows a layer could recompute, those of one kernel together, and the seconds that it would take."""
-    layer = segment.layer
-    if segment.jaxpr.effects:  # they would occur once more
+def _backward(layer: Layer) -> Jaxpr:
+    return layer.backward((True,) * sum(layer.out_perturbed))
+
+
+def _candidates(layer: Layer, recomputing: Callable[[Rows], Layer], backward: float) -> Iterator[tuple[Rows, float]]:
+    """Yield rows that a layer could recompute, those that go together at once, and the seconds that they would take.
+
+    Not where equations with effects would run again, or kernels and collectives whose time is not known.
+    """
+    if layer.forward.effects:
         return
-    on_device = _bytes(segment, "device")
-    for rows in dict.fromkeys(_of_one_kernel(layer, rows) for rows in segment.moved):
+    for rows in _together(layer):
         if all(layer.plan.rows[row].decision == "offload" for row in rows):
-            other = layer.recomputing(rows, _REASON)
-            if sum(shares(other.forward, other.kept, "device")) <= on_device:
-                yield rows, max(0.0, _seconds(segment._replace(layer=other).backward) - backward)
+            other = recomputing(rows)
+            if _only_moves_less(other, layer, rows) and _untimed(other) <= _untimed(layer):
+                yield rows, max(0.0, _seconds(_backward(other)) - backward)
 
 
-def _of_one_kernel(layer: Layer, rows: Rows) -> Rows:
-    """These rows, and those of other results of their kernels that are kept."""
+def _together(layer: Layer) -> list[Rows]:
+    """The rows of the residuals for the host: together if one kernel makes them, or if they share a `cond`'s result."""
     numbers = {row.plan_name: number for number, row in enumerate(layer.plan.rows)}
-    kernels = [{numbers[name] for name in names} for names in layer.plan.together]
     kept = {number for number, row in enumerate(layer.plan.rows) if row.decision != "recompute"}
-    return rows.union(*(kernel & kept for kernel in kernels if kernel & rows))
+    kernels = [kept & {numbers[name] for name in names} for names in layer.plan.together]
+    moved = list(_moved(layer))
+
+    def closed(rows: Rows) -> Rows:
+        more = rows.union(*(these for these in [*kernels, *moved] if these & rows))
+        return rows if more == rows else closed(more)
+
+    return list(dict.fromkeys(map(closed, moved)))
+
+
+def _only_moves_less(other: Layer, layer: Layer, rows: Rows) -> bool:
+    """Whether a layer that recomputes these rows keeps nothing else for that, in neither place."""
+    moved = {these: size for these, size in _moved(layer).items() if not these & rows}
+    return _moved(other) == moved and _on_device(other) <= _on_device(layer)
+
+
+def _untimed(layer: Layer) -> Counter[str]:
+    """How often the backward pass runs what `cost` has no time for."""
+    backward = _backward(layer)
+    names = (site.eqn.primitive.name for site in walk(backward))
+    return cost(backward, _RATES).unknown + Counter(name for name in names if name in COLLECTIVES)
 
 
 def staying[T](sizes: dict[T, int], room: int, budget: int) -> dict[T, int]:

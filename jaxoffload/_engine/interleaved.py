@@ -10,7 +10,7 @@
 A layer's copies have the forward pass of one layer and the backward pass of another to hide behind, and the bus works
 both ways all the time. Where scans differ in length, a loop ends where a segment of either pass ends.
 
-The first forward pass and the last backward pass run alone: `fill_and_drain.py` says what stays on the device there.
+The first forward pass and the last backward pass run alone: `fill_and_drain.py` says what is not copied there.
 
 There are two sets of stacks, which change roles with each microbatch. XLA's double buffering, which `compiler_options`
 asks for, makes one iteration of the loop over microbatches out of two. Otherwise stacks that change roles in the state
@@ -40,8 +40,8 @@ def run(
 
     Args:
       first, middle, last: trace what is the same for all microbatches. That is traced for each, as without
-        interleaving: XLA takes out of the loop what it would take out there. The first and the last may keep other
-        residuals on the device than those between; where they do not, they are `middle` itself.
+        interleaving: XLA takes out of the loop what it would take out there. The first and the last may copy fewer
+        residuals than those between; where they do not, they are `middle` itself.
       microbatches: at least 2.
       arguments: the number of a microbatch -> its values.
       sums: zeros, a gradient for each parameter.

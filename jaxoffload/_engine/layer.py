@@ -72,29 +72,21 @@ class Layer:
     """A body and its derivative.
 
     Attributes:
+      consts, carry: how many of the operands, and of the results, are constants and carry.
       forward: operands -> carry, ys, and the residuals that are not operands.
       tangent_jaxpr: all residuals, tangents of the perturbed operands -> tangents of the perturbed results.
       kept: the residuals, in the order of `tangent_jaxpr`.
       perturbed, out_perturbed: which operands and which results have tangents.
     """
 
-    body: Body
+    consts: int
+    carry: int
     forward: Jaxpr
     tangent_jaxpr: Jaxpr
     kept: tuple[Kept, ...]
     plan: Plan
     perturbed: tuple[bool, ...]
     out_perturbed: tuple[bool, ...]
-
-    @property
-    def consts(self) -> int:
-        """How many operands are constants."""
-        return self.body.consts
-
-    @property
-    def carry(self) -> int:
-        """How many operands, and results, are carried from layer to layer."""
-        return self.body.carry
 
     @property
     def host_bytes(self) -> int:
@@ -120,11 +112,6 @@ class Layer:
         """The layer, with residuals on the device that the plan wants on the host: those with these `rows`."""
         kept = (k._replace(place="device") if k.place == "host" and k.rows in residuals else k for k in self.kept)
         return dataclasses.replace(self, kept=tuple(kept))
-
-    def recomputing(self, rows: frozenset[int], reason: str) -> "Layer":
-        """The layer, if it recomputed these rows of its plan, which are marked offload."""
-        override = Override("recompute", reason, rows)
-        return linearize(self.body, self.perturbed, self.plan.policy, False, override)
 
     def __repr__(self) -> str:
         """Short: it is printed in jaxprs."""
@@ -201,7 +188,7 @@ def linearize(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: b
     kept = tuple(_kept(known, body, known.outvars[results:]))
     stored = [v for v, k in zip(known.outvars[results:], kept, strict=True) if k.place != "operand"]
     forward = known.replace(outvars=[*known.outvars[:results], *stored], debug_info=without_paths(known))
-    return Layer(body, forward, linear, kept, plan, perturbed, out_perturbed)
+    return Layer(body.consts, body.carry, forward, linear, kept, plan, perturbed, out_perturbed)
 
 
 def _derivative(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:

@@ -297,5 +297,5 @@ def _fit(
         forward_ms=1e3 * forward.seconds,
         backward_ms=1e3 * backward.seconds,
         copies=tuple(copies),
-        unknown=forward.unknown | backward.unknown,
+        unknown=frozenset(forward.unknown | backward.unknown),
     )

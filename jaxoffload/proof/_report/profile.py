@@ -312,7 +312,7 @@ def _microbatches(runs: int, microbatches: int, in_first: bool, in_last: bool) -
     """The microbatch of each run of a residual's copies one way.
 
     `in_first`, `in_last`: whether copies run where only the first forward and the last backward pass do. A residual
-    that is not copied there stays on the device in that microbatch. If all stay in the first one, none tells.
+    that is not copied there is not copied in that microbatch. If none is in the first one, nothing tells.
     """
     for first in (int(not in_first), 1):
         others = microbatches - first - (not in_last)

@@ -28,6 +28,7 @@ _COPIES = {"dynamic-slice-start": 100, "dynamic-update-slice-start": 100, "copy-
 _CLONES = ("", ".double_buffer_clone", *(f".double_buffer_clone.{i}" for i in range(1, 4)))
 # Of an odd number of iterations it takes the first out of the loop. Its copies get less time than a `copy-start`, which
 # fetches the last layer's residuals and is to begin before them.
+_PEELED_SHARE = 0.75
 _PEELED = (".peeled_double_buffer", ".peeled_double_buffer.double_buffer_clone", ".peeled_double_buffer2")
 
 _BACKENDS = ("cpu", "gpu", "cuda", "rocm", "tpu")
@@ -84,6 +85,9 @@ def _profile(copies: dict[str, float]) -> _Profile:
 
     costs = [(name, ms) for copy, ms in copies.items() for name in names(copy, _CLONES)]
     costs += [
-        (name, 0.75 * copies["copy-start"]) for copy in copies if copy != "copy-start" for name in names(copy, _PEELED)
+        (name, _PEELED_SHARE * copies["copy-start"])
+        for copy in copies
+        if copy != "copy-start"
+        for name in names(copy, _PEELED)
     ]
     return _Profile("".join(f'costs {{ name: "{name}" cost_us: {1000 * ms:g} }}\n' for name, ms in costs).encode())

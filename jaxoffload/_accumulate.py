@@ -8,19 +8,23 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
-from ._engine import interleaved
+from ._engine import interleaved, pipeline
+from ._engine.chunk import Chunks
 from ._engine.copying_loops import Loops, filled
 from ._engine.fill_and_drain import ends
 from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.passes import program_of
 from ._engine.pieces import Pieces, divide
+from ._engine.pipeline import on_a_stage
+from ._engine.schedule import Schedule
 from ._engine.segments import joined
+from ._engine.staged_loss import StagedLoss
 from ._errors import NOT_THE_USERS
 from ._jax import as_array, convert_constvars_jaxpr, nbytes
 from ._reference import is_reference
-from ._scan import backward_loops, forward_loops, recomputing, scan_p
+from ._scan import backward_loops, forward_loops, chunk_loops, recomputing, scan_p, with_stages
 from ._text import nearest, readable
 
 Reduction = Literal["mean", "sum"]
@@ -32,6 +36,8 @@ def accumulate(
     has_aux: bool = False,
     *,
     reduction: Reduction = "mean",
+    stages: str | None = None,
+    virtual_stages: int = 1,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` over microbatches, with the copies of each `scan` behind two passes instead of one.
 
@@ -82,7 +88,7 @@ def accumulate(
 
     def value_and_grad(*args: Any) -> Any:
         call = _call(loss, argnums, has_aux, args)
-        sums, aux = _interleaved(call) or _one_by_one(call)
+        sums, aux = _staged(call, stages, virtual_stages) or _interleaved(call) or _one_by_one(call)
         value, grads = jax.tree.map(lambda x: x / call.microbatches, sums) if reduction == "mean" else sums
         grads = grads[0] if isinstance(argnums, int) else tuple(grads)
         return ((value, aux) if has_aux else value), grads
@@ -201,6 +207,53 @@ def _interleaved(call: _Call) -> Any:
     what = interleaved.Interleaved(of_one, loops_in(pieces), loops_in(first), loops_in(last), call.microbatches)
     outs = interleaved.bind(run, what, *operands)
     value, aux, grads = outs[0], outs[1 : -len(leaves)], outs[-len(leaves) :]
+    _, of_aux = shape
+    return (value, jax.tree.unflatten(tree, grads)), jax.tree.unflatten(jax.tree.structure(of_aux), aux)
+
+
+def _staged(call: _Call, axis: str | None, virtual_stages: int) -> Any:
+    """The same, on pipeline stages; None where there are none."""
+    if axis is None or is_reference() or jax.config.jax_disable_jit:
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.shape[axis] == 1:
+        return None
+    schedule = Schedule(mesh.shape[axis], virtual_stages, call.microbatches)
+    leaves, tree = jax.tree.flatten(call.params)
+    loss = lambda leaves, microbatch: call.loss(jax.tree.unflatten(tree, leaves), microbatch)
+    avals = jax.make_jaxpr(lambda: call.microbatch(0))().out_avals
+    trace = lambda: jax.make_jaxpr(loss, return_shape=True)(leaves, list(avals))
+    jaxpr, shape = with_stages(axis, trace)
+    is_param = [True] * len(leaves) + [False] * len(avals)
+
+    def chosen(scans: list[JaxprEqn]) -> list[JaxprEqn]:
+        length = lambda eqn: eqn.params["call_jaxpr"].eqns[0].params["length"]
+        return sorted((s for s in scans if length(s) % schedule.chunks == 0), key=length)[-1:]
+
+    def loops_of(eqn: JaxprEqn, perturbed: tuple[bool, ...]) -> Loops:
+        params = {name: eqn.params[name] for name in ("on_stage", "policy", "strict")}
+        with on_a_stage(axis):
+            loops = chunk_loops(perturbed=perturbed, chunks=schedule.chunks, slots=schedule.slots, **params)
+        return dataclasses.replace(loops, segments=joined(loops.segments))
+
+    pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of, chosen)
+    (scan,) = pieces.scans
+    fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
+    of_params = fixed[len(pieces.consts) :]
+    inner = range(scan.loops.consts, scan.loops.consts + scan.loops.carry)
+    differs = lambda v: isinstance(v, Var) and v in pieces.varies
+    along = tuple(i for i, v in enumerate(scan.eqn.invars) if differs(v) and i not in inner)
+
+    def run(*operands: Any) -> tuple[Any, list[Any], list[Any]]:
+        values, batch = dict(zip(fixed, operands, strict=False)), list(operands[len(fixed) :])
+        program = program_of(pieces, backward_loops, of_params, values)
+        staged = StagedLoss(program, Chunks(scan.loops, schedule.stages, virtual_stages, along))
+        microbatch = lambda number: dict(zip(varying, call._replace(batch=batch).microbatch(number), strict=True))
+        (losses, *aux), grads = pipeline.run(staged, schedule, axis, microbatch)
+        value, _ = lax.scan(lambda total, loss: (total + loss, None), filled(jaxpr.out_avals[0], 0), losses)
+        return value, aux, grads
+
+    value, aux, grads = run(*pieces.consts, *leaves, *call.batch)
     _, of_aux = shape
     return (value, jax.tree.unflatten(tree, grads)), jax.tree.unflatten(jax.tree.structure(of_aux), aux)
 

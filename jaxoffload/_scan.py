@@ -23,6 +23,7 @@ from ._engine.derivative import cached
 from ._engine.host_pool_limit import admitted
 from ._engine.layer import Body, Layer, linearize, perturbed_carry
 from ._engine.mutable_refs import by_jax, takes_refs
+from ._engine.pipeline import on_a_stage
 from ._engine.plan import Override
 from ._engine.segments import LayerRange, layer_ranges, reads_of, segment_of
 from ._engine.transpose_only import with_tangents
@@ -96,13 +97,15 @@ def scan(
     scannable = all(hasattr(x, "shape") for x in jax.tree.leaves(xs)) and all(map(_is_array, jax.tree.leaves(init)))
     if jax.config.jax_disable_jit or not scannable:
         return lax_scan(init, xs)  # a Python loop, which places nothing; or lax.scan's own error
-    with _inside(True):
+    axis = _stage_axis.value
+    with _inside(True), _stage_axis(None):
         jaxpr, shape = jax.make_jaxpr(lax_scan, return_shape=True)(init, xs)
         if takes_refs(jaxpr):
             f = by_jax([jaxpr], policy, strict, False)(f)
             return lax_scan(init, xs)
+        on_stage = axis and _traced_on_a_stage(axis, lax_scan, init, xs)
     operands = [*jax.tree.leaves(init), *map(as_array, jax.tree.leaves(xs))]
-    outs = evaluate(_with_our_scan(jaxpr, policy, strict), operands)
+    outs = evaluate(_with_our_scan(jaxpr, policy, strict, on_stage), operands)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
@@ -131,17 +134,53 @@ def inside_scan() -> bool:
     return _inside.value
 
 
-def _with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool) -> Jaxpr:
-    """`jaxpr` with its one `lax.scan` replaced by ours."""
+# The mesh axis over which `accumulate` divides the layers, while it traces a loss; None otherwise.
+_stage_axis = jax.make_user_context(None)
+
+
+def with_stages[T](axis: str | None, trace: Callable[..., T], *args: Any) -> T:
+    """Trace so that each `scan` is also traced as one stage sees it."""
+    with _stage_axis(axis):
+        return trace(*args)
+
+
+class OnStage:
+    """A scan, traced where its devices run only a part of the layers: inside a `shard_map` over the mesh axis `stage`.
+
+    A parameter of an equation, in which JAX is not to find the jaxpr.
+    """
+
+    def __init__(self, call_jaxpr: Jaxpr):
+        self.call_jaxpr = call_jaxpr
+
+
+def _traced_on_a_stage(axis: str, lax_scan: Callable[..., Any], init: Any, xs: Any) -> OnStage:
+    with on_a_stage(axis):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (init, xs))
+        jaxpr = jax.make_jaxpr(lax_scan)(*shapes)
+        return OnStage(_alone(jaxpr.eqns[_the_scan(jaxpr)]))
+
+
+def _the_scan(jaxpr: Jaxpr) -> int:
+    """The number of the one `lax.scan` of a traced call of it, behind what its constants need."""
     scans = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive is lax.scan_p]
     if not scans:
         raise NotImplementedError("jaxoffload: lax.scan does not trace to a scan here; switch jax_scan3 off")
-    at = max(scans)
+    return max(scans)
+
+
+def _with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool, on_stage: OnStage | None = None) -> Jaxpr:
+    """`jaxpr` with its one `lax.scan` replaced by ours."""
+    at = _the_scan(jaxpr)
     eqn = jaxpr.eqns[at]
-    alone = jax.make_jaxpr(functools.partial(lax.scan_p.bind, **eqn.params))(*(v.aval for v in eqn.invars))
-    params = {"call_jaxpr": alone, "policy": policy, "strict": strict}
+    params = {"call_jaxpr": _alone(eqn), "policy": policy, "strict": strict, "on_stage": on_stage}
     ours = new_jaxpr_eqn(eqn.invars, eqn.outvars, scan_p, params, eqn.effects, eqn.source_info, eqn.ctx)
     return jaxpr.replace(eqns=[*jaxpr.eqns[:at], ours, *jaxpr.eqns[at + 1 :]])
+
+
+def _alone(eqn: JaxprEqn) -> Jaxpr:
+    """A jaxpr of one equation, a `lax.scan`."""
+    return jax.make_jaxpr(functools.partial(lax.scan_p.bind, **eqn.params))(*(v.aval for v in eqn.invars))
 
 
 def body_of(call_jaxpr: Jaxpr) -> Body:
@@ -153,19 +192,19 @@ def body_of(call_jaxpr: Jaxpr) -> Body:
     return Body(jaxpr, same(eqn.invars, jaxpr.invars) - carry, carry)
 
 
-def _checked(run: Callable[..., list[Any]], *operands: Any, policy: Policy, strict: bool) -> list[Any]:
+def _checked(run: Callable[..., list[Any]], *operands: Any, policy: Policy, strict: bool, **_: Any) -> list[Any]:
     """What `checkify` makes of a scan is a scan that carries the error; it stays ours."""
     return evaluate(_with_our_scan(jax.make_jaxpr(run)(*operands), policy, strict), operands)
 
 
-def _batch(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool) -> Results:
+def _batch(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any) -> Results:
     """Batch as `lax.scan` does, before differentiation: each layer then sums its weights' cotangents."""
     batched, mapped = _jax.batch_jaxpr_axes(call_jaxpr, axis, dims, [_jax.zero_if_mapped] * len(call_jaxpr.outvars))
     outs = evaluate(_with_our_scan(batched, policy, strict), args)
     return outs, [0 if m else None for m in mapped]
 
 
-def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool) -> Results:
+def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any) -> Results:
     body, params = body_of(call_jaxpr), dict(call_jaxpr.eqns[0].params)
     jaxpr = params.pop("jaxpr")
     if is_reference():
@@ -196,7 +235,7 @@ def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, prevent_
 
 
 def forward_loops(
-    call_jaxpr: Jaxpr, perturbed: Sequence[bool], policy: Policy, strict: bool, microbatches: int = 1
+    call_jaxpr: Jaxpr, perturbed: Sequence[bool], policy: Policy, strict: bool, microbatches: int = 1, **_: Any
 ) -> Loops:
     """The forward pass of a scan that is differentiated with respect to the perturbed operands.
 
@@ -209,7 +248,22 @@ def forward_loops(
     return _loops(body, closed, policy, strict, offloaded=offloaded, **how)
 
 
-def recomputing(layer: Layer, rows: frozenset[int], call_jaxpr: Jaxpr, policy: Policy, strict: bool) -> Layer:
+def chunk_loops(
+    on_stage: OnStage, perturbed: Sequence[bool], policy: Policy, strict: bool, chunks: int, slots: int
+) -> Loops:
+    """The forward pass of the layers of a chunk, of so many in a scan, with so many microbatches on the host."""
+    body, params = body_of(on_stage.call_jaxpr), on_stage.call_jaxpr.eqns[0].params
+    closed = perturbed_carry(body, perturbed, policy)
+    layers = params["length"] // chunks
+    offloaded = _layers_that_offload(body, closed, policy, strict, layers, slots)
+    return _loops(
+        body, closed, policy, strict, offloaded=offloaded, length=layers, reverse=False, unroll=params["unroll"]
+    )
+
+
+def recomputing(
+    layer: Layer, rows: frozenset[int], call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any
+) -> Layer:
     """A layer of a scan, if it recomputed these rows of its plan, which are marked offload."""
     override = Override("recompute", "a pass runs alone", rows)
     return linearize(body_of(call_jaxpr), layer.perturbed, policy, strict, override)

@@ -647,8 +647,8 @@ def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, cap
     assert train.main([str(config), *simple, f"train.out={tmp_path}/out"]) == 0
     said = capsys.readouterr().out
     assert said.count(": holds ") == 12 and "step: holds        placement:" in said and " fails" not in said
-    real = _loops._put
-    monkeypatch.setattr(_loops, "_put", lambda s, x, i: s if on_host(jax.typeof(s)) else real(s, x, i))
+    real = _loops.put_row
+    monkeypatch.setattr(_loops, "put_row", lambda s, x, i: s if on_host(jax.typeof(s)) else real(s, x, i))
     jax.clear_caches()
     assert train.main([str(config), *simple, f"train.out={tmp_path}/wrong"]) == 1
     said = capsys.readouterr().err

@@ -642,9 +642,9 @@ def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
     x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
     held = verify(of_scan, x, weights(LAYERS))["placement"]
     assert held.verdict == "holds" and "no device keeps a larger shard of any of" in held.detail
-    real = _loops._put
+    real = _loops.put_row
     whole = lambda a: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P()))
-    monkeypatch.setattr(_loops, "_put", lambda s, a, i: real(s, a if on_host(jax.typeof(a)) else whole(a), i))
+    monkeypatch.setattr(_loops, "put_row", lambda s, a, i: real(s, a if on_host(jax.typeof(a)) else whole(a), i))
     found = verify(of_scan, x, weights(LAYERS))["placement"]
     assert found.verdict == "fails"
     sizes = [readable(BATCH * HIDDEN * 4 // share) for share in (1, 8)]
@@ -688,14 +688,14 @@ def stored_twice(monkeypatch):
 
 
 def rows_in_wrong_order(monkeypatch):
-    real = _loops._take
+    real = _loops.take_row
     reversed_rows = lambda stack, i: real(stack, stack.shape[0] - i if on_host(jax.typeof(stack)) else i)
-    monkeypatch.setattr(_loops, "_take", reversed_rows)
+    monkeypatch.setattr(_loops, "take_row", reversed_rows)
 
 
 def a_host_write_is_skipped(monkeypatch):
-    real = _loops._put
-    monkeypatch.setattr(_loops, "_put", lambda s, x, i: s if on_host(jax.typeof(s)) else real(s, x, i))
+    real = _loops.put_row
+    monkeypatch.setattr(_loops, "put_row", lambda s, x, i: s if on_host(jax.typeof(s)) else real(s, x, i))
 
 
 def routing_is_recomputed(monkeypatch):
@@ -734,13 +734,13 @@ def a_producer_runs_twice(monkeypatch):
 
 def called_at_each_write(monkeypatch, leak):
     """Call `leak(array)` whenever a row is written to a stack on the device."""
-    real = _loops._put
+    real = _loops.put_row
 
     def put(stack, x, i):
         seen = x if on_host(jax.typeof(x)) else jax.pure_callback(lambda x: (leak(x), x)[1], jax.typeof(x), x)
         return real(stack, seen, i)
 
-    monkeypatch.setattr(_loops, "_put", put)
+    monkeypatch.setattr(_loops, "put_row", put)
 
 
 def the_hosts_memory_grows(monkeypatch):

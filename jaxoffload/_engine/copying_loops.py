@@ -51,6 +51,7 @@ class Loops:
       consts, carry: how many constants and carried values a forward pass takes, and a backward pass returns the
         cotangents of.
       reads: the operands of the scan that are residuals: their numbers, each with whether it is a constant.
+      first: the row of the first layer, where the xs are those of more layers than the pass runs.
     """
 
     segments: tuple[Segment, ...]
@@ -60,6 +61,7 @@ class Loops:
     consts: int
     carry: int
     reads: tuple[tuple[int, bool], ...] = ()
+    first: int = 0
 
     def __repr__(self) -> str:
         """Short: it is printed in every jaxpr."""
@@ -67,7 +69,7 @@ class Loops:
 
     def row(self, layer: Any) -> Any:
         """The row of xs and ys that belongs to `layer`."""
-        return self.length - 1 - layer if self.reverse else layer
+        return self.length - 1 - layer if self.reverse else self.first + layer
 
     def with_segments(self, segments: Sequence[Segment]) -> "Loops":
         """A forward pass over the same layers, divided or differentiated in another way."""
@@ -156,7 +158,7 @@ def forward_layer(
     It writes to row i of stacks on the host, `i_device` of those on the device, `i_xs` of the ys. The first is a DMA
     copy; the others are not to be one, hence the hidden zero. `inlined`: XLA would fuse the layer with its neighbours.
     """
-    compute, zero, stored = jaxpr_as_fun(segment.jaxpr), _hidden_zero(), _stored(segment)
+    compute, zero, stored = jaxpr_as_fun(segment.jaxpr), hidden_zero(), _stored(segment)
 
     def layer(i: Any, state: ForwardState, inlined: bool) -> ForwardState:
         fence = lax.optimization_barrier if inlined else lambda carry: carry
@@ -164,14 +166,14 @@ def forward_layer(
         host = []
         for stack, x, copy in zip(saved.host, saved.last, segment.copies, strict=True):
             with copy:
-                host.append(stack if _is_padding(i) else _put(stack, jax.device_put(x, HOST), i))
+                host.append(stack if _is_padding(i) else put_row(stack, jax.device_put(x, HOST), i))
         i_device = i + zero
         i_xs = loops.row(segment.start + i_device)
-        outs = compute(*consts, *carry, *(_take(x, i_xs) for x in xs))
+        outs = compute(*consts, *carry, *(take_row(x, i_xs) for x in xs))
         carry, new_ys, residuals = in_three(outs, len(carry), len(ys))
-        ys = [_put(stack, y, i_xs) for stack, y in zip(ys, new_ys, strict=True)]
+        ys = [put_row(stack, y, i_xs) for stack, y in zip(ys, new_ys, strict=True)]
         last, stays, once = (those(residuals, stored, place) for place in ("host", "device", "once"))
-        device = [_put(stack, x, i_device) for stack, x in zip(saved.device, stays, strict=True)]
+        device = [put_row(stack, x, i_device) for stack, x in zip(saved.device, stays, strict=True)]
         return ForwardState(fence(carry), ys, SegmentResiduals(host, last, device, once))
 
     return layer
@@ -234,13 +236,15 @@ def backward_layer(
     saved: SegmentResiduals[Any],
     ys: list[Any],
     sums: Sequence[bool] = (),
+    counts: Any = None,
 ) -> Callable[[Any, BackwardState, bool], BackwardState]:
     """The function that computes the cotangents of a layer, and fetches the residuals of the layer before it.
 
     Rows are numbered as in `forward_layer`; iterations count from the last layer. `ys`: the cotangents of the ys.
-    `sums`: for each of the xs, whether its cotangents are added to those that are there; by default none.
+    `sums`: for each of the xs, whether its cotangents are added to those that are there; by default none. `counts`: a
+    boolean, whether they are; by default they are.
     """
-    compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), _hidden_zero(), segment.layers - 1
+    compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), hidden_zero(), segment.layers - 1
 
     def layer(iteration: Any, state: BackwardState, inlined: bool) -> BackwardState:
         (consts, carry, xs), fetched = state
@@ -248,20 +252,22 @@ def backward_layer(
         for stack, x, copy in zip(saved.host, fetched, segment.copies, strict=True):
             with copy:
                 row = i_last - iteration
-                fetched_next.append(x if _is_padding(row) else jax.device_put(_take(stack, row), DEVICE))
+                fetched_next.append(x if _is_padding(row) else jax.device_put(take_row(stack, row), DEVICE))
         i_device = i_last - (iteration + zero)
         i_xs = loops.row(segment.start + i_device)
         reads = zip(loops.reads, operands, strict=True)
-        read = {number: x if is_const else _take(x, i_xs) for (number, is_const), x in reads}
-        residuals = _in_order(segment, read, fetched, [_take(x, i_device) for x in saved.device], saved.once)
+        read = {number: x if is_const else take_row(x, i_xs) for (number, is_const), x in reads}
+        residuals = _in_order(segment, read, fetched, [take_row(x, i_device) for x in saved.device], saved.once)
         if inlined:  # the layer may stand beside its own forward pass
             residuals, carry = prevent_cse_barrier(residuals, carry)
-        outs = compute(*residuals, *carry, *(_take(y, i_xs) for y in ys))
+        outs = compute(*residuals, *carry, *(take_row(y, i_xs) for y in ys))
         d_consts, carry, d_xs = in_three(outs, loops.consts, loops.carry)
         consts = [add_jaxvals(total, d) for total, d in zip(consts, d_consts, strict=True)]
-        add = lambda stack, d: _take(stack, i_xs) + d.astype(stack.dtype)
+        add = lambda stack, d: take_row(stack, i_xs) + d.astype(stack.dtype)
+        if counts is not None:
+            d_xs = [lax.select(counts, d, jnp.zeros_like(d)) for d in d_xs]
         d_xs = [add(x, d) if s else d for x, d, s in zip(xs, d_xs, sums or [False] * len(xs), strict=True)]
-        xs = [_put(stack, d, i_xs) for stack, d in zip(xs, d_xs, strict=True)]
+        xs = [put_row(stack, d, i_xs) for stack, d in zip(xs, d_xs, strict=True)]
         return BackwardState(Cotangents(consts, carry, xs), fetched_next)
 
     return layer
@@ -275,7 +281,7 @@ def _is_padding(row: Any) -> bool:
     return isinstance(row, int) and row == 0
 
 
-def _hidden_zero() -> Any:
+def hidden_zero() -> Any:
     """0, added to a layer's number so that XLA cannot compute the offsets in stacks on the device.
 
     XLA:GPU makes a DMA copy of each slice whose offset it can compute, on four streams in turn. For the host that is
@@ -294,11 +300,11 @@ def _in_order(segment: Segment, operands: dict[int, Any], host: Any, device: Any
     return [next(kept[place]) if k.operand is None else operands[k.operand] for k, place in places]
 
 
-def _take(stack: Any, i: Any) -> Any:
+def take_row(stack: Any, i: Any) -> Any:
     return lax.dynamic_index_in_dim(stack, i, keepdims=False, allow_negative_indices=False)
 
 
-def _put(stack: Any, x: Any, i: Any) -> Any:
+def put_row(stack: Any, x: Any, i: Any) -> Any:
     return lax.dynamic_update_index_in_dim(stack, x, i, 0, allow_negative_indices=False)
 
 

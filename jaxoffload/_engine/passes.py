@@ -137,20 +137,20 @@ def forward(program: Program, arguments: Values, stacks: Stacks) -> Pass:
     flight = Flight({}, {}, {})
     for number, piece in enumerate(pieces.pieces):
         if isinstance(piece, Straight):
-            flight.residuals[number] = _run(piece, values, program.shared[number])
+            flight.residuals[number] = run_piece(piece, values, program.shared[number])
         else:
             outs, saved = yield from _forward_scan(piece.loops, read(piece.eqn.invars), stacks[number])
             values |= zip(piece.eqn.outvars, outs, strict=True)
             flight.scans[number] = saved, [values[v] for v in _varying_reads(piece, pieces)]
-    residuals = _run(pieces.last, values, program.shared[len(pieces.pieces)])
+    residuals = run_piece(pieces.last, values, program.shared[len(pieces.pieces)])
     results = read(pieces.outvars)
     cotangents = {pieces.outvars[0]: filled(jax.typeof(results[0]).to_ct_aval(), 1)}
-    _transpose(program, len(pieces.pieces), residuals, cotangents)
+    transpose_piece(program, len(pieces.pieces), residuals, cotangents)
     numbers = pieces.numbers
     return flight._replace(cotangents={numbers[v]: ct for v, ct in cotangents.items()}), results
 
 
-def _run(piece: Straight, values: Values, shared: tuple[list[Any], list[Any]]) -> list[Any]:
+def run_piece(piece: Straight, values: Values, shared: tuple[list[Any], list[Any]]) -> list[Any]:
     """Run a piece, and return those of its residuals that differ between microbatches."""
     _, needed = shared
     results = evaluate(piece.each, [*needed, *(values[v] for v in _those(piece.ins, piece.varies, True))])
@@ -180,7 +180,7 @@ def backward(program: Program, flight: Flight, sums: list[Any]) -> Pass:
     totals = dict(zip(program.params, sums, strict=True))
     for number, piece in reversed(list(enumerate(program.pieces.pieces))):
         if isinstance(piece, Straight):
-            _transpose(program, number, flight.residuals[number], cotangents)
+            transpose_piece(program, number, flight.residuals[number], cotangents)
         else:
             yield from _backward_scan(program, piece, *flight.scans[number], cotangents, totals)
     made = (cotangents.get(v) for v in program.params)
@@ -197,7 +197,7 @@ def _backward_scan(
 ) -> Pass:
     """Replace the cotangents of a scan's results by those of its operands; in-place parameters' go to `totals`."""
     layer = piece.loops.segments[0].layer
-    given = _taken(cotangents, [v for v, p in zip(piece.eqn.outvars, layer.out_perturbed, strict=True) if p])
+    given = taken(cotangents, [v for v, p in zip(piece.eqn.outvars, layer.out_perturbed, strict=True) if p])
     if all(type(ct) is Zero for ct in given):
         return
     loops, present = program.backward_loops(piece.loops, given)
@@ -224,11 +224,11 @@ def _backward_scan(
             cotangents[v] = add_jaxvals(cotangents[v], ct) if v in cotangents else ct
 
 
-def _transpose(program: Program, number: int, varying: list[Any], cotangents: Values) -> None:
+def transpose_piece(program: Program, number: int, varying: list[Any], cotangents: Values) -> None:
     """Replace the cotangents of the outs of a `Straight` by those of its ins."""
     piece = [*program.pieces.pieces, program.pieces.last][number]
     assert isinstance(piece, Straight)
-    given = _taken(cotangents, _those(piece.outs, piece.out_perturbed, True))
+    given = taken(cotangents, _those(piece.outs, piece.out_perturbed, True))
     if all(type(ct) is Zero for ct in given):
         return
     fixed, _ = program.shared[number]
@@ -238,7 +238,7 @@ def _transpose(program: Program, number: int, varying: list[Any], cotangents: Va
     cotangents |= {v: ct for v, ct in made if type(ct) is not Zero}
 
 
-def _taken(cotangents: Values, variables: Sequence[Var]) -> list[Any]:
+def taken(cotangents: Values, variables: Sequence[Var]) -> list[Any]:
     return [cotangents.pop(v) if v in cotangents else Zero(v.aval.to_ct_aval()) for v in variables]
 
 

@@ -96,11 +96,12 @@ def divide(
     varies: Sequence[bool],
     scan_p: Primitive,
     loops_of: Callable[[JaxprEqn, tuple[bool, ...]], Loops],
+    chosen: Callable[[list[JaxprEqn]], list[JaxprEqn]] = list,
 ) -> Pieces:
     """Divide a loss at its scans.
 
     `perturbed`, `varies`: which arguments have tangents, and which differ between microbatches. `loops_of`: an equation
-    of `scan_p`, which of its operands have tangents -> its forward loops.
+    of `scan_p`, which of its operands have tangents -> its forward loops. `chosen`: all scans -> those to divide at.
 
     Scans inside jitted functions count, but not those inside other control flow. A scan that nothing perturbs, or that
     has no layers, is part of what stands around it.
@@ -113,8 +114,10 @@ def divide(
     state = _State(jaxpr, _select(jaxpr.invars, [*fixed, *perturbed]), _select(jaxpr.invars, [*fixed, *varies]))
     pieces: list[Straight | Scan] = []
     pending: list[JaxprEqn] = []
+    scans = [e for e in jaxpr.eqns if e.primitive is scan_p and e.params["call_jaxpr"].eqns[0].params["length"]]
+    scans = chosen(scans)
     for number, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive is scan_p and eqn.params["call_jaxpr"].eqns[0].params["length"]:
+        if any(eqn is scan for scan in scans):
             before = state.straight(pending, number)
             has_tangents = state.perturbed | _select(before.outs, before.out_perturbed)
             if has_tangents.intersection(_variables(eqn.invars)):

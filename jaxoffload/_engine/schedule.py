@@ -48,6 +48,11 @@ class Schedule:
         """How many ticks a step has."""
         return self.backward_tick(Run(self.microbatches - 1, 0)) + 1
 
+    @property
+    def forward_stop(self) -> int:
+        """The tick after the last forward pass."""
+        return self.forward_tick(Run(self.microbatches - 1, self.chunks - 1)) + 1
+
     def forward_tick(self, run: Run) -> int:
         """The tick of a run's forward pass: the one after that of the chunk before."""
         group, place = divmod(run.microbatch, self.stages)
@@ -63,21 +68,29 @@ class Schedule:
 
     def forward(self, stage: int, tick: int) -> Run | None:
         """What a stage runs forward in a tick."""
-        return self._run(stage, tick - stage, range(self.virtual_stages))
+        return self._real(self.forward_of_many(stage, tick))
 
     def backward(self, stage: int, tick: int) -> Run | None:
         """What a stage runs backward in a tick."""
+        return self._real(self.backward_of_many(stage, tick))
+
+    def forward_of_many(self, stage: int, tick: int) -> Run:
+        """What it would run forward if there were microbatches before the first and behind the last."""
+        return self._run(stage, tick - stage, range(self.virtual_stages))
+
+    def backward_of_many(self, stage: int, tick: int) -> Run:
+        """What it would run backward if there were microbatches before the first and behind the last."""
         first = self.chunks + self.stages - 1 - stage  # the tick of its first
         return self._run(stage, tick - first, range(self.virtual_stages)[::-1])
 
-    def _run(self, stage: int, number: int, order: range) -> Run | None:
+    def _run(self, stage: int, number: int, order: range) -> Run:
         """A run of a stage by its number: p microbatches go through each of its chunks in turn, then the next p."""
-        if number < 0:
-            return None
         group, rest = divmod(number, self.chunks)
         turn, place = divmod(rest, self.stages)
-        run = Run(group * self.stages + place, order[turn] * self.stages + stage)
-        return run if run.microbatch < self.microbatches else None
+        return Run(group * self.stages + place, order[turn] * self.stages + stage)
+
+    def _real(self, run: Run) -> Run | None:
+        return run if 0 <= run.microbatch < self.microbatches else None
 
     def in_flight(self, stage: int) -> int:
         """How many runs of a stage are between the begin of their forward and the end of their backward pass, at most.

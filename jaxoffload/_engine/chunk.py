@@ -1,0 +1,223 @@
+"""The passes of one microbatch through one chunk of the layers, on the stage that has it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from .copying_loops import (
+    BackwardState,
+    Cotangents,
+    ForwardState,
+    Loops,
+    backward_layer,
+    begin_forward,
+    empty_cotangents,
+    empty_ys,
+    forward_layer,
+)
+from .._jax import HOST
+from .last_rows import Fetching, Writing, empty_pieces, fetching, joined_rows, safely_filled, writing
+from .layer import in_three
+from .passes import Pass, Stretch
+from .segments import Segment, SegmentResiduals
+
+Operands = dict[int, Any]  # of a scan, by their numbers
+
+
+class Slot(NamedTuple):
+    """What is kept of a microbatch between its passes through a chunk.
+
+    Attributes:
+      residuals: of each segment, without the rows of its last layer if those travel to the host.
+      pieces: a stack for each of these.
+    """
+
+    residuals: list[SegmentResiduals[Any]]
+    pieces: list[Any]
+
+
+def travels(segment: Segment) -> bool:
+    """Whether the residuals of its last layer go to the host too."""
+    return bool(segment.copies) and segment.on_host == segment.layers
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The layers of a scan, dealt.
+
+    Attributes:
+      loops: the forward pass of the layers of a chunk.
+      stages, virtual_stages: how many stages, and how many chunks on each.
+      along: which operands a microbatch takes along, because they differ between microbatches.
+    """
+
+    loops: Loops
+    stages: int
+    virtual_stages: int
+    along: tuple[int, ...]
+
+    @property
+    def layers(self) -> int:
+        """How many a chunk has."""
+        return self.loops.segments[-1].stop
+
+    @property
+    def consts(self) -> list[int]:
+        """The numbers of the constants whose cotangents are wanted."""
+        perturbed = self.loops.segments[0].layer.perturbed
+        return [i for i in range(self.loops.consts) if perturbed[i]]
+
+    @property
+    def back(self) -> tuple[list[int], list[int]]:
+        """The numbers of the operands that a microbatch takes back, and of those whose cotangents it takes back."""
+        return [i for i, _ in self.loops.reads if i in self.along], [i for i in self.consts if i in self.along]
+
+    def operands_along(self, numbers: Sequence[int], values: Sequence[Any], stage: int) -> Operands:
+        """What a microbatch has with it, as the stage needs it: its rows of xs."""
+        pairs = zip(numbers, values, strict=True)
+        return {i: x if i < self.loops.consts else self.rows_of(x, stage) for i, x in pairs}
+
+    def loops_of(self, loops: Loops, chunk: int) -> Loops:
+        """The same pass over the layers of a chunk, among those of its stage."""
+        first = chunk // self.stages * self.layers
+        return replace(loops, first=first, length=self.virtual_stages * self.layers)
+
+    def rows_of(self, stack: Any, stage: int) -> Any:
+        """The rows of a stage's layers, of a stack for all layers."""
+        shape = stack.shape[1:]
+        dealt = stack.reshape(self.virtual_stages, self.stages, self.layers, *shape)
+        return dealt[:, stage].reshape(self.virtual_stages * self.layers, *shape)
+
+    def with_rows(self, stack: Any, rows: Any, chunk: int) -> Any:
+        """A stack for all layers with the rows of a chunk out of those of its stage."""
+        first = chunk // self.stages * self.layers
+        of_chunk = lax.slice_in_dim(rows, first, first + self.layers)
+        return lax.dynamic_update_slice_in_dim(stack, of_chunk, chunk * self.layers, 0)
+
+    def empty_slot(self) -> tuple[Slot, list[Any]]:
+        """A slot, and rows of last layers that travel."""
+        residuals, pieces, rows = [], [], []
+        for segment in self.loops.segments:
+            make = lambda segment=segment: begin_forward(segment, [], []).saved
+            jaxpr, tree = jax.make_jaxpr(make, return_shape=True)()
+            filled = jax.tree.unflatten(jax.tree.structure(tree), map(safely_filled, jaxpr.out_avals))
+            host, last, device, once = filled
+            if travels(segment):
+                pieces += empty_pieces(segment, last)
+                rows += last
+                last = []
+            residuals.append(SegmentResiduals([jax.device_put(x, HOST) for x in host], last, device, once))
+        return Slot(residuals, pieces), rows
+
+
+class Computed(NamedTuple):
+    """What a forward pass through a chunk leaves.
+
+    Attributes:
+      along: what the microbatch takes along.
+      residuals: for its slot. `last`: the rows of last layers that travel to it.
+      pieces: for the slot of the tick before: of the rows that the pass was given.
+    """
+
+    along: list[Any]
+    residuals: list[SegmentResiduals[Any]]
+    last: list[Any]
+    pieces: list[Any]
+
+
+def forward_pass(chunks: Chunks, chunk: int, fixed: Operands, along: Sequence[Any], slot: Slot, last: list[Any]) -> Pass:
+    """The forward pass of a microbatch through a chunk: a `Computed`.
+
+    `along`: what it has with it: operands, the carry, and the ys of all layers. `slot`: the residuals that it may
+    overwrite, and the pieces of the tick before, whose rows are `last`.
+    """
+    loops, stage = chunks.loops_of(chunks.loops, chunk), chunk % chunks.stages
+    taken, carry, ys_of_all = in_three(along, len(chunks.along), loops.carry)
+    operands = fixed | chunks.operands_along(chunks.along, taken, stage)
+    consts = [operands[i] for i in range(loops.consts)]
+    xs = [operands[i] for i in sorted(operands) if i >= loops.consts]
+    ys, computed = empty_ys(loops), Computed([], [], [], [])
+    rows, pieces = iter(last), iter(slot.pieces)
+    for segment, free in zip(loops.segments, slot.residuals, strict=True):
+        empty = begin_forward(segment, [], []).saved
+        before = [next(rows) for _ in segment.copies] if travels(segment) else empty.last
+        run: Any = forward_layer(loops, segment, consts, xs)
+        state: Any = ForwardState(carry, ys, SegmentResiduals(free.host, before, free.device, empty.once))
+        if travels(segment):
+            run, state = writing(run, state, before, [next(pieces) for _ in before], segment)
+        stretch = Stretch(run, segment.layers, state, loops.unroll)
+        yield stretch
+        carry, ys, saved = stretch.state[:3]
+        if isinstance(stretch.state, Writing):
+            computed.last.extend(saved.last)
+            computed.pieces.extend(stretch.state.pieces)
+            saved = saved._replace(last=[])
+        computed.residuals.append(saved)
+    pairs = zip(ys_of_all, ys, strict=True)
+    return computed._replace(along=[*taken, *carry, *(chunks.with_rows(x, y, chunk) for x, y in pairs)])
+
+
+class Derived(NamedTuple):
+    """What a backward pass through a chunk leaves.
+
+    Attributes:
+      back: what the microbatch takes back.
+      consts: the cotangents of constants that it does not take back; `xs`: the sums of those of xs.
+      ahead: the rows of last layers that the next tick begins with.
+    """
+
+    back: list[Any]
+    consts: list[Any]
+    xs: list[Any]
+    ahead: list[Any]
+
+
+def backward_pass(
+    chunks: Chunks,
+    loops: Loops,
+    chunk: int,
+    fixed: Operands,
+    back: Sequence[Any],
+    slot: Slot,
+    last: list[Any],
+    sums: list[Any],
+    counts: Any,
+) -> Pass:
+    """The backward pass of a microbatch through a chunk: a `Derived`.
+
+    Args:
+      loops: the backward pass of the layers of a chunk.
+      back: what it has with it: operands, cotangents of operands, of the carry, and of the ys of all layers.
+      slot: its residuals, and the pieces that the next tick begins with. `last`: the rows of its last layers.
+      sums: for the xs; the cotangents are added to them if the boolean `counts` says so.
+    """
+    loops, stage = chunks.loops_of(loops, chunk), chunk % chunks.stages
+    reads, with_cotangents = chunks.back
+    taken, of_taken, rest = in_three(back, len(reads), len(with_cotangents))
+    carry, ys_of_all, _ = in_three(rest, loops.carry, len(rest) - loops.carry)
+    operands = fixed | chunks.operands_along(reads, taken, stage)
+    ys = [chunks.rows_of(ct, stage) for ct in ys_of_all]
+    totals = dict(zip(chunks.consts, empty_cotangents(loops, carry).consts, strict=True))
+    totals |= zip(with_cotangents, of_taken, strict=True)
+    cts = Cotangents(list(totals.values()), carry, sums)
+    rows, pieces = list(last), list(slot.pieces)
+    ahead: list[Any] = []
+    for segment, kept in reversed(list(zip(loops.segments, slot.residuals, strict=True))):
+        count = len(segment.copies) if travels(segment) else 0
+        of_segment = [rows.pop() for _ in range(count)][::-1]
+        state: Any = BackwardState(cts, of_segment if count else kept.last)
+        reads_of_layers = [operands[i] for i, _ in loops.reads]
+        run: Any = backward_layer(loops, segment, reads_of_layers, kept, ys, [True] * len(sums), counts)
+        if count:
+            run, state = fetching(run, state, of_segment, [pieces.pop() for _ in range(count)][::-1], segment)
+        stretch = Stretch(run, segment.layers, state, loops.unroll)
+        yield stretch
+        cts = stretch.state.cotangents
+        if isinstance(stretch.state, Fetching):
+            ahead = joined_rows(stretch.state.ahead, of_segment) + ahead
+    made = dict(zip(chunks.consts, cts.consts, strict=True))
+    of_consts = [made.pop(i) for i in chunks.consts if i not in with_cotangents]
+    return Derived([*taken, *made.values(), *cts.carry, *ys_of_all], of_consts, cts.xs, ahead)

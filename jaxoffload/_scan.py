@@ -251,7 +251,13 @@ def forward_loops(
 def chunk_loops(
     on_stage: OnStage, perturbed: Sequence[bool], policy: Policy, strict: bool, chunks: int, slots: int
 ) -> Loops:
-    """The forward pass of the layers of a chunk, of so many in a scan, with so many microbatches on the host."""
+    """The forward pass of the layers of a chunk, of so many in a scan, with so many microbatches on the host.
+
+    All chunks are alike: each offloads as many layers, and none is resident, because microbatches wait behind all.
+    """
+    count = policy.offload_layers
+    count = count // chunks if isinstance(count, int) else count
+    policy = dataclasses.replace(policy, resident_layers=0, offload_layers=count)
     body, params = body_of(on_stage.call_jaxpr), on_stage.call_jaxpr.eqns[0].params
     closed = perturbed_carry(body, perturbed, policy)
     layers = params["length"] // chunks

@@ -75,26 +75,27 @@ class Chunks:
         """The numbers of the operands that a microbatch takes back, and of those whose cotangents it takes back."""
         return [i for i, _ in self.loops.reads if i in self.along], [i for i in self.consts if i in self.along]
 
-    def operands_along(self, numbers: Sequence[int], values: Sequence[Any], stage: int) -> Operands:
+    def operands_along(self, numbers: Sequence[int], values: Sequence[Any], stage: Any) -> Operands:
         """What a microbatch has with it, as the stage needs it: its rows of xs."""
         pairs = zip(numbers, values, strict=True)
         return {i: x if i < self.loops.consts else self.rows_of(x, stage) for i, x in pairs}
 
-    def loops_of(self, loops: Loops, chunk: int) -> Loops:
+    def loops_of(self, loops: Loops, chunk: Any) -> Loops:
         """The same pass over the layers of a chunk, among those of its stage."""
         first = chunk // self.stages * self.layers
         return replace(loops, first=first, length=self.virtual_stages * self.layers)
 
-    def rows_of(self, stack: Any, stage: int) -> Any:
+    def rows_of(self, stack: Any, stage: Any) -> Any:
         """The rows of a stage's layers, of a stack for all layers."""
         shape = stack.shape[1:]
         dealt = stack.reshape(self.virtual_stages, self.stages, self.layers, *shape)
-        return dealt[:, stage].reshape(self.virtual_stages * self.layers, *shape)
+        rows = lax.dynamic_index_in_dim(dealt, stage, 1, keepdims=False)
+        return rows.reshape(self.virtual_stages * self.layers, *shape)
 
-    def with_rows(self, stack: Any, rows: Any, chunk: int) -> Any:
+    def with_rows(self, stack: Any, rows: Any, chunk: Any) -> Any:
         """A stack for all layers with the rows of a chunk out of those of its stage."""
         first = chunk // self.stages * self.layers
-        of_chunk = lax.slice_in_dim(rows, first, first + self.layers)
+        of_chunk = lax.dynamic_slice_in_dim(rows, first, self.layers)
         return lax.dynamic_update_slice_in_dim(stack, of_chunk, chunk * self.layers, 0)
 
     def empty_slot(self) -> tuple[Slot, list[Any]]:
@@ -128,7 +129,7 @@ class Computed(NamedTuple):
     pieces: list[Any]
 
 
-def forward_pass(chunks: Chunks, chunk: int, fixed: Operands, along: Sequence[Any], slot: Slot, last: list[Any]) -> Pass:
+def forward_pass(chunks: Chunks, chunk: Any, fixed: Operands, along: Sequence[Any], slot: Slot, last: list[Any]) -> Pass:
     """The forward pass of a microbatch through a chunk: a `Computed`.
 
     `along`: what it has with it: operands, the carry, and the ys of all layers. `slot`: the residuals that it may
@@ -178,7 +179,7 @@ class Derived(NamedTuple):
 def backward_pass(
     chunks: Chunks,
     loops: Loops,
-    chunk: int,
+    chunk: Any,
     fixed: Operands,
     back: Sequence[Any],
     slot: Slot,

@@ -61,7 +61,7 @@ class Loops:
     consts: int
     carry: int
     reads: tuple[tuple[int, bool], ...] = ()
-    first: int = 0
+    first: Any = 0
 
     def __repr__(self) -> str:
         """Short: it is printed in every jaxpr."""

@@ -74,7 +74,8 @@ def run(
     first, stop, period = schedule.chunks, schedule.forward_stop, schedule.slots
     for tick in range(first):
         state = ticks.run(tick, 0, state, forward=True, backward=False)
-    blocks = (stop - first) // period
+    # XLA's double buffering would take an iteration out of an odd loop, and copy slots in it.
+    blocks = (stop - first) // period // 2 * 2
 
     def block(number: Any, state: _State) -> _State:
         for tick in range(first, first + period):
@@ -192,23 +193,22 @@ class _Ticks:
                 ahead = _where(stage == last_stage, last, ahead)  # they have not been on the host
 
             def branch(number: int) -> Any:
-                def of_stage(later, fixed, along, back, last, ahead, of_consts, sums, slots, free, pieces):
-                    b, f = schedule.backward_of_many(number, tick), schedule.forward_of_many(number, tick)
+                def of_stage(f_chunk, b_chunk, counts, fixed, along, back, last, ahead, of_consts, sums, slots, free, pieces):
+                    b = schedule.backward_of_many(number, tick)
                     next_b = schedule.backward_of_many(number, tick + 1)
                     passes = []
                     if backward:
                         slot = slots[(tick - schedule.lag(b.chunk)) % schedule.slots]
                         next_slot = (tick + 1 - schedule.lag(next_b.chunk)) % schedule.slots
                         slot = Slot(slot.residuals, slots[next_slot].pieces)
-                        counts = self.counts(b.microbatch + later)
                         passes.append(
                             backward_pass(
-                                loss.chunks, self.loops, b.chunk, fixed, back, slot, ahead, sums, counts
+                                loss.chunks, self.loops, b_chunk, fixed, back, slot, ahead, sums, counts
                             )
                         )
                     if forward:
                         passes.append(
-                            forward_pass(loss.chunks, f.chunk, fixed, along, Slot(free, pieces), last)
+                            forward_pass(loss.chunks, f_chunk, fixed, along, Slot(free, pieces), last)
                         )
                     done = beside(*passes) if len(passes) == 2 else [alone(*passes)]
                     derived = done[0] if backward else None
@@ -221,7 +221,12 @@ class _Ticks:
 
                 return of_stage
 
-            args = (later, fixed, along, back, last, ahead, of_consts, sums, slots, free, pieces)
+            # Nothing but the slots differs between branches: XLA would copy slots.
+            table = lambda of: jnp.array([of(n) for n in range(schedule.stages)], jnp.int32)[stage]
+            f_chunk = table(lambda n: schedule.forward_of_many(n, tick).chunk)
+            b_chunk = table(lambda n: schedule.backward_of_many(n, tick).chunk)
+            counts = self.counts(table(lambda n: schedule.backward_of_many(n, tick).microbatch) + later)
+            args = (f_chunk, b_chunk, counts, fixed, along, back, last, ahead, of_consts, sums, slots, free, pieces)
             computed, derived = lax.switch(stage, [branch(n) for n in range(schedule.stages)], *args)
             top = self.from_stage(last_stage, stage, computed.along) if leave else []
             bottom = self.from_stage(0, stage, derived.back) if ret else []

@@ -1,12 +1,13 @@
 """The passes of one microbatch through one chunk of the layers, on the stage that has it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
+from .._jax import HOST
 from .copying_loops import (
     BackwardState,
     Cotangents,
@@ -18,7 +19,6 @@ from .copying_loops import (
     empty_ys,
     forward_layer,
 )
-from .._jax import HOST
 from .last_rows import Fetching, Writing, empty_pieces, fetching, joined_rows, safely_filled, writing
 from .layer import in_three
 from .passes import Pass, Stretch
@@ -37,6 +37,11 @@ class Slot(NamedTuple):
 
     residuals: list[SegmentResiduals[Any]]
     pieces: list[Any]
+
+    def map(self, f: Callable[[Any], Any]) -> "Slot":
+        """With `f` of all arrays but stacks of layers."""
+        of = lambda r: r._replace(last=list(map(f, r.last)), once=list(map(f, r.once)))
+        return self._replace(residuals=list(map(of, self.residuals)))
 
 
 def travels(segment: Segment) -> bool:

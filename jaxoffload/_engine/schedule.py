@@ -133,3 +133,68 @@ class Schedule:
         width, first = max(len(c) for *_, cells in lines for c in cells), max(len(head) for head, *_ in lines)
         rows = (f"{head:{first}}  {name:8}  {' '.join(f'{c:>{width}}' for c in cells)}" for head, name, cells in lines)
         return "\n".join(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick:
+    """What the stages do in a tick, if there were microbatches before the first and behind the last.
+
+    So it also is what they do `slots` ticks later, with microbatches whose numbers are greater by 2p.
+
+    Attributes:
+      number: of the tick.
+      forward, backward: whether forward and backward passes run in it.
+    """
+
+    schedule: Schedule
+    number: int
+    forward: bool = True
+    backward: bool = True
+
+    @property
+    def runs(self) -> tuple[list[Run], list[Run]]:
+        """What each stage runs forward, and backward."""
+        stages, number = range(self.schedule.stages), self.number
+        forward, backward = self.schedule.forward_of_many, self.schedule.backward_of_many
+        return [forward(stage, number) for stage in stages], [backward(stage, number) for stage in stages]
+
+    @property
+    def enters(self) -> int | None:
+        """The microbatch that begins its forward pass."""
+        return self._if(self.forward, self.runs[0][0], 0)
+
+    @property
+    def leaves(self) -> int | None:
+        """The microbatch that ends its forward pass."""
+        return self._if(self.forward, self.runs[0][-1], self.schedule.chunks - 1)
+
+    @property
+    def turns(self) -> int | None:
+        """The microbatch that begins its backward pass: the one that left in the tick before."""
+        return self._if(self.backward, self.runs[1][-1], self.schedule.chunks - 1)
+
+    @property
+    def returns(self) -> int | None:
+        """The microbatch that ends its backward pass."""
+        return self._if(self.backward, self.runs[1][0], 0)
+
+    def _if(self, runs: bool, run: Run, chunk: int) -> int | None:
+        return run.microbatch if runs and run.chunk == chunk else None
+
+    @property
+    def slot(self) -> int:
+        """The slot that all stages write to."""
+        return self.number % self.schedule.slots
+
+    @property
+    def read_slots(self) -> list[int]:
+        """The slot of what each stage runs backward."""
+        return [(self.number - self.schedule.lag(run.chunk)) % self.schedule.slots for run in self.runs[1]]
+
+    @property
+    def next(self) -> "Tick":
+        return dataclasses.replace(self, number=self.number + 1)
+
+    @property
+    def before(self) -> "Tick":
+        return dataclasses.replace(self, number=self.number - 1)

@@ -113,6 +113,13 @@ class StagedLoss:
                 cotangents[v] = add_jaxvals(cotangents[v], ct) if v in cotangents else ct
         return self._of_others(self._known(arguments)[1], cotangents)
 
+    def of_fixed(self, arguments: Values, cotangents: Values) -> list[Any]:
+        """The cotangents of `others`, from the sums of those of values that are the same for all microbatches.
+
+        `arguments`: of any microbatch.
+        """
+        return self._of_others(self._known(arguments)[1], cotangents)
+
     def _of_others(self, residuals: list[Any], cotangents: Values) -> list[Any]:
         """The cotangents of `others`, from those of what stands before the layers."""
         if isinstance(self.program.pieces.pieces[0], Straight):

@@ -1,0 +1,162 @@
+"""One tick on one stage: a backward and a forward pass, each through a chunk, and the exchange with the neighbours."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .chunk import Chunks, Computed, Derived, Operands, Slot, backward_pass, forward_pass
+from .copying_loops import Loops
+from .interleaved import alone, beside
+from .schedule import Schedule, Tick
+
+
+class Held(NamedTuple):
+    """What a stage holds between two ticks.
+
+    Attributes:
+      xs, consts: the sums of the cotangents of xs, (virtual stages, layers of a chunk, ...), and of constants.
+      along, back: what the microbatch that comes next takes along, or back.
+      last: rows of last layers that the tick before left. `ahead`: those that the next backward pass begins with.
+      slots: the ring.
+    """
+
+    xs: list[Any]
+    consts: list[Any]
+    along: list[Any]
+    back: list[Any]
+    last: list[Any]
+    ahead: list[Any]
+    slots: list[Slot]
+
+    def map(self, f: Callable[[Any], Any]) -> "Held":
+        """With `f` of all arrays but stacks of layers."""
+        return Held(self.xs, *(list(map(f, xs)) for xs in self[1:-1]), [slot.map(f) for slot in self.slots])
+
+
+class Given(NamedTuple):
+    """What a tick needs that is not of a stage alone.
+
+    Attributes:
+      consts: operands of the scan that are the same for all microbatches; `xs`: those that are stacks, as in `Held`.
+      fresh: what the microbatch that enters takes along; nothing if none enters.
+      turned: what the one that turns takes back; nothing if none turns.
+      later: to add to the microbatches' numbers.
+    """
+
+    consts: Operands
+    xs: Operands
+    fresh: list[Any]
+    turned: list[Any]
+    later: Any
+
+
+class Outside(NamedTuple):
+    """What all devices need of a tick: of the microbatch that leaves, the carry and the ys, and of the one that
+    returns, the cotangents that it has brought back; nothing if there is none."""
+
+    left: list[Any]
+    returned: list[Any]
+
+
+def run_tick(
+    tick: Tick, chunks: Chunks, loops: Loops, axis: str, given: Given, held: Held, free: Slot
+) -> tuple[Held, Outside]:
+    """Run a tick inside a `shard_map` over the mesh axis `axis`: what the stage then holds, and what leaves it.
+
+    Args:
+      loops: the backward pass of a chunk.
+      held: without what `free` has, which is written: the residuals of a slot, and the pieces for the one before.
+
+    Returns:
+      What is held, with what is written as the only slot; and what leaves.
+    """
+    stage, last_stage = lax.axis_index(axis), tick.schedule.stages - 1
+    chosen = lambda this, xs, ys: [jnp.where(this, x, y) for x, y in zip(xs, ys, strict=True)]
+    held, free = (it.map(lambda x: x[0]) for it in (held, free))
+    if tick.enters is not None:
+        entering = [*given.fresh, *map(jnp.zeros_like, held.along[len(given.fresh) :])]
+        held = held._replace(along=chosen(stage == 0, entering, held.along))
+    if tick.turns is not None:  # the rows of its last layers have not been on the host
+        back = chosen(stage == last_stage, given.turned, held.back)
+        held = held._replace(back=back, ahead=chosen(stage == last_stage, held.last, held.ahead))
+    fixed = given.consts | {i: _rows(x) for i, x in given.xs.items()}
+    of_stage = lambda numbers: jnp.array(numbers, jnp.int32)[stage]
+    forward_chunk, backward_chunk = (of_stage([run.chunk for run in runs]) for runs in tick.runs)
+    counts = exists(tick.schedule, of_stage([run.microbatch for run in tick.runs[1]]) + given.later)
+
+    def branch(read: int, next_read: int) -> Callable[..., list[Any]]:
+        """The passes. Nothing but the slots may differ between branches, or XLA copies slots."""
+
+        def passes(
+            slots: list[Slot], held: Held, free: Slot, fixed: Operands, forward: Any, backward: Any, counts: Any
+        ) -> list[Any]:
+            run = []
+            if tick.backward:
+                kept = Slot(slots[read].residuals, slots[next_read].pieces)
+                sums = list(map(_rows, held.xs))
+                run.append(
+                    backward_pass(chunks, loops, backward, fixed, held.back, kept, held.ahead, sums, counts)
+                )
+            if tick.forward:
+                run.append(forward_pass(chunks, forward, fixed, held.along, free, held.last))
+            return beside(*run) if len(run) == 2 else [alone(*run)]
+
+        return passes
+
+    branches = [branch(*slots) for slots in zip(tick.read_slots, tick.next.read_slots, strict=True)]
+    operands = (held._replace(slots=[]), free, fixed, forward_chunk, backward_chunk, counts)
+    done = lax.switch(stage, branches, held.slots, *operands)
+    written, outside = Slot([], []), Outside([], [])
+    if tick.forward:
+        computed: Computed = done[-1]
+        if tick.leaves is not None:
+            outside = outside._replace(left=_from_stage(last_stage, computed.along[len(chunks.along) :], axis))
+        held = held._replace(along=_sent(tick, computed.along, 1, axis), last=computed.last)
+        written = Slot(computed.residuals, computed.pieces)
+    if tick.backward:
+        derived: Derived = done[0]
+        if tick.returns is not None:
+            reads, _ = chunks.back
+            outside = outside._replace(returned=_from_stage(0, derived.back[len(reads) :], axis))
+        add = lambda total, ct: total + lax.select(counts, ct, jnp.zeros_like(ct)).astype(total.dtype)
+        held = held._replace(
+            xs=[x.reshape(old.shape) for x, old in zip(derived.xs, held.xs, strict=True)],
+            consts=list(map(add, held.consts, derived.consts)),
+            back=_sent(tick, derived.back, -1, axis),
+            ahead=derived.ahead,
+        )
+    return held._replace(slots=[written]).map(lambda x: x[None]), outside
+
+
+def exists(schedule: Schedule, microbatch: Any) -> Any:
+    """Whether there is a microbatch of this number."""
+    return (microbatch >= 0) & (microbatch < schedule.microbatches)
+
+
+def _rows(x: Any) -> Any:
+    """A stack of a stage's chunks as one of its layers."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _from_stage(number: int, values: Sequence[Any], axis: str) -> list[Any]:
+    """What one stage has, on all."""
+
+    def of(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(of(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        here = lax.axis_index(axis) == number
+        return lax.psum(jnp.where(here, x, jnp.zeros_like(x)), axis).astype(x.dtype)
+
+    return list(map(of, values))
+
+
+def _sent(tick: Tick, values: Sequence[Any], by: int, axis: str) -> list[Any]:
+    """What the neighbour had."""
+    stages = tick.schedule.stages
+    pairs = [(n, (n + by) % stages) for n in range(stages)]
+    if tick.schedule.virtual_stages == 1:  # what leaves the last stage does not come back to the first
+        pairs = [(sender, to) for sender, to in pairs if to == sender + by]
+    return [lax.ppermute(x, axis, pairs) for x in values]

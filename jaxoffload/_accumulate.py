@@ -1,6 +1,7 @@
 """accumulate(): `jax.value_and_grad` over microbatches, the forward pass of one beside the backward pass of another."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -24,7 +25,7 @@ from ._engine.staged_loss import StagedLoss
 from ._errors import NOT_THE_USERS
 from ._jax import as_array, convert_constvars_jaxpr, nbytes
 from ._reference import is_reference
-from ._scan import backward_loops, forward_loops, chunk_loops, recomputing, scan_p, with_stages
+from ._scan import backward_loops, chunk_loops, forward_loops, recomputing, scan_p, with_stages
 from ._text import nearest, readable
 
 Reduction = Literal["mean", "sum"]
@@ -58,19 +59,23 @@ def accumulate(
         microbatches.
       has_aux: whether `loss` returns a pair.
       reduction: "mean" or "sum", of the losses and of the gradients over the microbatches.
+      stages: a mesh axis, over which the layers of one `scan` are divided: pipeline stages, in lockstep. The scan's xs
+        are sharded over it. docs/stages.md has the schedule. None: all devices run all layers.
+      virtual_stages: how many chunks of layers each stage has, dealt in turn.
 
     Returns:
       A function of the arguments of `loss` that returns what `jax.value_and_grad(loss, argnums, has_aux)` does, in the
       same dtypes. Other results get a leading axis of microbatches. It cannot be differentiated.
 
     Raises:
-      ValueError: `reduction` is something else.
+      ValueError: `reduction` is something else, or `virtual_stages` is no whole number above 0.
 
     Raises (when called, before anything is compiled):
       TypeError, ValueError: an argument has no axis of microbatches, or one of another length; and what
         `jax.value_and_grad` raises.
       PolicyError, NotImplementedError: as in `scan`.
-      HostPoolFull: the pinned host pool cannot hold the stacks of two microbatches.
+      HostPoolFull: the pinned host pool cannot hold the stacks of two microbatches, or of those on a stage.
+      ValueError, NotImplementedError: `stages` is no Auto axis of the mesh, or the layers cannot be dealt.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -85,10 +90,14 @@ def accumulate(
     if reduction not in get_args(Reduction):
         hint = nearest(reduction, get_args(Reduction))
         raise ValueError(f"accumulate: reduction {reduction!r} is not allowed; use 'mean' or 'sum'{hint}")
+    if type(virtual_stages) is not int or virtual_stages < 1:
+        raise ValueError(f"accumulate: virtual_stages {virtual_stages!r} is not allowed; use a whole number above 0")
+    if stages is None and virtual_stages > 1:
+        raise ValueError(f"accumulate: virtual_stages {virtual_stages} needs stages, the name of a mesh axis")
 
     def value_and_grad(*args: Any) -> Any:
         call = _call(loss, argnums, has_aux, args)
-        sums, aux = _staged(call, stages, virtual_stages) or _interleaved(call) or _one_by_one(call)
+        sums, aux = _on_stages(call, _stages(stages, virtual_stages)) or _interleaved(call) or _one_by_one(call)
         value, grads = jax.tree.map(lambda x: x / call.microbatches, sums) if reduction == "mean" else sums
         grads = grads[0] if isinstance(argnums, int) else tuple(grads)
         return ((value, aux) if has_aux else value), grads
@@ -150,6 +159,30 @@ def _microbatches(others: dict[int, Any]) -> int:
     return length
 
 
+class _Stages(NamedTuple):
+    """Pipeline stages: over which mesh axis, its size, and how many chunks of layers each has."""
+
+    axis: str
+    size: int
+    virtual: int
+
+
+def _stages(axis: str | None, virtual: int) -> _Stages | None:
+    """What a call asks for, under the mesh that it is traced under."""
+    if axis is None:
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis not in mesh.axis_names:
+        axes = f"has the axes {', '.join(mesh.axis_names)}" if mesh.axis_names else "is empty; call it in jax.set_mesh"
+        hint = nearest(axis, mesh.axis_names)
+        raise ValueError(f"accumulate: stages={axis!r} is no axis of the mesh, which {axes}{hint}")
+    if axis not in mesh.auto_axes:
+        raise NotImplementedError(
+            f"accumulate: stages={axis!r}: this axis of the mesh is {mesh._name_to_type[axis].name}; it must be Auto"
+        )
+    return _Stages(axis, mesh.shape[axis], virtual)
+
+
 def _one_by_one(call: _Call) -> Any:
     """The sums of losses and gradients, and the other results: one microbatch after another."""
     derived = jax.value_and_grad(call.loss, has_aux=True)
@@ -167,95 +200,147 @@ def _one_by_one(call: _Call) -> Any:
     return lax.scan(add, jax.tree.unflatten(jax.tree.structure(shape), zeros), jnp.arange(call.microbatches))
 
 
+class _Divided(NamedTuple):
+    """A call's loss in pieces.
+
+    Attributes:
+      loss: for readers of the equation.
+      fixed, varying: the variables of what is the same for all microbatches (constants, parameters), and of the values
+        of one. `params`: those of the parameters.
+      operands: all values: `fixed`, then those of all microbatches.
+      unflatten: losses summed, other results, gradients -> what `_one_by_one` returns.
+    """
+
+    loss: interleaved.Loss
+    pieces: Pieces
+    fixed: list[Var]
+    params: list[Var]
+    varying: list[Var]
+    operands: list[Any]
+    unflatten: Callable[[Any, list[Any], list[Any]], Any]
+
+    def microbatch(self, call: _Call, batch: Sequence[Any], number: Any) -> dict[Var, Any]:
+        """The values of a microbatch, by their variables."""
+        return dict(zip(self.varying, call._replace(batch=list(batch)).microbatch(number), strict=True))
+
+
+def _divided(
+    call: _Call,
+    loops_of: Callable[[JaxprEqn, tuple[bool, ...]], Loops],
+    chosen: Callable[[list[JaxprEqn]], list[JaxprEqn]] = list,
+    axis: str | None = None,
+) -> _Divided:
+    """Trace the loss of one microbatch, and divide it at its scans: for `divide`, and `axis` for `with_stages`."""
+    leaves, tree = jax.tree.flatten(call.params)
+    loss = lambda leaves, microbatch: call.loss(jax.tree.unflatten(tree, leaves), microbatch)
+    avals = jax.make_jaxpr(lambda: call.microbatch(0))().out_avals
+    trace = jax.make_jaxpr(loss, return_shape=True)
+    jaxpr, (_, of_aux) = with_stages(axis, trace, leaves, list(avals))
+    is_param = [True] * len(leaves) + [False] * len(avals)
+    pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of, chosen)
+    fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
+
+    def unflatten(losses: Any, aux: list[Any], grads: list[Any]) -> Any:
+        value, _ = lax.scan(lambda total, loss: (total + loss, None), filled(jaxpr.out_avals[0], 0), losses)
+        return (value, jax.tree.unflatten(tree, grads)), jax.tree.unflatten(jax.tree.structure(of_aux), aux)
+
+    of_one = interleaved.Loss(convert_constvars_jaxpr(jaxpr), (*[False] * len(jaxpr.consts), *is_param))
+    operands = [*pieces.consts, *leaves, *call.batch]
+    return _Divided(of_one, pieces, fixed, fixed[len(pieces.consts) :], varying, operands, unflatten)
+
+
 def _interleaved(call: _Call) -> Any:
     """The same, interleaved; None where nothing is to be gained by that."""
     if call.microbatches == 1 or is_reference() or jax.config.jax_disable_jit:
         return None
-    leaves, tree = jax.tree.flatten(call.params)
-    loss = lambda leaves, microbatch: call.loss(jax.tree.unflatten(tree, leaves), microbatch)
-    avals = jax.make_jaxpr(lambda: call.microbatch(0))().out_avals
-    jaxpr, shape = jax.make_jaxpr(loss, return_shape=True)(leaves, list(avals))
-    is_param = [True] * len(leaves) + [False] * len(avals)
 
     def loops_of(eqn: JaxprEqn, perturbed: tuple[bool, ...]) -> Loops:
         loops = forward_loops(perturbed=perturbed, microbatches=2, **eqn.params)
         return dataclasses.replace(loops, segments=joined(loops.segments))  # fewer loops beside each other
 
-    pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of)
+    divided = _divided(call, loops_of)
+    pieces, fixed = divided.pieces, divided.fixed
     if not _offloads(pieces):
         return None
     _refuse_what_does_not_fit(pieces)
-    gradients = sum(map(nbytes, map(jax.typeof, leaves)))
+    gradients = sum(nbytes(v.aval) for v in divided.params)
     first, last = ends(pieces, call.microbatches, gradients, lambda eqn, *args: recomputing(*args, **eqn.params))
-    fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
-    of_params = fixed[len(pieces.consts) :]
 
-    def run(*operands: Any) -> tuple[Any, list[Any], list[Any]]:
-        values, batch = dict(zip(fixed, operands, strict=False)), list(operands[len(fixed) :])
-        made_of = lambda pieces: lambda: program_of(pieces, backward_loops, of_params, values)
+    def run(*operands: Any) -> tuple[list[Any], list[Any]]:
+        values = dict(zip(fixed, operands, strict=False))
+        made_of = lambda pieces: lambda: program_of(pieces, backward_loops, divided.params, values)
         between = made_of(pieces)
         of_first, of_last = (between if end is pieces else made_of(end) for end in (first, last))
-        microbatch = lambda number: dict(zip(varying, call._replace(batch=batch).microbatch(number), strict=True))
-        sums = [filled(jax.typeof(values[v]), 0) for v in of_params]
-        (losses, *aux), grads = interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
-        value, _ = lax.scan(lambda total, loss: (total + loss, None), filled(jaxpr.out_avals[0], 0), losses)
-        return value, aux, grads
+        microbatch = functools.partial(divided.microbatch, call, operands[len(fixed) :])
+        sums = [filled(jax.typeof(values[v]), 0) for v in divided.params]
+        return interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
 
-    operands = [*pieces.consts, *leaves, *call.batch]
-    of_one = interleaved.Loss(convert_constvars_jaxpr(jaxpr), (*[False] * len(jaxpr.consts), *is_param))
     loops_in = lambda pieces: tuple(scan.loops for scan in pieces.scans)
-    what = interleaved.Interleaved(of_one, loops_in(pieces), loops_in(first), loops_in(last), call.microbatches)
-    outs = interleaved.bind(run, what, *operands)
-    value, aux, grads = outs[0], outs[1 : -len(leaves)], outs[-len(leaves) :]
-    _, of_aux = shape
-    return (value, jax.tree.unflatten(tree, grads)), jax.tree.unflatten(jax.tree.structure(of_aux), aux)
+    ends_and_between = loops_in(pieces), loops_in(first), loops_in(last)
+    what = interleaved.Interleaved(divided.loss, *ends_and_between, call.microbatches)
+    outs = interleaved.bind(run, what, *divided.operands)
+    return divided.unflatten(outs[0], outs[1 : -len(divided.params)], outs[-len(divided.params) :])
 
 
-def _staged(call: _Call, axis: str | None, virtual_stages: int) -> Any:
+def _on_stages(call: _Call, stages: _Stages | None) -> Any:
     """The same, on pipeline stages; None where there are none."""
-    if axis is None or is_reference() or jax.config.jax_disable_jit:
+    if stages is None or is_reference() or jax.config.jax_disable_jit or stages.size == 1:
         return None
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.shape[axis] == 1:
-        return None
-    schedule = Schedule(mesh.shape[axis], virtual_stages, call.microbatches)
-    leaves, tree = jax.tree.flatten(call.params)
-    loss = lambda leaves, microbatch: call.loss(jax.tree.unflatten(tree, leaves), microbatch)
-    avals = jax.make_jaxpr(lambda: call.microbatch(0))().out_avals
-    trace = lambda: jax.make_jaxpr(loss, return_shape=True)(leaves, list(avals))
-    jaxpr, shape = with_stages(axis, trace)
-    is_param = [True] * len(leaves) + [False] * len(avals)
-
-    def chosen(scans: list[JaxprEqn]) -> list[JaxprEqn]:
-        length = lambda eqn: eqn.params["call_jaxpr"].eqns[0].params["length"]
-        return sorted((s for s in scans if length(s) % schedule.chunks == 0), key=length)[-1:]
+    schedule = Schedule(stages.size, stages.virtual, call.microbatches)
 
     def loops_of(eqn: JaxprEqn, perturbed: tuple[bool, ...]) -> Loops:
         params = {name: eqn.params[name] for name in ("on_stage", "policy", "strict")}
-        with on_a_stage(axis):
-            loops = chunk_loops(perturbed=perturbed, chunks=schedule.chunks, slots=schedule.slots, **params)
-        return dataclasses.replace(loops, segments=joined(loops.segments))
+        with on_a_stage(stages.axis):
+            return chunk_loops(perturbed=perturbed, chunks=schedule.chunks, slots=schedule.slots, **params)
 
-    pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of, chosen)
-    (scan,) = pieces.scans
-    fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
-    of_params = fixed[len(pieces.consts) :]
-    inner = range(scan.loops.consts, scan.loops.consts + scan.loops.carry)
-    differs = lambda v: isinstance(v, Var) and v in pieces.varies
-    along = tuple(i for i, v in enumerate(scan.eqn.invars) if differs(v) and i not in inner)
+    chosen = functools.partial(_to_deal, schedule=schedule)
+    divided = _divided(call, loops_of, chosen, stages.axis)
+    if not divided.pieces.scans:
+        raise ValueError(f"accumulate: stages={stages.axis!r}: the gradient does not reach the scan that is dealt")
+    _refuse_effects(divided, stages)
+    (scan,) = divided.pieces.scans
+    carry = range(scan.loops.consts, scan.loops.consts + scan.loops.carry)
+    differs = lambda v: isinstance(v, Var) and v in divided.pieces.varies
+    along = tuple(i for i, v in enumerate(scan.eqn.invars) if differs(v) and i not in carry)
+    chunks = Chunks(scan.loops, schedule.stages, schedule.virtual_stages, along)
 
-    def run(*operands: Any) -> tuple[Any, list[Any], list[Any]]:
-        values, batch = dict(zip(fixed, operands, strict=False)), list(operands[len(fixed) :])
-        program = program_of(pieces, backward_loops, of_params, values)
-        staged = StagedLoss(program, Chunks(scan.loops, schedule.stages, virtual_stages, along))
-        microbatch = lambda number: dict(zip(varying, call._replace(batch=batch).microbatch(number), strict=True))
-        (losses, *aux), grads = pipeline.run(staged, schedule, axis, microbatch)
-        value, _ = lax.scan(lambda total, loss: (total + loss, None), filled(jaxpr.out_avals[0], 0), losses)
-        return value, aux, grads
+    def run(*operands: Any) -> tuple[list[Any], list[Any]]:
+        values = dict(zip(divided.fixed, operands, strict=False))
+        program = program_of(divided.pieces, backward_loops, divided.params, values)
+        microbatch = functools.partial(divided.microbatch, call, operands[len(divided.fixed) :])
+        return pipeline.run(StagedLoss(program, chunks), schedule, stages.axis, microbatch)
 
-    value, aux, grads = run(*pieces.consts, *leaves, *call.batch)
-    _, of_aux = shape
-    return (value, jax.tree.unflatten(tree, grads)), jax.tree.unflatten(jax.tree.structure(of_aux), aux)
+    (losses, *aux), grads = run(*divided.operands)
+    return divided.unflatten(losses, aux, grads)
+
+
+def _to_deal(scans: list[JaxprEqn], schedule: Schedule) -> list[JaxprEqn]:
+    """The scan whose layers are dealt: of those that the chunks divide, the one with the most layers.
+
+    Raises:
+      ValueError, NotImplementedError: there is none, or its layers cannot be dealt.
+    """
+    params = lambda eqn: eqn.params["call_jaxpr"].eqns[0].params
+    lengths = [params(eqn)["length"] for eqn in scans]
+    dealt = [eqn for eqn in scans if params(eqn)["length"] % schedule.chunks == 0]
+    if not dealt:
+        has = f"scans of {', '.join(map(str, lengths))} layers" if scans else "no scan of jaxoffload's"
+        chunks = f"{schedule.stages} stages * {schedule.virtual_stages} virtual stages"
+        raise ValueError(
+            f"accumulate: the loss has {has}, outside of other control flow; the layers must be divisible by {chunks}"
+        )
+    longest = max(dealt, key=lambda eqn: params(eqn)["length"])
+    if params(longest)["reverse"]:
+        raise NotImplementedError("accumulate: stages: a scan with reverse=True cannot be dealt; reverse its xs")
+    return [longest]
+
+
+def _refuse_effects(divided: _Divided, stages: _Stages) -> None:
+    if effects := divided.loss.jaxpr.effects:
+        raise NotImplementedError(
+            f"accumulate: stages={stages.axis!r}: the loss has effects ({', '.join(map(str, effects))}), and stages "
+            "run it for microbatches that do not exist, too; remove them, or accumulate without stages"
+        )
 
 
 def _refuse_what_does_not_fit(pieces: Pieces) -> None:

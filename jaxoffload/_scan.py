@@ -25,7 +25,7 @@ from ._engine.layer import Body, Layer, linearize, perturbed_carry
 from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.pipeline import on_a_stage
 from ._engine.plan import Override
-from ._engine.segments import LayerRange, layer_ranges, reads_of, segment_of
+from ._engine.segments import LayerRange, joined, layer_ranges, reads_of, segment_of
 from ._engine.transpose_only import with_tangents
 from ._jax import Results, Values, as_array, evaluate
 from ._policy import Policy, check_arguments
@@ -197,7 +197,9 @@ def _checked(run: Callable[..., list[Any]], *operands: Any, policy: Policy, stri
     return evaluate(_with_our_scan(jax.make_jaxpr(run)(*operands), policy, strict), operands)
 
 
-def _batch(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any) -> Results:
+def _batch(
+    axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any
+) -> Results:
     """Batch as `lax.scan` does, before differentiation: each layer then sums its weights' cotangents."""
     batched, mapped = _jax.batch_jaxpr_axes(call_jaxpr, axis, dims, [_jax.zero_if_mapped] * len(call_jaxpr.outvars))
     outs = evaluate(_with_our_scan(batched, policy, strict), args)
@@ -262,14 +264,17 @@ def chunk_loops(
     closed = perturbed_carry(body, perturbed, policy)
     layers = params["length"] // chunks
     offloaded = _layers_that_offload(body, closed, policy, strict, layers, slots)
-    return _loops(
-        body, closed, policy, strict, offloaded=offloaded, length=layers, reverse=False, unroll=params["unroll"]
-    )
+    if offloaded == 1:
+        raise ValueError(
+            f"accumulate: stages: {params['length']} layers in {chunks} chunks, of which one layer each offloads: it "
+            "needs two or more; use fewer virtual stages, or save"
+        )
+    how = {"length": layers, "reverse": False, "unroll": params["unroll"]}
+    loops = _loops(body, closed, policy, strict, offloaded=offloaded, **how)
+    return dataclasses.replace(loops, segments=joined(loops.segments))
 
 
-def recomputing(
-    layer: Layer, rows: frozenset[int], call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any
-) -> Layer:
+def recomputing(layer: Layer, rows: frozenset[int], call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any) -> Layer:
     """A layer of a scan, if it recomputed these rows of its plan, which are marked offload."""
     override = Override("recompute", "a pass runs alone", rows)
     return linearize(body_of(call_jaxpr), layer.perturbed, policy, strict, override)

@@ -134,7 +134,9 @@ class Computed(NamedTuple):
     pieces: list[Any]
 
 
-def forward_pass(chunks: Chunks, chunk: Any, fixed: Operands, along: Sequence[Any], slot: Slot, last: list[Any]) -> Pass:
+def forward_pass(
+    chunks: Chunks, chunk: Any, fixed: Operands, along: Sequence[Any], slot: Slot, last: list[Any]
+) -> Pass:
     """The forward pass of a microbatch through a chunk: a `Computed`.
 
     `along`: what it has with it: operands, the carry, and the ys of all layers. `slot`: the residuals that it may

@@ -14,7 +14,7 @@ do, in the first and the last ticks, computes what nobody reads.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Var
 from jax.sharding import AxisType, PartitionSpec
 
 from .._jax import Zero
@@ -72,7 +71,9 @@ def run(
 
     def block(number: Any, state: _State) -> _State:
         later = number * 2 * schedule.stages
-        return functools.reduce(lambda state, t: step(Tick(schedule, t), state, later), range(first, first + period), state)
+        for tick in range(first, first + period):
+            state = step(Tick(schedule, tick), state, later)
+        return state
 
     state = _begin(pipeline, shapes)
     for number in range(first):
@@ -109,15 +110,18 @@ class _Pipeline:
         return stack.reshape(self.schedule.virtual_stages, -1, *stack.shape[1:])
 
     @property
-    def consts(self) -> list[Var]:
+    def consts(self) -> list[Any]:
         """The constants of the scan whose cotangents stages sum."""
         chunks = self.loss.chunks
-        return [self.loss.scan.eqn.invars[i] for i in chunks.consts if i not in chunks.along]
+        return self._variables(i for i in chunks.consts if i not in chunks.along)
 
     @property
-    def xs(self) -> list[Var]:
+    def xs(self) -> list[Any]:
         """The xs whose cotangents stages sum."""
-        return [self.loss.scan.eqn.invars[i] for i in self.loss.xs]
+        return self._variables(self.loss.xs)
+
+    def _variables(self, numbers: Iterable[int]) -> list[Any]:
+        return [self.loss.scan.eqn.invars[i] for i in numbers]
 
 
 class _Shapes(NamedTuple):
@@ -165,7 +169,7 @@ def _begin(pipeline: _Pipeline, shapes: _Shapes) -> _State:
     return _State(results, sums, zeros(shapes.back), of_stages._replace(xs=xs))
 
 
-def _zero_sum(pipeline: _Pipeline, v: Var) -> Any:
+def _zero_sum(pipeline: _Pipeline, v: Any) -> Any:
     """Zeros for the sum of a value's cotangents: for a parameter in its own dtype, for others in float32 or wider."""
     zeros = filled(v.aval, 0)
     return zeros if v in pipeline.loss.program.params else zeros.astype(jnp.promote_types(v.aval.dtype, jnp.float32))
@@ -190,8 +194,7 @@ def _step(pipeline: _Pipeline, loops: Loops, tick: Tick, state: _State, later: A
     others = _with(held.slots, written, before, Slot([], []))
     run = functools.partial(run_tick, tick, chunks, loops, pipeline.axis)
     everywhere, on_stages, dealt = PartitionSpec(), PartitionSpec(pipeline.axis), PartitionSpec(None, pipeline.axis)
-    of_given = Given(everywhere, dealt, everywhere, everywhere, everywhere)
-    of_held = Held(dealt, *[on_stages] * (len(held) - 1))
+    of_given, of_held = _specs(Given, everywhere, dealt), _specs(Held, on_stages, dealt)
     mapped = _mapped(pipeline, run, (of_given, of_held, on_stages), (of_held, everywhere))
     new, outside = mapped(given, held._replace(slots=others), free)
     slots = _with(held.slots, written, before, *new.slots) if tick.forward else held.slots
@@ -206,6 +209,11 @@ def _step(pipeline: _Pipeline, loops: Loops, tick: Tick, state: _State, later: A
         made = loss.at_begin(values(tick.returns), outside.returned)
         state = state._replace(sums=_added(pipeline, state.sums, made, tick.returns + later))
     return lax.optimization_barrier(state)
+
+
+def _specs(of: Any, spec: PartitionSpec, xs: PartitionSpec) -> Any:
+    """The partition of each field of a tuple: `spec`, but for its `xs`."""
+    return of(*(xs if field == "xs" else spec for field in of._fields))
 
 
 def _with(slots: Sequence[Slot], written: int, before: int, new: Slot) -> list[Slot]:
@@ -236,8 +244,8 @@ def _gradients(pipeline: _Pipeline, state: _State) -> list[Any]:
     loss = pipeline.loss
     sums = dict(zip(loss.others, state.sums, strict=True))
     of_consts = zip(pipeline.consts, (jnp.sum(x, 0) for x in state.held.consts), strict=True)
-    of_xs = zip(pipeline.xs, (x.reshape(v.aval.shape) for v, x in zip(pipeline.xs, state.held.xs, strict=True)))
-    computed: Values = {}  # values that are no parameters, but computed from some
+    of_xs = ((v, x.reshape(v.aval.shape)) for v, x in zip(pipeline.xs, state.held.xs, strict=True))
+    computed: dict[Any, Any] = {}  # values that are no parameters, but computed from some
     for v, total in (*of_consts, *of_xs):
         into = sums if v in loss.program.params else computed
         into[v] = into[v] + total if v in into else total

@@ -33,7 +33,8 @@ class Held(NamedTuple):
 
     def map(self, f: Callable[[Any], Any]) -> "Held":
         """With `f` of all arrays but stacks of layers."""
-        return Held(self.xs, *(list(map(f, xs)) for xs in self[1:-1]), [slot.map(f) for slot in self.slots])
+        consts, along, back, last, ahead = (list(map(f, xs)) for xs in self[1:-1])
+        return Held(self.xs, consts, along, back, last, ahead, [slot.map(f) for slot in self.slots])
 
 
 class Given(NamedTuple):
@@ -75,7 +76,7 @@ def run_tick(
     """
     stage, last_stage = lax.axis_index(axis), tick.schedule.stages - 1
     chosen = lambda this, xs, ys: [jnp.where(this, x, y) for x, y in zip(xs, ys, strict=True)]
-    held, free = (it.map(lambda x: x[0]) for it in (held, free))
+    held, free = held.map(lambda x: x[0]), free.map(lambda x: x[0])
     if tick.enters is not None:
         entering = [*given.fresh, *map(jnp.zeros_like, held.along[len(given.fresh) :])]
         held = held._replace(along=chosen(stage == 0, entering, held.along))
@@ -96,10 +97,8 @@ def run_tick(
             run = []
             if tick.backward:
                 kept = Slot(slots[read].residuals, slots[next_read].pieces)
-                sums = list(map(_rows, held.xs))
-                run.append(
-                    backward_pass(chunks, loops, backward, fixed, held.back, kept, held.ahead, sums, counts)
-                )
+                back = held.back, kept, held.ahead, held.xs
+                run.append(backward_pass(chunks, loops, backward, fixed, *back, counts))
             if tick.forward:
                 run.append(forward_pass(chunks, forward, fixed, held.along, free, held.last))
             return beside(*run) if len(run) == 2 else [alone(*run)]
@@ -107,7 +106,14 @@ def run_tick(
         return passes
 
     branches = [branch(*slots) for slots in zip(tick.read_slots, tick.next.read_slots, strict=True)]
-    operands = (held._replace(slots=[]), free, fixed, forward_chunk, backward_chunk, counts)
+    operands = (
+        held._replace(xs=list(map(_rows, held.xs)), slots=[]),
+        free,
+        fixed,
+        forward_chunk,
+        backward_chunk,
+        counts,
+    )
     done = lax.switch(stage, branches, held.slots, *operands)
     written, outside = Slot([], []), Outside([], [])
     if tick.forward:

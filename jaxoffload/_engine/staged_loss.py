@@ -16,7 +16,6 @@ from .copying_loops import Loops, filled
 from .layer import in_three
 from .passes import Program, Values, run_piece, taken, transpose_piece
 from .pieces import Scan, Straight
-from .segments import those
 
 
 class Behind(NamedTuple):
@@ -94,7 +93,8 @@ class StagedLoss:
         cotangents = {pieces.outvars[0]: filled(jax.typeof(results[0]).to_ct_aval(), 1)}
         transpose_piece(self.program, len(pieces.pieces), of_last, cotangents)
         out_perturbed = self.chunks.loops.segments[0].layer.out_perturbed
-        given = taken(cotangents, those(self.scan.eqn.outvars, out_perturbed, True))
+        perturbed = [v for v, p in zip(self.scan.eqn.outvars, out_perturbed, strict=True) if p]
+        given = taken(cotangents, perturbed)
         loops, present = self.program.backward_loops(self.chunks.loops, given)
         reads, with_cotangents = self.chunks.back
         zeros = [filled(jax.typeof(operands[i]).to_ct_aval(), 0) for i in with_cotangents]
@@ -109,7 +109,7 @@ class StagedLoss:
         cotangents: Values = {}
         for i, ct in zip(numbers, [*of_operands, *rest][: len(numbers)], strict=True):
             if self.scan.perturbed[i]:
-                v = self.scan.eqn.invars[i]
+                v: Any = self.scan.eqn.invars[i]
                 cotangents[v] = add_jaxvals(cotangents[v], ct) if v in cotangents else ct
         return self._of_others(self._known(arguments)[1], cotangents)
 

@@ -1,0 +1,147 @@
+"""accumulate(stages=): the gradients of one device, on pipeline stages; errors that say what to do."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import assert_same_bits, normal, policy
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from test_accumulate import one_by_one, ours, plain
+
+from jaxoffload import accumulate, tag
+from jaxoffload._engine.last_rows import Cut, cut
+
+DIM, WORDS, LAYERS = 8, 11, 8
+PARAMS = {
+    "embedding": normal(0, (WORDS, DIM)),
+    "w": normal(1, (LAYERS, DIM, DIM)) / 3,
+    "bias": normal(2, (LAYERS, DIM)),
+    "mixer": normal(3, (DIM, DIM)) / 3,
+    "out": normal(4, (DIM, WORDS)),
+}
+RULES = {"x": "offload", "fc1": "offload", "act": "recompute"}
+
+
+def on_mesh(f, sizes, args, specs=PartitionSpec("stage")):
+    """Run `f` on a mesh of stages, data and fsdp, with the layers on their stages and the rest everywhere."""
+    devices = jax.devices()[: int(np.prod(sizes))]
+    mesh = jax.make_mesh(sizes, ("stage", "data", "fsdp"), (AxisType.Auto,) * 3, devices=devices)
+    of_layers = lambda path: path[-1].key in ("w", "bias", "half") if path and hasattr(path[-1], "key") else False
+    spec = lambda path: specs if of_layers(path) else PartitionSpec()
+    params = jax.tree_util.tree_map_with_path(lambda p, x: jax.device_put(x, NamedSharding(mesh, spec(p))), args[0])
+    rows = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
+    batch = [jax.device_put(x, rows if x.ndim > 1 else NamedSharding(mesh, PartitionSpec())) for x in args[1:]]
+    with jax.set_mesh(mesh):
+        return jax.device_get(jax.jit(f)(params, *batch))
+
+
+def assert_close(got, expected):
+    """Within a few of float32's roundings of the greatest value: sums are taken in another order."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for path, want in jax.tree_util.tree_leaves_with_path(expected):
+        have = functools.reduce(lambda tree, key: tree[getattr(key, "key", getattr(key, "idx", None))], path, got)
+        assert np.shape(have) == np.shape(want) and have.dtype == want.dtype
+        scale = max(float(np.max(np.abs(np.asarray(want, np.float64)), initial=0)), 1e-30)
+        np.testing.assert_allclose(have / scale, want / scale, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+
+
+def layer(x, w):
+    x = tag(x, "x")
+    fc1 = tag(x @ w["w"] + jnp.broadcast_to(w["bias"], x.shape), "fc1")
+    return x + tag(jnp.tanh(fc1), "act"), jnp.sum(fc1**2)
+
+
+def of_layers(params):
+    return {"w": params["w"], "bias": params["bias"]}
+
+
+def language_model(stack, params, tokens):
+    """Tied embeddings, a matrix that all layers share, ys that the loss and the caller read."""
+
+    def mixed(x, w):
+        y, size = layer(x, w)
+        return y @ params["mixer"], size
+
+    y, sizes = stack(mixed, params["embedding"][tokens], of_layers(params), RULES)
+    logits = y @ params["out"] + y @ params["embedding"].T
+    targets = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+    loss = jnp.mean(jax.nn.logsumexp(logits, -1) - targets) + 1e-3 * jnp.sum(sizes)
+    return loss, {"sizes": sizes, "rows": tokens[0, 0]}
+
+
+def everything(stack, params, tokens, scale, numbers):
+    """Operands that differ between microbatches: a constant with a gradient, keys for each layer; a carry of several
+    arrays; layers before, whose number stages do not divide; weights that are cast outside of the layers; and what the
+    end reads of the begin."""
+    x = params["embedding"][tokens]
+    x, _ = stack(layer, x, jax.tree.map(lambda w: w[:3], of_layers(params)), RULES)
+    gate = jnp.tanh(x) * scale[:, None, None]
+    keys = jax.random.split(jax.random.key(numbers[0]), LAYERS)
+    half = params["half"].astype(jnp.bfloat16)
+
+    def step(carry, xs):
+        x, count, kept = carry
+        w, key, half = xs
+        y, size = layer(x, w)
+        y = y * gate + jax.random.normal(key, y.shape) * 0.1 + (y.astype(half.dtype) @ half).astype(y.dtype)
+        return (y, count + 1, kept * 0.5 + jnp.sum(y, -1)), (size, count)
+
+    init = (x, jnp.int32(0), jnp.zeros(tokens.shape))
+    (y, count, kept), (sizes, counts) = stack(step, init, (of_layers(params), keys, half), RULES)
+    loss = jnp.mean((y + gate) ** 2) + jnp.mean(kept) + jnp.mean(sizes**2) * count
+    return loss, {"counts": counts, "kept": kept[0]}
+
+
+def tokens(microbatches, rows=4):
+    return jax.random.randint(jax.random.key(7), (microbatches, rows, 5), 0, WORDS)
+
+
+CASES = {
+    "two": ((2, 2, 2), 1, 7),
+    "fewer microbatches than stages": ((4, 1, 2), 1, 3),
+    "two each": ((2, 2, 1), 2, 5),
+    "four with two each": ((4, 2, 1), 1, 9),
+}
+
+
+@pytest.mark.parametrize("sizes, virtual_stages, microbatches", CASES.values(), ids=CASES)
+def test_gradients_equal_those_of_one_device(sizes, virtual_stages, microbatches):
+    args = PARAMS, tokens(microbatches)
+    of = lambda stack: functools.partial(language_model, stack)
+    expected = jax.jit(one_by_one(of(plain), has_aux=True))(*args)
+    staged = accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=virtual_stages)
+    assert_close(on_mesh(staged, sizes, args), jax.device_get(expected))
+
+
+def test_what_stages_alone_compute_has_the_same_bits():
+    """Nothing else is divided: the layers' gradients are sums of the same numbers in the same order."""
+    args = PARAMS, tokens(6)
+    of = lambda stack: functools.partial(language_model, stack)
+    (loss, aux), grads = jax.jit(one_by_one(of(plain), has_aux=True))(*args)
+    staged = accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=2)
+    (staged_loss, staged_aux), staged_grads = on_mesh(staged, (2, 1, 1), args)
+    assert_same_bits([staged_aux, of_layers(staged_grads)], jax.device_get([aux, of_layers(grads)]))
+    assert_close([staged_loss, staged_grads], jax.device_get([loss, grads]))
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_all_that_a_loss_can_have(virtual_stages):
+    params = PARAMS | {"half": normal(5, (LAYERS, DIM, DIM)) / 5}
+    args = params, tokens(5), normal(6, (5, 4)), jnp.arange(10).reshape(5, 2)
+    of = lambda stack: functools.partial(everything, stack)
+    expected = jax.jit(one_by_one(of(functools.partial(plain)), has_aux=True, reduction="sum"))(*args)
+    staged = accumulate(
+        of(functools.partial(ours, strict=False)),
+        has_aux=True,
+        reduction="sum",
+        stages="stage",
+        virtual_stages=virtual_stages,
+    )
+    got, expected = on_mesh(staged, (2, 1, 1), args), jax.device_get(expected)
+    # A weight that is cast has gradients in bfloat16, whose sum is rounded once and not for each microbatch.
+    (got_value, got_grads), (value, grads) = got, expected
+    np.testing.assert_allclose(got_grads.pop("half"), grads.pop("half"), rtol=0.02, atol=0.02)
+    assert_close([got_value, got_grads], [value, grads])

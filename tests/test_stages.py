@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_same_bits, normal, policy
-from jax import lax
+from common import assert_same_bits, normal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_accumulate import one_by_one, ours, plain
 
@@ -25,12 +24,12 @@ PARAMS = {
 RULES = {"x": "offload", "fc1": "offload", "act": "recompute"}
 
 
-def on_mesh(f, sizes, args, specs=PartitionSpec("stage")):
+def on_mesh(f, sizes, args):
     """Run `f` on a mesh of stages, data and fsdp, with the layers on their stages and the rest everywhere."""
     devices = jax.devices()[: int(np.prod(sizes))]
     mesh = jax.make_mesh(sizes, ("stage", "data", "fsdp"), (AxisType.Auto,) * 3, devices=devices)
     of_layers = lambda path: path[-1].key in ("w", "bias", "half") if path and hasattr(path[-1], "key") else False
-    spec = lambda path: specs if of_layers(path) else PartitionSpec()
+    spec = lambda path: PartitionSpec("stage") if of_layers(path) else PartitionSpec()
     params = jax.tree_util.tree_map_with_path(lambda p, x: jax.device_put(x, NamedSharding(mesh, spec(p))), args[0])
     rows = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
     batch = [jax.device_put(x, rows if x.ndim > 1 else NamedSharding(mesh, PartitionSpec())) for x in args[1:]]
@@ -123,7 +122,8 @@ def test_what_stages_alone_compute_has_the_same_bits():
     (loss, aux), grads = jax.jit(one_by_one(of(plain), has_aux=True))(*args)
     staged = accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=2)
     (staged_loss, staged_aux), staged_grads = on_mesh(staged, (2, 1, 1), args)
-    assert_same_bits([staged_aux, of_layers(staged_grads)], jax.device_get([aux, of_layers(grads)]))
+    alone = lambda aux, grads: jax.tree.leaves([aux, of_layers(grads)])
+    assert_same_bits(alone(staged_aux, staged_grads), jax.device_get(alone(aux, grads)))
     assert_close([staged_loss, staged_grads], jax.device_get([loss, grads]))
 
 
@@ -145,3 +145,72 @@ def test_all_that_a_loss_can_have(virtual_stages):
     (got_value, got_grads), (value, grads) = got, expected
     np.testing.assert_allclose(got_grads.pop("half"), grads.pop("half"), rtol=0.02, atol=0.02)
     assert_close([got_value, got_grads], [value, grads])
+
+
+def stack_of(layers, **how):
+    """A loss on a scan of so many layers."""
+    rules = {"fc1": "offload"}
+
+    def loss(params, x):
+        w = jax.tree.map(lambda w: jnp.resize(w, (layers, *w.shape[1:])), of_layers(params))
+        return jnp.mean(ours(layer, x, w, rules, strict=False, **how)[0])
+
+    return loss
+
+
+def printing(params, x):
+    jax.debug.print("{}", jnp.sum(x))
+    return stack_of(LAYERS)(params, x)
+
+
+X = jnp.ones((4, 4, DIM))
+REFUSED = {
+    "no axis": (stack_of(8), {"stages": "stag"}, ValueError, r"stages='stag' is no axis of the mesh, .*stage, data"),
+    "does not divide": (stack_of(7), {}, ValueError, "has scans of 7 layers, .* divisible by 2 stages \\* 1 virtual"),
+    "no scan": (lambda params, x: jnp.sum(params["w"]) * jnp.sum(x), {}, ValueError, "has no scan of jaxoffload's"),
+    "one layer": (stack_of(4), {"virtual_stages": 2}, ValueError, "4 layers in 4 chunks.* fewer virtual stages"),
+    "reverse": (stack_of(8, reverse=True), {}, NotImplementedError, "reverse=True cannot be dealt"),
+    "effects": (printing, {}, NotImplementedError, "the loss has effects .*Debug"),
+}
+
+
+@pytest.mark.parametrize("loss, how, error, words", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_staged_is_refused_before_anything_is_compiled(loss, how, error, words):
+    with pytest.raises(error, match=f"^accumulate: .*{words}"):
+        on_mesh(accumulate(loss, **{"stages": "stage", **how}), (2, 1, 1), (PARAMS, X))
+
+
+@pytest.mark.parametrize("how, words", [({"virtual_stages": 0}, "above 0"), ({"virtual_stages": 2}, "needs stages")])
+def test_a_wrong_number_of_virtual_stages(how, words):
+    with pytest.raises(ValueError, match=f"^accumulate: virtual_stages .* {words}"):
+        accumulate(stack_of(8), **how)
+
+
+def test_a_mesh_is_needed_and_its_axis_is_auto():
+    with pytest.raises(ValueError, match=r"the mesh, which is empty; call it in jax\.set_mesh"):
+        accumulate(stack_of(8), stages="stage")(PARAMS, X)
+    mesh = jax.make_mesh((2,), ("stage",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="is Explicit; it must be Auto"):
+        accumulate(stack_of(8), stages="stage")(PARAMS, X)
+
+
+def test_a_single_stage_interleaves():
+    args = PARAMS, tokens(3)
+    of = lambda stack: functools.partial(language_model, stack)
+    expected = jax.jit(one_by_one(of(plain), has_aux=True))(*args)
+    got = on_mesh(accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=3), (1, 1, 1), args)
+    assert_same_bits(jax.tree.leaves(got), jax.device_get(jax.tree.leaves(expected)))
+
+
+@pytest.mark.parametrize(
+    "shape, layers, expected",
+    [
+        ((2, 8192, 4096), 12, Cut(1, 8)),  # 12 divides none: as many pieces as fit
+        ((2, 8192, 14336), 7, Cut(2, 7)),
+        ((3, 5), 4, Cut(0, 3)),
+        ((13,), 4, Cut(0, 1)),
+        ((), 4, Cut(0, 1)),
+    ],
+)
+def test_a_row_is_cut_in_as_many_pieces_as_layers_can_carry(shape, layers, expected):
+    assert cut(shape, layers) == expected

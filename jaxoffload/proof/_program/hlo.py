@@ -206,7 +206,7 @@ def with_sizes_on_the_host(module: Module) -> set[str]:
 
 
 _PASSING_ON = {"while", "tuple", "get-tuple-element", "parameter", "bitcast", "optimization-barrier"}
-_PASSING_ON |= {"fusion-start", "fusion-done", "copy-start", "copy-done"}
+_PASSING_ON |= {"conditional", "fusion-start", "fusion-done", "copy-start", "copy-done"}
 
 
 def kernels_on_host_memory(module: Module) -> list[Instruction]:

@@ -1,0 +1,86 @@
+"""What XLA compiles for GPUs that are pipeline stages: copies by DMA, begun with their layer; slots in their place; the
+exchanges of the schedule and no others; device memory that neither stages nor microbatches change.
+
+Nothing runs: see test_program.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from test_program import OPTIONS, begun_after, described, gpu, module_of, nothing_cached
+
+from jaxoffload import Policy, accumulate, scan, tag
+from jaxoffload._engine.schedule import Schedule
+from jaxoffload.proof._program import hlo
+
+assert nothing_cached and gpu  # fixtures
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.claim("stages")]
+
+LAYERS, ROWS, DIM = 4, 4096, 2048  # of a chunk; of x
+ROW = ROWS * DIM * 2  # bytes, bfloat16
+
+
+def layer(x, w):
+    x = tag(x, "x")
+    return x + jax.nn.silu(tag(x @ w, "fc1")), None
+
+
+def loss(params, x, policy):
+    y, _ = scan(layer, x, params["w"], policy=policy)
+    return jnp.mean((y @ params["out"]).astype(jnp.float32) ** 2)
+
+
+def compiled(stages, microbatches, virtual_stages=1, data=1, decision="offload"):
+    policy = Policy({"x": decision, "fc1": decision})
+    mesh = Mesh(np.array(described(stages * data)).reshape(stages, data), ("stage", "data"))
+    step = accumulate(
+        lambda params, x: loss(params, x, policy), stages="stage", virtual_stages=virtual_stages, reduction="sum"
+    )
+
+    def shape(spec, *sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    params = {"w": shape(["stage"], LAYERS * stages * virtual_stages, DIM, DIM), "out": shape([], DIM, DIM)}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(step, compiler_options=OPTIONS).lower(params, shape([None, "data"], microbatches, ROWS, DIM))
+    return lowered.compile()
+
+
+@pytest.mark.parametrize("stages, microbatches, virtual_stages", [(2, 18, 1), (2, 9, 2), (4, 30, 1)])
+def test_slots_stay_in_place_and_copies_are_dma_that_begins_with_its_layer(gpu, stages, microbatches, virtual_stages):
+    program = compiled(stages, microbatches, virtual_stages)
+    module = module_of(program)
+    assert hlo.kernels_on_host_memory(module) == []
+    assert list(hlo.out_of_range(module)) == []
+    slots = Schedule(stages, virtual_stages, microbatches).slots
+    # A row for each layer, padding that takes the place of the last one, and as much in pieces; for x and for fc1.
+    assert program.memory_analysis().host_temp_size_in_bytes == slots * 2 * (LAYERS + 1) * ROW
+    # In a tick with both passes an iteration has two layers of each: 6 matmuls, and 16 copies.
+    steady = [starts for matmuls, starts in begun_after(module) if matmuls == 6 and len(starts) == 16]
+    assert steady and all(starts == [0] * 8 + [3] * 8 for starts in steady)
+
+
+def test_the_device_holds_as_much_whatever_stages_and_microbatches_are(gpu):
+    temporary = lambda *how: compiled(*how).memory_analysis().temp_size_in_bytes
+    few = temporary(2, 10)
+    assert temporary(2, 18) == pytest.approx(few, rel=0.01)
+    assert temporary(4, 18) == pytest.approx(few, rel=0.01)
+    assert compiled(2, 10, decision="save").memory_analysis().temp_size_in_bytes > few + 4 * LAYERS * ROW
+
+
+def test_stages_send_to_their_neighbours_and_data_is_divided_within_them(gpu):
+    """All other collectives are those of the loss: its mean over `data`, and gradients."""
+    alone, divided = compiled(2, 10), compiled(2, 10, data=2)
+    count = lambda module: {
+        name: sum(line.opcode == name for line in module)
+        for name in ("collective-permute-start", "all-gather-start", "all-to-all", "reduce-scatter")
+    }
+    ticks = Schedule(2, 1, 10).ticks
+    for program in alone, divided:
+        found = count(module_of(program))
+        assert 0 < found.pop("collective-permute-start") <= 2 * ticks and not any(found.values()), found
+    halves = divided.memory_analysis().host_temp_size_in_bytes, alone.memory_analysis().host_temp_size_in_bytes
+    assert 2 * halves[0] == halves[1]
+    assert hlo.kernels_on_host_memory(module_of(divided)) == []

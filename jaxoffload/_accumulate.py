@@ -17,7 +17,7 @@ from ._engine.copying_loops import Loops, filled
 from ._engine.fill_and_drain import ends
 from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.passes import program_of
-from ._engine.pieces import Pieces, divide
+from ._engine.pieces import Pieces, divide, with_shapes_read
 from ._engine.pipeline import on_a_stage
 from ._engine.schedule import Schedule
 from ._engine.segments import joined
@@ -237,16 +237,20 @@ def _divided(
     trace = jax.make_jaxpr(loss, return_shape=True)
     jaxpr, (_, of_aux) = with_stages(axis, trace, leaves, list(avals))
     is_param = [True] * len(leaves) + [False] * len(avals)
-    pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of, chosen)
+    read = with_shapes_read(jaxpr, is_param)
+    pieces = divide(read, is_param, [not p for p in is_param], scan_p, loops_of, chosen)
     fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
 
     def unflatten(losses: Any, aux: list[Any], grads: list[Any]) -> Any:
         value, _ = lax.scan(lambda total, loss: (total + loss, None), filled(jaxpr.out_avals[0], 0), losses)
+        grads = [grad.reshape(jnp.shape(leaf)) for grad, leaf in zip(grads, leaves, strict=True)]
         return (value, jax.tree.unflatten(tree, grads)), jax.tree.unflatten(jax.tree.structure(of_aux), aux)
 
     of_one = interleaved.Loss(convert_constvars_jaxpr(jaxpr), (*[False] * len(jaxpr.consts), *is_param))
-    operands = [*pieces.consts, *leaves, *call.batch]
-    return _Divided(of_one, pieces, fixed, fixed[len(pieces.consts) :], varying, operands, unflatten)
+    params: list[Any] = fixed[len(pieces.consts) :]
+    views = [jnp.reshape(leaf, v.aval.shape) for leaf, v in zip(leaves, params, strict=True)]
+    operands = [*pieces.consts, *views, *call.batch]
+    return _Divided(of_one, pieces, fixed, params, varying, operands, unflatten)
 
 
 def _interleaved(call: _Call) -> Any:

@@ -6,12 +6,13 @@ variable that a piece reads is among its results too, so that the cotangent that
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
-from jax.extend.core.primitives import jit_p
+from jax.extend.core.primitives import jit_p, reshape_p
 
 from .._jax import UndefinedPrimal, backward_pass, convert_constvars_jaxpr, evaluate, partial_eval_jaxpr_nounits
 from .copying_loops import Loops
@@ -173,6 +174,19 @@ class _State:
         if scan:
             self.perturbed |= _select(scan.eqn.outvars, scan.loops.segments[0].layer.out_perturbed)
             self.varies |= set(scan.eqn.outvars)
+
+
+def with_shapes_read(jaxpr: Jaxpr, arguments: Sequence[bool]) -> Jaxpr:
+    """`jaxpr`, whose arguments have the shapes that it reads them in, if it does nothing with them but one reshape.
+
+    So layers that are stored in groups are the xs of a scan themselves. `arguments`: which ones may change.
+    """
+    read = Counter(v for eqn in jaxpr.eqns for v in _variables(eqn.invars)) + Counter(_variables(jaxpr.outvars))
+    may = {v for v in _select(jaxpr.invars, arguments) if read[v] == 1}
+    views = {e.invars[0]: e for e in jaxpr.eqns if e.primitive is reshape_p and _hashable(e.invars[0]) in may}
+    invars = [views[v].outvars[0] if v in views else v for v in jaxpr.invars]
+    eqns = [eqn for eqn in jaxpr.eqns if not any(eqn is view for view in views.values())]
+    return jaxpr.replace(invars=invars, eqns=eqns, debug_info=_unnamed(jaxpr))
 
 
 def _opened(jaxpr: Jaxpr, scan_p: Primitive) -> Jaxpr:

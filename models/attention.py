@@ -11,7 +11,7 @@ from flax import nnx
 from jaxoffload import scope, tag
 from models.config import Model
 from models.layers import RMSNorm, rms_norm, weight
-from models.sharding import RULES, VALUES, constrain
+from models.sharding import RULES, VALUES, constrain, on_each_device
 
 
 def rotations(seq_len: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -87,13 +87,9 @@ def transformer_engine(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: ja
     # TransformerEngine also keeps empty arrays (no bias, no offsets). On two or more devices XLA:GPU crashes on the
     # gradient of a shard_map that returns any (jaxlib 0.11.2, Shardy's canonicalizer), so they are recomputed.
     named = jax.checkpoint_policies.save_only_these_names("attn/context")
-    # Each device has whole sequences and heads. check_vma: kernels do not say over which axes their results vary.
-    mapped = jax.shard_map(
-        jax.checkpoint(_on_one_device, policy=named, prevent_cse=False),
-        in_specs=(specs["q"], specs["k"], specs["v"]),
-        out_specs=specs["context"],
-        check_vma=False,
-    )
+    # Each device has whole sequences and heads.
+    kept = jax.checkpoint(_on_one_device, policy=named, prevent_cse=False)
+    mapped = on_each_device(kept, (specs["q"], specs["k"], specs["v"]), specs["context"])
     return mapped(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
 
 

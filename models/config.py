@@ -75,6 +75,7 @@ class Model:
 class Mesh:
     """The number of devices along each mesh axis; the product is the number of all devices."""
 
+    stage: Devices = 1  # layers, in pipeline stages; vocabulary
     data: Devices = 1  # batch rows; weights replicated
     fsdp: Devices = 1  # batch rows; weights and optimizer state sharded
     tensor: Devices = 1  # heads, d_ff and vocabulary
@@ -100,6 +101,7 @@ class Train:
     # copies hide behind both (docs/accumulation.md). auto: where there are several and the policy offloads something.
     # The results are the same.
     interleave: Literal["auto"] | bool = "auto"
+    virtual_stages: Count = 1  # chunks of layers that each pipeline stage has, dealt in turn (docs/stages.md)
     loss_chunk: Count = 256  # positions of each sequence whose logits are in memory at once
     learning_rate: Positive = 1e-3  # peak, after warm-up
     final_learning_rate_fraction: Fraction = 0.1  # where the cosine ends, as a fraction of the peak
@@ -245,6 +247,12 @@ def _shapes(config: Config) -> Iterator[Relation]:
     )
     dense = ["model.d_ff"] if model.dense_layers or not model.experts else []
     yield _divides(config, "mesh.tensor", "model.heads", "model.kv_heads", *dense, "model.vocab_size")
+    parts = mesh.stage * mesh.tensor
+    yield Relation(
+        ("mesh.stage", "mesh.tensor", "model.vocab_size"),
+        model.vocab_size % parts == 0,
+        f"mesh.stage * mesh.tensor = {parts}: must divide model.vocab_size = {model.vocab_size}",
+    )
     shards = mesh.fsdp * mesh.expert
     yield Relation(
         ("mesh.fsdp", "mesh.expert", "model.d_model"),
@@ -337,6 +345,35 @@ def _batches(config: Config) -> Iterator[Relation]:
         )
 
 
+def _stages(config: Config) -> Iterator[Relation]:
+    """A chunk of the layers is what runs on a stage in one tick."""
+    mesh, train, layers = config.mesh, config.train, config.model.layers - config.model.dense_layers
+    chunks = mesh.stage * train.virtual_stages
+    yield Relation(
+        ("train.virtual_stages", "mesh.stage"),
+        train.virtual_stages == 1 or mesh.stage > 1,
+        f"train.virtual_stages = {train.virtual_stages}: must be 1 where mesh.stage = 1",
+    )
+    yield Relation(
+        ("mesh.stage", "train.virtual_stages", "model.layers", "model.dense_layers"),
+        layers % chunks == 0,
+        f"mesh.stage * train.virtual_stages = {chunks}: must divide model.layers - model.dense_layers = {layers}",
+    )
+    yield Relation(
+        ("train.interleave", "mesh.stage"),
+        train.interleave is not False or mesh.stage == 1,
+        f"train.interleave = False: must be auto where mesh.stage = {mesh.stage}; stages interleave",
+    )
+    remat = config.remat
+    offloads = "offload" in (*(decision for _, decision in remat.rules), remat.default, remat.dots)
+    yield Relation(
+        ("mesh.stage", "train.virtual_stages", "model.layers", "model.dense_layers", "remat.residuals"),
+        mesh.stage == 1 or layers != chunks or not offloads,
+        f"mesh.stage * train.virtual_stages = {chunks}: must be at most half of model.layers - model.dense_layers = "
+        f"{layers} where residuals offload; a stage copies those of one layer while it computes another",
+    )
+
+
 def _schedule(config: Config) -> Iterator[Relation]:
     train = config.train
     yield Relation(
@@ -419,7 +456,7 @@ def _processes(config: Config) -> Iterator[Relation]:
     )
 
 
-_RELATIONS = (_shapes, _without_experts, _with_experts, _batches, _schedule, _kernels, _paths, _processes)
+_RELATIONS = (_shapes, _without_experts, _with_experts, _batches, _stages, _schedule, _kernels, _paths, _processes)
 
 
 def _divides(config: Config, key: str, *others: str) -> Relation:

@@ -26,7 +26,7 @@ from models.config import Config, Model
 from models.layers import RMSNorm, weight
 from models.mlp import FeedForward, activate, first_leaves
 from models.routing import Balance
-from models.sharding import RULES
+from models.sharding import RULES, on_each_device
 
 ALIGN = {None: 1, "fp8": te.FP8_MULTIPLE}  # `model.quantize` -> each expert's rows are padded to a multiple of this
 
@@ -66,13 +66,9 @@ class MoE(nnx.Module):
             stream, wide = RULES.spec("batch", "sequence", "residual"), RULES.spec("experts", None, "mlp")
             specs = {name: wide if name in ("gate", "up") else PartitionSpec() for name in weights}
             specs["down"] = RULES.spec("experts", "mlp", None)
-            # check_vma: kernels do not say over which axes their results vary.
-            out_BxSxD, balance = jax.shard_map(
-                functools.partial(experts, self.config, dict(mesh.shape)),
-                in_specs=(stream, specs),
-                out_specs=(stream, Balance(*(PartitionSpec() for _ in Balance._fields))),
-                check_vma=False,
-            )(norm_BxSxD, weights)
+            on_device = functools.partial(experts, self.config, dict(mesh.shape))
+            out_specs = stream, Balance(*(PartitionSpec() for _ in Balance._fields))
+            out_BxSxD, balance = on_each_device(on_device, (stream, specs), out_specs)(norm_BxSxD, weights)
         if self.config.shared_experts:
             out_BxSxD += self.shared.feed(norm_BxSxD, "shared")
         return out_BxSxD, balance

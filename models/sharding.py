@@ -17,7 +17,7 @@ from jaxoffload import Problem
 from models import config
 from models.reading import ConfigError, config_error
 
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
+MESH_AXES = ("stage", "data", "fsdp", "expert", "tensor")
 _AUTO = (AxisType.Auto,) * len(MESH_AXES)
 
 AnyMesh = jax.sharding.Mesh | AbstractMesh
@@ -37,10 +37,10 @@ class Rules:
     kv_heads: MeshAxes = "tensor"
     head: MeshAxes = None  # head_dim
     mlp: MeshAxes = "tensor"  # d_ff
-    vocab: MeshAxes = "tensor"
+    vocab: MeshAxes = ("stage", "tensor")  # all stages compute the head
     experts: MeshAxes = "expert"  # the number of experts, in their matrices
     router: MeshAxes = None  # the number of experts, in the router
-    layers: MeshAxes = None  # the leading axis of stacked layers
+    layers: MeshAxes = "stage"  # the leading axis of stacked layers; of two, as virtual stages have, the second
 
     def spec(self, *axes: str | None) -> PartitionSpec:
         """Return the PartitionSpec of an array with these logical axes; None: an axis that is not split."""
@@ -126,6 +126,13 @@ def constrain(x: jax.Array, value: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, RULES.spec(*VALUES[value]))
 
 
+def on_each_device(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Return f mapped over the devices of the mesh in use; in a pipeline stage, over those of the stage."""
+    axes = set(jax.sharding.get_abstract_mesh().auto_axes)
+    # check_vma: kernels do not say over which axes their results vary.
+    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+
 def batch_parts(mesh: AnyMesh | None = None) -> int:
     """Return how many parts a batch is split into, over `mesh` or that of `on_mesh`; 1 without a mesh."""
     sizes = (mesh or jax.sharding.get_abstract_mesh()).shape
@@ -140,12 +147,14 @@ def batch_sharding(mesh: AnyMesh) -> NamedSharding:
 def param_shardings(params: nnx.State, mesh: AnyMesh) -> nnx.State:
     """Return `params` with a NamedSharding in place of each value, from the logical `axes` in its metadata."""
 
-    def sharding(param: nnx.Param) -> Any:
-        # Stacking layers adds a leading axis to the value, but not to the metadata, which all layers share.
-        stacked = ("layers",) * (len(param.shape) - len(param.axes))
+    def sharding(path: tuple[Any, ...], param: nnx.Param) -> Any:
+        # Stacking layers adds leading axes to the value, but not to the metadata, which all layers share.
+        stacked: list[str | None] = [None] * (len(param.shape) - len(param.axes))
+        if stacked and path[0].key == "layers":  # the few in `first` run on all stages
+            stacked[-1] = "layers"
         return param.replace(NamedSharding(mesh, RULES.spec(*stacked, *param.axes)))
 
-    return jax.tree.map(sharding, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
+    return jax.tree_util.tree_map_with_path(sharding, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
 
 
 def optimizer_shardings(

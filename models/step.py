@@ -20,6 +20,7 @@ from models.transformer import Transformer, next_token_loss, training_loss
 
 Aux = tuple[jax.Array, Balance | None]  # the cross-entropy, and what the layers with experts return
 Loss = Callable[[nnx.State, jax.Array], tuple[jax.Array, Aux]]  # the loss that is differentiated, on one microbatch
+Derivative = Callable[[Loss, nnx.State, jax.Array], tuple[Aux, nnx.State]]  # the means over microbatches
 
 
 class State(NamedTuple):
@@ -38,6 +39,7 @@ class Program(NamedTuple):
     loss: Callable[[nnx.State, jax.Array], jax.Array]  # the loss that is differentiated, on one microbatch
     evaluate: Callable[[nnx.State, jax.Array], jax.Array]  # the cross-entropy on a batch, in microbatches
     state: State
+    saved: State  # the state as checkpoints hold it: layers in their order, which virtual stages regroup
     tokens: jax.ShapeDtypeStruct  # (batch_size, seq_len + 1) int32
     microbatch: jax.ShapeDtypeStruct  # (batch_size / grad_accumulation, seq_len + 1) int32
 
@@ -49,26 +51,35 @@ def program(config: Config, mesh: AnyMesh) -> Program:
     def make() -> Transformer:
         return Transformer(config.model, nnx.Rngs(params=jax.random.key(train.seed)))
 
-    graph = nnx.graphdef(nnx.eval_shape(make))
-
-    def init() -> State:
+    def in_order() -> State:
         params = nnx.state(make())
         return State(jnp.int32(0), params, optimizer.init(params))
 
+    graph, saved = nnx.graphdef(nnx.eval_shape(make)), jax.eval_shape(in_order)
+    params = dealt(saved.params, train.virtual_stages)
+    state = saved._replace(params=params, optimizer=jax.eval_shape(optimizer.init, params))
+    model = lambda params: nnx.merge(graph, regrouped(params, saved.params))
+
+    def init() -> State:
+        return regrouped(in_order(), state)
+
     def training(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, Aux]:
-        return training_loss(nnx.merge(graph, params), tokens_BxS1, config.remat, train.loss_chunk)
+        return training_loss(model(params), tokens_BxS1, config.remat, train.loss_chunk)
 
     def validation(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
-        return next_token_loss(nnx.merge(graph, params), tokens_BxS1, config.remat, train.loss_chunk)
+        return next_token_loss(model(params), tokens_BxS1, config.remat, train.loss_chunk)
 
     def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        derivative = interleaved if may_interleave(train) else one_by_one
+        derivative = (
+            on_stages(config) if config.mesh.stage > 1 else interleaved if may_interleave(train) else one_by_one
+        )
         tokens_AxMxS1 = microbatches(tokens_BxS1, train.grad_accumulation)
         (loss, balance), gradients = derivative(training, state.params, tokens_AxMxS1)
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         if balance is not None and config.model.balance_rate:
-            params = balanced(params, balance.load_E, config.model.balance_rate)
+            params = balanced(regrouped(params, saved.params), balance.load_E, config.model.balance_rate)
+            params = regrouped(params, state.params)
         return State(state.step + 1, params, moments), _metrics(loss, gradients, balance)
 
     def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
@@ -82,7 +93,8 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         on_mesh(mesh, step),
         on_mesh(mesh, lambda params, tokens: training(params, tokens)[0]),
         on_mesh(mesh, evaluate),
-        with_shardings(jax.eval_shape(init), optimizer, mesh),
+        with_shardings(state, optimizer, mesh),
+        with_shardings(saved, optimizer, mesh),
         tokens(train.batch_size),
         tokens(train.batch_size // train.grad_accumulation),
     )
@@ -137,9 +149,15 @@ def may_interleave(train: Train) -> bool:
     return train.grad_accumulation > 1 and train.interleave is not False
 
 
-def interleaved(loss: Loss, params: nnx.State, tokens_AxMxS1: jax.Array) -> tuple[Aux, nnx.State]:
+def on_stages(config: Config) -> Derivative:
+    """Return `interleaved` on the pipeline stages of a config."""
+    how = {"stages": "stage", "virtual_stages": config.train.virtual_stages}
+    return functools.partial(interleaved, **how)
+
+
+def interleaved(loss: Loss, params: nnx.State, tokens_AxMxS1: jax.Array, **how: Any) -> tuple[Aux, nnx.State]:
     """Return the means of `aux` and of the gradients over microbatches, whose passes interleave."""
-    (_, aux_A), gradients = jaxoffload.accumulate(loss, has_aux=True)(params, tokens_AxMxS1)
+    (_, aux_A), gradients = jaxoffload.accumulate(loss, has_aux=True, **how)(params, tokens_AxMxS1)
     return mean(lambda aux: aux, aux_A), gradients
 
 
@@ -168,6 +186,26 @@ def mean[X, T](f: Callable[[X], T], xs_A: X) -> T:
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, first))
     total, _ = jax.lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, f(x)), None), zeros, xs_A)
     return jax.tree.map(lambda x: x / count, total)
+
+
+def dealt(params: nnx.State, virtual_stages: int) -> nnx.State:
+    """Return abstract parameters whose layers are in a group for each virtual stage: (groups, layers, ...).
+
+    The layers of a group are divided over the stages. `params`: abstract, with a leading axis of layers.
+    """
+
+    def grouped(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if path[0].key != "layers" or virtual_stages == 1:
+            return leaf
+        layers, *shape = leaf.shape
+        return jax.ShapeDtypeStruct((virtual_stages, layers // virtual_stages, *shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(grouped, params)
+
+
+def regrouped[T](tree: T, like: T) -> T:
+    """Return arrays in the shapes of `like`, which groups layers in another way, in the same order."""
+    return jax.tree.map(lambda x, y: x.reshape(y.shape), tree, like)
 
 
 def with_shardings(state: State, optimizer: optax.GradientTransformation, mesh: AnyMesh) -> State:

@@ -33,7 +33,7 @@ from models.profiling import Step, profiled
 from models.reading import ConfigError, config_error, problem
 from models.report import compiled_memory, fit_to_host_pool, report, summary
 from models.sharding import abstract_mesh, make_mesh, process_block
-from models.step import Program, State, learning_rate, program, shardings_of, traceable
+from models.step import Program, State, learning_rate, program, regrouped, shardings_of, traceable
 from models.transformer import flops_per_token
 
 USAGE = """\
@@ -148,7 +148,8 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
         verify_claims(made, mesh)
     with checkpoints.open_manager(out) as manager, profiled(config, made, compiled, start) as step:
         if saved:
-            state, position = checkpoints.restore(manager, out, start, made.state)
+            state, position = checkpoints.restore(manager, out, start, made.saved)
+            state = regroup(state, made.state)
             source.batches.set_state(position)
             say(f"continuing {out} from its checkpoint at step {start}")
             if (before := saved.config["train.steps"]) != steps:
@@ -302,7 +303,8 @@ def loop(run: Run, state: State, start: int) -> int:
                 validate(run, evaluate, state, step)
             if save:
                 position = run.source.batches.get_state()
-                checkpoints.save(run.manager, step, state, position, run.config, run.source.fingerprint)
+                in_order = regroup(state, run.made.saved)
+                checkpoints.save(run.manager, step, in_order, position, run.config, run.source.fingerprint)
                 run.journal.draw()
             if stop and step < train.steps:
                 run.manager.wait_until_finished()
@@ -314,6 +316,13 @@ def loop(run: Run, state: State, start: int) -> int:
     run.manager.wait_until_finished()
     say(f"finished; the loss curve is {run.journal.path.with_name('loss.png')}")
     return 0
+
+
+def regroup(state: State, like: State) -> State:
+    """Return a state whose layers are grouped and sharded as in `like`, in the same order."""
+    if jax.tree.map(np.shape, state) == jax.tree.map(np.shape, like):
+        return state
+    return jax.jit(lambda state: regrouped(state, like), out_shardings=shardings_of(like))(state)
 
 
 def validate(run: Run, evaluate: Callable[[Any, jax.Array], jax.Array], state: State, step: int) -> None:

@@ -83,7 +83,8 @@ class Transformer(nnx.Module):
 
         if config.experts and config.dense_layers:
             x_BxSxD, _ = through(self.first, x_BxSxD)
-        return through(self.layers, x_BxSxD)
+        x_BxSxD, balance = through(self.layers, x_BxSxD)
+        return constrain(x_BxSxD, "layer_input"), balance
 
 
 def stacked(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:

@@ -827,3 +827,25 @@ def test_each_exception_may_change_and_exists():
     saved = checkpoints.Saved(16, flat(Config()) | dict.fromkeys(checkpoints._MAY_CHANGE, "another"), {})
     assert set(flat(Config())) >= checkpoints._MAY_CHANGE
     assert checkpoints.differences(Config(), saved) == []
+
+
+@pytest.mark.slow
+@pytest.mark.claim("stages")
+def test_a_run_goes_on_with_other_stages_as_if_undisturbed(config, tmp_path, capsys):
+    """Checkpoints hold the layers in their order, whichever stages have them."""
+    run = ("model.layers=8", "train.steps=6", "train.checkpoint_every=2", "train.eval_every=6", f"train.out={tmp_path}")
+    stages = [
+        ("mesh.stage=2", "train.virtual_stages=2", "mesh.data=2", "mesh.fsdp=2", "train.grad_accumulation=4"),
+        ("mesh.data=4", "mesh.fsdp=2", "train.grad_accumulation=2"),
+        ("mesh.stage=4", "mesh.fsdp=2", "train.grad_accumulation=4"),
+    ]
+    curves = []
+    for how in stages:
+        assert train.main([str(config), *run, *how]) == 0
+        assert ("from its checkpoint at step 4" in capsys.readouterr().out) == bool(curves)
+        curves.append([losses(tmp_path), losses(tmp_path, "valid_loss"), losses(tmp_path, "grad_norm")])
+        shutil.rmtree(tmp_path / "checkpoints" / "6")
+    for values in zip(*curves, strict=True):
+        undisturbed, *others = ([*at_step.values()] for at_step in values)
+        for resumed in others:
+            np.testing.assert_allclose(resumed, undisturbed, rtol=1e-5)

@@ -270,7 +270,7 @@ def _interleaved(call: _Call) -> Any:
     gradients = sum(nbytes(v.aval) for v in divided.params)
     first, last = ends(pieces, call.microbatches, gradients, lambda eqn, *args: recomputing(*args, **eqn.params))
 
-    def run(*operands: Any) -> tuple[list[Any], list[Any]]:
+    def run(*operands: Any) -> Any:
         values = dict(zip(fixed, operands, strict=False))
         made_of = lambda pieces: lambda: program_of(pieces, backward_loops, divided.params, values)
         between = made_of(pieces)
@@ -314,8 +314,10 @@ def _on_stages(call: _Call, stages: _Stages | None) -> Any:
         microbatch = functools.partial(divided.microbatch, call, operands[len(divided.fixed) :])
         return pipeline.run(StagedLoss(program, chunks), schedule, stages.axis, microbatch)
 
-    (losses, *aux), grads = run(*divided.operands)
-    return divided.unflatten(losses, aux, grads)
+    loops = (scan.loops,)
+    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches, schedule)
+    outs = interleaved.bind(run, what, *divided.operands)
+    return divided.unflatten(outs[0], outs[1 : -len(divided.params)], outs[-len(divided.params) :])
 
 
 def _to_deal(scans: list[JaxprEqn], schedule: Schedule) -> list[JaxprEqn]:

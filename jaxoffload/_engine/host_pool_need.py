@@ -70,7 +70,8 @@ def _with(need: Need, op: Op, program: Straight, returned: set[Buffer | None]) -
     elif eqn.primitive is interleaved_p:
         offloads = [segment for loops in eqn.params["loops"] for segment in loops.segments if segment.on_host]
         each = [Stack(segment.on_host, sum(shares(segment.jaxpr, segment.layer.kept, "host"))) for segment in offloads]
-        stacks, inside = [*stacks, *each, *each], []  # of two microbatches
+        schedule = eqn.params["schedule"]
+        stacks, inside = [*stacks, *each * (schedule.slots if schedule else 2)], []
     else:
         other += sum(program.share(x) for x in op.results if on_host(x.aval) and x not in returned)
         length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2: more than one

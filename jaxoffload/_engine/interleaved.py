@@ -29,6 +29,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from .._jax import Call, Results, define
 from .copying_loops import DifferentiatedTwice, Loops, backward_p, forward_p, jitted
 from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, completed, forward, stacks_of
+from .schedule import Schedule
 
 Make = Callable[[], Program]
 
@@ -112,6 +113,7 @@ class Interleaved(NamedTuple):
       loss: of one microbatch.
       loops: the loops of each scan; `first` and `last`: those of the first and of the last microbatch.
       microbatches: how many.
+      schedule: of pipeline stages, if there are any; the loops are then those of the layers of one chunk.
     """
 
     loss: Loss
@@ -119,10 +121,11 @@ class Interleaved(NamedTuple):
     first: tuple[Loops, ...]
     last: tuple[Loops, ...]
     microbatches: int
+    schedule: Schedule | None = None
 
 
 def bind(f: Callable[..., Any], what: Interleaved, *operands: Any) -> list[Any]:
-    """Evaluate a function that calls `run`, as one equation that says what interleaves in it."""
+    """Evaluate a function that calls `run`, here or on stages, as one equation that says what interleaves in it."""
     scope = jax.named_scope(f"jaxoffload.accumulate({what.microbatches})")  # for profiles
     return interleaved_p.bind(*operands, call_jaxpr=jax.make_jaxpr(scope(f))(*operands), **what._asdict())
 
@@ -153,6 +156,11 @@ def loops_of(eqn: JaxprEqn) -> list[Loops]:
     """The loops of an equation of ours: of the passes of a scan, or of all scans whose passes interleave."""
     loops = eqn.params["loops"] if eqn.primitive in OUR_LOOPS else ()
     return [loops] if isinstance(loops, Loops) else list(loops)
+
+
+def is_staged(eqn: JaxprEqn) -> bool:
+    """Whether an equation accumulates gradients on pipeline stages."""
+    return eqn.primitive is interleaved_p and eqn.params["schedule"] is not None
 
 
 OUR_LOOPS = (forward_p, backward_p, interleaved_p)

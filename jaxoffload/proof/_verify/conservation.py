@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import device_put_p
 
 from ..._compiler_options import compiler_options
-from ..._engine.interleaved import interleaved_p
+from ..._engine.interleaved import interleaved_p, is_staged
 from ..._engine.walk import walk
 from ..._jax import SHARD_MAP, evaluate, nbytes, on_host, without_dead_code
 from ..._reference import as_reference, with_layers
@@ -109,6 +109,8 @@ def _of_a_step(target: Target) -> Found:
     if both.freed != both.held:
         return _unequal(target, both)
     detail = f"of one microbatch {both.detail}"
+    if is_staged(eqn):
+        return HOLDS, f"{detail}; {_on_stages(eqn)}"
     kept = list(_kept(eqn))
     if sum(k.stack + k.last for k in kept) != both.ours.host_bytes:
         return NOT_CHECKED, f"{detail}; of two it is not known: the loss offloads beside its scans too"
@@ -122,6 +124,19 @@ def _of_a_step(target: Target) -> Found:
     stays = both.ours.device_bytes + 2 * sum(row.bytes_per_layer for row in both.moved)
     freed_on_each = max(0, both.freed - stays) // max(1, len(target.devices))
     return _joined(detail, _by_memory_analysis(target, freed_on_each, on_the_host))
+
+
+def _on_stages(eqn: JaxprEqn) -> str:
+    """What each stage has on the host, by the jaxpr."""
+    schedule, layers = eqn.params["schedule"], eqn.params["loops"][0].segments[-1].stop
+    each = sum(
+        segment.on_host * segment.layer.host_bytes for loops in eqn.params["loops"] for segment in loops.segments
+    )
+    flights = ", ".join(str(schedule.in_flight(stage)) for stage in range(schedule.stages))
+    return (
+        f"{flights} microbatches are in flight on the stages, {readable(each)} on the host for each chunk of {layers} "
+        f"layers, in {schedule.slots} slots"
+    )
 
 
 class _Kept(NamedTuple):

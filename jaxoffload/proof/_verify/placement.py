@@ -7,7 +7,9 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
+from ..._engine.interleaved import is_staged
 from ..._engine.source import source_of
+from ..._engine.walk import walk
 from ..._jax import DEVICE, on_host
 from ..._reference import as_reference
 from ..._text import readable
@@ -23,6 +25,8 @@ def placement(target: Target) -> Found:
         return NOT_CHECKED, "all arguments are on one device"
     if not target.has_reference:
         return NOT_CHECKED, no_reference(target)
+    if stages := [site.eqn.params["schedule"].stages for site in walk(target.jaxpr) if is_staged(site.eqn)]:
+        return NOT_CHECKED, f"{stages[0]} pipeline stages exchange what one device does not"
     more, more_than = _by_collectives(target)
     larger, shards = _by_shards(target)
     wrong = [*more, *larger]

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 import jaxoffload
-from jaxoffload import HostPoolFull, PolicyError, Problem, Residual, Residuals, UserError, proof
+from jaxoffload import HostPoolFull, PolicyError, Problem, Residual, Residuals, Schedule, UserError, proof
 from jaxoffload.grouped import GroupedMatmulError, chosen_backend
 from jaxoffload.proof import Room
 from models.config import Config, Mesh
@@ -59,7 +59,8 @@ def summary(config: Config, made: Program, attention: str | None = None) -> str:
     kernels = ("attention",) if (attention or config.model.attention) != "xla" else ()
     working = working_set(config, made, table, kernels)
     about = [model_line(config, made), *backend_lines(config), *microbatch_lines(config, made, table)]
-    return "\n".join([*about, str(table), *memory_lines(config, made, table, working)])
+    stages = stage_lines(config, made, table) if config.mesh.stage > 1 else []
+    return "\n".join([*about, str(table), *stages, *memory_lines(config, made, table, working)])
 
 
 def judged_residuals(config: Config, made: Program) -> Residuals:
@@ -70,8 +71,11 @@ def judged_residuals(config: Config, made: Program) -> Residuals:
       HostPoolFull: the pinned host pool cannot hold the stacks, which are those of two microbatches if they interleave.
       PolicyError, NotImplementedError, GroupedMatmulError: as `jaxoffload.residuals`.
     """
+    made = without_stages(config, made)
     arguments = made.state.params, made.microbatch
-    if may_interleave(config.train):  # `accumulate` refuses them too, but cannot say how many layers would fit
+    if (
+        may_interleave(config.train) and config.mesh.stage == 1
+    ):  # `accumulate` refuses them too, but cannot say how many layers would fit
         jaxoffload.residuals(lambda *args: made.loss(*args) + made.loss(*args), *arguments)
     table = jaxoffload.residuals(made.loss, *arguments)
     if config.train.interleave is True and not table.host_bytes:
@@ -80,8 +84,8 @@ def judged_residuals(config: Config, made: Program) -> Residuals:
 
 
 def interleaves(config: Config, table: Residuals) -> bool:
-    """Return whether microbatches interleave: `accumulate` does so where something is offloaded."""
-    return may_interleave(config.train) and table.host_bytes > 0
+    """Return whether microbatches interleave: `accumulate` does so where something is offloaded, and on stages."""
+    return config.mesh.stage > 1 or (may_interleave(config.train) and table.host_bytes > 0)
 
 
 def fit_to_host_pool(config: Config, mesh: AnyMesh) -> Config:
@@ -169,7 +173,12 @@ def backend_lines(config: Config) -> list[str]:
 
 def microbatch_lines(config: Config, made: Program, table: Residuals) -> list[str]:
     """Return whether the microbatches interleave, if there are several, and what then runs alone."""
-    if (count := config.train.grad_accumulation) == 1:
+    count, train = config.train.grad_accumulation, config.train
+    if config.mesh.stage > 1:
+        each = f"{train.virtual_stages} chunk(s) of {layers_of_a_chunk(config)} layers"
+        line = f"{count} microbatches on {config.mesh.stage} pipeline stages, of {each} each; the table is of one"
+        return [f"{line}, and of all layers"]
+    if count == 1:
         return []
     if not interleaves(config, table):
         why = "train.interleave = False" if config.train.interleave is False else "nothing is offloaded"
@@ -182,6 +191,50 @@ def microbatch_lines(config: Config, made: Program, table: Residuals) -> list[st
     ]
 
 
+def without_stages(config: Config, made: Program) -> Program:
+    """Return the program of a config on the same mesh, of which each device runs all layers."""
+    if config.mesh.stage == 1:
+        return made
+    config = replace(config, mesh=replace(config.mesh, stage=1), train=replace(config.train, virtual_stages=1))
+    return program(config, made.tokens.sharding.mesh)
+
+
+def schedule_of(config: Config) -> Schedule:
+    return Schedule(config.mesh.stage, config.train.virtual_stages, config.train.grad_accumulation)
+
+
+def layers_of_a_chunk(config: Config) -> int:
+    return (config.model.layers - config.model.dense_layers) // schedule_of(config).chunks
+
+
+def stage_lines(config: Config, made: Program, table: Residuals) -> list[str]:
+    """Return the bubble, and for each stage its layers, the microbatches in flight, and what is on each of its devices.
+
+    All stages have as much room on the host: a ring of as many slots as the first one needs.
+    """
+    schedule, layers, mesh = schedule_of(config), layers_of_a_chunk(config), made.tokens.sharding.mesh
+    of_a_chunk = lambda state: layers * sum(device_bytes(row, mesh) for row in of_one_layer(table, state))
+    saved, offloaded = of_a_chunk("saved"), of_a_chunk("offloaded")
+    of_chunk = lambda chunk: f"{chunk * layers}-{(chunk + 1) * layers - 1}"
+    lines = [
+        f"{schedule.ticks} ticks, {schedule.bubble:.1%} of them idle; {schedule.slots} slots",
+        "stage  layers               in flight        host      device",
+    ]
+    for stage in range(schedule.stages):
+        chunks = ", ".join(map(of_chunk, range(stage, schedule.chunks, schedule.stages)))
+        flight = schedule.in_flight(stage)
+        sizes = f"{readable(flight * offloaded):>11} {readable(flight * saved):>11}"
+        lines.append(f"{stage:<6} {chunks:20} {flight:9} {sizes}")
+    return lines
+
+
+def of_one_layer(table: Residuals, state: str) -> list[Residual]:
+    """Return the rows of what a layer keeps, with the bytes of one: residents of the last layer offload on stages."""
+    rows = [row for row in table if row.names or row.layers > 1]
+    kept = [row for row in rows if row.state == state and row.layers and row.reason != "resident"]
+    return [replace(row, bytes=row.bytes_per_layer) for row in kept]
+
+
 def working_set(config: Config, made: Program, table: Residuals, kernels: Collection[str]) -> Room:
     """Estimate what a layer needs, and a chunk of logits with its gradient and the unembedding's.
 
@@ -190,7 +243,8 @@ def working_set(config: Config, made: Program, table: Residuals, kernels: Collec
     if not interleaves(config, table):
         return proof.room(made.step, made.state, made.tokens, one_kernel=kernels)
     mesh = made.tokens.sharding.mesh
-    plain = program(replace(config, train=replace(config.train, interleave=False)), mesh)
+    one_by_one = replace(config, train=replace(config.train, interleave=False))
+    plain = without_stages(one_by_one, program(one_by_one, mesh))
     room = proof.room(plain.step, plain.state, plain.tokens, one_kernel=kernels)
     layer = [replace(row, bytes=row.bytes_per_layer) for row in table if row.state == "offloaded" and row.layers]
     return room._replace(layer=room.layer + sum(device_bytes(row, mesh) for row in layer))
@@ -204,11 +258,13 @@ def memory_lines(config: Config, made: Program, table: Residuals, working: Room)
     """
     mesh, params, moments = made.tokens.sharding.mesh, made.state.params, made.state.optimizer
     gradients, residuals = gradients_at_once(config, made, table), residuals_at_once(config, table)
+    stages = config.mesh.stage
     of_two = ", of two microbatches" if interleaves(config, table) else ""
+    of_two = f", in {schedule_of(config).slots} slots" if stages > 1 else of_two
 
     def kept(state: str) -> tuple[int, int, str]:
         rows = [row for row in residuals if row.state == state]
-        return sum(row.bytes for row in rows), sum(device_bytes(row, mesh) for row in rows), of_two
+        return stages * sum(row.bytes for row in rows), sum(device_bytes(row, mesh) for row in rows), of_two
 
     rows = {
         "parameters": (_bytes(params), _device_bytes(params), ""),
@@ -235,6 +291,14 @@ def memory_lines(config: Config, made: Program, table: Residuals, working: Room)
 
 def residuals_at_once(config: Config, table: Residuals) -> list[Residual]:
     """Return the lines of all residuals that exist at once: those of layers twice if microbatches interleave."""
+    if config.mesh.stage > 1:  # a row more of the host's in each slot: padding
+        times = {"saved": layers_of_a_chunk(config), "offloaded": layers_of_a_chunk(config) + 1}
+        slots = schedule_of(config).slots
+        return [
+            replace(row, bytes=row.bytes * layers * slots)
+            for state, layers in times.items()
+            for row in of_one_layer(table, state)
+        ]
     of_layers = [row for row in table if row.names or row.layers > 1]
     return [*table, *of_layers] if interleaves(config, table) else [*table]
 
@@ -245,7 +309,7 @@ def gradients_at_once(config: Config, made: Program, table: Residuals) -> list[A
     Interleaved backward passes add those of stacked layers to the sum, layer by layer.
     """
     params = made.state.params
-    if config.train.grad_accumulation == 1:
+    if config.train.grad_accumulation == 1 and config.mesh.stage == 1:
         return [params]
     if not interleaves(config, table):
         return [params, params]

@@ -75,11 +75,11 @@ class Model:
 class Mesh:
     """The number of devices along each mesh axis; the product is the number of all devices."""
 
-    stage: Devices = 1  # layers, in pipeline stages; vocabulary
     data: Devices = 1  # batch rows; weights replicated
     fsdp: Devices = 1  # batch rows; weights and optimizer state sharded
     tensor: Devices = 1  # heads, d_ff and vocabulary
     expert: Devices = 1  # batch rows; experts; all other weights as on fsdp
+    stage: Devices = 1  # layers, in pipeline stages; vocabulary (docs/stages.md)
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _shapes(config: Config) -> Iterator[Relation]:
     parts = mesh.stage * mesh.tensor
     yield Relation(
         ("mesh.stage", "mesh.tensor", "model.vocab_size"),
-        model.vocab_size % parts == 0,
+        mesh.stage == 1 or model.vocab_size % parts == 0,
         f"mesh.stage * mesh.tensor = {parts}: must divide model.vocab_size = {model.vocab_size}",
     )
     shards = mesh.fsdp * mesh.expert

@@ -33,7 +33,14 @@ def printed_by(page):
 
 
 @pytest.mark.parametrize(
-    "name, blocks", [("README.md", 1), ("docs/tutorial.md", 7), ("docs/policy.md", 1), ("docs/accumulation.md", 3)]
+    "name, blocks",
+    [
+        ("README.md", 1),
+        ("docs/tutorial.md", 7),
+        ("docs/policy.md", 1),
+        ("docs/accumulation.md", 3),
+        ("docs/stages.md", 2),
+    ],
 )
 def test_the_code_of_a_page_prints_what_the_page_shows(name, blocks):
     found = list(printed_by((ROOT / name).read_text()))

@@ -434,7 +434,7 @@ def test_a_damaged_launcher_is_one_line(config, tmp_path, environment, said):
         (["remat.residuals[fc3]=save"], "remat.residuals['fc3']: matches no tagged value"),
         (
             ["mesh.data=4"],
-            "mesh.data * mesh.fsdp * mesh.expert * mesh.tensor = 16: must be 8, the number of devices here",
+            "mesh.stage * mesh.data * mesh.fsdp * mesh.expert * mesh.tensor = 16: must be 8, the number of devices here",
         ),
         (["model.attention=cudnn", "model.dtype=bfloat16"], "model.attention = 'cudnn': needs NVIDIA GPUs"),
         (["model.attention=te", "model.dtype=bfloat16"], "model.attention = 'te': needs NVIDIA GPUs"),
@@ -531,7 +531,7 @@ def test_all_that_is_wrong_is_said_at_once(eight, config, capsys):
     wrong = {
         "train.step=3": "train.step = 3: no such key",
         "remat.residuals[fc3]=save": "remat.residuals['fc3']: matches no tagged value",
-        "mesh.data=4": "mesh.data * mesh.fsdp * mesh.expert * mesh.tensor = 16: must be 8",
+        "mesh.data=4": "mesh.stage * mesh.data * mesh.fsdp * mesh.expert * mesh.tensor = 16: must be 8",
         "model.attention=cudnn": "model.attention = 'cudnn': needs NVIDIA GPUs",
         "train.seed=x": "train.seed = 'x': must be an integer",  # and no line about the checkpoint's seed
         "data.valid_fraction=0.1": "data.valid_fraction = 0.1: the checkpoint in",

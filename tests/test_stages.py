@@ -6,12 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_same_bits, normal
+from common import assert_same_bits, fast_compiles, normal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_accumulate import one_by_one, ours, plain
 
-from jaxoffload import accumulate, tag
+from jaxoffload import accumulate, tag, verify
 from jaxoffload._engine.last_rows import Cut, cut
+from jaxoffload._engine.schedule import Tick
+from models.config import load
+from models.reading import ConfigError
+from models.report import report
+from models.sharding import make_mesh
+from models.step import program, shardings_of
 
 DIM, WORDS, LAYERS = 8, 11, 8
 PARAMS = {
@@ -214,3 +220,102 @@ def test_a_single_stage_interleaves():
 )
 def test_a_row_is_cut_in_as_many_pieces_as_layers_can_carry(shape, layers, expected):
     assert cut(shape, layers) == expected
+
+
+def verdicts(virtual_stages):
+    mesh = jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])
+    place = lambda path, x: NamedSharding(
+        mesh, PartitionSpec("stage" if path and path[-1].key in ("w", "bias") else None)
+    )
+    params = jax.tree_util.tree_map_with_path(lambda path, x: jax.device_put(x, place(path, x)), PARAMS)
+    f = functools.partial(language_model, ours)
+    step = accumulate(f, has_aux=True, stages="stage", virtual_stages=virtual_stages)
+    with jax.set_mesh(mesh):
+        return {check.claim: check for check in verify(step, params, tokens(6))}
+
+
+@pytest.mark.claim("stages")
+def test_verify_compares_with_the_plain_loop_and_catches_a_slot_of_another_microbatch(monkeypatch):
+    checks = verdicts(2)
+    held = {claim for claim, check in checks.items() if check.verdict == "holds"}
+    assert held == {"gradients", "conservation", "moves", "producers", "repeats"}
+    assert "6, 4 microbatches are in flight on the stages" in checks["conservation"].detail
+    assert checks["placement"].verdict == "not checked"
+    real = Tick.read_slots.fget
+    monkeypatch.setattr(Tick, "read_slots", property(lambda tick: [(slot + 2) % 8 for slot in real(tick)]))
+    jax.clear_caches()
+    checks = verdicts(2)
+    assert checks["gradients"].verdict == "fails" and "['bias']: 64 of 64 values" in checks["gradients"].detail
+
+
+SMALL = (
+    *("model.vocab_size=512", "model.d_model=32", "model.heads=4", "model.kv_heads=2", "train.seq_len=32"),
+    *("train.loss_chunk=16", "train.batch_size=32", "train.grad_accumulation=4", "train.warmup_steps=0"),
+)
+DENSE = ("configs/tiny.yaml", *SMALL, "model.layers=8", "model.d_ff=64")
+MOE = ("configs/tiny-moe.yaml", *SMALL, "model.layers=9", "model.d_expert=32")
+MESHES = {
+    "virtual stages, data, fsdp": (DENSE, "mesh.stage=2 mesh.data=2 mesh.fsdp=2 train.virtual_stages=2"),
+    "four stages, fsdp": (DENSE, "mesh.stage=4 mesh.fsdp=2"),
+    "tensor, fsdp": (DENSE, "mesh.stage=2 mesh.tensor=2 mesh.fsdp=2"),
+    "virtual stages, experts, data": (MOE, "mesh.stage=2 mesh.expert=2 mesh.data=2 train.virtual_stages=2"),
+}
+
+
+@functools.cache
+def steps_of(config, *mesh):
+    """Two training steps' metrics, and the loss of the last batch evaluated."""
+    settings = load(config[0], [*config[1:], *mesh])
+    devices = jax.devices()[: int(np.prod(list(vars(settings.mesh).values())))]
+    made = program(settings, make_mesh(settings.mesh, devices))
+    state = shardings_of(made.state)
+    step = jax.jit(made.step, in_shardings=(state, made.tokens.sharding), out_shardings=(state, None))
+    now, found = jax.jit(made.init, out_shardings=state)(), []
+    for number in range(2):
+        batch = jax.random.randint(jax.random.key(number), made.tokens.shape, 0, 512)
+        batch = jax.device_put(batch, made.tokens.sharding)
+        now, metrics = step(now, batch)
+        found.append(jax.device_get(metrics))
+    return found, jax.device_get(jax.jit(made.evaluate)(now.params, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.claim("stages")
+@pytest.mark.parametrize("config, mesh", MESHES.values(), ids=MESHES)
+def test_training_on_stages_is_training_on_one_device(config, mesh):
+    """Auxiliary losses, what experts drop, the norm that clips, and evaluation too."""
+    with fast_compiles():
+        got = steps_of(config, *mesh.split())
+        expected = steps_of(config, "mesh.data=1", "mesh.fsdp=1", "mesh.expert=1")
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    np.testing.assert_allclose(jax.tree.leaves(got), jax.tree.leaves(expected), rtol=1e-4)
+
+
+@pytest.mark.claim("stages")
+def test_the_report_says_what_is_in_flight_on_each_stage():
+    config = load("configs/tiny.yaml", ["model.layers=8", "mesh.stage=2", "mesh.fsdp=2", "train.grad_accumulation=4"])
+    lines = report(config).splitlines()
+    assert "4 microbatches on 2 pipeline stages, of 1 chunk(s) of 4 layers each" in lines[1]
+    at = lines.index("7 ticks, 20.0% of them idle; 4 slots")
+    assert [line.split() for line in lines[at + 2 : at + 4]] == [
+        # Of 4 layers and a row of 256 tokens: gate and up, 512 float32 each; input, norm, q, context and out, 192 each,
+        # and k and v, 64 each. The last stage has half the microbatches.
+        ["0", "0-3", "4", "16.00", "MiB", "17.00", "MiB"],
+        ["1", "4-7", "2", "8.00", "MiB", "8.50", "MiB"],
+    ]
+
+
+BAD = {
+    "train.virtual_stages=2": "train.virtual_stages = 2: must be 1 where mesh.stage = 1",
+    "mesh.stage=3 model.vocab_size=2052": "train.virtual_stages = 3: must divide model.layers - model.dense_layers = 4",
+    "mesh.stage=2 train.interleave=false": "train.interleave = False: must be auto where mesh.stage = 2",
+    "mesh.stage=2 train.virtual_stages=2": "must be at most half of model.layers - model.dense_layers = 4",
+    "mesh.stage=2 model.vocab_size=2049": "mesh.stage * mesh.tensor = 2: must divide model.vocab_size = 2049",
+}
+
+
+@pytest.mark.parametrize("overrides, words", BAD.items(), ids=BAD)
+def test_a_config_that_stages_cannot_run_is_one_line(overrides, words):
+    with pytest.raises(ConfigError) as error:
+        load("configs/tiny.yaml", overrides.split())
+    assert words in str(error.value) and len(error.value.problems) == 1

@@ -434,7 +434,7 @@ def test_a_damaged_launcher_is_one_line(config, tmp_path, environment, said):
         (["remat.residuals[fc3]=save"], "remat.residuals['fc3']: matches no tagged value"),
         (
             ["mesh.data=4"],
-            "mesh.stage * mesh.data * mesh.fsdp * mesh.expert * mesh.tensor = 16: must be 8, the number of devices here",
+            "mesh.stage * mesh.data * mesh.fsdp * mesh.expert * mesh.tensor = 16: must be 8, the number of devices",
         ),
         (["model.attention=cudnn", "model.dtype=bfloat16"], "model.attention = 'cudnn': needs NVIDIA GPUs"),
         (["model.attention=te", "model.dtype=bfloat16"], "model.attention = 'te': needs NVIDIA GPUs"),

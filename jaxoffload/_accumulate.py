@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
+from jax.sharding import AxisType
 
 from ._engine import interleaved, pipeline
 from ._engine.chunk import Chunks
@@ -17,7 +19,7 @@ from ._engine.copying_loops import Loops, filled
 from ._engine.fill_and_drain import ends
 from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.passes import program_of
-from ._engine.pieces import Pieces, divide, with_shapes_read
+from ._engine.pieces import Pieces, divide
 from ._engine.pipeline import on_a_stage
 from ._engine.schedule import Schedule
 from ._engine.segments import joined
@@ -68,14 +70,15 @@ def accumulate(
       same dtypes. Other results get a leading axis of microbatches. It cannot be differentiated.
 
     Raises:
-      ValueError: `reduction` is something else, or `virtual_stages` is no whole number above 0.
+      ValueError: `reduction` is something else, or `virtual_stages` is not a whole number above 0.
 
     Raises (when called, before anything is compiled):
       TypeError, ValueError: an argument has no axis of microbatches, or one of another length; and what
         `jax.value_and_grad` raises.
       PolicyError, NotImplementedError: as in `scan`.
       HostPoolFull: the pinned host pool cannot hold the stacks of two microbatches, or of those on a stage.
-      ValueError, NotImplementedError: `stages` is no Auto axis of the mesh, or the layers cannot be dealt.
+      ValueError, NotImplementedError: `stages` is not an axis of the mesh, whose axes are Auto, or the
+        layers cannot be dealt.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -175,10 +178,14 @@ def _stages(axis: str | None, virtual: int) -> _Stages | None:
     if axis not in mesh.axis_names:
         axes = f"has the axes {', '.join(mesh.axis_names)}" if mesh.axis_names else "is empty; call it in jax.set_mesh"
         hint = nearest(axis, mesh.axis_names)
-        raise ValueError(f"accumulate: stages={axis!r} is no axis of the mesh, which {axes}{hint}")
-    if axis not in mesh.auto_axes:
+        raise ValueError(f"accumulate: stages={axis!r} is not an axis of the mesh, which {axes}{hint}")
+    if others := [
+        f"{name!r} is {kind.name}"
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind is not AxisType.Auto
+    ]:
         raise NotImplementedError(
-            f"accumulate: stages={axis!r}: this axis of the mesh is {mesh._name_to_type[axis].name}; it must be Auto"
+            f"accumulate: stages={axis!r}: the mesh's axis {', '.join(others)}; with stages all must be Auto"
         )
     return _Stages(axis, mesh.shape[axis], virtual)
 
@@ -237,8 +244,7 @@ def _divided(
     trace = jax.make_jaxpr(loss, return_shape=True)
     jaxpr, (_, of_aux) = with_stages(axis, trace, leaves, list(avals))
     is_param = [True] * len(leaves) + [False] * len(avals)
-    read = with_shapes_read(jaxpr, is_param)
-    pieces = divide(read, is_param, [not p for p in is_param], scan_p, loops_of, chosen)
+    pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of, chosen)
     fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
 
     def unflatten(losses: Any, aux: list[Any], grads: list[Any]) -> Any:
@@ -297,10 +303,9 @@ def _on_stages(call: _Call, stages: _Stages | None) -> Any:
         with on_a_stage(stages.axis):
             return chunk_loops(perturbed=perturbed, chunks=schedule.chunks, slots=schedule.slots, **params)
 
-    chosen = functools.partial(_to_deal, schedule=schedule)
-    divided = _divided(call, loops_of, chosen, stages.axis)
-    if not divided.pieces.scans:
-        raise ValueError(f"accumulate: stages={stages.axis!r}: the gradient does not reach the scan that is dealt")
+    # The longest scan that the gradient reaches.
+    each = (_divided(call, loops_of, functools.partial(_to_deal, schedule, n), stages.axis) for n in itertools.count())
+    divided = next(divided for divided in each if divided.pieces.scans)
     _refuse_effects(divided, stages)
     (scan,) = divided.pieces.scans
     carry = range(scan.loops.consts, scan.loops.consts + scan.loops.carry)
@@ -320,8 +325,8 @@ def _on_stages(call: _Call, stages: _Stages | None) -> Any:
     return divided.unflatten(outs[0], outs[1 : -len(divided.params)], outs[-len(divided.params) :])
 
 
-def _to_deal(scans: list[JaxprEqn], schedule: Schedule) -> list[JaxprEqn]:
-    """The scan whose layers are dealt: of those that the chunks divide, the one with the most layers.
+def _to_deal(schedule: Schedule, number: int, scans: list[JaxprEqn]) -> list[JaxprEqn]:
+    """The scan whose layers are dealt: by length, one of those that the chunks divide.
 
     Raises:
       ValueError, NotImplementedError: there is none, or its layers cannot be dealt.
@@ -329,16 +334,19 @@ def _to_deal(scans: list[JaxprEqn], schedule: Schedule) -> list[JaxprEqn]:
     params = lambda eqn: eqn.params["call_jaxpr"].eqns[0].params
     lengths = [params(eqn)["length"] for eqn in scans]
     dealt = [eqn for eqn in scans if params(eqn)["length"] % schedule.chunks == 0]
-    if not dealt:
+    if number >= len(dealt):
         has = f"scans of {', '.join(map(str, lengths))} layers" if scans else "no scan of jaxoffload's"
         chunks = f"{schedule.stages} stages * {schedule.virtual_stages} virtual stages"
         raise ValueError(
-            f"accumulate: the loss has {has}, outside of other control flow; the layers must be divisible by {chunks}"
+            f"accumulate: the loss has {has}, outside of other control flow; the gradient must reach one whose layers "
+            f"are divisible by {chunks}"
         )
-    longest = max(dealt, key=lambda eqn: params(eqn)["length"])
-    if params(longest)["reverse"]:
+    scan = sorted(dealt, key=lambda eqn: -params(eqn)["length"])[number]
+    if params(scan)["reverse"]:
         raise NotImplementedError("accumulate: stages: a scan with reverse=True cannot be dealt; reverse its xs")
-    return [longest]
+    if scan.params["on_stage"] is None:
+        raise NotImplementedError("accumulate: stages: a scan inside vmap or checkify cannot be dealt; map its layers")
+    return [scan]
 
 
 def _refuse_effects(divided: _Divided, stages: _Stages) -> None:

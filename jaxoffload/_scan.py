@@ -147,17 +147,30 @@ def with_stages[T](axis: str | None, trace: Callable[..., T], *args: Any) -> T:
 class OnStage:
     """A scan, traced where its devices run only a part of the layers: inside a `shard_map` over the mesh axis `stage`.
 
-    A parameter of an equation, in which JAX is not to find the jaxpr.
+    A parameter of an equation, in which JAX is not to find the jaxpr. If tracing failed, that is raised when the jaxpr
+    is asked for: this scan may be one that all devices run.
     """
 
-    def __init__(self, call_jaxpr: Jaxpr):
-        self.call_jaxpr = call_jaxpr
+    def __init__(self, traced: Jaxpr | Exception):
+        self._traced = traced
+
+    @property
+    def call_jaxpr(self) -> Jaxpr:
+        if isinstance(self._traced, Exception):
+            raise self._traced
+        return self._traced
 
 
 def _traced_on_a_stage(axis: str, lax_scan: Callable[..., Any], init: Any, xs: Any) -> OnStage:
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        aval = jax.typeof(x)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
     with on_a_stage(axis):
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (init, xs))
-        jaxpr = jax.make_jaxpr(lax_scan)(*shapes)
+        try:
+            jaxpr = jax.make_jaxpr(lax_scan)(*jax.tree.map(shape, (init, xs)))
+        except Exception as error:
+            return OnStage(error)
         return OnStage(_alone(jaxpr.eqns[_the_scan(jaxpr)]))
 
 
@@ -257,17 +270,23 @@ def chunk_loops(
 
     All chunks are alike: each offloads as many layers, and none is resident, because microbatches wait behind all.
     """
-    count = policy.offload_layers
-    count = count // chunks if isinstance(count, int) else count
-    policy = dataclasses.replace(policy, resident_layers=0, offload_layers=count)
+    policy = dataclasses.replace(policy, resident_layers=0)
     body, params = body_of(on_stage.call_jaxpr), on_stage.call_jaxpr.eqns[0].params
     closed = perturbed_carry(body, perturbed, policy)
     layers = params["length"] // chunks
-    offloaded = _layers_that_offload(body, closed, policy, strict, layers, slots)
+    each = linearize(body, closed, policy, strict, Override()).host_bytes
+    wanted = policy.offloaded_layers(params["length"]) // chunks if each else 0
+    offloaded = 0
+    if wanted:  # the caller counts all layers
+        need = lambda count: slots * each * (count // chunks + 1)
+        of = f" of {slots} microbatches per stage"
+        offloaded = admitted("accumulate", [body.jaxpr], wanted * chunks, need, policy.on_host_full, of) // chunks
+    if wanted > 1 and offloaded == 1:  # for want of room
+        offloaded = 0
     if offloaded == 1:
         raise ValueError(
             f"accumulate: stages: {params['length']} layers in {chunks} chunks, of which one layer each offloads: it "
-            "needs two or more; use fewer virtual stages, or save"
+            "needs two or more; use fewer virtual stages, another offload_layers, or save"
         )
     how = {"length": layers, "reverse": False, "unroll": params["unroll"]}
     loops = _loops(body, closed, policy, strict, offloaded=offloaded, **how)

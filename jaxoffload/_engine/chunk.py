@@ -70,15 +70,23 @@ class Chunks:
         return self.loops.segments[-1].stop
 
     @property
-    def consts(self) -> list[int]:
-        """The numbers of the constants whose cotangents are wanted."""
-        perturbed = self.loops.segments[0].layer.perturbed
-        return [i for i in range(self.loops.consts) if perturbed[i]]
+    def perturbed(self) -> tuple[list[int], list[int]]:
+        """The numbers of the constants and of the xs whose cotangents are wanted."""
+        perturbed, first = self.loops.segments[0].layer.perturbed, self.loops.consts + self.loops.carry
+        those = lambda numbers: [i for i in numbers if perturbed[i]]
+        return those(range(self.loops.consts)), those(range(first, len(perturbed)))
+
+    @property
+    def summed(self) -> tuple[list[int], list[int]]:
+        """Those of them whose cotangents stages sum, because they are the same for all microbatches."""
+        consts, xs = self.perturbed
+        return [i for i in consts if i not in self.along], [i for i in xs if i not in self.along]
 
     @property
     def back(self) -> tuple[list[int], list[int]]:
         """The numbers of the operands that a microbatch takes back, and of those whose cotangents it takes back."""
-        return [i for i, _ in self.loops.reads if i in self.along], [i for i in self.consts if i in self.along]
+        consts, xs = self.perturbed
+        return [i for i, _ in self.loops.reads if i in self.along], [i for i in (*consts, *xs) if i in self.along]
 
     def operands_along(self, numbers: Sequence[int], values: Sequence[Any], stage: Any) -> Operands:
         """What a microbatch has with it, as the stage needs it: its rows of xs."""
@@ -208,9 +216,11 @@ def backward_pass(
     carry, ys_of_all, _ = in_three(rest, loops.carry, len(rest) - loops.carry)
     operands = fixed | chunks.operands_along(reads, taken, stage)
     ys = [chunks.rows_of(ct, stage) for ct in ys_of_all]
-    totals = dict(zip(chunks.consts, empty_cotangents(loops, carry).consts, strict=True))
-    totals |= zip(with_cotangents, of_taken, strict=True)
-    cts = Cotangents(list(totals.values()), carry, sums)
+    consts, xs = chunks.perturbed
+    totals = dict(zip(consts, empty_cotangents(loops, carry).consts, strict=True))
+    totals |= zip(chunks.summed[1], sums, strict=True)
+    totals |= chunks.operands_along(with_cotangents, of_taken, stage)
+    cts = Cotangents([totals[i] for i in consts], carry, [totals[i] for i in xs])
     rows, pieces = list(last), list(slot.pieces)
     ahead: list[Any] = []
     for segment, kept in reversed(list(zip(loops.segments, slot.residuals, strict=True))):
@@ -218,7 +228,7 @@ def backward_pass(
         of_segment = [rows.pop() for _ in range(count)][::-1]
         state: Any = BackwardState(cts, of_segment if count else kept.last)
         reads_of_layers = [operands[i] for i, _ in loops.reads]
-        run: Any = backward_layer(loops, segment, reads_of_layers, kept, ys, [True] * len(sums), counts)
+        run: Any = backward_layer(loops, segment, reads_of_layers, kept, ys, [True] * len(xs), counts)
         if count:
             run, state = fetching(run, state, of_segment, [pieces.pop() for _ in range(count)][::-1], segment)
         stretch = Stretch(run, segment.layers, state, loops.unroll)
@@ -226,6 +236,10 @@ def backward_pass(
         cts = stretch.state.cotangents
         if isinstance(stretch.state, Fetching):
             ahead = joined_rows(stretch.state.ahead, of_segment) + ahead
-    made = dict(zip(chunks.consts, cts.consts, strict=True))
-    of_consts = [made.pop(i) for i in chunks.consts if i not in with_cotangents]
-    return Derived([*taken, *made.values(), *cts.carry, *ys_of_all], of_consts, cts.xs, ahead)
+    made = dict(zip((*consts, *xs), (*cts.consts, *cts.xs), strict=True))
+    of_back = [
+        made[i] if i in consts else chunks.with_rows(before, made[i], chunk)
+        for i, before in zip(with_cotangents, of_taken, strict=True)
+    ]
+    of_consts, of_xs = ([made[i] for i in those] for those in chunks.summed)
+    return Derived([*taken, *of_back, *cts.carry, *ys_of_all], of_consts, of_xs, ahead)

@@ -104,10 +104,11 @@ def divide(
     `perturbed`, `varies`: which arguments have tangents, and which differ between microbatches. `loops_of`: an equation
     of `scan_p`, which of its operands have tangents -> its forward loops. `chosen`: all scans -> those to divide at.
 
-    Scans inside jitted functions count, but not those inside other control flow. A scan that nothing perturbs, or that
-    has no layers, is part of what stands around it.
+    A perturbed argument that the loss only reshapes is taken in the shape that it has then, so that layers which are
+    stored in groups are the xs of a scan themselves. Scans inside jitted functions count, but not those inside other
+    control flow. A scan that nothing perturbs, or that has no layers, is part of what stands around it.
     """
-    jaxpr = _opened(jaxpr, scan_p)
+    jaxpr = _with_shapes_read(_opened(jaxpr, scan_p), perturbed)
     consts = jaxpr.consts
     if consts:
         jaxpr = convert_constvars_jaxpr(jaxpr)
@@ -176,14 +177,13 @@ class _State:
             self.varies |= set(scan.eqn.outvars)
 
 
-def with_shapes_read(jaxpr: Jaxpr, arguments: Sequence[bool]) -> Jaxpr:
-    """`jaxpr`, whose arguments have the shapes that it reads them in, if it does nothing with them but one reshape.
-
-    So layers that are stored in groups are the xs of a scan themselves. `arguments`: which ones may change.
-    """
+def _with_shapes_read(jaxpr: Jaxpr, arguments: Sequence[bool]) -> Jaxpr:
+    """`jaxpr`, in which these arguments have the shape that they are reshaped to, if that is all that reads them."""
     read = Counter(v for eqn in jaxpr.eqns for v in _variables(eqn.invars)) + Counter(_variables(jaxpr.outvars))
     may = {v for v in _select(jaxpr.invars, arguments) if read[v] == 1}
-    views = {e.invars[0]: e for e in jaxpr.eqns if e.primitive is reshape_p and _hashable(e.invars[0]) in may}
+    plain = {"new_sizes": None, "dimensions": None, "sharding": None}
+    is_view = lambda e: e.primitive is reshape_p and e.params | {"new_sizes": None} == plain
+    views = {e.invars[0]: e for e in jaxpr.eqns if is_view(e) and _hashable(e.invars[0]) in may}
     invars = [views[v].outvars[0] if v in views else v for v in jaxpr.invars]
     eqns = [eqn for eqn in jaxpr.eqns if not any(eqn is view for view in views.values())]
     return jaxpr.replace(invars=invars, eqns=eqns, debug_info=_unnamed(jaxpr))

@@ -9,12 +9,12 @@ long it stays differs from stage to stage, and XLA copies by DMA only at offsets
 So a slot is an array of its own and not an index, the loop over ticks is unrolled by the ring, and each stage has a
 branch. From a branch nothing leaves for the host but rows that a loop writes: hence `last_rows.py`.
 
-What stands before and behind the layers is no stage's: all devices run it between the ticks. A stage with nothing to
-do, in the first and the last ticks, computes what nobody reads.
+What stands before and behind the layers does not belong to a stage: all devices run it between the ticks. A stage with
+nothing to do, in the first and the last ticks, computes what nobody reads.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -107,21 +107,14 @@ class _Pipeline:
 
     def dealt(self, stack: Any) -> Any:
         """A stack of layers, (virtual stages, layers, ...): each stage has a part of each row."""
-        return stack.reshape(self.schedule.virtual_stages, -1, *stack.shape[1:])
+        layers, *shape = stack.shape
+        return stack.reshape(self.schedule.virtual_stages, layers // self.schedule.virtual_stages, *shape)
 
     @property
-    def consts(self) -> list[Any]:
-        """The constants of the scan whose cotangents stages sum."""
-        chunks = self.loss.chunks
-        return self._variables(i for i in chunks.consts if i not in chunks.along)
-
-    @property
-    def xs(self) -> list[Any]:
-        """The xs whose cotangents stages sum."""
-        return self._variables(self.loss.xs)
-
-    def _variables(self, numbers: Iterable[int]) -> list[Any]:
-        return [self.loss.scan.eqn.invars[i] for i in numbers]
+    def summed(self) -> tuple[list[Any], list[Any]]:
+        """The constants and the xs of the scan whose cotangents stages sum."""
+        consts, xs = ([self.loss.scan.eqn.invars[i] for i in those] for those in self.loss.chunks.summed)
+        return consts, xs
 
 
 class _Shapes(NamedTuple):
@@ -155,18 +148,20 @@ def _shapes(pipeline: _Pipeline) -> _Shapes:
 def _begin(pipeline: _Pipeline, shapes: _Shapes) -> _State:
     """The state in which nothing has run."""
     loss, schedule = pipeline.loss, pipeline.schedule
+    consts, xs = pipeline.summed
     zeros = lambda avals, *lead: [jnp.zeros((*lead, *aval.shape), aval.dtype) for aval in avals]
 
     def held() -> Held:
         slots, rows = zip(*(loss.chunks.empty_slot() for _ in range(schedule.slots)), strict=True)
-        along, back, consts = zeros(shapes.along), zeros(shapes.back), [_zero_sum(pipeline, v) for v in pipeline.consts]
-        return Held([], consts, along, back, rows[0], rows[0], list(slots)).map(lambda x: x[None])
+        sums = [_zero_sum(pipeline, v) for v in consts]
+        rest = zeros(shapes.along), zeros(shapes.back), rows[0], rows[0], list(slots)
+        return Held([], sums, *rest).map(lambda x: x[None])
 
     of_stages = _mapped(pipeline, held, (), PartitionSpec(pipeline.axis))()
-    xs = [pipeline.dealt(_zero_sum(pipeline, v)) for v in pipeline.xs]
+    sums_of_xs = [pipeline.dealt(_zero_sum(pipeline, v)) for v in xs]
     sums = [filled(v.aval, 0) for v in loss.others]
     results = zeros(shapes.results, schedule.microbatches)
-    return _State(results, sums, zeros(shapes.back), of_stages._replace(xs=xs))
+    return _State(results, sums, zeros(shapes.back), of_stages._replace(xs=sums_of_xs))
 
 
 def _zero_sum(pipeline: _Pipeline, v: Any) -> Any:
@@ -212,7 +207,7 @@ def _step(pipeline: _Pipeline, loops: Loops, tick: Tick, state: _State, later: A
 
 
 def _specs(of: Any, spec: PartitionSpec, xs: PartitionSpec) -> Any:
-    """The partition of each field of a tuple: `spec`, but for its `xs`."""
+    """The partition of each field of a tuple: `spec`, except for its `xs`."""
     return of(*(xs if field == "xs" else spec for field in of._fields))
 
 
@@ -243,8 +238,9 @@ def _gradients(pipeline: _Pipeline, state: _State) -> list[Any]:
     """The sums, for each parameter."""
     loss = pipeline.loss
     sums = dict(zip(loss.others, state.sums, strict=True))
-    of_consts = zip(pipeline.consts, (jnp.sum(x, 0) for x in state.held.consts), strict=True)
-    of_xs = ((v, x.reshape(v.aval.shape)) for v, x in zip(pipeline.xs, state.held.xs, strict=True))
+    consts, xs = pipeline.summed
+    of_consts = zip(consts, (jnp.sum(x, 0) for x in state.held.consts), strict=True)
+    of_xs = ((v, x.reshape(v.aval.shape)) for v, x in zip(xs, state.held.xs, strict=True))
     computed: dict[Any, Any] = {}  # values that are no parameters, but computed from some
     for v, total in (*of_consts, *of_xs):
         into = sums if v in loss.program.params else computed

@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The runs of a step.
+    """The runs of a step on pipeline stages. `print` draws them.
 
     Attributes:
       stages: p, how many.
@@ -38,6 +38,11 @@ class Schedule:
     stages: int
     virtual_stages: int
     microbatches: int
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if type(value) is not int or value < 1:
+                raise ValueError(f"Schedule: {name} {value!r} is not allowed; use a whole number above 0")
 
     @property
     def chunks(self) -> int:
@@ -123,7 +128,7 @@ class Schedule:
         def cell(run: Run | None) -> str:
             if run is None:
                 return "."
-            return f"{run.microbatch}{string.ascii_letters[run.chunk // self.stages] * (self.virtual_stages > 1)}"
+            return f"{run.microbatch}{string.ascii_letters[run.chunk // self.stages % 52] * (self.virtual_stages > 1)}"
 
         lines = []
         for stage in range(self.stages):

@@ -144,7 +144,8 @@ def exists(schedule: Schedule, microbatch: Any) -> Any:
 
 def _rows(x: Any) -> Any:
     """A stack of a stage's chunks as one of its layers."""
-    return x.reshape(-1, *x.shape[2:])
+    chunks, layers, *shape = x.shape
+    return x.reshape(chunks * layers, *shape)
 
 
 def _from_stage(number: int, values: Sequence[Any], axis: str) -> list[Any]:

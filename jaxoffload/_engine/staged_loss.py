@@ -13,7 +13,6 @@ from jax.extend.core import Literal, Var
 from .._jax import Zero, add_jaxvals
 from .chunk import Chunks
 from .copying_loops import Loops, filled
-from .layer import in_three
 from .passes import Program, Values, run_piece, taken, transpose_piece
 from .pieces import Scan, Straight
 
@@ -54,11 +53,6 @@ class StagedLoss:
     def carry(self) -> range:
         """The numbers of the operands that are the carry."""
         return range(self.chunks.loops.consts, self.chunks.loops.consts + self.chunks.loops.carry)
-
-    @property
-    def xs(self) -> list[int]:
-        """The numbers of the xs whose cotangents are wanted."""
-        return [i for i in range(self.carry.stop, len(self.perturbed)) if self.perturbed[i]]
 
     @property
     def others(self) -> list[Var]:
@@ -102,12 +96,13 @@ class StagedLoss:
         return Behind(results, back, loops, self._of_others(residuals, cotangents))
 
     def at_begin(self, arguments: Values, back: Sequence[Any]) -> list[Any]:
-        """The cotangents of `others`, from what a microbatch has brought back from its first layer."""
-        reads, with_cotangents = self.chunks.back
-        _, of_operands, rest = in_three(back, len(reads), len(with_cotangents))
-        numbers = [*with_cotangents, *(i for i in self.carry if self.perturbed[i])]
+        """The cotangents of `others`, from those that a microbatch has brought back from its first layer.
+
+        `back`: of operands that differ, of the carry, and of the ys.
+        """
+        numbers = [*self.chunks.back[1], *(i for i in self.carry if self.perturbed[i])]
         cotangents: Values = {}
-        for i, ct in zip(numbers, [*of_operands, *rest][: len(numbers)], strict=True):
+        for i, ct in zip(numbers, back[: len(numbers)], strict=True):
             if self.scan.perturbed[i]:
                 v: Any = self.scan.eqn.invars[i]
                 cotangents[v] = add_jaxvals(cotangents[v], ct) if v in cotangents else ct

@@ -364,13 +364,14 @@ def _stages(config: Config) -> Iterator[Relation]:
         train.interleave is not False or mesh.stage == 1,
         f"train.interleave = False: must be auto where mesh.stage = {mesh.stage}; stages interleave",
     )
-    remat = config.remat
+    remat = replace(config.remat, resident_layers=0)
     offloads = "offload" in (*(decision for _, decision in remat.rules), remat.default, remat.dots)
+    each = remat.offloaded_layers(layers) // chunks if offloads and mesh.stage > 1 and layers % chunks == 0 else 0
     yield Relation(
         ("mesh.stage", "train.virtual_stages", "model.layers", "model.dense_layers", "remat.residuals"),
-        mesh.stage == 1 or layers != chunks or not offloads,
-        f"mesh.stage * train.virtual_stages = {chunks}: must be at most half of model.layers - model.dense_layers = "
-        f"{layers} where residuals offload; a stage copies those of one layer while it computes another",
+        each != 1,
+        f"mesh.stage * train.virtual_stages = {chunks}: must be at most half of the layers that offload, out of "
+        f"{layers}: a stage copies the residuals of one while it computes another",
     )
 
 

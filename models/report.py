@@ -175,9 +175,9 @@ def microbatch_lines(config: Config, made: Program, table: Residuals) -> list[st
     """Return whether the microbatches interleave, if there are several, and what then runs alone."""
     count, train = config.train.grad_accumulation, config.train
     if config.mesh.stage > 1:
-        each = f"{train.virtual_stages} chunk(s) of {layers_of_a_chunk(config)} layers"
-        line = f"{count} microbatches on {config.mesh.stage} pipeline stages, of {each} each; the table is of one"
-        return [f"{line}, and of all layers"]
+        each = f"{layers_of_a_chunk(config)} layers in each of {train.virtual_stages * config.mesh.stage} chunks"
+        line = f"microbatches: {count}, on {config.mesh.stage} pipeline stages; {each}"
+        return [f"{line}; the table is of one microbatch and all layers"]
     if count == 1:
         return []
     if not interleaves(config, table):
@@ -213,11 +213,12 @@ def stage_lines(config: Config, made: Program, table: Residuals) -> list[str]:
     All stages have as much room on the host: a ring of as many slots as the first one needs.
     """
     schedule, layers, mesh = schedule_of(config), layers_of_a_chunk(config), made.tokens.sharding.mesh
-    of_a_chunk = lambda state: layers * sum(device_bytes(row, mesh) for row in of_one_layer(table, state))
-    saved, offloaded = of_a_chunk("saved"), of_a_chunk("offloaded")
+    saved, offloaded = (
+        sum(device_bytes(row, mesh) for row in of_a_chunk(config, table, state)) for state in ("saved", "offloaded")
+    )
     of_chunk = lambda chunk: f"{chunk * layers}-{(chunk + 1) * layers - 1}"
     lines = [
-        f"{schedule.ticks} ticks, {schedule.bubble:.1%} of them idle; {schedule.slots} slots",
+        f"{schedule.ticks} ticks; each stage is idle for {schedule.bubble:.1%} of a step; {schedule.slots} slots",
         "stage  layers               in flight        host      device",
     ]
     for stage in range(schedule.stages):
@@ -228,11 +229,21 @@ def stage_lines(config: Config, made: Program, table: Residuals) -> list[str]:
     return lines
 
 
-def of_one_layer(table: Residuals, state: str) -> list[Residual]:
-    """Return the rows of what a layer keeps, with the bytes of one: residents of the last layer offload on stages."""
-    rows = [row for row in table if row.names or row.layers > 1]
-    kept = [row for row in rows if row.state == state and row.layers and row.reason != "resident"]
-    return [replace(row, bytes=row.bytes_per_layer) for row in kept]
+def of_a_chunk(config: Config, table: Residuals, state: str, padding: int = 0) -> list[Residual]:
+    """Return what a chunk keeps of a microbatch, "saved" or "offloaded", with so many rows of padding on the host.
+
+    No layer is resident. Dense layers before those with experts belong to no chunk.
+    """
+    layers, chunks = layers_of_a_chunk(config), schedule_of(config).chunks
+    offloads = replace(config.remat, resident_layers=0).offloaded_layers(layers * chunks) // chunks
+    times = {"saved": layers, "offloaded": offloads + padding if offloads else 0}
+    rows = [row for row in table if row.layers > config.model.dense_layers and (row.names or row.layers > 1)]
+    kept = [
+        (row, times[state]) for row in rows if row.state == state and row.reason not in ("resident", "other_layers")
+    ]
+    if state == "saved" and config.remat.other_layers == "save":
+        kept += [(row, layers - offloads) for row in rows if row.state == "offloaded"]
+    return [replace(row, bytes=row.bytes_per_layer * count) for row, count in kept]
 
 
 def working_set(config: Config, made: Program, table: Residuals, kernels: Collection[str]) -> Room:
@@ -291,14 +302,9 @@ def memory_lines(config: Config, made: Program, table: Residuals, working: Room)
 
 def residuals_at_once(config: Config, table: Residuals) -> list[Residual]:
     """Return the lines of all residuals that exist at once: those of layers twice if microbatches interleave."""
-    if config.mesh.stage > 1:  # a row more of the host's in each slot: padding
-        times = {"saved": layers_of_a_chunk(config), "offloaded": layers_of_a_chunk(config) + 1}
-        slots = schedule_of(config).slots
-        return [
-            replace(row, bytes=row.bytes * layers * slots)
-            for state, layers in times.items()
-            for row in of_one_layer(table, state)
-        ]
+    if config.mesh.stage > 1:
+        in_slots = [*of_a_chunk(config, table, "saved"), *of_a_chunk(config, table, "offloaded", padding=1)]
+        return [replace(row, bytes=row.bytes * schedule_of(config).slots) for row in in_slots]
     of_layers = [row for row in table if row.names or row.layers > 1]
     return [*table, *of_layers] if interleaves(config, table) else [*table]
 

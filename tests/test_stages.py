@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import assert_same_bits, fast_compiles, normal
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_accumulate import one_by_one, ours, plain
 
@@ -78,24 +79,28 @@ def language_model(stack, params, tokens):
 
 
 def everything(stack, params, tokens, scale, numbers):
-    """Operands that differ between microbatches: a constant with a gradient, keys for each layer; a carry of several
-    arrays; layers before, whose number stages do not divide; weights that are cast outside of the layers; and what the
-    end reads of the begin."""
+    """Operands that differ between microbatches: a constant with a gradient, keys for each layer, rows of xs with a
+    gradient. A carry of several arrays, one of a weak type. Scans before: one that stages do not divide, and a longer
+    one that is frozen. Weights that are cast outside of the layers; and what the end reads of the begin."""
     x = params["embedding"][tokens]
     x, _ = stack(layer, x, jax.tree.map(lambda w: w[:3], of_layers(params)), RULES)
+    frozen = jax.tree.map(lambda w: lax.stop_gradient(jnp.concatenate([w, w])), of_layers(params))
+    x += stack(layer, jnp.full(x.shape, 0.1), frozen, RULES)[0] * 0.1
     gate = jnp.tanh(x) * scale[:, None, None]
+    rows = jnp.tanh(params["bias"]) * scale[0]
     keys = jax.random.split(jax.random.key(numbers[0]), LAYERS)
     half = params["half"].astype(jnp.bfloat16)
 
     def step(carry, xs):
         x, count, kept = carry
-        w, key, half = xs
+        w, key, half, row = xs
         y, size = layer(x, w)
+        y *= 1 + 0.1 * jnp.broadcast_to(row, y.shape)
         y = y * gate + jax.random.normal(key, y.shape) * 0.1 + (y.astype(half.dtype) @ half).astype(y.dtype)
         return (y, count + 1, kept * 0.5 + jnp.sum(y, -1)), (size, count)
 
-    init = (x, jnp.int32(0), jnp.zeros(tokens.shape))
-    (y, count, kept), (sizes, counts) = stack(step, init, (of_layers(params), keys, half), RULES)
+    init = (x, 0, jnp.zeros(tokens.shape))
+    (y, count, kept), (sizes, counts) = stack(step, init, (of_layers(params), keys, half, rows), RULES)
     loss = jnp.mean((y + gate) ** 2) + jnp.mean(kept) + jnp.mean(sizes**2) * count
     return loss, {"counts": counts, "kept": kept[0]}
 
@@ -153,6 +158,31 @@ def test_all_that_a_loss_can_have(virtual_stages):
     assert_close([got_value, got_grads], [value, grads])
 
 
+def grouped(stack, params, x):
+    """Layers in groups, reshaped inside a jitted function; and a matrix that is transposed by a reshape."""
+
+    @jax.jit
+    def through(w, x):
+        return stack(layer, x, jax.tree.map(lambda w: w.reshape(LAYERS, *w.shape[2:]), w), RULES)[0]
+
+    y = through(of_layers(params), x)
+    return jnp.mean((y @ lax.reshape(params["mixer"], (DIM, DIM), dimensions=(1, 0))) ** 2)
+
+
+@pytest.mark.parametrize("stages", [None, "stage"])
+def test_layers_that_are_stored_in_groups(stages):
+    in_groups = lambda w: w.reshape(2, LAYERS // 2, *w.shape[1:])
+    params = {name: in_groups(x) if name in ("w", "bias") else x for name, x in PARAMS.items()}
+    args = params, normal(6, (5, 4, DIM))
+    of = lambda stack: functools.partial(grouped, stack)
+    expected = jax.jit(one_by_one(of(plain)))(*args)
+    how = {"stages": "stage", "virtual_stages": 2} if stages else {}
+    mesh = jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        got = jax.jit(accumulate(of(ours), **how))(*args)
+    assert_close(jax.device_get(got), jax.device_get(expected))
+
+
 def stack_of(layers, **how):
     """A loss on a scan of so many layers."""
     rules = {"fc1": "offload"}
@@ -171,7 +201,12 @@ def printing(params, x):
 
 X = jnp.ones((4, 4, DIM))
 REFUSED = {
-    "no axis": (stack_of(8), {"stages": "stag"}, ValueError, r"stages='stag' is no axis of the mesh, .*stage, data"),
+    "no axis": (
+        stack_of(8),
+        {"stages": "stag"},
+        ValueError,
+        r"stages='stag' is not an axis of the mesh, .*stage, data",
+    ),
     "does not divide": (stack_of(7), {}, ValueError, "has scans of 7 layers, .* divisible by 2 stages \\* 1 virtual"),
     "no scan": (lambda params, x: jnp.sum(params["w"]) * jnp.sum(x), {}, ValueError, "has no scan of jaxoffload's"),
     "one layer": (stack_of(4), {"virtual_stages": 2}, ValueError, "4 layers in 4 chunks.* fewer virtual stages"),
@@ -196,7 +231,10 @@ def test_a_mesh_is_needed_and_its_axis_is_auto():
     with pytest.raises(ValueError, match=r"the mesh, which is empty; call it in jax\.set_mesh"):
         accumulate(stack_of(8), stages="stage")(PARAMS, X)
     mesh = jax.make_mesh((2,), ("stage",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="is Explicit; it must be Auto"):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(NotImplementedError, match="'stage' is Explicit; with stages all must be Auto"),
+    ):
         accumulate(stack_of(8), stages="stage")(PARAMS, X)
 
 
@@ -295,8 +333,8 @@ def test_training_on_stages_is_training_on_one_device(config, mesh):
 def test_the_report_says_what_is_in_flight_on_each_stage():
     config = load("configs/tiny.yaml", ["model.layers=8", "mesh.stage=2", "mesh.fsdp=2", "train.grad_accumulation=4"])
     lines = report(config).splitlines()
-    assert "4 microbatches on 2 pipeline stages, of 1 chunk(s) of 4 layers each" in lines[1]
-    at = lines.index("7 ticks, 20.0% of them idle; 4 slots")
+    assert "microbatches: 4, on 2 pipeline stages; 4 layers in each of 2 chunks" in lines[1]
+    at = lines.index("7 ticks; each stage is idle for 20.0% of a step; 4 slots")
     assert [line.split() for line in lines[at + 2 : at + 4]] == [
         # Of 4 layers and a row of 256 tokens: gate and up, 512 float32 each; input, norm, q, context and out, 192 each,
         # and k and v, 64 each. The last stage has half the microbatches.
@@ -309,7 +347,8 @@ BAD = {
     "train.virtual_stages=2": "train.virtual_stages = 2: must be 1 where mesh.stage = 1",
     "mesh.stage=3 model.vocab_size=2052": "train.virtual_stages = 3: must divide model.layers - model.dense_layers = 4",
     "mesh.stage=2 train.interleave=false": "train.interleave = False: must be auto where mesh.stage = 2",
-    "mesh.stage=2 train.virtual_stages=2": "must be at most half of model.layers - model.dense_layers = 4",
+    "mesh.stage=2 train.virtual_stages=2": "= 4: must be at most half of the layers that offload, out of 4",
+    "model.layers=8 mesh.stage=2 remat.offload_layers=2": "must be at most half of the layers that offload, out of 8",
     "mesh.stage=2 model.vocab_size=2049": "mesh.stage * mesh.tensor = 2: must divide model.vocab_size = 2049",
 }
 

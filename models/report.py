@@ -192,11 +192,11 @@ def microbatch_lines(config: Config, made: Program, table: Residuals) -> list[st
 
 
 def without_stages(config: Config, made: Program) -> Program:
-    """Return the program of a config on the same mesh, of which each device runs all layers."""
+    """Return the program of a config on one stage's devices, as if they ran all layers."""
     if config.mesh.stage == 1:
         return made
     config = replace(config, mesh=replace(config.mesh, stage=1), train=replace(config.train, virtual_stages=1))
-    return program(config, made.tokens.sharding.mesh)
+    return program(config, abstract_mesh(config.mesh))
 
 
 def schedule_of(config: Config) -> Schedule:

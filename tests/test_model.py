@@ -246,6 +246,10 @@ MIXTRAL = layer_bytes(2048 * MIB, 512 * MIB, 0) | expert_bytes(2048 * MIB, 64, 4
 # 32 devices, a sequence of 4096 tokens each, 8 experts per token; queries are twice as wide as the residual stream.
 QWEN = layer_bytes(512 * MIB, 128 * MIB, 0) | expert_bytes(512 * MIB, 32, 4096, 8, 49152, 128, 2048, 768)
 QWEN |= dict.fromkeys(["attn/q", "attn/context"], 1024 * MIB)
+# A microbatch on the 4 devices of a stage, a sequence each; on all 8 the loss alone computes its experts twice.
+MOVED_ON_STAGES = "layer_input attn/norm attn/q attn/k attn/v attn/context moe/fc1_input moe/fc1.gate moe/fc1.up"
+QWEN_STAGES = layer_bytes(64 * MIB, 16 * MIB, 0) | expert_bytes(64 * MIB, 8, 4096, 8, 49152, 128, 2048, 768)
+QWEN_STAGES |= dict.fromkeys(["attn/q", "attn/context"], 128 * MIB) | {"moe/routing.sizes_L": 8 * 4 * 32}
 # 16 devices with a sequence of 4096 tokens each, 6 experts per token.
 DEEPSEEK = layer_bytes(256 * MIB, 256 * MIB, 2 * 16 * 4096 * 10944)
 DEEPSEEK |= expert_bytes(256 * MIB, 16, 4096, 6, 36864, 64, 2048, 1408)
@@ -340,6 +344,16 @@ BY_HAND = {
                 1: "moe/fc1.gate moe/fc1.up",
             },
             "recomputed": {48: "attn/norm mlp_input moe/norm moe/router_logits"},
+            "not needed": {0: "moe/fc2"},
+        },
+    ),
+    "qwen3-30b-a3b-pp2": (
+        QWEN_STAGES,
+        48 * (2 * 64 + 2 * 128 + 2 * 16 + 8 * (192 + 72 + 72)) * MIB,
+        {
+            "offloaded": {48: MOVED_ON_STAGES},
+            "saved": {1: MOVED_ON_STAGES, 48: " ".join(ROUTED)},
+            "recomputed": {48: "attn/out mlp_input moe/norm moe/router_logits moe/act"},
             "not needed": {0: "moe/fc2"},
         },
     ),

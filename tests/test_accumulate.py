@@ -20,13 +20,19 @@ from jaxoffload._jax import nbytes, on_host
 
 LAYERS, DIM = 3, 8
 WORDS = 11
-PARAMS = {
-    "embedding": normal(0, (WORDS, DIM)),
-    "w": normal(1, (LAYERS, DIM, DIM)) / 3,
-    "bias": normal(2, (LAYERS, DIM)),
-    "mixer": normal(3, (DIM, DIM)) / 3,
-    "out": normal(4, (DIM, WORDS)),
-}
+
+
+def params_of(layers):
+    return {
+        "embedding": normal(0, (WORDS, DIM)),
+        "w": normal(1, (layers, DIM, DIM)) / 3,
+        "bias": normal(2, (layers, DIM)),
+        "mixer": normal(3, (DIM, DIM)) / 3,
+        "out": normal(4, (DIM, WORDS)),
+    }
+
+
+PARAMS = params_of(LAYERS)
 RULES = {"x": "offload", "fc1": "offload", "act": "recompute"}
 
 

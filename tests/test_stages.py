@@ -9,9 +9,9 @@ import pytest
 from common import assert_same_bits, fast_compiles, normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_accumulate import one_by_one, ours, plain
+from test_accumulate import RULES, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
-from jaxoffload import accumulate, tag, verify
+from jaxoffload import accumulate, verify
 from jaxoffload._engine.last_rows import Cut, cut
 from jaxoffload._engine.schedule import Tick
 from models.config import load
@@ -21,14 +21,7 @@ from models.sharding import make_mesh
 from models.step import program, shardings_of
 
 DIM, WORDS, LAYERS = 8, 11, 8
-PARAMS = {
-    "embedding": normal(0, (WORDS, DIM)),
-    "w": normal(1, (LAYERS, DIM, DIM)) / 3,
-    "bias": normal(2, (LAYERS, DIM)),
-    "mixer": normal(3, (DIM, DIM)) / 3,
-    "out": normal(4, (DIM, WORDS)),
-}
-RULES = {"x": "offload", "fc1": "offload", "act": "recompute"}
+PARAMS = params_of(LAYERS)
 
 
 def on_mesh(f, sizes, args):
@@ -52,30 +45,6 @@ def assert_close(got, expected):
         assert np.shape(have) == np.shape(want) and have.dtype == want.dtype
         scale = max(float(np.max(np.abs(np.asarray(want, np.float64)), initial=0)), 1e-30)
         np.testing.assert_allclose(have / scale, want / scale, atol=1e-5, err_msg=jax.tree_util.keystr(path))
-
-
-def layer(x, w):
-    x = tag(x, "x")
-    fc1 = tag(x @ w["w"] + jnp.broadcast_to(w["bias"], x.shape), "fc1")
-    return x + tag(jnp.tanh(fc1), "act"), jnp.sum(fc1**2)
-
-
-def of_layers(params):
-    return {"w": params["w"], "bias": params["bias"]}
-
-
-def language_model(stack, params, tokens):
-    """Tied embeddings, a matrix that all layers share, ys that the loss and the caller read."""
-
-    def mixed(x, w):
-        y, size = layer(x, w)
-        return y @ params["mixer"], size
-
-    y, sizes = stack(mixed, params["embedding"][tokens], of_layers(params), RULES)
-    logits = y @ params["out"] + y @ params["embedding"].T
-    targets = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
-    loss = jnp.mean(jax.nn.logsumexp(logits, -1) - targets) + 1e-3 * jnp.sum(sizes)
-    return loss, {"sizes": sizes, "rows": tokens[0, 0]}
 
 
 def everything(stack, params, tokens, scale, numbers):

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_accumulate import RULES, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
-from jaxoffload import accumulate, verify
+from jaxoffload import HostPoolFull, Policy, accumulate, scan, verify
 from jaxoffload._engine.last_rows import Cut, cut
 from jaxoffload._engine.schedule import Tick
 from models.config import load
@@ -163,6 +163,11 @@ def stack_of(layers, **how):
     return loss
 
 
+def mapped(params, x):
+    row = lambda x: ours(layer, x, of_layers(params), {"fc1": "offload"})[0]
+    return jnp.mean(jax.vmap(row)(x[:, None]))
+
+
 def printing(params, x):
     jax.debug.print("{}", jnp.sum(x))
     return stack_of(LAYERS)(params, x)
@@ -180,6 +185,7 @@ REFUSED = {
     "no scan": (lambda params, x: jnp.sum(params["w"]) * jnp.sum(x), {}, ValueError, "has no scan of jaxoffload's"),
     "one layer": (stack_of(4), {"virtual_stages": 2}, ValueError, "4 layers in 4 chunks.* fewer virtual stages"),
     "reverse": (stack_of(8, reverse=True), {}, NotImplementedError, "reverse=True cannot be dealt"),
+    "vmap": (mapped, {}, NotImplementedError, "a scan inside vmap or checkify cannot be dealt"),
     "effects": (printing, {}, NotImplementedError, "the loss has effects .*Debug"),
 }
 
@@ -188,6 +194,24 @@ REFUSED = {
 def test_what_cannot_be_staged_is_refused_before_anything_is_compiled(loss, how, error, words):
     with pytest.raises(error, match=f"^accumulate: .*{words}"):
         on_mesh(accumulate(loss, **{"stages": "stage", **how}), (2, 1, 1), (PARAMS, X))
+
+
+def test_how_many_layers_fit_is_said_of_the_whole_scan(monkeypatch):
+    """4 slots of 2 layers and a row of padding fit, of 4 layers each that would offload; with `save` they do."""
+    one = 4 * DIM * 4  # bytes of a layer's fc1
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(4 * 3 * one / 2**30))
+    run = lambda loss: on_mesh(accumulate(loss, stages="stage"), (2, 1, 1), (PARAMS, X))
+    with pytest.raises(HostPoolFull, match=r"8 layer\(s\) of 4 microbatches per stage .* \(offload_layers: 5\)"):
+        run(stack_of(8))
+
+    def loss(params, x):
+        saving = Policy({"fc1": "offload"}, min_offload_bytes=0, on_host_full="save")
+        return jnp.mean(scan(layer, x, of_layers(params), policy=saving, strict=False)[0])
+
+    with pytest.warns(match="enough for 5, which offload"):
+        got = run(loss)
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    assert_close(got, run(stack_of(8)))
 
 
 @pytest.mark.parametrize("how, words", [({"virtual_stages": 0}, "above 0"), ({"virtual_stages": 2}, "needs stages")])

@@ -56,6 +56,12 @@ def test_the_drawing(schedule, drawing):
     assert str(schedule) == drawing.strip("\n")
 
 
+@pytest.mark.parametrize("sizes", [(0, 1, 4), (2, 0, 4), (2, 1, 0), (2, 1, 1.5)])
+def test_sizes_that_are_not_whole_numbers_above_0(sizes):
+    with pytest.raises(ValueError, match="^Schedule: .* is not allowed; use a whole number above 0"):
+        Schedule(*sizes)
+
+
 def at(schedule, direction):
     """Return run -> (stage, tick)."""
     places = [(stage, tick) for stage in range(schedule.stages) for tick in range(schedule.ticks)]

@@ -63,16 +63,16 @@ def test_parameters_and_moments_are_split_by_the_rules():
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
     }
     assert specs == {
-        "embedding_VxD": P("tensor", FSDP),
-        "layers/attention/norm/scale_D": P(None, None),
-        "layers/attention/q_DxNxH": P(None, FSDP, "tensor", None),
-        "layers/attention/k_DxKxH": P(None, FSDP, "tensor", None),
-        "layers/attention/v_DxKxH": P(None, FSDP, "tensor", None),
-        "layers/attention/out_NxHxD": P(None, "tensor", None, FSDP),
-        "layers/mlp/norm/scale_D": P(None, None),
-        "layers/mlp/gate_DxF": P(None, FSDP, "tensor"),
-        "layers/mlp/up_DxF": P(None, FSDP, "tensor"),
-        "layers/mlp/down_FxD": P(None, "tensor", FSDP),
+        "embedding_VxD": P(("stage", "tensor"), FSDP),
+        "layers/attention/norm/scale_D": P("stage", None),
+        "layers/attention/q_DxNxH": P("stage", FSDP, "tensor", None),
+        "layers/attention/k_DxKxH": P("stage", FSDP, "tensor", None),
+        "layers/attention/v_DxKxH": P("stage", FSDP, "tensor", None),
+        "layers/attention/out_NxHxD": P("stage", "tensor", None, FSDP),
+        "layers/mlp/norm/scale_D": P("stage", None),
+        "layers/mlp/gate_DxF": P("stage", FSDP, "tensor"),
+        "layers/mlp/up_DxF": P("stage", FSDP, "tensor"),
+        "layers/mlp/down_FxD": P("stage", "tensor", FSDP),
         "norm/scale_D": P(None),
     }
     gate = state.params["layers"]["mlp"]["gate_DxF"][...]

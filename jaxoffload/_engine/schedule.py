@@ -33,6 +33,17 @@ class Schedule:
       stages: p, how many.
       virtual_stages: v, how many chunks of layers each has.
       microbatches: how many. With several chunks per stage p of them go together; if fewer are left, ticks are idle.
+
+    Raises:
+      ValueError: one of these is not a whole number above 0.
+
+    Example:
+      >>> from jaxoffload import Schedule
+      >>> print(Schedule(stages=2, virtual_stages=1, microbatches=3))
+      stage 0  forward   0 1 2 . . .
+               backward  . . . 0 1 2
+      stage 1  forward   . 0 1 2 . .
+               backward  . . 0 1 2 .
     """
 
     stages: int

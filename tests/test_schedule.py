@@ -58,7 +58,7 @@ def test_the_drawing(schedule, drawing):
 
 @pytest.mark.parametrize("sizes", [(0, 1, 4), (2, 0, 4), (2, 1, 0), (2, 1, 1.5)])
 def test_sizes_that_are_not_whole_numbers_above_0(sizes):
-    with pytest.raises(ValueError, match="^Schedule: .* is not allowed; use a whole number above 0"):
+    with pytest.raises(ValueError, match=r"^Schedule: .* is not allowed; use a whole number above 0"):
         Schedule(*sizes)
 
 

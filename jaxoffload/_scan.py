@@ -21,6 +21,7 @@ from ._engine.checkpoint_primitive import bind
 from ._engine.copying_loops import Loops, run_backward, run_forward
 from ._engine.derivative import cached
 from ._engine.host_pool_limit import admitted
+from ._engine.last_rows import beyond_a_row
 from ._engine.layer import Body, Layer, linearize, perturbed_carry
 from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.pipeline import on_a_stage
@@ -274,11 +275,15 @@ def chunk_loops(
     body, params = body_of(on_stage.call_jaxpr), on_stage.call_jaxpr.eqns[0].params
     closed = perturbed_carry(body, perturbed, policy)
     layers = params["length"] // chunks
-    each = linearize(body, closed, policy, strict, Override()).host_bytes
-    wanted = policy.offloaded_layers(params["length"]) // chunks if each else 0
+    layer = linearize(body, closed, policy, strict, Override())
+    wanted = policy.offloaded_layers(params["length"]) // chunks if layer.host_bytes else 0
     offloaded = 0
     if wanted:  # the caller counts all layers
-        need = lambda count: slots * each * (count // chunks + 1)
+
+        def need(count: int) -> int:
+            each = count // chunks
+            return slots * (layer.host_bytes * (each + 1) + beyond_a_row(layer, each)) if each else 0
+
         of = f" of {slots} microbatches per stage"
         offloaded = admitted("accumulate", [body.jaxpr], wanted * chunks, need, policy.on_host_full, of) // chunks
     if wanted > 1 and offloaded == 1:  # for want of room

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_program import OPTIONS, begun_after, described, gpu, module_of, nothing_cached
 
 from jaxoffload import Policy, accumulate, scan, tag
+from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.schedule import Schedule
 from jaxoffload.proof._program import hlo
 
@@ -32,7 +33,8 @@ def loss(params, x, policy):
     return jnp.mean((y @ params["out"]).astype(jnp.float32) ** 2)
 
 
-def compiled(stages, microbatches, virtual_stages=1, data=1, decision="offload"):
+def lowered(stages, microbatches, virtual_stages=1, data=1, decision="offload", layers=LAYERS):
+    """Lowered, and what it needs on the host by the jaxpr."""
     policy = Policy({"x": decision, "fc1": decision})
     mesh = Mesh(np.array(described(stages * data)).reshape(stages, data), ("stage", "data"))
     step = accumulate(
@@ -42,10 +44,22 @@ def compiled(stages, microbatches, virtual_stages=1, data=1, decision="offload")
     def shape(spec, *sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
-    params = {"w": shape(["stage"], LAYERS * stages * virtual_stages, DIM, DIM), "out": shape([], DIM, DIM)}
+    params = {"w": shape(["stage"], layers * stages * virtual_stages, DIM, DIM), "out": shape([], DIM, DIM)}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(step, compiler_options=OPTIONS).lower(params, shape([None, "data"], microbatches, ROWS, DIM))
-    return lowered.compile()
+        traced = jax.jit(step, compiler_options=OPTIONS).trace(params, shape([None, "data"], microbatches, ROWS, DIM))
+        return traced.lower(), need_of(traced.jaxpr.jaxpr).bytes()
+
+
+def compiled(*args, **kwargs):
+    return lowered(*args, **kwargs)[0].compile()
+
+
+@pytest.mark.parametrize("layers, pieces", [(4, 4), (6, 4)])
+def test_the_host_needs_what_xla_plans(gpu, layers, pieces):
+    """A slot has a row for each layer, and as many pieces of a row; 6 does not divide a row, 4 does."""
+    program, need = lowered(2, 10, layers=layers)
+    assert program.compile().memory_analysis().host_temp_size_in_bytes == need
+    assert need == 4 * 2 * (layers + layers / pieces) * ROW
 
 
 @pytest.mark.parametrize("stages, microbatches, virtual_stages", [(2, 18, 1), (2, 9, 2), (4, 30, 1)])

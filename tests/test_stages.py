@@ -269,7 +269,8 @@ def verdicts(virtual_stages):
 def test_verify_compares_with_the_plain_loop_and_catches_a_slot_of_another_microbatch(monkeypatch):
     checks = verdicts(2)
     held = {claim for claim, check in checks.items() if check.verdict == "holds"}
-    assert held == {"gradients", "conservation", "moves", "producers", "repeats"}
+    assert held == {"gradients", "moves", "producers", "repeats"}
+    assert checks["conservation"].verdict == "not checked"
     assert "6, 4 microbatches are in flight on the stages" in checks["conservation"].detail
     assert checks["placement"].verdict == "not checked"
     real = Tick.read_slots.fget

@@ -13,6 +13,7 @@ from .copying_loops import Segment, backward_p, forward_p
 from .device_bytes import Buffer, Op, Straight, straight
 from .host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from .interleaved import interleaved_p
+from .last_rows import beyond_a_row
 from .layer import shares
 from .walk import nested
 
@@ -71,7 +72,10 @@ def _with(need: Need, op: Op, program: Straight, returned: set[Buffer | None]) -
         offloads = [segment for loops in eqn.params["loops"] for segment in loops.segments if segment.on_host]
         each = [Stack(segment.on_host, sum(shares(segment.jaxpr, segment.layer.kept, "host"))) for segment in offloads]
         schedule = eqn.params["schedule"]
-        stacks, inside = [*stacks, *each * (schedule.slots if schedule else 2)], []
+        sets = schedule.slots if schedule else 2  # of microbatches
+        stacks, inside = [*stacks, *each * sets], []
+        if schedule:
+            other += sets * sum(beyond_a_row(s.layer, s.layers) for s in offloads if s.on_host == s.layers)
     else:
         other += sum(program.share(x) for x in op.results if on_host(x.aval) and x not in returned)
         length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2: more than one

@@ -14,7 +14,8 @@ from jax import lax
 
 from .._jax import DEVICE, HOST
 from .copying_loops import BackwardState, Cotangents, ForwardState, filled, hidden_zero, put_row, take_row
-from .segments import Segment, SegmentResiduals
+from .layer import Layer, shares
+from .segments import Segment, SegmentResiduals, those
 
 
 class Cut(NamedTuple):
@@ -34,10 +35,19 @@ class Cut(NamedTuple):
 
 def cut(shape: tuple[int, ...], layers: int) -> Cut:
     """In as many pieces as there are layers, or in fewer if the shape does not divide so; along the longest axis."""
-    most = lambda size: max(n for n in range(1, layers + 1) if size % n == 0)
-    axes = range(len(shape) or 1)
-    axis = max(axes, key=lambda axis: (most((shape or (1,))[axis]), (shape or (1,))[axis]))
-    return Cut(axis, most((shape or (1,))[axis]))
+    shape = shape or (1,)
+    most = [max(n for n in range(1, layers + 1) if size % n == 0) for size in shape]
+    axis = max(range(len(shape)), key=lambda axis: (most[axis], shape[axis]))
+    return Cut(axis, most[axis])
+
+
+def beyond_a_row(layer: Layer, layers: int) -> int:
+    """Bytes per device that the pieces of a layer's residuals take, one for each of so many layers, beyond a row."""
+    stored = [k.place for k in layer.kept if k.place != "operand"]
+    avals = those(layer.forward.out_avals[len(layer.forward.out_avals) - len(stored) :], stored, "host")
+    cuts = [cut(aval.shape, layers) for aval in avals]
+    sizes = zip(shares(layer.forward, layer.kept, "host"), cuts, strict=True)
+    return sum(size * (layers - c.pieces) // c.pieces for size, c in sizes)
 
 
 def empty_pieces(segment: Segment, rows: Sequence[Any]) -> list[Any]:

@@ -246,6 +246,6 @@ def _gradients(pipeline: _Pipeline, state: _State) -> list[Any]:
         into = sums if v in loss.program.params else computed
         into[v] = into[v] + total if v in into else total
     if computed:
-        made = loss.of_fixed(pipeline.arguments(0), {v: x.astype(v.aval.dtype) for v, x in computed.items()})
+        made = loss.of_known(pipeline.arguments(0), {v: x.astype(v.aval.dtype) for v, x in computed.items()})
         sums |= zip(loss.others, _added(pipeline, [sums[v] for v in loss.others], made, 0), strict=True)
     return [sums[v] for v in loss.program.params]

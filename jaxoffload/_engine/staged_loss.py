@@ -106,12 +106,12 @@ class StagedLoss:
             if self.scan.perturbed[i]:
                 v: Any = self.scan.eqn.invars[i]
                 cotangents[v] = add_jaxvals(cotangents[v], ct) if v in cotangents else ct
-        return self._of_others(self._known(arguments)[1], cotangents)
+        return self.of_known(arguments, cotangents)
 
-    def of_fixed(self, arguments: Values, cotangents: Values) -> list[Any]:
-        """The cotangents of `others`, from the sums of those of values that are the same for all microbatches.
+    def of_known(self, arguments: Values, cotangents: Values) -> list[Any]:
+        """The cotangents of `others`, from those of what is known before the layers.
 
-        `arguments`: of any microbatch.
+        `arguments`: of the microbatch; of any one, if the values do not differ.
         """
         return self._of_others(self._known(arguments)[1], cotangents)
 

@@ -270,12 +270,13 @@ def memory_lines(config: Config, made: Program, table: Residuals, working: Room)
     mesh, params, moments = made.tokens.sharding.mesh, made.state.params, made.state.optimizer
     gradients, residuals = gradients_at_once(config, made, table), residuals_at_once(config, table)
     stages = config.mesh.stage
-    of_two = ", of two microbatches" if interleaves(config, table) else ""
-    of_two = f", in {schedule_of(config).slots} slots" if stages > 1 else of_two
+    how_many = ", of two microbatches" if interleaves(config, table) else ""
+    if stages > 1:
+        how_many = f", in {schedule_of(config).slots} slots"
 
     def kept(state: str) -> tuple[int, int, str]:
         rows = [row for row in residuals if row.state == state]
-        return stages * sum(row.bytes for row in rows), sum(device_bytes(row, mesh) for row in rows), of_two
+        return stages * sum(row.bytes for row in rows), sum(device_bytes(row, mesh) for row in rows), how_many
 
     rows = {
         "parameters": (_bytes(params), _device_bytes(params), ""),

@@ -70,11 +70,8 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         return next_token_loss(model(params), tokens_BxS1, config.remat, train.loss_chunk)
 
     def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        derivative = (
-            on_stages(config) if config.mesh.stage > 1 else interleaved if may_interleave(train) else one_by_one
-        )
         tokens_AxMxS1 = microbatches(tokens_BxS1, train.grad_accumulation)
-        (loss, balance), gradients = derivative(training, state.params, tokens_AxMxS1)
+        (loss, balance), gradients = derivative_of(config)(training, state.params, tokens_AxMxS1)
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         if balance is not None and config.model.balance_rate:
@@ -149,10 +146,11 @@ def may_interleave(train: Train) -> bool:
     return train.grad_accumulation > 1 and train.interleave is not False
 
 
-def on_stages(config: Config) -> Derivative:
-    """Return `interleaved` on the pipeline stages of a config."""
-    how = {"stages": "stage", "virtual_stages": config.train.virtual_stages}
-    return functools.partial(interleaved, **how)
+def derivative_of(config: Config) -> Derivative:
+    """Return how a config computes gradients: on pipeline stages, interleaved, or one microbatch after another."""
+    if config.mesh.stage > 1:
+        return functools.partial(interleaved, stages="stage", virtual_stages=config.train.virtual_stages)
+    return interleaved if may_interleave(config.train) else one_by_one
 
 
 def interleaved(loss: Loss, params: nnx.State, tokens_AxMxS1: jax.Array, **how: Any) -> tuple[Aux, nnx.State]:

@@ -199,6 +199,20 @@ def test_accumulate_has_both_passes_to_hide_the_copies_of_both_behind(ends_copy_
     assert [(loop["microbatches"], loop["beside"]) for loop in read] == [(8, True), (8, False)]
 
 
+@pytest.mark.parametrize("microbatches, ticks", [(8, [(7, True), (2, False)]), (1, [(2, False)])])
+def test_on_stages_a_tick_runs_a_chunk_each_way_and_some_run_one_pass_alone(microbatches, ticks):
+    """Two chunks of four layers: two ticks begin, and two end, without the other pass."""
+    rules = Policy({"a": "offload"}, min_offload_bytes=0)
+    of = lambda w, x: jnp.sum(scan(body, x, w, policy=rules)[0])
+    shape = lambda a, *lead: jax.ShapeDtypeStruct((*lead, *a.shape[1:]), a.dtype)
+    mesh = jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        step = accumulate(of, stages="stage")
+        found = fits(step, shape(ARGS[1], 8), shape(MICROBATCHES, microbatches), machine=MACHINE)
+    assert [(loop.runs, loop.beside) for loop in found.loops] == ticks
+    assert {(loop.layers, loop.moved) for loop in found.loops} == {(4, 4)}
+
+
 def test_accumulated_layers_that_differ_have_each_other_to_hide_behind(ends_copy_all):
     """On two devices. The first two layers offload, and one loop runs three; the last two offload nothing."""
     rules = dataclasses.replace(RULES, residuals={"a": "offload"}, offload_layers=2, resident_layers=0)

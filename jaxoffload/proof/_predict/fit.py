@@ -224,12 +224,13 @@ def _interleaved(passes: list[_Pass], machine: Machine, devices: int) -> Iterato
     both_ways = Bus(bus.together, bus.together, bus.together)
     for run in (run for run in passes if run.eqn.primitive is interleaved_p):
         params, microbatches = run.eqn.params, run.eqn.params["microbatches"]
-        passes_in_turn = microbatches
-        if schedule := params["schedule"]:  # a stage's, whose layers are on a part of the devices
-            passes_in_turn = 1 + schedule.forward_stop - schedule.chunks
-            run = run._replace(devices=max(1, run.devices // schedule.stages))
         segments = {of: [s for loops in params[of] for s in loops.segments] for of in ("first", "loops", "last")}
-        of_each = [segments["first"], *[segments["loops"]] * (passes_in_turn - 2), segments["last"]]
+        of_each = [segments["first"], *[segments["loops"]] * (microbatches - 2), segments["last"]]
+        alone_in_turn = 1
+        if schedule := params["schedule"]:  # the ticks of a stage, whose layers are on a part of the devices
+            alone_in_turn = schedule.chunks
+            of_each = [segments["loops"]] * (1 + schedule.forward_stop - schedule.chunks)
+            run = run._replace(devices=max(1, run.devices // schedule.stages))
         beside = Counter((tuple(forward), tuple(backward)) for backward, forward in itertools.pairwise(of_each))
         for (forwards, backwards), times in beside.items():
             for forward, backward, layers, moved in _beside(forwards, backwards):
@@ -243,7 +244,8 @@ def _interleaved(passes: list[_Pass], machine: Machine, devices: int) -> Iterato
             copies = _copies(segment, run, bus)
             copied = zip(segment.moved, copies, strict=True)
             if alone := [one for rows, copy in copied if (one := _alone(copy, rows, first, last))]:
-                fit = _fit(segment.layers, segment.on_host, run, (first.jaxpr, last.backward), alone, machine)
+                lone = run._replace(runs=run.runs * alone_in_turn)
+                fit = _fit(segment.layers, segment.on_host, lone, (first.jaxpr, last.backward), alone, machine)
                 yield dataclasses.replace(fit, microbatches=microbatches)
 
 

@@ -124,7 +124,7 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """The share of a step that a stage idles: (p - 1) / (vM + p - 1), if p divides M or v is 1.
+        """What part of a step a stage idles. It is (p - 1) / (vM + p - 1) if p divides M or v is 1.
 
         All stages take a tick together. It lasts as long as its forward or its backward passes, or as both.
         """

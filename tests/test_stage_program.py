@@ -15,6 +15,7 @@ from jaxoffload import Policy, accumulate, scan, tag
 from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.schedule import Schedule
 from jaxoffload.proof._program import hlo
+from jaxoffload.proof._verify.stages import EXCHANGE, MOVED
 
 assert nothing_cached and gpu  # fixtures
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.claim("stages")]
@@ -93,7 +94,11 @@ def test_stages_send_to_their_neighbours_and_data_is_divided_within_them(gpu):
     }
     ticks = Schedule(2, 1, 10).ticks
     for program in alone, divided:
-        found = count(module_of(program))
+        module = module_of(program)
+        found = count(module)
+        sent = hlo.collectives(module, lambda line: EXCHANGE.search(line.op_name))
+        assert sent == hlo.collectives(module, lambda line: line.opcode.startswith("collective-permute"))
+        assert not hlo.collectives(module, lambda line: MOVED.search(line.op_name))
         assert 0 < found.pop("collective-permute-start") <= 2 * ticks and not any(found.values()), found
     halves = divided.memory_analysis().host_temp_size_in_bytes, alone.memory_analysis().host_temp_size_in_bytes
     assert 2 * halves[0] == halves[1]

@@ -1,5 +1,6 @@
 """accumulate(stages=): the gradients of one device, on pipeline stages; errors that say what to do."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,8 +13,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_accumulate import RULES, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
 from jaxoffload import HostPoolFull, Policy, accumulate, scan, verify
+from jaxoffload._engine.chunk import Chunks
 from jaxoffload._engine.last_rows import Cut, cut
 from jaxoffload._engine.schedule import Tick
+from jaxoffload._jax import HOST
+from jaxoffload.proof._program.target import target_of
+from jaxoffload.proof._verify.conservation import conservation
+from jaxoffload.proof._verify.gradients import gradients
+from jaxoffload.proof._verify.placement import placement
 from models.config import load
 from models.reading import ConfigError
 from models.report import report
@@ -253,31 +260,75 @@ def test_a_row_is_cut_in_as_many_pieces_as_layers_can_carry(shape, layers, expec
     assert cut(shape, layers) == expected
 
 
-def verdicts(virtual_stages):
+def staged(groups, microbatches=6):
+    """A step on two stages with two virtual stages, and its arguments, layers in groups for these or not; a context."""
     mesh = jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])
-    place = lambda path, x: NamedSharding(
-        mesh, PartitionSpec("stage" if path and path[-1].key in ("w", "bias") else None)
-    )
-    params = jax.tree_util.tree_map_with_path(lambda path, x: jax.device_put(x, place(path, x)), PARAMS)
-    f = functools.partial(language_model, ours)
-    step = accumulate(f, has_aux=True, stages="stage", virtual_stages=virtual_stages)
-    with jax.set_mesh(mesh):
-        return {check.claim: check for check in verify(step, params, tokens(6))}
+    is_stack = lambda path: path[-1].key in ("w", "bias")
+
+    def placed(path, x):
+        if not is_stack(path):
+            return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+        return jax.device_put(x.reshape(groups, -1, *x.shape[1:]), NamedSharding(mesh, PartitionSpec(None, "stage")))
+
+    def loss(params, tokens):
+        in_order = lambda path, x: x.reshape(LAYERS, *x.shape[2:]) if is_stack(path) else x
+        return language_model(ours, jax.tree_util.tree_map_with_path(in_order, params), tokens)
+
+    step = accumulate(loss, has_aux=True, stages="stage", virtual_stages=2)
+    return step, (jax.tree_util.tree_map_with_path(placed, PARAMS), tokens(microbatches)), jax.set_mesh(mesh)
 
 
 @pytest.mark.claim("stages")
-def test_verify_compares_with_the_plain_loop_and_catches_a_slot_of_another_microbatch(monkeypatch):
-    checks = verdicts(2)
+def test_what_is_claimed_of_a_step_on_stages_holds():
+    step, args, on_mesh = staged(groups=2)
+    with on_mesh:
+        checks = {check.claim: check for check in verify(step, *args)}
     held = {claim for claim, check in checks.items() if check.verdict == "holds"}
-    assert held == {"gradients", "moves", "producers", "repeats"}
-    assert checks["conservation"].verdict == "not checked"
-    assert "6, 4 microbatches are in flight on the stages" in checks["conservation"].detail
-    assert checks["placement"].verdict == "not checked"
+    assert held == {"gradients", "conservation", "moves", "producers", "placement", "repeats"}
+    assert "6, 4 microbatches are in flight on the stages; each stage has 8 slots" in checks["conservation"].detail
+    # In 12 ticks activations are sent on, and in as many cotangents back: two arrays each.
+    assert checks["placement"].detail.startswith("48 arrays are sent to neighbours, as the traced step asks;")
+
+
+def a_slot_of_another_microbatch(monkeypatch):
     real = Tick.read_slots.fget
     monkeypatch.setattr(Tick, "read_slots", property(lambda tick: [(slot + 2) % 8 for slot in real(tick)]))
-    jax.clear_caches()
-    checks = verdicts(2)
-    assert checks["gradients"].verdict == "fails" and "['bias']: 64 of 64 values" in checks["gradients"].detail
+
+
+def a_second_set_of_slots(monkeypatch):
+    """Something is put on the host, and read there, that nobody needs there."""
+    real = Chunks.empty_slot
+
+    def again(chunks):
+        slot, rows = real(chunks)
+        put = lambda x: jax.device_put(lax.optimization_barrier(x), HOST)
+        return slot._replace(residuals=[r._replace(host=list(map(put, r.host))) for r in slot.residuals]), rows
+
+    monkeypatch.setattr(Chunks, "empty_slot", again)
+
+
+PLANTED = {
+    "a slot of another microbatch": (a_slot_of_another_microbatch, 2, gradients, "['bias']: 64 of 64 values"),
+    "a second set of slots": (a_second_set_of_slots, 2, conservation, "beside what goes to the slots the stages put"),
+    "layers that are not on their stages": (lambda _: None, 1, placement, "1 all-gather of f32[2,4,8,8]"),
+}
+
+
+@pytest.mark.claim("stages")
+@pytest.mark.parametrize("plant, groups, check, said", PLANTED.values(), ids=PLANTED)
+def test_a_fault_of_stages_fails_its_claim(plant, groups, check, said, monkeypatch):
+    plant(monkeypatch)
+    step, args, on_mesh = staged(groups)
+    with on_mesh:
+        verdict, detail = check(target_of(step, args))
+    assert verdict == "fails" and said in detail, detail
+
+
+def test_more_exchanges_than_were_traced_are_no_schedules():
+    (step, args, on_mesh), (_, fewer, _) = staged(groups=2), staged(2, microbatches=2)
+    with on_mesh:
+        target = dataclasses.replace(target_of(step, args), jaxpr=jax.make_jaxpr(step)(*fewer))
+        assert placement(target) == ("fails", "48 arrays are sent to neighbours; the traced step asks for 20")
 
 
 SMALL = (

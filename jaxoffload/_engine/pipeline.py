@@ -64,7 +64,7 @@ def run(
     """
     pipeline = _Pipeline(loss, schedule, axis, arguments)
     shapes = _shapes(pipeline)
-    step = functools.partial(_step, pipeline, shapes.loops)
+    step = jax.named_scope("jaxoffload.tick")(functools.partial(_step, pipeline, shapes.loops))
     first, stop, period = schedule.chunks, schedule.forward_stop, schedule.slots
     # XLA's double buffering would take an iteration out of an odd loop, and copy slots in it.
     blocks = (stop - first) // period // 2 * 2

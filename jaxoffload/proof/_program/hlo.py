@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 _COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(")  # instructions are indented
@@ -47,6 +47,11 @@ class Instruction(NamedTuple):
     def element(self) -> str:
         """Which element of a tuple a get-tuple-element takes."""
         return _first(r"\bindex=(\d+)", self.text)
+
+    @property
+    def op_name(self) -> str:
+        """The path of JAX's operation that it computes, or was inserted for; empty if none."""
+        return _first(r'\bop_name="([^"]*)"', self.text)
 
     @property
     def scope(self) -> str:
@@ -147,10 +152,10 @@ def parse(text: str) -> Module:
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
 
 
-def collectives(module: Module) -> Counter[tuple[str, str]]:
+def collectives(module: Module, which: Callable[[Instruction], bool] = lambda _: True) -> Counter[tuple[str, str]]:
     """How often each kind runs on an array of each shape; XLA puts several arrays into one collective."""
     counts = Counter[tuple[str, str]]()
-    for line in module:
+    for line in filter(which, module):
         if (kind := line.opcode.removesuffix("-start")) in COLLECTIVES:
             shapes = re.findall(r"\w+\[[\d,]*\]", _results(line))
             # An all-to-all lists one array as several segments.

@@ -12,8 +12,8 @@ from ..._engine.interleaved import interleaved_p, loops_of
 from ..._engine.layer import Kept
 from ..._engine.segments import Segment
 from ..._engine.source import Source, follow, is_a_view, source_of
-from ..._engine.walk import nested, operands_of
-from ..._jax import on_host
+from ..._engine.walk import nested, operands_of, walk
+from ..._jax import nbytes, on_host
 
 
 class HostTransfer(NamedTuple):
@@ -72,6 +72,12 @@ def _transfers(scope: Scope) -> Iterator[HostTransfer]:
                 yield transfer
         for body, operands in _bodies(eqn):
             yield from _transfers(Scope(body, operands, scope))
+
+
+def bytes_put(jaxpr: Jaxpr) -> int:
+    """Bytes of all that a jaxpr puts into host memory, as often as it does."""
+    puts = (site for site in walk(jaxpr) if site.eqn.primitive is device_put_p)
+    return sum(site.runs * nbytes(v.aval) for site in puts for v in site.eqn.outvars if on_host(v.aval))
 
 
 def _interleaved(eqn: JaxprEqn) -> Iterator[HostTransfer]:

@@ -10,22 +10,22 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
-from jax.extend.core.primitives import device_put_p
+from jax.extend.core import JaxprEqn
 
 from ..._compiler_options import compiler_options
 from ..._engine.interleaved import interleaved_p, is_staged
 from ..._engine.walk import walk
-from ..._jax import SHARD_MAP, evaluate, nbytes, on_host, without_dead_code
+from ..._jax import SHARD_MAP, evaluate, nbytes, without_dead_code
 from ..._reference import as_reference, with_layers
 from ..._residuals import residuals
 from ..._table import OFFLOADED, RECOMPUTED, Residual, Residuals
 from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found, Verdict
 from .._program.exact import compiled
-from .._program.host_transfers import for_host, host_transfers
+from .._program.host_transfers import bytes_put, for_host, host_transfers
 from .._program.target import Target
 from .shared import REFERENCE_MOVES_TOO, VISIBLE, no_reference
+from .stages import bytes_of_stages
 
 
 def conservation(target: Target) -> Found:
@@ -110,12 +110,12 @@ def _of_a_step(target: Target) -> Found:
         return _unequal(target, both)
     detail = f"of one microbatch {both.detail}"
     if is_staged(eqn):
-        return NOT_CHECKED, f"{detail}; what stages put there is not compared: {_on_stages(eqn)}"
+        return _joined(detail, bytes_of_stages(target, eqn))
     kept = list(_kept(eqn))
     if sum(k.stack + k.last for k in kept) != both.ours.host_bytes:
         return NOT_CHECKED, f"{detail}; of two it is not known: the loss offloads beside its scans too"
     put = sum(k.stack * k.stacks_made + (k.stack + k.last) * sum(k.on_host) for k in kept)
-    if (more := _put_on_the_host(without_dead_code(eqn.params["call_jaxpr"])) - put) > 0:
+    if (more := bytes_put(without_dead_code(eqn.params["call_jaxpr"])) - put) > 0:
         return FAILS, f"{detail}; beside two sets of stacks and their rows the step puts {readable(more)} there"
     # The last layer's row is read before the next one is written.
     on_the_host = sum(k.stack * k.stacks_at_once + k.last for k in kept)
@@ -124,19 +124,6 @@ def _of_a_step(target: Target) -> Found:
     stays = both.ours.device_bytes + 2 * sum(row.bytes_per_layer for row in both.moved)
     freed_on_each = max(0, both.freed - stays) // max(1, len(target.devices))
     return _joined(detail, _by_memory_analysis(target, freed_on_each, on_the_host))
-
-
-def _on_stages(eqn: JaxprEqn) -> str:
-    """What each stage has on the host, by the jaxpr."""
-    schedule, layers = eqn.params["schedule"], eqn.params["loops"][0].segments[-1].stop
-    each = sum(
-        segment.on_host * segment.layer.host_bytes for loops in eqn.params["loops"] for segment in loops.segments
-    )
-    flights = ", ".join(str(schedule.in_flight(stage)) for stage in range(schedule.stages))
-    return (
-        f"{flights} microbatches are in flight on the stages, {readable(each)} on the host for each chunk of {layers} "
-        f"layers, in {schedule.slots} slots"
-    )
 
 
 class _Kept(NamedTuple):
@@ -169,12 +156,6 @@ def _kept(eqn: JaxprEqn) -> Iterator[_Kept]:
             row = nbytes(aval)
             on_host = [in_first, *[True] * (eqn.params["microbatches"] - 2), in_last]
             yield _Kept(segment.layers * row, row * (segment.on_host == segment.layers), on_host)
-
-
-def _put_on_the_host(jaxpr: Jaxpr) -> int:
-    """Bytes of all that a jaxpr puts there, as often as it does."""
-    puts = (site for site in walk(jaxpr) if site.eqn.primitive is device_put_p)
-    return sum(site.runs * nbytes(v.aval) for site in puts for v in site.eqn.outvars if on_host(v.aval))
 
 
 def _loss_of(eqn: JaxprEqn) -> Callable[..., Any]:

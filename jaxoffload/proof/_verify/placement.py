@@ -7,9 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
-from ..._engine.interleaved import is_staged
 from ..._engine.source import source_of
-from ..._engine.walk import walk
 from ..._jax import DEVICE, on_host
 from ..._reference import as_reference
 from ..._text import readable
@@ -17,6 +15,7 @@ from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program.hlo import collectives, parse
 from .._program.target import Target, rows_read_beyond
 from .shared import first, no_reference
+from .stages import exchanges, runs_on_stages
 
 
 def placement(target: Target) -> Found:
@@ -25,8 +24,8 @@ def placement(target: Target) -> Found:
         return NOT_CHECKED, "all arguments are on one device"
     if not target.has_reference:
         return NOT_CHECKED, no_reference(target)
-    if stages := [site.eqn.params["schedule"].stages for site in walk(target.jaxpr) if is_staged(site.eqn)]:
-        return NOT_CHECKED, f"{stages[0]} pipeline stages exchange what one device does not"
+    if runs_on_stages(target):
+        return exchanges(target)
     more, more_than = _by_collectives(target)
     larger, shards = _by_shards(target)
     wrong = [*more, *larger]

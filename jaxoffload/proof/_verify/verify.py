@@ -36,7 +36,8 @@ def verify(
        If the reference does not fit on the device, both run the first layers of each scan, as many as fit in 90 %.
     2. `conservation`: every byte that leaves the device appears on the host: exactly, in the jaxpr; on a GPU also in
        XLA's memory plan and (from the command line) in measured peaks, within one layer and a stated tolerance. Of a
-       step this is known only where it calls `accumulate`, once: of the two microbatches that are there at a time.
+       step this is known only where it calls `accumulate`, once: of the two microbatches that are there at a time, or
+       of those in flight on pipeline stages.
     3. `moves`: only values marked offload, or values that were on the host before, are moved there. Where policies
        other than jaxoffload's decide: only named values that are neither arguments nor weights.
     4. `producers`: saved and offloaded values are not recomputed. Not checked where other checkpoints than
@@ -45,7 +46,8 @@ def verify(
        stream that computes (in the program that `compiler_options()` gives, on a GPU). Group sizes that
        TransformerEngine has the host read, waiting for the copies, are listed.
     6. `placement`: the compiled program runs the same collectives as the reference, plus at most one extra row read per
-       host stack, and no device stores a larger shard of any residual.
+       host stack, and no device stores a larger shard of any residual. On pipeline stages: no more exchanges than were
+       traced, and nothing that stages hold moves between them.
     7. `repeats`: equal arguments give equal results, and memory does not grow: on the devices, and on Linux in the
        process, by 64 MiB or more.
 

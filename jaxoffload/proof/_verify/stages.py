@@ -1,0 +1,86 @@
+"""What `conservation` and `placement` check of a step on pipeline stages, which has no reference on one device."""
+
+import re
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from ..._engine.host_pool_need import need_of
+from ..._engine.interleaved import is_staged
+from ..._engine.last_rows import cut
+from ..._engine.schedule import Schedule
+from ..._engine.segments import Segment
+from ..._engine.walk import walk
+from ..._jax import nbytes, without_dead_code
+from ..._text import readable
+from .._check import FAILS, HOLDS, NOT_CHECKED, Found
+from .._program.hlo import collectives, parse
+from .._program.host_transfers import bytes_put, for_host
+from .._program.target import Target
+from .shared import first
+
+
+def runs_on_stages(target: Target) -> bool:
+    """Whether a step accumulates gradients on pipeline stages."""
+    return any(is_staged(site.eqn) for site in walk(target.jaxpr))
+
+
+def bytes_of_stages(target: Target, eqn: JaxprEqn) -> Found:
+    """Whether stages put on the host what their microbatches in flight keep there, and nothing more."""
+    schedule: Schedule = eqn.params["schedule"]
+    slot = sum(map(_slot_bytes, eqn.params["loops"][0].segments))
+    # Each slot is made once. Each stage has a branch, which writes to a slot in each tick with a forward pass.
+    wanted = slot * (schedule.slots + schedule.stages * schedule.forward_stop)
+    if (more := bytes_put(without_dead_code(eqn.params["call_jaxpr"])) - wanted) > 0:
+        return FAILS, f"beside what goes to the slots the stages put {readable(more)} there"
+    flights = ", ".join(str(schedule.in_flight(stage)) for stage in range(schedule.stages))
+    ring = f"{schedule.slots} slots of {readable(slot)}, padding rows included"
+    verdict, planned = _planned(target)
+    return verdict, f"{flights} microbatches are in flight on the stages; each stage has {ring}; {planned}"
+
+
+def _slot_bytes(segment: Segment) -> int:
+    """Bytes of a stage's stacks on the host, of one slot."""
+    rows = [aval for _, aval in for_host(segment)]
+    in_rows = segment.layers * sum(map(nbytes, rows))
+    if segment.on_host < segment.layers:
+        return in_rows
+    # A piece of the last layer's row travels with each layer.
+    return in_rows + sum(segment.layers * nbytes(aval) // cut(aval.shape, segment.layers).pieces for aval in rows)
+
+
+def _planned(target: Target) -> Found:
+    """Compare what XLA planned on the host."""
+    if jax.default_backend() != "gpu":
+        return HOLDS, "memory plan not compared: this backend has no separate host memory"
+    wanted, planned = need_of(target.jaxpr).bytes(), target.fast_program.memory_analysis().host_temp_size_in_bytes
+    failed = abs(planned - wanted) > 0.015 * wanted
+    return FAILS if failed else HOLDS, f"XLA planned {readable(planned)} for {readable(wanted)} on each device"
+
+
+# What XLA inserts for a layer itself cannot cross stages: their axis is manual there.
+EXCHANGE = re.compile(r"/jaxoffload\.tick/shard_map/ppermute$")
+MOVED = re.compile(r"/jaxoffload\.tick/(\([^()]*\b)?(shard_map|optimization_barrier)(:|\)|$)")
+
+
+def exchanges(target: Target) -> Found:
+    """Whether XLA runs no more exchanges of stages than were traced, and nothing that they hold moves between them."""
+    module = parse(target.program.as_text())
+    moved = collectives(module, lambda line: bool(MOVED.search(line.op_name)))
+    sent = collectives(module, lambda line: bool(EXCHANGE.search(line.op_name))).total()
+    asked = sum(
+        site.runs * len(site.eqn.outvars) for site in walk(target.jaxpr) if site.eqn.primitive.name == "ppermute"
+    )
+    if sent > asked:
+        return FAILS, f"{sent} arrays are sent to neighbours; the traced step asks for {asked}"
+    if moved:
+        listed = first([f"{count} {kind} of {shape}" for (kind, shape), count in moved.items()])
+        advice = "shard the xs over the axis; for virtual stages store them in groups: docs/stages.md"
+        return FAILS, f"what stages hold moves between them in each step: {listed}; {advice}"
+    beside = collectives(module).total() - sent
+    if not sent:
+        return NOT_CHECKED, "the compiled program does not say which collectives are exchanges of stages"
+    return HOLDS, (
+        f"{sent} arrays are sent to neighbours, as the traced step asks; nothing that stages hold moves between them; "
+        f"{beside} arrays are in other collectives"
+    )

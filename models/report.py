@@ -208,24 +208,27 @@ def layers_of_a_chunk(config: Config) -> int:
 
 
 def stage_lines(config: Config, made: Program, table: Residuals) -> list[str]:
-    """Return the bubble, and for each stage its layers, the microbatches in flight, and what is on each of its devices.
+    """Return the bubble, and for each stage its layers, the microbatches in flight, what is on each of its devices, and
+    what each copies to the host in a step, and back.
 
     All stages have as much room on the host: a ring of as many slots as the first one needs.
     """
     schedule, layers, mesh = schedule_of(config), layers_of_a_chunk(config), made.tokens.sharding.mesh
-    saved, offloaded = (
-        sum(device_bytes(row, mesh) for row in of_a_chunk(config, table, state)) for state in ("saved", "offloaded")
-    )
-    of_chunk = lambda chunk: f"{chunk * layers}-{(chunk + 1) * layers - 1}"
+
+    def of_chunk(state: str, padding: int = 0) -> int:
+        return sum(device_bytes(row, mesh) for row in of_a_chunk(config, table, state, padding))
+
+    copied = schedule.microbatches * schedule.virtual_stages * of_chunk("offloaded", padding=1)
+    numbers = lambda chunk: f"{chunk * layers}-{(chunk + 1) * layers - 1}"
     lines = [
         f"{schedule.ticks} ticks; each stage is idle for {schedule.bubble:.1%} of a step; {schedule.slots} slots",
-        "stage  layers               in flight        host      device",
+        "stage  layers               in flight        host      device    each way",
     ]
     for stage in range(schedule.stages):
-        chunks = ", ".join(map(of_chunk, range(stage, schedule.chunks, schedule.stages)))
+        chunks = ", ".join(map(numbers, range(stage, schedule.chunks, schedule.stages)))
         flight = schedule.in_flight(stage)
-        sizes = f"{readable(flight * offloaded):>11} {readable(flight * saved):>11}"
-        lines.append(f"{stage:<6} {chunks:20} {flight:9} {sizes}")
+        sizes = flight * of_chunk("offloaded"), flight * of_chunk("saved"), copied
+        lines.append(f"{stage:<6} {chunks:20} {flight:9} {' '.join(f'{readable(size):>11}' for size in sizes)}")
     return lines
 
 

@@ -382,9 +382,9 @@ def test_the_report_says_what_is_in_flight_on_each_stage():
     at = lines.index("7 ticks; each stage is idle for 20.0% of a step; 4 slots")
     assert [line.split() for line in lines[at + 2 : at + 4]] == [
         # Of 4 layers and a row of 256 tokens: gate and up, 512 float32 each; input, norm, q, context and out, 192 each,
-        # and k and v, 64 each. The last stage has half the microbatches.
-        ["0", "0-3", "4", "16.00", "MiB", "17.00", "MiB"],
-        ["1", "4-7", "2", "8.00", "MiB", "8.50", "MiB"],
+        # and k and v, 64 each. The last stage has half the microbatches. Each chunk copies a row more than it has layers.
+        ["0", "0-3", "4", "16.00", "MiB", "17.00", "MiB", "20.00", "MiB"],
+        ["1", "4-7", "2", "8.00", "MiB", "8.50", "MiB", "20.00", "MiB"],
     ]
 
 

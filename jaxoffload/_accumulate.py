@@ -13,12 +13,13 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import AxisType
 
-from ._engine import interleaved, pipeline
+from ._engine import forward_pipeline, interleaved, pipeline
 from ._engine.chunk import Chunks
 from ._engine.copying_loops import Loops, filled
 from ._engine.fill_and_drain import ends
 from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
-from ._engine.passes import program_of
+from ._engine.layer import in_three
+from ._engine.passes import Values, program_of
 from ._engine.pieces import Pieces, divide
 from ._engine.pipeline import on_a_stage
 from ._engine.schedule import Schedule
@@ -26,6 +27,7 @@ from ._engine.segments import joined
 from ._engine.staged_loss import StagedLoss
 from ._errors import NOT_THE_USERS
 from ._jax import as_array, convert_constvars_jaxpr, nbytes
+from ._policy import Policy
 from ._reference import is_reference
 from ._scan import backward_loops, chunk_loops, forward_loops, recomputing, scan_p, with_stages
 from ._text import nearest, readable
@@ -41,6 +43,7 @@ def accumulate(
     reduction: Reduction = "mean",
     stages: str | None = None,
     virtual_stages: int = 1,
+    forward_only: bool = False,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` over microbatches, with the copies of each `scan` behind two passes instead of one.
 
@@ -64,6 +67,7 @@ def accumulate(
       stages: a mesh axis, over which the layers of one `scan` are divided: pipeline stages, in lockstep. The scan's xs
         are sharded over it. docs/stages.md has the schedule. None: all devices run all layers.
       virtual_stages: how many chunks of layers each stage has, dealt in turn.
+      forward_only: for evaluation: return what `loss` does, without gradients. `argnums` has the parameters.
 
     Returns:
       A function of the arguments of `loss` that returns what `jax.value_and_grad(loss, argnums, has_aux)` does, in the
@@ -98,14 +102,23 @@ def accumulate(
     if stages is None and virtual_stages > 1:
         raise ValueError(f"accumulate: virtual_stages {virtual_stages} needs stages, the name of a mesh axis")
 
+    def mean_of(sums: Any, microbatches: int) -> Any:
+        return jax.tree.map(lambda x: x / microbatches, sums) if reduction == "mean" else sums
+
+    def value_alone(*args: Any) -> Any:
+        call = _call(loss, argnums, has_aux, args)
+        values, aux = _values_on_stages(call, _stages(stages, virtual_stages)) or _values(call)
+        value = mean_of(_sum(values), call.microbatches)
+        return (value, aux) if has_aux else value
+
     def value_and_grad(*args: Any) -> Any:
         call = _call(loss, argnums, has_aux, args)
         sums, aux = _on_stages(call, _stages(stages, virtual_stages)) or _interleaved(call) or _one_by_one(call)
-        value, grads = jax.tree.map(lambda x: x / call.microbatches, sums) if reduction == "mean" else sums
+        value, grads = mean_of(sums, call.microbatches)
         grads = grads[0] if isinstance(argnums, int) else tuple(grads)
         return ((value, aux) if has_aux else value), grads
 
-    return value_and_grad
+    return value_alone if forward_only else value_and_grad
 
 
 class _Call(NamedTuple):
@@ -169,6 +182,11 @@ class _Stages(NamedTuple):
     size: int
     virtual: int
 
+    @property
+    def are_used(self) -> bool:
+        """Whether there are several, and they are not to run in the reference's way."""
+        return self.size > 1 and not is_reference() and not jax.config.jax_disable_jit
+
 
 def _stages(axis: str | None, virtual: int) -> _Stages | None:
     """What a call asks for, under the mesh that it is traced under."""
@@ -207,6 +225,17 @@ def _one_by_one(call: _Call) -> Any:
     return lax.scan(add, jax.tree.unflatten(jax.tree.structure(shape), zeros), jnp.arange(call.microbatches))
 
 
+def _values(call: _Call) -> Any:
+    """The losses and the other results, stacked: one microbatch after another."""
+    return lax.map(lambda number: call.loss(call.params, call.microbatch(number)), jnp.arange(call.microbatches))
+
+
+def _sum(values: Any) -> Any:
+    """Of the losses, in their order."""
+    total, _ = lax.scan(lambda total, value: (total + value, None), jnp.zeros_like(values[0]), values)
+    return total
+
+
 class _Divided(NamedTuple):
     """A call's loss in pieces.
 
@@ -215,7 +244,7 @@ class _Divided(NamedTuple):
       fixed, varying: the variables of what is the same for all microbatches (constants, parameters), and of the values
         of one. `params`: those of the parameters.
       operands: all values: `fixed`, then those of all microbatches.
-      unflatten: losses summed, other results, gradients -> what `_one_by_one` returns.
+      others: the structure of the other results.
     """
 
     loss: interleaved.Loss
@@ -224,11 +253,18 @@ class _Divided(NamedTuple):
     params: list[Var]
     varying: list[Var]
     operands: list[Any]
-    unflatten: Callable[[Any, list[Any], list[Any]], Any]
+    others: Any
 
     def microbatch(self, call: _Call, batch: Sequence[Any], number: Any) -> dict[Var, Any]:
         """The values of a microbatch, by their variables."""
         return dict(zip(self.varying, call._replace(batch=list(batch)).microbatch(number), strict=True))
+
+    def unflatten(self, call: _Call, outs: Sequence[Any]) -> Any:
+        """What `_one_by_one` returns, from the losses, the other results and the gradients."""
+        losses, aux, grads = in_three(outs, 1, len(outs) - 1 - len(self.params))
+        leaves, tree = jax.tree.flatten(call.params)
+        grads = [grad.reshape(jnp.shape(leaf)) for grad, leaf in zip(grads, leaves, strict=True)]
+        return (_sum(*losses), jax.tree.unflatten(tree, grads)), jax.tree.unflatten(self.others, aux)
 
 
 def _divided(
@@ -246,17 +282,11 @@ def _divided(
     is_param = [True] * len(leaves) + [False] * len(avals)
     pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of, chosen)
     fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
-
-    def unflatten(losses: Any, aux: list[Any], grads: list[Any]) -> Any:
-        value, _ = lax.scan(lambda total, loss: (total + loss, None), filled(jaxpr.out_avals[0], 0), losses)
-        grads = [grad.reshape(jnp.shape(leaf)) for grad, leaf in zip(grads, leaves, strict=True)]
-        return (value, jax.tree.unflatten(tree, grads)), jax.tree.unflatten(jax.tree.structure(of_aux), aux)
-
     of_one = interleaved.Loss(convert_constvars_jaxpr(jaxpr), (*[False] * len(jaxpr.consts), *is_param))
     params: list[Any] = fixed[len(pieces.consts) :]
     views = [jnp.reshape(leaf, v.aval.shape) for leaf, v in zip(leaves, params, strict=True)]
     operands = [*pieces.consts, *views, *call.batch]
-    return _Divided(of_one, pieces, fixed, params, varying, operands, unflatten)
+    return _Divided(of_one, pieces, fixed, params, varying, operands, jax.tree.structure(of_aux))
 
 
 def _interleaved(call: _Call) -> Any:
@@ -288,18 +318,41 @@ def _interleaved(call: _Call) -> Any:
     loops_in = lambda pieces: tuple(scan.loops for scan in pieces.scans)
     ends_and_between = loops_in(pieces), loops_in(first), loops_in(last)
     what = interleaved.Interleaved(divided.loss, *ends_and_between, call.microbatches)
-    outs = interleaved.bind(run, what, *divided.operands)
-    return divided.unflatten(outs[0], outs[1 : -len(divided.params)], outs[-len(divided.params) :])
+    return divided.unflatten(call, interleaved.bind(run, what, *divided.operands))
 
 
 def _on_stages(call: _Call, stages: _Stages | None) -> Any:
     """The same, on pipeline stages; None where there are none."""
-    if stages is None or is_reference() or jax.config.jax_disable_jit or stages.size == 1:
+    if stages is None or not stages.are_used:
         return None
     schedule = Schedule(stages.size, stages.virtual, call.microbatches)
+    divided, chunks = _dealt(call, stages, schedule)
+
+    def run(*operands: Any) -> tuple[list[Any], list[Any]]:
+        return pipeline.run(*_staged(call, divided, chunks, operands), schedule, stages.axis)
+
+    loops = (chunks.loops,)
+    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches, schedule)
+    return divided.unflatten(call, interleaved.bind(run, what, *divided.operands))
+
+
+def _values_on_stages(call: _Call, stages: _Stages | None) -> Any:
+    """The losses and the other results, stacked, on pipeline stages; None where there are none."""
+    if stages is None or not stages.are_used:
+        return None
+    schedule = Schedule(stages.size, stages.virtual, call.microbatches)
+    divided, chunks = _dealt(call, stages, schedule, keep_nothing=True)
+    losses, *others = forward_pipeline.run(*_staged(call, divided, chunks, divided.operands), schedule, stages.axis)
+    return losses, jax.tree.unflatten(divided.others, others)
+
+
+def _dealt(call: _Call, stages: _Stages, schedule: Schedule, keep_nothing: bool = False) -> tuple[_Divided, Chunks]:
+    """The loss, divided at the scan whose layers are dealt, and these. `keep_nothing`: nothing is offloaded."""
 
     def loops_of(eqn: JaxprEqn, perturbed: tuple[bool, ...]) -> Loops:
         params = {name: eqn.params[name] for name in ("on_stage", "policy", "strict")}
+        if keep_nothing:
+            params |= {"policy": Policy(), "strict": False}
         with on_a_stage(stages.axis):
             return chunk_loops(perturbed=perturbed, chunks=schedule.chunks, slots=schedule.slots, **params)
 
@@ -311,18 +364,17 @@ def _on_stages(call: _Call, stages: _Stages | None) -> Any:
     carry = range(scan.loops.consts, scan.loops.consts + scan.loops.carry)
     differs = lambda v: isinstance(v, Var) and v in divided.pieces.varies
     along = tuple(i for i, v in enumerate(scan.eqn.invars) if differs(v) and i not in carry)
-    chunks = Chunks(scan.loops, schedule.stages, schedule.virtual_stages, along)
+    return divided, Chunks(scan.loops, schedule.stages, schedule.virtual_stages, along)
 
-    def run(*operands: Any) -> tuple[list[Any], list[Any]]:
-        values = dict(zip(divided.fixed, operands, strict=False))
-        program = program_of(divided.pieces, backward_loops, divided.params, values)
-        microbatch = functools.partial(divided.microbatch, call, operands[len(divided.fixed) :])
-        return pipeline.run(StagedLoss(program, chunks), schedule, stages.axis, microbatch)
 
-    loops = (scan.loops,)
-    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches, schedule)
-    outs = interleaved.bind(run, what, *divided.operands)
-    return divided.unflatten(outs[0], outs[1 : -len(divided.params)], outs[-len(divided.params) :])
+def _staged(
+    call: _Call, divided: _Divided, chunks: Chunks, operands: Sequence[Any]
+) -> tuple[StagedLoss, Callable[[Any], Values]]:
+    """The loss on these operands, and what returns the values of a microbatch."""
+    values = dict(zip(divided.fixed, operands, strict=False))
+    program = program_of(divided.pieces, backward_loops, divided.params, values)
+    microbatch = functools.partial(divided.microbatch, call, operands[len(divided.fixed) :])
+    return StagedLoss(program, chunks), microbatch
 
 
 def _to_deal(schedule: Schedule, number: int, scans: list[JaxprEqn]) -> list[JaxprEqn]:

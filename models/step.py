@@ -80,7 +80,8 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         return State(state.step + 1, params, moments), _metrics(loss, gradients, balance)
 
     def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
-        return mean(functools.partial(validation, params), microbatches(tokens_BxS1, train.grad_accumulation))
+        loss = jaxoffload.accumulate(validation, forward_only=True, **stages_of(config))
+        return loss(params, microbatches(tokens_BxS1, train.grad_accumulation))
 
     def tokens(rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, train.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))
@@ -149,8 +150,13 @@ def may_interleave(train: Train) -> bool:
 def derivative_of(config: Config) -> Derivative:
     """Return how a config computes gradients: on pipeline stages, interleaved, or one microbatch after another."""
     if config.mesh.stage > 1:
-        return functools.partial(interleaved, stages="stage", virtual_stages=config.train.virtual_stages)
+        return functools.partial(interleaved, **stages_of(config))
     return interleaved if may_interleave(config.train) else one_by_one
+
+
+def stages_of(config: Config) -> dict[str, Any]:
+    """Return what `accumulate` is told of pipeline stages."""
+    return {"stages": "stage", "virtual_stages": config.train.virtual_stages} if config.mesh.stage > 1 else {}
 
 
 def interleaved(loss: Loss, params: nnx.State, tokens_AxMxS1: jax.Array, **how: Any) -> tuple[Aux, nnx.State]:

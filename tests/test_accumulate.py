@@ -239,6 +239,16 @@ def test_sums_and_several_arguments():
 
 
 @pytest.mark.claim("accumulated-in-a-loop")
+def test_the_forward_passes_alone():
+    args = params_of(3), tokens(3)
+    loss = functools.partial(language_model, ours)
+    how = {"has_aux": True, "reduction": "sum"}
+    expected = run(lambda *args: accumulate(loss, **how)(*args)[0], *args)
+    assert_same_bits(run(accumulate(loss, **how, forward_only=True), *args), expected)
+    mean = run(accumulate(lambda *args: loss(*args)[0], forward_only=True), *args)
+    np.testing.assert_allclose(mean[0], expected[0] / 3, rtol=1e-6)
+
+
 def test_the_backward_pass_of_one_runs_beside_the_forward_pass_of_the_next():
     """In one loop over the layers, which holds the matmuls of both; the program does not grow with the microbatches."""
     loss = lambda w, x: jnp.sum(

@@ -17,6 +17,7 @@ from jaxoffload._engine.chunk import Chunks
 from jaxoffload._engine.last_rows import Cut, cut
 from jaxoffload._engine.schedule import Tick
 from jaxoffload._jax import HOST
+from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify.conservation import conservation
 from jaxoffload.proof._verify.gradients import gradients
@@ -114,20 +115,37 @@ def test_what_stages_alone_compute_has_the_same_bits():
     assert_close([staged_loss, staged_grads], jax.device_get([loss, grads]))
 
 
+@pytest.mark.parametrize("sizes, virtual_stages, microbatches", CASES.values(), ids=CASES)
+def test_losses_by_forward_passes_alone_equal_those_of_one_device(sizes, virtual_stages, microbatches):
+    args = PARAMS, tokens(microbatches)
+    of = lambda stack: functools.partial(language_model, stack)
+    expected = jax.jit(accumulate(of(plain), has_aux=True, forward_only=True))(*args)
+    how = {"stages": "stage", "virtual_stages": virtual_stages, "forward_only": True}
+    assert_close(on_mesh(accumulate(of(ours), has_aux=True, **how), sizes, args), jax.device_get(expected))
+
+
+@pytest.mark.claim("stages")
+def test_evaluation_moves_no_layers():
+    """Neither whole, as XLA's partitioning of a plain scan does, nor one at a time."""
+    _, args, on_stages = staged(groups=2)
+    how = {"stages": "stage", "virtual_stages": 2, "forward_only": True}
+    with on_stages:
+        program = jax.jit(accumulate(in_groups, has_aux=True, **how)).lower(*args).compile()
+    found = hlo.collectives(hlo.parse(program.as_text()))
+    assert {kind for kind, _ in found} == {"collective-permute", "all-reduce"}
+    assert {shape for _, shape in found} == {"f32[4,5,8]", "f32[8]"}, found  # activations, and the ys
+
+
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 def test_all_that_a_loss_can_have(virtual_stages):
     params = PARAMS | {"half": normal(5, (LAYERS, DIM, DIM)) / 5}
     args = params, tokens(5), normal(6, (5, 4)), jnp.arange(10).reshape(5, 2)
     of = lambda stack: functools.partial(everything, stack)
     expected = jax.jit(one_by_one(of(functools.partial(plain)), has_aux=True, reduction="sum"))(*args)
-    staged = accumulate(
-        of(functools.partial(ours, strict=False)),
-        has_aux=True,
-        reduction="sum",
-        stages="stage",
-        virtual_stages=virtual_stages,
-    )
-    got, expected = on_mesh(staged, (2, 1, 1), args), jax.device_get(expected)
+    how = {"has_aux": True, "reduction": "sum", "stages": "stage", "virtual_stages": virtual_stages}
+    on_stages = functools.partial(accumulate, of(functools.partial(ours, strict=False)), **how)
+    got, expected = on_mesh(on_stages(), (2, 1, 1), args), jax.device_get(expected)
+    assert_close(on_mesh(on_stages(forward_only=True), (2, 1, 1), args), expected[0])
     # A weight that is cast has gradients in bfloat16, whose sum is rounded once and not for each microbatch.
     (got_value, got_grads), (value, grads) = got, expected
     np.testing.assert_allclose(got_grads.pop("half"), grads.pop("half"), rtol=0.02, atol=0.02)
@@ -260,21 +278,26 @@ def test_a_row_is_cut_in_as_many_pieces_as_layers_can_carry(shape, layers, expec
     assert cut(shape, layers) == expected
 
 
+def is_stack(path):
+    return path[-1].key in ("w", "bias")
+
+
+def in_groups(params, tokens):
+    """`language_model`, whose layers are stored in groups."""
+    in_order = lambda path, x: x.reshape(LAYERS, *x.shape[2:]) if is_stack(path) else x
+    return language_model(ours, jax.tree_util.tree_map_with_path(in_order, params), tokens)
+
+
 def staged(groups, microbatches=6):
     """A step on two stages with two virtual stages, and its arguments, layers in groups for these or not; a context."""
     mesh = jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])
-    is_stack = lambda path: path[-1].key in ("w", "bias")
 
     def placed(path, x):
         if not is_stack(path):
             return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
         return jax.device_put(x.reshape(groups, -1, *x.shape[1:]), NamedSharding(mesh, PartitionSpec(None, "stage")))
 
-    def loss(params, tokens):
-        in_order = lambda path, x: x.reshape(LAYERS, *x.shape[2:]) if is_stack(path) else x
-        return language_model(ours, jax.tree_util.tree_map_with_path(in_order, params), tokens)
-
-    step = accumulate(loss, has_aux=True, stages="stage", virtual_stages=2)
+    step = accumulate(in_groups, has_aux=True, stages="stage", virtual_stages=2)
     return step, (jax.tree_util.tree_map_with_path(placed, PARAMS), tokens(microbatches)), jax.set_mesh(mesh)
 
 
@@ -382,7 +405,7 @@ def test_the_report_says_what_is_in_flight_on_each_stage():
     at = lines.index("7 ticks; each stage is idle for 20.0% of a step; 4 slots")
     assert [line.split() for line in lines[at + 2 : at + 4]] == [
         # Of 4 layers and a row of 256 tokens: gate and up, 512 float32 each; input, norm, q, context and out, 192 each,
-        # and k and v, 64 each. The last stage has half the microbatches. Each chunk copies a row more than it has layers.
+        # and k and v, 64 each. The last stage has half the microbatches. A chunk copies a row more than it has layers.
         ["0", "0-3", "4", "16.00", "MiB", "17.00", "MiB", "20.00", "MiB"],
         ["1", "4-7", "2", "8.00", "MiB", "8.50", "MiB", "20.00", "MiB"],
     ]

@@ -56,13 +56,13 @@ class _State(NamedTuple):
 
 
 def run(
-    loss: StagedLoss, schedule: Schedule, axis: str, arguments: Callable[[Any], Values]
+    loss: StagedLoss, arguments: Callable[[Any], Values], schedule: Schedule, axis: str
 ) -> tuple[list[Any], list[Any]]:
     """The results of the loss for all microbatches, stacked, and the sums of the gradients.
 
-    `axis`: of the mesh. `arguments`: the number of a microbatch -> its values.
+    `arguments`: the number of a microbatch -> its values. `axis`: of the mesh.
     """
-    pipeline = _Pipeline(loss, schedule, axis, arguments)
+    pipeline = Pipeline(loss, schedule, axis, arguments)
     shapes = _shapes(pipeline)
     step = jax.named_scope("jaxoffload.tick")(functools.partial(_step, pipeline, shapes.loops))
     first, stop, period = schedule.chunks, schedule.forward_stop, schedule.slots
@@ -88,7 +88,7 @@ def run(
 
 
 @dataclass(frozen=True, eq=False)
-class _Pipeline:
+class Pipeline:
     """What is the same in all ticks."""
 
     loss: StagedLoss
@@ -127,11 +127,9 @@ class _Shapes(NamedTuple):
     loops: Loops
 
 
-def _shapes(pipeline: _Pipeline) -> _Shapes:
+def _shapes(pipeline: Pipeline) -> _Shapes:
     loss, arguments = pipeline.loss, pipeline.arguments(0)
-    layers = loss.chunks.layers * pipeline.schedule.chunks
-    ys = jax.make_jaxpr(lambda: [y[:1] for y in empty_ys(loss.chunks.loops)])().out_avals
-    of_all = [jax.ShapeDtypeStruct((layers, *y.shape[1:]), y.dtype) for y in ys]
+    of_all = ys_of_all(pipeline)
     before = jax.make_jaxpr(lambda: loss.before(arguments))().out_avals
     loops: list[Loops] = []
 
@@ -145,7 +143,15 @@ def _shapes(pipeline: _Pipeline) -> _Shapes:
     return _Shapes([*before, *of_all], back, results, loops[-1])
 
 
-def _begin(pipeline: _Pipeline, shapes: _Shapes) -> _State:
+def ys_of_all(pipeline: Pipeline) -> list[Any]:
+    """Abstract: the ys of all layers."""
+    chunks = pipeline.loss.chunks
+    ys = jax.make_jaxpr(lambda: [y[:1] for y in empty_ys(chunks.loops)])().out_avals
+    layers = chunks.layers * pipeline.schedule.chunks
+    return [jax.ShapeDtypeStruct((layers, *y.shape[1:]), y.dtype) for y in ys]
+
+
+def _begin(pipeline: Pipeline, shapes: _Shapes) -> _State:
     """The state in which nothing has run."""
     loss, schedule = pipeline.loss, pipeline.schedule
     consts, xs = pipeline.summed
@@ -157,24 +163,25 @@ def _begin(pipeline: _Pipeline, shapes: _Shapes) -> _State:
         rest = zeros(shapes.along), zeros(shapes.back), rows[0], rows[0], list(slots)
         return Held([], sums, *rest).map(lambda x: x[None])
 
-    of_stages = _mapped(pipeline, held, (), PartitionSpec(pipeline.axis))()
+    of_stages = mapped(pipeline, held, (), PartitionSpec(pipeline.axis))()
     sums_of_xs = [pipeline.dealt(_zero_sum(pipeline, v)) for v in xs]
     sums = [filled(v.aval, 0) for v in loss.others]
     results = zeros(shapes.results, schedule.microbatches)
     return _State(results, sums, zeros(shapes.back), of_stages._replace(xs=sums_of_xs))
 
 
-def _zero_sum(pipeline: _Pipeline, v: Any) -> Any:
+def _zero_sum(pipeline: Pipeline, v: Any) -> Any:
     """Zeros for the sum of a value's cotangents: for a parameter in its own dtype, for others in float32 or wider."""
     zeros = filled(v.aval, 0)
     return zeros if v in pipeline.loss.program.params else zeros.astype(jnp.promote_types(v.aval.dtype, jnp.float32))
 
 
-def _mapped(pipeline: _Pipeline, f: Callable[..., Any], specs: Any, out_specs: Any) -> Callable[..., Any]:
+def mapped(pipeline: Pipeline, f: Callable[..., Any], specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`f`, run by each stage."""
     return jax.shard_map(f, in_specs=specs, out_specs=out_specs, axis_names={pipeline.axis}, check_vma=False)
 
 
-def _step(pipeline: _Pipeline, loops: Loops, tick: Tick, state: _State, later: Any = 0) -> _State:
+def _step(pipeline: Pipeline, loops: Loops, tick: Tick, state: _State, later: Any = 0) -> _State:
     """Run a tick, and what of the loss stands before and behind the layers of the microbatches that enter or leave.
 
     `later`: to add to the microbatches' numbers.
@@ -190,14 +197,14 @@ def _step(pipeline: _Pipeline, loops: Loops, tick: Tick, state: _State, later: A
     run = functools.partial(run_tick, tick, chunks, loops, pipeline.axis)
     everywhere, on_stages, dealt = PartitionSpec(), PartitionSpec(pipeline.axis), PartitionSpec(None, pipeline.axis)
     of_given, of_held = _specs(Given, everywhere, dealt), _specs(Held, on_stages, dealt)
-    mapped = _mapped(pipeline, run, (of_given, of_held, on_stages), (of_held, everywhere))
-    new, outside = mapped(given, held._replace(slots=others), free)
+    of_stage = mapped(pipeline, run, (of_given, of_held, on_stages), (of_held, everywhere))
+    new, outside = of_stage(given, held._replace(slots=others), free)
     slots = _with(held.slots, written, before, *new.slots) if tick.forward else held.slots
     state = state._replace(held=new._replace(slots=slots))
     if tick.leaves is not None:
         number = tick.leaves + later
         behind = loss.behind(values(tick.leaves), outside.left)
-        results = [_with_row(pipeline, *xs, number) for xs in zip(state.results, behind.results, strict=True)]
+        results = [with_row(pipeline, *xs, number) for xs in zip(state.results, behind.results, strict=True)]
         sums = _added(pipeline, state.sums, behind.params, number)
         state = state._replace(results=results, sums=sums, turned=behind.back)
     if tick.returns is not None:
@@ -219,7 +226,7 @@ def _with(slots: Sequence[Slot], written: int, before: int, new: Slot) -> list[S
     return slots
 
 
-def _with_row(pipeline: _Pipeline, rows: Any, row: Any, number: Any) -> Any:
+def with_row(pipeline: Pipeline, rows: Any, row: Any, number: Any) -> Any:
     """The results of all microbatches, with those of one if it exists."""
     at = jnp.clip(number, 0, pipeline.schedule.microbatches - 1)
     old = lax.dynamic_index_in_dim(rows, at, keepdims=False)
@@ -227,14 +234,14 @@ def _with_row(pipeline: _Pipeline, rows: Any, row: Any, number: Any) -> Any:
     return lax.dynamic_update_index_in_dim(rows, new, at, 0)
 
 
-def _added(pipeline: _Pipeline, sums: list[Any], cotangents: list[Any], number: Any) -> list[Any]:
+def _added(pipeline: Pipeline, sums: list[Any], cotangents: list[Any], number: Any) -> list[Any]:
     """The sums, with a microbatch's cotangents if it exists."""
     counts = exists(pipeline.schedule, number)
     add = lambda total, ct: total if type(ct) is Zero else total + jnp.where(counts, ct, jnp.zeros_like(ct))
     return list(map(add, sums, cotangents))
 
 
-def _gradients(pipeline: _Pipeline, state: _State) -> list[Any]:
+def _gradients(pipeline: Pipeline, state: _State) -> list[Any]:
     """The sums, for each parameter."""
     loss = pipeline.loss
     sums = dict(zip(loss.others, state.sums, strict=True))

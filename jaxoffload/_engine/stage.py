@@ -119,19 +119,19 @@ def run_tick(
     if tick.forward:
         computed: Computed = done[-1]
         if tick.leaves is not None:
-            outside = outside._replace(left=_from_stage(last_stage, computed.along[len(chunks.along) :], axis))
-        held = held._replace(along=_sent(tick, computed.along, 1, axis), last=computed.last)
+            outside = outside._replace(left=from_stage(last_stage, computed.along[len(chunks.along) :], axis))
+        held = held._replace(along=sent(tick.schedule, computed.along, 1, axis), last=computed.last)
         written = Slot(computed.residuals, computed.pieces)
     if tick.backward:
         derived: Derived = done[0]
         if tick.returns is not None:
             reads, _ = chunks.back
-            outside = outside._replace(returned=_from_stage(0, derived.back[len(reads) :], axis))
+            outside = outside._replace(returned=from_stage(0, derived.back[len(reads) :], axis))
         add = lambda total, ct: total + lax.select(counts, ct, jnp.zeros_like(ct)).astype(total.dtype)
         held = held._replace(
             xs=[x.reshape(old.shape) for x, old in zip(derived.xs, held.xs, strict=True)],
             consts=list(map(add, held.consts, derived.consts)),
-            back=_sent(tick, derived.back, -1, axis),
+            back=sent(tick.schedule, derived.back, -1, axis),
             ahead=derived.ahead,
         )
     return held._replace(slots=[written]).map(lambda x: x[None]), outside
@@ -148,7 +148,7 @@ def _rows(x: Any) -> Any:
     return x.reshape(chunks * layers, *shape)
 
 
-def _from_stage(number: int, values: Sequence[Any], axis: str) -> list[Any]:
+def from_stage(number: int, values: Sequence[Any], axis: str) -> list[Any]:
     """What one stage has, on all."""
 
     def of(x: Any) -> Any:
@@ -160,10 +160,10 @@ def _from_stage(number: int, values: Sequence[Any], axis: str) -> list[Any]:
     return list(map(of, values))
 
 
-def _sent(tick: Tick, values: Sequence[Any], by: int, axis: str) -> list[Any]:
+def sent(schedule: Schedule, values: Sequence[Any], by: int, axis: str) -> list[Any]:
     """What the neighbour had."""
-    stages = tick.schedule.stages
+    stages = schedule.stages
     pairs = [(n, (n + by) % stages) for n in range(stages)]
-    if tick.schedule.virtual_stages == 1:  # what leaves the last stage does not come back to the first
+    if schedule.virtual_stages == 1:  # what leaves the last stage does not come back to the first
         pairs = [(sender, to) for sender, to in pairs if to == sender + by]
     return [lax.ppermute(x, axis, pairs) for x in values]

@@ -77,13 +77,22 @@ class StagedLoss:
         residuals = run_piece(first, values, self.program.shared[0]) if isinstance(first, Straight) else []
         return values, residuals
 
+    def results(self, arguments: Values, outs: Sequence[Any]) -> list[Any]:
+        """Of the loss. `outs`: the carry and the ys."""
+        return self._end(self._known(arguments)[0], outs)[0]
+
+    def _end(self, values: Values, outs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The results of the loss, and the residuals of what is behind the layers."""
+        pieces = self.program.pieces
+        values |= zip(self.scan.eqn.outvars, outs, strict=True)
+        of_last = run_piece(pieces.last, values, self.program.shared[len(pieces.pieces)])
+        return [a.val if isinstance(a, Literal) else values[a] for a in pieces.outvars], of_last
+
     def behind(self, arguments: Values, outs: Sequence[Any]) -> Behind:
         """Run what is behind the layers, forward and backward. `outs`: the carry and the ys."""
         values, residuals = self._known(arguments)
         operands, pieces = self.operands(values), self.program.pieces
-        values |= zip(self.scan.eqn.outvars, outs, strict=True)
-        of_last = run_piece(pieces.last, values, self.program.shared[len(pieces.pieces)])
-        results = [a.val if isinstance(a, Literal) else values[a] for a in pieces.outvars]
+        results, of_last = self._end(values, outs)
         cotangents = {pieces.outvars[0]: filled(jax.typeof(results[0]).to_ct_aval(), 1)}
         transpose_piece(self.program, len(pieces.pieces), of_last, cotangents)
         out_perturbed = self.chunks.loops.segments[0].layer.out_perturbed

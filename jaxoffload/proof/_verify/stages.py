@@ -4,6 +4,7 @@ import re
 
 import jax
 from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import ppermute_p
 
 from ..._engine.host_pool_need import need_of
 from ..._engine.interleaved import is_staged
@@ -68,9 +69,7 @@ def exchanges(target: Target) -> Found:
     module = parse(target.program.as_text())
     moved = collectives(module, lambda line: bool(MOVED.search(line.op_name)))
     sent = collectives(module, lambda line: bool(EXCHANGE.search(line.op_name))).total()
-    asked = sum(
-        site.runs * len(site.eqn.outvars) for site in walk(target.jaxpr) if site.eqn.primitive.name == "ppermute"
-    )
+    asked = sum(site.runs * len(site.eqn.outvars) for site in walk(target.jaxpr) if site.eqn.primitive is ppermute_p)
     if sent > asked:
         return FAILS, f"{sent} arrays are sent to neighbours; the traced step asks for {asked}"
     if moved:

@@ -121,12 +121,14 @@ def written(folder: Path) -> Path:
 
 # ---- one that is lost ----
 
+ON_STAGES = ["mesh.data=1", "mesh.stage=2", "model.layers=4", "train.virtual_stages=2", "train.grad_accumulation=2"]
+
 
 @pytest.mark.claim("lost-processes")
-@pytest.mark.parametrize("lost", [0, 1])
-def test_where_a_process_is_killed_the_others_say_so_and_name_the_checkpoint(tmp_path, lost):
+@pytest.mark.parametrize("lost, overrides", [(0, []), (1, []), (1, ON_STAGES)], ids=["0", "1", "a stage"])
+def test_where_a_process_is_killed_the_others_say_so_and_name_the_checkpoint(tmp_path, lost, overrides):
     """Process 0 runs JAX's coordination service; when it dies, its clients abort from C++."""
-    with together([written(tmp_path)] * 2) as both:
+    with together([written(tmp_path)] * 2, *overrides) as both:
         both[0].until((tmp_path / "out/checkpoints/20").exists)
         both[lost].process.kill()
         (line,) = both[1 - lost].ended(5)

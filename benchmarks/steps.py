@@ -73,23 +73,32 @@ def shardings(case: Case, options: argparse.Namespace) -> tuple[Any, Any]:
 
 def loss_of(case: Case, options: argparse.Namespace, variant: Variant) -> Callable[[Any, Any], Any]:
     """Return (weights, x) -> the loss of a stack of layers, on a mesh if there are several devices."""
-    shape = case.model(options)
-    kind = ExpertLayer if shape.experts else Layer
-    graph = nnx.graphdef(nnx.eval_shape(lambda: kind(shape, nnx.Rngs(params=0))))
     scan = scan_of(case, variant)
 
     def loss(weights: Any, x: Any) -> Any:
-        rotation = rotations(options.seq, shape.d_head, shape.rope_theta)
-
-        def layer(x: Any, weights: Any) -> tuple[Any, None]:
-            out = nnx.merge(graph, weights)(x, rotation)
-            return (out[0] if shape.experts else out), None
-
-        y, _ = scan(layer, x, weights)
-        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+        y, _ = scan(layer_of(case, options), x, weights)
+        return mean_square(y)
 
     mesh = mesh_of(options)
     return loss if mesh is None else on_mesh(mesh, loss)
+
+
+def mean_square(y: Any) -> Any:
+    return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+
+def layer_of(case: Case, options: argparse.Namespace) -> Callable[[Any, Any], tuple[Any, None]]:
+    """Return one of the layers, (x, weights) -> (x, None)."""
+    shape = case.model(options)
+    kind = ExpertLayer if shape.experts else Layer
+    graph = nnx.graphdef(nnx.eval_shape(lambda: kind(shape, nnx.Rngs(params=0))))
+    rotation = rotations(options.seq, shape.d_head, shape.rope_theta)
+
+    def layer(x: Any, weights: Any) -> tuple[Any, None]:
+        out = nnx.merge(graph, weights)(x, rotation)
+        return (out[0] if shape.experts else out), None
+
+    return layer
 
 
 def scan_of(case: Case, variant: Variant) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from common import count
 
-from benchmarks import accumulate, cases, choices, dense, grouped, losses, moe, ratios, sweep
+from benchmarks import accumulate, cases, choices, dense, grouped, losses, moe, ratios, stages, sweep
 from jaxoffload import Policy
 from models import config
 from models.config import Model
@@ -118,6 +118,22 @@ def test_accumulation_by_hand():
     compiled_in = lambda seconds: {"modes": {"interleaved": {"compile_s": seconds}}}
     assert accumulate.compile_ratio({"16": compiled_in(3.0), "2": compiled_in(2.0)}) == 1.5
     assert "won_back" not in accumulate.ratios({"remat": modes["remat"]})
+
+
+def test_stages_by_hand():
+    """20 ms for a microbatch, and 20 more for the tick in which the other stage idles."""
+    plans = {"offload": 5.0, "saved": 8.0, "recomputed": 4.0, "all_forward": 10.0}
+    ms = {"offload": 22.5, "saved": 22.0, "recomputed": 30.5, "all_forward": 45.0}
+    modes = {mode: {"ms": ms[mode], "temp_gib": gib} for mode, gib in plans.items()} | {"fsdp": {}}
+    modes["offload"] |= {"freed_gib": 3.0, "predicted_gib": 4.0}
+    found = stages.ratios(modes)
+    assert found["offload/all_forward"] == found["offload/all_forward by temp_gib"] == 0.5
+    assert found["won_back"] == 0.9412 and found["freed/predicted"] == 0.75 and "offload/fsdp" not in found
+    at = lambda ms, gib: {"modes": {"offload": {"ms": ms, "temp_gib": gib}}}
+    found = stages.over_microbatches({"8": at(22.5, 5.0), "16": at(21.25, 5.5), "4": {"modes": {}}}, 1)
+    assert found["bubble"]["8"] == {"measured": 0.1111, "by the formula": 0.1111}
+    assert found["temp_gib with 16 / with 8 microbatches"] == 1.1
+    assert stages.over_microbatches({"8": at(22.5, 5.0)}, 1) == {}
 
 
 def test_every_offload_of_a_config_becomes_save():

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_accumulate import RULES, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
-from jaxoffload import HostPoolFull, Policy, accumulate, scan, verify
+from jaxoffload import HostPoolFull, Policy, accumulate, scan, tag, verify
 from jaxoffload._engine.chunk import Chunks
 from jaxoffload._engine.last_rows import Cut, cut
 from jaxoffload._engine.schedule import Tick
@@ -101,6 +101,23 @@ def test_gradients_equal_those_of_one_device(sizes, virtual_stages, microbatches
     expected = jax.jit(one_by_one(of(plain), has_aux=True))(*args)
     staged = accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=virtual_stages)
     assert_close(on_mesh(staged, sizes, args), jax.device_get(expected))
+
+
+def test_layers_in_bfloat16():
+    """What leaves a stage is summed over all of them, which XLA:CPU cannot compile in bfloat16."""
+    args = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS["w"]), normal(6, (4, 4, DIM)).astype(jnp.bfloat16)
+    step = lambda x, w: (x + jnp.tanh(tag(x @ w, "fc1")), None)
+    policy = Policy({"fc1": "offload"}, min_offload_bytes=0)
+
+    def loss(w, x):
+        return jnp.mean(scan(step, x, w, policy=policy)[0].astype(jnp.float32) ** 2)
+
+    expected = jax.jit(accumulate(loss))(*args)
+    mesh = jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        got = jax.jit(accumulate(loss, stages="stage"))(*args)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(got[1].astype(np.float32), expected[1].astype(np.float32), rtol=0.02, atol=1e-3)
 
 
 def test_what_stages_alone_compute_has_the_same_bits():

@@ -155,9 +155,17 @@ def from_stage(number: int, values: Sequence[Any], axis: str) -> list[Any]:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(of(jax.random.key_data(x)), impl=jax.random.key_impl(x))
         here = lax.axis_index(axis) == number
-        return lax.psum(jnp.where(here, x, jnp.zeros_like(x)), axis).astype(x.dtype)
+        return _psum(jnp.where(here, x, jnp.zeros_like(x)), axis).astype(x.dtype)
 
     return list(map(of, values))
+
+
+def _psum(x: Any, axis: str) -> Any:
+    """The sum over a mesh axis. Of bfloat16, XLA:CPU cannot compile it (docs/upstream.md#bfloat16-sums)."""
+    if x.dtype != jnp.bfloat16:
+        return lax.psum(x, axis)
+    in_float32 = lambda x: lax.psum(x.astype(jnp.float32), axis).astype(x.dtype)
+    return lax.platform_dependent(x, cpu=in_float32, default=lambda x: lax.psum(x, axis))
 
 
 def sent(schedule: Schedule, values: Sequence[Any], by: int, axis: str) -> list[Any]:

@@ -1,0 +1,304 @@
+"""Gradients over microbatches on two pipeline stages: the same schedule with residuals offloaded, saved and recomputed,
+all forward passes before all backward passes by plain JAX, and FSDP.
+
+    python -m benchmarks.stages [--microbatches 4 8 16] [--virtual_stages 1 2] [--out benchmarks/results/stages.json]
+    python -m benchmarks.stages --case moe --layers 4 --microbatches 8 --out benchmarks/results/stages-moe.json
+
+A step is the gradient of a stack of the example model's layers, summed over microbatches of `--batch` sequences each,
+and an SGD update in place, as in `benchmarks.accumulate`. One process times all modes in turn, each with those of its
+variants that fit on the device, and the fastest counts. Times are per microbatch.
+
+`all_forward` is a pipeline as MaxText has it: a `lax.scan` over ticks, whose layers are under `jax.checkpoint`, and a
+`ppermute` between them, differentiated as a whole. It has one chunk of layers per stage.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxoffload
+from benchmarks import accumulate, moe, streams
+from benchmarks.accumulate import CASES, device_gib
+from benchmarks.cases import OVERLAP, Case, Variant, modes_of
+from benchmarks.peers import arguments, provenance, say
+from benchmarks.steps import import_te, layer_of, mean_square, model_flops, scan_of, start
+from jaxoffload import Schedule
+from models import config
+from models.metrics import PEAK_FLOPS
+from models.sharding import RULES, make_mesh, on_mesh, param_shardings
+from models.step import dealt, regrouped
+
+STAGES = 2
+OURS = ("offload", "saved", "recomputed")  # one schedule
+MODES = (*OURS, "all_forward", "fsdp")
+
+
+def main() -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "110")  # per device; all slots are there
+    options = parse()
+    import_te(options)
+    case = CASES[options.case]
+    result = provenance("stages", options.commit, STAGES)
+    result |= {"shape": {"case": options.case, **case.shape(options)}, "virtual_stages": {}}
+    peers: dict[int, dict[str, Any]] = {count: {} for count in options.microbatches}  # they have no virtual stages
+    for virtual in options.virtual_stages:
+        of_count = result["virtual_stages"].setdefault(str(virtual), {"microbatches": {}})
+        for count in options.microbatches:
+            modes = measured(case, options, Schedule(STAGES, virtual, count), peers[count])
+            peers[count] = {mode: of for mode, of in modes.items() if mode not in OURS}
+            of_count["microbatches"][str(count)] = {"modes": modes, "ratios": ratios(modes)}
+            of_count |= over_microbatches(of_count["microbatches"], virtual)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+
+
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.set_defaults(out=Path("benchmarks/results/stages.json"))
+    moe.arguments(parser)
+    parser.set_defaults(layers=24, seq=4096)
+    parser.add_argument("--case", choices=CASES, default="dense")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--virtual_stages", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    options = parser.parse_args()
+    if options.fsdp * options.expert > 1:
+        parser.error("--fsdp, --expert: two GPUs are the two stages; FSDP on them is the mode fsdp")
+    return options
+
+
+def variants_of(case: Case, name: str) -> dict[str, dict[str, Variant]]:
+    """Return mode -> name -> variant."""
+    moved = accumulate.variants_of(case, name)["interleaved"]
+    saved = {what: Variant("ours", dict.fromkeys(v.residuals, "save"), OVERLAP) for what, v in moved.items()}
+    inputs = {"layer_input": "offload"}
+    return {
+        "offload": moved,
+        "saved": {"all saved": saved["all moved"]},
+        "recomputed": {"everything": Variant("ours", {}, OVERLAP)},
+        "all_forward": {
+            **modes_of(case)["remat"],
+            "all names": modes_of(case)["saved_all"]["all names, overlap"],
+            "layer inputs offloaded": Variant("jax in scan", inputs, OVERLAP),
+        },
+        "fsdp": moved,
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- steps
+
+
+class Step(NamedTuple):
+    """A compiled step, (weights, batch) -> (weights, batch), what makes its arguments, and what is known of it."""
+
+    run: Callable[..., Any]
+    initial: Callable[[], Any]
+    facts: dict[str, Any]
+
+
+def compiled(case: Case, options: argparse.Namespace, mode: str, variant: Variant, schedule: Schedule) -> Step:
+    """Compile a step of a mode."""
+    fsdp, virtual = mode == "fsdp", schedule.virtual_stages if mode in OURS else 1
+    sizes = config.Mesh(fsdp=STAGES) if fsdp else config.Mesh(stage=STAGES)
+    mesh = make_mesh(sizes, jax.devices()[:STAGES])
+    weights, x = jax.eval_shape(start(case, options))
+    in_order = {"layers": weights}
+    stored = dealt(in_order, virtual)
+    of_batch = NamedSharding(mesh, PartitionSpec(None, *RULES.spec("batch")))
+    where = param_shardings(stored, mesh), of_batch
+
+    def loss(params: Any, x: Any) -> Any:
+        y, _ = scan_of(case, variant)(layer_of(case, options), x, regrouped(params, in_order)["layers"])
+        return mean_square(y)
+
+    stages = {} if fsdp else {"stages": "stage", "virtual_stages": virtual}
+    ours = lambda *args: jaxoffload.accumulate(loss, reduction="sum", **stages)(*args)[1]
+    plain = jax.grad(functools.partial(all_forward, case, options, variant))
+    gradients = plain if mode == "all_forward" else ours
+
+    def step(params: Any, batch: Any) -> tuple[Any, Any]:
+        updated = jax.tree.map(lambda w, g: w - 1e-4 / schedule.microbatches * g, params, gradients(params, batch))
+        return updated, batch
+
+    def initial() -> Any:
+        weights, x = start(case, options)()
+        batch = jnp.stack([jnp.roll(x, n) for n in range(schedule.microbatches)])
+        return regrouped({"layers": weights}, stored), batch
+
+    begin = time.perf_counter()
+    how = {"in_shardings": where, "out_shardings": where, "donate_argnums": 0, "compiler_options": variant.options}
+    batch = jax.ShapeDtypeStruct((schedule.microbatches, *x.shape), x.dtype)
+    program = jax.jit(on_mesh(mesh, step), **how).lower(stored, batch).compile()
+    memory = program.memory_analysis()
+    facts = {
+        "compile_s": round(time.perf_counter() - begin, 2),
+        "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
+        "all_gib": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 4),
+        "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
+    }
+    return Step(program, jax.jit(initial, out_shardings=where), facts)
+
+
+def all_forward(case: Case, options: argparse.Namespace, variant: Variant, params: Any, batch: Any) -> Any:
+    """The sum of the losses of all microbatches, which pass the stages one after another."""
+    count, last = len(batch), STAGES - 1
+
+    def on_stage(weights: Any, batch: Any) -> Any:
+        stage = lax.axis_index("stage")
+
+        def tick(x: Any, number: Any) -> tuple[Any, Any]:
+            entering = lax.dynamic_index_in_dim(batch, jnp.minimum(number, count - 1), keepdims=False)
+            y, _ = scan_of(case, variant)(layer_of(case, options), jnp.where(stage == 0, entering, x), weights)
+            return lax.ppermute(y, "stage", [(n, n + 1) for n in range(last)]), y
+
+        _, ys = lax.scan(tick, jnp.zeros_like(batch[0]), jnp.arange(count + last))
+        losses = jax.vmap(mean_square)(ys[last:])
+        return lax.psum(jnp.where(stage == last, jnp.sum(losses), 0.0), "stage")
+
+    specs = (PartitionSpec("stage"), PartitionSpec())
+    mapped = jax.shard_map(on_stage, in_specs=specs, out_specs=PartitionSpec(), axis_names={"stage"}, check_vma=False)
+    return mapped(params["layers"], batch)
+
+
+# ------------------------------------------------------------------------------------------------------------- measure
+
+
+def measured(case: Case, options: argparse.Namespace, schedule: Schedule, known: dict[str, Any]) -> dict[str, Any]:
+    """Return mode -> the results of its fastest variant, with those of the others. `known`: results of some modes."""
+    found: dict[str, dict[str, Any]] = dict(known)
+    for mode in (mode for mode in options.modes if mode not in known):
+        variants: dict[str, Any] = {}
+        for name, variant in variants_of(case, options.case)[mode].items():
+            step = compiled(case, options, mode, variant, schedule)
+            fits = step.facts["all_gib"] <= device_gib()
+            variants[name] = step.facts | (timed(case, options, step, schedule, mode == "offload") if fits else {})
+            say(
+                f"{schedule.virtual_stages} virtual stages, {schedule.microbatches} microbatches, {mode}, {name}: "
+                f"{ {key: value for key, value in variants[name].items() if key != 'profile'} }"
+            )
+        ran = {name: facts for name, facts in variants.items() if "ms" in facts}
+        best = min(ran, key=lambda name: ran[name]["ms"]) if ran else None
+        others = {name: facts for name, facts in variants.items() if name != best}
+        found[mode] = ({"options": best, **ran[best]} if best else {}) | {"other_options": others}
+    if {"saved", "offload"} <= found.keys():
+        found["offload"] |= freed(case, options, schedule, found)
+    return found
+
+
+def timed(
+    case: Case, options: argparse.Namespace, step: Step, schedule: Schedule, with_profile: bool
+) -> dict[str, Any]:
+    """Return the times of a step, per microbatch. The first run fills the pinned pool."""
+    state, spent = step.initial(), []
+    for _ in range(1 + options.steps):
+        begin = time.perf_counter()
+        state = jax.block_until_ready(step.run(*state))
+        spent.append(1e3 * (time.perf_counter() - begin) / schedule.microbatches)
+    ms = statistics.median(spent[1:])
+    flops = model_flops(case, options) / STAGES
+    times = {
+        "ms": round(ms, 2),
+        "spread_ms": [round(min(spent[1:]), 2), round(max(spent[1:]), 2)],
+        "mfu": round(flops / ms / 1e-3 / PEAK_FLOPS["NVIDIA H200"], 4),
+    }
+    if with_profile:
+        gpus = streams.traced(lambda: jax.block_until_ready(step.run(*state)))
+        times["profile"] = [streams.summary(events) for events in gpus.values()]  # none on a CPU
+    return times
+
+
+def freed(case: Case, options: argparse.Namespace, schedule: Schedule, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what offloading frees on each device, by XLA's plans, and what is predicted.
+
+    In each slot a chunk's residuals. In their place the device holds those of four layers: one that is written and one
+    that is fetched, and a chunk's last layer, each way, in pieces.
+    """
+    name = "all moved"
+    variant = variants_of(case, options.case)["offload"][name]
+    loss = lambda weights, x: mean_square(scan_of(case, variant)(layer_of(case, options), x, weights)[0])
+    table = jaxoffload.residuals(loss, *jax.eval_shape(start(case, options)))
+    layer = sum(row.bytes_per_layer for row in table if row.state == "offloaded" and row.kind == "value")
+    layers = schedule.slots * case.model(options).layers // schedule.chunks - 4
+    plan = lambda of, name: of["temp_gib"] if of.get("options") == name else of["other_options"][name]["temp_gib"]
+    planned = plan(found["saved"], "all saved") - plan(found["offload"], name)
+    return {"freed_gib": round(planned, 4), "predicted_gib": round(layers * layer / 2**30, 4)}
+
+
+# ------------------------------------------------------------------------------------------------------------- report
+
+
+def ratios(modes: dict[str, Any]) -> dict[str, float]:
+    """Return every ratio for which the modes were measured. won_back: as in `benchmarks.accumulate`."""
+    ms = {mode: of["ms"] for mode, of in modes.items() if "ms" in of}
+    found = {f"offload/{mode}": ms["offload"] / ms[mode] for mode in MODES[1:] if {"offload", mode} <= ms.keys()}
+    found |= {
+        f"offload/{mode} by temp_gib": modes["offload"]["temp_gib"] / modes[mode]["temp_gib"]
+        for mode in MODES[1:]
+        if {"offload", mode} <= ms.keys()
+    }
+    if {"offload", "saved", "recomputed"} <= ms.keys():
+        found["won_back"] = (ms["recomputed"] - ms["offload"]) / (ms["recomputed"] - ms["saved"])
+    if modes.get("offload", {}).get("predicted_gib"):
+        found["freed/predicted"] = modes["offload"]["freed_gib"] / modes["offload"]["predicted_gib"]
+    return {name: round(ratio, 4) for name, ratio in found.items()}
+
+
+def over_microbatches(microbatches: dict[str, Any], virtual: int) -> dict[str, Any]:
+    """Return what shows only where the number of microbatches varies: memory, and how long stages idle.
+
+    The time that a microbatch adds, from the fewest to the most microbatches, is that of a stage that never idles.
+    """
+    of = {int(count): found["modes"].get("offload", {}) for count, found in microbatches.items()}
+    ran = sorted(count for count, facts in of.items() if "ms" in facts)
+    if len(ran) < 2:
+        return {}
+    least, most = ran[0], ran[-1]
+    step_ms = {count: count * of[count]["ms"] for count in ran}
+    each = (step_ms[most] - step_ms[least]) / (most - least)
+    bubbles = {
+        str(count): {
+            "measured": round(1 - count * each / step_ms[count], 4),
+            "by the formula": round(Schedule(STAGES, virtual, count).bubble, 4),
+        }
+        for count in ran
+    }
+    memory = of[most]["temp_gib"] / of[least]["temp_gib"]
+    return {"bubble": bubbles, f"temp_gib with {most} / with {least} microbatches": round(memory, 4)}
+
+
+WHAT = {
+    "offload": "**jaxoffload**, norms and activation recomputed, the rest offloaded",
+    "saved": "the same schedule, the same saved",
+    "recomputed": "the same schedule, everything recomputed",
+    "all_forward": "JAX, all forward, then all backward",
+    "fsdp": "**jaxoffload**, FSDP, interleaved",
+}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the results as a Markdown table."""
+    head = ("virtual stages", "microbatches", "", "step per microbatch", "temporary device memory")
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for virtual, of in result["virtual_stages"].items():
+        for count, found in of["microbatches"].items():
+            for mode, what in WHAT.items():
+                if "ms" in (m := found["modes"].get(mode, {})):
+                    lines.append(f"| {virtual} | {count} | {what} | {m['ms']:.0f} ms | {m['temp_gib']:.1f} GiB |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,7 @@ from ._chain import chain as chain
 from ._checkpoint import checkpoint as checkpoint
 from ._compiler_options import compiler_options as compiler_options
 from ._engine.schedule import Schedule as Schedule
+from ._offload import offload as offload
 from ._scan import scan as scan
 from .grouped import GroupedTensor as GroupedTensor
 from .grouped import grouped_matmul as grouped_matmul

@@ -397,7 +397,10 @@ def _to_deal(schedule: Schedule, number: int, scans: list[JaxprEqn]) -> list[Jax
     if params(scan)["reverse"]:
         raise NotImplementedError("accumulate: stages: a scan with reverse=True cannot be dealt; reverse its xs")
     if scan.params["on_stage"] is None:
-        raise NotImplementedError("accumulate: stages: a scan inside vmap or checkify cannot be dealt; map its layers")
+        raise NotImplementedError(
+            "accumulate: stages: a scan inside vmap or checkify, or one that offload replaced, cannot be dealt; call "
+            "jaxoffload.scan"
+        )
     return [scan]
 
 

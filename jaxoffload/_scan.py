@@ -186,10 +186,14 @@ def _the_scan(jaxpr: Jaxpr) -> int:
 def _with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool, on_stage: OnStage | None = None) -> Jaxpr:
     """`jaxpr` with its one `lax.scan` replaced by ours."""
     at = _the_scan(jaxpr)
-    eqn = jaxpr.eqns[at]
+    equation = our_equation(jaxpr.eqns[at], policy, strict, on_stage)
+    return jaxpr.replace(eqns=[*jaxpr.eqns[:at], equation, *jaxpr.eqns[at + 1 :]])
+
+
+def our_equation(eqn: JaxprEqn, policy: Policy, strict: bool, on_stage: OnStage | None = None) -> JaxprEqn:
+    """The equation of ours that stands for one of `lax.scan`."""
     params = {"call_jaxpr": _alone(eqn), "policy": policy, "strict": strict, "on_stage": on_stage}
-    ours = new_jaxpr_eqn(eqn.invars, eqn.outvars, scan_p, params, eqn.effects, eqn.source_info, eqn.ctx)
-    return jaxpr.replace(eqns=[*jaxpr.eqns[:at], ours, *jaxpr.eqns[at + 1 :]])
+    return new_jaxpr_eqn(eqn.invars, eqn.outvars, scan_p, params, eqn.effects, eqn.source_info, eqn.ctx)
 
 
 def _alone(eqn: JaxprEqn) -> Jaxpr:
@@ -198,8 +202,13 @@ def _alone(eqn: JaxprEqn) -> Jaxpr:
 
 
 def body_of(call_jaxpr: Jaxpr) -> Body:
-    """The body of the one `lax.scan` in a jaxpr. In the scan, xs and ys have one axis more than in the body."""
+    """The body of the one `lax.scan` in a jaxpr."""
     (eqn,) = call_jaxpr.eqns
+    return body_of_scan(eqn)
+
+
+def body_of_scan(eqn: JaxprEqn) -> Body:
+    """The body of a `lax.scan`, in which xs and ys have one axis less."""
     jaxpr = eqn.params["jaxpr"]
     same = lambda outer, inner: sum(o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True))
     carry = same(eqn.outvars, jaxpr.outvars)

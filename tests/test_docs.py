@@ -40,6 +40,7 @@ def printed_by(page):
         ("docs/policy.md", 1),
         ("docs/accumulation.md", 3),
         ("docs/stages.md", 2),
+        ("docs/frameworks.md", 3),
     ],
 )
 def test_the_code_of_a_page_prints_what_the_page_shows(name, blocks):

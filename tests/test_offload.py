@@ -1,0 +1,303 @@
+"""offload(): scans that others call become ours, wherever they stand; what stays, and what is refused, says so."""
+
+import copy
+import dataclasses
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import assert_same_bits, normal, policy, run, run_each
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxoffload import Policy, PolicyError, accumulate, offload, residuals, scan, tag, verify
+from jaxoffload._engine.copying_loops import backward_p, forward_p
+from jaxoffload._engine.interleaved import interleaved_p
+from jaxoffload._engine.walk import walk
+from jaxoffload._reference import with_layers
+
+pytestmark = pytest.mark.claim("offload")
+
+RULES = {"fc1": "offload"}
+X, W = normal(0, (4, 8)), normal(1, (3, 8, 8)) / 3
+remat = functools.partial(jax.checkpoint, policy=policy(RULES))
+
+
+def mlp(x, w):
+    return x + jnp.tanh(tag(x @ w, "fc1"))
+
+
+def layer(x, w):
+    return mlp(x, w), jnp.sum(x)
+
+
+def stack(x, w):
+    return lax.scan(remat(layer), x, w)[0]
+
+
+# ---- where scans and checkpoints stand ----
+
+
+def in_shard_map(x, w):
+    """Its layers know the mesh's axis."""
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=jax.devices()[:4])
+    one = lambda x, w: (mlp(x, w) + lax.psum(jnp.sum(x), "d") / 9, None)
+    of_rows = lambda x, w: lax.scan(remat(one), x, w)[0]
+    rows = PartitionSpec("d")
+    return jax.shard_map(of_rows, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows)(x, w)
+
+
+def several_in_a_layer(x, w):
+    def one(x, w):
+        return jnp.sin(remat(mlp)(remat(mlp)(jnp.cos(x), w), w.T)), None
+
+    return lax.scan(one, x, w)[0]
+
+
+def one_twice_in_a_layer(x, w):
+    """JAX traces it once."""
+    run = remat(mlp)
+    return lax.scan(lambda x, w: (run(run(x, w), w), None), x, w)[0]
+
+
+def in_a_branch_of_a_layer(x, w):
+    one = lambda x, w: (lax.cond(x[0, 0] > 0, remat(mlp), lambda x, w: x @ w, x, w), None)
+    return lax.scan(one, x, w)[0]
+
+
+def jitted_in_a_layer(x, w):
+    return lax.scan(jax.jit(lambda x, w: jax.jit(remat(layer))(x, w)), x, w)[0]
+
+
+def in_a_layer_and_in_a_scan_of_it(x, w):
+    return lax.scan(lambda x, w: (stack(remat(mlp)(x, w), W), None), x, w)[0]
+
+
+def several_arrays_carried(x, w):
+    one = lambda carry, w: ((mlp(carry[0], w), carry[1] + 1, carry[2] * 0.5 + carry[0]), None)
+    return lax.scan(remat(one), (x, 0, x), w)[0][2]
+
+
+PLACES = {
+    "a scan": stack,
+    "in jit": lambda x, w: jax.jit(stack)(x, w),
+    "in shard_map": in_shard_map,
+    "in cond": lambda x, w: lax.cond(jnp.sum(x) < 99, stack, lambda x, w: x, x, w),
+    "in a scan": lambda x, w: lax.scan(lambda x, _: (stack(x, w), None), x, length=2)[0],
+    "in a checkpoint": lambda x, w: jax.checkpoint(stack)(x, w),
+    "in a checkpoint under a policy": lambda x, w: remat(lambda x, w: stack(jnp.sin(tag(x, "fc1")), w))(x, w),
+    "in vmap": lambda x, w: jax.vmap(stack, (0, None))(jnp.stack([x, x + 1]), w),
+    "reversed and unrolled": lambda x, w: lax.scan(remat(layer), x, w, reverse=True, unroll=2)[0],
+    "several checkpoints in a layer": several_in_a_layer,
+    "one twice in a layer": one_twice_in_a_layer,
+    "in a branch of a layer": in_a_branch_of_a_layer,
+    "jitted in a layer": jitted_in_a_layer,
+    "in a layer, and in a scan of it": in_a_layer_and_in_a_scan_of_it,
+    "several arrays carried": several_arrays_carried,
+}
+
+
+def gradients_of(f):
+    return jax.value_and_grad(lambda *args: jnp.sum(f(*args) ** 2), (0, 1))
+
+
+def test_gradients_are_those_of_the_function_wherever_scans_stand():
+    got = run_each([gradients_of(offload(f)) for f in PLACES.values()], X, W)
+    for name, ours, theirs in zip(PLACES, got, run_each([gradients_of(f) for f in PLACES.values()], X, W), strict=True):
+        try:
+            assert_same_bits(ours, theirs)
+        except AssertionError as differs:
+            raise AssertionError(name) from differs
+
+
+@pytest.mark.parametrize("f", PLACES.values(), ids=PLACES)
+def test_the_layers_are_run_by_our_loops_and_offload(f):
+    table = residuals(offload(lambda *args: jnp.sum(f(*args) ** 2)), X, W)
+    jaxpr = jax.make_jaxpr(gradients_of(offload(f)))(X, W)
+    assert {forward_p, backward_p} <= {site.eqn.primitive for site in walk(jaxpr)}
+    moved = [row.names[0] for rows in (table, *table.reruns) for row in rows if row.state == "offloaded"]
+    assert any(name.startswith("fc1") for name in moved)
+
+
+def test_a_checkpoint_outside_of_scans_is_ours():
+    loss = lambda x, w: jnp.sum(remat(mlp)(x, w[0]) ** 2)
+    assert_same_bits(*(run(jax.grad(f, (0, 1)), X, W) for f in (offload(loss), loss)))
+    assert [row.state for row in residuals(offload(loss), X, W) if row.names == ("fc1",)] == ["offloaded"]
+
+
+# ---- names ----
+
+
+def test_what_a_scan_carries_has_a_name():
+    loss = lambda rules, f: lambda x, w: jnp.sum(lax.scan(remat(f, policy=policy(rules)), x, w)[0] ** 2)
+    rows = lambda table: {row.names: row.state for row in table if row.kind == "value" and row.layers == 2}
+    found = residuals(offload(loss({"layer_input": "offload"}, layer)), X, W)
+    assert rows(found)["layer_input",] == "offloaded"
+    named = residuals(offload(loss({"mine": "offload"}, lambda x, w: layer(tag(x, "mine"), w))), X, W)
+    assert rows(named)["mine",] == "offloaded" and not any("layer_input" in row.names for row in named)
+    numbered = residuals(offload(lambda x, w: jnp.sum(several_arrays_carried(x, w))), X, W)
+    assert {"layer_input.0", "layer_input.1"} <= {name for row in numbered for name in row.names}
+
+
+def test_a_pattern_must_match_a_name_in_one_of_all_stacks():
+    both = policy({"fc1": "offload", "fc2": "offload"})
+    second = lambda x, w: (x + jnp.tanh(tag(x @ w, "fc2")), None)
+
+    def loss(rules, x, w):
+        x = lax.scan(remat(layer, policy=rules), x, w)[0]
+        return jnp.sum(lax.scan(remat(second, policy=rules), x, w)[0] ** 2)
+
+    table = residuals(offload(functools.partial(loss, both)), X, W)
+    assert {row.names for row in table if row.state == "offloaded"} == {("fc1",), ("fc2",)}
+    wrong = policy({"fc1": "offload", "fc3": "offload"})
+    with pytest.raises(PolicyError, match=r"fc3.*matches no tagged value; the tagged names are fc1, fc2, layer_input"):
+        offload(functools.partial(loss, wrong))(X, W)
+    offload(functools.partial(loss, wrong), strict=False)(X, W)
+
+
+def test_a_policy_survives_what_frameworks_do_to_it():
+    mine = Policy({"fc1": "offload", "attn/*": "save"}, offload_modules=["moe_act"], offload_layers=0.5)
+    assert mine.rules  # cached in it
+    for again in (pickle.loads(pickle.dumps(mine)), copy.deepcopy(mine), Policy(**dataclasses.asdict(mine))):
+        assert again == mine and hash(again) == hash(mine) and again.rules == mine.rules
+
+
+# ---- what stays, and what is refused ----
+
+
+def test_a_scan_that_stays_says_why_and_its_checkpoints_are_ours():
+    def one(x, w):
+        return remat(mlp, policy=policy({"fc1": "save"}))(remat(mlp)(x, w), w), None
+
+    loss = lambda x, w: jnp.sum(lax.scan(one, x, w)[0] ** 2)
+    with pytest.warns(UserWarning, match=r"a scan of 3 layers stays lax.scan: its layers are under 2 policies"):
+        got = run(jax.grad(offload(loss), (0, 1)), X, W)
+    assert_same_bits(got, run(jax.grad(loss, (0, 1)), X, W))
+
+
+def test_layers_that_write_to_a_ref_stay():
+    def loss(x, w):
+        count = jax.new_ref(jnp.zeros(()))
+
+        def one(x, w):
+            count[...] += 1.0
+            return mlp(x, w), None
+
+        return jnp.sum(lax.scan(remat(one), x, w)[0] ** 2) + lax.stop_gradient(count[...])
+
+    with pytest.warns(UserWarning, match="its layers read or write a jax.new_ref"):
+        got = run(offload(loss), X, W)
+    assert_same_bits(got, run(loss, X, W))
+
+
+REFUSED = {
+    "no policy": (lambda x, w: jnp.sum(lax.scan(jax.checkpoint(layer), x, w)[0]), ValueError, "has nothing under"),
+    "a gradient": (jax.grad(lambda *args: jnp.sum(stack(*args))), NotImplementedError, r"jax.grad\(offload\(loss\)\)"),
+}
+
+
+@pytest.mark.parametrize("f, kind, words", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_replaced_is_refused(f, kind, words):
+    with pytest.raises(kind, match=words):
+        offload(f)(X, W)
+
+
+@pytest.mark.parametrize("call", [lambda: offload(3), lambda: offload(stack, strict="yes")])
+def test_wrong_arguments(call):
+    with pytest.raises(TypeError, match=r"offload: (f must be a function, got 3|strict must be .*, got 'yes')"):
+        call()
+
+
+# ---- calls ----
+
+
+def test_any_arguments_and_results():
+    def loss(params, x, *, key, scale=1.0, how="sum", none=None):
+        assert none is None and isinstance(scale, float)
+        y = stack(x, params["w"]) * scale + jax.random.normal(key, x.shape)
+        return getattr(jnp, how)(y**2), {"y": y, "first": (y[0],)}
+
+    args, keywords = ({"w": W}, np.asarray(X)), {"key": jax.random.key(0), "scale": 2.0, "how": "mean"}
+    ours, theirs = (jax.value_and_grad(f, has_aux=True) for f in (offload(loss), loss))
+    got, want = (run(functools.partial(f, **keywords), *args) for f in (ours, theirs))
+    assert_same_bits(got, want)
+    step = jax.jit(lambda w, x: w - jax.grad(offload(lambda w, x: jnp.sum(stack(x, w) ** 2)))(w, x), donate_argnums=0)
+    compiled = step.lower(W, X).compile()
+    assert compiled(jnp.copy(W), X).shape == W.shape
+    assert offload(loss).__name__ == "loss"
+
+
+def test_what_takes_a_loss_takes_it():
+    loss = lambda w, x: jnp.sum(stack(x, w) ** 2)
+    assert all(check.verdict in ("holds", "not checked") for check in verify(offload(loss), W, X))
+    microbatches = jnp.stack([X, X + 1, X - 1])
+    jaxpr = jax.make_jaxpr(accumulate(offload(loss)))(W, microbatches)
+    assert any(site.eqn.primitive is interleaved_p for site in walk(jaxpr))
+    by_hand = lambda w, x: jnp.sum(scan(layer, x, w, policy=policy(RULES))[0] ** 2)
+    few = [run(with_layers(f, 2), W, X) for f in (offload(loss), by_hand)]
+    assert_same_bits(*few)
+    assert (few[0][0] != run(loss, W, X)[0]).all()
+
+
+# ---- frameworks ----
+
+
+class Linen(nn.Module):
+    """A layer with dropout and a value that it sows."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        fc1 = checkpoint_name(nn.Dense(16)(nn.LayerNorm()(x)), "fc1")
+        self.sow("intermediates", "mean", jnp.mean(fc1))
+        return x + nn.Dense(8)(nn.Dropout(0.5, deterministic=False)(nn.gelu(fc1))), jnp.sum(fc1)
+
+
+class LinenStack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        lifted = {"variable_axes": {"params": 0, "intermediates": 0}, "split_rngs": {"params": True, "dropout": True}}
+        layers = nn.scan(nn.remat(Linen, policy=policy(RULES), prevent_cse=False), **lifted, length=3)
+        x, sums = layers()(x, None)
+        return jnp.sum(x**2) + jnp.sum(sums)
+
+
+def test_linen_with_lifted_variables_and_random_numbers():
+    model = LinenStack()
+    params = model.init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, X)["params"]
+    loss = lambda params, x, key: model.apply({"params": params}, x, rngs={"dropout": key}, mutable=["intermediates"])
+    args = params, X, jax.random.key(3)
+    ours, theirs = (run(jax.value_and_grad(f, has_aux=True), *args) for f in (offload(loss), loss))
+    assert_same_bits(ours, theirs)
+    assert residuals(offload(lambda *args: loss(*args)[0]), *args).host_bytes
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        self.dropout, self.calls = nnx.Dropout(0.5, rngs=rngs), nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return x + self.down(self.dropout(nnx.gelu(checkpoint_name(self.up(x), "fc1"))))
+
+
+def test_nnx_modules_are_arguments_and_what_layers_change_in_them_is_changed():
+    make = nnx.split_rngs(splits=3)(nnx.vmap(Nnx))
+    run = nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(
+        nnx.remat(lambda layer, x: layer(x), policy=policy(RULES))
+    )
+    loss = lambda layers, x, power=2: jnp.sum(run(layers, x) ** power)
+    ours, theirs = make(nnx.Rngs(0)), make(nnx.Rngs(0))
+    values = []
+    for _ in range(2):
+        got, want = (nnx.jit(nnx.value_and_grad(f))(m, X) for f, m in ((offload(loss), ours), (loss, theirs)))
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, want)
+        values.append(float(got[0]))
+    assert values[0] != values[1]  # another mask
+    assert ours.calls[...].tolist() == theirs.calls[...].tolist() == [2, 2, 2]

@@ -46,7 +46,8 @@ class Policy:
     Args:
       residuals: pattern -> decision. Patterns match as in `fnmatch`, component by component: `*` does not cross `/`,
         `**` is any number of components. A pattern without a slash matches the last component of a name, in every
-        scope; one without a dot matches all leaves of a composite. The last matching pattern wins.
+        scope; one without a dot matches all leaves of a composite, and what is behind the last dot of a name. The last
+        matching pattern wins.
       offload_modules: names of Megatron-LM's `--offload-modules`, such as "moe_act". Each stands for patterns marked
         offload, which the table shows; they come before `residuals`, so `residuals` wins.
       default: the decision on tagged values that no pattern matches.
@@ -193,12 +194,11 @@ VERDICT = _verdicts()
 @functools.cache
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern of `Policy.rules` matches a tagged value's name."""
-    pattern_parts, parts = pattern.split("/"), name.split("/")
-    if "." not in pattern_parts[-1]:
-        parts[-1] = parts[-1].partition(".")[0]
+    pattern_parts, (*scopes, last) = pattern.split("/"), name.split("/")
     if len(pattern_parts) == 1:
-        parts = parts[-1:]
-    return _components_match(pattern_parts, parts)
+        scopes = []
+    ends = (last,) if "." in pattern_parts[-1] else (last.partition(".")[0], last.rpartition(".")[2])
+    return any(_components_match(pattern_parts, [*scopes, end]) for end in ends)
 
 
 def _components_match(pattern: list[str], name: list[str]) -> bool:
@@ -275,8 +275,8 @@ def _pattern_problem(pattern: Any) -> str | None:
         return "a pattern is a non-empty string, such as 'fc1' or 'attn/*'"
     if pattern.startswith("!"):
         return "patterns have no '!'; give the exception a later line of its own"
-    if wrong := re.search(r"[^\w\-./*?\[\]!]", pattern):
-        return f"a name cannot have {wrong.group()!r}"
+    if wrong := re.search(r"\s", pattern):
+        return f"a pattern cannot have {wrong.group()!r}; '?' stands for any character"
     if "" in pattern.split("/"):
         return "a component is empty; write 'attn/q', without a slash at either end"
     if any("**" in c and c != "**" for c in pattern.split("/")):

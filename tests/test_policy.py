@@ -39,7 +39,7 @@ BAD_FIELDS = [
     ({"residuals": {3: "save"}}, "residuals[3]", "non-empty string", None),
     ({"residuals": {"!fc1": "save"}}, "residuals['!fc1']", "no '!'", None),
     ({"residuals": {"a//b": "save"}}, "residuals['a//b']", "a component is empty", None),
-    ({"residuals": {"fc 1": "save"}}, "residuals['fc 1']", "cannot have ' '", None),
+    ({"residuals": {"fc 1": "save"}}, "residuals['fc 1']", "cannot have ' '; '?' stands for any", None),
     ({"residuals": {"moe**/x": "save"}}, "residuals['moe**/x']", "whole components", None),
     ({"offload_modules": "moe_act"}, "offload_modules: 'moe_act' is not a list", "such as ['moe_act']", None),
     ({"offload_modules": None}, "offload_modules: None is not a list", "such as ['moe_act']", None),
@@ -242,6 +242,14 @@ def test_sizes_are_bytes_or_strings(size, expected):
         ("fc1.gate", "moe/fc1.gate", True),
         ("fc1.gate", "moe/fc1.up", False),
         ("fc1.gate", "fc1", False),
+        ("gate", "moe/fc1.gate", True),
+        ("ate", "moe/fc1.gate", False),
+        ("moe/gate", "moe/fc1.gate", True),
+        ("q_proj", "MultiheadAttention.q_proj", True),
+        ("attention", "layer.attention.q_proj", False),
+        ("scan(layers)__carry", "scan(layers)__carry", True),
+        ("a?b,c:d", "a b,c:d", True),
+        ("x[[]0]", "x[0]", True),
         ("fc1.*", "fc1.up", True),
         ("*.scale_inv", "moe/act.scale_inv", True),
         ("moe/*", "moe/fc1", True),
@@ -281,11 +289,10 @@ def slow_reading(pattern, name):
         return ns != [] and component(ps[0], ns[0]) and path(ps[1:], ns[1:])
 
     ps, ns = pattern.split("/"), name.split("/")
-    if "." not in ps[-1]:
-        ns = [*ns[:-1], ns[-1].split(".")[0]]
     if "/" not in pattern and pattern != "**":
         ns = ns[-1:]
-    return path(ps, ns)
+    fields = ns[-1].split(".")
+    return path(ps, ns) if "." in ps[-1] else any(path(ps, [*ns[:-1], end]) for end in (fields[0], fields[-1]))
 
 
 parts = st.lists(st.sampled_from(["a", "b", "ab", "fc1"]), min_size=1, max_size=3)

@@ -6,6 +6,7 @@ written out; any other checkpoint under a `Policy` by that of `checkpoint`.
 """
 
 import functools
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -102,25 +103,23 @@ def _call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     nnx = sys.modules.get("flax.nnx")
     is_object = lambda x: nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable))
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-    objects = [leaf for leaf in leaves if is_object(leaf)]
-    graph, state = nnx.split(objects) if nnx and objects else (None, ())
-    arrays, of_states = jax.tree.flatten(([leaf for leaf in leaves if _is_array(leaf)], state))
+    kinds = ["object" if is_object(leaf) else "array" if _is_array(leaf) else "static" for leaf in leaves]
+    those = lambda kind: [leaf for leaf, k in zip(leaves, kinds, strict=True) if k == kind]
+    graph, state = nnx.split(those("object")) if nnx and "object" in kinds else (None, ())
+    arrays, of_arrays = jax.tree.flatten((those("array"), state))
 
     def run(*arrays: Any) -> Any:
-        values, state = jax.tree.unflatten(of_states, arrays)
-        theirs = nnx.merge(graph, state) if nnx and objects else []
-        each, objects_in_order = iter(values), iter(theirs)
-        given = [
-            next(objects_in_order) if is_object(leaf) else next(each) if _is_array(leaf) else leaf for leaf in leaves
-        ]
-        args, kwargs = jax.tree.unflatten(tree, given)
+        values, state = jax.tree.unflatten(of_arrays, arrays)
+        objects = nnx.merge(graph, state) if nnx and graph is not None else []
+        given = {"object": iter(objects), "array": iter(values), "static": iter(those("static"))}
+        args, kwargs = jax.tree.unflatten(tree, [next(given[kind]) for kind in kinds])
         out = f(*args, **kwargs)
-        return out, nnx.state(theirs) if nnx and objects else ()
+        return out, nnx.state(objects) if nnx and objects else ()
 
     def result(made: Any) -> Any:
-        out, state = made
-        if nnx and objects:
-            nnx.update(objects, state)
+        out, new = made
+        if nnx and any(map(operator.is_not, jax.tree.leaves(new), jax.tree.leaves(state))):
+            nnx.update(those("object"), new)
         return out
 
     return _Call(run, arrays, result)

@@ -29,7 +29,7 @@ from common import (
 from flax import nnx
 from jax import lax
 
-from jaxoffload import checkpoint, scan, tag
+from jaxoffload import checkpoint, offload, scan, tag
 from models.attention import rotations
 from models.config import Model
 from models.transformer import Layer, stacked
@@ -108,6 +108,8 @@ def through(case, kind, rules, **fields):
     step, p = CASES[case].step, policy(rules, **{"resident_layers": 0, **fields})
     if kind == "checkpoint":
         return lambda x, w: checkpoint(step, policy=p)(x, first(w))
+    if kind == "offload":
+        return offload(lambda x, w: lax.scan(jax.checkpoint(step, policy=p), x, w))
     return lambda x, w: scan(step, x, w, policy=p)
 
 
@@ -115,10 +117,10 @@ def leaves(case, saved):
     return [leaf for name in saved for leaf in CASES[case].shapes[name]]
 
 
-def reference(case, kind, saved):
-    """Plain JAX that saves these names."""
+def reference(case, alone, saved):
+    """Plain JAX that saves these names; `alone`: of one layer."""
     step, names = CASES[case].step, leaves(case, saved)
-    if kind == "checkpoint":
+    if alone:
         return lambda x, w: jax.checkpoint(step, policy=saving(*names))(x, first(w))
     return lambda x, w: lax.scan(in_a_loop(step, *names), x, w)
 
@@ -128,10 +130,10 @@ def saved_names(rules):
 
 
 @functools.cache
-def references(case, kind, dtype):
+def references(case, alone, dtype):
     """The gradients of all distinct references, compiled together."""
     subsets = sorted({saved_names(rules) for rules in assignments(case)})
-    grads = run_each([gradient(reference(case, kind, s), (0, 1)) for s in subsets], *CASES[case].inputs(dtype))
+    grads = run_each([gradient(reference(case, alone, s), (0, 1)) for s in subsets], *CASES[case].inputs(dtype))
     return dict(zip(subsets, grads, strict=True))
 
 
@@ -146,7 +148,7 @@ def at(place, shapes):
 @pytest.mark.claim("what-is-where", "bit-for-bit")
 @on_cpu_and_gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("kind", ["checkpoint", "scan"])
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", "offload"])
 @pytest.mark.parametrize("case", ["mlp", pytest.param("model", marks=pytest.mark.slow)])
 def test_gradients_of_all_27_assignments_equal_the_reference(case, kind, dtype, device):
     every = assignments(case)
@@ -154,7 +156,7 @@ def test_gradients_of_all_27_assignments_equal_the_reference(case, kind, dtype, 
     wrong = {}
     for rules, grad in zip(every, grads, strict=True):
         try:
-            assert_same_bits(grad, references(case, kind, dtype)[saved_names(rules)])
+            assert_same_bits(grad, references(case, kind == "checkpoint", dtype)[saved_names(rules)])
         except AssertionError as differs:
             wrong[tuple(rules.values())] = str(differs).partition("\n")[0]
     assert not wrong, f"{len(wrong)} of {len(every)}: {wrong}"
@@ -170,7 +172,7 @@ def test_accumulated_gradients_equal_a_plain_loops(case, dtype, every, device):
     """All 27 assignments; of the model's layer, `every` fourth."""
     every, args = assignments(case)[::every], CASES[case].inputs(dtype)
     subsets = sorted({saved_names(rules) for rules in every})
-    plain = run_each([accumulated(reference(case, "scan", names), interleaved=False) for names in subsets], *args)
+    plain = run_each([accumulated(reference(case, False, names), interleaved=False) for names in subsets], *args)
     want = dict(zip(subsets, plain, strict=True))
     grads = run_each([accumulated(through(case, "scan", rules)) for rules in every], *args)
     for rules, got in zip(every, grads, strict=True):
@@ -179,7 +181,7 @@ def test_accumulated_gradients_equal_a_plain_loops(case, dtype, every, device):
 
 @pytest.mark.claim("empty-row")
 @pytest.mark.parametrize("number", range(27))
-@pytest.mark.parametrize("kind", ["checkpoint", "scan"])
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", "offload"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_holds_exactly_what_is_offloaded(case, kind, number):
     """The device holds what the reference, which saves the same names, holds, less that."""
@@ -191,21 +193,21 @@ def test_the_host_holds_exactly_what_is_offloaded(case, kind, number):
         plain = jax.checkpoint(CASES[case].step, policy=saving(*leaves(case, saved_names(rules))))
     else:
         lead = (LAYERS,)
-        ours, plain = through(case, kind, rules), reference(case, kind, saved_names(rules))
+        ours, plain = through(case, kind, rules), reference(case, False, saved_names(rules))
     moved = held(case, [name for name, decision in rules.items() if decision == "offload"], lead)
     host = moved
-    if kind == "scan":  # the last layer's are separate, and one row of the stack is padding
+    if kind != "checkpoint":  # the last layer's are separate, and one row of the stack is padding
         host = moved + held(case, [name for name, decision in rules.items() if decision == "offload"])
     assert kept(ours, x, w) == kept(plain, x, w) - at("device", moved) + at("host", host)
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "scan"])
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", "offload"])
 @pytest.mark.parametrize("case", CASES)
 def test_by_default_nothing_is_kept_that_the_reference_does_not_keep(case, kind):
     args = jax.eval_shape(lambda: CASES[case].inputs(jnp.bfloat16))
     ours = kept(through(case, kind, {}), *args)
-    assert ours == kept(reference(case, kind, ()), *args)
-    if kind == "scan":  # only the carry
+    assert ours == kept(reference(case, kind == "checkpoint", ()), *args)
+    if kind != "checkpoint":  # only the carry
         assert ours == at("device", Counter([(LAYERS, *args[0].shape)]))
 
 
@@ -215,7 +217,7 @@ def test_resident_layers_stay_on_the_device(resident, device):
     rules = {"fc1": "offload", "act": "save"}
     args = mlp_inputs(jnp.bfloat16)
     f = through("mlp", "scan", rules, resident_layers=resident)
-    assert_same_bits(run(gradient(f, (0, 1)), *args), references("mlp", "scan", jnp.bfloat16)["fc1", "act"])
+    assert_same_bits(run(gradient(f, (0, 1)), *args), references("mlp", False, jnp.bfloat16)["fc1", "act"])
     moved = {shape: n for (place, _, shape), n in kept(f, *args).items() if place == "host"}
     rows = LAYERS - resident + 1  # one is empty
     assert moved == (held("mlp", ["fc1"], (rows,)) if resident < LAYERS else {})

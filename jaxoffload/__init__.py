@@ -15,6 +15,7 @@ from ._accumulate import accumulate as accumulate
 from ._chain import chain as chain
 from ._checkpoint import checkpoint as checkpoint
 from ._compiler_options import compiler_options as compiler_options
+from ._compiler_options import xla_flags as xla_flags
 from ._engine.schedule import Schedule as Schedule
 from ._offload import offload as offload
 from ._scan import scan as scan

@@ -1,5 +1,7 @@
 """XLA's options to compile an offloading step with."""
 
+import os
+
 import jax
 
 from ._text import nearest, short
@@ -67,6 +69,41 @@ def compiler_options(
     times = {copy: copy_ms or ms for copy, ms in _COPY_MS.items()}
     checker = {"xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF"}  # the profile lacks all other instructions
     return {**_GPU_OPTIONS, **checker, "fdo_profile": _profile(times)}
+
+
+def xla_flags(profile: str | os.PathLike[str], *, copy_ms: float | None = None) -> str:
+    """The options of `compiler_options`, for NVIDIA GPUs, as the environment variable `XLA_FLAGS` takes them.
+
+    For programs whose framework calls `jax.jit`. XLA reads the variable when JAX first uses a device.
+
+    Args:
+      profile: a file to write, named *.pbtxt: how long copies take. XLA reads it when it compiles.
+      copy_ms: as for `compiler_options`.
+
+    Returns:
+      Flags, separated by spaces.
+
+    Raises:
+      ValueError: profile is named otherwise, or has a space; copy_ms is not a positive number.
+      OSError: the file cannot be written.
+
+    Example:
+      >>> from jaxoffload import xla_flags
+      >>> flags = xla_flags("copies.pbtxt")
+      >>> flags.split()[1]
+      '--xla_gpu_enable_while_loop_double_buffering=true'
+    """
+    path = os.path.abspath(profile)
+    if not path.endswith(".pbtxt") or any(map(str.isspace, path)):
+        raise ValueError(f"xla_flags: profile {short(path)} is not allowed; use a name that ends in .pbtxt, no spaces")
+    options = compiler_options("gpu", copy_ms=copy_ms)
+    text = options.pop("fdo_profile")
+    assert isinstance(text, bytes)
+    with open(path, "wb") as file:
+        file.write(text)
+    written = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+    written["xla_gpu_pgle_profile_file_or_directory_path"] = path
+    return " ".join(f"--{name}={value}" for name, value in written.items())
 
 
 class _Profile(bytes):

@@ -11,7 +11,7 @@ import pytest
 from common import auto_mesh, gradient, kept_bytes, normal, policy
 from jax.extend.core import jaxpr_as_fun
 
-from jaxoffload import HostPoolFull, chain, check, checkpoint, compiler_options, residuals, scan, tag
+from jaxoffload import HostPoolFull, chain, check, checkpoint, compiler_options, residuals, scan, tag, xla_flags
 from jaxoffload._text import readable
 
 N, ONE = 6, 4 * 8 * 4  # layers; bytes of a float32 (4, 8)
@@ -332,6 +332,18 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.claim("xla-flags")
+def test_the_options_as_flags_and_a_file(tmp_path):
+    options, path = compiler_options("gpu", copy_ms=7), tmp_path / "copies.pbtxt"
+    flags = dict(flag.removeprefix("--").split("=") for flag in xla_flags(path, copy_ms=7).split())
+    assert path.read_bytes() == options.pop("fdo_profile")
+    assert flags.pop("xla_gpu_pgle_profile_file_or_directory_path") == str(path)
+    assert flags == {name: {"True": "true"}.get(str(value), str(value)) for name, value in options.items()}
+    for wrong in "copies.txt", "my copies.pbtxt":
+        with pytest.raises(ValueError, match=r"use a name that ends in .pbtxt, no spaces"):
+            xla_flags(tmp_path / wrong)
+
+
 def test_compiler_options_are_accepted_and_the_plan_frees_what_it_moves():
     """By XLA's own accounts: device temporaries shrink by the residuals, which become host temporaries."""
     x, w = normal(0, (4096, 1024)), normal(1, (N, 1024, 1024))

@@ -8,19 +8,22 @@ plugin, jax-cuda13-plugin and jax-cuda13-pjrt, which `make test-all` installs. N
 import itertools
 import os
 import re
+import sys
 from collections import Counter, defaultdict
+from subprocess import PIPE
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import exact_options, gradient, in_a_loop, needs_te
+from common import PATIENCE, ROOT, exact_options, gradient, in_a_loop, needs_te
 from flax import nnx
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxoffload import Policy, accumulate, chain, checkpoint, compiler_options, grouped_matmul, scan, tag
+from jaxoffload import Policy, accumulate, chain, checkpoint, compiler_options, grouped_matmul, scan, tag, xla_flags
 from jaxoffload._engine import copying_loops as _loops
 from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.interleaved import interleaved_p
@@ -236,6 +239,33 @@ def large(gpu, layers, options):
 
 
 AT_ONCE = [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]  # two layers per iteration; all matmuls follow the copies' start
+
+
+CHILD = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import test_program as program
+defaults = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+print(program.large(program.described(1)[0], 8, defaults))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.claim("xla-flags")
+def test_flags_of_the_environment_do_what_options_do(gpu, tmp_path):
+    expected = large(gpu, 8, OPTIONS)
+    assert str(AT_ONCE[1][1]) in str(expected)
+    flags = [xla_flags(tmp_path / "copies.pbtxt"), ""]
+    command = [sys.executable, "-c", CHILD, os.path.dirname(__file__), str(ROOT)]
+    said = []
+    for given in flags:
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": given}
+        out, err = common.start(command, env=environment, stdout=PIPE, stderr=PIPE, text=True).communicate(
+            timeout=PATIENCE
+        )
+        assert out, err
+        said.append(out.splitlines()[-1])
+    assert said[0] == str(expected) != said[1]
 
 
 @pytest.mark.claim("copies-begin")

@@ -331,7 +331,6 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
         compiler_options("GPUU")
 
 
-@pytest.mark.gpu
 @pytest.mark.claim("xla-flags")
 def test_the_options_as_flags_and_a_file(tmp_path):
     options, path = compiler_options("gpu", copy_ms=7), tmp_path / "copies.pbtxt"
@@ -344,6 +343,7 @@ def test_the_options_as_flags_and_a_file(tmp_path):
             xla_flags(tmp_path / wrong)
 
 
+@pytest.mark.gpu
 def test_compiler_options_are_accepted_and_the_plan_frees_what_it_moves():
     """By XLA's own accounts: device temporaries shrink by the residuals, which become host temporaries."""
     x, w = normal(0, (4096, 1024)), normal(1, (N, 1024, 1024))

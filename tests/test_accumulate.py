@@ -238,7 +238,6 @@ def test_sums_and_several_arguments():
         assert_same_bits(got, run(one_by_one(functools.partial(loss_of, plain), **how), *args))
 
 
-@pytest.mark.claim("accumulated-in-a-loop")
 def test_the_forward_passes_alone():
     args = params_of(3), tokens(3)
     loss = functools.partial(language_model, ours)
@@ -249,6 +248,7 @@ def test_the_forward_passes_alone():
     np.testing.assert_allclose(mean[0], expected[0] / 3, rtol=1e-6)
 
 
+@pytest.mark.claim("accumulated-in-a-loop")
 def test_the_backward_pass_of_one_runs_beside_the_forward_pass_of_the_next():
     """In one loop over the layers, which holds the matmuls of both; the program does not grow with the microbatches."""
     loss = lambda w, x: jnp.sum(

@@ -158,17 +158,22 @@ def spawn(arguments: list[str], devices: int = 1) -> subprocess.Popen:
     return start(arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-# A run that gets a signal at a known moment: after the loss of a step, or before a checkpoint gets its name.
+# A run that gets a signal at a known moment: before the step compiles, after the loss of a step, or before a checkpoint
+# gets its name.
 SIGNALLED = """
 import os, signal, sys
 from models import metrics, train
 
 number, moment = signal.Signals[sys.argv[1]], sys.argv[2]
-write, rename = metrics.Journal.write, os.rename
+compile_step, write, rename = train.compile_step, metrics.Journal.write, os.rename
 
 def signal_at(reached):
     if reached == moment:
         os.kill(os.getpid(), number)
+
+def compiling(made):
+    signal_at("compiling")
+    return compile_step(made)
 
 def writing(journal, record):
     write(journal, record)
@@ -178,7 +183,7 @@ def renaming(source, target):  # as orbax does with a folder in which all is wri
     signal_at(os.path.relpath(target, os.path.dirname(os.path.dirname(target))))
     rename(source, target)
 
-metrics.Journal.write, os.rename = writing, renaming
+train.compile_step, metrics.Journal.write, os.rename = compiling, writing, renaming
 sys.exit(train.main(sys.argv[3:]))
 """
 
@@ -252,9 +257,8 @@ STOPPED = "stopped by SIGINT; what came after the last checkpoint is not saved"
 
 
 def test_ctrl_c_while_it_compiles_is_one_line(config, tmp_path):
-    process = spawn(command(config, f"train.out={tmp_path}/out", "train.grad_accumulation=2"))
-    wait_for(process, lambda: "held out" in process.stdout.readline())
-    process.send_signal(signal.SIGINT)
+    given = command(config, f"train.out={tmp_path}/out")[3:]
+    process = spawn([sys.executable, "-c", SIGNALLED, "SIGINT", "compiling", *given])
     text = finish(process, code=128 + signal.SIGINT)
     assert text.splitlines()[-1] == STOPPED
     assert "Traceback" not in text and not losses(tmp_path / "out")

@@ -92,9 +92,13 @@ CASES = {
     "two each": ((2, 2, 1), 2, 5),
     "four with two each": ((4, 2, 1), 1, 9),
 }
+cases = pytest.mark.parametrize(
+    "sizes, virtual_stages, microbatches",
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name != "two")) for name, case in CASES.items()],
+)
 
 
-@pytest.mark.parametrize("sizes, virtual_stages, microbatches", CASES.values(), ids=CASES)
+@cases
 def test_gradients_equal_those_of_one_device(sizes, virtual_stages, microbatches):
     args = PARAMS, tokens(microbatches)
     of = lambda stack: functools.partial(language_model, stack)
@@ -132,7 +136,7 @@ def test_what_stages_alone_compute_has_the_same_bits():
     assert_close([staged_loss, staged_grads], jax.device_get([loss, grads]))
 
 
-@pytest.mark.parametrize("sizes, virtual_stages, microbatches", CASES.values(), ids=CASES)
+@cases
 def test_losses_by_forward_passes_alone_equal_those_of_one_device(sizes, virtual_stages, microbatches):
     args = PARAMS, tokens(microbatches)
     of = lambda stack: functools.partial(language_model, stack)
@@ -153,6 +157,7 @@ def test_evaluation_moves_no_layers():
     assert {shape for _, shape in found} == {"f32[4,5,8]", "f32[8]"}, found  # activations, and the ys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 def test_all_that_a_loss_can_have(virtual_stages):
     params = PARAMS | {"half": normal(5, (LAYERS, DIM, DIM)) / 5}
@@ -227,7 +232,7 @@ REFUSED = {
     "no scan": (lambda params, x: jnp.sum(params["w"]) * jnp.sum(x), {}, ValueError, "has no scan of jaxoffload's"),
     "one layer": (stack_of(4), {"virtual_stages": 2}, ValueError, "4 layers in 4 chunks.* fewer virtual stages"),
     "reverse": (stack_of(8, reverse=True), {}, NotImplementedError, "reverse=True cannot be dealt"),
-    "vmap": (mapped, {}, NotImplementedError, "a scan inside vmap or checkify cannot be dealt"),
+    "vmap": (mapped, {}, NotImplementedError, "a scan inside vmap or checkify, or one that offload"),
     "effects": (printing, {}, NotImplementedError, "the loss has effects .*Debug"),
 }
 
@@ -318,6 +323,7 @@ def staged(groups, microbatches=6):
     return step, (jax.tree_util.tree_map_with_path(placed, PARAMS), tokens(microbatches)), jax.set_mesh(mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.claim("stages")
 def test_what_is_claimed_of_a_step_on_stages_holds():
     step, args, on_mesh = staged(groups=2)
@@ -354,6 +360,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.claim("stages")
 @pytest.mark.parametrize("plant, groups, check, said", PLANTED.values(), ids=PLANTED)
 def test_a_fault_of_stages_fails_its_claim(plant, groups, check, said, monkeypatch):

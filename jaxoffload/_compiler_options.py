@@ -77,7 +77,7 @@ def xla_flags(profile: str | os.PathLike[str], *, copy_ms: float | None = None) 
     For programs whose framework calls `jax.jit`. XLA reads the variable when JAX first uses a device.
 
     Args:
-      profile: a file to write, named *.pbtxt: how long copies take. XLA reads it when it compiles.
+      profile: a file to write, whose name ends in .pbtxt: how long copies take. XLA reads it when it compiles.
       copy_ms: as for `compiler_options`.
 
     Returns:

@@ -106,7 +106,7 @@ def scan(
             return lax_scan(init, xs)
         on_stage = axis and _traced_on_a_stage(axis, lax_scan, init, xs)
     operands = [*jax.tree.leaves(init), *map(as_array, jax.tree.leaves(xs))]
-    outs = evaluate(_with_our_scan(jaxpr, policy, strict, on_stage), operands)
+    outs = evaluate(with_our_scan(jaxpr, policy, strict, on_stage), operands)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
@@ -183,7 +183,7 @@ def _the_scan(jaxpr: Jaxpr) -> int:
     return max(scans)
 
 
-def _with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool, on_stage: OnStage | None = None) -> Jaxpr:
+def with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool, on_stage: OnStage | None = None) -> Jaxpr:
     """`jaxpr` with its one `lax.scan` replaced by ours."""
     at = _the_scan(jaxpr)
     equation = our_equation(jaxpr.eqns[at], policy, strict, on_stage)
@@ -217,7 +217,7 @@ def body_of_scan(eqn: JaxprEqn) -> Body:
 
 def _checked(run: Callable[..., list[Any]], *operands: Any, policy: Policy, strict: bool, **_: Any) -> list[Any]:
     """What `checkify` makes of a scan is a scan that carries the error; it stays ours."""
-    return evaluate(_with_our_scan(jax.make_jaxpr(run)(*operands), policy, strict), operands)
+    return evaluate(with_our_scan(jax.make_jaxpr(run)(*operands), policy, strict), operands)
 
 
 def _batch(
@@ -225,7 +225,7 @@ def _batch(
 ) -> Results:
     """Batch as `lax.scan` does, before differentiation: each layer then sums its weights' cotangents."""
     batched, mapped = _jax.batch_jaxpr_axes(call_jaxpr, axis, dims, [_jax.zero_if_mapped] * len(call_jaxpr.outvars))
-    outs = evaluate(_with_our_scan(batched, policy, strict), args)
+    outs = evaluate(with_our_scan(batched, policy, strict), args)
     return outs, [0 if m else None for m in mapped]
 
 

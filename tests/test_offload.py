@@ -14,13 +14,14 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxoffload import Policy, PolicyError, accumulate, offload, residuals, scan, tag, verify
 from jaxoffload._engine.copying_loops import backward_p, forward_p
 from jaxoffload._engine.interleaved import interleaved_p
 from jaxoffload._engine.walk import walk
 from jaxoffload._reference import with_layers
+from jaxoffload._scan import scan_p
 
 pytestmark = pytest.mark.claim("offload")
 
@@ -75,6 +76,13 @@ def jitted_in_a_layer(x, w):
     return lax.scan(jax.jit(lambda x, w: jax.jit(remat(layer))(x, w)), x, w)[0]
 
 
+def jitted_with_shardings(x, w):
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=jax.devices()[:4])
+    rows = NamedSharding(mesh, PartitionSpec("d"))
+    one = jax.jit(remat(mlp), in_shardings=(rows, None), out_shardings=rows)
+    return lax.scan(lambda x, w: (one(x, w), None), x, w)[0]
+
+
 def in_a_layer_and_in_a_scan_of_it(x, w):
     return lax.scan(lambda x, w: (stack(remat(mlp)(x, w), W), None), x, w)[0]
 
@@ -98,6 +106,7 @@ PLACES = {
     "one twice in a layer": one_twice_in_a_layer,
     "in a branch of a layer": in_a_branch_of_a_layer,
     "jitted in a layer": jitted_in_a_layer,
+    "jitted in a layer, with shardings": jitted_with_shardings,
     "in a layer, and in a scan of it": in_a_layer_and_in_a_scan_of_it,
     "several arrays carried": several_arrays_carried,
 }
@@ -125,6 +134,37 @@ def test_the_layers_are_run_by_our_loops_and_offload(f):
     assert any(name.startswith("fc1") for name in moved)
 
 
+def count(primitive, f, *args):
+    return sum(site.eqn.primitive is primitive for site in walk(jax.make_jaxpr(f)(*args)))
+
+
+def test_all_scans_are_found_and_shared_functions_stay_shared():
+    assert count(scan_p, offload(in_a_layer_and_in_a_scan_of_it), X, W) == 2
+    shared = jax.jit(stack)
+    loss = lambda x, w: jnp.sum(shared(shared(shared(x, w), w), w))
+    text = jax.jit(jax.grad(offload(loss))).lower(X, W).as_text()
+    assert text.count("stablehlo.while") == jax.jit(jax.grad(loss)).lower(X, W).as_text().count("stablehlo.while")
+    again = offload(offload(loss))
+    assert count(scan_p, again, X, W) == count(scan_p, offload(loss), X, W) == 3
+
+
+def test_several_checkpoints_in_a_layer_take_no_more_memory_and_work_than_jaxs():
+    """Each is recomputed by itself, from what it read. On a CPU all residuals are on the device."""
+    x, w = normal(0, (512, 64)), normal(1, (4, 6, 64, 64)) / 9
+    one = remat(lambda x, w: x + jnp.tanh(tag(jnp.sin(x @ w) @ w.T, "fc1")), policy=policy({"fc1": "recompute"}))
+    group = lambda x, w: (functools.reduce(one, w, x), None)
+    loss = lambda x, w: jnp.sum(lax.scan(group, x, w)[0] ** 2)
+
+    def needs(f):
+        program = jax.jit(jax.grad(f, (0, 1))).lower(x, w).compile()
+        return program.memory_analysis().temp_size_in_bytes, program.cost_analysis()["flops"]
+
+    (bytes_, flops), (bytes_of_jax, flops_of_jax) = needs(offload(loss)), needs(loss)
+    assert bytes_ <= 1.05 * bytes_of_jax and flops <= 1.02 * flops_of_jax
+    table = residuals(offload(loss), x, w)
+    assert [row.state for row in table if row.names == ("checkpoint_input.0",)] == ["saved"]
+
+
 def test_a_checkpoint_outside_of_scans_is_ours():
     loss = lambda x, w: jnp.sum(remat(mlp)(x, w[0]) ** 2)
     assert_same_bits(*(run(jax.grad(f, (0, 1)), X, W) for f in (offload(loss), loss)))
@@ -141,6 +181,12 @@ def test_what_a_scan_carries_has_a_name():
     assert rows(found)["layer_input",] == "offloaded"
     named = residuals(offload(loss({"mine": "offload"}, lambda x, w: layer(tag(x, "mine"), w))), X, W)
     assert rows(named)["mine",] == "offloaded" and not any("layer_input" in row.names for row in named)
+    constrained = lambda x, w: layer(tag(lax.reduce_precision(x, 8, 23), "mine"), w)
+    everything = residuals(offload(loss({"*": "save", "mine": "offload"}, constrained)), X, W)
+    assert rows(everything)["mine",] == "offloaded"  # one name, one decision
+    kept = lambda carry, w: ((mlp(carry[0] * carry[1], w), carry[1]), None)
+    mask = lambda x, w: jnp.sum(lax.scan(remat(kept), (x, jnp.cos(x)), w)[0][0])
+    assert not any("layer_input.1" in row.names for row in residuals(offload(mask), X, W))
     numbered = residuals(offload(lambda x, w: jnp.sum(several_arrays_carried(x, w))), X, W)
     assert {"layer_input.0", "layer_input.1"} <= {name for row in numbered for name in row.names}
 
@@ -191,7 +237,7 @@ def test_layers_that_write_to_a_ref_stay():
 
         return jnp.sum(lax.scan(remat(one), x, w)[0] ** 2) + lax.stop_gradient(count[...])
 
-    with pytest.warns(UserWarning, match="its layers read or write a jax.new_ref"):
+    with pytest.warns(UserWarning, match="a jax.checkpoint stays as it is: it reads or writes a jax.new_ref"):
         got = run(offload(loss), X, W)
     assert_same_bits(got, run(loss, X, W))
 
@@ -227,6 +273,14 @@ def test_any_arguments_and_results():
     ours, theirs = (jax.value_and_grad(f, has_aux=True) for f in (offload(loss), loss))
     got, want = (run(functools.partial(f, **keywords), *args) for f in (ours, theirs))
     assert_same_bits(got, want)
+
+    def others(w, x, dtype, mask, mesh):
+        return jnp.sum(stack(x, w) ** 2).astype(dtype), (mesh, mask.nonzero()[0].tolist(), 3, x)
+
+    assert_same = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a[1], b[1])
+    assert_same(*(f(W, X, jnp.float32, np.arange(3), "a string") for f in (offload(others), others)))
+    with jax.disable_jit():
+        offload(lambda x, w: jnp.sum(stack(x, w)))(X, W)
     step = jax.jit(lambda w, x: w - jax.grad(offload(lambda w, x: jnp.sum(stack(x, w) ** 2)))(w, x), donate_argnums=0)
     compiled = step.lower(W, X).compile()
     assert compiled(jnp.copy(W), X).shape == W.shape
@@ -242,6 +296,8 @@ def test_what_takes_a_loss_takes_it():
     by_hand = lambda w, x: jnp.sum(scan(layer, x, w, policy=policy(RULES))[0] ** 2)
     few = [run(with_layers(f, 2), W, X) for f in (offload(loss), by_hand)]
     assert_same_bits(*few)
+    in_parts = lambda w, x: jnp.sum(in_shard_map(x, w) ** 2)
+    assert run(with_layers(offload(in_parts), 2), W, X)[0] != run(in_parts, W, X)[0]
     assert (few[0][0] != run(loss, W, X)[0]).all()
 
 
@@ -300,4 +356,6 @@ def test_nnx_modules_are_arguments_and_what_layers_change_in_them_is_changed():
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, want)
         values.append(float(got[0]))
     assert values[0] != values[1]  # another mask
+    with pytest.raises(NotImplementedError, match=r"changes more of a module of Flax NNX than .* or by eval\(\)"):
+        offload(lambda layers, x: (layers.eval(), loss(layers, x))[1])(ours, X)
     assert ours.calls[...].tolist() == theirs.calls[...].tolist() == [2, 2, 2]

@@ -124,8 +124,9 @@ def _call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
         outs, structure = jax.tree.flatten(f(*args, **kwargs))
         others.append((structure, [None if isinstance(out, jax.Array) else (out,) for out in outs]))
         after = nnx.state(objects) if nnx and objects else ()
-        if nnx and objects and len(jax.tree.leaves(after)) <= len(jax.tree.leaves(state)):  # none was added
-            _refuse_other_changes(nnx.graphdef(objects) != graph)
+        added = len(jax.tree.leaves(after)) > len(jax.tree.leaves(state))
+        if nnx and objects and not added and nnx.graphdef(objects) != graph:
+            raise NotImplementedError(_OTHER_CHANGES)
         return [out for out in outs if isinstance(out, jax.Array)], after
 
     def result(made: Any) -> Any:
@@ -144,12 +145,10 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(jax.typeof(leaf), AbstractRef)
 
 
-def _refuse_other_changes(changed: bool) -> None:
-    if changed:
-        raise NotImplementedError(
-            "offload: the function changes more of a module of Flax NNX than the values of its variables, such as "
-            "an attribute, or by eval(); do that outside"
-        )
+_OTHER_CHANGES = (
+    "offload: the function changes more of a module of Flax NNX than the values of its variables, such as an "
+    "attribute, or by eval(); do that outside"
+)
 
 
 def _refuse_gradients(jaxpr: Jaxpr) -> None:
@@ -191,11 +190,8 @@ def _judge(jaxpr: Jaxpr, replaced: _Replaced, strict: bool) -> None:
     names: dict[Policy, set[str]] = {}
     for policy, seen in replaced.under:
         names.setdefault(policy, set()).update(seen)
-    if (
-        strict
-        and not left
-        and (problems := [problem for policy, seen in names.items() for problem in policy.unmatched(seen)])
-    ):
+    problems = [problem for policy, seen in names.items() for problem in policy.unmatched(seen)]
+    if strict and problems and not left:
         raise PolicyError(problems)
 
 

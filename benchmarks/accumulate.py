@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxoffload
 from benchmarks import dense, moe, streams
 from benchmarks.cases import OVERLAP, Case, Variant, modes_of
-from benchmarks.peers import arguments, provenance, say
+from benchmarks.peers import arguments, markdown, provenance, say
 from benchmarks.steps import import_te, initial, loss_of, model_flops, shardings, start
 from models.metrics import PEAK_FLOPS
 
@@ -255,13 +255,12 @@ WHAT = {
 def table(result: dict[str, Any]) -> str:
     """Return the results as a Markdown table."""
     head = ("microbatches", "", "step per microbatch", "temporary device memory", "model FLOP utilisation")
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    rows = []
     for count, found in sorted(result["microbatches"].items(), key=lambda item: int(item[0])):
         for mode, what in WHAT.items():
             if "ms" in (m := found["modes"].get(mode, {})):
-                numbers = f"{m['ms']:.0f} ms | {m['temp_gib']:.1f} GiB | {100 * m['mfu']:.1f} %"
-                lines.append(f"| {count} | {what} | {numbers} |")
-    return "\n".join(lines)
+                rows.append((count, what, f"{m['ms']:.0f} ms", f"{m['temp_gib']:.1f} GiB", f"{100 * m['mfu']:.1f} %"))
+    return markdown(head, *rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import argparse
 from typing import Any
 
 from benchmarks.cases import Case, attention_costs, best, layers_of
-from benchmarks.peers import main
+from benchmarks.peers import main, markdown
 from models.config import Model
 
 GATE, UP, CONTEXT, KV = "mlp/fc1.gate ", "mlp/fc1.up ", "attn/context ", "attn/k attn/v "
@@ -82,11 +82,11 @@ WHAT = {
 def table(result: dict[str, Any]) -> str:
     """Return the results as a Markdown table."""
     modes = result["modes"]
-    lines = ["| | step | temporary device memory | model FLOP utilisation |", "|---|---|---|---|"]
+    rows = [("", "step", "temporary device memory", "model FLOP utilisation")]
     for mode, what in WHAT.items():
         if m := modes.get(mode):
-            lines.append(f"| {what} | {m['step_ms']:.0f} ms | {m['temp_gib']:.1f} GiB | {100 * m['mfu']:.1f} % |")
-    return "\n".join(lines)
+            rows.append((what, f"{m['step_ms']:.0f} ms", f"{m['temp_gib']:.1f} GiB", f"{100 * m['mfu']:.1f} %"))
+    return markdown(*rows)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,12 @@ def worker(case: Case, options: argparse.Namespace, cache: str, *what: str) -> I
         yield from (json.loads(line) for line in process.stdout or () if line.startswith("{"))
     if process.returncode:
         sys.exit(f"benchmarks.{case.program}: {' '.join(what)} failed with exit status {process.returncode}")
+
+
+def markdown(*rows: Sequence[str]) -> str:
+    """Return a Markdown table, whose first row is its head."""
+    head, *others = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, f"|{'---|' * len(rows[0])}", *others])
 
 
 def say(what: str) -> None:

@@ -32,7 +32,7 @@ import jaxoffload
 from benchmarks import accumulate, moe, streams
 from benchmarks.accumulate import CASES, device_gib
 from benchmarks.cases import OVERLAP, Case, Variant, modes_of
-from benchmarks.peers import arguments, provenance, say
+from benchmarks.peers import arguments, markdown, provenance, say
 from benchmarks.steps import import_te, layer_of, mean_square, model_flops, scan_of, start
 from jaxoffload import Schedule
 from models import config
@@ -291,13 +291,13 @@ WHAT = {
 def table(result: dict[str, Any]) -> str:
     """Return the results as a Markdown table."""
     head = ("virtual stages", "microbatches", "", "step per microbatch", "temporary device memory")
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    rows = []
     for virtual, of in result["virtual_stages"].items():
         for count, found in of["microbatches"].items():
             for mode, what in WHAT.items():
                 if "ms" in (m := found["modes"].get(mode, {})):
-                    lines.append(f"| {virtual} | {count} | {what} | {m['ms']:.0f} ms | {m['temp_gib']:.1f} GiB |")
-    return "\n".join(lines)
+                    rows.append((virtual, count, what, f"{m['ms']:.0f} ms", f"{m['temp_gib']:.1f} GiB"))
+    return markdown(head, *rows)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ def accumulate(
 
     Returns:
       A function of the arguments of `loss` that returns what `jax.value_and_grad(loss, argnums, has_aux)` does, in the
-      same dtypes. Other results get a leading axis of microbatches. It cannot be differentiated.
+      same dtypes; `forward_only`: without the gradients. Other results get a leading axis of microbatches. It cannot be
+      differentiated.
 
     Raises:
       ValueError: `reduction` is something else, or `virtual_stages` is not a whole number above 0.
@@ -182,14 +183,12 @@ class _Stages(NamedTuple):
     size: int
     virtual: int
 
-    @property
-    def are_used(self) -> bool:
-        """Whether there are several, and they are not to run in the reference's way."""
-        return self.size > 1 and not is_reference() and not jax.config.jax_disable_jit
-
 
 def _stages(axis: str | None, virtual: int) -> _Stages | None:
-    """What a call asks for, under the mesh that it is traced under."""
+    """What a call asks for, under the mesh that it is traced under; None if all devices run all layers.
+
+    That is also so for a single stage, in the reference, and without jit.
+    """
     if axis is None:
         return None
     mesh = jax.sharding.get_abstract_mesh()
@@ -205,6 +204,8 @@ def _stages(axis: str | None, virtual: int) -> _Stages | None:
         raise NotImplementedError(
             f"accumulate: stages={axis!r}: the mesh's axis {', '.join(others)}; with stages all must be Auto"
         )
+    if mesh.shape[axis] == 1 or is_reference() or jax.config.jax_disable_jit:
+        return None
     return _Stages(axis, mesh.shape[axis], virtual)
 
 
@@ -323,7 +324,7 @@ def _interleaved(call: _Call) -> Any:
 
 def _on_stages(call: _Call, stages: _Stages | None) -> Any:
     """The same, on pipeline stages; None where there are none."""
-    if stages is None or not stages.are_used:
+    if stages is None:
         return None
     schedule = Schedule(stages.size, stages.virtual, call.microbatches)
     divided, chunks = _dealt(call, stages, schedule)
@@ -338,7 +339,7 @@ def _on_stages(call: _Call, stages: _Stages | None) -> Any:
 
 def _values_on_stages(call: _Call, stages: _Stages | None) -> Any:
     """The losses and the other results, stacked, on pipeline stages; None where there are none."""
-    if stages is None or not stages.are_used:
+    if stages is None:
         return None
     schedule = Schedule(stages.size, stages.virtual, call.microbatches)
     divided, chunks = _dealt(call, stages, schedule, keep_nothing=True)

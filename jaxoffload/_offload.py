@@ -9,21 +9,21 @@ import functools
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var, new_jaxpr_eqn
-from jax.extend.core.primitives import name_p, remat_p, while_p
+from jax.extend.core.primitives import remat_p, while_p
 from jax.ref import AbstractRef
 
 from ._chain import chain_p
 from ._engine.checkpoint_primitive import checkpoint_p
 from ._engine.mutable_refs import takes_refs
 from ._engine.plan import all_names
-from ._engine.values import named_values
+from ._engine.values import named_values, write_names
 from ._engine.walk import bodies, map_bodies, walk, with_eqns
 from ._errors import NOT_THE_USERS
 from ._jax import evaluate
@@ -31,7 +31,7 @@ from ._names import KEEP
 from ._policy import Policy, PolicyError
 from ._reference import most_layers
 from ._refusals import refuse_remat3
-from ._scan import body_of_scan, our_equation, scan_p, with_our_scan
+from ._scan import body_of_scan, first_layers, our_equation, scan_p, with_our_scan
 
 CARRY = "layer_input"  # the name of a carry that the layers do not name
 INPUT = "checkpoint_input"  # and of what one of several checkpoints in a layer reads of another
@@ -272,7 +272,7 @@ def _layer(eqn: JaxprEqn, policy: Policy) -> Jaxpr:
     named = {value.var for value in named_values(layer, [None] * len(layer.invars)).values if value.path == ()}
     unnamed = [v for v in (layer.invars[i] for i in changed) if _is_float(v) and v not in named]
     names = [f"{CARRY}.{n}" if len(unnamed) > 1 else CARRY for n in range(len(unnamed))]
-    return _with_names(layer, dict(zip(unnamed, names, strict=True)))
+    return write_names(layer, {((), v): name for v, name in zip(unnamed, names, strict=True)})
 
 
 def _is_float(v: Any) -> bool:
@@ -285,22 +285,7 @@ def _with_kept_inputs(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
     read = (v for eqn in jaxpr.eqns if _policy_of(eqn) for v in eqn.invars if isinstance(v, Var))
     keep = "" if policy.match(f"{INPUT}.0") else KEEP
     inputs = [v for v in dict.fromkeys(read) if v in made and _is_float(v)]
-    return _with_names(jaxpr, {v: f"{INPUT}.{number}{keep}" for number, v in enumerate(inputs)})
-
-
-def _with_names(jaxpr: Jaxpr, names: dict[Var, str]) -> Jaxpr:
-    """`jaxpr` in which these variables have names."""
-    unnamed = {v: Var(v.aval) for v in names}
-    named = lambda v: [new_jaxpr_eqn([unnamed[v]], [v], name_p, {"name": names[v]}, set())] if v in names else []
-    defined: Callable[[Sequence[Var]], list[Var]] = lambda those: [unnamed.get(v, v) for v in those]
-    eqns = [name for v in jaxpr.invars for name in named(v)]
-    for eqn in jaxpr.eqns:
-        eqns += [eqn.replace(outvars=defined(eqn.outvars)), *(name for v in eqn.outvars for name in named(v))]
-    return jaxpr.replace(eqns=eqns, invars=defined(jaxpr.invars), debug_info=_unnamed(jaxpr))
-
-
-def _unnamed(jaxpr: Jaxpr) -> Any:
-    return jaxpr.debug_info.with_unknown_names()
+    return write_names(jaxpr, {((), v): f"{INPUT}.{number}{keep}" for number, v in enumerate(inputs)})
 
 
 def _opened(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
@@ -326,24 +311,22 @@ def _opened(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
         return list(map(read, body.outvars))
 
     outvars = write_out(jaxpr.replace(constvars=[], consts=[]), list(jaxpr.invars))
-    return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=_unnamed(jaxpr))
+    return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names())
 
 
 def _first_layers(eqn: JaxprEqn, policy: Policy, most: int) -> JaxprEqn:
-    """As `scan` runs them for `verify`, which asks for fewer: the ys of the others are zeros."""
-    body, skipped = body_of_scan(eqn), eqn.params["length"] - most
-    params = eqn.params | {"length": most, "unroll": 1}
-    begin = skipped if params["reverse"] else 0
-
-    def whole(y: Any) -> Any:
-        zeros = jnp.zeros_like(y, shape=(skipped, *y.shape[1:]))
-        return jnp.concatenate([zeros, y] if params["reverse"] else [y, zeros])
+    """As `scan` runs them for `verify`, which asks for fewer."""
+    body, length, reverse = body_of_scan(eqn), eqn.params["length"], eqn.params["reverse"]
 
     def run(*operands: Any) -> list[Any]:
         consts, init, xs = body.split(operands)
-        rows = (lax.slice_in_dim(x, begin, begin + most) for x in xs)
-        outs = lax.scan_p.bind(*consts, *init, *rows, **params)
-        return [*outs[: body.carry], *map(whole, outs[body.carry :])]
+
+        def short(init: list[Any], xs: list[Any], most: int) -> tuple[list[Any], list[Any]]:
+            outs = lax.scan_p.bind(*consts, *init, *xs, **eqn.params | {"length": most, "unroll": 1})
+            return outs[: body.carry], outs[body.carry :]
+
+        carry, ys = first_layers(short, init, xs, length, most, reverse)
+        return [*carry, *ys]
 
     def ours(*operands: Any) -> list[Any]:
         return evaluate(with_our_scan(jax.make_jaxpr(run)(*operands), policy, strict=False), operands)

@@ -90,7 +90,7 @@ def scan(
         layers = length if length is not None else jax.tree.leaves(xs)[0].shape[0]
         if layers > most:
             short = functools.partial(scan, f, reverse=reverse, unroll=unroll, policy=policy, strict=strict)
-            return _first_layers(short, init, xs, layers, most, reverse)
+            return first_layers(short, init, xs, layers, most, reverse)
 
     def lax_scan(init: Any, xs: Any) -> tuple[Any, Any]:
         return lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)
@@ -110,12 +110,16 @@ def scan(
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
-def _first_layers(short: Callable[..., Any], init: Any, xs: Any, length: int, most: int, reverse: bool) -> Any:
+def first_layers(short: Callable[..., Any], init: Any, xs: Any, length: int, most: int, reverse: bool) -> Any:
     """Run only the first `most` layers; the ys of the others are zeros. For `verify`, which says so."""
     rows = slice(length - most, None) if reverse else slice(most)
     carry, ys = short(init, jax.tree.map(lambda x: x[rows], xs), most)
-    pad = (length - most, 0, 0) if reverse else (0, length - most, 0)
-    return carry, jax.tree.map(lambda y: lax.pad(y, jnp.zeros((), y.dtype), (pad, *[(0, 0, 0)] * (y.ndim - 1))), ys)
+
+    def whole(y: Any) -> Any:
+        zeros = jnp.zeros_like(y, shape=(length - most, *y.shape[1:]))
+        return jnp.concatenate([zeros, y] if reverse else [y, zeros])
+
+    return carry, jax.tree.map(whole, ys)
 
 
 def _is_array(x: Any) -> bool:

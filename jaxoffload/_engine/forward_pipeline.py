@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec
 
 from .._jax import evaluate
 from .chunk import Operands
+from .copying_loops import take_row
 from .layer import in_three
 from .passes import Values
 from .pipeline import Pipeline, mapped, with_row, ys_of_all
 from .schedule import Schedule
-from .stage import from_stage, sent
+from .stage import from_stage, rows, sent
 from .staged_loss import StagedLoss
 
 
@@ -27,20 +28,6 @@ class _State(NamedTuple):
 
     results: list[Any]
     along: list[Any]
-
-
-class _Turn(NamedTuple):
-    """What a stage runs in a tick: a microbatch, maybe one that does not exist, through one of its chunks."""
-
-    microbatch: Any
-    number: Any  # of the chunk, among those of the stage
-
-
-def _turn(schedule: Schedule, stage: Any, tick: Any) -> _Turn:
-    """As `Schedule.forward_of_many`, of a traced stage and tick."""
-    group, rest = jnp.divmod(tick - stage, schedule.chunks)
-    number, place = jnp.divmod(rest, schedule.stages)
-    return _Turn(group * schedule.stages + place, number)
 
 
 def run(loss: StagedLoss, arguments: Callable[[Any], Values], schedule: Schedule, axis: str) -> list[Any]:
@@ -60,20 +47,20 @@ def run(loss: StagedLoss, arguments: Callable[[Any], Values], schedule: Schedule
 def _step(pipeline: Pipeline, entering: int, state: _State, tick: Any) -> tuple[_State, None]:
     """Run a tick. `entering`: how many arrays a microbatch takes along to the first layer."""
     loss, schedule = pipeline.loss, pipeline.schedule
-    first, last = (_turn(schedule, stage, tick) for stage in (0, schedule.stages - 1))
-    values = lambda turn: pipeline.arguments(jnp.clip(turn.microbatch, 0, schedule.microbatches - 1))
+    first, last = (schedule.forward_of_many(stage, tick) for stage in (0, schedule.stages - 1))
+    values = lambda run: pipeline.arguments(jnp.clip(run.microbatch, 0, schedule.microbatches - 1))
     nothing = [jnp.zeros(x.shape[1:], x.dtype) for x in state.along[:entering]]
-    fresh = lax.cond(first.number == 0, lambda: loss.before(values(first)), lambda: nothing)
+    fresh = lax.cond(first.chunk == 0, lambda: loss.before(values(first)), lambda: nothing)
     on_stages, dealt = PartitionSpec(pipeline.axis), PartitionSpec(None, pipeline.axis)
     specs = (PartitionSpec(), PartitionSpec(), dealt, PartitionSpec(), on_stages)
     tick_of_stage = mapped(pipeline, functools.partial(_run_tick, pipeline), specs, (on_stages, PartitionSpec()))
     along, left = tick_of_stage(tick, *pipeline.fixed, fresh, state.along)
 
     def with_results() -> list[Any]:
-        rows = loss.results(values(last), left)
-        return [with_row(pipeline, *xs, last.microbatch) for xs in zip(state.results, rows, strict=True)]
+        made = zip(state.results, loss.results(values(last), left), strict=True)
+        return [with_row(pipeline, *both, last.microbatch) for both in made]
 
-    leaves = last.number == schedule.virtual_stages - 1
+    leaves = last.chunk == schedule.chunks - 1
     return _State(lax.cond(leaves, with_results, lambda: state.results), along), None
 
 
@@ -83,25 +70,22 @@ def _run_tick(
     """What each stage has for the next one, and what leaves the last."""
     chunks, schedule, axis = pipeline.loss.chunks, pipeline.schedule, pipeline.axis
     stage = lax.axis_index(axis)
-    turn = _turn(schedule, stage, tick)
-    enters = (stage == 0) & (turn.number == 0)
+    chunk = schedule.forward_of_many(stage, tick).chunk
     along = [x[0] for x in along]
     entering = [*fresh, *map(jnp.zeros_like, along[len(fresh) :])]
-    along = [jnp.where(enters, new, old) for new, old in zip(entering, along, strict=True)]
+    along = [jnp.where(chunk == 0, new, old) for new, old in zip(entering, along, strict=True)]
     loops, (segment,) = chunks.loops, chunks.loops.segments
     taken, carry, ys_of_all = in_three(along, len(chunks.along), loops.carry)
-    rows = {i: x.reshape(-1, *x.shape[2:]) for i, x in xs.items()}
-    operands = consts | rows | chunks.operands_along(chunks.along, taken, stage)
+    operands = consts | {i: rows(x) for i, x in xs.items()} | chunks.operands_along(chunks.along, taken, stage)
     of_layers = [operands[i] for i in sorted(operands) if i >= loops.consts]
 
     def layer(carry: list[Any], number: Any) -> tuple[list[Any], list[Any]]:
-        row = [lax.dynamic_index_in_dim(x, turn.number * chunks.layers + number, keepdims=False) for x in of_layers]
+        row = [take_row(x, chunk // schedule.stages * chunks.layers + number) for x in of_layers]
         outs = evaluate(segment.layer.forward, [*(operands[i] for i in range(loops.consts)), *carry, *row])
         carry, ys, _ = in_three(outs, loops.carry, len(ys_of_all))
         return carry, ys
 
     carry, ys = lax.scan(layer, carry, jnp.arange(chunks.layers))
-    chunk = turn.number * schedule.stages + stage
     put = lambda y, all_ys: lax.dynamic_update_slice_in_dim(all_ys, y, chunk * chunks.layers, 0)
     along = [*taken, *carry, *map(put, ys, ys_of_all)]
     left = from_stage(schedule.stages - 1, along[len(chunks.along) :], axis)

@@ -15,7 +15,7 @@ is Megatron-LM's interleaved schedule (https://arxiv.org/abs/2104.04473), in loc
 
 import dataclasses
 import string
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Run(NamedTuple):
@@ -90,20 +90,23 @@ class Schedule:
         """What a stage runs backward in a tick."""
         return self._real(self.backward_of_many(stage, tick))
 
-    def forward_of_many(self, stage: int, tick: int) -> Run:
-        """What it would run forward if there were microbatches before the first and behind the last."""
-        return self._run(stage, tick - stage, range(self.virtual_stages))
+    def forward_of_many(self, stage: Any, tick: Any) -> Run:
+        """What it would run forward if there were microbatches before the first and behind the last; may be traced."""
+        microbatch, turn = self._nth(tick - stage)
+        return Run(microbatch, turn * self.stages + stage)
 
-    def backward_of_many(self, stage: int, tick: int) -> Run:
+    def backward_of_many(self, stage: Any, tick: Any) -> Run:
         """What it would run backward if there were microbatches before the first and behind the last."""
         first = self.chunks + self.stages - 1 - stage  # the tick of its first
-        return self._run(stage, tick - first, range(self.virtual_stages)[::-1])
+        microbatch, turn = self._nth(tick - first)
+        return Run(microbatch, (self.virtual_stages - 1 - turn) * self.stages + stage)
 
-    def _run(self, stage: int, number: int, order: range) -> Run:
-        """A run of a stage by its number: p microbatches go through each of its chunks in turn, then the next p."""
+    def _nth(self, number: Any) -> tuple[Any, Any]:
+        """A stage's run by its number, as the microbatch, and which of the stage's chunks in turn: p microbatches go
+        through each, then the next p."""
         group, rest = divmod(number, self.chunks)
         turn, place = divmod(rest, self.stages)
-        return Run(group * self.stages + place, order[turn] * self.stages + stage)
+        return group * self.stages + place, turn
 
     def _real(self, run: Run) -> Run | None:
         return run if 0 <= run.microbatch < self.microbatches else None

@@ -83,7 +83,7 @@ def run_tick(
     if tick.turns is not None:  # the rows of its last layers have not been on the host
         back = chosen(stage == last_stage, given.turned, held.back)
         held = held._replace(back=back, ahead=chosen(stage == last_stage, held.last, held.ahead))
-    fixed = given.consts | {i: _rows(x) for i, x in given.xs.items()}
+    fixed = given.consts | {i: rows(x) for i, x in given.xs.items()}
     of_stage = lambda numbers: jnp.array(numbers, jnp.int32)[stage]
     forward_chunk, backward_chunk = (of_stage([run.chunk for run in runs]) for runs in tick.runs)
     counts = exists(tick.schedule, of_stage([run.microbatch for run in tick.runs[1]]) + given.later)
@@ -107,7 +107,7 @@ def run_tick(
 
     branches = [branch(*slots) for slots in zip(tick.read_slots, tick.next.read_slots, strict=True)]
     operands = (
-        held._replace(xs=list(map(_rows, held.xs)), slots=[]),
+        held._replace(xs=list(map(rows, held.xs)), slots=[]),
         free,
         fixed,
         forward_chunk,
@@ -142,7 +142,7 @@ def exists(schedule: Schedule, microbatch: Any) -> Any:
     return (microbatch >= 0) & (microbatch < schedule.microbatches)
 
 
-def _rows(x: Any) -> Any:
+def rows(x: Any) -> Any:
     """A stack of a stage's chunks as one of its layers."""
     chunks, layers, *shape = x.shape
     return x.reshape(chunks * layers, *shape)

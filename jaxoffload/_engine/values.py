@@ -5,7 +5,7 @@ that changes nothing return their operand, and the operands of a nested jit or b
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -140,7 +140,7 @@ def keeps_all_bits(eqn: JaxprEqn) -> bool:
     return eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant
 
 
-def write_names(jaxpr: Jaxpr, names: dict[tuple[Path, Var], PlanName], path: Path = ()) -> Jaxpr:
+def write_names(jaxpr: Jaxpr, names: Mapping[tuple[Path, Var], PlanName | str], path: Path = ()) -> Jaxpr:
     """Return `jaxpr` with a `name` right behind the definition of each variable in `names`; all uses read the name.
 
     The name stands behind the definition and not where the user tagged the value: the derivatives of exp, tanh, rsqrt

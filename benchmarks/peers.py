@@ -115,7 +115,7 @@ def worker(case: Case, options: argparse.Namespace, cache: str, *what: str) -> I
 
 def markdown(*rows: Sequence[str]) -> str:
     """Return a Markdown table, whose first row is its head."""
-    head, *others = (f"| {' | '.join(row)} |" for row in rows)
+    head, *others = ("".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in rows)
     return "\n".join([head, f"|{'---|' * len(rows[0])}", *others])
 
 

@@ -783,7 +783,7 @@ model.vocab_size=300 model.layers=4 model.d_model=512 model.heads=4 model.kv_hea
 train.steps=8 train.batch_size=16 train.seq_len=512 train.loss_chunk=256 train.warmup_steps=2 train.learning_rate=1e-3
 train.grad_accumulation=2
 train.log_every=1 train.eval_every=4 train.eval_batches=1 train.checkpoint_every=4 remat.min_offload_bytes=0
-data.valid_fraction=0.2
+data.valid_fraction=0.5
 """
 
 

@@ -124,8 +124,16 @@ class Module:
         ]
 
     def sources(self, line: Instruction) -> list[Instruction]:
-        """The operands of an instruction, looked for behind bitcasts."""
-        return [self.sources(o)[0] if o.opcode == "bitcast" else o for o in self.operands(line)]
+        """The operands of an instruction, looked for behind bitcasts and tuples."""
+        return [self._behind(operand) for operand in self.operands(line)]
+
+    def _behind(self, line: Instruction) -> Instruction:
+        before = self.operands(line)[:1]
+        if before and line.opcode == "bitcast":
+            return self._behind(before[0])
+        if before and line.opcode == "get-tuple-element" and before[0].opcode == "tuple":
+            return self._behind(self.operands(before[0])[int(line.element)])
+        return line
 
     def called(self, line: Instruction) -> Iterator[Instruction]:
         """The instructions of the computations that it runs."""

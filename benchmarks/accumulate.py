@@ -181,11 +181,12 @@ def measured(case: Case, options: argparse.Namespace, count: int) -> dict[str, A
     modes = {mode: result_of((mode, name), spent, steps, flops) for mode, name in near}
     for (mode, name), step in too_large.items():
         modes.setdefault(mode, {}).setdefault("do_not_fit", {})[name] = step.facts
-    if "options" in modes.get("interleaved", {}):
-        run = steps["interleaved", modes["interleaved"]["options"]].run
-        gpus = streams.traced(lambda: jax.block_until_ready(run(*state)))
-        for events in [*gpus.values()][:1]:  # all GPUs do the same; there is none on a CPU
-            modes["interleaved"]["profile"] = streams.summary(events)
+    for mode in ("interleaved", "one_by_one"):
+        if "options" in modes.get(mode, {}):
+            run = steps[mode, modes[mode]["options"]].run
+            gpus = streams.traced(lambda run=run: jax.block_until_ready(run(*state)))
+            for events in [*gpus.values()][:1]:  # all GPUs do the same; there is none on a CPU
+                modes[mode]["profile"] = streams.summary(events)
     return modes
 
 
@@ -232,8 +233,12 @@ def ratios(modes: dict[str, Any]) -> dict[str, float]:
     found |= {f"{a}/{b} by temp_gib": modes[a]["temp_gib"] / modes[b]["temp_gib"] for a, b in pairs}
     if ms.keys() >= {"interleaved", "remat"} and (saved := [ms[m] for m in ("saved_all", "ours_saved_all") if m in ms]):
         found["won_back"] = (ms["remat"] - ms["interleaved"]) / (ms["remat"] - min(saved))
-    if profile := modes.get("interleaved", {}).get("profile"):
+    profiles = {mode: of["profile"] for mode, of in modes.items() if "profile" in of}
+    if profile := profiles.get("interleaved"):
         found["exposed/step"] = profile["exposed_ms"] / profile["step_ms"]
+    exposed = {mode: profile.get("collectives_exposed_ms") for mode, profile in profiles.items()}
+    if exposed.get("interleaved") is not None and exposed.get("one_by_one"):
+        found["interleaved/one_by_one by collectives_exposed_ms"] = exposed["interleaved"] / exposed["one_by_one"]
     return {name: round(ratio, 4) for name, ratio in found.items()}
 
 

@@ -180,7 +180,9 @@ def loss_of(framework: Framework, how: str) -> Loss:
 # ------------------------------------------------------------------------------------------------------------ measure
 
 
-def compiled(framework: Framework, variant: Variant, state: tuple[Any, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+def compiled(
+    framework: Framework, variant: Variant, state: tuple[Any, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return a step, (weights, x) -> (weights, x), and what is known of it before it runs."""
     loss = loss_of(framework, variant.how)
 

@@ -6,7 +6,7 @@ all forward passes before all backward passes by plain JAX, and FSDP.
 
 A step is the gradient of a stack of the example model's layers, summed over microbatches of `--batch` sequences each,
 and an SGD update in place, as in `benchmarks.accumulate`. One process times all modes in turn, each with those of its
-variants that fit on the device, and the fastest counts. Times are per microbatch.
+variants that fit on the device, and the fastest counts. Times are per microbatch, and memory is XLA's plan.
 
 `all_forward` is a pipeline as MaxText has it: a `lax.scan` over ticks, whose layers are under `jax.checkpoint`, and a
 `ppermute` between them, differentiated as a whole. It has one chunk of layers per stage.
@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from models.step import dealt, regrouped
 STAGES = 2
 OURS = ("offload", "saved", "recomputed")  # one schedule
 MODES = (*OURS, "all_forward", "fsdp")
+PLANNED = (("offload", "all moved"), ("saved", "all saved"))  # `freed` compares their memory, whether they run or not
 
 
 def main() -> None:
@@ -74,9 +76,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--virtual_stages", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--variants", nargs="+", help="those of each mode that are timed; all by default")
     options = parser.parse_args()
     if options.fsdp * options.expert > 1:
         parser.error("--fsdp, --expert: two GPUs are the two stages; FSDP on them is the mode fsdp")
+    names = {name for of in variants_of(CASES[options.case], options.case).values() for name in of}
+    if options.variants and (unknown := set(options.variants) - names):
+        parser.error(f"--variants: {', '.join(sorted(unknown))}: not among {', '.join(sorted(names))}")
     return options
 
 
@@ -109,8 +115,15 @@ class Step(NamedTuple):
     facts: dict[str, Any]
 
 
-def compiled(case: Case, options: argparse.Namespace, mode: str, variant: Variant, schedule: Schedule) -> Step:
-    """Compile a step of a mode."""
+class Lowered(NamedTuple):
+    """A step before XLA compiles it, and what makes its arguments."""
+
+    step: jax.stages.Lowered
+    initial: Callable[[], Any]
+
+
+def lowered(case: Case, options: argparse.Namespace, mode: str, variant: Variant, schedule: Schedule) -> Lowered:
+    """Trace a step of a mode."""
     fsdp, virtual = mode == "fsdp", schedule.virtual_stages if mode in OURS else 1
     sizes = config.Mesh(fsdp=STAGES) if fsdp else config.Mesh(stage=STAGES)
     mesh = make_mesh(sizes, jax.devices()[:STAGES])
@@ -138,18 +151,20 @@ def compiled(case: Case, options: argparse.Namespace, mode: str, variant: Varian
         batch = jnp.stack([jnp.roll(x, n) for n in range(schedule.microbatches)])
         return regrouped({"layers": weights}, stored), batch
 
-    begin = time.perf_counter()
     how = {"in_shardings": where, "out_shardings": where, "donate_argnums": 0, "compiler_options": variant.options}
     batch = jax.ShapeDtypeStruct((schedule.microbatches, *x.shape), x.dtype)
-    program = jax.jit(on_mesh(mesh, step), **how).lower(stored, batch).compile()
+    return Lowered(jax.jit(on_mesh(mesh, step), **how).lower(stored, batch), jax.jit(initial, out_shardings=where))
+
+
+def compiled(traced: Lowered) -> Step:
+    program = traced.step.compile()
     memory = program.memory_analysis()
     facts = {
-        "compile_s": round(time.perf_counter() - begin, 2),
         "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
         "all_gib": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 4),
         "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
     }
-    return Step(program, jax.jit(initial, out_shardings=where), facts)
+    return Step(program, traced.initial, facts)
 
 
 def all_forward(case: Case, options: argparse.Namespace, variant: Variant, params: Any, batch: Any) -> Any:
@@ -179,12 +194,12 @@ def all_forward(case: Case, options: argparse.Namespace, variant: Variant, param
 def measured(case: Case, options: argparse.Namespace, schedule: Schedule, known: dict[str, Any]) -> dict[str, Any]:
     """Return mode -> the results of its fastest variant, with those of the others. `known`: results of some modes."""
     found: dict[str, dict[str, Any]] = dict(known)
-    for mode in (mode for mode in options.modes if mode not in known):
+    steps = compiled_steps(case, options, [mode for mode in options.modes if mode not in known], schedule)
+    for mode, of_mode in steps.items():
         variants: dict[str, Any] = {}
-        for name, variant in variants_of(case, options.case)[mode].items():
-            step = compiled(case, options, mode, variant, schedule)
-            fits = step.facts["all_gib"] <= device_gib()
-            variants[name] = step.facts | (timed(case, options, step, schedule, mode == "offload") if fits else {})
+        for name, step in of_mode.items():
+            runs = step.facts["all_gib"] <= device_gib() and name in (options.variants or of_mode)
+            variants[name] = step.facts | (timed(case, options, step, schedule, mode == "offload") if runs else {})
             say(
                 f"{schedule.virtual_stages} virtual stages, {schedule.microbatches} microbatches, {mode}, {name}: "
                 f"{ {key: value for key, value in variants[name].items() if key != 'profile'} }"
@@ -196,6 +211,25 @@ def measured(case: Case, options: argparse.Namespace, schedule: Schedule, known:
     if {"saved", "offload"} <= found.keys():
         found["offload"] |= freed(case, options, schedule, found)
     return found
+
+
+def compiled_steps(
+    case: Case, options: argparse.Namespace, modes: list[str], schedule: Schedule
+) -> dict[str, dict[str, Step]]:
+    """Return mode -> variant -> its step. Threads compile them: one after another they take minutes."""
+    wanted = lambda mode, name: name in (options.variants or [name]) or (mode, name) in PLANNED
+    keys = [
+        (mode, name, variant)
+        for mode in modes
+        for name, variant in variants_of(case, options.case)[mode].items()
+        if wanted(mode, name)
+    ]
+    traced = [lowered(case, options, mode, variant, schedule) for mode, _, variant in keys]
+    steps: dict[str, dict[str, Step]] = {mode: {} for mode in modes}
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        for (mode, name, _), step in zip(keys, threads.map(compiled, traced), strict=True):
+            steps[mode][name] = step
+    return steps
 
 
 def timed(

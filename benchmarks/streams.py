@@ -17,10 +17,17 @@ from typing import Any
 from jaxoffload.proof._program.trace import DIRECTIONS, Event, length, merged, ms_of, overlap, read
 from jaxoffload.proof._program.trace import traced as traced
 
+COLLECTIVES = ("all-to-all", "ragged-all-to-all", "all-gather", "reduce-scatter", "all-reduce", "collective-permute")
+
 
 def summary(events: list[Event]) -> dict[str, Any]:
-    """Return the milliseconds of the step and of the copies each way, in all and exposed, and the longest `waits`."""
+    """Return the milliseconds of the step and of the copies each way, in all and exposed, and the longest `waits`.
+
+    Collectives hide copies; what hides a collective is other kernels.
+    """
     compute = merged((e.start, e.end) for e in events if not e.direction)
+    collectives = merged((e.start, e.end) for e in events if is_collective(e))
+    others = merged((e.start, e.end) for e in events if not e.direction and not is_collective(e))
     copies = {way: merged((e.start, e.end) for e in events if e.direction == way) for way in DIRECTIONS}
     exposed = {way: length(spans) - overlap(spans, compute) for way, spans in copies.items()}
     return {
@@ -29,8 +36,14 @@ def summary(events: list[Event]) -> dict[str, Any]:
         **{f"{way}_exposed_ms": ms_of(spent) for way, spent in exposed.items()},
         "copies_ms": ms_of(sum(map(length, copies.values()))),
         "exposed_ms": ms_of(sum(exposed.values())),
+        "collectives_ms": ms_of(length(collectives)),
+        "collectives_exposed_ms": ms_of(length(collectives) - overlap(collectives, others)),
         "waits": waits(events),
     }
+
+
+def is_collective(event: Event) -> bool:
+    return event.name.startswith("nccl") or event.op.startswith(COLLECTIVES)
 
 
 def by_kernel(events: list[Event], count: int = 12) -> dict[str, float]:

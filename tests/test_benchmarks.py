@@ -115,6 +115,9 @@ def test_accumulation_by_hand():
     found = accumulate.ratios(modes)
     assert found["won_back"] == 1.1 and found["interleaved/remat by temp_gib"] == 0.6667
     assert found["interleaved/saved_all"] == 0.98 and found["exposed/step"] == 0.005
+    modes["interleaved"]["profile"]["collectives_exposed_ms"] = 3.0
+    modes["one_by_one"]["profile"] = {"collectives_exposed_ms": 6.0}
+    assert accumulate.ratios(modes)["interleaved/one_by_one by collectives_exposed_ms"] == 0.5
     compiled_in = lambda seconds: {"modes": {"interleaved": {"compile_s": seconds}}}
     assert accumulate.compile_ratio({"16": compiled_in(3.0), "2": compiled_in(2.0)}) == 1.5
     assert "won_back" not in accumulate.ratios({"remat": modes["remat"]})

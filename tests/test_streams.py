@@ -89,6 +89,21 @@ def test_what_nothing_hides():
     assert found["waits"][0] == {"ms": 6, "before": "layer.2", "copy": "MemcpyD2D take.2"}
 
 
+def test_what_hides_a_collective():
+    """Kernels do; copies and other collectives do not."""
+    streams = {
+        "Stream #1(Compute)": [(KERNEL, "a", 0, 10), ("ncclDevKernel_SendRecv", "all-to-all-start.1", 10, 14)],
+        "Stream #2(Compute)": [
+            ("ncclDevKernel_AllGather", "all-gather-start", 6, 12),
+            ("one_shot", "all-reduce", 20, 21),
+        ],
+        "Stream #3(MemcpyD2H)": [(D2H, "one", 9, 15)],
+    }
+    (events,) = events_of(profile(streams)).values()
+    found = summary(events)
+    assert (found["collectives_ms"], found["collectives_exposed_ms"]) == (9, 5)
+
+
 def test_what_two_copies_share_is_exposed_once():
     streams = {
         "Stream #1(Compute)": [(KERNEL, "a", 0, 10)],

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -180,34 +181,45 @@ def loss_of(framework: Framework, how: str) -> Loss:
 # ------------------------------------------------------------------------------------------------------------ measure
 
 
-def compiled(
-    framework: Framework, variant: Variant, state: tuple[Any, Any]
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return a step, (weights, x) -> (weights, x), and what is known of it before it runs."""
+class Step(NamedTuple):
+    """A compiled step, (weights, x) -> (weights, x), and what is known of it before it runs."""
+
+    run: Callable[..., Any]
+    facts: dict[str, Any]
+
+
+def lowered(framework: Framework, variant: Variant, state: tuple[Any, Any]) -> jax.stages.Lowered:
+    """Trace a step: the gradient, and an SGD update in place."""
     loss = loss_of(framework, variant.how)
 
     def step(weights: Any, x: Any) -> tuple[Any, Any]:
         return jax.tree.map(lambda w, g: w - 1e-4 * g, weights, jax.grad(loss)(weights, x)), x
 
-    jitted = lambda: jax.jit(step, donate_argnums=0, compiler_options=variant.options)
-    jitted().lower(*state).compile()  # so that XLA knows which kernels are fastest
+    return jax.jit(step, donate_argnums=0, compiler_options=variant.options).lower(*state)
+
+
+def compiled(framework: Framework, variant: Variant, state: tuple[Any, Any]) -> Step:
+    """Trace and compile a step, with JAX's caches empty."""
     jax.clear_caches()
     begin = time.perf_counter()
-    lowered = jitted().lower(*state)
-    traced = time.perf_counter()
-    program = lowered.compile()
+    traced = lowered(framework, variant, state)
+    middle = time.perf_counter()
+    program = traced.compile()
     memory = program.memory_analysis()
-    return program, {
-        "trace_s": round(traced - begin, 3),
-        "compile_s": round(time.perf_counter() - traced, 3),
+    facts = {
+        "trace_s": round(middle - begin, 3),
+        "compile_s": round(time.perf_counter() - middle, 3),
         "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
         "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
     }
+    return Step(program, facts)
 
 
 def measured(framework: Framework, options: argparse.Namespace) -> dict[str, Any]:
     """Return variant -> results."""
     shapes = jax.eval_shape(framework.start)
+    with ThreadPoolExecutor(max_workers=8) as threads:  # so that XLA knows which kernels are fastest
+        list(threads.map(jax.stages.Lowered.compile, [lowered(framework, v, shapes) for v in VARIANTS.values()]))
     steps = {name: compiled(framework, variant, shapes) for name, variant in VARIANTS.items()}
     state = jax.jit(framework.start)()
     spent: dict[str, list[float]] = {name: [] for name in VARIANTS}

@@ -345,11 +345,12 @@ def _naming(copy: Instruction, module: Module) -> Instruction | None:
     """The instruction whose scope says which residual a copy copies.
 
     `scan` and `chain` trace each in a scope of its own, which is in the metadata of the copy, of its end (since
-    jaxlib 0.12), or of what it waits for.
+    jaxlib 0.12), or of what it waits for: its operand, or what that is an element of.
     """
     source = next(iter(module.sources(copy)), None)
     ends = (line for line in module.computations[copy.computation] if line.opcode == "copy-done")
-    for line in (copy, *(end for end in ends if module.sources(end) == [copy]), *filter(None, [source])):
+    waits_for = [*module.operands(copy)[:1], *filter(None, [source])]
+    for line in (copy, *(end for end in ends if module.sources(end) == [copy]), *waits_for):
         if line.scope:
             return line
     before = next(iter(module.sources(source)), None) if source else None

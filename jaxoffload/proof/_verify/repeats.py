@@ -24,16 +24,18 @@ def repeats(target: Target) -> Found:
         return NOT_CHECKED, f"arguments are not given away here, and so {need(target.program, 'it')}"
     runs = _Runs(target)
     runs.run(target.repeats)
-    grown = runs.resident[-1] - runs.resident[1]  # the first may still allocate
-    if in_any_process(grown > VISIBLE):  # a pool grows now and then, a leak each time
+    grown, left = runs.resident[-1] - runs.resident[1], runs.in_use[-1] - runs.in_use[1]  # the first may still allocate
+    # A pool grows now and then, and a device frees what is deleted a moment later. A leak grows each time.
+    if in_any_process(grown > VISIBLE or left > 0):
         runs.run(target.repeats - 2)
         grown = min(grown, runs.resident[-1] - runs.resident[target.repeats - 1])
+        left = min(left, runs.in_use[-1] - runs.in_use[target.repeats - 1])
     if runs.wrong:
         differ, why = "; ".join(runs.wrong[:3]), not_exact(target.jaxpr)
         return (NOT_CHECKED, f"{differ}; {why}") if why else (FAILS, differ)
     later = f"after {target.repeats - 2} more run(s)"
-    if runs.in_use[-1] > runs.in_use[1]:
-        return FAILS, f"{readable(runs.in_use[-1] - runs.in_use[1])} more are in use {later}"
+    if left > 0:
+        return FAILS, f"{readable(left)} more are in use {later}"
     if grown > VISIBLE:
         return FAILS, f"the process takes {readable(grown)} more of the host's memory {later}"
     in_use = f"{readable(runs.in_use[-1])} are in use after each"

@@ -74,6 +74,7 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(layers=24, seq=4096)
     parser.add_argument("--case", choices=CASES, default="dense")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--offload_only", type=int, nargs="*", default=[], help="of these, those with `offload` alone")
     parser.add_argument("--virtual_stages", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--variants", nargs="+", help="those of each mode that are timed; all by default")
@@ -194,7 +195,8 @@ def all_forward(case: Case, options: argparse.Namespace, variant: Variant, param
 def measured(case: Case, options: argparse.Namespace, schedule: Schedule, known: dict[str, Any]) -> dict[str, Any]:
     """Return mode -> the results of its fastest variant, with those of the others. `known`: results of some modes."""
     found: dict[str, dict[str, Any]] = dict(known)
-    steps = compiled_steps(case, options, [mode for mode in options.modes if mode not in known], schedule)
+    modes = ["offload"] if schedule.microbatches in options.offload_only else options.modes
+    steps = compiled_steps(case, options, [mode for mode in modes if mode not in known], schedule)
     for mode, of_mode in steps.items():
         variants: dict[str, Any] = {}
         for name, step in of_mode.items():

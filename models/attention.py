@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxoffload import scope, tag
 from models.config import Model
@@ -61,14 +62,30 @@ class Attention(nnx.Module):
             if self.config.attention == "te":
                 context_BxSxNxH = transformer_engine(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
             else:
-                with jax.named_scope("attention"):
-                    context_BxSxNxH = jax.nn.dot_product_attention(
-                        q_BxSxNxH, k_BxSxKxH, v_BxSxKxH, is_causal=True, implementation=self.config.attention
-                    )
-                context_BxSxNxH = tag(context_BxSxNxH, "context")
+                context_BxSxNxH = attend(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH, self.config.attention)
             context_BxSxNxH = constrain(context_BxSxNxH, "attn/context")
             out_BxSxD = tag(matmul("BSNH,NHD->BSD", context_BxSxNxH, self.out_NxHxD), "out")
             return constrain(out_BxSxD, "attn/out")
+
+
+def attend(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, kind: str) -> jax.Array:
+    """Causal attention by JAX, (batch, sequence, heads, head_dim); `kind` is "cudnn" or "xla"."""
+
+    def named(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        with jax.named_scope("attention"):
+            context = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kind)
+        return tag(context, "context")
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and mesh.auto_axes:
+        # In a pipeline stage. JAX cannot divide cuDNN's kernel there (docs/upstream.md#partly-manual), so we do: each
+        # device has whole sequences and heads.
+        named = on_each_device(named, tuple(_spec(name) for name in "qkv"), _spec("context"))
+    return named(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
+
+
+def _spec(name: str) -> PartitionSpec:
+    return RULES.spec(*VALUES[f"attn/{name}"])
 
 
 def transformer_engine(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array) -> jax.Array:
@@ -83,13 +100,12 @@ def transformer_engine(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: ja
     importlib.import_module("transformer_engine.jax.attention")
     if jax.sharding.get_abstract_mesh().empty:
         return _on_one_device(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
-    specs = {name: RULES.spec(*VALUES[f"attn/{name}"]) for name in ("q", "k", "v", "context")}
     # TransformerEngine also keeps empty arrays (no bias, no offsets). On two or more devices XLA:GPU crashes on the
     # gradient of a shard_map that returns any (jaxlib 0.11.2, Shardy's canonicalizer), so they are recomputed.
     named = jax.checkpoint_policies.save_only_these_names("attn/context")
     # Each device has whole sequences and heads.
     kept = jax.checkpoint(_on_one_device, policy=named, prevent_cse=False)
-    mapped = on_each_device(kept, (specs["q"], specs["k"], specs["v"]), specs["context"])
+    mapped = on_each_device(kept, tuple(_spec(name) for name in "qkv"), _spec("context"))
     return mapped(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
 
 

@@ -283,11 +283,13 @@ def test_the_choices_of_the_layer(name):
     assert_stated("1.75 GiB", name)
 
 
-@pytest.mark.claim("losses")
-def test_no_loss_differs():
-    measured = result("losses")
+@pytest.mark.claim("losses", "losses-interleaved")
+@pytest.mark.parametrize("name", ["losses", "losses-interleaved"])
+def test_no_loss_differs(name):
+    measured = result(name)
     assert [line["losses that differ"] for line in measured["lines"]] == [0]
     assert f"{measured['steps']} steps" in TEXT
+    assert ("train.grad_accumulation=4" in measured["command"]) == (name == "losses-interleaved")
 
 
 @pytest.mark.claim("losses-of-experts")

@@ -90,11 +90,11 @@ def parse() -> argparse.Namespace:
 def variants_of(case: Case, name: str) -> dict[str, dict[str, Variant]]:
     """Return mode -> name -> variant."""
     moved = accumulate.variants_of(case, name)["interleaved"]
-    saved = {what: Variant("ours", dict.fromkeys(v.residuals, "save"), OVERLAP) for what, v in moved.items()}
+    saved = dict.fromkeys(moved["all moved"].residuals, "save")
     inputs = {"layer_input": "offload"}
     return {
         "offload": moved,
-        "saved": {"all saved": saved["all moved"]},
+        "saved": {"all saved": Variant("ours", saved, OVERLAP)},
         "recomputed": {"everything": Variant("ours", {}, OVERLAP)},
         "all_forward": {
             **modes_of(case)["remat"],
@@ -157,8 +157,12 @@ def lowered(case: Case, options: argparse.Namespace, mode: str, variant: Variant
     return Lowered(jax.jit(on_mesh(mesh, step), **how).lower(stored, batch), jax.jit(initial, out_shardings=where))
 
 
-def compiled(traced: Lowered) -> Step:
-    program = traced.step.compile()
+def compiled(traced: Lowered) -> Step | str:
+    """Compile a step, or return why XLA cannot: JAX's own offload in a pipeline is an error of XLA (jaxlib 0.11.2)."""
+    try:
+        program = traced.step.compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)[:300]
     memory = program.memory_analysis()
     facts = {
         "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
@@ -200,6 +204,9 @@ def measured(case: Case, options: argparse.Namespace, schedule: Schedule, known:
     for mode, of_mode in steps.items():
         variants: dict[str, Any] = {}
         for name, step in of_mode.items():
+            if isinstance(step, str):
+                variants[name] = {"failed": step}
+                continue
             runs = step.facts["all_gib"] <= device_gib() and name in (options.variants or of_mode)
             variants[name] = step.facts | (timed(case, options, step, schedule, mode == "offload") if runs else {})
             say(
@@ -217,7 +224,7 @@ def measured(case: Case, options: argparse.Namespace, schedule: Schedule, known:
 
 def compiled_steps(
     case: Case, options: argparse.Namespace, modes: list[str], schedule: Schedule
-) -> dict[str, dict[str, Step]]:
+) -> dict[str, dict[str, Step | str]]:
     """Return mode -> variant -> its step. Threads compile them: one after another they take minutes."""
     wanted = lambda mode, name: name in (options.variants or [name]) or (mode, name) in PLANNED
     keys = [
@@ -227,7 +234,7 @@ def compiled_steps(
         if wanted(mode, name)
     ]
     traced = [lowered(case, options, mode, variant, schedule) for mode, _, variant in keys]
-    steps: dict[str, dict[str, Step]] = {mode: {} for mode in modes}
+    steps: dict[str, dict[str, Step | str]] = {mode: {} for mode in modes}
     with ThreadPoolExecutor(max_workers=8) as threads:
         for (mode, name, _), step in zip(keys, threads.map(compiled, traced), strict=True):
             steps[mode][name] = step

@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,12 +51,10 @@ def main() -> None:
     result = provenance("accumulate", options.commit, options.fsdp * options.expert)
     result |= {"shape": {"case": options.case, **case.shape(options)}, "microbatches": {}}
     for count in options.microbatches:
-        result["microbatches"][str(count)] = {
-            "modes": (modes := measured(case, options, count)),
-            "ratios": ratios(modes),
-        }
-        result["compile_s, most / least microbatches"] = compile_ratio(result["microbatches"])
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        for modes in measured(case, options, count):
+            result["microbatches"][str(count)] = {"modes": modes, "ratios": ratios(modes)}
+            result["compile_s, most / least microbatches"] = compile_ratio(result["microbatches"])
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     for count, found in result["microbatches"].items():
         print(count, "microbatches:", json.dumps(found["ratios"]))
@@ -150,8 +148,9 @@ def placed(case: Case, options: argparse.Namespace) -> tuple[Any, Any]:
     return weights, NamedSharding(x.mesh, PartitionSpec(None, *x.spec)) if isinstance(x, NamedSharding) else x
 
 
-def measured(case: Case, options: argparse.Namespace, count: int) -> dict[str, Any]:
-    """Return mode -> the results of its fastest variant, with those of the others."""
+def measured(case: Case, options: argparse.Namespace, count: int) -> Iterator[dict[str, Any]]:
+    """Yield what is known so far, so that a later failure loses nothing: mode -> the results of its fastest variant,
+    with those of the others. The first run of a mode fills the pinned pool, a second for each GiB."""
     chosen = {mode: of for mode, of in variants_of(case, options.case).items() if mode in options.modes}
     steps: dict[Key, Step] = {}
     too_large: dict[Key, Step] = {}
@@ -172,25 +171,32 @@ def measured(case: Case, options: argparse.Namespace, count: int) -> dict[str, A
         state = jax.block_until_ready(steps[key].run(*state))
         return 1e3 * (time.perf_counter() - begin) / count
 
+    flops = model_flops(case, options) / options.fsdp / options.expert
+
+    def found() -> dict[str, Any]:
+        modes = {mode: result_of((mode, name), spent, steps, flops) for mode, name in contenders(spent, steps)}
+        for (mode, name), step in too_large.items():
+            modes.setdefault(mode, {}).setdefault("do_not_fit", {})[name] = step.facts
+        return modes
+
+    yield found()
     for key in steps:
-        timed(key)  # the first run fills the pinned pool
+        timed(key)
         spent[key] = [timed(key)]
         say(f"{count} microbatches, {', '.join(key)}: {spent[key][0]:.1f} ms")
+        yield found()
     near = contenders(spent, steps)
     for _ in range(options.rounds):
         for key in near:
             spent[key] += [timed(key) for _ in range(options.steps)]
-    flops = model_flops(case, options) / options.fsdp / options.expert
-    modes = {mode: result_of((mode, name), spent, steps, flops) for mode, name in near}
-    for (mode, name), step in too_large.items():
-        modes.setdefault(mode, {}).setdefault("do_not_fit", {})[name] = step.facts
+    yield (modes := found())
     for mode in ("interleaved", "one_by_one"):
         if "options" in modes.get(mode, {}):
             run = steps[mode, modes[mode]["options"]].run
             gpus = streams.traced(lambda run=run: jax.block_until_ready(run(*state)))
             for events in [*gpus.values()][:1]:  # all GPUs do the same; there is none on a CPU
                 modes[mode]["profile"] = streams.summary(events)
-    return modes
+    yield modes
 
 
 def device_gib() -> float:

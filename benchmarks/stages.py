@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,11 +59,11 @@ def main() -> None:
     for virtual in options.virtual_stages:
         of_count = result["virtual_stages"].setdefault(str(virtual), {"microbatches": {}})
         for count in options.microbatches:
-            modes = measured(case, options, Schedule(STAGES, virtual, count), peers[count])
+            for modes in measured(case, options, Schedule(STAGES, virtual, count), peers[count]):
+                of_count["microbatches"][str(count)] = {"modes": modes, "ratios": ratios(modes)}
+                of_count |= over_microbatches(of_count["microbatches"], virtual)
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
             peers[count] = {mode: of for mode, of in modes.items() if mode not in OURS}
-            of_count["microbatches"][str(count)] = {"modes": modes, "ratios": ratios(modes)}
-            of_count |= over_microbatches(of_count["microbatches"], virtual)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
 
 
@@ -198,8 +198,13 @@ def all_forward(case: Case, options: argparse.Namespace, variant: Variant, param
 # ------------------------------------------------------------------------------------------------------------- measure
 
 
-def measured(case: Case, options: argparse.Namespace, schedule: Schedule, known: dict[str, Any]) -> dict[str, Any]:
-    """Return mode -> the results of its fastest variant, with those of the others. `known`: results of some modes."""
+def measured(
+    case: Case, options: argparse.Namespace, schedule: Schedule, known: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield, after each mode, mode -> the results of its fastest variant, with those of the others.
+
+    `known`: results of some modes.
+    """
     found: dict[str, dict[str, Any]] = dict(known)
     modes = ["offload"] if schedule.microbatches in options.offload_only else options.modes
     steps = compiled_steps(case, options, [mode for mode in modes if mode not in known], schedule)
@@ -219,9 +224,9 @@ def measured(case: Case, options: argparse.Namespace, schedule: Schedule, known:
         best = min(ran, key=lambda name: ran[name]["ms"]) if ran else None
         others = {name: facts for name, facts in variants.items() if name != best}
         found[mode] = ({"options": best, **ran[best]} if best else {}) | {"other_options": others}
-    if {"saved", "offload"} <= found.keys():
-        found["offload"] |= freed(case, options, schedule, found)
-    return found
+        if {"saved", "offload"} <= found.keys() and "freed_gib" not in found["offload"]:
+            found["offload"] |= freed(case, options, schedule, found)
+        yield found
 
 
 def compiled_steps(

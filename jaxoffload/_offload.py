@@ -26,7 +26,7 @@ from ._engine.plan import all_names
 from ._engine.values import named_values, write_names
 from ._engine.walk import bodies, map_bodies, walk, with_eqns
 from ._errors import NOT_THE_USERS
-from ._jax import evaluate
+from ._jax import evaluate, without_remat3
 from ._names import KEEP
 from ._policy import Policy, PolicyError
 from ._reference import most_layers
@@ -83,9 +83,8 @@ def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]
     if not isinstance(strict, bool):
         raise TypeError(f"offload: strict must be True or False, got {strict!r}")
 
-    @functools.wraps(f)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        refuse_remat3()
+    @without_remat3
+    def replaced_in(*args: Any, **kwargs: Any) -> Any:
         call = _call(f, args, kwargs)
         jaxpr, shape = jax.make_jaxpr(call.run, return_shape=True)(*call.arrays)
         _refuse_gradients(jaxpr)
@@ -93,6 +92,11 @@ def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]
         jaxpr = _with_ours(jaxpr, replaced)
         _judge(jaxpr, replaced, strict and not jax.config.jax_disable_jit)
         return call.result(jax.tree.unflatten(jax.tree.structure(shape), evaluate(jaxpr, call.arrays)))
+
+    @functools.wraps(f)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        refuse_remat3()
+        return replaced_in(*args, **kwargs)
 
     return wrapped
 

@@ -31,12 +31,13 @@ from ._engine.plan import Plan, Row, make_plan
 from ._engine.reruns import reruns
 from ._engine.source import Source, source_of
 from ._engine.walk import Site, bodies, walk
-from ._jax import nbytes, on_host
+from ._jax import nbytes, on_host, without_remat3
 from ._policy import Policy, PolicyError, check_arguments
 from ._scan import body_of, scan_p
 from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Kind, Residual, Residuals
 
 
+@without_remat3
 def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -> Residuals:
     """Return the residuals of `f`: each tagged value of its `scan`s, `chain`s and `checkpoint`s, and untagged ones.
 
@@ -285,6 +286,7 @@ def _recomputed(met: Iterable[_Met]) -> dict[str, tuple[int, int]]:
     return recomputed
 
 
+@without_remat3
 def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
     """Raise if a pattern of `policy` matches nothing in `f`, or if the pinned host pool cannot hold what `f` offloads.
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import jaxlib
 import pytest
 from common import auto_mesh, gradient, kept_bytes, normal, policy
-from jax.extend.core import jaxpr_as_fun
 
 from jaxoffload import HostPoolFull, chain, check, checkpoint, compiler_options, residuals, scan, tag, xla_flags
 from jaxoffload._text import readable

@@ -146,8 +146,8 @@ _IS_A_STEP = (
     "loss that it differentiates, with the arguments of one microbatch"
 )
 _BY_JAX = (
-    "a jax.checkpoint in the function has a Policy, but is not under offload: its copies do not overlap, it has no "
-    "layers, and what it recomputes is not shown; wrap the loss in jaxoffload.offload"
+    "by jax.checkpoint: JAX itself runs that under a Policy, so its copies do not overlap, it has no layers, and what "
+    "it recomputes is not shown; in jaxoffload.offload(loss) it is ours, unless it reads or writes a jax.new_ref"
 )
 _OTHERS_KEEP = "a checkpoint that is not jaxoffload's is in the function: what it keeps is shown without its names"
 

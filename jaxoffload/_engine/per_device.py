@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import cond_p, scan_p, sharding_constraint_p
 from jax.sharding import NamedSharding
 
-from .._jax import SHARD_MAP, nbytes
+from .._jax import SAME, SHARD_MAP, nbytes
 from .copying_loops import forward_p
 from .device_bytes import Buffer, Straight, division, straight
 from .segments import Segment, those
@@ -30,7 +30,7 @@ class Divided:
     def __init__(self, jaxpr: Jaxpr, rows: Rows):
         self._jaxpr = jaxpr
         self._program = _with_rows(straight(jaxpr), rows)
-        self._made_by = {x: (op.eqn, k) for op in self._program.ops for k, x in enumerate(op.results)}
+        self._made_by = {x: (op, k) for op in self._program.ops for k, x in enumerate(op.results)}
 
     @property
     def rows(self) -> Rows:
@@ -55,10 +55,12 @@ class Divided:
     def _of(self, buffer: Buffer) -> int:
         while buffer.moved and not buffer.constraint:
             buffer = buffer.moved
-        eqn, number = self._made_by.get(buffer, (None, 0))
-        if eqn is None or buffer.constraint:
+        op, number = self._made_by.get(buffer, (None, 0))
+        if op is None or buffer.constraint:
             return self._program.parts(buffer)
-        return self._of_loop(eqn, number) or self._program.parts(buffer)
+        if op.eqn.primitive.name in SAME and (operand := op.operands[0]):
+            return self._of(operand)
+        return self._of_loop(op.eqn, number) or self._program.parts(buffer)
 
     def _of_loop(self, eqn: JaxprEqn, number: int) -> int | None:
         """A result of a loop is divided as it is inside, where its rows are made."""

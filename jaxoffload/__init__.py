@@ -24,7 +24,7 @@ from .grouped import grouped_matmul as grouped_matmul
 
 # isort: split
 # See what is kept, and verify it.
-from ._residuals import check as check
+from ._check import check as check
 from ._residuals import residuals as residuals
 from ._table import Residual as Residual
 from ._table import Residuals as Residuals

@@ -26,7 +26,7 @@ from ._engine.schedule import Schedule
 from ._engine.segments import joined
 from ._engine.staged_loss import StagedLoss
 from ._errors import NOT_THE_USERS
-from ._jax import as_array, convert_constvars_jaxpr, nbytes
+from ._jax import as_array, convert_constvars_jaxpr, nbytes, without_remat3
 from ._policy import Policy
 from ._reference import is_reference
 from ._scan import backward_loops, chunk_loops, forward_loops, recomputing, scan_p, with_stages
@@ -106,12 +106,14 @@ def accumulate(
     def mean_of(sums: Any, microbatches: int) -> Any:
         return jax.tree.map(lambda x: x / microbatches, sums) if reduction == "mean" else sums
 
+    @without_remat3
     def value_alone(*args: Any) -> Any:
         call = _call(loss, argnums, has_aux, args)
         values, aux = _values_on_stages(call, _stages(stages, virtual_stages)) or _values(call)
         value = mean_of(_sum(values), call.microbatches)
         return (value, aux) if has_aux else value
 
+    @without_remat3
     def value_and_grad(*args: Any) -> Any:
         call = _call(loss, argnums, has_aux, args)
         sums, aux = _on_stages(call, _stages(stages, virtual_stages)) or _interleaved(call) or _one_by_one(call)

@@ -29,10 +29,10 @@ from ._engine.transpose_only import with_tangents
 from ._jax import DEVICE, HOST, Results, Values
 from ._policy import Policy, PolicyError, check_arguments
 from ._reference import is_reference
-from ._refusals import refuse_remat3
 from ._scan import inside_scan
 
 
+@_jax.without_remat3
 def chain(
     fs: Sequence[Callable[[Any, Any], Any]],
     init: Any,
@@ -78,7 +78,6 @@ def chain(
         raise TypeError(f"chain: fs must be a list or tuple of layers, got {fs!r}")
     if len(fs) != len(params):
         raise TypeError(f"chain: {len(fs)} layers have {len(params)} params; each layer needs one, if only None")
-    refuse_remat3()
     if not fs:
         return init
     if jax.config.jax_disable_jit or inside_scan():

@@ -13,8 +13,8 @@ import jax
 
 from ._engine.checkpoint_primitive import bind
 from ._engine.mutable_refs import by_jax, takes_refs
+from ._jax import without_remat3
 from ._policy import Policy, check_arguments
-from ._refusals import refuse_remat3
 
 
 def checkpoint(
@@ -63,8 +63,8 @@ def checkpoint(
         raise TypeError(f"checkpoint: prevent_cse must be True or False, for all arguments, got {prevent_cse!r}")
 
     @functools.wraps(f)
+    @without_remat3
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        refuse_remat3()
         fun, args = _bind_static(f, static_argnums, args)
         jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
         if takes_refs(jaxpr):

@@ -1,10 +1,12 @@
 """What jaxoffload needs of JAX beyond its documented API, and the one way to define a primitive.
 
 `jax.interpreters` re-exports JAX's internals without a promise of stability, and some primitives are known by name
-alone. Both come from here, and the one name of `jax._src` that we reach: nothing else in jaxoffload imports
+alone. Both come from here, and the two names of `jax._src` that we reach: nothing else in jaxoffload imports
 `jax.interpreters` or `jax._src`.
 """
 
+import contextlib
+import functools
 import importlib
 import math
 import re
@@ -118,7 +120,8 @@ def is_causal(params: dict[str, Any]) -> bool:
     return params.get("use_causal_mask", False) or "CAUSAL" in getattr(mask, "name", "")
 
 
-# --- The one name of `jax._src`: JAX's function that writes the configuration of a call of cuDNN's attention.
+# --- Two names of `jax._src`: JAX's function that writes the configuration of a call of cuDNN's attention, and the
+# setting `jax_remat3`.
 
 CUDNN_CONFIG = "create_dot_product_attention_backend_config_base"
 
@@ -130,6 +133,25 @@ def cudnn_lowering() -> tuple[Any, Callable[..., dict[str, Any]] | None]:
     except ImportError:
         return None, None
     return module, getattr(module, CUDNN_CONFIG, None)
+
+
+REMAT3 = "remat3"
+
+
+def without_remat3[**P, T](f: Callable[P, T]) -> Callable[P, T]:
+    """`f`, in which `jax.checkpoint` and `checkpoint_name` bind the primitives `remat2` and `name`, whatever is set.
+
+    `jax_remat3` makes other equations of them, whose names and jaxprs our plans do not see. JAX has no public way to
+    set it for one thread and one part of a program. A JAX without the setting has only this kind.
+    """
+
+    @functools.wraps(f)
+    def without(*args: P.args, **kwargs: P.kwargs) -> T:
+        remat3 = getattr(importlib.import_module("jax._src.config"), REMAT3, lambda _: contextlib.nullcontext())
+        with remat3(False):
+            return f(*args, **kwargs)
+
+    return without
 
 
 def ordered_effects(jaxpr: Jaxpr) -> list[Any]:
@@ -154,7 +176,8 @@ def define[P: Primitive](primitive: P, *, eager: Any = None, results: Any = None
     """Give a primitive its rules, in JAX's form, and return it.
 
     `eager` computes it outside of a trace, `results` its abstract results, `lower` its MLIR. The other `rules` are
-    `jvp`, `transpose`, `batch`, `partial_eval` (inside `jax.checkpoint`) and `dce`.
+    `jvp`, `transpose`, `batch`, `partial_eval` (inside `jax.checkpoint`) and `dce`; what they trace is without
+    `jax_remat3`.
     """
     if eager:
         primitive.def_impl(eager)
@@ -163,7 +186,7 @@ def define[P: Primitive](primitive: P, *, eager: Any = None, results: Any = None
     if lower:
         register_lowering(primitive, lower)
     for kind, rule in rules.items():
-        _RULES[kind][primitive] = rule
+        _RULES[kind][primitive] = without_remat3(rule)
     return primitive
 
 

@@ -1,41 +1,34 @@
 """offload(): a loss in which each `lax.scan` over layers under `jax.checkpoint(policy=Policy(...))` becomes ours.
 
-Frameworks call `lax.scan` and `jax.checkpoint` by themselves. So the loss is traced as it is, and in its jaxpr the
-equations are replaced: a scan whose body holds checkpoints under one `Policy` by that of `scan`, with those checkpoints
-written out; any other checkpoint under a `Policy` by that of `checkpoint`.
+Frameworks call `lax.scan` and `jax.checkpoint` by themselves. So the loss is traced as it is, `_replace.py` replaces
+equations in its jaxpr, and the result is evaluated.
 """
 
 import functools
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Var, new_jaxpr_eqn
-from jax.extend.core.primitives import remat_p, while_p
+from jax.extend.core import Jaxpr
+from jax.extend.core.primitives import custom_vjp_call_p
 from jax.ref import AbstractRef
 
 from ._chain import chain_p
+from ._check import names_under
 from ._engine.checkpoint_primitive import checkpoint_p
-from ._engine.mutable_refs import takes_refs
-from ._engine.plan import all_names
-from ._engine.values import named_values, write_names
-from ._engine.walk import bodies, map_bodies, walk, with_eqns
-from ._errors import NOT_THE_USERS
-from ._jax import evaluate
-from ._names import KEEP
+from ._engine.derivative import derivative
+from ._engine.walk import Site, walk
+from ._errors import NOT_THE_USERS, Problem
+from ._jax import evaluate, without_remat3
 from ._policy import Policy, PolicyError
-from ._reference import most_layers
 from ._refusals import refuse_remat3
-from ._scan import body_of_scan, first_layers, our_equation, scan_p, with_our_scan
-
-CARRY = "layer_input"  # the name of a carry that the layers do not name
-INPUT = "checkpoint_input"  # and of what one of several checkpoints in a layer reads of another
-_LOOPS = (lax.scan_p, while_p)
+from ._remarks import remark
+from ._replace import Replaced, in_custom_derivatives, policy_of, with_ours
+from ._scan import scan_p
 
 
 def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]:
@@ -65,8 +58,8 @@ def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]
       NotImplementedError: `f` differentiates what is in it, or changes more of a module of Flax NNX than the values of
         its variables.
 
-    Warns (when called): a scan or a checkpoint stays JAX's, and why. The checkpoints of a scan that stays are ours, if
-    they can be; their copies are not overlapped.
+    Warns (when called): a scan or a checkpoint stays JAX's, and why; the notes of `residuals` say so too. The
+    checkpoints of a scan that stays are ours, if they can be; their copies are not overlapped.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -83,16 +76,20 @@ def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]
     if not isinstance(strict, bool):
         raise TypeError(f"offload: strict must be True or False, got {strict!r}")
 
-    @functools.wraps(f)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        refuse_remat3()
+    @without_remat3
+    def replaced_in(*args: Any, **kwargs: Any) -> Any:
         call = _call(f, args, kwargs)
         jaxpr, shape = jax.make_jaxpr(call.run, return_shape=True)(*call.arrays)
         _refuse_gradients(jaxpr)
-        replaced = _Replaced([], [], {})
-        jaxpr = _with_ours(jaxpr, replaced)
+        replaced = Replaced([], [], {})
+        jaxpr = with_ours(jaxpr, replaced)
         _judge(jaxpr, replaced, strict and not jax.config.jax_disable_jit)
         return call.result(jax.tree.unflatten(jax.tree.structure(shape), evaluate(jaxpr, call.arrays)))
+
+    @functools.wraps(f)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        refuse_remat3()
+        return replaced_in(*args, **kwargs)
 
     return wrapped
 
@@ -152,184 +149,47 @@ _OTHER_CHANGES = (
 
 
 def _refuse_gradients(jaxpr: Jaxpr) -> None:
-    if any(_policy_of(site.eqn) and site.eqn.params["differentiated"] for site in walk(jaxpr)):
+    if any(policy_of(site.eqn) and site.eqn.params["differentiated"] for site in walk(jaxpr)):
         raise NotImplementedError(
             "offload: the function differentiates what is under a Policy; wrap the loss that it differentiates, as in "
             "jax.grad(offload(loss))"
         )
 
 
-class _Replaced(NamedTuple):
-    """What is ours now.
-
-    Attributes:
-      under: each policy with the names under it.
-      left: why some scans and checkpoints stay as they are.
-      done: by the identity of each jaxpr, itself, what stands for it, and what was replaced in it. JAX compiles a
-        function that is called twice once, if both calls have the same jaxpr.
-    """
-
-    under: list[tuple[Policy, set[str]]]
-    left: list[str]
-    done: dict[int, tuple[Jaxpr, Jaxpr, "_Replaced"]]
-
-
-def _judge(jaxpr: Jaxpr, replaced: _Replaced, strict: bool) -> None:
+def _judge(jaxpr: Jaxpr, replaced: Replaced, strict: bool) -> None:
     """Raise if nothing is ours, or if a pattern matches no name; warn of what stays."""
     sites = list(walk(jaxpr))
-    left = list(dict.fromkeys(replaced.left))
-    if not left and any(_policy_of(site.eqn) for site in sites):
-        left = ["a jax.checkpoint under a Policy stays as it is: it stands in a custom derivative"]
+    left = list(dict.fromkeys([*replaced.left, *in_custom_derivatives(jaxpr)]))
     for why in left:
+        remark(f"offload: {why}")
         warnings.warn(f"jaxoffload: offload: {why}", skip_file_prefixes=NOT_THE_USERS)
     if not any(site.eqn.primitive in (scan_p, checkpoint_p, chain_p) for site in sites) and not left:
         raise ValueError(
             "offload: the function has nothing under a jaxoffload.Policy; put the layers that its scan runs under one, "
             "as jax.checkpoint(layer, policy=Policy(...)), or nn.remat or nnx.remat with policy="
         )
+    if strict and not left and (problems := _unmatched(jaxpr, sites, replaced)):
+        raise PolicyError(problems)
+
+
+def _unmatched(jaxpr: Jaxpr, sites: list[Site], replaced: Replaced) -> list[Problem]:
     names: dict[Policy, set[str]] = {}
     for policy, seen in replaced.under:
         names.setdefault(policy, set()).update(seen)
     problems = [problem for policy, seen in names.items() for problem in policy.unmatched(seen)]
-    if strict and problems and not left:
-        raise PolicyError(problems)
+    if problems and any(site.eqn.primitive is custom_vjp_call_p for site in sites):
+        # The forward rule, which only a derivative runs, may give the names.
+        if (gradient := _derivative(jaxpr)) is None:
+            return []
+        of_rules = {policy: seen | (names_under(gradient, policy) or set()) for policy, seen in names.items()}
+        problems = [problem for policy, seen in of_rules.items() for problem in policy.unmatched(seen)]
+    return problems
 
 
-def _with_ours(jaxpr: Jaxpr, replaced: _Replaced) -> Jaxpr:
-    """`jaxpr` with what is under a policy replaced by ours, in its nested jaxprs too."""
-    if id(jaxpr) not in replaced.done:
-        inside = _Replaced([], [], replaced.done)
-        replaced.done[id(jaxpr)] = jaxpr, with_eqns(jaxpr, [_our_equation(eqn, inside) for eqn in jaxpr.eqns]), inside
-    _, ours, inside = replaced.done[id(jaxpr)]
-    replaced.under.extend(inside.under)
-    replaced.left.extend(inside.left)
-    return ours
-
-
-def _our_equation(eqn: JaxprEqn, replaced: _Replaced) -> JaxprEqn:
-    if policy := _policy_of(eqn):
-        eqn = map_bodies(eqn, lambda _, body: _with_ours(body, replaced))
-        replaced.under.append((policy, all_names(eqn.params["jaxpr"])))
-        if takes_refs(eqn.params["jaxpr"]):
-            replaced.left.append("a jax.checkpoint stays as it is: it reads or writes a jax.new_ref")
-            return eqn
-        return _our_checkpoint(eqn, policy)
-    if eqn.primitive is lax.scan_p and (policies := set(_policies_in(eqn.params["jaxpr"]))):
-        if len(policies) > 1:
-            several = f"its layers are under {len(policies)} policies; give all one"
-            replaced.left.append(f"a scan of {eqn.params['length']} layers stays lax.scan: {several}")
-        elif not takes_refs(eqn.params["jaxpr"]):  # of which checkpoints warn
-            (policy,) = policies
-            layer = _layer(eqn, policy)
-            replaced.under.append((policy, all_names(layer)))
-            eqn = eqn.replace(params=eqn.params | {"jaxpr": _with_ours(layer, replaced)})
-            with eqn.ctx.manager:
-                if (most := most_layers()) is not None and eqn.params["length"] > most:
-                    return _first_layers(eqn, policy, most)
-                return our_equation(eqn, policy, strict=False)
-    return map_bodies(eqn, lambda _, body: _with_ours(body, replaced))
-
-
-def _policy_of(eqn: JaxprEqn) -> Policy | None:
-    """The policy of a checkpoint; None for another equation, and under another kind of policy."""
-    policy = eqn.params["policy"] if eqn.primitive is remat_p else None
-    return policy if isinstance(policy, Policy) else None
-
-
-def _policies_in(jaxpr: Jaxpr) -> Iterator[Policy]:
-    """Yield the policies of the checkpoints in a layer, but not of those in loops in it."""
-    for eqn in jaxpr.eqns:
-        if policy := _policy_of(eqn):
-            yield policy
-        elif eqn.primitive not in _LOOPS:
-            for body in bodies(eqn):
-                yield from _policies_in(body)
-
-
-def _our_checkpoint(eqn: JaxprEqn, policy: Policy) -> JaxprEqn:
-    separate = eqn.params["prevent_cse"]
-    params = {
-        "call_jaxpr": eqn.params["jaxpr"],
-        "roles": ("argument",) * len(eqn.invars),
-        "policy": policy,
-        "strict": False,
-        "prevent_cse": any(separate) if isinstance(separate, tuple) else bool(separate),
-    }
-    return new_jaxpr_eqn(eqn.invars, eqn.outvars, checkpoint_p, params, eqn.effects, eqn.source_info, eqn.ctx)
-
-
-def _layer(eqn: JaxprEqn, policy: Policy) -> Jaxpr:
-    """The body of a scan, as a layer of ours.
-
-    If it has one checkpoint, that is written out. Several stay, so that the backward pass has only one of them at work
-    at a time; what they read of each other is saved then, as by JAX.
-    """
-    body = body_of_scan(eqn)
-    several = len(list(_policies_in(body.jaxpr))) > 1
-    layer = _with_kept_inputs(body.jaxpr, policy) if several else _opened(body.jaxpr, policy)
-    carried = zip(range(body.consts, body.consts + body.carry), layer.outvars, strict=False)
-    changed = [i for i, out in carried if out is not layer.invars[i]]
-    named = {value.var for value in named_values(layer, [None] * len(layer.invars)).values if value.path == ()}
-    unnamed = [v for v in (layer.invars[i] for i in changed) if _is_float(v) and v not in named]
-    names = [f"{CARRY}.{n}" if len(unnamed) > 1 else CARRY for n in range(len(unnamed))]
-    return write_names(layer, {((), v): name for v, name in zip(unnamed, names, strict=True)})
-
-
-def _is_float(v: Any) -> bool:
-    return bool(v.aval.ndim) and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-
-
-def _with_kept_inputs(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
-    """A layer in which the arrays that its checkpoints read, and that it computes, have a name; kept by default."""
-    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    read = (v for eqn in jaxpr.eqns if _policy_of(eqn) for v in eqn.invars if isinstance(v, Var))
-    keep = "" if policy.match(f"{INPUT}.0") else KEEP
-    inputs = [v for v in dict.fromkeys(read) if v in made and _is_float(v)]
-    return write_names(jaxpr, {((), v): f"{INPUT}.{number}{keep}" for number, v in enumerate(inputs)})
-
-
-def _opened(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
-    """A layer with its checkpoint under a policy written out, but not those of the loops in it.
-
-    Nothing is traced again: in a `shard_map`, JAX would not know the axes here.
-    """
-    eqns: list[JaxprEqn] = []
-    opened = lambda _, body: _opened(body, policy) if any(_policies_in(body)) else body
-
-    def write_out(body: Jaxpr, operands: list[Any]) -> list[Any]:
-        values: dict[Var, Any] = dict(zip([*body.constvars, *body.invars], [*body.consts, *operands], strict=True))
-        read = lambda a: values.get(a, a) if isinstance(a, Var) else a
-        for eqn in body.eqns:
-            operands = list(map(read, eqn.invars))
-            if _policy_of(eqn) == policy:
-                values |= zip(eqn.outvars, write_out(eqn.params["jaxpr"], operands), strict=True)
-            else:
-                new = [v if type(v).__name__ == "DropVar" else Var(v.aval) for v in eqn.outvars]
-                values |= zip(eqn.outvars, new, strict=True)
-                eqn = eqn if eqn.primitive in _LOOPS else map_bodies(eqn, opened)
-                eqns.append(eqn.replace(invars=operands, outvars=new))
-        return list(map(read, body.outvars))
-
-    outvars = write_out(jaxpr.replace(constvars=[], consts=[]), list(jaxpr.invars))
-    return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names())
-
-
-def _first_layers(eqn: JaxprEqn, policy: Policy, most: int) -> JaxprEqn:
-    """As `scan` runs them for `verify`, which asks for fewer."""
-    body, length, reverse = body_of_scan(eqn), eqn.params["length"], eqn.params["reverse"]
-
-    def run(*operands: Any) -> list[Any]:
-        consts, init, xs = body.split(operands)
-
-        def short(init: list[Any], xs: list[Any], most: int) -> tuple[list[Any], list[Any]]:
-            outs = lax.scan_p.bind(*consts, *init, *xs, **eqn.params | {"length": most, "unroll": 1})
-            return outs[: body.carry], outs[body.carry :]
-
-        carry, ys = first_layers(short, init, xs, length, most, reverse)
-        return [*carry, *ys]
-
-    def ours(*operands: Any) -> list[Any]:
-        return evaluate(with_our_scan(jax.make_jaxpr(run)(*operands), policy, strict=False), operands)
-
-    (call,) = jax.make_jaxpr(jax.jit(ours))(*(v.aval for v in eqn.invars)).eqns
-    return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+def _derivative(jaxpr: Jaxpr) -> Jaxpr | None:
+    """The JVP of a traced loss; None if it has none. JAX then raises where the program needs it."""
+    floating = tuple(bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in jaxpr.in_avals)
+    try:
+        return derivative(jaxpr, floating, False, False)[0]
+    except Exception:  # a rule may raise anything
+        return None

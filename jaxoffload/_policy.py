@@ -66,10 +66,13 @@ class Policy:
 
     A policy is frozen and hashable. It is also callable as JAX's own `policy=`, for `jax.checkpoint`, `nn.remat` and
     `nnx.remat`. In a loss under `offload` they then do what ours do. Otherwise JAX asks about one equation at a time,
-    so on that route: `dots` keeps a matmul under a tag marked
-    recompute; a value with two kept names is stored twice; composites are judged leaf by leaf; a pattern that matches
-    nothing is not an error (call `check`); there are no layers; the output of `exp` and the like is recomputed;
-    `residuals` shows what it keeps without names, and `verify` does not check what is recomputed.
+    so on that route: `dots` keeps a matmul under a tag marked recompute; a value with two kept names is stored twice;
+    composites are judged leaf by leaf; a pattern that matches nothing is not an error (call `check`); there are no
+    layers; the output of `exp` and the like is recomputed; `residuals` does not show what is recomputed, and `verify`
+    does not check it.
+
+    `Policy(**dataclasses.asdict(policy))` is equal to `policy`, also through YAML and JSON. `offload` reads such a dict
+    as the policy, where a framework gives it to `jax.checkpoint`.
 
     Example:
       >>> from jaxoffload import Policy

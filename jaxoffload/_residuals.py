@@ -1,4 +1,4 @@
-"""residuals(): a table of a function's residuals, where each is kept and why; check(): errors of a policy, early.
+"""residuals(): a table of a function's residuals, where each is kept and why.
 
 Nothing is run. The function and its gradient are traced once; the residuals are the leaves of the VJP, each followed
 back to the name that a plan gave it. So the table holds what autodiff keeps, not what the policy asked for.
@@ -7,36 +7,32 @@ back to the name that a plan gave it. So the table holds what autodiff keeps, no
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxpr_as_fun
-from jax.extend.core.primitives import name_p, remat_p
+from jax.extend.core import Jaxpr, Var
 from jax.ref import AbstractRef
 
-from ._chain import chain_p
 from ._checkpoint import checkpoint
-from ._engine.checkpoint_primitive import checkpoint_p
-from ._engine.copying_loops import forward_p, where_twice
-from ._engine.derivative import full_plan
-from ._engine.host_pool_limit import host_pool_bytes, whole_program
-from ._engine.host_pool_need import need_of, refuse_what_does_not_fit
-from ._engine.interleaved import OUR_LOOPS, interleaved_p, loops_of
-from ._engine.layer import Body, plan_of
-from ._engine.plan import Plan, Row, make_plan
+from ._engine.copying_loops import where_twice
+from ._engine.gradient_plans import Plans, policies_that_kept
+from ._engine.host_pool_limit import whole_program
+from ._engine.host_pool_need import refuse_what_does_not_fit
+from ._engine.per_device import Divided, mesh_of, rows_of
+from ._engine.plan import Row
 from ._engine.reruns import reruns
 from ._engine.source import Source, source_of
-from ._engine.walk import Site, bodies, walk
-from ._jax import nbytes, on_host
-from ._policy import Policy, PolicyError, check_arguments
-from ._scan import body_of, scan_p
+from ._jax import nbytes, on_host, without_remat3
+from ._policy import Policy
+from ._remarks import Remarks, listening
 from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Kind, Residual, Residuals
 
 
+@without_remat3
 def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -> Residuals:
     """Return the residuals of `f`: each tagged value of its `scan`s, `chain`s and `checkpoint`s, and untagged ones.
 
@@ -63,39 +59,77 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       ([(('fc1',), 'offloaded', 1048576)], 1048576)
     """
     fun = checkpoint(f, policy=policy) if policy else f
-    with where_twice("residuals", _IS_A_STEP), whole_program(True):
-        jaxpr, (kept, _) = jax.make_jaxpr(_forward_and_backward(fun), return_shape=True)(*args)
+    remarks = Remarks()
+    with where_twice("residuals", _IS_A_STEP), whole_program(True), listening(remarks):
+        jaxpr, (kept, _) = jax.make_jaxpr(forward_and_backward(fun), return_shape=True)(*args)
     refuse_what_does_not_fit("residuals", jaxpr)
+    arguments = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "sharding")]
+    mesh = mesh_of(jaxpr, arguments)
+    rows = rows_of(arguments) if mesh else None
     plans = Plans(_backward_pass(jaxpr), reruns_too=False)
-    table = _table(plans, jaxpr, jaxpr.outvars[: len(kept)], 1)
+    table = _table(_Passes(jaxpr, jaxpr.outvars[: len(kept)], _backward_pass(jaxpr), 1), plans, rows)
+    table = dataclasses.replace(table, notes=(*remarks.texts, *table.notes), mesh=tuple(mesh.items()))
     if not plans.inside:
         return table
     inside = (
-        _table(Plans(rerun.backward, reruns_too=False), rerun.forward, rerun.residuals, rerun.devices)
+        _table(
+            _Passes(rerun.forward, rerun.residuals, rerun.backward, rerun.devices),
+            Plans(rerun.backward, reruns_too=False),
+            rows,
+        )
         for rerun in reruns(fun, *args)
     )
     return dataclasses.replace(table, reruns=tuple(dict.fromkeys(inner for inner in inside if inner.rows)))
 
 
-def _table(plans: "Plans", jaxpr: Jaxpr, forward_results: Sequence[Any], devices: int) -> Residuals:
-    """Return the table of those results of a forward pass that the backward pass, with `plans`, reads."""
+class _Passes(NamedTuple):
+    """A forward and a backward pass: the jaxpr of (at least) the first, what it keeps, and the second.
+
+    `devices`: over how many a `shard_map` around them divides them.
+    """
+
+    forward: Jaxpr
+    kept: Sequence[Any]
+    backward: Jaxpr
+    devices: int
+
+
+def _table(passes: _Passes, plans: Plans, rows: Mapping[int, int] | None) -> Residuals:
+    """Return the table of what the forward pass keeps; `rows`: what is known of a mesh, if there is one."""
     kept: dict[str, list[_Stored]] = defaultdict(list)
-    untagged = []
+    others = []
+    jaxpr, by_jax = passes.forward, policies_that_kept(passes.backward)
     arguments = {*jaxpr.invars, *jaxpr.constvars}
-    for var in dict.fromkeys(v for v in forward_results if isinstance(v, Var) and v not in arguments):
+    results = [*dict.fromkeys(v for v in passes.kept if isinstance(v, Var) and v not in arguments)]
+    divided = _divided(jaxpr, results, rows)
+    for number, var in enumerate(results):
         source = source_of(jaxpr, var)
         if not source.layers + source.empty:
             continue  # of a scan over no layers
-        size = devices * nbytes(var.aval)
+        size = passes.devices * nbytes(var.aval)
         names = [str(name) for name in source.names if str(name) in plans.rows]
         for name in names:
             first = plans.rows[names[0]] if name != names[0] else None
             kept[name].append(_Stored(size, on_host(var.aval), source, first))
         if not names:
-            untagged.append(_untagged(var.aval, size, source))
-    tagged = [r for name, row in plans.rows.items() for r in _tagged(row, kept[name], *plans.recomputed[name])]
-    notes = [note for plan in plans.plans for note in plan.notes] + [_OTHERS_KEEP] * plans.others
-    return Residuals((*_merged(tagged), *untagged), tuple(dict.fromkeys(notes)))
+            parts = passes.devices * (divided.of_result(number) if divided else 1)
+            others.append(_without_plan(var.aval, size, source, by_jax.get(var), parts))
+    parts_of = dict(reversed(list(divided.named()))) if divided else {}  # the first that has a name counts
+    tagged = [
+        line
+        for name, row in plans.rows.items()
+        for line in _tagged(row, kept[name], plans.recomputed[name], parts_of.get(name, 1) if divided else None)
+    ]
+    notes = [note for plan in plans.plans for note in plan.notes]
+    notes += [_BY_JAX] * any(isinstance(policy, Policy) for policy in plans.policies)
+    notes += [_OTHERS_KEEP] * any(not isinstance(policy, Policy) for policy in plans.policies)
+    return Residuals((*_merged(tagged), *others), tuple(dict.fromkeys(notes)))
+
+
+def _divided(jaxpr: Jaxpr, results: list[Var], rows: Mapping[int, int] | None) -> Divided | None:
+    if rows is None:
+        return None
+    return Divided(jaxpr.replace(outvars=results, debug_info=jaxpr.debug_info.with_unknown_names()), rows)
 
 
 class _Stored(NamedTuple):
@@ -111,10 +145,14 @@ _IS_A_STEP = (
     "the function differentiates what is in it, as a training step does, and keeps its residuals to itself; give the "
     "loss that it differentiates, with the arguments of one microbatch"
 )
+_BY_JAX = (
+    "by jax.checkpoint: JAX itself runs that under a Policy, so its copies do not overlap, it has no layers, and what "
+    "it recomputes is not shown; in jaxoffload.offload(loss) it is ours, unless it reads or writes a jax.new_ref"
+)
 _OTHERS_KEEP = "a checkpoint that is not jaxoffload's is in the function: what it keeps is shown without its names"
 
 
-def _forward_and_backward(f: Callable[..., Any]) -> Callable[..., Any]:
+def forward_and_backward(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function from the arguments of `f` to what its forward pass keeps, and to its cotangents."""
 
     def run(*args: Any) -> Any:
@@ -149,12 +187,20 @@ def _backward_pass(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def _tagged(row: Row, kept: list[_Stored], recomputed: int, recomputed_bytes: int) -> Iterator[Residual]:
-    """Yield a line for each state that a plan's value is found in; `recomputed` counts layers."""
+def _tagged(row: Row, kept: list[_Stored], recomputed: tuple[int, int], parts: int | None) -> Iterator[Residual]:
+    """Yield a line for each state that a plan's value is found in.
+
+    `recomputed`: layers, and bytes in all. `parts`: into how many the value is divided, in each shard; None without a
+    mesh.
+    """
     names = row.names or _MATMUL
-    line = lambda each, layers, total, state, decision, reason, kind: Residual(
-        names, row.shape, row.dtype, each, layers, total, state, decision, reason, _count(each, row.nbytes), kind
-    )
+
+    def line(each: int, layers: int, total: int, state: str, decision: str, reason: str, kind: Kind) -> Residual:
+        count = _count(each, row.nbytes)
+        of_mesh = count * parts if parts else 1
+        shown = names, row.shape, row.dtype, each, layers, total, state, decision, reason
+        return Residual(*shown, count, kind, of_mesh)
+
     planned = row.decision, row.reason, row.kind
     for size, is_on_host, source, counted in kept:
         each = size // (source.layers + source.empty)
@@ -169,10 +215,10 @@ def _tagged(row: Row, kept: list[_Stored], recomputed: int, recomputed_bytes: in
             yield line(each, source.layers, each * source.layers, state, decision, reason, kind)
         if source.empty:
             yield line(each, 0, each * source.empty, state, decision, EMPTY, "padding")
-    if recomputed:
-        each = recomputed_bytes // recomputed
-        yield line(each, recomputed, recomputed_bytes, RECOMPUTED, *planned)
-    if not kept and not recomputed:
+    layers, size = recomputed
+    if layers:
+        yield line(size // layers, layers, size, RECOMPUTED, *planned)
+    if not kept and not layers:
         yield line(row.nbytes, 0, 0, SAVED if row.kind == "argument" else NOT_NEEDED, *planned)
 
 
@@ -188,188 +234,23 @@ def _merged(lines: Iterable[Residual]) -> list[Residual]:
     return [r for group in by_names.values() for r in needed(list(group.values()))]
 
 
-def _untagged(aval: Any, size: int, source: Source) -> Residual:
+def _without_plan(aval: Any, size: int, source: Source, policy: Policy | None, parts: int) -> Residual:
+    """Return the line of a value that no plan of ours knows. `policy`: that of a checkpoint of JAX's that kept it."""
     state = OFFLOADED if on_host(aval) else SAVED
     rows = source.layers + source.empty
     shape = tuple(aval.shape)[source.axes :]
     count = _count(size // rows, math.prod(shape) * aval.dtype.itemsize)
-    return Residual((), shape, str(aval.dtype), size // rows, source.layers, size, state, None, source.where, count)
+    line = Residual((), shape, str(aval.dtype), size // rows, source.layers, size, state, None, source.where, count)
+    line = dataclasses.replace(line, parts=parts)
+    if not policy or not source.tags:
+        return line
+    pattern, decision = policy.match(*source.tags) or ("default", policy.default)
+    if decision == "recompute":  # an input of the checkpoint, which JAX keeps anyway
+        return line
+    reason = policy.reason(pattern) if pattern != "default" else pattern
+    return dataclasses.replace(line, names=source.tags, decision=decision, reason=f"{reason}, by jax.checkpoint")
 
 
 def _count(together: int, each: int) -> int:
     """Return how many values of `each` bytes make up `together`; 1 for empty ones."""
     return together // each if together > each > 0 else 1
-
-
-class Plans:
-    """The outermost plans of a gradient.
-
-    Attributes:
-      plans: in the order of the layers.
-      rows: their rows, by the name that the plan wrote.
-      recomputed: for each such name, in how many layers the backward pass recomputes its value, and bytes in all.
-      overlap: a plan is nested in another, or in another's loop.
-      rerun: a foreign checkpoint reruns a plan.
-      others: a foreign checkpoint keeps or reruns something.
-      inside: any checkpoint reruns a plan.
-    """
-
-    def __init__(self, jaxpr: Jaxpr, reruns_too: bool = True):
-        """`reruns_too`: with the plans that the backward pass runs again for checkpoints other than theirs."""
-        every = [_met(site) for site in walk(jaxpr, _bodies_of_gradient)]
-        met = [m for m in every if reruns_too or not m.first_foreign]
-        plans = [(plan, m.owner, m.loops) for m in met for plan in m.plans]
-        # A nested plan decides when the backward pass runs it again, not what that finds.
-        nested = {plan for plan, owner, _ in plans if owner and plan != owner}
-        outermost = dict.fromkeys(plan for plan, owner, _ in plans if owner in (None, plan))
-        # The backward pass meets the last segment of a function first.
-        self.plans = [plan for plan in reversed(outermost) if plan not in nested]
-        self.rows = {row.plan_name: row for plan in self.plans for row in plan.rows}
-        self.recomputed = _recomputed(met)
-        self.overlap = bool(nested) or any(loops and plan not in loops for plan, _, loops in plans)
-        self.rerun = reruns_too and any(m.plans and m.foreign for m in met)
-        keeps = (m for m in met if _is_foreign(m.site.eqn) and m.site.eqn.params["policy"] is not None)
-        self.others = self.rerun or any(m.owner is None and not m.loops for m in keeps)
-        self.inside = self.overlap or (not reruns_too and any(m.plans and m.first_foreign for m in every))
-
-
-class _Met(NamedTuple):
-    """An equation of a gradient: the plans that it runs, and what is around it."""
-
-    site: Site
-    plans: list[Plan]
-    owner: Plan | None  # of the outermost checkpoint that has a plan
-    loops: list[Plan]  # of the innermost loop of ours
-    foreign: bool  # whether some checkpoint has no plan
-    first_foreign: bool  # whether the outermost checkpoint has none
-
-
-def _met(site: Site) -> _Met:
-    checkpoints = [_checkpoint_plan(e) for e in site.enclosing if _is_foreign(e) or _checkpoint_plan(e)]
-    loops = [e for e in site.enclosing if e.primitive in OUR_LOOPS]
-    owner, around = next(filter(None, checkpoints), None), _plans_of(loops[-1]) if loops else []
-    return _Met(site, _plans_of(site.eqn), owner, around, None in checkpoints, checkpoints[:1] == [None])
-
-
-def _bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the nested jaxprs of an equation of a gradient; those of our loops too, which autodiff has made."""
-    return [eqn.params["call_jaxpr"]] if eqn.primitive in OUR_LOOPS else bodies(eqn)
-
-
-def _plans_of(eqn: JaxprEqn) -> list[Plan]:
-    """Return the plans that an equation runs: that of a checkpoint, or those of a loop's layers."""
-    if loops := loops_of(eqn):
-        ends = [*eqn.params["first"], *eqn.params["last"]] if eqn.primitive is interleaved_p else []
-        return list(dict.fromkeys(segment.layer.plan for each in [*loops, *ends] for segment in each.segments))
-    return [plan] if (plan := _checkpoint_plan(eqn)) else []
-
-
-def _checkpoint_plan(eqn: JaxprEqn) -> Plan | None:
-    """Return the plan of a checkpoint that the backward pass runs; None for a first run, or without a plan."""
-    first_run = eqn.primitive is remat_p and not eqn.params["differentiated"]
-    return None if first_run else plan_of(eqn.params.get("policy"))
-
-
-def _is_foreign(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a checkpoint without a plan that the backward pass runs."""
-    return eqn.primitive is remat_p and eqn.params["differentiated"] and plan_of(eqn.params["policy"]) is None
-
-
-def _recomputed(met: Iterable[_Met]) -> dict[str, tuple[int, int]]:
-    recomputed: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for site, _, owner, *_ in met:
-        if owner and site.eqn.primitive is name_p and (name := site.eqn.params["name"]) in owner.plan_names:
-            layers, size = recomputed[name]
-            each = site.devices * nbytes(site.eqn.outvars[0].aval)
-            recomputed[name] = layers + site.runs, size + site.runs * each
-    return recomputed
-
-
-def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
-    """Raise if a pattern of `policy` matches nothing in `f`, or if the pinned host pool cannot hold what `f` offloads.
-
-    Patterns are matched with the tagged values of all `scan`s, `chain`s and `checkpoint`s under `policy`; bytes count
-    under any policy. Use it for models of several stacks, which pass `strict=False`, and for functions that give the
-    policy to `jax.checkpoint`, `nn.remat` or `nnx.remat`. `f` is traced once, and not run.
-
-    The bytes per device are those of the whole step: gradients that follow each other count together, since XLA may run
-    them side by side; a loop over microbatches counts one iteration. If `f` offloads nothing itself, it is taken for a
-    loss, and its gradient with respect to all floating-point arguments is judged. Under auto mesh axes values count as
-    their `with_sharding_constraint` divides them; others as the least divided constrained values with as many rows.
-
-    Args:
-      policy: the policy that `f` uses.
-      f: a training step, or a loss.
-      args: its arguments, pytrees of arrays or of `jax.ShapeDtypeStruct`s.
-
-    Raises:
-      PolicyError: it lists each pattern that matches nothing, the names and the nearest.
-      HostPoolFull: with the bytes that are needed, those in the pool, and the `offload_layers` that would fit. Not
-        where there is no pinned host pool (CPU), unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says how large it would be.
-      ValueError: nothing in `f` uses `policy`.
-      TypeError: policy is not a Policy.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxoffload import Policy, PolicyError, check, checkpoint, tag
-      >>> policy = Policy({"fcl": "offload"})
-      >>> layer = checkpoint(lambda x: jnp.sin(tag(2 * x, "fc1")), policy=policy, strict=False)
-      >>> try:
-      ...     check(policy, layer, jnp.ones(8))
-      ... except PolicyError as error:
-      ...     print(error)
-      residuals['fcl']: matches no tagged value; the tagged names are fc1; the nearest is 'fc1'
-    """
-    check_arguments("check", policy)
-    with whole_program(True):
-        jaxpr = jax.make_jaxpr(f)(*args)
-    seen = _names_under(jaxpr, policy)
-    if seen is None:
-        raise ValueError(
-            "check: no scan, chain, checkpoint or jax.checkpoint in the function has this policy; pass the one it uses"
-        )
-    if problems := policy.unmatched(seen):
-        raise PolicyError(problems)
-    if host_pool_bytes() is not None:
-        refuse_what_does_not_fit("check", jaxpr if need_of(jaxpr).bytes() else _gradient(jaxpr))
-
-
-def _gradient(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the forward and backward passes of a traced loss; the trace itself if it has no derivative."""
-    try:
-        with whole_program(True):
-            return jax.make_jaxpr(_forward_and_backward(jaxpr_as_fun(jaxpr)))(*jaxpr.in_avals)
-    except PolicyError:
-        raise
-    except (NotImplementedError, TypeError, ValueError):  # JAX raises these; ValueError for a callback
-        return jaxpr
-
-
-def _names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
-    """Return the names that `policy` could match in all that it is given to; None if nothing has it."""
-    seen: list[frozenset[str]] = []
-    for eqn, *_ in walk(jaxpr, bodies):
-        used = eqn.params.get("policy")
-        if (plan := plan_of(used)) and plan.policy == policy:
-            seen.append(plan.seen)
-        elif eqn.primitive in (forward_p, interleaved_p):
-            plans = _plans_of(eqn)
-            seen += [plan.seen for plan in plans if plan.policy == policy]
-        elif used == policy and eqn.primitive in (scan_p, chain_p, checkpoint_p):
-            seen += [full_plan(body, roles, policy, False).seen for body, roles in _undifferentiated(eqn)]
-        elif used == policy:  # JAX's own checkpoint, with the policy as its callable
-            body = eqn.params["jaxpr"]
-            seen.append(make_plan(body, policy, ["argument"] * len(body.invars), None, False)[0].seen)
-    return set().union(*seen) if seen else None
-
-
-def _undifferentiated(eqn: JaxprEqn) -> list[tuple[Jaxpr, tuple[str, ...]]]:
-    """Return the functions of a `scan`, `chain` or `checkpoint`, each with the roles of its inputs."""
-    params = eqn.params
-    if eqn.primitive is checkpoint_p:
-        return [(params["call_jaxpr"], params["roles"])]
-    if eqn.primitive is scan_p:
-        layers = [body_of(params["call_jaxpr"])]
-    else:
-        layers = [Body(jaxpr, 0, len(eqn.outvars)) for jaxpr in params["layers"].jaxprs]
-    return [(layer.jaxpr, layer.roles) for layer in layers]

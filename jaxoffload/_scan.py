@@ -31,9 +31,9 @@ from ._engine.transpose_only import with_tangents
 from ._jax import Results, Values, as_array, evaluate
 from ._policy import Policy, check_arguments
 from ._reference import is_reference, most_layers
-from ._refusals import refuse_remat3
 
 
+@_jax.without_remat3
 def scan(
     f: Callable[[Any, Any], tuple[Any, Any]],
     init: Any,
@@ -85,7 +85,6 @@ def scan(
       (3, 8, 8)
     """
     check_arguments("scan", policy, strict)
-    refuse_remat3()
     if (most := most_layers()) is not None:
         layers = length if length is not None else jax.tree.leaves(xs)[0].shape[0]
         if layers > most:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ class Residual:
       decision: what the policy asked for; None for an untagged residual.
       reason: the pattern or rule that decided.
       count: how many values of that shape a layer has: one per shard of a `shard_map`; 1 if none is needed.
+      parts: over how many devices the bytes are divided, as far as a trace tells; other devices hold copies.
       kind: "value"; "padding" (a row of a host stack that stays empty); "shared" (in the place of a value from another
         branch of a `cond`, whose line has the bytes); "argument" (an argument, which exists anyway); "overridden" (the
         policy marks it offload, and other layers, or no host memory, made it `decision`).
@@ -48,6 +50,12 @@ class Residual:
     reason: str
     count: int = 1
     kind: Kind = "value"
+    parts: int = 1
+
+    @property
+    def bytes_per_device(self) -> int:
+        """`bytes` on each device, or each device's part of the host's."""
+        return -(-self.bytes // self.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +65,7 @@ class Residuals:
     Attributes:
       rows: what is kept between the forward and the backward pass.
       notes: remarks on it.
+      mesh: the axes of the mesh that the function is written for, with their sizes; empty for one device.
       reruns: for each checkpoint (JAX's or ours) around a `scan`, `chain` or `checkpoint`, a table of what is kept
         while its backward pass runs it again. These bytes are neither in `rows` nor in the totals; with several such
         runs they are those of one at a time. Equal tables are one.
@@ -74,6 +83,7 @@ class Residuals:
     rows: tuple[Residual, ...]
     notes: tuple[str, ...] = ()
     reruns: tuple["Residuals", ...] = ()
+    mesh: tuple[tuple[str, int], ...] = ()
 
     def __iter__(self) -> Iterator[Residual]:
         return iter(self.rows)
@@ -101,6 +111,29 @@ class Residuals:
         """Bytes on the device that no policy names; part of `device_bytes`."""
         return sum(r.bytes for r in self.rows if r.decision is None and r.state == SAVED)
 
+    @property
+    def devices(self) -> int:
+        """How many devices the mesh has."""
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def per_device(self) -> "Residuals":
+        """The table of one device: the same lines, with its part of the bytes.
+
+        Where the compiler divides values (auto mesh axes), a value counts as its `with_sharding_constraint` divides it.
+        Others are taken to be divided along their first axis, as values or arguments with as many rows are, and whole
+        if there are none.
+        """
+        part = lambda size, r: -(-size // r.parts)
+        rows = (
+            dataclasses.replace(
+                r, bytes_per_layer=part(r.bytes_per_layer, r), bytes=r.bytes_per_device, count=1, parts=1
+            )
+            for r in self.rows
+        )
+        reruns = tuple(table.per_device for table in self.reruns)
+        return dataclasses.replace(self, rows=tuple(rows), reruns=reruns, mesh=())
+
     def _total(self, state: str) -> int:
         return sum(r.bytes for r in self.rows if r.state == state)
 
@@ -111,25 +144,35 @@ class Residuals:
     def _as_dict(self) -> dict[str, Any]:
         totals = ("device_bytes", "host_bytes", "recomputed_bytes", "untagged_bytes")
         return {
-            "residuals": [dataclasses.asdict(r) for r in self.rows],
+            "residuals": [dataclasses.asdict(r) | {"bytes_per_device": r.bytes_per_device} for r in self.rows],
             **{total: getattr(self, total) for total in totals},
+            "mesh": dict(self.mesh),
+            "per_device": {total: getattr(self.per_device, total) for total in totals},
             "notes": self.notes,
             "reruns": [table._as_dict() for table in self.reruns],
         }
 
     def __str__(self) -> str:
-        head = ("residual", "shape", "bytes/layer", "layers", "bytes", "state", "reason")
+        head = ("residual", "shape", "bytes/layer", "layers", "bytes", "per device", "state", "reason")
         lines = [head, *(_cells(r) for r in self.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        right = {2, 3, 4}
+        if not self.mesh:
+            lines = [line[:5] + line[6:] for line in lines]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        right = {2, 3, 4, 5} if self.mesh else {2, 3, 4}
         pad = lambda i, cell: cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
         text = ["  ".join(pad(i, cell) for i, cell in enumerate(line)).rstrip() for line in lines]
         text.insert(1, "-" * max(map(len, text)))
-        text.append(
+        text.append(self._totals())
+        if self.mesh:
+            axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh)
+            text.append(f"on each of {self.devices} devices ({axes}): {self.per_device._totals()}")
+        return "\n".join([*text, *self.notes, *(f"\n{_RERUN}\n{table}" for table in self.reruns)])
+
+    def _totals(self) -> str:
+        return (
             f"device {readable(self.device_bytes)} (untagged {readable(self.untagged_bytes)}) · "
             f"host {readable(self.host_bytes)} · recomputed {readable(self.recomputed_bytes)}"
         )
-        return "\n".join([*text, *self.notes, *(f"\n{_RERUN}\n{table}" for table in self.reruns)])
 
 
 _RERUN = "kept only while another checkpoint around it runs again in the backward pass:"
@@ -139,4 +182,5 @@ def _cells(r: Residual) -> tuple[str, ...]:
     name = ", ".join(r.names) or "(untagged)"
     shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
     shape = f"{r.count} x {shape}" if r.count > 1 else shape
-    return name, shape, readable(r.bytes_per_layer), str(r.layers), readable(r.bytes), r.state, r.reason
+    sizes = readable(r.bytes_per_layer), str(r.layers), readable(r.bytes), readable(r.bytes_per_device)
+    return name, shape, *sizes, r.state, r.reason

@@ -207,7 +207,7 @@ def test_beside_a_reference_the_policy_holds(ours):
     jax.make_jaxpr(misspelt)(X, W)
     with pytest.raises(PolicyError, match=r"'uu'.*the nearest is 'u'"):
         gradient_jaxpr(misspelt, X, W)
-    assert "without its names" in str(residuals(ours(body), X, W))
+    assert "by jax.checkpoint" in str(residuals(ours(body), X, W))
     check(policy({"u": "offload"}, resident_layers=0), ours(body), X, W)
 
 

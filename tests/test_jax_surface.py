@@ -1,6 +1,7 @@
 """`_jax.py` holds all that jaxoffload needs of JAX beyond its documented API, and this JAX has it."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -52,10 +53,11 @@ def test_nothing_else_imports_the_interpreters_or_the_internals(name):
     assert [m for m in (*imported(OTHERS[name]), *strings(OTHERS[name])) if m.startswith(INTERNAL)] == []
 
 
-def test_one_name_of_the_internals_is_reached():
+def test_two_names_of_the_internals_are_reached():
     assert [m for m in imported(FILES["_jax.py"]) if m.startswith("jax._src")] == []
     assert [m for m in strings(FILES["_jax.py"]) if m.startswith(INTERNAL)] == [
-        "jax._src.cudnn.fused_attention_stablehlo"
+        "jax._src.cudnn.fused_attention_stablehlo",
+        "jax._src.config",
     ]
 
 
@@ -102,7 +104,8 @@ def test_each_regular_expression_matches_its_names_and_no_other():
     assert {name for name in every if _jax.is_cudnn_attention(name)} == BY_REGEX["CUDNN_ATTENTION"]
 
 
-def test_the_internal_function_and_the_primitives_of_kernels_exist():
+def test_the_internal_function_and_setting_and_the_primitives_of_kernels_exist():
+    assert callable(getattr(importlib.import_module("jax._src.config"), _jax.REMAT3))
     module, config_of = _jax.cudnn_lowering()
     assert callable(config_of)
     names = {value.name for value in vars(module).values() if isinstance(value, Primitive)}

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import jaxlib
 import pytest
 from common import auto_mesh, gradient, kept_bytes, normal, policy
-from jax.extend.core import jaxpr_as_fun
 
 from jaxoffload import HostPoolFull, chain, check, checkpoint, compiler_options, residuals, scan, tag, xla_flags
 from jaxoffload._text import readable
@@ -389,31 +388,6 @@ def _fresh():
     rules = policy({"fc1": "offload"}, resident_layers=0)
     f = lambda x, w: scan(lambda x, w: (jnp.sin(tag(x @ w, "fc1")), None), x, w, policy=rules)[0]
     return jax.make_jaxpr(gradient(f))(X, WS)
-
-
-def test_jax_remat3_is_refused():
-    off = policy({"fc1": "offload"})
-    f = lambda x, w: jnp.sin(tag(x @ w, "fc1"))
-    remembered = checkpoint(f, policy=off)
-    jax.make_jaxpr(gradient(remembered))(X, WS[0])
-    later = jax.make_jaxpr(checkpoint(f, policy=policy({"fc1": "save"})))(X, WS[0])
-    jax.config.update("jax_remat3", True)
-    try:
-        for g in (
-            remembered,
-            checkpoint(f, policy=off),
-            checkpoint(f, policy=policy({"fc1": "save"})),
-            jax.checkpoint(f, policy=off),
-            jaxpr_as_fun(later),
-        ):
-            with pytest.raises(NotImplementedError, match=r"jax_remat3 is on.*jax.config.update"):
-                jax.make_jaxpr(gradient(g))(X, WS[0])
-        with pytest.raises(NotImplementedError, match=r"jax_remat3 is on.*jax.config.update"):
-            _fresh()
-        with pytest.raises(NotImplementedError, match=r"jax_remat3 is on.*jax.config.update"):
-            remembered(X, WS[0])
-    finally:
-        jax.config.update("jax_remat3", False)
 
 
 def test_jaxs_own_checkpoint_with_a_policy_is_refused_too(monkeypatch):

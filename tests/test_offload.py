@@ -3,12 +3,14 @@
 import copy
 import dataclasses
 import functools
+import json
 import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from common import assert_same_bits, normal, policy, run, run_each
 from flax import linen as nn
 from flax import nnx
@@ -208,11 +210,88 @@ def test_a_pattern_must_match_a_name_in_one_of_all_stacks():
     offload(functools.partial(loss, wrong), strict=False)(X, W)
 
 
-def test_a_policy_survives_what_frameworks_do_to_it():
+def through_yaml(policy):
+    return Policy(**yaml.safe_load(yaml.safe_dump(dataclasses.asdict(policy))))
+
+
+SURVIVES = {
+    "pickle": lambda policy: pickle.loads(pickle.dumps(policy)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "replace": dataclasses.replace,
+    "asdict": lambda policy: Policy(**dataclasses.asdict(policy)),
+    "YAML": through_yaml,
+    "JSON": lambda policy: Policy(**json.loads(json.dumps(dataclasses.asdict(policy)))),
+    "repr": lambda policy: eval(repr(policy)),
+}
+
+
+@pytest.mark.claim("policy-survives")
+@pytest.mark.parametrize("way", SURVIVES.values(), ids=SURVIVES)
+def test_a_policy_survives_what_frameworks_do_to_it(way):
     mine = Policy({"fc1": "offload", "attn/*": "save"}, offload_modules=["moe_act"], offload_layers=0.5)
     assert mine.rules  # cached in it
-    for again in (pickle.loads(pickle.dumps(mine)), copy.deepcopy(mine), Policy(**dataclasses.asdict(mine))):
-        assert again == mine and hash(again) == hash(mine) and again.rules == mine.rules
+    again = way(mine)
+    assert again == mine and hash(again) == hash(mine) and again.rules == mine.rules
+
+
+@dataclasses.dataclass
+class Remat:
+    """As a framework's config holds the arguments of `jax.checkpoint`."""
+
+    policy: Policy
+    prevent_cse: bool = False
+
+
+@pytest.mark.claim("policy-survives")
+@pytest.mark.parametrize("place", ["scan", "checkpoint", "cond"])
+def test_a_policy_may_be_the_dict_that_a_framework_makes_of_it(place):
+    def loss(x, w, as_dict):
+        config = Remat(policy(RULES, resident_layers=0))
+        f = jax.checkpoint(layer, **(dataclasses.asdict(config) if as_dict else vars(config)))
+        if place == "checkpoint":
+            return jnp.sum(f(x, w[0])[0] ** 2)
+        run = lambda x, w: jax.jit(lambda x, w: lax.scan(f, x, w))(x, w)[0]
+        y = lax.cond(x[0, 0] > 9, lambda x, w: x, run, x, w) if place == "cond" else run(x, w)
+        return jnp.sum(y**2)
+
+    of_dict, plain = (functools.partial(loss, as_dict=as_dict) for as_dict in (True, False))
+    assert_same_bits(*(run(jax.grad(f, (0, 1)), X, W) for f in (offload(of_dict), plain)))
+    assert str(residuals(offload(of_dict), X, W)) == str(residuals(offload(plain), X, W))
+
+
+def test_a_wrong_dict_says_what_is_wrong():
+    wrong = jax.checkpoint(layer, policy={"residuals": {"fc1": "ofload"}})
+    with pytest.raises(PolicyError, match=r"ofload.*the nearest is 'offload'"):
+        offload(lambda x, w: lax.scan(wrong, x, w)[0])(X, W)
+
+
+def test_a_name_that_only_a_forward_rule_gives_counts():
+    """As attention kernels name what they return; also inside a `shard_map`."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def forward(x, w):
+        y = tag(x @ w, "kernel")
+        return y, (y, x, w)
+
+    product.defvjp(forward, lambda kept, ct: ((ct * kept[0]) @ kept[2].T, kept[1].T @ (ct * kept[0])))
+    rules = policy({"kernel": "offload"}, resident_layers=0)
+    stack = lambda rules: (
+        lambda x, w: lax.scan(jax.checkpoint(lambda x, w: (product(x, w), None), policy=rules), x, w)[0]
+    )
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=jax.devices()[:4])
+    rows = PartitionSpec("d")
+    specs = {"in_specs": (rows, PartitionSpec()), "out_specs": rows, "check_vma": False}
+    sharded = lambda f: jax.shard_map(f, mesh=mesh, **specs)
+    for shape in (lambda f: f, sharded):
+        loss = lambda rules, shape=shape: lambda x, w: jnp.sum(shape(stack(rules))(x, w) ** 2)
+        table = residuals(offload(loss(rules)), X, W)
+        assert {row.names for row in table if row.state == "offloaded"} == {("kernel",)}
+        with pytest.raises(PolicyError, match=r"kernal.*the tagged names are kernel, layer_input.*nearest is 'kernel'"):
+            offload(loss(policy({"kernal": "offload"})))(X, W)
 
 
 # ---- what stays, and what is refused ----
@@ -226,6 +305,56 @@ def test_a_scan_that_stays_says_why_and_its_checkpoints_are_ours():
     with pytest.warns(UserWarning, match=r"a scan of 3 layers stays lax.scan: its layers are under 2 policies"):
         got = run(jax.grad(offload(loss), (0, 1)), X, W)
     assert_same_bits(got, run(jax.grad(loss, (0, 1)), X, W))
+
+
+@jax.custom_vjp
+def ruled(x, w):
+    return stack(x, w)
+
+
+ruled.defvjp(lambda x, w: jax.vjp(stack, x, w), lambda vjp, ct: vjp(ct))
+
+
+@jax.custom_vjp
+def ruled_under_offload(x, w):
+    return stack(x, w)
+
+
+ruled_under_offload.defvjp(lambda x, w: jax.vjp(offload(stack), x, w), lambda vjp, ct: vjp(ct))
+
+
+@jax.custom_jvp
+def pushed(x, w):
+    return stack(x, w)
+
+
+@pushed.defjvp
+def _(primals, tangents):
+    return jax.jvp(stack, primals, tangents)
+
+
+@jax.custom_jvp
+def pushed_under_offload(x, w):
+    return stack(x, w)
+
+
+@pushed_under_offload.defjvp
+def _(primals, tangents):
+    return jax.jvp(offload(stack), primals, tangents)
+
+
+@pytest.mark.parametrize("f, inside", [(ruled, ruled_under_offload), (pushed, pushed_under_offload)])
+def test_custom_derivatives_stay_and_offload_in_their_rules_is_ours(f, inside):
+    loss = lambda f: lambda x, w: jnp.sum(f(x, w) ** 2)
+    grads = lambda f: run(jax.grad(f, (0, 1)), X, W)
+    with pytest.warns(UserWarning, match=r"in a function with a custom derivative.*wrap that in jaxoffload.offload"):
+        got = grads(offload(loss(f)))
+    with pytest.warns(UserWarning, match="custom derivative"):
+        assert "custom derivative" in residuals(offload(loss(f)), X, W).notes[0]
+    ours = loss(inside)
+    assert count(forward_p, jax.grad(ours, (0, 1)), X, W) == 1
+    for each in (got, grads(ours)):
+        assert_same_bits(each, grads(loss(stack)))
 
 
 def test_layers_that_write_to_a_ref_stay():

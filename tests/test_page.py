@@ -113,6 +113,15 @@ def test_its_numbers_are_those_of_the_json(page):
     check_numbers(page)
 
 
+@pytest.mark.claim("per-device")
+def test_of_a_mesh_it_says_what_each_device_holds():
+    row = Residual(("fc1",), (8, 4), "float32", 128, 12, 1536, "offloaded", "offload", "fc*", parts=4)
+    table = Residuals((row,), mesh=(("data", 2), ("model", 2)))
+    *_, whole, each = Tables(proof.page("a loss", {}, table)).tables["Bytes by place"]
+    assert whole == ["all", "0 B", "1.50 KiB", "0 B"]
+    assert each == ["on each of 4 devices (data 2, model 2)", "0 B", "384 B", "0 B"]
+
+
 def test_it_needs_no_network_and_says_its_pictures_in_words(page):
     assert not re.findall(r"(?:src|href)=|@import|url\(|<script(?! type=\"application/json\")", page)
     assert page.count("<svg") == 3 == page.count('role="img" aria-label="') and "prefers-color-scheme: dark" in page

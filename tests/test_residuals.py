@@ -1,5 +1,7 @@
 """residuals(): the table equals what autodiff keeps, to the byte; check() is tested with the rules (rule 5)."""
 
+import contextlib
+import dataclasses
 import gc
 import json
 import math
@@ -8,15 +10,17 @@ import tracemalloc
 import jax
 import jax.numpy as jnp
 import pytest
-from common import auto_mesh, gradient, kept_bytes, normal, policy
+from common import auto_mesh, gradient, kept_bytes, normal, policy, saving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 
-from jaxoffload import Policy, accumulate, checkpoint, residuals, scan, scope, tag
+from jaxoffload import Policy, accumulate, checkpoint, offload, residuals, scan, scope, tag
 from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.layer import Layer
 from jaxoffload._residuals import EMPTY
+from jaxoffload._text import readable
 
 N, BATCH, DIM, HIDDEN = 4, 2, 8, 12
 X = normal(0, (BATCH, DIM), jnp.bfloat16)
@@ -102,11 +106,123 @@ def test_loops_that_are_not_ours_are_counted_as_they_are():
 
 
 def test_what_others_keep_is_said_to_have_no_names_here():
-    policy = Policy({"act": "save"}, min_offload_bytes=0)
-    f = jax.checkpoint(lambda x: jnp.sum(tag(jnp.sin(x @ x), "act") ** 2), policy=policy)
+    f = jax.checkpoint(lambda x: jnp.sum(tag(jnp.sin(x @ x), "act") ** 2), policy=saving("act"))
     table = residuals(f, jnp.ones((4, 4)))
     assert "what it keeps is shown without its names" in str(table).splitlines()[-1]
-    assert "without its names" not in str(residuals(checkpoint(f, policy=policy), jnp.ones((4, 4))))
+    rules = Policy({"act": "save"}, min_offload_bytes=0)
+    assert "without its names" not in str(residuals(checkpoint(f, policy=rules), jnp.ones((4, 4))))
+
+
+def _tower(x, w):
+    x = tag(x, "layer_input")
+    h = jnp.sin(tag(x @ w, "fc1"))
+    return jnp.tanh(tag(jax.jit(lambda h: tag(h @ w, "fc2"))(h), "out")), jnp.sum(h)
+
+
+@pytest.mark.parametrize("kind", ["scan", "checkpoint", "jitted"])
+def test_what_jaxs_checkpoint_keeps_under_a_policy_has_its_names(kind):
+    """And the totals stay those of autodiff."""
+    rules = policy({"fc1": "offload", "fc2": "save", "layer_input": "offload"}, default="recompute")
+    step = jax.checkpoint(_tower, policy=rules)
+    if kind == "scan":
+        f, layers = (lambda x, w: jnp.sum(lax.scan(step, x, w)[0] ** 2)), N
+    else:
+        f, layers = (lambda x, w: jnp.sum(step(jnp.cos(x), w[0])[0] ** 2)), 1
+    f = jax.jit(f) if kind == "jitted" else f
+    args = normal(0, (4, 8)), normal(1, (N, 8, 8))
+    table = residuals(f, *args)
+    assert (table.device_bytes, table.host_bytes) == kept_bytes(f, *args)
+    rows = {r.names: (r.state, r.decision, r.layers, r.bytes, r.reason) for r in table if r.names}
+    assert rows == {
+        ("layer_input",): ("offloaded", "offload", layers, layers * 128, "layer_input, by jax.checkpoint"),
+        ("fc1",): ("offloaded", "offload", layers, layers * 128, "fc1, by jax.checkpoint"),
+        ("fc2",): ("saved", "save", layers, layers * 128, "fc2, by jax.checkpoint"),
+    }
+    assert "in jaxoffload.offload(loss) it is ours" in table.notes[-1] and len(table.notes) == 1
+    assert "by jax.checkpoint" not in str(residuals(offload(f), *args))
+
+
+def test_what_offload_leaves_is_in_the_notes():
+    a, b = policy({"fc1": "save"}), policy({"fc1": "offload"})
+    step = lambda x, w: (jax.checkpoint(_tower, policy=b)(jax.checkpoint(_tower, policy=a)(x, w)[0], w)[0], None)
+    f = jax.jit(lambda x, w: jnp.sum(lax.scan(step, x, w)[0] ** 2))
+    args = normal(0, (4, 8)), normal(1, (N, 8, 8))
+    ours = jax.jit(offload(f))
+    for _ in range(2):  # the second time, JAX remembers what it traced
+        with pytest.warns(UserWarning, match="stays lax.scan"):
+            table = residuals(ours, *args)
+        first, *others = table.notes
+        assert first.startswith(f"offload: a scan of {N} layers stays lax.scan: its layers are under 2 policies")
+        assert not any("stays" in note for note in others)
+
+
+# ---- per device ----
+
+
+def _in_explicit_axes(mesh, x, w):
+    def step(x, w):
+        h = tag(jnp.einsum("bd,df->bf", x, w, out_sharding=jax.P("data", "model")), "fc1")
+        return jnp.einsum("bf,fd->bd", jnp.sin(h), w.T, out_sharding=jax.P("data", None)), None
+
+    x, w = jax.device_put((x, w), (jax.P("data", None), jax.P(None, None, "model")))
+    return (lambda x, w: jnp.sum(scan(step, x, w, policy=RULES)[0] ** 2)), x, w
+
+
+def _in_auto_axes(mesh, x, w):
+    def step(x, w):
+        h = lax.with_sharding_constraint(tag(x @ w, "fc1"), NamedSharding(mesh, jax.P("data", "model")))
+        return jnp.sin(h) @ w.T, None
+
+    x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, jax.P("data")))
+    return (lambda x, w: jnp.sum(scan(step, x, w, policy=RULES)[0] ** 2)), x, w
+
+
+def _by_jaxs_checkpoint(mesh, x, w):
+    def step(x, w):
+        h = lax.with_sharding_constraint(tag(x @ w, "fc1"), NamedSharding(mesh, jax.P("data", "model")))
+        return jnp.sin(h) @ w.T, None
+
+    x = jax.device_put(x, NamedSharding(mesh, jax.P("data")))
+    return (lambda x, w: jnp.sum(lax.scan(jax.checkpoint(step, policy=RULES), x, w)[0] ** 2)), x, w
+
+
+def _in_shard_map(mesh, x, w):
+    def own(x, w):
+        step = lambda x, w: (lax.psum(jnp.sin(tag(x @ w, "fc1")) @ w.T, "model"), None)
+        return scan(step, x, w, policy=RULES)[0]
+
+    specs = jax.P("data"), jax.P(None, None, "model")
+    mapped = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=jax.P("data"))
+    return (lambda x, w: jnp.sum(mapped(x, w) ** 2)), x, w
+
+
+RULES = policy({"fc1": "offload"}, resident_layers=0)
+
+
+@pytest.mark.claim("per-device")
+@pytest.mark.parametrize("program", [_in_auto_axes, _in_explicit_axes, _by_jaxs_checkpoint, _in_shard_map])
+def test_bytes_per_device_are_what_each_device_holds(program):
+    """fc1 is divided by both axes, what the scan carries by one: (8, 16) and (8, 8), in N layers."""
+    types = (AxisType.Explicit if program is _in_explicit_axes else AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), types, devices=jax.devices()[:4])
+    x, w = normal(0, (8, 8)), normal(1, (N, 8, 16))
+    with jax.set_mesh(mesh) if program is _in_explicit_axes else contextlib.nullcontext():
+        f, *args = program(mesh, x, w)
+        table = residuals(f, *args)
+    each = {r.names: r.bytes_per_device for r in table if r.kind == "value" and r.layers == N}
+    assert each == {("fc1",): N * 8 * 16 * 4 // 4, (): N * 8 * 8 * 4 // 2}
+    assert dict(table.mesh) == {"data": 2, "model": 2} and table.devices == 4
+    device = table.per_device
+    assert device.host_bytes == sum(r.bytes_per_device for r in table if r.state == "offloaded")
+    assert f"on each of 4 devices (data 2, model 2): device {readable(device.device_bytes)}" in str(table)
+    read = json.loads(table.to_json())
+    assert read["mesh"] == {"data": 2, "model": 2} and read["per_device"]["host_bytes"] == device.host_bytes
+
+
+def test_on_one_device_nothing_is_said_of_others():
+    table = residuals(model({"fc1": "offload"}), X, W)
+    assert table.mesh == () and table.devices == 1 and "device" not in str(table).splitlines()[0]
+    assert table.per_device.rows == tuple(dataclasses.replace(r, count=1) for r in table)
 
 
 @pytest.mark.claim("what-is-where")

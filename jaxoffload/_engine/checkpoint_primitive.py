@@ -13,7 +13,6 @@ from .. import _jax
 from .._jax import Results, Values, on_host
 from .._policy import Policy
 from .._reference import REASON, is_reference
-from .._refusals import refuse_remat3
 from .derivative import cached, derivative, plan_of_jvp
 from .device_bytes import straight
 from .host_pool_limit import admitted
@@ -92,7 +91,6 @@ def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, **params: Any)
 
 def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], policy: Policy, **params: Any) -> Differentiated:
     """`differentiated`, or the same with all on the device. Not cached: it depends on the environment."""
-    refuse_remat3()
     make = functools.partial(differentiated, jaxpr, perturbed, policy=policy, **params)
     if is_reference():
         return make(Override("save", REASON))

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
-from jax.extend.core.primitives import device_put_p, sharding_constraint_p
+from jax.extend.core.primitives import device_put_p, name_p, sharding_constraint_p
 from jax.sharding import AxisType, NamedSharding
 
 from .._jax import OPENED, PASSING, SHARD_MAP, nbytes
@@ -61,17 +61,26 @@ class Op(NamedTuple):
 
 
 class Straight(NamedTuple):
-    """A straight program; `rows` is the least division that constraints give a first axis, by the axis' length."""
+    """A straight program.
+
+    Attributes:
+      rows: the least division that constraints give a first axis, by the axis' length.
+      named: the values that have a name, by it.
+    """
 
     ops: list[Op]
     inputs: list[Buffer]
     outputs: list[Buffer | None]
     rows: dict[int, int]
+    named: dict[str, Buffer]
 
     def share(self, buffer: Buffer, assumed: Division | None = None) -> int:
         """Return the bytes of a value per device; `assumed` is its division if nothing else is known."""
-        parts = self._constraint(buffer, assumed).parts * division(buffer.aval.sharding).parts
-        return -(-nbytes(buffer.aval) // parts)
+        return -(-nbytes(buffer.aval) // self.parts(buffer, assumed))
+
+    def parts(self, buffer: Buffer, assumed: Division | None = None) -> int:
+        """Return into how many parts a value is divided."""
+        return self._constraint(buffer, assumed).parts * division(buffer.aval.sharding).parts
 
     def _constraint(self, buffer: Buffer, assumed: Division | None) -> Division:
         while buffer.constraint is None and buffer.moved:
@@ -99,16 +108,17 @@ def straight(jaxpr: Jaxpr, opened_too: Collection[Primitive] = ()) -> Straight:
         if buffer.constraint and buffer.aval.shape:
             length, parts = buffer.aval.shape[0], buffer.constraint.rows
             rows[length] = min(rows.get(length, parts), parts)
-    return Straight(opening.ops, inputs, outputs, rows)
+    return Straight(opening.ops, inputs, outputs, rows, opening.named)
 
 
 class _Opening:
-    """The values and the ops met so far."""
+    """The values, the ops and the names met so far."""
 
     def __init__(self, opened_too: Collection[Primitive]):
         self.opened_too = opened_too
         self.buffers: list[Buffer] = []
         self.ops: list[Op] = []
+        self.named: dict[str, Buffer] = {}
 
     def new(self, var: Any) -> Buffer:
         self.buffers.append(Buffer(var.aval))
@@ -130,10 +140,13 @@ class _Opening:
         open_it = name in OPENED or eqn.primitive in self.opened_too
         if open_it and len(body := nested(eqn)) == 1 and len(body[0].invars) == len(operands):
             specs = eqn.params["in_specs"] if name == SHARD_MAP else ()
-            for operand, spec in zip(operands, specs, strict=False):
-                if operand and not operand.constraint:
+            for operand, var, spec in zip(operands, eqn.invars, specs, strict=False):
+                # What another `shard_map` made is here as one shard, and divided already.
+                if operand and not operand.constraint and nbytes(operand.aval) == nbytes(var.aval):
                     operand.constrain(NamedSharding(eqn.params["mesh"], spec))
             return self.through(body[0], operands, f"{scope}/{name}")
+        if eqn.primitive is name_p and operands[0]:
+            self.named[eqn.params["name"]] = operands[0]
         if (name in PASSING or keeps_all_bits(eqn)) and operands and operands[0]:
             return operands[: len(eqn.outvars)]
         results = [self.new(v) for v in eqn.outvars]

@@ -7,7 +7,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import cond_p, name_p, scan_p
 
 from .._jax import BARRIER, CALLS, FORWARD, VIEWS, nbytes
-from .._names import PlanName, read_plan_name
+from .._names import PlanName, read_names, read_plan_name
 from .values import keeps_all_bits
 from .walk import bodies
 
@@ -31,6 +31,7 @@ class Source(NamedTuple):
     empty: int = 0  # and how many empty rows
     axes: int = 0  # leading axes that these lie along
     others: tuple[PlanName, ...] = ()  # of values from other branches of a `cond` that share its place
+    tags: tuple[str, ...] = ()  # what the user named it, where no plan of ours did
 
     @property
     def names(self) -> tuple[PlanName, ...]:
@@ -60,7 +61,25 @@ def is_a_view(eqn: JaxprEqn) -> bool:
 
 def source_of(jaxpr: Jaxpr, var: Any) -> Source:
     """Return the source of a variable of `jaxpr`."""
-    var = follow(jaxpr, var, is_a_view)
+    source = _source_at(jaxpr, follow(jaxpr, var, is_a_view))
+    if source.name:
+        return source
+    return source._replace(tags=tuple(dict.fromkeys([*source.tags, *_tags(jaxpr, var)])))
+
+
+def _tags(jaxpr: Jaxpr, var: Any) -> list[str]:
+    """Return what the user named a variable, or a variable of `jaxpr` that it is a view of; the first name first."""
+    producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    tags: list[str] = []
+    while isinstance(var, Var) and (eqn := producer.get(var)):
+        if eqn.primitive is name_p and not _plan_name(eqn):
+            tags = [*(name.text for name in read_names(eqn.params["name"])), *tags]
+        var = _operand(eqn, eqn.outvars.index(var), is_a_view)
+    return tags
+
+
+def _source_at(jaxpr: Jaxpr, var: Any) -> Source:
+    """Return the source of a variable that is no view."""
     eqn = next((eqn for eqn in jaxpr.eqns if isinstance(var, Var) and var in eqn.outvars), None)
     if eqn is None:
         return Source(None, "an input", "input") if isinstance(var, Var) else Source(None, "a constant", "constant")

@@ -15,7 +15,7 @@ from ..._engine.cost import cost
 from ..._engine.interleaved import OUR_LOOPS, interleaved_p, loops_of
 from ..._engine.segments import Segment
 from ..._engine.walk import nested, walk
-from ..._jax import nbytes
+from ..._jax import nbytes, without_remat3
 from ..._text import readable
 from .._program.host_transfers import for_host
 from .._program.results import run_of
@@ -150,6 +150,7 @@ class Fits:
         return "\n".join(lines)
 
 
+@without_remat3
 def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
     """Predict whether the copies of `f`'s residuals fit behind its layers on a machine. Nothing runs.
 

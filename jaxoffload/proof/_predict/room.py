@@ -19,7 +19,7 @@ from jax.extend.core.primitives import cond_p, device_put_p, while_p
 from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.device_bytes import Buffer, Division, Op, Straight, division, straight
 from ..._engine.walk import nested, operands_of
-from ..._jax import LOOPS, NOT_IN_PLACE, REDUCTIONS, SAME, UNFUSED, is_attention, nbytes, on_host
+from ..._jax import LOOPS, NOT_IN_PLACE, REDUCTIONS, SAME, UNFUSED, is_attention, nbytes, on_host, without_remat3
 
 _WITH_LOOPS = (forward_p, backward_p)
 
@@ -42,6 +42,7 @@ class Room(NamedTuple):
     loop: int
 
 
+@without_remat3
 def room(f: Callable[..., Any], *args: Any, one_kernel: Collection[str] = ()) -> Room:
     """Estimate what the loops of a step need. Nothing runs.
 

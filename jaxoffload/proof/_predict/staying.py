@@ -10,8 +10,10 @@ from ..._engine.copying_loops import Loops
 from ..._engine.interleaved import interleaved_p
 from ..._engine.layer import shares
 from ..._engine.walk import walk
+from ..._jax import without_remat3
 
 
+@without_remat3
 def staying(f: Callable[..., Any], *args: Any) -> int:
     """Return how many bytes of residuals marked offload stay on each device at once. Nothing runs.
 

@@ -141,11 +141,16 @@ def _verdicts(checks: Sequence[tuple[str, Check]]) -> str:
 def _places(table: Residuals) -> str:
     sizes = pictures.bytes_by_place(table)
     rows = [(name, *map(readable, of.values())) for name, of in sizes.items()]
-    totals = [readable(sum(of[state] for of in sizes.values())) for state in PLACES]
+    total = lambda sizes: [readable(sum(of[state] for of in sizes.values())) for state in PLACES]
+    rows.append(("all", *total(sizes)))
+    if table.mesh:
+        axes = ", ".join(f"{axis} {size}" for axis, size in table.mesh)
+        each = pictures.bytes_by_place(table.per_device)
+        rows.append((f"on each of {table.devices} devices ({axes})", *total(each)))
     return (
         "<h2>What is where</h2>"
         + _svg(pictures.draw_places(sizes))
-        + _table("Bytes by place", ("residual", *PLACES.values()), [*rows, ("all", *totals)], (1, 2, 3))
+        + _table("Bytes by place", ("residual", *PLACES.values()), rows, (1, 2, 3))
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..._jax import without_remat3
 from ..._text import readable
 from .._program.hlo import Copy, host_copies, parse
 from .._program.target import target_of
@@ -156,6 +157,7 @@ def stream_numbers(streams: Sequence[str]) -> str:
     return ", ".join(stream.removeprefix("Stream ").partition("(")[0] for stream in streams)
 
 
+@without_remat3
 def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
     """Run `f`, compiled with `compiler_options()`, under `jax.profiler` and read where its host copies went.
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..._jax import without_remat3
 from ..._policy import Policy
 from .._check import Check, Verification
 from .._program.target import target_of
@@ -18,6 +19,7 @@ from .repeats import repeats
 CHECKS = (gradients, conservation, moves, producers, copies, placement, repeats)  # named as their claims
 
 
+@without_remat3
 def verify(
     f: Callable[..., Any],
     *args: Any,

@@ -1,0 +1,114 @@
+"""check(): errors of a policy, and what does not fit in host memory, before anything is compiled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+
+from ._chain import chain_p
+from ._engine.checkpoint_primitive import checkpoint_p
+from ._engine.copying_loops import forward_p
+from ._engine.derivative import full_plan
+from ._engine.gradient_plans import plans_of
+from ._engine.host_pool_limit import host_pool_bytes, whole_program
+from ._engine.host_pool_need import need_of, refuse_what_does_not_fit
+from ._engine.interleaved import interleaved_p
+from ._engine.layer import Body, plan_of
+from ._engine.plan import make_plan
+from ._engine.walk import bodies, walk
+from ._jax import without_remat3
+from ._policy import Policy, PolicyError, check_arguments
+from ._residuals import forward_and_backward
+from ._scan import body_of, scan_p
+
+
+@without_remat3
+def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
+    """Raise if a pattern of `policy` matches nothing in `f`, or if the pinned host pool cannot hold what `f` offloads.
+
+    Patterns are matched with the tagged values of all `scan`s, `chain`s and `checkpoint`s under `policy`; bytes count
+    under any policy. Use it for models of several stacks, which pass `strict=False`, and for functions that give the
+    policy to `jax.checkpoint`, `nn.remat` or `nnx.remat`. `f` is traced once, and not run.
+
+    The bytes per device are those of the whole step: gradients that follow each other count together, since XLA may run
+    them side by side; a loop over microbatches counts one iteration. If `f` offloads nothing itself, it is taken for a
+    loss, and its gradient with respect to all floating-point arguments is judged. Under auto mesh axes values count as
+    their `with_sharding_constraint` divides them; others as the least divided constrained values with as many rows.
+
+    Args:
+      policy: the policy that `f` uses.
+      f: a training step, or a loss.
+      args: its arguments, pytrees of arrays or of `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      PolicyError: it lists each pattern that matches nothing, the names and the nearest.
+      HostPoolFull: with the bytes that are needed, those in the pool, and the `offload_layers` that would fit. Not
+        where there is no pinned host pool (CPU), unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says how large it would be.
+      ValueError: nothing in `f` uses `policy`.
+      TypeError: policy is not a Policy.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxoffload import Policy, PolicyError, check, checkpoint, tag
+      >>> policy = Policy({"fcl": "offload"})
+      >>> layer = checkpoint(lambda x: jnp.sin(tag(2 * x, "fc1")), policy=policy, strict=False)
+      >>> try:
+      ...     check(policy, layer, jnp.ones(8))
+      ... except PolicyError as error:
+      ...     print(error)
+      residuals['fcl']: matches no tagged value; the tagged names are fc1; the nearest is 'fc1'
+    """
+    check_arguments("check", policy)
+    with whole_program(True):
+        jaxpr = jax.make_jaxpr(f)(*args)
+    seen = names_under(jaxpr, policy)
+    if seen is None:
+        raise ValueError(
+            "check: no scan, chain, checkpoint or jax.checkpoint in the function has this policy; pass the one it uses"
+        )
+    if problems := policy.unmatched(seen):
+        raise PolicyError(problems)
+    if host_pool_bytes() is not None:
+        refuse_what_does_not_fit("check", jaxpr if need_of(jaxpr).bytes() else _gradient(jaxpr))
+
+
+def _gradient(jaxpr: Jaxpr) -> Jaxpr:
+    """Return the forward and backward passes of a traced loss; the trace itself if it has no derivative."""
+    try:
+        with whole_program(True):
+            return jax.make_jaxpr(forward_and_backward(jaxpr_as_fun(jaxpr)))(*jaxpr.in_avals)
+    except PolicyError:
+        raise
+    except (NotImplementedError, TypeError, ValueError):  # JAX raises these; ValueError for a callback
+        return jaxpr
+
+
+def names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
+    """Return the names that `policy` could match in all that it is given to; None if nothing has it."""
+    seen: list[frozenset[str]] = []
+    for eqn, *_ in walk(jaxpr, bodies):
+        used = eqn.params.get("policy")
+        if (plan := plan_of(used)) and plan.policy == policy:
+            seen.append(plan.seen)
+        elif eqn.primitive in (forward_p, interleaved_p):
+            plans = plans_of(eqn)
+            seen += [plan.seen for plan in plans if plan.policy == policy]
+        elif used == policy and eqn.primitive in (scan_p, chain_p, checkpoint_p):
+            seen += [full_plan(body, roles, policy, False).seen for body, roles in _undifferentiated(eqn)]
+        elif used == policy:  # JAX's own checkpoint, with the policy as its callable
+            body = eqn.params["jaxpr"]
+            seen.append(make_plan(body, policy, ["argument"] * len(body.invars), None, False)[0].seen)
+    return set().union(*seen) if seen else None
+
+
+def _undifferentiated(eqn: JaxprEqn) -> list[tuple[Jaxpr, tuple[str, ...]]]:
+    """Return the functions of a `scan`, `chain` or `checkpoint`, each with the roles of its inputs."""
+    params = eqn.params
+    if eqn.primitive is checkpoint_p:
+        return [(params["call_jaxpr"], params["roles"])]
+    if eqn.primitive is scan_p:
+        layers = [body_of(params["call_jaxpr"])]
+    else:
+        layers = [Body(jaxpr, 0, len(eqn.outvars)) for jaxpr in params["layers"].jaxprs]
+    return [(layer.jaxpr, layer.roles) for layer in layers]

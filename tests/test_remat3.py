@@ -1,0 +1,124 @@
+"""`jax_remat3`, JAX's next `jax.checkpoint`: with it on, all that is ours does what it does with it off."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import test_contract
+from common import accumulated, assert_same_bits, gradient, in_a_loop, kept, normal, policy, run
+from jax import lax
+
+from jaxoffload import accumulate, chain, check, checkpoint, offload, residuals, scan, tag, verify
+
+RULES = policy({"fc1": "offload"}, resident_layers=0)
+X, W = normal(0, (4, 8)), normal(1, (3, 8, 8)) / 3
+FIRST_RIGHT = jax.__version_info__ >= (0, 12)
+needs_names_with_arrays = pytest.mark.skipif(not FIRST_RIGHT, reason="jax 0.11 refuses: see the test of that")
+
+pytestmark = pytest.mark.claim("remat3")
+
+
+@pytest.fixture
+def remat3():
+    jax.config.update("jax_remat3", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_remat3", False)
+
+
+def layer(x, w):
+    return x + jnp.tanh(tag(x @ w, "fc1")), None
+
+
+@jax.custom_vjp
+def product(x, w):
+    return x @ w
+
+
+def _forward(x, w):
+    y = tag(x @ w, "fc1")
+    return y, (jnp.sin(y), x, w)
+
+
+product.defvjp(_forward, lambda kept, ct: ((kept[0] * ct) @ kept[2].T, kept[1].T @ (kept[0] * ct)))
+
+
+def named_in_a_rule(x, w):
+    return x + product(x, w), None
+
+
+def in_their_scan(f, x, w):
+    return lax.scan(jax.checkpoint(f, policy=RULES), x, w)[0]
+
+
+def in_their_checkpoint(x, w):
+    return jax.checkpoint(lambda x, w: jnp.cos(scan(layer, x, w, policy=RULES)[0]))(x, w)
+
+
+KINDS = {
+    "scan": lambda x, w: scan(layer, x, w, policy=RULES)[0],
+    "scan, named in a rule": lambda x, w: scan(named_in_a_rule, x, w, policy=RULES)[0],
+    "checkpoint": lambda x, w: checkpoint(lambda x, w: layer(x, w)[0], policy=RULES)(x, w[0]),
+    "chain": lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 3, x, list(w), policy=RULES),
+    "offload": offload(functools.partial(in_their_scan, layer)),
+    "offload, named in a rule": offload(functools.partial(in_their_scan, named_in_a_rule)),
+    "in their checkpoint": in_their_checkpoint,
+}
+of_all = pytest.mark.parametrize(
+    "f",
+    [
+        pytest.param(f, id=name, marks=needs_names_with_arrays if name.startswith("offload") else ())
+        for name, f in KINDS.items()
+    ],
+)
+
+
+@of_all
+def test_gradients_and_what_is_kept_are_those_without_it(f, remat3):
+    loss = lambda x, w: jnp.sum(f(x, w) ** 2)
+    table = lambda: residuals(loss, X, W)
+    results = lambda: (run(gradient(f, (0, 1)), X, W), kept(f, X, W), str(table()), table().host_bytes)
+    grads, held, text, host = results()
+    assert host or table().reruns[0].host_bytes
+    jax.config.update("jax_remat3", False)
+    grads_without, *others = results()
+    assert_same_bits(grads, grads_without)
+    assert [held, text, host] == others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["checkpoint", "scan", pytest.param("offload", marks=needs_names_with_arrays)])
+def test_the_contract_holds(kind, remat3):
+    """With JAX's own gradients under it as the reference."""
+    test_contract.references.cache_clear()
+    test_contract.test_gradients_of_all_27_assignments_equal_the_reference("mlp", kind, jnp.float32, None)
+    for number in range(0, 27, 4):
+        test_contract.test_the_host_holds_exactly_what_is_offloaded("mlp", kind, number)
+    test_contract.references.cache_clear()
+
+
+def test_accumulate_check_and_verify(remat3):
+    f = lambda x, w: scan(layer, x, w, policy=RULES)[0]
+    plain = lambda x, w: lax.scan(in_a_loop(layer, "fc1"), x, w)[0]
+    assert_same_bits(run(accumulated(f), X, W), run(accumulated(plain, interleaved=False), X, W))
+    step = lambda w, xs: accumulate(lambda w, x: jnp.sum(f(x, w) ** 2))(w, xs)[1]
+    check(RULES, step, W, jnp.stack([X, X]))
+    checks = {check.claim: check.verdict for check in verify(lambda x, w: jnp.sum(f(x, w) ** 2), X, W)}
+    assert set(checks.values()) <= {"holds", "not checked"} and checks["gradients"] == checks["moves"] == "holds"
+
+
+@needs_names_with_arrays
+def test_jaxs_checkpoint_asks_a_policy(remat3):
+    f = lambda x, w: jnp.sin(tag(x @ w, "fc1"))
+    on_host = lambda rules: kept(jax.checkpoint(f, policy=policy(rules)), X, W[0])["host", "float32", (4, 8)]
+    assert on_host({"fc1": "offload"}) == 1 and on_host({"fc1": "save"}) == 0
+
+
+def test_a_policy_is_refused_where_jax_shows_it_no_arrays(remat3, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    theirs = jax.checkpoint(layer, policy=RULES)
+    for f in (lambda x, w: lax.scan(theirs, x, w)[0], offload(lambda x, w: lax.scan(theirs, x, w)[0])):
+        with pytest.raises(NotImplementedError, match=r"jax_remat3 is on.*jax.config.update"):
+            jax.make_jaxpr(gradient(f))(X, W)

@@ -7,6 +7,8 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from common import assert_same_bits, normal, policy, run, saving
 from flax import linen as nn
@@ -16,8 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxoffload.linen
 import jaxoffload.nnx
-from jaxoffload import PolicyError, chain, offload, residuals, tag
+from jaxoffload import PolicyError, chain, offload, residuals, tag, verify
 from jaxoffload._reference import with_layers
+from jaxoffload.proof._program.results import run_of
 
 pytestmark = pytest.mark.claim("flax-scans")
 
@@ -307,6 +310,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.claim("lost-changes")
 @pytest.mark.parametrize("by_hand, kinds", CHANGES.values(), ids=CHANGES)
 def test_changes_of_a_module_that_are_lost_are_told(by_hand, kinds):
     layer, xs = by_hand(nnx_layers())
@@ -374,6 +378,60 @@ def test_layers_of_a_chain_are_part_of_the_layer():
     by_hand = lambda x: jaxoffload.scan(lambda x, y: (inner(x) * y, None), x, jnp.ones(3), policy=POLICY)
     got, want = (run(jax.grad(lambda x: jnp.sum(f(x)[0])), X) for f in (lambda x: scanned(x, jnp.ones(3)), by_hand))
     assert_same_bits(got, want)
+
+
+# ---- steps that change modules in place ----
+
+
+def made_step():
+    by_layer = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
+    run = jaxoffload.nnx.scan(lambda x, layer: layer(x)[0], policy=POLICY, **by_layer)
+    loss = lambda layers, x: jnp.sum(run(x, layers) ** 2)
+
+    def step(layers, optimizer, x):
+        value, grads = nnx.value_and_grad(loss)(layers, x)
+        optimizer.update(layers, grads)
+        return value
+
+    layers = nnx_layers()
+    return loss, step, layers, nnx.Optimizer(layers, optax.adam(1e-3), wrt=nnx.Param)
+
+
+@pytest.mark.claim("nnx-steps")
+def test_a_step_that_changes_modules_in_place_is_verified():
+    _, step, layers, optimizer = made_step()
+    before = jax.tree.map(jnp.copy, nnx.state([layers, optimizer]))
+    found = verify(step, layers, optimizer, X)
+    results = 1 + len(jax.tree.leaves(before))
+    assert found.ok and found["gradients"].detail == f"{results} results are the reference's, bit for bit"
+    run_all, is_loss = run_of(step, (layers, optimizer, X))
+    made = jax.jit(run_all)(layers, optimizer, X)
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(same, bits(before), bits(nnx.state([layers, optimizer])))
+    value = nnx.jit(step)(layers, optimizer, X)
+    jax.tree.map(same, bits(made), bits({"result": value, "modules": nnx.state([layers, optimizer])}))
+    assert not is_loss
+
+
+def test_a_loss_of_modules_is_verified_with_what_it_changes_in_them():
+    loss, _, layers, _ = made_step()
+    found = verify(loss, layers, X)
+    results = 1 + len(jax.tree.leaves(nnx.state(layers, nnx.Not(nnx.Param))))
+    results += sum(jnp.issubdtype(x.dtype, jnp.floating) for x in [*jax.tree.leaves(nnx.state(layers)), X])
+    assert found.ok and found["gradients"].detail.startswith(f"{results} results are the reference's, bit for bit")
+    assert found["conservation"].verdict == "holds"
+
+
+def test_a_step_in_place_without_an_optimizer_of_flaxs_is_told_what_to_return():
+    loss, _, layers, _ = made_step()
+
+    def step(layers, x):
+        value, grads = nnx.value_and_grad(loss)(layers, x)
+        nnx.update(layers, jax.tree.map(jnp.subtract, nnx.state(layers, nnx.Param), grads))
+        return value
+
+    with pytest.raises(NotImplementedError, match="or return the new state too, as a training step does"):
+        verify(step, layers, X)
 
 
 @pytest.mark.parametrize(

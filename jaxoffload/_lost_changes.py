@@ -30,11 +30,11 @@ def warns_of_lost_changes(f: Layer, caller: str, *args: Any) -> Layer:
         leaves, tree = jax.tree.flatten((carry, x))
         out, changed = _changes(nnx, f, carry, x)
         if changed and (lost := _lost(nnx, f, leaves, tree)):
-            how = "jaxoffload.nnx.scan" if caller == "scan" else "has_aux=True"
+            how = "Use jaxoffload.nnx.scan, or return" if caller == "scan" else "With has_aux=True, return"
             warnings.warn(
                 f"jaxoffload: {caller}: the layers change variables of a Flax NNX module ({', '.join(lost)}), and the "
                 "new values are lost, because nothing that the layers return depends on them: the next step finds the "
-                f"old ones. Use {how}, or return nnx.state(layer) too and nnx.update the module with it",
+                f"old ones. {how} nnx.state(layer) too, and nnx.update the module with it",
                 skip_file_prefixes=NOT_THE_USERS,
             )
         return out

@@ -328,6 +328,31 @@ def test_changes_of_a_module_that_are_lost_are_told(by_hand, kinds):
     assert all(warning.filename == __file__ for warning in told)
 
 
+@pytest.mark.claim("lost-changes")
+def test_a_chain_tells_of_lost_changes_too_and_hands_back_those_that_layers_return():
+    layers = [Nnx(nnx.Rngs(i, noise=3)) for i in range(2)]
+    graphs, states = zip(*map(nnx.split, layers), strict=True)
+
+    def through(keep):
+        def of(graph):
+            def layer(x, state):
+                module = nnx.merge(graph, state)
+                return module(x)[0], keep(module)
+
+            return layer
+
+        return chain([*map(of, graphs)], X, [*map(nnx.clone, states)], policy=POLICY, has_aux=True)
+
+    with pytest.warns(
+        UserWarning, match=r"chain: the layers change .* \(BatchStat, RngCount\).* With has_aux=True, return nnx.state"
+    ):
+        through(lambda module: None)
+    _, changed = through(all_states)
+    for layer, state in zip(layers, changed, strict=True):
+        nnx.update(layer, state)
+    assert [layer.noise.count[...] for layer in layers] == [1, 1]
+
+
 def test_random_numbers_that_are_made_anew_may_be_lost():
     keys = nnx.Rngs(0).split(3)
     noisy = lambda x, rngs: (x * tag(jax.random.uniform(rngs(), x.shape), "fc1"), None)

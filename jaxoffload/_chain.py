@@ -11,7 +11,8 @@ freed. Barriers (`_after`) therefore order four things:
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,11 +23,12 @@ from . import _jax
 from ._engine.checkpoint_primitive import bind, checked, partial_eval_as_remat
 from ._engine.derivative import derivative
 from ._engine.host_pool_limit import admitted
-from ._engine.layer import Body, Layer, linearize, prevent_cse_barrier
+from ._engine.layer import Body, Layer, in_three, linearize, prevent_cse_barrier
 from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.plan import Override
 from ._engine.transpose_only import with_tangents
 from ._jax import DEVICE, HOST, Results, Values
+from ._lost_changes import warns_of_lost_changes
 from ._policy import Policy, PolicyError, check_arguments
 from ._reference import is_reference
 from ._scan import inside_scan
@@ -40,6 +42,7 @@ def chain(
     *,
     policy: Policy,
     strict: bool = True,
+    has_aux: bool = False,
 ) -> Any:
     """Layers that differ, under a `Policy`: `for f, p in zip(fs, params): carry = f(carry, p)`, unrolled.
 
@@ -55,13 +58,14 @@ def chain(
       params: a pytree per layer. Its arrays, and closed-over ones, are never moved or copied.
       policy: decides on the values that the layers name. Layers count in order, as in `scan`.
       strict: raise, when the chain is differentiated, if a pattern matches no value in any layer.
+      has_aux: each layer returns a pair: the carry, and other results, as a layer of `scan` returns its y.
 
     Returns:
-      The last carry.
+      The last carry; with `has_aux` also a list of the other results of each layer.
 
     Raises:
-      TypeError: a layer returns a carry of another structure; there are more or fewer params than layers; fs is not a
-        list or tuple, policy not a Policy, or strict not a bool.
+      TypeError: a layer returns a carry of another structure, or no pair though `has_aux`; there are more or fewer
+        params than layers; fs is not a list or tuple, policy not a Policy, or strict or has_aux not a bool.
       PolicyError, HostPoolFull, NotImplementedError (when differentiated): as in `scan`.
 
     Example:
@@ -78,31 +82,55 @@ def chain(
         raise TypeError(f"chain: fs must be a list or tuple of layers, got {fs!r}")
     if len(fs) != len(params):
         raise TypeError(f"chain: {len(fs)} layers have {len(params)} params; each layer needs one, if only None")
-    if not fs:
-        return init
-    if jax.config.jax_disable_jit or inside_scan():
-        return _each(jax.checkpoint, fs, init, params)
-    first, (carry, tree) = init, jax.tree.flatten(init)
-    jaxprs, counts, operands = [], [], []
+    if not isinstance(has_aux, bool):
+        raise TypeError(f"chain: has_aux must be True or False, got {has_aux!r}")
+    if not fs or jax.config.jax_disable_jit or inside_scan():
+        carry, aux = _each(jax.checkpoint, fs, init, params, has_aux)
+    else:
+        carry, aux = _run(fs, init, params, policy, strict, has_aux)
+    return (carry, aux) if has_aux else carry
+
+
+def _each(
+    checkpoint: Callable[..., Any], fs: Sequence[Callable[..., Any]], carry: Any, params: Sequence[Any], has_aux: bool
+) -> tuple[Any, list[Any]]:
+    """Plain JAX: one layer after another, each under a checkpoint."""
+    others = []
     for number, (f, p) in enumerate(zip(fs, params, strict=True)):
-        jaxpr, init = jax.make_jaxpr(f, return_shape=True)(init, p)
+        carry, other = _pair(checkpoint(f)(carry, p), number, has_aux)
+        others.append(other)
+    return carry, others
+
+
+def _pair(out: Any, number: int, has_aux: bool) -> tuple[Any, Any]:
+    """The carry and the other results of a layer."""
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        got: Any = jax.tree.structure(out)
+        raise TypeError(f"chain: has_aux: layer {number} must return (carry, other results), but it returns {got}")
+    return out if has_aux else (out, None)
+
+
+def _run(
+    fs: Sequence[Callable[..., Any]], init: Any, params: Sequence[Any], policy: Policy, strict: bool, has_aux: bool
+) -> tuple[Any, list[Any]]:
+    first, (carry, tree) = init, jax.tree.flatten(init)
+    # One function stays one, because JAX traces it once.
+    traced = {id(f): warns_of_lost_changes(f, "chain", *params) for f in fs}
+    jaxprs, counts, operands, others = [], [], [], []
+    for number, (f, p) in enumerate(zip(fs, params, strict=True)):
+        jaxpr, out = jax.make_jaxpr(traced[id(f)], return_shape=True)(init, p)
+        init, other = _pair(out, number, has_aux)
         got: Any = jax.tree.structure(init)
         if got != tree:
             raise TypeError(f"chain: layer {number} returns {got} for a carry of {tree}")
         jaxprs.append(_consts_last(jaxpr))
         operands += [*jax.tree.leaves(p), *jaxpr.consts]
         counts.append(len(jaxprs[-1].invars) - len(carry))
+        others.append(other)
     if any(map(takes_refs, jaxprs)):
-        return _each(by_jax(jaxprs, policy, strict, True), fs, first, params)
-    layers = _Layers(tuple(jaxprs), tuple(counts))
-    return jax.tree.unflatten(tree, _bind(layers, [*carry, *operands], policy, strict))
-
-
-def _each(checkpoint: Callable[..., Any], fs: Sequence[Callable[..., Any]], carry: Any, params: Sequence[Any]) -> Any:
-    """Plain JAX: one layer after another, each under a checkpoint."""
-    for f, p in zip(fs, params, strict=True):
-        carry = checkpoint(f)(carry, p)
-    return carry
+        return _each(by_jax(jaxprs, policy, strict, True), fs, first, params, has_aux)
+    outs = _bind(_Layers(tuple(jaxprs), tuple(counts), len(carry)), [*carry, *operands], policy, strict)
+    return jax.tree.unflatten(jax.tree.structure((init, others)), outs)
 
 
 def _consts_last(jaxpr: Jaxpr) -> Jaxpr:
@@ -117,11 +145,15 @@ def _consts_last(jaxpr: Jaxpr) -> Jaxpr:
 class _Layers:
     """The layers one by one: the jaxpr of each, and how many operands belong to it alone (`counts`).
 
+    A layer's first results, as many as `carry` says, are the carry. The results of all are the last carry, and then
+    the other results of each layer.
+
     Code that walks through an equation's jaxprs does not see them; it sees them together, in `call_jaxpr`.
     """
 
     jaxprs: tuple[Jaxpr, ...]
     counts: tuple[int, ...]
+    carry: int
 
     def __repr__(self) -> str:
         """Short: it is printed in jaxprs."""
@@ -129,7 +161,7 @@ class _Layers:
 
     @property
     def bodies(self) -> list[Body]:
-        return [Body(jaxpr, 0, len(jaxpr.outvars)) for jaxpr in self.jaxprs]
+        return [Body(jaxpr, 0, self.carry) for jaxpr in self.jaxprs]
 
     def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
         """The first carry, and the operands of each layer."""
@@ -140,11 +172,17 @@ class _Layers:
             at += count
         return carry, each
 
-    def __call__(self, *operands: Any) -> list[Any]:
+    def run(self, each_layer: Iterable[Callable[..., list[Any]]], operands: Sequence[Any]) -> list[Any]:
+        """All results, if these functions run the layers."""
         carry, each = self.split(operands)
-        for jaxpr, params in zip(self.jaxprs, each, strict=True):
-            carry = jaxpr_as_fun(jaxpr)(*carry, *params)
-        return carry
+        aux: list[Any] = []
+        for run, params in zip(each_layer, each, strict=True):
+            outs = run(*carry, *params)
+            carry, aux = outs[: self.carry], [*aux, *outs[self.carry :]]
+        return [*carry, *aux]
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        return self.run(map(jaxpr_as_fun, self.jaxprs), operands)
 
 
 def _bind(layers: _Layers, operands: Sequence[Any], policy: Policy, strict: bool) -> list[Any]:
@@ -154,18 +192,20 @@ def _bind(layers: _Layers, operands: Sequence[Any], policy: Policy, strict: bool
 
 def _checked(run: Callable[..., list[Any]], *operands: Any, layers: _Layers, **params: Any) -> list[Any]:
     """What `checkify` makes of a chain: the error goes from layer to layer, and the whole is one `checkpoint`."""
-    roles = ("argument",) * len(layers.jaxprs[0].outvars) + ("weight",) * sum(layers.counts)
+    roles = ("argument",) * layers.carry + ("weight",) * sum(layers.counts)
     return checked(run, *operands, roles=roles, prevent_cse=True, **params)
 
 
 def _batch(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, layers: _Layers, **params: Any) -> Results:
-    carry, each = layers.split(dims)
     batched = []
-    for jaxpr, its_dims in zip(layers.jaxprs, each, strict=True):
-        layer, mapped = _jax.batch_jaxpr_axes(jaxpr, axis, [*carry, *its_dims], [_jax.zero_if_mapped] * len(carry))
-        carry = [0 if m else None for m in mapped]
+
+    def of_layer(jaxpr: Jaxpr, *dims: Any) -> list[Any]:
+        layer, mapped = _jax.batch_jaxpr_axes(jaxpr, axis, dims, [_jax.zero_if_mapped] * len(jaxpr.outvars))
         batched.append(layer)
-    return _bind(_Layers(tuple(batched), layers.counts), args, **params), carry
+        return [0 if m else None for m in mapped]
+
+    out_dims = layers.run([functools.partial(of_layer, jaxpr) for jaxpr in layers.jaxprs], dims)
+    return _bind(_Layers(tuple(batched), layers.counts, layers.carry), args, **params), out_dims
 
 
 def _jvp(
@@ -177,11 +217,11 @@ def _jvp(
     linearized = _linearized(layers.bodies, *layers.split(perturbed), policy)
     if strict and (problems := policy.unmatched(set().union(*(layer.plan.seen for layer in linearized)))):
         raise PolicyError(problems)
-    carry, kept = _forward(linearized, *layers.split(primals))
+    outs, kept = _forward(linearized, *layers.split(primals))
     flat, tree = jax.tree.flatten(kept)
     return with_tangents(
-        carry,
-        linearized[-1].out_perturbed,
+        outs,
+        _out_perturbed(linearized),
         [_jax.instantiate_zeros(t) for t, p in zip(tangents, perturbed, strict=True) if p],
         caller="chain",
         kept=flat,
@@ -193,12 +233,11 @@ def _jvp(
 def _reference_jvp(primals: Values, tangents: Values, layers: _Layers, policy: Policy) -> Results:
     """The JVP of the layers, each under `checkpoint`."""
 
+    def of_layer(body: Body, *operands: Any) -> list[Any]:
+        return bind(body.jaxpr, operands, roles=body.roles, policy=policy, strict=False, prevent_cse=True)
+
     def checkpoints(*operands: Any) -> list[Any]:
-        carry, each = layers.split(operands)
-        for body, params in zip(layers.bodies, each, strict=True):
-            args = [*carry, *params]
-            carry = bind(body.jaxpr, args, roles=body.roles, policy=policy, strict=False, prevent_cse=True)
-        return carry
+        return layers.run([functools.partial(of_layer, body) for body in layers.bodies], operands)
 
     perturbed = _jax.perturbed(tangents)
     jvp, out_perturbed = derivative(jax.make_jaxpr(checkpoints)(*primals), perturbed, False, False)
@@ -214,7 +253,7 @@ def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]
         for number, (body, params) in enumerate(zip(bodies, each, strict=True)):
             override = _override(number, len(bodies), offloaded, policy)
             layers.append(linearize(body, (*perturbed, *params), policy, False, override))
-            perturbed = list(layers[-1].out_perturbed)
+            perturbed = list(layers[-1].out_perturbed[: layers[-1].carry])
         return layers
 
     offloaded = policy.offloaded_layers(len(bodies))
@@ -225,6 +264,12 @@ def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]
     need = lambda count: sum(sizes[:count])
     fit = admitted("chain", [body.jaxpr for body in bodies], offloaded, need, policy.on_host_full)
     return layers if fit == offloaded else derived(fit)
+
+
+def _out_perturbed(layers: Sequence[Layer]) -> tuple[bool, ...]:
+    """Which results have tangents: the last carry, and then the other results of each layer."""
+    aux = (p for layer in layers for p in layer.out_perturbed[layer.carry :])
+    return (*layers[-1].out_perturbed[: layers[-1].carry], *aux)
 
 
 def _override(number: int, layers: int, offloaded: int, policy: Policy) -> Override:
@@ -238,34 +283,41 @@ def _override(number: int, layers: int, offloaded: int, policy: Policy) -> Overr
 def _forward(
     layers: Sequence[Layer], carry: list[Any], each: Sequence[Sequence[Any]]
 ) -> tuple[list[Any], list[list[Any]]]:
-    """The last carry, and the residuals of each layer, where they are kept."""
+    """The last carry with the other results of each layer; and the residuals of each, where they are kept."""
     kept: list[list[Any]] = []
+    aux: list[Any] = []
     copies: list[Any] = []  # of the previous layer
     for layer, params in zip(layers, each, strict=True):
         operands = [*carry, *params]
         outs = jaxpr_as_fun(layer.forward)(*operands)
-        carry, stored = _after(copies, outs[: layer.carry]), iter(outs[layer.carry :])
+        carry, other, residuals = in_three(outs, layer.carry, len(layer.out_perturbed) - layer.carry)
+        carry, stored = _after(copies, carry), iter(residuals)
+        aux += other
         residuals = [next(stored) if k.operand is None else operands[k.operand] for k in layer.kept]
         kept.append(_moved(layer, residuals, HOST, carry))
         copies = [x for k, x in zip(layer.kept, kept[-1], strict=True) if k.place == "host"]
-    return carry, kept
+    return [*carry, *aux], kept
 
 
 def _transpose(layers: Sequence[Layer], kept: Sequence[Values], cotangents: Values) -> list[Any]:
     """Cotangents of the perturbed results -> those of the perturbed operands, in order."""
     params: list[Any] = []
     fetched = _moved(layers[-1], kept[-1], DEVICE)
+    last = sum(layers[-1].out_perturbed[: layers[-1].carry])
+    carry, others = list(cotangents[:last]), list(cotangents[last:])
     for number in reversed(range(len(layers))):
         layer, residuals = layers[number], fetched
+        before = len(others) - sum(layer.out_perturbed[layer.carry :])
+        cotangents, others = [*carry, *others[before:]], others[:before]
         wanted = _jax.perturbed(cotangents)
         present = [ct for ct, w in zip(cotangents, wanted, strict=True) if w]
         residuals, present = prevent_cse_barrier(residuals, present)
         if number:
             fetched = _moved(layers[number - 1], kept[number - 1], DEVICE, present)
         outs = lax.optimization_barrier(jaxpr_as_fun(layer.backward(wanted))(*residuals, *present))
-        carry = sum(layer.perturbed[: layer.carry])
-        cotangents, params = outs[:carry], [*outs[carry:], *params]
-    return [*cotangents, *params]
+        count = sum(layer.perturbed[: layer.carry])
+        carry, params = outs[:count], [*outs[count:], *params]
+    return [*carry, *params]
 
 
 def _moved(layer: Layer, residuals: Sequence[Any], to: Any, after: Sequence[Any] = ()) -> list[Any]:

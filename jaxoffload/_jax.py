@@ -10,6 +10,7 @@ import functools
 import importlib
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -159,6 +160,23 @@ def ordered_effects(jaxpr: Jaxpr) -> list[Any]:
     return [effect for effect in jaxpr.effects if type(effect).__name__.startswith("Ordered")]
 
 
+# --- The program and the options of the compilation whose end `jax.monitoring` reports. It tells a listener the name of
+# the function alone; the rest are local variables of the function of JAX that reports. Reading them changes nothing.
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+COMPILATION = ("computation", "compiler_options_kvs")  # the module; the options of `jax.jit` and of `.compile()`
+
+
+def this_compilation() -> tuple[Any, dict[str, Any]] | None:
+    """The module that was compiled, and its compiler options, for a listener; None where this JAX hides them."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if all(name in frame.f_locals for name in COMPILATION):
+            module, options = (frame.f_locals[name] for name in COMPILATION)
+            return module, dict(options)
+    return None
+
+
 # --- Our own primitives.
 
 Values = Sequence[Any]
@@ -205,7 +223,7 @@ class Call(Primitive):
         super().__init__(name)
         self._checked = checked
         self.def_effectful_abstract_eval(_results)
-        define(self, eager=_evaluate, lower=lower_fun(_evaluate, multiple_results=True))
+        define(self, eager=_evaluate, lower=lower_call)
 
     def bind(self, *operands: Any, subfuns: Any = (), **params: Any) -> Any:
         if subfuns:
@@ -250,3 +268,6 @@ def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
 
 def _evaluate(*operands: Any, call_jaxpr: Jaxpr, **_: Any) -> list[Any]:
     return jaxpr_as_fun(call_jaxpr)(*operands)
+
+
+lower_call = lower_fun(_evaluate, multiple_results=True)  # the lowering rule of a `Call`

@@ -21,14 +21,15 @@ from ._chain import chain_p
 from ._check import names_under
 from ._engine.checkpoint_primitive import checkpoint_p
 from ._engine.derivative import derivative
+from ._engine.mutable_refs import takes_refs
 from ._engine.walk import Site, walk
 from ._errors import NOT_THE_USERS, Problem
 from ._jax import evaluate, without_remat3
 from ._policy import Policy, PolicyError
 from ._refusals import refuse_remat3
 from ._remarks import remark
-from ._replace import Replaced, in_custom_derivatives, policy_of, with_ours
-from ._scan import scan_p
+from ._replace import Replaced, in_custom_derivatives, our_scan, policy_of, with_ours
+from ._scan import in_our_scan, scan_p, the_scan
 
 
 def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]:
@@ -76,20 +77,52 @@ def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]
     if not isinstance(strict, bool):
         raise TypeError(f"offload: strict must be True or False, got {strict!r}")
 
-    @without_remat3
-    def replaced_in(*args: Any, **kwargs: Any) -> Any:
-        call = _call(f, args, kwargs)
-        jaxpr, shape = jax.make_jaxpr(call.run, return_shape=True)(*call.arrays)
+    def ours(jaxpr: Jaxpr) -> Jaxpr:
         _refuse_gradients(jaxpr)
         replaced = Replaced([], [], {})
         jaxpr = with_ours(jaxpr, replaced)
         _judge(jaxpr, replaced, strict and not jax.config.jax_disable_jit)
-        return call.result(jax.tree.unflatten(jax.tree.structure(shape), evaluate(jaxpr, call.arrays)))
+        return jaxpr
+
+    rewritten = _rewritten(f, ours, "offload")
 
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         refuse_remat3()
-        return replaced_in(*args, **kwargs)
+        return rewritten(*args, **kwargs)
+
+    return wrapped
+
+
+def with_its_scan_ours(f: Callable[..., Any], policy: Policy, strict: bool, caller: str) -> Callable[..., Any]:
+    """`f`, which calls `lax.scan` itself, with that scan replaced by ours, under `policy`."""
+
+    def ours(jaxpr: Jaxpr) -> Jaxpr:
+        if jax.config.jax_disable_jit:
+            return jaxpr
+        at = the_scan(jaxpr)
+        eqn = jaxpr.eqns[at]
+        if takes_refs(eqn.params["jaxpr"]):
+            raise NotImplementedError(
+                f"{caller}: the layers read or write a jax.new_ref; put them under nn.remat or nnx.remat with "
+                "policy=policy and call Flax's own scan"
+            )
+        eqns = [*jaxpr.eqns[:at], our_scan(eqn, policy, strict, Replaced([], [], {})), *jaxpr.eqns[at + 1 :]]
+        return jaxpr.replace(eqns=eqns)
+
+    return _rewritten(in_our_scan(f), ours, caller)
+
+
+def _rewritten(f: Callable[..., Any], rewrite: Callable[[Jaxpr], Jaxpr], caller: str) -> Callable[..., Any]:
+    """`f`, traced, and run as its rewritten jaxpr says."""
+
+    @functools.wraps(f)
+    @without_remat3
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call = _call(f, args, kwargs, caller)
+        jaxpr, shape = jax.make_jaxpr(call.run, return_shape=True)(*call.arrays)
+        outs = evaluate(rewrite(jaxpr), call.arrays)
+        return call.result(jax.tree.unflatten(jax.tree.structure(shape), outs))
 
     return wrapped
 
@@ -102,7 +135,7 @@ class _Call(NamedTuple):
     result: Callable[[Any], Any]
 
 
-def _call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+def _call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], caller: str) -> _Call:
     """A call of `f`, whose arguments may be modules of Flax NNX; it may change the values of their variables."""
     nnx = sys.modules.get("flax.nnx")
     is_object = lambda x: nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable))
@@ -118,12 +151,13 @@ def _call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
         objects = nnx.merge(graph, state) if nnx and graph is not None else []
         given = {"object": iter(objects), "array": iter(values), "static": iter(those("static"))}
         args, kwargs = jax.tree.unflatten(tree, [next(given[kind]) for kind in kinds])
-        outs, structure = jax.tree.flatten(f(*args, **kwargs))
-        others.append((structure, [None if isinstance(out, jax.Array) else (out,) for out in outs]))
+        outer = {id(inner): outer for inner, outer in zip(objects, those("object"), strict=True)}
+        outs, structure = jax.tree.flatten(f(*args, **kwargs), is_leaf=lambda x: id(x) in outer)
+        others.append((structure, [None if isinstance(x, jax.Array) else (outer.get(id(x), x),) for x in outs]))
         after = nnx.state(objects) if nnx and objects else ()
         added = len(jax.tree.leaves(after)) > len(jax.tree.leaves(state))
         if nnx and objects and not added and nnx.graphdef(objects) != graph:
-            raise NotImplementedError(_OTHER_CHANGES)
+            raise NotImplementedError(f"{caller}: {_OTHER_CHANGES}")
         return [out for out in outs if isinstance(out, jax.Array)], after
 
     def result(made: Any) -> Any:
@@ -143,7 +177,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 _OTHER_CHANGES = (
-    "offload: the function changes more of a module of Flax NNX than the values of its variables, such as an "
+    "the function changes more of a module of Flax NNX than the values of its variables, such as an "
     "attribute, or by eval(); do that outside"
 )
 

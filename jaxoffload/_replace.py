@@ -70,14 +70,19 @@ def _our_equation(eqn: JaxprEqn, replaced: Replaced) -> JaxprEqn:
             replaced.left.append(f"a scan of {eqn.params['length']} layers stays lax.scan: {several}")
         elif not takes_refs(eqn.params["jaxpr"]):  # of which checkpoints warn
             (policy,) = policies
-            layer = _layer(eqn, policy)
-            replaced.under.append((policy, all_names(layer)))
-            eqn = eqn.replace(params=eqn.params | {"jaxpr": with_ours(layer, replaced)})
-            with eqn.ctx.manager:
-                if (most := most_layers()) is not None and eqn.params["length"] > most:
-                    return _first_layers(eqn, policy, most)
-                return our_equation(eqn, policy, strict=False)
+            return our_scan(eqn, policy, False, replaced)
     return map_bodies(eqn, lambda _, body: with_ours(body, replaced))
+
+
+def our_scan(eqn: JaxprEqn, policy: Policy, strict: bool, replaced: Replaced) -> JaxprEqn:
+    """What stands for a `lax.scan` over layers under `policy`."""
+    layer = _layer(eqn, policy)
+    replaced.under.append((policy, all_names(layer)))
+    eqn = eqn.replace(params=eqn.params | {"jaxpr": with_ours(layer, replaced)})
+    with eqn.ctx.manager:
+        if (most := most_layers()) is not None and eqn.params["length"] > most:
+            return _first_layers(eqn, policy, most)
+        return our_equation(eqn, policy, strict)
 
 
 def policy_of(eqn: JaxprEqn) -> Policy | None:

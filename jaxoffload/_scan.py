@@ -29,6 +29,7 @@ from ._engine.plan import Override
 from ._engine.segments import LayerRange, joined, layer_ranges, reads_of, segment_of
 from ._engine.transpose_only import with_tangents
 from ._jax import Results, Values, as_array, evaluate
+from ._lost_changes import warns_of_lost_changes
 from ._policy import Policy, check_arguments
 from ._reference import is_reference, most_layers
 
@@ -91,6 +92,8 @@ def scan(
             short = functools.partial(scan, f, reverse=reverse, unroll=unroll, policy=policy, strict=strict)
             return first_layers(short, init, xs, layers, most, reverse)
 
+    f = warns_of_lost_changes(f, "scan", init, xs)
+
     def lax_scan(init: Any, xs: Any) -> tuple[Any, Any]:
         return lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)
 
@@ -138,6 +141,17 @@ def inside_scan() -> bool:
     return _inside.value
 
 
+def in_our_scan[**P, T](f: Callable[P, T]) -> Callable[P, T]:
+    """`f`, which is traced as the body of a `scan` is."""
+
+    @functools.wraps(f)
+    def traced(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _inside(True), _stage_axis(None):
+            return f(*args, **kwargs)
+
+    return traced
+
+
 # The mesh axis over which `accumulate` divides the layers, while it traces a loss; None otherwise.
 _stage_axis = jax.make_user_context(None)
 
@@ -175,10 +189,10 @@ def _traced_on_a_stage(axis: str, lax_scan: Callable[..., Any], init: Any, xs: A
             jaxpr = jax.make_jaxpr(lax_scan)(*jax.tree.map(shape, (init, xs)))
         except Exception as error:
             return OnStage(error)
-        return OnStage(_alone(jaxpr.eqns[_the_scan(jaxpr)]))
+        return OnStage(_alone(jaxpr.eqns[the_scan(jaxpr)]))
 
 
-def _the_scan(jaxpr: Jaxpr) -> int:
+def the_scan(jaxpr: Jaxpr) -> int:
     """The number of the one `lax.scan` of a traced call of it, behind what its constants need."""
     scans = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive is lax.scan_p]
     if not scans:
@@ -188,7 +202,7 @@ def _the_scan(jaxpr: Jaxpr) -> int:
 
 def with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool, on_stage: OnStage | None = None) -> Jaxpr:
     """`jaxpr` with its one `lax.scan` replaced by ours."""
-    at = _the_scan(jaxpr)
+    at = the_scan(jaxpr)
     equation = our_equation(jaxpr.eqns[at], policy, strict, on_stage)
     return jaxpr.replace(eqns=[*jaxpr.eqns[:at], equation, *jaxpr.eqns[at + 1 :]])
 

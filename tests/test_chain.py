@@ -21,7 +21,7 @@ from common import (
 )
 from jax import lax
 
-from jaxoffload import PolicyError, chain, check, checkpoint, residuals, scan, tag
+from jaxoffload import PolicyError, chain, check, checkpoint, residuals, scan, tag, verify
 
 BATCH, DIM, WIDE = 2, 4, 6
 X = normal(0, (BATCH, DIM))
@@ -231,3 +231,85 @@ def test_the_names_of_a_chain_that_is_not_differentiated_are_those_of_the_checkp
     ours = checkpoint(f, policy=policy())
     assert count(gradient_jaxpr(ours, X, WS[0]), "top_k") == 1
     assert_same_bits(run(gradient(ours), X, WS[0]), run(gradient(f), X, WS[0]))
+
+
+# ---- other results of layers ----
+
+
+def with_norms(f):
+    def layer(x, w):
+        y = f(x, w)
+        return y, {"norm": jnp.sum(tag(x @ w, "act") ** 2), "rows": jnp.arange(3)}
+
+    return layer
+
+
+NORMS = [with_norms(wide), with_norms(narrow), with_norms(wide), with_norms(narrow)]
+RULES = {"fc1": "offload", "act": "save", "layer_input": "save"}
+
+
+def with_others(x, ws):
+    return chain(NORMS, x, ws, policy=policy(RULES), has_aux=True)
+
+
+def others_of_jax(x, ws):
+    others = []
+    for f, w in zip(NORMS, ws, strict=True):
+        x, other = jax.checkpoint(f, policy=saving(*RULES))(x, w)
+        others.append(other)
+    return x, others
+
+
+USES = {
+    "all": lambda out: out,
+    "the carry": lambda out: out[0],
+    "those of all layers": lambda out: out[1],
+    "those of one layer": lambda out: out[1][1]["norm"],
+}
+
+
+@pytest.mark.claim("chain-aux")
+def test_other_results_of_layers_come_back_and_are_differentiated():
+    each = lambda f: [gradient(lambda x, ws, use=use: use(f(x, ws)), (0, 1)) for use in USES.values()]
+    for got, want in zip(run_each(each(with_others), X, WS), run_each(each(others_of_jax), X, WS), strict=True):
+        assert_same_bits(got, want)
+    assert_same_bits(run(with_others, X, WS), run(others_of_jax, X, WS))
+    assert jax.tree.structure(with_others(X, WS)) == jax.tree.structure(others_of_jax(X, WS))
+    assert kept_bytes(lambda *args: with_others(*args)[0], X, WS)[1] == sum(FC1[:3])
+
+
+def test_other_results_in_vmap_in_scan_without_jit_and_as_the_reference():
+    xs = jnp.stack([X, X + 1])
+    batched = lambda f: gradient(lambda xs, ws: jax.vmap(f, (0, None))(xs, ws), (0, 1))
+    assert_same_bits(run(batched(with_others), xs, WS), run(batched(others_of_jax), xs, WS))
+    in_scan = lambda f: gradient(lambda x, ws: lax.scan(lambda x, _: (f(x, ws)[0], f(x, ws)[1]), x, length=2), (0, 1))
+    ours = lambda x, ws: scan(lambda x, _: with_others(x, ws), x, length=2, policy=policy(RULES))
+    for a, b in zip(run(gradient(ours, (0, 1)), X, WS), run(in_scan(others_of_jax), X, WS), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    with jax.disable_jit():
+        assert jax.tree.structure(with_others(X, WS)) == jax.tree.structure(others_of_jax(X, WS))
+    assert verify(lambda x, ws: jnp.sum(with_others(x, ws)[0]), X, WS)["gradients"].verdict == "holds"
+    assert chain([], X, [], policy=policy(), has_aux=True) == (X, [])
+
+
+def test_a_function_that_several_layers_share_is_traced_once():
+    calls = []
+
+    def layer(x, w):
+        calls.append(x)
+        return jnp.sin(tag(x @ w, "fc1")), jnp.sum(x)
+
+    jax.make_jaxpr(lambda x: chain([layer] * 4, x, [WS[1]] * 4, policy=policy(), has_aux=True))(X)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "f, has_aux, words",
+    [
+        (wide, True, r"chain: has_aux: layer 0 must return \(carry, other results\), but it returns PyTreeDef\(\*\)"),
+        (wide, 1, "chain: has_aux must be True or False, got 1"),
+    ],
+)
+def test_wrong_has_aux(f, has_aux, words):
+    with pytest.raises(TypeError, match=words):
+        chain([f], X, WS[:1], policy=policy(), has_aux=has_aux)

@@ -8,14 +8,14 @@ import inspect
 import pytest
 
 import jaxoffload
-from jaxoffload import grouped, proof
+from jaxoffload import grouped, linen, nnx, proof
 
 PUBLIC = {
     f"{module.__name__}.{name}": value
     for module in (jaxoffload, grouped, proof)
     for name, value in vars(module).items()
     if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value))
-}
+} | {f"{module.__name__}.scan": module.scan for module in (linen, nnx)}
 
 
 def examples(name):
@@ -44,7 +44,7 @@ def test_examples_import_and_define_what_they_use(name):
         used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
         defined = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {*dir(builtins)}
         defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-        defined |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ExceptHandler))}
+        defined |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler))}
         imported = [alias for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
         defined |= {alias.asname or alias.name.partition(".")[0] for alias in imported}
         assert used <= defined, used - defined

@@ -27,6 +27,7 @@ from .._jax import DEVICE, FORWARD, HOST, Call, Results, Values, add_jaxvals, ba
 from .derivative import cached, looks_for_nans
 from .layer import in_three, prevent_cse_barrier, without_paths
 from .segments import Segment, SegmentResiduals, reads_of, those
+from .slow_copies import lower_and_note
 from .source import Source
 
 
@@ -348,8 +349,12 @@ def _pass(name: str, run: Callable[..., Any], batch: Any, **rules: Any) -> tuple
         )
 
     eager = lambda *args, call_jaxpr, loops: jitted(call_jaxpr)(*args)
-    primitive = define(Call(name), eager=eager, batch=batch, jvp=refuse, **rules)
+    primitive = define(Call(name), eager=eager, batch=batch, jvp=refuse, lower=lower_and_note(_offloads), **rules)
     return primitive, bind
+
+
+def _offloads(*, loops: Loops, **_: Any) -> bool:
+    return any(segment.on_host for segment in loops.segments)
 
 
 @cached

@@ -30,6 +30,7 @@ from .._jax import Call, Results, define
 from .copying_loops import DifferentiatedTwice, Loops, backward_p, forward_p, jitted
 from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, completed, forward, stacks_of
 from .schedule import Schedule
+from .slow_copies import lower_and_note
 
 Make = Callable[[], Program]
 
@@ -149,6 +150,7 @@ interleaved_p = define(
     eager=lambda *args, call_jaxpr, **_: jitted(call_jaxpr)(*args),
     jvp=_refuse,
     batch=_batch,
+    lower=lower_and_note(lambda *, loops, **_: any(segment.on_host for pass_ in loops for segment in pass_.segments)),
 )
 
 

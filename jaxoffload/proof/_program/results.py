@@ -1,5 +1,9 @@
-"""run_of(): a loss with its gradient, or a step, as one function that returns all its results by name."""
+"""run_of(): a loss with its gradient, or a step, as one function that returns all its results by name.
 
+What a function changes in modules of Flax NNX among its arguments is a result too.
+"""
+
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +21,9 @@ def run_of(f: Callable[..., Any], args: tuple[Any, ...], has_aux: bool = False) 
     out = jax.eval_shape(f, *args)
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise ValueError(f"has_aux: the function must return (loss, other results), not {type(out).__name__}")
-    if has_aux or _is_scalar(out):
+    if has_aux or (_is_scalar(out) and not _takes_an_optimizer(args)):
         return _differentiated(f, has_aux), True
-    return lambda *args: {"result": f(*args)}, False
+    return lambda *args: {"result": f(*args), **_modules(args)}, False
 
 
 def _is_scalar(out: Any) -> bool:
@@ -35,10 +39,32 @@ def _differentiated(f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
 
         def of_floating(xs: list[Any]) -> Any:
             whole = dict(enumerate(leaves)) | dict(zip(floating, xs, strict=True))
-            return f(*jax.tree.unflatten(tree, whole.values()))
+            args = jax.tree.unflatten(tree, whole.values())
+            out = f(*args)
+            return out[0] if has_aux else out, {"value": out, **_modules(args, but_parameters=True)}
 
-        value, cotangents = jax.value_and_grad(of_floating, has_aux=has_aux)([leaves[i] for i in floating])
+        (_, results), cotangents = jax.value_and_grad(of_floating, has_aux=True)([leaves[i] for i in floating])
         gradient = dict(zip(floating, cotangents, strict=True))
-        return {"value": value, "gradient": jax.tree.unflatten(tree, [gradient.get(i) for i in range(len(leaves))])}
+        return {**results, "gradient": jax.tree.unflatten(tree, [gradient.get(i) for i in range(len(leaves))])}
 
     return run
+
+
+def _takes_an_optimizer(args: Any) -> bool:
+    """Whether a function can only be a step, because one of its arguments is an `nnx.Optimizer`."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and any(isinstance(node, nnx.Optimizer) for node in _nodes(nnx, args))
+
+
+def _nodes(nnx: Any, args: Any) -> list[Any]:
+    is_node = lambda x: isinstance(x, nnx.Pytree)
+    return list(filter(is_node, jax.tree.leaves(args, is_leaf=is_node)))
+
+
+def _modules(args: Any, but_parameters: bool = False) -> dict[str, Any]:
+    """The state of the modules of Flax NNX among these arguments, by the name of the result; empty without any."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or not (nodes := _nodes(nnx, args)):
+        return {}
+    state = nnx.state(nodes, nnx.Not(nnx.Param)) if but_parameters else nnx.state(nodes)
+    return {"modules": state} if jax.tree.leaves(state) else {}

@@ -55,7 +55,9 @@ def verify(
 
     Args:
       f: a loss or a step. A function that returns a floating-point scalar is a loss, which is differentiated with
-        respect to all floating-point arguments; any other is a step, and runs as it is. Donated arguments are kept.
+        respect to all floating-point arguments; any other is a step, and runs as it is, as does what takes an
+        `nnx.Optimizer`. Donated arguments are kept. What `f` changes in modules of Flax NNX is a result too; the
+        modules stay as they are.
       args: its arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`s, for which arrays are made (magnitudes of
         normally distributed numbers, times 0.02; integers and booleans 0 or 1).
       policy: treat `f` as `checkpoint(f, policy=policy)`.

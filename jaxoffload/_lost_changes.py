@@ -1,0 +1,87 @@
+"""Warn where a layer changes a module of Flax NNX, and nothing keeps the change.
+
+A module that is an argument of a layer, or that `nnx.merge` makes of one, is there for that layer alone. What the layer
+changes in it, such as the counts of its random numbers, is gone unless the layer returns it: each step then draws the
+same dropout masks, in silence.
+"""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ._errors import NOT_THE_USERS
+from ._jax import dce_jaxpr
+
+Layer = Callable[[Any, Any], Any]
+
+
+def warns_of_lost_changes(f: Layer, caller: str, *args: Any) -> Layer:
+    """`f`, a layer, which warns when it is traced; `f` itself, if there are no variables of Flax NNX in its `args`."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or jax.config.jax_disable_jit or not _states(nnx, args):
+        return f
+
+    @functools.wraps(f)
+    def layer(carry: Any, x: Any) -> Any:
+        leaves, tree = jax.tree.flatten((carry, x))
+        out, changed = _changes(nnx, f, carry, x)
+        if changed and (lost := _lost(nnx, f, leaves, tree)):
+            how = "Use jaxoffload.nnx.scan, or return" if caller == "scan" else "With has_aux=True, return"
+            warnings.warn(
+                f"jaxoffload: {caller}: the layers change variables of a Flax NNX module ({', '.join(lost)}), and the "
+                "new values are lost, because nothing that the layers return depends on them: the next step finds the "
+                f"old ones. {how} nnx.state(layer) too, and nnx.update the module with it",
+                skip_file_prefixes=NOT_THE_USERS,
+            )
+        return out
+
+    return layer
+
+
+def _states(nnx: Any, args: Any) -> list[Any]:
+    """The variables of modules that a layer should not change in vain.
+
+    Parameters are not among them, since a layer may cast or normalise its own. Random numbers that come by themselves
+    may have been made for this step.
+    """
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    roots = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, (nnx.State, nnx.Pytree, nnx.Variable)))
+    found = []
+    for root in roots:
+        variables = list(filter(is_variable, jax.tree.leaves(root, is_leaf=is_variable)))
+        if not all(isinstance(variable, nnx.RngState) for variable in variables):
+            found += [variable for variable in variables if not isinstance(variable, nnx.Param)]
+    return found
+
+
+def _changes(nnx: Any, f: Layer, *args: Any) -> tuple[Any, list[tuple[str, Any]]]:
+    """What `f` returns; and the kind and the new value of each variable of its arguments that it changes."""
+    states = _states(nnx, args)
+    before = [state.get_raw_value() for state in states]
+    out = f(*args)
+    both = zip(states, before, strict=True)
+    return out, [(type(state).__name__, state.get_raw_value()) for state, old in both if _is_changed(state, old)]
+
+
+def _is_changed(state: Any, old: Any) -> bool:
+    new = state.get_raw_value()
+    return new is not old and all(isinstance(value, jax.Array) for value in (new, old))
+
+
+def _lost(nnx: Any, f: Layer, leaves: list[Any], tree: Any) -> list[str]:
+    """The kinds of the variables whose new values are dead code in `f`."""
+    kinds: list[str] = []
+
+    def traced(*leaves: Any) -> Any:
+        out, changed = _changes(nnx, f, *jax.tree.unflatten(tree, leaves))
+        kinds[:] = [kind for kind, _ in changed]
+        return [new for _, new in changed], out
+
+    jaxpr = jax.make_jaxpr(traced)(*leaves)
+    live, _ = dce_jaxpr(jaxpr, [number >= len(kinds) for number in range(len(jaxpr.outvars))])
+    used = {*live.invars, *live.outvars, *(v for eqn in live.eqns for v in eqn.outvars)}
+    return sorted({kind for kind, var in zip(kinds, jaxpr.outvars, strict=False) if var not in used})

@@ -1,0 +1,518 @@
+"""jaxoffload.linen.scan and jaxoffload.nnx.scan: Flax's own scans over layers under a policy, bit for bit."""
+
+import functools
+import importlib
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from common import assert_same_bits, normal, policy, run, saving
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxoffload.linen
+import jaxoffload.nnx
+from jaxoffload import PolicyError, chain, offload, residuals, tag, verify
+from jaxoffload._reference import with_layers
+from jaxoffload.proof import exact_options
+from jaxoffload.proof._program.results import run_of
+
+pytestmark = pytest.mark.claim("flax-scans")
+
+POLICY = policy({"fc1": "offload"})
+X, Y = normal(0, (4, 8)), normal(1, (4, 3))
+NEW_LAYERS = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+
+
+def bits(tree):
+    """Return what a pytree of arrays holds, with keys as numbers."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+def offloads(table, layers=2):
+    """Return the names whose values so many layers offload."""
+    return {row.names[0] for row in table if row.state == "offloaded" and row.layers == layers}
+
+
+# ---- Linen ----
+
+
+class Linen(nn.Module):
+    """A layer with variables and random numbers of several kinds, and arguments that are scanned or not."""
+
+    @nn.compact
+    def __call__(self, x, scale, train, y):
+        fc1 = checkpoint_name(nn.Dense(16)(nn.LayerNorm()(x)), "fc1")
+        self.sow("intermediates", "mean", jnp.mean(fc1))
+        calls = self.variable("calls", "count", lambda: jnp.zeros((), jnp.int32))
+        calls.value += 1
+        act = nn.BatchNorm(use_running_average=not train)(nn.gelu(fc1))
+        act = nn.Dropout(0.5, deterministic=not train)(act) * jax.random.uniform(self.make_rng("noise"), act.shape)
+        return x + scale * nn.Dense(8)(act), (jnp.sum(fc1), y * 2)
+
+
+LIFTED = {
+    "variable_axes": {"params": 1, "intermediates": 0, "batch_stats": 0, "calls": 0},
+    "split_rngs": {"params": True, "dropout": True, "noise": False},
+    "in_axes": (nn.broadcast, nn.broadcast, 1),
+    "out_axes": (0, 1),
+    "length": 3,
+    "metadata_params": {"partition_name": "layers"},
+}
+remat = functools.partial(nn.remat, prevent_cse=False, static_argnums=(3,))
+
+
+class LinenStack(nn.Module):
+    make: object
+
+    @nn.compact
+    def __call__(self, x, y):
+        return self.make()(x, 0.5, True, y)
+
+
+def rngs(seed):
+    return {name: jax.random.key(seed + i) for i, name in enumerate(("params", "dropout", "noise"))}
+
+
+def made_and_differentiated(model, x, y):
+    """Return a stack's variables, and value, results, changed variables and gradients of a loss."""
+    variables = model.init(rngs(0), x, y)
+    rest = {name: variables[name] for name in ("batch_stats", "calls")}
+
+    def loss(params, x):
+        out, changed = model.apply({"params": params, **rest}, x, y, rngs=rngs(5), mutable=[*rest, "intermediates"])
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(out)), (out, changed)
+
+    return variables, jax.value_and_grad(loss, (0, 1), has_aux=True)(variables["params"], x)
+
+
+@pytest.mark.slow
+def test_linen_with_variables_and_random_numbers_of_all_kinds():
+    how = LIFTED | {"reverse": True, "unroll": 2}
+    theirs = nn.scan(remat(Linen, policy=saving("fc1")), **how)
+    ours = jaxoffload.linen.scan(Linen, **how, policy=POLICY)
+    stacks = [LinenStack(functools.partial(make, name="layers")) for make in (ours, theirs)]
+    assert_same_bits(*(run(functools.partial(made_and_differentiated, stack), X, Y) for stack in stacks))
+
+
+def test_linen_variables_have_flaxs_names_and_shapes():
+    theirs = nn.scan(remat(Linen, policy=saving("fc1")), **LIFTED)
+    ours = jaxoffload.linen.scan(remat(Linen, policy=POLICY), **LIFTED, policy=POLICY)
+    got, want = (
+        jax.eval_shape(functools.partial(made_and_differentiated, LinenStack(m)), X, Y) for m in (ours, theirs)
+    )
+    assert got == want and "ScanCheckpointLinen_0" in got[0]["params"]
+    alone = jaxoffload.linen.scan(Linen, {"params": 0}, policy=POLICY)
+    assert alone.__name__ == nn.scan(Linen).__name__ == "ScanLinen"
+
+
+class Methods(nn.Module):
+    def setup(self):
+        self.up, self.down = nn.Dense(16), nn.Dense(8)
+
+    def forth(self, x, _):
+        return x + self.down(jnp.tanh(tag(self.up(x), "fc1"))), None
+
+    def back(self, x, _):
+        return x - self.down(jnp.sin(tag(self.up(x), "fc1"))), None
+
+
+@pytest.mark.parametrize("methods", [["forth", "back"], dict.fromkeys(["forth", "back"], NEW_LAYERS)], ids=type)
+def test_linen_methods(methods):
+    how = {"methods": methods} | ({} if isinstance(methods, dict) else NEW_LAYERS)
+    stack = jaxoffload.linen.scan(Methods, **how, policy=POLICY)(name="layers")
+    reference = nn.scan(nn.remat(Methods, methods=["forth", "back"], policy=saving("fc1")), **how)(name="layers")
+    params = stack.init(jax.random.key(0), X, None, method="forth")
+
+    def loss(model, params, x):
+        for method in ("forth", "back"):
+            x, _ = model.apply(params, x, None, method=method)
+        return jnp.sum(x**2)
+
+    gradient = lambda model: run(jax.grad(functools.partial(loss, model)), params, X)
+    assert_same_bits(gradient(stack), gradient(reference))
+    assert offloads(residuals(functools.partial(loss, stack), params, X), 2 * 2) == {"fc1"}
+
+
+class Counted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        calls = self.variable("calls", "count", lambda: jnp.zeros((), jnp.int32))
+        calls.value += 1
+        return jnp.tanh(tag(nn.Dense(8)(x), "fc1"))
+
+
+class Functional(nn.Module):
+    """A function is scanned, whose module carries a variable; its weights are those of all layers."""
+
+    scan: object
+
+    @nn.compact
+    def __call__(self, x):
+        module = Counted()
+        x = module(x)
+        one = lambda module, x, y: (x + module(x) * y, x.sum())
+        how = {"variable_broadcast": "params", "variable_carry": "calls", "split_rngs": {"params": False}}
+        return self.scan(one, **how)(module, x, jnp.arange(3.0))
+
+
+def test_linen_functions():
+    got, want = [], []
+    for outs, scan in (
+        (got, functools.partial(jaxoffload.linen.scan, policy=POLICY)),
+        (want, lambda f, **how: nn.scan(nn.remat(f, policy=saving("fc1"), prevent_cse=False), **how)),
+    ):
+        model = Functional(scan)
+        variables = model.init(jax.random.key(0), X)
+
+        def loss(params, rest, x):
+            (x, ys), changed = model.apply({"params": params, **rest}, x, mutable=["calls"])
+            return jnp.sum(x**2) + jnp.sum(ys), changed
+
+        params, rest = variables["params"], {"calls": variables["calls"]}
+        outs += run(jax.value_and_grad(loss, (0, 2), has_aux=True), params, rest, X)
+    assert_same_bits(got, want)
+
+
+# ---- NNX ----
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        self.norm, self.dropout, self.noise = (
+            nnx.BatchNorm(8, rngs=rngs),
+            nnx.Dropout(0.5, rngs=rngs),
+            rngs.noise.fork(),
+        )
+
+    def __call__(self, x, scale=1.0, y=None):
+        fc1 = tag(self.up(self.norm(x)), "fc1")
+        self.sow(nnx.Intermediate, "mean", jnp.mean(fc1), capture_noop=True)
+        x += scale * self.down(self.dropout(nnx.gelu(fc1))) * jax.random.uniform(self.noise(), x.shape)
+        return x, (jnp.sum(fc1), None if y is None else y * 2)
+
+
+def nnx_layers():
+    return nnx.split_rngs(splits=3)(nnx.vmap(Nnx))(nnx.Rngs(0, noise=3))
+
+
+def two_steps(layers, loss, *args):
+    """Return what two steps return, each of which updates the layers: value, gradients and the new state."""
+    graph, state = nnx.split(layers)
+
+    def step(state):
+        layers = nnx.merge(graph, state)
+        out = nnx.value_and_grad(loss, has_aux=True)(layers, *args)
+        return out, nnx.state(layers)
+
+    step, outs = jax.jit(step, compiler_options=exact_options()), []
+    for _ in range(2):
+        out, state = step(state)
+        outs += map(np.asarray, jax.tree.leaves(bits((out, state))))
+    return outs
+
+
+NNX_OPTIONS = {"in_axes": (0, nnx.Carry, None, 1), "out_axes": (nnx.Carry, (0, 1)), "length": 3}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param({"reverse": True, "unroll": 2}, marks=pytest.mark.slow), {"graph_updates": False}],
+    ids=["reversed and unrolled", "without graph updates"],
+)
+def test_nnx_with_state_and_random_numbers_of_all_kinds(how):
+    call = lambda layer, *args: layer(*args)
+    ours = jaxoffload.nnx.scan(call, **NNX_OPTIONS, **how, policy=POLICY)
+    theirs = nnx.scan(nnx.remat(call, policy=saving("fc1"), prevent_cse=False), **NNX_OPTIONS, **how)
+
+    def loss(run, layers, x, y):
+        x, (sums, ys) = run(layers, x, jnp.float32(0.5), y)
+        return jnp.sum(x**2) + jnp.sum(sums), ys
+
+    got, want = (two_steps(nnx_layers(), functools.partial(loss, scanned), X, Y) for scanned in (ours, theirs))
+    assert_same_bits(got, want)
+    assert got[0] != got[len(got) // 2]  # other random numbers
+
+
+def test_nnx_captures_what_layers_sow_and_carries_modules():
+    stack = nnx_layers()
+    how = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
+    call = lambda layer, x: layer(x)[0]
+    scans = nnx.scan(call, **how), jaxoffload.nnx.scan(call, **how, policy=POLICY)
+    theirs, ours = (nnx.capture(scan, nnx.Intermediate)(nnx.clone(stack), X)[1]["mean"][0] for scan in scans)
+    assert ours.shape == (3,)
+    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+    @jaxoffload.nnx.scan(policy=policy())
+    def counted(carry, y):
+        module, x = carry
+        module.norm.mean[...] += 1
+        return (module, x + y), y
+
+    module = Nnx(nnx.Rngs(0, noise=3))
+    (same, x), _ = counted((module, jnp.zeros(8)), jnp.ones(3))
+    assert same is module and (module.norm.mean[...] == 3).all() and (x == 3).all()
+
+
+def test_nnx_methods():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layers = nnx_layers()
+
+        @staticmethod
+        @jaxoffload.nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, policy=POLICY)
+        def run(x, layer):
+            return layer(x)[0]
+
+        def __call__(self, x):
+            return self.run(x, self.layers)
+
+    graph, state = nnx.split(Model())
+    loss = lambda state: jnp.sum(nnx.merge(graph, state)(X) ** 2)
+    assert offloads(residuals(loss, state)) == {"fc1"}
+
+
+# ---- NNX, by hand in jaxoffload.scan ----
+
+
+def merged(keep, change=lambda module: None):
+    """Return a layer that merges its module, changes it, and returns what `keep` takes of it; with its xs."""
+
+    def by_hand(layers):
+        graph, state = nnx.split(layers)
+
+        def layer(x, state):
+            module = nnx.merge(graph, state)
+            change(module)
+            return module(x)[0], keep(module)
+
+        return layer, state
+
+    return by_hand
+
+
+def normalise_weights_only(module):
+    module.eval()
+    module.noise = nnx.Rngs(0).noise
+    module.up.kernel[...] /= jnp.linalg.norm(module.up.kernel[...])
+
+
+all_states = lambda module: nnx.state(module, nnx.Not(nnx.Param))
+CHANGES = {
+    "lost": (merged(lambda _: None), "BatchStat, RngCount"),
+    "lost by an argument": (lambda layers: (lambda x, layer: (layer(x)[0], None), layers), "BatchStat, RngCount"),
+    "lost in part": (merged(lambda module: nnx.state(module, nnx.BatchStat)), "RngCount"),
+    "returned": (merged(all_states), ""),
+    "returned otherwise": (merged(lambda module: bits(jax.tree.map(lambda x: x[None], all_states(module)))), ""),
+    "of weights": (merged(lambda _: None, normalise_weights_only), ""),
+}
+
+
+@pytest.mark.claim("lost-changes")
+@pytest.mark.parametrize("by_hand, kinds", CHANGES.values(), ids=CHANGES)
+def test_changes_of_a_module_that_are_lost_are_told(by_hand, kinds):
+    layer, xs = by_hand(nnx_layers())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        jax.make_jaxpr(lambda x: jaxoffload.scan(layer, x, xs, policy=POLICY))(X)
+    words = f"scan: the layers change variables of a Flax NNX module ({kinds}), and the new values are lost"
+    assert [words in str(warning.message) for warning in told] == [True] * bool(kinds)
+    assert all(warning.filename == __file__ for warning in told)
+
+
+@pytest.mark.claim("lost-changes")
+def test_a_chain_tells_of_lost_changes_too_and_hands_back_those_that_layers_return():
+    layers = [Nnx(nnx.Rngs(i, noise=3)) for i in range(2)]
+    graphs, states = zip(*map(nnx.split, layers), strict=True)
+
+    def through(keep):
+        def of(graph):
+            def layer(x, state):
+                module = nnx.merge(graph, state)
+                return module(x)[0], keep(module)
+
+            return layer
+
+        return chain([*map(of, graphs)], X, [*map(nnx.clone, states)], policy=POLICY, has_aux=True)
+
+    with pytest.warns(
+        UserWarning, match=r"chain: the layers change .* \(BatchStat, RngCount\).* With has_aux=True, return nnx.state"
+    ):
+        through(lambda module: None)
+    _, changed = through(all_states)
+    for layer, state in zip(layers, changed, strict=True):
+        nnx.update(layer, state)
+    assert [layer.noise.count[...] for layer in layers] == [1, 1]
+
+
+def test_random_numbers_that_are_made_anew_may_be_lost():
+    keys = nnx.Rngs(0).split(3)
+    noisy = lambda x, rngs: (x * tag(jax.random.uniform(rngs(), x.shape), "fc1"), None)
+    jax.make_jaxpr(lambda x: jaxoffload.scan(noisy, x, keys, policy=POLICY))(X)
+
+
+# ---- both ----
+
+
+def linen_loss(strict=True, rules=POLICY):
+    stack = jaxoffload.linen.scan(Methods, methods=["forth"], **NEW_LAYERS, policy=rules, strict=strict)()
+    params = stack.init(jax.random.key(0), X, None, method="forth")
+    return params, lambda params, x: jnp.sum(stack.apply(params, x, None, method="forth")[0] ** 2)
+
+
+def nnx_loss(strict=True, rules=POLICY):
+    call = lambda layer, x: layer(x)[0]
+    run = jaxoffload.nnx.scan(call, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, policy=rules, strict=strict)
+    graph, state = nnx.split(nnx_layers())
+    return state, lambda state, x: jnp.sum(run(nnx.merge(graph, state, copy=True), x) ** 2)
+
+
+BOTH = pytest.mark.parametrize("made", [linen_loss, nnx_loss])
+
+
+@BOTH
+def test_a_pattern_must_match(made):
+    rules = policy({"fc2": "offload", "layer_input": "offload"})
+    state, loss = made(rules=rules)
+    with pytest.raises(PolicyError, match=r"'fc2'\]: matches no tagged value; .*the nearest is 'fc1'"):
+        jax.make_jaxpr(jax.grad(loss, argnums=1))(state, X)
+    state, loss = made(strict=False, rules=rules)
+    assert offloads(residuals(loss, state, X)) == {"layer_input"}
+
+
+def test_what_takes_a_loss_takes_it():
+    params, loss = linen_loss()
+    gradient = lambda f: run(jax.grad(f), params, X)
+    assert_same_bits(gradient(offload(loss)), gradient(loss))
+    assert (run(with_layers(loss, 2), params, X)[0] != run(loss, params, X)[0]).all()
+
+
+@BOTH
+def test_without_jit(made):
+    state, loss = made()
+    with jax.disable_jit():
+        assert jnp.isfinite(loss(state, X))
+
+
+def test_layers_of_a_chain_are_part_of_the_layer():
+    """As in `scan`."""
+    inner = lambda x: chain([lambda x, _: jnp.sin(tag(x, "fc1"))], x, [None], policy=POLICY)
+    scanned = jaxoffload.nnx.scan(lambda x, y: (inner(x) * y, None), policy=POLICY)
+    by_hand = lambda x: jaxoffload.scan(lambda x, y: (inner(x) * y, None), x, jnp.ones(3), policy=POLICY)
+    got, want = (run(jax.grad(lambda x: jnp.sum(f(x)[0])), X) for f in (lambda x: scanned(x, jnp.ones(3)), by_hand))
+    assert_same_bits(got, want)
+
+
+# ---- steps that change modules in place ----
+
+
+class Small(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.dropout = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.mean[...] = jnp.mean(x)
+        return x + self.dropout(jnp.tanh(tag(self.linear(x), "fc1")))
+
+
+def made_step():
+    by_layer = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
+    run = jaxoffload.nnx.scan(lambda x, layer: layer(x), policy=POLICY, **by_layer)
+    loss = lambda layers, x: jnp.sum(run(x, layers) ** 2)
+
+    def step(layers, optimizer, x):
+        value, grads = nnx.value_and_grad(loss)(layers, x)
+        optimizer.update(layers, grads)
+        return value
+
+    layers = nnx.split_rngs(splits=3)(nnx.vmap(Small))(nnx.Rngs(0))
+    return loss, step, layers, nnx.Optimizer(layers, optax.adam(1e-3), wrt=nnx.Param)
+
+
+@pytest.mark.claim("nnx-steps")
+def test_a_step_that_changes_modules_in_place_is_verified():
+    _, step, layers, optimizer = made_step()
+    before = jax.tree.map(jnp.copy, nnx.state([layers, optimizer]))
+    found = verify(step, layers, optimizer, X)
+    results = 1 + len(jax.tree.leaves(before))
+    assert found.ok and found["gradients"].detail == f"{results} results are the reference's, bit for bit"
+    run_all, is_loss = run_of(step, (layers, optimizer, X))
+    made = jax.jit(run_all)(layers, optimizer, X)
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(same, bits(before), bits(nnx.state([layers, optimizer])))
+    value = nnx.jit(step)(layers, optimizer, X)
+    jax.tree.map(same, bits(made), bits({"result": value, "modules": nnx.state([layers, optimizer])}))
+    assert not is_loss
+
+
+def test_a_loss_of_modules_is_verified_with_what_it_changes_in_them():
+    loss, _, layers, _ = made_step()
+    found = verify(loss, layers, X)
+    results = 1 + len(jax.tree.leaves(nnx.state(layers, nnx.Not(nnx.Param))))
+    results += sum(jnp.issubdtype(x.dtype, jnp.floating) for x in [*jax.tree.leaves(nnx.state(layers)), X])
+    assert found.ok and found["gradients"].detail.startswith(f"{results} results are the reference's, bit for bit")
+    assert found["conservation"].verdict == "holds"
+
+
+def test_a_step_in_place_without_an_optimizer_of_flaxs_is_told_what_to_return():
+    loss, _, layers, _ = made_step()
+
+    def step(layers, x):
+        value, grads = nnx.value_and_grad(loss)(layers, x)
+        nnx.update(layers, jax.tree.map(jnp.subtract, nnx.state(layers, nnx.Param), grads))
+        return value
+
+    with pytest.raises(NotImplementedError, match="or return the new state too, as a training step does"):
+        verify(step, layers, X)
+
+
+@pytest.mark.parametrize(
+    "call, kind, words",
+    [
+        (
+            lambda: jaxoffload.linen.scan(Linen, policy="save"),
+            TypeError,
+            "linen.scan: policy must be a jaxoffload.Policy",
+        ),
+        (lambda: jaxoffload.nnx.scan(policy=None), TypeError, "nnx.scan: policy must be a jaxoffload.Policy, got None"),
+        (
+            lambda: jaxoffload.nnx.scan(policy=POLICY, strict=1),
+            TypeError,
+            "nnx.scan: strict must be True or False, got 1",
+        ),
+        (lambda: jaxoffload.linen.scan(Linen, variable_axis={}, policy=POLICY), TypeError, "'variable_axis'"),
+        (lambda: jaxoffload.nnx.scan(lambda x: x, axis=0, policy=POLICY), TypeError, "'axis'"),
+    ],
+)
+def test_wrong_arguments(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_layers_that_write_to_a_ref_are_refused():
+    count = jax.new_ref(jnp.zeros(()))
+
+    def one(x, y):
+        count[...] += 1.0
+        return x + y, None
+
+    with pytest.raises(NotImplementedError, match=r"jaxoffload.nnx.scan: the layers read or write a jax.new_ref; put"):
+        jaxoffload.nnx.scan(one, policy=POLICY)(X, jnp.ones(3))
+    lax.stop_gradient(count[...])
+
+
+@pytest.mark.parametrize("name", ["linen", "nnx"])
+def test_without_flax_one_sentence_says_so(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax", None)
+    monkeypatch.delitem(sys.modules, f"jaxoffload.{name}")
+    with pytest.raises(ImportError, match=rf"^jaxoffload\.{name} needs Flax \(pip install flax\): "):
+        importlib.import_module(f"jaxoffload.{name}")

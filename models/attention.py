@@ -15,9 +15,16 @@ from models.layers import RMSNorm, rms_norm, weight
 from models.sharding import RULES, VALUES, constrain, on_each_device
 
 
-def rotations(seq_len: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Return cos and sin of RoPE's angles, each (seq_len, head_dim / 2) float32."""
+def rotations(
+    seq_len: int, head_dim: int, theta: float, scaling: tuple[float, ...] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return cos and sin of RoPE's angles, each (seq_len, head_dim / 2) float32. `scaling`: as `model.rope_scaling`."""
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is not None:
+        factor, low, high, length = scaling
+        turns = length * frequencies / (2 * jnp.pi)  # in a sequence of the original length
+        kept = jnp.clip((turns - low) / (high - low), 0, 1)
+        frequencies *= kept + (1 - kept) / factor
     angles = jnp.outer(jnp.arange(seq_len, dtype=jnp.float32), frequencies)
     return jnp.cos(angles), jnp.sin(angles)
 

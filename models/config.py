@@ -57,6 +57,9 @@ class Model:
     exchange: Literal["padded", "ragged"] = "padded"  # sent to the experts' devices: buffers, or only rows (GPUs)
     capacity: Positive | None = None  # most rows sent to one device, in even shares; others are dropped
     rope_theta: Positive = 10000.0  # base of RoPE's wavelengths
+    # Llama 3.1's [factor, low_freq_factor, high_freq_factor, original length]: frequencies that turn less often than
+    # low_freq_factor in the original length are divided by factor; those that turn more than high_freq_factor stay.
+    rope_scaling: tuple[Positive, Positive, Positive, Count] | None = None
     norm_eps: Positive = 1e-5
     tied_embeddings: bool = True  # the unembedding is the embedding, transposed
     # xla runs everywhere and materialises the scores. cudnn and te (TransformerEngine) are flash attention on NVIDIA

@@ -37,6 +37,12 @@ def _shapes(config: Config) -> Iterator[Relation]:
         model.d_head % 2 == 0,
         f"model.head_dim = {model.d_head}: must be even, because RoPE rotates pairs",
     )
+    scaling = model.rope_scaling or (1.0, 0.0, 1.0, 1)
+    yield Relation(
+        ("model.rope_scaling",),
+        scaling[1] < scaling[2],
+        f"model.rope_scaling = {model.rope_scaling}: the second, low_freq_factor, must be below the third",
+    )
     dense = ["model.d_ff"] if model.dense_layers or not model.experts else []
     yield _divides(config, "mesh.tensor", "model.heads", "model.kv_heads", *dense, "model.vocab_size")
     parts = mesh.stage * mesh.tensor

@@ -141,13 +141,13 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
     config = fit_to_host_pool(config, mesh)
     made = program(config, mesh)
     say(summary(config, made))
-    source = open_source(config, made, saved.data if saved else None)
+    source = open_source(config, made, saved.data if saved and start else None)
     compiled = compile_step(made)
     say(compiled_memory(compiled))
-    if config.train.verify and not saved:
+    if config.train.verify and not start:
         verify_claims(made, mesh)
     with checkpoints.open_manager(out) as manager, profiled(config, made, compiled, start) as step:
-        if saved:
+        if saved and start:
             state, position = checkpoints.restore(manager, out, start, made.saved)
             state = regroup(state, made.state)
             source.batches.set_state(position)
@@ -156,6 +156,10 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
                 say(f"train.steps = {steps}, and {before} before: the learning rate now falls until step {steps}")
         else:
             state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
+        if saved and not start:  # models/convert.py wrote it
+            params = checkpoints.restore_params(out, start, made.saved.params)
+            state = state._replace(params=regroup(params, made.state.params))
+            say(f"beginning with the weights in {out}/checkpoints/0")
         journal = metrics.Journal(out / "metrics.jsonl", config, source.unigram)
         journal.begin(start)
         return loop(Run(config, made, mesh, step, source, manager, journal), state, start)
@@ -318,8 +322,8 @@ def loop(run: Run, state: State, start: int) -> int:
     return 0
 
 
-def regroup(state: State, like: State) -> State:
-    """Return a state whose layers are grouped and sharded as in `like`, in the same order."""
+def regroup[T](state: T, like: T) -> T:
+    """Return a state, or its parameters, whose layers are grouped and sharded as in `like`, in the same order."""
     if jax.tree.map(np.shape, state) == jax.tree.map(np.shape, like):
         return state
     return jax.jit(lambda state: regrouped(state, like), out_shardings=shardings_of(like))(state)
@@ -347,7 +351,7 @@ def check_finite(run: Run, record: metrics.Record, log: bool) -> None:
 def divergence_message(run: Run, record: metrics.Record) -> str:
     """Return why the run stopped, and what can help."""
     saved = run.manager.latest_step()
-    again = f"the same command would continue from step {saved}" if saved else "nothing is saved"
+    again = "nothing is saved" if saved is None else f"the same command would continue from step {saved}"
     return (
         f"stopped: at step {record['step']} the loss is {record['loss']} and the norm of its gradient "
         f"{record['grad_norm']}; {again}. A smaller train.learning_rate, a smaller train.clip_norm or more "

@@ -32,6 +32,7 @@ from models.processes import differing_keys, global_max, hard_exit, say
 from models.profiling import Step, profiled
 from models.reading import ConfigError, config_error, problem
 from models.report import compiled_memory, fit_to_host_pool, report, summary
+from models.report_json import report_json
 from models.sharding import abstract_mesh, make_mesh, process_block
 from models.step import Program, State, learning_rate, program, regrouped, shardings_of, traceable
 from models.transformer import flops_per_token
@@ -78,7 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="replaces the file's value; the value is YAML; section.key[entry]=value adds to a mapping",
     )
     parser.add_argument("--report", action="store_true", help="print residuals and bytes, on any machine; run nothing")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object, in bytes")
     options = parser.parse_intermixed_args(arguments)
+    if options.json and not options.report:
+        parser.error("--json is a form of --report; give both")
     config = None
     try:
         with signals.handled():
@@ -89,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_names(config, problems)
             if problems:
                 raise ConfigError(problems)
-            print(report(config))
+            print(report_json(config) if options.json else report(config))
             return 0
     except ConfigError as error:
         print(f"{options.config} cannot run:\n{error}", file=sys.stderr)

@@ -121,6 +121,7 @@ class Train:
     checkpoint_every: Count = 100  # steps; a killed run loses at most this many
     # error: a damaged checkpoint ends the run. previous: it is set aside, and the run continues from the one before.
     on_bad_checkpoint: Literal["error", "previous"] = "error"
+    tensorboard: bool = False  # also write TensorBoard's event files, to the folder tensorboard in `out`
     verify: bool = False  # before the first step, check what is claimed of its residuals; train only if all holds
     # [20, 23] profiles the three steps after step 20, in a run that takes all three; the numbers are Megatron's
     # --profile-step-start and --profile-step-end. NVIDIA GPUs only; profile.html and trace/ are written to `out`.

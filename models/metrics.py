@@ -5,7 +5,7 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +68,7 @@ class Journal(NamedTuple):
     path: Path
     config: Config
     unigram: float  # the loss of a model that sees no context
+    events: Callable[[Record], None] = lambda record: None  # of models/tensorboard.py
 
     def begin(self, start: int) -> None:
         """Drop what a killed run wrote after the checkpoint at step `start`: this run writes it once more."""
@@ -82,6 +83,7 @@ class Journal(NamedTuple):
         if jax.process_index() == 0:
             print(progress_line(record, self.config.train.steps), flush=True)
             append(self.path, _line(record).encode())
+            self.events(record)
 
     def draw(self) -> None:
         """Write loss.png."""

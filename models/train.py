@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 import jaxoffload
 from jaxoffload import Problem, proof
-from models import checkpoints, data, metrics, signals
+from models import checkpoints, data, metrics, signals, tensorboard
 from models.config import Config, parse
 from models.failures import machine_failure
 from models.preflight import check_names, checked_run
@@ -150,7 +150,11 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
     say(compiled_memory(compiled))
     if config.train.verify and not start:
         verify_claims(made, mesh)
-    with checkpoints.open_manager(out) as manager, profiled(config, made, compiled, start) as step:
+    with (
+        checkpoints.open_manager(out) as manager,
+        profiled(config, made, compiled, start) as step,
+        tensorboard.events(config, start) as events,
+    ):
         if saved and start:
             state, position = checkpoints.restore(manager, out, start, made.saved)
             state = regroup(state, made.state)
@@ -164,7 +168,7 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
             params = checkpoints.restore_params(out, start, made.saved.params)
             state = state._replace(params=regroup(params, made.state.params))
             say(f"beginning with the weights in {out}/checkpoints/0")
-        journal = metrics.Journal(out / "metrics.jsonl", config, source.unigram)
+        journal = metrics.Journal(out / "metrics.jsonl", config, source.unigram, events)
         journal.begin(start)
         return loop(Run(config, made, mesh, step, source, manager, journal), state, start)
 

@@ -24,8 +24,8 @@ from models.integrity import is_intact
 from models.reading import ConfigError, as_config_error, config_error, problem
 
 END_OF_TEXT = "<|endoftext|>"  # in the tokenizers trained here
-# Its name there, in Llama 3, in Llama 2 and Mistral, and in Gemma.
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+# Its name there and in Qwen's, in Llama 3's, in Llama 2's and Mistral's, in Gemma's, and in DeepSeek's.
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 
 _FORMAT = 1  # part of every cache key: raise it when the same input is to give other files
 _SAMPLE_CHARS = 64_000_000  # bounds the time to train a tokenizer, whatever the size of the corpus

@@ -14,6 +14,7 @@ import jax
 from jaxoffload import Problem
 from models.config import Config
 from models.files import append, atomic
+from models.progress import show
 from models.reading import ConfigError, as_config_error
 from models.text import readable
 
@@ -81,7 +82,7 @@ class Journal(NamedTuple):
     def write(self, record: Record) -> None:
         """Append a record to metrics.jsonl, and print it."""
         if jax.process_index() == 0:
-            print(progress_line(record, self.config.train.steps), flush=True)
+            show(progress_line(record, self.config.train.steps))
             append(self.path, _line(record).encode())
             self.events(record)
 

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 import jaxoffload
 from jaxoffload import Problem, proof
-from models import checkpoints, data, metrics, signals, tensorboard
+from models import checkpoints, data, metrics, progress, signals, tensorboard
 from models.config import Config, parse
 from models.failures import machine_failure
 from models.preflight import check_names, checked_run
@@ -297,7 +297,7 @@ def loop(run: Run, state: State, start: int) -> int:
     train = run.config.train
     evaluate = jax.jit(run.made.evaluate, compiler_options=jaxoffload.compiler_options())
     due = lambda step, every: step == train.steps or step % every == 0
-    with signals.noted() as received:
+    with signals.noted() as received, progress.bar(start, train.steps) as advance:
         if start == 0:
             validate(run, evaluate, state, 0)
         stop_in_all, mark = global_max(run.mesh, 0), (start, time.monotonic())
@@ -325,6 +325,7 @@ def loop(run: Run, state: State, start: int) -> int:
                 return 128 + stop
             if log or evaluated or save:
                 mark = (step, time.monotonic())
+            advance()
     run.manager.wait_until_finished()
     say(f"finished; the loss curve is {run.journal.path.with_name('loss.png')}")
     return 0

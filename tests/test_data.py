@@ -551,9 +551,7 @@ def test_tokenizer_errors(corpus, tmp_path):
 
 
 @pytest.mark.claim("tokenizer-json")
-@pytest.mark.parametrize(
-    "end", ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>"]
-)
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>"])
 def test_a_given_tokenizer_may_name_its_end_otherwise_and_the_vocabulary_be_padded(corpus, tmp_path, end):
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     vocab = {token: number for number, token in enumerate([*letters, end])}

@@ -90,6 +90,7 @@ class Data:
     tokenizer: str | None = None  # a tokenizer.json; None: a byte-level BPE trained on the text, cached
     text_field: str = "text"  # the field of .jsonl and .parquet that holds the text
     valid_fraction: Annotated[float, Range(1e-4, 0.5)] = 0.05  # fraction of the documents held out
+    document_mask: bool = False  # attention stays in a document, which begins with the end of the one before
     cache_dir: str = "~/.cache/jaxoffload"  # tokenizers and token files
 
 

@@ -40,6 +40,7 @@ class Dataset(NamedTuple):
     tokenizer: tokenizers.Tokenizer
     vocab_size: int  # above every id; a small corpus gives fewer tokens than were asked for
     fingerprint: dict[str, str]  # hashes of the files behind data.path and data.tokenizer
+    end: int  # the token behind each document
 
 
 def load(
@@ -90,7 +91,7 @@ def load(
             bpe = _trained_tokenizer(folder / "tokenizer.json", files, text_field, valid_fraction, vocab_size)
         if not all([_usable(train), _usable(valid)]):
             _write_tokens(train, valid, read_documents(files, text_field), bpe, valid_fraction)
-    dataset = Dataset(np.load(train, mmap_mode="r"), np.load(valid, mmap_mode="r"), bpe, _ids(bpe), found)
+    dataset = Dataset(np.load(train, mmap_mode="r"), np.load(valid, mmap_mode="r"), bpe, _ids(bpe), found, _end(bpe))
     if not (len(dataset.train) and len(dataset.valid)):
         what = "hold out" if len(dataset.train) else "train on"
         why = f"data.path = {path!r} has no document to {what}; allowed is what leaves some for both"

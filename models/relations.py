@@ -192,6 +192,18 @@ def _schedule(config: Config) -> Iterator[Relation]:
 def _kernels(config: Config) -> Iterator[Relation]:
     model = config.model
     yield Relation(
+        ("data.document_mask", "model.attention"),
+        not config.data.document_mask or model.attention != "te",
+        "data.document_mask = True: must be false where model.attention = 'te', whose kernels need a limit on the "
+        "documents in a sequence; xla and cudnn have it",
+    )
+    yield Relation(
+        ("train.seq_len", "data.document_mask", "model.attention"),
+        not config.data.document_mask or model.attention != "cudnn" or config.train.seq_len % 2 == 0,
+        f"train.seq_len = {config.train.seq_len}: must be even where data.document_mask = True and model.attention = "
+        "'cudnn'",
+    )
+    yield Relation(
         ("model.grouped", "model.quantize"),
         (model.grouped, model.quantize) != ("mosaic", "fp8"),
         "model.grouped = 'mosaic': has no FP8; must be auto, te or ragged where model.quantize = 'fp8'",

@@ -146,6 +146,7 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
     made = program(config, mesh)
     say(summary(config, made))
     source = open_source(config, made, saved.data if saved and start else None)
+    made = program(config, mesh, source.end)
     compiled = compile_step(made)
     say(compiled_memory(compiled))
     if config.train.verify and not start:
@@ -217,6 +218,7 @@ class Source(NamedTuple):
     validation: Callable[[], Iterable[np.ndarray]]  # the same held-out batches each time
     unigram: float  # cross-entropy, on the held-out tokens, of a model that sees no context
     fingerprint: dict[str, str]  # hashes of the files that it is made from
+    end: int  # the token behind each document
 
 
 def open_source(config: Config, made: Program, fingerprint: dict[str, str] | None) -> Source:
@@ -260,7 +262,9 @@ def open_source(config: Config, made: Program, fingerprint: dict[str, str] | Non
         f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; baselines: "
         f"ln(vocab) {math.log(config.model.vocab_size):.3f}, unigram {unigram:.3f}"
     )
-    return Source(batches, lambda: itertools.islice(validation, train.eval_batches), unigram, corpus.fingerprint)
+    return Source(
+        batches, lambda: itertools.islice(validation, train.eval_batches), unigram, corpus.fingerprint, corpus.end
+    )
 
 
 def compile_step(made: Program) -> jax.stages.Compiled:

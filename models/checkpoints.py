@@ -105,6 +105,20 @@ def latest(out: Path, on_bad: str = "error") -> Saved | None:
     return _last(out, on_bad, functools.partial(_read_metadata, out))[0]
 
 
+def at(out: Path, step: int | None = None) -> Saved:
+    """Return the checkpoint of a step, or the last one, all files of which have their hashes.
+
+    Raises:
+      ConfigError: it is damaged, or there is none.
+    """
+    if not (found := steps(out)):
+        raise config_error("train.out", f"'{out}'", "has no checkpoint")
+    if step is not None and step not in found:
+        have = ", ".join(map(str, sorted(found)))
+        raise config_error("train.out", f"'{out}'", f"has no checkpoint of step {step}; it has those of {have}")
+    return _read_verified(out, found[0] if step is None else step)
+
+
 def latest_verified(out: Path, on_bad: str) -> Saved | None:
     """Return the last checkpoint of a run, all files of which have their hashes; None if there is none.
 

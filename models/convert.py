@@ -23,9 +23,9 @@ import numpy as np
 from flax import nnx
 
 from jaxoffload import Problem
-from models import checkpoints, signals
+from models import checkpoints
 from models.config import Config, Mesh, Model, load
-from models.failures import machine_failure
+from models.failures import exit_code
 from models.files import atomic
 from models.huggingface import Stacked, family_of, read_model, stack, stacks, window, write_model
 from models.processes import locked
@@ -67,30 +67,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == "export":
             command.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the files")
     options = parser.parse_args(arguments)
-    folder, config = Path(options.folder), None
-    try:
-        with signals.handled():
-            if options.command == "model":
-                print(model_section(folder))
-                return 0
-            config = load(options.config, options.overrides)
-            if options.command == "import":
-                import_weights(folder, config)
-                print(f"{folder} is now {config.train.out}/checkpoints/0; models.train begins with it")
-            else:
-                step = export_weights(config, folder, options.dtype)
-                print(f"{config.train.out}/checkpoints/{step} is now {folder}")
-            return 0
-    except ConfigError as error:
-        print(f"cannot be converted:\n{error}", file=sys.stderr)
-        return 2
-    except signals.Stopped as stopped:
-        return 128 + stopped.number
-    except Exception as error:
-        if (failure := machine_failure(error, Path(config.train.out) if config else None)) is None:
-            raise
-        print(failure.line, file=sys.stderr)
-        return failure.status
+    return exit_code("cannot be converted", lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    folder = Path(options.folder)
+    if options.command == "model":
+        print(model_section(folder))
+        return
+    config = load(options.config, options.overrides)
+    if options.command == "import":
+        import_weights(folder, config)
+        print(f"{folder} is now {config.train.out}/checkpoints/0; models.train begins with it")
+    else:
+        step = export_weights(config, folder, options.dtype)
+        print(f"{config.train.out}/checkpoints/{step} is now {folder}")
 
 
 # ---- from their files ----
@@ -264,8 +255,7 @@ def export_weights(config: Config, folder: Path, dtype: str) -> int:
     """
     out = Path(config.train.out)
     described = write_model(config.model, config.train.seq_len) | {"torch_dtype": dtype}
-    if (saved := checkpoints.latest_verified(out, "error")) is None:
-        raise config_error("train.out", f"'{out}'", "has no checkpoint")
+    saved = checkpoints.at(out)
     if unlike := [found for found in checkpoints.differences(config, saved) if found.key.startswith("model.")]:
         raise ConfigError(unlike)
     with as_config_error(str(folder), str(folder), "a folder that can be written"):

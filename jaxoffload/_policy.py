@@ -105,6 +105,38 @@ class Policy:
         if isinstance(layers := self.offload_layers, float):  # 1.0 == 1 in Python, but means all layers
             object.__setattr__(self, "offload_layers", {0.0: 0, 1.0: "all"}.get(layers, layers))
 
+    @classmethod
+    def from_maxtext(cls, on_device: Sequence[str] = (), to_offload: Sequence[str] = (), **fields: Any) -> "Policy":
+        """Return what MaxText's `remat_policy: custom` asks for: these names saved, those offloaded, others recomputed.
+
+        Args:
+          on_device: its `tensors_on_device`, the names that its config marks `device`.
+          to_offload: its `tensors_to_offload`, the names that its config marks `offload`.
+          fields: other fields of the policy. As in MaxText values of any size are offloaded; unlike there, the last
+            layer of a `scan` keeps its residuals on the device (`resident_layers`).
+
+        Raises:
+          PolicyError: one of them is not a list, a name is in both, or another field is wrong.
+
+        Example:
+          >>> from jaxoffload import Policy
+          >>> policy = Policy.from_maxtext(["decoder_layer_input"], ["context", "mlpwi_0", "mlpwi_1"])
+          >>> [policy.decision(name) for name in ("decoder_layer_input", "mlpwi_0", "mlpwo")]
+          ['save', 'offload', 'recompute']
+        """
+        lists = {"on_device": on_device, "to_offload": to_offload}
+        problems = [
+            _problem(field, f"{short(names)} is not a list of names, such as ['context']")
+            for field, names in lists.items()
+            if not isinstance(names, (tuple, list))
+        ]
+        both = [] if problems else [name for name in to_offload if name in on_device]
+        problems += [_problem("to_offload", f"{name!r} is in on_device too; keep one of them") for name in both]
+        if problems:
+            raise PolicyError(problems)
+        residuals = [(name, "save") for name in on_device] + [(name, "offload") for name in to_offload]
+        return cls(**{"residuals": tuple(residuals), "min_offload_bytes": 0, **fields})
+
     @functools.cached_property
     def rules(self) -> tuple[tuple[str, Decision], ...]:
         """(pattern, decision) pairs: those of `offload_modules`, then those of `residuals`."""

@@ -14,15 +14,22 @@ from models.config import Model
 from models.layers import RMSNorm, rms_norm, weight
 from models.sharding import RULES, VALUES, constrain, on_each_device
 
+Rotation = tuple[jax.Array, jax.Array]  # cos and sin of RoPE's angles
 
-def rotations(seq_len: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Return cos and sin of RoPE's angles, each (seq_len, head_dim / 2) float32."""
+
+def rotations(seq_len: int, head_dim: int, theta: float, scaling: tuple[float, ...] | None = None) -> Rotation:
+    """Return cos and sin of RoPE's angles, each (seq_len, head_dim / 2) float32. `scaling`: as `model.rope_scaling`."""
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is not None:
+        factor, low, high, length = scaling
+        turns = length * frequencies / (2 * jnp.pi)  # in a sequence of the original length
+        kept = jnp.clip((turns - low) / (high - low), 0, 1)
+        frequencies *= kept + (1 - kept) / factor
     angles = jnp.outer(jnp.arange(seq_len, dtype=jnp.float32), frequencies)
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rope(x_BxSxNxH: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rope(x_BxSxNxH: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotate the pair (i, i + H/2) of each head by position * frequency[i], in float32 (Su et al., 2021)."""
     cos, sin = (part[None, :, None, :] for part in rotation)
     first, second = jnp.split(x_BxSxNxH.astype(jnp.float32), 2, axis=-1)
@@ -47,7 +54,8 @@ class Attention(nnx.Module):
             self.q_norm_H, self.k_norm_H = (nnx.Param(jnp.ones(H, jnp.float32), axes=("head",)) for _ in "qk")
         self.config = config
 
-    def __call__(self, x_BxSxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def __call__(self, x_BxSxD: jax.Array, rotation: Rotation, documents_BxS: jax.Array | None = None) -> jax.Array:
+        """Return (B, S, D). `documents_BxS`: the number of each token's document, which alone it sees; None: all."""
         matmul = lambda spec, x, weight: jnp.einsum(spec, x, weight.astype(x.dtype))
         with scope("attn"):
             norm_BxSxD = tag(self.norm(x_BxSxD), "norm")
@@ -62,26 +70,36 @@ class Attention(nnx.Module):
             if self.config.attention == "te":
                 context_BxSxNxH = transformer_engine(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
             else:
-                context_BxSxNxH = attend(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH, self.config.attention)
+                qkv = q_BxSxNxH, k_BxSxKxH, v_BxSxKxH
+                context_BxSxNxH = attend(*qkv, documents_BxS, self.config.attention)
             context_BxSxNxH = constrain(context_BxSxNxH, "attn/context")
             out_BxSxD = tag(matmul("BSNH,NHD->BSD", context_BxSxNxH, self.out_NxHxD), "out")
             return constrain(out_BxSxD, "attn/out")
 
 
-def attend(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, kind: str) -> jax.Array:
-    """Causal attention by JAX, (batch, sequence, heads, head_dim); `kind` is "cudnn" or "xla"."""
+def attend(
+    q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, documents_BxS: jax.Array | None, kind: str
+) -> jax.Array:
+    """Causal attention by JAX, (batch, sequence, heads, head_dim), within documents if they are numbered.
 
-    def named(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    `kind` is "cudnn" or "xla".
+    """
+    args = [q_BxSxNxH, k_BxSxKxH, v_BxSxKxH]
+    args += [] if documents_BxS is None else [documents_BxS]
+
+    def named(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+        mask = None if documents is None else documents[:, None, :, None] == documents[:, None, None, :]
         with jax.named_scope("attention"):
-            context = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kind)
+            context = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=kind)
         return tag(context, "context")
 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and mesh.auto_axes:
         # In a pipeline stage. JAX cannot divide cuDNN's kernel there (docs/upstream.md#partly-manual), so we do: each
         # device has whole sequences and heads.
-        named = on_each_device(named, tuple(_spec(name) for name in "qkv"), _spec("context"))
-    return named(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
+        specs = *(_spec(name) for name in "qkv"), RULES.spec("batch", "sequence")
+        named = on_each_device(named, specs[: len(args)], _spec("context"))
+    return named(*args)
 
 
 def _spec(name: str) -> PartitionSpec:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax import nnx
 from jax.experimental import multihost_utils
 
 from jaxoffload import Problem
@@ -102,6 +103,20 @@ def latest(out: Path, on_bad: str = "error") -> Saved | None:
       ConfigError: the last checkpoint is damaged; with "previous", all of them are.
     """
     return _last(out, on_bad, functools.partial(_read_metadata, out))[0]
+
+
+def at(out: Path, step: int | None = None) -> Saved:
+    """Return the checkpoint of a step, or the last one, all files of which have their hashes.
+
+    Raises:
+      ConfigError: it is damaged, or there is none.
+    """
+    if not (found := steps(out)):
+        raise config_error("train.out", f"'{out}'", "has no checkpoint")
+    if step is not None and step not in found:
+        have = ", ".join(map(str, sorted(found)))
+        raise config_error("train.out", f"'{out}'", f"has no checkpoint of step {step}; it has those of {have}")
+    return _read_verified(out, found[0] if step is None else step)
 
 
 def latest_verified(out: Path, on_bad: str) -> Saved | None:
@@ -227,7 +242,9 @@ def _size(path: Path) -> int:
 
 def differences(config: Config, saved: Saved) -> list[Problem]:
     """Return a problem for each value that differs from the checkpoint's, and must not."""
-    fixed = lambda key: key in _FIXED or (key.startswith(_FIXED_SECTIONS) and key not in _MAY_CHANGE)
+    # Converted weights, which are of step 0, have not seen any data.
+    names, sections = (_FIXED, _FIXED_SECTIONS) if saved.step else ((), ("model.",))
+    fixed = lambda key: key in names or (key.startswith(sections) and key not in _MAY_CHANGE)
     before = flat(Config()) | saved.config  # a key that is missing there did not exist; its default changes nothing
     written = f"the checkpoint in {config.train.out}, of step {saved.step}, was written with"
     return [
@@ -288,7 +305,8 @@ def save(
 ) -> None:
     """Copy the state out of the device and return; the files are written in the background.
 
-    `position` is the iterator's `get_state()`; `data` is the fingerprint of the Dataset.
+    `position` is the iterator's `get_state()`; `data` is the fingerprint of the Dataset. At step 0, where there are
+    parameters only, `data` is empty.
     """
     items = ocp.args.Composite(
         state=ocp.args.StandardSave(state),
@@ -319,6 +337,21 @@ def restore(manager: ocp.CheckpointManager, out: Path, step: int, abstract: Stat
     if int(state.step) != step:
         raise Damaged(out, step, f"is of step {int(state.step)} according to its state")
     return state, position
+
+
+def restore_params(out: Path, step: int, abstract: nnx.State) -> nnx.State:
+    """Return the parameters of a step alone, sharded as `abstract`.
+
+    Raises:
+      Damaged: the checkpoint cannot be read.
+    """
+    wanted = {"params": abstract}
+    how = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(item=wanted, restore_args=how, partial_restore=True)
+    with _readable(out, step) as folder, _draining_event_loops(), _no_logged_tracebacks():
+        checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        with contextlib.closing(checkpointer):
+            return checkpointer.restore(folder / "state", args=args)["params"]
 
 
 def _folder(out: Path) -> Path:

@@ -18,14 +18,15 @@ import grain
 import numpy as np
 import tokenizers
 
+from models.config import Data
 from models.documents import files_of, read_documents
 from models.files import atomic, blake2b
 from models.integrity import is_intact
 from models.reading import ConfigError, as_config_error, config_error, problem
 
 END_OF_TEXT = "<|endoftext|>"  # in the tokenizers trained here
-# Its name there, in Llama 3, in Llama 2 and Mistral, and in Gemma.
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+# Its name there and in Qwen's, in Llama 3's, in Llama 2's and Mistral's, in Gemma's, and in DeepSeek's.
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 
 _FORMAT = 1  # part of every cache key: raise it when the same input is to give other files
 _SAMPLE_CHARS = 64_000_000  # bounds the time to train a tokenizer, whatever the size of the corpus
@@ -40,6 +41,7 @@ class Dataset(NamedTuple):
     tokenizer: tokenizers.Tokenizer
     vocab_size: int  # above every id; a small corpus gives fewer tokens than were asked for
     fingerprint: dict[str, str]  # hashes of the files behind data.path and data.tokenizer
+    end: int  # the token behind each document
 
 
 def load(
@@ -90,12 +92,39 @@ def load(
             bpe = _trained_tokenizer(folder / "tokenizer.json", files, text_field, valid_fraction, vocab_size)
         if not all([_usable(train), _usable(valid)]):
             _write_tokens(train, valid, read_documents(files, text_field), bpe, valid_fraction)
-    dataset = Dataset(np.load(train, mmap_mode="r"), np.load(valid, mmap_mode="r"), bpe, _ids(bpe), found)
+    dataset = Dataset(np.load(train, mmap_mode="r"), np.load(valid, mmap_mode="r"), bpe, _ids(bpe), found, end_of(bpe))
     if not (len(dataset.train) and len(dataset.valid)):
         what = "hold out" if len(dataset.train) else "train on"
         why = f"data.path = {path!r} has no document to {what}; allowed is what leaves some for both"
         raise config_error("data.valid_fraction", valid_fraction, why)
     return dataset
+
+
+def tokenizer_of(section: Data, vocab_size: int, fingerprint: Mapping[str, str] | None) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a run, which is trained anew if it was and is not in the cache any more.
+
+    Args:
+      section: the section `data` of its config.
+      vocab_size: the model's.
+      fingerprint: as for `load`; None: nothing was trained on.
+
+    Raises:
+      ConfigError: as `load`.
+    """
+    if section.tokenizer is None:
+        return load(
+            path=section.path,
+            text_field=section.text_field,
+            vocab_size=vocab_size,
+            valid_fraction=section.valid_fraction,
+            cache_dir=section.cache_dir,
+            fingerprint=fingerprint,
+        ).tokenizer
+    path = Path(os.path.expanduser(section.tokenizer))
+    key = "data.tokenizer"
+    bpe, before = _open_tokenizer(path), {key: fingerprint[key]} if fingerprint else None
+    _refuse_changes({key: _digest([path])}, before, {key: section.tokenizer})
+    return bpe
 
 
 # ---- the cache ----
@@ -126,7 +155,7 @@ def _open_tokenizer(path: Path) -> tokenizers.Tokenizer:
         bpe = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself
         raise config_error("data.tokenizer", path, f"{error}; allowed is a tokenizer.json") from error
-    if _end(bpe) is None:
+    if end_of(bpe) is None:
         raise config_error("data.tokenizer", path, f"allowed is a tokenizer with one of the tokens {', '.join(_ENDS)}")
     # A tokenizer.json may ask for both, which would truncate and pad documents.
     bpe.no_truncation()
@@ -136,7 +165,7 @@ def _open_tokenizer(path: Path) -> tokenizers.Tokenizer:
     return bpe
 
 
-def _end(bpe: tokenizers.Tokenizer) -> int | None:
+def end_of(bpe: tokenizers.Tokenizer) -> int | None:
     """Return the id of the token that ends a document; None if there is none."""
     return next((id for token in _ENDS if (id := bpe.token_to_id(token)) is not None), None)
 
@@ -181,7 +210,7 @@ def _write_tokens(
     train: Path, valid: Path, texts: Iterable[str], bpe: tokenizers.Tokenizer, valid_fraction: float
 ) -> None:
     dtype = np.dtype(np.uint16 if _ids(bpe) <= 2**16 else np.uint32)
-    end = _end(bpe)
+    end = end_of(bpe)
     with _npy(train, dtype) as to_train, _npy(valid, dtype) as to_valid:
         for some in itertools.batched(texts, 64):
             for text, encoded in zip(some, bpe.encode_batch_fast(some, add_special_tokens=False), strict=True):

@@ -3,13 +3,14 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
-from models import checkpoints
+from models import checkpoints, signals
 from models.files import FULL, Unwritable
 from models.reading import ConfigError, one_line
 
@@ -48,6 +49,24 @@ def machine_failure(error: BaseException, out: Path | None) -> Failure | None:
                 f"need less, and --report says how much; {_recovery(out)}",
             )
     return None
+
+
+def exit_code(what: str, run: Callable[[], None]) -> int:
+    """Run it and return 0; or print the error of a config, a signal or the machine, and return its exit status."""
+    try:
+        with signals.handled():
+            run()
+        return 0
+    except ConfigError as error:
+        print(f"{what}:\n{error}", file=sys.stderr)
+        return 2
+    except signals.Stopped as stopped:
+        return 128 + stopped.number
+    except Exception as error:
+        if (failure := machine_failure(error, None)) is None:
+            raise
+        print(failure.line, file=sys.stderr)
+        return failure.status
 
 
 def _recovery(out: Path | None) -> str:

@@ -26,7 +26,7 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
     """
     # An unpredictable name and "x" (O_EXCL): a file or symbolic link that is there already is not written through.
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    with _writing(path):
+    with as_unwritable(path):
         try:
             with temporary.open("xb") as stream:
                 yield stream
@@ -43,12 +43,13 @@ def append(path: Path, content: bytes) -> None:
     Raises:
       Unwritable: it cannot be written; a part of `content` may have been.
     """
-    with _writing(path), path.open("ab") as stream:
+    with as_unwritable(path), path.open("ab") as stream:
         stream.write(content)
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def as_unwritable(path: Path) -> Iterator[None]:
+    """Raise an OSError as Unwritable, with this path."""
     try:
         yield
     except Unwritable:

@@ -5,7 +5,7 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import jax
 from jaxoffload import Problem
 from models.config import Config
 from models.files import append, atomic
+from models.progress import show
 from models.reading import ConfigError, as_config_error
 from models.text import readable
 
@@ -68,6 +69,7 @@ class Journal(NamedTuple):
     path: Path
     config: Config
     unigram: float  # the loss of a model that sees no context
+    events: Callable[[Record], None] = lambda record: None  # of models/tensorboard.py
 
     def begin(self, start: int) -> None:
         """Drop what a killed run wrote after the checkpoint at step `start`: this run writes it once more."""
@@ -80,8 +82,9 @@ class Journal(NamedTuple):
     def write(self, record: Record) -> None:
         """Append a record to metrics.jsonl, and print it."""
         if jax.process_index() == 0:
-            print(progress_line(record, self.config.train.steps), flush=True)
+            show(progress_line(record, self.config.train.steps))
             append(self.path, _line(record).encode())
+            self.events(record)
 
     def draw(self) -> None:
         """Write loss.png."""

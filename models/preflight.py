@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxoffload import Problem, grouped_matmul
 from jaxoffload.grouped import GroupedMatmulError, te
-from models import checkpoints, metrics
+from models import checkpoints, metrics, tensorboard
 from models.config import Config, Model
 from models.moe import grouped_gemms
 from models.processes import announce_exit, disagreements, join, locked
@@ -74,6 +74,8 @@ def _checked_mesh(config: Config, problems: list[Problem]) -> Mesh | None:
         _check_attention(config)
     with collecting(problems):
         _check_profile(config)
+    with collecting(problems):
+        tensorboard.check(config)
     if not has_problem(problems, *_GROUPED_KEYS):
         with collecting(problems):
             _check_grouped(config)

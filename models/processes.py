@@ -23,6 +23,7 @@ from models import signals
 from models.config import Config, Distributed, flat
 from models.launchers import Place, find_place
 from models.peers import Peers
+from models.progress import show
 from models.reading import ConfigError, as_config_error, config_error, one_line, problem
 from models.relay import relay
 from models.sharding import MESH_AXES
@@ -216,4 +217,4 @@ def _max(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
 def say(text: str) -> None:
     """Print, in process 0 only."""
     if jax.process_index() == 0:
-        print(text, flush=True)
+        show(text)

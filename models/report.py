@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -33,11 +33,10 @@ def report(config: Config) -> str:
     Raises:
       ConfigError: as `summary`.
     """
-    traced = fit_to_host_pool(traceable(config), abstract_mesh(config.mesh))
-    made = program(traced, abstract_mesh(traced.mesh))
+    traced, made = traced_program(config)
     lines = summary(traced, made, config.model.attention)
-    if known := proof.known_machine():
-        lines += f"\n{proof.fits(made.step, made.state, made.tokens, machine=known)}"
+    if fits := known_fits(made):
+        lines += f"\n{fits}"
     if traced.model.attention != config.model.attention:
         lines += (
             f"\n(model.attention = {config.model.attention!r} was traced as xla: no CUDA here. On a GPU attn/context "
@@ -48,16 +47,38 @@ def report(config: Config) -> str:
     return lines
 
 
+def traced_program(config: Config) -> tuple[Config, Program]:
+    """Return the config as this machine can trace it, with fewer layers that offload if they have to fit, and its
+    program on the mesh of the config."""
+    traced = fit_to_host_pool(traceable(config), abstract_mesh(config.mesh))
+    return traced, program(traced, abstract_mesh(traced.mesh))
+
+
+def known_fits(made: Program) -> proof.Fits | None:
+    """Return whether the copies fit behind their layers; None on GPUs that `proof.machine` has not measured."""
+    known = proof.known_machine()
+    return proof.fits(made.step, made.state, made.tokens, machine=known) if known else None
+
+
+def weighed(config: Config, made: Program, attention: str | None) -> tuple[Residuals, Room]:
+    """Return the table and the working set. `attention`: as for `summary`.
+
+    Raises:
+      ConfigError: as `summary`.
+    """
+    with _policy_errors(config):
+        table = judged_residuals(config, made)
+    kernels = ("attention",) if (attention or config.model.attention) != "xla" else ()
+    return table, working_set(config, made, table, kernels)
+
+
 def summary(config: Config, made: Program, attention: str | None = None) -> str:
     """Return what a run prints before it compiles. `attention`: the kind that will run, if another one was traced.
 
     Raises:
       ConfigError: the policy does not fit the traced step or this machine.
     """
-    with _policy_errors(config):
-        table = judged_residuals(config, made)
-    kernels = ("attention",) if (attention or config.model.attention) != "xla" else ()
-    working = working_set(config, made, table, kernels)
+    table, working = weighed(config, made, attention)
     about = [model_line(config, made), *backend_lines(config), *microbatch_lines(config, made, table)]
     stages = stage_lines(config, made, table) if config.mesh.stage > 1 else []
     return "\n".join([*about, str(table), *stages, *memory_lines(config, made, table, working)])
@@ -148,9 +169,12 @@ def _policy_errors(config: Config) -> Iterator[None]:
 
 def model_line(config: Config, made: Program) -> str:
     """Return the size of the model, and its FLOPs."""
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params))
     flops = flops_per_token(config.model, config.train.seq_len)
-    return f"{count:,} parameters, {flops / 1e9:.3g} GFLOP per token"
+    return f"{parameter_count(made):,} parameters, {flops / 1e9:.3g} GFLOP per token"
+
+
+def parameter_count(made: Program) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params))
 
 
 def backend_lines(config: Config) -> list[str]:
@@ -207,9 +231,18 @@ def layers_of_a_chunk(config: Config) -> int:
     return (config.model.layers - config.model.dense_layers) // schedule_of(config).chunks
 
 
-def stage_lines(config: Config, made: Program, table: Residuals) -> list[str]:
-    """Return the bubble, and for each stage its layers, the microbatches in flight, what is on each of its devices, and
-    what each copies to the host in a step, and back.
+class Stage(NamedTuple):
+    """What a pipeline stage runs, and the bytes on each of its devices."""
+
+    layers: list[str]  # such as "0-3", for each of its chunks
+    in_flight: int  # the most microbatches between their forward and their backward pass
+    host: int
+    device: int
+    each_way: int  # copied to the host in a step, and back
+
+
+def stages(config: Config, made: Program, table: Residuals) -> list[Stage]:
+    """Return what each stage runs and keeps.
 
     All stages have as much room on the host: a ring of as many slots as the first one needs.
     """
@@ -220,15 +253,28 @@ def stage_lines(config: Config, made: Program, table: Residuals) -> list[str]:
 
     copied = schedule.microbatches * schedule.virtual_stages * of_chunk("offloaded", padding=1)
     numbers = lambda chunk: f"{chunk * layers}-{(chunk + 1) * layers - 1}"
+    return [
+        Stage(
+            [*map(numbers, range(stage, schedule.chunks, schedule.stages))],
+            flight := schedule.in_flight(stage),
+            flight * of_chunk("offloaded"),
+            flight * of_chunk("saved"),
+            copied,
+        )
+        for stage in range(schedule.stages)
+    ]
+
+
+def stage_lines(config: Config, made: Program, table: Residuals) -> list[str]:
+    """Return the bubble, and a line for each stage."""
+    schedule = schedule_of(config)
     lines = [
         f"{schedule.ticks} ticks; each stage is idle for {schedule.bubble:.1%} of a step; {schedule.slots} slots",
         "stage  layers               in flight        host      device    each way",
     ]
-    for stage in range(schedule.stages):
-        chunks = ", ".join(map(numbers, range(stage, schedule.chunks, schedule.stages)))
-        flight = schedule.in_flight(stage)
-        sizes = flight * of_chunk("offloaded"), flight * of_chunk("saved"), copied
-        lines.append(f"{stage:<6} {chunks:20} {flight:9} {' '.join(f'{readable(size):>11}' for size in sizes)}")
+    for number, stage in enumerate(stages(config, made, table)):
+        sizes = " ".join(f"{readable(size):>11}" for size in (stage.host, stage.device, stage.each_way))
+        lines.append(f"{number:<6} {', '.join(stage.layers):20} {stage.in_flight:9} {sizes}")
     return lines
 
 
@@ -264,43 +310,67 @@ def working_set(config: Config, made: Program, table: Residuals, kernels: Collec
     return room._replace(layer=room.layer + sum(device_bytes(row, mesh) for row in layer))
 
 
-def memory_lines(config: Config, made: Program, table: Residuals, working: Room) -> list[str]:
-    """Return lines of the bytes of each kind, in total and per device.
+class Memory(NamedTuple):
+    """The bytes of each kind: (in total, per device).
 
     Of the working sets, which do not exist at the same time, the greater one counts. On H200s XLA's plans were from 9 %
     below to 24 % above the expected bytes: only the compiler knows what it keeps twice, and which gaps it leaves.
     """
-    mesh, params, moments = made.tokens.sharding.mesh, made.state.params, made.state.optimizer
-    gradients, residuals = gradients_at_once(config, made, table), residuals_at_once(config, table)
-    stages = config.mesh.stage
-    how_many = ", of two microbatches" if interleaves(config, table) else ""
-    if stages > 1:
-        how_many = f", in {schedule_of(config).slots} slots"
 
-    def kept(state: str) -> tuple[int, int, str]:
+    parameters: tuple[int, int]
+    gradients: tuple[int, int]
+    optimizer: tuple[int, int]
+    on_device: tuple[int, int]  # residuals
+    on_host: tuple[int, int]
+    lone_pass: int  # per device: what the passes that run alone do not offload
+    working: Room  # per device
+
+    @property
+    def expected(self) -> int:
+        """The bytes expected on each device."""
+        kinds = self.parameters, self.gradients, self.optimizer, self.on_device
+        return sum(each for _, each in kinds) + self.lone_pass + max(self.working)
+
+
+def memory(config: Config, made: Program, table: Residuals, working: Room) -> Memory:
+    """Return the bytes that a step needs."""
+    mesh, residuals = made.tokens.sharding.mesh, residuals_at_once(config, table)
+    state = made.state.params, gradients_at_once(config, made, table), made.state.optimizer
+
+    def kept(state: str) -> tuple[int, int]:
         rows = [row for row in residuals if row.state == state]
-        return stages * sum(row.bytes for row in rows), sum(device_bytes(row, mesh) for row in rows), how_many
+        return config.mesh.stage * sum(row.bytes for row in rows), sum(device_bytes(row, mesh) for row in rows)
 
-    rows = {
-        "parameters": (_bytes(params), _device_bytes(params), ""),
-        "gradients": (_bytes(gradients), _device_bytes(gradients), ""),
-        "optimizer": (_bytes(moments), _device_bytes(moments), ""),
-        "residuals on the device": kept("saved"),
-        "residuals on the host": kept("offloaded"),
-    }
-    *on_device, host = (each for _, each, _ in rows.values())
     alone = proof.staying(made.step, made.state, made.tokens) if interleaves(config, table) else 0
-    for_a_lone_pass = f"{'kept for a lone pass':24} {'':>12}  {readable(alone):>12} per device, not offloaded there"
-    where = "the device" if mesh.size == 1 else f"each of {mesh.size} devices"
+    sizes = [(_bytes(tree), _device_bytes(tree)) for tree in state]
+    return Memory(*sizes, kept("saved"), kept("offloaded"), alone, working)
+
+
+def memory_lines(config: Config, made: Program, table: Residuals, working: Room) -> list[str]:
+    """Return lines of the bytes of each kind, in total and per device."""
+    found, devices = memory(config, made, table, working), made.tokens.sharding.mesh.size
+    how_many = ", of two microbatches" if interleaves(config, table) else ""
+    if config.mesh.stage > 1:
+        how_many = f", in {schedule_of(config).slots} slots"
+    rows = {
+        "parameters": (*found.parameters, ""),
+        "gradients": (*found.gradients, ""),
+        "optimizer": (*found.optimizer, ""),
+        "residuals on the device": (*found.on_device, how_many),
+        "residuals on the host": (*found.on_host, how_many),
+    }
+    alone = readable(found.lone_pass)
+    for_a_lone_pass = f"{'kept for a lone pass':24} {'':>12}  {alone:>12} per device, not offloaded there"
+    where = "the device" if devices == 1 else f"each of {devices} devices"
     return [
         *(
             f"{name:24} {readable(total):>12}  {readable(each):>12} per device{of}"
             for name, (total, each, of) in rows.items()
         ),
-        *([for_a_lone_pass] if alone else []),
+        *([for_a_lone_pass] if found.lone_pass else []),
         f"{'working set of a layer':24} {'':>12}  {readable(working.layer):>12} per device, estimated",
         f"{'or of a chunk of logits':24} {'':>12}  {readable(working.loop):>12} per device, estimated",
-        f"expected on {where}: {readable(sum(on_device) + alone + max(working))}, and {readable(host)} of host memory",
+        f"expected on {where}: {readable(found.expected)}, and {readable(found.on_host[1])} of host memory",
     ]
 
 

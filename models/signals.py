@@ -173,8 +173,8 @@ def noted() -> Iterator[Callable[[], int]]:
 
 
 def tell(line: str) -> None:
-    """Print to stderr, at once."""
-    print(line, file=sys.stderr, flush=True)
+    """Print to stderr, at once; on a terminal below what stands there, such as ^C or a progress bar."""
+    print("\n" * sys.stderr.isatty() + line, file=sys.stderr, flush=True)
 
 
 def _exit(number: int) -> None:

@@ -44,9 +44,10 @@ class Program(NamedTuple):
     microbatch: jax.ShapeDtypeStruct  # (batch_size / grad_accumulation, seq_len + 1) int32
 
 
-def program(config: Config, mesh: AnyMesh) -> Program:
-    """Return the program of a config on a mesh; allocates nothing."""
+def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
+    """Return the program of a config on a mesh; allocates nothing. `end`: the token that ends a document."""
     train, optimizer = config.train, adamw(config.train)
+    border = end if config.data.document_mask else None
 
     def make() -> Transformer:
         return Transformer(config.model, nnx.Rngs(params=jax.random.key(train.seed)))
@@ -64,10 +65,10 @@ def program(config: Config, mesh: AnyMesh) -> Program:
         return regrouped(in_order(), state)
 
     def training(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, Aux]:
-        return training_loss(model(params), tokens_BxS1, config.remat, train.loss_chunk)
+        return training_loss(model(params), tokens_BxS1, config.remat, train.loss_chunk, border)
 
     def validation(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
-        return next_token_loss(model(params), tokens_BxS1, config.remat, train.loss_chunk)
+        return next_token_loss(model(params), tokens_BxS1, config.remat, train.loss_chunk, border)
 
     def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         tokens_AxMxS1 = microbatches(tokens_BxS1, train.grad_accumulation)

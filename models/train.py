@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 import jaxoffload
 from jaxoffload import Problem, proof
-from models import checkpoints, data, metrics, signals
+from models import checkpoints, data, metrics, progress, signals, tensorboard
 from models.config import Config, parse
 from models.failures import machine_failure
 from models.preflight import check_names, checked_run
@@ -32,6 +32,7 @@ from models.processes import differing_keys, global_max, hard_exit, say
 from models.profiling import Step, profiled
 from models.reading import ConfigError, config_error, problem
 from models.report import compiled_memory, fit_to_host_pool, report, summary
+from models.report_json import report_json
 from models.sharding import abstract_mesh, make_mesh, process_block
 from models.step import Program, State, learning_rate, program, regrouped, shardings_of, traceable
 from models.transformer import flops_per_token
@@ -78,7 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="replaces the file's value; the value is YAML; section.key[entry]=value adds to a mapping",
     )
     parser.add_argument("--report", action="store_true", help="print residuals and bytes, on any machine; run nothing")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object, in bytes")
     options = parser.parse_intermixed_args(arguments)
+    if options.json and not options.report:
+        parser.error("--json is a form of --report; give both")
     config = None
     try:
         with signals.handled():
@@ -89,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_names(config, problems)
             if problems:
                 raise ConfigError(problems)
-            print(report(config))
+            print(report_json(config) if options.json else report(config))
             return 0
     except ConfigError as error:
         print(f"{options.config} cannot run:\n{error}", file=sys.stderr)
@@ -141,13 +145,18 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
     config = fit_to_host_pool(config, mesh)
     made = program(config, mesh)
     say(summary(config, made))
-    source = open_source(config, made, saved.data if saved else None)
+    source = open_source(config, made, saved.data if saved and start else None)
+    made = program(config, mesh, source.end)
     compiled = compile_step(made)
     say(compiled_memory(compiled))
-    if config.train.verify and not saved:
+    if config.train.verify and not start:
         verify_claims(made, mesh)
-    with checkpoints.open_manager(out) as manager, profiled(config, made, compiled, start) as step:
-        if saved:
+    with (
+        checkpoints.open_manager(out) as manager,
+        profiled(config, made, compiled, start) as step,
+        tensorboard.events(config, start) as events,
+    ):
+        if saved and start:
             state, position = checkpoints.restore(manager, out, start, made.saved)
             state = regroup(state, made.state)
             source.batches.set_state(position)
@@ -156,7 +165,11 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
                 say(f"train.steps = {steps}, and {before} before: the learning rate now falls until step {steps}")
         else:
             state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
-        journal = metrics.Journal(out / "metrics.jsonl", config, source.unigram)
+        if saved and not start:  # models/convert.py wrote it
+            params = checkpoints.restore_params(out, start, made.saved.params)
+            state = state._replace(params=regroup(params, made.state.params))
+            say(f"beginning with the weights in {out}/checkpoints/0")
+        journal = metrics.Journal(out / "metrics.jsonl", config, source.unigram, events)
         journal.begin(start)
         return loop(Run(config, made, mesh, step, source, manager, journal), state, start)
 
@@ -205,6 +218,7 @@ class Source(NamedTuple):
     validation: Callable[[], Iterable[np.ndarray]]  # the same held-out batches each time
     unigram: float  # cross-entropy, on the held-out tokens, of a model that sees no context
     fingerprint: dict[str, str]  # hashes of the files that it is made from
+    end: int  # the token behind each document
 
 
 def open_source(config: Config, made: Program, fingerprint: dict[str, str] | None) -> Source:
@@ -248,7 +262,9 @@ def open_source(config: Config, made: Program, fingerprint: dict[str, str] | Non
         f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; baselines: "
         f"ln(vocab) {math.log(config.model.vocab_size):.3f}, unigram {unigram:.3f}"
     )
-    return Source(batches, lambda: itertools.islice(validation, train.eval_batches), unigram, corpus.fingerprint)
+    return Source(
+        batches, lambda: itertools.islice(validation, train.eval_batches), unigram, corpus.fingerprint, corpus.end
+    )
 
 
 def compile_step(made: Program) -> jax.stages.Compiled:
@@ -285,7 +301,7 @@ def loop(run: Run, state: State, start: int) -> int:
     train = run.config.train
     evaluate = jax.jit(run.made.evaluate, compiler_options=jaxoffload.compiler_options())
     due = lambda step, every: step == train.steps or step % every == 0
-    with signals.noted() as received:
+    with signals.noted() as received, progress.bar(start, train.steps) as advance:
         if start == 0:
             validate(run, evaluate, state, 0)
         stop_in_all, mark = global_max(run.mesh, 0), (start, time.monotonic())
@@ -313,13 +329,14 @@ def loop(run: Run, state: State, start: int) -> int:
                 return 128 + stop
             if log or evaluated or save:
                 mark = (step, time.monotonic())
+            advance()
     run.manager.wait_until_finished()
     say(f"finished; the loss curve is {run.journal.path.with_name('loss.png')}")
     return 0
 
 
-def regroup(state: State, like: State) -> State:
-    """Return a state whose layers are grouped and sharded as in `like`, in the same order."""
+def regroup[T](state: T, like: T) -> T:
+    """Return a state, or its parameters, whose layers are grouped and sharded as in `like`, in the same order."""
     if jax.tree.map(np.shape, state) == jax.tree.map(np.shape, like):
         return state
     return jax.jit(lambda state: regrouped(state, like), out_shardings=shardings_of(like))(state)
@@ -347,7 +364,7 @@ def check_finite(run: Run, record: metrics.Record, log: bool) -> None:
 def divergence_message(run: Run, record: metrics.Record) -> str:
     """Return why the run stopped, and what can help."""
     saved = run.manager.latest_step()
-    again = f"the same command would continue from step {saved}" if saved else "nothing is saved"
+    again = "nothing is saved" if saved is None else f"the same command would continue from step {saved}"
     return (
         f"stopped: at step {record['step']} the loss is {record['loss']} and the norm of its gradient "
         f"{record['grad_norm']}; {again}. A smaller train.learning_rate, a smaller train.clip_norm or more "

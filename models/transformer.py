@@ -8,7 +8,7 @@ from flax import nnx
 
 import jaxoffload
 from jaxoffload import Policy, tag
-from models.attention import Attention, rotations
+from models.attention import Attention, Rotation, rotations
 from models.config import Model
 from models.layers import RMSNorm, rms_norm, weight
 from models.mlp import MLP, first_leaves
@@ -24,9 +24,9 @@ class Layer(nnx.Module):
         self.attention = Attention(config, rngs)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x_BxSxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def __call__(self, x_BxSxD: jax.Array, rotation: Rotation, documents_BxS: jax.Array | None = None) -> jax.Array:
         x_BxSxD = tag(x_BxSxD, "layer_input")
-        x_BxSxD = tag(x_BxSxD + self.attention(x_BxSxD, rotation), "mlp_input")
+        x_BxSxD = tag(x_BxSxD + self.attention(x_BxSxD, rotation, documents_BxS), "mlp_input")
         return x_BxSxD + self.mlp(x_BxSxD)
 
 
@@ -37,9 +37,11 @@ class ExpertLayer(nnx.Module):
         self.attention = Attention(config, rngs)
         self.moe = MoE(config, rngs)
 
-    def __call__(self, x_BxSxD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Balance]:
+    def __call__(
+        self, x_BxSxD: jax.Array, rotation: Rotation, documents_BxS: jax.Array | None = None
+    ) -> tuple[jax.Array, Balance]:
         x_BxSxD = tag(x_BxSxD, "layer_input")
-        x_BxSxD = tag(x_BxSxD + self.attention(x_BxSxD, rotation), "mlp_input")
+        x_BxSxD = tag(x_BxSxD + self.attention(x_BxSxD, rotation, documents_BxS), "mlp_input")
         out_BxSxD, balance = self.moe(x_BxSxD)
         return x_BxSxD + out_BxSxD, balance
 
@@ -62,21 +64,26 @@ class Transformer(nnx.Module):
         if not config.tied_embeddings:
             self.unembedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
 
-    def __call__(self, tokens_BxS: jax.Array, policy: Policy) -> tuple[jax.Array, Balance | None]:
+    def __call__(
+        self, tokens_BxS: jax.Array, policy: Policy, end: int | None = None
+    ) -> tuple[jax.Array, Balance | None]:
         """Return the output of the last layer, (B, S, D) in `model.dtype`, and the Balance of the layers with experts.
 
-        The leaves of the Balance have a leading axis of layers; it is None if the model is dense.
+        The leaves of the Balance have a leading axis of layers; it is None if the model is dense. `end`: the token with
+        which a document begins, that attention does not leave; None: attention sees all tokens before. The positions
+        of a document need not begin at 0, because RoPE's scores depend on differences of positions only.
         """
         config = self.config
         x_BxSxD = self.embedding_VxD[tokens_BxS].astype(config.dtype)
         x_BxSxD = constrain(x_BxSxD, "layer_input")
-        rotation = rotations(tokens_BxS.shape[1], config.d_head, config.rope_theta)
+        rotation = rotations(tokens_BxS.shape[1], config.d_head, config.rope_theta, config.rope_scaling)
+        documents_BxS = None if end is None else jnp.cumsum(tokens_BxS == end, axis=1, dtype=jnp.int32)
 
         def through(layers: nnx.Module, x_BxSxD: jax.Array) -> tuple[jax.Array, Balance | None]:
             graph, params = nnx.split(layers)
 
             def layer(x_BxSxD: jax.Array, params: nnx.State) -> tuple[jax.Array, Balance | None]:
-                out = nnx.merge(graph, params)(x_BxSxD, rotation)
+                out = nnx.merge(graph, params)(x_BxSxD, rotation, documents_BxS)
                 return out if isinstance(out, tuple) else (out, None)
 
             return jaxoffload.scan(layer, x_BxSxD, params, policy=policy, strict=False)
@@ -92,19 +99,24 @@ def stacked(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) 
     return nnx.split_rngs(splits=count)(nnx.vmap(make))(rngs)
 
 
-def next_token_loss(model: Transformer, tokens_BxS1: jax.Array, policy: Policy, chunk: int) -> jax.Array:
-    """Return the mean cross-entropy, in nats per token, of all tokens but the first, each given those before it."""
-    return cross_entropy(model, model(tokens_BxS1[:, :-1], policy)[0], tokens_BxS1[:, 1:], chunk)
+def next_token_loss(
+    model: Transformer, tokens_BxS1: jax.Array, policy: Policy, chunk: int, end: int | None = None
+) -> jax.Array:
+    """Return the mean cross-entropy, in nats per token, of all tokens but the first, each given those before it.
+
+    `end`: as for `Transformer`; each token is then given those before it in its document.
+    """
+    return cross_entropy(model, model(tokens_BxS1[:, :-1], policy, end)[0], tokens_BxS1[:, 1:], chunk)
 
 
 def training_loss(
-    model: Transformer, tokens_BxS1: jax.Array, policy: Policy, chunk: int
+    model: Transformer, tokens_BxS1: jax.Array, policy: Policy, chunk: int, end: int | None = None
 ) -> tuple[jax.Array, tuple[jax.Array, Balance | None]]:
     """Return the loss to minimise, and (`next_token_loss`, the layers' Balance).
 
     With experts, the loss includes the means of the layers' auxiliary losses.
     """
-    x_BxSxD, balance = model(tokens_BxS1[:, :-1], policy)
+    x_BxSxD, balance = model(tokens_BxS1[:, :-1], policy, end)
     loss = total = cross_entropy(model, x_BxSxD, tokens_BxS1[:, 1:], chunk)
     if balance is not None:
         total += model.config.aux_loss * jnp.mean(balance.aux) + model.config.z_loss * jnp.mean(balance.z)
@@ -138,13 +150,23 @@ def cross_entropy(model: Transformer, x_BxSxD: jax.Array, targets_BxS: jax.Array
     return jnp.sum(total_P) / (B * S)
 
 
+def logits(model: Transformer, x_BxSxD: jax.Array) -> jax.Array:
+    """Return the logits of each position's next token, (B, S, V) float32, from the output of the last layer."""
+    table_VxD = unembedding(model).astype(x_BxSxD.dtype)
+    return jnp.einsum("BSD,VD->BSV", model.norm(x_BxSxD), table_VxD).astype(jnp.float32)
+
+
+def unembedding(model: Transformer) -> jax.Array:
+    return (model.embedding_VxD if model.config.tied_embeddings else model.unembedding_VxD)[...]
+
+
 def head(model: Transformer, parts: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Return the last norm's scale and the unembedding, copied for each part of the batch: (parts, ...) float32.
 
     So each part has weights of its own, which are gathered once, here. Their gradients are summed over the chunks part
     by part, and over the parts once, at the end: within the loop over chunks only the tensor axis communicates.
     """
-    table_VxD = model.embedding_VxD if model.config.tied_embeddings else model.unembedding_VxD
+    table_VxD = unembedding(model)
     # Rounded before it is gathered, which halves what is sent; then float32, in which the chunks' gradients are summed.
     table_PxVxD = jnp.broadcast_to(table_VxD.astype(dtype)[None], (parts, *table_VxD.shape))
     scale_PxD = jnp.broadcast_to(model.norm.scale_D[None], (parts, *model.norm.scale_D.shape))

@@ -389,6 +389,7 @@ def test_failure_leaves_no_file(corpus, tmp_path):
 # Settings of load
 
 
+@pytest.mark.claim("tokenizer-json")
 def test_given_tokenizer(corpus, tmp_path, work):
     trained = load(corpus, tmp_path)
     bpe = tokenizers.Tokenizer.from_str(trained.tokenizer.to_str())
@@ -530,7 +531,7 @@ def test_tokenizer_errors(corpus, tmp_path):
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(file))
     assert_error(
         f"data.tokenizer = {file}: allowed is a tokenizer with one of the tokens "
-        "<|endoftext|>, <|end_of_text|>, </s>, <eos>",
+        "<|endoftext|>, <|end_of_text|>, </s>, <eos>, <｜end▁of▁sentence｜>",
         load,
         corpus,
         tmp_path,
@@ -549,7 +550,8 @@ def test_tokenizer_errors(corpus, tmp_path):
     )
 
 
-@pytest.mark.parametrize("end", ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"])
+@pytest.mark.claim("tokenizer-json")
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>"])
 def test_a_given_tokenizer_may_name_its_end_otherwise_and_the_vocabulary_be_padded(corpus, tmp_path, end):
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     vocab = {token: number for number, token in enumerate([*letters, end])}

@@ -1,6 +1,7 @@
 """The reference model against plain references, and the bytes of its residuals at full size, by hand."""
 
 import dataclasses
+import json
 import math
 from collections import Counter
 
@@ -21,6 +22,7 @@ from models.reading import ConfigError
 from models.report import backend_lines, device_bytes, fit_to_host_pool, report, residuals_at_once, summary
 from models.sharding import abstract_mesh
 from models.step import program, traceable
+from models.text import readable
 from models.train import main
 from models.transformer import Transformer, flops_per_token, matmul_params, next_token_loss
 
@@ -697,3 +699,52 @@ def test_a_small_run_is_not_judged_by_the_batch_that_names_are_looked_up_with(mo
     small = ["train.batch_size=1", "train.seq_len=32", "train.loss_chunk=32"]
     assert main([str(CONFIGS / "tiny.yaml"), *small, "--report"]) == 0
     assert main([str(CONFIGS / "tiny.yaml"), *small, "train.batch_size=2", "--report"]) == 2
+
+
+@pytest.mark.claim("report-as-json")
+@pytest.mark.parametrize(
+    "overrides", [["mesh.fsdp=4", "model.attention=cudnn", "model.dtype=bfloat16"], FOUR, [*FOUR, "mesh.stage=2"]]
+)
+def test_the_report_as_json_has_the_numbers_of_the_text(overrides, capsys, monkeypatch):
+    bus = Bus(d2h=50.0, h2d=50.0, together=40.0)
+    h200 = Machine("H200", 1, "0.12", bus, bus, 700.0, (500.0, 400.0), 4000.0)
+    monkeypatch.setattr(proof, "known_machine", lambda: h200)
+    asked = [str(CONFIGS / "tiny.yaml"), *overrides, "--report"]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert main([*asked, "--json"]) == 0
+    found, config = json.loads(capsys.readouterr().out), load(CONFIGS / "tiny.yaml", overrides)
+    lines = {line[:24].strip(": "): line[24:].split() for line in text.splitlines()}
+    for kind, sizes in found["memory"].items():
+        shown = " ".join(lines.get(kind.replace("_", " "), ()))
+        shown = shown or " ".join(lines.get("or of a chunk of logits", ())) * ("logits" in kind)
+        assert not shown or readable(sizes["per_device"]) in shown, kind
+        assert "total" not in sizes or shown.startswith(readable(sizes["total"])), kind
+    expected = found["memory"]["expected"]
+    host = readable(expected["host_per_device"])
+    assert f": {readable(expected['per_device'])}, and {host} of host memory" in text
+    assert text.startswith(f"{found['parameters']:,} parameters")
+    assert found["mesh"] == dataclasses.asdict(config.mesh)
+    count = config.train.grad_accumulation
+    assert found["microbatches"] == {"count": count, "interleaved": count > 1}
+    assert found["traced_as"] == ({"model.attention": "xla"} if config.model.attention == "cudnn" else {})
+    table = found["residuals"]
+    assert f"host {readable(table['host_bytes'])} · recomputed" in text
+    one = [row["bytes_per_device"] for row in table["residuals"] if row["state"] == "offloaded"]
+    if config.mesh.stage == 1:
+        stacks = 2 if found["microbatches"]["interleaved"] else 1
+        assert stacks * sum(one) == expected["host_per_device"]
+        assert "pipeline" not in found
+    else:
+        assert [stage["layers"] for stage in found["pipeline"]["stages"]] == [["0-1"], ["2-3"]]
+        assert f"{found['pipeline']['ticks']} ticks; each stage is idle for {found['pipeline']['bubble']:.1%}" in text
+    assert found["fits"]["machine"]["device"] == "H200"
+
+
+def test_json_is_a_form_of_the_report(capsys):
+    with pytest.raises(SystemExit) as left:
+        main([str(CONFIGS / "tiny.yaml"), "--json"])
+    assert left.value.code == 2 and "--json is a form of --report; give both" in capsys.readouterr().err
+    assert main([str(CONFIGS / "tiny.yaml"), "--report", "--json", "train.step=3"]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "train.step = 3" in said.err

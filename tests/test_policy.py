@@ -435,3 +435,59 @@ def test_a_value_of_min_offload_bytes_is_large_enough(least, where):
     table = residuals(lambda x, w: scan(layer, x, w, policy=rules)[0], X, stacked)
     states = {row.state for row in table if row.names == ("fc1",) and row.layers}
     assert states == {{"host": "offloaded", "device": "saved"}[where]}
+
+
+# ---- MaxText's lists ----
+
+
+def maxtext_layer(x, w):
+    """A layer with some of the names that MaxText gives."""
+    x = checkpoint_name(x, "decoder_layer_input")
+    up = checkpoint_name(jnp.tanh(x @ w), "mlpwi_0") * checkpoint_name(jnp.sin(x @ w), "mlpwi_1")
+    return jnp.tanh(checkpoint_name(up @ w, "mlpwo"))
+
+
+LISTS = [
+    (["decoder_layer_input"], ["mlpwi_0", "mlpwi_1"]),
+    (["decoder_layer_input", "mlpwo"], []),
+    ([], ["decoder_layer_input", "mlpwo"]),
+]
+
+
+@pytest.mark.parametrize("on_device, to_offload", LISTS)
+def test_maxtexts_lists_keep_what_its_own_policy_keeps(on_device, to_offload):
+    theirs = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=on_device,
+        names_which_can_be_offloaded=to_offload,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    ours = Policy.from_maxtext(on_device, to_offload)
+    args = normal(0, (4, 8)), normal(1, (8, 8))
+    want = kept(jax.checkpoint(maxtext_layer, policy=theirs), *args)
+    assert sum(want.values()) == len(on_device) + len(to_offload)
+    assert kept(jax.checkpoint(maxtext_layer, policy=ours), *args) == want
+    scanned = scan(lambda x, w: (maxtext_layer(x, w), None), args[0], jnp.stack([args[1]] * 3), policy=ours)[0]
+    assert scanned.shape == (4, 8)  # the strict check: each name is in the layer
+
+
+def test_maxtexts_lists_take_other_fields():
+    assert Policy.from_maxtext(("a",), ("b",)) == Policy((("a", "save"), ("b", "offload")), min_offload_bytes=0)
+    assert Policy.from_maxtext(["a"], min_offload_bytes="1MiB", dots="save") == Policy({"a": "save"}, dots="save")
+    assert Policy.from_maxtext() == Policy(min_offload_bytes=0)
+
+
+@pytest.mark.parametrize(
+    "on_device, to_offload, said",
+    [
+        ("context", [], ["on_device: 'context' is not a list of names, such as ['context']"]),
+        (None, {"a"}, ["on_device: None is not a list", "to_offload: {'a'} is not a list"]),
+        (["a", "b", "c"], ["c", "a"], ["to_offload: 'c' is in on_device too", "to_offload: 'a' is in on_device too"]),
+        ([3], [], ["residuals[3]: a pattern is a non-empty string"]),
+    ],
+)
+def test_what_is_wrong_with_maxtexts_lists_is_said_at_once(on_device, to_offload, said):
+    with pytest.raises(PolicyError) as caught:
+        Policy.from_maxtext(on_device, to_offload)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(said) and all(map(str.startswith, lines, said)), lines

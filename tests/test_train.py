@@ -7,12 +7,15 @@ import itertools
 import json
 import math
 import os
+import pty
 import random
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 import types
 from pathlib import Path
@@ -21,7 +24,7 @@ import jax
 import numpy as np
 import pytest
 import te_stand_in
-from common import ROOT, fast_compiles, finish, start, wait_for
+from common import PATIENCE, ROOT, fast_compiles, finish, start, wait_for
 from test_streams import steps_at, write_trace
 
 from jaxoffload._engine import copying_loops as _loops
@@ -149,13 +152,14 @@ def command(config: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "models.train", str(config), *overrides]
 
 
-def spawn(arguments: list[str], devices: int = 1) -> subprocess.Popen:
+def spawn(arguments: list[str], devices: int = 1, **streams: int) -> subprocess.Popen:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.values["jax_disable_most_optimizations"])),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
-    return start(arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | streams
+    return start(arguments, cwd=ROOT, env=environment, text=True, **streams)
 
 
 # A run that gets a signal at a known moment: before the step compiles, after the loss of a step, or before a checkpoint
@@ -853,3 +857,39 @@ def test_a_run_goes_on_with_other_stages_as_if_undisturbed(config, tmp_path, cap
         undisturbed, *others = ([*at_step.values()] for at_step in values)
         for resumed in others:
             np.testing.assert_allclose(resumed, undisturbed, rtol=1e-5)
+
+
+# ---- the progress bar ----
+
+
+def on_a_terminal(arguments: list[str]) -> str:
+    """Return what a process prints whose output is a terminal of 100 columns."""
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (24, 100))
+    process = spawn(arguments, stdout=its, stderr=its)
+    os.close(its)
+    text = b""
+    with contextlib.suppress(OSError), open(ours, "rb", buffering=0) as output:  # Linux: EIO once it has ended
+        while part := output.read(4096):
+            text += part
+    assert process.wait(timeout=PATIENCE) == 0, text
+    return text.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.claim("progress-bar")
+def test_a_terminal_has_a_bar_below_the_lines_and_a_file_has_the_lines(config, tmp_path):
+    overrides = ("model.layers=1", "train.steps=12", "train.log_every=3", "train.warmup_steps=0")
+    text = on_a_terminal(command(config, f"train.out={tmp_path / 'a'}", *overrides))
+    bars = re.findall(r"(\d+)%\|[^|]*\| *(\d+)/12 \[(\d\d:\d\d)<(\S+), ", text)
+    assert bars and all(int(percent) == round(100 * int(step) / 12) for percent, step, *_ in bars)
+    assert any(re.fullmatch(r"\d\d:\d\d", left) for *_, left in bars), bars  # it knows how long the rest takes
+    # Every line is whole: what is behind the last carriage return of each is what remains on the terminal.
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    steps = [line.partition("/")[0] for line in lines if line.startswith("step ") and "valid" not in line]
+    assert steps == ["step 1", "step 3", "step 6", "step 9", "step 12"]
+    assert any(line.startswith("finished; the loss curve is") for line in lines)
+
+    plain = finish(spawn(command(config, f"train.out={tmp_path / 'b'}", *overrides)))
+    assert "\r" not in plain and "%|" not in plain
+    assert plain.count("\nstep ") == text.count("step 1/12") + 4 + plain.count("valid loss")

@@ -1,0 +1,70 @@
+"""The report as JSON, for programs: python -m models.train CONFIG --report --json."""
+
+import json
+from typing import Any
+
+from models.config import Config
+from models.report import (
+    device_bytes,
+    interleaves,
+    known_fits,
+    memory,
+    parameter_count,
+    schedule_of,
+    stages,
+    traced_program,
+    weighed,
+)
+from models.transformer import flops_per_token
+
+
+def report_json(config: Config) -> str:
+    """Return what `report` does as a JSON object, with sizes in bytes.
+
+    `residuals` is the table of one microbatch, as `jaxoffload.Residuals.to_json` writes it, and each row has
+    `bytes_per_device`, too. `traced_as` has the kernels that were traced in place of those of the config.
+
+    Raises:
+      ConfigError: as `summary`.
+    """
+    traced, made = traced_program(config)
+    table, working = weighed(traced, made, config.model.attention)
+    mesh, found = made.tokens.sharding.mesh, memory(traced, made, table, working)
+    residuals = json.loads(table.to_json())
+    for row, said in zip(table, residuals["residuals"], strict=True):
+        said["bytes_per_device"] = device_bytes(row, mesh)
+    total_and_each = lambda sizes: dict(zip(("total", "per_device"), sizes, strict=True))
+    content: dict[str, Any] = {
+        "parameters": parameter_count(made),
+        "flops_per_token": flops_per_token(config.model, config.train.seq_len),
+        "mesh": dict(mesh.shape),
+        "microbatches": {"count": config.train.grad_accumulation, "interleaved": interleaves(traced, table)},
+        "traced_as": {
+            f"model.{key}": kernel
+            for key in ("attention", "grouped")
+            if (kernel := getattr(traced.model, key)) != getattr(config.model, key)
+        },
+        "residuals": residuals,
+        "memory": {
+            "parameters": total_and_each(found.parameters),
+            "gradients": total_and_each(found.gradients),
+            "optimizer": total_and_each(found.optimizer),
+            "residuals_on_the_device": total_and_each(found.on_device),
+            "residuals_on_the_host": total_and_each(found.on_host),
+            "kept_for_a_lone_pass": {"per_device": found.lone_pass},
+            "working_set_of_a_layer": {"per_device": working.layer},
+            "working_set_of_a_chunk_of_logits": {"per_device": working.loop},
+            "expected": {"per_device": found.expected, "host_per_device": found.on_host[1]},
+        },
+    }
+    if config.mesh.stage > 1:
+        schedule = schedule_of(config)
+        content["pipeline"] = {
+            "ticks": schedule.ticks,
+            "bubble": schedule.bubble,
+            "slots": schedule.slots,
+            "stages": [stage._asdict() for stage in stages(traced, made, table)],
+        }
+    if fits := known_fits(made):
+        content["fits"] = json.loads(fits.to_json())
+    return json.dumps(content)

@@ -1,0 +1,327 @@
+"""models/convert.py: weights of Hugging Face's layout, there and back, and the logits that transformers computes."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import fast_compiles
+from flax import nnx
+
+from jaxoffload import Policy
+from models import checkpoints, convert, metrics, train
+from models.attention import rotations
+from models.config import Config, load
+from models.step import State, program
+from models.transformer import Transformer, logits
+
+safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra `convert`")
+needs_transformers = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("torch", "transformers"))),
+    reason="needs torch and transformers, which no extra has: pip install torch transformers",
+)
+
+SHAPES = "vocab_size: 300, layers: 3, d_model: 32, heads: 4, kv_heads: 2, dtype: float32"
+MODELS = {
+    "llama": f"{SHAPES}, d_ff: 48",
+    "llama 3.2": f"{SHAPES}, d_ff: 48, tied_embeddings: true, rope_scaling: [8, 1, 4, 16], rope_theta: 500",
+    "qwen3": f"{SHAPES}, d_ff: 48, qk_norm: true, head_dim: 16, tied_embeddings: false",
+    "mixtral": f"{SHAPES}, experts: 4, experts_per_token: 2, d_expert: 24, tied_embeddings: false, grouped: ragged",
+    "qwen3_moe": f"{SHAPES}, d_ff: 48, dense_layers: 1, experts: 4, experts_per_token: 2, d_expert: 24, "
+    "tied_embeddings: false, qk_norm: true, head_dim: 16, renormalize: false, grouped: ragged",
+}
+TRAIN = "train: {batch_size: 4, seq_len: 32, loss_chunk: 32, steps: 4, warmup_steps: 1}"
+
+
+def written(folder: Path, model: str, *more: str) -> Path:
+    path = folder / "test.yaml"
+    path.write_text("\n".join((f"model: {{{model}}}", TRAIN, *more)))
+    return path
+
+
+def with_weights(path: Path, out: Path) -> nnx.State:
+    """Write a checkpoint of step 1 with random parameters, and return them."""
+    config = load(path, [f"train.out={out}"])
+    made = program(convert.on_one_device(config), convert.make_mesh(config.mesh, jax.devices()[:1]))
+    draw = np.random.default_rng(0).standard_normal
+    params = jax.tree.map(lambda leaf: jnp.asarray(draw(leaf.shape, np.float32) / 4), made.saved.params)
+    with checkpoints.open_manager(out) as manager:
+        checkpoints.save(manager, 1, State(jnp.int32(1), params, ()), {"next_index": 1}, config, {})
+    return params
+
+
+def weights_of(config: Config, step: int) -> nnx.State:
+    return checkpoints.restore_params(Path(config.train.out), step, convert.params_of(config))
+
+
+def main(*arguments: object) -> int:
+    return convert.main([*map(str, arguments)])
+
+
+@pytest.mark.claim("converts")
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_there_and_back_every_bit_is_the_same(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "MAX_FILE", 20_000)  # bytes: several files
+    path = written(tmp_path, model)
+    params = with_weights(path, tmp_path / "a")
+    assert main("export", path, tmp_path / "theirs", f"train.out={tmp_path / 'a'}") == 0
+    assert len([*(tmp_path / "theirs").glob("model-*-of-*.safetensors")]) > 3
+    assert main("import", tmp_path / "theirs", path, f"train.out={tmp_path / 'b'}") == 0
+    back = weights_of(load(path, [f"train.out={tmp_path / 'b'}"]), 0)
+    assert jax.tree.structure(back) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+@pytest.mark.claim("converts")
+def test_files_have_the_names_and_shapes_of_mixtral(tmp_path):
+    """As in the published files, scaled down: (outputs, inputs), a tensor per layer and expert."""
+    path = written(tmp_path, MODELS["mixtral"])
+    params = with_weights(path, tmp_path / "a")
+    assert main("export", path, tmp_path / "b", f"train.out={tmp_path / 'a'}", "--dtype", "bfloat16") == 0
+    got = safetensors.load_file(tmp_path / "b" / "model.safetensors")
+    want = {"model.embed_tokens.weight": (300, 32), "model.norm.weight": (32,), "lm_head.weight": (300, 32)}
+    for layer in range(3):
+        of_layer = {
+            "input_layernorm": (32,),
+            "self_attn.q_proj": (32, 32),
+            "self_attn.k_proj": (16, 32),
+            "self_attn.v_proj": (16, 32),
+            "self_attn.o_proj": (32, 32),
+            "post_attention_layernorm": (32,),
+            "block_sparse_moe.gate": (4, 32),
+        }
+        for expert in range(4):
+            each = {"w1": (24, 32), "w2": (32, 24), "w3": (24, 32)}
+            of_layer |= {f"block_sparse_moe.experts.{expert}.{w}": shape for w, shape in each.items()}
+        want |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    assert {name: tensor.shape for name, tensor in got.items()} == want
+    assert {str(tensor.dtype) for tensor in got.values()} == {"bfloat16"}
+    # Head 2's row 5 of the queries, and an expert's gate.
+    ours = nnx.to_pure_dict(params)["layers"]
+    row = got["model.layers.1.self_attn.q_proj.weight"][2 * 8 + 5]
+    np.testing.assert_array_equal(row, ours["attention"]["q_DxNxH"][1, :, 2, 5].astype(jnp.bfloat16))
+    gate = got["model.layers.2.block_sparse_moe.experts.3.w1.weight"]
+    np.testing.assert_array_equal(gate.T, ours["moe"]["gate_ExDxF"][2, 3].astype(jnp.bfloat16))
+
+
+def our_logits(path: Path, overrides: list[str], step: int, tokens: np.ndarray) -> np.ndarray:
+    config = load(path, overrides)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config.model, nnx.Rngs(0))))
+    model = nnx.merge(graph, jax.device_get(weights_of(config, step)))
+    return np.asarray(logits(model, model(jnp.asarray(tokens), Policy())[0]))
+
+
+THEIRS = {
+    "Llama": {"rms_norm_eps": 1e-5},
+    "Llama, as 3.2": {
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "Mistral": {"sliding_window": 32, "head_dim": 16},
+    "Qwen3": {"head_dim": 16},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+}
+
+
+@needs_transformers
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", THEIRS)
+def test_logits_are_those_of_transformers_both_ways(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # which torch would set
+    import torch
+    import transformers
+
+    kind = name.partition(",")[0]
+    small = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    small |= {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**small, **THEIRS[name])
+    )
+    with torch.no_grad():  # far from their initial values, so that every term of the model matters
+        for parameter in theirs.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="50KB")
+    tokens = np.random.default_rng(0).integers(0, 300, (2, 32))
+    with torch.no_grad():
+        want = theirs(torch.tensor(tokens)).logits.numpy()
+
+    config = tmp_path / "model.yaml"
+    section = convert.model_section(tmp_path / "theirs")
+    config.write_text(f"{section}\n  dtype: float32\n{TRAIN}\n")
+    out = f"train.out={tmp_path / 'out'}"
+    assert main("import", tmp_path / "theirs", config, out) == 0
+    got = our_logits(config, [out], 0, tokens)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+    assert main("export", config, tmp_path / "back", out) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert isinstance(again, type(theirs)) or kind == "Mistral"  # which is a Llama with a window
+    with torch.no_grad():
+        np.testing.assert_allclose(again(torch.tensor(tokens)).logits.numpy(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_stretched_rotations_keep_fast_pairs_and_slow_down_slow_ones():
+    """At position 1, pair i has turned by 1e6^(-i / 4)."""
+
+    def angles(scaling):
+        cos, sin = (np.asarray(part[1], np.float64) for part in rotations(2, 8, 1e6, scaling))
+        return np.arctan2(sin, cos)
+
+    plain, scaled = angles(None), angles((8, 1, 4, 64))
+    np.testing.assert_allclose(plain, [1e6 ** (-i / 4) for i in range(4)], rtol=1e-5)
+    turns = 64 * plain / (2 * np.pi)
+    assert turns[0] > 4 and turns[1] < 1  # in a sequence of 64
+    np.testing.assert_allclose(scaled[0], plain[0], rtol=1e-6)
+    np.testing.assert_allclose(scaled[1:], plain[1:] / 8, rtol=1e-5)
+
+
+# ---- what cannot be converted ----
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"model_type": "lama"}, "model_type = 'lama': is not one of these families; the nearest is llama"),
+        ({"model_type": "gpt2"}, "allowed: llama, mistral, qwen3, mixtral, qwen3_moe"),
+        ({"attention_bias": True}, "attention_bias = True: must be false: these models have no biases"),
+        ({"mlp_bias": True}, "mlp_bias = True: must be false"),
+        ({"hidden_act": "relu"}, "hidden_act = 'relu': must be silu or gelu_pytorch_tanh"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "must be of rope_type default or llama3"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "must be one with factor, low_freq_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: must be 1"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights are not read"),
+        ({"model_type": "qwen3_moe"}, "num_experts: is missing; qwen3_moe has it"),
+        ({"num_hidden_layers": 0}, "model.layers = 0: must be an integer from 1"),
+        ({"sliding_window": 16}, "train.seq_len = 32: must be at most 16: attention slides over as many tokens"),
+        ({"hidden_size": 64}, "model.d_model = 32: must be 64, as in "),
+        ({"rope_theta": 1e6}, "model.rope_theta = 10000.0: must be 1000000.0"),
+        ({"head_dim": 16}, "model.head_dim = 8: must be 16"),
+        ({"tie_word_embeddings": False}, "model.tied_embeddings = True: must be False"),
+        ({}, "model.safetensors"),  # there is none
+    ],
+)
+def test_what_cannot_be_imported_is_said(change, said, tmp_path, capsys):
+    path = written(tmp_path, MODELS["llama"])
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
+    assert main("import", tmp_path, path, f"train.out={tmp_path / 'out'}") == 2
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "cannot be converted:" and any(said in line for line in lines)
+    assert not checkpoints.steps(tmp_path / "out")
+
+
+def test_tensors_that_are_missing_or_unknown_or_of_another_shape_are_named(tmp_path, capsys):
+    path = written(tmp_path, MODELS["llama"])
+    with_weights(path, tmp_path / "a")
+    assert main("export", path, tmp_path / "b", f"train.out={tmp_path / 'a'}") == 0
+    file = tmp_path / "b" / "model.safetensors"
+    tensors = safetensors.load_file(file)
+    again = lambda: main("import", tmp_path / "b", path, f"train.out={tmp_path / 'c'}")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    safetensors.save_file({k: v for k, v in tensors.items() if k != name} | {"x.bias": tensors[name]}, file)
+    capsys.readouterr()
+    assert again() == 2
+    _, missing, unknown = capsys.readouterr().err.splitlines()
+    assert missing.endswith(f"1 tensors are missing, such as {name}")
+    assert unknown.endswith("1 tensors have no place in the model, such as x.bias")
+    safetensors.save_file(tensors | {name: tensors[name][:8]}, file)
+    assert again() == 2
+    assert capsys.readouterr().err.splitlines()[1] == f"{name}: is (8, 32); must be (32, 32)"
+    file.write_bytes(file.read_bytes()[:-5])
+    assert again() == 2
+    assert "is damaged" in capsys.readouterr().err
+    # What transformers leaves out, or writes although it follows from something else.
+    extra = {"model.rotary_emb.inv_freq": np.ones(4), "lm_head.weight": tensors["model.embed_tokens.weight"]}
+    safetensors.save_file(tensors | extra, file)
+    assert again() == 0
+    assert again() == 2  # there is a checkpoint now
+    assert "has a checkpoint of step 0; give another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "model, said",
+    [
+        ("activation: relu2", "model.activation = 'relu2': must be swiglu or geglu in llama"),
+        ("experts: 4, shared_experts: 1", "model.shared_experts = 1: must be 0 in mixtral"),
+        ("experts: 4, renormalize: false", "model.renormalize = False: must be True in mixtral"),
+        ("experts: 4, dense_layers: 1", "model.dense_layers = 1: must be 0 in mixtral"),
+        ("experts: 4, qk_norm: true, router: sigmoid", "model.router = 'sigmoid': must be softmax in qwen3_moe"),
+        ("layers: 2", "train.out = '{out}': has no checkpoint"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line(model, said, tmp_path, capsys):
+    path, out = written(tmp_path, model), tmp_path / "out"
+    assert main("export", path, tmp_path / "b", f"train.out={out}") == 2
+    _, line = capsys.readouterr().err.splitlines()
+    assert line == said.format(out=out)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_folder_with_files_is_not_written_to(tmp_path, capsys):
+    path = written(tmp_path, MODELS["llama"])
+    with_weights(path, tmp_path / "a")
+    assert main("export", path, tmp_path, f"train.out={tmp_path / 'a'}") == 2
+    assert f"{tmp_path}: is not empty; give another folder" in capsys.readouterr().err
+    assert main("export", path, tmp_path / "b", f"train.out={tmp_path / 'a'}", "model.d_ff=64") == 2
+    assert "model.d_ff = 64: the checkpoint in" in capsys.readouterr().err
+
+
+# ---- training begins with them ----
+
+
+@pytest.mark.slow
+@pytest.mark.claim("converts")
+def test_training_begins_with_imported_weights(tmp_path, capsys):
+    for number in range(60):
+        (tmp_path / f"{number}.txt").write_text(" ".join(f"{number} {n * n}" for n in range(200)))
+    data = f"data: {{path: {tmp_path}/*.txt, valid_fraction: 0.2, cache_dir: {tmp_path}/cache}}"
+    path = written(tmp_path, MODELS["llama"], data)
+    first, second = f"train.out={tmp_path / 'a'}", f"train.out={tmp_path / 'b'}"
+    with fast_compiles():
+        assert (
+            train.main(
+                [str(path), first, "mesh.data=4", "mesh.fsdp=2", "train.batch_size=8", "train.learning_rate=3e-2"]
+            )
+            == 0
+        )
+        assert main("export", path, tmp_path / "theirs", first) == 0
+        assert main("import", tmp_path / "theirs", path, second) == 0
+        # Another batch size than in the config that they were imported with.
+        there = [str(path), second, "train.batch_size=8", "mesh.fsdp=8", "train.steps=2"]
+        assert train.main(there) == 0
+    assert f"beginning with the weights in {tmp_path / 'b'}/checkpoints/0" in capsys.readouterr().out
+    valid = lambda out: {r["step"]: r["valid_loss"] for r in metrics.read(out / "metrics.jsonl") if "valid_loss" in r}
+    np.testing.assert_allclose(valid(tmp_path / "b")[0], valid(tmp_path / "a")[4], rtol=1e-5)
+    assert valid(tmp_path / "a")[4] < valid(tmp_path / "a")[0] - 0.1
+    assert checkpoints.steps(tmp_path / "b") == [2, 0]

@@ -1,0 +1,182 @@
+"""data.document_mask: packed documents have the loss and the gradients that they have alone."""
+
+import dataclasses
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import fast_compiles
+from flax import nnx
+
+import jaxoffload
+from jaxoffload import Policy
+from models import data, metrics, train
+from models.config import Config, Data, Mesh, Model, Train, load
+from models.reading import ConfigError
+from models.sharding import abstract_mesh, make_mesh
+from models.step import program, shardings_of
+from models.transformer import Transformer, next_token_loss
+
+END = 7
+TINY = Model(vocab_size=300, layers=2, d_model=32, heads=4, kv_heads=2, d_ff=48, dtype="float32")
+EXPERTS = replace(TINY, experts=4, d_expert=24, grouped="ragged")
+LENGTHS = ((6, 6, 6), (1, 1, 1, 15), (15, 1, 1, 1), (6, 6, 6))  # each row has 18 inputs: document after document
+
+
+def packed(lengths=LENGTHS) -> tuple[list[list[np.ndarray]], np.ndarray]:
+    """Return each row's documents, each as END, its tokens and END; and the rows, in which neighbours share an END."""
+    draw = np.random.default_rng(0)
+    document = lambda length: np.array([END, *draw.integers(8, 300, length - 1), END])
+    rows = [[document(length) for length in row] for row in lengths]
+    return rows, np.array([np.concatenate([*(d[:-1] for d in row), [END]]) for row in rows])
+
+
+def moved(params: nnx.State) -> nnx.State:
+    """Return weights far from their initial values, so that every term of the model matters."""
+    draw = np.random.default_rng(0).standard_normal
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x) + 0.2 * draw(x.shape, np.float32)), params)
+
+
+@pytest.mark.claim("document-mask")
+@pytest.mark.parametrize("model", [TINY, pytest.param(EXPERTS, marks=pytest.mark.slow)], ids=["dense", "experts"])
+def test_a_packed_document_has_the_loss_and_gradients_that_it_has_alone(model):
+    graph, params = nnx.split(Transformer(model, nnx.Rngs(params=jax.random.key(0))))
+    params = moved(params)
+    rows, tokens = packed()
+    policy = Policy({"attn/*": "save"})
+
+    def loss(params, tokens, end):
+        size = tokens.shape[1] - 1
+        return size * next_token_loss(nnx.merge(graph, params), tokens, policy, size, end)
+
+    derivative = jax.jit(jax.value_and_grad(loss), static_argnums=2)
+    alone = [derivative(params, document[None], None) for row in rows for document in row]
+    want = jax.tree.map(lambda *each: sum(each) / len(rows), *alone)
+    got = derivative(params, tokens, END)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, got[1], want[1])
+    assert abs(derivative(params, tokens, None)[0] - want[0]) > 0.1  # where attention crosses
+
+
+def metrics_of(overrides: dict, mesh: Mesh, end: int = END) -> dict[str, np.ndarray]:
+    """Return the metrics of a step on the packed rows."""
+    config = Config(
+        model=TINY,
+        remat=Policy({"fc1": "offload", "attn/*": "save"}, min_offload_bytes=0, resident_layers=0),
+        data=Data(document_mask=True),
+        mesh=mesh,
+        train=Train(**{"batch_size": 8, "seq_len": 18, "loss_chunk": 18, "steps": 4, "warmup_steps": 0} | overrides),
+    )
+    config = replace(config, model=replace(config.model, layers=4))
+    count = int(np.prod(list(dataclasses.asdict(mesh).values())))
+    made = program(config, make_mesh(mesh, jax.devices()[:count]), end)
+    state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
+    params = jax.device_put(moved(state.params), shardings_of(made.state.params))
+    _, tokens = packed(LENGTHS * 2)
+    tokens = jax.device_put(jnp.asarray(tokens, jnp.int32), made.tokens.sharding)
+    return jax.device_get(jax.jit(made.step)(state._replace(params=params), tokens)[1])
+
+
+@pytest.fixture(autouse=True)
+def compiled_fast():
+    with fast_compiles():
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides, mesh",
+    [
+        ({"grad_accumulation": 2}, Mesh()),  # interleaved
+        ({}, Mesh(data=2, fsdp=2, tensor=2)),
+        ({"grad_accumulation": 2}, Mesh(stage=2, fsdp=2)),
+    ],
+    ids=["interleaved", "sharded", "stages"],
+)
+def test_the_mask_is_the_same_in_microbatches_on_meshes_and_on_stages(overrides, mesh):
+    want, other = metrics_of({}, Mesh()), metrics_of({}, Mesh(), end=299)
+    got = metrics_of(overrides, mesh)
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose(got[key], want[key], rtol=1e-5)
+        assert abs(got[key] - other[key]) > 1e-3 * want[key]
+
+
+def test_the_mask_is_made_anew_in_the_backward_pass_and_not_kept():
+    config = Config(model=TINY, data=Data(document_mask=True), train=Train(batch_size=4, seq_len=18, loss_chunk=18))
+    made = program(config, abstract_mesh(config.mesh))
+    shapes = {row.shape for row in jaxoffload.residuals(made.loss, made.state.params, made.microbatch)}
+    assert (4, 18) in shapes  # the number of each token's document
+    assert not [shape for shape in shapes if shape.count(18) > 1]
+
+
+@pytest.mark.slow
+@pytest.mark.claim("document-mask")
+def test_training_masks_at_the_ends_that_the_tokenizer_has(tmp_path, monkeypatch):
+    for number in range(60):
+        (tmp_path / f"{number}.txt").write_text(" ".join(f"{number} {n * n}" for n in range(number % 7 + 30)))
+    path, seen = tmp_path / "test.yaml", []
+    path.write_text(
+        "model: {vocab_size: 300, layers: 1, d_model: 32, heads: 4, kv_heads: 2, d_ff: 48, dtype: float32}\n"
+        f"data: {{path: {tmp_path}/*.txt, valid_fraction: 0.2, cache_dir: {tmp_path}/cache, document_mask: true}}\n"
+        "train: {batch_size: 8, seq_len: 64, loss_chunk: 64, steps: 2, warmup_steps: 1, eval_batches: 1}\n"
+        "mesh: {data: 8}"
+    )
+    real = train.program
+    monkeypatch.setattr(train, "program", lambda *args: seen.append(args[2:]) or real(*args))
+    valid = lambda out: metrics.read(out / "metrics.jsonl")[0]["valid_loss"]
+    losses = {}
+    for mask in ("true", "false"):
+        out = tmp_path / mask
+        assert train.main([str(path), f"train.out={out}", f"data.document_mask={mask}"]) == 0
+        losses[mask] = valid(out)
+    assert losses["true"] != losses["false"]
+    config = load(path)
+    corpus = data.load(path=config.data.path, vocab_size=300, valid_fraction=0.2, cache_dir=config.data.cache_dir)
+    assert corpus.end == corpus.tokenizer.token_to_id(data.END_OF_TEXT)
+    assert (corpus.end,) in seen
+    # The mean over the held-out batch, document by document.
+    held_out = next(iter(data.fixed_batches(corpus.valid, batch_size=8, seq_len=64)))
+    made = program(replace(config, mesh=Mesh()), abstract_mesh(Mesh()))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config.model, nnx.Rngs(0))))
+    params = nnx.state(Transformer(config.model, nnx.Rngs(params=jax.random.key(config.train.seed))))
+    assert jax.tree.structure(params) == jax.tree.structure(made.saved.params)
+    total = 0.0
+    for row in held_out:
+        borders = [0, *(at for at in np.flatnonzero(row[:-1] == corpus.end) if at), 64]
+        for begin, behind in itertools.pairwise(borders):
+            piece = jnp.asarray(row[begin : behind + 1][None])
+            total += (behind - begin) * next_token_loss(nnx.merge(graph, params), piece, Policy(), behind - begin)
+    np.testing.assert_allclose(losses["true"], total / held_out[:, 1:].size, rtol=1e-5)
+
+
+def test_what_the_kernels_cannot_mask_is_refused(tmp_path):
+    path = tmp_path / "test.yaml"
+    path.write_text("data: {document_mask: true}\nmodel: {attention: te}")
+    with pytest.raises(ConfigError, match=r"^data\.document_mask = True: must be false where model\.attention = 'te'"):
+        load(path)
+    odd = ["model.attention=cudnn", "train.seq_len=33", "train.loss_chunk=33"]
+    with pytest.raises(ConfigError, match=r"^train\.seq_len = 33: must be even where data\.document_mask = True"):
+        load(path, odd)
+    load(path, ["model.attention=cudnn"])
+    load(path, [*odd, "data.document_mask=false"])
+
+
+@pytest.mark.gpu
+def test_cudnn_masks_as_xla_does():
+    _, tokens = packed([(40, 1, 17, 6), (64,)])
+    model = replace(TINY, d_model=128, heads=4, kv_heads=2, dtype="bfloat16")
+
+    def gradients(attention: str, end: int | None = END):
+        graph, params = nnx.split(Transformer(replace(model, attention=attention), nnx.Rngs(params=jax.random.key(0))))
+        loss = lambda params: next_token_loss(nnx.merge(graph, params), jnp.asarray(tokens), Policy(), 64, end)
+        return jax.jit(jax.value_and_grad(loss))(moved(params))
+
+    want, got, crossing = gradients("xla"), gradients("cudnn"), gradients("cudnn", None)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-2)
+    norm = lambda tree: float(jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))))
+    apart = lambda one: norm(jax.tree.map(jnp.subtract, one[1], want[1])) / norm(want[1])
+    assert apart(got) < 0.1 < apart(crossing)

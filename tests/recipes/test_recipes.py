@@ -28,7 +28,8 @@ def interpreter(module: str) -> str:
     if (own := ROOT / f".recipes/{module}/bin/python").exists():
         return str(own)
     if not importlib.util.find_spec(module):
-        pytest.skip(f"needs {module}: `make recipes` installs it")
+        how = "pip install '.[test]'" if module in IN_CI else "make recipes"
+        pytest.skip(f"needs {module}: `{how}` installs it")
     return sys.executable
 
 

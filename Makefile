@@ -1,5 +1,5 @@
 # make train · make test · make test-all · make test-oldest · make test-long · make lint · make docs
-# make test-gpu · make claims-gpu · make bench
+# make recipes · make test-gpu · make claims-gpu · make bench
 # .venv is made by the first interpreter that runs: a pyenv shim can exist and fail.
 probe = import ensurepip, venv, sys; assert sys.version_info >= (3, 12)
 pyenv = $${PYENV_ROOT:-$$HOME/.pyenv}
@@ -23,7 +23,13 @@ CONFIG ?= configs/tiny.yaml
 ARGS ?=
 GPUS ?= 1
 
-.PHONY: train docs test test-all test-oldest test-long lint test-gpu claims-gpu bench clean
+# Frameworks that the tests do not install. The rest of MaxText's list is what its decoders and its train.py import.
+levanter = --pre marin-levanter==0.2.227.dev40316220070
+maxtext = maxtext==0.2.5 aqtp chex datasets drjax flax gcsfs grain jinja2 ml_collections omegaconf optax \
+	orbax-checkpoint pathwaysutils pillow pydantic qwix sentencepiece sympy tiktoken tokamax transformers
+axlearn = aqtp attrs chex flax optax
+
+.PHONY: train docs test test-all test-oldest test-long recipes lint test-gpu claims-gpu bench clean
 
 train: $(base)
 	$(PYTHON) -m models.train $(CONFIG) $(ARGS)
@@ -45,6 +51,11 @@ test-oldest: .oldest/made
 test-long: $(tools)
 	EXAMPLES=5000 $(PYTHON) -m pytest -n 2 tests/test_random_scans.py tests/test_rounding.py \
 		"tests/test_moe.py::test_accumulated_gradients_of_assignments_equal_a_plain_loops" $(ARGS)
+
+# docs/recipes/ with each framework, in an environment of its own: 4 GB on disk. AXLEARN=folder: a checkout of AXLearn,
+# which PyPI does not have; without it, its recipe is skipped.
+recipes: $(tools) .recipes/levanter/made .recipes/maxtext/made $(if $(AXLEARN),.recipes/axlearn/made)
+	$(PYTHON) -m pytest tests/recipes $(ARGS)
 
 lint: $(tools)
 	$(PYTHON) -m ruff format --check .
@@ -100,5 +111,13 @@ bench:
 	$(PYTHON) -m pip install -q --no-deps --target .oldest jax==$(oldest) jaxlib==$(oldest)
 	touch $@
 
+.recipes/%/made: $(tools) pyproject.toml
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q -e . $($*)
+	$(if $(filter axlearn,$*),echo $(abspath $(AXLEARN)) > $$($(@D)/bin/python -c \
+	'import sysconfig; print(sysconfig.get_path("purelib"))')/axlearn.pth)
+	touch $@
+
 clean:
-	rm -rf .venv .cuda .oldest docs/_build runs
+	rm -rf .venv .cuda .oldest .recipes docs/_build runs

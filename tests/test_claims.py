@@ -24,7 +24,7 @@ JSON = sorted(path.stem for path in RESULTS.glob("*.json"))
 
 def marked():
     """Return the ids on the tests, without importing them."""
-    trees = (ast.parse(path.read_text()) for path in (ROOT / "tests").glob("test_*.py"))
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py"))
     calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
     marks = [call for call in calls if ast.unparse(call.func) == "pytest.mark.claim"]
     return {ast.literal_eval(id) for mark in marks for id in mark.args}

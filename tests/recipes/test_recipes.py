@@ -1,0 +1,71 @@
+"""The recipes of docs/recipes: the gradients are the framework's own, `verify` holds, pages show what is printed."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from common import ROOT, finish, start
+from run_recipe import DIFF, sides
+
+from jaxoffload.proof import exact_options
+
+pytestmark = pytest.mark.claim("recipes")
+
+PAGES = sorted((ROOT / "docs/recipes").glob("*.md"))
+NEEDS = {"flax-linen": "flax", "flax-nnx": "flax"}  # others need the module that they are named after
+SCRIPTS = {"maxtext": "maxtext_decoders.py"}
+IN_CI = ("equinox", "flax-linen", "flax-nnx", "haliax")  # what the other pages ran with, they say
+MAKEFILE = (ROOT / "Makefile").read_text()
+TEXT = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def interpreter(module: str) -> str:
+    """Return the interpreter that has a framework: that of `make recipes`, or this one."""
+    if (own := ROOT / f".recipes/{module}/bin/python").exists():
+        return str(own)
+    if not importlib.util.find_spec(module):
+        how = "pip install '.[test]'" if module in IN_CI else "make recipes"
+        pytest.skip(f"needs {module}: `{how}` installs it")
+    return sys.executable
+
+
+def exact_flags() -> str:
+    """Return the options under which both programs round alike, for those that a framework compiles."""
+    options = exact_options("cpu") | {"xla_force_host_platform_device_count": 4}
+    text = lambda value: str(value).lower() if isinstance(value, bool) else str(value)
+    return " ".join(f"--{name}={text(value)}" for name, value in options.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_recipe_trains_as_before_and_prints_what_it_shows(page: Path):
+    python = interpreter(NEEDS.get(page.stem, page.stem))
+    script = ROOT / "tests/recipes" / SCRIPTS.get(page.stem, "run_recipe.py")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": exact_flags()}
+    command = [python, "-W", "ignore", str(script), str(page)]
+    printed = finish(start(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    ((versions, shown),) = re.findall(r"^versions: (.*?)\n(.*)", printed, re.DOTALL | re.MULTILINE)
+    assert shown == "".join(TEXT.findall(page.read_text()))
+    if page.stem not in IN_CI:
+        assert versions in page.read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_recipe_is_few_lines(page: Path):
+    (diff,) = DIFF.findall(page.read_text())
+    before, after = ([line for line in side.splitlines() if line.strip()] for side in sides(diff))
+    added = [line for line in diff.splitlines() if line[:1] == "+" and line[1:].strip()]
+    assert before != after and len(added) <= (3 if page.stem in ("equinox", "flax-linen", "flax-nnx") else 8)
+
+
+def test_pages_name_the_versions_that_make_recipes_installs():
+    pins = re.findall(
+        r"([\w-]+)==([\w.]+)", re.search(r"^levanter = .*?^axlearn", MAKEFILE, re.DOTALL | re.MULTILINE)[0]
+    )
+    assert len(pins) == 2
+    for name, version in pins:
+        assert f"{name} {version}" in (ROOT / f"docs/recipes/{name.removeprefix('marin-')}.md").read_text()

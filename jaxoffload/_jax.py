@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
-from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -130,6 +131,11 @@ def cudnn_lowering() -> tuple[Any, Callable[..., dict[str, Any]] | None]:
     except ImportError:
         return None, None
     return module, getattr(module, CUDNN_CONFIG, None)
+
+
+def where_written(eqn: JaxprEqn) -> str:
+    """The file and line of the user's that an equation stands for, with its function."""
+    return source_info_util.summarize(eqn.source_info)
 
 
 def ordered_effects(jaxpr: Jaxpr) -> list[Any]:

@@ -9,19 +9,24 @@ XLA orders ops otherwise, keeps some values twice, in two layouts or for two ite
 between them. So this is an estimate; only the compiler knows.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 from jax.extend.core.primitives import cond_p, device_put_p, while_p
 
 from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.device_bytes import Buffer, Division, Op, Straight, division, straight
+from ..._engine.layer import Layer
 from ..._engine.walk import nested, operands_of
 from ..._jax import LOOPS, NOT_IN_PLACE, REDUCTIONS, SAME, UNFUSED, is_attention, nbytes, on_host
 
 _WITH_LOOPS = (forward_p, backward_p)
+
+Shape = tuple[tuple[int, ...], Any]  # and the dtype
 
 
 class Room(NamedTuple):
@@ -66,10 +71,51 @@ def room(f: Callable[..., Any], *args: Any, one_kernel: Collection[str] = ()) ->
       >>> room(chunked, jnp.ones((4, 64, 32)), jnp.ones((32, 1024))).loop // (4 * 64 * 1024)  # one chunk of logits
       1
     """
+    return step_room(jax.jit(f).trace(*args).jaxpr, divisions(args), one_kernel)[0]
+
+
+Divisions = dict[tuple[int, ...], Division]
+
+
+def divisions(args: Any) -> Divisions:
+    """Return how values of the arguments' shapes are divided."""
     shapes = [(jnp.shape(leaf), getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)]
-    walk = _Walk({shape: division(sharding) for shape, sharding in shapes if shape}, one_kernel)
-    walk.peak(straight(jax.jit(f).trace(*args).jaxpr, _WITH_LOOPS), ())
-    return Room(walk.layer, walk.loop)
+    return {shape: division(sharding) for shape, sharding in shapes if shape}
+
+
+def step_room(
+    jaxpr: Jaxpr,
+    like: Divisions,
+    one_kernel: Collection[str],
+    stacks: Collection[Shape] = (),
+    written_over: bool = False,
+) -> tuple[Room, int]:
+    """Return what the loops of a step need, and the most bytes per device that it has at once besides its arguments.
+
+    Args:
+      stacks: shapes and dtypes that are not counted, such as those of what layers keep.
+      written_over: whether a result takes the place of an argument of its shape and dtype (which is donated).
+    """
+    program = straight(jaxpr, _WITH_LOOPS)
+    free = Counter((x.aval.shape, x.aval.dtype) for x in program.inputs if x.aval.shape) if written_over else Counter()
+    nothing = set()
+    for out in program.outputs:
+        if out and free[key := (out.aval.shape, getattr(out.aval, "dtype", None))] > 0:
+            free[key] -= 1
+            nothing.add(out)
+    walk = _Walk(like, one_kernel, nothing, frozenset(stacks))
+    most = walk.peak(program, ())
+    return Room(walk.layer, walk.loop), most
+
+
+def layer_room(layer: Layer, backward: Jaxpr, like: Divisions, one_kernel: Collection[str]) -> int:
+    """Return the most bytes per device that a layer of a scan has at once, in either pass, with what it keeps."""
+    walk = _Walk(like, one_kernel)
+    forward, reverse = straight(layer.forward, _WITH_LOOPS), straight(backward, _WITH_LOOPS)
+    carry = forward.inputs[layer.consts : layer.consts + layer.carry]
+    given = zip(reverse.inputs, layer.kept, strict=False)
+    kept = [x for x, k in given if k.place in ("host", "device")]
+    return max(walk.peak(forward, carry), walk.peak(reverse, [*kept, *reverse.inputs[len(layer.kept) :]]))
 
 
 class _Lives(NamedTuple):
@@ -89,8 +135,16 @@ class _Lives(NamedTuple):
 
 
 class _Walk:
-    def __init__(self, like: dict[tuple[int, ...], Division], one_kernel: Collection[str]):
-        self.like, self.one_kernel = like, one_kernel
+    """`nothing`, and values like those in `stacks`, count for nothing."""
+
+    def __init__(
+        self,
+        like: Divisions,
+        one_kernel: Collection[str],
+        nothing: Collection[Buffer] = (),
+        stacks: Collection[Shape] = (),
+    ):
+        self.like, self.one_kernel, self.nothing, self.stacks = like, one_kernel, nothing, stacks
         self.layer = self.loop = self.layers_seen = 0
 
     def kind(self, op: Op) -> str:
@@ -132,7 +186,9 @@ class _Walk:
         return _Lives(same, stored, reads, last)
 
     def size(self, program: Straight, buffer: Buffer) -> int:
-        if on_host(buffer.aval) or not hasattr(buffer.aval, "dtype"):
+        if on_host(buffer.aval) or not hasattr(buffer.aval, "dtype") or buffer in self.nothing:
+            return 0
+        if (buffer.aval.shape, buffer.aval.dtype) in self.stacks:
             return 0
         return program.share(buffer, self.like.get(buffer.aval.shape))
 

@@ -68,7 +68,7 @@ class Step:
       seconds: outside of the layers.
       arguments: bytes per device, as are the others.
       other: gradients, and what else is there while layers run; `less` of it where microbatches interleave.
-      loop: the working set of other loops, such as the one over chunks of logits.
+      elsewhere: the most besides arguments and residuals when no layers run, such as while logits are computed.
       may_stay: what `accumulate` may keep on the device for the passes that run alone.
       resident: how many of the last layers never offload.
       moved: units that go to the host in any case; `movable`: those that may.
@@ -79,7 +79,7 @@ class Step:
     arguments: int
     other: int
     less: int
-    loop: int
+    elsewhere: int
     may_stay: int
     resident: int
     stacks: tuple[Stack, ...]
@@ -141,7 +141,7 @@ def outcome(step: Step, costs: Costs, rest: Sequence[Costs] | None, moved: Any, 
     beside = np.any([n.offload & (s.microbatches > 1) for s, n in zip(step.stacks, stacks, strict=True)], axis=0)
     seconds = np.full(beside.shape, step.seconds)
     residuals, host, copied, left, stay = (np.zeros(beside.shape, np.int64) for _ in range(5))
-    working, left = np.full(beside.shape, step.loop), left + step.may_stay
+    working, left = np.zeros(beside.shape, np.int64), left + step.may_stay
     for number, (stack, cost, moving, n) in reversed(list(enumerate(zip(step.stacks, costs, moves, stacks, strict=True)))):
         others = [each[number] for each in rest or ()]
         column = lambda of, mine, others=others: np.array([of(c) for c in others])[:, None] if others else mine
@@ -160,6 +160,7 @@ def outcome(step: Step, costs: Costs, rest: Sequence[Costs] | None, moved: Any, 
         host += np.where(n.offload, sets * (n.layers + 1) * moving, 0)
         copied += stack.runs * n.copying * moving
     other = step.other - step.less * beside + stay
+    working = np.maximum(working, step.elsewhere - step.other)
     return Outcome(np.rint(1e9 * seconds).astype(np.int64), residuals, other, working, host, copied)
 
 

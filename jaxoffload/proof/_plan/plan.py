@@ -143,9 +143,9 @@ def _traced(
     step = Step(
         seconds=max(0.0, cost(plain, machine.rates, devices).seconds - of_layers),
         arguments=sum(_share(leaf) for leaf in jax.tree.leaves(args)),
-        other=max(0, most - max(room)),
+        other=max(0, most.layers - room.layer),
         less=gradients.stacked,
-        loop=room.loop,
+        elsewhere=most.elsewhere,
         may_stay=_may_stay(gradients.all, found),
         resident=fixed.resident_layers,
         stacks=tuple(each.stack for each in found),

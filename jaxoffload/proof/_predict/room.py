@@ -74,6 +74,13 @@ def room(f: Callable[..., Any], *args: Any, one_kernel: Collection[str] = ()) ->
     return step_room(jax.jit(f).trace(*args).jaxpr, divisions(args), one_kernel)[0]
 
 
+class Most(NamedTuple):
+    """The most bytes at once, while layers run and at any other time."""
+
+    layers: int
+    elsewhere: int
+
+
 Divisions = dict[tuple[int, ...], Division]
 
 
@@ -89,7 +96,7 @@ def step_room(
     one_kernel: Collection[str],
     stacks: Collection[Shape] = (),
     written_over: bool = False,
-) -> tuple[Room, int]:
+) -> tuple[Room, Most]:
     """Return what the loops of a step need, and the most bytes per device that it has at once besides its arguments.
 
     Args:
@@ -103,9 +110,11 @@ def step_room(
         if out and free[key := (out.aval.shape, getattr(out.aval, "dtype", None))] > 0:
             free[key] -= 1
             nothing.add(out)
-    walk = _Walk(like, one_kernel, nothing, frozenset(stacks))
-    most = walk.peak(program, ())
-    return Room(walk.layer, walk.loop), most
+    most = {}
+    for phase in ("layers", "elsewhere"):
+        walk = _Walk(like, one_kernel, nothing, frozenset(stacks), phase)
+        most[phase] = walk.peak(program, ())
+    return Room(walk.layer, walk.loop), Most(**most)
 
 
 def layer_room(layer: Layer, backward: Jaxpr, like: Divisions, one_kernel: Collection[str]) -> int:
@@ -135,7 +144,8 @@ class _Lives(NamedTuple):
 
 
 class _Walk:
-    """`nothing`, and values like those in `stacks`, count for nothing."""
+    """`nothing`, and values like those in `stacks`, count for nothing. `phase`: whether only what happens while layers
+    run, or only what happens elsewhere, counts for `peak`; None for both."""
 
     def __init__(
         self,
@@ -143,8 +153,10 @@ class _Walk:
         one_kernel: Collection[str],
         nothing: Collection[Buffer] = (),
         stacks: Collection[Shape] = (),
+        phase: str | None = None,
     ):
         self.like, self.one_kernel, self.nothing, self.stacks = like, one_kernel, nothing, stacks
+        self.phase = phase
         self.layer = self.loop = self.layers_seen = 0
 
     def kind(self, op: Op) -> str:
@@ -200,9 +212,12 @@ class _Walk:
         for number, op in enumerate(program.ops):
             results = {r: self.size(program, r) for r in op.results if r in lives.stored}
             ends = {a for a in lives.reads[number] if lives.last[a] == number and a in alive}
+            before = self.layers_seen
             if results:
                 more = self.of_op(op, results, {a: alive[a] for a in ends}, lives.same)
-                most = max(most, sum(alive.values()) + more)
+                inside = not _runs_layers(op) and self.layers_seen > before  # a loop with layers in it
+                if self.phase in (None, "layers" if _runs_layers(op) else "elsewhere") or inside:
+                    most = max(most, sum(alive.values()) + more)
             alive |= {r: size for r, size in results.items() if r in lives.last}
             for a in ends:
                 del alive[a]
@@ -228,15 +243,22 @@ class _Walk:
         body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _WITH_LOOPS)
         state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
         _divide_alike(state, body.outputs)
-        before = self.layers_seen
+        before, phase = self.layers_seen, self.phase
+        self.phase = None if _runs_layers(op) else phase
         most = self.peak(body, state)
+        self.phase = phase
         stacks = {a for a in state if a in body.outputs or a.aval.shape in self.like}  # residuals, and gradients
         working = most - sum(self.size(body, a) for a in stacks)
-        if any(primitive.name in op.scope for primitive in _WITH_LOOPS):
+        if _runs_layers(op):
             self.layer, self.layers_seen = max(self.layer, working), self.layers_seen + 1
         elif self.layers_seen == before:
             self.loop = max(self.loop, working)
         return most
+
+
+def _runs_layers(op: Op) -> bool:
+    """Whether an op is a part of a pass of a `scan`."""
+    return any(primitive.name in op.scope for primitive in _WITH_LOOPS)
 
 
 def _divide_alike(given: Collection[Buffer], left: Collection[Buffer | None]) -> None:

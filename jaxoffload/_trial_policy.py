@@ -1,4 +1,4 @@
-"""The policy that `plan` tries: while a function is traced under it, its `scan`s, `chain`s and `checkpoint`s have it."""
+"""The policy that `plan` tries: while a function is traced under it, its `scan`s have it."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _trial: Any = jax.make_user_context(None)
 
 
 def with_policy(f: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """`f`, in which what is under a policy is under this one. Patterns that match nothing are no errors there."""
+    """`f`, in which each `scan` is under this policy. Patterns that match nothing are no errors there."""
 
     @functools.wraps(f)
     def traced(*args: Any, **kwargs: Any) -> Any:

@@ -136,13 +136,18 @@ def outcome(step: Step, costs: Costs, rest: Sequence[Costs] | None, moved: Any, 
       layers: how many layers offload, (counts,).
     """
     units = units_of(costs)
-    moves = [moved @ np.array([cost.movable.get(u, 0) for u in units] or [0], np.int64)[:, None] for cost in costs]
-    stacks = [_counts(step, stack, moving, layers, rest is None) for stack, moving in zip(step.stacks, moves, strict=True)]
+    sizes = [np.array([[cost.movable.get(u, 0)] for u in units], np.int64).reshape(-1, 1) for cost in costs]
+    moves = [moved @ size for size in sizes]
+    stacks = [
+        _counts(step, stack, moving, layers, rest is None) for stack, moving in zip(step.stacks, moves, strict=True)
+    ]
     beside = np.any([n.offload & (s.microbatches > 1) for s, n in zip(step.stacks, stacks, strict=True)], axis=0)
     seconds = np.full(beside.shape, step.seconds)
     residuals, host, copied, left, stay = (np.zeros(beside.shape, np.int64) for _ in range(5))
     working, left = np.zeros(beside.shape, np.int64), left + step.may_stay
-    for number, (stack, cost, moving, n) in reversed(list(enumerate(zip(step.stacks, costs, moves, stacks, strict=True)))):
+    for number, (stack, cost, moving, n) in reversed(
+        list(enumerate(zip(step.stacks, costs, moves, stacks, strict=True)))
+    ):
         others = [each[number] for each in rest or ()]
         column = lambda of, mine, others=others: np.array([of(c) for c in others])[:, None] if others else mine
         of_rest = column(lambda c: c.seconds, cost.seconds)
@@ -153,7 +158,9 @@ def outcome(step: Step, costs: Costs, rest: Sequence[Costs] | None, moved: Any, 
         residuals += sets * mine
         alone, of_ends = _ends(step, stack, cost, moving * n.offload, left)
         left, stay = left - beside * alone, stay + beside * alone
-        each = np.where(sets == 2, _beside(step, stack, cost, moving) + of_ends, stack.runs * _in_turn(step, cost, moving))
+        each = np.where(
+            sets == 2, _beside(step, stack, cost, moving) + of_ends, stack.runs * _in_turn(step, cost, moving)
+        )
         seconds += n.copying * each
         flight = cost.working + sets * moving * n.offload
         working = np.maximum(working, np.maximum(flight, (n.rest > 0) * column(lambda c: c.working, 0)))

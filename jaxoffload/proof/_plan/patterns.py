@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from ..._policy import Decision, Policy
 from .choices import Choice, Costs, Kept, Step, Table, Unit
@@ -15,7 +16,7 @@ def pattern_of(name: str) -> str:
     return re.sub(r"\s|^!", "?", escaped)
 
 
-def policy_of(decisions: Mapping[Unit, Decision], fixed: Policy, **fields: object) -> Policy:
+def policy_of(decisions: Mapping[Unit, Decision], fixed: Policy, **fields: Any) -> Policy:
     """Return the policy that decides so on these units, and recomputes all others; other fields are those of `fixed`.
 
     A pattern without a slash matches in every scope, and one without a dot all leaves of a composite. The last one
@@ -24,7 +25,7 @@ def policy_of(decisions: Mapping[Unit, Decision], fixed: Policy, **fields: objec
     patterns = {pattern_of(name): decision for unit, decision in decisions.items() for name in unit}
     order = sorted(patterns, key=lambda p: ("/" in p, "." in p.rpartition("/")[2], p))
     residuals = {pattern: patterns[pattern] for pattern in order}
-    how = {"residuals": residuals, "offload_modules": (), "default": "recompute", **fields}
+    how: dict[str, Any] = {"residuals": residuals, "offload_modules": (), "default": "recompute", **fields}
     return dataclasses.replace(fixed, **how)
 
 

@@ -155,7 +155,9 @@ def _traced(
     )
     table = pool(names.least, names.free, oracle, step.stacks)
     everything = oracle.layers(names.least | names.free)
-    return Traced(step, table, fixed, machine, devices, tuple(line for layer in everything for line in runs_again(layer)))
+    return Traced(
+        step, table, fixed, machine, devices, tuple(line for layer in everything for line in runs_again(layer))
+    )
 
 
 def _jaxpr(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy) -> tuple[Jaxpr, bool]:

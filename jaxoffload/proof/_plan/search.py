@@ -1,5 +1,6 @@
 """Which sets of kept names are looked at: up from the least and down from all, by seconds for each byte."""
 
+import functools
 from collections.abc import Callable, Iterable
 
 from .choices import Costs, Kept, Stack, Unit
@@ -29,13 +30,14 @@ def pool(
 
     units = sorted(free)
     kept = least
+    totals(least)
     gains = {unit: worth(kept, unit) for unit in units}
     while gains:
-        kept = kept | {_first(gains, lambda unit, kept=kept: worth(kept, unit), -1)}
+        kept = kept | {_first(gains, functools.partial(worth, kept), -1)}
     kept = least.union(units)
     losses = {unit: worth(kept, unit) for unit in units}
     while losses:
-        kept = kept - {_first(losses, lambda unit, kept=kept: worth(kept, unit), 1)}
+        kept = kept - {_first(losses, functools.partial(worth, kept), 1)}
     return dict(sorted(table.items(), key=lambda item: (len(item[0]), sorted(item[0]))))
 
 

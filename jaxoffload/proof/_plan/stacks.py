@@ -127,7 +127,9 @@ def names_of(found: list[Found], fixed: Policy) -> Names:
         groups += [set(row.names) for row in full.plan.rows if row.kind != "argument" and row.names]
         groups += [{n for row in k.rows for n in full.plan.rows[row].names} for k in full.kept if len(k.rows) > 1]
         host |= {n for row in full.plan.rows if row.decision == "offload" for n in row.names}
-        in_any_case |= {n for row in least.plan.rows if row.decision == "save" and row.kind == "value" for n in row.names}
+        in_any_case |= {
+            n for row in least.plan.rows if row.decision == "save" and row.kind == "value" for n in row.names
+        }
     units = sorted(tuple(sorted(group)) for group in _joined(groups))
     decided = {unit: _fixed(unit, fixed) for unit in units}
     is_in = lambda unit, names: any(n in names for n in unit)
@@ -182,7 +184,9 @@ class Oracle:
     excess: int = 0
 
     def layers(self, kept: Kept) -> Iterator[Layer]:
-        where = {u: "offload" if u in self.names.movable else "save" for u in kept if u != UNTAGGED}
+        where: dict[Unit, Decision] = {
+            u: "offload" if u in self.names.movable else "save" for u in kept if u != UNTAGGED
+        }
         policy = self.policy(where)
         yield from (_linear(found, policy) for found in self.found)
 

@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,29 +35,28 @@ def report(config: Config) -> str:
     """
     traced = fit_to_host_pool(traceable(config), abstract_mesh(config.mesh))
     made = program(traced, abstract_mesh(traced.mesh))
-    lines = summary(traced, made, config.model.attention)
+    lines = summary(traced, made)
     if known := proof.known_machine():
         lines += f"\n{proof.fits(made.step, made.state, made.tokens, machine=known)}"
     if traced.model.attention != config.model.attention:
         lines += (
-            f"\n(model.attention = {config.model.attention!r} was traced as xla: no CUDA here. On a GPU attn/context "
-            "also has the softmax statistics, a float32 for each token and head.)"
+            f"\n(model.attention = {config.model.attention!r} was traced as cudnn: no CUDA here. The residuals of "
+            "attention are the same, under other names.)"
         )
     if traced.model.grouped != config.model.grouped:
         lines += f"\n(model.grouped = {config.model.grouped!r} was traced as {traced.model.grouped}: no CUDA here.)"
     return lines
 
 
-def summary(config: Config, made: Program, attention: str | None = None) -> str:
-    """Return what a run prints before it compiles. `attention`: the kind that will run, if another one was traced.
+def summary(config: Config, made: Program) -> str:
+    """Return what a run prints before it compiles.
 
     Raises:
       ConfigError: the policy does not fit the traced step or this machine.
     """
     with _policy_errors(config):
         table = judged_residuals(config, made)
-    kernels = ("attention",) if (attention or config.model.attention) != "xla" else ()
-    working = working_set(config, made, table, kernels)
+    working = working_set(config, made, table)
     about = [model_line(config, made), *backend_lines(config), *microbatch_lines(config, made, table)]
     stages = stage_lines(config, made, table) if config.mesh.stage > 1 else []
     return "\n".join([*about, str(table), *stages, *memory_lines(config, made, table, working)])
@@ -249,17 +248,17 @@ def of_a_chunk(config: Config, table: Residuals, state: str, padding: int = 0) -
     return [replace(row, bytes=row.bytes_per_layer * count) for row, count in kept]
 
 
-def working_set(config: Config, made: Program, table: Residuals, kernels: Collection[str]) -> Room:
+def working_set(config: Config, made: Program, table: Residuals) -> Room:
     """Estimate what a layer needs, and a chunk of logits with its gradient and the unembedding's.
 
     Interleaved microbatches compute a layer of each in turn, while the residuals of another go to the host.
     """
     if not interleaves(config, table):
-        return proof.room(made.step, made.state, made.tokens, one_kernel=kernels)
+        return proof.room(made.step, made.state, made.tokens)
     mesh = made.tokens.sharding.mesh
     one_by_one = replace(config, train=replace(config.train, interleave=False))
     plain = without_stages(one_by_one, program(one_by_one, mesh))
-    room = proof.room(plain.step, plain.state, plain.tokens, one_kernel=kernels)
+    room = proof.room(plain.step, plain.state, plain.tokens)
     layer = [replace(row, bytes=row.bytes_per_layer) for row in table if row.state == "offloaded" and row.layers]
     return room._replace(layer=room.layer + sum(device_bytes(row, mesh) for row in layer))
 

@@ -126,6 +126,8 @@ def names_of(found: list[Found], fixed: Policy) -> Names:
         full, least = (_linear(each, policy) for policy in (everything, nothing))
         groups += [set(row.names) for row in full.plan.rows if row.kind != "argument" and row.names]
         groups += [{n for row in k.rows for n in full.plan.rows[row].names} for k in full.kept if len(k.rows) > 1]
+        named = {row.plan_name: set(row.names) for row in full.plan.rows}  # one kernel makes them, and makes all again
+        groups += [set[str]().union(*(named[name] for name in kernel)) for kernel in full.plan.together]
         host |= {n for row in full.plan.rows if row.decision == "offload" for n in row.names}
         in_any_case |= {
             n for row in least.plan.rows if row.decision == "save" and row.kind == "value" for n in row.names

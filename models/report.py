@@ -40,8 +40,8 @@ def report(config: Config) -> str:
         lines += f"\n{proof.fits(made.step, made.state, made.tokens, machine=known)}"
     if traced.model.attention != config.model.attention:
         lines += (
-            f"\n(model.attention = {config.model.attention!r} was traced as cudnn: no CUDA here. The residuals of "
-            "attention are the same, under other names.)"
+            f"\n(model.attention = {config.model.attention!r} was traced as cudnn: no CUDA here. Its residuals are "
+            "the same, but for attn/context.2, the state of random numbers.)"
         )
     if traced.model.grouped != config.model.grouped:
         lines += f"\n(model.grouped = {config.model.grouped!r} was traced as {traced.model.grouped}: no CUDA here.)"

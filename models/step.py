@@ -233,7 +233,7 @@ def traceable(config: Config) -> Config:
     """Return the config as this machine can trace it.
 
     TransformerEngine and GPU kernels cannot be traced without CUDA. XLA's grouped GEMMs and cuDNN's attention, which
-    replace them, have the same named residuals; TransformerEngine's names of attention's differ: attn/context.0 and .1.
+    replace them, have the same named residuals; only TransformerEngine's state of random numbers is missing.
     """
     if jax.default_backend() == "gpu":
         return config

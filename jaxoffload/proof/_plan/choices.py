@@ -136,39 +136,41 @@ def outcome(step: Step, costs: Costs, rest: Sequence[Costs] | None, moved: Any, 
       layers: how many layers offload, (counts,).
     """
     units = units_of(costs)
-    sizes = [np.array([[cost.movable.get(u, 0)] for u in units], np.int64).reshape(-1, 1) for cost in costs]
-    moves = [moved @ size for size in sizes]
-    stacks = [
-        _counts(step, stack, moving, layers, rest is None) for stack, moving in zip(step.stacks, moves, strict=True)
-    ]
-    beside = np.any([n.offload & (s.microbatches > 1) for s, n in zip(step.stacks, stacks, strict=True)], axis=0)
+    sizes = [np.array([cost.movable.get(u, 0) for u in units], np.int64) for cost in costs]
+    moves = [_Moves(size, moved, moved @ size[:, None]) for size in sizes]
+    counts = [_counts(step, stack, of.sum, layers, rest is None) for stack, of in zip(step.stacks, moves, strict=True)]
+    beside = np.any([n.offload & (s.microbatches > 1) for s, n in zip(step.stacks, counts, strict=True)], axis=0)
     seconds = np.full(beside.shape, step.seconds)
-    residuals, host, copied, left, stay = (np.zeros(beside.shape, np.int64) for _ in range(5))
-    working, left = np.zeros(beside.shape, np.int64), left + step.may_stay
-    for number, (stack, cost, moving, n) in reversed(
-        list(enumerate(zip(step.stacks, costs, moves, stacks, strict=True)))
-    ):
-        others = [each[number] for each in rest or ()]
-        column = lambda of, mine, others=others: np.array([of(c) for c in others])[:, None] if others else mine
-        of_rest = column(lambda c: c.seconds, cost.seconds)
+    residuals, host, copied, stay, working = (np.zeros(beside.shape, np.int64) for _ in range(5))
+    # The last scan's residuals are needed first, so it is served first with what may stay.
+    for number, (stack, cost, of, n) in reversed([*enumerate(zip(step.stacks, costs, moves, counts, strict=True))]):
+        other = _Rest.of([each[number] for each in rest or ()] or [cost])
         sets = np.where(beside & (stack.microbatches > 1), 2, 1)
-        seconds += stack.runs * ((stack.layers - n.rest) * cost.seconds + n.rest * of_rest)
-        kept_by_rest = column(lambda c: c.kept, cost.kept)
-        mine = (stack.layers - n.rest) * cost.kept - n.layers * moving + n.rest * kept_by_rest + cost.once
-        residuals += sets * mine
-        alone, of_ends = _ends(step, stack, cost, moving * n.offload, left)
-        left, stay = left - beside * alone, stay + beside * alone
-        each = np.where(
-            sets == 2, _beside(step, stack, cost, moving) + of_ends, stack.runs * _in_turn(step, cost, moving)
-        )
-        seconds += n.copying * each
-        flight = cost.working + sets * moving * n.offload
-        working = np.maximum(working, np.maximum(flight, (n.rest > 0) * column(lambda c: c.working, 0)))
-        host += np.where(n.offload, sets * (n.layers + 1) * moving, 0)
-        copied += stack.runs * n.copying * moving
-    other = step.other - step.less * beside + stay
+        stays, of_ends = _ends(step, stack, cost, of, step.may_stay - stay, n.copying)
+        stay += beside * stays
+        exposed = np.where(sets == 2, _beside(step, stack, cost, of.sum) + of_ends, _in_turn(step, stack, cost, of.sum))
+        seconds += stack.runs * ((stack.layers - n.rest) * cost.seconds + n.rest * other.seconds) + n.copying * exposed
+        kept = (stack.layers - n.rest) * cost.kept - n.layers * of.sum + n.rest * other.kept + cost.once
+        residuals += sets * kept
+        in_flight = cost.working + sets * of.sum * n.offload
+        working = np.maximum(working, np.maximum(in_flight, (n.rest > 0) * other.working))
+        host += sets * (n.layers + n.offload) * of.sum  # and a padding row
+        copied += stack.runs * n.copying * of.sum
+    other_bytes = step.other - step.less * beside + stay
     working = np.maximum(working, step.elsewhere - step.other)
-    return Outcome(np.rint(1e9 * seconds).astype(np.int64), residuals, other, working, host, copied)
+    return Outcome(np.rint(1e9 * seconds).astype(np.int64), residuals, other_bytes, working, host, copied)
+
+
+class _Rest(NamedTuple):
+    """Of each candidate what a layer costs that is neither resident nor offloads, (candidates, 1)."""
+
+    seconds: Any
+    kept: Any
+    working: Any
+
+    @classmethod
+    def of(cls, costs: Sequence[LayerCost]) -> "_Rest":
+        return cls(*(np.array([getattr(c, name) for c in costs])[:, None] for name in ("seconds", "kept", "working")))
 
 
 class _Counts(NamedTuple):
@@ -192,9 +194,9 @@ def _counts(step: Step, stack: Stack, moving: Any, layers: Any, save: bool) -> _
     return _Counts(offload, count, count + joins, rest)
 
 
-def _in_turn(step: Step, cost: LayerCost, moving: Any) -> Any:
+def _in_turn(step: Step, stack: Stack, cost: LayerCost, moving: Any) -> Any:
     """Seconds by which a layer's copies take longer than its passes, each beside its own."""
-    return _longer(moving, step.bus.d2h, cost.forward) + _longer(moving, step.bus.h2d, cost.backward)
+    return stack.runs * (_longer(moving, step.bus.d2h, cost.forward) + _longer(moving, step.bus.h2d, cost.backward))
 
 
 def _beside(step: Step, stack: Stack, cost: LayerCost, moving: Any) -> Any:
@@ -203,16 +205,38 @@ def _beside(step: Step, stack: Stack, cost: LayerCost, moving: Any) -> Any:
     return times * _longer(moving, step.bus.together, cost.seconds)
 
 
-def _ends(step: Step, stack: Stack, cost: LayerCost, moving: Any, left: Any) -> tuple[Any, Any]:
-    """What stays on the device, of `left` bytes at most, where a pass runs alone; and the seconds by which the other
-    copies take longer, per layer."""
-    room = left // stack.layers
-    first = np.clip(moving - int(cost.forward * step.bus.d2h * 1e9), 0, room)
-    room = room - first if stack.microbatches == 2 else room  # then both ends are there at once
-    last = np.clip(moving - int(cost.backward * step.bus.h2d * 1e9), 0, room)
-    stay = stack.layers * (first + last if stack.microbatches == 2 else np.maximum(first, last))
-    exposed = _longer(moving - first, step.bus.d2h, cost.forward) + _longer(moving - last, step.bus.h2d, cost.backward)
-    return stay, stack.runs // stack.microbatches * exposed
+class _Moves(NamedTuple):
+    """What candidates move of a stack's layer: bytes of each unit (units,), which (candidates, units), and their sum
+    (candidates, 1)."""
+
+    sizes: Any
+    moved: Any
+    sum: Any
+
+
+def _ends(step: Step, stack: Stack, cost: LayerCost, moves: _Moves, left: Any, layers: Any) -> tuple[Any, Any]:
+    """What stays on the device, of `left` bytes at most, where a pass runs alone beside so many layers; and the seconds
+    by which the other copies take longer, per layer."""
+    left = left // np.maximum(1, layers)
+    first = _staying(moves, cost.forward * step.bus.d2h * 1e9, left)
+    # Of two microbatches both ends are there at once.
+    last = _staying(moves, cost.backward * step.bus.h2d * 1e9, left - first if stack.microbatches == 2 else left)
+    stay = layers * (first + last if stack.microbatches == 2 else np.maximum(first, last))
+    to_host = _longer(moves.sum - first, step.bus.d2h, cost.forward)
+    back = _longer(moves.sum - last, step.bus.h2d, cost.backward)
+    return stay, stack.runs // stack.microbatches * (to_host + back)
+
+
+def _staying(moves: _Moves, room: float, budget: Any) -> Any:
+    """Return the bytes that stay of a layer, as `fill_and_drain.staying` chooses them: large values that do not fit in
+    the `room` of the others."""
+    rooms, stay = np.full(budget.shape, room), np.zeros(budget.shape, np.int64)
+    for unit in np.argsort(-moves.sizes, kind="stable"):
+        size, moved = int(moves.sizes[unit]), moves.moved[:, unit : unit + 1]
+        stays = moved & (size > rooms) & (size <= budget - stay)
+        rooms = rooms - size * (moved & ~stays)
+        stay = stay + size * stays
+    return stay
 
 
 def _longer(size: Any, gb_s: float, seconds: float) -> Any:
@@ -259,6 +283,7 @@ class _Candidates(NamedTuple):
 def _best(step: Step, table: Table, these: _Candidates, counts: Any, host_budget: int) -> list[Choice]:
     """Return the undominated ones."""
     rest = [table[kept] for kept in these.rest] if these.rest else None
+    counts = counts[1:] if these.rest else counts  # where none offloads, all layers keep the same
     out = outcome(step, table[these.kept], rest, these.sets, counts)
     device = out.device(step)
     rows, columns = np.nonzero(out.host <= host_budget)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from .._predict.room import divisions, step_room
 from .._program.results import run_of
 from . import stacks
 from .choices import Choice, Outcome, Step, Table, alone, fastest, undominated
+from .compiled import compiled_bytes, refined, refuse_without_gpus
 from .patterns import policy_for, policy_of
 from .result import Memory, Plan, Point
 from .search import pool
@@ -56,6 +57,7 @@ def plan(
     machine: Machine | str | os.PathLike[str] | None = None,
     fixed: Policy | None = None,
     one_kernel: Collection[str] = (),
+    compile: bool = False,
 ) -> Plan:
     """Choose the policy of a function's `scan`s: of those that fit in `budget`, the one whose step is the fastest.
 
@@ -75,6 +77,8 @@ def plan(
       fixed: decisions that stay, by its patterns. Its other fields count too, except for `default`, `offload_layers`
         and `other_layers`, which are chosen.
       one_kernel: names of scopes, as for `room`.
+      compile: also compile `f` under the choice, for the GPUs of its arguments, and correct the budget by the memory
+        that XLA plans, until what is chosen fits by that. A jitted step keeps what it donates.
 
     Returns:
       A `Plan`. Its `policy` goes to the scans of `f`; with several scans pass them `strict=False`.
@@ -83,7 +87,8 @@ def plan(
       NothingFits: it says how many bytes the smallest choice needs, and for what.
       ValueError: `budget` or `host_budget` is not a size, no machine is known, or `f` has no `scan` to plan.
       TypeError: `fixed` is not a Policy, or `machine` neither a Machine nor a path.
-      NotImplementedError: the layers are on pipeline stages, or a scan is inside another one's layer.
+      NotImplementedError: the layers are on pipeline stages, or a scan is inside another one's layer; or `compile`, and
+        the arguments are on no GPUs, neither here nor described ones.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -101,12 +106,17 @@ def plan(
     fixed = _checked_policy(fixed)
     rates = _machine(machine)
     limit, on_host = _budget(budget), _host_budget(host_budget)
+    if compile:
+        refuse_without_gpus(args)
     traced = _traced(f, args, fixed, rates, one_kernel)
     curve = undominated(traced.step, traced.table, on_host)
-    choice = fastest(curve, limit)
+    choice, taken = fastest(curve, limit), dict[Choice, int]()
+    if compile:
+        policy = lambda choice: policy_for(choice, traced.step, traced.table, fixed)
+        choice, taken = refined(curve, limit, lambda choice: compiled_bytes(f, args, policy(choice)))
     if choice is None:
-        raise _nothing_fits(traced, curve, limit)
-    return _result(traced, curve, choice, limit, on_host)
+        raise _nothing_fits(traced, curve[0], limit, taken)
+    return _result(traced, curve, choice, limit, on_host, taken.get(choice))
 
 
 class Traced(NamedTuple):
@@ -232,13 +242,17 @@ def _host_budget(budget: Any) -> int:
     return min(pool_size, memory // jax.local_device_count())
 
 
-def _nothing_fits(traced: Traced, curve: Sequence[Choice], limit: int) -> NothingFits:
-    least = curve[0]
+def _nothing_fits(traced: Traced, least: Choice, limit: int, taken: Mapping[Choice, int]) -> NothingFits:
+    """`taken`: what XLA plans for those choices that were compiled."""
     memory = _memory(traced.step, alone(traced.step, traced.table, least))
     parts = sorted(memory._asdict().items(), key=lambda part: -part[1])[:3]
     largest = ", ".join(f"{readable(size)} {_PARTS[name]}" for name, size in parts)
-    why = f"budget {readable(limit)} per device: the smallest choice needs {readable(least.device)}: {largest}"
-    return NothingFits(f"plan: {why}", least.device)
+    need = min(taken.values(), default=least.device)
+    how = ", by XLA's plan" if taken else ""
+    why = (
+        f"budget {readable(limit)} per device: the smallest choice needs {readable(need)}{how}; predicted are {largest}"
+    )
+    return NothingFits(f"plan: {why}", need)
 
 
 _PARTS = {
@@ -253,7 +267,9 @@ def _memory(step: Step, out: Outcome) -> Memory:
     return Memory(step.arguments, out.other, out.residuals, out.working)
 
 
-def _result(traced: Traced, curve: Sequence[Choice], choice: Choice, limit: int, on_host: int) -> Plan:
+def _result(
+    traced: Traced, curve: Sequence[Choice], choice: Choice, limit: int, on_host: int, compiled: int | None
+) -> Plan:
     step, out = traced.step, alone(traced.step, traced.table, choice)
     policy = lambda of: policy_for(of, step, traced.table, traced.fixed)
     seconds = choice.ns / 1e9
@@ -268,7 +284,7 @@ def _result(traced: Traced, curve: Sequence[Choice], choice: Choice, limit: int,
         bus=(*(out.copied / rate / 1e9 / seconds if seconds else 0.0 for rate in ways),),  # type: ignore[arg-type]
         curve=tuple(Point(c.device, c.ns / 1e6, policy(c)) for c in _faster(curve)),
         untagged=traced.untagged,
-        compiled=None,
+        compiled=compiled,
         machine=traced.machine.device,
         devices=traced.devices,
     )

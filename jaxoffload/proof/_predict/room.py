@@ -10,7 +10,7 @@ between them. So this is an estimate; only the compiler knows.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.device_bytes import Buffer, Division, Op, Straight, division, straight
 from ..._engine.layer import Layer
 from ..._engine.walk import nested, operands_of
-from ..._jax import LOOPS, NOT_IN_PLACE, REDUCTIONS, SAME, UNFUSED, is_attention, nbytes, on_host
+from ..._jax import FORWARD, LOOPS, NOT_IN_PLACE, REDUCTIONS, SAME, UNFUSED, is_attention, nbytes, on_host
 
 _WITH_LOOPS = (forward_p, backward_p)
 
@@ -144,8 +144,10 @@ class _Lives(NamedTuple):
 
 
 class _Walk:
-    """`nothing`, and values like those in `stacks`, count for nothing. `phase`: whether only what happens while layers
-    run, or only what happens elsewhere, counts for `peak`; None for both."""
+    """`nothing`, and what forward passes of layers keep in the shapes of `stacks`, count for nothing.
+
+    `phase`: whether only what happens while layers run, or only what happens elsewhere, counts for `peak`; None: both.
+    """
 
     def __init__(
         self,
@@ -155,8 +157,8 @@ class _Walk:
         stacks: Collection[Shape] = (),
         phase: str | None = None,
     ):
-        self.like, self.one_kernel, self.nothing, self.stacks = like, one_kernel, nothing, stacks
-        self.phase = phase
+        self.like, self.one_kernel, self.phase = like, one_kernel, phase
+        self.nothing, self.stacks = set(nothing), stacks
         self.layer = self.loop = self.layers_seen = 0
 
     def kind(self, op: Op) -> str:
@@ -200,13 +202,16 @@ class _Walk:
     def size(self, program: Straight, buffer: Buffer) -> int:
         if on_host(buffer.aval) or not hasattr(buffer.aval, "dtype") or buffer in self.nothing:
             return 0
-        if (buffer.aval.shape, buffer.aval.dtype) in self.stacks:
-            return 0
         return program.share(buffer, self.like.get(buffer.aval.shape))
+
+    def leave_out(self, buffers: Iterable[Buffer]) -> None:
+        """Count those of these values that are such `stacks` for nothing."""
+        self.nothing |= {x for x in buffers if (x.aval.shape, getattr(x.aval, "dtype", None)) in self.stacks}
 
     def peak(self, program: Straight, state: Collection[Buffer]) -> int:
         """The most bytes at once of what a program computes and of its `state`, the inputs that it frees."""
         lives = self.lives(program)
+        self.leave_out(x for op in program.ops if FORWARD in op.scope for x in op.results)
         alive = {a: self.size(program, a) for a in state}
         most = sum(alive.values())
         for number, op in enumerate(program.ops):
@@ -243,6 +248,7 @@ class _Walk:
         body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _WITH_LOOPS)
         state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
         _divide_alike(state, body.outputs)
+        self.leave_out(state if FORWARD in op.scope else ())
         before, phase = self.layers_seen, self.phase
         self.phase = None if _runs_layers(op) else phase
         most = self.peak(body, state)

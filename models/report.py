@@ -18,6 +18,7 @@ from jaxoffload.grouped import GroupedMatmulError, chosen_backend
 from jaxoffload.proof import Room
 from models.config import Config, Mesh
 from models.moe import grouped_gemms
+from models.planning import planned
 from models.reading import ConfigError, config_error
 from models.sharding import RULES, VALUES, AnyMesh, abstract_mesh, batch_parts, inside_shard_map
 from models.step import Program, may_interleave, program, traceable
@@ -33,9 +34,11 @@ def report(config: Config) -> str:
     Raises:
       ConfigError: as `summary`.
     """
-    traced = fit_to_host_pool(traceable(config), abstract_mesh(config.mesh))
-    made = program(traced, abstract_mesh(traced.mesh))
-    lines = summary(traced, made)
+    mesh = abstract_mesh(config.mesh)
+    traced, plan = planned(traceable(config), mesh)
+    traced = fit_to_host_pool(traced, mesh)
+    made = program(traced, mesh)
+    lines = "\n".join([*([str(plan)] if plan else []), summary(traced, made)])
     if known := proof.known_machine():
         lines += f"\n{proof.fits(made.step, made.state, made.tokens, machine=known)}"
     if traced.model.attention != config.model.attention:

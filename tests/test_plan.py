@@ -9,16 +9,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
-from common import ROOT
+from common import ROOT, SHORT
 from drawn_layers import draw
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxoffload import Policy, accumulate, plan, residuals, scan, tag, verify
+from jaxoffload.__main__ import main
 from jaxoffload.proof import Bus, Machine, NothingFits, fits
 from jaxoffload.proof._plan.choices import Choice, LayerCost, Stack, Step, alone, fastest, undominated
 from jaxoffload.proof._plan.compiled import refined
 from jaxoffload.proof._plan.patterns import pattern_of
 from jaxoffload.proof._plan.search import pool
+from models.config import load
+from models.planning import plan_of_run
+from models.planning import planned as planned_config
+from models.reading import ConfigError
+from models.report import report
+from models.sharding import abstract_mesh, make_mesh
+from models.train import main as train
 
 pytestmark = pytest.mark.claim("plan")
 
@@ -457,3 +465,95 @@ def test_a_step_writes_its_state_over_the_old_one():
     assert of_step.memory.residuals == of_loss.memory.residuals
     weights = 2 * 4 * LAYERS * D * H
     assert of_step.memory.other <= of_loss.memory.other + weights // 2
+
+
+# ---- the command line and the training program ----
+
+
+TINY = ("models.train:step_for", str(ROOT / "configs/tiny.yaml"), "--machine", str(ROOT / "machines/h200.json"))
+
+
+def test_the_command_line_prints_writes_and_draws(capsys, tmp_path):
+    assert main(["plan", *TINY, "--budget", "1GiB", "--host-budget", "0", "--json", "--png", str(tmp_path)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["budget"] == 2**30 and said["host_budget"] == said["host"] == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("given, says", [("1GB/s", "budget '1GB/s' is not a size"), ("1MiB", "smallest choice needs")])
+def test_the_command_line_says_what_is_wrong(capsys, given, says):
+    assert main(["plan", *TINY, "--budget", given]) == 2
+    error = capsys.readouterr().err
+    assert says in error and "Traceback" not in error
+
+
+@pytest.mark.slow
+def test_a_config_has_a_budget_instead_of_decisions():
+    overrides = ["remat.budget=1GiB", f"remat.machine={ROOT / 'machines/h200.json'}", "remat.min_offload_bytes=0"]
+    config = load(ROOT / "configs/tiny.yaml", overrides)
+    mesh = abstract_mesh(config.mesh)
+    chosen, found = planned_config(config, mesh)
+    assert dict(chosen.remat.residuals) == dict(found.policy.residuals) and chosen.remat.budget == "1GiB"
+    # The file's own patterns stay.
+    assert dict(chosen.remat.residuals)["mlp/fc1.gate"] == "offload"
+    assert dict(chosen.remat.residuals)["attn/q"] == "save"
+    assert str(found) in report(config)
+    without = load(ROOT / "configs/tiny.yaml")
+    assert planned_config(without, mesh) == (without, None)
+
+
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        ("remat.budget=much", "remat.budget: 'much' is not a size; use auto"),
+        ("remat.host_budget=-1", "remat.host_budget: -1 is not a size"),
+        ("remat.machine=[]", "remat.machine: "),
+        ("remat.budgt=auto", "the nearest is remat.budget"),
+    ],
+)
+def test_a_wrong_budget_is_a_line_about_the_config(override, says):
+    with pytest.raises(ConfigError, match=says):
+        load(ROOT / "configs/tiny.yaml", [override])
+
+
+def test_what_cannot_be_planned_is_a_line_about_the_config():
+    for budget in ("auto", "1KiB"):
+        config = load(ROOT / "configs/tiny.yaml", [f"remat.budget={budget}"])
+        with pytest.raises(ConfigError, match=rf"remat\.budget = '{budget}': plan: "):
+            planned_config(config, abstract_mesh(config.mesh))
+
+
+@pytest.mark.slow
+def test_a_run_writes_its_plan_and_keeps_it(tmp_path, capsys):
+    def config(*overrides):
+        machine = f"remat.machine={ROOT / 'machines/h200.json'}"
+        return load(ROOT / "configs/tiny.yaml", ["remat.budget=1GiB", machine, f"train.out={tmp_path}", *overrides])
+
+    mesh = make_mesh(dataclasses.replace(config().mesh, data=jax.device_count()))
+    first = plan_of_run(config(), mesh, continues=False)
+    assert "ms per step" in capsys.readouterr().out
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["plan"]["budget"] == 2**30
+    # What is there stays, whatever would be planned now.
+    written["policy"]["offload_layers"] = 1
+    (tmp_path / "plan.json").write_text(json.dumps(written))
+    again = plan_of_run(config(), mesh, continues=True)
+    assert again.remat == dataclasses.replace(first.remat, offload_layers=1)
+    assert "stays" in capsys.readouterr().out
+    # Another budget is another plan.
+    other = plan_of_run(config("remat.budget=2GiB"), mesh, continues=True)
+    assert other.remat.budget == "2GiB" and "ms per step" in capsys.readouterr().out
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"plan\.json.* is not a plan"):
+        plan_of_run(config(), mesh, continues=True)
+
+
+@pytest.mark.slow
+def test_a_run_trains_under_its_plan(tmp_path, capsys):
+    run = [str(ROOT / "configs/tiny.yaml"), *SHORT, "remat.budget=1GiB", f"remat.machine={ROOT / 'machines/h200.json'}"]
+    run += [f"train.out={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "model.vocab_size=300"]
+    assert train([*run, "train.steps=2"]) == 0
+    said = capsys.readouterr().out
+    assert "ms per step" in said and (tmp_path / "plan.json").exists()
+    assert train([*run, "train.steps=4"]) == 0
+    assert "plan.json stays" in capsys.readouterr().out

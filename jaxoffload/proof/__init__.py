@@ -2,6 +2,7 @@
 
 from ._check import Check as Check
 from ._check import Verification as Verification
+from ._plan.plan import CannotPlan as CannotPlan
 from ._plan.plan import NothingFits as NothingFits
 from ._plan.plan import plan as plan
 from ._plan.result import Memory as Memory

@@ -32,6 +32,20 @@ from .untagged import runs_again
 RESERVE = 0.05  # of the device's memory: predictions from shapes alone are wrong by as much
 
 
+class CannotPlan(UserError, ValueError):
+    """An argument of `plan` is not what it takes.
+
+    Example:
+      >>> from jaxoffload import UserError
+      >>> from jaxoffload.proof import CannotPlan
+      >>> issubclass(CannotPlan, UserError)
+      True
+    """
+
+    def __init__(self, why: str):
+        super().__init__([Problem("plan", f"plan: {why}")])
+
+
 class NothingFits(UserError, MemoryError):
     """No policy fits in the budget.
 
@@ -85,7 +99,7 @@ def plan(
 
     Raises:
       NothingFits: it says how many bytes the smallest choice needs, and for what.
-      ValueError: `budget` or `host_budget` is not a size, no machine is known, or `f` has no `scan` to plan.
+      CannotPlan: `budget` or `host_budget` is not a size, no machine is known, or `f` has no `scan` to plan.
       TypeError: `fixed` is not a Policy, or `machine` neither a Machine nor a path.
       NotImplementedError: the layers are on pipeline stages, or a scan is inside another one's layer; or `compile`, and
         the arguments are on no GPUs, neither here nor described ones.
@@ -141,7 +155,7 @@ def _traced(
     devices, like = stacks.spread(args), divisions(args)
     found = stacks.stacks_of(moves, devices)
     if not found:
-        raise ValueError("plan: the function differentiates no jaxoffload.scan; there is nothing to choose")
+        raise CannotPlan("the function differentiates no jaxoffload.scan; there is nothing to choose")
     names = stacks.names_of(found, fixed)
     policy = lambda decisions: policy_of(decisions, fixed)
     oracle = stacks.Oracle(found, names, policy, machine.rates, like, one_kernel)
@@ -201,12 +215,12 @@ def _machine(machine: Any) -> Machine:
         try:
             return Machine.from_json(Path(machine).read_text())
         except (OSError, ValueError) as why:
-            raise ValueError(f"plan: machine {os.fspath(machine)!r}: {why}") from why
+            raise CannotPlan(f"machine {os.fspath(machine)!r}: {why}") from why
     if machine is not None:
         raise TypeError(f"plan: machine must be a Machine, a path or None, got {short(machine)}")
     if (known := known_machine()) is None:
-        raise ValueError(
-            "plan: no machine was measured here; call jaxoffload.machine() on the GPU, or pass machine=, such as "
+        raise CannotPlan(
+            "no machine was measured here; call jaxoffload.machine() on the GPU, or pass machine=, such as "
             "'machines/h200.json' or what `python -m jaxoffload machine --json` prints there"
         )
     return known
@@ -214,7 +228,7 @@ def _machine(machine: Any) -> Machine:
 
 def _bytes(what: str, size: Any) -> int:
     if (read := size_in_bytes(size)) is None:
-        raise ValueError(f"plan: {what} {short(size)} is not a size; use bytes >= 0 or a string such as '70GiB'")
+        raise CannotPlan(f"{what} {short(size)} is not a size; use bytes >= 0 or a string such as '70GiB'")
     return read
 
 
@@ -224,7 +238,7 @@ def _budget(budget: Any) -> int:
     stats = [device.memory_stats() for device in jax.local_devices()] if jax.default_backend() == "gpu" else []
     limits = [stat["bytes_limit"] for stat in stats if stat and "bytes_limit" in stat]
     if not limits:
-        raise ValueError("plan: budget: no GPU here says how much memory it has; give bytes, or a string as '70GiB'")
+        raise CannotPlan("budget: no GPU here says how much memory it has; give bytes, or a string as '70GiB'")
     return int((1 - RESERVE) * min(limits))
 
 

@@ -164,6 +164,7 @@ def drawn_step(seed):
     return step, pool(least, set(units) - least, evaluate, step.stacks), dice
 
 
+@pytest.mark.claim("plan-promises")
 @pytest.mark.parametrize("seed", range(30))
 def test_promises_hold_for_drawn_costs(seed):
     step, table, dice = drawn_step(seed)
@@ -422,6 +423,7 @@ def test_the_pinned_pool_is_the_default_of_the_host(monkeypatch):
     assert planned(*arrays(), budget=found.curve[0].bytes).host <= found.host_budget
 
 
+@pytest.mark.claim("plan-compiled")
 @pytest.mark.parametrize("seed", range(20))
 def test_a_compiled_choice_fits(seed):
     """With an XLA whose plans differ from the predictions by up to 20 %."""
@@ -524,6 +526,7 @@ def test_what_cannot_be_planned_is_a_line_about_the_config():
 
 
 @pytest.mark.slow
+@pytest.mark.claim("plan-of-a-run")
 def test_a_run_writes_its_plan_and_keeps_it(tmp_path, capsys):
     def config(*overrides):
         machine = f"remat.machine={ROOT / 'machines/h200.json'}"

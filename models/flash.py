@@ -1,7 +1,7 @@
 """cuDNN's causal flash attention where there is no cuDNN: its kernels' names, operands and residuals, computed by XLA.
 
 So a program can be traced on any machine as a GPU will run it: with the softmax statistics among the residuals, and as
-two kernels whose FLOPs the predictions know. It runs too, as slowly as attention that materialises its scores.
+two kernels whose FLOPs the predictions know. On CPUs it runs too, as slowly as attention that materialises its scores.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,8 @@ def _kernel(name: str, compute: Callable[..., list[jax.Array]]) -> Callable[...,
 
     kernel.def_abstract_eval(results)
     kernel.def_impl(jax.jit(run, static_argnames="use_causal_mask"))
-    mlir.register_lowering(kernel, mlir.lower_fun(run, multiple_results=True))
+    # Not for GPUs: what is compiled there for cuDNN must be cuDNN's.
+    mlir.register_lowering(kernel, mlir.lower_fun(run, multiple_results=True), platform="cpu")
     return lambda *args: kernel.bind(*args, use_causal_mask=True)
 
 

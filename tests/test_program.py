@@ -672,10 +672,9 @@ def test_the_hosts_need_of_a_whole_program_is_no_less_than_xla_plans(gpu):
 def test_the_report_of_llama_1b_expects_what_xla_plans(gpu):
     config = load("configs/llama-1b.yaml")
     made = program(config, make_mesh(config.mesh, [gpu]))
-    try:
-        said = summary(config, made).splitlines()[-1]
-    except RuntimeError as why:  # JAX asks cuDNN for its version during tracing
-        pytest.skip(f"the config's attention is cuDNN's, which is not here: {why}")
+    if jax.default_backend() != "gpu":  # JAX asks cuDNN for its version during tracing
+        pytest.skip("the config's attention is cuDNN's, which is not here")
+    said = summary(config, made).splitlines()[-1]
     state = shardings_of(made.state)
     step = jax.jit(
         made.step,

@@ -28,7 +28,9 @@ from ._check import check as check
 from ._residuals import residuals as residuals
 from ._table import Residual as Residual
 from ._table import Residuals as Residuals
+from .proof import Plan as Plan
 from .proof import machine as machine
+from .proof import plan as plan
 from .proof import profile as profile
 from .proof import verify as verify
 

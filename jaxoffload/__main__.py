@@ -1,4 +1,4 @@
-"""The command line: python -m jaxoffload report | verify | profile | machine MODULE:FUNCTION [ARGUMENT ...]"""
+"""The command line: python -m jaxoffload report | plan | verify | profile | machine MODULE:FUNCTION [ARGUMENT ...]"""
 
 import argparse
 import contextlib
@@ -32,9 +32,12 @@ USAGE = """\
   python -m jaxoffload verify models.train:step_for configs/tiny.yaml train.batch_size=2
   python -m jaxoffload machine --json > h200.json
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml --machine h200.json
+  python -m jaxoffload plan models.train:step_for configs/llama3-8b.yaml --budget 70GiB --machine h200.json
 
 report prints where the backward pass finds each residual, and why. It allocates nothing and runs on any machine. For
 a machine that was measured, here or elsewhere, it also says whether each residual's copies fit behind its layer.
+plan chooses the policy whose predicted step is the fastest of those that fit in a budget of device memory. It
+allocates nothing and runs on any machine.
 verify runs the function here and checks what is claimed of it.
 profile runs the step on a GPU and prints how long each residual's copies take, and how much of that is exposed.
 machine measures the GPUs of this machine, or prints what it measured before; it takes no function.
@@ -92,15 +95,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, dest="command", metavar="report | verify | profile | machine")
-    for command in (report, verify, profile, machine):
+    commands = parser.add_subparsers(
+        required=True, dest="command", metavar="report | plan | verify | profile | machine"
+    )
+    for command in (report, plan, verify, profile, machine):
         of_command = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__)
         of_command.set_defaults(run=command, html=None, png=None)
         of_command.add_argument("--json", action="store_true", help="print one JSON object instead")
         if command is not machine:
             of_command.add_argument("function", metavar="MODULE:FUNCTION")
             of_command.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT")
-            of_command.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained page")
+            if command is not plan:
+                of_command.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained page")
             of_command.add_argument("--png", type=Path, metavar="FOLDER", help="also write its pictures")
         if command is verify:
             text = "fail where TransformerEngine has the host read group sizes, which is only listed otherwise"
@@ -110,7 +116,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             # For the fresh processes that it starts.
             of_command.add_argument("--peak", choices=("ours", "reference"), help=argparse.SUPPRESS)
             of_command.add_argument("--layers", type=int, help=argparse.SUPPRESS)
-        if command is report:
+        if command is plan:
+            sizes = {"budget": "bytes per device, such as 70GiB; by default what JAX may use of this GPU, less 5 %%"}
+            sizes["host-budget"] = "bytes of pinned host memory per device; by default what the pinned pool holds"
+            for name, text in sizes.items():
+                of_command.add_argument(f"--{name}", metavar="BYTES", help=text)
+            of_command.add_argument("--compile", action="store_true", help="compile, and correct by XLA's own plan")
+        if command in (report, plan):
             text = "what `machine --json` printed; by default what was measured here, if anything"
             of_command.add_argument("--machine", type=Path, metavar="FILE", help=text)
         if command is machine:
@@ -260,6 +272,19 @@ def report(options: argparse.Namespace) -> int:
     return paged(options, made, 0)
 
 
+def plan(options: argparse.Namespace) -> int:
+    """Choose the policy whose predicted step is the fastest of those that fit, without allocating anything."""
+    made = made_by(options.function, options.arguments)
+    known = read_machine(options.machine) if options.machine else None
+    sizes = {"budget": options.budget, "host_budget": options.host_budget}
+    found = proof.plan(made.f, *made.args, machine=known, compile=options.compile, **sizes)
+    print(found.to_json() if options.json else found)
+    if options.png:
+        (options.png / "plan.png").write_bytes(found.png())
+        print(f"{options.png}: plan.png", file=sys.stderr)
+    return 0
+
+
 def read_machine(path: Path) -> proof.Machine:
     try:
         return proof.Machine.from_json(path.read_text())
@@ -330,6 +355,6 @@ def paged(options: argparse.Namespace, made: Made, code: int, **shown: Any) -> i
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["report"]:  # it allocates nothing, and other programs may need the GPU's memory
+    if sys.argv[1:2] in (["report"], ["plan"]):  # it allocates nothing, and other programs may need the GPU's memory
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     sys.exit(main())

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
-from jax.extend.core import Jaxpr, Primitive, jaxpr_as_fun
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -153,6 +154,11 @@ def without_remat3[**P, T](f: Callable[P, T]) -> Callable[P, T]:
             return f(*args, **kwargs)
 
     return without
+
+
+def where_written(eqn: JaxprEqn) -> str:
+    """The file and line of the user's that an equation stands for, with its function."""
+    return source_info_util.summarize(eqn.source_info)
 
 
 def ordered_effects(jaxpr: Jaxpr) -> list[Any]:

@@ -101,7 +101,7 @@ class Policy:
             raise PolicyError(problems)
         object.__setattr__(self, "residuals", _last_of_each(_pairs(self.residuals)))
         object.__setattr__(self, "offload_modules", tuple(self.offload_modules))
-        object.__setattr__(self, "min_offload_bytes", _size(self.min_offload_bytes))
+        object.__setattr__(self, "min_offload_bytes", size_in_bytes(self.min_offload_bytes))
         if isinstance(layers := self.offload_layers, float):  # 1.0 == 1 in Python, but means all layers
             object.__setattr__(self, "offload_layers", {0.0: 0, 1.0: "all"}.get(layers, layers))
 
@@ -329,7 +329,7 @@ def _choice_problems(policy: Policy) -> list[Problem]:
 
 def _number_problems(policy: Policy) -> list[Problem]:
     problems = []
-    if _size(size := policy.min_offload_bytes) is None:
+    if size_in_bytes(size := policy.min_offload_bytes) is None:
         why = "is not a size; use a number of bytes >= 0 or a string such as '512KiB', '1MiB' or '2GB'"
         problems.append(_problem("min_offload_bytes", f"{short(size)} {why}{nearest(size, _spellings(size))}"))
     if not _is_count(policy.resident_layers):
@@ -347,7 +347,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _size(value: object) -> int | None:
+def size_in_bytes(value: object) -> int | None:
     """Return the bytes of 1048576 or '1MiB'; None for what is not a size."""
     if _is_count(value):
         return value  # type: ignore[return-value]

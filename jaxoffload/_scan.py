@@ -32,6 +32,7 @@ from ._jax import Results, Values, as_array, evaluate
 from ._lost_changes import warns_of_lost_changes
 from ._policy import Policy, check_arguments
 from ._reference import is_reference, most_layers
+from ._trial_policy import in_force
 
 
 @_jax.without_remat3
@@ -209,6 +210,7 @@ def with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool, on_stage: OnStage 
 
 def our_equation(eqn: JaxprEqn, policy: Policy, strict: bool, on_stage: OnStage | None = None) -> JaxprEqn:
     """The equation of ours that stands for one of `lax.scan`."""
+    policy, strict = in_force(policy, strict)
     params = {"call_jaxpr": _alone(eqn), "policy": policy, "strict": strict, "on_stage": on_stage}
     return new_jaxpr_eqn(eqn.invars, eqn.outvars, scan_p, params, eqn.effects, eqn.source_info, eqn.ctx)
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxoffload import scope, tag
+from models import flash
 from models.config import Model
 from models.layers import RMSNorm, rms_norm, weight
 from models.sharding import RULES, VALUES, constrain, on_each_device
@@ -82,7 +83,8 @@ def attend(
 ) -> jax.Array:
     """Causal attention by JAX, (batch, sequence, heads, head_dim), within documents if they are numbered.
 
-    `kind` is "cudnn" or "xla".
+    `kind` is "cudnn" or "xla". Without a GPU, "cudnn" has the same kernels and residuals, computed by XLA; but with a
+    mask of documents it is "xla".
     """
     args = [q_BxSxNxH, k_BxSxKxH, v_BxSxKxH]
     args += [] if documents_BxS is None else [documents_BxS]
@@ -90,7 +92,11 @@ def attend(
     def named(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None = None) -> jax.Array:
         mask = None if documents is None else documents[:, None, :, None] == documents[:, None, None, :]
         with jax.named_scope("attention"):
-            context = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=kind)
+            if kind == "cudnn" and jax.default_backend() != "gpu" and documents is None:
+                context = flash.attention(q, k, v)
+            else:
+                here = kind if jax.default_backend() == "gpu" else "xla"
+                context = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=here)
         return tag(context, "context")
 
     mesh = jax.sharding.get_abstract_mesh()

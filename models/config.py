@@ -143,16 +143,45 @@ class Distributed:
 
 
 @dataclass(frozen=True)
+class Remat(Policy):
+    """A policy; with a budget, the one that is planned for it (docs/plan.md)."""
+
+    # Bytes per device, or a string such as 70GiB; auto: what JAX may use of a GPU, less 5 %. null: nothing is planned.
+    # With a budget the patterns of `residuals` stay; `default`, `offload_layers` and `other_layers` are chosen.
+    budget: int | str | None = None
+    host_budget: int | str = "auto"  # bytes of pinned host memory per device; auto: what the pool and the machine have
+    machine: str | None = None  # what `python -m jaxoffload machine --json` printed; null: what was measured here
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = []
+        for name in ("budget", "host_budget"):
+            value = getattr(self, name)
+            if value not in ("auto", None) and not is_size(value):
+                why = "is not a size; use auto, a number of bytes, or a string such as '70GiB'"
+                problems.append(Problem(name, f"{name}: {short(value)} {why}"))
+        if self.machine is not None and not (isinstance(self.machine, str) and is_path(self.machine)):
+            problems.append(Problem("machine", f"machine: {short(self.machine)} {NOT_A_PATH}"))
+        if problems:
+            raise PolicyError(problems)
+
+    @property
+    def fixed(self) -> Policy:
+        """The policy alone."""
+        return Policy(**{name: getattr(self, name) for name in asdict(Policy())})
+
+
+@dataclass(frozen=True)
 class Config:
     model: Model = field(default_factory=Model)
-    remat: Policy = field(default_factory=Policy)
+    remat: Policy = field(default_factory=Remat)
     mesh: Mesh = field(default_factory=Mesh)
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)
     distributed: Distributed = field(default_factory=Distributed)
 
 
-SECTIONS: dict[str, type] = get_type_hints(Config)
+SECTIONS: dict[str, type] = get_type_hints(Config) | {"remat": Remat}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -196,6 +225,15 @@ def flat(config: Config) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
 
 
+def is_size(value: object) -> bool:
+    """Return whether a policy takes this for a number of bytes."""
+    try:
+        Policy(min_offload_bytes=value)  # type: ignore[arg-type]
+    except PolicyError:
+        return False
+    return True
+
+
 def _parse(tree: dict[str, Any]) -> tuple[Config, list[Problem]]:
     from models.relations import broken_relations  # which imports this module
 
@@ -219,11 +257,12 @@ def _section(name: str, tree: dict[str, Any]) -> tuple[Any, list[Problem]]:
     """Return the dataclass of one section, and what is wrong with the section."""
     kind = SECTIONS[name]
     given, problems = known_entries(name, tree, list(inspect.signature(kind).parameters))
-    if kind is Policy:
+    if kind is Remat:
         try:
-            return Policy(**given), problems
+            remat = Remat(**given)
+            return (remat if remat.budget is not None else remat.fixed), problems
         except PolicyError as error:
-            return Policy(), problems + [problem.under(name) for problem in error.problems]
+            return Remat(), problems + [problem.under(name) for problem in error.problems]
     values, misfits = typed_values(name, given, get_type_hints(kind, include_extras=True))
     return kind(**values), problems + misfits
 

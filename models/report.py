@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,11 +13,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 import jaxoffload
-from jaxoffload import HostPoolFull, PolicyError, Problem, Residual, Residuals, Schedule, UserError, proof
+from jaxoffload import HostPoolFull, Plan, PolicyError, Problem, Residual, Residuals, Schedule, UserError, proof
 from jaxoffload.grouped import GroupedMatmulError, chosen_backend
 from jaxoffload.proof import Room
 from models.config import Config, Mesh
 from models.moe import grouped_gemms
+from models.planning import planned
 from models.reading import ConfigError, config_error
 from models.sharding import RULES, VALUES, AnyMesh, abstract_mesh, batch_parts, inside_shard_map
 from models.step import Program, may_interleave, program, traceable
@@ -33,25 +34,27 @@ def report(config: Config) -> str:
     Raises:
       ConfigError: as `summary`.
     """
-    traced, made = traced_program(config)
-    lines = summary(traced, made, config.model.attention)
+    traced, made, plan = traced_program(config)
+    lines = "\n".join([*([str(plan)] if plan else []), summary(traced, made)])
     if fits := known_fits(made):
         lines += f"\n{fits}"
     if traced.model.attention != config.model.attention:
         lines += (
-            f"\n(model.attention = {config.model.attention!r} was traced as xla: no CUDA here. On a GPU attn/context "
-            "also has the softmax statistics, a float32 for each token and head.)"
+            f"\n(model.attention = {config.model.attention!r} was traced as cudnn: no CUDA here. Its residuals are "
+            "the same, but for attn/context.2, the state of random numbers.)"
         )
     if traced.model.grouped != config.model.grouped:
         lines += f"\n(model.grouped = {config.model.grouped!r} was traced as {traced.model.grouped}: no CUDA here.)"
     return lines
 
 
-def traced_program(config: Config) -> tuple[Config, Program]:
-    """Return the config as this machine can trace it, with fewer layers that offload if they have to fit, and its
-    program on the mesh of the config."""
-    traced = fit_to_host_pool(traceable(config), abstract_mesh(config.mesh))
-    return traced, program(traced, abstract_mesh(traced.mesh))
+def traced_program(config: Config) -> tuple[Config, Program, Plan | None]:
+    """Return the config as this machine can trace it, with the policy that is planned, if one is, and with fewer layers
+    that offload if they have to fit; its program on the mesh of the config; and the plan."""
+    mesh = abstract_mesh(config.mesh)
+    traced, plan = planned(traceable(config), mesh)
+    traced = fit_to_host_pool(traced, mesh)
+    return traced, program(traced, mesh), plan
 
 
 def known_fits(made: Program) -> proof.Fits | None:
@@ -60,25 +63,24 @@ def known_fits(made: Program) -> proof.Fits | None:
     return proof.fits(made.step, made.state, made.tokens, machine=known) if known else None
 
 
-def weighed(config: Config, made: Program, attention: str | None) -> tuple[Residuals, Room]:
-    """Return the table and the working set. `attention`: as for `summary`.
+def weighed(config: Config, made: Program) -> tuple[Residuals, Room]:
+    """Return the table and the working set.
 
     Raises:
       ConfigError: as `summary`.
     """
     with _policy_errors(config):
         table = judged_residuals(config, made)
-    kernels = ("attention",) if (attention or config.model.attention) != "xla" else ()
-    return table, working_set(config, made, table, kernels)
+    return table, working_set(config, made, table)
 
 
-def summary(config: Config, made: Program, attention: str | None = None) -> str:
-    """Return what a run prints before it compiles. `attention`: the kind that will run, if another one was traced.
+def summary(config: Config, made: Program) -> str:
+    """Return what a run prints before it compiles.
 
     Raises:
       ConfigError: the policy does not fit the traced step or this machine.
     """
-    table, working = weighed(config, made, attention)
+    table, working = weighed(config, made)
     about = [model_line(config, made), *backend_lines(config), *microbatch_lines(config, made, table)]
     stages = stage_lines(config, made, table) if config.mesh.stage > 1 else []
     return "\n".join([*about, str(table), *stages, *memory_lines(config, made, table, working)])
@@ -295,17 +297,17 @@ def of_a_chunk(config: Config, table: Residuals, state: str, padding: int = 0) -
     return [replace(row, bytes=row.bytes_per_layer * count) for row, count in kept]
 
 
-def working_set(config: Config, made: Program, table: Residuals, kernels: Collection[str]) -> Room:
+def working_set(config: Config, made: Program, table: Residuals) -> Room:
     """Estimate what a layer needs, and a chunk of logits with its gradient and the unembedding's.
 
     Interleaved microbatches compute a layer of each in turn, while the residuals of another go to the host.
     """
     if not interleaves(config, table):
-        return proof.room(made.step, made.state, made.tokens, one_kernel=kernels)
+        return proof.room(made.step, made.state, made.tokens)
     mesh = made.tokens.sharding.mesh
     one_by_one = replace(config, train=replace(config.train, interleave=False))
     plain = without_stages(one_by_one, program(one_by_one, mesh))
-    room = proof.room(plain.step, plain.state, plain.tokens, one_kernel=kernels)
+    room = proof.room(plain.step, plain.state, plain.tokens)
     layer = [replace(row, bytes=row.bytes_per_layer) for row in table if row.state == "offloaded" and row.layers]
     return room._replace(layer=room.layer + sum(device_bytes(row, mesh) for row in layer))
 

@@ -27,8 +27,8 @@ def report_json(config: Config) -> str:
     Raises:
       ConfigError: as `summary`.
     """
-    traced, made = traced_program(config)
-    table, working = weighed(traced, made, config.model.attention)
+    traced, made, plan = traced_program(config)
+    table, working = weighed(traced, made)
     mesh, found = made.tokens.sharding.mesh, memory(traced, made, table, working)
     residuals = json.loads(table.to_json())
     for row, said in zip(table, residuals["residuals"], strict=True):
@@ -65,6 +65,8 @@ def report_json(config: Config) -> str:
             "slots": schedule.slots,
             "stages": [stage._asdict() for stage in stages(traced, made, table)],
         }
+    if plan:
+        content["plan"] = json.loads(plan.to_json())
     if fits := known_fits(made):
         content["fits"] = json.loads(fits.to_json())
     return json.dumps(content)

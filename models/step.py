@@ -233,12 +233,12 @@ def shardings_of(abstract: Any) -> Any:
 def traceable(config: Config) -> Config:
     """Return the config as this machine can trace it.
 
-    cuDNN, TransformerEngine and GPU kernels cannot be traced without CUDA. XLA's implementations, which replace them,
-    have the same named residuals, except for the statistics of attention; what they recompute inside differs.
+    TransformerEngine and GPU kernels cannot be traced without CUDA. XLA's grouped GEMMs and cuDNN's attention, which
+    replace them, have the same named residuals; only TransformerEngine's state of random numbers is missing.
     """
     if jax.default_backend() == "gpu":
         return config
-    elsewhere = {"attention": {"cudnn": "xla", "te": "xla"}, "grouped": {"te": "ragged", "mosaic": "ragged"}}
+    elsewhere = {"attention": {"te": "cudnn"}, "grouped": {"te": "ragged", "mosaic": "ragged"}}
     model: dict[str, Any] = {
         key: to[value] for key, to in elsewhere.items() if (value := getattr(config.model, key)) in to
     }

@@ -27,6 +27,7 @@ from jaxoffload import Problem, proof
 from models import checkpoints, data, metrics, progress, signals, tensorboard
 from models.config import Config, parse
 from models.failures import machine_failure
+from models.planning import plan_of_run, planned
 from models.preflight import check_names, checked_run
 from models.processes import differing_keys, global_max, hard_exit, say
 from models.profiling import Step, profiled
@@ -142,7 +143,7 @@ def train(config: Config, mesh: Mesh) -> int:
 def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> int:
     """As `train`, from `saved`; None: from the beginning."""
     out, steps, start = Path(config.train.out), config.train.steps, saved.step if saved else 0
-    config = fit_to_host_pool(config, mesh)
+    config = fit_to_host_pool(plan_of_run(config, mesh, saved is not None), mesh)
     made = program(config, mesh)
     say(summary(config, made))
     source = open_source(config, made, saved.data if saved and start else None)
@@ -207,6 +208,7 @@ def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tup
     config = traceable(config)
     enough = math.prod(dataclasses.asdict(config.mesh).values()) == jax.device_count()
     mesh = make_mesh(config.mesh) if enough else abstract_mesh(config.mesh)
+    config, _ = planned(config, mesh)
     made = program(fit_to_host_pool(config, mesh), mesh)
     return made.step, (made.state, made.tokens), made.loss, (made.state.params, made.microbatch)
 

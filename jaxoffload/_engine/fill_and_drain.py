@@ -45,11 +45,16 @@ def ends(pieces: Pieces, microbatches: int, gradients: int, recomputing: Recompu
       gradients: bytes of a set of them, on all devices.
       recomputing: a scan's equation, a layer of it, rows of its plan -> the layer if it recomputed these.
     """
-    budget = int(min(3 / 4, 2 / microbatches) * gradients) // _devices()
+    budget = int(may_stay_of(microbatches) * gradients) // _devices()
     first, left = _fitted(pieces, "forward", budget, recomputing)
     # Of more than two microbatches the first is gone when the last begins.
     last, _ = _fitted(pieces, "backward", left if microbatches == 2 else budget, recomputing)
     return Ends(first, last)
+
+
+def may_stay_of(microbatches: int) -> float:
+    """How many of the bytes of a set of gradients may stay."""
+    return min(3 / 4, 2 / microbatches)
 
 
 def _devices() -> int:

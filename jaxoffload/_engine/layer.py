@@ -72,21 +72,28 @@ class Layer:
     """A body and its derivative.
 
     Attributes:
-      consts, carry: how many of the operands, and of the results, are constants and carry.
+      body: what was differentiated; it counts the constants and the carry.
       forward: operands -> carry, ys, and the residuals that are not operands.
       tangent_jaxpr: all residuals, tangents of the perturbed operands -> tangents of the perturbed results.
       kept: the residuals, in the order of `tangent_jaxpr`.
       perturbed, out_perturbed: which operands and which results have tangents.
     """
 
-    consts: int
-    carry: int
+    body: Body
     forward: Jaxpr
     tangent_jaxpr: Jaxpr
     kept: tuple[Kept, ...]
     plan: Plan
     perturbed: tuple[bool, ...]
     out_perturbed: tuple[bool, ...]
+
+    @property
+    def consts(self) -> int:
+        return self.body.consts
+
+    @property
+    def carry(self) -> int:
+        return self.body.carry
 
     @property
     def host_bytes(self) -> int:
@@ -188,7 +195,7 @@ def linearize(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: b
     kept = tuple(_kept(known, body, known.outvars[results:]))
     stored = [v for v, k in zip(known.outvars[results:], kept, strict=True) if k.place != "operand"]
     forward = known.replace(outvars=[*known.outvars[:results], *stored], debug_info=without_paths(known))
-    return Layer(body.consts, body.carry, forward, linear, kept, plan, perturbed, out_perturbed)
+    return Layer(body, forward, linear, kept, plan, perturbed, out_perturbed)
 
 
 def _derivative(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:

@@ -2,6 +2,12 @@
 
 from ._check import Check as Check
 from ._check import Verification as Verification
+from ._plan.plan import CannotPlan as CannotPlan
+from ._plan.plan import NothingFits as NothingFits
+from ._plan.plan import plan as plan
+from ._plan.result import Memory as Memory
+from ._plan.result import Plan as Plan
+from ._plan.result import Point as Point
 from ._predict.fit import Fit as Fit
 from ._predict.fit import Fits as Fits
 from ._predict.fit import fits as fits

@@ -9,19 +9,35 @@ XLA orders ops otherwise, keeps some values twice, in two layouts or for two ite
 between them. So this is an estimate; only the compiler knows.
 """
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 from jax.extend.core.primitives import cond_p, device_put_p, while_p
 
 from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.device_bytes import Buffer, Division, Op, Straight, division, straight
+from ..._engine.layer import Layer
 from ..._engine.walk import nested, operands_of
-from ..._jax import LOOPS, NOT_IN_PLACE, REDUCTIONS, SAME, UNFUSED, is_attention, nbytes, on_host, without_remat3
+from ..._jax import (
+    FORWARD,
+    LOOPS,
+    NOT_IN_PLACE,
+    REDUCTIONS,
+    SAME,
+    UNFUSED,
+    is_attention,
+    nbytes,
+    on_host,
+    without_remat3,
+)
 
 _WITH_LOOPS = (forward_p, backward_p)
+
+Shape = tuple[tuple[int, ...], Any]  # and the dtype
 
 
 class Room(NamedTuple):
@@ -67,10 +83,60 @@ def room(f: Callable[..., Any], *args: Any, one_kernel: Collection[str] = ()) ->
       >>> room(chunked, jnp.ones((4, 64, 32)), jnp.ones((32, 1024))).loop // (4 * 64 * 1024)  # one chunk of logits
       1
     """
+    return step_room(jax.jit(f).trace(*args).jaxpr, divisions(args), one_kernel)[0]
+
+
+class Most(NamedTuple):
+    """The most bytes at once, while layers run and at any other time."""
+
+    layers: int
+    elsewhere: int
+
+
+Divisions = dict[tuple[int, ...], Division]
+
+
+def divisions(args: Any) -> Divisions:
+    """Return how values of the arguments' shapes are divided."""
     shapes = [(jnp.shape(leaf), getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)]
-    walk = _Walk({shape: division(sharding) for shape, sharding in shapes if shape}, one_kernel)
-    walk.peak(straight(jax.jit(f).trace(*args).jaxpr, _WITH_LOOPS), ())
-    return Room(walk.layer, walk.loop)
+    return {shape: division(sharding) for shape, sharding in shapes if shape}
+
+
+def step_room(
+    jaxpr: Jaxpr,
+    like: Divisions,
+    one_kernel: Collection[str],
+    stacks: Collection[Shape] = (),
+    written_over: bool = False,
+) -> tuple[Room, Most]:
+    """Return what the loops of a step need, and the most bytes per device that it has at once besides its arguments.
+
+    Args:
+      stacks: shapes and dtypes that are not counted, such as those of what layers keep.
+      written_over: whether a result takes the place of an argument of its shape and dtype (which is donated).
+    """
+    program = straight(jaxpr, _WITH_LOOPS)
+    free = Counter((x.aval.shape, x.aval.dtype) for x in program.inputs if x.aval.shape) if written_over else Counter()
+    nothing = set()
+    for out in program.outputs:
+        if out and free[key := (out.aval.shape, getattr(out.aval, "dtype", None))] > 0:
+            free[key] -= 1
+            nothing.add(out)
+    most = {}
+    for phase in ("layers", "elsewhere"):
+        walk = _Walk(like, one_kernel, nothing, frozenset(stacks), phase)
+        most[phase] = walk.peak(program, ())
+    return Room(walk.layer, walk.loop), Most(**most)
+
+
+def layer_room(layer: Layer, backward: Jaxpr, like: Divisions, one_kernel: Collection[str]) -> int:
+    """Return the most bytes per device that a layer of a scan has at once, in either pass, with what it keeps."""
+    walk = _Walk(like, one_kernel)
+    forward, reverse = straight(layer.forward, _WITH_LOOPS), straight(backward, _WITH_LOOPS)
+    carry = forward.inputs[layer.consts : layer.consts + layer.carry]
+    given = zip(reverse.inputs, layer.kept, strict=False)
+    kept = [x for x, k in given if k.place in ("host", "device")]
+    return max(walk.peak(forward, carry), walk.peak(reverse, [*kept, *reverse.inputs[len(layer.kept) :]]))
 
 
 class _Lives(NamedTuple):
@@ -90,8 +156,21 @@ class _Lives(NamedTuple):
 
 
 class _Walk:
-    def __init__(self, like: dict[tuple[int, ...], Division], one_kernel: Collection[str]):
-        self.like, self.one_kernel = like, one_kernel
+    """`nothing`, and what forward passes of layers keep in the shapes of `stacks`, count for nothing.
+
+    `phase`: whether only what happens while layers run, or only what happens elsewhere, counts for `peak`; None: both.
+    """
+
+    def __init__(
+        self,
+        like: Divisions,
+        one_kernel: Collection[str],
+        nothing: Collection[Buffer] = (),
+        stacks: Collection[Shape] = (),
+        phase: str | None = None,
+    ):
+        self.like, self.one_kernel, self.phase = like, one_kernel, phase
+        self.nothing, self.stacks = set(nothing), stacks
         self.layer = self.loop = self.layers_seen = 0
 
     def kind(self, op: Op) -> str:
@@ -133,21 +212,29 @@ class _Walk:
         return _Lives(same, stored, reads, last)
 
     def size(self, program: Straight, buffer: Buffer) -> int:
-        if on_host(buffer.aval) or not hasattr(buffer.aval, "dtype"):
+        if on_host(buffer.aval) or not hasattr(buffer.aval, "dtype") or buffer in self.nothing:
             return 0
         return program.share(buffer, self.like.get(buffer.aval.shape))
+
+    def leave_out(self, buffers: Iterable[Buffer]) -> None:
+        """Count those of these values that are such `stacks` for nothing."""
+        self.nothing |= {x for x in buffers if (x.aval.shape, getattr(x.aval, "dtype", None)) in self.stacks}
 
     def peak(self, program: Straight, state: Collection[Buffer]) -> int:
         """The most bytes at once of what a program computes and of its `state`, the inputs that it frees."""
         lives = self.lives(program)
+        self.leave_out(x for op in program.ops if FORWARD in op.scope for x in op.results)
         alive = {a: self.size(program, a) for a in state}
         most = sum(alive.values())
         for number, op in enumerate(program.ops):
             results = {r: self.size(program, r) for r in op.results if r in lives.stored}
             ends = {a for a in lives.reads[number] if lives.last[a] == number and a in alive}
+            before = self.layers_seen
             if results:
                 more = self.of_op(op, results, {a: alive[a] for a in ends}, lives.same)
-                most = max(most, sum(alive.values()) + more)
+                inside = not _runs_layers(op) and self.layers_seen > before  # a loop with layers in it
+                if self.phase in (None, "layers" if _runs_layers(op) else "elsewhere") or inside:
+                    most = max(most, sum(alive.values()) + more)
             alive |= {r: size for r, size in results.items() if r in lives.last}
             for a in ends:
                 del alive[a]
@@ -173,15 +260,23 @@ class _Walk:
         body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _WITH_LOOPS)
         state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
         _divide_alike(state, body.outputs)
-        before = self.layers_seen
+        self.leave_out(state if FORWARD in op.scope else ())
+        before, phase = self.layers_seen, self.phase
+        self.phase = None if _runs_layers(op) else phase
         most = self.peak(body, state)
+        self.phase = phase
         stacks = {a for a in state if a in body.outputs or a.aval.shape in self.like}  # residuals, and gradients
         working = most - sum(self.size(body, a) for a in stacks)
-        if any(primitive.name in op.scope for primitive in _WITH_LOOPS):
+        if _runs_layers(op):
             self.layer, self.layers_seen = max(self.layer, working), self.layers_seen + 1
         elif self.layers_seen == before:
             self.loop = max(self.loop, working)
         return most
+
+
+def _runs_layers(op: Op) -> bool:
+    """Whether an op is a part of a pass of a `scan`."""
+    return any(primitive.name in op.scope for primitive in _WITH_LOOPS)
 
 
 def _divide_alike(given: Collection[Buffer], left: Collection[Buffer | None]) -> None:

@@ -1,0 +1,73 @@
+"""The memory that XLA plans for a choice, and the choice that fits by that."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ..._compiler_options import compiler_options
+from ..._policy import Policy
+from ..._trial_policy import with_policy
+from .._program.results import run_of
+from .choices import Choice, fastest
+
+
+def refined(
+    curve: Sequence[Choice], limit: int, measured: Callable[[Choice], int]
+) -> tuple[Choice | None, dict[Choice, int]]:
+    """Return the fastest choice of those compiled that fits in `limit` bytes per device, and what each took.
+
+    What a compiled choice takes more or less than predicted corrects the budget for the next one, until the choice is
+    one that was compiled. If that does not fit, smaller ones are compiled, until one fits; None if none does.
+    """
+    taken: dict[Choice, int] = {}
+    choice = fastest(curve, limit) or (curve[0] if curve else None)
+    while choice is not None and choice not in taken:
+        taken[choice] = measured(choice)
+        choice = fastest(curve, limit - (taken[choice] - choice.device))
+    fitting = [c for c, size in taken.items() if size <= limit]
+    while not fitting and (smaller := [c for c in curve if c.device < min(t.device for t in taken)]):
+        excess = min(size for size in taken.values()) - limit
+        smallest = min(t.device for t in taken)
+        choice = fastest(smaller, smallest - excess) or smaller[0]
+        taken[choice] = measured(choice)
+        fitting = [choice] if taken[choice] <= limit else []
+    return min(fitting, key=lambda c: (c.ns, c.host), default=None), taken
+
+
+def compiled_bytes(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy) -> int:
+    """Return the bytes per device that XLA plans for a step under a policy, or for a loss and its gradient.
+
+    A jitted step keeps what it donates; the arguments of any other step are donated.
+    """
+    lower = getattr(f, "lower", None)
+    run, is_loss = run_of(with_policy(f, policy), args)
+    if is_loss or lower is None:
+        lower = jax.jit(run, donate_argnums=() if is_loss else range(len(args))).lower
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        program = with_policy(lower, policy)(*args).compile(compiler_options("gpu"))
+    found = program.memory_analysis()
+    if found is None:
+        raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")
+    new = found.output_size_in_bytes - found.alias_size_in_bytes
+    return int(found.argument_size_in_bytes + new + found.temp_size_in_bytes)
+
+
+def refuse_without_gpus(args: Any) -> None:
+    """Raise if the arguments are on no GPUs, here or described ones.
+
+    Raises:
+      NotImplementedError: they are on CPUs, or on an abstract mesh.
+    """
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    abstract = any(isinstance(getattr(s, "mesh", None), jax.sharding.AbstractMesh) for s in shardings)
+    devices = [d for s in shardings if s is not None and not abstract for d in s.device_set]
+    platforms = {device.platform for device in devices} or {jax.default_backend()}
+    if abstract or not platforms <= {"gpu", "cuda"}:
+        where = "an abstract mesh" if abstract else ", ".join(sorted(platforms))
+        raise NotImplementedError(
+            f"plan: compile=True needs arguments on GPUs, here or described (jax.experimental.topologies); they are on "
+            f"{where}"
+        )

@@ -1,0 +1,313 @@
+"""plan(): the policy whose predicted step is the fastest of those that fit in the device's memory."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr
+
+from ..._engine.cost import cost
+from ..._engine.device_bytes import division
+from ..._engine.fill_and_drain import may_stay_of
+from ..._engine.host_pool_limit import host_pool_bytes, whole_program
+from ..._errors import Problem, UserError
+from ..._jax import nbytes
+from ..._policy import Policy, size_in_bytes
+from ..._text import GIB, readable, short
+from ..._trial_policy import with_policy
+from .._predict.machine import Machine, known_machine
+from .._predict.room import divisions, step_room
+from .._program.results import run_of
+from . import stacks
+from .choices import Choice, Outcome, Step, Table, alone, fastest, undominated
+from .compiled import compiled_bytes, refined, refuse_without_gpus
+from .patterns import policy_for, policy_of
+from .result import Memory, Plan, Point
+from .search import pool
+from .untagged import runs_again
+
+RESERVE = 0.05  # of the device's memory: predictions from shapes alone are wrong by as much
+
+
+class CannotPlan(UserError, ValueError):
+    """An argument of `plan` is not what it takes.
+
+    Example:
+      >>> from jaxoffload import UserError
+      >>> from jaxoffload.proof import CannotPlan
+      >>> issubclass(CannotPlan, UserError)
+      True
+    """
+
+    def __init__(self, why: str):
+        super().__init__([Problem("plan", f"plan: {why}")])
+
+
+class NothingFits(UserError, MemoryError):
+    """No policy fits in the budget.
+
+    Attributes:
+      least: bytes per device that the smallest one needs.
+
+    Example:
+      >>> from jaxoffload.proof import NothingFits
+      >>> NothingFits("plan: budget 1.00 GiB", 2**31).least
+      2147483648
+    """
+
+    def __init__(self, why: str, least: int):
+        super().__init__([Problem("plan", why)])
+        self.least = least
+
+
+def plan(
+    f: Callable[..., Any],
+    *args: Any,
+    budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    machine: Machine | str | os.PathLike[str] | None = None,
+    fixed: Policy | None = None,
+    one_kernel: Collection[str] = (),
+    compile: bool = False,
+) -> Plan:
+    """Choose the policy of a function's `scan`s: of those that fit in `budget`, the one whose step is the fastest.
+
+    Nothing runs, and no GPU is needed. `plan` traces `f` under policies of its own; those that `f` gives its scans do
+    not count. For each name it decides whether to save, offload or recompute it, and how many layers offload. What
+    recomputing a name costs is what then runs again in the layer. Copies have the layers beside them to hide behind,
+    two passes of them with `accumulate`. docs/plan.md says what the prediction knows and what not.
+
+    Args:
+      f: a loss, which is differentiated, or a training step. Its state is taken to be donated; a loss's arguments not.
+      args: its arguments, arrays or `jax.ShapeDtypeStruct`s, with shardings if there are several devices.
+      budget: bytes per device, or a string such as "70GiB". By default what JAX may use of this GPU, less 5 %.
+      host_budget: bytes of pinned host memory per device; by default what the pinned pool holds, and no more than this
+        machine's memory divided by its GPUs.
+      machine: what `machine()` measured, or a file that `python -m jaxoffload machine --json` wrote. By default what
+        was measured here.
+      fixed: decisions that stay, by its patterns. Its other fields count too, except for `default`, `offload_layers`
+        and `other_layers`, which are chosen.
+      one_kernel: names of scopes, as for `room`.
+      compile: also compile `f` under the choice, for the GPUs of its arguments, and correct the budget by the memory
+        that XLA plans, until what is chosen fits by that. A jitted step keeps what it donates.
+
+    Returns:
+      A `Plan`. Its `policy` goes to the scans of `f`; with several scans pass them `strict=False`.
+
+    Raises:
+      NothingFits: it says how many bytes the smallest choice needs, and for what.
+      CannotPlan: `budget` or `host_budget` is not a size, no machine is known, or `f` has no `scan` to plan.
+      TypeError: `fixed` is not a Policy, or `machine` neither a Machine nor a path.
+      NotImplementedError: the layers are on pipeline stages, or a scan is inside another one's layer; or `compile`, and
+        the arguments are on no GPUs, neither here nor described ones.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxoffload import Policy, plan, scan, tag
+      >>> from jaxoffload.proof import Bus, Machine
+      >>> bus = Bus(d2h=53.5, h2d=53.5, together=41.0)
+      >>> h200 = Machine("H200", 1, "0.12", bus, bus, 670.0, (580.0, 530.0), 3900.0)
+      >>> layer = lambda x, w: (x + jnp.tanh(tag(tag(x, "layer_input") @ w, "fc1")) @ w.T, None)
+      >>> loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=Policy(), strict=False)[0])
+      >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+      >>> chosen = plan(loss, shape(16, 4096, 16384), shape(8192, 4096), budget="8GiB", machine=h200)
+      >>> chosen.memory.total <= 8 * 2**30
+      True
+    """
+    fixed = _checked_policy(fixed)
+    rates = _machine(machine)
+    limit, on_host = _budget(budget), _host_budget(host_budget)
+    if compile:
+        refuse_without_gpus(args)
+    traced = _traced(f, args, fixed, rates, one_kernel)
+    curve = undominated(traced.step, traced.table, on_host)
+    choice, taken = fastest(curve, limit), dict[Choice, int]()
+    if compile:
+        policy = lambda choice: policy_for(choice, traced.step, traced.table, fixed)
+        choice, taken = refined(curve, limit, lambda choice: compiled_bytes(f, args, policy(choice)))
+    if choice is None:
+        raise _nothing_fits(traced, curve[0], limit, taken)
+    return _result(traced, curve, choice, limit, on_host, taken.get(choice))
+
+
+class Traced(NamedTuple):
+    """What a function's scans cost, whatever the budget is."""
+
+    step: Step
+    table: Table
+    fixed: Policy
+    machine: Machine
+    devices: int
+    untagged: tuple[str, ...]
+
+
+def _traced(
+    f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine: Machine, one_kernel: Collection[str]
+) -> Traced:
+    dots = "recompute" if fixed.dots == "offload" else fixed.dots
+    nothing = dataclasses.replace(fixed, residuals={}, offload_modules=(), default="recompute", dots=dots)
+    # One layer is enough to see that microbatches interleave, and fits in every pinned pool.
+    moving = dataclasses.replace(nothing, default="offload", dots=fixed.dots, offload_layers=1)
+    (plain, is_loss), (moves, _) = (_jaxpr(f, args, policy) for policy in (nothing, moving))
+    devices, like = stacks.spread(args), divisions(args)
+    found = stacks.stacks_of(moves, devices)
+    if not found:
+        raise CannotPlan("the function differentiates no jaxoffload.scan; there is nothing to choose")
+    names = stacks.names_of(found, fixed)
+    policy = lambda decisions: policy_of(decisions, fixed)
+    oracle = stacks.Oracle(found, names, policy, machine.rates, like, one_kernel)
+    room, most = step_room(plain, like, one_kernel, stacks.kept_stacks(plain), written_over=not is_loss)
+    of_least = max(cost.working for cost in oracle(names.least))
+    oracle = dataclasses.replace(oracle, excess=room.layer - of_least)
+    gradients = stacks.gradients_of(moves, like)
+    of_layers = stacks.layers_seconds(plain, machine.rates, devices)
+    step = Step(
+        seconds=max(0.0, cost(plain, machine.rates, devices).seconds - of_layers),
+        arguments=sum(_share(leaf) for leaf in jax.tree.leaves(args)),
+        other=max(0, most.layers - room.layer),
+        less=gradients.stacked,
+        elsewhere=most.elsewhere,
+        may_stay=_may_stay(gradients.all, found),
+        resident=fixed.resident_layers,
+        stacks=tuple(each.stack for each in found),
+        bus=machine.bus(devices),
+        movable=names.movable,
+        moved=names.moved,
+    )
+    table = pool(names.least, names.free, oracle, step.stacks)
+    everything = oracle.layers(names.least | names.free)
+    return Traced(
+        step, table, fixed, machine, devices, tuple(line for layer in everything for line in runs_again(layer))
+    )
+
+
+def _jaxpr(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy) -> tuple[Jaxpr, bool]:
+    """Return the trace of a step, or of a loss and its gradient, under a policy; and whether it is a loss."""
+    run, is_loss = run_of(with_policy(f, policy), args)
+    with whole_program(True):
+        return jax.make_jaxpr(run)(*args), is_loss
+
+
+def _may_stay(gradients: int, found: Sequence[stacks.Found]) -> int:
+    """Return the bytes per device that the first and the last of interleaved microbatches may keep."""
+    most = max(each.stack.microbatches for each in found)
+    return int(may_stay_of(most) * gradients) if most > 1 else 0
+
+
+def _share(leaf: Any) -> int:
+    """Return the bytes per device of an argument."""
+    return -(-nbytes(jax.typeof(leaf)) // division(getattr(leaf, "sharding", None)).parts)
+
+
+def _checked_policy(fixed: Any) -> Policy:
+    if fixed is not None and not isinstance(fixed, Policy):
+        raise TypeError(f"plan: fixed must be a jaxoffload.Policy or None, got {short(fixed)}")
+    return fixed or Policy()
+
+
+def _machine(machine: Any) -> Machine:
+    if isinstance(machine, Machine):
+        return machine
+    if isinstance(machine, (str, os.PathLike)):
+        try:
+            return Machine.from_json(Path(machine).read_text())
+        except (OSError, ValueError) as why:
+            raise CannotPlan(f"machine {os.fspath(machine)!r}: {why}") from why
+    if machine is not None:
+        raise TypeError(f"plan: machine must be a Machine, a path or None, got {short(machine)}")
+    if (known := known_machine()) is None:
+        raise CannotPlan(
+            "no machine was measured here; call jaxoffload.machine() on the GPU, or pass machine=, such as "
+            "'machines/h200.json' or what `python -m jaxoffload machine --json` prints there"
+        )
+    return known
+
+
+def _bytes(what: str, size: Any) -> int:
+    if (read := size_in_bytes(size)) is None:
+        raise CannotPlan(f"{what} {short(size)} is not a size; use bytes >= 0 or a string such as '70GiB'")
+    return read
+
+
+def _budget(budget: Any) -> int:
+    if budget is not None:
+        return _bytes("budget", budget)
+    stats = [device.memory_stats() for device in jax.local_devices()] if jax.default_backend() == "gpu" else []
+    limits = [stat["bytes_limit"] for stat in stats if stat and "bytes_limit" in stat]
+    if not limits:
+        raise CannotPlan("budget: no GPU here says how much memory it has; give bytes, or a string as '70GiB'")
+    return int((1 - RESERVE) * min(limits))
+
+
+_XLA_POOL = 64 * GIB  # XLA's own limit of the pinned host pool
+
+
+def _host_budget(budget: Any) -> int:
+    """Return the bytes per device that may be pinned."""
+    if budget is not None:
+        return _bytes("host_budget", budget)
+    pool_size = host_pool_bytes() or _XLA_POOL
+    if jax.default_backend() != "gpu":
+        return pool_size
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(pool_size, memory // jax.local_device_count())
+
+
+def _nothing_fits(traced: Traced, least: Choice, limit: int, taken: Mapping[Choice, int]) -> NothingFits:
+    """`taken`: what XLA plans for those choices that were compiled."""
+    memory = _memory(traced.step, alone(traced.step, traced.table, least))
+    parts = sorted(memory._asdict().items(), key=lambda part: -part[1])[:3]
+    largest = ", ".join(f"{readable(size)} {_PARTS[name]}" for name, size in parts)
+    need = min(taken.values(), default=least.device)
+    how = ", by XLA's plan" if taken else ""
+    why = (
+        f"budget {readable(limit)} per device: the smallest choice needs {readable(need)}{how}; predicted are {largest}"
+    )
+    return NothingFits(f"plan: {why}", need)
+
+
+_PARTS = {
+    "arguments": "of arguments",
+    "other": "of gradients and what else is there",
+    "residuals": "of residuals",
+    "working": "of a working set",
+}
+
+
+def _memory(step: Step, out: Outcome) -> Memory:
+    return Memory(step.arguments, out.other, out.residuals, out.working)
+
+
+def _result(
+    traced: Traced, curve: Sequence[Choice], choice: Choice, limit: int, on_host: int, compiled: int | None
+) -> Plan:
+    step, out = traced.step, alone(traced.step, traced.table, choice)
+    policy = lambda of: policy_for(of, step, traced.table, traced.fixed)
+    seconds = choice.ns / 1e9
+    ways = (step.bus.d2h, step.bus.h2d)
+    return Plan(
+        policy=policy(choice),
+        step_ms=choice.ns / 1e6,
+        memory=_memory(step, out),
+        budget=limit,
+        host=choice.host,
+        host_budget=on_host,
+        bus=(*(out.copied / rate / 1e9 / seconds if seconds else 0.0 for rate in ways),),  # type: ignore[arg-type]
+        curve=tuple(Point(c.device, c.ns / 1e6, policy(c)) for c in _faster(curve)),
+        untagged=traced.untagged,
+        compiled=compiled,
+        machine=traced.machine.device,
+        devices=traced.devices,
+    )
+
+
+def _faster(curve: Sequence[Choice]) -> list[Choice]:
+    """Return those that are faster than all smaller ones."""
+    faster: list[Choice] = []
+    for choice in curve:
+        if not faster or choice.ns < faster[-1].ns:
+            faster.append(choice)
+    return faster

@@ -1,0 +1,51 @@
+"""Which sets of kept names are looked at: up from the least and down from all, by seconds for each byte."""
+
+import functools
+from collections.abc import Callable, Iterable
+
+from .choices import Costs, Kept, Stack, Unit
+
+
+def pool(
+    least: Kept, free: Iterable[Unit], evaluate: Callable[[Kept], Costs], stacks: tuple[Stack, ...]
+) -> dict[Kept, Costs]:
+    """Return what layers cost for each set of names that the search looks at; budgets do not change it.
+
+    From `least` upwards, the unit that saves most time for each byte is added, until all are in. From all downwards,
+    the one is dropped that costs least time for each byte. Gains are evaluated anew only for the unit that comes first,
+    which is nearly always enough: they seldom grow when more is kept.
+    """
+    table: dict[Kept, Costs] = {}
+
+    def totals(kept: Kept) -> tuple[float, int]:
+        if kept not in table:
+            table[kept] = evaluate(kept)
+        both = list(zip(stacks, table[kept], strict=True))
+        return sum(s.runs * s.layers * c.seconds for s, c in both), sum(s.layers * c.kept for s, c in both)
+
+    def worth(kept: Kept, unit: Unit) -> float:
+        """The seconds that a byte of a unit saves, beside these others."""
+        (without, fewer), (seconds, more) = totals(kept - {unit}), totals(kept | {unit})
+        return (without - seconds) / max(1, more - fewer)
+
+    units = sorted(free)
+    kept = least
+    totals(least)
+    gains = {unit: worth(kept, unit) for unit in units}
+    while gains:
+        kept = kept | {_first(gains, functools.partial(worth, kept), -1)}
+    kept = least.union(units)
+    losses = {unit: worth(kept, unit) for unit in units}
+    while losses:
+        kept = kept - {_first(losses, functools.partial(worth, kept), 1)}
+    return dict(sorted(table.items(), key=lambda item: (len(item[0]), sorted(item[0]))))
+
+
+def _first(values: dict[Unit, float], now: Callable[[Unit], float], sign: int) -> Unit:
+    """Take out the unit with the least `sign` * value, as it is `now`."""
+    fresh: set[Unit] = set()
+    while (first := min(values, key=lambda unit: (sign * values[unit], unit))) not in fresh:
+        values[first] = now(first)
+        fresh.add(first)
+    del values[first]
+    return first

@@ -118,7 +118,7 @@ class Residuals:
 
     @property
     def per_device(self) -> "Residuals":
-        """The table of one device: the same lines, with its part of the bytes.
+        """The table of one device, which has the same lines with its part of the bytes.
 
         Where the compiler divides values (auto mesh axes), a value counts as its `with_sharding_constraint` divides it.
         Others are taken to be divided along their first axis, as values or arguments with as many rows are, and whole

@@ -23,7 +23,7 @@ def model(options: argparse.Namespace) -> Model:
     return Model(
         layers=options.layers,
         d_model=D,
-        heads=D // 128,
+        heads=D // options.head_dim,
         kv_heads=options.kv_heads,
         d_ff=D * 7 // 2,
         rope_theta=500000.0,

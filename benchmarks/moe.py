@@ -28,7 +28,7 @@ def model(options: argparse.Namespace) -> Model:
     return Model(
         layers=options.layers,
         d_model=options.d_model,
-        heads=options.d_model // 128,
+        heads=options.d_model // options.head_dim,
         kv_heads=options.kv_heads,
         experts=options.experts,
         experts_per_token=options.experts_per_token,

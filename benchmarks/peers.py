@@ -63,6 +63,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--d_model", type=int, default=4096)
     parser.add_argument("--kv_heads", type=int, default=8)
+    parser.add_argument("--head_dim", type=int, default=128)
     parser.add_argument("--fsdp", type=int, default=1, help="GPUs that split batch and weights")
     parser.add_argument("--expert", type=int, default=1, help="GPUs that split batch and experts")
     parser.add_argument("--attention", default="cudnn", choices=("cudnn", "te", "xla"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from common import count
 
-from benchmarks import accumulate, cases, choices, dense, grouped, losses, moe, ratios, stages, sweep
+from benchmarks import accumulate, cases, choices, dense, grouped, losses, moe, plans, ratios, stages, sweep
 from jaxoffload import Policy
 from models import config
 from models.config import Model
@@ -227,3 +227,31 @@ def test_the_picture_is_drawn(tmp_path):
     result = {"device": "a GPU", "shape": {"layers": 5, "batch": 2, "d_model": 512}, "lines": LINES}
     read = json.loads(json.dumps(result))
     assert sweep.plot(read, tmp_path / "sweep.png") and (tmp_path / "sweep.png").stat().st_size > 10_000
+
+
+def test_a_plan_is_judged_by_the_fastest_policy_that_fits():
+    gib = 2**30
+    lines = {
+        "plan least": {"device_gib": 9.0, "step_ms": 110.0},
+        "plan all": {"device_gib": 31.0, "step_ms": 90.0},
+        "hand-made": {"device_gib": 10.0, "step_ms": 100.0},
+        "save": {"device_gib": 30.0, "step_ms": 80.0},
+        "too large": {"device_gib": 200.0},
+    }
+    least = {"budget": 10 * gib, "step_ms": 99.0, "device_gib": 9.9}
+    everything = {"budget": 30 * gib, "step_ms": 90.0, "device_gib": 29.0}
+    found = {which: plans.judged(which, of, lines) for which, of in (("least", least), ("all", everything))}
+    assert found["least"]["best"] == "hand-made" and found["least"]["plan / best"] == 1.1 and found["least"]["fits"]
+    assert found["least"]["predicted / measured ms"] == 0.9 and found["least"]["predicted / planned by XLA"] == 1.1
+    assert not found["all"]["fits"] and found["all"]["plan / best"] is None and found["all"]["best"] == "save"
+    measures = plans.summary({"a shape": {"budgets": found}})
+    assert (measures["plans"], measures["fit"], measures["timed"]) == (2, 1, 1)
+    assert measures["plan / best, at most"] == 1.1 and measures["plan / best <= 1.01, share"] == 0
+    assert measures["error of the time: median, most"] == [0.05, 0.1]
+
+
+def test_policies_are_drawn_alike_each_time_and_half_the_shapes_accumulate():
+    assert plans.drawn(dense.CASE, 5) == plans.drawn(dense.CASE, 5)
+    assert len(set(plans.drawn(dense.CASE, 20).values())) == 20
+    assert len(plans.SHAPES) >= 12
+    assert 2 * sum(shape.microbatches > 1 for shape in plans.SHAPES.values()) == len(plans.SHAPES)

@@ -1,0 +1,284 @@
+"""Plans against measured policies: step time and memory, predicted and measured, at three budgets for each shape.
+
+    python -m benchmarks.plans predict --machine machines/h200.json [--out benchmarks/results/plans-predicted.json]
+    python -m benchmarks.plans measure [--predicted FILE] [--shapes NAME ...] [--out benchmarks/results/plans.json]
+
+The first needs no GPU; its file is committed before the second runs. The budgets are the least that recomputing
+everything is predicted to take and 2 % more, what the fastest choice takes, and the middle. For each shape the second
+measures the plans, the hand-made candidates of the other benchmarks, and `--drawn` policies drawn at random, all in one
+process, in turn. A policy fits in a budget by XLA's plan. What is compared is the plan with the fastest that fits.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jaxoffload
+from benchmarks import dense, moe, peers
+from benchmarks.accumulate import device_gib, placed
+from benchmarks.cases import OVERLAP, Case, Variant
+from benchmarks.steps import initial, loss_of, shardings, start
+from jaxoffload import Policy
+from jaxoffload.proof import Plan
+
+GIB = 2**30
+
+
+class Shape(NamedTuple):
+    """The layers of a case with sizes of their own, in so many microbatches."""
+
+    case: Case
+    sizes: dict[str, Any]
+    microbatches: int = 1
+
+
+def both(name: str, case: Case, microbatches: int = 4, **sizes: Any) -> dict[str, Shape]:
+    """Return a shape, and the same in microbatches."""
+    return {name: Shape(case, sizes), f"{name}, accumulated": Shape(case, sizes, microbatches)}
+
+
+SHAPES = {
+    **both("8b", dense.CASE),
+    **both("70b", dense.CASE, d_model=8192, layers=10, batch=1),
+    **both("1b", dense.CASE, d_model=2048, batch=4),
+    **both("small heads", dense.CASE, d_model=2048, head_dim=64, kv_heads=8, batch=4),
+    **both("mixtral", moe.CASE, layers=4),
+    **both("small experts", moe.CASE, layers=12, d_model=2048, experts=64, experts_per_token=8, d_expert=768),
+    **both("8b, te", dense.CASE, attention="te"),
+    **both("8b, fsdp", dense.CASE, fsdp=2),
+}
+
+
+def main() -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    options = parse()
+    if options.what == "predict":
+        return write(options, predicted(options))
+    if any(SHAPES[name].sizes.get("attention") == "te" for name in options.shapes):
+        importlib.import_module("transformer_engine.jax")  # before JAX's first computation
+    read = json.loads(options.predicted.read_text())
+    result = peers.provenance("plans", options.commit) | {"predicted": str(options.predicted), "shapes": {}}
+    for name in options.shapes:
+        result["shapes"][name] = measured(name, read["shapes"][name], options)
+        result["summary"] = summary(result["shapes"])
+        write(options, result)  # so that a later failure loses nothing
+    return print(json.dumps(result["summary"], indent=1))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="what", required=True)
+    for what, out in (("predict", "plans-predicted"), ("measure", "plans")):
+        command = commands.add_parser(what)
+        command.add_argument("--out", type=Path, default=Path(f"benchmarks/results/{out}.json"))
+        command.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+        command.add_argument("--sizes", type=json.loads, default={}, help="of all shapes, as JSON: for a trial run")
+        command.add_argument("--commit", default=peers.head(), help="the commit to record")
+    commands.choices["predict"].add_argument("--machine", type=Path, default=Path("machines/h200.json"))
+    measure = commands.choices["measure"]
+    measure.add_argument("--predicted", type=Path, default=Path("benchmarks/results/plans-predicted.json"))
+    measure.add_argument("--drawn", type=int, default=20, help="policies drawn at random for each shape")
+    measure.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+def write(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def options_of(shape: Shape, sizes: dict[str, Any]) -> argparse.Namespace:
+    """Return the options of the case's own benchmark. Without a GPU kernels are traced as the report traces them."""
+    parser = peers.arguments("")
+    shape.case.arguments(parser)
+    parser.set_defaults(**shape.sizes | sizes)
+    options = parser.parse_args([])
+    if jax.default_backend() != "gpu":
+        options.attention = "cudnn" if options.attention == "te" else options.attention
+        options.grouped = "ragged"
+    return options
+
+
+def step_of(shape: Shape, options: argparse.Namespace, variant: Variant) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Return a step, (weights, x) -> (weights, x), with a leading axis of microbatches if there are several."""
+    loss, count = loss_of(shape.case, options, variant), shape.microbatches
+    accumulated = jaxoffload.accumulate(loss, reduction="sum")
+
+    def step(weights: Any, x: Any) -> tuple[Any, Any]:
+        gradients = jax.grad(loss)(weights, x) if count == 1 else accumulated(weights, x)[1]
+        return jax.tree.map(lambda w, g: w - 1e-4 / count * g, weights, gradients), x
+
+    return step
+
+
+def arguments(shape: Shape, options: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the abstract arguments of a step, with shardings."""
+    weights, x = jax.eval_shape(start(shape.case, options))
+    if shape.microbatches > 1:
+        x = jax.ShapeDtypeStruct((shape.microbatches, *x.shape), x.dtype)
+    of = lambda aval, sharding: jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+    of_weights, of_x = (placed if shape.microbatches > 1 else shardings)(shape.case, options)
+    one_for_all = isinstance(of_weights, jax.sharding.Sharding)
+    each = jax.tree.map(lambda _: of_weights, weights) if one_for_all else of_weights
+    return jax.tree.map(of, weights, each), of(x, of_x)
+
+
+def variant_of(policy: Policy) -> Variant:
+    fields = dataclasses.asdict(policy)
+    residuals = dict(policy.residuals)
+    return Variant("ours", residuals, OVERLAP, tuple((k, v) for k, v in fields.items() if k != "residuals"))
+
+
+# ------------------------------------------------------------------------------------------------------------- predict
+
+
+def predicted(options: argparse.Namespace) -> dict[str, Any]:
+    machine = jaxoffload.proof.Machine.from_json(options.machine.read_text())
+    result = peers.provenance("plans", options.commit) | {"machine": json.loads(machine.to_json()), "shapes": {}}
+    for name in options.shapes:
+        shape = SHAPES[name]
+        sizes = options_of(shape, options.sizes)
+        step, args = step_of(shape, sizes, Variant("ours", {}, OVERLAP)), arguments(shape, sizes)
+        begin = time.perf_counter()
+        make = lambda budget, step=step, args=args: jaxoffload.plan(step, *args, budget=budget, machine=machine)
+        everything = make("100TiB")
+        seconds = time.perf_counter() - begin
+        least, most = everything.curve[0].bytes, everything.memory.total
+        budgets = {"least": round(1.02 * least), "middle": (least + most) // 2, "all": most}
+        result["shapes"][name] = {
+            "sizes": {key: value for key, value in vars(sizes).items() if key not in ("out", "commit", "steps")},
+            "microbatches": shape.microbatches,
+            "seconds to plan": round(seconds, 2),
+            "plans": {which: line(make(budget)) for which, budget in budgets.items()},
+        }
+        peers.say(f"{name}: planned in {seconds:.1f} s")
+    return result
+
+
+def line(plan: Plan) -> dict[str, Any]:
+    """Return what is recorded of a plan."""
+    read = json.loads(plan.to_json())
+    keys = ("policy", "step_ms", "memory", "budget", "host", "bus", "limits")
+    return {key: read[key] for key in keys} | {"device_gib": round(plan.memory.total / GIB, 4)}
+
+
+# ------------------------------------------------------------------------------------------------------------- measure
+
+
+def drawn(case: Case, count: int) -> dict[str, Policy]:
+    """Return policies drawn at random, always the same ones: a decision for each name, and how many layers offload."""
+    made = {}
+    for seed in range(count):
+        dice = random.Random(seed)
+        residuals = {name: dice.choice(["save", "offload", "recompute"]) for name in case.all_names}
+        how = {
+            "offload_layers": dice.choice(["all", 0.25, 0.5, 0.75]),
+            "other_layers": dice.choice(["save", "recompute"]),
+        }
+        made[f"drawn {seed}"] = Policy(residuals, **how)
+    return made
+
+
+def measured(name: str, found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Return step time and memory of the plans and of all other policies of a shape."""
+    shape = SHAPES[name]
+    sizes = options_of(shape, options.sizes)
+    plans = {which: Policy(**of["policy"]) for which, of in found["plans"].items()}
+    every = {f"plan {which}": variant_of(policy) for which, policy in plans.items()}
+    every |= {"recompute": Variant("ours", {}, OVERLAP)} | shape.case.best
+    every |= {"save": Variant("ours", dict.fromkeys(shape.case.all_names, "save"), OVERLAP)}
+    every |= {key: variant_of(policy) for key, policy in drawn(shape.case, options.drawn).items()}
+    steps, lines = {}, {}
+    for key, variant in every.items():
+        steps[key], lines[key] = compiled(shape, sizes, variant)
+        peers.say(f"{name}, {key}: {lines[key]}")
+    timed(shape, sizes, steps, lines, options.rounds)
+    return {
+        "budgets": {which: judged(which, of, lines) for which, of in found["plans"].items()},
+        "policies": lines,
+    }
+
+
+def compiled(shape: Shape, options: argparse.Namespace, variant: Variant) -> tuple[Any, dict[str, Any]]:
+    """Return a compiled step, or None where it needs more than the device has; and what is known of it."""
+    args = arguments(shape, options)
+    where = jax.tree.map(lambda aval: aval.sharding, args)
+    how = {"in_shardings": where, "out_shardings": where, "donate_argnums": 0, "compiler_options": variant.options}
+    try:
+        program = jax.jit(step_of(shape, options, variant), **how).lower(*args).compile()
+    except (jax.errors.JaxRuntimeError, MemoryError) as why:
+        return None, {"error": str(why)[:200]}
+    memory = program.memory_analysis()
+    size = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    size += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    line = {"device_gib": round(size / GIB, 4), "host_gib": round(memory.host_temp_size_in_bytes / GIB, 4)}
+    return (program if line["device_gib"] <= device_gib() else None), line
+
+
+def timed(shape: Shape, options: argparse.Namespace, steps: dict[str, Any], lines: dict[str, Any], rounds: int) -> None:
+    """Add the median time of each step to its line; one that runs out of memory gets the error."""
+    weights, x = initial(shape.case, options)
+    if shape.microbatches > 1:
+        stack = lambda x: jnp.stack([jnp.roll(x, n) for n in range(shape.microbatches)])
+        x = jax.jit(stack, out_shardings=placed(shape.case, options)[1])(x)
+    state, spent = (weights, x), {key: [] for key, step in steps.items() if step}
+    for number in range(rounds + 1):
+        for key in list(spent):
+            begin = time.perf_counter()
+            try:
+                state = jax.block_until_ready(steps[key](*state))
+            except jax.errors.JaxRuntimeError as why:
+                sys.exit(f"{key} failed, and took the weights with it: {why}")
+            if number:  # the first run fills the pinned pool
+                spent[key].append(1e3 * (time.perf_counter() - begin))
+    for key, times in spent.items():
+        lines[key]["step_ms"] = round(statistics.median(times), 2)
+
+
+def judged(which: str, found: dict[str, Any], lines: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan for a budget beside the fastest of all policies that fit in it, and beside its prediction."""
+    mine, budget = lines[f"plan {which}"], found["budget"] / GIB
+    fitting = {key: of for key, of in lines.items() if "step_ms" in of and of["device_gib"] <= budget}
+    best = min(fitting, key=lambda key: fitting[key]["step_ms"], default=None)
+    result = {"budget_gib": round(budget, 4), "best": best, "fits": mine.get("device_gib", 1e9) <= budget}
+    if "step_ms" in mine:
+        result |= {
+            "plan / best": round(mine["step_ms"] / fitting[best]["step_ms"], 4) if best and result["fits"] else None,
+            "predicted / measured ms": round(found["step_ms"] / mine["step_ms"], 4),
+            "predicted / planned by XLA": round(found["device_gib"] / mine["device_gib"], 4),
+        }
+    return result
+
+
+def summary(shapes: dict[str, Any]) -> dict[str, Any]:
+    """Return the measures of all shapes and budgets together."""
+    every = [of for shape in shapes.values() for of in shape["budgets"].values()]
+    column = lambda name: sorted(of[name] for of in every if of.get(name))
+    errors = lambda name: sorted(abs(ratio - 1) for ratio in column(name))
+    best, ms, memory = column("plan / best"), errors("predicted / measured ms"), errors("predicted / planned by XLA")
+    if not best:
+        return {"plans": len(every), "timed": 0}
+    return {
+        "plans": len(every),
+        "timed": len(best),
+        "fit": sum(of["fits"] for of in every),
+        "plan / best, at most": best[-1],
+        "plan / best <= 1.01, share": round(sum(ratio <= 1.01 for ratio in best) / len(best), 3),
+        "error of the time: median, most": [round(statistics.median(ms), 4), round(ms[-1], 4)],
+        "error of the memory: median, most": [round(statistics.median(memory), 4), round(memory[-1], 4)],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,8 @@ from models.config import Model
 from models.moe import _apply_experts
 
 # 10 tokens. A residual has 20 bytes per column, and each takes 512 FLOPs per byte to recompute.
-SHAPE = argparse.Namespace(layers=5, batch=2, seq=5, d_model=512, kv_heads=1, fsdp=1, expert=1, attention="xla")
+SHAPE = argparse.Namespace(layers=5, batch=2, seq=5, d_model=512, kv_heads=1, head_dim=128, fsdp=1, expert=1)
+SHAPE.attention = "xla"
 WIDE, STREAM, KV = 1792, 512, 128
 WHOLE = 2 * WIDE + 2 * STREAM + 2 * KV
 

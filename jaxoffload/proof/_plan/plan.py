@@ -26,7 +26,7 @@ from .choices import Choice, Outcome, Step, Table, alone, fastest, undominated
 from .compiled import compiled_bytes, refined, refuse_without_gpus
 from .patterns import policy_for, policy_of
 from .result import Memory, Plan, Point
-from .search import pool
+from .search import pool, widened
 from .untagged import runs_again
 
 RESERVE = 0.05  # of the device's memory: predictions from shapes alone are wrong by as much
@@ -178,6 +178,7 @@ def _traced(
         moved=names.moved,
     )
     table = pool(names.least, names.free, oracle, step.stacks)
+    table = widened(step, table, names.free, oracle)
     everything = oracle.layers(names.least | names.free)
     return Traced(
         step, table, fixed, machine, devices, tuple(line for layer in everything for line in runs_again(layer))

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable
 
-from .choices import Costs, Kept, Stack, Unit
+from .choices import Costs, Kept, Stack, Step, Table, Unit, undominated
 
 
 def pool(
@@ -39,6 +39,25 @@ def pool(
     while losses:
         kept = kept - {_first(losses, functools.partial(worth, kept), 1)}
     return dict(sorted(table.items(), key=lambda item: (len(item[0]), sorted(item[0]))))
+
+
+_MOST_SETS = 300
+_WITHOUT_LIMIT = 2**62  # bytes of host memory
+
+
+def widened(step: Step, table: Table, free: Kept, evaluate: Callable[[Kept], Costs]) -> dict[Kept, Costs]:
+    """Return a table with the sets that differ by one unit from those of undominated choices, twice over.
+
+    With no host memory and with any amount, so that budgets do not change it. For Llama 3 8B's layer that finds what
+    all sets together have.
+    """
+    wider = dict(table)
+    for _ in range(2):
+        best = [c for host in (0, _WITHOUT_LIMIT) for c in undominated(step, wider, host)]
+        near = {kept ^ {unit} for choice in best for kept in (choice.kept, choice.rest) for unit in free}
+        for kept in sorted(near - wider.keys(), key=sorted)[: max(0, _MOST_SETS - len(wider))]:
+            wider[kept] = evaluate(kept)
+    return wider
 
 
 def _first(values: dict[Unit, float], now: Callable[[Unit], float], sign: int) -> Unit:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr
 
 from ..._engine.cost import cost
 from ..._engine.device_bytes import division
@@ -151,7 +150,9 @@ def _traced(
     nothing = dataclasses.replace(fixed, residuals={}, offload_modules=(), default="recompute", dots=dots)
     # One layer is enough to see that microbatches interleave, and fits in every pinned pool.
     moving = dataclasses.replace(nothing, default="offload", dots=fixed.dots, offload_layers=1)
-    (plain, is_loss), (moves, _) = (_jaxpr(f, args, policy) for policy in (nothing, moving))
+    run, is_loss = with_policy(run_of, nothing)(f, args)
+    with whole_program(True):
+        plain, moves = (jax.make_jaxpr(with_policy(run, policy))(*args) for policy in (nothing, moving))
     devices, like = stacks.spread(args), divisions(args)
     found = stacks.stacks_of(moves, devices)
     if not found:
@@ -183,13 +184,6 @@ def _traced(
     return Traced(
         step, table, fixed, machine, devices, tuple(line for layer in everything for line in runs_again(layer))
     )
-
-
-def _jaxpr(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy) -> tuple[Jaxpr, bool]:
-    """Return the trace of a step, or of a loss and its gradient, under a policy; and whether it is a loss."""
-    run, is_loss = run_of(with_policy(f, policy), args)
-    with whole_program(True):
-        return jax.make_jaxpr(run)(*args), is_loss
 
 
 def _may_stay(gradients: int, found: Sequence[stacks.Found]) -> int:

@@ -41,15 +41,15 @@ def pool(
     return dict(sorted(table.items(), key=lambda item: (len(item[0]), sorted(item[0]))))
 
 
-_MOST_SETS = 300
+_MOST_SETS = 170
 _WITHOUT_LIMIT = 2**62  # bytes of host memory
 
 
 def widened(step: Step, table: Table, free: Kept, evaluate: Callable[[Kept], Costs]) -> dict[Kept, Costs]:
     """Return a table with the sets that differ by one unit from those of undominated choices, twice over.
 
-    With no host memory and with any amount, so that budgets do not change it. For Llama 3 8B's layer that finds what
-    all sets together have.
+    With no host memory and with any amount, so that budgets do not change it. For Llama 3 8B's layer the best of these
+    sets is within 2.4 % of the best of all.
     """
     wider = dict(table)
     for _ in range(2):

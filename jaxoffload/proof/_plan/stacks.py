@@ -121,7 +121,7 @@ def names_of(found: list[Found], fixed: Policy) -> Names:
     everything = dataclasses.replace(fixed, residuals={}, offload_modules=(), default="offload")
     nothing = dataclasses.replace(everything, default="recompute")
     groups: list[set[str]] = []
-    in_any_case, host = set[str](), set[str]()
+    in_any_case, host, keepable = set[str](), set[str](), set[str]()
     for each in found:
         full, least = (_linear(each, policy) for policy in (everything, nothing))
         groups += [set(row.names) for row in full.plan.rows if row.kind != "argument" and row.names]
@@ -129,6 +129,10 @@ def names_of(found: list[Found], fixed: Policy) -> Names:
         named = {row.plan_name: set(row.names) for row in full.plan.rows}  # one kernel makes them, and makes all again
         groups += [set[str]().union(*(named[name] for name in kernel)) for kernel in full.plan.together]
         host |= {n for row in full.plan.rows if row.decision == "offload" for n in row.names}
+        # What is too small for the host may be saved.
+        keepable |= {
+            n for row in full.plan.rows if row.decision != "recompute" and row.kind == "value" for n in row.names
+        }
         in_any_case |= {
             n for row in least.plan.rows if row.decision == "save" and row.kind == "value" for n in row.names
         }
@@ -143,7 +147,9 @@ def names_of(found: list[Found], fixed: Policy) -> Names:
         units=tuple(units),
         of={name: unit for unit in units for name in unit},
         least=frozenset(least_units),
-        free=frozenset(u for u in units if u not in least_units and decided[u] is None and is_in(u, host)),
+        free=frozenset(
+            u for u in units if u not in least_units and decided[u] is None and is_in(u, keepable - in_any_case)
+        ),
         movable=frozenset(movable | dots),
         moved=frozenset({u for u in movable if decided[u] == "offload"} | dots),
     )

@@ -210,8 +210,9 @@ def with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool, on_stage: OnStage 
 
 def our_equation(eqn: JaxprEqn, policy: Policy, strict: bool, on_stage: OnStage | None = None) -> JaxprEqn:
     """The equation of ours that stands for one of `lax.scan`."""
-    policy, strict = in_force(policy, strict)
-    params = {"call_jaxpr": _alone(eqn), "policy": policy, "strict": strict, "on_stage": on_stage}
+    call_jaxpr = _alone(eqn)
+    policy, strict = in_force(policy, strict, call_jaxpr)
+    params = {"call_jaxpr": call_jaxpr, "policy": policy, "strict": strict, "on_stage": on_stage}
     return new_jaxpr_eqn(eqn.invars, eqn.outvars, scan_p, params, eqn.effects, eqn.source_info, eqn.ctx)
 
 

@@ -1,28 +1,42 @@
 """The policy that `plan` tries: while a function is traced under it, its `scan`s have it."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr
 
 from ._policy import Policy
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trial:
+    """A policy that is tried, and the scans that were traced under it, which live as long: a `Layer` keeps none."""
+
+    policy: Policy
+    scans: list[Jaxpr] = dataclasses.field(default_factory=list)
+
+    def traced[**P, T](self, f: Callable[P, T]) -> Callable[P, T]:
+        """`f`, in which each `scan` is under this policy. Patterns that match nothing are no errors there."""
+
+        @functools.wraps(f)
+        def under(*args: P.args, **kwargs: P.kwargs) -> T:
+            with _trial(self):
+                return f(*args, **kwargs)
+
+        return under
+
 
 # Part of every trace cache's key: a function jitted under one policy is traced again under another.
 _trial: Any = jax.make_user_context(None)
 
 
-def with_policy(f: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """`f`, in which each `scan` is under this policy. Patterns that match nothing are no errors there."""
-
-    @functools.wraps(f)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        with _trial(policy):
-            return f(*args, **kwargs)
-
-    return traced
-
-
-def in_force(policy: Policy, strict: bool) -> tuple[Policy, bool]:
-    """The policy that counts where a function gives this one, and whether its patterns are checked."""
-    return (policy, strict) if _trial.value is None else (_trial.value, False)
+def in_force(policy: Policy, strict: bool, scan: Jaxpr) -> tuple[Policy, bool]:
+    """The policy that counts for a scan where a function gives this one, and whether its patterns are checked."""
+    trial: Trial | None = _trial.value
+    if trial is None:
+        return policy, strict
+    trial.scans.append(scan)
+    return trial.policy, False

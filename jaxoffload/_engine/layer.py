@@ -5,7 +5,8 @@ that plan. The loops decide where the kept values live between the forward and t
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 from typing import Literal as OneOf
 
@@ -72,28 +73,23 @@ class Layer:
     """A body and its derivative.
 
     Attributes:
-      body: what was differentiated; it counts the constants and the carry.
+      consts, carry: how many of the operands, and of the results, are constants and carry.
       forward: operands -> carry, ys, and the residuals that are not operands.
       tangent_jaxpr: all residuals, tangents of the perturbed operands -> tangents of the perturbed results.
       kept: the residuals, in the order of `tangent_jaxpr`.
       perturbed, out_perturbed: which operands and which results have tangents.
+      body: the body's jaxpr, if it still lives: layers are cached for as long as it does.
     """
 
-    body: Body
+    consts: int
+    carry: int
     forward: Jaxpr
     tangent_jaxpr: Jaxpr
     kept: tuple[Kept, ...]
     plan: Plan
     perturbed: tuple[bool, ...]
     out_perturbed: tuple[bool, ...]
-
-    @property
-    def consts(self) -> int:
-        return self.body.consts
-
-    @property
-    def carry(self) -> int:
-        return self.body.carry
+    body: Callable[[], Jaxpr | None]
 
     @property
     def host_bytes(self) -> int:
@@ -195,7 +191,8 @@ def linearize(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: b
     kept = tuple(_kept(known, body, known.outvars[results:]))
     stored = [v for v, k in zip(known.outvars[results:], kept, strict=True) if k.place != "operand"]
     forward = known.replace(outvars=[*known.outvars[:results], *stored], debug_info=without_paths(known))
-    return Layer(body, forward, linear, kept, plan, perturbed, out_perturbed)
+    weakly = weakref.ref(body.jaxpr)
+    return Layer(body.consts, body.carry, forward, linear, kept, plan, perturbed, out_perturbed, weakly)
 
 
 def _derivative(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:

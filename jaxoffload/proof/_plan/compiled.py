@@ -8,7 +8,7 @@ import jax
 
 from ..._compiler_options import compiler_options
 from ..._policy import Policy
-from ..._trial_policy import with_policy
+from ..._trial_policy import Trial
 from .._program.results import run_of
 from .choices import Choice, fastest
 
@@ -42,12 +42,12 @@ def compiled_bytes(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy)
     A jitted step keeps what it donates; the arguments of any other step are donated.
     """
     lower = getattr(f, "lower", None)
-    run, is_loss = run_of(with_policy(f, policy), args)
+    run, is_loss = run_of(Trial(policy).traced(f), args)
     if is_loss or lower is None:
         lower = jax.jit(run, donate_argnums=() if is_loss else range(len(args))).lower
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        program = with_policy(lower, policy)(*args).compile(compiler_options("gpu"))
+        program = Trial(policy).traced(lower)(*args).compile(compiler_options("gpu"))
     found = program.memory_analysis()
     if found is None:
         raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")

@@ -16,7 +16,7 @@ from ..._errors import Problem, UserError
 from ..._jax import nbytes
 from ..._policy import Policy, size_in_bytes
 from ..._text import GIB, readable, short
-from ..._trial_policy import with_policy
+from ..._trial_policy import Trial
 from .._predict.machine import Machine, known_machine
 from .._predict.room import divisions, step_room
 from .._program.results import run_of
@@ -150,9 +150,10 @@ def _traced(
     nothing = dataclasses.replace(fixed, residuals={}, offload_modules=(), default="recompute", dots=dots)
     # One layer is enough to see that microbatches interleave, and fits in every pinned pool.
     moving = dataclasses.replace(nothing, default="offload", dots=fixed.dots, offload_layers=1)
-    run, is_loss = with_policy(run_of, nothing)(f, args)
+    trials = Trial(nothing), Trial(moving)
+    run, is_loss = trials[0].traced(run_of)(f, args)
     with whole_program(True):
-        plain, moves = (jax.make_jaxpr(with_policy(run, policy))(*args) for policy in (nothing, moving))
+        plain, moves = (jax.make_jaxpr(trial.traced(run))(*args) for trial in trials)
     devices, like = stacks.spread(args), divisions(args)
     found = stacks.stacks_of(moves, devices)
     if not found:

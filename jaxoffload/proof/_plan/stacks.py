@@ -49,7 +49,10 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
             if any(inner.eqn.primitive in OUR_LOOPS for inner in walk(layer.forward)):
                 raise NotImplementedError("plan: a scan inside a layer of another scan is not planned; use checkpoint")
             stack = Stack(loops.length, site.runs * microbatches, microbatches)
-            found.append(Found(stack, layer.body, layer.perturbed, max(1, devices // site.devices)))
+            body = layer.body()
+            assert body is not None  # the trial keeps it
+            devices_of = max(1, devices // site.devices)
+            found.append(Found(stack, Body(body, layer.consts, layer.carry), layer.perturbed, devices_of))
     return found
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding
 
 import jaxoffload
 from jaxoffload import HostPoolFull, Plan, PolicyError, Problem, Residual, Residuals, Schedule, UserError, proof
@@ -20,7 +18,7 @@ from models.config import Config, Mesh
 from models.moe import grouped_gemms
 from models.planning import planned
 from models.reading import ConfigError, config_error
-from models.sharding import RULES, VALUES, AnyMesh, abstract_mesh, batch_parts, inside_shard_map
+from models.sharding import AnyMesh, abstract_mesh, inside_shard_map
 from models.step import Program, may_interleave, program, traceable
 from models.text import readable
 from models.transformer import flops_per_token
@@ -209,8 +207,7 @@ def microbatch_lines(config: Config, made: Program, table: Residuals) -> list[st
     if not interleaves(config, table):
         why = "train.interleave = False" if config.train.interleave is False else "nothing is offloaded"
         return [f"{count} microbatches one after another ({why}); the table is of one"]
-    mesh = made.tokens.sharding.mesh
-    fill = sum(device_bytes(row, mesh) for row in table if row.state == "offloaded")
+    fill = sum(row.bytes_per_device for row in table if row.state == "offloaded")
     return [
         f"{count} microbatches interleaved; the table is of one",
         f"the first forward pass runs alone: it copies at most {readable(fill)} per device to the host",
@@ -248,10 +245,10 @@ def stages(config: Config, made: Program, table: Residuals) -> list[Stage]:
 
     All stages have as much room on the host: a ring of as many slots as the first one needs.
     """
-    schedule, layers, mesh = schedule_of(config), layers_of_a_chunk(config), made.tokens.sharding.mesh
+    schedule, layers = schedule_of(config), layers_of_a_chunk(config)
 
     def of_chunk(state: str, padding: int = 0) -> int:
-        return sum(device_bytes(row, mesh) for row in of_a_chunk(config, table, state, padding))
+        return sum(row.bytes_per_device for row in of_a_chunk(config, table, state, padding))
 
     copied = schedule.microbatches * schedule.virtual_stages * of_chunk("offloaded", padding=1)
     numbers = lambda chunk: f"{chunk * layers}-{(chunk + 1) * layers - 1}"
@@ -309,7 +306,7 @@ def working_set(config: Config, made: Program, table: Residuals) -> Room:
     plain = without_stages(one_by_one, program(one_by_one, mesh))
     room = proof.room(plain.step, plain.state, plain.tokens)
     layer = [replace(row, bytes=row.bytes_per_layer) for row in table if row.state == "offloaded" and row.layers]
-    return room._replace(layer=room.layer + sum(device_bytes(row, mesh) for row in layer))
+    return room._replace(layer=room.layer + sum(row.bytes_per_device for row in layer))
 
 
 class Memory(NamedTuple):
@@ -336,12 +333,12 @@ class Memory(NamedTuple):
 
 def memory(config: Config, made: Program, table: Residuals, working: Room) -> Memory:
     """Return the bytes that a step needs."""
-    mesh, residuals = made.tokens.sharding.mesh, residuals_at_once(config, table)
+    residuals = residuals_at_once(config, table)
     state = made.state.params, gradients_at_once(config, made, table), made.state.optimizer
 
     def kept(state: str) -> tuple[int, int]:
         rows = [row for row in residuals if row.state == state]
-        return config.mesh.stage * sum(row.bytes for row in rows), sum(device_bytes(row, mesh) for row in rows)
+        return config.mesh.stage * sum(row.bytes for row in rows), sum(row.bytes_per_device for row in rows)
 
     alone = proof.staying(made.step, made.state, made.tokens) if interleaves(config, table) else 0
     sizes = [(_bytes(tree), _device_bytes(tree)) for tree in state]
@@ -397,22 +394,6 @@ def gradients_at_once(config: Config, made: Program, table: Residuals) -> list[A
         return [params, params]
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
     return [params, [param for param in leaves if len(param.shape) == len(param.axes)]]
-
-
-def device_bytes(row: Residual, mesh: AnyMesh) -> int:
-    """Return the bytes of a residual on each device.
-
-    A value computed in `shard_map` has one part per device. A value with a name in VALUES is split by its logical axes;
-    any other is split like the batch.
-    """
-    if row.count > 1:
-        return row.bytes // row.count
-    # The results of a kernel share a name, with a number each: attn/context.0, and attn/context.1, the statistics.
-    names = [name for name in (re.sub(r"\.\d+$", "", name) for name in row.names) if name in VALUES]
-    if not names or len(VALUES[names[0]]) != len(row.shape):
-        return row.bytes // batch_parts(mesh)
-    shard = NamedSharding(mesh, RULES.spec(*VALUES[names[0]])).shard_shape(row.shape)
-    return row.bytes * math.prod(shard) // math.prod(row.shape)
 
 
 def compiled_memory(compiled: jax.stages.Compiled) -> str:

@@ -5,7 +5,6 @@ from typing import Any
 
 from models.config import Config
 from models.report import (
-    device_bytes,
     interleaves,
     known_fits,
     memory,
@@ -21,8 +20,8 @@ from models.transformer import flops_per_token
 def report_json(config: Config) -> str:
     """Return what `report` does as a JSON object, with sizes in bytes.
 
-    `residuals` is the table of one microbatch, as `jaxoffload.Residuals.to_json` writes it, and each row has
-    `bytes_per_device`, too. `traced_as` has the kernels that were traced in place of those of the config.
+    `residuals` is the table of one microbatch, as `jaxoffload.Residuals.to_json` writes it. `traced_as` has the kernels
+    that were traced in place of those of the config.
 
     Raises:
       ConfigError: as `summary`.
@@ -30,9 +29,6 @@ def report_json(config: Config) -> str:
     traced, made, plan = traced_program(config)
     table, working = weighed(traced, made)
     mesh, found = made.tokens.sharding.mesh, memory(traced, made, table, working)
-    residuals = json.loads(table.to_json())
-    for row, said in zip(table, residuals["residuals"], strict=True):
-        said["bytes_per_device"] = device_bytes(row, mesh)
     total_and_each = lambda sizes: dict(zip(("total", "per_device"), sizes, strict=True))
     content: dict[str, Any] = {
         "parameters": parameter_count(made),
@@ -44,7 +40,7 @@ def report_json(config: Config) -> str:
             for key in ("attention", "grouped")
             if (kernel := getattr(traced.model, key)) != getattr(config.model, key)
         },
-        "residuals": residuals,
+        "residuals": json.loads(table.to_json()),
         "memory": {
             "parameters": total_and_each(found.parameters),
             "gradients": total_and_each(found.gradients),

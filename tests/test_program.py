@@ -731,13 +731,18 @@ def planned_steps(gpu):
     yield with_logits, ((weights, of(d, vocabulary)), of(tokens, d))
 
 
+def curves(gpu):
+    """Yield steps with the function that plans them, and the curve of their choices."""
+    for f, args in planned_steps(gpu):
+        make = functools.partial(plan, f, *args, machine=ROOT / "machines/h200.json")
+        yield f, args, make, make(budget="100GiB").curve
+
+
 @pytest.mark.slow
 @pytest.mark.claim("plan-memory")
 def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch):
     monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
-    for f, args in planned_steps(gpu):
-        make = functools.partial(plan, f, *args, machine=ROOT / "machines/h200.json")
-        curve = make(budget="100GiB").curve
+    for f, args, make, curve in curves(gpu):
         for point in (curve[0], curve[len(curve) // 2], curve[-1]):
             predicted = make(budget=point.bytes).memory.total
             assert _compiled.compiled_bytes(f, args, point.policy) == pytest.approx(predicted, rel=1 / 8)
@@ -747,9 +752,7 @@ def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch):
 @pytest.mark.claim("plan-compiled")
 def test_a_compiled_plan_fits_by_xlas_own_plan(gpu, monkeypatch):
     monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
-    for f, args in planned_steps(gpu):
-        make = functools.partial(plan, f, *args, machine=ROOT / "machines/h200.json")
-        curve = make(budget="100GiB").curve
+    for f, args, make, curve in curves(gpu):
         budget = (curve[0].bytes + curve[-1].bytes) // 2
         found = make(budget=budget, compile=True)
         assert found.compiled == _compiled.compiled_bytes(f, args, found.policy) <= budget

@@ -96,6 +96,8 @@ def test_the_contract_holds(kind, remat3):
     test_contract.test_gradients_of_all_27_assignments_equal_the_reference("mlp", kind, jnp.float32, None)
     for number in range(0, 27, 4):
         test_contract.test_the_host_holds_exactly_what_is_offloaded("mlp", kind, number)
+    # It was on, and the references were made anew under it.
+    assert jax.config.jax_remat3 and test_contract.references.cache_info().currsize == 1
     test_contract.references.cache_clear()
 
 

@@ -32,7 +32,7 @@ def policy_of(decisions: Mapping[Unit, Decision], fixed: Policy, **fields: Any) 
 def policy_for(choice: Choice, step: Step, table: Table, fixed: Policy) -> Policy:
     """Return the policy of a choice; it names what layers keep."""
     named = needed(table[choice.kept]) | needed(table[choice.rest])
-    named |= choice.kept - step.movable  # `fixed` saves these
+    named |= choice.kept - step.movable  # saved, because `fixed` says so or they are too small to move
     decisions = {unit: decision_on(unit, choice) for unit in sorted(named & choice.kept)}
     if not choice.moved:
         return policy_of(decisions, fixed, offload_layers="all", other_layers="save")

@@ -13,6 +13,7 @@ that fits on the device, and the fastest counts. Times are per microbatch.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -165,10 +166,13 @@ def measured(case: Case, options: argparse.Namespace, count: int) -> Iterator[di
     state = weights, batch(x)
     spent: dict[Key, list[float]] = {}
 
-    def timed(key: Key) -> float:
+    def run(key: Key) -> None:
         nonlocal state
-        begin = time.perf_counter()
         state = jax.block_until_ready(steps[key].run(*state))
+
+    def timed(key: Key) -> float:
+        begin = time.perf_counter()
+        run(key)
         return 1e3 * (time.perf_counter() - begin) / count
 
     flops = model_flops(case, options) / options.fsdp / options.expert
@@ -192,8 +196,7 @@ def measured(case: Case, options: argparse.Namespace, count: int) -> Iterator[di
     yield (modes := found())
     for mode in ("interleaved", "one_by_one"):
         if "options" in modes.get(mode, {}):
-            run = steps[mode, modes[mode]["options"]].run
-            gpus = streams.traced(lambda run=run: jax.block_until_ready(run(*state)))
+            gpus = streams.traced(functools.partial(run, (mode, modes[mode]["options"])))
             for events in [*gpus.values()][:1]:  # all GPUs do the same; there is none on a CPU
                 modes[mode]["profile"] = streams.summary(events)
     yield modes

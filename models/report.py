@@ -398,9 +398,12 @@ def gradients_at_once(config: Config, made: Program, table: Residuals) -> list[A
 
 def compiled_memory(compiled: jax.stages.Compiled) -> str:
     """Return the memory that the compiled step needs on each device, as XLA plans it."""
-    plan = compiled.memory_analysis()
+    try:
+        plan = compiled.memory_analysis()
+    except RuntimeError:  # docs/upstream.md#memory-analysis
+        plan = None
     if plan is None:
-        return "this backend does not say how much memory the compiled step needs"
+        return "XLA does not say how much memory the compiled step needs"
     arguments = plan.argument_size_in_bytes
     outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
     device = arguments + outputs + plan.temp_size_in_bytes

@@ -1,5 +1,6 @@
 """The memory that XLA plans for a choice, and the choice that fits by that."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,35 +10,48 @@ import jax
 from ..._compiler_options import compiler_options
 from ..._policy import Policy
 from ..._trial_policy import Trial
+from .._program.memory import memory_plan
 from .._program.results import run_of
 from .choices import Choice, fastest
 
 
 def refined(
-    curve: Sequence[Choice], limit: int, measured: Callable[[Choice], int]
+    curve: Sequence[Choice], limit: int, measured: Callable[[Choice], int | None]
 ) -> tuple[Choice | None, dict[Choice, int]]:
     """Return the fastest choice of those compiled that fits in `limit` bytes per device, and what each took.
 
     What a compiled choice takes more or less than predicted corrects the budget for the next one, until the choice is
-    one that was compiled. If that does not fit, smaller ones are compiled, until one fits; None if none does.
+    one that was compiled. If that does not fit, smaller ones are compiled, until one fits; None if none does. Choices
+    of which XLA does not say what they take are left out.
     """
-    taken: dict[Choice, int] = {}
-    choice = fastest(curve, limit) or (curve[0] if curve else None)
+    left, taken = list(curve), dict[Choice, int]()
+
+    def look(choice: Choice) -> int:
+        """Return what the choice takes more than predicted."""
+        size = measured(choice)
+        if size is None:
+            left.remove(choice)
+            return 0
+        taken[choice] = size
+        return size - choice.device
+
+    choice = fastest(left, limit) or (left[0] if left else None)
     while choice is not None and choice not in taken:
-        taken[choice] = measured(choice)
-        choice = fastest(curve, limit - (taken[choice] - choice.device))
+        choice = fastest(left, limit - look(choice))
+    while all(size > limit for size in taken.values()):
+        smallest = min((c.device for c in taken), default=math.inf)
+        smaller = [c for c in left if c.device < smallest]
+        if not smaller:
+            break
+        excess = min(taken.values()) - limit if taken else 0
+        look(fastest(smaller, int(smallest - excess)) or smaller[0] if taken else smaller[0])
     fitting = [c for c, size in taken.items() if size <= limit]
-    while not fitting and (smaller := [c for c in curve if c.device < min(t.device for t in taken)]):
-        excess = min(size for size in taken.values()) - limit
-        smallest = min(t.device for t in taken)
-        choice = fastest(smaller, smallest - excess) or smaller[0]
-        taken[choice] = measured(choice)
-        fitting = [choice] if taken[choice] <= limit else []
     return min(fitting, key=lambda c: (c.ns, c.host), default=None), taken
 
 
-def compiled_bytes(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy) -> int:
-    """Return the bytes per device that XLA plans for a step under a policy, or for a loss and its gradient.
+def compiled_bytes(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy) -> int | None:
+    """Return the bytes per device that XLA plans for a step under a policy, or for a loss and its gradient; None if it
+    does not say.
 
     A jitted step keeps what it donates; the arguments of any other step are donated.
     """
@@ -48,9 +62,9 @@ def compiled_bytes(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         program = Trial(policy).traced(lower)(*args).compile(compiler_options("gpu"))
-    found = program.memory_analysis()
+    found = memory_plan(program)
     if found is None:
-        raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")
+        return None
     new = found.output_size_in_bytes - found.alias_size_in_bytes
     return int(found.argument_size_in_bytes + new + found.temp_size_in_bytes)
 

@@ -127,6 +127,8 @@ def plan(
     if compile:
         policy = lambda choice: policy_for(choice, traced.step, traced.table, fixed)
         choice, taken = refined(curve, limit, lambda choice: compiled_bytes(f, args, policy(choice)))
+        if not taken:
+            raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")
     if choice is None:
         raise _nothing_fits(traced, curve[0], limit, taken)
     return _result(traced, curve, choice, limit, on_host, taken.get(choice))

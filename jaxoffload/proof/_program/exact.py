@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr
 
+from ..._engine.slow_copies import untold
 from ..._engine.walk import walk
 from ..._jax import CUDNN_CONFIG, cudnn_lowering, is_cudnn_attention
 
@@ -71,8 +72,9 @@ def repeatable_options() -> dict[str, Any]:
 
 
 def compiled(run: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    attention = deterministic_attention() if options.get("xla_gpu_deterministic_ops") else contextlib.nullcontext()
     # A function of its own: JAX would take the one program for the other otherwise.
-    with deterministic_attention() if options.get("xla_gpu_deterministic_ops") else contextlib.nullcontext():
+    with attention, untold():
         return jax.jit(lambda *args: run(*args), compiler_options=options).lower(*args).compile()
 
 

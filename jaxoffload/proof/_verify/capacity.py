@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from ..._text import readable
+from .._program.memory import memory_plan
 from .._program.target import Target, most_layers_of
 
 
@@ -15,7 +16,7 @@ def device_bytes() -> int | None:
 
 def bytes_needed(program: Any, copies: int = 1) -> int:
     """The device memory that XLA planned for a program, with so many copies of its arguments."""
-    planned = program.memory_analysis()
+    planned = memory_plan(program)
     if planned is None:
         return 0
     return copies * planned.argument_size_in_bytes + planned.output_size_in_bytes + planned.temp_size_in_bytes

@@ -23,6 +23,7 @@ from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found, Verdict
 from .._program.exact import compiled
 from .._program.host_transfers import bytes_put, for_host, host_transfers
+from .._program.memory import memory_plan
 from .._program.target import Target
 from .shared import REFERENCE_MOVES_TOO, VISIBLE, no_reference
 from .stages import bytes_of_stages
@@ -180,7 +181,9 @@ def _by_memory_analysis(target: Target, predicted: int, on_the_host: int) -> Fou
     if predicted < VISIBLE:
         return NOT_CHECKED, f"memory plan not compared: {readable(predicted)} would not show in it"
     reference_program = compiled(as_reference(target.run), target.arrays, compiler_options())
-    ours, reference = (program.memory_analysis() for program in (target.fast_program, reference_program))
+    ours, reference = (memory_plan(program) for program in (target.fast_program, reference_program))
+    if ours is None or reference is None:
+        return NOT_CHECKED, "memory plan not compared: XLA does not say what it planned"
     freed, held = reference.temp_size_in_bytes - ours.temp_size_in_bytes, ours.host_temp_size_in_bytes
     devices = max(1, len(target.devices))
     wanted = on_the_host // devices

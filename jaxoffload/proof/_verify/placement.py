@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
+from ..._engine.slow_copies import untold
 from ..._engine.source import source_of
 from ..._jax import DEVICE, on_host
 from ..._reference import as_reference
@@ -68,7 +69,8 @@ def _shard_bytes(loss: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, i
         to_device = lambda x: jax.device_put(x, DEVICE) if on_host(jax.typeof(x)) else x
         return [to_device(residuals[i]) for i in named]
 
-    shardings = jax.jit(kept).lower(*args).compile().output_shardings
+    with untold():
+        shardings = jax.jit(kept).lower(*args).compile().output_shardings
     sizes: dict[str, int] = {}
     for source, sharding, x in zip(named.values(), shardings, jax.eval_shape(kept, *args), strict=True):
         assert source.name

@@ -19,6 +19,7 @@ from .._jax import COLLECTIVES
 from .copying_loops import Loops
 from .cost import Rates, cost
 from .layer import Layer, shares
+from .per_device import mesh_of
 from .pieces import Pieces, Scan, Straight
 from .walk import walk
 
@@ -29,6 +30,16 @@ _BUS_GB_S = 53.0  # one way
 Direction = Literal["forward", "backward"]
 Rows = frozenset[int]  # those of a residual in its layer's plan
 Recomputing = Callable[[JaxprEqn, Layer, Rows], Layer]
+
+
+class _Lone(NamedTuple):
+    """A pass that has no other beside it, and over how many devices its values are spread."""
+
+    direction: Direction
+    devices: int
+
+    def seconds(self, jaxpr: Jaxpr) -> float:
+        return cost(jaxpr, _RATES, self.devices).seconds
 
 
 class Ends(NamedTuple):
@@ -45,10 +56,11 @@ def ends(pieces: Pieces, microbatches: int, gradients: int, recomputing: Recompu
       gradients: bytes of a set of them, on all devices.
       recomputing: a scan's equation, a layer of it, rows of its plan -> the layer if it recomputed these.
     """
-    budget = int(may_stay_of(microbatches) * gradients) // _devices()
-    first, left = _fitted(pieces, "forward", budget, recomputing)
+    devices = _devices(pieces)
+    budget = int(may_stay_of(microbatches) * gradients) // devices
+    first, left = _fitted(pieces, _Lone("forward", devices), budget, recomputing)
     # Of more than two microbatches the first is gone when the last begins.
-    last, _ = _fitted(pieces, "backward", left if microbatches == 2 else budget, recomputing)
+    last, _ = _fitted(pieces, _Lone("backward", devices), left if microbatches == 2 else budget, recomputing)
     return Ends(first, last)
 
 
@@ -57,13 +69,17 @@ def may_stay_of(microbatches: int) -> float:
     return min(3 / 4, 2 / microbatches)
 
 
-def _devices() -> int:
-    """Over how many devices values are spread that are traced here; inside `shard_map` they are one device's."""
+def _devices(pieces: Pieces) -> int:
+    """Over how many devices values are spread; inside `shard_map` they are one device's."""
     mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in (*mesh.auto_axes, *mesh.explicit_axes))
+    if not mesh.empty:
+        return math.prod(mesh.shape[axis] for axis in (*mesh.auto_axes, *mesh.explicit_axes))
+    scans = [piece for piece in pieces.pieces if isinstance(piece, Scan)]
+    forward = [segment.layer.forward for scan in scans for segment in scan.loops.segments]
+    return max((math.prod(mesh_of(jaxpr, ()).values()) for jaxpr in forward), default=1)
 
 
-def _fitted(pieces: Pieces, alone: Direction, budget: int, recomputing: Recomputing) -> tuple[Pieces, int]:
+def _fitted(pieces: Pieces, alone: _Lone, budget: int, recomputing: Recomputing) -> tuple[Pieces, int]:
     """The pieces if the pass `alone` has no other beside it, and what is left of the `budget`.
 
     `budget`: the bytes per device that may stay. The last layers' residuals are needed first, so the last scan is
@@ -80,7 +96,7 @@ def _fitted(pieces: Pieces, alone: Direction, budget: int, recomputing: Recomput
 
 
 def _fitted_loops(
-    loops: Loops, alone: Direction, budget: int, recomputing: Callable[[Layer, Rows], Layer]
+    loops: Loops, alone: _Lone, budget: int, recomputing: Callable[[Layer, Rows], Layer]
 ) -> tuple[Loops, int]:
     segments = []
     for segment in loops.segments:
@@ -110,18 +126,20 @@ def _moved(layer: Layer) -> Counter[Rows]:
     return sizes
 
 
-def _fitted_layer(layer: Layer, alone: Direction, budget: int, recomputing: Callable[[Rows], Layer]) -> Layer:
+def _fitted_layer(layer: Layer, alone: _Lone, budget: int, recomputing: Callable[[Rows], Layer]) -> Layer:
     """A layer that may keep `budget` bytes on the device of what it would copy."""
     sizes = _moved(layer)
-    forward, backward = _seconds(layer.forward), _seconds(_backward(layer))
-    if sizes.total() <= _bytes_in(forward if alone == "forward" else backward):
+    forward, backward = alone.seconds(layer.forward), alone.seconds(_backward(layer))
+    if sizes.total() <= _bytes_in(forward if alone.direction == "forward" else backward):
         return layer
-    candidates = dict(_candidates(layer, recomputing, backward))
+    candidates = {
+        rows: max(0.0, alone.seconds(_backward(other)) - backward) for rows, other in _candidates(layer, recomputing)
+    }
 
     def planned(recomputed: Rows) -> tuple[float, set[Rows]]:
         """The seconds that both passes take if these rows are recomputed, and which others stay."""
         longer = backward + sum(seconds for rows, seconds in candidates.items() if rows <= recomputed)
-        lone, other = (forward, longer) if alone == "forward" else (longer, forward)
+        lone, other = (forward, longer) if alone.direction == "forward" else (longer, forward)
         copied = {rows: size for rows, size in sizes.items() if not rows & recomputed}
         stay = staying(copied, _bytes_in(lone), budget)
         waited = (sum(copied.values()) - sum(stay.values())) / _BUS_GB_S / 1e9
@@ -140,10 +158,6 @@ def _fitted_layer(layer: Layer, alone: Direction, budget: int, recomputing: Call
     return (recomputing(recomputed) if recomputed else layer).with_on_device(stay)
 
 
-def _seconds(jaxpr: Jaxpr) -> float:
-    return cost(jaxpr, _RATES, _devices()).seconds
-
-
 def _bytes_in(seconds: float) -> int:
     """The bytes that are copied one way in this time."""
     return int(seconds * _BUS_GB_S * 1e9)
@@ -153,8 +167,8 @@ def _backward(layer: Layer) -> Jaxpr:
     return layer.backward((True,) * sum(layer.out_perturbed))
 
 
-def _candidates(layer: Layer, recomputing: Callable[[Rows], Layer], backward: float) -> Iterator[tuple[Rows, float]]:
-    """Yield rows that a layer could recompute, those that go together at once, and the seconds that they would take.
+def _candidates(layer: Layer, recomputing: Callable[[Rows], Layer]) -> Iterator[tuple[Rows, Layer]]:
+    """Yield rows that a layer could recompute, those that go together at once, and the layer if it did.
 
     Not where equations with effects would run again, or kernels and collectives whose time is not known.
     """
@@ -164,7 +178,7 @@ def _candidates(layer: Layer, recomputing: Callable[[Rows], Layer], backward: fl
         if all(layer.plan.rows[row].decision == "offload" for row in rows):
             other = recomputing(rows)
             if _only_moves_less(other, layer, rows) and _untimed(other) <= _untimed(layer):
-                yield rows, max(0.0, _seconds(_backward(other)) - backward)
+                yield rows, other
 
 
 def _together(layer: Layer) -> list[Rows]:

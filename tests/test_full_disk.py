@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 from common import CONSTANT, PATIENCE, ROOT, SHORT, finish
-from test_train import command, config, losses, spawn  # noqa: F401
+from test_train import command, compiled_fast, config, losses, spawn  # noqa: F401
 
 from models import checkpoints, metrics, train
 from models.config import Config, parse

@@ -33,7 +33,7 @@ TINY = Model(vocab_size=300, layers=2, d_model=32, heads=4, kv_heads=2, d_ff=48,
 
 
 def model_and_tokens(config: Model, seq_len: int = 12) -> tuple[Transformer, jax.Array]:
-    tokens = jax.random.randint(jax.random.key(1), (3, seq_len + 1), 0, config.vocab_size)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, config.vocab_size, (3, seq_len + 1), np.int32))
     with fast_compiles():  # XLA compiles the draws of each shape
         return Transformer(config, nnx.Rngs(params=jax.random.key(0))), tokens
 

@@ -185,7 +185,7 @@ def assert_equal(loss_of, batch, has_aux=False, params=PARAMS, **how):
 
 @on_cpu_and_gpu
 @pytest.mark.claim("accumulated-bit-for-bit")
-@pytest.mark.parametrize("microbatches", [2, pytest.param(3, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("microbatches", [*(pytest.param(m, marks=pytest.mark.slow) for m in (2, 3)), 5])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_equals_the_loop_over_microbatches(name, microbatches, device):
     loss_of, batch, has_aux = LOSSES[name]

@@ -134,7 +134,7 @@ def tiny_config(model: Model = TINY, residuals=None, **train) -> Config:
 
 
 def test_rope_is_the_complex_reference():
-    x = jax.random.normal(jax.random.key(0), (2, 7, 3, 10))
+    x = normal(0, (2, 7, 3, 10))
     got = rope(x, rotations(7, 10, theta=100.0))
     want = [[rope_reference(np.asarray(x[b, :, n], np.float64), 100.0) for n in range(3)] for b in range(2)]
     np.testing.assert_allclose(np.asarray(got), np.swapaxes(want, 1, 2), rtol=1e-5, atol=1e-5)
@@ -144,11 +144,11 @@ def test_the_compute_is_bfloat16_and_the_parameters_float32():
     config = dataclasses.replace(TINY, dtype="bfloat16")
     model, tokens = model_and_tokens(config)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("float32")}
-    assert model(tokens, Policy())[0].dtype == jnp.bfloat16
+    assert nnx.eval_shape(lambda: model(tokens, Policy())[0]).dtype == jnp.bfloat16
     full, _ = model_and_tokens(TINY)
-    np.testing.assert_allclose(
-        next_token_loss(model, tokens, Policy(), 13 - 1), next_token_loss(full, tokens, Policy(), 12), rtol=2e-3
-    )
+    with fast_compiles():
+        got, want = (next_token_loss(each, tokens, Policy(), 12) for each in (model, full))
+    np.testing.assert_allclose(got, want, rtol=2e-3)
 
 
 def test_layers_start_different_and_the_loss_near_ln_vocab():
@@ -663,7 +663,9 @@ EVERYTHING = ["remat.default=offload", "remat.dots=offload", "remat.min_offload_
         pytest.param("llama3-8b", ["mesh.fsdp=4", "mesh.tensor=2"], marks=pytest.mark.slow),
         ("llama3-8b", ["train.interleave=false"]),
         pytest.param("llama3-8b", ["mesh.fsdp=2", "mesh.tensor=4", *EVERYTHING], marks=pytest.mark.slow),
-        pytest.param("tiny-moe", ["mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", *EVERYTHING], marks=pytest.mark.slow),
+        pytest.param(
+            "tiny-moe", ["mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2", *EVERYTHING], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_host_pool_is_judged_by_the_bytes_that_the_report_gives_a_device(monkeypatch, name, overrides):

@@ -157,7 +157,8 @@ def policy(residuals=(), **fields):
 
 
 def normal(seed, shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    """Return numpy's draws: XLA compiles those of jax.random again for each shape."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
 
 
 def auto_mesh(**sizes: int) -> jax.sharding.Mesh:

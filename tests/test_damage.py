@@ -286,6 +286,7 @@ together.close()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_each_read_some_files_and_find_the_same(tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

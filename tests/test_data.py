@@ -371,8 +371,8 @@ def test_killed_anywhere_then_loaded(corpus, tmp_path):
 
 def test_processes_that_race(corpus, tmp_path):
     load(corpus, tmp_path)
-    racers = [loading(corpus, tmp_path / "raced") for _ in range(3)]
-    assert [racer.wait() for racer in racers] == [0, 0, 0]
+    racers = [loading(corpus, tmp_path / "raced") for _ in range(2)]
+    assert [racer.wait() for racer in racers] == [0, 0]
     assert files(tmp_path / "raced") == files(tmp_path / "cache")
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from common import assert_same_bits, normal, policy, run, saving
+from common import assert_same_bits, fast_compiles, normal, policy, run, saving
 from flax import linen as nn
 from flax import nnx
 from jax import lax
@@ -201,7 +201,8 @@ class Nnx(nnx.Module):
 
 
 def nnx_layers():
-    return nnx.split_rngs(splits=3)(nnx.vmap(Nnx))(nnx.Rngs(0, noise=3))
+    with fast_compiles():
+        return nnx.split_rngs(splits=3)(nnx.vmap(Nnx))(nnx.Rngs(0, noise=3))
 
 
 def two_steps(layers, loss, *args):
@@ -437,7 +438,8 @@ def made_step():
         optimizer.update(layers, grads)
         return value
 
-    layers = nnx.split_rngs(splits=3)(nnx.vmap(Small))(nnx.Rngs(0))
+    with fast_compiles():
+        layers = nnx.split_rngs(splits=3)(nnx.vmap(Small))(nnx.Rngs(0))
     return loss, step, layers, nnx.Optimizer(layers, optax.adam(1e-3), wrt=nnx.Param)
 
 
@@ -449,10 +451,12 @@ def test_a_step_that_changes_modules_in_place_is_verified():
     results = 1 + len(jax.tree.leaves(before))
     assert found.ok and found["gradients"].detail == f"{results} results are the reference's, bit for bit"
     run_all, is_loss = run_of(step, (layers, optimizer, X))
-    made = jax.jit(run_all)(layers, optimizer, X)
+    with fast_compiles():
+        made = jax.jit(run_all)(layers, optimizer, X)
     same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(same, bits(before), bits(nnx.state([layers, optimizer])))
-    value = nnx.jit(step)(layers, optimizer, X)
+    with fast_compiles():
+        value = nnx.jit(step)(layers, optimizer, X)
     jax.tree.map(same, bits(made), bits({"result": value, "modules": nnx.state([layers, optimizer])}))
     assert not is_loss
 

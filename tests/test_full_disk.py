@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 from common import CONSTANT, PATIENCE, ROOT, SHORT, finish
-from test_train import command, config, losses, spawn  # noqa: F401
+from test_train import command, compiled_fast, config, losses, spawn  # noqa: F401
 
 from models import checkpoints, metrics, train
 from models.config import Config, parse
@@ -67,6 +67,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on_later(run, 
     assert until_then.items() <= losses(out).items() and list(losses(out)) == [*range(1, 9)]
 
 
+@pytest.mark.slow
 def test_a_curve_that_cannot_be_written_ends_the_run_in_one_line(config, tmp_path, monkeypatch, capsys):  # noqa: F811
     real = os.fsync
 
@@ -152,6 +153,7 @@ def test_a_folder_is_not_removed_under_a_thread_that_writes_into_it(tmp_path, mo
 # ---- out of memory ----
 
 
+@pytest.mark.slow
 @pytest.mark.claim("full-disk")
 def test_out_of_memory_is_one_line(run, config, tmp_path, monkeypatch, capsys):  # noqa: F811
     """With jaxlib's message, for an array larger than any machine's memory."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from common import assert_same_bits, normal, policy, run, run_each
+from common import assert_same_bits, fast_compiles, normal, policy, run, run_each
 from flax import linen as nn
 from flax import nnx
 from jax import lax
@@ -455,7 +455,8 @@ class LinenStack(nn.Module):
 
 def test_linen_with_lifted_variables_and_random_numbers():
     model = LinenStack()
-    params = model.init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, X)["params"]
+    with fast_compiles():
+        params = jax.jit(model.init)({"params": jax.random.key(1), "dropout": jax.random.key(2)}, X)["params"]
     loss = lambda params, x, key: model.apply({"params": params}, x, rngs={"dropout": key}, mutable=["intermediates"])
     args = params, X, jax.random.key(3)
     ours, theirs = (run(jax.value_and_grad(f, has_aux=True), *args) for f in (offload(loss), loss))
@@ -479,10 +480,11 @@ def test_nnx_modules_are_arguments_and_what_layers_change_in_them_is_changed():
         nnx.remat(lambda layer, x: layer(x), policy=policy(RULES))
     )
     loss = lambda layers, x, power=2: jnp.sum(run(layers, x) ** power)
-    ours, theirs = make(nnx.Rngs(0)), make(nnx.Rngs(0))
-    values = []
+    with fast_compiles():
+        ours, theirs = make(nnx.Rngs(0)), make(nnx.Rngs(0))
+    steps, values = [nnx.jit(nnx.value_and_grad(f)) for f in (offload(loss), loss)], []
     for _ in range(2):
-        got, want = (nnx.jit(nnx.value_and_grad(f))(m, X) for f, m in ((offload(loss), ours), (loss, theirs)))
+        got, want = (step(m, X) for step, m in zip(steps, (ours, theirs), strict=True))
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, want)
         values.append(float(got[0]))
     assert values[0] != values[1]  # another mask

@@ -83,11 +83,12 @@ def everything(stack, params, tokens, scale, numbers):
 
 
 def tokens(microbatches, rows=4):
-    return jax.random.randint(jax.random.key(7), (microbatches, rows, 5), 0, WORDS)
+    return jnp.asarray(np.random.default_rng(7).integers(0, WORDS, (microbatches, rows, 5), np.int32))
 
 
 CASES = {
-    "two": ((2, 2, 2), 1, 7),
+    "two": ((2, 2, 2), 1, 3),
+    "more microbatches": ((2, 2, 2), 1, 7),
     "fewer microbatches than stages": ((4, 1, 2), 1, 3),
     "two each": ((2, 2, 1), 2, 5),
     "four with two each": ((4, 2, 1), 1, 9),
@@ -124,12 +125,13 @@ def test_layers_in_bfloat16():
     np.testing.assert_allclose(got[1].astype(np.float32), expected[1].astype(np.float32), rtol=0.02, atol=1e-3)
 
 
-def test_what_stages_alone_compute_has_the_same_bits():
+@pytest.mark.parametrize("virtual_stages, microbatches", [(1, 3), pytest.param(2, 6, marks=pytest.mark.slow)])
+def test_what_stages_alone_compute_has_the_same_bits(virtual_stages, microbatches):
     """Nothing else is divided: the layers' gradients are sums of the same numbers in the same order."""
-    args = PARAMS, tokens(6)
+    args = PARAMS, tokens(microbatches)
     of = lambda stack: functools.partial(language_model, stack)
     (loss, aux), grads = jax.jit(one_by_one(of(plain), has_aux=True))(*args)
-    staged = accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=2)
+    staged = accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=virtual_stages)
     (staged_loss, staged_aux), staged_grads = on_mesh(staged, (2, 1, 1), args)
     alone = lambda aux, grads: jax.tree.leaves([aux, of_layers(grads)])
     assert_same_bits(alone(staged_aux, staged_grads), jax.device_get(alone(aux, grads)))
@@ -189,7 +191,7 @@ def grouped(stack, params, x):
 def test_layers_that_are_stored_in_groups(stages):
     in_groups = lambda w: w.reshape(2, LAYERS // 2, *w.shape[1:])
     params = {name: in_groups(x) if name in ("w", "bias") else x for name, x in PARAMS.items()}
-    args = params, normal(6, (5, 4, DIM))
+    args = params, normal(6, (3, 4, DIM))
     of = lambda stack: functools.partial(grouped, stack)
     expected = jax.jit(one_by_one(of(plain)))(*args)
     how = {"stages": "stage", "virtual_stages": 2} if stages else {}
@@ -257,8 +259,8 @@ def test_how_many_layers_fit_is_said_of_the_whole_scan(monkeypatch):
 
     with pytest.warns(match="enough for 5, which offload"):
         got = run(loss)
-    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
-    assert_close(got, run(stack_of(8)))
+    one = lambda params, x: jnp.mean(plain(layer, x, of_layers(params), {"fc1": "offload"})[0])
+    assert_close(got, jax.device_get(jax.jit(one_by_one(one))(PARAMS, X)))
 
 
 @pytest.mark.parametrize("how, words", [({"virtual_stages": 0}, "above 0"), ({"virtual_stages": 2}, "needs stages")])
@@ -371,6 +373,7 @@ def test_a_fault_of_stages_fails_its_claim(plant, groups, check, said, monkeypat
     assert verdict == "fails" and said in detail, detail
 
 
+@pytest.mark.slow
 def test_more_exchanges_than_were_traced_are_no_schedules():
     (step, args, on_mesh), (_, fewer, _) = staged(groups=2), staged(2, microbatches=2)
     with on_mesh:

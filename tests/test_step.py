@@ -46,6 +46,7 @@ def assert_alike(config, tokens, sizes, microbatches) -> jax.stages.Compiled:
     return steps[0]
 
 
+@pytest.mark.slow
 @pytest.mark.claim("trained-interleaved")
 def test_interleaved_microbatches_train_as_one_after_another():
     assert_alike(DENSE, test_sharding.TOKENS, Mesh(), 2)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import ROOT, auto_mesh, needs_te
+from common import ROOT, auto_mesh, fast_compiles, needs_te, normal
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
@@ -60,9 +60,8 @@ def layer(x, w):
 
 
 def weights(*lead):
-    key = jax.random.key(0)
     shapes = {"in": (DIM, HIDDEN), "out": (HIDDEN, DIM)}
-    return {k: 0.1 * jax.random.normal(key, (*lead, *s)) for k, s in shapes.items()}
+    return {k: 0.1 * normal(0, (*lead, *s)) for k, s in shapes.items()}
 
 
 def of_scan(x, w):
@@ -90,9 +89,16 @@ def of_jax(x, w):
     return jnp.sum(y**2)
 
 
-X = jax.random.normal(jax.random.key(1), (BATCH, DIM))
+X = normal(1, (BATCH, DIM))
 ON_CPU = {"copies": "not checked", "placement": "not checked"}
 ALL = ("gradients", "conservation", "moves", "producers", "copies", "placement", "repeats")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_fast():
+    """Bits are compared under `exact_options`, which do the same; what else is checked is not LLVM's."""
+    with fast_compiles():
+        yield
 
 
 def verdicts(f, *args, **how):
@@ -235,7 +241,7 @@ def room_for_the_reference_of(layers, monkeypatch):
     monkeypatch.setattr(_capacity, "device_bytes", lambda: room / 0.9 + 1)  # a tenth is reserved for other things
 
 
-TALL = jax.random.normal(jax.random.key(1), (64 * BATCH, DIM))  # its residuals are larger than the weights
+TALL = normal(1, (64 * BATCH, DIM))  # its residuals are larger than the weights
 
 
 @pytest.mark.slow
@@ -282,6 +288,7 @@ def test_a_reference_that_fits_with_no_layers_is_not_checked(monkeypatch):
     assert "of a device's 10 B; only scans can be truncated" in found["gradients"].detail
 
 
+@pytest.mark.slow
 def test_fewer_layers_of_which_none_offloads_are_not_evidence(monkeypatch):
     """One layer is resident, so a fault in what is offloaded would not be seen."""
     room_for_the_reference_of(1, monkeypatch)
@@ -298,7 +305,7 @@ def test_layers_that_have_a_loop_each_equal_the_reference(layers):
     """XLA unrolls these loops."""
     policy = Policy({"a": "offload"}, min_offload_bytes=0, offload_layers=0.25)
     body = lambda x, w: (jnp.cos(tag(jnp.sin(x @ w), "a")), None)
-    ws = jax.random.normal(jax.random.key(1), (layers, 8, 8))
+    ws = normal(1, (layers, 8, 8))
     f = lambda x, w: jnp.sum(scan(body, x, w, policy=policy)[0])
     assert verify(f, jnp.ones((4, 8)), ws)["gradients"].verdict == "holds"
 
@@ -602,6 +609,7 @@ def test_a_step_that_looks_like_a_loss_is_one_message():
         residuals(step, X, weights(LAYERS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [(None, "d"), (None, None, "d")])
 def test_weights_that_are_sharded_and_gathered_are_not_a_fault(spec):
     """A stack on the host has one row more than there are layers; that row too is read and given to the devices."""

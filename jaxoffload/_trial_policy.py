@@ -40,3 +40,8 @@ def in_force(policy: Policy, strict: bool, scan: Jaxpr) -> tuple[Policy, bool]:
         return policy, strict
     trial.scans.append(scan)
     return trial.policy, False
+
+
+def is_trial() -> bool:
+    """Whether a policy is tried."""
+    return _trial.value is not None

@@ -72,6 +72,7 @@ class Step:
       may_stay: what `accumulate` may keep on the device for the passes that run alone.
       resident: how many of the last layers never offload.
       moved: units that go to the host in any case; `movable`: those that may.
+      recomputable: units that a layer can do without.
       bus: GB/s.
     """
 
@@ -86,6 +87,7 @@ class Step:
     bus: Bus
     movable: Kept
     moved: Kept = frozenset()
+    recomputable: Kept = frozenset()
 
 
 Costs = tuple[LayerCost, ...]  # of each stack

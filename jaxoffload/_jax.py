@@ -106,6 +106,7 @@ TE_GROUPED_GEMM = r"te_grouped_gemm\w*_wrapper"
 MOSAIC_KERNELS = r"pallas_call|mpmd_map|mosaic_gpu\w*"
 
 
+@functools.cache
 def is_attention(name: str) -> bool:
     """Whether a primitive of this name is cuDNN's or TransformerEngine's attention."""
     return re.fullmatch(ATTENTION, name) is not None

@@ -24,6 +24,7 @@ from models.train import step_for
 
 RATES = Machine.from_json((ROOT / "machines/h200.json").read_text()).rates
 LAYERS, B, D, H = 3, 8, 16, 32
+ANY_SIZE = Policy(min_offload_bytes=0)
 
 
 def oracle_of(f, args, fixed):
@@ -43,7 +44,7 @@ def drawn_sets(names, count, seed=0):
     return [names.least | {unit for unit in free if dice.random() < share} for share in shares]
 
 
-def assert_exact(f, args, fixed=Policy(min_offload_bytes=0), sets=6, from_one=True):
+def assert_exact(f, args, fixed=ANY_SIZE, sets=6, from_one=True):
     """Compare times, bytes and what is moved, for drawn sets; `from_one`: that none was differentiated by itself."""
     trial, oracle = oracle_of(f, args, fixed)
     assert trial.scans and oracle.scans

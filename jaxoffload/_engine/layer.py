@@ -19,7 +19,7 @@ from .._names import PlanName
 from .._policy import VERDICT, Policy
 from .branch_slots import is_residual, separate_slots
 from .derivative import cached, derivative, plan_of_jvp
-from .device_bytes import straight
+from .device_bytes import Straight, straight
 from .plan import Override, Plan
 from .source import Source, follow, is_its_operand, source_of
 
@@ -143,10 +143,14 @@ def transposed(linear: Jaxpr, size: int) -> Jaxpr:
 @cached
 def shares(forward: Jaxpr, kept: tuple[Kept, ...], place: str) -> list[int]:
     """Bytes per device of each residual that a layer's forward pass keeps for a place."""
+    return shares_of(straight(forward), kept, place)
+
+
+def shares_of(forward: Straight, kept: tuple[Kept, ...], place: str) -> list[int]:
+    """The same, for a forward pass that is a straight program."""
     stored = [k.place for k in kept if k.place != "operand"]
-    program = straight(forward)
-    residuals = program.outputs[len(program.outputs) - len(stored) :]
-    return [program.share(x) if x else 0 for x, p in zip(residuals, stored, strict=True) if p == place]
+    residuals = forward.outputs[len(forward.outputs) - len(stored) :]
+    return [forward.share(x) if x else 0 for x, p in zip(residuals, stored, strict=True) if p == place]
 
 
 def prevent_cse_barrier(residuals: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from ..._engine.cost import Rates, cost
+from ..._engine.device_bytes import straight
 from ..._engine.joint import Joint, Passes, joint
-from ..._engine.layer import Layer, shares
+from ..._engine.layer import Layer, shares_of
 from ..._engine.plan import Row
 from ..._policy import Decision, Policy
 from .._predict.room import Divisions, layer_room
@@ -77,17 +78,17 @@ class Oracle:
     def cost(self, found: Found, layer: Passes) -> LayerCost:
         """Return what a layer costs that runs this."""
         forward_s, backward_s = (cost(of, self.rates, found.devices).seconds for of in (layer.forward, layer.backward))
-        movable: dict[Unit, int] = {}
+        forward, movable = straight(layer.forward), dict[Unit, int]()
         on_host = [k for k in layer.kept if k.place == "host"]
-        for kept, size in zip(on_host, shares(layer.forward, layer.kept, "host"), strict=True):
+        for kept, size in zip(on_host, shares_of(forward, layer.kept, "host"), strict=True):
             row = layer.plan.rows[min(kept.rows)]
             unit = self.names.of[row.names[0]] if row.names else UNTAGGED
             movable[unit] = movable.get(unit, 0) + size
         return LayerCost(
             forward=forward_s,
             backward=backward_s,
-            device=sum(shares(layer.forward, layer.kept, "device")),
-            once=sum(shares(layer.forward, layer.kept, "once")),
+            device=sum(shares_of(forward, layer.kept, "device")),
+            once=sum(shares_of(forward, layer.kept, "once")),
             movable=movable,
-            working=layer_room(layer, self.like, self.one_kernel) + self.excess,
+            working=layer_room(layer, forward, self.like, self.one_kernel) + self.excess,
         )

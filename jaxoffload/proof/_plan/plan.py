@@ -21,12 +21,12 @@ from .._predict.machine import Machine, known_machine
 from .._predict.room import divisions, step_room
 from .._program.results import trace_of
 from . import stacks
-from .choices import Choice, Outcome, Step, Table, alone, fastest, undominated
+from .choices import Choice, Outcome, Step, Table, alone, fastest
 from .compiled import compiled_bytes, refined, refuse_without_gpus
 from .oracle import Oracle, divided
 from .patterns import policy_for, policy_of
 from .result import Memory, Plan, Point
-from .search import pool, widened
+from .search import pool, searched
 from .untagged import runs_again
 
 RESERVE = 0.05  # of the device's memory: predictions from shapes alone are wrong by as much
@@ -122,8 +122,8 @@ def plan(
     limit, on_host = _budget(budget), _host_budget(host_budget)
     if compile:
         refuse_without_gpus(args)
-    traced = _traced(f, args, fixed, rates, one_kernel)
-    curve = undominated(traced.step, traced.table, on_host)
+    traced = _traced(f, args, fixed, rates, one_kernel, on_host)
+    curve = traced.curve
     choice, taken = fastest(curve, limit), dict[Choice, int]()
     if compile:
         policy = lambda choice: policy_for(choice, traced.step, traced.table, fixed)
@@ -136,10 +136,11 @@ def plan(
 
 
 class Traced(NamedTuple):
-    """What a function's scans cost, whatever the budget is."""
+    """What a function's scans cost, whatever the budget of device memory is."""
 
     step: Step
     table: Table
+    curve: list[Choice]
     fixed: Policy
     machine: Machine
     devices: int
@@ -147,7 +148,12 @@ class Traced(NamedTuple):
 
 
 def _traced(
-    f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine: Machine, one_kernel: Collection[str]
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    fixed: Policy,
+    machine: Machine,
+    one_kernel: Collection[str],
+    host_budget: int,
 ) -> Traced:
     dots = "recompute" if fixed.dots == "offload" else fixed.dots
     nothing = dataclasses.replace(fixed, residuals={}, offload_modules=(), default="recompute", dots=dots)
@@ -182,10 +188,10 @@ def _traced(
         recomputable=names.recomputable,
     )
     table = pool(names.least, names.free, oracle, step.stacks)
-    table = widened(step, table, names.free, oracle)
+    table, curve = searched(step, table, names.free, oracle, host_budget)
     everything = [oracle.passes(layer, names.least | names.free) for layer in layers]
     untagged = tuple(line for layer in everything for line in runs_again(layer))
-    return Traced(step, table, fixed, machine, devices, untagged)
+    return Traced(step, table, curve, fixed, machine, devices, untagged)
 
 
 def _may_stay(gradients: int, found: Sequence[stacks.Found]) -> int:

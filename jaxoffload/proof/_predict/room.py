@@ -129,10 +129,12 @@ def step_room(
     return Room(walk.layer, walk.loop), Most(**most)
 
 
-def layer_room(layer: Passes, like: Divisions, one_kernel: Collection[str]) -> int:
-    """Return the most bytes per device that a layer of a scan has at once, in either pass, with what it keeps."""
-    walk = _Walk(like, one_kernel)
-    forward, reverse = straight(layer.forward, _WITH_LOOPS), straight(layer.backward, _WITH_LOOPS)
+def layer_room(layer: Passes, forward: Straight, like: Divisions, one_kernel: Collection[str]) -> int:
+    """Return the most bytes per device that a layer of a scan has at once, in either pass, with what it keeps.
+
+    `forward`: its forward pass.
+    """
+    walk, reverse = _Walk(like, one_kernel), straight(layer.backward)
     carry = forward.inputs[layer.consts : layer.consts + layer.carry]
     given = zip(reverse.inputs, layer.kept, strict=False)
     kept = [x for x, k in given if k.place in ("host", "device")]
@@ -200,7 +202,16 @@ class _Walk:
         stored.update(values(program.outputs))
 
         behind: dict[Buffer, set[Buffer]] = {}  # what a value that is not stored is computed from
-        roots = lambda buffers: set[Buffer]().union(*({a} if a in stored else behind.get(a, ()) for a in buffers))
+
+        def roots(buffers: Iterable[Buffer]) -> set[Buffer]:
+            found = set[Buffer]()
+            for buffer in buffers:
+                if buffer in stored:
+                    found.add(buffer)
+                elif buffer in behind:
+                    found |= behind[buffer]
+            return found
+
         reads: list[set[Buffer]] = []
         last: dict[Buffer, int] = {}
         for number, op in enumerate(program.ops):

@@ -31,7 +31,7 @@ from ._policy import Policy
 from ._reference import is_reference
 from ._scan import backward_loops, chunk_loops, forward_loops, recomputing, scan_p, with_stages
 from ._text import nearest, readable
-from ._trial_policy import is_trial
+from ._trial_policy import says_what_interleaves
 
 Reduction = Literal["mean", "sum"]
 
@@ -306,7 +306,7 @@ def _interleaved(call: _Call) -> Any:
     pieces, fixed = divided.pieces, divided.fixed
     loops_in = lambda pieces: tuple(scan.loops for scan in pieces.scans)
     if not _offloads(pieces):
-        return _tried(call, divided, loops_in(pieces)) if is_trial() else None
+        return _tried(call, divided, loops_in(pieces)) if says_what_interleaves() else None
     _refuse_what_does_not_fit(pieces)
     gradients = sum(nbytes(v.aval) for v in divided.params)
     first, last = ends(pieces, call.microbatches, gradients, lambda eqn, *args: recomputing(*args, **eqn.params))

@@ -22,13 +22,15 @@ from jaxoffload.proof._predict.room import divisions
 from jaxoffload.proof._program.results import trace_of
 from models.train import step_for
 
+pytestmark = pytest.mark.claim("plan-costs")
+
 RATES = Machine.from_json((ROOT / "machines/h200.json").read_text()).rates
 LAYERS, B, D, H = 3, 8, 16, 32
 ANY_SIZE = Policy(min_offload_bytes=0)
 
 
 def oracle_of(f, args, fixed):
-    trial = Trial(dataclasses.replace(fixed, default="recompute", residuals={}))
+    trial = Trial(dataclasses.replace(fixed, default="recompute", residuals={}), says_what_interleaves=True)
     jaxpr, _ = trial.traced(trace_of)(f, args)
     found = stacks_of(jaxpr, spread(args))
     names = names_of(found, fixed)

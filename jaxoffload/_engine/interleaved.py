@@ -156,7 +156,7 @@ def _batch(primitive: Call, axis: Any, args: Sequence[Any], dims: Sequence[Any],
 
 
 _interleaved_p, _in_turn_p = Call("jaxoffload_interleaved"), Call(IN_TURN)
-in_turn_p = define(_in_turn_p, batch=functools.partial(_batch, _in_turn_p))  # what `plan` tries
+in_turn_p = define(_in_turn_p, jvp=_refuse, batch=functools.partial(_batch, _in_turn_p))  # for `plan` alone
 interleaved_p = define(
     _interleaved_p,
     eager=lambda *args, call_jaxpr, **_: jitted(call_jaxpr)(*args),

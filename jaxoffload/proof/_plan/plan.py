@@ -157,7 +157,7 @@ def _traced(
 ) -> Traced:
     dots = "recompute" if fixed.dots == "offload" else fixed.dots
     nothing = dataclasses.replace(fixed, residuals={}, offload_modules=(), default="recompute", dots=dots)
-    trial = Trial(nothing)
+    trial = Trial(nothing, says_what_interleaves=True)
     with whole_program(True):
         plain, is_loss = trial.traced(trace_of)(f, args)
     devices, like = stacks.spread(args), divisions(args)

@@ -8,6 +8,7 @@ in it. No set of names needs a trace of its own.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -58,39 +59,36 @@ class Joint:
 
         `for_host`: the numbers of the rows that may go to the host; the plan would move others too.
         """
-        of_backward, of_forward = self.values
-        count, operands = len(of_forward) + len(self.body.jaxpr.invars), len(self.eqn.invars)
-        primal = range(len(of_backward), len(of_backward) + count)
-        unknown = [number not in primal for number in range(operands)]
-        rule: Any = partial_eval_rules[remat_p]
-        known_eqn, linear_eqn, is_unknown, is_there, _ = rule(_Keeps(kept), unknown, [True] * operands, self.eqn)
-        known, linear = known_eqn.params["jaxpr"], linear_eqn.params["jaxpr"]
         results = len(self.body.jaxpr.outvars)
-        residuals = known.outvars[len(is_unknown) - sum(is_unknown) :]
-
-        wanted = [number >= results for number, there in enumerate(is_there) if there]
-        needed = [*[False] * len(residuals), *unknown]
-        linear, used = dce_jaxpr(linear, wanted, needed)
-        used_residuals, _, used_operands = in_three(used, len(residuals), len(of_backward))
-        read = [
-            *(v for v, is_read in zip(residuals, used_residuals, strict=True) if is_read),
-            *(v for v, is_read in zip(known.invars, used_operands, strict=False) if is_read),
-        ]
-        # The constants of the backward pass stand behind the residuals, and come first as constants.
-        first = sum(used_residuals)
-        rest = linear.invars[first + len(of_backward) :]
-        constants = linear.invars[first : first + len(of_backward)]
-        linear = linear.replace(invars=[*constants, *linear.invars[:first], *rest]).with_consts(of_backward)
-        known = known.replace(outvars=[*known.outvars[:results], *read])
-        known, _ = dce_jaxpr(known, [True] * len(known.outvars), True)
-        known = known.with_consts(of_forward)
-
-        known, backward = each_once(known, linear, results)
+        known, backward = each_once(*self._halves(kept), results)
         found = kept_of(known, self.body, known.outvars[results:])
         stored = [v for v, k in zip(known.outvars[results:], found, strict=True) if k.place != "operand"]
         forward = known.replace(outvars=[*known.outvars[:results], *stored])
-        here = lambda k: k._replace(place="device") if k.place == "host" and not k.rows & set(for_host) else k
+        here = lambda k: k._replace(place="device") if k.place == "host" and k.rows.isdisjoint(for_host) else k
         return Passes(self.body.consts, self.body.carry, forward, backward, tuple(map(here, found)), self.plan)
+
+    def _halves(self, kept: Collection[str]) -> tuple[Jaxpr, Jaxpr]:
+        """Return operands -> results, residuals; and residuals, cotangents -> cotangents, with what runs again."""
+        of_backward, of_forward = self.values
+        results, behind = len(self.body.jaxpr.outvars), len(of_backward)
+        primals = range(behind, behind + len(of_forward) + len(self.body.jaxpr.invars))
+        unknown = [number not in primals for number in range(len(self.eqn.invars))]
+        rule: Any = partial_eval_rules[remat_p]
+        everywhere = [True] * len(unknown)
+        known_eqn, linear_eqn, is_unknown, is_there, _ = rule(_Keeps(kept), unknown, everywhere, self.eqn)
+        known, linear = known_eqn.params["jaxpr"], linear_eqn.params["jaxpr"]
+
+        residuals = known.outvars[len(is_unknown) - sum(is_unknown) :]
+        wanted = [number >= results for number, there in enumerate(is_there) if there]
+        linear, used = dce_jaxpr(linear, wanted, [*[False] * len(residuals), *unknown])
+        is_read, _, reads_operand = in_three(used, len(residuals), behind)
+        read = [*itertools.compress(residuals, is_read), *itertools.compress(known.invars, reads_operand)]
+        known = known.replace(outvars=[*known.outvars[:results], *read])
+        known, _ = dce_jaxpr(known, [True] * len(known.outvars), True)
+        # Constants come first, and those of the backward pass stand behind the residuals here.
+        first, constants, rest = in_three(linear.invars, sum(is_read), behind)
+        linear = linear.replace(invars=[*constants, *first, *rest])
+        return known.with_consts(of_forward), linear.with_consts(of_backward)
 
 
 class _Keeps(NamedTuple):

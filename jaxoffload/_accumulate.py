@@ -31,6 +31,7 @@ from ._policy import Policy
 from ._reference import is_reference
 from ._scan import backward_loops, chunk_loops, forward_loops, recomputing, scan_p, with_stages
 from ._text import nearest, readable
+from ._trial_policy import says_what_interleaves
 
 Reduction = Literal["mean", "sum"]
 
@@ -303,8 +304,9 @@ def _interleaved(call: _Call) -> Any:
 
     divided = _divided(call, loops_of)
     pieces, fixed = divided.pieces, divided.fixed
+    loops_in = lambda pieces: tuple(scan.loops for scan in pieces.scans)
     if not _offloads(pieces):
-        return None
+        return _tried(call, divided, loops_in(pieces)) if says_what_interleaves() else None
     _refuse_what_does_not_fit(pieces)
     gradients = sum(nbytes(v.aval) for v in divided.params)
     first, last = ends(pieces, call.microbatches, gradients, lambda eqn, *args: recomputing(*args, **eqn.params))
@@ -318,10 +320,16 @@ def _interleaved(call: _Call) -> Any:
         sums = [filled(jax.typeof(values[v]), 0) for v in divided.params]
         return interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
 
-    loops_in = lambda pieces: tuple(scan.loops for scan in pieces.scans)
     ends_and_between = loops_in(pieces), loops_in(first), loops_in(last)
     what = interleaved.Interleaved(divided.loss, *ends_and_between, call.microbatches)
     return divided.unflatten(call, interleaved.bind(run, what, *divided.operands))
+
+
+def _tried(call: _Call, divided: _Divided, loops: tuple[Loops, ...]) -> Any:
+    """The same, one microbatch after another; `plan` sees what would interleave if something were offloaded."""
+    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches)
+    in_turn = lambda params, batch: _one_by_one(call._replace(params=params, batch=batch))
+    return interleaved.bind_in_turn(in_turn, what, call.params, call.batch)
 
 
 def _on_stages(call: _Call, stages: _Stages | None) -> Any:

@@ -64,14 +64,14 @@ def nbytes(aval: Any) -> int:
 # --- Primitives by name. Those that JAX exports an object for stand here too, where a set needs them.
 
 SHARD_MAP, BARRIER, _RETYPED = "shard_map", "optimization_barrier", "jaxoffload_retyped"
-FORWARD = "jaxoffload_forward"  # the forward loops of `scan`
+FORWARD, IN_TURN = "jaxoffload_forward", "jaxoffload_in_turn"  # the forward loops of `scan`; `accumulate` in a plan
 MATMULS = {"dot_general", "ragged_dot_general"}
 # The result is the operand.
 IDENTITIES = {"name", "sharding_constraint"}
 # The nested jaxpr's results are the equation's own results.
 CALLS = {"jit", "remat2", "eval_jaxpr", "jaxoffload_checkpoint"}
 # Calls that XLA does not know as such: the nested jaxpr is a part of the program around it.
-OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", SHARD_MAP}
+OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", SHARD_MAP, IN_TURN}
 # The nested jaxpr sees a part of each operand.
 SLICING = {SHARD_MAP, "scan"}
 # One kernel computes all results: recomputing one of them recomputes all. JAX's own kernels, and calls of others'.
@@ -106,6 +106,7 @@ TE_GROUPED_GEMM = r"te_grouped_gemm\w*_wrapper"
 MOSAIC_KERNELS = r"pallas_call|mpmd_map|mosaic_gpu\w*"
 
 
+@functools.cache
 def is_attention(name: str) -> bool:
     """Whether a primitive of this name is cuDNN's or TransformerEngine's attention."""
     return re.fullmatch(ATTENTION, name) is not None

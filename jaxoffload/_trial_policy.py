@@ -13,9 +13,13 @@ from ._policy import Policy
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trial:
-    """A policy that is tried, and the scans that were traced under it, which live as long: a `Layer` keeps none."""
+    """A policy that is tried, and the scans that were traced under it, which live as long: a `Layer` keeps none.
+
+    `says_what_interleaves`: whether `accumulate` does where nothing is offloaded, so that nothing interleaves.
+    """
 
     policy: Policy
+    says_what_interleaves: bool = False
     scans: list[Jaxpr] = dataclasses.field(default_factory=list)
 
     def traced[**P, T](self, f: Callable[P, T]) -> Callable[P, T]:
@@ -40,3 +44,9 @@ def in_force(policy: Policy, strict: bool, scan: Jaxpr) -> tuple[Policy, bool]:
         return policy, strict
     trial.scans.append(scan)
     return trial.policy, False
+
+
+def says_what_interleaves() -> bool:
+    """Whether `accumulate` says what would interleave if something were offloaded."""
+    trial: Trial | None = _trial.value
+    return trial is not None and trial.says_what_interleaves

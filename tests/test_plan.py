@@ -19,7 +19,7 @@ from jaxoffload.proof import Bus, Machine, NothingFits, fits
 from jaxoffload.proof._plan.choices import Choice, LayerCost, Stack, Step, alone, fastest, undominated
 from jaxoffload.proof._plan.compiled import refined
 from jaxoffload.proof._plan.patterns import pattern_of
-from jaxoffload.proof._plan.search import pool
+from jaxoffload.proof._plan.search import pool, searched
 from models.config import load
 from models.planning import plan_of_run
 from models.planning import planned as planned_config
@@ -133,8 +133,9 @@ def test_other_loops_and_what_stands_around_the_layers_count_once():
 # ---- promises, on drawn costs ----
 
 
-def drawn_step(seed):
-    """A step with up to five units and two stacks, in which costs are closures: a unit saves what it needs, too."""
+def drawn_search(seed):
+    """A step with up to five units and two stacks, in which costs are closures: a unit saves what it needs, too; the
+    least set of names, the others, what a set costs, and the dice."""
     dice = random.Random(seed)
     units = [(f"u{i}",) for i in range(dice.randint(1, 5))]
     stacks = []
@@ -161,7 +162,12 @@ def drawn_step(seed):
     step = step_of(
         *stacks, movable=frozenset(units), may_stay=dice.randint(0, 500), resident=dice.randint(0, 2), less=0
     )
-    return step, pool(least, set(units) - least, evaluate, step.stacks), dice
+    return step, least, frozenset(units) - least, evaluate, dice
+
+
+def drawn_step(seed):
+    step, least, free, evaluate, dice = drawn_search(seed)
+    return step, pool(least, free, evaluate, step.stacks), dice
 
 
 @pytest.mark.claim("plan-promises")
@@ -214,6 +220,34 @@ def test_no_choice_that_is_looked_at_beats_the_curve(seed):
         if out.host <= 3000:
             best = fastest(curve, out.device(step))
             assert best and (best.ns, best.host) <= (out.ns, out.host)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_search_does_not_depend_on_budgets_and_loses_no_choice(seed):
+    step, least, free, evaluate, dice = drawn_search(seed)
+    table = pool(least, free, evaluate, step.stacks)
+    budgets = [0, dice.randint(0, 4000), 10**9]
+    found = [searched(step, table, free, evaluate, budget) for budget in budgets]
+    values = lambda curve: [(c.ns, c.device, c.host) for c in curve]
+    for budget, (wider, curve) in zip(budgets, found, strict=True):
+        assert wider == found[0][0] and wider.items() >= table.items()
+        assert all(costs == evaluate(kept) for kept, costs in wider.items())
+        # What grew has the choices of what was always there.
+        assert values(curve) == values(undominated(step, wider, budget))
+        for choice in undominated(step, table, budget):
+            best = fastest(curve, choice.device)
+            assert (best.ns, best.host) <= (choice.ns, choice.host)
+
+
+def test_the_search_finds_better_choices_than_the_first_sets_have():
+    better = 0
+    for seed in range(20):
+        step, least, free, evaluate, _ = drawn_search(seed)
+        table = pool(least, free, evaluate, step.stacks)
+        _, curve = searched(step, table, free, evaluate, 0)
+        first = undominated(step, table, 0)
+        better += any(fastest(first, choice.device).ns > choice.ns for choice in curve)
+    assert better > 2
 
 
 # ---- what is planned is what happens ----

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from common import policy
+from common import auto_mesh, policy
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxoffload import scan, tag
+from jaxoffload._engine.device_bytes import straight
 from jaxoffload.proof import room
 
 B, D, H, V, N = 64, 32, 256, 1024, 3
@@ -113,3 +115,13 @@ def test_rows_of_a_shard_map_on_their_way_to_the_host_count_once_per_device():
         found = room(jax.grad(loss), {"in": of(N, D, H), "out": of(N, H, D)}, of(64 * B, D))
     rows = 2 * 64 * WIDE // 4
     assert 3 * rows <= found.layer < 3.5 * rows  # fc1 of this layer and of the next, its cotangent; the stream
+
+
+def test_what_a_shard_map_made_says_nothing_of_other_values():
+    """It is whole on each device in there, where an argument with as many rows is divided."""
+    mesh = auto_mesh(a=4, b=2)
+    rows, whole = PartitionSpec("a"), PartitionSpec()
+    mean = jax.shard_map(lambda x: jax.lax.pmean(x, "a"), mesh=mesh, in_specs=rows, out_specs=whole)
+    scaled = jax.shard_map(lambda x, m: x * jnp.sum(m), mesh=mesh, in_specs=(rows, whole), out_specs=rows)
+    jaxpr = jax.make_jaxpr(lambda x, y: scaled(y, mean(x)))(jnp.ones(32), jnp.ones(8))
+    assert straight(jaxpr).rows == {32: 4, 8: 4}

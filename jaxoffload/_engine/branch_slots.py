@@ -51,9 +51,9 @@ def _batch(_: Any, args: Any, dims: Any, **params: Any) -> Any:
     return retyped_p.bind(*args, **params), *dims
 
 
-def is_residual_of(plan: Plan, prim: Any, params: dict[str, Any]) -> bool:
-    """Whether an equation makes a retyped residual of `plan`."""
-    return prim is retyped_p and params["is_residual"] and params["name"] in plan.plan_names
+def is_residual(prim: Any, params: dict[str, Any]) -> bool:
+    """Whether an equation makes a retyped residual."""
+    return prim is retyped_p and params["is_residual"]
 
 
 # A value with the plan's `name`, with the other `weak_type`: as a residual (`is_residual`), or back as it was.

@@ -38,9 +38,13 @@ def division(sharding: Any) -> Division:
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
-    """A value; `constraint` is the one that divides it least, `moved` the value in another memory that it copies."""
+    """A value; `constraint` is the one that divides it least, `moved` the value in another memory that it copies.
+
+    `depth`: how many `shard_map`s are around its definition.
+    """
 
     aval: Any
+    depth: int = 0
     constraint: Division | None = None
     moved: "Buffer | None" = None
 
@@ -119,9 +123,10 @@ class _Opening:
         self.buffers: list[Buffer] = []
         self.ops: list[Op] = []
         self.named: dict[str, Buffer] = {}
+        self.depth = 0
 
     def new(self, var: Any) -> Buffer:
-        self.buffers.append(Buffer(var.aval))
+        self.buffers.append(Buffer(var.aval, self.depth))
         return self.buffers[-1]
 
     def through(self, jaxpr: Jaxpr, inputs: Sequence[Buffer | None], scope: str) -> list[Buffer | None]:
@@ -140,11 +145,14 @@ class _Opening:
         open_it = name in OPENED or eqn.primitive in self.opened_too
         if open_it and len(body := nested(eqn)) == 1 and len(body[0].invars) == len(operands):
             specs = eqn.params["in_specs"] if name == SHARD_MAP else ()
-            for operand, var, spec in zip(operands, eqn.invars, specs, strict=False):
+            for operand, spec in zip(operands, specs, strict=False):
                 # What another `shard_map` made is here as one shard, and divided already.
-                if operand and not operand.constraint and nbytes(operand.aval) == nbytes(var.aval):
+                if operand and not operand.constraint and operand.depth <= self.depth:
                     operand.constrain(NamedSharding(eqn.params["mesh"], spec))
-            return self.through(body[0], operands, f"{scope}/{name}")
+            self.depth += name == SHARD_MAP
+            inside = self.through(body[0], operands, f"{scope}/{name}")
+            self.depth -= name == SHARD_MAP
+            return inside
         if eqn.primitive is name_p and operands[0]:
             self.named[eqn.params["name"]] = operands[0]
         if (name in PASSING or keeps_all_bits(eqn)) and operands and operands[0]:

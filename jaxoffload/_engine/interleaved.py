@@ -18,6 +18,7 @@ of a loop are copied, on the host.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from .._jax import Call, Results, define
+from .._jax import IN_TURN, Call, Results, convert_constvars_jaxpr, define
 from .copying_loops import DifferentiatedTwice, Loops, backward_p, forward_p, jitted
 from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, completed, forward, stacks_of
 from .schedule import Schedule
@@ -131,25 +132,36 @@ def bind(f: Callable[..., Any], what: Interleaved, *operands: Any) -> list[Any]:
     return interleaved_p.bind(*operands, call_jaxpr=jax.make_jaxpr(scope(f))(*operands), **what._asdict())
 
 
+def bind_in_turn(f: Callable[..., Any], what: Interleaved, *args: Any) -> Any:
+    """Evaluate a function that runs one microbatch after another, as one equation that says what would interleave if
+    something were offloaded."""
+    jaxpr, like = jax.make_jaxpr(f, return_shape=True)(*args)
+    operands = [*jaxpr.consts, *jax.tree.leaves(args)]
+    outs = in_turn_p.bind(*operands, call_jaxpr=convert_constvars_jaxpr(jaxpr), what=what)
+    return jax.tree.unflatten(jax.tree.structure(like), outs)
+
+
 def _refuse(*_: Any, **__: Any) -> Any:
     raise DifferentiatedTwice(
         "jaxoffload.accumulate cannot be differentiated: it returns gradients; differentiate loss"
     )
 
 
-def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Results:
+def _batch(primitive: Call, axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Results:
     """One after another: the stacks on the host cannot get an axis before that of their rows."""
     batched = {i: jnp.moveaxis(x, d, 0) for i, (x, d) in enumerate(zip(args, dims, strict=True)) if d is not None}
-    one = lambda these: interleaved_p.bind(*(these.get(i, x) for i, x in enumerate(args)), **params)
+    one = lambda these: primitive.bind(*(these.get(i, x) for i, x in enumerate(args)), **params)
     outs = lax.map(one, batched)
     return outs, [0] * len(outs)
 
 
+_interleaved_p, _in_turn_p = Call("jaxoffload_interleaved"), Call(IN_TURN)
+in_turn_p = define(_in_turn_p, jvp=_refuse, batch=functools.partial(_batch, _in_turn_p))  # for `plan` alone
 interleaved_p = define(
-    Call("jaxoffload_interleaved"),
+    _interleaved_p,
     eager=lambda *args, call_jaxpr, **_: jitted(call_jaxpr)(*args),
     jvp=_refuse,
-    batch=_batch,
+    batch=functools.partial(_batch, _interleaved_p),
     lower=lower_and_note(lambda *, loops, **_: any(segment.on_host for pass_ in loops for segment in pass_.segments)),
 )
 

@@ -17,9 +17,9 @@ from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
 from .._jax import UndefinedPrimal, backward_pass, instantiate_zeros, partial_eval_jaxpr_nounits
 from .._names import PlanName
 from .._policy import VERDICT, Policy
-from .branch_slots import is_residual_of, separate_slots
+from .branch_slots import is_residual, separate_slots
 from .derivative import cached, derivative, plan_of_jvp
-from .device_bytes import straight
+from .device_bytes import Straight, straight
 from .plan import Override, Plan
 from .source import Source, follow, is_its_operand, source_of
 
@@ -143,10 +143,14 @@ def transposed(linear: Jaxpr, size: int) -> Jaxpr:
 @cached
 def shares(forward: Jaxpr, kept: tuple[Kept, ...], place: str) -> list[int]:
     """Bytes per device of each residual that a layer's forward pass keeps for a place."""
+    return shares_of(straight(forward), kept, place)
+
+
+def shares_of(forward: Straight, kept: tuple[Kept, ...], place: str) -> list[int]:
+    """The same, for a forward pass that is a straight program."""
     stored = [k.place for k in kept if k.place != "operand"]
-    program = straight(forward)
-    residuals = program.outputs[len(program.outputs) - len(stored) :]
-    return [program.share(x) if x else 0 for x, p in zip(residuals, stored, strict=True) if p == place]
+    residuals = forward.outputs[len(forward.outputs) - len(stored) :]
+    return [forward.share(x) if x else 0 for x, p in zip(residuals, stored, strict=True) if p == place]
 
 
 def prevent_cse_barrier(residuals: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -160,7 +164,7 @@ class _InPlace(NamedTuple):
     plan: Plan
 
     def __call__(self, prim: Any, *args: Any, **params: Any) -> Any:
-        if is_residual_of(self.plan, prim, params):
+        if is_residual(prim, params) and params["name"] in self.plan.plan_names:
             return VERDICT["save"]
         verdict = self.plan(prim, *args, **params)
         return verdict if verdict is VERDICT["recompute"] else VERDICT["save"]
@@ -178,7 +182,7 @@ def linearize(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: b
 
     `perturbed` must be closed: a carry that comes out perturbed goes in perturbed (`perturbed_carry`).
     """
-    jvp, out_perturbed = _derivative(body, perturbed, policy)
+    jvp, out_perturbed = derivative_of(body, perturbed, policy)
     plan, planned = plan_of_jvp(body.jaxpr, body.roles, jvp, policy, strict, override)
     in_place: Any = _InPlace(plan)
     # prevent_cse=False: the passes are two loops, or `prevent_cse_barrier` is between them. A barrier in a loop would
@@ -188,14 +192,14 @@ def linearize(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: b
     results = len(out_perturbed)
     known, linear = halves(jax.make_jaxpr(run)(*planned.in_avals), len(perturbed), results)
     known, linear = each_once(known, linear, results)
-    kept = tuple(_kept(known, body, known.outvars[results:]))
+    kept = kept_of(known, body, known.outvars[results:])
     stored = [v for v, k in zip(known.outvars[results:], kept, strict=True) if k.place != "operand"]
     forward = known.replace(outvars=[*known.outvars[:results], *stored], debug_info=without_paths(known))
     weakly = weakref.ref(body.jaxpr)
     return Layer(body.consts, body.carry, forward, linear, kept, plan, perturbed, out_perturbed, weakly)
 
 
-def _derivative(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:
+def derivative_of(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:
     """The JVP of a body, and which results have tangents: a carry that goes in with one comes out with one."""
     ys = len(body.jaxpr.outvars) - body.carry
     return derivative(body.jaxpr, perturbed, (*body.split(perturbed)[1], *[False] * ys), policy.dots != "recompute")
@@ -205,7 +209,7 @@ def perturbed_carry(body: Body, perturbed: Sequence[bool], policy: Policy) -> tu
     """`perturbed`, plus each array of the carry that a perturbed operand reaches in some layer."""
     while True:
         consts, carry, xs = body.split(perturbed)
-        reached = _derivative(body, tuple(perturbed), policy)[1][: body.carry]
+        reached = derivative_of(body, tuple(perturbed), policy)[1][: body.carry]
         if carry == list(reached):
             return tuple(perturbed)
         perturbed = [*consts, *reached, *xs]
@@ -247,7 +251,8 @@ def _substitute(jaxpr: Jaxpr, rename: dict[Var, Var]) -> Jaxpr:
     )
 
 
-def _kept(known: Jaxpr, body: Body, residuals: Sequence[Any]) -> list[Kept]:
+def kept_of(known: Jaxpr, body: Body, residuals: Sequence[Any]) -> tuple[Kept, ...]:
+    """What becomes of each residual of `known`, whose first operands are the body's."""
     operands = {var: i for i, var in enumerate(known.invars)}
     same = _same_in_every_layer(known, body.consts)
     carry = range(body.consts, body.consts + body.carry)
@@ -262,7 +267,7 @@ def _kept(known: Jaxpr, body: Body, residuals: Sequence[Any]) -> list[Kept]:
             return Kept("once", None, source._replace(where="the same in every layer", kind="once"))
         return Kept("host" if source.name and source.name.decision == "offload" else "device", None, source)
 
-    return [kept(var) for var in residuals]
+    return tuple(kept(var) for var in residuals)
 
 
 def _same_in_every_layer(jaxpr: Jaxpr, consts: int) -> set[Var]:

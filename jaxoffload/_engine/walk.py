@@ -14,7 +14,11 @@ from .._jax import CALLS, SHARD_MAP, partial_eval_rules
 
 def nested(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return all jaxprs among an equation's parameters, those that autodiff replaces or ignores included."""
-    return [leaf for leaf in jax.tree.leaves(tuple(eqn.params.values())) if isinstance(leaf, Jaxpr)]
+    trees = [value for value in eqn.params.values() if type(value) not in _LEAVES]
+    return [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, Jaxpr)] if trees else []
+
+
+_LEAVES = {type(None), bool, int, float, str}  # most parameters
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:

@@ -13,7 +13,7 @@ choices do not depend on the budget of device memory. So of two budgets the grea
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -72,6 +72,7 @@ class Step:
       may_stay: what `accumulate` may keep on the device for the passes that run alone.
       resident: how many of the last layers never offload.
       moved: units that go to the host in any case; `movable`: those that may.
+      recomputable: units that a layer can do without.
       bus: GB/s.
     """
 
@@ -86,6 +87,7 @@ class Step:
     bus: Bus
     movable: Kept
     moved: Kept = frozenset()
+    recomputable: Kept = frozenset()
 
 
 Costs = tuple[LayerCost, ...]  # of each stack
@@ -255,19 +257,64 @@ _MOST_COUNTS = 33
 def undominated(step: Step, table: Table, host_budget: int) -> list[Choice]:
     """Return the choices for each budget of device memory, by bytes: each is faster than those before it, or as fast
     with fewer bytes on the host."""
-    counts = _layer_counts(step)
-    found: list[Choice] = []
-    for kept, costs in table.items():
-        units = units_of(costs)
-        sets = _subsets(units, [u in step.movable - step.moved for u in units], costs, [u in step.moved for u in units])
-        candidates = [_Candidates(kept, units, sets, None)]
-        if (smaller := _smaller(step, table, kept, units)) and not step.moved:
-            sets = np.array([row for _, row in smaller])
-            candidates.append(_Candidates(kept, units, sets, [rest for rest, _ in smaller]))
-        for each in candidates:
-            found += _best(step, table, each, counts, host_budget)
-    index = _undominated(*(np.array([getattr(c, of) for c in found], np.int64) for of in ("ns", "device", "host")))
-    return [found[i] for i in index]
+    (curve,) = Curves(step, (host_budget,)).of(table)
+    return curve
+
+
+class Curves:
+    """What `undominated` returns for some host budgets, of a table that grows: only what is new is computed."""
+
+    def __init__(self, step: Step, host_budgets: Sequence[int]):
+        self.step, self.host_budgets, self.counts = step, host_budgets, _layer_counts(step)
+        self.known = set[tuple[Kept, Kept | None]]()
+        self.curves: list[list[Choice]] = [[] for _ in host_budgets]
+
+    def of(self, table: Table) -> list[list[Choice]]:
+        """Return the curve of each budget; `table` has all sets of earlier calls."""
+        new = [candidates for kept in table for candidates in self._new(table, kept)]
+        found = [[_columns(curve)] for curve in self.curves]
+        for number, candidates in enumerate(new):
+            for columns, more in zip(found, self._best(table, candidates, number), strict=True):
+                columns.append(more)
+        self.curves = [_made(curve, new, np.hstack(columns)) for curve, columns in zip(self.curves, found, strict=True)]
+        return self.curves
+
+    def _new(self, table: Table, kept: Kept) -> "Iterator[_Candidates]":
+        """Yield choices that keep these names, and were not there in an earlier call."""
+        units = units_of(table[kept])
+        if (kept, None) not in self.known:
+            movable = self.step.movable - self.step.moved
+            free, always = [u in movable for u in units], [u in self.step.moved for u in units]
+            yield _Candidates(kept, units, _subsets(units, free, table[kept], always), None)
+        pairs = _smaller(self.step, table, kept, units) if not self.step.moved else []
+        if new := [(rest, moved) for rest, moved in pairs if (kept, rest) not in self.known]:
+            yield _Candidates(kept, units, np.array([moved for _, moved in new]), [rest for rest, _ in new])
+        self.known |= {(kept, None), *((kept, rest) for rest, _ in new)}
+
+    def _best(self, table: Table, these: "_Candidates", number: int) -> list[Any]:
+        """Return the undominated ones for each budget, as `_columns`."""
+        rest = [table[kept] for kept in these.rest] if these.rest else None
+        counts = self.counts[1:] if these.rest else self.counts  # where none offloads, all layers keep the same
+        out = outcome(self.step, table[these.kept], rest, these.sets, counts)
+        device, found = out.device(self.step), []
+        for host_budget in self.host_budgets:
+            rows, columns = np.nonzero(out.host <= host_budget)
+            sizes = [of[rows, columns] for of in (out.ns, device, out.host)]
+            all_ = np.array([*sizes, np.full(len(rows), number), rows, counts[columns]])
+            found.append(all_[:, _undominated(*sizes)])
+        return found
+
+
+def _columns(curve: Sequence[Choice]) -> Any:
+    """Return choices as columns of integers: ns, device, host; the number of their candidates, which of these, and how
+    many layers. Those of a curve have the number -1, and count for themselves."""
+    return np.array([(c.ns, c.device, c.host, -1, i, 0) for i, c in enumerate(curve)], np.int64).reshape(-1, 6).T
+
+
+def _made(curve: Sequence[Choice], new: Sequence["_Candidates"], columns: Any) -> list[Choice]:
+    """Return the undominated ones of these columns."""
+    best = columns[:, _undominated(*columns[:3])].T.tolist()
+    return [curve[row] if n < 0 else new[n].choice(row, layers, *sizes) for *sizes, n, row, layers in best]
 
 
 class _Candidates(NamedTuple):
@@ -279,23 +326,11 @@ class _Candidates(NamedTuple):
     sets: Any  # (candidates, units) bool
     rest: list[Kept] | None
 
-
-def _best(step: Step, table: Table, these: _Candidates, counts: Any, host_budget: int) -> list[Choice]:
-    """Return the undominated ones."""
-    rest = [table[kept] for kept in these.rest] if these.rest else None
-    counts = counts[1:] if these.rest else counts  # where none offloads, all layers keep the same
-    out = outcome(step, table[these.kept], rest, these.sets, counts)
-    device = out.device(step)
-    rows, columns = np.nonzero(out.host <= host_budget)
-    index = _undominated(*(of[rows, columns] for of in (out.ns, device, out.host)))
-    made = []
-    for row, column in zip(rows[index], columns[index], strict=True):
-        ns, size, host = (int(of[row, column]) for of in (out.ns, device, out.host))
-        moved = frozenset(itertools.compress(these.units, these.sets[row]))
-        others: Others = "recompute" if these.rest else "save"
-        kept_by_rest = these.rest[row] if these.rest else these.kept
-        made.append(Choice(ns, size, host, these.kept, moved, int(counts[column]), others, kept_by_rest))
-    return made
+    def choice(self, row: int, layers: int, ns: int, device: int, host: int) -> Choice:
+        moved = frozenset(itertools.compress(self.units, self.sets[row]))
+        others: Others = "recompute" if self.rest else "save"
+        rest = self.rest[row] if self.rest else self.kept
+        return Choice(ns, device, host, self.kept, moved, layers, others, rest)
 
 
 def _layer_counts(step: Step) -> Any:
@@ -307,7 +342,7 @@ def _subsets(units: list[Unit], free: list[bool], costs: Costs, always: list[boo
     """Return what may be moved together, (sets, units) bool: all sets, or those of the largest and the smallest."""
     numbers = [i for i, f in enumerate(free) if f]
     if len(numbers) <= _MOST_UNITS:
-        bits = np.array(list(itertools.product([False, True], repeat=len(numbers))), bool)
+        bits = np.arange(2 ** len(numbers))[:, None] >> np.arange(len(numbers))[::-1] & 1 == 1
     else:
         size = lambda i: sum(cost.movable.get(units[i], 0) for cost in costs)
         order = np.argsort([size(i) for i in numbers], kind="stable")

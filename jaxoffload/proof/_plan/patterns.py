@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..._policy import Decision, Policy
+from ..._policy import Decision, Policy, matches
 from .choices import Choice, Costs, Kept, Step, Table, Unit
 
 
@@ -16,13 +16,15 @@ def pattern_of(name: str) -> str:
     return re.sub(r"\s|^!", "?", escaped)
 
 
-def policy_of(decisions: Mapping[Unit, Decision], fixed: Policy, **fields: Any) -> Policy:
+def policy_of(decisions: Mapping[Unit, Decision], others: Collection[Unit], fixed: Policy, **fields: Any) -> Policy:
     """Return the policy that decides so on these units, and recomputes all others; other fields are those of `fixed`.
 
     A pattern without a slash matches in every scope, and one without a dot all leaves of a composite. The last one
-    counts, so these come first.
+    counts, so these come first, and those of the `others` that one of them matches have a line of their own.
     """
     patterns = {pattern_of(name): decision for unit, decision in decisions.items() for name in unit}
+    names = {name for unit in others if unit not in decisions for name in unit}
+    patterns |= {pattern_of(n): "recompute" for n in names if any(matches(pattern, n) for pattern in patterns)}
     order = sorted(patterns, key=lambda p: ("/" in p, "." in p.rpartition("/")[2], p))
     residuals = {pattern: patterns[pattern] for pattern in order}
     how: dict[str, Any] = {"residuals": residuals, "offload_modules": (), "default": "recompute", **fields}
@@ -35,10 +37,10 @@ def policy_for(choice: Choice, step: Step, table: Table, fixed: Policy) -> Polic
     named |= choice.kept - step.movable  # saved, because `fixed` says so or they are too small to move
     decisions = {unit: decision_on(unit, choice) for unit in sorted(named & choice.kept)}
     if not choice.moved:
-        return policy_of(decisions, fixed, offload_layers="all", other_layers="save")
+        return policy_of(decisions, step.recomputable, fixed, offload_layers="all", other_layers="save")
     most = max(stack.layers - min(step.resident, stack.layers) for stack in step.stacks)
     layers = "all" if choice.layers >= most else choice.layers
-    return policy_of(decisions, fixed, offload_layers=layers, other_layers=choice.others)
+    return policy_of(decisions, step.recomputable, fixed, offload_layers=layers, other_layers=choice.others)
 
 
 def decision_on(unit: Unit, choice: Choice) -> Decision:

@@ -19,13 +19,14 @@ from ..._text import GIB, readable, short
 from ..._trial_policy import Trial
 from .._predict.machine import Machine, known_machine
 from .._predict.room import divisions, step_room
-from .._program.results import run_of
+from .._program.results import trace_of
 from . import stacks
-from .choices import Choice, Outcome, Step, Table, alone, fastest, undominated
+from .choices import Choice, Outcome, Step, Table, alone, fastest
 from .compiled import compiled_bytes, refined, refuse_without_gpus
+from .oracle import Oracle, divided
 from .patterns import policy_for, policy_of
 from .result import Memory, Plan, Point
-from .search import pool, widened
+from .search import pool, searched
 from .untagged import runs_again
 
 RESERVE = 0.05  # of the device's memory: predictions from shapes alone are wrong by as much
@@ -121,8 +122,8 @@ def plan(
     limit, on_host = _budget(budget), _host_budget(host_budget)
     if compile:
         refuse_without_gpus(args)
-    traced = _traced(f, args, fixed, rates, one_kernel)
-    curve = undominated(traced.step, traced.table, on_host)
+    traced = _traced(f, args, fixed, rates, one_kernel, on_host)
+    curve = traced.curve
     choice, taken = fastest(curve, limit), dict[Choice, int]()
     if compile:
         policy = lambda choice: policy_for(choice, traced.step, traced.table, fixed)
@@ -135,10 +136,11 @@ def plan(
 
 
 class Traced(NamedTuple):
-    """What a function's scans cost, whatever the budget is."""
+    """What a function's scans cost, whatever the budget of device memory is."""
 
     step: Step
     table: Table
+    curve: list[Choice]
     fixed: Policy
     machine: Machine
     devices: int
@@ -146,27 +148,30 @@ class Traced(NamedTuple):
 
 
 def _traced(
-    f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine: Machine, one_kernel: Collection[str]
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    fixed: Policy,
+    machine: Machine,
+    one_kernel: Collection[str],
+    host_budget: int,
 ) -> Traced:
     dots = "recompute" if fixed.dots == "offload" else fixed.dots
     nothing = dataclasses.replace(fixed, residuals={}, offload_modules=(), default="recompute", dots=dots)
-    # One layer is enough to see that microbatches interleave, and fits in every pinned pool.
-    moving = dataclasses.replace(nothing, default="offload", dots=fixed.dots, offload_layers=1)
-    trials = Trial(nothing), Trial(moving)
-    run, is_loss = trials[0].traced(run_of)(f, args)
+    trial = Trial(nothing, says_what_interleaves=True)
     with whole_program(True):
-        plain, moves = (jax.make_jaxpr(trial.traced(run))(*args) for trial in trials)
+        plain, is_loss = trial.traced(trace_of)(f, args)
     devices, like = stacks.spread(args), divisions(args)
-    found = stacks.stacks_of(moves, devices)
+    found = stacks.stacks_of(plain, devices)
     if not found:
         raise CannotPlan("the function differentiates no jaxoffload.scan; there is nothing to choose")
     names = stacks.names_of(found, fixed)
-    policy = lambda decisions: policy_of(decisions, fixed)
-    oracle = stacks.Oracle(found, names, policy, machine.rates, like, one_kernel)
+    policy = lambda decisions: policy_of(decisions, names.recomputable, fixed)
+    layers = [divided(each, fixed) for each in found]
+    oracle = Oracle(layers, names, policy, machine.rates, like, one_kernel)
     room, most = step_room(plain, like, one_kernel, stacks.kept_stacks(plain), written_over=not is_loss)
     of_least = max(cost.working for cost in oracle(names.least))
     oracle = dataclasses.replace(oracle, excess=room.layer - of_least)
-    gradients = stacks.gradients_of(moves, like)
+    gradients = stacks.gradients_of(plain, like)
     of_layers = stacks.layers_seconds(plain, machine.rates, devices)
     step = Step(
         seconds=max(0.0, cost(plain, machine.rates, devices).seconds - of_layers),
@@ -180,13 +185,13 @@ def _traced(
         bus=machine.bus(devices),
         movable=names.movable,
         moved=names.moved,
+        recomputable=names.recomputable,
     )
     table = pool(names.least, names.free, oracle, step.stacks)
-    table = widened(step, table, names.free, oracle)
-    everything = oracle.layers(names.least | names.free)
-    return Traced(
-        step, table, fixed, machine, devices, tuple(line for layer in everything for line in runs_again(layer))
-    )
+    table, curve = searched(step, table, names.free, oracle, host_budget)
+    everything = [oracle.passes(layer, names.least | names.free) for layer in layers]
+    untagged = tuple(line for layer in everything for line in runs_again(layer))
+    return Traced(step, table, curve, fixed, machine, devices, untagged)
 
 
 def _may_stay(gradients: int, found: Sequence[stacks.Found]) -> int:

@@ -1,29 +1,29 @@
-"""The scans of a step, and what one of their layers costs that keeps certain names."""
+"""The scans of a step, and the names in their layers."""
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._engine.copying_loops import backward_p, forward_p
+from ..._engine.copying_loops import Loops, backward_p, forward_p
 from ..._engine.cost import Rates, cost
-from ..._engine.interleaved import OUR_LOOPS, interleaved_p, is_staged, loops_of
-from ..._engine.layer import Body, Layer, linearize, shares
-from ..._engine.plan import Override, Row
+from ..._engine.interleaved import OUR_LOOPS, Interleaved, in_turn_p, is_staged
+from ..._engine.layer import Body, Layer, linearize
+from ..._engine.plan import Override
 from ..._engine.walk import walk
 from ..._jax import nbytes
 from ..._policy import Decision, Policy
-from .._predict.room import Divisions, Shape, layer_room
-from .choices import Kept, LayerCost, Stack, Unit
+from .._predict.room import Divisions, Shape
+from .choices import Kept, Stack, Unit
 
 UNTAGGED = ("(matmul)",)  # matmul outputs that `dots` keeps
 
 
 class Found(NamedTuple):
-    """A scan over layers: `devices` is over how many its values are spread, `mine` the equation that runs it."""
+    """A scan over layers; `devices` is over how many its values are spread."""
 
     stack: Stack
     body: Body
@@ -39,12 +39,12 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
     """
     found = []
     for site in walk(jaxpr):
-        if site.eqn.primitive not in OUR_LOOPS or any(e.primitive in OUR_LOOPS for e in site.enclosing):
-            continue
         if is_staged(site.eqn):
             raise NotImplementedError("plan: pipeline stages are not planned; plan the loss of one stage's devices")
-        microbatches = site.eqn.params.get("microbatches", 1)
-        for loops in loops_of(site.eqn) if site.eqn.primitive is not backward_p else ():
+        if any(e.primitive in (in_turn_p, forward_p, backward_p) for e in site.enclosing):
+            continue
+        microbatches, each = _loops_at(site.eqn)
+        for loops in each:
             layer = loops.segments[0].layer
             if any(inner.eqn.primitive in OUR_LOOPS for inner in walk(layer.forward)):
                 raise NotImplementedError("plan: a scan inside a layer of another scan is not planned; use checkpoint")
@@ -54,6 +54,13 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
             devices_of = max(1, devices // site.devices)
             found.append(Found(stack, Body(body, layer.consts, layer.carry), layer.perturbed, devices_of))
     return found
+
+
+def _loops_at(eqn: JaxprEqn) -> tuple[int, Sequence[Loops]]:
+    """Return the loops that an equation runs forward and, elsewhere, backward; and of how many microbatches."""
+    if eqn.primitive is in_turn_p:
+        return eqn.params["what"].microbatches, eqn.params["what"].loops
+    return 1, [eqn.params["loops"]] if eqn.primitive is forward_p else []
 
 
 def layers_seconds(jaxpr: Jaxpr, rates: Rates, devices: int) -> float:
@@ -92,9 +99,10 @@ def gradients_of(jaxpr: Jaxpr, like: Divisions) -> Gradients:
     """Return the gradients of the microbatches that interleave in a traced step."""
     every = stacked = 0
     for site in walk(jaxpr):
-        if site.eqn.primitive is interleaved_p:
-            loss, lengths = site.eqn.params["loss"], {loops.length for loops in site.eqn.params["loops"]}
-            for aval in itertools.compress(loss.jaxpr.in_avals, loss.differentiated):
+        if site.eqn.primitive is in_turn_p:
+            what: Interleaved = site.eqn.params["what"]
+            lengths = {loops.length for loops in what.loops}
+            for aval in itertools.compress(what.loss.jaxpr.in_avals, what.loss.differentiated):
                 size = nbytes(aval) // (like[aval.shape].parts if aval.shape in like else 1)
                 every, stacked = every + size, stacked + size * (aval.shape[:1] in {(n,) for n in lengths})
     return Gradients(every, stacked)
@@ -107,6 +115,7 @@ class Names:
     Attributes:
       units: those that have one decision; `of`: the unit of each name.
       least: units that layers keep in any case, and may move; `free`: units that may be recomputed.
+      recomputable: units of which a layer can do without; what `fixed` says of them does not matter here.
       movable: units that may go to the host.
       moved: units that go there, as `fixed` says.
     """
@@ -115,18 +124,18 @@ class Names:
     of: dict[str, Unit]
     least: Kept
     free: Kept
+    recomputable: Kept
     movable: Kept
     moved: Kept
 
 
 def names_of(found: list[Found], fixed: Policy) -> Names:
     """Return the names of all layers, and which decisions on them are open."""
-    everything = dataclasses.replace(fixed, residuals={}, offload_modules=(), default="offload")
-    nothing = dataclasses.replace(everything, default="recompute")
+    everything, nothing = without_decisions(fixed, "offload"), without_decisions(fixed, "recompute")
     groups: list[set[str]] = []
     in_any_case, host, keepable = set[str](), set[str](), set[str]()
     for each in found:
-        full, least = (_linear(each, policy) for policy in (everything, nothing))
+        full, least = (linear(each, policy) for policy in (everything, nothing))
         groups += [set(row.names) for row in full.plan.rows if row.kind != "argument" and row.names]
         groups += [{n for row in k.rows for n in full.plan.rows[row].names} for k in full.kept if len(k.rows) > 1]
         named = {row.plan_name: set(row.names) for row in full.plan.rows}  # one kernel makes them, and makes all again
@@ -145,14 +154,14 @@ def names_of(found: list[Found], fixed: Policy) -> Names:
     movable = {u for u in units if is_in(u, host) and decided[u] in (None, "offload")}
     least_units = {u for u in movable if is_in(u, in_any_case) or decided[u] == "offload"}
     least_units |= {u for u in units if decided[u] == "save"}
+    recomputable = {u for u in units if is_in(u, keepable - in_any_case)}
     dots = {UNTAGGED} if fixed.dots == "offload" else set[Unit]()
     return Names(
         units=tuple(units),
         of={name: unit for unit in units for name in unit},
         least=frozenset(least_units),
-        free=frozenset(
-            u for u in units if u not in least_units and decided[u] is None and is_in(u, keepable - in_any_case)
-        ),
+        free=frozenset(u for u in recomputable if u not in least_units and decided[u] is None),
+        recomputable=frozenset(recomputable),
         movable=frozenset(movable | dots),
         moved=frozenset({u for u in movable if decided[u] == "offload"} | dots),
     )
@@ -173,56 +182,14 @@ def _fixed(unit: Unit, fixed: Policy) -> Decision | None:
     return hit[1] if hit else None
 
 
-def _linear(found: Found, policy: Policy) -> Layer:
+def without_decisions(fixed: Policy, default: Decision) -> Policy:
+    """Return `fixed` without its decisions on names."""
+    return dataclasses.replace(fixed, residuals={}, offload_modules=(), default=default)
+
+
+def linear(found: Found, policy: Policy) -> Layer:
+    """Return a layer under a policy."""
     return linearize(found.body, found.perturbed, policy, False, Override())
-
-
-@dataclasses.dataclass(frozen=True)
-class Oracle:
-    """What layers cost that keep certain names: each is differentiated under the policy that says so.
-
-    Attributes:
-      policy: names to decisions -> the policy.
-      excess: what the walk over a whole step finds of a layer's working set, and the one over the layer alone does not.
-    """
-
-    found: list[Found]
-    names: Names
-    policy: Callable[[dict[Unit, Decision]], Policy]
-    rates: Rates
-    like: Divisions
-    one_kernel: Collection[str]
-    excess: int = 0
-
-    def layers(self, kept: Kept) -> Iterator[Layer]:
-        where: dict[Unit, Decision] = {
-            u: "offload" if u in self.names.movable else "save" for u in kept if u != UNTAGGED
-        }
-        policy = self.policy(where)
-        yield from (_linear(found, policy) for found in self.found)
-
-    def __call__(self, kept: Kept) -> tuple[LayerCost, ...]:
-        return tuple(self._cost(found, layer) for found, layer in zip(self.found, self.layers(kept), strict=True))
-
-    def _cost(self, found: Found, layer: Layer) -> LayerCost:
-        backward = layer.backward((True,) * sum(layer.out_perturbed))
-        forward_s, backward_s = (cost(of, self.rates, found.devices).seconds for of in (layer.forward, backward))
-        movable: dict[Unit, int] = {}
-        on_host = [k for k in layer.kept if k.place == "host"]
-        for kept, size in zip(on_host, shares(layer.forward, layer.kept, "host"), strict=True):
-            unit = self._unit(layer.plan.rows[min(kept.rows)])
-            movable[unit] = movable.get(unit, 0) + size
-        return LayerCost(
-            forward=forward_s,
-            backward=backward_s,
-            device=sum(shares(layer.forward, layer.kept, "device")),
-            once=sum(shares(layer.forward, layer.kept, "once")),
-            movable=movable,
-            working=layer_room(layer, backward, self.like, self.one_kernel) + self.excess,
-        )
-
-    def _unit(self, row: Row) -> Unit:
-        return self.names.of[row.names[0]] if row.names else UNTAGGED
 
 
 def spread(args: Any) -> int:

@@ -5,17 +5,16 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from ..._engine.layer import Layer
+from ..._engine.joint import Passes
 from ..._engine.walk import nested
 from ..._jax import MATMULS, OPAQUE, is_attention, nbytes, where_written
 from ..._text import array_type, readable
 
 
-def runs_again(layer: Layer) -> list[str]:
+def runs_again(layer: Passes) -> list[str]:
     """Return a line for each matmul, or other kernel, that the backward pass of a layer runs again."""
-    backward = layer.backward((True,) * sum(layer.out_perturbed))
     size = len(layer.kept)
-    again = _again(backward, [i >= size for i in range(len(backward.invars))])
+    again = _again(layer.backward, [i >= size for i in range(len(layer.backward.invars))])
     return list(dict.fromkeys(map(_line, again)))
 
 

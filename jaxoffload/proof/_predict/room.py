@@ -20,7 +20,7 @@ from jax.extend.core.primitives import cond_p, device_put_p, while_p
 
 from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.device_bytes import Buffer, Division, Op, Straight, division, straight
-from ..._engine.layer import Layer
+from ..._engine.joint import Passes
 from ..._engine.walk import nested, operands_of
 from ..._jax import (
     FORWARD,
@@ -129,10 +129,12 @@ def step_room(
     return Room(walk.layer, walk.loop), Most(**most)
 
 
-def layer_room(layer: Layer, backward: Jaxpr, like: Divisions, one_kernel: Collection[str]) -> int:
-    """Return the most bytes per device that a layer of a scan has at once, in either pass, with what it keeps."""
-    walk = _Walk(like, one_kernel)
-    forward, reverse = straight(layer.forward, _WITH_LOOPS), straight(backward, _WITH_LOOPS)
+def layer_room(layer: Passes, forward: Straight, like: Divisions, one_kernel: Collection[str]) -> int:
+    """Return the most bytes per device that a layer of a scan has at once, in either pass, with what it keeps.
+
+    `forward`: its forward pass.
+    """
+    walk, reverse = _Walk(like, one_kernel), straight(layer.backward)
     carry = forward.inputs[layer.consts : layer.consts + layer.carry]
     given = zip(reverse.inputs, layer.kept, strict=False)
     kept = [x for x, k in given if k.place in ("host", "device")]
@@ -200,7 +202,16 @@ class _Walk:
         stored.update(values(program.outputs))
 
         behind: dict[Buffer, set[Buffer]] = {}  # what a value that is not stored is computed from
-        roots = lambda buffers: set[Buffer]().union(*({a} if a in stored else behind.get(a, ()) for a in buffers))
+
+        def roots(buffers: Iterable[Buffer]) -> set[Buffer]:
+            found = set[Buffer]()
+            for buffer in buffers:
+                if buffer in stored:
+                    found.add(buffer)
+                elif buffer in behind:
+                    found |= behind[buffer]
+            return found
+
         reads: list[set[Buffer]] = []
         last: dict[Buffer, int] = {}
         for number, op in enumerate(program.ops):

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
 
 def run_of(f: Callable[..., Any], args: tuple[Any, ...], has_aux: bool = False) -> tuple[Callable[..., Any], bool]:
@@ -21,9 +22,27 @@ def run_of(f: Callable[..., Any], args: tuple[Any, ...], has_aux: bool = False) 
     out = jax.eval_shape(f, *args)
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise ValueError(f"has_aux: the function must return (loss, other results), not {type(out).__name__}")
-    if has_aux or (_is_scalar(out) and not _takes_an_optimizer(args)):
+    if has_aux or _is_of_a_loss(out, args):
         return _differentiated(f, has_aux), True
-    return lambda *args: {"result": f(*args), **_modules(args)}, False
+    return _all_of(f), False
+
+
+def trace_of(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Jaxpr, bool]:
+    """Return the trace of the function that `run_of` returns, and whether `f` is a loss. A step is traced once."""
+    jaxpr, out = jax.make_jaxpr(_all_of(f), return_shape=True)(*args)
+    if not _is_of_a_loss(out["result"], args):
+        return jaxpr, False
+    return jax.make_jaxpr(_differentiated(f, False))(*args), True
+
+
+def _all_of(step: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """All results of a step, by name."""
+    return lambda *args: {"result": step(*args), **_modules(args)}
+
+
+def _is_of_a_loss(out: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a function that returns `out` is a loss."""
+    return _is_scalar(out) and not _takes_an_optimizer(args)
 
 
 def _is_scalar(out: Any) -> bool:

@@ -1,0 +1,94 @@
+"""What one layer costs that keeps certain names."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from ..._engine.cost import Rates, cost
+from ..._engine.device_bytes import straight
+from ..._engine.joint import Joint, Passes, joint
+from ..._engine.layer import Layer, shares_of
+from ..._engine.plan import Row
+from ..._policy import Decision, Policy
+from .._predict.room import Divisions, layer_room
+from .choices import Kept, LayerCost, Unit
+from .stacks import UNTAGGED, Found, Names, linear, without_decisions
+
+
+class Divided(NamedTuple):
+    """A scan whose layer is divided for any set of names.
+
+    Attributes:
+      joint: both of its passes; None if they have to be linearised for each set.
+      least: what a layer does in any case with each value of the plan.
+    """
+
+    found: Found
+    joint: Joint | None
+    least: tuple[Decision, ...]
+
+
+def divided(found: Found, fixed: Policy) -> Divided:
+    """Return a scan, with its layer differentiated once for all sets of names."""
+    least = linear(found, without_decisions(fixed, "recompute")).plan.rows
+    both = joint(found.body, found.perturbed, without_decisions(fixed, "offload"))
+    return Divided(found, both, tuple(row.decision for row in least))
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """What layers cost that keep certain names.
+
+    Attributes:
+      policy: names to decisions -> the policy that says so.
+      excess: what the walk over a whole step finds of a layer's working set, and the one over the layer alone does not.
+    """
+
+    scans: Sequence[Divided]
+    names: Names
+    policy: Callable[[dict[Unit, Decision]], Policy]
+    rates: Rates
+    like: Divisions
+    one_kernel: Collection[str]
+    excess: int = 0
+
+    def __call__(self, kept: Kept) -> tuple[LayerCost, ...]:
+        return tuple(self.cost(scan.found, self.passes(scan, kept)) for scan in self.scans)
+
+    def passes(self, scan: Divided, kept: Kept) -> Passes:
+        """Return what a layer runs that keeps these names."""
+        if scan.joint is None:
+            return Passes.of(self.linearized(scan.found, kept))
+        rows = scan.joint.plan.rows
+        where = [self._decision(row, least, kept) for row, least in zip(rows, scan.least, strict=True)]
+        names = frozenset(row.plan_name for row, there in zip(rows, where, strict=True) if there != "recompute")
+        return scan.joint.passes(names, {number for number, there in enumerate(where) if there == "offload"})
+
+    def _decision(self, row: Row, least: Decision, kept: Kept) -> Decision:
+        """Return what a layer that keeps these names does with a value; `row` is of the plan that offloads all."""
+        if not row.names or (unit := self.names.of.get(row.names[0])) not in kept:
+            return least
+        return row.decision if unit in self.names.movable else "save"
+
+    def linearized(self, found: Found, kept: Kept) -> Layer:
+        """Return a layer under the policy that keeps these names."""
+        names = kept - {UNTAGGED}
+        return linear(found, self.policy({u: "offload" if u in self.names.movable else "save" for u in names}))
+
+    def cost(self, found: Found, layer: Passes) -> LayerCost:
+        """Return what a layer costs that runs this."""
+        forward_s, backward_s = (cost(of, self.rates, found.devices).seconds for of in (layer.forward, layer.backward))
+        forward, movable = straight(layer.forward), dict[Unit, int]()
+        on_host = [k for k in layer.kept if k.place == "host"]
+        for kept, size in zip(on_host, shares_of(forward, layer.kept, "host"), strict=True):
+            row = layer.plan.rows[min(kept.rows)]
+            unit = self.names.of[row.names[0]] if row.names else UNTAGGED
+            movable[unit] = movable.get(unit, 0) + size
+        return LayerCost(
+            forward=forward_s,
+            backward=backward_s,
+            device=sum(shares_of(forward, layer.kept, "device")),
+            once=sum(shares_of(forward, layer.kept, "once")),
+            movable=movable,
+            working=layer_room(layer, forward, self.like, self.one_kernel) + self.excess,
+        )

@@ -30,7 +30,7 @@ from .proof._verify.peaks import measured
 USAGE = """\
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml
   python -m jaxoffload verify models.train:step_for configs/tiny.yaml train.batch_size=2
-  python -m jaxoffload machine --json > h200.json
+  python -m jaxoffload machine --out h200.json
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml --machine h200.json
   python -m jaxoffload plan models.train:step_for configs/llama3-8b.yaml --budget 70GiB --machine h200.json
 
@@ -72,8 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for a terminal that cannot show "·"
     try:
-        if options.html:  # before anything runs
-            can_write(options.html)
+        for name in ("html", "out"):  # before anything runs
+            if path := getattr(options, name):
+                can_write(f"--{name}", path)
         if options.png:
             can_draw(options.png)
         with progress(options.command):
@@ -100,7 +101,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     for command in (report, plan, verify, profile, machine):
         of_command = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__)
-        of_command.set_defaults(run=command, html=None, png=None)
+        of_command.set_defaults(run=command, html=None, png=None, out=None)
         of_command.add_argument("--json", action="store_true", help="print one JSON object instead")
         if command is not machine:
             of_command.add_argument("function", metavar="MODULE:FUNCTION")
@@ -123,10 +124,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
                 of_command.add_argument(f"--{name}", metavar="BYTES", help=text)
             of_command.add_argument("--compile", action="store_true", help="compile, and correct by XLA's own plan")
         if command in (report, plan):
-            text = "what `machine --json` printed; by default what was measured here, if anything"
+            text = "what `machine --out` wrote; by default what was measured here, if anything"
             of_command.add_argument("--machine", type=Path, metavar="FILE", help=text)
         if command is machine:
             of_command.add_argument("--again", action="store_true", help="measure, whatever was measured before")
+            of_command.add_argument("--out", type=Path, metavar="FILE", help="also write it for --machine, as JSON")
     options, rest = parser.parse_known_args(arguments)  # an ARGUMENT may stand behind an option
     if wrong := [text for text in rest if text.startswith("-") or options.command == "machine"]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
@@ -213,21 +215,21 @@ def check_arguments(where: str, f: Any, args: tuple[Any, ...]) -> None:
                 ) from why
 
 
-def can_write(page: Path) -> None:
+def can_write(option: str, file: Path) -> None:
     """Check that a file can be written, and leave everything as it is.
 
     Raises:
       CannotRun: it cannot.
     """
-    if not page.parent.is_dir():
-        raise CannotRun(f"--html {page}: there is no folder {page.parent}")
-    was_there = page.exists()
+    if not file.parent.is_dir():
+        raise CannotRun(f"{option} {file}: there is no folder {file.parent}")
+    was_there = file.exists()
     try:
-        page.open("a").close()
+        file.open("a").close()
         if not was_there:
-            page.unlink()
+            file.unlink()
     except OSError as why:
-        raise CannotRun(f"--html {page}: {why.strerror}; must be a file that can be written") from why
+        raise CannotRun(f"{option} {file}: {why.strerror}; must be a file that can be written") from why
 
 
 def can_draw(folder: Path) -> None:
@@ -333,6 +335,8 @@ def machine(options: argparse.Namespace) -> int:
     """Measure the GPUs of this machine, or print what was measured before."""
     measured_here = proof.machine(options.again)
     print(measured_here.to_json() if options.json else measured_here)
+    if options.out:
+        options.out.write_text(measured_here.to_json() + "\n")
     return 0
 
 

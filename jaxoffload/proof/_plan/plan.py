@@ -85,8 +85,8 @@ def plan(
       budget: bytes per device, or a string such as "70GiB". By default what JAX may use of this GPU, less 5 %.
       host_budget: bytes of pinned host memory per device; by default what the pinned pool holds, and no more than this
         machine's memory divided by its GPUs.
-      machine: what `machine()` measured, or a file that `python -m jaxoffload machine --json` wrote. By default what
-        was measured here.
+      machine: what `machine()` measured, or a file that `python -m jaxoffload machine --out FILE` wrote. By default
+        what was measured here.
       fixed: decisions that stay, by its patterns. Its other fields count too, except for `default`, `offload_layers`
         and `other_layers`, which are chosen.
       one_kernel: names of scopes, as for `room`.

@@ -9,10 +9,11 @@ import jax
 from jax.extend.core import Jaxpr
 
 from ..._engine.copying_loops import backward_p, forward_p
-from ..._engine.cost import Rates, cost
+from ..._engine.cost import cost
 from ..._engine.interleaved import OUR_LOOPS, interleaved_p, is_staged, loops_of
 from ..._engine.layer import Body, Layer, linearize, shares
 from ..._engine.plan import Override, Row
+from ..._engine.rates import Rates
 from ..._engine.walk import walk
 from ..._jax import nbytes
 from ..._policy import Decision, Policy

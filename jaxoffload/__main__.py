@@ -106,8 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if command is not machine:
             of_command.add_argument("function", metavar="MODULE:FUNCTION")
             of_command.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT")
-            if command is not plan:
-                of_command.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained page")
+            of_command.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained page")
             of_command.add_argument("--png", type=Path, metavar="FOLDER", help="also write its pictures")
         if command is verify:
             text = "fail where TransformerEngine has the host read group sizes, which is only listed otherwise"
@@ -284,6 +283,8 @@ def plan(options: argparse.Namespace) -> int:
     if options.png:
         (options.png / "plan.png").write_bytes(found.png())
         print(f"{options.png}: plan.png", file=sys.stderr)
+    if options.html:
+        write_page(options, plan=found)
     return 0
 
 
@@ -345,17 +346,21 @@ def paged(options: argparse.Namespace, made: Made, code: int, **shown: Any) -> i
     if options.html or options.png:
         shown = {"table": table_of(made)} | shown
     if options.html:
-        title = " ".join((options.function, *options.arguments))
-        try:
-            options.html.write_text(proof.page(title, proof.about(), **shown), encoding="utf-8")
-        except OSError as why:
-            raise CannotRun(f"--html {options.html}: {why.strerror}") from why
+        write_page(options, **shown)
     if options.png:
         drawn = proof.pictures(shown["table"], shown.get("profile"))
         for name, png in drawn.items():
             (options.png / name).write_bytes(png)
         print(f"{options.png}: {', '.join(drawn) or 'nothing to draw'}", file=sys.stderr)
     return code
+
+
+def write_page(options: argparse.Namespace, **shown: Any) -> None:
+    title = " ".join((options.function, *options.arguments))
+    try:
+        options.html.write_text(proof.page(title, proof.about(), **shown), encoding="utf-8")
+    except OSError as why:
+        raise CannotRun(f"--html {options.html}: {why.strerror}") from why
 
 
 if __name__ == "__main__":

@@ -63,20 +63,20 @@ def test_weights_are_gathered_as_they_are_cast():
     matrix = Weight(bytes=2 * D * H / 2, parts=4, others=2, has_gradient=True)  # bfloat16, half of it: `tensor` stays
     scale = Weight(bytes=2 * D, parts=1, others=8, has_gradient=True)
     assert list(weights_of(found, args)) == [matrix, matrix, scale]
-    forward, backward = of_layer(found, args, LINK)
+    forward, backward = of_layer(found, args, 16, LINK)
     gather, scatter = (3 / 4 * D * H / rate for rate in (4e9, 2e9))
     assert forward == pytest.approx(2 * gather)
     over_data = D * H / 4 / 2 * (1 / 2e9 + 1 / 4e9)
     of_scale = 7 / 8 * 2 * D * (1 / 2e9 + 1 / 4e9)
     assert backward == pytest.approx(2 * (gather + scatter + over_data) + of_scale)
-    assert of_layer(found, args, None) == (0, 0)
+    assert of_layer(found, args, 16, None) == of_layer(found, args, 32, LINK) == (0, 0)
 
 
 def test_a_step_takes_as_much_longer():
     args, found = arrays(), scan_of(loss, *arrays())
     planned = lambda machine: plan(loss, *args, budget="1GiB", machine=machine, fixed=Policy(min_offload_bytes=0))
     without, linked = planned(MACHINE), planned(dataclasses.replace(MACHINE, link=LINK))
-    more = LAYERS * sum(of_layer(found, args, LINK))
+    more = LAYERS * sum(of_layer(found, args, 16, LINK))
     assert linked.step_ms - without.step_ms == pytest.approx(1e3 * more, abs=1e-5)
     assert linked.policy == without.policy
 
@@ -95,7 +95,7 @@ def test_frozen_weights_have_no_gradients_to_reduce():
     args = arrays()
     found = scan_of(lambda x, w: loss(w, x), *reversed(args))
     assert not any(weight.has_gradient for weight in weights_of(found, args))
-    forward, backward = of_layer(found, args, LINK)
+    forward, backward = of_layer(found, args, 16, LINK)
     assert forward == backward > 0
 
 

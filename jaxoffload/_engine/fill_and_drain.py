@@ -17,11 +17,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax import COLLECTIVES
 from .copying_loops import Loops
-from .cost import cost
+from .cost import Rates, cost
 from .layer import Layer, shares
 from .per_device import mesh_of
 from .pieces import Pieces, Scan, Straight
-from .rates import Rates
 from .walk import walk
 
 # An H200's, whatever runs: all processes must compile the same program (measured: benchmarks/results/fits.json).

@@ -6,7 +6,7 @@ are summed up. What is gathered is what a layer casts its weights to.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from ..._engine.layer import Body
 from ..._engine.rates import Link
 from ..._engine.walk import walk
 from ..._jax import nbytes
+from .choices import Costs, Kept
 from .stacks import Found
 
 
@@ -32,9 +33,23 @@ class Weight(NamedTuple):
     has_gradient: bool
 
 
-def of_layer(found: Found, args: Any, link: Link | None) -> tuple[float, float]:
-    """Return the seconds of a layer's forward and of its backward pass; 0 where the link was not measured."""
-    if link is None:
+Seconds = tuple[float, float]  # of a layer's forward and of its backward pass
+
+
+def with_collectives(costs: Callable[[Kept], Costs], seconds: Sequence[Seconds]) -> Callable[[Kept], Costs]:
+    """Return what layers cost that keep certain names, with the collectives of each stack."""
+
+    def those(kept: Kept) -> Costs:
+        both = zip(costs(kept), seconds, strict=True)
+        return tuple(c._replace(forward=c.forward + f, backward=c.backward + b) for c, (f, b) in both)
+
+    return those
+
+
+def of_layer(found: Found, args: Any, devices: int, link: Link | None) -> Seconds:
+    """Return the seconds of these collectives; 0 where the link was not measured, and inside of a `shard_map`, which
+    has its own."""
+    if link is None or found.devices < devices:
         return 0.0, 0.0
     forward = backward = 0.0
     for weight in weights_of(found, args):

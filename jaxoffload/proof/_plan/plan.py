@@ -12,7 +12,6 @@ from ..._engine.cost import cost
 from ..._engine.device_bytes import division
 from ..._engine.fill_and_drain import may_stay_of
 from ..._engine.host_pool_limit import host_pool_bytes, whole_program
-from ..._engine.rates import Link
 from ..._errors import Problem, UserError
 from ..._jax import nbytes
 from ..._policy import Policy, size_in_bytes
@@ -23,7 +22,7 @@ from .._predict.room import divisions, step_room
 from .._program.results import run_of
 from . import stacks
 from .choices import Choice, Outcome, Step, Table, alone, fastest, undominated
-from .collectives import of_layer
+from .collectives import of_layer, with_collectives
 from .compiled import compiled_bytes, refined, refuse_without_gpus
 from .patterns import policy_for, policy_of
 from .result import Memory, Plan, Point
@@ -164,8 +163,7 @@ def _traced(
         raise CannotPlan("the function differentiates no jaxoffload.scan; there is nothing to choose")
     names = stacks.names_of(found, fixed)
     policy = lambda decisions: policy_of(decisions, fixed)
-    added = [of_layer(each, args, _link(machine, each, devices)) for each in found]
-    oracle = stacks.Oracle(found, names, policy, machine.rates, like, one_kernel, added)
+    oracle = stacks.Oracle(found, names, policy, machine.rates, like, one_kernel)
     room, most = step_room(plain, like, one_kernel, stacks.kept_stacks(plain), written_over=not is_loss)
     of_least = max(cost.working for cost in oracle(names.least))
     oracle = dataclasses.replace(oracle, excess=room.layer - of_least)
@@ -184,17 +182,13 @@ def _traced(
         movable=names.movable,
         moved=names.moved,
     )
-    table = pool(names.least, names.free, oracle, step.stacks)
-    table = widened(step, table, names.free, oracle)
+    costs = with_collectives(oracle, [of_layer(each, args, devices, machine.link) for each in found])
+    table = pool(names.least, names.free, costs, step.stacks)
+    table = widened(step, table, names.free, costs)
     everything = oracle.layers(names.least | names.free)
     return Traced(
         step, table, fixed, machine, devices, tuple(line for layer in everything for line in runs_again(layer))
     )
-
-
-def _link(machine: Machine, found: stacks.Found, devices: int) -> Link | None:
-    """Return the link, unless the compiler adds no collectives to a layer: a `shard_map` around it has its own."""
-    return machine.link if found.devices == devices > 1 else None
 
 
 def _may_stay(gradients: int, found: Sequence[stacks.Found]) -> int:

@@ -9,11 +9,10 @@ import jax
 from jax.extend.core import Jaxpr
 
 from ..._engine.copying_loops import backward_p, forward_p
-from ..._engine.cost import cost
+from ..._engine.cost import Rates, cost
 from ..._engine.interleaved import OUR_LOOPS, interleaved_p, is_staged, loops_of
 from ..._engine.layer import Body, Layer, linearize, shares
 from ..._engine.plan import Override, Row
-from ..._engine.rates import Rates
 from ..._engine.walk import walk
 from ..._jax import nbytes
 from ..._policy import Decision, Policy
@@ -24,7 +23,7 @@ UNTAGGED = ("(matmul)",)  # matmul outputs that `dots` keeps
 
 
 class Found(NamedTuple):
-    """A scan over layers: `devices` is over how many its values are spread."""
+    """A scan over layers: `devices` is over how many its values are spread, `mine` the equation that runs it."""
 
     stack: Stack
     body: Body
@@ -184,7 +183,6 @@ class Oracle:
 
     Attributes:
       policy: names to decisions -> the policy.
-      collectives: seconds of those that the compiler adds to a layer of each stack, forward and backward.
       excess: what the walk over a whole step finds of a layer's working set, and the one over the layer alone does not.
     """
 
@@ -194,7 +192,6 @@ class Oracle:
     rates: Rates
     like: Divisions
     one_kernel: Collection[str]
-    collectives: list[tuple[float, float]]
     excess: int = 0
 
     def layers(self, kept: Kept) -> Iterator[Layer]:
@@ -205,10 +202,9 @@ class Oracle:
         yield from (_linear(found, policy) for found in self.found)
 
     def __call__(self, kept: Kept) -> tuple[LayerCost, ...]:
-        these = zip(self.found, self.layers(kept), self.collectives, strict=True)
-        return tuple(self._cost(found, layer, more) for found, layer, more in these)
+        return tuple(self._cost(found, layer) for found, layer in zip(self.found, self.layers(kept), strict=True))
 
-    def _cost(self, found: Found, layer: Layer, more: tuple[float, float]) -> LayerCost:
+    def _cost(self, found: Found, layer: Layer) -> LayerCost:
         backward = layer.backward((True,) * sum(layer.out_perturbed))
         forward_s, backward_s = (cost(of, self.rates, found.devices).seconds for of in (layer.forward, backward))
         movable: dict[Unit, int] = {}
@@ -217,8 +213,8 @@ class Oracle:
             unit = self._unit(layer.plan.rows[min(kept.rows)])
             movable[unit] = movable.get(unit, 0) + size
         return LayerCost(
-            forward=forward_s + more[0],
-            backward=backward_s + more[1],
+            forward=forward_s,
+            backward=backward_s,
             device=sum(shares(layer.forward, layer.kept, "device")),
             once=sum(shares(layer.forward, layer.kept, "once")),
             movable=movable,

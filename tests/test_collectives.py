@@ -75,7 +75,7 @@ def test_weights_are_gathered_as_they_are_cast():
 def test_a_step_takes_as_much_longer():
     args, found = arrays(), scan_of(loss, *arrays())
     planned = lambda machine: plan(loss, *args, budget="1GiB", machine=machine, fixed=Policy(min_offload_bytes=0))
-    without, linked = planned(MACHINE), planned(dataclasses.replace(MACHINE, link=LINK))
+    without, linked = (planned(dataclasses.replace(MACHINE, link=link)) for link in (None, LINK))
     more = LAYERS * sum(of_layer(found, args, 16, LINK))
     assert linked.step_ms - without.step_ms == pytest.approx(1e3 * more, abs=1e-5)
     assert linked.policy == without.policy

@@ -356,7 +356,7 @@ def test_a_machine_comes_back_whole():
     with pytest.raises(ValueError, match=r"-0\.25 is not a rate"):
         Machine.from_json(wrong)
     for wrong in ("{}", "no json", "[]", json.dumps(json.loads(MACHINE.to_json()) | {"more": 1})):
-        with pytest.raises(ValueError, match="not what `python -m jaxoffload machine --json` prints"):
+        with pytest.raises(ValueError, match="not what `python -m jaxoffload machine --out FILE` writes"):
             Machine.from_json(wrong)
     assert "each of all GPUs" in str(MACHINE) and "each of" not in str(dataclasses.replace(MACHINE, gpus=1))
 

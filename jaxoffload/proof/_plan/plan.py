@@ -221,7 +221,7 @@ def _machine(machine: Any) -> Machine:
     if (known := known_machine()) is None:
         raise CannotPlan(
             "no machine was measured here; call jaxoffload.machine() on the GPU, or pass machine=, such as "
-            "'machines/h200.json' or what `python -m jaxoffload machine --json` prints there"
+            "'machines/h200.json' or what `python -m jaxoffload machine --out FILE` writes there"
         )
     return known
 

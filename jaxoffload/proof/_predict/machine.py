@@ -93,7 +93,7 @@ class Machine:
                 raise ValueError(f"{wrong[0]!r} is not a rate")
             return made
         except (ValueError, TypeError, KeyError, AttributeError) as why:
-            raise ValueError(f"this is not what `python -m jaxoffload machine --json` prints: {why}") from why
+            raise ValueError(f"this is not what `python -m jaxoffload machine --out FILE` writes: {why}") from why
 
     def __str__(self) -> str:
         lines = [f"{self.gpus} {self.device}, jaxlib {self.jaxlib}"]

@@ -76,8 +76,8 @@ class Sizes(NamedTuple):
 SIZES = Sizes()  # of a GPU
 
 
-def seconds_of(call: Callable[[], Any], least: float = 0.0) -> float:
-    """Return the seconds of a call: the median of five, each so many calls in turn that they take `least`."""
+def seconds_of(call: Callable[[], Any], least: float, runs: int = 3) -> float:
+    """Return the seconds of a call: the median of `runs`, each of so many calls in turn that they take `least`."""
     jax.block_until_ready(call())  # compiles, allocates, and wakes the clocks
 
     def run(times: int) -> float:
@@ -88,7 +88,7 @@ def seconds_of(call: Callable[[], Any], least: float = 0.0) -> float:
         return (time.perf_counter() - begin) / times
 
     times = math.ceil(max(1.0, least / run(1)))
-    return statistics.median(run(times) for _ in range(5))
+    return statistics.median(run(times) for _ in range(runs))
 
 
 def bus(devices: Sequence[Any], sizes: Sizes) -> Bus:
@@ -102,7 +102,7 @@ def bus(devices: Sequence[Any], sizes: Sizes) -> Bus:
         (y,) = d2h(x)
         runs.append(((d2h, (x,)), (h2d, (y,)), (both, (x, y))))
     start = lambda copies: [copy(*arrays) for copy, arrays in copies]
-    spent = [seconds_of(functools.partial(start, copies)) for copies in zip(*runs, strict=True)]
+    spent = [seconds_of(functools.partial(start, copies), 0.0, 5) for copies in zip(*runs, strict=True)]
     return Bus(*(size / seconds / 1e9 for seconds in spent))
 
 

@@ -22,7 +22,7 @@ from models.step import program
 
 pytestmark = pytest.mark.claim("plan-collectives")
 
-LINK = Link(4, (1, 2**40), (4.0, 4.0), (2.0, 2.0), (1.0, 1.0))  # GB/s
+LINK = Link(4, (1, 2**40), (4.0, 4.0), (2.0, 2.0), (1.0, 1.0), beside=0.5)  # GB/s
 MACHINE = Machine.from_json((ROOT / "machines/h200.json").read_text())
 LAYERS, B, D, H = 3, 16, 32, 128
 MESH = AbstractMesh((2, 4, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
@@ -65,10 +65,10 @@ def test_weights_are_gathered_as_they_are_cast():
     assert list(weights_of(found, args)) == [matrix, matrix, scale]
     forward, backward = of_layer(found, args, 16, LINK)
     gather, scatter = (3 / 4 * D * H / rate for rate in (4e9, 2e9))
-    assert forward == pytest.approx(2 * gather)
+    assert forward == pytest.approx(LINK.beside * 2 * gather)
     over_data = D * H / 4 / 2 * (1 / 2e9 + 1 / 4e9)
     of_scale = 7 / 8 * 2 * D * (1 / 2e9 + 1 / 4e9)
-    assert backward == pytest.approx(2 * (gather + scatter + over_data) + of_scale)
+    assert backward == pytest.approx(LINK.beside * (2 * (gather + scatter + over_data) + of_scale))
     assert of_layer(found, args, 16, None) == of_layer(found, args, 32, LINK) == (0, 0)
 
 

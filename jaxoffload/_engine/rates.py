@@ -51,6 +51,10 @@ class Link(NamedTuple):
     A size is the bytes of the whole array: what an all-gather makes, what a reduce-scatter or an all-to-all takes, on
     each device. A rate is the share of them that a device receives, (gpus - 1) / gpus, per second.
 
+    Attributes:
+      beside: the share of an all-gather's time by which matmuls that run beside it take longer: it needs some of the
+        device's multiprocessors.
+
     Example:
       >>> from jaxoffload.proof import Link
       >>> link = Link(2, (2**20, 2**28), (50.0, 300.0), (50.0, 300.0), (40.0, 250.0))
@@ -63,6 +67,7 @@ class Link(NamedTuple):
     all_gather: tuple[float, ...]
     reduce_scatter: tuple[float, ...]
     all_to_all: tuple[float, ...]
+    beside: float = 1.0
 
     def seconds(self, what: str, size: float, parts: int) -> float:
         """How long a collective over so many devices takes. A smaller one than measured takes as long as the smallest.

@@ -87,7 +87,8 @@ class Machine:
             if gemms := read.get("gemms"):
                 read["gemms"] = Gemms(**gemms)
             if link := read.get("link"):
-                read["link"] = Link(link.pop("gpus"), **{what: tuple(each) for what, each in link.items()})
+                fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in link.items()}
+                read["link"] = Link(**fields)
             made = cls(**read)
             if wrong := [n for n in _numbers(made) if not 0 < n < math.inf]:
                 raise ValueError(f"{wrong[0]!r} is not a rate")
@@ -111,9 +112,9 @@ class Machine:
             lines.append(f"  heads of {width}, length {length}: {rates[0]:.0f} forward, {rates[1]:.0f} backward")
         if self.link:
             lines.append(f"collectives of {self.link.gpus} GPUs, GB/s of {', '.join(map(readable, self.link.sizes))}")
-            for what, each in self.link._asdict().items():
-                if what not in ("gpus", "sizes"):
-                    lines.append(f"  {what:14} {', '.join(f'{rate:.0f}' for rate in each)}")
+            for what in ("all_gather", "reduce_scatter", "all_to_all"):
+                lines.append(f"  {what:14} {', '.join(f'{rate:.0f}' for rate in getattr(self.link, what))}")
+            lines.append(f"  matmuls beside them take longer by {self.link.beside:.0%} of their time")
         return "\n".join(lines)
 
 

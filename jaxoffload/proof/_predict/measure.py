@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from ..._compiler_options import compiler_options
 from ..._engine.cost import attention_flops, cost
 from ..._engine.rates import NARROW, AttentionRate, Gemms, Link, Rates
 from ..._text import GIB
@@ -215,10 +216,41 @@ def link(devices: Sequence[Any], sizes: Sizes) -> Link | None:
     }
 
     def rate(run: Callable[[jax.Array], jax.Array], size: int) -> float:
-        each = max(parts, size // 2 // parts * parts)  # bfloat16, as many on each device
-        make = functools.partial(jnp.ones, parts * each, jnp.bfloat16)
-        x = jax.jit(make, out_shardings=NamedSharding(mesh, along))()
+        x = _on_each(mesh, size)
         call = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=along, out_specs=along, check_vma=False))
-        return 2 * each * (parts - 1) / parts / seconds_of(lambda: call(x), sizes.seconds / 10) / 1e9
+        return x.nbytes / parts * (parts - 1) / parts / seconds_of(lambda: call(x), sizes.seconds / 10) / 1e9
 
-    return Link(parts, sizes.link, *(tuple(rate(run, size) for size in sizes.link) for run in kinds.values()))
+    rates = {what: tuple(rate(run, size) for size in sizes.link) for what, run in kinds.items()}
+    made = Link(parts, sizes.link, rates["all_gather"], rates["reduce_scatter"], rates["all_to_all"])
+    return made._replace(beside=_beside(mesh, kinds["all_gather"], made, sizes))
+
+
+def _on_each(mesh: Mesh, size: int) -> jax.Array:
+    """Return an array of which each device has about `size` bytes, whose rows can be divided once more."""
+    parts = mesh.size
+    each = max(parts, size // 2 // parts * parts)
+    make = functools.partial(jnp.ones, parts * each, jnp.bfloat16)
+    return jax.jit(make, out_shardings=NamedSharding(mesh, P("d")))()
+
+
+_MATMULS = 4  # which together take longer than the collective beside them
+
+
+def _beside(mesh: Mesh, gather: Callable[[jax.Array], jax.Array], link: Link, sizes: Sizes) -> float:
+    """The share of an all-gather's time by which matmuls beside it take longer; at least 0.01."""
+    specs = P(), P(), P("d")
+    x, w, gathered = _drawn(sizes.rows, sizes.wide), _drawn(sizes.wide, sizes.wide), _on_each(mesh, sizes.link[-1])
+    operands = jax.device_put((x, w, gathered), tuple(NamedSharding(mesh, spec) for spec in specs))
+
+    def run(x: jax.Array, w: jax.Array, more: jax.Array, both: bool) -> Any:
+        return functools.reduce(lambda x, _: x @ w, range(_MATMULS), x), gather(more) if both else more[:1]
+
+    def seconds(both: bool) -> float:
+        mapped = jax.shard_map(
+            functools.partial(run, both=both), mesh=mesh, in_specs=specs, out_specs=(P(), P("d")), check_vma=False
+        )
+        call = jax.jit(mapped, compiler_options=compiler_options())
+        return seconds_of(lambda: call(*operands), sizes.seconds)
+
+    alone = link.seconds("all_gather", sizes.link[-1], mesh.size)
+    return max(0.01, (seconds(True) - seconds(False)) / alone)

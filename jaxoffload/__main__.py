@@ -30,7 +30,7 @@ from .proof._verify.peaks import measured
 USAGE = """\
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml
   python -m jaxoffload verify models.train:step_for configs/tiny.yaml train.batch_size=2
-  python -m jaxoffload machine --json > h200.json
+  python -m jaxoffload machine --out h200.json
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml --machine h200.json
   python -m jaxoffload plan models.train:step_for configs/llama3-8b.yaml --budget 70GiB --machine h200.json
 
@@ -72,8 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for a terminal that cannot show "·"
     try:
-        if options.html:  # before anything runs
-            can_write(options.html)
+        for name in ("html", "out"):  # before anything runs
+            if path := getattr(options, name):
+                can_write(f"--{name}", path)
         if options.png:
             can_draw(options.png)
         with progress(options.command):
@@ -100,13 +101,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     for command in (report, plan, verify, profile, machine):
         of_command = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__)
-        of_command.set_defaults(run=command, html=None, png=None)
+        of_command.set_defaults(run=command, html=None, png=None, out=None)
         of_command.add_argument("--json", action="store_true", help="print one JSON object instead")
         if command is not machine:
             of_command.add_argument("function", metavar="MODULE:FUNCTION")
             of_command.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT")
-            if command is not plan:
-                of_command.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained page")
+            of_command.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained page")
             of_command.add_argument("--png", type=Path, metavar="FOLDER", help="also write its pictures")
         if command is verify:
             text = "fail where TransformerEngine has the host read group sizes, which is only listed otherwise"
@@ -123,10 +123,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
                 of_command.add_argument(f"--{name}", metavar="BYTES", help=text)
             of_command.add_argument("--compile", action="store_true", help="compile, and correct by XLA's own plan")
         if command in (report, plan):
-            text = "what `machine --json` printed; by default what was measured here, if anything"
+            text = "what `machine --out` wrote; by default what was measured here, if anything"
             of_command.add_argument("--machine", type=Path, metavar="FILE", help=text)
         if command is machine:
             of_command.add_argument("--again", action="store_true", help="measure, whatever was measured before")
+            of_command.add_argument("--out", type=Path, metavar="FILE", help="also write it for --machine, as JSON")
     options, rest = parser.parse_known_args(arguments)  # an ARGUMENT may stand behind an option
     if wrong := [text for text in rest if text.startswith("-") or options.command == "machine"]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
@@ -213,21 +214,21 @@ def check_arguments(where: str, f: Any, args: tuple[Any, ...]) -> None:
                 ) from why
 
 
-def can_write(page: Path) -> None:
+def can_write(option: str, file: Path) -> None:
     """Check that a file can be written, and leave everything as it is.
 
     Raises:
       CannotRun: it cannot.
     """
-    if not page.parent.is_dir():
-        raise CannotRun(f"--html {page}: there is no folder {page.parent}")
-    was_there = page.exists()
+    if not file.parent.is_dir():
+        raise CannotRun(f"{option} {file}: there is no folder {file.parent}")
+    was_there = file.exists()
     try:
-        page.open("a").close()
+        file.open("a").close()
         if not was_there:
-            page.unlink()
+            file.unlink()
     except OSError as why:
-        raise CannotRun(f"--html {page}: {why.strerror}; must be a file that can be written") from why
+        raise CannotRun(f"{option} {file}: {why.strerror}; must be a file that can be written") from why
 
 
 def can_draw(folder: Path) -> None:
@@ -282,6 +283,8 @@ def plan(options: argparse.Namespace) -> int:
     if options.png:
         (options.png / "plan.png").write_bytes(found.png())
         print(f"{options.png}: plan.png", file=sys.stderr)
+    if options.html:
+        write_page(options, plan=found)
     return 0
 
 
@@ -333,6 +336,8 @@ def machine(options: argparse.Namespace) -> int:
     """Measure the GPUs of this machine, or print what was measured before."""
     measured_here = proof.machine(options.again)
     print(measured_here.to_json() if options.json else measured_here)
+    if options.out:
+        options.out.write_text(measured_here.to_json() + "\n")
     return 0
 
 
@@ -341,17 +346,21 @@ def paged(options: argparse.Namespace, made: Made, code: int, **shown: Any) -> i
     if options.html or options.png:
         shown = {"table": table_of(made)} | shown
     if options.html:
-        title = " ".join((options.function, *options.arguments))
-        try:
-            options.html.write_text(proof.page(title, proof.about(), **shown), encoding="utf-8")
-        except OSError as why:
-            raise CannotRun(f"--html {options.html}: {why.strerror}") from why
+        write_page(options, **shown)
     if options.png:
         drawn = proof.pictures(shown["table"], shown.get("profile"))
         for name, png in drawn.items():
             (options.png / name).write_bytes(png)
         print(f"{options.png}: {', '.join(drawn) or 'nothing to draw'}", file=sys.stderr)
     return code
+
+
+def write_page(options: argparse.Namespace, **shown: Any) -> None:
+    title = " ".join((options.function, *options.arguments))
+    try:
+        options.html.write_text(proof.page(title, proof.about(), **shown), encoding="utf-8")
+    except OSError as why:
+        raise CannotRun(f"--html {options.html}: {why.strerror}") from why
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ class Remat(Policy):
     # With a budget the patterns of `residuals` stay; `default`, `offload_layers` and `other_layers` are chosen.
     budget: int | str | None = None
     host_budget: int | str = "auto"  # bytes of pinned host memory per device; auto: what the pool and the machine have
-    machine: str | None = None  # what `python -m jaxoffload machine --json` printed; null: what was measured here
+    machine: str | None = None  # what `python -m jaxoffload machine --out` wrote; null: what was measured here
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,18 +6,19 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from common import ROOT
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoffload import Policy, _accumulate, accumulate, chain, machine, scan, tag
+from jaxoffload import Policy, _accumulate, accumulate, chain, machine, proof, scan, tag
 from jaxoffload.__main__ import main
 from jaxoffload._engine.cost import attention_flops, cost
 from jaxoffload._engine.fill_and_drain import Ends
-from jaxoffload.proof import Machine, fits, known_machine
+from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine, fits, known_machine
 from jaxoffload.proof._predict import machine as _machine
 from jaxoffload.proof._predict.fit import LayerCopy
-from jaxoffload.proof._predict.machine import Bus
+from jaxoffload.proof._predict.measure import Attended, Sizes
 
 pytestmark = pytest.mark.claim("fits")
 
@@ -91,6 +92,87 @@ def test_grouped_gemms_and_attention_by_their_shapes():
     assert not found.unknown and found.seconds == pytest.approx(2 * 10 * 5 * 7 / 1e12, rel=1e-3)
     assert attention_flops((2, 8, 3, 4), (2, 6, 1, 4), causal=False) == 2 * (2 * 2 * 3 * 8 * 6 * 4)
     assert attention_flops((2, 8, 3, 4), (2, 8, 1, 4), causal=True) == 2 * 2 * 3 * 8 * 8 * 4
+
+
+# The same machine, measured by shape; its memory takes no time.
+BY_SHAPE = dataclasses.replace(
+    MACHINE,
+    hbm_gb_s=1e9,
+    fused_gb_s=1e9,
+    gemms=Gemms(small=0.5, narrow=0.25, float32=0.2, grouped=0.125, grouped_narrow=0.1),
+    attention=tuple(
+        AttentionRate(width, length, forward, forward / 2)
+        for width, length, forward in [(64, 1024, 0.1), (64, 4096, 0.3), (128, 2048, 0.5)]
+    ),
+    link=Link(4, (1000, 100_000), (1.0, 3.0), (0.5, 1.0), (0.25, 0.25), beside=0.5),
+)
+
+
+def rate(f, *shapes, devices=1):
+    """TFLOP/s at which the matmul of two bfloat16 arrays is taken to run."""
+    jaxpr = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    *_, (K, N) = shapes
+    flops = 2 * shapes[0][0] * K * N
+    return flops / devices / cost(jaxpr, BY_SHAPE.rates, devices).seconds / 1e12
+
+
+@pytest.mark.claim("by-shape")
+def test_matmuls_take_the_rate_of_their_shape():
+    about = lambda rate: pytest.approx(rate, rel=1e-3)
+    large, wider = (4096, 4096), lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32)
+    assert rate(jnp.dot, large, large) == about(1.0)
+    assert rate(jnp.dot, (16384, 4096), (4096, 1024)) == about(0.25)  # k and v
+    assert rate(jnp.dot, (16384, 1024), (1024, 4096)) == about(0.25)  # and what their backward pass contracts
+    assert rate(jnp.dot, (512, 4096), large) == about(0.5)  # few rows
+    assert rate(jnp.dot, large, large, devices=4) == about(0.5)  # few on each device
+    assert rate(wider, large, large) == about(0.2)
+    matmul = lambda x, w: jax.ffi.ffi_call("grouped", jax.ShapeDtypeStruct((2048, w.shape[2]), jnp.bfloat16))(x, w)
+    for columns, tflops in ((2048, 0.125), (1024, 0.1)):
+        operands = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2048, 4096), (3, 4096, columns)))
+        found = cost(jax.make_jaxpr(matmul)(*operands), BY_SHAPE.rates).seconds
+        assert 2 * 2048 * 4096 * columns / found / 1e12 == about(tflops)
+
+
+@pytest.mark.claim("by-shape")
+def test_attention_takes_the_rate_of_its_width_and_length():
+    attending = BY_SHAPE.rates.attending
+    assert attending(128, 2048) == attending(256, 10**6) == (0.5, 0.25)
+    assert attending(64, 100) == (0.1, 0.05) and attending(64, 10**6) == (0.3, 0.15)
+    assert attending(64, 2048) == pytest.approx((0.2, 0.1))  # half-way, as lengths double
+    assert MACHINE.rates.attending(64, 2048) == MACHINE.attention_tflops
+
+
+@pytest.mark.claim("by-shape")
+def test_fused_work_has_a_rate_of_its_own():
+    fused = dataclasses.replace(MACHINE, fused_gb_s=0.5)
+    both = jax.make_jaxpr(lambda x: jnp.sin(x @ x))(jnp.ones((100, 100), jnp.bfloat16))
+    assert 1e3 * cost(both, fused.rates).seconds == moved(3 * 10_000, 2 * 2 * 10_000)
+
+
+@pytest.mark.claim("by-shape")
+def test_collectives_take_their_time_on_the_link():
+    # Each device receives three quarters.
+    link = BY_SHAPE.link
+    assert link.seconds("all_gather", 1e6, 4) == pytest.approx(0.75 * 1e6 / 3e9)
+    assert link.seconds("all_gather", 1e4, 4) == pytest.approx(0.75 * 1e4 / 2e9)  # half-way, as sizes double
+    assert link.seconds("all_to_all", 1, 4) == link.seconds("all_to_all", 1000, 4) and link.seconds("x", 1e6, 1) == 0
+    mesh = AbstractMesh((4, 1), ("d", "one"), axis_types=(AxisType.Auto,) * 2)
+
+    def seconds(run, size=1_000_000, rates=BY_SHAPE.rates):
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+        jaxpr = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((4 * size,), jnp.bfloat16))
+        return cost(jaxpr, rates, 4).seconds
+
+    near = lambda seconds: pytest.approx(seconds, rel=1e-3)
+    assert seconds(lambda x: lax.all_gather(x, "d", tiled=True)) == near(0.75 * 8e6 / 3e9)
+    assert seconds(lambda x: lax.psum_scatter(x, "d", tiled=True)) == near(0.75 * 2e6 / 1e9)
+    assert seconds(lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True)) == near(0.75 * 2e6 / 0.25e9)
+    summed = near(0.75 * 2e6 * (1 / 3e9 + 1 / 1e9))
+    assert seconds(lambda x: lax.psum(x, "d")) == summed and seconds(lambda x: lax.psum(x, "one")) < 1e-9
+    repeated = lambda x: lax.fori_loop(0, 5, lambda _, x: lax.psum(x, ("d", "one")), x)
+    assert seconds(repeated) == near(5 * 0.75 * 2e6 * (1 / 3e9 + 1 / 1e9))
+    # Without one they are copies in memory.
+    assert seconds(lambda x: lax.psum(x, "d"), 1000, rates=MACHINE.rates) == pytest.approx(1e-3 * moved(2000).expected)
 
 
 RULES = Policy({"a": "offload", "b": "offload"}, min_offload_bytes=0)
@@ -267,18 +349,50 @@ def test_a_machine_of_fewer_gpus_says_so():
 
 
 def test_a_machine_comes_back_whole():
-    assert Machine.from_json(MACHINE.to_json()) == MACHINE
+    for each in (MACHINE, BY_SHAPE):
+        assert Machine.from_json(each.to_json()) == each
+    assert "heads of 64, length 4096: 0 forward" in str(BY_SHAPE) and "GB/s of 1000 B, 97.66 KiB" in str(BY_SHAPE)
+    wrong = BY_SHAPE.to_json().replace('"narrow": 0.25', '"narrow": -0.25')
+    with pytest.raises(ValueError, match=r"-0\.25 is not a rate"):
+        Machine.from_json(wrong)
     for wrong in ("{}", "no json", "[]", json.dumps(json.loads(MACHINE.to_json()) | {"more": 1})):
-        with pytest.raises(ValueError, match="not what `python -m jaxoffload machine --json` prints"):
+        with pytest.raises(ValueError, match="not what `python -m jaxoffload machine --out FILE` writes"):
             Machine.from_json(wrong)
     assert "each of all GPUs" in str(MACHINE) and "each of" not in str(dataclasses.replace(MACHINE, gpus=1))
+
+
+@pytest.mark.claim("by-shape")
+def test_a_file_of_earlier_versions_has_one_number_for_all_shapes():
+    text = (
+        '{"device": "NVIDIA H200", "gpus": 1, "jaxlib": "0.11.2", "one": {"d2h": 53.5, "h2d": 53.5, "together": 41.0}, '
+    )
+    text += '"all": {"d2h": 53.5, "h2d": 53.5, "together": 41.0}, "gemm_tflops": 672.3, '
+    old = Machine.from_json(text + '"attention_tflops": [581.9, 529.2], "hbm_gb_s": 3887.3}')
+    assert (old.gemms, old.attention, old.fused_gb_s, old.link) == (None, (), None, None)
+    assert old.rates.gemm((1, 1, 1), 2.0) == old.rates.gemm((10**4,) * 3, 1e15) == 672.3
+    assert Machine.from_json((ROOT / "machines/h200.json").read_text()).device == "NVIDIA H200"
+
+
+@pytest.mark.claim("by-shape")
+def test_everything_is_measured_on_any_devices():
+    """With tiny sizes: the numbers mean nothing."""
+    sizes = Sizes(2**16, 64, 64, 32, 16, 8, (2, 16, 8, 8), (4, 16, 8, 8), (Attended(1, 16, 4, 8),), (2**8,), 0.0)
+    found = _machine._measured(jax.local_devices()[:2], sizes)
+    assert Machine.from_json(found.to_json()) == found and found.gpus == min(2, jax.local_device_count())
+    (attention,) = found.attention
+    assert (attention.width, attention.length) == (8, 16) and found.attention_tflops == attention[2:]
+    assert (
+        found.gemms.narrow > 0
+        and found.fused_gb_s > 0
+        and (found.gpus == 1 or (found.link.gpus == 2 and found.link.beside >= 0.01))
+    )
 
 
 def test_it_is_measured_once(monkeypatch, tmp_path):
     measured = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(_machine.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_machine, "_measured", lambda: measured.append(1) or MACHINE)
+    monkeypatch.setattr(_machine, "_measured", lambda devices: measured.append(1) or MACHINE)
     assert known_machine() is None
     assert machine() == machine() == known_machine() == MACHINE and len(measured) == 1
     assert machine(again=True) == MACHINE and len(measured) == 2
@@ -301,6 +415,13 @@ def test_the_command_line(monkeypatch, tmp_path, capsys):
     assert main(asked) == 2 and f"--machine {file}: this is not what" in capsys.readouterr().err
     assert main([*asked[:3], "no.json"]) == 2 and "No such file" in capsys.readouterr().err
     assert main(["machine"]) == 2 and "machine: needs an NVIDIA GPU" in capsys.readouterr().err
+    monkeypatch.setattr(proof, "machine", lambda again: MACHINE)
+    assert main(["machine", "--out", str(file)]) == 0 and Machine.from_json(file.read_text()) == MACHINE
+    assert capsys.readouterr().out == f"{MACHINE}\n"
+    wrong = tmp_path / "no" / "machine.json"
+    assert (
+        main(["machine", "--out", str(wrong)]) == 2 and f"--out {wrong}: there is no folder" in capsys.readouterr().err
+    )
 
 
 def made():
@@ -332,4 +453,5 @@ def test_a_gpu_is_measured(monkeypatch, tmp_path):
     assert found.gpus == jax.local_device_count() and found.device == jax.devices()[0].device_kind
     rates = [*found.one, *found.all, found.gemm_tflops, *found.attention_tflops, found.hbm_gb_s]
     assert all(rate > 0 for rate in rates), found
+    assert found.gemms and found.attention and found.fused_gb_s and (found.link is None) == (found.gpus == 1)
     assert known_machine() == machine() == found

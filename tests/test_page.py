@@ -7,16 +7,18 @@ import os
 import re
 import shutil
 import subprocess
+from html import escape as html_escape
 from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
 import pytest
-from common import PATIENCE
+from common import PATIENCE, ROOT
+from jax.ad_checkpoint import checkpoint_name
 from test_streams import profiled
 from test_verify import LAYERS, X, of_scan, weights
 
-from jaxoffload import Policy, Residual, Residuals, proof, residuals, scan, tag
+from jaxoffload import Policy, Residual, Residuals, plan, proof, residuals, scan, tag
 from jaxoffload.__main__ import main
 from jaxoffload._text import readable
 from jaxoffload.proof import Check
@@ -34,6 +36,32 @@ CHECKS = [
 def page():
     table = residuals(of_scan, *jax.eval_shape(lambda: (X, weights(LAYERS))))
     return proof.page(f"a step {ENDS}", {"device": "1 NVIDIA H200", ENDS: ENDS}, table, CHECKS, profiled(0, 100))
+
+
+def made_to_plan():
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    return loss_to_plan, ({"in": shape(LAYERS, 1024, 4096), "out": shape(LAYERS, 4096, 1024)}, shape(4096, 1024))
+
+
+def loss_to_plan(w, x):
+    def layer(x, w):
+        x = tag(x, "layer_input")
+        return x + checkpoint_name(jnp.tanh(tag(x @ w["in"], "fc1")), "<act>") @ w["out"], None
+
+    return jnp.mean(scan(layer, x, w, policy=Policy(), strict=False)[0] ** 2)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    f, args = made_to_plan()
+    within = lambda budget: plan(f, *args, budget=budget, machine=ROOT / "machines/h200.json")
+    curve = within("1TiB").curve
+    return within(curve[len(curve) // 2].bytes + 2**20)
+
+
+@pytest.fixture(scope="module")
+def page_of_plan(planned):
+    return proof.page("a plan", {}, plan=planned)
 
 
 class Tables(html.parser.HTMLParser):
@@ -113,6 +141,25 @@ def test_its_numbers_are_those_of_the_json(page):
     check_numbers(page)
 
 
+@pytest.mark.claim("html")
+def test_of_a_plan_it_says_what_the_plan_says(planned, page_of_plan):
+    found = Tables(page_of_plan)
+    assert json.loads(found.data)["plan"] == json.loads(planned.to_json())
+    memory = dict(map(tuple, found.tables["Memory"][1:]))
+    assert memory["on each device"] == readable(planned.memory.total) and len(memory) == 6
+    rows = found.tables["Choices that no other one beats"][1:]
+    assert [row[0] for row in rows] == [readable(p.bytes) for p in planned.curve] and len(rows) > 3
+    assert [row[1] for row in rows if row[2] == "the plan"] == [f"{planned.step_ms:.1f}"]
+    assert f"<pre>{html_escape(planned.to_yaml())}</pre>" in page_of_plan and "&lt;act&gt;" in page_of_plan
+    # The square stands on the line, left of the budget.
+    svg = re.search(r"<svg.*?</svg>", page_of_plan)[0]
+    line, budget = ([tuple(map(float, p.split(","))) for p in t.split()] for t in re.findall(r'points="([^"]+)"', svg))
+    ((x, y),) = re.findall(r'x="([\d.]+)" y="([\d.]+)" width="10.00" height="10"', svg)
+    at = float(x) + 5, float(y) + 5
+    assert min(abs(at[0] - x) + abs(at[1] - y) for x, y in line) < 0.2 and at[0] <= budget[0][0] == budget[1][0]
+    assert [x for x, _ in line] == sorted(x for x, _ in line) and [y for _, y in line] == sorted(y for _, y in line)
+
+
 @pytest.mark.claim("per-device")
 def test_of_a_mesh_it_says_what_each_device_holds():
     row = Residual(("fc1",), (8, 4), "float32", 128, 12, 1536, "offloaded", "offload", "fc*", parts=4)
@@ -130,17 +177,17 @@ def test_it_needs_no_network_and_says_its_pictures_in_words(page):
     assert "<!--" not in page and "<" not in Tables(page).data and json.loads(Tables(page).data)["about"][ENDS] == ENDS
 
 
-def test_its_pictures_are_drawn_inside_their_frames_and_to_scale(page):
+def test_its_pictures_are_drawn_inside_their_frames_and_to_scale(page, page_of_plan):
     numbers = lambda element, *names: [float(element.attrib[name]) for name in names]
-    for picture in re.findall(r"<svg.*?</svg>", page):
+    for picture in re.findall(r"<svg.*?</svg>", page + page_of_plan):
         svg = ElementTree.fromstring(picture)
         _, _, width, height = map(float, svg.attrib["viewBox"].split())
         for one in svg.iter("rect"):
             x, y, wide, high = numbers(one, "x", "y", "width", "height")
             assert 0 <= x <= x + wide <= width and 0 <= y <= y + high <= height
-        for one in svg.iter("text"):
-            x, y = numbers(one, "x", "y")
-            assert 0 <= x <= width and 0 < y <= height
+        points = [numbers(one, "x", "y") for one in svg.iter("text")]
+        points += [map(float, p.split(",")) for one in svg.iter("polyline") for p in one.attrib["points"].split()]
+        assert all(0 <= x <= width and 0 < y <= height for x, y in points)
     # Both memory lines begin and end at zero, and the higher one fills the frame.
     lines = dict(re.findall(r'<polyline class="line (\w+)" points="([^"]+)"', page))
     heights = {kind: [float(point.split(",")[1]) for point in points.split()] for kind, points in lines.items()}
@@ -168,6 +215,9 @@ def test_the_command_line_writes_it(tmp_path, capsys):
     assert "What is where" in path.read_text() and "What holds" not in path.read_text()
     assert main(["report", "test_verify:made", "loss", "--html", f"{tmp_path}/none/page.html"]) == 2
     assert f"there is no folder {tmp_path}/none" in capsys.readouterr().err
+    of_plan = ["plan", "test_page:made_to_plan", "--machine", str(ROOT / "machines/h200.json"), "--budget", "1GiB"]
+    assert main([*of_plan, "--html", str(path)]) == 0
+    assert "Choices that no other one beats" in path.read_text() and "What is where" not in path.read_text()
 
 
 def test_on_a_gpu_what_was_verified_is_drawn_with_its_copies(tmp_path, monkeypatch):

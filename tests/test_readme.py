@@ -1,6 +1,8 @@
 """The README: its example runs as printed, its numbers come from files, its config block is a policy."""
 
+import importlib
 import re
+import shlex
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +13,41 @@ from jax.ad_checkpoint import checkpoint_name
 from pages import README, ROOT
 from test_rules import kernels, softmax
 
+import jaxoffload
 from jaxoffload import Policy, residuals
-from models.config import parse
+from jaxoffload import __main__ as commands
+from jaxoffload._policy import size_in_bytes
+from models.config import load, parse
 from models.preflight import check_names
 
 
 def block(language):
     (code,) = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
     return code
+
+
+@pytest.mark.claim("three-lines")
+def test_the_three_lines():
+    """The commands take what they say, and the last one has the budget and the names of the one before."""
+    lines = [shlex.split(line, comments=True) for line in README.partition("```\n")[2].partition("```")[0].splitlines()]
+    (*python, measure), (*_, planning, function, file, option, budget), (*_, program, same, every, sized) = lines
+    assert python == ["python", "-m", "jaxoffload"] and callable(getattr(commands, measure))
+    options = commands.parse([planning, function, file, option, budget])
+    assert (options.run, options.budget) == (commands.plan, sized.partition("=")[2])
+    assert importlib.util.find_spec(program) and same == file
+    config = load(ROOT / file, [every, sized])
+    assert config.remat.budget == budget and not config.remat.residuals
+
+
+@pytest.mark.slow
+@pytest.mark.claim("three-lines")
+def test_something_fits_in_the_budget_of_the_three_lines():
+    """No GPU is measured here, so a file stands in for it."""
+    function, file, budget = re.search(r"plan (\S+) (\S+) --budget (\S+)", README).groups()
+    module, _, name = function.partition(":")
+    step, args, *_ = getattr(importlib.import_module(module), name)(str(ROOT / file))
+    found = jaxoffload.plan(step, *args, budget=budget, machine=ROOT / "machines/h200.json")
+    assert found.memory.total <= size_in_bytes(budget) and dict(found.policy.residuals)
 
 
 @pytest.mark.claim("three-steps")

@@ -2,35 +2,36 @@
 
 A matmul, or another kernel of its own, takes as long as its FLOPs or as moving its operands and results between it and
 the device's memory, whichever is longer. All else is fused: what lies between the kernels is read once and written
-once. What XLA does better (a matmul's epilogue) or worse (a reduction that reads twice) is not seen, nor are
-collectives.
+once. What XLA does better (a matmul's epilogue) or worse (a reduction that reads twice) is not seen. A collective takes
+its time on the link, where that was measured; those that the compiler adds are not in a jaxpr.
 """
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import cond_p, dot_general_p, scan_p, while_p
 
-from .._jax import ALONE, IN_PLACE, MATMULS, OPAQUE, PARTS, SAME, SHARD_MAP, is_attention, is_causal, nbytes
+from .._jax import (
+    ALONE,
+    COLLECTIVES,
+    IN_PLACE,
+    MATMULS,
+    OPAQUE,
+    PARTS,
+    SAME,
+    SHARD_MAP,
+    is_attention,
+    is_causal,
+    nbytes,
+)
+from .rates import Link
+from .rates import Rates as Rates
 from .walk import devices_of, nested
-
-
-class Rates(NamedTuple):
-    """What one device does per second.
-
-    Attributes:
-      gemm_tflops: 10**12 floating-point operations of large bfloat16 matmuls.
-      attention_tflops: those of causal flash attention, forward and backward, without the masked half.
-      hbm_gb_s: GB of its memory, reading and writing together.
-    """
-
-    gemm_tflops: float
-    attention_tflops: tuple[float, float]
-    hbm_gb_s: float
 
 
 class Cost(NamedTuple):
@@ -40,9 +41,13 @@ class Cost(NamedTuple):
     unknown: Counter[str]
 
 
-def cost(jaxpr: Jaxpr, rates: Rates, devices: int = 1) -> Cost:
-    """Return the cost of one run of a jaxpr whose values are spread evenly over so many devices."""
-    walk = _Walk(rates, devices)
+def cost(jaxpr: Jaxpr, rates: Rates, devices: int = 1, axes: Mapping[str, int] = MappingProxyType({})) -> Cost:
+    """Return the cost of one run of a jaxpr whose values are spread evenly over so many devices.
+
+    `axes`: the sizes of the mesh axes of a `shard_map` around it; a collective over others counts for all GPUs that
+    were measured.
+    """
+    walk = _Walk(rates, devices, axes)
     results = walk.through(jaxpr, [walk.array(v.aval, written=True) for v in jaxpr.invars])
     walk.write(results)
     return Cost(walk.seconds, walk.unknown)
@@ -57,9 +62,13 @@ class _Array:
     read: bool = False
 
 
+_SUM = ["reduce_scatter", "all_gather"]
+_ON_LINK = {"all_gather": _SUM[1:], "reduce_scatter": _SUM[:1], "psum": _SUM, "psum_invariant": _SUM}
+
+
 class _Walk:
-    def __init__(self, rates: Rates, devices: int):
-        self.rates, self.devices = rates, devices
+    def __init__(self, rates: Rates, devices: int, axes: Mapping[str, int]):
+        self.rates, self.devices, self.axes = rates, devices, axes
         self.seconds = 0.0
         self.unknown = Counter[str]()
 
@@ -67,8 +76,8 @@ class _Walk:
         return _Array(nbytes(aval) / self.devices if hasattr(aval, "dtype") else 0, written)
 
     def move(self, size: float) -> float:
-        """Seconds that so many bytes take to or from the device's memory."""
-        return size / self.rates.hbm_gb_s / 1e9
+        """Seconds that so many bytes take to or from the device's memory, in fused work."""
+        return size / (self.rates.fused_gb_s or self.rates.hbm_gb_s) / 1e9
 
     def write(self, arrays: Sequence[_Array]) -> None:
         for array in arrays:
@@ -94,7 +103,7 @@ class _Walk:
         if name in IN_PLACE:
             return self.in_place(eqn, operands)
         if name == SHARD_MAP:
-            return self.on_each(bodies[0], devices_of(eqn), operands)
+            return self.on_each(bodies[0], eqn, operands)
         if eqn.primitive in (scan_p, while_p, cond_p):
             return self.loop(eqn, bodies, operands)
         if name not in OPAQUE and len(bodies) == 1 and len(bodies[0].invars) == len(operands):
@@ -103,17 +112,18 @@ class _Walk:
             return self.kernel(eqn, operands)
         return self.fused(eqn, operands)
 
-    def on_each(self, body: Jaxpr, parts: int, operands: list[_Array]) -> list[_Array]:
+    def on_each(self, body: Jaxpr, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
         """The body of a `shard_map`, whose values are one device's shard of so many."""
-        self.devices, outside = max(1, self.devices // parts), self.devices
+        outside = self.devices, self.axes
+        self.devices, self.axes = max(1, self.devices // devices_of(eqn)), eqn.params["mesh"].shape
         results = self.through(body, operands)
-        self.devices = outside
+        self.devices, self.axes = outside
         return results
 
     def loop(self, eqn: JaxprEqn, bodies: list[Jaxpr], operands: list[_Array]) -> list[_Array]:
         """A loop, a `while` as one iteration, or a `cond` as its longest branch."""
         self.write(operands)
-        costs = [cost(body, self.rates, self.devices) for body in bodies]
+        costs = [cost(body, self.rates, self.devices, self.axes) for body in bodies]
         self.seconds += eqn.params.get("length", 1) * max(c.seconds for c in costs)
         self.unknown += sum((c.unknown for c in costs), Counter(["while"] * (eqn.primitive is while_p)))
         return [self.array(v.aval, written=True) for v in eqn.outvars]
@@ -121,12 +131,24 @@ class _Walk:
     def kernel(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
         self.write(operands)
         results = [self.array(v.aval, written=True) for v in eqn.outvars]
-        computing = _computing(eqn, self.rates)
+        if eqn.primitive.name in COLLECTIVES and self.rates.link:
+            self.seconds += self.on_link(self.rates.link, eqn, operands, results)
+            return results
+        computing = _computing(eqn, self.rates, self.devices)
         if computing is None and eqn.primitive.name not in ALONE:
             self.unknown.update([str(eqn.params.get("name") or eqn.primitive.name)])
-        moving = self.move(sum(array.bytes for array in [*operands, *results]))
-        self.seconds += max(moving, (computing or 0.0) / self.devices)
+        moving = sum(array.bytes for array in [*operands, *results]) / self.rates.hbm_gb_s / 1e9
+        self.seconds += max(moving, computing or 0.0)
         return results
+
+    def on_link(self, link: Link, eqn: JaxprEqn, operands: list[_Array], results: list[_Array]) -> float:
+        """Seconds of a collective. A sum over devices is a reduce-scatter and an all-gather."""
+        name, params = eqn.primitive.name, eqn.params
+        names = params.get("axis_name", params.get("axes", ()))
+        sizes = [self.axes.get(axis, link.gpus) for axis in ((names,) if isinstance(names, str) else names)]
+        parts = params.get("axis_size") or math.prod(sizes)
+        size = max(sum(array.bytes for array in arrays) for arrays in (operands, results))
+        return sum(link.seconds(what, size, parts) for what in _ON_LINK.get(name, ["all_to_all"]))
 
     def fused(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
         results = [self.array(v.aval, written=False) for v in eqn.outvars]
@@ -139,21 +161,31 @@ class _Walk:
         return results
 
 
-def _computing(eqn: JaxprEqn, rates: Rates) -> float | None:
-    """Seconds that a kernel's FLOPs take on one device; None where they are not known."""
+def _computing(eqn: JaxprEqn, rates: Rates, devices: int) -> float | None:
+    """Seconds that a kernel's FLOPs take if so many devices share them; None where they are not known."""
     arrays: list[Any] = [v.aval for v in [*eqn.invars, *eqn.outvars] if hasattr(v.aval, "dtype")]
     shapes = [array.shape for array in arrays]
     if is_attention(eqn.primitive.name):
-        forward, backward = rates.attention_tflops
-        flops = attention_flops(shapes[0], shapes[1], is_causal(eqn.params))
-        is_backward = any(word in eqn.primitive.name for word in ("bwd", "backward"))
-        return 2.5 * flops / backward / 1e12 if is_backward else flops / forward / 1e12
+        (_, length, _, width), is_backward = shapes[0], any(w in eqn.primitive.name for w in ("bwd", "backward"))
+        flops = attention_flops(shapes[0], shapes[1], is_causal(eqn.params)) * (2.5 if is_backward else 1.0)
+        return flops / devices / rates.attending(width, length)[is_backward] / 1e12
+    is_dot = eqn.primitive is dot_general_p
+    if (sides := _sides(eqn) if is_dot else _grouped_sides(shapes)) is None:
+        return None
+    flops = matmul_flops(eqn) if is_dot else 2.0 * math.prod(sides)
+    bytes_each = arrays[0].dtype.itemsize
+    wider = arrays[-1].dtype.itemsize == 4 > bytes_each
+    rate = rates.gemm(sides, flops / devices, float32=wider, grouped=not is_dot)
     # The rate depends on the bytes of a number: float8 is twice as fast as bfloat16, float32 (as TF32) half as fast.
-    rate = rates.gemm_tflops * 1e12 * 2 / arrays[0].dtype.itemsize
-    if eqn.primitive is dot_general_p:
-        return matmul_flops(eqn) / rate
-    grouped = _grouped_flops(shapes)
-    return None if grouped is None else grouped / rate
+    return flops / devices / (rate * 1e12 * 2 / bytes_each)
+
+
+def _sides(eqn: JaxprEqn) -> tuple[int, int, int]:
+    """The rows, the columns and the contracted side of a `dot_general`, without its batch."""
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    first, second = (v.aval.shape for v in eqn.invars)  # type: ignore[attr-defined]
+    K, B = (math.prod(first[d] for d in of) for of in (contracted, batch))
+    return math.prod(first) // max(1, K * B), math.prod(second) // max(1, K * B), K
 
 
 def matmul_flops(eqn: JaxprEqn) -> float:
@@ -171,10 +203,10 @@ def attention_flops(q: tuple[int, ...], k: tuple[int, ...], causal: bool) -> flo
     return 2 * 2 * B * N * S * k[1] * H * (0.5 if causal else 1.0)
 
 
-def _grouped_flops(shapes: list[tuple[int, ...]]) -> float | None:
-    """The FLOPs of a grouped GEMM: two of (M, K), (M, N) and (G, K, N) are operands, one is the result."""
+def _grouped_sides(shapes: list[tuple[int, ...]]) -> tuple[int, int, int] | None:
+    """M, K and N of a grouped GEMM: two of (M, K), (M, N) and (G, K, N) are operands, one is the result."""
     rows, stacks = [s for s in shapes if len(s) == 2], [s for s in shapes if len(s) == 3]
     if len(rows) != 2 or len(stacks) != 1 or rows[0][0] != rows[1][0]:
         return None
     (M, K), (_, N), (_, *matrix) = *rows, stacks[0]
-    return 2.0 * M * K * N if sorted(matrix) == sorted((K, N)) else None
+    return (M, K, N) if sorted(matrix) == sorted((K, N)) else None

@@ -1,5 +1,8 @@
 """Evidence about a program: verify() checks its claims, fits() and room() predict, profile() and page() report."""
 
+from .._engine.rates import AttentionRate as AttentionRate
+from .._engine.rates import Gemms as Gemms
+from .._engine.rates import Link as Link
 from ._check import Check as Check
 from ._check import Verification as Verification
 from ._plan.plan import CannotPlan as CannotPlan
@@ -11,10 +14,10 @@ from ._plan.result import Point as Point
 from ._predict.fit import Fit as Fit
 from ._predict.fit import Fits as Fits
 from ._predict.fit import fits as fits
-from ._predict.machine import Bus as Bus
 from ._predict.machine import Machine as Machine
 from ._predict.machine import known_machine as known_machine
 from ._predict.machine import machine as machine
+from ._predict.measure import Bus as Bus
 from ._predict.room import Room as Room
 from ._predict.room import room as room
 from ._predict.staying import staying as staying

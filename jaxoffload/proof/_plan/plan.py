@@ -22,6 +22,7 @@ from .._predict.room import divisions, step_room
 from .._program.results import trace_of
 from . import stacks
 from .choices import Choice, Outcome, Step, Table, alone, fastest
+from .collectives import of_layer, with_collectives
 from .compiled import compiled_bytes, refined, refuse_without_gpus
 from .oracle import Oracle, divided
 from .patterns import policy_for, policy_of
@@ -86,8 +87,8 @@ def plan(
       budget: bytes per device, or a string such as "70GiB". By default what JAX may use of this GPU, less 5 %.
       host_budget: bytes of pinned host memory per device; by default what the pinned pool holds, and no more than this
         machine's memory divided by its GPUs.
-      machine: what `machine()` measured, or a file that `python -m jaxoffload machine --json` wrote. By default what
-        was measured here.
+      machine: what `machine()` measured, or a file that `python -m jaxoffload machine --out FILE` wrote. By default
+        what was measured here.
       fixed: decisions that stay, by its patterns. Its other fields count too, except for `default`, `offload_layers`
         and `other_layers`, which are chosen.
       one_kernel: names of scopes, as for `room`.
@@ -187,8 +188,9 @@ def _traced(
         moved=names.moved,
         recomputable=names.recomputable,
     )
-    table = pool(names.least, names.free, oracle, step.stacks)
-    table, curve = searched(step, table, names.free, oracle, host_budget)
+    costs = with_collectives(oracle, [of_layer(each, args, devices, machine.link) for each in found])
+    table = pool(names.least, names.free, costs, step.stacks)
+    table, curve = searched(step, table, names.free, costs, host_budget)
     everything = [oracle.passes(layer, names.least | names.free) for layer in layers]
     untagged = tuple(line for layer in everything for line in runs_again(layer))
     return Traced(step, table, curve, fixed, machine, devices, untagged)
@@ -224,7 +226,7 @@ def _machine(machine: Any) -> Machine:
     if (known := known_machine()) is None:
         raise CannotPlan(
             "no machine was measured here; call jaxoffload.machine() on the GPU, or pass machine=, such as "
-            "'machines/h200.json' or what `python -m jaxoffload machine --json` prints there"
+            "'machines/h200.json' or what `python -m jaxoffload machine --out FILE` writes there"
         )
     return known
 

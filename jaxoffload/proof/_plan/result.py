@@ -97,7 +97,7 @@ class Plan:
             last = min((p.ms for p in self.curve), default=self.step_ms)
             return f"more memory would save less than {_WORTH:.1%}" if last < self.step_ms else "nothing: all fits"
         point = more[0]
-        changes = ", ".join(_changes(self.policy, point.policy)) or "offload other layers"
+        changes = self.differs(point.policy) or "offload other layers"
         return f"{readable(point.bytes - here)} more would {changes}: {point.ms / self.step_ms - 1:+.1%}"
 
     def to_yaml(self) -> str:
@@ -110,20 +110,36 @@ class Plan:
         fields["curve"] = [{"bytes": p.bytes, "ms": p.ms, "policy": _as_dict(p.policy)} for p in self.curve]
         return json.dumps(fields)
 
-    def __str__(self) -> str:
-        memory, used = self.memory, self.memory.total
-        parts = {
+    @property
+    def summary(self) -> str:
+        return f"{self.step_ms:.1f} ms per step on {self.devices} {self.machine}, predicted"
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are for."""
+        memory = self.memory
+        return {
             "arguments": memory.arguments,
             "gradients and other": memory.other,
             "residuals": memory.residuals,
             "working set": memory.working,
+            "on each device": memory.total,
+            "pinned host memory": self.host,
         }
+
+    def differs(self, other: Policy) -> str:
+        """What another policy does that this plan does not."""
+        return ", ".join(_changes(self.policy, other))
+
+    def __str__(self) -> str:
+        of = {"on each device": self.budget, "pinned host memory": self.host_budget}
         to_host, back = self.bus
         lines = [
-            f"{self.step_ms:.1f} ms per step on {self.devices} {self.machine}, predicted",
-            *(f"  {name:24} {readable(size):>12}" for name, size in parts.items()),
-            f"  {'on each device':24} {readable(used):>12} of {readable(self.budget)}",
-            f"  {'pinned host memory':24} {readable(self.host):>12} of {readable(self.host_budget)}",
+            self.summary,
+            *(
+                f"  {name:24} {readable(size):>12}" + (f" of {readable(of[name])}" if name in of else "")
+                for name, size in self.parts.items()
+            ),
             f"  the bus is busy for {to_host:.0%} of the step to the host, {back:.0%} back",
             *([f"  XLA plans {readable(self.compiled)} per device"] if self.compiled is not None else []),
             f"limit: {self.limits}",

@@ -19,7 +19,8 @@ from ..._jax import nbytes, without_remat3
 from ..._text import readable
 from .._program.host_transfers import for_host
 from .._program.results import run_of
-from .machine import Bus, Machine
+from .machine import Machine
+from .measure import Bus
 
 
 class LayerCopy(NamedTuple):

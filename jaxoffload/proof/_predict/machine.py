@@ -2,38 +2,20 @@
 
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import math
 import os
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
-from ..._engine.cost import Rates, attention_flops
-from ..._text import GIB
-
-
-class Bus(NamedTuple):
-    """GB/s (10**9 bytes) of one GPU's copies between its memory and pinned host memory: each way alone, and each way
-    while the other goes on too.
-
-    Example:
-      >>> from jaxoffload.proof import Bus
-      >>> Bus(d2h=53.7, h2d=53.3, together=49.0).d2h
-      53.7
-    """
-
-    d2h: float
-    h2d: float
-    together: float
+from ..._engine.rates import AttentionRate, Gemms, Link, Rates
+from ..._text import readable
+from . import measure
+from .measure import Bus as Bus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +29,10 @@ class Machine:
       attention_tflops: those of cuDNN's causal flash attention, forward and backward, without the masked half; those of
         matmuls where cuDNN cannot do it.
       hbm_gb_s: GB/s of the device's memory, reading and writing together.
+      gemms: other matmuls, by shape; None where only one number is known, which then counts for all.
+      attention: causal attention by the width of a head and the length of a sequence.
+      fused_gb_s: GB/s that a norm and a gated activation move, forward and backward.
+      link: collectives between the GPUs; None with one.
 
     Example:
       >>> from jaxoffload.proof import Bus, Machine
@@ -64,35 +50,51 @@ class Machine:
     gemm_tflops: float
     attention_tflops: tuple[float, float]
     hbm_gb_s: float
+    gemms: Gemms | None = None
+    attention: tuple[AttentionRate, ...] = ()
+    fused_gb_s: float | None = None
+    link: Link | None = None
 
     @property
     def rates(self) -> Rates:
-        return Rates(self.gemm_tflops, self.attention_tflops, self.hbm_gb_s)
+        return Rates(**{name: getattr(self, name) for name in Rates._fields})
 
     def bus(self, gpus: int) -> Bus:
         """The rates where so many GPUs copy at once."""
         return self.one if gpus == 1 else self.all
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self) | {"one": self.one._asdict(), "all": self.all._asdict()})
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain = lambda x: x._asdict() if hasattr(x, "_asdict") else x
+        fields |= {"attention": [plain(rate) for rate in self.attention]}
+        return json.dumps({name: plain(value) for name, value in fields.items()})
 
     @classmethod
     def from_json(cls, text: str) -> "Machine":
-        """Read what `to_json` wrote, which `python -m jaxoffload machine --json` prints.
+        """Read what `to_json` wrote, which `python -m jaxoffload machine --out FILE` writes.
+
+        Files of earlier versions have one number for all shapes.
 
         Raises:
           ValueError: the text is something else.
         """
         try:
             read = json.loads(text)
-            buses = {which: Bus(**read.pop(which)) for which in ("one", "all")}
+            read |= {which: Bus(**read[which]) for which in ("one", "all")}
             forward, backward = read["attention_tflops"]
-            measured = [*buses["one"], *buses["all"], forward, backward, read["gemm_tflops"], read["hbm_gb_s"]]
-            if wrong := [number for number in measured if not 0 < number < math.inf]:
+            read["attention_tflops"] = (forward, backward)
+            read["attention"] = tuple(AttentionRate(**each) for each in read.get("attention", ()))
+            if gemms := read.get("gemms"):
+                read["gemms"] = Gemms(**gemms)
+            if link := read.get("link"):
+                fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in link.items()}
+                read["link"] = Link(**fields)
+            made = cls(**read)
+            if wrong := [n for n in _numbers(made) if not 0 < n < math.inf]:
                 raise ValueError(f"{wrong[0]!r} is not a rate")
-            return cls(**read | buses | {"attention_tflops": (forward, backward)})
+            return made
         except (ValueError, TypeError, KeyError, AttributeError) as why:
-            raise ValueError(f"this is not what `python -m jaxoffload machine --json` prints: {why}") from why
+            raise ValueError(f"this is not what `python -m jaxoffload machine --out FILE` writes: {why}") from why
 
     def __str__(self) -> str:
         lines = [f"{self.gpus} {self.device}, jaxlib {self.jaxlib}"]
@@ -100,14 +102,33 @@ class Machine:
         rows = {"one GPU": self.one} | ({"each of all GPUs": self.all} if self.gpus > 1 else {})
         for what, bus in rows.items():
             lines.append(f"{what:28} {bus.d2h:12.1f} {bus.h2d:8.1f} {bus.together:17.1f}")
+        fused = f", {self.fused_gb_s:.0f} in norms and activations" if self.fused_gb_s else ""
+        lines.append(f"bfloat16 matmuls {self.gemm_tflops:.0f} TFLOP/s, device memory {self.hbm_gb_s:.0f} GB/s{fused}")
+        if self.gemms:
+            lines.append("  " + ", ".join(f"{what} {rate:.0f}" for what, rate in self.gemms._asdict().items()))
         forward, backward = self.attention_tflops
-        lines.append(f"bfloat16 matmuls {self.gemm_tflops:.0f} TFLOP/s, device memory {self.hbm_gb_s:.0f} GB/s")
         lines.append(f"causal attention {forward:.0f} TFLOP/s forward, {backward:.0f} backward")
+        for width, length, *rates in self.attention:
+            lines.append(f"  heads of {width}, length {length}: {rates[0]:.0f} forward, {rates[1]:.0f} backward")
+        if self.link:
+            lines.append(f"collectives of {self.link.gpus} GPUs, GB/s of {', '.join(map(readable, self.link.sizes))}")
+            for what in ("all_gather", "reduce_scatter", "all_to_all"):
+                lines.append(f"  {what:14} {', '.join(f'{rate:.0f}' for rate in getattr(self.link, what))}")
+            lines.append(f"  matmuls beside them take longer by {self.link.beside:.0%} of their time")
         return "\n".join(lines)
 
 
+def _numbers(found: Any) -> Iterator[float]:
+    """Yield all that was measured."""
+    for each in found if isinstance(found, tuple) else dataclasses.asdict(found).values():
+        if isinstance(each, tuple):
+            yield from _numbers(each)
+        elif each is not None and not isinstance(each, str):
+            yield each
+
+
 def machine(again: bool = False) -> Machine:
-    """Measure this machine's GPUs, which takes seconds and 8 GiB of each, or read what was measured before.
+    """Measure this machine's GPUs, which takes half a minute and 8 GiB of each, or read what was measured before.
 
     Results are kept in `$XDG_CACHE_HOME/jaxoffload`, or `~/.cache/jaxoffload`: a file per kind and number of GPUs and
     version of jaxlib.
@@ -129,7 +150,7 @@ def machine(again: bool = False) -> Machine:
         raise NotImplementedError(f"machine: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
     if not again and (known := known_machine()):
         return known
-    measured = _measured()
+    measured = _measured(jax.local_devices())
     with contextlib.suppress(OSError, RuntimeError):  # nowhere to keep it: it is measured again
         (kept := _file()).parent.mkdir(parents=True, exist_ok=True)
         written = kept.with_suffix(f".{os.getpid()}")  # several processes may come here
@@ -157,99 +178,41 @@ def known_machine() -> Machine | None:
 def _file() -> Path:
     devices = jax.local_devices()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxoffload"
-    name = f"{devices[0].device_kind}-{len(devices)}-jaxlib-{importlib.metadata.version('jaxlib')}"
+    name = f"{devices[0].device_kind}-{len(devices)}-jaxlib-{importlib.metadata.version('jaxlib')}-by-shape"
     return cache / f"{name.replace(' ', '-').replace('/', '-')}.json"
 
 
-def _measured() -> Machine:
-    devices = jax.local_devices()
-    return Machine(
-        device=devices[0].device_kind,
-        gpus=len(devices),
-        jaxlib=importlib.metadata.version("jaxlib"),
-        one=(one := _bus(devices[:1])),
-        all=_bus(devices) if len(devices) > 1 else one,
-        gemm_tflops=(gemm := _gemm_tflops()),
-        attention_tflops=_attention_tflops() or (gemm, gemm),
-        hbm_gb_s=_hbm_gb_s(),
+def _measured(devices: list[Any], sizes: measure.Sizes = measure.SIZES) -> Machine:
+    large = measure.large_gemm(sizes)  # first: it warms the device as a training step does
+    attention = measure.attention(sizes)
+    longest = max(attention, key=lambda a: (a.width, a.length), default=None)
+    one = measure.bus(devices[:1], sizes)
+    return _rounded(
+        Machine(
+            device=devices[0].device_kind,
+            gpus=len(devices),
+            jaxlib=importlib.metadata.version("jaxlib"),
+            one=one,
+            all=measure.bus(devices, sizes) if len(devices) > 1 else one,
+            gemm_tflops=large,
+            attention_tflops=(longest.forward, longest.backward) if longest else (large, large),
+            hbm_gb_s=measure.hbm(sizes),
+            gemms=measure.gemms(sizes),
+            attention=attention,
+            fused_gb_s=measure.fused(sizes),
+            link=measure.link(devices, sizes),
+        )
     )
 
 
-def _seconds(run: Callable[[], Any], times: int = 5) -> float:
-    """Return the median of so many runs, after two that are not counted: they allocate, and wake the clocks."""
-    spent = []
-    for _ in range(2 + times):
-        begin = time.perf_counter()
-        jax.block_until_ready(run())
-        spent.append(time.perf_counter() - begin)
-    return statistics.median(spent[2:])
-
-
-def _bus(devices: list[Any]) -> Bus:
-    """The rates of each device while all of these copy."""
-    size, runs = GIB, []
-    for device in devices:
-        here = SingleDeviceSharding(device)
-        host = here.with_memory_kind("pinned_host")
-        d2h, h2d, both = (jax.jit(lambda *xs: xs, out_shardings=to) for to in ((host,), (here,), (host, here)))
-        x = jax.device_put(jnp.ones(size, jnp.uint8), here)
-        (y,) = d2h(x)
-        runs.append(((d2h, (x,)), (h2d, (y,)), (both, (x, y))))
-    start = lambda copies: [copy(*arrays) for copy, arrays in copies]
-    spent = [_seconds(functools.partial(start, copies)) for copies in zip(*runs, strict=True)]
-    return Bus(*(round(size / seconds / 1e9, 1) for seconds in spent))
-
-
-def _gemm_tflops() -> float:
-    """The rate of square matmuls, one after another, long enough that the clocks are those of a training step."""
-    size, times = 8192, 200
-
-    @jax.jit
-    def run(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, times, lambda _, x: x @ w, x)
-
-    # Zeros would draw less power, and run faster. Factors of this size keep the products at the same size.
-    x, w = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) * size**-0.5 for i in range(2))
-    return round(times * 2 * size**3 / _seconds(functools.partial(run, x, w), 3) / 1e12, 1)
-
-
-def _attention_tflops() -> tuple[float, float] | None:
-    """Forward and backward; None where cuDNN cannot."""
-    batch, sequence, heads, width, times = 2, 8192, 32, 128, 8
-    shapes = [(batch, sequence, n, width) for n in (heads, heads // 4, heads // 4)]
-    q, k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-
-    @jax.jit
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, times, lambda _, q: attend(q, k, v), q)
-
-    @jax.jit
-    def whole(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        loss = lambda q, k, v: attend(q, k, v).astype(jnp.float32).sum()
-
-        def iteration(_: Any, q: jax.Array) -> jax.Array:
-            dq, dk, dv = jax.grad(loss, (0, 1, 2))(q, k, v)
-            return dq + dk.mean() + dv.mean()
-
-        return jax.lax.fori_loop(0, times, iteration, q)
-
-    try:
-        spent = _seconds(lambda: forward(q, k, v), 3), _seconds(lambda: whole(q, k, v), 3)
-    except Exception:  # whatever cuDNN, or its absence, says
-        return None
-    flops = times * attention_flops(q.shape, k.shape, causal=True)
-    return round(flops / spent[0] / 1e12, 1), round(2.5 * flops / (spent[1] - spent[0]) / 1e12, 1)
-
-
-def _hbm_gb_s() -> float:
-    size, times = GIB, 20
-
-    @jax.jit
-    def run(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, times, lambda _, x: x * 1.000001, x)
-
-    seconds = _seconds(functools.partial(run, jnp.ones(size // 4, jnp.float32)))
-    return round(times * 2 * size / seconds / 1e9, 1)
+def _rounded(found: Any) -> Any:
+    """Four digits are more than is known."""
+    if isinstance(found, float):
+        return float(f"{found:.4g}")
+    if isinstance(found, Machine):
+        fields = {field.name: _rounded(getattr(found, field.name)) for field in dataclasses.fields(found)}
+        return Machine(**fields)
+    if isinstance(found, tuple):
+        made = [_rounded(each) for each in found]
+        return type(found)(*made) if hasattr(found, "_fields") else tuple(made)
+    return found

@@ -12,6 +12,7 @@ import jax
 from ..._residuals import Residuals
 from ..._text import readable
 from .._check import FAILS, HOLDS, Check
+from .._plan.result import Plan
 from . import pictures
 from .pictures import COLORS, PLACES, WAYS, WIDTH, Picture
 from .profile import Profile, stream_numbers
@@ -40,6 +41,7 @@ def page(
     table: Residuals | None = None,
     checks: Sequence[tuple[str, Check]] = (),
     profile: Profile | None = None,
+    plan: Plan | None = None,
 ) -> str:
     """Return one self-contained HTML page, with a table beside each picture and the same data as JSON.
 
@@ -49,6 +51,7 @@ def page(
       table: what `residuals` returned.
       checks: pairs of what was verified, such as "loss", and a `Check`.
       profile: what `profile` or `read_profile` returned.
+      plan: what `plan` returned.
 
     Example:
       >>> import jax.numpy as jnp
@@ -65,9 +68,12 @@ def page(
         parts += [_places(table), _memory(table)]
     if profile is not None:
         parts.append(_timeline(profile))
+    if plan is not None:
+        parts.append(_planned(plan))
     data = {"about": dict(about), "checks": [[what, vars(check)] for what, check in checks]}
     data |= {"residuals": json.loads(table.to_json())} if table is not None else {}
     data |= {"profile": json.loads(profile.to_json())} if profile is not None else {}
+    data |= {"plan": json.loads(plan.to_json())} if plan is not None else {}
     embedded = json.dumps(data).replace("<", "\\u003c")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
@@ -190,3 +196,19 @@ def _timeline(profile: Profile) -> str:
         for t in profile.totals
     ]
     return "".join(parts) + _table("Copies by residual", columns, rows, (2, 3, 4, 5))
+
+
+def _planned(plan: Plan) -> str:
+    """The plan, its policy for a config, and the choices between which a budget decides."""
+    memory = [(name, readable(size)) for name, size in plan.parts.items()]
+    what = lambda policy: "the plan" if policy == plan.policy else plan.differs(policy)
+    rows = [(readable(p.bytes), f"{p.ms:.1f}", what(p.policy)) for p in plan.curve]
+    head = ("bytes per device", "ms per step", "what it does that the plan does not")
+    return (
+        f"<h2>Plan</h2><p>{_text(plan.summary)}</p>"
+        + _svg(pictures.draw_curve(plan))
+        + _table("Memory", ("", "bytes"), memory, (1,))
+        + f"<pre>{_text(plan.to_yaml())}</pre><p>{_text(f'Limit: {plan.limits}')}</p>"
+        + "".join(f"<p>{_text(f'Untagged: {line}')}</p>" for line in plan.untagged)
+        + _table("Choices that no other one beats", head, rows, (0, 1))
+    )

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ..._table import OFFLOADED, RECOMPUTED, SAVED, Residuals
 from ..._text import readable
+from .._plan.result import Plan
 from .._program.trace import Span
 from .profile import Move, Profile
 
@@ -213,3 +214,21 @@ def _draw_lane(y: float, lane: Lane, rows: list[str]) -> Iterator[Bar | Words]:
     below = y + ROW * (len(rows) + 1) + 10
     yield Words(LEFT, below, f"{lane.begin:.1f} ms")
     yield Words(RIGHT, below, f"{lane.end:.1f} ms", "end")
+
+
+def draw_curve(plan: Plan) -> Picture:
+    """The predicted step over the bytes per device: a line down from choice to choice, the plan on it, the budget."""
+    sizes, times = [p.bytes for p in plan.curve], [p.ms for p in plan.curve]
+    left, right = min(sizes), max(*sizes, min(plan.budget, 2 * max(sizes)))
+    low, high = min(times), max(times)
+    x = lambda size: 110 + 780 * (size - left) / max(1, right - left)
+    y = lambda ms: 40 + 180 * (high - ms) / max(1e-9, high - low)
+    ends = [*zip(sizes[1:], times, strict=False), (right, times[-1])]  # a choice is the fastest until the next one fits
+    steps = [(x(size), y(ms)) for p, end in zip(plan.curve, ends, strict=True) for size, ms in ((p.bytes, p.ms), end)]
+    at_budget = min(x(plan.budget), 890.0)
+    chosen = Bar(x(plan.memory.total) - 5, y(plan.step_ms) - 5, 10, 10, "exposed", "the plan")
+    words = [Words(100, y(ms) + 5, f"{ms:.1f} ms", "end") for ms in dict.fromkeys((high, low))]
+    words += [Words(x(size), 250, readable(size), "middle") for size in dict.fromkeys((left, right))]
+    lines = [Line("with", steps), Line("without", [(at_budget, 30), (at_budget, 230)])]
+    keys = {OFFLOADED: "fastest that fits", SAVED: f"budget, {readable(plan.budget)}", "exposed": "the plan"}
+    return _picture("Predicted step over bytes per device", 260, [*lines, chosen, *words], keys)

@@ -1,0 +1,113 @@
+"""plan() and the collectives that the compiler adds to layers: FSDP's and data parallelism's, by hand."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from common import ROOT
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxoffload import Policy, plan, scan, tag
+from jaxoffload._trial_policy import Trial
+from jaxoffload.proof import Link, Machine
+from jaxoffload.proof._plan import stacks
+from jaxoffload.proof._plan.collectives import Weight, of_layer, weights_of
+from models.config import load
+from models.sharding import abstract_mesh
+from models.step import program
+
+pytestmark = pytest.mark.claim("plan-collectives")
+
+LINK = Link(4, (1, 2**40), (4.0, 4.0), (2.0, 2.0), (1.0, 1.0), beside=0.5)  # GB/s
+MACHINE = Machine.from_json((ROOT / "machines/h200.json").read_text())
+LAYERS, B, D, H = 3, 16, 32, 128
+MESH = AbstractMesh((2, 4, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+SPECS = {"in": P(None, "fsdp", "tensor"), "out": P(None, "tensor", "fsdp"), "scale": P()}
+
+
+def layer(x, w, constrain):
+    x = constrain(tag(x, "layer_input"))
+    fc1 = tag((x * w["scale"].astype(x.dtype)[None]) @ w["in"].astype(x.dtype), "fc1")
+    return x + constrain(jnp.tanh(fc1) @ w["out"].astype(x.dtype)), None
+
+
+def loss(w, x, constrain=lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, P(("data", "fsdp"))))):
+    y, _ = scan(functools.partial(layer, constrain=constrain), x, w, policy=Policy(), strict=False)
+    return jnp.mean(y.astype(jnp.float32) ** 2)
+
+
+def arrays(**specs):
+    of = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(MESH, spec))
+    shapes = {"in": (LAYERS, D, H), "out": (LAYERS, H, D), "scale": (LAYERS, D)}
+    w = {name: of(shape, jnp.float32, (SPECS | specs)[name]) for name, shape in shapes.items()}
+    return w, of((B, D), jnp.bfloat16, P(("data", "fsdp")))
+
+
+TRIALS = []  # layers live as long as the trial that they were traced under
+
+
+def scan_of(f, *args):
+    """The last scan of a step, or of a loss and its gradient by the first argument."""
+    TRIALS.append(Trial(Policy()))
+    run = f if len(jax.tree.leaves(jax.eval_shape(f, *args))) > 1 else jax.grad(f)
+    return stacks.stacks_of(jax.make_jaxpr(TRIALS[-1].traced(run))(*args), stacks.spread(args))[-1]
+
+
+def test_weights_are_gathered_as_they_are_cast():
+    args = arrays()
+    found = scan_of(loss, *args)
+    matrix = Weight(bytes=2 * D * H / 2, parts=4, others=2, has_gradient=True)  # bfloat16, half of it: `tensor` stays
+    scale = Weight(bytes=2 * D, parts=1, others=8, has_gradient=True)
+    assert list(weights_of(found, args)) == [matrix, matrix, scale]
+    forward, backward = of_layer(found, args, 16, LINK)
+    gather, scatter = (3 / 4 * D * H / rate for rate in (4e9, 2e9))
+    assert forward == pytest.approx(LINK.beside * 2 * gather)
+    over_data = D * H / 4 / 2 * (1 / 2e9 + 1 / 4e9)
+    of_scale = 7 / 8 * 2 * D * (1 / 2e9 + 1 / 4e9)
+    assert backward == pytest.approx(LINK.beside * (2 * (gather + scatter + over_data) + of_scale))
+    assert of_layer(found, args, 16, None) == of_layer(found, args, 32, LINK) == (0, 0)
+
+
+def test_a_step_takes_as_much_longer():
+    args, found = arrays(), scan_of(loss, *arrays())
+    planned = lambda machine: plan(loss, *args, budget="1GiB", machine=machine, fixed=Policy(min_offload_bytes=0))
+    without, linked = (planned(dataclasses.replace(MACHINE, link=link)) for link in (None, LINK))
+    more = LAYERS * sum(of_layer(found, args, 16, LINK))
+    assert linked.step_ms - without.step_ms == pytest.approx(1e3 * more, abs=1e-5)
+    assert linked.policy == without.policy
+
+
+def test_nothing_is_gathered_that_does_not_divide_the_batch():
+    args = arrays(**{"in": P(None, None, "tensor"), "out": P(None, "tensor")})
+    found = scan_of(loss, *args)
+    assert [w.parts for w in weights_of(found, args)] == [1, 1, 1]
+    # Where nothing says how the batch is divided, nothing is known.
+    free = functools.partial(loss, constrain=lambda x: x)
+    found = scan_of(free, *args)
+    assert list(weights_of(found, args)) == []
+
+
+def test_frozen_weights_have_no_gradients_to_reduce():
+    args = arrays()
+    found = scan_of(lambda x, w: loss(w, x), *reversed(args))
+    assert not any(weight.has_gradient for weight in weights_of(found, args))
+    forward, backward = of_layer(found, args, 16, LINK)
+    assert forward == backward > 0
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_reference_models_are_read(experts):
+    """Matrices are gathered over fsdp, except that experts stay where the expert axis puts them."""
+    name = "tiny-moe" if experts else "tiny"
+    config = load(ROOT / f"configs/{name}.yaml", ["mesh.fsdp=2", *(["mesh.expert=2"] if experts else [])])
+    mesh = abstract_mesh(config.mesh)
+    made = program(config, mesh)
+    args = made.state, made.tokens
+    found = scan_of(made.step, *args)
+    found = list(weights_of(found, args))
+    assert {w.parts for w in found} == ({1, 2, 4} if experts else {1, 2}), found
+    assert all(w.has_gradient for w in found)

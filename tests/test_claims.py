@@ -148,9 +148,7 @@ def test_each_row_that_names_its_line_is_that_of_the_file_named_before_it():
     assert compared == 27
 
 
-ACCUMULATED = [
-    accumulate.table(result(name)) for name in ("accumulate", "accumulate-2", "accumulate-70b", "accumulate-moe")
-]
+ACCUMULATED = [accumulate.table(result(name)) for name in sorted(JSON) if name.startswith("accumulate")]
 TABLES = dense.table(result("dense")), *ACCUMULATED
 
 
@@ -159,7 +157,8 @@ def test_the_tables_of_step_times():
     """And the README's, which have four and three of their rows."""
     assert all(table in PAGES for table in TABLES)
     rows = [row for row in README.splitlines() if " ms |" in row]
-    assert [len(set(rows) & set(table.splitlines())) for table in TABLES] == [4, 3, 0, 0, 0] and len(rows) == 7
+    shared = [len(set(rows) & set(table.splitlines())) for table in TABLES]
+    assert shared == [4, 3, *[0] * (len(TABLES) - 2)] and len(rows) == 7
 
 
 def test_the_pages_state_nothing_else():
@@ -224,6 +223,27 @@ def test_interleaved_microbatches_are_faster_than_saving_in_less_memory_than_rec
         ratios = result(name)["microbatches"][count]["ratios"]
         assert ratios["won_back"] > 1.15 and ratios["interleaved/saved_all"] < 0.95
         assert ratios["interleaved/remat by temp_gib"] < memory and ratios["exposed/step"] < 0.025
+
+
+@pytest.mark.claim("accumulated-fsdp")
+def test_interleaved_microbatches_on_two_gpus():
+    ratios = result("accumulate-fsdp")["microbatches"]["8"]["ratios"]
+    assert ratios["won_back"] > 1 and ratios["interleaved/saved_all"] < 0.96
+    assert ratios["interleaved/remat by temp_gib"] < 0.9
+
+
+@pytest.mark.claim("accumulated-depth")
+def test_interleaved_layers_cost_the_same_in_deeper_stacks():
+    modes = lambda name, count: result(name)["microbatches"][count]["modes"]
+    few, many = modes("accumulate", "4")["interleaved"]["ms"] / 16, modes("accumulate-48", "4")
+    assert many["interleaved"]["ms"] / 48 == pytest.approx(few, rel=0.02)
+    assert list(many["remat"]) == ["do_not_fit"]
+
+
+@pytest.mark.claim("te-interleaved-waits")
+def test_interleaved_microbatches_wait_where_the_host_reads_group_sizes():
+    ratios = result("accumulate-te-cublas-13.1")["microbatches"]["8"]["ratios"]
+    assert ratios["interleaved/remat"] > 1.1 and ratios["exposed/step"] > 0.5
 
 
 @pytest.mark.parametrize("name", [name for name in JSON if "ours_best" in result(name).get("modes", ())])

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,14 +51,14 @@ def both(name: str, case: Case, microbatches: int = 4, **sizes: Any) -> dict[str
 
 
 SHAPES = {
-    **both("8b", dense.CASE),
-    **both("70b", dense.CASE, d_model=8192, layers=10, batch=1),
-    **both("1b", dense.CASE, d_model=2048, batch=4),
-    **both("small heads", dense.CASE, d_model=2048, head_dim=64, kv_heads=8, batch=4),
-    **both("mixtral", moe.CASE, layers=4),
-    **both("small experts", moe.CASE, layers=12, d_model=2048, experts=64, experts_per_token=8, d_expert=768),
-    **both("8b, te", dense.CASE, attention="te"),
-    **both("8b, fsdp", dense.CASE, fsdp=2),
+    **both("8b", dense.CASE, layers=8),
+    **both("70b", dense.CASE, d_model=8192, layers=6, batch=1),
+    **both("1b", dense.CASE, d_model=2048, layers=8, batch=4),
+    **both("small heads", dense.CASE, d_model=2048, layers=8, head_dim=64, kv_heads=8, batch=4),
+    **both("mixtral", moe.CASE, layers=3),
+    **both("small experts", moe.CASE, layers=6, d_model=2048, experts=64, experts_per_token=8, d_expert=768),
+    **both("8b, te", dense.CASE, layers=8, attention="te"),
+    **both("8b, fsdp", dense.CASE, layers=8, batch=4, fsdp=2),
 }
 
 
@@ -65,7 +66,8 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     options = parse()
     if options.what == "predict":
-        return write(options, predicted(options))
+        jax.config.update("jax_num_cpu_devices", max(SHAPES[name].sizes.get("fsdp", 1) for name in options.shapes))
+        return predict(options)
     if any(SHAPES[name].sizes.get("attention") == "te" for name in options.shapes):
         importlib.import_module("transformer_engine.jax")  # before JAX's first computation
     read = json.loads(options.predicted.read_text())
@@ -90,7 +92,7 @@ def parse() -> argparse.Namespace:
     measure = commands.choices["measure"]
     measure.add_argument("--predicted", type=Path, default=Path("benchmarks/results/plans-predicted.json"))
     measure.add_argument("--drawn", type=int, default=20, help="policies drawn at random for each shape")
-    measure.add_argument("--rounds", type=int, default=5)
+    measure.add_argument("--rounds", type=int, default=2)
     return parser.parse_args()
 
 
@@ -143,7 +145,8 @@ def variant_of(policy: Policy) -> Variant:
 # ------------------------------------------------------------------------------------------------------------- predict
 
 
-def predicted(options: argparse.Namespace) -> dict[str, Any]:
+def predict(options: argparse.Namespace) -> None:
+    """Write the plans of all shapes."""
     machine = jaxoffload.proof.Machine.from_json(options.machine.read_text())
     result = peers.provenance("plans", options.commit) | {"machine": json.loads(machine.to_json()), "shapes": {}}
     for name in options.shapes:
@@ -162,8 +165,8 @@ def predicted(options: argparse.Namespace) -> dict[str, Any]:
             "seconds to plan": round(seconds, 2),
             "plans": {which: line(make(budget)) for which, budget in budgets.items()},
         }
+        write(options, result)
         peers.say(f"{name}: planned in {seconds:.1f} s")
-    return result
 
 
 def line(plan: Plan) -> dict[str, Any]:
@@ -199,10 +202,11 @@ def measured(name: str, found: dict[str, Any], options: argparse.Namespace) -> d
     every |= {"recompute": Variant("ours", {}, OVERLAP)} | shape.case.best
     every |= {"save": Variant("ours", dict.fromkeys(shape.case.all_names, "save"), OVERLAP)}
     every |= {key: variant_of(policy) for key, policy in drawn(shape.case, options.drawn).items()}
-    steps, lines = {}, {}
-    for key, variant in every.items():
-        steps[key], lines[key] = compiled(shape, sizes, variant)
-        peers.say(f"{name}, {key}: {lines[key]}")
+    traced = [lowered(shape, sizes, variant) for variant in every.values()]
+    with ThreadPoolExecutor(max_workers=8) as threads:  # one after another they take most of the time
+        both = dict(zip(every, threads.map(compiled, traced), strict=True))
+    steps, lines = ({key: of[part] for key, of in both.items()} for part in (0, 1))
+    peers.say(f"{name}: compiled, {lines}")
     timed(shape, sizes, steps, lines, options.rounds)
     return {
         "budgets": {which: judged(which, of, lines) for which, of in found["plans"].items()},
@@ -210,16 +214,21 @@ def measured(name: str, found: dict[str, Any], options: argparse.Namespace) -> d
     }
 
 
-def compiled(shape: Shape, options: argparse.Namespace, variant: Variant) -> tuple[Any, dict[str, Any]]:
-    """Return a compiled step, or None where it needs more than the device has; and what is known of it."""
+def lowered(shape: Shape, options: argparse.Namespace, variant: Variant) -> jax.stages.Lowered:
+    """Trace a step."""
     args = arguments(shape, options)
     where = jax.tree.map(lambda aval: aval.sharding, args)
     how = {"in_shardings": where, "out_shardings": where, "donate_argnums": 0, "compiler_options": variant.options}
+    return jax.jit(step_of(shape, options, variant), **how).lower(*args)
+
+
+def compiled(traced: jax.stages.Lowered) -> tuple[Any, dict[str, Any]]:
+    """Return a compiled step, or None where it needs more than the device has; and what is known of it."""
     try:
-        program = jax.jit(step_of(shape, options, variant), **how).lower(*args).compile()
+        program = traced.compile()
+        memory = program.memory_analysis()
     except (jax.errors.JaxRuntimeError, MemoryError) as why:
         return None, {"error": str(why)[:200]}
-    memory = program.memory_analysis()
     size = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     size += memory.output_size_in_bytes - memory.alias_size_in_bytes
     line = {"device_gib": round(size / GIB, 4), "host_gib": round(memory.host_temp_size_in_bytes / GIB, 4)}

@@ -3,7 +3,7 @@
 The first forward pass (the fill) and the last backward pass (the drain) have no other pass beside them. Where a layer
 then takes less time than its copies, some of its residuals stay on the device, and others are recomputed if that takes
 less time than the wait for their copies. What stays takes less than a second set of gradients, which a plain loop over
-microbatches holds (a quarter is for what is in flight), and the less the more microbatches share the time saved.
+microbatches holds (three tenths are for what is in flight), and the less the more microbatches share the time saved.
 """
 
 import functools
@@ -66,7 +66,7 @@ def ends(pieces: Pieces, microbatches: int, gradients: int, recomputing: Recompu
 
 def may_stay_of(microbatches: int) -> float:
     """How many of the bytes of a set of gradients may stay."""
-    return min(3 / 4, 2 / microbatches)
+    return min(0.7, 2 / microbatches)
 
 
 def _devices(pieces: Pieces) -> int:

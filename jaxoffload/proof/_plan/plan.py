@@ -225,8 +225,8 @@ def _machine(machine: Any) -> Machine:
         raise TypeError(f"plan: machine must be a Machine, a path or None, got {short(machine)}")
     if (known := known_machine()) is None:
         raise CannotPlan(
-            "no machine was measured here; call jaxoffload.machine() on the GPU, or pass machine=, such as "
-            "'machines/h200.json' or what `python -m jaxoffload machine --out FILE` writes there"
+            "no machine was measured here; run `python -m jaxoffload machine` on the GPU, or name a machine's file, such "
+            "as 'machines/h200.json' or what its --out FILE wrote: machine=, --machine, or remat.machine in a config"
         )
     return known
 

@@ -16,9 +16,10 @@ from jax.sharding import AxisType
 from ._engine import forward_pipeline, interleaved, pipeline
 from ._engine.chunk import Chunks
 from ._engine.copying_loops import Loops, filled
-from ._engine.fill_and_drain import ends
+from ._engine.fill_and_drain import ends, spare_of
 from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.layer import in_three
+from ._engine.lone_pass import Spare
 from ._engine.passes import Values, program_of
 from ._engine.pieces import Pieces, divide
 from ._engine.pipeline import on_a_stage
@@ -305,10 +306,11 @@ def _interleaved(call: _Call) -> Any:
     divided = _divided(call, loops_of)
     pieces, fixed = divided.pieces, divided.fixed
     loops_in = lambda pieces: tuple(scan.loops for scan in pieces.scans)
-    if not _offloads(pieces):
-        return _tried(call, divided, loops_in(pieces)) if says_what_interleaves() else None
-    _refuse_what_does_not_fit(pieces)
     gradients = sum(nbytes(v.aval) for v in divided.params)
+    spare = spare_of(pieces, call.microbatches, gradients)
+    if not _offloads(pieces):
+        return _tried(call, divided, loops_in(pieces), spare) if says_what_interleaves() else None
+    _refuse_what_does_not_fit(pieces)
     first, last = ends(pieces, call.microbatches, gradients, lambda eqn, *args: recomputing(*args, **eqn.params))
 
     def run(*operands: Any) -> Any:
@@ -321,13 +323,13 @@ def _interleaved(call: _Call) -> Any:
         return interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
 
     ends_and_between = loops_in(pieces), loops_in(first), loops_in(last)
-    what = interleaved.Interleaved(divided.loss, *ends_and_between, call.microbatches)
+    what = interleaved.Interleaved(divided.loss, *ends_and_between, call.microbatches, spare)
     return divided.unflatten(call, interleaved.bind(run, what, *divided.operands))
 
 
-def _tried(call: _Call, divided: _Divided, loops: tuple[Loops, ...]) -> Any:
+def _tried(call: _Call, divided: _Divided, loops: tuple[Loops, ...], spare: Spare) -> Any:
     """The same, one microbatch after another; `plan` sees what would interleave if something were offloaded."""
-    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches)
+    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches, spare)
     in_turn = lambda params, batch: _one_by_one(call._replace(params=params, batch=batch))
     return interleaved.bind_in_turn(in_turn, what, call.params, call.batch)
 
@@ -343,7 +345,7 @@ def _on_stages(call: _Call, stages: _Stages | None) -> Any:
         return pipeline.run(*_staged(call, divided, chunks, operands), schedule, stages.axis)
 
     loops = (chunks.loops,)
-    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches, schedule)
+    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches, schedule=schedule)
     return divided.unflatten(call, interleaved.bind(run, what, *divided.operands))
 
 

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxoffload import Policy, PolicyError, accumulate, chain, check, proof, scan, tag, verify
 from jaxoffload._engine import interleaved
-from jaxoffload._engine.fill_and_drain import staying
 from jaxoffload._engine.host_pool_need import need_of
+from jaxoffload._engine.lone_pass import staying
 from jaxoffload._engine.walk import walk
 from jaxoffload._jax import nbytes, on_host
 
@@ -316,7 +316,11 @@ def test_what_would_not_fit_behind_a_pass_that_runs_alone_stays_on_the_device_or
     ],
 )
 def test_which_residuals_stay(sizes, room, budget, stay):
-    assert list(staying(dict(enumerate(sizes)), room, budget).values()) == stay
+    """Three cases at once; in the third, only the largest is copied."""
+    copied = np.array([[True, True, i == 0] for i in range(len(sizes))])
+    found = staying(np.array(sizes), copied, np.array([room] * 3), np.array([budget, 0, 10]))
+    assert found.T[0] @ sizes == sum(stay) and [s for s, here in zip(sizes, found[:, 0], strict=True) if here] == stay
+    assert not found[:, 1].any() and list(found[:, 2]) == [room < sizes[0], False, False]
 
 
 def test_one_microbatch_and_a_policy_that_moves_nothing_run_one_by_one(monkeypatch):

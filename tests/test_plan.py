@@ -16,8 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxoffload import Policy, accumulate, plan, residuals, scan, tag, verify
 from jaxoffload.__main__ import main
 from jaxoffload.proof import Bus, Machine, NothingFits, fits
-from jaxoffload.proof._plan.choices import Choice, LayerCost, Stack, Step, alone, fastest, undominated
+from jaxoffload.proof._plan.choices import Choice, alone, fastest, undominated
 from jaxoffload.proof._plan.compiled import refined
+from jaxoffload.proof._plan.costs import Alone, LayerCost, Stack, Step
 from jaxoffload.proof._plan.patterns import pattern_of
 from jaxoffload.proof._plan.search import pool, searched
 from models.config import load

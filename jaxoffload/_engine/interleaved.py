@@ -29,6 +29,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax import IN_TURN, Call, Results, convert_constvars_jaxpr, define
 from .copying_loops import DifferentiatedTwice, Loops, backward_p, forward_p, jitted
+from .lone_pass import Spare
 from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, completed, forward, stacks_of
 from .schedule import Schedule
 from .slow_copies import lower_and_note
@@ -115,6 +116,7 @@ class Interleaved(NamedTuple):
       loss: of one microbatch.
       loops: the loops of each scan; `first` and `last`: those of the first and of the last microbatch.
       microbatches: how many.
+      spare: what may stay on the device in the first and in the last; None on stages.
       schedule: of pipeline stages, if there are any; the loops are then those of the layers of one chunk.
     """
 
@@ -123,6 +125,7 @@ class Interleaved(NamedTuple):
     first: tuple[Loops, ...]
     last: tuple[Loops, ...]
     microbatches: int
+    spare: Spare | None = None
     schedule: Schedule | None = None
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .choices import Choice, Costs, Curves, Kept, Stack, Step, Table, Unit
+from .choices import Choice, Curves
+from .costs import Costs, Kept, Stack, Step, Table, Unit
+from .ends import wanted
 
 Stacks = tuple[Stack, ...]
 
@@ -58,11 +60,21 @@ def searched(
     amount, so that budgets do not change the table. For Llama 3 8B's layer no choice of all sets is better.
     """
     wider, curves = dict(table), Curves(step, (0, _WITHOUT_LIMIT, host_budget))
+
+    def look(sets: Iterable[Kept]) -> None:
+        for kept in sets:
+            if kept not in wider:
+                wider[kept] = evaluate(kept)
+
+    def look_at_ends(choices: Iterable[Choice]) -> None:
+        look(near for choice in choices if choice.layers for near in wanted(step, wider, choice.kept, choice.moved))
+
     for rounds in (2, 1):
         without, with_any, _ = curves.of(wider)
         best = {kept for choice in [*without, *with_any] for kept in (choice.kept, choice.rest)}
-        for kept in _promising(wider, best, free, step.stacks)[: max(0, _MOST_SETS - len(wider)) // rounds]:
-            wider[kept] = evaluate(kept)
+        look_at_ends(with_any)
+        look(_promising(wider, best, free, step.stacks)[: max(0, _MOST_SETS - len(wider)) // rounds])
+    look_at_ends(curves.of(wider)[1])
     return wider, curves.of(wider)[-1]
 
 

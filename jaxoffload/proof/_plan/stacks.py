@@ -12,23 +12,30 @@ from ..._engine.copying_loops import Loops, backward_p, forward_p
 from ..._engine.cost import Rates, cost
 from ..._engine.interleaved import OUR_LOOPS, Interleaved, in_turn_p, is_staged
 from ..._engine.layer import Body, Layer, linearize
+from ..._engine.lone_pass import Spare
 from ..._engine.plan import Override
 from ..._engine.walk import walk
 from ..._jax import nbytes
 from ..._policy import Decision, Policy
 from .._predict.room import Divisions, Shape
-from .choices import Kept, Stack, Unit
+from .costs import Kept, Stack, Unit
 
 UNTAGGED = ("(matmul)",)  # matmul outputs that `dots` keeps
 
 
 class Found(NamedTuple):
-    """A scan over layers; `devices` is over how many its values are spread."""
+    """A scan over layers.
+
+    Attributes:
+      devices: over how many its values are spread.
+      spare: what `accumulate` may keep on the device where a pass runs alone; None where it interleaves nothing.
+    """
 
     stack: Stack
     body: Body
     perturbed: tuple[bool, ...]
     devices: int
+    spare: Spare | None
 
 
 def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
@@ -43,7 +50,7 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
             raise NotImplementedError("plan: pipeline stages are not planned; plan the loss of one stage's devices")
         if any(e.primitive in (in_turn_p, forward_p, backward_p) for e in site.enclosing):
             continue
-        microbatches, each = _loops_at(site.eqn)
+        microbatches, spare, each = _loops_at(site.eqn)
         for loops in each:
             layer = loops.segments[0].layer
             if any(inner.eqn.primitive in OUR_LOOPS for inner in walk(layer.forward)):
@@ -52,15 +59,17 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
             body = layer.body()
             assert body is not None  # the trial keeps it
             devices_of = max(1, devices // site.devices)
-            found.append(Found(stack, Body(body, layer.consts, layer.carry), layer.perturbed, devices_of))
+            found.append(Found(stack, Body(body, layer.consts, layer.carry), layer.perturbed, devices_of, spare))
     return found
 
 
-def _loops_at(eqn: JaxprEqn) -> tuple[int, Sequence[Loops]]:
-    """Return the loops that an equation runs forward and, elsewhere, backward; and of how many microbatches."""
+def _loops_at(eqn: JaxprEqn) -> tuple[int, Spare | None, Sequence[Loops]]:
+    """Return of how many microbatches an equation would interleave the passes, what may then stay, and the loops that
+    it runs forward and, elsewhere, backward."""
     if eqn.primitive is in_turn_p:
-        return eqn.params["what"].microbatches, eqn.params["what"].loops
-    return 1, [eqn.params["loops"]] if eqn.primitive is forward_p else []
+        what: Interleaved = eqn.params["what"]
+        return what.microbatches, what.spare, what.loops
+    return 1, None, [eqn.params["loops"]] if eqn.primitive is forward_p else []
 
 
 def layers_seconds(jaxpr: Jaxpr, rates: Rates, devices: int) -> float:
@@ -88,24 +97,26 @@ def kept_stacks(jaxpr: Jaxpr) -> set[Shape]:
     return found
 
 
-class Gradients(NamedTuple):
-    """Bytes per device of the gradients that `accumulate` adds up: of all, and of those stacked by layer."""
+class Interleaves(NamedTuple):
+    """Bytes per device where `accumulate` interleaves: `gradients` of layers that it adds up in place; `may_stay` where
+    a pass runs alone."""
 
-    all: int
-    stacked: int
+    gradients: int
+    may_stay: int
 
 
-def gradients_of(jaxpr: Jaxpr, like: Divisions) -> Gradients:
-    """Return the gradients of the microbatches that interleave in a traced step."""
-    every = stacked = 0
+def interleaves(jaxpr: Jaxpr, like: Divisions) -> Interleaves:
+    """Return what the microbatches hold that interleave in a traced step."""
+    gradients = may_stay = 0
     for site in walk(jaxpr):
         if site.eqn.primitive is in_turn_p:
             what: Interleaved = site.eqn.params["what"]
+            may_stay += what.spare.bytes if what.spare else 0
             lengths = {loops.length for loops in what.loops}
             for aval in itertools.compress(what.loss.jaxpr.in_avals, what.loss.differentiated):
                 size = nbytes(aval) // (like[aval.shape].parts if aval.shape in like else 1)
-                every, stacked = every + size, stacked + size * (aval.shape[:1] in {(n,) for n in lengths})
-    return Gradients(every, stacked)
+                gradients += size * (aval.shape[:1] in {(n,) for n in lengths})
+    return Interleaves(gradients, may_stay)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,112 @@
+"""What `plan` says of the passes that run alone in `accumulate` is what the traced step does there."""
+
+import dataclasses
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import ROOT
+
+from jaxoffload import Policy, accumulate, plan, proof, scan, tag
+from jaxoffload._engine.cost import cost
+from jaxoffload._engine.interleaved import interleaved_p
+from jaxoffload._engine.layer import shares
+from jaxoffload._engine.walk import walk
+from jaxoffload.proof import Bus, Machine, fits
+from jaxoffload.proof._plan.choices import units_of
+from jaxoffload.proof._plan.ends import Counts, Moves, again_of, ends
+from jaxoffload.proof._plan.plan import _traced
+
+pytestmark = pytest.mark.claim("plan-ends")
+
+H200 = Machine.from_json((ROOT / "machines/h200.json").read_text())
+SLOW = dataclasses.replace(H200, one=Bus(20.0, 16.0, 12.0))  # GB/s
+LAYERS, D, H, ROWS = 8, 4096, 14336, 16384
+shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+
+def gated(x, w):
+    x, (gate, up, down) = tag(x, "x"), w
+    fc1, up = tag(x @ gate, "fc1"), tag(x @ up, "up")
+    return x + tag(jax.nn.silu(fc1) * up, "act") @ down, None
+
+
+def narrow(x, w):
+    """What is recomputed at once shares a matmul, and one name has two values."""
+    x = tag(x, "x")
+    a = tag(jnp.tanh(x @ w[0]), "a")
+    b, c = tag(jnp.sin(a), "b"), tag({"p": jnp.cos(a), "q": a[:, :D] * 2}, "c")
+    return x + jnp.tanh(c["q"]) + tag((b * c["p"]), "a") @ w[1], None
+
+
+def loss_of(*layers):
+    def of(policy):
+        def loss(weights, x):
+            for layer, w in zip(layers, weights, strict=True):
+                x = scan(layer, x, w, policy=policy, strict=False)[0]
+            return jnp.sum(x.astype(jnp.float32))
+
+        return lambda weights, xs: accumulate(loss)(weights, xs)
+
+    return of
+
+
+GATED = shape(LAYERS, D, H), shape(LAYERS, D, H), shape(LAYERS, H, D)
+NARROW = shape(LAYERS, D, 2 * D), shape(LAYERS, 2 * D, D)
+
+
+def on_device_and_host(loops):
+    """Of a layer that copies, in bytes per device: what it keeps on the device, and on the host."""
+    segment = loops.segments[0]
+    return np.array([sum(shares(segment.layer.forward, segment.layer.kept, place)) for place in ("device", "host")])
+
+
+def of_the_step(f, args):
+    """Of each scan and each end: bytes of a layer that stay, bytes that are not copied, and how many seconds longer its
+    backward pass takes on an H200."""
+    (params,) = (s.eqn.params for s in walk(jax.make_jaxpr(f)(*args)) if s.eqn.primitive is interleaved_p)
+    seconds = lambda loops: cost(loops.segments[0].backward, H200.rates).seconds
+    found = []
+    for between, *of_ends in zip(params["loops"], params["first"], params["last"], strict=True):
+        for end in of_ends:
+            stay, less = (on_device_and_host(end) - on_device_and_host(between)) * (1, -1)
+            found.append((stay, less, seconds(end) - seconds(between)))
+    return found
+
+
+def of_the_plan(f, args, fixed):
+    traced = _traced(f, args, fixed, H200, (), 2**62)
+    step, kept = traced.step, max(traced.table, key=len)
+    units, moved = units_of(traced.table[kept]), [[True] * len(units_of(traced.table[kept]))]
+    layers = np.array([[LAYERS]])  # that copy, and resident ones with them
+    counts = [Counts(True, layers - step.resident, layers, 0) for _ in step.stacks]
+    moves = [Moves.of(cost, units, np.array(moved)) for cost in traced.table[kept]]
+    of_ends, stay = ends(step, traced.table[kept], moves, counts, again_of(step, traced.table, kept))
+    return [tuple(np.asarray(x).item() for x in end) for both in of_ends for end in both], stay.item()
+
+
+CASES = {
+    "gated": (loss_of(gated), (GATED,), {"x": "offload", "up": "offload", "fc1": "offload", "act": "recompute"}),
+    "act": (loss_of(gated), (GATED,), {"x": "save", "up": "save", "fc1": "offload", "act": "offload"}),
+    "all of it": (loss_of(gated), (GATED,), {"*": "offload"}),
+    "narrow": (loss_of(narrow), (NARROW,), {"*": "offload"}),
+    "some of it": (loss_of(narrow), (NARROW,), {"*": "offload", "b": "recompute", "x": "save"}),
+    "two stacks": (loss_of(gated, narrow), (GATED, NARROW), {"*": "offload"}),
+}
+
+
+@pytest.mark.parametrize("resident", [0, 1])
+@pytest.mark.parametrize("microbatches", [2, 3, 8, 64])
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_decides_as_the_step_does(case, microbatches, resident):
+    f, weights, rules = CASES[case]
+    fixed = Policy(rules, resident_layers=resident)
+    args = weights, shape(microbatches, ROWS, D)
+    step = of_the_step(f(fixed), args)
+    found, stay = of_the_plan(f(Policy()), args, fixed)
+    print("STEP", [(a>>20, b>>20) for a,b,c in step], [(a>>20, b>>20) for a,b,c in found])
+    assert [end[:2] for end in found] == [end[:2] for end in step]
+    print("SEC", [round(end[2]*1e3,3) for end in found], [round(end[2]*1e3,3) for end in step])
+    assert stay == proof.staying(f(fixed), *args)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import random
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -117,12 +118,34 @@ def test_what_interleaved_microbatches_cost_by_hand():
     assert out.ns == int((82 + 4 * (2 * 6 + (3 - 2) + (6 - 4))) * 1e9)
     assert out.residuals == 2 * (4 * 410 + 3 - 3 * 300) and out.host == 2 * 4 * 300
     assert out.other == 500 - 100 and out.working == 70 + 2 * 300
+    # Alone, `accumulate` takes a forward pass for 2 ns and a backward pass for 4, in which it copies 106 and 212 bytes.
     # With room for fc1 it stays, in the first and in the last microbatch, and the 100 bytes of act are copied.
+    residuals = (FC1, 300), (ACT, 100)
+    known = lambda cost, more=0.0: cost._replace(alone=Alone(2e-9, 4e-9 + more, residuals, BOTH, Counter()))
+    table = {NONE: (known(LEAST),), BOTH: (known(MOST),)}
     out = outcome_of(dataclasses.replace(step, may_stay=4 * 300), table, [FC1, ACT], 3)
     assert out.ns == int((82 + 4 * 2 * (16 - 6)) * 1e9) and out.other == 500 - 100 + 4 * 300
-    # Of two microbatches the first and the last are there at once.
-    step = step_of(Stack(layers=4, runs=2, microbatches=2), may_stay=4 * 600)
-    assert outcome_of(step, table, [FC1], 3).other == 500 - 100 + 4 * 600
+    assert out.copied == 4 * (3 * 400 - 2 * 300)
+    # Of two microbatches the first and the last are there at once, and a pair is beside each other: it copies nothing.
+    two = step_of(Stack(layers=4, runs=2, microbatches=2), may_stay=4 * 600)
+    out = outcome_of(two, table, [FC1], 3)
+    assert out.other == 500 - 100 + 4 * 600 and (out.ns, out.copied) == ((10 + 2 * 24) * 10**9, 0)
+    # Without room it is recomputed, if that takes less time than the wait: 2 s here, and 1 ns as `accumulate` counts.
+    # The first backward pass has 2 s more than its 6 for its 12 s of copies; the last one ends 2 s later.
+    again = LEAST._replace(backward=6.0, movable={ACT: 100})
+    table[frozenset({ACT})] = (known(again, 1e-9),)
+    out = outcome_of(step, table, [FC1, ACT], 3)
+    assert out.other == 500 - 100 and out.copied == 4 * (3 * 400 - 2 * 300)
+    assert out.ns == int((82 + 4 * (2 * (16 - 6) + 2)) * 1e9)
+    # But not if the layer keeps something else for that, or runs what has no known time.
+    for cost in (
+        known(again._replace(device=11), 1e-9),
+        known(again, 1e-9)._replace(movable={ACT: 101}),
+        again._replace(alone=known(again, 1e-9).alone._replace(untimed=Counter(["kernel"]))),
+        known(again, 9e-9),
+    ):
+        table[frozenset({ACT})] = (cost,)
+        assert outcome_of(step, table, [FC1, ACT], 3).copied == 4 * 3 * 400
 
 
 def test_other_loops_and_what_stands_around_the_layers_count_once():

@@ -318,8 +318,9 @@ def test_what_would_not_fit_behind_a_pass_that_runs_alone_stays_on_the_device_or
 def test_which_residuals_stay(sizes, room, budget, stay):
     """Three cases at once; in the third, only the largest is copied."""
     copied = np.array([[True, True, i == 0] for i in range(len(sizes))])
-    found = staying(np.array(sizes), copied, np.array([room] * 3), np.array([budget, 0, 10]))
+    found, others = staying(np.array(sizes), copied, np.array([room] * 3), np.array([budget, 0, 10]))
     assert found.T[0] @ sizes == sum(stay) and [s for s, here in zip(sizes, found[:, 0], strict=True) if here] == stay
+    assert list(others) == [sum(sizes) - sum(stay), sum(sizes), sizes[0] * (not found[0, 2])]
     assert not found[:, 1].any() and list(found[:, 2]) == [room < sizes[0], False, False]
 
 

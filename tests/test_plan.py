@@ -166,6 +166,7 @@ def drawn_search(seed):
     for _ in range(dice.randint(1, 2)):
         microbatches = dice.choice([1, 1, 2, 4])
         stacks.append(Stack(dice.randint(1, 6), microbatches * dice.randint(1, 2), microbatches))
+    least = frozenset(units[:1]) if dice.random() < 0.5 else frozenset()
     size = {u: dice.randint(0, 400) for u in units}
     seconds = {u: dice.uniform(0, 2) for u in units}
     needs = {u: dice.sample(units[:i], dice.randint(0, i)) for i, u in enumerate(units)}
@@ -180,9 +181,10 @@ def drawn_search(seed):
     def evaluate(kept):
         again = sum(seconds[u] for u in closure(units, kept))
         movable = {u: size[u] for u in kept}
-        return (LayerCost(3.0, 5.0 + again, 20, 1, movable, 40 + sum(movable.values())),) * len(stacks)
+        # `accumulate` counts in nanoseconds: 53 bytes are copied in each.
+        known = Alone(1e-9 * 3, 1e-9 * (5 + again), (*sorted(movable.items()),), kept - least, Counter())
+        return (LayerCost(3.0, 5.0 + again, 20, 1, movable, 40 + sum(movable.values()), known),) * len(stacks)
 
-    least = frozenset(units[:1]) if dice.random() < 0.5 else frozenset()
     step = step_of(
         *stacks, movable=frozenset(units), may_stay=dice.randint(0, 500), resident=dice.randint(0, 2), less=0
     )

@@ -79,11 +79,11 @@ def decide(
     cases = np.flatnonzero(left.any(0))
     while len(cases):
         tried = np.full((len(left), len(cases)), np.inf)
-        for group in np.flatnonzero(left[:, cases].any(1)):
-            with_it = recomputed[:, cases]
-            with_it[group] = True
-            tried[group] = _planned(lone, moved[:, cases], with_it, budget[cases])[0]
-        tried[~left[:, cases]] = np.inf
+        group, which = np.nonzero(left[:, cases])
+        of = cases[which]
+        with_it = recomputed[:, of]
+        with_it[group, range(len(of))] = True
+        tried[group, which], _ = _planned(lone, moved[:, of], with_it, budget[of])
         better = tried.min(0) < seconds[cases]
         cases, best = cases[better], tried.argmin(0)[better]
         left[best, cases] = False
@@ -102,20 +102,20 @@ def _planned(lone: Lone, moved: Any, recomputed: Any, budget: Any) -> tuple[Any,
     forward = np.full(len(budget), lone.forward)
     alone, other = (forward, longer) if lone.direction == "forward" else (longer, forward)
     copied = moved & ~recomputed[lone.groups]
-    stay = staying(lone.sizes, copied, bytes_in(alone), budget)
-    waited = lone.sizes @ (copied & ~stay) / _BUS_GB_S / 1e9
-    return other + np.maximum(alone, waited), stay
+    stay, size = staying(lone.sizes, copied, bytes_in(alone), budget)
+    return other + np.maximum(alone, size / _BUS_GB_S / 1e9), stay
 
 
-def staying(sizes: Any, copied: Any, room: Any, budget: Any) -> Any:
-    """Return which residuals stay, at most `budget` bytes: large ones that do not fit in the `room` of the others.
+def staying(sizes: Any, copied: Any, room: Any, budget: Any) -> tuple[Any, Any]:
+    """Return which residuals stay, at most `budget` bytes: large ones that do not fit in the `room` of the others; and
+    the bytes of the others.
 
     Shapes are those of `decide`; `room` is that of `budget`.
     """
-    stay = np.zeros(copied.shape, bool)
+    stay, left = np.zeros(copied.shape, bool), room
     for number in np.argsort(-sizes, kind="stable"):
         size = sizes[number]
-        stay[number] = copied[number] & (size > room) & (size <= budget)
+        stay[number] = copied[number] & (size > left) & (size <= budget)
         budget = budget - size * stay[number]
-        room = room - size * (copied[number] & ~stay[number])
-    return stay
+        left = left - size * (copied[number] & ~stay[number])
+    return stay, room - left

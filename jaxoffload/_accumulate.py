@@ -19,7 +19,6 @@ from ._engine.copying_loops import Loops, filled
 from ._engine.fill_and_drain import ends, spare_of
 from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.layer import in_three
-from ._engine.lone_pass import Spare
 from ._engine.passes import Values, program_of
 from ._engine.pieces import Pieces, divide
 from ._engine.pipeline import on_a_stage
@@ -307,9 +306,8 @@ def _interleaved(call: _Call) -> Any:
     pieces, fixed = divided.pieces, divided.fixed
     loops_in = lambda pieces: tuple(scan.loops for scan in pieces.scans)
     gradients = sum(nbytes(v.aval) for v in divided.params)
-    spare = spare_of(pieces, call.microbatches, gradients)
     if not _offloads(pieces):
-        return _tried(call, divided, loops_in(pieces), spare) if says_what_interleaves() else None
+        return _tried(call, divided, loops_in(pieces), gradients) if says_what_interleaves() else None
     _refuse_what_does_not_fit(pieces)
     first, last = ends(pieces, call.microbatches, gradients, lambda eqn, *args: recomputing(*args, **eqn.params))
 
@@ -323,13 +321,14 @@ def _interleaved(call: _Call) -> Any:
         return interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
 
     ends_and_between = loops_in(pieces), loops_in(first), loops_in(last)
-    what = interleaved.Interleaved(divided.loss, *ends_and_between, call.microbatches, spare)
+    what = interleaved.Interleaved(divided.loss, *ends_and_between, call.microbatches)
     return divided.unflatten(call, interleaved.bind(run, what, *divided.operands))
 
 
-def _tried(call: _Call, divided: _Divided, loops: tuple[Loops, ...], spare: Spare) -> Any:
+def _tried(call: _Call, divided: _Divided, loops: tuple[Loops, ...], gradients: int) -> Any:
     """The same, one microbatch after another; `plan` sees what would interleave if something were offloaded."""
-    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches, spare)
+    spare = spare_of(divided.pieces, call.microbatches, gradients)
+    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches, spare=spare)
     in_turn = lambda params, batch: _one_by_one(call._replace(params=params, batch=batch))
     return interleaved.bind_in_turn(in_turn, what, call.params, call.batch)
 
@@ -345,7 +344,7 @@ def _on_stages(call: _Call, stages: _Stages | None) -> Any:
         return pipeline.run(*_staged(call, divided, chunks, operands), schedule, stages.axis)
 
     loops = (chunks.loops,)
-    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches, schedule=schedule)
+    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches, schedule)
     return divided.unflatten(call, interleaved.bind(run, what, *divided.operands))
 
 

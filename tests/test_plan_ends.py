@@ -1,12 +1,14 @@
 """What `plan` says of the passes that run alone in `accumulate` is what the traced step does there."""
 
+import contextlib
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import ROOT
+from common import ROOT, auto_mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxoffload import Policy, accumulate, proof, scan, tag
 from jaxoffload._engine.cost import cost
@@ -96,8 +98,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("resident", [0, 1])
-@pytest.mark.parametrize("microbatches", [2, 3, 8, 64])
+@pytest.mark.parametrize("microbatches, resident", [(2, 0), (3, 1), (8, 0), (64, 1)])
 @pytest.mark.parametrize("case", CASES)
 def test_the_plan_decides_as_the_step_does(case, microbatches, resident):
     f, weights, rules = CASES[case]
@@ -111,6 +112,29 @@ def test_the_plan_decides_as_the_step_does(case, microbatches, resident):
     assert stay == proof.staying(f(fixed), *args)
 
 
+@pytest.mark.parametrize("sharded", ["auto", "shard_map"])
+def test_it_does_on_meshes(sharded):
+    mesh, rules = auto_mesh(data=4), {"*": "offload"}
+
+    def f(policy):
+        step = loss_of(gated)(policy)
+        if sharded == "auto":
+            return step
+        specs = P(), P(None, "data")
+        local = lambda *args: jax.tree.map(lambda x: x[None], step(*args))
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
+
+    on = lambda array, spec: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=jax.NamedSharding(mesh, spec))
+    weights = jax.tree.map(lambda w: on(w, P(None, "data")), (GATED,))
+    args = weights, on(shape(3, 4 * ROWS, D), P(None, "data"))
+    with jax.set_mesh(mesh) if sharded == "auto" else contextlib.nullcontext():
+        step = of_the_step(f(Policy(rules)), args)
+        found, stay = of_the_plan(f(Policy()), args, Policy(rules))
+        assert [end[:2] for end in found] == [end[:2] for end in step]
+        assert stay == proof.staying(f(Policy(rules)), *args)
+    assert any(less for _, less, _ in found)
+
+
 def layers_ms(f, args, machine):
     """By `fits`: what all layers of a step take that all copy something."""
     loops = fits(f, *args, machine=machine).loops
@@ -118,7 +142,7 @@ def layers_ms(f, args, machine):
 
 
 @pytest.mark.parametrize("machine", [H200, SLOW], ids=["fast", "slow"])
-@pytest.mark.parametrize("microbatches", [2, 3, 8])
+@pytest.mark.parametrize("microbatches", [2, 3])
 @pytest.mark.parametrize("case", ["gated", "narrow", "some of it"])
 def test_the_step_takes_as_long_as_fits_says(case, microbatches, machine):
     f, weights, rules = CASES[case]

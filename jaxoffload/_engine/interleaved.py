@@ -116,8 +116,8 @@ class Interleaved(NamedTuple):
       loss: of one microbatch.
       loops: the loops of each scan; `first` and `last`: those of the first and of the last microbatch.
       microbatches: how many.
-      spare: what may stay on the device in the first and in the last; None on stages.
       schedule: of pipeline stages, if there are any; the loops are then those of the layers of one chunk.
+      spare: where nothing is offloaded, what could stay on the device in the first and in the last if something were.
     """
 
     loss: Loss
@@ -125,8 +125,8 @@ class Interleaved(NamedTuple):
     first: tuple[Loops, ...]
     last: tuple[Loops, ...]
     microbatches: int
-    spare: Spare | None = None
     schedule: Schedule | None = None
+    spare: Spare | None = None
 
 
 def bind(f: Callable[..., Any], what: Interleaved, *operands: Any) -> list[Any]:

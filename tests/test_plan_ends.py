@@ -15,10 +15,13 @@ from jaxoffload._engine.cost import cost
 from jaxoffload._engine.interleaved import interleaved_p
 from jaxoffload._engine.layer import shares
 from jaxoffload._engine.walk import walk
+from jaxoffload._trial_policy import Trial
 from jaxoffload.proof import Bus, Machine, fits
-from jaxoffload.proof._plan.choices import units_of
+from jaxoffload.proof._plan.choices import alone, units_of
 from jaxoffload.proof._plan.ends import Counts, Moves, again_of, ends
+from jaxoffload.proof._plan.patterns import policy_for
 from jaxoffload.proof._plan.plan import _traced
+from models.train import step_for
 
 pytestmark = pytest.mark.claim("plan-ends")
 
@@ -35,11 +38,17 @@ def gated(x, w):
 
 
 def narrow(x, w):
-    """Recomputing one of these values needs others, and one name has two values."""
+    """Recomputing one of these values needs others, one name has two values, and one is a weight."""
     x = tag(x, "x")
-    a = tag(jnp.tanh(x @ w[0]), "a")
+    a = tag(jnp.tanh(x @ tag(w[0], "w")), "a")
     b, c = tag(jnp.sin(a), "b"), tag({"p": jnp.cos(a), "q": a[:, :D] * 2}, "c")
     return x + jnp.tanh(c["q"]) + tag((b * c["p"]), "a") @ w[1], None
+
+
+def with_effects(x, w):
+    """Nothing of it runs again."""
+    jax.debug.callback(lambda: None)
+    return gated(x, w)
 
 
 def loss_of(*layers):
@@ -58,21 +67,27 @@ GATED = shape(LAYERS, D, H), shape(LAYERS, D, H), shape(LAYERS, H, D)
 NARROW = shape(LAYERS, D, 2 * D), shape(LAYERS, 2 * D, D)
 
 
-def on_device_and_host(loops):
-    """Of a layer that copies, in bytes per device: what it keeps on the device, and on the host."""
-    segment = loops.segments[0]
+def interleaved(f, args):
+    """What interleaves in a step."""
+    sites = walk(jax.make_jaxpr(f)(*args))
+    return [site.eqn.params for site in sites if site.eqn.primitive is interleaved_p]
+
+
+def on_device_and_host(segments):
+    """Of the first layers, in bytes per device: what one keeps on the device, and on the host."""
+    segment = segments[0]
     return np.array([sum(shares(segment.layer.forward, segment.layer.kept, place)) for place in ("device", "host")])
 
 
 def of_the_step(f, args):
     """Of each scan and each end: bytes of a layer that stay, bytes that are not copied, and how many seconds longer its
     backward pass takes on an H200."""
-    (params,) = (s.eqn.params for s in walk(jax.make_jaxpr(f)(*args)) if s.eqn.primitive is interleaved_p)
+    (params,) = interleaved(f, args)
     seconds = lambda loops: cost(loops.segments[0].backward, H200.rates).seconds
     found = []
     for between, *of_ends in zip(params["loops"], params["first"], params["last"], strict=True):
         for end in of_ends:
-            stay, less = (on_device_and_host(end) - on_device_and_host(between)) * (1, -1)
+            stay, less = (on_device_and_host(end.segments) - on_device_and_host(between.segments)) * (1, -1)
             found.append((stay, less, seconds(end) - seconds(between)))
     return found
 
@@ -94,6 +109,7 @@ CASES = {
     "all of it": (loss_of(gated), (GATED,), {"*": "offload"}),
     "narrow": (loss_of(narrow), (NARROW,), {"*": "offload"}),
     "some of it": (loss_of(narrow), (NARROW,), {"*": "offload", "b": "recompute", "x": "save"}),
+    "effects": (loss_of(with_effects), (GATED,), {"*": "offload"}),
     "two stacks": (loss_of(gated, narrow), (GATED, NARROW), {"*": "offload"}),
 }
 
@@ -154,3 +170,24 @@ def test_the_step_takes_as_long_as_fits_says(case, microbatches, machine):
     ms = 1e-6 * choice.ns - 1e3 * traced.step.seconds
     # What two residuals need both is planned to run again for each.
     assert ms == pytest.approx(expected := layers_ms(f(fixed), args, machine), rel=0.04) and ms > expected - 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "microbatches, smallest", [(8, 2**20), (2, 2**20), (8, 2**21)], ids=["8", "2", "a kernel's small result is saved"]
+)
+def test_llama_copies_and_keeps_what_is_planned(microbatches, smallest):
+    """In choices on the curve, and all of a step's bytes."""
+    override = f"train.grad_accumulation={microbatches}", f"train.batch_size={8 * microbatches}"
+    step, args, *_ = step_for(str(ROOT / "configs/llama3-8b.yaml"), *override)
+    fixed = Policy(min_offload_bytes=smallest)
+    traced = _traced(step, args, fixed, H200, (), 2**40)
+    chosen = [choice for choice in traced.curve if choice.moved]
+    for choice in chosen[:: len(chosen) // 4]:
+        out, policy = alone(traced.step, traced.table, choice), policy_for(choice, traced.step, traced.table, fixed)
+        (params,) = Trial(policy).traced(interleaved)(step, args)
+        copied = lambda loops: sum(s.layers * on_device_and_host([s])[1] for s in loops[0].segments if s.on_host)
+        between, *of_ends = (copied(params[which]) for which in ("loops", "first", "last"))
+        assert out.copied == (microbatches - 2) * between + sum(of_ends)
+        stays = Trial(policy).traced(proof.staying)(step, *args)
+        assert out.other == traced.step.other - traced.step.less + stays

@@ -102,13 +102,15 @@ class Oracle:
     def _alone(self, layer: Passes, residuals: Mapping[frozenset[int], int], devices: int) -> Alone:
         """Return what `accumulate` decides by; `residuals`: the rows of those for the host, and their bytes."""
         backward = cost_of(layer.backward, devices)
-        kept = [(self._unit(row), row.decision) for row in layer.plan.rows if row.names and row.decision != "recompute"]
+        rows = [row for row in layer.plan.rows if row.names and row.kind != "argument"]
+        saved = {self._unit(row) for row in rows if row.decision == "save"}  # such as a small result of a kernel
         units = [self._unit(layer.plan.rows[min(rows)]) for rows in residuals]
-        again = set(units) & self.names.recomputable - {unit for unit, decision in kept if decision == "save"}
+        again = set(units) & self.names.recomputable - saved
+        of_units = zip(units, residuals.values(), strict=True)
         return Alone(
             forward=cost_of(layer.forward, devices).seconds,
             backward=backward.seconds,
-            residuals=(*zip(units, residuals.values(), strict=True),),
+            residuals=tuple((unit, size) for unit, size in of_units if size),
             recomputable=frozenset() if layer.forward.effects else frozenset(again),
             untimed=untimed(layer.backward, backward),
         )

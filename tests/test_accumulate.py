@@ -293,7 +293,7 @@ def test_what_would_not_fit_behind_a_pass_that_runs_alone_stays_on_the_device_or
     is_layers = lambda eqn: eqn.primitive is lax.scan_p and eqn.params["length"] == layers
     wide, narrow = rows * hidden * 2 // 2**20, rows * d * 2 // 2**20
     every = 2 * wide + narrow
-    # A set of gradients has 672 MiB per layer, of which with two microbatches 504 may stay: a wide residual. With eight
+    # A set of gradients has 672 MiB per layer, of which with two microbatches 470 may stay: a wide residual. With eight
     # 168 may, a narrow one in the first and in the last, and with 64 none: then a wide one is recomputed in the first.
     xs = lambda count: jax.ShapeDtypeStruct((count, rows, d), jnp.bfloat16)
     assert [proof.staying(accumulate(loss), w, xs(m)) >> 20 for m in (2, 8, 64)] == [layers * wide, layers * narrow, 0]

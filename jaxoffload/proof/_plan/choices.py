@@ -76,8 +76,8 @@ def outcome(
     seconds = np.full(beside.shape, step.seconds)
     residuals, host, copied, working = (np.zeros(beside.shape, np.int64) for _ in range(4))
     of_ends, stay = ends(step, costs, moves, counts, again)
-    each = zip(step.stacks, costs, moves, counts, of_ends, strict=True)
-    for number, (stack, cost, of, n, (first, last)) in enumerate(each):
+    stacks = zip(step.stacks, costs, moves, counts, of_ends, strict=True)
+    for number, (stack, cost, of, n, (first, last)) in enumerate(stacks):
         other = _Rest.of([each[number] for each in rest or ()] or [cost])
         sets = np.where(beside & (stack.microbatches > 1), 2, 1)
         exposed = np.where(

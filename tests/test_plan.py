@@ -20,6 +20,7 @@ from jaxoffload.proof import Bus, Machine, NothingFits, fits
 from jaxoffload.proof._plan.choices import Choice, alone, fastest, undominated
 from jaxoffload.proof._plan.compiled import refined
 from jaxoffload.proof._plan.costs import Alone, LayerCost, Stack, Step
+from jaxoffload.proof._plan.ends import wanted
 from jaxoffload.proof._plan.patterns import pattern_of
 from jaxoffload.proof._plan.search import pool, searched
 from models.config import load
@@ -263,6 +264,17 @@ def test_the_search_does_not_depend_on_budgets_and_loses_no_choice(seed):
         for choice in undominated(step, table, budget):
             best = fastest(curve, choice.device)
             assert (best.ns, best.host) <= (choice.ns, choice.host)
+
+
+def test_the_search_knows_what_recomputing_costs_where_a_pass_runs_alone():
+    looked_at = 0
+    for seed in range(20):
+        step, least, free, evaluate, _ = drawn_search(seed)
+        table, curve = searched(step, pool(least, free, evaluate, step.stacks), free, evaluate, 2**62)
+        sets = {near for c in curve if c.layers for near in wanted(step, table, c.kept, c.moved)}
+        assert sets <= table.keys()
+        looked_at += len(sets)
+    assert looked_at > 20
 
 
 def test_the_search_finds_better_choices_than_the_first_sets_have():

@@ -76,10 +76,16 @@ def decide(
     recomputed = np.zeros((len(lone.again), len(budget)), bool)
     seconds, stay = _planned(lone, moved, recomputed, budget)
     left = np.array([np.isfinite(s) & moved[lone.groups == g].any(0) for g, s in enumerate(lone.again)])
-    cases = np.flatnonzero(left.any(0))
-    while len(cases):
+    cases = np.arange(len(budget))
+    while True:
+        # Seconds that the wait still takes; what takes as long is not tried.
+        waits = seconds[cases] - lone.forward - _longer(lone, recomputed[:, cases])
+        possible = left[:, cases] & (lone.again[:, None] < waits)
+        cases, possible = cases[possible.any(0)], possible[:, possible.any(0)]
+        if not len(cases):
+            return Decided(recomputed, stay)
         tried = np.full((len(left), len(cases)), np.inf)
-        group, which = np.nonzero(left[:, cases])
+        group, which = np.nonzero(possible)
         of = cases[which]
         with_it = recomputed[:, of]
         with_it[group, range(len(of))] = True
@@ -93,17 +99,21 @@ def decide(
         changed = cases[can]
         recomputed[:, changed] = with_it[:, can]
         seconds[changed], stay[:, changed] = _planned(lone, moved[:, changed], recomputed[:, changed], budget[changed])
-    return Decided(recomputed, stay)
 
 
 def _planned(lone: Lone, moved: Any, recomputed: Any, budget: Any) -> tuple[Any, Any]:
     """The seconds that both passes take, and what stays."""
-    longer = lone.backward + np.where(np.isfinite(lone.again), lone.again, 0.0) @ recomputed
+    longer = _longer(lone, recomputed)
     forward = np.full(len(budget), lone.forward)
     alone, other = (forward, longer) if lone.direction == "forward" else (longer, forward)
     copied = moved & ~recomputed[lone.groups]
     stay, size = staying(lone.sizes, copied, bytes_in(alone), budget)
     return other + np.maximum(alone, size / _BUS_GB_S / 1e9), stay
+
+
+def _longer(lone: Lone, recomputed: Any) -> Any:
+    """The seconds of the backward pass."""
+    return lone.backward + np.where(np.isfinite(lone.again), lone.again, 0.0) @ recomputed
 
 
 def staying(sizes: Any, copied: Any, room: Any, budget: Any) -> tuple[Any, Any]:

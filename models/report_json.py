@@ -27,8 +27,8 @@ def report_json(config: Config) -> str:
       ConfigError: as `summary`.
     """
     traced, made, plan = traced_program(config)
-    table, working = weighed(traced, made)
-    mesh, found = made.tokens.sharding.mesh, memory(traced, made, table, working)
+    table, working, *_ = weights = weighed(traced, made)
+    mesh, found = made.tokens.sharding.mesh, memory(traced, made, weights)
     total_and_each = lambda sizes: dict(zip(("total", "per_device"), sizes, strict=True))
     content: dict[str, Any] = {
         "parameters": parameter_count(made),
@@ -63,6 +63,6 @@ def report_json(config: Config) -> str:
         }
     if plan:
         content["plan"] = json.loads(plan.to_json())
-    if fits := known_fits(made):
+    if fits := known_fits(made, weights):
         content["fits"] = json.loads(fits.to_json())
     return json.dumps(content)

@@ -35,7 +35,7 @@ def report(config: Config) -> str:
     """
     traced, made, plan = traced_program(config)
     found = weighed(traced, made)
-    lines = "\n".join([*([str(plan)] if plan else []), told(traced, made, found)])
+    lines = "\n".join([*([str(plan)] if plan else []), summary(traced, made, found)])
     if fits := known_fits(made, found):
         lines += f"\n{fits}"
     if traced.model.attention != config.model.attention:
@@ -58,16 +58,15 @@ def traced_program(config: Config) -> tuple[Config, Program, Plan | None]:
 
 
 class Weighed(NamedTuple):
-    """What a program keeps and needs, by the traces of its loss and its step."""
+    """What a program keeps and needs."""
 
     table: Residuals
-    working: Room
-    lone_pass: int  # bytes per device: what the passes that run alone do not offload
-    step: Step
+    memory: "Memory"
+    step: Step  # traced without the model, except on stages
 
 
 def weighed(config: Config, made: Program) -> Weighed:
-    """Return the table, and what a step needs. The model is traced once, except on pipeline stages.
+    """Return the table of one microbatch, and the bytes that a step needs.
 
     Raises:
       ConfigError: as `summary`.
@@ -75,15 +74,14 @@ def weighed(config: Config, made: Program) -> Weighed:
     with _policy_errors(config):
         alone = traced_once(without_stages(config, made))
         table = judged_residuals(config, alone)
-    # On stages the step itself traces its layers, as a stage runs them.
+    # On stages a step traces the layers as a stage runs them.
     step = made.step if config.mesh.stage > 1 else alone.step_of(alone.training, derivative_of(config))
-    step = jax.jit(step)  # JAX then traces it once, for all that ask about it
     lone_pass = proof.staying(step, made.state, made.tokens) if interleaves(config, table) else 0
-    return Weighed(table, working_set(config, alone, table, step), lone_pass, step)
+    return Weighed(table, memory(config, made, table, lone_pass, working_set(config, alone, table)), step)
 
 
 def traced_once(made: Program) -> Program:
-    """Return the program, whose loss, and the steps made of it, evaluate one trace in place of the model."""
+    """Return the program, whose `loss` and `training` evaluate one trace of the model."""
     jaxpr, out = jax.make_jaxpr(made.training, return_shape=True)(made.state.params, made.microbatch)
     evaluate, result = jaxpr_as_fun(jaxpr), jax.tree.structure(out)
     training = on_mesh(made.tokens.sharding.mesh, lambda *args: result.unflatten(evaluate(*jax.tree.leaves(args))))
@@ -96,20 +94,16 @@ def known_fits(made: Program, found: Weighed) -> proof.Fits | None:
     return proof.fits(found.step, made.state, made.tokens, machine=known) if known else None
 
 
-def summary(config: Config, made: Program) -> str:
-    """Return what a run prints before it compiles.
+def summary(config: Config, made: Program, found: Weighed | None = None) -> str:
+    """Return what a run prints before it compiles. `found`: what `weighed` returned, if it was called.
 
     Raises:
       ConfigError: the policy does not fit the traced step or this machine.
     """
-    return told(config, made, weighed(config, made))
-
-
-def told(config: Config, made: Program, found: Weighed) -> str:
-    """Return what `summary` does."""
-    about = [model_line(config, made), *backend_lines(config), *microbatch_lines(config, made, found.table)]
-    stages = stage_lines(config, made, found.table) if config.mesh.stage > 1 else []
-    return "\n".join([*about, str(found.table), *stages, *memory_lines(config, made, found)])
+    table, needed, _ = found or weighed(config, made)
+    about = [model_line(config, made), *backend_lines(config), *microbatch_lines(config, made, table)]
+    stages = stage_lines(config, made, table) if config.mesh.stage > 1 else []
+    return "\n".join([*about, str(table), *stages, *memory_lines(config, made, table, needed)])
 
 
 def judged_residuals(config: Config, alone: Program) -> Residuals:
@@ -321,13 +315,14 @@ def of_a_chunk(config: Config, table: Residuals, state: str, padding: int = 0) -
     return [replace(row, bytes=row.bytes_per_layer * count) for row, count in kept]
 
 
-def working_set(config: Config, alone: Program, table: Residuals, step: Step) -> Room:
+def working_set(config: Config, alone: Program, table: Residuals) -> Room:
     """Estimate what a layer needs, and a chunk of logits with its gradient and the unembedding's.
 
     Interleaved microbatches compute a layer of each in turn, while the residuals of another go to the host.
     """
     in_turn = interleaves(config, table)
-    room = proof.room(alone.step_of(alone.training, one_by_one) if in_turn else step, alone.state, alone.tokens)
+    step = alone.step_of(alone.training, one_by_one if in_turn else derivative_of(config))
+    room = proof.room(step, alone.state, alone.tokens)
     if not in_turn:
         return room
     layer = [replace(row, bytes=row.bytes_per_layer) for row in table if row.state == "offloaded" and row.layers]
@@ -356,23 +351,23 @@ class Memory(NamedTuple):
         return sum(each for _, each in kinds) + self.lone_pass + max(self.working)
 
 
-def memory(config: Config, made: Program, found: Weighed) -> Memory:
+def memory(config: Config, made: Program, table: Residuals, lone_pass: int, working: Room) -> Memory:
     """Return the bytes that a step needs."""
-    residuals = residuals_at_once(config, found.table)
-    state = made.state.params, gradients_at_once(config, made, found.table), made.state.optimizer
+    residuals = residuals_at_once(config, table)
+    state = made.state.params, gradients_at_once(config, made, table), made.state.optimizer
 
     def kept(state: str) -> tuple[int, int]:
         rows = [row for row in residuals if row.state == state]
         return config.mesh.stage * sum(row.bytes for row in rows), sum(row.bytes_per_device for row in rows)
 
     sizes = [(_bytes(tree), _device_bytes(tree)) for tree in state]
-    return Memory(*sizes, kept("saved"), kept("offloaded"), found.lone_pass, found.working)
+    return Memory(*sizes, kept("saved"), kept("offloaded"), lone_pass, working)
 
 
-def memory_lines(config: Config, made: Program, weights: Weighed) -> list[str]:
+def memory_lines(config: Config, made: Program, table: Residuals, found: Memory) -> list[str]:
     """Return lines of the bytes of each kind, in total and per device."""
-    found, working, devices = memory(config, made, weights), weights.working, made.tokens.sharding.mesh.size
-    how_many = ", of two microbatches" if interleaves(config, weights.table) else ""
+    working, devices = found.working, made.tokens.sharding.mesh.size
+    how_many = ", of two microbatches" if interleaves(config, table) else ""
     if config.mesh.stage > 1:
         how_many = f", in {schedule_of(config).slots} slots"
     rows = {

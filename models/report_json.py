@@ -7,7 +7,6 @@ from models.config import Config
 from models.report import (
     interleaves,
     known_fits,
-    memory,
     parameter_count,
     schedule_of,
     stages,
@@ -27,8 +26,8 @@ def report_json(config: Config) -> str:
       ConfigError: as `summary`.
     """
     traced, made, plan = traced_program(config)
-    table, working, *_ = weights = weighed(traced, made)
-    mesh, found = made.tokens.sharding.mesh, memory(traced, made, weights)
+    table, found, _ = weights = weighed(traced, made)
+    mesh, working = made.tokens.sharding.mesh, found.working
     total_and_each = lambda sizes: dict(zip(("total", "per_device"), sizes, strict=True))
     content: dict[str, Any] = {
         "parameters": parameter_count(made),

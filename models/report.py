@@ -1,9 +1,10 @@
 """What a config needs, from abstract values: the residual table, and the bytes of state and residuals."""
 
 import contextlib
+import functools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -81,10 +82,18 @@ def weighed(config: Config, made: Program) -> Weighed:
 
 
 def traced_once(made: Program) -> Program:
-    """Return the program, whose `loss` and `training` evaluate one trace of the model."""
-    jaxpr, out = jax.make_jaxpr(made.training, return_shape=True)(made.state.params, made.microbatch)
-    evaluate, result = jaxpr_as_fun(jaxpr), jax.tree.structure(out)
-    training = on_mesh(made.tokens.sharding.mesh, lambda *args: result.unflatten(evaluate(*jax.tree.leaves(args))))
+    """Return the program, whose `loss` and `training` evaluate one trace of the model, that of their first call."""
+
+    @functools.cache  # not traced here: jaxoffload, which calls it first, sets what kind of jax.checkpoint it is
+    def trace() -> tuple[Callable[..., Any], Any]:
+        jaxpr, out = jax.make_jaxpr(made.training, return_shape=True)(made.state.params, made.microbatch)
+        return jaxpr_as_fun(jaxpr), jax.tree.structure(out)
+
+    @functools.partial(on_mesh, made.tokens.sharding.mesh)
+    def training(*args: Any) -> Any:
+        evaluate, result = trace()
+        return result.unflatten(evaluate(*jax.tree.leaves(args)))
+
     return made._replace(training=training, loss=lambda *args: training(*args)[0])
 
 

@@ -18,7 +18,7 @@ def staying(f: Callable[..., Any], *args: Any) -> int:
     """Return how many bytes of residuals marked offload stay on each device at once. Nothing runs.
 
     `accumulate` keeps them there in the first and in the last microbatch, so that the others fit behind the pass that
-    runs alone.
+    runs alone. What its passes compute is not traced.
 
     Args:
       f: a training step.

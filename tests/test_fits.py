@@ -228,8 +228,14 @@ def test_devices_share_what_moves_and_the_bus():
 
 
 def test_a_step_and_what_does_not_move():
-    step = lambda x, w: jax.tree.map(jnp.add, w, jax.grad(loss, argnums=1)(x, w))
+    traces = []
+
+    def step(x, w):
+        traces.append(x)
+        return jax.tree.map(jnp.add, w, jax.grad(loss, argnums=1)(x, w))
+
     assert fits(step, *ARGS, machine=MACHINE).loops == fits(loss, *ARGS, machine=MACHINE).loops
+    assert len(traces) == 1
     kept = lambda x, w: jnp.sum(scan(body, x, w, policy=Policy({"a": "save"}))[0])
     assert fits(kept, *ARGS, machine=MACHINE).loops == ()
     two = [ARGS[1].update(shape=ARGS[1].shape[1:])] * 2

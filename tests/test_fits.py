@@ -169,6 +169,14 @@ def test_collectives_take_their_time_on_the_link():
     assert seconds(lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True)) == near(0.75 * 2e6 / 0.25e9)
     summed = near(0.75 * 2e6 * (1 / 3e9 + 1 / 1e9))
     assert seconds(lambda x: lax.psum(x, "d")) == summed and seconds(lambda x: lax.psum(x, "one")) < 1e-9
+    received = near(2e6 / 0.25e9)  # a permutation leaves no part where it was
+    assert seconds(lambda x: lax.ppermute(x, "d", [(k, (k + 1) % 4) for k in range(4)])) == received
+    rows = jnp.zeros(4, jnp.int32)
+    ragged = lambda x: lax.ragged_all_to_all(x, jnp.zeros_like(x), rows, rows, rows, rows, axis_name="d")
+    assert seconds(ragged) == near(0.75 * 2e6 / 0.25e9)
+    pairs = dict(axis_name="d", axis_index_groups=[[0, 1], [2, 3]])
+    assert seconds(lambda x: lax.psum(x, **pairs)) == near(0.5 * 2e6 * (1 / 3e9 + 1 / 1e9))
+    assert seconds(lambda x: lax.all_gather(x, tiled=True, **pairs)) == near(0.5 * 4e6 / 3e9)
     repeated = lambda x: lax.fori_loop(0, 5, lambda _, x: lax.psum(x, ("d", "one")), x)
     assert seconds(repeated) == near(5 * 0.75 * 2e6 * (1 / 3e9 + 1 / 1e9))
     # Without one they are copies in memory.

@@ -16,6 +16,7 @@ from jaxoffload._trial_policy import Trial
 from jaxoffload.proof import Link, Machine
 from jaxoffload.proof._plan import stacks
 from jaxoffload.proof._plan.collectives import Weight, of_layer, weights_of
+from jaxoffload.proof._plan.oracle import Oracle, divided
 from models.config import load
 from models.sharding import abstract_mesh
 from models.step import program
@@ -97,6 +98,42 @@ def test_frozen_weights_have_no_gradients_to_reduce():
     assert not any(weight.has_gradient for weight in weights_of(found, args))
     forward, backward = of_layer(found, args, 16, LINK)
     assert forward == backward > 0
+
+
+def mean_over_tensor(x, w):
+    return lax.pmean(jnp.tanh(tag(tag(x, "layer_input") @ w, "fc1")), "tensor"), None
+
+
+def with_a_checkpoint(x, w):
+    inside = jax.checkpoint(lambda x: lax.pmean(jnp.tanh(tag(x @ w, "fc1")), "tensor"))
+    return inside(tag(x, "layer_input")), None
+
+
+@pytest.mark.parametrize("layer", [mean_over_tensor, with_a_checkpoint])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_scan_inside_of_a_shard_map(layer, nested):
+    """Its layers are differentiated there, and their collectives are over its axes, in the step and by themselves."""
+    over = functools.partial(jax.shard_map, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
+    inner = functools.partial(jax.shard_map, in_specs=(P(), P()), out_specs=P(), axis_names={"tensor"}, check_vma=False)
+
+    def loss(w, x):
+        run = lambda w, x: scan(layer, x, w, policy=Policy(), strict=False)[0]
+        run = over(inner(run), mesh=MESH, axis_names={"data"}) if nested else over(run, mesh=MESH)
+        return jnp.sum(run(w, x))
+
+    of = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(MESH, spec))
+    args = of(P(), LAYERS, D, D), of(P("data"), B, D)
+    machine = dataclasses.replace(MACHINE, hbm_gb_s=1e9, gemm_tflops=1e9, link=LINK)
+    found = scan_of(loss, *args)
+    seconds = stacks.layers_seconds(jax.make_jaxpr(TRIALS[-1].traced(jax.grad(loss)))(*args), machine.rates, 16)
+    mean = 1 / 2 * (B // 2 * D * 4) * (1 / 2e9 + 1 / 4e9)  # of half the rows, over two devices
+    left = 4 if nested else 1  # `fsdp`, over which the compiler may divide them
+    each = pytest.approx(2 * mean / left, rel=0.01)  # of both passes
+    assert seconds / LAYERS == each
+    names = stacks.names_of([found], Policy())
+    oracle = Oracle([divided(found, Policy())], names, lambda _: Policy(), machine.rates, {}, ())
+    assert [cost.seconds for cost in oracle(frozenset())] == [each]
+    assert plan(loss, *args, budget="1GiB", machine=machine).step_ms > 1e3 * seconds
 
 
 @pytest.mark.parametrize("experts", [False, True])

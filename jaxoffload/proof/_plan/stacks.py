@@ -13,7 +13,7 @@ from ..._engine.cost import Rates, cost
 from ..._engine.interleaved import OUR_LOOPS, Interleaved, in_turn_p, is_staged
 from ..._engine.layer import Body, Layer, linearize
 from ..._engine.plan import Override
-from ..._engine.walk import walk
+from ..._engine.walk import axes_of, walk, within
 from ..._jax import nbytes
 from ..._policy import Decision, Policy
 from .._predict.room import Divisions, Shape
@@ -29,6 +29,7 @@ class Found(NamedTuple):
     body: Body
     perturbed: tuple[bool, ...]
     devices: int
+    shard_maps: tuple[JaxprEqn, ...]  # around it
 
 
 def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
@@ -52,7 +53,8 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
             body = layer.body()
             assert body is not None  # the trial keeps it
             devices_of = max(1, devices // site.devices)
-            found.append(Found(stack, Body(body, layer.consts, layer.carry), layer.perturbed, devices_of))
+            whole = Body(body, layer.consts, layer.carry)
+            found.append(Found(stack, whole, layer.perturbed, devices_of, site.shard_maps))
     return found
 
 
@@ -69,8 +71,9 @@ def layers_seconds(jaxpr: Jaxpr, rates: Rates, devices: int) -> float:
     for site in walk(jaxpr):
         if site.eqn.primitive is forward_p:
             for segment in site.eqn.params["loops"].segments:
+                passes = segment.jaxpr, within(site.shard_maps, lambda: segment.backward)
                 spread = max(1, devices // site.devices)
-                each = sum(cost(of, rates, spread).seconds for of in (segment.jaxpr, segment.backward))
+                each = sum(cost(of, rates, spread, axes_of(site.shard_maps)).seconds for of in passes)
                 seconds += site.runs * segment.layers * each
     return seconds
 
@@ -189,7 +192,7 @@ def without_decisions(fixed: Policy, default: Decision) -> Policy:
 
 def linear(found: Found, policy: Policy) -> Layer:
     """Return a layer under a policy."""
-    return linearize(found.body, found.perturbed, policy, False, Override())
+    return within(found.shard_maps, lambda: linearize(found.body, found.perturbed, policy, False, Override()))
 
 
 def spread(args: Any) -> int:

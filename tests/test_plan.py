@@ -13,7 +13,7 @@ from common import ROOT, SHORT
 from drawn_layers import draw
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxoffload import Policy, accumulate, plan, residuals, scan, tag, verify
+from jaxoffload import Policy, accumulate, checkpoint, plan, residuals, scan, tag, verify
 from jaxoffload.__main__ import main
 from jaxoffload.proof import Bus, Machine, NothingFits, fits
 from jaxoffload.proof._plan.choices import Choice, LayerCost, Stack, Step, alone, fastest, undominated
@@ -448,6 +448,10 @@ def test_what_is_not_planned_is_said():
     nested = lambda w, x: jnp.sum(scan(outer, x, w, policy=Policy(), strict=False)[0])
     with pytest.raises(NotImplementedError, match="inside a layer"):
         planned(stacked, x, f=nested)
+    for how in (jax.checkpoint, functools.partial(checkpoint, policy=Policy(), strict=False)):
+        again = lambda w, x, how=how: jnp.sum(how(lambda w, x: outer(x, w)[0])(w, x))
+        with pytest.raises(NotImplementedError, match="inside a checkpoint"):
+            planned(w, x, f=again)
 
 
 def test_the_pinned_pool_is_the_default_of_the_host(monkeypatch):

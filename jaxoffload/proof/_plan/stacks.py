@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core.primitives import remat_p
 
 from ..._engine.copying_loops import Loops, backward_p, forward_p
 from ..._engine.cost import Rates, cost
@@ -36,7 +37,7 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
     """Return the scans that a traced step differentiates.
 
     Raises:
-      NotImplementedError: one is inside another one's layer, or on pipeline stages.
+      NotImplementedError: one is inside another one's layer or a `jax.checkpoint`, or on pipeline stages.
     """
     found = []
     for site in walk(jaxpr):
@@ -45,6 +46,10 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
         if any(e.primitive in (in_turn_p, forward_p, backward_p) for e in site.enclosing):
             continue
         microbatches, each = _loops_at(site.eqn)
+        if each and any(e.primitive is remat_p for e in site.enclosing):
+            raise NotImplementedError(
+                "plan: a scan inside a checkpoint, which runs it again, is not planned; take it out"
+            )
         for loops in each:
             layer = loops.segments[0].layer
             if any(inner.eqn.primitive in OUR_LOOPS for inner in walk(layer.forward)):

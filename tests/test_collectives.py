@@ -17,6 +17,7 @@ from jaxoffload.proof import Link, Machine
 from jaxoffload.proof._plan import stacks
 from jaxoffload.proof._plan.collectives import Weight, of_layer, weights_of
 from jaxoffload.proof._plan.oracle import Oracle, divided
+from jaxoffload.proof._predict.room import divisions
 from models.config import load
 from models.sharding import abstract_mesh
 from models.step import program
@@ -90,6 +91,21 @@ def test_nothing_is_gathered_that_does_not_divide_the_batch():
     free = functools.partial(loss, constrain=lambda x: x)
     found = scan_of(free, *args)
     assert list(weights_of(found, args)) == []
+
+
+@pytest.mark.parametrize("first", ["weights", "state"])
+def test_the_state_of_an_optimizer_may_be_divided_more_than_the_weights(first):
+    """ZeRO-1, whichever of the two comes first among the arguments: nothing is gathered in a layer."""
+    (state, x), (w, _) = arrays(), arrays(**{"in": P(None, None, "tensor"), "out": P(None, "tensor")})
+    names = ("a", "b") if first == "weights" else ("b", "a")
+    args = dict(zip(names, (w, state), strict=True)), x
+
+    def step(all_, x):
+        w, state = (all_[name] for name in names)
+        return jax.tree.map(lambda s, g: s + g, state, jax.grad(loss)(w, x))
+
+    assert [weight.parts for weight in weights_of(scan_of(step, *args), args)] == [1, 1, 1]
+    assert divisions(args)[w["in"].shape] == (2, 1)
 
 
 def test_frozen_weights_have_no_gradients_to_reduce():

@@ -64,8 +64,13 @@ def of_layer(found: Found, args: Any, devices: int, link: Link | None) -> Second
 
 
 def weights_of(found: Found, args: Any) -> Iterator[Weight]:
-    """Yield those weights, of the rows of xs that are divided or repeated over the axes of the batch."""
+    """Yield those weights, of the rows of xs that are divided or repeated over the axes of the batch.
+
+    They are known by their shapes; where the state of an optimizer has the same shape, and is divided more, as in
+    ZeRO-1, they are those that are divided less.
+    """
     leaves = [(jnp.shape(leaf), getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)]
+    leaves.sort(key=lambda leaf: division(leaf[1]), reverse=True)
     shardings = {shape: sharding for shape, sharding in leaves if isinstance(sharding, NamedSharding)}
     body, batch = found.body, _batch_axes(found.body, args)
     program = straight(body.jaxpr)

@@ -372,6 +372,19 @@ def test_a_machine_comes_back_whole():
     wrong = BY_SHAPE.to_json().replace('"narrow": 0.25', '"narrow": -0.25')
     with pytest.raises(ValueError, match=r"-0\.25 is not a rate"):
         Machine.from_json(wrong)
+    fields = json.loads(BY_SHAPE.to_json())
+    short = fields["link"] | {"all_gather": [1.0]}, fields["link"] | {"sizes": [2000, 1000]}
+    text = [
+        {"gpus": "2"},
+        {"hbm_gb_s": None},
+        {"gemms": fields["gemms"] | {"small": "1"}},
+        {"attention_tflops": [0.5, None]},
+    ]
+    for wrong in (*text, *({"link": each} for each in short)):
+        with pytest.raises(
+            ValueError, match=rf"writes: {next(iter(wrong))}: (.* is not a rate|needs sizes that ascend)"
+        ):
+            Machine.from_json(json.dumps(fields | wrong))
     for wrong in ("{}", "no json", "[]", json.dumps(json.loads(MACHINE.to_json()) | {"more": 1})):
         with pytest.raises(ValueError, match="not what `python -m jaxoffload machine --out FILE` writes"):
             Machine.from_json(wrong)

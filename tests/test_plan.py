@@ -18,7 +18,7 @@ from jaxoffload.__main__ import main
 from jaxoffload.proof import Bus, Machine, NothingFits, fits
 from jaxoffload.proof._plan.choices import Choice, LayerCost, Stack, Step, alone, fastest, undominated
 from jaxoffload.proof._plan.compiled import refined
-from jaxoffload.proof._plan.patterns import pattern_of
+from jaxoffload.proof._plan.patterns import pattern_of, policy_of
 from jaxoffload.proof._plan.search import pool, searched
 from models.config import load
 from models.planning import plan_of_run
@@ -359,6 +359,10 @@ def test_names_are_patterns_that_reproduce_the_plan():
         assert sum(row.bytes for row in rows if row.state == "saved") == found.memory.residuals
         assert not found.policy.unmatched([name for row in table for name in row.names])
     assert pattern_of("a[0]* b?") == "a[[]0][*]?b[?]"
+    spaced = policy_of(
+        {("a b",): "offload"}, [("a-b",), ("a_b",)], Policy()
+    )  # names of `checkpoint_name` may have them
+    assert [spaced.match(name)[1] for name in ("a b", "a-b", "a_b")] == ["offload", "recompute", "recompute"]
 
 
 def test_fixed_decisions_stay():

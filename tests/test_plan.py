@@ -440,6 +440,22 @@ def test_what_is_wrong_is_said(wrong, error, says):
         planned(*arrays(), **wrong)
 
 
+def test_what_has_no_backward_pass_keeps_nothing():
+    """A teacher under `stop_gradient`, and a step that needs a loss without its gradient."""
+    w, x = arrays()
+    student = lambda w, x: loss(w, x) ** 2
+    distilled = lambda w, x: student(w, x) + jax.lax.stop_gradient(loss(w, 2 * x))
+
+    def step(w, x):
+        before, _ = jax.vjp(loss, w, 2 * x)
+        return before, jax.tree.map(jnp.subtract, w, jax.grad(student)(w, x))
+
+    kept = planned(w, x, f=student, budget=EVERYTHING).memory.residuals
+    assert kept > 0
+    for f in (distilled, step):
+        assert planned(w, x, f=f, budget=EVERYTHING).memory.residuals == kept
+
+
 def test_what_is_not_planned_is_said():
     with pytest.raises(ValueError, match=r"no jaxoffload\.scan"):
         planned(jnp.ones(3), f=jnp.sum)

@@ -67,14 +67,19 @@ def _loops_at(eqn: JaxprEqn) -> tuple[int, Sequence[Loops]]:
     """Return the loops that an equation runs forward and, elsewhere, backward; and of how many microbatches."""
     if eqn.primitive is in_turn_p:
         return eqn.params["what"].microbatches, eqn.params["what"].loops
-    return 1, [eqn.params["loops"]] if eqn.primitive is forward_p else []
+    return 1, [eqn.params["loops"]] if _is_differentiated(eqn) else []
+
+
+def _is_differentiated(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the forward pass of a scan that has a backward pass elsewhere."""
+    return eqn.primitive is forward_p and not eqn.params["loops"].segments[0].layer.only_forward
 
 
 def layers_seconds(jaxpr: Jaxpr, rates: Rates, devices: int) -> float:
     """Return the seconds in which a traced step computes layers, forward and backward."""
     seconds = 0.0
     for site in walk(jaxpr):
-        if site.eqn.primitive is forward_p:
+        if _is_differentiated(site.eqn):
             for segment in site.eqn.params["loops"].segments:
                 passes = segment.jaxpr, within(site.shard_maps, lambda: segment.backward)
                 spread = max(1, devices // site.devices)
@@ -87,7 +92,7 @@ def kept_stacks(jaxpr: Jaxpr) -> set[Shape]:
     """Return the shapes and dtypes in which a traced step keeps what its layers keep."""
     found: set[Shape] = set()
     for site in walk(jaxpr):
-        if site.eqn.primitive is forward_p:
+        if _is_differentiated(site.eqn):
             for segment in site.eqn.params["loops"].segments:
                 stored = [k.place for k in segment.layer.kept if k.place != "operand"]
                 avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]

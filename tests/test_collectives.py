@@ -93,6 +93,24 @@ def test_nothing_is_gathered_that_does_not_divide_the_batch():
     assert list(weights_of(found, args)) == []
 
 
+def test_weights_with_as_many_rows_as_the_batch_do_not_say_how_it_is_divided():
+    def with_constraints(x, w, constrain):
+        rows = lax.with_sharding_constraint(w["in"], NamedSharding(MESH, P("tensor")))
+        return layer(x, w | {"in": rows}, constrain)
+
+    def square(w, x):
+        constrain = lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, P(("data", "fsdp"))))
+        y, _ = scan(functools.partial(with_constraints, constrain=constrain), x, w, policy=Policy(), strict=False)
+        return jnp.mean(y.astype(jnp.float32))
+
+    w, _ = arrays()
+    args = w, jax.ShapeDtypeStruct((D, D), jnp.bfloat16, sharding=NamedSharding(MESH, P(("data", "fsdp"))))
+    assert [(weight.parts, weight.others) for weight in weights_of(scan_of(square, *args), args)][1:] == [
+        (4, 2),
+        (1, 8),
+    ]
+
+
 @pytest.mark.parametrize("first", ["weights", "state"])
 def test_the_state_of_an_optimizer_may_be_divided_more_than_the_weights(first):
     """ZeRO-1, whichever of the two comes first among the arguments: nothing is gathered in a layer."""

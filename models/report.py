@@ -1,14 +1,16 @@
 """What a config needs, from abstract values: the residual table, and the bytes of state and residuals."""
 
 import contextlib
+import functools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.extend.core import jaxpr_as_fun
 
 import jaxoffload
 from jaxoffload import HostPoolFull, Plan, PolicyError, Problem, Residual, Residuals, Schedule, UserError, proof
@@ -18,8 +20,8 @@ from models.config import Config, Mesh
 from models.moe import grouped_gemms
 from models.planning import planned
 from models.reading import ConfigError, config_error
-from models.sharding import AnyMesh, abstract_mesh, inside_shard_map
-from models.step import Program, may_interleave, program, traceable
+from models.sharding import AnyMesh, abstract_mesh, inside_shard_map, on_mesh
+from models.step import Program, Step, derivative_of, may_interleave, one_by_one, program, traceable
 from models.text import readable
 from models.transformer import flops_per_token
 
@@ -33,8 +35,9 @@ def report(config: Config) -> str:
       ConfigError: as `summary`.
     """
     traced, made, plan = traced_program(config)
-    lines = "\n".join([*([str(plan)] if plan else []), summary(traced, made)])
-    if fits := known_fits(made):
+    found = weighed(traced, made)
+    lines = "\n".join([*([str(plan)] if plan else []), summary(traced, made, found)])
+    if fits := known_fits(made, found):
         lines += f"\n{fits}"
     if traced.model.attention != config.model.attention:
         lines += (
@@ -55,50 +58,77 @@ def traced_program(config: Config) -> tuple[Config, Program, Plan | None]:
     return traced, program(traced, mesh), plan
 
 
-def known_fits(made: Program) -> proof.Fits | None:
-    """Return whether the copies fit behind their layers; None on GPUs that `proof.machine` has not measured."""
-    known = proof.known_machine()
-    return proof.fits(made.step, made.state, made.tokens, machine=known) if known else None
+class Weighed(NamedTuple):
+    """What a program keeps and needs."""
+
+    table: Residuals
+    memory: "Memory"
+    step: Step  # traced without the model, except on stages
 
 
-def weighed(config: Config, made: Program) -> tuple[Residuals, Room]:
-    """Return the table and the working set.
+def weighed(config: Config, made: Program) -> Weighed:
+    """Return the table of one microbatch, and the bytes that a step needs.
 
     Raises:
       ConfigError: as `summary`.
     """
     with _policy_errors(config):
-        table = judged_residuals(config, made)
-    return table, working_set(config, made, table)
+        alone = traced_once(without_stages(config, made))
+        table = judged_residuals(config, alone)
+    # On stages a step traces the layers as a stage runs them.
+    step = made.step if config.mesh.stage > 1 else alone.step_of(alone.training, derivative_of(config))
+    lone_pass = proof.staying(step, made.state, made.tokens) if interleaves(config, table) else 0
+    return Weighed(table, memory(config, made, table, lone_pass, working_set(config, alone, table)), step)
 
 
-def summary(config: Config, made: Program) -> str:
-    """Return what a run prints before it compiles.
+def traced_once(made: Program) -> Program:
+    """Return the program, whose `loss` and `training` evaluate one trace of the model, that of their first call."""
+
+    @functools.cache  # not traced here: jaxoffload, which calls it first, sets what kind of jax.checkpoint it is
+    def trace() -> tuple[Callable[..., Any], Any]:
+        jaxpr, out = jax.make_jaxpr(made.training, return_shape=True)(made.state.params, made.microbatch)
+        return jaxpr_as_fun(jaxpr), jax.tree.structure(out)
+
+    @functools.partial(on_mesh, made.tokens.sharding.mesh)
+    def training(*args: Any) -> Any:
+        evaluate, result = trace()
+        return result.unflatten(evaluate(*jax.tree.leaves(args)))
+
+    return made._replace(training=training, loss=lambda *args: training(*args)[0])
+
+
+def known_fits(made: Program, found: Weighed) -> proof.Fits | None:
+    """Return whether the copies fit behind their layers; None on GPUs that `proof.machine` has not measured."""
+    known = proof.known_machine()
+    return proof.fits(found.step, made.state, made.tokens, machine=known) if known else None
+
+
+def summary(config: Config, made: Program, found: Weighed | None = None) -> str:
+    """Return what a run prints before it compiles. `found`: what `weighed` returned, if it was called.
 
     Raises:
       ConfigError: the policy does not fit the traced step or this machine.
     """
-    table, working = weighed(config, made)
+    table, needed, _ = found or weighed(config, made)
     about = [model_line(config, made), *backend_lines(config), *microbatch_lines(config, made, table)]
     stages = stage_lines(config, made, table) if config.mesh.stage > 1 else []
-    return "\n".join([*about, str(table), *stages, *memory_lines(config, made, table, working)])
+    return "\n".join([*about, str(table), *stages, *memory_lines(config, made, table, needed)])
 
 
-def judged_residuals(config: Config, made: Program) -> Residuals:
-    """Return the table of one microbatch.
+def judged_residuals(config: Config, alone: Program) -> Residuals:
+    """Return the table of one microbatch. `alone`: the program without stages, traced once.
 
     Raises:
       ConfigError: `train.interleave` is true, and nothing is offloaded.
       HostPoolFull: the pinned host pool cannot hold the stacks, which are those of two microbatches if they interleave.
       PolicyError, NotImplementedError, GroupedMatmulError: as `jaxoffload.residuals`.
     """
-    made = without_stages(config, made)
-    arguments = made.state.params, made.microbatch
+    arguments = alone.state.params, alone.microbatch
     if (
         may_interleave(config.train) and config.mesh.stage == 1
     ):  # `accumulate` refuses them too, but cannot say how many layers would fit
-        jaxoffload.residuals(lambda *args: made.loss(*args) + made.loss(*args), *arguments)
-    table = jaxoffload.residuals(made.loss, *arguments)
+        jaxoffload.residuals(lambda *args: alone.loss(*args) + alone.loss(*args), *arguments)
+    table = jaxoffload.residuals(alone.loss, *arguments)
     if config.train.interleave is True and not table.host_bytes:
         raise config_error("train.interleave", True, "must be auto or false where remat offloads nothing")
     return table
@@ -124,7 +154,7 @@ def fit_to_host_pool(config: Config, mesh: AnyMesh) -> Config:
     made = program(strict, mesh)
     with _policy_errors(config):
         try:
-            judged_residuals(strict, made)
+            judged_residuals(strict, traced_once(without_stages(strict, made)))
         except HostPoolFull as full:
             if full.layers is None:
                 raise
@@ -294,17 +324,16 @@ def of_a_chunk(config: Config, table: Residuals, state: str, padding: int = 0) -
     return [replace(row, bytes=row.bytes_per_layer * count) for row, count in kept]
 
 
-def working_set(config: Config, made: Program, table: Residuals) -> Room:
+def working_set(config: Config, alone: Program, table: Residuals) -> Room:
     """Estimate what a layer needs, and a chunk of logits with its gradient and the unembedding's.
 
     Interleaved microbatches compute a layer of each in turn, while the residuals of another go to the host.
     """
-    if not interleaves(config, table):
-        return proof.room(made.step, made.state, made.tokens)
-    mesh = made.tokens.sharding.mesh
-    one_by_one = replace(config, train=replace(config.train, interleave=False))
-    plain = without_stages(one_by_one, program(one_by_one, mesh))
-    room = proof.room(plain.step, plain.state, plain.tokens)
+    in_turn = interleaves(config, table)
+    step = alone.step_of(alone.training, one_by_one if in_turn else derivative_of(config))
+    room = proof.room(step, alone.state, alone.tokens)
+    if not in_turn:
+        return room
     layer = [replace(row, bytes=row.bytes_per_layer) for row in table if row.state == "offloaded" and row.layers]
     return room._replace(layer=room.layer + sum(row.bytes_per_device for row in layer))
 
@@ -331,7 +360,7 @@ class Memory(NamedTuple):
         return sum(each for _, each in kinds) + self.lone_pass + max(self.working)
 
 
-def memory(config: Config, made: Program, table: Residuals, working: Room) -> Memory:
+def memory(config: Config, made: Program, table: Residuals, lone_pass: int, working: Room) -> Memory:
     """Return the bytes that a step needs."""
     residuals = residuals_at_once(config, table)
     state = made.state.params, gradients_at_once(config, made, table), made.state.optimizer
@@ -340,14 +369,13 @@ def memory(config: Config, made: Program, table: Residuals, working: Room) -> Me
         rows = [row for row in residuals if row.state == state]
         return config.mesh.stage * sum(row.bytes for row in rows), sum(row.bytes_per_device for row in rows)
 
-    alone = proof.staying(made.step, made.state, made.tokens) if interleaves(config, table) else 0
     sizes = [(_bytes(tree), _device_bytes(tree)) for tree in state]
-    return Memory(*sizes, kept("saved"), kept("offloaded"), alone, working)
+    return Memory(*sizes, kept("saved"), kept("offloaded"), lone_pass, working)
 
 
-def memory_lines(config: Config, made: Program, table: Residuals, working: Room) -> list[str]:
+def memory_lines(config: Config, made: Program, table: Residuals, found: Memory) -> list[str]:
     """Return lines of the bytes of each kind, in total and per device."""
-    found, devices = memory(config, made, table, working), made.tokens.sharding.mesh.size
+    working, devices = found.working, made.tokens.sharding.mesh.size
     how_many = ", of two microbatches" if interleaves(config, table) else ""
     if config.mesh.stage > 1:
         how_many = f", in {schedule_of(config).slots} slots"

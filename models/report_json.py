@@ -7,7 +7,6 @@ from models.config import Config
 from models.report import (
     interleaves,
     known_fits,
-    memory,
     parameter_count,
     schedule_of,
     stages,
@@ -27,8 +26,8 @@ def report_json(config: Config) -> str:
       ConfigError: as `summary`.
     """
     traced, made, plan = traced_program(config)
-    table, working = weighed(traced, made)
-    mesh, found = made.tokens.sharding.mesh, memory(traced, made, table, working)
+    table, found, _ = weights = weighed(traced, made)
+    mesh, working = made.tokens.sharding.mesh, found.working
     total_and_each = lambda sizes: dict(zip(("total", "per_device"), sizes, strict=True))
     content: dict[str, Any] = {
         "parameters": parameter_count(made),
@@ -63,6 +62,6 @@ def report_json(config: Config) -> str:
         }
     if plan:
         content["plan"] = json.loads(plan.to_json())
-    if fits := known_fits(made):
+    if fits := known_fits(made, weights):
         content["fits"] = json.loads(fits.to_json())
     return json.dumps(content)

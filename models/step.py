@@ -31,11 +31,16 @@ class State(NamedTuple):
     optimizer: optax.OptState
 
 
+Step = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # the new state, and `_metrics`
+
+
 class Program(NamedTuple):
     """What a config computes: functions to jit, and their arguments as ShapeDtypeStructs with shardings."""
 
     init: Callable[[], State]
-    step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # the new state, and `_metrics`
+    step: Step
+    step_of: Callable[[Loss, Derivative], Step]  # the step, from this loss, differentiated so
+    training: Loss  # `loss`, with what else it returns
     loss: Callable[[nnx.State, jax.Array], jax.Array]  # the loss that is differentiated, on one microbatch
     evaluate: Callable[[nnx.State, jax.Array], jax.Array]  # the cross-entropy on a batch, in microbatches
     state: State
@@ -70,15 +75,18 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
     def validation(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
         return next_token_loss(model(params), tokens_BxS1, config.remat, train.loss_chunk, border)
 
-    def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        tokens_AxMxS1 = microbatches(tokens_BxS1, train.grad_accumulation)
-        (loss, balance), gradients = derivative_of(config)(training, state.params, tokens_AxMxS1)
-        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        if balance is not None and config.model.balance_rate:
-            params = balanced(regrouped(params, saved.params), balance.load_E, config.model.balance_rate)
-            params = regrouped(params, state.params)
-        return State(state.step + 1, params, moments), _metrics(loss, gradients, balance)
+    def step_of(loss: Loss, derivative: Derivative) -> Step:
+        def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+            tokens_AxMxS1 = microbatches(tokens_BxS1, train.grad_accumulation)
+            (mean_loss, balance), gradients = derivative(loss, state.params, tokens_AxMxS1)
+            updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+            if balance is not None and config.model.balance_rate:
+                params = balanced(regrouped(params, saved.params), balance.load_E, config.model.balance_rate)
+                params = regrouped(params, state.params)
+            return State(state.step + 1, params, moments), _metrics(mean_loss, gradients, balance)
+
+        return on_mesh(mesh, step)
 
     def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
         loss = jaxoffload.accumulate(validation, forward_only=True, **stages_of(config))
@@ -89,7 +97,9 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
 
     return Program(
         on_mesh(mesh, init),
-        on_mesh(mesh, step),
+        step_of(training, derivative_of(config)),
+        step_of,
+        on_mesh(mesh, training),
         on_mesh(mesh, lambda params, tokens: training(params, tokens)[0]),
         on_mesh(mesh, evaluate),
         with_shardings(state, optimizer, mesh),

@@ -16,6 +16,8 @@ from jaxoffload._trial_policy import Trial
 from jaxoffload.proof import Link, Machine
 from jaxoffload.proof._plan import stacks
 from jaxoffload.proof._plan.collectives import Weight, of_layer, weights_of
+from jaxoffload.proof._plan.oracle import Oracle, divided
+from jaxoffload.proof._predict.room import divisions
 from models.config import load
 from models.sharding import abstract_mesh
 from models.step import program
@@ -91,12 +93,81 @@ def test_nothing_is_gathered_that_does_not_divide_the_batch():
     assert list(weights_of(found, args)) == []
 
 
+def test_weights_with_as_many_rows_as_the_batch_do_not_say_how_it_is_divided():
+    def with_constraints(x, w, constrain):
+        rows = lax.with_sharding_constraint(w["in"], NamedSharding(MESH, P("tensor")))
+        return layer(x, w | {"in": rows}, constrain)
+
+    def square(w, x):
+        constrain = lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, P(("data", "fsdp"))))
+        y, _ = scan(functools.partial(with_constraints, constrain=constrain), x, w, policy=Policy(), strict=False)
+        return jnp.mean(y.astype(jnp.float32))
+
+    w, _ = arrays()
+    args = w, jax.ShapeDtypeStruct((D, D), jnp.bfloat16, sharding=NamedSharding(MESH, P(("data", "fsdp"))))
+    assert [(weight.parts, weight.others) for weight in weights_of(scan_of(square, *args), args)][1:] == [
+        (4, 2),
+        (1, 8),
+    ]
+
+
+@pytest.mark.parametrize("first", ["weights", "state"])
+def test_the_state_of_an_optimizer_may_be_divided_more_than_the_weights(first):
+    """ZeRO-1, whichever of the two comes first among the arguments: nothing is gathered in a layer."""
+    (state, x), (w, _) = arrays(), arrays(**{"in": P(None, None, "tensor"), "out": P(None, "tensor")})
+    names = ("a", "b") if first == "weights" else ("b", "a")
+    args = dict(zip(names, (w, state), strict=True)), x
+
+    def step(all_, x):
+        w, state = (all_[name] for name in names)
+        return jax.tree.map(lambda s, g: s + g, state, jax.grad(loss)(w, x))
+
+    assert [weight.parts for weight in weights_of(scan_of(step, *args), args)] == [1, 1, 1]
+    assert divisions(args)[w["in"].shape] == (2, 1)
+
+
 def test_frozen_weights_have_no_gradients_to_reduce():
     args = arrays()
     found = scan_of(lambda x, w: loss(w, x), *reversed(args))
     assert not any(weight.has_gradient for weight in weights_of(found, args))
     forward, backward = of_layer(found, args, 16, LINK)
     assert forward == backward > 0
+
+
+def mean_over_tensor(x, w):
+    return lax.pmean(jnp.tanh(tag(tag(x, "layer_input") @ w, "fc1")), "tensor"), None
+
+
+def with_a_checkpoint(x, w):
+    inside = jax.checkpoint(lambda x: lax.pmean(jnp.tanh(tag(x @ w, "fc1")), "tensor"))
+    return inside(tag(x, "layer_input")), None
+
+
+@pytest.mark.parametrize("layer", [mean_over_tensor, with_a_checkpoint])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_scan_inside_of_a_shard_map(layer, nested):
+    """Its layers are differentiated there, and their collectives are over its axes, in the step and by themselves."""
+    over = functools.partial(jax.shard_map, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
+    inner = functools.partial(jax.shard_map, in_specs=(P(), P()), out_specs=P(), axis_names={"tensor"}, check_vma=False)
+
+    def loss(w, x):
+        run = lambda w, x: scan(layer, x, w, policy=Policy(), strict=False)[0]
+        run = over(inner(run), mesh=MESH, axis_names={"data"}) if nested else over(run, mesh=MESH)
+        return jnp.sum(run(w, x))
+
+    of = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(MESH, spec))
+    args = of(P(), LAYERS, D, D), of(P("data"), B, D)
+    machine = dataclasses.replace(MACHINE, hbm_gb_s=1e9, gemm_tflops=1e9, link=LINK)
+    found = scan_of(loss, *args)
+    seconds = stacks.layers_seconds(jax.make_jaxpr(TRIALS[-1].traced(jax.grad(loss)))(*args), machine.rates, 16)
+    mean = 1 / 2 * (B // 2 * D * 4) * (1 / 2e9 + 1 / 4e9)  # of half the rows, over two devices
+    left = 4 if nested else 1  # `fsdp`, over which the compiler may divide them
+    each = pytest.approx(2 * mean / left, rel=0.01)  # of both passes
+    assert seconds / LAYERS == each
+    names = stacks.names_of([found], Policy())
+    oracle = Oracle([divided(found, Policy())], names, lambda _: Policy(), machine.rates, {}, ())
+    assert [cost.seconds for cost in oracle(frozenset())] == [each]
+    assert plan(loss, *args, budget="1GiB", machine=machine).step_ms > 1e3 * seconds
 
 
 @pytest.mark.parametrize("experts", [False, True])

@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from common import ROOT
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoffload import Policy, _accumulate, accumulate, chain, machine, proof, scan, tag
@@ -17,6 +19,7 @@ from jaxoffload._engine.cost import attention_flops, cost
 from jaxoffload._engine.fill_and_drain import Ends
 from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine, fits, known_machine
 from jaxoffload.proof._predict import machine as _machine
+from jaxoffload.proof._predict import measure
 from jaxoffload.proof._predict.fit import LayerCopy
 from jaxoffload.proof._predict.measure import Attended, Sizes
 
@@ -169,6 +172,14 @@ def test_collectives_take_their_time_on_the_link():
     assert seconds(lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True)) == near(0.75 * 2e6 / 0.25e9)
     summed = near(0.75 * 2e6 * (1 / 3e9 + 1 / 1e9))
     assert seconds(lambda x: lax.psum(x, "d")) == summed and seconds(lambda x: lax.psum(x, "one")) < 1e-9
+    received = near(2e6 / 0.25e9)  # a permutation leaves no part where it was
+    assert seconds(lambda x: lax.ppermute(x, "d", [(k, (k + 1) % 4) for k in range(4)])) == received
+    rows = jnp.zeros(4, jnp.int32)
+    ragged = lambda x: lax.ragged_all_to_all(x, jnp.zeros_like(x), rows, rows, rows, rows, axis_name="d")
+    assert seconds(ragged) == near(0.75 * 2e6 / 0.25e9)
+    pairs = {"axis_name": "d", "axis_index_groups": [[0, 1], [2, 3]]}
+    assert seconds(lambda x: lax.psum(x, **pairs)) == near(0.5 * 2e6 * (1 / 3e9 + 1 / 1e9))
+    assert seconds(lambda x: lax.all_gather(x, tiled=True, **pairs)) == near(0.5 * 4e6 / 3e9)
     repeated = lambda x: lax.fori_loop(0, 5, lambda _, x: lax.psum(x, ("d", "one")), x)
     assert seconds(repeated) == near(5 * 0.75 * 2e6 * (1 / 3e9 + 1 / 1e9))
     # Without one they are copies in memory.
@@ -228,8 +239,14 @@ def test_devices_share_what_moves_and_the_bus():
 
 
 def test_a_step_and_what_does_not_move():
-    step = lambda x, w: jax.tree.map(jnp.add, w, jax.grad(loss, argnums=1)(x, w))
+    traces = []
+
+    def step(x, w):
+        traces.append(x)
+        return jax.tree.map(jnp.add, w, jax.grad(loss, argnums=1)(x, w))
+
     assert fits(step, *ARGS, machine=MACHINE).loops == fits(loss, *ARGS, machine=MACHINE).loops
+    assert len(traces) == 1
     kept = lambda x, w: jnp.sum(scan(body, x, w, policy=Policy({"a": "save"}))[0])
     assert fits(kept, *ARGS, machine=MACHINE).loops == ()
     two = [ARGS[1].update(shape=ARGS[1].shape[1:])] * 2
@@ -355,6 +372,19 @@ def test_a_machine_comes_back_whole():
     wrong = BY_SHAPE.to_json().replace('"narrow": 0.25', '"narrow": -0.25')
     with pytest.raises(ValueError, match=r"-0\.25 is not a rate"):
         Machine.from_json(wrong)
+    fields = json.loads(BY_SHAPE.to_json())
+    short = fields["link"] | {"all_gather": [1.0]}, fields["link"] | {"sizes": [2000, 1000]}
+    text = [
+        {"gpus": "2"},
+        {"hbm_gb_s": None},
+        {"gemms": fields["gemms"] | {"small": "1"}},
+        {"attention_tflops": [0.5, None]},
+    ]
+    for wrong in (*text, *({"link": each} for each in short)):
+        with pytest.raises(
+            ValueError, match=rf"writes: {next(iter(wrong))}: (.* is not a rate|needs sizes that ascend)"
+        ):
+            Machine.from_json(json.dumps(fields | wrong))
     for wrong in ("{}", "no json", "[]", json.dumps(json.loads(MACHINE.to_json()) | {"more": 1})):
         with pytest.raises(ValueError, match="not what `python -m jaxoffload machine --out FILE` writes"):
             Machine.from_json(wrong)
@@ -386,6 +416,18 @@ def test_everything_is_measured_on_any_devices():
         and found.fused_gb_s > 0
         and (found.gpus == 1 or (found.link.gpus == 2 and found.link.beside >= 0.01))
     )
+
+
+@pytest.mark.claim("by-shape")
+@pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("what", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_the_compiler_leaves_each_collective_that_is_measured(what):
+    mesh = Mesh(np.asarray(jax.local_devices()[:2]), "d")
+    for size, times in ((2**10, 16), (2**24, 4), (2**26, 1)):
+        call, received = measure.collectives(what, mesh, size)
+        assert received == times * size // 2
+        compiled = call.func.lower(*call.args).compile().as_text()
+        assert len(re.findall(rf" {what.replace('_', '-')}(?:-start)?\(", compiled)) == times
 
 
 def test_it_is_measured_once(monkeypatch, tmp_path):

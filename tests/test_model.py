@@ -17,7 +17,7 @@ import jaxoffload
 from jaxoffload import Policy, proof
 from jaxoffload.grouped import _backend, te
 from jaxoffload.proof import Bus, Machine
-from models import flash
+from models import flash, step, transformer
 from models.attention import rope, rotations
 from models.config import Config, Mesh, Model, Train, load
 from models.reading import ConfigError
@@ -603,6 +603,17 @@ def test_the_report_says_how_microbatches_run_and_what_exists_at_once(overrides,
 END = {1: "per device", 2: "per device, of two microbatches"}
 
 
+@pytest.mark.parametrize("overrides, times", [([], 1), (FOUR, 1), ([*FOUR, "mesh.stage=2"], 1 + 2 * 2)])
+def test_the_report_traces_the_model_once(monkeypatch, overrides, times):
+    """On stages `accumulate` traces it too, twice, for each of two predictions."""
+    traces = []
+    training_loss = lambda *args: traces.append(args) or transformer.training_loss(*args)
+    monkeypatch.setattr(step, "training_loss", training_loss)
+    monkeypatch.setattr(proof, "known_machine", lambda: H200)
+    assert "copies on" in report(load(CONFIGS / "tiny.yaml", overrides))
+    assert len(traces) == times
+
+
 def test_interleave_true_where_nothing_moves_is_a_line_about_the_config(capsys):
     asked = [str(CONFIGS / "tiny.yaml"), *FOUR, "train.interleave=true"]
     assert main([*asked, "remat.residuals[fc1]=save", "--report"]) == 2
@@ -611,12 +622,14 @@ def test_interleave_true_where_nothing_moves_is_a_line_about_the_config(capsys):
     assert main([*asked, "--report"]) == 0
 
 
+BUS = Bus(d2h=50.0, h2d=50.0, together=40.0)
+H200 = Machine("H200", 1, "0.12", BUS, BUS, 700.0, (500.0, 400.0), 4000.0)
+
+
 def test_the_report_says_whether_copies_fit_where_the_gpus_rates_are_known(monkeypatch):
-    bus = Bus(d2h=50.0, h2d=50.0, together=40.0)
-    h200 = Machine("H200", 1, "0.12", bus, bus, 700.0, (500.0, 400.0), 4000.0)
     plain = load(CONFIGS / "llama3-8b.yaml", ["train.interleave=false"])
     assert "copies on" not in report(plain)
-    monkeypatch.setattr(proof, "known_machine", lambda: h200)
+    monkeypatch.setattr(proof, "known_machine", lambda: H200)
     text = report(plain)
     assert "copies on 8 H200, predicted" in text and "does not fit" in text
 
@@ -624,13 +637,14 @@ def test_the_report_says_whether_copies_fit_where_the_gpus_rates_are_known(monke
 @pytest.mark.claim("report-at-full-size")
 def test_the_report_counts_what_a_layer_and_a_chunk_of_logits_need():
     """XLA plans 22.8 GiB for the step on an H200; only the compiler knows all of it."""
-    lines = {line[:24].strip(": "): line[24:].split() for line in report(load(CONFIGS / "llama-1b.yaml")).splitlines()}
+    text = report(load(CONFIGS / "llama-1b.yaml")).splitlines()
+    lines = {line[:24].strip(": "): line[24:].split() for line in text}
     layer, logits = (float(lines[name][0]) for name in ("working set of a layer", "or of a chunk of logits"))
     # GiB: gate, up, the activation's cotangent and theirs; three residuals for this layer and the next. Never scores.
     assert 4 * 0.5 + 2 * 3 * 0.125 < layer < 5 * 0.5 + 2
     # Logits and their cotangent, bfloat16 and float32, of 4 x 1024 positions and 128256 words.
     assert 1 + 2 < logits < 1 + 2 + 1 + 2
-    (said,) = (line for line in report(load(CONFIGS / "llama-1b.yaml")).splitlines() if line.startswith("expected on"))
+    (said,) = (line for line in text if line.startswith("expected on"))
     assert abs(float(said.split()[4]) / 22.8 - 1) < 0.1
 
 
@@ -758,9 +772,7 @@ def test_a_small_run_is_not_judged_by_the_batch_that_names_are_looked_up_with(mo
     ],
 )
 def test_the_report_as_json_has_the_numbers_of_the_text(overrides, capsys, monkeypatch):
-    bus = Bus(d2h=50.0, h2d=50.0, together=40.0)
-    h200 = Machine("H200", 1, "0.12", bus, bus, 700.0, (500.0, 400.0), 4000.0)
-    monkeypatch.setattr(proof, "known_machine", lambda: h200)
+    monkeypatch.setattr(proof, "known_machine", lambda: H200)
     asked = [str(CONFIGS / "tiny.yaml"), *overrides, "--report"]
     assert main(asked) == 0
     text = capsys.readouterr().out

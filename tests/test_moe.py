@@ -378,7 +378,7 @@ def test_repeated_steps_with_offload_have_the_bits_of_those_with_save(config):
     def after(decision):
         rules = dict.fromkeys(("moe/fc1_input", "moe/fc1", "moe/act"), decision)
         f = gradient(through(rules, functools.partial(layer, config=config)), 1)
-        step = jax.jit(lambda w: jax.tree.map(lambda w, g: w - 0.01 * g, w, f(x, w)), compiler_options=exact_options())
+        step = jax.jit(lambda w: jax.tree.map(lambda w, g: w - 0.001 * g, w, f(x, w)), compiler_options=exact_options())
         return [np.asarray(leaf) for leaf in jax.tree.leaves(functools.reduce(lambda w, _: step(w), range(5), w))]
 
     got = after("offload")

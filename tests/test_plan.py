@@ -14,7 +14,7 @@ from common import ROOT, SHORT
 from drawn_layers import draw
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxoffload import Policy, accumulate, plan, residuals, scan, tag, verify
+from jaxoffload import Policy, accumulate, checkpoint, plan, residuals, scan, tag, verify
 from jaxoffload.__main__ import main
 from jaxoffload.proof import Bus, Machine, NothingFits, fits
 from jaxoffload.proof._plan import search
@@ -22,7 +22,7 @@ from jaxoffload.proof._plan.choices import Choice, alone, fastest, undominated
 from jaxoffload.proof._plan.compiled import refined
 from jaxoffload.proof._plan.costs import Alone, LayerCost, Stack, Step
 from jaxoffload.proof._plan.ends import wanted
-from jaxoffload.proof._plan.patterns import pattern_of
+from jaxoffload.proof._plan.patterns import pattern_of, policy_of
 from jaxoffload.proof._plan.search import pool, searched
 from models.config import load
 from models.planning import plan_of_run
@@ -399,6 +399,10 @@ def test_names_are_patterns_that_reproduce_the_plan():
         assert sum(row.bytes for row in rows if row.state == "saved") == found.memory.residuals
         assert not found.policy.unmatched([name for row in table for name in row.names])
     assert pattern_of("a[0]* b?") == "a[[]0][*]?b[?]"
+    spaced = policy_of(
+        {("a b",): "offload"}, [("a-b",), ("a_b",)], Policy()
+    )  # names of `checkpoint_name` may have them
+    assert [spaced.match(name)[1] for name in ("a b", "a-b", "a_b")] == ["offload", "recompute", "recompute"]
 
 
 def test_fixed_decisions_stay():
@@ -476,6 +480,22 @@ def test_what_is_wrong_is_said(wrong, error, says):
         planned(*arrays(), **wrong)
 
 
+def test_what_has_no_backward_pass_keeps_nothing():
+    """A teacher under `stop_gradient`, and a step that needs a loss without its gradient."""
+    w, x = arrays()
+    student = lambda w, x: loss(w, x) ** 2
+    distilled = lambda w, x: student(w, x) + jax.lax.stop_gradient(loss(w, 2 * x))
+
+    def step(w, x):
+        before, _ = jax.vjp(loss, w, 2 * x)
+        return before, jax.tree.map(jnp.subtract, w, jax.grad(student)(w, x))
+
+    kept = planned(w, x, f=student, budget=EVERYTHING).memory.residuals
+    assert kept > 0
+    for f in (distilled, step):
+        assert planned(w, x, f=f, budget=EVERYTHING).memory.residuals == kept
+
+
 def test_what_is_not_planned_is_said():
     with pytest.raises(ValueError, match=r"no jaxoffload\.scan"):
         planned(jnp.ones(3), f=jnp.sum)
@@ -488,6 +508,10 @@ def test_what_is_not_planned_is_said():
     nested = lambda w, x: jnp.sum(scan(outer, x, w, policy=Policy(), strict=False)[0])
     with pytest.raises(NotImplementedError, match="inside a layer"):
         planned(stacked, x, f=nested)
+    for how in (jax.checkpoint, functools.partial(checkpoint, policy=Policy(), strict=False)):
+        again = lambda w, x, how=how: jnp.sum(how(lambda w, x: outer(x, w)[0])(w, x))
+        with pytest.raises(NotImplementedError, match="inside a checkpoint"):
+            planned(w, x, f=again)
 
 
 def test_the_pinned_pool_is_the_default_of_the_host(monkeypatch):

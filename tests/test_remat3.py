@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 import test_contract
-from common import accumulated, assert_same_bits, gradient, in_a_loop, kept, normal, policy, run
+from common import ROOT, accumulated, assert_same_bits, gradient, in_a_loop, kept, normal, policy, run
 from jax import lax
 
 from jaxoffload import accumulate, chain, check, checkpoint, offload, residuals, scan, tag, verify
+from models.config import load
+from models.report import report
 
 RULES = policy({"fc1": "offload"}, resident_layers=0)
 X, W = normal(0, (4, 8)), normal(1, (3, 8, 8)) / 3
@@ -124,3 +126,10 @@ def test_a_policy_is_refused_where_jax_shows_it_no_arrays(remat3, monkeypatch):
     for f in (lambda x, w: lax.scan(theirs, x, w)[0], offload(lambda x, w: lax.scan(theirs, x, w)[0])):
         with pytest.raises(NotImplementedError, match=r"jax_remat3 is on.*jax.config.update"):
             jax.make_jaxpr(gradient(f))(X, W)
+
+
+def test_the_report_of_the_training_program(remat3):
+    config = load(ROOT / "configs" / "tiny.yaml")
+    on = report(config)
+    jax.config.update("jax_remat3", False)
+    assert on == report(config)

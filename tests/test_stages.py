@@ -10,7 +10,7 @@ import pytest
 from common import assert_same_bits, fast_compiles, normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_accumulate import RULES, language_model, layer, of_layers, one_by_one, ours, params_of, plain
+from test_accumulate import RULES, assert_outlined, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
 from jaxoffload import HostPoolFull, Policy, accumulate, scan, tag, verify
 from jaxoffload._engine.chunk import Chunks
@@ -106,6 +106,13 @@ def test_gradients_equal_those_of_one_device(sizes, virtual_stages, microbatches
     expected = jax.jit(one_by_one(of(plain), has_aux=True))(*args)
     staged = accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=virtual_stages)
     assert_close(on_mesh(staged, sizes, args), jax.device_get(expected))
+
+
+def test_in_outline_stages_return_the_same_types():
+    staged = accumulate(functools.partial(language_model, ours), has_aux=True, stages="stage", virtual_stages=2)
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        assert_outlined(staged, PARAMS, tokens(5))
 
 
 def test_layers_in_bfloat16():

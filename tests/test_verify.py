@@ -989,7 +989,7 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         (["report", "mine:few"], "mine:few returns <lambda> with 1 argument(s): missing a required argument: 'y'"),
         (["report", "mine:text"], "mine:text returns <lambda> with args[0] = 'hello'; allowed are arrays and"),
         (["report", "builtins:type"], "builtins:type cannot be called with 0 argument(s)"),
-        (["report", "test_verify:made", "loss", "--machine", "{mine}/slow.json"], "prints: 0.0 is not a rate"),
+        (["report", "test_verify:made", "loss", "--machine", "{mine}/slow.json"], "writes: one: 0.0 is not a rate"),
         (["report", "test_verify:made", "loss", "--html", "/dev/full"], "--html /dev/full: No space left on device"),
         (["report", "mine:nothing"], "must return (f, args) or (step, args, loss, loss_args)"),
         (["report", "test_verify:made", "loss", "--html", "configs"], "--html configs: Is a directory; must be a file"),

@@ -146,8 +146,11 @@ class _Walk:
         name, params = eqn.primitive.name, eqn.params
         names = params.get("axis_name", params.get("axes", ()))
         sizes = [self.axes.get(axis, link.gpus) for axis in ((names,) if isinstance(names, str) else names)]
-        parts = params.get("axis_size") or math.prod(sizes)
+        groups = params.get("axis_index_groups")
+        parts = params.get("axis_size") or (len(groups[0]) if groups else math.prod(sizes))
+        operands = operands[:1] if name == "ragged_all_to_all" else operands  # then where it goes, and which rows
         size = max(sum(array.bytes for array in arrays) for arrays in (operands, results))
+        size *= parts / max(1, parts - 1) if name == "ppermute" else 1  # a device keeps no part of it
         return sum(link.seconds(what, size, parts) for what in _ON_LINK.get(name, ["all_to_all"]))
 
     def fused(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:

@@ -28,7 +28,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax import IN_TURN, Call, Results, convert_constvars_jaxpr, define
-from .copying_loops import DifferentiatedTwice, Loops, backward_p, forward_p, jitted
+from .copying_loops import DifferentiatedTwice, Loops, backward_p, filled, forward_p, jitted
 from .lone_pass import Spare
 from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, completed, forward, stacks_of
 from .schedule import Schedule
@@ -129,10 +129,26 @@ class Interleaved(NamedTuple):
     spare: Spare | None = None
 
 
+# Whether `bind` traces nothing of what it runs, for those who read of it only what interleaves. Part of every trace
+# cache's key, as is `scope`.
+in_outline = jax.make_user_context(False)
+
+
 def bind(f: Callable[..., Any], what: Interleaved, *operands: Any) -> list[Any]:
     """Evaluate a function that calls `run`, here or on stages, as one equation that says what interleaves in it."""
+    if in_outline.value:
+        f = functools.partial(_outline, what)
     scope = jax.named_scope(f"jaxoffload.accumulate({what.microbatches})")  # for profiles
     return interleaved_p.bind(*operands, call_jaxpr=jax.make_jaxpr(scope(f))(*operands), **what._asdict())
+
+
+def _outline(what: Interleaved, *operands: Any) -> tuple[list[Any], list[Any]]:
+    """Zeros in place of what `run` returns."""
+    loss = what.loss
+    params = [x for x, is_param in zip(operands, loss.differentiated, strict=True) if is_param]
+    return [filled(x, 0, (what.microbatches,)) for x in loss.jaxpr.out_avals], [
+        filled(jax.typeof(x), 0) for x in params
+    ]
 
 
 def bind_in_turn(f: Callable[..., Any], what: Interleaved, *args: Any) -> Any:

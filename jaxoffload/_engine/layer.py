@@ -92,6 +92,11 @@ class Layer:
     body: Callable[[], Jaxpr | None]
 
     @property
+    def only_forward(self) -> bool:
+        """Whether nothing is kept for a backward pass, which there is none of."""
+        return len(self.kept) + sum(self.perturbed) < len(self.tangent_jaxpr.invars)
+
+    @property
     def host_bytes(self) -> int:
         """Bytes per device that the layer keeps on the host where it offloads."""
         return sum(shares(self.forward, self.kept, "host"))

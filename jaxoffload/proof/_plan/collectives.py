@@ -64,8 +64,13 @@ def of_layer(found: Found, args: Any, devices: int, link: Link | None) -> Second
 
 
 def weights_of(found: Found, args: Any) -> Iterator[Weight]:
-    """Yield those weights, of the rows of xs that are divided or repeated over the axes of the batch."""
+    """Yield those weights, of the rows of xs that are divided or repeated over the axes of the batch.
+
+    They are known by their shapes; where the state of an optimizer has the same shape, and is divided more, as in
+    ZeRO-1, they are those that are divided less.
+    """
     leaves = [(jnp.shape(leaf), getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)]
+    leaves.sort(key=lambda leaf: division(leaf[1]), reverse=True)
     shardings = {shape: sharding for shape, sharding in leaves if isinstance(sharding, NamedSharding)}
     body, batch = found.body, _batch_axes(found.body, args)
     program = straight(body.jaxpr)
@@ -93,12 +98,14 @@ def _weight(row: Buffer, read: Buffer, sharding: NamedSharding, batch: Mapping[s
 def _batch_axes(body: Body, args: Any) -> dict[str, int]:
     """Return the mesh axes, with their sizes, that divide the rows of the carry, or if nothing says that, tokens."""
     carry: list[Any] = [v.aval for v in body.split(body.jaxpr.invars)[1]]
-    rows = {aval.shape[0] for aval in carry if aval.ndim > 1}
+    shapes = {aval.shape for aval in carry if aval.ndim > 1}
+    rows = {shape[0] for shape in shapes}
+    eqns = [site.eqn for site in walk(body.jaxpr) if site.eqn.primitive is sharding_constraint_p]
+    constrained = [(eqn.outvars[0].aval.shape, eqn.params["sharding"]) for eqn in eqns]  # type: ignore[attr-defined]
+    # Weights, or what experts are sent, may have as many rows as the carry: what has its shape counts first.
+    alike = [s for shape, s in constrained if shape in shapes]
     found = [aval.sharding for aval in carry]  # explicit axes
-    for site in walk(body.jaxpr):
-        made: Any = site.eqn.outvars[0].aval if site.eqn.primitive is sharding_constraint_p else None
-        if made is not None and made.ndim > 1 and made.shape[0] in rows:
-            found.append(site.eqn.params["sharding"])
+    found += alike or [s for shape, s in constrained if len(shape) > 1 and shape[0] in rows]
     axes = {axis: s.mesh.shape[axis] for s in found if isinstance(s, NamedSharding) for axis in _axes(s.spec[:1])}
     if axes:
         return axes

@@ -11,6 +11,7 @@ from ..._engine.joint import Joint, Passes, joint
 from ..._engine.layer import Layer, shares_of
 from ..._engine.lone_pass import cost_of
 from ..._engine.plan import Row
+from ..._engine.walk import axes_of, within
 from ..._policy import Decision, Policy
 from .._predict.room import Divisions, layer_room
 from .costs import Alone, Kept, LayerCost, Unit
@@ -33,7 +34,7 @@ class Divided(NamedTuple):
 def divided(found: Found, fixed: Policy) -> Divided:
     """Return a scan, with its layer differentiated once for all sets of names."""
     least = linear(found, without_decisions(fixed, "recompute")).plan.rows
-    both = joint(found.body, found.perturbed, without_decisions(fixed, "offload"))
+    both = within(found.shard_maps, lambda: joint(found.body, found.perturbed, without_decisions(fixed, "offload")))
     return Divided(found, both, tuple(row.decision for row in least))
 
 
@@ -60,7 +61,8 @@ class Oracle:
     def passes(self, scan: Divided, kept: Kept) -> Passes:
         """Return what a layer runs that keeps these names."""
         if scan.joint is None:
-            return Passes.of(self.linearized(scan.found, kept))
+            layer = self.linearized(scan.found, kept)
+            return within(scan.found.shard_maps, lambda: Passes.of(layer))
         rows = scan.joint.plan.rows
         where = [self._decision(row, least, kept) for row, least in zip(rows, scan.least, strict=True)]
         names = frozenset(row.plan_name for row, there in zip(rows, where, strict=True) if there != "recompute")
@@ -79,7 +81,8 @@ class Oracle:
 
     def cost(self, found: Found, layer: Passes) -> LayerCost:
         """Return what a layer costs that runs this."""
-        forward_s, backward_s = (cost(of, self.rates, found.devices).seconds for of in (layer.forward, layer.backward))
+        passes, axes = (layer.forward, layer.backward), axes_of(found.shard_maps)
+        forward_s, backward_s = (cost(of, self.rates, found.devices, axes).seconds for of in passes)
         forward, residuals, movable = straight(layer.forward), dict[frozenset[int], int](), dict[Unit, int]()
         on_host = [k for k in layer.kept if k.place == "host"]
         for kept, size in zip(on_host, shares_of(forward, layer.kept, "host"), strict=True):

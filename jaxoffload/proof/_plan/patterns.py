@@ -20,13 +20,14 @@ def pattern_of(name: str) -> str:
 def policy_of(decisions: Mapping[Unit, Decision], others: Collection[Unit], fixed: Policy, **fields: Any) -> Policy:
     """Return the policy that decides so on these units, and recomputes all others; other fields are those of `fixed`.
 
-    A pattern without a slash matches in every scope, and one without a dot all leaves of a composite. The last one
-    counts, so these come first, and those of the `others` that one of them matches have a line of their own.
+    A pattern without a slash matches in every scope, one without a dot all leaves of a composite, and a '?' any
+    character. The last one counts, so these come first, and those of the `others` that one of them matches have a line
+    of their own.
     """
     patterns = {pattern_of(name): decision for unit, decision in decisions.items() for name in unit}
     names = {name for unit in others if unit not in decisions for name in unit}
     patterns |= {pattern_of(n): "recompute" for n in names if any(matches(pattern, n) for pattern in patterns)}
-    order = sorted(patterns, key=lambda p: ("/" in p, "." in p.rpartition("/")[2], p))
+    order = sorted(patterns, key=lambda p: ("/" in p, "." in p.rpartition("/")[2], "?" not in p, p))
     residuals = {pattern: patterns[pattern] for pattern in order}
     how: dict[str, Any] = {"residuals": residuals, "offload_modules": (), "default": "recompute", **fields}
     return dataclasses.replace(fixed, **how)

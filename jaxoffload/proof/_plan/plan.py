@@ -219,8 +219,9 @@ def _machine(machine: Any) -> Machine:
         raise TypeError(f"plan: machine must be a Machine, a path or None, got {short(machine)}")
     if (known := known_machine()) is None:
         raise CannotPlan(
-            "no machine was measured here; run `python -m jaxoffload machine` on the GPU, or name a machine's file, such "
-            "as 'machines/h200.json' or what its --out FILE wrote: machine=, --machine, or remat.machine in a config"
+            "no machine was measured here; run `python -m jaxoffload machine` on the GPU, or name a machine's file, "
+            "such as 'machines/h200.json' or what its --out FILE wrote: machine=, --machine, or remat.machine in a "
+            "config"
         )
     return known
 

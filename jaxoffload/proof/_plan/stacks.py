@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core.primitives import remat_p
 
 from ..._engine.copying_loops import Loops, backward_p, forward_p
 from ..._engine.cost import Rates, cost
@@ -14,7 +15,7 @@ from ..._engine.interleaved import OUR_LOOPS, Interleaved, in_turn_p, is_staged
 from ..._engine.layer import Body, Layer, linearize
 from ..._engine.lone_pass import Spare
 from ..._engine.plan import Override
-from ..._engine.walk import walk
+from ..._engine.walk import axes_of, walk, within
 from ..._jax import nbytes
 from ..._policy import Decision, Policy
 from .._predict.room import Divisions, Shape
@@ -28,6 +29,7 @@ class Found(NamedTuple):
 
     Attributes:
       devices: over how many its values are spread.
+      shard_maps: those around it.
       spare: what `accumulate` may keep on the device where a pass runs alone; None where it interleaves nothing.
     """
 
@@ -35,6 +37,7 @@ class Found(NamedTuple):
     body: Body
     perturbed: tuple[bool, ...]
     devices: int
+    shard_maps: tuple[JaxprEqn, ...]
     spare: Spare | None
 
 
@@ -42,7 +45,7 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
     """Return the scans that a traced step differentiates.
 
     Raises:
-      NotImplementedError: one is inside another one's layer, or on pipeline stages.
+      NotImplementedError: one is inside another one's layer or a `jax.checkpoint`, or on pipeline stages.
     """
     found = []
     for site in walk(jaxpr):
@@ -51,6 +54,10 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
         if any(e.primitive in (in_turn_p, forward_p, backward_p) for e in site.enclosing):
             continue
         microbatches, spare, each = _loops_at(site.eqn)
+        if each and any(e.primitive is remat_p for e in site.enclosing):
+            raise NotImplementedError(
+                "plan: a scan inside a checkpoint, which runs it again, is not planned; take it out"
+            )
         for loops in each:
             layer = loops.segments[0].layer
             if any(inner.eqn.primitive in OUR_LOOPS for inner in walk(layer.forward)):
@@ -59,7 +66,8 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
             body = layer.body()
             assert body is not None  # the trial keeps it
             devices_of = max(1, devices // site.devices)
-            found.append(Found(stack, Body(body, layer.consts, layer.carry), layer.perturbed, devices_of, spare))
+            whole = Body(body, layer.consts, layer.carry)
+            found.append(Found(stack, whole, layer.perturbed, devices_of, site.shard_maps, spare))
     return found
 
 
@@ -69,17 +77,23 @@ def _loops_at(eqn: JaxprEqn) -> tuple[int, Spare | None, Sequence[Loops]]:
     if eqn.primitive is in_turn_p:
         what: Interleaved = eqn.params["what"]
         return what.microbatches, what.spare, what.loops
-    return 1, None, [eqn.params["loops"]] if eqn.primitive is forward_p else []
+    return 1, None, [eqn.params["loops"]] if _is_differentiated(eqn) else []
+
+
+def _is_differentiated(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the forward pass of a scan that has a backward pass elsewhere."""
+    return eqn.primitive is forward_p and not eqn.params["loops"].segments[0].layer.only_forward
 
 
 def layers_seconds(jaxpr: Jaxpr, rates: Rates, devices: int) -> float:
     """Return the seconds in which a traced step computes layers, forward and backward."""
     seconds = 0.0
     for site in walk(jaxpr):
-        if site.eqn.primitive is forward_p:
+        if _is_differentiated(site.eqn):
             for segment in site.eqn.params["loops"].segments:
+                passes = segment.jaxpr, within(site.shard_maps, lambda: segment.backward)
                 spread = max(1, devices // site.devices)
-                each = sum(cost(of, rates, spread).seconds for of in (segment.jaxpr, segment.backward))
+                each = sum(cost(of, rates, spread, axes_of(site.shard_maps)).seconds for of in passes)
                 seconds += site.runs * segment.layers * each
     return seconds
 
@@ -88,7 +102,7 @@ def kept_stacks(jaxpr: Jaxpr) -> set[Shape]:
     """Return the shapes and dtypes in which a traced step keeps what its layers keep."""
     found: set[Shape] = set()
     for site in walk(jaxpr):
-        if site.eqn.primitive is forward_p:
+        if _is_differentiated(site.eqn):
             for segment in site.eqn.params["loops"].segments:
                 stored = [k.place for k in segment.layer.kept if k.place != "operand"]
                 avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
@@ -200,7 +214,7 @@ def without_decisions(fixed: Policy, default: Decision) -> Policy:
 
 def linear(found: Found, policy: Policy) -> Layer:
     """Return a layer under a policy."""
-    return linearize(found.body, found.perturbed, policy, False, Override())
+    return within(found.shard_maps, lambda: linearize(found.body, found.perturbed, policy, False, Override()))
 
 
 def spread(args: Any) -> int:

@@ -18,7 +18,7 @@ from ..._engine.walk import nested, walk
 from ..._jax import nbytes, without_remat3
 from ..._text import readable
 from .._program.host_transfers import for_host
-from .._program.results import run_of
+from .._program.results import trace_of
 from .machine import Machine
 from .measure import Bus
 
@@ -181,10 +181,10 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
       >>> prediction.loops[0].copies[0].bytes
       67108864
     """
-    run, _ = run_of(f, args)
+    jaxpr, _ = trace_of(f, args)
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     devices = max((s.num_devices for s in shardings if s is not None), default=1)
-    passes = list(_passes(jax.make_jaxpr(run)(*args), 1, devices))
+    passes = list(_passes(jaxpr, 1, devices))
     loops = [*_in_turn(passes, machine, devices), *_interleaved(passes, machine, devices)]
     return Fits(machine, devices, tuple(loops))
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -90,8 +91,13 @@ class Machine:
                 fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in link.items()}
                 read["link"] = Link(**fields)
             made = cls(**read)
-            if wrong := [n for n in _numbers(made) if not 0 < n < math.inf]:
-                raise ValueError(f"{wrong[0]!r} is not a rate")
+            for field in dataclasses.fields(made):
+                value = getattr(made, field.name)
+                is_measured = field.type is not str and value is not field.default
+                if is_measured and (wrong := [n for n in _numbers(value) if not _is_rate(n)]):
+                    raise ValueError(f"{field.name}: {wrong[0]!r} is not a rate")
+            if made.link and not _is_complete(made.link):
+                raise ValueError("link: needs sizes that ascend, and a rate of each collective for each of them")
             return made
         except (ValueError, TypeError, KeyError, AttributeError) as why:
             raise ValueError(f"this is not what `python -m jaxoffload machine --out FILE` writes: {why}") from why
@@ -118,13 +124,20 @@ class Machine:
         return "\n".join(lines)
 
 
-def _numbers(found: Any) -> Iterator[float]:
-    """Yield all that was measured."""
-    for each in found if isinstance(found, tuple) else dataclasses.asdict(found).values():
-        if isinstance(each, tuple):
-            yield from _numbers(each)
-        elif each is not None and not isinstance(each, str):
-            yield each
+def _numbers(found: Any) -> Iterator[Any]:
+    """Yield what a field consists of."""
+    for each in found if isinstance(found, tuple) else (found,):
+        yield from _numbers(each) if isinstance(each, tuple) else (each,)
+
+
+def _is_rate(number: Any) -> bool:
+    return isinstance(number, (int, float)) and 0 < number < math.inf
+
+
+def _is_complete(link: Link) -> bool:
+    rates = link.all_gather, link.reduce_scatter, link.all_to_all
+    ascend = all(small < large for small, large in itertools.pairwise(link.sizes))
+    return ascend and bool(link.sizes) and all(len(each) == len(link.sizes) for each in rates)
 
 
 def machine(again: bool = False) -> Machine:

@@ -125,7 +125,7 @@ def large_gemm(sizes: Sizes) -> float:
     return 2 * sizes.side**3 / seconds_of(functools.partial(jax.jit(jnp.dot), x, w), 2 * sizes.seconds) / 1e12
 
 
-_IN_TURN = 16  # small matmuls in a program, so that starting it takes no time beside them
+_IN_TURN = 16  # small matmuls or collectives in a program, so that starting it takes no time beside them
 
 
 def gemms(sizes: Sizes) -> Gemms:
@@ -203,26 +203,48 @@ def fused(sizes: Sizes) -> float:
     return gb / seconds_of(functools.partial(jax.jit(whole), *operands), sizes.seconds)
 
 
+class _Collective(NamedTuple):
+    """Of what a device has to what it receives; and `again`, of both to what the next one begins with."""
+
+    run: Callable[[jax.Array], jax.Array]
+    again: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+_COLLECTIVES = {
+    "all_gather": _Collective(lambda x: lax.all_gather(x, "d", tiled=True), lambda x, y: y[: x.shape[0]]),
+    "reduce_scatter": _Collective(
+        lambda x: lax.psum_scatter(x, "d", tiled=True), lambda x, y: lax.dynamic_update_slice(x, y, (0,))
+    ),
+    "all_to_all": _Collective(lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True), lambda x, y: y),
+}
+_LARGE = 2**26  # bytes: beside so many, starting a program takes no time
+
+
 def link(devices: Sequence[Any], sizes: Sizes) -> Link | None:
     """GB/s of collectives between all of these; None if there is one."""
-    parts = len(devices)
-    if parts == 1:
+    if len(devices) == 1:
         return None
-    mesh, along = Mesh(np.asarray(devices), "d"), P("d")
-    kinds: dict[str, Callable[[jax.Array], jax.Array]] = {
-        "all_gather": lambda x: lax.all_gather(x[: x.shape[0] // parts], "d", tiled=True),
-        "reduce_scatter": lambda x: lax.psum_scatter(x, "d", tiled=True),
-        "all_to_all": lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True),
-    }
+    mesh = Mesh(np.asarray(devices), "d")
 
-    def rate(run: Callable[[jax.Array], jax.Array], size: int) -> float:
-        x = _on_each(mesh, size)
-        call = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=along, out_specs=along, check_vma=False))
-        return x.nbytes / parts * (parts - 1) / parts / seconds_of(lambda: call(x), sizes.seconds / 10) / 1e9
+    def rate(what: str, size: int) -> float:
+        call, received = collectives(what, mesh, size)
+        return received / seconds_of(call, sizes.seconds / 10) / 1e9
 
-    rates = {what: tuple(rate(run, size) for size in sizes.link) for what, run in kinds.items()}
-    made = Link(parts, sizes.link, rates["all_gather"], rates["reduce_scatter"], rates["all_to_all"])
-    return made._replace(beside=_beside(mesh, kinds["all_gather"], made, sizes))
+    rates = {what: tuple(rate(what, size) for size in sizes.link) for what in _COLLECTIVES}
+    made = Link(mesh.size, sizes.link, rates["all_gather"], rates["reduce_scatter"], rates["all_to_all"])
+    return made._replace(beside=_beside(mesh, made, sizes))
+
+
+def collectives(what: str, mesh: Mesh, size: int) -> tuple[Callable[[], Any], int]:
+    """A program of collectives on arrays of about `size` bytes, and the bytes that a device receives in it. Small ones
+    follow each other in it: starting a program on several devices takes longer than one of them."""
+    times, parts = max(1, min(_IN_TURN, _LARGE // size)), mesh.size
+    x = _on_each(mesh, size // parts if what == "all_gather" else size)
+    run, again = _COLLECTIVES[what]
+    in_turn = lambda x: run(functools.reduce(lambda x, _: again(x, run(x)), range(times - 1), x))
+    call = jax.jit(jax.shard_map(in_turn, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
+    whole = x.nbytes if what == "all_gather" else x.nbytes // parts
+    return functools.partial(call, x), times * whole * (parts - 1) // parts
 
 
 def _on_each(mesh: Mesh, size: int) -> jax.Array:
@@ -236,11 +258,11 @@ def _on_each(mesh: Mesh, size: int) -> jax.Array:
 _MATMULS = 4  # which together take longer than the collective beside them
 
 
-def _beside(mesh: Mesh, gather: Callable[[jax.Array], jax.Array], link: Link, sizes: Sizes) -> float:
+def _beside(mesh: Mesh, link: Link, sizes: Sizes) -> float:
     """The share of an all-gather's time by which matmuls beside it take longer; at least 0.01."""
-    specs = P(), P(), P("d")
-    x, w, gathered = _drawn(sizes.rows, sizes.wide), _drawn(sizes.wide, sizes.wide), _on_each(mesh, sizes.link[-1])
-    operands = jax.device_put((x, w, gathered), tuple(NamedSharding(mesh, spec) for spec in specs))
+    specs, gather = (P(), P(), P("d")), _COLLECTIVES["all_gather"].run
+    x, w, shards = _drawn(sizes.rows, sizes.wide), _drawn(sizes.wide, sizes.wide), sizes.link[-1] // mesh.size
+    operands = jax.device_put((x, w, _on_each(mesh, shards)), tuple(NamedSharding(mesh, spec) for spec in specs))
 
     def run(x: jax.Array, w: jax.Array, more: jax.Array, both: bool) -> Any:
         return functools.reduce(lambda x, _: x @ w, range(_MATMULS), x), gather(more) if both else more[:1]

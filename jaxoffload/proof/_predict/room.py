@@ -97,9 +97,9 @@ Divisions = dict[tuple[int, ...], Division]
 
 
 def divisions(args: Any) -> Divisions:
-    """Return how values of the arguments' shapes are divided."""
-    shapes = [(jnp.shape(leaf), getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)]
-    return {shape: division(sharding) for shape, sharding in shapes if shape}
+    """Return how values of the arguments' shapes are divided; of several arguments of a shape, the least counts."""
+    shapes = [(jnp.shape(leaf), division(getattr(leaf, "sharding", None))) for leaf in jax.tree.leaves(args)]
+    return {shape: parts for shape, parts in sorted(shapes, key=lambda each: each[1], reverse=True) if shape}
 
 
 def step_room(

@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from ..._engine.copying_loops import Loops
-from ..._engine.interleaved import interleaved_p
+from ..._engine.interleaved import in_outline, interleaved_p
 from ..._engine.layer import shares
 from ..._engine.walk import walk
 from ..._jax import without_remat3
@@ -18,7 +18,7 @@ def staying(f: Callable[..., Any], *args: Any) -> int:
     """Return how many bytes of residuals marked offload stay on each device at once. Nothing runs.
 
     `accumulate` keeps them there in the first and in the last microbatch, so that the others fit behind the pass that
-    runs alone.
+    runs alone. What its passes compute is not traced.
 
     Args:
       f: a training step.
@@ -38,7 +38,8 @@ def staying(f: Callable[..., Any], *args: Any) -> int:
       >>> staying(accumulate(loss), shape(8, 1024, 1024), shape(4, 256, 1024)) // (8 * 256 * 1024 * 2)
       1
     """
-    sites = walk(jax.make_jaxpr(f)(*args))
+    with in_outline(True):
+        sites = walk(jax.make_jaxpr(f)(*args))
     return max((_bytes(site.eqn) for site in sites if site.eqn.primitive is interleaved_p), default=0)
 
 

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
+from ..._jax import without_dead_code
+
 
 def run_of(f: Callable[..., Any], args: tuple[Any, ...], has_aux: bool = False) -> tuple[Callable[..., Any], bool]:
     """Return what is verified of a function, as a function of its arguments that returns all results by name; and
@@ -28,11 +30,14 @@ def run_of(f: Callable[..., Any], args: tuple[Any, ...], has_aux: bool = False) 
 
 
 def trace_of(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Jaxpr, bool]:
-    """Return the trace of the function that `run_of` returns, and whether `f` is a loss. A step is traced once."""
+    """Return the trace of the function that `run_of` returns, without dead code, and whether `f` is a loss.
+
+    A step is traced once. Dead code is such as the residuals of what is differentiated under a `stop_gradient`.
+    """
     jaxpr, out = jax.make_jaxpr(_all_of(f), return_shape=True)(*args)
     if not _is_of_a_loss(out["result"], args):
-        return jaxpr, False
-    return jax.make_jaxpr(_differentiated(f, False))(*args), True
+        return without_dead_code(jaxpr), False
+    return without_dead_code(jax.make_jaxpr(_differentiated(f, False))(*args)), True
 
 
 def _all_of(step: Callable[..., Any]) -> Callable[..., dict[str, Any]]:

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from ._engine import forward_pipeline, interleaved, pipeline
 from ._engine.chunk import Chunks
 from ._engine.copying_loops import Loops, filled
-from ._engine.fill_and_drain import ends
+from ._engine.fill_and_drain import ends, spare_of
 from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.layer import in_three
 from ._engine.passes import Values, program_of
@@ -305,10 +305,10 @@ def _interleaved(call: _Call) -> Any:
     divided = _divided(call, loops_of)
     pieces, fixed = divided.pieces, divided.fixed
     loops_in = lambda pieces: tuple(scan.loops for scan in pieces.scans)
-    if not _offloads(pieces):
-        return _tried(call, divided, loops_in(pieces)) if says_what_interleaves() else None
-    _refuse_what_does_not_fit(pieces)
     gradients = sum(nbytes(v.aval) for v in divided.params)
+    if not _offloads(pieces):
+        return _tried(call, divided, loops_in(pieces), gradients) if says_what_interleaves() else None
+    _refuse_what_does_not_fit(pieces)
     first, last = ends(pieces, call.microbatches, gradients, lambda eqn, *args: recomputing(*args, **eqn.params))
 
     def run(*operands: Any) -> Any:
@@ -325,9 +325,10 @@ def _interleaved(call: _Call) -> Any:
     return divided.unflatten(call, interleaved.bind(run, what, *divided.operands))
 
 
-def _tried(call: _Call, divided: _Divided, loops: tuple[Loops, ...]) -> Any:
+def _tried(call: _Call, divided: _Divided, loops: tuple[Loops, ...], gradients: int) -> Any:
     """The same, one microbatch after another; `plan` sees what would interleave if something were offloaded."""
-    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches)
+    spare = spare_of(divided.pieces, call.microbatches, gradients)
+    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches, spare=spare)
     in_turn = lambda params, batch: _one_by_one(call._replace(params=params, batch=batch))
     return interleaved.bind_in_turn(in_turn, what, call.params, call.batch)
 

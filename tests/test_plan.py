@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import random
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxoffload import Policy, accumulate, checkpoint, plan, residuals, scan, tag, verify
 from jaxoffload.__main__ import main
 from jaxoffload.proof import Bus, Machine, NothingFits, fits
-from jaxoffload.proof._plan.choices import Choice, LayerCost, Stack, Step, alone, fastest, undominated
+from jaxoffload.proof._plan import search
+from jaxoffload.proof._plan.choices import Choice, alone, fastest, undominated
 from jaxoffload.proof._plan.compiled import refined
+from jaxoffload.proof._plan.costs import Alone, LayerCost, Stack, Step
+from jaxoffload.proof._plan.ends import wanted
 from jaxoffload.proof._plan.patterns import pattern_of, policy_of
 from jaxoffload.proof._plan.search import pool, searched
 from models.config import load
@@ -116,12 +120,34 @@ def test_what_interleaved_microbatches_cost_by_hand():
     assert out.ns == int((82 + 4 * (2 * 6 + (3 - 2) + (6 - 4))) * 1e9)
     assert out.residuals == 2 * (4 * 410 + 3 - 3 * 300) and out.host == 2 * 4 * 300
     assert out.other == 500 - 100 and out.working == 70 + 2 * 300
+    # Alone, `accumulate` takes a forward pass for 2 ns and a backward pass for 4, in which it copies 106 and 212 bytes.
     # With room for fc1 it stays, in the first and in the last microbatch, and the 100 bytes of act are copied.
+    residuals = (FC1, 300), (ACT, 100)
+    known = lambda cost, more=0.0: cost._replace(alone=Alone(2e-9, 4e-9 + more, residuals, BOTH, Counter()))
+    table = {NONE: (known(LEAST),), BOTH: (known(MOST),)}
     out = outcome_of(dataclasses.replace(step, may_stay=4 * 300), table, [FC1, ACT], 3)
     assert out.ns == int((82 + 4 * 2 * (16 - 6)) * 1e9) and out.other == 500 - 100 + 4 * 300
-    # Of two microbatches the first and the last are there at once.
-    step = step_of(Stack(layers=4, runs=2, microbatches=2), may_stay=4 * 600)
-    assert outcome_of(step, table, [FC1], 3).other == 500 - 100 + 4 * 600
+    assert out.copied == 4 * (3 * 400 - 2 * 300)
+    # Of two microbatches the first and the last are there at once, and a pair is beside each other: it copies nothing.
+    two = step_of(Stack(layers=4, runs=2, microbatches=2), may_stay=4 * 600)
+    out = outcome_of(two, table, [FC1], 3)
+    assert out.other == 500 - 100 + 4 * 600 and (out.ns, out.copied) == ((10 + 2 * 24) * 10**9, 0)
+    # Without room it is recomputed, if that takes less time than the wait: 2 s here, and 1 ns as `accumulate` counts.
+    # The first backward pass has 2 s more than its 6 for its 12 s of copies; the last one ends 2 s later.
+    again = LEAST._replace(backward=6.0, movable={ACT: 100})
+    table[frozenset({ACT})] = (known(again, 1e-9),)
+    out = outcome_of(step, table, [FC1, ACT], 3)
+    assert out.other == 500 - 100 and out.copied == 4 * (3 * 400 - 2 * 300)
+    assert out.ns == int((82 + 4 * (2 * (16 - 6) + 2)) * 1e9)
+    # But not if the layer keeps something else for that, or runs what has no known time.
+    for cost in (
+        known(again._replace(device=11), 1e-9),
+        known(again, 1e-9)._replace(movable={ACT: 101}),
+        again._replace(alone=known(again, 1e-9).alone._replace(untimed=Counter(["kernel"]))),
+        known(again, 9e-9),
+    ):
+        table[frozenset({ACT})] = (cost,)
+        assert outcome_of(step, table, [FC1, ACT], 3).copied == 4 * 3 * 400
 
 
 def test_other_loops_and_what_stands_around_the_layers_count_once():
@@ -142,6 +168,7 @@ def drawn_search(seed):
     for _ in range(dice.randint(1, 2)):
         microbatches = dice.choice([1, 1, 2, 4])
         stacks.append(Stack(dice.randint(1, 6), microbatches * dice.randint(1, 2), microbatches))
+    least = frozenset(units[:1]) if dice.random() < 0.5 else frozenset()
     size = {u: dice.randint(0, 400) for u in units}
     seconds = {u: dice.uniform(0, 2) for u in units}
     needs = {u: dice.sample(units[:i], dice.randint(0, i)) for i, u in enumerate(units)}
@@ -156,9 +183,10 @@ def drawn_search(seed):
     def evaluate(kept):
         again = sum(seconds[u] for u in closure(units, kept))
         movable = {u: size[u] for u in kept}
-        return (LayerCost(3.0, 5.0 + again, 20, 1, movable, 40 + sum(movable.values())),) * len(stacks)
+        # `accumulate` counts in nanoseconds: 53 bytes are copied in each.
+        known = Alone(1e-9 * 3, 1e-9 * (5 + again), (*sorted(movable.items()),), kept - least, Counter())
+        return (LayerCost(3.0, 5.0 + again, 20, 1, movable, 40 + sum(movable.values()), known),) * len(stacks)
 
-    least = frozenset(units[:1]) if dice.random() < 0.5 else frozenset()
     step = step_of(
         *stacks, movable=frozenset(units), may_stay=dice.randint(0, 500), resident=dice.randint(0, 2), less=0
     )
@@ -237,6 +265,18 @@ def test_the_search_does_not_depend_on_budgets_and_loses_no_choice(seed):
         for choice in undominated(step, table, budget):
             best = fastest(curve, choice.device)
             assert (best.ns, best.host) <= (choice.ns, choice.host)
+
+
+def test_the_search_knows_what_recomputing_costs_where_a_pass_runs_alone(monkeypatch):
+    monkeypatch.setattr(search, "_MOST_SETS", 0)  # it looks at few others
+    looked_at = 0
+    for seed in range(60):
+        step, least, free, evaluate, _ = drawn_search(seed)
+        table, curve = searched(step, pool(least, free, evaluate, step.stacks), free, evaluate, 2**62)
+        sets = {near for c in curve if c.layers for near in wanted(step, table, c.kept, c.moved)}
+        assert sets <= table.keys()
+        looked_at += len(sets)
+    assert looked_at > 20
 
 
 def test_the_search_finds_better_choices_than_the_first_sets_have():

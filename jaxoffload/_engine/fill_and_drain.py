@@ -7,39 +7,37 @@ microbatches holds (three tenths are for what is in flight), and the less the mo
 """
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax import COLLECTIVES
 from .copying_loops import Loops
-from .cost import Rates, cost
+from .cost import Cost
 from .layer import Layer, shares
+from .lone_pass import Direction, Lone, Spare, bytes_in, cost_of, decide
 from .per_device import mesh_of
 from .pieces import Pieces, Scan, Straight
 from .walk import walk
 
-# An H200's, whatever runs: all processes must compile the same program (measured: benchmarks/results/fits.json).
-_RATES = Rates(gemm_tflops=670.0, attention_tflops=(580.0, 530.0), hbm_gb_s=3900.0)
-_BUS_GB_S = 53.0  # one way
-
-Direction = Literal["forward", "backward"]
 Rows = frozenset[int]  # those of a residual in its layer's plan
 Recomputing = Callable[[JaxprEqn, Layer, Rows], Layer]
 
 
-class _Lone(NamedTuple):
+class _Alone(NamedTuple):
     """A pass that has no other beside it, and over how many devices its values are spread."""
 
     direction: Direction
     devices: int
 
     def seconds(self, jaxpr: Jaxpr) -> float:
-        return cost(jaxpr, _RATES, self.devices).seconds
+        return cost_of(jaxpr, self.devices).seconds
 
 
 class Ends(NamedTuple):
@@ -56,17 +54,17 @@ def ends(pieces: Pieces, microbatches: int, gradients: int, recomputing: Recompu
       gradients: bytes of a set of them, on all devices.
       recomputing: a scan's equation, a layer of it, rows of its plan -> the layer if it recomputed these.
     """
-    devices = _devices(pieces)
-    budget = int(may_stay_of(microbatches) * gradients) // devices
-    first, left = _fitted(pieces, _Lone("forward", devices), budget, recomputing)
+    spare, devices = spare_of(pieces, microbatches, gradients)
+    first, left = _fitted(pieces, _Alone("forward", devices), spare, recomputing)
     # Of more than two microbatches the first is gone when the last begins.
-    last, _ = _fitted(pieces, _Lone("backward", devices), left if microbatches == 2 else budget, recomputing)
+    last, _ = _fitted(pieces, _Alone("backward", devices), left if microbatches == 2 else spare, recomputing)
     return Ends(first, last)
 
 
-def may_stay_of(microbatches: int) -> float:
-    """How many of the bytes of a set of gradients may stay."""
-    return min(0.7, 2 / microbatches)
+def spare_of(pieces: Pieces, microbatches: int, gradients: int) -> Spare:
+    """What may stay; `gradients` as for `ends`."""
+    devices = _devices(pieces)
+    return Spare(int(min(0.7, 2 / microbatches) * gradients) // devices, devices)
 
 
 def _devices(pieces: Pieces) -> int:
@@ -79,7 +77,7 @@ def _devices(pieces: Pieces) -> int:
     return max((math.prod(mesh_of(jaxpr, ()).values()) for jaxpr in forward), default=1)
 
 
-def _fitted(pieces: Pieces, alone: _Lone, budget: int, recomputing: Recomputing) -> tuple[Pieces, int]:
+def _fitted(pieces: Pieces, alone: _Alone, budget: int, recomputing: Recomputing) -> tuple[Pieces, int]:
     """The pieces if the pass `alone` has no other beside it, and what is left of the `budget`.
 
     `budget`: the bytes per device that may stay. The last layers' residuals are needed first, so the last scan is
@@ -96,7 +94,7 @@ def _fitted(pieces: Pieces, alone: _Lone, budget: int, recomputing: Recomputing)
 
 
 def _fitted_loops(
-    loops: Loops, alone: _Lone, budget: int, recomputing: Callable[[Layer, Rows], Layer]
+    loops: Loops, alone: _Alone, budget: int, recomputing: Callable[[Layer, Rows], Layer]
 ) -> tuple[Loops, int]:
     segments = []
     for segment in loops.segments:
@@ -126,41 +124,31 @@ def _moved(layer: Layer) -> Counter[Rows]:
     return sizes
 
 
-def _fitted_layer(layer: Layer, alone: _Lone, budget: int, recomputing: Callable[[Rows], Layer]) -> Layer:
+def _fitted_layer(layer: Layer, alone: _Alone, budget: int, recomputing: Callable[[Rows], Layer]) -> Layer:
     """A layer that may keep `budget` bytes on the device of what it would copy."""
     sizes = _moved(layer)
     forward, backward = alone.seconds(layer.forward), alone.seconds(_backward(layer))
-    if sizes.total() <= _bytes_in(forward if alone.direction == "forward" else backward):
+    if sizes.total() <= bytes_in(forward if alone.direction == "forward" else backward):
         return layer
-    candidates = {
+    again = {
         rows: max(0.0, alone.seconds(_backward(other)) - backward) for rows, other in _candidates(layer, recomputing)
     }
+    groups = [next((n for n, rows in enumerate(again) if these <= rows), len(again)) for these in sizes]
+    of_all = np.array([*again.values(), math.inf])  # the last group cannot be recomputed
+    lone = Lone(alone.direction, forward, backward, np.array([*sizes.values()]), np.array(groups), of_all)
 
-    def planned(recomputed: Rows) -> tuple[float, set[Rows]]:
-        """The seconds that both passes take if these rows are recomputed, and which others stay."""
-        longer = backward + sum(seconds for rows, seconds in candidates.items() if rows <= recomputed)
-        lone, other = (forward, longer) if alone.direction == "forward" else (longer, forward)
-        copied = {rows: size for rows, size in sizes.items() if not rows & recomputed}
-        stay = staying(copied, _bytes_in(lone), budget)
-        waited = (sum(copied.values()) - sum(stay.values())) / _BUS_GB_S / 1e9
-        return other + max(lone, waited), set(stay)
+    def rows_of(groups: Any) -> Rows:
+        return frozenset[int]().union(*itertools.compress(again, groups))
 
-    recomputed: Rows = frozenset()
-    left = list(candidates)
-    while better := [rows for rows in left if planned(recomputed | rows)[0] < planned(recomputed)[0]]:
-        best = min(better, key=lambda rows: planned(recomputed | rows)[0])
-        left.remove(best)
-        if _only_moves_less(recomputing(recomputed | best), layer, recomputed | best):
-            recomputed |= best
-    _, stay = planned(recomputed)
+    def accepts(recomputed: Any) -> list[bool]:
+        rows = rows_of(recomputed[:, 0])
+        return [_only_moves_less(recomputing(rows), layer, rows)]
+
+    decided = decide(lone, np.ones((len(sizes), 1), bool), np.array([budget]), accepts)
+    recomputed, stay = rows_of(decided.recomputed[:, 0]), [*itertools.compress(sizes, decided.stay[:, 0])]
     if not recomputed and not stay:
         return layer
     return (recomputing(recomputed) if recomputed else layer).with_on_device(stay)
-
-
-def _bytes_in(seconds: float) -> int:
-    """The bytes that are copied one way in this time."""
-    return int(seconds * _BUS_GB_S * 1e9)
 
 
 def _backward(layer: Layer) -> Jaxpr:
@@ -202,20 +190,11 @@ def _only_moves_less(other: Layer, layer: Layer, rows: Rows) -> bool:
 
 
 def _untimed(layer: Layer) -> Counter[str]:
-    """How often the backward pass runs what `cost` has no time for."""
     backward = _backward(layer)
+    return untimed(backward, cost_of(backward, 1))
+
+
+def untimed(backward: Jaxpr, known: Cost) -> Counter[str]:
+    """How often a backward pass of a known cost runs what has no known time."""
     names = (site.eqn.primitive.name for site in walk(backward))
-    return cost(backward, _RATES).unknown + Counter(name for name in names if name in COLLECTIVES)
-
-
-def staying[T](sizes: dict[T, int], room: int, budget: int) -> dict[T, int]:
-    """Return which sizes stay, at most `budget` together: large ones that do not fit in the `room` of the others."""
-    stay = {}
-    for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        if size <= room:
-            room -= size
-        elif size <= budget:
-            stay[key], budget = size, budget - size
-        else:
-            room -= size
-    return stay
+    return known.unknown + Counter(name for name in names if name in COLLECTIVES)

@@ -29,6 +29,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax import IN_TURN, Call, Results, convert_constvars_jaxpr, define
 from .copying_loops import DifferentiatedTwice, Loops, backward_p, filled, forward_p, jitted
+from .lone_pass import Spare
 from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, completed, forward, stacks_of
 from .schedule import Schedule
 from .slow_copies import lower_and_note
@@ -116,6 +117,7 @@ class Interleaved(NamedTuple):
       loops: the loops of each scan; `first` and `last`: those of the first and of the last microbatch.
       microbatches: how many.
       schedule: of pipeline stages, if there are any; the loops are then those of the layers of one chunk.
+      spare: where nothing is offloaded, what could stay on the device in the first and in the last if something were.
     """
 
     loss: Loss
@@ -124,6 +126,7 @@ class Interleaved(NamedTuple):
     last: tuple[Loops, ...]
     microbatches: int
     schedule: Schedule | None = None
+    spare: Spare | None = None
 
 
 # Whether `bind` traces nothing of what it runs, for those who read of it only what interleaves. Part of every trace

@@ -11,87 +11,16 @@ On each device are the arguments, the gradients and the like, the residuals that
 choices do not depend on the budget of device memory. So of two budgets the greater one never has the slower plan.
 """
 
-import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from .._predict.machine import Bus
+from .costs import Costs, Kept, LayerCost, Stack, Step, Table, Unit
+from .ends import Counts, EachAgain, End, Moves, again_of, ends
 
-Unit = tuple[str, ...]  # the names of values that have one decision
-Kept = frozenset[Unit]
-
-
-class LayerCost(NamedTuple):
-    """What one layer costs that keeps certain names.
-
-    Attributes:
-      forward, backward: seconds, with what runs again.
-      device: bytes per device that stay there, whatever is moved; `once`: those of what is the same in all layers.
-      movable: bytes per device of each unit that may go to the host.
-      working: bytes per device while it runs.
-    """
-
-    forward: float
-    backward: float
-    device: int
-    once: int
-    movable: Mapping[Unit, int]
-    working: int
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
-
-    @property
-    def kept(self) -> int:
-        """Bytes per device of all that it keeps."""
-        return self.device + sum(self.movable.values())
-
-
-class Stack(NamedTuple):
-    """A scan over layers: how many, how often it runs in a step, and of how many microbatches `accumulate` interleaves
-    its passes where something is offloaded (1 without it)."""
-
-    layers: int
-    runs: int = 1
-    microbatches: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What is the same for all choices.
-
-    Attributes:
-      seconds: outside of the layers.
-      arguments: bytes per device, as are the others.
-      other: gradients, and what else is there while layers run; `less` of it where microbatches interleave.
-      elsewhere: the most besides arguments and residuals when no layers run, such as while logits are computed.
-      may_stay: what `accumulate` may keep on the device for the passes that run alone.
-      resident: how many of the last layers never offload.
-      moved: units that go to the host in any case; `movable`: those that may.
-      recomputable: units that a layer can do without.
-      bus: GB/s.
-    """
-
-    seconds: float
-    arguments: int
-    other: int
-    less: int
-    elsewhere: int
-    may_stay: int
-    resident: int
-    stacks: tuple[Stack, ...]
-    bus: Bus
-    movable: Kept
-    moved: Kept = frozenset()
-    recomputable: Kept = frozenset()
-
-
-Costs = tuple[LayerCost, ...]  # of each stack
-Table = Mapping[Kept, Costs]
 Others = Literal["save", "recompute"]
 
 
@@ -128,7 +57,9 @@ class Outcome(NamedTuple):
         return step.arguments + self.other + self.residuals + self.working
 
 
-def outcome(step: Step, costs: Costs, rest: Sequence[Costs] | None, moved: Any, layers: Any) -> Outcome:
+def outcome(
+    step: Step, costs: Costs, rest: Sequence[Costs] | None, moved: Any, layers: Any, again: EachAgain
+) -> Outcome:
     """Return what candidates come to that keep the same names.
 
     Args:
@@ -136,28 +67,29 @@ def outcome(step: Step, costs: Costs, rest: Sequence[Costs] | None, moved: Any, 
       rest: for each candidate what the layers cost that recompute what it moves; None if they save it.
       moved: for each candidate which units it moves, (candidates, units) bool, in the order of `units_of`.
       layers: how many layers offload, (counts,).
+      again: what recomputing a unit adds to a layer of each stack.
     """
     units = units_of(costs)
-    sizes = [np.array([cost.movable.get(u, 0) for u in units], np.int64) for cost in costs]
-    moves = [_Moves(size, moved, moved @ size[:, None]) for size in sizes]
+    moves = [Moves.of(cost, units, moved) for cost in costs]
     counts = [_counts(step, stack, of.sum, layers, rest is None) for stack, of in zip(step.stacks, moves, strict=True)]
     beside = np.any([n.offload & (s.microbatches > 1) for s, n in zip(step.stacks, counts, strict=True)], axis=0)
     seconds = np.full(beside.shape, step.seconds)
-    residuals, host, copied, stay, working = (np.zeros(beside.shape, np.int64) for _ in range(5))
-    # The last scan's residuals are needed first, so it is served first with what may stay.
-    for number, (stack, cost, of, n) in reversed([*enumerate(zip(step.stacks, costs, moves, counts, strict=True))]):
+    residuals, host, copied, working = (np.zeros(beside.shape, np.int64) for _ in range(4))
+    of_ends, stay = ends(step, costs, moves, counts, again)
+    stacks = zip(step.stacks, costs, moves, counts, of_ends, strict=True)
+    for number, (stack, cost, of, n, (first, last)) in enumerate(stacks):
         other = _Rest.of([each[number] for each in rest or ()] or [cost])
         sets = np.where(beside & (stack.microbatches > 1), 2, 1)
-        stays, of_ends = _ends(step, stack, cost, of, step.may_stay - stay, n.copying)
-        stay += beside * stays
-        exposed = np.where(sets == 2, _beside(step, stack, cost, of.sum) + of_ends, _in_turn(step, stack, cost, of.sum))
+        exposed = np.where(
+            sets == 2, _beside(step, stack, cost, of.sum, first, last), _in_turn(step, stack, cost, of.sum)
+        )
         seconds += stack.runs * ((stack.layers - n.rest) * cost.seconds + n.rest * other.seconds) + n.copying * exposed
         kept = (stack.layers - n.rest) * cost.kept - n.layers * of.sum + n.rest * other.kept + cost.once
         residuals += sets * kept
         in_flight = cost.working + sets * of.sum * n.offload
         working = np.maximum(working, np.maximum(in_flight, (n.rest > 0) * other.working))
         host += sets * (n.layers + n.offload) * of.sum  # and a padding row
-        copied += stack.runs * n.copying * of.sum
+        copied += n.copying * (stack.runs * of.sum - stack.runs // stack.microbatches * (first.less + last.less))
     other_bytes = step.other - step.less * beside + stay
     working = np.maximum(working, step.elsewhere - step.other)
     return Outcome(np.rint(1e9 * seconds).astype(np.int64), residuals, other_bytes, working, host, copied)
@@ -175,17 +107,7 @@ class _Rest(NamedTuple):
         return cls(*(np.array([getattr(c, name) for c in costs])[:, None] for name in ("seconds", "kept", "working")))
 
 
-class _Counts(NamedTuple):
-    """Of a stack: whether layers offload, how many; how many iterations copy; how many layers are neither those nor
-    resident."""
-
-    offload: Any
-    layers: Any
-    copying: Any
-    rest: Any
-
-
-def _counts(step: Step, stack: Stack, moving: Any, layers: Any, save: bool) -> _Counts:
+def _counts(step: Step, stack: Stack, moving: Any, layers: Any, save: bool) -> Counts:
     """As `layer_ranges` divides the layers of a stack."""
     resident = min(step.resident, stack.layers)
     count = np.minimum(layers, stack.layers - resident)
@@ -193,7 +115,7 @@ def _counts(step: Step, stack: Stack, moving: Any, layers: Any, save: bool) -> _
     count = np.where(offload, count, 0)
     rest = np.where(moving > 0, stack.layers - resident - count, 0)
     joins = offload & (count < stack.layers) & ((rest == 0) | save)
-    return _Counts(offload, count, count + joins, rest)
+    return Counts(offload, count, count + joins, rest)
 
 
 def _in_turn(step: Step, stack: Stack, cost: LayerCost, moving: Any) -> Any:
@@ -201,44 +123,24 @@ def _in_turn(step: Step, stack: Stack, cost: LayerCost, moving: Any) -> Any:
     return stack.runs * (_longer(moving, step.bus.d2h, cost.forward) + _longer(moving, step.bus.h2d, cost.backward))
 
 
-def _beside(step: Step, stack: Stack, cost: LayerCost, moving: Any) -> Any:
-    """The same where one pass runs beside another, in all microbatches."""
-    times = stack.runs // stack.microbatches * (stack.microbatches - 1)
-    return times * _longer(moving, step.bus.together, cost.seconds)
+def _beside(step: Step, stack: Stack, cost: LayerCost, moving: Any, first: End, last: End) -> Any:
+    """The same where passes run beside each other, and the first and the last one alone, with what is recomputed for
+    these."""
+    bus, of_first, of_last = step.bus, moving - first.less, moving - last.less
+    if stack.microbatches == 2:
+        pairs = _of_pair(bus, cost, of_last, of_first, first.again)
+    else:
+        pairs = _of_pair(bus, cost, moving, of_first, first.again) + _of_pair(bus, cost, of_last, moving)
+        pairs += (stack.microbatches - 3) * _of_pair(bus, cost, moving, moving)
+    fill, drain = _longer(of_first, bus.d2h, cost.forward), _longer(of_last, bus.h2d, cost.backward)
+    return stack.runs // stack.microbatches * (fill + pairs + np.maximum(drain, last.again))
 
 
-class _Moves(NamedTuple):
-    """What candidates move of a stack's layer: bytes of each unit (units,), which (candidates, units), and their sum
-    (candidates, 1)."""
-
-    sizes: Any
-    moved: Any
-    sum: Any
-
-
-def _ends(step: Step, stack: Stack, cost: LayerCost, moves: _Moves, left: Any, layers: Any) -> tuple[Any, Any]:
-    """What stays on the device, of `left` bytes at most, where a pass runs alone beside so many layers; and the seconds
-    by which the other copies take longer, per layer."""
-    left = left // np.maximum(1, layers)
-    first = _staying(moves, cost.forward * step.bus.d2h * 1e9, left)
-    # Of two microbatches both ends are there at once.
-    last = _staying(moves, cost.backward * step.bus.h2d * 1e9, left - first if stack.microbatches == 2 else left)
-    stay = layers * (first + last if stack.microbatches == 2 else np.maximum(first, last))
-    to_host = _longer(moves.sum - first, step.bus.d2h, cost.forward)
-    back = _longer(moves.sum - last, step.bus.h2d, cost.backward)
-    return stay, stack.runs // stack.microbatches * (to_host + back)
-
-
-def _staying(moves: _Moves, room: float, budget: Any) -> Any:
-    """Return the bytes that stay of a layer, as `fill_and_drain.staying` chooses them: large values that do not fit in
-    the `room` of the others."""
-    rooms, stay = np.full(budget.shape, room), np.zeros(budget.shape, np.int64)
-    for unit in np.argsort(-moves.sizes, kind="stable"):
-        size, moved = int(moves.sizes[unit]), moves.moved[:, unit : unit + 1]
-        stays = moved & (size > rooms) & (size <= budget - stay)
-        rooms = rooms - size * (moved & ~stays)
-        stay = stay + size * stays
-    return stay
+def _of_pair(bus: Bus, cost: LayerCost, to_host: Any, back: Any, again: Any = 0.0) -> Any:
+    """Of a layer's forward pass, which copies so many bytes, beside a backward pass, which recomputes for so long."""
+    both = (to_host > 0) & (back > 0)
+    copies = np.where(both, np.maximum(to_host, back) / bus.together, to_host / bus.d2h + back / bus.h2d)
+    return np.maximum(again, copies / 1e9 - cost.seconds)
 
 
 def _longer(size: Any, gb_s: float, seconds: float) -> Any:
@@ -266,36 +168,49 @@ class Curves:
 
     def __init__(self, step: Step, host_budgets: Sequence[int]):
         self.step, self.host_budgets, self.counts = step, host_budgets, _layer_counts(step)
-        self.known = set[tuple[Kept, Kept | None]]()
-        self.curves: list[list[Choice]] = [[] for _ in host_budgets]
+        self.again: dict[Kept, EachAgain] = {}
+        self.known: dict[Kept, set[Kept | None]] = {}
+        self.candidates: list[_Candidates] = []
+        self.columns: dict[Kept, list[list[Any]]] = {}  # for each budget
 
     def of(self, table: Table) -> list[list[Choice]]:
         """Return the curve of each budget; `table` has all sets of earlier calls."""
-        new = [candidates for kept in table for candidates in self._new(table, kept)]
-        found = [[_columns(curve)] for curve in self.curves]
-        for number, candidates in enumerate(new):
-            for columns, more in zip(found, self._best(table, candidates, number), strict=True):
+        # Where `fixed` moves a unit, sets without it only say what recomputing it costs.
+        in_any_case = self.step.moved & self.step.recomputable
+        for kept in table:
+            if in_any_case <= kept:
+                self._look(table, kept)
+        return [self._curve(budget) for budget in range(len(self.host_budgets))]
+
+    def _look(self, table: Table, kept: Kept) -> None:
+        """Find the undominated ones of those that keep these names."""
+        again = again_of(self.step, table, kept)
+        if self.again.get(kept) != again:
+            self.again[kept], self.known[kept], self.columns[kept] = again, set(), [[] for _ in self.host_budgets]
+        for candidates in self._new(table, kept):
+            self.candidates.append(candidates)
+            found = self._best(table, candidates, len(self.candidates) - 1)
+            for columns, more in zip(self.columns[kept], found, strict=True):
                 columns.append(more)
-        self.curves = [_made(curve, new, np.hstack(columns)) for curve, columns in zip(self.curves, found, strict=True)]
-        return self.curves
 
     def _new(self, table: Table, kept: Kept) -> "Iterator[_Candidates]":
         """Yield choices that keep these names, and were not there in an earlier call."""
-        units = units_of(table[kept])
-        if (kept, None) not in self.known:
+        units, known = units_of(table[kept]), self.known[kept]
+        if None not in known:
             movable = self.step.movable - self.step.moved
             free, always = [u in movable for u in units], [u in self.step.moved for u in units]
             yield _Candidates(kept, units, _subsets(units, free, table[kept], always), None)
         pairs = _smaller(self.step, table, kept, units) if not self.step.moved else []
-        if new := [(rest, moved) for rest, moved in pairs if (kept, rest) not in self.known]:
+        if new := [(rest, moved) for rest, moved in pairs if rest not in known]:
             yield _Candidates(kept, units, np.array([moved for _, moved in new]), [rest for rest, _ in new])
-        self.known |= {(kept, None), *((kept, rest) for rest, _ in new)}
+        known |= {None, *(rest for rest, _ in new)}
 
     def _best(self, table: Table, these: "_Candidates", number: int) -> list[Any]:
-        """Return the undominated ones for each budget, as `_columns`."""
+        """Return the undominated ones for each budget as columns of integers: ns, device, host; `number`, which of
+        these, and how many layers."""
         rest = [table[kept] for kept in these.rest] if these.rest else None
         counts = self.counts[1:] if these.rest else self.counts  # where none offloads, all layers keep the same
-        out = outcome(self.step, table[these.kept], rest, these.sets, counts)
+        out = outcome(self.step, table[these.kept], rest, these.sets, counts, self.again[these.kept])
         device, found = out.device(self.step), []
         for host_budget in self.host_budgets:
             rows, columns = np.nonzero(out.host <= host_budget)
@@ -304,17 +219,10 @@ class Curves:
             found.append(all_[:, _undominated(*sizes)])
         return found
 
-
-def _columns(curve: Sequence[Choice]) -> Any:
-    """Return choices as columns of integers: ns, device, host; the number of their candidates, which of these, and how
-    many layers. Those of a curve have the number -1, and count for themselves."""
-    return np.array([(c.ns, c.device, c.host, -1, i, 0) for i, c in enumerate(curve)], np.int64).reshape(-1, 6).T
-
-
-def _made(curve: Sequence[Choice], new: Sequence["_Candidates"], columns: Any) -> list[Choice]:
-    """Return the undominated ones of these columns."""
-    best = columns[:, _undominated(*columns[:3])].T.tolist()
-    return [curve[row] if n < 0 else new[n].choice(row, layers, *sizes) for *sizes, n, row, layers in best]
+    def _curve(self, budget: int) -> list[Choice]:
+        columns = np.hstack([found for of in self.columns.values() for found in of[budget]])
+        best = columns[:, _undominated(*columns[:3])].T.tolist()
+        return [self.candidates[n].choice(row, layers, *sizes) for *sizes, n, row, layers in best]
 
 
 class _Candidates(NamedTuple):
@@ -390,4 +298,5 @@ def alone(step: Step, table: Table, choice: Choice) -> Outcome:
     costs = table[choice.kept]
     moved = np.array([[u in choice.moved for u in units_of(costs)]], bool)
     rest = [table[choice.rest]] if choice.others == "recompute" else None
-    return Outcome(*(of.item() for of in outcome(step, costs, rest, moved, np.array([choice.layers]))))
+    again = again_of(step, table, choice.kept)
+    return Outcome(*(of.item() for of in outcome(step, costs, rest, moved, np.array([choice.layers]), again)))

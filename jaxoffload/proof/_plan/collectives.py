@@ -20,7 +20,7 @@ from ..._engine.layer import Body
 from ..._engine.rates import Link
 from ..._engine.walk import walk
 from ..._jax import nbytes
-from .choices import Costs, Kept
+from .costs import Costs, Kept
 from .stacks import Found
 
 

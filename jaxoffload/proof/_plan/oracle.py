@@ -1,18 +1,20 @@
 """What one layer costs that keeps certain names."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ..._engine.cost import Rates, cost
 from ..._engine.device_bytes import straight
+from ..._engine.fill_and_drain import untimed
 from ..._engine.joint import Joint, Passes, joint
 from ..._engine.layer import Layer, shares_of
+from ..._engine.lone_pass import cost_of
 from ..._engine.plan import Row
 from ..._engine.walk import axes_of, within
 from ..._policy import Decision, Policy
 from .._predict.room import Divisions, layer_room
-from .choices import Kept, LayerCost, Unit
+from .costs import Alone, Kept, LayerCost, Unit
 from .stacks import UNTAGGED, Found, Names, linear, without_decisions
 
 
@@ -81,12 +83,12 @@ class Oracle:
         """Return what a layer costs that runs this."""
         passes, axes = (layer.forward, layer.backward), axes_of(found.shard_maps)
         forward_s, backward_s = (cost(of, self.rates, found.devices, axes).seconds for of in passes)
-        forward, movable = straight(layer.forward), dict[Unit, int]()
+        forward, residuals, movable = straight(layer.forward), dict[frozenset[int], int](), dict[Unit, int]()
         on_host = [k for k in layer.kept if k.place == "host"]
         for kept, size in zip(on_host, shares_of(forward, layer.kept, "host"), strict=True):
-            row = layer.plan.rows[min(kept.rows)]
-            unit = self.names.of[row.names[0]] if row.names else UNTAGGED
+            unit = self._unit(layer.plan.rows[min(kept.rows)])
             movable[unit] = movable.get(unit, 0) + size
+            residuals[kept.rows] = residuals.get(kept.rows, 0) + size
         return LayerCost(
             forward=forward_s,
             backward=backward_s,
@@ -94,4 +96,24 @@ class Oracle:
             once=sum(shares_of(forward, layer.kept, "once")),
             movable=movable,
             working=layer_room(layer, forward, self.like, self.one_kernel) + self.excess,
+            alone=self._alone(layer, residuals, found.spare.devices) if found.spare else None,
+        )
+
+    def _unit(self, row: Row) -> Unit:
+        return self.names.of[row.names[0]] if row.names else UNTAGGED
+
+    def _alone(self, layer: Passes, residuals: Mapping[frozenset[int], int], devices: int) -> Alone:
+        """Return what `accumulate` decides by; `residuals`: the rows of those for the host, and their bytes."""
+        backward = cost_of(layer.backward, devices)
+        rows = [row for row in layer.plan.rows if row.names and row.kind != "argument"]
+        saved = {self._unit(row) for row in rows if row.decision == "save"}  # such as a small result of a kernel
+        units = [self._unit(layer.plan.rows[min(rows)]) for rows in residuals]
+        again = set(units) & self.names.recomputable - saved
+        of_units = zip(units, residuals.values(), strict=True)
+        return Alone(
+            forward=cost_of(layer.forward, devices).seconds,
+            backward=backward.seconds,
+            residuals=tuple((unit, size) for unit, size in of_units if size),
+            recomputable=frozenset() if layer.forward.effects else frozenset(again),
+            untimed=untimed(layer.backward, backward),
         )

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..._policy import Decision, Policy, matches
-from .choices import Choice, Costs, Kept, Step, Table, Unit
+from .choices import Choice
+from .costs import Costs, Kept, Step, Table, Unit
 
 
 def pattern_of(name: str) -> str:

@@ -10,7 +10,6 @@ import jax
 
 from ..._engine.cost import cost
 from ..._engine.device_bytes import division
-from ..._engine.fill_and_drain import may_stay_of
 from ..._engine.host_pool_limit import host_pool_bytes, whole_program
 from ..._errors import Problem, UserError
 from ..._jax import nbytes
@@ -21,9 +20,10 @@ from .._predict.machine import Machine, known_machine
 from .._predict.room import divisions, step_room
 from .._program.results import trace_of
 from . import stacks
-from .choices import Choice, Outcome, Step, Table, alone, fastest
+from .choices import Choice, Outcome, alone, fastest
 from .collectives import of_layer, with_collectives
 from .compiled import compiled_bytes, refined, refuse_without_gpus
+from .costs import Step, Table
 from .oracle import Oracle, divided
 from .patterns import policy_for, policy_of
 from .result import Memory, Plan, Point
@@ -172,15 +172,15 @@ def _traced(
     room, most = step_room(plain, like, one_kernel, stacks.kept_stacks(plain), written_over=not is_loss)
     of_least = max(cost.working for cost in oracle(names.least))
     oracle = dataclasses.replace(oracle, excess=room.layer - of_least)
-    gradients = stacks.gradients_of(plain, like)
+    beside = stacks.interleaves(plain, like)
     of_layers = stacks.layers_seconds(plain, machine.rates, devices)
     step = Step(
         seconds=max(0.0, cost(plain, machine.rates, devices).seconds - of_layers),
         arguments=sum(_share(leaf) for leaf in jax.tree.leaves(args)),
         other=max(0, most.layers - room.layer),
-        less=gradients.stacked,
+        less=beside.gradients,
         elsewhere=most.elsewhere,
-        may_stay=_may_stay(gradients.all, found),
+        may_stay=beside.may_stay,
         resident=fixed.resident_layers,
         stacks=tuple(each.stack for each in found),
         bus=machine.bus(devices),
@@ -194,12 +194,6 @@ def _traced(
     everything = [oracle.passes(layer, names.least | names.free) for layer in layers]
     untagged = tuple(line for layer in everything for line in runs_again(layer))
     return Traced(step, table, curve, fixed, machine, devices, untagged)
-
-
-def _may_stay(gradients: int, found: Sequence[stacks.Found]) -> int:
-    """Return the bytes per device that the first and the last of interleaved microbatches may keep."""
-    most = max(each.stack.microbatches for each in found)
-    return int(may_stay_of(most) * gradients) if most > 1 else 0
 
 
 def _share(leaf: Any) -> int:

@@ -13,24 +13,32 @@ from ..._engine.copying_loops import Loops, backward_p, forward_p
 from ..._engine.cost import Rates, cost
 from ..._engine.interleaved import OUR_LOOPS, Interleaved, in_turn_p, is_staged
 from ..._engine.layer import Body, Layer, linearize
+from ..._engine.lone_pass import Spare
 from ..._engine.plan import Override
 from ..._engine.walk import axes_of, walk, within
 from ..._jax import nbytes
 from ..._policy import Decision, Policy
 from .._predict.room import Divisions, Shape
-from .choices import Kept, Stack, Unit
+from .costs import Kept, Stack, Unit
 
 UNTAGGED = ("(matmul)",)  # matmul outputs that `dots` keeps
 
 
 class Found(NamedTuple):
-    """A scan over layers; `devices` is over how many its values are spread."""
+    """A scan over layers.
+
+    Attributes:
+      devices: over how many its values are spread.
+      shard_maps: those around it.
+      spare: what `accumulate` may keep on the device where a pass runs alone; None where it interleaves nothing.
+    """
 
     stack: Stack
     body: Body
     perturbed: tuple[bool, ...]
     devices: int
-    shard_maps: tuple[JaxprEqn, ...]  # around it
+    shard_maps: tuple[JaxprEqn, ...]
+    spare: Spare | None
 
 
 def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
@@ -45,7 +53,7 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
             raise NotImplementedError("plan: pipeline stages are not planned; plan the loss of one stage's devices")
         if any(e.primitive in (in_turn_p, forward_p, backward_p) for e in site.enclosing):
             continue
-        microbatches, each = _loops_at(site.eqn)
+        microbatches, spare, each = _loops_at(site.eqn)
         if each and any(e.primitive is remat_p for e in site.enclosing):
             raise NotImplementedError(
                 "plan: a scan inside a checkpoint, which runs it again, is not planned; take it out"
@@ -59,15 +67,17 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
             assert body is not None  # the trial keeps it
             devices_of = max(1, devices // site.devices)
             whole = Body(body, layer.consts, layer.carry)
-            found.append(Found(stack, whole, layer.perturbed, devices_of, site.shard_maps))
+            found.append(Found(stack, whole, layer.perturbed, devices_of, site.shard_maps, spare))
     return found
 
 
-def _loops_at(eqn: JaxprEqn) -> tuple[int, Sequence[Loops]]:
-    """Return the loops that an equation runs forward and, elsewhere, backward; and of how many microbatches."""
+def _loops_at(eqn: JaxprEqn) -> tuple[int, Spare | None, Sequence[Loops]]:
+    """Return of how many microbatches an equation would interleave the passes, what may then stay, and the loops that
+    it runs forward and, elsewhere, backward."""
     if eqn.primitive is in_turn_p:
-        return eqn.params["what"].microbatches, eqn.params["what"].loops
-    return 1, [eqn.params["loops"]] if _is_differentiated(eqn) else []
+        what: Interleaved = eqn.params["what"]
+        return what.microbatches, what.spare, what.loops
+    return 1, None, [eqn.params["loops"]] if _is_differentiated(eqn) else []
 
 
 def _is_differentiated(eqn: JaxprEqn) -> bool:
@@ -101,24 +111,26 @@ def kept_stacks(jaxpr: Jaxpr) -> set[Shape]:
     return found
 
 
-class Gradients(NamedTuple):
-    """Bytes per device of the gradients that `accumulate` adds up: of all, and of those stacked by layer."""
+class Interleaves(NamedTuple):
+    """Bytes per device where `accumulate` interleaves: `gradients` of layers that it adds up in place; `may_stay` where
+    a pass runs alone."""
 
-    all: int
-    stacked: int
+    gradients: int
+    may_stay: int
 
 
-def gradients_of(jaxpr: Jaxpr, like: Divisions) -> Gradients:
-    """Return the gradients of the microbatches that interleave in a traced step."""
-    every = stacked = 0
+def interleaves(jaxpr: Jaxpr, like: Divisions) -> Interleaves:
+    """Return what the microbatches hold that interleave in a traced step."""
+    gradients = may_stay = 0
     for site in walk(jaxpr):
         if site.eqn.primitive is in_turn_p:
             what: Interleaved = site.eqn.params["what"]
+            may_stay += what.spare.bytes if what.spare else 0
             lengths = {loops.length for loops in what.loops}
             for aval in itertools.compress(what.loss.jaxpr.in_avals, what.loss.differentiated):
                 size = nbytes(aval) // (like[aval.shape].parts if aval.shape in like else 1)
-                every, stacked = every + size, stacked + size * (aval.shape[:1] in {(n,) for n in lengths})
-    return Gradients(every, stacked)
+                gradients += size * (aval.shape[:1] in {(n,) for n in lengths})
+    return Interleaves(gradients, may_stay)
 
 
 @dataclasses.dataclass(frozen=True)

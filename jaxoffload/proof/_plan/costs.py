@@ -1,0 +1,100 @@
+"""What a step and its layers cost, as far as choices depend on it."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .._predict.machine import Bus
+
+Unit = tuple[str, ...]  # the names of values that have one decision
+Kept = frozenset[Unit]
+
+
+class Alone(NamedTuple):
+    """What `accumulate` knows of a layer where it decides on the passes that run alone.
+
+    Attributes:
+      forward, backward: seconds, as it counts them.
+      residuals: the unit and the bytes per device of each that may go to the host.
+      recomputable: units that may be recomputed there.
+      untimed: how often the backward pass runs what has no known time.
+    """
+
+    forward: float
+    backward: float
+    residuals: tuple[tuple[Unit, int], ...]
+    recomputable: Kept
+    untimed: Counter[str]
+
+
+class LayerCost(NamedTuple):
+    """What one layer costs that keeps certain names.
+
+    Attributes:
+      forward, backward: seconds, with what runs again.
+      device: bytes per device that stay there, whatever is moved; `once`: those of what is the same in all layers.
+      movable: bytes per device of each unit that may go to the host.
+      working: bytes per device while it runs.
+      alone: where `accumulate` interleaves its passes.
+    """
+
+    forward: float
+    backward: float
+    device: int
+    once: int
+    movable: Mapping[Unit, int]
+    working: int
+    alone: Alone | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def kept(self) -> int:
+        """Bytes per device of all that it keeps."""
+        return self.device + sum(self.movable.values())
+
+
+class Stack(NamedTuple):
+    """A scan over layers: how many, how often it runs in a step, and of how many microbatches `accumulate` interleaves
+    its passes where something is offloaded (1 without it)."""
+
+    layers: int
+    runs: int = 1
+    microbatches: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What is the same for all choices.
+
+    Attributes:
+      seconds: outside of the layers.
+      arguments: bytes per device, as are the others.
+      other: gradients, and what else is there while layers run; `less` of it where microbatches interleave.
+      elsewhere: the most besides arguments and residuals when no layers run, such as while logits are computed.
+      may_stay: what `accumulate` may keep on the device where a pass runs alone.
+      resident: how many of the last layers never offload.
+      moved: units that go to the host in any case; `movable`: those that may.
+      recomputable: units that a layer can do without.
+      bus: GB/s.
+    """
+
+    seconds: float
+    arguments: int
+    other: int
+    less: int
+    elsewhere: int
+    may_stay: int
+    resident: int
+    stacks: tuple[Stack, ...]
+    bus: Bus
+    movable: Kept
+    moved: Kept = frozenset()
+    recomputable: Kept = frozenset()
+
+
+Costs = tuple[LayerCost, ...]  # of each stack
+Table = Mapping[Kept, Costs]

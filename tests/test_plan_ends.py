@@ -1,0 +1,193 @@
+"""What `plan` says of the passes that run alone in `accumulate` is what the traced step does there."""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import ROOT, auto_mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxoffload import Policy, accumulate, proof, scan, tag
+from jaxoffload._engine.cost import cost
+from jaxoffload._engine.interleaved import interleaved_p
+from jaxoffload._engine.layer import shares
+from jaxoffload._engine.walk import walk
+from jaxoffload._trial_policy import Trial
+from jaxoffload.proof import Bus, Machine, fits
+from jaxoffload.proof._plan.choices import alone, units_of
+from jaxoffload.proof._plan.ends import Counts, Moves, again_of, ends
+from jaxoffload.proof._plan.patterns import policy_for
+from jaxoffload.proof._plan.plan import _traced
+from models.train import step_for
+
+pytestmark = pytest.mark.claim("plan-ends")
+
+H200 = Machine.from_json((ROOT / "machines/h200.json").read_text())
+SLOW = dataclasses.replace(H200, one=Bus(20.0, 16.0, 12.0))  # GB/s
+LAYERS, D, H, ROWS = 8, 4096, 14336, 16384
+shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+
+def gated(x, w):
+    x, (gate, up, down) = tag(x, "x"), w
+    fc1, up = tag(x @ gate, "fc1"), tag(x @ up, "up")
+    return x + tag(jax.nn.silu(fc1) * up, "act") @ down, None
+
+
+def narrow(x, w):
+    """Recomputing one of these values needs others, one name has two values, and one is a weight."""
+    x = tag(x, "x")
+    a = tag(jnp.tanh(x @ tag(w[0], "w")), "a")
+    b, c = tag(jnp.sin(a), "b"), tag({"p": jnp.cos(a), "q": a[:, :D] * 2}, "c")
+    return x + jnp.tanh(c["q"]) + tag((b * c["p"]), "a") @ w[1], None
+
+
+def with_effects(x, w):
+    """Nothing of it runs again."""
+    jax.debug.callback(lambda: None)
+    return gated(x, w)
+
+
+def loss_of(*layers):
+    def of(policy):
+        def loss(weights, x):
+            for layer, w in zip(layers, weights, strict=True):
+                x = scan(layer, x, w, policy=policy, strict=False)[0]
+            return jnp.sum(x.astype(jnp.float32))
+
+        return lambda weights, xs: accumulate(loss)(weights, xs)
+
+    return of
+
+
+GATED = shape(LAYERS, D, H), shape(LAYERS, D, H), shape(LAYERS, H, D)
+NARROW = shape(LAYERS, D, 2 * D), shape(LAYERS, 2 * D, D)
+
+
+def interleaved(f, args):
+    """What interleaves in a step."""
+    sites = walk(jax.make_jaxpr(f)(*args))
+    return [site.eqn.params for site in sites if site.eqn.primitive is interleaved_p]
+
+
+def on_device_and_host(segments):
+    """Of the first layers, in bytes per device: what one keeps on the device, and on the host."""
+    segment = segments[0]
+    return np.array([sum(shares(segment.layer.forward, segment.layer.kept, place)) for place in ("device", "host")])
+
+
+def of_the_step(f, args):
+    """Of each scan and each end: bytes of a layer that stay, bytes that are not copied, and how many seconds longer its
+    backward pass takes on an H200."""
+    (params,) = interleaved(f, args)
+    seconds = lambda loops: cost(loops.segments[0].backward, H200.rates).seconds
+    found = []
+    for between, *of_ends in zip(params["loops"], params["first"], params["last"], strict=True):
+        for end in of_ends:
+            stay, less = (on_device_and_host(end.segments) - on_device_and_host(between.segments)) * (1, -1)
+            found.append((stay, less, seconds(end) - seconds(between)))
+    return found
+
+
+def of_the_plan(f, args, fixed):
+    traced = _traced(f, args, fixed, H200, (), 2**62)
+    step, kept = traced.step, max(traced.table, key=len)
+    units, moved = units_of(traced.table[kept]), [[True] * len(units_of(traced.table[kept]))]
+    layers = np.array([[LAYERS]])  # that copy, and resident ones with them
+    counts = [Counts(True, layers - step.resident, layers, 0) for _ in step.stacks]
+    moves = [Moves.of(cost, units, np.array(moved)) for cost in traced.table[kept]]
+    of_ends, stay = ends(step, traced.table[kept], moves, counts, again_of(step, traced.table, kept))
+    return [tuple(np.asarray(x).item() for x in end) for both in of_ends for end in both], stay.item()
+
+
+CASES = {
+    "gated": (loss_of(gated), (GATED,), {"x": "offload", "up": "offload", "fc1": "offload", "act": "recompute"}),
+    "act": (loss_of(gated), (GATED,), {"x": "save", "up": "save", "fc1": "offload", "act": "offload"}),
+    "all of it": (loss_of(gated), (GATED,), {"*": "offload"}),
+    "narrow": (loss_of(narrow), (NARROW,), {"*": "offload"}),
+    "some of it": (loss_of(narrow), (NARROW,), {"*": "offload", "b": "recompute", "x": "save"}),
+    "effects": (loss_of(with_effects), (GATED,), {"*": "offload"}),
+    "two stacks": (loss_of(gated, narrow), (GATED, NARROW), {"*": "offload"}),
+}
+
+
+@pytest.mark.parametrize("microbatches, resident", [(2, 0), (3, 1), (8, 0), (64, 1)])
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_decides_as_the_step_does(case, microbatches, resident):
+    f, weights, rules = CASES[case]
+    fixed = Policy(rules, resident_layers=resident)
+    args = weights, shape(microbatches, ROWS, D)
+    step = of_the_step(f(fixed), args)
+    found, stay = of_the_plan(f(Policy()), args, fixed)
+    assert [end[:2] for end in found] == [end[:2] for end in step]
+    both = zip(found, step, strict=True)
+    assert all(planned[2] == pytest.approx(real[2], abs=2e-4) for planned, real in both)
+    assert stay == proof.staying(f(fixed), *args)
+
+
+@pytest.mark.parametrize("sharded", ["auto", "shard_map"])
+def test_it_does_on_meshes(sharded):
+    mesh, rules = auto_mesh(data=4), {"*": "offload"}
+
+    def f(policy):
+        step = loss_of(gated)(policy)
+        if sharded == "auto":
+            return step
+        specs = P(), P(None, "data")
+        local = lambda *args: jax.tree.map(lambda x: x[None], step(*args))
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
+
+    on = lambda array, spec: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=jax.NamedSharding(mesh, spec))
+    weights = jax.tree.map(lambda w: on(w, P(None, "data")), (GATED,))
+    args = weights, on(shape(3, 4 * ROWS, D), P(None, "data"))
+    with jax.set_mesh(mesh) if sharded == "auto" else contextlib.nullcontext():
+        step = of_the_step(f(Policy(rules)), args)
+        found, stay = of_the_plan(f(Policy()), args, Policy(rules))
+        assert [end[:2] for end in found] == [end[:2] for end in step]
+        assert stay == proof.staying(f(Policy(rules)), *args)
+    assert any(less for _, less, _ in found)
+
+
+def layers_ms(f, args, machine):
+    """By `fits`: what all layers of a step take that all copy something."""
+    loops = fits(f, *args, machine=machine).loops
+    return sum(loop.computing_ms + loop.exposed_ms(loop.together) for loop in loops)
+
+
+@pytest.mark.parametrize("machine", [H200, SLOW], ids=["fast", "slow"])
+@pytest.mark.parametrize("microbatches", [2, 3])
+@pytest.mark.parametrize("case", ["gated", "narrow", "some of it"])
+def test_the_step_takes_as_long_as_fits_says(case, microbatches, machine):
+    f, weights, rules = CASES[case]
+    fixed = Policy(rules, resident_layers=0)
+    args = weights, shape(microbatches, ROWS, D)
+    traced = _traced(f(Policy()), args, fixed, machine, (), 2**62)
+    choice = max(traced.curve, key=lambda choice: choice.layers)
+    assert choice.layers == LAYERS and choice.moved
+    ms = 1e-6 * choice.ns - 1e3 * traced.step.seconds
+    # What two residuals need both is planned to run again for each.
+    assert ms == pytest.approx(expected := layers_ms(f(fixed), args, machine), rel=0.04) and ms > expected - 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "microbatches, smallest", [(8, 2**20), (2, 2**20), (8, 2**21)], ids=["8", "2", "a kernel's small result is saved"]
+)
+def test_llama_copies_and_keeps_what_is_planned(microbatches, smallest):
+    """In choices on the curve, and all of a step's bytes."""
+    override = f"train.grad_accumulation={microbatches}", f"train.batch_size={8 * microbatches}"
+    step, args, *_ = step_for(str(ROOT / "configs/llama3-8b.yaml"), *override)
+    fixed = Policy(min_offload_bytes=smallest)
+    traced = _traced(step, args, fixed, H200, (), 2**40)
+    chosen = [choice for choice in traced.curve if choice.moved]
+    for choice in chosen[:: len(chosen) // 4]:
+        out, policy = alone(traced.step, traced.table, choice), policy_for(choice, traced.step, traced.table, fixed)
+        (params,) = Trial(policy).traced(interleaved)(step, args)
+        copied = lambda loops: sum(s.layers * on_device_and_host([s])[1] for s in loops[0].segments if s.on_host)
+        between, *of_ends = (copied(params[which]) for which in ("loops", "first", "last"))
+        assert out.copied == (microbatches - 2) * between + sum(of_ends)
+        stays = Trial(policy).traced(proof.staying)(step, *args)
+        assert out.other == traced.step.other - traced.step.less + stays

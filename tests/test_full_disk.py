@@ -52,7 +52,13 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on_later(run, 
     before = {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()}
     longer = [*CONSTANT, "train.steps=8"]
     no_cache = "JAX_ENABLE_COMPILATION_CACHE=0"  # a compiled step is larger than that, too
-    limited = ["bash", "-c", f'ulimit -f 100 && {no_cache} exec "$@"', "bash", *command(config, *longer, f"train.out={out}")]
+    limited = [
+        "bash",
+        "-c",
+        f'ulimit -f 100 && {no_cache} exec "$@"',
+        "bash",
+        *command(config, *longer, f"train.out={out}"),
+    ]
     said = finish(spawn(limited, devices=8), code=3)
     assert said.splitlines()[-1].startswith(f"stopped: {out}/checkpoints/6.orbax-checkpoint-tmp/")
     assert said.endswith(

@@ -9,7 +9,7 @@ import test_contract
 from common import ROOT, accumulated, assert_same_bits, gradient, in_a_loop, kept, normal, policy, run
 from jax import lax
 
-from jaxoffload import accumulate, chain, check, checkpoint, offload, residuals, scan, tag, verify
+from jaxoffload import accumulate, chain, check, checkpoint, offload, plan, residuals, scan, tag, verify
 from models.config import load
 from models.report import report
 
@@ -133,3 +133,12 @@ def test_the_report_of_the_training_program(remat3):
     on = report(config)
     jax.config.update("jax_remat3", False)
     assert on == report(config)
+
+
+def test_a_plan_is_what_it_is_without(request):
+    with_a_checkpoint = lambda x, w: (jax.checkpoint(lambda x: jnp.cos(x))(layer(x, w)[0]), None)
+    loss = lambda w, x: jnp.sum(scan(with_a_checkpoint, x, w, policy=RULES)[0])
+    planned = lambda: str(plan(loss, W, X, budget="1MiB", host_budget="1MiB", machine=ROOT / "machines/h200.json"))
+    before = planned()
+    request.getfixturevalue("remat3")
+    assert planned() == before

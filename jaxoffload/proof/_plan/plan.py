@@ -12,7 +12,7 @@ from ..._engine.cost import cost
 from ..._engine.device_bytes import division
 from ..._engine.host_pool_limit import host_pool_bytes, whole_program
 from ..._errors import Problem, UserError
-from ..._jax import nbytes
+from ..._jax import nbytes, without_remat3
 from ..._policy import Policy, size_in_bytes
 from ..._text import GIB, readable, short
 from ..._trial_policy import Trial
@@ -64,6 +64,7 @@ class NothingFits(UserError, MemoryError):
         self.least = least
 
 
+@without_remat3
 def plan(
     f: Callable[..., Any],
     *args: Any,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_same_bits, fast_compiles, in_a_loop, normal, on_cpu_and_gpu, policy, run
+from common import assert_same_bits, auto_mesh, fast_compiles, in_a_loop, normal, on_cpu_and_gpu, policy, run
 from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, PartitionSpec
@@ -301,6 +301,27 @@ def test_what_would_not_fit_behind_a_pass_that_runs_alone_stays_on_the_device_or
     assert loops(2) == [(wide + narrow, 0, 3), (every, wide + narrow, 9), drain]
     assert loops(8) == [(wide, 0, 3), (every, wide, 9 + 1), middle, (2 * wide, every, 9), (0, 2 * wide, 6)]
     assert loops(64) == [(wide + narrow, 0, 3), (every, wide + narrow, 9 + 1), middle, drain]
+
+
+def test_a_mesh_around_the_loss_alone_divides_what_may_stay():
+    """As one around the step does."""
+    d, hidden, rows = 4096, 14336, 16384
+    mesh, rules = auto_mesh(data=2).abstract_mesh, policy({"x": "offload", "fc1": "offload"})
+
+    def layer(x, w):
+        x = tag(lax.with_sharding_constraint(x, PartitionSpec("data")), "x")
+        fc1 = tag(lax.with_sharding_constraint(x @ w[0].astype(x.dtype), PartitionSpec("data")), "fc1")
+        return x + jax.nn.silu(fc1) @ w[1].astype(x.dtype), None
+
+    def on_mesh(f, *args):
+        with jax.sharding.use_abstract_mesh(mesh):
+            return f(*args)
+
+    loss = lambda w, x: jnp.sum(scan(layer, x, w, policy=rules)[0].astype(jnp.float32))
+    w = tuple(jax.ShapeDtypeStruct((4, *a), jnp.float32) for a in ((d, hidden), (hidden, d)))
+    xs = jax.ShapeDtypeStruct((2, 2 * rows, d), jnp.bfloat16)
+    around_the_loss = proof.staying(accumulate(functools.partial(on_mesh, loss)), w, xs)
+    assert around_the_loss == proof.staying(functools.partial(on_mesh, accumulate(loss)), w, xs) > 0
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,21 @@ def test_a_scan_inside_of_shard_map_has_a_devices_own_sizes():
     assert loop.copies[0].bytes == 50 * 30 * 4
 
 
+@pytest.mark.claim("by-shape")
+def test_collectives_in_a_scan_inside_of_shard_map_take_those_of_their_axis():
+    mesh, size = AbstractMesh((2, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2), 100 * 20 * 4
+
+    def forward_ms(between):
+        layer = lambda x, w: body(between(x), w)
+        run = lambda x, w: scan(layer, x, w, policy=RULES)[0]
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+        (loop,) = fits(lambda x, w: jnp.sum(mapped(x, w)), *ARGS, machine=BY_SHAPE).loops
+        return loop.forward_ms
+
+    summed = sum(BY_SHAPE.link.seconds(what, size, 2) for what in ("reduce_scatter", "all_gather"))
+    assert forward_ms(lambda x: lax.psum(x, "d")) - forward_ms(lambda x: x) == pytest.approx(1e3 * summed, rel=1e-3)
+
+
 def test_a_loop_inside_of_another_runs_as_often():
     inner = lambda x, w: scan(body, x, w, policy=RULES)
     keep = Policy(default="save")

@@ -14,7 +14,7 @@ from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.cost import cost
 from ..._engine.interleaved import OUR_LOOPS, interleaved_p, loops_of
 from ..._engine.segments import Segment
-from ..._engine.walk import nested, walk
+from ..._engine.walk import axes_of, nested, walk
 from ..._jax import nbytes, without_remat3
 from ..._text import readable
 from .._program.host_transfers import for_host
@@ -184,30 +184,35 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
     jaxpr, _ = trace_of(f, args)
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     devices = max((s.num_devices for s in shardings if s is not None), default=1)
-    passes = list(_passes(jaxpr, 1, devices))
+    passes = list(_passes(jaxpr, 1, devices, {}))
     loops = [*_in_turn(passes, machine, devices), *_interleaved(passes, machine, devices)]
     return Fits(machine, devices, tuple(loops))
 
 
 class _Pass(NamedTuple):
-    """An equation that runs loops of ours, how often it runs, and over how many devices it is spread."""
+    """An equation that runs loops of ours, how often it runs, and over how many devices it is spread.
+
+    `axes`: the sizes of the mesh axes of a `shard_map` around it.
+    """
 
     eqn: JaxprEqn
     runs: int
     devices: int
+    axes: dict[str, int]
 
     @property
     def segments(self) -> list[Segment]:
         return [segment for loops in loops_of(self.eqn) for segment in loops.segments]
 
 
-def _passes(jaxpr: Jaxpr, runs: int, devices: int) -> Iterator[_Pass]:
+def _passes(jaxpr: Jaxpr, runs: int, devices: int, axes: dict[str, int]) -> Iterator[_Pass]:
     """Yield those of a jaxpr, and of the layers in their loops."""
     for site in walk(jaxpr, lambda eqn: () if eqn.primitive in (forward_p, backward_p) else nested(eqn), runs):
         if site.eqn.primitive in OUR_LOOPS:
-            yield (run := _Pass(site.eqn, site.runs, max(1, devices // site.devices)))
+            inside = axes | axes_of(site.shard_maps)
+            yield (run := _Pass(site.eqn, site.runs, max(1, devices // site.devices), inside))
             for segment in run.segments if site.eqn.primitive is not interleaved_p else ():
-                yield from _passes(segment.jaxpr, site.runs * segment.layers, run.devices)
+                yield from _passes(segment.jaxpr, site.runs * segment.layers, run.devices, inside)
 
 
 def _in_turn(passes: list[_Pass], machine: Machine, devices: int) -> Iterator[Fit]:
@@ -297,7 +302,7 @@ def _fit(
     layers: int, moved: int, run: _Pass, passes: tuple[Jaxpr, Jaxpr], copies: list[LayerCopy], machine: Machine
 ) -> Fit:
     """`passes`: of one layer, forward and backward."""
-    forward, backward = (cost(jaxpr, machine.rates, run.devices) for jaxpr in passes)
+    forward, backward = (cost(jaxpr, machine.rates, run.devices, run.axes) for jaxpr in passes)
     return Fit(
         layers=layers,
         moved=moved,

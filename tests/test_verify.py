@@ -717,16 +717,16 @@ def routing_is_recomputed(monkeypatch):
 
 
 def a_saved_value_is_moved(monkeypatch):
-    real = _layer._kept
+    real = _layer.kept_of
     moved = lambda k: dataclasses.replace(k, place="host") if dataclasses.is_dataclass(k) else k._replace(place="host")
     is_saved = lambda k: k.place == "device" and k.name and k.name.decision == "save" and "act" in str(k.name)
-    monkeypatch.setattr(_layer, "_kept", lambda *args: [moved(k) if is_saved(k) else k for k in real(*args)])
+    monkeypatch.setattr(_layer, "kept_of", lambda *args: tuple(moved(k) if is_saved(k) else k for k in real(*args)))
 
 
 def what_is_marked_offload_stays(monkeypatch):
-    real = _layer._kept
+    real = _layer.kept_of
     stays = lambda k: k._replace(place="device") if k.place == "host" else k
-    monkeypatch.setattr(_layer, "_kept", lambda *args: [stays(k) for k in real(*args)])
+    monkeypatch.setattr(_layer, "kept_of", lambda *args: tuple(stays(k) for k in real(*args)))
 
 
 def a_producer_runs_twice(monkeypatch):

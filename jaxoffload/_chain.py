@@ -116,7 +116,8 @@ def _run(
     first, (carry, tree) = init, jax.tree.flatten(init)
     # One function stays one, because JAX traces it once.
     traced = {id(f): warns_of_lost_changes(f, "chain", *params) for f in fs}
-    jaxprs, counts, operands, others = [], [], [], []
+    jaxprs, counts, others = [], [], []
+    operands: list[Any] = []
     for number, (f, p) in enumerate(zip(fs, params, strict=True)):
         jaxpr, out = jax.make_jaxpr(traced[id(f)], return_shape=True)(init, p)
         init, other = _pair(out, number, has_aux)
@@ -124,7 +125,7 @@ def _run(
         if got != tree:
             raise TypeError(f"chain: layer {number} returns {got} for a carry of {tree}")
         jaxprs.append(_consts_last(jaxpr))
-        operands += [*jax.tree.leaves(p), *jaxpr.consts]
+        operands = [*jax.tree.leaves(p), *jaxpr.consts, *operands]
         counts.append(len(jaxprs[-1].invars) - len(carry))
         others.append(other)
     if any(map(takes_refs, jaxprs)):
@@ -144,6 +145,9 @@ def _consts_last(jaxpr: Jaxpr) -> Jaxpr:
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Layers:
     """The layers one by one: the jaxpr of each, and how many operands belong to it alone (`counts`).
+
+    Operands are the carry, and then those of the last layer first: JAX adds the cotangents of a value that several
+    layers take in the order of the operands, and plain JAX adds those of the last layer first.
 
     A layer's first results, as many as `carry` says, are the carry. The results of all are the last carry, and then
     the other results of each layer.
@@ -167,10 +171,10 @@ class _Layers:
         """The first carry, and the operands of each layer."""
         at = len(operands) - sum(self.counts)
         carry, each = list(operands[:at]), []
-        for count in self.counts:
+        for count in reversed(self.counts):
             each.append(list(operands[at : at + count]))
             at += count
-        return carry, each
+        return carry, each[::-1]
 
     def run(self, each_layer: Iterable[Callable[..., list[Any]]], operands: Sequence[Any]) -> list[Any]:
         """All results, if these functions run the layers."""
@@ -316,7 +320,7 @@ def _transpose(layers: Sequence[Layer], kept: Sequence[Values], cotangents: Valu
             fetched = _moved(layers[number - 1], kept[number - 1], DEVICE, present)
         outs = lax.optimization_barrier(jaxpr_as_fun(layer.backward(wanted))(*residuals, *present))
         count = sum(layer.perturbed[: layer.carry])
-        carry, params = outs[:count], [*outs[count:], *params]
+        carry, params = outs[:count], [*params, *outs[count:]]
     return [*carry, *params]
 
 

@@ -226,9 +226,10 @@ def compiled(traced: jax.stages.Lowered) -> tuple[Any, dict[str, Any]]:
     """Return a compiled step, or None where it needs more than the device has; and what is known of it."""
     try:
         program = traced.compile()
-        memory = program.memory_analysis()
     except (jax.errors.JaxRuntimeError, MemoryError) as why:
         return None, {"error": str(why)[:200]}
+    if (memory := jaxoffload.proof.memory_plan(program)) is None:
+        return None, {"error": "XLA does not say what memory it planned"}
     size = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     size += memory.output_size_in_bytes - memory.alias_size_in_bytes
     line = {"device_gib": round(size / GIB, 4), "host_gib": round(memory.host_temp_size_in_bytes / GIB, 4)}

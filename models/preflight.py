@@ -15,9 +15,9 @@ from jaxoffload.grouped import GroupedMatmulError, te
 from models import checkpoints, metrics, tensorboard
 from models.config import Config, Model
 from models.moe import grouped_gemms
+from models.needs import check_patterns
 from models.processes import announce_exit, disagreements, join, locked
 from models.reading import ConfigError, collecting, config_error, has_problem, problem
-from models.report import check_patterns
 from models.sharding import inside_shard_map, make_mesh
 
 # What the import of TransformerEngine raises, by what it misses.

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from models.config import Config
-from models.report import (
+from models.needs import (
     interleaves,
     known_fits,
     parameter_count,

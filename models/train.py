@@ -27,12 +27,13 @@ from jaxoffload import Problem, proof
 from models import checkpoints, data, metrics, progress, signals, tensorboard
 from models.config import Config, parse
 from models.failures import machine_failure
+from models.needs import fit_to_host_pool
 from models.planning import plan_of_run, planned
 from models.preflight import check_names, checked_run
 from models.processes import differing_keys, global_max, hard_exit, say
 from models.profiling import Step, profiled
 from models.reading import ConfigError, config_error, problem
-from models.report import compiled_memory, fit_to_host_pool, report, summary
+from models.report import compiled_memory, report, summary
 from models.report_json import report_json
 from models.sharding import abstract_mesh, make_mesh, process_block
 from models.step import Program, State, learning_rate, program, regrouped, shardings_of, traceable

@@ -11,8 +11,9 @@ from common import ROOT
 from jaxoffload import Policy
 from models import plain
 from models.config import SECTIONS, Config, flat, load, parse
+from models.needs import check_patterns
 from models.reading import ConfigError, read
-from models.report import check_patterns, report
+from models.report import report
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 

@@ -20,8 +20,9 @@ from jaxoffload.proof import Bus, Machine
 from models import flash, step, transformer
 from models.attention import rope, rotations
 from models.config import Config, Mesh, Model, Train, load
+from models.needs import fit_to_host_pool, residuals_at_once
 from models.reading import ConfigError
-from models.report import backend_lines, fit_to_host_pool, report, residuals_at_once, summary
+from models.report import backend_lines, report, summary
 from models.sharding import abstract_mesh
 from models.step import program, traceable
 from models.text import readable

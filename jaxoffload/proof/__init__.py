@@ -22,6 +22,7 @@ from ._predict.room import Room as Room
 from ._predict.room import room as room
 from ._predict.staying import staying as staying
 from ._program.exact import exact_options as exact_options
+from ._program.memory import memory_plan as memory_plan
 from ._report.page import about as about
 from ._report.page import page as page
 from ._report.png import pictures as pictures

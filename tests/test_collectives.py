@@ -159,13 +159,13 @@ def test_a_scan_inside_of_a_shard_map(layer, nested):
     args = of(P(), LAYERS, D, D), of(P("data"), B, D)
     machine = dataclasses.replace(MACHINE, hbm_gb_s=1e9, gemm_tflops=1e9, link=LINK)
     found = scan_of(loss, *args)
-    seconds = stacks.layers_seconds(jax.make_jaxpr(TRIALS[-1].traced(jax.grad(loss)))(*args), machine.rates, 16)
+    seconds = stacks.layers_seconds(jax.make_jaxpr(TRIALS[-1].traced(jax.grad(loss)))(*args), machine, 16)
     mean = 1 / 2 * (B // 2 * D * 4) * (1 / 2e9 + 1 / 4e9)  # of half the rows, over two devices
     left = 4 if nested else 1  # `fsdp`, over which the compiler may divide them
     each = pytest.approx(2 * mean / left, rel=0.01)  # of both passes
     assert seconds / LAYERS == each
     names = stacks.names_of([found], Policy())
-    oracle = Oracle([divided(found, Policy())], names, lambda _: Policy(), machine.rates, {}, ())
+    oracle = Oracle([divided(found, Policy())], names, lambda _: Policy(), machine, {}, ())
     assert [cost.seconds for cost in oracle(frozenset())] == [each]
     assert plan(loss, *args, budget="1GiB", machine=machine).step_ms > 1e3 * seconds
 

@@ -26,7 +26,16 @@ from jaxoffload.proof._predict.measure import Attended, Sizes
 pytestmark = pytest.mark.claim("fits")
 
 # Round numbers: a bfloat16 matmul of 10**9 FLOPs takes 1 ms; 10**6 bytes take 1 ms in memory, and 10 ms on the bus.
-MACHINE = Machine("a GPU", 2, "0", Bus(0.1, 0.05, 0.04), Bus(0.025, 0.05, 0.02), 1.0, (0.5, 0.25), 1.0)
+MACHINE = Machine(
+    "a GPU",
+    2,
+    "0",
+    Bus(0.1, 0.05, 0.04),
+    Bus(0.025, 0.05, 0.02),
+    gemm_tflops=1.0,
+    attention_tflops=(0.5, 0.25),
+    hbm_gb_s=1.0,
+)
 MS_A_BYTE = 1e-6
 
 
@@ -36,7 +45,7 @@ def auto(size):
 
 def ms(f, *shapes, dtype=jnp.bfloat16, devices=1):
     jaxpr = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
-    return 1e3 * cost(jaxpr, MACHINE.rates, devices).seconds
+    return 1e3 * cost(jaxpr, MACHINE, devices).seconds
 
 
 def moved(*elements, size=2):
@@ -49,10 +58,10 @@ def test_matmuls_take_their_flops_or_their_bytes():
     assert ms(lambda x, w: x @ w, (10_000, 1000), big) == pytest.approx(2 * (10_000_000 * 2 + 1_000_000) / 1e6)
     fast = dataclasses.replace(MACHINE, hbm_gb_s=1e9)
     jaxpr = jax.make_jaxpr(jnp.dot)(jnp.ones(big, jnp.bfloat16), jnp.ones(wide, jnp.bfloat16))
-    assert 1e3 * cost(jaxpr, fast.rates).seconds == pytest.approx(2 * 1000 * 1000 * 10 / 1e9, rel=1e-3)
+    assert 1e3 * cost(jaxpr, fast).seconds == pytest.approx(2 * 1000 * 1000 * 10 / 1e9, rel=1e-3)
     jaxpr = jax.make_jaxpr(jnp.dot)(jnp.ones(big), jnp.ones(wide))  # float32: half as fast
-    assert 1e3 * cost(jaxpr, fast.rates).seconds == pytest.approx(2 * 2 * 1000 * 1000 * 10 / 1e9, rel=1e-3)
-    assert 1e3 * cost(jaxpr, fast.rates, devices=4).seconds == pytest.approx(1000 * 1000 * 10 / 1e9, rel=1e-3)
+    assert 1e3 * cost(jaxpr, fast).seconds == pytest.approx(2 * 2 * 1000 * 1000 * 10 / 1e9, rel=1e-3)
+    assert 1e3 * cost(jaxpr, fast, devices=4).seconds == pytest.approx(1000 * 1000 * 10 / 1e9, rel=1e-3)
 
 
 def test_what_is_fused_is_read_once_and_written_once():
@@ -82,16 +91,16 @@ def test_what_is_nested_counts_as_often_as_it_runs():
 
 def test_kernels_of_which_nothing_is_known_are_named():
     kernel = lambda x: jax.ffi.ffi_call("secret", jax.ShapeDtypeStruct((50,), jnp.float32))(x)
-    found = cost(jax.make_jaxpr(kernel)(jnp.ones(100)), MACHINE.rates)
+    found = cost(jax.make_jaxpr(kernel)(jnp.ones(100)), MACHINE)
     assert found.unknown and 1e3 * found.seconds == moved(150, size=4)
-    assert not cost(jax.make_jaxpr(jnp.sort)(jnp.ones(100)), MACHINE.rates).unknown
+    assert not cost(jax.make_jaxpr(jnp.sort)(jnp.ones(100)), MACHINE).unknown
 
 
 def test_grouped_gemms_and_attention_by_their_shapes():
     matmul = lambda x, w: jax.ffi.ffi_call("grouped", jax.ShapeDtypeStruct((10, 7), jnp.bfloat16))(x, w)
     jaxpr = jax.make_jaxpr(matmul)(jnp.ones((10, 5), jnp.bfloat16), jnp.ones((3, 5, 7), jnp.bfloat16))
     fast = dataclasses.replace(MACHINE, hbm_gb_s=1e9)
-    found = cost(jaxpr, fast.rates)
+    found = cost(jaxpr, fast)
     assert not found.unknown and found.seconds == pytest.approx(2 * 10 * 5 * 7 / 1e12, rel=1e-3)
     assert attention_flops((2, 8, 3, 4), (2, 6, 1, 4), causal=False) == 2 * (2 * 2 * 3 * 8 * 6 * 4)
     assert attention_flops((2, 8, 3, 4), (2, 8, 1, 4), causal=True) == 2 * 2 * 3 * 8 * 8 * 4
@@ -116,7 +125,7 @@ def rate(f, *shapes, devices=1):
     jaxpr = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
     *_, (K, N) = shapes
     flops = 2 * shapes[0][0] * K * N
-    return flops / devices / cost(jaxpr, BY_SHAPE.rates, devices).seconds / 1e12
+    return flops / devices / cost(jaxpr, BY_SHAPE, devices).seconds / 1e12
 
 
 @pytest.mark.claim("by-shape")
@@ -132,24 +141,24 @@ def test_matmuls_take_the_rate_of_their_shape():
     matmul = lambda x, w: jax.ffi.ffi_call("grouped", jax.ShapeDtypeStruct((2048, w.shape[2]), jnp.bfloat16))(x, w)
     for columns, tflops in ((2048, 0.125), (1024, 0.1)):
         operands = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2048, 4096), (3, 4096, columns)))
-        found = cost(jax.make_jaxpr(matmul)(*operands), BY_SHAPE.rates).seconds
+        found = cost(jax.make_jaxpr(matmul)(*operands), BY_SHAPE).seconds
         assert 2 * 2048 * 4096 * columns / found / 1e12 == about(tflops)
 
 
 @pytest.mark.claim("by-shape")
 def test_attention_takes_the_rate_of_its_width_and_length():
-    attending = BY_SHAPE.rates.attending
+    attending = BY_SHAPE.attending
     assert attending(128, 2048) == attending(256, 10**6) == (0.5, 0.25)
     assert attending(64, 100) == (0.1, 0.05) and attending(64, 10**6) == (0.3, 0.15)
     assert attending(64, 2048) == pytest.approx((0.2, 0.1))  # half-way, as lengths double
-    assert MACHINE.rates.attending(64, 2048) == MACHINE.attention_tflops
+    assert MACHINE.attending(64, 2048) == MACHINE.attention_tflops
 
 
 @pytest.mark.claim("by-shape")
 def test_fused_work_has_a_rate_of_its_own():
     fused = dataclasses.replace(MACHINE, fused_gb_s=0.5)
     both = jax.make_jaxpr(lambda x: jnp.sin(x @ x))(jnp.ones((100, 100), jnp.bfloat16))
-    assert 1e3 * cost(both, fused.rates).seconds == moved(3 * 10_000, 2 * 2 * 10_000)
+    assert 1e3 * cost(both, fused).seconds == moved(3 * 10_000, 2 * 2 * 10_000)
 
 
 @pytest.mark.claim("by-shape")
@@ -161,7 +170,7 @@ def test_collectives_take_their_time_on_the_link():
     assert link.seconds("all_to_all", 1, 4) == link.seconds("all_to_all", 1000, 4) and link.seconds("x", 1e6, 1) == 0
     mesh = AbstractMesh((4, 1), ("d", "one"), axis_types=(AxisType.Auto,) * 2)
 
-    def seconds(run, size=1_000_000, rates=BY_SHAPE.rates):
+    def seconds(run, size=1_000_000, rates=BY_SHAPE):
         mapped = jax.shard_map(run, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
         jaxpr = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((4 * size,), jnp.bfloat16))
         return cost(jaxpr, rates, 4).seconds
@@ -183,7 +192,7 @@ def test_collectives_take_their_time_on_the_link():
     repeated = lambda x: lax.fori_loop(0, 5, lambda _, x: lax.psum(x, ("d", "one")), x)
     assert seconds(repeated) == near(5 * 0.75 * 2e6 * (1 / 3e9 + 1 / 1e9))
     # Without one they are copies in memory.
-    assert seconds(lambda x: lax.psum(x, "d"), 1000, rates=MACHINE.rates) == pytest.approx(1e-3 * moved(2000).expected)
+    assert seconds(lambda x: lax.psum(x, "d"), 1000, rates=MACHINE) == pytest.approx(1e-3 * moved(2000).expected)
 
 
 RULES = Policy({"a": "offload", "b": "offload"}, min_offload_bytes=0)
@@ -414,7 +423,7 @@ def test_a_file_of_earlier_versions_has_one_number_for_all_shapes():
     text += '"all": {"d2h": 53.5, "h2d": 53.5, "together": 41.0}, "gemm_tflops": 672.3, '
     old = Machine.from_json(text + '"attention_tflops": [581.9, 529.2], "hbm_gb_s": 3887.3}')
     assert (old.gemms, old.attention, old.fused_gb_s, old.link) == (None, (), None, None)
-    assert old.rates.gemm((1, 1, 1), 2.0) == old.rates.gemm((10**4,) * 3, 1e15) == 672.3
+    assert old.gemm((1, 1, 1), 2.0) == old.gemm((10**4,) * 3, 1e15) == 672.3
     assert Machine.from_json((ROOT / "machines/h200.json").read_text()).device == "NVIDIA H200"
 
 

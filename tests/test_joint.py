@@ -25,7 +25,7 @@ from models.train import step_for
 
 pytestmark = pytest.mark.claim("plan-costs")
 
-RATES = Machine.from_json((ROOT / "machines/h200.json").read_text()).rates
+RATES = Machine.from_json((ROOT / "machines/h200.json").read_text())
 LAYERS, B, D, H = 3, 8, 16, 32
 ANY_SIZE = Policy(min_offload_bytes=0)
 

@@ -624,7 +624,7 @@ def test_interleave_true_where_nothing_moves_is_a_line_about_the_config(capsys):
 
 
 BUS = Bus(d2h=50.0, h2d=50.0, together=40.0)
-H200 = Machine("H200", 1, "0.12", BUS, BUS, 700.0, (500.0, 400.0), 4000.0)
+H200 = Machine("H200", 1, "0.12", BUS, BUS, gemm_tflops=700.0, attention_tflops=(500.0, 400.0), hbm_gb_s=4000.0)
 
 
 def test_the_report_says_whether_copies_fit_where_the_gpus_rates_are_known(monkeypatch):

@@ -83,7 +83,7 @@ def of_the_step(f, args):
     """Of each scan and each end: bytes of a layer that stay, bytes that are not copied, and how many seconds longer its
     backward pass takes on an H200."""
     (params,) = interleaved(f, args)
-    seconds = lambda loops: cost(loops.segments[0].backward, H200.rates).seconds
+    seconds = lambda loops: cost(loops.segments[0].backward, H200).seconds
     found = []
     for between, *of_ends in zip(params["loops"], params["first"], params["last"], strict=True):
         for end in of_ends:

@@ -29,8 +29,7 @@ from .._jax import (
     is_causal,
     nbytes,
 )
-from .rates import Link
-from .rates import Rates as Rates
+from .rates import Link, Rates
 from .walk import devices_of, nested
 
 

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from .cost import Cost, Rates, cost
+from .cost import Cost, cost
+from .rates import Rates
 
 # Measured: benchmarks/results/fits.json.
 _RATES = Rates(gemm_tflops=670.0, attention_tflops=(580.0, 530.0), hbm_gb_s=3900.0)

@@ -1,5 +1,6 @@
 """What one device does per second, by the shape of the work: measured points, and what lies between them."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -81,14 +82,16 @@ class Link(NamedTuple):
         return size * (parts - 1) / parts / between(size, self.sizes, getattr(self, what)) / 1e9
 
 
-class Rates(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
     """What one device does per second. Where only one number is known, it counts for all shapes.
 
     Attributes:
-      gemm_tflops: 10**12 floating-point operations of large bfloat16 matmuls.
+      gemm_tflops: 10**12 floating-point operations of large bfloat16 matmuls in a long run.
       attention_tflops: those of causal flash attention, forward and backward, without the masked half.
       hbm_gb_s: GB of its memory, reading and writing together.
-      gemms, attention: the same by shape; None and nothing where that was not measured.
+      gemms: other matmuls, by shape; None where that was not measured.
+      attention: causal attention by the width of a head and the length of a sequence; () where that was not measured.
       fused_gb_s: GB of its memory that fused work moves, such as norms and activations.
       link: collectives; None where they are taken for copies within the device's memory.
     """

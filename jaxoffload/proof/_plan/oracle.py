@@ -4,13 +4,14 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ..._engine.cost import Rates, cost
+from ..._engine.cost import cost
 from ..._engine.device_bytes import straight
 from ..._engine.fill_and_drain import untimed
 from ..._engine.joint import Joint, Passes, joint
 from ..._engine.layer import Layer, shares_of
 from ..._engine.lone_pass import cost_of
 from ..._engine.plan import Row
+from ..._engine.rates import Rates
 from ..._engine.walk import axes_of, within
 from ..._policy import Decision, Policy
 from .._predict.room import Divisions, layer_room

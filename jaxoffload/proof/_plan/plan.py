@@ -111,7 +111,8 @@ def plan(
       >>> from jaxoffload import Policy, plan, scan, tag
       >>> from jaxoffload.proof import Bus, Machine
       >>> bus = Bus(d2h=53.5, h2d=53.5, together=41.0)
-      >>> h200 = Machine("H200", 1, "0.12", bus, bus, 670.0, (580.0, 530.0), 3900.0)
+      >>> rates = {"gemm_tflops": 670.0, "attention_tflops": (580.0, 530.0), "hbm_gb_s": 3900.0}
+      >>> h200 = Machine("H200", 1, "0.12", bus, bus, **rates)
       >>> layer = lambda x, w: (x + jnp.tanh(tag(tag(x, "layer_input") @ w, "fc1")) @ w.T, None)
       >>> loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=Policy(), strict=False)[0])
       >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
@@ -169,14 +170,14 @@ def _traced(
     names = stacks.names_of(found, fixed)
     policy = lambda decisions: policy_of(decisions, names.recomputable, fixed)
     layers = [divided(each, fixed) for each in found]
-    oracle = Oracle(layers, names, policy, machine.rates, like, one_kernel)
+    oracle = Oracle(layers, names, policy, machine, like, one_kernel)
     room, most = step_room(plain, like, one_kernel, stacks.kept_stacks(plain), written_over=not is_loss)
     of_least = max(cost.working for cost in oracle(names.least))
     oracle = dataclasses.replace(oracle, excess=room.layer - of_least)
     beside = stacks.interleaves(plain, like)
-    of_layers = stacks.layers_seconds(plain, machine.rates, devices)
+    of_layers = stacks.layers_seconds(plain, machine, devices)
     step = Step(
-        seconds=max(0.0, cost(plain, machine.rates, devices).seconds - of_layers),
+        seconds=max(0.0, cost(plain, machine, devices).seconds - of_layers),
         arguments=sum(_share(leaf) for leaf in jax.tree.leaves(args)),
         other=max(0, most.layers - room.layer),
         less=beside.gradients,

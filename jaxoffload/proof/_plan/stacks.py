@@ -10,11 +10,12 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import remat_p
 
 from ..._engine.copying_loops import Loops, backward_p, forward_p
-from ..._engine.cost import Rates, cost
+from ..._engine.cost import cost
 from ..._engine.interleaved import OUR_LOOPS, Interleaved, in_turn_p, is_staged
 from ..._engine.layer import Body, Layer, linearize
 from ..._engine.lone_pass import Spare
 from ..._engine.plan import Override
+from ..._engine.rates import Rates
 from ..._engine.walk import axes_of, walk, within
 from ..._jax import nbytes
 from ..._policy import Decision, Policy

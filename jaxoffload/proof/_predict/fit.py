@@ -114,7 +114,8 @@ class Fits:
     Example:
       >>> from jaxoffload.proof import Bus, Fits, Machine
       >>> bus = Bus(d2h=50.0, h2d=50.0, together=40.0)
-      >>> h200 = Machine("H200", 1, "0.12", bus, bus, 700.0, (500.0, 400.0), 4000.0)
+      >>> rates = {"gemm_tflops": 700.0, "attention_tflops": (500.0, 400.0), "hbm_gb_s": 4000.0}
+      >>> h200 = Machine("H200", 1, "0.12", bus, bus, **rates)
       >>> Fits(h200, devices=1, loops=()).exposed_ms is None  # no loop offloads
       True
     """
@@ -172,7 +173,8 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
       >>> from jaxoffload import Policy, scan, tag
       >>> from jaxoffload.proof import Bus, Machine, fits
       >>> bus = Bus(d2h=50.0, h2d=50.0, together=40.0)
-      >>> h200 = Machine("H200", 1, "0.12", bus, bus, 700.0, (500.0, 400.0), 4000.0)
+      >>> rates = {"gemm_tflops": 700.0, "attention_tflops": (500.0, 400.0), "hbm_gb_s": 4000.0}
+      >>> h200 = Machine("H200", 1, "0.12", bus, bus, **rates)
       >>> policy = Policy({"fc1": "offload"}, min_offload_bytes=0)
       >>> layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
       >>> loss = lambda x, w: jnp.sum(scan(layer, x, w, policy=policy)[0])
@@ -302,7 +304,7 @@ def _fit(
     layers: int, moved: int, run: _Pass, passes: tuple[Jaxpr, Jaxpr], copies: list[LayerCopy], machine: Machine
 ) -> Fit:
     """`passes`: of one layer, forward and backward."""
-    forward, backward = (cost(jaxpr, machine.rates, run.devices, run.axes) for jaxpr in passes)
+    forward, backward = (cost(jaxpr, machine, run.devices, run.axes) for jaxpr in passes)
     return Fit(
         layers=layers,
         moved=moved,

@@ -20,25 +20,21 @@ from .measure import Bus as Bus
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class Machine(Rates):
     """What `machine()` measured; print it.
 
     Attributes:
       device: the kind of the `gpus` GPUs.
       one: one GPU's copies while the others rest; `all`: each GPU's while all copy.
-      gemm_tflops: 10**12 floating-point operations per second of large bfloat16 matmuls in a long run.
-      attention_tflops: those of cuDNN's causal flash attention, forward and backward, without the masked half; those of
-        matmuls where cuDNN cannot do it.
-      hbm_gb_s: GB/s of the device's memory, reading and writing together.
-      gemms: other matmuls, by shape; None where only one number is known, which then counts for all.
-      attention: causal attention by the width of a head and the length of a sequence.
-      fused_gb_s: GB/s that a norm and a gated activation move, forward and backward.
-      link: collectives between the GPUs; None with one.
+      gemm_tflops, attention_tflops, hbm_gb_s, gemms, attention, fused_gb_s, link: what each does, TFLOP/s and GB/s, as
+        keywords. Only the first three are needed: `gemms` has matmuls other than large ones, `attention` more shapes,
+        `fused_gb_s` norms and activations, `link` collectives. Where cuDNN cannot do attention it has a matmul's rate.
 
     Example:
       >>> from jaxoffload.proof import Bus, Machine
       >>> bus = Bus(d2h=53.7, h2d=53.3, together=49.0)
-      >>> one = Machine("H200", 1, "0.12", bus, bus, 790.0, (600.0, 450.0), 4300.0)
+      >>> rates = {"gemm_tflops": 790.0, "attention_tflops": (600.0, 450.0), "hbm_gb_s": 4300.0}
+      >>> one = Machine("H200", 1, "0.12", bus, bus, **rates)
       >>> Machine.from_json(one.to_json()) == one
       True
     """
@@ -48,17 +44,6 @@ class Machine:
     jaxlib: str
     one: Bus
     all: Bus
-    gemm_tflops: float
-    attention_tflops: tuple[float, float]
-    hbm_gb_s: float
-    gemms: Gemms | None = None
-    attention: tuple[AttentionRate, ...] = ()
-    fused_gb_s: float | None = None
-    link: Link | None = None
-
-    @property
-    def rates(self) -> Rates:
-        return Rates(**{name: getattr(self, name) for name in Rates._fields})
 
     def bus(self, gpus: int) -> Bus:
         """The rates where so many GPUs copy at once."""

@@ -54,8 +54,9 @@ def shared():
 
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     # pytest writes the current test here, and JAX writes where CUDA and its runtime are when it imports Mosaic.
-    others = ("PYTEST_CURRENT_TEST", "MOSAIC_GPU_")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(others)}
+    others = {"PYTEST_CURRENT_TEST", "MOSAIC_GPU_CUDA_ROOT", "MOSAIC_GPU_RUNTIME_LIB_PATH"}
+    others |= {"MOSAIC_GPU_NVSHMEM_BC_PATH", "MOSAIC_GPU_NVSHMEM_SO_PATH"}
+    environment = {key: value for key, value in os.environ.items() if key not in others}
     return {
         "environment": environment,
         "folder": os.getcwd(),

@@ -194,11 +194,12 @@ def grouped(stack, params, x):
     return jnp.mean((y @ lax.reshape(params["mixer"], (DIM, DIM), dimensions=(1, 0))) ** 2)
 
 
+@pytest.mark.parametrize("microbatches", [3, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stages", [None, "stage"])
-def test_layers_that_are_stored_in_groups(stages):
+def test_layers_that_are_stored_in_groups(stages, microbatches):
     in_groups = lambda w: w.reshape(2, LAYERS // 2, *w.shape[1:])
     params = {name: in_groups(x) if name in ("w", "bias") else x for name, x in PARAMS.items()}
-    args = params, normal(6, (3, 4, DIM))
+    args = params, normal(6, (microbatches, 4, DIM))
     of = lambda stack: functools.partial(grouped, stack)
     expected = jax.jit(one_by_one(of(plain)))(*args)
     how = {"stages": "stage", "virtual_stages": 2} if stages else {}

@@ -15,7 +15,7 @@ import sys
 import pytest
 from pages import CODE, COMMENT, PAGES, README, RESULTS, ROOT, TEXT, result, sections_naming, verified
 
-from benchmarks import accumulate, choices, dense, fits, grouped, losses, moe, peers, remeasure, sweep
+from benchmarks import accumulate, choices, dense, fits, frameworks, grouped, losses, moe, peers, remeasure, sweep
 from benchmarks.ratios import NEEDED
 from jaxoffload.grouped import te
 
@@ -149,7 +149,7 @@ def test_each_row_that_names_its_line_is_that_of_the_file_named_before_it():
 
 
 ACCUMULATED = [accumulate.table(result(name)) for name in sorted(JSON) if name.startswith("accumulate")]
-TABLES = dense.table(result("dense")), *ACCUMULATED
+TABLES = dense.table(result("dense")), frameworks.table(result("frameworks")), *ACCUMULATED
 
 
 @pytest.mark.claim("the-table")
@@ -158,7 +158,7 @@ def test_the_tables_of_step_times():
     assert all(table in PAGES for table in TABLES)
     rows = [row for row in README.splitlines() if " ms |" in row]
     shared = [len(set(rows) & set(table.splitlines())) for table in TABLES]
-    assert shared == [4, 3, *[0] * (len(TABLES) - 2)] and len(rows) == 7
+    assert shared == [4, 0, 3, *[0] * (len(TABLES) - 3)] and len(rows) == 7
 
 
 def test_the_pages_state_nothing_else():
@@ -174,7 +174,7 @@ def test_which_transformer_engine_was_measured():
     assert {v["transformer_engine"] for v in versions.values()} == {"2.20.2"} and "2.20.2" in TEXT
     assert f"TransformerEngine {'.'.join(map(str, te.NEEDED))} or later" in TEXT
     newer = {name for name, v in versions.items() if not v["nvidia-cublas"].startswith("13.1.")}
-    assert newer == {"grouped-cublas-13.8", "moe-te"}
+    assert newer == {"accumulate-te", "grouped-cublas-13.8", "moe-te"}
     assert {versions[name]["nvidia-cublas"][:7] for name in newer} == {"13.8.2."}
     for name in ("moe-te", "moe-te-cublas-13.1"):
         assert result(name)["shape"]["grouped"] == result(name)["shape"]["attention"] == "te"
@@ -238,6 +238,22 @@ def test_interleaved_layers_cost_the_same_in_deeper_stacks():
     few, many = modes("accumulate", "4")["interleaved"]["ms"] / 16, modes("accumulate-48", "4")
     assert many["interleaved"]["ms"] / 48 == pytest.approx(few, rel=0.02)
     assert list(many["remat"]) == ["do_not_fit"]
+
+
+@pytest.mark.claim("accumulated-small-experts", "te-interleaved")
+@pytest.mark.parametrize("name, memory", [("accumulate-small-experts", 0.72), ("accumulate-te", 0.93)])
+def test_interleaved_experts_are_faster_than_saving(name, memory):
+    ratios = result(name)["microbatches"]["8"]["ratios"]
+    assert ratios["won_back"] > 1.25 and ratios["exposed/step"] < 0.025
+    assert ratios["interleaved/remat by temp_gib"] < memory
+
+
+@pytest.mark.claim("frameworks-measured")
+def test_one_line_is_as_fast_as_a_scan_by_hand():
+    for found in result("frameworks")["frameworks"].values():
+        ratios = found["ratios"]
+        assert abs(ratios["offload/scan"] - 1) < 0.01 and ratios["offload/jax"] < 0.78
+        assert ratios["offload/jax, tuned"] < 0.992
 
 
 @pytest.mark.claim("te-interleaved-waits")
@@ -371,7 +387,8 @@ def test_every_file_can_be_remeasured(capsys):
 
 PARSERS = {"dense": lambda: peers.parse(dense.CASE), "moe": lambda: peers.parse(moe.CASE)}
 PARSERS |= {
-    module.__name__.split(".")[-1]: module.parse for module in (accumulate, sweep, fits, grouped, choices, losses)
+    module.__name__.split(".")[-1]: module.parse
+    for module in (accumulate, sweep, fits, frameworks, grouped, choices, losses)
 }
 
 

@@ -92,7 +92,7 @@ class Rates:
       hbm_gb_s: GB of its memory, reading and writing together.
       gemms: other matmuls, by shape; None where that was not measured.
       attention: causal attention by the width of a head and the length of a sequence; () where that was not measured.
-      fused_gb_s: GB of its memory that fused work moves, such as norms and activations.
+      fused_gb_s: GB of its memory that fused work moves, such as activations.
       link: collectives; None where they are taken for copies within the device's memory.
     """
 

@@ -28,7 +28,7 @@ class Machine(Rates):
       one: one GPU's copies while the others rest; `all`: each GPU's while all copy.
       gemm_tflops, attention_tflops, hbm_gb_s, gemms, attention, fused_gb_s, link: what each does, TFLOP/s and GB/s, as
         keywords. Only the first three are needed: `gemms` has matmuls other than large ones, `attention` more shapes,
-        `fused_gb_s` norms and activations, `link` collectives. Where cuDNN cannot do attention it has a matmul's rate.
+        `fused_gb_s` activations, `link` collectives. Where cuDNN cannot do attention it has a matmul's rate.
 
     Example:
       >>> from jaxoffload.proof import Bus, Machine
@@ -93,7 +93,7 @@ class Machine(Rates):
         rows = {"one GPU": self.one} | ({"each of all GPUs": self.all} if self.gpus > 1 else {})
         for what, bus in rows.items():
             lines.append(f"{what:28} {bus.d2h:12.1f} {bus.h2d:8.1f} {bus.together:17.1f}")
-        fused = f", {self.fused_gb_s:.0f} in norms and activations" if self.fused_gb_s else ""
+        fused = f", {self.fused_gb_s:.0f} in activations" if self.fused_gb_s else ""
         lines.append(f"bfloat16 matmuls {self.gemm_tflops:.0f} TFLOP/s, device memory {self.hbm_gb_s:.0f} GB/s{fused}")
         if self.gemms:
             lines.append("  " + ", ".join(f"{what} {rate:.0f}" for what, rate in self.gemms._asdict().items()))

@@ -321,7 +321,7 @@ def _stack(aval: Any, rows: int) -> Any:
     return filled(aval, lead=(rows,))
 
 
-def filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> Any:
+def filled(aval: Any, fill: int | jax.Array | None = None, lead: tuple[int, ...] = ()) -> Any:
     """An array for values like `aval`, sharded and varying over mesh axes as they are, and full of `fill` if given.
 
     Otherwise it is full of one uninitialised number. XLA would merge arrays that are full of the same constant, and

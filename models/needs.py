@@ -256,15 +256,18 @@ def of_a_chunk(config: Config, table: Residuals, state: str, padding: int = 0) -
 def working_set(config: Config, alone: Program, table: Residuals) -> Room:
     """Estimate what a layer needs, and a chunk of logits with its gradient and the unembedding's.
 
-    Interleaved microbatches compute a layer of each in turn, while the residuals of another go to the host.
+    Interleaved microbatches compute a layer of each in turn, while the residuals of another go to the host. On stages
+    those of a chunk's last layer are on their way too, out and back, with a piece of them each way.
     """
     in_turn = interleaves(config, table)
     step = alone.step_of(alone.training, one_by_one if in_turn else derivative_of(config))
     room = proof.room(step, alone.state, alone.tokens)
     if not in_turn:
         return room
-    layer = [replace(row, bytes=row.bytes_per_layer) for row in table if row.state == "offloaded" and row.layers]
-    return room._replace(layer=room.layer + sum(row.bytes_per_device for row in layer))
+    rows = [replace(row, bytes=row.bytes_per_layer) for row in table if row.state == "offloaded" and row.layers]
+    layer = sum(row.bytes_per_device for row in rows)
+    last = 2 * (layer + layer // layers_of_a_chunk(config)) if config.mesh.stage > 1 else 0
+    return room._replace(layer=room.layer + layer + last)
 
 
 def memory(config: Config, made: Program, table: Residuals, lone_pass: int, working: Room) -> Memory:

@@ -435,6 +435,24 @@ def test_interleaved_stacks_stay_in_place_whatever_layers_offload(gpu, layers, f
     assert 0 < program.memory_analysis().host_temp_size_in_bytes <= need
 
 
+def test_gradients_are_added_to_their_sums_by_one_kernel(gpu):
+    """It would take three times the memory traffic to copy a row of the sum first."""
+    d, hidden = 512, 1024
+    policy = Policy({"x": "offload", "h": "offload"}, min_offload_bytes=0)
+
+    def layer(x, w):
+        x, (up, down) = tag(x, "x"), (a.astype(jnp.bfloat16) for a in w)
+        return x + jax.nn.silu(tag(x @ up, "h")) @ down, None
+
+    loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=policy)[0].astype(jnp.float32) ** 2)
+    w = tuple(jax.ShapeDtypeStruct((LAYERS, *shape), jnp.float32) for shape in ((d, hidden), (hidden, d)))
+    xs = jax.ShapeDtypeStruct((4, BATCH, d), jnp.bfloat16)
+    text = compiled(gpu, lambda w, xs: accumulate(loss)(w, xs)[1], w, xs).as_text()
+    sums = re.compile(rf"= f32\[{LAYERS},({d},{hidden}|{hidden},{d})\]\S* fusion\(")
+    rows = re.compile(rf"= f32\[(1,)?({d},{hidden}|{hidden},{d})\]\S* fusion\(")
+    assert len(sums.findall(text)) >= 2 and not rows.findall(text)
+
+
 def test_emulated_fp8_multiplies_what_was_rounded(gpu):
     """Rounded values must be results of kernels: XLA may skip the rounding of what stays in a kernel's registers."""
 

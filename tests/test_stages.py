@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -444,6 +445,18 @@ def test_the_report_says_what_is_in_flight_on_each_stage():
         ["0", "0-3", "4", "16.00", "MiB", "17.00", "MiB", "20.00", "MiB"],
         ["1", "4-7", "2", "8.00", "MiB", "8.50", "MiB", "20.00", "MiB"],
     ]
+
+
+def test_the_report_counts_the_last_layers_that_travel():
+    """1 MiB each way, and a quarter of it as a piece: see above."""
+    config = load("configs/tiny.yaml", ["model.layers=8", "mesh.stage=2", "mesh.fsdp=2", "train.grad_accumulation=4"])
+    alone = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, stage=1))
+
+    def working(config):
+        (line,) = (line for line in report(config).splitlines() if line.startswith("working set of a layer"))
+        return float(re.search(r"([\d.]+) MiB per device", line)[1])
+
+    assert working(config) - working(alone) == pytest.approx(2.5, abs=0.02)
 
 
 BAD = {

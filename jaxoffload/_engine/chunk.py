@@ -19,7 +19,7 @@ from .copying_loops import (
     empty_ys,
     forward_layer,
 )
-from .last_rows import Fetching, Writing, empty_pieces, fetching, joined_rows, safely_filled, writing
+from .last_rows import Fetching, Writing, empty_pieces, fetching, in_place_of, joined_rows, safely_filled, writing
 from .layer import in_three
 from .passes import Pass, Stretch
 from .segments import Segment, SegmentResiduals
@@ -159,16 +159,16 @@ def forward_pass(
     rows, pieces = iter(last), iter(slot.pieces)
     for segment, free in zip(loops.segments, slot.residuals, strict=True):
         empty = begin_forward(segment, [], []).saved
-        before = [next(rows) for _ in segment.copies] if travels(segment) else empty.last
+        before = [next(rows) for _ in segment.copies] if travels(segment) else []
         run: Any = forward_layer(loops, segment, consts, xs)
-        state: Any = ForwardState(carry, ys, SegmentResiduals(free.host, before, free.device, empty.once))
+        state: Any = ForwardState(carry, ys, SegmentResiduals(free.host, empty.last, free.device, empty.once))
         if travels(segment):
             run, state = writing(run, state, before, [next(pieces) for _ in before], segment)
         stretch = Stretch(run, segment.layers, state, loops.unroll)
         yield stretch
         carry, ys, saved = stretch.state[:3]
         if isinstance(stretch.state, Writing):
-            computed.last.extend(saved.last)
+            computed.last.extend(in_place_of(before, saved.last, segment))
             computed.pieces.extend(stretch.state.pieces)
             saved = saved._replace(last=[])
         computed.residuals.append(saved)
@@ -199,6 +199,7 @@ def backward_pass(
     back: Sequence[Any],
     slot: Slot,
     last: list[Any],
+    ahead: list[Any],
     sums: list[Any],
     counts: Any,
 ) -> Pass:
@@ -208,6 +209,7 @@ def backward_pass(
       loops: the backward pass of the layers of a chunk.
       back: what it has with it: operands, cotangents of operands, of the carry, and of the ys of all layers.
       slot: its residuals, and the pieces that the next tick begins with. `last`: the rows of its last layers.
+      ahead: rows that may be overwritten with those that the next tick begins with.
       sums: for the xs; the cotangents are added to them if the boolean `counts` says so.
     """
     loops, stage = chunks.loops_of(loops, chunk), chunk % chunks.stages
@@ -221,25 +223,25 @@ def backward_pass(
     totals |= zip(chunks.summed[1], sums, strict=True)
     totals |= chunks.operands_along(with_cotangents, of_taken, stage)
     cts = Cotangents([totals[i] for i in consts], carry, [totals[i] for i in xs])
-    rows, pieces = list(last), list(slot.pieces)
-    ahead: list[Any] = []
+    rows = list(zip(last, ahead, slot.pieces, strict=True))
+    fetched: list[Any] = []
     for segment, kept in reversed(list(zip(loops.segments, slot.residuals, strict=True))):
-        count = len(segment.copies) if travels(segment) else 0
-        of_segment = [rows.pop() for _ in range(count)][::-1]
-        state: Any = BackwardState(cts, of_segment if count else kept.last)
+        of_segment = [rows.pop() for _ in segment.copies][::-1] if travels(segment) else []
+        state: Any = BackwardState(cts, [row for row, _, _ in of_segment] or kept.last)
         reads_of_layers = [operands[i] for i, _ in loops.reads]
         run: Any = backward_layer(loops, segment, reads_of_layers, kept, ys, [True] * len(xs), counts)
-        if count:
-            run, state = fetching(run, state, of_segment, [pieces.pop() for _ in range(count)][::-1], segment)
+        if of_segment:
+            _, into, pieces = zip(*of_segment, strict=True)
+            run, state = fetching(run, state, [*into], [*pieces], segment)
         stretch = Stretch(run, segment.layers, state, loops.unroll)
         yield stretch
         cts = stretch.state.cotangents
         if isinstance(stretch.state, Fetching):
-            ahead = joined_rows(stretch.state.ahead, of_segment) + ahead
+            fetched = joined_rows(stretch.state.ahead, [row for row, _, _ in of_segment]) + fetched
     made = dict(zip((*consts, *xs), (*cts.consts, *cts.xs), strict=True))
     of_back = [
         made[i] if i in consts else chunks.with_rows(before, made[i], chunk)
         for i, before in zip(with_cotangents, of_taken, strict=True)
     ]
     of_consts, of_xs = ([made[i] for i in those] for those in chunks.summed)
-    return Derived([*taken, *of_back, *cts.carry, *ys_of_all], of_consts, of_xs, ahead)
+    return Derived([*taken, *of_back, *cts.carry, *ys_of_all], of_consts, of_xs, fetched)

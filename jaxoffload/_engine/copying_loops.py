@@ -264,11 +264,10 @@ def backward_layer(
         outs = compute(*residuals, *carry, *(take_row(y, i_xs) for y in ys))
         d_consts, carry, d_xs = in_three(outs, loops.consts, loops.carry)
         consts = [add_jaxvals(total, d) for total, d in zip(consts, d_consts, strict=True)]
-        add = lambda stack, d: take_row(stack, i_xs) + d.astype(stack.dtype)
         if counts is not None:
             d_xs = [lax.select(counts, d, jnp.zeros_like(d)) for d in d_xs]
-        d_xs = [add(x, d) if s else d for x, d, s in zip(xs, d_xs, sums or [False] * len(xs), strict=True)]
-        xs = [put_row(stack, d, i_xs) for stack, d in zip(xs, d_xs, strict=True)]
+        put = [add_to_row if s else put_row for s in sums or [False] * len(xs)]
+        xs = [put_one(stack, d, i_xs) for put_one, stack, d in zip(put, xs, d_xs, strict=True)]
         return BackwardState(Cotangents(consts, carry, xs), fetched_next)
 
     return layer
@@ -309,11 +308,20 @@ def put_row(stack: Any, x: Any, i: Any) -> Any:
     return lax.dynamic_update_index_in_dim(stack, x, i, 0, allow_negative_indices=False)
 
 
+def add_to_row(stack: Any, x: Any, i: Any) -> Any:
+    """The stack with `x` added to row i, which keeps its leading axis: XLA:GPU would not fuse a reshaped row with the
+    sum, but copy it first."""
+    # https://github.com/openxla/xla: InstructionFusion::ShouldFuseInPlaceOp
+    row = lax.dynamic_slice_in_dim(stack, i, 1, allow_negative_indices=False)
+    total = row + jnp.expand_dims(x.astype(stack.dtype), 0)
+    return lax.dynamic_update_slice_in_dim(stack, total, i, 0, allow_negative_indices=False)
+
+
 def _stack(aval: Any, rows: int) -> Any:
     return filled(aval, lead=(rows,))
 
 
-def filled(aval: Any, fill: int | None = None, lead: tuple[int, ...] = ()) -> Any:
+def filled(aval: Any, fill: int | jax.Array | None = None, lead: tuple[int, ...] = ()) -> Any:
     """An array for values like `aval`, sharded and varying over mesh axes as they are, and full of `fill` if given.
 
     Otherwise it is full of one uninitialised number. XLA would merge arrays that are full of the same constant, and

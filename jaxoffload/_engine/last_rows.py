@@ -5,6 +5,7 @@ what the next tick's cotangents begin with. So a tick copies one row more, no co
 loop writes or reads travel, which is what XLA can do by DMA inside a branch.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -94,6 +95,24 @@ def writing(
     return layer, Writing(*state, stacks)
 
 
+def in_place_of(old: list[Any], new: list[Any], segment: Segment) -> list[Any]:
+    """The new rows, copied to where the old ones were.
+
+    XLA plans branches as if they ran one after another. A result of the first is held while the second runs, unless it
+    is an operand that both update in place. So that XLA does not see that nothing is left of the old rows, they are
+    replaced in two parts, at offsets that it cannot compute.
+    """
+    zero, rows = hidden_zero(), []
+    for row, x in zip(old, new, strict=True):
+        c = cut(row.shape, segment.layers)
+        row, x = row.reshape(c.split(row.shape)), x.reshape(c.split(row.shape))
+        for begin, end in itertools.pairwise(sorted({0, c.pieces // 2, c.pieces})):
+            part = lax.slice_in_dim(x, begin, end, axis=c.axis + 1)
+            row = lax.dynamic_update_slice_in_dim(row, part, begin + zero, c.axis + 1, allow_negative_indices=False)
+        rows.append(row)
+    return joined_rows(rows, old)
+
+
 class Fetching(NamedTuple):
     """A `BackwardState`, and the rows that are fetched, each cut."""
 
@@ -105,7 +124,7 @@ class Fetching(NamedTuple):
 def fetching(
     run: Callable[..., BackwardState], state: BackwardState, rows: list[Any], stacks: list[Any], segment: Segment
 ) -> tuple[Callable[..., Fetching], Fetching]:
-    """Let iteration i of a backward pass also fetch piece i of rows like these from row i of their stacks."""
+    """Let iteration i of a backward pass also fetch piece i of a row from row i of its stack, into these rows."""
     cuts = [cut(row.shape, segment.layers) for row in rows]
     zero = hidden_zero()
 
@@ -117,8 +136,7 @@ def fetching(
             ahead.append(lax.dynamic_update_index_in_dim(row, piece, (i + zero) % c.pieces, c.axis + 1))
         return Fetching(*run(i, BackwardState(state.cotangents, state.fetched), inlined), ahead)
 
-    empty = [filled(jax.typeof(row.reshape(c.split(row.shape)))) for row, c in zip(rows, cuts, strict=True)]
-    return layer, Fetching(*state, empty)
+    return layer, Fetching(*state, [row.reshape(c.split(row.shape)) for row, c in zip(rows, cuts, strict=True)])
 
 
 def joined_rows(ahead: list[Any], rows: list[Any]) -> list[Any]:

@@ -158,22 +158,28 @@ def _begin(pipeline: Pipeline, shapes: _Shapes) -> _State:
     zeros = lambda avals, *lead: [jnp.zeros((*lead, *aval.shape), aval.dtype) for aval in avals]
 
     def held() -> Held:
-        slots, rows = zip(*(loss.chunks.empty_slot() for _ in range(schedule.slots)), strict=True)
-        sums = [_zero_sum(pipeline, v) for v in consts]
-        rest = zeros(shapes.along), zeros(shapes.back), rows[0], rows[0], list(slots)
-        return Held([], sums, *rest).map(lambda x: x[None])
+        slots, (last, ahead, *_) = zip(*(loss.chunks.empty_slot() for _ in range(schedule.slots)), strict=True)
+        rest = zeros(shapes.along), zeros(shapes.back), last, ahead, list(slots)
+        return Held([], _zero_sums(pipeline, consts), *rest).map(lambda x: x[None])
 
     of_stages = mapped(pipeline, held, (), PartitionSpec(pipeline.axis))()
-    sums_of_xs = [pipeline.dealt(_zero_sum(pipeline, v)) for v in xs]
+    sums_of_xs = list(map(pipeline.dealt, _zero_sums(pipeline, xs)))
     sums = [filled(v.aval, 0) for v in loss.others]
     results = zeros(shapes.results, schedule.microbatches)
     return _State(results, sums, zeros(shapes.back), of_stages._replace(xs=sums_of_xs))
 
 
-def _zero_sum(pipeline: Pipeline, v: Any) -> Any:
-    """Zeros for the sum of a value's cotangents: for a parameter in its own dtype, for others in float32 or wider."""
-    zeros = filled(v.aval, 0)
-    return zeros if v in pipeline.loss.program.params else zeros.astype(jnp.promote_types(v.aval.dtype, jnp.float32))
+def _zero_sums(pipeline: Pipeline, values: Sequence[Any]) -> list[Any]:
+    """Zeros for the sums of their cotangents: for a parameter in its own dtype, for others in float32 or wider.
+
+    Each is full of a zero of its own. XLA would merge equal ones, and a branch that adds to them in place would hold
+    and copy one more.
+    """
+    zeros = lax.optimization_barrier([jnp.int32(0) for _ in values])
+    sums = map(filled, (v.aval for v in values), zeros)
+    of_params = (v in pipeline.loss.program.params for v in values)
+    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return [x if is_param else wide(x) for x, is_param in zip(sums, of_params, strict=True)]
 
 
 def mapped(pipeline: Pipeline, f: Callable[..., Any], specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -80,9 +80,8 @@ def run_tick(
     if tick.enters is not None:
         entering = [*given.fresh, *map(jnp.zeros_like, held.along[len(given.fresh) :])]
         held = held._replace(along=chosen(stage == 0, entering, held.along))
-    if tick.turns is not None:  # the rows of its last layers have not been on the host
-        back = chosen(stage == last_stage, given.turned, held.back)
-        held = held._replace(back=back, ahead=chosen(stage == last_stage, held.last, held.ahead))
+    if tick.turns is not None:
+        held = held._replace(back=chosen(stage == last_stage, given.turned, held.back))
     fixed = given.consts | {i: rows(x) for i, x in given.xs.items()}
     of_stage = lambda numbers: jnp.array(numbers, jnp.int32)[stage]
     forward_chunk, backward_chunk = (of_stage([run.chunk for run in runs]) for runs in tick.runs)
@@ -97,7 +96,12 @@ def run_tick(
             run = []
             if tick.backward:
                 kept = Slot(slots[read].residuals, slots[next_read].pieces)
-                back = held.back, kept, held.ahead, held.xs
+                begin = held.ahead
+                if tick.turns is not None:  # the rows of its last layers have not been on the host
+                    begin = chosen(stage == last_stage, held.last, held.ahead)
+                # Without the barrier XLA copies what the pass overwrites.
+                begin, ahead = lax.optimization_barrier((begin, held.ahead))
+                back = held.back, kept, begin, ahead, held.xs
                 run.append(backward_pass(chunks, loops, backward, fixed, *back, counts))
             if tick.forward:
                 run.append(forward_pass(chunks, forward, fixed, held.along, free, held.last))

@@ -1,6 +1,8 @@
 """XLA's options to compile an offloading step with."""
 
 import os
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 
@@ -110,7 +112,14 @@ class _Profile(bytes):
     """Bytes with a short repr, because JAX prints the options in its errors."""
 
     def __repr__(self) -> str:
-        return f"<how long copies take, {len(self)} bytes>"
+        return f"<how long instructions take, {len(self)} bytes>"
+
+
+def with_times(options: dict[str, str | bool | int | bytes], seconds: dict[str, float]) -> dict[str, Any]:
+    """The options, with a profile that also holds how long these instructions take."""
+    profile = options["fdo_profile"]
+    assert isinstance(profile, bytes)
+    return {**options, "fdo_profile": _Profile(profile + _costs((name, 1e3 * s) for name, s in seconds.items()))}
 
 
 def _profile(copies: dict[str, float]) -> _Profile:
@@ -127,4 +136,8 @@ def _profile(copies: dict[str, float]) -> _Profile:
         if copy != "copy-start"
         for name in names(copy, _PEELED)
     ]
-    return _Profile("".join(f'costs {{ name: "{name}" cost_us: {1000 * ms:g} }}\n' for name, ms in costs).encode())
+    return _Profile(_costs(costs))
+
+
+def _costs(ms: Iterable[tuple[str, float]]) -> bytes:
+    return "".join(f'costs {{ name: "{name}" cost_us: {1000 * each:g} }}\n' for name, each in ms).encode()

@@ -41,19 +41,21 @@ from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.interleaved import interleaved_p
 from jaxoffload._engine.walk import walk
 from jaxoffload._reference import as_reference
-from jaxoffload.proof import NothingFits
+from jaxoffload.proof import NothingFits, scheduling_options
 from jaxoffload.proof._plan import compiled as _compiled
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import kernels as _kernels
+from jaxoffload.proof._program import scheduling as _scheduling
 from jaxoffload.proof._program.hlo import kernels_on_host_memory
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._program.trace import DIRECTIONS, Event
 from jaxoffload.proof._report.profile import profile_of
 from jaxoffload.proof._verify import conservation as _conservation
+from models import config
 from models.attention import rotations
 from models.config import Model, load
 from models.report import summary
-from models.sharding import make_mesh
+from models.sharding import RULES, make_mesh, on_mesh, param_shardings
 from models.step import program, shardings_of
 from models.transformer import ExpertLayer, Layer, stacked
 
@@ -358,6 +360,60 @@ def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing
     for copy in hlo.host_copies(module).values():
         loops[copy.loop].add(copy.to_host)
     assert sum(both == {True, False} for both in loops.values()) >= 2  # the two halves of the loop over microbatches
+
+
+def exposed(module):
+    """Seconds of large exchanges that what XLA puts beside them does not last for, by our own estimates."""
+    total = 0.0
+    for computation, lines in module.computations.items():
+        left = {}  # of the exchanges that are under way
+        for line in lines:
+            seconds = _scheduling.seconds_of(line, module) or 0.0
+            large = line.opcode.startswith("all-to-all") and hlo.nbytes(line.shape) > 2**20
+            if line.opcode == "all-to-all-start" and large:
+                left[line.name] = seconds
+            elif line.opcode == "all-to-all" and large:  # nothing is beside it
+                total += module.runs[computation] * seconds
+            elif line.opcode == "all-to-all-done" and line.operands[0] in left:
+                total += module.runs[computation] * max(0.0, left.pop(line.operands[0]))
+            elif "-start" not in line.opcode and line.opcode != "all-to-all":
+                left = {name: each - seconds for name, each in left.items()}
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.claim("scheduled-by-times")
+def test_a_step_compiled_again_with_its_times_hides_exchanges_between_experts(two_gpus, monkeypatch):
+    """Mixtral's layers on two GPUs, two microbatches: same kernels, same memory, another order."""
+    devices = jax.devices  # whose cores a kernel of JAX's counts
+    monkeypatch.setattr(jax, "devices", lambda *which: devices(*which) if which else two_gpus)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "200")
+    attention = {"layers": 4, "d_model": 4096, "heads": 32, "kv_heads": 8, "attention": "xla"}
+    shape = Model(experts=8, experts_per_token=2, d_expert=14336, capacity=1.25, grouped="mosaic", **attention)
+    mesh, make = make_mesh(config.Mesh(expert=2), two_gpus), lambda rngs: ExpertLayer(shape, rngs)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
+    layer = lambda x, w: (nnx.merge(graph, w)(x, rotations(8192, shape.d_head, 1e6))[0], None)
+    moved = ("layer_input", "attn/q", "attn/k", "attn/v", "mlp_input", "moe/fc1.gate", "moe/fc1.up")
+    policy = Policy(dict.fromkeys(moved, "offload"))
+
+    def loss(w, x):
+        return jnp.mean(jnp.square(scan(layer, x, w, policy=policy)[0].astype(jnp.float32)))
+
+    w = jax.eval_shape(lambda: nnx.state(stacked(shape.layers, make, nnx.Rngs(params=0))))
+    x = jax.ShapeDtypeStruct((2, 4, 8192, 4096), jnp.bfloat16)
+    where = param_shardings(w, mesh), NamedSharding(mesh, PartitionSpec(None, *RULES.spec("batch")))
+
+    def program(options):
+        step = lambda w, x: accumulate(on_mesh(mesh, loss))(w, x)[1]
+        return jax.jit(step, in_shardings=where, out_shardings=where[0], compiler_options=options).lower(w, x).compile()
+
+    first = program(OPTIONS)
+    again = program(OPTIONS | scheduling_options(first, "gpu"))
+    before, after = map(module_of, (first, again))
+    assert exposed(after) <= 0.5 * exposed(before)
+    assert hlo.collectives(after) == hlo.collectives(before) and _kernels.ran(after) == _kernels.ran(before)
+    temporary = [p.memory_analysis().temp_size_in_bytes for p in (first, again)]
+    assert temporary[1] <= 1.05 * temporary[0]
 
 
 def test_verify_finds_two_microbatches_in_the_plan(gpu, monkeypatch):

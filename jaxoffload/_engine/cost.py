@@ -172,7 +172,7 @@ def _computing(eqn: JaxprEqn, rates: Rates, devices: int) -> float | None:
         flops = attention_flops(shapes[0], shapes[1], is_causal(eqn.params)) * (2.5 if is_backward else 1.0)
         return flops / devices / rates.attending(width, length)[is_backward] / 1e12
     is_dot = eqn.primitive is dot_general_p
-    if (sides := _sides(eqn) if is_dot else _grouped_sides(shapes)) is None:
+    if (sides := _sides(eqn) if is_dot else grouped_sides(shapes)) is None:
         return None
     flops = matmul_flops(eqn) if is_dot else 2.0 * math.prod(sides)
     bytes_each = arrays[0].dtype.itemsize
@@ -205,7 +205,7 @@ def attention_flops(q: tuple[int, ...], k: tuple[int, ...], causal: bool) -> flo
     return 2 * 2 * B * N * S * k[1] * H * (0.5 if causal else 1.0)
 
 
-def _grouped_sides(shapes: list[tuple[int, ...]]) -> tuple[int, int, int] | None:
+def grouped_sides(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] | None:
     """M, K and N of a grouped GEMM: two of (M, K), (M, N) and (G, K, N) are operands, one is the result."""
     rows, stacks = [s for s in shapes if len(s) == 2], [s for s in shapes if len(s) == 3]
     if len(rows) != 2 or len(stacks) != 1 or rows[0][0] != rows[1][0]:

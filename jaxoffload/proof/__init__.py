@@ -23,6 +23,7 @@ from ._predict.room import room as room
 from ._predict.staying import staying as staying
 from ._program.exact import exact_options as exact_options
 from ._program.memory import memory_plan as memory_plan
+from ._program.scheduling import scheduling_options as scheduling_options
 from ._report.page import about as about
 from ._report.page import page as page
 from ._report.png import pictures as pictures

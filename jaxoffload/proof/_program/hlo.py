@@ -165,14 +165,14 @@ def collectives(module: Module, which: Callable[[Instruction], bool] = lambda _:
     counts = Counter[tuple[str, str]]()
     for line in filter(which, module):
         if (kind := line.opcode.removesuffix("-start")) in COLLECTIVES:
-            shapes = re.findall(r"\w+\[[\d,]*\]", _results(line))
+            shapes = re.findall(r"\w+\[[\d,]*\]", results_of(line))
             # An all-to-all lists one array as several segments.
             for shape in dict.fromkeys(shapes) if kind == "all-to-all" else shapes:
                 counts[kind, shape] += module.runs[line.computation]
     return counts
 
 
-def _results(line: Instruction) -> str:
+def results_of(line: Instruction) -> str:
     """The shapes of a collective's results; an asynchronous one's shape may begin with those of its operands."""
     operands = re.match(r"\(\(.*?\), ", line.shape)
     if operands:
@@ -289,6 +289,11 @@ def _row_bytes(shape: str) -> tuple[int, int]:
     dtype, sizes = dtype_and_sizes(shape)
     rows, *row = sizes or [1]
     return _BYTES.get("f8" if dtype.startswith("f8") else dtype, 8) * math.prod(row), rows
+
+
+def nbytes(shape: str) -> int:
+    """The bytes of `bf16[9,512,256]{...}`, or of all arrays of a tuple."""
+    return sum(math.prod(_row_bytes(array)) for array in re.findall(r"\w+\[[\d,]*\]", shape))
 
 
 def dtype_and_sizes(shape: str) -> tuple[str, list[int]]:

@@ -14,11 +14,11 @@ from ..._engine.walk import nested, walk
 from ..._jax import ATTENTION, MATMULS, MOSAIC_KERNELS, TE_GROUPED_GEMM
 from .hlo import Instruction, Module, dtype_and_sizes
 
-MATMUL = "matmuls"
+MATMUL, ATTENTION_KERNELS = "matmuls", "attention kernels"
 # Kind -> the names of its equations, and of its instructions or, of custom calls, their targets.
 KINDS = {
     MATMUL: ("|".join(MATMULS), r"dot|ragged-dot|__cublas\$(gemm|lt)\S*"),
-    "attention kernels": (ATTENTION, r"__cudnn\$fmha\w*|te_fused_attn_\w+"),
+    ATTENTION_KERNELS: (ATTENTION, r"__cudnn\$fmha\w*|te_fused_attn_\w+"),
     "grouped GEMMs": (TE_GROUPED_GEMM, r"te_grouped_gemm\w*"),
     "Mosaic kernels": (MOSAIC_KERNELS, r"mosaic_gpu\w*"),  # jax's grouped GEMMs, and others
 }
@@ -61,7 +61,7 @@ def ran(module: Module) -> Kernels:
     counts, flops = Counter[str](), 0.0
     for line, kind in _kernels(module):
         counts[kind] += module.runs[line.computation]
-        flops += module.runs[line.computation] * _flops_of(line, module) if kind == MATMUL else 0.0
+        flops += module.runs[line.computation] * flops_of_instruction(line, module) if kind == MATMUL else 0.0
     return Kernels(counts, None if math.isnan(flops) else flops)
 
 
@@ -82,8 +82,8 @@ def flops_of(eqn: JaxprEqn) -> float:
     return matmul_flops(eqn)
 
 
-def _flops_of(line: Instruction, module: Module) -> float:
-    """NaN where the text does not say."""
+def flops_of_instruction(line: Instruction, module: Module) -> float:
+    """The FLOPs of a matmul; NaN where the text does not say."""
     contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d",]*)[}\]]', line.text)
     operands = module.operands(line)
     if line.opcode == "ragged-dot" or not contracted or not operands:

@@ -1,0 +1,146 @@
+"""How long the instructions of a compiled program take, so that XLA can schedule them by that when it compiles again.
+
+    compiled once:    a2a  a2a  gemm gemm gemm ....  a2a              (alone: what could hide them is used up elsewhere)
+    compiled again:   a2a  gemm ....  a2a gemm ....  a2a gemm ....
+
+XLA's latency hiding scheduler takes any collective for 5 ms and any kernel, be it a grouped GEMM of 7 ms or an addition
+of 2 us, for 1 ms (https://github.com/openxla/xla: GpuLatencyEstimator). So it puts all there is beside the last
+exchange of a layer, and nothing is left for those before it. It knows instructions by their names alone, which it gives
+them as it compiles: a first compilation tells the names and the shapes.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ..._compiler_options import compiler_options, with_times
+from ..._engine.cost import attention_flops, grouped_sides
+from ..._engine.rates import Link, Rates
+from ..._text import short
+from .hlo import COLLECTIVES, Instruction, Module, dtype_and_sizes, nbytes, parse, results_of
+from .kernels import ATTENTION_KERNELS, KINDS, flops_of_instruction
+
+# An H200's, whatever runs: all processes must compile the same program, and what counts is one time against another.
+_LINK = Link(2, (2**16, 2**22, 2**28), (3.0, 80.0, 130.0), (3.0, 80.0, 130.0), (3.0, 80.0, 155.0))
+_RATES = Rates(gemm_tflops=670.0, attention_tflops=(580.0, 530.0), hbm_gb_s=3900.0, link=_LINK)
+_LEAST = 1e-6  # seconds: XLA takes what is known to take 0 for unknown
+_ON_LINK = {
+    "all-gather": ("all_gather",),
+    "reduce-scatter": ("reduce_scatter",),
+    "all-reduce": ("reduce_scatter", "all_gather"),
+}
+# What takes no time of its own, or is told by `compiler_options`.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "partition-id", "replica-id"}
+_FREE |= {"while", "conditional", "call", "after-all", "copy-start"}
+
+
+def scheduling_options(
+    compiled: Any, backend: str | None = None, *, copy_ms: float | None = None
+) -> dict[str, str | bool | int | bytes]:
+    """The options of `compiler_options`, with the times of a program's instructions, to compile it again with.
+
+    For steps with collectives, such as exchanges between experts: with these options XLA puts what hides each beside
+    it. The order of execution changes, not what is computed. Times are estimates from shapes.
+
+    Args:
+      compiled: the step, `jax.jit(step, compiler_options=compiler_options()).lower(...).compile()`.
+      backend: as for `compiler_options`.
+      copy_ms: as for `compiler_options`; what `compiled` was compiled with.
+
+    Returns:
+      XLA's options; empty except on NVIDIA GPUs.
+
+    Raises:
+      TypeError: compiled is not a compiled program.
+      ValueError: as `compiler_options`.
+
+    Example:
+      >>> import jax
+      >>> from jaxoffload import compiler_options
+      >>> from jaxoffload.proof import scheduling_options
+      >>> lowered = jax.jit(lambda x: x + 1, compiler_options=compiler_options()).lower(1.0)
+      >>> scheduling_options(lowered.compile())  # on a CPU
+      {}
+    """
+    if not hasattr(compiled, "memory_analysis"):
+        raise TypeError(
+            f"scheduling_options: compiled must be what .lower(...).compile() returns, got {short(compiled)}"
+        )
+    options = compiler_options(backend, copy_ms=copy_ms)
+    return with_times(options, times(parse(compiled.as_text()))) if options else {}
+
+
+def times(module: Module) -> dict[str, float]:
+    """The seconds of each instruction that XLA schedules, by the name that it has there."""
+    known = ((_scheduled_name(line), seconds_of(line, module)) for line in _scheduled(module))
+    return {name: max(seconds, _LEAST) for name, seconds in known if seconds is not None}
+
+
+def _scheduled(module: Module) -> Iterator[Instruction]:
+    """The instructions of the program and of its loops and branches, not those inside of kernels."""
+    inside = {name for line in module if line.opcode not in ("while", "conditional", "call") for name in line.calls}
+    return (line for line in module if line.computation not in inside)
+
+
+def _scheduled_name(line: Instruction) -> str:
+    """A collective with nothing beside it has another name afterwards."""
+    found = re.search(r'scheduling_name="([^"]*)"', line.text)
+    return found[1] if found else line.name
+
+
+def seconds_of(line: Instruction, module: Module) -> float | None:
+    """None where it is not for us to say."""
+    if line.opcode in _FREE or line.opcode.endswith("-done") or line.starts_host_copy:
+        return None
+    for each in (line, *module.called(line)):
+        if (what := each.opcode.removesuffix("-start")) in COLLECTIVES:
+            size = max(sum(nbytes(operand.shape) for operand in module.operands(each)), nbytes(results_of(each)))
+            return sum(_LINK.seconds(way, size, _LINK.gpus) for way in _ON_LINK.get(what, ("all_to_all",)))
+    if line.opcode.endswith("-start"):
+        return None
+    moving = _moved(line, module) / _RATES.hbm_gb_s / 1e9
+    return max([moving, *(_computing(each, module) for each in (line, *module.called(line)))])
+
+
+def _computing(line: Instruction, module: Module) -> float:
+    """Seconds of a kernel's FLOPs; 0 where they are not known."""
+    shapes = [tuple(dtype_and_sizes(operand.shape)[1]) for operand in module.operands(line)]
+    if line.opcode in ("dot", "custom-call") and (flops := flops_of_instruction(line, module)) > 0:
+        return flops / _RATES.gemm_tflops / 1e12
+    if line.opcode != "custom-call" or not shapes:
+        return 0.0
+    if re.fullmatch(KINDS[ATTENTION_KERNELS][1], line.target) and len(shapes[0]) == len(shapes[1]) == 4:
+        is_backward = re.search("bwd|backward", line.target.lower()) is not None
+        batch, *middle, width = shapes[0]
+        length, heads = max(middle), min(middle)  # in either order
+        flops = attention_flops((batch, length, heads, width), (batch, length), True) * (2.5 if is_backward else 1.0)
+        return flops / _RATES.attention_tflops[is_backward] / 1e12
+    sides = grouped_sides([*shapes, tuple(dtype_and_sizes(line.shape)[1])])
+    return 2.0 * sides[0] * sides[1] * sides[2] / _RATES.gemm_tflops / 1e12 if sides else 0.0
+
+
+def _moved(line: Instruction, module: Module) -> int:
+    """Bytes that an instruction reads and writes. Of a stack it may read or write a row."""
+    inner = list(module.called(line)) if line.opcode == "fusion" else []
+    if not inner:
+        return nbytes(line.shape) + sum(nbytes(operand.shape) for operand in module.operands(line))
+    read = sum(_read(each, inner) for each in inner if each.opcode == "parameter")
+    (root,) = (each for each in inner if each.is_root)
+    results = module.sources(root) if root.opcode in ("tuple", "bitcast") else [root]
+    return read + sum(_written(each, module) for each in results)
+
+
+def _read(parameter: Instruction, inner: list[Instruction]) -> int:
+    uses = [each for each in inner if parameter.name in each.operands]
+    rows = [
+        0 if each.opcode == "dynamic-update-slice" else nbytes(each.shape) for each in uses if _by_row(each, parameter)
+    ]
+    return sum(rows) if len(rows) == len(uses) else nbytes(parameter.shape)
+
+
+def _by_row(use: Instruction, parameter: Instruction) -> bool:
+    return use.opcode in ("dynamic-slice", "dynamic-update-slice", "gather") and use.operands[0] == parameter.name
+
+
+def _written(result: Instruction, module: Module) -> int:
+    return nbytes((module.operands(result)[1] if result.opcode == "dynamic-update-slice" else result).shape)

@@ -2,6 +2,7 @@
 GPUs."""
 
 import contextlib
+import gc
 import importlib
 import os
 import shutil
@@ -46,6 +47,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords and "gpu" not in item.fixturenames:
                 item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """Spare Python's garbage collector what was imported, which stays: JAX's tracing makes it look at all of that often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def shared():

@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Spare Python's garbage collector what was imported, which stays: JAX's tracing makes it look at all of that often."""
+    """Leave what was imported, which stays, out of garbage collections: JAX's tracing causes many."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

@@ -90,3 +90,12 @@ def nothing_is_left():
         if what == "jax":  # importing a module of JAX can add its settings
             after = {key: after[key] for key in before["jax"]}
         assert after == before[what], what
+
+
+@pytest.fixture
+def compiled_fast():
+    """For tests that compare bits under `exact_options`, which do the same, or not at all: the rest is not LLVM's."""
+    from common import fast_compiles
+
+    with fast_compiles():
+        yield

@@ -2,6 +2,7 @@
 GPUs."""
 
 import contextlib
+import gc
 import importlib
 import os
 import shutil
@@ -29,6 +30,8 @@ def pytest_configure(config):
     import jax
 
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    # Most tests compile a program once: to write it takes longer than it saves. test_train.py and processes do.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
 
 
 def compile_once(config):
@@ -46,6 +49,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords and "gpu" not in item.fixturenames:
                 item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """Leave what was imported, which stays, out of garbage collections: JAX's tracing causes many."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def shared():
@@ -80,3 +90,12 @@ def nothing_is_left():
         if what == "jax":  # importing a module of JAX can add its settings
             after = {key: after[key] for key in before["jax"]}
         assert after == before[what], what
+
+
+@pytest.fixture
+def compiled_fast():
+    """For tests that compare bits under `exact_options`, which do the same, or not at all: the rest is not LLVM's."""
+    from common import fast_compiles
+
+    with fast_compiles():
+        yield

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_same_bits, auto_mesh, fast_compiles, in_a_loop, normal, on_cpu_and_gpu, policy, run
+from common import assert_same_bits, auto_mesh, fast_compiles, in_a_loop, normal, on_cpu_and_gpu, policy, run, run_each
 from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, PartitionSpec
@@ -178,9 +178,9 @@ LOSSES = {
 
 def assert_equal(loss_of, batch, has_aux=False, params=PARAMS, **how):
     """What `accumulate` returns with our scan is what a loop returns with JAX's."""
-    got = run(accumulate(functools.partial(loss_of, ours), has_aux=has_aux, **how), params, *batch)
-    want = run(one_by_one(functools.partial(loss_of, plain), has_aux=has_aux, **how), params, *batch)
-    assert_same_bits(got, want)
+    got = accumulate(functools.partial(loss_of, ours), has_aux=has_aux, **how)
+    want = one_by_one(functools.partial(loss_of, plain), has_aux=has_aux, **how)
+    assert_same_bits(*run_each([got, want], params, *batch))
 
 
 @on_cpu_and_gpu
@@ -214,7 +214,7 @@ def test_layers_that_treat_their_residuals_otherwise(rules, device):
 
     in_a_loop_of_jax = functools.partial(loss, through=lambda f, x, w: lax.scan(in_a_loop(f, "x", "fc1"), x, w))
     x = normal(5, (3, 2, DIM))
-    assert_same_bits(run(accumulate(loss), more, x), run(one_by_one(in_a_loop_of_jax), more, x))
+    assert_same_bits(*run_each([accumulate(loss), one_by_one(in_a_loop_of_jax)], more, x))
 
 
 @pytest.mark.parametrize("how", [{"reverse": True}, {"unroll": 2}, {"unroll": LAYERS}], ids=str)
@@ -234,17 +234,18 @@ def test_sums_and_several_arguments():
     # What is not differentiated is a batch: a matrix for each microbatch.
     args = normal(3, (3, DIM, DIM)), PARAMS["w"], normal(5, (3, 2, DIM)), PARAMS["bias"]
     for how in {"argnums": (1, 3)}, {"argnums": (3, 1), "reduction": "sum"}:
-        got = run(accumulate(functools.partial(loss_of, ours), **how), *args)
-        assert_same_bits(got, run(one_by_one(functools.partial(loss_of, plain), **how), *args))
+        got, want = (of(functools.partial(loss_of, f), **how) for of, f in ((accumulate, ours), (one_by_one, plain)))
+        assert_same_bits(*run_each([got, want], *args))
 
 
 def test_the_forward_passes_alone():
     args = params_of(3), tokens(3)
     loss = functools.partial(language_model, ours)
     how = {"has_aux": True, "reduction": "sum"}
-    expected = run(lambda *args: accumulate(loss, **how)(*args)[0], *args)
-    assert_same_bits(run(accumulate(loss, **how, forward_only=True), *args), expected)
-    mean = run(accumulate(lambda *args: loss(*args)[0], forward_only=True), *args)
+    with_gradients = lambda *args: accumulate(loss, **how)(*args)[0]
+    means = accumulate(lambda *args: loss(*args)[0], forward_only=True)
+    got, expected, mean = run_each([accumulate(loss, **how, forward_only=True), with_gradients, means], *args)
+    assert_same_bits(got, expected)
     np.testing.assert_allclose(mean[0], expected[0] / 3, rtol=1e-6)
 
 
@@ -440,12 +441,10 @@ def test_on_meshes():
     mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,))
     with jax.set_mesh(mesh):
         rows = jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec(None, "data")))
-        of = {
-            f: run(g(functools.partial(loss_of, f)), PARAMS["w"], rows)
-            for f, g in ((ours, accumulate), (plain, one_by_one))
-        }
-    assert_same_bits(of[ours], of[plain])
-    np.testing.assert_allclose(of[ours][1], want[1], rtol=1e-5, atol=1e-7)
+        both = [of(functools.partial(loss_of, f)) for of, f in ((accumulate, ours), (one_by_one, plain))]
+        got, in_a_loop_of_jax = run_each(both, PARAMS["w"], rows)
+    assert_same_bits(got, in_a_loop_of_jax)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-7)
     auto = jax.make_mesh((4,), ("data",), (AxisType.Auto,))
     rows = jax.device_put(x, jax.NamedSharding(auto, PartitionSpec(None, "data")))
     np.testing.assert_allclose(
@@ -457,7 +456,7 @@ def test_on_meshes():
         f = lambda w, x: jax.tree.map(lambda y: y[None], of(functools.partial(loss_of, stack))(w, x))
         return jax.shard_map(f, mesh=auto, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
-    assert_same_bits(run(local(accumulate, ours), PARAMS["w"], x), run(local(one_by_one, plain), PARAMS["w"], x))
+    assert_same_bits(*run_each([local(accumulate, ours), local(one_by_one, plain)], PARAMS["w"], x))
 
 
 def test_compiled_ahead_of_time_with_donated_arguments():
@@ -514,8 +513,8 @@ def test_it_is_not_differentiated_and_can_be_batched():
     with pytest.raises(NotImplementedError, match="accumulate cannot be differentiated"):
         jax.grad(lambda w: f(w, x)[0])(PARAMS["w"])
     many = jnp.stack([x, 2 * x])
-    got = run(jax.vmap(f, (None, 0)), PARAMS["w"], many)
-    want = [run(f, PARAMS["w"], one) for one in many]
+    each = [functools.partial(lambda n, w, many: f(w, many[n]), n) for n in range(len(many))]
+    got, *want = run_each([jax.vmap(f, (None, 0)), *each], PARAMS["w"], many)
     for a, *b in zip(got, *want, strict=True):
         np.testing.assert_allclose(a, np.stack(b), rtol=1e-5, atol=1e-6)
 

@@ -15,7 +15,6 @@ from common import (
     normal,
     on_cpu_and_gpu,
     policy,
-    run,
     run_each,
     saving,
 )
@@ -67,11 +66,10 @@ FIELDS = [
 @pytest.mark.claim("other-ways")
 @on_cpu_and_gpu
 def test_gradients_equal_the_reference_whichever_layers_offload(device):
-    grads = run_each([gradient(ours(**fields), (0, 1)) for fields in FIELDS], X, WS)
-    want = run(gradient(reference, (0, 1)), X, WS)
+    want, *grads = run_each([gradient(f, (0, 1)) for f in (reference, *(ours(**each) for each in FIELDS))], X, WS)
     for got in grads:
         assert_same_bits(got, want)
-    assert_same_bits(run(ours(), X, WS), run(reference, X, WS))
+    assert_same_bits(*run_each([ours(), reference], X, WS))
 
 
 @pytest.mark.parametrize("fields, moved", list(zip(FIELDS, (3, 4, 2, 2, 0), strict=True)))
@@ -115,7 +113,7 @@ def test_the_host_pool_is_judged_on_each_layers_own_bytes(monkeypatch):
 def test_frozen_layers_keep_nothing():
     """Only the last layer's weight is trained, so nothing before it is differentiated."""
     f = lambda w: ours(resident_layers=0)(X, [*WS[:3], w])
-    assert_same_bits(run(gradient(f), WS[3]), run(gradient(lambda w: reference(X, [*WS[:3], w])), WS[3]))
+    assert_same_bits(*run_each([gradient(f), gradient(lambda w: reference(X, [*WS[:3], w]))], WS[3]))
     assert kept_bytes(f, WS[3])[1] == FC1[3]
 
 
@@ -135,7 +133,7 @@ def test_carries_of_any_structure_whose_shapes_change():
         return carry
 
     assert jax.eval_shape(f, X, ws) == jax.eval_shape(plain, X, ws)
-    assert_same_bits(run(gradient(f, (0, 1)), X, ws), run(gradient(plain, (0, 1)), X, ws))
+    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain, (0, 1))], X, ws))
 
 
 def test_closed_over_tracers_and_vmap():
@@ -153,13 +151,13 @@ def test_closed_over_tracers_and_vmap():
 
     mine = lambda *a: model(*a, lambda fs, x, ws: chain(fs, x, ws, policy=policy(OFF)))
     plain = lambda *a: model(*a, loop)
-    assert_same_bits(run(gradient(mine, (0, 1, 2)), X, WS, scale), run(gradient(plain, (0, 1, 2)), X, WS, scale))
+    assert_same_bits(*run_each([gradient(mine, (0, 1, 2)), gradient(plain, (0, 1, 2))], X, WS, scale))
     many = normal(9, (3, BATCH, DIM))
     for wrap in (
         lambda f: gradient(jax.vmap(f, (0, None, None)), (0, 1)),
         lambda f: jax.vmap(gradient(f, (0, 1)), (0, None, None)),
     ):
-        for a, b in zip(run(wrap(mine), many, WS, scale), run(wrap(plain), many, WS, scale), strict=True):
+        for a, b in zip(*run_each([wrap(mine), wrap(plain)], many, WS, scale), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
@@ -184,7 +182,7 @@ def test_groups_of_unlike_layers_in_a_scan_follow_the_scans_policy():
     f = lambda x, ws: scan(pair, x, ws, policy=policy(OFF, resident_layers=0))[0]
     inner = lambda x, ws: (FS[1](FS[0](x, ws[0]), ws[1]), None)
     plain = lambda x, ws: lax.scan(in_a_loop(inner, "fc1", "layer_input"), x, ws)[0]
-    assert_same_bits(run(gradient(f, (0, 1)), X, groups), run(gradient(plain, (0, 1)), X, groups))
+    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain, (0, 1))], X, groups))
     assert kept(f, X, groups)[("host", "float32", (3, BATCH, WIDE))] == 1
 
 
@@ -230,7 +228,7 @@ def test_the_names_of_a_chain_that_is_not_differentiated_are_those_of_the_checkp
 
     ours = checkpoint(f, policy=policy())
     assert count(gradient_jaxpr(ours, X, WS[0]), "top_k") == 1
-    assert_same_bits(run(gradient(ours), X, WS[0]), run(gradient(f), X, WS[0]))
+    assert_same_bits(*run_each([gradient(ours), gradient(f)], X, WS[0]))
 
 
 # ---- other results of layers ----
@@ -271,9 +269,10 @@ USES = {
 @pytest.mark.claim("chain-aux")
 def test_other_results_of_layers_come_back_and_are_differentiated():
     each = lambda f: [gradient(lambda x, ws, use=use: use(f(x, ws)), (0, 1)) for use in USES.values()]
-    for got, want in zip(run_each(each(with_others), X, WS), run_each(each(others_of_jax), X, WS), strict=True):
+    results = run_each([f for g in (with_others, others_of_jax) for f in (*each(g), g)], X, WS)
+    half = len(USES) + 1
+    for got, want in zip(results[:half], results[half:], strict=True):
         assert_same_bits(got, want)
-    assert_same_bits(run(with_others, X, WS), run(others_of_jax, X, WS))
     assert jax.tree.structure(with_others(X, WS)) == jax.tree.structure(others_of_jax(X, WS))
     assert kept_bytes(lambda *args: with_others(*args)[0], X, WS)[1] == sum(FC1[:3])
 
@@ -281,10 +280,10 @@ def test_other_results_of_layers_come_back_and_are_differentiated():
 def test_other_results_in_vmap_in_scan_without_jit_and_as_the_reference():
     xs = jnp.stack([X, X + 1])
     batched = lambda f: gradient(lambda xs, ws: jax.vmap(f, (0, None))(xs, ws), (0, 1))
-    assert_same_bits(run(batched(with_others), xs, WS), run(batched(others_of_jax), xs, WS))
+    assert_same_bits(*run_each([batched(with_others), batched(others_of_jax)], xs, WS))
     in_scan = lambda f: gradient(lambda x, ws: lax.scan(lambda x, _: (f(x, ws)[0], f(x, ws)[1]), x, length=2), (0, 1))
     ours = lambda x, ws: scan(lambda x, _: with_others(x, ws), x, length=2, policy=policy(RULES))
-    for a, b in zip(run(gradient(ours, (0, 1)), X, WS), run(in_scan(others_of_jax), X, WS), strict=True):
+    for a, b in zip(*run_each([gradient(ours, (0, 1)), in_scan(others_of_jax)], X, WS), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     with jax.disable_jit():
         assert jax.tree.structure(with_others(X, WS)) == jax.tree.structure(others_of_jax(X, WS))

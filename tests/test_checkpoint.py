@@ -17,6 +17,7 @@ from common import (
     normal,
     policy,
     run,
+    run_each,
     saving,
 )
 from jax import lax
@@ -111,7 +112,7 @@ TRANSFORMATIONS = {
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_under_every_transformation(name):
     ours, reference, args, on_host = TRANSFORMATIONS[name]()
-    assert_same_bits(run(gradient(ours, (0, 1)), *args), run(gradient(reference, (0, 1)), *args))
+    assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], *args))
     assert [k for k in kept(ours, *args).elements() if k[0] == "host"] == list(on_host)
 
 
@@ -121,7 +122,7 @@ def test_under_a_mesh_with_explicit_axes():
         x, w = jax.device_put(X, P("a", None)), jax.device_put(W, P(None, "b"))
         f = lambda x, w: jnp.sin(tag(jnp.sin(x @ w), "fc1"))
         ours, reference = checkpoint(f, policy=OFF), save_fc1(f)
-        assert_same_bits(run(gradient(ours, (0, 1)), x, w), run(gradient(reference, (0, 1)), x, w))
+        assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], x, w))
         jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(ours, *a)[1]))(x, w)
         (held,) = [v.aval for v in jaxpr.outvars if v.aval.memory_space == jax.memory.Space.Host]
         assert held.sharding.spec == P("a", "b")  # on the device that produced it
@@ -153,9 +154,9 @@ def test_closed_over_tracers_get_their_gradients():
     def f(x, w):
         return checkpoint(lambda x: layer(x, w), policy=OFF)(x)
 
-    assert_same_bits(run(gradient(f, (0, 1)), X, W), run(gradient(save_fc1(layer), (0, 1)), X, W))
+    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(save_fc1(layer), (0, 1))], X, W))
     jitted = lambda x, w: jax.jit(lambda x: checkpoint(lambda x: layer(x, w), policy=OFF)(x))(x)
-    assert_same_bits(run(gradient(jitted, (0, 1)), X, W), run(gradient(save_fc1(layer), (0, 1)), X, W))
+    assert_same_bits(*run_each([gradient(jitted, (0, 1)), gradient(save_fc1(layer), (0, 1))], X, W))
 
 
 def test_integers_booleans_and_keys_go_through():
@@ -235,8 +236,7 @@ def test_an_eager_call_and_forward_mode():
     np.testing.assert_array_equal(f(X, W), layer(X, W))
     tangents = (jnp.ones_like(X), jnp.ones_like(W))
     plain = jax.checkpoint(layer)
-    got, want = run(lambda: jax.jvp(f, (X, W), tangents)), run(lambda: jax.jvp(plain, (X, W), tangents))
-    assert_same_bits(got, want)
+    assert_same_bits(*run_each([lambda g=g: jax.jvp(g, (X, W), tangents) for g in (f, plain)]))
 
 
 def test_second_derivatives_of_what_stays_on_the_device():
@@ -252,7 +252,7 @@ def test_reverse_over_reverse_of_what_stays_on_the_device():
     twice = lambda f: jax.jit(jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()))
     plain = jax.checkpoint(f, policy=saving("fc1"))
     ours = checkpoint(f, policy=policy({"fc1": "save"}))
-    assert_same_bits(run(twice(ours), X), run(twice(plain), X))
+    assert_same_bits(*run_each([twice(ours), twice(plain)], X))
 
 
 def test_forward_over_reverse_of_what_is_offloaded():
@@ -279,7 +279,7 @@ def test_refs_inside():
         return jnp.sin(ref[...] + y)
 
     assert kept(checkpoint(f, policy=OFF), X)[HOST] == 1
-    assert_same_bits(run(gradient(checkpoint(f, policy=OFF)), X), run(gradient(save_fc1(f)), X))
+    assert_same_bits(*run_each([gradient(checkpoint(f, policy=OFF)), gradient(save_fc1(f))], X))
 
 
 def test_ordered_effects_with_offload_are_refused_in_one_message():
@@ -312,7 +312,7 @@ def test_frozen_weights_as_in_lora():
     loss = lambda wrap: lambda low: wrap(f)(X, W, low)
     ours = loss(functools.partial(checkpoint, policy=policy(names)))
     plain = loss(functools.partial(jax.checkpoint, policy=saving(*names)))
-    assert_same_bits(run(gradient(ours), low), run(gradient(plain), low))
+    assert_same_bits(*run_each([gradient(ours), gradient(plain)], low))
     # Only the gradient of the frozen weights after it would read act.
     assert kept(ours, low) == {HOST: 1, ("host", "float32", (8, 2)): 1}
 
@@ -399,7 +399,7 @@ def test_an_inner_checkpoint_of_stopped_gradients_shows_its_names(outer):
 
     assert kept(outer(f), X, W) == {("device", "int32", (8, 2)): 1}
     assert count(gradient_jaxpr(outer(f), X, W), "top_k") == 1
-    assert_same_bits(run(gradient(outer(f)), X, W), run(gradient(jax.checkpoint(f)), X, W))
+    assert_same_bits(*run_each([gradient(outer(f)), gradient(jax.checkpoint(f))], X, W))
 
 
 def test_functions_that_differ_have_rows_of_their_own():

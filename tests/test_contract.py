@@ -179,6 +179,22 @@ def test_accumulated_gradients_equal_a_plain_loops(case, dtype, every, device):
         assert_same_bits(got, want[saved_names(rules)])
 
 
+@functools.cache
+def abstract_inputs(case, alone):
+    """The carry and all layers' weights; `alone`: one layer's."""
+    x, w = jax.eval_shape(lambda: CASES[case].inputs(jnp.bfloat16))
+    return x, jax.eval_shape(first, w) if alone else w
+
+
+@functools.cache
+def kept_by_the_reference(case, alone, saved):
+    if alone:
+        f = jax.checkpoint(CASES[case].step, policy=saving(*leaves(case, saved)))
+    else:
+        f = reference(case, False, saved)
+    return kept(f, *abstract_inputs(case, alone))
+
+
 @pytest.mark.claim("empty-row")
 @pytest.mark.parametrize("number", range(27))
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "offload"])
@@ -186,25 +202,20 @@ def test_accumulated_gradients_equal_a_plain_loops(case, dtype, every, device):
 def test_the_host_holds_exactly_what_is_offloaded(case, kind, number):
     """The device holds what the reference, which saves the same names, holds, less that."""
     rules = assignments(case)[number]
-    x, w = jax.eval_shape(lambda: CASES[case].inputs(jnp.bfloat16))
-    if kind == "checkpoint":
-        w, lead = jax.eval_shape(first, w), ()
-        ours = checkpoint(CASES[case].step, policy=policy(rules))
-        plain = jax.checkpoint(CASES[case].step, policy=saving(*leaves(case, saved_names(rules))))
-    else:
-        lead = (LAYERS,)
-        ours, plain = through(case, kind, rules), reference(case, False, saved_names(rules))
+    (x, w), lead = abstract_inputs(case, kind == "checkpoint"), () if kind == "checkpoint" else (LAYERS,)
+    ours = checkpoint(CASES[case].step, policy=policy(rules)) if kind == "checkpoint" else through(case, kind, rules)
     moved = held(case, [name for name, decision in rules.items() if decision == "offload"], lead)
     host = moved
     if kind != "checkpoint":  # the last layer's are separate, and one row of the stack is padding
         host = moved + held(case, [name for name, decision in rules.items() if decision == "offload"])
-    assert kept(ours, x, w) == kept(plain, x, w) - at("device", moved) + at("host", host)
+    plain = kept_by_the_reference(case, kind == "checkpoint", saved_names(rules))
+    assert kept(ours, x, w) == plain - at("device", moved) + at("host", host)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "offload"])
 @pytest.mark.parametrize("case", CASES)
 def test_by_default_nothing_is_kept_that_the_reference_does_not_keep(case, kind):
-    args = jax.eval_shape(lambda: CASES[case].inputs(jnp.bfloat16))
+    args = abstract_inputs(case, False)
     ours = kept(through(case, kind, {}), *args)
     assert ours == kept(reference(case, kind == "checkpoint", ()), *args)
     if kind != "checkpoint":  # only the carry

@@ -21,6 +21,7 @@ from common import (
     place,
     policy,
     run,
+    run_each,
 )
 from jax import export, lax
 from jax.experimental import checkify, io_callback
@@ -93,8 +94,7 @@ def test_an_input_that_is_not_differentiated_needs_no_derivative(ours, read):
     body = masked(read)
     f = ours(body)
     assert kept_bytes(f, X, W)[1] == (N + (ours is by_scan)) * ONE
-    want = run(gradient(by_jax(body), (0, 1)), X, W)
-    for got, wanted in zip(run(gradient(f, (0, 1)), X, W), want, strict=True):
+    for got, wanted in zip(*run_each([gradient(g, (0, 1)) for g in (f, by_jax(body))], X, W), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
     with pytest.raises(PolicyError, match="'v'"):
         gradient_jaxpr(ours(body, policy=policy({"v": "save"})), X, W)
@@ -218,7 +218,7 @@ def test_a_reference_of_the_bodys_own(ours):
         own[...] = x @ w
         return jnp.sin(tag(own[...], "u")), None
 
-    assert_same_bits(run(ours(body), X, W), run(by_jax(body), X, W))
+    assert_same_bits(*run_each([ours(body), by_jax(body)], X, W))
     for f in (by_jax(body), ours(body)):  # in JAX's words
         with pytest.raises(NotImplementedError, match="Mutating a reference with unknown/differentiated values"):
             gradient_jaxpr(f, X, W)

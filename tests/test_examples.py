@@ -6,6 +6,7 @@ import runpy
 import pytest
 from common import ROOT
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 

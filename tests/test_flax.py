@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from common import assert_same_bits, fast_compiles, normal, policy, run, saving
+from common import assert_same_bits, fast_compiles, normal, policy, run, run_each, saving
 from flax import linen as nn
 from flax import nnx
 from jax import lax
@@ -99,7 +99,7 @@ def test_linen_with_variables_and_random_numbers_of_all_kinds():
     theirs = nn.scan(remat(Linen, policy=saving("fc1")), **how)
     ours = jaxoffload.linen.scan(Linen, **how, policy=POLICY)
     stacks = [LinenStack(functools.partial(make, name="layers")) for make in (ours, theirs)]
-    assert_same_bits(*(run(functools.partial(made_and_differentiated, stack), X, Y) for stack in stacks))
+    assert_same_bits(*run_each([functools.partial(made_and_differentiated, stack) for stack in stacks], X, Y))
 
 
 def test_linen_variables_have_flaxs_names_and_shapes():
@@ -394,9 +394,10 @@ def test_a_pattern_must_match(made):
 
 def test_what_takes_a_loss_takes_it():
     params, loss = linen_loss()
-    gradient = lambda f: run(jax.grad(f), params, X)
-    assert_same_bits(gradient(offload(loss)), gradient(loss))
-    assert (run(with_layers(loss, 2), params, X)[0] != run(loss, params, X)[0]).all()
+    fs = [jax.grad(offload(loss)), jax.grad(loss), with_layers(loss, 2), loss]
+    got, want, few, every = run_each(fs, params, X)
+    assert_same_bits(got, want)
+    assert (few[0] != every[0]).all()
 
 
 @BOTH
@@ -411,8 +412,8 @@ def test_layers_of_a_chain_are_part_of_the_layer():
     inner = lambda x: chain([lambda x, _: jnp.sin(tag(x, "fc1"))], x, [None], policy=POLICY)
     scanned = jaxoffload.nnx.scan(lambda x, y: (inner(x) * y, None), policy=POLICY)
     by_hand = lambda x: jaxoffload.scan(lambda x, y: (inner(x) * y, None), x, jnp.ones(3), policy=POLICY)
-    got, want = (run(jax.grad(lambda x: jnp.sum(f(x)[0])), X) for f in (lambda x: scanned(x, jnp.ones(3)), by_hand))
-    assert_same_bits(got, want)
+    both = (lambda x: scanned(x, jnp.ones(3)), by_hand)
+    assert_same_bits(*run_each([jax.grad(lambda x, f=f: jnp.sum(f(x)[0])) for f in both], X))
 
 
 # ---- steps that change modules in place ----

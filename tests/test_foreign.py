@@ -10,6 +10,7 @@ import jaxoffload
 from jaxoffload import Policy, proof
 from jaxoffload.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 LAYERS, BATCH, SEQ, DIM, HEADS, VOCAB = 4, 2, 16, 16, 2, 32
 SHAPES = {
     "qkv": (DIM, 3, HEADS, DIM // HEADS),

@@ -779,8 +779,8 @@ def test_jax_checkpoint_keeps_the_bits_of_every_float8(dtype):
 
     w = jnp.ones(256)
     for g in (jax.checkpoint(f, policy=saving("q")), checkpoint(f, policy=policy({"q": "offload"}))):
-        assert_same_bits(run(g, x, w), run(f, x, w))
-        assert_same_bits(run(gradient(g, 1), x, w), run(gradient(f, 1), x, w))
+        assert_same_bits(*run_each([g, f], x, w))
+        assert_same_bits(*run_each([gradient(g, 1), gradient(f, 1)], x, w))
 
 
 # --- a decision for each leaf
@@ -840,8 +840,8 @@ def reference(kind, f, *names):
 
 
 def assert_all_equal(kind, f, every, args, *saved):
-    want = run(gradient(reference(kind, f, *saved), (0, 1)), *args)
-    grads = run_each([gradient(through(kind, f, rules), (0, 1)) for rules in every], *args)
+    fs = [reference(kind, f, *saved), *(through(kind, f, rules) for rules in every)]
+    want, *grads = run_each([gradient(f, (0, 1)) for f in fs], *args)
     for rules, got in zip(every, grads, strict=True):
         try:
             assert_same_bits(got, want)

@@ -163,6 +163,7 @@ def test_layers_start_different_and_the_loss_near_ln_vocab():
 # ---- counts, from the published figures ----
 
 
+@functools.cache
 def abstract(name: str, *overrides: str):
     config = traceable(load(CONFIGS / f"{name}.yaml", overrides))
     return config, program(config, abstract_mesh(config.mesh))

@@ -41,6 +41,7 @@ from models.sharding import make_mesh
 from models.step import Program, program, shardings_of
 from models.transformer import ExpertLayer, stacked
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 SMALL = Model(
     vocab_size=300,
     layers=3,
@@ -468,7 +469,7 @@ CONFIG = Config(
     remat=Policy({"moe/fc1": "offload", "moe/act": "save"}, min_offload_bytes=0),
     train=Train(steps=4, warmup_steps=1, batch_size=16, seq_len=12, loss_chunk=4, learning_rate=1e-2),
 )
-TOKENS = np.asarray(jax.random.randint(jax.random.key(7), (16, 13), 0, 300))
+TOKENS = np.random.default_rng(7).integers(0, 300, (16, 13), np.int32)
 
 
 def on(sizes: Mesh, remat: Policy = CONFIG.remat, microbatches: int = 1, **model) -> Program:
@@ -488,18 +489,11 @@ def stepped(made: Program, steps=3):
     return found, state.params
 
 
-@pytest.fixture
-def compiled_fast():
-    with fast_compiles():
-        yield
-
-
 @functools.cache
 def one_device():
     return stepped(on(Mesh()))
 
 
-@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.slow
 @pytest.mark.claim("trains-anywhere")
 @pytest.mark.parametrize(
@@ -525,7 +519,6 @@ def gradients_on(sizes: Mesh, spread: float = 0.3, **overrides) -> dict[str, np.
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
 
 
-@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, quantize, bound", [(Mesh(data=2, fsdp=2, expert=2), None, 1e-5), (Mesh(expert=4), "fp8", 1e-2)], ids=str
@@ -629,7 +622,6 @@ def test_the_contract_with_each_backend(backend, quantize):
             assert_same_bits(run(gradient(ours, (0, 1)), x, w), want)
 
 
-@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.slow
 def test_microbatches_over_experts_devices():
     """Without the auxiliary loss, which each microbatch has for itself, they equal one batch on one device."""
@@ -663,7 +655,6 @@ def test_experts_on_devices_of_their_own_with_64_bits_enabled():
     assert count(jaxpr, "ragged_dot_general") and {v.aval.dtype for v in jaxpr.outvars} == {jnp.dtype("float32")}
 
 
-@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.slow
 @pytest.mark.claim("no-token-dropped")
 def test_capacity_drops_rows_and_counts_them():
@@ -674,7 +665,6 @@ def test_capacity_drops_rows_and_counts_them():
     assert all(row["dropped"] == 0 for row in whole) and all(0.01 < row["dropped"] < 0.5 for row in some)
 
 
-@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.slow
 @pytest.mark.parametrize("emulated", [True, pytest.param(False, marks=pytest.mark.gpu)])
 def test_the_same_rows_are_dropped_however_rows_travel(emulated, monkeypatch):
@@ -706,7 +696,6 @@ def test_the_exchange_is_not_repeated_where_its_rows_are_kept():
     assert exchanges({}) == {"rows": 2 + 2 + 1, "weights": 1 + 1 + 1, "sizes": 1}
 
 
-@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.slow
 def test_the_loss_that_is_told_is_the_cross_entropy():
     made = on(Mesh(), aux_loss=1.0, z_loss=1.0)

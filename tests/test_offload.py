@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from common import assert_same_bits, fast_compiles, normal, policy, run, run_each
+from common import assert_same_bits, fast_compiles, normal, policy, run_each
 from flax import linen as nn
 from flax import nnx
 from jax import lax
@@ -120,8 +120,9 @@ def gradients_of(f):
 
 
 def test_gradients_are_those_of_the_function_wherever_scans_stand():
-    got = run_each([gradients_of(offload(f)) for f in PLACES.values()], X, W)
-    for name, ours, theirs in zip(PLACES, got, run_each([gradients_of(f) for f in PLACES.values()], X, W), strict=True):
+    fs = [*map(offload, PLACES.values()), *PLACES.values()]
+    results = run_each([gradients_of(f) for f in fs], X, W)
+    for name, ours, theirs in zip(PLACES, results[: len(PLACES)], results[len(PLACES) :], strict=True):
         try:
             assert_same_bits(ours, theirs)
         except AssertionError as differs:
@@ -170,7 +171,7 @@ def test_several_checkpoints_in_a_layer_take_no_more_memory_and_work_than_jaxs()
 
 def test_a_checkpoint_outside_of_scans_is_ours():
     loss = lambda x, w: jnp.sum(remat(mlp)(x, w[0]) ** 2)
-    assert_same_bits(*(run(jax.grad(f, (0, 1)), X, W) for f in (offload(loss), loss)))
+    assert_same_bits(*run_each([jax.grad(f, (0, 1)) for f in (offload(loss), loss)], X, W))
     assert [row.state for row in residuals(offload(loss), X, W) if row.names == ("fc1",)] == ["offloaded"]
 
 
@@ -256,7 +257,7 @@ def test_a_policy_may_be_the_dict_that_a_framework_makes_of_it(place):
         return jnp.sum(y**2)
 
     of_dict, plain = (functools.partial(loss, as_dict=as_dict) for as_dict in (True, False))
-    assert_same_bits(*(run(jax.grad(f, (0, 1)), X, W) for f in (offload(of_dict), plain)))
+    assert_same_bits(*run_each([jax.grad(f, (0, 1)) for f in (offload(of_dict), plain)], X, W))
     assert str(residuals(offload(of_dict), X, W)) == str(residuals(offload(plain), X, W))
 
 
@@ -303,8 +304,8 @@ def test_a_scan_that_stays_says_why_and_its_checkpoints_are_ours():
 
     loss = lambda x, w: jnp.sum(lax.scan(one, x, w)[0] ** 2)
     with pytest.warns(UserWarning, match=r"a scan of 3 layers stays lax.scan: its layers are under 2 policies"):
-        got = run(jax.grad(offload(loss), (0, 1)), X, W)
-    assert_same_bits(got, run(jax.grad(loss, (0, 1)), X, W))
+        got, want = run_each([jax.grad(f, (0, 1)) for f in (offload(loss), loss)], X, W)
+    assert_same_bits(got, want)
 
 
 @jax.custom_vjp
@@ -346,15 +347,16 @@ def _(primals, tangents):
 @pytest.mark.parametrize("f, inside", [(ruled, ruled_under_offload), (pushed, pushed_under_offload)])
 def test_custom_derivatives_stay_and_offload_in_their_rules_is_ours(f, inside):
     loss = lambda f: lambda x, w: jnp.sum(f(x, w) ** 2)
-    grads = lambda f: run(jax.grad(f, (0, 1)), X, W)
+    grads = lambda *fs: run_each([jax.grad(f, (0, 1)) for f in fs], X, W)
     with pytest.warns(UserWarning, match=r"in a function with a custom derivative.*wrap that in jaxoffload.offload"):
-        got = grads(offload(loss(f)))
+        (got,) = grads(offload(loss(f)))
     with pytest.warns(UserWarning, match="custom derivative"):
         assert "custom derivative" in residuals(offload(loss(f)), X, W).notes[0]
     ours = loss(inside)
     assert count(forward_p, jax.grad(ours, (0, 1)), X, W) == 1
-    for each in (got, grads(ours)):
-        assert_same_bits(each, grads(loss(stack)))
+    got_inside, want = grads(ours, loss(stack))
+    for each in (got, got_inside):
+        assert_same_bits(each, want)
 
 
 def test_layers_that_write_to_a_ref_stay():
@@ -368,8 +370,8 @@ def test_layers_that_write_to_a_ref_stay():
         return jnp.sum(lax.scan(remat(one), x, w)[0] ** 2) + lax.stop_gradient(count[...])
 
     with pytest.warns(UserWarning, match="a jax.checkpoint stays as it is: it reads or writes a jax.new_ref"):
-        got = run(offload(loss), X, W)
-    assert_same_bits(got, run(loss, X, W))
+        got, want = run_each([offload(loss), loss], X, W)
+    assert_same_bits(got, want)
 
 
 REFUSED = {
@@ -401,8 +403,7 @@ def test_any_arguments_and_results():
 
     args, keywords = ({"w": W}, np.asarray(X)), {"key": jax.random.key(0), "scale": 2.0, "how": "mean"}
     ours, theirs = (jax.value_and_grad(f, has_aux=True) for f in (offload(loss), loss))
-    got, want = (run(functools.partial(f, **keywords), *args) for f in (ours, theirs))
-    assert_same_bits(got, want)
+    assert_same_bits(*run_each([functools.partial(f, **keywords) for f in (ours, theirs)], *args))
 
     def others(w, x, dtype, mask, mesh):
         return jnp.sum(stack(x, w) ** 2).astype(dtype), (mesh, mask.nonzero()[0].tolist(), 3, x)
@@ -424,11 +425,12 @@ def test_what_takes_a_loss_takes_it():
     jaxpr = jax.make_jaxpr(accumulate(offload(loss)))(W, microbatches)
     assert any(site.eqn.primitive is interleaved_p for site in walk(jaxpr))
     by_hand = lambda w, x: jnp.sum(scan(layer, x, w, policy=policy(RULES))[0] ** 2)
-    few = [run(with_layers(f, 2), W, X) for f in (offload(loss), by_hand)]
-    assert_same_bits(*few)
     in_parts = lambda w, x: jnp.sum(in_shard_map(x, w) ** 2)
-    assert run(with_layers(offload(in_parts), 2), W, X)[0] != run(in_parts, W, X)[0]
-    assert (few[0][0] != run(loss, W, X)[0]).all()
+    fs = [with_layers(f, 2) for f in (offload(loss), by_hand, offload(in_parts))]
+    few, few_by_hand, few_in_parts, all_in_parts, every = run_each([*fs, in_parts, loss], W, X)
+    assert_same_bits(few, few_by_hand)
+    assert few_in_parts[0] != all_in_parts[0]
+    assert (few[0] != every[0]).all()
 
 
 # ---- frameworks ----
@@ -459,8 +461,7 @@ def test_linen_with_lifted_variables_and_random_numbers():
         params = jax.jit(model.init)({"params": jax.random.key(1), "dropout": jax.random.key(2)}, X)["params"]
     loss = lambda params, x, key: model.apply({"params": params}, x, rngs={"dropout": key}, mutable=["intermediates"])
     args = params, X, jax.random.key(3)
-    ours, theirs = (run(jax.value_and_grad(f, has_aux=True), *args) for f in (offload(loss), loss))
-    assert_same_bits(ours, theirs)
+    assert_same_bits(*run_each([jax.value_and_grad(f, has_aux=True) for f in (offload(loss), loss)], *args))
     assert residuals(offload(lambda *args: loss(*args)[0]), *args).host_bytes
 
 

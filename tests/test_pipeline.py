@@ -8,7 +8,7 @@ pass.
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, equations, in_a_loop, normal, on_cpu_and_gpu, place, policy, run
+from common import assert_same_bits, equations, in_a_loop, normal, on_cpu_and_gpu, place, policy, run_each
 from jax import lax
 
 from jaxoffload import scan, tag
@@ -73,7 +73,7 @@ WEIGHTS = [normal(10 + s, (LAYERS, DIM, DIM)) * 0.5 for s in range(STAGES)]
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_and_bytes_of_a_schedule(name, device):
     through = lambda stage: lambda xs, weights: gradients(stage, SCHEDULES[name], xs, weights)
-    assert_same_bits(run(through(ours), XS, WEIGHTS), run(through(reference), XS, WEIGHTS))
+    assert_same_bits(*run_each([through(ours), through(reference)], XS, WEIGHTS))
 
     order = [e for e in equations(jax.make_jaxpr(through(ours))(XS, WEIGHTS)) if e.primitive.name.startswith("jaxoff")]
     held, alive, peak = [], 0, 0
@@ -112,6 +112,6 @@ def test_stages_of_unlike_layers_keep_apart(device):
         return jax.grad(f, (0, 1, 2))
 
     args = XS[0], normal(7, (LAYERS, DIM, 2 * DIM)) * 0.5, WEIGHTS[0]
-    got = run(model(lambda f, x, w: scan(f, x, w, policy=both)), *args)
-    want = run(model(lambda f, x, w: lax.scan(in_a_loop(f, "fc1"), x, w)), *args)
-    assert_same_bits(got, want)
+    ours = model(lambda f, x, w: scan(f, x, w, policy=both))
+    reference = model(lambda f, x, w: lax.scan(in_a_loop(f, "fc1"), x, w))
+    assert_same_bits(*run_each([ours, reference], *args))

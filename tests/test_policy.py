@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, count, gradient, gradient_jaxpr, kept, normal, policy, run, saving
+from common import assert_same_bits, count, gradient, gradient_jaxpr, kept, normal, policy, run_each, saving
 from flax import linen as nn
 from flax import nnx
 from hypothesis import given, settings
@@ -347,7 +347,7 @@ def test_callable_for_jax_checkpoint():
     f = jax.checkpoint(mlp, policy=policy(RULES))
     plain = jax.checkpoint(mlp, policy=SAVE_THE_SAME)
     assert kept(f, X, W) == {("host", "float32", (4, 8)): 1, ("device", "float32", (4, 8)): 1}
-    assert_same_bits(run(gradient(f, (0, 1)), X, W), run(gradient(plain, (0, 1)), X, W))
+    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain, (0, 1))], X, W))
     check(policy(RULES), f, X, W)
     with pytest.raises(PolicyError, match=r"residuals\['FC1'\].*nearest is 'fc1'"):
         check(policy({"FC1": "save"}), jax.checkpoint(mlp, policy=policy({"FC1": "save"})), X, W)
@@ -367,7 +367,7 @@ def test_callable_for_linen_remat():
     plain = nn.remat(Block, policy=SAVE_THE_SAME)()
     params = block.init(jax.random.key(0), X)
     f = lambda params, x: block.apply(params, x)
-    assert_same_bits(run(gradient(f, (0, 1)), params, X), run(gradient(plain.apply, (0, 1)), params, X))
+    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain.apply, (0, 1))], params, X))
     place = lambda held: sorted((p, n) for (p, _, shape), n in held.items() if shape == (4, 8))
     assert place(kept(f, params, X)) == [("device", 1), ("host", 1)]
 
@@ -387,7 +387,7 @@ def test_callable_for_nnx_remat():
     under = lambda p: lambda state, x: nnx.remat(Block.__call__, policy=p)(nnx.merge(graph, state), x)
     f, plain = under(policy(RULES)), under(SAVE_THE_SAME)
     assert kept(f, state, X)["host", "float32", (4, 8)] == 1
-    assert_same_bits(run(gradient(f, (0, 1)), state, X), run(gradient(plain, (0, 1)), state, X))
+    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain, (0, 1))], state, X))
 
 
 def test_callable_keeps_dots_tagged_integers_and_opt_outs():

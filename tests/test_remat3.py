@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import test_contract
-from common import ROOT, accumulated, assert_same_bits, gradient, in_a_loop, kept, normal, policy, run
+from common import ROOT, accumulated, assert_same_bits, gradient, in_a_loop, kept, normal, policy, run, run_each
 from jax import lax
 
 from jaxoffload import accumulate, chain, check, checkpoint, offload, plan, residuals, scan, tag, verify
@@ -106,7 +106,7 @@ def test_the_contract_holds(kind, remat3):
 def test_accumulate_check_and_verify(remat3):
     f = lambda x, w: scan(layer, x, w, policy=RULES)[0]
     plain = lambda x, w: lax.scan(in_a_loop(layer, "fc1"), x, w)[0]
-    assert_same_bits(run(accumulated(f), X, W), run(accumulated(plain, interleaved=False), X, W))
+    assert_same_bits(*run_each([accumulated(f), accumulated(plain, interleaved=False)], X, W))
     step = lambda w, xs: accumulate(lambda w, x: jnp.sum(f(x, w) ** 2))(w, xs)[1]
     check(RULES, step, W, jnp.stack([X, X]))
     checks = {check.claim: check.verdict for check in verify(lambda x, w: jnp.sum(f(x, w) ** 2), X, W)}

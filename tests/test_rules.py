@@ -18,7 +18,7 @@ from common import (
     kept_bytes,
     normal,
     policy,
-    run,
+    run_each,
     saving,
 )
 from jax import lax
@@ -178,7 +178,7 @@ def test_rule_2_branches_of_a_cond_hold_their_own_values():
     g = under(f, {"p": "save", "q": "offload"})
     assert kept(g, X, W) == {HOST: 1, DEVICE: 1}
     for x in (X, -X):
-        assert_same_bits(run(gradient(g, (0, 1)), x, W), run(gradient(f, (0, 1)), x, W))
+        assert_same_bits(*run_each([gradient(g, (0, 1)), gradient(f, (0, 1))], x, W))
     both_names = lambda x, w: tag(f(x, w), "r")
     assert kept(under(both_names, {"p": "save", "q": "offload", "r": "save"}), X, W)[HOST] == 1
 
@@ -194,7 +194,7 @@ def test_rule_2_names_that_share_a_result_of_a_cond_are_not_both_saved_and_offlo
     for rules in ({"p": "offload", "q": "recompute"}, {"p": "save", "q": "save"}, {"p": "offload", "q": "offload"}):
         g = under(behind, {**rules, "r": "save"})
         for x in (X, -X):
-            assert_same_bits(run(gradient(g, (0, 1)), x, W), run(gradient(f, (0, 1)), x, W))
+            assert_same_bits(*run_each([gradient(g, (0, 1)), gradient(f, (0, 1))], x, W))
     skip = lambda x, w: lax.cond(x[0, 0] > 0, lambda: tag(jnp.sin(x @ w), "p"), lambda: tag(x, "layer_input"))
     assert kept(under(lambda x, w: jnp.sin(skip(x, w)), {"p": "offload", "layer_input": "save"}), X, W)[HOST] == 1
 
@@ -512,12 +512,12 @@ def test_rule_5_the_results_of_one_kernel_have_one_name():
     runs = lambda f: kernels(gradient_jaxpr(f, X, W))
     assert runs(under(f, rules)) == 1
     assert runs(under(f, rules | {"context.1": "recompute"})) == runs(under(f, {"scores": "save"})) == 2
-    want = run(gradient(jax.checkpoint(f, policy=saving("scores", "context"))), X, W)
-    assert_same_bits(run(gradient(under(f, rules)), X, W), want)
+    reference = jax.checkpoint(f, policy=saving("scores", "context"))
+    assert_same_bits(*run_each([gradient(under(f, rules)), gradient(reference)], X, W))
     loop = lambda scan, f: lambda x, w: scan(lambda x, w: (f(x, w), None), x, jnp.stack([w, w + 1, w + 2]))[0]
     ours = loop(functools.partial(scan, policy=policy(rules)), f)
     assert runs(ours) == 1
-    assert_same_bits(run(gradient(ours), X, W), run(gradient(loop(lax.scan, in_a_loop(f, "scores", "context"))), X, W))
+    assert_same_bits(*run_each([gradient(ours), gradient(loop(lax.scan, in_a_loop(f, "scores", "context")))], X, W))
 
 
 def test_rule_5_a_result_of_a_kernel_may_have_a_name_of_its_own():
@@ -605,12 +605,12 @@ def test_rule_6_the_report_says_resident():
 
 
 def test_rule_6_a_layers_value_is_the_same_wherever_the_stack_is_split():
-    want = run(gradient(lambda x, w: lax.scan(in_a_loop(body), x, w), (0, 1)), X, WS)
+    reference = lambda x, w: lax.scan(in_a_loop(body), x, w)
     fields = [{"resident_layers": 2}, {"offload_layers": 2, "other_layers": "recompute"}]
     fs = [lambda x, w, k=k: scan(body, x, w, policy=policy({"fc1": "offload"}, **k)) for k in fields]
-    got = run(lambda *args: [gradient(f, (0, 1))(*args) for f in fs], X, WS)
-    assert_same_bits(got[:2], want)
-    assert_same_bits(got[2:], want)
+    want, *grads = run_each([gradient(f, (0, 1)) for f in (reference, *fs)], X, WS)
+    for got in grads:
+        assert_same_bits(got, want)
 
 
 def test_rule_6_checkpoint_has_no_layers_and_the_report_says_so():

@@ -51,9 +51,9 @@ def test_any_number_of_layers_forwards_and_in_reverse(n):
     ours = [lambda x, w, r=r: scan(body, x, w, reverse=r, policy=OFF) for r in (False, True)]
     reference = [lambda x, w, r=r: lax.scan(plain(body), x, w, reverse=r) for r in (False, True)]
     both = lambda f: lambda *args: (f(*args), gradient(f, (0, 1))(*args))
-    got, want = run_each(list(map(both, ours)), X, ws), run_each(list(map(both, reference)), X, ws)
-    for g, w in zip(got, want, strict=True):
-        assert_same_bits(g, w)
+    results = run_each([*map(both, ours), *map(both, reference)], X, ws)
+    for got, want in zip(results[:2], results[2:], strict=True):
+        assert_same_bits(got, want)
     assert kept_bytes(ours[0], X, ws)[1] == (n * ONE if n > 1 else 0)  # one row is padding
 
 
@@ -61,7 +61,7 @@ def test_any_number_of_layers_forwards_and_in_reverse(n):
 def test_unroll(unroll):
     ours = lambda x, w: scan(body, x, w, unroll=unroll, policy=policy(RULES, resident_layers=0))
     reference = lambda x, w: lax.scan(plain(body), x, w, unroll=unroll)
-    assert_same_bits(run(gradient(ours, (0, 1)), X, WS), run(gradient(reference, (0, 1)), X, WS))
+    assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], X, WS))
 
 
 def test_any_pytree_of_any_dtype():
@@ -79,7 +79,7 @@ def test_any_pytree_of_any_dtype():
     reference = f(lambda init, xs: lax.scan(plain(step, "fc1"), init, xs))
     assert jax.tree.structure(ours(WS)) == jax.tree.structure(reference(WS))
     assert jax.make_jaxpr(ours)(WS).out_avals == jax.make_jaxpr(reference)(WS).out_avals
-    assert_same_bits(run(gradient(ours), WS), run(gradient(reference), WS))
+    assert_same_bits(*run_each([gradient(ours), gradient(reference)], WS))
     assert kept_bytes(ours, WS)[1] == N * ONE
 
 
@@ -89,7 +89,7 @@ def test_length_without_xs_and_promotion_of_weak_types():
     reference = lambda x: lax.scan(plain(step, "fc1"), x, length=3)
     for x in (1.0, jnp.float32(1)):
         assert jax.make_jaxpr(ours)(x).out_avals == jax.make_jaxpr(reference)(x).out_avals
-        assert_same_bits(run(ours, x), run(reference, x))
+        assert_same_bits(*run_each([ours, reference], x))
     assert jax.grad(lambda x: ours(x)[0])(1.0) == jax.grad(lambda x: reference(x)[0])(1.0)
 
 
@@ -131,8 +131,8 @@ def test_closed_over_tracers_get_their_gradients():
     fields = [{}, {"resident_layers": 0}, {"offload_layers": 2}, {"offload_layers": 2, "other_layers": "recompute"}]
     fs = [model(lambda *a, f=f: scan(*a, policy=policy(RULES, **f))) for f in fields]
     reference = model(lambda f, *a: lax.scan(plain(f), *a))
-    want = run(gradient(reference, every), *args)
-    for got in run_each([gradient(f, every) for f in fs], *args):
+    want, *grads = run_each([gradient(f, every) for f in (reference, *fs)], *args)
+    for got in grads:
         assert_same_bits(got, want)
 
 
@@ -143,14 +143,14 @@ def test_carry_and_xs_that_come_out_as_they_went_in(reverse):
     args = ((jnp.full((1, 1), 0.5), X), WS)
     ours = lambda c, x: scan(step, c, x, reverse=reverse, policy=policy({"fc1": "offload"}))
     reference = lambda c, x: lax.scan(plain(step, "fc1"), c, x, reverse=reverse)
-    assert_same_bits(run(ours, *args), run(reference, *args))
-    got, want = (run(gradient(f, (0, 1)), *args) for f in (ours, reference))
+    *outs, got, want = run_each([ours, reference, *(gradient(f, (0, 1)) for f in (ours, reference))], *args)
+    assert_same_bits(*outs)
     assert_same_bits(got[:2], want[:2])
     # Directly, because lax.scan sees that x is x; in the reference jax.checkpoint hides it.
     np.testing.assert_allclose(got[2], want[2], rtol=1e-5, atol=2e-6)
     nothing = lambda through: lambda c, x: through(lambda c, x: (c, x), c, x)
     ours = nothing(lambda *a: scan(*a, policy=policy()))
-    assert_same_bits(run(gradient(ours, (0, 1)), X, WS), run(gradient(nothing(lax.scan), (0, 1)), X, WS))
+    assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(nothing(lax.scan), (0, 1))], X, WS))
 
 
 def test_weights_are_neither_moved_nor_copied():
@@ -179,7 +179,7 @@ def test_a_value_that_nested_calls_pass_on_is_kept_once_and_where_its_name_says(
         f = lambda x: scan(step, x, length=N, policy=policy({"fc1": "offload"}, resident_layers=0))
         assert kept_bytes(f, X) == (0, (N + 1) * ONE)
         reference = lambda x: lax.scan(plain(step, "fc1"), x, length=N)
-        assert_same_bits(run(gradient(f), X), run(gradient(reference), X))
+        assert_same_bits(*run_each([gradient(f), gradient(reference)], X))
 
 
 def test_the_table_of_no_layers():
@@ -260,7 +260,8 @@ def test_any_result_of_a_scan_inside_a_checkpoint(wrap):
     ours = [result(lambda *a: scan(*a, policy=policy({"fc1": "offload"})), pick) for pick in range(3)]
     plain = [result(lambda f, *a: lax.scan(in_a_loop(f, "fc1"), *a), pick) for pick in range(3)]
     both = lambda f: lambda *args: (f(*args), gradient(f, (0, 1))(*args))
-    for got, want in zip(run_each([*map(both, ours)], X, WS), run_each([*map(both, plain)], X, WS), strict=True):
+    results = run_each([*map(both, ours), *map(both, plain)], X, WS)
+    for got, want in zip(results[:3], results[3:], strict=True):
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
@@ -297,10 +298,10 @@ def test_inside_shard_map_and_under_meshes():
         shard = lambda f, c=check_vma: jax.shard_map(
             f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), check_vma=c, axis_names={"a", "b"}
         )
-        assert_same_bits(run(gradient(shard(ours), (0, 1)), X, WS), run(gradient(shard(reference), (0, 1)), X, WS))
+        assert_same_bits(*run_each([gradient(shard(ours), (0, 1)), gradient(shard(reference), (0, 1))], X, WS))
     x = jax.device_put(X, jax.NamedSharding(mesh, P("a")))
     w = jax.device_put(WS, jax.NamedSharding(mesh, P(None, None, "b")))
-    assert_same_bits(run(gradient(ours, (0, 1)), x, w), run(gradient(reference, (0, 1)), x, w))
+    assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], x, w))
 
 
 def test_under_explicit_axes_the_stacks_are_sharded_as_what_they_hold():
@@ -311,13 +312,13 @@ def test_under_explicit_axes_the_stacks_are_sharded_as_what_they_hold():
         ours = lambda x, w: scan(step, x, w, policy=policy({"fc1": "offload"}))[0]
         reference = lambda x, w: lax.scan(plain(step, "fc1"), x, w)[0]
         with jax.numpy_rank_promotion("allow"):
-            assert_same_bits(run(gradient(ours, (0, 1)), x, w), run(gradient(reference, (0, 1)), x, w))
+            assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], x, w))
             jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(ours, *a)[1]))(x, w)
     held = [v.aval for v in jaxpr.outvars if v.aval.memory_space == jax.memory.Space.Host]
     assert [a.sharding.spec for a in held] == [P(None, "a", "b")]
     # Where only the arguments say the mesh.
     with jax.numpy_rank_promotion("allow"):
-        assert_same_bits(run(gradient(ours, (0, 1)), x, w), run(gradient(reference, (0, 1)), x, w))
+        assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], x, w))
 
 
 def test_nested_scans_follow_their_own_policies():
@@ -334,7 +335,7 @@ def test_nested_scans_follow_their_own_policies():
     ours = layers(lambda f, x, ws, rules: scan(f, x, ws, policy=policy(rules, resident_layers=0)))
     reference = layers(lambda f, x, ws, rules: lax.scan(plain(f, *rules), x, ws))
     ws = WS.reshape(N, 1, DIM, DIM).repeat(2, 1)
-    assert_same_bits(run(gradient(ours, (0, 1)), X, ws), run(gradient(reference, (0, 1)), X, ws))
+    assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], X, ws))
     assert kept_bytes(ours, X, ws) == (
         0,
         (N + 1) * ONE,
@@ -351,11 +352,11 @@ def test_in_control_flow_and_checkpoints():
         "checkpoint": lambda f: checkpoint(f, policy=policy({"fc1": "save"})),
         "jit": jax.jit,
     }
-    for name, wrap in around.items():
-        want = run(gradient(wrap(reference), (0, 1)), X, WS)
-        if name == "checkpoint":
-            want = run(gradient(lambda *a: plain(reference, "fc1")(*a), (0, 1)), X, WS)
-        assert_same_bits(run(gradient(wrap(ours), (0, 1)), X, WS), want)
+    by_jax = around | {"checkpoint": lambda f: plain(f, "fc1")}
+    fs = [*(wrap(ours) for wrap in around.values()), *(wrap(reference) for wrap in by_jax.values())]
+    grads = run_each([gradient(f, (0, 1)) for f in fs], X, WS)
+    for got, want in zip(grads[: len(around)], grads[len(around) :], strict=True):
+        assert_same_bits(got, want)
 
 
 def test_kept_producers_run_once():
@@ -378,7 +379,7 @@ def test_a_value_of_an_inner_loop_that_two_derivatives_read_is_kept_once():
     f = lambda x, w: scan(step, x, w, policy=policy({"fc1": "offload"}, resident_layers=0))[0]
     assert kept_bytes(f, X, WS)[1] == (N + 1) * iterations * ONE
     plain = lambda x, w: lax.scan(in_a_loop(step, "fc1"), x, w)[0]
-    assert_same_bits(run(gradient(f, (0, 1)), X, WS), run(gradient(plain, (0, 1)), X, WS))
+    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain, (0, 1))], X, WS))
 
 
 def test_frozen_weights_need_nothing_kept():
@@ -440,7 +441,7 @@ def test_undifferentiated_it_is_lax_scan():
         return jax.jit(lambda x, w: through(body, x, w)).lower(X, WS).as_text()
 
     assert f(lambda *args: scan(*args, policy=OFF)) == f(lax.scan)
-    assert_same_bits(run(lambda: scan(body, X, WS, policy=OFF)), run(lambda: lax.scan(body, X, WS)))
+    assert_same_bits(*run_each([lambda: scan(body, X, WS, policy=OFF), lambda: lax.scan(body, X, WS)]))
 
 
 def test_one_warning_of_idle_dots():
@@ -463,6 +464,6 @@ def test_vmap_of_a_number_that_is_the_same_in_every_layer():
     ours = lambda s, x, w: scan(body(s), x, w, policy=policy({"cos": "save"}))[0].sum()
     reference = lambda s, x, w: lax.scan(body(s), x, w)[0].sum()
     args = normal(0, (3,)), normal(1, (3, 4)), normal(2, (5, 4, 4))
-    got, want = (run(jax.vmap(jax.grad(f, (0, 1, 2)), (0, 0, None)), *args) for f in (ours, reference))
+    got, want = run_each([jax.vmap(jax.grad(f, (0, 1, 2)), (0, 0, None)) for f in (ours, reference)], *args)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

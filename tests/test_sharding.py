@@ -53,6 +53,7 @@ def start(made: Program):
     return jax.jit(made.init, out_shardings=shardings_of(made.state))()
 
 
+@pytest.mark.usefixtures("compiled_fast")
 def test_parameters_and_moments_are_split_by_the_rules():
     made = on(Mesh(2, 2, 2))
     state = start(made)
@@ -94,6 +95,7 @@ def one_device():
 
 @pytest.mark.claim("trains-anywhere")
 @pytest.mark.parametrize("sizes", [Mesh(2, 2, 2), Mesh(1, 8, 1)], ids=["2x2x2", "1x8x1"])
+@pytest.mark.usefixtures("compiled_fast")
 def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
     made = on(sizes)
     params = start(made).params
@@ -187,6 +189,7 @@ def transformer_engine(monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [Mesh(2, 2, 2), None])
+@pytest.mark.usefixtures("compiled_fast")
 def test_attention_of_transformer_engine_is_a_devices_own_and_runs_once(one_device, transformer_engine, sizes):
     """Each device has whole heads and sequences. Three values with one name are kept."""
     keep = Policy(residuals={"attn/context": "offload"}, default="save", min_offload_bytes=0)
@@ -213,6 +216,7 @@ def test_attention_of_transformer_engine_is_a_devices_own_and_runs_once(one_devi
 
 
 @pytest.mark.claim("per-device")
+@pytest.mark.usefixtures("compiled_fast")
 def test_the_compiled_step_splits_residuals_as_the_table_says():
     made = on(Mesh(2, 2, 2), remat=Policy(default="save"))
 
@@ -233,6 +237,7 @@ def test_the_compiled_step_splits_residuals_as_the_table_says():
     assert {4, 8} <= parts  # the residual stream is whole on the tensor axis; heads and d_ff are not
 
 
+@pytest.mark.usefixtures("compiled_fast")
 def test_the_loss_communicates_as_often_however_many_chunks_it_has():
     def collectives(chunk: int) -> int:
         made = on(Mesh(2, 4, 1), model={"layers": 1}, loss_chunk=chunk)
@@ -246,6 +251,7 @@ def test_the_loss_communicates_as_often_however_many_chunks_it_has():
 
 
 @pytest.mark.parametrize("sizes", [Mesh(fsdp=8), Mesh(2, 2, 2)])
+@pytest.mark.usefixtures("compiled_fast")
 def test_no_collective_touches_a_residual_on_its_way(sizes, monkeypatch):
     """The step with offload communicates exactly what it does where lax.scan keeps the residuals."""
 
@@ -284,6 +290,7 @@ def executed_collectives(hlo: str) -> int:
 
 
 @pytest.mark.claim("trains-anywhere")
+@pytest.mark.usefixtures("compiled_fast")
 def test_accumulated_steps_on_a_mesh_have_the_gradient_of_one_device(one_device):
     made = on(Mesh(2, 2, 2), grad_accumulation=4, warmup_steps=0)
     state, step, history = start(made), jax.jit(made.step, donate_argnums=0), []

@@ -101,6 +101,7 @@ cases = pytest.mark.parametrize(
 
 
 @cases
+@pytest.mark.usefixtures("compiled_fast")
 def test_gradients_equal_those_of_one_device(sizes, virtual_stages, microbatches):
     args = PARAMS, tokens(microbatches)
     of = lambda stack: functools.partial(language_model, stack)
@@ -116,6 +117,7 @@ def test_in_outline_stages_return_the_same_types():
         assert_outlined(staged, PARAMS, tokens(5))
 
 
+@pytest.mark.usefixtures("compiled_fast")
 def test_layers_in_bfloat16():
     """What leaves a stage is summed over all of them, which XLA:CPU cannot compile in bfloat16."""
     args = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS["w"]), normal(6, (4, 4, DIM)).astype(jnp.bfloat16)
@@ -147,6 +149,7 @@ def test_what_stages_alone_compute_has_the_same_bits(virtual_stages, microbatche
 
 
 @cases
+@pytest.mark.usefixtures("compiled_fast")
 def test_losses_by_forward_passes_alone_equal_those_of_one_device(sizes, virtual_stages, microbatches):
     args = PARAMS, tokens(microbatches)
     of = lambda stack: functools.partial(language_model, stack)
@@ -169,6 +172,7 @@ def test_evaluation_moves_no_layers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("virtual_stages", [1, 2])
+@pytest.mark.usefixtures("compiled_fast")
 def test_all_that_a_loss_can_have(virtual_stages):
     params = PARAMS | {"half": normal(5, (LAYERS, DIM, DIM)) / 5}
     args = params, tokens(5), normal(6, (5, 4)), jnp.arange(10).reshape(5, 2)
@@ -197,6 +201,7 @@ def grouped(stack, params, x):
 
 @pytest.mark.parametrize("microbatches", [3, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stages", [None, "stage"])
+@pytest.mark.usefixtures("compiled_fast")
 def test_layers_that_are_stored_in_groups(stages, microbatches):
     in_groups = lambda w: w.reshape(2, LAYERS // 2, *w.shape[1:])
     params = {name: in_groups(x) if name in ("w", "bias") else x for name, x in PARAMS.items()}
@@ -254,6 +259,7 @@ def test_what_cannot_be_staged_is_refused_before_anything_is_compiled(loss, how,
         on_mesh(accumulate(loss, **{"stages": "stage", **how}), (2, 1, 1), (PARAMS, X))
 
 
+@pytest.mark.usefixtures("compiled_fast")
 def test_how_many_layers_fit_is_said_of_the_whole_scan(monkeypatch):
     """4 slots of 2 layers and a row of padding fit, of 4 layers each that would offload; with `save` they do."""
     one = 4 * DIM * 4  # bytes of a layer's fc1
@@ -336,6 +342,7 @@ def staged(groups, microbatches=6):
 
 @pytest.mark.slow
 @pytest.mark.claim("stages")
+@pytest.mark.usefixtures("compiled_fast")
 def test_what_is_claimed_of_a_step_on_stages_holds():
     step, args, on_mesh = staged(groups=2)
     with on_mesh:
@@ -374,6 +381,7 @@ PLANTED = {
 @pytest.mark.slow
 @pytest.mark.claim("stages")
 @pytest.mark.parametrize("plant, groups, check, said", PLANTED.values(), ids=PLANTED)
+@pytest.mark.usefixtures("compiled_fast")
 def test_a_fault_of_stages_fails_its_claim(plant, groups, check, said, monkeypatch):
     plant(monkeypatch)
     step, args, on_mesh = staged(groups)
@@ -383,6 +391,7 @@ def test_a_fault_of_stages_fails_its_claim(plant, groups, check, said, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_fast")
 def test_more_exchanges_than_were_traced_are_no_schedules():
     (step, args, on_mesh), (_, fewer, _) = staged(groups=2), staged(2, microbatches=2)
     with on_mesh:

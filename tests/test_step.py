@@ -6,7 +6,7 @@ import jax
 import pytest
 import test_moe
 import test_sharding
-from common import assert_same_bits, count, fast_compiles
+from common import assert_same_bits, count
 
 from jaxoffload import Policy
 from jaxoffload.proof import exact_options
@@ -29,9 +29,9 @@ def compiled(made: Program) -> jax.stages.Compiled:
     return jax.jit(made.step, **shardings, compiler_options=options).lower(made.state, made.tokens).compile()
 
 
-def after_steps(made: Program, step: jax.stages.Compiled, tokens, steps: int = 3):
+def after_steps(made: Program, step: jax.stages.Compiled, state, tokens, steps: int = 3):
     """Return the state after some steps, and the metrics of each."""
-    state, found = jax.jit(made.init, out_shardings=shardings_of(made.state))(), []
+    found = []
     for _ in range(steps):
         state, metrics = step(state, jax.device_put(tokens, made.tokens.sharding))
         found.append(metrics)
@@ -42,18 +42,21 @@ def assert_alike(config, tokens, sizes, microbatches) -> jax.stages.Compiled:
     """Train both ways, compare state and metrics bit by bit, and return the interleaved step."""
     made = [on(config, sizes, grad_accumulation=microbatches, interleave=way) for way in (True, False)]
     steps = [compiled(each) for each in made]
-    assert_same_bits(*(after_steps(*each, tokens) for each in zip(made, steps, strict=True)))
+    begin = jax.jit(made[0].init, out_shardings=shardings_of(made[0].state))()
+    assert_same_bits(*(after_steps(*each, begin, tokens) for each in zip(made, steps, strict=True)))
     return steps[0]
 
 
 @pytest.mark.slow
 @pytest.mark.claim("trained-interleaved")
+@pytest.mark.usefixtures("compiled_fast")
 def test_interleaved_microbatches_train_as_one_after_another():
     assert_alike(DENSE, test_sharding.TOKENS, Mesh(), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.claim("trained-interleaved")
+@pytest.mark.usefixtures("compiled_fast")
 def test_so_they_do_on_a_mesh_and_each_device_sums_its_share_of_the_gradients():
     step = assert_alike(DENSE, test_sharding.TOKENS, Mesh(2, 2, 2), 4).as_text()
     layers, D, F = 3, 32, 48  # of gate, up and down, over fsdp and tensor
@@ -64,9 +67,9 @@ def test_so_they_do_on_a_mesh_and_each_device_sums_its_share_of_the_gradients():
 @pytest.mark.slow
 @pytest.mark.claim("trained-interleaved")
 @pytest.mark.parametrize("sizes", [Mesh(), Mesh(fsdp=2, expert=2)], ids=str)
+@pytest.mark.usefixtures("compiled_fast")
 def test_so_they_do_with_experts(sizes):
-    with fast_compiles():
-        assert_alike(EXPERTS, test_moe.TOKENS, sizes, 4)
+    assert_alike(EXPERTS, test_moe.TOKENS, sizes, 4)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import ROOT, auto_mesh, fast_compiles, needs_te, normal
+from common import ROOT, auto_mesh, needs_te, normal
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
@@ -46,6 +46,7 @@ from jaxoffload.proof._verify import repeats as _repeats
 from models.attention import transformer_engine
 from models.train import step_for
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 LAYERS, BATCH, DIM, HIDDEN = 4, 8, 16, 32
 RULES = Policy({"fc1": "offload", "act": "save", "norm": "recompute"}, min_offload_bytes=0)
 
@@ -92,13 +93,6 @@ def of_jax(x, w):
 X = normal(1, (BATCH, DIM))
 ON_CPU = {"copies": "not checked", "placement": "not checked"}
 ALL = ("gradients", "conservation", "moves", "producers", "copies", "placement", "repeats")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_fast():
-    """Bits are compared under `exact_options`, which do the same; what else is checked is not LLVM's."""
-    with fast_compiles():
-        yield
 
 
 def verdicts(f, *args, **how):

@@ -19,6 +19,7 @@ from jaxoffload._text import readable
 from jaxoffload.proof._program.target import rows_read_beyond, target_of
 from jaxoffload.proof._verify.conservation import conservation
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 LAYERS, BATCH, DIM = 3, 16, 16  # a residual is too large to stay on the device in the first microbatch
 RULES = policy({"x": "offload", "fc1": "offload", "act": "save"})
 WEIGHTS = {"layers": normal(0, (LAYERS, DIM, DIM)) / 4, "head": normal(1, (DIM, 4))}

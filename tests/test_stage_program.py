@@ -86,10 +86,11 @@ def test_slots_stay_in_place_and_copies_are_dma_that_begins_with_its_layer(gpu, 
 
 
 def test_the_device_holds_as_much_whatever_stages_and_microbatches_are(gpu):
+    """But for gaps between XLA's buffers: half a row."""
     temporary = lambda *how: compiled(*how).memory_analysis().temp_size_in_bytes
     few = temporary(2, 10)
-    assert temporary(2, 18) == pytest.approx(few, rel=0.01)
-    assert temporary(4, 18) == pytest.approx(few, rel=0.01)
+    assert temporary(2, 18) == pytest.approx(few, abs=ROW / 2)
+    assert temporary(4, 18) == pytest.approx(few, abs=ROW / 2)
     assert compiled(2, 10, decision="save").memory_analysis().temp_size_in_bytes > few + 4 * LAYERS * ROW
 
 
@@ -101,7 +102,7 @@ def test_the_device_holds_four_layers_and_two_pieces_in_place_of_the_slots(gpu):
     layers, slots = 8, Schedule(2, 1, 4).slots
     needs = lambda decision: compiled(2, 4, decision=decision, layers=layers).memory_analysis().temp_size_in_bytes
     freed = (needs("save") - needs("offload")) / (2 * ROW)
-    assert freed == pytest.approx(slots * layers - (4 + 2 / layers), abs=0.1)
+    assert freed == pytest.approx(slots * layers - (4 + 2 / layers), abs=0.25)
 
 
 def test_no_sum_of_gradients_is_copied(gpu):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .chunk import Chunks, Computed, Derived, Operands, Slot, backward_pass, forward_pass
-from .copying_loops import Loops
+from .copying_loops import Loops, hidden_zero
 from .interleaved import alone, beside
 from .schedule import Schedule, Tick
 
@@ -80,8 +80,10 @@ def run_tick(
     if tick.enters is not None:
         entering = [*given.fresh, *map(jnp.zeros_like, held.along[len(given.fresh) :])]
         held = held._replace(along=chosen(stage == 0, entering, held.along))
+    turns = hidden_zero() != 0
     if tick.turns is not None:
-        held = held._replace(back=chosen(stage == last_stage, given.turned, held.back))
+        turns = stage == last_stage
+        held = held._replace(back=chosen(turns, given.turned, held.back))
     fixed = given.consts | {i: rows(x) for i, x in given.xs.items()}
     of_stage = lambda numbers: jnp.array(numbers, jnp.int32)[stage]
     forward_chunk, backward_chunk = (of_stage([run.chunk for run in runs]) for runs in tick.runs)
@@ -96,10 +98,9 @@ def run_tick(
             run = []
             if tick.backward:
                 kept = Slot(slots[read].residuals, slots[next_read].pieces)
-                begin = held.ahead
-                if tick.turns is not None:  # the rows of its last layers have not been on the host
-                    begin = chosen(stage == last_stage, held.last, held.ahead)
-                # Without the barrier XLA copies what the pass overwrites.
+                # What turns has rows of last layers that have not been on the host. That others choose too, and the
+                # barrier, let XLA overwrite `ahead` in place.
+                begin = chosen(turns, held.last, held.ahead)
                 begin, ahead = lax.optimization_barrier((begin, held.ahead))
                 back = held.back, kept, begin, ahead, held.xs
                 run.append(backward_pass(chunks, loops, backward, fixed, *back, counts))

@@ -49,6 +49,12 @@ def travels(segment: Segment) -> bool:
     return bool(segment.copies) and segment.on_host == segment.layers
 
 
+def layers_in_flight(travel: Any) -> Any:
+    """Of how many layers the device holds what goes to the host, besides what the layer that runs works with: one is
+    written and one fetched, and if the rows of last layers travel (bool), one of these each way."""
+    return 2 + 2 * travel
+
+
 @dataclass(frozen=True, eq=False)
 class Chunks:
     """The layers of a scan, dealt.

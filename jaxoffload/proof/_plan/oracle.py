@@ -5,10 +5,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ..._engine.cost import cost
-from ..._engine.device_bytes import straight
+from ..._engine.device_bytes import Straight, straight
 from ..._engine.fill_and_drain import untimed
 from ..._engine.joint import Joint, Passes, joint
-from ..._engine.layer import Layer, shares_of
+from ..._engine.last_rows import more_than_a_row
+from ..._engine.layer import Layer, avals_of, shares_of
 from ..._engine.lone_pass import cost_of
 from ..._engine.plan import Row
 from ..._engine.rates import Rates
@@ -98,7 +99,18 @@ class Oracle:
             movable=movable,
             working=layer_room(layer, forward, self.like, self.one_kernel) + self.excess,
             alone=self._alone(layer, residuals, found.spare.devices) if found.spare else None,
+            beyond=self._beyond(layer, forward, found.stack.layers) if found.stack.schedule else {},
         )
+
+    def _beyond(self, layer: Passes, forward: Straight, layers: int) -> dict[Unit, tuple[int, ...]]:
+        """Return, by how many layers of a chunk offload, what the pieces of the last one's row take beyond a row."""
+        sums: dict[Unit, tuple[int, ...]] = {}
+        rows = [layer.plan.rows[min(k.rows)] for k in layer.kept if k.place == "host"]
+        avals, sizes = avals_of(layer.forward, layer.kept, "host"), shares_of(forward, layer.kept, "host")
+        for unit, aval, size in zip(map(self._unit, rows), avals, sizes, strict=True):
+            each = (0, *(more_than_a_row(aval.shape, size, count) for count in range(1, layers + 1)))
+            sums[unit] = tuple(map(sum, zip(each, sums[unit], strict=True))) if unit in sums else each
+        return sums
 
     def _unit(self, row: Row) -> Unit:
         return self.names.of[row.names[0]] if row.names else UNTAGGED

@@ -171,9 +171,11 @@ def _traced(
     policy = lambda decisions: policy_of(decisions, names.recomputable, fixed)
     layers = [divided(each, fixed) for each in found]
     oracle = Oracle(layers, names, policy, machine, like, one_kernel)
-    room, most = step_room(plain, like, one_kernel, stacks.kept_stacks(plain), written_over=not is_loss)
+    held = stacks.held_by_stages(found, like)
+    room, most = step_room(plain, like, one_kernel, stacks.kept_stacks(plain), written_over=not is_loss, held=held)
     of_least = max(cost.working for cost in oracle(names.least))
-    oracle = dataclasses.replace(oracle, excess=room.layer - of_least)
+    # The walk over a step finds nothing of a layer that runs on a stage.
+    oracle = dataclasses.replace(oracle, excess=room.layer - of_least if room.layer else 0)
     beside = stacks.interleaves(plain, like)
     of_layers = stacks.layers_seconds(plain, machine, devices)
     step = Step(

@@ -51,8 +51,9 @@ def travels(segment: Segment) -> bool:
 
 def layers_in_flight(travel: Any) -> Any:
     """Of how many layers the device holds what goes to the host, besides what the layer that runs works with: one is
-    written and one fetched, and if the rows of last layers travel (bool), one of these each way."""
-    return 2 + 2 * travel
+    written and one fetched, and if the rows of last layers travel (bool), one of these each way. XLA has those twice:
+    what a branch is given and what it returns share no memory."""
+    return 2 + 4 * travel
 
 
 @dataclass(frozen=True, eq=False)

@@ -153,7 +153,8 @@ class _Pieces(NamedTuple):
 def _pieces(stack: Stack, cost: LayerCost, of: Moves, n: Counts) -> _Pieces:
     travel = n.offload & (n.copying == n.layers) & (stack.schedule is not None)
     none = (0,) * (stack.layers + 1)
-    beyond = of.moved @ np.array([cost.beyond.get(unit, none) for unit in of.units]).reshape(-1, len(none))
+    each = np.array([cost.beyond.get(unit, none) for unit in of.units], np.int64).reshape(-1, len(none))
+    beyond = of.moved @ each
     beyond = np.take_along_axis(beyond, np.broadcast_to(n.layers, travel.shape), 1) * travel
     return _Pieces(travel, (of.sum + beyond) * travel, beyond)
 

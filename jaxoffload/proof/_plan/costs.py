@@ -88,6 +88,12 @@ class Stack(NamedTuple):
         """Of how many microbatches residuals are kept, whatever is moved."""
         return self.schedule.slots if self.schedule else 1
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The leading axes that xs of all its layers may have: on stages those of their chunks, too."""
+        layers, virtual = self.layers * self.chunks, self.schedule.virtual_stages if self.schedule else 1
+        return [(layers,), *([(virtual, layers // virtual)] if self.schedule else [])]
+
     def may_offload(self, resident: int) -> int:
         """How many layers may, if `resident` ones never do; on stages all chunks are alike, and these may, too."""
         return self.layers * self.chunks if self.schedule else self.layers - min(resident, self.layers)

@@ -150,16 +150,14 @@ def held_by_stages(found: list[Found], like: Divisions) -> dict[tuple[int, ...],
     held: dict[tuple[int, ...], int] = {}
     for each in found:
         if schedule := each.stack.schedule:
-            program, (stages, virtual) = straight(each.body.jaxpr), (schedule.stages, schedule.virtual_stages)
+            program, stages = straight(each.body.jaxpr), schedule.stages
             _, carry, xs = each.body.split(program.inputs)
             for buffer in carry:
                 shape, parts = buffer.aval.shape, program.parts(buffer)
                 held |= {shape: parts, (1, *shape): parts, (stages, *shape): stages * parts}
-            layers = each.stack.layers * virtual  # of a stage
             for row in (buffer.aval.shape for buffer in xs):
-                of_all, of_stage = (
-                    [(count, *row), (virtual, count // virtual, *row)] for count in (stages * layers, layers)
-                )
+                of_all = [(*layers, *row) for layers in each.stack.shapes]
+                of_stage = [(*more, layers // stages, *row) for *more, layers in each.stack.shapes]
                 if parts := max((like[shape].parts for shape in of_all if shape in like), default=0):
                     held |= dict.fromkeys(of_stage, max(1, parts // stages)) | dict.fromkeys(of_all, parts)
     return held

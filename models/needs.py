@@ -250,7 +250,7 @@ def of_a_chunk(config: Config, table: Residuals, state: str, padding: int = 0) -
     ]
     if state == "saved" and config.remat.other_layers == "save":
         kept += [(row, layers - offloads) for row in rows if row.state == "offloaded"]
-    return [replace(row, bytes=row.bytes_per_layer * count) for row, count in kept]
+    return [replace(row, state=state, bytes=row.bytes_per_layer * count) for row, count in kept]
 
 
 def working_set(config: Config, alone: Program, table: Residuals) -> Room:

@@ -48,8 +48,8 @@ class Buffer:
     constraint: Division | None = None
     moved: "Buffer | None" = None
 
-    def constrain(self, sharding: Any) -> None:
-        self.constraint = min(filter(None, [self.constraint, division(sharding)]))
+    def constrain(self, found: Division) -> None:
+        self.constraint = min(filter(None, [self.constraint, found]))
 
 
 class Op(NamedTuple):
@@ -151,16 +151,17 @@ class _Opening:
     def results_of(self, eqn: JaxprEqn, operands: list[Buffer | None], scope: str) -> list[Buffer | None]:
         name = eqn.primitive.name
         if eqn.primitive is sharding_constraint_p and operands[0]:
-            operands[0].constrain(eqn.params["sharding"])
+            # What a `shard_map` made is here as one shard, and divided already.
+            into = max(1, nbytes(eqn.invars[0].aval) // max(1, nbytes(operands[0].aval)))
+            operands[0].constrain(Division(*(max(1, parts // into) for parts in division(eqn.params["sharding"]))))
         open_it = name in OPENED or eqn.primitive in self.opened_too
         if open_it and len(body := nested(eqn)) == 1 and len(body[0].invars) == len(operands):
             specs = eqn.params["in_specs"] if name == SHARD_MAP else ()
             for operand, spec in zip(operands, specs, strict=False):
-                # What another `shard_map` made is here as one shard, and divided already.
                 if operand and not operand.constraint and operand.depth <= self.depth:
-                    sharding = NamedSharding(eqn.params["mesh"], spec)
-                    if division(sharding).parts > 1 or not _leaves_axes(eqn):
-                        operand.constrain(sharding)
+                    found = division(NamedSharding(eqn.params["mesh"], spec))
+                    if found.parts > 1 or not _leaves_axes(eqn):
+                        operand.constrain(found)
             self.depth += name == SHARD_MAP
             inside = self.through(body[0], operands, f"{scope}/{name}")
             self.depth -= name == SHARD_MAP

@@ -10,6 +10,7 @@ from common import ROOT, auto_mesh
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_plan import ACT, BOTH, FC1, LEAST, MOST, NONE, outcome_of, step_of
 
 from jaxoffload import Policy, Schedule, accumulate, plan, scan, tag
 from jaxoffload._engine.cost import cost
@@ -21,7 +22,7 @@ from jaxoffload._trial_policy import Trial
 from jaxoffload.proof import Bus, Link, Machine, fits
 from jaxoffload.proof._plan.choices import alone, undominated
 from jaxoffload.proof._plan.collectives import of_layer, weights_of
-from jaxoffload.proof._plan.costs import LayerCost, Stack
+from jaxoffload.proof._plan.costs import Stack
 from jaxoffload.proof._plan.patterns import policy_for
 from jaxoffload.proof._plan.plan import _traced
 from jaxoffload.proof._plan.stacks import stacks_of
@@ -30,7 +31,6 @@ from models.planning import planned as planned_config
 from models.report_json import report_json
 from models.sharding import abstract_mesh
 from models.train import step_for
-from test_plan import ACT, BOTH, FC1, LEAST, MOST, NONE, outcome_of, step_of
 
 pytestmark = pytest.mark.claim("plan-stages")
 
@@ -119,7 +119,10 @@ def test_no_chunk_offloads_a_single_layer(layers, counts):
 # ---- what is planned is what the step then does ----
 
 
-SCHEDULES = [Schedule(2, 2, 4), *(pytest.param(s, marks=pytest.mark.slow) for s in (Schedule(2, 1, 5), Schedule(4, 1, 3)))]
+SCHEDULES = [
+    Schedule(2, 2, 4),
+    *(pytest.param(s, marks=pytest.mark.slow) for s in (Schedule(2, 1, 5), Schedule(4, 1, 3))),
+]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["2 with 2 each", "2", "4"])

@@ -152,7 +152,7 @@ def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_st
     def shape(spec, *sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
-    of = lambda *sizes: shape([None, "stage"], virtual_stages, 2 * LAYERS, *sizes)
+    of = lambda *sizes: shape([None, "stage"], virtual_stages, 2 * 6, *sizes)  # 6 layers in each chunk
     weights = {"gate": of(1024, 4096), "up": of(1024, 4096), "out": of(4096, 1024)}
     args = weights, shape([None, "data"], 9, ROWS, 1024)
     for fixed in (Policy(), Policy({"*": "offload"})):

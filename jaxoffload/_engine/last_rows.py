@@ -45,7 +45,10 @@ def cut(shape: tuple[int, ...], layers: int) -> Cut:
 def beyond_a_row(layer: Layer, layers: int) -> int:
     """Bytes per device that the pieces of a layer's residuals take, one for each of so many layers, beyond a row."""
     of_host = layer.forward, layer.kept, "host"
-    return sum(more_than_a_row(aval.shape, size, layers) for aval, size in zip(avals_of(*of_host), shares(*of_host), strict=True))
+    return sum(
+        more_than_a_row(aval.shape, size, layers)
+        for aval, size in zip(avals_of(*of_host), shares(*of_host), strict=True)
+    )
 
 
 def more_than_a_row(shape: tuple[int, ...], size: int, layers: int) -> int:

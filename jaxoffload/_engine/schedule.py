@@ -17,7 +17,6 @@ import dataclasses
 import string
 from typing import Any, NamedTuple
 
-
 TICK = "jaxoffload.tick"  # the scope of all that runs in one, for those who read a program
 
 

@@ -55,8 +55,7 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
     for site in walk(jaxpr):
         if any(is_staged(e) for e in site.enclosing) and _is_differentiated(site.eqn):
             raise NotImplementedError(
-                "plan: a scan that belongs to no pipeline stage, beside one that does, is not planned; use chain for its "
-                "layers"
+                "plan: a scan that belongs to no pipeline stage, beside one that does, is not planned; use chain there"
             )
         if any(e.primitive in (in_turn_p, forward_p, backward_p) for e in site.enclosing):
             continue

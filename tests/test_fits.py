@@ -181,6 +181,7 @@ def test_collectives_take_their_time_on_the_link():
     assert seconds(lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True)) == near(0.75 * 2e6 / 0.25e9)
     summed = near(0.75 * 2e6 * (1 / 3e9 + 1 / 1e9))
     assert seconds(lambda x: lax.psum(x, "d")) == summed and seconds(lambda x: lax.psum(x, "one")) < 1e-9
+    assert seconds(lambda x: lax.pmax(x, "d")) == seconds(lambda x: lax.pmin(x, "d")) == summed
     received = near(2e6 / 0.25e9)  # a permutation leaves no part where it was
     assert seconds(lambda x: lax.ppermute(x, "d", [(k, (k + 1) % 4) for k in range(4)])) == received
     rows = jnp.zeros(4, jnp.int32)

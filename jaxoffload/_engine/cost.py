@@ -62,7 +62,8 @@ class _Array:
 
 
 _SUM = ["reduce_scatter", "all_gather"]
-_ON_LINK = {"all_gather": _SUM[1:], "reduce_scatter": _SUM[:1], "psum": _SUM, "psum_invariant": _SUM}
+_ON_LINK = {"all_gather": _SUM[1:], "reduce_scatter": _SUM[:1]}
+_ON_LINK |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), _SUM)
 
 
 class _Walk:
@@ -141,7 +142,8 @@ class _Walk:
         return results
 
     def on_link(self, link: Link, eqn: JaxprEqn, operands: list[_Array], results: list[_Array]) -> float:
-        """Seconds of a collective. A sum over devices is a reduce-scatter and an all-gather."""
+        """Seconds of a collective. A sum over devices, or the largest or smallest value, is a reduce-scatter and
+        an all-gather."""
         name, params = eqn.primitive.name, eqn.params
         names = params.get("axis_name", params.get("axes", ()))
         sizes = [self.axes.get(axis, link.gpus) for axis in ((names,) if isinstance(names, str) else names)]

@@ -218,6 +218,18 @@ def test_weights_are_gathered_within_a_stage_as_without_stages():
     assert of_stage <= memory.other <= of_stage + 8 * STREAM // 4
 
 
+@pytest.mark.parametrize("schedule", [Schedule(2, 1, 4), Schedule(2, 2, 3)])
+def test_neighbours_exchange_on_the_link(schedule):
+    """After each tick, the stream of the one that computed it, and its cotangents."""
+    step, args = staged(schedule)
+
+    def seconds(gb_s):
+        link = Link(2, (1, 2**40), (1e12, 1e12), (1e12, 1e12), (gb_s, gb_s))
+        return _traced(step, args, ALL, dataclasses.replace(H200, link=link), (), 0).step.seconds
+
+    assert seconds(1.0) - seconds(1e12) == pytest.approx(2 * schedule.forward_stop * STREAM / 1e9, rel=1e-6)
+
+
 def test_a_scan_beside_the_stages_is_not_planned():
     mesh = auto_mesh(stage=2)
 

@@ -99,7 +99,7 @@ def test_what_stages_cost_by_hand():
     assert out.residuals == 8 * (4 * 110 + 3) and out.host == 8 * (5 * 300 + 20) and out.copied == 9 * (5 * 300 + 20)
     lone, beside = (3.8 - 2) + (7.6 - 4), 380 / 25 - 6
     assert out.ns == int((226 + 4 * (4 * lone + 5 * beside)) * 1e9)
-    assert out.working == 70 + 6 * 300
+    assert out.working == 70 + 5 * 300 + 2 * 75
     # Of half of them: the third layer of a chunk runs in the same loop, its residuals stay, and no row is in pieces.
     out = outcome_of(step, table, [FC1], 8)
     assert out.host == 8 * 3 * 300 and out.copied == 9 * 3 * 300 and out.working == 70 + 2 * 300

@@ -90,7 +90,8 @@ def outcome(
         seconds += stack.runs * ((stack.layers - n.rest) * cost.seconds + n.rest * other.seconds) + n.copying * exposed
         kept = (stack.layers - n.rest) * cost.kept - n.layers * of.sum + n.rest * other.kept + cost.once
         residuals += sets * kept
-        in_flight = cost.working + (layers_in_flight(pieces.travel) if stack.schedule else sets) * of.sum * n.offload
+        held = layers_in_flight(pieces.travel, np.maximum(1, n.layers)) if stack.schedule else sets
+        in_flight = cost.working + np.int64(held * of.sum * n.offload)
         working = np.maximum(working, np.maximum(in_flight, (n.rest > 0) * other.working))
         host += sets * ((n.layers + n.offload) * of.sum + pieces.beyond)  # and a padding row
         copied += n.copying * (stack.runs * of.sum - stack.runs // stack.microbatches * (first.less + last.less))

@@ -78,6 +78,19 @@ def test_what_is_fused_is_read_once_and_written_once():
     assert ms(both, square) == moved(3 * 10_000, 2 * 10_000, 3 * 10_000)
 
 
+def test_kernels_and_loops_take_operands_as_they_are():
+    taken = lambda f, *shapes: cost(jax.make_jaxpr(f)(*map(jnp.ones, shapes)), MACHINE).taken
+    n, square = (100,), (100, 100)
+    assert taken(lambda x, y, z: x.reshape(100, 10).T @ jnp.sin(y) + z, (1000,), square, (10, 100)) == (
+        True,
+        False,
+        False,
+    )
+    assert taken(lambda x, y: lax.scan(lambda c, _: (c + 1, None), x + y, length=3)[0], n, n) == (False, False)
+    assert taken(lambda x, y: lax.scan(lambda c, z: (c + z, None), x, y)[0], n, square) == (True, True)
+    assert taken(jax.jit(lambda x, y: (jnp.cos(x), y @ y)), n, square) == (False, True)
+
+
 def test_what_is_nested_counts_as_often_as_it_runs():
     x, body = (100,), lambda x: jnp.sin(x) + 1
     once = moved(200)

@@ -89,7 +89,8 @@ REDUCTIONS |= {"reduce_xor", "reduce_window_max", "reduce_window_min", "reduce_w
 # As much is read as the results hold, however large the operands are.
 PARTS = {"slice", "dynamic_slice", "gather"}
 # Kernels that XLA fuses nothing with; memory bounds them.
-COLLECTIVES = {"psum", "psum_invariant", "all_gather", "all_to_all", "ragged_all_to_all", "reduce_scatter", "ppermute"}
+COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "ragged_all_to_all"}
+COLLECTIVES |= {"reduce_scatter", "ppermute"}
 ALONE = {"sort", "top_k", "cumsum"} | COLLECTIVES
 # Some of an operand is written in place: the number of the operand that says how much.
 IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}

@@ -311,7 +311,9 @@ def chunk_loops(
 
         def need(count: int) -> int:
             each = count // chunks
-            return slots * (layer.host_bytes * (each + 1) + beyond_a_row(layer, each)) if each else 0
+            travels = each == layers or policy.other_layers == "recompute"  # the last one's row, in pieces
+            more = beyond_a_row(layer, each) if each and travels else 0
+            return slots * (layer.host_bytes * (each + 1) + more) if each else 0
 
         of = f" of {slots} microbatches per stage"
         offloaded = admitted("accumulate", [body.jaxpr], wanted * chunks, need, policy.on_host_full, of) // chunks

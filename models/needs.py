@@ -245,12 +245,14 @@ def of_a_chunk(config: Config, table: Residuals, state: str, padding: int = 0) -
     offloads = replace(config.remat, resident_layers=0).offloaded_layers(layers * chunks) // chunks
     times = {"saved": layers, "offloaded": offloads + padding if offloads else 0}
     rows = [row for row in table if row.layers > config.model.dense_layers and (row.names or row.layers > 1)]
-    kept = [
-        (row, times[state]) for row in rows if row.state == state and row.reason not in ("resident", "other_layers")
-    ]
+    overridden = "other_layers", "resident"
+    kept = [(row, times[state]) for row in rows if row.state == state and row.reason not in overridden]
     if state == "saved" and config.remat.other_layers == "save":
-        kept += [(row, layers - offloads) for row in rows if row.state == "offloaded"]
-    return [replace(row, bytes=row.bytes_per_layer * count) for row, count in kept]
+        # The table has a line for layers that offload, and others for those that do not; one of them is enough.
+        of_moved = [row for row in rows if row.state == "offloaded"]
+        lines = of_moved, *([row for row in rows if row.reason == why] for why in overridden)
+        kept += [(row, layers - offloads) for row in next(filter(None, lines), [])]
+    return [replace(row, state=state, bytes=row.bytes_per_layer * count) for row, count in kept]
 
 
 def working_set(config: Config, alone: Program, table: Residuals) -> Room:

@@ -78,6 +78,19 @@ def test_what_is_fused_is_read_once_and_written_once():
     assert ms(both, square) == moved(3 * 10_000, 2 * 10_000, 3 * 10_000)
 
 
+def test_kernels_and_loops_take_operands_as_they_are():
+    taken = lambda f, *shapes: cost(jax.make_jaxpr(f)(*map(jnp.ones, shapes)), MACHINE).taken
+    n, square = (100,), (100, 100)
+    assert taken(lambda x, y, z: x.reshape(100, 10).T @ jnp.sin(y) + z, (1000,), square, (10, 100)) == (
+        True,
+        False,
+        False,
+    )
+    assert taken(lambda x, y: lax.scan(lambda c, _: (c + 1, None), x + y, length=3)[0], n, n) == (False, False)
+    assert taken(lambda x, y: lax.scan(lambda c, z: (c + z, None), x, y)[0], n, square) == (True, True)
+    assert taken(jax.jit(lambda x, y: (jnp.cos(x), y @ y)), n, square) == (False, True)
+
+
 def test_what_is_nested_counts_as_often_as_it_runs():
     x, body = (100,), lambda x: jnp.sin(x) + 1
     once = moved(200)
@@ -181,6 +194,7 @@ def test_collectives_take_their_time_on_the_link():
     assert seconds(lambda x: lax.all_to_all(x, "d", 0, 0, tiled=True)) == near(0.75 * 2e6 / 0.25e9)
     summed = near(0.75 * 2e6 * (1 / 3e9 + 1 / 1e9))
     assert seconds(lambda x: lax.psum(x, "d")) == summed and seconds(lambda x: lax.psum(x, "one")) < 1e-9
+    assert seconds(lambda x: lax.pmax(x, "d")) == seconds(lambda x: lax.pmin(x, "d")) == summed
     received = near(2e6 / 0.25e9)  # a permutation leaves no part where it was
     assert seconds(lambda x: lax.ppermute(x, "d", [(k, (k + 1) % 4) for k in range(4)])) == received
     rows = jnp.zeros(4, jnp.int32)

@@ -13,6 +13,7 @@ from drawn_layers import draw
 from jax.sharding import PartitionSpec
 
 from jaxoffload import Policy, checkpoint, scan, tag
+from jaxoffload._engine.cost import cost
 from jaxoffload._engine.joint import Passes
 from jaxoffload._trial_policy import Trial
 from jaxoffload.proof import Machine
@@ -67,6 +68,27 @@ def assert_exact(f, args, fixed=ANY_SIZE, sets=6, from_one=True):
             for mine, its in pairs:
                 assert (mine.forward, mine.backward) == pytest.approx((its.forward, its.backward), rel=1e-9), kept
             assert set(ours.movable) <= kept | {UNTAGGED}
+
+
+def test_what_is_kept_is_copied_into_a_stack_and_for_kernels_out_of_it():
+    """`a` is what a matmul takes in the backward pass, `b` is not."""
+
+    def layer(x, w):
+        a = tag(jnp.sin(x @ w["in"]), "a")
+        b = tag(a @ w["out"], "b")
+        return x + jnp.tanh(b), None
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    args = {"in": shape(3, 64, 256), "out": shape(3, 256, 64)}, shape(32, 64)
+    loss = lambda w, x: jnp.sum(scan(layer, x, w, policy=Policy(), strict=False)[0])
+    _, oracle = oracle_of(loss, args, ANY_SIZE)
+    (scan_,), rates = oracle.scans, dataclasses.replace(RATES, fused_gb_s=1.0)
+    passes = oracle.passes(scan_, frozenset(oracle.names.units))
+    found = dataclasses.replace(oracle, rates=rates).cost(scan_.found, passes)
+    without = [cost(of, rates).seconds for of in (passes.forward, passes.backward)]
+    carry, a, b = 4 * 32 * 64, 4 * 32 * 256, 4 * 32 * 64
+    assert 1e9 * (found.forward - without[0]) == pytest.approx(2 * (carry + a + b))
+    assert 1e9 * (found.backward - without[1]) == pytest.approx(2 * (carry + a))
 
 
 @pytest.mark.parametrize(

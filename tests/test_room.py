@@ -125,3 +125,43 @@ def test_what_a_shard_map_made_says_nothing_of_other_values():
     scaled = jax.shard_map(lambda x, m: x * jnp.sum(m), mesh=mesh, in_specs=(rows, whole), out_specs=rows)
     jaxpr = jax.make_jaxpr(lambda x, y: scaled(y, mean(x)))(jnp.ones(32), jnp.ones(8))
     assert straight(jaxpr).rows == {32: 4, 8: 4}
+
+
+def test_a_constraint_divides_what_a_shard_map_made_no_further_than_it_says():
+    mesh = auto_mesh(a=4, b=2)
+
+    def f(x):
+        made = jax.shard_map(jnp.sin, mesh=mesh, in_specs=PartitionSpec("a"), out_specs=PartitionSpec("a"))(x)
+        return lax.with_sharding_constraint(made, jax.NamedSharding(mesh, PartitionSpec(("a", "b"))))
+
+    program = straight(jax.make_jaxpr(f)(of(B, D)))
+    assert program.share(program.outputs[0]) == STREAM // 8
+
+
+def test_a_shard_map_over_some_axes_does_not_say_that_others_divide_nothing():
+    mesh, whole = auto_mesh(a=4, b=2), PartitionSpec()
+
+    def f(x):
+        inside = jax.shard_map(jnp.sin, mesh=mesh, in_specs=whole, out_specs=whole, axis_names={"b"}, check_vma=False)
+        return inside(x) + lax.with_sharding_constraint(2 * x, jax.NamedSharding(mesh, PartitionSpec("a")))
+
+    program = straight(jax.make_jaxpr(f)(of(B, D)))
+    assert program.share(program.inputs[0]) == STREAM // 4
+
+
+def test_nothing_is_fused_across_an_optimization_barrier():
+    """A sum over several products holds all of them, unless a barrier ends each addition."""
+
+    def f(fence, x, w):
+        def body(total, x):
+            for _ in range(4):
+                total, x = fence((total + x @ w, jnp.sin(x)))
+            return total, x
+
+        return lax.scan(lambda state, _: (body(*state), None), (x @ w, x), None, length=2)[0]
+
+    found = [
+        room(lambda x, w, fence=fence: f(fence, x, w), of(B, D), of(D, D)).loop
+        for fence in (lambda x: x, lax.optimization_barrier)
+    ]
+    assert found[0] - found[1] >= 2 * STREAM

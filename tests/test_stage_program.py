@@ -4,18 +4,22 @@ exchanges of the schedule and no others; device memory that neither stages nor m
 Nothing runs: see test_program.py.
 """
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from common import ROOT
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_program import OPTIONS, begun_after, described, gpu, module_of, nothing_cached
 
-from jaxoffload import Policy, accumulate, scan, tag
+from jaxoffload import Policy, accumulate, plan, scan, tag
 from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.schedule import Schedule
+from jaxoffload.proof._plan import compiled as _compiled
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._verify.stages import EXCHANGE, MOVED
 
@@ -123,3 +127,38 @@ def test_stages_send_to_their_neighbours_and_data_is_divided_within_them(gpu):
     halves = divided.memory_analysis().host_temp_size_in_bytes, alone.memory_analysis().host_temp_size_in_bytes
     assert 2 * halves[0] == halves[1]
     assert hlo.kernels_on_host_memory(module_of(divided)) == []
+
+
+def gated(x, w):
+    x = tag(lax.with_sharding_constraint(x, PartitionSpec("data")), "x")
+    gate, up = tag(x @ w["gate"], "gate"), tag(x @ w["up"], "up")
+    return x + tag(jax.nn.silu(gate) * up, "act") @ w["out"], None
+
+
+@pytest.mark.claim("plan-memory")
+@pytest.mark.parametrize("virtual_stages, data", [(1, 1), (2, 2)])
+def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data):
+    monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
+    mesh = Mesh(np.array(described(2 * data)).reshape(2, data), ("stage", "data"))
+
+    def of_microbatch(w, x):
+        rows = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), w)
+        return jnp.mean(scan(gated, x, rows, policy=Policy(), strict=False)[0].astype(jnp.float32) ** 2)
+
+    def step(w, xs):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            _, grads = accumulate(of_microbatch, stages="stage", virtual_stages=virtual_stages)(w, xs)
+        return jax.tree.map(jnp.subtract, w, grads)
+
+    def shape(spec, *sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    of = lambda *sizes: shape([None, "stage"], virtual_stages, 2 * 6, *sizes)  # 6 layers in each chunk
+    weights = {"gate": of(1024, 4096), "up": of(1024, 4096), "out": of(4096, 1024)}
+    args = weights, shape([None, "data"], 9, ROWS, 1024)
+    for fixed in (Policy(), Policy({"*": "offload"})):
+        make = functools.partial(plan, step, *args, machine=ROOT / "machines/h200.json", fixed=fixed)
+        curve = make(budget="100GiB").curve
+        for point in (curve[0], curve[-1]):
+            found, planned = make(budget=point.bytes), _compiled.compiled_bytes(step, args, point.policy)
+            assert planned == pytest.approx(found.memory.total, rel=1 / 8)

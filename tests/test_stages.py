@@ -454,6 +454,10 @@ def test_the_report_says_what_is_in_flight_on_each_stage():
         ["0", "0-3", "4", "16.00", "MiB", "17.00", "MiB", "20.00", "MiB"],
         ["1", "4-7", "2", "8.00", "MiB", "8.50", "MiB", "20.00", "MiB"],
     ]
+    # Of half of the layers: two of each chunk and a row of padding, in each slot; the other two keep gate and up.
+    config = dataclasses.replace(config, remat=dataclasses.replace(config.remat, offload_layers=4))
+    sizes = [line.split()[-7:-5] for line in report(config).splitlines() if line.startswith("residuals on the")]
+    assert sizes == [["25.00", "MiB"], ["12.00", "MiB"]]
 
 
 def test_the_report_counts_the_last_layers_that_travel():

@@ -34,10 +34,16 @@ from .walk import devices_of, nested
 
 
 class Cost(NamedTuple):
-    """`unknown`: how often each kernel runs of which only the bytes are known; a loop's count as if it ran once."""
+    """How long a jaxpr takes.
+
+    Attributes:
+      unknown: how often each kernel runs of which only the bytes are known; a loop's count as if it ran once.
+      taken: of each operand whether a kernel or a loop takes it as it is.
+    """
 
     seconds: float
     unknown: Counter[str]
+    taken: tuple[bool, ...]
 
 
 def cost(jaxpr: Jaxpr, rates: Rates, devices: int = 1, axes: Mapping[str, int] = MappingProxyType({})) -> Cost:
@@ -47,22 +53,25 @@ def cost(jaxpr: Jaxpr, rates: Rates, devices: int = 1, axes: Mapping[str, int] =
     were measured.
     """
     walk = _Walk(rates, devices, axes)
-    results = walk.through(jaxpr, [walk.array(v.aval, written=True) for v in jaxpr.invars])
-    walk.write(results)
-    return Cost(walk.seconds, walk.unknown)
+    operands = [walk.array(v.aval, written=True) for v in jaxpr.invars]
+    walk.write(walk.through(jaxpr, operands))
+    return Cost(walk.seconds, walk.unknown, tuple(array.taken for array in operands))
 
 
 @dataclasses.dataclass(eq=False)
 class _Array:
-    """Bytes per device; whether it is in the device's memory, and whether something fused has read it there."""
+    """Bytes per device; whether it is in the device's memory, whether something fused has read it there, and whether a
+    kernel or a loop takes it."""
 
     bytes: float
     written: bool
     read: bool = False
+    taken: bool = False
 
 
 _SUM = ["reduce_scatter", "all_gather"]
-_ON_LINK = {"all_gather": _SUM[1:], "reduce_scatter": _SUM[:1], "psum": _SUM, "psum_invariant": _SUM}
+_ON_LINK = {"all_gather": _SUM[1:], "reduce_scatter": _SUM[:1]}
+_ON_LINK |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), _SUM)
 
 
 class _Walk:
@@ -74,14 +83,16 @@ class _Walk:
     def array(self, aval: Any, written: bool) -> _Array:
         return _Array(nbytes(aval) / self.devices if hasattr(aval, "dtype") else 0, written)
 
-    def move(self, size: float) -> float:
-        """Seconds that so many bytes take to or from the device's memory, in fused work."""
-        return size / (self.rates.fused_gb_s or self.rates.hbm_gb_s) / 1e9
-
     def write(self, arrays: Sequence[_Array]) -> None:
         for array in arrays:
-            self.seconds += 0 if array.written else self.move(array.bytes)
+            self.seconds += 0 if array.written else self.rates.moving(array.bytes)
             array.written = True
+
+    def take(self, arrays: Sequence[_Array]) -> None:
+        """What a kernel or a loop takes, which is in the device's memory before."""
+        self.write(arrays)
+        for array in arrays:
+            array.taken = True
 
     def through(self, jaxpr: Jaxpr, operands: Sequence[_Array]) -> list[_Array]:
         known: dict[Var, _Array] = dict(zip(jaxpr.invars, operands, strict=True))
@@ -92,7 +103,7 @@ class _Walk:
         return [array(atom) for atom in jaxpr.outvars]
 
     def in_place(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
-        self.seconds += self.move(2 * operands[IN_PLACE[eqn.primitive.name]].bytes)
+        self.seconds += self.rates.moving(2 * operands[IN_PLACE[eqn.primitive.name]].bytes)
         return operands[:1]
 
     def equation(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
@@ -121,14 +132,14 @@ class _Walk:
 
     def loop(self, eqn: JaxprEqn, bodies: list[Jaxpr], operands: list[_Array]) -> list[_Array]:
         """A loop, a `while` as one iteration, or a `cond` as its longest branch."""
-        self.write(operands)
+        self.take(operands)
         costs = [cost(body, self.rates, self.devices, self.axes) for body in bodies]
         self.seconds += eqn.params.get("length", 1) * max(c.seconds for c in costs)
         self.unknown += sum((c.unknown for c in costs), Counter(["while"] * (eqn.primitive is while_p)))
         return [self.array(v.aval, written=True) for v in eqn.outvars]
 
     def kernel(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
-        self.write(operands)
+        self.take(operands)
         results = [self.array(v.aval, written=True) for v in eqn.outvars]
         if eqn.primitive.name in COLLECTIVES and self.rates.link:
             self.seconds += self.on_link(self.rates.link, eqn, operands, results)
@@ -141,7 +152,8 @@ class _Walk:
         return results
 
     def on_link(self, link: Link, eqn: JaxprEqn, operands: list[_Array], results: list[_Array]) -> float:
-        """Seconds of a collective. A sum over devices is a reduce-scatter and an all-gather."""
+        """Seconds of a collective. A sum over devices, or the largest or smallest value, is a reduce-scatter and
+        an all-gather."""
         name, params = eqn.primitive.name, eqn.params
         names = params.get("axis_name", params.get("axes", ()))
         sizes = [self.axes.get(axis, link.gpus) for axis in ((names,) if isinstance(names, str) else names)]
@@ -156,9 +168,9 @@ class _Walk:
         results = [self.array(v.aval, written=False) for v in eqn.outvars]
         for array in operands:
             if eqn.primitive.name in PARTS:
-                self.seconds += self.move(min(array.bytes, results[0].bytes)) if array.written else 0
+                self.seconds += self.rates.moving(min(array.bytes, results[0].bytes)) if array.written else 0
             elif array.written and not array.read:
-                self.seconds += self.move(array.bytes)
+                self.seconds += self.rates.moving(array.bytes)
                 array.read = True
         return results
 

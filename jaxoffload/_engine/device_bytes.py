@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core.primitives import device_put_p, name_p, sharding_constraint_p
 from jax.sharding import AxisType, NamedSharding
 
-from .._jax import OPENED, PASSING, SHARD_MAP, nbytes
+from .._jax import BARRIER, OPENED, PASSING, SHARD_MAP, nbytes
 from .values import keeps_all_bits
 from .walk import nested
 
@@ -48,8 +48,8 @@ class Buffer:
     constraint: Division | None = None
     moved: "Buffer | None" = None
 
-    def constrain(self, sharding: Any) -> None:
-        self.constraint = min(filter(None, [self.constraint, division(sharding)]))
+    def constrain(self, found: Division) -> None:
+        self.constraint = min(filter(None, [self.constraint, found]))
 
 
 class Op(NamedTuple):
@@ -70,6 +70,7 @@ class Straight(NamedTuple):
     Attributes:
       rows: the least division that constraints give a first axis, by the axis' length.
       named: the values that have a name, by it.
+      fenced: those that go through an optimization barrier: nothing is fused across it.
     """
 
     ops: list[Op]
@@ -77,6 +78,7 @@ class Straight(NamedTuple):
     outputs: list[Buffer | None]
     rows: dict[int, int]
     named: dict[str, Buffer]
+    fenced: set[Buffer]
 
     def share(self, buffer: Buffer, assumed: Division | None = None) -> int:
         """Return the bytes of a value per device; `assumed` is its division if nothing else is known."""
@@ -99,6 +101,13 @@ def _compiler_divides(aval: Any) -> bool:
     return mesh.empty or AxisType.Auto in mesh.axis_types
 
 
+def _leaves_axes(shard_map: JaxprEqn) -> bool:
+    """Whether the compiler divides values over other axes than those of a `shard_map`."""
+    mesh, its = shard_map.params["mesh"], shard_map.params["newly_manual_axes"]
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(kind is AxisType.Auto and name not in its for name, kind in axes)
+
+
 def straight(jaxpr: Jaxpr, opened_too: Collection[Primitive] = ()) -> Straight:
     """Return all that XLA compiles of a jaxpr as one computation.
 
@@ -112,7 +121,7 @@ def straight(jaxpr: Jaxpr, opened_too: Collection[Primitive] = ()) -> Straight:
         if buffer.constraint and buffer.aval.shape:
             length, parts = buffer.aval.shape[0], buffer.constraint.rows
             rows[length] = min(rows.get(length, parts), parts)
-    return Straight(opening.ops, inputs, outputs, rows, opening.named)
+    return Straight(opening.ops, inputs, outputs, rows, opening.named, opening.fenced)
 
 
 class _Opening:
@@ -123,6 +132,7 @@ class _Opening:
         self.buffers: list[Buffer] = []
         self.ops: list[Op] = []
         self.named: dict[str, Buffer] = {}
+        self.fenced: set[Buffer] = set()
         self.depth = 0
 
     def new(self, var: Any) -> Buffer:
@@ -141,20 +151,25 @@ class _Opening:
     def results_of(self, eqn: JaxprEqn, operands: list[Buffer | None], scope: str) -> list[Buffer | None]:
         name = eqn.primitive.name
         if eqn.primitive is sharding_constraint_p and operands[0]:
-            operands[0].constrain(eqn.params["sharding"])
+            # What a `shard_map` made is here as one shard, and divided already.
+            into = max(1, nbytes(eqn.invars[0].aval) // max(1, nbytes(operands[0].aval)))
+            operands[0].constrain(Division(*(max(1, parts // into) for parts in division(eqn.params["sharding"]))))
         open_it = name in OPENED or eqn.primitive in self.opened_too
         if open_it and len(body := nested(eqn)) == 1 and len(body[0].invars) == len(operands):
             specs = eqn.params["in_specs"] if name == SHARD_MAP else ()
             for operand, spec in zip(operands, specs, strict=False):
-                # What another `shard_map` made is here as one shard, and divided already.
                 if operand and not operand.constraint and operand.depth <= self.depth:
-                    operand.constrain(NamedSharding(eqn.params["mesh"], spec))
+                    found = division(NamedSharding(eqn.params["mesh"], spec))
+                    if found.parts > 1 or not _leaves_axes(eqn):
+                        operand.constrain(found)
             self.depth += name == SHARD_MAP
             inside = self.through(body[0], operands, f"{scope}/{name}")
             self.depth -= name == SHARD_MAP
             return inside
         if eqn.primitive is name_p and operands[0]:
             self.named[eqn.params["name"]] = operands[0]
+        if name == BARRIER:
+            self.fenced.update(filter(None, operands))
         if (name in PASSING or keeps_all_bits(eqn)) and operands and operands[0]:
             return operands[: len(eqn.outvars)]
         results = [self.new(v) for v in eqn.outvars]

@@ -18,7 +18,7 @@ from .copying_loops import take_row
 from .layer import in_three
 from .passes import Values
 from .pipeline import Pipeline, mapped, with_row, ys_of_all
-from .schedule import Schedule
+from .schedule import TICK, Schedule
 from .stage import from_stage, rows, sent
 from .staged_loss import StagedLoss
 
@@ -39,7 +39,7 @@ def run(loss: StagedLoss, arguments: Callable[[Any], Values], schedule: Schedule
     results = ended(*before[len(loss.chunks.along) :], *ys).out_avals
     zeros = lambda avals, lead: [jnp.zeros((lead, *aval.shape), aval.dtype) for aval in avals]
     state = _State(zeros(results, schedule.microbatches), zeros([*before, *ys], schedule.stages))
-    step = jax.named_scope("jaxoffload.tick")(functools.partial(_step, pipeline, len(before)))
+    step = jax.named_scope(TICK)(functools.partial(_step, pipeline, len(before)))
     state, _ = lax.scan(step, state, jnp.arange(schedule.forward_stop))
     return state.results
 

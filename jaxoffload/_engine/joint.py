@@ -124,5 +124,6 @@ def joint(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> Joint | No
 
     operands = in_three(after.in_avals, len(values[0]), size)
     trace = jax.make_jaxpr(jax.checkpoint(both, prevent_cse=False))(operands[0], before.in_avals, operands[2])
-    (eqn,) = trace.eqns
+    # Constants from outside of a `shard_map` are resharded first.
+    (eqn,) = (eqn for eqn in trace.eqns if eqn.primitive is remat_p)
     return Joint(body, plan, eqn, values)

@@ -15,8 +15,8 @@ from jax import lax
 
 from .._jax import DEVICE, HOST
 from .copying_loops import BackwardState, Cotangents, ForwardState, filled, hidden_zero, put_row, take_row
-from .layer import Layer, shares
-from .segments import Segment, SegmentResiduals, those
+from .layer import Layer, avals_of, shares
+from .segments import Segment, SegmentResiduals
 
 
 class Cut(NamedTuple):
@@ -44,11 +44,17 @@ def cut(shape: tuple[int, ...], layers: int) -> Cut:
 
 def beyond_a_row(layer: Layer, layers: int) -> int:
     """Bytes per device that the pieces of a layer's residuals take, one for each of so many layers, beyond a row."""
-    stored = [k.place for k in layer.kept if k.place != "operand"]
-    avals = those(layer.forward.out_avals[len(layer.forward.out_avals) - len(stored) :], stored, "host")
-    cuts = [cut(aval.shape, layers) for aval in avals]
-    sizes = zip(shares(layer.forward, layer.kept, "host"), cuts, strict=True)
-    return sum(size * (layers - c.pieces) // c.pieces for size, c in sizes)
+    of_host = layer.forward, layer.kept, "host"
+    return sum(
+        more_than_a_row(aval.shape, size, layers)
+        for aval, size in zip(avals_of(*of_host), shares(*of_host), strict=True)
+    )
+
+
+def more_than_a_row(shape: tuple[int, ...], size: int, layers: int) -> int:
+    """The same, of one residual of this shape and so many bytes per device."""
+    pieces = cut(shape, layers).pieces
+    return size * (layers - pieces) // pieces
 
 
 def empty_pieces(segment: Segment, rows: Sequence[Any]) -> list[Any]:

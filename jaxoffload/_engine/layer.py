@@ -158,6 +158,13 @@ def shares_of(forward: Straight, kept: tuple[Kept, ...], place: str) -> list[int
     return [forward.share(x) if x else 0 for x, p in zip(residuals, stored, strict=True) if p == place]
 
 
+def avals_of(forward: Jaxpr, kept: tuple[Kept, ...], place: str) -> list[Any]:
+    """What they are, in the same order."""
+    stored = [k.place for k in kept if k.place != "operand"]
+    residuals = forward.out_avals[len(forward.out_avals) - len(stored) :]
+    return [aval for aval, p in zip(residuals, stored, strict=True) if p == place]
+
+
 def prevent_cse_barrier(residuals: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
     """The same values. XLA cannot merge what is computed from them with what the forward pass computed."""
     return lax.optimization_barrier((residuals, cotangents))

@@ -28,7 +28,7 @@ from .._jax import Zero
 from .chunk import Operands, Slot
 from .copying_loops import Loops, empty_ys, filled
 from .passes import Values
-from .schedule import Schedule, Tick
+from .schedule import TICK, Schedule, Tick
 from .stage import Given, Held, exists, run_tick
 from .staged_loss import StagedLoss
 
@@ -64,7 +64,7 @@ def run(
     """
     pipeline = Pipeline(loss, schedule, axis, arguments)
     shapes = _shapes(pipeline)
-    step = jax.named_scope("jaxoffload.tick")(functools.partial(_step, pipeline, shapes.loops))
+    step = jax.named_scope(TICK)(functools.partial(_step, pipeline, shapes.loops))
     first, stop, period = schedule.chunks, schedule.forward_stop, schedule.slots
     # XLA's double buffering would take an iteration out of an odd loop, and copy slots in it.
     blocks = (stop - first) // period // 2 * 2

@@ -104,6 +104,10 @@ class Rates:
     fused_gb_s: float | None = None
     link: Link | None = None
 
+    def moving(self, size: float) -> float:
+        """Seconds in which fused work reads or writes so many bytes."""
+        return size / (self.fused_gb_s or self.hbm_gb_s) / 1e9
+
     def gemm(self, sides: Sequence[int], flops: float, float32: bool = False, grouped: bool = False) -> float:
         """TFLOP/s of a bfloat16 matmul; `flops` are those on one device, `float32` is the result's dtype."""
         if self.gemms is None:

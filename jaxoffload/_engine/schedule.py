@@ -17,6 +17,8 @@ import dataclasses
 import string
 from typing import Any, NamedTuple
 
+TICK = "jaxoffload.tick"  # the scope of all that runs in one, for those who read a program
+
 
 class Run(NamedTuple):
     """One microbatch's way through the layers of one chunk; both are numbered from 0."""

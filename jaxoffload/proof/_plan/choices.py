@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ..._engine.chunk import layers_in_flight
 from .._predict.machine import Bus
 from .costs import Costs, Kept, LayerCost, Stack, Step, Table, Unit
 from .ends import Counts, EachAgain, End, Moves, again_of, ends
@@ -79,17 +80,22 @@ def outcome(
     stacks = zip(step.stacks, costs, moves, counts, of_ends, strict=True)
     for number, (stack, cost, of, n, (first, last)) in enumerate(stacks):
         other = _Rest.of([each[number] for each in rest or ()] or [cost])
-        sets = np.where(beside & (stack.microbatches > 1), 2, 1)
-        exposed = np.where(
-            sets == 2, _beside(step, stack, cost, of.sum, first, last), _in_turn(step, stack, cost, of.sum)
-        )
+        interleaves = beside & (stack.microbatches > 1)
+        sets, pieces = np.where(interleaves, 2, stack.sets), _pieces(stack, cost, of, n)
+        if stack.schedule:
+            exposed = _in_ticks(step, stack, cost, of.sum + pieces.bytes / np.maximum(1, n.copying))
+        else:
+            both = _beside(step, stack, cost, of.sum, first, last), _in_turn(step, stack, cost, of.sum)
+            exposed = np.where(interleaves, *both)
         seconds += stack.runs * ((stack.layers - n.rest) * cost.seconds + n.rest * other.seconds) + n.copying * exposed
         kept = (stack.layers - n.rest) * cost.kept - n.layers * of.sum + n.rest * other.kept + cost.once
         residuals += sets * kept
-        in_flight = cost.working + sets * of.sum * n.offload
+        held = layers_in_flight(pieces.travel, np.maximum(1, n.layers)) if stack.schedule else sets
+        in_flight = cost.working + np.int64(held * of.sum * n.offload)
         working = np.maximum(working, np.maximum(in_flight, (n.rest > 0) * other.working))
-        host += sets * (n.layers + n.offload) * of.sum  # and a padding row
+        host += sets * ((n.layers + n.offload) * of.sum + pieces.beyond)  # and a padding row
         copied += n.copying * (stack.runs * of.sum - stack.runs // stack.microbatches * (first.less + last.less))
+        copied += stack.runs * pieces.bytes
     other_bytes = step.other - step.less * beside + stay
     working = np.maximum(working, step.elsewhere - step.other)
     return Outcome(np.rint(1e9 * seconds).astype(np.int64), residuals, other_bytes, working, host, copied)
@@ -109,11 +115,11 @@ class _Rest(NamedTuple):
 
 def _counts(step: Step, stack: Stack, moving: Any, layers: Any, save: bool) -> Counts:
     """As `layer_ranges` divides the layers of a stack."""
-    resident = min(step.resident, stack.layers)
-    count = np.minimum(layers, stack.layers - resident)
+    most = stack.may_offload(step.resident) // stack.chunks
+    count = np.minimum(layers // stack.chunks, most)
     offload = (moving > 0) & (count > 0)
     count = np.where(offload, count, 0)
-    rest = np.where(moving > 0, stack.layers - resident - count, 0)
+    rest = np.where(moving > 0, most - count, 0)
     joins = offload & (count < stack.layers) & ((rest == 0) | save)
     return Counts(offload, count, count + joins, rest)
 
@@ -134,6 +140,33 @@ def _beside(step: Step, stack: Stack, cost: LayerCost, moving: Any, first: End, 
         pairs += (stack.microbatches - 3) * _of_pair(bus, cost, moving, moving)
     fill, drain = _longer(of_first, bus.d2h, cost.forward), _longer(of_last, bus.h2d, cost.backward)
     return stack.runs // stack.microbatches * (fill + pairs + np.maximum(drain, last.again))
+
+
+class _Pieces(NamedTuple):
+    """On pipeline stages the rows of a chunk's last layer travel in pieces, if no layer behind it is in its loop:
+    whether they do, their bytes, and how many of these are beyond a row; (candidates, counts) each."""
+
+    travel: Any
+    bytes: Any
+    beyond: Any
+
+
+def _pieces(stack: Stack, cost: LayerCost, of: Moves, n: Counts) -> _Pieces:
+    travel = n.offload & (n.copying == n.layers) & (stack.schedule is not None)
+    none = (0,) * (stack.layers + 1)
+    each = np.array([cost.beyond.get(unit, none) for unit in of.units], np.int64).reshape(-1, len(none))
+    beyond = of.moved @ each
+    beyond = np.take_along_axis(beyond, np.broadcast_to(n.layers, travel.shape), 1) * travel
+    return _Pieces(travel, (of.sum + beyond) * travel, beyond)
+
+
+def _in_ticks(step: Step, stack: Stack, cost: LayerCost, size: Any) -> Any:
+    """The same on pipeline stages, where each iteration copies `size` bytes: in the first ticks no stage runs backward,
+    and in as many at the end none runs forward."""
+    assert stack.schedule
+    ticks, alone, bus = stack.schedule.forward_stop, stack.chunks, step.bus
+    lone = _longer(size, bus.d2h, cost.forward) + _longer(size, bus.h2d, cost.backward)
+    return stack.runs // ticks * (alone * lone + (ticks - alone) * _of_pair(bus, cost, size, size))
 
 
 def _of_pair(bus: Bus, cost: LayerCost, to_host: Any, back: Any, again: Any = 0.0) -> Any:
@@ -200,7 +233,8 @@ class Curves:
             movable = self.step.movable - self.step.moved
             free, always = [u in movable for u in units], [u in self.step.moved for u in units]
             yield _Candidates(kept, units, _subsets(units, free, table[kept], always), None)
-        pairs = _smaller(self.step, table, kept, units) if not self.step.moved else []
+        some = not self.step.moved and len(self.counts) > 1
+        pairs = _smaller(self.step, table, kept, units) if some else []
         if new := [(rest, moved) for rest, moved in pairs if rest not in known]:
             yield _Candidates(kept, units, np.array([moved for _, moved in new]), [rest for rest, _ in new])
         known |= {None, *(rest for rest, _ in new)}
@@ -242,8 +276,13 @@ class _Candidates(NamedTuple):
 
 
 def _layer_counts(step: Step) -> Any:
-    most = max(max(0, stack.layers - step.resident) for stack in step.stacks)
-    return np.unique(np.linspace(0, most, min(most + 1, _MOST_COUNTS)).round().astype(np.int64))
+    """Return how many layers may offload. On pipeline stages it is as many in each chunk, and never a single one."""
+    most = max(stack.may_offload(step.resident) for stack in step.stacks)
+    counts = np.unique(np.linspace(0, most, min(most + 1, _MOST_COUNTS)).round().astype(np.int64))
+    for chunks in {stack.chunks for stack in step.stacks if stack.schedule}:
+        counts = np.unique(counts // chunks * chunks)
+        counts = counts[counts != chunks]
+    return counts
 
 
 def _subsets(units: list[Unit], free: list[bool], costs: Costs, always: list[bool]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core.primitives import convert_element_type_p, sharding_constraint_p
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._engine.device_bytes import Buffer, division, straight
 from ..._engine.layer import Body
@@ -50,7 +50,7 @@ def with_collectives(costs: Callable[[Kept], Costs], seconds: Sequence[Seconds])
 def of_layer(found: Found, args: Any, devices: int, link: Link | None) -> Seconds:
     """Return the seconds of these collectives; 0 where the link was not measured, and inside of a `shard_map`, which
     has its own."""
-    if link is None or found.devices < devices:
+    if link is None or found.devices * found.stack.stages < devices:
         return 0.0, 0.0
     forward = backward = 0.0
     for weight in weights_of(found, args):
@@ -64,7 +64,8 @@ def of_layer(found: Found, args: Any, devices: int, link: Link | None) -> Second
 
 
 def weights_of(found: Found, args: Any) -> Iterator[Weight]:
-    """Yield those weights, of the rows of xs that are divided or repeated over the axes of the batch.
+    """Yield those weights, of the rows of xs that are divided or repeated over the axes of the batch. What divides the
+    layers, such as pipeline stages, does not count.
 
     They are known by their shapes; where the state of an optimizer has the same shape, and is divided more, as in
     ZeRO-1, they are those that are divided less.
@@ -77,8 +78,11 @@ def weights_of(found: Found, args: Any) -> Iterator[Weight]:
     cast = {op.operands[0]: op.results[0] for op in program.ops if op.eqn.primitive is convert_element_type_p}
     *_, rows = body.split([*zip(program.inputs, found.perturbed, strict=True)])
     for row, is_perturbed in rows if batch else ():
-        if sharding := shardings.get((found.stack.layers, *row.aval.shape)):
-            yield _weight(row, cast.get(row, row), sharding, batch, is_perturbed)
+        for layers in found.stack.shapes:
+            if whole := shardings.get((*layers, *row.aval.shape)):
+                sharding = NamedSharding(whole.mesh, PartitionSpec(*whole.spec[len(layers) :]))
+                yield _weight(row, cast.get(row, row), sharding, batch, is_perturbed)
+                break
 
 
 def _weight(row: Buffer, read: Buffer, sharding: NamedSharding, batch: Mapping[str, int], perturbed: bool) -> Weight:

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
+from ..._engine.schedule import Schedule
 from .._predict.machine import Bus
 
 Unit = tuple[str, ...]  # the names of values that have one decision
@@ -37,6 +39,8 @@ class LayerCost(NamedTuple):
       movable: bytes per device of each unit that may go to the host.
       working: bytes per device while it runs.
       alone: where `accumulate` interleaves its passes.
+      beyond: on pipeline stages, by the number of layers of a chunk that offload: bytes per device of each unit that
+        the pieces of the last one's row take beyond a row.
     """
 
     forward: float
@@ -46,6 +50,7 @@ class LayerCost(NamedTuple):
     movable: Mapping[Unit, int]
     working: int
     alone: Alone | None = None
+    beyond: Mapping[Unit, Sequence[int]] = MappingProxyType({})
 
     @property
     def seconds(self) -> float:
@@ -59,11 +64,39 @@ class LayerCost(NamedTuple):
 
 class Stack(NamedTuple):
     """A scan over layers: how many, how often it runs in a step, and of how many microbatches `accumulate` interleaves
-    its passes where something is offloaded (1 without it)."""
+    its passes where something is offloaded (1 without it).
+
+    `schedule`: if it is on pipeline stages. Then the layers are those of a chunk, which run in each tick that has a
+    forward pass, and in as many that have a backward pass.
+    """
 
     layers: int
     runs: int = 1
     microbatches: int = 1
+    schedule: Schedule | None = None
+
+    @property
+    def chunks(self) -> int:
+        return self.schedule.chunks if self.schedule else 1
+
+    @property
+    def stages(self) -> int:
+        return self.schedule.stages if self.schedule else 1
+
+    @property
+    def sets(self) -> int:
+        """Of how many microbatches residuals are kept, whatever is moved."""
+        return self.schedule.slots if self.schedule else 1
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The leading axes that xs of all its layers may have: on stages those of their chunks, too."""
+        layers, virtual = self.layers * self.chunks, self.schedule.virtual_stages if self.schedule else 1
+        return [(layers,), *([(virtual, layers // virtual)] if self.schedule else [])]
+
+    def may_offload(self, resident: int) -> int:
+        """How many layers may, if `resident` ones never do; on stages all chunks are alike, and these may, too."""
+        return self.layers * self.chunks if self.schedule else self.layers - min(resident, self.layers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """What one layer costs that keeps certain names."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from ..._engine.cost import cost
-from ..._engine.device_bytes import straight
+from ..._engine.device_bytes import Straight, straight
 from ..._engine.fill_and_drain import untimed
 from ..._engine.joint import Joint, Passes, joint
-from ..._engine.layer import Layer, shares_of
+from ..._engine.last_rows import more_than_a_row
+from ..._engine.layer import Layer, avals_of, shares_of
 from ..._engine.lone_pass import cost_of
 from ..._engine.plan import Row
 from ..._engine.rates import Rates
@@ -83,22 +85,44 @@ class Oracle:
     def cost(self, found: Found, layer: Passes) -> LayerCost:
         """Return what a layer costs that runs this."""
         passes, axes = (layer.forward, layer.backward), axes_of(found.shard_maps)
-        forward_s, backward_s = (cost(of, self.rates, found.devices, axes).seconds for of in passes)
+        known, again = (cost(of, self.rates, found.devices, axes) for of in passes)
         forward, residuals, movable = straight(layer.forward), dict[frozenset[int], int](), dict[Unit, int]()
         on_host = [k for k in layer.kept if k.place == "host"]
         for kept, size in zip(on_host, shares_of(forward, layer.kept, "host"), strict=True):
             unit = self._unit(layer.plan.rows[min(kept.rows)])
             movable[unit] = movable.get(unit, 0) + size
             residuals[kept.rows] = residuals.get(kept.rows, 0) + size
+        written, read = self._copied(layer, forward, again.taken)
         return LayerCost(
-            forward=forward_s,
-            backward=backward_s,
+            forward=known.seconds + self.rates.moving(2 * written),
+            backward=again.seconds + self.rates.moving(2 * read),
             device=sum(shares_of(forward, layer.kept, "device")),
             once=sum(shares_of(forward, layer.kept, "once")),
             movable=movable,
             working=layer_room(layer, forward, self.like, self.one_kernel) + self.excess,
             alone=self._alone(layer, residuals, found.spare.devices) if found.spare else None,
+            beyond=self._beyond(layer, forward, found.stack.layers) if found.stack.schedule else {},
         )
+
+    def _copied(self, layer: Passes, forward: Straight, taken: Sequence[bool]) -> tuple[int, int]:
+        """Return the bytes that are copied into a stack, and those that are copied out of it because a kernel takes
+        them: XLA fuses a kernel with neither."""
+        written = read = 0
+        for place in ("device", "host"):
+            of = [is_taken for k, is_taken in zip(layer.kept, taken, strict=False) if k.place == place]
+            sizes = shares_of(forward, layer.kept, place)
+            written, read = written + sum(sizes), read + sum(itertools.compress(sizes, of))
+        return written, read
+
+    def _beyond(self, layer: Passes, forward: Straight, layers: int) -> dict[Unit, tuple[int, ...]]:
+        """Return, by how many layers of a chunk offload, what the pieces of the last one's row take beyond a row."""
+        sums: dict[Unit, tuple[int, ...]] = {}
+        rows = [layer.plan.rows[min(k.rows)] for k in layer.kept if k.place == "host"]
+        avals, sizes = avals_of(layer.forward, layer.kept, "host"), shares_of(forward, layer.kept, "host")
+        for unit, aval, size in zip(map(self._unit, rows), avals, sizes, strict=True):
+            each = (0, *(more_than_a_row(aval.shape, size, count) for count in range(1, layers + 1)))
+            sums[unit] = tuple(map(sum, zip(each, sums[unit], strict=True))) if unit in sums else each
+        return sums
 
     def _unit(self, row: Row) -> Unit:
         return self.names.of[row.names[0]] if row.names else UNTAGGED

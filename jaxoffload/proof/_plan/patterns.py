@@ -40,7 +40,7 @@ def policy_for(choice: Choice, step: Step, table: Table, fixed: Policy) -> Polic
     decisions = {unit: decision_on(unit, choice) for unit in sorted(named & choice.kept)}
     if not choice.moved:
         return policy_of(decisions, step.recomputable, fixed, offload_layers="all", other_layers="save")
-    most = max(stack.layers - min(step.resident, stack.layers) for stack in step.stacks)
+    most = max(stack.may_offload(step.resident) for stack in step.stacks)
     layers = "all" if choice.layers >= most else choice.layers
     return policy_of(decisions, step.recomputable, fixed, offload_layers=layers, other_layers=choice.others)
 

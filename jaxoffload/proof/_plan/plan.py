@@ -80,7 +80,8 @@ def plan(
     Nothing runs, and no GPU is needed. `plan` traces `f` under policies of its own; those that `f` gives its scans do
     not count. For each name it decides whether to save, offload or recompute it, and how many layers offload. What
     recomputing a name costs is what then runs again in the layer. Copies have the layers beside them to hide behind,
-    two passes of them with `accumulate`. docs/plan.md says what the prediction knows and what not.
+    two passes of them with `accumulate`, on pipeline stages too. docs/plan.md says what the prediction knows and what
+    not.
 
     Args:
       f: a loss, which is differentiated, or a training step. Its state is taken to be donated; a loss's arguments not.
@@ -103,8 +104,8 @@ def plan(
       NothingFits: it says how many bytes the smallest choice needs, and for what.
       CannotPlan: `budget` or `host_budget` is not a size, no machine is known, or `f` has no `scan` to plan.
       TypeError: `fixed` is not a Policy, or `machine` neither a Machine nor a path.
-      NotImplementedError: the layers are on pipeline stages, or a scan is inside another one's layer; or `compile`, and
-        the arguments are on no GPUs, neither here nor described ones.
+      NotImplementedError: a scan is inside another one's layer, or beside one on pipeline stages; or `compile`, and the
+        arguments are on no GPUs, neither here nor described ones.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -171,9 +172,11 @@ def _traced(
     policy = lambda decisions: policy_of(decisions, names.recomputable, fixed)
     layers = [divided(each, fixed) for each in found]
     oracle = Oracle(layers, names, policy, machine, like, one_kernel)
-    room, most = step_room(plain, like, one_kernel, stacks.kept_stacks(plain), written_over=not is_loss)
+    held = stacks.held_by_stages(found, like)
+    room, most = step_room(plain, like, one_kernel, stacks.kept_stacks(plain), written_over=not is_loss, held=held)
     of_least = max(cost.working for cost in oracle(names.least))
-    oracle = dataclasses.replace(oracle, excess=room.layer - of_least)
+    # The walk over a step finds nothing of a layer that runs on a stage.
+    oracle = dataclasses.replace(oracle, excess=room.layer - of_least if room.layer else 0)
     beside = stacks.interleaves(plain, like)
     of_layers = stacks.layers_seconds(plain, machine, devices)
     step = Step(

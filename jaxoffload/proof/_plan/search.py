@@ -110,7 +110,8 @@ def _hull(points: Iterable[Any]) -> Any:
 def _totals(costs: Costs, stacks: Stacks) -> Any:
     """Return the seconds and the bytes of all layers in a step."""
     both = list(zip(stacks, costs, strict=True))
-    return np.array([sum(s.runs * s.layers * c.seconds for s, c in both), sum(s.layers * c.kept for s, c in both)])
+    seconds = sum(s.runs * s.layers * c.seconds for s, c in both)
+    return np.array([seconds, sum(s.sets * s.layers * c.kept for s, c in both)])
 
 
 def _first(values: dict[Unit, float], now: Callable[[Unit], float], sign: int) -> Unit:

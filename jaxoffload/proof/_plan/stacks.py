@@ -11,13 +11,16 @@ from jax.extend.core.primitives import remat_p
 
 from ..._engine.copying_loops import Loops, backward_p, forward_p
 from ..._engine.cost import cost
+from ..._engine.device_bytes import straight
 from ..._engine.interleaved import OUR_LOOPS, Interleaved, in_turn_p, is_staged
-from ..._engine.layer import Body, Layer, linearize
+from ..._engine.layer import Body, Layer, avals_of, linearize
 from ..._engine.lone_pass import Spare
 from ..._engine.plan import Override
 from ..._engine.rates import Rates
-from ..._engine.walk import axes_of, walk, within
-from ..._jax import nbytes
+from ..._engine.schedule import Schedule
+from ..._engine.segments import Segment
+from ..._engine.walk import Site, axes_of, walk, within
+from ..._jax import SHARD_MAP, nbytes
 from ..._policy import Decision, Policy
 from .._predict.room import Divisions, Shape
 from .costs import Kept, Stack, Unit
@@ -30,7 +33,7 @@ class Found(NamedTuple):
 
     Attributes:
       devices: over how many its values are spread.
-      shard_maps: those around it.
+      shard_maps: those around it; on pipeline stages also that over these.
       spare: what `accumulate` may keep on the device where a pass runs alone; None where it interleaves nothing.
     """
 
@@ -46,12 +49,14 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
     """Return the scans that a traced step differentiates.
 
     Raises:
-      NotImplementedError: one is inside another one's layer or a `jax.checkpoint`, or on pipeline stages.
+      NotImplementedError: one is inside another one's layer or a `jax.checkpoint`, or beside one on pipeline stages.
     """
     found = []
     for site in walk(jaxpr):
-        if is_staged(site.eqn):
-            raise NotImplementedError("plan: pipeline stages are not planned; plan the loss of one stage's devices")
+        if any(is_staged(e) for e in site.enclosing) and _is_differentiated(site.eqn):
+            raise NotImplementedError(
+                "plan: a scan that belongs to no pipeline stage, beside one that does, is not planned; use chain there"
+            )
         if any(e.primitive in (in_turn_p, forward_p, backward_p) for e in site.enclosing):
             continue
         microbatches, spare, each = _loops_at(site.eqn)
@@ -63,18 +68,34 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
             layer = loops.segments[0].layer
             if any(inner.eqn.primitive in OUR_LOOPS for inner in walk(layer.forward)):
                 raise NotImplementedError("plan: a scan inside a layer of another scan is not planned; use checkpoint")
-            stack = Stack(loops.length, site.runs * microbatches, microbatches)
+            stack, around = Stack(loops.length, site.runs * microbatches, microbatches), site.shard_maps
+            if is_staged(site.eqn):
+                stack, around = _on_stages(stack, site), (*around, _over_stages(site.eqn))
             body = layer.body()
             assert body is not None  # the trial keeps it
-            devices_of = max(1, devices // site.devices)
+            devices_of = max(1, devices // (site.devices * stack.stages))
             whole = Body(body, layer.consts, layer.carry)
-            found.append(Found(stack, whole, layer.perturbed, devices_of, site.shard_maps, spare))
+            found.append(Found(stack, whole, layer.perturbed, devices_of, around, spare))
     return found
+
+
+def _on_stages(stack: Stack, site: Site) -> Stack:
+    """Return the stack of a chunk's layers."""
+    schedule: Schedule = site.eqn.params["schedule"]
+    return stack._replace(runs=site.runs * schedule.forward_stop, schedule=schedule)
+
+
+def _over_stages(eqn: JaxprEqn) -> JaxprEqn:
+    """Return the `shard_map` in which stages run their layers."""
+    maps = (e for e in eqn.params["call_jaxpr"].eqns if e.primitive.name == SHARD_MAP)
+    return next(e for e in maps if set(e.params["newly_manual_axes"]) == {eqn.params["axis"]})
 
 
 def _loops_at(eqn: JaxprEqn) -> tuple[int, Spare | None, Sequence[Loops]]:
     """Return of how many microbatches an equation would interleave the passes, what may then stay, and the loops that
     it runs forward and, elsewhere, backward."""
+    if is_staged(eqn):
+        return 1, None, eqn.params["loops"]
     if eqn.primitive is in_turn_p:
         what: Interleaved = eqn.params["what"]
         return what.microbatches, what.spare, what.loops
@@ -90,26 +111,55 @@ def layers_seconds(jaxpr: Jaxpr, rates: Rates, devices: int) -> float:
     """Return the seconds in which a traced step computes layers, forward and backward."""
     seconds = 0.0
     for site in walk(jaxpr):
-        if _is_differentiated(site.eqn):
-            for segment in site.eqn.params["loops"].segments:
-                passes = segment.jaxpr, within(site.shard_maps, lambda: segment.backward)
-                spread = max(1, devices // site.devices)
-                each = sum(cost(of, rates, spread, axes_of(site.shard_maps)).seconds for of in passes)
-                seconds += site.runs * segment.layers * each
+        runs, around, stages = site.runs, site.shard_maps, 1
+        if is_staged(site.eqn):
+            schedule: Schedule = site.eqn.params["schedule"]
+            runs, stages = runs * schedule.forward_stop, schedule.stages
+            around = (*around, _over_stages(site.eqn))
+        for segment in _differentiated(site.eqn):
+            passes = segment.jaxpr, within(around, lambda: segment.backward)
+            spread = max(1, devices // (site.devices * stages))
+            each = sum(cost(of, rates, spread, axes_of(around)).seconds for of in passes)
+            seconds += runs * segment.layers * each
     return seconds
 
 
+def _differentiated(eqn: JaxprEqn) -> list[Segment]:
+    """Return the segments of the scans that an equation runs forward, and itself or another one backward."""
+    each = eqn.params["loops"] if is_staged(eqn) else [eqn.params["loops"]] if _is_differentiated(eqn) else []
+    return [segment for loops in each for segment in loops.segments]
+
+
 def kept_stacks(jaxpr: Jaxpr) -> set[Shape]:
-    """Return the shapes and dtypes in which a traced step keeps what its layers keep."""
+    """Return the shapes and dtypes in which a traced step keeps what its layers keep; on stages, of one and of all."""
     found: set[Shape] = set()
     for site in walk(jaxpr):
-        if _is_differentiated(site.eqn):
-            for segment in site.eqn.params["loops"].segments:
-                stored = [k.place for k in segment.layer.kept if k.place != "operand"]
-                avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
-                on_device = [a for a, place in zip(avals, stored, strict=True) if place == "device"]
-                found |= {((segment.layers, *aval.shape), aval.dtype) for aval in on_device}
+        sizes = {1, site.eqn.params["schedule"].stages} if is_staged(site.eqn) else {1}
+        for segment in _differentiated(site.eqn):
+            avals = avals_of(segment.jaxpr, segment.layer.kept, "device")
+            found |= {((size * segment.layers, *aval.shape), aval.dtype) for aval in avals for size in sizes}
     return found
+
+
+def held_by_stages(found: list[Found], like: Divisions) -> dict[tuple[int, ...], int]:
+    """Return into how many parts pipeline stages divide the stream and the sums of gradients, by their shapes.
+
+    A stage's `shard_map` is over the stages alone, so within it no type says how the batch or the weights are divided.
+    """
+    held: dict[tuple[int, ...], int] = {}
+    for each in found:
+        if schedule := each.stack.schedule:
+            program, stages = straight(each.body.jaxpr), schedule.stages
+            _, carry, xs = each.body.split(program.inputs)
+            for buffer in carry:
+                shape, parts = buffer.aval.shape, program.parts(buffer)
+                held |= {shape: parts, (1, *shape): parts, (stages, *shape): stages * parts}
+            for row in (buffer.aval.shape for buffer in xs):
+                of_all = [(*layers, *row) for layers in each.stack.shapes]
+                of_stage = [(*more, layers // stages, *row) for *more, layers in each.stack.shapes]
+                if parts := max((like[shape].parts for shape in of_all if shape in like), default=0):
+                    held |= dict.fromkeys(of_stage, max(1, parts // stages)) | dict.fromkeys(of_all, parts)
+    return held
 
 
 class Interleaves(NamedTuple):

@@ -10,7 +10,8 @@ between them. So this is an estimate; only the compiler knows.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,9 @@ from jax.extend.core.primitives import cond_p, device_put_p, while_p
 
 from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.device_bytes import Buffer, Division, Op, Straight, division, straight
+from ..._engine.interleaved import interleaved_p
 from ..._engine.joint import Passes
+from ..._engine.schedule import TICK
 from ..._engine.walk import nested, operands_of
 from ..._jax import (
     FORWARD,
@@ -28,6 +31,7 @@ from ..._jax import (
     NOT_IN_PLACE,
     REDUCTIONS,
     SAME,
+    SHARD_MAP,
     UNFUSED,
     is_attention,
     nbytes,
@@ -36,6 +40,9 @@ from ..._jax import (
 )
 
 _WITH_LOOPS = (forward_p, backward_p)
+_OPENED = (*_WITH_LOOPS, interleaved_p)
+# Scopes of what keeps residuals of layers.
+_KEEPS = (FORWARD, TICK, interleaved_p.name)
 
 Shape = tuple[tuple[int, ...], Any]  # and the dtype
 
@@ -108,14 +115,16 @@ def step_room(
     one_kernel: Collection[str],
     stacks: Collection[Shape] = (),
     written_over: bool = False,
+    held: Mapping[tuple[int, ...], int] = MappingProxyType({}),
 ) -> tuple[Room, Most]:
     """Return what the loops of a step need, and the most bytes per device that it has at once besides its arguments.
 
     Args:
       stacks: shapes and dtypes that are not counted, such as those of what layers keep.
       written_over: whether a result takes the place of an argument of its shape and dtype (which is donated).
+      held: into how many parts pipeline stages divide what they hold, by its shape, if they are known.
     """
-    program = straight(jaxpr, _WITH_LOOPS)
+    program = straight(jaxpr, _OPENED)
     free = Counter((x.aval.shape, x.aval.dtype) for x in program.inputs if x.aval.shape) if written_over else Counter()
     nothing = set()
     for out in program.outputs:
@@ -124,7 +133,7 @@ def step_room(
             nothing.add(out)
     most = {}
     for phase in ("layers", "elsewhere"):
-        walk = _Walk(like, one_kernel, nothing, frozenset(stacks), phase)
+        walk = _Walk(like, one_kernel, nothing, frozenset(stacks), phase, held)
         most[phase] = walk.peak(program, ())
     return Room(walk.layer, walk.loop), Most(**most)
 
@@ -170,9 +179,10 @@ class _Walk:
         nothing: Collection[Buffer] = (),
         stacks: Collection[Shape] = (),
         phase: str | None = None,
+        held: Mapping[tuple[int, ...], int] = MappingProxyType({}),
     ):
         self.like, self.one_kernel, self.phase = like, one_kernel, phase
-        self.nothing, self.stacks = set(nothing), stacks
+        self.nothing, self.stacks, self.held = set(nothing), stacks, held
         self.layer = self.loop = self.layers_seen = 0
 
     def kind(self, op: Op) -> str:
@@ -199,7 +209,7 @@ class _Walk:
                 stored.update(op.results, operands if kind == "kernel" else ())
             if op.eqn.primitive is device_put_p:  # a constant is made where it goes
                 stored.difference_update(constant.intersection(operands))
-        stored.update(values(program.outputs))
+        stored.update(values(program.outputs), values(program.fenced))
 
         behind: dict[Buffer, set[Buffer]] = {}  # what a value that is not stored is computed from
 
@@ -225,6 +235,8 @@ class _Walk:
     def size(self, program: Straight, buffer: Buffer) -> int:
         if on_host(buffer.aval) or not hasattr(buffer.aval, "dtype") or buffer in self.nothing:
             return 0
+        if parts := self.held.get(buffer.aval.shape):
+            return -(-nbytes(buffer.aval) // parts)
         return program.share(buffer, self.like.get(buffer.aval.shape))
 
     def leave_out(self, buffers: Iterable[Buffer]) -> None:
@@ -234,7 +246,7 @@ class _Walk:
     def peak(self, program: Straight, state: Collection[Buffer]) -> int:
         """The most bytes at once of what a program computes and of its `state`, the inputs that it frees."""
         lives = self.lives(program)
-        self.leave_out(x for op in program.ops if FORWARD in op.scope for x in op.results)
+        self.leave_out(x for op in program.ops if _keeps(op) for x in op.results)
         alive = {a: self.size(program, a) for a in state}
         most = sum(alive.values())
         for number, op in enumerate(program.ops):
@@ -254,13 +266,16 @@ class _Walk:
     def of_op(self, op: Op, results: dict[Buffer, int], ends: dict[Buffer, int], same: dict[Buffer, Buffer]) -> int:
         """The bytes of an op besides all that lives before it. `ends`: what nothing reads after it."""
         name = op.eqn.primitive.name
+        if _is_tick(op):  # It writes over what it is given, and its layers are counted by themselves.
+            self.layers_seen += 1
+            return max(0, sum(results.values()) - sum(ends.values()))
         if name in LOOPS:
             first, carry = _carry_of(op)
             handed_over = {same.get(x, x) for x in op.operands[first : first + carry] if x}
             rows = sum(size for r, size in results.items() if r in op.results[carry:])
             return self.iteration(op, first, carry) + rows - sum(s for a, s in ends.items() if a in handed_over)
         branches = nested(op.eqn) if op.eqn.primitive is cond_p else ()
-        inside = max((self.peak(straight(b, _WITH_LOOPS), ()) for b in branches), default=0)
+        inside = max((self.peak(straight(b, _OPENED), ()) for b in branches), default=0)
         overwritten = [size for size in ends.values() if size in results.values() and name not in NOT_IN_PLACE]
         return inside + sum(results.values()) - max(overwritten, default=0)
 
@@ -268,10 +283,10 @@ class _Walk:
         """The most that an iteration of a loop has, with its carry. What it has without the stacks that it writes
         becomes `layer` or `loop`."""
         params = op.eqn.params
-        body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _WITH_LOOPS)
+        body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _OPENED)
         state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
         _divide_alike(state, body.outputs)
-        self.leave_out(state if FORWARD in op.scope else ())
+        self.leave_out(state if _keeps(op) else ())
         before, phase = self.layers_seen, self.phase
         self.phase = None if _runs_layers(op) else phase
         most = self.peak(body, state)
@@ -286,8 +301,17 @@ class _Walk:
 
 
 def _runs_layers(op: Op) -> bool:
-    """Whether an op is a part of a pass of a `scan`."""
-    return any(primitive.name in op.scope for primitive in _WITH_LOOPS)
+    """Whether an op is a part of a pass of a `scan`, or all that runs of it in a tick on pipeline stages."""
+    return any(primitive.name in op.scope for primitive in _WITH_LOOPS) or _is_tick(op)
+
+
+def _is_tick(op: Op) -> bool:
+    """Whether an op is the passes of a tick, with a branch for each stage."""
+    return op.eqn.primitive is cond_p and TICK in op.scope and SHARD_MAP in op.scope
+
+
+def _keeps(op: Op) -> bool:
+    return any(scope in op.scope for scope in _KEEPS)
 
 
 def _divide_alike(given: Collection[Buffer], left: Collection[Buffer | None]) -> None:

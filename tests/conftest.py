@@ -30,8 +30,6 @@ def pytest_configure(config):
     import jax
 
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    # Most tests compile a program once: to write it takes longer than it saves. test_train.py and processes do.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
 
 
 def compile_once(config):

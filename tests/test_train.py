@@ -49,12 +49,9 @@ train:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_fast():
-    """As in common.py, for the whole file, because its runs are compared with each other; and once, as in processes."""
-    longest = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    """As in common.py, for the whole file, because its runs are compared with each other."""
     with fast_compiles():
         yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", longest)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def compile_once(config):
     """Keep what is compiled until these tests end: most runs of the training program compile the same step."""
     folder = tempfile.mkdtemp(prefix="jaxoffload-tests-")  # for each pytest-xdist process: JAX does not lock it
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
 
 
 def pytest_collection_modifyitems(items):

@@ -1,5 +1,6 @@
 """XLA's options to compile an offloading step with."""
 
+import functools
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -26,8 +27,9 @@ _GPU_OPTIONS: dict[str, str | bool | int] = {
 # The copies of a loop get more than any iteration takes, so that they begin with the iteration. Others, such as a
 # chain's, get the time of 1 GiB: if they all began at once, what they bring would fill the device.
 _COPY_MS = {"dynamic-slice-start": 1000.0, "dynamic-update-slice-start": 1000.0, "copy-start": 20.0}
-# How many of each a program may have; XLA numbers them. A chain has one per residual and layer, both ways.
-_COPIES = {"dynamic-slice-start": 100, "dynamic-update-slice-start": 100, "copy-start": 500}
+# How many of each a program may have; XLA numbers them. A chain has one per residual and layer, both ways, and pipeline
+# stages one per residual and kind of tick.
+_COPIES = {"dynamic-slice-start": 1000, "dynamic-update-slice-start": 1000, "copy-start": 500}
 # Double buffering clones a loop, and the loop around it.
 _CLONES = ("", ".double_buffer_clone", *(f".double_buffer_clone.{i}" for i in range(1, 4)))
 # Of an odd number of iterations it takes the first out of the loop. Its copies get less time than a `copy-start`, which
@@ -70,7 +72,7 @@ def compiler_options(
         return {}
     times = {copy: copy_ms or ms for copy, ms in _COPY_MS.items()}
     checker = {"xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF"}  # the profile lacks all other instructions
-    return {**_GPU_OPTIONS, **checker, "fdo_profile": _profile(times)}
+    return {**_GPU_OPTIONS, **checker, "fdo_profile": _profile(tuple(times.values()))}
 
 
 def xla_flags(profile: str | os.PathLike[str], *, copy_ms: float | None = None) -> str:
@@ -122,8 +124,11 @@ def with_times(options: dict[str, str | bool | int | bytes], seconds: dict[str, 
     return {**options, "fdo_profile": _Profile(profile + _costs((name, 1e3 * s) for name, s in seconds.items()))}
 
 
-def _profile(copies: dict[str, float]) -> _Profile:
-    """A `ProfiledInstructionsProto` as text: ms per copy, under the names that XLA numbers and clones copies by."""
+@functools.cache
+def _profile(ms: tuple[float, ...]) -> _Profile:
+    """A `ProfiledInstructionsProto` as text: `ms` of each of `_COPY_MS`, under the names that XLA numbers and clones
+    copies by."""
+    copies = dict(zip(_COPY_MS, ms, strict=True))
 
     def names(copy: str, clones: tuple[str, ...]) -> list[str]:
         numbers = ["", *(f".{i}{more}" for i in range(1, _COPIES[copy]) for more in ("", ".0", ".1", ".2"))]

@@ -81,6 +81,7 @@ def test_slots_stay_in_place_and_copies_are_dma_that_begins_with_its_layer(gpu, 
     module = module_of(program)
     assert hlo.kernels_on_host_memory(module) == []
     assert list(hlo.out_of_range(module)) == []
+    assert all(f'"{line.name}"'.encode() in OPTIONS["fdo_profile"] for line in module if line.starts_host_copy)
     slots = Schedule(stages, virtual_stages, microbatches).slots
     # A row for each layer, padding that takes the place of the last one, and as much in pieces; for x and for fc1.
     assert program.memory_analysis().host_temp_size_in_bytes == slots * 2 * (LAYERS + 1) * ROW

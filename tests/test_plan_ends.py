@@ -164,6 +164,8 @@ def test_the_step_takes_as_long_as_fits_says(case, microbatches, machine):
     f, weights, rules = CASES[case]
     fixed = Policy(rules, resident_layers=0)
     args = weights, shape(microbatches, ROWS, D)
+    # `fits` does not know what is copied into stacks and out of them (test_joint.py does): here that takes no time.
+    machine = dataclasses.replace(machine, fused_gb_s=1e9)
     traced = _traced(f(Policy()), args, fixed, machine, (), 2**62)
     choice = max(traced.curve, key=lambda choice: choice.layers)
     assert choice.layers == LAYERS and choice.moved

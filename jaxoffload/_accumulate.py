@@ -344,7 +344,9 @@ def _on_stages(call: _Call, stages: _Stages | None) -> Any:
         return pipeline.run(*_staged(call, divided, chunks, operands), schedule, stages.axis)
 
     loops = (chunks.loops,)
-    what = interleaved.Interleaved(divided.loss, loops, loops, loops, call.microbatches, schedule, axis=stages.axis)
+    what = interleaved.Interleaved(
+        divided.loss, loops, loops, loops, call.microbatches, schedule, stage_axis=stages.axis
+    )
     return divided.unflatten(call, interleaved.bind(run, what, *divided.operands))
 
 

@@ -46,7 +46,7 @@ def made_to_plan():
 def loss_to_plan(w, x):
     def layer(x, w):
         x = tag(x, "layer_input")
-        return x + checkpoint_name(jnp.tanh(tag(x @ w["in"], "fc1")), "<act>") @ w["out"], None
+        return x + tag(jnp.tanh(checkpoint_name(x @ w["in"], "<fc1>")), "act") @ w["out"], None
 
     return jnp.mean(scan(layer, x, w, policy=Policy(), strict=False)[0] ** 2)
 
@@ -150,7 +150,7 @@ def test_of_a_plan_it_says_what_the_plan_says(planned, page_of_plan):
     rows = found.tables["Choices that no other one beats"][1:]
     assert [row[0] for row in rows] == [readable(p.bytes) for p in planned.curve] and len(rows) > 3
     assert [row[1] for row in rows if row[2] == "the plan"] == [f"{planned.step_ms:.1f}"]
-    assert f"<pre>{html_escape(planned.to_yaml())}</pre>" in page_of_plan and "&lt;act&gt;" in page_of_plan
+    assert f"<pre>{html_escape(planned.to_yaml())}</pre>" in page_of_plan and "&lt;fc1&gt;" in page_of_plan
     # The square stands on the line, left of the budget.
     svg = re.search(r"<svg.*?</svg>", page_of_plan)[0]
     line, budget = ([tuple(map(float, p.split(","))) for p in t.split()] for t in re.findall(r'points="([^"]+)"', svg))

@@ -118,7 +118,7 @@ class Interleaved(NamedTuple):
       microbatches: how many.
       schedule: of pipeline stages, if there are any; the loops are then those of the layers of one chunk.
       spare: where nothing is offloaded, what could stay on the device in the first and in the last if something were.
-      axis: of the mesh, over which the stages are.
+      stage_axis: of the mesh, over which the stages are.
     """
 
     loss: Loss
@@ -128,7 +128,7 @@ class Interleaved(NamedTuple):
     microbatches: int
     schedule: Schedule | None = None
     spare: Spare | None = None
-    axis: str | None = None
+    stage_axis: str | None = None
 
 
 # Whether `bind` traces nothing of what it runs, for those who read of it only what interleaves. Part of every trace

@@ -88,7 +88,7 @@ def _on_stages(stack: Stack, site: Site) -> Stack:
 def _over_stages(eqn: JaxprEqn) -> JaxprEqn:
     """Return the `shard_map` in which stages run their layers."""
     maps = (e for e in eqn.params["call_jaxpr"].eqns if e.primitive.name == SHARD_MAP)
-    return next(e for e in maps if set(e.params["newly_manual_axes"]) == {eqn.params["axis"]})
+    return next(e for e in maps if set(e.params["newly_manual_axes"]) == {eqn.params["stage_axis"]})
 
 
 def _loops_at(eqn: JaxprEqn) -> tuple[int, Spare | None, Sequence[Loops]]:

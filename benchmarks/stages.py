@@ -278,10 +278,9 @@ def timed(
 def freed(case: Case, options: argparse.Namespace, schedule: Schedule, found: dict[str, Any]) -> dict[str, Any]:
     """Return what offloading frees on each device, by XLA's plans, and what is predicted.
 
-    In each slot a chunk's residuals. In their place the device holds those of four layers (one that is written, one
-    that is fetched, and a chunk's last layer each way) and a piece of the last each way. XLA schedules the programs in
-    its own way, so what else they need is not the same: jaxlib 0.11.2 has up to a layer more under way where all are
-    saved, 0.12 has not.
+    In each slot a chunk's residuals, in whose place the device holds those in flight. XLA schedules the programs in its
+    own way, so what else they need is not the same: jaxlib 0.11.2 has up to a layer more under way where all are saved,
+    0.12 has not.
     """
     name = "all moved"
     variant = variants_of(case, options.case)["offload"][name]
@@ -289,7 +288,7 @@ def freed(case: Case, options: argparse.Namespace, schedule: Schedule, found: di
     table = jaxoffload.residuals(loss, *jax.eval_shape(start(case, options)))
     layer = sum(row.bytes_per_layer for row in table if row.state == "offloaded" and row.kind == "value")
     of_chunk = case.model(options).layers // schedule.chunks
-    layers = schedule.slots * of_chunk - (4 + 2 / of_chunk)
+    layers = schedule.slots * of_chunk - schedule.layers_in_flight(of_chunk)
     plan = lambda of, name: of["temp_gib"] if of.get("options") == name else of["other_options"][name]["temp_gib"]
     planned = plan(found["saved"], "all saved") - plan(found["offload"], name)
     return {"freed_gib": round(planned, 4), "predicted_gib": round(layers * layer / 2**30, 4)}

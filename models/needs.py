@@ -259,7 +259,7 @@ def working_set(config: Config, alone: Program, table: Residuals) -> Room:
     """Estimate what a layer needs, and a chunk of logits with its gradient and the unembedding's.
 
     Interleaved microbatches compute a layer of each in turn, while the residuals of another go to the host. On stages
-    those of a chunk's last layer are on their way too, out and back, with a piece of them each way.
+    those of a chunk's last layer are on their way too.
     """
     in_turn = interleaves(config, table)
     step = alone.step_of(alone.training, one_by_one if in_turn else derivative_of(config))
@@ -268,8 +268,8 @@ def working_set(config: Config, alone: Program, table: Residuals) -> Room:
         return room
     rows = [replace(row, bytes=row.bytes_per_layer) for row in table if row.state == "offloaded" and row.layers]
     layer = sum(row.bytes_per_device for row in rows)
-    last = 2 * (layer + layer // layers_of_a_chunk(config)) if config.mesh.stage > 1 else 0
-    return room._replace(layer=room.layer + layer + last)
+    last = Schedule.layers_in_flight(layers_of_a_chunk(config)) - 2 if config.mesh.stage > 1 else 0
+    return room._replace(layer=room.layer + layer + int(last * layer))
 
 
 def memory(config: Config, made: Program, table: Residuals, lone_pass: int, working: Room) -> Memory:

@@ -49,13 +49,6 @@ def travels(segment: Segment) -> bool:
     return bool(segment.copies) and segment.on_host == segment.layers
 
 
-def layers_in_flight(travel: Any, layers: Any) -> Any:
-    """Of how many layers the device holds what goes to the host, besides what the layer that runs works with: one is
-    written and one fetched, and if the rows of last layers travel (bool) beside so many layers, one of these and a
-    piece each way. XLA's plans then have up to a layer or two more; one is counted."""
-    return 2 + travel * (2 + 2 / layers + 1)
-
-
 @dataclass(frozen=True, eq=False)
 class Chunks:
     """The layers of a scan, dealt.

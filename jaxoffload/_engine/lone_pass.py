@@ -14,7 +14,7 @@ from .cost import Cost, cost
 from .rates import Rates
 
 # Measured: benchmarks/results/fits.json.
-_RATES = Rates(gemm_tflops=670.0, attention_tflops=(580.0, 530.0), hbm_gb_s=3900.0)
+RATES = Rates(gemm_tflops=670.0, attention_tflops=(580.0, 530.0), hbm_gb_s=3900.0)
 _BUS_GB_S = 53.0  # one way
 
 Direction = Literal["forward", "backward"]
@@ -56,7 +56,7 @@ class Decided(NamedTuple):
 
 def cost_of(jaxpr: Jaxpr, devices: int) -> Cost:
     """The cost of a pass, by which is decided."""
-    return cost(jaxpr, _RATES, devices)
+    return cost(jaxpr, RATES, devices)
 
 
 def bytes_in(seconds: Any) -> Any:

@@ -127,6 +127,15 @@ class Schedule:
         """How many runs a ring must hold in which every stage keeps a tick's run at the tick's number modulo this."""
         return self.lag(0) + 1
 
+    @staticmethod
+    def layers_in_flight(layers: Any) -> Any:
+        """Of how many layers a device holds what goes to the host, whatever stages and microbatches are.
+
+        One is written and one fetched; a chunk's last layer travels each way, with a piece of it. `layers`: those of a
+        chunk, all of which offload.
+        """
+        return 4 + 2 / layers
+
     @property
     def bubble(self) -> float:
         """What part of a step a stage idles. It is (p - 1) / (vM + p - 1) if p divides M or v is 1.

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..._engine.chunk import layers_in_flight
+from ..._engine.schedule import Schedule
 from .._predict.machine import Bus
 from .costs import Costs, Kept, LayerCost, Stack, Step, Table, Unit
 from .ends import Counts, EachAgain, End, Moves, again_of, ends
@@ -90,7 +90,7 @@ def outcome(
         seconds += stack.runs * ((stack.layers - n.rest) * cost.seconds + n.rest * other.seconds) + n.copying * exposed
         kept = (stack.layers - n.rest) * cost.kept - n.layers * of.sum + n.rest * other.kept + cost.once
         residuals += sets * kept
-        held = layers_in_flight(pieces.travel, np.maximum(1, n.layers)) if stack.schedule else sets
+        held = _in_flight(pieces, n) if stack.schedule else sets
         in_flight = cost.working + np.int64(held * of.sum * n.offload)
         working = np.maximum(working, np.maximum(in_flight, (n.rest > 0) * other.working))
         host += sets * ((n.layers + n.offload) * of.sum + pieces.beyond)  # and a padding row
@@ -158,6 +158,12 @@ def _pieces(stack: Stack, cost: LayerCost, of: Moves, n: Counts) -> _Pieces:
     beyond = of.moved @ each
     beyond = np.take_along_axis(beyond, np.broadcast_to(n.layers, travel.shape), 1) * travel
     return _Pieces(travel, (of.sum + beyond) * travel, beyond)
+
+
+def _in_flight(pieces: _Pieces, n: Counts) -> Any:
+    """Of how many layers the device holds what goes to the host. Where last rows travel, XLA's plans have up to a layer
+    or two more than are in flight; one is counted."""
+    return np.where(pieces.travel, Schedule.layers_in_flight(np.maximum(1, n.layers)) + 1, 2)
 
 
 def _in_ticks(step: Step, stack: Stack, cost: LayerCost, size: Any) -> Any:

@@ -15,14 +15,14 @@ from typing import Any
 
 from ..._compiler_options import compiler_options, with_times
 from ..._engine.cost import attention_flops, grouped_sides
-from ..._engine.rates import Link, Rates
+from ..._engine.lone_pass import RATES
+from ..._engine.rates import Link
 from ..._text import short
 from .hlo import COLLECTIVES, Instruction, Module, dtype_and_sizes, nbytes, parse, results_of
 from .kernels import ATTENTION_KERNELS, KINDS, flops_of_instruction
 
 # An H200's, whatever runs: all processes must compile the same program, and what counts is one time against another.
 _LINK = Link(2, (2**16, 2**22, 2**28), (3.0, 80.0, 130.0), (3.0, 80.0, 130.0), (3.0, 80.0, 155.0))
-_RATES = Rates(gemm_tflops=670.0, attention_tflops=(580.0, 530.0), hbm_gb_s=3900.0, link=_LINK)
 _LEAST = 1e-6  # seconds: XLA takes what is known to take 0 for unknown
 _ON_LINK = {
     "all-gather": ("all_gather",),
@@ -98,7 +98,7 @@ def seconds_of(line: Instruction, module: Module) -> float | None:
             return sum(_LINK.seconds(way, size, _LINK.gpus) for way in _ON_LINK.get(what, ("all_to_all",)))
     if line.opcode.endswith("-start"):
         return None
-    moving = _moved(line, module) / _RATES.hbm_gb_s / 1e9
+    moving = _moved(line, module) / RATES.hbm_gb_s / 1e9
     return max([moving, *(_computing(each, module) for each in (line, *module.called(line)))])
 
 
@@ -106,7 +106,7 @@ def _computing(line: Instruction, module: Module) -> float:
     """Seconds of a kernel's FLOPs; 0 where they are not known."""
     shapes = [tuple(dtype_and_sizes(operand.shape)[1]) for operand in module.operands(line)]
     if line.opcode in ("dot", "custom-call") and (flops := flops_of_instruction(line, module)) > 0:
-        return flops / _RATES.gemm_tflops / 1e12
+        return flops / RATES.gemm_tflops / 1e12
     if line.opcode != "custom-call" or not shapes:
         return 0.0
     if re.fullmatch(KINDS[ATTENTION_KERNELS][1], line.target) and len(shapes[0]) == len(shapes[1]) == 4:
@@ -114,9 +114,9 @@ def _computing(line: Instruction, module: Module) -> float:
         batch, *middle, width = shapes[0]
         length, heads = max(middle), min(middle)  # in either order
         flops = attention_flops((batch, length, heads, width), (batch, length), True) * (2.5 if is_backward else 1.0)
-        return flops / _RATES.attention_tflops[is_backward] / 1e12
+        return flops / RATES.attention_tflops[is_backward] / 1e12
     sides = grouped_sides([*shapes, tuple(dtype_and_sizes(line.shape)[1])])
-    return 2.0 * sides[0] * sides[1] * sides[2] / _RATES.gemm_tflops / 1e12 if sides else 0.0
+    return 2.0 * sides[0] * sides[1] * sides[2] / RATES.gemm_tflops / 1e12 if sides else 0.0
 
 
 def _moved(line: Instruction, module: Module) -> int:

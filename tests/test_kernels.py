@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from jaxoffload._engine.repeated import repeated
 from jaxoffload.proof._program.hlo import parse
 from jaxoffload.proof._program.kernels import Kernels, ran, traced
 
@@ -24,6 +25,15 @@ def test_matmuls_run_in_each_iteration_and_count_in_all_branches():
     either = lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: (x @ w) @ w)
     assert of(either, X, W) == ({"matmuls": 3}, 3 * ONE)
     assert of(lambda x, w: x + 1, X, W) == ({}, 0)
+
+
+def test_a_loop_of_which_xla_does_not_know_how_often_it_runs_says_so_itself():
+    thrice = lambda x, w: repeated(3, lambda i, x: x @ (i * w), x)
+    assert of(thrice, X, W) == ({"matmuls": 3}, 3 * ONE)
+    program = jax.jit(thrice).lower(X, W).compile().as_text()
+    assert "known_trip_count" not in program
+    assert ran(parse(program)) == ({"matmuls": 3}, 3 * ONE)
+    assert thrice(jnp.ones((4, 8)), jnp.eye(8)).tolist() == jnp.zeros((4, 8)).tolist()
 
 
 def test_what_only_runs_tell_is_not_known():

@@ -110,11 +110,19 @@ def test_the_device_holds_four_layers_and_two_pieces_in_place_of_the_slots(gpu):
     assert freed == pytest.approx(slots * layers - (4 + 2 / layers), abs=0.25)
 
 
-def test_no_sum_of_gradients_is_copied(gpu):
+@pytest.mark.parametrize("microbatches", [3, 10])
+def test_no_sum_of_gradients_is_copied(gpu, microbatches):
     """XLA would merge zeros of one shape, and copy a whole sum where a branch first adds to it."""
-    module = compiled(2, 3, weights=("a", "b"))
+    module = compiled(2, microbatches, weights=("a", "b"))
     sums = re.compile(rf"= bf16\[(1,)?{LAYERS},{DIM},{DIM}\]\S* copy\(")
     assert not sums.findall(module.as_text())
+
+
+def test_the_program_is_as_large_whatever_microbatches_are(gpu):
+    """A loop over ticks has those of one round of slots. XLA does not double-buffer it: it would copy what the branches
+    of the second half return."""
+    ticks = lambda count: sum(line.opcode == "conditional" for line in module_of(compiled(2, count)))
+    assert ticks(9) == ticks(17) == Schedule(2, 1, 9).ticks - Schedule(2, 1, 9).slots
 
 
 def test_stages_send_to_their_neighbours_and_data_is_divided_within_them(gpu):

@@ -28,6 +28,7 @@ from .._jax import Zero
 from .chunk import Operands, Slot
 from .copying_loops import Loops, empty_ys, filled
 from .passes import Values
+from .repeated import repeated
 from .schedule import TICK, Schedule, Tick
 from .stage import Given, Held, exists, run_tick
 from .staged_loss import StagedLoss
@@ -66,8 +67,7 @@ def run(
     shapes = _shapes(pipeline)
     step = jax.named_scope(TICK)(functools.partial(_step, pipeline, shapes.loops))
     first, stop, period = schedule.chunks, schedule.forward_stop, schedule.slots
-    # XLA's double buffering would take an iteration out of an odd loop, and copy slots in it.
-    blocks = (stop - first) // period // 2 * 2
+    blocks = (stop - first) // period
 
     def block(number: Any, state: _State) -> _State:
         later = number * 2 * schedule.stages
@@ -79,7 +79,7 @@ def run(
     for number in range(first):
         state = step(Tick(schedule, number, backward=False), state)
     if blocks:
-        state = lax.fori_loop(0, blocks, block, state)
+        state = repeated(blocks, block, state)
     for number in range(first + blocks * period, stop):
         state = step(Tick(schedule, number), state)
     for number in range(stop, schedule.ticks):

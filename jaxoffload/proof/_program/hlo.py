@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from ..._engine.repeated import iterations_of
+
 _COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(")  # instructions are indented
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _CALLS = re.compile(
@@ -96,11 +98,12 @@ class Module:
 
     @functools.cached_property
     def trip_counts(self) -> dict[str, int]:
-        """Body or condition of a loop -> its iterations, where XLA knows them."""
+        """Body or condition of a loop -> its iterations, where XLA knows them or its name says them."""
         counts: dict[str, int] = {}
-        for line in self:
-            if line.opcode == "while" and (count := _first(r'"known_trip_count":\{"n":"(\d+)"', line.text)):
-                counts |= dict.fromkeys(line.calls, int(count))
+        for line in (line for line in self if line.opcode == "while"):
+            known = _first(r'"known_trip_count":\{"n":"(\d+)"', line.text)
+            if count := int(known) if known else iterations_of(line.op_name):
+                counts |= dict.fromkeys(line.calls, count)
         return counts
 
     @functools.cached_property

@@ -1,0 +1,41 @@
+"""A loop that XLA does not double-buffer: it cannot see how often the loop runs. Those who read programs can.
+
+A loop over ticks has the branches of the stages in it. Where XLA:GPU makes one iteration out of two, it copies all that
+the branches of the second return, among it the sums of the gradients (docs/upstream.md#branches).
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from .._jax import Call, convert_constvars_jaxpr, define
+from .copying_loops import hidden_zero
+
+_SCOPE = "jaxoffload.repeated"
+_IN_PROGRAM = re.compile(rf"{_SCOPE}\((\d+)\)/while\b")
+
+
+def repeated[T](times: int, body: Callable[[Any, T], T], state: T) -> T:
+    """`lax.fori_loop(0, times, body, state)`; as an equation whose parameter `length` says how often it runs."""
+    leaves, tree = jax.tree.flatten(state)
+
+    def run(*leaves: Any) -> Any:
+        with jax.named_scope(f"{_SCOPE}({times})"):
+            return lax.fori_loop(0, times + hidden_zero(), body, jax.tree.unflatten(tree, leaves))
+
+    jaxpr = jax.make_jaxpr(run)(*leaves)
+    operands = [*jaxpr.consts, *leaves]
+    outs = repeated_p.bind(*operands, call_jaxpr=convert_constvars_jaxpr(jaxpr), length=times)
+    return jax.tree.unflatten(tree, outs)
+
+
+def iterations_of(op_name: str) -> int | None:
+    """How often the loop runs that a compiled program calls so; None if it is not one of ours."""
+    found = _IN_PROGRAM.search(op_name)
+    return int(found[1]) if found else None
+
+
+repeated_p = define(Call("jaxoffload_repeated"))

@@ -78,8 +78,10 @@ def run(
     state = _begin(pipeline, shapes)
     for number in range(first):
         state = step(Tick(schedule, number, backward=False), state)
-    if blocks:
+    if blocks > 1:
         state = repeated(blocks, block, state)
+    elif blocks:
+        state = block(0, state)
     for number in range(first + blocks * period, stop):
         state = step(Tick(schedule, number), state)
     for number in range(stop, schedule.ticks):

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .._jax import Call, convert_constvars_jaxpr, define
+from .._jax import Call, convert_constvars_jaxpr, dce_jaxpr, define, evaluate
 from .copying_loops import hidden_zero
 
 _SCOPE = "jaxoffload.repeated"
@@ -21,10 +21,13 @@ _IN_PROGRAM = re.compile(rf"{_SCOPE}\((\d+)\)/while\b")
 def repeated[T](times: int, body: Callable[[Any, T], T], state: T) -> T:
     """`lax.fori_loop(0, times, body, state)`; as an equation whose parameter `length` says how often it runs."""
     leaves, tree = jax.tree.flatten(state)
+    of_leaves = lambda i, *leaves: jax.tree.leaves(body(i, jax.tree.unflatten(tree, leaves)))
+    # JAX finds dead code in the body of a scan, but not in that of a loop whose length it does not know.
+    once, _ = dce_jaxpr(jax.make_jaxpr(of_leaves)(0, *leaves), [True] * len(leaves), True)
 
+    @jax.named_scope(f"{_SCOPE}({times})")
     def run(*leaves: Any) -> Any:
-        with jax.named_scope(f"{_SCOPE}({times})"):
-            return lax.fori_loop(0, times + hidden_zero(), body, jax.tree.unflatten(tree, leaves))
+        return lax.fori_loop(0, times + hidden_zero(), lambda i, leaves: evaluate(once, [i, *leaves]), [*leaves])
 
     jaxpr = jax.make_jaxpr(run)(*leaves)
     operands = [*jaxpr.consts, *leaves]

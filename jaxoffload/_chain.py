@@ -329,7 +329,8 @@ def _moved(layer: Layer, residuals: Sequence[Any], to: Any, after: Sequence[Any]
     scopes, moved = iter(layer.copies), []
     for k, x in zip(layer.kept, residuals, strict=True):
         if k.place == "host":
-            with next(scopes):
+            scope = next(scopes)
+            with scope.to_host() if to is HOST else scope.to_device():
                 x = jax.device_put(_after(after, [x])[0], to)
         moved.append(x)
     return moved

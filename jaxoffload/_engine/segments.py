@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr
 
+from .copy_scope import CopyScope
 from .layer import Kept, Layer
 from .source import Source
 
@@ -56,7 +57,7 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
     @property
-    def copies(self) -> list[Any]:
+    def copies(self) -> list[CopyScope]:
         """A scope per stack on the host."""
         return self.layer.copies if self.on_host else []
 

@@ -329,8 +329,7 @@ def _moved(layer: Layer, residuals: Sequence[Any], to: Any, after: Sequence[Any]
     scopes, moved = iter(layer.copies), []
     for k, x in zip(layer.kept, residuals, strict=True):
         if k.place == "host":
-            scope = next(scopes)
-            with scope.to_host() if to is HOST else scope.to_device():
+            with next(scopes):
                 x = jax.device_put(_after(after, [x])[0], to)
         moved.append(x)
     return moved

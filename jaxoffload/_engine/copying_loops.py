@@ -166,7 +166,7 @@ def forward_layer(
         carry, ys, saved = fence(state.carry), state.ys, state.saved
         host = []
         for stack, x, copy in zip(saved.host, saved.last, segment.copies, strict=True):
-            with copy.to_host():
+            with copy:
                 host.append(stack if _is_padding(i) else put_row(stack, jax.device_put(x, HOST), i))
         i_device = i + zero
         i_xs = loops.row(segment.start + i_device)
@@ -251,7 +251,7 @@ def backward_layer(
         (consts, carry, xs), fetched = state
         fetched_next = []
         for stack, x, copy in zip(saved.host, fetched, segment.copies, strict=True):
-            with copy.to_device():
+            with copy:
                 row = i_last - iteration
                 fetched_next.append(x if _is_padding(row) else jax.device_put(take_row(stack, row), DEVICE))
         i_device = i_last - (iteration + zero)

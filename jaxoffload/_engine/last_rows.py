@@ -94,7 +94,7 @@ def writing(
     def layer(i: Any, state: Writing, inlined: bool) -> Writing:
         stacks = []
         for stack, row, c, copy in zip(state.pieces, rows, cuts, segment.copies, strict=True):
-            with copy.to_host(in_pieces=True):
+            with copy:
                 stacks.append(put_row(stack, jax.device_put(_piece(row, c, (i + zero) % c.pieces), HOST), i))
         return Writing(*run(i, ForwardState(state.carry, state.ys, state.saved), inlined), stacks)
 
@@ -137,7 +137,7 @@ def fetching(
     def layer(i: Any, state: Fetching, inlined: bool) -> Fetching:
         ahead = []
         for row, stack, c, copy in zip(state.ahead, stacks, cuts, segment.copies, strict=True):
-            with copy.to_device(in_pieces=True):
+            with copy:
                 piece = jax.device_put(take_row(stack, i), DEVICE)
             ahead.append(lax.dynamic_update_index_in_dim(row, piece, (i + zero) % c.pieces, c.axis + 1))
         return Fetching(*run(i, BackwardState(state.cotangents, state.fetched), inlined), ahead)

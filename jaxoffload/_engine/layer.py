@@ -18,7 +18,6 @@ from .._jax import UndefinedPrimal, backward_pass, instantiate_zeros, partial_ev
 from .._names import PlanName
 from .._policy import VERDICT, Policy
 from .branch_slots import is_residual, separate_slots
-from .copy_scope import CopyScope
 from .derivative import cached, derivative, plan_of_jvp
 from .device_bytes import Straight, straight
 from .plan import Override, Plan
@@ -109,9 +108,9 @@ class Layer:
         return [", ".join(names[str(name)] for name in k.source.names) for k in self.kept if k.place == "host"]
 
     @property
-    def copies(self) -> list[CopyScope]:
-        """A scope per residual for the host."""
-        return list(map(CopyScope, self.for_host))
+    def copies(self) -> list[Any]:
+        """A scope per residual for the host, to trace its copies in, once: a profile then shows whose they are."""
+        return [jax.named_scope(f"jaxoffload({names})") for names in self.for_host]
 
     def backward(self, wanted: tuple[bool, ...]) -> Jaxpr:
         """All residuals, cotangents of the perturbed results that are `wanted` -> those of the perturbed operands."""

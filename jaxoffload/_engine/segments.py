@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr
 
-from .copy_scope import CopyScope
 from .layer import Kept, Layer
 from .source import Source
 
@@ -57,7 +56,7 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
     @property
-    def copies(self) -> list[CopyScope]:
+    def copies(self) -> list[Any]:
         """A scope per stack on the host."""
         return self.layer.copies if self.on_host else []
 

@@ -65,13 +65,14 @@ def nbytes(aval: Any) -> int:
 
 SHARD_MAP, BARRIER, _RETYPED = "shard_map", "optimization_barrier", "jaxoffload_retyped"
 FORWARD, IN_TURN = "jaxoffload_forward", "jaxoffload_in_turn"  # the forward loops of `scan`; `accumulate` in a plan
+REPEATED = "jaxoffload_repeated"  # a loop over ticks
 MATMULS = {"dot_general", "ragged_dot_general"}
 # The result is the operand.
 IDENTITIES = {"name", "sharding_constraint"}
 # The nested jaxpr's results are the equation's own results.
 CALLS = {"jit", "remat2", "eval_jaxpr", "jaxoffload_checkpoint"}
 # Calls that XLA does not know as such: the nested jaxpr is a part of the program around it.
-OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", SHARD_MAP, IN_TURN}
+OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", SHARD_MAP, IN_TURN, REPEATED}
 # The nested jaxpr sees a part of each operand.
 SLICING = {SHARD_MAP, "scan"}
 # One kernel computes all results: recomputing one of them recomputes all. JAX's own kernels, and calls of others'.

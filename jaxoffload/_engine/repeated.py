@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .._jax import Call, convert_constvars_jaxpr, dce_jaxpr, define, evaluate
+from .._jax import REPEATED, Call, convert_constvars_jaxpr, dce_jaxpr, define, evaluate
 from .copying_loops import hidden_zero
 
 _SCOPE = "jaxoffload.repeated"
@@ -41,4 +41,4 @@ def iterations_of(op_name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-repeated_p = define(Call("jaxoffload_repeated"))
+repeated_p = define(Call(REPEATED))

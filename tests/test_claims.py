@@ -15,7 +15,20 @@ import sys
 import pytest
 from pages import CODE, COMMENT, PAGES, README, RESULTS, ROOT, TEXT, result, sections_naming, verified
 
-from benchmarks import accumulate, choices, dense, fits, frameworks, grouped, losses, moe, peers, remeasure, sweep
+from benchmarks import (
+    accumulate,
+    choices,
+    dense,
+    fits,
+    frameworks,
+    grouped,
+    losses,
+    moe,
+    peers,
+    remeasure,
+    stages,
+    sweep,
+)
 from benchmarks.ratios import NEEDED
 from jaxoffload.grouped import te
 
@@ -149,7 +162,12 @@ def test_each_row_that_names_its_line_is_that_of_the_file_named_before_it():
 
 
 ACCUMULATED = [accumulate.table(result(name)) for name in sorted(JSON) if name.startswith("accumulate")]
-TABLES = dense.table(result("dense")), frameworks.table(result("frameworks")), *ACCUMULATED
+TABLES = [
+    dense.table(result("dense")),
+    frameworks.table(result("frameworks")),
+    *ACCUMULATED,
+    stages.table(result("stages")),
+]
 
 
 @pytest.mark.claim("the-table")
@@ -238,6 +256,20 @@ def test_interleaved_layers_cost_the_same_in_deeper_stacks():
     few, many = modes("accumulate", "4")["interleaved"]["ms"] / 16, modes("accumulate-48", "4")
     assert many["interleaved"]["ms"] / 48 == pytest.approx(few, rel=0.02)
     assert list(many["remat"]) == ["do_not_fit"]
+
+
+@pytest.mark.claim("stages-measured")
+def test_stages_that_move_inputs_and_gates_are_faster_than_all_but_saving():
+    found = result("stages")["virtual_stages"]["1"]["microbatches"]["8"]
+    modes, ratios = found["modes"], found["ratios"]
+    assert modes["offload"]["options"] == "layer_input and gate moved, the rest saved"
+    assert ratios["offload/saved"] < 1.025 and ratios["offload/saved by temp_gib"] < 0.74
+    assert (
+        ratios["offload/recomputed"] < 0.86 and ratios["offload/all_forward"] < 0.83 and ratios["offload/fsdp"] < 0.93
+    )
+    assert 0.997 < ratios["freed/predicted"] < 1.003
+    moved, recomputed = modes["offload"]["other_options"]["all moved"], modes["recomputed"]
+    assert moved["temp_gib"] < recomputed["temp_gib"] and moved["ms"] > recomputed["ms"]
 
 
 @pytest.mark.claim("accumulated-small-experts", "te-interleaved")
@@ -388,14 +420,18 @@ def test_every_file_can_be_remeasured(capsys):
 PARSERS = {"dense": lambda: peers.parse(dense.CASE), "moe": lambda: peers.parse(moe.CASE)}
 PARSERS |= {
     module.__name__.split(".")[-1]: module.parse
-    for module in (accumulate, sweep, fits, frameworks, grouped, choices, losses)
+    for module in (accumulate, sweep, fits, frameworks, grouped, choices, losses, stages)
 }
 
 
 @pytest.mark.parametrize("name", JSON)
 def test_each_file_says_what_measured_it_as_the_program_takes_it(name, monkeypatch):
     measured = result(name)
-    assert "H200" in measured["device"] and "jaxlib" in measured["versions"] and measured["commit"]
+    assert (
+        re.match(r"(\d )?NVIDIA H[12]00", measured["device"])
+        and "jaxlib" in measured["versions"]
+        and measured["commit"]
+    )
     _, _, module, *arguments = shlex.split(remeasure.recorded(remeasure.FILES[name])[0])
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     assert PARSERS[module.removeprefix("benchmarks.")]().out.name == f"{name}.json"

@@ -135,16 +135,22 @@ class Lowered(NamedTuple):
     initial: Callable[[], Any]
 
 
-def lowered(case: Case, options: argparse.Namespace, mode: str, variant: Variant, schedule: Schedule) -> Lowered:
-    """Trace a step of a mode."""
+class Untraced(NamedTuple):
+    """A step, its abstract arguments with their shardings, and the function that computes them."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, Any]
+    initial: Callable[[], Any]
+
+
+def step_of(case: Case, options: argparse.Namespace, mode: str, variant: Variant, schedule: Schedule) -> Untraced:
+    """Return a step of a mode."""
     fsdp, virtual = mode == "fsdp", schedule.virtual_stages if mode in OURS else 1
     sizes = config.Mesh(fsdp=STAGES) if fsdp else config.Mesh(stage=STAGES)
     mesh = make_mesh(sizes, jax.devices()[:STAGES])
     weights, x = jax.eval_shape(start(case, options))
     in_order = {"layers": weights}
     stored = dealt(in_order, virtual)
-    of_batch = NamedSharding(mesh, PartitionSpec(None, *RULES.spec("batch")))
-    where = param_shardings(stored, mesh), of_batch
 
     def loss(params: Any, x: Any) -> Any:
         y, _ = scan_of(case, variant)(layer_of(case, options), x, regrouped(params, in_order)["layers"])
@@ -164,9 +170,19 @@ def lowered(case: Case, options: argparse.Namespace, mode: str, variant: Variant
         batch = jnp.stack([jnp.roll(x, n) for n in range(schedule.microbatches)])
         return regrouped({"layers": weights}, stored), batch
 
+    of_batch = NamedSharding(mesh, PartitionSpec(None, *RULES.spec("batch")))
+    batch = jax.ShapeDtypeStruct((schedule.microbatches, *x.shape), x.dtype, sharding=of_batch)
+    place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    args = jax.tree.map(place, stored, param_shardings(stored, mesh)), batch
+    return Untraced(on_mesh(mesh, step), args, initial)
+
+
+def lowered(case: Case, options: argparse.Namespace, mode: str, variant: Variant, schedule: Schedule) -> Lowered:
+    """Trace a step of a mode."""
+    step, args, initial = step_of(case, options, mode, variant, schedule)
+    where = jax.tree.map(lambda x: x.sharding, args)
     how = {"in_shardings": where, "out_shardings": where, "donate_argnums": 0, "compiler_options": variant.options}
-    batch = jax.ShapeDtypeStruct((schedule.microbatches, *x.shape), x.dtype)
-    return Lowered(jax.jit(on_mesh(mesh, step), **how).lower(stored, batch), jax.jit(initial, out_shardings=where))
+    return Lowered(jax.jit(step, **how).lower(*args), jax.jit(initial, out_shardings=where))
 
 
 def compiled(traced: Lowered) -> Step | str:

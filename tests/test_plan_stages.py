@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import shlex
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,11 @@ from common import ROOT, auto_mesh
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from pages import result
 from test_plan import ACT, BOTH, FC1, LEAST, MOST, NONE, outcome_of, step_of
 
+from benchmarks import stages
+from benchmarks.accumulate import CASES
 from jaxoffload import Policy, Schedule, accumulate, plan, scan, tag
 from jaxoffload._engine.cost import cost
 from jaxoffload._engine.host_pool_need import need_of
@@ -246,6 +251,32 @@ def test_a_scan_beside_the_stages_is_not_planned():
     of = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="belongs to no pipeline stage"):
         plan(step, {"in": of(4, D, H), "out": of(4, H, D)}, of(2, ROWS, D), budget=EVERYTHING, machine=H200)
+
+
+# ---- what was measured ----
+
+
+@pytest.mark.slow
+def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(monkeypatch):
+    """Of results/stages.json, with what `machine` measured on such GPUs the same day."""
+    measured = result("stages")
+    _, _, *command = shlex.split(measured["command"])
+    monkeypatch.setattr(sys, "argv", command)
+    options, (count, found) = stages.parse(), *measured["virtual_stages"]["1"]["microbatches"].items()
+    variants = stages.variants_of(CASES["dense"], "dense")
+    machine, compared = ROOT / "machines/two-h100.json", 0
+    for mode in stages.OURS:
+        of_mode = found["modes"][mode]
+        for name, facts in {of_mode["options"]: of_mode, **of_mode["other_options"]}.items():
+            variant = variants[mode][name]
+            step, args, _ = stages.step_of(CASES["dense"], options, mode, variant, Schedule(2, 1, int(count)))
+            fixed = Policy(variant.residuals or {"*": "recompute"})
+            least = plan(step, *args, budget="1TiB", machine=machine, fixed=fixed).curve[0]
+            chosen = plan(step, *args, budget=least.bytes, machine=machine, fixed=fixed)
+            assert chosen.step_ms / int(count) == pytest.approx(facts["ms"], rel=0.08), name
+            assert chosen.memory.total / 2**30 == pytest.approx(facts["all_gib"], rel=0.04), name
+            compared += 1
+    assert compared == 6
 
 
 # ---- the training program ----

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from .._jax import REPEATED, Call, convert_constvars_jaxpr, dce_jaxpr, define, evaluate
@@ -23,11 +24,12 @@ def repeated[T](times: int, body: Callable[[Any, T], T], state: T) -> T:
     leaves, tree = jax.tree.flatten(state)
     of_leaves = lambda i, *leaves: jax.tree.leaves(body(i, jax.tree.unflatten(tree, leaves)))
     # JAX finds dead code in the body of a scan, but not in that of a loop whose length it does not know.
-    once, _ = dce_jaxpr(jax.make_jaxpr(of_leaves)(0, *leaves), [True] * len(leaves), True)
+    once, _ = dce_jaxpr(jax.make_jaxpr(of_leaves)(jnp.int32(0), *leaves), [True] * len(leaves), True)
 
     @jax.named_scope(f"{_SCOPE}({times})")
     def run(*leaves: Any) -> Any:
-        return lax.fori_loop(0, times + hidden_zero(), lambda i, leaves: evaluate(once, [i, *leaves]), [*leaves])
+        step = lambda i, leaves: evaluate(once, [i, *leaves])
+        return lax.fori_loop(jnp.int32(0), times + hidden_zero(), step, [*leaves])
 
     jaxpr = jax.make_jaxpr(run)(*leaves)
     operands = [*jaxpr.consts, *leaves]

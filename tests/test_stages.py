@@ -18,6 +18,7 @@ from jaxoffload._engine.chunk import Chunks
 from jaxoffload._engine.last_rows import Cut, cut
 from jaxoffload._engine.schedule import Tick
 from jaxoffload._jax import HOST
+from jaxoffload.proof import exact_options
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify.conservation import conservation
@@ -33,8 +34,8 @@ DIM, WORDS, LAYERS = 8, 11, 8
 PARAMS = params_of(LAYERS)
 
 
-def on_mesh(f, sizes, args):
-    """Run `f` on a mesh of stages, data and fsdp, with the layers on their stages and the rest everywhere."""
+def on_mesh(f, sizes, args, **how):
+    """Run `f`, jitted, on a mesh of stages, data and fsdp, with the layers on their stages and the rest everywhere."""
     devices = jax.devices()[: int(np.prod(sizes))]
     mesh = jax.make_mesh(sizes, ("stage", "data", "fsdp"), (AxisType.Auto,) * 3, devices=devices)
     of_layers = lambda path: path[-1].key in ("w", "bias", "half") if path and hasattr(path[-1], "key") else False
@@ -43,7 +44,7 @@ def on_mesh(f, sizes, args):
     rows = NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
     batch = [jax.device_put(x, rows if x.ndim > 1 else NamedSharding(mesh, PartitionSpec())) for x in args[1:]]
     with jax.set_mesh(mesh):
-        return jax.device_get(jax.jit(f)(params, *batch))
+        return jax.device_get(jax.jit(f, **how)(params, *batch))
 
 
 def assert_close(got, expected):
@@ -135,14 +136,19 @@ def test_layers_in_bfloat16():
     np.testing.assert_allclose(got[1].astype(np.float32), expected[1].astype(np.float32), rtol=0.02, atol=1e-3)
 
 
-@pytest.mark.parametrize("virtual_stages, microbatches", [(1, 3), pytest.param(2, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "virtual_stages, microbatches",
+    [(1, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 10), (2, 6)))],
+)
 def test_what_stages_alone_compute_has_the_same_bits(virtual_stages, microbatches):
-    """Nothing else is divided: the layers' gradients are sums of the same numbers in the same order."""
+    """Nothing else is divided: the layers' gradients are sums of the same numbers in the same order. With ten microbatches
+    there is a loop over ticks."""
     args = PARAMS, tokens(microbatches)
     of = lambda stack: functools.partial(language_model, stack)
-    (loss, aux), grads = jax.jit(one_by_one(of(plain), has_aux=True))(*args)
+    exact = {"compiler_options": exact_options()}
+    (loss, aux), grads = jax.jit(one_by_one(of(plain), has_aux=True), **exact)(*args)
     staged = accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=virtual_stages)
-    (staged_loss, staged_aux), staged_grads = on_mesh(staged, (2, 1, 1), args)
+    (staged_loss, staged_aux), staged_grads = on_mesh(staged, (2, 1, 1), args, **exact)
     alone = lambda aux, grads: jax.tree.leaves([aux, of_layers(grads)])
     assert_same_bits(alone(staged_aux, staged_grads), jax.device_get(alone(aux, grads)))
     assert_close([staged_loss, staged_grads], jax.device_get([loss, grads]))

@@ -141,8 +141,8 @@ def test_layers_in_bfloat16():
     [(1, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 10), (2, 6)))],
 )
 def test_what_stages_alone_compute_has_the_same_bits(virtual_stages, microbatches):
-    """Nothing else is divided: the layers' gradients are sums of the same numbers in the same order. With ten microbatches
-    there is a loop over ticks."""
+    """Nothing else is divided: the layers' gradients are sums of the same numbers in the same order. With ten
+    microbatches there is a loop over ticks."""
     args = PARAMS, tokens(microbatches)
     of = lambda stack: functools.partial(language_model, stack)
     exact = {"compiler_options": exact_options()}

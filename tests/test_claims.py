@@ -133,7 +133,7 @@ NOT_MEASURED = {
     "1 %",  # the tolerance of `report`
     "5 %",  # what `plan` leaves of a GPU's memory
     "2 %",  # the bound of `test_the_losses_of_experts`
-    "8 %",  # those of a test in `test_plan_stages.py`
+    "8 %",  # this and the next: the bounds of `test_steps_on_two_gpus_take_the_time_and_the_memory_...`
     "4 %",
 }
 
@@ -266,9 +266,8 @@ def test_stages_that_move_inputs_and_gates_are_faster_than_all_but_saving():
     modes, ratios = found["modes"], found["ratios"]
     assert modes["offload"]["options"] == "layer_input and gate moved, the rest saved"
     assert ratios["offload/saved"] < 1.025 and ratios["offload/saved by temp_gib"] < 0.74
-    assert (
-        ratios["offload/recomputed"] < 0.86 and ratios["offload/all_forward"] < 0.83 and ratios["offload/fsdp"] < 0.93
-    )
+    assert ratios["offload/recomputed"] < 0.86 and ratios["offload/all_forward"] < 0.83
+    assert ratios["offload/fsdp"] < 0.93
     assert 0.997 < ratios["freed/predicted"] < 1.003
     moved, recomputed = modes["offload"]["other_options"]["all moved"], modes["recomputed"]
     assert moved["temp_gib"] < recomputed["temp_gib"] and moved["ms"] > recomputed["ms"]
@@ -429,11 +428,8 @@ PARSERS |= {
 @pytest.mark.parametrize("name", JSON)
 def test_each_file_says_what_measured_it_as_the_program_takes_it(name, monkeypatch):
     measured = result(name)
-    assert (
-        re.match(r"(\d )?NVIDIA H[12]00", measured["device"])
-        and "jaxlib" in measured["versions"]
-        and measured["commit"]
-    )
+    device = "H100" if name == "stages" else "H200"
+    assert device in measured["device"] and "jaxlib" in measured["versions"] and measured["commit"]
     _, _, module, *arguments = shlex.split(remeasure.recorded(remeasure.FILES[name])[0])
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     assert PARSERS[module.removeprefix("benchmarks.")]().out.name == f"{name}.json"

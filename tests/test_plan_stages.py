@@ -22,6 +22,7 @@ from jaxoffload._engine.cost import cost
 from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.interleaved import is_staged
 from jaxoffload._engine.layer import shares
+from jaxoffload._engine.repeated import repeated
 from jaxoffload._engine.walk import walk
 from jaxoffload._trial_policy import Trial
 from jaxoffload.proof import Bus, Link, Machine, fits
@@ -251,6 +252,16 @@ def test_a_scan_beside_the_stages_is_not_planned():
     of = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="belongs to no pipeline stage"):
         plan(step, {"in": of(4, D, H), "out": of(4, H, D)}, of(2, ROWS, D), budget=EVERYTHING, machine=H200)
+
+
+def test_a_loop_over_ticks_costs_what_a_scan_does():
+    """XLA does not know how often it runs; those who read the trace do."""
+    x, w = jnp.zeros((ROWS, D)), jnp.zeros((D, D))
+    tick = lambda i, x: jnp.tanh(x @ w) * i
+    of = lambda f: cost(jax.make_jaxpr(f)(x).jaxpr, H200)
+    looped = of(lambda x: repeated(3, tick, x))
+    assert looped == of(lambda x: lax.fori_loop(0, 3, tick, x)) and not looped.unknown
+    assert looped.seconds > 2.9 * of(lambda x: tick(1, x)).seconds
 
 
 # ---- what was measured ----

@@ -137,18 +137,17 @@ def test_layers_in_bfloat16():
 
 
 @pytest.mark.parametrize(
-    "virtual_stages, microbatches",
-    [(1, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 10), (2, 6)))],
+    "virtual_stages, microbatches, options",
+    [(1, 3, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 6, {}), (1, 10, exact_options())))],
 )
-def test_what_stages_alone_compute_has_the_same_bits(virtual_stages, microbatches):
+def test_what_stages_alone_compute_has_the_same_bits(virtual_stages, microbatches, options):
     """Nothing else is divided: the layers' gradients are sums of the same numbers in the same order. With ten
-    microbatches there is a loop over ticks."""
-    args = PARAMS, tokens(microbatches)
+    microbatches there is a loop over ticks, which XLA:CPU rounds in its own way unless it is told not to."""
+    args, how = (PARAMS, tokens(microbatches)), {"compiler_options": options}
     of = lambda stack: functools.partial(language_model, stack)
-    exact = {"compiler_options": exact_options()}
-    (loss, aux), grads = jax.jit(one_by_one(of(plain), has_aux=True), **exact)(*args)
+    (loss, aux), grads = jax.jit(one_by_one(of(plain), has_aux=True), **how)(*args)
     staged = accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=virtual_stages)
-    (staged_loss, staged_aux), staged_grads = on_mesh(staged, (2, 1, 1), args, **exact)
+    (staged_loss, staged_aux), staged_grads = on_mesh(staged, (2, 1, 1), args, **how)
     alone = lambda aux, grads: jax.tree.leaves([aux, of_layers(grads)])
     assert_same_bits(alone(staged_aux, staged_grads), jax.device_get(alone(aux, grads)))
     assert_close([staged_loss, staged_grads], jax.device_get([loss, grads]))

@@ -10,7 +10,6 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import dot_general_p, while_p
 
 from ..._engine.cost import matmul_flops
-from ..._engine.repeated import repeated_p
 from ..._engine.walk import nested, walk
 from ..._jax import ATTENTION, MATMULS, MOSAIC_KERNELS, TE_GROUPED_GEMM
 from .hlo import Instruction, Module, dtype_and_sizes
@@ -50,15 +49,11 @@ def traced(jaxpr: Jaxpr) -> Kernels | None:
     counts, flops = Counter[str](), 0.0
     for site in walk(jaxpr, lambda eqn: () if kind_of(eqn) else nested(eqn)):
         if kind := kind_of(site.eqn):
-            if any(map(_of_unknown_length, site.enclosing, (None, *site.enclosing))):
+            if any(eqn.primitive is while_p for eqn in site.enclosing):
                 return None
             counts[kind] += site.runs
             flops += site.runs * flops_of(site.eqn) if kind == MATMUL else 0.0
     return Kernels(+counts, None if math.isnan(flops) else flops)
-
-
-def _of_unknown_length(eqn: JaxprEqn, around: JaxprEqn | None) -> bool:
-    return eqn.primitive is while_p and (around is None or around.primitive is not repeated_p)
 
 
 def ran(module: Module) -> Kernels:

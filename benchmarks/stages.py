@@ -44,6 +44,7 @@ from models.step import dealt, regrouped
 STAGES = 2
 OURS = ("offload", "saved", "recomputed")  # one schedule
 MODES = (*OURS, "all_forward", "fsdp")
+PROFILED = ("offload", "saved")
 PLANNED = (("offload", "all moved"), ("saved", "all saved"))  # `freed` compares their memory, whether they run or not
 
 
@@ -244,7 +245,7 @@ def measured(
                 variants[name] = {"failed": step}
                 continue
             runs = step.facts["all_gib"] <= device_gib() and name in (options.variants or of_mode)
-            variants[name] = step.facts | (timed(case, options, step, schedule, mode == "offload") if runs else {})
+            variants[name] = step.facts | (timed(case, options, step, schedule, mode in PROFILED) if runs else {})
             say(
                 f"{schedule.virtual_stages} virtual stages, {schedule.microbatches} microbatches, {mode}, {name}: "
                 f"{ {key: value for key, value in variants[name].items() if key != 'profile'} }"

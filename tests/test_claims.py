@@ -133,8 +133,8 @@ NOT_MEASURED = {
     "1 %",  # the tolerance of `report`
     "5 %",  # what `plan` leaves of a GPU's memory
     "2 %",  # the bound of `test_the_losses_of_experts`
-    "8 %",  # this and the next: the bounds of `test_steps_on_two_gpus_take_the_time_and_the_memory_...`
-    "4 %",
+    "15 %",  # this and the next: the bounds of `test_steps_on_two_gpus_take_the_time_and_the_memory_...`
+    "6 %",
 }
 
 
@@ -260,17 +260,52 @@ def test_interleaved_layers_cost_the_same_in_deeper_stacks():
     assert list(many["remat"]) == ["do_not_fit"]
 
 
+def on_stages(count, name="stages"):
+    """Return a result of two stages, and (mode, options) -> what was measured of them, for so many microbatches."""
+    found = result(name)["virtual_stages"]["1"]
+    modes = found["microbatches"][count]["modes"]
+    ran = {(mode, of["options"]): of for mode, of in modes.items()}
+    others = {(mode, name): each for mode, of in modes.items() for name, each in of["other_options"].items()}
+    return found, others | ran
+
+
 @pytest.mark.claim("stages-measured")
-def test_stages_that_move_inputs_and_gates_are_faster_than_all_but_saving():
-    found = result("stages")["virtual_stages"]["1"]["microbatches"]["8"]
-    modes, ratios = found["modes"], found["ratios"]
-    assert modes["offload"]["options"] == "layer_input and gate moved, the rest saved"
+@pytest.mark.parametrize("count, memory", [("8", 1.12), ("16", 0.93)])
+def test_stages_that_move_inputs_and_gates_are_faster_than_all_but_saving(count, memory):
+    of_count = result("stages")["virtual_stages"]["1"]["microbatches"][count]
+    ratios = of_count["ratios"]
+    assert of_count["modes"]["offload"]["options"] == "layer_input and gate moved, the rest saved"
     assert ratios["offload/saved"] < 1.025 and ratios["offload/saved by temp_gib"] < 0.74
     assert ratios["offload/recomputed"] < 0.86 and ratios["offload/all_forward"] < 0.83
-    assert ratios["offload/fsdp"] < 0.93
-    assert 0.997 < ratios["freed/predicted"] < 1.003
-    moved, recomputed = modes["offload"]["other_options"]["all moved"], modes["recomputed"]
-    assert moved["temp_gib"] < recomputed["temp_gib"] and moved["ms"] > recomputed["ms"]
+    assert ratios["offload/fsdp"] < 0.93 and ratios["offload/all_forward by temp_gib"] < memory
+    assert 0.996 < ratios["freed/predicted"] < 1.004
+
+
+@pytest.mark.claim("stages-in-less")
+@pytest.mark.parametrize("count, files", [("8", ("stages", "stages-jax-0.12")), ("16", ("stages",))])
+def test_stages_that_move_most_are_faster_than_recomputation_in_less_memory(count, files):
+    for name in files:
+        _, measured = on_stages(count, name)
+        moved = measured["offload", "up and mlp_input recomputed, the rest moved"]
+        recomputed, all_moved = measured["recomputed", "everything"], measured["offload", "all moved"]
+        assert moved["temp_gib"] < 0.93 * recomputed["temp_gib"] and moved["ms"] < 0.95 * recomputed["ms"]
+        assert all_moved["ms"] > recomputed["ms"]
+
+
+@pytest.mark.claim("stages-bubble")
+def test_more_microbatches_on_stages_take_no_more_memory_and_idle_as_long_as_the_formula_says():
+    found, most = on_stages("16")
+    assert all(0.95 < of["measured"] / of["by the formula"] < 1.05 for of in found["bubble"].values())
+    _, least = on_stages("4")
+    assert all(most[key]["temp_gib"] < least[key]["temp_gib"] for key in least)
+
+
+@pytest.mark.claim("stages-newer-jax")
+def test_stages_take_as_long_with_a_newer_jax():
+    (_, older), (_, newer) = on_stages("8"), on_stages("8", "stages-jax-0.12")
+    shared = older.keys() & newer.keys()
+    assert all(abs(newer[key]["ms"] / older[key]["ms"] - 1) < 0.02 for key in shared) and len(shared) == 5
+    assert result("stages-jax-0.12")["versions"]["jaxlib"].startswith("0.12.")
 
 
 @pytest.mark.claim("accumulated-small-experts", "te-interleaved")
@@ -428,7 +463,7 @@ PARSERS |= {
 @pytest.mark.parametrize("name", JSON)
 def test_each_file_says_what_measured_it_as_the_program_takes_it(name, monkeypatch):
     measured = result(name)
-    device = "H100" if name == "stages" else "H200"
+    device = "H100" if name.startswith("stages") else "H200"
     assert device in measured["device"] and "jaxlib" in measured["versions"] and measured["commit"]
     _, _, module, *arguments = shlex.split(remeasure.recorded(remeasure.FILES[name])[0])
     monkeypatch.setattr(sys, "argv", [module, *arguments])

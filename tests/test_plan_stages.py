@@ -1,6 +1,7 @@
 """plan() of a step on pipeline stages: by hand, and what the traced step then keeps, copies and takes."""
 
 import dataclasses
+import itertools
 import json
 import shlex
 import sys
@@ -269,25 +270,28 @@ def test_a_loop_over_ticks_costs_what_a_scan_does():
 
 @pytest.mark.slow
 def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(monkeypatch):
-    """Of results/stages.json, with what `machine` measured on such GPUs the same day."""
+    """Of results/stages.json, with what `machine` measured on other such GPUs."""
     measured = result("stages")
     _, _, *command = shlex.split(measured["command"])
     monkeypatch.setattr(sys, "argv", command)
-    options, (count, found) = stages.parse(), *measured["virtual_stages"]["1"]["microbatches"].items()
+    options, microbatches = stages.parse(), measured["virtual_stages"]["1"]["microbatches"]
     variants = stages.variants_of(CASES["dense"], "dense")
     machine, compared = ROOT / "machines/two-h100.json", 0
-    for mode in stages.OURS:
-        of_mode = found["modes"][mode]
-        for name, facts in {of_mode["options"]: of_mode, **of_mode["other_options"]}.items():
+    for (count, found), mode in itertools.product(microbatches.items(), stages.OURS):
+        of_mode = found["modes"].get(mode, {"other_options": {}})
+        for name, facts in {of_mode.get("options"): of_mode, **of_mode["other_options"]}.items():
+            if "ms" not in facts:
+                continue
             variant = variants[mode][name]
             step, args, _ = stages.step_of(CASES["dense"], options, mode, variant, Schedule(2, 1, int(count)))
             fixed = Policy(variant.residuals or {"*": "recompute"})
             least = plan(step, *args, budget="1TiB", machine=machine, fixed=fixed).curve[0]
             chosen = plan(step, *args, budget=least.bytes, machine=machine, fixed=fixed)
-            assert chosen.step_ms / int(count) == pytest.approx(facts["ms"], rel=0.08), name
-            assert chosen.memory.total / 2**30 == pytest.approx(facts["all_gib"], rel=0.04), name
+            ratio = chosen.step_ms / int(count) / facts["ms"]
+            assert 0.85 < ratio < 1 if name == "all moved" else 0.95 < ratio < 1.05, (count, name, ratio)
+            assert chosen.memory.total / 2**30 == pytest.approx(facts["all_gib"], rel=0.06), (count, name)
             compared += 1
-    assert compared == 6
+    assert compared == 13
 
 
 # ---- the training program ----

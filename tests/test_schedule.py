@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxoffload._engine.schedule import Run, Schedule
+from jaxoffload._engine.schedule import Run, Schedule, Tick
 
 EACH = [Schedule(p, v, m) for p in (1, 2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 3, 4, 5, 8, 12)]
 
@@ -108,3 +108,42 @@ def test_the_bubble(schedule):
     assert schedule.bubble == pytest.approx(1 - 3 * m * v / clock)
     expected = pytest.approx((p - 1) / (v * m + p - 1))
     assert schedule.bubble == expected if v == 1 or m % p == 0 else schedule.bubble > (p - 1) / (v * m + p - 1)
+
+
+@pytest.mark.parametrize("schedule", EACH, ids=repr)
+def test_between_the_first_and_the_last_ticks_they_repeat(schedule):
+    steady, period = schedule.steady, schedule.slots
+    runs = [
+        [(of(s, t)) for of in (schedule.forward, schedule.backward) for s in range(schedule.stages)] for t in steady
+    ]
+    assert all(run is not None for of_tick in runs for run in of_tick)
+    for number, (of_tick, later) in enumerate(zip(runs, runs[period:], strict=False)):
+        assert [Run(m + 2 * schedule.stages, chunk) for m, chunk in of_tick] == later
+        tick, same = Tick(schedule, steady[number]), Tick(schedule, steady[number] + period)
+        assert (tick.slot, tick.read_slots, tick.next.read_slots) == (same.slot, same.read_slots, same.next.read_slots)
+        assert tick.passes == same.passes == [(True, True)] * schedule.stages
+
+
+@pytest.mark.parametrize("schedule", EACH, ids=repr)
+def test_a_stage_runs_the_passes_that_it_needs_and_no_others(schedule):
+    """Those of its runs, and those that write the last rows of the tick before or fetch those of the next."""
+    forward, backward = at(schedule, "forward"), at(schedule, "backward")
+    travels = [run for run in forward if run.chunk < schedule.chunks - 1]  # what turns stays on the device
+    needed = {*forward.values()} | {(stage, tick + 1) for stage, tick in map(forward.get, travels)}
+    needed_back = {*backward.values()} | {(stage, tick - 1) for stage, tick in map(backward.get, travels)}
+    passes = [Tick(schedule, tick).passes for tick in range(schedule.ticks)]
+    for which, those in enumerate((needed, needed_back)):
+        run = {(stage, t) for t, of_tick in enumerate(passes) for stage, both in enumerate(of_tick) if both[which]}
+        assert run == those
+
+
+def test_the_last_stage_waits_for_the_first():
+    schedule = Schedule(2, 1, 4)
+    idle = [
+        (stage, t)
+        for t in range(schedule.ticks)
+        for stage in (0, 1)
+        if Tick(schedule, t).passes[stage] == (False, False)
+    ]
+    assert idle == [(1, 0), (1, schedule.ticks - 1)]
+    assert [Tick(schedule, t).leaves for t in range(schedule.ticks)] == [None, 0, 1, 2, 3, None, None]

@@ -88,6 +88,11 @@ class Chunks:
         consts, xs = self.perturbed
         return [i for i, _ in self.loops.reads if i in self.along], [i for i in (*consts, *xs) if i in self.along]
 
+    def no_cotangents(self, loops: Loops) -> list[Any]:
+        """Zeros, as the cotangents of the constants that stages sum. `loops`: the backward pass."""
+        zeros = dict(zip(self.perturbed[0], empty_cotangents(loops, []).consts, strict=True))
+        return [zeros[i] for i in self.summed[0]]
+
     def operands_along(self, numbers: Sequence[int], values: Sequence[Any], stage: Any) -> Operands:
         """What a microbatch has with it, as the stage needs it: its rows of xs."""
         pairs = zip(numbers, values, strict=True)

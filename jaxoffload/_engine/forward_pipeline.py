@@ -17,7 +17,7 @@ from .chunk import Operands
 from .copying_loops import take_row
 from .layer import in_three
 from .passes import Values
-from .pipeline import Pipeline, mapped, with_row, ys_of_all
+from .pipeline import Pipeline, mapped, ys_of_all
 from .schedule import TICK, Schedule
 from .stage import from_stage, rows, sent
 from .staged_loss import StagedLoss
@@ -58,10 +58,17 @@ def _step(pipeline: Pipeline, entering: int, state: _State, tick: Any) -> tuple[
 
     def with_results() -> list[Any]:
         made = zip(state.results, loss.results(values(last), left), strict=True)
-        return [with_row(pipeline, *both, last.microbatch) for both in made]
+        return [_with_row(*both, last.microbatch, schedule.microbatches) for both in made]
 
     leaves = last.chunk == schedule.chunks - 1
     return _State(lax.cond(leaves, with_results, lambda: state.results), along), None
+
+
+def _with_row(rows: Any, row: Any, number: Any, microbatches: int) -> Any:
+    """The results of all microbatches, with those of one if there is one of this number."""
+    at = jnp.clip(number, 0, microbatches - 1)
+    old = lax.dynamic_index_in_dim(rows, at, keepdims=False)
+    return lax.dynamic_update_index_in_dim(rows, jnp.where(at == number, row, old), at, 0)
 
 
 def _run_tick(

@@ -9,8 +9,8 @@ long it stays differs from stage to stage, and XLA copies by DMA only at offsets
 So a slot is an array of its own and not an index, the loop over ticks is unrolled by the ring, and each stage has a
 branch. From a branch nothing leaves for the host but rows that a loop writes: hence `last_rows.py`.
 
-What stands before and behind the layers does not belong to a stage: all devices run it between the ticks. A stage with
-nothing to do, in the first and the last ticks, computes what nobody reads.
+What stands before and behind the layers does not belong to a stage: all devices run it between the ticks. In the first
+and the last ticks a stage may have nothing to do; it then leaves the bus to the others.
 """
 
 import functools
@@ -30,7 +30,7 @@ from .copying_loops import Loops, empty_ys, filled
 from .passes import Values
 from .repeated import repeated
 from .schedule import TICK, Schedule, Tick
-from .stage import Given, Held, exists, run_tick
+from .stage import Given, Held, run_tick
 from .staged_loss import StagedLoss
 
 
@@ -66,26 +66,22 @@ def run(
     pipeline = Pipeline(loss, schedule, axis, arguments)
     shapes = _shapes(pipeline)
     step = jax.named_scope(TICK)(functools.partial(_step, pipeline, shapes.loops))
-    first, stop, period = schedule.chunks, schedule.forward_stop, schedule.slots
-    blocks = (stop - first) // period
+    steady, period = schedule.steady, schedule.slots
+    rounds = len(steady) // period
 
-    def block(number: Any, state: _State) -> _State:
-        later = number * 2 * schedule.stages
-        for tick in range(first, first + period):
-            state = step(Tick(schedule, tick), state, later)
+    def some_ticks(numbers: range, state: _State, later: Any = 0) -> _State:
+        for number in numbers:
+            state = step(Tick(schedule, number), state, later)
         return state
 
-    state = _begin(pipeline, shapes)
-    for number in range(first):
-        state = step(Tick(schedule, number, backward=False), state)
-    if blocks > 1:
-        state = repeated(blocks, block, state)
-    elif blocks:
-        state = block(0, state)
-    for number in range(first + blocks * period, stop):
-        state = step(Tick(schedule, number), state)
-    for number in range(stop, schedule.ticks):
-        state = step(Tick(schedule, number, forward=False), state)
+    def one_round(number: Any, state: _State) -> _State:
+        return some_ticks(steady[:period], state, number * 2 * schedule.stages)
+
+    state = some_ticks(range(steady.start), _begin(pipeline, shapes))
+    begin = steady.start
+    if rounds > 1:
+        state, begin = repeated(rounds, one_round, state), begin + rounds * period
+    state = some_ticks(range(begin, schedule.ticks), state)
     return state.results, _gradients(pipeline, state)
 
 
@@ -189,7 +185,7 @@ def mapped(pipeline: Pipeline, f: Callable[..., Any], specs: Any, out_specs: Any
     return jax.shard_map(f, in_specs=specs, out_specs=out_specs, axis_names={pipeline.axis}, check_vma=False)
 
 
-def _step(pipeline: Pipeline, loops: Loops, tick: Tick, state: _State, later: Any = 0) -> _State:
+def _step(pipeline: Pipeline, loops: Loops, tick: Tick, state: _State, later: Any) -> _State:
     """Run a tick, and what of the loss stands before and behind the layers of the microbatches that enter or leave.
 
     `later`: to add to the microbatches' numbers.
@@ -198,7 +194,7 @@ def _step(pipeline: Pipeline, loops: Loops, tick: Tick, state: _State, later: An
     values = lambda microbatch: pipeline.arguments(microbatch + later)
     fresh = [] if tick.enters is None else loss.before(values(tick.enters))
     turned = [] if tick.turns is None else state.turned
-    given = Given(*pipeline.fixed, fresh, turned, jnp.int32(later))
+    given = Given(*pipeline.fixed, fresh, turned)
     written, before = tick.slot, tick.before.slot
     free = Slot(held.slots[written].residuals, held.slots[before].pieces)
     others = _with(held.slots, written, before, Slot([], []))
@@ -207,17 +203,17 @@ def _step(pipeline: Pipeline, loops: Loops, tick: Tick, state: _State, later: An
     of_given, of_held = _specs(Given, everywhere, dealt), _specs(Held, on_stages, dealt)
     of_stage = mapped(pipeline, run, (of_given, of_held, on_stages), (of_held, everywhere))
     new, outside = of_stage(given, held._replace(slots=others), free)
-    slots = _with(held.slots, written, before, *new.slots) if tick.forward else held.slots
+    slots = _with(held.slots, written, before, *new.slots) if new.slots else held.slots
     state = state._replace(held=new._replace(slots=slots))
     if tick.leaves is not None:
         number = tick.leaves + later
         behind = loss.behind(values(tick.leaves), outside.left)
-        results = [with_row(pipeline, *xs, number) for xs in zip(state.results, behind.results, strict=True)]
-        sums = _added(pipeline, state.sums, behind.params, number)
-        state = state._replace(results=results, sums=sums, turned=behind.back)
+        put = lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, number, 0)
+        results = list(map(put, state.results, behind.results))
+        state = state._replace(results=results, sums=_added(state.sums, behind.params), turned=behind.back)
     if tick.returns is not None:
         made = loss.at_begin(values(tick.returns), outside.returned)
-        state = state._replace(sums=_added(pipeline, state.sums, made, tick.returns + later))
+        state = state._replace(sums=_added(state.sums, made))
     return lax.optimization_barrier(state)
 
 
@@ -234,19 +230,9 @@ def _with(slots: Sequence[Slot], written: int, before: int, new: Slot) -> list[S
     return slots
 
 
-def with_row(pipeline: Pipeline, rows: Any, row: Any, number: Any) -> Any:
-    """The results of all microbatches, with those of one if it exists."""
-    at = jnp.clip(number, 0, pipeline.schedule.microbatches - 1)
-    old = lax.dynamic_index_in_dim(rows, at, keepdims=False)
-    new = jnp.where(exists(pipeline.schedule, number), row, old)
-    return lax.dynamic_update_index_in_dim(rows, new, at, 0)
-
-
-def _added(pipeline: Pipeline, sums: list[Any], cotangents: list[Any], number: Any) -> list[Any]:
-    """The sums, with a microbatch's cotangents if it exists."""
-    counts = exists(pipeline.schedule, number)
-    add = lambda total, ct: total if type(ct) is Zero else total + jnp.where(counts, ct, jnp.zeros_like(ct))
-    return list(map(add, sums, cotangents))
+def _added(sums: list[Any], cotangents: list[Any]) -> list[Any]:
+    """The sums, with the cotangents of a microbatch."""
+    return [total if type(ct) is Zero else total + ct for total, ct in zip(sums, cotangents, strict=True)]
 
 
 def _gradients(pipeline: Pipeline, state: _State) -> list[Any]:
@@ -262,5 +248,5 @@ def _gradients(pipeline: Pipeline, state: _State) -> list[Any]:
         into[v] = into[v] + total if v in into else total
     if computed:
         made = loss.of_known(pipeline.arguments(0), {v: x.astype(v.aval.dtype) for v, x in computed.items()})
-        sums |= zip(loss.others, _added(pipeline, [sums[v] for v in loss.others], made, 0), strict=True)
+        sums |= zip(loss.others, _added([sums[v] for v in loss.others], made), strict=True)
     return [sums[v] for v in loss.program.params]

@@ -90,18 +90,14 @@ class Schedule:
 
     def backward(self, stage: int, tick: int) -> Run | None:
         """What a stage runs backward in a tick."""
-        return self._real(self.backward_of_many(stage, tick))
+        first = self.chunks + self.stages - 1 - stage  # the tick of its first
+        microbatch, turn = self._nth(tick - first)
+        return self._real(Run(microbatch, (self.virtual_stages - 1 - turn) * self.stages + stage))
 
     def forward_of_many(self, stage: Any, tick: Any) -> Run:
         """What it would run forward if there were microbatches before the first and behind the last; may be traced."""
         microbatch, turn = self._nth(tick - stage)
         return Run(microbatch, turn * self.stages + stage)
-
-    def backward_of_many(self, stage: Any, tick: Any) -> Run:
-        """What it would run backward if there were microbatches before the first and behind the last."""
-        first = self.chunks + self.stages - 1 - stage  # the tick of its first
-        microbatch, turn = self._nth(tick - first)
-        return Run(microbatch, (self.virtual_stages - 1 - turn) * self.stages + stage)
 
     def _nth(self, number: Any) -> tuple[Any, Any]:
         """A stage's run by its number, as the microbatch, and which of the stage's chunks in turn: p microbatches go
@@ -112,6 +108,13 @@ class Schedule:
 
     def _real(self, run: Run) -> Run | None:
         return run if 0 <= run.microbatch < self.microbatches else None
+
+    @property
+    def steady(self) -> range:
+        """The ticks between the first and the last ones: in these every stage runs both passes."""
+        start = self.chunks + self.stages - 1
+        full = lambda tick: all((*Tick(self, tick).forward, *Tick(self, tick).backward))
+        return range(start, next(tick for tick in range(start, self.ticks + 1) if not full(tick)))
 
     def in_flight(self, stage: int) -> int:
         """How many runs of a stage are between the begin of their forward and the end of their backward pass, at most.
@@ -167,49 +170,64 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Tick:
-    """What the stages do in a tick, if there were microbatches before the first and behind the last.
+    """What the stages do in a tick.
 
-    So it also is what they do `slots` ticks later, with microbatches whose numbers are greater by 2p.
+    In `Schedule.steady` they do the same as `slots` ticks before, with microbatches whose numbers are 2p greater.
 
     Attributes:
       number: of the tick.
-      forward, backward: whether forward and backward passes run in it.
     """
 
     schedule: Schedule
     number: int
-    forward: bool = True
-    backward: bool = True
 
     @property
-    def runs(self) -> tuple[list[Run], list[Run]]:
-        """What each stage runs forward, and backward."""
-        stages, number = range(self.schedule.stages), self.number
-        forward, backward = self.schedule.forward_of_many, self.schedule.backward_of_many
-        return [forward(stage, number) for stage in stages], [backward(stage, number) for stage in stages]
+    def forward(self) -> list[Run | None]:
+        """What each stage runs forward."""
+        return [self.schedule.forward(stage, self.number) for stage in range(self.schedule.stages)]
+
+    @property
+    def backward(self) -> list[Run | None]:
+        """What each stage runs backward."""
+        return [self.schedule.backward(stage, self.number) for stage in range(self.schedule.stages)]
+
+    @property
+    def passes(self) -> list[tuple[bool, bool]]:
+        """Whether each stage needs a forward and a backward pass.
+
+        A forward pass also writes the last rows of the one before, and a backward pass fetches those of the next.
+        """
+        needed = lambda run, other: run is not None or (other is not None and not self._is_last(other))
+        forward = map(needed, self.forward, self.before.forward)
+        backward = map(needed, self.backward, self.next.backward)
+        return list(zip(forward, backward, strict=True))
 
     @property
     def enters(self) -> int | None:
         """The microbatch that begins its forward pass."""
-        return self._if(self.forward, self.runs[0][0], 0)
+        first = self.forward[0]
+        return first.microbatch if first and first.chunk == 0 else None
 
     @property
     def leaves(self) -> int | None:
         """The microbatch that ends its forward pass."""
-        return self._if(self.forward, self.runs[0][-1], self.schedule.chunks - 1)
+        last = self.forward[-1]
+        return last.microbatch if last and self._is_last(last) else None
 
     @property
     def turns(self) -> int | None:
         """The microbatch that begins its backward pass: the one that left in the tick before."""
-        return self._if(self.backward, self.runs[1][-1], self.schedule.chunks - 1)
+        last = self.backward[-1]
+        return last.microbatch if last and self._is_last(last) else None
 
     @property
     def returns(self) -> int | None:
         """The microbatch that ends its backward pass."""
-        return self._if(self.backward, self.runs[1][0], 0)
+        first = self.backward[0]
+        return first.microbatch if first and first.chunk == 0 else None
 
-    def _if(self, runs: bool, run: Run, chunk: int) -> int | None:
-        return run.microbatch if runs and run.chunk == chunk else None
+    def _is_last(self, run: Run) -> bool:
+        return run.chunk == self.schedule.chunks - 1
 
     @property
     def slot(self) -> int:
@@ -218,8 +236,9 @@ class Tick:
 
     @property
     def read_slots(self) -> list[int]:
-        """The slot of what each stage runs backward."""
-        return [(self.number - self.schedule.lag(run.chunk)) % self.schedule.slots for run in self.runs[1]]
+        """The slot of what each stage runs backward; any, if it runs nothing."""
+        lags = [self.schedule.lag(run.chunk if run else 0) for run in self.backward]
+        return [(self.number - lag) % self.schedule.slots for lag in lags]
 
     @property
     def next(self) -> "Tick":

@@ -44,14 +44,12 @@ class Given(NamedTuple):
       consts: operands of the scan that are the same for all microbatches; `xs`: those that are stacks, as in `Held`.
       fresh: what the microbatch that enters takes along; nothing if none enters.
       turned: what the one that turns takes back; nothing if none turns.
-      later: to add to the microbatches' numbers.
     """
 
     consts: Operands
     xs: Operands
     fresh: list[Any]
     turned: list[Any]
-    later: Any
 
 
 class Outside(NamedTuple):
@@ -72,7 +70,7 @@ def run_tick(
       held: without what `free` has, which is written: the residuals of a slot, and the pieces for the one before.
 
     Returns:
-      What is held, with what is written as the only slot; and what leaves.
+      What is held, with what is written as the only slot, if anything is; and what leaves.
     """
     stage, last_stage = lax.axis_index(axis), tick.schedule.stages - 1
     chosen = lambda this, xs, ys: [jnp.where(this, x, y) for x, y in zip(xs, ys, strict=True)]
@@ -85,49 +83,56 @@ def run_tick(
         turns = stage == last_stage
         held = held._replace(back=chosen(turns, given.turned, held.back))
     fixed = given.consts | {i: rows(x) for i, x in given.xs.items()}
-    of_stage = lambda numbers: jnp.array(numbers, jnp.int32)[stage]
-    forward_chunk, backward_chunk = (of_stage([run.chunk for run in runs]) for runs in tick.runs)
-    counts = exists(tick.schedule, of_stage([run.microbatch for run in tick.runs[1]]) + given.later)
+    of_stage = lambda values: jnp.array(values)[stage]
+    chunk_now = lambda runs: of_stage([run.chunk if run else 0 for run in runs])
+    counts = of_stage([run is not None for run in tick.backward])
+    some_forward, some_backward = map(any, zip(*tick.passes, strict=True))
 
-    def branch(read: int, next_read: int) -> Callable[..., list[Any]]:
-        """The passes. Nothing but the slots may differ between branches, or XLA copies slots."""
+    def branch(passes: tuple[bool, bool], read: int, next_read: int) -> Callable[..., list[Any]]:
+        """The passes of a stage. One that needs none leaves what it holds as it is.
 
-        def passes(
+        Else nothing but the slots may differ between branches, or XLA copies slots.
+        """
+        runs_forward, runs_backward = passes
+
+        def run(
             slots: list[Slot], held: Held, free: Slot, fixed: Operands, forward: Any, backward: Any, counts: Any
         ) -> list[Any]:
-            run = []
-            if tick.backward:
+            back = forth = None
+            derived = Derived(held.back, chunks.no_cotangents(loops), held.xs, held.ahead)
+            computed = Computed(held.along, free.residuals, held.last, free.pieces)
+            if runs_backward:
                 kept = Slot(slots[read].residuals, slots[next_read].pieces)
                 # What turns has rows of last layers that have not been on the host. That others choose too, and the
                 # barrier, let XLA overwrite `ahead` in place.
                 begin = chosen(turns, held.last, held.ahead)
                 begin, ahead = lax.optimization_barrier((begin, held.ahead))
-                back = held.back, kept, begin, ahead, held.xs
-                run.append(backward_pass(chunks, loops, backward, fixed, *back, counts))
-            if tick.forward:
-                run.append(forward_pass(chunks, forward, fixed, held.along, free, held.last))
-            return beside(*run) if len(run) == 2 else [alone(*run)]
+                given = held.back, kept, begin, ahead, held.xs
+                back = backward_pass(chunks, loops, backward, fixed, *given, counts)
+            if runs_forward:
+                forth = forward_pass(chunks, forward, fixed, held.along, free, held.last)
+            if back and forth:
+                derived, computed = beside(back, forth)
+            elif back:
+                derived = alone(back)
+            elif forth:
+                computed = alone(forth)
+            return [derived] * some_backward + [computed] * some_forward
 
-        return passes
+        return run
 
-    branches = [branch(*slots) for slots in zip(tick.read_slots, tick.next.read_slots, strict=True)]
-    operands = (
-        held._replace(xs=list(map(rows, held.xs)), slots=[]),
-        free,
-        fixed,
-        forward_chunk,
-        backward_chunk,
-        counts,
-    )
-    done = lax.switch(stage, branches, held.slots, *operands)
-    written, outside = Slot([], []), Outside([], [])
-    if tick.forward:
+    branches = [branch(*of) for of in zip(tick.passes, tick.read_slots, tick.next.read_slots, strict=True)]
+    operands = held._replace(xs=list(map(rows, held.xs)), slots=[]), free, fixed
+    now = chunk_now(tick.forward), chunk_now(tick.backward), counts
+    done = lax.switch(stage, branches, held.slots, *operands, *now)
+    written, outside = [], Outside([], [])
+    if some_forward:
         computed: Computed = done[-1]
         if tick.leaves is not None:
             outside = outside._replace(left=from_stage(last_stage, computed.along[len(chunks.along) :], axis))
         held = held._replace(along=sent(tick.schedule, computed.along, 1, axis), last=computed.last)
-        written = Slot(computed.residuals, computed.pieces)
-    if tick.backward:
+        written = [Slot(computed.residuals, computed.pieces)]
+    if some_backward:
         derived: Derived = done[0]
         if tick.returns is not None:
             reads, _ = chunks.back
@@ -139,12 +144,7 @@ def run_tick(
             back=sent(tick.schedule, derived.back, -1, axis),
             ahead=derived.ahead,
         )
-    return held._replace(slots=[written]).map(lambda x: x[None]), outside
-
-
-def exists(schedule: Schedule, microbatch: Any) -> Any:
-    """Whether there is a microbatch of this number."""
-    return (microbatch >= 0) & (microbatch < schedule.microbatches)
+    return held._replace(slots=written).map(lambda x: x[None]), outside
 
 
 def rows(x: Any) -> Any:

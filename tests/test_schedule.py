@@ -121,29 +121,25 @@ def test_between_the_first_and_the_last_ticks_they_repeat(schedule):
         assert [Run(m + 2 * schedule.stages, chunk) for m, chunk in of_tick] == later
         tick, same = Tick(schedule, steady[number]), Tick(schedule, steady[number] + period)
         assert (tick.slot, tick.read_slots, tick.next.read_slots) == (same.slot, same.read_slots, same.next.read_slots)
-        assert tick.passes == same.passes == [(True, True)] * schedule.stages
+        assert tick.passes == same.passes == (True, True) and not any(tick.idle + same.idle)
 
 
 @pytest.mark.parametrize("schedule", EACH, ids=repr)
-def test_a_stage_runs_the_passes_that_it_needs_and_no_others(schedule):
-    """Those of its runs, and those that write the last rows of the tick before or fetch those of the next."""
+def test_a_stage_is_idle_where_it_needs_no_pass(schedule):
+    """Neither for a run, nor to write the last rows of the tick before or to fetch those of the next."""
     forward, backward = at(schedule, "forward"), at(schedule, "backward")
     travels = [run for run in forward if run.chunk < schedule.chunks - 1]  # what turns stays on the device
     needed = {*forward.values()} | {(stage, tick + 1) for stage, tick in map(forward.get, travels)}
     needed_back = {*backward.values()} | {(stage, tick - 1) for stage, tick in map(backward.get, travels)}
-    passes = [Tick(schedule, tick).passes for tick in range(schedule.ticks)]
-    for which, those in enumerate((needed, needed_back)):
-        run = {(stage, t) for t, of_tick in enumerate(passes) for stage, both in enumerate(of_tick) if both[which]}
-        assert run == those
+    for number in range(schedule.ticks):
+        tick = Tick(schedule, number)
+        these = [[(stage, number) in of for stage in range(schedule.stages)] for of in (needed, needed_back)]
+        assert tick.passes == tuple(map(any, these))
+        assert tick.idle == [not (forth or back) for forth, back in zip(*these, strict=True)]
 
 
 def test_the_last_stage_waits_for_the_first():
     schedule = Schedule(2, 1, 4)
-    idle = [
-        (stage, t)
-        for t in range(schedule.ticks)
-        for stage in (0, 1)
-        if Tick(schedule, t).passes[stage] == (False, False)
-    ]
-    assert idle == [(1, 0), (1, schedule.ticks - 1)]
+    idle = {t: tick.idle for t in range(schedule.ticks) if any((tick := Tick(schedule, t)).idle)}
+    assert idle == {0: [False, True], schedule.ticks - 1: [False, True]}
     assert [Tick(schedule, t).leaves for t in range(schedule.ticks)] == [None, 0, 1, 2, 3, None, None]

@@ -110,7 +110,7 @@ def test_the_device_holds_four_layers_and_two_pieces_in_place_of_the_slots(gpu):
     assert freed == pytest.approx(slots * layers - (4 + 2 / layers), abs=0.25)
 
 
-@pytest.mark.parametrize("microbatches", [3, 10])
+@pytest.mark.parametrize("microbatches", [3, 11])
 def test_no_sum_of_gradients_is_copied(gpu, microbatches):
     """XLA would merge zeros of one shape, and copy a whole sum where a branch first adds to it."""
     module = compiled(2, microbatches, weights=("a", "b"))
@@ -122,7 +122,7 @@ def test_the_program_is_as_large_whatever_microbatches_are(gpu):
     """A loop over ticks has those of one round of slots. XLA does not double-buffer it: it would copy what the branches
     of the second half return."""
     ticks = lambda count: sum(line.opcode == "conditional" for line in module_of(compiled(2, count)))
-    assert ticks(9) == ticks(17) == Schedule(2, 1, 9).ticks - Schedule(2, 1, 9).slots
+    assert ticks(11) == ticks(15) == Schedule(2, 1, 11).ticks - Schedule(2, 1, 11).slots
 
 
 def test_stages_send_to_their_neighbours_and_data_is_divided_within_them(gpu):
@@ -145,8 +145,12 @@ def gated(x, w):
 
 
 @pytest.mark.claim("plan-memory")
-@pytest.mark.parametrize("virtual_stages, data", [(1, 1), (2, 2)])
-def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data):
+@pytest.mark.parametrize(
+    "virtual_stages, data, microbatches, within",
+    [(1, 1, 11, 1 / 8), (2, 2, 9, 1 / 8), (1, 1, 9, 1 / 5)],
+    ids=["a loop over ticks", "virtual stages", "no loop"],
+)
+def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data, microbatches, within):
     monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
     mesh = Mesh(np.array(described(2 * data)).reshape(2, data), ("stage", "data"))
 
@@ -164,10 +168,10 @@ def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_st
 
     of = lambda *sizes: shape([None, "stage"], virtual_stages, 2 * 6, *sizes)  # 6 layers in each chunk
     weights = {"gate": of(1024, 4096), "up": of(1024, 4096), "out": of(4096, 1024)}
-    args = weights, shape([None, "data"], 9, ROWS, 1024)
+    args = weights, shape([None, "data"], microbatches, ROWS, 1024)
     for fixed in (Policy(), Policy({"*": "offload"})):
         make = functools.partial(plan, step, *args, machine=ROOT / "machines/h200.json", fixed=fixed)
         curve = make(budget="100GiB").curve
         for point in (curve[0], curve[-1]):
             found, planned = make(budget=point.bytes), _compiled.compiled_bytes(step, args, point.policy)
-            assert planned == pytest.approx(found.memory.total, rel=1 / 8)
+            assert planned == pytest.approx(found.memory.total, rel=within)

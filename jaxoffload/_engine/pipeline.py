@@ -10,7 +10,8 @@ So a slot is an array of its own and not an index, the loop over ticks is unroll
 branch. From a branch nothing leaves for the host but rows that a loop writes: hence `last_rows.py`.
 
 What stands before and behind the layers does not belong to a stage: all devices run it between the ticks. In the first
-and the last ticks a stage may have nothing to do; it then leaves the bus to the others.
+and the last ticks some stages have nothing to do, and leave the bus to the others. One that has but one of two passes
+to run computes the other one too, which nobody reads: that copies its last rows.
 """
 
 import functools
@@ -46,7 +47,7 @@ class _State(NamedTuple):
     Attributes:
       results: of the loss, for each microbatch.
       sums: the gradients of `StagedLoss.others`.
-      turned: what the microbatch that has left the layers takes back.
+      turned: what the microbatch that has left the layers takes back; nothing before the first.
       held: by the stages, in arrays with an axis for them.
     """
 
@@ -164,7 +165,7 @@ def _begin(pipeline: Pipeline, shapes: _Shapes) -> _State:
     sums_of_xs = list(map(pipeline.dealt, _zero_sums(pipeline, xs)))
     sums = [filled(v.aval, 0) for v in loss.others]
     results = zeros(shapes.results, schedule.microbatches)
-    return _State(results, sums, zeros(shapes.back), of_stages._replace(xs=sums_of_xs))
+    return _State(results, sums, [], of_stages._replace(xs=sums_of_xs))
 
 
 def _zero_sums(pipeline: Pipeline, values: Sequence[Any]) -> list[Any]:

@@ -192,7 +192,17 @@ class Tick:
         return [self.schedule.backward(stage, self.number) for stage in range(self.schedule.stages)]
 
     @property
-    def passes(self) -> list[tuple[bool, bool]]:
+    def passes(self) -> tuple[bool, bool]:
+        """Whether a forward and a backward pass run in it."""
+        forward, backward = zip(*self._needed(), strict=True)
+        return any(forward), any(backward)
+
+    @property
+    def idle(self) -> list[bool]:
+        """Whether each stage needs none of them."""
+        return [not any(needed) for needed in self._needed()]
+
+    def _needed(self) -> list[tuple[bool, bool]]:
         """Whether each stage needs a forward and a backward pass.
 
         A forward pass also writes the last rows of the one before, and a backward pass fetches those of the next.

@@ -86,53 +86,48 @@ def run_tick(
     of_stage = lambda values: jnp.array(values)[stage]
     chunk_now = lambda runs: of_stage([run.chunk if run else 0 for run in runs])
     counts = of_stage([run is not None for run in tick.backward])
-    some_forward, some_backward = map(any, zip(*tick.passes, strict=True))
+    runs_forward, runs_backward = tick.passes
 
-    def branch(passes: tuple[bool, bool], read: int, next_read: int) -> Callable[..., list[Any]]:
-        """The passes of a stage. One that needs none leaves what it holds as it is.
+    def branch(idle: bool, read: int, next_read: int) -> Callable[..., list[Any]]:
+        """The passes of a stage; one that is idle leaves what it holds as it is.
 
-        Else nothing but the slots may differ between branches, or XLA copies slots.
+        One that needs but one of two passes runs both. Where branches differ in more than the slots, XLA copies slots.
         """
-        runs_forward, runs_backward = passes
 
         def run(
             slots: list[Slot], held: Held, free: Slot, fixed: Operands, forward: Any, backward: Any, counts: Any
         ) -> list[Any]:
-            back = forth = None
-            derived = Derived(held.back, chunks.no_cotangents(loops), held.xs, held.ahead)
-            computed = Computed(held.along, free.residuals, held.last, free.pieces)
+            if idle:
+                derived = Derived(held.back, chunks.no_cotangents(loops), held.xs, held.ahead)
+                computed = Computed(held.along, free.residuals, held.last, free.pieces)
+                return [derived] * runs_backward + [computed] * runs_forward
+            passes = []
             if runs_backward:
                 kept = Slot(slots[read].residuals, slots[next_read].pieces)
                 # What turns has rows of last layers that have not been on the host. That others choose too, and the
                 # barrier, let XLA overwrite `ahead` in place.
                 begin = chosen(turns, held.last, held.ahead)
                 begin, ahead = lax.optimization_barrier((begin, held.ahead))
-                given = held.back, kept, begin, ahead, held.xs
-                back = backward_pass(chunks, loops, backward, fixed, *given, counts)
+                back = held.back, kept, begin, ahead, held.xs
+                passes.append(backward_pass(chunks, loops, backward, fixed, *back, counts))
             if runs_forward:
-                forth = forward_pass(chunks, forward, fixed, held.along, free, held.last)
-            if back and forth:
-                derived, computed = beside(back, forth)
-            elif back:
-                derived = alone(back)
-            elif forth:
-                computed = alone(forth)
-            return [derived] * some_backward + [computed] * some_forward
+                passes.append(forward_pass(chunks, forward, fixed, held.along, free, held.last))
+            return beside(*passes) if len(passes) == 2 else [alone(*passes)]
 
         return run
 
-    branches = [branch(*of) for of in zip(tick.passes, tick.read_slots, tick.next.read_slots, strict=True)]
+    branches = [branch(*of) for of in zip(tick.idle, tick.read_slots, tick.next.read_slots, strict=True)]
     operands = held._replace(xs=list(map(rows, held.xs)), slots=[]), free, fixed
     now = chunk_now(tick.forward), chunk_now(tick.backward), counts
     done = lax.switch(stage, branches, held.slots, *operands, *now)
     written, outside = [], Outside([], [])
-    if some_forward:
+    if runs_forward:
         computed: Computed = done[-1]
         if tick.leaves is not None:
             outside = outside._replace(left=from_stage(last_stage, computed.along[len(chunks.along) :], axis))
         held = held._replace(along=sent(tick.schedule, computed.along, 1, axis), last=computed.last)
         written = [Slot(computed.residuals, computed.pieces)]
-    if some_backward:
+    if runs_backward:
         derived: Derived = done[0]
         if tick.returns is not None:
             reads, _ = chunks.back

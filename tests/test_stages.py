@@ -93,7 +93,9 @@ CASES = {
     "more microbatches": ((2, 2, 2), 1, 7),
     "fewer microbatches than stages": ((4, 1, 2), 1, 3),
     "two each": ((2, 2, 1), 2, 5),
-    "four with two each": ((4, 2, 1), 1, 9),
+    "four": ((4, 2, 1), 1, 9),
+    "four with two each": ((4, 1, 1), 2, 6),
+    "a loop over ticks, two each": ((2, 1, 1), 2, 19),
 }
 cases = pytest.mark.parametrize(
     "sizes, virtual_stages, microbatches",
@@ -104,7 +106,7 @@ cases = pytest.mark.parametrize(
 @cases
 @pytest.mark.usefixtures("compiled_fast")
 def test_gradients_equal_those_of_one_device(sizes, virtual_stages, microbatches):
-    args = PARAMS, tokens(microbatches)
+    args = params_of(max(LAYERS, 2 * sizes[0] * virtual_stages)), tokens(microbatches)
     of = lambda stack: functools.partial(language_model, stack)
     expected = jax.jit(one_by_one(of(plain), has_aux=True))(*args)
     staged = accumulate(of(ours), has_aux=True, stages="stage", virtual_stages=virtual_stages)

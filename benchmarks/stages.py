@@ -245,7 +245,11 @@ def measured(
                 variants[name] = {"failed": step}
                 continue
             runs = step.facts["all_gib"] <= device_gib() and name in (options.variants or of_mode)
-            variants[name] = step.facts | (timed(case, options, step, schedule, mode in PROFILED) if runs else {})
+            try:
+                times = timed(case, options, step, schedule, mode in PROFILED) if runs else {}
+            except jax.errors.JaxRuntimeError as error:  # NCCL's, say
+                times = {"failed": str(error)[:300]}
+            variants[name] = step.facts | times
             say(
                 f"{schedule.virtual_stages} virtual stages, {schedule.microbatches} microbatches, {mode}, {name}: "
                 f"{ {key: value for key, value in variants[name].items() if key != 'profile'} }"

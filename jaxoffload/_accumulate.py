@@ -422,7 +422,7 @@ def _refuse_effects(divided: _Divided, stages: _Stages) -> None:
     if effects := divided.loss.jaxpr.effects:
         raise NotImplementedError(
             f"accumulate: stages={stages.axis!r}: the loss has effects ({', '.join(map(str, effects))}), and stages "
-            "run it for microbatches that do not exist, too; remove them, or accumulate without stages"
+            "run its layers for microbatches that do not exist, too; remove them, or accumulate without stages"
         )
 
 

@@ -133,7 +133,7 @@ NOT_MEASURED = {
     "1 %",  # the tolerance of `report`
     "5 %",  # what `plan` leaves of a GPU's memory
     "2 %",  # the bound of `test_the_losses_of_experts`
-    "15 %",  # this and the next: the bounds of `test_steps_on_two_gpus_take_the_time_and_the_memory_...`
+    "17 %",  # this and the next: the bounds of `test_steps_on_two_gpus_take_the_time_and_the_memory_...`
     "6 %",
 }
 
@@ -297,7 +297,8 @@ def test_more_microbatches_on_stages_take_no_more_memory_and_idle_as_long_as_the
     found, most = on_stages("16")
     assert all(0.95 < of["measured"] / of["by the formula"] < 1.05 for of in found["bubble"].values())
     _, least = on_stages("4")
-    assert all(most[key]["temp_gib"] < least[key]["temp_gib"] for key in least)
+    for more in (most, on_stages("8")[1]):
+        assert all(more[key]["temp_gib"] < 1.01 * least[key]["temp_gib"] for key in least)
 
 
 @pytest.mark.claim("stages-newer-jax")

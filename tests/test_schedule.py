@@ -113,6 +113,7 @@ def test_the_bubble(schedule):
 @pytest.mark.parametrize("schedule", EACH, ids=repr)
 def test_between_the_first_and_the_last_ticks_they_repeat(schedule):
     steady, period = schedule.steady, schedule.slots
+    assert steady.start == schedule.chunks + schedule.stages - 1
     runs = [
         [(of(s, t)) for of in (schedule.forward, schedule.backward) for s in range(schedule.stages)] for t in steady
     ]

@@ -15,8 +15,10 @@ from test_accumulate import RULES, assert_outlined, language_model, layer, of_la
 
 from jaxoffload import HostPoolFull, Policy, accumulate, scan, tag, verify
 from jaxoffload._engine.chunk import Chunks
+from jaxoffload._engine.interleaved import is_staged
 from jaxoffload._engine.last_rows import Cut, cut
 from jaxoffload._engine.schedule import Tick
+from jaxoffload._engine.walk import walk
 from jaxoffload._jax import HOST
 from jaxoffload.proof import exact_options
 from jaxoffload.proof._program import hlo
@@ -24,6 +26,7 @@ from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify.conservation import conservation
 from jaxoffload.proof._verify.gradients import gradients
 from jaxoffload.proof._verify.placement import placement
+from jaxoffload.proof._verify.stages import put_on_host
 from models.config import load
 from models.reading import ConfigError
 from models.report import report
@@ -334,16 +337,17 @@ def in_groups(params, tokens):
     return language_model(ours, jax.tree_util.tree_map_with_path(in_order, params), tokens)
 
 
-def staged(groups, microbatches=6):
-    """A step on two stages with two virtual stages, and its arguments, layers in groups for these or not; a context."""
-    mesh = jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])
+def staged(groups, microbatches=6, stages=2):
+    """A step on two stages with two virtual stages, or on four, and its arguments, layers in groups for these or not; a
+    context."""
+    mesh = jax.make_mesh((stages,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:stages])
 
     def placed(path, x):
         if not is_stack(path):
             return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
         return jax.device_put(x.reshape(groups, -1, *x.shape[1:]), NamedSharding(mesh, PartitionSpec(None, "stage")))
 
-    step = accumulate(in_groups, has_aux=True, stages="stage", virtual_stages=2)
+    step = accumulate(in_groups, has_aux=True, stages="stage", virtual_stages=4 // stages)
     return step, (jax.tree_util.tree_map_with_path(placed, PARAMS), tokens(microbatches)), jax.set_mesh(mesh)
 
 
@@ -378,20 +382,37 @@ def a_second_set_of_slots(monkeypatch):
     monkeypatch.setattr(Chunks, "empty_slot", again)
 
 
+@pytest.mark.parametrize("stages, groups, microbatches", [(2, 2, 3), (2, 2, 6), (4, 1, 3), (4, 1, 9)])
+def test_stages_put_on_the_host_what_goes_to_the_slots(stages, groups, microbatches):
+    """In a tick in which a stage is idle it puts nothing there."""
+    step, args, on_mesh = staged(groups, microbatches, stages)
+    with on_mesh:
+        (eqn,) = (site.eqn for site in walk(jax.make_jaxpr(step)(*args).jaxpr) if is_staged(site.eqn))
+    put, wanted = put_on_host(eqn)
+    assert put == wanted > 0
+
+
 PLANTED = {
-    "a slot of another microbatch": (a_slot_of_another_microbatch, 2, gradients, "['bias']: 64 of 64 values"),
-    "a second set of slots": (a_second_set_of_slots, 2, conservation, "beside what goes to the slots the stages put"),
-    "layers that are not on their stages": (lambda _: None, 1, placement, "1 all-gather of f32[2,4,8,8]"),
+    "a slot of another microbatch": (a_slot_of_another_microbatch, 2, 2, gradients, "['bias']: 64 of 64 values"),
+    "a second set of slots": (
+        a_second_set_of_slots,
+        2,
+        2,
+        conservation,
+        "beside what goes to the slots the stages put",
+    ),
+    "a second set on four": (a_second_set_of_slots, 4, 1, conservation, "beside what goes to the slots the stages put"),
+    "layers that are not on their stages": (lambda _: None, 2, 1, placement, "1 all-gather of f32[2,4,8,8]"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.claim("stages")
-@pytest.mark.parametrize("plant, groups, check, said", PLANTED.values(), ids=PLANTED)
+@pytest.mark.parametrize("plant, stages, groups, check, said", PLANTED.values(), ids=PLANTED)
 @pytest.mark.usefixtures("compiled_fast")
-def test_a_fault_of_stages_fails_its_claim(plant, groups, check, said, monkeypatch):
+def test_a_fault_of_stages_fails_its_claim(plant, stages, groups, check, said, monkeypatch):
     plant(monkeypatch)
-    step, args, on_mesh = staged(groups)
+    step, args, on_mesh = staged(groups, stages=stages)
     with on_mesh:
         verdict, detail = check(target_of(step, args))
     assert verdict == "fails" and said in detail, detail

@@ -17,6 +17,7 @@ from .copying_loops import (
     begin_forward,
     empty_cotangents,
     empty_ys,
+    filled,
     forward_layer,
 )
 from .last_rows import Fetching, Writing, empty_pieces, fetching, in_place_of, joined_rows, safely_filled, writing
@@ -90,8 +91,8 @@ class Chunks:
 
     def no_cotangents(self, loops: Loops) -> list[Any]:
         """Zeros, as the cotangents of the constants that stages sum. `loops`: the backward pass."""
-        zeros = dict(zip(self.perturbed[0], empty_cotangents(loops, []).consts, strict=True))
-        return [zeros[i] for i in self.summed[0]]
+        avals = dict(zip(self.perturbed[0], loops.segments[0].jaxpr.out_avals[: loops.consts], strict=True))
+        return [filled(avals[i], 0) for i in self.summed[0]]
 
     def operands_along(self, numbers: Sequence[int], values: Sequence[Any], stage: Any) -> Operands:
         """What a microbatch has with it, as the stage needs it: its rows of xs."""
@@ -122,8 +123,8 @@ class Chunks:
         for segment in self.loops.segments:
             make = lambda segment=segment: begin_forward(segment, [], []).saved
             jaxpr, tree = jax.make_jaxpr(make, return_shape=True)()
-            filled = jax.tree.unflatten(jax.tree.structure(tree), map(safely_filled, jaxpr.out_avals))
-            host, last, device, once = filled
+            made = jax.tree.unflatten(jax.tree.structure(tree), map(safely_filled, jaxpr.out_avals))
+            host, last, device, once = made
             if travels(segment):
                 pieces += empty_pieces(segment, last)
                 rows += last

@@ -11,7 +11,7 @@ branch. From a branch nothing leaves for the host but rows that a loop writes: h
 
 What stands before and behind the layers does not belong to a stage: all devices run it between the ticks. In the first
 and the last ticks some stages have nothing to do, and leave the bus to the others. One that has but one of two passes
-to run computes the other one too, which nobody reads: that copies its last rows.
+to run computes the other one too. Of that one only the last rows that it copies may be read.
 """
 
 import functools

@@ -199,7 +199,7 @@ class Tick:
 
     @property
     def idle(self) -> list[bool]:
-        """Whether each stage needs none of them."""
+        """Whether each stage needs neither pass."""
         return [not any(needed) for needed in self._needed()]
 
     def _needed(self) -> list[tuple[bool, bool]]:

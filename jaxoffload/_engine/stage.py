@@ -91,7 +91,7 @@ def run_tick(
     def branch(idle: bool, read: int, next_read: int) -> Callable[..., list[Any]]:
         """The passes of a stage; one that is idle leaves what it holds as it is.
 
-        One that needs but one of two passes runs both. Where branches differ in more than the slots, XLA copies slots.
+        One that needs but one of two passes runs both: XLA copies slots where some branches have one and some two.
         """
 
         def run(

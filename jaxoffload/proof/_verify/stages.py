@@ -9,7 +9,7 @@ from jax.extend.core.primitives import ppermute_p
 from ..._engine.host_pool_need import need_of
 from ..._engine.interleaved import is_staged
 from ..._engine.last_rows import cut
-from ..._engine.schedule import Schedule
+from ..._engine.schedule import Schedule, Tick
 from ..._engine.segments import Segment
 from ..._engine.walk import walk
 from ..._jax import nbytes, without_dead_code
@@ -29,20 +29,35 @@ def runs_on_stages(target: Target) -> bool:
 
 def bytes_of_stages(target: Target, eqn: JaxprEqn) -> Found:
     """Whether stages put on the host what their microbatches in flight keep there, and nothing more."""
+    put, wanted = put_on_host(eqn)
+    if put > wanted:
+        return FAILS, f"beside what goes to the slots the stages put {readable(put - wanted)} there"
     schedule: Schedule = eqn.params["schedule"]
-    slot = sum(map(_slot_bytes, eqn.params["loops"][0].segments))
-    # Each slot is made once. Each stage has a branch, which writes to a slot in each tick with a forward pass.
-    wanted = slot * (schedule.slots + schedule.stages * schedule.forward_stop)
-    if (more := bytes_put(without_dead_code(eqn.params["call_jaxpr"])) - wanted) > 0:
-        return FAILS, f"beside what goes to the slots the stages put {readable(more)} there"
     flights = ", ".join(str(schedule.in_flight(stage)) for stage in range(schedule.stages))
-    ring = f"{schedule.slots} slots of {readable(slot)}, padding rows included"
+    ring = f"{schedule.slots} slots of {readable(_slot_bytes(eqn))}, padding rows included"
     verdict, planned = _planned(target)
     return verdict, f"{flights} microbatches are in flight on the stages; each stage has {ring}; {planned}"
 
 
-def _slot_bytes(segment: Segment) -> int:
+def put_on_host(eqn: JaxprEqn) -> tuple[int, int]:
+    """Return the bytes that the trace of a step on stages puts on the host, and those that go to slots.
+
+    Each slot is made once. Each stage has a branch, which writes to a slot in each tick with a forward pass, unless it
+    is idle.
+    """
+    schedule: Schedule = eqn.params["schedule"]
+    ticks = [Tick(schedule, number) for number in range(schedule.ticks)]
+    written = sum(tick.idle.count(False) for tick in ticks if tick.passes[0])
+    return bytes_put(without_dead_code(eqn.params["call_jaxpr"])), _slot_bytes(eqn) * (schedule.slots + written)
+
+
+def _slot_bytes(eqn: JaxprEqn) -> int:
     """Bytes of a stage's stacks on the host, of one slot."""
+    return sum(map(_segment_bytes, eqn.params["loops"][0].segments))
+
+
+def _segment_bytes(segment: Segment) -> int:
+    """Those of a segment."""
     rows = [aval for _, aval in for_host(segment)]
     in_rows = segment.layers * sum(map(nbytes, rows))
     if segment.on_host < segment.layers:

@@ -104,7 +104,6 @@ def variants_of(case: Case, name: str) -> dict[str, dict[str, Variant]]:
             "mlp_input recomputed, the rest moved": ours(all_moved | norm),
             "q and mlp_input recomputed, the rest moved": ours(all_moved | norm | q),
             "up and mlp_input recomputed, the rest moved": ours(all_moved | norm | up),
-            "up, q and mlp_input recomputed, the rest moved": ours(all_moved | norm | up | q),
             # In the first ticks no stage runs a backward pass, and in the last ones none a forward pass. Behind a
             # layer's forward pass alone the gate fits, and the layer's input with it nearly does.
             "layer_input and gate moved, the rest saved": ours(saved | inputs | gate),

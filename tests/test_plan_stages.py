@@ -289,7 +289,8 @@ def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(monkey
             chosen = plan(step, *args, budget=least.bytes, machine=machine, fixed=fixed)
             ratio = facts["ms"] / (chosen.step_ms / int(count))
             assert (1 < ratio < 1.17) if name == "all moved" else (0.95 < ratio < 1.05), (count, name, ratio)
-            assert chosen.memory.total / 2**30 == pytest.approx(facts["all_gib"], rel=0.06), (count, name)
+            within = 0.06 if count == "16" else 0.04
+            assert chosen.memory.total / 2**30 == pytest.approx(facts["all_gib"], rel=within), (count, name)
             compared += 1
     assert compared == 13
 

@@ -114,10 +114,9 @@ def test_the_bubble(schedule):
 def test_between_the_first_and_the_last_ticks_they_repeat(schedule):
     steady, period = schedule.steady, schedule.slots
     assert steady.start == schedule.chunks + schedule.stages - 1
-    runs = [
-        [(of(s, t)) for of in (schedule.forward, schedule.backward) for s in range(schedule.stages)] for t in steady
-    ]
-    assert all(run is not None for of_tick in runs for run in of_tick)
+    runs_of = lambda t: [of(s, t) for of in (schedule.forward, schedule.backward) for s in range(schedule.stages)]
+    runs = list(map(runs_of, steady))
+    assert not any(None in of_tick for of_tick in runs) and None in runs_of(steady.stop)
     for number, (of_tick, later) in enumerate(zip(runs, runs[period:], strict=False)):
         assert [Run(m + 2 * schedule.stages, chunk) for m, chunk in of_tick] == later
         tick, same = Tick(schedule, steady[number]), Tick(schedule, steady[number] + period)

@@ -132,9 +132,8 @@ def test_a_round_more_makes_the_program_no_larger(gpu, few):
     of the second half return."""
     ticks = lambda count: sum(line.opcode == "conditional" for line in module_of(compiled(2, count)))
     schedule = with_a_loop(2, 1, few)
-    assert (
-        ticks(few) == ticks(few + schedule.slots) == schedule.ticks - schedule.slots * (len(schedule.steady) // 4 - 1)
-    )
+    rounds = len(schedule.steady) // schedule.slots
+    assert ticks(few) == ticks(few + schedule.slots) == schedule.ticks - (rounds - 1) * schedule.slots
 
 
 def test_stages_send_to_their_neighbours_and_data_is_divided_within_them(gpu):
@@ -158,11 +157,15 @@ def gated(x, w):
 
 @pytest.mark.claim("plan-memory")
 @pytest.mark.parametrize(
-    "virtual_stages, data, microbatches, within",
-    [(1, 1, 11, 1 / 8), (2, 2, 12, 1 / 8), (1, 1, 9, 1 / 5)],
-    ids=["a loop over ticks", "virtual stages", "no loop"],
+    "virtual_stages, data, microbatches",
+    [
+        pytest.param(1, 1, 11, id="a loop over ticks"),
+        pytest.param(2, 2, 12, id="virtual stages"),
+        pytest.param(2, 2, 9, id="virtual stages, no loop"),
+        pytest.param(1, 1, 9, id="no loop", marks=pytest.mark.xfail(strict=True, reason="XLA plans 18 % more")),
+    ],
 )
-def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data, microbatches, within):
+def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data, microbatches):
     monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
     mesh = Mesh(np.array(described(2 * data)).reshape(2, data), ("stage", "data"))
 
@@ -186,4 +189,4 @@ def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_st
         curve = make(budget="100GiB").curve
         for point in (curve[0], curve[-1]):
             found, planned = make(budget=point.bytes), _compiled.compiled_bytes(step, args, point.policy)
-            assert planned == pytest.approx(found.memory.total, rel=within)
+            assert planned == pytest.approx(found.memory.total, rel=1 / 8)

@@ -392,16 +392,11 @@ def test_stages_put_on_the_host_what_goes_to_the_slots(stages, groups, microbatc
     assert put == wanted > 0
 
 
+BESIDE_SLOTS = "beside what goes to the slots the stages put"
 PLANTED = {
     "a slot of another microbatch": (a_slot_of_another_microbatch, 2, 2, gradients, "['bias']: 64 of 64 values"),
-    "a second set of slots": (
-        a_second_set_of_slots,
-        2,
-        2,
-        conservation,
-        "beside what goes to the slots the stages put",
-    ),
-    "a second set on four": (a_second_set_of_slots, 4, 1, conservation, "beside what goes to the slots the stages put"),
+    "a second set of slots": (a_second_set_of_slots, 2, 2, conservation, BESIDE_SLOTS),
+    "a second set of slots on four": (a_second_set_of_slots, 4, 1, conservation, BESIDE_SLOTS),
     "layers that are not on their stages": (lambda _: None, 2, 1, placement, "1 all-gather of f32[2,4,8,8]"),
 }
 

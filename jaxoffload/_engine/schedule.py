@@ -207,7 +207,8 @@ class Tick:
 
         A forward pass also writes the last rows of the one before, and a backward pass fetches those of the next.
         """
-        needed = lambda run, other: run is not None or (other is not None and not self._is_last(other))
+        last = self.schedule.chunks - 1  # what turns stays on the device
+        needed = lambda run, other: run is not None or (other is not None and other.chunk != last)
         forward = map(needed, self.forward, self.before.forward)
         backward = map(needed, self.backward, self.next.backward)
         return list(zip(forward, backward, strict=True))
@@ -215,29 +216,25 @@ class Tick:
     @property
     def enters(self) -> int | None:
         """The microbatch that begins its forward pass."""
-        first = self.forward[0]
-        return first.microbatch if first and first.chunk == 0 else None
+        return self._microbatch(self.forward[0], 0)
 
     @property
     def leaves(self) -> int | None:
         """The microbatch that ends its forward pass."""
-        last = self.forward[-1]
-        return last.microbatch if last and self._is_last(last) else None
+        return self._microbatch(self.forward[-1], self.schedule.chunks - 1)
 
     @property
     def turns(self) -> int | None:
         """The microbatch that begins its backward pass: the one that left in the tick before."""
-        last = self.backward[-1]
-        return last.microbatch if last and self._is_last(last) else None
+        return self._microbatch(self.backward[-1], self.schedule.chunks - 1)
 
     @property
     def returns(self) -> int | None:
         """The microbatch that ends its backward pass."""
-        first = self.backward[0]
-        return first.microbatch if first and first.chunk == 0 else None
+        return self._microbatch(self.backward[0], 0)
 
-    def _is_last(self, run: Run) -> bool:
-        return run.chunk == self.schedule.chunks - 1
+    def _microbatch(self, run: Run | None, chunk: int) -> int | None:
+        return run.microbatch if run and run.chunk == chunk else None
 
     @property
     def slot(self) -> int:

@@ -83,9 +83,8 @@ def run_tick(
         turns = stage == last_stage
         held = held._replace(back=chosen(turns, given.turned, held.back))
     fixed = given.consts | {i: rows(x) for i, x in given.xs.items()}
-    of_stage = lambda values: jnp.array(values)[stage]
-    chunk_now = lambda runs: of_stage([run.chunk if run else 0 for run in runs])
-    counts = of_stage([run is not None for run in tick.backward])
+    chunk_now = lambda runs: jnp.array([run.chunk if run else 0 for run in runs], jnp.int32)[stage]
+    counts = jnp.array([run is not None for run in tick.backward])[stage]
     runs_forward, runs_backward = tick.passes
 
     def branch(idle: bool, read: int, next_read: int) -> Callable[..., list[Any]]:

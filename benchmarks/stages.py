@@ -374,18 +374,21 @@ WHAT = {
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the results of all that ran as a Markdown table."""
-    head = ("virtual stages", "microbatches", "", "step per microbatch", "temporary device memory")
-    rows = []
+    """Return the results of all that ran as a Markdown table: a line for each choice, a column for each schedule."""
+    cells: dict[str, dict[str, str]] = {}
+    columns: list[str] = []
     for virtual, of in result["virtual_stages"].items():
-        for count, found in of["microbatches"].items():
-            for mode, what in WHAT.items():
+        shown = OURS if columns else MODES  # the others have no virtual stages
+        for count, found in sorted(of["microbatches"].items(), key=lambda item: int(item[0])):
+            columns.append(f"v={virtual}, M={count}")
+            for mode in shown:
                 best = found["modes"].get(mode, {"other_options": {}})
                 for name, m in {best.get("options", ""): best, **best["other_options"]}.items():
                     if "ms" in m:
-                        memory = f"{m['temp_gib']:.1f} GiB"
-                        rows.append((virtual, count, f"{what}: {name}", f"{m['ms']:.0f} ms", memory))
-    return markdown(head, *rows)
+                        row = cells.setdefault(f"{WHAT[mode]}: {name}", {})
+                        row[columns[-1]] = f"{m['ms']:.0f} ms, {m['temp_gib']:.1f} GiB"
+    rows = ((name, *(row.get(column, "") for column in columns)) for name, row in cells.items())
+    return markdown(("", *columns), *rows)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ NOT_MEASURED = {
     "1 %",  # the tolerance of `report`
     "5 %",  # what `plan` leaves of a GPU's memory
     "2 %",  # the bound of `test_the_losses_of_experts`
-    "17 %",  # this and the next two: the bounds of `test_steps_on_two_gpus_take_the_time_and_the_memory_...`
+    "14 %",  # this and the next two: the bounds of `test_steps_on_two_gpus_take_the_time_and_the_memory_...`
     "4 %",
     "6 %",
 }
@@ -170,6 +170,7 @@ TABLES = [
     frameworks.table(result("frameworks")),
     *ACCUMULATED,
     stages.table(result("stages")),
+    stages.table(result("stages-moe")),
 ]
 
 
@@ -261,54 +262,90 @@ def test_interleaved_layers_cost_the_same_in_deeper_stacks():
     assert list(many["remat"]) == ["do_not_fit"]
 
 
-def on_stages(count, name="stages"):
-    """Return a result of two stages, and (mode, options) -> what was measured of them, for so many microbatches."""
-    found = result(name)["virtual_stages"]["1"]
-    modes = found["microbatches"][count]["modes"]
-    ran = {(mode, of["options"]): of for mode, of in modes.items()}
-    others = {(mode, name): each for mode, of in modes.items() for name, each in of["other_options"].items()}
-    return found, others | ran
+def on_stages(virtual, count, name="stages"):
+    """Return the ratios of two stages, and (mode, options) -> what was measured of them."""
+    found = result(name)["virtual_stages"][virtual]["microbatches"][count]
+    ran = {(mode, of["options"]): of for mode, of in found["modes"].items()}
+    others = {(mode, name): each for mode, of in found["modes"].items() for name, each in of["other_options"].items()}
+    return found["ratios"], others | ran
+
+
+def compared(measured, moved, other):
+    """Return the step time, and the memory, of what our stages move, by those of another (mode, options)."""
+    return tuple(measured["offload", moved][key] / measured[other][key] for key in ("ms", "temp_gib"))
+
+
+GATE, INPUTS_TOO = "gate moved, the rest saved", "layer_input and gate moved, the rest saved"
+FEW, SAVED, RECOMPUTED = (
+    "up and mlp_input recomputed, the rest moved",
+    ("saved", "all saved"),
+    ("recomputed", "everything"),
+)
+ALL_FORWARD, FSDP = ("all_forward", "overlap no barriers"), ("fsdp", "all moved")
+SCHEDULES = [(virtual, count) for virtual in "12" for count in ("8", "16")]
 
 
 @pytest.mark.claim("stages-measured")
-@pytest.mark.parametrize("count, memory", [("8", 1.12), ("16", 0.93)])
-def test_stages_that_move_inputs_and_gates_are_faster_than_all_but_saving(count, memory):
-    of_count = result("stages")["virtual_stages"]["1"]["microbatches"][count]
-    ratios = of_count["ratios"]
-    assert of_count["modes"]["offload"]["options"] == "layer_input and gate moved, the rest saved"
-    assert ratios["offload/saved"] < 1.025 and ratios["offload/saved by temp_gib"] < 0.74
-    assert ratios["offload/recomputed"] < 0.86 and ratios["offload/all_forward"] < 0.83
-    assert ratios["offload/fsdp"] < 0.93 and ratios["offload/all_forward by temp_gib"] < memory
-    if count == "8":  # with 16 it is 1.0035
-        assert 0.997 < ratios["freed/predicted"] < 1.003
+def test_stages_that_move_gates_are_faster_than_all_but_saving():
+    for virtual, count in SCHEDULES:
+        ratios, measured = on_stages(virtual, count)
+        assert ratios["offload/saved"] < 1.025
+        for name, memory in (GATE, 0.8), (INPUTS_TOO, 0.74):
+            time, gib = compared(measured, name, SAVED)
+            assert time < 1.03 and gib < memory
+            assert all(
+                compared(measured, name, other)[0] < bound
+                for other, bound in ((RECOMPUTED, 0.87), (ALL_FORWARD, 0.83), (FSDP, 0.93))
+            )
+        if count == "16":
+            assert compared(measured, INPUTS_TOO, ALL_FORWARD)[1] < 0.93
+        if (virtual, count) == ("1", "8"):
+            assert 0.997 < ratios["freed/predicted"] < 1.003
 
 
 @pytest.mark.claim("stages-in-less")
-@pytest.mark.parametrize("count, files", [("8", ("stages", "stages-jax-0.12")), ("16", ("stages",))])
-def test_stages_that_move_most_are_faster_than_recomputation_in_less_memory(count, files):
-    for name in files:
-        _, measured = on_stages(count, name)
-        moved = measured["offload", "up and mlp_input recomputed, the rest moved"]
-        recomputed, all_moved = measured["recomputed", "everything"], measured["offload", "all moved"]
-        assert moved["temp_gib"] < 0.93 * recomputed["temp_gib"] and moved["ms"] < 0.95 * recomputed["ms"]
-        assert all_moved["ms"] > recomputed["ms"]
+@pytest.mark.parametrize("name, schedules", [("stages", SCHEDULES), ("stages-jax-0.12", [("1", "8")])])
+def test_stages_that_move_most_are_faster_than_recomputation_in_less_memory(name, schedules):
+    for virtual, count in schedules:
+        _, measured = on_stages(virtual, count, name)
+        time, memory = compared(measured, FEW, RECOMPUTED)
+        assert time < 0.97 and memory < 0.94
+        assert compared(measured, "all moved", RECOMPUTED)[0] > 1
 
 
 @pytest.mark.claim("stages-bubble")
 def test_more_microbatches_on_stages_take_no_more_memory_and_idle_as_long_as_the_formula_says():
-    found, most = on_stages("16")
-    assert all(0.95 < of["measured"] / of["by the formula"] < 1.05 for of in found["bubble"].values())
-    _, least = on_stages("4")
-    for more in (most, on_stages("8")[1]):
-        assert all(more[key]["temp_gib"] < 1.01 * least[key]["temp_gib"] for key in least)
+    bubbles = [bubble for of in result("stages")["virtual_stages"].values() for bubble in of["bubble"].values()]
+    assert len(bubbles) == 5 and all(0.95 < of["measured"] / of["by the formula"] < 1.05 for of in bubbles)
+    of = {count: on_stages("1", count)[1] for count in ("4", "8", "16")}
+    for key, least in of["4"].items():
+        assert all(of[more][key]["temp_gib"] < 1.01 * least["temp_gib"] for more in ("8", "16"))
+
+
+@pytest.mark.claim("stages-virtual")
+def test_virtual_stages_are_faster_unless_the_bus_is_full():
+    for count in ("8", "16"):
+        (_, one), (_, two) = on_stages("1", count), on_stages("2", count)
+        for key in [("offload", GATE), ("offload", INPUTS_TOO), ("offload", FEW), SAVED, RECOMPUTED]:
+            assert two[key]["ms"] < one[key]["ms"]
+        assert two["offload", "all moved"]["ms"] > one["offload", "all moved"]["ms"]
 
 
 @pytest.mark.claim("stages-newer-jax")
 def test_stages_take_as_long_with_a_newer_jax():
-    (_, older), (_, newer) = on_stages("8"), on_stages("8", "stages-jax-0.12")
+    (_, older), (_, newer) = on_stages("1", "8"), on_stages("1", "8", "stages-jax-0.12")
     shared = older.keys() & newer.keys()
-    assert all(abs(newer[key]["ms"] / older[key]["ms"] - 1) < 0.02 for key in shared) and len(shared) == 5
+    assert all(abs(newer[key]["ms"] / older[key]["ms"] - 1) < 0.03 for key in shared) and len(shared) == 5
     assert result("stages-jax-0.12")["versions"]["jaxlib"].startswith("0.12.")
+
+
+@pytest.mark.claim("stages-experts")
+def test_experts_on_stages_are_faster_than_all_but_saving():
+    _, measured = on_stages("1", "8", "stages-moe")
+    assert compared(measured, GATE, SAVED)[0] < 1.02
+    assert all(compared(measured, GATE, other)[0] < 0.9 for other in (RECOMPUTED, ALL_FORWARD, FSDP))
+    least = measured[RECOMPUTED]["temp_gib"]  # of all of ours
+    assert all(of["temp_gib"] >= least for (mode, _), of in measured.items() if mode in stages.OURS)
 
 
 @pytest.mark.claim("accumulated-small-experts", "te-interleaved")

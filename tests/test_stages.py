@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_accumulate import RULES, assert_outlined, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
-from jaxoffload import HostPoolFull, Policy, accumulate, scan, tag, verify
+from jaxoffload import HostPoolFull, Policy, accumulate, compiler_options, scan, tag, verify
 from jaxoffload._engine.chunk import Chunks
 from jaxoffload._engine.interleaved import is_staged
 from jaxoffload._engine.last_rows import Cut, cut
@@ -156,6 +156,28 @@ def test_what_stages_alone_compute_has_the_same_bits(virtual_stages, microbatche
     alone = lambda aux, grads: jax.tree.leaves([aux, of_layers(grads)])
     assert_same_bits(alone(staged_aux, staged_grads), jax.device_get(alone(aux, grads)))
     assert_close([staged_loss, staged_grads], jax.device_get([loss, grads]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("virtual_stages, microbatches", [(1, 2), (1, 5), (1, 14), (2, 4), (2, 14)])
+def test_two_gpus_compute_the_bits_of_one(virtual_stages, microbatches):
+    """Copies to the host and back are real there. Fewest microbatches, some with no loop over ticks, and with one."""
+    weights = 0.03 * normal(0, (8 * virtual_stages, 1024, 1024), jnp.bfloat16)
+    params = {"w": weights, "out": 0.03 * normal(1, (1024, 1024), jnp.bfloat16)}
+    batch = normal(2, (microbatches, 2048, 1024), jnp.bfloat16)
+    step = lambda x, w: (tag(x, "x") + jax.nn.silu(tag(x @ w, "fc1")), None)
+    policy = Policy({"x": "offload", "fc1": "offload"}, min_offload_bytes=0)
+
+    def loss(params, x):
+        y, _ = scan(step, x, params["w"], policy=policy)
+        return jnp.mean((y @ params["out"]).astype(jnp.float32) ** 2)
+
+    how = {"compiler_options": compiler_options()}
+    _, expected = jax.jit(one_by_one(loss, reduction="sum"), **how)(params, batch)
+    staged = accumulate(loss, stages="stage", virtual_stages=virtual_stages, reduction="sum")
+    _, found = on_mesh(staged, (2, 1, 1), (params, batch), **how)
+    assert_same_bits(jax.tree.leaves(found), jax.device_get(jax.tree.leaves(expected)))
 
 
 @cases

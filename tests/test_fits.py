@@ -353,7 +353,10 @@ def test_accumulated_layers_that_differ_have_each_other_to_hide_behind(ends_copy
 
 def test_what_is_written_in_place_is_not_read_whole():
     cache, row = (1000, 100), (1, 100)
-    assert ms(lambda c, x: lax.dynamic_update_slice(c, x, (3, 0)), cache, row) == moved(200)
+    into = lambda f: lambda c, *args: lax.dynamic_update_slice(c, f(*args), (3, 0))
+    for f in (lambda x: x, jnp.tanh):  # the row is read, and written there
+        assert ms(into(f), cache, row) == moved(200)
+    assert ms(into(jnp.dot), cache, row, (100, 100)) == moved(100 + 10_000 + 100, 200)  # a kernel writes elsewhere
     assert ms(lambda c, x: c.at[jnp.array([3])].add(x), cache, row) < moved(1000).expected
 
 

@@ -291,7 +291,7 @@ def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(monkey
             fixed = Policy(variant.residuals or {"*": "recompute"})
             least = plan(step, *args, budget="1TiB", machine=machine, fixed=fixed).curve[0]
             ratio, case = facts["ms"] / (least.ms / count), (virtual, count, name)
-            assert (1 < ratio < 1.14) if name == "all moved" else (0.95 < ratio < 1), (case, ratio)
+            assert (1 < ratio < 1.15) if name == "all moved" else (0.97 < ratio < 1.01), (case, ratio)
             within = 0.06 if count == 16 else 0.04
             assert least.bytes / 2**30 == pytest.approx(facts["all_gib"], rel=within), case
             compared += 1

@@ -103,7 +103,10 @@ class _Walk:
         return [array(atom) for atom in jaxpr.outvars]
 
     def in_place(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
-        self.seconds += self.rates.moving(2 * operands[IN_PLACE[eqn.primitive.name]].bytes)
+        """What computes an update writes it in its place; a scatter reads it first."""
+        update, name = operands[IN_PLACE[eqn.primitive.name]], eqn.primitive.name
+        is_read = update.written or name != "dynamic_update_slice"
+        self.seconds += self.rates.moving((1 + is_read) * update.bytes)
         return operands[:1]
 
     def equation(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:

@@ -91,7 +91,8 @@ def outcome(
         kept = (stack.layers - n.rest) * cost.kept - n.layers * of.sum + n.rest * other.kept + cost.once
         residuals += sets * kept
         held = _in_flight(pieces, n) if stack.schedule else sets
-        in_flight = cost.working + np.int64(held * of.sum * n.offload)
+        in_flight = np.where(n.offload, np.minimum(cost.working, cost.staying + of.sum), cost.staying)
+        in_flight += np.int64(held * of.sum * n.offload)
         working = np.maximum(working, np.maximum(in_flight, (n.rest > 0) * other.working))
         host += sets * ((n.layers + n.offload) * of.sum + pieces.beyond)  # and a padding row
         copied += n.copying * (stack.runs * of.sum - stack.runs // stack.microbatches * (first.less + last.less))
@@ -110,7 +111,7 @@ class _Rest(NamedTuple):
 
     @classmethod
     def of(cls, costs: Sequence[LayerCost]) -> "_Rest":
-        return cls(*(np.array([getattr(c, name) for c in costs])[:, None] for name in ("seconds", "kept", "working")))
+        return cls(*(np.array([getattr(c, name) for c in costs])[:, None] for name in ("seconds", "kept", "staying")))
 
 
 def _counts(step: Step, stack: Stack, moving: Any, layers: Any, save: bool) -> Counts:

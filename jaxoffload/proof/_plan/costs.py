@@ -37,7 +37,8 @@ class LayerCost(NamedTuple):
       forward, backward: seconds, with what runs again.
       device: bytes per device that stay there, whatever is moved; `once`: those of what is the same in all layers.
       movable: bytes per device of each unit that may go to the host.
-      working: bytes per device while it runs.
+      working: bytes per device while it runs, with a row of all that may go to the host; `staying`: if all stays on the
+        device, where what is fused reads it in its stack.
       alone: where `accumulate` interleaves its passes.
       beyond: on pipeline stages, by the number of layers of a chunk that offload: bytes per device of each unit that
         the pieces of the last one's row take beyond a row.
@@ -49,6 +50,7 @@ class LayerCost(NamedTuple):
     once: int
     movable: Mapping[Unit, int]
     working: int
+    staying: int
     alone: Alone | None = None
     beyond: Mapping[Unit, Sequence[int]] = MappingProxyType({})
 

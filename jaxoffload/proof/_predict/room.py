@@ -138,15 +138,20 @@ def step_room(
     return Room(walk.layer, walk.loop), Most(**most)
 
 
-def layer_room(layer: Passes, forward: Straight, like: Divisions, one_kernel: Collection[str]) -> int:
+def layer_room(
+    layer: Passes, forward: Straight, like: Divisions, one_kernel: Collection[str], stays: bool = False
+) -> int:
     """Return the most bytes per device that a layer of a scan has at once, in either pass, with what it keeps.
 
-    `forward`: its forward pass.
+    Args:
+      forward: its forward pass.
+      stays: whether all that it keeps stays on the device, where what is fused reads it in its stack.
     """
     walk, reverse = _Walk(like, one_kernel), straight(layer.backward)
     carry = forward.inputs[layer.consts : layer.consts + layer.carry]
-    given = zip(reverse.inputs, layer.kept, strict=False)
-    kept = [x for x, k in given if k.place in ("host", "device")]
+    kept = [x for x, k in zip(reverse.inputs, layer.kept, strict=False) if k.place in ("host", "device")]
+    if stays:
+        walk.nothing |= set(kept) - walk.taken(reverse)
     return max(walk.peak(forward, carry), walk.peak(reverse, [*kept, *reverse.inputs[len(layer.kept) :]]))
 
 
@@ -231,6 +236,12 @@ class _Walk:
             last |= dict.fromkeys(reads[-1], number)
         last |= dict.fromkeys(roots(values(program.outputs)), len(program.ops))
         return _Lives(same, stored, reads, last)
+
+    def taken(self, program: Straight) -> set[Buffer]:
+        """Return the values that a kernel or a loop takes."""
+        same = self.lives(program).same
+        kernels = [op for op in program.ops if self.kind(op) == "kernel"]
+        return {same.get(a, a) for op in kernels for a in op.operands if a}
 
     def size(self, program: Straight, buffer: Buffer) -> int:
         if on_host(buffer.aval) or not hasattr(buffer.aval, "dtype") or buffer in self.nothing:

@@ -1,7 +1,6 @@
 """What one layer costs that keeps certain names."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -94,15 +93,15 @@ class Oracle:
             movable[unit] = movable.get(unit, 0) + size
             residuals[kept.rows] = residuals.get(kept.rows, 0) + size
         written, read = self._copied(layer, forward, again.taken)
-        room = functools.partial(layer_room, layer, forward, self.like, self.one_kernel)
+        working, staying = layer_room(layer, forward, self.like, self.one_kernel)
         return LayerCost(
             forward=known.seconds + self.rates.moving(2 * written),
             backward=again.seconds + self.rates.moving(2 * read),
             device=sum(shares_of(forward, layer.kept, "device")),
             once=sum(shares_of(forward, layer.kept, "once")),
             movable=movable,
-            working=room() + self.excess,
-            staying=room(stays=True) + self.excess,
+            working=working + self.excess,
+            staying=staying + self.excess,
             alone=self._alone(layer, residuals, found.spare.devices) if found.spare else None,
             beyond=self._beyond(layer, forward, found.stack.layers) if found.stack.schedule else {},
         )

@@ -138,21 +138,19 @@ def step_room(
     return Room(walk.layer, walk.loop), Most(**most)
 
 
-def layer_room(
-    layer: Passes, forward: Straight, like: Divisions, one_kernel: Collection[str], stays: bool = False
-) -> int:
-    """Return the most bytes per device that a layer of a scan has at once, in either pass, with what it keeps.
+def layer_room(layer: Passes, forward: Straight, like: Divisions, one_kernel: Collection[str]) -> tuple[int, int]:
+    """Return the most bytes per device that a layer of a scan has at once, in either pass: with a row of all that it
+    keeps, and if all of that stays in stacks on the device, where what is fused reads it.
 
-    Args:
-      forward: its forward pass.
-      stays: whether all that it keeps stays on the device, where what is fused reads it in its stack.
+    `forward`: its forward pass.
     """
     walk, reverse = _Walk(like, one_kernel), straight(layer.backward)
-    carry = forward.inputs[layer.consts : layer.consts + layer.carry]
     kept = [x for x, k in zip(reverse.inputs, layer.kept, strict=False) if k.place in ("host", "device")]
-    if stays:
-        walk.nothing |= set(kept) - walk.taken(reverse)
-    return max(walk.peak(forward, carry), walk.peak(reverse, [*kept, *reverse.inputs[len(layer.kept) :]]))
+    given = [*kept, *reverse.inputs[len(layer.kept) :]]
+    begin = walk.peak(forward, forward.inputs[layer.consts : layer.consts + layer.carry])
+    with_rows = walk.peak(reverse, given)
+    walk.nothing |= set(kept) - walk.taken(reverse)
+    return max(begin, with_rows), max(begin, walk.peak(reverse, given))
 
 
 class _Lives(NamedTuple):

@@ -271,80 +271,83 @@ def on_stages(virtual, count, name="stages"):
     return found["ratios"], others | ran
 
 
-def compared(measured, moved, other):
+def against(measured, moved, other):
     """Return the step time, and the memory, of what our stages move, by those of another (mode, options)."""
     return tuple(measured["offload", moved][key] / measured[other][key] for key in ("ms", "temp_gib"))
 
 
 GATE, INPUTS_TOO = "gate moved, the rest saved", "layer_input and gate moved, the rest saved"
-FEW, SAVED, RECOMPUTED = (
-    "up and mlp_input recomputed, the rest moved",
-    ("saved", "all saved"),
-    ("recomputed", "everything"),
-)
+MOST = "up and mlp_input recomputed, the rest moved"
+SAVED, RECOMPUTED = ("saved", "all saved"), ("recomputed", "everything")
 ALL_FORWARD, FSDP = ("all_forward", "overlap no barriers"), ("fsdp", "all moved")
-SCHEDULES = [(virtual, count) for virtual in "12" for count in ("8", "16")]
 
 
 @pytest.mark.claim("stages-measured")
-def test_stages_that_move_gates_are_faster_than_all_but_saving():
-    for virtual, count in SCHEDULES:
-        ratios, measured = on_stages(virtual, count)
-        assert ratios["offload/saved"] < 1.025
-        for name, memory in (GATE, 0.8), (INPUTS_TOO, 0.74):
-            time, gib = compared(measured, name, SAVED)
-            assert time < 1.03 and gib < memory
-            assert all(
-                compared(measured, name, other)[0] < bound
-                for other, bound in ((RECOMPUTED, 0.87), (ALL_FORWARD, 0.83), (FSDP, 0.93))
-            )
-        if count == "16":
-            assert compared(measured, INPUTS_TOO, ALL_FORWARD)[1] < 0.93
-        if (virtual, count) == ("1", "8"):
-            assert 0.997 < ratios["freed/predicted"] < 1.003
+@pytest.mark.parametrize(
+    "virtual, count, freed", [("1", "8", 3e-3), ("1", "16", 4e-3), ("2", "8", 5e-3), ("2", "16", 3e-3)]
+)
+def test_stages_that_move_gates_are_faster_than_all_but_saving(virtual, count, freed):
+    ratios, measured = on_stages(virtual, count)
+    assert ratios["offload/saved"] < 1.025 and abs(ratios["freed/predicted"] - 1) < freed
+    saved, recomputed = (1.025, 0.86) if virtual == "1" else (1.03, 0.87)
+    slower = (SAVED, saved), (RECOMPUTED, recomputed), (ALL_FORWARD, 0.83), (FSDP, 0.93)
+    for name, memory in (GATE, 0.8), (INPUTS_TOO, 0.74):
+        assert all(against(measured, name, other)[0] < bound for other, bound in slower)
+        assert against(measured, name, SAVED)[1] < memory
+    assert against(measured, INPUTS_TOO, ALL_FORWARD)[1] < (0.93 if count == "16" else 1.12)
 
 
 @pytest.mark.claim("stages-in-less")
-@pytest.mark.parametrize("name, schedules", [("stages", SCHEDULES), ("stages-jax-0.12", [("1", "8")])])
-def test_stages_that_move_most_are_faster_than_recomputation_in_less_memory(name, schedules):
-    for virtual, count in schedules:
-        _, measured = on_stages(virtual, count, name)
-        time, memory = compared(measured, FEW, RECOMPUTED)
-        assert time < 0.97 and memory < 0.94
-        assert compared(measured, "all moved", RECOMPUTED)[0] > 1
+@pytest.mark.parametrize(
+    "name, virtual, count, bound",
+    [
+        ("stages", "1", "8", 0.95),
+        ("stages", "1", "16", 0.95),
+        ("stages", "2", "8", 0.97),
+        ("stages", "2", "16", 0.95),
+        ("stages-jax-0.12", "1", "8", 0.95),
+    ],
+)
+def test_stages_that_move_most_are_faster_than_recomputation_in_less_memory(name, virtual, count, bound):
+    _, measured = on_stages(virtual, count, name)
+    time, memory = against(measured, MOST, RECOMPUTED)
+    assert time < bound and memory < 0.93
+    assert against(measured, "all moved", RECOMPUTED)[0] > 1
 
 
 @pytest.mark.claim("stages-bubble")
 def test_more_microbatches_on_stages_take_no_more_memory_and_idle_as_long_as_the_formula_says():
     bubbles = [bubble for of in result("stages")["virtual_stages"].values() for bubble in of["bubble"].values()]
     assert len(bubbles) == 5 and all(0.95 < of["measured"] / of["by the formula"] < 1.05 for of in bubbles)
-    of = {count: on_stages("1", count)[1] for count in ("4", "8", "16")}
-    for key, least in of["4"].items():
-        assert all(of[more][key]["temp_gib"] < 1.01 * least["temp_gib"] for more in ("8", "16"))
+    few, more, most = (on_stages("1", count)[1] for count in ("4", "8", "16"))
+    for key, least in few.items():
+        assert more[key]["temp_gib"] < 1.01 * least["temp_gib"] and most[key]["temp_gib"] < least["temp_gib"]
 
 
 @pytest.mark.claim("stages-virtual")
 def test_virtual_stages_are_faster_unless_the_bus_is_full():
     for count in ("8", "16"):
         (_, one), (_, two) = on_stages("1", count), on_stages("2", count)
-        for key in [("offload", GATE), ("offload", INPUTS_TOO), ("offload", FEW), SAVED, RECOMPUTED]:
+        for key in [("offload", GATE), ("offload", INPUTS_TOO), ("offload", MOST), SAVED, RECOMPUTED]:
             assert two[key]["ms"] < one[key]["ms"]
         assert two["offload", "all moved"]["ms"] > one["offload", "all moved"]["ms"]
 
 
 @pytest.mark.claim("stages-newer-jax")
 def test_stages_take_as_long_with_a_newer_jax():
+    """But those that move everything, which gained most when idle stages began to wait."""
     (_, older), (_, newer) = on_stages("1", "8"), on_stages("1", "8", "stages-jax-0.12")
-    shared = older.keys() & newer.keys()
-    assert all(abs(newer[key]["ms"] / older[key]["ms"] - 1) < 0.03 for key in shared) and len(shared) == 5
+    ratios = {key: newer[key]["ms"] / older[key]["ms"] for key in older.keys() & newer.keys()}
+    assert 1.02 < ratios.pop(("offload", "all moved")) < 1.03
+    assert all(abs(ratio - 1) < 0.02 for ratio in ratios.values()) and len(ratios) == 4
     assert result("stages-jax-0.12")["versions"]["jaxlib"].startswith("0.12.")
 
 
 @pytest.mark.claim("stages-experts")
 def test_experts_on_stages_are_faster_than_all_but_saving():
     _, measured = on_stages("1", "8", "stages-moe")
-    assert compared(measured, GATE, SAVED)[0] < 1.02
-    assert all(compared(measured, GATE, other)[0] < 0.9 for other in (RECOMPUTED, ALL_FORWARD, FSDP))
+    assert against(measured, GATE, SAVED)[0] < 1.02
+    assert all(against(measured, GATE, other)[0] < 0.9 for other in (RECOMPUTED, ALL_FORWARD, FSDP))
     least = measured[RECOMPUTED]["temp_gib"]  # of all of ours
     assert all(of["temp_gib"] >= least for (mode, _), of in measured.items() if mode in stages.OURS)
 

@@ -157,15 +157,16 @@ def gated(x, w):
 
 @pytest.mark.claim("plan-memory")
 @pytest.mark.parametrize(
-    "virtual_stages, data, microbatches",
+    "virtual_stages, data, microbatches, within",
     [
-        pytest.param(1, 1, 11, id="a loop over ticks"),
-        pytest.param(2, 2, 12, id="virtual stages"),
-        pytest.param(2, 2, 9, id="virtual stages, no loop"),
-        pytest.param(1, 1, 9, id="no loop", marks=pytest.mark.xfail(strict=True, reason="XLA plans 18 % more")),
+        pytest.param(1, 1, 11, 1 / 8, id="a loop over ticks"),
+        pytest.param(2, 2, 12, 1 / 8, id="virtual stages"),
+        pytest.param(2, 2, 9, 1 / 8, id="virtual stages, no loop"),
+        pytest.param(1, 1, 9, 1 / 8, id="no loop", marks=pytest.mark.xfail(strict=True, reason="XLA plans 18 % more")),
+        pytest.param(1, 1, 9, 1 / 5, id="no loop, within a fifth"),
     ],
 )
-def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data, microbatches):
+def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data, microbatches, within):
     monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
     mesh = Mesh(np.array(described(2 * data)).reshape(2, data), ("stage", "data"))
 
@@ -189,4 +190,4 @@ def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_st
         curve = make(budget="100GiB").curve
         for point in (curve[0], curve[-1]):
             found, planned = make(budget=point.bytes), _compiled.compiled_bytes(step, args, point.policy)
-            assert planned == pytest.approx(found.memory.total, rel=1 / 8)
+            assert planned == pytest.approx(found.memory.total, rel=within)

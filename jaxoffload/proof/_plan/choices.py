@@ -91,8 +91,8 @@ def outcome(
         kept = (stack.layers - n.rest) * cost.kept - n.layers * of.sum + n.rest * other.kept + cost.once
         residuals += sets * kept
         held = _in_flight(pieces, n) if stack.schedule else sets
-        in_flight = np.where(n.offload, np.minimum(cost.working, cost.staying + of.sum), cost.staying)
-        in_flight += np.int64(held * of.sum * n.offload)
+        moving = of.sum * n.offload
+        in_flight = np.minimum(cost.working, cost.staying + moving) + np.int64(held * moving)
         working = np.maximum(working, np.maximum(in_flight, (n.rest > 0) * other.working))
         host += sets * ((n.layers + n.offload) * of.sum + pieces.beyond)  # and a padding row
         copied += n.copying * (stack.runs * of.sum - stack.runs // stack.microbatches * (first.less + last.less))

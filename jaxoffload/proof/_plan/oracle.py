@@ -93,7 +93,7 @@ class Oracle:
             movable[unit] = movable.get(unit, 0) + size
             residuals[kept.rows] = residuals.get(kept.rows, 0) + size
         written, read = self._copied(layer, forward, again.taken)
-        working, staying = layer_room(layer, forward, self.like, self.one_kernel)
+        working, staying = layer_room(layer, forward, again.taken, self.like, self.one_kernel)
         return LayerCost(
             forward=known.seconds + self.rates.moving(2 * written),
             backward=again.seconds + self.rates.moving(2 * read),

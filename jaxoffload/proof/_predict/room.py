@@ -9,8 +9,9 @@ XLA orders ops otherwise, keeps some values twice, in two layouts or for two ite
 between them. So this is an estimate; only the compiler knows.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -138,18 +139,22 @@ def step_room(
     return Room(walk.layer, walk.loop), Most(**most)
 
 
-def layer_room(layer: Passes, forward: Straight, like: Divisions, one_kernel: Collection[str]) -> tuple[int, int]:
+def layer_room(
+    layer: Passes, forward: Straight, taken: Sequence[bool], like: Divisions, one_kernel: Collection[str]
+) -> tuple[int, int]:
     """Return the most bytes per device that a layer of a scan has at once, in either pass: with a row of all that it
     keeps, and if all of that stays in stacks on the device, where what is fused reads it.
 
-    `forward`: its forward pass.
+    Args:
+      forward: its forward pass.
+      taken: of each operand of its backward pass whether a kernel takes it, which needs a copy of the row.
     """
     walk, reverse = _Walk(like, one_kernel), straight(layer.backward)
-    kept = [x for x, k in zip(reverse.inputs, layer.kept, strict=False) if k.place in ("host", "device")]
-    given = [*kept, *reverse.inputs[len(layer.kept) :]]
+    rows = [x for x, k in zip(reverse.inputs, layer.kept, strict=False) if k.place in ("host", "device")]
+    given = [*rows, *reverse.inputs[len(layer.kept) :]]
     begin = walk.peak(forward, forward.inputs[layer.consts : layer.consts + layer.carry])
     with_rows = walk.peak(reverse, given)
-    walk.nothing |= set(kept) - walk.taken(reverse)
+    walk.nothing |= set(rows).difference(itertools.compress(reverse.inputs, taken))
     return max(begin, with_rows), max(begin, walk.peak(reverse, given))
 
 
@@ -234,12 +239,6 @@ class _Walk:
             last |= dict.fromkeys(reads[-1], number)
         last |= dict.fromkeys(roots(values(program.outputs)), len(program.ops))
         return _Lives(same, stored, reads, last)
-
-    def taken(self, program: Straight) -> set[Buffer]:
-        """Return the values that a kernel or a loop takes."""
-        same = self.lives(program).same
-        kernels = [op for op in program.ops if self.kind(op) == "kernel"]
-        return {same.get(a, a) for op in kernels for a in op.operands if a}
 
     def size(self, program: Straight, buffer: Buffer) -> int:
         if on_host(buffer.aval) or not hasattr(buffer.aval, "dtype") or buffer in self.nothing:

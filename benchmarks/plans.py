@@ -2,11 +2,13 @@
 
     python -m benchmarks.plans predict --machine machines/h200.json [--out benchmarks/results/plans-predicted.json]
     python -m benchmarks.plans measure [--predicted FILE] [--shapes NAME ...] [--out benchmarks/results/plans.json]
+    python -m benchmarks.plans join FILE ... [--out benchmarks/results/plans.json]
 
 The first needs no GPU; its file is committed before the second runs. The budgets are the least that recomputing
 everything is predicted to take and 2 % more, what the fastest choice takes, and the middle. For each shape the second
 measures the plans, the hand-made candidates of the other benchmarks, and `--drawn` policies drawn at random, all in one
-process, in turn. A policy fits in a budget by XLA's plan. What is compared is the plan with the fastest that fits.
+process, in turn; those that are nearly the fastest in their memory more often. A policy fits in a budget by XLA's plan.
+What is compared is the plan with the fastest that fits. The third makes one file of those of several runs.
 """
 
 import argparse
@@ -65,6 +67,8 @@ SHAPES = {
 def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     options = parse()
+    if options.what == "join":
+        return write(options, joined([json.loads(file.read_text()) for file in options.files]))
     if options.what == "predict":
         jax.config.update("jax_num_cpu_devices", max(SHAPES[name].sizes.get("fsdp", 1) for name in options.shapes))
         return predict(options)
@@ -82,6 +86,9 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
+    join = commands.add_parser("join")
+    join.add_argument("files", nargs="+", type=Path)
+    join.add_argument("--out", type=Path, default=Path("benchmarks/results/plans.json"))
     for what, out in (("predict", "plans-predicted"), ("measure", "plans")):
         command = commands.add_parser(what)
         command.add_argument("--out", type=Path, default=Path(f"benchmarks/results/{out}.json"))
@@ -92,7 +99,7 @@ def parse() -> argparse.Namespace:
     measure = commands.choices["measure"]
     measure.add_argument("--predicted", type=Path, default=Path("benchmarks/results/plans-predicted.json"))
     measure.add_argument("--drawn", type=int, default=20, help="policies drawn at random for each shape")
-    measure.add_argument("--rounds", type=int, default=2)
+    measure.add_argument("--rounds", type=int, default=4, help="of the contenders; the others run once")
     return parser.parse_args()
 
 
@@ -237,14 +244,14 @@ def compiled(traced: jax.stages.Lowered) -> tuple[Any, dict[str, Any]]:
 
 
 def timed(shape: Shape, options: argparse.Namespace, steps: dict[str, Any], lines: dict[str, Any], rounds: int) -> None:
-    """Add the median time of each step to its line; one that runs out of memory gets the error."""
+    """Add the median time of each step to its line. After the first round only `contenders` go on."""
     weights, x = initial(shape.case, options)
     if shape.microbatches > 1:
         stack = lambda x: jnp.stack([jnp.roll(x, n) for n in range(shape.microbatches)])
         x = jax.jit(stack, out_shardings=placed(shape.case, options)[1])(x)
     state, spent = (weights, x), {key: [] for key, step in steps.items() if step}
     for number in range(rounds + 1):
-        for key in list(spent):
+        for key in contenders(lines) if number > 1 else list(spent):
             begin = time.perf_counter()
             try:
                 state = jax.block_until_ready(steps[key](*state))
@@ -252,8 +259,15 @@ def timed(shape: Shape, options: argparse.Namespace, steps: dict[str, Any], line
                 sys.exit(f"{key} failed, and took the weights with it: {why}")
             if number:  # the first run fills the pinned pool
                 spent[key].append(1e3 * (time.perf_counter() - begin))
-    for key, times in spent.items():
-        lines[key]["step_ms"] = round(statistics.median(times), 2)
+                lines[key]["step_ms"] = round(statistics.median(spent[key]), 2)
+
+
+def contenders(lines: dict[str, Any]) -> list[str]:
+    """Return the steps that take at most 4 % longer than the fastest in their memory, and the plans."""
+    ran = {key: of for key, of in lines.items() if "step_ms" in of}
+    fastest = lambda gib: min(of["step_ms"] for of in ran.values() if of["device_gib"] <= gib)
+    close = lambda of: of["step_ms"] <= 1.04 * fastest(of["device_gib"])
+    return [key for key, of in ran.items() if close(of) or key.startswith("plan ")]
 
 
 def judged(which: str, found: dict[str, Any], lines: dict[str, Any]) -> dict[str, Any]:
@@ -269,6 +283,23 @@ def judged(which: str, found: dict[str, Any], lines: dict[str, Any]) -> dict[str
             "predicted / planned by XLA": round(found["device_gib"] / mine["device_gib"], 4),
         }
     return result
+
+
+def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the results of several runs as one: of one kind of device, with the same versions and predictions."""
+    first, *others = results
+    for key in ("device", "versions", "commit", "predicted"):
+        if any(result[key] != first[key] for result in others):
+            sys.exit(
+                f"the files differ in {key!r}: {', '.join(map(repr, dict.fromkeys(str(r[key]) for r in results)))}"
+            )
+    measured = [name for result in results for name in result["shapes"]]
+    if twice := {name for name in measured if measured.count(name) > 1}:
+        sys.exit(f"measured more than once: {', '.join(sorted(twice))}")
+    every = {name: of for result in results for name, of in result["shapes"].items()}
+    shapes = {name: every[name] for name in SHAPES if name in every}
+    command = "; ".join(result["command"] for result in results)
+    return first | {"command": command, "shapes": shapes, "summary": summary(shapes)}
 
 
 def summary(shapes: dict[str, Any]) -> dict[str, Any]:

@@ -251,6 +251,28 @@ def test_a_plan_is_judged_by_the_fastest_policy_that_fits():
     assert measures["error of the time: median, most"] == [0.05, 0.1]
 
 
+def test_policies_that_are_nearly_the_fastest_in_their_memory_are_timed_again():
+    line = lambda gib, ms: {"device_gib": gib, "step_ms": ms}
+    lines = {"least": line(9.0, 110.0), "slow": line(10.0, 115.0), "all": line(30.0, 80.0), "close": line(31.0, 83.0)}
+    lines |= {"plan least": line(10.0, 140.0), "large": {"device_gib": 200.0}}
+    assert plans.contenders(lines) == ["least", "all", "close", "plan least"]
+
+
+def test_plans_of_several_runs_are_joined_if_nothing_but_the_shapes_differ():
+    run = {"device": "a GPU", "versions": {"jax": "1"}, "commit": "c", "predicted": "p"}
+    of = lambda *names, **other: (
+        run | {"command": names[0], "shapes": {name: {"budgets": {}} for name in names}} | other
+    )
+    found = plans.joined([of("1b"), of("8b", "70b")])
+    assert list(found["shapes"]) == ["8b", "70b", "1b"] and found["command"] == "1b; 8b"
+    for files, said in (
+        ([of("1b"), of("8b", device="another")], "the files differ in 'device': 'a GPU', 'another'"),
+        ([of("1b", "8b"), of("8b")], "measured more than once: 8b"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            plans.joined(files)
+
+
 def test_policies_are_drawn_alike_each_time_and_half_the_shapes_accumulate():
     assert plans.drawn(dense.CASE, 5) == plans.drawn(dense.CASE, 5)
     assert len(set(plans.drawn(dense.CASE, 20).values())) == 20

@@ -1,6 +1,6 @@
 """Plans against measured policies: step time and memory, predicted and measured, at three budgets for each shape.
 
-    python -m benchmarks.plans predict --machine machines/h200.json [--out benchmarks/results/plans-predicted.json]
+    python -m benchmarks.plans predict --machine machines/h200.json [--out benchmarks/predicted/plans.json]
     python -m benchmarks.plans measure [--predicted FILE] [--shapes NAME ...] [--out benchmarks/results/plans.json]
     python -m benchmarks.plans join FILE ... [--out benchmarks/results/plans.json]
 
@@ -89,15 +89,15 @@ def parse() -> argparse.Namespace:
     join = commands.add_parser("join")
     join.add_argument("files", nargs="+", type=Path)
     join.add_argument("--out", type=Path, default=Path("benchmarks/results/plans.json"))
-    for what, out in (("predict", "plans-predicted"), ("measure", "plans")):
+    for what, folder in (("predict", "predicted"), ("measure", "results")):
         command = commands.add_parser(what)
-        command.add_argument("--out", type=Path, default=Path(f"benchmarks/results/{out}.json"))
+        command.add_argument("--out", type=Path, default=Path(f"benchmarks/{folder}/plans.json"))
         command.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
         command.add_argument("--sizes", type=json.loads, default={}, help="of all shapes, as JSON: for a trial run")
         command.add_argument("--commit", default=peers.head(), help="the commit to record")
     commands.choices["predict"].add_argument("--machine", type=Path, default=Path("machines/h200.json"))
     measure = commands.choices["measure"]
-    measure.add_argument("--predicted", type=Path, default=Path("benchmarks/results/plans-predicted.json"))
+    measure.add_argument("--predicted", type=Path, default=Path("benchmarks/predicted/plans.json"))
     measure.add_argument("--drawn", type=int, default=20, help="policies drawn at random for each shape")
     measure.add_argument("--rounds", type=int, default=4, help="of the contenders; the others run once")
     return parser.parse_args()

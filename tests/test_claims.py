@@ -344,8 +344,9 @@ def test_stages_take_as_long_with_a_newer_jax():
 
 
 @pytest.mark.claim("stages-experts")
-def test_experts_on_stages_are_faster_than_all_but_saving():
-    _, measured = on_stages("1", "8", "stages-moe")
+@pytest.mark.parametrize("count", ["8", "16"])
+def test_experts_on_stages_are_faster_than_all_but_saving(count):
+    _, measured = on_stages("1", count, "stages-moe")
     assert against(measured, GATE, SAVED)[0] < 1.02
     assert all(against(measured, GATE, other)[0] < 0.9 for other in (RECOMPUTED, ALL_FORWARD, FSDP))
     least = measured[RECOMPUTED]["temp_gib"]  # of all of ours

@@ -6,16 +6,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from common import ROOT
+from common import ONE_RATE, ROOT
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoffload import Policy, plan, scan, tag
 from jaxoffload._trial_policy import Trial
-from jaxoffload.proof import Link, Machine
+from jaxoffload.proof import Link
 from jaxoffload.proof._plan import stacks
-from jaxoffload.proof._plan.collectives import Weight, of_layer, weights_of
+from jaxoffload.proof._plan.collectives import Weight, of_layer, relaid_bytes, weights_of
 from jaxoffload.proof._plan.oracle import Oracle, divided
 from jaxoffload.proof._predict.room import divisions
 from models.config import load
@@ -25,7 +25,6 @@ from models.step import program
 pytestmark = pytest.mark.claim("plan-collectives")
 
 LINK = Link(4, (1, 2**40), (4.0, 4.0), (2.0, 2.0), (1.0, 1.0), beside=0.5)  # GB/s
-MACHINE = Machine.from_json((ROOT / "machines/h200.json").read_text())
 LAYERS, B, D, H = 3, 16, 32, 128
 MESH = AbstractMesh((2, 4, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 SPECS = {"in": P(None, "fsdp", "tensor"), "out": P(None, "tensor", "fsdp"), "scale": P()}
@@ -62,9 +61,13 @@ def scan_of(f, *args):
 def test_weights_are_gathered_as_they_are_cast():
     args = arrays()
     found = scan_of(loss, *args)
-    matrix = Weight(bytes=2 * D * H / 2, parts=4, others=2, has_gradient=True)  # bfloat16, half of it: `tensor` stays
-    scale = Weight(bytes=2 * D, parts=1, others=8, has_gradient=True)
-    assert list(weights_of(found, args)) == [matrix, matrix, scale]
+    # bfloat16, half of it: `tensor` stays.
+    matrix = Weight(bytes=2 * D * H / 2, parts=4, others=2, has_gradient=True, relaid=0.0)
+    scale = Weight(bytes=2 * D, parts=1, others=8, has_gradient=True, relaid=0.0)
+    # Of the second matrix the last axis is gathered.
+    relaid = 4 * D * H / 8
+    assert list(weights_of(found, args)) == [matrix, matrix._replace(relaid=relaid), scale]
+    assert relaid_bytes(found, args) == LAYERS * relaid
     forward, backward = of_layer(found, args, 16, LINK)
     gather, scatter = (3 / 4 * D * H / rate for rate in (4e9, 2e9))
     assert forward == pytest.approx(LINK.beside * 2 * gather)
@@ -77,7 +80,7 @@ def test_weights_are_gathered_as_they_are_cast():
 def test_a_step_takes_as_much_longer():
     args, found = arrays(), scan_of(loss, *arrays())
     planned = lambda machine: plan(loss, *args, budget="1GiB", machine=machine, fixed=Policy(min_offload_bytes=0))
-    without, linked = (planned(dataclasses.replace(MACHINE, link=link)) for link in (None, LINK))
+    without, linked = (planned(dataclasses.replace(ONE_RATE, link=link)) for link in (None, LINK))
     more = LAYERS * sum(of_layer(found, args, 16, LINK))
     assert linked.step_ms - without.step_ms == pytest.approx(1e3 * more, abs=1e-5)
     assert linked.policy == without.policy
@@ -157,7 +160,7 @@ def test_a_scan_inside_of_a_shard_map(layer, nested):
 
     of = lambda spec, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(MESH, spec))
     args = of(P(), LAYERS, D, D), of(P("data"), B, D)
-    machine = dataclasses.replace(MACHINE, hbm_gb_s=1e9, gemm_tflops=1e9, link=LINK)
+    machine = dataclasses.replace(ONE_RATE, hbm_gb_s=1e9, gemm_tflops=1e9, link=LINK)
     found = scan_of(loss, *args)
     seconds = stacks.layers_seconds(jax.make_jaxpr(TRIALS[-1].traced(jax.grad(loss)))(*args), machine, 16)
     mean = 1 / 2 * (B // 2 * D * 4) * (1 / 2e9 + 1 / 4e9)  # of half the rows, over two devices

@@ -78,7 +78,7 @@ NONE, BOTH = frozenset(), frozenset({FC1, ACT})
 
 
 def step_of(*stacks, movable=BOTH, **fields):
-    base = {"seconds": 10.0, "arguments": 1000, "other": 500, "less": 100, "elsewhere": 0, "may_stay": 0}
+    base = {"seconds": 10.0, "faster": 0.0, "arguments": 1000, "other": 500, "less": 100, "elsewhere": 0, "may_stay": 0}
     bus = Bus(d2h=100e-9, h2d=50e-9, together=25e-9)  # 100, 50 and 25 bytes per second
     return Step(**base | {"resident": 1, "stacks": stacks, "bus": bus, "movable": movable} | fields)
 
@@ -103,7 +103,9 @@ def test_what_a_scan_costs_by_hand():
     out = outcome_of(step, table, [FC1], 2)
     assert out.ns == (34 + 3 * ((3 - 2) + (6 - 4))) * 10**9
     assert (out.residuals, out.host, out.copied) == (4 * 410 + 3 - 2 * 300, 3 * 300, 3 * 300)
-    assert out.working == 70 + 300  # and what is in flight
+    assert out.working == 40  # the last two layers' 2 * 410 bytes are free when rows come back
+    out = outcome_of(dataclasses.replace(step, resident=0), table, [FC1], 4)
+    assert out.residuals == 4 * 110 + 3 and out.working == 70 + 300  # and what is in flight
     # The last layer keeps both; the one before it neither.
     out = outcome_of(step, table, [FC1, ACT], 2, "recompute", NONE)
     assert out.ns == (10 + 3 * 6 + 7 + 2 * ((4 - 2) + (8 - 4))) * 10**9
@@ -111,7 +113,8 @@ def test_what_a_scan_costs_by_hand():
 
 
 def test_what_stays_on_the_device_is_read_in_its_stack_unless_a_kernel_takes_it():
-    """If two rows go to the host, two more are in flight; and those that are read where they were have places."""
+    """If two rows go to the host, two more are in flight, in the places of the last layer's; and those that are read
+    where they were have places."""
     ways = {
         "fused": lambda gate, up, down: (jax.nn.silu(gate) * up) @ down,
         "taken": lambda gate, up, down: (gate * up) @ down + gate @ down + up @ down,
@@ -131,7 +134,7 @@ def test_what_stays_on_the_device_is_read_in_its_stack_unless_a_kernel_takes_it(
         saves = make(EVERYTHING)
         moves = make(saves.curve[0].bytes)
         grown[way] = (moves.memory.working - saves.memory.working) / (2 * 4096 * 1024)
-    assert grown["taken"] == 2 and 3 < grown["fused"] <= 4
+    assert grown["taken"] == 0 and 1 < grown["fused"] <= 2
 
 
 def test_what_interleaved_microbatches_cost_by_hand():
@@ -144,8 +147,13 @@ def test_what_interleaved_microbatches_cost_by_hand():
     # keep 50 bytes, which is not enough.
     out = outcome_of(step, table, [FC1], 3)
     assert out.ns == int((82 + 4 * (2 * 6 + (3 - 2) + (6 - 4))) * 1e9)
+    faster = dataclasses.replace(step, faster=5.0)  # by sums of gradients in place
+    assert outcome_of(faster, table, [FC1], 3).ns == out.ns - 5 * 10**9
+    assert outcome_of(faster, table, [], 0).ns == outcome_of(step, table, [], 0).ns
     assert out.residuals == 2 * (4 * 410 + 3 - 3 * 300) and out.host == 2 * 4 * 300
-    assert out.other == 500 - 100 and out.working == 70 + 2 * 300
+    assert out.other == 500 - 100 and out.working == 40
+    out = outcome_of(dataclasses.replace(step, resident=0), table, [FC1], 4)
+    assert out.residuals == 2 * (4 * 110 + 3) and out.working == 70 + 2 * 300
     # Alone, `accumulate` takes a forward pass for 2 ns and a backward pass for 4, in which it copies 106 and 212 bytes.
     # With room for fc1 it stays, in the first and in the last microbatch, and the 100 bytes of act are copied.
     residuals = (FC1, 300), (ACT, 100)
@@ -361,8 +369,9 @@ def test_microbatches_have_two_sets_of_stacks():
     w, x = arrays()
     xs = jax.ShapeDtypeStruct((4, *x.shape), x.dtype)
     step = lambda of: lambda w, xs: accumulate(of)(w, xs)
-    everything = planned(w, xs, f=step(loss))
-    assert everything.host == 0
+    everything, without_host = (planned(w, xs, f=step(loss), host_budget=host) for host in (EVERYTHING, 0))
+    # If nothing moves, microbatches do not interleave, and their gradients are added up one after another.
+    assert without_host.host == 0 < everything.host and everything.step_ms < without_host.step_ms
     fixed = dataclasses.replace(ALL, residuals={"fc1": "offload"})
     least = planned(w, xs, f=step(loss), fixed=fixed, budget=planned(w, xs, f=step(loss), fixed=fixed).curve[0].bytes)
     assert least.policy.offload_layers == "all"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import ROOT, auto_mesh
+from common import ONE_RATE, ROOT, auto_mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxoffload import Policy, accumulate, proof, scan, tag
@@ -16,7 +16,7 @@ from jaxoffload._engine.interleaved import interleaved_p
 from jaxoffload._engine.layer import shares
 from jaxoffload._engine.walk import walk
 from jaxoffload._trial_policy import Trial
-from jaxoffload.proof import Bus, Machine, fits
+from jaxoffload.proof import Bus, fits
 from jaxoffload.proof._plan.choices import alone, units_of
 from jaxoffload.proof._plan.ends import Counts, Moves, again_of, ends
 from jaxoffload.proof._plan.patterns import policy_for
@@ -25,8 +25,7 @@ from models.train import step_for
 
 pytestmark = pytest.mark.claim("plan-ends")
 
-H200 = Machine.from_json((ROOT / "machines/h200.json").read_text())
-SLOW = dataclasses.replace(H200, one=Bus(20.0, 16.0, 12.0))  # GB/s
+SLOW = dataclasses.replace(ONE_RATE, one=Bus(20.0, 16.0, 12.0))  # GB/s
 LAYERS, D, H, ROWS = 8, 4096, 14336, 16384
 shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 
@@ -83,7 +82,7 @@ def of_the_step(f, args):
     """Of each scan and each end: bytes of a layer that stay, bytes that are not copied, and how many seconds longer its
     backward pass takes on an H200."""
     (params,) = interleaved(f, args)
-    seconds = lambda loops: cost(loops.segments[0].backward, H200).seconds
+    seconds = lambda loops: cost(loops.segments[0].backward, ONE_RATE).seconds
     found = []
     for between, *of_ends in zip(params["loops"], params["first"], params["last"], strict=True):
         for end in of_ends:
@@ -93,7 +92,7 @@ def of_the_step(f, args):
 
 
 def of_the_plan(f, args, fixed):
-    traced = _traced(f, args, fixed, H200, (), 2**62)
+    traced = _traced(f, args, fixed, ONE_RATE, (), 2**62)
     step, kept = traced.step, max(traced.table, key=len)
     units, moved = units_of(traced.table[kept]), [[True] * len(units_of(traced.table[kept]))]
     layers = np.array([[LAYERS]])  # that copy, and resident ones with them
@@ -161,7 +160,7 @@ def layers_ms(f, args, machine):
 READ = {"gated": 2 * ROWS * D, "narrow": 2 * ROWS * 3 * D, "some of it": 2 * ROWS * 3 * D}
 
 
-@pytest.mark.parametrize("machine", [H200, SLOW], ids=["fast", "slow"])
+@pytest.mark.parametrize("machine", [ONE_RATE, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize("microbatches", [2, 3])
 @pytest.mark.parametrize("case", READ)
 def test_the_step_takes_as_long_as_fits_says(case, microbatches, machine):
@@ -173,10 +172,12 @@ def test_the_step_takes_as_long_as_fits_says(case, microbatches, machine):
         here = dataclasses.replace(machine, fused_gb_s=fused_gb_s)
         traced = _traced(f(Policy()), args, fixed, here, (), 2**62)
         choice = max(traced.curve, key=lambda choice: choice.layers)
-        assert choice.layers == LAYERS and choice.moved
+        assert choice.layers == LAYERS - 1 and choice.moved  # with the last one, too, no memory would be won
+        ns = alone(traced.step, traced.table, choice._replace(layers=LAYERS)).ns
         (cost_of_layer,) = traced.table[choice.kept]
         copied_ms = 1e3 * microbatches * LAYERS * here.moving(2 * (cost_of_layer.kept + READ[case]))
-        ms, expected = 1e-6 * choice.ns - 1e3 * traced.step.seconds, layers_ms(f(fixed), args, here)
+        ms = 1e-6 * ns - 1e3 * (traced.step.seconds - traced.step.faster)
+        expected = layers_ms(f(fixed), args, here)
         # What two residuals need both is planned to run again for each.
         assert expected - 1e-3 < ms <= 1.04 * expected + copied_ms
 
@@ -190,7 +191,7 @@ def test_llama_copies_and_keeps_what_is_planned(microbatches, smallest):
     override = f"train.grad_accumulation={microbatches}", f"train.batch_size={8 * microbatches}"
     step, args, *_ = step_for(str(ROOT / "configs/llama3-8b.yaml"), *override)
     fixed = Policy(min_offload_bytes=smallest)
-    traced = _traced(step, args, fixed, H200, (), 2**40)
+    traced = _traced(step, args, fixed, ONE_RATE, (), 2**40)
     chosen = [choice for choice in traced.curve if choice.moved]
     for choice in chosen[:: len(chosen) // 4]:
         out, policy = alone(traced.step, traced.table, choice), policy_for(choice, traced.step, traced.table, fixed)

@@ -1,6 +1,8 @@
 """The backend "ragged": `jax.lax.ragged_dot`. It runs everywhere and is the baseline; on GPUs it does G
 times the FLOPs."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,30 +19,24 @@ def refuses(shape: Shape) -> None:
     """Refuse nothing."""
 
 
-@batched_alike
-def forward_float32(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def _forward(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32)
 
 
-def dx_float32(dy: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return forward_float32(dy, w.swapaxes(1, 2), group_sizes)
+def _dx(dy: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return _forward(dy, w.swapaxes(1, 2), group_sizes)
 
 
-@batched_alike
-def dw_float32(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def _dw(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot_general(x, dy, group_sizes, _OVER_ROWS, preferred_element_type=jnp.float32)
 
 
-def forward(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return forward_float32(x, w, group_sizes).astype(x.dtype)
+def _rounded(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """With the first operand's dtype, rounded within the call: a trace shows what the kernels of a GPU store."""
+    return batched_alike(lambda x, *others: f(x, *others).astype(x.dtype))
 
 
-def dx(dy: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return dx_float32(dy, w, group_sizes).astype(dy.dtype)
-
-
-def dw(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return dw_float32(x, dy, group_sizes).astype(x.dtype)
-
+forward_float32, dx_float32, dw_float32 = map(batched_alike, (_forward, _dx, _dw))
+forward, dx, dw = map(_rounded, (_forward, _dx, _dw))
 
 RAGGED = Backend("ragged", refuses, forward, dx, dw)

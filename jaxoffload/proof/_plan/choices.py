@@ -74,7 +74,7 @@ def outcome(
     moves = [Moves.of(cost, units, moved) for cost in costs]
     counts = [_counts(step, stack, of.sum, layers, rest is None) for stack, of in zip(step.stacks, moves, strict=True)]
     beside = np.any([n.offload & (s.microbatches > 1) for s, n in zip(step.stacks, counts, strict=True)], axis=0)
-    seconds = np.full(beside.shape, step.seconds)
+    seconds = step.seconds - step.faster * beside
     residuals, host, copied, working = (np.zeros(beside.shape, np.int64) for _ in range(4))
     of_ends, stay = ends(step, costs, moves, counts, again)
     stacks = zip(step.stacks, costs, moves, counts, of_ends, strict=True)
@@ -88,12 +88,16 @@ def outcome(
             both = _beside(step, stack, cost, of.sum, first, last), _in_turn(step, stack, cost, of.sum)
             exposed = np.where(interleaves, *both)
         seconds += stack.runs * ((stack.layers - n.rest) * cost.seconds + n.rest * other.seconds) + n.copying * exposed
-        kept = (stack.layers - n.rest) * cost.kept - n.layers * of.sum + n.rest * other.kept + cost.once
-        residuals += sets * kept
+        offloading = n.layers * (cost.kept - of.sum) + cost.once
+        others = (stack.layers - n.rest - n.layers) * cost.kept + n.rest * other.kept
+        residuals += sets * (offloading + others)
         held = _in_flight(pieces, n) if stack.schedule else sets
         moving = of.sum * n.offload
         in_flight = np.minimum(cost.working, cost.staying + moving) + np.int64(held * moving)
-        working = np.maximum(working, np.maximum(in_flight, (n.rest > 0) * other.working))
+        # The layers that do not offload are the last ones: what they keep is free again before a row is fetched.
+        in_flight -= 0 if stack.schedule else sets * others
+        working = np.maximum(working, np.maximum(in_flight, cost.staying))
+        working = np.maximum(working, (n.rest > 0) * other.working)
         host += sets * ((n.layers + n.offload) * of.sum + pieces.beyond)  # and a padding row
         copied += n.copying * (stack.runs * of.sum - stack.runs // stack.microbatches * (first.less + last.less))
         copied += stack.runs * pieces.bytes

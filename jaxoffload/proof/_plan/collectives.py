@@ -26,12 +26,17 @@ from .stacks import Found
 
 class Weight(NamedTuple):
     """Weights of one layer: bytes on each device once they are gathered over `parts` devices, and over how many others
-    their gradient is summed."""
+    their gradient is summed.
+
+    `relaid`: bytes per device of what XLA makes a second copy of. It wants the axis that it gathers to be the first one
+    in memory, and lays out the whole stack anew if it is not (jaxlib 0.11.2, 0.12.0).
+    """
 
     bytes: float
     parts: int
     others: int
     has_gradient: bool
+    relaid: float
 
 
 Seconds = tuple[float, float]  # of a layer's forward and of its backward pass
@@ -63,6 +68,12 @@ def of_layer(found: Found, args: Any, devices: int, link: Link | None) -> Second
     return forward * link.beside, backward * link.beside
 
 
+def relaid_bytes(found: Found, args: Any) -> int:
+    """Return the bytes per device of a second copy of weights that XLA makes for a step."""
+    layers = found.stack.layers * found.stack.chunks // found.stack.stages
+    return round(layers * sum(weight.relaid for weight in weights_of(found, args)))
+
+
 def weights_of(found: Found, args: Any) -> Iterator[Weight]:
     """Yield those weights, of the rows of xs that are divided or repeated over the axes of the batch. What divides the
     layers, such as pipeline stages, does not count.
@@ -91,11 +102,13 @@ def _weight(row: Buffer, read: Buffer, sharding: NamedSharding, batch: Mapping[s
     over_batch = math.prod(batch[axis] for axis in _axes(sharding.spec) if axis in batch)
     taken = read.constraint or row.constraint
     parts = max(1, divided // taken.parts) if taken else over_batch
+    gathered = [any(axis in batch for axis in _axes([entry])) for entry in sharding.spec]
     return Weight(
         bytes=nbytes(read.aval) * parts / divided,
         parts=parts,
         others=math.prod(batch.values()) // over_batch,
         has_gradient=perturbed,
+        relaid=nbytes(row.aval) / divided if parts > 1 and any(gathered[1:]) else 0.0,
     )
 
 

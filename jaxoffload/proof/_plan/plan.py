@@ -21,7 +21,7 @@ from .._predict.room import divisions, step_room
 from .._program.results import trace_of
 from . import stacks
 from .choices import Choice, Outcome, alone, fastest
-from .collectives import of_layer, with_collectives
+from .collectives import of_layer, relaid_bytes, with_collectives
 from .compiled import compiled_bytes, refined, refuse_without_gpus
 from .costs import Step, Table
 from .oracle import Oracle, divided
@@ -181,8 +181,10 @@ def _traced(
     of_layers = stacks.layers_seconds(plain, machine, devices)
     step = Step(
         seconds=max(0.0, cost(plain, machine, devices).seconds - of_layers),
+        # One after another, microbatches write their gradients, and read them to add them up.
+        faster=machine.moving(2 * beside.added),
         arguments=sum(_share(leaf) for leaf in jax.tree.leaves(args)),
-        other=max(0, most.layers - room.layer),
+        other=max(0, most.layers - room.layer) + sum(relaid_bytes(each, args) for each in found),
         less=beside.gradients,
         elsewhere=most.elsewhere,
         may_stay=beside.may_stay,

@@ -163,16 +163,17 @@ def held_by_stages(found: list[Found], like: Divisions) -> dict[tuple[int, ...],
 
 
 class Interleaves(NamedTuple):
-    """Bytes per device where `accumulate` interleaves: `gradients` of layers that it adds up in place; `may_stay` where
-    a pass runs alone."""
+    """Bytes per device where `accumulate` interleaves: `gradients` of layers that it adds up in place, `added` in all
+    microbatches together; `may_stay` where a pass runs alone."""
 
     gradients: int
+    added: int
     may_stay: int
 
 
 def interleaves(jaxpr: Jaxpr, like: Divisions) -> Interleaves:
     """Return what the microbatches hold that interleave in a traced step."""
-    gradients = may_stay = 0
+    gradients = added = may_stay = 0
     for site in walk(jaxpr):
         if site.eqn.primitive is in_turn_p:
             what: Interleaved = site.eqn.params["what"]
@@ -180,8 +181,9 @@ def interleaves(jaxpr: Jaxpr, like: Divisions) -> Interleaves:
             lengths = {loops.length for loops in what.loops}
             for aval in itertools.compress(what.loss.jaxpr.in_avals, what.loss.differentiated):
                 size = nbytes(aval) // (like[aval.shape].parts if aval.shape in like else 1)
-                gradients += size * (aval.shape[:1] in {(n,) for n in lengths})
-    return Interleaves(gradients, may_stay)
+                of_layers = size * (aval.shape[:1] in {(n,) for n in lengths})
+                gradients, added = gradients + of_layers, added + of_layers * what.microbatches * site.runs
+    return Interleaves(gradients, added, may_stay)
 
 
 @dataclasses.dataclass(frozen=True)

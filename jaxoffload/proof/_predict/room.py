@@ -9,7 +9,10 @@ XLA orders ops otherwise, keeps some values twice, in two layouts or for two ite
 between them. So this is an estimate; only the compiler knows.
 """
 
+import functools
 import itertools
+import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -163,15 +166,52 @@ class _Lives(NamedTuple):
 
     Attributes:
       same: a view -> the value that it is a view of.
-      stored: the values that are in memory.
+      stores: for each op the values that are in memory from then on: its results, and those that XLA computes in the
+        same kernel.
       reads: for each op the stored values that it reads; none if it stores nothing itself.
       last: a stored value -> the op that reads it last.
     """
 
     same: dict[Buffer, Buffer]
-    stored: set[Buffer]
+    stores: list[list[Buffer]]
     reads: list[set[Buffer]]
     last: dict[Buffer, int]
+
+
+def _join(stores: list[list[Buffer]], reads: list[set[Buffer]], fused: Sequence[bool]) -> None:
+    """Let each op store what XLA computes in one kernel: results of fused ops that have an operand of their size in
+    common, such as the gradients of a gate and of what it multiplies. The kernel runs when it has all that it reads."""
+    size = lambda buffer: math.prod(buffer.aval.shape)
+    behind: dict[Buffer, int] = {}  # the ops that a value comes from, as bits
+    begins: dict[Buffer, int] = {}
+    kernels: list[tuple[set[Buffer], list[int]]] = []  # what each reads in common, and its ops
+    for number, (results, read) in enumerate(zip(stores, reads, strict=True)):
+        before = functools.reduce(operator.or_, (behind.get(r, 0) for r in read), 0)
+        behind |= dict.fromkeys(results, before | 1 << number)
+        begins |= dict.fromkeys(results, number)
+        if fused[number] and results:
+            large = {r for r in read if size(r) == size(results[0]) > 1}
+            others = [of for of in kernels if large & of[0] and not any(before >> n & 1 for n in of[1])]
+            for common, ops in others[:1]:
+                common |= large
+                ops.append(number)
+            kernels += [] if others else [(large, [number])]
+    for _, ops in kernels:
+        if len(ops) > 1:
+            ready = max(begins.get(r, -1) for n in ops for r in reads[n])
+            _store_at(min(n for n in ops if n > ready), ops, stores, reads)
+
+
+def _store_at(at: int, ops: Sequence[int], stores: list[list[Buffer]], reads: list[set[Buffer]]) -> None:
+    """Move to one op what these store and read; who reads that earlier does so right after it."""
+    results, read = [r for n in ops for r in stores[n]], set[Buffer]().union(*(reads[n] for n in ops))
+    for n in ops:
+        stores[n], reads[n] = [], set()
+    stores[at], reads[at] = results, read
+    for n in range(at):
+        if early := reads[n].intersection(results):
+            reads[n] -= early
+            reads[at + 1] |= early
 
 
 class _Walk:
@@ -231,14 +271,17 @@ class _Walk:
             return found
 
         reads: list[set[Buffer]] = []
-        last: dict[Buffer, int] = {}
-        for number, op in enumerate(program.ops):
+        stores = [[r for r in op.results if r in stored] for op in program.ops]
+        for op, of_op in zip(program.ops, stores, strict=True):
             read = roots(values(op.operands))
             behind |= dict.fromkeys([r for r in op.results if r not in stored], read)
-            reads.append(read if stored.intersection(op.results) else set())
-            last |= dict.fromkeys(reads[-1], number)
+            reads.append(read if of_op else set())
+        _join(stores, reads, [self.kind(op) == "fused" for op in program.ops])
+        last: dict[Buffer, int] = {}
+        for number, read in enumerate(reads):
+            last |= dict.fromkeys(read, number)
         last |= dict.fromkeys(roots(values(program.outputs)), len(program.ops))
-        return _Lives(same, stored, reads, last)
+        return _Lives(same, stores, reads, last)
 
     def size(self, program: Straight, buffer: Buffer) -> int:
         if on_host(buffer.aval) or not hasattr(buffer.aval, "dtype") or buffer in self.nothing:
@@ -258,7 +301,7 @@ class _Walk:
         alive = {a: self.size(program, a) for a in state}
         most = sum(alive.values())
         for number, op in enumerate(program.ops):
-            results = {r: self.size(program, r) for r in op.results if r in lives.stored}
+            results = {r: self.size(program, r) for r in lives.stores[number]}
             ends = {a for a in lives.reads[number] if lives.last[a] == number and a in alive}
             before = self.layers_seen
             if results:
@@ -284,7 +327,8 @@ class _Walk:
             return self.iteration(op, first, carry) + rows - sum(s for a, s in ends.items() if a in handed_over)
         branches = nested(op.eqn) if op.eqn.primitive is cond_p else ()
         inside = max((self.peak(straight(b, _OPENED), ()) for b in branches), default=0)
-        overwritten = [size for size in ends.values() if size in results.values() and name not in NOT_IN_PLACE]
+        in_place = name not in NOT_IN_PLACE and results.keys() <= set(op.results)
+        overwritten = [size for size in ends.values() if size in results.values() and in_place]
         return inside + sum(results.values()) - max(overwritten, default=0)
 
     def iteration(self, op: Op, first: int, carry: int) -> int:

@@ -136,7 +136,6 @@ NOT_MEASURED = {
     "3 %",  # this and the next three: the bounds of `test_steps_on_two_gpus_take_the_time_and_the_memory_...`
     "15 %",
     "4 %",
-    "6 %",
 }
 
 

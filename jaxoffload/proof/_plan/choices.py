@@ -166,9 +166,8 @@ def _pieces(stack: Stack, cost: LayerCost, of: Moves, n: Counts) -> _Pieces:
 
 
 def _in_flight(pieces: _Pieces, n: Counts) -> Any:
-    """Of how many layers the device holds what goes to the host. Where last rows travel, XLA's plans have up to a layer
-    or two more than are in flight; one is counted."""
-    return np.where(pieces.travel, Schedule.layers_in_flight(np.maximum(1, n.layers)) + 1, 2)
+    """Of how many layers the device holds what goes to the host."""
+    return np.where(pieces.travel, Schedule.layers_in_flight(np.maximum(1, n.layers)), 2)
 
 
 def _in_ticks(step: Step, stack: Stack, cost: LayerCost, size: Any) -> Any:

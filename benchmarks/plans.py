@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import random
+import shlex
 import statistics
 import sys
 import time
@@ -298,7 +299,7 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
         sys.exit(f"measured more than once: {', '.join(sorted(twice))}")
     every = {name: of for result in results for name, of in result["shapes"].items()}
     shapes = {name: every[name] for name in SHAPES if name in every}
-    command = "; ".join(result["command"] for result in results)
+    command = shlex.join(["python", "-m", "benchmarks.plans", "measure", "--shapes", *shapes])
     return first | {"command": command, "shapes": shapes, "summary": summary(shapes)}
 
 

@@ -4,11 +4,13 @@
     python -m benchmarks.plans measure [--predicted FILE] [--shapes NAME ...] [--out benchmarks/results/plans.json]
     python -m benchmarks.plans join FILE ... [--out benchmarks/results/plans.json]
 
-The first needs no GPU; its file is committed before the second runs. The budgets are the least that recomputing
-everything is predicted to take and 2 % more, what the fastest choice takes, and the middle. For each shape the second
-measures the plans, the hand-made candidates of the other benchmarks, and `--drawn` policies drawn at random, all in one
-process, in turn; those that are nearly the fastest in their memory more often. A policy fits in a budget by XLA's plan.
-What is compared is the plan with the fastest that fits. The third makes one file of those of several runs.
+The first needs no GPU. It writes down, for each shape, all choices that no other one beats, with the step time and the
+memory that are predicted from shapes alone; its file is committed before the second runs. That gives `plan` three
+budgets: 2 % more than recomputing everything takes by XLA's plan, what the fastest choice takes, and the middle, and
+lets it compile, so that what it chooses fits. For each shape it measures these plans, the hand-made candidates of the
+other benchmarks, and `--drawn` policies drawn at random, all in one process, in turn; those that are nearly the fastest
+in their memory more often. A policy fits in a budget by XLA's plan. What is compared is the plan with the fastest that
+fits. The third makes one file of those of several runs.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from benchmarks.accumulate import device_gib, placed
 from benchmarks.cases import OVERLAP, Case, Variant
 from benchmarks.steps import initial, loss_of, shardings, start
 from jaxoffload import Policy
-from jaxoffload.proof import Plan
+from jaxoffload.proof._plan.compiled import refined
 
 GIB = 2**30
 
@@ -154,7 +156,7 @@ def variant_of(policy: Policy) -> Variant:
 
 
 def predict(options: argparse.Namespace) -> None:
-    """Write the plans of all shapes."""
+    """Write the choices for all shapes."""
     machine = jaxoffload.proof.Machine.from_json(options.machine.read_text())
     result = peers.provenance("plans", options.commit) | {"machine": json.loads(machine.to_json()), "shapes": {}}
     for name in options.shapes:
@@ -162,26 +164,16 @@ def predict(options: argparse.Namespace) -> None:
         sizes = options_of(shape, options.sizes)
         step, args = step_of(shape, sizes, Variant("ours", {}, OVERLAP)), arguments(shape, sizes)
         begin = time.perf_counter()
-        make = lambda budget, step=step, args=args: jaxoffload.plan(step, *args, budget=budget, machine=machine)
-        everything = make("100TiB")
+        plan = jaxoffload.plan(step, *args, budget="100TiB", machine=machine)
         seconds = time.perf_counter() - begin
-        least, most = everything.curve[0].bytes, everything.memory.total
-        budgets = {"least": round(1.02 * least), "middle": (least + most) // 2, "all": most}
         result["shapes"][name] = {
             "sizes": {key: value for key, value in vars(sizes).items() if key not in ("out", "commit", "steps")},
             "microbatches": shape.microbatches,
             "seconds to plan": round(seconds, 2),
-            "plans": {which: line(make(budget)) for which, budget in budgets.items()},
+            "curve": json.loads(plan.to_json())["curve"],
         }
         write(options, result)
         peers.say(f"{name}: planned in {seconds:.1f} s")
-
-
-def line(plan: Plan) -> dict[str, Any]:
-    """Return what is recorded of a plan."""
-    read = json.loads(plan.to_json())
-    keys = ("policy", "step_ms", "memory", "budget", "host", "bus", "limits")
-    return {key: read[key] for key in keys} | {"device_gib": round(plan.memory.total / GIB, 4)}
 
 
 # ------------------------------------------------------------------------------------------------------------- measure
@@ -205,21 +197,60 @@ def measured(name: str, found: dict[str, Any], options: argparse.Namespace) -> d
     """Return step time and memory of the plans and of all other policies of a shape."""
     shape = SHAPES[name]
     sizes = options_of(shape, options.sizes)
-    plans = {which: Policy(**of["policy"]) for which, of in found["plans"].items()}
-    every = {f"plan {which}": variant_of(policy) for which, policy in plans.items()}
-    every |= {"recompute": Variant("ours", {}, OVERLAP)} | shape.case.best
+    every = {"recompute": Variant("ours", {}, OVERLAP)} | shape.case.best
     every |= {"save": Variant("ours", dict.fromkeys(shape.case.all_names, "save"), OVERLAP)}
     every |= {key: variant_of(policy) for key, policy in drawn(shape.case, options.drawn).items()}
+    curve = Curve(shape, sizes, found["curve"])
     traced = [lowered(shape, sizes, variant) for variant in every.values()]
     with ThreadPoolExecutor(max_workers=8) as threads:  # one after another they take most of the time
+        of_all = threads.submit(curve.size, curve.points[-1])
         both = dict(zip(every, threads.map(compiled, traced), strict=True))
+        budgets = budgets_of(both["recompute"][1]["device_gib"], (of_all.result() or 0) / GIB)
+        chosen = dict(zip(budgets, threads.map(curve.chosen, budgets.values()), strict=True))
+    both |= {f"plan {which}": curve.compiled[point] for which, point in chosen.items() if point}
     steps, lines = ({key: of[part] for key, of in both.items()} for part in (0, 1))
     peers.say(f"{name}: compiled, {lines}")
     timed(shape, sizes, steps, lines, options.rounds)
-    return {
-        "budgets": {which: judged(which, of, lines) for which, of in found["plans"].items()},
-        "policies": lines,
-    }
+    judgments = {which: judged(budget, lines.get(f"plan {which}"), lines) for which, budget in budgets.items()}
+    return {"budgets": judgments, "policies": lines}
+
+
+def budgets_of(least: float, most: float) -> dict[str, float]:
+    """Return three budgets in GiB, from what recomputing everything and the fastest choice take."""
+    least = round(1.02 * least, 4)
+    return {"least": least, "middle": round((least + max(most, least)) / 2, 4), "all": round(max(most, least), 4)}
+
+
+class Point(NamedTuple):
+    """A choice on a predicted curve, as `refined` takes it."""
+
+    ns: int
+    device: int
+    host: int
+    number: int
+
+
+class Curve:
+    """The predicted choices for a shape. Each is compiled once."""
+
+    def __init__(self, shape: Shape, sizes: argparse.Namespace, curve: list[dict[str, Any]]):
+        self.shape, self.sizes, self.curve = shape, sizes, curve
+        self.points = [Point(round(1e6 * of["ms"]), of["bytes"], 0, number) for number, of in enumerate(curve)]
+        self.compiled: dict[Point, tuple[Any, dict[str, Any]]] = {}
+
+    def size(self, point: Point) -> int | None:
+        """Return the bytes per device that XLA plans."""
+        if point not in self.compiled:
+            of = self.curve[point.number]
+            step, line = compiled(lowered(self.shape, self.sizes, variant_of(Policy(**of["policy"]))))
+            predicted = {"predicted_ms": round(of["ms"], 2), "predicted_gib": round(of["bytes"] / GIB, 4)}
+            self.compiled[point] = step, line | predicted | {"policy": of["policy"]}
+        gib = self.compiled[point][1].get("device_gib")
+        return None if gib is None else round(gib * GIB)
+
+    def chosen(self, budget: float) -> Point | None:
+        """Return what `plan(compile=True)` chooses for so many GiB."""
+        return refined(self.points, round(budget * GIB), self.size)[0]
 
 
 def lowered(shape: Shape, options: argparse.Namespace, variant: Variant) -> jax.stages.Lowered:
@@ -271,17 +302,17 @@ def contenders(lines: dict[str, Any]) -> list[str]:
     return [key for key, of in ran.items() if close(of) or key.startswith("plan ")]
 
 
-def judged(which: str, found: dict[str, Any], lines: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan for a budget beside the fastest of all policies that fit in it, and beside its prediction."""
-    mine, budget = lines[f"plan {which}"], found["budget"] / GIB
+def judged(budget: float, plan: dict[str, Any] | None, lines: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan for a budget in GiB beside the fastest of all policies that fit in it, and beside its
+    prediction."""
     fitting = {key: of for key, of in lines.items() if "step_ms" in of and of["device_gib"] <= budget}
     best = min(fitting, key=lambda key: fitting[key]["step_ms"], default=None)
-    result = {"budget_gib": round(budget, 4), "best": best, "fits": mine.get("device_gib", 1e9) <= budget}
-    if "step_ms" in mine:
+    result = {"budget_gib": budget, "best": best, "runs": plan is not None and "step_ms" in plan}
+    if plan and best and result["runs"]:
         result |= {
-            "plan / best": round(mine["step_ms"] / fitting[best]["step_ms"], 4) if best and result["fits"] else None,
-            "predicted / measured ms": round(found["step_ms"] / mine["step_ms"], 4),
-            "predicted / planned by XLA": round(found["device_gib"] / mine["device_gib"], 4),
+            "plan / best": round(plan["step_ms"] / fitting[best]["step_ms"], 4),
+            "predicted / measured ms": round(plan["predicted_ms"] / plan["step_ms"], 4),
+            "predicted / planned by XLA": round(plan["predicted_gib"] / plan["device_gib"], 4),
         }
     return result
 
@@ -310,11 +341,10 @@ def summary(shapes: dict[str, Any]) -> dict[str, Any]:
     errors = lambda name: sorted(abs(ratio - 1) for ratio in column(name))
     best, ms, memory = column("plan / best"), errors("predicted / measured ms"), errors("predicted / planned by XLA")
     if not best:
-        return {"plans": len(every), "timed": 0}
+        return {"plans": len(every), "ran": 0}
     return {
         "plans": len(every),
-        "timed": len(best),
-        "fit": sum(of["fits"] for of in every),
+        "ran": sum(of["runs"] for of in every),
         "plan / best, at most": best[-1],
         "plan / best <= 1.01, share": round(sum(ratio <= 1.01 for ratio in best) / len(best), 3),
         "error of the time: median, most": [round(statistics.median(ms), 4), round(ms[-1], 4)],

@@ -231,24 +231,44 @@ def test_the_picture_is_drawn(tmp_path):
 
 
 def test_a_plan_is_judged_by_the_fastest_policy_that_fits():
-    gib = 2**30
+    of_plan = {"device_gib": 9.0, "step_ms": 110.0, "predicted_ms": 99.0, "predicted_gib": 9.9}
     lines = {
-        "plan least": {"device_gib": 9.0, "step_ms": 110.0},
-        "plan all": {"device_gib": 31.0, "step_ms": 90.0},
+        "plan least": of_plan,
         "hand-made": {"device_gib": 10.0, "step_ms": 100.0},
         "save": {"device_gib": 30.0, "step_ms": 80.0},
         "too large": {"device_gib": 200.0},
     }
-    least = {"budget": 10 * gib, "step_ms": 99.0, "device_gib": 9.9}
-    everything = {"budget": 30 * gib, "step_ms": 90.0, "device_gib": 29.0}
-    found = {which: plans.judged(which, of, lines) for which, of in (("least", least), ("all", everything))}
-    assert found["least"]["best"] == "hand-made" and found["least"]["plan / best"] == 1.1 and found["least"]["fits"]
-    assert found["least"]["predicted / measured ms"] == 0.9 and found["least"]["predicted / planned by XLA"] == 1.1
-    assert not found["all"]["fits"] and found["all"]["plan / best"] is None and found["all"]["best"] == "save"
-    measures = plans.summary({"a shape": {"budgets": found}})
-    assert (measures["plans"], measures["fit"], measures["timed"]) == (2, 1, 1)
+    least = plans.judged(10.0, of_plan, lines)
+    assert least["best"] == "hand-made" and least["plan / best"] == 1.1 and least["runs"]
+    assert least["predicted / measured ms"] == 0.9 and least["predicted / planned by XLA"] == 1.1
+    for plan in (None, {"error": "out of memory"}):
+        everything = plans.judged(30.0, plan, lines)
+        assert not everything["runs"] and everything["best"] == "save" and "plan / best" not in everything
+    measures = plans.summary({"a shape": {"budgets": {"least": least, "all": everything}}})
+    assert (measures["plans"], measures["ran"]) == (2, 1)
     assert measures["plan / best, at most"] == 1.1 and measures["plan / best <= 1.01, share"] == 0
-    assert measures["error of the time: median, most"] == [0.05, 0.1]
+    assert measures["error of the time: median, most"] == measures["error of the memory: median, most"] == [0.1, 0.1]
+
+
+def test_budgets_are_what_recomputing_takes_and_a_little_what_the_fastest_takes_and_the_middle():
+    assert plans.budgets_of(10.0, 20.0) == {"least": 10.2, "middle": 15.1, "all": 20.0}
+    assert plans.budgets_of(10.0, 9.0) == dict.fromkeys(("least", "middle", "all"), 10.2)  # moving is the fastest
+
+
+def test_a_choice_is_compiled_once_and_one_that_does_not_fit_corrects_the_budget(monkeypatch):
+    gib = {"small": 9.0, "middle": 16.0, "large": 20.0}  # by XLA's plan
+    curve = [
+        {"bytes": size * 2**30, "ms": ms, "policy": {"residuals": {name: "save"}}}
+        for name, size, ms in (("small", 9, 30.0), ("middle", 13, 20.0), ("large", 19, 10.0))
+    ]
+    made = []
+    monkeypatch.setattr(plans, "lowered", lambda shape, sizes, variant: [*variant.residuals])
+    monkeypatch.setattr(plans, "compiled", lambda names: (made.append(*names), {"device_gib": gib[names[0]]}))
+    found = plans.Curve(plans.SHAPES["1b"], argparse.Namespace(), curve)
+    names = [found.points.index(found.chosen(budget)) for budget in (20.0, 14.0, 9.0)]
+    assert names == [2, 0, 0] and sorted(made) == ["large", "middle", "small"] and found.chosen(8.0) is None
+    line = found.compiled[found.points[2]][1]
+    assert (line["predicted_ms"], line["predicted_gib"], line["device_gib"]) == (10.0, 19.0, 20.0)
 
 
 def test_policies_that_are_nearly_the_fastest_in_their_memory_are_timed_again():

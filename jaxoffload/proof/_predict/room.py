@@ -3,7 +3,7 @@
 A value lives from the op that computes it to the last that reads it, in the order of the jaxpr. A loop's iteration
 needs the most that lives at once. As in `cost`, all between kernels is fused: what a kernel computes or reads, what is
 reduced and what is returned is stored; what lies between is computed where it is read, and its operands live until
-then.
+then. Results of fused ops that have an operand in common are computed at once.
 
 XLA orders ops otherwise, keeps some values twice, in two layouts or for two iterations at once, and leaves gaps
 between them. So this is an estimate; only the compiler knows.

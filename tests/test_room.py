@@ -63,6 +63,23 @@ def test_a_layer_has_its_residuals_those_of_the_next_and_what_it_computes():
     assert kept.layer <= found.layer
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_results_of_fused_ops_with_an_operand_in_common_are_there_at_once(together):
+    """Though one of them is read before the other one can be computed. Not if that one needs what is read."""
+
+    def f(x, w, u):
+        def body(x, _):
+            a = x @ w
+            c = jnp.sin(a) @ w.T
+            b = (x if together else c) @ u
+            return x + c + (jnp.cos(a) * b) @ w.T, None
+
+        return lax.scan(body, x, None, length=3)[0]
+
+    found = room(f, of(B, D), of(D, H), of(D, H)).loop
+    assert found // WIDE == (4 if together else 2)  # a, b and both results; or a and its sin, then a and b
+
+
 def test_what_one_kernel_computes_elsewhere_stores_nothing_inside():
     S = 128
 

@@ -181,7 +181,7 @@ class _Lives(NamedTuple):
 def _join(stores: list[list[Buffer]], reads: list[set[Buffer]], fused: Sequence[bool]) -> None:
     """Let each op store what XLA computes in one kernel: results of fused ops that have an operand of their size in
     common, such as the gradients of a gate and of what it multiplies. The kernel runs when it has all that it reads."""
-    size = lambda buffer: math.prod(buffer.aval.shape)
+    size = lambda buffer: math.prod(getattr(buffer.aval, "shape", ()))
     behind: dict[Buffer, int] = {}  # the ops that a value comes from, as bits
     begins: dict[Buffer, int] = {}
     kernels: list[tuple[set[Buffer], list[int]]] = []  # what each reads in common, and its ops
@@ -199,7 +199,9 @@ def _join(stores: list[list[Buffer]], reads: list[set[Buffer]], fused: Sequence[
     for _, ops in kernels:
         if len(ops) > 1:
             ready = max(begins.get(r, -1) for n in ops for r in reads[n])
-            _store_at(min(n for n in ops if n > ready), ops, stores, reads)
+            at = min((n for n in ops if n > ready), default=ops[-1])
+            _store_at(at, ops, stores, reads)
+            begins |= dict.fromkeys(stores[at], at)
 
 
 def _store_at(at: int, ops: Sequence[int], stores: list[list[Buffer]], reads: list[set[Buffer]]) -> None:
@@ -211,7 +213,8 @@ def _store_at(at: int, ops: Sequence[int], stores: list[list[Buffer]], reads: li
     for n in range(at):
         if early := reads[n].intersection(results):
             reads[n] -= early
-            reads[at + 1] |= early
+            if at + 1 < len(reads):
+                reads[at + 1] |= early
 
 
 class _Walk:

@@ -57,7 +57,7 @@ def accumulate(
 
     The `scan`s are found in the traced loss, inside jitted functions too; there may be several, of different lengths. A
     `chain`, or a `scan` inside other control flow, runs as it does without `accumulate`. If no `scan` offloads, the
-    microbatches run one after another.
+    microbatches run one after another; gradients are still added where they are made.
 
     Args:
       loss: as for `jax.value_and_grad`: returns a scalar, or a pair of it and a pytree of arrays.
@@ -117,7 +117,7 @@ def accumulate(
     @without_remat3
     def value_and_grad(*args: Any) -> Any:
         call = _call(loss, argnums, has_aux, args)
-        sums, aux = _on_stages(call, _stages(stages, virtual_stages)) or _interleaved(call) or _one_by_one(call)
+        sums, aux = _on_stages(call, _stages(stages, virtual_stages)) or _by_layers(call) or _one_by_one(call)
         value, grads = mean_of(sums, call.microbatches)
         grads = grads[0] if isinstance(argnums, int) else tuple(grads)
         return ((value, aux) if has_aux else value), grads
@@ -293,8 +293,9 @@ def _divided(
     return _Divided(of_one, pieces, fixed, params, varying, operands, jax.tree.structure(of_aux))
 
 
-def _interleaved(call: _Call) -> Any:
-    """The same, interleaved; None where nothing is to be gained by that."""
+def _by_layers(call: _Call) -> Any:
+    """The same, interleaved if something is offloaded; the gradients of layers are added where they are made. None
+    where there are no layers, or one microbatch."""
     if call.microbatches == 1 or is_reference() or jax.config.jax_disable_jit:
         return None
 
@@ -306,10 +307,15 @@ def _interleaved(call: _Call) -> Any:
     pieces, fixed = divided.pieces, divided.fixed
     loops_in = lambda pieces: tuple(scan.loops for scan in pieces.scans)
     gradients = sum(nbytes(v.aval) for v in divided.params)
-    if not _offloads(pieces):
-        return _tried(call, divided, loops_in(pieces), gradients) if says_what_interleaves() else None
-    _refuse_what_does_not_fit(pieces)
-    first, last = ends(pieces, call.microbatches, gradients, lambda eqn, *args: recomputing(*args, **eqn.params))
+    if not pieces.scans:
+        return _warn_of_no_scan()
+    offloads = any(segment.on_host for scan in pieces.scans for segment in scan.loops.segments)
+    if not offloads and says_what_interleaves():
+        return _tried(call, divided, loops_in(pieces), gradients)
+    first = last = pieces
+    if offloads:
+        _refuse_what_does_not_fit(pieces)
+        first, last = ends(pieces, call.microbatches, gradients, lambda eqn, *args: recomputing(*args, **eqn.params))
 
     def run(*operands: Any) -> Any:
         values = dict(zip(fixed, operands, strict=False))
@@ -318,6 +324,8 @@ def _interleaved(call: _Call) -> Any:
         of_first, of_last = (between if end is pieces else made_of(end) for end in (first, last))
         microbatch = functools.partial(divided.microbatch, call, operands[len(fixed) :])
         sums = [filled(jax.typeof(values[v]), 0) for v in divided.params]
+        if not offloads:
+            return interleaved.run_in_turn(between, call.microbatches, microbatch, sums)
         return interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
 
     ends_and_between = loops_in(pieces), loops_in(first), loops_in(last)
@@ -436,12 +444,9 @@ def _refuse_what_does_not_fit(pieces: Pieces) -> None:
         raise HostPoolFull("accumulate", text, need, pool, None, auto_axes())
 
 
-def _offloads(pieces: Pieces) -> bool:
-    """Whether a scan of a loss offloads. Warn if there is none."""
-    if not pieces.scans:
-        warnings.warn(
-            "jaxoffload: accumulate: the loss has no scan of jaxoffload's that the gradient reaches, outside of other "
-            "control flow; the microbatches run one after another",
-            skip_file_prefixes=NOT_THE_USERS,
-        )
-    return any(segment.on_host for scan in pieces.scans for segment in scan.loops.segments)
+def _warn_of_no_scan() -> None:
+    warnings.warn(
+        "jaxoffload: accumulate: the loss has no scan of jaxoffload's that the gradient reaches, outside of other "
+        "control flow; the microbatches run one after another",
+        skip_file_prefixes=NOT_THE_USERS,
+    )

@@ -494,10 +494,13 @@ def test_interleaved_stacks_stay_in_place_whatever_layers_offload(gpu, layers, f
     assert 0 < program.memory_analysis().host_temp_size_in_bytes <= need
 
 
-def test_gradients_are_added_to_their_sums_by_one_kernel(gpu):
-    """It would take three times the memory traffic to copy a row of the sum first."""
+@pytest.mark.claim("accumulated-in-place")
+@pytest.mark.parametrize("decision", ["offload", "save", "recompute"])
+def test_gradients_are_added_to_their_sums_by_one_kernel(gpu, decision):
+    """It would take three times the memory traffic to copy a row of the sum first. There is one set of gradients, and
+    in a loop over microbatches two."""
     d, hidden = 512, 1024
-    policy = Policy({"x": "offload", "h": "offload"}, min_offload_bytes=0)
+    policy = Policy(dict.fromkeys(["x", "h"], decision), min_offload_bytes=0)
 
     def layer(x, w):
         x, (up, down) = tag(x, "x"), (a.astype(jnp.bfloat16) for a in w)
@@ -506,7 +509,14 @@ def test_gradients_are_added_to_their_sums_by_one_kernel(gpu):
     loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=policy)[0].astype(jnp.float32) ** 2)
     w = tuple(jax.ShapeDtypeStruct((LAYERS, *shape), jnp.float32) for shape in ((d, hidden), (hidden, d)))
     xs = jax.ShapeDtypeStruct((4, BATCH, d), jnp.bfloat16)
-    text = compiled(gpu, lambda w, xs: accumulate(loss)(w, xs)[1], w, xs).as_text()
+    program = compiled(gpu, lambda w, xs: accumulate(loss)(w, xs)[1], w, xs)
+    add = lambda w: lambda sums, x: (jax.tree.map(jnp.add, sums, jax.grad(loss)(w, x)), None)
+    zeros = lambda w: jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), w)
+    plain = compiled(gpu, lambda w, xs: jax.lax.scan(add(w), zeros(w), xs)[0], w, xs)
+    here, there = (p.memory_analysis().temp_size_in_bytes for p in (program, plain))
+    gradients = 2 * LAYERS * d * hidden * 4
+    assert decision == "offload" or here < there - 0.9 * gradients
+    text = program.as_text()
     sums = re.compile(rf"= f32\[{LAYERS},({d},{hidden}|{hidden},{d})\]\S* fusion\(")
     rows = re.compile(rf"= f32\[(1,)?({d},{hidden}|{hidden},{d})\]\S* fusion\(")
     assert len(sums.findall(text)) >= 2 and not rows.findall(text)

@@ -84,6 +84,21 @@ def run(
     return [jnp.concatenate(xs) for xs in zip(*results, strict=True)], sums
 
 
+def run_in_turn(
+    made: Make, microbatches: int, arguments: Callable[[Any], Values], sums: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The same, one microbatch after another, with one set of stacks; for what offloads nothing."""
+
+    def step(state: tuple[list[Any], Stacks], number: Any) -> tuple[tuple[list[Any], Stacks], list[Any]]:
+        (sums, stacks), program = state, made()
+        flight, result = alone(forward(program, arguments(number), completed(program, stacks)))
+        sums = alone(backward(program, flight, sums))
+        return lax.optimization_barrier((sums, stacks_of(flight))), result
+
+    (sums, _), results = lax.scan(step, (sums, completed(made(), {})), jnp.arange(microbatches))
+    return results, sums
+
+
 class _State(NamedTuple):
     """Between two bars: the gradients so far, the microbatch between its passes, and stacks that are free."""
 

@@ -74,7 +74,7 @@ def outcome(
     moves = [Moves.of(cost, units, moved) for cost in costs]
     counts = [_counts(step, stack, of.sum, layers, rest is None) for stack, of in zip(step.stacks, moves, strict=True)]
     beside = np.any([n.offload & (s.microbatches > 1) for s, n in zip(step.stacks, counts, strict=True)], axis=0)
-    seconds = step.seconds - step.faster * beside
+    seconds = np.full(beside.shape, step.seconds)
     residuals, host, copied, working = (np.zeros(beside.shape, np.int64) for _ in range(4))
     of_ends, stay = ends(step, costs, moves, counts, again)
     stacks = zip(step.stacks, costs, moves, counts, of_ends, strict=True)
@@ -101,7 +101,7 @@ def outcome(
         host += sets * ((n.layers + n.offload) * of.sum + pieces.beyond)  # and a padding row
         copied += n.copying * (stack.runs * of.sum - stack.runs // stack.microbatches * (first.less + last.less))
         copied += stack.runs * pieces.bytes
-    other_bytes = step.other - step.less * beside + stay
+    other_bytes = step.other + stay
     working = np.maximum(working, step.elsewhere - step.other)
     return Outcome(np.rint(1e9 * seconds).astype(np.int64), residuals, other_bytes, working, host, copied)
 

@@ -106,9 +106,9 @@ class Step:
     """What is the same for all choices.
 
     Attributes:
-      seconds: outside of the layers; `faster`: so many fewer where microbatches interleave.
+      seconds: outside of the layers.
       arguments: bytes per device, as are the others.
-      other: gradients, and what else is there while layers run; `less` of it where microbatches interleave.
+      other: gradients, and what else is there while layers run.
       elsewhere: the most besides arguments and residuals when no layers run, such as while logits are computed.
       may_stay: what `accumulate` may keep on the device where a pass runs alone.
       resident: how many of the last layers never offload.
@@ -118,10 +118,8 @@ class Step:
     """
 
     seconds: float
-    faster: float
     arguments: int
     other: int
-    less: int
     elsewhere: int
     may_stay: int
     resident: int

@@ -179,14 +179,14 @@ def _traced(
     oracle = dataclasses.replace(oracle, excess=room.layer - of_least if room.layer else 0)
     beside = stacks.interleaves(plain, like)
     of_layers = stacks.layers_seconds(plain, machine, devices)
+    # The trial's microbatches write their gradients, and read them again to add them up.
+    added = machine.moving(2 * beside.added)
+    relaid = sum(relaid_bytes(each, args) for each in found)
     step = Step(
-        seconds=max(0.0, cost(plain, machine, devices).seconds - of_layers),
-        # One after another, microbatches write their gradients, and read them to add them up.
-        faster=machine.moving(2 * beside.added),
+        seconds=max(0.0, cost(plain, machine, devices).seconds - of_layers - added),
         arguments=sum(_share(leaf) for leaf in jax.tree.leaves(args)),
-        other=max(0, most.layers - room.layer) + sum(relaid_bytes(each, args) for each in found),
-        less=beside.gradients,
-        elsewhere=most.elsewhere,
+        other=max(0, most.layers - room.layer - beside.gradients) + relaid,
+        elsewhere=max(0, most.elsewhere - beside.gradients),
         may_stay=beside.may_stay,
         resident=fixed.resident_layers,
         stacks=tuple(each.stack for each in found),

@@ -163,8 +163,8 @@ def held_by_stages(found: list[Found], like: Divisions) -> dict[tuple[int, ...],
 
 
 class Interleaves(NamedTuple):
-    """Bytes per device where `accumulate` interleaves: `gradients` of layers that it adds up in place, `added` in all
-    microbatches together; `may_stay` where a pass runs alone."""
+    """Bytes per device of an `accumulate`: `gradients` of layers, which it adds up in place; `added`, those of all
+    microbatches together; `may_stay` where a pass of what it interleaves runs alone."""
 
     gradients: int
     added: int
@@ -172,7 +172,7 @@ class Interleaves(NamedTuple):
 
 
 def interleaves(jaxpr: Jaxpr, like: Divisions) -> Interleaves:
-    """Return what the microbatches hold that interleave in a traced step."""
+    """Return what the microbatches of a traced step hold."""
     gradients = added = may_stay = 0
     for site in walk(jaxpr):
         if site.eqn.primitive is in_turn_p:

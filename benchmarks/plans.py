@@ -5,12 +5,12 @@
     python -m benchmarks.plans join FILE ... [--out benchmarks/results/plans.json]
 
 The first needs no GPU. It writes down, for each shape, all choices that no other one beats, with the step time and the
-memory that are predicted from shapes alone; its file is committed before the second runs. That gives `plan` three
-budgets: 2 % more than recomputing everything takes by XLA's plan, what the fastest choice takes, and the middle, and
-lets it compile, so that what it chooses fits. For each shape it measures these plans, the hand-made candidates of the
-other benchmarks, and `--drawn` policies drawn at random, all in one process, in turn; those that are nearly the fastest
-in their memory more often. A policy fits in a budget by XLA's plan. What is compared is the plan with the fastest that
-fits. The third makes one file of those of several runs.
+memory that are predicted from shapes alone; its file is committed before the second runs. The second has three budgets
+for each shape: 2 % more than recomputing everything takes by XLA's plan, what the fastest choice takes, and the middle.
+For each it finds the plan as `plan(compile=True)` does, among the choices that were written down. It measures these
+plans, the hand-made candidates of the other benchmarks, and `--drawn` policies drawn at random, all in one process, in
+turn; those that are nearly the fastest in their memory more often. A policy fits in a budget by XLA's plan. What is
+compared is the plan with the fastest that fits. The third makes one file of those of several runs.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import random
 import shlex
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -205,10 +206,11 @@ def measured(name: str, found: dict[str, Any], options: argparse.Namespace) -> d
     with ThreadPoolExecutor(max_workers=8) as threads:  # one after another they take most of the time
         of_all = threads.submit(curve.size, curve.points[-1])
         both = dict(zip(every, threads.map(compiled, traced), strict=True))
-        budgets = budgets_of(both["recompute"][1]["device_gib"], (of_all.result() or 0) / GIB)
+        most = min((of_all.result() or 0) / GIB, device_gib())
+        budgets = budgets_of(both["recompute"][1]["device_gib"], most)
         chosen = dict(zip(budgets, threads.map(curve.chosen, budgets.values()), strict=True))
     both |= {f"plan {which}": curve.compiled[point] for which, point in chosen.items() if point}
-    steps, lines = ({key: of[part] for key, of in both.items()} for part in (0, 1))
+    steps, lines = {key: step for key, (step, _) in both.items()}, {key: {**line} for key, (_, line) in both.items()}
     peers.say(f"{name}: compiled, {lines}")
     timed(shape, sizes, steps, lines, options.rounds)
     judgments = {which: judged(budget, lines.get(f"plan {which}"), lines) for which, budget in budgets.items()}
@@ -231,25 +233,27 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """The predicted choices for a shape. Each is compiled once."""
+    """The predicted choices for a shape. Each is compiled once, whatever threads ask for it."""
 
     def __init__(self, shape: Shape, sizes: argparse.Namespace, curve: list[dict[str, Any]]):
         self.shape, self.sizes, self.curve = shape, sizes, curve
         self.points = [Point(round(1e6 * of["ms"]), of["bytes"], 0, number) for number, of in enumerate(curve)]
         self.compiled: dict[Point, tuple[Any, dict[str, Any]]] = {}
+        self.locks = {point: threading.Lock() for point in self.points}
 
     def size(self, point: Point) -> int | None:
         """Return the bytes per device that XLA plans."""
-        if point not in self.compiled:
-            of = self.curve[point.number]
-            step, line = compiled(lowered(self.shape, self.sizes, variant_of(Policy(**of["policy"]))))
-            predicted = {"predicted_ms": round(of["ms"], 2), "predicted_gib": round(of["bytes"] / GIB, 4)}
-            self.compiled[point] = step, line | predicted | {"policy": of["policy"]}
+        with self.locks[point]:
+            if point not in self.compiled:
+                of = self.curve[point.number]
+                step, line = compiled(lowered(self.shape, self.sizes, variant_of(Policy(**of["policy"]))))
+                predicted = {"predicted_ms": round(of["ms"], 2), "predicted_gib": round(of["bytes"] / GIB, 4)}
+                self.compiled[point] = step, line | predicted | {"policy": of["policy"]}
         gib = self.compiled[point][1].get("device_gib")
         return None if gib is None else round(gib * GIB)
 
     def chosen(self, budget: float) -> Point | None:
-        """Return what `plan(compile=True)` chooses for so many GiB."""
+        """Return what `plan(compile=True)` chooses of these for so many GiB."""
         return refined(self.points, round(budget * GIB), self.size)[0]
 
 
@@ -331,7 +335,8 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
     every = {name: of for result in results for name, of in result["shapes"].items()}
     shapes = {name: every[name] for name in SHAPES if name in every}
     command = shlex.join(["python", "-m", "benchmarks.plans", "measure", "--shapes", *shapes])
-    return first | {"command": command, "shapes": shapes, "summary": summary(shapes)}
+    commands = [result["command"] for result in results]
+    return first | {"command": command, "commands": commands, "shapes": shapes, "summary": summary(shapes)}
 
 
 def summary(shapes: dict[str, Any]) -> dict[str, Any]:

@@ -284,10 +284,8 @@ def test_plans_of_several_runs_are_joined_if_nothing_but_the_shapes_differ():
         run | {"command": names[0], "shapes": {name: {"budgets": {}} for name in names}} | other
     )
     found = plans.joined([of("1b"), of("8b", "70b")])
-    assert (
-        list(found["shapes"]) == ["8b", "70b", "1b"]
-        and found["command"] == "python -m benchmarks.plans measure --shapes 8b 70b 1b"
-    )
+    assert list(found["shapes"]) == ["8b", "70b", "1b"] and found["commands"] == ["1b", "8b"]
+    assert found["command"] == "python -m benchmarks.plans measure --shapes 8b 70b 1b"
     for files, said in (
         ([of("1b"), of("8b", device="another")], "the files differ in 'device': 'a GPU', 'another'"),
         ([of("1b", "8b"), of("8b")], "measured more than once: 8b"),

@@ -62,12 +62,13 @@ def test_weights_are_gathered_as_they_are_cast():
     args = arrays()
     found = scan_of(loss, *args)
     # bfloat16, half of it: `tensor` stays.
-    matrix = Weight(bytes=2 * D * H / 2, parts=4, others=2, has_gradient=True, relaid=0.0)
-    scale = Weight(bytes=2 * D, parts=1, others=8, has_gradient=True, relaid=0.0)
+    matrix = Weight(bytes=2 * D * H / 2, parts=4, others=2, has_gradient=True, row=(D, H), relaid=0.0)
+    scale = Weight(bytes=2 * D, parts=1, others=8, has_gradient=True, row=(D,), relaid=0.0)
     # Of the second matrix the last axis is gathered.
     relaid = 4 * D * H / 8
-    assert list(weights_of(found, args)) == [matrix, matrix._replace(relaid=relaid), scale]
-    assert relaid_bytes(found, args) == LAYERS * relaid
+    assert list(weights_of(found, args)) == [matrix, matrix._replace(row=(H, D), relaid=relaid), scale]
+    assert relaid_bytes([found, found], args, 16) == LAYERS * relaid
+    assert relaid_bytes([found], args, 32) == 0  # inside of a shard_map
     forward, backward = of_layer(found, args, 16, LINK)
     gather, scatter = (3 / 4 * D * H / rate for rate in (4e9, 2e9))
     assert forward == pytest.approx(LINK.beside * 2 * gather)

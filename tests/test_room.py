@@ -1,5 +1,7 @@
 """room(): what a loop's iteration needs on the device, by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxoffload import scan, tag
 from jaxoffload._engine.device_bytes import straight
 from jaxoffload.proof import room
+from jaxoffload.proof._predict.room import step_room
 
 B, D, H, V, N = 64, 32, 256, 1024, 3
 STREAM, WIDE, WEIGHT = 4 * B * D, 4 * B * H, 4 * D * H  # bytes of float32
@@ -78,6 +81,17 @@ def test_results_of_fused_ops_with_an_operand_in_common_are_there_at_once(togeth
 
     found = room(f, of(B, D), of(D, H), of(D, H)).loop
     assert found // WIDE == (4 if together else 2)  # a, b and both results; or a and its sin, then a and b
+
+
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_what_a_checkpoint_computes_again_is_in_no_kernel_with_the_first(blocks):
+    block = jax.checkpoint(lambda x, w: x + jnp.sin(x) @ w)
+    loss = lambda ws, x: jnp.sum(functools.reduce(block, ws, x) ** 2)
+    side = 256
+    jaxpr = jax.make_jaxpr(jax.grad(loss))([of(side, side)] * blocks, of(64 * side, side)).jaxpr
+    _, most = step_room(jaxpr, {}, ())
+    # Their inputs, and of one block what it computes again, two cotangents and what it adds to one.
+    assert blocks < most.elsewhere / (64 * side * side * 4) < blocks + 4
 
 
 def test_what_one_kernel_computes_elsewhere_stores_nothing_inside():

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
-from jax.extend.core.primitives import device_put_p, name_p, sharding_constraint_p
+from jax.extend.core.primitives import device_put_p, name_p, remat_p, sharding_constraint_p
 from jax.sharding import AxisType, NamedSharding
 
 from .._jax import BARRIER, OPENED, PASSING, SHARD_MAP, nbytes
@@ -163,7 +163,8 @@ class _Opening:
                     if found.parts > 1 or not _leaves_axes(eqn):
                         operand.constrain(found)
             self.depth += name == SHARD_MAP
-            inside = self.through(body[0], operands, f"{scope}/{name}")
+            which = len(self.ops) if eqn.primitive is remat_p else ""  # tells checkpoints apart
+            inside = self.through(body[0], operands, f"{scope}/{name}{which}")
             self.depth -= name == SHARD_MAP
             return inside
         if eqn.primitive is name_p and operands[0]:

@@ -32,7 +32,7 @@ def _dw(x: jax.Array, dy: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def _rounded(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """With the first operand's dtype, rounded within the call: a trace shows what the kernels of a GPU store."""
+    """Round the result to the first operand's dtype within the call, so that a trace shows what kernels store."""
     return batched_alike(lambda x, *others: f(x, *others).astype(x.dtype))
 
 

@@ -89,13 +89,15 @@ def outcome(
             exposed = np.where(interleaves, *both)
         seconds += stack.runs * ((stack.layers - n.rest) * cost.seconds + n.rest * other.seconds) + n.copying * exposed
         offloading = n.layers * (cost.kept - of.sum) + cost.once
-        others = (stack.layers - n.rest - n.layers) * cost.kept + n.rest * other.kept
-        residuals += sets * (offloading + others)
+        by_others = (stack.layers - n.rest - n.layers) * cost.kept + n.rest * other.kept
+        residuals += sets * (offloading + by_others)
         held = _in_flight(pieces, n) if stack.schedule else sets
         moving = of.sum * n.offload
         in_flight = np.minimum(cost.working, cost.staying + moving) + np.int64(held * moving)
-        # The layers that do not offload are the last ones: what they keep is free again before a row is fetched.
-        in_flight -= 0 if stack.schedule else sets * others
+        # The layers that do not offload are the last ones: what they keep is free again before a row is fetched. Where
+        # microbatches interleave, the next one then keeps its own; XLA's plans have a layer's less.
+        free = np.where(interleaves, np.minimum(by_others, cost.kept), by_others)
+        in_flight -= 0 if stack.schedule else free
         working = np.maximum(working, np.maximum(in_flight, cost.staying))
         working = np.maximum(working, (n.rest > 0) * other.working)
         host += sets * ((n.layers + n.offload) * of.sum + pieces.beyond)  # and a padding row

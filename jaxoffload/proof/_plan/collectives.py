@@ -25,17 +25,18 @@ from .stacks import Found
 
 
 class Weight(NamedTuple):
-    """Weights of one layer: bytes on each device once they are gathered over `parts` devices, and over how many others
-    their gradient is summed.
+    """Weights of one layer: bytes on each device once they are gathered over `parts` devices, over how many others
+    their gradient is summed, and the shape of a layer's row.
 
-    `relaid`: bytes per device of what XLA makes a second copy of. It wants the axis that it gathers to be the first one
-    in memory, and lays out the whole stack anew if it is not (jaxlib 0.11.2, 0.12.0).
+    `relaid`: bytes per device of the second copy that XLA makes: it lays out the whole stack anew if the axis that it
+    gathers is not the first one in memory (jaxlib 0.11.2, 0.12.0).
     """
 
     bytes: float
     parts: int
     others: int
     has_gradient: bool
+    row: tuple[int, ...]
     relaid: float
 
 
@@ -68,10 +69,15 @@ def of_layer(found: Found, args: Any, devices: int, link: Link | None) -> Second
     return forward * link.beside, backward * link.beside
 
 
-def relaid_bytes(found: Found, args: Any) -> int:
-    """Return the bytes per device of a second copy of weights that XLA makes for a step."""
-    layers = found.stack.layers * found.stack.chunks // found.stack.stages
-    return round(layers * sum(weight.relaid for weight in weights_of(found, args)))
+def relaid_bytes(found: Sequence[Found], args: Any, devices: int) -> int:
+    """Return the bytes per device of the second copies of weights that XLA makes for a step; none inside of a
+    `shard_map`, whose weights are whole or parts."""
+    copies: dict[tuple[int, ...], float] = {}  # by shape: two scans may read one stack
+    for each in found:
+        if each.devices * each.stack.stages == devices:
+            layers = each.stack.layers * each.stack.chunks // each.stack.stages
+            copies |= {(layers, *w.row): layers * w.relaid for w in weights_of(each, args) if w.relaid}
+    return round(sum(copies.values()))
 
 
 def weights_of(found: Found, args: Any) -> Iterator[Weight]:
@@ -102,13 +108,14 @@ def _weight(row: Buffer, read: Buffer, sharding: NamedSharding, batch: Mapping[s
     over_batch = math.prod(batch[axis] for axis in _axes(sharding.spec) if axis in batch)
     taken = read.constraint or row.constraint
     parts = max(1, divided // taken.parts) if taken else over_batch
-    gathered = [any(axis in batch for axis in _axes([entry])) for entry in sharding.spec]
+    along = [any(axis in batch for axis in _axes([entry])) for entry in sharding.spec]
     return Weight(
         bytes=nbytes(read.aval) * parts / divided,
         parts=parts,
         others=math.prod(batch.values()) // over_batch,
         has_gradient=perturbed,
-        relaid=nbytes(row.aval) / divided if parts > 1 and any(gathered[1:]) else 0.0,
+        row=row.aval.shape,
+        relaid=nbytes(row.aval) / divided if not taken and parts > 1 and any(along[1:]) else 0.0,
     )
 
 

@@ -163,27 +163,33 @@ def held_by_stages(found: list[Found], like: Divisions) -> dict[tuple[int, ...],
 
 
 class Interleaves(NamedTuple):
-    """Bytes per device of an `accumulate`: `gradients` of layers, which it adds up in place; `added`, those of all
-    microbatches together; `may_stay` where a pass of what it interleaves runs alone."""
+    """What `accumulate` adds up, and what it may keep.
 
-    gradients: int
+    Attributes:
+      gradients: shapes and dtypes of those of layers, which are added up in place.
+      added: their bytes per device, of all microbatches together.
+      may_stay: bytes per device that may stay there where a pass of what interleaves runs alone.
+    """
+
+    gradients: frozenset[Shape]
     added: int
     may_stay: int
 
 
 def interleaves(jaxpr: Jaxpr, like: Divisions) -> Interleaves:
     """Return what the microbatches of a traced step hold."""
-    gradients = added = may_stay = 0
+    gradients, added, may_stay = set[Shape](), 0, 0
     for site in walk(jaxpr):
         if site.eqn.primitive is in_turn_p:
             what: Interleaved = site.eqn.params["what"]
             may_stay += what.spare.bytes if what.spare else 0
             lengths = {loops.length for loops in what.loops}
             for aval in itertools.compress(what.loss.jaxpr.in_avals, what.loss.differentiated):
-                size = nbytes(aval) // (like[aval.shape].parts if aval.shape in like else 1)
-                of_layers = size * (aval.shape[:1] in {(n,) for n in lengths})
-                gradients, added = gradients + of_layers, added + of_layers * what.microbatches * site.runs
-    return Interleaves(gradients, added, may_stay)
+                if aval.shape[:1] in {(n,) for n in lengths}:
+                    size = nbytes(aval) // (like[aval.shape].parts if aval.shape in like else 1)
+                    added += size * what.microbatches * site.runs
+                    gradients.add((aval.shape, aval.dtype))
+    return Interleaves(frozenset(gradients), added, may_stay)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,12 +152,13 @@ _PAIRS = 2  # of grouped GEMMs, to a wide side and back, so that starting a prog
 
 def _grouped(groups: int, rows: int, before: int, after: int, sizes: Sizes) -> float:
     """TFLOP/s of grouped GEMMs, three for a forward and a backward pass, by the backend that is chosen here."""
+    rows = rows // groups * groups
     x, each = _drawn(rows, before), jnp.full(groups, rows // groups, jnp.int32)
     ws = [_drawn(groups, *sides) for _ in range(_PAIRS) for sides in ((before, after), (after, before))]
 
     @jax.jit
     def whole(x: jax.Array, ws: list[jax.Array]) -> Any:
-        # All rows are in groups: without `full`, the others are defined by what a layer fuses with its activation.
+        # Without `full` a mask over rows past all groups would be timed too, which a layer fuses with its activation.
         in_turn = lambda x, ws: functools.reduce(lambda x, w: grouped_matmul(x, w, each, full=True), ws, x)
         y, vjp = jax.vjp(in_turn, x, ws)
         return vjp(y)

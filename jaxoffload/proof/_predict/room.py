@@ -3,7 +3,7 @@
 A value lives from the op that computes it to the last that reads it, in the order of the jaxpr. A loop's iteration
 needs the most that lives at once. As in `cost`, all between kernels is fused: what a kernel computes or reads, what is
 reduced and what is returned is stored; what lies between is computed where it is read, and its operands live until
-then. Results of fused ops that have an operand in common are computed at once.
+then. Results of fused ops that have an operand of their size in common are computed in one kernel.
 
 XLA orders ops otherwise, keeps some values twice, in two layouts or for two iterations at once, and leaves gaps
 between them. So this is an estimate; only the compiler knows.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
-from jax.extend.core.primitives import cond_p, device_put_p, while_p
+from jax.extend.core.primitives import cond_p, device_put_p, remat_p, while_p
 
 from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.device_bytes import Buffer, Division, Op, Straight, division, straight
@@ -120,6 +120,7 @@ def step_room(
     stacks: Collection[Shape] = (),
     written_over: bool = False,
     held: Mapping[tuple[int, ...], int] = MappingProxyType({}),
+    in_place: Collection[Shape] = (),
 ) -> tuple[Room, Most]:
     """Return what the loops of a step need, and the most bytes per device that it has at once besides its arguments.
 
@@ -127,6 +128,7 @@ def step_room(
       stacks: shapes and dtypes that are not counted, such as those of what layers keep.
       written_over: whether a result takes the place of an argument of its shape and dtype (which is donated).
       held: into how many parts pipeline stages divide what they hold, by its shape, if they are known.
+      in_place: shapes and dtypes of gradients that backward passes of layers add to sums where these are.
     """
     program = straight(jaxpr, _OPENED)
     free = Counter((x.aval.shape, x.aval.dtype) for x in program.inputs if x.aval.shape) if written_over else Counter()
@@ -137,7 +139,7 @@ def step_room(
             nothing.add(out)
     most = {}
     for phase in ("layers", "elsewhere"):
-        walk = _Walk(like, one_kernel, nothing, frozenset(stacks), phase, held)
+        walk = _Walk(like, one_kernel, nothing, frozenset(stacks), phase, held, frozenset(in_place))
         most[phase] = walk.peak(program, ())
     return Room(walk.layer, walk.loop), Most(**most)
 
@@ -178,34 +180,44 @@ class _Lives(NamedTuple):
     last: dict[Buffer, int]
 
 
-def _join(stores: list[list[Buffer]], reads: list[set[Buffer]], fused: Sequence[bool]) -> None:
+def _join(stores: list[list[Buffer]], reads: list[set[Buffer]], places: Sequence[str | None]) -> None:
     """Let each op store what XLA computes in one kernel: results of fused ops that have an operand of their size in
-    common, such as the gradients of a gate and of what it multiplies. The kernel runs when it has all that it reads."""
+    common, such as the gradients of a gate and of what it multiplies. The kernel runs when it has all that it reads.
+
+    `places`: of each fused op, where it stands; XLA fuses nothing across what bounds it. None: it is not fused.
+    """
     size = lambda buffer: math.prod(getattr(buffer.aval, "shape", ()))
-    behind: dict[Buffer, int] = {}  # the ops that a value comes from, as bits
+    ancestors: dict[Buffer, int] = {}  # the ops that a value comes from, as bits
     begins: dict[Buffer, int] = {}
-    kernels: list[tuple[set[Buffer], list[int]]] = []  # what each reads in common, and its ops
+    kernels: list[tuple[str, set[Buffer], list[int]]] = []  # where, what each reads in common, and its ops
     for number, (results, read) in enumerate(zip(stores, reads, strict=True)):
-        before = functools.reduce(operator.or_, (behind.get(r, 0) for r in read), 0)
-        behind |= dict.fromkeys(results, before | 1 << number)
+        before = functools.reduce(operator.or_, (ancestors.get(r, 0) for r in read), 0)
+        ancestors |= dict.fromkeys(results, before | 1 << number)
         begins |= dict.fromkeys(results, number)
-        if fused[number] and results:
-            large = {r for r in read if size(r) == size(results[0]) > 1}
-            others = [of for of in kernels if large & of[0] and not any(before >> n & 1 for n in of[1])]
-            for common, ops in others[:1]:
-                common |= large
+        place = places[number]
+        if place is not None and results:
+            common = {r for r in read if size(r) == size(results[0]) > 1}
+            here = [(shared, ops) for there, shared, ops in kernels if there == place and common & shared]
+            others = [(shared, ops) for shared, ops in here if not any(before >> n & 1 for n in ops)]
+            for shared, ops in others[:1]:
+                shared |= common
                 ops.append(number)
-            kernels += [] if others else [(large, [number])]
-    for _, ops in kernels:
-        if len(ops) > 1:
-            ready = max(begins.get(r, -1) for n in ops for r in reads[n])
-            at = min((n for n in ops if n > ready), default=ops[-1])
+            kernels += [] if others else [(place, common, [number])]
+    placed = set[int]()
+    for *_, ops in kernels:
+        ready = max((begins.get(r, -1) for n in ops for r in reads[n]), default=-1)
+        at = min((n for n in ops if n > ready), default=None)
+        early = {r for n in ops for r in stores[n] if at is not None and n < at}
+        # Kernels that need each other's results are none.
+        if len(ops) > 1 and at is not None and not any(early & reads[n] for n in placed if n <= at):
             _store_at(at, ops, stores, reads)
             begins |= dict.fromkeys(stores[at], at)
+            placed.add(at)
 
 
 def _store_at(at: int, ops: Sequence[int], stores: list[list[Buffer]], reads: list[set[Buffer]]) -> None:
-    """Move to one op what these store and read; who reads that earlier does so right after it."""
+    """Move to one op what these store and read. What was read of that before is read right after it instead, so that it
+    lives until then; at a program's end nothing does."""
     results, read = [r for n in ops for r in stores[n]], set[Buffer]().union(*(reads[n] for n in ops))
     for n in ops:
         stores[n], reads[n] = [], set()
@@ -218,7 +230,8 @@ def _store_at(at: int, ops: Sequence[int], stores: list[list[Buffer]], reads: li
 
 
 class _Walk:
-    """`nothing`, and what forward passes of layers keep in the shapes of `stacks`, count for nothing.
+    """`nothing`, what forward passes of layers keep in the shapes of `stacks`, and what backward passes make in the
+    shapes of `in_place`, count for nothing.
 
     `phase`: whether only what happens while layers run, or only what happens elsewhere, counts for `peak`; None: both.
     """
@@ -231,9 +244,10 @@ class _Walk:
         stacks: Collection[Shape] = (),
         phase: str | None = None,
         held: Mapping[tuple[int, ...], int] = MappingProxyType({}),
+        in_place: Collection[Shape] = (),
     ):
         self.like, self.one_kernel, self.phase = like, one_kernel, phase
-        self.nothing, self.stacks, self.held = set(nothing), stacks, held
+        self.nothing, self.stacks, self.held, self.in_place = set(nothing), stacks, held, in_place
         self.layer = self.loop = self.layers_seen = 0
 
     def kind(self, op: Op) -> str:
@@ -279,7 +293,7 @@ class _Walk:
             read = roots(values(op.operands))
             behind |= dict.fromkeys([r for r in op.results if r not in stored], read)
             reads.append(read if of_op else set())
-        _join(stores, reads, [self.kind(op) == "fused" for op in program.ops])
+        _join(stores, reads, [_inside_checkpoint(op) if self.kind(op) == "fused" else None for op in program.ops])
         last: dict[Buffer, int] = {}
         for number, read in enumerate(reads):
             last |= dict.fromkeys(read, number)
@@ -293,14 +307,16 @@ class _Walk:
             return -(-nbytes(buffer.aval) // parts)
         return program.share(buffer, self.like.get(buffer.aval.shape))
 
-    def leave_out(self, buffers: Iterable[Buffer]) -> None:
-        """Count those of these values that are such `stacks` for nothing."""
-        self.nothing |= {x for x in buffers if (x.aval.shape, getattr(x.aval, "dtype", None)) in self.stacks}
+    def leave_out(self, op: Op, buffers: Iterable[Buffer]) -> None:
+        """Count those of an op's values for nothing that are `stacks` or added up `in_place`."""
+        shapes = self.stacks if _keeps(op) else self.in_place if backward_p.name in op.scope else ()
+        self.nothing |= {x for x in buffers if (x.aval.shape, getattr(x.aval, "dtype", None)) in shapes}
 
     def peak(self, program: Straight, state: Collection[Buffer]) -> int:
         """The most bytes at once of what a program computes and of its `state`, the inputs that it frees."""
         lives = self.lives(program)
-        self.leave_out(x for op in program.ops if _keeps(op) for x in op.results)
+        for op in program.ops:
+            self.leave_out(op, op.results)
         alive = {a: self.size(program, a) for a in state}
         most = sum(alive.values())
         for number, op in enumerate(program.ops):
@@ -341,7 +357,7 @@ class _Walk:
         body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _OPENED)
         state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
         _divide_alike(state, body.outputs)
-        self.leave_out(state if _keeps(op) else ())
+        self.leave_out(op, state)
         before, phase = self.layers_seen, self.phase
         self.phase = None if _runs_layers(op) else phase
         most = self.peak(body, state)
@@ -363,6 +379,12 @@ def _runs_layers(op: Op) -> bool:
 def _is_tick(op: Op) -> bool:
     """Whether an op is the passes of a tick, with a branch for each stage."""
     return op.eqn.primitive is cond_p and TICK in op.scope and SHARD_MAP in op.scope
+
+
+def _inside_checkpoint(op: Op) -> str:
+    """The scope of the checkpoint that an op is in, around which there is a barrier; "" if it is in none."""
+    outside, checkpoint, inside = op.scope.rpartition(remat_p.name)
+    return outside + checkpoint + inside.partition("/")[0] if checkpoint else ""
 
 
 def _keeps(op: Op) -> bool:

@@ -43,7 +43,8 @@ CASES = {"dense": dense.CASE, "moe": moe.CASE}
 # What autodiff wants of a layer, except what an elementwise function of it gives again.
 MOVED = ("layer_input", "attn/q", "attn/k", "attn/v", "attn/context", "mlp_input")
 MLP = {"dense": ("mlp/fc1.gate", "mlp/fc1.up"), "moe": ("moe/fc1.gate", "moe/fc1.up")}
-MODES = ("remat", "saved_all", "ours_saved_all", "one_by_one", "interleaved")
+BY_ACCUMULATE = ("in_turn_recomputed", "in_turn_saved", "interleaved")  # the others are loops over gradients
+MODES = ("remat", "saved_all", "ours_saved_all", "one_by_one", *BY_ACCUMULATE)
 
 
 def main() -> None:
@@ -91,6 +92,8 @@ def variants_of(case: Case, name: str) -> dict[str, dict[str, Variant]]:
     return {
         **{mode: modes[mode] for mode in ("remat", "saved_all", "ours_saved_all")},
         "one_by_one": modes["ours_best"],
+        "in_turn_recomputed": {"everything": Variant("ours", {}, OVERLAP)},
+        "in_turn_saved": {"all names": Variant("ours", dict.fromkeys(case.all_names, "save"), OVERLAP)},
         "interleaved": {
             "all moved": Variant("ours", moved, OVERLAP),
             "k and v kept, the rest moved": Variant("ours", kept, OVERLAP),
@@ -113,7 +116,7 @@ class Step(NamedTuple):
     facts: dict[str, Any]
 
 
-def compiled(case: Case, options: argparse.Namespace, variant: Variant, count: int, interleaved: bool) -> Step:
+def compiled(case: Case, options: argparse.Namespace, variant: Variant, count: int, by_accumulate: bool) -> Step:
     """Compile a step over so many microbatches."""
     loss = loss_of(case, options, variant)
 
@@ -121,7 +124,8 @@ def compiled(case: Case, options: argparse.Namespace, variant: Variant, count: i
         add = lambda sums, x: (jax.tree.map(jnp.add, sums, jax.grad(loss)(weights, x)), None)
         return lax.scan(add, jax.tree.map(jnp.zeros_like, weights), batch)[0]
 
-    gradients = (lambda *args: jaxoffload.accumulate(loss, reduction="sum")(*args)[1]) if interleaved else one_by_one
+    accumulated = lambda *args: jaxoffload.accumulate(loss, reduction="sum")(*args)[1]
+    gradients = accumulated if by_accumulate else one_by_one
 
     def step(weights: Any, batch: Any) -> tuple[Any, Any]:
         return jax.tree.map(lambda w, g: w - 1e-4 / count * g, weights, gradients(weights, batch)), batch
@@ -165,7 +169,7 @@ def measured(case: Case, options: argparse.Namespace, count: int) -> Iterator[di
     for mode, variants in chosen.items():
         wanted = [name for name in variants if name in (options.variants or variants)]
         for name in wanted:
-            step = compiled(case, options, variants[name], count, interleaved=mode == "interleaved")
+            step = compiled(case, options, variants[name], count, by_accumulate=mode in BY_ACCUMULATE)
             (steps if step.facts["all_gib"] <= device_gib() else too_large)[mode, name] = step
             say(f"{count} microbatches, {mode}, {name}: compiled, {step.facts}")
     weights, x = initial(case, options)
@@ -247,6 +251,7 @@ def ratios(modes: dict[str, Any]) -> dict[str, float]:
     """
     ms = {mode: found["ms"] for mode, found in modes.items() if "ms" in found}
     pairs = [("interleaved", "saved_all"), ("interleaved", "remat"), ("interleaved", "one_by_one")]
+    pairs += [("in_turn_recomputed", "remat"), ("in_turn_saved", "ours_saved_all")]
     pairs = [(a, b) for a, b in pairs if {a, b} <= ms.keys()]
     found = {f"{a}/{b}": ms[a] / ms[b] for a, b in pairs}
     found |= {f"{a}/{b} by temp_gib": modes[a]["temp_gib"] / modes[b]["temp_gib"] for a, b in pairs}
@@ -272,6 +277,8 @@ WHAT = {
     "saved_all": "JAX, all names saved; attention runs again",
     "ours_saved_all": "**jaxoffload**, one after another, all saved",
     "one_by_one": "**jaxoffload**, one after another, what fits in the memory of full recomputation",
+    "in_turn_recomputed": "**jaxoffload**, `accumulate`, everything recomputed",
+    "in_turn_saved": "**jaxoffload**, `accumulate`, all saved",
     "interleaved": "**jaxoffload**, interleaved; norms and activation recomputed",
 }
 

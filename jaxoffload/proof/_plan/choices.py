@@ -12,7 +12,7 @@ choices do not depend on the budget of device memory. So of two budgets the grea
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -215,14 +215,19 @@ class Curves:
         self.step, self.host_budgets, self.counts = step, host_budgets, _layer_counts(step)
         self.again: dict[Kept, EachAgain] = {}
         self.known: dict[Kept, set[Kept | None]] = {}
+        self.sets: Table = {}
         self.candidates: list[_Candidates] = []
         self.columns: dict[Kept, list[list[Any]]] = {}  # for each budget
 
-    def of(self, table: Table) -> list[list[Choice]]:
-        """Return the curve of each budget; `table` has all sets of earlier calls."""
-        # Where `fixed` moves a unit, sets without it only say what recomputing it costs.
+    def of(self, table: Table, sets: Collection[Kept] | None = None) -> list[list[Choice]]:
+        """Return the curve of each budget; `table` has all sets of earlier calls.
+
+        `sets`: those that choices may keep, all by default; the others only say what recomputing a unit costs.
+        """
+        # Where `fixed` moves a unit, sets without it only say that too.
         in_any_case = self.step.moved & self.step.recomputable
-        for kept in table:
+        self.sets = {kept: table[kept] for kept in (table if sets is None else sets)}
+        for kept in self.sets:
             if in_any_case <= kept:
                 self._look(table, kept)
         return [self._curve(budget) for budget in range(len(self.host_budgets))]
@@ -246,7 +251,7 @@ class Curves:
             free, always = [u in movable for u in units], [u in self.step.moved for u in units]
             yield _Candidates(kept, units, _subsets(units, free, table[kept], always), None)
         some = not self.step.moved and len(self.counts) > 1
-        pairs = _smaller(self.step, table, kept, units) if some else []
+        pairs = _smaller(self.step, self.sets, kept, units) if some else []
         if new := [(rest, moved) for rest, moved in pairs if rest not in known]:
             yield _Candidates(kept, units, np.array([moved for _, moved in new]), [rest for rest, _ in new])
         known |= {None, *(rest for rest, _ in new)}

@@ -57,27 +57,31 @@ def searched(
     """Return a table with sets that differ by one unit from those of undominated choices, and its undominated choices.
 
     Twice, the most promising half of what may still be looked at is. It is chosen with no host memory and with any
-    amount, so that budgets do not change the table. For Llama 3 8B's layer no choice of all sets is better. Of those
-    with any amount, the sets are looked at too that say what recomputing costs where a pass runs alone.
+    amount, so that budgets do not change the table. For Llama 3 8B's layer no choice of all sets is better. Then those
+    sets are looked at, too, that say what recomputing costs where a pass runs alone; no choice keeps them.
     """
     wider, curves = dict(table), Curves(step, (0, _WITHOUT_LIMIT, host_budget))
+    sets = list(table)  # that choices may keep
 
-    def look(sets: Iterable[Kept]) -> None:
-        for kept in sets:
-            wider[kept] = evaluate(kept)
+    def look(more: Iterable[Kept]) -> None:
+        for kept in more:
+            if kept not in wider:
+                wider[kept] = evaluate(kept)
 
     def of_ends(choices: Iterable[Choice]) -> list[Kept]:
-        sets = [near for c in choices if c.layers for near in wanted(step, wider, c.kept, c.moved)]
-        return [kept for kept in dict.fromkeys(sets) if kept not in wider]
+        near = [kept for c in choices if c.layers for kept in wanted(step, wider, c.kept, c.moved)]
+        return [kept for kept in dict.fromkeys(near) if kept not in wider]
 
     for rounds in (2, 1):
-        without, with_any, _ = curves.of(wider)
+        without, with_any, _ = curves.of(wider, sets)
         best = {kept for choice in [*without, *with_any] for kept in (choice.kept, choice.rest)}
-        look(of_ends(with_any))
-        look(_promising(wider, best, free, step.stacks)[: max(0, _MOST_SETS - len(wider)) // rounds])
-    while missing := of_ends(curves.of(wider)[1]):
+        among = {kept: wider[kept] for kept in sets}
+        more = _promising(among, best, free, step.stacks)[: max(0, _MOST_SETS - len(sets)) // rounds]
+        look(more)
+        sets += more
+    while missing := of_ends(curves.of(wider, sets)[1]):
         look(missing)
-    return wider, curves.of(wider)[-1]
+    return wider, curves.of(wider, sets)[-1]
 
 
 def _promising(table: Table, best: Collection[Kept], free: Kept, stacks: Stacks) -> list[Kept]:

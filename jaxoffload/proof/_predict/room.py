@@ -189,22 +189,27 @@ def _join(stores: list[list[Buffer]], reads: list[set[Buffer]], places: Sequence
     size = lambda buffer: math.prod(getattr(buffer.aval, "shape", ()))
     ancestors: dict[Buffer, int] = {}  # the ops that a value comes from, as bits
     begins: dict[Buffer, int] = {}
-    kernels: list[tuple[str, set[Buffer], list[int]]] = []  # where, what each reads in common, and its ops
+    kernels: list[list[int]] = []  # the ops of each
+    masks: list[int] = []  # these as bits
+    readers: dict[tuple[str, Buffer], list[int]] = {}  # the kernels of a place that have an operand in common
     for number, (results, read) in enumerate(zip(stores, reads, strict=True)):
         before = functools.reduce(operator.or_, (ancestors.get(r, 0) for r in read), 0)
         ancestors |= dict.fromkeys(results, before | 1 << number)
         begins |= dict.fromkeys(results, number)
         place = places[number]
         if place is not None and results:
-            common = {r for r in read if size(r) == size(results[0]) > 1}
-            here = [(shared, ops) for there, shared, ops in kernels if there == place and common & shared]
-            others = [(shared, ops) for shared, ops in here if not any(before >> n & 1 for n in ops)]
-            for shared, ops in others[:1]:
-                shared |= common
-                ops.append(number)
-            kernels += [] if others else [(place, common, [number])]
+            common = [(place, r) for r in read if size(r) == size(results[0]) > 1]
+            others = sorted(k for key in common for k in readers.get(key, ()) if not before & masks[k])
+            kernel = others[0] if others else len(kernels)
+            if not others:
+                kernels.append([])
+                masks.append(0)
+            kernels[kernel].append(number)
+            masks[kernel] |= 1 << number
+            for key in common:
+                readers.setdefault(key, []).append(kernel)
     placed = set[int]()
-    for *_, ops in kernels:
+    for ops in kernels:
         ready = max((begins.get(r, -1) for n in ops for r in reads[n]), default=-1)
         at = min((n for n in ops if n > ready), default=None)
         early = {r for n in ops for r in stores[n] if at is not None and n < at}

@@ -125,7 +125,7 @@ class Loss:
 
 
 class Interleaved(NamedTuple):
-    """What interleaves, for readers of the equation.
+    """What interleaves, or runs in turn if nothing is offloaded, for readers of the equation.
 
     Attributes:
       loss: of one microbatch.
@@ -152,7 +152,8 @@ in_outline = jax.make_user_context(False)
 
 
 def bind(f: Callable[..., Any], what: Interleaved, *operands: Any) -> list[Any]:
-    """Evaluate a function that calls `run`, here or on stages, as one equation that says what interleaves in it."""
+    """Evaluate a function that calls `run`, `run_in_turn` or, on stages, `pipeline.run`, as one equation that says what
+    is in it."""
     if in_outline.value:
         f = functools.partial(_outline, what)
     scope = jax.named_scope(f"jaxoffload.accumulate({what.microbatches})")  # for profiles

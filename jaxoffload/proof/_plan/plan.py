@@ -173,24 +173,22 @@ def _traced(
     layers = [divided(each, fixed) for each in found]
     oracle = Oracle(layers, names, policy, machine, like, one_kernel)
     held = stacks.held_by_stages(found, like)
-    beside = stacks.interleaves(plain, like)
+    sums = stacks.accumulated(plain, like)
     kept = stacks.kept_stacks(plain)
-    room, most = step_room(
-        plain, like, one_kernel, kept, written_over=not is_loss, held=held, in_place=beside.gradients
-    )
+    room, most = step_room(plain, like, one_kernel, kept, written_over=not is_loss, held=held, in_place=sums.gradients)
     of_least = max(cost.working for cost in oracle(names.least))
     # The walk over a step finds nothing of a layer that runs on a stage.
     oracle = dataclasses.replace(oracle, excess=room.layer - of_least if room.layer else 0)
     of_layers = stacks.layers_seconds(plain, machine, devices)
     # The trial's microbatches write their gradients, and read them again to add them up.
-    added = machine.moving(2 * beside.added)
+    added = machine.moving(2 * sums.added)
     relaid = relaid_bytes(found, args, devices)
     step = Step(
         seconds=max(0.0, cost(plain, machine, devices).seconds - of_layers - added),
         arguments=sum(_share(leaf) for leaf in jax.tree.leaves(args)),
         other=max(0, most.layers - room.layer) + relaid,
         elsewhere=most.elsewhere + relaid,
-        may_stay=beside.may_stay,
+        may_stay=sums.may_stay,
         resident=fixed.resident_layers,
         stacks=tuple(each.stack for each in found),
         bus=machine.bus(devices),

@@ -162,7 +162,7 @@ def held_by_stages(found: list[Found], like: Divisions) -> dict[tuple[int, ...],
     return held
 
 
-class Interleaves(NamedTuple):
+class Accumulated(NamedTuple):
     """What `accumulate` adds up, and what it may keep.
 
     Attributes:
@@ -176,7 +176,7 @@ class Interleaves(NamedTuple):
     may_stay: int
 
 
-def interleaves(jaxpr: Jaxpr, like: Divisions) -> Interleaves:
+def accumulated(jaxpr: Jaxpr, like: Divisions) -> Accumulated:
     """Return what the microbatches of a traced step hold."""
     gradients, added, may_stay = set[Shape](), 0, 0
     for site in walk(jaxpr):
@@ -189,7 +189,7 @@ def interleaves(jaxpr: Jaxpr, like: Divisions) -> Interleaves:
                     size = nbytes(aval) // (like[aval.shape].parts if aval.shape in like else 1)
                     added += size * what.microbatches * site.runs
                     gradients.add((aval.shape, aval.dtype))
-    return Interleaves(frozenset(gradients), added, may_stay)
+    return Accumulated(frozenset(gradients), added, may_stay)
 
 
 @dataclasses.dataclass(frozen=True)

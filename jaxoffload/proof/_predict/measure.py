@@ -63,8 +63,8 @@ class Sizes(NamedTuple):
     wide: int = 4096
     narrow: int = NARROW
     few: int = 512
-    experts: tuple[int, int, int, int] = (8, 16384, 4096, 14336)
-    small_experts: tuple[int, int, int, int] = (64, 65536, 2048, 768)
+    experts: tuple[int, int, int, int] = (8, 32768, 4096, 14336)
+    small_experts: tuple[int, int, int, int] = (64, 131072, 2048, 768)
     attention: tuple[Attended, ...] = (
         Attended(8, 2048, 64, 64),
         Attended(2, 8192, 64, 64),

@@ -28,8 +28,10 @@ def model(options: argparse.Namespace) -> Model:
     return Model(
         layers=options.layers,
         d_model=options.d_model,
-        heads=options.d_model // options.head_dim,
+        heads=options.heads or options.d_model // options.head_dim,
         kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        qk_norm=options.qk_norm,
         experts=options.experts,
         experts_per_token=options.experts_per_token,
         d_expert=options.d_expert,
@@ -43,6 +45,8 @@ def model(options: argparse.Namespace) -> Model:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(layers=4)
+    parser.add_argument("--heads", type=int, help="of queries; default: d_model / head_dim")
+    parser.add_argument("--qk_norm", action="store_true", help="a norm of each head's query and key")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--experts_per_token", type=int, default=2)
     parser.add_argument("--d_expert", type=int, default=14336)
@@ -61,8 +65,8 @@ def costs(options: argparse.Namespace) -> dict[str, tuple[int, int]]:
 
 
 def shape(options: argparse.Namespace) -> dict[str, Any]:
-    keys = ("experts", "experts_per_token", "d_expert", "grouped", "capacity", "exchange")
-    recorded = {key: getattr(options, key) for key in keys}
+    keys = ("head_dim", "heads", "qk_norm", "experts", "experts_per_token", "d_expert", "grouped", "capacity")
+    recorded = {key: getattr(options, key) for key in (*keys, "exchange")}
     if options.grouped == "auto":
         recorded["grouped"] = f"auto: {_auto_backend(options)}"
     return layers_of(options) | recorded

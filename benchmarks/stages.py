@@ -1,8 +1,11 @@
-"""Gradients over microbatches on two pipeline stages: the same schedule with residuals offloaded, saved and recomputed,
+r"""Gradients over microbatches on two pipeline stages: one schedule with residuals offloaded, saved and recomputed,
 all forward passes before all backward passes by plain JAX, and FSDP.
 
     python -m benchmarks.stages [--microbatches 4 8 16] [--virtual_stages 1 2] [--out benchmarks/results/stages.json]
     python -m benchmarks.stages --case moe --layers 4 --microbatches 8 --out benchmarks/results/stages-moe.json
+    python -m benchmarks.stages --case moe --expert 2 --d_model 2048 --heads 32 --kv_heads 4 --qk_norm --experts 128 \
+        --experts_per_token 8 --d_expert 768 --capacity 1.5 --layers 16 --batch 4 --microbatches 8 --virtual_stages 2 \
+        --out benchmarks/results/stages-experts.json  # Qwen3-30B-A3B's layers; each stage is two GPUs
 
 A step is the gradient of a stack of the example model's layers, summed over microbatches of `--batch` sequences each,
 and an SGD update in place, as in `benchmarks.accumulate`. One process times all modes in turn, each with those of its
@@ -34,7 +37,7 @@ from benchmarks import accumulate, moe, streams
 from benchmarks.accumulate import CASES, device_gib
 from benchmarks.cases import OVERLAP, Case, Variant, modes_of
 from benchmarks.peers import arguments, markdown, provenance, say
-from benchmarks.steps import import_te, layer_of, mean_square, model_flops, scan_of, start
+from benchmarks.steps import import_te, layer_of, loss_of, mean_square, model_flops, scan_of, start
 from jaxoffload import Schedule
 from models import config
 from models.metrics import PEAK_FLOPS
@@ -45,7 +48,6 @@ STAGES = 2
 OURS = ("offload", "saved", "recomputed")  # one schedule
 MODES = (*OURS, "all_forward", "fsdp")
 PROFILED = ("offload", "saved")
-PLANNED = (("offload", "all moved"), ("saved", "all saved"))  # `freed` compares their memory, whether they run or not
 
 
 def main() -> None:
@@ -54,7 +56,7 @@ def main() -> None:
     options = parse()
     import_te(options)
     case = CASES[options.case]
-    result = provenance("stages", options.commit, STAGES)
+    result = provenance("stages", options.commit, STAGES * options.expert)
     result |= {"shape": {"case": options.case, **case.shape(options)}, "virtual_stages": {}}
     peers: dict[int, dict[str, Any]] = {count: {} for count in options.microbatches}  # they have no virtual stages
     for virtual in options.virtual_stages:
@@ -77,11 +79,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--offload_only", type=int, nargs="*", default=[], help="of these, those with `offload` alone")
     parser.add_argument("--virtual_stages", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="by default all; with --expert ours")
     parser.add_argument("--variants", nargs="+", help="those of each mode that are timed; all by default")
     options = parser.parse_args()
-    if options.fsdp * options.expert > 1:
-        parser.error("--fsdp, --expert: two GPUs are the two stages; FSDP on them is the mode fsdp")
+    options.modes = options.modes or (OURS if options.expert > 1 else MODES)
+    if options.fsdp > 1:
+        parser.error("--fsdp: GPUs are stages; FSDP on two of them is the mode fsdp")
+    if options.expert > 1 and (others := set(options.modes) - {*OURS}):
+        parser.error(f"--modes: {', '.join(sorted(others))}: not with --expert, which is for {', '.join(OURS)}")
     names = {name for of in variants_of(CASES[options.case], options.case).values() for name in of}
     if options.variants and (unknown := set(options.variants) - names):
         parser.error(f"--variants: {', '.join(sorted(unknown))}: not among {', '.join(sorted(names))}")
@@ -94,7 +99,9 @@ def variants_of(case: Case, name: str) -> dict[str, dict[str, Variant]]:
     all_moved = moved["all moved"].residuals
     saved, inputs = dict.fromkeys(all_moved, "save"), {"layer_input": "offload"}
     norm, q = {"mlp_input": "recompute"}, {"attn/q": "recompute"}
-    gate, up = {accumulate.MLP[name][0]: "offload"}, {accumulate.MLP[name][1]: "recompute"}
+    fc1 = accumulate.MLP[name]
+    gate, up = {fc1[0]: "offload"}, {fc1[1]: "recompute"}
+    norm_of_qkv = {"attn/norm": "offload"}  # with fc1 what Megatron-LM calls qkv_linear and moe_act
     ours = lambda residuals: Variant("ours", residuals, OVERLAP)
     return {
         "offload": {
@@ -108,6 +115,7 @@ def variants_of(case: Case, name: str) -> dict[str, dict[str, Variant]]:
             # layer's forward pass alone the gate fits, and the layer's input with it nearly does.
             "layer_input and gate moved, the rest saved": ours(saved | inputs | gate),
             "gate moved, the rest saved": ours(saved | gate),
+            "fc1 and attn/norm moved, the rest saved": ours(saved | norm_of_qkv | dict.fromkeys(fc1, "offload")),
         },
         "saved": {"all saved": ours(saved)},
         "recomputed": {"everything": ours({})},
@@ -149,8 +157,8 @@ class Untraced(NamedTuple):
 def step_of(case: Case, options: argparse.Namespace, mode: str, variant: Variant, schedule: Schedule) -> Untraced:
     """Return a step of a mode."""
     fsdp, virtual = mode == "fsdp", schedule.virtual_stages if mode in OURS else 1
-    sizes = config.Mesh(fsdp=STAGES) if fsdp else config.Mesh(stage=STAGES)
-    mesh = make_mesh(sizes, jax.devices()[:STAGES])
+    sizes = config.Mesh(fsdp=STAGES) if fsdp else config.Mesh(stage=STAGES, expert=options.expert)
+    mesh = make_mesh(sizes, jax.devices()[: STAGES * options.expert])
     weights, x = jax.eval_shape(start(case, options))
     in_order = {"layers": weights}
     stored = dealt(in_order, virtual)
@@ -266,7 +274,8 @@ def compiled_steps(
     case: Case, options: argparse.Namespace, modes: list[str], schedule: Schedule
 ) -> dict[str, dict[str, Step | str]]:
     """Return mode -> variant -> its step. Threads compile them: one after another they take minutes."""
-    wanted = lambda mode, name: name in (options.variants or [name]) or (mode, name) in PLANNED
+    planned = (("offload", compared(options)), ("saved", "all saved"))
+    wanted = lambda mode, name: name in (options.variants or [name]) or (mode, name) in planned
     keys = [
         (mode, name, variant)
         for mode in modes
@@ -291,7 +300,7 @@ def timed(
         state = jax.block_until_ready(step.run(*state))
         spent.append(1e3 * (time.perf_counter() - begin) / schedule.microbatches)
     ms = statistics.median(spent[1:])
-    flops = model_flops(case, options) / STAGES
+    flops = model_flops(case, options) / STAGES / options.expert
     times = {
         "ms": round(ms, 2),
         "spread_ms": [round(min(spent[1:]), 2), round(max(spent[1:]), 2)],
@@ -303,6 +312,12 @@ def timed(
     return times
 
 
+def compared(options: argparse.Namespace) -> str:
+    """Return the variant whose memory `freed` compares with that of saving all, whether they run or not."""
+    moving = variants_of(CASES[options.case], options.case)["offload"]
+    return next((name for name in options.variants or [] if name in moving), "all moved")
+
+
 def freed(case: Case, options: argparse.Namespace, schedule: Schedule, found: dict[str, Any]) -> dict[str, Any]:
     """Return what offloading frees on each device, by XLA's plans, and what is predicted.
 
@@ -310,11 +325,11 @@ def freed(case: Case, options: argparse.Namespace, schedule: Schedule, found: di
     own way, so what else they need is not the same: jaxlib 0.11.2 has up to a layer more under way where all are saved,
     0.12 has not.
     """
-    name = "all moved"
+    name = compared(options)
     variant = variants_of(case, options.case)["offload"][name]
-    loss = lambda weights, x: mean_square(scan_of(case, variant)(layer_of(case, options), x, weights)[0])
-    table = jaxoffload.residuals(loss, *jax.eval_shape(start(case, options)))
+    table = jaxoffload.residuals(loss_of(case, options, variant), *jax.eval_shape(start(case, options)))
     layer = sum(row.bytes_per_layer for row in table if row.state == "offloaded" and row.kind == "value")
+    layer //= options.expert  # the table is of all devices
     of_chunk = case.model(options).layers // schedule.chunks
     layers = schedule.slots * of_chunk - schedule.layers_in_flight(of_chunk)
     plan = lambda of, name: of["temp_gib"] if of.get("options") == name else of["other_options"][name]["temp_gib"]

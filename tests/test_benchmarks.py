@@ -172,8 +172,8 @@ def test_each_peer_has_variants_of_its_own(case):
 
 
 def test_costs_of_a_layer_with_experts():
-    experts = {"experts": 4, "experts_per_token": 2, "d_expert": 64, "grouped": "ragged"}
-    shape = argparse.Namespace(**vars(SHAPE), **experts, capacity=None, exchange="padded")
+    experts = {"experts": 4, "experts_per_token": 2, "d_expert": 64, "grouped": "ragged", "heads": None}
+    shape = argparse.Namespace(**vars(SHAPE), **experts, qk_norm=False, capacity=None, exchange="padded")
     costs = moe.costs(shape)
     assert costs["moe/fc1.gate"] == (2 * 20 * 512 * 64, 2 * 20 * 64)  # 20 rows of 10 tokens
     assert costs["moe/fc1_input"] == (0, 2 * 20 * 512) and costs["attn/k"] == (2 * 10 * 512 * 128, 2 * 10 * 128)

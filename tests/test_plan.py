@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
-from common import ROOT, SHORT
+from common import ROOT, SHORT, auto_mesh
 from drawn_layers import draw
 from jax.ad_checkpoint import checkpoint_name
 
@@ -490,6 +490,20 @@ def test_a_budget_that_nothing_fits_is_one_error():
         planned(*arrays(), budget="1KiB")
     assert found.value.least == planned(*arrays()).curve[0].bytes
     planned(*arrays(), budget=found.value.least)
+
+
+@pytest.mark.parametrize(
+    "gpus, says", [(1, "measured with 1 GPU;"), (2, "measured with 2 GPUs;"), (4, None), (8, None)]
+)
+def test_a_plan_says_if_more_gpus_copy_than_were_measured(gpus, says):
+    weights, x = arrays()
+    rows = jax.sharding.NamedSharding(auto_mesh(data=4), jax.sharding.PartitionSpec("data"))
+    args = weights, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)
+    make = functools.partial(planned, *args, machine=dataclasses.replace(TOY, gpus=gpus))
+    moves = make(budget=make().curve[0].bytes)
+    assert moves.host and (moves.caveat is None) == (says is None)
+    assert says is None or f"  copies were {says} each is slower where more of a host copy at once\n" in str(moves)
+    assert make().host == 0 and make().caveat is None  # what copies nothing depends on none of it
 
 
 @pytest.mark.parametrize(

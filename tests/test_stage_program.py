@@ -162,7 +162,8 @@ def gated(x, w):
         pytest.param(1, 1, 11, 1 / 8, id="a loop over ticks"),
         pytest.param(2, 2, 12, 1 / 8, id="virtual stages"),
         pytest.param(2, 2, 9, 1 / 8, id="virtual stages, no loop"),
-        pytest.param(1, 1, 9, 1 / 8, id="no loop"),
+        # jaxlib 0.11.2 has more rows in flight: with all moved, 150 of 1180 MB.
+        pytest.param(1, 1, 9, 1 / 8 if jax.__version_info__ >= (0, 12) else 1 / 6, id="no loop"),
     ],
 )
 def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data, microbatches, within):

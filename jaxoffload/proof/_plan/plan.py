@@ -309,6 +309,7 @@ def _result(
         compiled=compiled,
         machine=traced.machine.device,
         devices=traced.devices,
+        measured=traced.machine.gpus,
     )
 
 

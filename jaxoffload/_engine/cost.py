@@ -69,6 +69,7 @@ class _Array:
     taken: bool = False
 
 
+_KERNELS = MATMULS | ALONE | OPAQUE
 _SUM = ["reduce_scatter", "all_gather"]
 _ON_LINK = {"all_gather": _SUM[1:], "reduce_scatter": _SUM[:1]}
 _ON_LINK |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), _SUM)
@@ -121,7 +122,7 @@ class _Walk:
             return self.loop(eqn, bodies, operands)
         if name not in OPAQUE and len(bodies) == 1 and len(bodies[0].invars) == len(operands):
             return self.through(bodies[0], operands)
-        if name in MATMULS | ALONE | OPAQUE or is_attention(name):
+        if name in _KERNELS or is_attention(name):
             return self.kernel(eqn, operands)
         return self.fused(eqn, operands)
 

@@ -14,11 +14,16 @@ from .._jax import CALLS, SHARD_MAP, partial_eval_rules
 
 def nested(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return all jaxprs among an equation's parameters, those that autodiff replaces or ignores included."""
-    trees = [value for value in eqn.params.values() if type(value) not in _LEAVES]
+    trees = [value for value in eqn.params.values() if type(value) not in _LEAVES and not _is_shape(value)]
     return [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, Jaxpr)] if trees else []
 
 
-_LEAVES = {type(None), bool, int, float, str}  # most parameters
+_LEAVES = {type(None), bool, int, float, str, jax.sharding.NamedSharding}  # most parameters, and those in tuples
+
+
+def _is_shape(value: Any) -> bool:
+    """Or another tuple of leaves."""
+    return type(value) is tuple and _LEAVES.issuperset(map(type, value))
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:

@@ -48,6 +48,7 @@ class Oracle:
     Attributes:
       policy: names to decisions -> the policy that says so.
       excess: what the walk over a whole step finds of a layer's working set, and the one over the layer alone does not.
+      sized: whether working sets are found, too, or are 0.
     """
 
     scans: Sequence[Divided]
@@ -57,6 +58,7 @@ class Oracle:
     like: Divisions
     one_kernel: Collection[str]
     excess: int = 0
+    sized: bool = True
 
     def __call__(self, kept: Kept) -> tuple[LayerCost, ...]:
         return tuple(self.cost(scan.found, self.passes(scan, kept)) for scan in self.scans)
@@ -93,7 +95,8 @@ class Oracle:
             movable[unit] = movable.get(unit, 0) + size
             residuals[kept.rows] = residuals.get(kept.rows, 0) + size
         written, read = self._copied(layer, forward, again.taken)
-        working, staying = layer_room(layer, forward, again.taken, self.like, self.one_kernel)
+        room = lambda: layer_room(layer, forward, again.taken, self.like, self.one_kernel)
+        working, staying = room() if self.sized else (0, 0)
         return LayerCost(
             forward=known.seconds + self.rates.moving(2 * written),
             backward=again.seconds + self.rates.moving(2 * read),

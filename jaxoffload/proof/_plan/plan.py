@@ -196,9 +196,10 @@ def _traced(
         moved=names.moved,
         recomputable=names.recomputable,
     )
-    costs = with_collectives(oracle, [of_layer(each, args, devices, machine.link) for each in found])
+    gathers = [of_layer(each, args, devices, machine.link) for each in found]
+    costs, times = (with_collectives(o, gathers) for o in (oracle, dataclasses.replace(oracle, sized=False)))
     table = pool(names.least, names.free, costs, step.stacks)
-    table, curve = searched(step, table, names.free, costs, host_budget)
+    table, curve = searched(step, table, names.free, costs, times, host_budget)
     everything = [oracle.passes(layer, names.least | names.free) for layer in layers]
     untagged = tuple(line for layer in everything for line in runs_again(layer))
     return Traced(step, table, curve, fixed, machine, devices, untagged)

@@ -52,21 +52,22 @@ _WITHOUT_LIMIT = 2**62  # bytes of host memory
 
 
 def searched(
-    step: Step, table: Table, free: Kept, evaluate: Callable[[Kept], Costs], host_budget: int
+    step: Step,
+    table: Table,
+    free: Kept,
+    evaluate: Callable[[Kept], Costs],
+    times: Callable[[Kept], Costs],
+    host_budget: int,
 ) -> tuple[dict[Kept, Costs], list[Choice]]:
     """Return a table with sets that differ by one unit from those of undominated choices, and its undominated choices.
 
     Twice, the most promising half of what may still be looked at is. It is chosen with no host memory and with any
     amount, so that budgets do not change the table. For Llama 3 8B's layer no choice of all sets is better. Then those
-    sets are looked at, too, that say what recomputing costs where a pass runs alone; no choice keeps them.
+    sets are looked at, too, that say what recomputing costs where a pass runs alone; no choice keeps them, so `times`
+    evaluates them, without working sets.
     """
     wider, curves = dict(table), Curves(step, (0, _WITHOUT_LIMIT, host_budget))
     sets = list(table)  # that choices may keep
-
-    def look(more: Iterable[Kept]) -> None:
-        for kept in more:
-            if kept not in wider:
-                wider[kept] = evaluate(kept)
 
     def of_ends(choices: Iterable[Choice]) -> list[Kept]:
         near = [kept for c in choices if c.layers for kept in wanted(step, wider, c.kept, c.moved)]
@@ -77,10 +78,10 @@ def searched(
         best = {kept for choice in [*without, *with_any] for kept in (choice.kept, choice.rest)}
         among = {kept: wider[kept] for kept in sets}
         more = _promising(among, best, free, step.stacks)[: max(0, _MOST_SETS - len(sets)) // rounds]
-        look(more)
+        wider |= {kept: evaluate(kept) for kept in more}
         sets += more
     while missing := of_ends(curves.of(wider, sets)[1]):
-        look(missing)
+        wider |= {kept: times(kept) for kept in missing}
     return wider, curves.of(wider, sets)[-1]
 
 

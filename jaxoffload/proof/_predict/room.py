@@ -158,9 +158,10 @@ def layer_room(
     rows = [x for x, k in zip(reverse.inputs, layer.kept, strict=False) if k.place in ("host", "device")]
     given = [*rows, *reverse.inputs[len(layer.kept) :]]
     begin = walk.peak(forward, forward.inputs[layer.consts : layer.consts + layer.carry])
-    with_rows = walk.peak(reverse, given)
+    lives = walk.lives(reverse)
+    with_rows = walk.peak(reverse, given, lives)
     walk.nothing |= set(rows).difference(itertools.compress(reverse.inputs, taken))
-    return max(begin, with_rows), max(begin, walk.peak(reverse, given))
+    return max(begin, with_rows), max(begin, walk.peak(reverse, given, lives))
 
 
 class _Lives(NamedTuple):
@@ -269,8 +270,9 @@ class _Walk:
         same: dict[Buffer, Buffer] = {}
         values = lambda buffers: [same.get(a, a) for a in buffers if a]
         stored, constant = set(program.inputs), set[Buffer]()
-        for op in program.ops:
-            operands, kind = values(op.operands), self.kind(op)
+        kinds = [self.kind(op) for op in program.ops]
+        for op, kind in zip(program.ops, kinds, strict=True):
+            operands = values(op.operands)
             if kind == "view" and operands:
                 same[op.results[0]] = operands[0]
             elif kind == "fused":
@@ -298,7 +300,8 @@ class _Walk:
             read = roots(values(op.operands))
             behind |= dict.fromkeys([r for r in op.results if r not in stored], read)
             reads.append(read if of_op else set())
-        _join(stores, reads, [_inside_checkpoint(op) if self.kind(op) == "fused" else None for op in program.ops])
+        fused = zip(program.ops, kinds, strict=True)
+        _join(stores, reads, [_inside_checkpoint(op) if kind == "fused" else None for op, kind in fused])
         last: dict[Buffer, int] = {}
         for number, read in enumerate(reads):
             last |= dict.fromkeys(read, number)
@@ -314,12 +317,14 @@ class _Walk:
 
     def leave_out(self, op: Op, buffers: Iterable[Buffer]) -> None:
         """Count those of an op's values for nothing that are `stacks` or added up `in_place`."""
+        if not self.stacks and not self.in_place:
+            return
         shapes = self.stacks if _keeps(op) else self.in_place if backward_p.name in op.scope else ()
         self.nothing |= {x for x in buffers if (x.aval.shape, getattr(x.aval, "dtype", None)) in shapes}
 
-    def peak(self, program: Straight, state: Collection[Buffer]) -> int:
+    def peak(self, program: Straight, state: Collection[Buffer], lives: _Lives | None = None) -> int:
         """The most bytes at once of what a program computes and of its `state`, the inputs that it frees."""
-        lives = self.lives(program)
+        lives = lives or self.lives(program)
         for op in program.ops:
             self.leave_out(op, op.results)
         alive = {a: self.size(program, a) for a in state}

@@ -848,3 +848,35 @@ def test_a_compiled_plan_fits_by_xlas_own_plan(gpu, monkeypatch):
         assert found.compiled == _compiled.compiled_bytes(f, args, found.policy) <= budget
         with pytest.raises(NothingFits, match="by XLA's plan"):
             make(budget=curve[0].bytes // 2, compile=True)
+
+
+@pytest.mark.claim("plan-memory")
+def test_weights_that_are_gathered_along_their_last_axis_take_a_second_copy(two_gpus, monkeypatch):
+    """XLA lays out the whole stack anew, so that a gathered row is contiguous."""
+    monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
+    mesh = Mesh(np.array(two_gpus), "fsdp")
+    layers, tokens, d, wide = 12, 4096, 1024, 4096
+    of = lambda shape, dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+
+    def block(x, w):
+        x = lax.with_sharding_constraint(tag(x, "layer_input"), rows)
+        up = tag(x @ w["up"].astype(x.dtype), "up")
+        return x + tag(jax.nn.silu(up), "act") @ w["out"].astype(x.dtype), None
+
+    def step(w, x):
+        loss = lambda w: jnp.mean(scan(block, x, w, policy=Policy(), strict=False)[0].astype(jnp.float32) ** 2)
+        return jax.tree.map(lambda w, g: w - g, w, jax.grad(loss)(w))
+
+    def sizes(*out):
+        """Bytes per device: what `plan` predicts, and what XLA plans."""
+        spec = {"up": PartitionSpec(None, "fsdp"), "out": PartitionSpec(None, *out)}
+        weight = lambda name, *row: of((layers, *row), jnp.float32, NamedSharding(mesh, spec[name]))
+        args = {"up": weight("up", d, wide), "out": weight("out", wide, d)}, of((tokens, d), jnp.bfloat16, rows)
+        least = plan(step, *args, budget="100GiB", machine=ROOT / "machines/h200.json").curve[0]
+        return least.bytes, _compiled.compiled_bytes(step, args, least.policy)
+
+    (predicted, planned), (predicted_more, planned_more) = sizes("fsdp"), sizes(None, "fsdp")
+    copy = 4 * layers * wide * d // 2
+    assert predicted_more - predicted == copy and planned_more - planned == pytest.approx(copy, rel=0.001)
+    assert planned == pytest.approx(predicted, rel=1 / 8)

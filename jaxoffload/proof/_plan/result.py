@@ -120,8 +120,9 @@ class Plan:
         """That fewer GPUs were measured than copy at once; None if that is not so."""
         if not self.host or self.measured >= min(self.devices, _OF_A_HOST):
             return None
-        gpus = "1 GPU" if self.measured == 1 else f"{self.measured} GPUs"
-        return f"copies were measured with {gpus}; each is slower where more of a host copy at once"
+        return (
+            f"the bus was measured with {self.measured} GPU(s) copying at once; where more of a host do, each is slower"
+        )
 
     @property
     def parts(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import operator
 import os
 import random
 import shlex
@@ -24,7 +25,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,12 +75,13 @@ def main() -> None:
     if options.what == "join":
         return write(options, joined([json.loads(file.read_text()) for file in options.files]))
     if options.what == "predict":
-        jax.config.update("jax_num_cpu_devices", max(SHAPES[name].sizes.get("fsdp", 1) for name in options.shapes))
+        jax.config.update("jax_num_cpu_devices", gpus_of(options.shapes))
         return predict(options)
     if any(SHAPES[name].sizes.get("attention") == "te" for name in options.shapes):
         importlib.import_module("transformer_engine.jax")  # before JAX's first computation
     read = json.loads(options.predicted.read_text())
-    result = peers.provenance("plans", options.commit) | {"predicted": str(options.predicted), "shapes": {}}
+    result = peers.provenance("plans", options.commit, gpus_of(options.shapes))
+    result |= {"predicted": str(options.predicted), "shapes": {}}
     for name in options.shapes:
         result["shapes"][name] = measured(name, read["shapes"][name], options)
         result["summary"] = summary(result["shapes"])
@@ -105,6 +107,11 @@ def parse() -> argparse.Namespace:
     measure.add_argument("--drawn", type=int, default=20, help="policies drawn at random for each shape")
     measure.add_argument("--rounds", type=int, default=4, help="of the contenders; the others run once")
     return parser.parse_args()
+
+
+def gpus_of(shapes: Iterable[str]) -> int:
+    """Return how many GPUs the largest of these takes."""
+    return max(SHAPES[name].sizes.get("fsdp", 1) for name in shapes)
 
 
 def write(options: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -323,12 +330,11 @@ def judged(budget: float, plan: dict[str, Any] | None, lines: dict[str, Any]) ->
 
 def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the results of several runs as one: of one kind of device, with the same versions and predictions."""
-    first, *others = results
-    for key in ("device", "versions", "commit", "predicted"):
-        if any(result[key] != first[key] for result in others):
-            sys.exit(
-                f"the files differ in {key!r}: {', '.join(map(repr, dict.fromkeys(str(r[key]) for r in results)))}"
-            )
+    kind = lambda result: result["device"].partition(" ")[2]  # without how many
+    same = {"device": kind} | {key: operator.itemgetter(key) for key in ("versions", "commit", "predicted")}
+    for key, of in same.items():
+        if len(found := dict.fromkeys(str(of(result)) for result in results)) > 1:
+            sys.exit(f"the files differ in {key!r}: {', '.join(map(repr, found))}")
     measured = [name for result in results for name in result["shapes"]]
     if twice := {name for name in measured if measured.count(name) > 1}:
         sys.exit(f"measured more than once: {', '.join(sorted(twice))}")
@@ -336,7 +342,8 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
     shapes = {name: every[name] for name in SHAPES if name in every}
     command = shlex.join(["python", "-m", "benchmarks.plans", "measure", "--shapes", *shapes])
     commands = [result["command"] for result in results]
-    return first | {"command": command, "commands": commands, "shapes": shapes, "summary": summary(shapes)}
+    whole = results[0] | {"device": f"{gpus_of(shapes)} {kind(results[0])}", "command": command, "commands": commands}
+    return whole | {"shapes": shapes, "summary": summary(shapes)}
 
 
 def summary(shapes: dict[str, Any]) -> dict[str, Any]:

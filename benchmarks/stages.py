@@ -334,7 +334,7 @@ def freed(case: Case, options: argparse.Namespace, schedule: Schedule, found: di
     layers = schedule.slots * of_chunk - schedule.layers_in_flight(of_chunk)
     plan = lambda of, name: of["temp_gib"] if of.get("options") == name else of["other_options"][name]["temp_gib"]
     planned = plan(found["saved"], "all saved") - plan(found["offload"], name)
-    return {"freed_gib": round(planned, 4), "predicted_gib": round(layers * layer / 2**30, 4)}
+    return {"freed_by": name, "freed_gib": round(planned, 4), "predicted_gib": round(layers * layer / 2**30, 4)}
 
 
 # ------------------------------------------------------------------------------------------------------------- report

@@ -279,15 +279,17 @@ def test_policies_that_are_nearly_the_fastest_in_their_memory_are_timed_again():
 
 
 def test_plans_of_several_runs_are_joined_if_nothing_but_the_shapes_differ():
-    run = {"device": "a GPU", "versions": {"jax": "1"}, "commit": "c", "predicted": "p"}
+    run = {"device": "1 GPU", "versions": {"jax": "1"}, "commit": "c", "predicted": "p"}
     of = lambda *names, **other: (
         run | {"command": names[0], "shapes": {name: {"budgets": {}} for name in names}} | other
     )
     found = plans.joined([of("1b"), of("8b", "70b")])
     assert list(found["shapes"]) == ["8b", "70b", "1b"] and found["commands"] == ["1b", "8b"]
+    assert found["device"] == "1 GPU"
+    assert plans.joined([of("1b"), of("8b, fsdp", device="2 GPU")])["device"] == "2 GPU"
     assert found["command"] == "python -m benchmarks.plans measure --shapes 8b 70b 1b"
     for files, said in (
-        ([of("1b"), of("8b", device="another")], "the files differ in 'device': 'a GPU', 'another'"),
+        ([of("1b"), of("8b", device="1 TPU")], "the files differ in 'device': 'GPU', 'TPU'"),
         ([of("1b", "8b"), of("8b")], "measured more than once: 8b"),
     ):
         with pytest.raises(SystemExit, match=said):

@@ -101,6 +101,11 @@ def longer(*measured):
     return sorted(percent(one["weights on fc2, recomputed"] / one["weights on act"] - 1) for one in ms)
 
 
+def slower_than_the_fastest(measured):
+    (shape,) = measured["shapes"].values()
+    return [f"{100 * max(budget['plan / best'] - 1 for budget in shape['budgets'].values()):.1f} %"]
+
+
 def percent(share):
     return f"{100 * share:.0f} %"
 
@@ -127,6 +132,7 @@ STATED = [
     stated("grouped", speeds, pytest.mark.claim("grouped-speed")),
     stated("grouped-cublas-13.8", speeds_of_te, pytest.mark.claim("te-products")),
     stated("choices choices-te", longer, pytest.mark.claim("choices")),
+    stated("plans-fsdp", slower_than_the_fastest, pytest.mark.claim("plan-fsdp")),
 ]
 # Numbers with a unit that do not come from a measurement.
 NOT_MEASURED = {
@@ -140,8 +146,9 @@ NOT_MEASURED = {
     "4 %",
     "9 %",  # this and the next three: bounds of tests of what `plan` predicts, in test_plan_measured.py
     "10 %",
-    "5.1 %",
-    "1.4 %",
+    "8 %",
+    "5.4 %",
+    "4.1 %",
 }
 
 
@@ -268,10 +275,15 @@ def test_accumulate_that_offloads_nothing_is_no_slower_than_a_loop_in_less_memor
     assert ratios["in_turn_saved/ours_saved_all"] < 0.98 and ratios["in_turn_saved/ours_saved_all by temp_gib"] < 0.76
 
 
+TWO = ("h200", "two-h100")  # machines that were measured with two GPUs
+
+
 @pytest.mark.claim("accumulated-four")
 def test_four_gpus_that_copy_at_once_share_a_bus_that_is_too_narrow_to_move_everything():
-    bus = json.loads((ROOT / "machines/four-h200.json").read_text())
-    assert bus["gpus"] == 4 and bus["all"]["together"] < 0.46 * bus["one"]["together"]
+    measured = {name: json.loads((ROOT / f"machines/{name}.json").read_text()) for name in ("four-h200", *TWO)}
+    share = {name: of["all"]["together"] / of["one"]["together"] for name, of in measured.items()}
+    assert measured["four-h200"]["gpus"] == 4 and share["four-h200"] < 0.46
+    assert all(measured[name]["gpus"] == 2 and 0.65 < share[name] < 0.76 for name in TWO)
     ratios = result("accumulate-fsdp-4")["microbatches"]["8"]["ratios"]
     assert ratios["interleaved/remat"] > 1.1 and ratios["won_back"] < 0
 
@@ -377,9 +389,11 @@ def test_experts_on_stages_are_faster_than_all_but_saving(count):
 @pytest.mark.claim("stages-four")
 def test_experts_on_stages_of_two_gpus_move_gates_at_the_speed_of_saving():
     ratios, measured = on_stages("2", "8", "stages-experts")
-    assert against(measured, GATE, SAVED)[0] < 1.0033 and against(measured, GATE, SAVED)[1] < 0.87
-    assert against(measured, "fc1 and attn/norm moved, the rest saved", SAVED)[0] > 1.09
-    assert ratios["freed/predicted"] > 0.86 and ratios["won_back"] > 0.96
+    time, memory = against(measured, GATE, SAVED)
+    assert time < 1.0033 and memory < 0.87 and ratios["won_back"] > 0.96
+    more = "fc1 and attn/norm moved, the rest saved"
+    assert all(ratio > 1 for ratio in against(measured, more, RECOMPUTED))
+    assert measured["offload", GATE]["freed_by"] == more and f"frees {ratios['freed/predicted']:.2f} of" in PAGES
 
 
 @pytest.mark.claim("accumulated-small-experts", "te-interleaved")

@@ -279,8 +279,9 @@ def test_no_choice_that_is_looked_at_beats_the_curve(seed):
             assert best and (best.ns, best.host) <= (out.ns, out.host)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_the_search_does_not_depend_on_budgets_and_loses_no_choice(seed):
+@pytest.mark.parametrize("most, seed", [*((170, seed) for seed in range(10)), (0, 11), (0, 17), (0, 30)])
+def test_the_search_does_not_depend_on_budgets_and_loses_no_choice(most, seed, monkeypatch):
+    monkeypatch.setattr(search, "_MOST_SETS", most)  # if it looks at none, more are looked at for recomputing's sake
     step, least, free, evaluate, dice = drawn_search(seed)
     table = pool(least, free, evaluate, step.stacks)
     budgets = [0, dice.randint(0, 4000), 10**9]
@@ -293,6 +294,7 @@ def test_the_search_does_not_depend_on_budgets_and_loses_no_choice(seed):
         assert all(costs in (evaluate(kept), times(kept)) for kept, costs in wider.items())
         # What grew has the choices of what was always there.
         sized = {kept: costs for kept, costs in wider.items() if costs == evaluate(kept)}
+        assert (len(sized) < len(wider)) == (most == 0)
         assert values(curve) == values(undominated(step, sized, budget))
         for choice in undominated(step, table, budget):
             best = fastest(curve, choice.device)

@@ -22,7 +22,7 @@ _LEAVES = {type(None), bool, int, float, str, jax.sharding.NamedSharding}  # mos
 
 
 def _is_shape(value: Any) -> bool:
-    """Or another tuple of leaves."""
+    """Whether a value is a tuple of leaves, such as a shape."""
     return type(value) is tuple and _LEAVES.issuperset(map(type, value))
 
 

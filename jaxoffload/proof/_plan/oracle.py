@@ -48,7 +48,7 @@ class Oracle:
     Attributes:
       policy: names to decisions -> the policy that says so.
       excess: what the walk over a whole step finds of a layer's working set, and the one over the layer alone does not.
-      sized: whether working sets are found, too, or are 0.
+      sized: whether working sets are found, too.
     """
 
     scans: Sequence[Divided]

@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def caveat(self) -> str | None:
-        """That fewer GPUs were measured than copy at once; None if that is not so."""
+        """A sentence if fewer GPUs were measured than copy at once."""
         if not self.host or self.measured >= min(self.devices, _OF_A_HOST):
             return None
         return (

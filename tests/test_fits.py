@@ -406,6 +406,14 @@ def test_a_machine_of_fewer_gpus_says_so():
     assert "(the bus was measured with 2 GPU(s) copying at once)" in str(fits(loss, spread, ARGS[1], machine=MACHINE))
 
 
+def test_some_gpus_of_a_host_copy_at_rates_between_those_of_one_and_of_all():
+    two, four = (Machine.from_json((ROOT / f"machines/{name}.json").read_text()) for name in ("h200", "four-h200"))
+    assert (four.bus(1), four.bus(4), four.bus(8)) == (four.one, four.all, four.all)
+    assert four.bus(2) == pytest.approx([(a + b) / 2 for a, b in zip(four.one, four.all, strict=True)])
+    assert four.bus(2) == pytest.approx(two.all, rel=0.12)  # measured on other H200s
+    assert two.bus(1) == two.one and two.bus(2) == two.bus(4) == two.all
+
+
 def test_a_machine_comes_back_whole():
     for each in (MACHINE, BY_SHAPE):
         assert Machine.from_json(each.to_json()) == each

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from ..._engine.rates import AttentionRate, Gemms, Link, Rates
+from ..._engine.rates import AttentionRate, Gemms, Link, Rates, between
 from ..._text import readable
 from . import measure
 from .measure import Bus as Bus
@@ -46,8 +46,11 @@ class Machine(Rates):
     all: Bus
 
     def bus(self, gpus: int) -> Bus:
-        """The rates where so many GPUs copy at once."""
-        return self.one if gpus == 1 else self.all
+        """The rates where so many GPUs copy at once. Those of some lie between those of one and of all, over the
+        logarithm of their number."""
+        if gpus == 1 or gpus >= self.gpus:
+            return self.one if gpus == 1 else self.all
+        return Bus(*(between(gpus, (1, self.gpus), rates) for rates in zip(self.one, self.all, strict=True)))
 
     def to_json(self) -> str:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

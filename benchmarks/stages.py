@@ -114,7 +114,6 @@ def variants_of(case: Case, name: str) -> dict[str, dict[str, Variant]]:
             # In the first ticks no stage runs a backward pass, and in the last ones none a forward pass. Behind a
             # layer's forward pass alone the gate fits, and the layer's input with it nearly does.
             "layer_input and gate moved, the rest saved": ours(saved | inputs | gate),
-            "gate moved, the rest saved": ours(saved | gate),
             "fc1 and attn/norm moved, the rest saved": ours(saved | norm_of_qkv | dict.fromkeys(fc1, "offload")),
         },
         "saved": {"all saved": ours(saved)},

@@ -102,10 +102,7 @@ def attention_costs(shape: Model, tokens: int) -> dict[str, tuple[int, int]]:
         "attn/q": matmul(D, shape.heads * shape.d_head),
         "attn/k": matmul(D, KV),
         "attn/v": matmul(D, KV),
-        "attn/context": (
-            0,
-            tokens * (2 * shape.heads * shape.d_head + 4 * shape.heads),
-        ),  # with float32 softmax statistics
+        "attn/context": (0, tokens * shape.heads * (2 * shape.d_head + 4)),  # with float32 softmax statistics
         "mlp_input": matmul(shape.heads * shape.d_head, D),
     }
 

@@ -65,8 +65,8 @@ def costs(options: argparse.Namespace) -> dict[str, tuple[int, int]]:
 
 
 def shape(options: argparse.Namespace) -> dict[str, Any]:
-    keys = ("head_dim", "heads", "qk_norm", "experts", "experts_per_token", "d_expert", "grouped", "capacity")
-    recorded = {key: getattr(options, key) for key in (*keys, "exchange")}
+    keys = ("experts", "experts_per_token", "d_expert", "grouped", "capacity", "exchange")
+    recorded = {key: getattr(options, key) for key in ("heads", "head_dim", "qk_norm", *keys)}
     if options.grouped == "auto":
         recorded["grouped"] = f"auto: {_auto_backend(options)}"
     return layers_of(options) | recorded

@@ -326,9 +326,8 @@ def freed(case: Case, options: argparse.Namespace, schedule: Schedule, found: di
     """
     name = compared(options)
     variant = variants_of(case, options.case)["offload"][name]
-    table = jaxoffload.residuals(loss_of(case, options, variant), *jax.eval_shape(start(case, options)))
+    table = jaxoffload.residuals(loss_of(case, options, variant), *jax.eval_shape(start(case, options))).per_device
     layer = sum(row.bytes_per_layer for row in table if row.state == "offloaded" and row.kind == "value")
-    layer //= options.expert  # the table is of all devices
     of_chunk = case.model(options).layers // schedule.chunks
     layers = schedule.slots * of_chunk - schedule.layers_in_flight(of_chunk)
     plan = lambda of, name: of["temp_gib"] if of.get("options") == name else of["other_options"][name]["temp_gib"]

@@ -404,6 +404,8 @@ def test_a_loop_inside_of_another_runs_as_often():
 def test_a_machine_of_fewer_gpus_says_so():
     spread = jax.ShapeDtypeStruct(ARGS[0].shape, ARGS[0].dtype, sharding=NamedSharding(auto(4), P("d")))
     assert "(the bus was measured with 2 GPU(s) copying at once)" in str(fits(loss, spread, ARGS[1], machine=MACHINE))
+    of_a_host = dataclasses.replace(MACHINE, gpus=8)
+    assert MACHINE.caveat(3) and not MACHINE.caveat(2) and not of_a_host.caveat(64) and MACHINE.caveat(64)
 
 
 def test_some_gpus_of_a_host_copy_at_rates_between_those_of_one_and_of_all():

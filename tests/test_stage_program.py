@@ -155,18 +155,24 @@ def gated(x, w):
     return x + tag(jax.nn.silu(gate) * up, "act") @ w["out"], None
 
 
+MORE_IN_FLIGHT = pytest.mark.xfail(
+    jax.__version_info__ < (0, 12),
+    reason="jaxlib 0.11.2 has more rows in flight: with all moved, 150 of 1180 MB that are not predicted",
+    strict=True,
+)
+
+
 @pytest.mark.claim("plan-memory")
 @pytest.mark.parametrize(
-    "virtual_stages, data, microbatches, within",
+    "virtual_stages, data, microbatches",
     [
-        pytest.param(1, 1, 11, 1 / 8, id="a loop over ticks"),
-        pytest.param(2, 2, 12, 1 / 8, id="virtual stages"),
-        pytest.param(2, 2, 9, 1 / 8, id="virtual stages, no loop"),
-        # jaxlib 0.11.2 has more rows in flight: with all moved, 150 of 1180 MB.
-        pytest.param(1, 1, 9, 1 / 8 if jax.__version_info__ >= (0, 12) else 1 / 6, id="no loop"),
+        pytest.param(1, 1, 11, id="a loop over ticks"),
+        pytest.param(2, 2, 12, id="virtual stages"),
+        pytest.param(2, 2, 9, id="virtual stages, no loop"),
+        pytest.param(1, 1, 9, id="no loop", marks=MORE_IN_FLIGHT),
     ],
 )
-def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data, microbatches, within):
+def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data, microbatches):
     monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
     mesh = Mesh(np.array(described(2 * data)).reshape(2, data), ("stage", "data"))
 
@@ -190,4 +196,4 @@ def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_st
         curve = make(budget="100GiB").curve
         for point in (curve[0], curve[-1]):
             found, planned = make(budget=point.bytes), _compiled.compiled_bytes(step, args, point.policy)
-            assert planned == pytest.approx(found.memory.total, rel=within)
+            assert planned == pytest.approx(found.memory.total, rel=1 / 8)

@@ -95,8 +95,9 @@ class Oracle:
             movable[unit] = movable.get(unit, 0) + size
             residuals[kept.rows] = residuals.get(kept.rows, 0) + size
         written, read = self._copied(layer, forward, again.taken)
-        room = lambda: layer_room(layer, forward, again.taken, self.like, self.one_kernel)
-        working, staying = room() if self.sized else (0, 0)
+        working = staying = 0
+        if self.sized:
+            working, staying = layer_room(layer, forward, again.taken, self.like, self.one_kernel)
         return LayerCost(
             forward=known.seconds + self.rates.moving(2 * written),
             backward=again.seconds + self.rates.moving(2 * read),

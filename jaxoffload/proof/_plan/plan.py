@@ -196,8 +196,8 @@ def _traced(
         moved=names.moved,
         recomputable=names.recomputable,
     )
-    gathers = [of_layer(each, args, devices, machine.link) for each in found]
-    costs, times = (with_collectives(o, gathers) for o in (oracle, dataclasses.replace(oracle, sized=False)))
+    on_link = [of_layer(each, args, devices, machine.link) for each in found]
+    costs, times = (with_collectives(o, on_link) for o in (oracle, dataclasses.replace(oracle, sized=False)))
     table = pool(names.least, names.free, costs, step.stacks)
     table, curve = searched(step, table, names.free, costs, times, host_budget)
     everything = [oracle.passes(layer, names.least | names.free) for layer in layers]
@@ -310,7 +310,7 @@ def _result(
         compiled=compiled,
         machine=traced.machine.device,
         devices=traced.devices,
-        measured=traced.machine.gpus,
+        caveat=traced.machine.caveat(traced.devices) if choice.host else "",
     )
 
 

@@ -62,7 +62,8 @@ class Plan:
       curve: all choices that no other one beats, by bytes.
       untagged: matmuls whose outputs nothing names, so that they run again even if all names are saved.
       compiled: bytes per device that XLA plans; None if the step was not compiled.
-      machine: the kind of GPU; `devices`: how many; `measured`: with how many of one host its rates were measured.
+      machine: the kind of GPU; `devices`: how many.
+      caveat: what the summary says in brackets if something moves and fewer GPUs were measured than copy at once.
 
     Example:
       >>> from jaxoffload import Policy
@@ -70,7 +71,7 @@ class Plan:
       >>> policy = Policy({"fc1": "save"})
       >>> memory = Memory(arguments=400, other=300, residuals=200, working=100)
       >>> point = Point(memory.total, 12.5, policy)
-      >>> plan = Plan(policy, 12.5, memory, 2000, 0, 1000, (0.0, 0.0), (point,), (), None, "H200", 1, 1)
+      >>> plan = Plan(policy, 12.5, memory, 2000, 0, 1000, (0.0, 0.0), (point,), (), None, "H200", 1, "")
       >>> print(plan.to_yaml().splitlines()[2].strip())
       fc1: save
     """
@@ -87,7 +88,7 @@ class Plan:
     compiled: int | None
     machine: str
     devices: int
-    measured: int
+    caveat: str
 
     @property
     def limits(self) -> str:
@@ -113,16 +114,7 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        return f"{self.step_ms:.1f} ms per step on {self.devices} {self.machine}, predicted"
-
-    @property
-    def caveat(self) -> str | None:
-        """A sentence if fewer GPUs were measured than copy at once."""
-        if not self.host or self.measured >= min(self.devices, _OF_A_HOST):
-            return None
-        return (
-            f"the bus was measured with {self.measured} GPU(s) copying at once; where more of a host do, each is slower"
-        )
+        return f"{self.step_ms:.1f} ms per step on {self.devices} {self.machine}, predicted{self.caveat}"
 
     @property
     def parts(self) -> dict[str, int]:
@@ -151,7 +143,6 @@ class Plan:
                 for name, size in self.parts.items()
             ),
             f"  the bus is busy for {to_host:.0%} of the step to the host, {back:.0%} back",
-            *([f"  {self.caveat}"] if self.caveat else []),
             *([f"  XLA plans {readable(self.compiled)} per device"] if self.compiled is not None else []),
             f"limit: {self.limits}",
             *(f"untagged: {line}" for line in self.untagged),
@@ -181,7 +172,6 @@ class Plan:
         return drawn.getvalue()
 
 
-_OF_A_HOST = 8  # GPUs, at most
 _WORTH = 0.002  # gains below this share of a step are not worth a line
 
 

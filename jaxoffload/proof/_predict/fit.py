@@ -144,9 +144,8 @@ class Fits:
     def __str__(self) -> str:
         if not self.loops:
             return "no prediction: no scan offloads; chain and checkpoint are not covered"
-        lines = [f"copies on {self.devices} {self.machine.device}, predicted from FLOPs and bytes"]
-        if self.devices > self.machine.gpus:
-            lines[0] += f" (the bus was measured with {self.machine.gpus} GPU(s) copying at once)"
+        caveat = self.machine.caveat(self.devices)
+        lines = [f"copies on {self.devices} {self.machine.device}, predicted from FLOPs and bytes{caveat}"]
         lines += map(str, self.loops)
         lines.append(f"{self.exposed_ms:.2f} ms of copies per step are exposed")
         return "\n".join(lines)

@@ -48,9 +48,17 @@ class Machine(Rates):
     def bus(self, gpus: int) -> Bus:
         """The rates where so many GPUs copy at once. Those of some lie between those of one and of all, over the
         logarithm of their number."""
-        if gpus == 1 or gpus >= self.gpus:
-            return self.one if gpus == 1 else self.all
+        if gpus == 1:
+            return self.one
+        if gpus >= self.gpus:
+            return self.all
         return Bus(*(between(gpus, (1, self.gpus), rates) for rates in zip(self.one, self.all, strict=True)))
+
+    def caveat(self, gpus: int) -> str:
+        """What a prediction for so many GPUs says in brackets if more of a host may copy at once than were measured;
+        otherwise ""."""
+        few = self.gpus < min(gpus, _OF_A_HOST)
+        return f" (the bus was measured with {self.gpus} GPU(s) copying at once)" if few else ""
 
     def to_json(self) -> str:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -110,6 +118,9 @@ class Machine(Rates):
                 lines.append(f"  {what:14} {', '.join(f'{rate:.0f}' for rate in getattr(self.link, what))}")
             lines.append(f"  matmuls beside them take longer by {self.link.beside:.0%} of their time")
         return "\n".join(lines)
+
+
+_OF_A_HOST = 8  # GPUs, at most
 
 
 def _numbers(found: Any) -> Iterator[Any]:

@@ -209,7 +209,6 @@ def _planned(plan: Plan) -> str:
         + _svg(pictures.draw_curve(plan))
         + _table("Memory", ("", "bytes"), memory, (1,))
         + f"<pre>{_text(plan.to_yaml())}</pre><p>{_text(f'Limit: {plan.limits}')}</p>"
-        + (f"<p>{_text(plan.caveat)}</p>" if plan.caveat else "")
         + "".join(f"<p>{_text(f'Untagged: {line}')}</p>" for line in plan.untagged)
         + _table("Choices that no other one beats", head, rows, (0, 1))
     )

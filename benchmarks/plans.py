@@ -9,8 +9,9 @@ memory that are predicted from shapes alone; its file is committed before the se
 for each shape: 2 % more than recomputing everything takes by XLA's plan, what the fastest choice takes, and the middle.
 For each it finds the plan as `plan(compile=True)` does, among the choices that were written down. It measures these
 plans, the hand-made candidates of the other benchmarks, and `--drawn` policies drawn at random, all in one process, in
-turn; those that are nearly the fastest in their memory more often. A policy fits in a budget by XLA's plan. What is
-compared is the plan with the fastest that fits. The third makes one file of those of several runs.
+turn; those that are nearly the fastest in their memory more often. A policy fits in a budget by XLA's plan, which is
+compared with the allocator's peak. The plan is compared with the fastest policy that fits. The third makes one file of
+those of several runs.
 """
 
 import argparse
@@ -287,22 +288,31 @@ def compiled(traced: jax.stages.Lowered) -> tuple[Any, dict[str, Any]]:
 
 
 def timed(shape: Shape, options: argparse.Namespace, steps: dict[str, Any], lines: dict[str, Any], rounds: int) -> None:
-    """Add the median time of each step to its line. After the first round only `contenders` go on."""
+    """Add the median time of each step to its line, and the peak of allocated memory if no step before took as much:
+    the first round, which fills the pinned pool, begins with the smallest. After the second only `contenders` go on."""
     weights, x = initial(shape.case, options)
     if shape.microbatches > 1:
         stack = lambda x: jnp.stack([jnp.roll(x, n) for n in range(shape.microbatches)])
         x = jax.jit(stack, out_shardings=placed(shape.case, options)[1])(x)
     state, spent = (weights, x), {key: [] for key, step in steps.items() if step}
+    by_size = sorted(spent, key=lambda key: (lines[key]["device_gib"], not key.startswith("plan ")))
     for number in range(rounds + 1):
-        for key in contenders(lines) if number > 1 else list(spent):
-            begin = time.perf_counter()
+        for key in contenders(lines) if number > 1 else by_size:
+            before, begin = peak_gib(), time.perf_counter()
             try:
                 state = jax.block_until_ready(steps[key](*state))
             except jax.errors.JaxRuntimeError as why:
                 sys.exit(f"{key} failed, and took the weights with it: {why}")
-            if number:  # the first run fills the pinned pool
+            if number:
                 spent[key].append(1e3 * (time.perf_counter() - begin))
                 lines[key]["step_ms"] = round(statistics.median(spent[key]), 2)
+            elif (peak := peak_gib()) > before:
+                lines[key]["peak_gib"] = peak
+
+
+def peak_gib() -> float:
+    """Return the most that was allocated on a device at once so far, or 0 if it does not say."""
+    return round((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB, 4)
 
 
 def contenders(lines: dict[str, Any]) -> list[str]:
@@ -325,6 +335,8 @@ def judged(budget: float, plan: dict[str, Any] | None, lines: dict[str, Any]) ->
             "predicted / measured ms": round(plan["predicted_ms"] / plan["step_ms"], 4),
             "predicted / planned by XLA": round(plan["predicted_gib"] / plan["device_gib"], 4),
         }
+        if "peak_gib" in plan:
+            result["planned by XLA / peak"] = round(plan["device_gib"] / plan["peak_gib"], 4)
     return result
 
 
@@ -350,17 +362,18 @@ def summary(shapes: dict[str, Any]) -> dict[str, Any]:
     """Return the measures of all shapes and budgets together."""
     every = [of for shape in shapes.values() for of in shape["budgets"].values()]
     column = lambda name: sorted(of[name] for of in every if of.get(name))
-    errors = lambda name: sorted(abs(ratio - 1) for ratio in column(name))
-    best, ms, memory = column("plan / best"), errors("predicted / measured ms"), errors("predicted / planned by XLA")
-    if not best:
+    errors = lambda name: [abs(ratio - 1) for ratio in column(name)]
+    of = lambda errors: [round(statistics.median(errors), 4), round(max(errors), 4)] if errors else None
+    if not (best := column("plan / best")):
         return {"plans": len(every), "ran": 0}
     return {
         "plans": len(every),
         "ran": sum(of["runs"] for of in every),
         "plan / best, at most": best[-1],
         "plan / best <= 1.01, share": round(sum(ratio <= 1.01 for ratio in best) / len(best), 3),
-        "error of the time: median, most": [round(statistics.median(ms), 4), round(ms[-1], 4)],
-        "error of the memory: median, most": [round(statistics.median(memory), 4), round(memory[-1], 4)],
+        "error of the time: median, most": of(errors("predicted / measured ms")),
+        "error of the memory: median, most": of(errors("predicted / planned by XLA")),
+        "error of XLA's plan: median, most": of(errors("planned by XLA / peak")),
     }
 
 

@@ -231,7 +231,7 @@ def test_the_picture_is_drawn(tmp_path):
 
 
 def test_a_plan_is_judged_by_the_fastest_policy_that_fits():
-    of_plan = {"device_gib": 9.0, "step_ms": 110.0, "predicted_ms": 99.0, "predicted_gib": 9.9}
+    of_plan = {"device_gib": 9.0, "step_ms": 110.0, "predicted_ms": 99.0, "predicted_gib": 9.9, "peak_gib": 8.0}
     lines = {
         "plan least": of_plan,
         "hand-made": {"device_gib": 10.0, "step_ms": 100.0},
@@ -248,6 +248,34 @@ def test_a_plan_is_judged_by_the_fastest_policy_that_fits():
     assert (measures["plans"], measures["ran"]) == (2, 1)
     assert measures["plan / best, at most"] == 1.1 and measures["plan / best <= 1.01, share"] == 0
     assert measures["error of the time: median, most"] == measures["error of the memory: median, most"] == [0.1, 0.1]
+    assert measures["error of XLA's plan: median, most"] == [0.125, 0.125]
+    del of_plan["peak_gib"]
+    measures = plans.summary({"a shape": {"budgets": {"least": plans.judged(10.0, of_plan, lines)}}})
+    assert measures["error of XLA's plan: median, most"] is None
+
+
+def test_the_peak_of_a_step_is_known_if_no_step_before_took_as_much(monkeypatch):
+    gib = {"save": 5.0, "plan all": 5.0, "recompute": 2.0, "gate moved": 1.0}
+    used = {"so far": 1.5}  # what initializing took
+
+    def step(name):
+        def run(weights, x):
+            used["so far"] = max(used["so far"], gib[name] + 0.1)
+            return weights, x
+
+        return run
+
+    monkeypatch.setattr(plans, "initial", lambda case, options: (jnp.zeros(1), jnp.zeros(1)))
+    monkeypatch.setattr(plans, "peak_gib", lambda: used["so far"])
+    lines = {name: {"device_gib": size} for name, size in gib.items()}
+    plans.timed(plans.SHAPES["1b"], argparse.Namespace(), {name: step(name) for name in gib}, lines, 2)
+    assert {name: of.get("peak_gib") for name, of in lines.items()} == {
+        "save": None,
+        "plan all": 5.1,
+        "recompute": 2.1,
+        "gate moved": None,
+    }
+    assert all(of["step_ms"] >= 0 for of in lines.values())
 
 
 def test_budgets_are_what_recomputing_takes_and_a_little_what_the_fastest_takes_and_the_middle():

@@ -295,6 +295,7 @@ def timed(shape: Shape, options: argparse.Namespace, steps: dict[str, Any], line
         stack = lambda x: jnp.stack([jnp.roll(x, n) for n in range(shape.microbatches)])
         x = jax.jit(stack, out_shardings=placed(shape.case, options)[1])(x)
     state, spent = (weights, x), {key: [] for key, step in steps.items() if step}
+    del weights, x  # or they count in the peak of all steps but the first
     by_size = sorted(spent, key=lambda key: (lines[key]["device_gib"], not key.startswith("plan ")))
     for number in range(rounds + 1):
         for key in contenders(lines) if number > 1 else by_size:

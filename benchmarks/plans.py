@@ -4,14 +4,14 @@
     python -m benchmarks.plans measure [--predicted FILE] [--shapes NAME ...] [--out benchmarks/results/plans.json]
     python -m benchmarks.plans join FILE ... [--out benchmarks/results/plans.json]
 
-The first needs no GPU. It writes down, for each shape, all choices that no other one beats, with the step time and the
-memory that are predicted from shapes alone; its file is committed before the second runs. The second has three budgets
-for each shape: 2 % more than recomputing everything takes by XLA's plan, what the fastest choice takes, and the middle.
-For each it finds the plan as `plan(compile=True)` does, among the choices that were written down. It measures these
-plans, the hand-made candidates of the other benchmarks, and `--drawn` policies drawn at random, all in one process, in
-turn; those that are nearly the fastest in their memory more often. A policy fits in a budget by XLA's plan, which is
-compared with the allocator's peak. The plan is compared with the fastest policy that fits. The third makes one file of
-those of several runs.
+The first needs no GPU. It writes down, for each shape, all choices that no other one beats, and the best ones that move
+nothing, with the step time and the memory that are predicted from shapes alone; its file is committed before the second
+runs. The second has three budgets for each shape: 2 % more than recomputing everything takes by XLA's plan, what the
+fastest choice takes, and the middle. For each it finds the plan as `plan(compile=True)` does, among the choices that
+were written down. It measures these plans, the hand-made candidates of the other benchmarks, and `--drawn` policies
+drawn at random, all in one process, in turn; those that are nearly the fastest in their memory more often. A policy
+fits in a budget by XLA's plan, which is compared with the allocator's peak. The plan is compared with the fastest
+policy that fits. The third makes one file of those of several runs.
 """
 
 import argparse
@@ -175,11 +175,13 @@ def predict(options: argparse.Namespace) -> None:
         begin = time.perf_counter()
         plan = jaxoffload.plan(step, *args, budget="100TiB", machine=machine)
         seconds = time.perf_counter() - begin
+        unmoved = jaxoffload.plan(step, *args, budget="100TiB", host_budget=0, machine=machine)
         result["shapes"][name] = {
             "sizes": {key: value for key, value in vars(sizes).items() if key not in ("out", "commit", "steps")},
             "microbatches": shape.microbatches,
             "seconds to plan": round(seconds, 2),
             "curve": json.loads(plan.to_json())["curve"],
+            "unmoved": json.loads(unmoved.to_json())["curve"],
         }
         write(options, result)
         peers.say(f"{name}: planned in {seconds:.1f} s")
@@ -209,10 +211,10 @@ def measured(name: str, found: dict[str, Any], options: argparse.Namespace) -> d
     every = {"recompute": Variant("ours", {}, OVERLAP)} | shape.case.best
     every |= {"save": Variant("ours", dict.fromkeys(shape.case.all_names, "save"), OVERLAP)}
     every |= {key: variant_of(policy) for key, policy in drawn(shape.case, options.drawn).items()}
-    curve = Curve(shape, sizes, found["curve"])
+    curve = Curve(shape, sizes, found["curve"], found["unmoved"])
     traced = [lowered(shape, sizes, variant) for variant in every.values()]
     with ThreadPoolExecutor(max_workers=8) as threads:  # one after another they take most of the time
-        of_all = threads.submit(curve.size, curve.points[-1])
+        of_all = threads.submit(curve.size, curve.first[-1])
         both = dict(zip(every, threads.map(compiled, traced), strict=True))
         most = min((of_all.result() or 0) / GIB, device_gib())
         budgets = budgets_of(both["recompute"][1]["device_gib"], most)
@@ -241,11 +243,13 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """The predicted choices for a shape. Each is compiled once, whatever threads ask for it."""
+    """The predicted choices for a shape, and those that move nothing. Each is compiled once, whatever threads ask for
+    it."""
 
-    def __init__(self, shape: Shape, sizes: argparse.Namespace, curve: list[dict[str, Any]]):
-        self.shape, self.sizes, self.curve = shape, sizes, curve
-        self.points = [Point(round(1e6 * of["ms"]), of["bytes"], 0, number) for number, of in enumerate(curve)]
+    def __init__(self, shape: Shape, sizes: argparse.Namespace, curve: list[Any], unmoved: list[Any]):
+        self.shape, self.sizes, self.curve = shape, sizes, curve + [of for of in unmoved if of not in curve]
+        self.points = [Point(round(1e6 * of["ms"]), of["bytes"], 0, number) for number, of in enumerate(self.curve)]
+        self.first, self.unmoved = self.points[: len(curve)], [self.points[self.curve.index(of)] for of in unmoved]
         self.compiled: dict[Point, tuple[Any, dict[str, Any]]] = {}
         self.locks = {point: threading.Lock() for point in self.points}
 
@@ -262,7 +266,8 @@ class Curve:
 
     def chosen(self, budget: float) -> Point | None:
         """Return what `plan(compile=True)` chooses of these for so many GiB."""
-        return refined(self.points, round(budget * GIB), self.size)[0]
+        of = lambda points: refined(points, round(budget * GIB), self.size)[0]
+        return of(self.first) or of(self.unmoved)
 
 
 def lowered(shape: Shape, options: argparse.Namespace, variant: Variant) -> jax.stages.Lowered:
@@ -342,9 +347,10 @@ def judged(budget: float, plan: dict[str, Any] | None, lines: dict[str, Any]) ->
 
 
 def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the results of several runs as one: of one kind of device, with the same versions and predictions."""
+    """Return the results of several runs as one: of one kind of device, with the same versions and predictions. The
+    commit is that of the last run."""
     kind = lambda result: result["device"].partition(" ")[2]  # without how many
-    same = {"device": kind} | {key: operator.itemgetter(key) for key in ("versions", "commit", "predicted")}
+    same = {"device": kind} | {key: operator.itemgetter(key) for key in ("versions", "predicted")}
     for key, of in same.items():
         if len(found := dict.fromkeys(str(of(result)) for result in results)) > 1:
             sys.exit(f"the files differ in {key!r}: {', '.join(map(repr, found))}")
@@ -354,8 +360,8 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
     every = {name: of for result in results for name, of in result["shapes"].items()}
     shapes = {name: every[name] for name in SHAPES if name in every}
     command = shlex.join(["python", "-m", "benchmarks.plans", "measure", "--shapes", *shapes])
-    commands = [result["command"] for result in results]
-    whole = results[0] | {"device": f"{gpus_of(shapes)} {kind(results[0])}", "command": command, "commands": commands}
+    runs = [{key: result[key] for key in ("command", "commit")} for result in results]
+    whole = results[-1] | {"device": f"{gpus_of(shapes)} {kind(results[0])}", "command": command, "runs": runs}
     return whole | {"shapes": shapes, "summary": summary(shapes)}
 
 

@@ -284,7 +284,7 @@ def test_budgets_are_what_recomputing_takes_and_a_little_what_the_fastest_takes_
 
 
 def test_a_choice_is_compiled_once_and_one_that_does_not_fit_corrects_the_budget(monkeypatch):
-    gib = {"small": 9.0, "middle": 16.0, "large": 20.0}  # by XLA's plan
+    gib = {"small": 9.0, "middle": 16.0, "large": 20.0, "nothing": 8.0}  # by XLA's plan
     curve = [
         {"bytes": size * 2**30, "ms": ms, "policy": {"residuals": {name: "save"}}}
         for name, size, ms in (("small", 9, 30.0), ("middle", 13, 20.0), ("large", 19, 10.0))
@@ -292,9 +292,12 @@ def test_a_choice_is_compiled_once_and_one_that_does_not_fit_corrects_the_budget
     made = []
     monkeypatch.setattr(plans, "lowered", lambda shape, sizes, variant: [*variant.residuals])
     monkeypatch.setattr(plans, "compiled", lambda names: (made.append(*names), {"device_gib": gib[names[0]]}))
-    found = plans.Curve(plans.SHAPES["1b"], argparse.Namespace(), curve)
+    unmoved = [{"bytes": 15 * 2**30, "ms": 40.0, "policy": {"residuals": {"nothing": "save"}}}, curve[2]]
+    found = plans.Curve(plans.SHAPES["1b"], argparse.Namespace(), curve, unmoved)
     names = [found.points.index(found.chosen(budget)) for budget in (20.0, 14.0, 9.0)]
-    assert names == [2, 0, 0] and sorted(made) == ["large", "middle", "small"] and found.chosen(8.0) is None
+    assert names == [2, 0, 0] and sorted(made) == ["large", "middle", "small"]
+    # What moves nothing is looked at if nothing else fits.
+    assert found.points.index(found.chosen(8.0)) == 3 and made[3:] == ["nothing"] and found.chosen(7.0) is None
     line = found.compiled[found.points[2]][1]
     assert (line["predicted_ms"], line["predicted_gib"], line["device_gib"]) == (10.0, 19.0, 20.0)
 
@@ -311,9 +314,9 @@ def test_plans_of_several_runs_are_joined_if_nothing_but_the_shapes_differ():
     of = lambda *names, **other: (
         run | {"command": names[0], "shapes": {name: {"budgets": {}} for name in names}} | other
     )
-    found = plans.joined([of("1b"), of("8b", "70b")])
-    assert list(found["shapes"]) == ["8b", "70b", "1b"] and found["commands"] == ["1b", "8b"]
-    assert found["device"] == "1 GPU"
+    found = plans.joined([of("1b"), of("8b", "70b", commit="later")])
+    assert list(found["shapes"]) == ["8b", "70b", "1b"] and found["device"] == "1 GPU" and found["commit"] == "later"
+    assert found["runs"] == [{"command": "1b", "commit": "c"}, {"command": "8b", "commit": "later"}]
     assert plans.joined([of("1b"), of("8b, fsdp", device="2 GPU")])["device"] == "2 GPU"
     assert found["command"] == "python -m benchmarks.plans measure --shapes 8b 70b 1b"
     for files, said in (

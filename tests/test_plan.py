@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxoffload import Policy, accumulate, checkpoint, plan, residuals, scan, tag, verify
 from jaxoffload.__main__ import main
 from jaxoffload.proof import Bus, Machine, NothingFits, fits
+from jaxoffload.proof._plan import plan as planning
 from jaxoffload.proof._plan import search
 from jaxoffload.proof._plan.choices import Choice, alone, fastest, undominated
 from jaxoffload.proof._plan.compiled import refined
@@ -289,8 +290,8 @@ def test_the_search_does_not_depend_on_budgets_and_loses_no_choice(most, seed, m
     times = lambda kept: tuple(cost._replace(working=-1, staying=-1) for cost in evaluate(kept))
     found = [searched(step, table, free, evaluate, times, budget) for budget in budgets]
     values = lambda curve: [(c.ns, c.device, c.host) for c in curve]
-    for budget, (wider, curve) in zip(budgets, found, strict=True):
-        assert wider == found[0][0] and wider.items() >= table.items()
+    for budget, (wider, curve, unmoved) in zip(budgets, found, strict=True):
+        assert unmoved == found[0][1] and wider == found[0][0] and wider.items() >= table.items()
         assert all(costs in (evaluate(kept), times(kept)) for kept, costs in wider.items())
         # What grew has the choices of what was always there.
         sized = {kept: costs for kept, costs in wider.items() if costs == evaluate(kept)}
@@ -306,7 +307,7 @@ def test_the_search_knows_what_recomputing_costs_where_a_pass_runs_alone(monkeyp
     looked_at = 0
     for seed in range(60):
         step, least, free, evaluate, _ = drawn_search(seed)
-        table, curve = searched(step, pool(least, free, evaluate, step.stacks), free, evaluate, evaluate, 2**62)
+        table, curve, _ = searched(step, pool(least, free, evaluate, step.stacks), free, evaluate, evaluate, 2**62)
         sets = {near for c in curve if c.layers for near in wanted(step, table, c.kept, c.moved)}
         assert sets <= table.keys()
         looked_at += len(sets)
@@ -318,7 +319,7 @@ def test_the_search_finds_better_choices_than_the_first_sets_have():
     for seed in range(20):
         step, least, free, evaluate, _ = drawn_search(seed)
         table = pool(least, free, evaluate, step.stacks)
-        _, curve = searched(step, table, free, evaluate, evaluate, 0)
+        _, curve, _ = searched(step, table, free, evaluate, evaluate, 0)
         first = undominated(step, table, 0)
         better += any(fastest(first, choice.device).ns > choice.ns for choice in curve)
     assert better > 2
@@ -590,6 +591,23 @@ def test_a_compiled_choice_fits(seed):
     silent = dice.choice(curve)
     choice, taken = refined(curve, 2 * curve[-1].device, lambda choice: None if choice is silent else choice.device)
     assert silent not in taken and choice == fastest([c for c in curve if c is not silent], 2 * curve[-1].device)
+
+
+@pytest.mark.claim("plan-compiled")
+def test_what_moves_nothing_is_compiled_where_all_else_takes_more_than_predicted(monkeypatch):
+    """As interleaved microbatches do by XLA's plan, while recomputing everything fits."""
+    args = arrays()
+    least = planned(*args).curve[0]
+    moves = lambda policy: "offload" in dict(policy.residuals).values()
+    assert moves(least.policy)
+    size = lambda f, args, policy: 2 * least.bytes if moves(policy) else least.bytes - 1
+    monkeypatch.setattr(planning, "refuse_without_gpus", lambda args: None)
+    monkeypatch.setattr(planning, "compiled_bytes", size)
+    found = planned(*args, budget=least.bytes, compile=True)
+    assert found.compiled == least.bytes - 1 and not moves(found.policy) and found.host == 0
+    with pytest.raises(NothingFits, match="by XLA's plan") as caught:
+        planned(*args, budget=least.bytes // 2, compile=True)
+    assert caught.value.least == least.bytes - 1
 
 
 def test_without_gpus_nothing_is_compiled():

@@ -131,7 +131,11 @@ def plan(
     choice, taken = fastest(curve, limit), dict[Choice, int]()
     if compile:
         policy = lambda choice: policy_for(choice, traced.step, traced.table, fixed)
-        choice, taken = refined(curve, limit, lambda choice: compiled_bytes(f, args, policy(choice)))
+        measured = lambda choice: compiled_bytes(f, args, policy(choice))
+        choice, taken = refined(curve, limit, measured)
+        if choice is None:  # what moves nothing may take less by XLA's plan, even if it was predicted to take more
+            choice, of_unmoved = refined([c for c in traced.unmoved if c not in taken], limit, measured)
+            taken |= of_unmoved
         if not taken:
             raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")
     if choice is None:
@@ -140,11 +144,12 @@ def plan(
 
 
 class Traced(NamedTuple):
-    """What a function's scans cost, whatever the budget of device memory is."""
+    """What a function's scans cost, whatever the budget of device memory is; `unmoved`: choices that move nothing."""
 
     step: Step
     table: Table
     curve: list[Choice]
+    unmoved: list[Choice]
     fixed: Policy
     machine: Machine
     devices: int
@@ -199,10 +204,10 @@ def _traced(
     on_link = [of_layer(each, args, devices, machine.link) for each in found]
     costs, times = (with_collectives(o, on_link) for o in (oracle, dataclasses.replace(oracle, sized=False)))
     table = pool(names.least, names.free, costs, step.stacks)
-    table, curve = searched(step, table, names.free, costs, times, host_budget)
+    table, curve, unmoved = searched(step, table, names.free, costs, times, host_budget)
     everything = [oracle.passes(layer, names.least | names.free) for layer in layers]
     untagged = tuple(line for layer in everything for line in runs_again(layer))
-    return Traced(step, table, curve, fixed, machine, devices, untagged)
+    return Traced(step, table, curve, unmoved, fixed, machine, devices, untagged)
 
 
 def _share(leaf: Any) -> int:

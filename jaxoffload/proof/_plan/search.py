@@ -58,8 +58,9 @@ def searched(
     evaluate: Callable[[Kept], Costs],
     times: Callable[[Kept], Costs],
     host_budget: int,
-) -> tuple[dict[Kept, Costs], list[Choice]]:
-    """Return a table with sets that differ by one unit from those of undominated choices, and its undominated choices.
+) -> tuple[dict[Kept, Costs], list[Choice], list[Choice]]:
+    """Return a table with sets that differ by one unit from those of undominated choices, its undominated choices, and
+    those that move nothing.
 
     Twice, the most promising half of what may still be looked at is. It is chosen with no host memory and with any
     amount, so that budgets do not change the table. For Llama 3 8B's layer no choice of all sets is better. Then those
@@ -82,7 +83,8 @@ def searched(
         sets += more
     while missing := of_ends(curves.of(wider, sets)[1]):
         wider |= {kept: times(kept) for kept in missing}
-    return wider, curves.of(wider, sets)[-1]
+    without, _, curve = curves.of(wider, sets)
+    return wider, curve, without
 
 
 def _promising(table: Table, best: Collection[Kept], free: Kept, stacks: Stacks) -> list[Kept]:

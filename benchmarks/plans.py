@@ -347,12 +347,14 @@ def judged(budget: float, plan: dict[str, Any] | None, lines: dict[str, Any]) ->
 
 
 def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the results of several runs as one: of one kind of device, with the same versions and predictions. The
-    commit is that of the last run."""
+    """Return the results of several runs as one: of one kind of device, with the same predictions and versions, of
+    packages that not all may have. The commit is that of the last run."""
     kind = lambda result: result["device"].partition(" ")[2]  # without how many
-    same = {"device": kind} | {key: operator.itemgetter(key) for key in ("versions", "predicted")}
+    versions = {package: version for result in results for package, version in result["versions"].items()}
+    same = {"device": kind, "predicted": operator.itemgetter("predicted")}
+    same |= {package: lambda result, of=package: result["versions"].get(of, versions[of]) for package in versions}
     for key, of in same.items():
-        if len(found := dict.fromkeys(str(of(result)) for result in results)) > 1:
+        if len(found := dict.fromkeys(map(of, results))) > 1:
             sys.exit(f"the files differ in {key!r}: {', '.join(map(repr, found))}")
     measured = [name for result in results for name in result["shapes"]]
     if twice := {name for name in measured if measured.count(name) > 1}:
@@ -361,8 +363,8 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
     shapes = {name: every[name] for name in SHAPES if name in every}
     command = shlex.join(["python", "-m", "benchmarks.plans", "measure", "--shapes", *shapes])
     runs = [{key: result[key] for key in ("command", "commit")} for result in results]
-    whole = results[-1] | {"device": f"{gpus_of(shapes)} {kind(results[0])}", "command": command, "runs": runs}
-    return whole | {"shapes": shapes, "summary": summary(shapes)}
+    whole = results[-1] | {"device": f"{gpus_of(shapes)} {kind(results[0])}", "versions": versions, "command": command}
+    return whole | {"runs": runs, "shapes": shapes, "summary": summary(shapes)}
 
 
 def summary(shapes: dict[str, Any]) -> dict[str, Any]:

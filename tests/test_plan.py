@@ -107,10 +107,19 @@ def test_what_a_scan_costs_by_hand():
     assert out.working == 40  # the last two layers' 2 * 410 bytes are free when rows come back
     out = outcome_of(dataclasses.replace(step, resident=0), table, [FC1], 4)
     assert out.residuals == 4 * 110 + 3 and out.working == 70 + 300  # and what is in flight
-    # The last layer keeps both; the one before it neither.
+    # The last layer keeps both; the one before it neither. The two copies of the last row are beside the next loop.
     out = outcome_of(step, table, [FC1, ACT], 2, "recompute", NONE)
     assert out.ns == (10 + 3 * 6 + 7 + 2 * ((4 - 2) + (8 - 4))) * 10**9
-    assert out.residuals == 4 * 10 + 3 + 400 and out.host == 3 * 400
+    assert out.residuals == 4 * 10 + 3 + 400 and out.host == out.copied == 3 * 400
+    # A layer alone is no loop.
+    out = outcome_of(step, table, [FC1, ACT], 1, "recompute", NONE)
+    assert out.ns == (10 + 2 * 6 + 2 * 7) * 10**9 and out.copied == 400
+    # Of four copies the loop waits for two.
+    more = MOST._replace(movable={FC1: 200, ACT: 100, ("q",): 60, ("k",): 40})
+    table = {NONE: (LEAST,), frozenset(more.movable): (more,)}
+    step = step_of(Stack(layers=4), movable=frozenset(more.movable))
+    out = outcome_of(step, table, more.movable, 2, "recompute", NONE)
+    assert out.ns == (10 + 3 * 6 + 7 + 2 * ((4 - 2) + (8 - 4)) + (4 + 8) // 2) * 10**9
 
 
 def test_what_stays_on_the_device_is_read_in_its_stack_unless_a_kernel_takes_it():

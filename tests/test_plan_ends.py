@@ -96,7 +96,7 @@ def of_the_plan(f, args, fixed):
     step, kept = traced.step, max(traced.table, key=len)
     units, moved = units_of(traced.table[kept]), [[True] * len(units_of(traced.table[kept]))]
     layers = np.array([[LAYERS]])  # that copy, and resident ones with them
-    counts = [Counts(True, layers - step.resident, layers, 0) for _ in step.stacks]
+    counts = [Counts(True, layers - step.resident, layers, False, 0) for _ in step.stacks]
     moves = [Moves.of(cost, units, np.array(moved)) for cost in traced.table[kept]]
     of_ends, stay = ends(step, traced.table[kept], moves, counts, again_of(step, traced.table, kept))
     return [tuple(np.asarray(x).item() for x in end) for both in of_ends for end in both], stay.item()
@@ -177,6 +177,10 @@ def test_the_step_takes_as_long_as_fits_says(case, microbatches, machine):
         copied_ms = 1e3 * microbatches * LAYERS * here.moving(2 * (cost_of_layer.kept + READ[case]))
         ms = 1e-6 * choice.ns - 1e3 * traced.step.seconds
         expected = layers_ms(f(fixed), args, here)
+        sizes = [cost_of_layer.movable[unit] for unit in choice.moved]
+        # The next loop hides two of the last row's copies.
+        waited_for = sum(sizes) * max(0, 1 - 2 / len(sizes))
+        expected += microbatches * (waited_for / here.one.d2h + waited_for / here.one.h2d) / 1e6
         # What two residuals need both is planned to run again for each.
         assert expected - 1e-3 < ms <= 1.04 * expected + copied_ms
 

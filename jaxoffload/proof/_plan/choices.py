@@ -88,6 +88,8 @@ def outcome(
             both = _beside(step, stack, cost, of.sum, first, last), _in_turn(step, stack, cost, of.sum)
             exposed = np.where(interleaves, *both)
         seconds += stack.runs * ((stack.layers - n.rest) * cost.seconds + n.rest * other.seconds) + n.copying * exposed
+        behind, waits = _behind_a_loop(step, stack, of, n)
+        seconds += stack.runs * waits
         offloading = n.layers * (cost.kept - of.sum) + cost.once
         by_others = (stack.layers - n.rest - n.layers) * cost.kept + n.rest * other.kept
         residuals += sets * (offloading + by_others)
@@ -102,10 +104,18 @@ def outcome(
         working = np.maximum(working, (n.rest > 0) * other.working)
         host += sets * ((n.layers + n.offload) * of.sum + pieces.beyond)  # and a padding row
         copied += n.copying * (stack.runs * of.sum - stack.runs // stack.microbatches * (first.less + last.less))
-        copied += stack.runs * pieces.bytes
+        copied += stack.runs * (pieces.bytes + behind)
     other_bytes = step.other + stay
     working = np.maximum(working, step.elsewhere - step.other)
     return Outcome(np.rint(1e9 * seconds).astype(np.int64), residuals, other_bytes, working, host, copied)
+
+
+def _behind_a_loop(step: Step, stack: Stack, of: Moves, n: Counts) -> tuple[Any, Any]:
+    """Of a last row that travels behind its loop: its bytes, and the seconds that the next loop waits for it. XLA has
+    two copies on their way at once, so the next loop hides two of them. A layer alone is no loop."""
+    size = of.sum * (n.behind & (stack.schedule is None))
+    waited_for = size * np.maximum(0, 1 - 2 / np.maximum(1, of.count)) * (n.layers > 1)
+    return size, (waited_for / step.bus.d2h + waited_for / step.bus.h2d) / 1e9
 
 
 class _Rest(NamedTuple):
@@ -128,7 +138,8 @@ def _counts(step: Step, stack: Stack, moving: Any, layers: Any, save: bool) -> C
     count = np.where(offload, count, 0)
     rest = np.where(moving > 0, most - count, 0)
     joins = offload & (count < stack.layers) & ((rest == 0) | save)
-    return Counts(offload, count, count + joins, rest)
+    behind = offload & ~joins
+    return Counts(offload, count, count + joins - (behind & (count == 1)), behind, rest)
 
 
 def _in_turn(step: Step, stack: Stack, cost: LayerCost, moving: Any) -> Any:
@@ -159,7 +170,7 @@ class _Pieces(NamedTuple):
 
 
 def _pieces(stack: Stack, cost: LayerCost, of: Moves, n: Counts) -> _Pieces:
-    travel = n.offload & (n.copying == n.layers) & (stack.schedule is not None)
+    travel = n.behind & (stack.schedule is not None)
     none = (0,) * (stack.layers + 1)
     each = np.array([cost.beyond.get(unit, none) for unit in of.units], np.int64).reshape(-1, len(none))
     beyond = of.moved @ each

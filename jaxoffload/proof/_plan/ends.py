@@ -15,27 +15,29 @@ from .costs import Alone, Costs, Kept, LayerCost, Step, Table, Unit
 
 
 class Counts(NamedTuple):
-    """Of a stack: whether layers offload, how many; how many iterations copy; how many layers are neither those nor
-    resident."""
+    """Of a stack: whether layers offload, how many; how many iterations copy; whether the last row is copied behind the
+    loop; how many layers are neither those that offload nor resident."""
 
     offload: Any
     layers: Any
     copying: Any
+    behind: Any
     rest: Any
 
 
 class Moves(NamedTuple):
-    """What candidates move of a stack's layer: which of the `units`, (candidates, units) bool, and their bytes,
-    (candidates, 1)."""
+    """What candidates move of a stack's layer: which of the `units`, (candidates, units) bool; how many, and their
+    bytes, (candidates, 1)."""
 
     units: list[Unit]
     moved: Any
+    count: Any
     sum: Any
 
     @classmethod
     def of(cls, cost: LayerCost, units: list[Unit], moved: Any) -> "Moves":
         sizes = np.array([cost.movable.get(unit, 0) for unit in units], np.int64)
-        return cls(units, moved, moved @ sizes[:, None])
+        return cls(units, moved, moved @ (sizes > 0)[:, None].astype(np.int64), moved @ sizes[:, None])
 
 
 class Again(NamedTuple):

@@ -5,8 +5,8 @@ from .._engine.rates import Gemms as Gemms
 from .._engine.rates import Link as Link
 from ._check import Check as Check
 from ._check import Verification as Verification
-from ._plan.plan import CannotPlan as CannotPlan
-from ._plan.plan import NothingFits as NothingFits
+from ._plan.errors import CannotPlan as CannotPlan
+from ._plan.errors import NothingFits as NothingFits
 from ._plan.plan import plan as plan
 from ._plan.result import Memory as Memory
 from ._plan.result import Plan as Plan

@@ -1,6 +1,5 @@
 """plan(): the policy whose predicted step is the fastest of those that fit in the device's memory."""
 
-import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -8,60 +7,21 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._engine.cost import cost
-from ..._engine.device_bytes import division
-from ..._engine.host_pool_limit import host_pool_bytes, whole_program
-from ..._errors import Problem, UserError
-from ..._jax import nbytes, without_remat3
+from ..._engine.host_pool_limit import host_pool_bytes
+from ..._jax import without_remat3
 from ..._policy import Policy, size_in_bytes
 from ..._text import GIB, readable, short
-from ..._trial_policy import Trial
 from .._predict.machine import Machine, known_machine
-from .._predict.room import divisions, step_room
-from .._program.results import trace_of
-from . import stacks
 from .choices import Choice, Outcome, alone, fastest
-from .collectives import of_layer, relaid_bytes, with_collectives
 from .compiled import compiled_bytes, refined, refuse_without_gpus
 from .costs import Step, Table
-from .oracle import Oracle, divided
-from .patterns import policy_for, policy_of
+from .errors import CannotPlan, NothingFits
+from .patterns import policy_for
+from .priced import priced
 from .result import Memory, Plan, Point
 from .search import pool, searched
-from .untagged import runs_again
 
 RESERVE = 0.05  # of the device's memory: predictions from shapes alone are wrong by as much
-
-
-class CannotPlan(UserError, ValueError):
-    """An argument of `plan` is not what it takes.
-
-    Example:
-      >>> from jaxoffload import UserError
-      >>> from jaxoffload.proof import CannotPlan
-      >>> issubclass(CannotPlan, UserError)
-      True
-    """
-
-    def __init__(self, why: str):
-        super().__init__([Problem("plan", f"plan: {why}")])
-
-
-class NothingFits(UserError, MemoryError):
-    """No policy fits in the budget.
-
-    Attributes:
-      least: bytes per device that the smallest one needs.
-
-    Example:
-      >>> from jaxoffload.proof import NothingFits
-      >>> NothingFits("plan: budget 1.00 GiB", 2**31).least
-      2147483648
-    """
-
-    def __init__(self, why: str, least: int):
-        super().__init__([Problem("plan", why)])
-        self.least = least
 
 
 @without_remat3
@@ -164,55 +124,10 @@ def _traced(
     one_kernel: Collection[str],
     host_budget: int,
 ) -> Traced:
-    dots = "recompute" if fixed.dots == "offload" else fixed.dots
-    nothing = dataclasses.replace(fixed, residuals={}, offload_modules=(), default="recompute", dots=dots)
-    trial = Trial(nothing, says_what_interleaves=True)
-    with whole_program(True):
-        plain, is_loss = trial.traced(trace_of)(f, args)
-    devices, like = stacks.spread(args), divisions(args)
-    found = stacks.stacks_of(plain, devices)
-    if not found:
-        raise CannotPlan("the function differentiates no jaxoffload.scan; there is nothing to choose")
-    names = stacks.names_of(found, fixed)
-    policy = lambda decisions: policy_of(decisions, names.recomputable, fixed)
-    layers = [divided(each, fixed) for each in found]
-    oracle = Oracle(layers, names, policy, machine, like, one_kernel)
-    held = stacks.held_by_stages(found, like)
-    sums = stacks.accumulated(plain, like)
-    kept = stacks.kept_stacks(plain)
-    room, most = step_room(plain, like, one_kernel, kept, written_over=not is_loss, held=held, in_place=sums.gradients)
-    of_least = max(cost.working for cost in oracle(names.least))
-    # The walk over a step finds nothing of a layer that runs on a stage.
-    oracle = dataclasses.replace(oracle, excess=room.layer - of_least if room.layer else 0)
-    of_layers = stacks.layers_seconds(plain, machine, devices)
-    # The trial's microbatches write their gradients, and read them again to add them up.
-    added = machine.moving(2 * sums.added)
-    relaid = relaid_bytes(found, args, devices)
-    step = Step(
-        seconds=max(0.0, cost(plain, machine, devices).seconds - of_layers - added),
-        arguments=sum(_share(leaf) for leaf in jax.tree.leaves(args)),
-        other=max(0, most.layers - room.layer) + relaid,
-        elsewhere=most.elsewhere + relaid,
-        may_stay=sums.may_stay,
-        resident=fixed.resident_layers,
-        stacks=tuple(each.stack for each in found),
-        bus=machine.bus(devices),
-        movable=names.movable,
-        moved=names.moved,
-        recomputable=names.recomputable,
-    )
-    on_link = [of_layer(each, args, devices, machine.link) for each in found]
-    costs, times = (with_collectives(o, on_link) for o in (oracle, dataclasses.replace(oracle, sized=False)))
+    step, names, costs, times, devices, untagged = priced(f, args, fixed, machine, one_kernel)
     table = pool(names.least, names.free, costs, step.stacks)
     table, curve, unmoved = searched(step, table, names.free, costs, times, host_budget)
-    everything = [oracle.passes(layer, names.least | names.free) for layer in layers]
-    untagged = tuple(line for layer in everything for line in runs_again(layer))
-    return Traced(step, table, curve, unmoved, fixed, machine, devices, untagged)
-
-
-def _share(leaf: Any) -> int:
-    """Return the bytes per device of an argument."""
-    return -(-nbytes(jax.typeof(leaf)) // division(getattr(leaf, "sharding", None)).parts)
+    return Traced(step, table, curve, unmoved, fixed, machine, devices, untagged())
 
 
 def _checked_policy(fixed: Any) -> Policy:

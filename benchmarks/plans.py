@@ -266,8 +266,9 @@ class Curve:
 
     def chosen(self, budget: float) -> Point | None:
         """Return what `plan(compile=True)` chooses of these for so many GiB."""
-        of = lambda points: refined(points, round(budget * GIB), self.size)[0]
-        return of(self.first) or of(self.unmoved)
+        of = lambda points: refined(points, round(budget * GIB), self.size)
+        choice, taken = of(self.first)
+        return choice or of([point for point in self.unmoved if point not in taken])[0]
 
 
 def lowered(shape: Shape, options: argparse.Namespace, variant: Variant) -> jax.stages.Lowered:
@@ -293,8 +294,11 @@ def compiled(traced: jax.stages.Lowered) -> tuple[Any, dict[str, Any]]:
 
 
 def timed(shape: Shape, options: argparse.Namespace, steps: dict[str, Any], lines: dict[str, Any], rounds: int) -> None:
-    """Add the median time of each step to its line, and the peak of allocated memory if no step before took as much:
-    the first round, which fills the pinned pool, begins with the smallest. After the second only `contenders` go on."""
+    """Add the median time of each step to its line, and the peak of allocated memory.
+
+    The first round fills the pinned pool. It begins with the smallest step, because the allocator does not reset its
+    peak: that of a step is known if no step before took as much. After the second round only `contenders` go on.
+    """
     weights, x = initial(shape.case, options)
     if shape.microbatches > 1:
         stack = lambda x: jnp.stack([jnp.roll(x, n) for n in range(shape.microbatches)])
@@ -347,8 +351,8 @@ def judged(budget: float, plan: dict[str, Any] | None, lines: dict[str, Any]) ->
 
 
 def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the results of several runs as one: of one kind of device, with the same predictions and versions, of
-    packages that not all may have. The commit is that of the last run."""
+    """Return the results of several runs as one: of one kind of device, with the same predictions and versions; a
+    package may be missing from some. The commit is that of the last run."""
     kind = lambda result: result["device"].partition(" ")[2]  # without how many
     versions = {package: version for result in results for package, version in result["versions"].items()}
     same = {"device": kind, "predicted": operator.itemgetter("predicted")}
@@ -362,7 +366,8 @@ def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
     every = {name: of for result in results for name, of in result["shapes"].items()}
     shapes = {name: every[name] for name in SHAPES if name in every}
     command = shlex.join(["python", "-m", "benchmarks.plans", "measure", "--shapes", *shapes])
-    runs = [{key: result[key] for key in ("command", "commit")} for result in results]
+    run = lambda result: {key: result[key] for key in ("command", "commit")}
+    runs = [each for result in results for each in result.get("runs", [run(result)])]
     whole = results[-1] | {"device": f"{gpus_of(shapes)} {kind(results[0])}", "versions": versions, "command": command}
     return whole | {"runs": runs, "shapes": shapes, "summary": summary(shapes)}
 

@@ -317,6 +317,7 @@ def test_plans_of_several_runs_are_joined_if_nothing_but_the_shapes_differ():
     found = plans.joined([of("1b"), of("8b", "70b", commit="later")])
     assert list(found["shapes"]) == ["8b", "70b", "1b"] and found["device"] == "1 GPU" and found["commit"] == "later"
     assert plans.joined([of("1b"), of("8b", versions={"te": "2"})])["versions"] == {"jax": "1", "te": "2"}
+    assert len(plans.joined([found, of("70b, accumulated")])["runs"]) == 3
     assert found["runs"] == [{"command": "1b", "commit": "c"}, {"command": "8b", "commit": "later"}]
     assert plans.joined([of("1b"), of("8b, fsdp", device="2 GPU")])["device"] == "2 GPU"
     assert found["command"] == "python -m benchmarks.plans measure --shapes 8b 70b 1b"

@@ -107,6 +107,10 @@ def test_what_a_scan_costs_by_hand():
     assert out.working == 40  # the last two layers' 2 * 410 bytes are free when rows come back
     out = outcome_of(dataclasses.replace(step, resident=0), table, [FC1], 4)
     assert out.residuals == 4 * 110 + 3 and out.working == 70 + 300  # and what is in flight
+    # Four iterations copy, and then nothing hides the last row.
+    assert out.ns == (10 + 4 * 6 + 4 * ((3 - 2) + (6 - 4)) + 3 + 6) * 10**9 and out.copied == 5 * 300
+    out = outcome_of(step_of(Stack(layers=1), resident=0), table, [FC1], 1)
+    assert out.ns == (10 + 6 + 3 + 6) * 10**9 and out.copied == 300
     # The last layer keeps both; the one before it neither. The two copies of the last row are beside the next loop.
     out = outcome_of(step, table, [FC1, ACT], 2, "recompute", NONE)
     assert out.ns == (10 + 3 * 6 + 7 + 2 * ((4 - 2) + (8 - 4))) * 10**9
@@ -614,6 +618,7 @@ def test_what_moves_nothing_is_compiled_where_all_else_takes_more_than_predicted
     monkeypatch.setattr(planning, "compiled_bytes", size)
     found = planned(*args, budget=least.bytes, compile=True)
     assert found.compiled == least.bytes - 1 and not moves(found.policy) and found.host == 0
+    assert not any(moves(point.policy) for point in found.curve)  # they do not fit
     with pytest.raises(NothingFits, match="by XLA's plan") as caught:
         planned(*args, budget=least.bytes // 2, compile=True)
     assert caught.value.least == least.bytes - 1

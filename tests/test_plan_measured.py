@@ -77,7 +77,7 @@ def test_layers_take_the_time_and_the_memory_that_is_predicted():
     assert (len(of_time), len(of_memory), len(some_layers)) == (311, 269, 42)
     assert statistics.median(of_time) < 0.02 and of_time[305] < 0.08 and of_time[-1] < 0.12
     assert statistics.median(of_memory) < 0.02 and of_memory[238] < 0.05 and of_memory[-1] < 0.12
-    assert statistics.median(some_layers) > 1.04 and max(some_layers) < 1.21
+    assert min(some_layers) > 0.89 and statistics.median(some_layers) > 1.04 and max(some_layers) < 1.21
 
 
 @pytest.mark.claim("plan-blind")
@@ -88,25 +88,41 @@ def test_plans_that_were_written_down_before_they_ran():
     for name, of in found["shapes"].items():
         for which, budget in of["budgets"].items():
             if (made := of["policies"].get(f"plan {which}")) is None:
-                assert (name, which) == ("1b, accumulated", "least") and budget["best"] == "recompute"
+                (least, *_), planned = before[name]["unmoved"], of["policies"]["recompute"]["device_gib"]
+                assert (name, which) == ("1b, accumulated", "least") and planned <= budget["budget_gib"]
+                assert (
+                    set(least["policy"]["residuals"]) == {"layer_input"} and least["bytes"] / GIB > budget["budget_gib"]
+                )
+                continue
+            if name == "70b" and which != "least":
+                assert budget["budget_gib"] == of["budgets"]["least"]["budget_gib"]  # it is one plan
                 continue
             (point,) = (point for point in before[name]["curve"] if point["policy"] == made["policy"])
             as_written = round(point["ms"], 2), round(point["bytes"] / GIB, 4)
             assert (made["predicted_ms"], made["predicted_gib"]) == as_written
             assert budget["runs"] and made["device_gib"] <= budget["budget_gib"]
+            assert (made["policy"]["offload_layers"], made["policy"]["other_layers"]) == ("all", "save")
             times.append(abs(made["step_ms"] / made["predicted_ms"] - 1))
             memory.append(made["device_gib"] / made["predicted_gib"] - 1)
             slower.append(budget["plan / best"] - 1)
-    assert len(times) == 26 and statistics.median(times) < 0.013 and max(times) < 0.07
-    assert sum(abs(of) < 0.05 for of in memory) == 24 and [round(of, 2) for of in sorted(memory)[:2]] == [-0.08, -0.07]
-    assert sum(of <= 0.01 for of in slower) == 22 and sum(of < 0.015 for of in slower) == 25
+    assert len(times) == 24 and statistics.median(times) < 0.013 and max(times) < 0.07
+    assert sum(abs(of) < 0.05 for of in memory) == 22 and [round(of, 2) for of in sorted(memory)[:2]] == [-0.08, -0.07]
+    assert sum(of <= 0.01 for of in slower) == 20 and sum(of < 0.015 for of in slower) == 23
 
 
 @pytest.mark.claim("plan-peak")
 def test_what_xla_plans_is_the_allocators_peak():
-    every = [line for of in result("plans")["shapes"].values() for line in of["policies"].values()]
-    ratios = [line["device_gib"] / line["peak_gib"] for line in every if "peak_gib" in line]
-    assert len(ratios) == 215 and max(abs(ratio - 1) for ratio in ratios) < 1e-5
+    """A step's peak is known if no step that ran before took as much: of two that take as much, the first one's is."""
+    counts = {}
+    for name, of in result("plans")["shapes"].items():
+        ran = [line for line in of["policies"].values() if "step_ms" in line]
+        peaks = [(line["device_gib"], line["peak_gib"]) for line in ran if "peak_gib" in line]
+        assert all(abs(planned / peak - 1) < 1e-5 for planned, peak in peaks)
+        counts[name] = len(peaks)
+        if len(peaks) > 1:
+            assert {planned for planned, _ in peaks} == {line["device_gib"] for line in ran}
+    assert sorted(count > 1 for count in counts.values()) == [False] * 3 + [True] * 6
+    assert [name for name, count in counts.items() if count == 1] == ["8b", "8b, accumulated"]
 
 
 def least(step, args, residuals):

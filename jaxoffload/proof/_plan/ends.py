@@ -15,8 +15,14 @@ from .costs import Alone, Costs, Kept, LayerCost, Step, Table, Unit
 
 
 class Counts(NamedTuple):
-    """Of a stack: whether layers offload, how many; how many iterations copy; whether the last row is copied behind the
-    loop; how many layers are neither those that offload nor resident."""
+    """The layers of a stack.
+
+    Attributes:
+      offload: whether any do; `layers`: how many.
+      copying: how many iterations copy.
+      behind: whether the last row is copied after the loop.
+      rest: how many layers neither offload nor are resident.
+    """
 
     offload: Any
     layers: Any

@@ -1,4 +1,4 @@
-"""Why nothing is planned."""
+"""The errors that `plan` raises."""
 
 from ..._errors import Problem, UserError
 

@@ -1,7 +1,7 @@
 """plan(): the policy whose predicted step is the fastest of those that fit in the device's memory."""
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +55,8 @@ def plan(
         and `other_layers`, which are chosen.
       one_kernel: names of scopes, as for `room`.
       compile: also compile `f` under the choice, for the GPUs of its arguments, and correct the budget by the memory
-        that XLA plans, until what is chosen fits by that. A jitted step keeps what it donates.
+        that XLA plans, until what is chosen fits by that. If nothing does, what moves nothing is compiled, too. A
+        jitted step keeps what it donates.
 
     Returns:
       A `Plan`. Its `policy` goes to the scans of `f`; with several scans pass them `strict=False`.
@@ -93,13 +94,15 @@ def plan(
         policy = lambda choice: policy_for(choice, traced.step, traced.table, fixed)
         measured = lambda choice: compiled_bytes(f, args, policy(choice))
         choice, taken = refined(curve, limit, measured)
-        if choice is None:  # what moves nothing may take less by XLA's plan, even if it was predicted to take more
-            choice, of_unmoved = refined([c for c in traced.unmoved if c not in taken], limit, measured)
-            taken |= of_unmoved
         if not taken:
             raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")
+        if choice is None:  # what moves nothing may take less by XLA's plan, even if it was predicted to take more
+            curve = traced.unmoved
+            choice, of_unmoved = refined([c for c in curve if c not in taken], limit, measured)
+            taken |= of_unmoved
     if choice is None:
-        raise _nothing_fits(traced, curve[0], limit, taken)
+        least = min(taken, key=taken.__getitem__, default=curve[0])
+        raise _nothing_fits(traced, least, limit, taken.get(least))
     return _result(traced, curve, choice, limit, on_host, taken.get(choice))
 
 
@@ -185,13 +188,13 @@ def _host_budget(budget: Any) -> int:
     return min(pool_size, memory // jax.local_device_count())
 
 
-def _nothing_fits(traced: Traced, least: Choice, limit: int, taken: Mapping[Choice, int]) -> NothingFits:
-    """`taken`: what XLA plans for those choices that were compiled."""
+def _nothing_fits(traced: Traced, least: Choice, limit: int, compiled: int | None) -> NothingFits:
+    """`compiled`: what XLA plans for this choice."""
     memory = _memory(traced.step, alone(traced.step, traced.table, least))
     parts = sorted(memory._asdict().items(), key=lambda part: -part[1])[:3]
     largest = ", ".join(f"{readable(size)} {_PARTS[name]}" for name, size in parts)
-    need = min(taken.values(), default=least.device)
-    how = ", by XLA's plan" if taken else ""
+    need = least.device if compiled is None else compiled
+    how = "" if compiled is None else ", by XLA's plan"
     why = (
         f"budget {readable(limit)} per device: the smallest choice needs {readable(need)}{how}; predicted are {largest}"
     )

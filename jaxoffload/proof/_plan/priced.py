@@ -1,4 +1,4 @@
-"""What a step costs whatever its layers keep, and what its layers cost that keep certain names."""
+"""The cost of a step outside of its layers, and of its layers for each set of kept names."""
 
 import dataclasses
 from collections.abc import Callable, Collection

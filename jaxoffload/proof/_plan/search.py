@@ -60,7 +60,7 @@ def searched(
     host_budget: int,
 ) -> tuple[dict[Kept, Costs], list[Choice], list[Choice]]:
     """Return a table with sets that differ by one unit from those of undominated choices, its undominated choices, and
-    those that move nothing.
+    the undominated ones that move nothing.
 
     Twice, the most promising half of what may still be looked at is. It is chosen with no host memory and with any
     amount, so that budgets do not change the table. For Llama 3 8B's layer no choice of all sets is better. Then those

@@ -115,15 +115,17 @@ def test_what_a_scan_costs_by_hand():
     out = outcome_of(step, table, [FC1, ACT], 2, "recompute", NONE)
     assert out.ns == (10 + 3 * 6 + 7 + 2 * ((4 - 2) + (8 - 4))) * 10**9
     assert out.residuals == 4 * 10 + 3 + 400 and out.host == out.copied == 3 * 400
-    # A layer alone is no loop.
-    out = outcome_of(step, table, [FC1, ACT], 1, "recompute", NONE)
-    assert out.ns == (10 + 2 * 6 + 2 * 7) * 10**9 and out.copied == 400
     # Of four copies the loop waits for two.
     more = MOST._replace(movable={FC1: 200, ACT: 100, ("q",): 60, ("k",): 40})
     table = {NONE: (LEAST,), frozenset(more.movable): (more,)}
     step = step_of(Stack(layers=4), movable=frozenset(more.movable))
     out = outcome_of(step, table, more.movable, 2, "recompute", NONE)
     assert out.ns == (10 + 3 * 6 + 7 + 2 * ((4 - 2) + (8 - 4)) + (4 + 8) // 2) * 10**9
+    out = outcome_of(step, table, more.movable, 1, "recompute", NONE)
+    assert out.ns == (10 + 2 * 6 + 2 * 7 + (4 + 8) // 2) * 10**9 and out.copied == 400
+    # A layer alone before another is no loop.
+    out = outcome_of(dataclasses.replace(step, stacks=(Stack(layers=3),)), table, more.movable, 1, "recompute", NONE)
+    assert out.ns == (10 + 2 * 6 + 7) * 10**9
 
 
 def test_what_stays_on_the_device_is_read_in_its_stack_unless_a_kernel_takes_it():

@@ -113,11 +113,11 @@ def outcome(
 def _behind_a_loop(step: Step, stack: Stack, of: Moves, n: Counts) -> tuple[Any, Any]:
     """Return the bytes of a last row that is copied after its loop, and the seconds that nothing hides.
 
-    XLA has two copies on their way at once, so a loop of other layers hides two, here of average size; and all, if the
-    row is that of a single layer, which is no loop. Nothing hides the last row of all.
+    XLA has two copies on their way at once, so a loop of other layers hides two, here of average size. A single layer
+    is no loop: it hides all copies of another single one. Nothing hides the last row of all.
     """
     size = of.sum * (n.behind & (stack.schedule is None))
-    waits = np.maximum(0, 1 - 2 / np.maximum(1, of.count)) * (n.layers > 1)
+    waits = np.maximum(0, 1 - 2 / np.maximum(1, of.count)) * ((n.layers > 1) | (n.rest > 1))
     exposed = size * np.where(n.rest > 0, waits, 1)
     return size, (exposed / step.bus.d2h + exposed / step.bus.h2d) / 1e9
 

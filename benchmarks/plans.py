@@ -308,7 +308,7 @@ def timed(shape: Shape, options: argparse.Namespace, steps: dict[str, Any], line
     by_size = sorted(spent, key=lambda key: (lines[key]["device_gib"], not key.startswith("plan ")))
     for number in range(rounds + 1):
         for key in contenders(lines) if number > 1 else by_size:
-            before, begin = peak_gib(), time.perf_counter()
+            before, begin = peers.peak_gib(), time.perf_counter()
             try:
                 state = jax.block_until_ready(steps[key](*state))
             except jax.errors.JaxRuntimeError as why:
@@ -316,13 +316,8 @@ def timed(shape: Shape, options: argparse.Namespace, steps: dict[str, Any], line
             if number:
                 spent[key].append(1e3 * (time.perf_counter() - begin))
                 lines[key]["step_ms"] = round(statistics.median(spent[key]), 2)
-            elif (peak := peak_gib()) > before:
+            elif (peak := peers.peak_gib()) > before:
                 lines[key]["peak_gib"] = peak
-
-
-def peak_gib() -> float:
-    """Return the most that was allocated on a device at once so far, or 0 if it does not say."""
-    return round((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB, 4)
 
 
 def contenders(lines: dict[str, Any]) -> list[str]:

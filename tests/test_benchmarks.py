@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from common import count
 
-from benchmarks import accumulate, cases, choices, dense, grouped, losses, moe, plans, ratios, stages, sweep
+from benchmarks import accumulate, cases, choices, dense, grouped, losses, moe, peers, plans, ratios, stages, sweep
 from jaxoffload import Policy
 from models import config
 from models.config import Model
@@ -266,7 +266,7 @@ def test_the_peak_of_a_step_is_known_if_no_step_before_took_as_much(monkeypatch)
         return run
 
     monkeypatch.setattr(plans, "initial", lambda case, options: (jnp.zeros(1), jnp.zeros(1)))
-    monkeypatch.setattr(plans, "peak_gib", lambda: used["so far"])
+    monkeypatch.setattr(peers, "peak_gib", lambda: used["so far"])
     lines = {name: {"device_gib": size} for name, size in gib.items()}
     plans.timed(plans.SHAPES["1b"], argparse.Namespace(), {name: step(name) for name in gib}, lines, 2)
     assert {name: of.get("peak_gib") for name, of in lines.items()} == {

@@ -61,14 +61,30 @@ def policies(shape, of):
     return {key: policy for key, policy in made.items() if "step_ms" in of.get(key, ())}
 
 
+# Of hand-made policies, measured / predicted: the bounds of the time, and of the memory.
+BY_HAND = {
+    "8b": (0.975, 1.005, 0.985, 1.01),
+    "8b, te": (0.965, 1.0, 0.985, 1.01),
+    "small heads": (0.97, 1.02, 0.975, 1.03),
+    "70b": (0.945, 1.02, 0.98, 1.0),
+    "mixtral": (0.945, 1.0, 0.945, 0.99),
+    "8b, fsdp": (0.92, 1.03, 0.98, 1.02),
+    "8b, accumulated": (0.97, 1.0, 0.93, 1.01),
+    "1b, accumulated": (0.975, 1.06, 0.945, 1.01),
+    "small heads, accumulated": (0.975, 1.085, 0.945, 1.02),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.claim("plan-measured")
 def test_layers_take_the_time_and_the_memory_that_is_predicted():
-    times, memory, some_layers = [], [], []  # measured / predicted
+    times, memory, some_layers, made_by_hand = [], [], [], {}  # measured / predicted
     for name, shape in result("plans")["shapes"].items():
         of, made = shape["policies"], policies(plans.SHAPES[name], shape["policies"])
         for key, ms, gib in outcomes(name, made):
             times.append(of[key]["step_ms"] / ms)
+            if not key.startswith(("drawn ", "plan ")):
+                made_by_hand.setdefault(name, []).append((times[-1], of[key]["device_gib"] / gib))
             moves = "offload" in dict(made[key].residuals).values() and made[key].offload_layers != 0
             some = "accumulated" in name and moves and made[key].offload_layers != "all"
             (some_layers if some else memory).append(of[key]["device_gib"] / gib)
@@ -77,6 +93,11 @@ def test_layers_take_the_time_and_the_memory_that_is_predicted():
     assert (len(of_time), len(of_memory), len(some_layers)) == (311, 269, 42)
     assert statistics.median(of_time) < 0.02 and of_time[305] < 0.08 and of_time[-1] < 0.12
     assert statistics.median(of_memory) < 0.02 and of_memory[238] < 0.05 and of_memory[-1] < 0.12
+    for name, ratios in made_by_hand.items():
+        (fastest, *_, slowest), (least, *_, most) = (sorted(of) for of in zip(*ratios, strict=True))
+        early, late, less, more = BY_HAND[name]
+        assert early < fastest and slowest < late and less < least and most < more, name
+    assert made_by_hand.keys() == BY_HAND.keys()
     assert min(some_layers) > 0.89 and statistics.median(some_layers) > 1.04 and max(some_layers) < 1.21
 
 

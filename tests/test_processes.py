@@ -351,17 +351,17 @@ def test_a_signal_while_the_program_is_imported_is_a_line(tmp_path, number):
         assert program.ended(128 + number) == [STOPPED.format(number.name)]
 
 
-# As if the main thread hung in C++: it locks a mutex twice, which no signal interrupts.
+# As if the main thread hung in C++: whatever signal comes, libc's `system` waits for its shell. The shell says when it
+# is waited for; it ends with this process, the only one that can write to its input.
 STUCK = """
-import ctypes
+import ctypes, os
 from models import signals
 signals.PATIENCE = 0.1
 signals.install()
-mutex = ctypes.create_string_buffer(64)
+reader, writer = os.pipe()
+os.dup2(reader, 0)
 with signals.handled():
-    print("stuck", flush=True)
-    while True:
-        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    ctypes.CDLL(None).system(b"echo stuck; read line")
 """
 
 TRAINS = """

@@ -24,10 +24,11 @@ from flax import nnx
 
 from jaxoffload import Problem
 from models import checkpoints
-from models.config import Config, Mesh, Model, load
+from models.config import Config, Mesh, Model
 from models.failures import exit_code
 from models.files import atomic
 from models.huggingface import Stacked, family_of, read_model, stack, stacks, window, write_model
+from models.loading import load
 from models.processes import locked
 from models.reading import ConfigError, as_config_error, config_error, one_line, problem
 from models.sharding import make_mesh

@@ -13,9 +13,10 @@ from flax import nnx
 
 from jaxoffload import Policy
 from models import checkpoints, data
-from models.config import Config, Mesh, load
+from models.config import Config, Mesh
 from models.convert import on_one_device
 from models.failures import exit_code
+from models.loading import load
 from models.reading import ConfigError, config_error
 from models.sharding import make_mesh
 from models.step import program, traceable

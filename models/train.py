@@ -25,8 +25,9 @@ from jax.sharding import Mesh
 import jaxoffload
 from jaxoffload import Problem, proof
 from models import checkpoints, data, metrics, progress, signals, tensorboard
-from models.config import Config, parse
+from models.config import Config
 from models.failures import machine_failure
+from models.loading import parse
 from models.needs import fit_to_host_pool
 from models.planning import plan_of_run, planned
 from models.preflight import check_names, checked_run

@@ -11,8 +11,8 @@ from common import count
 
 from benchmarks import accumulate, cases, choices, dense, grouped, losses, moe, peers, plans, ratios, stages, sweep
 from jaxoffload import Policy
-from models import config
 from models.config import Model
+from models.loading import load
 from models.moe import _apply_experts
 
 # 10 tokens. A residual has 20 bytes per column, and each takes 512 FLOPs per byte to recompute.
@@ -154,12 +154,12 @@ def test_which_runs_have_their_losses_compared():
     options = argparse.Namespace(config="configs/llama-1b.yaml", overrides=[], interleaved=False)
     runs = losses.compared(options, ["train.batch_size=4"])
     assert list(runs) == ["offload", "save"] and all("train.batch_size=4" in run for run in runs.values())
-    load = lambda run: config.load("configs/llama-1b.yaml", run)
-    assert "offload" in dict(load(runs["offload"]).remat.rules).values()
-    assert "offload" not in dict(load(runs["save"]).remat.rules).values()
+    of_run = lambda run: load("configs/llama-1b.yaml", run)
+    assert "offload" in dict(of_run(runs["offload"]).remat.rules).values()
+    assert "offload" not in dict(of_run(runs["save"]).remat.rules).values()
     options.interleaved = True
     runs = losses.compared(options, ["train.batch_size=4", "train.grad_accumulation=4"])
-    assert [load(run).train.interleave for run in runs.values()] == [True, False]
+    assert [of_run(run).train.interleave for run in runs.values()] == [True, False]
 
 
 @pytest.mark.parametrize("case", [dense.CASE, moe.CASE], ids=lambda case: case.program)

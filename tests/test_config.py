@@ -10,7 +10,8 @@ from common import ROOT
 
 from jaxoffload import Policy
 from models import plain
-from models.config import SECTIONS, Config, flat, load, parse
+from models.config import Config, flat
+from models.loading import SECTIONS, load, parse
 from models.needs import check_patterns
 from models.reading import ConfigError, read
 from models.report import report

@@ -16,9 +16,10 @@ from common import CONSTANT, PATIENCE, ROOT, SHORT, finish
 from test_train import command, compiled_fast, config, losses, spawn  # noqa: F401
 
 from models import checkpoints, metrics, train
-from models.config import Config, parse
+from models.config import Config
 from models.failures import machine_failure
 from models.files import Unwritable, append, atomic
+from models.loading import parse
 from models.step import State
 
 

@@ -19,7 +19,8 @@ from jaxoffload.grouped import _backend, te
 from jaxoffload.proof import Bus, Machine
 from models import flash, step, transformer
 from models.attention import rope, rotations
-from models.config import Config, Mesh, Model, Train, load
+from models.config import Config, Mesh, Model, Train
+from models.loading import load
 from models.needs import fit_to_host_pool, residuals_at_once
 from models.reading import ConfigError
 from models.report import backend_lines, report, summary

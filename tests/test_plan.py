@@ -25,7 +25,7 @@ from jaxoffload.proof._plan.costs import Alone, LayerCost, Stack, Step
 from jaxoffload.proof._plan.ends import wanted
 from jaxoffload.proof._plan.patterns import pattern_of, policy_of
 from jaxoffload.proof._plan.search import pool, searched
-from models.config import load
+from models.loading import load
 from models.planning import plan_of_run
 from models.planning import planned as planned_config
 from models.reading import ConfigError

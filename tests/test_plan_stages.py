@@ -33,7 +33,7 @@ from jaxoffload.proof._plan.costs import Stack
 from jaxoffload.proof._plan.patterns import policy_for
 from jaxoffload.proof._plan.plan import _traced
 from jaxoffload.proof._plan.stacks import stacks_of
-from models.config import load
+from models.loading import load
 from models.planning import planned as planned_config
 from models.report_json import report_json
 from models.sharding import abstract_mesh

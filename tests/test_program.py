@@ -53,7 +53,8 @@ from jaxoffload.proof._report.profile import profile_of
 from jaxoffload.proof._verify import conservation as _conservation
 from models import config
 from models.attention import rotations
-from models.config import Model, load
+from models.config import Model
+from models.loading import load
 from models.report import summary
 from models.sharding import RULES, make_mesh, on_mesh, param_shardings
 from models.step import program, shardings_of

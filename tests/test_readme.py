@@ -17,7 +17,7 @@ import jaxoffload
 from jaxoffload import Policy, residuals
 from jaxoffload import __main__ as commands
 from jaxoffload._policy import size_in_bytes
-from models.config import load, parse
+from models.loading import load, parse
 from models.preflight import check_names
 
 

@@ -10,7 +10,7 @@ from common import ROOT, accumulated, assert_same_bits, gradient, in_a_loop, kep
 from jax import lax
 
 from jaxoffload import accumulate, chain, check, checkpoint, offload, plan, residuals, scan, tag, verify
-from models.config import load
+from models.loading import load
 from models.report import report
 
 RULES = policy({"fc1": "offload"}, resident_layers=0)

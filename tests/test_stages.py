@@ -27,7 +27,7 @@ from jaxoffload.proof._verify.conservation import conservation
 from jaxoffload.proof._verify.gradients import gradients
 from jaxoffload.proof._verify.placement import placement
 from jaxoffload.proof._verify.stages import put_on_host
-from models.config import load
+from models.loading import load
 from models.reading import ConfigError
 from models.report import report
 from models.sharding import make_mesh

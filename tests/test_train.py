@@ -31,8 +31,9 @@ from jaxoffload._engine import copying_loops as _loops
 from jaxoffload._jax import on_host
 from jaxoffload.grouped import te
 from models import checkpoints, data, metrics, preflight, processes, signals, train
-from models.config import Config, Distributed, Model, flat, load
+from models.config import Config, Distributed, Model, flat
 from models.integrity import SUMS
+from models.loading import load
 from models.reading import ConfigError
 from models.sharding import make_mesh
 from models.step import program, shardings_of

@@ -1,4 +1,4 @@
-"""Imports of the library run one way: docs/architecture.md."""
+"""Imports run one way, in the library and in the programs: docs/architecture.md."""
 
 import ast
 import graphlib
@@ -9,15 +9,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in (ROOT / "jaxoffload").rglob("*.py")
-}
 
 
-def imports(name):
-    """Yield the absolute names of what a module imports, anywhere in it."""
-    path = MODULES[name]
+def modules_in(*folders):
+    """Return the path of each module, by its absolute name."""
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+MODULES, PROGRAMS = modules_in("jaxoffload"), modules_in("models", "benchmarks")
+
+
+def imports(name, known=MODULES):
+    """Yield the absolute names of what a module imports, anywhere in it; of modules, those that are known."""
+    path = known[name]
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -25,7 +30,7 @@ def imports(name):
         if isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             for alias in node.names:
-                yield f"{source}.{alias.name}" if f"{source}.{alias.name}" in MODULES else source
+                yield f"{source}.{alias.name}" if f"{source}.{alias.name}" in known else source
 
 
 @pytest.mark.parametrize("depth", [1, 2, None], ids=["rooms", "rooms of the proof", "modules"])
@@ -39,6 +44,12 @@ def test_no_import_runs_back(depth):
     edges = {(a, b) for a, targets in graph.items() for b in targets if a != b}
     assert len(edges) > 40
     graphlib.TopologicalSorter({a: {b for x, b in edges if x == a} for a in graph}).prepare()  # raises CycleError
+
+
+def test_no_import_of_a_program_runs_back():
+    graph = {name: {m for m in imports(name, PROGRAMS) if m in PROGRAMS} for name in PROGRAMS}
+    assert sum(map(len, graph.values())) > 100
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 USERS = [path for folder in ("models", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]

@@ -12,7 +12,7 @@ from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxoffload import Policy, PolicyError, accumulate, chain, check, proof, scan, tag, verify
-from jaxoffload._engine import interleaved
+from jaxoffload._engine import interleaved, passes
 from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.lone_pass import staying
 from jaxoffload._engine.walk import walk
@@ -457,6 +457,27 @@ def test_on_meshes():
         return jax.shard_map(f, mesh=auto, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
     assert_same_bits(*run_each([local(accumulate, ours), local(one_by_one, plain)], PARAMS["w"], x))
+
+
+def test_stacks_are_used_again_whatever_mesh_the_arguments_are_on(monkeypatch):
+    """A layer's results have the mesh in their types; a new stack has not."""
+    new = []
+
+    def recorded(program, free):
+        stacks = passes.completed(program, free)
+        used_again = set(map(id, jax.tree.leaves(free)))
+        new.append(sum(id(stack) not in used_again for stack in jax.tree.leaves(stacks)))
+        return stacks
+
+    monkeypatch.setattr(interleaved, "completed", recorded)
+    loss = lambda w, x: jnp.sum(ours(layer, x, w, {"x": "save", "fc1": "offload"})[0])
+    args = {name: PARAMS[name] for name in ("w", "bias")}, normal(5, (6, 4, DIM))
+    on_mesh = jax.device_put(args, jax.NamedSharding(auto_mesh(data=4), PartitionSpec()))
+    for arguments in (args, on_mesh):
+        new.clear()
+        jax.make_jaxpr(accumulate(loss))(*arguments)
+        # Nothing of the first microbatch is on the host. Its stack on the device is that of the third, and so on.
+        assert new == [1, 2, 1, 0, 0]
 
 
 def test_compiled_ahead_of_time_with_donated_arguments():

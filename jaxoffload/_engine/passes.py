@@ -118,13 +118,23 @@ def completed(program: Program, free: Stacks) -> Stacks:
 
     def of(segment: Segment, stacks: list[Any]) -> list[Any]:
         empty, left = begin_forward(segment, [], []).saved, list(stacks)
-        like = lambda new: next((i for i, stack in enumerate(left) if jax.typeof(stack) == jax.typeof(new)), None)
+        like = lambda new: next((i for i, stack in enumerate(left) if _kind(stack) == _kind(new)), None)
         return [new if (i := like(new)) is None else left.pop(i) for new in [*empty.host, *empty.device]]
 
     return {
         number: list(map(of, scan.loops.segments, free.get(number, [[]] * len(scan.loops.segments))))
         for number, scan in program.scans.items()
     }
+
+
+def _kind(stack: Any) -> tuple[Any, ...]:
+    """What two stacks have in common of which one can take the place of the other.
+
+    A mesh whose axes XLA handles does not count: what a layer has written to carries it, an empty stack does not.
+    """
+    aval = jax.typeof(stack)
+    sharding = aval.sharding if aval.sharding.mesh.explicit_axes else None
+    return aval.shape, aval.dtype, aval.memory_space, aval.manual_axis_type, sharding
 
 
 def forward(program: Program, arguments: Values, stacks: Stacks) -> Pass:

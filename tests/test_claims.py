@@ -279,7 +279,7 @@ def test_accumulate_that_offloads_nothing_is_no_slower_than_a_loop_in_less_memor
     assert ratios["in_turn_saved/ours_saved_all"] < 0.98 and ratios["in_turn_saved/ours_saved_all by temp_gib"] < 0.76
 
 
-TWO = ("h200", "two-h100")  # machines that were measured with two GPUs
+TWO = ("h200", "h100")  # machines that were measured with two GPUs
 
 
 @pytest.mark.claim("accumulated-four")

@@ -275,7 +275,7 @@ def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(monkey
     _, _, *command = shlex.split(measured["command"])
     monkeypatch.setattr(sys, "argv", command)
     options, variants = stages.parse(), stages.variants_of(CASES["dense"], "dense")
-    machine, compared = ROOT / "machines/two-h100.json", 0
+    machine, compared = ROOT / "machines/h100.json", 0
     ran = [
         (int(virtual), int(count), found)
         for virtual, of in measured["virtual_stages"].items()

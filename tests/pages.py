@@ -19,7 +19,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def verified(name: str) -> dict[tuple[str, str], str]:
-    """Return (loss or step, check) -> verdict, as `jaxoffload verify` printed them on H200s."""
+    """Return (loss or step, check) -> verdict, as `jaxoffload verify` printed them on GPUs."""
     _, _, printed = (RESULTS / f"verify-{name}.txt").read_text().partition("\n\n")
     return {
         (of, check): verdict for of, verdict, check in re.findall(r"^(\w+): (\w+(?: \w+)?) +(\w+): ", printed, re.M)

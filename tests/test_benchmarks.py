@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -314,20 +315,21 @@ def test_plans_of_several_runs_are_joined_if_nothing_but_the_shapes_differ():
     of = lambda *names, **other: (
         run | {"command": names[0], "shapes": {name: {"budgets": {}} for name in names}} | other
     )
-    found = plans.joined([of("1b"), of("8b", "70b", commit="later")])
+    joined = lambda *results: plans.joined(results, Path("all.json"))
+    found = joined(of("1b"), of("8b", "70b", commit="later"))
     assert list(found["shapes"]) == ["8b", "70b", "1b"] and found["device"] == "1 GPU" and found["commit"] == "later"
-    assert plans.joined([of("1b"), of("8b", versions={"te": "2"})])["versions"] == {"jax": "1", "te": "2"}
-    assert len(plans.joined([found, of("70b, accumulated")])["runs"]) == 3
+    assert joined(of("1b"), of("8b", versions={"te": "2"}))["versions"] == {"jax": "1", "te": "2"}
+    assert len(joined(found, of("70b, accumulated"))["runs"]) == 3
     assert found["runs"] == [{"command": "1b", "commit": "c"}, {"command": "8b", "commit": "later"}]
-    assert plans.joined([of("1b"), of("8b, fsdp", device="2 GPU")])["device"] == "2 GPU"
-    assert found["command"] == "python -m benchmarks.plans measure --shapes 8b 70b 1b"
+    assert joined(of("1b"), of("8b, fsdp", device="2 GPU"))["device"] == "2 GPU"
+    assert found["command"] == "python -m benchmarks.plans measure --predicted p --out all.json --shapes 8b 70b 1b"
     for files, said in (
         ([of("1b"), of("8b", device="1 TPU")], "the files differ in 'device': 'GPU', 'TPU'"),
         ([of("1b"), of("8b", versions={"jax": "2"})], "the files differ in 'jax': '1', '2'"),
         ([of("1b", "8b"), of("8b")], "measured more than once: 8b"),
     ):
         with pytest.raises(SystemExit, match=said):
-            plans.joined(files)
+            joined(*files)
 
 
 def test_policies_are_drawn_alike_each_time_and_half_the_shapes_accumulate():

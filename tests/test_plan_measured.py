@@ -1,4 +1,4 @@
-"""What plan() predicts for policies that were measured on H200s."""
+"""What plan() predicts for policies that were measured on H200s and on an H100."""
 
 import dataclasses
 import json
@@ -19,17 +19,16 @@ from jaxoffload.proof._plan.choices import Choice, alone, units_of
 from jaxoffload.proof._plan.ends import wanted
 from jaxoffload.proof._plan.priced import priced
 
-H200 = Machine.from_json((ROOT / "machines/h200.json").read_text())
 GIB = 2**30
 
 
-def outcomes(name, policies):
+def outcomes(name, policies, machine):
     """What a step of a shape comes to under each of these policies, in milliseconds, and in GiB on the device."""
     shape = plans.SHAPES[name]
     options = plans.options_of(shape, {})
     with jax.numpy_rank_promotion("allow"):
         step = plans.step_of(shape, options, plans.variant_of(Policy()))
-        found = priced(step, plans.arguments(shape, options), Policy(), H200, ())
+        found = priced(step, plans.arguments(shape, options), Policy(), machine, ())
         for key, policy in policies.items():
             here, table, choice = chosen(found, policy)
             out = alone(here, table, choice)
@@ -62,7 +61,7 @@ def policies(shape, of):
 
 
 # Of hand-made policies, measured / predicted: the bounds of the time, and of the memory.
-BY_HAND = {
+ON_H200S = {
     "8b": (0.975, 1.005, 0.985, 1.01),
     "8b, te": (0.965, 1.0, 0.985, 1.01),
     "small heads": (0.97, 1.02, 0.975, 1.03),
@@ -73,77 +72,131 @@ BY_HAND = {
     "1b, accumulated": (0.975, 1.06, 0.945, 1.01),
     "small heads, accumulated": (0.975, 1.085, 0.945, 1.02),
 }
+ON_AN_H100 = {
+    "8b": (0.965, 1.1, 0.985, 1.01),
+    "1b": (0.97, 1.145, 0.96, 1.03),
+    "small experts": (0.97, 1.22, 0.98, 1.05),
+    "70b, accumulated": (0.93, 0.97, 0.985, 1.025),
+    "mixtral, accumulated": (0.925, 1.0, 0.955, 1.015),
+    "small experts, accumulated": (0.89, 0.985, 0.985, 1.055),
+    "8b, te, accumulated": (0.965, 1.01, 0.93, 1.005),
+}
+
+
+def compared(file, machine, bounds):
+    """Measured / predicted step time and memory of all policies of a result file, sorted. The memory of policies in
+    microbatches of which some layers offload is apart."""
+    machine = Machine.from_json((ROOT / f"machines/{machine}.json").read_text())
+    times, memory, some_layers, by_hand = [], [], [], {}  # measured / predicted
+    for name, shape in result(file)["shapes"].items():
+        of, made = shape["policies"], policies(plans.SHAPES[name], shape["policies"])
+        for key, ms, gib in outcomes(name, made, machine):
+            times.append(of[key]["step_ms"] / ms)
+            if not key.startswith(("drawn ", "plan ")):
+                by_hand.setdefault(name, []).append((times[-1], of[key]["device_gib"] / gib))
+            moves = "offload" in dict(made[key].residuals).values() and made[key].offload_layers != 0
+            some = "accumulated" in name and moves and made[key].offload_layers != "all"
+            (some_layers if some else memory).append(of[key]["device_gib"] / gib)
+    for name, ratios in by_hand.items():
+        (fastest, *_, slowest), (least, *_, most) = (sorted(of) for of in zip(*ratios, strict=True))
+        early, late, less, more = bounds[name]
+        assert early < fastest and slowest < late and less < least and most < more, name
+    assert by_hand.keys() == bounds.keys()
+    return sorted(times), sorted(memory), sorted(some_layers)
+
+
+def off(ratios):
+    return sorted(abs(ratio - 1) for ratio in ratios)
 
 
 @pytest.mark.slow
 @pytest.mark.claim("plan-measured")
 def test_layers_take_the_time_and_the_memory_that_is_predicted():
-    times, memory, some_layers, made_by_hand = [], [], [], {}  # measured / predicted
-    for name, shape in result("plans")["shapes"].items():
-        of, made = shape["policies"], policies(plans.SHAPES[name], shape["policies"])
-        for key, ms, gib in outcomes(name, made):
-            times.append(of[key]["step_ms"] / ms)
-            if not key.startswith(("drawn ", "plan ")):
-                made_by_hand.setdefault(name, []).append((times[-1], of[key]["device_gib"] / gib))
-            moves = "offload" in dict(made[key].residuals).values() and made[key].offload_layers != 0
-            some = "accumulated" in name and moves and made[key].offload_layers != "all"
-            (some_layers if some else memory).append(of[key]["device_gib"] / gib)
-    error = lambda ratios: sorted(abs(ratio - 1) for ratio in ratios)
-    of_time, of_memory = error(times), error(memory)
-    assert (len(of_time), len(of_memory), len(some_layers)) == (311, 269, 42)
+    times, memory, some_layers = compared("plans", "h200", ON_H200S)
+    of_time, of_memory = off(times), off(memory)
+    assert (len(times), len(memory), len(some_layers)) == (311, 269, 42)
     assert statistics.median(of_time) < 0.02 and of_time[305] < 0.08 and of_time[-1] < 0.12
     assert statistics.median(of_memory) < 0.02 and of_memory[238] < 0.05 and of_memory[-1] < 0.12
-    for name, ratios in made_by_hand.items():
-        (fastest, *_, slowest), (least, *_, most) = (sorted(of) for of in zip(*ratios, strict=True))
-        early, late, less, more = BY_HAND[name]
-        assert early < fastest and slowest < late and less < least and most < more, name
-    assert made_by_hand.keys() == BY_HAND.keys()
-    assert min(some_layers) > 0.89 and statistics.median(some_layers) > 1.04 and max(some_layers) < 1.21
+    assert some_layers[0] > 0.89 and statistics.median(some_layers) > 1.04 and some_layers[-1] < 1.21
+
+
+@pytest.mark.slow
+@pytest.mark.claim("plan-measured-h100")
+def test_layers_take_the_time_and_the_memory_that_is_predicted_for_another_gpu():
+    times, memory, some_layers = compared("plans-h100", "h100", ON_AN_H100)
+    of_time, of_memory = off(times), off(memory)
+    assert (len(times), len(memory), len(some_layers)) == (228, 180, 48)
+    assert statistics.median(of_time) < 0.031 and 0.89 < times[0] < 0.9 and times[1] > 0.92
+    assert times[217] < 1.08 < times[218] and times[227] < 1.22
+    assert statistics.median(of_memory) < 0.022 and of_memory[157] < 0.05 and of_memory[-1] < 0.12
+    assert some_layers[0] > 0.94 and statistics.median(some_layers) > 1.05 and some_layers[-1] < 1.41
+
+
+def plans_of(file):
+    """Yield (shape, budget, its judgment, its plan or None, the shape as it was predicted) of a result file, but for
+    budgets that have the plan of a smaller one."""
+    found = result(file)
+    before = json.loads((ROOT / found["predicted"]).read_text())["shapes"]
+    for name, of in found["shapes"].items():
+        for which, budget in of["budgets"].items():
+            if which == "least" or budget["budget_gib"] != of["budgets"]["least"]["budget_gib"]:
+                yield name, which, budget, of["policies"].get(f"plan {which}"), before[name]
+
+
+def errors_of(file):
+    """Yield measured / predicted time and memory of each plan, and plan / best of the time, less one each."""
+    for name, which, budget, made, before in plans_of(file):
+        if made is None:
+            least, *_ = before["unmoved"]
+            assert (name, which) == ("1b, accumulated", "least") and set(least["policy"]["residuals"]) == {
+                "layer_input"
+            }
+            planned = result(file)["shapes"][name]["policies"]["recompute"]["device_gib"]
+            assert planned <= budget["budget_gib"] < least["bytes"] / GIB
+            continue
+        points = before["curve"] + before["unmoved"]
+        ((ms, gib),) = {(p["ms"], p["bytes"] / GIB) for p in points if p["policy"] == made["policy"]}
+        assert (made["predicted_ms"], made["predicted_gib"]) == (round(ms, 2), round(gib, 4))
+        assert budget["runs"] and made["device_gib"] <= budget["budget_gib"]
+        assert (made["policy"]["offload_layers"], made["policy"]["other_layers"]) == ("all", "save")
+        yield made["step_ms"] / ms - 1, made["device_gib"] / gib - 1, budget["plan / best"] - 1
 
 
 @pytest.mark.claim("plan-blind")
 def test_plans_that_were_written_down_before_they_ran():
-    found = result("plans")
-    before = json.loads((ROOT / found["predicted"]).read_text())["shapes"]
-    times, memory, slower = [], [], []
-    for name, of in found["shapes"].items():
-        for which, budget in of["budgets"].items():
-            if (made := of["policies"].get(f"plan {which}")) is None:
-                (least, *_), planned = before[name]["unmoved"], of["policies"]["recompute"]["device_gib"]
-                assert (name, which) == ("1b, accumulated", "least") and planned <= budget["budget_gib"]
-                assert (
-                    set(least["policy"]["residuals"]) == {"layer_input"} and least["bytes"] / GIB > budget["budget_gib"]
-                )
-                continue
-            if name == "70b" and which != "least":
-                assert budget["budget_gib"] == of["budgets"]["least"]["budget_gib"]  # it is one plan
-                continue
-            (point,) = (point for point in before[name]["curve"] if point["policy"] == made["policy"])
-            as_written = round(point["ms"], 2), round(point["bytes"] / GIB, 4)
-            assert (made["predicted_ms"], made["predicted_gib"]) == as_written
-            assert budget["runs"] and made["device_gib"] <= budget["budget_gib"]
-            assert (made["policy"]["offload_layers"], made["policy"]["other_layers"]) == ("all", "save")
-            times.append(abs(made["step_ms"] / made["predicted_ms"] - 1))
-            memory.append(made["device_gib"] / made["predicted_gib"] - 1)
-            slower.append(budget["plan / best"] - 1)
-    assert len(times) == 24 and statistics.median(times) < 0.013 and max(times) < 0.07
+    times, memory, slower = zip(*errors_of("plans"), strict=True)
+    assert len(times) == 24 and statistics.median(map(abs, times)) < 0.013 and max(map(abs, times)) < 0.07
     assert sum(abs(of) < 0.05 for of in memory) == 22 and [round(of, 2) for of in sorted(memory)[:2]] == [-0.08, -0.07]
     assert sum(of <= 0.01 for of in slower) == 20 and sum(of < 0.015 for of in slower) == 23
+
+
+@pytest.mark.claim("plan-blind-h100")
+def test_plans_that_were_written_down_before_they_ran_on_another_gpu():
+    times, memory, slower = zip(*errors_of("plans-h100"), strict=True)
+    assert len(times) == 21 and statistics.median(map(abs, times)) < 0.027 and max(map(abs, times)) < 0.08
+    less, *_, more, most = sorted(memory)
+    assert sum(abs(of) < 0.05 for of in memory) == 18 and [round(of, 2) for of in (less, more, most)] == [
+        -0.07,
+        0.06,
+        0.06,
+    ]
+    assert sum(of == 0 for of in slower) == 18
 
 
 @pytest.mark.claim("plan-peak")
 def test_what_xla_plans_is_the_allocators_peak():
     """A step's peak is known if no step that ran before took as much: of two that take as much, the first one's is."""
     counts = {}
-    for name, of in result("plans")["shapes"].items():
-        ran = [line for line in of["policies"].values() if "step_ms" in line]
-        peaks = [(line["device_gib"], line["peak_gib"]) for line in ran if "peak_gib" in line]
-        assert all(abs(planned / peak - 1) < 1e-5 for planned, peak in peaks)
-        counts[name] = len(peaks)
-        if len(peaks) > 1:
-            assert {planned for planned, _ in peaks} == {line["device_gib"] for line in ran}
-    assert sorted(count > 1 for count in counts.values()) == [False] * 3 + [True] * 6
-    assert [name for name, count in counts.items() if count == 1] == ["8b", "8b, accumulated"]
+    for file in ("plans", "plans-h100"):
+        for name, of in result(file)["shapes"].items():
+            ran = [line for line in of["policies"].values() if "step_ms" in line]
+            peaks = [(line["device_gib"], line["peak_gib"]) for line in ran if "peak_gib" in line]
+            assert all(abs(planned / peak - 1) < 1e-5 for planned, peak in peaks)
+            counts[file, name] = len(peaks)
+            if len(peaks) > 1:
+                assert {planned for planned, _ in peaks} == {line["device_gib"] for line in ran}
+    assert sorted(count > 1 for count in counts.values()) == [False] * 3 + [True] * 13
+    assert [name for (_, name), count in counts.items() if count == 1] == ["8b", "8b, accumulated"]
 
 
 def least(step, args, residuals):

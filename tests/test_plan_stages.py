@@ -270,7 +270,7 @@ def test_a_loop_over_ticks_costs_what_a_scan_does():
 
 @pytest.mark.slow
 def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(monkeypatch):
-    """Of results/stages.json, with what `machine` measured on other such GPUs."""
+    """Of results/stages.json, with what `machine` measured on such GPUs on another day."""
     measured = result("stages")
     _, _, *command = shlex.split(measured["command"])
     monkeypatch.setattr(sys, "argv", command)
@@ -291,7 +291,7 @@ def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(monkey
             fixed = Policy(variant.residuals or {"*": "recompute"})
             least = plan(step, *args, budget="1TiB", machine=machine, fixed=fixed).curve[0]
             ratio, case = facts["ms"] / (least.ms / count), (virtual, count, name)
-            assert (1 < ratio < 1.15) if name == "all moved" else (0.97 < ratio < 1.01), (case, ratio)
+            assert (1 < ratio < 1.15) if name == "all moved" else (0.98 < ratio < 1.03), (case, ratio)
             assert least.bytes / 2**30 == pytest.approx(facts["all_gib"], rel=0.04), case
             compared += 1
     assert compared == 28

@@ -346,8 +346,8 @@ def judged(budget: float, plan: dict[str, Any] | None, lines: dict[str, Any]) ->
 
 
 def joined(results: list[dict[str, Any]], out: Path) -> dict[str, Any]:
-    """Return the results of several runs as one, for the file `out`: of one kind of device, with the same predictions
-    and versions; a package may be missing from some. The commit is that of the last run."""
+    """Return the results of several runs as one, for the file `out`. They are of one kind of device, with the same
+    predictions and versions; a package may be missing from some. The commit is that of the last run."""
     kind = lambda result: result["device"].partition(" ")[2]  # without how many
     versions = {package: version for result in results for package, version in result["versions"].items()}
     same = {"device": kind, "predicted": operator.itemgetter("predicted")}
@@ -360,8 +360,8 @@ def joined(results: list[dict[str, Any]], out: Path) -> dict[str, Any]:
         sys.exit(f"measured more than once: {', '.join(sorted(twice))}")
     every = {name: of for result in results for name, of in result["shapes"].items()}
     shapes = {name: every[name] for name in SHAPES if name in every}
-    files = ["--predicted", results[-1]["predicted"], "--out", str(out)]
-    command = shlex.join(["python", "-m", "benchmarks.plans", "measure", *files, "--shapes", *shapes])
+    paths = ["--predicted", results[-1]["predicted"], "--out", str(out)]
+    command = shlex.join(["python", "-m", "benchmarks.plans", "measure", *paths, "--shapes", *shapes])
     run = lambda result: {key: result[key] for key in ("command", "commit")}
     runs = [each for result in results for each in result.get("runs", [run(result)])]
     whole = results[-1] | {"device": f"{gpus_of(shapes)} {kind(results[0])}", "versions": versions, "command": command}

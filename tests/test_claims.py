@@ -294,14 +294,15 @@ def test_four_gpus_that_copy_at_once_share_a_bus_that_is_too_narrow_to_move_ever
     measured = {name: json.loads((ROOT / f"machines/{name}.json").read_text()) for name in ("four-h200", *TWO)}
     share = {name: of["all"]["together"] / of["one"]["together"] for name, of in measured.items()}
     assert measured["four-h200"]["gpus"] == 4 and share["four-h200"] < 0.46
-    assert all(measured[name]["gpus"] == 2 and 0.65 < share[name] < 0.81 for name in TWO)
+    assert 0.65 < share["h200"] < 0.67 and 0.79 < share["h100"] < 0.81
+    assert all(measured[name]["gpus"] == 2 for name in TWO)
     ratios = of_eight(result("accumulate-fsdp-4"))["ratios"]
     assert ratios["interleaved/remat"] > 1.1 and ratios["won_back"] < 0
     modes = of_eight(result("accumulate-fsdp-4-h100"))["modes"]
     some, all_saved = modes["interleaved"], modes["ours_saved_all"]
     assert some["options"] == "gate and keys moved, the rest saved"
     assert some["other_options"]["all moved"]["ms"] > 1.1 * modes["remat"]["ms"]
-    assert some["ms"] < 0.96 * all_saved["ms"] and 0.59 < some["temp_gib"] / all_saved["temp_gib"] < 0.6
+    assert some["ms"] < 0.96 * all_saved["ms"] and some["temp_gib"] < 0.6 * all_saved["temp_gib"]
 
 
 @pytest.mark.claim("accumulated-depth")
@@ -532,6 +533,8 @@ def test_what_verify_found():
     """On one device there is no placement to check. A step's residuals are those of its loss."""
     held = dict.fromkeys(verified("moe-2"), "holds") | {("step", "conservation"): "not checked"}
     assert len(held) == 14 and verified("moe-2") == verified("moe-4") == held
+    on_four = (RESULTS / "verify-moe-4.txt").read_text().partition("\n\n")[0]
+    assert on_four.startswith("device: 4 NVIDIA H100 ") and on_four.endswith(" mesh.expert=2 mesh.fsdp=2")
     alone = held | {("loss", "placement"): "not checked", ("step", "placement"): "not checked"}
     assert verified("moe") == verified("llama-1b") == alone
 

@@ -910,12 +910,17 @@ def test_weights_that_are_gathered_along_their_last_axis_take_a_second_copy(two_
         return least.bytes, _compiled.compiled_bytes(step, args, least.policy)
 
     def copies(layers):
+        """By how much a second copy makes a step larger, as predicted and as planned."""
         (predicted, planned), (predicted_more, planned_more) = sizes(layers, "fsdp"), sizes(layers, None, "fsdp")
         assert planned_more == pytest.approx(predicted_more, rel=1 / 8)
+        # With jaxlib 0.11.2 a small step takes more than is predicted.
+        assert planned == pytest.approx(predicted, rel=1 / 8 if jax.__version_info__ >= (0, 12) else 0.15)
         return predicted_more - predicted, planned_more - planned
 
     (predicted, planned), (predicted_deep, planned_deep) = copies(12), copies(20)
     row = 4 * wide * d // 2
     assert predicted == 12 * row and predicted_deep == 20 * row
-    # By depth: what else jaxlib 0.11.2 holds differs by two rows, at each depth.
+    # Without the copy jaxlib 0.11.2 takes two rows more.
+    rows = 12 if jax.__version_info__ >= (0, 12) else 10
+    assert planned == pytest.approx(rows * row, rel=0.001)
     assert planned_deep - planned == pytest.approx(8 * row, rel=0.001)

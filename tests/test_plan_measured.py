@@ -140,37 +140,32 @@ def test_layers_take_the_time_and_the_memory_that_is_predicted_for_an_h100():
     assert 0.94 < some_layers[0] < 0.95 and statistics.median(some_layers) > 1.05 and 1.4 < some_layers[-1] < 1.41
 
 
-def plans_of(file):
-    """Yield (shape, budget, its judgment, its plan or None, the shape as it was predicted) of a result file, except for
-    budgets whose plan is that of a smaller one."""
-    found = result(file)
-    before = json.loads((ROOT / found["predicted"]).read_text())["shapes"]
-    for name, of in found["shapes"].items():
-        for which, budget in of["budgets"].items():
-            if which != "least" and budget["budget_gib"] == of["budgets"]["least"]["budget_gib"]:
-                assert (file, name) == ("plans", "70b")
-            else:
-                yield name, which, budget, of["policies"].get(f"plan {which}"), before[name]
-
-
 def errors_of(file):
     """Yield the relative errors of each plan's time and memory, by how much it is slower than the fastest policy, and
     whether it moves anything."""
-    for name, which, budget, made, before in plans_of(file):
-        if made is None:
-            least, *_ = before["unmoved"]
-            assert (name, which, *least["policy"]["residuals"]) == ("1b, accumulated", "least", "layer_input")
-            planned = result(file)["shapes"][name]["policies"]["recompute"]["device_gib"]
-            assert planned <= budget["budget_gib"] < least["bytes"] / GIB
-            continue
-        moves = "offload" in made["policy"]["residuals"].values()
-        points = before["curve"] if moves else before["unmoved"]
-        (point,) = (point for point in points if point["policy"] == made["policy"])
-        ms, gib = point["ms"], point["bytes"] / GIB
-        assert (made["predicted_ms"], made["predicted_gib"]) == (round(ms, 2), round(gib, 4))
-        assert budget["runs"] and made["device_gib"] <= budget["budget_gib"]
-        assert (made["policy"]["offload_layers"], made["policy"]["other_layers"]) == ("all", "save")
-        yield made["step_ms"] / ms - 1, made["device_gib"] / gib - 1, budget["plan / best"] - 1, moves
+    found = result(file)
+    before = json.loads((ROOT / found["predicted"]).read_text())["shapes"]
+    for name, of in found["shapes"].items():
+        smallest = of["budgets"]["least"]["budget_gib"]
+        for which, budget in of["budgets"].items():
+            gib, made = budget["budget_gib"], of["policies"].get(f"plan {which}")
+            if which != "least" and gib == smallest:
+                assert (file, name) == ("plans", "70b")  # it is one plan
+                continue
+            if made is None:
+                least, *_ = before[name]["unmoved"]
+                assert (name, which, *least["policy"]["residuals"]) == ("1b, accumulated", "least", "layer_input")
+                assert of["policies"]["recompute"]["device_gib"] <= gib < least["bytes"] / GIB
+                continue
+            moves = "offload" in made["policy"]["residuals"].values()
+            points = before[name]["curve" if moves else "unmoved"]
+            (point,) = (point for point in points if point["policy"] == made["policy"])
+            as_written = round(point["ms"], 2), round(point["bytes"] / GIB, 4)
+            assert (made["predicted_ms"], made["predicted_gib"]) == as_written
+            assert budget["runs"] and made["device_gib"] <= gib
+            assert (made["policy"]["offload_layers"], made["policy"]["other_layers"]) == ("all", "save")
+            time, memory = made["step_ms"] / made["predicted_ms"], made["device_gib"] / made["predicted_gib"]
+            yield time - 1, memory - 1, budget["plan / best"] - 1, moves
 
 
 @pytest.mark.claim("plan-blind")

@@ -386,7 +386,9 @@ def _dealt(call: _Call, stages: _Stages, schedule: Schedule, keep_nothing: bool 
     carry = range(scan.loops.consts, scan.loops.consts + scan.loops.carry)
     differs = lambda v: isinstance(v, Var) and v in divided.pieces.varies
     along = tuple(i for i, v in enumerate(scan.eqn.invars) if differs(v) and i not in carry)
-    return divided, Chunks(scan.loops, schedule.stages, schedule.virtual_stages, along)
+    operands = enumerate(zip(scan.eqn.invars, scan.perturbed, strict=True))
+    computed = (i for i, (v, p) in operands if p and not (differs(v) or i in carry) and not divided.pieces.moved(v))
+    return divided, Chunks(scan.loops, schedule.stages, schedule.virtual_stages, along, frozenset(computed))
 
 
 def _staged(

@@ -58,12 +58,15 @@ class Chunks:
       loops: the forward pass of the layers of a chunk.
       stages, virtual_stages: how many stages, and how many chunks on each.
       along: which operands a microbatch takes along, because they differ between microbatches.
+      apart: which others have cotangents that a microbatch takes back, because the loss computes these operands from
+        parameters: each microbatch's cotangents are transposed by themselves.
     """
 
     loops: Loops
     stages: int
     virtual_stages: int
     along: tuple[int, ...]
+    apart: frozenset[int] = frozenset()
 
     @property
     def layers(self) -> int:
@@ -79,15 +82,18 @@ class Chunks:
 
     @property
     def summed(self) -> tuple[list[int], list[int]]:
-        """Those of them whose cotangents stages sum, because they are the same for all microbatches."""
+        """Those of them whose cotangents stages sum over microbatches."""
         consts, xs = self.perturbed
-        return [i for i in consts if i not in self.along], [i for i in xs if i not in self.along]
+        return [i for i in consts if not self._returns(i)], [i for i in xs if not self._returns(i)]
 
     @property
     def back(self) -> tuple[list[int], list[int]]:
         """The numbers of the operands that a microbatch takes back, and of those whose cotangents it takes back."""
         consts, xs = self.perturbed
-        return [i for i, _ in self.loops.reads if i in self.along], [i for i in (*consts, *xs) if i in self.along]
+        return [i for i, _ in self.loops.reads if i in self.along], [i for i in (*consts, *xs) if self._returns(i)]
+
+    def _returns(self, number: int) -> bool:
+        return number in self.along or number in self.apart
 
     def no_cotangents(self, loops: Loops) -> list[Any]:
         """Zeros, as the cotangents of the constants that stages sum. `loops`: the backward pass."""

@@ -5,20 +5,50 @@ another's forward pass. Cotangents are added in the order in which JAX adds them
 variable that a piece reads is among its results too, so that the cotangent that comes from behind is the first.
 """
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core.primitives import jit_p, reshape_p
 
-from .._jax import UndefinedPrimal, backward_pass, convert_constvars_jaxpr, evaluate, partial_eval_jaxpr_nounits
+from .._jax import (
+    MOVES,
+    RESHAPES,
+    UndefinedPrimal,
+    backward_pass,
+    convert_constvars_jaxpr,
+    evaluate,
+    partial_eval_jaxpr_nounits,
+)
 from .copying_loops import Loops
 from .derivative import derivative
 from .layer import each_once, halves
 from .walk import walk
+
+
+class Moved(NamedTuple):
+    """How a value is an argument, cast and in another shape: the equations from one to the other, the last one first.
+
+    A sum of its cotangents in the argument's dtype is a sum of the argument's.
+    """
+
+    argument: Var
+    eqns: list[JaxprEqn]
+
+    def back(self, total: Any) -> Any:
+        """The sum of the argument's cotangents."""
+        for eqn in self.eqns:
+            if eqn.primitive.name in RESHAPES:
+                move = functools.partial(eqn.primitive.bind, **eqn.params)
+                aval: Any = eqn.invars[0].aval
+                shape = jax.ShapeDtypeStruct(aval.shape, total.dtype)
+                (total,) = jax.linear_transpose(move, shape)(total)
+        return total
 
 
 class Straight(NamedTuple):
@@ -48,6 +78,23 @@ class Straight(NamedTuple):
         """The outs that differ between microbatches, or those that do not, and how many such residuals there are."""
         of_outs, of_residuals = self.result_varies[: len(self.outs)], self.result_varies[len(self.outs) :]
         return [v for v, it in zip(self.outs, of_outs, strict=True) if it is varies], of_residuals.count(varies)
+
+    def moved(self, out: Var) -> Moved | None:
+        """How one of the perturbed outs is one of the ins, moved.
+
+        None if it is not, or if casts on the way back would round each cotangent more than the last one does.
+        """
+        those: Any = lambda values, flags: [v for v, flag in zip(values, flags, strict=True) if flag]
+        ins, outs = those(self.ins, self.perturbed), those(self.outs, self.out_perturbed)
+        tangents = self.linear.invars[len(self.linear.invars) - len(ins) :]
+        tangent, eqns = _moved(self.linear, self.linear.outvars[outs.index(out)])
+        if tangent not in tangents:
+            return None
+        argument, wanted = ins[tangents.index(tangent)], outs[outs.index(out)].aval.dtype
+        avals: list[Any] = [eqn.outvars[0].aval for eqn in eqns]
+        casts = {aval.dtype for aval in avals} - {argument.aval.dtype}
+        exact = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and jnp.promote_types(dtype, wanted) == dtype
+        return Moved(argument, eqns) if all(map(exact, casts)) else None
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """The cotangents of the perturbed ins, from those of the perturbed outs; some are a symbolic `Zero`."""
@@ -85,6 +132,14 @@ class Pieces(NamedTuple):
         made = [piece.outs if isinstance(piece, Straight) else piece.eqn.outvars for piece in [*self.pieces, self.last]]
         variables = dict.fromkeys(itertools.chain(self.invars, *made))
         return {v: number for number, v in enumerate(variables)}
+
+    def moved(self, v: Any) -> Moved | None:
+        """How a perturbed value before the scans is an argument, moved; None if it is not."""
+        if v in self.invars:
+            return Moved(v, [])
+        first = self.pieces[0]
+        assert isinstance(first, Straight)
+        return first.moved(v)
 
     @property
     def scans(self) -> list[Scan]:
@@ -175,6 +230,27 @@ class _State:
         if scan:
             self.perturbed |= _select(scan.eqn.outvars, scan.loops.segments[0].layer.out_perturbed)
             self.varies |= set(scan.eqn.outvars)
+
+
+def _moved(jaxpr: Jaxpr, value: Any) -> tuple[Any, list[JaxprEqn]]:
+    """The value of a jaxpr that is moved to another one, and the equations that do so, in jitted functions too."""
+    made: dict[Any, Any] = {v: (eqn, number) for eqn in jaxpr.eqns for number, v in enumerate(eqn.outvars)}
+    eqns: list[Any] = []
+    while isinstance(value, Var) and value in made:
+        eqn, number = made[value]
+        if eqn.primitive is jit_p:
+            inside = eqn.params["jaxpr"]
+            before, moves = _moved(inside, inside.outvars[number])
+            if before not in inside.invars:
+                break
+            eqns += moves
+            value = eqn.invars[inside.invars.index(before)]
+        elif eqn.primitive.name in MOVES and eqn.invars[0].aval.size == value.aval.size:
+            eqns.append(eqn)
+            value = eqn.invars[0]
+        else:
+            break
+    return value, eqns
 
 
 def _with_shapes_read(jaxpr: Jaxpr, arguments: Sequence[bool]) -> Jaxpr:

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from .._jax import Zero
 from .chunk import Operands, Slot
 from .copying_loops import Loops, empty_ys, filled
 from .passes import Values
+from .pieces import Moved
 from .repeated import repeated
 from .schedule import TICK, Schedule, Tick
 from .stage import Given, Held, run_tick
@@ -46,13 +46,13 @@ class _State(NamedTuple):
 
     Attributes:
       results: of the loss, for each microbatch.
-      sums: the gradients of `StagedLoss.others`.
+      sums: of the cotangents of parameters, by their numbers, except what the stages hold.
       turned: what the microbatch that has left the layers takes back; nothing before the first.
       held: by the stages, in arrays with an axis for them.
     """
 
     results: list[Any]
-    sums: list[Any]
+    sums: dict[int, Any]
     turned: list[Any]
     held: Held
 
@@ -115,31 +115,40 @@ class Pipeline:
         consts, xs = ([self.loss.scan.eqn.invars[i] for i in those] for those in self.loss.chunks.summed)
         return consts, xs
 
+    def param(self, v: Any) -> Moved:
+        """How one of these is a parameter, moved."""
+        found = self.loss.program.pieces.moved(v)
+        assert found is not None
+        return found
+
 
 class _Shapes(NamedTuple):
-    """Abstract values: what a microbatch takes along and back, the results of the loss; and the backward pass of a
-    chunk, as those ask for it."""
+    """Abstract values: what a microbatch takes along and back, the results of the loss; the backward pass of a chunk,
+    as those ask for it; and the numbers of the parameters that have cotangents outside of the layers."""
 
     along: list[Any]
     back: list[Any]
     results: list[Any]
     loops: Loops
+    params: list[int]
 
 
 def _shapes(pipeline: Pipeline) -> _Shapes:
     loss, arguments = pipeline.loss, pipeline.arguments(0)
     of_all = ys_of_all(pipeline)
     before = jax.make_jaxpr(lambda: loss.before(arguments))().out_avals
-    loops: list[Loops] = []
+    found: list[Any] = []
 
     def behind(*outs: Any) -> Any:
         made = loss.behind(arguments, outs)
-        loops.append(made.loops)
+        returned = made.back[len(loss.chunks.back[0]) :]
+        found.extend((made.loops, {*made.params, *loss.at_begin(arguments, returned)}))
         return made.results, made.back
 
     jaxpr, (results, _) = jax.make_jaxpr(behind, return_shape=True)(*before[len(loss.chunks.along) :], *of_all)
     results, back = jaxpr.out_avals[: len(results)], jaxpr.out_avals[len(results) :]
-    return _Shapes([*before, *of_all], back, results, loops[-1])
+    loops, params = found
+    return _Shapes([*before, *of_all], back, results, loops, sorted(params))
 
 
 def ys_of_all(pipeline: Pipeline) -> list[Any]:
@@ -163,22 +172,20 @@ def _begin(pipeline: Pipeline, shapes: _Shapes) -> _State:
 
     of_stages = mapped(pipeline, held, (), PartitionSpec(pipeline.axis))()
     sums_of_xs = list(map(pipeline.dealt, _zero_sums(pipeline, xs)))
-    sums = [filled(v.aval, 0) for v in loss.others]
+    sums = {number: filled(loss.program.params[number].aval, 0) for number in shapes.params}
     results = zeros(shapes.results, schedule.microbatches)
     return _State(results, sums, [], of_stages._replace(xs=sums_of_xs))
 
 
 def _zero_sums(pipeline: Pipeline, values: Sequence[Any]) -> list[Any]:
-    """Zeros for the sums of their cotangents: for a parameter in its own dtype, for others in float32 or wider.
+    """Zeros for the sums of their cotangents, in the dtype of the parameter that each is moved from.
 
     Each is full of a zero of its own. XLA would merge equal ones, and a branch that adds to them in place would hold
     and copy one more.
     """
     zeros = lax.optimization_barrier([jnp.int32(0) for _ in values])
-    sums = map(filled, (v.aval for v in values), zeros)
-    of_params = (v in pipeline.loss.program.params for v in values)
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return [x if is_param else wide(x) for x, is_param in zip(sums, of_params, strict=True)]
+    avals: list[Any] = [pipeline.param(v).argument.aval for v in values]
+    return [filled(v.aval, zero).astype(aval.dtype) for v, zero, aval in zip(values, zeros, avals, strict=True)]
 
 
 def mapped(pipeline: Pipeline, f: Callable[..., Any], specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -231,23 +238,20 @@ def _with(slots: Sequence[Slot], written: int, before: int, new: Slot) -> list[S
     return slots
 
 
-def _added(sums: list[Any], cotangents: list[Any]) -> list[Any]:
+def _added(sums: dict[int, Any], cotangents: dict[int, Any]) -> dict[int, Any]:
     """The sums, with the cotangents of a microbatch."""
-    return [total if type(ct) is Zero else total + ct for total, ct in zip(sums, cotangents, strict=True)]
+    return sums | {number: sums[number] + ct for number, ct in cotangents.items()}
 
 
 def _gradients(pipeline: Pipeline, state: _State) -> list[Any]:
     """The sums, for each parameter."""
-    loss = pipeline.loss
-    sums = dict(zip(loss.others, state.sums, strict=True))
+    params = pipeline.loss.program.params
+    sums = {params[number]: total for number, total in state.sums.items()}
     consts, xs = pipeline.summed
     of_consts = zip(consts, (jnp.sum(x, 0) for x in state.held.consts), strict=True)
     of_xs = ((v, x.reshape(v.aval.shape)) for v, x in zip(xs, state.held.xs, strict=True))
-    computed: dict[Any, Any] = {}  # values that are no parameters, but computed from some
     for v, total in (*of_consts, *of_xs):
-        into = sums if v in loss.program.params else computed
-        into[v] = into[v] + total if v in into else total
-    if computed:
-        made = loss.of_known(pipeline.arguments(0), {v: x.astype(v.aval.dtype) for v, x in computed.items()})
-        sums |= zip(loss.others, _added([sums[v] for v in loss.others], made), strict=True)
-    return [sums[v] for v in loss.program.params]
+        param = pipeline.param(v)
+        total = param.back(total)
+        sums[param.argument] = sums[param.argument] + total if param.argument in sums else total
+    return [sums[v] if v in sums else filled(v.aval, 0) for v in params]

@@ -149,22 +149,27 @@ def rows(x: Any) -> Any:
 
 def from_stage(number: int, values: Sequence[Any], axis: str) -> list[Any]:
     """What one stage has, on all."""
+    here = lax.axis_index(axis) == number
 
     def of(x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(of(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-        here = lax.axis_index(axis) == number
-        return _psum(jnp.where(here, x, jnp.zeros_like(x)), axis).astype(x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return lax.complex(of(x.real), of(x.imag))
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return lax.platform_dependent(x, cpu=of_bits, default=of_number)
+        return lax.psum(jnp.where(here, x, jnp.zeros_like(x)), axis).astype(x.dtype)
+
+    def of_number(x: Any) -> Any:
+        return lax.psum(jnp.where(here, x, -jnp.zeros_like(x)), axis)  # -0.0 + 0.0 would be 0.0
+
+    def of_bits(x: Any) -> Any:
+        """XLA:CPU adds to 0.0, and cannot compile a sum of bfloat16 (docs/upstream.md#sums-over-devices)."""
+        dtype = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        bits = lax.bitcast_convert_type(x, dtype).astype(jnp.promote_types(dtype, jnp.uint32))
+        return lax.bitcast_convert_type(of(bits).astype(dtype), x.dtype)
 
     return list(map(of, values))
-
-
-def _psum(x: Any, axis: str) -> Any:
-    """The sum over a mesh axis. Of bfloat16, XLA:CPU cannot compile it (docs/upstream.md#bfloat16-sums)."""
-    if x.dtype != jnp.bfloat16:
-        return lax.psum(x, axis)
-    in_float32 = lambda x: lax.psum(x.astype(jnp.float32), axis).astype(x.dtype)
-    return lax.platform_dependent(x, cpu=in_float32, default=lambda x: lax.psum(x, axis))
 
 
 def sent(schedule: Schedule, values: Sequence[Any], by: int, axis: str) -> list[Any]:

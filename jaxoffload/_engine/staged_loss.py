@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 
-from .._jax import Zero, add_jaxvals
+from .._jax import add_jaxvals
 from .chunk import Chunks
 from .copying_loops import Loops, filled
 from .passes import Program, Values, run_piece, taken, transpose_piece
@@ -23,13 +23,13 @@ class Behind(NamedTuple):
     Attributes:
       results: of the loss.
       back: what it takes back to the last layer; `loops`: the backward pass of a chunk, which takes that.
-      params: the cotangents of `StagedLoss.others`.
+      params: the cotangents of parameters, by their numbers; those that are not zero.
     """
 
     results: list[Any]
     back: list[Any]
     loops: Loops
-    params: list[Any]
+    params: dict[int, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +53,6 @@ class StagedLoss:
     def carry(self) -> range:
         """The numbers of the operands that are the carry."""
         return range(self.chunks.loops.consts, self.chunks.loops.consts + self.chunks.loops.carry)
-
-    @property
-    def others(self) -> list[Var]:
-        """The parameters that are not xs of the layers alone."""
-        return [v for v in self.program.params if v not in self.program.in_place]
 
     def operands(self, values: Values) -> list[Any]:
         """Those of the scan."""
@@ -102,10 +97,10 @@ class StagedLoss:
         reads, with_cotangents = self.chunks.back
         zeros = [filled(jax.typeof(operands[i]).to_ct_aval(), 0) for i in with_cotangents]
         back = [*(operands[i] for i in reads), *zeros, *present]
-        return Behind(results, back, loops, self._of_others(residuals, cotangents))
+        return Behind(results, back, loops, self._of_params(residuals, cotangents))
 
-    def at_begin(self, arguments: Values, back: Sequence[Any]) -> list[Any]:
-        """The cotangents of `others`, from those that a microbatch has brought back from its first layer.
+    def at_begin(self, arguments: Values, back: Sequence[Any]) -> dict[int, Any]:
+        """The cotangents of parameters, from those that a microbatch has brought back from its first layer.
 
         `back`: of operands that differ, of the carry, and of the ys.
         """
@@ -115,17 +110,10 @@ class StagedLoss:
             if self.scan.perturbed[i]:
                 v: Any = self.scan.eqn.invars[i]
                 cotangents[v] = add_jaxvals(cotangents[v], ct) if v in cotangents else ct
-        return self.of_known(arguments, cotangents)
+        return self._of_params(self._known(arguments)[1], cotangents)
 
-    def of_known(self, arguments: Values, cotangents: Values) -> list[Any]:
-        """The cotangents of `others`, from those of what is known before the layers.
-
-        `arguments`: of the microbatch; of any one, if the values do not differ.
-        """
-        return self._of_others(self._known(arguments)[1], cotangents)
-
-    def _of_others(self, residuals: list[Any], cotangents: Values) -> list[Any]:
-        """The cotangents of `others`, from those of what stands before the layers."""
+    def _of_params(self, residuals: list[Any], cotangents: Values) -> dict[int, Any]:
+        """The cotangents of parameters, from those of what stands before the layers."""
         if isinstance(self.program.pieces.pieces[0], Straight):
             transpose_piece(self.program, 0, residuals, cotangents)
-        return [cotangents.get(v, Zero(v.aval.to_ct_aval())) for v in self.others]
+        return {number: cotangents[v] for number, v in enumerate(self.program.params) if v in cotangents}

@@ -6,6 +6,7 @@ all forward passes before all backward passes by plain JAX, and FSDP.
     python -m benchmarks.stages --case moe --expert 2 --d_model 2048 --heads 32 --kv_heads 4 --qk_norm --experts 128 \
         --experts_per_token 8 --d_expert 768 --capacity 1.5 --layers 16 --batch 4 --microbatches 8 --virtual_stages 2 \
         --out benchmarks/results/stages-experts.json  # Qwen3-30B-A3B's layers; each stage is two GPUs
+    python -m benchmarks.stages ... --alone --out benchmarks/results/stages-alone.json  # each residual by itself
 
 A step is the gradient of a stack of the example model's layers, summed over microbatches of `--batch` sequences each,
 and an SGD update in place, as in `benchmarks.accumulate`. One process times all modes in turn, each with those of its
@@ -39,6 +40,7 @@ from benchmarks.cases import OVERLAP, Case, Variant, modes_of
 from benchmarks.peers import arguments, markdown, provenance, say
 from benchmarks.steps import import_te, layer_of, loss_of, mean_square, model_flops, scan_of, start
 from jaxoffload import Schedule
+from jaxoffload._megatron import MODULES
 from models import config
 from models.metrics import PEAK_FLOPS
 from models.sharding import RULES, make_mesh, on_mesh, param_shardings
@@ -81,20 +83,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--virtual_stages", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--modes", nargs="+", choices=MODES, help="by default all; with --expert ours")
     parser.add_argument("--variants", nargs="+", help="those of each mode that are timed; all by default")
+    parser.add_argument("--alone", action="store_true", help="time those of `alone`, and no others")
     options = parser.parse_args()
     options.modes = options.modes or (OURS if options.expert > 1 else MODES)
+    if options.alone:
+        options.modes = [*alone(options.case)]
     if options.fsdp > 1:
         parser.error("--fsdp: GPUs are stages; FSDP on two of them is the mode fsdp")
     if options.expert > 1 and (others := set(options.modes) - {*OURS}):
         parser.error(f"--modes: {', '.join(sorted(others))}: not with --expert, which is for {', '.join(OURS)}")
-    names = {name for of in variants_of(CASES[options.case], options.case).values() for name in of}
+    names = {name for of in variants_of(CASES[options.case], options).values() for name in of}
     if options.variants and (unknown := set(options.variants) - names):
         parser.error(f"--variants: {', '.join(sorted(unknown))}: not among {', '.join(sorted(names))}")
     return options
 
 
-def variants_of(case: Case, name: str) -> dict[str, dict[str, Variant]]:
+def variants_of(case: Case, options: argparse.Namespace) -> dict[str, dict[str, Variant]]:
     """Return mode -> name -> variant."""
+    name = options.case
+    if options.alone:
+        return alone(name)
     moved = accumulate.variants_of(case, name)["interleaved"]
     all_moved = moved["all moved"].residuals
     saved, inputs = dict.fromkeys(all_moved, "save"), {"layer_input": "offload"}
@@ -125,6 +133,34 @@ def variants_of(case: Case, name: str) -> dict[str, dict[str, Variant]]:
         },
         "fsdp": moved,
     }
+
+
+# What is moved by itself: Megatron-LM's modules (attn_norm is the layer's input), and the two that it moves together.
+DENSE = (("qkv_linear",), ("core_attn",), ("attn_norm",))
+ALONE = {"dense": DENSE, "moe": (*DENSE, ("expert_fc1",), ("moe_act",), ("moe_act", "qkv_linear"))}
+
+
+def alone(name: str) -> dict[str, dict[str, Variant]]:
+    """Return mode -> name -> variant: some modules moved and all else saved; and the same residuals all saved."""
+    saved = dict.fromkeys((*accumulate.MOVED, *accumulate.MLP[name]), "save")
+    names = {modules: [n for module in modules for n in MODULES[module]] for modules in ALONE[name]}
+    ours = lambda names, how: Variant("ours", saved | dict.fromkeys(names, how), OVERLAP)
+    moved = {f"{' and '.join(modules)} alone moved": ours(of, "offload") for modules, of in names.items()}
+    return {
+        "offload": moved,
+        "saved": {all_saved(name, v): ours(kept_besides(name, v), "save") for v in moved.values()},
+    }
+
+
+def kept_besides(name: str, variant: Variant) -> list[str]:
+    """Return the names that a variant moves and `all saved` recomputes."""
+    is_kept = {*accumulate.MOVED, *accumulate.MLP[name], "moe/fc1"}
+    return [n for n, how in variant.residuals.items() if how == "offload" and n not in is_kept]
+
+
+def all_saved(name: str, variant: Variant) -> str:
+    """Return the variant that saves what this one keeps."""
+    return " and ".join(["all", *kept_besides(name, variant)]) + " saved"
 
 
 # --------------------------------------------------------------------------------------------------------------- steps
@@ -264,8 +300,9 @@ def measured(
         best = min(ran, key=lambda name: ran[name]["ms"]) if ran else None
         others = {name: facts for name, facts in variants.items() if name != best}
         found[mode] = ({"options": best, **ran[best]} if best else {}) | {"other_options": others}
-        if {"saved", "offload"} <= found.keys() and "freed_gib" not in found["offload"]:
-            found["offload"] |= freed(case, options, schedule, found)
+        if {"saved", "offload"} <= found.keys() and "freed" not in found["offload"]:
+            names = variants_of(case, options)["offload"] if options.alone else [compared(options)]
+            found["offload"]["freed"] = {name: freed(case, options, schedule, found, name) for name in names}
         yield found
 
 
@@ -278,7 +315,7 @@ def compiled_steps(
     keys = [
         (mode, name, variant)
         for mode in modes
-        for name, variant in variants_of(case, options.case)[mode].items()
+        for name, variant in variants_of(case, options)[mode].items()
         if wanted(mode, name)
     ]
     traced = [lowered(case, options, mode, variant, schedule) for mode, _, variant in keys]
@@ -313,26 +350,38 @@ def timed(
 
 def compared(options: argparse.Namespace) -> str:
     """Return the variant whose memory `freed` compares with that of saving all, whether they run or not."""
-    moving = variants_of(CASES[options.case], options.case)["offload"]
+    moving = variants_of(CASES[options.case], options)["offload"]
     return next((name for name in options.variants or [] if name in moving), "all moved")
 
 
-def freed(case: Case, options: argparse.Namespace, schedule: Schedule, found: dict[str, Any]) -> dict[str, Any]:
+def timed_as(of_mode: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the facts of a variant among the results of its mode."""
+    return of_mode if of_mode.get("options") == name else of_mode["other_options"][name]
+
+
+def freed(
+    case: Case, options: argparse.Namespace, schedule: Schedule, found: dict[str, Any], name: str
+) -> dict[str, Any]:
     """Return what offloading frees on each device, by XLA's plans, and what is predicted.
 
     In each slot a chunk's residuals, in whose place the device holds those in flight. XLA schedules the programs in its
     own way, so what else they need is not the same: jaxlib 0.11.2 has up to a layer more under way where all are saved,
     0.12 has not.
     """
-    name = compared(options)
-    variant = variants_of(case, options.case)["offload"][name]
+    variant = variants_of(case, options)["offload"][name]
     table = jaxoffload.residuals(loss_of(case, options, variant), *jax.eval_shape(start(case, options))).per_device
     layer = sum(row.bytes_per_layer for row in table if row.state == "offloaded" and row.kind == "value")
     of_chunk = case.model(options).layers // schedule.chunks
     layers = schedule.slots * of_chunk - schedule.layers_in_flight(of_chunk)
-    plan = lambda of, name: of["temp_gib"] if of.get("options") == name else of["other_options"][name]["temp_gib"]
-    planned = plan(found["saved"], "all saved") - plan(found["offload"], name)
-    return {"freed_by": name, "freed_gib": round(planned, 4), "predicted_gib": round(layers * layer / 2**30, 4)}
+    base = all_saved(options.case, variant)
+    planned = timed_as(found["saved"], base)["temp_gib"] - timed_as(found["offload"], name)["temp_gib"]
+    predicted = layers * layer / 2**30
+    return {
+        "from": base,
+        "freed_gib": round(planned, 4),
+        "predicted_gib": round(predicted, 4),
+        "freed/predicted": round(planned / predicted, 4),
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- report
@@ -349,8 +398,11 @@ def ratios(modes: dict[str, Any]) -> dict[str, float]:
     }
     if {"offload", "saved", "recomputed"} <= ms.keys():
         found["won_back"] = (ms["recomputed"] - ms["offload"]) / (ms["recomputed"] - ms["saved"])
-    if modes.get("offload", {}).get("predicted_gib"):
-        found["freed/predicted"] = modes["offload"]["freed_gib"] / modes["offload"]["predicted_gib"]
+    freed = modes.get("offload", {}).get("freed", {})
+    for name, of in freed.items():
+        found["freed/predicted" + f", {name}" * (len(freed) > 1)] = of["freed/predicted"]
+        if len(freed) > 1 and "ms" in (run := timed_as(modes["offload"], name)) and "saved" in ms:
+            found[f"{name}/saved"] = run["ms"] / ms["saved"]
     return {name: round(ratio, 4) for name, ratio in found.items()}
 
 

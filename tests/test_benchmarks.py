@@ -131,7 +131,7 @@ def test_stages_by_hand():
     plans = {"offload": 5.0, "saved": 8.0, "recomputed": 4.0, "all_forward": 10.0}
     ms = {"offload": 22.5, "saved": 22.0, "recomputed": 30.5, "all_forward": 45.0}
     modes = {mode: {"ms": ms[mode], "temp_gib": gib} for mode, gib in plans.items()} | {"fsdp": {}}
-    modes["offload"] |= {"freed_gib": 3.0, "predicted_gib": 4.0}
+    modes["offload"] |= {"freed": {"all moved": {"freed/predicted": 0.75}}}
     found = stages.ratios(modes)
     assert found["offload/all_forward"] == found["offload/all_forward by temp_gib"] == 0.5
     assert found["won_back"] == 0.9412 and found["freed/predicted"] == 0.75 and "offload/fsdp" not in found

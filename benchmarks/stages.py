@@ -84,6 +84,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=MODES, help="by default all; with --expert ours")
     parser.add_argument("--variants", nargs="+", help="those of each mode that are timed; all by default")
     parser.add_argument("--alone", action="store_true", help="time those of `alone`, and no others")
+    parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True, help="trace a step of each")
     options = parser.parse_args()
     options.modes = options.modes or (OURS if options.expert > 1 else MODES)
     if options.alone:
@@ -288,7 +289,7 @@ def measured(
                 continue
             runs = step.facts["all_gib"] <= device_gib() and name in (options.variants or of_mode)
             try:
-                times = timed(case, options, step, schedule, mode in PROFILED) if runs else {}
+                times = timed(case, options, step, schedule, options.profile and mode in PROFILED) if runs else {}
             except jax.errors.JaxRuntimeError as error:  # NCCL's, say
                 times = {"failed": str(error)[:300]}
             variants[name] = step.facts | times

@@ -113,7 +113,7 @@ class Train:
     )
     log_every: Count = 10  # steps
     eval_every: Count = 100  # steps
-    eval_batches: Count = 8  # held-out batches per evaluation
+    eval_batches: Count = 8  # held-out batches per evaluation, if there are so many
     checkpoint_every: Count = 100  # steps; a killed run loses at most this many
     # error: a damaged checkpoint ends the run. previous: it is set aside, and the run continues from the one before.
     on_bad_checkpoint: Literal["error", "previous"] = "error"

@@ -42,7 +42,7 @@ class Program(NamedTuple):
     step_of: Callable[[Loss, Derivative], Step]  # the step, from this loss, differentiated so
     training: Loss  # `loss`, with what else it returns
     loss: Callable[[nnx.State, jax.Array], jax.Array]  # the loss that is differentiated, on one microbatch
-    evaluate: Callable[[nnx.State, jax.Array], jax.Array]  # the cross-entropy on a batch, in microbatches
+    evaluate: Callable[[nnx.State, jax.Array], jax.Array]  # the cross-entropy on one or more microbatches
     state: State
     saved: State  # the state as checkpoints hold it: layers in their order, which virtual stages regroup
     tokens: jax.ShapeDtypeStruct  # (batch_size, seq_len + 1) int32
@@ -90,7 +90,8 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
 
     def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
         loss = jaxoffload.accumulate(validation, forward_only=True, **stages_of(config))
-        return loss(params, microbatches(tokens_BxS1, train.grad_accumulation))
+        rows = train.batch_size // train.grad_accumulation
+        return loss(params, microbatches(tokens_BxS1, len(tokens_BxS1) // rows))
 
     def tokens(rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, train.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))

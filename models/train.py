@@ -250,10 +250,13 @@ def open_source(config: Config, made: Program, fingerprint: dict[str, str] | Non
             fingerprint=fingerprint,
         )
         batches = data.batches(corpus.train, seed=train.seed, **rows)
-        if (held_out := data.windows(corpus.valid, train.seq_len)) < train.batch_size:
+        held_out, microbatch = data.windows(corpus.valid, train.seq_len), made.microbatch.shape[0]
+        if held_out < microbatch:
             why = f"holds out {held_out} windows of train.seq_len = {train.seq_len}"
-            must = f"must hold out a batch, train.batch_size = {train.batch_size}: raise it, or add documents"
-            raise config_error("data.valid_fraction", fraction, f"{why}; {must}")
+            must = f"must hold out a microbatch, train.batch_size / train.grad_accumulation = {microbatch}"
+            raise config_error("data.valid_fraction", fraction, f"{why}; {must}: raise it, or add documents")
+        # A batch as in training, or as many of its microbatches as there are.
+        rows["batch_size"] = min(train.batch_size, held_out // microbatch * microbatch)
         validation = data.fixed_batches(corpus.valid, **rows)
     except ImportError as error:  # pyarrow
         raise ConfigError([Problem("data.path", str(error))]) from error
@@ -310,7 +313,7 @@ def loop(run: Run, state: State, start: int) -> int:
             validate(run, evaluate, state, 0)
         stop_in_all, mark = global_max(run.mesh, 0), (start, time.monotonic())
         for step in range(start + 1, train.steps + 1):
-            state, result = run.step(state, global_batch(next(run.source.batches), run.made.tokens))
+            state, result = run.step(state, global_batch(next(run.source.batches), run.made.tokens.sharding))
             # Read one step late: then the host does not wait for the step that it has just started.
             stop, stop_in_all = int(stop_in_all), global_max(run.mesh, received())
             log = due(step, train.log_every) or step == 1
@@ -348,7 +351,7 @@ def regroup[T](state: T, like: T) -> T:
 
 def validate(run: Run, evaluate: Callable[[Any, jax.Array], jax.Array], state: State, step: int) -> None:
     """Write the mean loss over the held-out batches to the journal."""
-    losses = [evaluate(state.params, global_batch(rows, run.made.tokens)) for rows in run.source.validation()]
+    losses = [evaluate(state.params, global_batch(rows, run.made.tokens.sharding)) for rows in run.source.validation()]
     run.journal.write({"step": step, "valid_loss": sum(map(float, losses)) / len(losses)})
 
 
@@ -395,9 +398,9 @@ def step_record(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[i
     }
 
 
-def global_batch(rows: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return the global batch, shaped and sharded as `like`, of which `rows` are this process's."""
-    return jax.make_array_from_process_local_data(like.sharding, rows, like.shape)
+def global_batch(rows: np.ndarray, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    """Return the global batch, of which `rows` are this process's."""
+    return jax.make_array_from_process_local_data(sharding, rows)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from models.config import Config, Distributed, Model, flat
 from models.integrity import SUMS
 from models.loading import load
 from models.reading import ConfigError
-from models.sharding import make_mesh
+from models.sharding import abstract_mesh, make_mesh
 from models.step import program, shardings_of
 
 CONFIG = """\
@@ -717,10 +717,57 @@ def test_the_validation_set_does_not_depend_on_grad_accumulation(config):
         params = jax.jit(made.init, out_shardings=shardings_of(made.state))().params
         evaluate = jax.jit(made.evaluate)
         batches = [*train.open_source(settings, made, None).validation()]
-        seen.append((batches, [float(evaluate(params, train.global_batch(rows, made.tokens))) for rows in batches]))
+        seen.append(
+            (batches, [float(evaluate(params, train.global_batch(rows, made.tokens.sharding))) for rows in batches])
+        )
     assert len(seen[0][0]) == 2 and seen[0][0][0].shape == (16, 33)
     np.testing.assert_array_equal(seen[0][0], seen[1][0])
     np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-6)
+
+
+def test_where_less_than_a_batch_is_held_out_its_whole_microbatches_are_evaluated(config):
+    few = ["model.layers=1", "train.batch_size=40", "train.grad_accumulation=4", "data.valid_fraction=0.02"]
+    settings = load(config, few)
+    made = program(settings, make_mesh(settings.mesh, jax.devices()[:1]))
+    params = jax.jit(made.init, out_shardings=shardings_of(made.state))().params
+    (rows,) = train.open_source(settings, made, None).validation()
+    assert rows.shape == (20, 33)  # of 24; a batch is 40, a microbatch 10
+    found, *each = (
+        float(jax.jit(made.evaluate)(params, train.global_batch(some, made.tokens.sharding)))
+        for some in (rows, *np.split(rows, 2))
+    )
+    np.testing.assert_allclose(found, np.mean(each), rtol=1e-6)
+
+
+# ---- the configs that are shipped ----
+
+
+class Reached(Exception):
+    """The compilation, which takes what the config asks for."""
+
+
+@pytest.fixture(scope="module")
+def token_cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("tokens")
+
+
+@pytest.mark.slow
+@pytest.mark.claim("configs")
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_config_runs_up_to_its_compilation(path, token_cache, tmp_path, monkeypatch):
+    """On a mesh without devices, of which no machine here has as many. Tokenizers above 32,000 tokens, which differ
+    little on this text, are one tokenizer."""
+
+    def compile_step(made):
+        raise Reached
+
+    monkeypatch.setattr(preflight, "make_mesh", abstract_mesh)
+    monkeypatch.setattr(train, "process_block", lambda *_: (0, 1))
+    monkeypatch.setattr(train, "compile_step", compile_step)
+    vocabulary = min(load(path).model.vocab_size, 32_000)
+    here = [f"model.vocab_size={vocabulary}", f"train.out={tmp_path}", f"data.cache_dir={token_cache}"]
+    with pytest.raises(Reached):
+        train.main([str(path), "model.attention=xla", *here])
 
 
 def test_the_command_line_reports_and_explains(config, capsys):

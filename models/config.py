@@ -100,10 +100,11 @@ class Train:
     # The results are the same.
     interleave: Literal["auto"] | bool = "auto"
     virtual_stages: Count = 1  # chunks of layers that each pipeline stage has, dealt in turn (docs/stages.md)
-    loss_chunk: Count = 256  # positions of each sequence whose logits are in memory at once
+    # Positions of each sequence whose logits are in memory at once. None: the largest divisor of seq_len up to 256.
+    loss_chunk: Count | None = None
     learning_rate: Positive = 1e-3  # peak, after warm-up
     final_learning_rate_fraction: Fraction = 0.1  # where the cosine ends, as a fraction of the peak
-    warmup_steps: Natural = 20  # linear, from zero
+    warmup_steps: Natural | None = None  # linear, from zero. None: 20, or all but the last of fewer steps
     beta1: Annotated[float, Range(0, 0.9999)] = 0.9
     beta2: Annotated[float, Range(0, 0.9999)] = 0.95
     weight_decay: Weight = 0.1  # of matrices; norms are not decayed
@@ -123,6 +124,14 @@ class Train:
     # --profile-step-start and --profile-step-end. NVIDIA GPUs only; profile.html and trace/ are written to `out`.
     profile_steps: tuple[Natural, Natural] | None = None
     out: str = ""  # folder of checkpoints, metrics.jsonl and loss.png; empty: runs/NAME of the config file
+
+    @property
+    def chunk(self) -> int:
+        return self.loss_chunk or max(n for n in range(1, min(self.seq_len, 256) + 1) if self.seq_len % n == 0)
+
+    @property
+    def warmup(self) -> int:
+        return min(20, self.steps - 1) if self.warmup_steps is None else self.warmup_steps
 
 
 @dataclass(frozen=True)

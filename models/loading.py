@@ -64,8 +64,9 @@ def _parse(tree: dict[str, Any]) -> tuple[Config, list[Problem]]:
             sections[name], in_section = _section(name, value or {})
             problems += in_section
     config = Config(**sections)
+    given = {f"{name}.{key}" for name, section in tree.items() if isinstance(section, dict) for key in section}
     wrong_keys = {problem.key for problem in problems}
-    return config, problems + broken_relations(config, wrong_keys)
+    return config, problems + broken_relations(config, given, wrong_keys)
 
 
 def _section(name: str, tree: dict[str, Any]) -> tuple[Any, list[Problem]]:

@@ -20,11 +20,20 @@ class Relation(NamedTuple):
     message: str  # what to say if it does not hold
 
 
-def broken_relations(config: Config, wrong_keys: set[str]) -> list[Problem]:
-    """Return a problem for each relation that is broken, unless it reads one of `wrong_keys`: they hold defaults."""
+def broken_relations(config: Config, given: set[str], wrong_keys: set[str]) -> list[Problem]:
+    """Return a problem for each relation that is broken, unless it reads one of `wrong_keys`: they hold defaults.
+
+    The message of a key that is not `given` says that the value is the default.
+    """
     relations = itertools.chain.from_iterable(relations_in(config) for relations_in in _RELATIONS)
     broken = [r for r in relations if not r.holds and wrong_keys.isdisjoint(r.keys)]
-    return [Problem(relation.keys[0], relation.message) for relation in broken]
+    return [Problem(relation.keys[0], _said(relation, given)) for relation in broken]
+
+
+def _said(relation: Relation, given: set[str]) -> str:
+    value, _, must = relation.message.partition(": ")
+    unwritten = relation.keys[0] not in given and value.startswith(f"{relation.keys[0]} = ")
+    return f"{value}, the default: {must}" if unwritten else relation.message
 
 
 def _shapes(config: Config) -> Iterator[Relation]:
@@ -35,7 +44,7 @@ def _shapes(config: Config) -> Iterator[Relation]:
     yield Relation(
         ("model.head_dim", "model.d_model", "model.heads"),
         model.d_head % 2 == 0,
-        f"model.head_dim = {model.d_head}: must be even, because RoPE rotates pairs",
+        f"{_head_dim(model)}: must be even, because RoPE rotates pairs",
     )
     scaling = model.rope_scaling or (1.0, 0.0, 1.0, 1)
     yield Relation(
@@ -113,7 +122,8 @@ def _with_experts(config: Config) -> Iterator[Relation]:
 
 def _batches(config: Config) -> Iterator[Relation]:
     model, mesh, train = config.model, config.mesh, config.train
-    yield _divides(config, "train.loss_chunk", "train.seq_len")
+    if train.loss_chunk is not None:
+        yield _divides(config, "train.loss_chunk", "train.seq_len")
     parts = train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert
     yield Relation(
         ("train.batch_size", "train.grad_accumulation", "mesh.data", "mesh.fsdp", "mesh.expert"),
@@ -177,8 +187,8 @@ def _schedule(config: Config) -> Iterator[Relation]:
     train = config.train
     yield Relation(
         ("train.warmup_steps", "train.steps"),
-        train.warmup_steps < train.steps,
-        f"train.warmup_steps = {train.warmup_steps}: must be below train.steps = {train.steps}",
+        train.warmup < train.steps,
+        f"train.warmup_steps = {train.warmup}: must be below train.steps = {train.steps}",
     )
     begin, end = train.profile_steps or (0, 1)
     yield Relation(
@@ -216,7 +226,7 @@ def _kernels(config: Config) -> Iterator[Relation]:
     yield Relation(
         ("model.head_dim", "model.attention", "model.d_model", "model.heads"),
         model.attention == "xla" or model.d_head % 8 == 0,
-        f"model.head_dim = {model.d_head}: must be a multiple of 8 with model.attention = {model.attention!r}",
+        f"{_head_dim(model)}: must be a multiple of 8 with model.attention = {model.attention!r}",
     )
 
 
@@ -267,6 +277,10 @@ def _divides(config: Config, key: str, *others: str) -> Relation:
     number = _get(config, key)
     broken = [f"{other} = {_get(config, other)}" for other in others if _get(config, other) % number]
     return Relation((key, *others), not broken, f"{key} = {number}: must divide {' and '.join(broken)}")
+
+
+def _head_dim(model: Model) -> str:
+    return f"{'model.d_model / model.heads' if model.head_dim is None else 'model.head_dim'} = {model.d_head}"
 
 
 def _get(config: Config, key: str) -> Any:

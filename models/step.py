@@ -70,10 +70,10 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
         return regrouped(in_order(), state)
 
     def training(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, Aux]:
-        return training_loss(model(params), tokens_BxS1, config.remat, train.loss_chunk, border)
+        return training_loss(model(params), tokens_BxS1, config.remat, train.chunk, border)
 
     def validation(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
-        return next_token_loss(model(params), tokens_BxS1, config.remat, train.loss_chunk, border)
+        return next_token_loss(model(params), tokens_BxS1, config.remat, train.chunk, border)
 
     def step_of(loss: Loss, derivative: Derivative) -> Step:
         def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
@@ -148,7 +148,7 @@ def learning_rate(train: Train) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=train.learning_rate,
-        warmup_steps=train.warmup_steps,
+        warmup_steps=train.warmup,
         decay_steps=train.steps,
         end_value=train.learning_rate * train.final_learning_rate_fraction,
     )

@@ -244,6 +244,42 @@ def test_a_wrong_value_causes_no_second_problem(good):
     assert len(problems(good, "model.heads=x", "train.loss_chunk=x", "train.warmup_steps=x")) == 3
 
 
+@pytest.mark.parametrize(
+    "override, chunk, warmup",
+    [
+        ("train.seq_len=64", 64, 20),
+        ("train.seq_len=1000", 250, 20),
+        ("train.seq_len=1024", 256, 20),
+        ("train.seq_len=257", 1, 20),
+        ("train.steps=10", 256, 9),
+        ("train.warmup_steps=0", 256, 0),
+    ],
+)
+def test_defaults_fit_the_one_key_that_is_written(tmp_path, override, chunk, warmup):
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    train = load(path, [override]).train
+    assert (train.chunk, train.warmup) == (chunk, warmup)
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("model.d_model=196", "model.heads = 6, the default: must divide model.d_model = 196"),
+        ("model.heads=3", "model.kv_heads = 2, the default: must divide model.heads = 3"),
+        ("model.experts=1", "model.experts_per_token = 2, the default: must be at most model.experts = 1"),
+        ("mesh.fsdp=16", "train.batch_size = 8, the default: must be a multiple of train.grad_accumulation * "),
+        ("model.d_model=18", "model.d_model / model.heads = 3: must be even"),
+        ("model.kv_heads=4", "model.kv_heads = 4: must divide model.heads = 6"),
+    ],
+)
+def test_a_value_that_nobody_wrote_is_called_the_default(tmp_path, override, said):
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    (line,) = problems(path, override)
+    assert line.startswith(said)
+
+
 def test_overrides_are_yaml_and_a_pattern_goes_last(good):
     config = load(
         good,

@@ -10,7 +10,7 @@ find_python = for p in python3.13 python3.12 python3 $$(ls -d $(pyenv)/versions/
 PYTHON ?= .venv/bin/python
 # What is installed, and where. Another PYTHON brings its own packages, except the oldest jax, which goes to .oldest.
 ifeq ($(PYTHON),.venv/bin/python)
-base = .venv/base
+base = .venv/$(EXTRAS)
 tools = .venv/test
 sphinx = .venv/docs
 cuda = .cuda/made
@@ -20,6 +20,8 @@ endif
 oldest = $(shell sed -n 's/^ *"jax>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 contract = $(addprefix tests/test_,contract.py rules.py scan.py rounding.py)
 CONFIG ?= configs/tiny.yaml
+# What `make train` installs: train,cuda13 has JAX for NVIDIA GPUs, which PyPI's jax alone is not.
+EXTRAS ?= train
 ARGS ?=
 GPUS ?= 1
 
@@ -83,13 +85,13 @@ bench:
 	@python=$$($(find_python)) && echo "using $$python" && "$$python" -m venv .venv
 	.venv/bin/python -m pip install -q --upgrade pip
 
-.venv/base: .venv/bin/python pyproject.toml
-	.venv/bin/python -m pip install -q -e '.[train]'
+.venv/$(EXTRAS): .venv/bin/python pyproject.toml
+	.venv/bin/python -m pip install -q -e '.[$(EXTRAS)]'
 	touch $@
 
 .venv/test: .venv/bin/python pyproject.toml
 	.venv/bin/python -m pip install -q -e '.[test]'
-	touch .venv/base $@
+	touch .venv/train $@
 
 .venv/docs: .venv/bin/python pyproject.toml
 	.venv/bin/python -m pip install -q -e '.[docs]'

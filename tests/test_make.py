@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 def make(*arguments: str) -> str:
     """Return what make prints, without the variables of an outer make and without conftest's eight devices."""
-    others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "CONFIG", "ARGS", "XLA_FLAGS")
+    others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "CONFIG", "ARGS", "EXTRAS", "XLA_FLAGS")
     environment = {key: value for key, value in os.environ.items() if key not in others}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return finish(start(["make", *arguments], cwd=ROOT, env=environment, **pipes))
@@ -51,6 +51,13 @@ def test_make_train_makes_its_own_environment_unless_python_is_given():
     *_, last = make("-n", "train").splitlines()
     assert last.strip() == ".venv/bin/python -m models.train configs/tiny.yaml"
     assert make("-n", "train", "PYTHON=python3").strip() == "python3 -m models.train configs/tiny.yaml"
+
+
+def test_make_train_installs_the_extras_that_it_is_given():
+    """`train,cuda13` brings a jax for NVIDIA GPUs."""
+    anew = ("-n", "-W", "pyproject.toml", "train")  # as if it had changed since
+    assert ".venv/bin/python -m pip install -q -e '.[train]'" in make(*anew)
+    assert ".venv/bin/python -m pip install -q -e '.[train,cuda13]'" in make(*anew, "EXTRAS=train,cuda13")
 
 
 @pytest.mark.claim("versions")

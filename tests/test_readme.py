@@ -1,16 +1,20 @@
 """The README: its example runs as printed, its numbers come from files, its config block is a policy."""
 
 import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 
 import jax
 import jax.numpy as jnp
 import pytest
 import yaml
-from common import count, kept
+from common import PATIENCE, count, kept, start
 from jax.ad_checkpoint import checkpoint_name
-from pages import README, ROOT
+from pages import PAGES, README, ROOT
 from test_rules import kernels, softmax
 
 import jaxoffload
@@ -19,6 +23,8 @@ from jaxoffload import __main__ as commands
 from jaxoffload._policy import size_in_bytes
 from models.loading import load, parse
 from models.preflight import check_names
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 def block(language):
@@ -37,6 +43,31 @@ def test_the_three_lines():
     assert importlib.util.find_spec(program) and same == file
     config = load(ROOT / file, [every, sized])
     assert config.remat.budget == budget and not config.remat.residuals
+
+
+@pytest.mark.claim("three-lines")
+@pytest.mark.parametrize("line", [2, 3])
+def test_without_the_extra_the_lines_name_it_and_print_no_traceback(line, tmp_path):
+    named = [re.match(r"[\w-]+", needed)[0] for needed in EXTRAS["train"]]
+    modules = [{"orbax-checkpoint": "orbax", "pyyaml": "yaml"}.get(name, name) for name in named]
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules |= dict.fromkeys({modules})")
+    _, *arguments = shlex.split(README.partition("```\n")[2].splitlines()[line - 1], comments=True)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = start([sys.executable, *arguments], cwd=ROOT, env=environment, **pipes)
+    said, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode and "Traceback" not in said
+    assert f"models needs {', '.join(sorted(modules))}: pip install '.[train,cuda13]'" in said.splitlines()[-1]
+
+
+def test_extras_that_pages_and_messages_install_exist():
+    texts = [
+        PAGES,
+        *(path.read_text() for folder in ("jaxoffload", "models") for path in (ROOT / folder).rglob("*.py")),
+    ]
+    named = re.findall(r"(?<=[' ])(?:\.|jaxoffload)\[([\w,-]+)\]", "\n".join([*texts, (ROOT / "Makefile").read_text()]))
+    assert len(named) > 5 and {extra for extras in named for extra in extras.split(",")} <= EXTRAS.keys()
+    assert "'.[train,cuda13]'" in README
 
 
 @pytest.mark.slow

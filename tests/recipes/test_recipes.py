@@ -1,12 +1,15 @@
 """The recipes of docs/recipes: the gradients are the framework's own, `verify` holds, pages show what is printed."""
 
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from common import ROOT, finish, start
 from run_recipe import DIFF, sides
@@ -59,7 +62,32 @@ def test_a_recipe_is_few_lines(page: Path):
     (diff,) = DIFF.findall(page.read_text())
     before, after = ([line for line in side.splitlines() if line.strip()] for side in sides(diff))
     added = [line for line in diff.splitlines() if line[:1] == "+" and line[1:].strip()]
-    assert before != after and len(added) <= (3 if page.stem in ("equinox", "flax-linen", "flax-nnx") else 8)
+    assert before != after and len(added) <= (4 if page.stem in ("equinox", "flax-linen", "flax-nnx") else 8)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_recipe_says_how_its_step_gets_the_compiler_options(page: Path):
+    """By an argument, or by XLA_FLAGS where the framework's jit takes none."""
+    text = page.read_text()
+    ((_, after),) = map(sides, DIFF.findall(text))
+    assert "slower than recomputing" in " ".join(text.split())
+    for jit in re.findall(r"(?:jax|eqx)\.(?:filter_)?jit\(.*", after):
+        assert "compiler_options=compiler_options()" in jit
+    if page.stem in ("axlearn", "flax-nnx", "levanter", "maxtext"):
+        assert "`XLA_FLAGS`" in text and "(../frameworks.md#compiler-options)" in text
+
+
+@pytest.mark.claim("who-takes-options")
+def test_which_jits_take_compiler_options():
+    """An option that XLA does not know is refused where it arrives."""
+    from flax import nnx
+
+    x, unknown = jnp.ones(2), {"xla_no_such_option": True}
+    for jit in (jax.jit, pytest.importorskip("equinox").filter_jit, pytest.importorskip("haliax").named_jit):
+        assert jit(jnp.sin, compiler_options={})(x).shape == (2,)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_no_such_option'"):
+            jit(jnp.sin, compiler_options=unknown)(x)
+    assert "compiler_options" not in inspect.signature(nnx.jit).parameters
 
 
 def test_pages_name_the_versions_that_make_recipes_installs():

@@ -50,6 +50,21 @@ def test_the_code_of_a_page_prints_what_the_page_shows(name, blocks):
     assert len(found) >= blocks
 
 
+def test_steps_on_pages_are_compiled_with_the_options():
+    """Readers copy them; without the options offload is slower than recomputing."""
+    pages = {page: page.read_text() for page in PAGES if page.name != "upstream.md"}
+    code = {
+        page: re.findall(r"^```(?:python|diff)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        for page, text in pages.items()
+    }
+    lines = [
+        (page, line) for page, blocks in code.items() for line in "\n".join(blocks).splitlines() if line[:1] != "-"
+    ]
+    steps = [(page, line) for page, line in lines if re.search(r"(?:jax\.|filter_)jit\(", line)]
+    assert len(steps) > 8
+    assert [(page, line) for page, line in steps if "compiler_options=" not in line] == []
+
+
 UPSTREAM = (ROOT / "docs/upstream.md").read_text()
 ENTRIES = re.split(r"^### ", UPSTREAM, flags=re.MULTILINE)[1:]
 SEEN = ("0.11.2", "0.12.")  # versions of jax with which the programs on docs/upstream.md ran

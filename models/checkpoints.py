@@ -354,6 +354,11 @@ def restore_params(out: Path, step: int, abstract: nnx.State) -> nnx.State:
             return checkpointer.restore(folder / "state", args=args)["params"]
 
 
+def imported(out: Path) -> Path:
+    """Return the file of what an export has from an import. It is deleted with the checkpoints that began there."""
+    return _folder(out) / "imported.json"
+
+
 def _folder(out: Path) -> Path:
     return (out / "checkpoints").absolute()
 

@@ -27,7 +27,7 @@ from models import checkpoints
 from models.config import Config, Mesh, Model
 from models.failures import exit_code
 from models.files import atomic
-from models.huggingface import Stacked, family_of, read_model, stack, stacks, window, write_model
+from models.huggingface import KEPT, Stacked, family_of, read_model, stack, stacks, window, write_model
 from models.loading import load
 from models.processes import locked
 from models.reading import ConfigError, as_config_error, config_error, one_line, problem
@@ -120,14 +120,19 @@ def import_weights(folder: Path, config: Config) -> None:
             params = filled(params_of(config), rows, read)
         state = State(jnp.int32(0), params, ())  # the optimizer begins with zeros
         with checkpoints.open_manager(out) as manager:
+            write_json(checkpoints.imported(out), {key: theirs[key] for key in KEPT if theirs.get(key) is not None})
             checkpoints.save(manager, 0, state, {"next_index": 0}, config, {})
             manager.wait_until_finished()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the contents of a folder's config.json."""
-    path = folder / "config.json"
-    with as_config_error(str(path), str(path), "the config.json of a model in Hugging Face's layout"):
+    return read_object(folder / "config.json", "the config.json of a model in Hugging Face's layout")
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """Return the object in a JSON file. Errors say `what` the file must be."""
+    with as_config_error(str(path), str(path), what):
         text = path.read_bytes()
     try:
         config = json.loads(text)
@@ -255,7 +260,9 @@ def export_weights(config: Config, folder: Path, dtype: str) -> int:
         empty.
     """
     out = Path(config.train.out)
-    described = write_model(config.model, config.train.seq_len) | {"torch_dtype": dtype}
+    imported = checkpoints.imported(out)
+    kept = read_object(imported, "what models.convert import wrote") if imported.exists() else {}
+    described = write_model(config.model, config.train.seq_len, kept) | {"torch_dtype": dtype}
     saved = checkpoints.at(out)
     if unlike := [found for found in checkpoints.differences(config, saved) if found.key.startswith("model.")]:
         raise ConfigError(unlike)

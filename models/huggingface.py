@@ -48,6 +48,9 @@ _KEYS = {
     "rms_norm_eps": "norm_eps",
 }
 
+# The keys that our model does not depend on, but its users do: an export has what the import had.
+KEPT = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+
 
 # ---- config.json ----
 
@@ -115,6 +118,8 @@ def _unlike(config: Mapping[str, Any]) -> Iterator[Problem]:
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             yield wrong(key, "false: these models have no biases")
+    if type(config.get("max_position_embeddings") or 1) is not int:
+        yield wrong("max_position_embeddings", "an integer")
     if config.get("quantization_config"):
         yield wrong("quantization_config", "absent: quantised weights are not read")
     if config.get("hidden_act", "silu") not in _ACTIVATIONS:
@@ -138,8 +143,13 @@ def window(config: Mapping[str, Any]) -> int | None:
     return config.get("sliding_window") if config.get("use_sliding_window", True) else None
 
 
-def write_model(model: Model, seq_len: int) -> dict[str, Any]:
+def write_model(model: Model, seq_len: int, kept: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a model.
+
+    Args:
+      model: the model.
+      seq_len: what it was trained with. It is the context that the file states, unless a longer one was imported.
+      kept: those of KEPT that were imported.
 
     Raises:
       ConfigError: no family has such models.
@@ -166,7 +176,8 @@ def write_model(model: Model, seq_len: int) -> dict[str, Any]:
         "head_dim": model.d_head,
         "hidden_act": {ours: theirs for theirs, ours in _ACTIVATIONS.items()}[model.activation],
         "tie_word_embeddings": model.tied_embeddings,
-        "max_position_embeddings": seq_len,
+        **kept,
+        "max_position_embeddings": max(seq_len, kept.get("max_position_embeddings", 0)),
         "rope_theta": model.rope_theta,
         "rope_scaling": rope if model.rope_scaling else None,
         "attention_bias": False,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -74,6 +75,27 @@ def test_there_and_back_every_bit_is_the_same(model, tmp_path, monkeypatch):
     back = weights_of(load(path, [f"train.out={tmp_path / 'b'}"]), 0)
     assert jax.tree.structure(back) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+@pytest.mark.claim("converts")
+def test_an_export_states_the_context_and_the_special_tokens_of_the_import(tmp_path):
+    """After training, too, when the checkpoint of step 0 is gone. Where nothing was imported, seq_len."""
+    path = written(tmp_path, MODELS["llama"])
+    exported = lambda out, name, *more: (
+        main("export", path, tmp_path / name, f"train.out={tmp_path / out}", *more),
+        json.loads((tmp_path / name / "config.json").read_text()),
+    )[1]
+    with_weights(path, tmp_path / "a")
+    alone = exported("a", "theirs")
+    assert alone["max_position_embeddings"] == 32 and "eos_token_id" not in alone
+    theirs = alone | {"max_position_embeddings": 131072, "bos_token_id": 7, "eos_token_id": [8, 9]}
+    (tmp_path / "theirs/config.json").write_text(json.dumps(theirs))
+    assert main("import", tmp_path / "theirs", path, f"train.out={tmp_path / 'b'}") == 0
+    with_weights(path, tmp_path / "b")
+    shutil.rmtree(tmp_path / "b/checkpoints/0")
+    assert exported("b", "back") == theirs
+    longer = exported("b", "longer", "train.seq_len=262144", "train.loss_chunk=256")
+    assert longer == theirs | {"max_position_embeddings": 262144}
 
 
 @pytest.mark.claim("converts")
@@ -223,6 +245,7 @@ LLAMA = {
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "must be one with factor, low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: must be 1"),
         ({"quantization_config": {"bits": 4}}, "quantised weights are not read"),
+        ({"max_position_embeddings": "8k"}, "max_position_embeddings = '8k': must be an integer"),
         ({"model_type": "qwen3_moe"}, "num_experts: is missing; qwen3_moe has it"),
         ({"num_hidden_layers": 0}, "model.layers = 0: must be an integer from 1"),
         ({"sliding_window": 16}, "train.seq_len = 32: must be at most 16: attention slides over as many tokens"),

@@ -725,6 +725,7 @@ def test_the_validation_set_does_not_depend_on_grad_accumulation(config):
     np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-6)
 
 
+@pytest.mark.claim("held-out")
 def test_where_less_than_a_batch_is_held_out_its_whole_microbatches_are_evaluated(config):
     few = ["model.layers=1", "train.batch_size=40", "train.grad_accumulation=4", "data.valid_fraction=0.02"]
     settings = load(config, few)

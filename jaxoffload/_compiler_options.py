@@ -63,16 +63,26 @@ def compiler_options(
       >>> compiler_options("gpu")["xla_gpu_enable_latency_hiding_scheduler"], compiler_options("cpu")
       (True, {})
     """
-    if backend is not None and backend not in _BACKENDS:
-        allowed = f"{', '.join(_BACKENDS)}{nearest(backend, _BACKENDS)}"
-        raise ValueError(f"compiler_options: backend {short(backend)} is not one of {allowed}")
+    on_gpu = is_for_gpu("compiler_options", backend)
     if copy_ms is not None and not (isinstance(copy_ms, (int, float)) and 0 < copy_ms < float("inf")):
         raise ValueError(f"compiler_options: copy_ms must be milliseconds, more than 0, or None; got {copy_ms!r}")
-    if (backend or jax.default_backend()) not in ("gpu", "cuda"):
+    if not on_gpu:
         return {}
     times = {copy: copy_ms or ms for copy, ms in _COPY_MS.items()}
     checker = {"xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF"}  # the profile lacks all other instructions
     return {**_GPU_OPTIONS, **checker, "fdo_profile": _profile(tuple(times.values()))}
+
+
+def is_for_gpu(caller: str, backend: str | None) -> bool:
+    """Whether options for `backend`, JAX's default backend if None, are those for NVIDIA GPUs.
+
+    Raises:
+      ValueError: backend is not one of those that `compiler_options` takes.
+    """
+    if backend is not None and backend not in _BACKENDS:
+        allowed = f"{', '.join(_BACKENDS)}{nearest(backend, _BACKENDS)}"
+        raise ValueError(f"{caller}: backend {short(backend)} is not one of {allowed}")
+    return (backend or jax.default_backend()) in ("gpu", "cuda")
 
 
 def xla_flags(profile: str | os.PathLike[str], *, copy_ms: float | None = None) -> str:

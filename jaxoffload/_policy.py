@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Literal, get_args
 
 import jax
@@ -174,7 +175,7 @@ class Policy:
         if wanted == "all":
             wanted = layers
         elif isinstance(wanted, float):
-            wanted = math.floor(wanted * layers)
+            wanted = math.floor(Fraction(str(wanted)) * layers)  # in floats 0.58 of 50 would be 28
         return max(0, min(int(wanted), layers - self.resident_layers))
 
     def unmatched(self, names: Iterable[str]) -> list[Problem]:
@@ -352,12 +353,13 @@ def size_in_bytes(value: object) -> int | None:
     if _is_count(value):
         return value  # type: ignore[return-value]
     number, unit = _number_and_unit(value) or ("", "")
-    size = float(number) * _UNITS[unit] if number and unit in _UNITS else math.inf
-    return int(size) if size < math.inf else None
+    if not number or unit not in _UNITS:
+        return None
+    return math.floor(Fraction(number) * _UNITS[unit])  # in floats 2.01KB would be 2009 bytes
 
 
 def _number_and_unit(value: object) -> tuple[str, str] | None:
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
+    parts = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?) *([A-Za-z]*)", value.strip()) if isinstance(value, str) else None
     return (parts[1], parts[2]) if parts else None
 
 

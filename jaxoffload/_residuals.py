@@ -58,7 +58,7 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       >>> [(r.names, r.state, r.bytes) for r in table], table.host_bytes
       ([(('fc1',), 'offloaded', 1048576)], 1048576)
     """
-    fun = checkpoint(f, policy=policy) if policy else f
+    fun = f if policy is None else checkpoint(f, policy=policy)
     remarks = Remarks()
     with where_twice("residuals", _IS_A_STEP), whole_program(True), listening(remarks):
         jaxpr, (kept, _) = jax.make_jaxpr(forward_and_backward(fun), return_shape=True)(*args)

@@ -12,6 +12,7 @@ from common import auto_mesh, gradient, kept_bytes, normal, policy
 
 from jaxoffload import HostPoolFull, chain, check, checkpoint, compiler_options, residuals, scan, tag, xla_flags
 from jaxoffload._text import readable
+from jaxoffload.proof import exact_options
 
 N, ONE = 6, 4 * 8 * 4  # layers; bytes of a float32 (4, 8)
 X, WS = normal(0, (4, 8)), normal(1, (N, 8, 8))
@@ -328,8 +329,10 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
             compiler_options("gpu", copy_ms=wrong)
     assert compiler_options("gpu") is not compiler_options("gpu")  # a caller may modify its copy
     assert compiler_options("cuda") == options and compiler_options("tpu") == compiler_options("rocm") == {}
-    with pytest.raises(ValueError, match=r"backend 'GPUU' is not one of cpu, gpu.*nearest is 'gpu'"):
+    with pytest.raises(ValueError, match=r"compiler_options: backend 'GPUU' is not one of cpu, gpu.*nearest is 'gpu'"):
         compiler_options("GPUU")
+    with pytest.raises(ValueError, match=r"exact_options: backend '' is not one of cpu, gpu"):
+        exact_options("")
 
 
 @pytest.mark.claim("xla-flags")

@@ -1,6 +1,7 @@
 """Policy: its fields, its patterns against a slow and literal reading, and its use as JAX's own policy."""
 
 import dataclasses
+from decimal import Decimal
 
 import jax
 import jax.numpy as jnp
@@ -224,6 +225,7 @@ def test_one_layer_and_all_layers_are_different_policies():
         ("1MiB", 2**20),
         ("0.5GiB", 2**29),
         ("2MB", 2 * 10**6),
+        ("2.01KB", 2010),
     ],
 )
 def test_sizes_are_bytes_or_strings(size, expected):
@@ -326,8 +328,13 @@ def test_the_last_matching_pattern_wins(residuals, name):
 @given(st.integers(0, 9), st.one_of(st.just("all"), st.integers(0, 9), st.floats(0, 1)), st.integers(0, 9))
 def test_layers_arithmetic(n, wanted, resident):
     k = Policy(offload_layers=wanted, resident_layers=resident).offloaded_layers(n)
-    asked = n if wanted == "all" else int(wanted * n) if isinstance(wanted, float) else wanted
+    asked = n if wanted == "all" else int(Decimal(str(wanted)) * n) if isinstance(wanted, float) else wanted
     assert k == max(0, min(asked, n - resident))
+
+
+@pytest.mark.parametrize("fraction, layers, offloaded", [(0.58, 50, 29), (0.29, 100, 29), (0.57, 100, 57)])
+def test_a_fraction_of_the_layers_is_not_rounded_before_it_is_rounded_down(fraction, layers, offloaded):
+    assert Policy(offload_layers=fraction, resident_layers=0).offloaded_layers(layers) == offloaded
 
 
 # ------------------------------------------------------------------------------------------- as JAX's own policy

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
-from jaxoffload import Policy, accumulate, checkpoint, offload, residuals, scan, scope, tag
+from jaxoffload import Policy, accumulate, checkpoint, offload, residuals, scan, scope, tag, verify
 from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.layer import Layer
 from jaxoffload._residuals import EMPTY
@@ -262,6 +262,13 @@ def test_of_one_function_with_a_policy():
     f = lambda x, w: jnp.sin(tag(x @ w, "fc1"))
     (row,) = residuals(f, X, W["in"][0], policy=policy({"fc1": "offload"}))
     assert (row.state, row.bytes, row.layers) == ("offloaded", WIDE, 1)
+
+
+@pytest.mark.parametrize("given", [{}, "", {"fc1": "save"}])
+def test_what_is_not_a_policy_is_refused_even_if_it_is_empty(given):
+    for function in (residuals, verify):
+        with pytest.raises(TypeError, match=r"policy must be a jaxoffload\.Policy, got"):
+            function(lambda x: jnp.sum(x), X, policy=given)
 
 
 def test_a_value_that_no_layer_varies_is_kept_once():

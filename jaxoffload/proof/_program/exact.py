@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr
 
+from ..._compiler_options import is_for_gpu
 from ..._engine.slow_copies import untold
 from ..._engine.walk import walk
 from ..._jax import CUDNN_CONFIG, cudnn_lowering, is_cudnn_attention
@@ -27,10 +28,13 @@ def exact_options(backend: str | None = None) -> dict[str, Any]:
     On a GPU, attention kernels must also be lowered to be deterministic, which `verify` sees to.
 
     Args:
-      backend: "cpu" or "gpu"; JAX's default backend if None.
+      backend: as for `compiler_options`.
 
     Returns:
       XLA's options by name, for `jax.jit(f, compiler_options=...)`. Programs compiled so are slower.
+
+    Raises:
+      ValueError: as `compiler_options`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -39,7 +43,7 @@ def exact_options(backend: str | None = None) -> dict[str, Any]:
       >>> print(f(jnp.float32(2)))
       7.0
     """
-    if (backend or jax.default_backend()) != "gpu":
+    if not is_for_gpu("exact_options", backend):
         # Inside a fusion for YNNPACK a conversion to bfloat16 and back would not round (docs/upstream.md#ynnpack).
         return {
             "xla_allow_excess_precision": False,

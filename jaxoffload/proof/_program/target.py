@@ -124,7 +124,7 @@ def target_of(
                 f"({jax.device_count()} are); give it a mesh of these; on a CPU there are as many with "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}"
             )
-    fun = checkpoint(f, policy=policy) if policy else f
+    fun = f if policy is None else checkpoint(f, policy=policy)
     run, is_loss = run_of(fun, args, has_aux)
 
     def loss(*args: Any) -> Any:

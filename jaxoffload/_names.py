@@ -48,7 +48,7 @@ class PlanName(NamedTuple):
         return f"jaxoffload:{self.decision}:{self.depth}:{self.digest}:{self.number}:{names}"
 
 
-_PLAN_NAME = re.compile(r"jaxoffload:(save|offload|recompute):(\d+):([0-9a-f]{8}):(\d+):(.*)")
+_PLAN_NAME = re.compile(r"jaxoffload:(save|offload|recompute):(\d+):([0-9a-f]{32}):(\d+):(.*)")
 
 
 def read_plan_name(text: str) -> PlanName | None:

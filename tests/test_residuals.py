@@ -271,6 +271,15 @@ def test_what_is_not_a_policy_is_refused_even_if_it_is_empty(given):
             function(lambda x: jnp.sum(x), X, policy=given)
 
 
+def test_two_plans_that_differ_in_a_shape_alone_have_a_line_each():
+    """The shapes' texts have one CRC-32."""
+    layer = checkpoint(lambda x: jnp.sin(tag(2 * x, "h")), policy=policy({"h": "save"}))
+    shapes = (15594, 34368), (90719, 31596)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    table = residuals(lambda *args: sum(jnp.sum(layer(x)) for x in args), *args)
+    assert [(row.shape, row.bytes) for row in table] == [(shape, 4 * math.prod(shape)) for shape in shapes]
+
+
 def test_a_value_that_no_layer_varies_is_kept_once():
     """JAX hoists it out of the scan."""
 

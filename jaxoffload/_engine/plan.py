@@ -7,7 +7,7 @@ writes, and the plan, as JAX's policy, reads those names alone.
 
 import dataclasses
 import functools
-import zlib
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -158,7 +158,7 @@ class _Decided(NamedTuple):
 def _plan_names(decided: list[_Decided], depth: int, key: Any) -> list[PlanName]:
     """Return the name that the plan writes for each value; `key` and the decisions tell plans of one depth apart."""
     whole = key, [(d.labels, d.value.aval.shape, str(d.value.aval.dtype), d.decision, d.reason) for d in decided]
-    digest = f"{zlib.crc32(repr(whole).encode()):08x}"
+    digest = hashlib.blake2b(repr(whole).encode(), digest_size=16).hexdigest()
     return [PlanName(d.decision, depth, digest, i, tuple(d.value.names)) for i, d in enumerate(decided)]
 
 

@@ -57,8 +57,18 @@ def on_host(aval: Any) -> bool:
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of an array of this shape and dtype."""
-    return math.prod(aval.shape) * aval.dtype.itemsize
+    """Bytes of an array of this shape and dtype in XLA's memory, where several elements of 4 or 2 bits share a byte."""
+    return -(-math.prod(aval.shape) * _bits(aval.dtype) // 8)
+
+
+@functools.cache
+def _bits(dtype: Any) -> int:
+    """Bits of an element of an array. NumPy has a byte for each element of less."""
+    if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits
+    return 8 * dtype.itemsize
 
 
 # --- Primitives by name. Those that JAX exports an object for stand here too, where a set needs them.

@@ -5,7 +5,6 @@ back to the name that a plan gave it. So the table holds what autodiff keeps, no
 """
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -239,7 +238,7 @@ def _without_plan(aval: Any, size: int, source: Source, policy: Policy | None, p
     state = OFFLOADED if on_host(aval) else SAVED
     rows = source.layers + source.empty
     shape = tuple(aval.shape)[source.axes :]
-    count = _count(size // rows, math.prod(shape) * aval.dtype.itemsize)
+    count = _count(size // rows, nbytes(jax.ShapeDtypeStruct(shape, aval.dtype)))
     line = Residual((), shape, str(aval.dtype), size // rows, source.layers, size, state, None, source.where, count)
     line = dataclasses.replace(line, parts=parts)
     if not policy or not source.tags:

@@ -280,6 +280,15 @@ def test_two_plans_that_differ_in_a_shape_alone_have_a_line_each():
     assert [(row.shape, row.bytes) for row in table] == [(shape, 4 * math.prod(shape)) for shape in shapes]
 
 
+@pytest.mark.parametrize(
+    "dtype, bits", [("int4", 4), ("uint2", 2), ("float4_e2m1fn", 4), ("float8_e8m0fnu", 8), ("bool", 8), ("int16", 16)]
+)
+def test_elements_of_less_than_a_byte_share_one_as_in_xlas_memory(dtype, bits):
+    f = lambda x: jnp.sum(x * tag(lax.stop_gradient(x).astype(dtype), "h").astype(x.dtype))
+    table = residuals(f, jax.ShapeDtypeStruct((3, 5), jnp.float32), policy=policy({"h": "save"}))
+    assert [(row.bytes, row.count) for row in table] == [(math.ceil(15 * bits / 8), 1)]
+
+
 def test_a_value_that_no_layer_varies_is_kept_once():
     """JAX hoists it out of the scan."""
 

@@ -239,25 +239,27 @@ OFFSETS = {
 }
 
 
+@pytest.mark.parametrize("row", ["f32[4]", "f8e8m0fnu[16]", "pred[16]", "s4[32]", "f4e2m1fn[32]", "u2[64]"])
 @pytest.mark.parametrize("how", OFFSETS)
 @pytest.mark.parametrize("first, right", [(0, True), (80, True), (-16, False), (96, False), (8, False), (None, False)])
-def test_the_offset_of_each_iteration_is_read_however_xla_says_it(how, first, right):
+def test_the_offset_of_each_iteration_is_read_however_xla_says_it(row, how, first, right):
     """Three iterations, each of which copies one of eight rows of 16 bytes."""
     said = "{}" if first is None else OFFSETS[how].format(first, first + 16, first + 32)
+    stack = row.replace("[", "[8,")
     text = f"""
-%copying (p: f32[8,4], i: s32[]) -> f32[4] {{
-  %p = f32[8,4]{{1,0:S(5)}} parameter(0)
+%copying (p: {stack}, i: s32[]) -> {row} {{
+  %p = {stack}{{1,0:S(5)}} parameter(0)
   %i = s32[] parameter(1)
-  ROOT %row = f32[4]{{0}} dynamic-slice(%p, %i), backend_config={{"dynamic_slice_config":{said}}}
+  ROOT %row = {row}{{0}} dynamic-slice(%p, %i), backend_config={{"dynamic_slice_config":{said}}}
 }}
 
-%iteration (x: f32[8,4]) -> f32[8,4] {{
-  %x = f32[8,4]{{1,0:S(5)}} parameter(0)
-  ROOT %start = ((f32[8,4]{{1,0:S(5)}}, s32[]), f32[4]{{0}}) fusion-start(%x, %i), calls=%copying
+%iteration (x: {stack}) -> {stack} {{
+  %x = {stack}{{1,0:S(5)}} parameter(0)
+  ROOT %start = (({stack}{{1,0:S(5)}}, s32[]), {row}{{0}}) fusion-start(%x, %i), calls=%copying
 }}
 
-ENTRY %main (x: f32[8,4]) -> f32[8,4] {{
-  ROOT %loop = f32[8,4] while(%x), body=%iteration, backend_config={{"known_trip_count":{{"n":"3"}}}}
+ENTRY %main (x: {stack}) -> {stack} {{
+  ROOT %loop = {stack} while(%x), body=%iteration, backend_config={{"known_trip_count":{{"n":"3"}}}}
 }}
 """
     found = [line.name for line in hlo.out_of_range(parse(text))]

@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..._engine.repeated import iterations_of
@@ -284,19 +284,22 @@ def of_unknown_length(module: Module) -> list[Instruction]:
     return [line for line in module if line.opcode == "while" and unknown.intersection(line.calls)]
 
 
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
-
-
 def _row_bytes(shape: str) -> tuple[int, int]:
     """The bytes of a row of `bf16[9,512,256]{...}`, and how many rows it has; a scalar is one."""
     dtype, sizes = dtype_and_sizes(shape)
     rows, *row = sizes or [1]
-    return _BYTES.get("f8" if dtype.startswith("f8") else dtype, 8) * math.prod(row), rows
+    return _bytes(dtype, row), rows
+
+
+def _bytes(dtype: str, sizes: Sequence[int]) -> int:
+    """The bytes of an array. XLA packs `s4`, `f4e2m1fn` and the like (`E(4)` in their layouts); a `token` has none."""
+    bits = 8 if dtype == "pred" else int(_first(r"^[a-z]+(\d+)", dtype) or 0)
+    return -(-math.prod(sizes) * bits // 8)
 
 
 def nbytes(shape: str) -> int:
     """The bytes of `bf16[9,512,256]{...}`, or of all arrays of a tuple."""
-    return sum(math.prod(_row_bytes(array)) for array in re.findall(r"\w+\[[\d,]*\]", shape))
+    return sum(_bytes(*dtype_and_sizes(array)) for array in re.findall(r"\w+\[[\d,]*\]", shape))
 
 
 def dtype_and_sizes(shape: str) -> tuple[str, list[int]]:

@@ -1,6 +1,5 @@
 """The claim `placement`: the reference's collectives and no more, and no larger shard of a residual on any device."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ from jax.extend.core import Var
 
 from ..._engine.slow_copies import untold
 from ..._engine.source import source_of
-from ..._jax import DEVICE, on_host
+from ..._jax import DEVICE, nbytes, on_host
 from ..._reference import as_reference
 from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
@@ -75,6 +74,6 @@ def _shard_bytes(loss: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, i
     for source, sharding, x in zip(named.values(), shardings, jax.eval_shape(kept, *args), strict=True):
         assert source.name
         name = ", ".join(n.text for n in source.name.names) or "matmuls"
-        shard = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize // (source.layers + source.empty)
+        shard = nbytes(jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)) // (source.layers + source.empty)
         sizes[name] = max(shard, sizes.get(name, 0))
     return sizes

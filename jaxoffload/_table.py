@@ -77,7 +77,7 @@ class Residuals:
       residual  shape         bytes/layer  layers     bytes  state      reason
       ------------------------------------------------------------------------
       fc1       float32[8,4]        128 B      12  1.50 KiB  offloaded  fc*
-      device 0 B (untagged 0 B) · host 1.50 KiB · recomputed 0 B
+      device 0 B (untagged 0 B) · host 1.50 KiB · recomputed 0 B of named values
     """
 
     rows: tuple[Residual, ...]
@@ -103,7 +103,7 @@ class Residuals:
 
     @property
     def recomputed_bytes(self) -> int:
-        """Bytes of tagged values that the backward pass recomputes."""
+        """Bytes of named values that the backward pass recomputes. What runs again and has no name does not count."""
         return self._total(RECOMPUTED)
 
     @property
@@ -171,7 +171,7 @@ class Residuals:
     def _totals(self) -> str:
         return (
             f"device {readable(self.device_bytes)} (untagged {readable(self.untagged_bytes)}) · "
-            f"host {readable(self.host_bytes)} · recomputed {readable(self.recomputed_bytes)}"
+            f"host {readable(self.host_bytes)} · recomputed {readable(self.recomputed_bytes)} of named values"
         )
 
 

@@ -322,6 +322,13 @@ def test_printed():
     assert lines[-1].startswith("device ") and f"host {4 * WIDE} B" in lines[-1]
 
 
+def test_the_total_says_that_what_runs_again_without_a_name_is_not_in_it():
+    """A matmul is recomputed for the sine's derivative."""
+    f = checkpoint(lambda x, w: jnp.sin(tag(x, "h") @ w), policy=policy({"h": "save"}))
+    table = residuals(f, normal(0, (2, 8)), normal(1, (8, 8)))
+    assert "recomputed 0 B of named values" in str(table)
+
+
 def test_of_a_shard_map_each_shard_is_counted():
     mesh = auto_mesh(x=8)
     P = jax.sharding.PartitionSpec

@@ -10,13 +10,13 @@ from ._chain import chain_p
 from ._engine.checkpoint_primitive import checkpoint_p
 from ._engine.copying_loops import forward_p
 from ._engine.derivative import full_plan
-from ._engine.gradient_plans import plans_of
+from ._engine.gradient_plans import bodies_of_gradient, plans_of
 from ._engine.host_pool_limit import host_pool_bytes, whole_program
 from ._engine.host_pool_need import need_of, refuse_what_does_not_fit
 from ._engine.interleaved import interleaved_p
 from ._engine.layer import Body, plan_of
-from ._engine.plan import make_plan
-from ._engine.walk import bodies, walk
+from ._engine.plan import all_names, make_plan
+from ._engine.walk import walk
 from ._jax import without_remat3
 from ._policy import Policy, PolicyError, check_arguments
 from ._residuals import forward_and_backward
@@ -87,19 +87,25 @@ def _gradient(jaxpr: Jaxpr) -> Jaxpr:
 def names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
     """Return the names that `policy` could match in all that it is given to; None if nothing has it."""
     seen: list[frozenset[str]] = []
-    for eqn, *_ in walk(jaxpr, bodies):
+    for eqn, *_ in walk(jaxpr, _bodies):
         used = eqn.params.get("policy")
         if (plan := plan_of(used)) and plan.policy == policy:
             seen.append(plan.seen)
-        elif eqn.primitive in (forward_p, interleaved_p):
-            plans = plans_of(eqn)
-            seen += [plan.seen for plan in plans if plan.policy == policy]
+        elif eqn.primitive is forward_p:
+            seen += [plan.seen for plan in plans_of(eqn) if plan.policy == policy]
         elif used == policy and eqn.primitive in (scan_p, chain_p, checkpoint_p):
             seen += [full_plan(body, roles, policy, False).seen for body, roles in _undifferentiated(eqn)]
         elif used == policy:  # JAX's own checkpoint, with the policy as its callable
             body = eqn.params["jaxpr"]
             seen.append(make_plan(body, policy, ["argument"] * len(body.invars), None, False)[0].seen)
+            if eqn.params["differentiated"]:  # what it keeps is named before it
+                seen.append(frozenset(all_names(jaxpr)))
     return set().union(*seen) if seen else None
+
+
+def _bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    """Return the nested jaxprs in which policies stand; of what `accumulate` makes, the loss, as it was written."""
+    return [eqn.params["loss"].jaxpr] if eqn.primitive is interleaved_p else bodies_of_gradient(eqn)
 
 
 def _undifferentiated(eqn: JaxprEqn) -> list[tuple[Jaxpr, tuple[str, ...]]]:

@@ -1,5 +1,6 @@
 """The ten rules of a policy, each with its tests, on small functions whose residuals can be counted by hand."""
 
+import contextlib
 import functools
 import warnings
 
@@ -25,7 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 
-from jaxoffload import Policy, PolicyError, check, checkpoint, residuals, scan, scope, tag
+from jaxoffload import Policy, PolicyError, accumulate, chain, check, checkpoint, residuals, scan, scope, tag
 
 pytestmark = pytest.mark.claim("ten-rules")
 
@@ -371,6 +372,35 @@ def test_rule_5_several_stacks_share_one_policy_under_check():
             check(p, f, X, W)
     with pytest.raises(ValueError, match="has this policy"):
         check(policy({"moe": "save"}), loss, X, W)
+
+
+HEADS = {
+    "checkpoint": lambda f, p: checkpoint(f, policy=p, strict=False),
+    "chain": lambda f, p: lambda x, w: chain([f], x, [w], policy=p, strict=False),
+    "jax.checkpoint": lambda f, p: jax.checkpoint(f, policy=p),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("step", ["loss", "value_and_grad", "accumulate", "stages"])
+def test_rule_5_check_sees_what_is_beside_a_scan_and_in_its_layers_in_each_kind_of_step(step, head):
+    p, inner = policy({"h": "save", "head": "save"}), policy({"inside": "save"})
+
+    def layer(x, w):
+        x = checkpoint(lambda x: jnp.sin(tag(x * 2, "inside")), policy=inner, strict=False)(x)
+        return jnp.sin(tag(x @ w, "h")), None
+
+    def loss(ws, x):
+        x, _ = scan(layer, x, ws, policy=p, strict=False)
+        return HEADS[head](lambda x, w: jnp.sin(tag(x @ w, "head")), p)(x, ws[0]).sum()
+
+    steps = {"loss": loss, "value_and_grad": jax.value_and_grad(loss), "accumulate": accumulate(loss)}
+    f, x = steps.get(step, accumulate(loss, stages="stage")), X if step in ("loss", "value_and_grad") else X[None]
+    with jax.set_mesh(auto_mesh(stage=2)) if step == "stages" else contextlib.nullcontext():
+        check(p, f, jnp.stack([W] * 2), x)
+        check(inner, f, jnp.stack([W] * 2), x)
+        with pytest.raises(ValueError, match="has this policy"):
+            check(policy({"head": "save"}), f, jnp.stack([W] * 2), x)
 
 
 def test_rule_5_names_are_seen_through_everything():

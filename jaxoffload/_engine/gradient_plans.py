@@ -32,7 +32,7 @@ class Plans:
 
     def __init__(self, jaxpr: Jaxpr, reruns_too: bool = True):
         """`reruns_too`: with the plans that the backward pass runs again for checkpoints other than theirs."""
-        every = [_met(site) for site in walk(jaxpr, _bodies_of_gradient)]
+        every = [_met(site) for site in walk(jaxpr, bodies_of_gradient)]
         met = [m for m in every if reruns_too or not m.first_foreign]
         plans = [(plan, m.owner, m.loops) for m in met for plan in m.plans]
         # A nested plan decides when the backward pass runs it again, not what that finds.
@@ -68,7 +68,7 @@ def _met(site: Site) -> _Met:
     return _Met(site, plans_of(site.eqn), owner, around, None in checkpoints, checkpoints[:1] == [None])
 
 
-def _bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:
+def bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return the nested jaxprs of an equation of a gradient; those of our loops too, which autodiff has made."""
     return [eqn.params["call_jaxpr"]] if eqn.primitive in OUR_LOOPS else bodies(eqn)
 

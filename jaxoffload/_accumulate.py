@@ -18,9 +18,10 @@ from ._engine.chunk import Chunks
 from ._engine.copying_loops import Loops, filled
 from ._engine.fill_and_drain import ends, spare_of
 from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
+from ._engine.host_pool_need import Need, need_beside, stacks_of
 from ._engine.layer import in_three
 from ._engine.passes import Values, program_of
-from ._engine.pieces import Pieces, divide
+from ._engine.pieces import Pieces, Scan, divide
 from ._engine.pipeline import on_a_stage
 from ._engine.schedule import Schedule
 from ._engine.segments import joined
@@ -82,7 +83,7 @@ def accumulate(
       TypeError, ValueError: an argument has no axis of microbatches, or one of another length; and what
         `jax.value_and_grad` raises.
       PolicyError, NotImplementedError: as in `scan`.
-      HostPoolFull: the pinned host pool cannot hold the stacks of two microbatches, or of those on a stage.
+      HostPoolFull: the pinned host pool cannot hold what two microbatches offload, or the stacks of those on a stage.
       ValueError, NotImplementedError: `stages` is not an axis of the mesh, whose axes are Auto, or the
         layers cannot be dealt.
 
@@ -286,7 +287,8 @@ def _divided(
     is_param = [True] * len(leaves) + [False] * len(avals)
     pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of, chosen)
     fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
-    of_one = interleaved.Loss(convert_constvars_jaxpr(jaxpr), (*[False] * len(jaxpr.consts), *is_param))
+    differentiated = (*[False] * len(jaxpr.consts), *is_param)
+    of_one = interleaved.Loss(convert_constvars_jaxpr(jaxpr), differentiated, pieces.beside)
     params: list[Any] = fixed[len(pieces.consts) :]
     views = [jnp.reshape(leaf, v.aval.shape) for leaf, v in zip(leaves, params, strict=True)]
     operands = [*pieces.consts, *views, *call.batch]
@@ -299,11 +301,12 @@ def _by_layers(call: _Call) -> Any:
     if call.microbatches == 1 or is_reference() or jax.config.jax_disable_jit:
         return None
 
-    def loops_of(eqn: JaxprEqn, perturbed: tuple[bool, ...]) -> Loops:
-        loops = forward_loops(perturbed=perturbed, microbatches=2, **eqn.params)
+    def loops_of(eqn: JaxprEqn, perturbed: tuple[bool, ...], offloaded: int | None = None) -> Loops:
+        loops = forward_loops(perturbed=perturbed, microbatches=2, offloaded=offloaded, **eqn.params)
         return dataclasses.replace(loops, segments=joined(loops.segments))  # fewer loops beside each other
 
     divided = _divided(call, loops_of)
+    divided = divided._replace(pieces=_that_fit(divided.pieces, loops_of))
     pieces, fixed = divided.pieces, divided.fixed
     loops_in = lambda pieces: tuple(scan.loops for scan in pieces.scans)
     gradients = sum(nbytes(v.aval) for v in divided.params)
@@ -314,7 +317,6 @@ def _by_layers(call: _Call) -> Any:
         return _tried(call, divided, loops_in(pieces), gradients)
     first = last = pieces
     if offloads:
-        _refuse_what_does_not_fit(pieces)
         first, last = ends(pieces, call.microbatches, gradients, lambda eqn, *args: recomputing(*args, **eqn.params))
 
     def run(*operands: Any) -> Any:
@@ -436,14 +438,27 @@ def _refuse_effects(divided: _Divided, stages: _Stages) -> None:
         )
 
 
-def _refuse_what_does_not_fit(pieces: Pieces) -> None:
-    """Raise if the pinned host pool cannot hold the stacks of two microbatches of all scans."""
-    segments = [segment for scan in pieces.scans for segment in scan.loops.segments if segment.on_host]
-    one = sum((segment.on_host + 1) * segment.layer.host_bytes for segment in segments)  # and a padding row
-    need, pool = 2 * one, host_pool_bytes()
-    if pool is not None and need > pool:
-        text = f"two microbatches offload {readable(need)} per device; the pinned host pool holds {readable(pool)}"
-        raise HostPoolFull("accumulate", text, need, pool, None, auto_axes())
+def _that_fit(pieces: Pieces, loops_of: Callable[[JaxprEqn, tuple[bool, ...], int], Loops]) -> Pieces:
+    """The pieces, with fewer layers that offload where the policies say so and all scans together have no room.
+
+    Raises:
+      HostPoolFull: the pool cannot hold what two microbatches offload, and a policy says `on_host_full: error`.
+    """
+    stacks = [stack for scan in pieces.scans for stack in stacks_of(scan.loops.segments)]
+    if (pool := host_pool_bytes()) is None or not stacks:
+        return pieces
+    beside, scans = need_beside(pieces.beside).bytes(), Need(stacks, 0, [])
+    if (need := beside + 2 * scans.bytes()) <= pool:
+        return pieces
+    fit = next((n for n in reversed(range(scans.most_layers())) if beside + 2 * scans.bytes(n) <= pool), None)
+    text = f"two microbatches offload {readable(need)} per device; the pinned host pool holds {readable(pool)}"
+    if fit is None or any(scan.eqn.params["policy"].on_host_full == "error" for scan in pieces.scans):
+        raise HostPoolFull("accumulate", text, need, pool, fit, auto_axes())
+    instead = f"enough for {fit} layer(s) of each scan, which offload (on_host_full: save)"
+    warnings.warn(f"jaxoffload: accumulate: {text}, {instead}", skip_file_prefixes=NOT_THE_USERS)
+    offloaded = lambda scan: min(fit, sum(segment.on_host for segment in scan.loops.segments))
+    fewer = lambda scan: scan._replace(loops=loops_of(scan.eqn, scan.perturbed, offloaded(scan)))
+    return pieces._replace(pieces=[fewer(piece) if isinstance(piece, Scan) else piece for piece in pieces.pieces])
 
 
 def _warn_of_no_scan() -> None:

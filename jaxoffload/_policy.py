@@ -59,8 +59,8 @@ class Policy:
       offload_layers: how many of the first layers of a `scan` offload: "all", a count, or a fraction in [0, 1], rounded
         down.
       other_layers: what the layers between do with values marked offload: "save" or "recompute".
-      on_host_full: if a `scan`, `chain` or `checkpoint` needs more than the pinned host pool: "error", or "save"
-        (offload fewer layers). `check` and `residuals` judge what a step needs in all.
+      on_host_full: if a `scan`, `chain` or `checkpoint` needs more than the pinned host pool, or all in the loss of
+        `accumulate`: "error", or "save" (offload fewer layers). `check` and `residuals` judge what a step needs in all.
 
     Raises:
       PolicyError: it lists each wrong field with its value, what is allowed and the nearest allowed value.

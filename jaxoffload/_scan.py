@@ -280,15 +280,23 @@ def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, prevent_
 
 
 def forward_loops(
-    call_jaxpr: Jaxpr, perturbed: Sequence[bool], policy: Policy, strict: bool, microbatches: int = 1, **_: Any
+    call_jaxpr: Jaxpr,
+    perturbed: Sequence[bool],
+    policy: Policy,
+    strict: bool,
+    microbatches: int = 1,
+    offloaded: int | None = None,
+    **_: Any,
 ) -> Loops:
     """The forward pass of a scan that is differentiated with respect to the perturbed operands.
 
-    `microbatches`: of how many the residuals are on the host at a time.
+    `microbatches`: of how many the residuals are on the host at a time. `offloaded`: how many layers offload; None: as
+    many as the policy says and the host has room for.
     """
     body, params = body_of(call_jaxpr), call_jaxpr.eqns[0].params
     closed = perturbed_carry(body, perturbed, policy)
-    offloaded = _layers_that_offload(body, closed, policy, strict, params["length"], microbatches)
+    if offloaded is None:
+        offloaded = _layers_that_offload(body, closed, policy, strict, params["length"], microbatches)
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
     return _loops(body, closed, policy, strict, offloaded=offloaded, **how)
 

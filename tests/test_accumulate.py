@@ -522,8 +522,15 @@ def test_two_microbatches_must_fit_into_the_host_pool(monkeypatch):
         assert stacks_in(two - 1, saves) == [[1, 0]]
     twice = lambda params, x: jnp.sum(once(params, once(params, x)) ** 2)
     assert stacks_in(2 * two, twice) == [[LAYERS - 1]] * 2
-    with pytest.raises(MemoryError, match=r"accumulate: two microbatches offload 1.50 KiB per device"):
+    with pytest.raises(MemoryError, match=r"two microbatches offload 1.50 KiB per device; .*\(offload_layers: 1\)"):
         stacks_in(2 * two - 1, twice)
+    saves = lambda params, x: jnp.sum(once(params, once(params, x, on_host_full="save"), on_host_full="save") ** 2)
+    with pytest.warns(UserWarning, match=r"1.50 KiB per device; .* enough for 1 layer\(s\) of each scan") as warned:
+        assert stacks_in(2 * two - 1, saves) == [[1, 0]] * 2
+    assert len(warned) == 1
+    mixed = lambda params, x: jnp.sum(once(params, once(params, x, on_host_full="save")) ** 2)
+    with pytest.raises(MemoryError, match=r"two microbatches offload 1.50 KiB per device"):
+        stacks_in(2 * two - 1, mixed)
 
 
 def test_it_is_not_differentiated_and_can_be_batched():

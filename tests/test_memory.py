@@ -10,7 +10,18 @@ import jaxlib
 import pytest
 from common import auto_mesh, gradient, kept_bytes, normal, policy
 
-from jaxoffload import HostPoolFull, chain, check, checkpoint, compiler_options, residuals, scan, tag, xla_flags
+from jaxoffload import (
+    HostPoolFull,
+    accumulate,
+    chain,
+    check,
+    checkpoint,
+    compiler_options,
+    residuals,
+    scan,
+    tag,
+    xla_flags,
+)
 from jaxoffload._text import readable
 from jaxoffload.proof import exact_options
 
@@ -305,6 +316,52 @@ def test_scans_chains_and_checkpoints_count_together_and_what_vmap_makes_of_them
         pool(need - 8)
         with pytest.raises(MemoryError, match="check: all together"):
             check(LENIENT, g, x, WS)
+
+
+@pytest.mark.claim("host-pool")
+@pytest.mark.parametrize("scans", [True, False], ids=["interleaved", "in turn"])
+@pytest.mark.parametrize("kind", ["checkpoint", "chain", "jax.checkpoint"])
+def test_what_accumulate_runs_beside_its_scans_counts(pool, kind, scans):
+    """Before a scan it is on the host for two microbatches, if they interleave; behind all scans for one."""
+    f = lambda x, w: body(x, w)[0]
+    beside = {
+        "checkpoint": checkpoint(f, policy=LENIENT, strict=False),
+        "chain": lambda x, w: chain([f], x, [w], policy=LENIENT, strict=False),
+        "jax.checkpoint": jax.checkpoint(f, policy=LENIENT),
+    }[kind]
+    stays = policy({"fc1": "save"})
+    stack = lambda x, w: scan(body, x, w, policy=LENIENT if scans else stays)[0]
+
+    def loss(w, x):
+        x = stack(beside(x, w[0]), w)
+        return jnp.sum(beside(x, w[0]))
+
+    need = (3 + 2 * (N + 1) if scans else 2) * ONE
+    step, x = accumulate(loss), jnp.stack([X] * 3)
+    pool(need)
+    check(LENIENT, step, WS, x)
+    pool(need - 8)
+    with pytest.raises(MemoryError, match=f"{readable(need)} per device"):
+        check(LENIENT, step, WS, x)
+
+
+@pytest.mark.claim("host-pool")
+@pytest.mark.parametrize("decision", ["offload", "save"])
+def test_what_the_layers_of_an_interleaved_scan_run_again_counts(pool, decision):
+    """A layer's inner scan offloads where it runs again, perhaps beside that of a layer of another microbatch."""
+    outer = policy({"out": decision}, resident_layers=0)
+
+    def layer(x, w):
+        x, _ = scan(body, x, jnp.stack([w] * 2), policy=LENIENT, strict=False)
+        return jnp.sin(tag(x @ w, "out")), None
+
+    loss = lambda w, x: jnp.sum(scan(layer, x, w, policy=outer)[0])
+    need = (2 * (N + 1) + 2 * 3 if decision == "offload" else 3) * ONE
+    pool(need)
+    check(outer, accumulate(loss), WS, jnp.stack([X] * 3))
+    pool(need - 8)
+    with pytest.raises(MemoryError, match="all together"):
+        check(outer, accumulate(loss), WS, jnp.stack([X] * 3))
 
 
 def test_save_is_judged_together_too(pool):

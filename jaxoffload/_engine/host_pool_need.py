@@ -3,9 +3,10 @@
 Apart from `host_pool_limit`, because it reads the loops, which `scan` and `chain` make after they asked for the limit.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax import on_host
 from .._text import readable
@@ -14,7 +15,8 @@ from .device_bytes import Buffer, Op, Straight, straight
 from .host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from .interleaved import interleaved_p
 from .last_rows import beyond_a_row
-from .layer import shares
+from .layer import shares, transposed
+from .pieces import Straight as Piece
 from .walk import nested
 
 
@@ -38,6 +40,11 @@ class Need(NamedTuple):
     other: int
     loops: "list[tuple[int, Need]]"  # how many iterations stand side by side, and what each needs
 
+    def plus(self, other: "Need", times: int = 1) -> "Need":
+        """Both in one piece of a program, the other so many times."""
+        stacks = self.stacks + other.stacks * times
+        return Need(stacks, self.other + times * other.other, self.loops + other.loops)
+
     def bytes(self, layers: int | None = None) -> int:
         """Bytes per device, if at most `layers` layers of each scan offload."""
         rows = [s if layers is None else s._replace(layers=min(s.layers, layers)) for s in self.stacks]
@@ -49,43 +56,67 @@ class Need(NamedTuple):
         return max([s.layers for s in self.stacks] + [loop.most_layers() for _, loop in self.loops], default=0)
 
 
+NOTHING = Need([], 0, [])
+
+
 def need_of(jaxpr: Jaxpr, results_too: bool = True) -> Need:
     """What a program offloads, without what it is given in host memory. `results_too`: what it returns there counts."""
     program = straight(jaxpr)
     returned = set() if results_too else set(program.outputs)
-    need = Need([], 0, [])
+    need = NOTHING
     for op in program.ops:
-        need = _with(need, op, program, returned)
+        need = need.plus(_of_op(op, program, returned))
     return need
 
 
-def _with(need: Need, op: Op, program: Straight, returned: set[Buffer | None]) -> Need:
-    eqn, (stacks, other, loops) = op.eqn, need
+def _of_op(op: Op, program: Straight, returned: set[Buffer | None]) -> Need:
+    eqn = op.eqn
+    if eqn.primitive is interleaved_p:
+        return _of_interleaved(eqn)
     if eqn.primitive in (forward_p, backward_p):
-        segments: list[Segment] = eqn.params["loops"].segments
-        offloads = [segment for segment in segments if segment.on_host and eqn.primitive is forward_p]
-        stacks = stacks + [
-            Stack(segment.on_host, sum(shares(segment.jaxpr, segment.layer.kept, "host"))) for segment in offloads
-        ]
+        segments: Sequence[Segment] = eqn.params["loops"].segments
+        need = Need(stacks_of(segments) if eqn.primitive is forward_p else [], 0, [])
         inside = [(segment.layers, 1, need_of(segment.jaxpr, False)) for segment in segments]
-    elif eqn.primitive is interleaved_p:
-        offloads = [segment for loops in eqn.params["loops"] for segment in loops.segments if segment.on_host]
-        each = [Stack(segment.on_host, sum(shares(segment.jaxpr, segment.layer.kept, "host"))) for segment in offloads]
-        schedule = eqn.params["schedule"]
-        sets = schedule.slots if schedule else 2  # of microbatches
-        stacks, inside = [*stacks, *each * sets], []
-        if schedule:
-            other += sets * sum(beyond_a_row(s.layer, s.layers) for s in offloads if s.on_host == s.layers)
     else:
-        other += sum(program.share(x) for x in op.results if on_host(x.aval) and x not in returned)
+        need = Need([], sum(program.share(x) for x in op.results if on_host(x.aval) and x not in returned), [])
         length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2: more than one
         inside = [(length, min(unroll, length), need_of(body, False)) for body in nested(eqn)]
-    for length, times, one in inside:
-        if length > 1:
-            loops = [*loops, (times, one)]
-        else:  # XLA inlines a loop of one iteration
-            stacks, other, loops = stacks + one.stacks, other + one.other, loops + one.loops
-    return Need(stacks, other, loops)
+    for length, times, one in inside:  # XLA inlines a loop of one iteration
+        need = need.plus(Need([], 0, [(times, one)]) if length > 1 else one)
+    return need
+
+
+def stacks_of(segments: Iterable[Segment]) -> list[Stack]:
+    """The stacks on the host of forward loops."""
+    of = lambda segment: sum(shares(segment.layer.forward, segment.layer.kept, "host"))
+    return [Stack(segment.on_host, of(segment)) for segment in segments if segment.on_host]
+
+
+def _of_interleaved(eqn: JaxprEqn) -> Need:
+    segments = [segment for loops in eqn.params["loops"] for segment in loops.segments]
+    stacks, schedule = stacks_of(segments), eqn.params["schedule"]
+    sets = schedule.slots if schedule else 2  # of microbatches
+    in_turn = not schedule and not stacks
+    need = need_beside(eqn.params["loss"].beside, 1 if in_turn else 2).plus(Need(stacks, 0, []), sets)
+    if schedule:
+        travels = (s for s in segments if s.on_host == s.layers > 0)
+        need = need.plus(Need([], sum(beyond_a_row(s.layer, s.layers) for s in travels), []), sets)
+    # A layer's forward pass stands beside the backward pass of another.
+    passes = [need_of(jaxpr, False) for s in segments for jaxpr in (s.layer.forward, s.backward)]
+    return need.plus(Need([], 0, [(1 if in_turn else 2, one) for one in passes]))
+
+
+def need_beside(pieces: Sequence[Piece], microbatches: int = 2) -> Need:
+    """What stands beside the scans of a loss, with so many microbatches on the host.
+
+    What comes behind all scans has both its passes at once, so it is there for one.
+    """
+    need = NOTHING
+    for piece in pieces:
+        size = len(piece.linear.invars) - sum(piece.perturbed)
+        need = need.plus(need_of(piece.once)).plus(need_of(piece.each), 1 if piece is pieces[-1] else microbatches)
+        need = need.plus(need_of(transposed(piece.linear, size)))
+    return need
 
 
 def refuse_what_does_not_fit(caller: str, jaxpr: Jaxpr) -> None:

@@ -31,6 +31,7 @@ from .._jax import IN_TURN, Call, Results, convert_constvars_jaxpr, define
 from .copying_loops import DifferentiatedTwice, Loops, backward_p, filled, forward_p, jitted
 from .lone_pass import Spare
 from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, completed, forward, stacks_of
+from .pieces import Straight
 from .schedule import Schedule
 from .slow_copies import lower_and_note
 
@@ -114,10 +115,12 @@ class Loss:
     Attributes:
       jaxpr: constants, parameters, the values of a microbatch -> the loss, other results.
       differentiated: which of its operands are parameters.
+      beside: the pieces that are not scans, the last one of all at the end.
     """
 
     jaxpr: Jaxpr
     differentiated: tuple[bool, ...]
+    beside: tuple[Straight, ...]
 
     def __repr__(self) -> str:
         """Short: it is printed in jaxprs."""

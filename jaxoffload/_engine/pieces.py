@@ -145,6 +145,11 @@ class Pieces(NamedTuple):
     def scans(self) -> list[Scan]:
         return [piece for piece in self.pieces if isinstance(piece, Scan)]
 
+    @property
+    def beside(self) -> tuple[Straight, ...]:
+        """What stands beside the scans."""
+        return (*(piece for piece in self.pieces if isinstance(piece, Straight)), self.last)
+
 
 def divide(
     jaxpr: Jaxpr,

@@ -10,7 +10,7 @@ import tracemalloc
 import jax
 import jax.numpy as jnp
 import pytest
-from common import auto_mesh, gradient, kept_bytes, normal, policy, saving
+from common import assert_same_bits, auto_mesh, gradient, kept_bytes, normal, policy, run_each, saving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -299,6 +299,36 @@ def test_a_value_that_no_layer_varies_is_kept_once():
     args = normal(0, (2, 8)), normal(1, (N, 8, 8)), jnp.ones((1, 8))
     (row,) = [r for r in residuals(f, *args) if r.names == ("scale",)]
     assert (row.layers, row.bytes) == (1, 8 * 4)
+
+
+@pytest.mark.parametrize("decision", ["offload", "save"])
+@pytest.mark.parametrize("place", ["xs", "constant", "carry"])
+def test_a_checkpoint_around_a_scan_keeps_nothing_that_the_forward_pass_alone_reads(place, decision):
+    """As around `lax.scan`. A `more` that is computed is no argument, which would exist anyway."""
+
+    def loss(run):
+        def f(w, x, given):
+            more = lax.stop_gradient(jnp.cos(given))
+
+            def scanned(w, x, more):
+                def layer(carry, row):
+                    x, passed = carry
+                    value = {"xs": row["more"], "constant": more, "carry": passed}[place]
+                    return (x + jnp.sin(tag(x @ row["w"], "h")), 2 * passed), 2 * value
+
+                rows = jnp.stack([more] * N)
+                return run(layer, (x, more), {"w": w, "more": rows})
+
+            (x, last), ys = jax.checkpoint(scanned)(w, x, more)
+            return jnp.sum(x) + jnp.sum(last) + jnp.sum(ys)
+
+        return f
+
+    args = normal(0, (N, 8, 8)), normal(1, (2, 8)), normal(2, (2, 8))
+    ours = loss(lambda f, *args: scan(f, *args, policy=policy({"h": decision})))
+    plain = loss(lambda f, *args: lax.scan(jax.checkpoint(f, policy=saving("h")), *args))
+    assert residuals(ours, *args).device_bytes == kept_bytes(plain, *args)[0] == 0
+    assert_same_bits(*run_each([gradient(ours), gradient(plain)], *args))
 
 
 def test_integer_outputs_pytrees_and_jitted_functions():

@@ -23,7 +23,20 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax import DEVICE, FORWARD, HOST, Call, Results, Values, add_jaxvals, batch_jaxpr_axes, define, evaluate
+from .._jax import (
+    DEVICE,
+    FORWARD,
+    HOST,
+    Call,
+    Results,
+    Values,
+    add_jaxvals,
+    batch_jaxpr_axes,
+    dce_jaxpr,
+    define,
+    evaluate,
+    on_host,
+)
 from .derivative import cached, looks_for_nans
 from .layer import in_three, prevent_cse_barrier, without_paths
 from .segments import Segment, SegmentResiduals, reads_of, those
@@ -420,8 +433,9 @@ def _batched(loops: Loops, axis: Any, in_dims: Sequence[Sequence[int | None]]) -
     return dataclasses.replace(loops, segments=tuple(map(batched, loops.segments, in_dims)))
 
 
-def _without_residuals(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
-    """Drop residuals that nothing reads, as in the first forward pass inside an outer `jax.checkpoint`.
+def _without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
+    """Drop residuals that nothing reads, as in the first forward pass inside an outer `jax.checkpoint`; and where that
+    runs again for its residuals, operands that they do not need: the checkpoint would keep them.
 
     All results of the scan stay: their number says what they are.
     """
@@ -429,7 +443,10 @@ def _without_residuals(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Ja
     loops, inputs = eqn.params["loops"], [True] * len(eqn.invars)
     if not any(used) and not eqn.effects:
         return [not i for i in inputs], None
-    if any(used[loops.results :]) or len(used) == loops.results:
+    if any(used[loops.results :]):
+        needed = _needed(loops, eqn, used)
+        return needed, eqn if all(needed) else _with_operands(eqn, needed, used)
+    if len(used) == loops.results:
         return inputs, eqn
     jaxpr = loops.segments[0].jaxpr
     jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: loops.results], debug_info=without_paths(jaxpr))
@@ -439,5 +456,36 @@ def _without_residuals(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Ja
     return inputs, eqn.replace(outvars=eqn.outvars[: loops.results], params={"call_jaxpr": traced, "loops": loops})
 
 
-forward_p, run_forward = _pass(FORWARD, _forward, _batch_forward, dce=_without_residuals)
+def _needed(loops: Loops, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
+    """Which operands of a forward pass the used ones of its results, and its residuals, need in some layer."""
+    carry, ys, _ = in_three(used, loops.carry, loops.results - loops.carry)
+    while True:
+        live = lambda layer: [*carry, *ys, *[True] * (len(layer.outvars) - loops.results)]
+        read = (dce_jaxpr(segment.jaxpr, live(segment.jaxpr))[1] for segment in loops.segments)
+        needed = list(map(any, zip(*read, strict=True)))
+        grown = [a or b for a, b in zip(carry, needed[loops.consts :], strict=False)]
+        if grown == carry:
+            return [n or not _can_be_filled(v.aval) for n, v in zip(needed, eqn.invars, strict=True)]
+        carry = grown
+
+
+def _can_be_filled(aval: Any) -> bool:
+    return not on_host(aval) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def _with_operands(eqn: JaxprEqn, needed: Sequence[bool], used: Sequence[bool]) -> JaxprEqn:
+    """A forward pass of these operands, with zeros for the others, as the one equation of its used results."""
+    select = lambda xs, flags: [x for x, flag in zip(xs, flags, strict=True) if flag]
+
+    def forward(*operands: Any) -> list[Any]:
+        given = iter(operands)
+        whole = [next(given) if n else filled(v.aval, 0) for v, n in zip(eqn.invars, needed, strict=True)]
+        return select(eqn.primitive.bind(*whole, **eqn.params), used)
+
+    invars = select(eqn.invars, needed)
+    (call,) = jax.make_jaxpr(jax.jit(forward))(*(v.aval for v in invars)).eqns
+    return call.replace(invars=invars, outvars=select(eqn.outvars, used), source_info=eqn.source_info, ctx=eqn.ctx)
+
+
+forward_p, run_forward = _pass(FORWARD, _forward, _batch_forward, dce=_without_unused)
 backward_p, run_backward = _pass("jaxoffload_backward", _backward, _batch_backward)

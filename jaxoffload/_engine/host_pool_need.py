@@ -88,7 +88,7 @@ def _of_op(op: Op, program: Straight, returned: set[Buffer | None]) -> Need:
 
 def stacks_of(segments: Iterable[Segment]) -> list[Stack]:
     """The stacks on the host of forward loops."""
-    of = lambda segment: sum(shares(segment.layer.forward, segment.layer.kept, "host"))
+    of = lambda segment: sum(shares(segment.jaxpr, segment.layer.kept, "host"))
     return [Stack(segment.on_host, of(segment)) for segment in segments if segment.on_host]
 
 
@@ -102,7 +102,7 @@ def _of_interleaved(eqn: JaxprEqn) -> Need:
         travels = (s for s in segments if s.on_host == s.layers > 0)
         need = need.plus(Need([], sum(beyond_a_row(s.layer, s.layers) for s in travels), []), sets)
     # A layer's forward pass stands beside the backward pass of another.
-    passes = [need_of(jaxpr, False) for s in segments for jaxpr in (s.layer.forward, s.backward)]
+    passes = [need_of(jaxpr, False) for s in segments for jaxpr in (s.jaxpr, s.backward)]
     return need.plus(Need([], 0, [(1 if in_turn else 2, one) for one in passes]))
 
 

@@ -29,9 +29,10 @@ def checkpoint(
 
     The result computes what `f` computes, and keeps what the policy says when it is differentiated in reverse. A
     function has no layers, so `resident_layers`, `offload_layers` and `other_layers` do not apply. It can be
-    differentiated again, in both modes. A function that reads or writes a `jax.new_ref` from outside runs under JAX's
-    own checkpoint, which asks the policy. As in `jax.checkpoint`, a `checkify.check` in `f` does not run where `f` is
-    differentiated.
+    differentiated again, in both modes. A `scan` in `f` keeps what its own policy says if `policy` keeps some of what
+    it names; otherwise it runs again in the backward pass. A function that reads or writes a `jax.new_ref` from outside
+    runs under JAX's own checkpoint, which asks the policy. As in `jax.checkpoint`, a `checkify.check` in `f` does not
+    run where `f` is differentiated.
 
     Args:
       f: any function that `jax.checkpoint` takes, with pytrees, keyword and static arguments.

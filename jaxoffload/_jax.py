@@ -81,6 +81,9 @@ MATMULS = {"dot_general", "ragged_dot_general"}
 IDENTITIES = {"name", "sharding_constraint"}
 # The nested jaxpr's results are the equation's own results.
 CALLS = {"jit", "remat2", "eval_jaxpr", "jaxoffload_checkpoint"}
+# Autodiff runs a rule of the user's instead; "call_hi_primitive" under `jax_custom_vjp3` and `jax_custom_jvp3`.
+VJP_RULES = {"custom_vjp_call", "call_hi_primitive"}
+CUSTOM_RULES = VJP_RULES | {"custom_jvp_call"}
 # Calls that XLA does not know as such: the nested jaxpr is a part of the program around it.
 OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", SHARD_MAP, IN_TURN, REPEATED}
 # The nested jaxpr sees a part of each operand.
@@ -180,6 +183,17 @@ def where_written(eqn: JaxprEqn) -> str:
 def ordered_effects(jaxpr: Jaxpr) -> list[Any]:
     """The effects of `jaxpr` that run in order, such as those of `io_callback(..., ordered=True)`."""
     return [effect for effect in jaxpr.effects if type(effect).__name__.startswith("Ordered")]
+
+
+def traced_function(eqn: JaxprEqn) -> Jaxpr | None:
+    """The function that autodiff replaces by a rule, under `jax_custom_vjp3` and `jax_custom_jvp3`."""
+    params = getattr(eqn.params.get("_prim"), "params", {})
+    return getattr(params.get("traced"), "jaxpr", None)
+
+
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than compute: to name a mesh axis is called an effect too."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 # --- The program and the options of the compilation whose end `jax.monitoring` reports. It tells a listener the name of

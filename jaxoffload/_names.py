@@ -23,6 +23,9 @@ class Name(NamedTuple):
     text: str
     keep: bool = False
 
+    def __str__(self) -> str:
+        return self.text + KEEP * self.keep
+
     @property
     def composite(self) -> str:
         """The name without its last component's fields: `moe/fc1` of `moe/fc1.scale_inv`."""

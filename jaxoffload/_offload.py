@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
-from jax.extend.core.primitives import custom_vjp_call_p
 from jax.ref import AbstractRef
 
 from ._chain import chain_p
@@ -24,7 +23,7 @@ from ._engine.derivative import derivative
 from ._engine.mutable_refs import takes_refs
 from ._engine.walk import Site, walk
 from ._errors import NOT_THE_USERS, Problem
-from ._jax import evaluate, without_remat3
+from ._jax import VJP_RULES, evaluate, without_remat3
 from ._policy import Policy, PolicyError
 from ._refusals import refuse_remat3
 from ._remarks import remark
@@ -211,7 +210,7 @@ def _unmatched(jaxpr: Jaxpr, sites: list[Site], replaced: Replaced) -> list[Prob
     for policy, seen in replaced.under:
         names.setdefault(policy, set()).update(seen)
     problems = [problem for policy, seen in names.items() for problem in policy.unmatched(seen)]
-    if problems and any(site.eqn.primitive is custom_vjp_call_p for site in sites):
+    if problems and any(site.eqn.primitive.name in VJP_RULES for site in sites):
         # The forward rule, which only a derivative runs, may give the names.
         if (gradient := _derivative(jaxpr)) is None:
             return []

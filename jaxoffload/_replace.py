@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var, new_jaxpr_eqn
-from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, remat_p, while_p
+from jax.extend.core.primitives import remat_p, while_p
 
 from ._engine.checkpoint_primitive import checkpoint_p
 from ._engine.mutable_refs import takes_refs
 from ._engine.plan import all_names
 from ._engine.values import named_values, write_names
 from ._engine.walk import bodies, map_bodies, walk, with_eqns
-from ._jax import evaluate
+from ._jax import CUSTOM_RULES, evaluate
 from ._names import KEEP
 from ._policy import Policy
 from ._reference import most_layers
@@ -108,8 +108,7 @@ def in_custom_derivatives(jaxpr: Jaxpr) -> list[str]:
     `jax.vjp`, or `jax.jvp` in a `custom_jvp`, then what can be seen of it is the derivative, not what it was made of.
     `offload` inside the rule, around what it differentiates, sees that.
     """
-    rules = (custom_jvp_call_p, custom_vjp_call_p)
-    those = [site.eqn for site in walk(jaxpr) if any(e.primitive in rules for e in site.enclosing)]
+    those = [site.eqn for site in walk(jaxpr) if any(e.primitive.name in CUSTOM_RULES for e in site.enclosing)]
     return [_IN_A_RULE] * any(map(policy_of, those))
 
 

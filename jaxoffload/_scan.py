@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, new_jaxpr_eqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun, new_jaxpr_eqn
 
 from . import _jax
 from ._engine.checkpoint_primitive import bind
 from ._engine.copying_loops import Loops, run_backward, run_forward
-from ._engine.derivative import cached
+from ._engine.derivative import around, cached
 from ._engine.host_pool_limit import admitted
 from ._engine.last_rows import beyond_a_row
-from ._engine.layer import Body, Layer, linearize, perturbed_carry
+from ._engine.layer import Body, Layer, keeps_some, linearize, perturbed_carry
 from ._engine.mutable_refs import by_jax, takes_refs
 from ._engine.pipeline import on_a_stage
 from ._engine.plan import Override
@@ -60,8 +60,9 @@ def scan(
       init, xs, length, reverse, unroll: as for `lax.scan`; arrays of xs have shape (layers, ...). Layers count in the
         order in which they run.
       policy: decides on the named values of `f`. The carry is never recomputed. xs and closed-over arrays (the weights)
-        are never moved or copied. A value that is the same in every layer is kept once, on the device. A scan inside
-        `f` follows its own policy.
+        are never moved or copied. A value that is the same in every layer is kept once, on the device. Of a scan inside
+        `f`, `policy` keeps what it names; if it keeps none of that, the scan runs again in the backward pass, under its
+        own policy.
       strict: raise, when the scan is differentiated, if a pattern matches no value of `f`. Pass False where several
         scans share one policy, and check them together with `check`.
 
@@ -252,12 +253,14 @@ def _batch(
 def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any) -> Results:
     body, params = body_of(call_jaxpr), dict(call_jaxpr.eqns[0].params)
     jaxpr = params.pop("jaxpr")
-    if is_reference():
+    perturbed = _jax.perturbed(tangents)
+    plain = is_reference() or _others_keep(body, perturbed, policy, strict)
+    if plain:
         # XLA merges what is computed twice where layers stand side by side; our loops have a barrier there.
         jaxpr = _checkpointed(jaxpr, body.roles, policy, params["unroll"] != 1 or params["length"] == 1)
-    if not params["length"] or is_reference():
+    if not params["length"] or plain:
         return _jax.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
-    loops = forward_loops(call_jaxpr, _jax.perturbed(tangents), policy, strict)
+    loops = forward_loops(call_jaxpr, perturbed, policy, strict)
     layer = loops.segments[0].layer
     outs = run_forward(loops, *primals)
     primals_out, saved = outs[: loops.results], outs[loops.results :]
@@ -272,11 +275,26 @@ def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, policy: Policy
     )
 
 
+def _others_keep(body: Body, perturbed: Sequence[bool], policy: Policy, strict: bool) -> bool:
+    """Whether layers around this scan keep some of what it names. They then keep it like any other value of theirs, as
+    JAX's nested checkpoints do: stacks of its own on the host would be copied into theirs, from the host to the host.
+    """
+    if not around.value.layers:
+        return False
+    closed = perturbed_carry(body, perturbed, policy)
+    return keeps_some(around.value.policy, linearize(body, closed, policy, strict, Override()))
+
+
 @cached
 def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, prevent_cse: bool) -> Jaxpr:
-    """A body under `checkpoint`, as the reference runs it."""
-    under = functools.partial(bind, roles=roles, policy=policy, strict=False, prevent_cse=prevent_cse)
-    return jax.make_jaxpr(lambda *args: under(jaxpr.replace(), args))(*jaxpr.in_avals)
+    """A body under `checkpoint`, as the reference runs it. Where layers under the same policy are around it, they have
+    kept what that keeps.
+    """
+    run: Callable[..., Any] = jax.checkpoint(jaxpr_as_fun(jaxpr.replace()), prevent_cse=prevent_cse)
+    if policy != around.value.policy or is_reference():
+        how = {"roles": roles, "policy": policy, "strict": False, "prevent_cse": prevent_cse}
+        run = lambda *args: bind(jaxpr.replace(), args, **how)
+    return jax.make_jaxpr(run)(*jaxpr.in_avals)
 
 
 def forward_loops(

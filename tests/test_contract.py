@@ -19,17 +19,20 @@ from common import (
     gradient,
     in_a_loop,
     kept,
+    kept_bytes,
     normal,
     on_cpu_and_gpu,
     policy,
     run,
     run_each,
     saving,
+    total,
 )
 from flax import nnx
 from jax import lax
 
-from jaxoffload import checkpoint, offload, scan, tag
+from jaxoffload import HostPoolFull, check, checkpoint, offload, residuals, scan, tag
+from jaxoffload._engine.walk import walk
 from models.attention import rotations
 from models.config import Model
 from models.transformer import Layer, stacked
@@ -232,3 +235,105 @@ def test_resident_layers_stay_on_the_device(resident, device):
     moved = {shape: n for (place, _, shape), n in kept(f, *args).items() if place == "host"}
     rows = LAYERS - resident + 1  # one is empty
     assert moved == (held("mlp", ["fc1"], (rows,)) if resident < LAYERS else {})
+
+
+# ---- one policy inside another: what JAX's nested checkpoints keep is kept, and where the names say ----
+
+BLOCKS, IN_A_BLOCK = 2, 3
+ROW = 4 * 8 * 4  # bytes of a layer's fc1 in float32
+
+
+def one_matmul(x, w):
+    return x + jnp.tanh(tag(x @ w, "fc1")), None
+
+
+# under(f): a checkpoint; over(f, x, w): a scan over layers
+NESTED = {
+    "a scan in a checkpoint": lambda under, over: under(lambda x, w: over(one_matmul, x, w)[0]),
+    "blocks of layers": lambda under, over: lambda x, w: over(lambda x, w: over(one_matmul, x, w), x, w)[0],
+    "a layer and a scan in a block": lambda under, over: (
+        lambda x, w: over(lambda x, w: over(one_matmul, one_matmul(x, w[0])[0], w[1:]), x, w)[0]
+    ),
+    "a scan in a checkpoint in a block": lambda under, over: (
+        lambda x, w: over(lambda x, w: (under(lambda x, w: over(one_matmul, x, w)[0])(x, w), None), x, w)[0]
+    ),
+}
+OFFLOADED = policy({"fc1": "offload"}, resident_layers=0)
+with_our_policy = functools.partial(jax.checkpoint, policy=OFFLOADED, prevent_cse=False)
+
+
+def our_scan(f, x, w):
+    return scan(f, x, w, policy=OFFLOADED)
+
+
+NESTING = {
+    "by hand": lambda shape: shape(functools.partial(checkpoint, policy=OFFLOADED), our_scan),
+    "offload": lambda shape: offload(shape(with_our_policy, lambda f, x, w: lax.scan(with_our_policy(f), x, w))),
+    "in jax.checkpoint": lambda shape: shape(with_our_policy, our_scan),
+    "in jax.checkpoint under JAX's policy": lambda shape: shape(lambda f: in_a_loop(f, "fc1"), our_scan),
+}
+
+
+def nested_reference(shape):
+    return shape(lambda f: in_a_loop(f, "fc1"), lambda f, x, w: lax.scan(in_a_loop(f, "fc1"), x, w))
+
+
+def value_and_gradient(f):
+    return jax.value_and_grad(lambda *args: total(f(*args)), (0, 1))
+
+
+def nested_inputs(shape):
+    x, w = normal(0, (4, 8)), normal(1, (BLOCKS, IN_A_BLOCK, 8, 8)) / 3
+    return (x, w.reshape(-1, 8, 8)) if shape == "a scan in a checkpoint" else (x, w)
+
+
+def matmuls(f, *args):
+    """How many run, in all iterations."""
+    sites = walk(jax.make_jaxpr(value_and_gradient(f))(*args))
+    return sum(site.runs for site in sites if site.eqn.primitive.name == "dot_general")
+
+
+@pytest.mark.claim("nested-policies", "bit-for-bit")
+@pytest.mark.parametrize("shape", NESTED)
+def test_nested_policies_keep_what_jaxs_do_and_the_bits(shape):
+    args, plain = nested_inputs(shape), nested_reference(NESTED[shape])
+    ours = [way(NESTED[shape]) for way in NESTING.values()]
+    *each, want = run_each([value_and_gradient(f) for f in (*ours, plain)], *args)
+    for way, f, got in zip(NESTING, ours, each, strict=True):
+        assert matmuls(f, *args) == matmuls(plain, *args) == 3 * BLOCKS * IN_A_BLOCK, way
+        assert_same_bits(got, want)
+
+
+@pytest.mark.claim("nested-policies", "what-is-where")
+@pytest.mark.parametrize("way", NESTING)
+@pytest.mark.parametrize("shape", NESTED)
+def test_what_nested_policies_offload_is_on_the_host_once_and_counted_once(shape, way, monkeypatch):
+    f, args = NESTING[way](NESTED[shape]), nested_inputs(shape)
+    # With a padding row of a layer, or of a block; and the inputs of layers, or of blocks.
+    layers = BLOCKS * IN_A_BLOCK
+    host, device = (layers + 1, layers) if shape == "a scan in a checkpoint" else (layers + IN_A_BLOCK, BLOCKS)
+    table = residuals(f, *args)
+    assert (table.device_bytes, table.host_bytes) == (device * ROW, host * ROW)
+    assert not any(again.host_bytes for again in table.reruns)
+    moved = [row for row in table if row.state == "offloaded"]
+    assert sum(row.bytes for row in moved if row.kind == "value") == layers * ROW
+    assert not any(name.startswith("fc1") for row in table if row not in moved for name in row.names)
+    if way in ("by hand", "offload"):  # JAX's own checkpoint in a layer copies once more, in the backward pass
+        pool = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+        monkeypatch.setenv(pool, repr(host * ROW / 2**30))
+        check(OFFLOADED, f, *args)
+        monkeypatch.setenv(pool, repr((host * ROW - 1) / 2**30))
+        with pytest.raises(HostPoolFull):
+            check(OFFLOADED, f, *args)
+
+
+@pytest.mark.claim("nested-policies")
+@pytest.mark.parametrize("way", ["by hand", "in jax.checkpoint"])
+def test_what_the_outer_policy_does_not_keep_runs_again_and_is_moved_then(way):
+    outer, args = policy({"first": "save"}), nested_inputs("a scan in a checkpoint")
+    under = functools.partial(checkpoint if way == "by hand" else jax.checkpoint, policy=outer)
+    f = under(lambda x, w: our_scan(one_matmul, jnp.sin(tag(jnp.cos(x), "first")), w)[0])
+    layers = BLOCKS * IN_A_BLOCK
+    assert matmuls(f, *args) == 4 * layers
+    assert kept_bytes(f, *args) == (ROW, 0)
+    assert [again.host_bytes for again in residuals(f, *args).reruns] == [(layers + 1) * ROW]

@@ -22,6 +22,7 @@ from jaxoffload import Policy, PolicyError, accumulate, compiler_options, offloa
 from jaxoffload._engine.copying_loops import backward_p, forward_p
 from jaxoffload._engine.interleaved import interleaved_p
 from jaxoffload._engine.walk import walk
+from jaxoffload._jax import DEVICE
 from jaxoffload._reference import with_layers
 from jaxoffload._scan import scan_p
 from jaxoffload.proof import exact_options
@@ -129,6 +130,47 @@ def test_gradients_are_those_of_the_function_wherever_scans_stand():
             raise AssertionError(name) from differs
 
 
+def in_and_out(x, w, inside, outside):
+    return remat(lambda x, w, c: jnp.tanh(tag(x @ w @ c, "fc1")))(x, w, inside) @ outside
+
+
+# A layer that reads a constant of the scan, and whether it does so at several places.
+CONSTANTS = {
+    "in its checkpoint": (
+        lambda x, w, c: remat(lambda x, w, c: jnp.sin(x @ c) @ w @ c + mlp(x, w) @ c)(x, w, c),
+        False,
+    ),
+    "outside": (lambda x, w, c: remat(mlp)(x, w) @ c, False),
+    "outside, in one function": (lambda x, w, c: jax.jit(lambda x, c: jnp.sin(x @ c) @ c)(remat(mlp)(x, w), c), False),
+    "twice outside": (lambda x, w, c: remat(mlp)(x @ c, w) @ c, True),
+    "in and outside": (lambda x, w, c: in_and_out(x, w, c, c), True),
+    "in two checkpoints": (lambda x, w, c: remat(mlp)(remat(mlp)(x, c) @ w, c), True),
+}
+
+
+@pytest.mark.claim("one-sum")
+@pytest.mark.parametrize("one, several", CONSTANTS.values(), ids=CONSTANTS)
+def test_only_a_constant_that_a_layer_reads_at_several_places_is_summed_in_another_order(one, several):
+    c = normal(2, (8, 8)) / 3
+    loss = lambda x, w, c: jnp.sum(lax.scan(lambda x, w: (one(x, w, c), None), x, w)[0] ** 2)
+    (*ours, of_c), (*theirs, wanted) = run_each([jax.grad(f, (0, 1, 2)) for f in (offload(loss), loss)], X, W, c)
+    assert_same_bits(ours, theirs)
+    if not several:
+        assert_same_bits([of_c], [wanted])
+
+
+@pytest.mark.claim("one-sum")
+def test_the_order_of_that_sum_is_all_that_differs():
+    c = normal(2, (8, 8)) / 3
+    loss = lambda x, w, c: jnp.sum(lax.scan(lambda x, w: (in_and_out(x, w, c, c), None), x, w)[0] ** 2)
+    each = lambda x, w, cs: jnp.sum(lax.scan(lambda x, a: (in_and_out(x, *a), None), x, (w, *cs))[0] ** 2)
+    cs = (jnp.stack([c] * 3),) * 2  # a constant for each place in each layer
+    (ours,), (theirs,) = run_each([jax.grad(f, 2) for f in (offload(loss), loss)], X, W, c)
+    terms = np.stack(run_each([jax.grad(each, 2)], X, W, cs)[0]).reshape(6, 8, 8)
+    bound = 6 * np.finfo(np.float32).eps * np.abs(terms).sum(0)
+    assert (np.abs(ours - terms.sum(0)) <= bound).all() and (np.abs(theirs - terms.sum(0)) <= bound).all()
+
+
 @pytest.mark.parametrize("f", PLACES.values(), ids=PLACES)
 def test_the_layers_are_run_by_our_loops_and_offload(f):
     table = residuals(offload(lambda *args: jnp.sum(f(*args) ** 2)), X, W)
@@ -167,6 +209,12 @@ def test_several_checkpoints_in_a_layer_take_no_more_memory_and_work_than_jaxs()
     assert bytes_ <= 1.05 * bytes_of_jax and flops <= 1.02 * flops_of_jax
     table = residuals(offload(loss), x, w)
     assert [row.state for row in table if row.names == ("checkpoint_input.0",)] == ["saved"]
+
+
+def test_what_several_checkpoints_in_a_layer_offload_is_not_copied_again_in_the_backward_pass():
+    sites = walk(jax.make_jaxpr(gradients_of(offload(several_in_a_layer)))(X, W))
+    backward = [site.eqn for site in sites if any(eqn.primitive is backward_p for eqn in site.enclosing)]
+    assert {eqn.params["devices"] for eqn in backward if eqn.primitive.name == "device_put"} == {(DEVICE,)}
 
 
 def test_a_checkpoint_outside_of_scans_is_ours():
@@ -267,8 +315,21 @@ def test_a_wrong_dict_says_what_is_wrong():
         offload(lambda x, w: lax.scan(wrong, x, w)[0])(X, W)
 
 
-def test_a_name_that_only_a_forward_rule_gives_counts():
+@pytest.fixture
+def custom_vjp3():
+    """JAX's next `jax.custom_vjp`, in jax 0.11 for what is decorated meanwhile."""
+    jax.config.update("jax_custom_vjp3", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_custom_vjp3", False)
+
+
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_vjp3"])
+def test_a_name_that_only_a_forward_rule_gives_counts(kind, request):
     """As attention kernels name what they return; also inside a `shard_map`."""
+    if kind == "custom_vjp3":
+        request.getfixturevalue(kind)
 
     @jax.custom_vjp
     def product(x, w):
@@ -357,6 +418,15 @@ def test_custom_derivatives_stay_and_offload_in_their_rules_is_ours(f, inside):
     got_inside, want = grads(ours, loss(stack))
     for each in (got, got_inside):
         assert_same_bits(each, want)
+
+
+def test_under_custom_vjp3_they_stay_and_say_so_too(custom_vjp3):
+    again = jax.custom_vjp(lambda x, w: stack(x, w))
+    again.defvjp(lambda x, w: jax.vjp(stack, x, w), lambda vjp, ct: vjp(ct))
+    loss = lambda x, w: jnp.sum(again(x, w) ** 2)
+    with pytest.warns(UserWarning, match="in a function with a custom derivative"):
+        got, want = run_each([jax.grad(f, (0, 1)) for f in (offload(loss), loss)], X, W)
+    assert_same_bits(got, want)
 
 
 def test_layers_that_write_to_a_ref_stay():

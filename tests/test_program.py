@@ -214,6 +214,37 @@ def test_however_the_layers_are_divided(gpu, layers, offloaded, fields):
     assert 2 * offloaded * (ONE + STREAM) <= on_host <= 2 * (offloaded + 1) * (ONE + STREAM)
 
 
+@pytest.mark.claim("nested-policies")
+def test_a_scan_that_a_checkpoint_keeps_is_compiled_as_without_the_checkpoint(gpu):
+    policy = Policy({"fc1": "offload"})
+    alone = lambda x, w: scan(layer, x, w, policy=policy)[0]
+    both = [compiled(gpu, gradient(f, (0, 1)), X, weights(LAYERS)) for f in (alone, checkpoint(alone, policy=policy))]
+    plan, nested = (program.memory_analysis() for program in both)
+    assert nested.temp_size_in_bytes == plan.temp_size_in_bytes
+    assert nested.host_temp_size_in_bytes == plan.host_temp_size_in_bytes == LAYERS * ONE
+    copies, nested_copies = ([line.opcode for line in module_of(p) if line.opcode.endswith("-start")] for p in both)
+    assert nested_copies == copies
+
+
+@pytest.mark.claim("nested-policies")
+def test_blocks_of_layers_are_copied_as_a_whole_and_not_within_host_memory(gpu):
+    policy = Policy({"fc1": "offload"})
+    block = lambda x, w: scan(layer, x, w, policy=policy)
+    plain = lambda x, w: lax.scan(in_a_loop(layer, "fc1"), x, w)
+    ours = lambda x, w: scan(block, x, w, policy=policy)[0]
+    reference = lambda x, w: lax.scan(in_a_loop(plain, "fc1"), x, w)[0]
+    program, saved = (compiled(gpu, gradient(f, (0, 1)), X, weights(LAYERS // 2, 2)) for f in (ours, reference))
+    lines = module_of(program)
+    assert list(kernels_on_host_memory(lines)) == []
+    assert program.memory_analysis().host_temp_size_in_bytes == LAYERS * ONE
+    # Of the last block all is resident, and of two others one each is on its way; they are a fraction of the layers.
+    freed = saved.memory_analysis().temp_size_in_bytes - program.memory_analysis().temp_size_in_bytes
+    assert freed >= (LAYERS - 2 * 3) * ONE
+    copies = [line for line in lines if line.opcode == "fusion-start" and line.on_host]
+    assert len(copies) == 4  # there and back, with two blocks per iteration
+    assert len(matmuls(lines)) == len(matmuls(module_of(saved)))
+
+
 @pytest.mark.claim("one-layer-later")
 def test_every_copy_is_dma_and_in_range(lines):
     """XLA knows the offset of each iteration, and does not clamp it."""

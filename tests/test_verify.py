@@ -208,13 +208,26 @@ def test_layers_that_do_not_offload():
 
 
 def test_nested_plans_are_not_judged_by_bytes():
-    inner = lambda x, w: (scan(body, x, w, policy=RULES)[0], None)
-    outer = Policy({"layer_input": "save"}, min_offload_bytes=0)
+    inner = lambda x, w: (scan(body, jnp.cos(tag(x, "outer")), w, policy=RULES)[0], None)
+    outer = Policy({"outer": "save"}, min_offload_bytes=0)
     w = jax.tree.map(lambda a: jnp.stack([a, a]), weights(LAYERS))
     f = lambda x, w: jnp.sum(scan(inner, x, w, policy=outer, strict=False)[0] ** 2)
     found = verify(f, X, w)
     assert found.ok and "plans are nested" in found["conservation"].detail, found
     assert found["gradients"].verdict == "holds"
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_what_an_outer_policy_keeps_of_a_scan_is_judged(blocks):
+    run = lambda x, w: scan(body, x, w, policy=RULES)[0]
+    w = jax.tree.map(lambda a: jnp.stack([a, a]), weights(LAYERS)) if blocks else weights(LAYERS)
+    f = (lambda x, w: scan(lambda x, w: (run(x, w), None), x, w, policy=RULES)[0]) if blocks else None
+    f = f or checkpoint(run, policy=RULES)
+    found = verify(lambda x, w: jnp.sum(f(x, w) ** 2), X, w)
+    assert found.ok and found["gradients"].verdict == found["moves"].verdict == found["producers"].verdict == "holds"
+    if not blocks:  # whose inputs the reference recomputes, but not a scan in a checkpoint
+        assert "keeps the carry of a scan in it" in found["conservation"].detail
+    assert found["conservation"].verdict == ("holds" if blocks else "not checked")
 
 
 def test_an_argument_that_is_offloaded_stays_with_the_caller():

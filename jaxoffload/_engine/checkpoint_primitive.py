@@ -13,7 +13,7 @@ from .. import _jax
 from .._jax import Results, Values, on_host
 from .._policy import Policy
 from .._reference import REASON, is_reference
-from .derivative import cached, derivative, plan_of_jvp
+from .derivative import Around, around, cached, derivative, plan_of_jvp
 from .device_bytes import straight
 from .host_pool_limit import admitted
 from .plan import Override, Plan
@@ -53,8 +53,9 @@ def differentiated(
 
     `roles`, of its constants and then its inputs, are those of `make_plan`.
     """
-    jvp, out_perturbed = derivative(jaxpr, perturbed, False, policy.dots != "recompute")
-    plan, planned = plan_of_jvp(jaxpr, roles, jvp, policy, strict, override)
+    with around(around.value if around.value.layers else Around(policy)):
+        jvp, out_perturbed = derivative(jaxpr, perturbed, False, policy.dots != "recompute")
+        plan, planned = plan_of_jvp(jaxpr, roles, jvp, policy, strict, override)
     plan = dataclasses.replace(plan, notes=(NO_LAYERS, *plan.notes))
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=plan, prevent_cse=prevent_cse)
     return Differentiated(run, out_perturbed, plan, planned.in_avals, sum(perturbed))
@@ -94,6 +95,8 @@ def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], policy: Policy, **para
     make = functools.partial(differentiated, jaxpr, perturbed, policy=policy, **params)
     if is_reference():
         return make(Override("save", REASON))
+    if policy == around.value.policy:
+        return make(Override("save", "what is around it has moved it"))
     made = make()
     if not made.plan.offloads:
         return made

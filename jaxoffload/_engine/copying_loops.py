@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax import (
@@ -35,10 +35,11 @@ from .._jax import (
     dce_jaxpr,
     define,
     evaluate,
+    has_effects,
     on_host,
 )
 from .derivative import cached, looks_for_nans
-from .layer import in_three, prevent_cse_barrier, without_paths
+from .layer import in_three, keeps_some, prevent_cse_barrier, without_paths
 from .segments import Segment, SegmentResiduals, reads_of, those
 from .slow_copies import lower_and_note
 from .source import Source
@@ -487,5 +488,19 @@ def _with_operands(eqn: JaxprEqn, needed: Sequence[bool], used: Sequence[bool]) 
     return call.replace(invars=invars, outvars=select(eqn.outvars, used), source_info=eqn.source_info, ctx=eqn.ctx)
 
 
-forward_p, run_forward = _pass(FORWARD, _forward, _batch_forward, dce=_without_unused)
+def _in_a_checkpoint(saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: JaxprEqn) -> Any:
+    """Keep what the loop keeps if `saveable`, the policy of a checkpoint around it, keeps some of it; else run the loop
+    again in the backward pass. JAX keeps the results of what has effects.
+
+    The layers of another scan would copy its stacks from the host to the host: `scan` has no such loop there.
+    """
+    results = len(eqn.outvars)
+    layers = [segment.layer for segment in eqn.params["loops"].segments]
+    if not any(unknown) and (has_effects(eqn) or any(keeps_some(saveable, layer) for layer in layers)):
+        return eqn, None, [False] * results, [False] * results, []
+    residuals = [v for v, there in zip(eqn.invars, instantiated, strict=True) if isinstance(v, Var) and not there]
+    return None if any(unknown) else eqn, eqn, [any(unknown)] * results, [True] * results, residuals
+
+
+forward_p, run_forward = _pass(FORWARD, _forward, _batch_forward, dce=_without_unused, partial_eval=_in_a_checkpoint)
 backward_p, run_backward = _pass("jaxoffload_backward", _backward, _batch_backward)

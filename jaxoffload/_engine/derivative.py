@@ -5,7 +5,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,17 @@ from .plan import Override, Plan, decide, dots_matched_nothing, make_plan
 from .values import mark_dots
 
 
+class Around(NamedTuple):
+    """What stands around what is differentiated: a policy, and whether it is that of layers (`scan`, `chain`)."""
+
+    policy: Policy | None = None
+    layers: bool = False
+
+
+# Part of every trace cache's key, as is `scope`. What a checkpoint keeps in the layers of a scan, the layers keep.
+around = jax.make_user_context(Around())
+
+
 def looks_for_nans() -> bool:
     """Whether JAX looks for NaNs or infinities in eager results: then uninitialised arrays must not hold any."""
     return jax.config.jax_debug_nans or jax.config.jax_debug_infs
@@ -28,7 +39,7 @@ def looks_for_nans() -> bool:
 def cached[T](make: Callable[..., T]) -> Callable[..., T]:
     """Cache `make` per first argument, by weak reference, so that an eager loop over layers plans and traces once.
 
-    The reference, and programs in which JAX looks for NaNs, have results of their own.
+    The reference, programs in which JAX looks for NaNs, and what is inside of layers have results of their own.
 
     The first argument is a jaxpr, something else that is hashed by its identity, or a tuple that begins with one, such
     as a `Body`. The result must not refer to it.
@@ -39,7 +50,7 @@ def cached[T](make: Callable[..., T]) -> Callable[..., T]:
     def cached_make(of: Any, *args: Any, **kwargs: Any) -> T:
         lives, *rest = of if isinstance(of, tuple) else (of,)
         results = memory.setdefault(lives, {})
-        key = is_reference(), looks_for_nans(), *rest, *args, *sorted(kwargs.items())
+        key = is_reference(), looks_for_nans(), around.value, *rest, *args, *sorted(kwargs.items())
         if key not in results:
             results[key] = make(of, *args, **kwargs)
         return results[key]

@@ -1,7 +1,7 @@
 """The plans of a gradient: which of them decide, which only run again, and what other checkpoints stand around them."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -9,6 +9,7 @@ from jax.extend.core.primitives import name_p, remat_p
 
 from .._jax import nbytes
 from .._policy import Policy
+from .copying_loops import backward_p, forward_p
 from .interleaved import OUR_LOOPS, interleaved_p, loops_of
 from .layer import plan_of
 from .plan import Plan
@@ -23,6 +24,7 @@ class Plans:
       plans: in the order of the layers.
       rows: their rows, by the name that the plan wrote.
       recomputed: for each such name, in how many layers the backward pass recomputes its value, and bytes in all.
+      kept: a checkpoint keeps what a scan in it keeps.
       overlap: a plan is nested in another, or in another's loop.
       rerun: a foreign checkpoint reruns a plan.
       others: a foreign checkpoint keeps or reruns something.
@@ -32,7 +34,10 @@ class Plans:
 
     def __init__(self, jaxpr: Jaxpr, reruns_too: bool = True):
         """`reruns_too`: with the plans that the backward pass runs again for checkpoints other than theirs."""
-        every = [_met(site) for site in walk(jaxpr, bodies_of_gradient)]
+        sites = list(walk(jaxpr, bodies_of_gradient))
+        run_again = (site.eqn for site in sites if site.eqn.primitive is forward_p and _checkpoints(site))
+        again = {plan for eqn in run_again for plan in plans_of(eqn)}
+        every = [_met(site, again) for site in sites]
         met = [m for m in every if reruns_too or not m.first_foreign]
         plans = [(plan, m.owner, m.loops) for m in met for plan in m.plans]
         # A nested plan decides when the backward pass runs it again, not what that finds.
@@ -42,6 +47,7 @@ class Plans:
         self.plans = [plan for plan in reversed(outermost) if plan not in nested]
         self.rows = {row.plan_name: row for plan in self.plans for row in plan.rows}
         self.recomputed = _recomputed(met)
+        self.kept = any(m.is_kept for m in met)
         self.overlap = bool(nested) or any(loops and plan not in loops for plan, _, loops in plans)
         self.rerun = reruns_too and any(m.plans and m.foreign for m in met)
         keeps = (m for m in met if _is_foreign(m.site.eqn) and m.site.eqn.params["policy"] is not None)
@@ -51,7 +57,10 @@ class Plans:
 
 
 class _Met(NamedTuple):
-    """An equation of a gradient: the plans that it runs, and what is around it."""
+    """An equation of a gradient: the plans that it runs, and what is around it.
+
+    Around the backward loop of a scan that a checkpoint keeps, that checkpoint does not count.
+    """
 
     site: Site
     plans: list[Plan]
@@ -59,13 +68,25 @@ class _Met(NamedTuple):
     loops: list[Plan]  # of the innermost loop of ours
     foreign: bool  # whether some checkpoint has no plan
     first_foreign: bool  # whether the outermost checkpoint has none
+    is_kept: bool  # whether it belongs to a scan that a checkpoint around it keeps
 
 
-def _met(site: Site) -> _Met:
-    checkpoints = [_checkpoint_plan(e) for e in site.enclosing if _is_foreign(e) or _checkpoint_plan(e)]
+def _met(site: Site, again: Collection[Plan]) -> _Met:
+    """`again`: the plans of scans that run again inside a checkpoint."""
+    at = [*site.enclosing, site.eqn]
+    kept = (n for n, e in enumerate(at) if e.primitive is backward_p and not any(p in again for p in plans_of(e)))
+    first = next(kept, 0)
+    is_kept = bool(_checkpoints(site._replace(enclosing=site.enclosing[:first])))
+    site = site._replace(enclosing=site.enclosing[first:])
+    checkpoints = _checkpoints(site)
     loops = [e for e in site.enclosing if e.primitive in OUR_LOOPS]
     owner, around = next(filter(None, checkpoints), None), plans_of(loops[-1]) if loops else []
-    return _Met(site, plans_of(site.eqn), owner, around, None in checkpoints, checkpoints[:1] == [None])
+    return _Met(site, plans_of(site.eqn), owner, around, None in checkpoints, checkpoints[:1] == [None], is_kept)
+
+
+def _checkpoints(site: Site) -> list[Plan | None]:
+    """Return the plans of the checkpoints around an equation that the backward pass runs; None for one without."""
+    return [_checkpoint_plan(e) for e in site.enclosing if _is_foreign(e) or _checkpoint_plan(e)]
 
 
 def bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:

@@ -11,17 +11,20 @@ from typing import Any, NamedTuple
 from typing import Literal as OneOf
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core.primitives import name_p
 
 from .._jax import UndefinedPrimal, backward_pass, instantiate_zeros, partial_eval_jaxpr_nounits
-from .._names import PlanName
+from .._names import Name, PlanName
 from .._policy import VERDICT, Policy
 from .branch_slots import is_residual, separate_slots
-from .derivative import cached, derivative, plan_of_jvp
+from .derivative import Around, around, cached, derivative, plan_of_jvp
 from .device_bytes import Straight, straight
 from .plan import Override, Plan
 from .source import Source, follow, is_its_operand, source_of
+from .values import DOT
 
 # What happens to a residual between the passes. An "operand" (a constant, or a slice of xs) is read again; one that is
 # the same in every layer is kept "once"; any other goes to the "host" or stays on the "device".
@@ -195,7 +198,8 @@ def linearize(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: b
     `perturbed` must be closed: a carry that comes out perturbed goes in perturbed (`perturbed_carry`).
     """
     jvp, out_perturbed = derivative_of(body, perturbed, policy)
-    plan, planned = plan_of_jvp(body.jaxpr, body.roles, jvp, policy, strict, override)
+    with around(Around(policy, layers=True)):
+        plan, planned = plan_of_jvp(body.jaxpr, body.roles, jvp, policy, strict, override)
     in_place: Any = _InPlace(plan)
     # prevent_cse=False: the passes are two loops, or `prevent_cse_barrier` is between them. A barrier in a loop would
     # only keep slices out of kernels.
@@ -211,10 +215,30 @@ def linearize(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: b
     return Layer(body.consts, body.carry, forward, linear, kept, plan, perturbed, out_perturbed, weakly)
 
 
+def keeps_some(policy: Any, layer: Layer) -> bool:
+    """Whether the policy of a checkpoint around a scan keeps any of the floating-point values that its layers keep.
+
+    It is asked as JAX asks it about the equations of a nested function: by names. Integers, which a `Policy` always
+    saves, do not count: a layer's values are kept all or none.
+    """
+    asked = plan.policy if (plan := plan_of(policy)) else policy
+    stored = [k for k in layer.kept if k.place != "operand"]
+    avals = layer.forward.out_avals[len(layer.forward.out_avals) - len(stored) :]
+
+    def keeps(name: Name, aval: Any) -> bool:
+        if name == DOT:
+            return isinstance(asked, Policy) and asked.dots != "recompute"
+        return asked(name_p, aval, name=str(name)) not in (False, VERDICT["recompute"])
+
+    floating = ((k, aval) for k, aval in zip(stored, avals, strict=True) if jnp.issubdtype(aval.dtype, jnp.inexact))
+    return any(keeps(name, aval) for k, aval in floating for of in k.source.names for name in of.names)
+
+
 def derivative_of(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:
     """The JVP of a body, and which results have tangents: a carry that goes in with one comes out with one."""
     ys = len(body.jaxpr.outvars) - body.carry
-    return derivative(body.jaxpr, perturbed, (*body.split(perturbed)[1], *[False] * ys), policy.dots != "recompute")
+    with around(Around(policy, layers=True)):
+        return derivative(body.jaxpr, perturbed, (*body.split(perturbed)[1], *[False] * ys), policy.dots != "recompute")
 
 
 def perturbed_carry(body: Body, perturbed: Sequence[bool], policy: Policy) -> tuple[bool, ...]:

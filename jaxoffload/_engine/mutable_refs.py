@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr
-from jax.extend.core.primitives import custom_vjp_call_p
 from jax.ref import AbstractRef
 
+from .._jax import VJP_RULES
 from .._policy import Policy, PolicyError
 from .plan import all_names
 from .walk import walk
@@ -28,7 +28,7 @@ def by_jax(jaxprs: Sequence[Jaxpr], policy: Policy, strict: bool, prevent_cse: b
     custom rule's names are not known here; with one in a function, nothing is checked.
     """
     seen = set().union(*map(all_names, jaxprs))
-    rules = any(site.eqn.primitive is custom_vjp_call_p for jaxpr in jaxprs for site in walk(jaxpr))
+    rules = any(site.eqn.primitive.name in VJP_RULES for jaxpr in jaxprs for site in walk(jaxpr))
     problems = policy.unmatched(seen) if strict and not rules else []
 
     def refuse(*_: Any, **__: Any) -> Any:

@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import custom_jvp_call_p, custom_vjp_call_p, name_p
+from jax.extend.core.primitives import name_p
 
 from .._errors import Problem
-from .._jax import nbytes
+from .._jax import CUSTOM_RULES, nbytes
 from .._megatron import MODULES
 from .._names import PlanName, read_names, read_plan_name
 from .._policy import VERDICT, Decision, Policy, PolicyError
@@ -284,7 +284,7 @@ def _notes(values: list[Value], policy: Policy, primal: Jaxpr | None, no_dots: b
         notes.append(dots_matched_nothing(policy))
     kept = {n.text for v in values for n in v.names}
     for site in walk(primal) if primal else ():
-        if any(eqn.primitive in (custom_jvp_call_p, custom_vjp_call_p) for eqn in site.enclosing):
+        if any(eqn.primitive.name in CUSTOM_RULES for eqn in site.enclosing):
             notes += [
                 f"{name!r} is only named where a custom derivative rule replaces it, and is not a residual"
                 for name in sorted(_names_of(site.eqn) - kept)

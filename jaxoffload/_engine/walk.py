@@ -9,12 +9,13 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import cond_p, scan_p
 
-from .._jax import CALLS, SHARD_MAP, partial_eval_rules
+from .._jax import CALLS, CUSTOM_RULES, FORWARD, SHARD_MAP, partial_eval_rules, traced_function
 
 
 def nested(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return all jaxprs among an equation's parameters, those that autodiff replaces or ignores included."""
     trees = [value for value in eqn.params.values() if type(value) not in _LEAVES and not _is_shape(value)]
+    trees += [traced_function(eqn)] if eqn.primitive.name in CUSTOM_RULES else []
     return [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, Jaxpr)] if trees else []
 
 
@@ -33,7 +34,7 @@ def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
 
 def placed_bodies(eqn: JaxprEqn) -> Iterator[tuple[tuple[str, int], Jaxpr]]:
     """Yield `bodies`, each with its place among the equation's parameters."""
-    if eqn.primitive not in partial_eval_rules and eqn.primitive.name not in CALLS:
+    if eqn.primitive.name == FORWARD or (eqn.primitive not in partial_eval_rules and eqn.primitive.name not in CALLS):
         return
     for key, value in eqn.params.items():
         for k, body in enumerate(value if isinstance(value, (tuple, list)) else [value]):

@@ -96,6 +96,8 @@ def _cannot_be_told(target: Target, reference: Residuals) -> str:
         return "branches of a cond share a residual in the reference, and not where one moves"
     if target.plans.overlap:
         return "plans are nested, and in the reference the outer one keeps more"
+    if target.plans.kept:
+        return "a checkpoint keeps the carry of a scan in it, which the reference recomputes"
     transfers = list(host_transfers(target.reference_jaxpr))
     return f"{len(transfers)} {REFERENCE_MOVES_TOO}" if transfers else ""
 

@@ -39,7 +39,8 @@ def verify(
     2. `conservation`: every byte that leaves the device appears on the host: exactly, in the jaxpr; on a GPU also in
        XLA's memory plan and (from the command line) in measured peaks, within one layer and a stated tolerance. Of a
        step this is known only where it calls `accumulate`, once: of the two microbatches that are there at a time, or
-       of those in flight on pipeline stages.
+       of those in flight on pipeline stages. Not checked where a checkpoint keeps what a scan in it keeps: the
+       reference recomputes that scan's carry.
     3. `moves`: only values marked offload, or values that were on the host before, are moved there. Where policies
        other than jaxoffload's decide: only named values that are neither arguments nor weights.
     4. `producers`: saved and offloaded values are not recomputed. Not checked where other checkpoints than

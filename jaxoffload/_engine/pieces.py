@@ -7,6 +7,7 @@ variable that a piece reads is among its results too, so that the cotangent that
 
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -239,6 +240,7 @@ class _State:
 
 def _moved(jaxpr: Jaxpr, value: Any) -> tuple[Any, list[JaxprEqn]]:
     """The value of a jaxpr that is moved to another one, and the equations that do so, in jitted functions too."""
+    size = lambda atom: math.prod(atom.aval.shape)
     made: dict[Any, Any] = {v: (eqn, number) for eqn in jaxpr.eqns for number, v in enumerate(eqn.outvars)}
     eqns: list[Any] = []
     while isinstance(value, Var) and value in made:
@@ -250,7 +252,7 @@ def _moved(jaxpr: Jaxpr, value: Any) -> tuple[Any, list[JaxprEqn]]:
                 break
             eqns += moves
             value = eqn.invars[inside.invars.index(before)]
-        elif eqn.primitive.name in MOVES and eqn.invars[0].aval.size == value.aval.size:
+        elif eqn.primitive.name in MOVES and size(eqn.invars[0]) == size(value):
             eqns.append(eqn)
             value = eqn.invars[0]
         else:

@@ -85,7 +85,7 @@ def accumulate(
       PolicyError, NotImplementedError: as in `scan`.
       HostPoolFull: the pinned host pool cannot hold what two microbatches offload, or the stacks of those on a stage.
       ValueError, NotImplementedError: `stages` is not an axis of the mesh, whose axes are Auto, or the
-        layers cannot be dealt.
+        layers cannot be dealt, or would wait for other stages for ever, which may be known only when XLA has compiled.
 
     Example:
       >>> import jax, jax.numpy as jnp

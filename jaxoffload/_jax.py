@@ -11,8 +11,9 @@ import importlib
 import math
 import re
 import sys
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,7 @@ PARTS = {"slice", "dynamic_slice", "gather"}
 # Kernels that XLA fuses nothing with; memory bounds them.
 COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "ragged_all_to_all"}
 COLLECTIVES |= {"reduce_scatter", "ppermute"}
+_ABOUT_AXES = {"axis_index", "pvary"}  # about axes, and nothing is sent
 ALONE = {"sort", "top_k", "cumsum"} | COLLECTIVES
 # Some of an operand is written in place: the number of the operand that says how much.
 IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
@@ -175,6 +177,13 @@ def without_remat3[**P, T](f: Callable[P, T]) -> Callable[P, T]:
     return without
 
 
+def axes_named(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The axes of meshes that a collective is over; none for other equations."""
+    axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+    named = (axes,) if isinstance(axes, str) else axes if isinstance(axes, tuple | list) else ()
+    return () if eqn.primitive.name in _ABOUT_AXES else tuple(axis for axis in named if isinstance(axis, str))
+
+
 def where_written(eqn: JaxprEqn) -> str:
     """The file and line of the user's that an equation stands for, with its function."""
     return source_info_util.summarize(eqn.source_info)
@@ -196,20 +205,59 @@ def has_effects(eqn: JaxprEqn) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
-# --- The program and the options of the compilation whose end `jax.monitoring` reports. It tells a listener the name of
-# the function alone; the rest are local variables of the function of JAX that reports. Reading them changes nothing.
+# --- The compilation whose end `jax.monitoring` reports. It tells a listener the name of the function alone; the rest
+# are local variables of the function of JAX that reports. Reading them changes nothing. What a listener raises, whoever
+# compiles the program gets, before it runs.
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-COMPILATION = ("computation", "compiler_options_kvs")  # the module; the options of `jax.jit` and of `.compile()`
+COMPILATION = ("computation", "compiler_options_kvs", "xla_executable")
 
 
-def this_compilation() -> tuple[Any, dict[str, Any]] | None:
-    """The module that was compiled, and its compiler options, for a listener; None where this JAX hides them."""
+class Compilation(NamedTuple):
+    """A module, as it was lowered; the options of `jax.jit` and of `.compile()`; and what XLA made of it."""
+
+    module: Any
+    options: dict[str, Any]
+    executable: Any
+
+    @property
+    def text(self) -> str:
+        """The compiled program, as `as_text()` of it."""
+        return "\n".join(module.to_string() for module in self.executable.hlo_modules())
+
+
+Look = Callable[[Compilation], None]
+_looks: weakref.WeakKeyDictionary[Any, set[Look]] = weakref.WeakKeyDictionary()
+
+
+def when_compiled(ctx: Any, look: Look) -> None:
+    """Call `look` each time that the module is compiled whose lowering rules have this context. It may raise.
+
+    A lowering rule knows neither the options, which may come with `.lower(...).compile(compiler_options=...)`, nor what
+    XLA will make of the module.
+    """
+    _listen()
+    _looks.setdefault(ctx.module_context.module, set()).add(look)
+
+
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_duration_secs_listener(_compiled)
+
+
+def _compiled(event: str, *_: Any, **__: Any) -> None:
+    if event == COMPILED and _looks and (compilation := this_compilation()):
+        for look in _looks.get(compilation.module, ()):
+            look(compilation)
+
+
+def this_compilation() -> Compilation | None:
+    """The compilation that ended, for a listener; None where this JAX hides it."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         if all(name in frame.f_locals for name in COMPILATION):
-            module, options = (frame.f_locals[name] for name in COMPILATION)
-            return module, dict(options)
+            module, options, executable = (frame.f_locals[name] for name in COMPILATION)
+            return Compilation(module, dict(options), executable)
     return None
 
 

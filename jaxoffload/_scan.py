@@ -190,7 +190,14 @@ def _traced_on_a_stage(axis: str, lax_scan: Callable[..., Any], init: Any, xs: A
         try:
             jaxpr = jax.make_jaxpr(lax_scan)(*jax.tree.map(shape, (init, xs)))
         except Exception as error:
-            return OnStage(error)
+            why = str(error).partition("\n")[0]
+            refused = NotImplementedError(
+                f"accumulate: stages={axis!r}: the layers cannot be traced as a stage runs them, in a shard_map over "
+                f"{axis!r}: {why}; leave {axis!r} out of their shardings, and make each shard_map in the layer, "
+                "without mesh"
+            )
+            refused.__cause__ = error
+            return OnStage(refused)
         return OnStage(_alone(jaxpr.eqns[the_scan(jaxpr)]))
 
 

@@ -275,7 +275,11 @@ def open_source(config: Config, made: Program, fingerprint: dict[str, str] | Non
 
 
 def compile_step(made: Program) -> jax.stages.Compiled:
-    """Compile the training step, which takes over the memory of its state."""
+    """Compile the training step, which takes over the memory of its state.
+
+    Raises:
+      ConfigError: XLA has the stages of this mesh wait for each other for ever.
+    """
     state = shardings_of(made.state)
     step = jax.jit(
         made.step,
@@ -284,7 +288,11 @@ def compile_step(made: Program) -> jax.stages.Compiled:
         donate_argnums=0,
         compiler_options=jaxoffload.compiler_options(),
     )
-    return step.lower(made.state, made.tokens).compile()
+    lowered = step.lower(made.state, made.tokens)
+    try:
+        return lowered.compile()
+    except NotImplementedError as why:
+        raise config_error("mesh", dict(made.tokens.sharding.mesh.shape), f"cannot run: {why}") from why
 
 
 class Run(NamedTuple):

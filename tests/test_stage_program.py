@@ -197,3 +197,17 @@ def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_st
         for point in (curve[0], curve[-1]):
             found, planned = make(budget=point.bytes), _compiled.compiled_bytes(step, args, point.policy)
             assert planned == pytest.approx(found.memory.total, rel=1 / 8)
+
+
+def rolling(x, w):
+    x = tag(x, "x")
+    return x + jnp.roll(jax.nn.silu(tag(x @ w, "fc1")), 1, 0), None
+
+
+def test_layers_that_would_wait_for_other_stages_are_refused(gpu, monkeypatch):
+    monkeypatch.setitem(globals(), "layer", rolling)
+    program, _ = lowered(2, 1, data=2)
+    with pytest.raises(
+        NotImplementedError, match=r"\(collective-permute for jit\(_roll_static\)/.* XLA has all devices"
+    ):
+        program.compile()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ import pytest
 from common import assert_same_bits, fast_compiles, normal, run
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 from test_accumulate import RULES, assert_outlined, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
 from jaxoffload import HostPoolFull, Policy, accumulate, compiler_options, scan, tag, verify
+from jaxoffload._engine import stage_collectives
 from jaxoffload._engine.chunk import Chunks
 from jaxoffload._engine.interleaved import is_staged
 from jaxoffload._engine.last_rows import Cut, cut
@@ -32,6 +35,7 @@ from models.reading import ConfigError
 from models.report import report
 from models.sharding import make_mesh
 from models.step import program, shardings_of
+from models.train import compile_step
 
 DIM, WORDS, LAYERS = 8, 11, 8
 PARAMS = params_of(LAYERS)
@@ -348,6 +352,160 @@ REFUSED = {
 def test_what_cannot_be_staged_is_refused_before_anything_is_compiled(loss, how, error, words):
     with pytest.raises(error, match=f"^accumulate: .*{words}"):
         on_mesh(accumulate(loss, **{"stages": "stage", **how}), (2, 1, 1), (PARAMS, X))
+
+
+def in_parts(f, into=("data",), **how):
+    """`f` in a shard_map over the axis data. It is made where it is called: JAX keeps the mesh of the first call."""
+    how = {"in_specs": P("data"), "out_specs": P(*into), "axis_names": {"data"}, "check_vma": False, **how}
+    return lambda h: jax.shard_map(f, **how)(h)
+
+
+def divided(x, *spec):
+    return lax.with_sharding_constraint(x, P(*spec))
+
+
+def layers_with(communicate, tail=lambda y: y):
+    """A loss whose layers, and what is behind them, pass rows that `data` divides between devices."""
+
+    def step(x, w):
+        x = divided(tag(x, "x"), "data")
+        return x + divided(communicate(jnp.tanh(tag(x @ w, "fc1"))), "data"), None
+
+    policy = Policy({"x": "offload", "fc1": "offload"}, min_offload_bytes=0)
+    return lambda w, x: jnp.mean(tail(divided(scan(step, x, w, policy=policy)[0], "data")) ** 2)
+
+
+def in_three():
+    return jax.make_mesh((2, 2, 2), ("stage", "data", "tensor"), (AxisType.Auto,) * 3)
+
+
+def on_stages_and_data(loss, microbatches=1, **how):
+    """The function of `accumulate` on two stages of four devices, with its arguments; a context."""
+    mesh = in_three()
+    w = jax.device_put(normal(0, (4, DIM, DIM)) / 5, NamedSharding(mesh, P("stage")))
+    x = jax.device_put(normal(1, (microbatches, 8, DIM)), NamedSharding(mesh, P(None, "data")))
+    return jax.jit(accumulate(loss, stages="stage", **how)), (w, x), jax.set_mesh(mesh)
+
+
+def in_groups_of_devices(h):
+    """All collectives that XLA:CPU has, but for one."""
+    exchange = lambda h, *axes: lax.all_to_all(h, "data", *axes, tiled=True)
+    h = in_parts(lambda h: exchange(jnp.sin(exchange(h, 1, 0)), 0, 1))(h)
+    h = in_parts(lambda h: lax.psum_scatter(lax.all_gather(h, "data", tiled=True), "data", tiled=True))(h)
+    return in_parts(lambda h: h + lax.pmean(h, "data"))(h)
+
+
+def ring(h):
+    return in_parts(lambda h: lax.ppermute(h, "data", [(0, 1), (1, 0)]))(h)
+
+
+def behind(y):
+    """What all devices run together may have a branch, too."""
+    return lax.cond(jnp.sum(y) < 1e9, lambda y: jnp.roll(y, 1, 0) * ring(y), lambda y: y, y)
+
+
+@pytest.mark.claim("stages")
+@pytest.mark.usefixtures("compiled_fast")
+@pytest.mark.parametrize(
+    "communicate, how",
+    [
+        pytest.param(in_groups_of_devices, {}, id="gradients", marks=pytest.mark.slow),
+        pytest.param(lambda h: ring(jnp.roll(in_groups_of_devices(h), 1, 0)), {"forward_only": True}, id="forward"),
+    ],
+)
+def test_layers_that_communicate_within_a_stage(communicate, how):
+    loss = layers_with(communicate, behind)
+    step, args, on_mesh = on_stages_and_data(loss, microbatches=2, **how)
+    with on_mesh:
+        got, expected = step(*args), jax.jit(accumulate(loss, **how))(*args)
+    assert_close(jax.device_get(got), jax.device_get(expected))
+
+
+@jax.custom_vjp
+def ring_backward(h):
+    return h * 2
+
+
+ring_backward.defvjp(lambda h: (h * 2, None), lambda _, ct: (ring(ct),))
+REFUSED_AS_TRACED = {
+    "ring": (ring, {}, r"a layer calls ppermute over 'data' \(.*test_stages\.py:\d+.*XLA has all devices meet"),
+    "ring, backward alone": (ring_backward, {}, "a layer calls ppermute over 'data'"),
+    **{
+        f"over the stages{', forward' * forward}": (
+            in_parts(lambda h: lax.psum(h, "stage"), in_specs=P(), out_specs=P(), axis_names={"stage"}),
+            {"forward_only": forward},
+            "a layer calls psum over 'stage' .* different layers, for different microbatches; .* not over 'stage'",
+        )
+        for forward in (False, True)
+    },
+    "with a mesh": (
+        lambda h: in_parts(jnp.sin, mesh=in_three())(h),
+        {},
+        "cannot be traced.* in the layer, without mesh",
+    ),
+    "divided over the stages": (lambda h: divided(h, "stage"), {}, "leave 'stage' out of their shardings"),
+}
+
+
+@pytest.mark.claim("stages")
+@pytest.mark.parametrize("communicate, how, words", REFUSED_AS_TRACED.values(), ids=REFUSED_AS_TRACED)
+def test_layers_that_would_wait_for_other_stages_are_refused_as_they_are_traced(communicate, how, words):
+    step, args, on_mesh = on_stages_and_data(layers_with(communicate), **how)
+    with on_mesh, pytest.raises(NotImplementedError, match=f"^accumulate: stages='stage': .*{words}"):
+        step.lower(*args)
+
+
+def shifted(h):
+    return jnp.concatenate([jnp.zeros_like(h[:1]), h[:-1]])
+
+
+REFUSED_AS_COMPILED = {
+    "roll": (lambda h: jnp.roll(h, 1, 0), r"for jit\(_roll_static\)/"),
+    "causal shift": (shifted, "for "),
+    "over another axis": (lambda h: jnp.sin(divided(h, "tensor")), "for sharding_constraint"),
+    "uneven": (lambda h: jnp.pad(divided(h[:5] * 2, "data"), ((0, 3), (0, 0))), "for "),
+    "at the border of a shard_map": (
+        lambda h: jnp.concatenate([in_parts(lambda h: lax.psum(h, "data"), into=())(h)] * 2),
+        "for ",
+    ),
+}
+
+
+@pytest.mark.claim("stages")
+@pytest.mark.usefixtures("compiled_fast")
+@pytest.mark.parametrize(
+    "communicate, words",
+    [
+        pytest.param(*it, id=name, marks=[pytest.mark.slow] * (name != "roll"))
+        for name, it in REFUSED_AS_COMPILED.items()
+    ],
+)
+def test_layers_that_would_wait_for_other_stages_are_refused_as_they_are_compiled(communicate, words):
+    """Nothing runs: it would hang, and XLA would end the process."""
+    step, args, on_mesh = on_stages_and_data(layers_with(communicate))
+    refused = rf"^accumulate: stages: XLA sends arrays of a layer .*collective-permute {words}.*; XLA has all devices"
+    with on_mesh, pytest.raises(NotImplementedError, match=refused):
+        step.lower(*args).compile()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_fast")
+def test_whoever_compiles_it_is_told(monkeypatch):
+    """Jitted or not, `verify`, and the training program, as one line. Without the mend this runs, and nothing hangs."""
+    loss = layers_with(jnp.sin)
+    monkeypatch.setattr(stage_collectives, "in_branches", lambda text: {"collective-permute": ["roll"]})
+    step, args, on_mesh = on_stages_and_data(loss)
+    told = lambda: pytest.raises(NotImplementedError, match=r"\(collective-permute for roll\); XLA has all devices")
+    with on_mesh:
+        for run in step, accumulate(loss, stages="stage"), lambda w, x: verify(lambda w, x: w - step(w, x)[1], w, x):
+            with told():
+                run(*args)
+        state, tokens = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in args)
+        made = types.SimpleNamespace(step=lambda w, x: (step(w, x)[1], {}), state=state, tokens=tokens)
+        with pytest.raises(
+            ConfigError, match=r"^mesh = {'stage': 2, 'data': 2, 'tensor': 2}: cannot run: accumulate: stages: XLA"
+        ):
+            compile_step(made)
 
 
 @pytest.mark.usefixtures("compiled_fast")

@@ -20,6 +20,7 @@ from .passes import Values
 from .pipeline import Pipeline, mapped, ys_of_all
 from .schedule import TICK, Schedule
 from .stage import from_stage, rows, sent
+from .stage_collectives import refuse_traced
 from .staged_loss import StagedLoss
 
 
@@ -32,6 +33,7 @@ class _State(NamedTuple):
 
 def run(loss: StagedLoss, arguments: Callable[[Any], Values], schedule: Schedule, axis: str) -> list[Any]:
     """The results of the loss for all microbatches, stacked. The arguments are those of `pipeline.run`."""
+    refuse_traced(axis, (segment.jaxpr for segment in loss.chunks.loops.segments), branches=False)
     pipeline = Pipeline(loss, schedule, axis, arguments)
     before = jax.make_jaxpr(lambda: loss.before(arguments(0)))().out_avals
     ys = ys_of_all(pipeline)

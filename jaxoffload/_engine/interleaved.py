@@ -27,13 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from .._jax import IN_TURN, Call, Results, convert_constvars_jaxpr, define
-from .copying_loops import DifferentiatedTwice, Loops, backward_p, filled, forward_p, jitted
+from .._jax import IN_TURN, Call, Results, convert_constvars_jaxpr, define, when_compiled
+from .copying_loops import DifferentiatedTwice, Loops, backward_p, filled, forward_p
 from .lone_pass import Spare
 from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, completed, forward, stacks_of
 from .pieces import Straight
 from .schedule import Schedule
 from .slow_copies import lower_and_note
+from .stage_collectives import refuse_compiled
 
 Make = Callable[[], Program]
 
@@ -195,14 +196,23 @@ def _batch(primitive: Call, axis: Any, args: Sequence[Any], dims: Sequence[Any],
     return outs, [0] * len(outs)
 
 
+_noting = lower_and_note(lambda *, loops, **_: any(segment.on_host for pass_ in loops for segment in pass_.segments))
+
+
+def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    if params["schedule"] is not None:
+        when_compiled(ctx, refuse_compiled)
+    return _noting(ctx, *operands, **params)
+
+
 _interleaved_p, _in_turn_p = Call("jaxoffload_interleaved"), Call(IN_TURN)
 in_turn_p = define(_in_turn_p, jvp=_refuse, batch=functools.partial(_batch, _in_turn_p))  # for `plan` alone
 interleaved_p = define(
     _interleaved_p,
-    eager=lambda *args, call_jaxpr, **_: jitted(call_jaxpr)(*args),
+    eager=lambda *args, **params: jax.jit(functools.partial(_interleaved_p.bind, **params))(*args),
     jvp=_refuse,
     batch=functools.partial(_batch, _interleaved_p),
-    lower=lower_and_note(lambda *, loops, **_: any(segment.on_host for pass_ in loops for segment in pass_.segments)),
+    lower=_lower,
 )
 
 

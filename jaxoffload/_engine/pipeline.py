@@ -32,6 +32,7 @@ from .pieces import Moved
 from .repeated import repeated
 from .schedule import TICK, Schedule, Tick
 from .stage import Given, Held, run_tick
+from .stage_collectives import refuse_traced
 from .staged_loss import StagedLoss
 
 
@@ -66,6 +67,8 @@ def run(
     """
     pipeline = Pipeline(loss, schedule, axis, arguments)
     shapes = _shapes(pipeline)
+    passes = loss.chunks.loops, shapes.loops
+    refuse_traced(axis, (segment.jaxpr for loops in passes for segment in loops.segments))
     step = jax.named_scope(TICK)(functools.partial(_step, pipeline, shapes.loops))
     steady, period = schedule.steady, schedule.slots
     rounds = len(steady) // period

@@ -1,22 +1,14 @@
-"""Warn when a program that offloads was compiled for an NVIDIA GPU without the options that let its copies overlap.
-
-A lowering rule cannot know them: options may come later, with `.lower(...).compile(compiler_options=...)`. So the rule
-notes that the module offloads, and a listener of `jax.monitoring` looks at the options when a module is compiled.
-"""
+"""Warn when a program that offloads was compiled for an NVIDIA GPU without the options that let its copies overlap."""
 
 import contextlib
-import functools
 import os
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from .._errors import NOT_THE_USERS
-from .._jax import COMPILED, lower_call, this_compilation
+from .._jax import Compilation, lower_call, when_compiled
 
 _PLATFORM = "cuda"
 _OF_GPUS = "xla_gpu_"  # whoever gives one of XLA's options for GPUs has chosen
@@ -26,7 +18,6 @@ _WARNING = (
     "it with jax.jit(step, compiler_options=jaxoffload.compiler_options()), or set XLA_FLAGS to "
     "jaxoffload.xla_flags('copies.pbtxt') where a framework calls jax.jit"
 )
-_offloading: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that are lowered and not compiled yet
 
 
 def lower_and_note(offloads: Callable[..., bool]) -> Callable[..., Any]:
@@ -34,8 +25,7 @@ def lower_and_note(offloads: Callable[..., bool]) -> Callable[..., Any]:
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         if _PLATFORM in ctx.module_context.platforms and offloads(**params):
-            _listen()
-            _offloading.add(ctx.module_context.module)
+            when_compiled(ctx, _warn)
         return lower_call(ctx, *operands, **params)
 
     return lower
@@ -49,17 +39,7 @@ def untold() -> Iterator[None]:
         yield
 
 
-@functools.cache
-def _listen() -> None:
-    jax.monitoring.register_event_duration_secs_listener(_look)
-
-
-def _look(event: str, *_: Any, **__: Any) -> None:
-    if event != COMPILED or not _offloading or not (compilation := this_compilation()):
-        return
-    module, options = compilation
-    if module not in _offloading:
-        return
-    _offloading.discard(module)
-    if _FLAG not in os.environ.get("XLA_FLAGS", "") and not any(name.startswith(_OF_GPUS) for name in options):
+def _warn(compilation: Compilation) -> None:
+    of_gpus = any(name.startswith(_OF_GPUS) for name in compilation.options)
+    if not of_gpus and _FLAG not in os.environ.get("XLA_FLAGS", ""):
         warnings.warn(_WARNING, skip_file_prefixes=NOT_THE_USERS)

@@ -11,6 +11,7 @@ from .chunk import Chunks, Computed, Derived, Operands, Slot, backward_pass, for
 from .copying_loops import Loops, hidden_zero
 from .interleaved import alone, beside
 from .schedule import Schedule, Tick
+from .stage_collectives import BRANCHES
 
 
 class Held(NamedTuple):
@@ -118,7 +119,8 @@ def run_tick(
     branches = [branch(*of) for of in zip(tick.idle, tick.read_slots, tick.next.read_slots, strict=True)]
     operands = held._replace(xs=list(map(rows, held.xs)), slots=[]), free, fixed
     now = chunk_now(tick.forward), chunk_now(tick.backward), counts
-    done = lax.switch(stage, branches, held.slots, *operands, *now)
+    with jax.named_scope(BRANCHES):
+        done = lax.switch(stage, branches, held.slots, *operands, *now)
     written, outside = [], Outside([], [])
     if runs_forward:
         computed: Computed = done[-1]

@@ -71,7 +71,7 @@ def verify(
 
     Raises:
       ValueError: `repeats` is less than 3, or `has_aux` and `f` returns something else.
-      PolicyError, HostPoolFull, NotImplementedError: as `scan`, `chain` and `checkpoint` do.
+      PolicyError, HostPoolFull, NotImplementedError: as `scan`, `chain`, `checkpoint` and `accumulate` do.
 
     Example:
       >>> import jax.numpy as jnp

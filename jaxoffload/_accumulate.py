@@ -1,8 +1,10 @@
 """accumulate(): `jax.value_and_grad` over microbatches, the forward pass of one beside the backward pass of another."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -27,9 +29,12 @@ from ._engine.schedule import Schedule
 from ._engine.segments import joined
 from ._engine.staged_loss import StagedLoss
 from ._errors import NOT_THE_USERS
-from ._jax import as_array, convert_constvars_jaxpr, nbytes, without_remat3
+from ._jax import as_array, convert_constvars_jaxpr, in_memory_of, nbytes, on_device, without_remat3
+from ._lost_changes import warns_of_lost_changes
 from ._policy import Policy
 from ._reference import is_reference
+from ._refusals import refuse_ordered_effects
+from ._same_draws import warn_of_same_draws
 from ._scan import backward_loops, chunk_loops, forward_loops, recomputing, scan_p, with_stages
 from ._text import nearest, readable
 from ._trial_policy import says_what_interleaves
@@ -62,8 +67,8 @@ def accumulate(
 
     Args:
       loss: as for `jax.value_and_grad`: returns a scalar, or a pair of it and a pytree of arrays.
-      argnums: which positional arguments to differentiate. All others are batches: their leaves have a leading axis of
-        microbatches.
+      argnums: which positional arguments to differentiate. All others, and keyword arguments, are batches: their leaves
+        have a leading axis of microbatches.
       has_aux: whether `loss` returns a pair.
       reduction: "mean" or "sum", of the losses and of the gradients over the microbatches.
       stages: a mesh axis, over which the layers of one `scan` are divided: pipeline stages, in lockstep. The scan's xs
@@ -77,7 +82,8 @@ def accumulate(
       differentiated.
 
     Raises:
-      ValueError: `reduction` is something else, or `virtual_stages` is not a whole number above 0.
+      TypeError, ValueError: `argnums` or `reduction` is something else, or `virtual_stages` is not a whole number above
+        0.
 
     Raises (when called, before anything is compiled):
       TypeError, ValueError: an argument has no axis of microbatches, or one of another length; and what
@@ -97,6 +103,7 @@ def accumulate(
       >>> dws.shape
       (3, 8, 8)
     """
+    numbers = _indices(argnums)
     if reduction not in get_args(Reduction):
         hint = nearest(reduction, get_args(Reduction))
         raise ValueError(f"accumulate: reduction {reduction!r} is not allowed; use 'mean' or 'sum'{hint}")
@@ -109,25 +116,35 @@ def accumulate(
         return jax.tree.map(lambda x: x / microbatches, sums) if reduction == "mean" else sums
 
     @without_remat3
-    def value_alone(*args: Any) -> Any:
-        call = _call(loss, argnums, has_aux, args)
+    def value_alone(*args: Any, **kwargs: Any) -> Any:
+        call, _ = _call(loss, numbers, has_aux, forward_only, args, kwargs)
         values, aux = _values_on_stages(call, _stages(stages, virtual_stages)) or _values(call)
         value = mean_of(_sum(values), call.microbatches)
         return (value, aux) if has_aux else value
 
     @without_remat3
-    def value_and_grad(*args: Any) -> Any:
-        call = _call(loss, argnums, has_aux, args)
+    def value_and_grad(*args: Any, **kwargs: Any) -> Any:
+        call, params = _call(loss, numbers, has_aux, forward_only, args, kwargs)
         sums, aux = _on_stages(call, _stages(stages, virtual_stages)) or _by_layers(call) or _one_by_one(call)
         value, grads = mean_of(sums, call.microbatches)
-        grads = grads[0] if isinstance(argnums, int) else tuple(grads)
-        return ((value, aux) if has_aux else value), grads
+        grads = map(in_memory_of, map(jax.typeof, call.params), grads)
+        return ((value, aux) if has_aux else value), jax.tree.unflatten(params, grads)
 
     return value_alone if forward_only else value_and_grad
 
 
+def _indices(argnums: Any) -> int | tuple[int, ...]:
+    """Return `argnums` in Python's numbers, which NumPy's and others stand for."""
+    for convert in (operator.index, lambda each: tuple(map(operator.index, each))):
+        with contextlib.suppress(TypeError):
+            if (numbers := convert(argnums)) != ():
+                return numbers
+    raise TypeError(f"accumulate: argnums {argnums!r} is not allowed; use a whole number, or a sequence of them")
+
+
 class _Call(NamedTuple):
-    """A call of `accumulate`'s function. `loss(params, microbatch)` returns a pair; microbatches are flat."""
+    """A call of `accumulate`'s function. `loss(params, microbatch)` returns a pair. Parameters, of which the loss may
+    change its own copy, and microbatches are flat."""
 
     loss: Callable[[list[Any], list[Any]], tuple[Any, Any]]
     params: list[Any]
@@ -138,46 +155,108 @@ class _Call(NamedTuple):
         return [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in self.batch]
 
 
-def _call(loss: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: tuple[Any, ...]) -> _Call:
-    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
-    if wrong := [n for n in numbers if not -len(args) <= n < len(args)]:
-        raise ValueError(f"accumulate: argnums has {wrong[0]}, and there are {len(args)} positional arguments")
-    numbers = [n % len(args) for n in numbers]
+def _call(
+    loss: Callable[..., Any],
+    argnums: int | tuple[int, ...],
+    has_aux: bool,
+    forward_only: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[_Call, Any]:
+    """Return a call, and the structure of its gradients."""
+    numbers = _positions(argnums, len(args))
     others = {n: x for n, x in enumerate(args) if n not in numbers}
-    leaves, tree = jax.tree.flatten(others)
+    microbatches = _microbatches(others, kwargs)
+    batch, of_batch = jax.tree.flatten((others, kwargs))
+    params, of_params = jax.tree.flatten([args[n] for n in numbers])
+    if not forward_only:
+        _refuse_integers({n: args[n] for n in numbers})
 
-    def of_params(params: Sequence[Any], microbatch: list[Any]) -> Any:
-        given = dict(zip(numbers, params, strict=True)) | jax.tree.unflatten(tree, microbatch)
-        return loss(*(given[n] for n in range(len(args))))
+    def run(loss: Callable[..., Any], params: Sequence[Any], microbatch: Sequence[Any]) -> Any:
+        others, kwargs = jax.tree.unflatten(of_batch, microbatch)
+        given = dict(zip(numbers, jax.tree.unflatten(of_params, params), strict=True)) | others
+        return loss(*(given[n] for n in range(len(args))), **kwargs)
 
-    params = [args[n] for n in numbers]
-    call = _Call(of_params, params, list(map(as_array, leaves)), _microbatches(others))
+    flat = functools.partial(run, loss)
+    call = _Call(flat, params, list(map(as_array, batch)), microbatches)
+    shape = _judged(call, functools.partial(run, warns_of_lost_changes(loss, "accumulate", args, kwargs)))
     # JAX's own errors, about parameters and results that cannot be differentiated.
-    shape = jax.eval_shape(lambda: of_params(params, call.microbatch(0)))
     zeros = lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
-    jax.eval_shape(jax.value_and_grad(zeros, has_aux=has_aux), params)
-    return call if has_aux else call._replace(loss=lambda *args: (of_params(*args), None))
+    jax.eval_shape(jax.value_and_grad(zeros, has_aux=has_aux), 0.0 if forward_only else params)
+    of_grads = jax.tree.structure(args[argnums] if isinstance(argnums, int) else tuple(args[n] for n in numbers))
+    return call if has_aux else call._replace(loss=lambda *args: (flat(*args), None)), of_grads
 
 
-def _microbatches(others: dict[int, Any]) -> int:
-    """The length of the leading axis that all leaves have."""
-    lengths = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(others):
-        argument = f"args{jax.tree_util.keystr(path)}"
-        if not (shape := jnp.shape(leaf)):
+def _judged(call: _Call, loss: Callable[..., Any]) -> Any:
+    """Return what a loss returns, in shapes; warn of random numbers that are the same in all microbatches."""
+    one = jax.eval_shape(lambda: call.microbatch(0))
+    try:
+        jaxpr, shape = jax.make_jaxpr(loss, return_shape=True)(call.params, one)
+    except TypeError as error:
+        if any(map(_is_raw_key, call.batch)):  # whose two or four numbers are as many as the microbatches
+            error.add_note(f"jaxoffload: accumulate: a batch may be a PRNG key; {_SPLIT}")
+        raise
+    warn_of_same_draws(jaxpr, [False] * len(call.params) + [True] * len(one), call.microbatches)
+    return shape
+
+
+def _refuse_integers(params: dict[int, Any]) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
-                f"accumulate: {argument} is a scalar; every argument that is not in argnums needs a leading axis of "
-                "microbatches"
+                f"accumulate: args{jax.tree_util.keystr(path)} is {leaf.dtype}, which has no gradient; close over it. "
+                "In Flax NNX, graph, params, rest = nnx.split(module, nnx.Param, ...) divides a module"
             )
-        lengths[argument] = shape[0]
+
+
+def _positions(argnums: int | tuple[int, ...], count: int) -> list[int]:
+    """Return which of so many positional arguments `argnums` means."""
+    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    if wrong := [n for n in numbers if not -count <= n < count]:
+        raise ValueError(f"accumulate: argnums has {wrong[0]}, and there are {count} positional arguments")
+    numbers = [n % count for n in numbers]
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"accumulate: argnums {argnums} has one of {count} positional arguments twice")
+    return numbers
+
+
+def _microbatches(others: dict[int, Any], kwargs: dict[str, Any]) -> int:
+    """The length of the leading axis that all leaves have."""
+    lengths, raw_keys = {}, []
+    for name, arguments in ("args", others), ("kwargs", kwargs):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+            argument = f"{name}{jax.tree_util.keystr(path)}"
+            if not (shape := getattr(leaf, "shape", ())):
+                raise TypeError(
+                    f"accumulate: {argument} has no leading axis of microbatches, which every argument needs that is "
+                    f"not in argnums; {_SPLIT if _is_key(leaf) else _CLOSE}"
+                )
+            lengths[argument] = shape[0]
+            raw_keys += [argument] * _is_raw_key(leaf)
     if not lengths:
         raise TypeError("accumulate: argnums has all arguments; at least one must be a batch, split in microbatches")
     (first, length), *rest = lengths.items()
     if differ := [f"{argument} has {n}" for argument, n in rest if n != length]:
-        raise ValueError(f"accumulate: {first} has {length} microbatches, and {differ[0]}; they must be as many")
+        hint = f"{raw_keys[0]} may be a PRNG key: {_SPLIT}" if raw_keys else _CLOSE
+        raise ValueError(
+            f"accumulate: {first} has {length} microbatches, and {differ[0]}; they must be as many; {hint}"
+        )
     if not length:
         raise ValueError(f"accumulate: {first} has no microbatches")
     return length
+
+
+_CLOSE = "close over what is the same in all microbatches: frozen weights, a step number"
+_SPLIT = "split the key, one per microbatch: jax.random.split(key, microbatches)"
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _is_raw_key(leaf: Any) -> bool:
+    """Whether a leaf looks like what `jax.random.PRNGKey` returns."""
+    return jnp.result_type(leaf) == jnp.uint32 and jnp.shape(leaf) in ((2,), (4,))
 
 
 class _Stages(NamedTuple):
@@ -219,15 +298,20 @@ def _one_by_one(call: _Call) -> Any:
 
     def add(sums: Any, number: Any) -> Any:
         (value, aux), grads = derived(call.params, call.microbatch(number))
-        return jax.tree.map(jnp.add, sums, (value, grads)), aux
+        return jax.tree.map(jnp.add, sums, (value, list(map(on_device, grads)))), aux
+
+    value, *grads = [filled(aval, 0) for aval in _derived_avals(call)]
+    return lax.scan(add, (value, grads), jnp.arange(call.microbatches))
+
+
+def _derived_avals(call: _Call) -> list[Any]:
+    """The types of the loss and of the gradients of a microbatch."""
 
     def of_first() -> Any:
-        (value, _), grads = derived(call.params, call.microbatch(0))
-        return value, grads
+        (value, _), grads = jax.value_and_grad(call.loss, has_aux=True)(call.params, call.microbatch(0))
+        return value, *grads
 
-    jaxpr, shape = jax.make_jaxpr(of_first, return_shape=True)()
-    zeros = [filled(aval, 0) for aval in jaxpr.out_avals]
-    return lax.scan(add, jax.tree.unflatten(jax.tree.structure(shape), zeros), jnp.arange(call.microbatches))
+    return jax.make_jaxpr(of_first)().out_avals
 
 
 def _values(call: _Call) -> Any:
@@ -267,9 +351,8 @@ class _Divided(NamedTuple):
     def unflatten(self, call: _Call, outs: Sequence[Any]) -> Any:
         """What `_one_by_one` returns, from the losses, the other results and the gradients."""
         losses, aux, grads = in_three(outs, 1, len(outs) - 1 - len(self.params))
-        leaves, tree = jax.tree.flatten(call.params)
-        grads = [grad.reshape(jnp.shape(leaf)) for grad, leaf in zip(grads, leaves, strict=True)]
-        return (_sum(*losses), jax.tree.unflatten(tree, grads)), jax.tree.unflatten(self.others, aux)
+        grads = [grad.reshape(jnp.shape(param)) for grad, param in zip(grads, call.params, strict=True)]
+        return (_sum(*losses), grads), jax.tree.unflatten(self.others, aux)
 
 
 def _divided(
@@ -277,20 +360,20 @@ def _divided(
     loops_of: Callable[[JaxprEqn, tuple[bool, ...]], Loops],
     chosen: Callable[[list[JaxprEqn]], list[JaxprEqn]] = list,
     axis: str | None = None,
-) -> _Divided:
+) -> _Divided | None:
     """Trace the loss of one microbatch, and divide it at its scans: for `divide`, and `axis` for `with_stages`."""
-    leaves, tree = jax.tree.flatten(call.params)
-    loss = lambda leaves, microbatch: call.loss(jax.tree.unflatten(tree, leaves), microbatch)
     avals = jax.make_jaxpr(lambda: call.microbatch(0))().out_avals
-    trace = jax.make_jaxpr(loss, return_shape=True)
-    jaxpr, (_, of_aux) = with_stages(axis, trace, leaves, list(avals))
-    is_param = [True] * len(leaves) + [False] * len(avals)
+    trace = jax.make_jaxpr(call.loss, return_shape=True)
+    jaxpr, (_, of_aux) = with_stages(axis, trace, call.params, list(avals))
+    is_param = [True] * len(call.params) + [False] * len(avals)
     pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of, chosen)
+    if pieces is None:
+        return None
     fixed, varying = pieces.invars[: -len(avals)], pieces.invars[-len(avals) :]
     differentiated = (*[False] * len(jaxpr.consts), *is_param)
     of_one = interleaved.Loss(convert_constvars_jaxpr(jaxpr), differentiated, pieces.beside)
     params: list[Any] = fixed[len(pieces.consts) :]
-    views = [jnp.reshape(leaf, v.aval.shape) for leaf, v in zip(leaves, params, strict=True)]
+    views = [jnp.reshape(leaf, v.aval.shape) for leaf, v in zip(call.params, params, strict=True)]
     operands = [*pieces.consts, *views, *call.batch]
     return _Divided(of_one, pieces, fixed, params, varying, operands, jax.tree.structure(of_aux))
 
@@ -305,19 +388,23 @@ def _by_layers(call: _Call) -> Any:
         loops = forward_loops(perturbed=perturbed, microbatches=2, offloaded=offloaded, **eqn.params)
         return dataclasses.replace(loops, segments=joined(loops.segments))  # fewer loops beside each other
 
-    divided = _divided(call, loops_of)
+    if (divided := _divided(call, loops_of)) is None:
+        return _warn_of(f"the loss has a jax.new_ref {_OUTSIDE}")
     divided = divided._replace(pieces=_that_fit(divided.pieces, loops_of))
     pieces, fixed = divided.pieces, divided.fixed
     loops_in = lambda pieces: tuple(scan.loops for scan in pieces.scans)
     gradients = sum(nbytes(v.aval) for v in divided.params)
     if not pieces.scans:
-        return _warn_of_no_scan()
+        return _warn_of(f"the loss has no scan of jaxoffload's that the gradient reaches, {_OUTSIDE}")
     offloads = any(segment.on_host for scan in pieces.scans for segment in scan.loops.segments)
     if not offloads and says_what_interleaves():
         return _tried(call, divided, loops_in(pieces), gradients)
     first = last = pieces
     if offloads:
+        refuse_ordered_effects("accumulate", divided.loss.jaxpr)
         first, last = ends(pieces, call.microbatches, gradients, lambda eqn, *args: recomputing(*args, **eqn.params))
+
+    of_sums = _gradient_avals(call, divided)
 
     def run(*operands: Any) -> Any:
         values = dict(zip(fixed, operands, strict=False))
@@ -325,7 +412,8 @@ def _by_layers(call: _Call) -> Any:
         between = made_of(pieces)
         of_first, of_last = (between if end is pieces else made_of(end) for end in (first, last))
         microbatch = functools.partial(divided.microbatch, call, operands[len(fixed) :])
-        sums = [filled(jax.typeof(values[v]), 0) for v in divided.params]
+        shapes = [jnp.shape(values[v]) for v in divided.params]
+        sums = [jnp.reshape(filled(aval, 0), shape) for aval, shape in zip(of_sums, shapes, strict=True)]
         if not offloads:
             return interleaved.run_in_turn(between, call.microbatches, microbatch, sums)
         return interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
@@ -333,6 +421,15 @@ def _by_layers(call: _Call) -> Any:
     ends_and_between = loops_in(pieces), loops_in(first), loops_in(last)
     what = interleaved.Interleaved(divided.loss, *ends_and_between, call.microbatches)
     return divided.unflatten(call, interleaved.bind(run, what, *divided.operands))
+
+
+def _gradient_avals(call: _Call, divided: _Divided) -> list[Any]:
+    """The types of the gradients: those of the parameters, except that Explicit axes may come from the microbatches."""
+    is_explicit = lambda aval: bool(aval.sharding.mesh.explicit_axes)
+    avals: list[Any] = [v.aval for v in divided.params]
+    if any(map(is_explicit, map(jax.typeof, divided.operands))) and not all(map(is_explicit, avals)):
+        return _derived_avals(call)[1:]
+    return avals
 
 
 def _tried(call: _Call, divided: _Divided, loops: tuple[Loops, ...], gradients: int) -> Any:
@@ -382,7 +479,12 @@ def _dealt(call: _Call, stages: _Stages, schedule: Schedule, keep_nothing: bool 
 
     # The longest scan that the gradient reaches.
     each = (_divided(call, loops_of, functools.partial(_to_deal, schedule, n), stages.axis) for n in itertools.count())
-    divided = next(divided for divided in each if divided.pieces.scans)
+    divided = next(divided for divided in each if divided is None or divided.pieces.scans)
+    if divided is None:
+        raise NotImplementedError(
+            f"accumulate: stages={stages.axis!r}: the loss has a jax.new_ref {_OUTSIDE}; return what it would hold, "
+            "with has_aux=True, or accumulate without stages"
+        )
     _refuse_effects(divided, stages)
     (scan,) = divided.pieces.scans
     carry = range(scan.loops.consts, scan.loops.consts + scan.loops.carry)
@@ -461,9 +563,10 @@ def _that_fit(pieces: Pieces, loops_of: Callable[[JaxprEqn, tuple[bool, ...], in
     return pieces._replace(pieces=[fewer(piece) if isinstance(piece, Scan) else piece for piece in pieces.pieces])
 
 
-def _warn_of_no_scan() -> None:
+def _warn_of(why: str) -> None:
     warnings.warn(
-        "jaxoffload: accumulate: the loss has no scan of jaxoffload's that the gradient reaches, outside of other "
-        "control flow; the microbatches run one after another",
-        skip_file_prefixes=NOT_THE_USERS,
+        f"jaxoffload: accumulate: {why}; the microbatches run one after another", skip_file_prefixes=NOT_THE_USERS
     )
+
+
+_OUTSIDE = "outside of other control flow"

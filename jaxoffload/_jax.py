@@ -57,6 +57,16 @@ def on_host(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) == HOST
 
 
+def on_device(x: Any) -> Any:
+    """Return `x` in device memory."""
+    return jax.device_put(x, DEVICE) if on_host(jax.typeof(x)) else x
+
+
+def in_memory_of(aval: Any, x: Any) -> Any:
+    """Return `x`, which is in device memory, where `aval` is: the cotangent of a weight on the host belongs there."""
+    return jax.device_put(x, HOST) if on_host(aval) else x
+
+
 def nbytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype in XLA's memory, where several elements of 4 or 2 bits share a byte."""
     return -(-math.prod(aval.shape) * _bits(aval.dtype) // 8)
@@ -65,11 +75,22 @@ def nbytes(aval: Any) -> int:
 @functools.cache
 def _bits(dtype: Any) -> int:
     """Bits of an element of an array. NumPy has a byte for each element of less."""
+    if not hasattr(dtype, "itemsize"):
+        return 8 * nbytes(dtype._rules.physical_element_aval(dtype))
     if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits
     if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits
     return 8 * dtype.itemsize
+
+
+# --- Extended dtypes: those of PRNG keys, and others' own, such as Flax's for the scales of fp8. An own one has no
+# `itemsize`, and JAX adds its cotangents by a rule that need not begin with 0. Only its `_rules` say both.
+
+
+def zero_of(dtype: Any) -> Any:
+    """Return what sums of cotangents of this dtype begin with."""
+    return dtype._rules.zero(dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else 0
 
 
 # --- Primitives by name. Those that JAX exports an object for stand here too, where a set needs them.
@@ -116,6 +137,8 @@ IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 # The FLOPs are unknown, or only the operands' shapes tell.
 OPAQUE = {"pallas_call", "ffi_call", "custom_vmap_call", "conv_general_dilated", "fft", "cholesky", "triangular_solve"}
 LOOPS = {"scan", "while"}
+# What draws random numbers from a key.
+DRAWS = {"random_bits", "random_gamma", "rng_bit_generator"}
 # Kernels and control flow: XLA fuses them with nothing. All but scatters write new arrays.
 NOT_IN_PLACE = MATMULS | ALONE | OPAQUE | LOOPS | {"device_put", "cond"}
 UNFUSED = NOT_IN_PLACE | {"scatter", "scatter-add"}

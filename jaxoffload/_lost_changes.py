@@ -1,4 +1,4 @@
-"""Warn where a layer changes a module of Flax NNX, and nothing keeps the change.
+"""Warn where a layer, or a loss, changes a module of Flax NNX, and nothing keeps the change.
 
 A module that is an argument of a layer, or that `nnx.merge` makes of one, is there for that layer alone. What the layer
 changes in it, such as the counts of its random numbers, is gone unless the layer returns it: each step then draws the
@@ -16,30 +16,35 @@ import jax
 from ._errors import NOT_THE_USERS
 from ._jax import dce_jaxpr
 
-Layer = Callable[[Any, Any], Any]
+Function = Callable[..., Any]
+_KEEP = {  # what the changes are in, and how they come back
+    "scan": ("layers", "Use jaxoffload.nnx.scan, or return nnx.state(layer) too"),
+    "chain": ("layers", "With has_aux=True, return nnx.state(layer) too"),
+    "accumulate": ("microbatches", "With has_aux=True, return nnx.state(module, nnx.Not(nnx.Param)) too"),
+}
 
 
-def warns_of_lost_changes(f: Layer, caller: str, *args: Any) -> Layer:
-    """`f`, a layer, which warns when it is traced; `f` itself, if there are no variables of Flax NNX in its `args`."""
+def warns_of_lost_changes(f: Function, caller: str, *args: Any) -> Function:
+    """`f`, which warns when it is traced; `f` itself, if there are no variables of Flax NNX in its `args`."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or jax.config.jax_disable_jit or not _states(nnx, args):
         return f
 
     @functools.wraps(f)
-    def layer(carry: Any, x: Any) -> Any:
-        leaves, tree = jax.tree.flatten((carry, x))
-        out, changed = _changes(nnx, f, carry, x)
+    def warned(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        out, changed = _changes(nnx, f, args, kwargs)
         if changed and (lost := _lost(nnx, f, leaves, tree)):
-            how = "Use jaxoffload.nnx.scan, or return" if caller == "scan" else "With has_aux=True, return"
+            changing, keep = _KEEP[caller]
             warnings.warn(
-                f"jaxoffload: {caller}: the layers change variables of a Flax NNX module ({', '.join(lost)}), and the "
-                "new values are lost, because nothing that the layers return depends on them: the next step finds the "
-                f"old ones. {how} nnx.state(layer) too, and nnx.update the module with it",
+                f"jaxoffload: {caller}: the {changing} change variables of a Flax NNX module ({', '.join(lost)}), and "
+                f"the new values are lost, because nothing that the {changing} return depends on them: the next step "
+                f"finds the old ones. {keep}, and nnx.update the module with it",
                 skip_file_prefixes=NOT_THE_USERS,
             )
         return out
 
-    return layer
+    return warned
 
 
 def _states(nnx: Any, args: Any) -> list[Any]:
@@ -58,11 +63,11 @@ def _states(nnx: Any, args: Any) -> list[Any]:
     return found
 
 
-def _changes(nnx: Any, f: Layer, *args: Any) -> tuple[Any, list[tuple[str, Any]]]:
+def _changes(nnx: Any, f: Function, args: Any, kwargs: Any) -> tuple[Any, list[tuple[str, Any]]]:
     """What `f` returns; and the kind and the new value of each variable of its arguments that it changes."""
-    states = _states(nnx, args)
+    states = _states(nnx, (args, kwargs))
     before = [state.get_raw_value() for state in states]
-    out = f(*args)
+    out = f(*args, **kwargs)
     both = zip(states, before, strict=True)
     return out, [(type(state).__name__, state.get_raw_value()) for state, old in both if _is_changed(state, old)]
 
@@ -72,7 +77,7 @@ def _is_changed(state: Any, old: Any) -> bool:
     return new is not old and all(isinstance(value, jax.Array) for value in (new, old))
 
 
-def _lost(nnx: Any, f: Layer, leaves: list[Any], tree: Any) -> list[str]:
+def _lost(nnx: Any, f: Function, leaves: list[Any], tree: Any) -> list[str]:
     """The kinds of the variables whose new values are dead code in `f`."""
     kinds: list[str] = []
 
@@ -83,5 +88,5 @@ def _lost(nnx: Any, f: Layer, leaves: list[Any], tree: Any) -> list[str]:
 
     jaxpr = jax.make_jaxpr(traced)(*leaves)
     live, _ = dce_jaxpr(jaxpr, [number >= len(kinds) for number in range(len(jaxpr.outvars))])
-    used = {*live.invars, *live.outvars, *(v for eqn in live.eqns for v in eqn.outvars)}
-    return sorted({kind for kind, var in zip(kinds, jaxpr.outvars, strict=False) if var not in used})
+    read = {id(v) for v in (*live.outvars, *(v for eqn in live.eqns for v in eqn.invars))}
+    return sorted({kind for kind, var in zip(kinds, jaxpr.outvars, strict=False) if id(var) not in read})

@@ -20,6 +20,7 @@ from ._chain import chain_p
 from ._check import names_under
 from ._engine.checkpoint_primitive import checkpoint_p
 from ._engine.derivative import derivative
+from ._engine.interleaved import OUR_LOOPS
 from ._engine.mutable_refs import takes_refs
 from ._engine.walk import Site, walk
 from ._errors import NOT_THE_USERS, Problem
@@ -182,10 +183,11 @@ _OTHER_CHANGES = (
 
 
 def _refuse_gradients(jaxpr: Jaxpr) -> None:
-    if any(policy_of(site.eqn) and site.eqn.params["differentiated"] for site in walk(jaxpr)):
+    is_derivative = lambda e: e.primitive in OUR_LOOPS or (policy_of(e) and e.params["differentiated"])
+    if any(is_derivative(site.eqn) for site in walk(jaxpr)):
         raise NotImplementedError(
-            "offload: the function differentiates what is under a Policy; wrap the loss that it differentiates, as in "
-            "jax.grad(offload(loss))"
+            "offload: the function differentiates what is under a Policy; wrap the loss: jax.grad(offload(loss)), "
+            "accumulate(offload(loss))"
         )
 
 

@@ -1,6 +1,7 @@
 """accumulate(): bit for bit a loop over microbatches, whatever the loss; errors that say what to do."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,9 @@ import pytest
 from common import assert_same_bits, auto_mesh, fast_compiles, in_a_loop, normal, on_cpu_and_gpu, policy, run, run_each
 from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxoffload import Policy, PolicyError, accumulate, chain, check, proof, scan, tag, verify
+from jaxoffload import Policy, PolicyError, accumulate, chain, check, offload, proof, scan, tag, verify
 from jaxoffload._engine import interleaved, passes
 from jaxoffload._engine.host_pool_need import need_of
 from jaxoffload._engine.lone_pass import staying
@@ -247,6 +248,151 @@ def test_the_forward_passes_alone():
     got, expected, mean = run_each([accumulate(loss, **how, forward_only=True), with_gradients, means], *args)
     assert_same_bits(got, expected)
     np.testing.assert_allclose(mean[0], expected[0] / 3, rtol=1e-6)
+
+
+# ---- what `jax.value_and_grad` takes ----
+
+
+def test_keyword_arguments_are_batches():
+    loss = functools.partial(masked, ours)
+    _, batch, _ = LOSSES["masked"]
+    by_name = lambda params, x, mask: accumulate(loss)(params, x=x, mask=mask)
+    assert_same_bits(*run_each([by_name, one_by_one(functools.partial(masked, plain))], PARAMS, *batch(3)))
+
+
+@pytest.mark.parametrize("given, same", [(np.int64(0), 0), (np.array([0]), (0,)), ([np.int8(-2)], (0,))], ids=str)
+def test_argnums_of_numpy(given, same):
+    loss = lambda params, x: jnp.sum(ours(layer, x, params, RULES)[0])
+    got, want = (jax.eval_shape(accumulate(loss, argnums), of_layers(PARAMS), X) for argnums in (given, same))
+    assert jax.tree.structure(got) == jax.tree.structure(want) and jax.tree.leaves(got) == jax.tree.leaves(want)
+
+
+def test_integers_among_the_parameters_of_an_evaluation():
+    def loss(stack, params, x):
+        step = lambda x, w: (jnp.tanh(tag(x @ (w["w"] * w["scale"]), "fc1")), None)
+        return jnp.sum(stack(step, x, params, {"fc1": "offload"})[0] ** 2)
+
+    params = {"w": PARAMS["w"], "scale": jnp.arange(1, LAYERS + 1, dtype=jnp.int8)}
+    want = lambda params, xs: jnp.mean(jnp.stack([loss(plain, params, x) for x in xs]))
+    got = accumulate(functools.partial(loss, ours), forward_only=True)
+    for a, b in zip(*run_each([got, want], params, X), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.claim("accumulated-takes")
+@pytest.mark.parametrize("each", [False, True], ids=["before the scan", "in the layers"])
+def test_weights_in_host_memory(each):
+    """JAX returns gradients where the weights are. A matrix is shared by all layers."""
+    fetched = lambda tree: jax.tree.map(lambda w: jax.device_put(w, jax.memory.Space.Device), tree)
+    kept = lambda tree: tree
+
+    def loss(before, inside, params, x):
+        weights, mixer = before((params["w"], params["mixer"]))
+        step = lambda x, w: (jnp.tanh(tag(x @ inside(w), "fc1")) @ inside(mixer), None)
+        return jnp.sum(ours(step, x, weights, {"fc1": "offload"})[0] ** 2)
+
+    host = NamedSharding(auto_mesh(one=1), PartitionSpec(), memory_kind="pinned_host")
+    params = {name: PARAMS[name] for name in ("w", "mixer")}
+    here = functools.partial(loss, *((kept, fetched) if each else (fetched, kept)))
+    for how in (accumulate, lambda f: lambda params, xs: jax.value_and_grad(f)(params, xs[0])):
+        value, grads = jax.jit(how(here))(jax.device_put(params, host), X)
+        wanted = jax.jit(how(functools.partial(loss, kept, kept)))(params, X)
+        assert {grad.sharding.memory_kind for grad in grads.values()} == {"pinned_host"}
+        for a, b in zip(jax.tree.leaves((value, grads)), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_on_no_mesh_under_microbatches_on_one_with_explicit_axes():
+    """Only the arguments say the mesh."""
+    step = lambda x, w: (jnp.tanh(tag(x * jnp.broadcast_to(w, x.shape), "fc1")), None)
+    loss_of = lambda stack, w, x: jnp.sum(stack(step, x, w, {"fc1": "offload"})[0] ** 2)
+    mesh, x = jax.make_mesh((4,), ("data",), (AxisType.Explicit,)), normal(5, (3, 4, DIM))
+    want = run(one_by_one(functools.partial(loss_of, plain)), PARAMS["bias"], x)
+    for spec in ((None, "data"), (None, None, "data")):
+        xs = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        for a, b in zip(run(accumulate(functools.partial(loss_of, ours)), PARAMS["bias"], xs), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_microbatches_without_tokens():
+    """All masked, or no rows at all: a loss that makes no NaN in `jax.value_and_grad` makes none here."""
+
+    def loss_of(stack, w, x, keep):
+        y, _ = stack(layer, x, w, RULES)
+        count = jnp.sum(keep)
+        total = jnp.sum(jnp.where(keep[:, None], y, 0) ** 2)
+        return jnp.where(count > 0, total / jnp.where(count > 0, count, 1), 0.0)
+
+    f = accumulate(functools.partial(loss_of, ours))
+    none, some = jnp.zeros((3, 2), bool), jnp.asarray([[False] * 2, [True] * 2, [False] * 2])
+    with jax.debug_nans(True):
+        for rows, keep in ((2, some), (0, none[:, :0])):
+            args = of_layers(PARAMS), X[:, :rows], keep
+            value, grads = jax.jit(f)(*args)
+            wanted = jax.jit(one_by_one(functools.partial(loss_of, plain)))(*args)
+            for a, b in zip(jax.tree.leaves((value, grads)), jax.tree.leaves(wanted), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def drawing(key_of):
+    """Return a loss whose layers drop values; `key_of`: what differs between microbatches -> a key."""
+
+    def loss(w, x, *given):
+        def step(x, layer):
+            w, key = layer
+            y = jnp.tanh(tag(x @ w, "fc1"))
+            return jnp.where(jax.random.bernoulli(key, 0.5, y.shape), y, 0), None
+
+        keys = jax.random.split(key_of(*given), LAYERS)
+        return jnp.sum(ours(step, x, (w, keys), {"fc1": "offload"})[0] ** 2)
+
+    return loss
+
+
+def carried(key_of):
+    """Return one whose layers split the key that they pass on."""
+
+    def loss(w, x, *given):
+        def step(carry, w):
+            x, key = carry
+            key, here = jax.random.split(key)
+            return (jnp.tanh(tag(x @ w, "fc1")) * jax.random.uniform(here, x.shape), key), None
+
+        return jnp.sum(ours(step, (x, key_of(*given)), w, {"fc1": "offload"})[0][0] ** 2)
+
+    return loss
+
+
+KEY, KEYS = jax.random.key(0), jax.random.split(jax.random.key(0), 3)
+
+
+@pytest.mark.claim("masks-differ")
+@pytest.mark.parametrize("made", [drawing, carried])
+@pytest.mark.parametrize(
+    "key_of, given, warns",
+    [
+        (lambda: KEY, (), True),
+        (lambda: jax.random.PRNGKey(0), (), True),
+        (lambda step: jax.random.fold_in(KEY, step), (jnp.arange(3),), False),
+        (lambda key: key, (KEYS,), False),
+        (lambda key: key, (jax.random.split(jax.random.PRNGKey(0), 3),), False),
+    ],
+    ids=["closed over", "closed over, raw", "folded", "given", "given, raw"],
+)
+def test_the_same_random_numbers_in_all_microbatches_are_told(made, key_of, given, warns):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        jax.make_jaxpr(accumulate(made(key_of)))(PARAMS["w"], X, *given)
+        jax.make_jaxpr(accumulate(made(key_of)))(PARAMS["w"], X[:1], *(x[:1] for x in given))  # one microbatch
+    words = "accumulate: the loss draws the same random numbers in all microbatches"
+    assert [words in str(warning.message) for warning in told] == [True] * warns
+    assert all(warning.filename == __file__ for warning in told)
+
+
+def test_a_raw_key_for_as_many_microbatches_as_it_has_numbers():
+    with pytest.raises(TypeError, match="invalid PRNG key data") as error:
+        accumulate(drawing(lambda key: key))(PARAMS["w"], X[:2], jax.random.PRNGKey(0))
+    assert "split the key, one per microbatch" in error.value.__notes__[-1]
 
 
 @pytest.mark.claim("accumulated-in-a-loop")
@@ -594,16 +740,48 @@ ERRORS = [
         "accumulate: reduction 'avg' is not allowed; use 'mean' or 'sum'",
     ),
     (lambda: accumulate(jnp.sum)(X), TypeError, "argnums has all arguments"),
-    (lambda: accumulate(jnp.vdot)(X, 1.0), TypeError, "args[1] is a scalar"),
+    (lambda: accumulate(good, argnums=1.0), TypeError, "accumulate: argnums 1.0 is not allowed; use a whole number"),
+    (lambda: accumulate(good, argnums=()), TypeError, "accumulate: argnums () is not allowed"),
+    (lambda: accumulate(jnp.vdot, argnums=(0, -2))(X, X), ValueError, "argnums (0, -2) has one of 2 positional arg"),
+    (
+        lambda: accumulate(jnp.vdot)(X, 1.0),
+        TypeError,
+        "accumulate: args[1] has no leading axis of microbatches, which every argument needs that is not in argnums; "
+        "close over what is the same in all microbatches: frozen weights, a step number",
+    ),
+    (lambda: accumulate(good)(X, X, train=True), TypeError, "accumulate: kwargs['train'] has no leading axis"),
+    (lambda: accumulate(good)(X, X, act=jnp.tanh), TypeError, "accumulate: kwargs['act'] has no leading axis"),
+    (
+        lambda: accumulate(good)(X, X, jax.random.key(0)),
+        TypeError,
+        "accumulate: args[2] has no leading axis of microbatches, which every argument needs that is not in argnums; "
+        "split the key, one per microbatch: jax.random.split(key, microbatches)",
+    ),
+    (
+        lambda: accumulate(good)(X, jax.random.PRNGKey(0), x=X),
+        ValueError,
+        "accumulate: args[1] has 2 microbatches, and kwargs['x'] has 3; they must be as many; args[1] may be a PRNG "
+        "key: split the key, one per microbatch: jax.random.split(key, microbatches)",
+    ),
+    (
+        lambda: offload(accumulate(lambda w, x: jnp.sum(ours(layer, x, w, RULES)[0])))(of_layers(PARAMS), X),
+        NotImplementedError,
+        "wrap the loss: jax.grad(offload(loss)), accumulate(offload(loss))",
+    ),
     (
         lambda: accumulate(lambda w, x, y: 0.0)(X, {"a": X}, X[:2]),
         ValueError,
-        "accumulate: args[1]['a'] has 3 microbatches, and args[2] has 2; they must be as many",
+        "accumulate: args[1]['a'] has 3 microbatches, and args[2] has 2; they must be as many; close over what is the "
+        "same in all microbatches",
     ),
     (lambda: accumulate(jnp.vdot)(X, X[:0]), ValueError, "args[1] has no microbatches"),
     (lambda: accumulate(jnp.vdot, argnums=2)(X, X), ValueError, "argnums has 2, and there are 2 positional arguments"),
     (lambda: accumulate(lambda w, x: w * x)(X[0], X), TypeError, "scalar"),
-    (lambda: accumulate(lambda w, x: jnp.sum(w) * jnp.sum(x))(jnp.arange(3), X), TypeError, "int32"),
+    (
+        lambda: accumulate(lambda w, x: jnp.sum(w["n"]) * jnp.sum(x))({"n": jnp.arange(3)}, X),
+        TypeError,
+        "accumulate: args[0]['n'] is int32, which has no gradient; close over it",
+    ),
     (lambda: accumulate(lambda w, x: jnp.sum(w * x), has_aux=True)(X[0], X), TypeError, "two-element tuple"),
     (
         lambda: accumulate(

@@ -3,6 +3,7 @@
 The reference is `lax.scan` of `jax.checkpoint`, which supports all of these.
 """
 
+import functools
 import importlib.util
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from common import (
     assert_same_bits,
+    auto_mesh,
     count,
     equations,
     gradient,
@@ -26,7 +28,7 @@ from common import (
 from jax import export, lax
 from jax.experimental import checkify, io_callback
 
-from jaxoffload import PolicyError, chain, check, checkpoint, residuals, scan, tag
+from jaxoffload import PolicyError, accumulate, chain, check, checkpoint, residuals, scan, tag
 
 N, BATCH, DIM = 3, 2, 8
 X, W = normal(0, (BATCH, DIM)), 0.3 * normal(1, (N, DIM, DIM))
@@ -222,6 +224,84 @@ def test_a_reference_of_the_bodys_own(ours):
     for f in (by_jax(body), ours(body)):  # in JAX's words
         with pytest.raises(NotImplementedError, match="Mutating a reference with unknown/differentiated values"):
             gradient_jaxpr(f, X, W)
+
+
+def of_microbatches(loss, *how):
+    """Return (x, w) -> the loss and the gradient with respect to w, summed over three microbatches; `how`: accumulate,
+    or else in a loop."""
+
+    def run_all(x, w):
+        xs = jnp.stack([x, -x, 2 * x])
+        if how:
+            with pytest.warns(UserWarning, match=r"accumulate: the loss has a jax\.new_ref outside of other control"):
+                return accumulate(loss, reduction="sum")(w, xs)
+        add = lambda sums, x: (jax.tree.map(jnp.add, sums, jax.value_and_grad(loss)(w, x)), None)
+        return lax.scan(add, (jnp.float32(0), jnp.zeros_like(w)), xs)[0]
+
+    return run_all
+
+
+def with_own_reference(stack, counter, w, x):
+    """A loss that writes to a reference of its own beside and behind its layers."""
+    own = jax.new_ref(x * w[0, 0, 0])
+    y = stack(layer)(x, w)
+    own[...] = own[...] + y
+    return jnp.sum(own[...] ** 2)
+
+
+def with_outer_reference(stack, counter, w, x):
+    """One that writes to a reference that it closes over."""
+    value = jnp.sum(stack(layer)(x, w) ** 2)
+    counter[...] = counter[...] + lax.stop_gradient(value)
+    return value
+
+
+def with_reference_in_layers(stack, counter, w, x):
+    return jnp.sum(stack(counted(layer, counter))(x, w) ** 2)
+
+
+@pytest.mark.claim("accumulated-takes")
+@pytest.mark.parametrize("loss", [with_own_reference, with_outer_reference, with_reference_in_layers])
+def test_a_loss_with_references_accumulates(loss):
+    found = []
+    for stack, how in ((by_scan, (accumulate,)), (by_jax, ())):
+
+        def step(x, w, stack=stack, how=how):
+            counter = jax.new_ref(jnp.float32(0))
+            return of_microbatches(functools.partial(loss, stack, counter), *how)(x, w), counter[...]
+
+        found.append(jax.jit(step)(X, W))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *found)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=UserWarning, reason="a loss with a jax.new_ref runs one microbatch after another"
+)
+@pytest.mark.parametrize("loss", [with_own_reference, with_outer_reference])
+def test_beside_references_passes_interleave(loss):
+    f = lambda w, x, counter: accumulate(functools.partial(loss, by_scan, counter))(w, jnp.stack([x, -x]))
+    jaxpr = jax.make_jaxpr(lambda w, x: f(w, x, jax.new_ref(jnp.float32(0))))(W, X)
+    assert count(jaxpr, "jaxoffload_interleaved") == 1
+
+
+def test_on_stages_a_reference_is_refused():
+    mesh, w = auto_mesh(stage=2), jnp.concatenate([W, W[:1]])
+    loss = functools.partial(with_own_reference, by_scan, None)
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=r"stages='stage': the loss has a jax\.new_ref"):
+        jax.make_jaxpr(accumulate(loss, stages="stage"))(w, jnp.stack([X, X]))
+
+
+def test_ordered_effects_beside_the_layers_are_refused_where_something_offloads():
+    def loss(rules, w, x):
+        jax.debug.print("{}", x[0, 0], ordered=True)
+        return jnp.sum(scan(layer, x, w, policy=policy({"u": rules}))[0])
+
+    xs = jnp.stack([X, X])
+    with pytest.raises(
+        NotImplementedError, match=r"accumulate: .* ordered effects \(OrderedDebug\).*use ordered=False"
+    ):
+        jax.make_jaxpr(accumulate(functools.partial(loss, "offload")))(W, xs)
+    jax.jit(accumulate(functools.partial(loss, "save"))).lower(W, xs)
 
 
 # ------------------------------------------------------------------------------------------------- checkify

@@ -13,12 +13,13 @@ import pytest
 from common import assert_same_bits, fast_compiles, normal, policy, run, run_each, saving
 from flax import linen as nn
 from flax import nnx
+from flax.linen import fp8_ops
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxoffload.linen
 import jaxoffload.nnx
-from jaxoffload import PolicyError, chain, offload, residuals, tag, verify
+from jaxoffload import PolicyError, accumulate, chain, offload, residuals, tag, verify
 from jaxoffload._reference import with_layers
 from jaxoffload.proof import exact_options
 from jaxoffload.proof._program.results import run_of
@@ -352,6 +353,150 @@ def test_a_chain_tells_of_lost_changes_too_and_hands_back_those_that_layers_retu
     for layer, state in zip(layers, changed, strict=True):
         nnx.update(layer, state)
     assert [layer.noise.count[...] for layer in layers] == [1, 1]
+
+
+# ---- NNX, in accumulate ----
+
+
+class Dense(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(tag(self.up(x), "fc1"))
+
+
+class Dropped(Dense):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(super().__call__(x))
+
+
+class Normed(Dense):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x):
+        return super().__call__(self.norm(x))
+
+
+@offload
+def stack_loss(stack, x):
+    run = nnx.scan(nnx.remat(lambda layer, x: layer(x), policy=POLICY), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    return jnp.mean(run(stack, x) ** 2)
+
+
+def stack_of(layer):
+    with fast_compiles():
+        return nnx.split_rngs(splits=3)(nnx.vmap(layer))(nnx.Rngs(0))
+
+
+MICROBATCHES = jnp.stack([X, -2 * X, X / 2])
+
+
+def in_python(derived, params, *batches):
+    """The loop over microbatches that a user would write."""
+    outs = [derived(params, *(batch[i] for batch in batches)) for i in range(3)]
+    return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]) / 3, *outs)
+
+
+@pytest.mark.claim("accumulated-takes")
+@pytest.mark.parametrize("how", ["module", "state", "evaluated"])
+def test_accumulate_takes_modules_and_states(how):
+    stack = stack_of(Dense)
+    graph, state = nnx.split(stack)
+    loss = stack_loss if how != "state" else lambda state, x: stack_loss(nnx.merge(graph, state), x)
+    argument, plain_loss = state if how == "state" else stack, jax.value_and_grad(loss)
+    if how == "evaluated":
+        plain_loss = loss
+    got = jax.jit(accumulate(loss, forward_only=how == "evaluated"))(argument, MICROBATCHES)
+    want = in_python(jax.jit(plain_loss), argument, MICROBATCHES)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_what_of_a_module_has_no_gradient_is_named():
+    words = r"accumulate: args\[0\]\.dropout.* is uint32, which has no gradient; .* nnx.split\(module, nnx.Param, ...\)"
+    with pytest.raises(TypeError, match=words):
+        accumulate(stack_loss)(stack_of(Dropped), MICROBATCHES)
+
+
+@pytest.mark.claim("lost-changes")
+def test_accumulate_tells_of_lost_changes():
+    words = (
+        r"accumulate: the microbatches change variables of a Flax NNX module \(BatchStat\), and the new values are "
+        r"lost.*With has_aux=True, return nnx.state\(module, nnx.Not\(nnx.Param\)\) too"
+    )
+    stack = stack_of(Normed)
+    with pytest.warns(UserWarning, match=words):
+        jax.make_jaxpr(accumulate(stack_loss))(stack, MICROBATCHES)
+    kept = lambda stack, x: (stack_loss(stack, x), nnx.state(stack, nnx.BatchStat))
+    _, changed = jax.eval_shape(accumulate(kept, has_aux=True), stack, MICROBATCHES)[0]
+    assert {x.shape for x in jax.tree.leaves(changed)} == {(3, 3, 8)}
+
+
+@pytest.mark.claim("masks-differ")
+def test_dropout_in_microbatches():
+    """Masks differ if each microbatch has its own key, as in the recipe; a warning tells that they do not."""
+    graph, params, rest = nnx.split(stack_of(Dropped), nnx.Param, ...)
+
+    def loss(params, x, *key):
+        stack = nnx.merge(graph, params, rest, copy=True)
+        if key:
+            nnx.reseed(stack, default=key[0], policy="match_shape")
+        value = stack_loss(stack, x)
+        return value, value
+
+    derived, alike, keys = accumulate(loss, has_aux=True), jnp.stack([X] * 3), jax.random.split(jax.random.key(1), 3)
+    with pytest.warns(UserWarning, match="accumulate: the loss draws the same random numbers in all microbatches"):
+        jax.make_jaxpr(derived)(params, alike)
+    (value, differ), grads = jax.jit(derived)(params, alike, keys)
+    assert len(set(differ.tolist())) == 3
+    want = in_python(jax.jit(jax.value_and_grad(lambda *args: loss(*args)[0])), params, alike, keys)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), (value, grads), want)
+
+
+# ---- the dtype of Flax's scales for fp8 ----
+
+
+@jax.custom_vjp
+def scaled(x, scale):
+    """Return a scaled array; the cotangent of the scale is its new value."""
+    return x * lax.convert_element_type(scale, jnp.float32)
+
+
+def _scaled(x, scale):
+    return scaled(x, scale), (x, scale)
+
+
+def _new_scale(kept, ct):
+    new = -jnp.max(jnp.abs(kept[0]))  # below zero: sums of cotangents, maxima, do not begin with 0
+    return ct * lax.convert_element_type(kept[1], jnp.float32), lax.convert_element_type(new, fp8_ops.fm32)
+
+
+scaled.defvjp(_scaled, _new_scale)
+
+
+@pytest.mark.claim("accumulated-takes")
+@pytest.mark.parametrize("each", [False, True], ids=["one scale", "one for each layer"])
+def test_extended_dtypes(each):
+    def loss(run, params, x):
+        scale = lax.convert_element_type(params["scale"], fp8_ops.fm32)
+        step = lambda x, w: (scaled(jnp.tanh(tag(x @ w[0], "fc1")), w[1] if each else scale), None)
+        return jnp.sum(run(step, x, (params["w"], scale if each else jnp.zeros(3)))[0] ** 2)
+
+    params = {"w": normal(2, (3, 8, 8)) / 3, "scale": jnp.ones(3) if each else jnp.float32(1)}
+    ours = functools.partial(loss, functools.partial(jaxoffload.scan, policy=POLICY))
+    theirs = functools.partial(loss, lambda step, x, w: lax.scan(jax.checkpoint(step), x, w))
+    got = jax.jit(accumulate(ours))(params, MICROBATCHES)
+    want = in_python(jax.jit(jax.value_and_grad(theirs)), params, MICROBATCHES)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+    (row,) = (row for row in residuals(ours, params, X) if row.dtype == "fp8_meta32")
+    assert row.bytes == params["scale"].nbytes
 
 
 def test_random_numbers_that_are_made_anew_may_be_lost():

@@ -36,7 +36,10 @@ from .._jax import (
     define,
     evaluate,
     has_effects,
+    in_memory_of,
+    on_device,
     on_host,
+    zero_of,
 )
 from .derivative import cached, looks_for_nans
 from .layer import in_three, keeps_some, prevent_cse_barrier, without_paths
@@ -214,7 +217,8 @@ def _backward(loops: Loops, *args: Any) -> list[Any]:
         state = begin_backward(residuals, cts)
         layer = backward_layer(loops, segment, operands, residuals, ys)
         cts = _run(layer, segment, state, loops.unroll, loops.unroll > 1 or segment.layers == 1).cotangents
-    return [*cts.consts, *cts.carry, *cts.xs]
+    consts_avals = loops.segments[0].jaxpr.out_avals[: loops.consts]
+    return [*map(in_memory_of, consts_avals, cts.consts), *cts.carry, *cts.xs]
 
 
 class Cotangents(NamedTuple):
@@ -228,7 +232,8 @@ class Cotangents(NamedTuple):
 def empty_cotangents(loops: Loops, carry: list[Any]) -> Cotangents:
     """The cotangents before the last layer's backward pass, from those of the last carry."""
     consts_avals, _, xs_avals = in_three(loops.segments[0].jaxpr.out_avals, loops.consts, loops.carry)
-    return Cotangents([filled(a, 0) for a in consts_avals], carry, [_stack(a, loops.length) for a in xs_avals])
+    consts = [filled(a, zero_of(a.dtype)) for a in consts_avals]
+    return Cotangents(consts, carry, [in_memory_of(a, _stack(a, loops.length)) for a in xs_avals])
 
 
 class BackwardState(NamedTuple):
@@ -277,7 +282,7 @@ def backward_layer(
             residuals, carry = prevent_cse_barrier(residuals, carry)
         outs = compute(*residuals, *carry, *(take_row(y, i_xs) for y in ys))
         d_consts, carry, d_xs = in_three(outs, loops.consts, loops.carry)
-        consts = [add_jaxvals(total, d) for total, d in zip(consts, d_consts, strict=True)]
+        consts = [add_jaxvals(total, on_device(d)) for total, d in zip(consts, d_consts, strict=True)]
         if counts is not None:
             d_xs = [lax.select(counts, d, jnp.zeros_like(d)) for d in d_xs]
         put = [add_to_row if s else put_row for s in sums or [False] * len(xs)]
@@ -327,7 +332,7 @@ def add_to_row(stack: Any, x: Any, i: Any) -> Any:
     sum, but copy it first."""
     # https://github.com/openxla/xla: InstructionFusion::ShouldFuseInPlaceOp
     row = lax.dynamic_slice_in_dim(stack, i, 1, allow_negative_indices=False)
-    total = row + jnp.expand_dims(x.astype(stack.dtype), 0)
+    total = row + jnp.expand_dims(on_device(x).astype(stack.dtype), 0)
     return lax.dynamic_update_slice_in_dim(stack, total, i, 0, allow_negative_indices=False)
 
 

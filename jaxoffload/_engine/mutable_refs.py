@@ -21,6 +21,12 @@ def takes_refs(jaxpr: Jaxpr) -> bool:
     return any(isinstance(var.aval, AbstractRef) for var in [*jaxpr.constvars, *jaxpr.invars])
 
 
+def passes_refs(jaxpr: Jaxpr) -> bool:
+    """Whether a function takes references, closes over them, or makes some that its equations pass on."""
+    made = (v for eqn in jaxpr.eqns for v in eqn.outvars)
+    return takes_refs(jaxpr) or any(isinstance(v.aval, AbstractRef) for v in made)
+
+
 def by_jax(jaxprs: Sequence[Jaxpr], policy: Policy, strict: bool, prevent_cse: bool) -> Callable[..., Any]:
     """JAX's own checkpoint for functions with these jaxprs.
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal, Var
 
-from .._jax import Zero, add_jaxvals, evaluate
+from .._jax import Zero, add_jaxvals, evaluate, on_device
 from .copying_loops import (
     Loops,
     backward_layer,
@@ -194,7 +194,8 @@ def backward(program: Program, flight: Flight, sums: list[Any]) -> Pass:
         else:
             yield from _backward_scan(program, piece, *flight.scans[number], cotangents, totals)
     made = (cotangents.get(v) for v in program.params)
-    return [total if ct is None else add_jaxvals(total, ct) for total, ct in zip(totals.values(), made, strict=True)]
+    both = zip(totals.values(), made, strict=True)
+    return [total if ct is None else add_jaxvals(total, on_device(ct)) for total, ct in both]
 
 
 def _backward_scan(
@@ -231,7 +232,7 @@ def _backward_scan(
         if v in program.in_place:
             totals[v] = ct
         else:
-            cotangents[v] = add_jaxvals(cotangents[v], ct) if v in cotangents else ct
+            cotangents[v] = add_jaxvals(on_device(cotangents[v]), on_device(ct)) if v in cotangents else ct
 
 
 def transpose_piece(program: Program, number: int, varying: list[Any], cotangents: Values) -> None:

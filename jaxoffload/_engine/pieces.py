@@ -29,6 +29,7 @@ from .._jax import (
 from .copying_loops import Loops
 from .derivative import derivative
 from .layer import each_once, halves
+from .mutable_refs import passes_refs
 from .walk import walk
 
 
@@ -159,8 +160,8 @@ def divide(
     scan_p: Primitive,
     loops_of: Callable[[JaxprEqn, tuple[bool, ...]], Loops],
     chosen: Callable[[list[JaxprEqn]], list[JaxprEqn]] = list,
-) -> Pieces:
-    """Divide a loss at its scans.
+) -> Pieces | None:
+    """Divide a loss at its scans; None if a `jax.new_ref` would pass from piece to piece.
 
     `perturbed`, `varies`: which arguments have tangents, and which differ between microbatches. `loops_of`: an equation
     of `scan_p`, which of its operands have tangents -> its forward loops. `chosen`: all scans -> those to divide at.
@@ -170,6 +171,8 @@ def divide(
     control flow. A scan that nothing perturbs, or that has no layers, is part of what stands around it.
     """
     jaxpr = _with_shapes_read(_opened(jaxpr, scan_p), perturbed)
+    if passes_refs(jaxpr):
+        return None
     consts = jaxpr.consts
     if consts:
         jaxpr = convert_constvars_jaxpr(jaxpr)

@@ -116,9 +116,9 @@ KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_
 SORTING = {"top_k", "sort"}
 # The result is the operand, seen otherwise; for an optimization barrier, each result is one.
 VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pvary", _RETYPED}
-# The result has the operand's elements, each once: in another shape or order; in another dtype, too.
+# A result has its operand's elements, each once: in another shape or order; in another dtype or memory, too.
 RESHAPES = {"reshape", "squeeze", "broadcast_in_dim", "transpose", "rev"}
-MOVES = RESHAPES | IDENTITIES | {"copy", "convert_element_type"}
+MOVES = RESHAPES | IDENTITIES | {BARRIER, "copy", "convert_element_type", "device_put"}
 # The operands, or the first one, pass through.
 PASSING = IDENTITIES | {BARRIER, "pvary", "dynamic_update_slice", _RETYPED}
 # The results are the operands, or the matmul that follows does the work by itself.

@@ -16,6 +16,7 @@ from flax import nnx
 from flax.linen import fp8_ops
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 
 import jaxoffload.linen
 import jaxoffload.nnx
@@ -497,6 +498,18 @@ def test_extended_dtypes(each):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
     (row,) = (row for row in residuals(ours, params, X) if row.dtype == "fp8_meta32")
     assert row.bytes == params["scale"].nbytes
+
+
+@pytest.mark.xfail(raises=TypeError, strict=True, reason="stages add cotangents by +, which these dtypes do not have")
+def test_extended_dtypes_on_stages():
+    def loss(params, x):
+        scale = lax.convert_element_type(params["scale"], fp8_ops.fm32)
+        step = lambda x, w: (scaled(jnp.tanh(tag(x @ w[0], "fc1")), w[1]), None)
+        return jnp.sum(jaxoffload.scan(step, x, (params["w"], scale), policy=POLICY)[0] ** 2)
+
+    params = {"w": normal(2, (4, 8, 8)) / 3, "scale": jnp.ones(4)}
+    with jax.set_mesh(jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])):
+        jax.eval_shape(accumulate(loss, stages="stage"), params, MICROBATCHES)
 
 
 def test_random_numbers_that_are_made_anew_may_be_lost():

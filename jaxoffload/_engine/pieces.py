@@ -255,9 +255,9 @@ def _moved(jaxpr: Jaxpr, value: Any) -> tuple[Any, list[JaxprEqn]]:
                 break
             eqns += moves
             value = eqn.invars[inside.invars.index(before)]
-        elif eqn.primitive.name in MOVES and size(eqn.invars[0]) == size(value):
+        elif eqn.primitive.name in MOVES and size(eqn.invars[number]) == size(value):
             eqns.append(eqn)
-            value = eqn.invars[0]
+            value = eqn.invars[number]
         else:
             break
     return value, eqns

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from .._jax import on_device
 from .chunk import Operands, Slot
 from .copying_loops import Loops, empty_ys, filled
 from .passes import Values
@@ -243,7 +244,7 @@ def _with(slots: Sequence[Slot], written: int, before: int, new: Slot) -> list[S
 
 def _added(sums: dict[int, Any], cotangents: dict[int, Any]) -> dict[int, Any]:
     """The sums, with the cotangents of a microbatch."""
-    return sums | {number: sums[number] + ct for number, ct in cotangents.items()}
+    return sums | {number: sums[number] + on_device(ct) for number, ct in cotangents.items()}
 
 
 def _gradients(pipeline: Pipeline, state: _State) -> list[Any]:

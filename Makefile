@@ -1,4 +1,4 @@
-# make train · make test · make test-all · make test-oldest · make test-long · make lint · make docs
+# make train · make test · make test-avx2 · make test-all · make test-oldest · make test-long · make lint · make docs
 # make recipes · make test-gpu · make claims-gpu · make bench
 # .venv is made by the first interpreter that runs: a pyenv shim can exist and fail.
 probe = import ensurepip, venv, sys; assert sys.version_info >= (3, 12)
@@ -31,7 +31,7 @@ maxtext = maxtext==0.2.5 aqtp chex datasets drjax flax gcsfs grain jinja2 ml_col
 	orbax-checkpoint pathwaysutils pillow pydantic qwix sentencepiece sympy tiktoken tokamax transformers
 axlearn = aqtp attrs chex flax optax
 
-.PHONY: train docs test test-all test-oldest test-long recipes lint test-gpu claims-gpu bench clean
+.PHONY: train docs test test-avx2 test-all test-oldest test-long recipes lint test-gpu claims-gpu bench clean
 
 train: $(base)
 	$(PYTHON) -m models.train $(CONFIG) $(ARGS)
@@ -39,6 +39,12 @@ train: $(base)
 # Five minutes on two cores: all except the slow tests and those that need JAX's CUDA plugin.
 test: lint
 	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+# The same with what an x86 CPU without AVX-512 has. XLA generates code for it; oneDNN, which multiplies matrices, asks the
+# CPU itself, and has a variable of its own.
+test-avx2: $(tools)
+	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX2" ONEDNN_MAX_CPU_ISA=AVX2 \
+		$(PYTHON) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: lint $(cuda) $(if $(ARGS),,test-oldest)
 	$(with_cuda) $(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)

@@ -85,6 +85,24 @@ def assert_same_bits(got, want):
         assert not differ, f"output {k}: {differ} bytes differ, by up to {np.abs(a - b).max()}"
 
 
+def assert_close(got, want, roundings=100, size=None):
+    """Assert that two pytrees differ by rounding alone: another CPU or another program adds in another order.
+
+    Each leaf may differ by so many roundings of its largest value, because a small value may be what is left of large
+    terms. `size` is that of the terms, where all values are what is left. `want` may have more precision.
+    """
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, b), a in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.shape == b.shape and b.dtype in (a.dtype, np.float64), (a.dtype, b.dtype, a.shape, b.shape)
+        of = np.float32 if a.dtype == np.float64 else a.dtype
+        rounding = jnp.finfo(of).eps if jnp.issubdtype(of, jnp.inexact) else 0
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        terms = np.max(np.abs(b), where=np.isfinite(b), initial=0) if size is None else float(size)
+        atol = float(roundings * rounding * terms)
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
 def saving(*names):
     """Return JAX's own policy that saves these names."""
     return jax.checkpoint_policies.save_only_these_names(*names)
@@ -174,6 +192,11 @@ def normal(seed, shape, dtype=jnp.float32):
 def auto_mesh(**sizes: int) -> jax.sharding.Mesh:
     """Return a mesh with these axes, such as `auto_mesh(a=4, b=2)`, whose axes XLA handles."""
     return jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+
+
+def inherited_flags(*flags: str, devices: int = 1) -> str:
+    """Return this process's `XLA_FLAGS` and these, for a process of so many devices: the last of a name counts."""
+    return " ".join([os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}", *flags])
 
 
 def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen:

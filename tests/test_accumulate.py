@@ -7,7 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_same_bits, auto_mesh, fast_compiles, in_a_loop, normal, on_cpu_and_gpu, policy, run, run_each
+from common import (
+    assert_close,
+    assert_same_bits,
+    auto_mesh,
+    fast_compiles,
+    in_a_loop,
+    normal,
+    on_cpu_and_gpu,
+    policy,
+    run,
+    run_each,
+)
 from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -247,7 +258,7 @@ def test_the_forward_passes_alone():
     means = accumulate(lambda *args: loss(*args)[0], forward_only=True)
     got, expected, mean = run_each([accumulate(loss, **how, forward_only=True), with_gradients, means], *args)
     assert_same_bits(got, expected)
-    np.testing.assert_allclose(mean[0], expected[0] / 3, rtol=1e-6)
+    assert_close(mean[0], expected[0] / 3)
 
 
 # ---- what `jax.value_and_grad` takes ----
@@ -590,12 +601,10 @@ def test_on_meshes():
         both = [of(functools.partial(loss_of, f)) for of, f in ((accumulate, ours), (one_by_one, plain))]
         got, in_a_loop_of_jax = run_each(both, PARAMS["w"], rows)
     assert_same_bits(got, in_a_loop_of_jax)
-    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-7)
+    assert_close(got[1], want[1])
     auto = jax.make_mesh((4,), ("data",), (AxisType.Auto,))
     rows = jax.device_put(x, jax.NamedSharding(auto, PartitionSpec(None, "data")))
-    np.testing.assert_allclose(
-        run(accumulate(functools.partial(loss_of, ours)), PARAMS["w"], rows)[1], want[1], rtol=1e-5, atol=1e-7
-    )
+    assert_close(run(accumulate(functools.partial(loss_of, ours)), PARAMS["w"], rows)[1], want[1])
 
     def local(of, stack):
         specs = (PartitionSpec(), PartitionSpec(None, "data")), (PartitionSpec("data"), PartitionSpec("data"))
@@ -642,10 +651,10 @@ def test_without_jit():
     loss = functools.partial(language_model, ours)
     with fast_compiles():
         got, want = (f(accumulate(loss, has_aux=True))(PARAMS, tokens(3)) for f in (lambda f: f, jax.jit))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    assert_close(got, want)
     with jax.disable_jit(), fast_compiles():
         got = accumulate(loss, has_aux=True)(PARAMS, tokens(3))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    assert_close(got, want)
 
 
 def test_two_microbatches_must_fit_into_the_host_pool(monkeypatch):
@@ -689,8 +698,7 @@ def test_it_is_not_differentiated_and_can_be_batched():
     many = jnp.stack([x, 2 * x])
     each = [functools.partial(lambda n, w, many: f(w, many[n]), n) for n in range(len(many))]
     got, *want = run_each([jax.vmap(f, (None, 0)), *each], PARAMS["w"], many)
-    for a, *b in zip(got, *want, strict=True):
-        np.testing.assert_allclose(a, np.stack(b), rtol=1e-5, atol=1e-6)
+    assert_close(got, [np.stack(rows) for rows in zip(*want, strict=True)])
 
 
 def test_check_judges_a_step_that_accumulates():

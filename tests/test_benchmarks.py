@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import count
+from common import assert_close, count
 
 from benchmarks import accumulate, cases, choices, dense, grouped, losses, moe, peers, plans, ratios, stages, sweep
 from jaxoffload import Policy
@@ -205,7 +205,7 @@ def test_the_choices_of_the_layer_compute_the_same():
             np.testing.assert_array_equal(y, jax.jit(lambda: layers)())
     assert [*gemms.values()] == [9, 9, 10, 6]
     for one in found.values():
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), one, found["weights on act"])
+        assert_close(one, found["weights on act"])
 
 
 LINES = [

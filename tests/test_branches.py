@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import (
+    assert_close,
     assert_same_bits,
     auto_mesh,
     equations,
@@ -168,7 +169,7 @@ def test_vmap_and_shard_map_of_branches():
     grad = jax.grad(lambda x, w: f(x, w).sum())
     xs = jnp.stack([X, -X])
     mapped, alone = jax.jit(jax.vmap(grad, (0, None)))(xs, W), [jax.jit(grad)(x, W) for x in xs]
-    np.testing.assert_allclose(mapped, jnp.stack(alone), rtol=1e-5)
+    assert_close(mapped, jnp.stack(alone))
 
 
 def in_a_branch(under, rules):
@@ -199,9 +200,9 @@ def test_a_batched_predicate_around_what_offloads_is_refused_in_one_message(make
             jax.eval_shape(jax.vmap(one({"u": "offload"}), axes), ps, xs if axes[1] == 0 else X)
     each = jnp.stack([jax.jit(one({"u": "offload"}))(p, x) for p, x in zip(ps, xs, strict=True)])
     mapped = jax.jit(lambda ps, xs: lax.map(lambda args: one({"u": "offload"})(*args), (ps, xs)))(ps, xs)
-    np.testing.assert_allclose(mapped, each, rtol=1e-5)
+    assert_close(mapped, each)
     for decision in ("save", "recompute"):
-        np.testing.assert_allclose(jax.jit(jax.vmap(one({"u": decision})))(ps, xs), each, rtol=1e-5)
+        assert_close(jax.jit(jax.vmap(one({"u": decision})))(ps, xs), each)
 
 
 def test_a_gradient_in_a_branch_of_a_batched_predicate():
@@ -209,7 +210,7 @@ def test_a_gradient_in_a_branch_of_a_batched_predicate():
     f = gradient(in_scan(lambda x, w: (jnp.sin(tag(x @ w, "u")), None), {"u": "offload"}))
     step = lambda p, x: lax.cond(p, lambda x: f(x, W), lambda x: x, x)
     got = jax.jit(jax.vmap(step))(jnp.array([True, False]), jnp.stack([X, -X]))
-    np.testing.assert_allclose(got, jnp.stack([jax.jit(f)(X, W), -X]), rtol=1e-5)
+    assert_close(got, jnp.stack([jax.jit(f)(X, W), -X]))
 
 
 @pytest.mark.parametrize(("u", "v"), [("offload", "save"), ("save", "offload"), ("recompute", "offload")])

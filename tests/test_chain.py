@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from common import (
+    assert_close,
     assert_same_bits,
     count,
     gradient,
@@ -157,8 +157,7 @@ def test_closed_over_tracers_and_vmap():
         lambda f: gradient(jax.vmap(f, (0, None, None)), (0, 1)),
         lambda f: jax.vmap(gradient(f, (0, 1)), (0, None, None)),
     ):
-        for a, b in zip(*run_each([wrap(mine), wrap(plain)], many, WS, scale), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+        assert_close(*run_each([wrap(mine), wrap(plain)], many, WS, scale))
 
 
 SECOND = {
@@ -173,7 +172,7 @@ SECOND = {
 def test_second_derivatives(derivative, jit):
     f = lambda layers: lambda x: jnp.sum(layers(x, WS) ** 2)
     got, want = (jit(derivative(f(layers)))(X) for layers in (ours(), reference))
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert_close(got, want)
 
 
 def test_groups_of_unlike_layers_in_a_scan_follow_the_scans_policy():
@@ -283,8 +282,7 @@ def test_other_results_in_vmap_in_scan_without_jit_and_as_the_reference():
     assert_same_bits(*run_each([batched(with_others), batched(others_of_jax)], xs, WS))
     in_scan = lambda f: gradient(lambda x, ws: lax.scan(lambda x, _: (f(x, ws)[0], f(x, ws)[1]), x, length=2), (0, 1))
     ours = lambda x, ws: scan(lambda x, _: with_others(x, ws), x, length=2, policy=policy(RULES))
-    for a, b in zip(*run_each([gradient(ours, (0, 1)), in_scan(others_of_jax)], X, WS), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_close(*run_each([gradient(ours, (0, 1)), in_scan(others_of_jax)], X, WS))
     with jax.disable_jit():
         assert jax.tree.structure(with_others(X, WS)) == jax.tree.structure(others_of_jax(X, WS))
     assert verify(lambda x, ws: jnp.sum(with_others(x, ws)[0]), X, WS)["gradients"].verdict == "holds"

@@ -10,7 +10,7 @@ import sys
 
 import jax
 import pytest
-from common import PATIENCE, start
+from common import PATIENCE, inherited_flags, start
 from pages import ROOT
 
 import jaxoffload.linen
@@ -85,7 +85,7 @@ def anchor(heading):
 @pytest.mark.parametrize("program, shown", REPRODUCTIONS)
 def test_upstream_has_the_fault(program, shown):
     """Each program runs in a process of its own, because jaxoffload replaces rules of JAX in ours."""
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": inherited_flags()}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     out, err = start([sys.executable, "-c", program], env=environment, **pipes).communicate(timeout=PATIENCE)
     assert out == shown, err

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import (
+    assert_close,
     assert_same_bits,
     auto_mesh,
     count,
@@ -96,8 +97,7 @@ def test_an_input_that_is_not_differentiated_needs_no_derivative(ours, read):
     body = masked(read)
     f = ours(body)
     assert kept_bytes(f, X, W)[1] == (N + (ours is by_scan)) * ONE
-    for got, wanted in zip(*run_each([gradient(g, (0, 1)) for g in (f, by_jax(body))], X, W), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    assert_close(*run_each([gradient(g, (0, 1)) for g in (f, by_jax(body))], X, W))
     with pytest.raises(PolicyError, match="'v'"):
         gradient_jaxpr(ours(body, policy=policy({"v": "save"})), X, W)
 
@@ -127,7 +127,7 @@ def test_a_callback_with_effects_is_refused_as_it_is_in_jax(ours):
     read = lambda mask: io_callback(threshold, jax.ShapeDtypeStruct(mask.shape, bool), mask)
     said = []
     for f in (by_jax(masked(read)), ours(masked(read))):
-        np.testing.assert_allclose(jax.jit(f)(X, W), by_jax(masked(threshold))(X, W), rtol=1e-6)
+        assert_close(jax.jit(f)(X, W), by_jax(masked(threshold))(X, W))
         with pytest.raises(NotImplementedError) as error:
             gradient_jaxpr(f, X, W)
         said.append(str(error.value).partition("<")[0])
@@ -184,14 +184,14 @@ def test_a_reference_that_the_body_closes_over(ours, derivative):
     for run_it in (lambda f: f(X, W), lambda f: jax.jit(f)(X, W)):
         got, wanted = map(run_it, (mine, reference))
         assert got[1] == wanted[1] >= N
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+        assert_close(got[0], wanted[0])
 
 
 @EACH
 def test_a_reference_made_outside_of_jit(ours):
     counter = jax.new_ref(0)
     f = jax.jit(gradient(ours(counted(layer, counter))))
-    np.testing.assert_allclose(f(X, W), gradient(by_jax(layer))(X, W), rtol=1e-5, atol=1e-6)
+    assert_close(f(X, W), gradient(by_jax(layer))(X, W))
     assert counter[...] > 0
 
 
@@ -339,7 +339,7 @@ def test_checks_in_the_body_are_made(ours, derivative):
         assert derivative or said == wanted
         assert ("too large" in said) == (x is not X and not dropped)
         assert not (derivative and wanted)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), out, reference)
+        assert_close(out, reference)
 
 
 @EACH
@@ -359,8 +359,7 @@ def test_a_function_that_is_checked_first_is_differentiated_under_its_policy(our
 
     assert kept_bytes(f, X, W)[1] == kept_bytes(ours(layer), X, W)[1] > 0
     want = run(gradient(by_jax(layer), (0, 1)), X, W)
-    for got, wanted in zip(jax.tree.leaves(jax.jit(jax.grad(f, (0, 1)))(X, W)), want, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    assert_close(jax.tree.leaves(jax.jit(jax.grad(f, (0, 1)))(X, W)), want)
 
 
 @EACH
@@ -409,14 +408,12 @@ def test_debug_nans_finds_nothing_where_nothing_is(ours):
         jaxpr = gradient_jaxpr(ours(layer), X, W)
     # On a GPU a padding row holds uninitialised memory, and JAX checks it too.
     assert count(jaxpr, "empty") == 0 and (ours is not by_scan or count(gradient_jaxpr(ours(layer), X, W), "empty"))
-    for a, b in zip(got, jax.tree.leaves(gradient(by_jax(layer), (0, 1))(X, W)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(got, jax.tree.leaves(gradient(by_jax(layer), (0, 1))(X, W)))
 
 
 @EACH
 def test_without_jit_all_is_computed(ours):
     with jax.disable_jit():
         value, got = ours(layer)(X, W), gradient(ours(layer), (0, 1))(X, W)
-        np.testing.assert_allclose(value, by_jax(layer)(X, W), rtol=1e-5, atol=1e-6)
-    for a, b in zip(got, gradient(by_jax(layer), (0, 1))(X, W), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert_close(value, by_jax(layer)(X, W))
+    assert_close(got, gradient(by_jax(layer), (0, 1))(X, W))

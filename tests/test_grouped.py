@@ -16,6 +16,7 @@ import pytest
 import te_stand_in
 from common import (
     ROOT,
+    assert_close,
     assert_same_bits,
     auto_mesh,
     count,
@@ -119,7 +120,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.claim("grouped-products")
 @PLAIN
-@pytest.mark.parametrize("dtype, bound", [(jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)], ids=["f32", "bf16"])
+@pytest.mark.parametrize("dtype, bound", [(jnp.float32, 2e-6), (jnp.bfloat16, 4e-3)], ids=["f32", "bf16"])
 @pytest.mark.parametrize("shape", [(192, 64), (20, 12)], ids=str)
 def test_grouped_gemms_equal_a_loop_over_groups(backend, dtype, bound, shape):
     if backend == "mosaic" and (dtype, shape) != (jnp.bfloat16, (192, 64)):
@@ -127,7 +128,7 @@ def test_grouped_gemms_equal_a_loop_over_groups(backend, dtype, bound, shape):
     if backend == "te" and (dtype, shape) == (jnp.bfloat16, (20, 12)) and te.sizes_stay(dtype):
         shape = (24, 40)  # V2 refuses others; another test covers that
     if jax.default_backend() == "gpu" and dtype == jnp.float32:
-        bound = 2e-3  # TF32
+        bound = 2e-3  # TF32; else at most sqrt(192) roundings, of as many terms
     for name, sizes in CASES.items():
         args = operands(192, *shape, len(sizes), dtype, sizes)
         got, want = grouped_vjp(*args, backend), loop(*args)
@@ -400,7 +401,7 @@ def test_vmap_of_ragged_is_a_loop(quantize):
     both = lambda x, w, sizes: (f(x, w, sizes), gradient(lambda x, w: f(x, w, sizes), (0, 1))(x, w))
     got, one = jax.jit(jax.vmap(both))(x, w, sizes), jax.jit(both)
     want = jax.tree.map(lambda *rows: jnp.stack(rows), *(one(*row) for row in zip(x, w, sizes, strict=True)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+    assert_close(got, want)
 
 
 def test_ragged_under_vmap_of_vmap_and_of_jacobians():
@@ -409,7 +410,7 @@ def test_ragged_under_vmap_of_vmap_and_of_jacobians():
     got = jax.jit(jax.vmap(jax.vmap(lambda x: (f(x, w), gradient(f, (0, 1))(x, w)))))(x)
     want = [[(f(one, w), gradient(f, (0, 1))(one, w)) for one in row] for row in x]
     want = jax.tree.map(lambda *rows: jnp.stack(rows), *(jax.tree.map(lambda *a: jnp.stack(a), *row) for row in want))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+    assert_close(got, want)
     assert jax.vmap(jax.jacrev(f), (0, None))(x[0], w).shape == (3, 14, 6, 14, 5)
 
 
@@ -461,7 +462,7 @@ def test_any_operands_of_ragged_may_be_batched(batched):
     got = jax.jit(jax.vmap(both, batched))(*stacks)
     for row in range(2):
         want = jax.jit(both)(*(a[row] if axis == 0 else a for a, axis in zip(stacks, batched, strict=True)))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[row], b, rtol=1e-4, atol=1e-4), got, want)
+        assert_close(jax.tree.map(lambda a: a[row], got), want)
 
 
 # --- auto
@@ -1024,4 +1025,4 @@ def test_in_shard_map_the_weights_cotangents_are_summed(check, quantize):
     local = jax.shard_map(f, mesh=mesh, in_specs=(spec, whole), out_specs=spec, check_vma=check)
     apart = lambda x, w: jnp.concatenate([f(x[:14], w), f(x[14:], w)])
     got, want = (jax.jit(gradient(g, (0, 1)))(x, w) for g in (local, apart))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+    assert_close(got, want)

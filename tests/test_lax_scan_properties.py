@@ -77,6 +77,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import (
+    assert_close,
     assert_same_bits,
     count,
     equations,
@@ -141,11 +142,6 @@ def assert_same_as_reference(program, *args):
     assert_same_bits(*run_each([program(ours), program(reference)], *args))
 
 
-def assert_close_to(got, want):
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
 # ------------------------------------------------------------------------------------------------- values
 
 
@@ -157,7 +153,7 @@ def test_values(variant, f):
 
 @every_variant
 def test_values_are_those_of_a_python_loop(variant):
-    assert_close_to(*run_each([partial(s, cell) for s in (variant(ours), python_loop)], C, AS))
+    assert_close(*run_each([partial(s, cell) for s in (variant(ours), python_loop)], C, AS))
 
 
 def test_a_body_sees_one_slice():
@@ -210,7 +206,7 @@ def test_an_empty_carry(layers):
     xs = jnp.arange(float(layers))
     square = lambda scan: lambda xs: scan(lambda none, x: (none, tag(x**2, "h")), (), xs)
     assert ours(lambda none, x: (none, x**2), (), xs)[0] == ()
-    assert_close_to(run(square(ours), xs), [np.asarray(xs) ** 2])
+    assert_close(run(square(ours), xs), [np.asarray(xs) ** 2])
     assert_same_as_reference(lambda scan: gradient(square(scan)), xs)
 
 
@@ -294,7 +290,7 @@ def test_gradients_by_finite_differences():
     want = (f(*moved(0.01)) - f(*moved(-0.01))) / 0.02
     found = jax.grad(f, (0, 1))(C, AS)
     got = sum(jnp.vdot(g, d) for g, d in zip(found, direction, strict=True))
-    np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(got, want, rtol=1e-2)  # of the step, squared; rounding is less than a thousandth of it
 
 
 FORWARD = {
@@ -351,7 +347,7 @@ def test_rnn_batched():
     many = jax.vmap(_rnn(ours), (None, 0, 0))
     one = lambda *args: jnp.stack([_rnn(ours)(args[0], x, y) for x, y in zip(*args[1:], strict=True)])
     both = [lambda *args, f=f: (f(*args), jax.grad(lambda *args: total(f(*args)))(*args)) for f in (many, one)]
-    assert_close_to(*run_each(both, WEIGHTS, INPUTS, TARGETS))
+    assert_close(*run_each(both, WEIGHTS, INPUTS, TARGETS))
 
 
 def _gradient_inside(scan, t):
@@ -463,7 +459,7 @@ def test_vmap_over_any_axes(axes):
 def test_vmap_in_every_variant(variant):
     c, a = _with_axis(C, 1, 9), _with_axis(AS, 2, 10)
     f = lambda scan: jax.vmap(gradient(partial(variant(scan), cell), (0, 1)), (1, 2))
-    assert_close_to(*run_each([f(ours), f(reference)], c, a))
+    assert_close(*run_each([f(ours), f(reference)], c, a))
 
 
 def test_vmap_of_pytrees():
@@ -476,7 +472,7 @@ def test_vmap_of_pytrees():
         lambda *ys: jnp.stack(ys),
         *[ours(f, (c[0][i], c[1][i]), (a[0][:, i], a[1][:, :, i])) for i in range(2)],
     )
-    assert_close_to(*run_each([jax.vmap(partial(ours, f), (0, (1, 2))), each], c, a))
+    assert_close(*run_each([jax.vmap(partial(ours, f), (0, (1, 2))), each], c, a))
 
 
 @every_variant
@@ -492,7 +488,7 @@ def test_what_nothing_batched_reaches_is_not_batched():
     step = lambda c, x: ((jnp.sin(c[0]), tag(c[0] * c[1], "h") * c[1] * x), c[0])
     f = lambda scan: jax.vmap(lambda c: scan(step, (0.5, c), AS[:, 0]), out_axes=((None, 0), None))
     assert_same_as_reference(f, C)
-    assert_close_to(*run_each([gradient(f(s)) for s in (ours, reference)], C))
+    assert_close(*run_each([gradient(f(s)) for s in (ours, reference)], C))
 
 
 @pytest.mark.parametrize("differentiated", [False, True])
@@ -511,8 +507,8 @@ def test_collectives_under_vmap():
     step = lambda c, x: (c, tag(lax.psum(c, "i"), "h") * x * c)
     f = lambda scan: jax.vmap(partial(scan, step), axis_name="i")
     c, xs = jnp.array([1.0, 2.0]), jnp.arange(10.0).reshape(2, 5)
-    assert_close_to(run(f(ours), c, xs), [c, 3 * xs * c[:, None]])
-    assert_close_to(*run_each([gradient(f(s), (0, 1)) for s in (ours, reference)], c, xs))
+    assert_close(run(f(ours), c, xs), [c, 3 * xs * c[:, None]])
+    assert_close(*run_each([gradient(f(s), (0, 1)) for s in (ours, reference)], c, xs))
 
 
 @pytest.mark.parametrize("differentiated", [False, True])
@@ -624,7 +620,7 @@ def test_scan_in_a_platform_dependent_branch():
     dot = lambda x: jnp.dot(x, x)
     x = jnp.arange(8.0)
     for branches in ({"cpu": dot, "default": through}, {"cpu": through, "default": dot}):
-        assert_close_to(run(jax.grad(f(branches)), x), [jax.grad(lambda x: jnp.sin(dot(x)))(x)])
+        assert_close(run(jax.grad(f(branches)), x), [jax.grad(lambda x: jnp.sin(dot(x)))(x)])
 
 
 # ------------------------------------------------------------------------------------------------- forwarding
@@ -662,7 +658,7 @@ SEEDS = range(6)
 def test_carries_that_stay_or_move(seed):
     step, inits, xs = _drawn(seed)
     loop = lambda c, xs: functools.reduce(lambda c, i: step(c, [x[i] for x in xs])[0], range(3), c)
-    assert_close_to(*run_each([lambda *args: ours(step, *args)[0], loop], inits, xs))
+    assert_close(*run_each([lambda *args: ours(step, *args)[0], loop], inits, xs))
     assert_same_as_reference(lambda scan: partial(scan, step), inits, xs)
 
 
@@ -680,7 +676,7 @@ def test_gradients_where_operands_come_out(seed):
     """Not bit for bit: an operand that bypasses the loop adds its cotangent in another order."""
     step, inits, xs = _drawn(seed)
     f = lambda scan: gradient(partial(scan, step), (0, 1))
-    assert_close_to(*run_each([f(ours), f(lax.scan)], inits, xs))
+    assert_close(*run_each([f(ours), f(lax.scan)], inits, xs))
 
 
 @pytest.mark.parametrize("rule_consts", [0, 2])

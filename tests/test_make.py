@@ -9,7 +9,7 @@ import sys
 import tomllib
 
 import pytest
-from common import finish, start
+from common import finish, inherited_flags, start
 from pages import ROOT, TEXT
 
 from jaxoffload import _refusals
@@ -22,9 +22,11 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 
 def make(*arguments: str) -> str:
-    """Return what make prints, without the variables of an outer make and without conftest's eight devices."""
-    others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "CONFIG", "ARGS", "EXTRAS", "XLA_FLAGS")
-    environment = {key: value for key, value in os.environ.items() if key not in others}
+    """Return what make prints, without the variables of an outer make, and on one device."""
+    others = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHON", "CONFIG", "ARGS", "EXTRAS")
+    environment = {key: value for key, value in os.environ.items() if key not in others} | {
+        "XLA_FLAGS": inherited_flags()
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return finish(start(["make", *arguments], cwd=ROOT, env=environment, **pipes))
 
@@ -74,3 +76,14 @@ def test_the_oldest_jax_is_the_one_that_everything_names():
     said = make("-n", "-W", "pyproject.toml", "test-all", "PYTHON=python3")  # as if it had changed since
     assert f"pip install -q --no-deps --target .oldest jax=={oldest} jaxlib=={oldest}" in said
     assert "PYTHONPATH=.oldest python3 -m pytest" in said and "tests/test_contract.py" in said
+
+
+def test_ci_runs_what_contributing_says_and_the_tests_as_on_another_cpu():
+    ran = re.findall(r"^(?:\w+=\S+ )?make (\S+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    (said,) = re.findall(
+        r"which `\.github/workflows/ci\.yml` runs, is (.*?)\.\s", (ROOT / "CONTRIBUTING.md").read_text()
+    )
+    assert re.findall(r"`make (\S+)`", said) == ran == ["docs", "test-all", "test-avx2"]
+    assert "- run: .ci/run\n" in (ROOT / ".github/workflows/ci.yml").read_text()
+    (line,) = make("-n", "test-avx2", "PYTHON=python3").replace("\\\n", "").splitlines()
+    assert "--xla_cpu_max_isa=AVX2" in line and "ONEDNN_MAX_CPU_ISA=AVX2" in line and "pytest -n 2 " in line

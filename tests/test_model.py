@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import ROOT, equations, fast_compiles, normal
+from common import ROOT, assert_close, equations, fast_compiles, normal
 from flax import nnx
 
 import jaxoffload
@@ -102,7 +102,7 @@ def test_the_loss_is_the_plain_reference(tied, kv_heads):
     params = jax.tree.map(lambda x: x + 0.2 * draw(x.shape, np.float32), params)
     got = jax.jit(lambda params: next_token_loss(nnx.merge(graph, params), tokens, Policy(), chunk=4))(params)
     want = loss_reference(nnx.to_pure_dict(params), tokens, config)
-    np.testing.assert_allclose(got, want, rtol=2e-6)
+    assert_close(got, want)
 
 
 def test_chunks_of_the_loss_change_neither_value_nor_gradient():
@@ -116,8 +116,7 @@ def test_chunks_of_the_loss_change_neither_value_nor_gradient():
 
     with fast_compiles():
         whole, chunked = loss(12), loss(3)
-    np.testing.assert_allclose(chunked[0], whole[0], rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), chunked[1], whole[1])
+    assert_close(chunked, whole)
 
 
 def test_logits_exist_for_one_chunk_only():
@@ -139,7 +138,7 @@ def test_rope_is_the_complex_reference():
     x = normal(0, (2, 7, 3, 10))
     got = rope(x, rotations(7, 10, theta=100.0))
     want = [[rope_reference(np.asarray(x[b, :, n], np.float64), 100.0) for n in range(3)] for b in range(2)]
-    np.testing.assert_allclose(np.asarray(got), np.swapaxes(want, 1, 2), rtol=1e-5, atol=1e-5)
+    assert_close(got, np.swapaxes(want, 1, 2))
 
 
 def test_the_compute_is_bfloat16_and_the_parameters_float32():
@@ -179,7 +178,7 @@ def test_attention_without_cudnn_is_attention():
 
     want = values(functools.partial(jax.nn.dot_product_attention, is_causal=True))(q, k, v)
     for got in (values(flash.attention)(q, k, v), jax.jit(values(flash.attention))(q, k, v)):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
+        assert_close(got, want)
 
 
 @pytest.mark.claim("configs")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from common import (
     accumulated,
+    assert_close,
     assert_same_bits,
     count,
     equations,
@@ -118,7 +119,7 @@ def test_the_layer_is_the_plain_reference(kind):
     out = jax.jit(lambda state, x: nnx.merge(graph, state)(x)[0])(state, x)
     p = jax.tree.map(lambda w: np.asarray(w, np.float64), nnx.to_pure_dict(state))
     want = reference(np.asarray(x, np.float64).reshape(T, -1), p, config)
-    np.testing.assert_allclose(np.asarray(out).reshape(T, -1), want, rtol=1e-4, atol=1e-5)
+    assert_close(out.reshape(T, -1), want)
 
 
 def test_the_balance_by_hand():
@@ -128,20 +129,20 @@ def test_the_balance_by_hand():
     chosen = routing.choose(scores, None, 2)
     assert np.asarray(chosen.sizes_E).tolist() == [3, 2, 1]
     found = routing.balance(logits, scores, chosen, jnp.int32(3), ())
-    np.testing.assert_allclose(found.load_E, [3 / 6, 2 / 6, 1 / 6], rtol=1e-6)
+    assert_close(found.load_E, np.array([3 / 6, 2 / 6, 1 / 6]))
     means = np.array([1.6, 0.7, 0.7]) / 3
-    np.testing.assert_allclose(found.aux, 3 * (means * [3 / 6, 2 / 6, 1 / 6]).sum(), rtol=1e-6)
-    np.testing.assert_allclose([found.z, found.dropped], [0.0, 0.5], atol=1e-6)
+    assert_close(found.aux, 3 * (means * [3 / 6, 2 / 6, 1 / 6]).sum())
+    assert_close([found.z, found.dropped], [0.0, 0.5], size=1)
 
 
 def test_a_bias_changes_the_choice_and_not_the_weights_and_evens_the_load():
     scores = jnp.array([[0.6, 0.3, 0.1]])
     chosen = routing.choose(scores, jnp.array([0.0, 0.0, 0.25]), 2)
     assert np.asarray(chosen.ids_Txk).tolist() == [[0, 2]]
-    np.testing.assert_allclose(routing.weights(scores, chosen, False, 1.0), [[0.6, 0.1]])
+    np.testing.assert_array_equal(routing.weights(scores, chosen, False, 1.0), np.float32([[0.6, 0.1]]))
     params = {"moe": {"bias_E": jnp.zeros((1, 4)), "router_DxE": jnp.ones((1, 2, 4))}}
     moved = balanced(params, jnp.array([[0.5, 0.25, 0.25, 0.0]]), 0.1)
-    np.testing.assert_allclose(moved["moe"]["bias_E"], [[-0.1, 0.0, 0.0, 0.1]], rtol=1e-6)
+    assert_close(moved["moe"]["bias_E"], np.array([[-0.1, 0.0, 0.0, 0.1]]))
     assert moved["moe"]["router_DxE"] is params["moe"]["router_DxE"]
 
 
@@ -150,8 +151,9 @@ def test_dispatch_combine_and_moved_are_each_others_transposes(align, size):
     scores = jax.random.uniform(jax.random.key(0), (7, 5))
     chosen = routing.choose(scores, None, 3, align)
     x, rows = jax.random.normal(jax.random.key(1), (7, 4)), jax.random.normal(jax.random.key(2), (size, 4))
+    same_product = lambda a, b, c, d: assert_close(jnp.vdot(a, b), jnp.vdot(c, d), size=jnp.vdot(abs(a), abs(b)))
     y, back = jax.vjp(lambda x: routing.dispatch(x, chosen), x)
-    np.testing.assert_allclose(jnp.vdot(y, rows), jnp.vdot(x, back(rows)[0]), rtol=1e-5)
+    same_product(y, rows, x, back(rows)[0])
     # Sorted by expert; each expert's rows begin at a multiple of `align`, with zeros between.
     order, begin = np.asarray(chosen.order_R), 0
     for expert, count_of in enumerate(np.asarray(chosen.sizes_E)):
@@ -162,11 +164,11 @@ def test_dispatch_combine_and_moved_are_each_others_transposes(align, size):
         begin = end
     assert (order[begin:] == 21).all() and sorted(order[order < 21]) == list(range(21))
     z, back = jax.vjp(lambda rows: routing.combine(rows, chosen), rows)
-    np.testing.assert_allclose(jnp.vdot(z, x), jnp.vdot(rows, back(x)[0]), rtol=1e-5)
+    same_product(z, x, rows, back(x)[0])
     there, home = jnp.array([2, 7, 0]), jnp.array([2, 3, 0, 3, 3, 3, 3])  # 7 is missing, and so is 3
     m, back = jax.vjp(lambda x: routing.moved(x, there, home), x)
     np.testing.assert_array_equal(m, jnp.stack([x[2], jnp.zeros(4), x[0]]))
-    np.testing.assert_allclose(jnp.vdot(m, rows[:3]), jnp.vdot(x, back(rows[:3])[0]), rtol=1e-5)
+    same_product(m, rows[:3], x, back(rows[:3])[0])
 
 
 # ---- its residuals: the contract ----
@@ -283,7 +285,7 @@ def test_the_routers_logits_are_float32s_whatever_the_streams_dtype():
     x, router = stream(config, dtype=jnp.bfloat16)[0], rng.standard_normal((config.d_model, 4), np.float32)
     got = moe._router_logits(x, jnp.asarray(router))
     assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, np.asarray(x, np.float64) @ router, atol=2e-6, rtol=0)
+    assert_close(got, np.asarray(x, np.float64) @ router)
 
 
 FP8 = dataclasses.replace(SMALL, quantize="fp8")
@@ -480,7 +482,8 @@ def on(sizes: Mesh, remat: Policy = CONFIG.remat, microbatches: int = 1, **model
     return program(config, make_mesh(sizes, jax.devices()[:count]))
 
 
-def stepped(made: Program, steps=3):
+def stepped(made: Program, steps=2):
+    """The first step has a learning rate of zero; after a third, rounding could have sent a token to another expert."""
     state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
     step, tokens, found = jax.jit(made.step), jax.device_put(TOKENS, made.tokens.sharding), []
     for _ in range(steps):
@@ -504,8 +507,10 @@ def test_any_mesh_trains_as_one_device(sizes):
     got, mine = stepped(on(sizes))
     for a, b in zip(got, want, strict=True):
         assert a.keys() == b.keys() >= {"loss", "grad_norm", "expert_load", "dropped"}
-        np.testing.assert_allclose([*a.values()], [*b.values()], rtol=1e-4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), mine, params)
+        assert_close(a, b)
+    # Adam divides a gradient by its size: rounding of a small one is a share of the learning rate.
+    apart = 0.01 * CONFIG.train.learning_rate
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=apart), mine, params)
 
 
 def gradients_on(sizes: Mesh, spread: float = 0.3, **overrides) -> dict[str, np.ndarray]:
@@ -628,7 +633,7 @@ def test_microbatches_over_experts_devices():
     plain = {"aux_loss": 0.0, "z_loss": 0.0, "balance_rate": 0.0}
     want, _ = stepped(on(Mesh(), **plain), steps=1)
     got, _ = stepped(on(Mesh(expert=4), microbatches=2, **plain), steps=1)
-    np.testing.assert_allclose([*got[0].values()][1:], [*want[0].values()][1:], rtol=1e-4)
+    assert_close([*got[0].values()][1:], [*want[0].values()][1:])
 
 
 @pytest.mark.parametrize("room", [2, 700, 1024, 2048])

@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from common import PATIENCE, ROOT, start, wait_for
+from common import PATIENCE, ROOT, inherited_flags, start, wait_for
 from jax.experimental import multihost_utils
 
 from models import peers, processes
@@ -44,7 +44,7 @@ class Running:
 
     def __init__(self, folder: Path, *arguments: str):
         self.out, self.err = (folder / f"{name}-{time.monotonic_ns()}" for name in ("stdout", "stderr"))
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": inherited_flags(), "PYTHONPATH": str(ROOT)}
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = start(arguments, cwd=folder, env=environment, stdout=out, stderr=err)
 

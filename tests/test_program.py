@@ -307,7 +307,7 @@ def test_flags_of_the_environment_do_what_options_do(gpu, tmp_path):
     command = [sys.executable, "-c", CHILD, os.path.dirname(__file__), str(ROOT)]
     said = []
     for given in flags:
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": given}
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": common.inherited_flags(given)}
         out, err = common.start(command, env=environment, stdout=PIPE, stderr=PIPE, text=True).communicate(
             timeout=PATIENCE
         )

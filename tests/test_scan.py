@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import (
+    assert_close,
     assert_same_bits,
     auto_mesh,
     count,
@@ -147,7 +148,7 @@ def test_carry_and_xs_that_come_out_as_they_went_in(reverse):
     assert_same_bits(*outs)
     assert_same_bits(got[:2], want[:2])
     # Directly, because lax.scan sees that x is x; in the reference jax.checkpoint hides it.
-    np.testing.assert_allclose(got[2], want[2], rtol=1e-5, atol=2e-6)
+    assert_close(got[2], want[2])
     nothing = lambda through: lambda c, x: through(lambda c, x: (c, x), c, x)
     ours = nothing(lambda *a: scan(*a, policy=policy()))
     assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(nothing(lax.scan), (0, 1))], X, WS))
@@ -262,8 +263,7 @@ def test_any_result_of_a_scan_inside_a_checkpoint(wrap):
     both = lambda f: lambda *args: (f(*args), gradient(f, (0, 1))(*args))
     results = run_each([*map(both, ours), *map(both, plain)], X, WS)
     for got, want in zip(results[:3], results[3:], strict=True):
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+        assert_close(got, want)
 
 
 def test_without_jit_around_it():
@@ -271,7 +271,7 @@ def test_without_jit_around_it():
     x, ws = (jax.random.normal(jax.random.key(i), a.shape) for i, a in enumerate((X, WS)))
     (want,) = run(gradient(lambda w: lax.scan(plain(body), x, w)), ws * 0.5)
     got = gradient(lambda w: scan(body, x, w, policy=OFF))(ws * 0.5)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
+    assert_close(got, want)
 
 
 def test_vmap_in_any_order_with_grad():
@@ -284,8 +284,7 @@ def test_vmap_in_any_order_with_grad():
         grad_vmap = [gradient(jax.vmap(f, axes), (0, 1)) for f in (ours, reference)]
         vmap_grad = [jax.vmap(gradient(f, (0, 1)), axes) for f in (ours, reference)]
         for got, want in itertools.batched(run_each([*grad_vmap, *vmap_grad], *args), 2):
-            for a, b in zip(got, want, strict=True):
-                np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+            assert_close(got, want)
     f = jax.vmap(ours, (0, None))
     assert kept_bytes(f, many, WS)[1] == 3 * N * ONE
 
@@ -425,13 +424,13 @@ def test_xs_may_be_numpys():
     got, want = (
         jax.grad(lambda x, s=s: s(body, x, np.asarray(WS))[0].sum())(X) for s in (partial(scan, policy=OFF), lax.scan)
     )
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert_close(got, want)
 
 
 def test_without_jit_it_is_a_python_loop():
     with jax.disable_jit():
         got = jax.grad(lambda w: scan(body, X, w, policy=OFF)[0].sum())(WS)
-    np.testing.assert_allclose(got, jax.grad(lambda w: lax.scan(body, X, w)[0].sum())(WS), rtol=1e-5, atol=1e-6)
+    assert_close(got, jax.grad(lambda w: lax.scan(body, X, w)[0].sum())(WS))
 
 
 def test_undifferentiated_it_is_lax_scan():
@@ -462,6 +461,4 @@ def test_vmap_of_a_number_that_is_the_same_in_every_layer():
     ours = lambda s, x, w: scan(body(s), x, w, policy=policy({"cos": "save"}))[0].sum()
     reference = lambda s, x, w: lax.scan(body(s), x, w)[0].sum()
     args = normal(0, (3,)), normal(1, (3, 4)), normal(2, (5, 4, 4))
-    got, want = run_each([jax.vmap(jax.grad(f, (0, 1, 2)), (0, 0, None)) for f in (ours, reference)], *args)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert_close(*run_each([jax.vmap(jax.grad(f, (0, 1, 2)), (0, 0, None)) for f in (ours, reference)], *args))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from common import count, equations, in_a_loop
+from common import assert_close, count, equations, in_a_loop
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -108,9 +108,7 @@ def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
     assert "f32[16,12,48]" not in compiled.as_text() and "f32[16,12,32]" not in compiled.as_text()
     assert f"f32[{rows},12,{48 // sizes.tensor}]" in compiled.as_text()
     loss, gradients = compiled(params, jax.device_put(TOKENS, made.microbatch.sharding))
-    np.testing.assert_allclose(loss, one_device[0], rtol=1e-6)
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, gradients, one_device[1])
+    assert_close((loss, gradients), one_device)
 
 
 @pytest.fixture
@@ -210,9 +208,7 @@ def test_attention_of_transformer_engine_is_a_devices_own_and_runs_once(one_devi
     mapped = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"]
     assert mapped and all(v.aval.size for eqn in mapped for v in eqn.outvars)
     loss, gradients = gradient(start(made).params, jax.device_put(TOKENS, made.microbatch.sharding))
-    np.testing.assert_allclose(loss, one_device[0], rtol=1e-6)
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, gradients, one_device[1])
+    assert_close((loss, gradients), one_device)
 
 
 @pytest.mark.claim("per-device")
@@ -298,8 +294,7 @@ def test_accumulated_steps_on_a_mesh_have_the_gradient_of_one_device(one_device)
         state, metrics = step(state, jax.device_put(TOKENS, made.tokens.sharding))
         history.append(metrics)
     assert int(state.step) == 3
-    np.testing.assert_allclose(history[0]["loss"], one_device[0], rtol=1e-6)
-    np.testing.assert_allclose(history[0]["grad_norm"], optax.tree.norm(one_device[1]), rtol=1e-5)
+    assert_close([history[0]["loss"], history[0]["grad_norm"]], [one_device[0], optax.tree.norm(one_device[1])])
     assert history[0]["loss"] > history[1]["loss"] > history[2]["loss"]
 
 

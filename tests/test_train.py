@@ -24,7 +24,7 @@ import jax
 import numpy as np
 import pytest
 import te_stand_in
-from common import PATIENCE, ROOT, fast_compiles, finish, start, wait_for
+from common import PATIENCE, ROOT, fast_compiles, finish, inherited_flags, start, wait_for
 from test_streams import steps_at, write_trace
 
 from jaxoffload._engine import copying_loops as _loops
@@ -157,7 +157,7 @@ def spawn(arguments: list[str], devices: int = 1, **streams: int) -> subprocess.
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(jax.config.values["jax_disable_most_optimizations"])),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": inherited_flags(devices=devices),
     }
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | streams
     return start(arguments, cwd=ROOT, env=environment, text=True, **streams)

@@ -13,7 +13,7 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
-from common import ROOT
+from common import ROOT, inherited_flags
 
 PROGRAM = """
 import sys
@@ -111,7 +111,7 @@ def test_it_works_where_nothing_else_is_installed(wheel, metadata, tmp_path):
             if not (needed / top).exists():
                 (needed / top).symlink_to(distribution.locate_file(top))
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "XLA_", "JAX_"))}
-    environment |= {"PYTHONPATH": f"{target}:{needed}", "JAX_PLATFORMS": "cpu"}
+    environment |= {"PYTHONPATH": f"{target}:{needed}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": inherited_flags()}
     command = [sys.executable, "-S", "-W", "error", "-c", textwrap.dedent(PROGRAM)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

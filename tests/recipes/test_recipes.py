@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from common import ROOT, finish, start
+from common import ROOT, finish, inherited_flags, start
 from run_recipe import DIFF, sides
 
 from jaxoffload.proof import exact_options
@@ -38,9 +38,8 @@ def interpreter(module: str) -> str:
 
 def exact_flags() -> str:
     """Return the options under which both programs round alike, for those that a framework compiles."""
-    options = exact_options("cpu") | {"xla_force_host_platform_device_count": 4}
     text = lambda value: str(value).lower() if isinstance(value, bool) else str(value)
-    return " ".join(f"--{name}={text(value)}" for name, value in options.items())
+    return inherited_flags(*(f"--{name}={text(value)}" for name, value in exact_options("cpu").items()), devices=4)
 
 
 @pytest.mark.slow

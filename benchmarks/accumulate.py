@@ -34,10 +34,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxoffload
 from benchmarks import dense, moe, streams
 from benchmarks.cases import OVERLAP, Case, Variant, modes_of
-from benchmarks.peers import arguments, markdown, provenance, say
-from benchmarks.steps import import_te, initial, loss_of, model_flops, shardings, start
-from jaxoffload.proof import memory_plan, scheduling_options
-from models.metrics import PEAK_FLOPS
+from benchmarks.peers import arguments, markdown, percent, provenance, say
+from benchmarks.steps import NO_PLAN, import_te, initial, loss_of, mfu, model_flops, planned_gib, shardings, start
+from jaxoffload.proof import scheduling_options
 
 CASES = {"dense": dense.CASE, "moe": moe.CASE}
 # What autodiff wants of a layer, except what an elementwise function of it gives again.
@@ -146,17 +145,9 @@ def compiled(case: Case, options: argparse.Namespace, variant: Variant, count: i
     program = program_of(variant.options)
     if options.times and variant.options == OVERLAP:
         program = program_of(scheduling_options(program))
-    if (memory := memory_plan(program)) is None:
-        return None
-    return Step(
-        program,
-        {
-            "compile_s": round(time.perf_counter() - begin, 2),
-            "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
-            "all_gib": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 4),
-            "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
-        },
-    )
+    seconds = round(time.perf_counter() - begin, 2)
+    facts = planned_gib(program)
+    return None if facts is None else Step(program, {"compile_s": seconds, **facts})
 
 
 def placed(case: Case, options: argparse.Namespace) -> tuple[Any, Any]:
@@ -176,7 +167,7 @@ def measured(case: Case, options: argparse.Namespace, count: int) -> Iterator[di
         for name in wanted:
             step = compiled(case, options, variants[name], count, by_accumulate=mode in BY_ACCUMULATE)
             if step is None:
-                say(f"{count} microbatches, {mode}, {name}: left out; XLA does not say what memory it planned")
+                say(f"{count} microbatches, {mode}, {name}: left out; {NO_PLAN}")
                 continue
             (steps if step.facts["all_gib"] <= device_gib() else too_large)[mode, name] = step
             say(f"{count} microbatches, {mode}, {name}: compiled, {step.facts}")
@@ -234,7 +225,7 @@ def result_of(key: Key, spent: dict[Key, list[float]], steps: dict[Key, Step], f
         "options": key[1],
         "ms": ms[key],
         "spread_ms": [round(min(spent[key]), 2), round(max(spent[key]), 2)],
-        "mfu": round(flops / ms[key] / 1e-3 / PEAK_FLOPS["NVIDIA H200"], 4),
+        "mfu": mfu(flops, ms[key]),
         **steps[key].facts,
         "other_options": {other[1]: {"ms": ms[other], **steps[other].facts} for other in others},
     }
@@ -298,7 +289,7 @@ def table(result: dict[str, Any]) -> str:
     for count, found in sorted(result["microbatches"].items(), key=lambda item: int(item[0])):
         for mode, what in WHAT.items():
             if "ms" in (m := found["modes"].get(mode, {})):
-                rows.append((count, what, f"{m['ms']:.0f} ms", f"{m['temp_gib']:.1f} GiB", f"{100 * m['mfu']:.1f} %"))
+                rows.append((count, what, f"{m['ms']:.0f} ms", f"{m['temp_gib']:.1f} GiB", percent(m["mfu"])))
     return markdown(head, *rows)
 
 

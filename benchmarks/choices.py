@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import jaxoffload
 from benchmarks import grouped
+from benchmarks.steps import planned_gib
 from jaxoffload import Policy, checkpoint, grouped_matmul, tag
 from models.mlp import activate
 
@@ -56,10 +57,9 @@ def prepared(choice: str, options: argparse.Namespace) -> tuple[Callable[[], Any
     compiled = jax.jit(forward_and_backward(layer)).lower(*args).compile()
     loss = lambda *args: jnp.sum(layer(*args).astype(jnp.float32))
     saved_bytes = jaxoffload.residuals(loss, *args[:-1]).device_bytes
-    memory = {
-        "kept_gib": round(saved_bytes / 2**30, 4),
-        "temp_gib": round(compiled.memory_analysis().temp_size_in_bytes / 2**30, 4),
-    }
+    memory = {"kept_gib": round(saved_bytes / 2**30, 4)}
+    if planned := planned_gib(compiled):
+        memory["temp_gib"] = planned["temp_gib"]
     return lambda: jax.block_until_ready(compiled(*args)), memory
 
 

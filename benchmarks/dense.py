@@ -11,7 +11,7 @@ import argparse
 from typing import Any
 
 from benchmarks.cases import Case, attention_costs, best, layers_of
-from benchmarks.peers import main, markdown
+from benchmarks.peers import main, markdown, percent
 from models.config import Model
 
 GATE, UP, CONTEXT, KV = "mlp/fc1.gate ", "mlp/fc1.up ", "attn/context ", "attn/k attn/v "
@@ -85,7 +85,7 @@ def table(result: dict[str, Any]) -> str:
     rows = [("", "step", "temporary device memory", "model FLOP utilisation")]
     for mode, what in WHAT.items():
         if m := modes.get(mode):
-            rows.append((what, f"{m['step_ms']:.0f} ms", f"{m['temp_gib']:.1f} GiB", f"{100 * m['mfu']:.1f} %"))
+            rows.append((what, f"{m['step_ms']:.0f} ms", f"{m['temp_gib']:.1f} GiB", percent(m["mfu"])))
     return markdown(*rows)
 
 

@@ -28,7 +28,7 @@ import jaxoffload
 from benchmarks import dense
 from benchmarks.cases import OVERLAP, PIPELINED, Options
 from benchmarks.peers import arguments, markdown, provenance, say
-from benchmarks.steps import initial, jax_policy, mean_square
+from benchmarks.steps import NO_PLAN, initial, jax_policy, mean_square, planned_gib
 from jaxoffload import Policy
 from models.attention import rope, rotations
 from models.config import Model
@@ -198,21 +198,17 @@ def lowered(framework: Framework, variant: Variant, state: tuple[Any, Any]) -> j
     return jax.jit(step, donate_argnums=0, compiler_options=variant.options).lower(*state)
 
 
-def compiled(framework: Framework, variant: Variant, state: tuple[Any, Any]) -> Step:
-    """Trace and compile a step, with JAX's caches empty."""
+def compiled(framework: Framework, variant: Variant, state: tuple[Any, Any]) -> Step | None:
+    """Trace and compile a step, with JAX's caches empty; None where XLA does not say what memory it planned."""
     jax.clear_caches()
     begin = time.perf_counter()
     traced = lowered(framework, variant, state)
     middle = time.perf_counter()
     program = traced.compile()
-    memory = program.memory_analysis()
-    facts = {
-        "trace_s": round(middle - begin, 3),
-        "compile_s": round(time.perf_counter() - middle, 3),
-        "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
-        "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
-    }
-    return Step(program, facts)
+    seconds = {"trace_s": round(middle - begin, 3), "compile_s": round(time.perf_counter() - middle, 3)}
+    if (planned := planned_gib(program)) is None:
+        return None
+    return Step(program, {**seconds, "temp_gib": planned["temp_gib"], "host_temp_gib": planned["host_temp_gib"]})
 
 
 def measured(framework: Framework, options: argparse.Namespace) -> dict[str, Any]:
@@ -220,9 +216,14 @@ def measured(framework: Framework, options: argparse.Namespace) -> dict[str, Any
     shapes = jax.eval_shape(framework.start)
     with ThreadPoolExecutor(max_workers=8) as threads:  # so that XLA knows which kernels are fastest
         list(threads.map(jax.stages.Lowered.compile, [lowered(framework, v, shapes) for v in VARIANTS.values()]))
-    steps = {name: compiled(framework, variant, shapes) for name, variant in VARIANTS.items()}
+    steps: dict[str, Step] = {}
+    for name, variant in VARIANTS.items():
+        if step := compiled(framework, variant, shapes):
+            steps[name] = step
+        else:
+            say(f"{name}: left out; {NO_PLAN}")
     state = jax.jit(framework.start)()
-    spent: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    spent: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(1 + options.rounds):
         for name, (run, facts) in steps.items():
             for _ in range(options.steps):
@@ -245,19 +246,30 @@ def measured(framework: Framework, options: argparse.Namespace) -> dict[str, Any
 
 
 def ratios(variants: dict[str, Any]) -> dict[str, float]:
-    """Return the ratios of step times, of memory, and of the seconds until a step is compiled."""
-    ours, tuned = variants["offload"], min((variants[name] for name in TUNED), key=lambda of: of["step_ms"])
+    """Return the ratios of step times, of memory, and of the seconds until a step is compiled, of what was measured."""
+    known = with_tuned(variants)
     until_compiled = lambda of: of["trace_s"] + of["compile_s"]
-    found = {
-        "offload/jax, tuned": ours["step_ms"] / tuned["step_ms"],
-        "offload/jax": ours["step_ms"] / variants["jax"]["step_ms"],
-        "offload/scan": ours["step_ms"] / variants["scan"]["step_ms"],
-        "offload/jax, tuned, by temp_gib": ours["temp_gib"] / tuned["temp_gib"],
-        "offload/scan by temp_gib": ours["temp_gib"] / variants["scan"]["temp_gib"],
-        "offload/jax, tuned, by trace_s": ours["trace_s"] / tuned["trace_s"],
-        "offload/jax, tuned, until compiled": until_compiled(ours) / until_compiled(tuned),
+    key = lambda name: lambda of: of[name]
+    pairs = {
+        "offload/jax, tuned": ("tuned", key("step_ms")),
+        "offload/jax": ("jax", key("step_ms")),
+        "offload/scan": ("scan", key("step_ms")),
+        "offload/jax, tuned, by temp_gib": ("tuned", key("temp_gib")),
+        "offload/scan by temp_gib": ("scan", key("temp_gib")),
+        "offload/jax, tuned, by trace_s": ("tuned", key("trace_s")),
+        "offload/jax, tuned, until compiled": ("tuned", until_compiled),
     }
-    return {name: round(ratio, 4) for name, ratio in found.items()}
+    return {
+        name: round(of(known["offload"]) / of(known[other]), 4)
+        for name, (other, of) in pairs.items()
+        if {"offload", other} <= known.keys()
+    }
+
+
+def with_tuned(variants: dict[str, Any]) -> dict[str, Any]:
+    """Return the variants, with the fastest of JAX's own under other options as "tuned"."""
+    tuned = [variants[name] for name in TUNED if name in variants]
+    return variants | ({"tuned": min(tuned, key=lambda of: of["step_ms"])} if tuned else {})
 
 
 NAMES = {"linen": "Flax Linen", "nnx": "Flax NNX"}
@@ -273,10 +285,9 @@ def table(result: dict[str, Any]) -> str:
     """Return the results as a Markdown table."""
     rows = [("", "", "step", "temporary device memory", "traced and compiled in")]
     for name, found in result["frameworks"].items():
-        variants = found["variants"]
-        tuned = min((variants[variant] for variant in TUNED), key=lambda of: of["step_ms"])
-        for what, text in WHAT.items():
-            m = tuned if what == "tuned" else variants[what]
+        variants = with_tuned(found["variants"])
+        for what, text in ((what, text) for what, text in WHAT.items() if what in variants):
+            m = variants[what]
             seconds = m["trace_s"] + m["compile_s"]
             rows.append((NAMES[name], text, f"{m['step_ms']:.0f} ms", f"{m['temp_gib']:.1f} GiB", f"{seconds:.1f} s"))
     return markdown(*rows)

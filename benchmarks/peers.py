@@ -26,8 +26,7 @@ import jax
 from benchmarks import streams
 from benchmarks.cases import MODES, Case, Variant, modes_of
 from benchmarks.ratios import ratios
-from benchmarks.steps import compile_step, import_te, initial, model_flops
-from models.metrics import PEAK_FLOPS
+from benchmarks.steps import NO_PLAN, compile_step, import_te, initial, mfu, model_flops, planned_gib
 
 
 def main(case: Case) -> dict[str, Any] | None:
@@ -120,6 +119,10 @@ def markdown(*rows: Sequence[str]) -> str:
     return "\n".join([head, f"|{'---|' * len(rows[0])}", *others])
 
 
+def percent(share: float | None) -> str:
+    return "not known" if share is None else f"{100 * share:.1f} %"
+
+
 def say(what: str) -> None:
     print(f"{time.strftime('%X')} {what}", file=sys.stderr, flush=True)
 
@@ -175,13 +178,16 @@ def compile_all(case: Case, options: argparse.Namespace) -> tuple[dict[Key, Any]
     """Return the compiled steps, and what is known about each before it runs."""
     steps, facts = {}, {}
     for key, variant in chosen(case, options).items():
-        steps[key], host, seconds = compile_step(case, options, variant)
-        memory = steps[key].memory_analysis()
+        step, host, seconds = compile_step(case, options, variant)
+        if (planned := planned_gib(step)) is None:
+            say(f"{', '.join(key)}: left out; {NO_PLAN}")
+            continue
+        steps[key] = step
         facts[key] = {
             "options": key[1],
             "compile_s": round(seconds, 2),
-            "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
-            "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
+            "temp_gib": planned["temp_gib"],
+            "host_temp_gib": planned["host_temp_gib"],
             "residuals_host_gib": round(host / 2**30, 4),
         }
         say(f"compiled {', '.join(key)}")
@@ -218,7 +224,7 @@ def fastest(spent: dict[Key, list[float]], near: list[Key], facts: Any, flops: f
         modes[mode] = {
             "step_ms": ms[best],
             "spread_ms": [round(min(spent[best]), 2), round(max(spent[best]), 2)],
-            "mfu": round(flops / ms[best] / 1e-3 / PEAK_FLOPS["NVIDIA H200"], 4),
+            "mfu": mfu(flops, ms[best]),
             **facts[best],
             "other_options": {
                 name: {"step_ms": ms[mode, name], "temp_gib": facts[mode, name]["temp_gib"]} for _, name in others

@@ -38,11 +38,21 @@ from benchmarks import accumulate, moe, streams
 from benchmarks.accumulate import CASES, device_gib
 from benchmarks.cases import OVERLAP, Case, Variant, modes_of
 from benchmarks.peers import arguments, markdown, provenance, say
-from benchmarks.steps import import_te, layer_of, loss_of, mean_square, model_flops, scan_of, start
+from benchmarks.steps import (
+    NO_PLAN,
+    import_te,
+    layer_of,
+    loss_of,
+    mean_square,
+    mfu,
+    model_flops,
+    planned_gib,
+    scan_of,
+    start,
+)
 from jaxoffload import Schedule
 from jaxoffload._megatron import MODULES
 from models import config
-from models.metrics import PEAK_FLOPS
 from models.sharding import RULES, make_mesh, on_mesh, param_shardings
 from models.step import dealt, regrouped
 
@@ -233,18 +243,16 @@ def lowered(case: Case, options: argparse.Namespace, mode: str, variant: Variant
 
 
 def compiled(traced: Lowered) -> Step | str:
-    """Compile a step, or return why XLA cannot: JAX's own offload in a pipeline is an error of XLA (jaxlib 0.11.2)."""
+    """Compile a step, or return why XLA cannot, or does not say what memory it planned.
+
+    JAX's own offload in a pipeline is an error of XLA (jaxlib 0.11.2).
+    """
     try:
         program = traced.step.compile()
     except jax.errors.JaxRuntimeError as error:
         return str(error)[:300]
-    memory = program.memory_analysis()
-    facts = {
-        "temp_gib": round(memory.temp_size_in_bytes / 2**30, 4),
-        "all_gib": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 4),
-        "host_temp_gib": round(memory.host_temp_size_in_bytes / 2**30, 4),
-    }
-    return Step(program, traced.initial, facts)
+    facts = planned_gib(program)
+    return NO_PLAN if facts is None else Step(program, traced.initial, facts)
 
 
 def all_forward(case: Case, options: argparse.Namespace, variant: Variant, params: Any, batch: Any) -> Any:
@@ -303,7 +311,8 @@ def measured(
         found[mode] = ({"options": best, **ran[best]} if best else {}) | {"other_options": others}
         if {"saved", "offload"} <= found.keys() and "freed" not in found["offload"]:
             names = variants_of(case, options)["offload"] if options.alone else [compared(options)]
-            found["offload"]["freed"] = {name: freed(case, options, schedule, found, name) for name in names}
+            each = {name: freed(case, options, schedule, found, name) for name in names}
+            found["offload"]["freed"] = {name: facts for name, facts in each.items() if facts}
         yield found
 
 
@@ -341,7 +350,7 @@ def timed(
     times = {
         "ms": round(ms, 2),
         "spread_ms": [round(min(spent[1:]), 2), round(max(spent[1:]), 2)],
-        "mfu": round(flops / ms / 1e-3 / PEAK_FLOPS["NVIDIA H200"], 4),
+        "mfu": mfu(flops, ms),
     }
     if with_profile:
         gpus = streams.traced(lambda: jax.block_until_ready(step.run(*state)))
@@ -375,8 +384,10 @@ def freed(
     of_chunk = case.model(options).layers // schedule.chunks
     layers = schedule.slots * of_chunk - schedule.layers_in_flight(of_chunk)
     base = all_saved(options.case, variant)
-    planned = timed_as(found["saved"], base)["temp_gib"] - timed_as(found["offload"], name)["temp_gib"]
-    predicted = layers * layer / 2**30
+    saved, offloaded = (timed_as(*of).get("temp_gib") for of in ((found["saved"], base), (found["offload"], name)))
+    if saved is None or offloaded is None:
+        return {}
+    planned, predicted = saved - offloaded, layers * layer / 2**30
     return {
         "from": base,
         "freed_gib": round(planned, 4),

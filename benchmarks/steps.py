@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 import jaxoffload
 from benchmarks.cases import Case, Variant
 from jaxoffload.grouped import te
-from models import config
+from jaxoffload.proof import memory_plan
+from models import config, metrics
 from models.attention import rotations
 from models.sharding import RULES, make_mesh, on_mesh, param_shardings
 from models.transformer import ExpertLayer, Layer, flops_per_token, stacked
@@ -36,6 +37,29 @@ def model_flops(case: Case, options: argparse.Namespace) -> int:
     shape = case.model(options)
     unembedding = 6 * shape.vocab_size * shape.d_model  # which this step does not have
     return options.batch * options.seq * (flops_per_token(shape, options.seq) - unembedding)
+
+
+def mfu(flops: float, ms: float) -> float | None:
+    """Return the model FLOP utilisation of a step with so many FLOPs per device; None where no peak is known."""
+    share = metrics.mfu(1e3 * flops / ms, jax.devices()[0].device_kind)
+    return None if share is None else round(share, 4)
+
+
+def planned_gib(program: jax.stages.Compiled) -> dict[str, float] | None:
+    """Return the GiB per device that XLA planned, of temporaries here and on the host, and with the arguments; None
+    where it does not say."""
+    if (memory := memory_plan(program)) is None:
+        return None
+    temp = memory.temp_size_in_bytes
+    sizes = {
+        "temp_gib": temp,
+        "all_gib": memory.argument_size_in_bytes + temp,
+        "host_temp_gib": memory.host_temp_size_in_bytes,
+    }
+    return {name: round(size / 2**30, 4) for name, size in sizes.items()}
+
+
+NO_PLAN = "XLA does not say what memory it planned"
 
 
 def initial(case: Case, options: argparse.Namespace) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ import jax
 
 from benchmarks import dense, peers, streams
 from benchmarks.cases import OVERLAP, PIPELINED, Options, Peer, Variant
-from benchmarks.steps import compile_step, initial
+from benchmarks.steps import NO_PLAN, compile_step, initial, planned_gib
 
 ORDER = (
     "layer_input",
@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     state, lines = initial(dense.CASE, options), []
     for how, variant in variants(options.hows):
         line, state = measure_one(options, how, variant, state)
-        lines.append(line)
+        lines += [line] if line else []
     return lines
 
 
@@ -86,9 +86,15 @@ def variants(hows: list[str]) -> Iterator[tuple[str, Variant]]:
             yield SHARE, Variant("ours", residuals, OVERLAP, (("offload_layers", share),))
 
 
-def measure_one(options: argparse.Namespace, how: str, variant: Variant, state: Any) -> tuple[dict[str, Any], Any]:
-    """Return a variant's times and memory, and the state after its steps, which update it in place."""
+def measure_one(
+    options: argparse.Namespace, how: str, variant: Variant, state: Any
+) -> tuple[dict[str, Any] | None, Any]:
+    """Return a variant's times and memory, None where XLA does not say what that is, and the state after its steps,
+    which update it in place."""
     step, host_bytes, _ = compile_step(dense.CASE, options, variant)
+    if (planned := planned_gib(step)) is None:
+        peers.say(f"{how}, {', '.join(variant.residuals)}: left out; {NO_PLAN}")
+        return None, state
 
     def run() -> float:
         nonlocal state
@@ -103,7 +109,7 @@ def measure_one(options: argparse.Namespace, how: str, variant: Variant, state: 
         "moved": [name for name, decision in variant.residuals.items() if decision == "offload"],
         "host_gib": round(host_bytes / options.fsdp / options.expert / 2**30, 4),  # per device
         "step_ms": round(statistics.median(run() for _ in range(options.steps)), 2),
-        "temp_gib": round(step.memory_analysis().temp_size_in_bytes / 2**30, 4),
+        "temp_gib": planned["temp_gib"],
     }
     if variant.peer == "ours":
         for events in streams.traced(run).values():

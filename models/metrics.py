@@ -20,14 +20,26 @@ from models.text import readable
 
 Record = Mapping[str, Any]  # step, and loss, learning_rate, ... or valid_loss
 
-# Dense bf16 FLOP/s by device_kind; whole names, because an H100 PCIe or NVL and a GB200 have other peaks.
-PEAK_FLOPS = {
-    "NVIDIA B200": 2250e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
+# Dense bf16 FLOP/s by device_kind. Whole names: an H100 PCIe, an H100 NVL and a GB200 have other peaks than their kin.
+_PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA B300 SXM6 AC": 2250e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA GB300": 2500e12,
 }
+
+
+def mfu(flops_per_second: float, device_kind: str) -> float | None:
+    """Return the model FLOP utilisation of a device; None where its peak is not known.
+
+    `flops_per_second`: the model's, on one device; recomputation does not count.
+    """
+    peak = _PEAK_FLOPS.get(device_kind)
+    return None if peak is None else flops_per_second / peak
 
 
 def device_peak_bytes(device: jax.Device) -> int | None:

@@ -176,13 +176,13 @@ def _router_logits(x_TxD: jax.Array, router_DxE: jax.Array) -> jax.Array:
 def balanced(params: nnx.State, load_LxE: jax.Array, rate: float) -> nnx.State:
     """Return the parameters, with each expert's bias one step of `rate` towards an even load.
 
-    `load_LxE`: each expert's share of the rows of its layer. Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy
-    for Mixture-of-Experts", 2024.
+    `load_LxE`: each expert's share of the rows of its layer; in the parameters layers may be grouped. Wang et al.,
+    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
     """
 
     def step(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         if not any(getattr(key, "key", None) == "bias_E" for key in path):
             return leaf
-        return leaf + rate * jnp.sign(1 / load_LxE.shape[-1] - load_LxE)
+        return leaf + rate * jnp.sign(1 / load_LxE.shape[-1] - load_LxE).reshape(leaf.shape)
 
     return jax.tree_util.tree_map_with_path(step, params)

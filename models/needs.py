@@ -187,11 +187,16 @@ def parameter_count(made: Program) -> int:
 
 
 def without_stages(config: Config, made: Program) -> Program:
-    """Return the program of a config on one stage's devices, as if they ran all layers."""
+    """Return the program of a config on one stage's devices, as if they ran all layers.
+
+    As many of them offload as on stages, where no layer is resident.
+    """
     if config.mesh.stage == 1:
         return made
-    config = replace(config, mesh=replace(config.mesh, stage=1), train=replace(config.train, virtual_stages=1))
-    return program(config, abstract_mesh(config.mesh))
+    offloads = offloads_of_a_chunk(config) * schedule_of(config).chunks
+    remat = replace(config.remat, resident_layers=0, offload_layers=offloads)
+    mesh, train = replace(config.mesh, stage=1), replace(config.train, virtual_stages=1)
+    return program(replace(config, remat=remat, mesh=mesh, train=train), abstract_mesh(mesh))
 
 
 def schedule_of(config: Config) -> Schedule:
@@ -200,6 +205,12 @@ def schedule_of(config: Config) -> Schedule:
 
 def layers_of_a_chunk(config: Config) -> int:
     return (config.model.layers - config.model.dense_layers) // schedule_of(config).chunks
+
+
+def offloads_of_a_chunk(config: Config) -> int:
+    """Return how many layers of each chunk offload; no layer is resident."""
+    chunks = schedule_of(config).chunks
+    return replace(config.remat, resident_layers=0).offloaded_layers(layers_of_a_chunk(config) * chunks) // chunks
 
 
 class Stage(NamedTuple):
@@ -239,19 +250,17 @@ def stages(config: Config, made: Program, table: Residuals) -> list[Stage]:
 def of_a_chunk(config: Config, table: Residuals, state: str, padding: int = 0) -> list[Residual]:
     """Return what a chunk keeps of a microbatch, "saved" or "offloaded", with so many rows of padding on the host.
 
-    No layer is resident. Dense layers before those with experts belong to no chunk.
+    Dense layers before those with experts belong to no chunk.
     """
-    layers, chunks = layers_of_a_chunk(config), schedule_of(config).chunks
-    offloads = replace(config.remat, resident_layers=0).offloaded_layers(layers * chunks) // chunks
+    layers, offloads = layers_of_a_chunk(config), offloads_of_a_chunk(config)
     times = {"saved": layers, "offloaded": offloads + padding if offloads else 0}
     rows = [row for row in table if row.layers > config.model.dense_layers and (row.names or row.layers > 1)]
-    overridden = "other_layers", "resident"
-    kept = [(row, times[state]) for row in rows if row.state == state and row.reason not in overridden]
+    kept = [(row, times[state]) for row in rows if row.state == state and row.reason != "other_layers"]
     if state == "saved" and config.remat.other_layers == "save":
         # The table has a line for layers that offload, and others for those that do not; one of them is enough.
         of_moved = [row for row in rows if row.state == "offloaded"]
-        lines = of_moved, *([row for row in rows if row.reason == why] for why in overridden)
-        kept += [(row, layers - offloads) for row in next(filter(None, lines), [])]
+        others = [row for row in rows if row.reason == "other_layers"]
+        kept += [(row, layers - offloads) for row in of_moved or others]
     return [replace(row, state=state, bytes=row.bytes_per_layer * count) for row, count in kept]
 
 

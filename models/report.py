@@ -89,7 +89,9 @@ def microbatch_lines(config: Config, made: Program, table: Residuals) -> list[st
     if config.mesh.stage > 1:
         each = f"{layers_of_a_chunk(config)} layers in each of {train.virtual_stages * config.mesh.stage} chunks"
         line = f"microbatches: {count}, on {config.mesh.stage} pipeline stages; {each}"
-        return [f"{line}; the table is of one microbatch and all layers"]
+        devices = made.tokens.sharding.mesh.size // config.mesh.stage
+        where = "the device of one stage" if devices == 1 else f"the {devices} devices of one stage"
+        return [line, f"the table is of one microbatch, as if {where} ran all layers"]
     if count == 1:
         return []
     if not interleaves(config, table):
@@ -107,7 +109,7 @@ def stage_lines(config: Config, made: Program, table: Residuals) -> list[str]:
     schedule = schedule_of(config)
     lines = [
         f"{schedule.ticks} ticks; each stage is idle for {schedule.bubble:.1%} of a step; {schedule.slots} slots",
-        "stage  layers               in flight        host      device    each way",
+        "stage  layers               in flight        host      device    each way  (bytes on one of its devices)",
     ]
     for number, stage in enumerate(stages(config, made, table)):
         sizes = " ".join(f"{readable(size):>11}" for size in (stage.host, stage.device, stage.each_way))

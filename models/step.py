@@ -37,7 +37,7 @@ Step = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # the n
 class Program(NamedTuple):
     """What a config computes: functions to jit, and their arguments as ShapeDtypeStructs with shardings."""
 
-    init: Callable[[], State]
+    init: Callable[[], State]  # its result is as `saved`
     step: Step
     step_of: Callable[[Loss, Derivative], Step]  # the step, from this loss, differentiated so
     training: Loss  # `loss`, with what else it returns
@@ -57,17 +57,14 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
     def make() -> Transformer:
         return Transformer(config.model, nnx.Rngs(params=jax.random.key(train.seed)))
 
-    def in_order() -> State:
+    def init() -> State:
         params = nnx.state(make())
         return State(jnp.int32(0), params, optimizer.init(params))
 
-    graph, saved = nnx.graphdef(nnx.eval_shape(make)), jax.eval_shape(in_order)
+    graph, saved = nnx.graphdef(nnx.eval_shape(make)), jax.eval_shape(init)
     params = dealt(saved.params, train.virtual_stages)
     state = saved._replace(params=params, optimizer=jax.eval_shape(optimizer.init, params))
     model = lambda params: nnx.merge(graph, regrouped(params, saved.params))
-
-    def init() -> State:
-        return regrouped(in_order(), state)
 
     def training(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, Aux]:
         return training_loss(model(params), tokens_BxS1, config.remat, train.chunk, border)
@@ -82,8 +79,7 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
             updates, moments = optimizer.update(gradients, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
             if balance is not None and config.model.balance_rate:
-                params = balanced(regrouped(params, saved.params), balance.load_E, config.model.balance_rate)
-                params = regrouped(params, state.params)
+                params = balanced(params, balance.load_E, config.model.balance_rate)
             return State(state.step + 1, params, moments), _metrics(mean_loss, gradients, balance)
 
         return on_mesh(mesh, step)

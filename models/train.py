@@ -36,8 +36,8 @@ from models.profiling import Step, profiled
 from models.reading import ConfigError, config_error, problem
 from models.report import compiled_memory, report, summary
 from models.report_json import report_json
-from models.sharding import abstract_mesh, make_mesh, process_block
-from models.step import Program, State, learning_rate, program, regrouped, shardings_of, traceable
+from models.sharding import abstract_mesh, make_mesh, process_block, regroup
+from models.step import Program, State, learning_rate, program, shardings_of, traceable
 from models.transformer import flops_per_token
 
 USAGE = """\
@@ -152,6 +152,9 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
     made = program(config, mesh, source.end)
     compiled = compile_step(made)
     say(compiled_memory(compiled))
+    kind = mesh.devices.flat[0].device_kind
+    if jax.default_backend() == "gpu" and metrics.mfu(0.0, kind) is None:
+        say(f"no MFU is shown: the peak FLOP/s of a {kind} is not known (models/metrics.py)")
     if config.train.verify and not start:
         verify_claims(made, mesh)
     with (
@@ -161,17 +164,16 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
     ):
         if saved and start:
             state, position = checkpoints.restore(manager, out, start, made.saved)
-            state = regroup(state, made.state)
             source.batches.set_state(position)
             say(f"continuing {out} from its checkpoint at step {start}")
             if (before := saved.config["train.steps"]) != steps:
                 say(f"train.steps = {steps}, and {before} before: the learning rate now falls until step {steps}")
         else:
-            state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
+            state = jax.jit(made.init, out_shardings=shardings_of(made.saved))()
         if saved and not start:  # models/convert.py wrote it
-            params = checkpoints.restore_params(out, start, made.saved.params)
-            state = state._replace(params=regroup(params, made.state.params))
+            state = state._replace(params=checkpoints.restore_params(out, start, made.saved.params))
             say(f"beginning with the weights in {out}/checkpoints/0")
+        state = regroup(state, made.state)
         journal = metrics.Journal(out / "metrics.jsonl", config, source.unigram, events)
         journal.begin(start)
         return loop(Run(config, made, mesh, step, source, manager, journal), state, start)
@@ -334,8 +336,9 @@ def loop(run: Run, state: State, start: int) -> int:
                 validate(run, evaluate, state, step)
             if save:
                 position = run.source.batches.get_state()
-                in_order = regroup(state, run.made.saved)
-                checkpoints.save(run.manager, step, in_order, position, run.config, run.source.fingerprint)
+                state = regroup(state, run.made.saved)
+                checkpoints.save(run.manager, step, state, position, run.config, run.source.fingerprint)
+                state = regroup(state, run.made.state)
                 run.journal.draw()
             if stop and step < train.steps:
                 run.manager.wait_until_finished()
@@ -348,13 +351,6 @@ def loop(run: Run, state: State, start: int) -> int:
     run.manager.wait_until_finished()
     say(f"finished; the loss curve is {run.journal.path.with_name('loss.png')}")
     return 0
-
-
-def regroup[T](state: T, like: T) -> T:
-    """Return a state, or its parameters, whose layers are grouped and sharded as in `like`, in the same order."""
-    if jax.tree.map(np.shape, state) == jax.tree.map(np.shape, like):
-        return state
-    return jax.jit(lambda state: regrouped(state, like), out_shardings=shardings_of(like))(state)
 
 
 def validate(run: Run, evaluate: Callable[[Any, jax.Array], jax.Array], state: State, step: int) -> None:
@@ -392,7 +388,7 @@ def step_record(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[i
     train, device = run.config.train, run.mesh.devices.flat[0]
     loss, grad_norm = float(result["loss"]), float(result["grad_norm"])
     rate = (step - mark[0]) * train.batch_size * train.seq_len / (time.monotonic() - mark[1])
-    peak = metrics.PEAK_FLOPS.get(device.device_kind)
+    flops = rate * flops_per_token(run.config.model, train.seq_len) / run.mesh.size
     return {
         "step": step,
         "loss": loss,
@@ -400,7 +396,7 @@ def step_record(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[i
         **{key: float(result[key]) for key in ("aux_loss", "z_loss", "expert_load", "dropped") if key in result},
         "learning_rate": float(learning_rate(train)(step - 1)),
         "tokens_per_second": rate,
-        "mfu": peak and rate * flops_per_token(run.config.model, train.seq_len) / (peak * run.mesh.size),
+        "mfu": metrics.mfu(flops, device.device_kind),
         "device_peak_bytes": metrics.device_peak_bytes(run.mesh.local_devices[0]),
         "host_peak_bytes": metrics.host_peak_bytes(),
     }

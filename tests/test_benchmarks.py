@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,22 @@ import numpy as np
 import pytest
 from common import assert_close, count
 
-from benchmarks import accumulate, cases, choices, dense, grouped, losses, moe, peers, plans, ratios, stages, sweep
+from benchmarks import (
+    accumulate,
+    cases,
+    choices,
+    dense,
+    frameworks,
+    grouped,
+    losses,
+    moe,
+    peers,
+    plans,
+    ratios,
+    stages,
+    steps,
+    sweep,
+)
 from jaxoffload import Policy
 from models.config import Model
 from models.loading import load
@@ -97,8 +113,32 @@ def test_shares_by_hand():
     assert "won_back against JAX's saved_all" not in ratios.won_back(modes)
 
 
-def test_accumulation_by_hand():
+def device(monkeypatch, kind):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
+
+
+@pytest.mark.parametrize("kind, peak", {"NVIDIA H200": 989e12, "NVIDIA B200": 2250e12, "cpu": None}.items())
+def test_utilisation_is_a_share_of_the_peak_of_the_gpu_that_ran(kind, peak, monkeypatch, capsys):
+    """In each benchmark and its table; without a known peak there is none."""
+    device(monkeypatch, kind)
+    mfu = peak and round(1e15 / peak, 4)
+    facts = {"temp_gib": 1.0, "all_gib": 1.0}
+    steps = {("remat", ""): accumulate.Step(None, facts)}
+    of_accumulate = accumulate.result_of(("remat", ""), {("remat", ""): [1000.0]}, steps, 1e15)
+    of_peers = peers.fastest({("remat", ""): [1000.0]}, [("remat", "")], {("remat", ""): facts}, 1e15)["remat"]
+    monkeypatch.setattr(stages, "model_flops", lambda *_: 2e15)
+    monkeypatch.setattr(stages.statistics, "median", lambda _: 1000.0)
+    step, options = stages.Step(lambda *_: (), lambda: (), facts), argparse.Namespace(steps=2, expert=1)
+    of_stages = stages.timed(dense.CASE, options, step, stages.Schedule(2, 1, 2), False)
+    assert [found["mfu"] for found in (of_accumulate, of_peers, of_stages)] == [mfu] * 3
+    said = f"{100 * mfu:.1f} %" if mfu else "not known"
+    assert said in dense.table({"modes": {"remat": of_peers}})
+    assert said in accumulate.table({"microbatches": {"2": {"modes": {"remat": of_accumulate}}}})
+
+
+def test_accumulation_by_hand(monkeypatch):
     """The fastest variant of each mode; without interleaving, of those that need no more memory than remat."""
+    device(monkeypatch, "NVIDIA H200")
     step = lambda gib: accumulate.Step(None, {"temp_gib": gib, "compile_s": 1.0})
     steps = {
         ("remat", "slow"): step(8.0),
@@ -329,6 +369,32 @@ def test_a_variant_of_which_xla_tells_no_memory_is_left_out(monkeypatch, capsys)
     of = modes["interleaved"]
     assert {of["options"], *of["other_options"]} == set(variants) - {"all moved"}
     assert "interleaved, all moved: left out; XLA does not say what memory it planned" in capsys.readouterr().err
+
+
+class Silent:
+    """A compiled program of which jaxlib 0.11.2 does not tell the memory."""
+
+    def memory_analysis(self):
+        raise RuntimeError("the schedule")
+
+
+def test_no_benchmark_fails_where_xla_tells_no_memory(monkeypatch, capsys):
+    traced = stages.Lowered(SimpleNamespace(compile=Silent), None)
+    assert stages.compiled(traced) == steps.NO_PLAN
+    monkeypatch.setattr(peers, "chosen", lambda *_: {("ours", "best"): None})
+    monkeypatch.setattr(peers, "compile_step", lambda *_: (Silent(), 0, 1.0))
+    assert peers.compile_all(dense.CASE, None) == ({}, {})
+    monkeypatch.setattr(sweep, "compile_step", lambda *_: (Silent(), 0, 1.0))
+    variant = cases.Variant("ours", {"gate": "offload"}, {})
+    assert sweep.measure_one(argparse.Namespace(seq=1), "jaxoffload", variant, "state") == (None, "state")
+    monkeypatch.setattr(frameworks, "lowered", lambda *_: SimpleNamespace(compile=Silent))
+    assert frameworks.compiled(None, None, None) is None
+    said = capsys.readouterr().err
+    assert said.count(f"left out; {steps.NO_PLAN}") == 2
+    one = {"step_ms": 2.0, "temp_gib": 3.0, "trace_s": 1.0, "compile_s": 1.0}
+    variants = {"offload": one, "scan": one}
+    assert frameworks.ratios(variants) == {"offload/scan": 1.0, "offload/scan by temp_gib": 1.0}
+    assert frameworks.table({"frameworks": {"nnx": {"variants": variants}}}).count("\n") == 3
 
 
 def test_plans_of_several_runs_are_joined_if_nothing_but_the_shapes_differ():

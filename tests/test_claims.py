@@ -580,6 +580,15 @@ def test_each_file_says_what_measured_it_as_the_program_takes_it(name, monkeypat
     assert PARSERS[module.removeprefix("benchmarks.")]().out.name == f"{name}.json"
 
 
+def test_pages_name_the_gpus_that_measured():
+    """H200s, unless the paragraph says otherwise; and where it counts them, as many as the file does."""
+    for paragraph in PAGES.split("\n\n"):
+        for name in re.findall(r"benchmarks/results/([\w.-]+)\.json", paragraph):
+            assert name not in ON_H100S or "H100" in paragraph, name
+            if found := re.search(rf"{re.escape(name)}\.json\):\s+(\d+) (H\d00)s?\b", paragraph):
+                assert result(name)["device"].startswith(f"{found[1]} NVIDIA {found[2]}"), name
+
+
 def test_what_a_command_prints_is_written_under_what_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(remeasure.subprocess, "check_output", lambda *_, **__: "NVIDIA H200\nNVIDIA H200\n")
     path = tmp_path / "verify-x.txt"

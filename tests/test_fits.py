@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoffload import Policy, _accumulate, accumulate, chain, machine, proof, scan, tag
+from jaxoffload import Policy, _accumulate, accumulate, chain, machine, proof, residuals, scan, tag
 from jaxoffload.__main__ import main
 from jaxoffload._engine.cost import attention_flops, cost
 from jaxoffload._engine.fill_and_drain import Ends
@@ -252,11 +252,27 @@ def test_on_a_faster_bus_they_fit():
     assert "does not fit" in str(fits(loss, *ARGS, machine=MACHINE))
 
 
+def on(mesh, *specs):
+    return [a.update(sharding=NamedSharding(mesh, spec)) for a, spec in zip(ARGS, specs, strict=True)]
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_what_an_axis_replicates_is_copied_whole_as_the_table_says(constrained):
+    """The argument's rows are divided over d alone; a constraint divides the value over both axes."""
+    mesh = AbstractMesh((2, 5), ("d", "e"), axis_types=(AxisType.Auto,) * 2)
+    divided = lambda a: lax.with_sharding_constraint(a, NamedSharding(mesh, P("d", "e"))) if constrained else a
+    layer = lambda x, w: (jnp.cos(divided(tag(jnp.sin(x @ w), "a"))) @ w.T, None)
+    loss = lambda x, w: jnp.sum(scan(layer, x, w, policy=Policy({"a": "offload"}, min_offload_bytes=0))[0])
+    args = on(mesh, P("d"), P())
+    (copy,) = fits(loss, *args, machine=MACHINE).loops[0].copies
+    (row,) = (row for row in residuals(loss, *args) if row.state == "offloaded" and row.kind == "value")
+    assert copy.bytes == row.bytes_per_device / row.layers == 100 * 30 * 4 / (10 if constrained else 2)
+
+
 def test_devices_share_what_moves_and_the_bus():
-    mesh = auto(2)
-    spread = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P())) for a in ARGS)
+    spread = on(auto(2), P("d"), P())
     (one,), (two,) = (fits(loss, *args, machine=MACHINE).loops for args in (ARGS, spread))
-    assert two.copies[0].bytes * 2 == one.copies[0].bytes  # whatever the shardings: XLA divides what is inside
+    assert two.copies[0].bytes * 2 == one.copies[0].bytes
     assert two.copies[0].d2h_ms == pytest.approx(2 * one.copies[0].d2h_ms)  # half of it, at a quarter of the rate
     assert two.forward_ms == pytest.approx(one.forward_ms / 2)
 
@@ -339,8 +355,8 @@ def test_accumulated_layers_that_differ_have_each_other_to_hide_behind(ends_copy
     """On two devices. The first two layers offload, and one loop runs three; the last two offload nothing."""
     rules = dataclasses.replace(RULES, residuals={"a": "offload"}, offload_layers=2, resident_layers=0)
     of = lambda w, x: jnp.sum(scan(body, x, w, policy=rules)[0])
-    on = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(auto(2), P()))
-    found = fits(lambda w, x: accumulate(of)(w, x), on(ARGS[1]), on(MICROBATCHES), machine=MACHINE)
+    rows = NamedSharding(auto(2), P(None, "d"))  # of each microbatch
+    found = fits(lambda w, x: accumulate(of)(w, x), ARGS[1], MICROBATCHES.update(sharding=rows), machine=MACHINE)
     *beside, alone = found.loops
     assert [(loop.layers, loop.moved) for loop in (*beside, alone)] == [(2, 1), (1, 1), (2, 1), (3, 2)]
     size, bus = 100 * 30 * 4 / 2, MACHINE.bus(2)

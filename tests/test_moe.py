@@ -144,6 +144,9 @@ def test_a_bias_changes_the_choice_and_not_the_weights_and_evens_the_load():
     moved = balanced(params, jnp.array([[0.5, 0.25, 0.25, 0.0]]), 0.1)
     assert_close(moved["moe"]["bias_E"], np.array([[-0.1, 0.0, 0.0, 0.1]]))
     assert moved["moe"]["router_DxE"] is params["moe"]["router_DxE"]
+    # Two groups of one layer, as of virtual stages.
+    moved = balanced({"bias_E": jnp.zeros((2, 1, 2))}, jnp.array([[1.0, 0.0], [0.0, 1.0]]), 0.1)
+    np.testing.assert_allclose(moved["bias_E"], [[[-0.1, 0.1]], [[0.1, -0.1]]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("align, size", [(1, 21), (4, 36)])

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import json
+import os
 import random
 from collections import Counter
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -583,6 +585,19 @@ def test_the_pinned_pool_is_the_default_of_the_host(monkeypatch):
     assert planned(*arrays(), budget=found.curve[0].bytes).host <= found.host_budget
 
 
+@pytest.mark.parametrize("here, gpus, share", [(1, 8, 8), (8, 8, 8), (2, 8, 8), (4, 0, 4)])
+def test_a_process_has_its_gpus_share_of_the_machines_memory(here, gpus, share, monkeypatch):
+    """However many of the machine's GPUs it sees; the driver may not list them."""
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1000000")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_device_count", lambda: here)
+    driver, glob = Path("/proc/driver/nvidia/gpus"), Path.glob
+    listed = lambda path, pattern: iter([path] * gpus) if path == driver else glob(path, pattern)
+    monkeypatch.setattr(Path, "glob", listed)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert planned(*arrays(), budget="1GiB").host_budget == memory // share
+
+
 @pytest.mark.claim("plan-compiled")
 @pytest.mark.parametrize("seed", range(20))
 def test_a_compiled_choice_fits(seed):
@@ -606,6 +621,10 @@ def test_a_compiled_choice_fits(seed):
     silent = dice.choice(curve)
     choice, taken = refined(curve, 2 * curve[-1].device, lambda choice: None if choice is silent else choice.device)
     assert silent not in taken and choice == fastest([c for c in curve if c is not silent], 2 * curve[-1].device)
+    # What was learned before it holds for the next one.
+    silent = fastest(curve, limit + 100)
+    choice, taken = refined(curve, limit, lambda choice: None if choice is silent else choice.device - 100)
+    assert choice == fastest([c for c in curve if c is not silent], limit + 100)
 
 
 @pytest.mark.claim("plan-compiled")

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import cond_p, scan_p, sharding_constraint_p
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax import SAME, SHARD_MAP, nbytes
 from .copying_loops import forward_p
 from .device_bytes import Buffer, Straight, division, straight
-from .segments import Segment, those
+from .segments import Segment
 from .walk import nested, walk
 
 Rows = Mapping[int, int]  # the length of a first axis -> into how many parts it is divided at least
@@ -75,12 +75,17 @@ class Divided:
 
     def _of_segment(self, segment: Segment) -> list[int]:
         """The parts of each leaf of a segment's `SegmentResiduals`, in the order of `Segment.sources`."""
-        layer, places = Divided(segment.layer.forward, self.rows), segment.places()
-        stored = [place for place in places if place != "operand"]
-        first = len(segment.layer.forward.outvars) - len(stored)
-        parts = [layer.of_result(first + number) for number in range(len(stored))]
-        host, device, once = (those(parts, stored, place) for place in ("host", "device", "once"))
+        kept = parts_of_kept(segment, self.rows)
+        host, device, once = ([n for place, n in kept if place == of] for of in ("host", "device", "once"))
         return [*host, *host, *device, *once]
+
+
+def parts_of_kept(segment: Segment, rows: Rows) -> list[tuple[str, int]]:
+    """Return where each residual of a layer is, except for operands, and into how many parts it is divided."""
+    stored = [place for place in segment.places() if place != "operand"]
+    forward = segment.layer.forward
+    layer, first = Divided(forward, rows), len(forward.outvars) - len(stored)
+    return [(place, layer.of_result(first + number)) for number, place in enumerate(stored)]
 
 
 def _with_rows(program: Straight, rows: Rows) -> Straight:
@@ -89,12 +94,13 @@ def _with_rows(program: Straight, rows: Rows) -> Straight:
     return program._replace(rows={n: min(known[n] for known in both if n in known) for n in lengths})
 
 
-def rows_of(arguments: Iterable[Any]) -> dict[int, int]:
-    """Return how the first axes of arguments are divided, by their lengths."""
+def rows_of(arguments: Iterable[Any], axis: int = 0) -> dict[int, int]:
+    """Return how the first axes of arguments, or of their rows (`axis=1`), are divided, by their lengths."""
     rows: dict[int, int] = {}
     for argument in arguments:
-        if argument.shape and isinstance(sharding := getattr(argument, "sharding", None), NamedSharding):
-            length, parts = argument.shape[0], division(sharding).rows
+        if len(argument.shape) > axis and isinstance(sharding := getattr(argument, "sharding", None), NamedSharding):
+            of_axis = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[axis:]))
+            length, parts = argument.shape[axis], division(of_axis).rows
             rows[length] = min(rows.get(length, parts), parts)
     return rows
 

@@ -25,19 +25,20 @@ def refined(
     of which XLA does not say what they take are left out.
     """
     left, taken = list(curve), dict[Choice, int]()
+    more = 0  # than predicted, as the last choice took of which XLA says it
 
-    def look(choice: Choice) -> int:
-        """Return what the choice takes more than predicted."""
+    def look(choice: Choice) -> None:
+        nonlocal more
         size = measured(choice)
         if size is None:
             left.remove(choice)
-            return 0
-        taken[choice] = size
-        return size - choice.device
+        else:
+            taken[choice], more = size, size - choice.device
 
     choice = fastest(left, limit) or (left[0] if left else None)
     while choice is not None and choice not in taken:
-        choice = fastest(left, limit - look(choice))
+        look(choice)
+        choice = fastest(left, limit - more)
     while all(size > limit for size in taken.values()):
         smallest = min((c.device for c in taken), default=math.inf)
         smaller = [c for c in left if c.device < smallest]

@@ -175,6 +175,7 @@ def _budget(budget: Any) -> int:
 
 
 _XLA_POOL = 64 * GIB  # XLA's own limit of the pinned host pool
+_DRIVER = Path("/proc/driver/nvidia/gpus")  # has a folder for each GPU of the machine
 
 
 def _host_budget(budget: Any) -> int:
@@ -185,7 +186,8 @@ def _host_budget(budget: Any) -> int:
     if jax.default_backend() != "gpu":
         return pool_size
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(pool_size, memory // jax.local_device_count())
+    gpus = len([*_DRIVER.glob("*")])  # JAX knows those of this process alone, which may be one of several
+    return min(pool_size, memory // max(gpus, jax.local_device_count()))
 
 
 def _nothing_fits(traced: Traced, least: Choice, limit: int, compiled: int | None) -> NothingFits:

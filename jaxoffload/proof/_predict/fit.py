@@ -13,6 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._engine.copying_loops import backward_p, forward_p
 from ..._engine.cost import cost
 from ..._engine.interleaved import OUR_LOOPS, interleaved_p, loops_of
+from ..._engine.per_device import Divided, Rows, parts_of_kept, rows_of
 from ..._engine.segments import Segment
 from ..._engine.walk import axes_of, nested, walk
 from ..._jax import nbytes, without_remat3
@@ -156,8 +157,9 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
     """Predict whether the copies of `f`'s residuals fit behind its layers on a machine. Nothing runs.
 
     The prediction covers each `scan` under a policy that offloads, in `accumulate` too, where copies have two passes to
-    hide behind and go both ways at once; `chain` and `checkpoint` have no loop. Values are taken to be spread evenly
-    over the arguments' devices, except where a `shard_map` divides them itself.
+    hide behind and go both ways at once; `chain` and `checkpoint` have no loop. What is copied is divided over devices
+    as in the table of `residuals`, which counts what is replicated as whole. What is computed is taken to be spread
+    evenly over the arguments' devices, except where a `shard_map` divides it itself.
 
     Args:
       f: a loss, which is differentiated, or a step; as for `verify`.
@@ -183,9 +185,10 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
       67108864
     """
     jaxpr, _ = trace_of(f, args)
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-    devices = max((s.num_devices for s in shardings if s is not None), default=1)
-    passes = list(_passes(jaxpr, 1, devices, {}))
+    arguments = [leaf for leaf in jax.tree.leaves(args) if getattr(leaf, "sharding", None) is not None]
+    devices = max((leaf.sharding.num_devices for leaf in arguments), default=1)
+    rows = rows_of(arguments, axis=1) | rows_of(arguments)  # a microbatch is a row of an argument
+    passes = list(_passes(jaxpr, 1, devices, {}, Divided(jaxpr, rows).rows))
     loops = [*_in_turn(passes, machine, devices), *_interleaved(passes, machine, devices)]
     return Fits(machine, devices, tuple(loops))
 
@@ -193,27 +196,28 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
 class _Pass(NamedTuple):
     """An equation that runs loops of ours, how often it runs, and over how many devices it is spread.
 
-    `axes`: the sizes of the mesh axes of a `shard_map` around it.
+    `axes`: the sizes of the mesh axes of a `shard_map` around it. `rows`: as for `Divided`.
     """
 
     eqn: JaxprEqn
     runs: int
     devices: int
     axes: dict[str, int]
+    rows: Rows
 
     @property
     def segments(self) -> list[Segment]:
         return [segment for loops in loops_of(self.eqn) for segment in loops.segments]
 
 
-def _passes(jaxpr: Jaxpr, runs: int, devices: int, axes: dict[str, int]) -> Iterator[_Pass]:
+def _passes(jaxpr: Jaxpr, runs: int, devices: int, axes: dict[str, int], rows: Rows) -> Iterator[_Pass]:
     """Yield those of a jaxpr, and of the layers in their loops."""
     for site in walk(jaxpr, lambda eqn: () if eqn.primitive in (forward_p, backward_p) else nested(eqn), runs):
         if site.eqn.primitive in OUR_LOOPS:
             inside = axes | axes_of(site.shard_maps)
-            yield (run := _Pass(site.eqn, site.runs, max(1, devices // site.devices), inside))
+            yield (run := _Pass(site.eqn, site.runs, max(1, devices // site.devices), inside, rows))
             for segment in run.segments if site.eqn.primitive is not interleaved_p else ():
-                yield from _passes(segment.jaxpr, site.runs * segment.layers, run.devices, inside)
+                yield from _passes(segment.jaxpr, site.runs * segment.layers, run.devices, inside, rows)
 
 
 def _in_turn(passes: list[_Pass], machine: Machine, devices: int) -> Iterator[Fit]:
@@ -294,7 +298,8 @@ def _beside(forwards: Sequence[Segment], backwards: Sequence[Segment]) -> Iterat
 def _copies(segment: Segment, run: _Pass, bus: Bus) -> list[LayerCopy]:
     """What each iteration over the layers of a segment copies."""
     ms = lambda size, rate: size / rate / 1e6
-    sizes = [nbytes(aval) // run.devices for _, aval in for_host(segment)]
+    parts = (parts for place, parts in parts_of_kept(segment, run.rows) if place == "host")
+    sizes = [-(-nbytes(aval) // parts) for (_, aval), parts in zip(for_host(segment), parts, strict=True)]
     named = zip(segment.layer.for_host, sizes, strict=False)  # no size where none is copied
     return [LayerCopy(names, size, ms(size, bus.d2h), ms(size, bus.h2d)) for names, size in named]
 

@@ -179,6 +179,13 @@ def count(jaxpr, primitive):
     return sum(eqn.primitive.name == primitive for eqn in equations(jaxpr))
 
 
+def runs(jaxpr, primitive):
+    """Return how often a jaxpr runs a primitive, in its loops too."""
+    inside = lambda eqn: (x for x in jax.tree.leaves(tuple(eqn.params.values())) if hasattr(x, "eqns"))
+    each = lambda eqn: (eqn.primitive.name == primitive) + sum(runs(x, primitive) for x in inside(eqn))
+    return sum(eqn.params.get("length", 1) * each(eqn) for eqn in jaxpr.eqns)
+
+
 def policy(residuals=(), **fields):
     """Return a policy that offloads values of any size."""
     return Policy(residuals=residuals, **{"min_offload_bytes": 0, **fields})

@@ -11,6 +11,8 @@ from common import (
     assert_close,
     assert_same_bits,
     auto_mesh,
+    count,
+    equations,
     fast_compiles,
     in_a_loop,
     normal,
@@ -18,6 +20,7 @@ from common import (
     policy,
     run,
     run_each,
+    runs,
 )
 from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
@@ -227,6 +230,15 @@ def test_layers_that_treat_their_residuals_otherwise(rules, device):
     in_a_loop_of_jax = functools.partial(loss, through=lambda f, x, w: lax.scan(in_a_loop(f, "x", "fc1"), x, w))
     x = normal(5, (3, 2, DIM))
     assert_same_bits(*run_each([accumulate(loss), one_by_one(in_a_loop_of_jax)], more, x))
+
+
+def test_resident_layers_recompute_nothing_beside_layers_that_do():
+    """Six layers: two offload, two recompute fc1, two keep it on the device."""
+    rules = policy({"fc1": "offload"}, offload_layers=2, other_layers="recompute", resident_layers=2)
+    step = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
+    loss = lambda w, x: jnp.sum(scan(step, x, w, policy=rules)[0])
+    jaxpr = jax.make_jaxpr(accumulate(loss))(jnp.ones((6, DIM, DIM)), jnp.ones((3, 2, DIM)))
+    assert runs(jaxpr, "dot_general") == 3 * (6 + 2 + 2 * 6)
 
 
 @pytest.mark.parametrize("how", [{"reverse": True}, {"unroll": 2}, {"unroll": LAYERS}], ids=str)
@@ -459,6 +471,27 @@ def test_what_would_not_fit_behind_a_pass_that_runs_alone_stays_on_the_device_or
     assert loops(2) == [(wide + narrow, 0, 3), (every, wide + narrow, 9), drain]
     assert loops(8) == [(wide, 0, 3), (every, wide, 9 + 1), middle, (2 * wide, every, 9), (0, 2 * wide, 6)]
     assert loops(64) == [(wide + narrow, 0, 3), (every, wide + narrow, 9 + 1), middle, drain]
+
+
+@pytest.mark.claim("fill-and-drain")
+def test_a_collective_is_not_repeated_where_a_pass_runs_alone():
+    """How long it takes is not known. A matmul, which takes a quarter of the wait, runs again for the first and for
+    the last."""
+    d, hidden, rows = 2048, 14336, 16384
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+    def each_loop(primitive, made=lambda y: y):
+        layer = lambda x, w: (x + jnp.tanh(tag(made(x @ w[0]), "fc1")) @ w[1], None)
+        loss = lambda w, x: jnp.sum(scan(layer, x, w, policy=policy({"fc1": "offload"}))[0].astype(jnp.float32))
+        jaxpr = jax.make_jaxpr(accumulate(loss))((shape(4, d, hidden), shape(4, hidden, d)), shape(64, rows, d))
+        of_layers = (eqn for eqn in equations(jaxpr) if eqn.primitive is lax.scan_p and eqn.params["length"] == 4)
+        return [count(eqn.params["jaxpr"], primitive) for eqn in of_layers]
+
+    on_all = functools.partial(
+        jax.shard_map, mesh=auto_mesh(data=2), in_specs=PartitionSpec(), out_specs=PartitionSpec()
+    )
+    assert each_loop("dot_general") == [2, 2 + 4 + 1, 2 + 4, 2 + 4, 4 + 1]
+    assert each_loop("psum", on_all(lambda y: lax.psum(y, "data"), check_vma=False)) == [1, 2 + 1, 2]
 
 
 def test_a_mesh_around_the_loss_alone_divides_what_may_stay():

@@ -13,6 +13,7 @@ from common import (
     assert_close,
     assert_same_bits,
     auto_mesh,
+    count,
     equations,
     gradient,
     in_a_loop,
@@ -273,7 +274,10 @@ def test_inside_a_plan_of_ours():
     out = lambda x, w: jnp.sin(tag(inner(x, w), "out"))
     by_checkpoint = checkpoint(out, policy=policy({"out": "offload"}))
     stacked = lambda x, w: scan(lambda x, _: (out(x, w), None), x, None, 2, policy=policy({"out": "offload"}))[0]
-    for g, layers in ((by_checkpoint, 1), (stacked, 2)):
+    jitted = lambda x, w: scan(lambda x, _: (jax.jit(out)(x, w), None), x, None, 2, policy=policy({"out": "offload"}))[
+        0
+    ]
+    for g, layers in ((by_checkpoint, 1), (stacked, 2), (jitted, 2)):
         table = residuals(g, X, W)
         assert sum(r.layers for r in table if r.names == ("out",)) == layers
         assert (table.device_bytes, table.host_bytes) == kept_bytes(g, X, W)
@@ -284,6 +288,15 @@ def test_inside_a_plan_of_ours():
 def test_the_first_run_inside_another_checkpoint_recomputes_nothing():
     again = jax.checkpoint(checkpoint(lambda x: layer(x, W[0])[0], policy=policy(RULES)))
     assert not Plans(jax.make_jaxpr(gradient(again))(X)).recomputed
+
+
+def test_another_checkpoint_does_not_rerun_what_only_an_unread_scan_reads():
+    """A matmul before the layers, and theirs in a loop: both run once."""
+    layer = lambda x, w: (jnp.sin(tag(x @ w, "fc1")), None)
+    unread = lambda x, w: scan(layer, x @ x.T, w, policy=policy({"fc1": "offload"}))[0]
+    loss = jax.checkpoint(lambda x, w: (jnp.sum(jnp.sin(x)), unread(x, w)))
+    jaxpr = jax.make_jaxpr(jax.grad(loss, has_aux=True))(W[0], W)
+    assert count(jaxpr, "dot_general") == 2
 
 
 def test_what_is_beside_another_checkpoint_has_its_own_table():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import (
+    accumulated,
     assert_close,
     assert_same_bits,
     auto_mesh,
@@ -409,6 +410,12 @@ def test_debug_nans_finds_nothing_where_nothing_is(ours):
     # On a GPU a padding row holds uninitialised memory, and JAX checks it too.
     assert count(jaxpr, "empty") == 0 and (ours is not by_scan or count(gradient_jaxpr(ours(layer), X, W), "empty"))
     assert_close(got, jax.tree.leaves(gradient(by_jax(layer), (0, 1))(X, W)))
+
+
+def test_debug_nans_changes_no_gradient_of_microbatches():
+    with jax.debug_nans(True):
+        got = run(accumulated(by_scan(layer)), X, W)
+    assert_same_bits(got, run(accumulated(by_jax(layer), interleaved=False), X, W))
 
 
 @EACH

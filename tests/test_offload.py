@@ -429,18 +429,22 @@ def test_under_custom_vjp3_they_stay_and_say_so_too(custom_vjp3):
     assert_same_bits(got, want)
 
 
-def test_layers_that_write_to_a_ref_stay():
-    def loss(x, w):
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_layers_that_write_to_a_ref_stay(as_dict):
+    config = vars(Remat(policy(RULES)))
+
+    def loss(x, w, config=config):
         count = jax.new_ref(jnp.zeros(()))
 
         def one(x, w):
             count[...] += 1.0
             return mlp(x, w), None
 
-        return jnp.sum(lax.scan(remat(one), x, w)[0] ** 2) + lax.stop_gradient(count[...])
+        return jnp.sum(lax.scan(jax.checkpoint(one, **config), x, w)[0] ** 2) + lax.stop_gradient(count[...])
 
+    given = functools.partial(loss, config=dataclasses.asdict(Remat(config["policy"]))) if as_dict else loss
     with pytest.warns(UserWarning, match="a jax.checkpoint stays as it is: it reads or writes a jax.new_ref"):
-        got, want = run_each([offload(loss), loss], X, W)
+        got, want = run_each([offload(given), loss], X, W)
     assert_same_bits(got, want)
 
 

@@ -173,7 +173,8 @@ def _in_auto_axes(mesh, x, w):
         h = lax.with_sharding_constraint(tag(x @ w, "fc1"), NamedSharding(mesh, jax.P("data", "model")))
         return jnp.sin(h) @ w.T, None
 
-    x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, jax.P("data")))
+    on_mesh = lambda a, *spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, jax.P(*spec)))
+    x, w = on_mesh(x, "data"), on_mesh(w, None, None, "model")
     return (lambda x, w: jnp.sum(scan(step, x, w, policy=RULES)[0] ** 2)), x, w
 
 
@@ -197,6 +198,18 @@ def _in_shard_map(mesh, x, w):
 
 
 RULES = policy({"fc1": "offload"}, resident_layers=0)
+
+
+def test_the_table_has_the_order_of_the_layers():
+    step = lambda name: lambda x, w: (jnp.sin(tag(x @ w, name)), None)
+
+    def f(x, w):
+        for name in ("first", "second", "third"):
+            x, _ = scan(step(name), x, w, policy=policy({"*": "offload"}))
+        return x
+
+    names = [r.names for r in residuals(f, normal(0, (8, 8)), normal(1, (N, 8, 8))) if r.names]
+    assert list(dict.fromkeys(names)) == [("first",), ("second",), ("third",)]
 
 
 @pytest.mark.claim("per-device")

@@ -94,6 +94,13 @@ def test_length_without_xs_and_promotion_of_weak_types():
     assert jax.grad(lambda x: ours(x)[0])(1.0) == jax.grad(lambda x: reference(x)[0])(1.0)
 
 
+def test_a_scan_that_carries_nothing():
+    step = lambda _, x: (None, tag(x[0] @ x[1], "fc1") ** 2)
+    ours = lambda *xs: scan(step, None, xs, policy=policy({"fc1": "offload"}))
+    reference = lambda *xs: lax.scan(plain(step, "fc1"), None, xs)
+    assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], WS[:, :BATCH], WS))
+
+
 @pytest.mark.parametrize(
     "args",
     [

@@ -41,7 +41,6 @@ from models.train import compile_step
 
 DIM, WORDS, LAYERS = 8, 11, 8
 PARAMS = params_of(LAYERS)
-TWO = jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])
 
 
 def on_mesh(f, sizes, args, **how):
@@ -55,6 +54,10 @@ def on_mesh(f, sizes, args, **how):
     batch = [jax.device_put(x, rows if x.ndim > 1 else NamedSharding(mesh, PartitionSpec())) for x in args[1:]]
     with jax.set_mesh(mesh):
         return jax.device_get(jax.jit(f, **how)(params, *batch))
+
+
+def on_two_stages():
+    return jax.set_mesh(jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2]))
 
 
 def everything(stack, params, tokens, scale, numbers):
@@ -130,7 +133,7 @@ def test_layers_in_bfloat16():
         return jnp.mean(scan(step, x, w, policy=policy)[0].astype(jnp.float32) ** 2)
 
     expected = run(accumulate(loss), *args)
-    with jax.set_mesh(TWO):
+    with on_two_stages():
         assert_same_bits(run(accumulate(loss, stages="stage"), *args)[1:], expected[1:])
 
 
@@ -169,7 +172,7 @@ def test_weights_that_the_loss_casts(dtype, loss_scale, virtual_stages):
     of_each = [jax.device_get(one(params, x)) for x in args[1]]
     expected = jax.tree.map(lambda *cts: functools.reduce(np.add, cts), *of_each)
     staged = accumulate(functools.partial(loss, ours), reduction="sum", stages="stage", virtual_stages=virtual_stages)
-    with jax.set_mesh(TWO):
+    with on_two_stages():
         found = jax.device_get(jax.jit(staged, compiler_options=exact_options())(*args)[1])
     assert dtype != jnp.float16 or max(np.max(np.abs(x)) for x in expected.values()) > jnp.finfo(dtype).max
     # The sum over layers is one on each stage: it is rounded otherwise, in each microbatch.
@@ -187,12 +190,10 @@ def test_weights_in_host_memory():
         fetched = jax.device_put(w, jax.memory.Space.Device)
         return jnp.sum(ours(step, x, fetched, {"fc1": "offload"})[0] ** 2)
 
-    with jax.set_mesh(TWO):
+    with on_two_stages():
         derived = jax.jit(accumulate(loss, stages="stage"))
-        there, here = (
-            derived(jax.device_put(PARAMS["w"], NamedSharding(TWO, PartitionSpec("stage"), memory_kind=kind)), X)
-            for kind in ("pinned_host", "device")
-        )
+        in_memory = lambda kind: NamedSharding(jax.sharding.get_mesh(), PartitionSpec("stage"), memory_kind=kind)
+        there, here = (derived(jax.device_put(PARAMS["w"], in_memory(kind)), X) for kind in ("pinned_host", "device"))
     assert there[1].sharding.memory_kind == "pinned_host"
     assert_same_bits(jax.device_get(jax.tree.leaves(there)), jax.device_get(jax.tree.leaves(here)))
 
@@ -208,10 +209,58 @@ def test_negative_zeros_leave_the_stages(forward_only):
         return jnp.mean(y), [1 / single, 1 / half, 1 / both.real, 1 / both.imag]
 
     staged = accumulate(loss, has_aux=True, stages="stage", forward_only=forward_only)
-    with jax.set_mesh(TWO):
+    with on_two_stages():
         found = jax.jit(staged)(PARAMS["w"], normal(6, (3, 4, DIM)))
     _, aux = found if forward_only else found[0]
     assert all(np.all(x == -np.inf) for x in aux), aux
+
+
+@pytest.mark.usefixtures("compiled_fast")
+def test_gradients_of_weights_that_are_cast_are_summed_in_their_own_dtype():
+    """256 + 1 + 1 is 256 in bfloat16. All else here is a power of two."""
+    w, scale = jnp.ones((4, 2)), jnp.array([256.0, 1.0, 1.0, 1.0, 1.0])
+    step = lambda x, w: (tag(x * w, "fc1") ** 2, None)
+
+    def loss(stack, w, scale):
+        x = stack(step, jnp.ones(2, jnp.bfloat16), w.astype(jnp.bfloat16), {"fc1": "offload"})[0]
+        return jnp.sum(x.astype(jnp.float32)) * scale
+
+    expected = jax.jit(one_by_one(functools.partial(loss, plain), reduction="sum"))(w, scale)
+    with on_two_stages():
+        got = jax.jit(accumulate(functools.partial(loss, ours), stages="stage", reduction="sum"))(w, scale)
+    np.testing.assert_array_equal(got[1], expected[1])
+    assert got[1][-1, 0] == 2 * 260
+
+
+@pytest.mark.usefixtures("compiled_fast")
+def test_passes_that_nobody_reads_find_numbers_of_any_kind_and_offsets_in_range(monkeypatch):
+    """They run with memory that nothing was written to. A GPU copies from any offset."""
+    found = set()
+    noted = lambda at: found.add(int(at)) or at
+
+    @jax.custom_vjp
+    def element(x, at):
+        return x[at]
+
+    def backward(at, ct):
+        at = jax.pure_callback(noted, jax.ShapeDtypeStruct((), jnp.int32), at)
+        return jnp.zeros(DIM).at[at].set(ct), np.zeros((), jax.dtypes.float0)
+
+    element.defvjp(lambda x, at: (x[at], tag(at, "at")), backward)
+
+    def step(x, w):
+        fc1 = tag(x * w, "fc1")
+        return jnp.tanh(fc1) * element(x, jnp.argmax(x).astype(jnp.int32)), None
+
+    loss = lambda stack, w, x: jnp.sum(stack(step, x, w, {"fc1": "offload"})[0])
+    args = 1 + normal(0, (4, DIM)), 1 + normal(1, (3, DIM))
+    expected = jax.device_get(jax.jit(one_by_one(functools.partial(loss, plain)))(*args))
+    anything = lambda shape, dtype, **_: jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else 99, dtype)
+    monkeypatch.setattr(lax, "empty", anything)
+    with on_two_stages():
+        got = jax.device_get(jax.jit(accumulate(functools.partial(loss, ours), stages="stage"))(*args))
+    assert_close(got, expected)
+    assert found and found <= set(range(DIM))
 
 
 @pytest.mark.parametrize(
@@ -295,14 +344,16 @@ def test_all_that_a_loss_can_have(virtual_stages):
 
 
 def grouped(stack, params, x):
-    """Layers in groups, reshaped inside a jitted function; and a matrix that is transposed by a reshape."""
+    """Layers in groups, reshaped inside a jitted function. The loss reads one of their stacks, too, and a matrix that
+    all layers share, transposed by a reshape."""
 
     @jax.jit
     def through(w, x):
-        return stack(layer, x, jax.tree.map(lambda w: w.reshape(LAYERS, *w.shape[2:]), w), RULES)[0]
+        mixed = lambda x, w: (layer(x, w)[0] @ params["mixer"], None)
+        return stack(mixed, x, jax.tree.map(lambda w: w.reshape(LAYERS, *w.shape[2:]), w), RULES)[0]
 
-    y = through(of_layers(params), x)
-    return jnp.mean((y @ lax.reshape(params["mixer"], (DIM, DIM), dimensions=(1, 0))) ** 2)
+    y = through(of_layers(params), x) @ lax.reshape(params["mixer"], (DIM, DIM), dimensions=(1, 0))
+    return jnp.mean(y**2) + jnp.mean(params["w"] ** 2)
 
 
 @pytest.mark.parametrize("microbatches", [3, pytest.param(5, marks=pytest.mark.slow)])
@@ -315,8 +366,7 @@ def test_layers_that_are_stored_in_groups(stages, microbatches):
     of = lambda stack: functools.partial(grouped, stack)
     expected = jax.jit(one_by_one(of(plain)))(*args)
     how = {"stages": "stage", "virtual_stages": 2} if stages else {}
-    mesh = jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
+    with on_two_stages():
         got = jax.jit(accumulate(of(ours), **how))(*args)
     assert_close(jax.device_get(got), jax.device_get(expected))
 

@@ -18,6 +18,7 @@ from jaxoffload._jax import HOST
 from jaxoffload._text import readable
 from jaxoffload.proof._program.target import rows_read_beyond, target_of
 from jaxoffload.proof._verify.conservation import conservation
+from jaxoffload.proof._verify.moves import producers
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 LAYERS, BATCH, DIM = 3, 16, 16  # a residual is too large to stay on the device in the first microbatch
@@ -248,11 +249,14 @@ def test_what_is_not_recomputed_in_the_first_microbatch(layer):
 def test_what_cannot_be_told_by_the_bytes_of_a_step():
     def beside(w, x):
         chained = lambda x, w: jnp.cos(tag(x @ w, "fc1"))
-        y = chain([chained] * 2, x, [w["layers"][0], w["layers"][1]], policy=policy({"fc1": "offload"}))
-        return loss_under(RULES)(w, y)
+        in_chain = jax.jit(lambda x, w: chain([chained] * 2, x, [w[0], w[1]], policy=policy({"fc1": "offload"})))
+        return loss_under(RULES)(w, in_chain(x, w["layers"]))
 
-    verdict, said = conservation(target_of(lambda w, x: accumulate(beside)(w, x), (WEIGHTS, MICROBATCHES)))
+    target = target_of(lambda w, x: accumulate(beside)(w, x), (WEIGHTS, MICROBATCHES))
+    verdict, said = conservation(target)
     assert verdict == "not checked" and said.endswith("the loss offloads beside its scans too"), said
+    verdict, said = producers(target)
+    assert verdict == "not checked" and said.endswith("what other checkpoints keep, or run again, is not known"), said
     twice = lambda w, x: (step_under()(w, x), accumulate(loss_under(policy({"x": "offload"})))(w, x))
     verdict, said = conservation(target_of(twice, (WEIGHTS, MICROBATCHES)))
     assert (verdict, said) == ("not checked", "a step's residuals are internal to it; verify its loss")

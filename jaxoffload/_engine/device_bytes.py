@@ -44,7 +44,7 @@ class Buffer:
     """
 
     aval: Any
-    depth: int = 0
+    depth: int
     constraint: Division | None = None
     moved: "Buffer | None" = None
 

@@ -71,7 +71,7 @@ class HostPoolFull(UserError, MemoryError):
     """
 
     def __init__(
-        self, caller: str, what: str, need: int, pool: int, layers: int | None, whole: bool = False, instead: str = ""
+        self, caller: str, what: str, need: int, pool: int, layers: int | None, whole: bool, instead: str = ""
     ):
         less = f" (offload_layers: {layers})" if layers is not None else ""
         advice = f"offload less{less}{instead}, or set a larger {_POOL} before JAX starts{_CONSTRAIN if whole else ''}"

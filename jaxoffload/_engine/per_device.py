@@ -42,7 +42,7 @@ class Divided:
         if buffer is None:
             return 1
         of_shards = max(nbytes(self._jaxpr.outvars[number].aval), 1) // max(nbytes(buffer.aval), 1)
-        return max(of_shards, 1) * self._of(buffer)
+        return of_shards * self._of(buffer)
 
     def named(self) -> Iterator[tuple[str, int]]:
         """Yield each name in the program and in its loops, with the parts of its value; of a shard, if it is one."""

@@ -118,7 +118,7 @@ class Pieces(NamedTuple):
     Attributes:
       invars: of the constants that it closes over, and of its arguments; `outvars`: the loss, and other results.
       pieces: in the order in which they run; `last` comes behind them.
-      varies: the variables that differ between microbatches.
+      varies: the variables before the last piece that differ between microbatches.
     """
 
     consts: list[Any]
@@ -195,7 +195,6 @@ def divide(
                 continue
         pending.append(eqn)
     last = state.straight(pending, len(jaxpr.eqns))
-    state.add(last, None, state.perturbed)
     return Pieces(list(consts), jaxpr.invars, jaxpr.outvars, pieces, last, frozenset(state.varies))
 
 
@@ -232,13 +231,11 @@ class _State:
             once, each, result_varies, _ = partial_eval_jaxpr_nounits(forward, varies, False)
         return Straight(ins, outs, once, each, varies, tuple(result_varies), linear, perturbed, out_perturbed)
 
-    def add(self, piece: Straight, scan: Scan | None, has_tangents: set[Var]) -> None:
-        """Go on behind a piece, and behind the scan that follows it."""
-        self.perturbed = has_tangents
+    def add(self, piece: Straight, scan: Scan, has_tangents: set[Var]) -> None:
+        """Go on behind a piece and the scan that follows it."""
+        self.perturbed = has_tangents | _select(scan.eqn.outvars, scan.loops.segments[0].layer.out_perturbed)
         self.varies |= _select(piece.outs, piece.result_varies[: len(piece.outs)])
-        if scan:
-            self.perturbed |= _select(scan.eqn.outvars, scan.loops.segments[0].layer.out_perturbed)
-            self.varies |= set(scan.eqn.outvars)
+        self.varies |= set(scan.eqn.outvars)
 
 
 def _moved(jaxpr: Jaxpr, value: Any) -> tuple[Any, list[JaxprEqn]]:

@@ -55,13 +55,13 @@ def layer(x, w):
     return x + act @ w["out"], None
 
 
-def staged(schedule, layers=4, policy=ALL, layer=layer, mesh=None, spec=()):
+def staged(schedule, layers=4, policy=ALL, layer=layer, mesh=None, spec=(), of_weights=lambda w: w):
     """A loss and its gradient, on stages that have so many layers in each chunk, and its arguments; `spec`: of the
-    weights of a layer."""
+    weights of a layer, which it computes by `of_weights`."""
     mesh = mesh or auto_mesh(stage=schedule.stages)
 
     def loss(w, x):
-        rows = jax.tree.map(lambda w: w.reshape(-1, *w.shape[-2:]), w)  # of virtual stages
+        rows = jax.tree.map(lambda w: of_weights(w.reshape(-1, *w.shape[-2:])), w)  # of virtual stages
         return jnp.mean(scan(layer, x, rows, policy=policy, strict=False)[0].astype(jnp.float32) ** 2)
 
     def step(w, xs):
@@ -77,8 +77,8 @@ def staged(schedule, layers=4, policy=ALL, layer=layer, mesh=None, spec=()):
     return step, (w, of((), schedule.microbatches, ROWS, D))
 
 
-def planned(schedule, machine=H200, layers=4, fixed=ALL, **budgets):
-    step, args = staged(schedule, layers)
+def planned(schedule, machine=H200, layers=4, fixed=ALL, of_weights=lambda w: w, **budgets):
+    step, args = staged(schedule, layers, of_weights=of_weights)
     return plan(step, *args, machine=machine, fixed=fixed, **{"budget": EVERYTHING, **budgets})
 
 
@@ -90,6 +90,13 @@ def traced_under(policy, step, args):
 
 
 # ---- by hand ----
+
+
+def test_cotangents_that_travel_with_a_microbatch_are_counted():
+    """Those of weights that the loss computes, of all layers on each device; not those of weights that it casts."""
+    cast, scaled = lambda w: w.astype(jnp.float32).astype(w.dtype), lambda w: w * 1.5
+    moved, computed = (planned(Schedule(2, 1, 6), of_weights=f).memory for f in (cast, scaled))
+    assert computed.other - moved.other == 8 * 2 * (2 * D * H) and computed.residuals == moved.residuals
 
 
 def test_what_stages_cost_by_hand():

@@ -196,6 +196,7 @@ TABLES = [
     stages.table(result("stages")),
     stages.table(result("stages-moe")),
     stages.table(result("stages-experts")),
+    stages.table(result("stages-alone")),
 ]
 
 
@@ -411,6 +412,20 @@ def test_experts_on_stages_of_two_gpus_move_gates_at_the_speed_of_saving():
     more = "fc1 and attn/norm moved, the rest saved"
     assert all(ratio > 1 for ratio in against(measured, more, RECOMPUTED))
     assert measured["offload", GATE]["freed_by"] == more and f"frees {ratios['freed/predicted']:.2f} of" in PAGES
+
+
+@pytest.mark.claim("stages-alone")
+def test_what_each_module_costs_on_stages_of_two_gpus():
+    _, measured = on_stages("2", "8", "stages-alone")
+    text = sections_naming("stages-alone")
+    saved = {name: measured["saved", f"{name} saved"]["ms"] for name in ("all", "all and attn/norm")}
+    of_saved = lambda module, saved: measured["offload", f"{module} alone moved"]["ms"] / saved
+    assert f"{of_saved('qkv_linear', saved['all and attn/norm']):.4f} times" in text
+    assert f"input costs {of_saved('attn_norm', saved['all']):.3f} times" in text
+    for module, digits in (("core_attn", 3), ("moe_act", 3), ("expert_fc1", 2)):
+        assert f"`{module}` {of_saved(module, saved['all']):.{digits}f}" in text
+    freed = [of["freed/predicted"] for of in measured["offload", "qkv_linear alone moved"]["freed"].values()]
+    assert len(freed) == 5 and f"free {min(freed):.2f} to {max(freed):.2f} of" in text
 
 
 @pytest.mark.claim("accumulated-small-experts", "te-interleaved")

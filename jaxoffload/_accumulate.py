@@ -20,7 +20,7 @@ from ._engine.chunk import Chunks
 from ._engine.copying_loops import Loops, filled
 from ._engine.fill_and_drain import ends, spare_of
 from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
-from ._engine.host_pool_need import Need, need_beside, stacks_of
+from ._engine.host_pool_need import Need, need_of_microbatches, stacks_of
 from ._engine.layer import in_three
 from ._engine.passes import Values, program_of
 from ._engine.pieces import Pieces, Scan, divide
@@ -255,7 +255,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _is_raw_key(leaf: Any) -> bool:
-    """Whether a leaf looks like what `jax.random.PRNGKey` returns."""
+    """Return if a leaf may be one of `jax.random.PRNGKey`'s."""
     return jnp.result_type(leaf) == jnp.uint32 and jnp.shape(leaf) in ((2,), (4,))
 
 
@@ -446,6 +446,7 @@ def _on_stages(call: _Call, stages: _Stages | None) -> Any:
         return None
     schedule = Schedule(stages.size, stages.virtual, call.microbatches)
     divided, chunks = _dealt(call, stages, schedule)
+    _refuse_what_does_not_fit(divided.pieces, chunks, schedule)
 
     def run(*operands: Any) -> tuple[list[Any], list[Any]]:
         return pipeline.run(*_staged(call, divided, chunks, operands), schedule, stages.axis)
@@ -546,21 +547,32 @@ def _that_fit(pieces: Pieces, loops_of: Callable[[JaxprEqn, tuple[bool, ...], in
     Raises:
       HostPoolFull: the pool cannot hold what two microbatches offload, and a policy says `on_host_full: error`.
     """
-    stacks = [stack for scan in pieces.scans for stack in stacks_of(scan.loops.segments)]
-    if (pool := host_pool_bytes()) is None or not stacks:
+    offloading = [scan for scan in pieces.scans if stacks_of(scan.loops.segments)]
+    if (pool := host_pool_bytes()) is None or not offloading:
         return pieces
-    beside, scans = need_beside(pieces.beside).bytes(), Need(stacks, 0, [])
-    if (need := beside + 2 * scans.bytes()) <= pool:
+    need = need_of_microbatches([scan.loops for scan in pieces.scans], pieces.beside).bytes()
+    if need <= pool:
         return pieces
-    fit = next((n for n in reversed(range(scans.most_layers())) if beside + 2 * scans.bytes(n) <= pool), None)
+    scans = Need([stack for scan in offloading for stack in stacks_of(scan.loops.segments)], 0, [])
+    others = need - 2 * scans.bytes()
+    fit = next((n for n in reversed(range(scans.most_layers())) if others + 2 * scans.bytes(n) <= pool), None)
     text = f"two microbatches offload {readable(need)} per device; the pinned host pool holds {readable(pool)}"
-    if fit is None or any(scan.eqn.params["policy"].on_host_full == "error" for scan in pieces.scans):
+    if fit is None or any(scan.eqn.params["policy"].on_host_full == "error" for scan in offloading):
         raise HostPoolFull("accumulate", text, need, pool, fit, auto_axes())
     instead = f"enough for {fit} layer(s) of each scan, which offload (on_host_full: save)"
     warnings.warn(f"jaxoffload: accumulate: {text}, {instead}", skip_file_prefixes=NOT_THE_USERS)
     offloaded = lambda scan: min(fit, sum(segment.on_host for segment in scan.loops.segments))
     fewer = lambda scan: scan._replace(loops=loops_of(scan.eqn, scan.perturbed, offloaded(scan)))
     return pieces._replace(pieces=[fewer(piece) if isinstance(piece, Scan) else piece for piece in pieces.pieces])
+
+
+def _refuse_what_does_not_fit(pieces: Pieces, chunks: Chunks, schedule: Schedule) -> None:
+    """Raise if the pool cannot hold what a stage offloads, with what stands beside its layers."""
+    need, pool = need_of_microbatches([chunks.loops], pieces.beside, schedule).bytes(), host_pool_bytes()
+    if pool is not None and need > pool:
+        what = f"{schedule.slots} microbatches per stage, and what stands beside their layers"
+        text = f"{what}, offload {readable(need)} per device; the pinned host pool holds {readable(pool)}"
+        raise HostPoolFull("accumulate", text, need, pool, None, auto_axes())
 
 
 def _warn_of(why: str) -> None:

@@ -74,7 +74,7 @@ def compiler_options(
 
 
 def is_for_gpu(caller: str, backend: str | None) -> bool:
-    """Whether options for `backend`, JAX's default backend if None, are those for NVIDIA GPUs.
+    """Return if `backend`, JAX's default backend if None, takes the options for NVIDIA GPUs.
 
     Raises:
       ValueError: backend is not one of those that `compiler_options` takes.

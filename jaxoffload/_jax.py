@@ -224,7 +224,7 @@ def traced_function(eqn: JaxprEqn) -> Jaxpr | None:
 
 
 def has_effects(eqn: JaxprEqn) -> bool:
-    """Whether an equation does more than compute: to name a mesh axis is called an effect too."""
+    """Return if an equation does more than compute: to name a mesh axis is called an effect too."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 

@@ -189,6 +189,7 @@ def _traced_on_a_stage(axis: str, lax_scan: Callable[..., Any], init: Any, xs: A
     with on_a_stage(axis):
         try:
             jaxpr = jax.make_jaxpr(lax_scan)(*jax.tree.map(shape, (init, xs)))
+            _refuse_other_meshes(jaxpr)
         except Exception as error:
             why = str(error).partition("\n")[0]
             refused = NotImplementedError(
@@ -199,6 +200,17 @@ def _traced_on_a_stage(axis: str, lax_scan: Callable[..., Any], init: Any, xs: A
             refused.__cause__ = error
             return OnStage(refused)
         return OnStage(_alone(jaxpr.eqns[the_scan(jaxpr)]))
+
+
+def _refuse_other_meshes(jaxpr: Jaxpr) -> None:
+    """Raise if a result has been constrained to a mesh of the user's, in which a stage is not alone."""
+    here, results = jax.sharding.get_abstract_mesh(), jaxpr.eqns[the_scan(jaxpr)].outvars
+    avals: list[Any] = [v.aval for v in results]
+    if any(aval.sharding.mesh not in (here, _NO_MESH) for aval in avals):
+        raise ValueError("a result is constrained by a NamedSharding; use a PartitionSpec")
+
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 def the_scan(jaxpr: Jaxpr) -> int:
@@ -283,7 +295,7 @@ def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, policy: Policy
 
 
 def _others_keep(body: Body, perturbed: Sequence[bool], policy: Policy, strict: bool) -> bool:
-    """Whether layers around this scan keep some of what it names. They then keep it like any other value of theirs, as
+    """Return if layers around this scan keep some of what it names. They keep it like any other value of theirs, as
     JAX's nested checkpoints do: stacks of its own on the host would be copied into theirs, from the host to the host.
     """
     if not around.value.layers:

@@ -290,9 +290,8 @@ def compile_step(made: Program) -> jax.stages.Compiled:
         donate_argnums=0,
         compiler_options=jaxoffload.compiler_options(),
     )
-    lowered = step.lower(made.state, made.tokens)
     try:
-        return lowered.compile()
+        return step.lower(made.state, made.tokens).compile()
     except NotImplementedError as why:
         raise config_error("mesh", dict(made.tokens.sharding.mesh.shape), f"cannot run: {why}") from why
 

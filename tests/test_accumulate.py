@@ -716,6 +716,17 @@ def test_two_microbatches_must_fit_into_the_host_pool(monkeypatch):
     with pytest.warns(UserWarning, match=r"1.50 KiB per device; .* enough for 1 layer\(s\) of each scan") as warned:
         assert stacks_in(2 * two - 1, saves) == [[1, 0]] * 2
     assert len(warned) == 1
+    # One offloads a layer, and goes on to; one offloads nothing, and has no say.
+    some = lambda params, x: once(params, x, on_host_full="save", offload_layers=1)
+    saves = lambda params, x: jnp.sum(some(params, once(params, x, on_host_full="save")) ** 2)
+    with pytest.warns(UserWarning, match="enough for 1 layer"):
+        assert stacks_in(two + two * 2 // LAYERS - 1, saves) == [[1, 0], [1, 0]]
+    stays = lambda params, x: scan(layer, x, of_layers(params), policy=policy(dict.fromkeys(RULES, "save")))[0]
+    saves = lambda params, x: jnp.sum(
+        stays(params, once(params, once(params, x, on_host_full="save"), on_host_full="save"))
+    )
+    with pytest.warns(UserWarning, match="enough for 1 layer"):
+        assert stacks_in(2 * two - 1, saves) == [[1, 0], [1, 0], [0]]
     mixed = lambda params, x: jnp.sum(once(params, once(params, x, on_host_full="save")) ** 2)
     with pytest.raises(MemoryError, match=r"two microbatches offload 1.50 KiB per device"):
         stacks_in(2 * two - 1, mixed)

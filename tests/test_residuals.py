@@ -314,6 +314,22 @@ def test_a_value_that_no_layer_varies_is_kept_once():
     assert (row.layers, row.bytes) == (1, 8 * 4)
 
 
+def test_a_checkpoint_around_a_scan_keeps_what_a_later_layer_needs():
+    """The second part of the carry has no gradient; the first one reads it a layer later."""
+
+    def layer(carry, row):
+        (x, passed), (w, more) = carry, row
+        return (jnp.tanh(tag(jnp.sin(x @ w), "h")) + lax.stop_gradient(passed), passed + more), None
+
+    def loss(run):
+        of_rows = lambda w, more, x: jnp.sum(run(layer, (x, jnp.zeros_like(x)), (w, more))[0][0])
+        return lambda w, more, x: jax.checkpoint(lambda w, x: of_rows(w, more, x))(w, x)
+
+    args = normal(0, (N, 8, 8)), normal(1, (N, 2, 8)), normal(2, (2, 8))
+    ours = jax.grad(loss(lambda *given: scan(*given, policy=policy({"h": "offload"}))))
+    assert_same_bits(*run_each([ours, jax.grad(loss(lax.scan))], *args))
+
+
 @pytest.mark.parametrize("decision", ["offload", "save"])
 @pytest.mark.parametrize("place", ["xs", "constant", "carry"])
 def test_a_checkpoint_around_a_scan_keeps_nothing_that_the_forward_pass_alone_reads(place, decision):

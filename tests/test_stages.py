@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import assert_close, assert_same_bits, fast_compiles, normal, run
+from common import assert_close, assert_same_bits, fast_compiles, normal, policy, run
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
@@ -461,7 +461,7 @@ def ring(h):
 
 
 def behind(y):
-    """What all devices run together may have a branch, too."""
+    """A branch is allowed in what all devices run together."""
     return lax.cond(jnp.sum(y) < 1e9, lambda y: jnp.roll(y, 1, 0) * ring(y), lambda y: y, y)
 
 
@@ -514,6 +514,27 @@ def test_layers_that_would_wait_for_other_stages_are_refused_as_they_are_traced(
     step, args, on_mesh = on_stages_and_data(layers_with(communicate), **how)
     with on_mesh, pytest.raises(NotImplementedError, match=f"^accumulate: stages='stage': .*{words}"):
         step.lower(*args)
+
+
+def test_a_result_that_is_constrained_to_a_mesh_of_the_users_is_refused():
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    loss = lambda constrained: (
+        lambda w, x: jnp.sum(
+            scan(
+                lambda x, w: (constrained(x + jnp.tanh(tag(x @ w, "fc1"))), None),
+                x,
+                w,
+                policy=policy(RULES),
+                strict=False,
+            )[0]
+        )
+    )
+    by = lambda how: loss(lambda x: lax.with_sharding_constraint(x, how))
+    args = PARAMS["w"], normal(6, (3, 4, DIM))
+    with jax.set_mesh(mesh):
+        jax.make_jaxpr(accumulate(by(PartitionSpec("data")), stages="stage"))(*args)
+        with pytest.raises(NotImplementedError, match="constrained by a NamedSharding; use a PartitionSpec"):
+            jax.make_jaxpr(accumulate(by(NamedSharding(mesh, PartitionSpec("data"))), stages="stage"))(*args)
 
 
 def shifted(h):

@@ -21,7 +21,7 @@ from .values import mark_dots
 
 
 class Around(NamedTuple):
-    """What stands around what is differentiated: a policy, and whether it is that of layers (`scan`, `chain`)."""
+    """The policy around a function that is differentiated, and whether it is that of layers (`scan`, `chain`)."""
 
     policy: Policy | None = None
     layers: bool = False

@@ -6,17 +6,18 @@ Apart from `host_pool_limit`, because it reads the loops, which `scan` and `chai
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 
 from .._jax import on_host
 from .._text import readable
-from .copying_loops import Segment, backward_p, forward_p
+from .copying_loops import Loops, Segment, backward_p, forward_p
 from .device_bytes import Buffer, Op, Straight, straight
 from .host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
 from .interleaved import interleaved_p
 from .last_rows import beyond_a_row
 from .layer import shares, transposed
 from .pieces import Straight as Piece
+from .schedule import Schedule
 from .walk import nested
 
 
@@ -72,7 +73,7 @@ def need_of(jaxpr: Jaxpr, results_too: bool = True) -> Need:
 def _of_op(op: Op, program: Straight, returned: set[Buffer | None]) -> Need:
     eqn = op.eqn
     if eqn.primitive is interleaved_p:
-        return _of_interleaved(eqn)
+        return need_of_microbatches(eqn.params["loops"], eqn.params["loss"].beside, eqn.params["schedule"])
     if eqn.primitive in (forward_p, backward_p):
         segments: Sequence[Segment] = eqn.params["loops"].segments
         need = Need(stacks_of(segments) if eqn.primitive is forward_p else [], 0, [])
@@ -92,12 +93,16 @@ def stacks_of(segments: Iterable[Segment]) -> list[Stack]:
     return [Stack(segment.on_host, of(segment)) for segment in segments if segment.on_host]
 
 
-def _of_interleaved(eqn: JaxprEqn) -> Need:
-    segments = [segment for loops in eqn.params["loops"] for segment in loops.segments]
-    stacks, schedule = stacks_of(segments), eqn.params["schedule"]
+def need_of_microbatches(scans: Sequence[Loops], beside: Sequence[Piece], schedule: Schedule | None = None) -> Need:
+    """The need of microbatches that interleave, or that are on pipeline stages.
+
+    `beside`: what stands beside the scans of their loss.
+    """
+    segments = [segment for loops in scans for segment in loops.segments]
+    stacks = stacks_of(segments)
     sets = schedule.slots if schedule else 2  # of microbatches
     in_turn = not schedule and not stacks
-    need = need_beside(eqn.params["loss"].beside, 1 if in_turn else 2).plus(Need(stacks, 0, []), sets)
+    need = _of_pieces(beside, 1 if in_turn else 2).plus(Need(stacks, 0, []), sets)
     if schedule:
         travels = (s for s in segments if s.on_host == s.layers > 0)
         need = need.plus(Need([], sum(beyond_a_row(s.layer, s.layers) for s in travels), []), sets)
@@ -106,10 +111,10 @@ def _of_interleaved(eqn: JaxprEqn) -> Need:
     return need.plus(Need([], 0, [(1 if in_turn else 2, one) for one in passes]))
 
 
-def need_beside(pieces: Sequence[Piece], microbatches: int = 2) -> Need:
-    """What stands beside the scans of a loss, with so many microbatches on the host.
+def _of_pieces(pieces: Sequence[Piece], microbatches: int) -> Need:
+    """The need of what stands beside the scans of a loss, with so many microbatches on the host.
 
-    What comes behind all scans has both its passes at once, so it is there for one.
+    The piece behind all scans has both its passes at once, so it is there for one.
     """
     need = NOTHING
     for piece in pieces:

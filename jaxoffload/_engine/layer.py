@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.extend.core.primitives import name_p
 
-from .._jax import UndefinedPrimal, backward_pass, instantiate_zeros, partial_eval_jaxpr_nounits
+from .._jax import SAME, UndefinedPrimal, backward_pass, instantiate_zeros, partial_eval_jaxpr_nounits
 from .._names import Name, PlanName
 from .._policy import VERDICT, Policy
 from .branch_slots import is_residual, separate_slots
@@ -216,22 +216,31 @@ def linearize(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: b
 
 
 def keeps_some(policy: Any, layer: Layer) -> bool:
-    """Whether the policy of a checkpoint around a scan keeps any of the floating-point values that its layers keep.
+    """Return whether a policy around a scan, of a checkpoint, keeps any floating-point value that its layers keep.
 
-    It is asked as JAX asks it about the equations of a nested function: by names. Integers, which a `Policy` always
-    saves, do not count: a layer's values are kept all or none.
+    It is asked as JAX asks it about the equations of a nested function: about names, and one of JAX's own about what
+    computes a value, too. Integers, which a `Policy` always saves, do not count: a layer's values are kept all or none.
     """
     asked = plan.policy if (plan := plan_of(policy)) else policy
     stored = [k for k in layer.kept if k.place != "operand"]
-    avals = layer.forward.out_avals[len(layer.forward.out_avals) - len(stored) :]
+    values: list[Any] = layer.forward.outvars[len(layer.forward.outvars) - len(stored) :]
+    made = {v: eqn for eqn in layer.forward.eqns for v in eqn.outvars}
+    is_kept = lambda verdict: verdict not in (False, VERDICT["recompute"])
 
     def keeps(name: Name, aval: Any) -> bool:
         if name == DOT:
             return isinstance(asked, Policy) and asked.dots != "recompute"
-        return asked(name_p, aval, name=str(name)) not in (False, VERDICT["recompute"])
+        return is_kept(asked(name_p, aval, name=str(name)))
 
-    floating = ((k, aval) for k, aval in zip(stored, avals, strict=True) if jnp.issubdtype(aval.dtype, jnp.inexact))
-    return any(keeps(name, aval) for k, aval in floating for of in k.source.names for name in of.names)
+    def keeps_what_computes(v: Any) -> bool:
+        while isinstance(v, Var) and v in made and made[v].primitive.name in SAME:
+            v = made[v].invars[0]
+        eqn = made.get(v) if isinstance(v, Var) else None
+        return eqn is not None and is_kept(asked(eqn.primitive, *(x.aval for x in eqn.invars), **eqn.params))
+
+    floating = [(k, v) for k, v in zip(stored, values, strict=True) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    by_name = (keeps(name, v.aval) for k, v in floating for of in k.source.names for name in of.names)
+    return any(by_name) or (not isinstance(asked, Policy) and any(keeps_what_computes(v) for _, v in floating))
 
 
 def derivative_of(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:

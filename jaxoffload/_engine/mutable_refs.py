@@ -22,7 +22,7 @@ def takes_refs(jaxpr: Jaxpr) -> bool:
 
 
 def passes_refs(jaxpr: Jaxpr) -> bool:
-    """Whether a function takes references, closes over them, or makes some that its equations pass on."""
+    """Return if a function takes references, closes over them, or makes some that its equations pass on."""
     made = (v for eqn in jaxpr.eqns for v in eqn.outvars)
     return takes_refs(jaxpr) or any(isinstance(v.aval, AbstractRef) for v in made)
 

@@ -149,7 +149,7 @@ class Pieces(NamedTuple):
 
     @property
     def beside(self) -> tuple[Straight, ...]:
-        """What stands beside the scans."""
+        """The pieces beside the scans."""
         return (*(piece for piece in self.pieces if isinstance(piece, Straight)), self.last)
 
 

@@ -103,17 +103,19 @@ def parse() -> argparse.Namespace:
         parser.error("--fsdp: GPUs are stages; FSDP on two of them is the mode fsdp")
     if options.expert > 1 and (others := set(options.modes) - {*OURS}):
         parser.error(f"--modes: {', '.join(sorted(others))}: not with --expert, which is for {', '.join(OURS)}")
-    names = {name for of in variants_of(CASES[options.case], options).values() for name in of}
+    names = {name for of in chosen(CASES[options.case], options).values() for name in of}
     if options.variants and (unknown := set(options.variants) - names):
         parser.error(f"--variants: {', '.join(sorted(unknown))}: not among {', '.join(sorted(names))}")
     return options
 
 
-def variants_of(case: Case, options: argparse.Namespace) -> dict[str, dict[str, Variant]]:
+def chosen(case: Case, options: argparse.Namespace) -> dict[str, dict[str, Variant]]:
+    """Return mode -> name -> variant, of those that the options ask for."""
+    return alone(options.case) if options.alone else variants_of(case, options.case)
+
+
+def variants_of(case: Case, name: str) -> dict[str, dict[str, Variant]]:
     """Return mode -> name -> variant."""
-    name = options.case
-    if options.alone:
-        return alone(name)
     moved = accumulate.variants_of(case, name)["interleaved"]
     all_moved = moved["all moved"].residuals
     saved, inputs = dict.fromkeys(all_moved, "save"), {"layer_input": "offload"}
@@ -310,7 +312,7 @@ def measured(
         others = {name: facts for name, facts in variants.items() if name != best}
         found[mode] = ({"options": best, **ran[best]} if best else {}) | {"other_options": others}
         if {"saved", "offload"} <= found.keys() and "freed" not in found["offload"]:
-            names = variants_of(case, options)["offload"] if options.alone else [compared(options)]
+            names = chosen(case, options)["offload"] if options.alone else [compared(options)]
             each = {name: freed(case, options, schedule, found, name) for name in names}
             found["offload"]["freed"] = {name: facts for name, facts in each.items() if facts}
         yield found
@@ -325,7 +327,7 @@ def compiled_steps(
     keys = [
         (mode, name, variant)
         for mode in modes
-        for name, variant in variants_of(case, options)[mode].items()
+        for name, variant in chosen(case, options)[mode].items()
         if wanted(mode, name)
     ]
     traced = [lowered(case, options, mode, variant, schedule) for mode, _, variant in keys]
@@ -360,7 +362,7 @@ def timed(
 
 def compared(options: argparse.Namespace) -> str:
     """Return the variant whose memory `freed` compares with that of saving all, whether they run or not."""
-    moving = variants_of(CASES[options.case], options)["offload"]
+    moving = chosen(CASES[options.case], options)["offload"]
     return next((name for name in options.variants or [] if name in moving), "all moved")
 
 
@@ -378,7 +380,7 @@ def freed(
     own way, so what else they need is not the same: jaxlib 0.11.2 has up to a layer more under way where all are saved,
     0.12 has not.
     """
-    variant = variants_of(case, options)["offload"][name]
+    variant = chosen(case, options)["offload"][name]
     table = jaxoffload.residuals(loss_of(case, options, variant), *jax.eval_shape(start(case, options))).per_device
     layer = sum(row.bytes_per_layer for row in table if row.state == "offloaded" and row.kind == "value")
     of_chunk = case.model(options).layers // schedule.chunks

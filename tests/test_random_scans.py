@@ -368,7 +368,8 @@ class Value:
         self.varies = any(a.varies for a in self.args) if varies is None else varies
         self.dot = dot
         self.names = []  # (name, keep)
-        self.whole, self.inside = None, ()  # for the result of an inner scan of ours: what it takes, what it computes
+        # For the result of an inner scan of ours: what it takes, what it computes, and the last of that.
+        self.whole, self.inside, self.ends = None, (), None
 
     @property
     def float(self):
@@ -441,7 +442,7 @@ class Ledger:
             out = self.new(a.kind, [last, a], copies=copies)  # rerun, the loop needs its initial value
             if step.kind == "scan":
                 out.whole = [a, b] if reads_second(step.steps) else [a]
-                out.inside = self.values[start:-1]
+                out.inside, out.ends = self.values[start:-1], last
             return out
         return self.follow(step.steps, [a, b], copies)[-1]
 
@@ -468,9 +469,36 @@ class Ledger:
         (found,) = matched or {self.program.fields["default"]}
         return "save" if value.role and found == "recompute" else found
 
+    def is_rerun(self, out):
+        """Return whether the result is an inner scan's of which the program's policy keeps nothing.
+
+        It is asked about the floating-point values that the inner layers keep: what they name and need.
+        """
+        if not out.whole:
+            return False
+        inside = set(out.inside)
+        named = lambda v: v in inside and v.names
+        needed, todo, active = set(), [], set()
+        ends = [out.ends]
+        while ends:
+            value = ends.pop()
+            if value in active or value not in inside or value not in self.perturbed:
+                continue
+            active.add(value)
+            ends += value.args
+            todo += [read for i, read in value.reads.items() if value.args[i] in self.perturbed]
+        while todo:
+            value = todo.pop()
+            if value not in needed and value in inside:
+                needed.add(value)
+                todo += [] if named(value) else value.args
+        decide = lambda name: decision_on(self.program, name) or self.program.fields["default"]
+        kept = {"save" if keep else decide(name) for v in needed if v.float for name, keep in v.names}
+        return kept <= {"recompute"}
+
     def check(self):
         """Raise if the names of one value, or of one result of a cond, have different decisions."""
-        foreign = {v for out in self.values if out.whole and out in self.perturbed for v in out.inside}
+        foreign = {v for out in self.values if out in self.perturbed and self.is_rerun(out) for v in out.inside}
         for value in foreign.symmetric_difference(self.values):
             self.decision(value)
         for slot in self.slots:
@@ -486,10 +514,10 @@ class Ledger:
             if value in active:
                 continue
             active.add(value)
-            todo += [a for a in value.whole or value.args if a in self.perturbed]
+            todo += [a for a in (value.whole if self.is_rerun(value) else value.args) if a in self.perturbed]
             found |= (
                 {read for i, read in value.reads.items() if value.args[i] in self.perturbed}
-                if not value.whole
+                if not self.is_rerun(value)
                 else set(value.whole)
             )
         needed, todo = set(), list(found)
@@ -498,7 +526,7 @@ class Ledger:
             if value not in needed:
                 needed.add(value)
                 if self.decision(value) == "recompute":
-                    todo += value.whole if value.whole and value in self.perturbed else value.args
+                    todo += value.whole if value in self.perturbed and self.is_rerun(value) else value.args
         return sum(BYTES[v.kind] * v.copies for v in needed if v.float and v.varies and self.decision(v) == "offload")
 
 

@@ -378,7 +378,7 @@ def test_what_the_layers_of_an_interleaved_scan_run_again_counts(pool, decision)
     pool(need)
     check(outer, accumulate(loss), WS, jnp.stack([X] * 3))
     pool(need - 8)
-    with pytest.raises(MemoryError, match="all together"):
+    with pytest.raises(MemoryError, match=f"offload {readable(need)} per device"):
         check(outer, accumulate(loss), WS, jnp.stack([X] * 3))
 
 

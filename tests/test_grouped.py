@@ -625,7 +625,12 @@ def test_a_grouped_tensors_leaves_have_their_fields_names():
 def test_a_grouped_tensor_passes_through_transformations():
     t = grouped()
     double = lambda t: jax.tree.map(lambda x: (x * 2).astype(x.dtype), t)
-    want = [np.asarray(x) for x in jax.tree.leaves(double(t))]
+    try:
+        want = [np.asarray(x) for x in jax.tree.leaves(double(t))]
+    except jax.errors.JaxRuntimeError as error:
+        if "Failed to materialize symbols" not in str(error):
+            raise
+        pytest.skip("XLA cannot convert float8 on a CPU that cannot convert float16, such as one with SSE4.2 alone")
     assert_same_bits(run(double, t), want)
     out = jax.eval_shape(double, t)
     assert isinstance(out, GroupedTensor) and out.data == jax.ShapeDtypeStruct((14, 3), E4M3)

@@ -463,7 +463,7 @@ def _without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Jaxpr
 
 
 def _needed(loops: Loops, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
-    """Which operands of a forward pass the used ones of its results, and its residuals, need in some layer."""
+    """Return which operands of a forward pass its used results, and its residuals, need in some layer."""
     carry, ys, _ = in_three(used, loops.carry, loops.results - loops.carry)
     while True:
         live = lambda layer: [*carry, *ys, *[True] * (len(layer.outvars) - loops.results)]

@@ -1,7 +1,7 @@
 """Activation offload for JAX on NVIDIA GPUs: save, offload or recompute each named residual, and see that it is so."""
 
 # Name residuals, and decide on them.
-from ._engine.host_pool_limit import HostPoolFull as HostPoolFull
+from ._engine.host.limit import HostPoolFull as HostPoolFull
 from ._errors import Problem as Problem
 from ._errors import UserError as UserError
 from ._policy import Policy as Policy
@@ -16,7 +16,7 @@ from ._chain import chain as chain
 from ._checkpoint import checkpoint as checkpoint
 from ._compiler_options import compiler_options as compiler_options
 from ._compiler_options import xla_flags as xla_flags
-from ._engine.schedule import Schedule as Schedule
+from ._engine.stages.schedule import Schedule as Schedule
 from ._offload import offload as offload
 from ._scan import scan as scan
 from .grouped import GroupedTensor as GroupedTensor

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from . import proof
-from ._engine.copying_loops import DifferentiatedTwice
+from ._engine.layers.loops import DifferentiatedTwice
 from ._errors import Problem, UserError
 from ._residuals import Residuals, residuals
 from ._text import nearest

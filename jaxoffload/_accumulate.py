@@ -15,19 +15,21 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import AxisType
 
-from ._engine import forward_pipeline, interleaved, pipeline
-from ._engine.chunk import Chunks
-from ._engine.copying_loops import Loops, filled
-from ._engine.fill_and_drain import ends, spare_of
-from ._engine.host_pool_limit import HostPoolFull, auto_axes, host_pool_bytes
-from ._engine.host_pool_need import Need, need_of_microbatches, stacks_of
-from ._engine.layer import in_three
-from ._engine.passes import Values, program_of
-from ._engine.pieces import Pieces, Scan, divide
-from ._engine.pipeline import on_a_stage
-from ._engine.schedule import Schedule
-from ._engine.segments import joined
-from ._engine.staged_loss import StagedLoss
+from ._engine.host.limit import HostPoolFull, auto_axes, host_pool_bytes
+from ._engine.host.need import Need, need_of_microbatches, stacks_of
+from ._engine.layers.layer import in_three
+from ._engine.layers.loops import Loops, filled
+from ._engine.layers.segments import joined
+from ._engine.microbatches import interleaved
+from ._engine.microbatches.ends import ends, spare_of
+from ._engine.microbatches.passes import Values, program_of
+from ._engine.microbatches.pieces import Pieces, Scan, divide
+from ._engine.stages import evaluate as forward_pipeline
+from ._engine.stages import pipeline
+from ._engine.stages.chunk import Chunks
+from ._engine.stages.loss import StagedLoss
+from ._engine.stages.pipeline import on_a_stage
+from ._engine.stages.schedule import Schedule
 from ._errors import NOT_THE_USERS
 from ._jax import as_array, convert_constvars_jaxpr, in_memory_of, nbytes, on_device, without_remat3
 from ._lost_changes import warns_of_lost_changes

@@ -20,13 +20,13 @@ from jax import lax
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
 from . import _jax
-from ._engine.checkpoint_primitive import bind, checked, partial_eval_as_remat
-from ._engine.derivative import derivative
-from ._engine.host_pool_limit import admitted
-from ._engine.layer import Body, Layer, in_three, linearize, prevent_cse_barrier
-from ._engine.mutable_refs import by_jax, takes_refs
-from ._engine.plan import Override
-from ._engine.transpose_only import with_tangents
+from ._engine.decide.checkpoint_primitive import bind, checked, partial_eval_as_remat
+from ._engine.decide.derivative import derivative
+from ._engine.decide.mutable_refs import by_jax, takes_refs
+from ._engine.decide.plan import Override
+from ._engine.host.limit import admitted
+from ._engine.layers.layer import Body, Layer, in_three, linearize, prevent_cse_barrier
+from ._engine.layers.transpose_only import with_tangents
 from ._jax import DEVICE, HOST, Results, Values
 from ._lost_changes import warns_of_lost_changes
 from ._policy import Policy, PolicyError, check_arguments

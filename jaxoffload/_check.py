@@ -7,16 +7,16 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from ._chain import chain_p
-from ._engine.checkpoint_primitive import checkpoint_p
-from ._engine.copying_loops import forward_p
-from ._engine.derivative import full_plan
-from ._engine.gradient_plans import bodies_of_gradient, plans_of
-from ._engine.host_pool_limit import host_pool_bytes, whole_program
-from ._engine.host_pool_need import need_of, refuse_what_does_not_fit
-from ._engine.interleaved import interleaved_p
-from ._engine.layer import Body, plan_of
-from ._engine.plan import all_names, make_plan
-from ._engine.walk import walk
+from ._engine.decide.checkpoint_primitive import checkpoint_p
+from ._engine.decide.derivative import full_plan
+from ._engine.decide.plan import all_names, make_plan
+from ._engine.host.limit import host_pool_bytes, whole_program
+from ._engine.host.need import need_of, refuse_what_does_not_fit
+from ._engine.jaxprs.walk import walk
+from ._engine.layers.gradient_plans import bodies_of_gradient, plans_of
+from ._engine.layers.layer import Body, plan_of
+from ._engine.layers.loops import forward_p
+from ._engine.microbatches.interleaved import interleaved_p
 from ._jax import without_remat3
 from ._policy import Policy, PolicyError, check_arguments
 from ._residuals import forward_and_backward

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from ._engine.checkpoint_primitive import bind
-from ._engine.mutable_refs import by_jax, takes_refs
+from ._engine.decide.checkpoint_primitive import bind
+from ._engine.decide.mutable_refs import by_jax, takes_refs
 from ._jax import without_remat3
 from ._policy import Policy, check_arguments
 

@@ -18,11 +18,11 @@ from jax.ref import AbstractRef
 
 from ._chain import chain_p
 from ._check import names_under
-from ._engine.checkpoint_primitive import checkpoint_p
-from ._engine.derivative import derivative
-from ._engine.interleaved import OUR_LOOPS
-from ._engine.mutable_refs import takes_refs
-from ._engine.walk import Site, walk
+from ._engine.decide.checkpoint_primitive import checkpoint_p
+from ._engine.decide.derivative import derivative
+from ._engine.decide.mutable_refs import takes_refs
+from ._engine.jaxprs.walk import Site, walk
+from ._engine.microbatches.interleaved import OUR_LOOPS
 from ._errors import NOT_THE_USERS, Problem
 from ._jax import VJP_RULES, evaluate, without_remat3
 from ._policy import Policy, PolicyError

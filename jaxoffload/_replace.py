@@ -14,11 +14,11 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var, new_jaxpr_eqn
 from jax.extend.core.primitives import remat_p, while_p
 
-from ._engine.checkpoint_primitive import checkpoint_p
-from ._engine.mutable_refs import takes_refs
-from ._engine.plan import all_names
-from ._engine.values import named_values, write_names
-from ._engine.walk import bodies, map_bodies, walk, with_eqns
+from ._engine.decide.checkpoint_primitive import checkpoint_p
+from ._engine.decide.mutable_refs import takes_refs
+from ._engine.decide.plan import all_names
+from ._engine.jaxprs.values import named_values, write_names
+from ._engine.jaxprs.walk import bodies, map_bodies, walk, with_eqns
 from ._jax import CUSTOM_RULES, evaluate
 from ._names import KEEP
 from ._policy import Policy

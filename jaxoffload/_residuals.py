@@ -17,14 +17,14 @@ from jax.extend.core import Jaxpr, Var
 from jax.ref import AbstractRef
 
 from ._checkpoint import checkpoint
-from ._engine.copying_loops import where_twice
-from ._engine.gradient_plans import Plans, policies_that_kept
-from ._engine.host_pool_limit import whole_program
-from ._engine.host_pool_need import refuse_what_does_not_fit
-from ._engine.per_device import Divided, mesh_of, rows_of
-from ._engine.plan import Row
-from ._engine.reruns import reruns
-from ._engine.source import Source, source_of
+from ._engine.decide.plan import Row
+from ._engine.host.limit import whole_program
+from ._engine.host.need import refuse_what_does_not_fit
+from ._engine.jaxprs.per_device import Divided, mesh_of, rows_of
+from ._engine.jaxprs.source import Source, source_of
+from ._engine.layers.gradient_plans import Plans, policies_that_kept
+from ._engine.layers.loops import where_twice
+from ._engine.layers.reruns import reruns
 from ._jax import nbytes, on_host, without_remat3
 from ._policy import Policy
 from ._remarks import Remarks, listening

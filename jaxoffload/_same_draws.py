@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import cond_p, scan_p
 from jax.ref import AbstractRef
 
-from ._engine.walk import nested
+from ._engine.jaxprs.walk import nested
 from ._errors import NOT_THE_USERS
 from ._jax import DRAWS
 from ._scan import body_of_scan

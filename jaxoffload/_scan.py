@@ -2,7 +2,7 @@
 
 `lax.scan` traces the body, with its checks, promotions and errors. Its equation is then replaced by one of ours, which
 does the same until it is differentiated. The JVP rule linearises the body (`_engine/layer.py`), decides which layers
-offload, and leaves two equations: the forward loop (`_engine/copying_loops.py`), which also keeps the residuals, and a
+offload, and leaves two equations: the forward loop (`_engine/layers/loops.py`), which also keeps the residuals, and a
 linear map of tangents whose transpose is the backward loop.
 """
 
@@ -17,17 +17,17 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun, new_jaxpr_eqn
 
 from . import _jax
-from ._engine.checkpoint_primitive import bind
-from ._engine.copying_loops import Loops, run_backward, run_forward
-from ._engine.derivative import around, cached
-from ._engine.host_pool_limit import admitted
-from ._engine.last_rows import beyond_a_row
-from ._engine.layer import Body, Layer, keeps_some, linearize, perturbed_carry
-from ._engine.mutable_refs import by_jax, takes_refs
-from ._engine.pipeline import on_a_stage
-from ._engine.plan import Override
-from ._engine.segments import LayerRange, joined, layer_ranges, reads_of, segment_of
-from ._engine.transpose_only import with_tangents
+from ._engine.decide.checkpoint_primitive import bind
+from ._engine.decide.derivative import around, cached
+from ._engine.decide.mutable_refs import by_jax, takes_refs
+from ._engine.decide.plan import Override
+from ._engine.host.limit import admitted
+from ._engine.layers.layer import Body, Layer, keeps_some, linearize, perturbed_carry
+from ._engine.layers.loops import Loops, run_backward, run_forward
+from ._engine.layers.segments import LayerRange, joined, layer_ranges, reads_of, segment_of
+from ._engine.layers.transpose_only import with_tangents
+from ._engine.stages.last_rows import beyond_a_row
+from ._engine.stages.pipeline import on_a_stage
 from ._jax import Results, Values, as_array, evaluate
 from ._lost_changes import warns_of_lost_changes
 from ._policy import Policy, check_arguments

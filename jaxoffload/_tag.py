@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from ._engine.jax_patches import is_float8, keep_float8_bits
+from ._engine.decide.jax_patches import is_float8, keep_float8_bits
 from ._names import KEEP, scope_prefix
 
 _NAME = re.compile(r"[A-Za-z0-9_\-]+([./][A-Za-z0-9_\-]+)*")

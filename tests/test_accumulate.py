@@ -25,12 +25,12 @@ from common import (
 from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxoffload._engine.cost.cost.lone_pass import staying
 
 from jaxoffload import Policy, PolicyError, accumulate, chain, check, offload, proof, scan, tag, verify
-from jaxoffload._engine import interleaved, passes
-from jaxoffload._engine.host_pool_need import need_of
-from jaxoffload._engine.lone_pass import staying
-from jaxoffload._engine.walk import walk
+from jaxoffload._engine.host.need import need_of
+from jaxoffload._engine.jaxprs.walk import walk
+from jaxoffload._engine.microbatches import interleaved, passes
 from jaxoffload._jax import nbytes, on_host
 
 LAYERS, DIM = 3, 8

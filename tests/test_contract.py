@@ -32,7 +32,7 @@ from flax import nnx
 from jax import lax
 
 from jaxoffload import HostPoolFull, check, checkpoint, offload, residuals, scan, tag
-from jaxoffload._engine.walk import walk
+from jaxoffload._engine.jaxprs.walk import walk
 from models.attention import rotations
 from models.config import Model
 from models.transformer import Layer, stacked

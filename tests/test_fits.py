@@ -12,11 +12,11 @@ from common import ROOT
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxoffload._engine.cost.cost.cost import attention_flops, cost
 
 from jaxoffload import Policy, _accumulate, accumulate, chain, machine, proof, residuals, scan, tag
 from jaxoffload.__main__ import main
-from jaxoffload._engine.cost import attention_flops, cost
-from jaxoffload._engine.fill_and_drain import Ends
+from jaxoffload._engine.microbatches.ends import Ends
 from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine, fits, known_machine
 from jaxoffload.proof._predict import machine as _machine
 from jaxoffload.proof._predict import measure

@@ -35,7 +35,7 @@ from common import (
 from jax import lax
 
 from jaxoffload import GroupedTensor, Policy, chain, checkpoint, grouped_matmul, residuals, scan, scope, tag
-from jaxoffload._engine import jax_patches
+from jaxoffload._engine.decide import jax_patches
 from jaxoffload.grouped import _backend, chosen_backend, te
 from jaxoffload.grouped._interface import column_wise, row_wise
 from jaxoffload.grouped._ragged_fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns

@@ -11,12 +11,12 @@ import pytest
 from common import ROOT, auto_mesh
 from drawn_layers import draw
 from jax.sharding import PartitionSpec
+from jaxoffload._engine.cost.cost.cost import cost
 
 from jaxoffload import Policy, checkpoint, scan, tag
-from jaxoffload._engine.cost import cost
-from jaxoffload._engine.joint import Passes
 from jaxoffload._trial_policy import Trial
 from jaxoffload.proof import Machine
+from jaxoffload.proof._plan.joint import Passes
 from jaxoffload.proof._plan.oracle import Oracle, divided
 from jaxoffload.proof._plan.patterns import policy_of
 from jaxoffload.proof._plan.stacks import UNTAGGED, names_of, spread, stacks_of

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxoffload._engine.repeated import repeated
+from jaxoffload._engine.stages.repeated import repeated
 from jaxoffload.proof._program.hlo import parse
 from jaxoffload.proof._program.kernels import Kernels, ran, traced
 

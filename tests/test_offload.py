@@ -19,9 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxoffload import Policy, PolicyError, accumulate, compiler_options, offload, residuals, scan, tag, verify
-from jaxoffload._engine.copying_loops import backward_p, forward_p
-from jaxoffload._engine.interleaved import interleaved_p
-from jaxoffload._engine.walk import walk
+from jaxoffload._engine.jaxprs.walk import walk
+from jaxoffload._engine.layers.loops import backward_p, forward_p
+from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload._jax import DEVICE
 from jaxoffload._reference import with_layers
 from jaxoffload._scan import scan_p

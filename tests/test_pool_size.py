@@ -6,7 +6,7 @@ import pytest
 from common import gradient, normal, policy
 
 from jaxoffload import checkpoint, tag
-from jaxoffload._engine.host_pool_limit import host_pool_bytes
+from jaxoffload._engine.host.limit import host_pool_bytes
 
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 X, W = normal(0, (4, 8)), normal(1, (8, 8))

@@ -36,10 +36,10 @@ from jaxoffload import (
     tag,
     xla_flags,
 )
-from jaxoffload._engine import copying_loops as _loops
-from jaxoffload._engine.host_pool_need import need_of
-from jaxoffload._engine.interleaved import interleaved_p
-from jaxoffload._engine.walk import walk
+from jaxoffload._engine.host.need import need_of
+from jaxoffload._engine.jaxprs.walk import walk
+from jaxoffload._engine.layers import loops as _loops
+from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload._reference import as_reference
 from jaxoffload.proof import NothingFits, scheduling_options
 from jaxoffload.proof._plan import compiled as _compiled

@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 from jaxoffload import Policy, accumulate, checkpoint, offload, residuals, scan, scope, tag, verify
-from jaxoffload._engine.host_pool_need import need_of
-from jaxoffload._engine.layer import Layer
+from jaxoffload._engine.host.need import need_of
+from jaxoffload._engine.layers.layer import Layer
 from jaxoffload._residuals import EMPTY
 from jaxoffload._text import readable
 

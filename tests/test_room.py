@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxoffload import scan, tag
-from jaxoffload._engine.device_bytes import straight
+from jaxoffload._engine.jaxprs.flat import straight
 from jaxoffload.proof import room
 from jaxoffload.proof._predict.room import step_room
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxoffload._engine.schedule import Run, Schedule, Tick
+from jaxoffload._engine.stages.schedule import Run, Schedule, Tick
 
 EACH = [Schedule(p, v, m) for p in (1, 2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 3, 4, 5, 8, 12)]
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxoffload._engine.segments import layer_ranges
+from jaxoffload._engine.layers.segments import layer_ranges
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from common import normal, policy
 
 from jaxoffload import accumulate, compiler_options, scan, tag, verify
-from jaxoffload._engine import slow_copies
+from jaxoffload._engine.host import slow_copies
 
 X, W = normal(0, (4, 8)), normal(1, (3, 8, 8)) / 3
 WORDS = "a program that offloads was compiled without the options that let its copies overlap; compile it with jax.jit"

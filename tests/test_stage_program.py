@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_program import OPTIONS, begun_after, described, gpu, module_of, nothing_cached
 
 from jaxoffload import Policy, accumulate, plan, scan, tag
-from jaxoffload._engine.host_pool_need import need_of
-from jaxoffload._engine.schedule import Schedule
+from jaxoffload._engine.host.need import need_of
+from jaxoffload._engine.stages.schedule import Schedule
 from jaxoffload.proof._plan import compiled as _compiled
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._verify.stages import EXCHANGE, MOVED

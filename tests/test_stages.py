@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec as P
 from test_accumulate import RULES, assert_outlined, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
 from jaxoffload import HostPoolFull, Policy, accumulate, compiler_options, scan, tag, verify
-from jaxoffload._engine import stage_collectives
-from jaxoffload._engine.chunk import Chunks
-from jaxoffload._engine.interleaved import is_staged
-from jaxoffload._engine.last_rows import Cut, cut
-from jaxoffload._engine.schedule import Tick
-from jaxoffload._engine.walk import walk
+from jaxoffload._engine.jaxprs.walk import walk
+from jaxoffload._engine.microbatches.interleaved import is_staged
+from jaxoffload._engine.stages import collectives as stage_collectives
+from jaxoffload._engine.stages.chunk import Chunks
+from jaxoffload._engine.stages.last_rows import Cut, cut
+from jaxoffload._engine.stages.schedule import Tick
 from jaxoffload._jax import HOST
 from jaxoffload.proof import exact_options
 from jaxoffload.proof._program import hlo

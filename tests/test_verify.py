@@ -26,11 +26,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from jaxoffload import Policy, _compiler_options, _jax, chain, checkpoint, profile, residuals, scan, tag
 from jaxoffload.__main__ import main, progress
-from jaxoffload._engine import copying_loops as _loops
-from jaxoffload._engine import layer as _layer
-from jaxoffload._engine import plan as _plan
-from jaxoffload._engine import transpose_only
-from jaxoffload._engine.walk import walk
+from jaxoffload._engine.decide import plan as _plan
+from jaxoffload._engine.jaxprs.walk import walk
+from jaxoffload._engine.layers import layer as _layer
+from jaxoffload._engine.layers import loops as _loops
+from jaxoffload._engine.layers import transpose_only
 from jaxoffload._jax import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
 from jaxoffload._reference import is_reference, with_layers

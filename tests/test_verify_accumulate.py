@@ -11,9 +11,10 @@ from jax.sharding import AxisType, NamedSharding
 from test_verify import a_host_write_is_skipped, rows_in_wrong_order
 
 from jaxoffload import _accumulate, accumulate, chain, residuals, scan, tag, verify
-from jaxoffload._engine import fill_and_drain, interleaved, passes
-from jaxoffload._engine.fill_and_drain import Ends
-from jaxoffload._engine.walk import walk
+from jaxoffload._engine.jaxprs.walk import walk
+from jaxoffload._engine.microbatches import ends as fill_and_drain
+from jaxoffload._engine.microbatches import interleaved, passes
+from jaxoffload._engine.microbatches.ends import Ends
 from jaxoffload._jax import HOST
 from jaxoffload._text import readable
 from jaxoffload.proof._program.target import rows_read_beyond, target_of

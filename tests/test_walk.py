@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from common import auto_mesh
 
-from jaxoffload._engine.walk import bodies, map_bodies, nested, walk
+from jaxoffload._engine.jaxprs.walk import bodies, map_bodies, nested, walk
 
 
 @jax.custom_jvp

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._engine.jax_patches import is_float8, keep_float8_bits
+from .._engine.decide.jax_patches import is_float8, keep_float8_bits
 from .._text import array_type
 
 

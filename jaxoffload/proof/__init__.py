@@ -1,8 +1,8 @@
 """Evidence about a program: verify() checks its claims, fits() and room() predict, profile() and page() report."""
 
-from .._engine.rates import AttentionRate as AttentionRate
-from .._engine.rates import Gemms as Gemms
-from .._engine.rates import Link as Link
+from .._engine.cost.rates import AttentionRate as AttentionRate
+from .._engine.cost.rates import Gemms as Gemms
+from .._engine.cost.rates import Link as Link
 from ._check import Check as Check
 from ._check import Verification as Verification
 from ._plan.errors import CannotPlan as CannotPlan

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..._engine.schedule import Schedule
+from ..._engine.stages.schedule import Schedule
 from .._predict.machine import Bus
 from .costs import Costs, Kept, LayerCost, Stack, Step, Table, Unit
 from .ends import Counts, EachAgain, End, Moves, again_of, ends

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..._engine.schedule import Schedule
+from ..._engine.stages.schedule import Schedule
 from .._predict.machine import Bus
 
 Unit = tuple[str, ...]  # the names of values that have one decision

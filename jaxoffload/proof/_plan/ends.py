@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._engine.lone_pass import Direction, Lone, bytes_in, decide
+from ..._engine.cost.lone_pass import Direction, Lone, bytes_in, decide
 from .costs import Alone, Costs, Kept, LayerCost, Step, Table, Unit
 
 

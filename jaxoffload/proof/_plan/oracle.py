@@ -5,19 +5,19 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ..._engine.cost import cost
-from ..._engine.device_bytes import Straight, straight
-from ..._engine.fill_and_drain import untimed
-from ..._engine.joint import Joint, Passes, joint
-from ..._engine.last_rows import more_than_a_row
-from ..._engine.layer import Layer, avals_of, shares_of
-from ..._engine.lone_pass import cost_of
-from ..._engine.plan import Row
-from ..._engine.rates import Rates
-from ..._engine.walk import axes_of, within
+from ..._engine.cost.cost import cost
+from ..._engine.cost.lone_pass import cost_of
+from ..._engine.cost.rates import Rates
+from ..._engine.decide.plan import Row
+from ..._engine.jaxprs.flat import Straight, straight
+from ..._engine.jaxprs.walk import axes_of, within
+from ..._engine.layers.layer import Layer, avals_of, shares_of
+from ..._engine.microbatches.ends import untimed
+from ..._engine.stages.last_rows import more_than_a_row
 from ..._policy import Decision, Policy
 from .._predict.room import Divisions, layer_room
 from .costs import Alone, Kept, LayerCost, Unit
+from .joint import Joint, Passes, joint
 from .stacks import UNTAGGED, Found, Names, linear, without_decisions
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._engine.host_pool_limit import host_pool_bytes
+from ..._engine.host.limit import host_pool_bytes
 from ..._jax import without_remat3
 from ..._policy import Policy, size_in_bytes
 from ..._text import GIB, readable, short

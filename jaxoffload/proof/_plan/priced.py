@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._engine.cost import cost
-from ..._engine.device_bytes import division
-from ..._engine.host_pool_limit import whole_program
+from ..._engine.cost.cost import cost
+from ..._engine.host.limit import whole_program
+from ..._engine.jaxprs.flat import division
 from ..._jax import nbytes
 from ..._policy import Policy
 from ..._trial_policy import Trial

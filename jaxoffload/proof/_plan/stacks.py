@@ -9,17 +9,17 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import remat_p
 
-from ..._engine.copying_loops import Loops, backward_p, forward_p
-from ..._engine.cost import cost
-from ..._engine.device_bytes import straight
-from ..._engine.interleaved import OUR_LOOPS, Interleaved, in_turn_p, is_staged
-from ..._engine.layer import Body, Layer, avals_of, linearize
-from ..._engine.lone_pass import Spare
-from ..._engine.plan import Override
-from ..._engine.rates import Rates
-from ..._engine.schedule import Schedule
-from ..._engine.segments import Segment
-from ..._engine.walk import Site, axes_of, walk, within
+from ..._engine.cost.cost import cost
+from ..._engine.cost.lone_pass import Spare
+from ..._engine.cost.rates import Rates
+from ..._engine.decide.plan import Override
+from ..._engine.jaxprs.flat import straight
+from ..._engine.jaxprs.walk import Site, axes_of, walk, within
+from ..._engine.layers.layer import Body, Layer, avals_of, linearize
+from ..._engine.layers.loops import Loops, backward_p, forward_p
+from ..._engine.layers.segments import Segment
+from ..._engine.microbatches.interleaved import OUR_LOOPS, Interleaved, in_turn_p, is_staged
+from ..._engine.stages.schedule import Schedule
 from ..._jax import SHARD_MAP, nbytes
 from ..._policy import Decision, Policy
 from .._predict.room import Divisions, Shape

@@ -5,10 +5,10 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from ..._engine.joint import Passes
-from ..._engine.walk import nested
+from ..._engine.jaxprs.walk import nested
 from ..._jax import MATMULS, OPAQUE, is_attention, nbytes, where_written
 from ..._text import array_type, readable
+from .joint import Passes
 
 
 def runs_again(layer: Passes) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from ..._engine.rates import AttentionRate, Gemms, Link, Rates, between
+from ..._engine.cost.rates import AttentionRate, Gemms, Link, Rates, between
 from ..._text import readable
 from . import measure
 from .measure import Bus as Bus

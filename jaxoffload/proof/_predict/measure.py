@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._compiler_options import compiler_options
-from ..._engine.cost import attention_flops, cost
-from ..._engine.rates import NARROW, AttentionRate, Gemms, Link, Rates
+from ..._engine.cost.cost import attention_flops, cost
+from ..._engine.cost.rates import NARROW, AttentionRate, Gemms, Link, Rates
 from ..._text import GIB
 from ...grouped import grouped_matmul
 

@@ -23,12 +23,11 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 from jax.extend.core.primitives import cond_p, device_put_p, remat_p, while_p
 
-from ..._engine.copying_loops import backward_p, forward_p
-from ..._engine.device_bytes import Buffer, Division, Op, Straight, division, straight
-from ..._engine.interleaved import interleaved_p
-from ..._engine.joint import Passes
-from ..._engine.schedule import TICK
-from ..._engine.walk import nested, operands_of
+from ..._engine.jaxprs.flat import Buffer, Division, Op, Straight, division, straight
+from ..._engine.jaxprs.walk import nested, operands_of
+from ..._engine.layers.loops import backward_p, forward_p
+from ..._engine.microbatches.interleaved import interleaved_p
+from ..._engine.stages.schedule import TICK
 from ..._jax import (
     FORWARD,
     LOOPS,
@@ -42,6 +41,7 @@ from ..._jax import (
     on_host,
     without_remat3,
 )
+from .._plan.joint import Passes
 
 _WITH_LOOPS = (forward_p, backward_p)
 _OPENED = (*_WITH_LOOPS, interleaved_p)
@@ -73,7 +73,7 @@ class Room(NamedTuple):
 def room(f: Callable[..., Any], *args: Any, one_kernel: Collection[str] = ()) -> Room:
     """Estimate what the loops of a step need. Nothing runs.
 
-    How auto mesh axes divide values is assumed as in `_engine/device_bytes.py`. A value of an argument's shape is
+    How auto mesh axes divide values is assumed as in `_engine/jaxprs/flat.py`. A value of an argument's shape is
     divided like the argument, and taken for its gradient where a loop carries it.
 
     Args:

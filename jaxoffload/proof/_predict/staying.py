@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
-from ..._engine.copying_loops import Loops
-from ..._engine.interleaved import in_outline, interleaved_p
-from ..._engine.layer import shares
-from ..._engine.walk import walk
+from ..._engine.jaxprs.walk import walk
+from ..._engine.layers.layer import shares
+from ..._engine.layers.loops import Loops
+from ..._engine.microbatches.interleaved import in_outline, interleaved_p
 from ..._jax import without_remat3
 
 

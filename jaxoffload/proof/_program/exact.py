@@ -10,8 +10,8 @@ import jax
 from jax.extend.core import Jaxpr
 
 from ..._compiler_options import is_for_gpu
-from ..._engine.slow_copies import untold
-from ..._engine.walk import walk
+from ..._engine.host.slow_copies import untold
+from ..._engine.jaxprs.walk import walk
 from ..._jax import CUDNN_CONFIG, cudnn_lowering, is_cudnn_attention
 
 _MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's variable

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..._engine.repeated import iterations_of
+from ..._engine.stages.repeated import iterations_of
 
 _COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(")  # instructions are indented
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import device_put_p, name_p
 
-from ..._engine.copying_loops import backward_p, forward_p
-from ..._engine.interleaved import interleaved_p, loops_of
-from ..._engine.layer import Kept
-from ..._engine.segments import Segment
-from ..._engine.source import Source, follow, is_a_view, source_of
-from ..._engine.walk import nested, operands_of, walk
+from ..._engine.jaxprs.source import Source, follow, is_a_view, source_of
+from ..._engine.jaxprs.walk import nested, operands_of, walk
+from ..._engine.layers.layer import Kept
+from ..._engine.layers.loops import backward_p, forward_p
+from ..._engine.layers.segments import Segment
+from ..._engine.microbatches.interleaved import interleaved_p, loops_of
 from ..._jax import nbytes, on_host
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import dot_general_p, while_p
 
-from ..._engine.cost import matmul_flops
-from ..._engine.walk import nested, walk
+from ..._engine.cost.cost import matmul_flops
+from ..._engine.jaxprs.walk import nested, walk
 from ..._jax import ATTENTION, MATMULS, MOSAIC_KERNELS, TE_GROUPED_GEMM
 from .hlo import Instruction, Module, dtype_and_sizes
 

@@ -12,11 +12,11 @@ from jax.extend.core.primitives import remat_p
 
 from ..._checkpoint import checkpoint
 from ..._compiler_options import compiler_options
-from ..._engine.copying_loops import backward_p, where_twice
-from ..._engine.gradient_plans import Plans
-from ..._engine.interleaved import interleaved_p, loops_of
-from ..._engine.layer import plan_of
-from ..._engine.walk import walk
+from ..._engine.jaxprs.walk import walk
+from ..._engine.layers.gradient_plans import Plans
+from ..._engine.layers.layer import plan_of
+from ..._engine.layers.loops import backward_p, where_twice
+from ..._engine.microbatches.interleaved import interleaved_p, loops_of
 from ..._policy import Policy
 from ..._reference import as_reference, with_layers
 from .exact import compiled, exact_options, repeatable_options

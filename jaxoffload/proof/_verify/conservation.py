@@ -13,8 +13,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..._compiler_options import compiler_options
-from ..._engine.interleaved import interleaved_p, is_staged
-from ..._engine.walk import walk
+from ..._engine.jaxprs.walk import walk
+from ..._engine.microbatches.interleaved import interleaved_p, is_staged
 from ..._jax import SHARD_MAP, evaluate, nbytes, without_dead_code
 from ..._reference import as_reference, with_layers
 from ..._residuals import residuals

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from ..._engine.plan import Row
+from ..._engine.decide.plan import Row
 from ..._jax import on_host
 from ..._names import read_names
 from ..._policy import Policy

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
-from ..._engine.slow_copies import untold
-from ..._engine.source import source_of
+from ..._engine.host.slow_copies import untold
+from ..._engine.jaxprs.source import source_of
 from ..._jax import DEVICE, nbytes, on_host
 from ..._reference import as_reference
 from ..._text import readable

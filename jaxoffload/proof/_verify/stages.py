@@ -6,12 +6,12 @@ import jax
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import ppermute_p
 
-from ..._engine.host_pool_need import need_of
-from ..._engine.interleaved import is_staged
-from ..._engine.last_rows import cut
-from ..._engine.schedule import Schedule, Tick
-from ..._engine.segments import Segment
-from ..._engine.walk import walk
+from ..._engine.host.need import need_of
+from ..._engine.jaxprs.walk import walk
+from ..._engine.layers.segments import Segment
+from ..._engine.microbatches.interleaved import is_staged
+from ..._engine.stages.last_rows import cut
+from ..._engine.stages.schedule import Schedule, Tick
 from ..._jax import nbytes, without_dead_code
 from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found

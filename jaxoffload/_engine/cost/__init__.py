@@ -1,0 +1,1 @@
+"""Estimate the seconds that a jaxpr takes on a GPU."""

@@ -1,0 +1,1 @@
+"""Decide what a policy makes of the named values of a jaxpr, and checkpoints under these decisions."""

@@ -1,0 +1,118 @@
+"""The derivative of a function's jaxpr, and the plan that a policy makes for it; both are cached."""
+
+import dataclasses
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+
+from ..._errors import NOT_THE_USERS
+from ..._jax import jvp_jaxpr
+from ..._names import outside_scopes
+from ..._policy import Policy
+from ..._reference import is_reference
+from ..jaxprs.values import mark_dots
+from .plan import Override, Plan, decide, dots_matched_nothing, make_plan
+
+
+class Around(NamedTuple):
+    """The policy around a function that is differentiated, and whether it is that of layers (`scan`, `chain`)."""
+
+    policy: Policy | None = None
+    layers: bool = False
+
+
+# Part of every trace cache's key, as is `scope`. What a checkpoint keeps in the layers of a scan, the layers keep.
+around = jax.make_user_context(Around())
+
+
+def looks_for_nans() -> bool:
+    """Whether JAX looks for NaNs or infinities in eager results: then uninitialised arrays must not hold any."""
+    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
+
+
+def cached[T](make: Callable[..., T]) -> Callable[..., T]:
+    """Cache `make` per first argument, by weak reference, so that an eager loop over layers plans and traces once.
+
+    The reference, programs in which JAX looks for NaNs, and what is inside of layers have results of their own.
+
+    The first argument is a jaxpr, something else that is hashed by its identity, or a tuple that begins with one, such
+    as a `Body`. The result must not refer to it.
+    """
+    memory: weakref.WeakKeyDictionary[Any, dict[Any, T]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def cached_make(of: Any, *args: Any, **kwargs: Any) -> T:
+        lives, *rest = of if isinstance(of, tuple) else (of,)
+        results = memory.setdefault(lives, {})
+        key = is_reference(), looks_for_nans(), around.value, *rest, *args, *sorted(kwargs.items())
+        if key not in results:
+            results[key] = make(of, *args, **kwargs)
+        return results[key]
+
+    return cached_make
+
+
+def plan_of_jvp(
+    jaxpr: Jaxpr, roles: tuple[str, ...], jvp: Jaxpr, policy: Policy, strict: bool, override: Override | None
+) -> tuple[Plan, Jaxpr]:
+    """Plan a derivative, with the names and notes of the full plan: those do not depend on what is perturbed."""
+    whole = full_plan(jaxpr, roles, policy, strict)
+    plan, planned = make_plan(jvp, policy, _roles_of(jvp, roles), override, False)
+    return dataclasses.replace(plan, seen=whole.seen, notes=whole.notes, no_dots=whole.no_dots), planned
+
+
+@cached
+def derivative(
+    jaxpr: Jaxpr, perturbed: tuple[bool, ...], through: bool | tuple[bool, ...], dots: bool
+) -> tuple[Jaxpr, tuple[bool, ...]]:
+    """The JVP, and which results have tangents: those in `through` always do. `dots`: matmuls are marked."""
+    with outside_scopes():
+        jvp, out_perturbed = jvp_jaxpr(mark_dots(jaxpr) if dots else jaxpr, perturbed, through)
+    return jvp, tuple(out_perturbed)
+
+
+def _roles_of(jvp: Jaxpr, roles: tuple[str, ...]) -> tuple[str | None, ...]:
+    return roles + (None,) * (len(jvp.invars) - len(roles))
+
+
+@cached
+def full_plan(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool) -> Plan:
+    """Return the plan if every differentiable input is perturbed.
+
+    Custom rules are then expanded, so all names are there. With fewer inputs perturbed, as in the first steps of
+    `lax.scan`'s JVP, names could be missing that the program's derivative does have.
+
+    Raises:
+      PolicyError: a pattern matches nothing (if `strict`), or two names of one value have different decisions.
+    """
+    dots = policy.dots != "recompute"
+    jvp, _ = derivative(jaxpr, _differentiable(jaxpr, dots), False, dots)
+    plan, _ = decide(jvp, policy, _roles_of(jvp, roles), None, strict, jaxpr)
+    if plan.no_dots:
+        warnings.warn(f"jaxoffload: {dots_matched_nothing(policy)}", skip_file_prefixes=NOT_THE_USERS)
+    return plan
+
+
+@cached
+def _differentiable(jaxpr: Jaxpr, dots: bool) -> tuple[bool, ...]:
+    """Find the floating-point inputs that reach no equation, such as a callback, without a derivative, which raises."""
+    floating = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in jaxpr.in_avals)
+
+    def has_derivative(perturbed: tuple[bool, ...]) -> bool:
+        try:
+            derivative(jaxpr, perturbed, False, dots)
+        except Exception:  # a user's rule may raise anything; it raises again where the program needs it
+            return False
+        return True
+
+    if has_derivative(floating):
+        return floating
+    # Such an equation raises for any operand that is perturbed, so inputs that pass alone also pass together.
+    inputs = range(len(floating))
+    return tuple(floating[i] and has_derivative(tuple(k == i for k in inputs)) for i in inputs)

@@ -1,0 +1,138 @@
+"""Whether the pinned host pool holds what a program's scans, chains and checkpoints offload together.
+
+Apart from `host_pool_limit`, because it reads the loops, which `scan` and `chain` make after they asked for the limit.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from jax.extend.core import Jaxpr
+
+from ..._jax import on_host
+from ..._text import readable
+from ..jaxprs.flat import Buffer, Op, Straight, straight
+from ..jaxprs.walk import nested
+from ..layers.layer import shares, transposed
+from ..layers.loops import Loops, Segment, backward_p, forward_p
+from ..microbatches.interleaved import interleaved_p
+from ..microbatches.pieces import Straight as Piece
+from ..stages.last_rows import beyond_a_row
+from ..stages.schedule import Schedule
+from .limit import HostPoolFull, auto_axes, host_pool_bytes
+
+
+class Stack(NamedTuple):
+    """What one segment of a scan keeps on the host, besides a padding row: `layers` of `each` bytes per device."""
+
+    layers: int
+    each: int
+
+
+class Need(NamedTuple):
+    """The most that a program has on the host at once: `stacks`, `other` bytes per device, and the largest of `loops`.
+
+    Everything in one straight piece of a program counts together, though one gradient may end before the next begins:
+    XLA may run them side by side, and allocates the stacks of both before either runs. A loop counts as one iteration
+    (an unrolled one as those that stand side by side): what an iteration keeps is freed before the next. Loops and
+    branches run one after another. XLA's plans for an H200 are not larger, except for unrolled loops around gradients.
+    """
+
+    stacks: list[Stack]
+    other: int
+    loops: "list[tuple[int, Need]]"  # how many iterations stand side by side, and what each needs
+
+    def plus(self, other: "Need", times: int = 1) -> "Need":
+        """Both in one piece of a program, the other so many times."""
+        stacks = self.stacks + other.stacks * times
+        return Need(stacks, self.other + times * other.other, self.loops + other.loops)
+
+    def bytes(self, layers: int | None = None) -> int:
+        """Bytes per device, if at most `layers` layers of each scan offload."""
+        rows = [s if layers is None else s._replace(layers=min(s.layers, layers)) for s in self.stacks]
+        stacks = sum((s.layers + 1) * s.each for s in rows if s.layers)
+        return stacks + self.other + max((times * loop.bytes(layers) for times, loop in self.loops), default=0)
+
+    def most_layers(self) -> int:
+        """The largest number of layers that a scan offloads."""
+        return max([s.layers for s in self.stacks] + [loop.most_layers() for _, loop in self.loops], default=0)
+
+
+NOTHING = Need([], 0, [])
+
+
+def need_of(jaxpr: Jaxpr, results_too: bool = True) -> Need:
+    """What a program offloads, without what it is given in host memory. `results_too`: what it returns there counts."""
+    program = straight(jaxpr)
+    returned = set() if results_too else set(program.outputs)
+    need = NOTHING
+    for op in program.ops:
+        need = need.plus(_of_op(op, program, returned))
+    return need
+
+
+def _of_op(op: Op, program: Straight, returned: set[Buffer | None]) -> Need:
+    eqn = op.eqn
+    if eqn.primitive is interleaved_p:
+        return need_of_microbatches(eqn.params["loops"], eqn.params["loss"].beside, eqn.params["schedule"])
+    if eqn.primitive in (forward_p, backward_p):
+        segments: Sequence[Segment] = eqn.params["loops"].segments
+        need = Need(stacks_of(segments) if eqn.primitive is forward_p else [], 0, [])
+        inside = [(segment.layers, 1, need_of(segment.jaxpr, False)) for segment in segments]
+    else:
+        need = Need([], sum(program.share(x) for x in op.results if on_host(x.aval) and x not in returned), [])
+        length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2: more than one
+        inside = [(length, min(unroll, length), need_of(body, False)) for body in nested(eqn)]
+    for length, times, one in inside:  # XLA inlines a loop of one iteration
+        need = need.plus(Need([], 0, [(times, one)]) if length > 1 else one)
+    return need
+
+
+def stacks_of(segments: Iterable[Segment]) -> list[Stack]:
+    """The stacks on the host of forward loops."""
+    of = lambda segment: sum(shares(segment.jaxpr, segment.layer.kept, "host"))
+    return [Stack(segment.on_host, of(segment)) for segment in segments if segment.on_host]
+
+
+def need_of_microbatches(scans: Sequence[Loops], beside: Sequence[Piece], schedule: Schedule | None = None) -> Need:
+    """The need of microbatches that interleave, or that are on pipeline stages.
+
+    `beside`: what stands beside the scans of their loss.
+    """
+    segments = [segment for loops in scans for segment in loops.segments]
+    stacks = stacks_of(segments)
+    sets = schedule.slots if schedule else 2  # of microbatches
+    in_turn = not schedule and not stacks
+    need = _of_pieces(beside, 1 if in_turn else 2).plus(Need(stacks, 0, []), sets)
+    if schedule:
+        travels = (s for s in segments if s.on_host == s.layers > 0)
+        need = need.plus(Need([], sum(beyond_a_row(s.layer, s.layers) for s in travels), []), sets)
+    # A layer's forward pass stands beside the backward pass of another.
+    passes = [need_of(jaxpr, False) for s in segments for jaxpr in (s.jaxpr, s.backward)]
+    return need.plus(Need([], 0, [(1 if in_turn else 2, one) for one in passes]))
+
+
+def _of_pieces(pieces: Sequence[Piece], microbatches: int) -> Need:
+    """The need of what stands beside the scans of a loss, with so many microbatches on the host.
+
+    The piece behind all scans has both its passes at once, so it is there for one.
+    """
+    need = NOTHING
+    for piece in pieces:
+        size = len(piece.linear.invars) - sum(piece.perturbed)
+        need = need.plus(need_of(piece.once)).plus(need_of(piece.each), 1 if piece is pieces[-1] else microbatches)
+        need = need.plus(need_of(transposed(piece.linear, size)))
+    return need
+
+
+def refuse_what_does_not_fit(caller: str, jaxpr: Jaxpr) -> None:
+    """Raise if a differentiated program does not fit, whatever `on_host_full` says.
+
+    Raises:
+      HostPoolFull: it offloads more than the pinned host pool holds.
+    """
+    pool = host_pool_bytes()
+    if pool is None or (total := (need := need_of(jaxpr)).bytes()) <= pool:
+        return
+    fits = (layers for layers in reversed(range(need.most_layers())) if need.bytes(layers) <= pool)
+    message = f"all together would offload {readable(total)} per device; the pinned host pool holds {readable(pool)}"
+    raise HostPoolFull(caller, message, total, pool, next(fits, None), auto_axes())

@@ -1,0 +1,1 @@
+"""Read and rewrite jaxprs: walks, values and their names, sources of residuals, flat programs and their bytes."""

@@ -1,0 +1,120 @@
+"""How a program's values are divided over devices, through its loops, as far as a trace tells.
+
+As in `device_bytes`, for the values that a forward pass keeps, and for all that have a plan's name.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core.primitives import cond_p, scan_p, sharding_constraint_p
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..._jax import SAME, SHARD_MAP, nbytes
+from ..layers.loops import forward_p
+from ..layers.segments import Segment
+from .flat import Buffer, Straight, division, straight
+from .walk import nested, walk
+
+Rows = Mapping[int, int]  # the length of a first axis -> into how many parts it is divided at least
+
+
+class Divided:
+    """A program, and into how many parts its values are divided.
+
+    Attributes:
+      rows: what is known from around the program.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, rows: Rows):
+        self._jaxpr = jaxpr
+        self._program = _with_rows(straight(jaxpr), rows)
+        self._made_by = {x: (op, k) for op in self._program.ops for k, x in enumerate(op.results)}
+
+    @property
+    def rows(self) -> Rows:
+        return self._program.rows
+
+    def of_result(self, number: int) -> int:
+        """Return into how many parts a result is divided; those of a `shard_map` count."""
+        buffer = self._program.outputs[number]
+        if buffer is None:
+            return 1
+        of_shards = max(nbytes(self._jaxpr.outvars[number].aval), 1) // max(nbytes(buffer.aval), 1)
+        return of_shards * self._of(buffer)
+
+    def named(self) -> Iterator[tuple[str, int]]:
+        """Yield each name in the program and in its loops, with the parts of its value; of a shard, if it is one."""
+        for name, buffer in self._program.named.items():
+            yield name, self._of(buffer)
+        for op in self._program.ops:
+            for body in nested(op.eqn):
+                yield from Divided(body, self.rows).named()
+
+    def _of(self, buffer: Buffer) -> int:
+        while buffer.moved and not buffer.constraint:
+            buffer = buffer.moved
+        op, number = self._made_by.get(buffer, (None, 0))
+        if op is None or buffer.constraint:
+            return self._program.parts(buffer)
+        if op.eqn.primitive.name in SAME and (operand := op.operands[0]):
+            return self._of(operand)
+        return self._of_loop(op.eqn, number) or self._program.parts(buffer)
+
+    def _of_loop(self, eqn: JaxprEqn, number: int) -> int | None:
+        """A result of a loop is divided as it is inside, where its rows are made."""
+        if eqn.primitive is scan_p:
+            return Divided(eqn.params["jaxpr"], self.rows).of_result(number)
+        if eqn.primitive is cond_p:
+            return min(Divided(body, self.rows).of_result(number) for body in eqn.params["branches"])
+        if eqn.primitive is forward_p and number >= (loops := eqn.params["loops"]).results:
+            each = [parts for segment in loops.segments for parts in self._of_segment(segment)]
+            return each[number - loops.results]
+        return None
+
+    def _of_segment(self, segment: Segment) -> list[int]:
+        """The parts of each leaf of a segment's `SegmentResiduals`, in the order of `Segment.sources`."""
+        kept = parts_of_kept(segment, self.rows)
+        host, device, once = ([n for place, n in kept if place == of] for of in ("host", "device", "once"))
+        return [*host, *host, *device, *once]
+
+
+def parts_of_kept(segment: Segment, rows: Rows) -> list[tuple[str, int]]:
+    """Return where each residual of a layer is, except for operands, and into how many parts it is divided."""
+    stored = [place for place in segment.places() if place != "operand"]
+    forward = segment.layer.forward
+    layer, first = Divided(forward, rows), len(forward.outvars) - len(stored)
+    return [(place, layer.of_result(first + number)) for number, place in enumerate(stored)]
+
+
+def _with_rows(program: Straight, rows: Rows) -> Straight:
+    both = [known for known in (program.rows, rows) if known]
+    lengths = {length for known in both for length in known}
+    return program._replace(rows={n: min(known[n] for known in both if n in known) for n in lengths})
+
+
+def rows_of(arguments: Iterable[Any], axis: int = 0) -> dict[int, int]:
+    """Return how the first axes of arguments, or of their rows (`axis=1`), are divided, by their lengths."""
+    rows: dict[int, int] = {}
+    for argument in arguments:
+        if len(argument.shape) > axis and isinstance(sharding := getattr(argument, "sharding", None), NamedSharding):
+            of_axis = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[axis:]))
+            length, parts = argument.shape[axis], division(of_axis).rows
+            rows[length] = min(rows.get(length, parts), parts)
+    return rows
+
+
+def mesh_of(jaxpr: Jaxpr, arguments: Iterable[Any]) -> dict[str, int]:
+    """Return the axes of the largest mesh that a program is written for, with their sizes; empty for one device."""
+    shardings = [getattr(argument, "sharding", None) for argument in arguments]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    for eqn, *_ in walk(jaxpr):
+        meshes += [v.aval.sharding.mesh for v in eqn.outvars if hasattr(v.aval, "sharding")]
+        if eqn.primitive is sharding_constraint_p and isinstance(eqn.params["sharding"], NamedSharding):
+            meshes.append(eqn.params["sharding"].mesh)
+        if eqn.primitive.name == SHARD_MAP:
+            meshes.append(eqn.params["mesh"])
+    largest = max(meshes, key=lambda mesh: 0 if mesh.empty else mesh.size)
+    return {} if largest.empty or largest.size == 1 else {axis: n for axis, n in largest.shape.items() if n > 1}

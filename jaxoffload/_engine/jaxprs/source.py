@@ -1,0 +1,166 @@
+"""The source of a residual: its variable is followed back through calls and loops to the equation that defines it."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core.primitives import cond_p, name_p, scan_p
+
+from ..._jax import BARRIER, CALLS, FORWARD, VIEWS, nbytes
+from ..._names import PlanName, read_names, read_plan_name
+from .values import keeps_all_bits
+from .walk import bodies
+
+Kind = Literal[
+    "value",  # of an equation; if it has a name, it is where its plan put it
+    "argument",  # of the whole function
+    "input",  # of something that is not looked into
+    "constant",
+    "once",  # the same in every layer, so saved once, whatever its plan says
+    "overridden",  # its plan says offload, but its layers do not
+]
+
+
+class Source(NamedTuple):
+    """What a residual is."""
+
+    name: PlanName | None  # None for an untagged value
+    where: str  # words for the table; empty where the plan's reason says it
+    kind: Kind = "value"
+    layers: int = 1  # how many layers' values it holds
+    empty: int = 0  # and how many empty rows
+    axes: int = 0  # leading axes that these lie along
+    others: tuple[PlanName, ...] = ()  # of values from other branches of a `cond` that share its place
+    tags: tuple[str, ...] = ()  # what the user named it, where no plan of ours did
+
+    @property
+    def names(self) -> tuple[PlanName, ...]:
+        """All of the plans' names, `name` first."""
+        return (self.name, *self.others) if self.name else ()
+
+    @property
+    def by_plan(self) -> bool:
+        """Whether the value is where its plan put it."""
+        return self.name is not None and self.kind == "value"
+
+
+def is_its_operand(eqn: JaxprEqn) -> bool:
+    """Whether an equation's result is its operand, bit by bit."""
+    return eqn.primitive is name_p or keeps_all_bits(eqn)
+
+
+PassesOn = Callable[[JaxprEqn], bool]
+
+
+def is_a_view(eqn: JaxprEqn) -> bool:
+    """Whether an equation's result has all bytes of its operand, in another shape, memory or type."""
+    if eqn.primitive.name == BARRIER:
+        return True
+    return eqn.primitive.name in VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
+
+
+def source_of(jaxpr: Jaxpr, var: Any) -> Source:
+    """Return the source of a variable of `jaxpr`."""
+    source = _source_at(jaxpr, follow(jaxpr, var, is_a_view))
+    if source.name:
+        return source
+    return source._replace(tags=tuple(dict.fromkeys([*source.tags, *_tags(jaxpr, var)])))
+
+
+def _tags(jaxpr: Jaxpr, var: Any) -> list[str]:
+    """Return what the user named a variable, or a variable of `jaxpr` that it is a view of; the first name first."""
+    producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    tags: list[str] = []
+    while isinstance(var, Var) and (eqn := producer.get(var)):
+        if eqn.primitive is name_p and not _plan_name(eqn):
+            tags = [*(name.text for name in read_names(eqn.params["name"])), *tags]
+        var = _operand(eqn, eqn.outvars.index(var), is_a_view)
+    return tags
+
+
+def _source_at(jaxpr: Jaxpr, var: Any) -> Source:
+    """Return the source of a variable that is no view."""
+    eqn = next((eqn for eqn in jaxpr.eqns if isinstance(var, Var) and var in eqn.outvars), None)
+    if eqn is None:
+        return Source(None, "an input", "input") if isinstance(var, Var) else Source(None, "a constant", "constant")
+    if name := _plan_name(eqn):
+        return Source(name, "")
+    index = eqn.outvars.index(var)
+    if eqn.primitive.name == FORWARD:
+        return eqn.params["loops"].source_of(index)
+    inside = [(body, source_of(body, body.outvars[index])) for body in bodies(eqn)]
+    if eqn.primitive is cond_p:
+        return _source_of_slot([source for _, source in inside])
+    if not inside:
+        return Source(None, f"output of {eqn.primitive.name}")
+    body, source = inside[0]
+    return _source_of_scan(eqn, body, index, source) if eqn.primitive is scan_p else source
+
+
+def _source_of_scan(scan: JaxprEqn, body: Jaxpr, index: int, inside: Source) -> Source:
+    is_stack = _is_stack(scan, body, index)
+    source = inside
+    if not inside.by_plan:
+        stacked = "the carry of a scan" if inside.kind == "input" else f"{inside.where}, in a scan"
+        where = stacked if is_stack else "the last carry of a scan"
+        source = inside._replace(where=where, kind=inside.kind if inside.name else "value")
+    if not is_stack:
+        return source
+    length = scan.params["length"]
+    return source._replace(layers=inside.layers * length, empty=inside.empty * length, axes=inside.axes + 1)
+
+
+def _source_of_slot(branches: list[Source]) -> Source:
+    """Return the source of a result of a `cond`, which partial evaluation may share among several branches."""
+    named = [source for source in branches if source.name]
+    if not named:
+        return Source(None, "output of cond")
+    names = dict.fromkeys(name for source in named for name in source.names)
+    return named[0]._replace(others=tuple(names)[1:])
+
+
+def _plan_name(eqn: JaxprEqn) -> PlanName | None:
+    return read_plan_name(eqn.params["name"]) if eqn.primitive is name_p else None
+
+
+def follow(jaxpr: Jaxpr, var: Any, passes_on: PassesOn) -> Any:
+    """Return the earliest variable with the value of `var`: before what `passes_on` it, but behind a plan's name.
+
+    Calls and loops are followed too, as far as a result of theirs is an operand or an earlier result.
+    """
+    producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    while isinstance(var, Var) and (eqn := producer.get(var)):
+        if (passed_on := _operand(eqn, eqn.outvars.index(var), passes_on)) is None:
+            break
+        var = passed_on
+    return var
+
+
+def _operand(eqn: JaxprEqn, index: int, passes_on: PassesOn) -> Any:
+    """Return the operand or earlier result of an equation that the result at `index` is too; None if there is none."""
+    if passes_on(eqn) and not _plan_name(eqn):
+        return eqn.invars[index if eqn.primitive.name == BARRIER else 0]
+    through = _through_scan if eqn.primitive is scan_p else _through_call if eqn.primitive.name in CALLS else None
+    return through(eqn, bodies(eqn)[0], index, passes_on) if through else None
+
+
+def _through_call(eqn: JaxprEqn, body: Jaxpr, index: int, passes_on: PassesOn) -> Any:
+    inside = [follow(body, v, passes_on) for v in body.outvars[: index + 1]]
+    pairs = [*zip(inside[:-1], eqn.outvars[:index], strict=True), *zip(body.invars, eqn.invars, strict=True)]
+    return next((outer for inner, outer in pairs if inner is inside[index]), None)
+
+
+def _through_scan(eqn: JaxprEqn, body: Jaxpr, index: int, passes_on: PassesOn) -> Any:
+    """Two stacks of one value are one; carries are not followed."""
+    stacks = [k for k in range(index + 1) if _is_stack(eqn, body, k)]
+    if index not in stacks:
+        return None
+    value = follow(body, body.outvars[index], passes_on)
+    return next((eqn.outvars[k] for k in stacks[:-1] if follow(body, body.outvars[k], passes_on) is value), None)
+
+
+def _is_stack(scan: JaxprEqn, body: Jaxpr, index: int) -> bool:
+    """Whether a result holds a row of each iteration, and not the last carry."""
+    whole: Any = scan.outvars[index].aval
+    row: Any = body.outvars[index].aval
+    return whole.ndim > row.ndim

@@ -1,0 +1,1 @@
+"""Differentiate one layer, decide where its residuals live, and run the loops of a scan over layers."""

@@ -1,0 +1,134 @@
+"""Segments of a stack of layers: which layers run in one loop, which of them offload, and what the loop keeps."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr
+
+from ..jaxprs.source import Source
+from .layer import Kept, Layer
+
+
+class LayerRange(NamedTuple):
+    """Neighbouring layers for one loop, `start` to `stop` in the order in which they run.
+
+    The residuals of the first `on_host` ones go to the host: of all layers, of all but the last, or of none.
+    """
+
+    start: int
+    stop: int
+    on_host: int
+    recompute: bool  # values marked offload are recomputed
+    reason: str  # why layers here do not offload
+
+
+def layer_ranges(length: int, offloaded: int, resident: int, other_layers: str) -> list[LayerRange]:
+    """Divide `length` layers into as few loops as they need.
+
+    The first `offloaded` layers offload, the last `resident` ones keep their residuals on the device, and those between
+    do what `other_layers` says, "save" or "recompute".
+    """
+    first_resident = length - min(resident, length)
+    recompute = other_layers == "recompute"
+    # The layer after the last that offloads can run in the same loop if it differs only in where its residuals stay.
+    joins = 0 < offloaded < length and (offloaded == first_resident or not recompute)
+    stop = offloaded + joins
+    ranges = [
+        LayerRange(0, stop, offloaded, False, "resident" if offloaded == first_resident else "other_layers"),
+        LayerRange(stop, first_resident, 0, recompute, "other_layers"),
+        LayerRange(max(stop, first_resident), length, 0, False, "resident"),
+    ]
+    return [r for r in ranges if r.start < r.stop]
+
+
+class Segment(NamedTuple):
+    """The layers of a range, as one loop computes them."""
+
+    start: int
+    stop: int
+    on_host: int
+    jaxpr: Jaxpr  # of one layer: its forward pass, or its backward pass
+    layer: Layer
+    reason: str  # as of `LayerRange`
+
+    @property
+    def layers(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def copies(self) -> list[Any]:
+        """A scope per stack on the host."""
+        return self.layer.copies if self.on_host else []
+
+    @property
+    def backward(self) -> Jaxpr:
+        """The backward pass of a layer, if all results have cotangents."""
+        return self.layer.backward((True,) * sum(self.layer.out_perturbed))
+
+    def places(self) -> list[str]:
+        """Where each residual of a layer is, between the passes."""
+        return ["device" if k.place == "host" and not self.on_host else k.place for k in self.layer.kept]
+
+    @property
+    def moved(self) -> list[frozenset[int]]:
+        """The rows, in the plan, of each residual of a layer on the host."""
+        return [k.rows for k in those(self.layer.kept, self.places(), "host")]
+
+    def sources(self) -> list[Source]:
+        """The source of each leaf of this segment's `SegmentResiduals`."""
+
+        def at(place: str, layers: int, axes: int) -> list[Source]:
+            kept = those(self.layer.kept, self.places(), place)
+            return [self.source_of(k)._replace(layers=layers, empty=0, axes=axes) for k in kept]
+
+        host = [source._replace(where="", kind="value", empty=1) for source in at("host", self.layers - 1, 1)]
+        last = at("host", 1, 0)
+        if self.on_host == self.layers:
+            last = [source._replace(where="", kind="value") for source in last]
+        return [*host, *last, *at("device", self.layers, 1), *at("once", 1, 0)]
+
+    def source_of(self, kept: Kept) -> Source:
+        """The source of a value in layers of this segment that do not offload."""
+        overrides = kept.place == "host" and kept.source.by_plan and self.reason
+        return kept.source._replace(where=self.reason, kind="overridden") if overrides else kept.source
+
+
+def reads_of(segments: Sequence[Segment], consts: int) -> tuple[tuple[int, bool], ...]:
+    """The operands of a scan that are residuals of its layers: their numbers, each with whether it is a constant."""
+    numbers = {k.operand for segment in segments for k in segment.layer.kept if k.operand is not None}
+    return tuple((number, number < consts) for number in sorted(numbers))
+
+
+def segment_of(layer_range: LayerRange, layer: Layer) -> Segment:
+    """The forward pass of the layers of a range."""
+    return Segment(layer_range.start, layer_range.stop, layer_range.on_host, layer.forward, layer, layer_range.reason)
+
+
+def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Segments in which neighbours that keep all on the device, for whatever reason, are one."""
+    merged: list[Segment] = []
+    for segment in segments:
+        before = merged[-1] if merged else None
+        if before and before.layer is segment.layer and not before.on_host and not segment.on_host:
+            merged[-1] = before._replace(stop=segment.stop)
+        else:
+            merged.append(segment)
+    return tuple(merged)
+
+
+class SegmentResiduals[T](NamedTuple):
+    """What a segment keeps between the passes.
+
+    No row is ever out of range: XLA:GPU does not clamp its DMA copies, and would write into other memory
+    (https://github.com/openxla/xla: DynamicSliceFusionV2Thunk).
+    """
+
+    host: list[T]  # (layers, ...) each, row 0 is padding
+    last: list[T]  # the last layer's, on the host or not
+    device: list[T]  # (layers, ...) each
+    once: list[T]  # the same in every layer
+
+
+def those(xs: Sequence[Any], places: Sequence[str], place: str) -> list[Any]:
+    """The values of `xs` that are at `place`."""
+    return [x for x, p in zip(xs, places, strict=True) if p == place]

@@ -1,0 +1,63 @@
+"""Linear maps that are known by their transpose alone: the tangents of what is differentiated in reverse only."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+
+from ..._jax import Results, Values, define, is_undefined_primal, with_zeros
+from .layer import Layer
+
+# What is kept, and the results' cotangents (some a symbolic `Zero`) -> the tangents' cotangents.
+Transpose = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+
+
+def linear_map(
+    tangents: Sequence[Any],
+    avals: Sequence[Any],
+    *,
+    caller: str,
+    kept: Sequence[Any],
+    transpose: Transpose,
+    layers: Sequence[Layer],
+) -> Any:
+    """The map of `tangents` to values of `avals` whose transpose is `transpose(kept, cotangents)`.
+
+    `caller` names the function in errors: there is no forward mode. `residuals` looks into `layers`.
+    """
+    params = {"caller": caller, "size": len(kept), "transpose": transpose}
+    return linear_p.bind(*kept, *tangents, avals=tuple(avals), layers=tuple(layers), **params)
+
+
+def with_tangents(results: list[Any], out_perturbed: Sequence[bool], tangents: Values, **how: Any) -> Results:
+    """Results and their tangents: of perturbed ones a `linear_map` of `tangents` (`how`), else symbolic zeros."""
+    avals = [jax.typeof(x).to_tangent_aval() for x, p in zip(results, out_perturbed, strict=True) if p]
+    return with_zeros([*results, *linear_map(tangents, avals, **how)], out_perturbed)
+
+
+def _refuse(*_: Any, caller: str, **__: Any) -> Any:
+    raise TypeError(
+        f"jaxoffload.{caller} has no forward-mode derivative (jvp, jacfwd, linearize): it is differentiated in "
+        "reverse; use plain JAX there"
+    )
+
+
+def _transpose(cotangents: Values, *args: Any, size: int, transpose: Transpose, **_: Any) -> list[Any]:
+    transposed = transpose(args[:size], cotangents)
+    # The tangent of a carry that only later layers perturb is a constant zero.
+    wanted = map(is_undefined_primal, args[size:])
+    return [None] * size + [ct if w else None for ct, w in zip(transposed, wanted, strict=True)]
+
+
+linear_p = Primitive("jaxoffload_linear")
+linear_p.multiple_results = True
+define(
+    linear_p,
+    eager=_refuse,
+    results=lambda *_, avals, **__: list(avals),
+    lower=lambda _, *__, **params: _refuse(**params),
+    jvp=_refuse,
+    batch=lambda *_, **params: _refuse(**params),
+    transpose=_transpose,
+)

@@ -1,0 +1,1 @@
+"""Run the forward pass of one microbatch beside the backward pass of another."""

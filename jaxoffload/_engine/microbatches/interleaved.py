@@ -1,0 +1,287 @@
+"""Gradients over microbatches: the forward pass of one beside the backward pass of the one before it, layer by layer.
+
+    microbatch 0   | F F F F F F | B B B B B B |             |
+    microbatch 1   |             | F F F F F F | B B B B B B |
+    microbatch 2   |             |             | F F F F F F | B B B B B B
+
+    iteration i between two bars:   compute layer n-1-i's cotangents of m    fetch the residuals of layer n-2-i of m
+                                    compute layer i of m+1                   write the residuals of layer i-1 of m+1
+
+A layer's copies have the forward pass of one layer and the backward pass of another to hide behind, and the bus works
+both ways all the time. Where scans differ in length, a loop ends where a segment of either pass ends.
+
+The first forward pass and the last backward pass run alone: `fill_and_drain.py` says what is not copied there.
+
+There are two sets of stacks, which change roles with each microbatch. XLA's double buffering, which `compiler_options`
+asks for, makes one iteration of the loop over microbatches out of two. Otherwise stacks that change roles in the state
+of a loop are copied, on the host.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from ..._jax import IN_TURN, Call, Results, convert_constvars_jaxpr, define, when_compiled
+from ..cost.lone_pass import Spare
+from ..host.slow_copies import lower_and_note
+from ..layers.loops import DifferentiatedTwice, Loops, backward_p, filled, forward_p
+from ..stages.collectives import refuse_compiled
+from ..stages.schedule import Schedule
+from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, completed, forward, stacks_of
+from .pieces import Straight
+
+Make = Callable[[], Program]
+
+
+def run(
+    first: Make, middle: Make, last: Make, microbatches: int, arguments: Callable[[Any], Values], sums: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The results of the loss for all microbatches, stacked, and the sums of the gradients.
+
+    Args:
+      first, middle, last: trace what is the same for all microbatches. That is traced for each, as without
+        interleaving: XLA takes out of the loop what it would take out there. The first and the last may copy fewer
+        residuals than those between; where they do not, they are `middle` itself.
+      microbatches: at least 2.
+      arguments: the number of a microbatch -> its values.
+      sums: zeros, a gradient for each parameter.
+    """
+    program = first()
+    flight, result = alone(forward(program, arguments(0), completed(program, {})))
+    state, results = _State(sums, flight, {}), [_stacked(result)]
+
+    def step(number: Any, state: _State, back: Make, forth: Make) -> tuple[_State, list[Any]]:
+        before, program = back(), forth()
+        stacks = completed(program, state.stacks)
+        forward_pass = forward(program, arguments(number), stacks)
+        sums, (flight, result) = beside(backward(before, state.flight, state.sums), forward_pass)
+        # XLA then keeps each stack in one place, though the layers may be odd in number, and adds gradients in order.
+        state = lax.optimization_barrier(_State(sums, flight, stacks_of(state.flight)))
+        return state, result
+
+    def middle_step(state: _State, number: Any) -> tuple[_State, list[Any]]:
+        return step(number, state, middle, middle)
+
+    def some_steps(numbers: Sequence[int], state: _State) -> _State:
+        for number in numbers:
+            back, forth = first if number == 1 else middle, last if number == microbatches - 1 else middle
+            state, result = step(number, state, back, forth)
+            results.append(_stacked(result))
+        return state
+
+    begin, end = 1 + (first is not middle), microbatches - (last is not middle)
+    state = some_steps(range(1, begin), state)
+    if begin < end:
+        state = state._replace(stacks=completed(middle(), state.stacks))
+        state, result = lax.scan(middle_step, state, jnp.arange(begin, end))
+        results.append(result)
+    state = some_steps(range(max(begin, end), microbatches), state)
+    sums = alone(backward(last(), state.flight, state.sums))
+    return [jnp.concatenate(xs) for xs in zip(*results, strict=True)], sums
+
+
+def run_in_turn(
+    made: Make, microbatches: int, arguments: Callable[[Any], Values], sums: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The same, one microbatch after another, with one set of stacks; for what offloads nothing."""
+
+    def step(state: tuple[list[Any], Stacks], number: Any) -> tuple[tuple[list[Any], Stacks], list[Any]]:
+        (sums, stacks), program = state, made()
+        flight, result = alone(forward(program, arguments(number), completed(program, stacks)))
+        sums = alone(backward(program, flight, sums))
+        return lax.optimization_barrier((sums, stacks_of(flight))), result
+
+    (sums, _), results = lax.scan(step, (sums, completed(made(), {})), jnp.arange(microbatches))
+    return results, sums
+
+
+class _State(NamedTuple):
+    """Between two bars: the gradients so far, the microbatch between its passes, and stacks that are free."""
+
+    sums: list[Any]
+    flight: Flight
+    stacks: Stacks
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Loss:
+    """The loss of one microbatch, for readers of the equation.
+
+    Attributes:
+      jaxpr: constants, parameters, the values of a microbatch -> the loss, other results.
+      differentiated: which of its operands are parameters.
+      beside: the pieces that are not scans, the last one of all at the end.
+    """
+
+    jaxpr: Jaxpr
+    differentiated: tuple[bool, ...]
+    beside: tuple[Straight, ...]
+
+    def __repr__(self) -> str:
+        """Short: it is printed in jaxprs."""
+        return f"Loss({len(self.jaxpr.eqns)} equations)"
+
+
+class Interleaved(NamedTuple):
+    """What interleaves, or runs in turn if nothing is offloaded, for readers of the equation.
+
+    Attributes:
+      loss: of one microbatch.
+      loops: the loops of each scan; `first` and `last`: those of the first and of the last microbatch.
+      microbatches: how many.
+      schedule: of pipeline stages, if there are any; the loops are then those of the layers of one chunk.
+      spare: where nothing is offloaded, what could stay on the device in the first and in the last if something were.
+      stage_axis: of the mesh, over which the stages are.
+    """
+
+    loss: Loss
+    loops: tuple[Loops, ...]
+    first: tuple[Loops, ...]
+    last: tuple[Loops, ...]
+    microbatches: int
+    schedule: Schedule | None = None
+    spare: Spare | None = None
+    stage_axis: str | None = None
+
+
+# Whether `bind` traces nothing of what it runs, for those who read of it only what interleaves. Part of every trace
+# cache's key, as is `scope`.
+in_outline = jax.make_user_context(False)
+
+
+def bind(f: Callable[..., Any], what: Interleaved, *operands: Any) -> list[Any]:
+    """Evaluate a function that calls `run`, `run_in_turn` or, on stages, `pipeline.run`, as one equation that says what
+    is in it."""
+    if in_outline.value:
+        f = functools.partial(_outline, what)
+    scope = jax.named_scope(f"jaxoffload.accumulate({what.microbatches})")  # for profiles
+    return interleaved_p.bind(*operands, call_jaxpr=jax.make_jaxpr(scope(f))(*operands), **what._asdict())
+
+
+def _outline(what: Interleaved, *operands: Any) -> tuple[list[Any], list[Any]]:
+    """Zeros in place of what `run` returns."""
+    loss = what.loss
+    params = [x for x, is_param in zip(operands, loss.differentiated, strict=True) if is_param]
+    return [filled(x, 0, (what.microbatches,)) for x in loss.jaxpr.out_avals], [
+        filled(jax.typeof(x), 0) for x in params
+    ]
+
+
+def bind_in_turn(f: Callable[..., Any], what: Interleaved, *args: Any) -> Any:
+    """Evaluate a function that runs one microbatch after another, as one equation that says what would interleave if
+    something were offloaded."""
+    jaxpr, like = jax.make_jaxpr(f, return_shape=True)(*args)
+    operands = [*jaxpr.consts, *jax.tree.leaves(args)]
+    outs = in_turn_p.bind(*operands, call_jaxpr=convert_constvars_jaxpr(jaxpr), what=what)
+    return jax.tree.unflatten(jax.tree.structure(like), outs)
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise DifferentiatedTwice(
+        "jaxoffload.accumulate cannot be differentiated: it returns gradients; differentiate loss"
+    )
+
+
+def _batch(primitive: Call, axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Results:
+    """One after another: the stacks on the host cannot get an axis before that of their rows."""
+    batched = {i: jnp.moveaxis(x, d, 0) for i, (x, d) in enumerate(zip(args, dims, strict=True)) if d is not None}
+    one = lambda these: primitive.bind(*(these.get(i, x) for i, x in enumerate(args)), **params)
+    outs = lax.map(one, batched)
+    return outs, [0] * len(outs)
+
+
+_noting = lower_and_note(lambda *, loops, **_: any(segment.on_host for pass_ in loops for segment in pass_.segments))
+
+
+def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    if params["schedule"] is not None:
+        when_compiled(ctx, refuse_compiled)
+    return _noting(ctx, *operands, **params)
+
+
+_interleaved_p, _in_turn_p = Call("jaxoffload_interleaved"), Call(IN_TURN)
+in_turn_p = define(_in_turn_p, jvp=_refuse, batch=functools.partial(_batch, _in_turn_p))  # for `plan` alone
+interleaved_p = define(
+    _interleaved_p,
+    eager=lambda *args, **params: jax.jit(functools.partial(_interleaved_p.bind, **params))(*args),
+    jvp=_refuse,
+    batch=functools.partial(_batch, _interleaved_p),
+    lower=_lower,
+)
+
+
+def loops_of(eqn: JaxprEqn) -> list[Loops]:
+    """The loops of an equation of ours: of the passes of a scan, or of all scans whose passes interleave."""
+    loops = eqn.params["loops"] if eqn.primitive in OUR_LOOPS else ()
+    return [loops] if isinstance(loops, Loops) else list(loops)
+
+
+def is_staged(eqn: JaxprEqn) -> bool:
+    """Whether an equation accumulates gradients on pipeline stages."""
+    return eqn.primitive is interleaved_p and eqn.params["schedule"] is not None
+
+
+OUR_LOOPS = (forward_p, backward_p, interleaved_p)
+
+
+def _stacked(*results: list[Any]) -> list[Any]:
+    return [jnp.stack(xs) for xs in zip(*results, strict=True)]
+
+
+def alone(steps: Pass) -> Any:
+    """Run a pass, and return its result."""
+    (result,) = _run_each([steps])
+    return result
+
+
+def beside(back: Pass, forth: Pass) -> list[Any]:
+    """Run a backward and a forward pass, a layer of each in turn, and return their results."""
+    return _run_each([back, forth])
+
+
+class _Done(NamedTuple):
+    result: Any
+
+
+def _next(steps: Pass) -> Stretch | _Done:
+    try:
+        return next(steps)
+    except StopIteration as end:
+        return _Done(end.value)
+
+
+def _run_each(passes: list[Pass]) -> list[Any]:
+    at = list(map(_next, passes))
+    while stretches := [stretch for stretch in at if isinstance(stretch, Stretch)]:
+        _advance(stretches, min(stretch.layers - stretch.done for stretch in stretches))
+        ended = [isinstance(stretch, Stretch) and stretch.done == stretch.layers for stretch in at]
+        at = [_next(steps) if end else stretch for steps, stretch, end in zip(passes, at, ended, strict=True)]
+    return [done.result for done in at if isinstance(done, _Done)]
+
+
+def _advance(stretches: list[Stretch], layers: int) -> None:
+    """Run so many layers of one stretch, or of a backward and a forward one."""
+    unroll = min(stretch.unroll for stretch in stretches)
+    inlined = layers == 1 or unroll > 1
+
+    def iteration(i: Any, states: list[Any]) -> list[Any]:
+        if len(stretches) == 1:
+            (only,), (state,) = stretches, states
+            return [only.layer(only.done + i, state, inlined)]
+        (back, forth), (derived, computed) = stretches, states
+        derived = back.layer(back.done + i, derived, inlined)
+        # In this order: XLA would otherwise have both layers, and what they hold, under way at once.
+        cotangents, carry = lax.optimization_barrier((derived.cotangents.carry, computed.carry))
+        computed = forth.layer(forth.done + i, computed._replace(carry=carry), inlined)
+        return [derived._replace(cotangents=derived.cotangents._replace(carry=cotangents)), computed]
+
+    states = [stretch.state for stretch in stretches]
+    states = iteration(0, states) if layers == 1 else lax.fori_loop(0, layers, iteration, states, unroll=unroll)
+    for stretch, state in zip(stretches, states, strict=True):
+        stretch.state, stretch.done = state, stretch.done + layers

@@ -1,0 +1,1 @@
+"""Run layers on pipeline stages: schedule, ticks, and the exchange between stages."""

@@ -1,0 +1,259 @@
+"""The passes of one microbatch through one chunk of the layers, on the stage that has it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from ..._jax import HOST
+from ..layers.layer import in_three
+from ..layers.loops import (
+    BackwardState,
+    Cotangents,
+    ForwardState,
+    Loops,
+    backward_layer,
+    begin_forward,
+    empty_cotangents,
+    empty_ys,
+    filled,
+    forward_layer,
+)
+from ..layers.segments import Segment, SegmentResiduals
+from ..microbatches.passes import Pass, Stretch
+from .last_rows import Fetching, Writing, empty_pieces, fetching, in_place_of, joined_rows, safely_filled, writing
+
+Operands = dict[int, Any]  # of a scan, by their numbers
+
+
+class Slot(NamedTuple):
+    """What is kept of a microbatch between its passes through a chunk.
+
+    Attributes:
+      residuals: of each segment, without the rows of its last layer if those travel to the host.
+      pieces: a stack for each of these.
+    """
+
+    residuals: list[SegmentResiduals[Any]]
+    pieces: list[Any]
+
+    def map(self, f: Callable[[Any], Any]) -> "Slot":
+        """With `f` of all arrays but stacks of layers."""
+        of = lambda r: r._replace(last=list(map(f, r.last)), once=list(map(f, r.once)))
+        return self._replace(residuals=list(map(of, self.residuals)))
+
+
+def travels(segment: Segment) -> bool:
+    """Whether the residuals of its last layer go to the host too."""
+    return bool(segment.copies) and segment.on_host == segment.layers
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The layers of a scan, dealt.
+
+    Attributes:
+      loops: the forward pass of the layers of a chunk.
+      stages, virtual_stages: how many stages, and how many chunks on each.
+      along: which operands a microbatch takes along, because they differ between microbatches.
+      apart: which others have cotangents that a microbatch takes back, because the loss computes these operands from
+        parameters: each microbatch's cotangents are transposed by themselves.
+    """
+
+    loops: Loops
+    stages: int
+    virtual_stages: int
+    along: tuple[int, ...]
+    apart: frozenset[int] = frozenset()
+
+    @property
+    def layers(self) -> int:
+        """How many a chunk has."""
+        return self.loops.segments[-1].stop
+
+    @property
+    def perturbed(self) -> tuple[list[int], list[int]]:
+        """The numbers of the constants and of the xs whose cotangents are wanted."""
+        perturbed, first = self.loops.segments[0].layer.perturbed, self.loops.consts + self.loops.carry
+        those = lambda numbers: [i for i in numbers if perturbed[i]]
+        return those(range(self.loops.consts)), those(range(first, len(perturbed)))
+
+    @property
+    def summed(self) -> tuple[list[int], list[int]]:
+        """Those of them whose cotangents stages sum over microbatches."""
+        consts, xs = self.perturbed
+        return [i for i in consts if not self._returns(i)], [i for i in xs if not self._returns(i)]
+
+    @property
+    def back(self) -> tuple[list[int], list[int]]:
+        """The numbers of the operands that a microbatch takes back, and of those whose cotangents it takes back."""
+        consts, xs = self.perturbed
+        return [i for i, _ in self.loops.reads if i in self.along], [i for i in (*consts, *xs) if self._returns(i)]
+
+    def _returns(self, number: int) -> bool:
+        return number in self.along or number in self.apart
+
+    def no_cotangents(self, loops: Loops) -> list[Any]:
+        """Zeros, as the cotangents of the constants that stages sum. `loops`: the backward pass."""
+        avals = dict(zip(self.perturbed[0], loops.segments[0].jaxpr.out_avals[: loops.consts], strict=True))
+        return [filled(avals[i], 0) for i in self.summed[0]]
+
+    def operands_along(self, numbers: Sequence[int], values: Sequence[Any], stage: Any) -> Operands:
+        """What a microbatch has with it, as the stage needs it: its rows of xs."""
+        pairs = zip(numbers, values, strict=True)
+        return {i: x if i < self.loops.consts else self.rows_of(x, stage) for i, x in pairs}
+
+    def loops_of(self, loops: Loops, chunk: Any) -> Loops:
+        """The same pass over the layers of a chunk, among those of its stage."""
+        first = chunk // self.stages * self.layers
+        return replace(loops, first=first, length=self.virtual_stages * self.layers)
+
+    def rows_of(self, stack: Any, stage: Any) -> Any:
+        """The rows of a stage's layers, of a stack for all layers."""
+        shape = stack.shape[1:]
+        dealt = stack.reshape(self.virtual_stages, self.stages, self.layers, *shape)
+        rows = lax.dynamic_index_in_dim(dealt, stage, 1, keepdims=False)
+        return rows.reshape(self.virtual_stages * self.layers, *shape)
+
+    def with_rows(self, stack: Any, rows: Any, chunk: Any) -> Any:
+        """A stack for all layers with the rows of a chunk out of those of its stage."""
+        first = chunk // self.stages * self.layers
+        of_chunk = lax.dynamic_slice_in_dim(rows, first, self.layers)
+        return lax.dynamic_update_slice_in_dim(stack, of_chunk, chunk * self.layers, 0)
+
+    def empty_slot(self) -> tuple[Slot, list[Any]]:
+        """A slot, and rows of last layers that travel."""
+        residuals, pieces, rows = [], [], []
+        for segment in self.loops.segments:
+            make = lambda segment=segment: begin_forward(segment, [], []).saved
+            jaxpr, tree = jax.make_jaxpr(make, return_shape=True)()
+            made = jax.tree.unflatten(jax.tree.structure(tree), map(safely_filled, jaxpr.out_avals))
+            host, last, device, once = made
+            if travels(segment):
+                pieces += empty_pieces(segment, last)
+                rows += last
+                last = []
+            residuals.append(SegmentResiduals([jax.device_put(x, HOST) for x in host], last, device, once))
+        return Slot(residuals, pieces), rows
+
+
+class Computed(NamedTuple):
+    """What a forward pass through a chunk leaves.
+
+    Attributes:
+      along: what the microbatch takes along.
+      residuals: for its slot. `last`: the rows of last layers that travel to it.
+      pieces: for the slot of the tick before: of the rows that the pass was given.
+    """
+
+    along: list[Any]
+    residuals: list[SegmentResiduals[Any]]
+    last: list[Any]
+    pieces: list[Any]
+
+
+def forward_pass(
+    chunks: Chunks, chunk: Any, fixed: Operands, along: Sequence[Any], slot: Slot, last: list[Any]
+) -> Pass:
+    """The forward pass of a microbatch through a chunk: a `Computed`.
+
+    `along`: what it has with it: operands, the carry, and the ys of all layers. `slot`: the residuals that it may
+    overwrite, and the pieces of the tick before, whose rows are `last`.
+    """
+    loops, stage = chunks.loops_of(chunks.loops, chunk), chunk % chunks.stages
+    taken, carry, ys_of_all = in_three(along, len(chunks.along), loops.carry)
+    operands = fixed | chunks.operands_along(chunks.along, taken, stage)
+    consts = [operands[i] for i in range(loops.consts)]
+    xs = [operands[i] for i in sorted(operands) if i >= loops.consts]
+    ys, computed = empty_ys(loops), Computed([], [], [], [])
+    rows, pieces = iter(last), iter(slot.pieces)
+    for segment, free in zip(loops.segments, slot.residuals, strict=True):
+        empty = begin_forward(segment, [], []).saved
+        before = [next(rows) for _ in segment.copies] if travels(segment) else []
+        run: Any = forward_layer(loops, segment, consts, xs)
+        state: Any = ForwardState(carry, ys, SegmentResiduals(free.host, empty.last, free.device, empty.once))
+        if travels(segment):
+            run, state = writing(run, state, before, [next(pieces) for _ in before], segment)
+        stretch = Stretch(run, segment.layers, state, loops.unroll)
+        yield stretch
+        carry, ys, saved = stretch.state[:3]
+        if isinstance(stretch.state, Writing):
+            computed.last.extend(in_place_of(before, saved.last, segment))
+            computed.pieces.extend(stretch.state.pieces)
+            saved = saved._replace(last=[])
+        computed.residuals.append(saved)
+    pairs = zip(ys_of_all, ys, strict=True)
+    return computed._replace(along=[*taken, *carry, *(chunks.with_rows(x, y, chunk) for x, y in pairs)])
+
+
+class Derived(NamedTuple):
+    """What a backward pass through a chunk leaves.
+
+    Attributes:
+      back: what the microbatch takes back.
+      consts: the cotangents of constants that it does not take back; `xs`: the sums of those of xs.
+      ahead: the rows of last layers that the next tick begins with.
+    """
+
+    back: list[Any]
+    consts: list[Any]
+    xs: list[Any]
+    ahead: list[Any]
+
+
+def backward_pass(
+    chunks: Chunks,
+    loops: Loops,
+    chunk: Any,
+    fixed: Operands,
+    back: Sequence[Any],
+    slot: Slot,
+    last: list[Any],
+    ahead: list[Any],
+    sums: list[Any],
+    counts: Any,
+) -> Pass:
+    """The backward pass of a microbatch through a chunk: a `Derived`.
+
+    Args:
+      loops: the backward pass of the layers of a chunk.
+      back: what it has with it: operands, cotangents of operands, of the carry, and of the ys of all layers.
+      slot: its residuals, and the pieces that the next tick begins with. `last`: the rows of its last layers.
+      ahead: rows that may be overwritten with those that the next tick begins with.
+      sums: for the xs; the cotangents are added to them if the boolean `counts` says so.
+    """
+    loops, stage = chunks.loops_of(loops, chunk), chunk % chunks.stages
+    reads, with_cotangents = chunks.back
+    taken, of_taken, rest = in_three(back, len(reads), len(with_cotangents))
+    carry, ys_of_all, _ = in_three(rest, loops.carry, len(rest) - loops.carry)
+    operands = fixed | chunks.operands_along(reads, taken, stage)
+    ys = [chunks.rows_of(ct, stage) for ct in ys_of_all]
+    consts, xs = chunks.perturbed
+    totals = dict(zip(consts, empty_cotangents(loops, carry).consts, strict=True))
+    totals |= zip(chunks.summed[1], sums, strict=True)
+    totals |= chunks.operands_along(with_cotangents, of_taken, stage)
+    cts = Cotangents([totals[i] for i in consts], carry, [totals[i] for i in xs])
+    rows = list(zip(last, ahead, slot.pieces, strict=True))
+    fetched: list[Any] = []
+    for segment, kept in reversed(list(zip(loops.segments, slot.residuals, strict=True))):
+        of_segment = [rows.pop() for _ in segment.copies][::-1] if travels(segment) else []
+        state: Any = BackwardState(cts, [row for row, _, _ in of_segment] or kept.last)
+        reads_of_layers = [operands[i] for i, _ in loops.reads]
+        run: Any = backward_layer(loops, segment, reads_of_layers, kept, ys, [True] * len(xs), counts)
+        if of_segment:
+            _, into, pieces = zip(*of_segment, strict=True)
+            run, state = fetching(run, state, [*into], [*pieces], segment)
+        stretch = Stretch(run, segment.layers, state, loops.unroll)
+        yield stretch
+        cts = stretch.state.cotangents
+        if isinstance(stretch.state, Fetching):
+            fetched = joined_rows(stretch.state.ahead, [row for row, _, _ in of_segment]) + fetched
+    made = dict(zip((*consts, *xs), (*cts.consts, *cts.xs), strict=True))
+    of_back = [
+        made[i] if i in consts else chunks.with_rows(before, made[i], chunk)
+        for i, before in zip(with_cotangents, of_taken, strict=True)
+    ]
+    of_consts, of_xs = ([made[i] for i in those] for those in chunks.summed)
+    return Derived([*taken, *of_back, *cts.carry, *ys_of_all], of_consts, of_xs, fetched)

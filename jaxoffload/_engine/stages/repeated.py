@@ -1,0 +1,62 @@
+"""A loop that XLA does not double-buffer: it cannot see how often the loop runs. Those who read programs can.
+
+A loop over ticks has the branches of the stages in it. Where XLA:GPU makes one iteration out of two, it copies all that
+the branches of the second return, among it the sums of the gradients (docs/upstream.md#branches).
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr
+
+from ..._jax import REPEATED, Call, convert_constvars_jaxpr, dce_jaxpr, define, evaluate, lower_call
+from ..layers.loops import hidden_zero
+
+_SCOPE = "jaxoffload.repeated"
+_IN_PROGRAM = re.compile(rf"{_SCOPE}\((\d+)\)/while\b")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _ForXla:
+    """The same loop as `call_jaxpr`, without its length: XLA compiles it, and nobody who reads jaxprs finds it."""
+
+    jaxpr: Jaxpr
+
+
+def repeated[T](times: int, body: Callable[[Any, T], T], state: T) -> T:
+    """`lax.fori_loop(0, times, body, state)`, as one equation."""
+    leaves, tree = jax.tree.flatten(state)
+    of_leaves = lambda i, *leaves: jax.tree.leaves(body(i, jax.tree.unflatten(tree, leaves)))
+    # JAX finds dead code in the body of a scan, but not in that of a loop whose length it does not know.
+    once, _ = dce_jaxpr(jax.make_jaxpr(of_leaves)(jnp.int32(0), *leaves), [True] * len(leaves), True)
+    operands, with_consts = [*once.consts, *leaves], convert_constvars_jaxpr(once)
+
+    def loop(length: Callable[[], Any]) -> Jaxpr:
+        def run(*operands: Any) -> Any:
+            consts, leaves = operands[: len(once.consts)], operands[len(once.consts) :]
+            step = lambda i, leaves: evaluate(with_consts, [*consts, jnp.int32(i), *leaves])
+            return lax.fori_loop(0, length(), step, [*leaves])
+
+        return convert_constvars_jaxpr(jax.make_jaxpr(jax.named_scope(f"{_SCOPE}({times})")(run))(*operands))
+
+    for_xla = _ForXla(loop(lambda: times + hidden_zero()))
+    outs = repeated_p.bind(*operands, call_jaxpr=loop(lambda: times), for_xla=for_xla)
+    return jax.tree.unflatten(tree, outs)
+
+
+def iterations_of(op_name: str) -> int | None:
+    """How often the loop runs that a compiled program calls so; None if it is not one of ours."""
+    found = _IN_PROGRAM.search(op_name)
+    return int(found[1]) if found else None
+
+
+def _lower(ctx: Any, *operands: Any, call_jaxpr: Jaxpr, for_xla: _ForXla) -> Any:
+    return lower_call(ctx, *operands, call_jaxpr=for_xla.jaxpr)
+
+
+repeated_p = define(Call(REPEATED), lower=_lower)

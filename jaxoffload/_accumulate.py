@@ -19,6 +19,7 @@ from ._engine.host.limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.host.need import Need, need_of_microbatches, stacks_of
 from ._engine.layers.layer import in_three
 from ._engine.layers.loops import Loops, filled
+from ._engine.layers.scan_primitive import backward_loops, forward_loops, on_a_stage, recomputing, scan_p, with_stages
 from ._engine.layers.segments import joined
 from ._engine.microbatches import interleaved
 from ._engine.microbatches.ends import ends, spare_of
@@ -26,9 +27,8 @@ from ._engine.microbatches.passes import Values, program_of
 from ._engine.microbatches.pieces import Pieces, Scan, divide
 from ._engine.stages import evaluate as forward_pipeline
 from ._engine.stages import pipeline
-from ._engine.stages.chunk import Chunks
+from ._engine.stages.chunk import Chunks, chunk_loops
 from ._engine.stages.loss import StagedLoss
-from ._engine.stages.pipeline import on_a_stage
 from ._engine.stages.schedule import Schedule
 from ._errors import NOT_THE_USERS
 from ._jax import as_array, convert_constvars_jaxpr, in_memory_of, nbytes, on_device, without_remat3
@@ -37,7 +37,6 @@ from ._policy import Policy
 from ._reference import is_reference
 from ._refusals import refuse_ordered_effects
 from ._same_draws import warn_of_same_draws
-from ._scan import backward_loops, chunk_loops, forward_loops, recomputing, scan_p, with_stages
 from ._text import nearest, readable
 from ._trial_policy import says_what_interleaves
 

@@ -26,12 +26,12 @@ from ._engine.decide.mutable_refs import by_jax, takes_refs
 from ._engine.decide.plan import Override
 from ._engine.host.limit import admitted
 from ._engine.layers.layer import Body, Layer, in_three, linearize, prevent_cse_barrier
+from ._engine.layers.scan_primitive import inside_scan
 from ._engine.layers.transpose_only import with_tangents
 from ._jax import DEVICE, HOST, Results, Values
 from ._lost_changes import warns_of_lost_changes
 from ._policy import Policy, PolicyError, check_arguments
 from ._reference import is_reference
-from ._scan import inside_scan
 
 
 @_jax.without_remat3

@@ -16,11 +16,11 @@ from ._engine.jaxprs.walk import walk
 from ._engine.layers.gradient_plans import bodies_of_gradient, plans_of
 from ._engine.layers.layer import Body, plan_of
 from ._engine.layers.loops import forward_p
+from ._engine.layers.scan_primitive import body_of, scan_p
 from ._engine.microbatches.interleaved import interleaved_p
 from ._jax import without_remat3
 from ._policy import Policy, PolicyError, check_arguments
 from ._residuals import forward_and_backward
-from ._scan import body_of, scan_p
 
 
 @without_remat3

@@ -22,6 +22,7 @@ from ._engine.decide.checkpoint_primitive import checkpoint_p
 from ._engine.decide.derivative import derivative
 from ._engine.decide.mutable_refs import takes_refs
 from ._engine.jaxprs.walk import Site, walk
+from ._engine.layers.scan_primitive import in_our_scan, scan_p, the_scan
 from ._engine.microbatches.interleaved import OUR_LOOPS
 from ._errors import NOT_THE_USERS, Problem
 from ._jax import VJP_RULES, evaluate, without_remat3
@@ -29,7 +30,6 @@ from ._policy import Policy, PolicyError
 from ._refusals import refuse_remat3
 from ._remarks import remark
 from ._replace import Replaced, in_custom_derivatives, our_scan, policy_of, with_ours
-from ._scan import in_our_scan, scan_p, the_scan
 
 
 def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]:

@@ -19,11 +19,12 @@ from ._engine.decide.mutable_refs import takes_refs
 from ._engine.decide.plan import all_names
 from ._engine.jaxprs.values import named_values, write_names
 from ._engine.jaxprs.walk import bodies, map_bodies, walk, with_eqns
+from ._engine.layers.scan_primitive import body_of_scan, our_equation, with_our_scan
 from ._jax import CUSTOM_RULES, evaluate
 from ._names import KEEP
 from ._policy import Policy
 from ._reference import most_layers
-from ._scan import body_of_scan, first_layers, our_equation, with_our_scan
+from ._scan import first_layers
 
 CARRY = "layer_input"  # the name of a carry that the layers do not name
 INPUT = "checkpoint_input"  # and of what one of several checkpoints in a layer reads of another

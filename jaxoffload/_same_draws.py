@@ -13,9 +13,9 @@ from jax.extend.core.primitives import cond_p, scan_p
 from jax.ref import AbstractRef
 
 from ._engine.jaxprs.walk import nested
+from ._engine.layers.scan_primitive import body_of_scan
 from ._errors import NOT_THE_USERS
 from ._jax import DRAWS
-from ._scan import body_of_scan
 
 
 def warn_of_same_draws(jaxpr: Jaxpr, differ: Sequence[bool], microbatches: int) -> None:

@@ -21,10 +21,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxoffload import Policy, PolicyError, accumulate, compiler_options, offload, residuals, scan, tag, verify
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers.loops import backward_p, forward_p
+from jaxoffload._engine.layers.scan_primitive import scan_p
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload._jax import DEVICE
 from jaxoffload._reference import with_layers
-from jaxoffload._scan import scan_p
 from jaxoffload.proof import exact_options
 
 pytestmark = pytest.mark.claim("offload")

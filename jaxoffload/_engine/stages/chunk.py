@@ -8,7 +8,10 @@ import jax
 from jax import lax
 
 from ..._jax import HOST
-from ..layers.layer import in_three
+from ..._policy import Policy
+from ..decide.plan import Override
+from ..host.limit import admitted
+from ..layers.layer import in_three, linearize, perturbed_carry
 from ..layers.loops import (
     BackwardState,
     Cotangents,
@@ -21,11 +24,58 @@ from ..layers.loops import (
     filled,
     forward_layer,
 )
-from ..layers.segments import Segment, SegmentResiduals
+from ..layers.scan_primitive import OnStage, body_of, loops_of_layers
+from ..layers.segments import Segment, SegmentResiduals, joined
 from ..microbatches.passes import Pass, Stretch
-from .last_rows import Fetching, Writing, empty_pieces, fetching, in_place_of, joined_rows, safely_filled, writing
+from .last_rows import (
+    Fetching,
+    Writing,
+    beyond_a_row,
+    empty_pieces,
+    fetching,
+    in_place_of,
+    joined_rows,
+    safely_filled,
+    writing,
+)
 
 Operands = dict[int, Any]  # of a scan, by their numbers
+
+
+def chunk_loops(
+    on_stage: OnStage, perturbed: Sequence[bool], policy: Policy, strict: bool, chunks: int, slots: int
+) -> Loops:
+    """The forward pass of the layers of a chunk, of so many in a scan, with so many microbatches on the host.
+
+    All chunks are alike: each offloads as many layers, and none is resident, because microbatches wait behind all.
+    """
+    policy = replace(policy, resident_layers=0)
+    body, params = body_of(on_stage.call_jaxpr), on_stage.call_jaxpr.eqns[0].params
+    closed = perturbed_carry(body, perturbed, policy)
+    layers = params["length"] // chunks
+    layer = linearize(body, closed, policy, strict, Override())
+    wanted = policy.offloaded_layers(params["length"]) // chunks if layer.host_bytes else 0
+    offloaded = 0
+    if wanted:  # the caller counts all layers
+
+        def need(count: int) -> int:
+            each = count // chunks
+            travels = each == layers or policy.other_layers == "recompute"  # the last one's row, in pieces
+            more = beyond_a_row(layer, each) if each and travels else 0
+            return slots * (layer.host_bytes * (each + 1) + more) if each else 0
+
+        of = f" of {slots} microbatches per stage"
+        offloaded = admitted("accumulate", [body.jaxpr], wanted * chunks, need, policy.on_host_full, of) // chunks
+    if wanted > 1 and offloaded == 1:  # for want of room
+        offloaded = 0
+    if offloaded == 1:
+        raise ValueError(
+            f"accumulate: stages: {params['length']} layers in {chunks} chunks, of which one layer each offloads: it "
+            "needs two or more; use fewer virtual stages, another offload_layers, or save"
+        )
+    how = {"length": layers, "reverse": False, "unroll": params["unroll"]}
+    loops = loops_of_layers(body, closed, policy, strict, offloaded=offloaded, **how)
+    return replace(loops, segments=joined(loops.segments))
 
 
 class Slot(NamedTuple):

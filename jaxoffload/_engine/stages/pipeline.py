@@ -16,14 +16,13 @@ to run computes the other one too. Of that one only the last rows that it copies
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..._jax import on_device
 from ..layers.loops import Loops, empty_ys, filled
@@ -35,12 +34,6 @@ from .loss import StagedLoss
 from .repeated import repeated
 from .schedule import TICK, Schedule, Tick
 from .tick import Given, Held, run_tick
-
-
-def on_a_stage(axis: str) -> AbstractContextManager[Any]:
-    """A context in which code is traced as for one device along a mesh axis, as in a `shard_map` over it."""
-    mesh = jax.sharding.get_abstract_mesh().update_axis_types({axis: AxisType.Manual})
-    return jax.sharding.use_abstract_mesh(mesh)
 
 
 class _State(NamedTuple):

@@ -1,0 +1,311 @@
+"""The primitive of `scan`: a `lax.scan` under a policy, until it is differentiated.
+
+The JVP rule linearises the body (`layer.py`), decides which layers offload, and leaves two equations: the forward loop
+(`loops.py`), which also keeps the residuals, and a linear map of tangents whose transpose is the backward loop.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun, new_jaxpr_eqn
+from jax.sharding import AxisType
+
+from ... import _jax
+from ..._jax import Results, Values, evaluate
+from ..._policy import Policy
+from ..._reference import is_reference
+from ..._trial_policy import in_force
+from ..decide.checkpoint_primitive import bind
+from ..decide.derivative import around, cached
+from ..decide.plan import Override
+from ..host.limit import admitted
+from .layer import Body, Layer, keeps_some, linearize, perturbed_carry
+from .loops import Loops, run_backward, run_forward
+from .segments import LayerRange, layer_ranges, reads_of, segment_of
+from .transpose_only import with_tangents
+
+# Part of every trace cache's key, as is `scope`.
+inside = jax.make_user_context(False)
+
+
+def inside_scan() -> bool:
+    """Whether the body of a `scan` is being traced."""
+    return inside.value
+
+
+def in_our_scan[**P, T](f: Callable[P, T]) -> Callable[P, T]:
+    """`f`, which is traced as the body of a `scan` is."""
+
+    @functools.wraps(f)
+    def traced(*args: P.args, **kwargs: P.kwargs) -> T:
+        with inside(True), stage_axis(None):
+            return f(*args, **kwargs)
+
+    return traced
+
+
+# The mesh axis over which `accumulate` divides the layers, while it traces a loss; None otherwise.
+stage_axis = jax.make_user_context(None)
+
+
+def with_stages[T](axis: str | None, trace: Callable[..., T], *args: Any) -> T:
+    """Trace so that each `scan` is also traced as one stage sees it."""
+    with stage_axis(axis):
+        return trace(*args)
+
+
+def on_a_stage(axis: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which code is traced as for one device along a mesh axis, as in a `shard_map` over it."""
+    mesh = jax.sharding.get_abstract_mesh().update_axis_types({axis: AxisType.Manual})
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+class OnStage:
+    """A scan, traced where its devices run only a part of the layers: inside a `shard_map` over the mesh axis `stage`.
+
+    A parameter of an equation, in which JAX is not to find the jaxpr. If tracing failed, that is raised when the jaxpr
+    is asked for: this scan may be one that all devices run.
+    """
+
+    def __init__(self, traced: Jaxpr | Exception):
+        self._traced = traced
+
+    @property
+    def call_jaxpr(self) -> Jaxpr:
+        if isinstance(self._traced, Exception):
+            raise self._traced
+        return self._traced
+
+
+def traced_on_a_stage(axis: str, lax_scan: Callable[..., Any], init: Any, xs: Any) -> OnStage:
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        aval = jax.typeof(x)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+    with on_a_stage(axis):
+        try:
+            jaxpr = jax.make_jaxpr(lax_scan)(*jax.tree.map(shape, (init, xs)))
+            _refuse_other_meshes(jaxpr)
+        except Exception as error:
+            why = str(error).partition("\n")[0]
+            refused = NotImplementedError(
+                f"accumulate: stages={axis!r}: the layers cannot be traced as a stage runs them, in a shard_map over "
+                f"{axis!r}: {why}; leave {axis!r} out of their shardings, and make each shard_map in the layer, "
+                "without mesh"
+            )
+            refused.__cause__ = error
+            return OnStage(refused)
+        return OnStage(_alone(jaxpr.eqns[the_scan(jaxpr)]))
+
+
+def _refuse_other_meshes(jaxpr: Jaxpr) -> None:
+    """Raise if a result has been constrained to a mesh of the user's, in which a stage is not alone."""
+    here, results = jax.sharding.get_abstract_mesh(), jaxpr.eqns[the_scan(jaxpr)].outvars
+    avals: list[Any] = [v.aval for v in results]
+    if any(aval.sharding.mesh not in (here, _NO_MESH) for aval in avals):
+        raise ValueError("a result is constrained by a NamedSharding; use a PartitionSpec")
+
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+def the_scan(jaxpr: Jaxpr) -> int:
+    """The number of the one `lax.scan` of a traced call of it, behind what its constants need."""
+    scans = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive is lax.scan_p]
+    if not scans:
+        raise NotImplementedError("jaxoffload: lax.scan does not trace to a scan here; switch jax_scan3 off")
+    return max(scans)
+
+
+def with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool, on_stage: OnStage | None = None) -> Jaxpr:
+    """`jaxpr` with its one `lax.scan` replaced by ours."""
+    at = the_scan(jaxpr)
+    equation = our_equation(jaxpr.eqns[at], policy, strict, on_stage)
+    return jaxpr.replace(eqns=[*jaxpr.eqns[:at], equation, *jaxpr.eqns[at + 1 :]])
+
+
+def our_equation(eqn: JaxprEqn, policy: Policy, strict: bool, on_stage: OnStage | None = None) -> JaxprEqn:
+    """The equation of ours that stands for one of `lax.scan`."""
+    call_jaxpr = _alone(eqn)
+    policy, strict = in_force(policy, strict, call_jaxpr)
+    params = {"call_jaxpr": call_jaxpr, "policy": policy, "strict": strict, "on_stage": on_stage}
+    return new_jaxpr_eqn(eqn.invars, eqn.outvars, scan_p, params, eqn.effects, eqn.source_info, eqn.ctx)
+
+
+def _alone(eqn: JaxprEqn) -> Jaxpr:
+    """A jaxpr of one equation, a `lax.scan`."""
+    return jax.make_jaxpr(functools.partial(lax.scan_p.bind, **eqn.params))(*(v.aval for v in eqn.invars))
+
+
+def body_of(call_jaxpr: Jaxpr) -> Body:
+    """The body of the one `lax.scan` in a jaxpr."""
+    (eqn,) = call_jaxpr.eqns
+    return body_of_scan(eqn)
+
+
+def body_of_scan(eqn: JaxprEqn) -> Body:
+    """The body of a `lax.scan`, in which xs and ys have one axis less."""
+    jaxpr = eqn.params["jaxpr"]
+    same = lambda outer, inner: sum(o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True))
+    carry = same(eqn.outvars, jaxpr.outvars)
+    return Body(jaxpr, same(eqn.invars, jaxpr.invars) - carry, carry)
+
+
+def _checked(run: Callable[..., list[Any]], *operands: Any, policy: Policy, strict: bool, **_: Any) -> list[Any]:
+    """What `checkify` makes of a scan is a scan that carries the error; it stays ours."""
+    return evaluate(with_our_scan(jax.make_jaxpr(run)(*operands), policy, strict), operands)
+
+
+def _batch(
+    axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any
+) -> Results:
+    """Batch as `lax.scan` does, before differentiation: each layer then sums its weights' cotangents."""
+    batched, mapped = _jax.batch_jaxpr_axes(call_jaxpr, axis, dims, [_jax.zero_if_mapped] * len(call_jaxpr.outvars))
+    outs = evaluate(with_our_scan(batched, policy, strict), args)
+    return outs, [0 if m else None for m in mapped]
+
+
+def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any) -> Results:
+    body, params = body_of(call_jaxpr), dict(call_jaxpr.eqns[0].params)
+    jaxpr = params.pop("jaxpr")
+    perturbed = _jax.perturbed(tangents)
+    plain = is_reference() or _others_keep(body, perturbed, policy, strict)
+    if plain:
+        # XLA merges what is computed twice where layers stand side by side; our loops have a barrier there.
+        jaxpr = _checkpointed(jaxpr, body.roles, policy, params["unroll"] != 1 or params["length"] == 1)
+    if not params["length"] or plain:
+        return _jax.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
+    loops = forward_loops(call_jaxpr, perturbed, policy, strict)
+    layer = loops.segments[0].layer
+    outs = run_forward(loops, *primals)
+    primals_out, saved = outs[: loops.results], outs[loops.results :]
+    return with_tangents(
+        primals_out,
+        layer.out_perturbed,
+        [_jax.instantiate_zeros(t) for t, p in zip(tangents, layer.perturbed, strict=True) if p],
+        caller="scan",
+        kept=[*(primals[number] for number, _ in loops.reads), *saved],
+        transpose=functools.partial(_transpose, loops),
+        layers=[segment.layer for segment in loops.segments],
+    )
+
+
+def _others_keep(body: Body, perturbed: Sequence[bool], policy: Policy, strict: bool) -> bool:
+    """Return if layers around this scan keep some of what it names. They keep it like any other value of theirs, as
+    JAX's nested checkpoints do: stacks of its own on the host would be copied into theirs, from the host to the host.
+    """
+    if not around.value.layers:
+        return False
+    closed = perturbed_carry(body, perturbed, policy)
+    return keeps_some(around.value.policy, linearize(body, closed, policy, strict, Override()))
+
+
+@cached
+def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, prevent_cse: bool) -> Jaxpr:
+    """A body under `checkpoint`, as the reference runs it. Where layers under the same policy are around it, they have
+    kept what that keeps.
+    """
+    run: Callable[..., Any] = jax.checkpoint(jaxpr_as_fun(jaxpr.replace()), prevent_cse=prevent_cse)
+    if policy != around.value.policy or is_reference():
+        how = {"roles": roles, "policy": policy, "strict": False, "prevent_cse": prevent_cse}
+        run = lambda *args: bind(jaxpr.replace(), args, **how)
+    return jax.make_jaxpr(run)(*jaxpr.in_avals)
+
+
+def forward_loops(
+    call_jaxpr: Jaxpr,
+    perturbed: Sequence[bool],
+    policy: Policy,
+    strict: bool,
+    microbatches: int = 1,
+    offloaded: int | None = None,
+    **_: Any,
+) -> Loops:
+    """The forward pass of a scan that is differentiated with respect to the perturbed operands.
+
+    `microbatches`: of how many the residuals are on the host at a time. `offloaded`: how many layers offload; None: as
+    many as the policy says and the host has room for.
+    """
+    body, params = body_of(call_jaxpr), call_jaxpr.eqns[0].params
+    closed = perturbed_carry(body, perturbed, policy)
+    if offloaded is None:
+        offloaded = _layers_that_offload(body, closed, policy, strict, params["length"], microbatches)
+    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    return loops_of_layers(body, closed, policy, strict, offloaded=offloaded, **how)
+
+
+def recomputing(layer: Layer, rows: frozenset[int], call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any) -> Layer:
+    """A layer of a scan, if it recomputed these rows of its plan, which are marked offload."""
+    override = Override("recompute", "a pass runs alone", rows)
+    return linearize(body_of(call_jaxpr), layer.perturbed, policy, strict, override)
+
+
+def backward_loops(loops: Loops, cotangents: Values) -> tuple[Loops, list[Any]]:
+    """The backward pass of a scan, and the cotangents that it takes of those of its perturbed results."""
+    layer = loops.segments[0].layer
+    consts, carry = sum(layer.perturbed[: layer.consts]), sum(layer.out_perturbed[: layer.carry])
+    wanted = tuple(i < carry or p for i, p in enumerate(_jax.perturbed(cotangents)))
+    segments = tuple(segment._replace(jaxpr=segment.layer.backward(wanted)) for segment in loops.segments)
+    present = [_jax.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w]
+    return dataclasses.replace(loops, segments=segments, consts=consts, carry=carry), present
+
+
+def _transpose(loops: Loops, kept: Values, cotangents: Values) -> list[Any]:
+    backward, present = backward_loops(loops, cotangents)
+    return run_backward(backward, *kept, *present)
+
+
+def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) -> Any:
+    """Inside a checkpoint nothing of it is differentiated: it is a `lax.scan`, and its names are the checkpoint's."""
+    rule = _jax.partial_eval_rules[lax.scan_p]
+    params = eqn.params["call_jaxpr"].eqns[0].params
+    return rule(saveable, unknown, instantiate, eqn.replace(primitive=lax.scan_p, params=params))
+
+
+def _layers_that_offload(
+    body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: bool, length: int, microbatches: int
+) -> int:
+    """How many layers offload: as many as the policy says and the host has room for, 0 if they have nothing to."""
+    each = linearize(body, perturbed, policy, strict, Override()).host_bytes
+    wanted = policy.offloaded_layers(length) if each else 0
+    need = lambda layers: microbatches * each * (layers + 1)  # and a padding row
+    caller, of = ("scan", "") if microbatches == 1 else ("accumulate", f" of {microbatches} microbatches")
+    return admitted(caller, [body.jaxpr], wanted, need, policy.on_host_full, of) if wanted else 0
+
+
+@cached
+def loops_of_layers(
+    body: Body,
+    perturbed: tuple[bool, ...],
+    policy: Policy,
+    strict: bool,
+    *,
+    offloaded: int,
+    length: int,
+    reverse: bool,
+    unroll: int,
+) -> Loops:
+    """The forward pass. Residuals that are operands are read where they are."""
+    layer = other = linearize(body, perturbed, policy, strict, Override())
+    each = [LayerRange(0, length, 0, False, "")]
+    if layer.host_bytes:
+        each = layer_ranges(length, offloaded, policy.resident_layers, policy.other_layers)
+    if any(r.recompute for r in each):
+        other = linearize(body, perturbed, policy, strict, Override("recompute", "other_layers"))
+    segments = [segment_of(r, other if r.recompute else layer) for r in each]
+    reads = reads_of(segments, body.consts)
+    return Loops(tuple(segments), length, reverse, unroll, body.consts, body.carry, reads)
+
+
+scan_p = _jax.define(
+    _jax.Call("jaxoffload_scan", _checked),
+    eager=lambda *operands, call_jaxpr, **_: evaluate(call_jaxpr, operands),
+    jvp=_jvp,
+    batch=_batch,
+    partial_eval=_partial_eval,
+)

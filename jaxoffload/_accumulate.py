@@ -18,7 +18,8 @@ from jax.sharding import AxisType
 from ._engine.host.limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.host.need import Need, need_of_microbatches, stacks_of
 from ._engine.layers.layer import in_three
-from ._engine.layers.loops import Loops, filled
+from ._engine.layers.passes import Loops
+from ._engine.layers.rows import filled
 from ._engine.layers.scan_primitive import backward_loops, forward_loops, on_a_stage, recomputing, scan_p, with_stages
 from ._engine.layers.segments import joined
 from ._engine.microbatches import interleaved

@@ -96,7 +96,8 @@ def zero_of(dtype: Any) -> Any:
 # --- Primitives by name. Those that JAX exports an object for stand here too, where a set needs them.
 
 SHARD_MAP, BARRIER, _RETYPED = "shard_map", "optimization_barrier", "jaxoffload_retyped"
-FORWARD, IN_TURN = "jaxoffload_forward", "jaxoffload_in_turn"  # the forward loops of `scan`; `accumulate` in a plan
+FORWARD, BACKWARD = "jaxoffload_forward", "jaxoffload_backward"  # the loops of `scan`
+INTERLEAVED, IN_TURN = "jaxoffload_interleaved", "jaxoffload_in_turn"  # `accumulate`, and in a plan
 REPEATED = "jaxoffload_repeated"  # a loop over ticks
 MATMULS = {"dot_general", "ragged_dot_general"}
 # The result is the operand.

@@ -20,10 +20,10 @@ from ._checkpoint import checkpoint
 from ._engine.decide.plan import Row
 from ._engine.host.limit import whole_program
 from ._engine.host.need import refuse_what_does_not_fit
-from ._engine.jaxprs.per_device import Divided, mesh_of, rows_of
 from ._engine.jaxprs.source import Source, source_of
 from ._engine.layers.gradient_plans import Plans, policies_that_kept
 from ._engine.layers.loops import where_twice
+from ._engine.layers.per_device import Divided, mesh_of, rows_of
 from ._engine.layers.reruns import reruns
 from ._jax import nbytes, on_host, without_remat3
 from ._policy import Policy

@@ -27,7 +27,7 @@ import te_stand_in
 from common import PATIENCE, ROOT, fast_compiles, finish, inherited_flags, start, wait_for
 from test_streams import steps_at, write_trace
 
-from jaxoffload._engine.layers import loops as _loops
+from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._jax import on_host
 from jaxoffload.grouped import te
 from models import checkpoints, data, metrics, preflight, processes, signals, train

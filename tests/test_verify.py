@@ -29,7 +29,7 @@ from jaxoffload.__main__ import main, progress
 from jaxoffload._engine.decide import plan as _plan
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers import layer as _layer
-from jaxoffload._engine.layers import loops as _loops
+from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._engine.layers import transpose_only
 from jaxoffload._jax import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
@@ -642,10 +642,10 @@ def test_more_collectives_than_the_reference_has_fail(monkeypatch):
     """Planted: what comes back from the host goes to all devices, and is sharded again."""
     mesh = auto_mesh(d=8)
     x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
-    real = _loops._in_order
+    real = _loops.in_order
     on = lambda a, *spec: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P(*spec)))
     planted = lambda *args: [on(on(a), "d") if a.ndim == 2 and len(a) == BATCH else a for a in real(*args)]
-    monkeypatch.setattr(_loops, "_in_order", planted)
+    monkeypatch.setattr(_loops, "in_order", planted)
     found = verify(of_scan, x, weights(LAYERS))
     assert [c.claim for c in found if c.verdict == "fails"] == ["placement"], found
     assert found["placement"].detail.startswith("more collectives than the reference has: ")

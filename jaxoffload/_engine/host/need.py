@@ -13,7 +13,9 @@ from ..._text import readable
 from ..jaxprs.flat import Buffer, Op, Straight, straight
 from ..jaxprs.walk import nested
 from ..layers.layer import shares, transposed
-from ..layers.loops import Loops, Segment, backward_p, forward_p
+from ..layers.loops import backward_p, forward_p
+from ..layers.passes import Loops
+from ..layers.segments import Segment
 from ..microbatches.interleaved import interleaved_p
 from ..microbatches.pieces import Straight as Piece
 from ..stages.last_rows import beyond_a_row

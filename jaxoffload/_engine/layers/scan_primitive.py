@@ -25,7 +25,8 @@ from ..decide.derivative import around, cached
 from ..decide.plan import Override
 from ..host.limit import admitted
 from .layer import Body, Layer, keeps_some, linearize, perturbed_carry
-from .loops import Loops, run_backward, run_forward
+from .loops import run_backward, run_forward
+from .passes import Loops
 from .segments import LayerRange, layer_ranges, reads_of, segment_of
 from .transpose_only import with_tangents
 

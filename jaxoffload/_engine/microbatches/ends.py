@@ -20,10 +20,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._jax import COLLECTIVES
 from ..cost.cost import Cost
 from ..cost.lone_pass import Direction, Lone, Spare, bytes_in, cost_of, decide
-from ..jaxprs.per_device import mesh_of
 from ..jaxprs.walk import walk
 from ..layers.layer import Layer, shares
-from ..layers.loops import Loops
+from ..layers.passes import Loops
+from ..layers.per_device import mesh_of
 from .pieces import Pieces, Scan, Straight
 
 Rows = frozenset[int]  # those of a residual in its layer's plan

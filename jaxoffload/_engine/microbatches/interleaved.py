@@ -27,13 +27,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._jax import IN_TURN, Call, Results, convert_constvars_jaxpr, define, when_compiled
+from ..._jax import IN_TURN, INTERLEAVED, Call, Results, convert_constvars_jaxpr, define, when_compiled
 from ..cost.lone_pass import Spare
 from ..host.slow_copies import lower_and_note
-from ..layers.loops import DifferentiatedTwice, Loops, backward_p, filled, forward_p
+from ..layers.loops import DifferentiatedTwice, backward_p, forward_p
+from ..layers.passes import Loops, Pass
+from ..layers.passes import run as run_passes
+from ..layers.rows import filled
 from ..stages.collectives import refuse_compiled
 from ..stages.schedule import Schedule
-from .passes import Flight, Pass, Program, Stacks, Stretch, Values, backward, completed, forward, stacks_of
+from .passes import Flight, Program, Stacks, Values, backward, completed, forward, stacks_of
 from .pieces import Straight
 
 Make = Callable[[], Program]
@@ -205,7 +208,7 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     return _noting(ctx, *operands, **params)
 
 
-_interleaved_p, _in_turn_p = Call("jaxoffload_interleaved"), Call(IN_TURN)
+_interleaved_p, _in_turn_p = Call(INTERLEAVED), Call(IN_TURN)
 in_turn_p = define(_in_turn_p, jvp=_refuse, batch=functools.partial(_batch, _in_turn_p))  # for `plan` alone
 interleaved_p = define(
     _interleaved_p,
@@ -236,52 +239,10 @@ def _stacked(*results: list[Any]) -> list[Any]:
 
 def alone(steps: Pass) -> Any:
     """Run a pass, and return its result."""
-    (result,) = _run_each([steps])
+    (result,) = run_passes(steps)
     return result
 
 
 def beside(back: Pass, forth: Pass) -> list[Any]:
     """Run a backward and a forward pass, a layer of each in turn, and return their results."""
-    return _run_each([back, forth])
-
-
-class _Done(NamedTuple):
-    result: Any
-
-
-def _next(steps: Pass) -> Stretch | _Done:
-    try:
-        return next(steps)
-    except StopIteration as end:
-        return _Done(end.value)
-
-
-def _run_each(passes: list[Pass]) -> list[Any]:
-    at = list(map(_next, passes))
-    while stretches := [stretch for stretch in at if isinstance(stretch, Stretch)]:
-        _advance(stretches, min(stretch.layers - stretch.done for stretch in stretches))
-        ended = [isinstance(stretch, Stretch) and stretch.done == stretch.layers for stretch in at]
-        at = [_next(steps) if end else stretch for steps, stretch, end in zip(passes, at, ended, strict=True)]
-    return [done.result for done in at if isinstance(done, _Done)]
-
-
-def _advance(stretches: list[Stretch], layers: int) -> None:
-    """Run so many layers of one stretch, or of a backward and a forward one."""
-    unroll = min(stretch.unroll for stretch in stretches)
-    inlined = layers == 1 or unroll > 1
-
-    def iteration(i: Any, states: list[Any]) -> list[Any]:
-        if len(stretches) == 1:
-            (only,), (state,) = stretches, states
-            return [only.layer(only.done + i, state, inlined)]
-        (back, forth), (derived, computed) = stretches, states
-        derived = back.layer(back.done + i, derived, inlined)
-        # In this order: XLA would otherwise have both layers, and what they hold, under way at once.
-        cotangents, carry = lax.optimization_barrier((derived.cotangents.carry, computed.carry))
-        computed = forth.layer(forth.done + i, computed._replace(carry=carry), inlined)
-        return [derived._replace(cotangents=derived.cotangents._replace(carry=cotangents)), computed]
-
-    states = [stretch.state for stretch in stretches]
-    states = iteration(0, states) if layers == 1 else lax.fori_loop(0, layers, iteration, states, unroll=unroll)
-    for stretch, state in zip(stretches, states, strict=True):
-        stretch.state, stretch.done = state, stretch.done + layers
+    return run_passes(back, forth)

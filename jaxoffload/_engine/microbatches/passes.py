@@ -4,7 +4,7 @@ A pass is a generator: it computes what stands before a stretch, yields the stre
 state that the stretch was left in.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,36 +12,14 @@ from jax.extend.core import Literal, Var
 
 from ..._jax import Zero, add_jaxvals, evaluate, on_device
 from ..layers.layer import in_three
-from ..layers.loops import (
-    Loops,
-    backward_layer,
-    begin_backward,
-    begin_forward,
-    empty_cotangents,
-    empty_ys,
-    end_forward,
-    filled,
-    forward_layer,
-)
+from ..layers.passes import Loops, Pass, backward_pass, begin_forward, forward_pass
+from ..layers.rows import filled
 from ..layers.segments import Segment, SegmentResiduals
 from .pieces import Pieces, Scan, Straight
 
 # The forward loops, cotangents of the perturbed results -> the backward loops, the cotangents that they take.
 BackwardLoops = Callable[[Loops, Sequence[Any]], tuple[Loops, list[Any]]]
 Values = dict[Var, Any]
-
-
-class Stretch:
-    """Layers that one loop can run: `state = layer(i, state, inlined)` for each i from `done` to `layers`.
-
-    `inlined`: whether XLA will not have a loop around the layer.
-    """
-
-    def __init__(self, layer: Callable[[Any, Any, bool], Any], layers: int, state: Any, unroll: int):
-        self.layer, self.layers, self.state, self.unroll, self.done = layer, layers, state, unroll, 0
-
-
-Pass = Generator[Stretch, None, Any]
 
 
 class Program(NamedTuple):
@@ -127,6 +105,11 @@ def completed(program: Program, free: Stacks) -> Stacks:
     }
 
 
+def _of_segments(piece: Scan, stacks: list[list[Any]]) -> list[tuple[list[Any], list[Any]]]:
+    counts = [len(segment.copies) for segment in piece.loops.segments]
+    return [(each[:n], each[n:]) for each, n in zip(stacks, counts, strict=True)]
+
+
 def _kind(stack: Any) -> tuple[Any, ...]:
     """What two stacks have in common of which one can take the place of the other.
 
@@ -149,7 +132,9 @@ def forward(program: Program, arguments: Values, stacks: Stacks) -> Pass:
         if isinstance(piece, Straight):
             flight.residuals[number] = run_piece(piece, values, program.shared[number])
         else:
-            outs, saved = yield from _forward_scan(piece.loops, read(piece.eqn.invars), stacks[number])
+            outs, saved = yield from forward_pass(
+                piece.loops, read(piece.eqn.invars), _of_segments(piece, stacks[number])
+            )
             values |= zip(piece.eqn.outvars, outs, strict=True)
             flight.scans[number] = saved, [values[v] for v in _varying_reads(piece, pieces)]
     residuals = run_piece(pieces.last, values, program.shared[len(pieces.pieces)])
@@ -167,20 +152,6 @@ def run_piece(piece: Straight, values: Values, shared: tuple[list[Any], list[Any
     outs, _ = piece.split(True)
     values |= zip(outs, results[: len(outs)], strict=True)
     return results[len(outs) :]
-
-
-def _forward_scan(loops: Loops, operands: list[Any], stacks: list[list[Any]]) -> Pass:
-    consts, carry, xs = in_three(operands, loops.consts, loops.carry)
-    ys, saved = empty_ys(loops), []
-    for segment, of_segment in zip(loops.segments, stacks, strict=True):
-        state = begin_forward(segment, carry, ys)
-        host, device, _ = in_three(of_segment, len(segment.copies), len(state.saved.device))
-        state = state._replace(saved=state.saved._replace(host=host, device=device))
-        stretch = Stretch(forward_layer(loops, segment, consts, xs), segment.layers, state, loops.unroll)
-        yield stretch
-        carry, ys, residuals = stretch.state
-        saved.append(end_forward(segment, residuals))
-    return [*carry, *ys], saved
 
 
 def backward(program: Program, flight: Flight, sums: list[Any]) -> Pass:
@@ -212,19 +183,10 @@ def _backward_scan(
     if all(type(ct) is Zero for ct in given):
         return
     loops, present = program.backward_loops(piece.loops, given)
-    carry, ys, _ = in_three(present, loops.carry, len(present) - loops.carry)
     perturbed = [v for v, p in zip(piece.eqn.invars, layer.perturbed, strict=True) if p]
     xs = perturbed[loops.consts + loops.carry :]
-    in_place = [isinstance(v, Var) and v in program.in_place for v in xs]
-    cts = empty_cotangents(loops, carry)
-    stacks = zip(xs, cts.xs, strict=True)
-    cts = cts._replace(xs=[totals[v] if isinstance(v, Var) and v in program.in_place else x for v, x in stacks])
-    operands = _reads(program, piece, varying)
-    for segment, residuals in reversed(list(zip(loops.segments, saved, strict=True))):
-        run_layer = backward_layer(loops, segment, operands, residuals, ys, in_place)
-        stretch = Stretch(run_layer, segment.layers, begin_backward(residuals, cts), loops.unroll)
-        yield stretch
-        cts = stretch.state.cotangents
+    totals_of_xs = {n: totals[v] for n, v in enumerate(xs) if isinstance(v, Var) and v in program.in_place}
+    cts = yield from backward_pass(loops, _reads(program, piece, varying), saved, present, totals_of_xs)
     has_tangent = [v for v, p in zip(piece.eqn.invars, piece.perturbed, strict=True) if p]
     for v, ct in zip(perturbed, [*cts.consts, *cts.carry, *cts.xs], strict=True):
         if not isinstance(v, Var) or not any(v is x for x in has_tangent):

@@ -30,7 +30,7 @@ from ..decide.derivative import derivative
 from ..decide.mutable_refs import passes_refs
 from ..jaxprs.walk import walk
 from ..layers.layer import each_once, halves
-from ..layers.loops import Loops
+from ..layers.passes import Loops
 
 
 class Moved(NamedTuple):

@@ -12,21 +12,22 @@ from ..._policy import Policy
 from ..decide.plan import Override
 from ..host.limit import admitted
 from ..layers.layer import in_three, linearize, perturbed_carry
-from ..layers.loops import (
+from ..layers.passes import (
     BackwardState,
     Cotangents,
     ForwardState,
+    LayerLoop,
     Loops,
+    Pass,
     backward_layer,
     begin_forward,
     empty_cotangents,
     empty_ys,
-    filled,
     forward_layer,
 )
+from ..layers.rows import filled
 from ..layers.scan_primitive import OnStage, body_of, loops_of_layers
 from ..layers.segments import Segment, SegmentResiduals, joined
-from ..microbatches.passes import Pass, Stretch
 from .last_rows import (
     Fetching,
     Writing,
@@ -226,12 +227,12 @@ def forward_pass(
         state: Any = ForwardState(carry, ys, SegmentResiduals(free.host, empty.last, free.device, empty.once))
         if travels(segment):
             run, state = writing(run, state, before, [next(pieces) for _ in before], segment)
-        stretch = Stretch(run, segment.layers, state, loops.unroll)
-        yield stretch
-        carry, ys, saved = stretch.state[:3]
-        if isinstance(stretch.state, Writing):
+        loop = LayerLoop(loops, segment, True, run, state)
+        yield loop
+        carry, ys, saved = loop.state[:3]
+        if isinstance(loop.state, Writing):
             computed.last.extend(in_place_of(before, saved.last, segment))
-            computed.pieces.extend(stretch.state.pieces)
+            computed.pieces.extend(loop.state.pieces)
             saved = saved._replace(last=[])
         computed.residuals.append(saved)
     pairs = zip(ys_of_all, ys, strict=True)
@@ -295,11 +296,11 @@ def backward_pass(
         if of_segment:
             _, into, pieces = zip(*of_segment, strict=True)
             run, state = fetching(run, state, [*into], [*pieces], segment)
-        stretch = Stretch(run, segment.layers, state, loops.unroll)
-        yield stretch
-        cts = stretch.state.cotangents
-        if isinstance(stretch.state, Fetching):
-            fetched = joined_rows(stretch.state.ahead, [row for row, _, _ in of_segment]) + fetched
+        loop = LayerLoop(loops, segment, False, run, state)
+        yield loop
+        cts = loop.state.cotangents
+        if isinstance(loop.state, Fetching):
+            fetched = joined_rows(loop.state.ahead, [row for row, _, _ in of_segment]) + fetched
     made = dict(zip((*consts, *xs), (*cts.consts, *cts.xs), strict=True))
     of_back = [
         made[i] if i in consts else chunks.with_rows(before, made[i], chunk)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ..._jax import evaluate
 from ..layers.layer import in_three
-from ..layers.loops import take_row
+from ..layers.rows import take_row
 from ..microbatches.passes import Values
 from .chunk import Operands
 from .collectives import refuse_traced

@@ -15,7 +15,8 @@ from jax import lax
 
 from ..._jax import DEVICE, HOST
 from ..layers.layer import Layer, avals_of, shares
-from ..layers.loops import BackwardState, Cotangents, ForwardState, filled, hidden_zero, put_row, take_row
+from ..layers.passes import BackwardState, Cotangents, ForwardState
+from ..layers.rows import filled, hidden_zero, put_row, take_row
 from ..layers.segments import Segment, SegmentResiduals
 
 

@@ -11,7 +11,8 @@ import jax
 from jax.extend.core import Literal
 
 from ..._jax import add_jaxvals
-from ..layers.loops import Loops, filled
+from ..layers.passes import Loops
+from ..layers.rows import filled
 from ..microbatches.passes import Program, Values, run_piece, taken, transpose_piece
 from ..microbatches.pieces import Scan, Straight
 from .chunk import Chunks

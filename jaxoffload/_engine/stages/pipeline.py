@@ -25,7 +25,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..._jax import on_device
-from ..layers.loops import Loops, empty_ys, filled
+from ..layers.passes import Loops, empty_ys
+from ..layers.rows import filled
 from ..microbatches.passes import Values
 from ..microbatches.pieces import Moved
 from .chunk import Operands, Slot

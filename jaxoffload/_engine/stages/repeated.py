@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import Jaxpr
 
 from ..._jax import REPEATED, Call, convert_constvars_jaxpr, dce_jaxpr, define, evaluate, lower_call
-from ..layers.loops import hidden_zero
+from ..layers.rows import hidden_zero
 
 _SCOPE = "jaxoffload.repeated"
 _IN_PROGRAM = re.compile(rf"{_SCOPE}\((\d+)\)/while\b")

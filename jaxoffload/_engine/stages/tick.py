@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..layers.loops import Loops, hidden_zero
-from ..microbatches.interleaved import alone, beside
+from ..layers.passes import Loops, run
+from ..layers.rows import hidden_zero
 from .chunk import Chunks, Computed, Derived, Operands, Slot, backward_pass, forward_pass
 from .collectives import BRANCHES
 from .schedule import Schedule, Tick
@@ -94,7 +94,7 @@ def run_tick(
         One that needs but one of two passes runs both: XLA copies slots where some branches have one and some two.
         """
 
-        def run(
+        def run_stage(
             slots: list[Slot], held: Held, free: Slot, fixed: Operands, forward: Any, backward: Any, counts: Any
         ) -> list[Any]:
             if idle:
@@ -112,9 +112,9 @@ def run_tick(
                 passes.append(backward_pass(chunks, loops, backward, fixed, *back, counts))
             if runs_forward:
                 passes.append(forward_pass(chunks, forward, fixed, held.along, free, held.last))
-            return beside(*passes) if len(passes) == 2 else [alone(*passes)]
+            return run(*passes)
 
-        return run
+        return run_stage
 
     branches = [branch(*of) for of in zip(tick.idle, tick.read_slots, tick.next.read_slots, strict=True)]
     operands = held._replace(xs=list(map(rows, held.xs)), slots=[]), free, fixed

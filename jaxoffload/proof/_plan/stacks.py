@@ -16,7 +16,8 @@ from ..._engine.decide.plan import Override
 from ..._engine.jaxprs.flat import straight
 from ..._engine.jaxprs.walk import Site, axes_of, walk, within
 from ..._engine.layers.layer import Body, Layer, avals_of, linearize
-from ..._engine.layers.loops import Loops, backward_p, forward_p
+from ..._engine.layers.loops import backward_p, forward_p
+from ..._engine.layers.passes import Loops
 from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import OUR_LOOPS, Interleaved, in_turn_p, is_staged
 from ..._engine.stages.schedule import Schedule

@@ -11,9 +11,9 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._engine.cost.cost import cost
-from ..._engine.jaxprs.per_device import Divided, Rows, parts_of_kept, rows_of
 from ..._engine.jaxprs.walk import axes_of, nested, walk
 from ..._engine.layers.loops import backward_p, forward_p
+from ..._engine.layers.per_device import Divided, Rows, parts_of_kept, rows_of
 from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import OUR_LOOPS, interleaved_p, loops_of
 from ..._jax import nbytes, without_remat3

@@ -8,7 +8,7 @@ from jax.extend.core import JaxprEqn
 
 from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.layer import shares
-from ..._engine.layers.loops import Loops
+from ..._engine.layers.passes import Loops
 from ..._engine.microbatches.interleaved import in_outline, interleaved_p
 from ..._jax import without_remat3
 

@@ -11,11 +11,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import cond_p, scan_p, sharding_constraint_p
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._jax import SAME, SHARD_MAP, nbytes
-from ..layers.loops import forward_p
-from ..layers.segments import Segment
-from .flat import Buffer, Straight, division, straight
-from .walk import nested, walk
+from ..._jax import FORWARD, SAME, SHARD_MAP, nbytes
+from ..jaxprs.flat import Buffer, Straight, division, straight
+from ..jaxprs.walk import nested, walk
+from .segments import Segment
 
 Rows = Mapping[int, int]  # the length of a first axis -> into how many parts it is divided at least
 
@@ -68,7 +67,7 @@ class Divided:
             return Divided(eqn.params["jaxpr"], self.rows).of_result(number)
         if eqn.primitive is cond_p:
             return min(Divided(body, self.rows).of_result(number) for body in eqn.params["branches"])
-        if eqn.primitive is forward_p and number >= (loops := eqn.params["loops"]).results:
+        if eqn.primitive.name == FORWARD and number >= (loops := eqn.params["loops"]).results:
             each = [parts for segment in loops.segments for parts in self._of_segment(segment)]
             return each[number - loops.results]
         return None

@@ -1,0 +1,362 @@
+"""The passes of a scan over layers: each copies the residuals of one layer while it computes the next.
+
+    forward   i:   compute layer i                 write the residuals of layer i-1 to row i on the host
+    backward  i:   compute layer i's cotangents    fetch the residuals of layer i-1 from row i
+
+So nothing waits for a copy that takes less time than a layer. The last layer's residuals are kept apart, on the host or
+on the device. Layer 0 has no layer before it, but its iteration is like all others: row 0 is written before there is
+anything to write, and fetched after its last use.
+
+Layers that treat their residuals in another way are a segment with two loops of its own; the carry, the ys and the
+cotangents pass from segment to segment. So a pass is a generator: it yields the loop over each segment, and goes on
+with the state that its caller has run it to. A scan runs one pass alone, `accumulate` two beside each other.
+"""
+
+import dataclasses
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from ..._jax import DEVICE, HOST, add_jaxvals, in_memory_of, on_device, zero_of
+from ..jaxprs.source import Source
+from .layer import in_three, prevent_cse_barrier
+from .rows import add_to_row, empty_stack, filled, hidden_zero, put_row, take_row
+from .segments import Segment, SegmentResiduals, reads_of, those
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Loops:
+    """A pass over all layers.
+
+    Attributes:
+      consts, carry: how many constants and carried values a forward pass takes, and a backward pass returns the
+        cotangents of.
+      reads: the operands of the scan that are residuals: their numbers, each with whether it is a constant.
+      first: the row of the first layer, where the xs are those of more layers than the pass runs.
+    """
+
+    segments: tuple[Segment, ...]
+    length: int
+    reverse: bool
+    unroll: int
+    consts: int
+    carry: int
+    reads: tuple[tuple[int, bool], ...] = ()
+    first: Any = 0
+
+    def __repr__(self) -> str:
+        """Short: it is printed in every jaxpr."""
+        return f"Loops({', '.join(f'{p.start}..{p.stop} offload {p.on_host}: {p.layer.plan}' for p in self.segments)})"
+
+    def row(self, layer: Any) -> Any:
+        """The row of xs and ys that belongs to `layer`."""
+        return self.length - 1 - layer if self.reverse else self.first + layer
+
+    def with_segments(self, segments: Sequence[Segment]) -> "Loops":
+        """A forward pass over the same layers, divided or differentiated in another way."""
+        return dataclasses.replace(self, segments=tuple(segments), reads=reads_of(segments, self.consts))
+
+    @property
+    def seen(self) -> frozenset[str]:
+        """The names that a policy around the scan counts as seen."""
+        return frozenset().union(*(segment.layer.plan.seen for segment in self.segments))
+
+    @property
+    def results(self) -> int:
+        """How many results the scan has: carry and ys."""
+        return len(self.segments[0].layer.out_perturbed)
+
+    def source_of(self, index: int) -> Source:
+        """The source of a result of the forward pass."""
+        if index < self.results:
+            return Source(None, "output of a scan")
+        return [source for segment in self.segments for source in segment.sources()][index - self.results]
+
+    @property
+    def stacked(self) -> list[SegmentResiduals[bool]]:
+        """Whether each array that the segments keep is a stack of layers."""
+
+        def of(segment: Segment) -> SegmentResiduals[bool]:
+            host, device, once = map(segment.places().count, ("host", "device", "once"))
+            return SegmentResiduals([True] * host, [False] * host, [True] * device, [False] * once)
+
+        return list(map(of, self.segments))
+
+
+class LayerLoop:
+    """Layers that one loop can run: `state = layer(i, state, inlined)` for each i from `done` to `layers`.
+
+    `inlined`: whether the layer stands in the program without a loop of its own around it. `forward`: whether it is of
+    a forward pass; `of`: how many layers that has.
+    """
+
+    def __init__(
+        self, loops: Loops, segment: Segment, forward: bool, layer: Callable[[Any, Any, bool], Any], state: Any
+    ):
+        self.layer, self.layers, self.state, self.done = layer, segment.layers, state, 0
+        self.unroll, self.of, self.forward = loops.unroll, loops.length, forward
+
+
+Pass = Generator[LayerLoop, None, Any]
+
+
+def run(*passes: Pass) -> list[Any]:
+    """Run one pass, or a backward and a forward pass beside each other, and return what they return.
+
+    Of two passes, a layer of each runs in turn. A loop ends where a segment of either pass ends.
+    """
+    at = list(map(_next, passes))
+    while loops := [loop for loop in at if isinstance(loop, LayerLoop)]:
+        _advance(loops, min(loop.layers - loop.done for loop in loops))
+        ended = [isinstance(loop, LayerLoop) and loop.done == loop.layers for loop in at]
+        at = [_next(steps) if end else loop for steps, loop, end in zip(passes, at, ended, strict=True)]
+    return [done.result for done in at if isinstance(done, _Done)]
+
+
+class _Done(NamedTuple):
+    result: Any
+
+
+def _next(steps: Pass) -> LayerLoop | _Done:
+    try:
+        return next(steps)
+    except StopIteration as end:
+        return _Done(end.value)
+
+
+def _advance(loops: list[LayerLoop], layers: int) -> None:
+    """Run so many layers of one loop, or of a backward and a forward one."""
+    unroll = min(loop.unroll for loop in loops)
+    inlined = _is_inlined(loops, layers, unroll)
+    number = lambda loop, i: loop.done + i if loop.done else i
+
+    def iteration(i: Any, states: list[Any]) -> list[Any]:
+        if len(loops) == 1:
+            (only,), (state,) = loops, states
+            return [only.layer(number(only, i), state, inlined)]
+        (back, forth), (derived, computed) = loops, states
+        derived = back.layer(number(back, i), derived, inlined)
+        # In this order: XLA would otherwise have both layers, and what they hold, under way at once.
+        cotangents, carry = lax.optimization_barrier((derived.cotangents.carry, computed.carry))
+        computed = forth.layer(number(forth, i), computed._replace(carry=carry), inlined)
+        return [derived._replace(cotangents=derived.cotangents._replace(carry=cotangents)), computed]
+
+    states = [loop.state for loop in loops]
+    states = iteration(0, states) if layers == 1 else lax.fori_loop(0, layers, iteration, states, unroll=unroll)
+    for loop, state in zip(loops, states, strict=True):
+        loop.state, loop.done = state, loop.done + layers
+
+
+def _is_inlined(loops: list[LayerLoop], layers: int, unroll: int) -> bool:
+    """Return if other computation stands beside a layer, with which XLA would fuse or merge it.
+
+    A lone forward pass is unrolled as `lax.scan` unrolls it.
+    """
+    if len(loops) == 1 and loops[0].forward:
+        return layers == 1 < loops[0].of
+    return layers == 1 or unroll > 1
+
+
+def forward_pass(
+    loops: Loops, operands: Sequence[Any], stacks: Sequence[tuple[list[Any], list[Any]]] | None = None
+) -> Pass:
+    """Run a scan forward: constants, carry, xs -> carry and ys, and what each segment keeps.
+
+    `stacks`: for each segment, those on the host and on the device to write to; by default new ones.
+    """
+    consts, carry, xs = in_three(operands, loops.consts, loops.carry)
+    ys, saved = empty_ys(loops), []
+    for number, segment in enumerate(loops.segments):
+        state = begin_forward(segment, carry, ys)
+        if stacks is not None:
+            host, device = stacks[number]
+            state = state._replace(saved=state.saved._replace(host=host, device=device))
+        loop = LayerLoop(loops, segment, True, forward_layer(loops, segment, consts, xs), state)
+        yield loop
+        carry, ys, residuals = loop.state
+        saved.append(end_forward(segment, residuals))
+    return [*carry, *ys], saved
+
+
+def backward_pass(
+    loops: Loops,
+    reads: Sequence[Any],
+    saved: Sequence[SegmentResiduals[Any]],
+    cotangents: Sequence[Any],
+    sums: Mapping[int, Any] | None = None,
+) -> Pass:
+    """Run a scan backward: its `Cotangents`, from those of the carry and the ys.
+
+    `reads`: the operands that are residuals. `saved`: of each segment. `sums`: by their numbers among the xs, stacks to
+    which the cotangents are added.
+    """
+    carry, ys, _ = in_three(cotangents, loops.carry, len(cotangents) - loops.carry)
+    sums, cts = sums or {}, empty_cotangents(loops, carry)
+    cts = cts._replace(xs=[sums.get(number, x) for number, x in enumerate(cts.xs)])
+    adds = [number in sums for number in range(len(cts.xs))]
+    for segment, residuals in reversed(list(zip(loops.segments, saved, strict=True))):
+        state = begin_backward(residuals, cts)
+        layer = backward_layer(loops, segment, [*reads], residuals, ys, adds)
+        loop = LayerLoop(loops, segment, False, layer, state)
+        yield loop
+        cts = loop.state.cotangents
+    return cts
+
+
+def empty_ys(loops: Loops) -> list[Any]:
+    """The ys of a pass, to be filled layer by layer."""
+    return [empty_stack(a, loops.length) for a in loops.segments[0].jaxpr.out_avals[loops.carry : loops.results]]
+
+
+class ForwardState(NamedTuple):
+    """What the forward loop of a segment carries from layer to layer."""
+
+    carry: list[Any]
+    ys: list[Any]
+    saved: SegmentResiduals[Any]
+
+
+def begin_forward(segment: Segment, carry: list[Any], ys: list[Any]) -> ForwardState:
+    """The state before the first layer of a segment: nothing is kept yet."""
+    stored = _stored(segment)
+    avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
+    host, device, once = (those(avals, stored, place) for place in ("host", "device", "once"))
+    empty = SegmentResiduals(
+        [jax.device_put(empty_stack(a, segment.layers), HOST) for a in host],
+        [filled(a) for a in host],
+        [empty_stack(a, segment.layers) for a in device],
+        [filled(a) for a in once],
+    )
+    return ForwardState(carry, ys, empty)
+
+
+def _stored(segment: Segment) -> list[str]:
+    """The places of those residuals that are not operands."""
+    return [place for place in segment.places() if place != "operand"]
+
+
+def forward_layer(
+    loops: Loops, segment: Segment, consts: list[Any], xs: list[Any]
+) -> Callable[[Any, ForwardState, bool], ForwardState]:
+    """The function that computes layer i of a segment and copies the residuals of layer i-1.
+
+    It writes to row i of stacks on the host, `i_device` of those on the device, `i_xs` of the ys. The first is a DMA
+    copy; the others are not to be one, hence the hidden zero. `inlined`: XLA would fuse the layer with its neighbours.
+    """
+    compute, zero, stored = jaxpr_as_fun(segment.jaxpr), hidden_zero(), _stored(segment)
+
+    def layer(i: Any, state: ForwardState, inlined: bool) -> ForwardState:
+        fence = lax.optimization_barrier if inlined else lambda carry: carry
+        carry, ys, saved = fence(state.carry), state.ys, state.saved
+        host = []
+        for stack, x, copy in zip(saved.host, saved.last, segment.copies, strict=True):
+            with copy:
+                host.append(stack if _is_padding(i) else put_row(stack, jax.device_put(x, HOST), i))
+        i_device = i + zero
+        i_xs = loops.row(segment.start + i_device)
+        outs = compute(*consts, *carry, *(take_row(x, i_xs) for x in xs))
+        carry, new_ys, residuals = in_three(outs, len(carry), len(ys))
+        ys = [put_row(stack, y, i_xs) for stack, y in zip(ys, new_ys, strict=True)]
+        last, stays, once = (those(residuals, stored, place) for place in ("host", "device", "once"))
+        device = [put_row(stack, x, i_device) for stack, x in zip(saved.device, stays, strict=True)]
+        return ForwardState(fence(carry), ys, SegmentResiduals(host, last, device, once))
+
+    return layer
+
+
+def end_forward(segment: Segment, saved: SegmentResiduals[Any]) -> SegmentResiduals[Any]:
+    """What a segment keeps, once its last layer has run."""
+    if segment.on_host < segment.layers:
+        return saved
+    # Not into row 0: outside the loop XLA:GPU would write it with a kernel.
+    return saved._replace(last=[jax.device_put(x, HOST) for x in saved.last])
+
+
+class Cotangents(NamedTuple):
+    """Of the operands of a scan. While the backward loop runs, `carry` is that of the layer that ran last."""
+
+    consts: list[Any]
+    carry: list[Any]
+    xs: list[Any]
+
+
+def empty_cotangents(loops: Loops, carry: list[Any]) -> Cotangents:
+    """The cotangents before the last layer's backward pass, from those of the last carry."""
+    consts_avals, _, xs_avals = in_three(loops.segments[0].jaxpr.out_avals, loops.consts, loops.carry)
+    consts = [filled(a, zero_of(a.dtype)) for a in consts_avals]
+    return Cotangents(consts, carry, [in_memory_of(a, empty_stack(a, loops.length)) for a in xs_avals])
+
+
+class BackwardState(NamedTuple):
+    """What the backward loop of a segment carries from layer to layer: `fetched` is what the next layer reads."""
+
+    cotangents: Cotangents
+    fetched: list[Any]
+
+
+def begin_backward(saved: SegmentResiduals[Any], cotangents: Cotangents) -> BackwardState:
+    """The state before the last layer of a segment, whose residuals are fetched."""
+    # Without the barrier XLA removes a copy to the host and back that has no loop between the two.
+    return BackwardState(cotangents, [jax.device_put(x, DEVICE) for x in lax.optimization_barrier(saved.last)])
+
+
+def backward_layer(
+    loops: Loops,
+    segment: Segment,
+    operands: list[Any],
+    saved: SegmentResiduals[Any],
+    ys: list[Any],
+    sums: Sequence[bool] = (),
+    counts: Any = None,
+) -> Callable[[Any, BackwardState, bool], BackwardState]:
+    """The function that computes the cotangents of a layer, and fetches the residuals of the layer before it.
+
+    Rows are numbered as in `forward_layer`; iterations count from the last layer. `ys`: the cotangents of the ys.
+    `sums`: for each of the xs, whether its cotangents are added to those that are there; by default none. `counts`: a
+    boolean, whether they are; by default they are.
+    """
+    compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), hidden_zero(), segment.layers - 1
+
+    def layer(iteration: Any, state: BackwardState, inlined: bool) -> BackwardState:
+        (consts, carry, xs), fetched = state
+        fetched_next = []
+        for stack, x, copy in zip(saved.host, fetched, segment.copies, strict=True):
+            with copy:
+                row = i_last - iteration
+                fetched_next.append(x if _is_padding(row) else jax.device_put(take_row(stack, row), DEVICE))
+        i_device = i_last - (iteration + zero)
+        i_xs = loops.row(segment.start + i_device)
+        reads = zip(loops.reads, operands, strict=True)
+        read = {number: x if is_const else take_row(x, i_xs) for (number, is_const), x in reads}
+        residuals = in_order(segment, read, fetched, [take_row(x, i_device) for x in saved.device], saved.once)
+        if inlined:  # the layer may stand beside its own forward pass
+            residuals, carry = prevent_cse_barrier(residuals, carry)
+        outs = compute(*residuals, *carry, *(take_row(y, i_xs) for y in ys))
+        d_consts, carry, d_xs = in_three(outs, loops.consts, loops.carry)
+        consts = [add_jaxvals(total, on_device(d)) for total, d in zip(consts, d_consts, strict=True)]
+        if counts is not None:
+            d_xs = [lax.select(counts, d, jnp.zeros_like(d)) for d in d_xs]
+        put = [add_to_row if s else put_row for s in sums or [False] * len(xs)]
+        xs = [put_one(stack, d, i_xs) for put_one, stack, d in zip(put, xs, d_xs, strict=True)]
+        return BackwardState(Cotangents(consts, carry, xs), fetched_next)
+
+    return layer
+
+
+def _is_padding(row: Any) -> bool:
+    """Whether this is row 0, as far as is known where the program is traced: in a loop it is not known.
+
+    Outside of loops XLA:GPU would copy it with a kernel.
+    """
+    return isinstance(row, int) and row == 0
+
+
+def in_order(segment: Segment, operands: dict[int, Any], host: Any, device: Any, once: Any) -> list[Any]:
+    """A layer's residuals as its backward pass takes them."""
+    kept = {"host": iter(host), "device": iter(device), "once": iter(once)}
+    places = zip(segment.layer.kept, segment.places(), strict=True)
+    return [next(kept[place]) if k.operand is None else operands[k.operand] for k, place in places]

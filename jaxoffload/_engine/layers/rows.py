@@ -1,0 +1,64 @@
+"""Rows of stacks of layers: take, put and add one, and make empty stacks."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..._jax import on_device
+from ..decide.derivative import looks_for_nans
+
+
+def hidden_zero() -> Any:
+    """0, added to a layer's number so that XLA cannot compute the offsets in stacks on the device.
+
+    XLA:GPU makes a DMA copy of each slice whose offset it can compute, on four streams in turn. For the host that is
+    what we want. But a slice of the weights may wait in its stream behind a host copy, and the compute waits for the
+    slice; and a matmul whose result goes into a stack at such an offset runs again for its other readers. At an offset
+    that XLA cannot compute, the kernels that use a slice read it from the stack themselves.
+    """
+    # https://github.com/openxla/xla: DynamicSliceCopyFusionAsyncWrapper, ExecutionStreamAssignment
+    return lax.optimization_barrier(jnp.int32(0))
+
+
+def take_row(stack: Any, i: Any) -> Any:
+    return lax.dynamic_index_in_dim(stack, i, keepdims=False, allow_negative_indices=False)
+
+
+def put_row(stack: Any, x: Any, i: Any) -> Any:
+    return lax.dynamic_update_index_in_dim(stack, x, i, 0, allow_negative_indices=False)
+
+
+def add_to_row(stack: Any, x: Any, i: Any) -> Any:
+    """The stack with `x` added to row i, which keeps its leading axis: XLA:GPU would not fuse a reshaped row with the
+    sum, but copy it first."""
+    # https://github.com/openxla/xla: InstructionFusion::ShouldFuseInPlaceOp
+    row = lax.dynamic_slice_in_dim(stack, i, 1, allow_negative_indices=False)
+    total = row + jnp.expand_dims(on_device(x).astype(stack.dtype), 0)
+    return lax.dynamic_update_slice_in_dim(stack, total, i, 0, allow_negative_indices=False)
+
+
+def empty_stack(aval: Any, rows: int) -> Any:
+    """Return a stack of uninitialised rows like `aval`."""
+    return filled(aval, lead=(rows,))
+
+
+def filled(aval: Any, fill: int | jax.Array | None = None, lead: tuple[int, ...] = ()) -> Any:
+    """An array for values like `aval`, sharded and varying over mesh axes as they are, and full of `fill` if given.
+
+    Otherwise it is full of one uninitialised number. XLA would merge arrays that are full of the same constant, and
+    then copy one stack on the host to another. Each device would make a whole `lax.empty` and cut out its part.
+    """
+    mesh, spec = aval.sharding.mesh, aval.sharding.spec
+    sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(lead), *spec)) if mesh.explicit_axes else None
+    shape = (*lead, *aval.shape)
+    fill = 0 if fill is None and looks_for_nans() else fill
+    one = lax.empty((), aval.dtype) if fill is None else lax.full((), fill, aval.dtype)
+    # Explicit axes count where their mesh is set, which the caller's arguments alone may say.
+    with jax.sharding.use_abstract_mesh(mesh) if sharding else contextlib.nullcontext():
+        array = lax.broadcast(one, shape, out_sharding=sharding)
+    varying = tuple(aval.manual_axis_type.varying)
+    return lax.pcast(array, varying, to="varying") if varying else array

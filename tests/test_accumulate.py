@@ -25,12 +25,12 @@ from common import (
 from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxoffload._engine.cost.lone_pass import staying
 
 from jaxoffload import Policy, PolicyError, accumulate, chain, check, offload, proof, scan, tag, verify
+from jaxoffload._engine.cost.lone_pass import staying
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
-from jaxoffload._engine.microbatches import interleaved, passes
+from jaxoffload._engine.microbatches import gradient, interleaved
 from jaxoffload._jax import nbytes, on_host
 
 LAYERS, DIM = 3, 8
@@ -652,7 +652,7 @@ def test_stacks_are_used_again_whatever_mesh_the_arguments_are_on(monkeypatch):
     new = []
 
     def recorded(program, free):
-        stacks = passes.completed(program, free)
+        stacks = gradient.completed(program, free)
         used_again = set(map(id, jax.tree.leaves(free)))
         new.append(sum(id(stack) not in used_again for stack in jax.tree.leaves(stacks)))
         return stacks
@@ -762,9 +762,9 @@ def test_check_judges_a_step_that_accumulates():
 def test_verify_compares_a_step_with_the_plain_loop_and_catches_rows_out_of_order(monkeypatch):
     """The fault: a backward pass reads the rows of its stacks in another order."""
 
-    def reordered(flight):
-        mixed = lambda saved: saved._replace(host=[jnp.flip(stack, 0) for stack in saved.host])
-        return {n: ([mixed(saved) for saved in segments], reads) for n, (segments, reads) in flight.scans.items()}
+    def reordered(between):
+        mixed = lambda kept: kept._replace(host=[jnp.flip(stack, 0) for stack in kept.host])
+        return between._replace(saved=[list(map(mixed, segments)) for segments in between.saved])
 
     rules = policy({"fc1": "offload"})
     loss = lambda w, x: jnp.sum(scan(lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None), x, w, policy=rules)[0] ** 2)
@@ -776,7 +776,7 @@ def test_verify_compares_a_step_with_the_plain_loop_and_catches_rows_out_of_orde
     monkeypatch.setattr(  # only the pass beside another one is traced with a loop's state
         interleaved,
         "backward",
-        lambda made, flight, sums: backward(made, flight._replace(scans=reordered(flight)), sums),
+        lambda made, between, sums: backward(made, reordered(between), sums),
     )
     jax.clear_caches()
     failed = {check.claim for check in verify(step, *args).checks if check.verdict == "fails"}

@@ -12,10 +12,11 @@ from common import ROOT
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxoffload._engine.cost.cost import attention_flops, cost
 
-from jaxoffload import Policy, _accumulate, accumulate, chain, machine, proof, residuals, scan, tag
+from jaxoffload import Policy, accumulate, chain, machine, proof, residuals, scan, tag
 from jaxoffload.__main__ import main
+from jaxoffload._engine.cost.cost import attention_flops, cost
+from jaxoffload._engine.microbatches import by_layers
 from jaxoffload._engine.microbatches.ends import Ends
 from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine, fits, known_machine
 from jaxoffload.proof._predict import machine as _machine
@@ -304,7 +305,7 @@ def accumulated(w, x):
 
 @pytest.fixture
 def ends_copy_all(monkeypatch):
-    monkeypatch.setattr(_accumulate, "ends", lambda pieces, *_: Ends(pieces, pieces))
+    monkeypatch.setattr(by_layers, "ends", lambda scans, *_: Ends(scans, scans))
 
 
 @pytest.mark.claim("accumulated-fits")

@@ -10,10 +10,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from test_verify import a_host_write_is_skipped, rows_in_wrong_order
 
-from jaxoffload import _accumulate, accumulate, chain, residuals, scan, tag, verify
+from jaxoffload import accumulate, chain, residuals, scan, tag, verify
 from jaxoffload._engine.jaxprs.walk import walk
-from jaxoffload._engine.microbatches import ends as fill_and_drain
-from jaxoffload._engine.microbatches import interleaved, passes
+from jaxoffload._engine.microbatches import by_layers, gradient, interleaved
+from jaxoffload._engine.microbatches import ends as ends_of
 from jaxoffload._engine.microbatches.ends import Ends
 from jaxoffload._jax import HOST
 from jaxoffload._text import readable
@@ -54,51 +54,55 @@ def verdicts(checks):
 
 def rows_of_the_next_microbatch(monkeypatch):
     """A backward pass reads what the forward pass beside it has written, as if both had one set of stacks."""
-    backward, alone, written = interleaved.backward, interleaved.alone, []
+    backward, run, written = interleaved.backward, interleaved.run_passes, []
 
-    def reading(made, flight, sums):
-        theirs = written.pop().scans if written else flight.scans
+    def reading(made, between, sums):
+        theirs = written.pop().saved if written else between.saved
         swap = lambda mine, other: mine._replace(host=other.host)
-        scans = {n: (list(map(swap, saved, theirs[n][0])), reads) for n, (saved, reads) in flight.scans.items()}
-        return (yield from backward(made, flight._replace(scans=scans), sums))
+        saved = [list(map(swap, *both)) for both in zip(between.saved, theirs, strict=True)]
+        return (yield from backward(made, between._replace(saved=saved), sums))
 
-    def one_after_the_other(back, forth):
-        after, result = alone(forth)
+    def one_after_the_other(*passes):
+        if len(passes) == 1:
+            return run(*passes)
+        back, forth = passes
+        ((after, result),) = run(forth)
         written.append(after)
-        return [alone(back), (after, result)]
+        return [*run(back), (after, result)]
 
     monkeypatch.setattr(interleaved, "backward", reading)
-    monkeypatch.setattr(interleaved, "beside", one_after_the_other)
+    monkeypatch.setattr(interleaved, "run_passes", one_after_the_other)
 
 
 def the_last_gradient_counts(times):
     def planted(monkeypatch):
-        backward, alone, before = interleaved.backward, interleaved.alone, []
+        backward, run, before = interleaved.backward, interleaved.run_passes, []
 
-        def remembering(made, flight, sums):
+        def remembering(made, between, sums):
             before[:] = sums
-            return backward(made, flight, sums)
+            return backward(made, between, sums)
 
-        def changed(steps):
-            made = alone(steps)
-            return made if isinstance(made, tuple) else [a + times * (b - a) for a, b in zip(before, made, strict=True)]
+        def changed(*passes):
+            made = run(*passes)
+            if len(passes) > 1 or isinstance(made[0], tuple):
+                return made
+            return [[a + times * (b - a) for a, b in zip(before, made[0], strict=True)]]
 
         monkeypatch.setattr(interleaved, "backward", remembering)
-        monkeypatch.setattr(interleaved, "alone", changed)
+        monkeypatch.setattr(interleaved, "run_passes", changed)
 
     return planted
 
 
 def a_third_set_of_stacks(monkeypatch):
     """Kept for each microbatch; something reads it."""
-    forward = passes.forward
+    forward = gradient.forward
 
-    def forth(made, arguments, stacks):
-        flight, results = yield from forward(made, arguments, stacks)
+    def forth(made, microbatch, stacks):
+        between, results = yield from forward(made, microbatch, stacks)
         again = lambda x: jax.device_put(jax.lax.optimization_barrier(x), HOST)
-        twice = lambda saved: saved._replace(host=list(map(again, saved.host)))
-        scans = {n: (list(map(twice, saved)), reads) for n, (saved, reads) in flight.scans.items()}
-        return flight._replace(scans=scans), results
+        twice = lambda kept: kept._replace(host=list(map(again, kept.host)))
+        return between._replace(saved=[list(map(twice, saved)) for saved in between.saved]), results
 
     monkeypatch.setattr(interleaved, "forward", forth)
 
@@ -151,7 +155,7 @@ ROW = BATCH * DIM * 4  # bytes of one layer's x
 )
 def test_the_bytes_of_one_microbatch_on_the_device_and_of_two_on_the_host(fields, moved, rows, count, monkeypatch):
     """By hand: rows of x that move; all rows of two stacks, and the last layer's if that stands alone."""
-    monkeypatch.setattr(_accumulate, "ends", lambda pieces, *_: Ends(pieces, pieces))  # nothing stays on the device
+    monkeypatch.setattr(by_layers, "ends", lambda scans, *_: Ends(scans, scans))  # nothing stays on the device
     rules = policy({"x": "offload", "fc1": "recompute", "act": "save"}, **fields)
     step = step_under(rules)
     verdict, said = conservation(target_of(step, (WEIGHTS, MICROBATCHES[:count])))
@@ -171,9 +175,9 @@ def test_the_bytes_of_one_microbatch_on_the_device_and_of_two_on_the_host(fields
 def test_the_bytes_on_the_host_where_the_first_microbatch_copies_nothing(
     moved, saved, bytes_that_stay, plan, count, stacks, monkeypatch
 ):
-    room = fill_and_drain.ends
-    of_first = lambda pieces, _, __, recomputing: Ends(room(pieces, 2, bytes_that_stay, recomputing).first, pieces)
-    monkeypatch.setattr(_accumulate, "ends", of_first)
+    room = ends_of.ends
+    of_first = lambda scans, *_: Ends(room(scans, 2, bytes_that_stay).first, scans)
+    monkeypatch.setattr(by_layers, "ends", of_first)
     step = step_under(
         policy({"x": "recompute", "fc1": "recompute", "act": "recompute"} | {moved: "offload", saved: "save"})
     )

@@ -12,12 +12,11 @@ from ..._jax import on_host
 from ..._text import readable
 from ..jaxprs.flat import Buffer, Op, Straight, straight
 from ..jaxprs.walk import nested
-from ..layers.layer import shares, transposed
+from ..layers.layer import shares
 from ..layers.loops import backward_p, forward_p
 from ..layers.passes import Loops
 from ..layers.segments import Segment
 from ..microbatches.interleaved import interleaved_p
-from ..microbatches.pieces import Straight as Piece
 from ..stages.last_rows import beyond_a_row
 from ..stages.schedule import Schedule
 from .limit import HostPoolFull, auto_axes, host_pool_bytes
@@ -95,16 +94,21 @@ def stacks_of(segments: Iterable[Segment]) -> list[Stack]:
     return [Stack(segment.on_host, of(segment)) for segment in segments if segment.on_host]
 
 
-def need_of_microbatches(scans: Sequence[Loops], beside: Sequence[Piece], schedule: Schedule | None = None) -> Need:
-    """The need of microbatches that interleave, or that are on pipeline stages.
+def need_of_microbatches(scans: Sequence[Loops], beside: Sequence[Jaxpr], schedule: Schedule | None = None) -> Need:
+    """Return the need of microbatches that interleave, or that are on pipeline stages.
 
-    `beside`: what stands beside the scans of their loss.
+    `beside`: what else of a gradient there is; of what these return, two microbatches' are on the host.
     """
     segments = [segment for loops in scans for segment in loops.segments]
     stacks = stacks_of(segments)
     sets = schedule.slots if schedule else 2  # of microbatches
     in_turn = not schedule and not stacks
-    need = _of_pieces(beside, 1 if in_turn else 2).plus(Need(stacks, 0, []), sets)
+    need = Need(stacks, 0, [])
+    need = NOTHING.plus(need, sets)
+    for jaxpr in beside:
+        need = need.plus(need_of(jaxpr))
+        if not in_turn:
+            need = need.plus(Need([], _returned(jaxpr), []))
     if schedule:
         travels = (s for s in segments if s.on_host == s.layers > 0)
         need = need.plus(Need([], sum(beyond_a_row(s.layer, s.layers) for s in travels), []), sets)
@@ -113,17 +117,10 @@ def need_of_microbatches(scans: Sequence[Loops], beside: Sequence[Piece], schedu
     return need.plus(Need([], 0, [(1 if in_turn else 2, one) for one in passes]))
 
 
-def _of_pieces(pieces: Sequence[Piece], microbatches: int) -> Need:
-    """The need of what stands beside the scans of a loss, with so many microbatches on the host.
-
-    The piece behind all scans has both its passes at once, so it is there for one.
-    """
-    need = NOTHING
-    for piece in pieces:
-        size = len(piece.linear.invars) - sum(piece.perturbed)
-        need = need.plus(need_of(piece.once)).plus(need_of(piece.each), 1 if piece is pieces[-1] else microbatches)
-        need = need.plus(need_of(transposed(piece.linear, size)))
-    return need
+def _returned(jaxpr: Jaxpr) -> int:
+    """Return the bytes per device that a program returns in host memory."""
+    program = straight(jaxpr)
+    return sum(program.share(x) for x in set(program.outputs) if x and on_host(x.aval))
 
 
 def refuse_what_does_not_fit(caller: str, jaxpr: Jaxpr) -> None:

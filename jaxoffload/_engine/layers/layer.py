@@ -95,6 +95,18 @@ class Layer:
     body: Callable[[], Jaxpr | None]
 
     @property
+    def whole_body(self) -> Body:
+        """The body, which must still live."""
+        jaxpr = self.body()
+        assert jaxpr is not None
+        return Body(jaxpr, self.consts, self.carry)
+
+    def recomputing(self, rows: frozenset[int]) -> "Layer":
+        """Return the layer if it recomputed these rows of its plan, which are marked offload."""
+        override = Override("recompute", "a pass runs alone", rows)
+        return linearize(self.whole_body, self.perturbed, self.plan.policy, False, override)
+
+    @property
     def only_forward(self) -> bool:
         """Whether nothing is kept for a backward pass, which there is none of."""
         return len(self.kept) + sum(self.perturbed) < len(self.tangent_jaxpr.invars)

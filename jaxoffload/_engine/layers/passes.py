@@ -37,6 +37,7 @@ class Loops:
         cotangents of.
       reads: the operands of the scan that are residuals: their numbers, each with whether it is a constant.
       first: the row of the first layer, where the xs are those of more layers than the pass runs.
+      wanted: of a backward pass, which perturbed results of the scan have cotangents.
     """
 
     segments: tuple[Segment, ...]
@@ -47,6 +48,7 @@ class Loops:
     carry: int
     reads: tuple[tuple[int, bool], ...] = ()
     first: Any = 0
+    wanted: tuple[bool, ...] = ()
 
     def __repr__(self) -> str:
         """Short: it is printed in every jaxpr."""

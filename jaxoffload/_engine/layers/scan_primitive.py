@@ -24,10 +24,10 @@ from ..decide.checkpoint_primitive import bind
 from ..decide.derivative import around, cached
 from ..decide.plan import Override
 from ..host.limit import admitted
-from .layer import Body, Layer, keeps_some, linearize, perturbed_carry
+from .layer import Body, keeps_some, linearize, perturbed_carry
 from .loops import run_backward, run_forward
 from .passes import Loops
-from .segments import LayerRange, layer_ranges, reads_of, segment_of
+from .segments import LayerRange, joined, layer_ranges, reads_of, segment_of
 from .transpose_only import with_tangents
 
 # Part of every trace cache's key, as is `scope`.
@@ -134,7 +134,7 @@ def our_equation(eqn: JaxprEqn, policy: Policy, strict: bool, on_stage: OnStage 
     """The equation of ours that stands for one of `lax.scan`."""
     call_jaxpr = _alone(eqn)
     policy, strict = in_force(policy, strict, call_jaxpr)
-    params = {"call_jaxpr": call_jaxpr, "policy": policy, "strict": strict, "on_stage": on_stage}
+    params = {"call_jaxpr": call_jaxpr, "policy": policy, "strict": strict, "on_stage": on_stage, "microbatches": 1}
     return new_jaxpr_eqn(eqn.invars, eqn.outvars, scan_p, params, eqn.effects, eqn.source_info, eqn.ctx)
 
 
@@ -171,7 +171,16 @@ def _batch(
     return outs, [0 if m else None for m in mapped]
 
 
-def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any) -> Results:
+def _jvp(
+    primals: Values,
+    tangents: Values,
+    *,
+    call_jaxpr: Jaxpr,
+    policy: Policy,
+    strict: bool,
+    microbatches: int,
+    **_: Any,
+) -> Results:
     body, params = body_of(call_jaxpr), dict(call_jaxpr.eqns[0].params)
     jaxpr = params.pop("jaxpr")
     perturbed = _jax.perturbed(tangents)
@@ -181,7 +190,7 @@ def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, policy: Policy
         jaxpr = _checkpointed(jaxpr, body.roles, policy, params["unroll"] != 1 or params["length"] == 1)
     if not params["length"] or plain:
         return _jax.primitive_jvps[lax.scan_p](primals, tangents, jaxpr=jaxpr, **params)
-    loops = forward_loops(call_jaxpr, perturbed, policy, strict)
+    loops = forward_loops(call_jaxpr, perturbed, policy, strict, microbatches)
     layer = loops.segments[0].layer
     outs = run_forward(loops, *primals)
     primals_out, saved = outs[: loops.results], outs[loops.results :]
@@ -219,46 +228,43 @@ def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, prevent_
 
 
 def forward_loops(
-    call_jaxpr: Jaxpr,
-    perturbed: Sequence[bool],
-    policy: Policy,
-    strict: bool,
-    microbatches: int = 1,
-    offloaded: int | None = None,
-    **_: Any,
+    call_jaxpr: Jaxpr, perturbed: Sequence[bool], policy: Policy, strict: bool, microbatches: int
 ) -> Loops:
-    """The forward pass of a scan that is differentiated with respect to the perturbed operands.
+    """Return the forward pass of a scan that is differentiated with respect to the perturbed operands.
 
-    `microbatches`: of how many the residuals are on the host at a time. `offloaded`: how many layers offload; None: as
-    many as the policy says and the host has room for.
+    `microbatches`: how many share the host. Loops of several run beside each other: these are as few as can be.
     """
     body, params = body_of(call_jaxpr), call_jaxpr.eqns[0].params
     closed = perturbed_carry(body, perturbed, policy)
-    if offloaded is None:
-        offloaded = _layers_that_offload(body, closed, policy, strict, params["length"], microbatches)
+    offloaded = _layers_that_offload(body, closed, policy, strict, params["length"], microbatches)
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
-    return loops_of_layers(body, closed, policy, strict, offloaded=offloaded, **how)
+    loops = loops_of_layers(body, closed, policy, strict, offloaded=offloaded, **how)
+    return loops if microbatches == 1 else dataclasses.replace(loops, segments=joined(loops.segments))
 
 
-def recomputing(layer: Layer, rows: frozenset[int], call_jaxpr: Jaxpr, policy: Policy, strict: bool, **_: Any) -> Layer:
-    """A layer of a scan, if it recomputed these rows of its plan, which are marked offload."""
-    override = Override("recompute", "a pass runs alone", rows)
-    return linearize(body_of(call_jaxpr), layer.perturbed, policy, strict, override)
+def with_fewer_layers(loops: Loops, offloaded: int) -> Loops:
+    """Return the forward pass in which at most so many layers offload."""
+    layer = loops.segments[0].layer
+    offloaded = min(offloaded, sum(segment.on_host for segment in loops.segments))
+    how = {"length": loops.length, "reverse": loops.reverse, "unroll": loops.unroll, "offloaded": offloaded}
+    fewer = loops_of_layers(layer.whole_body, layer.perturbed, layer.plan.policy, False, **how)
+    return dataclasses.replace(fewer, segments=joined(fewer.segments))
 
 
-def backward_loops(loops: Loops, cotangents: Values) -> tuple[Loops, list[Any]]:
-    """The backward pass of a scan, and the cotangents that it takes of those of its perturbed results."""
+def backward_loops(loops: Loops, wanted: Sequence[bool]) -> Loops:
+    """Return the backward pass of a scan, of which those perturbed results have cotangents that are `wanted`."""
     layer = loops.segments[0].layer
     consts, carry = sum(layer.perturbed[: layer.consts]), sum(layer.out_perturbed[: layer.carry])
-    wanted = tuple(i < carry or p for i, p in enumerate(_jax.perturbed(cotangents)))
-    segments = tuple(segment._replace(jaxpr=segment.layer.backward(wanted)) for segment in loops.segments)
-    present = [_jax.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w]
-    return dataclasses.replace(loops, segments=segments, consts=consts, carry=carry), present
+    segments = tuple(segment._replace(jaxpr=segment.layer.backward(tuple(wanted))) for segment in loops.segments)
+    return dataclasses.replace(loops, segments=segments, consts=consts, carry=carry, wanted=tuple(wanted))
 
 
 def _transpose(loops: Loops, kept: Values, cotangents: Values) -> list[Any]:
-    backward, present = backward_loops(loops, cotangents)
-    return run_backward(backward, *kept, *present)
+    layer = loops.segments[0].layer
+    carry = sum(layer.out_perturbed[: layer.carry])
+    wanted = [number < carry or p for number, p in enumerate(_jax.perturbed(cotangents))]
+    present = [_jax.instantiate_zeros(ct) for ct, w in zip(cotangents, wanted, strict=True) if w]
+    return run_backward(backward_loops(loops, wanted), *kept, *present)
 
 
 def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) -> Any:

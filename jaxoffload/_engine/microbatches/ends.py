@@ -6,16 +6,15 @@ less time than the wait for their copies. What stays takes less than a second se
 microbatches holds (three tenths are for what is in flight), and the less the more microbatches share the time saved.
 """
 
-import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 
 from ..._jax import COLLECTIVES
 from ..cost.cost import Cost
@@ -24,10 +23,10 @@ from ..jaxprs.walk import walk
 from ..layers.layer import Layer, shares
 from ..layers.passes import Loops
 from ..layers.per_device import mesh_of
-from .pieces import Pieces, Scan, Straight
+from .gradient import Scan
 
 Rows = frozenset[int]  # those of a residual in its layer's plan
-Recomputing = Callable[[JaxprEqn, Layer, Rows], Layer]
+Scans = tuple[Scan, ...]
 
 
 class _Alone(NamedTuple):
@@ -41,66 +40,56 @@ class _Alone(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The pieces of the first and of the last microbatch. An end that copies everything is what the others use."""
+    """The scans of the first and of the last microbatch. An end that copies everything is what the others use."""
 
-    first: Pieces
-    last: Pieces
+    first: Scans
+    last: Scans
 
 
-def ends(pieces: Pieces, microbatches: int, gradients: int, recomputing: Recomputing) -> Ends:
-    """Return the pieces of the first and the last microbatch.
-
-    Args:
-      gradients: bytes of a set of them, on all devices.
-      recomputing: a scan's equation, a layer of it, rows of its plan -> the layer if it recomputed these.
-    """
-    spare, devices = spare_of(pieces, microbatches, gradients)
-    first, left = _fitted(pieces, _Alone("forward", devices), spare, recomputing)
+def ends(scans: Scans, microbatches: int, gradients: int) -> Ends:
+    """Return the scans of the first and of the last microbatch; `gradients`: bytes of a set of them, on all devices."""
+    spare, devices = spare_of(scans, microbatches, gradients)
+    first, left = _fitted(scans, _Alone("forward", devices), spare)
     # Of more than two microbatches the first is gone when the last begins.
-    last, _ = _fitted(pieces, _Alone("backward", devices), left if microbatches == 2 else spare, recomputing)
+    last, _ = _fitted(scans, _Alone("backward", devices), left if microbatches == 2 else spare)
     return Ends(first, last)
 
 
-def spare_of(pieces: Pieces, microbatches: int, gradients: int) -> Spare:
-    """What may stay; `gradients` as for `ends`."""
-    devices = _devices(pieces)
+def spare_of(scans: Scans, microbatches: int, gradients: int) -> Spare:
+    """Return what may stay; `gradients` as for `ends`."""
+    devices = _devices(scans)
     return Spare(int(min(0.7, 2 / microbatches) * gradients) // devices, devices)
 
 
-def _devices(pieces: Pieces) -> int:
-    """Over how many devices values are spread; inside `shard_map` they are one device's."""
+def _devices(scans: Scans) -> int:
+    """Return over how many devices values are spread; inside `shard_map` they are one device's."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         return math.prod(mesh.shape[axis] for axis in (*mesh.auto_axes, *mesh.explicit_axes))
-    scans = [piece for piece in pieces.pieces if isinstance(piece, Scan)]
     forward = [segment.layer.forward for scan in scans for segment in scan.loops.segments]
     return max((math.prod(mesh_of(jaxpr, ()).values()) for jaxpr in forward), default=1)
 
 
-def _fitted(pieces: Pieces, alone: _Alone, budget: int, recomputing: Recomputing) -> tuple[Pieces, int]:
-    """The pieces if the pass `alone` has no other beside it, and what is left of the `budget`.
+def _fitted(scans: Scans, alone: _Alone, budget: int) -> tuple[Scans, int]:
+    """Return the scans if the pass `alone` has no other beside it, and what is left of the `budget`.
 
     `budget`: the bytes per device that may stay. The last layers' residuals are needed first, so the last scan is
     served first.
     """
-    made: list[Straight | Scan] = []
-    for piece in reversed(pieces.pieces):
-        if isinstance(piece, Scan):
-            loops, budget = _fitted_loops(piece.loops, alone, budget, functools.partial(recomputing, piece.eqn))
-            piece = piece if loops is piece.loops else piece._replace(loops=loops)
-        made.append(piece)
-    same = all(new is old for new, old in zip(reversed(made), pieces.pieces, strict=True))
-    return (pieces if same else pieces._replace(pieces=made[::-1])), budget
+    made: list[Scan] = []
+    for scan in reversed(scans):
+        loops, budget = _fitted_loops(scan.loops, alone, budget)
+        made.insert(0, scan if loops is scan.loops else scan._replace(loops=loops))
+    same = all(new is old for new, old in zip(made, scans, strict=True))
+    return (scans if same else tuple(made)), budget
 
 
-def _fitted_loops(
-    loops: Loops, alone: _Alone, budget: int, recomputing: Callable[[Layer, Rows], Layer]
-) -> tuple[Loops, int]:
+def _fitted_loops(loops: Loops, alone: _Alone, budget: int) -> tuple[Loops, int]:
     segments = []
     for segment in loops.segments:
         layer = segment.layer
         if segment.on_host:
-            layer = _fitted_layer(layer, alone, budget // segment.layers, functools.partial(recomputing, layer))
+            layer = _fitted_layer(layer, alone, budget // segment.layers)
         budget -= segment.layers * (_on_device(layer) - _on_device(segment.layer))
         if layer is not segment.layer:
             on_host = segment.on_host if layer.for_host else 0
@@ -124,15 +113,13 @@ def _moved(layer: Layer) -> Counter[Rows]:
     return sizes
 
 
-def _fitted_layer(layer: Layer, alone: _Alone, budget: int, recomputing: Callable[[Rows], Layer]) -> Layer:
+def _fitted_layer(layer: Layer, alone: _Alone, budget: int) -> Layer:
     """A layer that may keep `budget` bytes on the device of what it would copy."""
     sizes = _moved(layer)
     forward, backward = alone.seconds(layer.forward), alone.seconds(_backward(layer))
     if sizes.total() <= bytes_in(forward if alone.direction == "forward" else backward):
         return layer
-    again = {
-        rows: max(0.0, alone.seconds(_backward(other)) - backward) for rows, other in _candidates(layer, recomputing)
-    }
+    again = {rows: max(0.0, alone.seconds(_backward(other)) - backward) for rows, other in _candidates(layer)}
     groups = [next((n for n, rows in enumerate(again) if these <= rows), len(again)) for these in sizes]
     of_all = np.array([*again.values(), math.inf])  # the last group cannot be recomputed
     lone = Lone(alone.direction, forward, backward, np.array([*sizes.values()]), np.array(groups), of_all)
@@ -142,20 +129,20 @@ def _fitted_layer(layer: Layer, alone: _Alone, budget: int, recomputing: Callabl
 
     def accepts(recomputed: Any) -> list[bool]:
         rows = rows_of(recomputed[:, 0])
-        return [_only_moves_less(recomputing(rows), layer, rows)]
+        return [_only_moves_less(layer.recomputing(rows), layer, rows)]
 
     decided = decide(lone, np.ones((len(sizes), 1), bool), np.array([budget]), accepts)
     recomputed, stay = rows_of(decided.recomputed[:, 0]), [*itertools.compress(sizes, decided.stay[:, 0])]
     if not recomputed and not stay:
         return layer
-    return (recomputing(recomputed) if recomputed else layer).with_on_device(stay)
+    return (layer.recomputing(recomputed) if recomputed else layer).with_on_device(stay)
 
 
 def _backward(layer: Layer) -> Jaxpr:
     return layer.backward((True,) * sum(layer.out_perturbed))
 
 
-def _candidates(layer: Layer, recomputing: Callable[[Rows], Layer]) -> Iterator[tuple[Rows, Layer]]:
+def _candidates(layer: Layer) -> Iterator[tuple[Rows, Layer]]:
     """Yield rows that a layer could recompute, those that go together at once, and the layer if it did.
 
     Not where equations with effects would run again, or kernels and collectives whose time is not known.
@@ -164,7 +151,7 @@ def _candidates(layer: Layer, recomputing: Callable[[Rows], Layer]) -> Iterator[
         return
     for rows in _together(layer):
         if all(layer.plan.rows[row].decision == "offload" for row in rows):
-            other = recomputing(rows)
+            other = layer.recomputing(rows)
             if _only_moves_less(other, layer, rows) and _untimed(other) <= _untimed(layer):
                 yield rows, other
 

@@ -31,19 +31,18 @@ from ..._jax import IN_TURN, INTERLEAVED, Call, Results, convert_constvars_jaxpr
 from ..cost.lone_pass import Spare
 from ..host.slow_copies import lower_and_note
 from ..layers.loops import DifferentiatedTwice, backward_p, forward_p
-from ..layers.passes import Loops, Pass
+from ..layers.passes import Loops
 from ..layers.passes import run as run_passes
 from ..layers.rows import filled
 from ..stages.collectives import refuse_compiled
 from ..stages.schedule import Schedule
-from .passes import Flight, Program, Stacks, Values, backward, completed, forward, stacks_of
-from .pieces import Straight
+from .gradient import BetweenPasses, Program, Stacks, backward, completed, forward, stacks_of
 
 Make = Callable[[], Program]
 
 
 def run(
-    first: Make, middle: Make, last: Make, microbatches: int, arguments: Callable[[Any], Values], sums: list[Any]
+    first: Make, middle: Make, last: Make, microbatches: int, arguments: Callable[[Any], list[Any]], sums: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The results of the loss for all microbatches, stacked, and the sums of the gradients.
 
@@ -56,16 +55,16 @@ def run(
       sums: zeros, a gradient for each parameter.
     """
     program = first()
-    flight, result = alone(forward(program, arguments(0), completed(program, {})))
-    state, results = _State(sums, flight, {}), [_stacked(result)]
+    ((between, result),) = run_passes(forward(program, arguments(0), completed(program, [])))
+    state, results = _State(sums, between, []), [_stacked(result)]
 
     def step(number: Any, state: _State, back: Make, forth: Make) -> tuple[_State, list[Any]]:
         before, program = back(), forth()
         stacks = completed(program, state.stacks)
         forward_pass = forward(program, arguments(number), stacks)
-        sums, (flight, result) = beside(backward(before, state.flight, state.sums), forward_pass)
+        sums, (between, result) = run_passes(backward(before, state.between, state.sums), forward_pass)
         # XLA then keeps each stack in one place, though the layers may be odd in number, and adds gradients in order.
-        state = lax.optimization_barrier(_State(sums, flight, stacks_of(state.flight)))
+        state = lax.optimization_barrier(_State(sums, between, stacks_of(state.between)))
         return state, result
 
     def middle_step(state: _State, number: Any) -> tuple[_State, list[Any]]:
@@ -85,22 +84,22 @@ def run(
         state, result = lax.scan(middle_step, state, jnp.arange(begin, end))
         results.append(result)
     state = some_steps(range(max(begin, end), microbatches), state)
-    sums = alone(backward(last(), state.flight, state.sums))
+    (sums,) = run_passes(backward(last(), state.between, state.sums))
     return [jnp.concatenate(xs) for xs in zip(*results, strict=True)], sums
 
 
 def run_in_turn(
-    made: Make, microbatches: int, arguments: Callable[[Any], Values], sums: list[Any]
+    made: Make, microbatches: int, arguments: Callable[[Any], list[Any]], sums: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The same, one microbatch after another, with one set of stacks; for what offloads nothing."""
 
     def step(state: tuple[list[Any], Stacks], number: Any) -> tuple[tuple[list[Any], Stacks], list[Any]]:
         (sums, stacks), program = state, made()
-        flight, result = alone(forward(program, arguments(number), completed(program, stacks)))
-        sums = alone(backward(program, flight, sums))
-        return lax.optimization_barrier((sums, stacks_of(flight))), result
+        ((between, result),) = run_passes(forward(program, arguments(number), completed(program, stacks)))
+        (sums,) = run_passes(backward(program, between, sums))
+        return lax.optimization_barrier((sums, stacks_of(between))), result
 
-    (sums, _), results = lax.scan(step, (sums, completed(made(), {})), jnp.arange(microbatches))
+    (sums, _), results = lax.scan(step, (sums, completed(made(), [])), jnp.arange(microbatches))
     return results, sums
 
 
@@ -108,7 +107,7 @@ class _State(NamedTuple):
     """Between two bars: the gradients so far, the microbatch between its passes, and stacks that are free."""
 
     sums: list[Any]
-    flight: Flight
+    between: BetweenPasses
     stacks: Stacks
 
 
@@ -119,12 +118,13 @@ class Loss:
     Attributes:
       jaxpr: constants, parameters, the values of a microbatch -> the loss, other results.
       differentiated: which of its operands are parameters.
-      beside: the pieces that are not scans, the last one of all at the end.
+      beside: what else of its gradient there is than scans, as jaxprs; values that these return are kept from the
+        forward pass of a microbatch to its backward pass.
     """
 
     jaxpr: Jaxpr
     differentiated: tuple[bool, ...]
-    beside: tuple[Straight, ...]
+    beside: tuple[Jaxpr, ...]
 
     def __repr__(self) -> str:
         """Short: it is printed in jaxprs."""
@@ -235,14 +235,3 @@ OUR_LOOPS = (forward_p, backward_p, interleaved_p)
 
 def _stacked(*results: list[Any]) -> list[Any]:
     return [jnp.stack(xs) for xs in zip(*results, strict=True)]
-
-
-def alone(steps: Pass) -> Any:
-    """Run a pass, and return its result."""
-    (result,) = run_passes(steps)
-    return result
-
-
-def beside(back: Pass, forth: Pass) -> list[Any]:
-    """Run a backward and a forward pass, a layer of each in turn, and return their results."""
-    return run_passes(back, forth)

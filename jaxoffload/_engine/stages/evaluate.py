@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 from ..._jax import evaluate
 from ..layers.layer import in_three
 from ..layers.rows import take_row
-from ..microbatches.passes import Values
 from .chunk import Operands
 from .collectives import refuse_traced
 from .loss import StagedLoss
@@ -31,7 +30,7 @@ class _State(NamedTuple):
     along: list[Any]
 
 
-def run(loss: StagedLoss, arguments: Callable[[Any], Values], schedule: Schedule, axis: str) -> list[Any]:
+def run(loss: StagedLoss, arguments: Callable[[Any], list[Any]], schedule: Schedule, axis: str) -> list[Any]:
     """The results of the loss for all microbatches, stacked. The arguments are those of `pipeline.run`."""
     refuse_traced(axis, (segment.jaxpr for segment in loss.chunks.loops.segments), branches=False)
     pipeline = Pipeline(loss, schedule, axis, arguments)

@@ -27,8 +27,6 @@ from jax.sharding import PartitionSpec
 from ..._jax import on_device
 from ..layers.passes import Loops, empty_ys
 from ..layers.rows import filled
-from ..microbatches.passes import Values
-from ..microbatches.pieces import Moved
 from .chunk import Operands, Slot
 from .collectives import refuse_traced
 from .loss import StagedLoss
@@ -54,7 +52,7 @@ class _State(NamedTuple):
 
 
 def run(
-    loss: StagedLoss, arguments: Callable[[Any], Values], schedule: Schedule, axis: str
+    loss: StagedLoss, arguments: Callable[[Any], list[Any]], schedule: Schedule, axis: str
 ) -> tuple[list[Any], list[Any]]:
     """The results of the loss for all microbatches, stacked, and the sums of the gradients.
 
@@ -62,9 +60,9 @@ def run(
     """
     pipeline = Pipeline(loss, schedule, axis, arguments)
     shapes = _shapes(pipeline)
-    passes = loss.chunks.loops, shapes.loops
+    passes = loss.chunks.loops, loss.loops
     refuse_traced(axis, (segment.jaxpr for loops in passes for segment in loops.segments))
-    step = jax.named_scope(TICK)(functools.partial(_step, pipeline, shapes.loops))
+    step = jax.named_scope(TICK)(functools.partial(_step, pipeline, loss.loops))
     steady, period = schedule.steady, schedule.slots
     rounds = len(steady) // period
 
@@ -91,43 +89,28 @@ class Pipeline:
     loss: StagedLoss
     schedule: Schedule
     axis: str
-    arguments: Callable[[Any], Values]
+    arguments: Callable[[Any], list[Any]]
 
     @functools.cached_property
     def fixed(self) -> tuple[Operands, Operands]:
         """The operands of the scan that are the same for all microbatches: constants, and xs with a chunk per row."""
-        loss = self.loss
-        operands = loss.operands(loss.program.values | dict.fromkeys(loss.program.pieces.varies))
-        fixed = {i: x for i, x in enumerate(operands) if i not in loss.chunks.along and i not in loss.carry}
-        xs = {i: self.dealt(x) for i, x in fixed.items() if i >= loss.carry.stop}
-        return {i: x for i, x in fixed.items() if i < loss.carry.start}, xs
+        fixed, carry = self.loss.fixed, self.loss.carry
+        xs = {i: self.dealt(x) for i, x in fixed.items() if i >= carry.stop}
+        return {i: x for i, x in fixed.items() if i < carry.start}, xs
 
     def dealt(self, stack: Any) -> Any:
         """A stack of layers, (virtual stages, layers, ...): each stage has a part of each row."""
         layers, *shape = stack.shape
         return stack.reshape(self.schedule.virtual_stages, layers // self.schedule.virtual_stages, *shape)
 
-    @property
-    def summed(self) -> tuple[list[Any], list[Any]]:
-        """The constants and the xs of the scan whose cotangents stages sum."""
-        consts, xs = ([self.loss.scan.eqn.invars[i] for i in those] for those in self.loss.chunks.summed)
-        return consts, xs
-
-    def param(self, v: Any) -> Moved:
-        """How one of these is a parameter, moved."""
-        found = self.loss.program.pieces.moved(v)
-        assert found is not None
-        return found
-
 
 class _Shapes(NamedTuple):
-    """Abstract values: what a microbatch takes along and back, the results of the loss; the backward pass of a chunk,
-    as those ask for it; and the numbers of the parameters that have cotangents outside of the layers."""
+    """Abstract values: what a microbatch takes along and back, the results of the loss; and the numbers of the
+    parameters that have cotangents outside of the layers."""
 
     along: list[Any]
     back: list[Any]
     results: list[Any]
-    loops: Loops
     params: list[int]
 
 
@@ -135,18 +118,17 @@ def _shapes(pipeline: Pipeline) -> _Shapes:
     loss, arguments = pipeline.loss, pipeline.arguments(0)
     of_all = ys_of_all(pipeline)
     before = jax.make_jaxpr(lambda: loss.before(arguments))().out_avals
-    found: list[Any] = []
+    found: list[int] = []
 
     def behind(*outs: Any) -> Any:
         made = loss.behind(arguments, outs)
         returned = made.back[len(loss.chunks.back[0]) :]
-        found.extend((made.loops, {*made.params, *loss.at_begin(arguments, returned)}))
+        found.extend([*made.params, *loss.at_begin(arguments, returned)])
         return made.results, made.back
 
     jaxpr, (results, _) = jax.make_jaxpr(behind, return_shape=True)(*before[len(loss.chunks.along) :], *of_all)
     results, back = jaxpr.out_avals[: len(results)], jaxpr.out_avals[len(results) :]
-    loops, params = found
-    return _Shapes([*before, *of_all], back, results, loops, sorted(params))
+    return _Shapes([*before, *of_all], back, results, sorted(set(found)))
 
 
 def ys_of_all(pipeline: Pipeline) -> list[Any]:
@@ -160,7 +142,7 @@ def ys_of_all(pipeline: Pipeline) -> list[Any]:
 def _begin(pipeline: Pipeline, shapes: _Shapes) -> _State:
     """The state in which nothing has run."""
     loss, schedule = pipeline.loss, pipeline.schedule
-    consts, xs = pipeline.summed
+    consts, xs = loss.chunks.summed
     zeros = lambda avals, *lead: [jnp.zeros((*lead, *aval.shape), aval.dtype) for aval in avals]
 
     def held() -> Held:
@@ -170,20 +152,21 @@ def _begin(pipeline: Pipeline, shapes: _Shapes) -> _State:
 
     of_stages = mapped(pipeline, held, (), PartitionSpec(pipeline.axis))()
     sums_of_xs = list(map(pipeline.dealt, _zero_sums(pipeline, xs)))
-    sums = {number: filled(loss.program.params[number].aval, 0) for number in shapes.params}
+    sums = {number: filled(jax.typeof(loss.params[number]), 0) for number in shapes.params}
     results = zeros(shapes.results, schedule.microbatches)
     return _State(results, sums, [], of_stages._replace(xs=sums_of_xs))
 
 
-def _zero_sums(pipeline: Pipeline, values: Sequence[Any]) -> list[Any]:
-    """Zeros for the sums of their cotangents, in the dtype of the parameter that each is moved from.
+def _zero_sums(pipeline: Pipeline, operands: Sequence[int]) -> list[Any]:
+    """Return zeros for the sums of their cotangents, in the dtype of the parameter that each is moved from.
 
     Each is full of a zero of its own. XLA would merge equal ones, and a branch that adds to them in place would hold
     and copy one more.
     """
-    zeros = lax.optimization_barrier([jnp.int32(0) for _ in values])
-    avals: list[Any] = [pipeline.param(v).argument.aval for v in values]
-    return [filled(v.aval, zero).astype(aval.dtype) for v, zero, aval in zip(values, zeros, avals, strict=True)]
+    zeros = lax.optimization_barrier([jnp.int32(0) for _ in operands])
+    avals, loss = pipeline.loss.divided.before.out_avals, pipeline.loss
+    pairs = zip(operands, zeros, strict=True)
+    return [filled(avals[i], zero).astype(loss.moved(i).dtype) for i, zero in pairs]
 
 
 def mapped(pipeline: Pipeline, f: Callable[..., Any], specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -242,14 +225,15 @@ def _added(sums: dict[int, Any], cotangents: dict[int, Any]) -> dict[int, Any]:
 
 
 def _gradients(pipeline: Pipeline, state: _State) -> list[Any]:
-    """The sums, for each parameter."""
-    params = pipeline.loss.program.params
-    sums = {params[number]: total for number, total in state.sums.items()}
-    consts, xs = pipeline.summed
+    """Return the sums, for each parameter."""
+    loss, sums = pipeline.loss, dict(state.sums)
+    consts, xs = loss.chunks.summed
     of_consts = zip(consts, (jnp.sum(x, 0) for x in state.held.consts), strict=True)
-    of_xs = ((v, x.reshape(v.aval.shape)) for v, x in zip(xs, state.held.xs, strict=True))
-    for v, total in (*of_consts, *of_xs):
-        param = pipeline.param(v)
-        total = param.back(total)
-        sums[param.argument] = sums[param.argument] + total if param.argument in sums else total
-    return [sums[v] if v in sums else filled(v.aval, 0) for v in params]
+    shape = lambda i: loss.divided.before.out_avals[i].shape
+    of_xs = ((i, x.reshape(shape(i))) for i, x in zip(xs, state.held.xs, strict=True))
+    for operand, total in (*of_consts, *of_xs):
+        moved = loss.moved(operand)
+        total = moved.back(total)
+        sums[moved.param] = sums[moved.param] + total if moved.param in sums else total
+    avals = map(jax.typeof, loss.params)
+    return [sums[n] if n in sums else filled(aval, 0) for n, aval in enumerate(avals)]

@@ -1,0 +1,113 @@
+"""Sum gradients over microbatches layer by layer: two microbatches beside each other if something is offloaded.
+
+If nothing is, they run one after another. Gradients of layers are added where they are made.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ..._errors import NOT_THE_USERS
+from ..._jax import nbytes
+from ..._reference import is_reference
+from ..._refusals import refuse_ordered_effects
+from ..._text import readable
+from ..._trial_policy import says_what_interleaves
+from ..decide.mutable_refs import takes_refs
+from ..host.limit import HostPoolFull, auto_axes, host_pool_bytes
+from ..host.need import Need, need_of_microbatches, stacks_of
+from ..layers.rows import filled
+from ..layers.scan_primitive import with_fewer_layers
+from . import interleaved
+from .call import Call, Sums, microbatch_of
+from .ends import ends, spare_of
+from .gradient import Gradient, Scan, gradient_of, program_of
+
+
+def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | None:
+    """Return the sums; None where there are no layers, or one microbatch.
+
+    `one_by_one`: runs one microbatch after another, for `plan`.
+    """
+    if call.microbatches == 1 or is_reference() or jax.config.jax_disable_jit:
+        return None
+    gradient = None if takes_refs(call.jaxpr) else gradient_of(call.jaxpr, len(call.consts), len(call.params))
+    if gradient is None or gradient.passes_refs:
+        _warn_of("the loss reads or writes a jax.new_ref from outside, or in both passes")
+        return None
+    if not gradient.scans:
+        _warn_of("the loss has no scan of jaxoffload's that the gradient reaches, outside of other control flow")
+        return None
+    scans = _that_fit(gradient)
+    of_params = call.jaxpr.in_avals[len(call.consts) : call.fixed]
+    size = sum(map(nbytes, of_params))
+    offloads = any(segment.on_host for scan in scans for segment in scan.loops.segments)
+    if not offloads and says_what_interleaves():
+        return _tried(call, gradient, scans, size, one_by_one)
+    first = last = scans
+    if offloads:
+        refuse_ordered_effects("accumulate", call.jaxpr)
+        first, last = ends(scans, call.microbatches, size)
+
+    def run(*operands: Any) -> Any:
+        fixed, batch = operands[: call.fixed], operands[call.fixed :]
+        made_of = lambda scans: lambda: program_of(gradient, scans, fixed)
+        between = made_of(scans)
+        of_first, of_last = (between if end is scans else made_of(end) for end in (first, last))
+        microbatch = lambda number: microbatch_of(batch, number)
+        sums = [filled(aval, 0) for aval in gradient.sums]
+        if not offloads:
+            return interleaved.run_in_turn(between, call.microbatches, microbatch, sums)
+        return interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
+
+    loops = [tuple(scan.loops for scan in each) for each in (scans, first, last)]
+    what = interleaved.Interleaved(_loss(call, gradient), loops[0], loops[1], loops[2], call.microbatches)
+    return call.sums_of(interleaved.bind(run, what, *call.operands))
+
+
+def _loss(call: Call, gradient: Gradient) -> interleaved.Loss:
+    return interleaved.Loss(call.jaxpr, call.differentiated, (gradient.beside_scans,))
+
+
+def _tried(
+    call: Call, gradient: Gradient, scans: tuple[Scan, ...], size: int, one_by_one: Callable[[Call], Sums]
+) -> Sums:
+    """Run one microbatch after another; `plan` sees what would interleave if something were offloaded."""
+    loops = tuple(scan.loops for scan in scans)
+    spare = spare_of(scans, call.microbatches, size)
+    what = interleaved.Interleaved(_loss(call, gradient), loops, loops, loops, call.microbatches, spare=spare)
+    in_turn = lambda params, batch: one_by_one(call._replace(params=params, batch=batch))
+    return interleaved.bind_in_turn(in_turn, what, call.params, call.batch)
+
+
+def _that_fit(gradient: Gradient) -> tuple[Scan, ...]:
+    """Return the scans, with fewer layers that offload where the policies say so and all together have no room.
+
+    Raises:
+      HostPoolFull: the pool cannot hold what two microbatches offload, and a policy says `on_host_full: error`.
+    """
+    scans = gradient.scans
+    offloading = [scan for scan in scans if stacks_of(scan.loops.segments)]
+    if (pool := host_pool_bytes()) is None or not offloading:
+        return scans
+    need = need_of_microbatches([scan.loops for scan in scans], (gradient.beside_scans,)).bytes()
+    if need <= pool:
+        return scans
+    stacks = Need([stack for scan in offloading for stack in stacks_of(scan.loops.segments)], 0, [])
+    others = need - 2 * stacks.bytes()
+    fit = next((n for n in reversed(range(stacks.most_layers())) if others + 2 * stacks.bytes(n) <= pool), None)
+    text = f"two microbatches offload {readable(need)} per device; the pinned host pool holds {readable(pool)}"
+    policies = (scan.loops.segments[0].layer.plan.policy for scan in offloading)
+    if fit is None or any(policy.on_host_full == "error" for policy in policies):
+        raise HostPoolFull("accumulate", text, need, pool, fit, auto_axes())
+    instead = f"enough for {fit} layer(s) of each scan, which offload (on_host_full: save)"
+    warnings.warn(f"jaxoffload: accumulate: {text}, {instead}", skip_file_prefixes=NOT_THE_USERS)
+    return tuple(scan._replace(loops=with_fewer_layers(scan.loops, fit)) for scan in scans)
+
+
+def _warn_of(why: str) -> None:
+    warnings.warn(
+        f"jaxoffload: accumulate: {why}; the microbatches run one after another", skip_file_prefixes=NOT_THE_USERS
+    )

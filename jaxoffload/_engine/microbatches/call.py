@@ -1,0 +1,90 @@
+"""A call of `accumulate`'s function: its loss, traced for one microbatch, and its arguments, flat."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr
+
+from ..._jax import convert_constvars_jaxpr
+from ..layers.layer import in_three
+
+# The losses summed, the gradients summed, and the other results stacked.
+Sums = tuple[Any, list[Any], Any]
+
+
+class Call(NamedTuple):
+    """A call, and its traced loss.
+
+    Attributes:
+      loss: parameters, a microbatch -> a pair of the loss and the other results. Both arguments are flat.
+      params: the parameters; `batch`: all microbatches.
+      microbatches: how many.
+      jaxpr: constants, parameters, a microbatch -> the loss, other results.
+      consts: the constants.
+      others: the structure of the other results.
+    """
+
+    loss: Callable[[list[Any], list[Any]], tuple[Any, Any]]
+    params: list[Any]
+    batch: list[Any]
+    microbatches: int
+    jaxpr: Jaxpr
+    consts: list[Any]
+    others: Any
+
+    def microbatch(self, number: Any) -> list[Any]:
+        """Return the values of a microbatch."""
+        return microbatch_of(self.batch, number)
+
+    @property
+    def fixed(self) -> int:
+        """How many operands are the same for all microbatches."""
+        return len(self.consts) + len(self.params)
+
+    @property
+    def operands(self) -> list[Any]:
+        """The constants, the parameters, and all microbatches."""
+        return [*self.consts, *self.params, *self.batch]
+
+    @property
+    def differentiated(self) -> tuple[bool, ...]:
+        """Which operands are parameters."""
+        return (*[False] * len(self.consts), *[True] * len(self.params), *[False] * len(self.batch))
+
+    def sums_of(self, outs: Sequence[Any]) -> Sums:
+        """Return the `Sums` of all losses, all other results, and the sums of the gradients."""
+        losses, others, gradients = in_three(outs, 1, len(outs) - 1 - len(self.params))
+        gradients = [gradient.reshape(jnp.shape(param)) for gradient, param in zip(gradients, self.params, strict=True)]
+        return total(*losses), gradients, self.with_others(others)
+
+    def with_others(self, leaves: Sequence[Any]) -> Any:
+        """Return the other results, from their leaves."""
+        return jax.tree.unflatten(self.others, leaves)
+
+
+def microbatch_of(batch: Sequence[Any], number: Any) -> list[Any]:
+    """Return the values of a microbatch out of all."""
+    return [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in batch]
+
+
+def total(losses: Any) -> Any:
+    """Add losses in their order."""
+    summed, _ = lax.scan(lambda total, value: (total + value, None), jnp.zeros_like(losses[0]), losses)
+    return summed
+
+
+def call_of(
+    loss: Callable[[list[Any], list[Any]], tuple[Any, Any]],
+    params: list[Any],
+    batch: list[Any],
+    microbatches: int,
+    traced: Jaxpr,
+    others: Any,
+) -> Call:
+    """Return a call whose loss has this jaxpr: parameters, a microbatch -> the loss, other results."""
+    consts = [*traced.consts]
+    jaxpr = convert_constvars_jaxpr(traced) if consts else traced
+    return Call(loss, params, batch, microbatches, jaxpr, consts, others)

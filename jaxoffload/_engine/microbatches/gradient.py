@@ -1,0 +1,367 @@
+"""The gradient of a loss for one microbatch, as JAX traces it, in two passes that stop at the layers.
+
+`jax.vjp` of a loss traces to one jaxpr, in which a scan of ours is a forward and a backward equation. The pass that
+evaluates it is a generator which yields the loops of these, so that they can run beside those of another microbatch.
+The jaxpr is cut before the first backward equation: what is computed behind the last layer, forward and backward,
+belongs to the forward pass. What passes the cut is kept until the backward pass runs.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
+from jax.extend.core.primitives import jit_p, reshape_p
+from jax.ref import AbstractRef
+
+from ..._jax import add_jaxvals, dce_jaxpr, evaluate, has_effects, in_memory_of, on_device
+from ..jaxprs.inline import (
+    Values,
+    evaluate_equations,
+    read,
+    variables,
+    with_unknown_names,
+    written_out,
+    zero_results,
+)
+from ..jaxprs.walk import map_bodies, walk, with_eqns
+from ..layers.loops import backward_p, forward_p, operands_of_backward
+from ..layers.passes import Loops, Pass, backward_pass, begin_forward, forward_pass
+from ..layers.scan_primitive import backward_loops, scan_p
+from ..layers.segments import Segment, SegmentResiduals
+
+
+class Scan(NamedTuple):
+    """A scan whose two passes are loops to run beside others.
+
+    Attributes:
+      forward, backward: its equations.
+      loops: its forward loops: those of the equation, or others over the same layers.
+    """
+
+    forward: JaxprEqn
+    backward: JaxprEqn
+    loops: Loops
+
+    @property
+    def reads(self) -> list[Any]:
+        """The operands that the backward pass reads again."""
+        return [self.forward.invars[number] for number, _ in self.loops.reads]
+
+    @property
+    def cotangents(self) -> list[Any]:
+        """The cotangents that the backward pass takes."""
+        return operands_of_backward(self.backward.params["loops"], self.backward.invars)[2]
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """The value and the gradient of a loss for one microbatch.
+
+    Attributes:
+      jaxpr: constants, parameters, the values of a microbatch -> the loss, other results, gradients.
+      fixed: how many inputs are the same for all microbatches: the constants and the parameters, which come first.
+      results: how many results it has besides the gradients.
+      varies: the variables that differ between microbatches. All others are computed once.
+      scans: those whose passes can run beside others.
+      cut: the number of the equation with which the backward pass begins.
+    """
+
+    jaxpr: Jaxpr
+    fixed: int
+    results: int
+    varies: frozenset[Var]
+    scans: tuple[Scan, ...]
+    cut: int
+
+    @property
+    def gradients(self) -> list[Any]:
+        """The results that are gradients."""
+        return self.jaxpr.outvars[self.results :]
+
+    @functools.cached_property
+    def in_place(self) -> dict[Var, int]:
+        """The cotangents of xs of scans that are a gradient, at most reshaped, and nothing else, with its number.
+
+        The backward pass adds to the rows of their sums, which have the shape of the xs.
+        """
+        reads = Counter(variables([v for eqn in self.jaxpr.eqns for v in eqn.invars] + self.jaxpr.outvars))
+        numbers = {v: number for number, v in enumerate(self.gradients) if isinstance(v, Var) and reads[v] == 1}
+        for eqn in reversed(self.jaxpr.eqns):
+            if eqn.primitive is reshape_p and eqn.outvars[0] in numbers:
+                (before,) = variables(eqn.invars)
+                if reads[before] == 1:
+                    numbers[before] = numbers.pop(eqn.outvars[0])
+        backward = [(scan.backward.params["loops"], scan.backward.outvars) for scan in self.scans]
+        return {v: numbers[v] for loops, outs in backward for v in outs[loops.consts + loops.carry :] if v in numbers}
+
+    @property
+    def sums(self) -> list[Any]:
+        """The types of the sums of the gradients."""
+        of_xs = {number: v.aval for v, number in self.in_place.items()}
+        return [of_xs.get(number, aval) for number, aval in enumerate(self.jaxpr.out_avals[self.results :])]
+
+    @functools.cached_property
+    def is_zero(self) -> list[bool]:
+        """Which gradients JAX has filled in, of what the loss does not depend on."""
+        return zero_results(self.jaxpr)[self.results :]
+
+    @property
+    def passes_refs(self) -> bool:
+        """Return if a `jax.new_ref` passes the cut."""
+        return any(isinstance(v.aval, AbstractRef) for v in self.kept(self.scans))
+
+    @property
+    def beside_scans(self) -> Jaxpr:
+        """All but the passes of the scans: their results are inputs. What passes the cut are the results."""
+        ours = [eqn for scan in self.scans for eqn in (scan.forward, scan.backward)]
+        given = [v for eqn in ours for v in eqn.outvars]
+        eqns = [eqn for eqn in self.jaxpr.eqns if not any(eqn is one for one in ours)]
+        return self.jaxpr.replace(
+            invars=[*self.jaxpr.invars, *given],
+            outvars=self.kept(self.scans),
+            eqns=eqns,
+            debug_info=with_unknown_names(self.jaxpr),
+        )
+
+    def is_of_each(self, eqn: JaxprEqn) -> bool:
+        """Return if an equation is evaluated for each microbatch."""
+        return any(v in self.varies for v in eqn.outvars) or has_effects(eqn)
+
+    def kept(self, scans: Sequence[Scan]) -> list[Var]:
+        """Return the variables that pass the cut, besides what these scans keep."""
+        forward, backward = self.jaxpr.eqns[: self.cut], self.jaxpr.eqns[self.cut :]
+        at = {id(scan.backward): scan for scan in scans}
+        operands = lambda eqn: [*at[id(eqn)].reads, *at[id(eqn)].cotangents] if id(eqn) in at else eqn.invars
+        later = dict.fromkeys(v for eqn in backward for v in variables(operands(eqn)))
+        later |= dict.fromkeys(variables(self.gradients))
+        before = {*self.jaxpr.invars, *(v for eqn in forward for v in eqn.outvars)}
+        return [v for v in later if v in before and v in self.varies]
+
+
+def gradient_of(loss: Jaxpr, consts: int, params: int) -> Gradient:
+    """Return the gradient of a loss: constants, parameters, the values of a microbatch -> the loss, other results.
+
+    Each scan in it is one of two microbatches that share the host.
+    """
+    fixed = consts + params
+    loss = _of_two_microbatches(loss)
+
+    def value_and_gradient(*inputs: Any) -> list[Any]:
+        def value_of(params: Sequence[Any]) -> tuple[Any, list[Any]]:
+            value, *others = evaluate(loss, [*inputs[:consts], *params, *inputs[fixed:]])
+            return value, others
+
+        (value, others), gradients = jax.value_and_grad(value_of, has_aux=True)([*inputs[consts:fixed]])
+        return [value, *others, *gradients]
+
+    varies = [number >= fixed for number in range(len(loss.invars))]
+    jaxpr = jax.make_jaxpr(value_and_gradient)(*loss.in_avals)
+    jaxpr = written_out(jaxpr, varies, _opens)
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)
+    varying = _that_vary(jaxpr, varies)
+    scans, cut = _scans_of(jaxpr)
+    return Gradient(jaxpr, fixed, len(loss.outvars), varying, scans, cut)
+
+
+def _of_two_microbatches(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a loss with its scans, those in jitted functions too, marked as those of two microbatches."""
+
+    def marked(eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive is scan_p:
+            return eqn.replace(params=eqn.params | {"microbatches": 2})
+        return map_bodies(eqn, lambda _, body: _of_two_microbatches(body)) if eqn.primitive is jit_p else eqn
+
+    return with_eqns(jaxpr, list(map(marked, jaxpr.eqns)))
+
+
+def _opens(eqn: JaxprEqn, varies: Sequence[bool]) -> bool:
+    """Return if a jitted function is written out: for the scans in it, or because some of it is computed once."""
+    has_shardings = any(
+        isinstance(s, jax.sharding.Sharding) for name in ("in_shardings", "out_shardings") for s in eqn.params[name]
+    )
+    mixed = any(varies) and not all(v or not isinstance(x, Var) for v, x in zip(varies, eqn.invars, strict=True))
+    return (mixed and not has_shardings) or _has(eqn.params["jaxpr"], forward_p, backward_p)
+
+
+def _has(jaxpr: Jaxpr, *primitives: Primitive) -> bool:
+    """Return if equations of these primitives are in a jaxpr, outside of other control flow."""
+    return any(
+        site.eqn.primitive in primitives and all(e.primitive is jit_p for e in site.enclosing) for site in walk(jaxpr)
+    )
+
+
+def _that_vary(jaxpr: Jaxpr, varies: Sequence[bool]) -> frozenset[Var]:
+    varying = {v for v, it in zip(jaxpr.invars, varies, strict=True) if it}
+    for eqn in jaxpr.eqns:
+        touches_refs = any(isinstance(v.aval, AbstractRef) for v in [*eqn.invars, *eqn.outvars])
+        if (
+            eqn.primitive is forward_p
+            or touches_refs
+            or has_effects(eqn)
+            or not varying.isdisjoint(variables(eqn.invars))
+        ):
+            varying.update(eqn.outvars)
+    return frozenset(varying)
+
+
+def _scans_of(jaxpr: Jaxpr) -> tuple[tuple[Scan, ...], int]:
+    """Return the scans that run before the loss is known and have their backward pass behind that, in the order of
+    their forward passes, and the number of the equation with which the first backward pass begins.
+
+    What the forward equation keeps must go to the backward equation, and nowhere else.
+    """
+    at = {v: number for number, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    reads = Counter(variables([v for eqn in jaxpr.eqns for v in eqn.invars] + jaxpr.outvars))
+    value = jaxpr.outvars[0]
+    known = at.get(value, -1) if isinstance(value, Var) else -1
+    before = [eqn for eqn in jaxpr.eqns[: known + 1] if eqn.primitive is forward_p]
+    found: dict[int, tuple[int, JaxprEqn]] = {}
+    for number, eqn in enumerate(jaxpr.eqns[known + 1 :], known + 1):
+        if eqn.primitive is backward_p:
+            matches = (n for n, forward in enumerate(before) if n not in found and _belong(forward, eqn, reads))
+            if (match := next(matches, None)) is not None:
+                found[match] = number, eqn
+    scans = tuple(Scan(before[n], eqn, before[n].params["loops"]) for n, (_, eqn) in sorted(found.items()))
+    return scans, min((number for number, _ in found.values()), default=len(jaxpr.eqns))
+
+
+def _belong(forward: JaxprEqn, backward: JaxprEqn, reads: Counter[Var]) -> bool:
+    loops = forward.params["loops"]
+    operands, saved, _ = operands_of_backward(backward.params["loops"], backward.invars)
+    kept, again = forward.outvars[loops.results :], [forward.invars[number] for number, _ in loops.reads]
+    same = lambda xs, ys: len(xs) == len(ys) and all(x is y for x, y in zip(xs, ys, strict=True))
+    return same(kept, jax.tree.leaves(saved)) and same(again, operands) and all(reads[v] == 1 for v in kept)
+
+
+class Program(NamedTuple):
+    """A gradient, and what is computed once for all microbatches.
+
+    Attributes:
+      scans: those of the gradient; their loops may be others.
+      values: of the constants, the parameters, and all that does not differ between microbatches.
+    """
+
+    gradient: Gradient
+    scans: tuple[Scan, ...]
+    values: Values
+
+
+def program_of(gradient: Gradient, scans: Sequence[Scan], fixed: Sequence[Any]) -> Program:
+    """Compute what does not differ between microbatches; `fixed`: the constants and the parameters."""
+    values = dict(zip(gradient.jaxpr.invars[: gradient.fixed], fixed, strict=True))
+    values |= zip(gradient.jaxpr.constvars, gradient.jaxpr.consts, strict=True)
+    once = [eqn for eqn in gradient.jaxpr.eqns if not gradient.is_of_each(eqn)]
+    evaluate_equations(gradient.jaxpr, once, values)
+    return Program(gradient, tuple(scans), values)
+
+
+class BetweenPasses(NamedTuple):
+    """What is kept of a microbatch between its forward and its backward pass.
+
+    Attributes:
+      values: of the variables that pass the cut.
+      saved: what the segments of each scan keep.
+    """
+
+    values: list[Any]
+    saved: list[list[SegmentResiduals[Any]]]
+
+
+# For each scan and segment, its stacks of residuals on the host and on the device.
+Stacks = list[list[tuple[list[Any], list[Any]]]]
+
+
+def stacks_of(between: BetweenPasses) -> Stacks:
+    """Return the stacks of a microbatch, which are free again after its backward pass."""
+    return [[(kept.host, kept.device) for kept in saved] for saved in between.saved]
+
+
+def completed(program: Program, free: Stacks) -> Stacks:
+    """Return stacks for the forward pass of a program: those that are free, and new ones where none is."""
+
+    def of(segment: Segment, free: list[Any]) -> tuple[list[Any], list[Any]]:
+        empty, left = begin_forward(segment, [], []).saved, list(free)
+        like = lambda new: next((i for i, stack in enumerate(left) if _can_replace(stack, new)), None)
+        take = lambda new: new if (i := like(new)) is None else left.pop(i)
+        return list(map(take, empty.host)), list(map(take, empty.device))
+
+    all_free = free or [[([], [])] * len(scan.loops.segments) for scan in program.scans]
+    return [
+        [of(segment, [*host, *device]) for segment, (host, device) in zip(scan.loops.segments, each, strict=True)]
+        for scan, each in zip(program.scans, all_free, strict=True)
+    ]
+
+
+def _can_replace(stack: Any, new: Any) -> bool:
+    """Return if two stacks are alike but for a mesh whose axes XLA handles: what a layer has written to carries it, an
+    empty stack does not."""
+
+    def kind(x: Any) -> tuple[Any, ...]:
+        aval = jax.typeof(x)
+        sharding = aval.sharding if aval.sharding.mesh.explicit_axes else None
+        return aval.shape, aval.dtype, aval.memory_space, aval.manual_axis_type, sharding
+
+    return kind(stack) == kind(new)
+
+
+def forward(program: Program, microbatch: Sequence[Any], stacks: Stacks) -> Pass:
+    """Run the forward pass of a microbatch: what is kept until the backward pass, and the results of the loss.
+
+    `stacks`: to write to.
+    """
+    gradient = program.gradient
+    values = program.values | dict(zip(gradient.jaxpr.invars[gradient.fixed :], microbatch, strict=True))
+    numbers = {id(scan.forward): number for number, scan in enumerate(program.scans)}
+    saved: dict[int, Any] = {}
+    for eqns, loop in _up_to_loops(gradient, gradient.jaxpr.eqns[: gradient.cut], numbers):
+        evaluate_equations(gradient.jaxpr, eqns, values)
+        if loop is not None:
+            number = numbers[id(loop)]
+            operands = read(loop.invars, values)
+            outs, saved[number] = yield from forward_pass(program.scans[number].loops, operands, stacks[number])
+            values |= zip(loop.outvars, outs, strict=False)
+    kept = BetweenPasses(read(gradient.kept(program.scans), values), [saved[n] for n in range(len(saved))])
+    return kept, read(gradient.jaxpr.outvars[: gradient.results], values)
+
+
+def backward(program: Program, between: BetweenPasses, sums: Sequence[Any]) -> Pass:
+    """Run the backward pass of a microbatch: the sums of the gradients, with its own."""
+    gradient = program.gradient
+    values = program.values | dict(zip(gradient.kept(program.scans), between.values, strict=True))
+    numbers = {id(scan.backward): number for number, scan in enumerate(program.scans)}
+    sums, in_place = list(sums), gradient.in_place
+    for eqns, loop in _up_to_loops(gradient, gradient.jaxpr.eqns[gradient.cut :], numbers):
+        evaluate_equations(gradient.jaxpr, eqns, values)
+        if loop is not None:
+            scan, saved = program.scans[numbers[id(loop)]], between.saved[numbers[id(loop)]]
+            loops = backward_loops(scan.loops, loop.params["loops"].wanted)
+            of_xs = loop.outvars[loops.consts + loops.carry :]
+            into = {n: sums[in_place[v]] for n, v in enumerate(of_xs) if v in in_place}
+            operands = read(scan.reads, values), saved, read(scan.cotangents, values)
+            consts, carry, xs = yield from backward_pass(loops, *operands, into)
+            consts = map(in_memory_of, loops.segments[0].jaxpr.out_avals[: loops.consts], consts)
+            values |= zip(loop.outvars, [*consts, *carry, *xs], strict=True)
+            for n in into:
+                sums[in_place[of_xs[n]]] = xs[n]
+    for number, v in enumerate(gradient.gradients):
+        if not gradient.is_zero[number] and number not in in_place.values():
+            sums[number] = add_jaxvals(sums[number], on_device(*read([v], values)))
+    return sums
+
+
+def _up_to_loops(
+    gradient: Gradient, eqns: Sequence[JaxprEqn], loops: Collection[int]
+) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
+    """Yield the equations for each microbatch up to each loop, with it, and those behind the last one."""
+    pending: list[JaxprEqn] = []
+    for eqn in filter(gradient.is_of_each, eqns):
+        if id(eqn) in loops:
+            yield pending, eqn
+            pending = []
+        else:
+            pending.append(eqn)
+    yield pending, None

@@ -25,7 +25,7 @@ from common import (
 from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxoffload._engine.cost.cost.lone_pass import staying
+from jaxoffload._engine.cost.lone_pass import staying
 
 from jaxoffload import Policy, PolicyError, accumulate, chain, check, offload, proof, scan, tag, verify
 from jaxoffload._engine.host.need import need_of

@@ -12,7 +12,7 @@ from common import ROOT
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxoffload._engine.cost.cost.cost import attention_flops, cost
+from jaxoffload._engine.cost.cost import attention_flops, cost
 
 from jaxoffload import Policy, _accumulate, accumulate, chain, machine, proof, residuals, scan, tag
 from jaxoffload.__main__ import main

@@ -11,7 +11,7 @@ import pytest
 from common import ROOT, auto_mesh
 from drawn_layers import draw
 from jax.sharding import PartitionSpec
-from jaxoffload._engine.cost.cost.cost import cost
+from jaxoffload._engine.cost.cost import cost
 
 from jaxoffload import Policy, checkpoint, scan, tag
 from jaxoffload._trial_policy import Trial

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from common import ONE_RATE, ROOT, auto_mesh
 from jax.sharding import PartitionSpec as P
-from jaxoffload._engine.cost.cost.cost import cost
+from jaxoffload._engine.cost.cost import cost
 
 from jaxoffload import Policy, accumulate, proof, scan, tag
 from jaxoffload._engine.jaxprs.walk import walk

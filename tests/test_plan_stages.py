@@ -13,7 +13,7 @@ from common import ROOT, auto_mesh
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxoffload._engine.cost.cost.cost import cost
+from jaxoffload._engine.cost.cost import cost
 from pages import result
 from test_plan import ACT, BOTH, FC1, LEAST, MOST, NONE, outcome_of, step_of
 

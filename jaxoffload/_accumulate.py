@@ -19,7 +19,7 @@ from ._engine.host.limit import HostPoolFull, auto_axes, host_pool_bytes
 from ._engine.host.need import Need, need_of_microbatches, stacks_of
 from ._engine.layers.layer import in_three
 from ._engine.layers.loops import Loops, filled
-from ._engine.layers.scan_primitive import backward_loops, forward_loops, on_a_stage, recomputing, scan_p, with_stages
+from ._engine.layers.scan_primitive import backward_loops, forward_loops, on_a_stage, recomputing, scan_p
 from ._engine.layers.segments import joined
 from ._engine.microbatches import interleaved
 from ._engine.microbatches.ends import ends, spare_of
@@ -34,11 +34,10 @@ from ._errors import NOT_THE_USERS
 from ._jax import as_array, convert_constvars_jaxpr, in_memory_of, nbytes, on_device, without_remat3
 from ._lost_changes import warns_of_lost_changes
 from ._policy import Policy
-from ._reference import is_reference
 from ._refusals import refuse_ordered_effects
 from ._same_draws import warn_of_same_draws
 from ._text import nearest, readable
-from ._trial_policy import says_what_interleaves
+from ._tracing import tracing, under
 
 Reduction = Literal["mean", "sum"]
 
@@ -288,7 +287,7 @@ def _stages(axis: str | None, virtual: int) -> _Stages | None:
         raise NotImplementedError(
             f"accumulate: stages={axis!r}: the mesh's axis {', '.join(others)}; with stages all must be Auto"
         )
-    if mesh.shape[axis] == 1 or is_reference() or jax.config.jax_disable_jit:
+    if mesh.shape[axis] == 1 or tracing().reference or jax.config.jax_disable_jit:
         return None
     return _Stages(axis, mesh.shape[axis], virtual)
 
@@ -362,10 +361,11 @@ def _divided(
     chosen: Callable[[list[JaxprEqn]], list[JaxprEqn]] = list,
     axis: str | None = None,
 ) -> _Divided | None:
-    """Trace the loss of one microbatch, and divide it at its scans: for `divide`, and `axis` for `with_stages`."""
+    """Trace the loss of one microbatch, and divide it at its scans: for `divide`, and `axis` for its scans."""
     avals = jax.make_jaxpr(lambda: call.microbatch(0))().out_avals
     trace = jax.make_jaxpr(call.loss, return_shape=True)
-    jaxpr, (_, of_aux) = with_stages(axis, trace, call.params, list(avals))
+    with under(stage_axis=axis):
+        jaxpr, (_, of_aux) = trace(call.params, list(avals))
     is_param = [True] * len(call.params) + [False] * len(avals)
     pieces = divide(jaxpr, is_param, [not p for p in is_param], scan_p, loops_of, chosen)
     if pieces is None:
@@ -382,7 +382,7 @@ def _divided(
 def _by_layers(call: _Call) -> Any:
     """The same, interleaved if something is offloaded; the gradients of layers are added where they are made. None
     where there are no layers, or one microbatch."""
-    if call.microbatches == 1 or is_reference() or jax.config.jax_disable_jit:
+    if call.microbatches == 1 or tracing().reference or jax.config.jax_disable_jit:
         return None
 
     def loops_of(eqn: JaxprEqn, perturbed: tuple[bool, ...], offloaded: int | None = None) -> Loops:
@@ -398,7 +398,7 @@ def _by_layers(call: _Call) -> Any:
     if not pieces.scans:
         return _warn_of(f"the loss has no scan of jaxoffload's that the gradient reaches, {_OUTSIDE}")
     offloads = any(segment.on_host for scan in pieces.scans for segment in scan.loops.segments)
-    if not offloads and says_what_interleaves():
+    if not offloads and (trial := tracing().trial) and trial.says_what_interleaves:
         return _tried(call, divided, loops_in(pieces), gradients)
     first = last = pieces
     if offloads:

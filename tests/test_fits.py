@@ -12,10 +12,10 @@ from common import ROOT
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxoffload._engine.cost.cost import attention_flops, cost
 
 from jaxoffload import Policy, _accumulate, accumulate, chain, machine, proof, residuals, scan, tag
 from jaxoffload.__main__ import main
+from jaxoffload._engine.cost.cost import attention_flops, cost
 from jaxoffload._engine.microbatches.ends import Ends
 from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine, fits, known_machine
 from jaxoffload.proof._predict import machine as _machine

@@ -11,10 +11,10 @@ import pytest
 from common import ROOT, auto_mesh
 from drawn_layers import draw
 from jax.sharding import PartitionSpec
-from jaxoffload._engine.cost.cost import cost
 
 from jaxoffload import Policy, checkpoint, scan, tag
-from jaxoffload._trial_policy import Trial
+from jaxoffload._engine.cost.cost import cost
+from jaxoffload._tracing import Trial
 from jaxoffload.proof import Machine
 from jaxoffload.proof._plan.joint import Passes
 from jaxoffload.proof._plan.oracle import Oracle, divided

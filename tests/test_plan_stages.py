@@ -13,19 +13,19 @@ from common import ROOT, auto_mesh
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxoffload._engine.cost.cost import cost
 from pages import result
 from test_plan import ACT, BOTH, FC1, LEAST, MOST, NONE, outcome_of, step_of
 
 from benchmarks import stages
 from benchmarks.accumulate import CASES
 from jaxoffload import Policy, Schedule, accumulate, plan, scan, tag
+from jaxoffload._engine.cost.cost import cost
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers.layer import shares
 from jaxoffload._engine.microbatches.interleaved import is_staged
 from jaxoffload._engine.stages.repeated import repeated
-from jaxoffload._trial_policy import Trial
+from jaxoffload._tracing import Trial
 from jaxoffload.proof import Bus, Link, Machine, fits
 from jaxoffload.proof._plan.choices import alone, undominated
 from jaxoffload.proof._plan.collectives import of_layer, weights_of

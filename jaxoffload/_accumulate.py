@@ -13,15 +13,14 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AxisType
 
 from ._engine.layers.rows import filled
-from ._engine.layers.scan_primitive import stage_axis
 from ._engine.microbatches.by_layers import sums_by_layers
 from ._engine.microbatches.call import Call, Sums, call_of, microbatch_of, total
 from ._engine.stages.on_stages import Stages, sums_on_stages, values_on_stages
 from ._jax import as_array, in_memory_of, on_device, without_remat3
 from ._lost_changes import warns_of_lost_changes
-from ._reference import is_reference
 from ._same_draws import warn_of_same_draws
 from ._text import nearest
+from ._tracing import tracing, under
 
 Reduction = Literal["mean", "sum"]
 
@@ -155,7 +154,7 @@ def _call(
     batch, flat = list(map(as_array, batch)), functools.partial(run, loss)
     with_warnings = functools.partial(run, warns_of_lost_changes(loss, "accumulate", args, kwargs))
     on_stages = _stages(*stages)
-    with stage_axis(on_stages.axis if on_stages else None):
+    with under(stage_axis=on_stages.axis if on_stages else None):
         jaxpr, shape = _traced(with_warnings, params, batch, microbatches)
     # JAX's own errors, about parameters and results that cannot be differentiated.
     zeros = lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
@@ -258,7 +257,7 @@ def _stages(axis: str | None, virtual: int) -> Stages | None:
         raise NotImplementedError(
             f"accumulate: stages={axis!r}: the mesh's axis {', '.join(others)}; with stages all must be Auto"
         )
-    if mesh.shape[axis] == 1 or is_reference() or jax.config.jax_disable_jit:
+    if mesh.shape[axis] == 1 or tracing().reference or jax.config.jax_disable_jit:
         return None
     return Stages(axis, mesh.shape[axis], virtual)
 

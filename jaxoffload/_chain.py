@@ -26,12 +26,11 @@ from ._engine.decide.mutable_refs import by_jax, takes_refs
 from ._engine.decide.plan import Override
 from ._engine.host.limit import admitted
 from ._engine.layers.layer import Body, Layer, in_three, linearize, prevent_cse_barrier
-from ._engine.layers.scan_primitive import inside_scan
 from ._engine.layers.transpose_only import with_tangents
 from ._jax import DEVICE, HOST, Results, Values
 from ._lost_changes import warns_of_lost_changes
 from ._policy import Policy, PolicyError, check_arguments
-from ._reference import is_reference
+from ._tracing import tracing
 
 
 @_jax.without_remat3
@@ -84,7 +83,7 @@ def chain(
         raise TypeError(f"chain: {len(fs)} layers have {len(params)} params; each layer needs one, if only None")
     if not isinstance(has_aux, bool):
         raise TypeError(f"chain: has_aux must be True or False, got {has_aux!r}")
-    if not fs or jax.config.jax_disable_jit or inside_scan():
+    if not fs or jax.config.jax_disable_jit or tracing().in_scan:
         carry, aux = _each(jax.checkpoint, fs, init, params, has_aux)
     else:
         carry, aux = _run(fs, init, params, policy, strict, has_aux)
@@ -215,7 +214,7 @@ def _batch(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, layers: 
 def _jvp(
     primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, layers: _Layers, policy: Policy, strict: bool
 ) -> Results:
-    if is_reference():
+    if tracing().reference:
         return _reference_jvp(primals, tangents, layers, policy)
     perturbed = _jax.perturbed(tangents)
     linearized = _linearized(layers.bodies, *layers.split(perturbed), policy)

@@ -10,7 +10,7 @@ from ._chain import chain_p
 from ._engine.decide.checkpoint_primitive import checkpoint_p
 from ._engine.decide.derivative import full_plan
 from ._engine.decide.plan import all_names, make_plan
-from ._engine.host.limit import host_pool_bytes, whole_program
+from ._engine.host.limit import host_pool_bytes
 from ._engine.host.need import need_of, refuse_what_does_not_fit
 from ._engine.jaxprs.walk import walk
 from ._engine.layers.gradient_plans import bodies_of_gradient, plans_of
@@ -21,6 +21,7 @@ from ._engine.microbatches.interleaved import interleaved_p
 from ._jax import without_remat3
 from ._policy import Policy, PolicyError, check_arguments
 from ._residuals import forward_and_backward
+from ._tracing import under
 
 
 @without_remat3
@@ -60,7 +61,7 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
       residuals['fcl']: matches no tagged value; the tagged names are fc1; the nearest is 'fc1'
     """
     check_arguments("check", policy)
-    with whole_program(True):
+    with under(whole_program=True):
         jaxpr = jax.make_jaxpr(f)(*args)
     seen = names_under(jaxpr, policy)
     if seen is None:
@@ -76,7 +77,7 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
 def _gradient(jaxpr: Jaxpr) -> Jaxpr:
     """Return the forward and backward passes of a traced loss; the trace itself if it has no derivative."""
     try:
-        with whole_program(True):
+        with under(whole_program=True):
             return jax.make_jaxpr(forward_and_backward(jaxpr_as_fun(jaxpr)))(*jaxpr.in_avals)
     except PolicyError:
         raise

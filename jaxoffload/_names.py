@@ -1,20 +1,10 @@
 """Names as they stand in a jaxpr: the user's, which `tag` writes, and a plan's, which carry its decisions."""
 
-import contextlib
 import re
 import urllib.parse
 from typing import NamedTuple
 
-import jax
-
-# Part of every trace cache's key: a jitted function used under two scopes is traced once for each.
-scope_prefix = jax.make_user_context("")
 KEEP = "#keep"
-
-
-def outside_scopes() -> contextlib.AbstractContextManager[None]:
-    """Return a context without scopes, for tracing derivatives: names must not depend on the scope that is open."""
-    return scope_prefix("")
 
 
 class Name(NamedTuple):

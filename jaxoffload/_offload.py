@@ -28,8 +28,8 @@ from ._errors import NOT_THE_USERS, Problem
 from ._jax import VJP_RULES, evaluate, without_remat3
 from ._policy import Policy, PolicyError
 from ._refusals import refuse_remat3
-from ._remarks import remark
 from ._replace import Replaced, in_custom_derivatives, our_scan, policy_of, with_ours
+from ._tracing import tracing
 
 
 def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]:
@@ -195,8 +195,10 @@ def _judge(jaxpr: Jaxpr, replaced: Replaced, strict: bool) -> None:
     """Raise if nothing is ours, or if a pattern matches no name; warn of what stays."""
     sites = list(walk(jaxpr))
     left = list(dict.fromkeys([*replaced.left, *in_custom_derivatives(jaxpr)]))
+    remarks = tracing().remarks
     for why in left:
-        remark(f"offload: {why}")
+        if remarks is not None:
+            remarks.texts.append(f"offload: {why}")
         warnings.warn(f"jaxoffload: offload: {why}", skip_file_prefixes=NOT_THE_USERS)
     if not any(site.eqn.primitive in (scan_p, checkpoint_p, chain_p) for site in sites) and not left:
         raise ValueError(

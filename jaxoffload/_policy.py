@@ -17,9 +17,9 @@ from ._errors import Problem, UserError
 from ._jax import nbytes
 from ._megatron import MODULES
 from ._names import read_names
-from ._reference import is_reference
 from ._refusals import refuse_remat3, refuse_wrong_offload
 from ._text import nearest, short
+from ._tracing import tracing
 
 Decision = Literal["save", "offload", "recompute"]
 
@@ -199,7 +199,7 @@ class Policy:
         else:
             return VERDICT["recompute"]
         if decision == "offload":
-            if is_reference() or (prim is name_p and nbytes(avals[0]) < int(self.min_offload_bytes)):
+            if tracing().reference or (prim is name_p and nbytes(avals[0]) < int(self.min_offload_bytes)):
                 return VERDICT["save"]
             refuse_wrong_offload()
         return VERDICT[decision]

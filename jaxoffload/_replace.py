@@ -23,8 +23,8 @@ from ._engine.layers.scan_primitive import body_of_scan, our_equation, with_our_
 from ._jax import CUSTOM_RULES, evaluate
 from ._names import KEEP
 from ._policy import Policy
-from ._reference import most_layers
 from ._scan import first_layers
+from ._tracing import tracing
 
 CARRY = "layer_input"  # the name of a carry that the layers do not name
 INPUT = "checkpoint_input"  # and of what one of several checkpoints in a layer reads of another
@@ -81,7 +81,7 @@ def our_scan(eqn: JaxprEqn, policy: Policy, strict: bool, replaced: Replaced) ->
     replaced.under.append((policy, all_names(layer)))
     eqn = eqn.replace(params=eqn.params | {"jaxpr": with_ours(layer, replaced)})
     with eqn.ctx.manager:
-        if (most := most_layers()) is not None and eqn.params["length"] > most:
+        if (most := tracing().most_layers) is not None and eqn.params["length"] > most:
             return _first_layers(eqn, policy, most)
         return our_equation(eqn, policy, strict)
 

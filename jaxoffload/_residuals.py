@@ -18,7 +18,6 @@ from jax.ref import AbstractRef
 
 from ._checkpoint import checkpoint
 from ._engine.decide.plan import Row
-from ._engine.host.limit import whole_program
 from ._engine.host.need import refuse_what_does_not_fit
 from ._engine.jaxprs.source import Source, source_of
 from ._engine.layers.gradient_plans import Plans, policies_that_kept
@@ -27,8 +26,8 @@ from ._engine.layers.per_device import Divided, mesh_of, rows_of
 from ._engine.layers.reruns import reruns
 from ._jax import nbytes, on_host, without_remat3
 from ._policy import Policy
-from ._remarks import Remarks, listening
 from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Kind, Residual, Residuals
+from ._tracing import Remarks, under
 
 
 @without_remat3
@@ -59,7 +58,7 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
     """
     fun = f if policy is None else checkpoint(f, policy=policy)
     remarks = Remarks()
-    with where_twice("residuals", _IS_A_STEP), whole_program(True), listening(remarks):
+    with where_twice("residuals", _IS_A_STEP), under(whole_program=True, remarks=remarks):
         jaxpr, (kept, _) = jax.make_jaxpr(forward_and_backward(fun), return_shape=True)(*args)
     refuse_what_does_not_fit("residuals", jaxpr)
     arguments = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "sharding")]

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._engine.decide.mutable_refs import by_jax, takes_refs
-from ._engine.layers.scan_primitive import inside, stage_axis, traced_on_a_stage, with_our_scan
+from ._engine.layers.scan_primitive import in_our_scan, traced_on_a_stage, with_our_scan
 from ._jax import as_array, evaluate, without_remat3
 from ._lost_changes import warns_of_lost_changes
 from ._policy import Policy, check_arguments
-from ._reference import most_layers
+from ._tracing import tracing
 
 
 @without_remat3
@@ -73,7 +73,7 @@ def scan(
       (3, 8, 8)
     """
     check_arguments("scan", policy, strict)
-    if (most := most_layers()) is not None:
+    if (most := tracing().most_layers) is not None:
         layers = length if length is not None else jax.tree.leaves(xs)[0].shape[0]
         if layers > most:
             short = functools.partial(scan, f, reverse=reverse, unroll=unroll, policy=policy, strict=strict)
@@ -81,19 +81,19 @@ def scan(
 
     f = warns_of_lost_changes(f, "scan", init, xs)
 
+    @in_our_scan
     def lax_scan(init: Any, xs: Any) -> tuple[Any, Any]:
         return lax.scan(f, init, xs, length=length, reverse=reverse, unroll=unroll)
 
     scannable = all(hasattr(x, "shape") for x in jax.tree.leaves(xs)) and all(map(_is_array, jax.tree.leaves(init)))
     if jax.config.jax_disable_jit or not scannable:
         return lax_scan(init, xs)  # a Python loop, which places nothing; or lax.scan's own error
-    axis = stage_axis.value
-    with inside(True), stage_axis(None):
-        jaxpr, shape = jax.make_jaxpr(lax_scan, return_shape=True)(init, xs)
-        if takes_refs(jaxpr):
-            f = by_jax([jaxpr], policy, strict, False)(f)
-            return lax_scan(init, xs)
-        on_stage = axis and traced_on_a_stage(axis, lax_scan, init, xs)
+    jaxpr, shape = jax.make_jaxpr(lax_scan, return_shape=True)(init, xs)
+    if takes_refs(jaxpr):
+        f = by_jax([jaxpr], policy, strict, False)(f)
+        return lax_scan(init, xs)
+    axis = tracing().stage_axis
+    on_stage = traced_on_a_stage(axis, lax_scan, init, xs) if axis else None
     operands = [*jax.tree.leaves(init), *map(as_array, jax.tree.leaves(xs))]
     outs = evaluate(with_our_scan(jaxpr, policy, strict, on_stage), operands)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)

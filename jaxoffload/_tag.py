@@ -10,7 +10,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from ._engine.decide.jax_patches import is_float8, keep_float8_bits
-from ._names import KEEP, scope_prefix
+from ._names import KEEP
+from ._tracing import tracing, under
 
 _NAME = re.compile(r"[A-Za-z0-9_\-]+([./][A-Za-z0-9_\-]+)*")
 _FIELD = re.compile(r"[A-Za-z0-9_\-]+(\.[A-Za-z0-9_\-]+)*")
@@ -45,7 +46,7 @@ def tag[T](x: T, name: str, *, keep: bool = False) -> T:
     _check_name("tag", name)
     if not isinstance(keep, (bool, np.bool_)):
         raise TypeError(f"tag: keep is {keep!r:.60}, a {type(keep).__name__}; it must be True or False")
-    full = scope_prefix.value + name
+    full = tracing().scope + name
 
     def named(path: tuple[Any, ...], leaf: Any) -> Any:
         whole = full + _field(name, path)
@@ -78,7 +79,7 @@ def scope(name: str) -> Iterator[None]:
       'moe/shared/fc1'
     """
     _check_name("scope", name)
-    with scope_prefix(f"{scope_prefix.value}{name}/"):
+    with under(scope=f"{tracing().scope}{name}/"):
         yield
 
 

@@ -32,6 +32,7 @@ from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.microbatches import gradient, interleaved
 from jaxoffload._jax import nbytes, on_host
+from jaxoffload._tracing import under
 
 LAYERS, DIM = 3, 8
 WORDS = 11
@@ -540,7 +541,7 @@ def assert_outlined(f, *args):
     """What interleaves is the same in outline, and nothing that runs is traced."""
     found = []
     for outline in (False, True):
-        with interleaved.in_outline(outline):
+        with under(in_outline=outline):
             jaxpr = jax.make_jaxpr(f)(*args)
         (eqn,) = (site.eqn for site in walk(jaxpr) if site.eqn.primitive is interleaved.interleaved_p)
         found.append((jaxpr.out_avals, [str(eqn.params[name]) for name in interleaved.Interleaved._fields]))

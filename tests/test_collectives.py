@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoffload import Policy, plan, scan, tag
-from jaxoffload._trial_policy import Trial
+from jaxoffload._tracing import Trial
 from jaxoffload.proof import Link
 from jaxoffload.proof._plan import stacks
 from jaxoffload.proof._plan.collectives import Weight, of_layer, relaid_bytes, weights_of

@@ -21,7 +21,7 @@ from jax.sharding import AxisType
 import jaxoffload.linen
 import jaxoffload.nnx
 from jaxoffload import PolicyError, accumulate, chain, offload, residuals, tag, verify
-from jaxoffload._reference import with_layers
+from jaxoffload._tracing import with_layers
 from jaxoffload.proof import exact_options
 from jaxoffload.proof._program.results import run_of
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxoffload import Policy, checkpoint, scan, tag
 from jaxoffload._engine.cost.cost import cost
-from jaxoffload._trial_policy import Trial
+from jaxoffload._tracing import Trial
 from jaxoffload.proof import Machine
 from jaxoffload.proof._plan.joint import Passes
 from jaxoffload.proof._plan.oracle import Oracle, divided

@@ -24,7 +24,7 @@ from jaxoffload._engine.layers.loops import backward_p, forward_p
 from jaxoffload._engine.layers.scan_primitive import scan_p
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload._jax import DEVICE
-from jaxoffload._reference import with_layers
+from jaxoffload._tracing import with_layers
 from jaxoffload.proof import exact_options
 
 pytestmark = pytest.mark.claim("offload")

@@ -15,7 +15,7 @@ from jaxoffload._engine.cost.cost import cost
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers.layer import shares
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
-from jaxoffload._trial_policy import Trial
+from jaxoffload._tracing import Trial
 from jaxoffload.proof import Bus, fits
 from jaxoffload.proof._plan.choices import alone, units_of
 from jaxoffload.proof._plan.ends import Counts, Moves, again_of, ends

@@ -25,7 +25,7 @@ from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers.layer import shares
 from jaxoffload._engine.microbatches.interleaved import is_staged
 from jaxoffload._engine.stages.repeated import repeated
-from jaxoffload._trial_policy import Trial
+from jaxoffload._tracing import Trial
 from jaxoffload.proof import Bus, Link, Machine, fits
 from jaxoffload.proof._plan.choices import alone, undominated
 from jaxoffload.proof._plan.collectives import of_layer, weights_of

@@ -40,7 +40,7 @@ from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
-from jaxoffload._reference import as_reference
+from jaxoffload._tracing import as_reference
 from jaxoffload.proof import NothingFits, scheduling_options
 from jaxoffload.proof._plan import compiled as _compiled
 from jaxoffload.proof._program import hlo

@@ -11,7 +11,7 @@ from drawn_layers import draw
 from test_verify import LAYERS, X, a_host_write_is_skipped, of_scan, rows_in_wrong_order, weights
 
 from jaxoffload import Policy, scan, tag, verify
-from jaxoffload._reference import as_reference
+from jaxoffload._tracing import as_reference
 from jaxoffload.proof._program.exact import compiled, exact_options
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify import gradients as _gradients

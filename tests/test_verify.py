@@ -33,8 +33,8 @@ from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._engine.layers import transpose_only
 from jaxoffload._jax import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
-from jaxoffload._reference import is_reference, with_layers
 from jaxoffload._text import readable
+from jaxoffload._tracing import tracing, with_layers
 from jaxoffload.proof import Peaks, checks, verify
 from jaxoffload.proof._program import exact as _exact
 from jaxoffload.proof._program.target import target_of
@@ -476,7 +476,9 @@ def test_what_may_go_to_the_host_holds():
 def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
     """Planted: the policy says offload for what is to be saved, except to the reference."""
     rules = Policy({"fc1": "save"}, min_offload_bytes=0)
-    monkeypatch.setattr(Policy, "decision", lambda self, name: "save" if is_reference() or name != "fc1" else "offload")
+    monkeypatch.setattr(
+        Policy, "decision", lambda self, name: "save" if tracing().reference or name != "fc1" else "offload"
+    )
     mine = in_a_scan(layer, rules)
     jax.make_jaxpr(jax.grad(mine))(X, weights(LAYERS))
     target = target_of(mine, (X, weights(LAYERS)))

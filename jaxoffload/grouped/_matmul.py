@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax import as_array
-from .._names import outside_scopes, scope_prefix
 from .._tag import tag
 from .._text import array_type, nearest, short
+from .._tracing import tracing, under
 from . import te
 from ._backend import NAMES, backend_for, chosen_backend, refuse, wrong_operands
 from ._interface import FP8, ArgumentError, Backend, column_wise, in_groups, known, row_wise
@@ -87,7 +87,7 @@ def grouped_matmul(
         x = tag(x, name) if name else x
         ys = [_grouped_gemm(one, full, x, w, group_sizes) for one, w in zip(chosen, ws, strict=True)]
     else:  # the forward rule is traced outside all scopes
-        ys = _grouped_gemm_fp8(chosen[0], scope_prefix.value + name if name else "", x, tuple(ws), group_sizes)
+        ys = _grouped_gemm_fp8(chosen[0], tracing().scope + name if name else "", x, tuple(ws), group_sizes)
     return list(ys) if isinstance(w, Sequence) else ys[0]
 
 
@@ -138,7 +138,7 @@ def _grouped_gemm_fp8_forward(
     x, ws = _once((x, ws))
     quantised = backend.quantize(x, group_sizes, E4M3)
     if name:
-        with outside_scopes():
+        with under(scope=""):
             quantised = tag(quantised, name)
     for_forward, for_dx = zip(*map(backend.weights, ws), strict=True)
     rows = row_wise(quantised)

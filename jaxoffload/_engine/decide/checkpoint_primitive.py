@@ -12,10 +12,10 @@ from jax.extend.core.primitives import remat_p
 from ... import _jax
 from ..._jax import Results, Values, on_host
 from ..._policy import Policy
-from ..._reference import REASON, is_reference
+from ..._tracing import tracing, under
 from ..host.limit import admitted
 from ..jaxprs.flat import straight
-from .derivative import Around, around, cached, derivative, plan_of_jvp
+from .derivative import cached, derivative, plan_of_jvp
 from .plan import Override, Plan
 
 
@@ -53,7 +53,8 @@ def differentiated(
 
     `roles`, of its constants and then its inputs, are those of `make_plan`.
     """
-    with around(around.value if around.value.layers else Around(policy)):
+    now = tracing()
+    with under(around=now.around if now.around_layers else policy):
         jvp, out_perturbed = derivative(jaxpr, perturbed, False, policy.dots != "recompute")
         plan, planned = plan_of_jvp(jaxpr, roles, jvp, policy, strict, override)
     plan = dataclasses.replace(plan, notes=(NO_LAYERS, *plan.notes))
@@ -93,9 +94,9 @@ def _jvp(primals: Values, tangents: Values, *, call_jaxpr: Jaxpr, **params: Any)
 def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], policy: Policy, **params: Any) -> Differentiated:
     """`differentiated`, or the same with all on the device. Not cached: it depends on the environment."""
     make = functools.partial(differentiated, jaxpr, perturbed, policy=policy, **params)
-    if is_reference():
-        return make(Override("save", REASON))
-    if policy == around.value.policy:
+    if tracing().reference:
+        return make(Override("save", "the reference keeps it on the device"))
+    if policy == tracing().around:
         return make(Override("save", "what is around it has moved it"))
     made = make()
     if not made.plan.offloads:

@@ -5,7 +5,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,10 @@ from jax.extend.core import Jaxpr
 
 from ..._errors import NOT_THE_USERS
 from ..._jax import jvp_jaxpr
-from ..._names import outside_scopes
 from ..._policy import Policy
-from ..._reference import is_reference
+from ..._tracing import tracing, under
 from ..jaxprs.values import mark_dots
 from .plan import Override, Plan, decide, dots_matched_nothing, make_plan
-
-
-class Around(NamedTuple):
-    """The policy around a function that is differentiated, and whether it is that of layers (`scan`, `chain`)."""
-
-    policy: Policy | None = None
-    layers: bool = False
-
-
-# Part of every trace cache's key, as is `scope`. What a checkpoint keeps in the layers of a scan, the layers keep.
-around = jax.make_user_context(Around())
 
 
 def looks_for_nans() -> bool:
@@ -50,7 +38,9 @@ def cached[T](make: Callable[..., T]) -> Callable[..., T]:
     def cached_make(of: Any, *args: Any, **kwargs: Any) -> T:
         lives, *rest = of if isinstance(of, tuple) else (of,)
         results = memory.setdefault(lives, {})
-        key = is_reference(), looks_for_nans(), around.value, *rest, *args, *sorted(kwargs.items())
+        now = tracing()
+        ambient = now.reference, now.around, now.around_layers, looks_for_nans()
+        key = *ambient, *rest, *args, *sorted(kwargs.items())
         if key not in results:
             results[key] = make(of, *args, **kwargs)
         return results[key]
@@ -72,7 +62,7 @@ def derivative(
     jaxpr: Jaxpr, perturbed: tuple[bool, ...], through: bool | tuple[bool, ...], dots: bool
 ) -> tuple[Jaxpr, tuple[bool, ...]]:
     """The JVP, and which results have tangents: those in `through` always do. `dots`: matmuls are marked."""
-    with outside_scopes():
+    with under(scope=""):
         jvp, out_perturbed = jvp_jaxpr(mark_dots(jaxpr) if dots else jaxpr, perturbed, through)
     return jvp, tuple(out_perturbed)
 

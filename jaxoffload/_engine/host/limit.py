@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr
 from ..._errors import NOT_THE_USERS, Problem, UserError
 from ..._refusals import refuse_ordered_effects, refuse_wrong_offload
 from ..._text import GIB, readable
+from ..._tracing import tracing
 
 
 class HostPoolError(UserError, ValueError):
@@ -85,10 +86,6 @@ _CONSTRAIN = (
 )
 
 
-# Whether the whole program's need is checked once it is traced. Part of every trace cache's key, as is `scope`.
-whole_program = jax.make_user_context(False)
-
-
 def admitted(
     caller: str, jaxprs: Sequence[Jaxpr], layers: int, need: Callable[[int], int], on_host_full: str, of: str = ""
 ) -> int:
@@ -107,7 +104,7 @@ def admitted(
     for jaxpr in jaxprs:
         refuse_ordered_effects(caller, jaxpr)
     pool = host_pool_bytes()
-    if pool is None or need(layers) <= pool or (whole_program.value and on_host_full == "error"):
+    if pool is None or need(layers) <= pool or (tracing().whole_program and on_host_full == "error"):
         return layers
     fit = sum(need(n) <= pool for n in range(1, layers + 1))
     of_layers = caller != "checkpoint"

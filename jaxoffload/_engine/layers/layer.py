@@ -19,8 +19,9 @@ from jax.extend.core.primitives import name_p
 from ..._jax import SAME, UndefinedPrimal, backward_pass, instantiate_zeros, partial_eval_jaxpr_nounits
 from ..._names import Name, PlanName
 from ..._policy import VERDICT, Policy
+from ..._tracing import under
 from ..decide.branch_slots import is_residual, separate_slots
-from ..decide.derivative import Around, around, cached, derivative, plan_of_jvp
+from ..decide.derivative import cached, derivative, plan_of_jvp
 from ..decide.plan import Override, Plan
 from ..jaxprs.flat import Straight, straight
 from ..jaxprs.source import Source, follow, is_its_operand, source_of
@@ -210,7 +211,7 @@ def linearize(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: b
     `perturbed` must be closed: a carry that comes out perturbed goes in perturbed (`perturbed_carry`).
     """
     jvp, out_perturbed = derivative_of(body, perturbed, policy)
-    with around(Around(policy, layers=True)):
+    with under(around=policy, around_layers=True):
         plan, planned = plan_of_jvp(body.jaxpr, body.roles, jvp, policy, strict, override)
     in_place: Any = _InPlace(plan)
     # prevent_cse=False: the passes are two loops, or `prevent_cse_barrier` is between them. A barrier in a loop would
@@ -258,7 +259,7 @@ def keeps_some(policy: Any, layer: Layer) -> bool:
 def derivative_of(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> tuple[Jaxpr, tuple[bool, ...]]:
     """The JVP of a body, and which results have tangents: a carry that goes in with one comes out with one."""
     ys = len(body.jaxpr.outvars) - body.carry
-    with around(Around(policy, layers=True)):
+    with under(around=policy, around_layers=True):
         return derivative(body.jaxpr, perturbed, (*body.split(perturbed)[1], *[False] * ys), policy.dots != "recompute")
 
 

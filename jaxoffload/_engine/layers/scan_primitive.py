@@ -18,10 +18,9 @@ from jax.sharding import AxisType
 from ... import _jax
 from ..._jax import Results, Values, evaluate
 from ..._policy import Policy
-from ..._reference import is_reference
-from ..._trial_policy import in_force
+from ..._tracing import tracing, under
 from ..decide.checkpoint_primitive import bind
-from ..decide.derivative import around, cached
+from ..decide.derivative import cached
 from ..decide.plan import Override
 from ..host.limit import admitted
 from .layer import Body, keeps_some, linearize, perturbed_carry
@@ -30,34 +29,10 @@ from .passes import Loops
 from .segments import LayerRange, joined, layer_ranges, reads_of, segment_of
 from .transpose_only import with_tangents
 
-# Part of every trace cache's key, as is `scope`.
-inside = jax.make_user_context(False)
 
-
-def inside_scan() -> bool:
-    """Whether the body of a `scan` is being traced."""
-    return inside.value
-
-
-def in_our_scan[**P, T](f: Callable[P, T]) -> Callable[P, T]:
-    """`f`, which is traced as the body of a `scan` is."""
-
-    @functools.wraps(f)
-    def traced(*args: P.args, **kwargs: P.kwargs) -> T:
-        with inside(True), stage_axis(None):
-            return f(*args, **kwargs)
-
-    return traced
-
-
-# The mesh axis over which `accumulate` divides the layers, while it traces a loss; None otherwise.
-stage_axis = jax.make_user_context(None)
-
-
-def with_stages[T](axis: str | None, trace: Callable[..., T], *args: Any) -> T:
-    """Trace so that each `scan` is also traced as one stage sees it."""
-    with stage_axis(axis):
-        return trace(*args)
+def in_our_scan[F: Callable[..., Any]](f: F) -> F:
+    """Return `f`, traced as the body of a `scan` is."""
+    return under(in_scan=True, stage_axis=None)(f)
 
 
 def on_a_stage(axis: str) -> contextlib.AbstractContextManager[Any]:
@@ -133,7 +108,9 @@ def with_our_scan(jaxpr: Jaxpr, policy: Policy, strict: bool, on_stage: OnStage 
 def our_equation(eqn: JaxprEqn, policy: Policy, strict: bool, on_stage: OnStage | None = None) -> JaxprEqn:
     """The equation of ours that stands for one of `lax.scan`."""
     call_jaxpr = _alone(eqn)
-    policy, strict = in_force(policy, strict, call_jaxpr)
+    if (trial := tracing().trial) is not None:
+        trial.scans.append(call_jaxpr)
+        policy, strict = trial.policy, False
     params = {"call_jaxpr": call_jaxpr, "policy": policy, "strict": strict, "on_stage": on_stage, "microbatches": 1}
     return new_jaxpr_eqn(eqn.invars, eqn.outvars, scan_p, params, eqn.effects, eqn.source_info, eqn.ctx)
 
@@ -184,7 +161,7 @@ def _jvp(
     body, params = body_of(call_jaxpr), dict(call_jaxpr.eqns[0].params)
     jaxpr = params.pop("jaxpr")
     perturbed = _jax.perturbed(tangents)
-    plain = is_reference() or _others_keep(body, perturbed, policy, strict)
+    plain = tracing().reference or _others_keep(body, perturbed, policy, strict)
     if plain:
         # XLA merges what is computed twice where layers stand side by side; our loops have a barrier there.
         jaxpr = _checkpointed(jaxpr, body.roles, policy, params["unroll"] != 1 or params["length"] == 1)
@@ -209,10 +186,10 @@ def _others_keep(body: Body, perturbed: Sequence[bool], policy: Policy, strict: 
     """Return if layers around this scan keep some of what it names. They keep it like any other value of theirs, as
     JAX's nested checkpoints do: stacks of its own on the host would be copied into theirs, from the host to the host.
     """
-    if not around.value.layers:
+    if not tracing().around_layers:
         return False
     closed = perturbed_carry(body, perturbed, policy)
-    return keeps_some(around.value.policy, linearize(body, closed, policy, strict, Override()))
+    return keeps_some(tracing().around, linearize(body, closed, policy, strict, Override()))
 
 
 @cached
@@ -221,7 +198,7 @@ def _checkpointed(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, prevent_
     kept what that keeps.
     """
     run: Callable[..., Any] = jax.checkpoint(jaxpr_as_fun(jaxpr.replace()), prevent_cse=prevent_cse)
-    if policy != around.value.policy or is_reference():
+    if policy != tracing().around or tracing().reference:
         how = {"roles": roles, "policy": policy, "strict": False, "prevent_cse": prevent_cse}
         run = lambda *args: bind(jaxpr.replace(), args, **how)
     return jax.make_jaxpr(run)(*jaxpr.in_avals)

@@ -11,10 +11,9 @@ import jax
 
 from ..._errors import NOT_THE_USERS
 from ..._jax import nbytes
-from ..._reference import is_reference
 from ..._refusals import refuse_ordered_effects
 from ..._text import readable
-from ..._trial_policy import says_what_interleaves
+from ..._tracing import tracing
 from ..decide.mutable_refs import takes_refs
 from ..host.limit import HostPoolFull, auto_axes, host_pool_bytes
 from ..host.need import Need, need_of_microbatches, stacks_of
@@ -31,7 +30,7 @@ def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | Non
 
     `one_by_one`: runs one microbatch after another, for `plan`.
     """
-    if call.microbatches == 1 or is_reference() or jax.config.jax_disable_jit:
+    if call.microbatches == 1 or tracing().reference or jax.config.jax_disable_jit:
         return None
     gradient = None if takes_refs(call.jaxpr) else gradient_of(call.jaxpr, len(call.consts), len(call.params))
     if gradient is None or gradient.passes_refs:
@@ -44,7 +43,7 @@ def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | Non
     of_params = call.jaxpr.in_avals[len(call.consts) : call.fixed]
     size = sum(map(nbytes, of_params))
     offloads = any(segment.on_host for scan in scans for segment in scan.loops.segments)
-    if not offloads and says_what_interleaves():
+    if not offloads and (trial := tracing().trial) and trial.says_what_interleaves:
         return _tried(call, gradient, scans, size, one_by_one)
     first = last = scans
     if offloads:

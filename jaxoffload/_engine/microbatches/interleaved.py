@@ -28,6 +28,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._jax import IN_TURN, INTERLEAVED, Call, Results, convert_constvars_jaxpr, define, when_compiled
+from ..._tracing import tracing
 from ..cost.lone_pass import Spare
 from ..host.slow_copies import lower_and_note
 from ..layers.loops import DifferentiatedTwice, backward_p, forward_p
@@ -153,15 +154,10 @@ class Interleaved(NamedTuple):
     stage_axis: str | None = None
 
 
-# Whether `bind` traces nothing of what it runs, for those who read of it only what interleaves. Part of every trace
-# cache's key, as is `scope`.
-in_outline = jax.make_user_context(False)
-
-
 def bind(f: Callable[..., Any], what: Interleaved, *operands: Any) -> list[Any]:
     """Evaluate a function that calls `run`, `run_in_turn` or, on stages, `pipeline.run`, as one equation that says what
     is in it."""
-    if in_outline.value:
+    if tracing().in_outline:
         f = functools.partial(_outline, what)
     scope = jax.named_scope(f"jaxoffload.accumulate({what.microbatches})")  # for profiles
     return interleaved_p.bind(*operands, call_jaxpr=jax.make_jaxpr(scope(f))(*operands), **what._asdict())

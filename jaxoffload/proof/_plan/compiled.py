@@ -9,7 +9,7 @@ import jax
 
 from ..._compiler_options import compiler_options
 from ..._policy import Policy
-from ..._trial_policy import Trial
+from ..._tracing import Trial
 from .._program.memory import memory_plan
 from .._program.results import run_of
 from .choices import Choice, fastest

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import jax
 
 from ..._engine.cost.cost import cost
-from ..._engine.host.limit import whole_program
 from ..._engine.jaxprs.flat import division
 from ..._jax import nbytes
 from ..._policy import Policy
-from ..._trial_policy import Trial
+from ..._tracing import Trial, under
 from .._predict.machine import Machine
 from .._predict.room import divisions, step_room
 from .._program.results import trace_of
@@ -47,7 +46,7 @@ def priced(
     dots = "recompute" if fixed.dots == "offload" else fixed.dots
     nothing = dataclasses.replace(fixed, residuals={}, offload_modules=(), default="recompute", dots=dots)
     trial = Trial(nothing, says_what_interleaves=True)
-    with whole_program(True):
+    with under(whole_program=True):
         plain, is_loss = trial.traced(trace_of)(f, args)
     devices, like = stacks.spread(args), divisions(args)
     found = stacks.stacks_of(plain, devices)

@@ -9,8 +9,9 @@ from jax.extend.core import JaxprEqn
 from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.layer import shares
 from ..._engine.layers.passes import Loops
-from ..._engine.microbatches.interleaved import in_outline, interleaved_p
+from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import without_remat3
+from ..._tracing import under
 
 
 @without_remat3
@@ -38,7 +39,7 @@ def staying(f: Callable[..., Any], *args: Any) -> int:
       >>> staying(accumulate(loss), shape(8, 1024, 1024), shape(4, 256, 1024)) // (8 * 256 * 1024 * 2)
       1
     """
-    with in_outline(True):
+    with under(in_outline=True):
         sites = walk(jax.make_jaxpr(f)(*args))
     return max((_bytes(site.eqn) for site in sites if site.eqn.primitive is interleaved_p), default=0)
 

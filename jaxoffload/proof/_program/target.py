@@ -18,7 +18,7 @@ from ..._engine.layers.layer import plan_of
 from ..._engine.layers.loops import backward_p, where_twice
 from ..._engine.microbatches.interleaved import interleaved_p, loops_of
 from ..._policy import Policy
-from ..._reference import as_reference, with_layers
+from ..._tracing import as_reference, with_layers
 from .exact import compiled, exact_options, repeatable_options
 from .hlo import Module, parse
 from .host_transfers import HostTransfer, host_transfers

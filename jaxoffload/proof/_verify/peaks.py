@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._compiler_options import compiler_options
-from ..._reference import as_reference
+from ..._tracing import as_reference
 from .._program.exact import compiled
 from .._program.target import target_of
 from .capacity import need, reference_that_fits

@@ -9,8 +9,8 @@ from jax.extend.core import Var
 from ..._engine.host.slow_copies import untold
 from ..._engine.jaxprs.source import source_of
 from ..._jax import DEVICE, nbytes, on_host
-from ..._reference import as_reference
 from ..._text import readable
+from ..._tracing import as_reference
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program.hlo import collectives, parse
 from .._program.target import Target, rows_read_beyond

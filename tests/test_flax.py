@@ -500,7 +500,6 @@ def test_extended_dtypes(each):
     assert row.bytes == params["scale"].nbytes
 
 
-@pytest.mark.xfail(raises=TypeError, strict=True, reason="stages add cotangents by +, which these dtypes do not have")
 def test_extended_dtypes_on_stages():
     def loss(params, x):
         scale = lax.convert_element_type(params["scale"], fp8_ops.fm32)

@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import broadcast_in_dim_p, jit_p
 
-from ..._jax import evaluate
+from ..._jax import evaluate, has_effects
 
 Values = dict[Var, Any]
 Opens = Callable[[JaxprEqn, Sequence[bool]], bool]
@@ -68,6 +68,16 @@ def _written_out(
     evaluate_equations(jaxpr, pending, values)
     is_varying = [isinstance(v, Var) and v in varying for v in jaxpr.outvars]
     return read(jaxpr.outvars, values), is_varying
+
+
+def with_needed_equations(jaxpr: Jaxpr) -> Jaxpr:
+    """Return `jaxpr` without the equations that no result and no effect needs; the others stay what they are."""
+    needed, eqns = set(variables(jaxpr.outvars)), list[JaxprEqn]()
+    for eqn in reversed(jaxpr.eqns):
+        if has_effects(eqn) or not needed.isdisjoint(eqn.outvars):
+            needed.update(variables(eqn.invars))
+            eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns[::-1])
 
 
 def zero_results(jaxpr: Jaxpr) -> list[bool]:

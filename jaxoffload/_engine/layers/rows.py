@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._jax import on_device
+from ..._jax import add_jaxvals, on_device
 from ..decide.derivative import looks_for_nans
 
 
@@ -37,7 +37,9 @@ def add_to_row(stack: Any, x: Any, i: Any) -> Any:
     sum, but copy it first."""
     # https://github.com/openxla/xla: InstructionFusion::ShouldFuseInPlaceOp
     row = lax.dynamic_slice_in_dim(stack, i, 1, allow_negative_indices=False)
-    total = row + jnp.expand_dims(on_device(x).astype(stack.dtype), 0)
+    x = on_device(x)
+    x = x if x.dtype == stack.dtype else x.astype(stack.dtype)
+    total = add_jaxvals(row, jnp.expand_dims(x, 0))
     return lax.dynamic_update_slice_in_dim(stack, total, i, 0, allow_negative_indices=False)
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ref import AbstractRef
 
 from ..._errors import NOT_THE_USERS
 from ..._jax import nbytes
 from ..._refusals import refuse_ordered_effects
 from ..._text import readable
 from ..._tracing import tracing
-from ..decide.mutable_refs import takes_refs
 from ..host.limit import HostPoolFull, auto_axes, host_pool_bytes
 from ..host.need import Need, need_of_microbatches, stacks_of
 from ..layers.rows import filled
@@ -32,9 +32,9 @@ def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | Non
     """
     if call.microbatches == 1 or tracing().reference or jax.config.jax_disable_jit:
         return None
-    gradient = None if takes_refs(call.jaxpr) else gradient_of(call.jaxpr, len(call.consts), len(call.params))
-    if gradient is None or gradient.passes_refs:
-        _warn_of("the loss reads or writes a jax.new_ref from outside, or in both passes")
+    gradient = gradient_of(call.jaxpr, len(call.consts), len(call.params))
+    if gradient.reads_refs_late:
+        _warn_of("the backward pass of the loss reads or writes a jax.new_ref from outside")
         return None
     if not gradient.scans:
         _warn_of("the loss has no scan of jaxoffload's that the gradient reaches, outside of other control flow")
@@ -50,20 +50,29 @@ def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | Non
         refuse_ordered_effects("accumulate", call.jaxpr)
         first, last = ends(scans, call.microbatches, size)
 
+    # A loop cannot carry references: the loss has its own, with the values of those from outside.
+    refs = [n for n, aval in enumerate(call.jaxpr.in_avals) if isinstance(aval, AbstractRef)]
+
     def run(*operands: Any) -> Any:
-        fixed, batch = operands[: call.fixed], operands[call.fixed :]
+        fixed = [jax.new_ref(x) if n in refs else x for n, x in enumerate(operands[: call.fixed])]
+        batch = operands[call.fixed :]
         made_of = lambda scans: lambda: program_of(gradient, scans, fixed)
         between = made_of(scans)
         of_first, of_last = (between if end is scans else made_of(end) for end in (first, last))
         microbatch = lambda number: microbatch_of(batch, number)
         sums = [filled(aval, 0) for aval in gradient.sums]
-        if not offloads:
-            return interleaved.run_in_turn(between, call.microbatches, microbatch, sums)
-        return interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
+        if offloads:
+            outs = interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
+        else:
+            outs = interleaved.run_in_turn(between, call.microbatches, microbatch, sums)
+        return *outs, [fixed[n][...] for n in refs]
 
     loops = [tuple(scan.loops for scan in each) for each in (scans, first, last)]
     what = interleaved.Interleaved(_loss(call, gradient), loops[0], loops[1], loops[2], call.microbatches)
-    return call.sums_of(interleaved.bind(run, what, *call.operands))
+    outs = interleaved.bind(run, what, *(x[...] if n in refs else x for n, x in enumerate(call.operands)))
+    for n, value in zip(refs, outs[len(outs) - len(refs) :], strict=True):
+        call.operands[n][...] = value
+    return call.sums_of(outs[: len(outs) - len(refs)])
 
 
 def _loss(call: Call, gradient: Gradient) -> interleaved.Loss:

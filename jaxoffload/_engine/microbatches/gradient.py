@@ -17,12 +17,13 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 from jax.extend.core.primitives import jit_p, reshape_p
 from jax.ref import AbstractRef
 
-from ..._jax import add_jaxvals, dce_jaxpr, evaluate, has_effects, in_memory_of, on_device
+from ..._jax import add_jaxvals, evaluate, has_effects, in_memory_of, on_device
 from ..jaxprs.inline import (
     Values,
     evaluate_equations,
     read,
     variables,
+    with_needed_equations,
     with_unknown_names,
     written_out,
     zero_results,
@@ -110,9 +111,10 @@ class Gradient:
         return zero_results(self.jaxpr)[self.results :]
 
     @property
-    def passes_refs(self) -> bool:
-        """Return if a `jax.new_ref` passes the cut."""
-        return any(isinstance(v.aval, AbstractRef) for v in self.kept(self.scans))
+    def reads_refs_late(self) -> bool:
+        """Return if the backward pass reads or writes references from outside: the next forward pass has, too."""
+        outside = {v for v in self.jaxpr.invars if isinstance(v.aval, AbstractRef)}
+        return any(not outside.isdisjoint(variables(eqn.invars)) for eqn in self.jaxpr.eqns[self.cut :])
 
     @property
     def beside_scans(self) -> Jaxpr:
@@ -160,8 +162,7 @@ def gradient_of(loss: Jaxpr, consts: int, params: int) -> Gradient:
 
     varies = [number >= fixed for number in range(len(loss.invars))]
     jaxpr = jax.make_jaxpr(value_and_gradient)(*loss.in_avals)
-    jaxpr = written_out(jaxpr, varies, _opens)
-    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)
+    jaxpr = with_needed_equations(written_out(jaxpr, varies, _opens))
     varying = _that_vary(jaxpr, varies)
     scans, cut = _scans_of(jaxpr)
     return Gradient(jaxpr, fixed, len(loss.outvars), varying, scans, cut)
@@ -263,7 +264,7 @@ class BetweenPasses(NamedTuple):
     """What is kept of a microbatch between its forward and its backward pass.
 
     Attributes:
-      values: of the variables that pass the cut.
+      values: of the variables that pass the cut; of references, what they hold.
       saved: what the segments of each scan keep.
     """
 
@@ -324,14 +325,17 @@ def forward(program: Program, microbatch: Sequence[Any], stacks: Stacks) -> Pass
             operands = read(loop.invars, values)
             outs, saved[number] = yield from forward_pass(program.scans[number].loops, operands, stacks[number])
             values |= zip(loop.outvars, outs, strict=False)
-    kept = BetweenPasses(read(gradient.kept(program.scans), values), [saved[n] for n in range(len(saved))])
-    return kept, read(gradient.jaxpr.outvars[: gradient.results], values)
+    kept = [values[v][...] if isinstance(v.aval, AbstractRef) else values[v] for v in gradient.kept(program.scans)]
+    return BetweenPasses(kept, [saved[n] for n in range(len(saved))]), read(
+        gradient.jaxpr.outvars[: gradient.results], values
+    )
 
 
 def backward(program: Program, between: BetweenPasses, sums: Sequence[Any]) -> Pass:
     """Run the backward pass of a microbatch: the sums of the gradients, with its own."""
     gradient = program.gradient
-    values = program.values | dict(zip(gradient.kept(program.scans), between.values, strict=True))
+    kept = zip(gradient.kept(program.scans), between.values, strict=True)
+    values = program.values | {v: jax.new_ref(x) if isinstance(v.aval, AbstractRef) else x for v, x in kept}
     numbers = {id(scan.backward): number for number, scan in enumerate(program.scans)}
     sums, in_place = list(sums), gradient.in_place
     for eqns, loop in _up_to_loops(gradient, gradient.jaxpr.eqns[gradient.cut :], numbers):

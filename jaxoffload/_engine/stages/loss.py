@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import jit_p
 
-from ..._jax import MOVES, RESHAPES, dce_jaxpr, evaluate, jvp_jaxpr
+from ..._jax import MOVES, RESHAPES, dce_jaxpr, evaluate, jvp_jaxpr, zero_of
 from ..jaxprs.inline import variables, with_unknown_names, written_out, zero_results
 from ..jaxprs.walk import walk
 from ..layers.passes import Loops
@@ -218,7 +218,8 @@ class StagedLoss:
         results, of_params, of_outs = self._behind(microbatch, outs)
         params, wanted = self._reached
         reads, with_cotangents = self.chunks.back
-        zeros = [filled(jax.typeof(operands[i]).to_ct_aval(), 0) for i in with_cotangents]
+        of_operands = (jax.typeof(operands[i]).to_ct_aval() for i in with_cotangents)
+        zeros = [filled(aval, zero_of(aval.dtype)) for aval in of_operands]
         present = [ct for ct, w in zip(of_outs, wanted, strict=True) if w]
         back = [*(operands[i] for i in reads), *zeros, *present]
         return Behind(results, back, {n: of_params[n] for n in params})

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..._jax import on_device
+from ..._jax import add_jaxvals, on_device
 from ..layers.passes import Loops, empty_ys
 from ..layers.rows import filled
 from .chunk import Operands, Slot
@@ -221,7 +221,7 @@ def _with(slots: Sequence[Slot], written: int, before: int, new: Slot) -> list[S
 
 def _added(sums: dict[int, Any], cotangents: dict[int, Any]) -> dict[int, Any]:
     """The sums, with the cotangents of a microbatch."""
-    return sums | {number: sums[number] + on_device(ct) for number, ct in cotangents.items()}
+    return sums | {number: add_jaxvals(sums[number], on_device(ct)) for number, ct in cotangents.items()}
 
 
 def _gradients(pipeline: Pipeline, state: _State) -> list[Any]:

@@ -188,9 +188,7 @@ class Policy:
         """Return JAX's verdict on the outputs of one equation, as its `policy=`."""
         refuse_remat3()
         if prim is name_p:
-            (name,) = read_names(params["name"])[:1] or [None]
-            if name is None:
-                return VERDICT["recompute"]
+            name = read_names(params["name"])[0]
             if name.keep or not jnp.issubdtype(avals[0].dtype, jnp.inexact):
                 return VERDICT["save"]
             decision = self.decision(name.text)

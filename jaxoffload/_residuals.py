@@ -105,7 +105,7 @@ def _table(passes: _Passes, plans: Plans, rows: Mapping[int, int] | None) -> Res
         if not source.layers + source.empty:
             continue  # of a scan over no layers
         size = passes.devices * nbytes(var.aval)
-        names = [str(name) for name in source.names if str(name) in plans.rows]
+        names = [name for name in source.names if name in plans.rows]
         for name in names:
             first = plans.rows[names[0]] if name != names[0] else None
             kept[name].append(_Stored(size, on_host(var.aval), source, first))

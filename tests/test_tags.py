@@ -8,7 +8,7 @@ from common import equations, kept, normal, policy
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxoffload import checkpoint, residuals, scope, tag
-from jaxoffload._names import Name, PlanName, read_names, read_plan_name
+from jaxoffload._names import KEEP, Name, PlanName, read_names
 
 
 def names(f, *args):
@@ -134,13 +134,20 @@ def test_keys_of_any_kind_are_fields_if_they_read_as_names():
     assert names(lambda x: tag(Node(x), "fc1").x, 1.0) == ["fc1.mine"]
 
 
+def test_a_plans_name_has_the_users_names_and_a_text_that_a_user_writes_has_none():
+    given = PlanName("offload", "0123abcd", 17, (Name("mlp/fc1.gate"), Name("a | b: 50%", keep=True)))
+    assert given == "jaxoffload:offload:mlp/fc1.gate|a | b: 50%#keep:0123abcd:17"
+    assert read_names(given) == given.names == (Name("mlp/fc1.gate"), Name("a | b: 50%", keep=True))
+    assert read_names(str(given)) == (Name(str(given)),)
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "a | b",
         "jaxoffload:foo",
         "jaxoffload:save:x:y:z:w",
-        f"jaxoffload:save:0:{'0123abcd' * 4}:0",
+        "jaxoffload:save:fc1:0123abcd:0",
         "50%",
         "%41",
         "a:b",
@@ -149,12 +156,13 @@ def test_keys_of_any_kind_are_fields_if_they_read_as_names():
     ],
 )
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_plans_name_gives_back_foreign_names_of_any_characters(text, keep):
-    assert read_names(text) == (Name(text),)
-    given = PlanName("offload", 2, "0123abcd" * 4, 17, (Name("mlp/fc1.gate"), Name(text, keep), Name("<dot>")))
-    if text or keep:
-        assert read_plan_name(str(given)) == given
-        assert read_names(str(given)) == given.names
+def test_foreign_names_of_any_characters_are_names(text, keep):
+    assert read_names(text + KEEP * keep) == (Name(text, keep),)
+    f = lambda x: jnp.sin(checkpoint_name(jnp.sin(x), text + KEEP * keep))
+    for _ in range(2):
+        f = checkpoint(f, policy=policy(default="offload"))
+        assert kept(f, normal(0, (3,))) == {("device" if keep else "host", "float32", (3,)): 1}
+        assert residuals(f, normal(0, (3,))).rows[0].names == (text,)
 
 
 def test_foreign_names_of_any_characters_go_through_a_plan():
@@ -162,3 +170,12 @@ def test_foreign_names_of_any_characters_go_through_a_plan():
     inner = checkpoint(f, policy=policy({"a*": "offload"}))
     assert kept(checkpoint(inner, policy=policy({"a*": "offload"})), normal(0, (3,))) == {("host", "float32", (3,)): 1}
     assert residuals(inner, normal(0, (3,))).rows[0].names == ("a | b: 50%",)
+
+
+def test_plans_in_each_other_that_decide_the_same_have_names_of_their_own():
+    f = lambda x: jnp.sin(tag(jnp.sin(x), "fc1"))
+    for _ in range(3):
+        f = checkpoint(f, policy=policy({"fc1": "save"}))
+    written = [n for n in names(lambda x: jax.vjp(f, x)[0], normal(0, (3,))) if isinstance(n, PlanName)]
+    assert len(written) == len(set(written)) == 3
+    assert {(n.decision, n.number, n.names) for n in written} == {("save", 0, (Name("fc1"),))}

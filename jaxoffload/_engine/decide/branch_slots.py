@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var, new_jaxpr_eqn
 from jax.extend.core.primitives import cond_p, name_p
 
 from ..._jax import define
-from ..._names import PlanName, read_plan_name
+from ..._names import PlanName
 from ..jaxprs.walk import map_bodies, with_eqns
 from .plan import Plan
 
@@ -33,14 +33,14 @@ def _retyped(eqn: JaxprEqn, plan: Plan, in_branch: bool) -> Iterator[JaxprEqn]:
     named, residual = Var(aval), Var(_other_type(aval))
     yield eqn.replace(outvars=[named])
     for taken, made, is_residual in ((named, residual, True), (residual, out, False)):
-        params = {"name": str(name), "is_residual": is_residual}
+        params = {"name": name, "is_residual": is_residual}
         yield new_jaxpr_eqn([taken], [made], retyped_p, params, set(), eqn.source_info, eqn.ctx)
 
 
 def _kept_by(plan: Plan, eqn: JaxprEqn) -> PlanName | None:
     """Return the plan's name that an equation writes, if the plan keeps the value."""
-    name = read_plan_name(eqn.params["name"]) if eqn.primitive is name_p else None
-    return name if name and name.decision != "recompute" and str(name) in plan.plan_names else None
+    name = eqn.params["name"] if eqn.primitive is name_p else None
+    return name if name in plan.plan_names and name.decision != "recompute" else None
 
 
 def _other_type(aval: Any, **_: Any) -> Any:

@@ -19,7 +19,7 @@ from jax.extend.core.primitives import name_p
 from ..._errors import Problem
 from ..._jax import CUSTOM_RULES, nbytes
 from ..._megatron import MODULES
-from ..._names import PlanName, read_names, read_plan_name
+from ..._names import PlanName, read_names
 from ..._policy import VERDICT, Decision, Policy, PolicyError
 from ..._refusals import refuse_wrong_offload
 from ..jaxprs.values import DOT, Path, Value, named_values, write_names
@@ -52,7 +52,7 @@ class Row:
     nbytes: int
     decision: Decision
     reason: str
-    plan_name: str
+    plan_name: PlanName
     kind: "Kind" = "value"
 
 
@@ -68,23 +68,22 @@ class Plan:
     """The decisions for one function; callable as `jax.checkpoint`'s `policy=`."""
 
     policy: Policy
-    depth: int  # how deep other plans nest inside the function
     rows: tuple[Row, ...]  # one for each value, in order of definition
     seen: frozenset[str]  # all names that a pattern could have matched
     notes: tuple[str, ...] = ()  # remarks for the table
-    together: tuple[tuple[str, ...], ...] = ()  # for each kernel with several results, the plan's names of these
+    together: tuple[tuple[PlanName, ...], ...] = ()  # for each kernel with several results, the plan's names of these
     no_dots: bool = False  # whether the policy keeps or moves dots, and there is none
 
     def __call__(self, prim: Any, *_: Any, **params: Any) -> Any:
-        name = read_plan_name(params["name"]) if prim is name_p else None
-        return VERDICT[name.decision if name and name.depth == self.depth else "recompute"]
+        name = params["name"] if prim is name_p else None
+        return VERDICT[name.decision if name in self.plan_names else "recompute"]
 
     def __repr__(self) -> str:
         """Return a short text, for it stands in every printed jaxpr."""
         return f"Plan({', '.join(f'{"|".join(r.names) or "dot"}: {r.decision}' for r in self.rows)})"
 
     @functools.cached_property
-    def plan_names(self) -> frozenset[str]:
+    def plan_names(self) -> frozenset[PlanName]:
         """The names that the plan wrote."""
         return frozenset(row.plan_name for row in self.rows)
 
@@ -127,7 +126,7 @@ def decide(
     `primal` is the function before it was differentiated. Names that only it has, in bodies that a custom rule
     replaces, are not residuals, but a pattern may match them.
     """
-    values, slots, kernels, depth = named_values(jaxpr, roles)
+    values, slots, kernels = named_values(jaxpr, roles)
     by_name = _by_name(values)
     labels = _labels(values, by_name)
     decided, problems = _decide_each(labels, by_name, policy, override or Override())
@@ -136,13 +135,13 @@ def decide(
     problems += policy.unmatched(seen) if strict else []
     if problems:
         raise PolicyError(dict.fromkeys(problems))
-    names = _plan_names(decided, depth, (policy, override))
-    name_of = {d.value: str(name) for d, name in zip(decided, names, strict=True)}
-    together = tuple(tuple(name_of[v] for v in results) for results in kernels if len(results) > 1)
-    writes = {(d.value.path, d.value.var): n for d, n in zip(decided, names, strict=True) if d.kind != "argument"}
+    inner = [name for site in walk(jaxpr) if isinstance(name := site.eqn.params.get("name"), PlanName)]
+    names = _plan_names(decided, (policy, override, inner))
+    together = tuple(tuple(names[v] for v in results) for results in kernels if len(results) > 1)
+    writes = {(d.value.path, d.value.var): names[d.value] for d in decided if d.kind != "argument"}
     no_dots = policy.dots != "recompute" and not any(v.names == [DOT] for v in values)
     notes = _notes(values, policy, primal, no_dots)
-    return Plan(policy, depth, _rows(decided, names), frozenset(seen), notes, together, no_dots), writes
+    return Plan(policy, _rows(decided, names), frozenset(seen), notes, together, no_dots), writes
 
 
 class _Decided(NamedTuple):
@@ -155,16 +154,16 @@ class _Decided(NamedTuple):
     kind: Kind
 
 
-def _plan_names(decided: list[_Decided], depth: int, key: Any) -> list[PlanName]:
-    """Return the name that the plan writes for each value; `key` and the decisions tell plans of one depth apart."""
-    whole = key, [(d.labels, d.value.aval.shape, str(d.value.aval.dtype), d.decision, d.reason) for d in decided]
-    digest = hashlib.blake2b(repr(whole).encode(), digest_size=16).hexdigest()
-    return [PlanName(d.decision, depth, digest, i, tuple(d.value.names)) for i, d in enumerate(decided)]
+def _plan_names(decided: list[_Decided], key: Any) -> dict[Value, PlanName]:
+    """Return the name that the plan writes for each value; `key` and the decisions tell plans apart."""
+    whole = key, [(d.value.names, d.value.aval.shape, str(d.value.aval.dtype), d.decision, d.reason) for d in decided]
+    digest = hashlib.blake2b(repr(whole).encode(), digest_size=8).hexdigest()
+    return {d.value: PlanName(d.decision, digest, i, tuple(d.value.names)) for i, d in enumerate(decided)}
 
 
-def _rows(decided: list[_Decided], names: list[PlanName]) -> tuple[Row, ...]:
+def _rows(decided: list[_Decided], names: dict[Value, PlanName]) -> tuple[Row, ...]:
     """Return the plan's table."""
-    parts = [(d, d.value.aval, str(name)) for d, name in zip(decided, names, strict=True)]
+    parts = [(d, d.value.aval, names[d.value]) for d in decided]
     return tuple(
         Row(d.labels, tuple(x.shape), str(x.dtype), nbytes(x), d.decision, d.reason, n, d.kind) for d, x, n in parts
     )

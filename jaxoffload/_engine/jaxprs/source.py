@@ -7,7 +7,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import cond_p, name_p, scan_p
 
 from ..._jax import BARRIER, CALLS, FORWARD, VIEWS, nbytes
-from ..._names import PlanName, read_names, read_plan_name
+from ..._names import PlanName, read_names
 from .values import keeps_all_bits
 from .walk import bodies
 
@@ -120,7 +120,8 @@ def _source_of_slot(branches: list[Source]) -> Source:
 
 
 def _plan_name(eqn: JaxprEqn) -> PlanName | None:
-    return read_plan_name(eqn.params["name"]) if eqn.primitive is name_p else None
+    name = eqn.params["name"] if eqn.primitive is name_p else None
+    return name if isinstance(name, PlanName) else None
 
 
 def follow(jaxpr: Jaxpr, var: Any, passes_on: PassesOn) -> Any:

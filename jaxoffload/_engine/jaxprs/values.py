@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
 from jax.extend.core.primitives import cond_p, name_p, reduce_precision_p
 
 from ..._jax import CALLS, IDENTITIES, KERNELS, SLICING, SORTING
-from ..._names import Name, PlanName, read_names, read_plan_name
+from ..._names import Name, read_names
 from .walk import map_bodies, operands_of, placed_bodies, with_eqns
 
 # The equation numbers and parameters that lead to the jaxpr of a variable. One jaxpr object can stand at two places,
@@ -42,7 +42,6 @@ class Named(NamedTuple):
     values: list[Value]
     slots: list[list[Value]]  # for each result of a `cond`, the values from its branches and behind it that share it
     kernels: list[list[Value]]  # for each kernel, the values that it computes
-    depth: int  # how deep plans nest inside the jaxpr
 
 
 def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> Named:
@@ -61,7 +60,7 @@ def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> Named:
             value.names = value.names or list(first)
     slots = [[v for v in slot if v is not None and v.names not in ([], [DOT])] for slot in search.slots]
     kernels = [[v for v in results if v.names] for results in search.kernels + search.sortings]
-    return Named([v for v in search.values if v.names], slots, kernels, search.depth)
+    return Named([v for v in search.values if v.names], slots, kernels)
 
 
 class _Search:
@@ -73,7 +72,6 @@ class _Search:
         self.slots: list[list[Value | None]] = []
         self.kernels: list[list[Value]] = []
         self.sortings: list[list[Value]] = []
-        self.depth = 0
 
     def define(self, path: Path, var: Var, role: str | None = None) -> Value:
         self.values.append(Value(var.aval, path, var, role))
@@ -121,10 +119,8 @@ class _Search:
     def note_results(self, eqn: JaxprEqn, results: list[Value]) -> None:
         """Add a `name` to its value, and the results of a kernel to `kernels` or `sortings`."""
         if eqn.primitive is name_p:
-            names, text = results[0].names, eqn.params["name"]
-            names += [n for n in read_names(text) if n not in names]
-            if plan_name := read_plan_name(text):
-                self.depth = max(self.depth, plan_name.depth + 1)
+            names = results[0].names
+            names += [n for n in read_names(eqn.params["name"]) if n not in names]
         elif eqn.primitive.name in KERNELS:
             self.kernels.append(results)
         elif eqn.primitive.name in SORTING:
@@ -140,7 +136,7 @@ def keeps_all_bits(eqn: JaxprEqn) -> bool:
     return eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant
 
 
-def write_names(jaxpr: Jaxpr, names: Mapping[tuple[Path, Var], PlanName | str], path: Path = ()) -> Jaxpr:
+def write_names(jaxpr: Jaxpr, names: Mapping[tuple[Path, Var], str], path: Path = ()) -> Jaxpr:
     """Return `jaxpr` with a `name` right behind the definition of each variable in `names`; all uses read the name.
 
     The name stands behind the definition and not where the user tagged the value: the derivatives of exp, tanh, rsqrt
@@ -153,7 +149,7 @@ def write_names(jaxpr: Jaxpr, names: Mapping[tuple[Path, Var], PlanName | str], 
             return var
         fresh = Var(var.aval)
         source = (like.source_info, like.ctx) if like else ()
-        behind.append(new_jaxpr_eqn([fresh], [var], name_p, {"name": str(names[path, var])}, set(), *source))
+        behind.append(new_jaxpr_eqn([fresh], [var], name_p, {"name": names[path, var]}, set(), *source))
         return fresh
 
     behind: list[JaxprEqn] = []

@@ -121,7 +121,7 @@ class Layer:
     def for_host(self) -> list[str]:
         """The names of each residual for the host."""
         names = {row.plan_name: ", ".join(row.names) or "(matmul)" for row in self.plan.rows}
-        return [", ".join(names[str(name)] for name in k.source.names) for k in self.kept if k.place == "host"]
+        return [", ".join(names[name] for name in k.source.names) for k in self.kept if k.place == "host"]
 
     @property
     def copies(self) -> list[Any]:

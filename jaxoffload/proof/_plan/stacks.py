@@ -223,8 +223,8 @@ def names_of(found: list[Found], fixed: Policy) -> Names:
         full, least = (linear(each, policy) for policy in (everything, nothing))
         groups += [set(row.names) for row in full.plan.rows if row.kind != "argument" and row.names]
         groups += [{n for row in k.rows for n in full.plan.rows[row].names} for k in full.kept if len(k.rows) > 1]
-        named = {row.plan_name: set(row.names) for row in full.plan.rows}  # one kernel makes them, and makes all again
-        groups += [set[str]().union(*(named[name] for name in kernel)) for kernel in full.plan.together]
+        kernels = full.plan.together  # each makes its results, and makes all again
+        groups += [{n for name in results for n in full.plan.rows[name.number].names} for results in kernels]
         host |= {n for row in full.plan.rows if row.decision == "offload" for n in row.names}
         # What is too small for the host may be saved.
         keepable |= {

@@ -49,8 +49,8 @@ def _forbidden(transfer: HostTransfer, target: Target) -> Iterator[tuple[str, st
     source, what = transfer.source, f"{transfer.source.where} {transfer.aval.str_short()}"
     if source.name is not None:
         if source.name.decision != "offload":
-            row = target.plans.rows.get(str(source.name))
-            names = ", ".join(row.names) if row else str(source.name)
+            row = target.plans.rows.get(source.name)
+            names = ", ".join(row.names) if row else source.name
             yield names or "a matmul", f"which is marked {source.name.decision}"
     elif source.kind == "argument":  # a weight may have the shape of a moment on the host
         yield what, f"which is named {transfer.name!r} and stays with the caller" if transfer.name else _UNNAMED

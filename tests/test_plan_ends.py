@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +13,18 @@ from common import ONE_RATE, ROOT, auto_mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxoffload import Policy, accumulate, proof, scan, tag
+from jaxoffload._engine.cost import lone_pass
 from jaxoffload._engine.cost.cost import cost
+from jaxoffload._engine.cost.lone_pass import Lone
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers.layer import shares
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload._tracing import Trial
 from jaxoffload.proof import Bus, fits
+from jaxoffload.proof._plan import lone_passes
 from jaxoffload.proof._plan.choices import alone, units_of
 from jaxoffload.proof._plan.ends import Counts, Moves, again_of, ends
+from jaxoffload.proof._plan.lone_passes import LonePasses
 from jaxoffload.proof._plan.patterns import policy_for
 from jaxoffload.proof._plan.plan import _traced
 from models.train import step_for
@@ -148,6 +154,28 @@ def test_it_does_on_meshes(sharded):
         assert [end[:2] for end in found] == [end[:2] for end in step]
         assert stay == proof.staying(f(Policy(rules)), *args)
     assert any(less for _, less, _ in found)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_many_cases_are_decided_as_one_is(direction):
+    """Sizes and seconds are drawn from few, so that some are equal."""
+    draw, each = np.random.default_rng(0), 50
+    for _ in range(60):
+        groups = np.sort(draw.integers(0, 6, draw.integers(1, 9)))  # as residuals
+        numbers, groups = np.unique(groups, return_inverse=True)
+        sizes = draw.choice(draw.integers(1, 10**9, 4), len(groups))
+        in_bus = sizes.sum() / 53e9
+        again = draw.choice([*draw.random(3) * in_bus / 3, 0.0, math.inf], len(numbers))
+        passes = direction, *(draw.random(2) * in_bus).tolist()
+        moved, budget = draw.random((len(sizes), each)) < 0.8, draw.integers(0, sizes.sum(), each)
+        recomputed, stay = lone_passes.decide(LonePasses(*passes, sizes, groups, again), moved, budget)
+        for case in range(each):
+            residuals = {frozenset([n]): int(sizes[n]) for n in np.flatnonzero(moved[:, case])}
+            rows = [frozenset(np.flatnonzero(moved[:, case] & (groups == g)).tolist()) for g in range(len(numbers))]
+            can = {these: float(s) for these, s in zip(rows, again, strict=True) if these and s < math.inf}
+            one = lone_pass.decide(Lone(*passes, residuals, can), int(budget[case]))
+            assert one.recomputed == frozenset().union(*itertools.compress(rows, recomputed[:, case]))
+            assert one.stay == {frozenset([n]) for n in np.flatnonzero(stay[:, case])}
 
 
 def layers_ms(f, args, machine):

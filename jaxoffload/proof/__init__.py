@@ -1,8 +1,5 @@
 """Evidence about a program: verify() checks its claims, fits() and room() predict, profile() and page() report."""
 
-from .._engine.cost.rates import AttentionRate as AttentionRate
-from .._engine.cost.rates import Gemms as Gemms
-from .._engine.cost.rates import Link as Link
 from ._check import Check as Check
 from ._check import Verification as Verification
 from ._plan.errors import CannotPlan as CannotPlan
@@ -24,6 +21,9 @@ from ._predict.staying import staying as staying
 from ._program.exact import exact_options as exact_options
 from ._program.memory import memory_plan as memory_plan
 from ._program.scheduling import scheduling_options as scheduling_options
+from ._rates import AttentionRate as AttentionRate
+from ._rates import Gemms as Gemms
+from ._rates import Link as Link
 from ._report.page import about as about
 from ._report.page import page as page
 from ._report.png import pictures as pictures

@@ -1,9 +1,9 @@
-"""How long a jaxpr takes on a device, from FLOPs and bytes alone.
+"""Estimate how long a jaxpr takes on a device, from FLOPs and bytes alone.
 
 A matmul, or another kernel of its own, takes as long as its FLOPs or as moving its operands and results between it and
 the device's memory, whichever is longer. All else is fused: what lies between the kernels is read once and written
-once. What XLA does better (a matmul's epilogue) or worse (a reduction that reads twice) is not seen. A collective takes
-its time on the link, where that was measured; those that the compiler adds are not in a jaxpr.
+once. What XLA does better (a matmul's epilogue) or worse (a reduction that reads twice) is not seen. Collectives that
+the compiler adds are not in a jaxpr.
 """
 
 import dataclasses
@@ -30,7 +30,44 @@ from ..._jax import (
     nbytes,
 )
 from ..jaxprs.walk import devices_of, nested
-from .rates import Link, Rates
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one device does per second, by one number each for all shapes; `proof` has more.
+
+    Attributes:
+      gemm_tflops: 10**12 floating-point operations of large bfloat16 matmuls in a long run.
+      attention_tflops: those of causal flash attention, forward and backward, without the masked half.
+      hbm_gb_s: GB of its memory, reading and writing together.
+    """
+
+    gemm_tflops: float
+    attention_tflops: tuple[float, float]
+    hbm_gb_s: float
+
+    def moving(self, size: float) -> float:
+        """Return the seconds in which fused work reads or writes so many bytes."""
+        return size / self.hbm_gb_s / 1e9
+
+    def gemm(self, sides: Sequence[int], flops: float, float32: bool = False, grouped: bool = False) -> float:
+        """Return the TFLOP/s of a bfloat16 matmul; `flops` are those on one device, `float32` is the result's dtype."""
+        return self.gemm_tflops
+
+    def attending(self, width: int, length: int) -> tuple[float, float]:
+        """Return the TFLOP/s of attention, forward and backward, for heads of a width and sequences of a length."""
+        return self.attention_tflops
+
+    def on_link(
+        self, eqn: JaxprEqn, axes: Mapping[str, int], operands: Sequence[float], results: Sequence[float]
+    ) -> float | None:
+        """Return the seconds of a collective; None where it is taken for copies within the device's memory.
+
+        Args:
+          axes: the sizes of the mesh axes of a `shard_map` around it.
+          operands, results: the bytes per device of each.
+        """
+        return None
 
 
 class Cost(NamedTuple):
@@ -70,9 +107,6 @@ class _Array:
 
 
 _KERNELS = MATMULS | ALONE | OPAQUE
-_SUM = ["reduce_scatter", "all_gather"]
-_ON_LINK = {"all_gather": _SUM[1:], "reduce_scatter": _SUM[:1]}
-_ON_LINK |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), _SUM)
 
 
 class _Walk:
@@ -145,28 +179,18 @@ class _Walk:
     def kernel(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
         self.take(operands)
         results = [self.array(v.aval, written=True) for v in eqn.outvars]
-        if eqn.primitive.name in COLLECTIVES and self.rates.link:
-            self.seconds += self.on_link(self.rates.link, eqn, operands, results)
-            return results
+        taken, made = ([array.bytes for array in arrays] for arrays in (operands, results))
+        if eqn.primitive.name in COLLECTIVES:
+            on_link = self.rates.on_link(eqn, self.axes, taken, made)
+            if on_link is not None:
+                self.seconds += on_link
+                return results
         computing = _computing(eqn, self.rates, self.devices)
         if computing is None and eqn.primitive.name not in ALONE:
             self.unknown.update([str(eqn.params.get("name") or eqn.primitive.name)])
-        moving = sum(array.bytes for array in [*operands, *results]) / self.rates.hbm_gb_s / 1e9
+        moving = sum([*taken, *made]) / self.rates.hbm_gb_s / 1e9
         self.seconds += max(moving, computing or 0.0)
         return results
-
-    def on_link(self, link: Link, eqn: JaxprEqn, operands: list[_Array], results: list[_Array]) -> float:
-        """Seconds of a collective. A sum over devices, or the largest or smallest value, is a reduce-scatter and
-        an all-gather."""
-        name, params = eqn.primitive.name, eqn.params
-        names = params.get("axis_name", params.get("axes", ()))
-        sizes = [self.axes.get(axis, link.gpus) for axis in ((names,) if isinstance(names, str) else names)]
-        groups = params.get("axis_index_groups")
-        parts = params.get("axis_size") or (len(groups[0]) if groups else math.prod(sizes))
-        operands = operands[:1] if name == "ragged_all_to_all" else operands  # then where it goes, and which rows
-        size = max(sum(array.bytes for array in arrays) for arrays in (operands, results))
-        size *= parts / max(1, parts - 1) if name == "ppermute" else 1  # a device keeps no part of it
-        return sum(link.seconds(what, size, parts) for what in _ON_LINK.get(name, ["all_to_all"]))
 
     def fused(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
         results = [self.array(v.aval, written=False) for v in eqn.outvars]

@@ -1,27 +1,33 @@
-"""Which residuals of a layer stay on the device, and which are recomputed, where one of its passes runs alone.
+"""Decide which residuals a layer does not copy where one of its passes runs alone.
 
-The seconds and the bus are an H200's, whatever runs: all processes must compile the same program. Many cases are
-decided at once, for `plan` has many: which residuals are moved, and how many bytes may stay.
+Such a pass has no other beside it to hide its copies, and a layer waits for what it does not hide. To wait less:
+
+1. Go through the residuals, the largest first. Copy one if the pass has time left for it. Otherwise let it stay on the
+   device, or copy it late if the budget has no room.
+2. Try to recompute each group of residuals that can be, with the first step done anew for the others. Take the group
+   with which both passes together are shortest, if they are shorter than without it.
+3. Repeat the second step until no group helps.
+
+The seconds and the bus are an H200's, whatever runs: all processes must compile the same program.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
-import numpy as np
 from jax.extend.core import Jaxpr
 
-from .cost import Cost, cost
-from .rates import Rates
+from .cost import Cost, Rates, cost
 
 # Measured: benchmarks/results/fits.json.
 RATES = Rates(gemm_tflops=670.0, attention_tflops=(580.0, 530.0), hbm_gb_s=3900.0)
-_BUS_GB_S = 53.0  # one way
+BUS_GB_S = 53.0  # one way
 
 Direction = Literal["forward", "backward"]
+Rows = frozenset[int]  # those of a residual in its layer's plan
 
 
 class Spare(NamedTuple):
-    """Bytes per device that may stay in the first or in the last microbatch, and over how many devices values are
+    """The bytes per device that may stay in the first or in the last microbatch, and over how many devices values are
     spread."""
 
     bytes: int
@@ -29,104 +35,76 @@ class Spare(NamedTuple):
 
 
 class Lone(NamedTuple):
-    """A layer one of whose passes has no other beside it.
+    """A layer one of whose passes runs alone.
 
     Attributes:
       direction: of that pass.
       forward, backward: seconds of the layer's passes.
-      sizes: bytes per device of its residuals, (residuals,).
-      groups: which of them are recomputed together: the number of each one's group, (residuals,).
-      again: seconds that recomputing a group adds to the backward pass, (groups,); infinite if it cannot be recomputed.
+      sizes: bytes per device of each residual for the host.
+      again: seconds that recomputing a group of residuals adds to the backward pass, by the rows of all of them.
     """
 
     direction: Direction
     forward: float
     backward: float
-    sizes: Any
-    groups: Any
-    again: Any
+    sizes: Mapping[Rows, int]
+    again: Mapping[Rows, float]
 
 
 class Decided(NamedTuple):
-    """What is recomputed, (groups, cases) bool, and what stays on the device, (residuals, cases) bool."""
+    """The rows that are recomputed, the residuals that stay, and the seconds that both passes then take."""
 
-    recomputed: Any
-    stay: Any
+    recomputed: Rows
+    stay: frozenset[Rows]
+    seconds: float
 
 
 def cost_of(jaxpr: Jaxpr, devices: int) -> Cost:
-    """The cost of a pass, by which is decided."""
+    """Return the cost of a pass, as decisions count it."""
     return cost(jaxpr, RATES, devices)
 
 
-def bytes_in(seconds: Any) -> Any:
-    """The bytes that are copied one way in this time."""
-    return np.int64(seconds * _BUS_GB_S * 1e9)
+def bytes_in(seconds: float) -> int:
+    """Return the bytes that are copied one way in this time."""
+    return int(seconds * BUS_GB_S * 1e9)
 
 
-def decide(
-    lone: Lone, moved: Any, budget: Any, accepts: Callable[[Any], Any] = lambda recomputed: np.ones(len(recomputed[0]))
-) -> Decided:
-    """Decide what stays on the device of what is moved, and what is recomputed if that is faster than the wait.
+def decide(lone: Lone, budget: int, accepts: Callable[[Rows], bool] = lambda recomputed: True) -> Decided:
+    """Decide what is recomputed, and what stays on the device.
 
     Args:
-      moved: which residuals would be copied, (residuals, cases) bool.
-      budget: bytes that may stay, (cases,) int64.
-      accepts: groups, (groups, cases) bool -> for each case whether these can be recomputed together.
+      budget: bytes that may stay.
+      accepts: whether these rows can be recomputed together.
     """
-    recomputed = np.zeros((len(lone.again), len(budget)), bool)
-    seconds, stay = _planned(lone, moved, recomputed, budget)
-    left = np.array([np.isfinite(s) & moved[lone.groups == g].any(0) for g, s in enumerate(lone.again)])
-    cases = np.arange(len(budget))
-    while True:
-        # Seconds that the wait still takes; what takes as long is not tried.
-        waits = seconds[cases] - lone.forward - _longer(lone, recomputed[:, cases])
-        possible = left[:, cases] & (lone.again[:, None] < waits)
-        cases, possible = cases[possible.any(0)], possible[:, possible.any(0)]
-        if not len(cases):
-            return Decided(recomputed, stay)
-        tried = np.full((len(left), len(cases)), np.inf)
-        group, which = np.nonzero(possible)
-        of = cases[which]
-        with_it = recomputed[:, of]
-        with_it[group, range(len(of))] = True
-        tried[group, which], _ = _planned(lone, moved[:, of], with_it, budget[of])
-        better = tried.min(0) < seconds[cases]
-        cases, best = cases[better], tried.argmin(0)[better]
-        left[best, cases] = False
-        with_it = recomputed[:, cases]
-        with_it[best, range(len(cases))] = True
-        can = np.array(accepts(with_it), bool) if len(cases) else np.zeros(0, bool)
-        changed = cases[can]
-        recomputed[:, changed] = with_it[:, can]
-        seconds[changed], stay[:, changed] = _planned(lone, moved[:, changed], recomputed[:, changed], budget[changed])
+    decided, left = _recomputing(lone, frozenset(), budget), list(lone.again)
+    while left:
+        tried = {group: _recomputing(lone, decided.recomputed | group, budget) for group in left}
+        best = min(left, key=lambda group: tried[group].seconds)
+        if tried[best].seconds >= decided.seconds:
+            break
+        left.remove(best)
+        if accepts(tried[best].recomputed):
+            decided = tried[best]
+    return decided
 
 
-def _planned(lone: Lone, moved: Any, recomputed: Any, budget: Any) -> tuple[Any, Any]:
-    """The seconds that both passes take, and what stays."""
-    longer = _longer(lone, recomputed)
-    forward = np.full(len(budget), lone.forward)
-    alone, other = (forward, longer) if lone.direction == "forward" else (longer, forward)
-    copied = moved & ~recomputed[lone.groups]
-    stay, size = staying(lone.sizes, copied, bytes_in(alone), budget)
-    return other + np.maximum(alone, size / _BUS_GB_S / 1e9), stay
+def _recomputing(lone: Lone, recomputed: Rows, budget: int) -> Decided:
+    """Return what stays, and how long both passes take, if these rows are recomputed."""
+    backward = lone.backward + sum(seconds for group, seconds in lone.again.items() if group <= recomputed)
+    alone, other = (lone.forward, backward) if lone.direction == "forward" else (backward, lone.forward)
+    copied = {rows: size for rows, size in lone.sizes.items() if not rows & recomputed}
+    stay = staying(copied, bytes_in(alone), budget)
+    size = sum(copied.values()) - sum(copied[rows] for rows in stay)
+    return Decided(recomputed, stay, other + max(alone, size / BUS_GB_S / 1e9))
 
 
-def _longer(lone: Lone, recomputed: Any) -> Any:
-    """The seconds of the backward pass."""
-    return lone.backward + np.where(np.isfinite(lone.again), lone.again, 0.0) @ recomputed
-
-
-def staying(sizes: Any, copied: Any, room: Any, budget: Any) -> tuple[Any, Any]:
-    """Return which residuals stay, at most `budget` bytes: large ones that do not fit in the `room` of the others; and
-    the bytes of the others.
-
-    Shapes are those of `decide`; `room` is that of `budget`.
-    """
-    stay, left = np.zeros(copied.shape, bool), room
-    for number in np.argsort(-sizes, kind="stable"):
-        size = sizes[number]
-        stay[number] = copied[number] & (size > left) & (size <= budget)
-        budget = budget - size * stay[number]
-        left = left - size * (copied[number] & ~stay[number])
-    return stay, room - left
+def staying(sizes: Mapping[Rows, int], room: int, budget: int) -> frozenset[Rows]:
+    """Return the residuals that stay, at most `budget` bytes. The pass has time to copy `room` bytes of the others."""
+    stay = set[Rows]()
+    for rows, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        if room < size <= budget:
+            stay.add(rows)
+            budget -= size
+        else:
+            room -= size  # it is copied, in time or late
+    return frozenset(stay)

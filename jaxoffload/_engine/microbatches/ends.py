@@ -1,4 +1,4 @@
-"""What the first and the last of interleaved microbatches do not copy, because one of their passes runs alone.
+"""Choose what the first and the last of interleaved microbatches do not copy: one of their passes runs alone.
 
 The first forward pass (the fill) and the last backward pass (the drain) have no other pass beside them. Where a layer
 then takes less time than its copies, some of its residuals stay on the device, and others are recomputed if that takes
@@ -6,37 +6,24 @@ less time than the wait for their copies. What stays takes less than a second se
 microbatches holds (three tenths are for what is in flight), and the less the more microbatches share the time saved.
 """
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import numpy as np
 from jax.extend.core import Jaxpr
 
 from ..._jax import COLLECTIVES
 from ..cost.cost import Cost
-from ..cost.lone_pass import Direction, Lone, Spare, bytes_in, cost_of, decide
+from ..cost.lone_pass import Direction, Lone, Rows, Spare, bytes_in, cost_of, decide
 from ..jaxprs.walk import walk
 from ..layers.layer import Layer, shares
 from ..layers.passes import Loops
 from ..layers.per_device import mesh_of
 from .gradient import Scan
 
-Rows = frozenset[int]  # those of a residual in its layer's plan
 Scans = tuple[Scan, ...]
-
-
-class _Alone(NamedTuple):
-    """A pass that has no other beside it, and over how many devices its values are spread."""
-
-    direction: Direction
-    devices: int
-
-    def seconds(self, jaxpr: Jaxpr) -> float:
-        return cost_of(jaxpr, self.devices).seconds
 
 
 class Ends(NamedTuple):
@@ -49,9 +36,9 @@ class Ends(NamedTuple):
 def ends(scans: Scans, microbatches: int, gradients: int) -> Ends:
     """Return the scans of the first and of the last microbatch; `gradients`: bytes of a set of them, on all devices."""
     spare, devices = spare_of(scans, microbatches, gradients)
-    first, left = _fitted(scans, _Alone("forward", devices), spare)
+    first, left = _fitted(scans, "forward", devices, spare)
     # Of more than two microbatches the first is gone when the last begins.
-    last, _ = _fitted(scans, _Alone("backward", devices), left if microbatches == 2 else spare)
+    last, _ = _fitted(scans, "backward", devices, left if microbatches == 2 else spare)
     return Ends(first, last)
 
 
@@ -70,42 +57,39 @@ def _devices(scans: Scans) -> int:
     return max((math.prod(mesh_of(jaxpr, ()).values()) for jaxpr in forward), default=1)
 
 
-def _fitted(scans: Scans, alone: _Alone, budget: int) -> tuple[Scans, int]:
-    """Return the scans if the pass `alone` has no other beside it, and what is left of the `budget`.
+def _fitted(scans: Scans, direction: Direction, devices: int, budget: int) -> tuple[Scans, int]:
+    """Return the scans for a microbatch whose pass in this direction runs alone, and what is left of the `budget`.
 
     `budget`: the bytes per device that may stay. The last layers' residuals are needed first, so the last scan is
     served first.
     """
     made: list[Scan] = []
     for scan in reversed(scans):
-        loops, budget = _fitted_loops(scan.loops, alone, budget)
-        made.insert(0, scan if loops is scan.loops else scan._replace(loops=loops))
-    same = all(new is old for new, old in zip(made, scans, strict=True))
-    return (scans if same else tuple(made)), budget
+        loops, budget = _fitted_loops(scan.loops, direction, devices, budget)
+        made.insert(0, scan._replace(loops=loops))
+    return (scans if tuple(made) == scans else tuple(made)), budget
 
 
-def _fitted_loops(loops: Loops, alone: _Alone, budget: int) -> tuple[Loops, int]:
-    segments = []
-    for segment in loops.segments:
-        layer = segment.layer
-        if segment.on_host:
-            layer = _fitted_layer(layer, alone, budget // segment.layers)
-        budget -= segment.layers * (_on_device(layer) - _on_device(segment.layer))
+def _fitted_loops(loops: Loops, direction: Direction, devices: int, budget: int) -> tuple[Loops, int]:
+    segments = list(loops.segments)
+    for number, segment in enumerate(segments):
+        if not segment.on_host:
+            continue
+        layer = _fitted_layer(segment.layer, direction, devices, budget // segment.layers)
         if layer is not segment.layer:
+            budget -= segment.layers * (_on_device(layer) - _on_device(segment.layer))
             on_host = segment.on_host if layer.for_host else 0
-            segment = segment._replace(jaxpr=layer.forward, layer=layer, on_host=on_host)
-        segments.append(segment)
-    same = all(new is old for new, old in zip(segments, loops.segments, strict=True))
-    return (loops if same else loops.with_segments(segments)), budget
+            segments[number] = segment._replace(jaxpr=layer.forward, layer=layer, on_host=on_host)
+    return (loops if tuple(segments) == loops.segments else loops.with_segments(segments)), budget
 
 
 def _on_device(layer: Layer) -> int:
-    """Bytes per device of what a layer keeps on it."""
+    """Return the bytes per device of what a layer keeps on it."""
     return sum(sum(shares(layer.forward, layer.kept, place)) for place in ("device", "once"))
 
 
 def _moved(layer: Layer) -> Counter[Rows]:
-    """Bytes per device of each residual for the host."""
+    """Return the bytes per device of each residual for the host."""
     rows = (k.rows for k in layer.kept if k.place == "host")
     sizes: Counter[Rows] = Counter()
     for these, size in zip(rows, shares(layer.forward, layer.kept, "host"), strict=True):
@@ -113,26 +97,15 @@ def _moved(layer: Layer) -> Counter[Rows]:
     return sizes
 
 
-def _fitted_layer(layer: Layer, alone: _Alone, budget: int) -> Layer:
-    """A layer that may keep `budget` bytes on the device of what it would copy."""
-    sizes = _moved(layer)
-    forward, backward = alone.seconds(layer.forward), alone.seconds(_backward(layer))
-    if sizes.total() <= bytes_in(forward if alone.direction == "forward" else backward):
+def _fitted_layer(layer: Layer, direction: Direction, devices: int, budget: int) -> Layer:
+    """Return a layer that may keep `budget` bytes on the device of what it would copy."""
+    seconds = lambda jaxpr: cost_of(jaxpr, devices).seconds
+    sizes, forward, backward = _moved(layer), seconds(layer.forward), seconds(_backward(layer))
+    if sizes.total() <= bytes_in(forward if direction == "forward" else backward):
         return layer
-    again = {rows: max(0.0, alone.seconds(_backward(other)) - backward) for rows, other in _candidates(layer)}
-    groups = [next((n for n, rows in enumerate(again) if these <= rows), len(again)) for these in sizes]
-    of_all = np.array([*again.values(), math.inf])  # the last group cannot be recomputed
-    lone = Lone(alone.direction, forward, backward, np.array([*sizes.values()]), np.array(groups), of_all)
-
-    def rows_of(groups: Any) -> Rows:
-        return frozenset[int]().union(*itertools.compress(again, groups))
-
-    def accepts(recomputed: Any) -> list[bool]:
-        rows = rows_of(recomputed[:, 0])
-        return [_only_moves_less(layer.recomputing(rows), layer, rows)]
-
-    decided = decide(lone, np.ones((len(sizes), 1), bool), np.array([budget]), accepts)
-    recomputed, stay = rows_of(decided.recomputed[:, 0]), [*itertools.compress(sizes, decided.stay[:, 0])]
+    again = {rows: max(0.0, seconds(_backward(other)) - backward) for rows, other in _candidates(layer)}
+    accepts = lambda rows: _only_moves_less(layer.recomputing(rows), layer, rows)
+    recomputed, stay, _ = decide(Lone(direction, forward, backward, sizes, again), budget, accepts)
     if not recomputed and not stay:
         return layer
     return (layer.recomputing(recomputed) if recomputed else layer).with_on_device(stay)
@@ -157,7 +130,8 @@ def _candidates(layer: Layer) -> Iterator[tuple[Rows, Layer]]:
 
 
 def _together(layer: Layer) -> list[Rows]:
-    """The rows of the residuals for the host: together if one kernel makes them, or if they share a `cond`'s result."""
+    """Return the rows of the residuals for the host, in groups: those that one kernel makes, or that share a `cond`'s
+    result."""
     numbers = {row.plan_name: number for number, row in enumerate(layer.plan.rows)}
     kept = {number for number, row in enumerate(layer.plan.rows) if row.decision != "recompute"}
     kernels = [kept & {numbers[name] for name in names} for names in layer.plan.together]
@@ -171,7 +145,7 @@ def _together(layer: Layer) -> list[Rows]:
 
 
 def _only_moves_less(other: Layer, layer: Layer, rows: Rows) -> bool:
-    """Whether a layer that recomputes these rows keeps nothing else for that, in neither place."""
+    """Return whether a layer that recomputes these rows keeps nothing else for that, in either place."""
     moved = {these: size for these, size in _moved(layer).items() if not these & rows}
     return _moved(other) == moved and _on_device(other) <= _on_device(layer)
 
@@ -182,6 +156,6 @@ def _untimed(layer: Layer) -> Counter[str]:
 
 
 def untimed(backward: Jaxpr, known: Cost) -> Counter[str]:
-    """How often a backward pass of a known cost runs what has no known time."""
+    """Count what has no known time in a backward pass of a known cost."""
     names = (site.eqn.primitive.name for site in walk(backward))
     return known.unknown + Counter(name for name in names if name in COLLECTIVES)

@@ -4,7 +4,6 @@ A loop over ticks has the branches of the stages in it. Where XLA:GPU makes one 
 the branches of the second return, among it the sums of the gradients (docs/upstream.md#branches).
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,7 @@ from jax.extend.core import Jaxpr
 from ..._jax import REPEATED, Call, convert_constvars_jaxpr, dce_jaxpr, define, evaluate, lower_call
 from ..layers.rows import hidden_zero
 
-_SCOPE = "jaxoffload.repeated"
-_IN_PROGRAM = re.compile(rf"{_SCOPE}\((\d+)\)/while\b")
+REPEATED_SCOPE = "jaxoffload.repeated"  # then the length in brackets, for those who read a program
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,17 +40,11 @@ def repeated[T](times: int, body: Callable[[Any, T], T], state: T) -> T:
             step = lambda i, leaves: evaluate(with_consts, [*consts, jnp.int32(i), *leaves])
             return lax.fori_loop(0, length(), step, [*leaves])
 
-        return convert_constvars_jaxpr(jax.make_jaxpr(jax.named_scope(f"{_SCOPE}({times})")(run))(*operands))
+        return convert_constvars_jaxpr(jax.make_jaxpr(jax.named_scope(f"{REPEATED_SCOPE}({times})")(run))(*operands))
 
     for_xla = _ForXla(loop(lambda: times + hidden_zero()))
     outs = repeated_p.bind(*operands, call_jaxpr=loop(lambda: times), for_xla=for_xla)
     return jax.tree.unflatten(tree, outs)
-
-
-def iterations_of(op_name: str) -> int | None:
-    """How often the loop runs that a compiled program calls so; None if it is not one of ours."""
-    found = _IN_PROGRAM.search(op_name)
-    return int(found[1]) if found else None
 
 
 def _lower(ctx: Any, *operands: Any, call_jaxpr: Jaxpr, for_xla: _ForXla) -> Any:

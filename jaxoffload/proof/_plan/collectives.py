@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.extend.core.primitives import convert_element_type_p, sharding_constraint_p
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._engine.cost.rates import Link
 from ..._engine.jaxprs.flat import Buffer, division, straight
 from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.layer import Body
 from ..._jax import nbytes
+from .._rates import Link
 from .costs import Costs, Kept
 from .stacks import Found
 

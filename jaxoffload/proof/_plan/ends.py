@@ -1,6 +1,6 @@
-"""What the first and the last of interleaved microbatches do otherwise, because one of their passes runs alone.
+"""Predict what the first and the last of interleaved microbatches do otherwise: one of their passes runs alone.
 
-It is decided by the engine's own code, in seconds that are the same on all machines. What recomputing a unit takes is
+It is decided as the engine decides it, in seconds that are the same on all machines. What recomputing a unit takes is
 what a layer takes that does not keep it, if that is among those that were looked at.
 """
 
@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._engine.cost.lone_pass import Direction, Lone, bytes_in, decide
+from ..._engine.cost.lone_pass import Direction, bytes_in
 from .costs import Alone, Costs, Kept, LayerCost, Step, Table, Unit
+from .lone_passes import LonePasses, decide
 
 
 class Counts(NamedTuple):
@@ -138,7 +139,7 @@ def _end(direction: Direction, alone: Alone, of: Moves, n: Counts, left: Any, ag
     groups, sizes = (
         np.array(x, np.int64) for x in ([units.index(u) for u, _ in alone.residuals], [s for _, s in alone.residuals])
     )
-    lone = Lone(direction, alone.forward, alone.backward, sizes, groups, decided)
+    lone = LonePasses(direction, alone.forward, alone.backward, sizes, groups, decided)
     moved = of.moved[:, [of.units.index(unit) for unit, _ in alone.residuals]].T
     wait = sizes @ moved > bytes_in(alone.forward if direction == "forward" else alone.backward)
     where = (n.copying > 0) & wait[:, None]

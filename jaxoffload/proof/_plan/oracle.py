@@ -5,9 +5,8 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ..._engine.cost.cost import cost
+from ..._engine.cost.cost import Rates, cost
 from ..._engine.cost.lone_pass import cost_of
-from ..._engine.cost.rates import Rates
 from ..._engine.decide.plan import Row
 from ..._engine.jaxprs.flat import Straight, straight
 from ..._engine.jaxprs.walk import axes_of, within

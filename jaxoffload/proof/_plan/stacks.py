@@ -9,9 +9,8 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import remat_p
 
-from ..._engine.cost.cost import cost
+from ..._engine.cost.cost import Rates, cost
 from ..._engine.cost.lone_pass import Spare
-from ..._engine.cost.rates import Rates
 from ..._engine.decide.plan import Override
 from ..._engine.jaxprs.flat import straight
 from ..._engine.jaxprs.walk import Site, axes_of, walk, within

@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 
-from ..._engine.cost.rates import AttentionRate, Gemms, Link, Rates, between
 from ..._text import readable
+from .._rates import AttentionRate, Gemms, Link, RatesByShape, between
 from . import measure
 from .measure import Bus as Bus
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine(Rates):
+class Machine(RatesByShape):
     """What `machine()` measured; print it.
 
     Attributes:

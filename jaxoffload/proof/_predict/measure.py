@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._compiler_options import compiler_options
-from ..._engine.cost.cost import attention_flops, cost
-from ..._engine.cost.rates import NARROW, AttentionRate, Gemms, Link, Rates
+from ..._engine.cost.cost import Rates, attention_flops, cost
 from ..._text import GIB
 from ...grouped import grouped_matmul
+from .._rates import NARROW, AttentionRate, Gemms, Link
 
 
 class Bus(NamedTuple):

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..._engine.stages.repeated import iterations_of
+from ..._engine.stages.repeated import REPEATED_SCOPE
 
 _COMPUTATION = re.compile(r"(?:ENTRY )?%(\S+) \(")  # instructions are indented
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
@@ -102,7 +102,8 @@ class Module:
         counts: dict[str, int] = {}
         for line in (line for line in self if line.opcode == "while"):
             known = _first(r'"known_trip_count":\{"n":"(\d+)"', line.text)
-            if count := int(known) if known else iterations_of(line.op_name):
+            named = _first(rf"{REPEATED_SCOPE}\((\d+)\)/while\b", line.op_name)
+            if count := int(known or named or 0):
                 counts |= dict.fromkeys(line.calls, count)
         return counts
 

@@ -16,8 +16,8 @@ from typing import Any
 from ..._compiler_options import compiler_options, with_times
 from ..._engine.cost.cost import attention_flops, grouped_sides
 from ..._engine.cost.lone_pass import RATES
-from ..._engine.cost.rates import Link
 from ..._text import short
+from .._rates import Link
 from .hlo import COLLECTIVES, Instruction, Module, dtype_and_sizes, nbytes, parse, results_of
 from .kernels import ATTENTION_KERNELS, KINDS, flops_of_instruction
 

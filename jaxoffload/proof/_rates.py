@@ -2,8 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from .._engine.cost.cost import Rates
 
 SMALL = 2.0**36  # FLOPs: 0.1 ms at 670 TFLOP/s, of which a kernel's beginning and end are a part
 NARROW = 1024  # of a matmul's shortest side
@@ -83,33 +88,25 @@ class Link(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What one device does per second. Where only one number is known, it counts for all shapes.
+class RatesByShape(Rates):
+    """Rates of more shapes. Where they were not measured, one number counts for all.
 
     Attributes:
-      gemm_tflops: 10**12 floating-point operations of large bfloat16 matmuls in a long run.
-      attention_tflops: those of causal flash attention, forward and backward, without the masked half.
-      hbm_gb_s: GB of its memory, reading and writing together.
-      gemms: other matmuls, by shape; None where that was not measured.
+      gemms: matmuls other than large ones; None where that was not measured.
       attention: causal attention by the width of a head and the length of a sequence; () where that was not measured.
       fused_gb_s: GB of its memory that fused work moves, such as activations.
       link: collectives; None where they are taken for copies within the device's memory.
     """
 
-    gemm_tflops: float
-    attention_tflops: tuple[float, float]
-    hbm_gb_s: float
     gemms: Gemms | None = None
     attention: tuple[AttentionRate, ...] = ()
     fused_gb_s: float | None = None
     link: Link | None = None
 
     def moving(self, size: float) -> float:
-        """Seconds in which fused work reads or writes so many bytes."""
         return size / (self.fused_gb_s or self.hbm_gb_s) / 1e9
 
     def gemm(self, sides: Sequence[int], flops: float, float32: bool = False, grouped: bool = False) -> float:
-        """TFLOP/s of a bfloat16 matmul; `flops` are those on one device, `float32` is the result's dtype."""
         if self.gemms is None:
             return self.gemm_tflops
         narrow = min(sides) <= NARROW
@@ -120,7 +117,7 @@ class Rates:
         return self.gemms.narrow if narrow else self.gemms.float32 if float32 else self.gemm_tflops
 
     def attending(self, width: int, length: int) -> tuple[float, float]:
-        """TFLOP/s of attention, forward and backward: of the width that is nearest, between its lengths."""
+        """Return the rates of the width that is nearest, between its lengths."""
         if not self.attention:
             return self.attention_tflops
         nearest = min({a.width for a in self.attention}, key=lambda w: (abs(math.log(w / width)), w))
@@ -129,12 +126,29 @@ class Rates:
         forward, backward = ([getattr(a, way) for a in points] for way in ("forward", "backward"))
         return between(length, lengths, forward), between(length, lengths, backward)
 
+    def on_link(
+        self, eqn: JaxprEqn, axes: Mapping[str, int], operands: Sequence[float], results: Sequence[float]
+    ) -> float | None:
+        """Return the seconds of a collective. A sum over devices, or the largest or smallest value, is a reduce-scatter
+        and an all-gather. Axes that are not known have all GPUs that were measured."""
+        if self.link is None:
+            return None
+        name, params = eqn.primitive.name, eqn.params
+        names = params.get("axis_name", params.get("axes", ()))
+        counts = [axes.get(axis, self.link.gpus) for axis in ((names,) if isinstance(names, str) else names)]
+        groups = params.get("axis_index_groups")
+        parts = params.get("axis_size") or (len(groups[0]) if groups else math.prod(counts))
+        operands = operands[:1] if name == "ragged_all_to_all" else operands  # then where it goes, and which rows
+        size = max(sum(operands), sum(results))
+        size *= parts / max(1, parts - 1) if name == "ppermute" else 1  # a device keeps no part of it
+        return sum(self.link.seconds(what, size, parts) for what in _ON_LINK.get(name, ["all_to_all"]))
+
+
+_SUM = ["reduce_scatter", "all_gather"]
+_ON_LINK = {"all_gather": _SUM[1:], "reduce_scatter": _SUM[:1]}
+_ON_LINK |= dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), _SUM)
+
 
 def between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     """Interpolate over the logarithm of ascending `xs`; beyond them the first or the last of `ys` counts."""
-    if x <= xs[0]:
-        return ys[0]
-    for (low, first), (high, last) in zip(zip(xs, ys, strict=True), zip(xs[1:], ys[1:], strict=True), strict=False):
-        if x <= high:
-            return first + (last - first) * math.log(x / low) / math.log(high / low)
-    return ys[-1]
+    return float(np.interp(np.log(x), np.log(xs), ys))

@@ -22,8 +22,8 @@ from ._engine.decide.checkpoint_primitive import checkpoint_p
 from ._engine.decide.derivative import derivative
 from ._engine.decide.mutable_refs import takes_refs
 from ._engine.jaxprs.walk import Site, walk
+from ._engine.layers.loops import is_ours
 from ._engine.layers.scan_primitive import in_our_scan, scan_p, the_scan
-from ._engine.microbatches.interleaved import OUR_LOOPS
 from ._errors import NOT_THE_USERS, Problem
 from ._jax import VJP_RULES, evaluate, without_remat3
 from ._policy import Policy, PolicyError
@@ -183,7 +183,7 @@ _OTHER_CHANGES = (
 
 
 def _refuse_gradients(jaxpr: Jaxpr) -> None:
-    is_derivative = lambda e: e.primitive in OUR_LOOPS or (policy_of(e) and e.params["differentiated"])
+    is_derivative = lambda e: is_ours(e) or (policy_of(e) and e.params["differentiated"])
     if any(is_derivative(site.eqn) for site in walk(jaxpr)):
         raise NotImplementedError(
             "offload: the function differentiates what is under a Policy; wrap the loss: jax.grad(offload(loss)), "

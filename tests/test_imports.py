@@ -46,6 +46,19 @@ def test_no_import_runs_back(depth):
     graphlib.TopologicalSorter({a: {b for x, b in edges if x == a} for a in graph}).prepare()  # raises CycleError
 
 
+def test_the_engines_rooms_import_down():
+    """Each room of the engine imports those before it, and of the top level what knows nothing of the engine."""
+    order = ["jaxprs", "host", "decide", "cost", "layers", "microbatches", "stages"]
+    rank = {f"jaxoffload._engine.{room}": number for number, room in enumerate(order)}
+    room = lambda name: ".".join(name.split(".")[:3])
+    below = {name for name in MODULES if name.count(".") == 1 and not any("_engine" in m for m in imports(name))}
+    for name in MODULES:
+        if room(name) in rank:
+            for imported in imports(name) & MODULES.keys():
+                inside = room(imported) in rank and rank[room(imported)] <= rank[room(name)]
+                assert inside or imported in below, (name, imported)
+
+
 def test_no_import_of_a_program_runs_back():
     graph = {name: {m for m in imports(name, PROGRAMS) if m in PROGRAMS} for name in PROGRAMS}
     assert sum(map(len, graph.values())) > 100

@@ -16,10 +16,10 @@ from jaxoffload import Policy, checkpoint, scan, tag
 from jaxoffload._engine.cost.cost import cost
 from jaxoffload._tracing import Trial
 from jaxoffload.proof import Machine
-from jaxoffload.proof._plan.joint import Passes
 from jaxoffload.proof._plan.oracle import Oracle, divided
 from jaxoffload.proof._plan.patterns import policy_of
 from jaxoffload.proof._plan.stacks import UNTAGGED, names_of, spread, stacks_of
+from jaxoffload.proof._predict.joint import Passes
 from jaxoffload.proof._predict.room import divisions
 from jaxoffload.proof._program.results import trace_of
 from models.train import step_for

@@ -10,7 +10,8 @@ from common import assert_same_bits
 
 from jaxoffload import Policy
 from jaxoffload._engine.jaxprs.walk import walk
-from jaxoffload._engine.microbatches.interleaved import interleaved_p, loops_of
+from jaxoffload._engine.layers.loops import loops_of
+from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload.proof import exact_options
 from models.config import Config, Mesh
 from models.sharding import make_mesh

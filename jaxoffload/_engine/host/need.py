@@ -1,24 +1,13 @@
-"""Whether the pinned host pool holds what a program's scans, chains and checkpoints offload together.
+"""Count what a program's scans, chains and checkpoints keep in the pinned host pool together, and refuse too much."""
 
-Apart from `host_pool_limit`, because it reads the loops, which `scan` and `chain` make after they asked for the limit.
-"""
-
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import Jaxpr
 
-from ..._jax import on_host
+from ..._jax import BACKWARD, FORWARD, on_host
 from ..._text import readable
 from ..jaxprs.flat import Buffer, Op, Straight, straight
 from ..jaxprs.walk import nested
-from ..layers.layer import shares
-from ..layers.loops import backward_p, forward_p
-from ..layers.passes import Loops
-from ..layers.segments import Segment
-from ..microbatches.interleaved import interleaved_p
-from ..stages.last_rows import beyond_a_row
-from ..stages.schedule import Schedule
 from .limit import HostPoolFull, auto_axes, host_pool_bytes
 
 
@@ -38,9 +27,9 @@ class Need(NamedTuple):
     branches run one after another. XLA's plans for an H200 are not larger, except for unrolled loops around gradients.
     """
 
-    stacks: list[Stack]
-    other: int
-    loops: "list[tuple[int, Need]]"  # how many iterations stand side by side, and what each needs
+    stacks: tuple[Stack, ...] = ()
+    other: int = 0
+    loops: "tuple[tuple[int, Need], ...]" = ()  # how many iterations stand side by side, and what each needs
 
     def plus(self, other: "Need", times: int = 1) -> "Need":
         """Both in one piece of a program, the other so many times."""
@@ -55,17 +44,14 @@ class Need(NamedTuple):
 
     def most_layers(self) -> int:
         """The largest number of layers that a scan offloads."""
-        return max([s.layers for s in self.stacks] + [loop.most_layers() for _, loop in self.loops], default=0)
-
-
-NOTHING = Need([], 0, [])
+        return max([*(s.layers for s in self.stacks), *(loop.most_layers() for _, loop in self.loops)], default=0)
 
 
 def need_of(jaxpr: Jaxpr, results_too: bool = True) -> Need:
     """What a program offloads, without what it is given in host memory. `results_too`: what it returns there counts."""
     program = straight(jaxpr)
     returned = set() if results_too else set(program.outputs)
-    need = NOTHING
+    need = Need()
     for op in program.ops:
         need = need.plus(_of_op(op, program, returned))
     return need
@@ -73,51 +59,22 @@ def need_of(jaxpr: Jaxpr, results_too: bool = True) -> Need:
 
 def _of_op(op: Op, program: Straight, returned: set[Buffer | None]) -> Need:
     eqn = op.eqn
-    if eqn.primitive is interleaved_p:
-        return need_of_microbatches(eqn.params["loops"], eqn.params["loss"].beside, eqn.params["schedule"])
-    if eqn.primitive in (forward_p, backward_p):
-        segments: Sequence[Segment] = eqn.params["loops"].segments
-        need = Need(stacks_of(segments) if eqn.primitive is forward_p else [], 0, [])
-        inside = [(segment.layers, 1, need_of(segment.jaxpr, False)) for segment in segments]
+    if isinstance(need := eqn.params.get("need"), Need):  # microbatches'
+        return need
+    if eqn.primitive.name in (FORWARD, BACKWARD):
+        loops = eqn.params["loops"]
+        need = Need(loops.stacks if eqn.primitive.name == FORWARD else ())
+        inside = [(segment.layers, 1, need_of(segment.jaxpr, False)) for segment in loops.segments]
     else:
-        need = Need([], sum(program.share(x) for x in op.results if on_host(x.aval) and x not in returned), [])
+        need = Need(other=sum(program.share(x) for x in op.results if on_host(x.aval) and x not in returned))
         length, unroll = eqn.params.get("length", 2), eqn.params.get("unroll", 1)  # 2: more than one
         inside = [(length, min(unroll, length), need_of(body, False)) for body in nested(eqn)]
     for length, times, one in inside:  # XLA inlines a loop of one iteration
-        need = need.plus(Need([], 0, [(times, one)]) if length > 1 else one)
+        need = need.plus(Need(loops=((times, one),)) if length > 1 else one)
     return need
 
 
-def stacks_of(segments: Iterable[Segment]) -> list[Stack]:
-    """The stacks on the host of forward loops."""
-    of = lambda segment: sum(shares(segment.jaxpr, segment.layer.kept, "host"))
-    return [Stack(segment.on_host, of(segment)) for segment in segments if segment.on_host]
-
-
-def need_of_microbatches(scans: Sequence[Loops], beside: Sequence[Jaxpr], schedule: Schedule | None = None) -> Need:
-    """Return the need of microbatches that interleave, or that are on pipeline stages.
-
-    `beside`: what else of a gradient there is; of what these return, two microbatches' are on the host.
-    """
-    segments = [segment for loops in scans for segment in loops.segments]
-    stacks = stacks_of(segments)
-    sets = schedule.slots if schedule else 2  # of microbatches
-    in_turn = not schedule and not stacks
-    need = Need(stacks, 0, [])
-    need = NOTHING.plus(need, sets)
-    for jaxpr in beside:
-        need = need.plus(need_of(jaxpr))
-        if not in_turn:
-            need = need.plus(Need([], _returned(jaxpr), []))
-    if schedule:
-        travels = (s for s in segments if s.on_host == s.layers > 0)
-        need = need.plus(Need([], sum(beyond_a_row(s.layer, s.layers) for s in travels), []), sets)
-    # A layer's forward pass stands beside the backward pass of another.
-    passes = [need_of(jaxpr, False) for s in segments for jaxpr in (s.jaxpr, s.backward)]
-    return need.plus(Need([], 0, [(1 if in_turn else 2, one) for one in passes]))
-
-
-def _returned(jaxpr: Jaxpr) -> int:
+def returned_on_host(jaxpr: Jaxpr) -> int:
     """Return the bytes per device that a program returns in host memory."""
     program = straight(jaxpr)
     return sum(program.share(x) for x in set(program.outputs) if x and on_host(x.aval))

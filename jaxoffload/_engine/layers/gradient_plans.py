@@ -7,14 +7,13 @@ from typing import NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import name_p, remat_p
 
-from ..._jax import nbytes
+from ..._jax import INTERLEAVED, nbytes
 from ..._policy import Policy
 from ..decide.plan import Plan
 from ..jaxprs.source import is_a_view
 from ..jaxprs.walk import Site, bodies, operands_of, walk
-from ..microbatches.interleaved import OUR_LOOPS, interleaved_p, loops_of
 from .layer import plan_of
-from .loops import backward_p, forward_p
+from .loops import backward_p, forward_p, is_ours, loops_of
 
 
 class Plans:
@@ -79,7 +78,7 @@ def _met(site: Site, again: Collection[Plan]) -> _Met:
     is_kept = bool(_checkpoints(site._replace(enclosing=site.enclosing[:first])))
     site = site._replace(enclosing=site.enclosing[first:])
     checkpoints = _checkpoints(site)
-    loops = [e for e in site.enclosing if e.primitive in OUR_LOOPS]
+    loops = [e for e in site.enclosing if is_ours(e)]
     owner, around = next(filter(None, checkpoints), None), plans_of(loops[-1]) if loops else []
     return _Met(site, plans_of(site.eqn), owner, around, None in checkpoints, checkpoints[:1] == [None], is_kept)
 
@@ -91,13 +90,13 @@ def _checkpoints(site: Site) -> list[Plan | None]:
 
 def bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return the nested jaxprs of an equation of a gradient; those of our loops too, which autodiff has made."""
-    return [eqn.params["call_jaxpr"]] if eqn.primitive in OUR_LOOPS else bodies(eqn)
+    return [eqn.params["call_jaxpr"]] if is_ours(eqn) else bodies(eqn)
 
 
 def plans_of(eqn: JaxprEqn) -> list[Plan]:
     """Return the plans that an equation runs: that of a checkpoint, or those of a loop's layers."""
     if loops := loops_of(eqn):
-        ends = [*eqn.params["first"], *eqn.params["last"]] if eqn.primitive is interleaved_p else []
+        ends = [*eqn.params["first"], *eqn.params["last"]] if eqn.primitive.name == INTERLEAVED else []
         return list(dict.fromkeys(segment.layer.plan for each in [*loops, *ends] for segment in each.segments))
     return [plan] if (plan := _checkpoint_plan(eqn)) else []
 

@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 from ..._jax import (
     BACKWARD,
     FORWARD,
+    INTERLEAVED,
     Call,
     Results,
     Values,
@@ -219,3 +220,14 @@ def _in_a_checkpoint(saveable: Any, unknown: Sequence[bool], instantiated: Seque
 
 forward_p, run_forward = _pass(FORWARD, _forward, _batch_forward, dce=_without_unused, partial_eval=_in_a_checkpoint)
 backward_p, run_backward = _pass(BACKWARD, _backward, _batch_backward)
+
+
+def is_ours(eqn: JaxprEqn) -> bool:
+    """Return if an equation runs layers: those of a pass of a scan, or of microbatches."""
+    return eqn.primitive.name in (FORWARD, BACKWARD, INTERLEAVED)
+
+
+def loops_of(eqn: JaxprEqn) -> list[Loops]:
+    """Return the loops of such an equation; none of any other."""
+    loops = eqn.params["loops"] if is_ours(eqn) else ()
+    return [loops] if isinstance(loops, Loops) else list(loops)

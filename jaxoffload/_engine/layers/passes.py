@@ -22,8 +22,9 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from ..._jax import DEVICE, HOST, add_jaxvals, in_memory_of, on_device, zero_of
+from ..host.need import Stack
 from ..jaxprs.source import Source
-from .layer import in_three, prevent_cse_barrier
+from .layer import in_three, prevent_cse_barrier, shares
 from .rows import add_to_row, empty_stack, filled, hidden_zero, put_row, take_row
 from .segments import Segment, SegmentResiduals, reads_of, those
 
@@ -66,6 +67,12 @@ class Loops:
     def seen(self) -> frozenset[str]:
         """The names that a policy around the scan counts as seen."""
         return frozenset().union(*(segment.layer.plan.seen for segment in self.segments))
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """What a forward pass keeps on the host."""
+        of = lambda segment: sum(shares(segment.jaxpr, segment.layer.kept, "host"))
+        return tuple(Stack(segment.on_host, of(segment)) for segment in self.segments if segment.on_host)
 
     @property
     def results(self) -> int:

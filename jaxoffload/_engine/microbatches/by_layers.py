@@ -16,7 +16,7 @@ from ..._refusals import refuse_ordered_effects
 from ..._text import readable
 from ..._tracing import tracing
 from ..host.limit import HostPoolFull, auto_axes, host_pool_bytes
-from ..host.need import Need, need_of_microbatches, stacks_of
+from ..host.need import Need
 from ..layers.rows import filled
 from ..layers.scan_primitive import with_fewer_layers
 from . import interleaved
@@ -44,7 +44,7 @@ def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | Non
     size = sum(map(nbytes, of_params))
     offloads = any(segment.on_host for scan in scans for segment in scan.loops.segments)
     if not offloads and (trial := tracing().trial) and trial.says_what_interleaves:
-        return _tried(call, gradient, scans, size, one_by_one)
+        return _tried(call, scans, size, one_by_one)
     first = last = scans
     if offloads:
         refuse_ordered_effects("accumulate", call.jaxpr)
@@ -68,24 +68,27 @@ def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | Non
         return *outs, [fixed[n][...] for n in refs]
 
     loops = [tuple(scan.loops for scan in each) for each in (scans, first, last)]
-    what = interleaved.Interleaved(_loss(call, gradient), loops[0], loops[1], loops[2], call.microbatches)
+    need = _need(gradient, scans)
+    what = interleaved.Interleaved(_loss(call), loops[0], loops[1], loops[2], call.microbatches, need=need)
     outs = interleaved.bind(run, what, *(x[...] if n in refs else x for n, x in enumerate(call.operands)))
     for n, value in zip(refs, outs[len(outs) - len(refs) :], strict=True):
         call.operands[n][...] = value
     return call.sums_of(outs[: len(outs) - len(refs)])
 
 
-def _loss(call: Call, gradient: Gradient) -> interleaved.Loss:
-    return interleaved.Loss(call.jaxpr, call.differentiated, (gradient.beside_scans,))
+def _loss(call: Call) -> interleaved.Loss:
+    return interleaved.Loss(call.jaxpr, call.differentiated)
 
 
-def _tried(
-    call: Call, gradient: Gradient, scans: tuple[Scan, ...], size: int, one_by_one: Callable[[Call], Sums]
-) -> Sums:
+def _need(gradient: Gradient, scans: tuple[Scan, ...]) -> Need:
+    return interleaved.need_of_microbatches([scan.loops for scan in scans], (gradient.beside_scans,))
+
+
+def _tried(call: Call, scans: tuple[Scan, ...], size: int, one_by_one: Callable[[Call], Sums]) -> Sums:
     """Run one microbatch after another; `plan` sees what would interleave if something were offloaded."""
     loops = tuple(scan.loops for scan in scans)
     spare = spare_of(scans, call.microbatches, size)
-    what = interleaved.Interleaved(_loss(call, gradient), loops, loops, loops, call.microbatches, spare=spare)
+    what = interleaved.Interleaved(_loss(call), loops, loops, loops, call.microbatches, spare=spare)
     in_turn = lambda params, batch: one_by_one(call._replace(params=params, batch=batch))
     return interleaved.bind_in_turn(in_turn, what, call.params, call.batch)
 
@@ -97,13 +100,13 @@ def _that_fit(gradient: Gradient) -> tuple[Scan, ...]:
       HostPoolFull: the pool cannot hold what two microbatches offload, and a policy says `on_host_full: error`.
     """
     scans = gradient.scans
-    offloading = [scan for scan in scans if stacks_of(scan.loops.segments)]
+    offloading = [scan for scan in scans if scan.loops.stacks]
     if (pool := host_pool_bytes()) is None or not offloading:
         return scans
-    need = need_of_microbatches([scan.loops for scan in scans], (gradient.beside_scans,)).bytes()
+    need = _need(gradient, scans).bytes()
     if need <= pool:
         return scans
-    stacks = Need([stack for scan in offloading for stack in stacks_of(scan.loops.segments)], 0, [])
+    stacks = Need(tuple(stack for scan in offloading for stack in scan.loops.stacks))
     others = need - 2 * stacks.bytes()
     fit = next((n for n in reversed(range(stacks.most_layers())) if others + 2 * stacks.bytes(n) <= pool), None)
     text = f"two microbatches offload {readable(need)} per device; the pinned host pool holds {readable(pool)}"

@@ -27,16 +27,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._jax import IN_TURN, INTERLEAVED, Call, Results, convert_constvars_jaxpr, define, when_compiled
+from ..._jax import IN_TURN, INTERLEAVED, Call, Compilation, Results, convert_constvars_jaxpr, define, when_compiled
 from ..._tracing import tracing
 from ..cost.lone_pass import Spare
+from ..host.need import Need, need_of, returned_on_host
 from ..host.slow_copies import lower_and_note
-from ..layers.loops import DifferentiatedTwice, backward_p, forward_p
+from ..layers.loops import DifferentiatedTwice
 from ..layers.passes import Loops
 from ..layers.passes import run as run_passes
 from ..layers.rows import filled
-from ..stages.collectives import refuse_compiled
-from ..stages.schedule import Schedule
 from .gradient import BetweenPasses, Program, Stacks, backward, completed, forward, stacks_of
 
 Make = Callable[[], Program]
@@ -119,13 +118,10 @@ class Loss:
     Attributes:
       jaxpr: constants, parameters, the values of a microbatch -> the loss, other results.
       differentiated: which of its operands are parameters.
-      beside: what else of its gradient there is than scans, as jaxprs; values that these return are kept from the
-        forward pass of a microbatch to its backward pass.
     """
 
     jaxpr: Jaxpr
     differentiated: tuple[bool, ...]
-    beside: tuple[Jaxpr, ...]
 
     def __repr__(self) -> str:
         """Short: it is printed in jaxprs."""
@@ -139,9 +135,11 @@ class Interleaved(NamedTuple):
       loss: of one microbatch.
       loops: the loops of each scan; `first` and `last`: those of the first and of the last microbatch.
       microbatches: how many.
-      schedule: of pipeline stages, if there are any; the loops are then those of the layers of one chunk.
+      schedule: a `Schedule` of pipeline stages, if there are any; the loops are then those of the layers of one chunk.
       spare: where nothing is offloaded, what could stay on the device in the first and in the last if something were.
       stage_axis: of the mesh, over which the stages are.
+      need: of the host's memory.
+      judges: is shown the compiled program, and may raise.
     """
 
     loss: Loss
@@ -149,9 +147,27 @@ class Interleaved(NamedTuple):
     first: tuple[Loops, ...]
     last: tuple[Loops, ...]
     microbatches: int
-    schedule: Schedule | None = None
+    schedule: Any = None
     spare: Spare | None = None
     stage_axis: str | None = None
+    need: Need = Need()
+    judges: Callable[[Compilation], None] | None = None
+
+
+def need_of_microbatches(scans: Sequence[Loops], beside: Sequence[Jaxpr], sets: int = 2) -> Need:
+    """Return what microbatches need of the host's memory, so many of whose residuals are there at once.
+
+    `beside`: what else of a gradient there is; of what these return, two microbatches' are on the host.
+    """
+    stacks = tuple(stack for loops in scans for stack in loops.stacks)
+    in_turn = sets == 2 and not stacks
+    need = Need().plus(Need(stacks), sets)
+    for jaxpr in beside:
+        need = need.plus(need_of(jaxpr)).plus(Need(other=0 if in_turn else returned_on_host(jaxpr)))
+    # A layer's forward pass stands beside the backward pass of another.
+    segments = [segment for loops in scans for segment in loops.segments]
+    passes = [need_of(jaxpr, False) for segment in segments for jaxpr in (segment.jaxpr, segment.backward)]
+    return need.plus(Need(loops=tuple((1 if in_turn else 2, one) for one in passes)))
 
 
 def bind(f: Callable[..., Any], what: Interleaved, *operands: Any) -> list[Any]:
@@ -199,8 +215,8 @@ _noting = lower_and_note(lambda *, loops, **_: any(segment.on_host for pass_ in 
 
 
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-    if params["schedule"] is not None:
-        when_compiled(ctx, refuse_compiled)
+    if params["judges"] is not None:
+        when_compiled(ctx, params["judges"])
     return _noting(ctx, *operands, **params)
 
 
@@ -215,18 +231,9 @@ interleaved_p = define(
 )
 
 
-def loops_of(eqn: JaxprEqn) -> list[Loops]:
-    """The loops of an equation of ours: of the passes of a scan, or of all scans whose passes interleave."""
-    loops = eqn.params["loops"] if eqn.primitive in OUR_LOOPS else ()
-    return [loops] if isinstance(loops, Loops) else list(loops)
-
-
 def is_staged(eqn: JaxprEqn) -> bool:
     """Whether an equation accumulates gradients on pipeline stages."""
     return eqn.primitive is interleaved_p and eqn.params["schedule"] is not None
-
-
-OUR_LOOPS = (forward_p, backward_p, interleaved_p)
 
 
 def _stacked(*results: list[Any]) -> list[Any]:

@@ -9,12 +9,14 @@ from ..._policy import Policy
 from ..._text import readable
 from ..decide.mutable_refs import passes_refs
 from ..host.limit import HostPoolFull, auto_axes, host_pool_bytes
-from ..host.need import need_of_microbatches
+from ..host.need import Need
 from ..layers.scan_primitive import on_a_stage
 from ..microbatches import interleaved
 from ..microbatches.call import Call, Sums, microbatch_of
 from . import evaluate, pipeline
 from .chunk import Chunks, chunk_loops
+from .collectives import refuse_compiled
+from .last_rows import beyond_a_row
 from .loss import Divided, StagedLoss, divided_at, scans_of
 from .schedule import Schedule
 
@@ -32,8 +34,8 @@ def sums_on_stages(call: Call, stages: Stages) -> Sums:
     schedule = Schedule(stages.size, stages.virtual, call.microbatches)
     divided, chunks = _dealt(call, stages, schedule)
     staged = StagedLoss(divided, chunks, call.operands[: call.fixed])
-    beside = staged.beside
-    _refuse_what_does_not_fit(beside, chunks, schedule)
+    need = _need(staged, schedule)
+    _refuse_what_does_not_fit(need, schedule)
 
     def run(*operands: Any) -> tuple[list[Any], list[Any]]:
         loss = StagedLoss(divided, chunks, operands[: call.fixed])
@@ -41,8 +43,10 @@ def sums_on_stages(call: Call, stages: Stages) -> Sums:
         return pipeline.run(loss, microbatch, schedule, stages.axis)
 
     loops = (chunks.loops,)
-    loss = interleaved.Loss(call.jaxpr, call.differentiated, beside)
-    what = interleaved.Interleaved(loss, loops, loops, loops, call.microbatches, schedule, stage_axis=stages.axis)
+    of_one = interleaved.Loss(call.jaxpr, call.differentiated)
+    what = interleaved.Interleaved(
+        of_one, loops, loops, loops, call.microbatches, schedule, None, stages.axis, need, refuse_compiled
+    )
     return call.sums_of(interleaved.bind(run, what, *call.operands))
 
 
@@ -121,10 +125,16 @@ def _refuse_effects(call: Call, stages: Stages) -> None:
         )
 
 
-def _refuse_what_does_not_fit(beside: Sequence[Any], chunks: Chunks, schedule: Schedule) -> None:
+def _need(loss: StagedLoss, schedule: Schedule) -> Need:
+    need = interleaved.need_of_microbatches([loss.chunks.loops], loss.beside, schedule.slots)
+    travels = (s for s in loss.chunks.loops.segments if s.on_host == s.layers > 0)
+    return need.plus(Need(other=sum(beyond_a_row(s.layer, s.layers) for s in travels)), schedule.slots)
+
+
+def _refuse_what_does_not_fit(need: Need, schedule: Schedule) -> None:
     """Raise if the pool cannot hold what a stage offloads, with what stands beside its layers."""
-    need, pool = need_of_microbatches([chunks.loops], beside, schedule).bytes(), host_pool_bytes()
-    if pool is not None and need > pool:
+    pool = host_pool_bytes()
+    if pool is not None and need.bytes() > pool:
         what = f"{schedule.slots} microbatches per stage, and what stands beside their layers"
-        text = f"{what}, offload {readable(need)} per device; the pinned host pool holds {readable(pool)}"
-        raise HostPoolFull("accumulate", text, need, pool, None, auto_axes())
+        text = f"{what}, offload {readable(need.bytes())} per device; the pinned host pool holds {readable(pool)}"
+        raise HostPoolFull("accumulate", text, need.bytes(), pool, None, auto_axes())

@@ -14,9 +14,9 @@ from ..._engine.layers.layer import Layer, avals_of, shares_of
 from ..._engine.microbatches.ends import untimed
 from ..._engine.stages.last_rows import more_than_a_row
 from ..._policy import Decision, Policy
+from .._predict.joint import Joint, Passes, joint
 from .._predict.room import Divisions, layer_room
 from .costs import Alone, Kept, LayerCost, Unit
-from .joint import Joint, Passes, joint
 from .stacks import UNTAGGED, Found, Names, linear, without_decisions
 
 

@@ -15,10 +15,10 @@ from ..._engine.decide.plan import Override
 from ..._engine.jaxprs.flat import straight
 from ..._engine.jaxprs.walk import Site, axes_of, walk, within
 from ..._engine.layers.layer import Body, Layer, avals_of, linearize
-from ..._engine.layers.loops import backward_p, forward_p
+from ..._engine.layers.loops import backward_p, forward_p, is_ours
 from ..._engine.layers.passes import Loops
 from ..._engine.layers.segments import Segment
-from ..._engine.microbatches.interleaved import OUR_LOOPS, Interleaved, in_turn_p, is_staged
+from ..._engine.microbatches.interleaved import Interleaved, in_turn_p, is_staged
 from ..._engine.stages.schedule import Schedule
 from ..._jax import SHARD_MAP, nbytes
 from ..._policy import Decision, Policy
@@ -66,7 +66,7 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
             )
         for loops in each:
             layer = loops.segments[0].layer
-            if any(inner.eqn.primitive in OUR_LOOPS for inner in walk(layer.forward)):
+            if any(is_ours(inner.eqn) for inner in walk(layer.forward)):
                 raise NotImplementedError("plan: a scan inside a layer of another scan is not planned; use checkpoint")
             stack, around = Stack(loops.length, site.runs * microbatches, microbatches), site.shard_maps
             if is_staged(site.eqn):

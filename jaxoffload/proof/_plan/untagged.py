@@ -8,7 +8,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from ..._engine.jaxprs.walk import nested
 from ..._jax import MATMULS, OPAQUE, is_attention, nbytes, where_written
 from ..._text import array_type, readable
-from .joint import Passes
+from .._predict.joint import Passes
 
 
 def runs_again(layer: Passes) -> list[str]:

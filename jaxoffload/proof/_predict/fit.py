@@ -12,10 +12,10 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._engine.cost.cost import cost
 from ..._engine.jaxprs.walk import axes_of, nested, walk
-from ..._engine.layers.loops import backward_p, forward_p
+from ..._engine.layers.loops import backward_p, forward_p, is_ours, loops_of
 from ..._engine.layers.per_device import Divided, Rows, parts_of_kept, rows_of
 from ..._engine.layers.segments import Segment
-from ..._engine.microbatches.interleaved import OUR_LOOPS, interleaved_p, loops_of
+from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import nbytes, without_remat3
 from ..._text import readable
 from .._program.host_transfers import for_host
@@ -213,7 +213,7 @@ class _Pass(NamedTuple):
 def _passes(jaxpr: Jaxpr, runs: int, devices: int, axes: dict[str, int], rows: Rows) -> Iterator[_Pass]:
     """Yield those of a jaxpr, and of the layers in their loops."""
     for site in walk(jaxpr, lambda eqn: () if eqn.primitive in (forward_p, backward_p) else nested(eqn), runs):
-        if site.eqn.primitive in OUR_LOOPS:
+        if is_ours(site.eqn):
             inside = axes | axes_of(site.shard_maps)
             yield (run := _Pass(site.eqn, site.runs, max(1, devices // site.devices), inside, rows))
             for segment in run.segments if site.eqn.primitive is not interleaved_p else ():

@@ -41,7 +41,7 @@ from ..._jax import (
     on_host,
     without_remat3,
 )
-from .._plan.joint import Passes
+from .joint import Passes
 
 _WITH_LOOPS = (forward_p, backward_p)
 _OPENED = (*_WITH_LOOPS, interleaved_p)

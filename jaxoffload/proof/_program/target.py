@@ -15,8 +15,8 @@ from ..._compiler_options import compiler_options
 from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.gradient_plans import Plans
 from ..._engine.layers.layer import plan_of
-from ..._engine.layers.loops import backward_p, where_twice
-from ..._engine.microbatches.interleaved import interleaved_p, loops_of
+from ..._engine.layers.loops import backward_p, loops_of, where_twice
+from ..._engine.microbatches.interleaved import interleaved_p
 from ..._policy import Policy
 from ..._tracing import as_reference, with_layers
 from .exact import compiled, exact_options, repeatable_options

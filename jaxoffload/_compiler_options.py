@@ -85,31 +85,33 @@ def is_for_gpu(caller: str, backend: str | None) -> bool:
     return (backend or jax.default_backend()) in ("gpu", "cuda")
 
 
-def xla_flags(profile: str | os.PathLike[str], *, copy_ms: float | None = None) -> str:
-    """The options of `compiler_options`, for NVIDIA GPUs, as the environment variable `XLA_FLAGS` takes them.
+def write_xla_flags(profile: str | os.PathLike[str], *, copy_ms: float | None = None) -> str:
+    """Write how long copies take to a file, and return the flags for `XLA_FLAGS`: the options of `compiler_options`.
 
-    For programs whose framework calls `jax.jit`. XLA reads the variable when JAX first uses a device.
+    For programs on NVIDIA GPUs whose framework calls `jax.jit`. XLA reads the variable when JAX first uses a device.
 
     Args:
-      profile: a file to write, whose name ends in .pbtxt: how long copies take. XLA reads it when it compiles.
+      profile: the file to write, whose name ends in .pbtxt: how long copies take. XLA reads it when it compiles.
       copy_ms: as for `compiler_options`.
 
     Returns:
-      Flags, separated by spaces.
+      Flags, separated by spaces; one names the file.
 
     Raises:
       ValueError: profile is named otherwise, or has a space; copy_ms is not a positive number.
       OSError: the file cannot be written.
 
     Example:
-      >>> from jaxoffload import xla_flags
-      >>> flags = xla_flags("copies.pbtxt")
+      >>> from jaxoffload import write_xla_flags
+      >>> flags = write_xla_flags("copies.pbtxt")
       >>> flags.split()[1]
       '--xla_gpu_enable_while_loop_double_buffering=true'
     """
     path = os.path.abspath(profile)
     if not path.endswith(".pbtxt") or any(map(str.isspace, path)):
-        raise ValueError(f"xla_flags: profile {short(path)} is not allowed; use a name that ends in .pbtxt, no spaces")
+        raise ValueError(
+            f"write_xla_flags: profile {short(path)} is not allowed; use a name that ends in .pbtxt, no spaces"
+        )
     options = compiler_options("gpu", copy_ms=copy_ms)
     text = options.pop("fdo_profile")
     assert isinstance(text, bytes)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoffload
-from jaxoffload import Policy, PolicyError, checkpoint, tag
+from jaxoffload import Policy, PolicyError, checkpoint, grouped, tag
 
 POLICY = Policy({"fc1": "save"})
 layer = checkpoint(lambda x: jnp.sin(tag(2 * x, "fc1")), policy=POLICY)
@@ -36,3 +36,27 @@ def test_check_refuses_what_is_not_a_policy():
         jaxoffload.check(layer, jnp.ones(8), policy={})
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'policy'"):
         jaxoffload.check(layer, jnp.ones(8))
+
+
+@pytest.mark.parametrize("name", ["grouped_matmul", "GroupedTensor"])
+def test_names_that_moved_to_grouped(name):
+    found, said = told(lambda: getattr(jaxoffload, name))
+    assert found is getattr(grouped, name) and said.endswith(f"write: from jaxoffload.grouped import {name}")
+    assert name not in dir(jaxoffload)
+
+
+def test_from_import_of_a_name_that_moved():
+    with pytest.warns(DeprecationWarning, match="write: from jaxoffload.grouped import grouped_matmul") as found:
+        from jaxoffload import grouped_matmul
+    assert {warning.filename for warning in found} == {__file__}
+    assert grouped_matmul is grouped.grouped_matmul
+
+
+def test_xla_flags_writes():
+    found, said = told(lambda: jaxoffload.xla_flags)
+    assert found is jaxoffload.write_xla_flags and said.endswith("write: jaxoffload.write_xla_flags(profile)")
+
+
+def test_other_names_do_not_exist():
+    with pytest.raises(AttributeError, match="module 'jaxoffload' has no attribute 'grouped_matmull'"):
+        jaxoffload.grouped_matmull  # noqa: B018

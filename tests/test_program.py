@@ -30,17 +30,17 @@ from jaxoffload import (
     chain,
     checkpoint,
     compiler_options,
-    grouped_matmul,
     plan,
     scan,
     tag,
-    xla_flags,
+    write_xla_flags,
 )
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers import loops as _loops
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload._reference import as_reference
+from jaxoffload.grouped import grouped_matmul
 from jaxoffload.proof import NothingFits, scheduling_options
 from jaxoffload.proof._plan import compiled as _compiled
 from jaxoffload.proof._program import hlo
@@ -303,7 +303,7 @@ print(program.large(program.described(1)[0], 8, defaults))
 def test_flags_of_the_environment_do_what_options_do(gpu, tmp_path):
     expected = large(gpu, 8, OPTIONS)
     assert str(AT_ONCE[1][1]) in str(expected)
-    flags = [xla_flags(tmp_path / "copies.pbtxt"), ""]
+    flags = [write_xla_flags(tmp_path / "copies.pbtxt"), ""]
     command = [sys.executable, "-c", CHILD, os.path.dirname(__file__), str(ROOT)]
     said = []
     for given in flags:

@@ -26,9 +26,9 @@ from ._engine.layers.gradient_plans import Plans, policies_that_kept
 from ._engine.layers.loops import where_twice
 from ._engine.layers.reruns import reruns
 from ._jax import nbytes, on_host, without_remat3
-from ._policy import Policy
+from ._policy import Decision, Policy
 from ._remarks import Remarks, listening
-from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Kind, Residual, Residuals
+from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Kind, Residual, Residuals, State
 
 
 @without_remat3
@@ -194,7 +194,7 @@ def _tagged(row: Row, kept: list[_Stored], recomputed: tuple[int, int], parts: i
     """
     names = row.names or _MATMUL
 
-    def line(each: int, layers: int, total: int, state: str, decision: str, reason: str, kind: Kind) -> Residual:
+    def line(each: int, layers: int, total: int, state: State, decision: Decision, reason: str, kind: Kind) -> Residual:
         count = _count(each, row.nbytes)
         of_mesh = count * parts if parts else 1
         shown = names, row.shape, row.dtype, each, layers, total, state, decision, reason
@@ -203,9 +203,10 @@ def _tagged(row: Row, kept: list[_Stored], recomputed: tuple[int, int], parts: i
     planned = row.decision, row.reason, row.kind
     for size, is_on_host, source, counted in kept:
         each = size // (source.layers + source.empty)
-        state = OFFLOADED if is_on_host else SAVED
+        state: State = OFFLOADED if is_on_host else SAVED
         stays: Kind = "overridden" if source.kind == "overridden" else "value"
-        decision, reason, kind = planned if source.by_plan else ("save", source.where, stays)
+        saved: tuple[Decision, str, Kind] = ("save", source.where, stays)
+        decision, reason, kind = planned if source.by_plan else saved
         if counted:
             place = ", ".join(counted.names or _MATMUL)
             yield line(each, 0, 0, state, decision, f"{reason}; in the place of {place}", "shared")
@@ -235,7 +236,7 @@ def _merged(lines: Iterable[Residual]) -> list[Residual]:
 
 def _without_plan(aval: Any, size: int, source: Source, policy: Policy | None, parts: int) -> Residual:
     """Return the line of a value that no plan of ours knows. `policy`: that of a checkpoint of JAX's that kept it."""
-    state = OFFLOADED if on_host(aval) else SAVED
+    state: State = OFFLOADED if on_host(aval) else SAVED
     rows = source.layers + source.empty
     shape = tuple(aval.shape)[source.axes :]
     count = _count(size // rows, nbytes(jax.ShapeDtypeStruct(shape, aval.dtype)))

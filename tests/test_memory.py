@@ -396,8 +396,10 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
     assert "DYNAMIC" not in options["xla_gpu_enable_command_buffer"]
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert b'costs { name: "dynamic-slice-start.2.double_buffer_clone" cost_us: 1e+06 }' in options["fdo_profile"]
-    for copy in ("dynamic-slice-start", "dynamic-update-slice-start"):  # benchmarks.stages has 307 of the latter
-        assert f'costs {{ name: "{copy}.999.double_buffer_clone" cost_us: 1e+06 }}'.encode() in options["fdo_profile"]
+    for copy in ("dynamic-slice-start", "dynamic-update-slice-start"):  # four stages have 1540 of the latter
+        for clone, us in ("", "1e+06"), (".0.double_buffer_clone", "1e+06"), (".0.peeled_double_buffer", "15000"):
+            assert f'costs {{ name: "{copy}.2000{clone}" cost_us: {us} }}'.encode() in options["fdo_profile"]
+    assert len({*options["fdo_profile"].splitlines()}) == options["fdo_profile"].count(b"\n") < 40_000  # 4 us each
     assert b'"copy-start.1.0" cost_us: 12500 }' in compiler_options("gpu", copy_ms=12.5)["fdo_profile"]
     for wrong in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=rf"copy_ms must be milliseconds, .*; got {wrong}"):

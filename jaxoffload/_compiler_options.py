@@ -76,7 +76,8 @@ def compiler_options(
       (True, {})
     """
     on_gpu = is_for_gpu("compiler_options", backend)
-    if copy_ms is not None and not (isinstance(copy_ms, (int, float)) and 0 < copy_ms < float("inf")):
+    is_number = isinstance(copy_ms, (int, float)) and not isinstance(copy_ms, bool)
+    if copy_ms is not None and not (is_number and 0 < copy_ms < float("inf")):
         raise ValueError(f"compiler_options: copy_ms must be milliseconds, more than 0, or None; got {copy_ms!r}")
     if not on_gpu:
         return {}

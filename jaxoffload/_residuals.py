@@ -26,7 +26,7 @@ from ._engine.layers.gradient_plans import Plans, policies_that_kept
 from ._engine.layers.loops import where_twice
 from ._engine.layers.reruns import reruns
 from ._jax import nbytes, on_host, without_remat3
-from ._policy import Decision, Policy
+from ._policy import Decision, Policy, check_arguments
 from ._remarks import Remarks, listening
 from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Kind, Residual, Residuals, State
 
@@ -48,6 +48,7 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       PolicyError, HostPoolFull: as the `scan`s, `chain`s and `checkpoint`s in `f` do; HostPoolFull also if the pinned
         host pool holds each of them, but not all together.
       NotImplementedError: likewise; or `f` differentiates what is in it, as a training step does: give its loss.
+      TypeError: policy is not a Policy.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -57,6 +58,8 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       >>> [(r.names, r.state, r.bytes) for r in table], table.host_bytes
       ([(('fc1',), 'offloaded', 1048576)], 1048576)
     """
+    if policy is not None:
+        check_arguments("residuals", policy)
     fun = f if policy is None else checkpoint(f, policy=policy)
     remarks = Remarks()
     with where_twice("residuals", _IS_A_STEP), whole_program(True), listening(remarks):

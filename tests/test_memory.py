@@ -401,7 +401,7 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
             assert f'costs {{ name: "{copy}.2000{clone}" cost_us: {us} }}'.encode() in options["fdo_profile"]
     assert len({*options["fdo_profile"].splitlines()}) == options["fdo_profile"].count(b"\n") < 40_000  # 4 us each
     assert b'"copy-start.1.0" cost_us: 12500 }' in compiler_options("gpu", copy_ms=12.5)["fdo_profile"]
-    for wrong in (0, -1.0, float("inf"), float("nan")):
+    for wrong in (0, -1.0, float("inf"), float("nan"), True):
         with pytest.raises(ValueError, match=rf"copy_ms must be milliseconds, .*; got {wrong}"):
             compiler_options("gpu", copy_ms=wrong)
     assert compiler_options("gpu") is not compiler_options("gpu")  # a caller may modify its copy

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import jaxoffload
 from benchmarks import grouped
 from benchmarks.steps import planned_gib
-from jaxoffload import Policy, checkpoint, grouped_matmul, tag
+from jaxoffload import Policy, checkpoint, tag
+from jaxoffload.grouped import grouped_matmul
 from models.mlp import activate
 
 MERGED = "gate and up in one product"  # its halves are copied, because a leaf is contiguous

@@ -1,5 +1,5 @@
-"""Grouped GEMMs: `jaxoffload.grouped_matmul` with each backend, and the same kernels without it, against one dense GEMM
-of as many FLOPs.
+"""Grouped GEMMs: `jaxoffload.grouped.grouped_matmul` with each backend, and the same kernels without it, against one
+dense GEMM of as many FLOPs.
 
     python -m benchmarks.grouped [--out benchmarks/results/grouped.json] [--rows 16384 --d_in 4096 --d_out 14336]
 
@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import peers, streams
-from jaxoffload import grouped_matmul
-from jaxoffload.grouped import mosaic
+from jaxoffload.grouped import grouped_matmul, mosaic
 
 # "full": `grouped_matmul(full=True)`. "stock": the kernels without `grouped_matmul`, which by default also defines the
 # rows past all groups.

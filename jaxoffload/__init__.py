@@ -1,5 +1,7 @@
 """Activation offload for JAX on NVIDIA GPUs: save, offload or recompute each named residual, and see that it is so."""
 
+import typing as _typing
+
 # Name residuals, and decide on them.
 from ._engine.host.limit import HostPoolFull as HostPoolFull
 from ._errors import Problem as Problem
@@ -11,16 +13,15 @@ from ._tag import tag as tag
 
 # isort: split
 # Run layers under a policy.
+from . import grouped as grouped
 from ._accumulate import accumulate as accumulate
 from ._chain import chain as chain
 from ._checkpoint import checkpoint as checkpoint
 from ._compiler_options import compiler_options as compiler_options
-from ._compiler_options import xla_flags as xla_flags
+from ._compiler_options import write_xla_flags as write_xla_flags
 from ._engine.stages.schedule import Schedule as Schedule
 from ._offload import offload as offload
 from ._scan import scan as scan
-from .grouped import GroupedTensor as GroupedTensor
-from .grouped import grouped_matmul as grouped_matmul
 
 # isort: split
 # See what is kept, and verify it.
@@ -35,3 +36,21 @@ from .proof import profile as profile
 from .proof import verify as verify
 
 __version__ = "0.1.0"  # pyproject.toml reads it
+
+# Names of release 0.1.0, for one release more.
+if _typing.TYPE_CHECKING:  # to a type checker, `__getattr__` would define every name
+    from .grouped import GroupedTensor as GroupedTensor
+    from .grouped import grouped_matmul as grouped_matmul
+
+    xla_flags = write_xla_flags
+else:
+    from ._errors import deprecated as _deprecated
+
+    def __getattr__(name):
+        if name in ("GroupedTensor", "grouped_matmul"):
+            _deprecated(f"jaxoffload.{name}", f"from jaxoffload.grouped import {name}")
+            return getattr(grouped, name)
+        if name == "xla_flags":
+            _deprecated("jaxoffload.xla_flags", "jaxoffload.write_xla_flags(profile)")
+            return write_xla_flags
+        raise AttributeError(f"module 'jaxoffload' has no attribute {name!r}")

@@ -29,7 +29,7 @@ from ._engine.layers.layer import Body, Layer, in_three, linearize, prevent_cse_
 from ._engine.layers.transpose_only import with_tangents
 from ._jax import DEVICE, HOST, Results, Values
 from ._lost_changes import warns_of_lost_changes
-from ._policy import Policy, PolicyError, check_arguments
+from ._policy import Policy, PolicyError, check_arguments, check_switches
 from ._tracing import tracing
 
 
@@ -81,8 +81,7 @@ def chain(
         raise TypeError(f"chain: fs must be a list or tuple of layers, got {fs!r}")
     if len(fs) != len(params):
         raise TypeError(f"chain: {len(fs)} layers have {len(params)} params; each layer needs one, if only None")
-    if not isinstance(has_aux, bool):
-        raise TypeError(f"chain: has_aux must be True or False, got {has_aux!r}")
+    check_switches("chain", has_aux=has_aux)
     if not fs or jax.config.jax_disable_jit or tracing().in_scan:
         carry, aux = _each(jax.checkpoint, fs, init, params, has_aux)
     else:

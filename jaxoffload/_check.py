@@ -1,5 +1,6 @@
 """check(): errors of a policy, and what does not fit in host memory, before anything is compiled."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +19,29 @@ from ._engine.layers.layer import Body, plan_of
 from ._engine.layers.loops import forward_p
 from ._engine.layers.scan_primitive import body_of, scan_p
 from ._engine.microbatches.interleaved import interleaved_p
+from ._errors import deprecated
 from ._jax import without_remat3
 from ._policy import Policy, PolicyError, check_arguments
 from ._residuals import forward_and_backward
 from ._tracing import under
 
 
+def _also_policy_first[F: Callable[..., Any]](check: F) -> F:
+    """Return `check`, which also takes the order of release 0.1.0, and warns of it."""
+
+    @functools.wraps(check)
+    def either(*args: Any, **kwargs: Any) -> None:
+        if args and isinstance(args[0], Policy) and "policy" not in kwargs:
+            deprecated("check(policy, f, *args)", "check(f, *args, policy=policy)")
+            args, kwargs = args[1:], {"policy": args[0], **kwargs}
+        check(*args, **kwargs)
+
+    return either  # type: ignore[return-value]
+
+
+@_also_policy_first
 @without_remat3
-def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
+def check(f: Callable[..., Any], *args: Any, policy: Policy) -> None:
     """Raise if a pattern of `policy` matches nothing in `f`, or if the pinned host pool cannot hold what `f` offloads.
 
     Patterns are matched with the tagged values of all `scan`s, `chain`s and `checkpoint`s under `policy`; bytes count
@@ -38,9 +54,9 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
     their `with_sharding_constraint` divides them; others as the least divided constrained values with as many rows.
 
     Args:
-      policy: the policy that `f` uses.
       f: a training step, or a loss.
       args: its arguments, pytrees of arrays or of `jax.ShapeDtypeStruct`s.
+      policy: the policy that `f` uses.
 
     Raises:
       PolicyError: it lists each pattern that matches nothing, the names and the nearest.
@@ -55,7 +71,7 @@ def check(policy: Policy, f: Callable[..., Any], *args: Any) -> None:
       >>> policy = Policy({"fcl": "offload"})
       >>> layer = checkpoint(lambda x: jnp.sin(tag(2 * x, "fc1")), policy=policy, strict=False)
       >>> try:
-      ...     check(policy, layer, jnp.ones(8))
+      ...     check(layer, jnp.ones(8), policy=policy)
       ... except PolicyError as error:
       ...     print(error)
       residuals['fcl']: matches no tagged value; the tagged names are fc1; the nearest is 'fc1'

@@ -1,7 +1,8 @@
-"""Errors: what the user can mend, as data, and the code that a warning must not point to."""
+"""Errors: what the user can mend, as data; warnings of old spellings, and the code that no warning must point to."""
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -9,6 +10,12 @@ import jax
 
 # Directories of code that a warning must not point to: it is about the user's line.
 NOT_THE_USERS = (os.path.dirname(__file__), os.path.dirname(jax.__file__), contextlib.__file__.removesuffix(".py"))
+
+
+def deprecated(old: str, new: str) -> None:
+    """Warn that `old`, as the user wrote it, works in this release only; `new` is the line to write."""
+    text = f"jaxoffload: {old} is deprecated, and the next release drops it; write: {new}"
+    warnings.warn(text, DeprecationWarning, skip_file_prefixes=NOT_THE_USERS)
 
 
 class Problem(NamedTuple):

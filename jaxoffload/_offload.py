@@ -26,7 +26,7 @@ from ._engine.layers.loops import is_ours
 from ._engine.layers.scan_primitive import in_our_scan, scan_p, the_scan
 from ._errors import NOT_THE_USERS, Problem
 from ._jax import VJP_RULES, evaluate, without_remat3
-from ._policy import Policy, PolicyError
+from ._policy import Policy, PolicyError, check_switches
 from ._refusals import refuse_remat3
 from ._replace import Replaced, in_custom_derivatives, our_scan, policy_of, with_ours
 from ._tracing import tracing
@@ -74,8 +74,7 @@ def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]
     """
     if not callable(f):
         raise TypeError(f"offload: f must be a function, got {f!r}")
-    if not isinstance(strict, bool):
-        raise TypeError(f"offload: strict must be True or False, got {strict!r}")
+    check_switches("offload", strict=strict)
 
     def ours(jaxpr: Jaxpr) -> Jaxpr:
         _refuse_gradients(jaxpr)

@@ -207,8 +207,14 @@ def check_arguments(caller: str, policy: Any, strict: Any = True) -> None:
     """Raise TypeError if `caller` cannot take these arguments."""
     if not isinstance(policy, Policy):
         raise TypeError(f"{caller}: policy must be a jaxoffload.Policy, got {policy!r}")
-    if not isinstance(strict, bool):
-        raise TypeError(f"{caller}: strict must be True or False, got {strict!r}")
+    check_switches(caller, strict=strict)
+
+
+def check_switches(caller: str, **switches: Any) -> None:
+    """Raise TypeError if one of these arguments of `caller` is not a bool: any other value is true or false, too."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{caller}: {name} must be True or False, got {value!r}")
 
 
 def _verdicts() -> dict[str, Any]:

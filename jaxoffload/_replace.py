@@ -20,10 +20,12 @@ from ._engine.decide.plan import all_names
 from ._engine.jaxprs.values import named_values, write_names
 from ._engine.jaxprs.walk import bodies, map_bodies, walk, with_eqns
 from ._engine.layers.scan_primitive import body_of_scan, our_equation, with_our_scan
+from ._errors import Problem
 from ._jax import CUSTOM_RULES, evaluate
 from ._names import KEEP
-from ._policy import Policy
+from ._policy import Policy, PolicyError
 from ._scan import first_layers
+from ._text import nearest
 from ._tracing import tracing
 
 CARRY = "layer_input"  # the name of a carry that the layers do not name
@@ -92,7 +94,10 @@ def policy_of(eqn: JaxprEqn) -> Policy | None:
     `dataclasses.asdict` of a framework's config makes a dict of a policy in it.
     """
     policy = eqn.params["policy"] if eqn.primitive is remat_p else None
-    if isinstance(policy, Mapping) and policy and policy.keys() <= _FIELDS:
+    if isinstance(policy, Mapping):  # which JAX refuses
+        if unknown := policy.keys() - _FIELDS:
+            why = lambda key: f"offload: {key!r} is not a field of a Policy{nearest(key, _FIELDS)}"
+            raise PolicyError(Problem(str(key), why(key)) for key in sorted(unknown, key=str))
         return Policy(**policy)
     return policy if isinstance(policy, Policy) else None
 

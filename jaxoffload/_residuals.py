@@ -25,8 +25,8 @@ from ._engine.layers.loops import where_twice
 from ._engine.layers.per_device import Divided, mesh_of, rows_of
 from ._engine.layers.reruns import reruns
 from ._jax import nbytes, on_host, without_remat3
-from ._policy import Policy
-from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Kind, Residual, Residuals
+from ._policy import Decision, Policy, check_arguments
+from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Kind, Residual, Residuals, State
 from ._tracing import Remarks, under
 
 
@@ -47,6 +47,7 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       PolicyError, HostPoolFull: as the `scan`s, `chain`s and `checkpoint`s in `f` do; HostPoolFull also if the pinned
         host pool holds each of them, but not all together.
       NotImplementedError: likewise; or `f` differentiates what is in it, as a training step does: give its loss.
+      TypeError: policy is not a Policy.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -56,6 +57,8 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
       >>> [(r.names, r.state, r.bytes) for r in table], table.host_bytes
       ([(('fc1',), 'offloaded', 1048576)], 1048576)
     """
+    if policy is not None:
+        check_arguments("residuals", policy)
     fun = f if policy is None else checkpoint(f, policy=policy)
     remarks = Remarks()
     with where_twice("residuals", _IS_A_STEP), under(whole_program=True, remarks=remarks):
@@ -193,7 +196,7 @@ def _tagged(row: Row, kept: list[_Stored], recomputed: tuple[int, int], parts: i
     """
     names = row.names or _MATMUL
 
-    def line(each: int, layers: int, total: int, state: str, decision: str, reason: str, kind: Kind) -> Residual:
+    def line(each: int, layers: int, total: int, state: State, decision: Decision, reason: str, kind: Kind) -> Residual:
         count = _count(each, row.nbytes)
         of_mesh = count * parts if parts else 1
         shown = names, row.shape, row.dtype, each, layers, total, state, decision, reason
@@ -202,9 +205,10 @@ def _tagged(row: Row, kept: list[_Stored], recomputed: tuple[int, int], parts: i
     planned = row.decision, row.reason, row.kind
     for size, is_on_host, source, counted in kept:
         each = size // (source.layers + source.empty)
-        state = OFFLOADED if is_on_host else SAVED
+        state: State = OFFLOADED if is_on_host else SAVED
         stays: Kind = "overridden" if source.kind == "overridden" else "value"
-        decision, reason, kind = planned if source.by_plan else ("save", source.where, stays)
+        saved: tuple[Decision, str, Kind] = ("save", source.where, stays)
+        decision, reason, kind = planned if source.by_plan else saved
         if counted:
             place = ", ".join(counted.names or _MATMUL)
             yield line(each, 0, 0, state, decision, f"{reason}; in the place of {place}", "shared")
@@ -234,7 +238,7 @@ def _merged(lines: Iterable[Residual]) -> list[Residual]:
 
 def _without_plan(aval: Any, size: int, source: Source, policy: Policy | None, parts: int) -> Residual:
     """Return the line of a value that no plan of ours knows. `policy`: that of a checkpoint of JAX's that kept it."""
-    state = OFFLOADED if on_host(aval) else SAVED
+    state: State = OFFLOADED if on_host(aval) else SAVED
     rows = source.layers + source.empty
     shape = tuple(aval.shape)[source.axes :]
     count = _count(size // rows, nbytes(jax.ShapeDtypeStruct(shape, aval.dtype)))

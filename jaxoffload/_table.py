@@ -4,11 +4,16 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+from ._policy import Decision
 from ._text import readable
 
-SAVED, OFFLOADED, RECOMPUTED, NOT_NEEDED = "saved", "offloaded", "recomputed", "not needed"
+SAVED: Final = "saved"
+OFFLOADED: Final = "offloaded"
+RECOMPUTED: Final = "recomputed"
+NOT_NEEDED: Final = "not needed"
+State = Literal["saved", "offloaded", "recomputed", "not needed"]
 EMPTY = "padding row"
 Kind = Literal["value", "padding", "shared", "argument", "overridden"]
 
@@ -45,8 +50,8 @@ class Residual:
     bytes_per_layer: int
     layers: int
     bytes: int
-    state: str
-    decision: str | None
+    state: State
+    decision: Decision | None
     reason: str
     count: int = 1
     kind: Kind = "value"
@@ -134,7 +139,7 @@ class Residuals:
         reruns = tuple(table.per_device for table in self.reruns)
         return dataclasses.replace(self, rows=tuple(rows), reruns=reruns, mesh=())
 
-    def _total(self, state: str) -> int:
+    def _total(self, state: State) -> int:
         return sum(r.bytes for r in self.rows if r.state == state)
 
     def to_json(self) -> str:

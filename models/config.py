@@ -47,7 +47,7 @@ class Model:
     aux_loss: Weight = 0.0  # weight of the load-balancing loss
     z_loss: Weight = 0.0  # weight of the mean of logsumexp(router logits)^2
     balance_rate: Weight = 0.0  # step size of each expert's router bias, which balances without a loss
-    grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # backend of jaxoffload.grouped_matmul
+    grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # backend of jaxoffload.grouped.grouped_matmul
     quantize: Literal["fp8"] | None = None  # the experts' grouped GEMMs, with a scale per expert
     exchange: Literal["padded", "ragged"] = "padded"  # sent to the experts' devices: buffers, or only rows (GPUs)
     capacity: Positive | None = None  # most rows sent to one device, in even shares; others are dropped

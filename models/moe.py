@@ -19,8 +19,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxoffload import grouped_matmul, scope, tag
-from jaxoffload.grouped import te
+from jaxoffload import scope, tag
+from jaxoffload.grouped import grouped_matmul, te
 from models import exchange, routing
 from models.config import Config, Model
 from models.layers import RMSNorm, weight

@@ -161,7 +161,7 @@ def check_patterns(config: Config) -> None:
     made = program(small, abstract_mesh(small.mesh))
     # The batch is not the run's, and names are checked first.
     with _policy_errors(config), contextlib.suppress(HostPoolFull):
-        jaxoffload.check(small.remat, made.loss, made.state.params, made.microbatch)
+        jaxoffload.check(made.loss, made.state.params, made.microbatch, policy=small.remat)
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxoffload import Problem, grouped_matmul
-from jaxoffload.grouped import GroupedMatmulError, te
+from jaxoffload import Problem
+from jaxoffload.grouped import GroupedMatmulError, grouped_matmul, te
 from models import checkpoints, metrics, tensorboard
 from models.config import Config, Model
 from models.moe import grouped_gemms

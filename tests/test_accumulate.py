@@ -750,9 +750,9 @@ def test_check_judges_a_step_that_accumulates():
     loss = lambda params, x: jnp.sum(scan(layer, x, of_layers(params), policy=rules)[0] ** 2)
     step = lambda params, x: accumulate(loss)(params, x)[1]
     args = PARAMS, normal(5, (3, 2, DIM))
-    check(rules, step, *args)
+    check(step, *args, policy=rules)
     with pytest.raises(ValueError, match="has this policy"):
-        check(policy({"fc1": "save"}), step, *args)
+        check(step, *args, policy=policy({"fc1": "save"}))
     jaxpr = jax.make_jaxpr(step)(*args)
     assert need_of(jaxpr).bytes() == 2 * LAYERS * 2 * 2 * DIM * 4
 

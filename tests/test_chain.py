@@ -196,7 +196,7 @@ def test_patterns_are_judged_over_all_layers():
     jax.eval_shape(gradient(g), X)
     for of in (g, jax.grad(g)):
         with pytest.raises(PolicyError, match="elsewhere"):
-            check(loose, of, X)
+            check(of, X, policy=loose)
 
 
 def test_what_it_refuses():

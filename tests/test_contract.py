@@ -321,10 +321,10 @@ def test_what_nested_policies_offload_is_on_the_host_once_and_counted_once(shape
     if way in ("by hand", "offload"):  # JAX's own checkpoint in a layer copies once more, in the backward pass
         pool = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
         monkeypatch.setenv(pool, repr(host * ROW / 2**30))
-        check(OFFLOADED, f, *args)
+        check(f, *args, policy=OFFLOADED)
         monkeypatch.setenv(pool, repr((host * ROW - 1) / 2**30))
         with pytest.raises(HostPoolFull):
-            check(OFFLOADED, f, *args)
+            check(f, *args, policy=OFFLOADED)
 
 
 @pytest.mark.claim("nested-policies")

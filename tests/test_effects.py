@@ -152,7 +152,7 @@ def test_names_of_rules_are_known_beside_what_has_no_derivative():
     f = lambda x, w: lax.scan(lambda x, w: (once(x, w), None), x, w)[0]
     jaxpr = gradient_jaxpr(f, X, W, argnums=1)
     assert {place(v.aval) for e in equations(jaxpr) for v in e.outvars} == {"device", "host"}
-    check(policy({"inside": "offload"}), f, X, W)
+    check(f, X, W, policy=policy({"inside": "offload"}))
 
 
 # ------------------------------------------------------------------------------------------------- references
@@ -211,7 +211,7 @@ def test_beside_a_reference_the_policy_holds(ours):
     with pytest.raises(PolicyError, match=r"'uu'.*the nearest is 'u'"):
         gradient_jaxpr(misspelt, X, W)
     assert "by jax.checkpoint" in str(residuals(ours(body), X, W))
-    check(policy({"u": "offload"}, resident_layers=0), ours(body), X, W)
+    check(ours(body), X, W, policy=policy({"u": "offload"}, resident_layers=0))
 
 
 @EACH

@@ -437,6 +437,14 @@ def test_some_gpus_of_a_host_copy_at_rates_between_those_of_one_and_of_all():
     assert two.bus(1) == two.one and two.bus(2) == two.bus(4) == two.all
 
 
+def test_what_is_not_a_machine_is_refused():
+    for wrong in ("machines/h200.json", None):
+        with pytest.raises(TypeError, match="fits: machine must be a Machine"):
+            fits(jnp.sum, jnp.ones(8), machine=wrong)
+    with pytest.raises(TypeError, match=r"machine: again must be True or False, got 'machines/h200\.json'"):
+        machine("machines/h200.json")
+
+
 def test_a_machine_comes_back_whole():
     for each in (MACHINE, BY_SHAPE):
         assert Machine.from_json(each.to_json()) == each

@@ -34,9 +34,9 @@ from common import (
 )
 from jax import lax
 
-from jaxoffload import GroupedTensor, Policy, chain, checkpoint, grouped_matmul, residuals, scan, scope, tag
+from jaxoffload import Policy, chain, checkpoint, residuals, scan, scope, tag
 from jaxoffload._engine.decide import jax_patches
-from jaxoffload.grouped import _backend, chosen_backend, te
+from jaxoffload.grouped import GroupedTensor, _backend, chosen_backend, grouped_matmul, te
 from jaxoffload.grouped._interface import column_wise, row_wise
 from jaxoffload.grouped._ragged_fp8 import E4M3, RAGGED_FP8, from_columns, group_of, to_columns
 
@@ -755,7 +755,7 @@ import jaxoffload
 kept = lambda: "reduce_precision" in jax.jit(lambda x: jax.lax.reduce_precision(x, 4, 3)).lower(x).as_text()
 x = jnp.ones(2, jnp.float8_e4m3fn)
 jaxoffload.tag(jnp.ones(2), "x")
-jaxoffload.GroupedTensor(jnp.ones((2, 1)), jnp.array([2], jnp.int32))
+jaxoffload.grouped.GroupedTensor(jnp.ones((2, 1)), jnp.array([2], jnp.int32))
 assert kept()
 jaxoffload.tag(x, "x")
 assert not kept()

@@ -20,7 +20,7 @@ from jaxoffload import (
     residuals,
     scan,
     tag,
-    xla_flags,
+    write_xla_flags,
 )
 from jaxoffload._text import readable
 from jaxoffload.proof import exact_options
@@ -258,19 +258,19 @@ def derived(f):
 def test_a_step_is_judged_as_a_whole(pool, which):
     step, rows = derived(stacks)[which]
     pool(rows * ONE)
-    check(LENIENT, step, X, WS)
+    check(step, X, WS, policy=LENIENT)
     pool(rows * ONE - 8)
     with pytest.raises(
         MemoryError, match=f"check: all together would offload {readable(rows * ONE)} per device; .* holds"
     ):
-        check(LENIENT, step, X, WS)
+        check(step, X, WS, policy=LENIENT)
     jax.make_jaxpr(step)(X, WS)  # each scan alone fits
 
 
 @pytest.mark.claim("host-pool")
 def test_a_loss_is_judged_by_its_gradient_and_the_advice_is_for_all_of_it(pool):
     both = 2 * (N + 1) * ONE
-    for judge in (lambda f: check(LENIENT, f, X, WS), lambda f: residuals(f, X, WS)):
+    for judge in (lambda f: check(f, X, WS, policy=LENIENT), lambda f: residuals(f, X, WS)):
         pool(both)
         judge(stacks)
         pool(both - 8)
@@ -286,7 +286,7 @@ def test_a_loss_is_judged_by_its_gradient_and_the_advice_is_for_all_of_it(pool):
             judge(stacks)
     pool(2 * 2 * ONE)
     fewer = policy({"fc1": "offload"}, resident_layers=0, offload_layers=1)
-    check(fewer, lambda x, w: stacks_under(fewer, x, w), X, WS)
+    check(lambda x, w: stacks_under(fewer, x, w), X, WS, policy=fewer)
     jax.make_jaxpr(stacks)(X, WS)  # a forward pass needs nothing
 
 
@@ -312,10 +312,10 @@ def test_scans_chains_and_checkpoints_count_together_and_what_vmap_makes_of_them
     batched = jax.vmap(jax.grad(mixed, 1), (0, None))
     for g, x, need in ((jax.grad(mixed, 1), X, rows * ONE), (batched, jnp.stack([X] * 3), 3 * rows * ONE)):
         pool(need)
-        check(LENIENT, g, x, WS)
+        check(g, x, WS, policy=LENIENT)
         pool(need - 8)
         with pytest.raises(MemoryError, match="check: all together"):
-            check(LENIENT, g, x, WS)
+            check(g, x, WS, policy=LENIENT)
 
 
 @pytest.mark.claim("host-pool")
@@ -339,10 +339,10 @@ def test_what_accumulate_runs_beside_its_scans_counts(pool, kind, scans):
     need = (3 + 2 * (N + 1) if scans else 2) * ONE
     step, x = accumulate(loss), jnp.stack([X] * 3)
     pool(need)
-    check(LENIENT, step, WS, x)
+    check(step, WS, x, policy=LENIENT)
     pool(need - 8)
     with pytest.raises(MemoryError, match=f"{readable(need)} per device"):
-        check(LENIENT, step, WS, x)
+        check(step, WS, x, policy=LENIENT)
     if scans:  # `accumulate` itself, too
         with pytest.raises(MemoryError, match=f"^accumulate: two microbatches offload {readable(need)} per device"):
             jax.make_jaxpr(step)(WS, x)
@@ -376,10 +376,10 @@ def test_what_the_layers_of_an_interleaved_scan_run_again_counts(pool, decision)
     loss = lambda w, x: jnp.sum(scan(layer, x, w, policy=outer)[0])
     need = (2 * (N + 1) + 2 * 3 if decision == "offload" else 3) * ONE
     pool(need)
-    check(outer, accumulate(loss), WS, jnp.stack([X] * 3))
+    check(accumulate(loss), WS, jnp.stack([X] * 3), policy=outer)
     pool(need - 8)
     with pytest.raises(MemoryError, match=f"offload {readable(need)} per device"):
-        check(outer, accumulate(loss), WS, jnp.stack([X] * 3))
+        check(accumulate(loss), WS, jnp.stack([X] * 3), policy=outer)
 
 
 def test_save_is_judged_together_too(pool):
@@ -387,7 +387,7 @@ def test_save_is_judged_together_too(pool):
     rules = policy({"fc1": "offload"}, resident_layers=0, on_host_full="save")
     pool(4 * ONE)
     with pytest.warns(UserWarning, match="enough for 3"), pytest.raises(MemoryError, match=r"offload_layers: 1\)"):
-        check(rules, jax.grad(lambda x, w: stacks_under(rules, x, w)), X, WS)
+        check(jax.grad(lambda x, w: stacks_under(rules, x, w)), X, WS, policy=rules)
 
 
 def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
@@ -396,10 +396,12 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
     assert "DYNAMIC" not in options["xla_gpu_enable_command_buffer"]
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert b'costs { name: "dynamic-slice-start.2.double_buffer_clone" cost_us: 1e+06 }' in options["fdo_profile"]
-    for copy in ("dynamic-slice-start", "dynamic-update-slice-start"):  # benchmarks.stages has 307 of the latter
-        assert f'costs {{ name: "{copy}.999.double_buffer_clone" cost_us: 1e+06 }}'.encode() in options["fdo_profile"]
+    for copy in ("dynamic-slice-start", "dynamic-update-slice-start"):  # four stages have 1540 of the latter
+        for clone, us in ("", "1e+06"), (".0.double_buffer_clone", "1e+06"), (".0.peeled_double_buffer", "15000"):
+            assert f'costs {{ name: "{copy}.2000{clone}" cost_us: {us} }}'.encode() in options["fdo_profile"]
+    assert len({*options["fdo_profile"].splitlines()}) == options["fdo_profile"].count(b"\n") < 40_000  # 4 us each
     assert b'"copy-start.1.0" cost_us: 12500 }' in compiler_options("gpu", copy_ms=12.5)["fdo_profile"]
-    for wrong in (0, -1.0, float("inf"), float("nan")):
+    for wrong in (0, -1.0, float("inf"), float("nan"), True):
         with pytest.raises(ValueError, match=rf"copy_ms must be milliseconds, .*; got {wrong}"):
             compiler_options("gpu", copy_ms=wrong)
     assert compiler_options("gpu") is not compiler_options("gpu")  # a caller may modify its copy
@@ -413,13 +415,13 @@ def test_compiler_options_are_xlas_on_gpu_and_empty_on_cpu():
 @pytest.mark.claim("xla-flags")
 def test_the_options_as_flags_and_a_file(tmp_path):
     options, path = compiler_options("gpu", copy_ms=7), tmp_path / "copies.pbtxt"
-    flags = dict(flag.removeprefix("--").split("=") for flag in xla_flags(path, copy_ms=7).split())
+    flags = dict(flag.removeprefix("--").split("=") for flag in write_xla_flags(path, copy_ms=7).split())
     assert path.read_bytes() == options.pop("fdo_profile")
     assert flags.pop("xla_gpu_pgle_profile_file_or_directory_path") == str(path)
     assert flags == {name: {"True": "true"}.get(str(value), str(value)) for name, value in options.items()}
     for wrong in "copies.txt", "my copies.pbtxt":
         with pytest.raises(ValueError, match=r"use a name that ends in .pbtxt, no spaces"):
-            xla_flags(tmp_path / wrong)
+            write_xla_flags(tmp_path / wrong)
 
 
 @pytest.mark.gpu

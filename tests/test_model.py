@@ -692,11 +692,11 @@ def test_the_host_pool_is_judged_by_the_bytes_that_the_report_gives_a_device(mon
     rows = residuals_at_once(config, table)
     need = sum(row.bytes_per_device for row in rows if row.state == "offloaded")
     monkeypatch.setenv(POOL, str(need / 2**30))
-    jaxoffload.check(config.remat, made.step, made.state, made.tokens)
+    jaxoffload.check(made.step, made.state, made.tokens, policy=config.remat)
     summary(config, made)
     monkeypatch.setenv(POOL, str((need - 8) / 2**30))
     with pytest.raises(MemoryError, match=r"check: all together|accumulate: two microbatches"):
-        jaxoffload.check(config.remat, made.step, made.state, made.tokens)
+        jaxoffload.check(made.step, made.state, made.tokens, policy=config.remat)
     with pytest.raises(ConfigError, match=r"remat: residuals: all together .* \(offload_layers: "):
         summary(config, made)
 

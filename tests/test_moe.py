@@ -718,7 +718,7 @@ def test_the_loss_that_is_told_is_the_cross_entropy():
 def test_dense_layers_then_experts_under_one_policy():
     both = Policy({"mlp/fc1": "offload", "moe/fc1": "save"}, min_offload_bytes=0)
     made = on(Mesh(), both)
-    check(both, made.loss, made.state.params, made.microbatch)
+    check(made.loss, made.state.params, made.microbatch, policy=both)
     table = residuals(made.loss, made.state.params, made.microbatch)
     layers = Counter()
     for row in table:

@@ -313,6 +313,14 @@ def test_a_wrong_dict_says_what_is_wrong():
     wrong = jax.checkpoint(layer, policy={"residuals": {"fc1": "ofload"}})
     with pytest.raises(PolicyError, match=r"ofload.*the nearest is 'offload'"):
         offload(lambda x, w: lax.scan(wrong, x, w)[0])(X, W)
+    misspelt = jax.checkpoint(layer, policy={"residuals": {"fc1": "offload"}, "defualt": "save"})
+    with pytest.raises(PolicyError, match=r"^offload: 'defualt' is not a field of a Policy; the nearest is 'default'$"):
+        offload(lambda x, w: lax.scan(misspelt, x, w)[0])(X, W)
+
+
+def test_an_empty_dict_is_the_policy_of_the_defaults():
+    of = lambda policy: offload(lambda x, w: lax.scan(jax.checkpoint(layer, policy=policy), x, w)[0])
+    assert str(residuals(of({}), X, W)) == str(residuals(of(Policy()), X, W))
 
 
 @pytest.fixture

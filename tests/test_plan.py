@@ -536,6 +536,8 @@ def test_a_plan_says_if_more_gpus_copy_than_were_measured(gpus, says):
         ({"machine": 3}, TypeError, "plan: machine must be"),
         ({"machine": None}, ValueError, "machines/h200.json"),
         ({"fixed": {"fc1": "save"}}, TypeError, "plan: fixed must be"),
+        ({"one_kernel": "attention"}, TypeError, "plan: one_kernel must be names of scopes, .* got 'attention'"),
+        ({"compile": "no"}, TypeError, "plan: compile must be True or False, got 'no'"),
         ({"budget": None}, ValueError, "plan: budget: no GPU here"),
     ],
 )

@@ -30,17 +30,17 @@ from jaxoffload import (
     chain,
     checkpoint,
     compiler_options,
-    grouped_matmul,
     plan,
     scan,
     tag,
-    xla_flags,
+    write_xla_flags,
 )
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload._tracing import as_reference
+from jaxoffload.grouped import grouped_matmul
 from jaxoffload.proof import NothingFits, scheduling_options
 from jaxoffload.proof._plan import compiled as _compiled
 from jaxoffload.proof._program import hlo
@@ -303,7 +303,7 @@ print(program.large(program.described(1)[0], 8, defaults))
 def test_flags_of_the_environment_do_what_options_do(gpu, tmp_path):
     expected = large(gpu, 8, OPTIONS)
     assert str(AT_ONCE[1][1]) in str(expected)
-    flags = [xla_flags(tmp_path / "copies.pbtxt"), ""]
+    flags = [write_xla_flags(tmp_path / "copies.pbtxt"), ""]
     command = [sys.executable, "-c", CHILD, os.path.dirname(__file__), str(ROOT)]
     said = []
     for given in flags:
@@ -541,6 +541,28 @@ def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu,
         for direction, want in (("d2h", there), ("h2d", back)):
             found = [(m.microbatch, m.layer) for m in moves if (m.residual, m.direction) == (name, direction)]
             assert found == want, (name, direction)
+
+
+@pytest.mark.parametrize("microbatches", [4, 5])
+@pytest.mark.parametrize("layers", [6, 7])
+def test_the_profile_has_the_copies_of_a_loop_over_layers_in_a_loop_over_microbatches(gpu, layers, microbatches):
+    """XLA doubles both loops, and takes an iteration out of one whose number is odd. Some layers are a chain."""
+    policy = Policy(OFFLOADED, min_offload_bytes=0)
+
+    def loss(w, x):
+        x, _ = scan(layer, x, w, policy=policy)
+        of_chain = jax.tree.map(lambda p: list(p[:3]), w)
+        fs = [lambda x, w: layer(x, w)[0]] * 3
+        return jnp.mean(chain(fs, x, list(zip(*of_chain, strict=True)), policy=policy).astype(jnp.float32) ** 2)
+
+    def step(w, xs):
+        add = lambda sums, x: (jax.tree.map(jnp.add, sums, jax.grad(loss)(w, x)), None)
+        return lax.scan(add, jax.tree.map(jnp.zeros_like, w), xs)[0]
+
+    xs = jax.ShapeDtypeStruct((microbatches, *X.shape), X.dtype)
+    copies = [line.name for line in module_of(compiled(gpu, step, weights(layers), xs)) if line.starts_host_copy]
+    assert {name.partition("-start")[0] for name in copies} == {"dynamic-slice", "dynamic-update-slice", "copy"}
+    assert [name for name in copies if f'"{name}"'.encode() not in OPTIONS["fdo_profile"]] == []
 
 
 @pytest.mark.parametrize("layers, fields", [(7, {}), (8, {"offload_layers": 3}), (8, {"resident_layers": 0})])

@@ -108,7 +108,7 @@ def test_accumulate_check_and_verify(remat3):
     plain = lambda x, w: lax.scan(in_a_loop(layer, "fc1"), x, w)[0]
     assert_same_bits(*run_each([accumulated(f), accumulated(plain, interleaved=False)], X, W))
     step = lambda w, xs: accumulate(lambda w, x: jnp.sum(f(x, w) ** 2))(w, xs)[1]
-    check(RULES, step, W, jnp.stack([X, X]))
+    check(step, W, jnp.stack([X, X]), policy=RULES)
     checks = {check.claim: check.verdict for check in verify(lambda x, w: jnp.sum(f(x, w) ** 2), X, W)}
     assert set(checks.values()) <= {"holds", "not checked"} and checks["gradients"] == checks["moves"] == "holds"
 

@@ -280,7 +280,7 @@ def test_of_one_function_with_a_policy():
 @pytest.mark.parametrize("given", [{}, "", {"fc1": "save"}])
 def test_what_is_not_a_policy_is_refused_even_if_it_is_empty(given):
     for function in (residuals, verify):
-        with pytest.raises(TypeError, match=r"policy must be a jaxoffload\.Policy, got"):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}: policy must be a jaxoffload\.Policy, got"):
             function(lambda x: jnp.sum(x), X, policy=given)
 
 

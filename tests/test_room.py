@@ -111,6 +111,14 @@ def test_what_one_kernel_computes_elsewhere_stores_nothing_inside():
         scores = 4 * S * S
         assert room(g, of(S, 8)).loop >= scores
         assert room(g, of(S, 8), one_kernel=("attention",)).loop < scores
+        assert room(g, of(S, 8), one_kernel=(name for name in ["attention"])).loop < scores  # it can be read only once
+
+
+@pytest.mark.parametrize("wrong", ["attention", ["attention", ""], [b"attention"], None])
+def test_names_of_scopes_are_not_a_string(wrong):
+    """Each of its characters is in some scope's name, and nothing would be stored."""
+    with pytest.raises(TypeError, match=r"^room: one_kernel must be names of scopes, such as \['attention'\], got"):
+        room(jnp.sin, of(8), one_kernel=wrong)
 
 
 @pytest.mark.parametrize("constrained, parts", [(True, 4), (False, 1)])

@@ -349,7 +349,7 @@ def test_rule_5_a_module_without_a_match_is_named():
     with pytest.raises(
         PolicyError, match=r"offload_modules\['moe_act'\] -> 'moe/fc1': matches no tagged.*nearest is 'mlp/fc1"
     ):
-        check(loose, f, X, W)
+        check(f, X, W, policy=loose)
 
 
 @pytest.mark.claim("several-stacks")
@@ -365,13 +365,13 @@ def test_rule_5_several_stacks_share_one_policy_under_check():
 
     p, loss = model({"dense": "save", "moe": "save"})
     for f in (loss, jax.grad(loss), jax.jit(jax.value_and_grad(loss))):
-        check(p, f, X, W)
+        check(f, X, W, policy=p)
     p, loss = model({"dense": "save", "mo": "save"})
     for f in (loss, jax.jit(jax.grad(loss))):
         with pytest.raises(PolicyError, match=r"residuals\['mo'\].*nearest is 'moe'"):
-            check(p, f, X, W)
+            check(f, X, W, policy=p)
     with pytest.raises(ValueError, match="has this policy"):
-        check(policy({"moe": "save"}), loss, X, W)
+        check(loss, X, W, policy=policy({"moe": "save"}))
 
 
 HEADS = {
@@ -397,10 +397,10 @@ def test_rule_5_check_sees_what_is_beside_a_scan_and_in_its_layers_in_each_kind_
     steps = {"loss": loss, "value_and_grad": jax.value_and_grad(loss), "accumulate": accumulate(loss)}
     f, x = steps.get(step, accumulate(loss, stages="stage")), X if step in ("loss", "value_and_grad") else X[None]
     with jax.set_mesh(auto_mesh(stage=2)) if step == "stages" else contextlib.nullcontext():
-        check(p, f, jnp.stack([W] * 2), x)
-        check(inner, f, jnp.stack([W] * 2), x)
+        check(f, jnp.stack([W] * 2), x, policy=p)
+        check(f, jnp.stack([W] * 2), x, policy=inner)
         with pytest.raises(ValueError, match="has this policy"):
-            check(policy({"head": "save"}), f, jnp.stack([W] * 2), x)
+            check(f, jnp.stack([W] * 2), x, policy=policy({"head": "save"}))
 
 
 def test_rule_5_names_are_seen_through_everything():
@@ -433,7 +433,7 @@ def test_rule_5_names_are_seen_through_everything():
     wanted = ["in_jit", "in_cond", "in_scan", "in_remat", "in_ours_too", "in_vmap"]
     assert all(where[name] == "offloaded" for name in wanted), where
     assert where["in_ours"] == "saved"  # the outer policy keeps it too, and an inner scan follows its own
-    check(policy({"in_ours": "offload"}), under(f, {"in_ours": "offload"}), X, W)
+    check(under(f, {"in_ours": "offload"}), X, W, policy=policy({"in_ours": "offload"}))
     assert where["in_custom_vjp"] == "not needed"  # that rule's backward pass reads its input
 
 

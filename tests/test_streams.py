@@ -501,6 +501,8 @@ def test_of_a_trace_that_holds_other_programs_the_profile_is_of_one(tmp_path):
     write_trace(tmp_path, streams, "jit_other_step")
     with pytest.raises(ValueError, match=f"in the trace in {tmp_path} jit_step did not run on a GPU"):
         read_profile(tmp_path, Compiled(), steps=2)
+    with pytest.raises(ValueError, match=r"^read_profile: steps must be at least 1, got 0"):
+        read_profile(tmp_path, Compiled(), steps=0)
 
 
 def test_a_profile_needs_a_gpu():

@@ -171,6 +171,9 @@ def test_what_it_says():
     assert '"ok": true' in found.to_json()
     with pytest.raises(ValueError, match="repeats must be at least 3, got 1"):
         verify(of_scan, X, weights(LAYERS), repeats=1)
+    for switch in ("strict", "has_aux"):
+        with pytest.raises(TypeError, match=f"^verify: {switch} must be True or False, got 'no'"):
+            verify(of_scan, X, weights(LAYERS), **{switch: "no"})
 
 
 def body(x, w):

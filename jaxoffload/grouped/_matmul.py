@@ -66,7 +66,7 @@ def grouped_matmul(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxoffload import grouped_matmul
+      >>> from jaxoffload.grouped import grouped_matmul
       >>> x, w = jnp.ones((5, 2)), jnp.stack([jnp.ones((2, 3)), jnp.full((2, 3), 10.0)])
       >>> grouped_matmul(x, w, jnp.array([2, 3], jnp.int32))[:, 0].tolist()
       [2.0, 2.0, 20.0, 20.0, 20.0]

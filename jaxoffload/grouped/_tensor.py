@@ -33,7 +33,7 @@ class GroupedTensor:
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from jaxoffload import GroupedTensor
+      >>> from jaxoffload.grouped import GroupedTensor
       >>> rows = GroupedTensor(jnp.ones((5, 2)), jnp.array([2, 3], jnp.int32))
       >>> [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(rows)]
       [('.data', (5, 2)), ('.group_sizes', (2,))]

@@ -16,7 +16,7 @@ _FLAG = "xla_gpu_enable_while_loop_double_buffering"  # one of `xla_flags()` tha
 _WARNING = (
     "jaxoffload: a program that offloads was compiled without the options that let its copies overlap; compile "
     "it with jax.jit(step, compiler_options=jaxoffload.compiler_options()), or set XLA_FLAGS to "
-    "jaxoffload.xla_flags('copies.pbtxt') where a framework calls jax.jit"
+    "jaxoffload.write_xla_flags('copies.pbtxt') where a framework calls jax.jit"
 )
 
 

@@ -9,9 +9,10 @@ import jax
 
 from ..._engine.host.limit import host_pool_bytes
 from ..._jax import without_remat3
-from ..._policy import Policy, size_in_bytes
+from ..._policy import Policy, check_switches, size_in_bytes
 from ..._text import GIB, readable, short
 from .._predict.machine import Machine, known_machine
+from .._predict.room import names_of_scopes
 from .choices import Choice, Outcome, alone, fastest
 from .compiled import compiled_bytes, refined, refuse_without_gpus
 from .costs import Step, Table
@@ -64,7 +65,8 @@ def plan(
     Raises:
       NothingFits: it says how many bytes the smallest choice needs, and for what.
       CannotPlan: `budget` or `host_budget` is not a size, no machine is known, or `f` has no `scan` to plan.
-      TypeError: `fixed` is not a Policy, or `machine` neither a Machine nor a path.
+      TypeError: `fixed` is not a Policy, `machine` neither a Machine nor a path, `one_kernel` not a collection of
+        names, or `compile` not a bool.
       NotImplementedError: a scan is inside another one's layer, or beside one on pipeline stages; or `compile`, and the
         arguments are on no GPUs, neither here nor described ones.
 
@@ -82,7 +84,8 @@ def plan(
       >>> chosen.memory.total <= 8 * 2**30
       True
     """
-    fixed = _checked_policy(fixed)
+    check_switches("plan", compile=compile)
+    fixed, one_kernel = _checked_policy(fixed), names_of_scopes("plan", one_kernel)
     rates = _machine(machine)
     limit, on_host = _budget(budget), _host_budget(host_budget)
     if compile:

@@ -169,6 +169,9 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
     Returns:
       A `Fits`, with a `Fit` per loop: times in ms, sizes in bytes per device.
 
+    Raises:
+      TypeError: `machine` is not a Machine.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jaxoffload import Policy, scan, tag
@@ -184,6 +187,8 @@ def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
       >>> prediction.loops[0].copies[0].bytes
       67108864
     """
+    if not isinstance(machine, Machine):
+        raise TypeError(f"fits: machine must be a Machine, as machine() and Machine.from_json return, got {machine!r}")
     jaxpr, _ = trace_of(f, args)
     arguments = [leaf for leaf in jax.tree.leaves(args) if getattr(leaf, "sharding", None) is not None]
     devices = max((leaf.sharding.num_devices for leaf in arguments), default=1)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from ..._policy import check_switches
 from ..._text import readable
 from .._rates import AttentionRate, Gemms, Link, RatesByShape, between
 from . import measure
@@ -153,11 +154,13 @@ def machine(again: bool = False) -> Machine:
 
     Raises:
       NotImplementedError: JAX's default backend is not a GPU.
+      TypeError: again is not a bool, but a file, say, which `Machine.from_json` reads.
 
     Example:
       >>> from jaxoffload import machine
       >>> print(machine())  # doctest: +SKIP
     """
+    check_switches("machine", again=again)
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"machine: needs an NVIDIA GPU; JAX's default backend is {jax.default_backend()}")
     if not again and (known := known_machine()):

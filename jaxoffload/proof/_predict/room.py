@@ -41,6 +41,7 @@ from ..._jax import (
     on_host,
     without_remat3,
 )
+from ..._text import short
 from .joint import Passes
 
 _WITH_LOOPS = (forward_p, backward_p)
@@ -85,6 +86,9 @@ def room(f: Callable[..., Any], *args: Any, one_kernel: Collection[str] = ()) ->
     Returns:
       A `Room`, in bytes per device.
 
+    Raises:
+      TypeError: `one_kernel` is not a collection of names.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jaxoffload.proof import room
@@ -94,7 +98,20 @@ def room(f: Callable[..., Any], *args: Any, one_kernel: Collection[str] = ()) ->
       >>> room(chunked, jnp.ones((4, 64, 32)), jnp.ones((32, 1024))).loop // (4 * 64 * 1024)  # one chunk of logits
       1
     """
+    one_kernel = names_of_scopes("room", one_kernel)
     return step_room(jax.jit(f).trace(*args).jaxpr, divisions(args), one_kernel)[0]
+
+
+def names_of_scopes(caller: str, one_kernel: Any) -> tuple[str, ...]:
+    """Return the argument `one_kernel` of `caller`. A string has characters, and some scope's name has each of them.
+
+    Raises:
+      TypeError: it is not a collection of names.
+    """
+    names = None if isinstance(one_kernel, str) or not isinstance(one_kernel, Iterable) else tuple(one_kernel)
+    if names is None or not all(isinstance(name, str) and name for name in names):
+        raise TypeError(f"{caller}: one_kernel must be names of scopes, such as ['attention'], got {short(one_kernel)}")
+    return names
 
 
 class Most(NamedTuple):

@@ -210,7 +210,7 @@ def read_profile(folder: Path, program: jax.stages.Compiled, steps: int = 1) -> 
 
     Raises:
       FileNotFoundError: there is no trace.
-      ValueError: the program did not run on a GPU meanwhile.
+      ValueError: the program did not run on a GPU meanwhile, or `steps` is less than 1.
 
     Example:
       >>> from pathlib import Path
@@ -226,6 +226,8 @@ def read_profile(folder: Path, program: jax.stages.Compiled, steps: int = 1) -> 
       ...     jax.block_until_ready(step(w, x))
       >>> print(read_profile(Path("trace"), step))  # doctest: +SKIP
     """
+    if steps < 1:
+        raise ValueError(f"read_profile: steps must be at least 1, got {steps}")
     module = parse(str(program.as_text()))
     events = [e for e in first_gpu(read(folder)) if e.module == module.name]
     if not events:

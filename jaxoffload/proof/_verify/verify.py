@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..._jax import without_remat3
-from ..._policy import Policy
+from ..._policy import Policy, check_arguments, check_switches
 from .._check import Check, Verification
 from .._program.target import target_of
 from .conservation import conservation
@@ -71,6 +71,7 @@ def verify(
 
     Raises:
       ValueError: `repeats` is less than 3, or `has_aux` and `f` returns something else.
+      TypeError: policy is not a Policy, or has_aux or strict not a bool.
       PolicyError, HostPoolFull, NotImplementedError: as `scan`, `chain`, `checkpoint` and `accumulate` do.
 
     Example:
@@ -106,6 +107,9 @@ def checks(
       >>> next(checks(lambda x: jnp.sum(jnp.tanh(x)), jnp.ones(8))).claim
       'gradients'
     """
+    if policy is not None:
+        check_arguments("verify", policy)
+    check_switches("verify", has_aux=has_aux, strict=strict)
     if repeats < 3:
         raise ValueError(f"verify: repeats must be at least 3, got {repeats}")
     target = target_of(f, args, policy, has_aux, repeats)

@@ -15,6 +15,7 @@ from ._tag import tag as tag
 # Run layers under a policy.
 from . import grouped as grouped
 from ._accumulate import accumulate as accumulate
+from ._accumulate import evaluate as evaluate
 from ._chain import chain as chain
 from ._checkpoint import checkpoint as checkpoint
 from ._compiler_options import compiler_options as compiler_options

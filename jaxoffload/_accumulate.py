@@ -1,10 +1,11 @@
-"""accumulate(): `jax.value_and_grad` over microbatches, the forward pass of one beside the backward pass of another."""
+"""accumulate(): `jax.value_and_grad` over microbatches, the forward pass of one beside the backward pass of another;
+evaluate(): the loss alone."""
 
 import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from ._engine.layers.rows import filled
 from ._engine.microbatches.by_layers import sums_by_layers
 from ._engine.microbatches.call import Call, Sums, call_of, microbatch_of, total
 from ._engine.stages.on_stages import Stages, sums_on_stages, values_on_stages
+from ._errors import deprecated
 from ._jax import as_array, in_memory_of, on_device, without_remat3
 from ._lost_changes import warns_of_lost_changes
 from ._same_draws import warn_of_same_draws
@@ -30,6 +32,7 @@ def accumulate(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
+    in_axes: Any = 0,
     reduction: Reduction = "mean",
     stages: str | None = None,
     virtual_stages: int = 1,
@@ -50,23 +53,25 @@ def accumulate(
 
     Args:
       loss: as for `jax.value_and_grad`: returns a scalar, or a pair of it and a pytree of arrays.
-      argnums: which positional arguments to differentiate. All others, and keyword arguments, are batches: their leaves
-        have a leading axis of microbatches.
+      argnums: which positional arguments to differentiate, the parameters.
+      in_axes: as for `jax.vmap`: 0 for a batch, whose leaves have a leading axis of microbatches; None for what is the
+        same in all microbatches, such as frozen weights or a step number. Either one for all arguments, or a sequence
+        of one for each positional argument, which may be a pytree prefix of it. Parameters are always the same, and
+        keyword arguments always batches.
       has_aux: whether `loss` returns a pair.
       reduction: "mean" or "sum", of the losses and of the gradients over the microbatches.
       stages: a mesh axis, over which the layers of one `scan` are divided: pipeline stages, in lockstep. The scan's xs
         are sharded over it. docs/stages.md has the schedule. None: all devices run all layers.
       virtual_stages: how many chunks of layers each stage has, dealt in turn.
-      forward_only: for evaluation: return what `loss` does, without gradients. `argnums` has the parameters.
+      forward_only: deprecated; use `evaluate`.
 
     Returns:
       A function of the arguments of `loss` that returns what `jax.value_and_grad(loss, argnums, has_aux)` does, in the
-      same dtypes; `forward_only`: without the gradients. Other results get a leading axis of microbatches. It cannot be
-      differentiated.
+      same dtypes. Other results get a leading axis of microbatches. It cannot be differentiated.
 
     Raises:
-      TypeError, ValueError: `argnums` or `reduction` is something else, or `virtual_stages` is not a whole number above
-        0.
+      TypeError, ValueError: `argnums`, `in_axes` or `reduction` is something else, or `virtual_stages` is not a whole
+        number above 0.
 
     Raises (when called, before anything is compiled):
       TypeError, ValueError: an argument has no axis of microbatches, or one of another length; and what
@@ -86,95 +91,190 @@ def accumulate(
       >>> dws.shape
       (3, 8, 8)
     """
-    numbers = _indices(argnums)
-    if reduction not in get_args(Reduction):
-        hint = nearest(reduction, get_args(Reduction))
-        raise ValueError(f"accumulate: reduction {reduction!r} is not allowed; use 'mean' or 'sum'{hint}")
-    if type(virtual_stages) is not int or virtual_stages < 1:
-        raise ValueError(f"accumulate: virtual_stages {virtual_stages!r} is not allowed; use a whole number above 0")
-    if stages is None and virtual_stages > 1:
-        raise ValueError(f"accumulate: virtual_stages {virtual_stages} needs stages, the name of a mesh axis")
+    if forward_only:
+        deprecated("accumulate(loss, ..., forward_only=True)", "evaluate(loss, ...)")
+        axes = {"in_axes": in_axes, "stages": stages, "virtual_stages": virtual_stages}
+        return evaluate(loss, argnums, has_aux, reduction=reduction, **axes)
+    how = _how("accumulate", argnums, in_axes, has_aux, reduction, stages, virtual_stages)
 
-    def mean_of(sums: Any, microbatches: int) -> Any:
-        return jax.tree.map(lambda x: x / microbatches, sums) if reduction == "mean" else sums
-
-    @without_remat3
-    def value_alone(*args: Any, **kwargs: Any) -> Any:
-        call, on_stages, _ = _call(loss, numbers, has_aux, True, (stages, virtual_stages), args, kwargs)
-        values, aux = values_on_stages(call, on_stages) if on_stages else _values(call)
-        value = mean_of(total(values), call.microbatches)
-        return (value, aux) if has_aux else value
-
+    @functools.wraps(loss)
     @without_remat3
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        call, on_stages, of_grads = _call(loss, numbers, has_aux, False, (stages, virtual_stages), args, kwargs)
+        params = {n: args[n] for n in _positions(how, len(args))}
+        _refuse_integers(params)
+        call, on_stages = _call(loss, how, args, kwargs, list(params.values()))
         if on_stages:
             value, grads, aux = sums_on_stages(call, on_stages)
         else:
             value, grads, aux = sums_by_layers(call, _one_by_one) or _one_by_one(call)
-        value, grads = mean_of((value, grads), call.microbatches)
+        value, grads = how.reduced((value, grads), call.microbatches)
         grads = [in_memory_of(jax.typeof(param), grad) for param, grad in zip(call.params, grads, strict=True)]
-        return ((value, aux) if has_aux else value), jax.tree.unflatten(of_grads, grads)
+        of_grads = params[how.argnums % len(args)] if isinstance(how.argnums, int) else tuple(params.values())
+        return ((value, aux) if has_aux else value), jax.tree.unflatten(jax.tree.structure(of_grads), grads)
 
-    return value_alone if forward_only else value_and_grad
+    return value_and_grad
 
 
-def _indices(argnums: Any) -> int | tuple[int, ...]:
+def evaluate(
+    loss: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    in_axes: Any = 0,
+    reduction: Reduction = "mean",
+    stages: str | None = None,
+    virtual_stages: int = 1,
+) -> Callable[..., Any]:
+    """Return what a loss returns over microbatches, without gradients: what `accumulate` is for training.
+
+    Nothing is kept or copied. On pipeline stages only forward passes run, through the same chunks of layers.
+
+    Args:
+      loss, has_aux, in_axes, reduction, stages, virtual_stages: as for `accumulate`.
+      argnums: the parameters, of any dtype.
+
+    Returns:
+      A function of the arguments of `loss` that returns what that does; the loss is reduced over the microbatches, and
+      other results get a leading axis of microbatches. It can be differentiated, except on stages.
+
+    Raises:
+      Exceptions are those of `accumulate`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxoffload import evaluate
+      >>> loss = lambda w, x: jnp.mean(x @ w)
+      >>> float(jax.jit(evaluate(loss))(jnp.ones((8, 8)), jnp.ones((4, 2, 8))))  # 4 microbatches
+      8.0
+    """
+    how = _how("evaluate", argnums, in_axes, has_aux, reduction, stages, virtual_stages)
+
+    @functools.wraps(loss)
+    @without_remat3
+    def value(*args: Any, **kwargs: Any) -> Any:
+        params = [args[n] for n in _positions(how, len(args))]
+        call, on_stages = _call(loss, how, args, kwargs, params)
+        values, aux = values_on_stages(call, on_stages) if on_stages else _values(call)
+        value = how.reduced(total(values), call.microbatches)
+        return (value, aux) if has_aux else value
+
+    return value
+
+
+class _How(NamedTuple):
+    """The arguments of `accumulate` or `evaluate`, which is the `caller`."""
+
+    caller: str
+    argnums: int | tuple[int, ...]
+    in_axes: Any
+    has_aux: bool
+    reduction: Reduction
+    stages: str | None
+    virtual_stages: int
+
+    def reduced(self, sums: Any, microbatches: int) -> Any:
+        """Return the sums over microbatches, or the means."""
+        return jax.tree.map(lambda x: x / microbatches, sums) if self.reduction == "mean" else sums
+
+
+def _how(
+    caller: str, argnums: Any, in_axes: Any, has_aux: bool, reduction: Any, stages: Any, virtual_stages: Any
+) -> _How:
+    """Judge the arguments."""
+    numbers = _indices(caller, argnums)
+    if reduction not in get_args(Reduction):
+        hint = nearest(reduction, get_args(Reduction))
+        raise ValueError(f"{caller}: reduction {reduction!r} is not allowed; use 'mean' or 'sum'{hint}")
+    if type(virtual_stages) is not int or virtual_stages < 1:
+        raise ValueError(f"{caller}: virtual_stages {virtual_stages!r} is not allowed; use a whole number above 0")
+    if stages is None and virtual_stages > 1:
+        raise ValueError(f"{caller}: virtual_stages {virtual_stages} needs stages, the name of a mesh axis")
+    axes = jax.tree.leaves(in_axes, is_leaf=lambda x: x is None)
+    if wrong := [axis for axis in axes if axis is not None and axis != 0]:
+        raise ValueError(
+            f"{caller}: in_axes has {wrong[0]!r}; use 0 for a batch, whose leading axis is that of microbatches, and "
+            "None for what is the same in all of them"
+        )
+    return _How(caller, numbers, in_axes, has_aux, reduction, stages, virtual_stages)
+
+
+def _indices(caller: str, argnums: Any) -> int | tuple[int, ...]:
     """Return `argnums` in Python's numbers, which NumPy's and others stand for."""
     for convert in (operator.index, lambda each: tuple(map(operator.index, each))):
         with contextlib.suppress(TypeError):
             if (numbers := convert(argnums)) != ():
                 return numbers
-    raise TypeError(f"accumulate: argnums {argnums!r} is not allowed; use a whole number, or a sequence of them")
+    raise TypeError(f"{caller}: argnums {argnums!r} is not allowed; use a whole number, or a sequence of them")
 
 
 def _call(
-    loss: Callable[..., Any],
-    argnums: int | tuple[int, ...],
-    has_aux: bool,
-    forward_only: bool,
-    stages: tuple[str | None, int],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Call, Stages | None, Any]:
-    """Return a call, the stages on which it runs, and the structure of its gradients."""
-    numbers = _positions(argnums, len(args))
+    loss: Callable[..., Any], how: _How, args: tuple[Any, ...], kwargs: dict[str, Any], params: list[Any]
+) -> tuple[Call, Stages | None]:
+    """Return a call, and the stages on which it runs."""
+    numbers = _positions(how, len(args))
     others = {n: x for n, x in enumerate(args) if n not in numbers}
-    microbatches = _microbatches(others, kwargs)
-    batch, of_batch = jax.tree.flatten((others, kwargs))
-    params, of_params = jax.tree.flatten([args[n] for n in numbers])
-    if not forward_only:
-        _refuse_integers({n: args[n] for n in numbers})
+    leaves, of_others = jax.tree.flatten((others, kwargs))
+    is_batch = _batches(how, others, kwargs, len(args))
+    microbatches = _microbatches(how, others, kwargs, is_batch)
+    flat, of_params = jax.tree.flatten(params)
+    batch = [as_array(x) for x, batched in zip(leaves, is_batch, strict=True) if batched]
+    shared = [as_array(x) for x, batched in zip(leaves, is_batch, strict=True) if not batched]
 
-    def run(loss: Callable[..., Any], params: Sequence[Any], microbatch: Sequence[Any]) -> Any:
-        others, kwargs = jax.tree.unflatten(of_batch, microbatch)
+    def run(loss: Callable[..., Any], shared: Any, params: Any, microbatch: Any) -> Any:
+        both = {True: iter(microbatch), False: iter(shared)}
+        others, kwargs = jax.tree.unflatten(of_others, [next(both[batched]) for batched in is_batch])
         given = dict(zip(numbers, jax.tree.unflatten(of_params, params), strict=True)) | others
         return loss(*(given[n] for n in range(len(args))), **kwargs)
 
-    batch, flat = list(map(as_array, batch)), functools.partial(run, loss)
-    with_warnings = functools.partial(run, warns_of_lost_changes(loss, "accumulate", args, kwargs))
-    on_stages = _stages(*stages)
+    on_stages = _stages(how)
     with under(stage_axis=on_stages.axis if on_stages else None):
-        jaxpr, shape = _traced(with_warnings, params, batch, microbatches)
+        warning = warns_of_lost_changes(loss, "accumulate", args, kwargs)
+        jaxpr, shape = _traced(functools.partial(run, warning), shared, flat, batch, microbatches)
     # JAX's own errors, about parameters and results that cannot be differentiated.
     zeros = lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
-    jax.eval_shape(jax.value_and_grad(zeros, has_aux=has_aux), 0.0 if forward_only else params)
-    of_grads = jax.tree.structure(args[argnums] if isinstance(argnums, int) else tuple(args[n] for n in numbers))
-    pair = flat if has_aux else lambda *args: (flat(*args), None)
-    of_aux = jax.tree.structure(shape[1] if has_aux else None)
-    return call_of(pair, params, batch, microbatches, jaxpr, of_aux), on_stages, of_grads
+    jax.eval_shape(jax.value_and_grad(zeros, has_aux=how.has_aux), flat if how.caller == "accumulate" else 0.0)
+
+    def pair(params: list[Any], microbatch: list[Any]) -> tuple[Any, Any]:
+        out = run(loss, shared, params, microbatch)
+        return out if how.has_aux else (out, None)
+
+    of_aux = jax.tree.structure(shape[1] if how.has_aux else None)
+    return call_of(pair, shared, flat, batch, microbatches, jaxpr, of_aux), on_stages
 
 
-def _traced(loss: Callable[..., Any], params: list[Any], batch: list[Any], microbatches: int) -> tuple[Jaxpr, Any]:
+def _batches(how: _How, others: dict[int, Any], kwargs: dict[str, Any], count: int) -> list[bool]:
+    """Return which leaves of the arguments that are no parameters, and of keyword arguments, are batches."""
+    axes = how.in_axes
+    if isinstance(axes, tuple | list):
+        if len(axes) != count:
+            raise ValueError(f"{how.caller}: in_axes has {len(axes)} entries for {count} positional arguments")
+    else:
+        axes = [axes] * count
+    is_none = lambda x: x is None
+    flags: list[bool] = []
+    for number, argument in others.items():
+        try:
+            each = jax.tree.broadcast(axes[number], argument, is_leaf=is_none)
+        except ValueError as error:
+            raise ValueError(
+                f"{how.caller}: in_axes[{number}], {axes[number]!r}, is no pytree prefix of args[{number}]: {error}"
+            ) from None
+        flags += [axis == 0 for axis in jax.tree.leaves(each, is_leaf=is_none)]
+    return flags + [True] * len(jax.tree.leaves(kwargs))
+
+
+def _traced(
+    loss: Callable[..., Any], shared: list[Any], params: list[Any], batch: list[Any], microbatches: int
+) -> tuple[Jaxpr, Any]:
     """Trace a loss, and return its results in shapes; warn of random numbers that are the same in all microbatches."""
     one = jax.make_jaxpr(lambda: microbatch_of(batch, 0))().out_avals
     try:
-        jaxpr, shape = jax.make_jaxpr(loss, return_shape=True)(params, one)
+        jaxpr, shape = jax.make_jaxpr(loss, return_shape=True)(shared, params, one)
     except TypeError as error:
         if any(map(_is_raw_key, batch)):  # whose two or four numbers are as many as the microbatches
             error.add_note(f"jaxoffload: accumulate: a batch may be a PRNG key; {_SPLIT}")
         raise
-    warn_of_same_draws(jaxpr, [False] * len(params) + [True] * len(one), microbatches)
+    warn_of_same_draws(jaxpr, [n >= len(shared) + len(params) for n in range(len(jaxpr.invars))], microbatches)
     return jaxpr, shape
 
 
@@ -187,44 +287,49 @@ def _refuse_integers(params: dict[int, Any]) -> None:
             )
 
 
-def _positions(argnums: int | tuple[int, ...], count: int) -> list[int]:
+def _positions(how: _How, count: int) -> list[int]:
     """Return which of so many positional arguments `argnums` means."""
-    numbers = [argnums] if isinstance(argnums, int) else list(argnums)
+    numbers = [how.argnums] if isinstance(how.argnums, int) else list(how.argnums)
     if wrong := [n for n in numbers if not -count <= n < count]:
-        raise ValueError(f"accumulate: argnums has {wrong[0]}, and there are {count} positional arguments")
+        raise ValueError(f"{how.caller}: argnums has {wrong[0]}, and there are {count} positional arguments")
     numbers = [n % count for n in numbers]
     if len(set(numbers)) < len(numbers):
-        raise ValueError(f"accumulate: argnums {argnums} has one of {count} positional arguments twice")
+        raise ValueError(f"{how.caller}: argnums {how.argnums} has one of {count} positional arguments twice")
     return numbers
 
 
-def _microbatches(others: dict[int, Any], kwargs: dict[str, Any]) -> int:
-    """The length of the leading axis that all leaves have."""
+def _microbatches(how: _How, others: dict[int, Any], kwargs: dict[str, Any], is_batch: list[bool]) -> int:
+    """Return the length of the leading axis that all batches have."""
     lengths, raw_keys = {}, []
-    for name, arguments in ("args", others), ("kwargs", kwargs):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
-            argument = f"{name}{jax.tree_util.keystr(path)}"
-            if not (shape := getattr(leaf, "shape", ())):
-                raise TypeError(
-                    f"accumulate: {argument} has no leading axis of microbatches, which every argument needs that is "
-                    f"not in argnums; {_SPLIT if _is_key(leaf) else _CLOSE}"
-                )
-            lengths[argument] = shape[0]
-            raw_keys += [argument] * _is_raw_key(leaf)
+    leaves = [
+        (f"{name}{jax.tree_util.keystr(path)}", leaf)
+        for name, arguments in (("args", others), ("kwargs", kwargs))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arguments)
+    ]
+    for (argument, leaf), batched in zip(leaves, is_batch, strict=True):
+        if not batched:
+            continue
+        if not (shape := getattr(leaf, "shape", ())):
+            raise TypeError(
+                f"{how.caller}: {argument} has no leading axis of microbatches, which every argument needs that is "
+                f"not in argnums; {_SPLIT if _is_key(leaf) else _SHARE}"
+            )
+        lengths[argument] = shape[0]
+        raw_keys += [argument] * _is_raw_key(leaf)
     if not lengths:
-        raise TypeError("accumulate: argnums has all arguments; at least one must be a batch, split in microbatches")
+        raise TypeError(f"{how.caller}: no argument is a batch; at least one must be, split in microbatches")
     (first, length), *rest = lengths.items()
     if differ := [f"{argument} has {n}" for argument, n in rest if n != length]:
-        hint = f"{raw_keys[0]} may be a PRNG key: {_SPLIT}" if raw_keys else _CLOSE
+        hint = f"{raw_keys[0]} may be a PRNG key: {_SPLIT}" if raw_keys else _SHARE
         raise ValueError(
-            f"accumulate: {first} has {length} microbatches, and {differ[0]}; they must be as many; {hint}"
+            f"{how.caller}: {first} has {length} microbatches, and {differ[0]}; they must be as many; {hint}"
         )
     if not length:
-        raise ValueError(f"accumulate: {first} has no microbatches")
+        raise ValueError(f"{how.caller}: {first} has no microbatches")
     return length
 
 
-_CLOSE = "close over what is the same in all microbatches: frozen weights, a step number"
+_SHARE = "give in_axes None for what is the same in all microbatches: frozen weights, a step number"
 _SPLIT = "split the key, one per microbatch: jax.random.split(key, microbatches)"
 
 
@@ -237,29 +342,30 @@ def _is_raw_key(leaf: Any) -> bool:
     return jnp.result_type(leaf) == jnp.uint32 and jnp.shape(leaf) in ((2,), (4,))
 
 
-def _stages(axis: str | None, virtual: int) -> Stages | None:
-    """What a call asks for, under the mesh that it is traced under; None if all devices run all layers.
+def _stages(how: _How) -> Stages | None:
+    """Return the stages under the mesh that a call is traced under; None if all devices run all layers.
 
     That is also so for a single stage, in the reference, and without jit.
     """
+    axis = how.stages
     if axis is None:
         return None
     mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.axis_names:
         axes = f"has the axes {', '.join(mesh.axis_names)}" if mesh.axis_names else "is empty; call it in jax.set_mesh"
         hint = nearest(axis, mesh.axis_names)
-        raise ValueError(f"accumulate: stages={axis!r} is not an axis of the mesh, which {axes}{hint}")
+        raise ValueError(f"{how.caller}: stages={axis!r} is not an axis of the mesh, which {axes}{hint}")
     if others := [
         f"{name!r} is {kind.name}"
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind is not AxisType.Auto
     ]:
         raise NotImplementedError(
-            f"accumulate: stages={axis!r}: the mesh's axis {', '.join(others)}; with stages all must be Auto"
+            f"{how.caller}: stages={axis!r}: the mesh's axis {', '.join(others)}; with stages all must be Auto"
         )
     if mesh.shape[axis] == 1 or tracing().reference or jax.config.jax_disable_jit:
         return None
-    return Stages(axis, mesh.shape[axis], virtual)
+    return Stages(axis, mesh.shape[axis], how.virtual_stages)
 
 
 def _one_by_one(call: Call) -> Sums:

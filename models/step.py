@@ -85,7 +85,7 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
         return on_mesh(mesh, step)
 
     def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
-        loss = jaxoffload.accumulate(validation, forward_only=True, **stages_of(config))
+        loss = jaxoffload.evaluate(validation, **stages_of(config))
         rows = train.batch_size // train.grad_accumulation
         return loss(params, microbatches(tokens_BxS1, len(tokens_BxS1) // rows))
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxoffload import Policy, PolicyError, accumulate, chain, check, offload, proof, scan, tag, verify
+from jaxoffload import Policy, PolicyError, accumulate, chain, check, evaluate, offload, proof, scan, tag, verify
 from jaxoffload._engine.cost.lone_pass import staying
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
@@ -268,8 +268,8 @@ def test_the_forward_passes_alone():
     loss = functools.partial(language_model, ours)
     how = {"has_aux": True, "reduction": "sum"}
     with_gradients = lambda *args: accumulate(loss, **how)(*args)[0]
-    means = accumulate(lambda *args: loss(*args)[0], forward_only=True)
-    got, expected, mean = run_each([accumulate(loss, **how, forward_only=True), with_gradients, means], *args)
+    means = evaluate(lambda *args: loss(*args)[0])
+    got, expected, mean = run_each([evaluate(loss, **how), with_gradients, means], *args)
     assert_same_bits(got, expected)
     assert_close(mean[0], expected[0] / 3)
 
@@ -291,6 +291,37 @@ def test_argnums_of_numpy(given, same):
     assert jax.tree.structure(got) == jax.tree.structure(want) and jax.tree.leaves(got) == jax.tree.leaves(want)
 
 
+def test_what_is_the_same_in_all_microbatches_needs_no_closure():
+    def loss(stack, params, x, shared, *, mask):
+        x = x + params["bias"][0] * shared["step"] + mask[:, None] * shared["frozen"][0, 0]
+        return jnp.mean(stack(layer, x, of_layers(params), RULES)[0] * shared["frozen"][:, 0])
+
+    shared = {"step": jnp.int32(3), "frozen": PARAMS["w"][0], "of each": jnp.arange(3)}
+    mask, x = jnp.ones((3, 2)), normal(5, (3, 2, DIM))
+    axes = (None, 0, {"step": None, "frozen": None, "of each": 0})
+    ours_of = accumulate(functools.partial(loss, ours), in_axes=axes)
+    closed = lambda params, x, shared, mask: one_by_one(
+        lambda params, x, mask: loss(plain, params, x, shared, mask=mask)
+    )(params, x, mask)
+    by_name = lambda params, x, shared, mask: ours_of(params, x, shared, mask=mask)
+    assert_same_bits(*run_each([by_name, closed], PARAMS, x, shared, mask))
+    value = evaluate(functools.partial(loss, ours), in_axes=axes)(PARAMS, x, shared, mask=mask)
+    assert_close(value, ours_of(PARAMS, x, shared, mask=mask)[0])
+
+
+def test_the_function_has_the_name_of_the_loss():
+    def my_loss(w, x):
+        return jnp.sum(w * x)
+
+    assert accumulate(my_loss).__name__ == evaluate(my_loss).__name__ == "my_loss"
+
+
+def test_forward_only_is_evaluate_and_warns():
+    with pytest.warns(DeprecationWarning, match=r"write: evaluate\(loss, \.\.\.\)"):
+        old = accumulate(jnp.vdot, forward_only=True)
+    assert_close(old(X[0], X), evaluate(jnp.vdot)(X[0], X))
+
+
 def test_integers_among_the_parameters_of_an_evaluation():
     def loss(stack, params, x):
         step = lambda x, w: (jnp.tanh(tag(x @ (w["w"] * w["scale"]), "fc1")), None)
@@ -298,7 +329,7 @@ def test_integers_among_the_parameters_of_an_evaluation():
 
     params = {"w": PARAMS["w"], "scale": jnp.arange(1, LAYERS + 1, dtype=jnp.int8)}
     want = lambda params, xs: jnp.mean(jnp.stack([loss(plain, params, x) for x in xs]))
-    got = accumulate(functools.partial(loss, ours), forward_only=True)
+    got = evaluate(functools.partial(loss, ours))
     for a, b in zip(*run_each([got, want], params, X), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -790,7 +821,18 @@ ERRORS = [
         ValueError,
         "accumulate: reduction 'avg' is not allowed; use 'mean' or 'sum'",
     ),
-    (lambda: accumulate(jnp.sum)(X), TypeError, "argnums has all arguments"),
+    (lambda: accumulate(jnp.sum)(X), TypeError, "accumulate: no argument is a batch"),
+    (lambda: accumulate(good, in_axes=1), ValueError, "accumulate: in_axes has 1; use 0 for a batch"),
+    (
+        lambda: evaluate(good, in_axes=(None, 0, 0))(X, X),
+        ValueError,
+        "evaluate: in_axes has 3 entries for 2 positional",
+    ),
+    (
+        lambda: accumulate(good, in_axes=(None, {"a": 0}))(X, {"b": X}),
+        ValueError,
+        "accumulate: in_axes[1], {'a': 0}, is no pytree prefix of args[1]",
+    ),
     (lambda: accumulate(good, argnums=1.0), TypeError, "accumulate: argnums 1.0 is not allowed; use a whole number"),
     (lambda: accumulate(good, argnums=()), TypeError, "accumulate: argnums () is not allowed"),
     (lambda: accumulate(jnp.vdot, argnums=(0, -2))(X, X), ValueError, "argnums (0, -2) has one of 2 positional arg"),
@@ -798,7 +840,7 @@ ERRORS = [
         lambda: accumulate(jnp.vdot)(X, 1.0),
         TypeError,
         "accumulate: args[1] has no leading axis of microbatches, which every argument needs that is not in argnums; "
-        "close over what is the same in all microbatches: frozen weights, a step number",
+        "give in_axes None for what is the same in all microbatches: frozen weights, a step number",
     ),
     (lambda: accumulate(good)(X, X, train=True), TypeError, "accumulate: kwargs['train'] has no leading axis"),
     (lambda: accumulate(good)(X, X, act=jnp.tanh), TypeError, "accumulate: kwargs['act'] has no leading axis"),
@@ -822,8 +864,8 @@ ERRORS = [
     (
         lambda: accumulate(lambda w, x, y: 0.0)(X, {"a": X}, X[:2]),
         ValueError,
-        "accumulate: args[1]['a'] has 3 microbatches, and args[2] has 2; they must be as many; close over what is the "
-        "same in all microbatches",
+        "accumulate: args[1]['a'] has 3 microbatches, and args[2] has 2; they must be as many; give in_axes None "
+        "for what is the same in all microbatches",
     ),
     (lambda: accumulate(jnp.vdot)(X, X[:0]), ValueError, "args[1] has no microbatches"),
     (lambda: accumulate(jnp.vdot, argnums=2)(X, X), ValueError, "argnums has 2, and there are 2 positional arguments"),

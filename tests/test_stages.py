@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 from test_accumulate import RULES, assert_outlined, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
-from jaxoffload import HostPoolFull, Policy, accumulate, compiler_options, scan, tag, verify
+from jaxoffload import HostPoolFull, Policy, accumulate, compiler_options, evaluate, scan, tag, verify
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.microbatches.interleaved import is_staged
 from jaxoffload._engine.stages import collectives as stage_collectives
@@ -198,8 +198,8 @@ def test_weights_in_host_memory():
     assert_same_bits(jax.device_get(jax.tree.leaves(there)), jax.device_get(jax.tree.leaves(here)))
 
 
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_negative_zeros_leave_the_stages(forward_only):
+@pytest.mark.parametrize("run", [accumulate, evaluate])
+def test_negative_zeros_leave_the_stages(run):
     def layer(x, w):
         zeros = -jnp.zeros(3) * jnp.abs(x[0, 0])
         return x + jnp.tanh(tag(x @ w, "fc1")), (zeros, zeros.astype(jnp.bfloat16), lax.complex(zeros, zeros))
@@ -208,10 +208,10 @@ def test_negative_zeros_leave_the_stages(forward_only):
         y, (single, half, both) = scan(layer, x, w, policy=Policy({"fc1": "offload"}, min_offload_bytes=0))
         return jnp.mean(y), [1 / single, 1 / half, 1 / both.real, 1 / both.imag]
 
-    staged = accumulate(loss, has_aux=True, stages="stage", forward_only=forward_only)
+    staged = run(loss, has_aux=True, stages="stage")
     with on_two_stages():
         found = jax.jit(staged)(PARAMS["w"], normal(6, (3, 4, DIM)))
-    _, aux = found if forward_only else found[0]
+    _, aux = found if run is evaluate else found[0]
     assert all(np.all(x == -np.inf) for x in aux), aux
 
 
@@ -307,18 +307,18 @@ def test_two_gpus_compute_the_bits_of_one(virtual_stages, microbatches):
 def test_losses_by_forward_passes_alone_equal_those_of_one_device(sizes, virtual_stages, microbatches):
     args = PARAMS, tokens(microbatches)
     of = lambda stack: functools.partial(language_model, stack)
-    expected = jax.jit(accumulate(of(plain), has_aux=True, forward_only=True))(*args)
-    how = {"stages": "stage", "virtual_stages": virtual_stages, "forward_only": True}
-    assert_close(on_mesh(accumulate(of(ours), has_aux=True, **how), sizes, args), jax.device_get(expected))
+    expected = jax.jit(evaluate(of(plain), has_aux=True))(*args)
+    how = {"stages": "stage", "virtual_stages": virtual_stages}
+    assert_close(on_mesh(evaluate(of(ours), has_aux=True, **how), sizes, args), jax.device_get(expected))
 
 
 @pytest.mark.claim("stages")
 def test_evaluation_moves_no_layers():
     """Neither whole, as XLA's partitioning of a plain scan does, nor one at a time."""
     _, args, on_stages = staged(groups=2)
-    how = {"stages": "stage", "virtual_stages": 2, "forward_only": True}
+    how = {"stages": "stage", "virtual_stages": 2}
     with on_stages:
-        program = jax.jit(accumulate(in_groups, has_aux=True, **how)).lower(*args).compile()
+        program = jax.jit(evaluate(in_groups, has_aux=True, **how)).lower(*args).compile()
     found = hlo.collectives(hlo.parse(program.as_text()))
     # Activations, and the ys; on a CPU those of the last stage are summed as bits.
     assert set(found) == {
@@ -336,9 +336,9 @@ def test_all_that_a_loss_can_have(virtual_stages):
     of = lambda stack: functools.partial(everything, stack)
     expected = jax.jit(one_by_one(of(functools.partial(plain)), has_aux=True, reduction="sum"))(*args)
     how = {"has_aux": True, "reduction": "sum", "stages": "stage", "virtual_stages": virtual_stages}
-    on_stages = functools.partial(accumulate, of(functools.partial(ours, strict=False)), **how)
-    got, expected = on_mesh(on_stages(), (2, 1, 1), args), jax.device_get(expected)
-    assert_close(on_mesh(on_stages(forward_only=True), (2, 1, 1), args), expected[0])
+    loss = of(functools.partial(ours, strict=False))
+    got, expected = on_mesh(accumulate(loss, **how), (2, 1, 1), args), jax.device_get(expected)
+    assert_close(on_mesh(evaluate(loss, **how), (2, 1, 1), args), expected[0])
     # The layers round to bfloat16 before they multiply, and XLA may fuse that on one side alone.
     (got_value, got_grads), (value, grads) = got, expected
     half, rounding = grads.pop("half"), float(jnp.finfo(jnp.bfloat16).eps)
@@ -443,12 +443,12 @@ def in_three():
     return jax.make_mesh((2, 2, 2), ("stage", "data", "tensor"), (AxisType.Auto,) * 3)
 
 
-def on_stages_and_data(loss, microbatches=1, **how):
+def on_stages_and_data(loss, microbatches=1, run=accumulate):
     """The function of `accumulate` on two stages of four devices, with its arguments; a context."""
     mesh = in_three()
     w = jax.device_put(normal(0, (4, DIM, DIM)) / 5, NamedSharding(mesh, P("stage")))
     x = jax.device_put(normal(1, (microbatches, 8, DIM)), NamedSharding(mesh, P(None, "data")))
-    return jax.jit(accumulate(loss, stages="stage", **how)), (w, x), jax.set_mesh(mesh)
+    return jax.jit(run(loss, stages="stage")), (w, x), jax.set_mesh(mesh)
 
 
 def in_groups_of_devices(h):
@@ -471,17 +471,17 @@ def behind(y):
 @pytest.mark.claim("stages")
 @pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize(
-    "communicate, how",
+    "communicate, run",
     [
-        pytest.param(in_groups_of_devices, {}, id="gradients", marks=pytest.mark.slow),
-        pytest.param(lambda h: ring(jnp.roll(in_groups_of_devices(h), 1, 0)), {"forward_only": True}, id="forward"),
+        pytest.param(in_groups_of_devices, accumulate, id="gradients", marks=pytest.mark.slow),
+        pytest.param(lambda h: ring(jnp.roll(in_groups_of_devices(h), 1, 0)), evaluate, id="forward"),
     ],
 )
-def test_layers_that_communicate_within_a_stage(communicate, how):
+def test_layers_that_communicate_within_a_stage(communicate, run):
     loss = layers_with(communicate, behind)
-    step, args, on_mesh = on_stages_and_data(loss, microbatches=2, **how)
+    step, args, on_mesh = on_stages_and_data(loss, microbatches=2, run=run)
     with on_mesh:
-        got, expected = step(*args), jax.jit(accumulate(loss, **how))(*args)
+        got, expected = step(*args), jax.jit(run(loss))(*args)
     assert_close(jax.device_get(got), jax.device_get(expected))
 
 
@@ -492,29 +492,29 @@ def ring_backward(h):
 
 ring_backward.defvjp(lambda h: (h * 2, None), lambda _, ct: (ring(ct),))
 REFUSED_AS_TRACED = {
-    "ring": (ring, {}, r"a layer calls ppermute over 'data' \(.*test_stages\.py:\d+.*XLA has all devices meet"),
-    "ring, backward alone": (ring_backward, {}, "a layer calls ppermute over 'data'"),
+    "ring": (ring, accumulate, r"a layer calls ppermute over 'data' \(.*test_stages\.py:\d+.*XLA has all devices meet"),
+    "ring, backward alone": (ring_backward, accumulate, "a layer calls ppermute over 'data'"),
     **{
-        f"over the stages{', forward' * forward}": (
+        f"over the stages, {run.__name__}": (
             in_parts(lambda h: lax.psum(h, "stage"), in_specs=P(), out_specs=P(), axis_names={"stage"}),
-            {"forward_only": forward},
+            run,
             "a layer calls psum over 'stage' .* different layers, for different microbatches; .* not over 'stage'",
         )
-        for forward in (False, True)
+        for run in (accumulate, evaluate)
     },
     "with a mesh": (
         lambda h: in_parts(jnp.sin, mesh=in_three())(h),
-        {},
+        accumulate,
         "cannot be traced.* in the layer, without mesh",
     ),
-    "divided over the stages": (lambda h: divided(h, "stage"), {}, "leave 'stage' out of their shardings"),
+    "divided over the stages": (lambda h: divided(h, "stage"), accumulate, "leave 'stage' out of their shardings"),
 }
 
 
 @pytest.mark.claim("stages")
-@pytest.mark.parametrize("communicate, how, words", REFUSED_AS_TRACED.values(), ids=REFUSED_AS_TRACED)
-def test_layers_that_would_wait_for_other_stages_are_refused_as_they_are_traced(communicate, how, words):
-    step, args, on_mesh = on_stages_and_data(layers_with(communicate), **how)
+@pytest.mark.parametrize("communicate, run, words", REFUSED_AS_TRACED.values(), ids=REFUSED_AS_TRACED)
+def test_layers_that_would_wait_for_other_stages_are_refused_as_they_are_traced(communicate, run, words):
+    step, args, on_mesh = on_stages_and_data(layers_with(communicate), run=run)
     with on_mesh, pytest.raises(NotImplementedError, match=f"^accumulate: stages='stage': .*{words}"):
         step.lower(*args)
 

@@ -23,7 +23,7 @@ class Call(NamedTuple):
       params: the parameters; `batch`: all microbatches.
       microbatches: how many.
       jaxpr: constants, parameters, a microbatch -> the loss, other results.
-      consts: the constants.
+      consts: the constants, and what else is the same in all microbatches.
       others: the structure of the other results.
     """
 
@@ -78,13 +78,16 @@ def total(losses: Any) -> Any:
 
 def call_of(
     loss: Callable[[list[Any], list[Any]], tuple[Any, Any]],
+    shared: list[Any],
     params: list[Any],
     batch: list[Any],
     microbatches: int,
     traced: Jaxpr,
     others: Any,
 ) -> Call:
-    """Return a call whose loss has this jaxpr: parameters, a microbatch -> the loss, other results."""
-    consts = [*traced.consts]
-    jaxpr = convert_constvars_jaxpr(traced) if consts else traced
+    """Return a call whose loss has this jaxpr: values that are the same in all microbatches (`shared`), parameters, a
+    microbatch -> the loss, other results.
+    """
+    consts = [*traced.consts, *shared]
+    jaxpr = convert_constvars_jaxpr(traced) if traced.consts else traced
     return Call(loss, params, batch, microbatches, jaxpr, consts, others)

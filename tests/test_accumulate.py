@@ -293,8 +293,8 @@ def test_argnums_of_numpy(given, same):
 
 def test_what_is_the_same_in_all_microbatches_needs_no_closure():
     def loss(stack, params, x, shared, *, mask):
-        x = x + params["bias"][0] * shared["step"] + mask[:, None] * shared["frozen"][0, 0]
-        return jnp.mean(stack(layer, x, of_layers(params), RULES)[0] * shared["frozen"][:, 0])
+        x = x + params["bias"][0, 0] * shared["step"] + mask[:, None] * shared["frozen"][0, 0]
+        return jnp.mean(stack(layer, x, of_layers(params), RULES)[0] * shared["frozen"][0, 1])
 
     shared = {"step": jnp.int32(3), "frozen": PARAMS["w"][0], "of each": jnp.arange(3)}
     mask, x = jnp.ones((3, 2)), normal(5, (3, 2, DIM))

@@ -63,7 +63,7 @@ def _of_linear(jaxpr: Jaxpr, is_linear: Sequence[bool], devices: int) -> Iterato
         elif eqn.primitive is linear_p:
             for layer in eqn.params["layers"]:
                 inside = layer.tangent_jaxpr
-                yield from _of_linear(inside, _tangents(inside, len(inside.invars) - len(layer.kept)), devices)
+                yield from _of_linear(inside, _tangents(inside, len(inside.invars) - len(layer.layout.kept)), devices)
         else:
             for body in bodies(eqn):  # a cond's index comes first, and is none of its branches' operands
                 yield from _of_linear(body, flags[len(flags) - len(body.invars) :], devices * devices_of(eqn))

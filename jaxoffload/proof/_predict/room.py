@@ -172,8 +172,8 @@ def layer_room(
       taken: of each operand of its backward pass whether a kernel takes it, which needs a copy of the row.
     """
     walk, reverse = _Walk(like, one_kernel), straight(layer.backward)
-    rows = [x for x, k in zip(reverse.inputs, layer.kept, strict=False) if k.place in ("host", "device")]
-    given = [*rows, *reverse.inputs[len(layer.kept) :]]
+    rows = [x for x, k in zip(reverse.inputs, layer.layout.kept, strict=False) if k.place in ("host", "device")]
+    given = [*rows, *reverse.inputs[len(layer.layout.kept) :]]
     begin = walk.peak(forward, forward.inputs[layer.consts : layer.consts + layer.carry])
     lives = walk.lives(reverse)
     with_rows = walk.peak(reverse, given, lives)

@@ -1,4 +1,4 @@
-"""What jaxoffload needs of JAX beyond its documented API, and the one way to define a primitive.
+"""JAX beyond its documented API, as far as jaxoffload needs it, and the one way to define a primitive.
 
 `jax.interpreters` re-exports JAX's internals without a promise of stability, and some primitives are known by name
 alone. Both come from here, and the two names of `jax._src` that we reach: nothing else in jaxoffload imports
@@ -53,7 +53,7 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def on_host(aval: Any) -> bool:
-    """Whether an abstract value lives in host memory (`f32<host>[...]` in a jaxpr)."""
+    """Return if an abstract value lives in host memory (`f32<host>[...]` in a jaxpr)."""
     return getattr(aval, "memory_space", None) == HOST
 
 
@@ -152,17 +152,17 @@ MOSAIC_KERNELS = r"pallas_call|mpmd_map|mosaic_gpu\w*"
 
 @functools.cache
 def is_attention(name: str) -> bool:
-    """Whether a primitive of this name is cuDNN's or TransformerEngine's attention."""
+    """Return if a primitive of this name is cuDNN's or TransformerEngine's attention."""
     return re.fullmatch(ATTENTION, name) is not None
 
 
 def is_cudnn_attention(name: str) -> bool:
-    """Whether a primitive of this name is JAX's call of cuDNN's attention."""
+    """Return if a primitive of this name is JAX's call of cuDNN's attention."""
     return re.fullmatch(CUDNN_ATTENTION, name) is not None
 
 
 def is_causal(params: dict[str, Any]) -> bool:
-    """Whether an attention kernel with these parameters skips what a causal mask hides."""
+    """Return if an attention kernel with these parameters skips what a causal mask hides."""
     mask = params.get("mask_type", getattr(params.get("config"), "attn_mask_type", None))  # JAX's, TransformerEngine's
     return params.get("use_causal_mask", False) or "CAUSAL" in getattr(mask, "name", "")
 
@@ -353,7 +353,7 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def perturbed(tangents: Sequence[Any]) -> tuple[bool, ...]:
-    """Which of these tangents, or cotangents, are not symbolic zeros."""
+    """Return which of these tangents, or cotangents, are not symbolic zeros."""
     return tuple(type(t) is not Zero for t in tangents)
 
 

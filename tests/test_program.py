@@ -647,7 +647,7 @@ def test_verify_counts_matmuls_as_often_as_they_run(gpu, monkeypatch, request):
     ran, traced = counted()
     assert ran.counts == traced.counts == {"matmuls": 2 * LAYERS * (2 + 4)}
     assert ran.flops == traced.flops > 0 and ran.more_than(traced) == []
-    monkeypatch.setattr(_loops, "hidden_zero", lambda: jnp.int32(0))
+    monkeypatch.setattr(_loops, "opaque_zero", lambda: jnp.int32(0))
     request.addfinalizer(jax.clear_caches)  # of loops traced like this
     jax.clear_caches()
     ran, traced = counted()

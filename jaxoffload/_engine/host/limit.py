@@ -121,6 +121,6 @@ def admitted(
 
 
 def auto_axes() -> bool:
-    """Whether the compiler may divide what is traced here over a mesh, which the trace does not show."""
+    """Return if the compiler may divide what is traced here over a mesh, which the trace does not show."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() > 1 if mesh.empty else any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)

@@ -102,7 +102,7 @@ def _compiler_divides(aval: Any) -> bool:
 
 
 def _leaves_axes(shard_map: JaxprEqn) -> bool:
-    """Whether the compiler divides values over other axes than those of a `shard_map`."""
+    """Return if the compiler divides values over other axes than those of a `shard_map`."""
     mesh, its = shard_map.params["mesh"], shard_map.params["newly_manual_axes"]
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return any(kind is AxisType.Auto and name not in its for name, kind in axes)

@@ -128,7 +128,7 @@ class _Search:
 
 
 def keeps_all_bits(eqn: JaxprEqn) -> bool:
-    """Whether a `reduce_precision` changes nothing, as JAX's behind residuals (https://github.com/jax-ml/jax/pull/22244)."""
+    """Return if this is a `reduce_precision` that changes nothing (https://github.com/jax-ml/jax/pull/22244)."""
     if eqn.primitive is not reduce_precision_p:
         return False
     aval: Any = eqn.invars[0].aval

@@ -37,7 +37,7 @@ class Body(NamedTuple):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What each operand is, for `make_plan`."""
+        """The role of each operand, for `make_plan`."""
         xs = len(self.jaxpr.invars) - self.consts - self.carry
         return ("weight",) * self.consts + ("carry",) * self.carry + ("weight",) * xs
 
@@ -83,7 +83,7 @@ class Layer:
 
     @property
     def only_forward(self) -> bool:
-        """Whether nothing is kept for a backward pass, which there is none of."""
+        """True if nothing is kept, because there is no backward pass."""
         return len(self.layout.kept) + sum(self.perturbed) < len(self.tangent_jaxpr.invars)
 
     @functools.cached_property
@@ -136,7 +136,7 @@ def transposed(linear: Jaxpr, size: int) -> Jaxpr:
 
 
 def prevent_cse_barrier(residuals: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The same values. XLA cannot merge what is computed from them with what the forward pass computed."""
+    """Fence the values, so that XLA cannot merge what they lead to with what the forward pass computed."""
     return lax.optimization_barrier((residuals, cotangents))
 
 

@@ -142,7 +142,7 @@ def _axis_to(at: bool, x: Any, dim: int | None, size: int | None) -> Any:
 
 
 def _batched(loops: Loops, axis: Any, in_dims: Sequence[Sequence[int | None]]) -> Loops:
-    """The same loops over batched layers; the batch axis of all results is 0."""
+    """Return the loops over batched layers; the batch axis of all results is 0."""
 
     def batched(segment: Segment, dims: Sequence[int | None]) -> Segment:
         jaxpr, _ = batch_jaxpr_axes(segment.jaxpr, axis, dims, [0] * len(segment.jaxpr.outvars))

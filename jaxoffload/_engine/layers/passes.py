@@ -25,7 +25,7 @@ from ..host.need import Stack
 from ..jaxprs.source import Source
 from .layer import prevent_cse_barrier
 from .layout import Stored, sizes_of, split_list, to_device, to_host
-from .rows import add_to_row, empty_stack, filled, hidden_zero, put_row, take_row
+from .rows import add_to_row, empty_stack, filled, opaque_zero, put_row, take_row
 from .segments import Segment, SegmentResiduals, reads_of
 
 
@@ -70,7 +70,7 @@ class Loops:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """What a forward pass keeps on the host."""
+        """The stacks on the host that a forward pass writes."""
         of = lambda segment: sum(sizes_of(segment.jaxpr, segment.layout).host)
         return tuple(Stack(segment.on_host, of(segment)) for segment in self.segments if segment.on_host)
 
@@ -87,7 +87,7 @@ class Loops:
 
     @property
     def stacked(self) -> list[SegmentResiduals[bool]]:
-        """Whether each array that the segments keep is a stack of layers."""
+        """For each array that the segments keep, if it is a stack of layers."""
 
         def of(segment: Segment) -> SegmentResiduals[bool]:
             host, device, once = map(segment.layout.places.count, Stored._fields)
@@ -222,7 +222,7 @@ def empty_ys(loops: Loops) -> list[Any]:
 
 
 class ForwardState(NamedTuple):
-    """What the forward loop of a segment carries from layer to layer."""
+    """The carried state of a segment's forward loop."""
 
     carry: list[Any]
     ys: list[Any]
@@ -247,9 +247,9 @@ def forward_layer(
     """The function that computes layer i of a segment and copies the residuals of layer i-1.
 
     It writes to row i of stacks on the host, `i_device` of those on the device, `i_xs` of the ys. The first is a DMA
-    copy; the others are not to be one, hence the hidden zero. `inlined`: XLA would fuse the layer with its neighbours.
+    copy; the others are not to be one, hence the opaque zero. `inlined`: XLA would fuse the layer with its neighbours.
     """
-    compute, zero, layout = jaxpr_as_fun(segment.jaxpr), hidden_zero(), segment.layout
+    compute, zero, layout = jaxpr_as_fun(segment.jaxpr), opaque_zero(), segment.layout
 
     def layer(i: Any, state: ForwardState, inlined: bool) -> ForwardState:
         fence = lax.optimization_barrier if inlined else lambda carry: carry
@@ -271,7 +271,7 @@ def forward_layer(
 
 
 def end_forward(segment: Segment, saved: SegmentResiduals[Any]) -> SegmentResiduals[Any]:
-    """What a segment keeps, once its last layer has run."""
+    """Return what a segment keeps, once its last layer has run."""
     if segment.on_host < segment.layers:
         return saved
     # Not into row 0: outside the loop XLA:GPU would write it with a kernel.
@@ -279,7 +279,7 @@ def end_forward(segment: Segment, saved: SegmentResiduals[Any]) -> SegmentResidu
 
 
 class Cotangents(NamedTuple):
-    """Of the operands of a scan. While the backward loop runs, `carry` is that of the layer that ran last."""
+    """The cotangents of a scan's operands. While the backward loop runs, `carry` is that of the layer that ran last."""
 
     consts: list[Any]
     carry: list[Any]
@@ -294,7 +294,7 @@ def empty_cotangents(loops: Loops, carry: list[Any]) -> Cotangents:
 
 
 class BackwardState(NamedTuple):
-    """What the backward loop of a segment carries from layer to layer: `fetched` is what the next layer reads."""
+    """The carried state of a segment's backward loop: `fetched` is what the next layer reads."""
 
     cotangents: Cotangents
     fetched: list[Any]
@@ -321,7 +321,7 @@ def backward_layer(
     `sums`: for each of the xs, whether its cotangents are added to those that are there; by default none. `counts`: a
     boolean, whether they are; by default they are.
     """
-    compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), hidden_zero(), segment.layers - 1
+    compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), opaque_zero(), segment.layers - 1
 
     def layer(iteration: Any, state: BackwardState, inlined: bool) -> BackwardState:
         (consts, carry, xs), fetched = state
@@ -351,7 +351,7 @@ def backward_layer(
 
 
 def _is_padding(row: Any) -> bool:
-    """Whether this is row 0, as far as is known where the program is traced: in a loop it is not known.
+    """Return if this is known to be row 0 while the program is traced; in a loop it is not known.
 
     Outside of loops XLA:GPU would copy it with a kernel.
     """

@@ -113,7 +113,7 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 class SegmentResiduals[T](NamedTuple):
-    """What a segment keeps between the passes.
+    """The residuals that a segment keeps between the passes.
 
     No row is ever out of range: XLA:GPU does not clamp its DMA copies, and would write into other memory
     (https://github.com/openxla/xla: DynamicSliceFusionV2Thunk).

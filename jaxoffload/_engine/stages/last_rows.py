@@ -16,7 +16,7 @@ from jax import lax
 from ..layers.layer import Layer
 from ..layers.layout import to_device, to_host
 from ..layers.passes import BackwardState, Cotangents, ForwardState
-from ..layers.rows import filled, hidden_zero, put_row, take_row
+from ..layers.rows import filled, opaque_zero, put_row, take_row
 from ..layers.segments import Segment, SegmentResiduals
 
 
@@ -87,7 +87,7 @@ def writing(
 ) -> tuple[Callable[..., Writing], Writing]:
     """Let layer i of a forward pass also write piece i of each of these rows to row i of its stack."""
     cuts = [cut(row.shape, segment.layers) for row in rows]
-    zero = hidden_zero()
+    zero = opaque_zero()
 
     def layer(i: Any, state: Writing, inlined: bool) -> Writing:
         stacks = []
@@ -106,7 +106,7 @@ def in_place_of(old: list[Any], new: list[Any], segment: Segment) -> list[Any]:
     is an operand that both update in place. So that XLA does not see that nothing is left of the old rows, they are
     replaced in two parts, at offsets that it cannot compute.
     """
-    zero, rows = hidden_zero(), []
+    zero, rows = opaque_zero(), []
     for row, x in zip(old, new, strict=True):
         c = cut(row.shape, segment.layers)
         row, x = row.reshape(c.split(row.shape)), x.reshape(c.split(row.shape))
@@ -130,7 +130,7 @@ def fetching(
 ) -> tuple[Callable[..., Fetching], Fetching]:
     """Let iteration i of a backward pass also fetch piece i of a row from row i of its stack, into these rows."""
     cuts = [cut(row.shape, segment.layers) for row in rows]
-    zero = hidden_zero()
+    zero = opaque_zero()
 
     def layer(i: Any, state: Fetching, inlined: bool) -> Fetching:
         ahead = []

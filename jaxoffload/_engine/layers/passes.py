@@ -313,6 +313,7 @@ def backward_layer(
     saved: SegmentResiduals[Any],
     ys: list[Any],
     sums: Sequence[bool] = (),
+    *,
     counts: Any = None,
 ) -> Callable[[Any, BackwardState, bool], BackwardState]:
     """The function that computes the cotangents of a layer, and fetches the residuals of the layer before it.

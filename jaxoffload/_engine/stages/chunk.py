@@ -291,7 +291,7 @@ def backward_pass(
         of_segment = [rows.pop() for _ in segment.copies][::-1] if travels(segment) else []
         state: Any = BackwardState(cts, [row for row, _, _ in of_segment] or kept.last)
         reads_of_layers = [operands[i] for i, _ in loops.reads]
-        run: Any = backward_layer(loops, segment, reads_of_layers, kept, ys, [True] * len(xs), counts)
+        run: Any = backward_layer(loops, segment, reads_of_layers, kept, ys, [True] * len(xs), counts=counts)
         if of_segment:
             _, into, pieces = zip(*of_segment, strict=True)
             run, state = fetching(run, state, [*into], [*pieces], segment)

@@ -25,9 +25,10 @@ from ._engine.decide.derivative import derivative
 from ._engine.decide.mutable_refs import by_jax, takes_refs
 from ._engine.decide.plan import Override
 from ._engine.host.limit import admitted
-from ._engine.layers.layer import Body, Layer, in_three, linearize, prevent_cse_barrier
+from ._engine.layers.layer import Body, Layer, linearize, prevent_cse_barrier
+from ._engine.layers.layout import split_list, to_device, to_host
 from ._engine.layers.transpose_only import with_tangents
-from ._jax import DEVICE, HOST, Results, Values
+from ._jax import Results, Values
 from ._lost_changes import warns_of_lost_changes
 from ._policy import Policy, PolicyError, check_arguments, check_switches
 from ._tracing import tracing
@@ -292,19 +293,19 @@ def _forward(
     for layer, params in zip(layers, each, strict=True):
         operands = [*carry, *params]
         outs = jaxpr_as_fun(layer.forward)(*operands)
-        carry, other, residuals = in_three(outs, layer.carry, len(layer.out_perturbed) - layer.carry)
-        carry, stored = _after(copies, carry), iter(residuals)
+        carry, other, _ = split_list(outs, [layer.carry, len(layer.out_perturbed) - layer.carry])
+        carry = _after(copies, carry)
         aux += other
-        residuals = [next(stored) if k.operand is None else operands[k.operand] for k in layer.kept]
-        kept.append(_moved(layer, residuals, HOST, carry))
-        copies = [x for k, x in zip(layer.kept, kept[-1], strict=True) if k.place == "host"]
+        residuals = layer.layout.merge(dict(enumerate(operands)), layer.layout.split(outs))
+        kept.append(_moved(layer, residuals, to_host, carry))
+        copies = layer.layout.select(kept[-1], "host")
     return [*carry, *aux], kept
 
 
 def _transpose(layers: Sequence[Layer], kept: Sequence[Values], cotangents: Values) -> list[Any]:
     """Cotangents of the perturbed results -> those of the perturbed operands, in order."""
     params: list[Any] = []
-    fetched = _moved(layers[-1], kept[-1], DEVICE)
+    fetched = _moved(layers[-1], kept[-1], to_device)
     last = sum(layers[-1].out_perturbed[: layers[-1].carry])
     carry, others = list(cotangents[:last]), list(cotangents[last:])
     for number in reversed(range(len(layers))):
@@ -315,20 +316,20 @@ def _transpose(layers: Sequence[Layer], kept: Sequence[Values], cotangents: Valu
         present = [ct for ct, w in zip(cotangents, wanted, strict=True) if w]
         residuals, present = prevent_cse_barrier(residuals, present)
         if number:
-            fetched = _moved(layers[number - 1], kept[number - 1], DEVICE, present)
+            fetched = _moved(layers[number - 1], kept[number - 1], to_device, present)
         outs = lax.optimization_barrier(jaxpr_as_fun(layer.backward(wanted))(*residuals, *present))
         count = sum(layer.perturbed[: layer.carry])
         carry, params = outs[:count], [*params, *outs[count:]]
     return [*carry, *params]
 
 
-def _moved(layer: Layer, residuals: Sequence[Any], to: Any, after: Sequence[Any] = ()) -> list[Any]:
-    """The residuals, with those for the host copied to the memory `to` once the values in `after` are computed."""
+def _moved(layer: Layer, residuals: Sequence[Any], copy: Callable[[Any], Any], after: Sequence[Any] = ()) -> list[Any]:
+    """The residuals, with those for the host copied once the values in `after` are computed."""
     scopes, moved = iter(layer.copies), []
-    for k, x in zip(layer.kept, residuals, strict=True):
-        if k.place == "host":
+    for place, x in zip(layer.layout.places, residuals, strict=True):
+        if place == "host":
             with next(scopes):
-                x = jax.device_put(_after(after, [x])[0], to)
+                x = copy(_after(after, [x])[0])
         moved.append(x)
     return moved
 

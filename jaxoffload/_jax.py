@@ -1,4 +1,4 @@
-"""What jaxoffload needs of JAX beyond its documented API, and the one way to define a primitive.
+"""JAX beyond its documented API, as far as jaxoffload needs it, and the one way to define a primitive.
 
 `jax.interpreters` re-exports JAX's internals without a promise of stability, and some primitives are known by name
 alone. Both come from here, and the two names of `jax._src` that we reach: nothing else in jaxoffload imports
@@ -53,7 +53,7 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def on_host(aval: Any) -> bool:
-    """Whether an abstract value lives in host memory (`f32<host>[...]` in a jaxpr)."""
+    """Return if an abstract value lives in host memory (`f32<host>[...]` in a jaxpr)."""
     return getattr(aval, "memory_space", None) == HOST
 
 
@@ -99,31 +99,31 @@ SHARD_MAP, BARRIER, _RETYPED = "shard_map", "optimization_barrier", "jaxoffload_
 FORWARD, BACKWARD = "jaxoffload_forward", "jaxoffload_backward"  # the loops of `scan`
 INTERLEAVED, IN_TURN = "jaxoffload_interleaved", "jaxoffload_in_turn"  # `accumulate`, and in a plan
 REPEATED = "jaxoffload_repeated"  # a loop over ticks
-MATMULS = {"dot_general", "ragged_dot_general"}
-# The result is the operand.
-IDENTITIES = {"name", "sharding_constraint"}
-# The nested jaxpr's results are the equation's own results.
+
+# What has a nested jaxpr. Its results are the equation's own results:
 CALLS = {"jit", "remat2", "eval_jaxpr", "jaxoffload_checkpoint"}
 # Autodiff runs a rule of the user's instead; "call_hi_primitive" under `jax_custom_vjp3` and `jax_custom_jvp3`.
 VJP_RULES = {"custom_vjp_call", "call_hi_primitive"}
 CUSTOM_RULES = VJP_RULES | {"custom_jvp_call"}
 # Calls that XLA does not know as such: the nested jaxpr is a part of the program around it.
 OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", SHARD_MAP, IN_TURN, REPEATED}
-# The nested jaxpr sees a part of each operand.
-SLICING = {SHARD_MAP, "scan"}
+
+# What passes values on. The results are the operands:
+IDENTITIES = {"name", "sharding_constraint", "pvary", BARRIER, _RETYPED}
+# The results are the operands, or the matmul that follows does the work by itself:
+SAME = IDENTITIES | {"reshape", "squeeze", "transpose", "copy", "reduce_precision"}
+# The result is the operand, seen otherwise, if it has as many bytes; for an optimization barrier, each result is one.
+VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pvary", _RETYPED}
+# A result has its operand's elements, each once: in another shape or order; in another dtype or memory, too.
+RESHAPES = {"reshape", "squeeze", "broadcast_in_dim", "transpose", "rev"}
+MOVES = RESHAPES | {"name", "sharding_constraint", BARRIER, "copy", "convert_element_type", "device_put"}
+
+# What computes.
+MATMULS = {"dot_general", "ragged_dot_general"}
 # One kernel computes all results: recomputing one of them recomputes all. JAX's own kernels, and calls of others'.
 KERNELS = {"pallas_call", "ffi_call", "dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper"}
 # XLA's own of which that is true too, but each result has a name of its own.
 SORTING = {"top_k", "sort"}
-# The result is the operand, seen otherwise; for an optimization barrier, each result is one.
-VIEWS = {"name", "reduce_precision", "device_put", "reshape", "squeeze", "broadcast_in_dim", "pvary", _RETYPED}
-# A result has its operand's elements, each once: in another shape or order; in another dtype or memory, too.
-RESHAPES = {"reshape", "squeeze", "broadcast_in_dim", "transpose", "rev"}
-MOVES = RESHAPES | IDENTITIES | {BARRIER, "copy", "convert_element_type", "device_put"}
-# The operands, or the first one, pass through.
-PASSING = IDENTITIES | {BARRIER, "pvary", "dynamic_update_slice", _RETYPED}
-# The results are the operands, or the matmul that follows does the work by itself.
-SAME = IDENTITIES | {"reshape", "squeeze", "transpose", "copy", "reduce_precision", BARRIER, "pvary", _RETYPED}
 REDUCTIONS = {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
 REDUCTIONS |= {"reduce_xor", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}
 # As much is read as the results hold, however large the operands are.
@@ -132,17 +132,15 @@ PARTS = {"slice", "dynamic_slice", "gather"}
 COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "ragged_all_to_all"}
 COLLECTIVES |= {"reduce_scatter", "ppermute"}
 _ABOUT_AXES = {"axis_index", "pvary"}  # about axes, and nothing is sent
-ALONE = {"sort", "top_k", "cumsum"} | COLLECTIVES
+ALONE = SORTING | {"cumsum"} | COLLECTIVES
 # Some of an operand is written in place: the number of the operand that says how much.
 IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 # The FLOPs are unknown, or only the operands' shapes tell.
 OPAQUE = {"pallas_call", "ffi_call", "custom_vmap_call", "conv_general_dilated", "fft", "cholesky", "triangular_solve"}
-LOOPS = {"scan", "while"}
 # What draws random numbers from a key.
 DRAWS = {"random_bits", "random_gamma", "rng_bit_generator"}
-# Kernels and control flow: XLA fuses them with nothing. All but scatters write new arrays.
-NOT_IN_PLACE = MATMULS | ALONE | OPAQUE | LOOPS | {"device_put", "cond"}
-UNFUSED = NOT_IN_PLACE | {"scatter", "scatter-add"}
+# Kernels and control flow: XLA fuses them with nothing.
+UNFUSED = MATMULS | ALONE | OPAQUE | {"scan", "while", "cond", "device_put", "scatter", "scatter-add"}
 # Regular expressions: cuDNN's and TransformerEngine's attention, TransformerEngine's grouped GEMM, Mosaic's kernels.
 CUDNN_ATTENTION = r"dot_product_attention_\w+_wrapper"
 ATTENTION = rf"{CUDNN_ATTENTION}|te_fused_attn_\w+_wrapper"
@@ -152,17 +150,17 @@ MOSAIC_KERNELS = r"pallas_call|mpmd_map|mosaic_gpu\w*"
 
 @functools.cache
 def is_attention(name: str) -> bool:
-    """Whether a primitive of this name is cuDNN's or TransformerEngine's attention."""
+    """Return if a primitive of this name is cuDNN's or TransformerEngine's attention."""
     return re.fullmatch(ATTENTION, name) is not None
 
 
 def is_cudnn_attention(name: str) -> bool:
-    """Whether a primitive of this name is JAX's call of cuDNN's attention."""
+    """Return if a primitive of this name is JAX's call of cuDNN's attention."""
     return re.fullmatch(CUDNN_ATTENTION, name) is not None
 
 
 def is_causal(params: dict[str, Any]) -> bool:
-    """Whether an attention kernel with these parameters skips what a causal mask hides."""
+    """Return if an attention kernel with these parameters skips what a causal mask hides."""
     mask = params.get("mask_type", getattr(params.get("config"), "attn_mask_type", None))  # JAX's, TransformerEngine's
     return params.get("use_causal_mask", False) or "CAUSAL" in getattr(mask, "name", "")
 
@@ -353,7 +351,7 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def perturbed(tangents: Sequence[Any]) -> tuple[bool, ...]:
-    """Which of these tangents, or cotangents, are not symbolic zeros."""
+    """Return which of these tangents, or cotangents, are not symbolic zeros."""
     return tuple(type(t) is not Zero for t in tangents)
 
 

@@ -17,7 +17,6 @@ from jaxoffload._engine.cost import lone_pass
 from jaxoffload._engine.cost.cost import cost
 from jaxoffload._engine.cost.lone_pass import Lone
 from jaxoffload._engine.jaxprs.walk import walk
-from jaxoffload._engine.layers.layer import shares
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload._tracing import Trial
 from jaxoffload.proof import Bus, fits
@@ -81,7 +80,7 @@ def interleaved(f, args):
 def on_device_and_host(segments):
     """Of the first layers, in bytes per device: what one keeps on the device, and on the host."""
     segment = segments[0]
-    return np.array([sum(shares(segment.layer.forward, segment.layer.kept, place)) for place in ("device", "host")])
+    return np.array([sum(segment.layer.sizes.device), sum(segment.layer.sizes.host)])
 
 
 def of_the_step(f, args):

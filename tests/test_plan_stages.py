@@ -22,7 +22,6 @@ from jaxoffload import Policy, Schedule, accumulate, plan, scan, tag
 from jaxoffload._engine.cost.cost import cost
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
-from jaxoffload._engine.layers.layer import shares
 from jaxoffload._engine.microbatches.interleaved import is_staged
 from jaxoffload._engine.stages.repeated import repeated
 from jaxoffload._tracing import Trial
@@ -150,8 +149,8 @@ def test_the_step_keeps_and_copies_what_is_planned(schedule):
         jaxpr, eqn = traced_under(policy, step, args)
         assert choice.host == need_of(jaxpr).bytes()
         (loops,) = eqn.params["loops"]
-        size = lambda segment, place: sum(shares(segment.layer.forward, segment.layer.kept, place))
-        stays = sum(s.layers * size(s, "device") + (s.layers - s.on_host) * size(s, "host") for s in loops.segments)
+        sizes = [(s, sum(s.layer.sizes.device), sum(s.layer.sizes.host)) for s in loops.segments]
+        stays = sum(s.layers * device + (s.layers - s.on_host) * host for s, device, host in sizes)
         assert out.residuals == schedule.slots * stays
         assert out.copied == schedule.forward_stop * choice.host // schedule.slots
 

@@ -531,7 +531,7 @@ def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu,
     copies = hlo.host_copies(module)
     kind = lambda op: DIRECTIONS["d2h" if copies[op].to_host else "h2d"]
     events = [Event("s", kind(op), op, i, i + 1) for i, op in enumerate(copies_in_order(module))]
-    stays = lambda name, end: int(name not in params[end][0].segments[0].layer.for_host)
+    stays = lambda name, end: int(name not in params[end][0].segments[0].layer.moved_names)
     assert [stays(name, "first") for name in OFFLOADED] != [0, 0]
     moves = [m for m in profile_of(events, copies, 1, "a GPU").moves if m.layer is not None]
     for name in OFFLOADED:
@@ -647,7 +647,7 @@ def test_verify_counts_matmuls_as_often_as_they_run(gpu, monkeypatch, request):
     ran, traced = counted()
     assert ran.counts == traced.counts == {"matmuls": 2 * LAYERS * (2 + 4)}
     assert ran.flops == traced.flops > 0 and ran.more_than(traced) == []
-    monkeypatch.setattr(_loops, "hidden_zero", lambda: jnp.int32(0))
+    monkeypatch.setattr(_loops, "opaque_zero", lambda: jnp.int32(0))
     request.addfinalizer(jax.clear_caches)  # of loops traced like this
     jax.clear_caches()
     ran, traced = counted()

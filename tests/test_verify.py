@@ -31,6 +31,7 @@ from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers import layer as _layer
 from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._engine.layers import transpose_only
+from jaxoffload._engine.layers.layout import Layout
 from jaxoffload._jax import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
 from jaxoffload._text import readable
@@ -647,10 +648,10 @@ def test_more_collectives_than_the_reference_has_fail(monkeypatch):
     """Planted: what comes back from the host goes to all devices, and is sharded again."""
     mesh = auto_mesh(d=8)
     x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
-    real = _loops.in_order
+    real = Layout.merge
     on = lambda a, *spec: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P(*spec)))
     planted = lambda *args: [on(on(a), "d") if a.ndim == 2 and len(a) == BATCH else a for a in real(*args)]
-    monkeypatch.setattr(_loops, "in_order", planted)
+    monkeypatch.setattr(Layout, "merge", planted)
     found = verify(of_scan, x, weights(LAYERS))
     assert [c.claim for c in found if c.verdict == "fails"] == ["placement"], found
     assert found["placement"].detail.startswith("more collectives than the reference has: ")

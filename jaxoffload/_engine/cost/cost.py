@@ -34,7 +34,7 @@ from ..jaxprs.walk import devices_of, nested
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one device does per second, by one number each for all shapes; `proof` has more.
+    """The rates of one device, by one number each for all shapes; `proof` has more.
 
     Attributes:
       gemm_tflops: 10**12 floating-point operations of large bfloat16 matmuls in a long run.
@@ -124,7 +124,7 @@ class _Walk:
             array.written = True
 
     def take(self, arrays: Sequence[_Array]) -> None:
-        """What a kernel or a loop takes, which is in the device's memory before."""
+        """Write the operands of a kernel or a loop to the device's memory first."""
         self.write(arrays)
         for array in arrays:
             array.taken = True
@@ -138,7 +138,7 @@ class _Walk:
         return [array(atom) for atom in jaxpr.outvars]
 
     def in_place(self, eqn: JaxprEqn, operands: list[_Array]) -> list[_Array]:
-        """What computes an update writes it in its place; a scatter reads it first."""
+        """Let the kernel that computes an update write it in place; a scatter reads it first."""
         update, name = operands[IN_PLACE[eqn.primitive.name]], eqn.primitive.name
         is_read = update.written or name != "dynamic_update_slice"
         self.seconds += self.rates.moving((1 + is_read) * update.bytes)

@@ -52,7 +52,7 @@ def _batch(_: Any, args: Any, dims: Any, **params: Any) -> Any:
 
 
 def is_residual(prim: Any, params: dict[str, Any]) -> bool:
-    """Whether an equation makes a retyped residual."""
+    """Return if an equation makes a retyped residual."""
     return prim is retyped_p and params["is_residual"]
 
 

@@ -78,7 +78,7 @@ def _host_bytes(jaxpr: Jaxpr, perturbed: tuple[bool, ...], **params: Any) -> int
 
 
 def checked(run: Callable[..., list[Any]], *operands: Any, roles: tuple[str, ...], **params: Any) -> list[Any]:
-    """What `checkify` makes of a function under a policy, under the same policy. The error's values come first."""
+    """Bind the checked function, as `checkify` made it, under its policy. The error's values come first."""
     jaxpr = jax.make_jaxpr(run)(*operands)
     more = len(jaxpr.consts) + len(operands) - len(roles)
     return bind(jaxpr, operands, roles=("weight",) * more + roles, **params)

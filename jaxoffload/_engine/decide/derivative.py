@@ -20,7 +20,7 @@ from .plan import Override, Plan, decide, dots_matched_nothing, make_plan
 
 
 def looks_for_nans() -> bool:
-    """Whether JAX looks for NaNs or infinities in eager results: then uninitialised arrays must not hold any."""
+    """Return if JAX looks for NaNs or infinities in eager results: then uninitialised arrays must not hold any."""
     return jax.config.jax_debug_nans or jax.config.jax_debug_infs
 
 

@@ -17,7 +17,7 @@ from .plan import all_names
 
 
 def takes_refs(jaxpr: Jaxpr) -> bool:
-    """Whether a function takes references, or closes over them."""
+    """Return if a function takes references, or closes over them."""
     return any(isinstance(var.aval, AbstractRef) for var in [*jaxpr.constvars, *jaxpr.invars])
 
 

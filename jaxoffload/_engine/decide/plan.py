@@ -29,7 +29,7 @@ from .jax_patches import let_residuals_be_on_the_host
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-    """What the layers of one segment of a scan do with values marked offload, and why.
+    """The decision of one segment of a scan on values marked offload, and its reason.
 
     `rows`: the numbers, in the plan, of the values that it is about; None for all.
     """
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def offloads(self) -> bool:
-        """Whether any value is marked offload, even one that the backward pass does not need."""
+        """True if any value is marked offload, even one that the backward pass does not need."""
         return any(row.decision == "offload" for row in self.rows)
 
 

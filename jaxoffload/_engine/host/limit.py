@@ -72,7 +72,7 @@ class HostPoolFull(UserError, MemoryError):
     """
 
     def __init__(
-        self, caller: str, what: str, need: int, pool: int, layers: int | None, whole: bool, instead: str = ""
+        self, caller: str, what: str, need: int, pool: int, layers: int | None, whole: bool, *, instead: str = ""
     ):
         less = f" (offload_layers: {layers})" if layers is not None else ""
         advice = f"offload less{less}{instead}, or set a larger {_POOL} before JAX starts{_CONSTRAIN if whole else ''}"
@@ -114,13 +114,13 @@ def admitted(
     )
     if on_host_full == "error":
         fewer, or_save = fit if of_layers else None, ", set on_host_full: save"
-        raise HostPoolFull(caller, message, need(layers), pool, fewer, auto_axes(), or_save)
+        raise HostPoolFull(caller, message, need(layers), pool, fewer, auto_axes(), instead=or_save)
     instead = "which offload" if of_layers else "so all of it stays on the device"
     warnings.warn(f"jaxoffload: {caller}: {message}, {instead} (on_host_full: save)", skip_file_prefixes=NOT_THE_USERS)
     return fit
 
 
 def auto_axes() -> bool:
-    """Whether the compiler may divide what is traced here over a mesh, which the trace does not show."""
+    """Return if the compiler may divide what is traced here over a mesh, which the trace does not show."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() > 1 if mesh.empty else any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)

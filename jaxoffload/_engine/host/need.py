@@ -12,7 +12,7 @@ from .limit import HostPoolFull, auto_axes, host_pool_bytes
 
 
 class Stack(NamedTuple):
-    """What one segment of a scan keeps on the host, besides a padding row: `layers` of `each` bytes per device."""
+    """The rows of one segment of a scan on the host, besides padding: `layers` of `each` bytes per device."""
 
     layers: int
     each: int
@@ -48,7 +48,7 @@ class Need(NamedTuple):
 
 
 def need_of(jaxpr: Jaxpr, results_too: bool = True) -> Need:
-    """What a program offloads, without what it is given in host memory. `results_too`: what it returns there counts."""
+    """Return what a program offloads, except its inputs in host memory. `results_too`: its results count."""
     program = straight(jaxpr)
     returned = set() if results_too else set(program.outputs)
     need = Need()

@@ -12,10 +12,10 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
-from jax.extend.core.primitives import device_put_p, name_p, remat_p, sharding_constraint_p
+from jax.extend.core.primitives import device_put_p, dynamic_update_slice_p, name_p, remat_p, sharding_constraint_p
 from jax.sharding import AxisType, NamedSharding
 
-from ..._jax import BARRIER, OPENED, PASSING, SHARD_MAP, nbytes
+from ..._jax import BARRIER, IDENTITIES, OPENED, SHARD_MAP, nbytes
 from .values import keeps_all_bits
 from .walk import nested
 
@@ -102,7 +102,7 @@ def _compiler_divides(aval: Any) -> bool:
 
 
 def _leaves_axes(shard_map: JaxprEqn) -> bool:
-    """Whether the compiler divides values over other axes than those of a `shard_map`."""
+    """Return if the compiler divides values over other axes than those of a `shard_map`."""
     mesh, its = shard_map.params["mesh"], shard_map.params["newly_manual_axes"]
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return any(kind is AxisType.Auto and name not in its for name, kind in axes)
@@ -171,7 +171,8 @@ class _Opening:
             self.named[eqn.params["name"]] = operands[0]
         if name == BARRIER:
             self.fenced.update(filter(None, operands))
-        if (name in PASSING or keeps_all_bits(eqn)) and operands and operands[0]:
+        passes_on = name in IDENTITIES or eqn.primitive is dynamic_update_slice_p or keeps_all_bits(eqn)
+        if passes_on and operands and operands[0]:
             return operands[: len(eqn.outvars)]
         results = [self.new(v) for v in eqn.outvars]
         if eqn.primitive is device_put_p:

@@ -22,7 +22,7 @@ Kind = Literal[
 
 
 class Source(NamedTuple):
-    """What a residual is."""
+    """The origin of a residual."""
 
     name: PlanName | None  # None for an untagged value
     where: str  # words for the table; empty where the plan's reason says it
@@ -40,12 +40,12 @@ class Source(NamedTuple):
 
     @property
     def by_plan(self) -> bool:
-        """Whether the value is where its plan put it."""
+        """True if the value is where its plan put it."""
         return self.name is not None and self.kind == "value"
 
 
 def is_its_operand(eqn: JaxprEqn) -> bool:
-    """Whether an equation's result is its operand, bit by bit."""
+    """Return if an equation's result is its operand, bit by bit."""
     return eqn.primitive is name_p or keeps_all_bits(eqn)
 
 
@@ -53,7 +53,7 @@ PassesOn = Callable[[JaxprEqn], bool]
 
 
 def is_a_view(eqn: JaxprEqn) -> bool:
-    """Whether an equation's result has all bytes of its operand, in another shape, memory or type."""
+    """Return if an equation's result has all bytes of its operand, in another shape, memory or type."""
     if eqn.primitive.name == BARRIER:
         return True
     return eqn.primitive.name in VIEWS and nbytes(eqn.invars[0].aval) == nbytes(eqn.outvars[0].aval)
@@ -161,7 +161,7 @@ def _through_scan(eqn: JaxprEqn, body: Jaxpr, index: int, passes_on: PassesOn) -
 
 
 def _is_stack(scan: JaxprEqn, body: Jaxpr, index: int) -> bool:
-    """Whether a result holds a row of each iteration, and not the last carry."""
+    """Return if a result holds a row of each iteration, and not the last carry."""
     whole: Any = scan.outvars[index].aval
     row: Any = body.outvars[index].aval
     return whole.ndim > row.ndim

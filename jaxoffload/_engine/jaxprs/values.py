@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, new_jaxpr_eqn
-from jax.extend.core.primitives import cond_p, name_p, reduce_precision_p
+from jax.extend.core.primitives import cond_p, name_p, reduce_precision_p, scan_p, sharding_constraint_p
 
-from ..._jax import CALLS, IDENTITIES, KERNELS, SLICING, SORTING
+from ..._jax import CALLS, KERNELS, SHARD_MAP, SORTING
 from ..._names import Name, read_names
 from .walk import map_bodies, operands_of, placed_bodies, with_eqns
 
@@ -89,7 +89,7 @@ class _Search:
             inside = [((*path, i, place), body) for place, body in placed_bodies(eqn)]
             for body_path, body in inside:
                 self.visit_body(eqn, path, body, body_path)
-            if eqn.primitive.name in IDENTITIES or keeps_all_bits(eqn):
+            if eqn.primitive in (name_p, sharding_constraint_p) or keeps_all_bits(eqn):
                 self.alias(path, eqn.outvars[0], self.value(path, eqn.invars[0]))
             for var in eqn.outvars:
                 if (path, var) not in self.at:
@@ -114,7 +114,8 @@ class _Search:
         A shard or a row of an argument is the argument: that is kept anyway, and must not be kept a second time. A
         shard or a row of any other value is another value, with a size and a sharding of its own.
         """
-        return value if value is None or value.role or eqn.primitive.name not in SLICING else None
+        is_part = eqn.primitive is scan_p or eqn.primitive.name == SHARD_MAP
+        return None if is_part and value and not value.role else value
 
     def note_results(self, eqn: JaxprEqn, results: list[Value]) -> None:
         """Add a `name` to its value, and the results of a kernel to `kernels` or `sortings`."""
@@ -128,7 +129,7 @@ class _Search:
 
 
 def keeps_all_bits(eqn: JaxprEqn) -> bool:
-    """Whether a `reduce_precision` changes nothing, as JAX's behind residuals (https://github.com/jax-ml/jax/pull/22244)."""
+    """Return if this is a `reduce_precision` that changes nothing (https://github.com/jax-ml/jax/pull/22244)."""
     if eqn.primitive is not reduce_precision_p:
         return False
     aval: Any = eqn.invars[0].aval

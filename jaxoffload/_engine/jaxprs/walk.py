@@ -23,7 +23,7 @@ _LEAVES = {type(None), bool, int, float, str, jax.sharding.NamedSharding}  # mos
 
 
 def _is_shape(value: Any) -> bool:
-    """Whether a value is a tuple of leaves, such as a shape."""
+    """Return if a value is a tuple of leaves, such as a shape."""
     return type(value) is tuple and _LEAVES.issuperset(map(type, value))
 
 

@@ -108,7 +108,7 @@ def _checkpoint_plan(eqn: JaxprEqn) -> Plan | None:
 
 
 def _is_foreign(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a checkpoint without a plan that the backward pass runs."""
+    """Return if an equation is a checkpoint without a plan that the backward pass runs."""
     return eqn.primitive is remat_p and eqn.params["differentiated"] and plan_of(eqn.params["policy"]) is None
 
 

@@ -1,57 +1,31 @@
 """One layer of a scan, differentiated: what its forward pass keeps, and its cotangents from what was kept.
 
 The body of a `lax.scan` is differentiated once, a plan is made for the result, and `jax.checkpoint` splits it under
-that plan. The loops decide where the kept values live between the forward and the backward pass.
+that plan.
 """
 
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from typing import Literal as OneOf
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Var, jaxpr_as_fun
 from jax.extend.core.primitives import name_p
 
 from ..._jax import SAME, UndefinedPrimal, backward_pass, instantiate_zeros, partial_eval_jaxpr_nounits
-from ..._names import Name, PlanName
+from ..._names import Name
 from ..._policy import VERDICT, Policy
 from ..._tracing import under
 from ..decide.branch_slots import is_residual, separate_slots
 from ..decide.derivative import cached, derivative, plan_of_jvp
 from ..decide.plan import Override, Plan
-from ..jaxprs.flat import Straight, straight
-from ..jaxprs.source import Source, follow, is_its_operand, source_of
+from ..jaxprs.source import follow, is_its_operand
 from ..jaxprs.values import DOT
-
-# What happens to a residual between the passes. An "operand" (a constant, or a slice of xs) is read again; one that is
-# the same in every layer is kept "once"; any other goes to the "host" or stays on the "device".
-Place = OneOf["operand", "once", "host", "device"]
-
-
-class Kept(NamedTuple):
-    """A residual of one layer: where the plan wants it, and what it is."""
-
-    place: Place
-    operand: int | None  # the number of the body's operand that it is, if any
-    source: Source  # its names lead to its rows in the plan
-
-    @property
-    def name(self) -> PlanName | None:
-        return self.source.name
-
-    @property
-    def rows(self) -> frozenset[int]:
-        """The numbers of its rows in the plan: the same under each `Override`."""
-        return frozenset(name.number for name in self.source.names)
-
-
-def in_three(xs: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """The first `first` values, the next `second` ones, and the rest."""
-    return list(xs[:first]), list(xs[first : first + second]), list(xs[first + second :])
+from .layout import Layout, Stored, kept_of, sizes_of, split_list
 
 
 class Body(NamedTuple):
@@ -63,13 +37,13 @@ class Body(NamedTuple):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What each operand is, for `make_plan`."""
+        """The role of each operand, for `make_plan`."""
         xs = len(self.jaxpr.invars) - self.consts - self.carry
         return ("weight",) * self.consts + ("carry",) * self.carry + ("weight",) * xs
 
-    def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Constants, carry and xs."""
-        return in_three(operands, self.consts, self.carry)
+    def split(self, operands: Sequence[Any]) -> list[list[Any]]:
+        """Return constants, carry and xs."""
+        return split_list(operands, [self.consts, self.carry])
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -80,7 +54,7 @@ class Layer:
       consts, carry: how many of the operands, and of the results, are constants and carry.
       forward: operands -> carry, ys, and the residuals that are not operands.
       tangent_jaxpr: all residuals, tangents of the perturbed operands -> tangents of the perturbed results.
-      kept: the residuals, in the order of `tangent_jaxpr`.
+      layout: where the residuals are.
       perturbed, out_perturbed: which operands and which results have tangents.
       body: the body's jaxpr, if it still lives: layers are cached for as long as it does.
     """
@@ -89,7 +63,7 @@ class Layer:
     carry: int
     forward: Jaxpr
     tangent_jaxpr: Jaxpr
-    kept: tuple[Kept, ...]
+    layout: Layout
     plan: Plan
     perturbed: tuple[bool, ...]
     out_perturbed: tuple[bool, ...]
@@ -109,33 +83,33 @@ class Layer:
 
     @property
     def only_forward(self) -> bool:
-        """Whether nothing is kept for a backward pass, which there is none of."""
-        return len(self.kept) + sum(self.perturbed) < len(self.tangent_jaxpr.invars)
+        """True if nothing is kept, because there is no backward pass."""
+        return len(self.layout.kept) + sum(self.perturbed) < len(self.tangent_jaxpr.invars)
+
+    @functools.cached_property
+    def sizes(self) -> Stored[int]:
+        """Bytes per device of each residual, where the layer offloads."""
+        return sizes_of(self.forward, self.layout)
 
     @property
     def host_bytes(self) -> int:
         """Bytes per device that the layer keeps on the host where it offloads."""
-        return sum(shares(self.forward, self.kept, "host"))
+        return sum(self.sizes.host)
 
     @property
-    def for_host(self) -> list[str]:
+    def moved_names(self) -> list[str]:
         """The names of each residual for the host."""
         names = {row.plan_name: ", ".join(row.names) or "(matmul)" for row in self.plan.rows}
-        return [", ".join(names[name] for name in k.source.names) for k in self.kept if k.place == "host"]
+        return [", ".join(names[name] for name in k.source.names) for k in self.layout.at("host")]
 
     @property
     def copies(self) -> list[Any]:
         """A scope per residual for the host, to trace its copies in, once: a profile then shows whose they are."""
-        return [jax.named_scope(f"jaxoffload({names})") for names in self.for_host]
+        return [jax.named_scope(f"jaxoffload({names})") for names in self.moved_names]
 
     def backward(self, wanted: tuple[bool, ...]) -> Jaxpr:
         """All residuals, cotangents of the perturbed results that are `wanted` -> those of the perturbed operands."""
-        return _backward(self.tangent_jaxpr, wanted, len(self.kept))
-
-    def with_on_device(self, residuals: Collection[frozenset[int]]) -> "Layer":
-        """The layer, with residuals on the device that the plan wants on the host: those with these `rows`."""
-        kept = (k._replace(place="device") if k.place == "host" and k.rows in residuals else k for k in self.kept)
-        return dataclasses.replace(self, kept=tuple(kept))
+        return _backward(self.tangent_jaxpr, wanted, len(self.layout.kept))
 
     def __repr__(self) -> str:
         """Short: it is printed in jaxprs."""
@@ -161,28 +135,8 @@ def transposed(linear: Jaxpr, size: int) -> Jaxpr:
     return jax.make_jaxpr(transpose)(residuals, [aval.to_ct_aval() for aval in linear.out_avals])
 
 
-@cached
-def shares(forward: Jaxpr, kept: tuple[Kept, ...], place: str) -> list[int]:
-    """Bytes per device of each residual that a layer's forward pass keeps for a place."""
-    return shares_of(straight(forward), kept, place)
-
-
-def shares_of(forward: Straight, kept: tuple[Kept, ...], place: str) -> list[int]:
-    """The same, for a forward pass that is a straight program."""
-    stored = [k.place for k in kept if k.place != "operand"]
-    residuals = forward.outputs[len(forward.outputs) - len(stored) :]
-    return [forward.share(x) if x else 0 for x, p in zip(residuals, stored, strict=True) if p == place]
-
-
-def avals_of(forward: Jaxpr, kept: tuple[Kept, ...], place: str) -> list[Any]:
-    """What they are, in the same order."""
-    stored = [k.place for k in kept if k.place != "operand"]
-    residuals = forward.out_avals[len(forward.out_avals) - len(stored) :]
-    return [aval for aval, p in zip(residuals, stored, strict=True) if p == place]
-
-
 def prevent_cse_barrier(residuals: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The same values. XLA cannot merge what is computed from them with what the forward pass computed."""
+    """Fence the values, so that XLA cannot merge what they lead to with what the forward pass computed."""
     return lax.optimization_barrier((residuals, cotangents))
 
 
@@ -218,14 +172,20 @@ def linearize(body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: b
     # only keep slices out of kernels.
     planned = separate_slots(planned, plan)
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=in_place, prevent_cse=False)
-    results = len(out_perturbed)
-    known, linear = halves(jax.make_jaxpr(run)(*planned.in_avals), len(perturbed), results)
-    known, linear = each_once(known, linear, results)
-    kept = kept_of(known, body, known.outvars[results:])
-    stored = [v for v, k in zip(known.outvars[results:], kept, strict=True) if k.place != "operand"]
-    forward = known.replace(outvars=[*known.outvars[:results], *stored], debug_info=without_paths(known))
+    known, linear = halves(jax.make_jaxpr(run)(*planned.in_avals), len(perturbed), len(out_perturbed))
+    forward, linear, layout = laid_out(known, linear, body)
     weakly = weakref.ref(body.jaxpr)
-    return Layer(body.consts, body.carry, forward, linear, kept, plan, perturbed, out_perturbed, weakly)
+    return Layer(body.consts, body.carry, forward, linear, layout, plan, perturbed, out_perturbed, weakly)
+
+
+def laid_out(known: Jaxpr, linear: Jaxpr, body: Body) -> tuple[Jaxpr, Jaxpr, Layout]:
+    """Return the halves with each residual once, the first without those that are operands; and where each one is."""
+    results = len(body.jaxpr.outvars)
+    known, linear = each_once(known, linear, results)
+    outs, residuals = split_list(known.outvars, [results])
+    kept = kept_of(known, body.consts, body.carry, residuals)
+    stored = [v for v, k in zip(residuals, kept, strict=True) if k.operand is None]
+    return known.replace(outvars=[*outs, *stored], debug_info=without_paths(known)), linear, Layout(kept)
 
 
 def keeps_some(policy: Any, layer: Layer) -> bool:
@@ -235,7 +195,7 @@ def keeps_some(policy: Any, layer: Layer) -> bool:
     computes a value, too. Integers, which a `Policy` always saves, do not count: a layer's values are kept all or none.
     """
     asked = plan.policy if (plan := plan_of(policy)) else policy
-    stored = [k for k in layer.kept if k.place != "operand"]
+    stored = [k for k in layer.layout.kept if k.operand is None]
     values: list[Any] = layer.forward.outvars[len(layer.forward.outvars) - len(stored) :]
     made = {v: eqn for eqn in layer.forward.eqns for v in eqn.outvars}
     is_kept = lambda verdict: verdict not in (False, VERDICT["recompute"])
@@ -307,33 +267,6 @@ def _substitute(jaxpr: Jaxpr, rename: dict[Var, Var]) -> Jaxpr:
         eqns=[eqn.replace(invars=renamed(eqn.invars)) for eqn in jaxpr.eqns],
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
-
-
-def kept_of(known: Jaxpr, body: Body, residuals: Sequence[Any]) -> tuple[Kept, ...]:
-    """What becomes of each residual of `known`, whose first operands are the body's."""
-    operands = {var: i for i, var in enumerate(known.invars)}
-    same = _same_in_every_layer(known, body.consts)
-    carry = range(body.consts, body.consts + body.carry)
-
-    def kept(var: Any) -> Kept:
-        if isinstance(var, Literal):
-            return Kept("once", None, Source(None, "a constant", "constant"))
-        if var in operands and operands[var] not in carry:
-            return Kept("operand", operands[var], Source(None, "an operand"))
-        source = Source(None, "the carry of a scan") if var in operands else source_of(known, var)
-        if var in same:
-            return Kept("once", None, source._replace(where="the same in every layer", kind="once"))
-        return Kept("host" if source.name and source.name.decision == "offload" else "device", None, source)
-
-    return tuple(kept(var) for var in residuals)
-
-
-def _same_in_every_layer(jaxpr: Jaxpr, consts: int) -> set[Var]:
-    same = {*jaxpr.constvars, *jaxpr.invars[:consts]}
-    for eqn in jaxpr.eqns:
-        if not eqn.effects and all(not isinstance(v, Var) or v in same for v in eqn.invars):
-            same.update(eqn.outvars)
-    return same
 
 
 def without_paths(jaxpr: Jaxpr) -> Any:

@@ -28,8 +28,9 @@ from ..._jax import (
 )
 from ..decide.derivative import cached
 from ..host.slow_copies import lower_and_note
-from .layer import in_three, keeps_some, without_paths
-from .passes import Loops, backward_pass, forward_pass, in_order, run
+from .layer import keeps_some, without_paths
+from .layout import Layout, Stored, split_list
+from .passes import Loops, backward_pass, forward_pass, run
 from .rows import filled
 from .segments import Segment
 
@@ -65,7 +66,7 @@ def _backward(loops: Loops, *args: Any) -> list[Any]:
 def operands_of_backward(loops: Loops, args: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
     """Split the operands of backward loops: operands of the scan, what each segment keeps, cotangents."""
     stacked, tree = jax.tree.flatten(loops.stacked)
-    reads, leaves, cotangents = in_three(args, len(loops.reads), len(stacked))
+    reads, leaves, cotangents = split_list(args, [len(loops.reads), len(stacked)])
     return reads, jax.tree.unflatten(tree, leaves), cotangents
 
 
@@ -127,7 +128,7 @@ def _batch_backward(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr,
     saved_dims = jax.tree.unflatten(tree, layer_dims[len(loops.reads) : kept])
     in_dims = []
     for segment, saved in zip(loops.segments, saved_dims, strict=True):
-        residuals = in_order(segment, read, saved.host, saved.device, saved.once)
+        residuals = segment.layout.merge(read, Stored(saved.host, saved.device, saved.once))
         in_dims.append(residuals + [0] * (len(args) - kept))
     outs = run_backward(_batched(loops, axis, in_dims), *args)
     return outs, [0] * (loops.consts + loops.carry) + [1] * (len(outs) - loops.consts - loops.carry)
@@ -141,7 +142,7 @@ def _axis_to(at: bool, x: Any, dim: int | None, size: int | None) -> Any:
 
 
 def _batched(loops: Loops, axis: Any, in_dims: Sequence[Sequence[int | None]]) -> Loops:
-    """The same loops over batched layers; the batch axis of all results is 0."""
+    """Return the loops over batched layers; the batch axis of all results is 0."""
 
     def batched(segment: Segment, dims: Sequence[int | None]) -> Segment:
         jaxpr, _ = batch_jaxpr_axes(segment.jaxpr, axis, dims, [0] * len(segment.jaxpr.outvars))
@@ -167,7 +168,7 @@ def _without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Jaxpr
         return inputs, eqn
     jaxpr = loops.segments[0].jaxpr
     jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: loops.results], debug_info=without_paths(jaxpr))
-    layer = dataclasses.replace(loops.segments[0].layer, kept=())
+    layer = dataclasses.replace(loops.segments[0].layer, layout=Layout(()))
     loops = dataclasses.replace(loops, segments=(Segment(0, loops.length, 0, jaxpr, layer, ""),))
     traced = jax.make_jaxpr(functools.partial(_forward, loops))(*(v.aval for v in eqn.invars))
     return inputs, eqn.replace(outvars=eqn.outvars[: loops.results], params={"call_jaxpr": traced, "loops": loops})
@@ -175,7 +176,7 @@ def _without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Jaxpr
 
 def _needed(loops: Loops, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
     """Return which operands of a forward pass its used results, and its residuals, need in some layer."""
-    carry, ys, _ = in_three(used, loops.carry, loops.results - loops.carry)
+    carry, ys, _ = split_list(used, [loops.carry, loops.results - loops.carry])
     while True:
         live = lambda layer: [*carry, *ys, *[True] * (len(layer.outvars) - loops.results)]
         read = (dce_jaxpr(segment.jaxpr, live(segment.jaxpr))[1] for segment in loops.segments)

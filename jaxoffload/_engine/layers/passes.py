@@ -16,17 +16,17 @@ import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from ..._jax import DEVICE, HOST, add_jaxvals, in_memory_of, on_device, zero_of
+from ..._jax import add_jaxvals, in_memory_of, on_device, zero_of
 from ..host.need import Stack
 from ..jaxprs.source import Source
-from .layer import in_three, prevent_cse_barrier, shares
-from .rows import add_to_row, empty_stack, filled, hidden_zero, put_row, take_row
-from .segments import Segment, SegmentResiduals, reads_of, those
+from .layer import prevent_cse_barrier
+from .layout import Stored, sizes_of, split_list, to_device, to_host
+from .rows import add_to_row, empty_stack, filled, opaque_zero, put_row, take_row
+from .segments import Segment, SegmentResiduals, reads_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -70,8 +70,8 @@ class Loops:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """What a forward pass keeps on the host."""
-        of = lambda segment: sum(shares(segment.jaxpr, segment.layer.kept, "host"))
+        """The stacks on the host that a forward pass writes."""
+        of = lambda segment: sum(sizes_of(segment.jaxpr, segment.layout).host)
         return tuple(Stack(segment.on_host, of(segment)) for segment in self.segments if segment.on_host)
 
     @property
@@ -87,10 +87,10 @@ class Loops:
 
     @property
     def stacked(self) -> list[SegmentResiduals[bool]]:
-        """Whether each array that the segments keep is a stack of layers."""
+        """For each array that the segments keep, if it is a stack of layers."""
 
         def of(segment: Segment) -> SegmentResiduals[bool]:
-            host, device, once = map(segment.places().count, ("host", "device", "once"))
+            host, device, once = map(segment.layout.places.count, Stored._fields)
             return SegmentResiduals([True] * host, [False] * host, [True] * device, [False] * once)
 
         return list(map(of, self.segments))
@@ -177,7 +177,7 @@ def forward_pass(
 
     `stacks`: for each segment, those on the host and on the device to write to; by default new ones.
     """
-    consts, carry, xs = in_three(operands, loops.consts, loops.carry)
+    consts, carry, xs = split_list(operands, [loops.consts, loops.carry])
     ys, saved = empty_ys(loops), []
     for number, segment in enumerate(loops.segments):
         state = begin_forward(segment, carry, ys)
@@ -203,7 +203,7 @@ def backward_pass(
     `reads`: the operands that are residuals. `saved`: of each segment. `sums`: by their numbers among the xs, stacks to
     which the cotangents are added.
     """
-    carry, ys, _ = in_three(cotangents, loops.carry, len(cotangents) - loops.carry)
+    carry, ys = split_list(cotangents, [loops.carry])
     sums, cts = sums or {}, empty_cotangents(loops, carry)
     cts = cts._replace(xs=[sums.get(number, x) for number, x in enumerate(cts.xs)])
     adds = [number in sums for number in range(len(cts.xs))]
@@ -222,7 +222,7 @@ def empty_ys(loops: Loops) -> list[Any]:
 
 
 class ForwardState(NamedTuple):
-    """What the forward loop of a segment carries from layer to layer."""
+    """The carried state of a segment's forward loop."""
 
     carry: list[Any]
     ys: list[Any]
@@ -231,21 +231,14 @@ class ForwardState(NamedTuple):
 
 def begin_forward(segment: Segment, carry: list[Any], ys: list[Any]) -> ForwardState:
     """The state before the first layer of a segment: nothing is kept yet."""
-    stored = _stored(segment)
-    avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
-    host, device, once = (those(avals, stored, place) for place in ("host", "device", "once"))
+    host, device, once = segment.layout.split(segment.jaxpr.out_avals)
     empty = SegmentResiduals(
-        [jax.device_put(empty_stack(a, segment.layers), HOST) for a in host],
+        [to_host(empty_stack(a, segment.layers)) for a in host],
         [filled(a) for a in host],
         [empty_stack(a, segment.layers) for a in device],
         [filled(a) for a in once],
     )
     return ForwardState(carry, ys, empty)
-
-
-def _stored(segment: Segment) -> list[str]:
-    """The places of those residuals that are not operands."""
-    return [place for place in segment.places() if place != "operand"]
 
 
 def forward_layer(
@@ -254,9 +247,9 @@ def forward_layer(
     """The function that computes layer i of a segment and copies the residuals of layer i-1.
 
     It writes to row i of stacks on the host, `i_device` of those on the device, `i_xs` of the ys. The first is a DMA
-    copy; the others are not to be one, hence the hidden zero. `inlined`: XLA would fuse the layer with its neighbours.
+    copy; the others are not to be one, hence the opaque zero. `inlined`: XLA would fuse the layer with its neighbours.
     """
-    compute, zero, stored = jaxpr_as_fun(segment.jaxpr), hidden_zero(), _stored(segment)
+    compute, zero, layout = jaxpr_as_fun(segment.jaxpr), opaque_zero(), segment.layout
 
     def layer(i: Any, state: ForwardState, inlined: bool) -> ForwardState:
         fence = lax.optimization_barrier if inlined else lambda carry: carry
@@ -264,13 +257,13 @@ def forward_layer(
         host = []
         for stack, x, copy in zip(saved.host, saved.last, segment.copies, strict=True):
             with copy:
-                host.append(stack if _is_padding(i) else put_row(stack, jax.device_put(x, HOST), i))
+                host.append(stack if _is_padding(i) else put_row(stack, to_host(x), i))
         i_device = i + zero
         i_xs = loops.row(segment.start + i_device)
         outs = compute(*consts, *carry, *(take_row(x, i_xs) for x in xs))
-        carry, new_ys, residuals = in_three(outs, len(carry), len(ys))
+        carry, new_ys, _ = split_list(outs, [len(carry), len(ys)])
         ys = [put_row(stack, y, i_xs) for stack, y in zip(ys, new_ys, strict=True)]
-        last, stays, once = (those(residuals, stored, place) for place in ("host", "device", "once"))
+        last, stays, once = layout.split(outs)
         device = [put_row(stack, x, i_device) for stack, x in zip(saved.device, stays, strict=True)]
         return ForwardState(fence(carry), ys, SegmentResiduals(host, last, device, once))
 
@@ -278,15 +271,15 @@ def forward_layer(
 
 
 def end_forward(segment: Segment, saved: SegmentResiduals[Any]) -> SegmentResiduals[Any]:
-    """What a segment keeps, once its last layer has run."""
+    """Return what a segment keeps, once its last layer has run."""
     if segment.on_host < segment.layers:
         return saved
     # Not into row 0: outside the loop XLA:GPU would write it with a kernel.
-    return saved._replace(last=[jax.device_put(x, HOST) for x in saved.last])
+    return saved._replace(last=list(map(to_host, saved.last)))
 
 
 class Cotangents(NamedTuple):
-    """Of the operands of a scan. While the backward loop runs, `carry` is that of the layer that ran last."""
+    """The cotangents of a scan's operands. While the backward loop runs, `carry` is that of the layer that ran last."""
 
     consts: list[Any]
     carry: list[Any]
@@ -295,13 +288,13 @@ class Cotangents(NamedTuple):
 
 def empty_cotangents(loops: Loops, carry: list[Any]) -> Cotangents:
     """The cotangents before the last layer's backward pass, from those of the last carry."""
-    consts_avals, _, xs_avals = in_three(loops.segments[0].jaxpr.out_avals, loops.consts, loops.carry)
+    consts_avals, _, xs_avals = split_list(loops.segments[0].jaxpr.out_avals, [loops.consts, loops.carry])
     consts = [filled(a, zero_of(a.dtype)) for a in consts_avals]
     return Cotangents(consts, carry, [in_memory_of(a, empty_stack(a, loops.length)) for a in xs_avals])
 
 
 class BackwardState(NamedTuple):
-    """What the backward loop of a segment carries from layer to layer: `fetched` is what the next layer reads."""
+    """The carried state of a segment's backward loop: `fetched` is what the next layer reads."""
 
     cotangents: Cotangents
     fetched: list[Any]
@@ -310,7 +303,7 @@ class BackwardState(NamedTuple):
 def begin_backward(saved: SegmentResiduals[Any], cotangents: Cotangents) -> BackwardState:
     """The state before the last layer of a segment, whose residuals are fetched."""
     # Without the barrier XLA removes a copy to the host and back that has no loop between the two.
-    return BackwardState(cotangents, [jax.device_put(x, DEVICE) for x in lax.optimization_barrier(saved.last)])
+    return BackwardState(cotangents, list(map(to_device, lax.optimization_barrier(saved.last))))
 
 
 def backward_layer(
@@ -320,6 +313,7 @@ def backward_layer(
     saved: SegmentResiduals[Any],
     ys: list[Any],
     sums: Sequence[bool] = (),
+    *,
     counts: Any = None,
 ) -> Callable[[Any, BackwardState, bool], BackwardState]:
     """The function that computes the cotangents of a layer, and fetches the residuals of the layer before it.
@@ -328,7 +322,7 @@ def backward_layer(
     `sums`: for each of the xs, whether its cotangents are added to those that are there; by default none. `counts`: a
     boolean, whether they are; by default they are.
     """
-    compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), hidden_zero(), segment.layers - 1
+    compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), opaque_zero(), segment.layers - 1
 
     def layer(iteration: Any, state: BackwardState, inlined: bool) -> BackwardState:
         (consts, carry, xs), fetched = state
@@ -336,16 +330,17 @@ def backward_layer(
         for stack, x, copy in zip(saved.host, fetched, segment.copies, strict=True):
             with copy:
                 row = i_last - iteration
-                fetched_next.append(x if _is_padding(row) else jax.device_put(take_row(stack, row), DEVICE))
+                fetched_next.append(x if _is_padding(row) else to_device(take_row(stack, row)))
         i_device = i_last - (iteration + zero)
         i_xs = loops.row(segment.start + i_device)
         reads = zip(loops.reads, operands, strict=True)
         read = {number: x if is_const else take_row(x, i_xs) for (number, is_const), x in reads}
-        residuals = in_order(segment, read, fetched, [take_row(x, i_device) for x in saved.device], saved.once)
+        stays = [take_row(x, i_device) for x in saved.device]
+        residuals = segment.layout.merge(read, Stored(fetched, stays, saved.once))
         if inlined:  # the layer may stand beside its own forward pass
             residuals, carry = prevent_cse_barrier(residuals, carry)
         outs = compute(*residuals, *carry, *(take_row(y, i_xs) for y in ys))
-        d_consts, carry, d_xs = in_three(outs, loops.consts, loops.carry)
+        d_consts, carry, d_xs = split_list(outs, [loops.consts, loops.carry])
         consts = [add_jaxvals(total, on_device(d)) for total, d in zip(consts, d_consts, strict=True)]
         if counts is not None:
             d_xs = [lax.select(counts, d, jnp.zeros_like(d)) for d in d_xs]
@@ -357,15 +352,8 @@ def backward_layer(
 
 
 def _is_padding(row: Any) -> bool:
-    """Whether this is row 0, as far as is known where the program is traced: in a loop it is not known.
+    """Return if this is known to be row 0 while the program is traced; in a loop it is not known.
 
     Outside of loops XLA:GPU would copy it with a kernel.
     """
     return isinstance(row, int) and row == 0
-
-
-def in_order(segment: Segment, operands: dict[int, Any], host: Any, device: Any, once: Any) -> list[Any]:
-    """A layer's residuals as its backward pass takes them."""
-    kept = {"host": iter(host), "device": iter(device), "once": iter(once)}
-    places = zip(segment.layer.kept, segment.places(), strict=True)
-    return [next(kept[place]) if k.operand is None else operands[k.operand] for k, place in places]

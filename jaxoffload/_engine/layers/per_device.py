@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._jax import FORWARD, SAME, SHARD_MAP, nbytes
 from ..jaxprs.flat import Buffer, Straight, division, straight
 from ..jaxprs.walk import nested, walk
+from .layout import Stored
 from .segments import Segment
 
 Rows = Mapping[int, int]  # the length of a first axis -> into how many parts it is divided at least
@@ -74,17 +75,14 @@ class Divided:
 
     def _of_segment(self, segment: Segment) -> list[int]:
         """The parts of each leaf of a segment's `SegmentResiduals`, in the order of `Segment.sources`."""
-        kept = parts_of_kept(segment, self.rows)
-        host, device, once = ([n for place, n in kept if place == of] for of in ("host", "device", "once"))
+        host, device, once = parts_of_stored(segment, self.rows)
         return [*host, *host, *device, *once]
 
 
-def parts_of_kept(segment: Segment, rows: Rows) -> list[tuple[str, int]]:
-    """Return where each residual of a layer is, except for operands, and into how many parts it is divided."""
-    stored = [place for place in segment.places() if place != "operand"]
+def parts_of_stored(segment: Segment, rows: Rows) -> Stored[int]:
+    """Return into how many parts each residual of a layer is divided."""
     forward = segment.layer.forward
-    layer, first = Divided(forward, rows), len(forward.outvars) - len(stored)
-    return [(place, layer.of_result(first + number)) for number, place in enumerate(stored)]
+    return segment.layout.split(list(map(Divided(forward, rows).of_result, range(len(forward.outvars)))))
 
 
 def _with_rows(program: Straight, rows: Rows) -> Straight:

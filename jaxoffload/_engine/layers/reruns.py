@@ -1,4 +1,4 @@
-"""What a checkpoint keeps while its backward pass runs it again.
+"""Find the residuals of checkpoints that the backward pass runs again.
 
 A scan inside another checkpoint keeps nothing between the program's forward and backward pass. It runs once more in
 the backward pass, and keeps and moves its residuals then. To see them, the program is differentiated here up to its
@@ -44,8 +44,8 @@ def _tangents(jaxpr: Jaxpr, count: int) -> list[bool]:
 
 
 def _linear_part(jaxpr: Jaxpr, is_linear: Sequence[bool]) -> tuple[Jaxpr, Jaxpr, list[bool]]:
-    """What can be computed without tangents (residuals are its last results); the rest, which takes residuals and
-    tangents; and which of its inputs are tangents."""
+    """Split a jaxpr into what needs no tangents, whose last results are residuals, and the rest, which takes residuals
+    and tangents; return both, and which inputs of the second are tangents."""
     known, linear, _, residuals = partial_eval_jaxpr_nounits(jaxpr, list(is_linear), False)
     return known, linear, [i >= len(residuals) for i in range(len(linear.invars))]
 
@@ -63,7 +63,7 @@ def _of_linear(jaxpr: Jaxpr, is_linear: Sequence[bool], devices: int) -> Iterato
         elif eqn.primitive is linear_p:
             for layer in eqn.params["layers"]:
                 inside = layer.tangent_jaxpr
-                yield from _of_linear(inside, _tangents(inside, len(inside.invars) - len(layer.kept)), devices)
+                yield from _of_linear(inside, _tangents(inside, len(inside.invars) - len(layer.layout.kept)), devices)
         else:
             for body in bodies(eqn):  # a cond's index comes first, and is none of its branches' operands
                 yield from _of_linear(body, flags[len(flags) - len(body.invars) :], devices * devices_of(eqn))

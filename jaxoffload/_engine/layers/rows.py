@@ -12,7 +12,7 @@ from ..._jax import add_jaxvals, on_device
 from ..decide.derivative import looks_for_nans
 
 
-def hidden_zero() -> Any:
+def opaque_zero() -> Any:
     """0, added to a layer's number so that XLA cannot compute the offsets in stacks on the device.
 
     XLA:GPU makes a DMA copy of each slice whose offset it can compute, on four streams in turn. For the host that is

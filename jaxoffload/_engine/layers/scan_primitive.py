@@ -135,7 +135,7 @@ def body_of_scan(eqn: JaxprEqn) -> Body:
 
 
 def _checked(run: Callable[..., list[Any]], *operands: Any, policy: Policy, strict: bool, **_: Any) -> list[Any]:
-    """What `checkify` makes of a scan is a scan that carries the error; it stays ours."""
+    """Run the checked scan, as `checkify` made it: its scan carries the error, and stays ours."""
     return evaluate(with_our_scan(jax.make_jaxpr(run)(*operands), policy, strict), operands)
 
 

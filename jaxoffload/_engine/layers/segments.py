@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import Jaxpr
 
 from ..jaxprs.source import Source
-from .layer import Kept, Layer
+from .layer import Layer
+from .layout import Kept, Layout, Place
 
 
 class LayerRange(NamedTuple):
@@ -65,21 +66,16 @@ class Segment(NamedTuple):
         """The backward pass of a layer, if all results have cotangents."""
         return self.layer.backward((True,) * sum(self.layer.out_perturbed))
 
-    def places(self) -> list[str]:
-        """Where each residual of a layer is, between the passes."""
-        return ["device" if k.place == "host" and not self.on_host else k.place for k in self.layer.kept]
-
     @property
-    def moved(self) -> list[frozenset[int]]:
-        """The rows, in the plan, of each residual of a layer on the host."""
-        return [k.rows for k in those(self.layer.kept, self.places(), "host")]
+    def layout(self) -> Layout:
+        """Where each residual of a layer is."""
+        return self.layer.layout if self.on_host else self.layer.layout.on_device
 
     def sources(self) -> list[Source]:
         """The source of each leaf of this segment's `SegmentResiduals`."""
 
-        def at(place: str, layers: int, axes: int) -> list[Source]:
-            kept = those(self.layer.kept, self.places(), place)
-            return [self.source_of(k)._replace(layers=layers, empty=0, axes=axes) for k in kept]
+        def at(place: Place, layers: int, axes: int) -> list[Source]:
+            return [self.source_of(k)._replace(layers=layers, empty=0, axes=axes) for k in self.layout.at(place)]
 
         host = [source._replace(where="", kind="value", empty=1) for source in at("host", self.layers - 1, 1)]
         last = at("host", 1, 0)
@@ -95,7 +91,7 @@ class Segment(NamedTuple):
 
 def reads_of(segments: Sequence[Segment], consts: int) -> tuple[tuple[int, bool], ...]:
     """The operands of a scan that are residuals of its layers: their numbers, each with whether it is a constant."""
-    numbers = {k.operand for segment in segments for k in segment.layer.kept if k.operand is not None}
+    numbers = {k.operand for segment in segments for k in segment.layer.layout.kept if k.operand is not None}
     return tuple((number, number < consts) for number in sorted(numbers))
 
 
@@ -117,7 +113,7 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 class SegmentResiduals[T](NamedTuple):
-    """What a segment keeps between the passes.
+    """The residuals that a segment keeps between the passes.
 
     No row is ever out of range: XLA:GPU does not clamp its DMA copies, and would write into other memory
     (https://github.com/openxla/xla: DynamicSliceFusionV2Thunk).
@@ -127,8 +123,3 @@ class SegmentResiduals[T](NamedTuple):
     last: list[T]  # the last layer's, on the host or not
     device: list[T]  # (layers, ...) each
     once: list[T]  # the same in every layer
-
-
-def those(xs: Sequence[Any], places: Sequence[str], place: str) -> list[Any]:
-    """The values of `xs` that are at `place`."""
-    return [x for x, p in zip(xs, places, strict=True) if p == place]

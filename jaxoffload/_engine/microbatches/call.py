@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import Jaxpr
 
 from ..._jax import convert_constvars_jaxpr
-from ..layers.layer import in_three
+from ..layers.layout import split_list
 
 # The losses summed, the gradients summed, and the other results stacked.
 Sums = tuple[Any, list[Any], Any]
@@ -56,7 +56,7 @@ class Call(NamedTuple):
 
     def sums_of(self, outs: Sequence[Any]) -> Sums:
         """Return the `Sums` of all losses, all other results, and the sums of the gradients."""
-        losses, others, gradients = in_three(outs, 1, len(outs) - 1 - len(self.params))
+        losses, others, gradients = split_list(outs, [1, len(outs) - 1 - len(self.params)])
         gradients = [gradient.reshape(jnp.shape(param)) for gradient, param in zip(gradients, self.params, strict=True)]
         return total(*losses), gradients, self.with_others(others)
 

@@ -6,6 +6,7 @@ less time than the wait for their copies. What stays takes less than a second se
 microbatches holds (three tenths are for what is in flight), and the less the more microbatches share the time saved.
 """
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from ..._jax import COLLECTIVES
 from ..cost.cost import Cost
 from ..cost.lone_pass import Direction, Lone, Rows, Spare, bytes_in, cost_of, decide
 from ..jaxprs.walk import walk
-from ..layers.layer import Layer, shares
+from ..layers.layer import Layer
 from ..layers.passes import Loops
 from ..layers.per_device import mesh_of
 from .gradient import Scan
@@ -78,21 +79,20 @@ def _fitted_loops(loops: Loops, direction: Direction, devices: int, budget: int)
         layer = _fitted_layer(segment.layer, direction, devices, budget // segment.layers)
         if layer is not segment.layer:
             budget -= segment.layers * (_on_device(layer) - _on_device(segment.layer))
-            on_host = segment.on_host if layer.for_host else 0
+            on_host = segment.on_host if layer.layout.at("host") else 0
             segments[number] = segment._replace(jaxpr=layer.forward, layer=layer, on_host=on_host)
     return (loops if tuple(segments) == loops.segments else loops.with_segments(segments)), budget
 
 
 def _on_device(layer: Layer) -> int:
     """Return the bytes per device of what a layer keeps on it."""
-    return sum(sum(shares(layer.forward, layer.kept, place)) for place in ("device", "once"))
+    return sum([*layer.sizes.device, *layer.sizes.once])
 
 
 def _moved(layer: Layer) -> Counter[Rows]:
     """Return the bytes per device of each residual for the host."""
-    rows = (k.rows for k in layer.kept if k.place == "host")
     sizes: Counter[Rows] = Counter()
-    for these, size in zip(rows, shares(layer.forward, layer.kept, "host"), strict=True):
+    for these, size in zip(layer.layout.moved, layer.sizes.host, strict=True):
         sizes[these] += size
     return sizes
 
@@ -108,7 +108,8 @@ def _fitted_layer(layer: Layer, direction: Direction, devices: int, budget: int)
     recomputed, stay, _ = decide(Lone(direction, forward, backward, sizes, again), budget, accepts)
     if not recomputed and not stay:
         return layer
-    return (layer.recomputing(recomputed) if recomputed else layer).with_on_device(stay)
+    layer = layer.recomputing(recomputed) if recomputed else layer
+    return dataclasses.replace(layer, layout=layer.layout.staying(lambda rows: rows in stay))
 
 
 def _backward(layer: Layer) -> Jaxpr:

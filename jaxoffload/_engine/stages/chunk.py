@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from ..._jax import HOST
 from ..._policy import Policy
 from ..decide.plan import Override
 from ..host.limit import admitted
-from ..layers.layer import in_three, linearize, perturbed_carry
+from ..layers.layer import linearize, perturbed_carry
+from ..layers.layout import split_list, to_host
 from ..layers.passes import (
     BackwardState,
     Cotangents,
@@ -186,7 +186,7 @@ class Chunks:
                 pieces += empty_pieces(segment, last)
                 rows += last
                 last = []
-            residuals.append(SegmentResiduals([jax.device_put(x, HOST) for x in host], last, device, once))
+            residuals.append(SegmentResiduals(list(map(to_host, host)), last, device, once))
         return Slot(residuals, pieces), rows
 
 
@@ -214,7 +214,7 @@ def forward_pass(
     overwrite, and the pieces of the tick before, whose rows are `last`.
     """
     loops, stage = chunks.loops_of(chunks.loops, chunk), chunk % chunks.stages
-    taken, carry, ys_of_all = in_three(along, len(chunks.along), loops.carry)
+    taken, carry, ys_of_all = split_list(along, [len(chunks.along), loops.carry])
     operands = fixed | chunks.operands_along(chunks.along, taken, stage)
     consts = [operands[i] for i in range(loops.consts)]
     xs = [operands[i] for i in sorted(operands) if i >= loops.consts]
@@ -277,8 +277,7 @@ def backward_pass(
     """
     loops, stage = chunks.loops_of(loops, chunk), chunk % chunks.stages
     reads, with_cotangents = chunks.back
-    taken, of_taken, rest = in_three(back, len(reads), len(with_cotangents))
-    carry, ys_of_all, _ = in_three(rest, loops.carry, len(rest) - loops.carry)
+    taken, of_taken, carry, ys_of_all = split_list(back, [len(reads), len(with_cotangents), loops.carry])
     operands = fixed | chunks.operands_along(reads, taken, stage)
     ys = [chunks.rows_of(ct, stage) for ct in ys_of_all]
     consts, xs = chunks.perturbed
@@ -292,7 +291,7 @@ def backward_pass(
         of_segment = [rows.pop() for _ in segment.copies][::-1] if travels(segment) else []
         state: Any = BackwardState(cts, [row for row, _, _ in of_segment] or kept.last)
         reads_of_layers = [operands[i] for i, _ in loops.reads]
-        run: Any = backward_layer(loops, segment, reads_of_layers, kept, ys, [True] * len(xs), counts)
+        run: Any = backward_layer(loops, segment, reads_of_layers, kept, ys, [True] * len(xs), counts=counts)
         if of_segment:
             _, into, pieces = zip(*of_segment, strict=True)
             run, state = fetching(run, state, [*into], [*pieces], segment)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..._jax import evaluate
-from ..layers.layer import in_three
+from ..layers.layout import split_list
 from ..layers.rows import take_row
 from .chunk import Operands
 from .collectives import refuse_traced
@@ -83,14 +83,14 @@ def _run_tick(
     entering = [*fresh, *map(jnp.zeros_like, along[len(fresh) :])]
     along = [jnp.where(chunk == 0, new, old) for new, old in zip(entering, along, strict=True)]
     loops, (segment,) = chunks.loops, chunks.loops.segments
-    taken, carry, ys_of_all = in_three(along, len(chunks.along), loops.carry)
+    taken, carry, ys_of_all = split_list(along, [len(chunks.along), loops.carry])
     operands = consts | {i: rows(x) for i, x in xs.items()} | chunks.operands_along(chunks.along, taken, stage)
     of_layers = [operands[i] for i in sorted(operands) if i >= loops.consts]
 
     def layer(carry: list[Any], number: Any) -> tuple[list[Any], list[Any]]:
         row = [take_row(x, chunk // schedule.stages * chunks.layers + number) for x in of_layers]
         outs = evaluate(segment.layer.forward, [*(operands[i] for i in range(loops.consts)), *carry, *row])
-        carry, ys, _ = in_three(outs, loops.carry, len(ys_of_all))
+        carry, ys, _ = split_list(outs, [loops.carry, len(ys_of_all)])
         return carry, ys
 
     carry, ys = lax.scan(layer, carry, jnp.arange(chunks.layers))

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._jax import DEVICE, HOST
-from ..layers.layer import Layer, avals_of, shares
+from ..layers.layer import Layer
+from ..layers.layout import to_device, to_host
 from ..layers.passes import BackwardState, Cotangents, ForwardState
-from ..layers.rows import filled, hidden_zero, put_row, take_row
+from ..layers.rows import filled, opaque_zero, put_row, take_row
 from ..layers.segments import Segment, SegmentResiduals
 
 
@@ -45,11 +45,8 @@ def cut(shape: tuple[int, ...], layers: int) -> Cut:
 
 def beyond_a_row(layer: Layer, layers: int) -> int:
     """Bytes per device that the pieces of a layer's residuals take, one for each of so many layers, beyond a row."""
-    of_host = layer.forward, layer.kept, "host"
-    return sum(
-        more_than_a_row(aval.shape, size, layers)
-        for aval, size in zip(avals_of(*of_host), shares(*of_host), strict=True)
-    )
+    rows = zip(layer.layout.split(layer.forward.out_avals).host, layer.sizes.host, strict=True)
+    return sum(more_than_a_row(aval.shape, size, layers) for aval, size in rows)
 
 
 def more_than_a_row(shape: tuple[int, ...], size: int, layers: int) -> int:
@@ -64,7 +61,7 @@ def empty_pieces(segment: Segment, rows: Sequence[Any]) -> list[Any]:
     If there are fewer pieces than layers, some are there twice.
     """
     first = jax.make_jaxpr(lambda: [_piece(row, cut(row.shape, segment.layers), 0) for row in rows])()
-    return [jax.device_put(safely_filled(aval, (segment.layers,)), HOST) for aval in first.out_avals]
+    return [to_host(safely_filled(aval, (segment.layers,))) for aval in first.out_avals]
 
 
 def safely_filled(aval: Any, lead: tuple[int, ...] = ()) -> Any:
@@ -90,13 +87,13 @@ def writing(
 ) -> tuple[Callable[..., Writing], Writing]:
     """Let layer i of a forward pass also write piece i of each of these rows to row i of its stack."""
     cuts = [cut(row.shape, segment.layers) for row in rows]
-    zero = hidden_zero()
+    zero = opaque_zero()
 
     def layer(i: Any, state: Writing, inlined: bool) -> Writing:
         stacks = []
         for stack, row, c, copy in zip(state.pieces, rows, cuts, segment.copies, strict=True):
             with copy:
-                stacks.append(put_row(stack, jax.device_put(_piece(row, c, (i + zero) % c.pieces), HOST), i))
+                stacks.append(put_row(stack, to_host(_piece(row, c, (i + zero) % c.pieces)), i))
         return Writing(*run(i, ForwardState(state.carry, state.ys, state.saved), inlined), stacks)
 
     return layer, Writing(*state, stacks)
@@ -109,7 +106,7 @@ def in_place_of(old: list[Any], new: list[Any], segment: Segment) -> list[Any]:
     is an operand that both update in place. So that XLA does not see that nothing is left of the old rows, they are
     replaced in two parts, at offsets that it cannot compute.
     """
-    zero, rows = hidden_zero(), []
+    zero, rows = opaque_zero(), []
     for row, x in zip(old, new, strict=True):
         c = cut(row.shape, segment.layers)
         row, x = row.reshape(c.split(row.shape)), x.reshape(c.split(row.shape))
@@ -133,13 +130,13 @@ def fetching(
 ) -> tuple[Callable[..., Fetching], Fetching]:
     """Let iteration i of a backward pass also fetch piece i of a row from row i of its stack, into these rows."""
     cuts = [cut(row.shape, segment.layers) for row in rows]
-    zero = hidden_zero()
+    zero = opaque_zero()
 
     def layer(i: Any, state: Fetching, inlined: bool) -> Fetching:
         ahead = []
         for row, stack, c, copy in zip(state.ahead, stacks, cuts, segment.copies, strict=True):
             with copy:
-                piece = jax.device_put(take_row(stack, i), DEVICE)
+                piece = to_device(take_row(stack, i))
             ahead.append(lax.dynamic_update_index_in_dim(row, piece, (i + zero) % c.pieces, c.axis + 1))
         return Fetching(*run(i, BackwardState(state.cotangents, state.fetched), inlined), ahead)
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Jaxpr
 
 from ..._jax import REPEATED, Call, convert_constvars_jaxpr, dce_jaxpr, define, evaluate, lower_call
-from ..layers.rows import hidden_zero
+from ..layers.rows import opaque_zero
 
 REPEATED_SCOPE = "jaxoffload.repeated"  # then the length in brackets, for those who read a program
 
@@ -42,7 +42,7 @@ def repeated[T](times: int, body: Callable[[Any, T], T], state: T) -> T:
 
         return convert_constvars_jaxpr(jax.make_jaxpr(jax.named_scope(f"{REPEATED_SCOPE}({times})")(run))(*operands))
 
-    for_xla = _ForXla(loop(lambda: times + hidden_zero()))
+    for_xla = _ForXla(loop(lambda: times + opaque_zero()))
     outs = repeated_p.bind(*operands, call_jaxpr=loop(lambda: times), for_xla=for_xla)
     return jax.tree.unflatten(tree, outs)
 

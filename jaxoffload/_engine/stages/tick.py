@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..layers.passes import Loops, run
-from ..layers.rows import hidden_zero
+from ..layers.rows import opaque_zero
 from .chunk import Chunks, Computed, Derived, Operands, Slot, backward_pass, forward_pass
 from .collectives import BRANCHES
 from .schedule import Schedule, Tick
@@ -79,7 +79,7 @@ def run_tick(
     if tick.enters is not None:
         entering = [*given.fresh, *map(jnp.zeros_like, held.along[len(given.fresh) :])]
         held = held._replace(along=chosen(stage == 0, entering, held.along))
-    turns = hidden_zero() != 0
+    turns = opaque_zero() != 0
     if tick.turns is not None:
         turns = stage == last_stage
         held = held._replace(back=chosen(turns, given.turned, held.back))

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from ..._engine.cost.cost import Rates, cost
 from ..._engine.cost.lone_pass import cost_of
 from ..._engine.decide.plan import Row
-from ..._engine.jaxprs.flat import Straight, straight
+from ..._engine.jaxprs.flat import straight
 from ..._engine.jaxprs.walk import axes_of, within
-from ..._engine.layers.layer import Layer, avals_of, shares_of
+from ..._engine.layers.layer import Layer
+from ..._engine.layers.layout import Stored
 from ..._engine.microbatches.ends import untimed
 from ..._engine.stages.last_rows import more_than_a_row
 from ..._policy import Decision, Policy
@@ -88,43 +89,41 @@ class Oracle:
         passes, axes = (layer.forward, layer.backward), axes_of(found.shard_maps)
         known, again = (cost(of, self.rates, found.devices, axes) for of in passes)
         forward, residuals, movable = straight(layer.forward), dict[frozenset[int], int](), dict[Unit, int]()
-        on_host = [k for k in layer.kept if k.place == "host"]
-        for kept, size in zip(on_host, shares_of(forward, layer.kept, "host"), strict=True):
-            unit = self._unit(layer.plan.rows[min(kept.rows)])
+        sizes = layer.layout.sizes(forward)
+        for rows, size in zip(layer.layout.moved, sizes.host, strict=True):
+            unit = self._unit(layer.plan.rows[min(rows)])
             movable[unit] = movable.get(unit, 0) + size
-            residuals[kept.rows] = residuals.get(kept.rows, 0) + size
-        written, read = self._copied(layer, forward, again.taken)
+            residuals[rows] = residuals.get(rows, 0) + size
+        written, read = self._copied(layer, sizes, again.taken)
         working = staying = 0
         if self.sized:
             working, staying = layer_room(layer, forward, again.taken, self.like, self.one_kernel)
         return LayerCost(
             forward=known.seconds + self.rates.moving(2 * written),
             backward=again.seconds + self.rates.moving(2 * read),
-            device=sum(shares_of(forward, layer.kept, "device")),
-            once=sum(shares_of(forward, layer.kept, "once")),
+            device=sum(sizes.device),
+            once=sum(sizes.once),
             movable=movable,
             working=working + self.excess,
             staying=staying + self.excess,
             alone=self._alone(layer, residuals, found.spare.devices) if found.spare else None,
-            beyond=self._beyond(layer, forward, found.stack.layers) if found.stack.schedule else {},
+            beyond=self._beyond(layer, sizes, found.stack.layers) if found.stack.schedule else {},
         )
 
-    def _copied(self, layer: Passes, forward: Straight, taken: Sequence[bool]) -> tuple[int, int]:
+    def _copied(self, layer: Passes, sizes: Stored[int], taken: Sequence[bool]) -> tuple[int, int]:
         """Return the bytes that are copied into a stack, and those that are copied out of it because a kernel takes
         them: XLA fuses a kernel with neither."""
-        written = read = 0
-        for place in ("device", "host"):
-            of = [is_taken for k, is_taken in zip(layer.kept, taken, strict=False) if k.place == place]
-            sizes = shares_of(forward, layer.kept, place)
-            written, read = written + sum(sizes), read + sum(itertools.compress(sizes, of))
-        return written, read
+        taken = taken[: len(layer.layout.kept)]
+        on_device, on_host = (layer.layout.select(taken, place) for place in ("device", "host"))
+        rows = [*sizes.device, *sizes.host]
+        return sum(rows), sum(itertools.compress(rows, [*on_device, *on_host]))
 
-    def _beyond(self, layer: Passes, forward: Straight, layers: int) -> dict[Unit, tuple[int, ...]]:
+    def _beyond(self, layer: Passes, sizes: Stored[int], layers: int) -> dict[Unit, tuple[int, ...]]:
         """Return, by how many layers of a chunk offload, what the pieces of the last one's row take beyond a row."""
         sums: dict[Unit, tuple[int, ...]] = {}
-        rows = [layer.plan.rows[min(k.rows)] for k in layer.kept if k.place == "host"]
-        avals, sizes = avals_of(layer.forward, layer.kept, "host"), shares_of(forward, layer.kept, "host")
-        for unit, aval, size in zip(map(self._unit, rows), avals, sizes, strict=True):
+        units = (self._unit(layer.plan.rows[min(rows)]) for rows in layer.layout.moved)
+        avals = layer.layout.split(layer.forward.out_avals).host
+        for unit, aval, size in zip(units, avals, sizes.host, strict=True):
             each = (0, *(more_than_a_row(aval.shape, size, count) for count in range(1, layers + 1)))
             sums[unit] = tuple(map(sum, zip(each, sums[unit], strict=True))) if unit in sums else each
         return sums

@@ -14,7 +14,7 @@ from ..._engine.cost.lone_pass import Spare
 from ..._engine.decide.plan import Override
 from ..._engine.jaxprs.flat import straight
 from ..._engine.jaxprs.walk import Site, axes_of, walk, within
-from ..._engine.layers.layer import Body, Layer, avals_of, linearize
+from ..._engine.layers.layer import Body, Layer, linearize
 from ..._engine.layers.loops import backward_p, forward_p, is_ours
 from ..._engine.layers.passes import Loops
 from ..._engine.layers.segments import Segment
@@ -136,7 +136,7 @@ def kept_stacks(jaxpr: Jaxpr) -> set[Shape]:
     for site in walk(jaxpr):
         sizes = {1, site.eqn.params["schedule"].stages} if is_staged(site.eqn) else {1}
         for segment in _differentiated(site.eqn):
-            avals = avals_of(segment.jaxpr, segment.layer.kept, "device")
+            avals = segment.layer.layout.split(segment.jaxpr.out_avals).device
             found |= {((size * segment.layers, *aval.shape), aval.dtype) for aval in avals for size in sizes}
     return found
 
@@ -221,7 +221,8 @@ def names_of(found: list[Found], fixed: Policy) -> Names:
     for each in found:
         full, least = (linear(each, policy) for policy in (everything, nothing))
         groups += [set(row.names) for row in full.plan.rows if row.kind != "argument" and row.names]
-        groups += [{n for row in k.rows for n in full.plan.rows[row].names} for k in full.kept if len(k.rows) > 1]
+        shared = (k.rows for k in full.layout.kept if len(k.rows) > 1)
+        groups += [{n for row in rows for n in full.plan.rows[row].names} for rows in shared]
         kernels = full.plan.together  # each makes its results, and makes all again
         groups += [{n for name in results for n in full.plan.rows[name.number].names} for results in kernels]
         host |= {n for row in full.plan.rows if row.decision == "offload" for n in row.names}

@@ -13,7 +13,7 @@ from .._predict.joint import Passes
 
 def runs_again(layer: Passes) -> list[str]:
     """Return a line for each matmul, or other kernel, that the backward pass of a layer runs again."""
-    size = len(layer.kept)
+    size = len(layer.layout.kept)
     again = _again(layer.backward, [i >= size for i in range(len(layer.backward.invars))])
     return list(dict.fromkeys(map(_line, again)))
 

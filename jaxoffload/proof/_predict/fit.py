@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._engine.cost.cost import cost
 from ..._engine.jaxprs.walk import axes_of, nested, walk
 from ..._engine.layers.loops import backward_p, forward_p, is_ours, loops_of
-from ..._engine.layers.per_device import Divided, Rows, parts_of_kept, rows_of
+from ..._engine.layers.per_device import Divided, Rows, parts_of_stored, rows_of
 from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import nbytes, without_remat3
@@ -259,7 +259,7 @@ def _interleaved(passes: list[_Pass], machine: Machine, devices: int) -> Iterato
                     yield dataclasses.replace(fit, microbatches=microbatches, beside=True)
         for segment, first, last in zip(segments["loops"], segments["first"], segments["last"], strict=True):
             copies = _copies(segment, run, bus)
-            copied = zip(segment.moved, copies, strict=True)
+            copied = zip(segment.layout.moved, copies, strict=True)
             if alone := [one for rows, copy in copied if (one := _alone(copy, rows, first, last))]:
                 lone = run._replace(runs=run.runs * alone_in_turn)
                 fit = _fit(segment.layers, segment.on_host, lone, (first.jaxpr, last.backward), alone, machine)
@@ -275,7 +275,7 @@ def _both(to_host: list[LayerCopy], back: list[LayerCopy]) -> list[LayerCopy]:
 
 def _alone(copy: LayerCopy, rows: frozenset[int], first: Segment, last: Segment) -> LayerCopy | None:
     """What is copied of a residual while the first forward and the last backward pass run; None if nothing is."""
-    d2h_ms, h2d_ms = (ms * (rows in end.moved) for ms, end in ((copy.d2h_ms, first), (copy.h2d_ms, last)))
+    d2h_ms, h2d_ms = (ms * (rows in end.layout.moved) for ms, end in ((copy.d2h_ms, first), (copy.h2d_ms, last)))
     return copy._replace(d2h_ms=d2h_ms, h2d_ms=h2d_ms) if d2h_ms or h2d_ms else None
 
 
@@ -303,9 +303,9 @@ def _beside(forwards: Sequence[Segment], backwards: Sequence[Segment]) -> Iterat
 def _copies(segment: Segment, run: _Pass, bus: Bus) -> list[LayerCopy]:
     """What each iteration over the layers of a segment copies."""
     ms = lambda size, rate: size / rate / 1e6
-    parts = (parts for place, parts in parts_of_kept(segment, run.rows) if place == "host")
+    parts = parts_of_stored(segment, run.rows).host
     sizes = [-(-nbytes(aval) // parts) for (_, aval), parts in zip(for_host(segment), parts, strict=True)]
-    named = zip(segment.layer.for_host, sizes, strict=False)  # no size where none is copied
+    named = zip(segment.layer.moved_names, sizes, strict=False)  # no size where none is copied
     return [LayerCopy(names, size, ms(size, bus.d2h), ms(size, bus.h2d)) for names, size in named]
 
 

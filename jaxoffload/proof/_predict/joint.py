@@ -20,7 +20,8 @@ from ..._engine.decide.branch_slots import is_residual, separate_slots
 from ..._engine.decide.derivative import plan_of_jvp
 from ..._engine.decide.plan import Override, Plan
 from ..._engine.jaxprs.walk import walk
-from ..._engine.layers.layer import Body, Kept, Layer, derivative_of, each_once, halves, in_three, kept_of, transposed
+from ..._engine.layers.layer import Body, Layer, derivative_of, each_once, halves, laid_out, transposed
+from ..._engine.layers.layout import Layout, split_list
 from ..._jax import convert_constvars_jaxpr, dce_jaxpr, partial_eval_rules
 from ..._policy import VERDICT, Policy
 
@@ -32,13 +33,13 @@ class Passes(NamedTuple):
     carry: int
     forward: Jaxpr
     backward: Jaxpr
-    kept: tuple[Kept, ...]
+    layout: Layout
     plan: Plan
 
     @classmethod
     def of(cls, layer: Layer) -> "Passes":
         backward = layer.backward((True,) * sum(layer.out_perturbed))
-        return cls(layer.consts, layer.carry, layer.forward, backward, layer.kept, layer.plan)
+        return cls(layer.consts, layer.carry, layer.forward, backward, layer.layout, layer.plan)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,13 +60,9 @@ class Joint:
 
         `for_host`: the numbers of the rows that may go to the host; the plan would move others too.
         """
-        results = len(self.body.jaxpr.outvars)
-        known, backward = each_once(*self._halves(kept), results)
-        found = kept_of(known, self.body, known.outvars[results:])
-        stored = [v for v, k in zip(known.outvars[results:], found, strict=True) if k.place != "operand"]
-        forward = known.replace(outvars=[*known.outvars[:results], *stored])
-        here = lambda k: k._replace(place="device") if k.place == "host" and k.rows.isdisjoint(for_host) else k
-        return Passes(self.body.consts, self.body.carry, forward, backward, tuple(map(here, found)), self.plan)
+        forward, backward, layout = laid_out(*self._halves(kept), self.body)
+        layout = layout.staying(lambda rows: rows.isdisjoint(for_host))
+        return Passes(self.body.consts, self.body.carry, forward, backward, layout, self.plan)
 
     def _halves(self, kept: Collection[str]) -> tuple[Jaxpr, Jaxpr]:
         """Return operands -> results, residuals; and residuals, cotangents -> cotangents, with what runs again."""
@@ -81,12 +78,12 @@ class Joint:
         residuals = known.outvars[len(is_unknown) - sum(is_unknown) :]
         wanted = [number >= results for number, there in enumerate(is_there) if there]
         linear, used = dce_jaxpr(linear, wanted, [*[False] * len(residuals), *unknown])
-        is_read, _, reads_operand = in_three(used, len(residuals), behind)
+        is_read, _, reads_operand = split_list(used, [len(residuals), behind])
         read = [*itertools.compress(residuals, is_read), *itertools.compress(known.invars, reads_operand)]
         known = known.replace(outvars=[*known.outvars[:results], *read])
         known, _ = dce_jaxpr(known, [True] * len(known.outvars), True)
         # Constants come first, and those of the backward pass stand behind the residuals here.
-        first, constants, rest = in_three(linear.invars, sum(is_read), behind)
+        first, constants, rest = split_list(linear.invars, [sum(is_read), behind])
         linear = linear.replace(invars=[*constants, *first, *rest])
         return known.with_consts(of_forward), linear.with_consts(of_backward)
 
@@ -122,7 +119,7 @@ def joint(body: Body, perturbed: tuple[bool, ...], policy: Policy) -> Joint | No
         outs = jaxpr_as_fun(before)(*primals)
         return [*outs[:results], *jaxpr_as_fun(after)(*of_backward, *outs[results:], *cotangents)]
 
-    operands = in_three(after.in_avals, len(values[0]), size)
+    operands = split_list(after.in_avals, [len(values[0]), size])
     trace = jax.make_jaxpr(jax.checkpoint(both, prevent_cse=False))(operands[0], before.in_avals, operands[2])
     # Constants from outside of a `shard_map` are resharded first.
     (eqn,) = (eqn for eqn in trace.eqns if eqn.primitive is remat_p)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
-from jax.extend.core.primitives import cond_p, device_put_p, remat_p, while_p
+from jax.extend.core.primitives import cond_p, device_put_p, remat_p, scan_p, while_p
 
 from ..._engine.jaxprs.flat import Buffer, Division, Op, Straight, division, straight
 from ..._engine.jaxprs.walk import nested, operands_of
@@ -30,8 +30,7 @@ from ..._engine.microbatches.interleaved import interleaved_p
 from ..._engine.stages.schedule import TICK
 from ..._jax import (
     FORWARD,
-    LOOPS,
-    NOT_IN_PLACE,
+    IN_PLACE,
     REDUCTIONS,
     SAME,
     SHARD_MAP,
@@ -172,8 +171,8 @@ def layer_room(
       taken: of each operand of its backward pass whether a kernel takes it, which needs a copy of the row.
     """
     walk, reverse = _Walk(like, one_kernel), straight(layer.backward)
-    rows = [x for x, k in zip(reverse.inputs, layer.kept, strict=False) if k.place in ("host", "device")]
-    given = [*rows, *reverse.inputs[len(layer.kept) :]]
+    rows = [x for x, k in zip(reverse.inputs, layer.layout.kept, strict=False) if k.place in ("host", "device")]
+    given = [*rows, *reverse.inputs[len(layer.layout.kept) :]]
     begin = walk.peak(forward, forward.inputs[layer.consts : layer.consts + layer.carry])
     lives = walk.lives(reverse)
     with_rows = walk.peak(reverse, given, lives)
@@ -366,14 +365,14 @@ class _Walk:
         if _is_tick(op):  # It writes over what it is given, and its layers are counted by themselves.
             self.layers_seen += 1
             return max(0, sum(results.values()) - sum(ends.values()))
-        if name in LOOPS:
+        if op.eqn.primitive in (scan_p, while_p):
             first, carry = _carry_of(op)
             handed_over = {same.get(x, x) for x in op.operands[first : first + carry] if x}
             rows = sum(size for r, size in results.items() if r in op.results[carry:])
             return self.iteration(op, first, carry) + rows - sum(s for a, s in ends.items() if a in handed_over)
         branches = nested(op.eqn) if op.eqn.primitive is cond_p else ()
         inside = max((self.peak(straight(b, _OPENED), ()) for b in branches), default=0)
-        in_place = name not in NOT_IN_PLACE and results.keys() <= set(op.results)
+        in_place = (name in IN_PLACE or name not in UNFUSED) and results.keys() <= set(op.results)
         overwritten = [size for size in ends.values() if size in results.values() and in_place]
         return inside + sum(results.values()) - max(overwritten, default=0)
 

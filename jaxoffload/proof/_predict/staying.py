@@ -7,7 +7,6 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from ..._engine.jaxprs.walk import walk
-from ..._engine.layers.layer import shares
 from ..._engine.layers.passes import Loops
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import without_remat3
@@ -52,4 +51,4 @@ def _bytes(eqn: JaxprEqn) -> int:
 
 def _on_device(loops: tuple[Loops, ...]) -> int:
     segments = [segment for each in loops for segment in each.segments]
-    return sum(segment.layers * sum(shares(segment.jaxpr, segment.layer.kept, "device")) for segment in segments)
+    return sum(segment.layers * sum(segment.layer.sizes.device) for segment in segments)

@@ -9,7 +9,7 @@ from jax.extend.core.primitives import device_put_p, name_p
 
 from ..._engine.jaxprs.source import Source, follow, is_a_view, source_of
 from ..._engine.jaxprs.walk import nested, operands_of, walk
-from ..._engine.layers.layer import Kept
+from ..._engine.layers.layout import Kept
 from ..._engine.layers.loops import backward_p, forward_p, loops_of
 from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import interleaved_p
@@ -87,11 +87,9 @@ def _interleaved(eqn: JaxprEqn) -> Iterator[HostTransfer]:
 
 
 def for_host(segment: Segment) -> list[tuple[Kept, Any]]:
-    """What each layer of a segment puts into host memory, and of what type it is."""
-    stored = [k for k, place in zip(segment.layer.kept, segment.places(), strict=True) if place != "operand"]
-    avals = segment.jaxpr.out_avals[len(segment.jaxpr.out_avals) - len(stored) :]
-    kept = zip(stored, avals, strict=True)
-    return [(k, aval) for k, aval in kept if k.place == "host"] if segment.on_host else []
+    """Return what each layer of a segment puts into host memory, and of what type it is."""
+    layout = segment.layout
+    return list(zip(layout.at("host"), layout.split(segment.jaxpr.out_avals).host, strict=True))
 
 
 def _made(scope: Scope, eqn: JaxprEqn, index: int) -> HostTransfer | None:

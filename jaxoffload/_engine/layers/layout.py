@@ -1,0 +1,146 @@
+"""Where the residuals of a layer are between its passes, and the copies to and from the host."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+from typing import Literal as OneOf
+
+import jax
+from jax.extend.core import Jaxpr, Literal, Var
+
+from ..._jax import DEVICE, HOST
+from ..decide.derivative import cached
+from ..jaxprs.flat import Straight, straight
+from ..jaxprs.source import Source, source_of
+
+# What happens to a residual between the passes. An "operand" (a constant, or a slice of xs) is read again; one that is
+# the same in every layer is kept "once"; any other goes to the "host" or stays on the "device".
+Place = OneOf["operand", "once", "host", "device"]
+Rows = frozenset[int]  # numbers of rows of a plan: the same under each `Override`
+
+
+class Kept(NamedTuple):
+    """A residual of one layer: where the plan wants it, and what it is."""
+
+    place: Place
+    operand: int | None  # the number of the body's operand that it is, if any
+    source: Source  # its names lead to its rows in the plan
+
+    @property
+    def rows(self) -> Rows:
+        return frozenset(name.number for name in self.source.names)
+
+
+class Stored[T](NamedTuple):
+    """A value for each residual that is not an operand, by its place."""
+
+    host: list[T]
+    device: list[T]
+    once: list[T]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where each residual of a layer is between its passes.
+
+    Attributes:
+      kept: in the order in which the backward pass takes them. The forward pass returns those that are not operands, in
+        the same order, as its last results.
+      offloads: those that the plan wants on the host are there; otherwise they stay on the device.
+    """
+
+    kept: tuple[Kept, ...]
+    offloads: bool = True
+
+    @functools.cached_property
+    def on_device(self) -> "Layout":
+        """The layout of layers that offload nothing."""
+        return dataclasses.replace(self, offloads=False)
+
+    @functools.cached_property
+    def places(self) -> tuple[Place, ...]:
+        return tuple("device" if k.place == "host" and not self.offloads else k.place for k in self.kept)
+
+    def at(self, place: Place) -> list[Kept]:
+        """Return the residuals at a place."""
+        return self.select(self.kept, place)
+
+    def select[T](self, residuals: Iterable[T], place: Place) -> list[T]:
+        """Return those of all residuals that are at a place."""
+        return [x for x, p in zip(residuals, self.places, strict=True) if p == place]
+
+    @property
+    def moved(self) -> list[Rows]:
+        """The rows, in the plan, of each residual on the host."""
+        return [k.rows for k in self.at("host")]
+
+    def split[T](self, results: Sequence[T]) -> Stored[T]:
+        """Return the residuals among the results of the forward pass, by their places."""
+        places = [place for place in self.places if place != "operand"]
+        stored = list(zip(results[len(results) - len(places) :], places, strict=True))
+        return Stored(*([x for x, p in stored if p == place] for place in Stored._fields))
+
+    def merge(self, operands: Mapping[int, Any], stored: Stored[Any]) -> list[Any]:
+        """Return the residuals as the backward pass takes them, from operands, by their numbers, and `split`."""
+        rest = {place: iter(xs) for place, xs in stored._asdict().items()}
+        places = zip(self.kept, self.places, strict=True)
+        return [next(rest[place]) if k.operand is None else operands[k.operand] for k, place in places]
+
+    def sizes(self, forward: Straight) -> Stored[int]:
+        """Return the bytes per device of each residual of a forward pass."""
+        return self.split([forward.share(x) if x else 0 for x in forward.outputs])
+
+    def staying(self, stays: Callable[[Rows], bool]) -> "Layout":
+        """Return the layout with residuals on the device that the plan wants on the host: those whose rows say so."""
+        kept = (k._replace(place="device") if k.place == "host" and stays(k.rows) else k for k in self.kept)
+        return dataclasses.replace(self, kept=tuple(kept))
+
+
+@cached
+def sizes_of(forward: Jaxpr, layout: Layout) -> Stored[int]:
+    """Return the bytes per device of each residual of a forward pass."""
+    return layout.sizes(straight(forward))
+
+
+def kept_of(known: Jaxpr, consts: int, carry: int, residuals: Sequence[Any]) -> tuple[Kept, ...]:
+    """Return what becomes of each residual of `known`, whose first operands are a body's: so many constants, carry."""
+    operands = {var: i for i, var in enumerate(known.invars)}
+    same = _same_in_every_layer(known, consts)
+
+    def kept(var: Any) -> Kept:
+        if isinstance(var, Literal):
+            return Kept("once", None, Source(None, "a constant", "constant"))
+        if var in operands and operands[var] not in range(consts, consts + carry):
+            return Kept("operand", operands[var], Source(None, "an operand"))
+        source = Source(None, "the carry of a scan") if var in operands else source_of(known, var)
+        if var in same:
+            return Kept("once", None, source._replace(where="the same in every layer", kind="once"))
+        return Kept("host" if source.name and source.name.decision == "offload" else "device", None, source)
+
+    return tuple(map(kept, residuals))
+
+
+def _same_in_every_layer(jaxpr: Jaxpr, consts: int) -> set[Var]:
+    same = {*jaxpr.constvars, *jaxpr.invars[:consts]}
+    for eqn in jaxpr.eqns:
+        if not eqn.effects and all(not isinstance(v, Var) or v in same for v in eqn.invars):
+            same.update(eqn.outvars)
+    return same
+
+
+def to_host(x: Any) -> Any:
+    """Return a residual, or a stack for it, in host memory."""
+    return jax.device_put(x, HOST)
+
+
+def to_device(x: Any) -> Any:
+    """Return a residual in device memory."""
+    return jax.device_put(x, DEVICE)
+
+
+def split_list[T](xs: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
+    """Return the first values, the next ones, and so on, of these sizes, and the rest."""
+    ends = [0, *itertools.accumulate(sizes), len(xs)]
+    return [list(xs[begin:end]) for begin, end in itertools.pairwise(ends)]

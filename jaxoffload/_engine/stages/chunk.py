@@ -46,7 +46,7 @@ Operands = dict[int, Any]  # of a scan, by their numbers
 def chunk_loops(
     on_stage: OnStage, perturbed: Sequence[bool], policy: Policy, strict: bool, chunks: int, slots: int
 ) -> Loops:
-    """The forward pass of the layers of a chunk, of so many in a scan, with so many microbatches on the host.
+    """Return the forward pass of the layers of a chunk, of so many in a scan, with so many microbatches on the host.
 
     All chunks are alike: each offloads as many layers, and none is resident, because microbatches wait behind all.
     """
@@ -80,7 +80,7 @@ def chunk_loops(
 
 
 class Slot(NamedTuple):
-    """What is kept of a microbatch between its passes through a chunk.
+    """A microbatch between its passes through a chunk.
 
     Attributes:
       residuals: of each segment, without the rows of its last layer if those travel to the host.
@@ -91,13 +91,13 @@ class Slot(NamedTuple):
     pieces: list[Any]
 
     def map(self, f: Callable[[Any], Any]) -> "Slot":
-        """With `f` of all arrays but stacks of layers."""
+        """Apply `f` to all but per-layer stacks."""
         of = lambda r: r._replace(last=list(map(f, r.last)), once=list(map(f, r.once)))
         return self._replace(residuals=list(map(of, self.residuals)))
 
 
 def travels(segment: Segment) -> bool:
-    """Whether the residuals of its last layer go to the host too."""
+    """Return if the residuals of its last layer go to the host too."""
     return bool(segment.copies) and segment.on_host == segment.layers
 
 
@@ -106,7 +106,8 @@ class Chunks:
     """The layers of a scan, dealt.
 
     Attributes:
-      loops: the forward pass of the layers of a chunk.
+      loops, backward: the forward and the backward pass of the layers of a chunk. The latter is known when the loss
+        behind the layers has been traced.
       stages, virtual_stages: how many stages, and how many chunks on each.
       along: which operands a microbatch takes along, because they differ between microbatches.
       apart: which others have cotangents that a microbatch takes back, because the loss computes these operands from
@@ -118,6 +119,7 @@ class Chunks:
     virtual_stages: int
     along: tuple[int, ...]
     apart: frozenset[int] = frozenset()
+    backward: Loops | None = None
 
     @property
     def layers(self) -> int:
@@ -146,36 +148,43 @@ class Chunks:
     def _returns(self, number: int) -> bool:
         return number in self.along or number in self.apart
 
-    def no_cotangents(self, loops: Loops) -> list[Any]:
-        """Zeros, as the cotangents of the constants that stages sum. `loops`: the backward pass."""
+    def no_cotangents(self) -> list[Any]:
+        """Return zeros, as the cotangents of the constants that stages sum."""
+        loops = self.of_backward
         avals = dict(zip(self.perturbed[0], loops.segments[0].jaxpr.out_avals[: loops.consts], strict=True))
         return [filled(avals[i], 0) for i in self.summed[0]]
 
     def operands_along(self, numbers: Sequence[int], values: Sequence[Any], stage: Any) -> Operands:
-        """What a microbatch has with it, as the stage needs it: its rows of xs."""
+        """Return the operands that a microbatch has with it, as the stage needs them: its rows of xs."""
         pairs = zip(numbers, values, strict=True)
         return {i: x if i < self.loops.consts else self.rows_of(x, stage) for i, x in pairs}
 
+    @property
+    def of_backward(self) -> Loops:
+        """The backward pass, once it is known."""
+        assert self.backward is not None
+        return self.backward
+
     def loops_of(self, loops: Loops, chunk: Any) -> Loops:
-        """The same pass over the layers of a chunk, among those of its stage."""
+        """Return a pass over the layers of a chunk, among those of its stage."""
         first = chunk // self.stages * self.layers
         return replace(loops, first=first, length=self.virtual_stages * self.layers)
 
     def rows_of(self, stack: Any, stage: Any) -> Any:
-        """The rows of a stage's layers, of a stack for all layers."""
+        """Return the rows of a stage's layers, of a stack for all layers."""
         shape = stack.shape[1:]
         dealt = stack.reshape(self.virtual_stages, self.stages, self.layers, *shape)
         rows = lax.dynamic_index_in_dim(dealt, stage, 1, keepdims=False)
         return rows.reshape(self.virtual_stages * self.layers, *shape)
 
     def with_rows(self, stack: Any, rows: Any, chunk: Any) -> Any:
-        """A stack for all layers with the rows of a chunk out of those of its stage."""
+        """Return a stack for all layers with the rows of a chunk out of those of its stage."""
         first = chunk // self.stages * self.layers
         of_chunk = lax.dynamic_slice_in_dim(rows, first, self.layers)
         return lax.dynamic_update_slice_in_dim(stack, of_chunk, chunk * self.layers, 0)
 
     def empty_slot(self) -> tuple[Slot, list[Any]]:
-        """A slot, and rows of last layers that travel."""
+        """Return a slot, and rows of last layers that travel."""
         residuals, pieces, rows = [], [], []
         for segment in self.loops.segments:
             make = lambda segment=segment: begin_forward(segment, [], []).saved
@@ -191,7 +200,7 @@ class Chunks:
 
 
 class Computed(NamedTuple):
-    """What a forward pass through a chunk leaves.
+    """The results of a forward pass through a chunk.
 
     Attributes:
       along: what the microbatch takes along.
@@ -208,7 +217,7 @@ class Computed(NamedTuple):
 def forward_pass(
     chunks: Chunks, chunk: Any, fixed: Operands, along: Sequence[Any], slot: Slot, last: list[Any]
 ) -> Pass:
-    """The forward pass of a microbatch through a chunk: a `Computed`.
+    """Run the forward pass of a microbatch through a chunk: a `Computed`.
 
     `along`: what it has with it: operands, the carry, and the ys of all layers. `slot`: the residuals that it may
     overwrite, and the pieces of the tick before, whose rows are `last`.
@@ -240,7 +249,7 @@ def forward_pass(
 
 
 class Derived(NamedTuple):
-    """What a backward pass through a chunk leaves.
+    """The results of a backward pass through a chunk.
 
     Attributes:
       back: what the microbatch takes back.
@@ -254,28 +263,28 @@ class Derived(NamedTuple):
     ahead: list[Any]
 
 
-def backward_pass(
-    chunks: Chunks,
-    loops: Loops,
-    chunk: Any,
-    fixed: Operands,
-    back: Sequence[Any],
-    slot: Slot,
-    last: list[Any],
-    ahead: list[Any],
-    sums: list[Any],
-    counts: Any,
-) -> Pass:
-    """The backward pass of a microbatch through a chunk: a `Derived`.
+class Returning(NamedTuple):
+    """The operands of a backward pass through a chunk.
 
-    Args:
-      loops: the backward pass of the layers of a chunk.
-      back: what it has with it: operands, cotangents of operands, of the carry, and of the ys of all layers.
+    Attributes:
+      back: what the microbatch has with it: operands, cotangents of operands, of the carry, of the ys of all layers.
       slot: its residuals, and the pieces that the next tick begins with. `last`: the rows of its last layers.
       ahead: rows that may be overwritten with those that the next tick begins with.
       sums: for the xs; the cotangents are added to them if the boolean `counts` says so.
     """
-    loops, stage = chunks.loops_of(loops, chunk), chunk % chunks.stages
+
+    back: Sequence[Any]
+    slot: Slot
+    last: list[Any]
+    ahead: list[Any]
+    sums: list[Any]
+    counts: Any
+
+
+def backward_pass(chunks: Chunks, chunk: Any, fixed: Operands, given: Returning) -> Pass:
+    """Run the backward pass of a microbatch through a chunk: a `Derived`."""
+    loops, stage = chunks.loops_of(chunks.of_backward, chunk), chunk % chunks.stages
+    back, slot, last, ahead, sums, counts = given
     reads, with_cotangents = chunks.back
     taken, of_taken, carry, ys_of_all = split_list(back, [len(reads), len(with_cotangents), loops.carry])
     operands = fixed | chunks.operands_along(reads, taken, stage)
@@ -301,9 +310,7 @@ def backward_pass(
         if isinstance(loop.state, Fetching):
             fetched = joined_rows(loop.state.ahead, [row for row, _, _ in of_segment]) + fetched
     made = dict(zip((*consts, *xs), (*cts.consts, *cts.xs), strict=True))
-    of_back = [
-        made[i] if i in consts else chunks.with_rows(before, made[i], chunk)
-        for i, before in zip(with_cotangents, of_taken, strict=True)
-    ]
+    with_rows = lambda i, before: made[i] if i in consts else chunks.with_rows(before, made[i], chunk)
+    of_back = list(map(with_rows, with_cotangents, of_taken))
     of_consts, of_xs = ([made[i] for i in those] for those in chunks.summed)
     return Derived([*taken, *of_back, *cts.carry, *ys_of_all], of_consts, of_xs, fetched)

@@ -16,7 +16,7 @@ to run computes the other one too. Of that one only the last rows that it copies
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +25,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..._jax import add_jaxvals, on_device
-from ..layers.passes import Loops, empty_ys
+from ..layers.passes import empty_ys
 from ..layers.rows import filled
-from .chunk import Operands, Slot
+from .chunk import Chunks, Operands, Slot
 from .collectives import refuse_traced
 from .loss import StagedLoss
 from .repeated import repeated
@@ -60,9 +60,10 @@ def run(
     """
     pipeline = Pipeline(loss, schedule, axis, arguments)
     shapes = _shapes(pipeline)
-    passes = loss.chunks.loops, loss.loops
+    chunks = replace(loss.chunks, backward=loss.loops)
+    passes = chunks.loops, chunks.of_backward
     refuse_traced(axis, (segment.jaxpr for loops in passes for segment in loops.segments))
-    step = jax.named_scope(TICK)(functools.partial(_step, pipeline, loss.loops))
+    step = jax.named_scope(TICK)(functools.partial(_step, pipeline, chunks))
     steady, period = schedule.steady, schedule.slots
     rounds = len(steady) // period
 
@@ -174,12 +175,12 @@ def mapped(pipeline: Pipeline, f: Callable[..., Any], specs: Any, out_specs: Any
     return jax.shard_map(f, in_specs=specs, out_specs=out_specs, axis_names={pipeline.axis}, check_vma=False)
 
 
-def _step(pipeline: Pipeline, loops: Loops, tick: Tick, state: _State, later: Any) -> _State:
+def _step(pipeline: Pipeline, chunks: Chunks, tick: Tick, state: _State, later: Any) -> _State:
     """Run a tick, and what of the loss stands before and behind the layers of the microbatches that enter or leave.
 
     `later`: to add to the microbatches' numbers.
     """
-    loss, chunks, held = pipeline.loss, pipeline.loss.chunks, state.held
+    loss, held = pipeline.loss, state.held
     values = lambda microbatch: pipeline.arguments(microbatch + later)
     fresh = [] if tick.enters is None else loss.before(values(tick.enters))
     turned = [] if tick.turns is None else state.turned
@@ -187,7 +188,7 @@ def _step(pipeline: Pipeline, loops: Loops, tick: Tick, state: _State, later: An
     written, before = tick.slot, tick.before.slot
     free = Slot(held.slots[written].residuals, held.slots[before].pieces)
     others = _with(held.slots, written, before, Slot([], []))
-    run = functools.partial(run_tick, tick, chunks, loops, pipeline.axis)
+    run = functools.partial(run_tick, tick, chunks, pipeline.axis)
     everywhere, on_stages, dealt = PartitionSpec(), PartitionSpec(pipeline.axis), PartitionSpec(None, pipeline.axis)
     of_given, of_held = _specs(Given, everywhere, dealt), _specs(Held, on_stages, dealt)
     of_stage = mapped(pipeline, run, (of_given, of_held, on_stages), (of_held, everywhere))

@@ -1,5 +1,6 @@
 """One tick on one stage: a backward and a forward pass, each through a chunk, and the exchange with the neighbours."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -7,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..layers.passes import Loops, run
+from ..layers.passes import run
 from ..layers.rows import opaque_zero
-from .chunk import Chunks, Computed, Derived, Operands, Slot, backward_pass, forward_pass
+from .chunk import Chunks, Computed, Derived, Operands, Returning, Slot, backward_pass, forward_pass
 from .collectives import BRANCHES
 from .schedule import Schedule, Tick
 
 
 class Held(NamedTuple):
-    """What a stage holds between two ticks.
+    """The state of a stage between two ticks.
 
     Attributes:
       xs, consts: the sums of the cotangents of xs, (virtual stages, layers of a chunk, ...), and of constants.
@@ -33,13 +34,13 @@ class Held(NamedTuple):
     slots: list[Slot]
 
     def map(self, f: Callable[[Any], Any]) -> "Held":
-        """With `f` of all arrays but stacks of layers."""
+        """Apply `f` to all but per-layer stacks."""
         consts, along, back, last, ahead = (list(map(f, xs)) for xs in self[1:-1])
         return Held(self.xs, consts, along, back, last, ahead, [slot.map(f) for slot in self.slots])
 
 
 class Given(NamedTuple):
-    """What a tick needs that is not of a stage alone.
+    """The inputs of a tick that are not of a stage alone.
 
     Attributes:
       consts: operands of the scan that are the same for all microbatches; `xs`: those that are stacks, as in `Held`.
@@ -54,79 +55,104 @@ class Given(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """What all devices need of a tick: of the microbatch that leaves, the carry and the ys, and of the one that
-    returns, the cotangents that it has brought back; nothing if there is none."""
+    """Outputs broadcast to all stages: of the microbatch that leaves, the carry and the ys, and of the one that returns,
+    the cotangents that it has brought back; nothing if there is none."""
 
     left: list[Any]
     returned: list[Any]
 
 
-def run_tick(
-    tick: Tick, chunks: Chunks, loops: Loops, axis: str, given: Given, held: Held, free: Slot
-) -> tuple[Held, Outside]:
+class _Now(NamedTuple):
+    """Scalars of a tick on a stage: the chunks that it runs forward and backward, whether the latter's cotangents
+    count, and whether that microbatch turns."""
+
+    forward: Any
+    backward: Any
+    counts: Any
+    turns: Any
+
+
+def run_tick(tick: Tick, chunks: Chunks, axis: str, given: Given, held: Held, free: Slot) -> tuple[Held, Outside]:
     """Run a tick inside a `shard_map` over the mesh axis `axis`: what the stage then holds, and what leaves it.
 
-    Args:
-      loops: the backward pass of a chunk.
-      held: without what `free` has, which is written: the residuals of a slot, and the pieces for the one before.
-
-    Returns:
-      What is held, with what is written as the only slot, if anything is; and what leaves.
+    `held` is without the buffers in `free`, which are written: the residuals of a slot, and the pieces for the one
+    before. They come back as the only slot, if anything is written.
     """
-    stage, last_stage = lax.axis_index(axis), tick.schedule.stages - 1
-    chosen = lambda this, xs, ys: [jnp.where(this, x, y) for x, y in zip(xs, ys, strict=True)]
+    stage = lax.axis_index(axis)
     held, free = held.map(lambda x: x[0]), free.map(lambda x: x[0])
-    if tick.enters is not None:
-        entering = [*given.fresh, *map(jnp.zeros_like, held.along[len(given.fresh) :])]
-        held = held._replace(along=chosen(stage == 0, entering, held.along))
-    turns = opaque_zero() != 0
-    if tick.turns is not None:
-        turns = stage == last_stage
-        held = held._replace(back=chosen(turns, given.turned, held.back))
+    held, turns = _with_arrivals(tick, stage, given, held)
     fixed = given.consts | {i: rows(x) for i, x in given.xs.items()}
     chunk_now = lambda runs: jnp.array([run.chunk if run else 0 for run in runs], jnp.int32)[stage]
     counts = jnp.array([run is not None for run in tick.backward])[stage]
-    runs_forward, runs_backward = tick.passes
-
-    def branch(idle: bool, read: int, next_read: int) -> Callable[..., list[Any]]:
-        """The passes of a stage; one that is idle leaves what it holds as it is.
-
-        One that needs but one of two passes runs both: XLA copies slots where some branches have one and some two.
-        """
-
-        def run_stage(
-            slots: list[Slot], held: Held, free: Slot, fixed: Operands, forward: Any, backward: Any, counts: Any
-        ) -> list[Any]:
-            if idle:
-                derived = Derived(held.back, chunks.no_cotangents(loops), held.xs, held.ahead)
-                computed = Computed(held.along, free.residuals, held.last, free.pieces)
-                return [derived] * runs_backward + [computed] * runs_forward
-            passes = []
-            if runs_backward:
-                kept = Slot(slots[read].residuals, slots[next_read].pieces)
-                # What turns has rows of last layers that have not been on the host. That others choose too, and the
-                # barrier, let XLA overwrite `ahead` in place.
-                begin = chosen(turns, held.last, held.ahead)
-                begin, ahead = lax.optimization_barrier((begin, held.ahead))
-                back = held.back, kept, begin, ahead, held.xs
-                passes.append(backward_pass(chunks, loops, backward, fixed, *back, counts))
-            if runs_forward:
-                passes.append(forward_pass(chunks, forward, fixed, held.along, free, held.last))
-            return run(*passes)
-
-        return run_stage
-
-    branches = [branch(*of) for of in zip(tick.idle, tick.read_slots, tick.next.read_slots, strict=True)]
-    operands = held._replace(xs=list(map(rows, held.xs)), slots=[]), free, fixed
-    now = chunk_now(tick.forward), chunk_now(tick.backward), counts
+    now = _Now(chunk_now(tick.forward), chunk_now(tick.backward), counts, turns)
+    each = zip(tick.idle, tick.read_slots, tick.next.read_slots, strict=True)
+    branches = [functools.partial(_run_stage, tick, chunks, of) for of in each]
+    without_slots = held._replace(xs=list(map(rows, held.xs)), slots=[])
     with jax.named_scope(BRANCHES):
-        done = lax.switch(stage, branches, held.slots, *operands, *now)
+        done = lax.switch(stage, branches, held.slots, (without_slots, free, fixed, now))
+    return _exchanged(tick, chunks, axis, held, done, counts)
+
+
+def _with_arrivals(tick: Tick, stage: Any, given: Given, held: Held) -> tuple[Held, Any]:
+    """Return what a stage holds with the microbatches that enter and turn, and whether one turns here."""
+    turns = opaque_zero() != 0
+    if tick.enters is not None:
+        entering = [*given.fresh, *map(jnp.zeros_like, held.along[len(given.fresh) :])]
+        held = held._replace(along=_where(stage == 0, entering, held.along))
+    if tick.turns is not None:
+        turns = stage == tick.schedule.stages - 1
+        held = held._replace(back=_where(turns, given.turned, held.back))
+    return held, turns
+
+
+def _where(this: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
+    return [jnp.where(this, x, y) for x, y in zip(xs, ys, strict=True)]
+
+
+def _run_stage(
+    tick: Tick,
+    chunks: Chunks,
+    of: tuple[bool, int, int],
+    slots: list[Slot],
+    operands: tuple[Held, Slot, Operands, _Now],
+) -> list[Any]:
+    """Run the passes of a stage: a `Derived`, a `Computed`, or both.
+
+    One that is idle leaves what it holds as it is. One that needs only one pass runs both: XLA copies slots where some
+    branches have one and some two.
+
+    Args:
+      of: whether the stage is idle, the slot that it reads, and that of the next tick.
+    """
+    (idle, read, next_read), (held, free, fixed, now) = of, operands
+    runs_forward, runs_backward = tick.passes
+    if idle:
+        derived = Derived(held.back, chunks.no_cotangents(), held.xs, held.ahead)
+        computed = Computed(held.along, free.residuals, held.last, free.pieces)
+        return [derived] * runs_backward + [computed] * runs_forward
+    passes = []
+    if runs_backward:
+        kept = Slot(slots[read].residuals, slots[next_read].pieces)
+        # What turns has rows of last layers that have not been on the host. That others choose too, and the barrier,
+        # let XLA overwrite `ahead` in place.
+        begin, ahead = lax.optimization_barrier((_where(now.turns, held.last, held.ahead), held.ahead))
+        returning = Returning(held.back, kept, begin, ahead, held.xs, now.counts)
+        passes.append(backward_pass(chunks, now.backward, fixed, returning))
+    if runs_forward:
+        passes.append(forward_pass(chunks, now.forward, fixed, held.along, free, held.last))
+    return run(*passes)
+
+
+def _exchanged(tick: Tick, chunks: Chunks, axis: str, held: Held, done: list[Any], counts: Any) -> tuple[Held, Outside]:
+    """Return what a stage holds once its neighbours have sent, and what leaves the stages. `done`: by `_run_stage`."""
+    schedule, (runs_forward, runs_backward) = tick.schedule, tick.passes
     written, outside = [], Outside([], [])
     if runs_forward:
         computed: Computed = done[-1]
         if tick.leaves is not None:
-            outside = outside._replace(left=from_stage(last_stage, computed.along[len(chunks.along) :], axis))
-        held = held._replace(along=sent(tick.schedule, computed.along, 1, axis), last=computed.last)
+            left = from_stage(schedule.stages - 1, computed.along[len(chunks.along) :], axis)
+            outside = outside._replace(left=left)
+        held = held._replace(along=sent(schedule, computed.along, 1, axis), last=computed.last)
         written = [Slot(computed.residuals, computed.pieces)]
     if runs_backward:
         derived: Derived = done[0]
@@ -137,7 +163,7 @@ def run_tick(
         held = held._replace(
             xs=[x.reshape(old.shape) for x, old in zip(derived.xs, held.xs, strict=True)],
             consts=list(map(add, held.consts, derived.consts)),
-            back=sent(tick.schedule, derived.back, -1, axis),
+            back=sent(schedule, derived.back, -1, axis),
             ahead=derived.ahead,
         )
     return held._replace(slots=written).map(lambda x: x[None]), outside
@@ -150,7 +176,7 @@ def rows(x: Any) -> Any:
 
 
 def from_stage(number: int, values: Sequence[Any], axis: str) -> list[Any]:
-    """What one stage has, on all."""
+    """Broadcast what one stage has to all."""
     here = lax.axis_index(axis) == number
 
     def of(x: Any) -> Any:
@@ -175,7 +201,7 @@ def from_stage(number: int, values: Sequence[Any], axis: str) -> list[Any]:
 
 
 def sent(schedule: Schedule, values: Sequence[Any], by: int, axis: str) -> list[Any]:
-    """What the neighbour had."""
+    """Send values to the stage that is so many further."""
     stages = schedule.stages
     pairs = [(n, (n + by) % stages) for n in range(stages)]
     if schedule.virtual_stages == 1:  # what leaves the last stage does not come back to the first

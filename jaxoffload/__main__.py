@@ -57,7 +57,7 @@ class CannotRun(UserError):
 
 
 class Made(NamedTuple):
-    """What MODULE:FUNCTION returned. `loss` is `f` where only one function came."""
+    """The functions and arguments that MODULE:FUNCTION returned; `loss` is `f` where it returned only one function."""
 
     f: Any
     args: tuple[Any, ...]

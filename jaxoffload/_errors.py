@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     message: str
 
     def under(self, section: str) -> "Problem":
-        """The same problem where its key is an entry of `section`."""
+        """Return the problem, with its key as an entry of `section`."""
         return Problem(f"{section}.{self.key}", f"{section}.{self.message}")
 
 

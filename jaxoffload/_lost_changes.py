@@ -25,7 +25,7 @@ _KEEP = {  # what the changes are in, and how they come back
 
 
 def warns_of_lost_changes(f: Function, caller: str, *args: Any) -> Function:
-    """`f`, which warns when it is traced; `f` itself, if there are no variables of Flax NNX in its `args`."""
+    """Return `f`, which warns when it is traced; `f` itself, if there are no variables of Flax NNX in its `args`."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or jax.config.jax_disable_jit or not _states(nnx, args):
         return f
@@ -48,7 +48,7 @@ def warns_of_lost_changes(f: Function, caller: str, *args: Any) -> Function:
 
 
 def _states(nnx: Any, args: Any) -> list[Any]:
-    """The variables of modules that a layer should not change in vain.
+    """Return the variables of modules that a layer should not change in vain.
 
     Parameters are not among them, since a layer may cast or normalise its own. Random numbers that come by themselves
     may have been made for this step.
@@ -64,7 +64,7 @@ def _states(nnx: Any, args: Any) -> list[Any]:
 
 
 def _changes(nnx: Any, f: Function, args: Any, kwargs: Any) -> tuple[Any, list[tuple[str, Any]]]:
-    """What `f` returns; and the kind and the new value of each variable of its arguments that it changes."""
+    """Call `f`; return its result, and the type and the new value of each variable of its arguments that it changes."""
     states = _states(nnx, (args, kwargs))
     before = [state.get_raw_value() for state in states]
     out = f(*args, **kwargs)
@@ -78,7 +78,7 @@ def _is_changed(state: Any, old: Any) -> bool:
 
 
 def _lost(nnx: Any, f: Function, leaves: list[Any], tree: Any) -> list[str]:
-    """The kinds of the variables whose new values are dead code in `f`."""
+    """Return the types of the variables whose new values are dead code in `f`."""
     kinds: list[str] = []
 
     def traced(*leaves: Any) -> Any:

@@ -94,7 +94,7 @@ def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]
 
 
 def with_its_scan_ours(f: Callable[..., Any], policy: Policy, strict: bool, caller: str) -> Callable[..., Any]:
-    """`f`, which calls `lax.scan` itself, with that scan replaced by ours, under `policy`."""
+    """Return `f`, which calls `lax.scan` itself, with that scan replaced by ours, under `policy`."""
 
     def ours(jaxpr: Jaxpr) -> Jaxpr:
         if jax.config.jax_disable_jit:
@@ -113,7 +113,7 @@ def with_its_scan_ours(f: Callable[..., Any], policy: Policy, strict: bool, call
 
 
 def _rewritten(f: Callable[..., Any], rewrite: Callable[[Jaxpr], Jaxpr], caller: str) -> Callable[..., Any]:
-    """`f`, traced, and run as its rewritten jaxpr says."""
+    """Return `f`, traced, and evaluated as its rewritten jaxpr."""
 
     @functools.wraps(f)
     @without_remat3
@@ -135,7 +135,7 @@ class _Call(NamedTuple):
 
 
 def _call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], caller: str) -> _Call:
-    """A call of `f`, whose arguments may be modules of Flax NNX; it may change the values of their variables."""
+    """Return a call of `f`, whose arguments may be modules of Flax NNX; it may change the values of their variables."""
     nnx = sys.modules.get("flax.nnx")
     is_object = lambda x: nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable))
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
@@ -171,7 +171,7 @@ def _call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced. Numbers of Python's and arrays of NumPy's are not: `f` may branch on them."""
+    """Return if a leaf is traced. Python's numbers and NumPy's arrays are not: `f` may branch on them."""
     return isinstance(leaf, jax.Array) and not isinstance(jax.typeof(leaf), AbstractRef)
 
 
@@ -223,7 +223,7 @@ def _unmatched(jaxpr: Jaxpr, sites: list[Site], replaced: Replaced) -> list[Prob
 
 
 def _derivative(jaxpr: Jaxpr) -> Jaxpr | None:
-    """The JVP of a traced loss; None if it has none. JAX then raises where the program needs it."""
+    """Return the JVP of a traced loss; None if it has none. JAX then raises where the program needs it."""
     floating = tuple(bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in jaxpr.in_avals)
     try:
         return derivative(jaxpr, floating, False, False)[0]

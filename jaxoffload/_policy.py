@@ -233,7 +233,7 @@ VERDICT = _verdicts()
 
 @functools.cache
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of `Policy.rules` matches a tagged value's name."""
+    """Return if a pattern of `Policy.rules` matches a tagged value's name."""
     pattern_parts, (*scopes, last) = pattern.split("/"), name.split("/")
     if len(pattern_parts) == 1:
         scopes = []

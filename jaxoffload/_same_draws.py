@@ -58,7 +58,7 @@ def _follow_equation(eqn: JaxprEqn, differ: list[bool], same: list[JaxprEqn]) ->
 
 
 def _follow_scan(eqn: JaxprEqn, differ: list[bool], same: list[JaxprEqn]) -> list[bool]:
-    """Repeat until the carry differs at no more places: an iteration finds what the last one has made differ."""
+    """Follow the body until the carry differs at no more places: an iteration sees what the last one made differ."""
     body = body_of_scan(eqn)
     while True:
         consts, carry, xs = body.split(differ)

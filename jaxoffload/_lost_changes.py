@@ -7,13 +7,12 @@ same dropout masks, in silence.
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from ._errors import NOT_THE_USERS
+from ._errors import warn
 from ._jax import dce_jaxpr
 
 Function = Callable[..., Any]
@@ -36,11 +35,10 @@ def warns_of_lost_changes(f: Function, caller: str, *args: Any) -> Function:
         out, changed = _changes(nnx, f, args, kwargs)
         if changed and (lost := _lost(nnx, f, leaves, tree)):
             changing, keep = _KEEP[caller]
-            warnings.warn(
-                f"jaxoffload: {caller}: the {changing} change variables of a Flax NNX module ({', '.join(lost)}), and "
+            warn(
+                f"{caller}: the {changing} change variables of a Flax NNX module ({', '.join(lost)}), and "
                 f"the new values are lost, because nothing that the {changing} return depends on them: the next step "
-                f"finds the old ones. {keep}, and nnx.update the module with it",
-                skip_file_prefixes=NOT_THE_USERS,
+                f"finds the old ones. {keep}, and nnx.update the module with it"
             )
         return out
 
@@ -68,13 +66,9 @@ def _changes(nnx: Any, f: Function, args: Any, kwargs: Any) -> tuple[Any, list[t
     states = _states(nnx, (args, kwargs))
     before = [state.get_raw_value() for state in states]
     out = f(*args, **kwargs)
-    both = zip(states, before, strict=True)
-    return out, [(type(state).__name__, state.get_raw_value()) for state, old in both if _is_changed(state, old)]
-
-
-def _is_changed(state: Any, old: Any) -> bool:
-    new = state.get_raw_value()
-    return new is not old and all(isinstance(value, jax.Array) for value in (new, old))
+    pairs = [(type(state).__name__, old, state.get_raw_value()) for state, old in zip(states, before, strict=True)]
+    are_arrays = lambda *values: all(isinstance(value, jax.Array) for value in values)
+    return out, [(kind, new) for kind, old, new in pairs if new is not old and are_arrays(old, new)]
 
 
 def _lost(nnx: Any, f: Function, leaves: list[Any], tree: Any) -> list[str]:

@@ -81,9 +81,8 @@ def compiler_options(
         raise ValueError(f"compiler_options: copy_ms must be milliseconds, more than 0, or None; got {copy_ms!r}")
     if not on_gpu:
         return {}
-    times = {copy: copy_ms or ms for copy, ms in _COPY_MS.items()}
     checker = {"xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF"}  # the profile lacks all other instructions
-    return {**_GPU_OPTIONS, **checker, "fdo_profile": _profile(tuple(times.values()))}
+    return {**_GPU_OPTIONS, **checker, "fdo_profile": _profile(tuple(copy_ms or ms for ms in _COPY_MS.values()))}
 
 
 def is_for_gpu(caller: str, backend: str | None) -> bool:

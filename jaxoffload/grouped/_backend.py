@@ -106,4 +106,4 @@ def wrong_operands(x: Any, w: Any, quantize: str | None) -> list[str]:
 
 def refuse(wrong: list[str]) -> None:
     if wrong:
-        raise ArgumentError(f"{'; '.join(wrong)}")
+        raise ArgumentError("; ".join(wrong))

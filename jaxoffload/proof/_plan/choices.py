@@ -165,8 +165,8 @@ def _beside(step: Step, stack: Stack, cost: LayerCost, moving: Any, first: End, 
 
 
 class _Pieces(NamedTuple):
-    """On pipeline stages the rows of a chunk's last layer travel in pieces, if no layer behind it is in its loop:
-    whether they do, their bytes, and how many of these are beyond a row; (candidates, counts) each."""
+    """The pieces in which the rows of a chunk's last layer travel on pipeline stages, if no layer behind it is in its
+    loop: whether they do, their bytes, and how many of these are beyond a row; (candidates, counts) each."""
 
     travel: Any
     bytes: Any

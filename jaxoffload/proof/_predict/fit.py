@@ -260,7 +260,7 @@ def _interleaved(passes: list[_Pass], machine: Machine, devices: int) -> Iterato
         for segment, first, last in zip(segments["loops"], segments["first"], segments["last"], strict=True):
             copies = _copies(segment, run, bus)
             copied = zip(segment.moved, copies, strict=True)
-            if alone := [one for rows, copy in copied if (one := _alone(copy, rows, first, last))]:
+            if alone := [one for residual, copy in copied if (one := _alone(copy, residual, first, last))]:
                 lone = run._replace(runs=run.runs * alone_in_turn)
                 fit = _fit(segment.layers, segment.on_host, lone, (first.jaxpr, last.backward), alone, machine)
                 yield dataclasses.replace(fit, microbatches=microbatches)
@@ -273,9 +273,9 @@ def _both(to_host: list[LayerCopy], back: list[LayerCopy]) -> list[LayerCopy]:
     return both + only(to_host, back, h2d_ms=0.0) + only(back, to_host, d2h_ms=0.0)
 
 
-def _alone(copy: LayerCopy, rows: frozenset[int], first: Segment, last: Segment) -> LayerCopy | None:
+def _alone(copy: LayerCopy, residual: frozenset[int], first: Segment, last: Segment) -> LayerCopy | None:
     """Return a residual's copies while the first forward and the last backward pass run; None if there are none."""
-    d2h_ms, h2d_ms = (ms * (rows in end.moved) for ms, end in ((copy.d2h_ms, first), (copy.h2d_ms, last)))
+    d2h_ms, h2d_ms = (ms * (residual in end.moved) for ms, end in ((copy.d2h_ms, first), (copy.h2d_ms, last)))
     return copy._replace(d2h_ms=d2h_ms, h2d_ms=h2d_ms) if d2h_ms or h2d_ms else None
 
 

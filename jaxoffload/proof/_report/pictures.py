@@ -88,7 +88,7 @@ def draw_places(sizes: dict[str, dict[str, int]]) -> Picture:
     return _picture("Bytes of each residual by place", 34 + ROW * len(sizes), shapes, PLACES)
 
 
-class Memory(NamedTuple):
+class TaggedBytes(NamedTuple):
     """Bytes of tagged residuals on the device, as the table predicts them: before the first layer, after each layer
     forward, and after each layer backward."""
 
@@ -100,7 +100,7 @@ class Memory(NamedTuple):
         return {"with offload": readable(int(max(self.held))), "without": readable(int(max(self.without)))}
 
 
-def memory(table: Residuals) -> Memory | None:
+def memory(table: Residuals) -> TaggedBytes | None:
     """Predict the device over a step; None where no layers offload."""
     layers_of: Counter[tuple[str, ...]] = Counter()
     for row in table:  # some layers of one residual may move, and others stay
@@ -115,10 +115,10 @@ def memory(table: Residuals) -> Memory | None:
     counts = up + up[::-1]
     # On the device is what the current layer keeps, and the one that is on its way.
     held = [layer * per_layer - max(0, min(layer - 2, offloaded)) * moved for layer in counts]
-    return Memory(held, [layer * per_layer for layer in counts])
+    return TaggedBytes(held, [layer * per_layer for layer in counts])
 
 
-def draw_memory(found: Memory) -> Picture:
+def draw_memory(found: TaggedBytes) -> Picture:
     """Draw two lines, with offload and without, from the first layer forward to the first layer backward."""
     top, step = max(found.without) or 1, 900 / (len(found.without) - 1)
     path = lambda sizes: [(60 + i * step, 220 - 190 * size / top) for i, size in enumerate(sizes)]

@@ -154,8 +154,8 @@ def _kept(eqn: JaxprEqn) -> Iterator[_Kept]:
     """Yield what the scans of an interleaved loss keep on the host."""
     of = lambda which: [segment for loops in eqn.params[which] for segment in loops.segments]
     for segment, first, last in zip(of("loops"), of("first"), of("last"), strict=True):
-        for rows, (_, aval) in zip(segment.moved, for_host(segment), strict=True):
-            in_first, in_last = (rows in end.moved for end in (first, last))
+        for residual, (_, aval) in zip(segment.moved, for_host(segment), strict=True):
+            in_first, in_last = (residual in end.moved for end in (first, last))
             row = nbytes(aval)
             on_host = [in_first, *[True] * (eqn.params["microbatches"] - 2), in_last]
             yield _Kept(segment.layers * row, row * (segment.on_host == segment.layers), on_host)

@@ -57,7 +57,7 @@ class CannotRun(UserError):
 
 
 class Made(NamedTuple):
-    """What MODULE:FUNCTION returned. `loss` is `f` where only one function came."""
+    """The functions and arguments that MODULE:FUNCTION returned; `loss` is `f` where it returned only one function."""
 
     f: Any
     args: tuple[Any, ...]
@@ -141,13 +141,10 @@ def progress(what: str) -> Iterator[None]:
     done, begin = threading.Event(), time.monotonic()
 
     def tell() -> None:
-        every = 1 if sys.stderr.isatty() else 30  # seconds
-        if not done.wait(2):
-            while True:
-                end = "\r" if sys.stderr.isatty() else "\n"
-                print(f"{what}: {time.monotonic() - begin:.0f} s", end=end, file=sys.stderr, flush=True)
-                if done.wait(every):
-                    break
+        seconds, every, end = (2, 1, "\r") if sys.stderr.isatty() else (2, 30, "\n")
+        while not done.wait(seconds):
+            print(f"{what}: {time.monotonic() - begin:.0f} s", end=end, file=sys.stderr, flush=True)
+            seconds = every
 
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()

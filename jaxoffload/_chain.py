@@ -93,7 +93,7 @@ def chain(
 def _each(
     checkpoint: Callable[..., Any], fs: Sequence[Callable[..., Any]], carry: Any, params: Sequence[Any], has_aux: bool
 ) -> tuple[Any, list[Any]]:
-    """Plain JAX: one layer after another, each under a checkpoint."""
+    """Run one layer after another in plain JAX, each under a checkpoint."""
     others = []
     for number, (f, p) in enumerate(zip(fs, params, strict=True)):
         carry, other = _pair(checkpoint(f)(carry, p), number, has_aux)
@@ -102,7 +102,7 @@ def _each(
 
 
 def _pair(out: Any, number: int, has_aux: bool) -> tuple[Any, Any]:
-    """The carry and the other results of a layer."""
+    """Return the carry and the other results of a layer."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         got: Any = jax.tree.structure(out)
         raise TypeError(f"chain: has_aux: layer {number} must return (carry, other results), but it returns {got}")
@@ -134,7 +134,7 @@ def _run(
 
 
 def _consts_last(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr` as a function of the carry, the layer's parameters, and what it closes over."""
+    """Return `jaxpr` as a function of the carry, the layer's parameters, and the values that it closes over."""
     count = len(jaxpr.consts)
     whole = _jax.convert_constvars_jaxpr(jaxpr) if count else jaxpr
     invars = [*whole.invars[count:], *whole.invars[:count]]
@@ -159,7 +159,7 @@ class _Layers:
     carry: int
 
     def __repr__(self) -> str:
-        """Short: it is printed in jaxprs."""
+        """Return a short text, since it is printed in jaxprs."""
         return f"{len(self.counts)} layers"
 
     @property
@@ -167,7 +167,7 @@ class _Layers:
         return [Body(jaxpr, 0, self.carry) for jaxpr in self.jaxprs]
 
     def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
-        """The first carry, and the operands of each layer."""
+        """Return the first carry, and the operands of each layer."""
         at = len(operands) - sum(self.counts)
         carry, each = list(operands[:at]), []
         for count in reversed(self.counts):
@@ -176,7 +176,7 @@ class _Layers:
         return carry, each[::-1]
 
     def run(self, each_layer: Iterable[Callable[..., list[Any]]], operands: Sequence[Any]) -> list[Any]:
-        """All results, if these functions run the layers."""
+        """Run the layers by these functions, and return all results."""
         carry, each = self.split(operands)
         aux: list[Any] = []
         for run, params in zip(each_layer, each, strict=True):
@@ -194,7 +194,7 @@ def _bind(layers: _Layers, operands: Sequence[Any], policy: Policy, strict: bool
 
 
 def _checked(run: Callable[..., list[Any]], *operands: Any, layers: _Layers, **params: Any) -> list[Any]:
-    """What `checkify` makes of a chain: the error goes from layer to layer, and the whole is one `checkpoint`."""
+    """Bind a chain that `checkify` checks: the error goes from layer to layer, and the whole is one `checkpoint`."""
     roles = ("argument",) * layers.carry + ("weight",) * sum(layers.counts)
     return checked(run, *operands, roles=roles, prevent_cse=True, **params)
 
@@ -234,7 +234,7 @@ def _jvp(
 
 
 def _reference_jvp(primals: Values, tangents: Values, layers: _Layers, policy: Policy) -> Results:
-    """The JVP of the layers, each under `checkpoint`."""
+    """Compute the JVP of the layers, each under `checkpoint`."""
 
     def of_layer(body: Body, *operands: Any) -> list[Any]:
         return bind(body.jaxpr, operands, roles=body.roles, policy=policy, strict=False, prevent_cse=True)
@@ -249,7 +249,7 @@ def _reference_jvp(primals: Values, tangents: Values, layers: _Layers, policy: P
 
 
 def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]], policy: Policy) -> list[Layer]:
-    """Each layer's derivative with respect to the perturbed ones of its operands and of the carry that reaches it."""
+    """Linearize each layer with respect to those of its operands, the carry among them, that are perturbed."""
 
     def derived(offloaded: int) -> list[Layer]:
         perturbed, layers = carry, []
@@ -270,7 +270,7 @@ def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]
 
 
 def _out_perturbed(layers: Sequence[Layer]) -> tuple[bool, ...]:
-    """Which results have tangents: the last carry, and then the other results of each layer."""
+    """Return which results have tangents: the last carry, and then the other results of each layer."""
     aux = (p for layer in layers for p in layer.out_perturbed[layer.carry :])
     return (*layers[-1].out_perturbed[: layers[-1].carry], *aux)
 
@@ -286,7 +286,7 @@ def _override(number: int, layers: int, offloaded: int, policy: Policy) -> Overr
 def _forward(
     layers: Sequence[Layer], carry: list[Any], each: Sequence[Sequence[Any]]
 ) -> tuple[list[Any], list[list[Any]]]:
-    """The last carry with the other results of each layer; and the residuals of each, where they are kept."""
+    """Run the layers; return the last carry with the other results, and each layer's residuals where they are kept."""
     kept: list[list[Any]] = []
     aux: list[Any] = []
     copies: list[Any] = []  # of the previous layer
@@ -303,7 +303,7 @@ def _forward(
 
 
 def _transpose(layers: Sequence[Layer], kept: Sequence[Values], cotangents: Values) -> list[Any]:
-    """Cotangents of the perturbed results -> those of the perturbed operands, in order."""
+    """Transpose the layers: from cotangents of the perturbed results to those of the perturbed operands, in order."""
     params: list[Any] = []
     fetched = _moved(layers[-1], kept[-1], to_device)
     last = sum(layers[-1].out_perturbed[: layers[-1].carry])
@@ -324,7 +324,7 @@ def _transpose(layers: Sequence[Layer], kept: Sequence[Values], cotangents: Valu
 
 
 def _moved(layer: Layer, residuals: Sequence[Any], copy: Callable[[Any], Any], after: Sequence[Any] = ()) -> list[Any]:
-    """The residuals, with those for the host copied once the values in `after` are computed."""
+    """Return the residuals, those for the host copied once the values in `after` are computed."""
     scopes, moved = iter(layer.copies), []
     for place, x in zip(layer.layout.places, residuals, strict=True):
         if place == "host":
@@ -335,7 +335,7 @@ def _moved(layer: Layer, residuals: Sequence[Any], copy: Callable[[Any], Any], a
 
 
 def _after(first: Sequence[Any], then: Sequence[Any]) -> list[Any]:
-    """`then`, not available before `first` is."""
+    """Return `then`, which is not available before `first` is."""
     return list(lax.optimization_barrier((list(then), list(first)))[0]) if first else list(then)
 
 

@@ -81,7 +81,7 @@ def checkpoint(
 def _bind_static(
     f: Callable[..., Any], static_argnums: int | tuple[int, ...], args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`f` with its static arguments filled in, and the other arguments."""
+    """Return `f` with its static arguments filled in, and the other arguments."""
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     if bad := [i for i in static if not -len(args) <= i < len(args)]:
         raise ValueError(f"checkpoint: static_argnums {bad} must be in [-{len(args)}, {len(args)}), one per argument")

@@ -55,7 +55,7 @@ _BACKENDS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 def compiler_options(
     backend: str | None = None, *, copy_ms: float | None = None
 ) -> dict[str, str | bool | int | bytes]:
-    """The options to compile a training step with: `jax.jit(step, compiler_options=compiler_options())`.
+    """Return the options to compile a training step with: `jax.jit(step, compiler_options=compiler_options())`.
 
     Args:
       backend: "cpu", "gpu", "cuda", "rocm" or "tpu"; JAX's default backend if None.
@@ -81,9 +81,8 @@ def compiler_options(
         raise ValueError(f"compiler_options: copy_ms must be milliseconds, more than 0, or None; got {copy_ms!r}")
     if not on_gpu:
         return {}
-    times = {copy: copy_ms or ms for copy, ms in _COPY_MS.items()}
     checker = {"xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF"}  # the profile lacks all other instructions
-    return {**_GPU_OPTIONS, **checker, "fdo_profile": _profile(tuple(times.values()))}
+    return {**_GPU_OPTIONS, **checker, "fdo_profile": _profile(tuple(copy_ms or ms for ms in _COPY_MS.values()))}
 
 
 def is_for_gpu(caller: str, backend: str | None) -> bool:
@@ -143,7 +142,7 @@ class _Profile(bytes):
 
 
 def with_times(options: dict[str, str | bool | int | bytes], seconds: dict[str, float]) -> dict[str, Any]:
-    """The options, with a profile that also holds how long these instructions take."""
+    """Return the options, with a profile that also holds how long these instructions take."""
     profile = options["fdo_profile"]
     assert isinstance(profile, bytes)
     return {**options, "fdo_profile": _Profile(profile + _costs((name, 1e3 * s) for name, s in seconds.items()))}

@@ -12,10 +12,14 @@ import jax
 NOT_THE_USERS = (os.path.dirname(__file__), os.path.dirname(jax.__file__), contextlib.__file__.removesuffix(".py"))
 
 
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the user's line."""
+    warnings.warn(f"jaxoffload: {text}", category, skip_file_prefixes=NOT_THE_USERS)
+
+
 def deprecated(old: str, new: str) -> None:
     """Warn that `old`, as the user wrote it, works in this release only; `new` is the line to write."""
-    text = f"jaxoffload: {old} is deprecated, and the next release drops it; write: {new}"
-    warnings.warn(text, DeprecationWarning, skip_file_prefixes=NOT_THE_USERS)
+    warn(f"{old} is deprecated, and the next release drops it; write: {new}", DeprecationWarning)
 
 
 class Problem(NamedTuple):
@@ -32,7 +36,7 @@ class Problem(NamedTuple):
     message: str
 
     def under(self, section: str) -> "Problem":
-        """The same problem where its key is an entry of `section`."""
+        """Return the problem, with its key as an entry of `section`."""
         return Problem(f"{section}.{self.key}", f"{section}.{self.message}")
 
 

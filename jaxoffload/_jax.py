@@ -1,4 +1,4 @@
-"""JAX beyond its documented API, as far as jaxoffload needs it, and the one way to define a primitive.
+"""The parts of JAX beyond its documented API that jaxoffload needs, and the one way to define a primitive.
 
 `jax.interpreters` re-exports JAX's internals without a promise of stability, and some primitives are known by name
 alone. Both come from here, and the two names of `jax._src` that we reach: nothing else in jaxoffload imports
@@ -68,13 +68,13 @@ def in_memory_of(aval: Any, x: Any) -> Any:
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of an array of this shape and dtype in XLA's memory, where several elements of 4 or 2 bits share a byte."""
+    """Return the bytes of an array in XLA's memory, where several elements of 4 or 2 bits share a byte."""
     return -(-math.prod(aval.shape) * _bits(aval.dtype) // 8)
 
 
 @functools.cache
 def _bits(dtype: Any) -> int:
-    """Bits of an element of an array. NumPy has a byte for each element of less."""
+    """Return the bits of an array's element. In NumPy an element of fewer than 8 bits takes a byte."""
     if not hasattr(dtype, "itemsize"):
         return 8 * nbytes(dtype._rules.physical_element_aval(dtype))
     if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.integer):
@@ -184,7 +184,7 @@ REMAT3 = "remat3"
 
 
 def without_remat3[**P, T](f: Callable[P, T]) -> Callable[P, T]:
-    """`f`, in which `jax.checkpoint` and `checkpoint_name` bind the primitives `remat2` and `name`, whatever is set.
+    """Return `f`, in which `jax.checkpoint` and `checkpoint_name` always bind the primitives `remat2` and `name`.
 
     `jax_remat3` makes other equations of them, whose names and jaxprs our plans do not see. JAX has no public way to
     set it for one thread and one part of a program. A JAX without the setting has only this kind.
@@ -200,24 +200,24 @@ def without_remat3[**P, T](f: Callable[P, T]) -> Callable[P, T]:
 
 
 def axes_named(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The axes of meshes that a collective is over; none for other equations."""
+    """Return the axes of meshes that a collective is over; none for other equations."""
     axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
     named = (axes,) if isinstance(axes, str) else axes if isinstance(axes, tuple | list) else ()
     return () if eqn.primitive.name in _ABOUT_AXES else tuple(axis for axis in named if isinstance(axis, str))
 
 
 def where_written(eqn: JaxprEqn) -> str:
-    """The file and line of the user's that an equation stands for, with its function."""
+    """Return the file and line of the user's that an equation stands for, with its function."""
     return source_info_util.summarize(eqn.source_info)
 
 
 def ordered_effects(jaxpr: Jaxpr) -> list[Any]:
-    """The effects of `jaxpr` that run in order, such as those of `io_callback(..., ordered=True)`."""
+    """Return the effects of `jaxpr` that run in order, such as those of `io_callback(..., ordered=True)`."""
     return [effect for effect in jaxpr.effects if type(effect).__name__.startswith("Ordered")]
 
 
 def traced_function(eqn: JaxprEqn) -> Jaxpr | None:
-    """The function that autodiff replaces by a rule, under `jax_custom_vjp3` and `jax_custom_jvp3`."""
+    """Return the function that autodiff replaces by a rule, under `jax_custom_vjp3` and `jax_custom_jvp3`."""
     params = getattr(eqn.params.get("_prim"), "params", {})
     return getattr(params.get("traced"), "jaxpr", None)
 
@@ -274,7 +274,7 @@ def _compiled(event: str, *_: Any, **__: Any) -> None:
 
 
 def this_compilation() -> Compilation | None:
-    """The compilation that ended, for a listener; None where this JAX hides it."""
+    """Return the compilation that ended, for a listener; None where this JAX hides it."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         if all(name in frame.f_locals for name in COMPILATION):
@@ -345,7 +345,7 @@ def _results(*_: Any, call_jaxpr: Jaxpr, **__: Any) -> tuple[Any, Any]:
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """A jaxpr without the equations that no result and no effect needs, in its loops too."""
+    """Return a jaxpr without the equations that no result and no effect needs, in its loops too."""
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return live
 
@@ -356,7 +356,7 @@ def perturbed(tangents: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def with_zeros(outs: Sequence[Any], out_perturbed: Sequence[bool]) -> Results:
-    """A JVP's results, then the tangents of the perturbed ones -> results, tangents of all with symbolic zeros."""
+    """Split a JVP's results from the tangents of the perturbed ones, and fill in symbolic zeros for the others."""
     primals, tangents = list(outs[: len(out_perturbed)]), iter(outs[len(out_perturbed) :])
     zero = lambda primal: Zero(jax.typeof(primal).to_tangent_aval())
     return primals, [next(tangents) if p else zero(x) for x, p in zip(primals, out_perturbed, strict=True)]

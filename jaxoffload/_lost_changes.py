@@ -7,13 +7,12 @@ same dropout masks, in silence.
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from ._errors import NOT_THE_USERS
+from ._errors import warn
 from ._jax import dce_jaxpr
 
 Function = Callable[..., Any]
@@ -25,7 +24,7 @@ _KEEP = {  # what the changes are in, and how they come back
 
 
 def warns_of_lost_changes(f: Function, caller: str, *args: Any) -> Function:
-    """`f`, which warns when it is traced; `f` itself, if there are no variables of Flax NNX in its `args`."""
+    """Return `f`, which warns when it is traced; `f` itself, if there are no variables of Flax NNX in its `args`."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or jax.config.jax_disable_jit or not _states(nnx, args):
         return f
@@ -36,11 +35,10 @@ def warns_of_lost_changes(f: Function, caller: str, *args: Any) -> Function:
         out, changed = _changes(nnx, f, args, kwargs)
         if changed and (lost := _lost(nnx, f, leaves, tree)):
             changing, keep = _KEEP[caller]
-            warnings.warn(
-                f"jaxoffload: {caller}: the {changing} change variables of a Flax NNX module ({', '.join(lost)}), and "
+            warn(
+                f"{caller}: the {changing} change variables of a Flax NNX module ({', '.join(lost)}), and "
                 f"the new values are lost, because nothing that the {changing} return depends on them: the next step "
-                f"finds the old ones. {keep}, and nnx.update the module with it",
-                skip_file_prefixes=NOT_THE_USERS,
+                f"finds the old ones. {keep}, and nnx.update the module with it"
             )
         return out
 
@@ -48,7 +46,7 @@ def warns_of_lost_changes(f: Function, caller: str, *args: Any) -> Function:
 
 
 def _states(nnx: Any, args: Any) -> list[Any]:
-    """The variables of modules that a layer should not change in vain.
+    """Return the variables of modules that a layer should not change in vain.
 
     Parameters are not among them, since a layer may cast or normalise its own. Random numbers that come by themselves
     may have been made for this step.
@@ -64,21 +62,17 @@ def _states(nnx: Any, args: Any) -> list[Any]:
 
 
 def _changes(nnx: Any, f: Function, args: Any, kwargs: Any) -> tuple[Any, list[tuple[str, Any]]]:
-    """What `f` returns; and the kind and the new value of each variable of its arguments that it changes."""
+    """Call `f`; return its result, and the type and the new value of each variable of its arguments that it changes."""
     states = _states(nnx, (args, kwargs))
     before = [state.get_raw_value() for state in states]
     out = f(*args, **kwargs)
-    both = zip(states, before, strict=True)
-    return out, [(type(state).__name__, state.get_raw_value()) for state, old in both if _is_changed(state, old)]
-
-
-def _is_changed(state: Any, old: Any) -> bool:
-    new = state.get_raw_value()
-    return new is not old and all(isinstance(value, jax.Array) for value in (new, old))
+    pairs = [(type(state).__name__, old, state.get_raw_value()) for state, old in zip(states, before, strict=True)]
+    are_arrays = lambda *values: all(isinstance(value, jax.Array) for value in values)
+    return out, [(kind, new) for kind, old, new in pairs if new is not old and are_arrays(old, new)]
 
 
 def _lost(nnx: Any, f: Function, leaves: list[Any], tree: Any) -> list[str]:
-    """The kinds of the variables whose new values are dead code in `f`."""
+    """Return the types of the variables whose new values are dead code in `f`."""
     kinds: list[str] = []
 
     def traced(*leaves: Any) -> Any:

@@ -37,7 +37,7 @@ class PlanName(str):
     names: tuple[Name, ...]
 
     def __new__(cls, decision: str, digest: str, number: int, names: tuple[Name, ...]) -> "PlanName":
-        """`digest` tells the plan from others."""
+        """Make the name; `digest` tells the plan from others."""
         self = super().__new__(cls, f"jaxoffload:{decision}:{'|'.join(map(str, names))}:{digest}:{number}")
         self.decision, self.number, self.names = decision, number, names
         return self

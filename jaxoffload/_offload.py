@@ -5,16 +5,12 @@ equations in its jaxpr, and the result is evaluated.
 """
 
 import functools
-import operator
-import sys
-import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
-from jax.ref import AbstractRef
 
 from ._chain import chain_p
 from ._check import names_under
@@ -24,9 +20,10 @@ from ._engine.decide.mutable_refs import takes_refs
 from ._engine.jaxprs.walk import Site, walk
 from ._engine.layers.loops import is_ours
 from ._engine.layers.scan_primitive import in_our_scan, scan_p, the_scan
-from ._errors import NOT_THE_USERS, Problem
+from ._errors import Problem, warn
 from ._jax import VJP_RULES, evaluate, without_remat3
 from ._policy import Policy, PolicyError, check_switches
+from ._pure_call import PureCall
 from ._refusals import refuse_remat3
 from ._replace import Replaced, in_custom_derivatives, our_scan, policy_of, with_ours
 from ._tracing import tracing
@@ -94,7 +91,7 @@ def offload(f: Callable[..., Any], *, strict: bool = True) -> Callable[..., Any]
 
 
 def with_its_scan_ours(f: Callable[..., Any], policy: Policy, strict: bool, caller: str) -> Callable[..., Any]:
-    """`f`, which calls `lax.scan` itself, with that scan replaced by ours, under `policy`."""
+    """Return `f`, which calls `lax.scan` itself, with that scan replaced by ours, under `policy`."""
 
     def ours(jaxpr: Jaxpr) -> Jaxpr:
         if jax.config.jax_disable_jit:
@@ -113,72 +110,17 @@ def with_its_scan_ours(f: Callable[..., Any], policy: Policy, strict: bool, call
 
 
 def _rewritten(f: Callable[..., Any], rewrite: Callable[[Jaxpr], Jaxpr], caller: str) -> Callable[..., Any]:
-    """`f`, traced, and run as its rewritten jaxpr says."""
+    """Return `f`, traced, and evaluated as its rewritten jaxpr."""
 
     @functools.wraps(f)
     @without_remat3
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        call = _call(f, args, kwargs, caller)
+        call = PureCall(f, args, kwargs, caller)
         jaxpr, shape = jax.make_jaxpr(call.run, return_shape=True)(*call.arrays)
         outs = evaluate(rewrite(jaxpr), call.arrays)
         return call.result(jax.tree.unflatten(jax.tree.structure(shape), outs))
 
     return wrapped
-
-
-class _Call(NamedTuple):
-    """A call as a pure function of arrays; `result` makes what the call returns of what `run` returns."""
-
-    run: Callable[..., Any]
-    arrays: list[Any]
-    result: Callable[[Any], Any]
-
-
-def _call(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], caller: str) -> _Call:
-    """A call of `f`, whose arguments may be modules of Flax NNX; it may change the values of their variables."""
-    nnx = sys.modules.get("flax.nnx")
-    is_object = lambda x: nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable))
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-    kinds = ["object" if is_object(leaf) else "array" if _is_array(leaf) else "static" for leaf in leaves]
-    those = lambda kind: [leaf for leaf, k in zip(leaves, kinds, strict=True) if k == kind]
-    graph, state = nnx.split(those("object")) if nnx and "object" in kinds else (None, ())
-    arrays, of_arrays = jax.tree.flatten((those("array"), state))
-    others: list[tuple[Any, list[Any]]] = []  # the structure of the result, and its leaves that are not arrays
-
-    def run(*arrays: Any) -> Any:
-        values, state = jax.tree.unflatten(of_arrays, arrays)
-        objects = nnx.merge(graph, state) if nnx and graph is not None else []
-        given = {"object": iter(objects), "array": iter(values), "static": iter(those("static"))}
-        args, kwargs = jax.tree.unflatten(tree, [next(given[kind]) for kind in kinds])
-        outer = {id(inner): outer for inner, outer in zip(objects, those("object"), strict=True)}
-        outs, structure = jax.tree.flatten(f(*args, **kwargs), is_leaf=lambda x: id(x) in outer)
-        others.append((structure, [None if isinstance(x, jax.Array) else (outer.get(id(x), x),) for x in outs]))
-        after = nnx.state(objects) if nnx and objects else ()
-        added = len(jax.tree.leaves(after)) > len(jax.tree.leaves(state))
-        if nnx and objects and not added and nnx.graphdef(objects) != graph:
-            raise NotImplementedError(f"{caller}: {_OTHER_CHANGES}")
-        return [out for out in outs if isinstance(out, jax.Array)], after
-
-    def result(made: Any) -> Any:
-        arrays, new = made
-        if nnx and any(map(operator.is_not, jax.tree.leaves(new), jax.tree.leaves(state))):
-            nnx.update(those("object"), new)
-        structure, statics = others[-1]
-        each = iter(arrays)
-        return jax.tree.unflatten(structure, [next(each) if static is None else static[0] for static in statics])
-
-    return _Call(run, arrays, result)
-
-
-def _is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced. Numbers of Python's and arrays of NumPy's are not: `f` may branch on them."""
-    return isinstance(leaf, jax.Array) and not isinstance(jax.typeof(leaf), AbstractRef)
-
-
-_OTHER_CHANGES = (
-    "the function changes more of a module of Flax NNX than the values of its variables, such as an "
-    "attribute, or by eval(); do that outside"
-)
 
 
 def _refuse_gradients(jaxpr: Jaxpr) -> None:
@@ -198,7 +140,7 @@ def _judge(jaxpr: Jaxpr, replaced: Replaced, strict: bool) -> None:
     for why in left:
         if remarks is not None:
             remarks.texts.append(f"offload: {why}")
-        warnings.warn(f"jaxoffload: offload: {why}", skip_file_prefixes=NOT_THE_USERS)
+        warn(f"offload: {why}")
     if not any(site.eqn.primitive in (scan_p, checkpoint_p, chain_p) for site in sites) and not left:
         raise ValueError(
             "offload: the function has nothing under a jaxoffload.Policy; put the layers that its scan runs under one, "
@@ -223,7 +165,7 @@ def _unmatched(jaxpr: Jaxpr, sites: list[Site], replaced: Replaced) -> list[Prob
 
 
 def _derivative(jaxpr: Jaxpr) -> Jaxpr | None:
-    """The JVP of a traced loss; None if it has none. JAX then raises where the program needs it."""
+    """Return the JVP of a traced loss; None if it has none. JAX then raises where the program needs it."""
     floating = tuple(bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in jaxpr.in_avals)
     try:
         return derivative(jaxpr, floating, False, False)[0]

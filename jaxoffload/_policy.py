@@ -24,6 +24,12 @@ from ._tracing import tracing
 Decision = Literal["save", "offload", "recompute"]
 
 _DECISIONS = get_args(Decision)
+_CHOICES = {
+    "default": _DECISIONS,
+    "dots": _DECISIONS,
+    "other_layers": ("save", "recompute"),
+    "on_host_full": ("error", "save"),
+}
 _UNITS = {"": 1, "B": 1} | {f"{p}{b}": s**k for k, p in enumerate("KMGT", 1) for b, s in (("iB", 1024), ("B", 1000))}
 
 
@@ -97,7 +103,9 @@ class Policy:
             if isinstance(given := getattr(self, field), Iterator):  # can be read only once
                 object.__setattr__(self, field, tuple(given))
         problems = _residual_problems(self.residuals) + _module_problems(self.offload_modules)
-        problems += _choice_problems(self) + _number_problems(self)
+        for field, allowed in _CHOICES.items():
+            problems += _choice(field, getattr(self, field), allowed)
+        problems += _number_problems(self)
         if problems:
             raise PolicyError(problems)
         object.__setattr__(self, "residuals", _last_of_each(_pairs(self.residuals)))
@@ -233,7 +241,7 @@ VERDICT = _verdicts()
 
 @functools.cache
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of `Policy.rules` matches a tagged value's name."""
+    """Return if a pattern of `Policy.rules` matches a tagged value's name."""
     pattern_parts, (*scopes, last) = pattern.split("/"), name.split("/")
     if len(pattern_parts) == 1:
         scopes = []
@@ -322,14 +330,6 @@ def _pattern_problem(pattern: Any) -> str | None:
     if any("**" in c and c != "**" for c in pattern.split("/")):
         return "'**' stands for whole components; write 'moe/**' or 'moe/fc*'"
     return None
-
-
-def _choice_problems(policy: Policy) -> list[Problem]:
-    choices = {"default": _DECISIONS, "dots": _DECISIONS, "other_layers": ("save", "recompute")}
-    choices |= {"on_host_full": ("error", "save")}
-    return [
-        problem for field, allowed in choices.items() for problem in _choice(field, getattr(policy, field), allowed)
-    ]
 
 
 def _number_problems(policy: Policy) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Replaces the scans and checkpoints of others, in a traced program, by ours: for `offload`.
+"""The replacement of others' scans and checkpoints, in a traced program, by ours: for `offload`.
 
 A scan whose body holds checkpoints under one `Policy` becomes that of `scan`, with those checkpoints written out; any
 other checkpoint under a `Policy` becomes that of `checkpoint`.
@@ -34,7 +34,7 @@ _LOOPS = (lax.scan_p, while_p)
 
 
 class Replaced(NamedTuple):
-    """What is ours now.
+    """A record of what is ours now.
 
     Attributes:
       under: each policy with the names under it.
@@ -49,7 +49,7 @@ class Replaced(NamedTuple):
 
 
 def with_ours(jaxpr: Jaxpr, replaced: Replaced) -> Jaxpr:
-    """`jaxpr` with what is under a policy replaced by ours, in its nested jaxprs too."""
+    """Return `jaxpr` with what is under a policy replaced by ours, in its nested jaxprs too."""
     if id(jaxpr) not in replaced.done:
         inside = Replaced([], [], replaced.done)
         replaced.done[id(jaxpr)] = jaxpr, with_eqns(jaxpr, [_our_equation(eqn, inside) for eqn in jaxpr.eqns]), inside
@@ -78,7 +78,7 @@ def _our_equation(eqn: JaxprEqn, replaced: Replaced) -> JaxprEqn:
 
 
 def our_scan(eqn: JaxprEqn, policy: Policy, strict: bool, replaced: Replaced) -> JaxprEqn:
-    """What stands for a `lax.scan` over layers under `policy`."""
+    """Return the equation that stands for a `lax.scan` over layers under `policy`."""
     layer = _layer(eqn, policy)
     replaced.under.append((policy, all_names(layer)))
     eqn = eqn.replace(params=eqn.params | {"jaxpr": with_ours(layer, replaced)})
@@ -89,7 +89,7 @@ def our_scan(eqn: JaxprEqn, policy: Policy, strict: bool, replaced: Replaced) ->
 
 
 def policy_of(eqn: JaxprEqn) -> Policy | None:
-    """The policy of a checkpoint; None for another equation, and under another kind of policy.
+    """Return the policy of a checkpoint; None for another equation, and under another kind of policy.
 
     `dataclasses.asdict` of a framework's config makes a dict of a policy in it.
     """
@@ -106,7 +106,7 @@ _FIELDS = {field.name for field in dataclasses.fields(Policy)}
 
 
 def in_custom_derivatives(jaxpr: Jaxpr) -> list[str]:
-    """Why checkpoints under a policy, of scans too, stay that stand in a function with a custom derivative.
+    """Return why checkpoints under a policy, of scans too, stay that stand in a function with a custom derivative.
 
     Where JAX differentiates such a function, it runs the function's rule instead, and nothing that is replaced in the
     function itself would run. In the rule there is nothing to replace: of a `custom_vjp` JAX differentiates neither
@@ -147,7 +147,7 @@ def _our_checkpoint(eqn: JaxprEqn, policy: Policy) -> JaxprEqn:
 
 
 def _layer(eqn: JaxprEqn, policy: Policy) -> Jaxpr:
-    """The body of a scan, as a layer of ours.
+    """Return the body of a scan, as a layer of ours.
 
     If it has one checkpoint, that is written out. Several stay, so that the backward pass has only one of them at work
     at a time; what they read of each other is saved then, as by JAX.
@@ -168,7 +168,7 @@ def _is_float(v: Any) -> bool:
 
 
 def _with_kept_inputs(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
-    """A layer in which the arrays that its checkpoints read, and that it computes, have a name; kept by default."""
+    """Name the arrays that a layer computes and that its checkpoints read. By default they are kept."""
     made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
     read = (v for eqn in jaxpr.eqns if policy_of(eqn) for v in eqn.invars if isinstance(v, Var))
     keep = "" if policy.match(f"{INPUT}.0") else KEEP
@@ -177,7 +177,7 @@ def _with_kept_inputs(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
 
 
 def _opened(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
-    """A layer with its checkpoint under a policy written out, but not those of the loops in it.
+    """Return a layer with its checkpoint under a policy written out, but not those of the loops in it.
 
     Nothing is traced again: in a `shard_map`, JAX would not know the axes here.
     """
@@ -203,7 +203,7 @@ def _opened(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
 
 
 def _first_layers(eqn: JaxprEqn, policy: Policy, most: int) -> JaxprEqn:
-    """As `scan` runs them for `verify`, which asks for fewer."""
+    """Return a scan of ours over the first `most` layers, as `scan` runs them where `verify` asks for fewer."""
     body, length, reverse = body_of_scan(eqn), eqn.params["length"], eqn.params["reverse"]
 
     def run(*operands: Any) -> list[Any]:

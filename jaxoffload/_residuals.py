@@ -66,54 +66,39 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
     refuse_what_does_not_fit("residuals", jaxpr)
     arguments = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "sharding")]
     mesh = mesh_of(jaxpr, arguments)
-    rows = rows_of(arguments) if mesh else None
-    plans = Plans(_backward_pass(jaxpr), reruns_too=False)
-    table = _table(_Passes(jaxpr, jaxpr.outvars[: len(kept)], _backward_pass(jaxpr), 1), plans, rows)
+    divisions = rows_of(arguments) if mesh else None
+    table, run_again = _table(jaxpr, jaxpr.outvars[: len(kept)], _backward_pass(jaxpr), 1, divisions)
     table = dataclasses.replace(table, notes=(*remarks.texts, *table.notes), mesh=tuple(mesh.items()))
-    if not plans.inside:
-        return table
-    inside = (
-        _table(
-            _Passes(rerun.forward, rerun.residuals, rerun.backward, rerun.devices),
-            Plans(rerun.backward, reruns_too=False),
-            rows,
-        )
-        for rerun in reruns(fun, *args)
-    )
+    inside = (_table(*rerun, divisions)[0] for rerun in reruns(fun, *args)) if run_again else ()
     return dataclasses.replace(table, reruns=tuple(dict.fromkeys(inner for inner in inside if inner.rows)))
 
 
-class _Passes(NamedTuple):
-    """A forward and a backward pass: the jaxpr of (at least) the first, what it keeps, and the second.
+def _table(
+    forward: Jaxpr, passed: Sequence[Any], backward: Jaxpr, devices: int, divisions: Mapping[int, int] | None
+) -> tuple[Residuals, bool]:
+    """Return the table of what a forward pass keeps, and if a checkpoint in it runs a plan again.
 
-    `devices`: over how many a `shard_map` around them divides them.
+    `forward` computes the variables `passed` to `backward`, and may do more; a `shard_map` around them divides them
+    over `devices`. `divisions`: into how many parts a mesh divides arrays, by their length; None without a mesh.
     """
-
-    forward: Jaxpr
-    kept: Sequence[Any]
-    backward: Jaxpr
-    devices: int
-
-
-def _table(passes: _Passes, plans: Plans, rows: Mapping[int, int] | None) -> Residuals:
-    """Return the table of what the forward pass keeps; `rows`: what is known of a mesh, if there is one."""
+    plans, by_jax = Plans(backward, reruns_too=False), policies_that_kept(backward)
     kept: dict[str, list[_Stored]] = defaultdict(list)
     others = []
-    jaxpr, by_jax = passes.forward, policies_that_kept(passes.backward)
-    arguments = {*jaxpr.invars, *jaxpr.constvars}
-    results = [*dict.fromkeys(v for v in passes.kept if isinstance(v, Var) and v not in arguments)]
-    divided = _divided(jaxpr, results, rows)
+    arguments = {*forward.invars, *forward.constvars}
+    results = [*dict.fromkeys(v for v in passed if isinstance(v, Var) and v not in arguments)]
+    whole = forward.replace(outvars=results, debug_info=forward.debug_info.with_unknown_names())
+    divided = None if divisions is None else Divided(whole, divisions)
     for number, var in enumerate(results):
-        source = source_of(jaxpr, var)
+        source = source_of(forward, var)
         if not source.layers + source.empty:
             continue  # of a scan over no layers
-        size = passes.devices * nbytes(var.aval)
+        size = devices * nbytes(var.aval)
         names = [name for name in source.names if name in plans.rows]
         for name in names:
             first = plans.rows[names[0]] if name != names[0] else None
             kept[name].append(_Stored(size, on_host(var.aval), source, first))
         if not names:
-            parts = passes.devices * (divided.of_result(number) if divided else 1)
+            parts = devices * (divided.of_result(number) if divided else 1)
             others.append(_without_plan(var.aval, size, source, by_jax.get(var), parts))
     parts_of = dict(reversed(list(divided.named()))) if divided else {}  # the first that has a name counts
     tagged = [
@@ -124,13 +109,7 @@ def _table(passes: _Passes, plans: Plans, rows: Mapping[int, int] | None) -> Res
     notes = [note for plan in plans.plans for note in plan.notes]
     notes += [_BY_JAX] * any(isinstance(policy, Policy) for policy in plans.policies)
     notes += [_OTHERS_KEEP] * any(not isinstance(policy, Policy) for policy in plans.policies)
-    return Residuals((*_merged(tagged), *others), tuple(dict.fromkeys(notes)))
-
-
-def _divided(jaxpr: Jaxpr, results: list[Var], rows: Mapping[int, int] | None) -> Divided | None:
-    if rows is None:
-        return None
-    return Divided(jaxpr.replace(outvars=results, debug_info=jaxpr.debug_info.with_unknown_names()), rows)
+    return Residuals((*_merged(tagged), *others), tuple(dict.fromkeys(notes))), plans.inside
 
 
 class _Stored(NamedTuple):
@@ -198,9 +177,8 @@ def _tagged(row: Row, kept: list[_Stored], recomputed: tuple[int, int], parts: i
 
     def line(each: int, layers: int, total: int, state: State, decision: Decision, reason: str, kind: Kind) -> Residual:
         count = _count(each, row.nbytes)
-        of_mesh = count * parts if parts else 1
         shown = names, row.shape, row.dtype, each, layers, total, state, decision, reason
-        return Residual(*shown, count, kind, of_mesh)
+        return Residual(*shown, count, kind, count * parts if parts else 1)
 
     planned = row.decision, row.reason, row.kind
     for size, is_on_host, source, counted in kept:
@@ -239,17 +217,17 @@ def _merged(lines: Iterable[Residual]) -> list[Residual]:
 def _without_plan(aval: Any, size: int, source: Source, policy: Policy | None, parts: int) -> Residual:
     """Return the line of a value that no plan of ours knows. `policy`: that of a checkpoint of JAX's that kept it."""
     state: State = OFFLOADED if on_host(aval) else SAVED
-    rows = source.layers + source.empty
+    stacked = source.layers + source.empty
     shape = tuple(aval.shape)[source.axes :]
-    count = _count(size // rows, nbytes(jax.ShapeDtypeStruct(shape, aval.dtype)))
-    line = Residual((), shape, str(aval.dtype), size // rows, source.layers, size, state, None, source.where, count)
-    line = dataclasses.replace(line, parts=parts)
+    count = _count(size // stacked, nbytes(jax.ShapeDtypeStruct(shape, aval.dtype)))
+    shown = shape, str(aval.dtype), size // stacked, source.layers, size, state
+    line = Residual((), *shown, None, source.where, count, parts=parts)
     if not policy or not source.tags:
         return line
-    pattern, decision = policy.match(*source.tags) or ("default", policy.default)
+    pattern, decision = policy.match(*source.tags) or (None, policy.default)
     if decision == "recompute":  # an input of the checkpoint, which JAX keeps anyway
         return line
-    reason = policy.reason(pattern) if pattern != "default" else pattern
+    reason = policy.reason(pattern) if pattern else "default"
     return dataclasses.replace(line, names=source.tags, decision=decision, reason=f"{reason}, by jax.checkpoint")
 
 

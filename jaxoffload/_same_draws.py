@@ -4,7 +4,6 @@ A loop in Python that changes a module of Flax NNX, or splits a key, draws other
 loss once: random numbers differ if their key comes with the microbatch.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax.ref import AbstractRef
 
 from ._engine.jaxprs.walk import nested
 from ._engine.layers.scan_primitive import body_of_scan
-from ._errors import NOT_THE_USERS
+from ._errors import warn
 from ._jax import DRAWS
 
 
@@ -23,11 +22,10 @@ def warn_of_same_draws(jaxpr: Jaxpr, differ: Sequence[bool], microbatches: int) 
     same: list[JaxprEqn] = []
     _follow(jaxpr, differ, same)
     if same and microbatches > 1:
-        warnings.warn(
-            "jaxoffload: accumulate: the loss draws the same random numbers in all microbatches, such as the masks of "
+        warn(
+            "accumulate: the loss draws the same random numbers in all microbatches, such as the masks of "
             "a dropout: their key does not come with a microbatch. Split a key, one per microbatch, and give "
-            f"jax.random.split(key, {microbatches}) as an argument of the loss",
-            skip_file_prefixes=NOT_THE_USERS,
+            f"jax.random.split(key, {microbatches}) as an argument of the loss"
         )
 
 
@@ -58,7 +56,7 @@ def _follow_equation(eqn: JaxprEqn, differ: list[bool], same: list[JaxprEqn]) ->
 
 
 def _follow_scan(eqn: JaxprEqn, differ: list[bool], same: list[JaxprEqn]) -> list[bool]:
-    """Repeat until the carry differs at no more places: an iteration finds what the last one has made differ."""
+    """Follow the body until the carry differs at no more places: an iteration sees what the last one made differ."""
     body = body_of_scan(eqn)
     while True:
         consts, carry, xs = body.split(differ)

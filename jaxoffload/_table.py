@@ -129,15 +129,13 @@ class Residuals:
         Others are taken to be divided along their first axis, as values or arguments with as many rows are, and whole
         if there are none.
         """
-        part = lambda size, r: -(-size // r.parts)
-        rows = (
-            dataclasses.replace(
-                r, bytes_per_layer=part(r.bytes_per_layer, r), bytes=r.bytes_per_device, count=1, parts=1
-            )
-            for r in self.rows
-        )
+
+        def own(r: Residual) -> Residual:
+            layer = -(-r.bytes_per_layer // r.parts)
+            return dataclasses.replace(r, bytes_per_layer=layer, bytes=r.bytes_per_device, count=1, parts=1)
+
         reruns = tuple(table.per_device for table in self.reruns)
-        return dataclasses.replace(self, rows=tuple(rows), reruns=reruns, mesh=())
+        return dataclasses.replace(self, rows=tuple(map(own, self.rows)), reruns=reruns, mesh=())
 
     def _total(self, state: State) -> int:
         return sum(r.bytes for r in self.rows if r.state == state)
@@ -163,7 +161,7 @@ class Residuals:
         if not self.mesh:
             lines = [line[:5] + line[6:] for line in lines]
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        right = {2, 3, 4, 5} if self.mesh else {2, 3, 4}
+        right = range(2, 6 if self.mesh else 5)
         pad = lambda i, cell: cell.rjust(widths[i]) if i in right else cell.ljust(widths[i])
         text = ["  ".join(pad(i, cell) for i, cell in enumerate(line)).rstrip() for line in lines]
         text.insert(1, "-" * max(map(len, text)))

@@ -69,7 +69,7 @@ def scan(target: Any, *args: Any, policy: Policy, strict: bool = True, **kwargs:
 
 
 def _ours(scanned: Callable[..., Any], policy: Policy, strict: bool) -> Callable[..., Any]:
-    """A lifted scan, whose `lax.scan` is ours. All variables go in and out, as for `nn.remat`."""
+    """Return a lifted scan, whose `lax.scan` is ours. All variables go in and out, as for `nn.remat`."""
 
     def run(scopes_of: Any, variables_of: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:

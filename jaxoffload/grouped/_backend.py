@@ -20,7 +20,7 @@ _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def chosen_backend(x: Any, w: Any, *, quantize: Literal["fp8"] | None = None) -> Literal["ragged", "mosaic", "te"]:
-    """The backend that `grouped_matmul(..., backend="auto")` uses for arguments like these.
+    """Return the backend that `grouped_matmul(..., backend="auto")` uses for arguments like these.
 
     The first of these that applies:
 
@@ -72,12 +72,12 @@ def backend_for(name: str, x: Any, w: Any, quantize: str | None) -> Backend | FP
 
 
 def _is_of_one_device() -> bool:
-    """Whether the traced code is for one device, so that XLA has nothing to partition."""
+    """Return if the traced code is for one device, so that XLA has nothing to partition."""
     return jax.device_count() == 1 or jax.sharding.get_abstract_mesh().are_all_axes_manual
 
 
 def _gpu_generation() -> int:
-    """The major number of the compute capability, 9 for Hopper; 0 where there is no NVIDIA GPU."""
+    """Return the major number of the compute capability, 9 for Hopper; 0 where there is no NVIDIA GPU."""
     capability = getattr(jax.devices()[0], "compute_capability", "")
     number = re.fullmatch(r"(\d+)\.\d+", str(capability))
     return int(number[1]) if number else 0
@@ -106,4 +106,4 @@ def wrong_operands(x: Any, w: Any, quantize: str | None) -> list[str]:
 
 def refuse(wrong: list[str]) -> None:
     if wrong:
-        raise ArgumentError(f"{'; '.join(wrong)}")
+        raise ArgumentError("; ".join(wrong))

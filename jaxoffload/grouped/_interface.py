@@ -114,14 +114,14 @@ class FP8(NamedTuple):
 
 
 def known(group_sizes: Any) -> np.ndarray | None:
-    """The values of the group sizes; None in a trace, or if another process holds some of them."""
+    """Return the values of the group sizes; None in a trace, or if another process holds some of them."""
     if isinstance(group_sizes, jax.core.Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
         return None
     return np.asarray(group_sizes)
 
 
 def in_groups(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """The rows (M, N), with zeros past `sum(group_sizes)`."""
+    """Return the rows (M, N), with zeros past `sum(group_sizes)`."""
     numbers = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0)
     return jnp.where(numbers < jnp.sum(group_sizes), rows, jnp.zeros((), rows.dtype))
 
@@ -146,7 +146,7 @@ def batched_alike(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def unbatched(name: str, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`f`, with an error under vmap that names the backend instead of what its kernel would raise."""
+    """Return `f`, with an error under vmap that names the backend instead of what its kernel would raise."""
     guarded = jax.custom_batching.custom_vmap(f)
 
     @guarded.def_vmap

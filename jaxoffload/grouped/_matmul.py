@@ -98,7 +98,7 @@ def _grouped_gemm(backend: Backend, full: bool, x: jax.Array, w: jax.Array, grou
 
 @jax.custom_jvp
 def _once[T](operands: T) -> T:
-    """The operands of what is itself a part of a derivative: it cannot be differentiated."""
+    """Return the operands of a part of a derivative, which refuses to be differentiated again."""
     return operands
 
 
@@ -159,8 +159,8 @@ _grouped_gemm_fp8.defvjp(_grouped_gemm_fp8_forward, _grouped_gemm_fp8_backward)
 
 
 def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """The arrays, all varying over the same axes of a `shard_map` that checks this, so that their cotangents are summed
-    over the right axes."""
+    """Return the arrays, all varying over the same axes of a `shard_map` that checks this, so that their cotangents are
+    summed over the right axes."""
     axes: list[frozenset[str]] = [frozenset(jax.typeof(a).manual_axis_type.varying) for a in arrays]
     missing = [tuple(sorted(frozenset().union(*axes) - own)) for own in axes]
     return [lax.pcast(a, m, to="varying") if m else a for a, m in zip(arrays, missing, strict=True)]

@@ -32,21 +32,20 @@ def refuses(shape: Shape) -> str | None:
 
 
 def group_of(numbers: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """(M,) int32: the group of each row number; G past all groups."""
+    """Return (M,) int32: the group of each row number; G past all groups."""
     return jnp.sum(numbers[:, None] >= jnp.cumsum(group_sizes)[None], 1, dtype=jnp.int32)
 
 
 def amax_of_groups(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """(G,) float32: the largest magnitude of each group; 0 for an empty group."""
+    """Return (G,) float32: the largest magnitude of each group; 0 for an empty group."""
     group = group_of(jnp.arange(x.shape[0], dtype=jnp.int32), group_sizes)
     of_rows = jnp.max(jnp.abs(x), 1, initial=0).astype(jnp.float32)
     return jnp.zeros(group_sizes.shape, jnp.float32).at[group].max(of_rows, mode="drop")
 
 
 def _scale(amax: jax.Array, dtype: Any) -> jax.Array:
-    """The scale of each group, finite and above zero. For an infinite quotient TransformerEngine's kernels take the
-    largest float32
-    (`compute_scale_from_amax`,
+    """Return the scale of each group, finite and above zero. For an infinite quotient TransformerEngine's kernels take
+    the largest float32 (`compute_scale_from_amax`,
     https://github.com/NVIDIA/TransformerEngine/blob/v2.18/transformer_engine/common/recipe/recipe_common.cuh)."""
     usable = (amax > 0) & jnp.isfinite(amax)
     scale = jnp.where(usable, float(jnp.finfo(dtype).max) / jnp.where(usable, amax, 1), 1)
@@ -54,12 +53,12 @@ def _scale(amax: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _of_rows(of_groups: jax.Array, group: jax.Array) -> jax.Array:
-    """(M, 1): the value of each row's group; the last group's for rows past all groups, which are zero."""
+    """Return (M, 1): the value of each row's group; the last group's for rows past all groups, which are zero."""
     return of_groups.at[group].get(mode="clip")[:, None]
 
 
 def _places(group_sizes: jax.Array, M: int, K: int) -> jax.Array:
-    """(M, K) int32: each element's index in the flat column-wise buffer of groups, each transposed."""
+    """Return (M, K) int32: each element's index in the flat column-wise buffer of groups, each transposed."""
     rows = jnp.arange(M, dtype=jnp.int32)
     sizes = jnp.concatenate([group_sizes, (M - jnp.sum(group_sizes, dtype=jnp.int32))[None]])
     starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
@@ -69,13 +68,13 @@ def _places(group_sizes: jax.Array, M: int, K: int) -> jax.Array:
 
 
 def to_columns(data: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`columnwise_data` (K, M) of `data` (M, K)."""
+    """Return `columnwise_data` (K, M) of `data` (M, K)."""
     places = _places(group_sizes, *data.shape)
     return jnp.zeros(data.size, data.dtype).at[places].set(data, unique_indices=True).reshape(data.shape[::-1])
 
 
 def from_columns(columnwise: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`data` (M, K) of `columnwise_data` (K, M)."""
+    """Return `data` (M, K) of `columnwise_data` (K, M)."""
     return columnwise.reshape(-1)[_places(group_sizes, *columnwise.shape[::-1])]
 
 
@@ -96,14 +95,14 @@ def weights(w: jax.Array) -> tuple[Weights, Weights]:
 
 
 def _exact(data: jax.Array) -> jax.Array:
-    """The float8 values as bfloat16, which holds them exactly. The barrier keeps XLA:GPU from dropping the rounding
-    between two conversions (xla_allow_excess_precision)."""
+    """Return the float8 values as bfloat16, which holds them exactly. The barrier keeps XLA:GPU from dropping the
+    rounding between two conversions (xla_allow_excess_precision)."""
     return jax.lax.optimization_barrier(data).astype(jnp.bfloat16)
 
 
 def _scaled(sums: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
-    """The sums times both operands' `scale_inv`, the smaller first: the product of both can underflow where the result
-    does not, and with the larger first the sums can overflow."""
+    """Return the sums times both operands' `scale_inv`, the smaller first: the product of both can underflow where the
+    result does not, and with the larger first the sums can overflow."""
     return sums * jnp.minimum(one, other) * jnp.maximum(one, other)
 
 

@@ -22,12 +22,12 @@ def refuses(shape: Shape) -> str | None:
 
 
 def _block(size: int) -> int:
-    """The largest tile that divides the size."""
+    """Return the largest tile that divides the size."""
     return 128 if size % 128 == 0 else _CONTRACTED
 
 
 def _rows(size: int) -> int:
-    """A tile of rows that fits; it need not divide the size."""
+    """Return a tile of rows that fits; it need not divide the size."""
     return 128 if size >= 128 else _CONTRACTED
 
 

@@ -39,8 +39,8 @@ NEEDED = (2, 15)
 
 
 def too_old() -> str | None:
-    """What is wrong with the installed TransformerEngine if it is too old. Reads its metadata: an old one may fail to
-    import with this jax."""
+    """Return what is wrong with the installed TransformerEngine if it is too old. Reads its metadata: an old one may
+    fail to import with this jax."""
     try:
         version = importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError:
@@ -52,7 +52,7 @@ def too_old() -> str | None:
 
 
 def load(module: str) -> types.ModuleType:
-    """A module of TransformerEngine.
+    """Return a module of TransformerEngine.
 
     Raises:
       ImportError: TransformerEngine or a CUDA library that it needs is missing, or TransformerEngine is too old.
@@ -80,8 +80,8 @@ def importable() -> bool:
 
 
 def sizes_stay(dtype: Any) -> bool:
-    """Whether grouped GEMMs of plain operands leave the group sizes on the device (V2). V1 copies them to the host, and
-    that copy waits for all copies to the host before it: milliseconds where residuals are offloaded."""
+    """Return if grouped GEMMs of plain operands leave the group sizes on the device (V2). V1 copies them to the host,
+    and that copy waits for all copies to the host before it: milliseconds where residuals are offloaded."""
     no_scaling = load("quantize").ScalingMode.NO_SCALING
     return load("cpp_extensions").is_v2_grouped_gemm_supported(no_scaling, dtype, False)[0]
 
@@ -92,7 +92,7 @@ def _cublas() -> tuple[int, int, int]:
 
 
 def from_te(rowwise: Any, columnwise: Any = None) -> GroupedTensor:
-    """The `GroupedTensor` of the same buffers.
+    """Return the `GroupedTensor` of the same buffers.
 
     Args:
       rowwise: a `GroupedNoScaleTensor`, or a row-wise `GroupedScaledTensor1x`.
@@ -123,7 +123,7 @@ def from_te(rowwise: Any, columnwise: Any = None) -> GroupedTensor:
 
 
 def _plain(data: jax.Array, group_sizes: jax.Array | None) -> Any:
-    """TransformerEngine's tensor of unquantised rows (M, K) in groups; without group sizes, of matrices (G, K, N)."""
+    """Return TransformerEngine's tensor of unquantised rows (M, K) in groups, or matrices (G, K, N) without sizes."""
     no_scale = load("quantize").GroupedNoScaleTensor
     return no_scale(data=data, amax=None, first_dims=group_sizes, last_dims=None, original_shape=data.shape)
 
@@ -150,7 +150,7 @@ def _scaled(half: QuantizedCopy, dtype: Any, columnwise: bool = False) -> Any:
 
 
 def _places(group_sizes: jax.Array) -> jax.Array:
-    """(G,) int32: the index of each group's entry in TransformerEngine's arrays; G for an empty group."""
+    """Return (G,) int32: the index of each group's entry in TransformerEngine's arrays; G for an empty group."""
     there = group_sizes > 0
     return jnp.where(there, jnp.cumsum(there, dtype=jnp.int32) - 1, group_sizes.size)
 
@@ -164,7 +164,7 @@ def _unpacked(of_groups: jax.Array, group_sizes: jax.Array, of_empty: float) -> 
 
 
 def _not_allowed(rowwise: Any, columnwise: Any) -> str | None:
-    """The first argument of `from_te` that is wrong, and why."""
+    """Return the first argument of `from_te` that is wrong, and why."""
     for name, tensor, is_columnwise in (("rowwise", rowwise, False), ("columnwise", columnwise, True)):
         if tensor is None and is_columnwise:
             return None
@@ -190,7 +190,7 @@ def _not_allowed(rowwise: Any, columnwise: Any) -> str | None:
 
 
 def _whole(group_sizes: jax.Array, rows: int) -> jax.Array:
-    """The group sizes with the rows past all groups added to the last group."""
+    """Return the group sizes with the rows past all groups added to the last group."""
     return group_sizes.at[-1].add(rows - jnp.sum(group_sizes, dtype=jnp.int32))
 
 
@@ -198,7 +198,7 @@ _FORWARD, _DX, _DW = ((1,), (1,)), ((1,), (2,)), ((0,), (0,))  # contracting dim
 
 
 def _sizes(group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
-    """The group sizes that the kernels for these rows need."""
+    """Return the group sizes that the kernels for these rows need."""
     return group_sizes if sizes_stay(rows.dtype) else _whole(group_sizes, rows.shape[0])
 
 
@@ -225,9 +225,9 @@ def _refuses_dtype(shape: Shape) -> str | None:
 
 
 def _refuses_several_gpus(shape: Shape) -> str | None:
-    """Why V1 cannot run here: its CUDA streams belong to the process and are created on the first GPU that uses them. A
-    GEMM on another GPU fails, the others wait for it, and a minute later XLA ends the process with a message about
-    collectives (measured;
+    """Return why V1 cannot run here: its CUDA streams belong to the process and are created on the first GPU that uses
+    them. A GEMM on another GPU fails, the others wait for it, and a minute later XLA ends the process with a message
+    about collectives (measured;
     https://github.com/NVIDIA/TransformerEngine/blob/d0067d0/transformer_engine/common/util/multi_stream.cpp)."""
     if shape.devices < 2 or (gpus := jax.local_device_count()) == 1 or shape.devices > jax.device_count():
         return None  # a mesh of more devices than exist here describes another machine

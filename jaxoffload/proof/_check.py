@@ -1,4 +1,4 @@
-"""What verify() returns and pages show: a verdict for each claim."""
+"""The result of verify(), which pages show: a verdict for each claim."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing fails. What was not checked does not fail."""
+        """True if nothing fails. A claim that was not checked does not fail."""
         return all(check.verdict != FAILS for check in self.checks)
 
     def to_json(self) -> str:

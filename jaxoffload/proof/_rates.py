@@ -1,4 +1,4 @@
-"""What one device does per second, by the shape of the work: measured points, and what lies between them."""
+"""The work that one device does per second, by its shape: measured points, interpolated between."""
 
 import dataclasses
 import math
@@ -76,7 +76,7 @@ class Link(NamedTuple):
     beside: float = 1.0
 
     def seconds(self, what: str, size: float, parts: int) -> float:
-        """How long a collective over so many devices takes. A smaller one than measured takes as long as the smallest.
+        """Return the seconds of a collective over so many devices. Smaller sizes than measured count as the smallest.
 
         Args:
           what: the name of a field.

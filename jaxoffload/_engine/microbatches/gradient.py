@@ -261,7 +261,7 @@ def program_of(gradient: Gradient, scans: Sequence[Scan], fixed: Sequence[Any]) 
 
 
 class BetweenPasses(NamedTuple):
-    """What is kept of a microbatch between its forward and its backward pass.
+    """A microbatch between its forward and its backward pass.
 
     Attributes:
       values: of the variables that pass the cut; of references, what they hold.

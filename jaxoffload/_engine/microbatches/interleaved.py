@@ -91,7 +91,7 @@ def run(
 def run_in_turn(
     made: Make, microbatches: int, arguments: Callable[[Any], list[Any]], sums: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The same, one microbatch after another, with one set of stacks; for what offloads nothing."""
+    """Run one microbatch after another, with one set of stacks, where nothing is offloaded; see `run`."""
 
     def step(state: tuple[list[Any], Stacks], number: Any) -> tuple[tuple[list[Any], Stacks], list[Any]]:
         (sums, stacks), program = state, made()
@@ -129,7 +129,7 @@ class Loss:
 
 
 class Interleaved(NamedTuple):
-    """What interleaves, or runs in turn if nothing is offloaded, for readers of the equation.
+    """The microbatches that interleave, or run in turn if nothing is offloaded, for readers of the equation.
 
     Attributes:
       loss: of one microbatch.
@@ -232,7 +232,7 @@ interleaved_p = define(
 
 
 def is_staged(eqn: JaxprEqn) -> bool:
-    """Whether an equation accumulates gradients on pipeline stages."""
+    """Return if an equation accumulates gradients on pipeline stages."""
     return eqn.primitive is interleaved_p and eqn.params["schedule"] is not None
 
 

@@ -75,7 +75,7 @@ def _with_row(rows: Any, row: Any, number: Any, microbatches: int) -> Any:
 def _run_tick(
     pipeline: Pipeline, tick: Any, consts: Operands, xs: Operands, fresh: list[Any], along: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """What each stage has for the next one, and what leaves the last."""
+    """Run a tick: what each stage has for the next one, and what leaves the last."""
     chunks, schedule, axis = pipeline.loss.chunks, pipeline.schedule, pipeline.axis
     stage = lax.axis_index(axis)
     chunk = schedule.forward_of_many(stage, tick).chunk

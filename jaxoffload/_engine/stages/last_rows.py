@@ -50,7 +50,7 @@ def beyond_a_row(layer: Layer, layers: int) -> int:
 
 
 def more_than_a_row(shape: tuple[int, ...], size: int, layers: int) -> int:
-    """The same, of one residual of this shape and so many bytes per device."""
+    """Return these bytes of one residual of this shape and so many bytes per device."""
     pieces = cut(shape, layers).pieces
     return size * (layers - pieces) // pieces
 

@@ -157,7 +157,7 @@ def _written_out(call: Call) -> Jaxpr:
 
 
 class Behind(NamedTuple):
-    """What is known of a microbatch that has passed all layers.
+    """A microbatch that has passed all layers.
 
     Attributes:
       results: of the loss.
@@ -258,7 +258,7 @@ class StagedLoss:
 
     @property
     def beside(self) -> tuple[Jaxpr, ...]:
-        """What a tick may run besides layers, as jaxprs: before them, behind them, and at their begin again."""
+        """The jaxprs that a tick may run besides layers: before them, behind them, and at their begin again."""
         microbatch, outs = self._behind_avals
         return (
             self.divided.before,

@@ -85,7 +85,7 @@ def run(
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """What is the same in all ticks."""
+    """The loss, the schedule and the microbatches, the same in all ticks."""
 
     loss: StagedLoss
     schedule: Schedule

@@ -21,7 +21,7 @@ REPEATED_SCOPE = "jaxoffload.repeated"  # then the length in brackets, for those
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _ForXla:
-    """The same loop as `call_jaxpr`, without its length: XLA compiles it, and nobody who reads jaxprs finds it."""
+    """The loop of `call_jaxpr` as XLA compiles it, without its length; walkers of jaxprs do not find it."""
 
     jaxpr: Jaxpr
 

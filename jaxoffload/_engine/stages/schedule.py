@@ -85,17 +85,17 @@ class Schedule:
         return 2 * (self.chunks - chunk) - 1
 
     def forward(self, stage: int, tick: int) -> Run | None:
-        """What a stage runs forward in a tick."""
+        """Return what a stage runs forward in a tick."""
         return self._real(self.forward_of_many(stage, tick))
 
     def backward(self, stage: int, tick: int) -> Run | None:
-        """What a stage runs backward in a tick."""
+        """Return what a stage runs backward in a tick."""
         first = self.chunks + self.stages - 1 - stage  # the tick of its first
         microbatch, turn = self._nth(tick - first)
         return self._real(Run(microbatch, (self.virtual_stages - 1 - turn) * self.stages + stage))
 
     def forward_of_many(self, stage: Any, tick: Any) -> Run:
-        """What it would run forward if there were microbatches before the first and behind the last; may be traced."""
+        """Return what it would run forward if there were microbatches without end; the arguments may be traced."""
         microbatch, turn = self._nth(tick - stage)
         return Run(microbatch, turn * self.stages + stage)
 
@@ -132,7 +132,7 @@ class Schedule:
 
     @staticmethod
     def layers_in_flight(layers: Any) -> Any:
-        """Of how many layers a device holds what goes to the host, whatever stages and microbatches are.
+        """Return how many layers' offloaded residuals a device holds at once, whatever stages and microbatches are.
 
         One is written and one fetched; a chunk's last layer travels each way, with a piece of it. `layers`: those of a
         chunk, all of which offload.
@@ -141,7 +141,7 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """What part of a step a stage idles. It is (p - 1) / (vM + p - 1) if p divides M or v is 1.
+        """The part of a step that a stage idles. It is (p - 1) / (vM + p - 1) if p divides M or v is 1.
 
         All stages take a tick together. It lasts as long as its forward or its backward passes, or as both.
         """
@@ -170,7 +170,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Tick:
-    """What the stages do in a tick.
+    """The passes that the stages run in a tick.
 
     In `Schedule.steady` they do the same as `slots` ticks before, with microbatches whose numbers are 2p greater.
 
@@ -183,27 +183,27 @@ class Tick:
 
     @property
     def forward(self) -> list[Run | None]:
-        """What each stage runs forward."""
+        """The run of each stage forward."""
         return [self.schedule.forward(stage, self.number) for stage in range(self.schedule.stages)]
 
     @property
     def backward(self) -> list[Run | None]:
-        """What each stage runs backward."""
+        """The run of each stage backward."""
         return [self.schedule.backward(stage, self.number) for stage in range(self.schedule.stages)]
 
     @property
     def passes(self) -> tuple[bool, bool]:
-        """Whether a forward and a backward pass run in it."""
+        """If a forward and if a backward pass runs in it."""
         forward, backward = zip(*self._needed(), strict=True)
         return any(forward), any(backward)
 
     @property
     def idle(self) -> list[bool]:
-        """Whether each stage needs neither pass."""
+        """If each stage needs neither pass."""
         return [not any(needed) for needed in self._needed()]
 
     def _needed(self) -> list[tuple[bool, bool]]:
-        """Whether each stage needs a forward and a backward pass.
+        """Return if each stage needs a forward and a backward pass.
 
         A forward pass also writes the last rows of the one before, and a backward pass fetches those of the next.
         """

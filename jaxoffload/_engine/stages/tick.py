@@ -55,8 +55,12 @@ class Given(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """Outputs broadcast to all stages: of the microbatch that leaves, the carry and the ys, and of the one that returns,
-    the cotangents that it has brought back; nothing if there is none."""
+    """Outputs broadcast to all stages; nothing if there is none.
+
+    Attributes:
+      left: the carry and the ys of the microbatch that leaves.
+      returned: the cotangents that the one that returns has brought back.
+    """
 
     left: list[Any]
     returned: list[Any]

@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of candidates by counts of layers: nanoseconds, and the bytes per device of each kind."""
+    """The step of each candidate by counts of layers: nanoseconds, and the bytes per device of each kind."""
 
     ns: Any
     residuals: Any
@@ -123,7 +123,7 @@ def _behind_a_loop(step: Step, stack: Stack, of: Moves, n: Counts) -> tuple[Any,
 
 
 class _Rest(NamedTuple):
-    """Of each candidate what a layer costs that is neither resident nor offloads, (candidates, 1)."""
+    """The cost of a layer that is neither resident nor offloads, of each candidate, (candidates, 1)."""
 
     seconds: Any
     kept: Any
@@ -135,7 +135,7 @@ class _Rest(NamedTuple):
 
 
 def _counts(step: Step, stack: Stack, moving: Any, layers: Any, save: bool) -> Counts:
-    """As `layer_ranges` divides the layers of a stack."""
+    """Count the layers of a stack as `layer_ranges` divides them."""
     most = stack.may_offload(step.resident) // stack.chunks
     count = np.minimum(layers // stack.chunks, most)
     offload = (moving > 0) & (count > 0)
@@ -147,13 +147,13 @@ def _counts(step: Step, stack: Stack, moving: Any, layers: Any, save: bool) -> C
 
 
 def _in_turn(step: Step, stack: Stack, cost: LayerCost, moving: Any) -> Any:
-    """Seconds by which a layer's copies take longer than its passes, each beside its own."""
+    """Return by how many seconds a layer's copies take longer than its passes, each beside its own."""
     return stack.runs * (_longer(moving, step.bus.d2h, cost.forward) + _longer(moving, step.bus.h2d, cost.backward))
 
 
 def _beside(step: Step, stack: Stack, cost: LayerCost, moving: Any, first: End, last: End) -> Any:
-    """The same where passes run beside each other, and the first and the last one alone, with what is recomputed for
-    these."""
+    """Return those seconds where passes run beside each other, and the first and the last one alone, with what these
+    recompute."""
     bus, of_first, of_last = step.bus, moving - first.less, moving - last.less
     if stack.microbatches == 2:
         pairs = _of_pair(bus, cost, of_last, of_first, first.again)
@@ -165,8 +165,8 @@ def _beside(step: Step, stack: Stack, cost: LayerCost, moving: Any, first: End, 
 
 
 class _Pieces(NamedTuple):
-    """On pipeline stages the rows of a chunk's last layer travel in pieces, if no layer behind it is in its loop:
-    whether they do, their bytes, and how many of these are beyond a row; (candidates, counts) each."""
+    """The pieces in which the rows of a chunk's last layer travel on pipeline stages, if no layer behind it is in its
+    loop: whether they do, their bytes, and how many of these are beyond a row; (candidates, counts) each."""
 
     travel: Any
     bytes: Any
@@ -183,13 +183,13 @@ def _pieces(stack: Stack, cost: LayerCost, of: Moves, n: Counts) -> _Pieces:
 
 
 def _in_flight(pieces: _Pieces, n: Counts) -> Any:
-    """Of how many layers the device holds what goes to the host."""
+    """Return how many layers' offloaded residuals the device holds at once."""
     return np.where(pieces.travel, Schedule.layers_in_flight(np.maximum(1, n.layers)), 2)
 
 
 def _in_ticks(step: Step, stack: Stack, cost: LayerCost, size: Any) -> Any:
-    """The same on pipeline stages, where each iteration copies `size` bytes: in the first ticks no stage runs backward,
-    and in as many at the end none runs forward."""
+    """Return those seconds on pipeline stages, where each iteration copies `size` bytes: in the first ticks no stage
+    runs backward, and in as many at the end none runs forward."""
     assert stack.schedule
     ticks, alone, bus = stack.schedule.forward_stop, stack.chunks, step.bus
     lone = _longer(size, bus.d2h, cost.forward) + _longer(size, bus.h2d, cost.backward)
@@ -197,7 +197,7 @@ def _in_ticks(step: Step, stack: Stack, cost: LayerCost, size: Any) -> Any:
 
 
 def _of_pair(bus: Bus, cost: LayerCost, to_host: Any, back: Any, again: Any = 0.0) -> Any:
-    """Of a layer's forward pass, which copies so many bytes, beside a backward pass, which recomputes for so long."""
+    """Return by how many seconds copies of so many bytes, or recomputing, outlast a forward beside a backward pass."""
     both = (to_host > 0) & (back > 0)
     copies = np.where(both, np.maximum(to_host, back) / bus.together, to_host / bus.d2h + back / bus.h2d)
     return np.maximum(again, copies / 1e9 - cost.seconds)
@@ -224,7 +224,7 @@ def undominated(step: Step, table: Table, host_budget: int) -> list[Choice]:
 
 
 class Curves:
-    """What `undominated` returns for some host budgets, of a table that grows: only what is new is computed."""
+    """The results of `undominated` for some host budgets, as a table grows: only new rows are computed."""
 
     def __init__(self, step: Step, host_budgets: Sequence[int]):
         self.step, self.host_budgets, self.counts = step, host_budgets, _layer_counts(step)

@@ -103,7 +103,10 @@ def weights_of(found: Found, args: Any) -> Iterator[Weight]:
 
 
 def _weight(row: Buffer, read: Buffer, sharding: NamedSharding, batch: Mapping[str, int], perturbed: bool) -> Weight:
-    """`read`: the row as it is cast. What a `shard_map` takes in parts is not gathered over its axes."""
+    """Return a gathered weight; `read` is its row as it is cast.
+
+    What a `shard_map` takes in parts is not gathered over its axes.
+    """
     divided = division(sharding).parts
     over_batch = math.prod(batch[axis] for axis in _axes(sharding.spec) if axis in batch)
     taken = read.constraint or row.constraint

@@ -1,4 +1,4 @@
-"""What a step and its layers cost, as far as choices depend on it."""
+"""The costs of a step and its layers, as far as choices depend on them."""
 
 import dataclasses
 from collections import Counter
@@ -14,7 +14,7 @@ Kept = frozenset[Unit]
 
 
 class Alone(NamedTuple):
-    """What `accumulate` knows of a layer where it decides on the passes that run alone.
+    """A layer, as `accumulate` knows it where it decides on the passes that run alone.
 
     Attributes:
       forward, backward: seconds, as it counts them.
@@ -31,7 +31,7 @@ class Alone(NamedTuple):
 
 
 class LayerCost(NamedTuple):
-    """What one layer costs that keeps certain names.
+    """The cost of one layer that keeps certain names.
 
     Attributes:
       forward, backward: seconds, with what runs again.
@@ -87,7 +87,7 @@ class Stack(NamedTuple):
 
     @property
     def sets(self) -> int:
-        """Of how many microbatches residuals are kept, whatever is moved."""
+        """How many microbatches keep residuals at once, whatever is moved."""
         return self.schedule.slots if self.schedule else 1
 
     @property
@@ -97,13 +97,13 @@ class Stack(NamedTuple):
         return [(layers,), *([(virtual, layers // virtual)] if self.schedule else [])]
 
     def may_offload(self, resident: int) -> int:
-        """How many layers may, if `resident` ones never do; on stages all chunks are alike, and these may, too."""
+        """Return how many layers may offload: not `resident` ones, except on stages, where all chunks are alike."""
         return self.layers * self.chunks if self.schedule else self.layers - min(resident, self.layers)
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What is the same for all choices.
+    """The costs that all choices share.
 
     Attributes:
       seconds: outside of the layers.

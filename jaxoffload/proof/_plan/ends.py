@@ -33,8 +33,8 @@ class Counts(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What candidates move of a stack's layer: which of the `units`, (candidates, units) bool; how many, and their
-    bytes, (candidates, 1)."""
+    """The residuals of a stack's layer that candidates move: which of the `units`, (candidates, units) bool; how many,
+    and their bytes, (candidates, 1)."""
 
     units: list[Unit]
     moved: Any
@@ -101,8 +101,8 @@ def _waits(alone: Alone, moved: Kept) -> bool:
 
 
 class End(NamedTuple):
-    """What a layer does otherwise: bytes that stay, bytes that are not copied, seconds that its backward pass takes
-    longer; (candidates, counts) each, or 0."""
+    """The difference that a lone pass makes to a layer: bytes that stay, bytes that are not copied, seconds that its
+    backward pass takes longer; (candidates, counts) each, or 0."""
 
     stay: Any = 0
     less: Any = 0
@@ -116,7 +116,7 @@ def ends(
     each = list(zip(step.stacks, costs, moves, counts, again, strict=True))
 
     def at(direction: Direction, left: Any) -> tuple[list[End], Any]:
-        """The ends of the stacks, and what is left. The last stack's residuals are needed first."""
+        """Return the ends of the stacks, and what is left. The last stack's residuals are needed first."""
         found = []
         for stack, cost, of, n, more in reversed(each):
             end = _end(direction, cost.alone, of, n, left, more) if cost.alone and stack.microbatches > 1 else End()

@@ -1,4 +1,4 @@
-"""What one layer costs that keeps certain names."""
+"""The cost of one layer that keeps certain names."""
 
 import dataclasses
 import itertools
@@ -43,7 +43,7 @@ def divided(found: Found, fixed: Policy) -> Divided:
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """What layers cost that keep certain names.
+    """The costs of layers that keep certain names.
 
     Attributes:
       policy: names to decisions -> the policy that says so.

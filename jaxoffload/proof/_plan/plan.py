@@ -110,7 +110,7 @@ def plan(
 
 
 class Traced(NamedTuple):
-    """What a function's scans cost, whatever the budget of device memory is; `unmoved`: choices that move nothing."""
+    """The costs of a function's scans, whatever the budget of device memory; `unmoved`: choices that move nothing."""
 
     step: Step
     table: Table
@@ -194,7 +194,7 @@ def _host_budget(budget: Any) -> int:
 
 
 def _nothing_fits(traced: Traced, least: Choice, limit: int, compiled: int | None) -> NothingFits:
-    """`compiled`: what XLA plans for this choice."""
+    """Return the error that nothing fits; `compiled` is what XLA plans for this choice."""
     memory = _memory(traced.step, alone(traced.step, traced.table, least))
     parts = sorted(memory._asdict().items(), key=lambda part: -part[1])[:3]
     largest = ", ".join(f"{readable(size)} {_PARTS[name]}" for name, size in parts)

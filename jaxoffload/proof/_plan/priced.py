@@ -24,7 +24,7 @@ from .untagged import runs_again
 
 
 class Priced(NamedTuple):
-    """What `priced` returns.
+    """The result of `priced`.
 
     Attributes:
       costs, times: of a layer of each stack that keeps certain names; `times` are without working sets.

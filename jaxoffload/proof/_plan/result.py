@@ -1,4 +1,4 @@
-"""What `plan` returns: a policy, what it is predicted to take, and what more memory would bring."""
+"""The result of `plan`: a policy, what it is predicted to take, and what more memory would bring."""
 
 import dataclasses
 import json
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def limits(self) -> str:
-        """What a little more memory would bring, or that no more is needed."""
+        """Return what a little more memory would bring, or that no more is needed."""
         here = self.memory.total
         more = [p for p in self.curve if p.bytes > here and p.ms <= (1 - _WORTH) * self.step_ms]
         if not more:
@@ -130,7 +130,7 @@ class Plan:
         }
 
     def differs(self, other: Policy) -> str:
-        """What another policy does that this plan does not."""
+        """Return what another policy does that this plan does not."""
         return ", ".join(_changes(self.policy, other))
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ def pool(least: Kept, free: Iterable[Unit], evaluate: Callable[[Kept], Costs], s
         return _totals(table[kept], stacks)
 
     def worth(kept: Kept, unit: Unit) -> float:
-        """The seconds that a byte of a unit saves, beside these others."""
+        """Return the seconds that a byte of a unit saves, beside these others."""
         seconds, size = totals(kept | {unit}) - totals(kept - {unit})
         return -seconds / max(1, size)
 

@@ -103,7 +103,7 @@ def _loops_at(eqn: JaxprEqn) -> tuple[int, Spare | None, Sequence[Loops]]:
 
 
 def _is_differentiated(eqn: JaxprEqn) -> bool:
-    """Whether an equation is the forward pass of a scan that has a backward pass elsewhere."""
+    """Return if an equation is the forward pass of a scan that has a backward pass elsewhere."""
     return eqn.primitive is forward_p and not eqn.params["loops"].segments[0].layer.only_forward
 
 
@@ -163,7 +163,7 @@ def held_by_stages(found: list[Found], like: Divisions) -> dict[tuple[int, ...],
 
 
 class Accumulated(NamedTuple):
-    """What `accumulate` adds up, and what it may keep.
+    """The gradients that `accumulate` adds up, and the residuals that it may keep.
 
     Attributes:
       gradients: shapes and dtypes of those of layers, which are added up in place.

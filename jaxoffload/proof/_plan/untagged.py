@@ -1,4 +1,4 @@
-"""What runs again in a layer although all its names are kept: kernels whose results nothing names."""
+"""Work that runs again in a layer although all its names are kept: kernels whose results nothing names."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -79,7 +79,7 @@ class Fit:
         return self.runs * self.layers * (self.forward_ms + self.backward_ms)
 
     def exposed_ms(self, copy: LayerCopy) -> float:
-        """How much longer these copies alone take than the layers beside them, both ways, in all layers."""
+        """Return how much longer these copies alone take than the layers beside them, both ways, in all layers."""
         if self.beside:
             longer = max(0.0, max(copy.d2h_ms, copy.h2d_ms) - self.forward_ms - self.backward_ms)
         else:
@@ -236,7 +236,7 @@ def _in_turn(passes: list[_Pass], machine: Machine, devices: int) -> Iterator[Fi
 
 
 def _interleaved(passes: list[_Pass], machine: Machine, devices: int) -> Iterator[Fit]:
-    """The loops of each `accumulate`: passes beside each other, and the first and the last one alone."""
+    """Yield the loops of each `accumulate`: passes beside each other, and the first and the last one alone."""
     bus = machine.bus(devices)
     both_ways = Bus(bus.together, bus.together, bus.together)
     for run in (run for run in passes if run.eqn.primitive is interleaved_p):
@@ -260,22 +260,22 @@ def _interleaved(passes: list[_Pass], machine: Machine, devices: int) -> Iterato
         for segment, first, last in zip(segments["loops"], segments["first"], segments["last"], strict=True):
             copies = _copies(segment, run, bus)
             copied = zip(segment.layout.moved, copies, strict=True)
-            if alone := [one for rows, copy in copied if (one := _alone(copy, rows, first, last))]:
+            if alone := [one for residual, copy in copied if (one := _alone(copy, residual, first, last))]:
                 lone = run._replace(runs=run.runs * alone_in_turn)
                 fit = _fit(segment.layers, segment.on_host, lone, (first.jaxpr, last.backward), alone, machine)
                 yield dataclasses.replace(fit, microbatches=microbatches)
 
 
 def _both(to_host: list[LayerCopy], back: list[LayerCopy]) -> list[LayerCopy]:
-    """The copies of a forward and of a backward pass; what is copied both ways is one."""
+    """Return the copies of a forward and of a backward pass; what is copied both ways is one."""
     only = lambda copies, others, **none: [c._replace(**none) for c in copies if c not in others]
     both = [copy for copy in to_host if copy in back]
     return both + only(to_host, back, h2d_ms=0.0) + only(back, to_host, d2h_ms=0.0)
 
 
-def _alone(copy: LayerCopy, rows: frozenset[int], first: Segment, last: Segment) -> LayerCopy | None:
-    """What is copied of a residual while the first forward and the last backward pass run; None if nothing is."""
-    d2h_ms, h2d_ms = (ms * (rows in end.layout.moved) for ms, end in ((copy.d2h_ms, first), (copy.h2d_ms, last)))
+def _alone(copy: LayerCopy, residual: frozenset[int], first: Segment, last: Segment) -> LayerCopy | None:
+    """Return a residual's copies while the first forward and the last backward pass run; None if there are none."""
+    d2h_ms, h2d_ms = (ms * (residual in end.layout.moved) for ms, end in ((copy.d2h_ms, first), (copy.h2d_ms, last)))
     return copy._replace(d2h_ms=d2h_ms, h2d_ms=h2d_ms) if d2h_ms or h2d_ms else None
 
 
@@ -301,7 +301,7 @@ def _beside(forwards: Sequence[Segment], backwards: Sequence[Segment]) -> Iterat
 
 
 def _copies(segment: Segment, run: _Pass, bus: Bus) -> list[LayerCopy]:
-    """What each iteration over the layers of a segment copies."""
+    """Return what each iteration over the layers of a segment copies."""
     ms = lambda size, rate: size / rate / 1e6
     parts = parts_of_stored(segment, run.rows).host
     sizes = [-(-nbytes(aval) // parts) for (_, aval), parts in zip(for_host(segment), parts, strict=True)]
@@ -312,7 +312,7 @@ def _copies(segment: Segment, run: _Pass, bus: Bus) -> list[LayerCopy]:
 def _fit(
     layers: int, moved: int, run: _Pass, passes: tuple[Jaxpr, Jaxpr], copies: list[LayerCopy], machine: Machine
 ) -> Fit:
-    """`passes`: of one layer, forward and backward."""
+    """Compare a layer's copies with its `passes`, forward and backward."""
     forward, backward = (cost(jaxpr, machine, run.devices, run.axes) for jaxpr in passes)
     return Fit(
         layers=layers,

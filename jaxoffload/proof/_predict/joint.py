@@ -27,7 +27,7 @@ from ..._policy import VERDICT, Policy
 
 
 class Passes(NamedTuple):
-    """What a layer runs; the attributes are those of `Layer`, and `backward` has all cotangents."""
+    """The passes of a layer; the attributes are those of `Layer`, and `backward` has all cotangents."""
 
     consts: int
     carry: int

@@ -22,7 +22,7 @@ from .measure import Bus as Bus
 
 @dataclasses.dataclass(frozen=True)
 class Machine(RatesByShape):
-    """What `machine()` measured; print it.
+    """The measurements of `machine()`; print them.
 
     Attributes:
       device: the kind of the `gpus` GPUs.
@@ -47,7 +47,7 @@ class Machine(RatesByShape):
     all: Bus
 
     def bus(self, gpus: int) -> Bus:
-        """The rates where so many GPUs copy at once. Those of some lie between those of one and of all, over the
+        """Return the rates where so many GPUs copy at once. Those of some lie between those of one and of all, over the
         logarithm of their number."""
         if gpus == 1:
             return self.one
@@ -56,8 +56,8 @@ class Machine(RatesByShape):
         return Bus(*(between(gpus, (1, self.gpus), rates) for rates in zip(self.one, self.all, strict=True)))
 
     def caveat(self, gpus: int) -> str:
-        """What a prediction for so many GPUs says in brackets if more of a host may copy at once than were measured;
-        otherwise ""."""
+        """Return what a prediction for so many GPUs says in brackets if more of a host may copy at once than were
+        measured; otherwise ""."""
         few = self.gpus < min(gpus, _OF_A_HOST)
         return f" (the bus was measured with {self.gpus} GPU(s) copying at once)" if few else ""
 
@@ -221,7 +221,7 @@ def _measured(devices: list[Any], sizes: measure.Sizes = measure.SIZES) -> Machi
 
 
 def _rounded(found: Any) -> Any:
-    """Four digits are more than is known."""
+    """Round numbers to four digits, which are more than is known."""
     if isinstance(found, float):
         return float(f"{found:.4g}")
     if isinstance(found, Machine):

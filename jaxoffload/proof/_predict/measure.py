@@ -46,7 +46,7 @@ class Attended(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What is measured: sides of matrices, and bytes. All values are bfloat16 unless told otherwise.
+    """The sizes that are measured: sides of matrices, and bytes. All values are bfloat16 unless told otherwise.
 
     Attributes:
       copied: bytes of each copy over the bus, and of what is read and written once in the device's memory.
@@ -94,7 +94,7 @@ def seconds_of(call: Callable[[], Any], least: float, runs: int = 3) -> float:
 
 
 def bus(devices: Sequence[Any], sizes: Sizes) -> Bus:
-    """The rates of each device while all of these copy."""
+    """Return the rates of each device while all of these copy."""
     size, runs = sizes.copied, []
     for device in devices:
         here = SingleDeviceSharding(device)
@@ -121,7 +121,7 @@ def _drawn(*shape: int) -> jax.Array:
 
 
 def large_gemm(sizes: Sizes) -> float:
-    """TFLOP/s of square matmuls."""
+    """Measure the TFLOP/s of square matmuls."""
     x, w = _drawn(sizes.side, sizes.side), _drawn(sizes.side, sizes.side)
     return 2 * sizes.side**3 / seconds_of(functools.partial(jax.jit(jnp.dot), x, w), 2 * sizes.seconds) / 1e12
 
@@ -130,7 +130,7 @@ _IN_TURN = 16  # small matmuls or collectives in a program, so that starting it 
 
 
 def gemms(sizes: Sizes) -> Gemms:
-    """TFLOP/s of other matmuls."""
+    """Measure the TFLOP/s of other matmuls."""
     rows, wide, narrow, few = sizes.rows, sizes.wide, sizes.narrow, sizes.few
     w, into, out = _drawn(wide, wide), _drawn(wide, narrow), _drawn(narrow, wide)
     in_turn = lambda x, w: functools.reduce(lambda x, _: x @ w, range(_IN_TURN), x)
@@ -151,7 +151,7 @@ _PAIRS = 2  # of grouped GEMMs, to a wide side and back, so that starting a prog
 
 
 def _grouped(groups: int, rows: int, before: int, after: int, sizes: Sizes) -> float:
-    """TFLOP/s of grouped GEMMs, three for a forward and a backward pass, by the backend that is chosen here."""
+    """Measure the TFLOP/s of grouped GEMMs, three for a forward and a backward pass, by the backend chosen here."""
     rows = rows // groups * groups
     x, each = _drawn(rows, before), jnp.full(groups, rows // groups, jnp.int32)
     ws = [_drawn(groups, *sides) for _ in range(_PAIRS) for sides in ((before, after), (after, before))]
@@ -168,7 +168,7 @@ def _grouped(groups: int, rows: int, before: int, after: int, sizes: Sizes) -> f
 
 
 def attention(sizes: Sizes) -> tuple[AttentionRate, ...]:
-    """TFLOP/s of cuDNN's attention by shape, without those that it cannot do."""
+    """Measure the TFLOP/s of cuDNN's attention by shape, without those that it cannot do."""
     return tuple(rate for shape in sizes.attention if (rate := _attention(shape, sizes)))
 
 
@@ -188,13 +188,13 @@ def _attention(shape: Attended, sizes: Sizes) -> AttentionRate | None:
 
 
 def hbm(sizes: Sizes) -> float:
-    """GB/s of the device's memory, read and written."""
+    """Measure the GB/s of the device's memory, read and written."""
     x = jnp.ones(sizes.copied // 4, jnp.float32)
     return 2 * sizes.copied / seconds_of(functools.partial(jax.jit(lambda x: x * 1.000001), x), sizes.seconds) / 1e9
 
 
 def fused(sizes: Sizes) -> float:
-    """GB/s of a gated activation and a sum, forward and backward: the bytes that `cost` counts, per second. No norms:
+    """Measure the GB/s of a gated activation and a sum, forward and backward: the bytes that `cost` counts. No norms:
     what XLA reads twice there is little of a layer."""
     gated = lambda x, gate, up: x + jax.nn.silu(gate) * up
 
@@ -209,7 +209,7 @@ def fused(sizes: Sizes) -> float:
 
 
 class _Collective(NamedTuple):
-    """Of what a device has to what it receives; and `again`, of both to what the next one begins with."""
+    """A collective: `run` maps what a device has to what it receives, `again` both to the operand of the next one."""
 
     run: Callable[[jax.Array], jax.Array]
     again: Callable[[jax.Array, jax.Array], jax.Array]
@@ -226,7 +226,7 @@ _LARGE = 2**26  # bytes: beside so many, starting a program takes no time
 
 
 def link(devices: Sequence[Any], sizes: Sizes) -> Link | None:
-    """GB/s of collectives between all of these; None if there is one."""
+    """Measure the GB/s of collectives between all of these; None if there is one."""
     if len(devices) == 1:
         return None
     mesh = Mesh(np.asarray(devices), "d")
@@ -241,8 +241,8 @@ def link(devices: Sequence[Any], sizes: Sizes) -> Link | None:
 
 
 def collectives(what: str, mesh: Mesh, size: int) -> tuple[Callable[[], Any], int]:
-    """A program of collectives on arrays of about `size` bytes, and the bytes that a device receives in it. Small ones
-    follow each other in it: starting a program on several devices takes longer than one of them."""
+    """Return a program of collectives on arrays of about `size` bytes, and the bytes that a device receives in it.
+    Small ones follow each other in it: starting a program on several devices takes longer than one of them."""
     times, parts = max(1, min(_IN_TURN, _LARGE // size)), mesh.size
     x = _on_each(mesh, size // parts if what == "all_gather" else size)
     run, again = _COLLECTIVES[what]
@@ -264,7 +264,7 @@ _MATMULS = 4  # which together take longer than the collective beside them
 
 
 def _beside(mesh: Mesh, link: Link, sizes: Sizes) -> float:
-    """The share of an all-gather's time by which matmuls beside it take longer; at least 0.01."""
+    """Return the share of an all-gather's time by which matmuls beside it take longer; at least 0.01."""
     specs, gather = (P(), P(), P("d")), _COLLECTIVES["all_gather"].run
     x, w, shards = _drawn(sizes.rows, sizes.wide), _drawn(sizes.wide, sizes.wide), sizes.link[-1] // mesh.size
     operands = jax.device_put((x, w, _on_each(mesh, shards)), tuple(NamedSharding(mesh, spec) for spec in specs))

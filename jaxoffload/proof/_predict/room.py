@@ -339,7 +339,7 @@ class _Walk:
         self.nothing |= {x for x in buffers if (x.aval.shape, getattr(x.aval, "dtype", None)) in shapes}
 
     def peak(self, program: Straight, state: Collection[Buffer], lives: _Lives | None = None) -> int:
-        """The most bytes at once of what a program computes and of its `state`, the inputs that it frees."""
+        """Return the most bytes at once of what a program computes and of its `state`, the inputs that it frees."""
         lives = lives or self.lives(program)
         for op in program.ops:
             self.leave_out(op, op.results)
@@ -360,7 +360,7 @@ class _Walk:
         return most
 
     def of_op(self, op: Op, results: dict[Buffer, int], ends: dict[Buffer, int], same: dict[Buffer, Buffer]) -> int:
-        """The bytes of an op besides all that lives before it. `ends`: what nothing reads after it."""
+        """Return the bytes of an op besides all that lives before it. `ends`: what nothing reads after it."""
         name = op.eqn.primitive.name
         if _is_tick(op):  # It writes over what it is given, and its layers are counted by themselves.
             self.layers_seen += 1
@@ -377,8 +377,8 @@ class _Walk:
         return inside + sum(results.values()) - max(overwritten, default=0)
 
     def iteration(self, op: Op, first: int, carry: int) -> int:
-        """The most that an iteration of a loop has, with its carry. What it has without the stacks that it writes
-        becomes `layer` or `loop`."""
+        """Return the most that an iteration of a loop has, with its carry. What it has without the stacks that it
+        writes becomes `layer` or `loop`."""
         params = op.eqn.params
         body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _OPENED)
         state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
@@ -398,17 +398,17 @@ class _Walk:
 
 
 def _runs_layers(op: Op) -> bool:
-    """Whether an op is a part of a pass of a `scan`, or all that runs of it in a tick on pipeline stages."""
+    """Return if an op is a part of a pass of a `scan`, or all that runs of it in a tick on pipeline stages."""
     return any(primitive.name in op.scope for primitive in _WITH_LOOPS) or _is_tick(op)
 
 
 def _is_tick(op: Op) -> bool:
-    """Whether an op is the passes of a tick, with a branch for each stage."""
+    """Return if an op is the passes of a tick, with a branch for each stage."""
     return op.eqn.primitive is cond_p and TICK in op.scope and SHARD_MAP in op.scope
 
 
 def _inside_checkpoint(op: Op) -> str:
-    """The scope of the checkpoint that an op is in, around which there is a barrier; "" if it is in none."""
+    """Return the scope of the checkpoint that an op is in, around which there is a barrier; "" if it is in none."""
     outside, checkpoint, inside = op.scope.rpartition(remat_p.name)
     return outside + checkpoint + inside.partition("/")[0] if checkpoint else ""
 
@@ -427,7 +427,7 @@ def _divide_alike(given: Collection[Buffer], left: Collection[Buffer | None]) ->
 
 
 def _carry_of(op: Op) -> tuple[int, int]:
-    """Where among a loop's operands its carry begins, and how long it is."""
+    """Return where among a loop's operands its carry begins, and how long it is."""
     params = op.eqn.params
     if op.eqn.primitive is while_p:
         first = params["cond_nconsts"] + params["body_nconsts"]

@@ -119,7 +119,7 @@ def deterministic_attention() -> Iterator[None]:
 
 
 def not_exact(jaxpr: Jaxpr) -> str:
-    """Why one program may give other bits each time it runs, whatever the options; empty if it may not."""
+    """Return why one program may give other bits each time it runs, whatever the options; empty if it may not."""
     if cudnn_lowering()[1] or not any(is_cudnn_attention(site.eqn.primitive.name) for site in walk(jaxpr)):
         return ""
     return "this JAX offers no way to ask cuDNN's attention to be deterministic: docs/upstream.md#cudnn-deterministic"

@@ -1,4 +1,4 @@
-"""What XLA compiled, parsed once: a program's instructions, how often each runs, and what it does to host memory."""
+"""A compiled program, parsed once: its instructions, how often each runs, and what it does to host memory."""
 
 import dataclasses
 import functools
@@ -32,17 +32,17 @@ class Instruction(NamedTuple):
 
     @property
     def on_host(self) -> bool:
-        """Whether any of its results lives in host memory."""
+        """True if any of its results lives in host memory."""
         return "S(5)" in self.shape
 
     @property
     def is_root(self) -> bool:
-        """Whether its results are those of its computation."""
+        """True if its results are those of its computation."""
         return self.text.lstrip().startswith("ROOT ")
 
     @property
     def target(self) -> str:
-        """What a custom call calls; empty for other instructions."""
+        """The name that a custom call calls; empty for other instructions."""
         return _first(r'custom_call_target="([^"]*)"', self.text)
 
     @property
@@ -128,7 +128,7 @@ class Module:
         ]
 
     def sources(self, line: Instruction) -> list[Instruction]:
-        """The operands of an instruction, looked for behind bitcasts and tuples."""
+        """Return the operands of an instruction, looked for behind bitcasts and tuples."""
         return [self._behind(operand) for operand in self.operands(line)]
 
     def _behind(self, line: Instruction) -> Instruction:
@@ -140,7 +140,7 @@ class Module:
         return line
 
     def called(self, line: Instruction) -> Iterator[Instruction]:
-        """The instructions of the computations that it runs."""
+        """Return the instructions of the computations that it runs."""
         return (inner for name in line.calls for inner in self.computations.get(name, []))
 
     @functools.cached_property
@@ -165,7 +165,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 
 def collectives(module: Module, which: Callable[[Instruction], bool] = lambda _: True) -> Counter[tuple[str, str]]:
-    """How often each kind runs on an array of each shape; XLA puts several arrays into one collective."""
+    """Return how often each kind runs on an array of each shape; XLA puts several arrays into one collective."""
     counts = Counter[tuple[str, str]]()
     for line in filter(which, module):
         if (kind := line.opcode.removesuffix("-start")) in COLLECTIVES:
@@ -177,7 +177,7 @@ def collectives(module: Module, which: Callable[[Instruction], bool] = lambda _:
 
 
 def results_of(line: Instruction) -> str:
-    """The shapes of a collective's results; an asynchronous one's shape may begin with those of its operands."""
+    """Return the shapes of a collective's results; an asynchronous one's shape may begin with those of its operands."""
     operands = re.match(r"\(\(.*?\), ", line.shape)
     if operands:
         return line.shape[operands.end() :]
@@ -186,7 +186,7 @@ def results_of(line: Instruction) -> str:
 
 
 def collective_kernels(modules: Iterable[Any]) -> set[str]:
-    """Names that a profile gives to asynchronous collectives that XLA runs as kernels of its own.
+    """Return the names that a profile gives to asynchronous collectives that XLA runs as kernels of its own.
 
     It does so with small ones between GPUs with NVLink. They are dealt out to the same few streams as the host copies,
     and the program's text does not name them. https://github.com/openxla/xla/pull/46463
@@ -211,13 +211,13 @@ def _is_collective(text: str) -> bool:
 
 
 def decided_on_host(module: Module) -> set[str]:
-    """Loops and branches: XLA copies to the host, as they run, whether to go on."""
+    """Return the loops and branches, whose conditions XLA copies to the host as they run."""
     return {line.name for line in module if line.opcode in ("while", "conditional")}
 
 
 def with_sizes_on_the_host(module: Module) -> set[str]:
-    """TransformerEngine's grouped GEMMs, and their quantization, that copy the group sizes to the host and wait for
-    them at each call. Its kernels of the second kind do not, and have other targets."""
+    """Return TransformerEngine's grouped GEMMs, and their quantization, that copy the group sizes to the host and wait
+    for them at each call. Its kernels of the second kind do not, and have other targets."""
     targets = ("te_grouped_gemm_ffi", "te_grouped_quantize_ffi")
     return {line.name for line in module if line.target in targets}
 
@@ -227,8 +227,8 @@ _PASSING_ON |= {"conditional", "fusion-start", "fusion-done", "copy-start", "cop
 
 
 def kernels_on_host_memory(module: Module) -> list[Instruction]:
-    """What meets a value on the host and neither passes it on, nor makes room for it, nor copies it by DMA: kernels
-    that read pinned memory, computation on the host, synchronous copies, copies from the host to the host."""
+    """Return the instructions that meet a value on the host and neither pass it on, nor make room for it, nor copy it
+    by DMA: kernels that read pinned memory, computation on the host, synchronous copies, copies from host to host."""
     copying = {name for line in module if line.opcode.endswith("-start") for name in line.calls}
 
     def is_right(line: Instruction) -> bool:
@@ -242,7 +242,7 @@ def kernels_on_host_memory(module: Module) -> list[Instruction]:
 
 
 def out_of_range(module: Module) -> Iterator[Instruction]:
-    """DMA copies of a stack's row whose offset, which XLA:GPU does not clamp, is not a row's in some iteration."""
+    """Yield DMA copies of a stack's row whose offset, which XLA:GPU does not clamp, is wrong in some iteration."""
     for start in (line for line in module if line.opcode == "fusion-start"):
         for copy in row_copies(start, module):
             if not {*copy.offsets} <= {*range(0, copy.nbytes * copy.rows, copy.nbytes)}:
@@ -259,14 +259,14 @@ class RowCopy(NamedTuple):
 
 
 def row_copies(start: Instruction, module: Module) -> Iterator[RowCopy]:
-    """What an instruction starts."""
+    """Yield the copies that an instruction starts."""
     for copy in (line for line in module.called(start) if line.opcode.startswith("dynamic-")):
         stack = copy if copy.opcode == "dynamic-update-slice" else module.operands(copy)[0]
         yield RowCopy(copy, *_row_bytes(stack.shape), row_offsets(copy, module.trip_counts.get(start.computation, 1)))
 
 
 def row_offsets(copy: Instruction, iterations: int) -> list[int]:
-    """Where in its stack a DMA copy's row begins, in bytes, in each iteration; -1 where the program does not say.
+    """Return the byte of the stack where a DMA copy's row begins, per iteration; -1 where the program does not say.
 
     jaxlib 0.12 says it in `linear` or in `table`, and has zeros where earlier ones say it (DynamicSliceConfig in
     xla/service/gpu/backend_configs.proto).
@@ -279,27 +279,27 @@ def row_offsets(copy: Instruction, iterations: int) -> list[int]:
 
 
 def of_unknown_length(module: Module) -> list[Instruction]:
-    """Loops that copy rows of stacks and whose iterations XLA does not know."""
+    """Return the loops that copy rows of stacks and whose iterations XLA does not know."""
     copying = {line.computation for line in module if line.opcode == "fusion-start" and line.on_host}
     unknown = copying - module.trip_counts.keys()
     return [line for line in module if line.opcode == "while" and unknown.intersection(line.calls)]
 
 
 def _row_bytes(shape: str) -> tuple[int, int]:
-    """The bytes of a row of `bf16[9,512,256]{...}`, and how many rows it has; a scalar is one."""
+    """Return the bytes of a row of `bf16[9,512,256]{...}`, and how many rows it has; a scalar is one."""
     dtype, sizes = dtype_and_sizes(shape)
     rows, *row = sizes or [1]
     return _bytes(dtype, row), rows
 
 
 def _bytes(dtype: str, sizes: Sequence[int]) -> int:
-    """The bytes of an array. XLA packs `s4`, `f4e2m1fn` and the like (`E(4)` in their layouts); a `token` has none."""
+    """Return the bytes of an array. XLA packs `s4`, `f4e2m1fn` and the like (`E(4)` in layouts); a `token` has none."""
     bits = 8 if dtype == "pred" else int(_first(r"^[a-z]+(\d+)", dtype) or 0)
     return -(-math.prod(sizes) * bits // 8)
 
 
 def nbytes(shape: str) -> int:
-    """The bytes of `bf16[9,512,256]{...}`, or of all arrays of a tuple."""
+    """Return the bytes of `bf16[9,512,256]{...}`, or of all arrays of a tuple."""
     return sum(_bytes(*dtype_and_sizes(array)) for array in re.findall(r"\w+\[[\d,]*\]", shape))
 
 
@@ -331,7 +331,7 @@ class Copy(NamedTuple):
 
 
 def host_copies(module: Module) -> dict[str, Copy]:
-    """Asynchronous copies, by the names that a profile gives them."""
+    """Return the asynchronous copies by the names that a profile gives them."""
     copies = {}
     for line in (line for line in module if line.starts_host_copy):
         size, count = _row_bytes(line.shape)
@@ -354,7 +354,7 @@ def host_copies(module: Module) -> dict[str, Copy]:
 
 
 def _naming(copy: Instruction, module: Module) -> Instruction | None:
-    """The instruction whose scope says which residual a copy copies.
+    """Return the instruction whose scope says which residual a copy copies.
 
     `scan` and `chain` trace each in a scope of its own, which is in the metadata of the copy, of its end (since
     jaxlib 0.12), or of what it waits for: its operand, or what that is an element of.
@@ -372,9 +372,9 @@ def _naming(copy: Instruction, module: Module) -> Instruction | None:
 
 
 def _naming_in_loop(source: Instruction, before: Instruction, module: Module) -> Instruction | None:
-    """The same, for a copy of an element of what a loop carries.
+    """Return the instruction that names a copy of an element of what a loop carries.
 
-    What is copied behind a loop, the last layer's, is an element of the loop's results, of which the loop's body copies
+    A copy behind a loop, the last layer's, is of an element of the loop's results, of which the loop's body copies
     the rows of the layers before. Where a loop over microbatches carries it, an iteration copied it to the host.
     """
     inside = module.called(before) if before.opcode == "while" else ()

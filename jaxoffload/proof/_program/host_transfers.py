@@ -1,4 +1,4 @@
-"""What a function puts into host memory, and where each such value comes from."""
+"""The values that a function puts into host memory, and where each comes from."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class Scope:
     around: "Scope | None" = None
 
     def source(self, var: Any) -> tuple[Source, str | None]:
-        """Where a value comes from, and its name."""
+        """Return where a value comes from, and its name."""
         first = follow(self.jaxpr, var, is_a_view)
         is_input = isinstance(first, Var) and first in self.jaxpr.invars
         source, name = self._input(self.jaxpr.invars.index(first)) if is_input else (source_of(self.jaxpr, var), None)
@@ -75,25 +75,25 @@ def _transfers(scope: Scope) -> Iterator[HostTransfer]:
 
 
 def bytes_put(jaxpr: Jaxpr) -> int:
-    """Bytes of all that a jaxpr puts into host memory, as often as it does."""
+    """Return the bytes of all that a jaxpr puts into host memory, as often as it does."""
     puts = (site for site in walk(jaxpr) if site.eqn.primitive is device_put_p)
     return sum(site.runs * nbytes(v.aval) for site in puts for v in site.eqn.outvars if on_host(v.aval))
 
 
 def _interleaved(eqn: JaxprEqn) -> Iterator[HostTransfer]:
-    """What the layers of interleaved scans put there. What stands between the scans has no names to be judged by."""
+    """Return what the layers of interleaved scans put there. Values between the scans have no names to be judged by."""
     segments = (segment for loops in loops_of(eqn) for segment in loops.segments)
     return (HostTransfer(kept.source, aval) for segment in segments for kept, aval in for_host(segment))
 
 
 def for_host(segment: Segment) -> list[tuple[Kept, Any]]:
-    """Return what each layer of a segment puts into host memory, and of what type it is."""
+    """Return the residuals that each layer of a segment puts into host memory, with their types."""
     layout = segment.layout
     return list(zip(layout.at("host"), layout.split(segment.jaxpr.out_avals).host, strict=True))
 
 
 def _made(scope: Scope, eqn: JaxprEqn, index: int) -> HostTransfer | None:
-    """A result that lives on the host, if it is this equation that puts it there."""
+    """Return a result that lives on the host, if it is this equation that puts it there."""
     aval = eqn.outvars[index].aval
     if eqn.primitive is forward_p:
         return HostTransfer(eqn.params["loops"].source_of(index), aval)
@@ -110,7 +110,7 @@ def _made(scope: Scope, eqn: JaxprEqn, index: int) -> HostTransfer | None:
 
 
 def _bodies(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
-    """The jaxprs inside an equation, each with the operand that each input is, or is a row of; None if not known."""
+    """Yield an equation's nested jaxprs, with the operand that each input is, or is a row of; None if not known."""
     if eqn.primitive not in (forward_p, backward_p):
         yield from ((body, operands_of(eqn, body)) for body in nested(eqn))
         return

@@ -32,7 +32,7 @@ class Kernels(NamedTuple):
     flops: float | None
 
     def more_than(self, traced: "Kernels") -> list[str]:
-        """Where these exceed the kernels that were traced. XLA merges matmuls: FLOPs tell what counts do not."""
+        """Return where these exceed the kernels that were traced. XLA merges matmuls: FLOPs tell what counts do not."""
         more = [
             f"{self.counts[kind]} {kind} run where {traced.counts[kind]} were traced"
             for kind in KINDS
@@ -76,14 +76,14 @@ def _kind(name: str, of_equations: bool) -> str | None:
 
 
 def flops_of(eqn: JaxprEqn) -> float:
-    """The FLOPs of a matmul; NaN for a grouped GEMM: some kernels multiply every row by every group's matrix."""
+    """Return the FLOPs of a matmul; NaN for a grouped GEMM: some kernels multiply every row by every group's matrix."""
     if eqn.primitive is not dot_general_p:
         return math.nan
     return matmul_flops(eqn)
 
 
 def flops_of_instruction(line: Instruction, module: Module) -> float:
-    """The FLOPs of a matmul; NaN where the text does not say."""
+    """Return the FLOPs of a matmul; NaN where the text does not say."""
     contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d",]*)[}\]]', line.text)
     operands = module.operands(line)
     if line.opcode == "ragged-dot" or not contracted or not operands:

@@ -41,12 +41,12 @@ def trace_of(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Jaxpr, bool]
 
 
 def _all_of(step: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """All results of a step, by name."""
+    """Return all results of a step, by name."""
     return lambda *args: {"result": step(*args), **_modules(args)}
 
 
 def _is_of_a_loss(out: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a function that returns `out` is a loss."""
+    """Return if a function that returns `out` is a loss."""
     return _is_scalar(out) and not _takes_an_optimizer(args)
 
 
@@ -55,7 +55,7 @@ def _is_scalar(out: Any) -> bool:
 
 
 def _differentiated(f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """The value and the gradient with respect to all floating-point leaves, by name."""
+    """Return the value and the gradient with respect to all floating-point leaves, by name."""
 
     def run(*args: Any) -> dict[str, Any]:
         leaves, tree = jax.tree.flatten(args)
@@ -75,7 +75,7 @@ def _differentiated(f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
 
 
 def _takes_an_optimizer(args: Any) -> bool:
-    """Whether a function can only be a step, because one of its arguments is an `nnx.Optimizer`."""
+    """Return if a function can only be a step, because one of its arguments is an `nnx.Optimizer`."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and any(isinstance(node, nnx.Optimizer) for node in _nodes(nnx, args))
 
@@ -86,7 +86,7 @@ def _nodes(nnx: Any, args: Any) -> list[Any]:
 
 
 def _modules(args: Any, but_parameters: bool = False) -> dict[str, Any]:
-    """The state of the modules of Flax NNX among these arguments, by the name of the result; empty without any."""
+    """Return the state of the modules of Flax NNX among these arguments, by the result's name; empty without any."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not (nodes := _nodes(nnx, args)):
         return {}

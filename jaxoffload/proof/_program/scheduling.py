@@ -37,7 +37,7 @@ _FREE |= {"while", "conditional", "call", "after-all", "copy-start"}
 def scheduling_options(
     compiled: Any, backend: str | None = None, *, copy_ms: float | None = None
 ) -> dict[str, str | bool | int | bytes]:
-    """The options of `compiler_options`, with the times of a program's instructions, to compile it again with.
+    """Return the options of `compiler_options`, with the times of a program's instructions, to compile it again with.
 
     For steps with collectives, such as exchanges between experts: with these options XLA puts what hides each beside
     it. The order of execution changes, not what is computed. Times are estimates from shapes.
@@ -71,25 +71,25 @@ def scheduling_options(
 
 
 def times(module: Module) -> dict[str, float]:
-    """The seconds of each instruction that XLA schedules, by the name that it has there."""
+    """Return the seconds of each instruction that XLA schedules, by the name that it has there."""
     known = ((_scheduled_name(line), seconds_of(line, module)) for line in _scheduled(module))
     return {name: max(seconds, _LEAST) for name, seconds in known if seconds is not None}
 
 
 def _scheduled(module: Module) -> Iterator[Instruction]:
-    """The instructions of the program and of its loops and branches, not those inside of kernels."""
+    """Return the instructions of the program and of its loops and branches, not those inside of kernels."""
     inside = {name for line in module if line.opcode not in ("while", "conditional", "call") for name in line.calls}
     return (line for line in module if line.computation not in inside)
 
 
 def _scheduled_name(line: Instruction) -> str:
-    """A collective with nothing beside it has another name afterwards."""
+    """Return the name that XLA schedules; a collective with nothing beside it has another name afterwards."""
     found = re.search(r'scheduling_name="([^"]*)"', line.text)
     return found[1] if found else line.name
 
 
 def seconds_of(line: Instruction, module: Module) -> float | None:
-    """None where it is not for us to say."""
+    """Return the seconds of an instruction; None where it is not for us to say."""
     if line.opcode in _FREE or line.opcode.endswith("-done") or line.starts_host_copy:
         return None
     for each in (line, *module.called(line)):
@@ -103,7 +103,7 @@ def seconds_of(line: Instruction, module: Module) -> float | None:
 
 
 def _computing(line: Instruction, module: Module) -> float:
-    """Seconds of a kernel's FLOPs; 0 where they are not known."""
+    """Return the seconds of a kernel's FLOPs; 0 where they are not known."""
     shapes = [tuple(dtype_and_sizes(operand.shape)[1]) for operand in module.operands(line)]
     if line.opcode in ("dot", "custom-call") and (flops := flops_of_instruction(line, module)) > 0:
         return flops / RATES.gemm_tflops / 1e12
@@ -120,7 +120,7 @@ def _computing(line: Instruction, module: Module) -> float:
 
 
 def _moved(line: Instruction, module: Module) -> int:
-    """Bytes that an instruction reads and writes. Of a stack it may read or write a row."""
+    """Return the bytes that an instruction reads and writes. Of a stack it may read or write a row."""
     inner = list(module.called(line)) if line.opcode == "fusion" else []
     if not inner:
         return nbytes(line.shape) + sum(nbytes(operand.shape) for operand in module.operands(line))

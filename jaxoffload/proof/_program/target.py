@@ -86,7 +86,7 @@ class Target:
         return compiled(as_reference(self.run), self.arrays, repeatable_options())
 
     def exact_programs(self) -> tuple[Any, Any]:
-        """`run` and its reference, compiled under `exact_options`; slower."""
+        """Return `run` and its reference, compiled under `exact_options`; slower."""
         ours, reference = (compiled(run, self.arrays, exact_options()) for run in (self.run, as_reference(self.run)))
         return ours, reference
 
@@ -97,7 +97,7 @@ class Target:
 
     @functools.cached_property
     def module(self) -> Module:
-        """What XLA compiled for `fast_program`."""
+        """The instructions that XLA compiled for `fast_program`."""
         return parse(self.fast_program.as_text())
 
     @functools.cached_property
@@ -161,7 +161,7 @@ def _policies(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def has_loops(jaxpr: Jaxpr) -> bool:
-    """Whether the jaxpr contains a jaxoffload loop."""
+    """Return if the jaxpr contains a jaxoffload loop."""
     return any(loops_of(site.eqn) for site in walk(jaxpr))
 
 

@@ -17,7 +17,7 @@ Span = tuple[float, float]  # start and end, nanoseconds
 
 
 class Event(NamedTuple):
-    """What one stream did from `start` to `end`, in nanoseconds; `op` is the HLO instruction, `module` the program."""
+    """Work of one stream from `start` to `end`, in nanoseconds; `op` is the HLO instruction, `module` the program."""
 
     stream: str
     name: str
@@ -68,13 +68,13 @@ def _event(stream: str, e: Any) -> Event:
 
 
 def first_gpu(gpus: dict[str, list[Event]]) -> list[Event]:
-    """The events of the first GPU, for all do the same; empty if there is none."""
+    """Return the events of the first GPU, for all do the same; empty if there is none."""
     return next(iter(gpus.values()), [])
 
 
 def in_the_way(events: list[Event], ignored: Collection[str] = ()) -> dict[str, str]:
-    """Streams that both compute and copy to or from the host -> how many copies, by which instructions, beside which
-    kernels; except what the ignored instructions do."""
+    """Map streams that both compute and copy to or from the host to how many copies, by which instructions, beside
+    which kernels; except what the ignored instructions do."""
     kernels, copies = defaultdict(list), defaultdict(list)
     for e in (e for e in events if e.op not in ignored):
         if e.direction:
@@ -90,7 +90,7 @@ def in_the_way(events: list[Event], ignored: Collection[str] = ()) -> dict[str, 
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The union of spans, in order, none touching another."""
+    """Return the union of spans, in order, none touching another."""
     out: list[Span] = []
     for start, end in sorted(spans):
         if out and start <= out[-1][1]:
@@ -101,7 +101,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(a: list[Span], b: list[Span]) -> float:
-    """How long both of two unions last."""
+    """Return how long both of two unions last."""
     total, i = 0.0, 0
     for start, end in a:
         while i and b[i - 1][1] > start:

@@ -104,7 +104,7 @@ def _text(x: Any) -> str:
 
 
 def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Sequence[int] = ()) -> str:
-    """`numbers`: the columns that are set as such. A cell that is a tuple is (text, class)."""
+    """Write a table, whose columns in `numbers` are set as such. A cell that is a tuple is (text, class)."""
     kind = lambda i: ' class="number"' if i in numbers else ""
 
     def cell(i: int, x: Any) -> str:
@@ -172,7 +172,7 @@ def _memory(table: Residuals) -> str:
 
 
 def _timeline(profile: Profile) -> str:
-    """Two layers in the middle, to the host and back; and the totals of all copies."""
+    """Draw two layers in the middle, to the host and back; and the totals of all copies."""
     fastest, slowest = profile.spread_ms
     summary = (
         f"{profile.step_ms} ms per step ({fastest} to {slowest}); kernels ran for {profile.compute_ms} ms, collectives "
@@ -199,7 +199,7 @@ def _timeline(profile: Profile) -> str:
 
 
 def _planned(plan: Plan) -> str:
-    """The plan, its policy for a config, and the choices between which a budget decides."""
+    """Return the plan, its policy for a config, and the choices between which a budget decides."""
     memory = [(name, readable(size)) for name, size in plan.parts.items()]
     what = lambda policy: "the plan" if policy == plan.policy else plan.differs(policy)
     rows = [(readable(p.bytes), f"{p.ms:.1f}", what(p.policy)) for p in plan.curve]

@@ -51,7 +51,7 @@ class Picture(NamedTuple):
 
 
 def _picture(label: str, height: float, shapes: Sequence[Bar | Words | Line], keys: dict[str, str]) -> Picture:
-    """A picture with a line above that says what each kind of bar, and its colour, means."""
+    """Return a picture with a line above that says what each kind of bar, and its colour, means."""
     shapes, x = [*shapes], float(LEFT)
     for kind, meaning in keys.items():
         shapes += [Bar(x, 6, 12, 12, kind, meaning), Words(x + 18, 16, meaning)]
@@ -61,12 +61,12 @@ def _picture(label: str, height: float, shapes: Sequence[Bar | Words | Line], ke
 
 
 def _name(y: float, name: str) -> Words:
-    """The label of a row."""
+    """Return the label of a row."""
     return Words(LEFT - 10, y + 14, name if len(name) < 36 else f"{name[:34]}...", "end")
 
 
 def bytes_by_place(table: Residuals) -> dict[str, dict[str, int]]:
-    """Residual -> its bytes in each place."""
+    """Return the bytes of each residual in each place."""
     sizes: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(PLACES, 0))
     for row in table:
         if row.state in PLACES:
@@ -75,7 +75,7 @@ def bytes_by_place(table: Residuals) -> dict[str, dict[str, int]]:
 
 
 def draw_places(sizes: dict[str, dict[str, int]]) -> Picture:
-    """A bar per residual, as long as its bytes in each place."""
+    """Draw a bar per residual, as long as its bytes in each place."""
     shapes: list[Bar | Words | Line] = []
     scale = (RIGHT - LEFT) / (max((sum(of.values()) for of in sizes.values()), default=0) or 1)
     for number, (name, of) in enumerate(sizes.items()):
@@ -88,7 +88,7 @@ def draw_places(sizes: dict[str, dict[str, int]]) -> Picture:
     return _picture("Bytes of each residual by place", 34 + ROW * len(sizes), shapes, PLACES)
 
 
-class Memory(NamedTuple):
+class TaggedBytes(NamedTuple):
     """Bytes of tagged residuals on the device, as the table predicts them: before the first layer, after each layer
     forward, and after each layer backward."""
 
@@ -100,7 +100,7 @@ class Memory(NamedTuple):
         return {"with offload": readable(int(max(self.held))), "without": readable(int(max(self.without)))}
 
 
-def memory(table: Residuals) -> Memory | None:
+def memory(table: Residuals) -> TaggedBytes | None:
     """Predict the device over a step; None where no layers offload."""
     layers_of: Counter[tuple[str, ...]] = Counter()
     for row in table:  # some layers of one residual may move, and others stay
@@ -115,11 +115,11 @@ def memory(table: Residuals) -> Memory | None:
     counts = up + up[::-1]
     # On the device is what the current layer keeps, and the one that is on its way.
     held = [layer * per_layer - max(0, min(layer - 2, offloaded)) * moved for layer in counts]
-    return Memory(held, [layer * per_layer for layer in counts])
+    return TaggedBytes(held, [layer * per_layer for layer in counts])
 
 
-def draw_memory(found: Memory) -> Picture:
-    """Two lines, with offload and without, from the first layer forward to the first layer backward."""
+def draw_memory(found: TaggedBytes) -> Picture:
+    """Draw two lines, with offload and without, from the first layer forward to the first layer backward."""
     top, step = max(found.without) or 1, 900 / (len(found.without) - 1)
     path = lambda sizes: [(60 + i * step, 220 - 190 * size / top) for i, size in enumerate(sizes)]
     ends = ("first layer, forward", "last layer", "first layer, backward")
@@ -172,7 +172,7 @@ def _lane(direction: str, moves: Sequence[Move], kernels: Sequence[Span]) -> Lan
 
 
 def _without(kernels: Sequence[Span], move: Move) -> Iterator[Span]:
-    """When no kernel ran beside a copy."""
+    """Yield when no kernel ran beside a copy."""
     free, end = move.at_ms, move.at_ms + move.ms
     for a, b in [*kernels, (end, end)]:
         if (until := min(a, end)) > free:
@@ -181,7 +181,7 @@ def _without(kernels: Sequence[Span], move: Move) -> Iterator[Span]:
 
 
 def draw_timeline(found: Timeline) -> Picture:
-    """A row per residual and way, marked where no kernel ran, above the kernels of the same time."""
+    """Draw a row per residual and way, marked where no kernel ran, above the kernels of the same time."""
     shapes: list[Bar | Words | Line] = []
     y = 30.0
     for lane in found.lanes:
@@ -217,7 +217,7 @@ def _draw_lane(y: float, lane: Lane, rows: list[str]) -> Iterator[Bar | Words]:
 
 
 def draw_curve(plan: Plan) -> Picture:
-    """The predicted step over the bytes per device: a line down from choice to choice, the plan on it, the budget."""
+    """Draw the predicted step over the bytes per device: a line down from choice to choice, the plan, the budget."""
     sizes, times = [p.bytes for p in plan.curve], [p.ms for p in plan.curve]
     left, right = min(sizes), max(*sizes, min(plan.budget, 2 * max(sizes)))
     low, high = min(times), max(times)

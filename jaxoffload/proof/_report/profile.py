@@ -69,7 +69,7 @@ class Total(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What one device did in the last of the profiled steps; print it.
+    """The work of one device in the last of the profiled steps; print it.
 
     Attributes:
       step_ms: the median of all profiled steps; `spread_ms`: the fastest and the slowest.
@@ -153,7 +153,7 @@ class Profile:
 
 
 def stream_numbers(streams: Sequence[str]) -> str:
-    """The numbers of `Stream #14(MemcpyH2D,Compute)` and others."""
+    """Return the numbers of `Stream #14(MemcpyH2D,Compute)` and others."""
     return ", ".join(stream.removeprefix("Stream ").partition("(")[0] for stream in streams)
 
 
@@ -289,7 +289,7 @@ def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: list[Span]
 
 
 def _places(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, tuple[int, int | None]]:
-    """The layer and the microbatch of each copy, except of padding rows."""
+    """Return the layer and the microbatch of each copy, except of padding rows."""
     groups: dict[tuple[str, str, int], list[_Taken]] = defaultdict(list)
     executed = Counter[str]()
     for e in (e for e in events if e.direction and e.op in copies):
@@ -313,7 +313,7 @@ def _places(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, tup
 
 
 def _microbatches(runs: int, microbatches: int, in_first: bool, in_last: bool) -> list[int | None]:
-    """The microbatch of each run of a residual's copies one way.
+    """Return the microbatch of each run of a residual's copies one way.
 
     `in_first`, `in_last`: whether copies run where only the first forward and the last backward pass do. A residual
     that is not copied there is not copied in that microbatch. If none is in the first one, nothing tells.
@@ -348,7 +348,7 @@ def _runs(taken: Sequence[_Taken], direction: str) -> Iterator[list[_Taken]]:
 
 
 def _layers(run: Sequence[_Taken], direction: str) -> list[int]:
-    """Row 0 of a stack is padding."""
+    """Return the layer of each row; row 0 of a stack is padding."""
     if any(t.row for t in run):
         last = max(t.row or 0 for t in run)
         return [last if t.row is None else t.row - 1 for t in run]

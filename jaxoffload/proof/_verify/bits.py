@@ -30,7 +30,7 @@ def differences(ours: Any, reference: Any) -> Iterator[str]:
 
 
 def no_evidence(results: Any, args: Any) -> str | None:
-    """Why results that are equal prove nothing; None if they do."""
+    """Return why results that are equal prove nothing; None if they do."""
     for path, x in jax.tree_util.tree_leaves_with_path(results):
         if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all():
             return f"{jax.tree_util.keystr(path)} is not finite"

@@ -1,4 +1,4 @@
-"""What the device can hold: whether programs fit on it, and how many layers of a target do."""
+"""The capacity of the device: whether programs fit on it, and how many layers of a target do."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from .._program.target import Target, most_layers_of
 
 
 def device_bytes() -> int | None:
-    """The bytes that a device offers; None where it does not tell."""
+    """Return the bytes that a device offers; None where it does not tell."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def bytes_needed(program: Any, copies: int = 1) -> int:
-    """The device memory that XLA planned for a program, with so many copies of its arguments."""
+    """Return the device memory that XLA planned for a program, with so many copies of its arguments."""
     planned = memory_plan(program)
     if planned is None:
         return 0
@@ -23,7 +23,7 @@ def bytes_needed(program: Any, copies: int = 1) -> int:
 
 
 def has_room_for(program: Any, share: float = 1.0, copies: int = 1) -> bool:
-    """Whether a program fits into a share of the device, as far as both tell, with so many copies of its arguments."""
+    """Return if a program with so many copies of its arguments fits into a share of the device, as far as both tell."""
     limit = device_bytes()
     return limit is None or bytes_needed(program, copies) <= share * limit
 

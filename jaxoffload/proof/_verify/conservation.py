@@ -51,7 +51,7 @@ class _Residuals(NamedTuple):
 
     @property
     def moved(self) -> list[Residual]:
-        """What the device has less of: arguments that are offloaded stay with the caller too."""
+        """The residuals that leave the device. Offloaded arguments do not: the caller keeps them there."""
         arguments = {row.names for row in self.reference if row.kind == "argument"}
         return [r for r in self.ours if r.state == OFFLOADED and r.kind != "padding" and r.names not in arguments]
 
@@ -85,13 +85,13 @@ def _unequal(target: Target, both: _Residuals) -> Found:
 
 
 def _joined(detail: str, *checks: Found) -> Found:
-    """What holds exactly, with further checks of it."""
+    """Return the verdict on bytes that agree exactly, with further checks of them."""
     failed = any(verdict == FAILS for verdict, _ in checks)
     return FAILS if failed else HOLDS, "; ".join((detail, *(text for _, text in checks)))
 
 
 def _cannot_be_told(target: Target, reference: Residuals) -> str:
-    """Why bytes may differ although nothing is wrong; empty if they may not."""
+    """Return why bytes may differ although nothing is wrong; empty if they may not."""
     if any(row.kind == "shared" for row in reference):
         return "branches of a cond share a residual in the reference, and not where one moves"
     if target.plans.overlap:
@@ -103,7 +103,7 @@ def _cannot_be_told(target: Target, reference: Residuals) -> str:
 
 
 def _of_a_step(target: Target) -> Found:
-    """The same of the loss that `accumulate` interleaves in a step; two of its microbatches are on the host."""
+    """Check the loss that `accumulate` interleaves in a step; two of its microbatches are on the host."""
     sites = [site for site in walk(target.jaxpr) if site.eqn.primitive is interleaved_p]
     if len(sites) != 1 or any(eqn.primitive.name == SHARD_MAP for eqn in sites[0].enclosing):
         return NOT_CHECKED, "a step's residuals are internal to it; verify its loss"
@@ -151,18 +151,18 @@ class _Kept(NamedTuple):
 
 
 def _kept(eqn: JaxprEqn) -> Iterator[_Kept]:
-    """What the scans of an interleaved loss keep on the host."""
+    """Yield what the scans of an interleaved loss keep on the host."""
     of = lambda which: [segment for loops in eqn.params[which] for segment in loops.segments]
     for segment, first, last in zip(of("loops"), of("first"), of("last"), strict=True):
-        for rows, (_, aval) in zip(segment.layout.moved, for_host(segment), strict=True):
-            in_first, in_last = (rows in end.layout.moved for end in (first, last))
+        for residual, (_, aval) in zip(segment.layout.moved, for_host(segment), strict=True):
+            in_first, in_last = (residual in end.layout.moved for end in (first, last))
             row = nbytes(aval)
             on_host = [in_first, *[True] * (eqn.params["microbatches"] - 2), in_last]
             yield _Kept(segment.layers * row, row * (segment.on_host == segment.layers), on_host)
 
 
 def _loss_of(eqn: JaxprEqn) -> Callable[..., Any]:
-    """The loss of one microbatch, differentiated with respect to its parameters."""
+    """Return the loss of one microbatch, differentiated with respect to its parameters."""
     loss = eqn.params["loss"]
 
     def of_operands(*operands: Any) -> Any:
@@ -215,7 +215,7 @@ def _by_peaks(target: Target) -> Found:
 
 
 def _freed_on_each(target: Target, moved: list[Residual]) -> int:
-    """Bytes per device: the layer in flight keeps its own there."""
+    """Return the bytes per device: the layer in flight keeps its own there."""
     freed = sum(row.bytes - row.bytes_per_layer * (row.layers > 1) for row in moved)
     return freed // max(1, len(target.devices))
 

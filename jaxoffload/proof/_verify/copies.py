@@ -38,7 +38,7 @@ def copies(target: Target) -> Found:
 
 
 def _on_streams(target: Target) -> tuple[str, list[str]]:
-    """Why it is not known on which streams the copies run, if it is not; and what is wrong with them in a run."""
+    """Return why the streams that the copies run on are unknown, if they are; and what is wrong with them in a run."""
     program = target.fast_program
     if loops := hlo.of_unknown_length(target.module):
         return f"the trip count of {first([loop.name for loop in loops])} is unknown", []
@@ -53,7 +53,7 @@ def _on_streams(target: Target) -> tuple[str, list[str]]:
 
 
 def wrong_as_it_ran(events: list[Event], module: hlo.Module, modules: Iterable[Any]) -> list[str]:
-    """What is wrong with the copies in a trace of one run, on one device."""
+    """Return what is wrong with the copies in a trace of one run, on one device."""
     ignored, waiting = hlo.collective_kernels(modules) | hlo.decided_on_host(module), hlo.with_sizes_on_the_host(module)
     events = [e for e in events if not (e.direction and e.op in waiting)]
     shared = in_the_way(events, ignored).items()

@@ -38,7 +38,7 @@ def gradients(target: Target) -> Found:
 
 
 def _no_other_program(target: Target) -> str:
-    """Why there is no other program to compare with; empty if there is one."""
+    """Return why there is no other program to compare with; empty if there is one."""
     if not target.has_reference:
         return no_reference(target)
     if has_loops(target.reference_jaxpr):
@@ -78,7 +78,7 @@ def _judge(results: Results, target: Target, layers: str) -> Found:
 
 
 def _by_rounding(results: Results, args: tuple[Any, ...]) -> Found:
-    """Whether results that differ do so by rounding alone, in all processes."""
+    """Check that results which differ do so by rounding alone, in all processes."""
     if in_any_process(not has_room_for(results.reference_program, copies=2)):
         return _by_norm(results)
     apart: Rounding = rounding(results.ours, results.reference, results.reference_program, args)

@@ -45,7 +45,7 @@ def _stays(target: Target) -> Iterator[str]:
 
 
 def _forbidden(transfer: HostTransfer, target: Target) -> Iterator[tuple[str, str]]:
-    """What it is, and why it must not go to the host; nothing where it may."""
+    """Yield what a transfer is, and why it must not go to the host; nothing where it may."""
     source, what = transfer.source, f"{transfer.source.where} {transfer.aval.str_short()}"
     if source.name is not None:
         if source.name.decision != "offload":
@@ -70,7 +70,7 @@ _UNNAMED = "which has no name"
 
 
 def _may_update_host_argument(transfer: HostTransfer, target: Target) -> bool:
-    """Whether it may be the new value of an argument on the host, as an optimizer's state may be."""
+    """Return if a transfer may be the new value of an argument on the host, as an optimizer's state may be."""
     like = lambda aval: (aval.shape, aval.dtype)
     return like(transfer.aval) in {like(v.aval) for v in target.jaxpr.invars if on_host(v.aval)}
 
@@ -91,7 +91,7 @@ def producers(target: Target) -> Found:
 
 
 def _recomputed(target: Target) -> Iterator[str]:
-    """What the backward pass recomputes although it is kept, by the jaxpr."""
+    """Yield what the backward pass recomputes although it is kept, by the jaxpr."""
     rows = target.plans.rows
     layers = {name: target.plans.recomputed[name][0] for name in rows}
     what = lambda name: f"{', '.join(rows[name].names) or 'a matmul'} ({rows[name].decision})"
@@ -110,7 +110,7 @@ def _is_routing(row: Row) -> bool:
 
 
 def _by_kernels(target: Target) -> Found:
-    """Whether the compiled program runs no more kernels than the jaxpr asks for."""
+    """Check that the compiled program runs no more kernels than the jaxpr asks for."""
     if jax.default_backend() != "gpu":
         return HOLDS, "; kernels not counted: this needs an NVIDIA GPU"
     expected = kernels.traced(target.jaxpr)

@@ -33,7 +33,7 @@ def placement(target: Target) -> Found:
 
 
 def _by_collectives(target: Target) -> tuple[list[str], str]:
-    """What is wrong with the collectives, and what was compared."""
+    """Return what is wrong with the collectives, and what was compared."""
     ours, reference = (collectives(parse(program.as_text())) for program in (target.program, target.reference_program))
     more, padding = ours - reference, rows_read_beyond(target.jaxpr)
     if more.total() > padding or more.keys() - reference.keys():
@@ -44,7 +44,7 @@ def _by_collectives(target: Target) -> tuple[list[str], str]:
 
 
 def _by_shards(target: Target) -> tuple[list[str], str]:
-    """Residuals of which a device keeps a larger shard than in the reference, and what was compared."""
+    """Return residuals whose shards are larger than in the reference, and what was compared."""
     if target.loss is None:
         return [], ""
     ours, reference = (_shard_bytes(loss, target.args) for loss in (target.loss, as_reference(target.loss)))
@@ -57,7 +57,7 @@ def _by_shards(target: Target) -> tuple[list[str], str]:
 
 
 def _shard_bytes(loss: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, int]:
-    """For each named residual the bytes that a device keeps of one layer, where XLA divides it."""
+    """Return, for each named residual, the bytes that a device keeps of one layer, where XLA divides it."""
     leaves = lambda *args: jax.tree.leaves(jax.vjp(loss, *args)[1])
     jaxpr = jax.make_jaxpr(leaves)(*args)
     sources = {i: source_of(jaxpr, var) for i, var in enumerate(jaxpr.outvars) if isinstance(var, Var)}

@@ -64,7 +64,7 @@ class _Runs:
 
 
 def _bytes_in_use() -> int:
-    """Bytes on the devices, where they tell, and of live arrays on the host; else of all live arrays."""
+    """Return the bytes on the devices, where they tell, and of live arrays on the host; else of all live arrays."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if all("bytes_in_use" in s for s in stats):
         on_the_host = sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host")
@@ -73,7 +73,7 @@ def _bytes_in_use() -> int:
 
 
 def _bytes_of_the_process() -> int:
-    """Bytes of the host's memory, except what malloc keeps for later; 0 where the system does not tell."""
+    """Return the bytes of the host's memory, except what malloc keeps for later; 0 where the system does not tell."""
     if sys.platform != "linux":
         return 0
     with contextlib.suppress(AttributeError):  # only glibc has it

@@ -56,14 +56,14 @@ def furthest(ours: Any, reference: Any) -> float:
 
 
 def _greatest(a: np.ndarray, b: np.ndarray) -> float:
-    """The greatest a / b; 0 for 0 / 0 and for no rows, and infinity where one is not finite."""
+    """Return the greatest a / b; 0 for 0 / 0 and for no rows, and infinity where one is not finite."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(a == 0, 0.0, a / b)
     return float(np.max(np.where(np.isfinite(ratios), ratios, np.inf), initial=0.0))
 
 
 def _norms(a: np.ndarray, b: np.ndarray | None = None) -> np.ndarray:
-    """The norm of a, or of a - b, of each row of a stack: a fault in one layer must not drown in the others'."""
+    """Return the norm of a, or of a - b, of each row of a stack: a fault in one layer must not drown in the others'."""
     size = math.prod(a.shape[1:])
     rows = (len(a), size) if a.ndim > 1 and size >= 16 else (1, a.size)  # a few runs tell too little of fewer numbers
     with np.errstate(invalid="ignore", over="ignore"):  # infinities, which are different to `_greatest`
@@ -72,7 +72,7 @@ def _norms(a: np.ndarray, b: np.ndarray | None = None) -> np.ndarray:
 
 
 def _moved(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
-    """The arguments, with each floating-point array on a device moved by one unit in the last place."""
+    """Return the arguments, with each floating-point array on a device moved by one unit in the last place."""
     leaves, tree = jax.tree.flatten(args)
     chosen = [i for i, leaf in enumerate(leaves) if _can_move(leaf)]
     arrays = [leaves[i] for i in chosen]

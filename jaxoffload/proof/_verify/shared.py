@@ -1,4 +1,4 @@
-"""What several checks say, and how processes agree on what to do next."""
+"""Sentences that several checks share, and how processes agree on what to do next."""
 
 from collections.abc import Sequence
 
@@ -20,10 +20,10 @@ def no_reference(target: Target) -> str:
 
 
 def first(items: Sequence[str], between: str = ", ") -> str:
-    """The first three, and how many more there are."""
+    """Return the first three, and how many more there are."""
     return between.join([*items[:3], *[f"and {len(items) - 3} more"] * (len(items) > 3)])
 
 
 def in_any_process(true: bool) -> bool:
-    """Whether it is true in any process: what all of them then do together."""
+    """Return if `true` is so in any process, so that all take the same branch."""
     return bool(np.any(multihost_utils.process_allgather(np.array(true)))) if jax.process_count() > 1 else true

@@ -1,4 +1,4 @@
-"""What `conservation` and `placement` check of a step on pipeline stages, which has no reference on one device."""
+"""The checks of `conservation` and `placement` for pipeline stages, which have no reference on one device."""
 
 import re
 
@@ -23,12 +23,12 @@ from .shared import first
 
 
 def runs_on_stages(target: Target) -> bool:
-    """Whether a step accumulates gradients on pipeline stages."""
+    """Return if a step accumulates gradients on pipeline stages."""
     return any(is_staged(site.eqn) for site in walk(target.jaxpr))
 
 
 def bytes_of_stages(target: Target, eqn: JaxprEqn) -> Found:
-    """Whether stages put on the host what their microbatches in flight keep there, and nothing more."""
+    """Check that stages put on the host what their microbatches in flight keep there, and nothing more."""
     put, wanted = put_on_host(eqn)
     if put > wanted:
         return FAILS, f"beside what goes to the slots the stages put {readable(put - wanted)} there"
@@ -52,12 +52,12 @@ def put_on_host(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def _slot_bytes(eqn: JaxprEqn) -> int:
-    """Bytes of a stage's stacks on the host, of one slot."""
+    """Return the bytes of a stage's stacks on the host, of one slot."""
     return sum(map(_segment_bytes, eqn.params["loops"][0].segments))
 
 
 def _segment_bytes(segment: Segment) -> int:
-    """Those of a segment."""
+    """Return the bytes of a segment's stacks."""
     rows = [aval for _, aval in for_host(segment)]
     in_rows = segment.layers * sum(map(nbytes, rows))
     if segment.on_host < segment.layers:
@@ -84,7 +84,7 @@ MOVED = re.compile(r"/jaxoffload\.tick/(\([^()]*\b)?(shard_map|optimization_barr
 
 
 def exchanges(target: Target) -> Found:
-    """Whether XLA runs no more exchanges of stages than were traced, and nothing that they hold moves between them."""
+    """Check that XLA runs no more exchanges of stages than were traced, and moves nothing else between them."""
     module = parse(target.program.as_text())
     moved = collectives(module, lambda line: bool(MOVED.search(line.op_name)))
     sent = collectives(module, lambda line: bool(EXCHANGE.search(line.op_name))).total()

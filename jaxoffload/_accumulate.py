@@ -95,7 +95,7 @@ def accumulate(
         deprecated("accumulate(loss, ..., forward_only=True)", "evaluate(loss, ...)")
         axes = {"in_axes": in_axes, "stages": stages, "virtual_stages": virtual_stages}
         return evaluate(loss, argnums, has_aux, reduction=reduction, **axes)
-    how = _how("accumulate", argnums, in_axes, has_aux, reduction, stages, virtual_stages)
+    how = _judged(_How("accumulate", argnums, in_axes, has_aux, reduction, stages, virtual_stages))
 
     @functools.wraps(loss)
     @without_remat3
@@ -147,7 +147,7 @@ def evaluate(
       >>> float(jax.jit(evaluate(loss))(jnp.ones((8, 8)), jnp.ones((4, 2, 8))))  # 4 microbatches
       8.0
     """
-    how = _how("evaluate", argnums, in_axes, has_aux, reduction, stages, virtual_stages)
+    how = _judged(_How("evaluate", argnums, in_axes, has_aux, reduction, stages, virtual_stages))
 
     @functools.wraps(loss)
     @without_remat3
@@ -165,7 +165,7 @@ class _How(NamedTuple):
     """The arguments of `accumulate` or `evaluate`, which is the `caller`."""
 
     caller: str
-    argnums: int | tuple[int, ...]
+    argnums: Any
     in_axes: Any
     has_aux: bool
     reduction: Reduction
@@ -177,25 +177,23 @@ class _How(NamedTuple):
         return jax.tree.map(lambda x: x / microbatches, sums) if self.reduction == "mean" else sums
 
 
-def _how(
-    caller: str, argnums: Any, in_axes: Any, has_aux: bool, reduction: Any, stages: Any, virtual_stages: Any
-) -> _How:
-    """Judge the arguments."""
-    numbers = _indices(caller, argnums)
-    if reduction not in get_args(Reduction):
-        hint = nearest(reduction, get_args(Reduction))
-        raise ValueError(f"{caller}: reduction {reduction!r} is not allowed; use 'mean' or 'sum'{hint}")
-    if type(virtual_stages) is not int or virtual_stages < 1:
-        raise ValueError(f"{caller}: virtual_stages {virtual_stages!r} is not allowed; use a whole number above 0")
-    if stages is None and virtual_stages > 1:
-        raise ValueError(f"{caller}: virtual_stages {virtual_stages} needs stages, the name of a mesh axis")
-    axes = jax.tree.leaves(in_axes, is_leaf=lambda x: x is None)
+def _judged(how: _How) -> _How:
+    """Return the arguments with `argnums` in Python's numbers; raise if one is wrong."""
+    caller, virtual = how.caller, how.virtual_stages
+    if how.reduction not in get_args(Reduction):
+        hint = nearest(how.reduction, get_args(Reduction))
+        raise ValueError(f"{caller}: reduction {how.reduction!r} is not allowed; use 'mean' or 'sum'{hint}")
+    if type(virtual) is not int or virtual < 1:
+        raise ValueError(f"{caller}: virtual_stages {virtual!r} is not allowed; use a whole number above 0")
+    if how.stages is None and virtual > 1:
+        raise ValueError(f"{caller}: virtual_stages {virtual} needs stages, the name of a mesh axis")
+    axes = jax.tree.leaves(how.in_axes, is_leaf=lambda x: x is None)
     if wrong := [axis for axis in axes if axis is not None and axis != 0]:
         raise ValueError(
             f"{caller}: in_axes has {wrong[0]!r}; use 0 for a batch, whose leading axis is that of microbatches, and "
             "None for what is the same in all of them"
         )
-    return _How(caller, numbers, in_axes, has_aux, reduction, stages, virtual_stages)
+    return how._replace(argnums=_indices(caller, how.argnums))
 
 
 def _indices(caller: str, argnums: Any) -> int | tuple[int, ...]:
@@ -239,7 +237,7 @@ def _call(
         return out if how.has_aux else (out, None)
 
     of_aux = jax.tree.structure(shape[1] if how.has_aux else None)
-    return call_of(pair, shared, flat, batch, microbatches, jaxpr, of_aux), on_stages
+    return call_of(pair, shared, flat, batch, jaxpr, of_aux), on_stages
 
 
 def _batches(how: _How, others: dict[int, Any], kwargs: dict[str, Any], count: int) -> list[bool]:

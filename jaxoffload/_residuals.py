@@ -175,9 +175,9 @@ def _tagged(row: Row, kept: list[_Stored], recomputed: tuple[int, int], parts: i
     """
     names = row.names or _MATMUL
 
-    def line(each: int, layers: int, total: int, state: State, decision: Decision, reason: str, kind: Kind) -> Residual:
+    def line(each: int, layers: int, total: int, state: State, why: tuple[Decision, str], kind: Kind) -> Residual:
         count = _count(each, row.nbytes)
-        shown = names, row.shape, row.dtype, each, layers, total, state, decision, reason
+        shown = names, row.shape, row.dtype, each, layers, total, state, *why
         return Residual(*shown, count, kind, count * parts if parts else 1)
 
     planned = row.decision, row.reason, row.kind
@@ -189,17 +189,17 @@ def _tagged(row: Row, kept: list[_Stored], recomputed: tuple[int, int], parts: i
         decision, reason, kind = planned if source.by_plan else saved
         if counted:
             place = ", ".join(counted.names or _MATMUL)
-            yield line(each, 0, 0, state, decision, f"{reason}; in the place of {place}", "shared")
+            yield line(each, 0, 0, state, (decision, f"{reason}; in the place of {place}"), "shared")
             continue
         if source.layers:
-            yield line(each, source.layers, each * source.layers, state, decision, reason, kind)
+            yield line(each, source.layers, each * source.layers, state, (decision, reason), kind)
         if source.empty:
-            yield line(each, 0, each * source.empty, state, decision, EMPTY, "padding")
+            yield line(each, 0, each * source.empty, state, (decision, EMPTY), "padding")
     layers, size = recomputed
     if layers:
-        yield line(size // layers, layers, size, RECOMPUTED, *planned)
+        yield line(size // layers, layers, size, RECOMPUTED, planned[:2], row.kind)
     if not kept and not layers:
-        yield line(row.nbytes, 0, 0, SAVED if row.kind == "argument" else NOT_NEEDED, *planned)
+        yield line(row.nbytes, 0, 0, SAVED if row.kind == "argument" else NOT_NEEDED, planned[:2], row.kind)
 
 
 def _merged(lines: Iterable[Residual]) -> list[Residual]:

@@ -15,7 +15,6 @@ from common import PATIENCE, inherited_flags, start
 from pages import ROOT
 
 import jaxoffload.linen
-import jaxoffload.nnx
 
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *ROOT.glob("docs/**/*.md")]
 CODE = re.compile(r"^```(python|text|)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -81,7 +81,6 @@ def call_of(
     shared: list[Any],
     params: list[Any],
     batch: list[Any],
-    microbatches: int,
     traced: Jaxpr,
     others: Any,
 ) -> Call:
@@ -90,4 +89,4 @@ def call_of(
     """
     consts = [*traced.consts, *shared]
     jaxpr = convert_constvars_jaxpr(traced) if traced.consts else traced
-    return Call(loss, params, batch, microbatches, jaxpr, consts, others)
+    return Call(loss, params, batch, len(batch[0]), jaxpr, consts, others)

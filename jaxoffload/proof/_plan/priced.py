@@ -59,7 +59,9 @@ def priced(
     held = stacks.held_by_stages(found, like)
     sums = stacks.accumulated(plain, like)
     kept = stacks.kept_stacks(plain)
-    room, most = step_room(plain, like, one_kernel, kept, written_over=not is_loss, held=held, in_place=sums.gradients)
+    room, most = step_room(
+        plain, like, one_kernel, stacks=kept, written_over=not is_loss, held=held, in_place=sums.gradients
+    )
     of_least = max(cost.working for cost in oracle(names.least))
     # The walk over a step finds nothing of a layer that runs on a stage.
     oracle = dataclasses.replace(oracle, excess=room.layer - of_least if room.layer else 0)

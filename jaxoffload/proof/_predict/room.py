@@ -133,6 +133,7 @@ def step_room(
     jaxpr: Jaxpr,
     like: Divisions,
     one_kernel: Collection[str],
+    *,
     stacks: Collection[Shape] = (),
     written_over: bool = False,
     held: Mapping[tuple[int, ...], int] = MappingProxyType({}),
@@ -155,7 +156,8 @@ def step_room(
             nothing.add(out)
     most = {}
     for phase in ("layers", "elsewhere"):
-        walk = _Walk(like, one_kernel, nothing, frozenset(stacks), phase, held, frozenset(in_place))
+        how = {"stacks": frozenset(stacks), "phase": phase, "held": held, "in_place": frozenset(in_place)}
+        walk = _Walk(like, one_kernel, nothing, **how)
         most[phase] = walk.peak(program, ())
     return Room(walk.layer, walk.loop), Most(**most)
 
@@ -263,6 +265,7 @@ class _Walk:
         like: Divisions,
         one_kernel: Collection[str],
         nothing: Collection[Buffer] = (),
+        *,
         stacks: Collection[Shape] = (),
         phase: str | None = None,
         held: Mapping[tuple[int, ...], int] = MappingProxyType({}),

@@ -156,8 +156,8 @@ def step_room(
             nothing.add(out)
     most = {}
     for phase in ("layers", "elsewhere"):
-        how = {"stacks": frozenset(stacks), "phase": phase, "held": held, "in_place": frozenset(in_place)}
-        walk = _Walk(like, one_kernel, nothing, **how)
+        shapes = {"stacks": frozenset(stacks), "in_place": frozenset(in_place)}
+        walk = _Walk(like, one_kernel, nothing, phase=phase, held=held, **shapes)
         most[phase] = walk.peak(program, ())
     return Room(walk.layer, walk.loop), Most(**most)
 

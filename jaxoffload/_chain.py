@@ -296,7 +296,7 @@ def _forward(
         carry, other, _ = split_list(outs, [layer.carry, len(layer.out_perturbed) - layer.carry])
         carry = _after(copies, carry)
         aux += other
-        residuals = layer.layout.merge(dict(enumerate(operands)), layer.layout.split(outs))
+        residuals = layer.layout.merge(dict(enumerate(operands)), *layer.layout.split(outs))
         kept.append(_moved(layer, residuals, to_host, carry))
         copies = layer.layout.select(kept[-1], "host")
     return [*carry, *aux], kept
@@ -326,8 +326,8 @@ def _transpose(layers: Sequence[Layer], kept: Sequence[Values], cotangents: Valu
 def _moved(layer: Layer, residuals: Sequence[Any], copy: Callable[[Any], Any], after: Sequence[Any] = ()) -> list[Any]:
     """The residuals, with those for the host copied once the values in `after` are computed."""
     scopes, moved = iter(layer.copies), []
-    for place, x in zip(layer.layout.places, residuals, strict=True):
-        if place == "host":
+    for k, x in zip(layer.layout.kept, residuals, strict=True):
+        if k.place == "host":
             with next(scopes):
                 x = copy(_after(after, [x])[0])
         moved.append(x)

@@ -79,7 +79,7 @@ def _fitted_loops(loops: Loops, direction: Direction, devices: int, budget: int)
         layer = _fitted_layer(segment.layer, direction, devices, budget // segment.layers)
         if layer is not segment.layer:
             budget -= segment.layers * (_on_device(layer) - _on_device(segment.layer))
-            on_host = segment.on_host if layer.layout.at("host") else 0
+            on_host = segment.on_host if layer.layout.moved else 0
             segments[number] = segment._replace(jaxpr=layer.forward, layer=layer, on_host=on_host)
     return (loops if tuple(segments) == loops.segments else loops.with_segments(segments)), budget
 

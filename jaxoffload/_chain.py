@@ -261,7 +261,7 @@ def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]
 
     offloaded = policy.offloaded_layers(len(bodies))
     layers = derived(offloaded)
-    sizes = [layer.host_bytes for layer in layers[:offloaded]]
+    sizes = [sum(layer.sizes.host) for layer in layers[:offloaded]]
     if not any(sizes):
         return layers
     need = lambda count: sum(sizes[:count])

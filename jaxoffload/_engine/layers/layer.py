@@ -93,11 +93,6 @@ class Layer:
         return self.layout.sizes(straight(self.forward))
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes per device that the layer keeps on the host where it offloads."""
-        return sum(self.sizes.host)
-
-    @property
     def moved_names(self) -> list[str]:
         """The names of each residual for the host."""
         names = {row.plan_name: ", ".join(row.names) or "(matmul)" for row in self.plan.rows}

@@ -189,7 +189,10 @@ def forward_pass(
         loop = LayerLoop(loops, segment, True, forward_layer(loops, segment, consts, xs), state)
         yield loop
         carry, ys, residuals = loop.state
-        saved.append(end_forward(segment, residuals))
+        if segment.on_host == segment.layers:
+            # Not into row 0: outside the loop XLA:GPU would write it with a kernel.
+            residuals = residuals._replace(last=list(map(to_host, residuals.last)))
+        saved.append(residuals)
     return [*carry, *ys], saved
 
 
@@ -210,7 +213,8 @@ def backward_pass(
     cts = cts._replace(xs=[sums.get(number, x) for number, x in enumerate(cts.xs)])
     adds = [number in sums for number in range(len(cts.xs))]
     for segment, residuals in reversed(list(zip(loops.segments, saved, strict=True))):
-        state = begin_backward(residuals, cts)
+        # Without the barrier XLA removes a copy to the host and back that has no loop between the two.
+        state = BackwardState(cts, list(map(to_device, lax.optimization_barrier(residuals.last))))
         layer = backward_layer(loops, segment, [*reads], residuals, ys, adds)
         loop = LayerLoop(loops, segment, False, layer, state)
         yield loop
@@ -272,14 +276,6 @@ def forward_layer(
     return layer
 
 
-def end_forward(segment: Segment, saved: SegmentResiduals[Any]) -> SegmentResiduals[Any]:
-    """Return what a segment keeps, once its last layer has run."""
-    if segment.on_host < segment.layers:
-        return saved
-    # Not into row 0: outside the loop XLA:GPU would write it with a kernel.
-    return saved._replace(last=list(map(to_host, saved.last)))
-
-
 class Cotangents(NamedTuple):
     """The cotangents of a scan's operands. While the backward loop runs, `carry` is that of the layer that ran last."""
 
@@ -300,12 +296,6 @@ class BackwardState(NamedTuple):
 
     cotangents: Cotangents
     fetched: list[Any]
-
-
-def begin_backward(saved: SegmentResiduals[Any], cotangents: Cotangents) -> BackwardState:
-    """The state before the last layer of a segment, whose residuals are fetched."""
-    # Without the barrier XLA removes a copy to the host and back that has no loop between the two.
-    return BackwardState(cotangents, list(map(to_device, lax.optimization_barrier(saved.last))))
 
 
 def backward_layer(

@@ -103,8 +103,9 @@ class Layer:
         """A scope per residual for the host, to trace its copies in, once: a profile then shows whose they are."""
         return [jax.named_scope(f"jaxoffload({names})") for names in self.moved_names]
 
-    def backward(self, wanted: tuple[bool, ...]) -> Jaxpr:
-        """All residuals, cotangents of the perturbed results that are `wanted` -> those of the perturbed operands."""
+    def backward(self, wanted: tuple[bool, ...] = ()) -> Jaxpr:
+        """All residuals, cotangents of the perturbed results that are `wanted`, by default all -> of the operands."""
+        wanted = wanted or (True,) * sum(self.out_perturbed)
         return _backward(self.tangent_jaxpr, wanted, len(self.layout.kept))
 
     def __repr__(self) -> str:

@@ -64,7 +64,7 @@ class Segment(NamedTuple):
     @property
     def backward(self) -> Jaxpr:
         """The backward pass of a layer, if all results have cotangents."""
-        return self.layer.backward((True,) * sum(self.layer.out_perturbed))
+        return self.layer.backward()
 
     @property
     def layout(self) -> Layout:

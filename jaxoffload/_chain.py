@@ -261,7 +261,7 @@ def _linearized(bodies: Sequence[Body], carry: list[bool], each: list[list[bool]
 
     offloaded = policy.offloaded_layers(len(bodies))
     layers = derived(offloaded)
-    sizes = [layer.host_bytes for layer in layers[:offloaded]]
+    sizes = [sum(layer.sizes.host) for layer in layers[:offloaded]]
     if not any(sizes):
         return layers
     need = lambda count: sum(sizes[:count])
@@ -296,7 +296,7 @@ def _forward(
         carry, other, _ = split_list(outs, [layer.carry, len(layer.out_perturbed) - layer.carry])
         carry = _after(copies, carry)
         aux += other
-        residuals = layer.layout.merge(dict(enumerate(operands)), layer.layout.split(outs))
+        residuals = layer.layout.merge(dict(enumerate(operands)), *layer.layout.split(outs))
         kept.append(_moved(layer, residuals, to_host, carry))
         copies = layer.layout.select(kept[-1], "host")
     return [*carry, *aux], kept
@@ -326,8 +326,8 @@ def _transpose(layers: Sequence[Layer], kept: Sequence[Values], cotangents: Valu
 def _moved(layer: Layer, residuals: Sequence[Any], copy: Callable[[Any], Any], after: Sequence[Any] = ()) -> list[Any]:
     """Return the residuals, those for the host copied once the values in `after` are computed."""
     scopes, moved = iter(layer.copies), []
-    for place, x in zip(layer.layout.places, residuals, strict=True):
-        if place == "host":
+    for k, x in zip(layer.layout.kept, residuals, strict=True):
+        if k.place == "host":
             with next(scopes):
                 x = copy(_after(after, [x])[0])
         moved.append(x)

@@ -1,4 +1,4 @@
-"""Errors: what the user can mend, as data; warnings of old spellings, and the code that no warning must point to."""
+"""Errors: what the user can mend, as data; warnings at the user's line, and the code that none must point to."""
 
 import contextlib
 import os

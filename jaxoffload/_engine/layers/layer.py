@@ -23,9 +23,10 @@ from ..._tracing import under
 from ..decide.branch_slots import is_residual, separate_slots
 from ..decide.derivative import cached, derivative, plan_of_jvp
 from ..decide.plan import Override, Plan
+from ..jaxprs.flat import straight
 from ..jaxprs.source import follow, is_its_operand
 from ..jaxprs.values import DOT
-from .layout import Layout, Stored, kept_of, sizes_of, split_list
+from .layout import Layout, Stored, kept_of, split_list
 
 
 class Body(NamedTuple):
@@ -89,26 +90,22 @@ class Layer:
     @functools.cached_property
     def sizes(self) -> Stored[int]:
         """Bytes per device of each residual, where the layer offloads."""
-        return sizes_of(self.forward, self.layout)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes per device that the layer keeps on the host where it offloads."""
-        return sum(self.sizes.host)
+        return self.layout.sizes(straight(self.forward))
 
     @property
     def moved_names(self) -> list[str]:
         """The names of each residual for the host."""
         names = {row.plan_name: ", ".join(row.names) or "(matmul)" for row in self.plan.rows}
-        return [", ".join(names[name] for name in k.source.names) for k in self.layout.at("host")]
+        return [", ".join(names[name] for name in k.source.names) for k in self.layout.select(self.layout.kept, "host")]
 
     @property
     def copies(self) -> list[Any]:
         """A scope per residual for the host, to trace its copies in, once: a profile then shows whose they are."""
         return [jax.named_scope(f"jaxoffload({names})") for names in self.moved_names]
 
-    def backward(self, wanted: tuple[bool, ...]) -> Jaxpr:
-        """All residuals, cotangents of the perturbed results that are `wanted` -> those of the perturbed operands."""
+    def backward(self, wanted: tuple[bool, ...] = ()) -> Jaxpr:
+        """All residuals, cotangents of the perturbed results that are `wanted`, by default all -> of the operands."""
+        wanted = wanted or (True,) * sum(self.out_perturbed)
         return _backward(self.tangent_jaxpr, wanted, len(self.layout.kept))
 
     def __repr__(self) -> str:

@@ -11,8 +11,7 @@ import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from ..._jax import DEVICE, HOST
-from ..decide.derivative import cached
-from ..jaxprs.flat import Straight, straight
+from ..jaxprs.flat import Straight
 from ..jaxprs.source import Source, source_of
 
 # What happens to a residual between the passes. An "operand" (a constant, or a slice of xs) is read again; one that is
@@ -22,7 +21,7 @@ Rows = frozenset[int]  # numbers of rows of a plan: the same under each `Overrid
 
 
 class Kept(NamedTuple):
-    """A residual of one layer: where the plan wants it, and what it is."""
+    """A residual of one layer: where it is, and what it is."""
 
     place: Place
     operand: int | None  # the number of the body's operand that it is, if any
@@ -45,63 +44,44 @@ class Stored[T](NamedTuple):
 class Layout:
     """Where each residual of a layer is between its passes.
 
-    Attributes:
-      kept: in the order in which the backward pass takes them. The forward pass returns those that are not operands, in
-        the same order, as its last results.
-      offloads: those that the plan wants on the host are there; otherwise they stay on the device.
+    `kept`: in the order of the backward jaxpr. The last results of the forward jaxpr are those that are not operands.
     """
 
     kept: tuple[Kept, ...]
-    offloads: bool = True
-
-    @functools.cached_property
-    def on_device(self) -> "Layout":
-        """The layout of layers that offload nothing."""
-        return dataclasses.replace(self, offloads=False)
-
-    @functools.cached_property
-    def places(self) -> tuple[Place, ...]:
-        return tuple("device" if k.place == "host" and not self.offloads else k.place for k in self.kept)
-
-    def at(self, place: Place) -> list[Kept]:
-        """Return the residuals at a place."""
-        return self.select(self.kept, place)
 
     def select[T](self, residuals: Iterable[T], place: Place) -> list[T]:
         """Return those of all residuals that are at a place."""
-        return [x for x, p in zip(residuals, self.places, strict=True) if p == place]
+        return [x for x, k in zip(residuals, self.kept, strict=True) if k.place == place]
 
     @property
     def moved(self) -> list[Rows]:
         """The rows, in the plan, of each residual on the host."""
-        return [k.rows for k in self.at("host")]
+        return [k.rows for k in self.select(self.kept, "host")]
 
     def split[T](self, results: Sequence[T]) -> Stored[T]:
         """Return the residuals among the results of the forward pass, by their places."""
-        places = [place for place in self.places if place != "operand"]
+        places = [k.place for k in self.kept if k.operand is None]
         stored = list(zip(results[len(results) - len(places) :], places, strict=True))
         return Stored(*([x for x, p in stored if p == place] for place in Stored._fields))
 
-    def merge(self, operands: Mapping[int, Any], stored: Stored[Any]) -> list[Any]:
+    def merge(self, operands: Mapping[int, Any], *stored: list[Any]) -> list[Any]:
         """Return the residuals as the backward pass takes them, from operands, by their numbers, and `split`."""
-        rest = {place: iter(xs) for place, xs in stored._asdict().items()}
-        places = zip(self.kept, self.places, strict=True)
-        return [next(rest[place]) if k.operand is None else operands[k.operand] for k, place in places]
+        rest = {place: iter(xs) for place, xs in zip(Stored._fields, stored, strict=True)}
+        return [next(rest[k.place]) if k.operand is None else operands[k.operand] for k in self.kept]
 
     def sizes(self, forward: Straight) -> Stored[int]:
         """Return the bytes per device of each residual of a forward pass."""
         return self.split([forward.share(x) if x else 0 for x in forward.outputs])
 
     def staying(self, stays: Callable[[Rows], bool]) -> "Layout":
-        """Return the layout with residuals on the device that the plan wants on the host: those whose rows say so."""
+        """Return the layout with those residuals for the host on the device whose rows say so."""
         kept = (k._replace(place="device") if k.place == "host" and stays(k.rows) else k for k in self.kept)
-        return dataclasses.replace(self, kept=tuple(kept))
+        return Layout(tuple(kept))
 
-
-@cached
-def sizes_of(forward: Jaxpr, layout: Layout) -> Stored[int]:
-    """Return the bytes per device of each residual of a forward pass."""
-    return layout.sizes(straight(forward))
+    @functools.cached_property
+    def on_device(self) -> "Layout":
+        """The layout of layers that do not offload."""
+        return self.staying(lambda rows: True)
 
 
 def kept_of(known: Jaxpr, consts: int, carry: int, residuals: Sequence[Any]) -> tuple[Kept, ...]:

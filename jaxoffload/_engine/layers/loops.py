@@ -29,7 +29,7 @@ from ..._jax import (
 from ..decide.derivative import cached
 from ..host.slow_copies import lower_and_note
 from .layer import keeps_some, without_paths
-from .layout import Layout, Stored, split_list
+from .layout import Layout, split_list
 from .passes import Loops, backward_pass, forward_pass, run
 from .rows import filled
 from .segments import Segment
@@ -128,7 +128,7 @@ def _batch_backward(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr,
     saved_dims = jax.tree.unflatten(tree, layer_dims[len(loops.reads) : kept])
     in_dims = []
     for segment, saved in zip(loops.segments, saved_dims, strict=True):
-        residuals = segment.layout.merge(read, Stored(saved.host, saved.device, saved.once))
+        residuals = segment.layout.merge(read, saved.host, saved.device, saved.once)
         in_dims.append(residuals + [0] * (len(args) - kept))
     outs = run_backward(_batched(loops, axis, in_dims), *args)
     return outs, [0] * (loops.consts + loops.carry) + [1] * (len(outs) - loops.consts - loops.carry)

@@ -13,6 +13,7 @@ with the state that its caller has run it to. A scan runs one pass alone, `accum
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +23,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from ..._jax import add_jaxvals, in_memory_of, on_device, zero_of
 from ..host.need import Stack
+from ..jaxprs.flat import straight
 from ..jaxprs.source import Source
 from .layer import prevent_cse_barrier
-from .layout import Stored, sizes_of, split_list, to_device, to_host
+from .layout import split_list, to_device, to_host
 from .rows import add_to_row, empty_stack, filled, opaque_zero, put_row, take_row
 from .segments import Segment, SegmentResiduals, reads_of
 
@@ -68,10 +70,10 @@ class Loops:
         """The names that a policy around the scan counts as seen."""
         return frozenset().union(*(segment.layer.plan.seen for segment in self.segments))
 
-    @property
+    @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:
         """The stacks on the host that a forward pass writes."""
-        of = lambda segment: sum(sizes_of(segment.jaxpr, segment.layout).host)
+        of = lambda segment: sum(segment.layout.sizes(straight(segment.jaxpr)).host)
         return tuple(Stack(segment.on_host, of(segment)) for segment in self.segments if segment.on_host)
 
     @property
@@ -90,8 +92,8 @@ class Loops:
         """For each array that the segments keep, if it is a stack of layers."""
 
         def of(segment: Segment) -> SegmentResiduals[bool]:
-            host, device, once = map(segment.layout.places.count, Stored._fields)
-            return SegmentResiduals([True] * host, [False] * host, [True] * device, [False] * once)
+            host, device, once = segment.layout.split([True] * len(segment.layout.kept))
+            return SegmentResiduals(host, [False] * len(host), device, [False] * len(once))
 
         return list(map(of, self.segments))
 
@@ -187,7 +189,10 @@ def forward_pass(
         loop = LayerLoop(loops, segment, True, forward_layer(loops, segment, consts, xs), state)
         yield loop
         carry, ys, residuals = loop.state
-        saved.append(end_forward(segment, residuals))
+        if segment.on_host == segment.layers:
+            # Not into row 0: outside the loop XLA:GPU would write it with a kernel.
+            residuals = residuals._replace(last=list(map(to_host, residuals.last)))
+        saved.append(residuals)
     return [*carry, *ys], saved
 
 
@@ -208,7 +213,8 @@ def backward_pass(
     cts = cts._replace(xs=[sums.get(number, x) for number, x in enumerate(cts.xs)])
     adds = [number in sums for number in range(len(cts.xs))]
     for segment, residuals in reversed(list(zip(loops.segments, saved, strict=True))):
-        state = begin_backward(residuals, cts)
+        # Without the barrier XLA removes a copy to the host and back that has no loop between the two.
+        state = BackwardState(cts, list(map(to_device, lax.optimization_barrier(residuals.last))))
         layer = backward_layer(loops, segment, [*reads], residuals, ys, adds)
         loop = LayerLoop(loops, segment, False, layer, state)
         yield loop
@@ -249,7 +255,7 @@ def forward_layer(
     It writes to row i of stacks on the host, `i_device` of those on the device, `i_xs` of the ys. The first is a DMA
     copy; the others are not to be one, hence the opaque zero. `inlined`: XLA would fuse the layer with its neighbours.
     """
-    compute, zero, layout = jaxpr_as_fun(segment.jaxpr), opaque_zero(), segment.layout
+    compute, zero = jaxpr_as_fun(segment.jaxpr), opaque_zero()
 
     def layer(i: Any, state: ForwardState, inlined: bool) -> ForwardState:
         fence = lax.optimization_barrier if inlined else lambda carry: carry
@@ -263,19 +269,11 @@ def forward_layer(
         outs = compute(*consts, *carry, *(take_row(x, i_xs) for x in xs))
         carry, new_ys, _ = split_list(outs, [len(carry), len(ys)])
         ys = [put_row(stack, y, i_xs) for stack, y in zip(ys, new_ys, strict=True)]
-        last, stays, once = layout.split(outs)
+        last, stays, once = segment.layout.split(outs)
         device = [put_row(stack, x, i_device) for stack, x in zip(saved.device, stays, strict=True)]
         return ForwardState(fence(carry), ys, SegmentResiduals(host, last, device, once))
 
     return layer
-
-
-def end_forward(segment: Segment, saved: SegmentResiduals[Any]) -> SegmentResiduals[Any]:
-    """Return what a segment keeps, once its last layer has run."""
-    if segment.on_host < segment.layers:
-        return saved
-    # Not into row 0: outside the loop XLA:GPU would write it with a kernel.
-    return saved._replace(last=list(map(to_host, saved.last)))
 
 
 class Cotangents(NamedTuple):
@@ -298,12 +296,6 @@ class BackwardState(NamedTuple):
 
     cotangents: Cotangents
     fetched: list[Any]
-
-
-def begin_backward(saved: SegmentResiduals[Any], cotangents: Cotangents) -> BackwardState:
-    """The state before the last layer of a segment, whose residuals are fetched."""
-    # Without the barrier XLA removes a copy to the host and back that has no loop between the two.
-    return BackwardState(cotangents, list(map(to_device, lax.optimization_barrier(saved.last))))
 
 
 def backward_layer(
@@ -336,7 +328,7 @@ def backward_layer(
         reads = zip(loops.reads, operands, strict=True)
         read = {number: x if is_const else take_row(x, i_xs) for (number, is_const), x in reads}
         stays = [take_row(x, i_device) for x in saved.device]
-        residuals = segment.layout.merge(read, Stored(fetched, stays, saved.once))
+        residuals = segment.layout.merge(read, fetched, stays, saved.once)
         if inlined:  # the layer may stand beside its own forward pass
             residuals, carry = prevent_cse_barrier(residuals, carry)
         outs = compute(*residuals, *carry, *(take_row(y, i_xs) for y in ys))

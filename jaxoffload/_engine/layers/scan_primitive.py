@@ -255,7 +255,7 @@ def _layers_that_offload(
     body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: bool, length: int, microbatches: int
 ) -> int:
     """How many layers offload: as many as the policy says and the host has room for, 0 if they have nothing to."""
-    each = linearize(body, perturbed, policy, strict, Override()).host_bytes
+    each = sum(linearize(body, perturbed, policy, strict, Override()).sizes.host)
     wanted = policy.offloaded_layers(length) if each else 0
     need = lambda layers: microbatches * each * (layers + 1)  # and a padding row
     caller, of = ("scan", "") if microbatches == 1 else ("accumulate", f" of {microbatches} microbatches")
@@ -277,7 +277,7 @@ def loops_of_layers(
     """The forward pass. Residuals that are operands are read where they are."""
     layer = other = linearize(body, perturbed, policy, strict, Override())
     each = [LayerRange(0, length, 0, False, "")]
-    if layer.host_bytes:
+    if any(layer.sizes.host):
         each = layer_ranges(length, offloaded, policy.resident_layers, policy.other_layers)
     if any(r.recompute for r in each):
         other = linearize(body, perturbed, policy, strict, Override("recompute", "other_layers"))

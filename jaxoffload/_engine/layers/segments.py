@@ -64,7 +64,7 @@ class Segment(NamedTuple):
     @property
     def backward(self) -> Jaxpr:
         """The backward pass of a layer, if all results have cotangents."""
-        return self.layer.backward((True,) * sum(self.layer.out_perturbed))
+        return self.layer.backward()
 
     @property
     def layout(self) -> Layout:
@@ -75,7 +75,8 @@ class Segment(NamedTuple):
         """The source of each leaf of this segment's `SegmentResiduals`."""
 
         def at(place: Place, layers: int, axes: int) -> list[Source]:
-            return [self.source_of(k)._replace(layers=layers, empty=0, axes=axes) for k in self.layout.at(place)]
+            sources = self.layout.select(map(self.source_of, self.layer.layout.kept), place)
+            return [source._replace(layers=layers, empty=0, axes=axes) for source in sources]
 
         host = [source._replace(where="", kind="value", empty=1) for source in at("host", self.layers - 1, 1)]
         last = at("host", 1, 0)

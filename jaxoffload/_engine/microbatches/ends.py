@@ -79,7 +79,7 @@ def _fitted_loops(loops: Loops, direction: Direction, devices: int, budget: int)
         layer = _fitted_layer(segment.layer, direction, devices, budget // segment.layers)
         if layer is not segment.layer:
             budget -= segment.layers * (_on_device(layer) - _on_device(segment.layer))
-            on_host = segment.on_host if layer.layout.at("host") else 0
+            on_host = segment.on_host if layer.layout.moved else 0
             segments[number] = segment._replace(jaxpr=layer.forward, layer=layer, on_host=on_host)
     return (loops if tuple(segments) == loops.segments else loops.with_segments(segments)), budget
 
@@ -100,20 +100,16 @@ def _moved(layer: Layer) -> Counter[Rows]:
 def _fitted_layer(layer: Layer, direction: Direction, devices: int, budget: int) -> Layer:
     """Return a layer that may keep `budget` bytes on the device of what it would copy."""
     seconds = lambda jaxpr: cost_of(jaxpr, devices).seconds
-    sizes, forward, backward = _moved(layer), seconds(layer.forward), seconds(_backward(layer))
+    sizes, forward, backward = _moved(layer), seconds(layer.forward), seconds(layer.backward())
     if sizes.total() <= bytes_in(forward if direction == "forward" else backward):
         return layer
-    again = {rows: max(0.0, seconds(_backward(other)) - backward) for rows, other in _candidates(layer)}
+    again = {rows: max(0.0, seconds(other.backward()) - backward) for rows, other in _candidates(layer)}
     accepts = lambda rows: _only_moves_less(layer.recomputing(rows), layer, rows)
     recomputed, stay, _ = decide(Lone(direction, forward, backward, sizes, again), budget, accepts)
     if not recomputed and not stay:
         return layer
     layer = layer.recomputing(recomputed) if recomputed else layer
     return dataclasses.replace(layer, layout=layer.layout.staying(lambda rows: rows in stay))
-
-
-def _backward(layer: Layer) -> Jaxpr:
-    return layer.backward((True,) * sum(layer.out_perturbed))
 
 
 def _candidates(layer: Layer) -> Iterator[tuple[Rows, Layer]]:
@@ -152,7 +148,7 @@ def _only_moves_less(other: Layer, layer: Layer, rows: Rows) -> bool:
 
 
 def _untimed(layer: Layer) -> Counter[str]:
-    backward = _backward(layer)
+    backward = layer.backward()
     return untimed(backward, cost_of(backward, 1))
 
 

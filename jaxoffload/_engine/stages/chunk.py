@@ -55,7 +55,7 @@ def chunk_loops(
     closed = perturbed_carry(body, perturbed, policy)
     layers = params["length"] // chunks
     layer = linearize(body, closed, policy, strict, Override())
-    wanted = policy.offloaded_layers(params["length"]) // chunks if layer.host_bytes else 0
+    wanted = policy.offloaded_layers(params["length"]) // chunks if any(layer.sizes.host) else 0
     offloaded = 0
     if wanted:  # the caller counts all layers
 
@@ -63,7 +63,7 @@ def chunk_loops(
             each = count // chunks
             travels = each == layers or policy.other_layers == "recompute"  # the last one's row, in pieces
             more = beyond_a_row(layer, each) if each and travels else 0
-            return slots * (layer.host_bytes * (each + 1) + more) if each else 0
+            return slots * (sum(layer.sizes.host) * (each + 1) + more) if each else 0
 
         of = f" of {slots} microbatches per stage"
         offloaded = admitted("accumulate", [body.jaxpr], wanted * chunks, need, policy.on_host_full, of) // chunks

@@ -38,8 +38,7 @@ class Passes(NamedTuple):
 
     @classmethod
     def of(cls, layer: Layer) -> "Passes":
-        backward = layer.backward((True,) * sum(layer.out_perturbed))
-        return cls(layer.consts, layer.carry, layer.forward, backward, layer.layout, layer.plan)
+        return cls(layer.consts, layer.carry, layer.forward, layer.backward(), layer.layout, layer.plan)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

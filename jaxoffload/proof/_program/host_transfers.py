@@ -89,7 +89,7 @@ def _interleaved(eqn: JaxprEqn) -> Iterator[HostTransfer]:
 def for_host(segment: Segment) -> list[tuple[Kept, Any]]:
     """Return the residuals that each layer of a segment puts into host memory, with their types."""
     layout = segment.layout
-    return list(zip(layout.at("host"), layout.split(segment.jaxpr.out_avals).host, strict=True))
+    return list(zip(layout.select(layout.kept, "host"), layout.split(segment.jaxpr.out_avals).host, strict=True))
 
 
 def _made(scope: Scope, eqn: JaxprEqn, index: int) -> HostTransfer | None:

@@ -15,6 +15,7 @@ from common import PATIENCE, inherited_flags, start
 from pages import ROOT
 
 import jaxoffload.linen
+import jaxoffload.nnx
 
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *ROOT.glob("docs/**/*.md")]
 CODE = re.compile(r"^```(python|text|)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -169,7 +170,7 @@ def test_the_table_of_contents_has_every_page():
 def test_the_architecture_has_every_module_of_the_library_and_its_engine():
     named = set(re.findall(r"`([\w/]+)`", (ROOT / "docs/architecture.md").read_text()))
     library = ROOT / "jaxoffload"
-    modules = {path.stem for folder in (library, library / "_engine") for path in folder.glob("*.py")} - {"__init__"}
+    modules = {path.stem for pattern in ("*.py", "_engine/**/*.py") for path in library.glob(pattern)} - {"__init__"}
     packages = {f"{path.parent.name}/" for path in library.glob("*/__init__.py")} - {"_engine/"}
     assert sorted((modules | packages) - named) == []
 

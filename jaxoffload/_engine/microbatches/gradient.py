@@ -92,7 +92,7 @@ class Gradient:
         reads = Counter(variables([v for eqn in self.jaxpr.eqns for v in eqn.invars] + self.jaxpr.outvars))
         numbers = {v: number for number, v in enumerate(self.gradients) if isinstance(v, Var) and reads[v] == 1}
         for eqn in reversed(self.jaxpr.eqns):
-            if eqn.primitive is reshape_p and eqn.outvars[0] in numbers:
+            if eqn.primitive is reshape_p and eqn.params["dimensions"] is None and eqn.outvars[0] in numbers:
                 (before,) = variables(eqn.invars)
                 if reads[before] == 1:
                     numbers[before] = numbers.pop(eqn.outvars[0])

@@ -10,7 +10,7 @@
 A layer's copies have the forward pass of one layer and the backward pass of another to hide behind, and the bus works
 both ways all the time. Where scans differ in length, a loop ends where a segment of either pass ends.
 
-The first forward pass and the last backward pass run alone: `fill_and_drain.py` says what is not copied there.
+The first forward pass and the last backward pass run alone: `ends.py` says what is not copied there.
 
 There are two sets of stacks, which change roles with each microbatch. XLA's double buffering, which `compiler_options`
 asks for, makes one iteration of the loop over microbatches out of two. Otherwise stacks that change roles in the state

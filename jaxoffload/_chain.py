@@ -26,7 +26,8 @@ from ._engine.decide.mutable_refs import by_jax, takes_refs
 from ._engine.decide.plan import Override
 from ._engine.host.limit import admitted
 from ._engine.layers.layer import Body, Layer, linearize, prevent_cse_barrier
-from ._engine.layers.layout import split_list, to_device, to_host
+from ._engine.layers.placement import split_list
+from ._engine.layers.transport import to_device, to_host
 from ._engine.layers.transpose_only import with_tangents
 from ._jax import Results, Values
 from ._lost_changes import warns_of_lost_changes

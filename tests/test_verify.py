@@ -31,7 +31,7 @@ from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers import layer as _layer
 from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._engine.layers import transpose_only
-from jaxoffload._engine.layers.layout import Layout
+from jaxoffload._engine.layers.placement import Layout
 from jaxoffload._jax import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
 from jaxoffload._text import readable

@@ -26,7 +26,7 @@ from ..decide.plan import Override, Plan
 from ..jaxprs.flat import straight
 from ..jaxprs.source import follow, is_its_operand
 from ..jaxprs.values import DOT
-from .layout import Layout, Stored, kept_of, split_list
+from .placement import Layout, Stored, kept_of, split_list
 
 
 class Body(NamedTuple):

@@ -29,8 +29,8 @@ from ..._jax import (
 from ..decide.derivative import cached
 from ..host.slow_copies import lower_and_note
 from .layer import keeps_some, without_paths
-from .layout import Layout, split_list
 from .passes import Loops, backward_pass, forward_pass, run
+from .placement import Layout, split_list
 from .rows import filled
 from .segments import Segment
 

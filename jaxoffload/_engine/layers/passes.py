@@ -26,9 +26,10 @@ from ..host.need import Stack
 from ..jaxprs.flat import straight
 from ..jaxprs.source import Source
 from .layer import prevent_cse_barrier
-from .layout import split_list, to_device, to_host
+from .placement import split_list
 from .rows import add_to_row, empty_stack, filled, opaque_zero, put_row, take_row
 from .segments import Segment, SegmentResiduals, reads_of
+from .transport import to_device, to_host
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

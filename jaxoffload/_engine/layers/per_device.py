@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._jax import FORWARD, SAME, SHARD_MAP, nbytes
 from ..jaxprs.flat import Buffer, Straight, division, straight
 from ..jaxprs.walk import nested, walk
-from .layout import Stored
+from .placement import Stored
 from .segments import Segment
 
 Rows = Mapping[int, int]  # the length of a first axis -> into how many parts it is divided at least

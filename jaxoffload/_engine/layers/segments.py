@@ -7,7 +7,7 @@ from jax.extend.core import Jaxpr
 
 from ..jaxprs.source import Source
 from .layer import Layer
-from .layout import Kept, Layout, Place
+from .placement import Kept, Layout, Place
 
 
 class LayerRange(NamedTuple):

@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import Jaxpr
 
 from ..._jax import convert_constvars_jaxpr
-from ..layers.layout import split_list
+from ..layers.placement import split_list
 
 # The losses summed, the gradients summed, and the other results stacked.
 Sums = tuple[Any, list[Any], Any]

@@ -11,7 +11,6 @@ from ..._policy import Policy
 from ..decide.plan import Override
 from ..host.limit import admitted
 from ..layers.layer import linearize, perturbed_carry
-from ..layers.layout import split_list, to_host
 from ..layers.passes import (
     BackwardState,
     Cotangents,
@@ -25,9 +24,11 @@ from ..layers.passes import (
     empty_ys,
     forward_layer,
 )
+from ..layers.placement import split_list
 from ..layers.rows import filled
 from ..layers.scan_primitive import OnStage, body_of, loops_of_layers
 from ..layers.segments import Segment, SegmentResiduals, joined
+from ..layers.transport import to_host
 from .last_rows import (
     Fetching,
     Writing,

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..._jax import evaluate
-from ..layers.layout import split_list
+from ..layers.placement import split_list
 from ..layers.rows import take_row
 from .chunk import Operands
 from .collectives import refuse_traced

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..layers.layer import Layer
-from ..layers.layout import to_device, to_host
 from ..layers.passes import BackwardState, Cotangents, ForwardState
 from ..layers.rows import filled, opaque_zero, put_row, take_row
 from ..layers.segments import Segment, SegmentResiduals
+from ..layers.transport import to_device, to_host
 
 
 class Cut(NamedTuple):

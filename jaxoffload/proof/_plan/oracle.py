@@ -11,7 +11,7 @@ from ..._engine.decide.plan import Row
 from ..._engine.jaxprs.flat import straight
 from ..._engine.jaxprs.walk import axes_of, within
 from ..._engine.layers.layer import Layer
-from ..._engine.layers.layout import Stored
+from ..._engine.layers.placement import Stored
 from ..._engine.microbatches.ends import untimed
 from ..._engine.stages.last_rows import more_than_a_row
 from ..._policy import Decision, Policy

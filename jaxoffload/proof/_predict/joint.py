@@ -21,7 +21,7 @@ from ..._engine.decide.derivative import plan_of_jvp
 from ..._engine.decide.plan import Override, Plan
 from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.layer import Body, Layer, derivative_of, each_once, halves, laid_out, transposed
-from ..._engine.layers.layout import Layout, split_list
+from ..._engine.layers.placement import Layout, split_list
 from ..._jax import convert_constvars_jaxpr, dce_jaxpr, partial_eval_rules
 from ..._policy import VERDICT, Policy
 

@@ -9,8 +9,8 @@ from jax.extend.core.primitives import device_put_p, name_p
 
 from ..._engine.jaxprs.source import Source, follow, is_a_view, source_of
 from ..._engine.jaxprs.walk import nested, operands_of, walk
-from ..._engine.layers.layout import Kept
 from ..._engine.layers.loops import backward_p, forward_p, loops_of
+from ..._engine.layers.placement import Kept
 from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import nbytes, on_host

@@ -1,4 +1,4 @@
-"""Where the residuals of a layer are between its passes, and the copies to and from the host."""
+"""Places of the residuals of a layer between its passes: on the host, on the device, kept once, or read again."""
 
 import dataclasses
 import functools
@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from typing import Literal as OneOf
 
-import jax
 from jax.extend.core import Jaxpr, Literal, Var
 
-from ..._jax import DEVICE, HOST
 from ..jaxprs.flat import Straight
 from ..jaxprs.source import Source, source_of
 
@@ -108,16 +106,6 @@ def _same_in_every_layer(jaxpr: Jaxpr, consts: int) -> set[Var]:
         if not eqn.effects and all(not isinstance(v, Var) or v in same for v in eqn.invars):
             same.update(eqn.outvars)
     return same
-
-
-def to_host(x: Any) -> Any:
-    """Return a residual, or a stack for it, in host memory."""
-    return jax.device_put(x, HOST)
-
-
-def to_device(x: Any) -> Any:
-    """Return a residual in device memory."""
-    return jax.device_put(x, DEVICE)
 
 
 def split_list[T](xs: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:

@@ -1,0 +1,17 @@
+"""Copies of residuals between device and host: the only ones, besides those that `jax.checkpoint` makes."""
+
+from typing import Any
+
+import jax
+
+from ..._jax import DEVICE, HOST
+
+
+def to_host(x: Any) -> Any:
+    """Return a residual, or a stack for it, in host memory."""
+    return jax.device_put(x, HOST)
+
+
+def to_device(x: Any) -> Any:
+    """Return a residual in device memory."""
+    return jax.device_put(x, DEVICE)

@@ -138,7 +138,7 @@ def evaluate(
       other results get a leading axis of microbatches. It can be differentiated, except on stages.
 
     Raises:
-      Exceptions are those of `accumulate`.
+      Exception: each of those of `accumulate`.
 
     Example:
       >>> import jax, jax.numpy as jnp

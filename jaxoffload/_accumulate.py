@@ -211,18 +211,19 @@ def _call(
     """Return a call, and the stages on which it runs."""
     numbers = _positions(how, len(args))
     others = {n: x for n, x in enumerate(args) if n not in numbers}
-    leaves, of_others = jax.tree.flatten((others, kwargs))
+    named, of_others = jax.tree_util.tree_flatten_with_path({"args": others, "kwargs": kwargs})
     is_batch = _batches(how, others, kwargs, len(args))
-    microbatches = _microbatches(how, others, kwargs, is_batch)
+    batches = {_name(path): x for (path, x), batched in zip(named, is_batch, strict=True) if batched}
+    microbatches = _microbatches(how.caller, batches)
     flat, of_params = jax.tree.flatten(params)
-    batch = [as_array(x) for x, batched in zip(leaves, is_batch, strict=True) if batched]
-    shared = [as_array(x) for x, batched in zip(leaves, is_batch, strict=True) if not batched]
+    batch = list(map(as_array, batches.values()))
+    shared = [as_array(x) for (_, x), batched in zip(named, is_batch, strict=True) if not batched]
 
     def run(loss: Callable[..., Any], shared: Any, params: Any, microbatch: Any) -> Any:
         both = {True: iter(microbatch), False: iter(shared)}
-        others, kwargs = jax.tree.unflatten(of_others, [next(both[batched]) for batched in is_batch])
-        given = dict(zip(numbers, jax.tree.unflatten(of_params, params), strict=True)) | others
-        return loss(*(given[n] for n in range(len(args))), **kwargs)
+        rest = jax.tree.unflatten(of_others, [next(both[batched]) for batched in is_batch])
+        given = dict(zip(numbers, jax.tree.unflatten(of_params, params), strict=True)) | rest["args"]
+        return loss(*(given[n] for n in range(len(args))), **rest["kwargs"])
 
     on_stages = _stages(how)
     with under(stage_axis=on_stages.axis if on_stages else None):
@@ -296,34 +297,28 @@ def _positions(how: _How, count: int) -> list[int]:
     return numbers
 
 
-def _microbatches(how: _How, others: dict[int, Any], kwargs: dict[str, Any], is_batch: list[bool]) -> int:
+def _name(path: Any) -> str:
+    """Return how an error names a leaf of the arguments, such as args[1]['x']."""
+    return f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+
+
+def _microbatches(caller: str, batches: dict[str, Any]) -> int:
     """Return the length of the leading axis that all batches have."""
-    lengths, raw_keys = {}, []
-    leaves = [
-        (f"{name}{jax.tree_util.keystr(path)}", leaf)
-        for name, arguments in (("args", others), ("kwargs", kwargs))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(arguments)
-    ]
-    for (argument, leaf), batched in zip(leaves, is_batch, strict=True):
-        if not batched:
-            continue
-        if not (shape := getattr(leaf, "shape", ())):
+    for name, leaf in batches.items():
+        if not getattr(leaf, "shape", ()):
             raise TypeError(
-                f"{how.caller}: {argument} has no leading axis of microbatches, which every argument needs that is "
+                f"{caller}: {name} has no leading axis of microbatches, which every argument needs that is "
                 f"not in argnums; {_SPLIT if _is_key(leaf) else _SHARE}"
             )
-        lengths[argument] = shape[0]
-        raw_keys += [argument] * _is_raw_key(leaf)
-    if not lengths:
-        raise TypeError(f"{how.caller}: no argument is a batch; at least one must be, split in microbatches")
-    (first, length), *rest = lengths.items()
-    if differ := [f"{argument} has {n}" for argument, n in rest if n != length]:
-        hint = f"{raw_keys[0]} may be a PRNG key: {_SPLIT}" if raw_keys else _SHARE
-        raise ValueError(
-            f"{how.caller}: {first} has {length} microbatches, and {differ[0]}; they must be as many; {hint}"
-        )
+    if not batches:
+        raise TypeError(f"{caller}: no argument is a batch; at least one must be, split in microbatches")
+    (first, length), *rest = ((name, leaf.shape[0]) for name, leaf in batches.items())
+    if differ := [f"{name} has {n}" for name, n in rest if n != length]:
+        raw_key = next((name for name, leaf in batches.items() if _is_raw_key(leaf)), None)
+        hint = f"{raw_key} may be a PRNG key: {_SPLIT}" if raw_key else _SHARE
+        raise ValueError(f"{caller}: {first} has {length} microbatches, and {differ[0]}; they must be as many; {hint}")
     if not length:
-        raise ValueError(f"{how.caller}: {first} has no microbatches")
+        raise ValueError(f"{caller}: {first} has no microbatches")
     return length
 
 

@@ -22,9 +22,10 @@ import jax
 from .. import proof
 from .._engine.layers.loops import DifferentiatedTwice
 from .._errors import Problem, UserError
-from .._residuals import Residuals, residuals
 from .._text import nearest
 from ._program.results import run_of
+from ._residuals.residuals import residuals
+from ._residuals.table import Residuals
 from ._verify.peaks import measured
 
 USAGE = """\

@@ -28,6 +28,7 @@ from ..._jax import (
 )
 from ..decide.derivative import cached
 from ..host.slow_copies import lower_and_note
+from ..jaxprs.walk import bodies
 from .layer import keeps_some, without_paths
 from .passes import Loops, backward_pass, forward_pass, run
 from .placement import Layout, split_list
@@ -232,3 +233,8 @@ def loops_of(eqn: JaxprEqn) -> list[Loops]:
     """Return the loops of such an equation; none of any other."""
     loops = eqn.params["loops"] if is_ours(eqn) else ()
     return [loops] if isinstance(loops, Loops) else list(loops)
+
+
+def bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:
+    """Return the nested jaxprs of an equation of a gradient; those of our loops too, which autodiff has made."""
+    return [eqn.params["call_jaxpr"]] if is_ours(eqn) else bodies(eqn)

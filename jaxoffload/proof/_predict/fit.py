@@ -13,13 +13,13 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..._engine.cost.cost import cost
 from ..._engine.jaxprs.walk import axes_of, nested, walk
 from ..._engine.layers.loops import backward_p, forward_p, is_ours, loops_of
-from ..._engine.layers.per_device import Divided, Rows, parts_of_stored, rows_of
 from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import nbytes, without_remat3
 from ..._text import readable
 from .._program.host_transfers import for_host
 from .._program.results import trace_of
+from .._residuals.divided import Divided, Rows, parts_of_stored, rows_of
 from .machine import Machine
 from .measure import Bus
 

@@ -1,9 +1,8 @@
 """The two equations of a differentiated scan: its forward loops, which keep residuals, and its backward loops."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,15 +37,6 @@ from .segments import Segment
 
 class DifferentiatedTwice(NotImplementedError):
     """The derivative of a derivative of a `scan` or `chain` was asked for."""
-
-
-@contextlib.contextmanager
-def where_twice(caller: str, message: str) -> Iterator[None]:
-    """Raise `message` instead, where `caller` differentiates a function that is itself a derivative."""
-    try:
-        yield
-    except DifferentiatedTwice as why:
-        raise DifferentiatedTwice(f"{caller}: {message}") from why
 
 
 def _forward(loops: Loops, *operands: Any) -> list[Any]:

@@ -4,6 +4,7 @@ Nothing is run. The function and its gradient are traced once; the residuals are
 back to the name that a plan gave it. So the table holds what autodiff keeps, not what the policy asked for.
 """
 
+import contextlib
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from ..._engine.decide.plan import Row
 from ..._engine.host.need import refuse_what_does_not_fit
 from ..._engine.jaxprs.flat import mesh_of
 from ..._engine.jaxprs.source import Source, source_of
-from ..._engine.layers.loops import where_twice
+from ..._engine.layers.loops import DifferentiatedTwice
 from ..._jax import nbytes, on_host, without_remat3
 from ..._policy import Decision, Policy, check_arguments
 from ..._tracing import Remarks, under
@@ -69,6 +70,15 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
     table = dataclasses.replace(table, notes=(*remarks.texts, *table.notes), mesh=tuple(mesh.items()))
     inside = (_table(*rerun, divisions)[0] for rerun in reruns(fun, *args)) if run_again else ()
     return dataclasses.replace(table, reruns=tuple(dict.fromkeys(inner for inner in inside if inner.rows)))
+
+
+@contextlib.contextmanager
+def where_twice(caller: str, message: str) -> Iterator[None]:
+    """Raise `message` instead, where `caller` differentiates a function that is itself a derivative."""
+    try:
+        yield
+    except DifferentiatedTwice as why:
+        raise DifferentiatedTwice(f"{caller}: {message}") from why
 
 
 def _table(

@@ -27,14 +27,14 @@ from ._scan import scan as scan
 # isort: split
 # See what is kept, and verify it.
 from ._check import check as check
-from ._residuals import residuals as residuals
-from ._table import Residual as Residual
-from ._table import Residuals as Residuals
 from .proof import Plan as Plan
 from .proof import machine as machine
 from .proof import plan as plan
 from .proof import profile as profile
 from .proof import verify as verify
+from .proof._residuals.residuals import residuals as residuals
+from .proof._residuals.table import Residual as Residual
+from .proof._residuals.table import Residuals as Residuals
 
 __version__ = "0.1.0"  # pyproject.toml reads it
 

@@ -5,7 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.ref import AbstractRef
 
 from ._chain import chain_p
 from ._engine.decide.checkpoint_primitive import checkpoint_p
@@ -14,15 +18,13 @@ from ._engine.decide.plan import all_names, make_plan
 from ._engine.host.limit import host_pool_bytes
 from ._engine.host.need import need_of, refuse_what_does_not_fit
 from ._engine.jaxprs.walk import walk
-from ._engine.layers.gradient_plans import bodies_of_gradient, plans_of
 from ._engine.layers.layer import Body, plan_of
-from ._engine.layers.loops import forward_p
+from ._engine.layers.loops import bodies_of_gradient, forward_p
 from ._engine.layers.scan_primitive import body_of, scan_p
 from ._engine.microbatches.interleaved import interleaved_p
 from ._errors import deprecated
 from ._jax import without_remat3
 from ._policy import Policy, PolicyError, check_arguments
-from ._residuals import forward_and_backward
 from ._tracing import under
 
 
@@ -101,6 +103,26 @@ def _gradient(jaxpr: Jaxpr) -> Jaxpr:
         return jaxpr
 
 
+COTANGENT = "<cotangent>"  # names the cotangents that a backward pass begins with
+
+
+def forward_and_backward(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function from the arguments of `f` to what its forward pass keeps, and to its cotangents."""
+
+    def run(*args: Any) -> Any:
+        out, vjp = jax.vjp(f, *args)
+        kept = [leaf for leaf in jax.tree.leaves(vjp) if not isinstance(jax.typeof(leaf), AbstractRef)]
+        return kept, vjp(jax.tree.map(_zero_cotangent, out))
+
+    return run
+
+
+def _zero_cotangent(out: Any) -> Any:
+    if jnp.issubdtype(jnp.result_type(out), jnp.inexact):
+        return checkpoint_name(jnp.zeros_like(out), COTANGENT)
+    return np.zeros(jnp.shape(out), jax.dtypes.float0)
+
+
 def names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
     """Return the names that `policy` could match in all that it is given to; None if nothing has it."""
     seen: list[frozenset[str]] = []
@@ -109,7 +131,8 @@ def names_under(jaxpr: Jaxpr, policy: Policy) -> set[str] | None:
         if (plan := plan_of(used)) and plan.policy == policy:
             seen.append(plan.seen)
         elif eqn.primitive is forward_p:
-            seen += [plan.seen for plan in plans_of(eqn) if plan.policy == policy]
+            plans = [segment.layer.plan for segment in eqn.params["loops"].segments]
+            seen += [plan.seen for plan in plans if plan.policy == policy]
         elif used == policy and eqn.primitive in (scan_p, chain_p, checkpoint_p):
             seen += [full_plan(body, roles, policy, False).seen for body, roles in _undifferentiated(eqn)]
         elif used == policy:  # JAX's own checkpoint, with the policy as its callable

@@ -344,12 +344,6 @@ def _results(*_: Any, call_jaxpr: Jaxpr, **__: Any) -> tuple[Any, Any]:
     return call_jaxpr.out_avals, effects
 
 
-def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Return a jaxpr without the equations that no result and no effect needs, in its loops too."""
-    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return live
-
-
 def perturbed(tangents: Sequence[Any]) -> tuple[bool, ...]:
     """Return which of these tangents, or cotangents, are not symbolic zeros."""
     return tuple(type(t) is not Zero for t in tangents)

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxoffload import chain, checkpoint, residuals, scan, tag
-from jaxoffload._engine.layers.gradient_plans import Plans
+from jaxoffload.proof._residuals.plans import Plans
 
 N, BATCH, DIM = 3, 2, 8
 X, W = normal(0, (BATCH, DIM)), 0.3 * normal(1, (N, DIM, DIM))

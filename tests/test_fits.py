@@ -14,11 +14,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoffload import Policy, accumulate, chain, machine, proof, residuals, scan, tag
-from jaxoffload.__main__ import main
 from jaxoffload._engine.cost.cost import attention_flops, cost
 from jaxoffload._engine.microbatches import by_layers
 from jaxoffload._engine.microbatches.ends import Ends
 from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine, fits, known_machine
+from jaxoffload.proof._command import main
 from jaxoffload.proof._predict import machine as _machine
 from jaxoffload.proof._predict import measure
 from jaxoffload.proof._predict.fit import LayerCopy

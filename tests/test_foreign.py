@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxoffload
 from jaxoffload import Policy, proof
-from jaxoffload.__main__ import main
+from jaxoffload.proof._command import main
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 LAYERS, BATCH, SEQ, DIM, HEADS, VOCAB = 4, 2, 16, 16, 2, 32

@@ -19,9 +19,9 @@ from test_streams import profiled
 from test_verify import LAYERS, X, of_scan, weights
 
 from jaxoffload import Policy, Residual, Residuals, plan, proof, residuals, scan, tag
-from jaxoffload.__main__ import main
 from jaxoffload._text import readable
 from jaxoffload.proof import Check
+from jaxoffload.proof._command import main
 from jaxoffload.proof._report.pictures import memory
 
 ENDS = "ends here: </script><script>alert(1)</script><!-- <script"  # text that would end the data, or run

@@ -17,8 +17,8 @@ from drawn_layers import draw
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxoffload import Policy, accumulate, checkpoint, plan, residuals, scan, tag, verify
-from jaxoffload.__main__ import main
 from jaxoffload.proof import Bus, Machine, NothingFits, fits
+from jaxoffload.proof._command import main
 from jaxoffload.proof._plan import plan as planning
 from jaxoffload.proof._plan import search
 from jaxoffload.proof._plan.choices import Choice, alone, fastest, undominated

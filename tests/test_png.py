@@ -13,7 +13,7 @@ from test_streams import profiled
 from test_verify import LAYERS, X, of_scan, weights
 
 from jaxoffload import proof, residuals
-from jaxoffload.__main__ import main
+from jaxoffload.proof._command import main
 from jaxoffload.proof._report import png as _png
 from jaxoffload.proof._report.pictures import COLORS, LEFT, RIGHT, ROW
 

@@ -19,8 +19,8 @@ from test_rules import kernels, softmax
 
 import jaxoffload
 from jaxoffload import Policy, residuals
-from jaxoffload import __main__ as commands
 from jaxoffload._policy import size_in_bytes
+from jaxoffload.proof import _command as commands
 from models.loading import load, parse
 from models.preflight import check_names
 

@@ -19,8 +19,8 @@ from jax.sharding import AxisType, NamedSharding
 from jaxoffload import Policy, accumulate, checkpoint, offload, residuals, scan, scope, tag, verify
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.layers.layer import Layer
-from jaxoffload._residuals import EMPTY
 from jaxoffload._text import readable
+from jaxoffload.proof._residuals.table import EMPTY
 
 N, BATCH, DIM, HIDDEN = 4, 2, 8, 12
 X = normal(0, (BATCH, DIM), jnp.bfloat16)

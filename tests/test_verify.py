@@ -25,7 +25,6 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxoffload import Policy, _compiler_options, _jax, chain, checkpoint, profile, residuals, scan, tag
-from jaxoffload.__main__ import main, progress
 from jaxoffload._engine.decide import plan as _plan
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers import layer as _layer
@@ -37,6 +36,7 @@ from jaxoffload._policy import VERDICT
 from jaxoffload._text import readable
 from jaxoffload._tracing import tracing, with_layers
 from jaxoffload.proof import Peaks, checks, verify
+from jaxoffload.proof._command import main, progress
 from jaxoffload.proof._program import exact as _exact
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify import bits as _bits

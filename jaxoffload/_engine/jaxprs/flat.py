@@ -8,16 +8,17 @@ constrained values with as many rows; and to be whole on each device if there is
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.core.primitives import device_put_p, dynamic_update_slice_p, name_p, remat_p, sharding_constraint_p
 from jax.sharding import AxisType, NamedSharding
 
 from ..._jax import BARRIER, IDENTITIES, OPENED, SHARD_MAP, nbytes
 from .values import keeps_all_bits
-from .walk import nested
+from .walk import nested, walk
 
 
 class Division(NamedTuple):
@@ -34,6 +35,21 @@ def division(sharding: Any) -> Division:
     axes = [(names,) if isinstance(names, str) else names for names in sharding.spec]
     sizes = [math.prod(sharding.mesh.shape[n] for n in names) if isinstance(names, tuple) else 1 for names in axes]
     return Division(math.prod(sizes), sizes[0] if sizes else 1)
+
+
+def mesh_of(jaxpr: Jaxpr, arguments: Iterable[Any]) -> dict[str, int]:
+    """Return the axes of the largest mesh that a program is written for, with their sizes; empty for one device."""
+    shardings = [getattr(argument, "sharding", None) for argument in arguments]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    for eqn, *_ in walk(jaxpr):
+        meshes += [v.aval.sharding.mesh for v in eqn.outvars if hasattr(v.aval, "sharding")]
+        if eqn.primitive is sharding_constraint_p and isinstance(eqn.params["sharding"], NamedSharding):
+            meshes.append(eqn.params["sharding"].mesh)
+        if eqn.primitive.name == SHARD_MAP:
+            meshes.append(eqn.params["mesh"])
+    largest = max(meshes, key=lambda mesh: 0 if mesh.empty else mesh.size)
+    return {} if largest.empty or largest.size == 1 else {axis: n for axis, n in largest.shape.items() if n > 1}
 
 
 @dataclasses.dataclass(eq=False)

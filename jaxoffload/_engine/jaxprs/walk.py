@@ -50,11 +50,6 @@ class Site(NamedTuple):
     devices: int  # how many devices the `shard_map`s around it divide values over
     enclosing: tuple[JaxprEqn, ...]  # the equations around it, outermost first
 
-    @property
-    def shard_maps(self) -> tuple[JaxprEqn, ...]:
-        """The `shard_map`s around it, outermost first."""
-        return tuple(eqn for eqn in self.enclosing if eqn.primitive.name == SHARD_MAP)
-
 
 def walk(
     jaxpr: Jaxpr,
@@ -98,24 +93,6 @@ def devices_of(eqn: JaxprEqn) -> int:
     if eqn.primitive.name != SHARD_MAP:
         return 1
     return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
-
-
-def axes_of(shard_maps: Sequence[JaxprEqn]) -> dict[str, int]:
-    """Return the sizes of the mesh axes of these, one in the other."""
-    return {axis: size for eqn in shard_maps for axis, size in eqn.params["mesh"].shape.items()}
-
-
-def within[T](shard_maps: Sequence[JaxprEqn], f: Callable[[], T]) -> T:
-    """Return what `f` returns, which traces what stands in these, and so may be about their axes."""
-    if not shard_maps:
-        return f()
-    found: list[T] = []
-    run: Callable[[], Any] = lambda: found.append(f())
-    for eqn in reversed(shard_maps):
-        how = {"axis_names": set(eqn.params["newly_manual_axes"]), "check_vma": eqn.params["check_vma"]}
-        run = jax.shard_map(run, mesh=eqn.params["mesh"], in_specs=(), out_specs=None, **how)
-    jax.eval_shape(run)
-    return found[0]
 
 
 def operands_of(eqn: JaxprEqn, body: Jaxpr) -> Sequence[Any]:

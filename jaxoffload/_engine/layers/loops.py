@@ -1,9 +1,8 @@
 """The two equations of a differentiated scan: its forward loops, which keep residuals, and its backward loops."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ from ..._jax import (
 )
 from ..decide.derivative import cached
 from ..host.slow_copies import lower_and_note
+from ..jaxprs.walk import bodies
 from .layer import keeps_some, without_paths
 from .passes import Loops, backward_pass, forward_pass, run
 from .placement import Layout, split_list
@@ -37,15 +37,6 @@ from .segments import Segment
 
 class DifferentiatedTwice(NotImplementedError):
     """The derivative of a derivative of a `scan` or `chain` was asked for."""
-
-
-@contextlib.contextmanager
-def where_twice(caller: str, message: str) -> Iterator[None]:
-    """Raise `message` instead, where `caller` differentiates a function that is itself a derivative."""
-    try:
-        yield
-    except DifferentiatedTwice as why:
-        raise DifferentiatedTwice(f"{caller}: {message}") from why
 
 
 def _forward(loops: Loops, *operands: Any) -> list[Any]:
@@ -232,3 +223,8 @@ def loops_of(eqn: JaxprEqn) -> list[Loops]:
     """Return the loops of such an equation; none of any other."""
     loops = eqn.params["loops"] if is_ours(eqn) else ()
     return [loops] if isinstance(loops, Loops) else list(loops)
+
+
+def bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:
+    """Return the nested jaxprs of an equation of a gradient; those of our loops too, which autodiff has made."""
+    return [eqn.params["call_jaxpr"]] if is_ours(eqn) else bodies(eqn)

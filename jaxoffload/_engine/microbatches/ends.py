@@ -18,10 +18,10 @@ from jax.extend.core import Jaxpr
 from ..._jax import COLLECTIVES
 from ..cost.cost import Cost
 from ..cost.lone_pass import Direction, Lone, Rows, Spare, bytes_in, cost_of, decide
+from ..jaxprs.flat import mesh_of
 from ..jaxprs.walk import walk
 from ..layers.layer import Layer
 from ..layers.passes import Loops
-from ..layers.per_device import mesh_of
 from .gradient import Scan
 
 Scans = tuple[Scan, ...]

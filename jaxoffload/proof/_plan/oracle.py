@@ -9,7 +9,6 @@ from ..._engine.cost.cost import Rates, cost
 from ..._engine.cost.lone_pass import cost_of
 from ..._engine.decide.plan import Row
 from ..._engine.jaxprs.flat import straight
-from ..._engine.jaxprs.walk import axes_of, within
 from ..._engine.layers.layer import Layer
 from ..._engine.layers.placement import Stored
 from ..._engine.microbatches.ends import untimed
@@ -17,6 +16,7 @@ from ..._engine.stages.last_rows import more_than_a_row
 from ..._policy import Decision, Policy
 from .._predict.joint import Joint, Passes, joint
 from .._predict.room import Divisions, layer_room
+from .._predict.shard_maps import axes_of, within
 from .costs import Alone, Kept, LayerCost, Unit
 from .stacks import UNTAGGED, Found, Names, linear, without_decisions
 

@@ -13,7 +13,7 @@ from ..._engine.cost.cost import Rates, cost
 from ..._engine.cost.lone_pass import Spare
 from ..._engine.decide.plan import Override
 from ..._engine.jaxprs.flat import straight
-from ..._engine.jaxprs.walk import Site, axes_of, walk, within
+from ..._engine.jaxprs.walk import Site, walk
 from ..._engine.layers.layer import Body, Layer, linearize
 from ..._engine.layers.loops import backward_p, forward_p, is_ours
 from ..._engine.layers.passes import Loops
@@ -23,6 +23,7 @@ from ..._engine.stages.schedule import Schedule
 from ..._jax import SHARD_MAP, nbytes
 from ..._policy import Decision, Policy
 from .._predict.room import Divisions, Shape
+from .._predict.shard_maps import axes_of, shard_maps_around, within
 from .costs import Kept, Stack, Unit
 
 UNTAGGED = ("(matmul)",)  # matmul outputs that `dots` keeps
@@ -68,7 +69,7 @@ def stacks_of(jaxpr: Jaxpr, devices: int) -> list[Found]:
             layer = loops.segments[0].layer
             if any(is_ours(inner.eqn) for inner in walk(layer.forward)):
                 raise NotImplementedError("plan: a scan inside a layer of another scan is not planned; use checkpoint")
-            stack, around = Stack(loops.length, site.runs * microbatches, microbatches), site.shard_maps
+            stack, around = Stack(loops.length, site.runs * microbatches, microbatches), shard_maps_around(site)
             if is_staged(site.eqn):
                 stack, around = _on_stages(stack, site), (*around, _over_stages(site.eqn))
             body = layer.body()
@@ -111,7 +112,7 @@ def layers_seconds(jaxpr: Jaxpr, rates: Rates, devices: int) -> float:
     """Return the seconds in which a traced step computes layers, forward and backward."""
     seconds = 0.0
     for site in walk(jaxpr):
-        runs, around, stages = site.runs, site.shard_maps, 1
+        runs, around, stages = site.runs, shard_maps_around(site), 1
         if is_staged(site.eqn):
             schedule: Schedule = site.eqn.params["schedule"]
             runs, stages = runs * schedule.forward_stop, schedule.stages

@@ -11,17 +11,18 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._engine.cost.cost import cost
-from ..._engine.jaxprs.walk import axes_of, nested, walk
+from ..._engine.jaxprs.walk import nested, walk
 from ..._engine.layers.loops import backward_p, forward_p, is_ours, loops_of
-from ..._engine.layers.per_device import Divided, Rows, parts_of_stored, rows_of
 from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import nbytes, without_remat3
 from ..._text import readable
 from .._program.host_transfers import for_host
 from .._program.results import trace_of
+from .._residuals.divided import Divided, Rows, parts_of_stored, rows_of
 from .machine import Machine
 from .measure import Bus
+from .shard_maps import axes_of, shard_maps_around
 
 
 class LayerCopy(NamedTuple):
@@ -219,7 +220,7 @@ def _passes(jaxpr: Jaxpr, runs: int, devices: int, axes: dict[str, int], rows: R
     """Yield those of a jaxpr, and of the layers in their loops."""
     for site in walk(jaxpr, lambda eqn: () if eqn.primitive in (forward_p, backward_p) else nested(eqn), runs):
         if is_ours(site.eqn):
-            inside = axes | axes_of(site.shard_maps)
+            inside = axes | axes_of(shard_maps_around(site))
             yield (run := _Pass(site.eqn, site.runs, max(1, devices // site.devices), inside, rows))
             for segment in run.segments if site.eqn.primitive is not interleaved_p else ():
                 yield from _passes(segment.jaxpr, site.runs * segment.layers, run.devices, inside, rows)

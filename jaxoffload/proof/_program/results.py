@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from ..._jax import without_dead_code
+from ..._jax import dce_jaxpr
 
 
 def run_of(f: Callable[..., Any], args: tuple[Any, ...], has_aux: bool = False) -> tuple[Callable[..., Any], bool]:
@@ -38,6 +38,12 @@ def trace_of(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Jaxpr, bool]
     if not _is_of_a_loss(out["result"], args):
         return without_dead_code(jaxpr), False
     return without_dead_code(jax.make_jaxpr(_differentiated(f, False))(*args)), True
+
+
+def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a jaxpr without the equations that no result and no effect needs, in its loops too."""
+    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return live
 
 
 def _all_of(step: Callable[..., Any]) -> Callable[..., dict[str, Any]]:

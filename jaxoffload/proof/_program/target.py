@@ -13,12 +13,13 @@ from jax.extend.core.primitives import remat_p
 from ..._checkpoint import checkpoint
 from ..._compiler_options import compiler_options
 from ..._engine.jaxprs.walk import walk
-from ..._engine.layers.gradient_plans import Plans
 from ..._engine.layers.layer import plan_of
-from ..._engine.layers.loops import backward_p, loops_of, where_twice
+from ..._engine.layers.loops import backward_p, loops_of
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._policy import Policy
 from ..._tracing import as_reference, with_layers
+from .._residuals.plans import Plans
+from .._residuals.residuals import where_twice
 from .exact import compiled, exact_options, repeatable_options
 from .hlo import Module, parse
 from .host_transfers import HostTransfer, host_transfers

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from ..._residuals import Residuals
 from ..._text import readable
 from .._check import FAILS, HOLDS, Check
 from .._plan.result import Plan
+from .._residuals.table import Residuals
 from . import pictures
 from .pictures import COLORS, PLACES, WAYS, WIDTH, Picture
 from .profile import Profile, stream_numbers

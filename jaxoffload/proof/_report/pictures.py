@@ -4,10 +4,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..._table import OFFLOADED, RECOMPUTED, SAVED, Residuals
 from ..._text import readable
 from .._plan.result import Plan
 from .._program.trace import Span
+from .._residuals.table import OFFLOADED, RECOMPUTED, SAVED, Residuals
 from .profile import Move, Profile
 
 WIDTH, LEFT, RIGHT, ROW = 1000, 310, 890, 24

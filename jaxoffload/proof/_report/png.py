@@ -3,7 +3,7 @@
 import io
 from typing import Any
 
-from ..._residuals import Residuals
+from .._residuals.table import Residuals
 from .pictures import COLORS, WIDTH, Picture, bytes_by_place, draw_memory, draw_places, draw_timeline, memory, timeline
 from .profile import Profile
 

@@ -15,16 +15,17 @@ from jax.extend.core import JaxprEqn
 from ..._compiler_options import compiler_options
 from ..._engine.jaxprs.walk import walk
 from ..._engine.microbatches.interleaved import interleaved_p, is_staged
-from ..._jax import SHARD_MAP, evaluate, nbytes, without_dead_code
-from ..._residuals import residuals
-from ..._table import OFFLOADED, RECOMPUTED, Residual, Residuals
+from ..._jax import SHARD_MAP, evaluate, nbytes
 from ..._text import readable
 from ..._tracing import as_reference, with_layers
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found, Verdict
 from .._program.exact import compiled
 from .._program.host_transfers import bytes_put, for_host, host_transfers
 from .._program.memory import memory_plan
+from .._program.results import without_dead_code
 from .._program.target import Target
+from .._residuals.residuals import residuals
+from .._residuals.table import OFFLOADED, RECOMPUTED, Residual, Residuals
 from .shared import REFERENCE_MOVES_TOO, VISIBLE, no_reference
 from .stages import bytes_of_stages
 

@@ -9,12 +9,12 @@ from ..._engine.decide.plan import Row
 from ..._jax import on_host
 from ..._names import read_names
 from ..._policy import Policy
-from ..._residuals import residuals
-from ..._table import SAVED
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import kernels
 from .._program.host_transfers import HostTransfer
 from .._program.target import Target
+from .._residuals.residuals import residuals
+from .._residuals.table import SAVED
 
 
 def moves(target: Target) -> Found:

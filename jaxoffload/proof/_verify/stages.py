@@ -12,12 +12,13 @@ from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import is_staged
 from ..._engine.stages.last_rows import cut
 from ..._engine.stages.schedule import Schedule, Tick
-from ..._jax import nbytes, without_dead_code
+from ..._jax import nbytes
 from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program.hlo import collectives, parse
 from .._program.host_transfers import bytes_put, for_host
 from .._program.memory import memory_plan
+from .._program.results import without_dead_code
 from .._program.target import Target
 from .shared import first
 

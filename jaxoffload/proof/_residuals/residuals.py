@@ -4,30 +4,29 @@ Nothing is run. The function and its gradient are traced once; the residuals are
 back to the name that a plan gave it. So the table holds what autodiff keeps, not what the policy asked for.
 """
 
+import contextlib
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, Var
-from jax.ref import AbstractRef
 
-from ._checkpoint import checkpoint
-from ._engine.decide.plan import Row
-from ._engine.host.need import refuse_what_does_not_fit
-from ._engine.jaxprs.source import Source, source_of
-from ._engine.layers.gradient_plans import Plans, policies_that_kept
-from ._engine.layers.loops import where_twice
-from ._engine.layers.per_device import Divided, mesh_of, rows_of
-from ._engine.layers.reruns import reruns
-from ._jax import nbytes, on_host, without_remat3
-from ._policy import Decision, Policy, check_arguments
-from ._table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Kind, Residual, Residuals, State
-from ._tracing import Remarks, under
+from ..._check import COTANGENT, forward_and_backward
+from ..._checkpoint import checkpoint
+from ..._engine.decide.plan import Row
+from ..._engine.host.need import refuse_what_does_not_fit
+from ..._engine.jaxprs.flat import mesh_of
+from ..._engine.jaxprs.source import Source, source_of
+from ..._engine.layers.loops import DifferentiatedTwice
+from ..._jax import nbytes, on_host, without_remat3
+from ..._policy import Decision, Policy, check_arguments
+from ..._tracing import Remarks, under
+from .divided import Divided, rows_of
+from .plans import Plans, policies_that_kept
+from .reruns import reruns
+from .table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Kind, Residual, Residuals, State
 
 
 @without_remat3
@@ -71,6 +70,15 @@ def residuals(f: Callable[..., Any], *args: Any, policy: Policy | None = None) -
     table = dataclasses.replace(table, notes=(*remarks.texts, *table.notes), mesh=tuple(mesh.items()))
     inside = (_table(*rerun, divisions)[0] for rerun in reruns(fun, *args)) if run_again else ()
     return dataclasses.replace(table, reruns=tuple(dict.fromkeys(inner for inner in inside if inner.rows)))
+
+
+@contextlib.contextmanager
+def where_twice(caller: str, message: str) -> Iterator[None]:
+    """Raise `message` instead, where `caller` differentiates a function that is itself a derivative."""
+    try:
+        yield
+    except DifferentiatedTwice as why:
+        raise DifferentiatedTwice(f"{caller}: {message}") from why
 
 
 def _table(
@@ -132,24 +140,6 @@ _BY_JAX = (
 _OTHERS_KEEP = "a checkpoint that is not jaxoffload's is in the function: what it keeps is shown without its names"
 
 
-def forward_and_backward(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function from the arguments of `f` to what its forward pass keeps, and to its cotangents."""
-
-    def run(*args: Any) -> Any:
-        out, vjp = jax.vjp(f, *args)
-        kept = [leaf for leaf in jax.tree.leaves(vjp) if not isinstance(jax.typeof(leaf), AbstractRef)]
-        return kept, vjp(jax.tree.map(_zero_cotangent, out))
-
-    return run
-
-
-def _zero_cotangent(out: Any) -> Any:
-    if jnp.issubdtype(jnp.result_type(out), jnp.inexact):
-        return checkpoint_name(jnp.zeros_like(out), _COTANGENT)
-    return np.zeros(jnp.shape(out), jax.dtypes.float0)
-
-
-_COTANGENT = "<cotangent>"
 _MATMUL = ("(matmul)",)
 
 
@@ -161,7 +151,7 @@ def _backward_pass(jaxpr: Jaxpr) -> Jaxpr:
     after: set[Var] = set()
     eqns = []
     for eqn in jaxpr.eqns:
-        if eqn.params.get("name") == _COTANGENT or any(isinstance(v, Var) and v in after for v in eqn.invars):
+        if eqn.params.get("name") == COTANGENT or any(isinstance(v, Var) and v in after for v in eqn.invars):
             after.update(eqn.outvars)
             eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Var
 from jax.extend.core.primitives import remat_p
 
+from ..._engine.decide.derivative import derivative
+from ..._engine.jaxprs.walk import bodies, devices_of, walk
+from ..._engine.layers.layer import plan_of, transposed
+from ..._engine.layers.transpose_only import linear_p
 from ..._jax import partial_eval_jaxpr_nounits
-from ..decide.derivative import derivative
-from ..jaxprs.walk import bodies, devices_of, walk
-from .layer import plan_of, transposed
-from .transpose_only import linear_p
 
 
 class Rerun(NamedTuple):

@@ -7,13 +7,13 @@ from typing import NamedTuple
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import name_p, remat_p
 
+from ..._engine.decide.plan import Plan
+from ..._engine.jaxprs.source import is_a_view
+from ..._engine.jaxprs.walk import Site, bodies, operands_of, walk
+from ..._engine.layers.layer import plan_of
+from ..._engine.layers.loops import backward_p, bodies_of_gradient, forward_p, is_ours, loops_of
 from ..._jax import INTERLEAVED, nbytes
 from ..._policy import Policy
-from ..decide.plan import Plan
-from ..jaxprs.source import is_a_view
-from ..jaxprs.walk import Site, bodies, operands_of, walk
-from .layer import plan_of
-from .loops import backward_p, forward_p, is_ours, loops_of
 
 
 class Plans:
@@ -86,11 +86,6 @@ def _met(site: Site, again: Collection[Plan]) -> _Met:
 def _checkpoints(site: Site) -> list[Plan | None]:
     """Return the plans of the checkpoints around an equation that the backward pass runs; None for one without."""
     return [_checkpoint_plan(e) for e in site.enclosing if _is_foreign(e) or _checkpoint_plan(e)]
-
-
-def bodies_of_gradient(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the nested jaxprs of an equation of a gradient; those of our loops too, which autodiff has made."""
-    return [eqn.params["call_jaxpr"]] if is_ours(eqn) else bodies(eqn)
 
 
 def plans_of(eqn: JaxprEqn) -> list[Plan]:

@@ -6,16 +6,15 @@ As in `device_bytes`, for the values that a forward pass keeps, and for all that
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
 from jax.extend.core import Jaxpr, JaxprEqn
-from jax.extend.core.primitives import cond_p, scan_p, sharding_constraint_p
+from jax.extend.core.primitives import cond_p, scan_p
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._jax import FORWARD, SAME, SHARD_MAP, nbytes
-from ..jaxprs.flat import Buffer, Straight, division, straight
-from ..jaxprs.walk import nested, walk
-from .placement import Stored
-from .segments import Segment
+from ..._engine.jaxprs.flat import Buffer, Straight, division, straight
+from ..._engine.jaxprs.walk import nested
+from ..._engine.layers.placement import Stored
+from ..._engine.layers.segments import Segment
+from ..._jax import FORWARD, SAME, nbytes
 
 Rows = Mapping[int, int]  # the length of a first axis -> into how many parts it is divided at least
 
@@ -100,18 +99,3 @@ def rows_of(arguments: Iterable[Any], axis: int = 0) -> dict[int, int]:
             length, parts = argument.shape[axis], division(of_axis).rows
             rows[length] = min(rows.get(length, parts), parts)
     return rows
-
-
-def mesh_of(jaxpr: Jaxpr, arguments: Iterable[Any]) -> dict[str, int]:
-    """Return the axes of the largest mesh that a program is written for, with their sizes; empty for one device."""
-    shardings = [getattr(argument, "sharding", None) for argument in arguments]
-    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    meshes.append(jax.sharding.get_abstract_mesh())
-    for eqn, *_ in walk(jaxpr):
-        meshes += [v.aval.sharding.mesh for v in eqn.outvars if hasattr(v.aval, "sharding")]
-        if eqn.primitive is sharding_constraint_p and isinstance(eqn.params["sharding"], NamedSharding):
-            meshes.append(eqn.params["sharding"].mesh)
-        if eqn.primitive.name == SHARD_MAP:
-            meshes.append(eqn.params["mesh"])
-    largest = max(meshes, key=lambda mesh: 0 if mesh.empty else mesh.size)
-    return {} if largest.empty or largest.size == 1 else {axis: n for axis, n in largest.shape.items() if n > 1}

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, Final, Literal
 
-from ._policy import Decision
-from ._text import readable
+from ..._policy import Decision
+from ..._text import readable
 
 SAVED: Final = "saved"
 OFFLOADED: Final = "offloaded"

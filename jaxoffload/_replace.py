@@ -108,11 +108,9 @@ _FIELDS = {field.name for field in dataclasses.fields(Policy)}
 def in_custom_derivatives(jaxpr: Jaxpr) -> list[str]:
     """Return why checkpoints under a policy, of scans too, stay that stand in a function with a custom derivative.
 
-    Where JAX differentiates such a function, it runs the function's rule instead, and nothing that is replaced in the
-    function itself would run. In the rule there is nothing to replace: of a `custom_vjp` JAX differentiates neither
-    rule, so its scans are computed, and keep what the rule returns; if the rule differentiates by itself, with
-    `jax.vjp`, or `jax.jvp` in a `custom_jvp`, then what can be seen of it is the derivative, not what it was made of.
-    `offload` inside the rule, around what it differentiates, sees that.
+    JAX runs the rule in place of the function, and in a rule there is nothing to replace: JAX differentiates neither
+    rule of a `custom_vjp`, and what a rule differentiates by itself is already a derivative when it is traced.
+    `offload` inside of the rule, around what it differentiates, sees that.
     """
     those = [site.eqn for site in walk(jaxpr) if any(e.primitive.name in CUSTOM_RULES for e in site.enclosing)]
     return [_IN_A_RULE] * any(map(policy_of, those))

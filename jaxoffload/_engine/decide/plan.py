@@ -38,9 +38,6 @@ class Override:
     reason: str = ""
     rows: frozenset[int] | None = None
 
-    def is_about(self, row: int) -> bool:
-        return self.decision != "offload" and (self.rows is None or row in self.rows)
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -93,18 +90,15 @@ class Plan:
         return any(row.decision == "offload" for row in self.rows)
 
 
-Roles = Sequence[str | None]
-
-
 def make_plan(
-    jaxpr: Jaxpr, policy: Policy, roles: Roles, override: Override | None, strict: bool
+    jaxpr: Jaxpr, policy: Policy, roles: Sequence[str], override: Override | None, strict: bool
 ) -> tuple[Plan, Jaxpr]:
     """Return the plan of a differentiated function, and its jaxpr with the plan's names.
 
     Args:
       jaxpr: (primals, tangents) -> (primals, tangents).
-      roles: what each input is: "carry" (a scan's state: never recomputed), "weight" (never moved or copied),
-        "argument" (moved only if tagged and marked offload), None (a tangent).
+      roles: what each input before the tangents is: "carry" (a scan's state: never recomputed), "weight" (never moved
+        or copied), "argument" (moved only if tagged and marked offload).
       override: of the segment of a scan that runs the function; None outside a scan.
       strict: whether a pattern that matches nothing is an error.
 
@@ -119,7 +113,12 @@ def make_plan(
 
 
 def decide(
-    jaxpr: Jaxpr, policy: Policy, roles: Roles, override: Override | None, strict: bool, primal: Jaxpr | None = None
+    jaxpr: Jaxpr,
+    policy: Policy,
+    roles: Sequence[str],
+    override: Override | None,
+    strict: bool,
+    primal: Jaxpr | None = None,
 ) -> tuple[Plan, dict[tuple[Path, Var], PlanName]]:
     """Return the plan, and the names that it writes behind values' definitions; arguments are those of `make_plan`.
 
@@ -196,7 +195,7 @@ def _decide_each(
         if decision == "offload":
             if _composite_bytes(value, by_name) < int(policy.min_offload_bytes):
                 decision, reason = "save", "smaller than min_offload_bytes"
-            elif override.is_about(len(decided)):
+            elif override.decision != "offload" and (override.rows is None or len(decided) in override.rows):
                 decision, reason, kind = override.decision, override.reason, "overridden"
         if value.role == "carry" and decision == "recompute":
             decision, reason, kind = "save", "carry", "value"

@@ -1,6 +1,6 @@
 """The source of a residual: its variable is followed back through calls and loops to the equation that defines it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -61,21 +61,13 @@ def is_a_view(eqn: JaxprEqn) -> bool:
 
 def source_of(jaxpr: Jaxpr, var: Any) -> Source:
     """Return the source of a variable of `jaxpr`."""
-    source = _source_at(jaxpr, follow(jaxpr, var, is_a_view))
+    *views, earliest = _back(jaxpr, var, is_a_view)
+    source = _source_at(jaxpr, earliest)
     if source.name:
         return source
-    return source._replace(tags=tuple(dict.fromkeys([*source.tags, *_tags(jaxpr, var)])))
-
-
-def _tags(jaxpr: Jaxpr, var: Any) -> list[str]:
-    """Return what the user named a variable, or a variable of `jaxpr` that it is a view of; the first name first."""
-    producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    tags: list[str] = []
-    while isinstance(var, Var) and (eqn := producer.get(var)):
-        if eqn.primitive is name_p and not _plan_name(eqn):
-            tags = [*(name.text for name in read_names(eqn.params["name"])), *tags]
-        var = _operand(eqn, eqn.outvars.index(var), is_a_view)
-    return tags
+    named = {eqn.outvars[0]: eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive is name_p}
+    tags = (name.text for v in reversed(views) if v in named for name in read_names(named[v]))
+    return source._replace(tags=tuple(dict.fromkeys([*source.tags, *tags])))
 
 
 def _source_at(jaxpr: Jaxpr, var: Any) -> Source:
@@ -129,12 +121,17 @@ def follow(jaxpr: Jaxpr, var: Any, passes_on: PassesOn) -> Any:
 
     Calls and loops are followed too, as far as a result of theirs is an operand or an earlier result.
     """
+    *_, earliest = _back(jaxpr, var, passes_on)
+    return earliest
+
+
+def _back(jaxpr: Jaxpr, var: Any, passes_on: PassesOn) -> Iterator[Any]:
+    """Yield `var`, and the variables before it that have its value."""
     producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    while isinstance(var, Var) and (eqn := producer.get(var)):
-        if (passed_on := _operand(eqn, eqn.outvars.index(var), passes_on)) is None:
-            break
-        var = passed_on
-    return var
+    while var is not None:
+        yield var
+        eqn = producer.get(var) if isinstance(var, Var) else None
+        var = _operand(eqn, eqn.outvars.index(var), passes_on) if eqn else None
 
 
 def _operand(eqn: JaxprEqn, index: int, passes_on: PassesOn) -> Any:

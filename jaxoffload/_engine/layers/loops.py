@@ -28,7 +28,8 @@ from ..._jax import (
 )
 from ..decide.derivative import cached
 from ..host.slow_copies import lower_and_note
-from .layer import keeps_some, without_paths
+from ..jaxprs.inline import with_unknown_names
+from .layer import keeps_some
 from .passes import Loops, backward_pass, forward_pass, run
 from .placement import Layout, split_list
 from .rows import filled
@@ -167,7 +168,7 @@ def _without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Jaxpr
     if len(used) == loops.results:
         return inputs, eqn
     jaxpr = loops.segments[0].jaxpr
-    jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: loops.results], debug_info=without_paths(jaxpr))
+    jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: loops.results], debug_info=with_unknown_names(jaxpr))
     layer = dataclasses.replace(loops.segments[0].layer, layout=Layout(()))
     loops = dataclasses.replace(loops, segments=(Segment(0, loops.length, 0, jaxpr, layer, ""),))
     traced = jax.make_jaxpr(functools.partial(_forward, loops))(*(v.aval for v in eqn.invars))

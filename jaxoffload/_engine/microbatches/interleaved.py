@@ -67,9 +67,6 @@ def run(
         state = lax.optimization_barrier(_State(sums, between, stacks_of(state.between)))
         return state, result
 
-    def middle_step(state: _State, number: Any) -> tuple[_State, list[Any]]:
-        return step(number, state, middle, middle)
-
     def some_steps(numbers: Sequence[int], state: _State) -> _State:
         for number in numbers:
             back, forth = first if number == 1 else middle, last if number == microbatches - 1 else middle
@@ -81,6 +78,7 @@ def run(
     state = some_steps(range(1, begin), state)
     if begin < end:
         state = state._replace(stacks=completed(middle(), state.stacks))
+        middle_step = lambda state, number: step(number, state, middle, middle)
         state, result = lax.scan(middle_step, state, jnp.arange(begin, end))
         results.append(result)
     state = some_steps(range(max(begin, end), microbatches), state)
@@ -211,7 +209,7 @@ def _batch(primitive: Call, axis: Any, args: Sequence[Any], dims: Sequence[Any],
     return outs, [0] * len(outs)
 
 
-_noting = lower_and_note(lambda *, loops, **_: any(segment.on_host for pass_ in loops for segment in pass_.segments))
+_noting = lower_and_note(lambda *, loops, **_: any(of_scan.offloads for of_scan in loops))
 
 
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -220,13 +218,12 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     return _noting(ctx, *operands, **params)
 
 
-_interleaved_p, _in_turn_p = Call(INTERLEAVED), Call(IN_TURN)
-in_turn_p = define(_in_turn_p, jvp=_refuse, batch=functools.partial(_batch, _in_turn_p))  # for `plan` alone
-interleaved_p = define(
-    _interleaved_p,
-    eager=lambda *args, **params: jax.jit(functools.partial(_interleaved_p.bind, **params))(*args),
-    jvp=_refuse,
-    batch=functools.partial(_batch, _interleaved_p),
+interleaved_p, in_turn_p = Call(INTERLEAVED), Call(IN_TURN)  # the second is for `plan` alone
+for primitive in (interleaved_p, in_turn_p):
+    define(primitive, jvp=_refuse, batch=functools.partial(_batch, primitive))
+define(
+    interleaved_p,
+    eager=lambda *args, **params: jax.jit(functools.partial(interleaved_p.bind, **params))(*args),
     lower=_lower,
 )
 
@@ -236,5 +233,5 @@ def is_staged(eqn: JaxprEqn) -> bool:
     return eqn.primitive is interleaved_p and eqn.params["schedule"] is not None
 
 
-def _stacked(*results: list[Any]) -> list[Any]:
-    return [jnp.stack(xs) for xs in zip(*results, strict=True)]
+def _stacked(result: list[Any]) -> list[Any]:
+    return [jnp.stack([x]) for x in result]

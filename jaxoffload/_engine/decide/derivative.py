@@ -53,7 +53,7 @@ def plan_of_jvp(
     """Plan a derivative, with the names and notes of the full plan: those do not depend on what is perturbed."""
     whole = full_plan(jaxpr, roles, policy, strict)
     plan, planned = make_plan(jvp, policy, roles, override, False)
-    return dataclasses.replace(plan, seen=whole.seen, notes=whole.notes, no_dots=whole.no_dots), planned
+    return dataclasses.replace(plan, seen=whole.seen, notes=whole.notes), planned
 
 
 @cached
@@ -79,8 +79,8 @@ def full_plan(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool
     dots = policy.dots != "recompute"
     jvp, _ = derivative(jaxpr, _differentiable(jaxpr, dots), False, dots)
     plan, _ = decide(jvp, policy, roles, None, strict, jaxpr)
-    if plan.no_dots:
-        warn(dots_matched_nothing(policy))
+    if (note := dots_matched_nothing(policy)) in plan.notes:
+        warn(note)
     return plan
 
 

@@ -69,7 +69,6 @@ class Plan:
     seen: frozenset[str]  # all names that a pattern could have matched
     notes: tuple[str, ...] = ()  # remarks for the table
     together: tuple[tuple[PlanName, ...], ...] = ()  # for each kernel with several results, the plan's names of these
-    no_dots: bool = False  # whether the policy keeps or moves dots, and there is none
 
     def __call__(self, prim: Any, *_: Any, **params: Any) -> Any:
         name = params["name"] if prim is name_p else None
@@ -138,9 +137,8 @@ def decide(
     names = _plan_names(decided, (policy, override, inner))
     together = tuple(tuple(names[v] for v in results) for results in kernels if len(results) > 1)
     writes = {(d.value.path, d.value.var): names[d.value] for d in decided if d.kind != "argument"}
-    no_dots = policy.dots != "recompute" and not any(v.names == [DOT] for v in values)
-    notes = _notes(values, policy, primal, no_dots)
-    return Plan(policy, _rows(decided, names), frozenset(seen), notes, together, no_dots), writes
+    notes = _notes(values, policy, primal)
+    return Plan(policy, _rows(decided, names), frozenset(seen), notes, together), writes
 
 
 class _Decided(NamedTuple):
@@ -276,9 +274,9 @@ def dots_matched_nothing(policy: Policy) -> str:
     return f"dots: {policy.dots} matched nothing: the function has no untagged matmul without batch dimensions"
 
 
-def _notes(values: list[Value], policy: Policy, primal: Jaxpr | None, no_dots: bool) -> tuple[str, ...]:
+def _notes(values: list[Value], policy: Policy, primal: Jaxpr | None) -> tuple[str, ...]:
     notes = [f"offload_modules: {module} -> {', '.join(MODULES[module])}" for module in policy.offload_modules]
-    if no_dots:
+    if policy.dots != "recompute" and not any(v.names == [DOT] for v in values):
         notes.append(dots_matched_nothing(policy))
     kept = {n.text for v in values for n in v.names}
     for site in walk(primal) if primal else ():

@@ -135,26 +135,23 @@ def _back(jaxpr: Jaxpr, var: Any, passes_on: PassesOn) -> Iterator[Any]:
 
 
 def _operand(eqn: JaxprEqn, index: int, passes_on: PassesOn) -> Any:
-    """Return the operand or earlier result of an equation that the result at `index` is too; None if there is none."""
+    """Return the operand or earlier result of an equation that the result at `index` is too; None if there is none.
+
+    Two stacks of one value that a scan returns are one; its carries are not followed.
+    """
     if passes_on(eqn) and not _plan_name(eqn):
         return eqn.invars[index if eqn.primitive.name == BARRIER else 0]
-    through = _through_scan if eqn.primitive is scan_p else _through_call if eqn.primitive.name in CALLS else None
-    return through(eqn, bodies(eqn)[0], index, passes_on) if through else None
-
-
-def _through_call(eqn: JaxprEqn, body: Jaxpr, index: int, passes_on: PassesOn) -> Any:
-    inside = [follow(body, v, passes_on) for v in body.outvars[: index + 1]]
-    pairs = [*zip(inside[:-1], eqn.outvars[:index], strict=True), *zip(body.invars, eqn.invars, strict=True)]
-    return next((outer for inner, outer in pairs if inner is inside[index]), None)
-
-
-def _through_scan(eqn: JaxprEqn, body: Jaxpr, index: int, passes_on: PassesOn) -> Any:
-    """Two stacks of one value are one; carries are not followed."""
-    stacks = [k for k in range(index + 1) if _is_stack(eqn, body, k)]
-    if index not in stacks:
+    is_scan = eqn.primitive is scan_p
+    if not is_scan and eqn.primitive.name not in CALLS:
         return None
-    value = follow(body, body.outvars[index], passes_on)
-    return next((eqn.outvars[k] for k in stacks[:-1] if follow(body, body.outvars[k], passes_on) is value), None)
+    body = bodies(eqn)[0]
+    results = [k for k in range(index + 1) if not is_scan or _is_stack(eqn, body, k)]
+    if index not in results:
+        return None
+    inside = [follow(body, body.outvars[k], passes_on) for k in results]
+    pairs: list[tuple[Any, Any]] = [*zip(inside[:-1], (eqn.outvars[k] for k in results), strict=False)]
+    pairs += [] if is_scan else zip(body.invars, eqn.invars, strict=True)
+    return next((outer for inner, outer in pairs if inner is inside[-1]), None)
 
 
 def _is_stack(scan: JaxprEqn, body: Jaxpr, index: int) -> bool:

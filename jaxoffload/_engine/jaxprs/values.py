@@ -94,10 +94,17 @@ class _Search:
             for var in eqn.outvars:
                 if (path, var) not in self.at:
                     self.define(path, var)
-            self.note_results(eqn, [self.at[path, var] for var in eqn.outvars])
+            results = [self.at[path, var] for var in eqn.outvars]
+            if eqn.primitive is name_p:
+                names = results[0].names
+                names += [n for n in read_names(eqn.params["name"]) if n not in names]
+            elif eqn.primitive.name in KERNELS:
+                self.kernels.append(results)
+            elif eqn.primitive.name in SORTING:
+                self.sortings.append(results)
             if eqn.primitive is cond_p:
-                for k, var in enumerate(eqn.outvars):
-                    self.slots.append([*(self.value(at, body.outvars[k]) for at, body in inside), self.at[path, var]])
+                for k, result in enumerate(results):
+                    self.slots.append([*(self.value(at, body.outvars[k]) for at, body in inside), result])
 
     def visit_body(self, eqn: JaxprEqn, path: Path, body: Jaxpr, body_path: Path) -> None:
         takes_parts = eqn.primitive is scan_p or eqn.primitive.name == SHARD_MAP
@@ -111,16 +118,6 @@ class _Search:
             for var, result in zip(eqn.outvars, body.outvars, strict=True):
                 if (value := self.value(body_path, result)) is not None:
                     self.at[path, var] = value
-
-    def note_results(self, eqn: JaxprEqn, results: list[Value]) -> None:
-        """Add a `name` to its value, and the results of a kernel to `kernels` or `sortings`."""
-        if eqn.primitive is name_p:
-            names = results[0].names
-            names += [n for n in read_names(eqn.params["name"]) if n not in names]
-        elif eqn.primitive.name in KERNELS:
-            self.kernels.append(results)
-        elif eqn.primitive.name in SORTING:
-            self.sortings.append(results)
 
 
 def keeps_all_bits(eqn: JaxprEqn) -> bool:

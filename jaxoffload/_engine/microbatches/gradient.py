@@ -106,11 +106,6 @@ class Gradient:
         of_xs = {number: v.aval for v, number in self.in_place.items()}
         return [of_xs.get(number, aval) for number, aval in enumerate(self.jaxpr.out_avals[self.results :])]
 
-    @functools.cached_property
-    def is_zero(self) -> list[bool]:
-        """Which gradients JAX has filled in, of what the loss does not depend on."""
-        return zero_results(self.jaxpr)[self.results :]
-
     @property
     def reads_refs_late(self) -> bool:
         """Return if the backward pass reads or writes references from outside: the next forward pass has, too."""
@@ -336,8 +331,9 @@ def backward(program: Program, between: BetweenPasses, sums: Sequence[Any]) -> P
             values |= zip(scan.backward.outvars, [*consts, *carry, *xs], strict=True)
             for n in into:
                 sums[in_place[of_xs[n]]] = xs[n]
+    is_zero = zero_results(gradient.jaxpr)[gradient.results :]
     for number, v in enumerate(gradient.gradients):
-        if not gradient.is_zero[number] and number not in in_place.values():
+        if not is_zero[number] and number not in in_place.values():
             sums[number] = add_jaxvals(sums[number], on_device(*read([v], values)))
     return sums
 

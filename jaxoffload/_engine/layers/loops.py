@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -177,8 +178,8 @@ def _needed(loops: Loops, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         grown = [a or b for a, b in zip(carry, needed[loops.consts :], strict=False)]
         if grown == carry:
             avals: list[Any] = [v.aval for v in eqn.invars]
-            fixed = [on_host(a) or jnp.issubdtype(a.dtype, jax.dtypes.extended) for a in avals]  # no zeros for these
-            return [n or it_is for n, it_is in zip(needed, fixed, strict=True)]
+            no_zeros = [on_host(a) or jnp.issubdtype(a.dtype, jax.dtypes.extended) for a in avals]
+            return list(map(operator.or_, needed, no_zeros))
         carry = grown
 
 

@@ -4,7 +4,6 @@ If nothing is, they run one after another. Gradients of layers are added where t
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..layers.scan_primitive import with_fewer_layers
 from . import interleaved
 from .call import Call, Sums, microbatch_of
 from .ends import ends, spare_of
-from .gradient import Gradient, gradient_of, program_of
+from .gradient import Gradient, gradient_of
 
 
 def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | None:
@@ -52,29 +51,26 @@ def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | Non
         in_turn = lambda params, batch: one_by_one(call._replace(params=params, batch=batch))
         what = what._replace(spare=spare_of(scans, call.microbatches, size))
         return interleaved.bind_in_turn(in_turn, what, call.params, call.batch)
-    first = last = scans
+    first = last = gradient
     if offloads:
         refuse_ordered_effects("accumulate", call.jaxpr)
-        first, last = ends(scans, call.microbatches, size)
+        of = lambda end: gradient if end is scans else dataclasses.replace(gradient, scans=end)
+        first, last = map(of, ends(scans, call.microbatches, size))
 
     # A loop cannot carry references: the loss has its own, with the values of those from outside.
     refs = [n for n, aval in enumerate(call.jaxpr.in_avals) if isinstance(aval, AbstractRef)]
 
     def run(*operands: Any) -> Any:
         fixed = [jax.new_ref(x) if n in refs else x for n, x in enumerate(operands[: call.fixed])]
-        batch = operands[call.fixed :]
-        made_of = lambda scans: functools.partial(program_of, dataclasses.replace(gradient, scans=scans), fixed)
-        between = made_of(scans)
-        of_first, of_last = (between if end is scans else made_of(end) for end in (first, last))
-        microbatch = lambda number: microbatch_of(batch, number)
+        microbatch = lambda number: microbatch_of(operands[call.fixed :], number)
         sums = [filled(aval, 0) for aval in gradient.sums]
         if offloads:
-            outs = interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
+            outs = interleaved.run((first, gradient, last), fixed, call.microbatches, microbatch, sums)
         else:
-            outs = interleaved.run_in_turn(between, call.microbatches, microbatch, sums)
+            outs = interleaved.run_in_turn(gradient, fixed, call.microbatches, microbatch, sums)
         return *outs, [fixed[n][...] for n in refs]
 
-    what = what._replace(first=loops(first), last=loops(last), need=_need(gradient))
+    what = what._replace(first=loops(first.scans), last=loops(last.scans), need=_need(gradient))
     outs = interleaved.bind(run, what, *(x[...] if n in refs else x for n, x in enumerate(call.operands)))
     for n, value in zip(refs, outs[len(outs) - len(refs) :], strict=True):
         call.operands[n][...] = value

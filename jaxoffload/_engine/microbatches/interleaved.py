@@ -36,30 +36,34 @@ from ..layers.loops import DifferentiatedTwice
 from ..layers.passes import Loops
 from ..layers.passes import run as run_passes
 from ..layers.rows import filled
-from .gradient import BetweenPasses, Program, Stacks, backward, completed, forward, stacks_of
-
-Make = Callable[[], Program]
+from .gradient import BetweenPasses, Gradient, Stacks, backward, completed, forward, program_of, stacks_of
 
 
 def run(
-    first: Make, middle: Make, last: Make, microbatches: int, arguments: Callable[[Any], list[Any]], sums: list[Any]
+    gradients: tuple[Gradient, Gradient, Gradient],
+    fixed: list[Any],
+    microbatches: int,
+    arguments: Callable[[Any], list[Any]],
+    sums: list[Any],
 ) -> tuple[list[Any], list[Any]]:
     """The results of the loss for all microbatches, stacked, and the sums of the gradients.
 
     Args:
-      first, middle, last: trace what is the same for all microbatches. That is traced for each, as without
-        interleaving: XLA takes out of the loop what it would take out there. The first and the last may copy fewer
-        residuals than those between; where they do not, they are `middle` itself.
+      gradients: of the first microbatch, of those between, and of the last one. The first and the last may copy fewer
+        residuals; where they do not, all are one object.
+      fixed: the constants and the parameters. What follows from them is traced for each microbatch, as without
+        interleaving: XLA takes out of the loop what it would take out there.
       microbatches: at least 2.
       arguments: the number of a microbatch -> its values.
       sums: zeros, a gradient for each parameter.
     """
-    program = first()
+    first, middle, last = gradients
+    program = program_of(first, fixed)
     ((between, result),) = run_passes(forward(program, arguments(0), completed(program, [])))
     state, results = _State(sums, between, []), [_stacked(result)]
 
-    def step(number: Any, state: _State, back: Make, forth: Make) -> tuple[_State, list[Any]]:
-        before, program = back(), forth()
+    def step(number: Any, state: _State, back: Gradient, forth: Gradient) -> tuple[_State, list[Any]]:
+        before, program = program_of(back, fixed), program_of(forth, fixed)
         stacks = completed(program, state.stacks)
         forward_pass = forward(program, arguments(number), stacks)
         sums, (between, result) = run_passes(backward(before, state.between, state.sums), forward_pass)
@@ -77,27 +81,28 @@ def run(
     begin, end = 1 + (first is not middle), microbatches - (last is not middle)
     state = some_steps(range(1, begin), state)
     if begin < end:
-        state = state._replace(stacks=completed(middle(), state.stacks))
+        state = state._replace(stacks=completed(program_of(middle, fixed), state.stacks))
         middle_step = lambda state, number: step(number, state, middle, middle)
         state, result = lax.scan(middle_step, state, jnp.arange(begin, end))
         results.append(result)
     state = some_steps(range(max(begin, end), microbatches), state)
-    (sums,) = run_passes(backward(last(), state.between, state.sums))
+    (sums,) = run_passes(backward(program_of(last, fixed), state.between, state.sums))
     return [jnp.concatenate(xs) for xs in zip(*results, strict=True)], sums
 
 
 def run_in_turn(
-    made: Make, microbatches: int, arguments: Callable[[Any], list[Any]], sums: list[Any]
+    gradient: Gradient, fixed: list[Any], microbatches: int, arguments: Callable[[Any], list[Any]], sums: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Run one microbatch after another, with one set of stacks, where nothing is offloaded; see `run`."""
 
     def step(state: tuple[list[Any], Stacks], number: Any) -> tuple[tuple[list[Any], Stacks], list[Any]]:
-        (sums, stacks), program = state, made()
+        (sums, stacks), program = state, program_of(gradient, fixed)
         ((between, result),) = run_passes(forward(program, arguments(number), completed(program, stacks)))
         (sums,) = run_passes(backward(program, between, sums))
         return lax.optimization_barrier((sums, stacks_of(between))), result
 
-    (sums, _), results = lax.scan(step, (sums, completed(made(), [])), jnp.arange(microbatches))
+    stacks = completed(program_of(gradient, fixed), [])
+    (sums, _), results = lax.scan(step, (sums, stacks), jnp.arange(microbatches))
     return results, sums
 
 

@@ -155,7 +155,7 @@ def _layer(eqn: JaxprEqn, policy: Policy) -> Jaxpr:
     layer = _with_kept_inputs(body.jaxpr, policy) if several else _opened(body.jaxpr, policy)
     carried = zip(range(body.consts, body.consts + body.carry), layer.outvars, strict=False)
     changed = [i for i, out in carried if out is not layer.invars[i]]
-    named = {value.var for value in named_values(layer, [None] * len(layer.invars)).values if value.path == ()}
+    named = {value.var for value in named_values(layer, ()).values if value.path == ()}
     unnamed = [v for v in (layer.invars[i] for i in changed) if _is_float(v) and v not in named]
     names = [f"{CARRY}.{n}" if len(unnamed) > 1 else CARRY for n in range(len(unnamed))]
     return write_names(layer, {((), v): name for v, name in zip(unnamed, names, strict=True)})

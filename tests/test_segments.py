@@ -1,10 +1,21 @@
-"""Which loops run a stack of layers: the table of `layer_ranges`."""
+"""Which loops run a stack of layers: the table of `segments_of`."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
-from jaxoffload._engine.layers.segments import layer_ranges
+from jaxoffload._engine.layers.segments import segments_of
+
+SAVES, RECOMPUTES = SimpleNamespace(forward="saves"), SimpleNamespace(forward="recomputes")
+
+
+def ranges(length, offloaded, resident, other):
+    """Return each segment's start, stop and offloading layers, whether it recomputes, and why it does not offload."""
+    recomputing = (lambda: RECOMPUTES) if other == "recompute" else None
+    found = segments_of(SAVES, recomputing, length, offloaded, resident)
+    assert all(segment.jaxpr is segment.layer.forward for segment in found)
+    return [(s.start, s.stop, s.on_host, s.layer is RECOMPUTES, s.reason) for s in found]
 
 
 @pytest.mark.parametrize(
@@ -44,17 +55,17 @@ from jaxoffload._engine.layers.segments import layer_ranges
     ],
 )
 def test_spans(length, offloaded, resident, other, expected):
-    assert [tuple(r) for r in layer_ranges(length, offloaded, resident, other)] == expected
+    assert ranges(length, offloaded, resident, other) == expected
 
 
 def test_spans_cover_all_layers_once_and_offload_as_many_as_they_are_told():
     for length, resident, other in itertools.product(range(1, 7), range(8), ("save", "recompute")):
         for offloaded in range(max(0, length - resident) + 1):
-            found = layer_ranges(length, offloaded, resident, other)
-            layers = [layer for r in found for layer in range(r.start, r.stop)]
+            found = ranges(length, offloaded, resident, other)
+            layers = [layer for start, stop, *_ in found for layer in range(start, stop)]
             assert layers == list(range(length))
-            assert sum(r.on_host for r in found) == offloaded
+            assert sum(on_host for _, _, on_host, *_ in found) == offloaded
             # A loop keeps the residuals of all its layers, of all except the last, or of none on the host.
-            assert all(r.on_host in (0, r.stop - r.start - 1, r.stop - r.start) for r in found)
-            recomputed = sum(r.stop - r.start for r in found if r.recompute)
+            assert all(on_host in (0, stop - start - 1, stop - start) for start, stop, on_host, *_ in found)
+            recomputed = sum(stop - start for start, stop, _, recomputes, _ in found if recomputes)
             assert recomputed == (max(0, length - resident) - offloaded if other == "recompute" else 0)

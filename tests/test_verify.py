@@ -29,7 +29,7 @@ from jaxoffload._engine.decide import plan as _plan
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers import layer as _layer
 from jaxoffload._engine.layers import passes as _loops
-from jaxoffload._engine.layers import transpose_only
+from jaxoffload._engine.layers import scan_primitive
 from jaxoffload._engine.layers.placement import Layout
 from jaxoffload._jax import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
@@ -687,13 +687,13 @@ def test_bad_arguments_are_messages():
 
 def extra(monkeypatch, copied):
     """Keep one more value between the passes, which `copied` makes of what is kept."""
-    real = transpose_only.linear_map
+    real = scan_primitive.with_tangents
 
-    def linear_map(*args, kept, transpose, **rest):
+    def with_tangents(*args, kept, transpose, **rest):
         more = copied(kept)
         return real(*args, kept=[*kept, more], transpose=lambda kept, cts: transpose(kept[:-1], cts), **rest)
 
-    monkeypatch.setattr(transpose_only, "linear_map", linear_map)
+    monkeypatch.setattr(scan_primitive, "with_tangents", with_tangents)
 
 
 def a_host_stack(kept):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
@@ -28,14 +28,26 @@ def bind(jaxpr: Jaxpr, args: Sequence[Any], **params: Any) -> list[Any]:
 _without_consts = cached(_jax.convert_constvars_jaxpr)
 
 
-class Differentiated(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Differentiated:
     """A function's JVP under a plan."""
 
     run: Callable[..., list[Any]]  # (*primals, *perturbed tangents) -> (*primals, *perturbed tangents)
     out_perturbed: Sequence[bool]
     plan: Plan
-    in_avals: Sequence[Any]
-    tangents: int
+    primals: Sequence[Any]
+    tangents: Sequence[Any]
+
+    @functools.cached_property
+    def host_bytes(self) -> int:
+        """Bytes per device that autodiff keeps on the host between forward and backward."""
+        unknown = [False] * len(self.primals) + [True] * len(self.tangents)
+        known, _, _, residuals = _jax.partial_eval_jaxpr_nounits(
+            jax.make_jaxpr(self.run)(*self.primals, *self.tangents), unknown, False
+        )
+        forward = straight(known)
+        kept = forward.outputs[len(forward.outputs) - len(residuals) :]
+        return sum(forward.share(x) for x in kept if x and on_host(x.aval))
 
 
 @cached
@@ -59,22 +71,11 @@ def differentiated(
         plan, planned = plan_of_jvp(jaxpr, roles, jvp, policy, strict, override)
     plan = dataclasses.replace(plan, notes=(NO_LAYERS, *plan.notes))
     run = jax.checkpoint(lambda *args: jaxpr_as_fun(planned)(*args), policy=plan, prevent_cse=prevent_cse)
-    return Differentiated(run, out_perturbed, plan, planned.in_avals, sum(perturbed))
+    avals, primals = planned.in_avals, len(perturbed)
+    return Differentiated(run, out_perturbed, plan, avals[:primals], avals[primals:])
 
 
 NO_LAYERS = "checkpoint has no layers: resident_layers, offload_layers and other_layers do not apply"
-
-
-@cached
-def _host_bytes(jaxpr: Jaxpr, perturbed: tuple[bool, ...], **params: Any) -> int:
-    """Bytes per device that autodiff keeps on the host between forward and backward."""
-    made = differentiated(jaxpr, perturbed, **params)
-    jaxpr = jax.make_jaxpr(made.run)(*made.in_avals)
-    unknown = [False] * (len(made.in_avals) - made.tangents) + [True] * made.tangents
-    known, _, _, residuals = _jax.partial_eval_jaxpr_nounits(jaxpr, unknown, False)
-    forward = straight(known)
-    kept = forward.outputs[len(forward.outputs) - len(residuals) :]
-    return sum(forward.share(x) for x in kept if x and on_host(x.aval))
 
 
 def checked(run: Callable[..., list[Any]], *operands: Any, roles: tuple[str, ...], **params: Any) -> list[Any]:
@@ -101,8 +102,7 @@ def _that_fits(jaxpr: Jaxpr, perturbed: tuple[bool, ...], policy: Policy, **para
     made = make()
     if not made.plan.offloads:
         return made
-    need = lambda _: _host_bytes(jaxpr, perturbed, policy=policy, **params)
-    fits = admitted("checkpoint", [jaxpr], 1, need, policy.on_host_full)
+    fits = admitted("checkpoint", [jaxpr], 1, lambda _: made.host_bytes, policy.on_host_full)
     return made if fits else make(Override("save", "on_host_full"))
 
 

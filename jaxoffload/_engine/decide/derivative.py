@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from ..._errors import NOT_THE_USERS
+from ..._errors import warn
 from ..._jax import jvp_jaxpr
 from ..._policy import Policy
 from ..._tracing import tracing, under
@@ -53,8 +52,8 @@ def plan_of_jvp(
 ) -> tuple[Plan, Jaxpr]:
     """Plan a derivative, with the names and notes of the full plan: those do not depend on what is perturbed."""
     whole = full_plan(jaxpr, roles, policy, strict)
-    plan, planned = make_plan(jvp, policy, _roles_of(jvp, roles), override, False)
-    return dataclasses.replace(plan, seen=whole.seen, notes=whole.notes, no_dots=whole.no_dots), planned
+    plan, planned = make_plan(jvp, policy, roles, override, False)
+    return dataclasses.replace(plan, seen=whole.seen, notes=whole.notes), planned
 
 
 @cached
@@ -65,10 +64,6 @@ def derivative(
     with under(scope=""):
         jvp, out_perturbed = jvp_jaxpr(mark_dots(jaxpr) if dots else jaxpr, perturbed, through)
     return jvp, tuple(out_perturbed)
-
-
-def _roles_of(jvp: Jaxpr, roles: tuple[str, ...]) -> tuple[str | None, ...]:
-    return roles + (None,) * (len(jvp.invars) - len(roles))
 
 
 @cached
@@ -83,9 +78,9 @@ def full_plan(jaxpr: Jaxpr, roles: tuple[str, ...], policy: Policy, strict: bool
     """
     dots = policy.dots != "recompute"
     jvp, _ = derivative(jaxpr, _differentiable(jaxpr, dots), False, dots)
-    plan, _ = decide(jvp, policy, _roles_of(jvp, roles), None, strict, jaxpr)
-    if plan.no_dots:
-        warnings.warn(f"jaxoffload: {dots_matched_nothing(policy)}", skip_file_prefixes=NOT_THE_USERS)
+    plan, _ = decide(jvp, policy, roles, None, strict, jaxpr)
+    if (note := dots_matched_nothing(policy)) in plan.notes:
+        warn(note)
     return plan
 
 

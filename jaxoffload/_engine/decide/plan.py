@@ -38,9 +38,6 @@ class Override:
     reason: str = ""
     rows: frozenset[int] | None = None
 
-    def is_about(self, row: int) -> bool:
-        return self.decision != "offload" and (self.rows is None or row in self.rows)
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -72,7 +69,6 @@ class Plan:
     seen: frozenset[str]  # all names that a pattern could have matched
     notes: tuple[str, ...] = ()  # remarks for the table
     together: tuple[tuple[PlanName, ...], ...] = ()  # for each kernel with several results, the plan's names of these
-    no_dots: bool = False  # whether the policy keeps or moves dots, and there is none
 
     def __call__(self, prim: Any, *_: Any, **params: Any) -> Any:
         name = params["name"] if prim is name_p else None
@@ -93,18 +89,15 @@ class Plan:
         return any(row.decision == "offload" for row in self.rows)
 
 
-Roles = Sequence[str | None]
-
-
 def make_plan(
-    jaxpr: Jaxpr, policy: Policy, roles: Roles, override: Override | None, strict: bool
+    jaxpr: Jaxpr, policy: Policy, roles: Sequence[str], override: Override | None, strict: bool
 ) -> tuple[Plan, Jaxpr]:
     """Return the plan of a differentiated function, and its jaxpr with the plan's names.
 
     Args:
       jaxpr: (primals, tangents) -> (primals, tangents).
-      roles: what each input is: "carry" (a scan's state: never recomputed), "weight" (never moved or copied),
-        "argument" (moved only if tagged and marked offload), None (a tangent).
+      roles: what each input before the tangents is: "carry" (a scan's state: never recomputed), "weight" (never moved
+        or copied), "argument" (moved only if tagged and marked offload).
       override: of the segment of a scan that runs the function; None outside a scan.
       strict: whether a pattern that matches nothing is an error.
 
@@ -119,7 +112,12 @@ def make_plan(
 
 
 def decide(
-    jaxpr: Jaxpr, policy: Policy, roles: Roles, override: Override | None, strict: bool, primal: Jaxpr | None = None
+    jaxpr: Jaxpr,
+    policy: Policy,
+    roles: Sequence[str],
+    override: Override | None,
+    strict: bool,
+    primal: Jaxpr | None = None,
 ) -> tuple[Plan, dict[tuple[Path, Var], PlanName]]:
     """Return the plan, and the names that it writes behind values' definitions; arguments are those of `make_plan`.
 
@@ -139,9 +137,8 @@ def decide(
     names = _plan_names(decided, (policy, override, inner))
     together = tuple(tuple(names[v] for v in results) for results in kernels if len(results) > 1)
     writes = {(d.value.path, d.value.var): names[d.value] for d in decided if d.kind != "argument"}
-    no_dots = policy.dots != "recompute" and not any(v.names == [DOT] for v in values)
-    notes = _notes(values, policy, primal, no_dots)
-    return Plan(policy, _rows(decided, names), frozenset(seen), notes, together, no_dots), writes
+    notes = _notes(values, policy, primal)
+    return Plan(policy, _rows(decided, names), frozenset(seen), notes, together), writes
 
 
 class _Decided(NamedTuple):
@@ -196,7 +193,7 @@ def _decide_each(
         if decision == "offload":
             if _composite_bytes(value, by_name) < int(policy.min_offload_bytes):
                 decision, reason = "save", "smaller than min_offload_bytes"
-            elif override.is_about(len(decided)):
+            elif override.decision != "offload" and (override.rows is None or len(decided) in override.rows):
                 decision, reason, kind = override.decision, override.reason, "overridden"
         if value.role == "carry" and decision == "recompute":
             decision, reason, kind = "save", "carry", "value"
@@ -277,9 +274,9 @@ def dots_matched_nothing(policy: Policy) -> str:
     return f"dots: {policy.dots} matched nothing: the function has no untagged matmul without batch dimensions"
 
 
-def _notes(values: list[Value], policy: Policy, primal: Jaxpr | None, no_dots: bool) -> tuple[str, ...]:
+def _notes(values: list[Value], policy: Policy, primal: Jaxpr | None) -> tuple[str, ...]:
     notes = [f"offload_modules: {module} -> {', '.join(MODULES[module])}" for module in policy.offload_modules]
-    if no_dots:
+    if policy.dots != "recompute" and not any(v.names == [DOT] for v in values):
         notes.append(dots_matched_nothing(policy))
     kept = {n.text for v in values for n in v.names}
     for site in walk(primal) if primal else ():

@@ -3,13 +3,12 @@
 import math
 import os
 import re
-import warnings
 from collections.abc import Callable, Sequence
 
 import jax
 from jax.extend.core import Jaxpr
 
-from ..._errors import NOT_THE_USERS, Problem, UserError
+from ..._errors import Problem, UserError, warn
 from ..._refusals import refuse_ordered_effects, refuse_wrong_offload
 from ..._text import GIB, readable
 from ..._tracing import tracing
@@ -116,7 +115,7 @@ def admitted(
         fewer, or_save = fit if of_layers else None, ", set on_host_full: save"
         raise HostPoolFull(caller, message, need(layers), pool, fewer, auto_axes(), instead=or_save)
     instead = "which offload" if of_layers else "so all of it stays on the device"
-    warnings.warn(f"jaxoffload: {caller}: {message}, {instead} (on_host_full: save)", skip_file_prefixes=NOT_THE_USERS)
+    warn(f"{caller}: {message}, {instead} (on_host_full: save)")
     return fit
 
 

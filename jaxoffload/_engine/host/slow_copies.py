@@ -7,15 +7,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..._errors import NOT_THE_USERS
+from ..._errors import warn
 from ..._jax import Compilation, lower_call, when_compiled
 
 _PLATFORM = "cuda"
 _OF_GPUS = "xla_gpu_"  # whoever gives one of XLA's options for GPUs has chosen
 _FLAG = "xla_gpu_enable_while_loop_double_buffering"  # one of `xla_flags()` that is set for nothing else
 _WARNING = (
-    "jaxoffload: a program that offloads was compiled without the options that let its copies overlap; compile "
-    "it with jax.jit(step, compiler_options=jaxoffload.compiler_options()), or set XLA_FLAGS to "
+    "a program that offloads was compiled without the options that let its copies overlap; compile it with "
+    "jax.jit(step, compiler_options=jaxoffload.compiler_options()), or set XLA_FLAGS to "
     "jaxoffload.write_xla_flags('copies.pbtxt') where a framework calls jax.jit"
 )
 
@@ -35,11 +35,11 @@ def lower_and_note(offloads: Callable[..., bool]) -> Callable[..., Any]:
 def untold() -> Iterator[None]:
     """For programs that are compiled to be compared, not to be fast."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=re.escape(_WARNING))
+        warnings.filterwarnings("ignore", message=f"jaxoffload: {re.escape(_WARNING)}")
         yield
 
 
 def _warn(compilation: Compilation) -> None:
     of_gpus = any(name.startswith(_OF_GPUS) for name in compilation.options)
     if not of_gpus and _FLAG not in os.environ.get("XLA_FLAGS", ""):
-        warnings.warn(_WARNING, skip_file_prefixes=NOT_THE_USERS)
+        warn(_WARNING)

@@ -107,14 +107,11 @@ class Straight(NamedTuple):
     def _constraint(self, buffer: Buffer, assumed: Division | None) -> Division:
         while buffer.constraint is None and buffer.moved:
             buffer = buffer.moved
-        if buffer.constraint or not buffer.aval.shape or not _compiler_divides(buffer.aval):
+        mesh = buffer.aval.sharding.mesh
+        compiler_divides = mesh.empty or AxisType.Auto in mesh.axis_types
+        if buffer.constraint or not buffer.aval.shape or not compiler_divides:
             return buffer.constraint or Division()
         return assumed or Division(self.rows.get(buffer.aval.shape[0], 1))
-
-
-def _compiler_divides(aval: Any) -> bool:
-    mesh = aval.sharding.mesh
-    return mesh.empty or AxisType.Auto in mesh.axis_types
 
 
 def _leaves_axes(shard_map: JaxprEqn) -> bool:

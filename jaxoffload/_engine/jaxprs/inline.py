@@ -1,6 +1,6 @@
 """Evaluate a part of a jaxpr, and write out the jitted functions in it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,15 @@ def evaluate_equations(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], values: Values) -
         constvars=[], consts=[], invars=ins, outvars=made, eqns=[*eqns], debug_info=with_unknown_names(jaxpr)
     )
     values |= zip(made, evaluate(part, read(ins, values)), strict=True)
+
+
+def depending(jaxpr: Jaxpr, on: Iterable[Var], also: Callable[[JaxprEqn], bool]) -> set[Var]:
+    """Return the variables that depend on these, or on results of the equations that are `also`; those too."""
+    found = set(on)
+    for eqn in jaxpr.eqns:
+        if also(eqn) or not found.isdisjoint(variables(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
 
 
 def written_out(jaxpr: Jaxpr, varies: Sequence[bool], opens: Opens) -> Jaxpr:

@@ -1,6 +1,6 @@
 """The source of a residual: its variable is followed back through calls and loops to the equation that defines it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -61,21 +61,13 @@ def is_a_view(eqn: JaxprEqn) -> bool:
 
 def source_of(jaxpr: Jaxpr, var: Any) -> Source:
     """Return the source of a variable of `jaxpr`."""
-    source = _source_at(jaxpr, follow(jaxpr, var, is_a_view))
+    *views, earliest = _back(jaxpr, var, is_a_view)
+    source = _source_at(jaxpr, earliest)
     if source.name:
         return source
-    return source._replace(tags=tuple(dict.fromkeys([*source.tags, *_tags(jaxpr, var)])))
-
-
-def _tags(jaxpr: Jaxpr, var: Any) -> list[str]:
-    """Return what the user named a variable, or a variable of `jaxpr` that it is a view of; the first name first."""
-    producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    tags: list[str] = []
-    while isinstance(var, Var) and (eqn := producer.get(var)):
-        if eqn.primitive is name_p and not _plan_name(eqn):
-            tags = [*(name.text for name in read_names(eqn.params["name"])), *tags]
-        var = _operand(eqn, eqn.outvars.index(var), is_a_view)
-    return tags
+    named = {eqn.outvars[0]: eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive is name_p}
+    tags = (name.text for v in reversed(views) if v in named for name in read_names(named[v]))
+    return source._replace(tags=tuple(dict.fromkeys([*source.tags, *tags])))
 
 
 def _source_at(jaxpr: Jaxpr, var: Any) -> Source:
@@ -129,35 +121,37 @@ def follow(jaxpr: Jaxpr, var: Any, passes_on: PassesOn) -> Any:
 
     Calls and loops are followed too, as far as a result of theirs is an operand or an earlier result.
     """
+    *_, earliest = _back(jaxpr, var, passes_on)
+    return earliest
+
+
+def _back(jaxpr: Jaxpr, var: Any, passes_on: PassesOn) -> Iterator[Any]:
+    """Yield `var`, and the variables before it that have its value."""
     producer: dict[Var, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    while isinstance(var, Var) and (eqn := producer.get(var)):
-        if (passed_on := _operand(eqn, eqn.outvars.index(var), passes_on)) is None:
-            break
-        var = passed_on
-    return var
+    while var is not None:
+        yield var
+        eqn = producer.get(var) if isinstance(var, Var) else None
+        var = _operand(eqn, eqn.outvars.index(var), passes_on) if eqn else None
 
 
 def _operand(eqn: JaxprEqn, index: int, passes_on: PassesOn) -> Any:
-    """Return the operand or earlier result of an equation that the result at `index` is too; None if there is none."""
+    """Return the operand or earlier result of an equation that the result at `index` is too; None if there is none.
+
+    Two stacks of one value that a scan returns are one; its carries are not followed.
+    """
     if passes_on(eqn) and not _plan_name(eqn):
         return eqn.invars[index if eqn.primitive.name == BARRIER else 0]
-    through = _through_scan if eqn.primitive is scan_p else _through_call if eqn.primitive.name in CALLS else None
-    return through(eqn, bodies(eqn)[0], index, passes_on) if through else None
-
-
-def _through_call(eqn: JaxprEqn, body: Jaxpr, index: int, passes_on: PassesOn) -> Any:
-    inside = [follow(body, v, passes_on) for v in body.outvars[: index + 1]]
-    pairs = [*zip(inside[:-1], eqn.outvars[:index], strict=True), *zip(body.invars, eqn.invars, strict=True)]
-    return next((outer for inner, outer in pairs if inner is inside[index]), None)
-
-
-def _through_scan(eqn: JaxprEqn, body: Jaxpr, index: int, passes_on: PassesOn) -> Any:
-    """Two stacks of one value are one; carries are not followed."""
-    stacks = [k for k in range(index + 1) if _is_stack(eqn, body, k)]
-    if index not in stacks:
+    is_scan = eqn.primitive is scan_p
+    if not is_scan and eqn.primitive.name not in CALLS:
         return None
-    value = follow(body, body.outvars[index], passes_on)
-    return next((eqn.outvars[k] for k in stacks[:-1] if follow(body, body.outvars[k], passes_on) is value), None)
+    body = bodies(eqn)[0]
+    results = [k for k in range(index + 1) if not is_scan or _is_stack(eqn, body, k)]
+    if index not in results:
+        return None
+    inside = [follow(body, body.outvars[k], passes_on) for k in results]
+    pairs: list[tuple[Any, Any]] = [*zip(inside[:-1], (eqn.outvars[k] for k in results), strict=False)]
+    pairs += [] if is_scan else zip(body.invars, eqn.invars, strict=True)
+    return next((outer for inner, outer in pairs if inner is inside[-1]), None)
 
 
 def _is_stack(scan: JaxprEqn, body: Jaxpr, index: int) -> bool:

@@ -44,14 +44,14 @@ class Named(NamedTuple):
     kernels: list[list[Value]]  # for each kernel, the values that it computes
 
 
-def named_values(jaxpr: Jaxpr, roles: Sequence[str | None]) -> Named:
-    """Return the values of `jaxpr` that have a name; `roles` says what each input is ("carry", "argument", ...).
+def named_values(jaxpr: Jaxpr, roles: Sequence[str]) -> Named:
+    """Return the values of `jaxpr` that have a name; `roles` says what the first inputs are ("carry", "argument", ...).
 
     An unnamed result of a kernel takes the name of the kernel's first named one: flash attention's softmax statistics
     that of its output, which is of no use to the backward pass without them.
     """
     search = _Search()
-    for var, role in zip(jaxpr.invars, roles, strict=True):
+    for var, role in zip(jaxpr.invars, [*roles, *[None] * (len(jaxpr.invars) - len(roles))], strict=True):
         search.define((), var, role)
     search.visit(jaxpr, ())
     for results in search.kernels:
@@ -94,38 +94,30 @@ class _Search:
             for var in eqn.outvars:
                 if (path, var) not in self.at:
                     self.define(path, var)
-            self.note_results(eqn, [self.at[path, var] for var in eqn.outvars])
+            results = [self.at[path, var] for var in eqn.outvars]
+            if eqn.primitive is name_p:
+                names = results[0].names
+                names += [n for n in read_names(eqn.params["name"]) if n not in names]
+            elif eqn.primitive.name in KERNELS:
+                self.kernels.append(results)
+            elif eqn.primitive.name in SORTING:
+                self.sortings.append(results)
             if eqn.primitive is cond_p:
-                for k, var in enumerate(eqn.outvars):
-                    self.slots.append([*(self.value(at, body.outvars[k]) for at, body in inside), self.at[path, var]])
+                for k, result in enumerate(results):
+                    self.slots.append([*(self.value(at, body.outvars[k]) for at, body in inside), result])
 
     def visit_body(self, eqn: JaxprEqn, path: Path, body: Jaxpr, body_path: Path) -> None:
+        takes_parts = eqn.primitive is scan_p or eqn.primitive.name == SHARD_MAP
         for var, operand in zip(body.invars, operands_of(eqn, body), strict=True):
-            self.alias(body_path, var, self.seen_inside(eqn, self.value(path, operand)))
+            value = self.value(path, operand)
+            # A shard or a row of an argument is the argument: that is kept anyway, and must not be kept a second time.
+            # A shard or a row of any other value is another value, with a size and a sharding of its own.
+            self.alias(body_path, var, None if takes_parts and value and not value.role else value)
         self.visit(body, body_path)
         if eqn.primitive.name in CALLS:
             for var, result in zip(eqn.outvars, body.outvars, strict=True):
                 if (value := self.value(body_path, result)) is not None:
                     self.at[path, var] = value
-
-    def seen_inside(self, eqn: JaxprEqn, value: Value | None) -> Value | None:
-        """Return the value that an operand is inside an equation; None if it is a new one there.
-
-        A shard or a row of an argument is the argument: that is kept anyway, and must not be kept a second time. A
-        shard or a row of any other value is another value, with a size and a sharding of its own.
-        """
-        is_part = eqn.primitive is scan_p or eqn.primitive.name == SHARD_MAP
-        return None if is_part and value and not value.role else value
-
-    def note_results(self, eqn: JaxprEqn, results: list[Value]) -> None:
-        """Add a `name` to its value, and the results of a kernel to `kernels` or `sortings`."""
-        if eqn.primitive is name_p:
-            names = results[0].names
-            names += [n for n in read_names(eqn.params["name"]) if n not in names]
-        elif eqn.primitive.name in KERNELS:
-            self.kernels.append(results)
-        elif eqn.primitive.name in SORTING:
-            self.sortings.append(results)
 
 
 def keeps_all_bits(eqn: JaxprEqn) -> bool:

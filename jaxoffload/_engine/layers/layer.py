@@ -24,6 +24,7 @@ from ..decide.branch_slots import is_residual, separate_slots
 from ..decide.derivative import cached, derivative, plan_of_jvp
 from ..decide.plan import Override, Plan
 from ..jaxprs.flat import straight
+from ..jaxprs.inline import with_unknown_names
 from ..jaxprs.source import follow, is_its_operand
 from ..jaxprs.values import DOT
 from .placement import Layout, Stored, kept_of, split_list
@@ -116,7 +117,7 @@ class Layer:
 @cached
 def _backward(linear: Jaxpr, wanted: tuple[bool, ...], residuals: int) -> Jaxpr:
     outs = [v for v, w in zip(linear.outvars, wanted, strict=True) if w]
-    return transposed(linear.replace(outvars=outs, debug_info=without_paths(linear)), residuals)
+    return transposed(linear.replace(outvars=outs, debug_info=with_unknown_names(linear)), residuals)
 
 
 def transposed(linear: Jaxpr, size: int) -> Jaxpr:
@@ -182,7 +183,7 @@ def laid_out(known: Jaxpr, linear: Jaxpr, body: Body) -> tuple[Jaxpr, Jaxpr, Lay
     outs, residuals = split_list(known.outvars, [results])
     kept = kept_of(known, body.consts, body.carry, residuals)
     stored = [v for v, k in zip(residuals, kept, strict=True) if k.operand is None]
-    return known.replace(outvars=[*outs, *stored], debug_info=without_paths(known)), linear, Layout(kept)
+    return known.replace(outvars=[*outs, *stored], debug_info=with_unknown_names(known)), linear, Layout(kept)
 
 
 def keeps_some(policy: Any, layer: Layer) -> bool:
@@ -245,27 +246,18 @@ def each_once(known: Jaxpr, linear: Jaxpr, results: int) -> tuple[Jaxpr, Jaxpr]:
     sources = [follow(known, v, is_its_operand) for v in residuals]
     first: dict[int, Var] = {}
     rename = {binder: first.setdefault(id(source), binder) for source, binder in zip(sources, binders, strict=True)}
+    renamed = lambda atoms: [rename.get(v, v) if isinstance(v, Var) else v for v in atoms]
     operands = set(known.invars)
     once = [
         source if isinstance(source, Var) and source in operands else residual
         for residual, source, binder in zip(residuals, sources, binders, strict=True)
         if rename[binder] is binder
     ]
-    known = known.replace(outvars=[*known.outvars[:results], *once], debug_info=without_paths(known))
-    return known, _substitute(linear, rename)
-
-
-def _substitute(jaxpr: Jaxpr, rename: dict[Var, Var]) -> Jaxpr:
-    """`jaxpr` with its variables renamed where they are read, without the inputs that nothing reads any more."""
-    renamed = lambda atoms: [rename.get(v, v) if isinstance(v, Var) else v for v in atoms]
-    return jaxpr.replace(
-        invars=[v for v in jaxpr.invars if rename.get(v, v) is v],
-        outvars=renamed(jaxpr.outvars),
-        eqns=[eqn.replace(invars=renamed(eqn.invars)) for eqn in jaxpr.eqns],
-        debug_info=jaxpr.debug_info.with_unknown_names(),
+    known = known.replace(outvars=[*known.outvars[:results], *once], debug_info=with_unknown_names(known))
+    linear = linear.replace(
+        invars=[v for v in linear.invars if rename.get(v, v) is v],
+        outvars=renamed(linear.outvars),
+        eqns=[eqn.replace(invars=renamed(eqn.invars)) for eqn in linear.eqns],
+        debug_info=with_unknown_names(linear),
     )
-
-
-def without_paths(jaxpr: Jaxpr) -> Any:
-    """Debug info of a jaxpr whose results are not the ones that were traced."""
-    return jaxpr.debug_info._replace(result_paths=None)
+    return known, linear

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +28,9 @@ from ..._jax import (
 )
 from ..decide.derivative import cached
 from ..host.slow_copies import lower_and_note
+from ..jaxprs.inline import with_unknown_names
 from ..jaxprs.walk import bodies
-from .layer import keeps_some, without_paths
+from .layer import keeps_some
 from .passes import Loops, backward_pass, forward_pass, run
 from .placement import Layout, split_list
 from .rows import filled
@@ -79,12 +81,9 @@ def _pass(name: str, run: Callable[..., Any], batch: Any, **rules: Any) -> tuple
         )
 
     eager = lambda *args, call_jaxpr, loops: jitted(call_jaxpr)(*args)
-    primitive = define(Call(name), eager=eager, batch=batch, jvp=refuse, lower=lower_and_note(_offloads), **rules)
+    lower = lower_and_note(lambda *, loops, **_: loops.offloads)
+    primitive = define(Call(name), eager=eager, batch=batch, jvp=refuse, lower=lower, **rules)
     return primitive, bind
-
-
-def _offloads(*, loops: Loops, **_: Any) -> bool:
-    return any(segment.on_host for segment in loops.segments)
 
 
 @cached
@@ -108,20 +107,15 @@ def _batch_forward(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, 
 
 def _batch_backward(axis: Any, args: Values, dims: Values, *, call_jaxpr: Jaxpr, loops: Loops) -> Results:
     """The cotangents get a batch axis; what was kept only if it comes with one."""
-    saved_stacked, tree = jax.tree.flatten(loops.stacked)
-    kept = len(loops.reads) + len(saved_stacked)
-    stacked = [not is_const for _, is_const in loops.reads] + saved_stacked + [False] * loops.carry
-    stacked += [True] * (len(args) - len(stacked))
-    sizes = [None if i < kept else axis.size for i in range(len(args))]
+    stacked = [not is_const for _, is_const in loops.reads] + jax.tree.leaves(loops.stacked)
+    sizes = [None] * len(stacked) + [axis.size] * (len(args) - len(stacked))
+    stacked += [number >= loops.carry for number in range(len(args) - len(stacked))]
     args = list(map(_axis_to, stacked, args, dims, sizes))
-    layer_dims = [None if d is None else 0 for d in dims]
-    read = {number: d for (number, _), d in zip(loops.reads, layer_dims[: len(loops.reads)], strict=True)}
-    saved_dims = jax.tree.unflatten(tree, layer_dims[len(loops.reads) : kept])
-    in_dims = []
-    for segment, saved in zip(loops.segments, saved_dims, strict=True):
-        residuals = segment.layout.merge(read, saved.host, saved.device, saved.once)
-        in_dims.append(residuals + [0] * (len(args) - kept))
-    outs = run_backward(_batched(loops, axis, in_dims), *args)
+    layer_dims = [None if d is None and size is None else 0 for d, size in zip(dims, sizes, strict=True)]
+    reads, saved, cotangents = operands_of_backward(loops, layer_dims)
+    read = {number: d for (number, _), d in zip(loops.reads, reads, strict=True)}
+    kept = (p.layout.merge(read, s.host, s.device, s.once) for p, s in zip(loops.segments, saved, strict=True))
+    outs = run_backward(_batched(loops, axis, [[*of_layer, *cotangents] for of_layer in kept]), *args)
     return outs, [0] * (loops.consts + loops.carry) + [1] * (len(outs) - loops.consts - loops.carry)
 
 
@@ -158,9 +152,9 @@ def _without_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Jaxpr
     if len(used) == loops.results:
         return inputs, eqn
     jaxpr = loops.segments[0].jaxpr
-    jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: loops.results], debug_info=without_paths(jaxpr))
+    jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: loops.results], debug_info=with_unknown_names(jaxpr))
     layer = dataclasses.replace(loops.segments[0].layer, layout=Layout(()))
-    loops = dataclasses.replace(loops, segments=(Segment(0, loops.length, 0, jaxpr, layer, ""),))
+    loops = dataclasses.replace(loops, segments=(Segment(0, loops.length, 0, jaxpr, layer),))
     traced = jax.make_jaxpr(functools.partial(_forward, loops))(*(v.aval for v in eqn.invars))
     return inputs, eqn.replace(outvars=eqn.outvars[: loops.results], params={"call_jaxpr": traced, "loops": loops})
 
@@ -174,12 +168,10 @@ def _needed(loops: Loops, eqn: JaxprEqn, used: Sequence[bool]) -> list[bool]:
         needed = list(map(any, zip(*read, strict=True)))
         grown = [a or b for a, b in zip(carry, needed[loops.consts :], strict=False)]
         if grown == carry:
-            return [n or not _can_be_filled(v.aval) for n, v in zip(needed, eqn.invars, strict=True)]
+            avals: list[Any] = [v.aval for v in eqn.invars]
+            no_zeros = [on_host(a) or jnp.issubdtype(a.dtype, jax.dtypes.extended) for a in avals]
+            return list(map(operator.or_, needed, no_zeros))
         carry = grown
-
-
-def _can_be_filled(aval: Any) -> bool:
-    return not on_host(aval) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def _with_operands(eqn: JaxprEqn, needed: Sequence[bool], used: Sequence[bool]) -> JaxprEqn:

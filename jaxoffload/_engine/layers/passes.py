@@ -67,6 +67,11 @@ class Loops:
         return dataclasses.replace(self, segments=tuple(segments), reads=reads_of(segments, self.consts))
 
     @property
+    def offloads(self) -> bool:
+        """Return if any layer offloads."""
+        return any(segment.on_host for segment in self.segments)
+
+    @property
     def seen(self) -> frozenset[str]:
         """The names that a policy around the scan counts as seen."""
         return frozenset().union(*(segment.layer.plan.seen for segment in self.segments))
@@ -121,23 +126,19 @@ def run(*passes: Pass) -> list[Any]:
 
     Of two passes, a layer of each runs in turn. A loop ends where a segment of either pass ends.
     """
-    at = list(map(_next, passes))
-    while loops := [loop for loop in at if isinstance(loop, LayerLoop)]:
+    at: list[LayerLoop | None] = [None] * len(passes)
+    results: list[Any] = [None] * len(passes)
+    go_on = list(range(len(passes)))
+    while True:
+        for number in go_on:
+            try:
+                at[number] = next(passes[number])
+            except StopIteration as end:
+                at[number], results[number] = None, end.value
+        if not (loops := [loop for loop in at if loop]):
+            return results
         _advance(loops, min(loop.layers - loop.done for loop in loops))
-        ended = [isinstance(loop, LayerLoop) and loop.done == loop.layers for loop in at]
-        at = [_next(steps) if end else loop for steps, loop, end in zip(passes, at, ended, strict=True)]
-    return [done.result for done in at if isinstance(done, _Done)]
-
-
-class _Done(NamedTuple):
-    result: Any
-
-
-def _next(steps: Pass) -> LayerLoop | _Done:
-    try:
-        return next(steps)
-    except StopIteration as end:
-        return _Done(end.value)
+        go_on = [number for number, loop in enumerate(at) if loop and loop.done == loop.layers]
 
 
 def _advance(loops: list[LayerLoop], layers: int) -> None:
@@ -173,19 +174,17 @@ def _is_inlined(loops: list[LayerLoop], layers: int, unroll: int) -> bool:
     return layers == 1 or unroll > 1
 
 
-def forward_pass(
-    loops: Loops, operands: Sequence[Any], stacks: Sequence[tuple[list[Any], list[Any]]] | None = None
-) -> Pass:
+def forward_pass(loops: Loops, operands: Sequence[Any], stacks: Sequence[list[Any]] | None = None) -> Pass:
     """Run a scan forward: constants, carry, xs -> carry and ys, and what each segment keeps.
 
-    `stacks`: for each segment, those on the host and on the device to write to; by default new ones.
+    `stacks`: for each segment, those on the host, and those on the device, to write to; by default new ones.
     """
     consts, carry, xs = split_list(operands, [loops.consts, loops.carry])
     ys, saved = empty_ys(loops), []
     for number, segment in enumerate(loops.segments):
         state = begin_forward(segment, carry, ys)
         if stacks is not None:
-            host, device = stacks[number]
+            host, device = split_list(stacks[number], [len(state.saved.host)])
             state = state._replace(saved=state.saved._replace(host=host, device=device))
         loop = LayerLoop(loops, segment, True, forward_layer(loops, segment, consts, xs), state)
         yield loop

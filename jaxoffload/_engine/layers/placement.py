@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from typing import Literal as OneOf
 
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, Literal
 
 from ..jaxprs.flat import Straight
+from ..jaxprs.inline import depending
 from ..jaxprs.source import Source, source_of
 
 # What happens to a residual between the passes. An "operand" (a constant, or a slice of xs) is read again; one that is
@@ -85,7 +86,7 @@ class Layout:
 def kept_of(known: Jaxpr, consts: int, carry: int, residuals: Sequence[Any]) -> tuple[Kept, ...]:
     """Return what becomes of each residual of `known`, whose first operands are a body's: so many constants, carry."""
     operands = {var: i for i, var in enumerate(known.invars)}
-    same = _same_in_every_layer(known, consts)
+    differs = depending(known, known.invars[consts:], lambda eqn: bool(eqn.effects))
 
     def kept(var: Any) -> Kept:
         if isinstance(var, Literal):
@@ -93,19 +94,11 @@ def kept_of(known: Jaxpr, consts: int, carry: int, residuals: Sequence[Any]) -> 
         if var in operands and operands[var] not in range(consts, consts + carry):
             return Kept("operand", operands[var], Source(None, "an operand"))
         source = Source(None, "the carry of a scan") if var in operands else source_of(known, var)
-        if var in same:
+        if var not in differs:
             return Kept("once", None, source._replace(where="the same in every layer", kind="once"))
         return Kept("host" if source.name and source.name.decision == "offload" else "device", None, source)
 
     return tuple(map(kept, residuals))
-
-
-def _same_in_every_layer(jaxpr: Jaxpr, consts: int) -> set[Var]:
-    same = {*jaxpr.constvars, *jaxpr.invars[:consts]}
-    for eqn in jaxpr.eqns:
-        if not eqn.effects and all(not isinstance(v, Var) or v in same for v in eqn.invars):
-            same.update(eqn.outvars)
-    return same
 
 
 def split_list[T](xs: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:

@@ -26,7 +26,7 @@ from ..host.limit import admitted
 from .layer import Body, keeps_some, linearize, perturbed_carry
 from .loops import run_backward, run_forward
 from .passes import Loops
-from .segments import LayerRange, joined, layer_ranges, reads_of, segment_of
+from .segments import Segment, joined, reads_of, segments_of
 from .transpose_only import with_tangents
 
 
@@ -213,7 +213,12 @@ def forward_loops(
     """
     body, params = body_of(call_jaxpr), call_jaxpr.eqns[0].params
     closed = perturbed_carry(body, perturbed, policy)
-    offloaded = _layers_that_offload(body, closed, policy, strict, params["length"], microbatches)
+    each = sum(linearize(body, closed, policy, strict, Override()).sizes.host)
+    offloaded = policy.offloaded_layers(params["length"]) if each else 0
+    if offloaded:
+        need = lambda layers: microbatches * each * (layers + 1)  # and a padding row
+        caller, of = ("scan", "") if microbatches == 1 else ("accumulate", f" of {microbatches} microbatches")
+        offloaded = admitted(caller, [body.jaxpr], offloaded, need, policy.on_host_full, of)
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
     loops = loops_of_layers(body, closed, policy, strict, offloaded=offloaded, **how)
     return loops if microbatches == 1 else dataclasses.replace(loops, segments=joined(loops.segments))
@@ -251,17 +256,6 @@ def _partial_eval(saveable: Any, unknown: Any, instantiate: Any, eqn: JaxprEqn) 
     return rule(saveable, unknown, instantiate, eqn.replace(primitive=lax.scan_p, params=params))
 
 
-def _layers_that_offload(
-    body: Body, perturbed: tuple[bool, ...], policy: Policy, strict: bool, length: int, microbatches: int
-) -> int:
-    """How many layers offload: as many as the policy says and the host has room for, 0 if they have nothing to."""
-    each = sum(linearize(body, perturbed, policy, strict, Override()).sizes.host)
-    wanted = policy.offloaded_layers(length) if each else 0
-    need = lambda layers: microbatches * each * (layers + 1)  # and a padding row
-    caller, of = ("scan", "") if microbatches == 1 else ("accumulate", f" of {microbatches} microbatches")
-    return admitted(caller, [body.jaxpr], wanted, need, policy.on_host_full, of) if wanted else 0
-
-
 @cached
 def loops_of_layers(
     body: Body,
@@ -275,13 +269,12 @@ def loops_of_layers(
     unroll: int,
 ) -> Loops:
     """The forward pass. Residuals that are operands are read where they are."""
-    layer = other = linearize(body, perturbed, policy, strict, Override())
-    each = [LayerRange(0, length, 0, False, "")]
+    layer = linearize(body, perturbed, policy, strict, Override())
+    segments = [Segment(0, length, 0, layer.forward, layer)]
     if any(layer.sizes.host):
-        each = layer_ranges(length, offloaded, policy.resident_layers, policy.other_layers)
-    if any(r.recompute for r in each):
-        other = linearize(body, perturbed, policy, strict, Override("recompute", "other_layers"))
-    segments = [segment_of(r, other if r.recompute else layer) for r in each]
+        recomputing = lambda: linearize(body, perturbed, policy, strict, Override("recompute", "other_layers"))
+        between = recomputing if policy.other_layers == "recompute" else None
+        segments = segments_of(layer, between, length, offloaded, policy.resident_layers)
     reads = reads_of(segments, body.consts)
     return Loops(tuple(segments), length, reverse, unroll, body.consts, body.carry, reads)
 

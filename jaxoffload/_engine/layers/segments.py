@@ -1,6 +1,6 @@
 """Segments of a stack of layers: which layers run in one loop, which of them offload, and what the loop keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr
@@ -10,8 +10,8 @@ from .layer import Layer
 from .placement import Kept, Layout, Place
 
 
-class LayerRange(NamedTuple):
-    """Neighbouring layers for one loop, `start` to `stop` in the order in which they run.
+class Segment(NamedTuple):
+    """Neighbouring layers that one loop computes, `start` to `stop` in the order in which they run.
 
     The residuals of the first `on_host` ones go to the host: of all layers, of all but the last, or of none.
     """
@@ -19,38 +19,9 @@ class LayerRange(NamedTuple):
     start: int
     stop: int
     on_host: int
-    recompute: bool  # values marked offload are recomputed
-    reason: str  # why layers here do not offload
-
-
-def layer_ranges(length: int, offloaded: int, resident: int, other_layers: str) -> list[LayerRange]:
-    """Divide `length` layers into as few loops as they need.
-
-    The first `offloaded` layers offload, the last `resident` ones keep their residuals on the device, and those between
-    do what `other_layers` says, "save" or "recompute".
-    """
-    first_resident = length - min(resident, length)
-    recompute = other_layers == "recompute"
-    # The layer after the last that offloads can run in the same loop if it differs only in where its residuals stay.
-    joins = 0 < offloaded < length and (offloaded == first_resident or not recompute)
-    stop = offloaded + joins
-    ranges = [
-        LayerRange(0, stop, offloaded, False, "resident" if offloaded == first_resident else "other_layers"),
-        LayerRange(stop, first_resident, 0, recompute, "other_layers"),
-        LayerRange(max(stop, first_resident), length, 0, False, "resident"),
-    ]
-    return [r for r in ranges if r.start < r.stop]
-
-
-class Segment(NamedTuple):
-    """The layers of a range, as one loop computes them."""
-
-    start: int
-    stop: int
-    on_host: int
     jaxpr: Jaxpr  # of one layer: its forward pass, or its backward pass
     layer: Layer
-    reason: str  # as of `LayerRange`
+    reason: str = ""  # why layers here do not offload
 
     @property
     def layers(self) -> int:
@@ -90,15 +61,32 @@ class Segment(NamedTuple):
         return kept.source._replace(where=self.reason, kind="overridden") if overrides else kept.source
 
 
+def segments_of(
+    layer: Layer, recomputing: Callable[[], Layer] | None, length: int, offloaded: int, resident: int
+) -> list[Segment]:
+    """Divide the forward pass of `length` layers into as few loops as they need.
+
+    The first `offloaded` layers offload, the last `resident` ones keep their residuals on the device, and so do those
+    between, or they are `recomputing()` what is marked offload.
+    """
+    first_resident = length - min(resident, length)
+    # The layer after the last that offloads can run in the same loop if it differs only in where its residuals stay.
+    joins = 0 < offloaded < length and (offloaded == first_resident or not recomputing)
+    stop = offloaded + joins
+    before = "resident" if offloaded == first_resident else "other_layers"
+    between = recomputing() if recomputing and stop < first_resident else layer
+    segments = [
+        Segment(0, stop, offloaded, layer.forward, layer, before),
+        Segment(stop, first_resident, 0, between.forward, between, "other_layers"),
+        Segment(max(stop, first_resident), length, 0, layer.forward, layer, "resident"),
+    ]
+    return [segment for segment in segments if segment.start < segment.stop]
+
+
 def reads_of(segments: Sequence[Segment], consts: int) -> tuple[tuple[int, bool], ...]:
     """The operands of a scan that are residuals of its layers: their numbers, each with whether it is a constant."""
     numbers = {k.operand for segment in segments for k in segment.layer.layout.kept if k.operand is not None}
     return tuple((number, number < consts) for number in sorted(numbers))
-
-
-def segment_of(layer_range: LayerRange, layer: Layer) -> Segment:
-    """The forward pass of the layers of a range."""
-    return Segment(layer_range.start, layer_range.stop, layer_range.on_host, layer.forward, layer, layer_range.reason)
 
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -13,27 +13,24 @@ from .layer import Layer
 Transpose = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
-def linear_map(
-    tangents: Sequence[Any],
-    avals: Sequence[Any],
+def with_tangents(
+    results: list[Any],
+    out_perturbed: Sequence[bool],
+    tangents: Values,
     *,
     caller: str,
     kept: Sequence[Any],
     transpose: Transpose,
     layers: Sequence[Layer],
-) -> Any:
-    """The map of `tangents` to values of `avals` whose transpose is `transpose(kept, cotangents)`.
+) -> Results:
+    """Return results and their tangents: of perturbed ones the map of `tangents` whose transpose is
+    `transpose(kept, cotangents)`, else symbolic zeros.
 
     `caller` names the function in errors: there is no forward mode. `residuals` looks into `layers`.
     """
-    params = {"caller": caller, "size": len(kept), "transpose": transpose}
-    return linear_p.bind(*kept, *tangents, avals=tuple(avals), layers=tuple(layers), **params)
-
-
-def with_tangents(results: list[Any], out_perturbed: Sequence[bool], tangents: Values, **how: Any) -> Results:
-    """Results and their tangents: of perturbed ones a `linear_map` of `tangents` (`how`), else symbolic zeros."""
-    avals = [jax.typeof(x).to_tangent_aval() for x, p in zip(results, out_perturbed, strict=True) if p]
-    return with_zeros([*results, *linear_map(tangents, avals, **how)], out_perturbed)
+    avals = tuple(jax.typeof(x).to_tangent_aval() for x, p in zip(results, out_perturbed, strict=True) if p)
+    params = {"caller": caller, "size": len(kept), "transpose": transpose, "avals": avals, "layers": tuple(layers)}
+    return with_zeros([*results, *linear_p.bind(*kept, *tangents, **params)], out_perturbed)
 
 
 def _refuse(*_: Any, caller: str, **__: Any) -> Any:

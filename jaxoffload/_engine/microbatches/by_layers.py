@@ -3,14 +3,14 @@
 If nothing is, they run one after another. Gradients of layers are added where they are made.
 """
 
-import warnings
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.ref import AbstractRef
 
-from ..._errors import NOT_THE_USERS
+from ..._errors import warn
 from ..._jax import nbytes
 from ..._refusals import refuse_ordered_effects
 from ..._text import readable
@@ -22,7 +22,7 @@ from ..layers.scan_primitive import with_fewer_layers
 from . import interleaved
 from .call import Call, Sums, microbatch_of
 from .ends import ends, spare_of
-from .gradient import Gradient, Scan, gradient_of, program_of
+from .gradient import Gradient, gradient_of
 
 
 def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | None:
@@ -33,79 +33,63 @@ def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | Non
     if call.microbatches == 1 or tracing().reference or jax.config.jax_disable_jit:
         return None
     gradient = gradient_of(call.jaxpr, len(call.consts), len(call.params))
+    why = ""
     if gradient.reads_refs_late:
-        _warn_of("the backward pass of the loss reads or writes a jax.new_ref from outside")
+        why = "the backward pass of the loss reads or writes a jax.new_ref from outside"
+    elif not gradient.scans:
+        why = "the loss has no scan of jaxoffload's that the gradient reaches, outside of other control flow"
+    if why:
+        warn(f"accumulate: {why}; the microbatches run one after another")
         return None
-    if not gradient.scans:
-        _warn_of("the loss has no scan of jaxoffload's that the gradient reaches, outside of other control flow")
-        return None
-    scans = _that_fit(gradient)
-    of_params = call.jaxpr.in_avals[len(call.consts) : call.fixed]
-    size = sum(map(nbytes, of_params))
-    offloads = any(segment.on_host for scan in scans for segment in scan.loops.segments)
+    gradient = _that_fits(gradient)
+    scans, size = gradient.scans, sum(map(nbytes, call.jaxpr.in_avals[len(call.consts) : call.fixed]))
+    offloads = any(scan.loops.offloads for scan in scans)
+    loops = lambda scans: tuple(scan.loops for scan in scans)
+    loss = interleaved.Loss(call.jaxpr, call.differentiated)
+    what = interleaved.Interleaved(loss, loops(scans), loops(scans), loops(scans), call.microbatches)
     if not offloads and (trial := tracing().trial) and trial.says_what_interleaves:
-        return _tried(call, scans, size, one_by_one)
-    first = last = scans
+        in_turn = lambda params, batch: one_by_one(call._replace(params=params, batch=batch))
+        what = what._replace(spare=spare_of(scans, call.microbatches, size))
+        return interleaved.bind_in_turn(in_turn, what, call.params, call.batch)
+    first = last = gradient
     if offloads:
         refuse_ordered_effects("accumulate", call.jaxpr)
-        first, last = ends(scans, call.microbatches, size)
+        of = lambda end: gradient if end is scans else dataclasses.replace(gradient, scans=end)
+        first, last = map(of, ends(scans, call.microbatches, size))
 
     # A loop cannot carry references: the loss has its own, with the values of those from outside.
     refs = [n for n, aval in enumerate(call.jaxpr.in_avals) if isinstance(aval, AbstractRef)]
 
     def run(*operands: Any) -> Any:
         fixed = [jax.new_ref(x) if n in refs else x for n, x in enumerate(operands[: call.fixed])]
-        batch = operands[call.fixed :]
-        made_of = lambda scans: lambda: program_of(gradient, scans, fixed)
-        between = made_of(scans)
-        of_first, of_last = (between if end is scans else made_of(end) for end in (first, last))
-        microbatch = lambda number: microbatch_of(batch, number)
+        microbatch = lambda number: microbatch_of(operands[call.fixed :], number)
         sums = [filled(aval, 0) for aval in gradient.sums]
         if offloads:
-            outs = interleaved.run(of_first, between, of_last, call.microbatches, microbatch, sums)
+            outs = interleaved.run((first, gradient, last), fixed, call.microbatches, microbatch, sums)
         else:
-            outs = interleaved.run_in_turn(between, call.microbatches, microbatch, sums)
+            outs = interleaved.run_in_turn(gradient, fixed, call.microbatches, microbatch, sums)
         return *outs, [fixed[n][...] for n in refs]
 
-    loops = [tuple(scan.loops for scan in each) for each in (scans, first, last)]
-    need = _need(gradient, scans)
-    what = interleaved.Interleaved(_loss(call), loops[0], loops[1], loops[2], call.microbatches, need=need)
+    what = what._replace(first=loops(first.scans), last=loops(last.scans), need=_need(gradient))
     outs = interleaved.bind(run, what, *(x[...] if n in refs else x for n, x in enumerate(call.operands)))
     for n, value in zip(refs, outs[len(outs) - len(refs) :], strict=True):
         call.operands[n][...] = value
     return call.sums_of(outs[: len(outs) - len(refs)])
 
 
-def _loss(call: Call) -> interleaved.Loss:
-    return interleaved.Loss(call.jaxpr, call.differentiated)
+def _need(gradient: Gradient) -> Need:
+    return interleaved.need_of_microbatches([scan.loops for scan in gradient.scans], (gradient.beside_scans,))
 
 
-def _need(gradient: Gradient, scans: tuple[Scan, ...]) -> Need:
-    return interleaved.need_of_microbatches([scan.loops for scan in scans], (gradient.beside_scans,))
-
-
-def _tried(call: Call, scans: tuple[Scan, ...], size: int, one_by_one: Callable[[Call], Sums]) -> Sums:
-    """Run one microbatch after another; `plan` sees what would interleave if something were offloaded."""
-    loops = tuple(scan.loops for scan in scans)
-    spare = spare_of(scans, call.microbatches, size)
-    what = interleaved.Interleaved(_loss(call), loops, loops, loops, call.microbatches, spare=spare)
-    in_turn = lambda params, batch: one_by_one(call._replace(params=params, batch=batch))
-    return interleaved.bind_in_turn(in_turn, what, call.params, call.batch)
-
-
-def _that_fit(gradient: Gradient) -> tuple[Scan, ...]:
-    """Return the scans, with fewer layers that offload where the policies say so and all together have no room.
+def _that_fits(gradient: Gradient) -> Gradient:
+    """Return the gradient, with fewer layers that offload where the policies say so and all together have no room.
 
     Raises:
       HostPoolFull: the pool cannot hold what two microbatches offload, and a policy says `on_host_full: error`.
     """
-    scans = gradient.scans
-    offloading = [scan for scan in scans if scan.loops.stacks]
-    if (pool := host_pool_bytes()) is None or not offloading:
-        return scans
-    need = _need(gradient, scans).bytes()
-    if need <= pool:
-        return scans
+    offloading = [scan for scan in gradient.scans if scan.loops.offloads]
+    if (pool := host_pool_bytes()) is None or not offloading or (need := _need(gradient).bytes()) <= pool:
+        return gradient
     stacks = Need(tuple(stack for scan in offloading for stack in scan.loops.stacks))
     others = need - 2 * stacks.bytes()
     fit = next((n for n in reversed(range(stacks.most_layers())) if others + 2 * stacks.bytes(n) <= pool), None)
@@ -114,11 +98,6 @@ def _that_fit(gradient: Gradient) -> tuple[Scan, ...]:
     if fit is None or any(policy.on_host_full == "error" for policy in policies):
         raise HostPoolFull("accumulate", text, need, pool, fit, auto_axes())
     instead = f"enough for {fit} layer(s) of each scan, which offload (on_host_full: save)"
-    warnings.warn(f"jaxoffload: accumulate: {text}, {instead}", skip_file_prefixes=NOT_THE_USERS)
-    return tuple(scan._replace(loops=with_fewer_layers(scan.loops, fit)) for scan in scans)
-
-
-def _warn_of(why: str) -> None:
-    warnings.warn(
-        f"jaxoffload: accumulate: {why}; the microbatches run one after another", skip_file_prefixes=NOT_THE_USERS
-    )
+    warn(f"accumulate: {text}, {instead}")
+    fewer = tuple(scan._replace(loops=with_fewer_layers(scan.loops, fit)) for scan in gradient.scans)
+    return dataclasses.replace(gradient, scans=fewer)

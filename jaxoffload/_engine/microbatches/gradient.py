@@ -8,18 +8,19 @@ belongs to the forward pass. What passes the cut is kept until the backward pass
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import jit_p, reshape_p
 from jax.ref import AbstractRef
 
 from ..._jax import add_jaxvals, evaluate, has_effects, in_memory_of, on_device
 from ..jaxprs.inline import (
     Values,
+    depending,
     evaluate_equations,
     read,
     variables,
@@ -67,7 +68,7 @@ class Gradient:
       fixed: how many inputs are the same for all microbatches: the constants and the parameters, which come first.
       results: how many results it has besides the gradients.
       varies: the variables that differ between microbatches. All others are computed once.
-      scans: those whose passes can run beside others.
+      scans: those whose passes can run beside others. Their loops may be others than those that were traced.
       cut: the number of the equation with which the backward pass begins.
     """
 
@@ -89,7 +90,7 @@ class Gradient:
 
         The backward pass adds to the rows of their sums, which have the shape of the xs.
         """
-        reads = Counter(variables([v for eqn in self.jaxpr.eqns for v in eqn.invars] + self.jaxpr.outvars))
+        reads = _reads(self.jaxpr)
         numbers = {v: number for number, v in enumerate(self.gradients) if isinstance(v, Var) and reads[v] == 1}
         for eqn in reversed(self.jaxpr.eqns):
             if eqn.primitive is reshape_p and eqn.params["dimensions"] is None and eqn.outvars[0] in numbers:
@@ -105,11 +106,6 @@ class Gradient:
         of_xs = {number: v.aval for v, number in self.in_place.items()}
         return [of_xs.get(number, aval) for number, aval in enumerate(self.jaxpr.out_avals[self.results :])]
 
-    @functools.cached_property
-    def is_zero(self) -> list[bool]:
-        """Which gradients JAX has filled in, of what the loss does not depend on."""
-        return zero_results(self.jaxpr)[self.results :]
-
     @property
     def reads_refs_late(self) -> bool:
         """Return if the backward pass reads or writes references from outside: the next forward pass has, too."""
@@ -124,7 +120,7 @@ class Gradient:
         eqns = [eqn for eqn in self.jaxpr.eqns if not any(eqn is one for one in ours)]
         return self.jaxpr.replace(
             invars=[*self.jaxpr.invars, *given],
-            outvars=self.kept(self.scans),
+            outvars=self.kept,
             eqns=eqns,
             debug_info=with_unknown_names(self.jaxpr),
         )
@@ -133,12 +129,12 @@ class Gradient:
         """Return if an equation is evaluated for each microbatch."""
         return any(v in self.varies for v in eqn.outvars) or has_effects(eqn)
 
-    def kept(self, scans: Sequence[Scan]) -> list[Var]:
-        """Return the variables that pass the cut, besides what these scans keep."""
+    @functools.cached_property
+    def kept(self) -> list[Var]:
+        """The variables that pass the cut, besides what the scans keep."""
         forward, backward = self.jaxpr.eqns[: self.cut], self.jaxpr.eqns[self.cut :]
-        at = {id(scan.backward): scan for scan in scans}
-        operands = lambda eqn: [*at[id(eqn)].reads, *at[id(eqn)].cotangents] if id(eqn) in at else eqn.invars
-        later = dict.fromkeys(v for eqn in backward for v in variables(operands(eqn)))
+        operands = {id(scan.backward): [*scan.reads, *scan.cotangents] for scan in self.scans}
+        later = dict.fromkeys(v for eqn in backward for v in variables(operands.get(id(eqn), eqn.invars)))
         later |= dict.fromkeys(variables(self.gradients))
         before = {*self.jaxpr.invars, *(v for eqn in forward for v in eqn.outvars)}
         return [v for v in later if v in before and v in self.varies]
@@ -163,9 +159,9 @@ def gradient_of(loss: Jaxpr, consts: int, params: int) -> Gradient:
     varies = [number >= fixed for number in range(len(loss.invars))]
     jaxpr = jax.make_jaxpr(value_and_gradient)(*loss.in_avals)
     jaxpr = with_needed_equations(written_out(jaxpr, varies, _opens))
-    varying = _that_vary(jaxpr, varies)
+    varying = depending(jaxpr, jaxpr.invars[fixed:], lambda eqn: eqn.primitive is forward_p or _acts(eqn))
     scans, cut = _scans_of(jaxpr)
-    return Gradient(jaxpr, fixed, len(loss.outvars), varying, scans, cut)
+    return Gradient(jaxpr, fixed, len(loss.outvars), frozenset(varying), scans, cut)
 
 
 def _of_two_microbatches(jaxpr: Jaxpr) -> Jaxpr:
@@ -185,28 +181,20 @@ def _opens(eqn: JaxprEqn, varies: Sequence[bool]) -> bool:
         isinstance(s, jax.sharding.Sharding) for name in ("in_shardings", "out_shardings") for s in eqn.params[name]
     )
     mixed = any(varies) and not all(v or not isinstance(x, Var) for v, x in zip(varies, eqn.invars, strict=True))
-    return (mixed and not has_shardings) or _has(eqn.params["jaxpr"], forward_p, backward_p)
+    if mixed and not has_shardings:
+        return True
+    loops = (site for site in walk(eqn.params["jaxpr"]) if site.eqn.primitive in (forward_p, backward_p))
+    return any(all(e.primitive is jit_p for e in site.enclosing) for site in loops)
 
 
-def _has(jaxpr: Jaxpr, *primitives: Primitive) -> bool:
-    """Return if equations of these primitives are in a jaxpr, outside of other control flow."""
-    return any(
-        site.eqn.primitive in primitives and all(e.primitive is jit_p for e in site.enclosing) for site in walk(jaxpr)
-    )
+def _acts(eqn: JaxprEqn) -> bool:
+    """Return if an equation has effects, or touches references."""
+    return has_effects(eqn) or any(isinstance(v.aval, AbstractRef) for v in [*eqn.invars, *eqn.outvars])
 
 
-def _that_vary(jaxpr: Jaxpr, varies: Sequence[bool]) -> frozenset[Var]:
-    varying = {v for v, it in zip(jaxpr.invars, varies, strict=True) if it}
-    for eqn in jaxpr.eqns:
-        touches_refs = any(isinstance(v.aval, AbstractRef) for v in [*eqn.invars, *eqn.outvars])
-        if (
-            eqn.primitive is forward_p
-            or touches_refs
-            or has_effects(eqn)
-            or not varying.isdisjoint(variables(eqn.invars))
-        ):
-            varying.update(eqn.outvars)
-    return frozenset(varying)
+def _reads(jaxpr: Jaxpr) -> Counter[Var]:
+    """Return how often each variable is read."""
+    return Counter(variables([v for eqn in jaxpr.eqns for v in eqn.invars] + jaxpr.outvars))
 
 
 def _scans_of(jaxpr: Jaxpr) -> tuple[tuple[Scan, ...], int]:
@@ -216,8 +204,7 @@ def _scans_of(jaxpr: Jaxpr) -> tuple[tuple[Scan, ...], int]:
     What the forward equation keeps must go to the backward equation, and nowhere else.
     """
     at = {v: number for number, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    reads = Counter(variables([v for eqn in jaxpr.eqns for v in eqn.invars] + jaxpr.outvars))
-    value = jaxpr.outvars[0]
+    reads, value = _reads(jaxpr), jaxpr.outvars[0]
     known = at.get(value, -1) if isinstance(value, Var) else -1
     before = [eqn for eqn in jaxpr.eqns[: known + 1] if eqn.primitive is forward_p]
     found: dict[int, tuple[int, JaxprEqn]] = {}
@@ -242,22 +229,20 @@ class Program(NamedTuple):
     """A gradient, and what is computed once for all microbatches.
 
     Attributes:
-      scans: those of the gradient; their loops may be others.
       values: of the constants, the parameters, and all that does not differ between microbatches.
     """
 
     gradient: Gradient
-    scans: tuple[Scan, ...]
     values: Values
 
 
-def program_of(gradient: Gradient, scans: Sequence[Scan], fixed: Sequence[Any]) -> Program:
+def program_of(gradient: Gradient, fixed: Sequence[Any]) -> Program:
     """Compute what does not differ between microbatches; `fixed`: the constants and the parameters."""
     values = dict(zip(gradient.jaxpr.invars[: gradient.fixed], fixed, strict=True))
     values |= zip(gradient.jaxpr.constvars, gradient.jaxpr.consts, strict=True)
     once = [eqn for eqn in gradient.jaxpr.eqns if not gradient.is_of_each(eqn)]
     evaluate_equations(gradient.jaxpr, once, values)
-    return Program(gradient, tuple(scans), values)
+    return Program(gradient, values)
 
 
 class BetweenPasses(NamedTuple):
@@ -272,29 +257,26 @@ class BetweenPasses(NamedTuple):
     saved: list[list[SegmentResiduals[Any]]]
 
 
-# For each scan and segment, its stacks of residuals on the host and on the device.
-Stacks = list[list[tuple[list[Any], list[Any]]]]
+# For each scan and segment, its stacks of residuals on the host, and those on the device.
+Stacks = list[list[list[Any]]]
 
 
 def stacks_of(between: BetweenPasses) -> Stacks:
     """Return the stacks of a microbatch, which are free again after its backward pass."""
-    return [[(kept.host, kept.device) for kept in saved] for saved in between.saved]
+    return [[[*kept.host, *kept.device] for kept in saved] for saved in between.saved]
 
 
 def completed(program: Program, free: Stacks) -> Stacks:
     """Return stacks for the forward pass of a program: those that are free, and new ones where none is."""
 
-    def of(segment: Segment, free: list[Any]) -> tuple[list[Any], list[Any]]:
+    def of(segment: Segment, free: list[Any]) -> list[Any]:
         empty, left = begin_forward(segment, [], []).saved, list(free)
         like = lambda new: next((i for i, stack in enumerate(left) if _can_replace(stack, new)), None)
-        take = lambda new: new if (i := like(new)) is None else left.pop(i)
-        return list(map(take, empty.host)), list(map(take, empty.device))
+        return [new if (i := like(new)) is None else left.pop(i) for new in [*empty.host, *empty.device]]
 
-    all_free = free or [[([], [])] * len(scan.loops.segments) for scan in program.scans]
-    return [
-        [of(segment, [*host, *device]) for segment, (host, device) in zip(scan.loops.segments, each, strict=True)]
-        for scan, each in zip(program.scans, all_free, strict=True)
-    ]
+    scans = program.gradient.scans
+    free = free or [[[]] * len(scan.loops.segments) for scan in scans]
+    return [list(map(of, scan.loops.segments, each)) for scan, each in zip(scans, free, strict=True)]
 
 
 def _can_replace(stack: Any, new: Any) -> bool:
@@ -314,57 +296,59 @@ def forward(program: Program, microbatch: Sequence[Any], stacks: Stacks) -> Pass
 
     `stacks`: to write to.
     """
-    gradient = program.gradient
+    gradient, saved = program.gradient, list[Any]()
     values = program.values | dict(zip(gradient.jaxpr.invars[gradient.fixed :], microbatch, strict=True))
-    numbers = {id(scan.forward): number for number, scan in enumerate(program.scans)}
-    saved: dict[int, Any] = {}
-    for eqns, loop in _up_to_loops(gradient, gradient.jaxpr.eqns[: gradient.cut], numbers):
+    loops = {id(scan.forward): number for number, scan in enumerate(gradient.scans)}
+    for eqns, number in _up_to_loops(gradient, gradient.jaxpr.eqns[: gradient.cut], loops):
         evaluate_equations(gradient.jaxpr, eqns, values)
-        if loop is not None:
-            number = numbers[id(loop)]
-            operands = read(loop.invars, values)
-            outs, saved[number] = yield from forward_pass(program.scans[number].loops, operands, stacks[number])
-            values |= zip(loop.outvars, outs, strict=False)
-    kept = [values[v][...] if isinstance(v.aval, AbstractRef) else values[v] for v in gradient.kept(program.scans)]
-    return BetweenPasses(kept, [saved[n] for n in range(len(saved))]), read(
-        gradient.jaxpr.outvars[: gradient.results], values
-    )
+        if number is not None:
+            scan = gradient.scans[number]
+            operands = read(scan.forward.invars, values)
+            outs, kept = yield from forward_pass(scan.loops, operands, stacks[number])
+            values |= zip(scan.forward.outvars, outs, strict=False)
+            saved.append(kept)
+    passing = [values[v][...] if isinstance(v.aval, AbstractRef) else values[v] for v in gradient.kept]
+    return BetweenPasses(passing, saved), read(gradient.jaxpr.outvars[: gradient.results], values)
 
 
 def backward(program: Program, between: BetweenPasses, sums: Sequence[Any]) -> Pass:
     """Run the backward pass of a microbatch: the sums of the gradients, with its own."""
     gradient = program.gradient
-    kept = zip(gradient.kept(program.scans), between.values, strict=True)
+    kept = zip(gradient.kept, between.values, strict=True)
     values = program.values | {v: jax.new_ref(x) if isinstance(v.aval, AbstractRef) else x for v, x in kept}
-    numbers = {id(scan.backward): number for number, scan in enumerate(program.scans)}
+    numbers = {id(scan.backward): number for number, scan in enumerate(gradient.scans)}
     sums, in_place = list(sums), gradient.in_place
-    for eqns, loop in _up_to_loops(gradient, gradient.jaxpr.eqns[gradient.cut :], numbers):
+    for eqns, number in _up_to_loops(gradient, gradient.jaxpr.eqns[gradient.cut :], numbers):
         evaluate_equations(gradient.jaxpr, eqns, values)
-        if loop is not None:
-            scan, saved = program.scans[numbers[id(loop)]], between.saved[numbers[id(loop)]]
-            loops = backward_loops(scan.loops, loop.params["loops"].wanted)
-            of_xs = loop.outvars[loops.consts + loops.carry :]
+        if number is not None:
+            scan = gradient.scans[number]
+            loops = backward_loops(scan.loops, scan.backward.params["loops"].wanted)
+            of_xs = scan.backward.outvars[loops.consts + loops.carry :]
             into = {n: sums[in_place[v]] for n, v in enumerate(of_xs) if v in in_place}
-            operands = read(scan.reads, values), saved, read(scan.cotangents, values)
+            operands = read(scan.reads, values), between.saved[number], read(scan.cotangents, values)
             consts, carry, xs = yield from backward_pass(loops, *operands, into)
             consts = map(in_memory_of, loops.segments[0].jaxpr.out_avals[: loops.consts], consts)
-            values |= zip(loop.outvars, [*consts, *carry, *xs], strict=True)
+            values |= zip(scan.backward.outvars, [*consts, *carry, *xs], strict=True)
             for n in into:
                 sums[in_place[of_xs[n]]] = xs[n]
+    is_zero = zero_results(gradient.jaxpr)[gradient.results :]
     for number, v in enumerate(gradient.gradients):
-        if not gradient.is_zero[number] and number not in in_place.values():
+        if not is_zero[number] and number not in in_place.values():
             sums[number] = add_jaxvals(sums[number], on_device(*read([v], values)))
     return sums
 
 
 def _up_to_loops(
-    gradient: Gradient, eqns: Sequence[JaxprEqn], loops: Collection[int]
-) -> Iterator[tuple[list[JaxprEqn], JaxprEqn | None]]:
-    """Yield the equations for each microbatch up to each loop, with it, and those behind the last one."""
+    gradient: Gradient, eqns: Sequence[JaxprEqn], loops: Mapping[int, int]
+) -> Iterator[tuple[list[JaxprEqn], int | None]]:
+    """Yield the equations for each microbatch up to each loop, with its scan's number, and those behind the last one.
+
+    `loops`: the scans' numbers, by the `id`s of their loops' equations.
+    """
     pending: list[JaxprEqn] = []
     for eqn in filter(gradient.is_of_each, eqns):
         if id(eqn) in loops:
-            yield pending, eqn
+            yield pending, loops[id(eqn)]
             pending = []
         else:
             pending.append(eqn)

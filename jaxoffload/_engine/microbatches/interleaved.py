@@ -36,39 +36,40 @@ from ..layers.loops import DifferentiatedTwice
 from ..layers.passes import Loops
 from ..layers.passes import run as run_passes
 from ..layers.rows import filled
-from .gradient import BetweenPasses, Program, Stacks, backward, completed, forward, stacks_of
-
-Make = Callable[[], Program]
+from .gradient import BetweenPasses, Gradient, Stacks, backward, completed, forward, program_of, stacks_of
 
 
 def run(
-    first: Make, middle: Make, last: Make, microbatches: int, arguments: Callable[[Any], list[Any]], sums: list[Any]
+    gradients: tuple[Gradient, Gradient, Gradient],
+    fixed: list[Any],
+    microbatches: int,
+    arguments: Callable[[Any], list[Any]],
+    sums: list[Any],
 ) -> tuple[list[Any], list[Any]]:
     """The results of the loss for all microbatches, stacked, and the sums of the gradients.
 
     Args:
-      first, middle, last: trace what is the same for all microbatches. That is traced for each, as without
-        interleaving: XLA takes out of the loop what it would take out there. The first and the last may copy fewer
-        residuals than those between; where they do not, they are `middle` itself.
+      gradients: of the first microbatch, of those between, and of the last one. The first and the last may copy fewer
+        residuals; where they do not, all are one object.
+      fixed: the constants and the parameters. What follows from them is traced for each microbatch, as without
+        interleaving: XLA takes out of the loop what it would take out there.
       microbatches: at least 2.
       arguments: the number of a microbatch -> its values.
       sums: zeros, a gradient for each parameter.
     """
-    program = first()
+    first, middle, last = gradients
+    program = program_of(first, fixed)
     ((between, result),) = run_passes(forward(program, arguments(0), completed(program, [])))
     state, results = _State(sums, between, []), [_stacked(result)]
 
-    def step(number: Any, state: _State, back: Make, forth: Make) -> tuple[_State, list[Any]]:
-        before, program = back(), forth()
+    def step(number: Any, state: _State, back: Gradient, forth: Gradient) -> tuple[_State, list[Any]]:
+        before, program = program_of(back, fixed), program_of(forth, fixed)
         stacks = completed(program, state.stacks)
         forward_pass = forward(program, arguments(number), stacks)
         sums, (between, result) = run_passes(backward(before, state.between, state.sums), forward_pass)
         # XLA then keeps each stack in one place, though the layers may be odd in number, and adds gradients in order.
         state = lax.optimization_barrier(_State(sums, between, stacks_of(state.between)))
         return state, result
-
-    def middle_step(state: _State, number: Any) -> tuple[_State, list[Any]]:
-        return step(number, state, middle, middle)
 
     def some_steps(numbers: Sequence[int], state: _State) -> _State:
         for number in numbers:
@@ -80,26 +81,28 @@ def run(
     begin, end = 1 + (first is not middle), microbatches - (last is not middle)
     state = some_steps(range(1, begin), state)
     if begin < end:
-        state = state._replace(stacks=completed(middle(), state.stacks))
+        state = state._replace(stacks=completed(program_of(middle, fixed), state.stacks))
+        middle_step = lambda state, number: step(number, state, middle, middle)
         state, result = lax.scan(middle_step, state, jnp.arange(begin, end))
         results.append(result)
     state = some_steps(range(max(begin, end), microbatches), state)
-    (sums,) = run_passes(backward(last(), state.between, state.sums))
+    (sums,) = run_passes(backward(program_of(last, fixed), state.between, state.sums))
     return [jnp.concatenate(xs) for xs in zip(*results, strict=True)], sums
 
 
 def run_in_turn(
-    made: Make, microbatches: int, arguments: Callable[[Any], list[Any]], sums: list[Any]
+    gradient: Gradient, fixed: list[Any], microbatches: int, arguments: Callable[[Any], list[Any]], sums: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Run one microbatch after another, with one set of stacks, where nothing is offloaded; see `run`."""
 
     def step(state: tuple[list[Any], Stacks], number: Any) -> tuple[tuple[list[Any], Stacks], list[Any]]:
-        (sums, stacks), program = state, made()
+        (sums, stacks), program = state, program_of(gradient, fixed)
         ((between, result),) = run_passes(forward(program, arguments(number), completed(program, stacks)))
         (sums,) = run_passes(backward(program, between, sums))
         return lax.optimization_barrier((sums, stacks_of(between))), result
 
-    (sums, _), results = lax.scan(step, (sums, completed(made(), [])), jnp.arange(microbatches))
+    stacks = completed(program_of(gradient, fixed), [])
+    (sums, _), results = lax.scan(step, (sums, stacks), jnp.arange(microbatches))
     return results, sums
 
 
@@ -211,7 +214,7 @@ def _batch(primitive: Call, axis: Any, args: Sequence[Any], dims: Sequence[Any],
     return outs, [0] * len(outs)
 
 
-_noting = lower_and_note(lambda *, loops, **_: any(segment.on_host for pass_ in loops for segment in pass_.segments))
+_noting = lower_and_note(lambda *, loops, **_: any(of_scan.offloads for of_scan in loops))
 
 
 def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -220,13 +223,12 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     return _noting(ctx, *operands, **params)
 
 
-_interleaved_p, _in_turn_p = Call(INTERLEAVED), Call(IN_TURN)
-in_turn_p = define(_in_turn_p, jvp=_refuse, batch=functools.partial(_batch, _in_turn_p))  # for `plan` alone
-interleaved_p = define(
-    _interleaved_p,
-    eager=lambda *args, **params: jax.jit(functools.partial(_interleaved_p.bind, **params))(*args),
-    jvp=_refuse,
-    batch=functools.partial(_batch, _interleaved_p),
+interleaved_p, in_turn_p = Call(INTERLEAVED), Call(IN_TURN)  # the second is for `plan` alone
+for primitive in (interleaved_p, in_turn_p):
+    define(primitive, jvp=_refuse, batch=functools.partial(_batch, primitive))
+define(
+    interleaved_p,
+    eager=lambda *args, **params: jax.jit(functools.partial(interleaved_p.bind, **params))(*args),
     lower=_lower,
 )
 
@@ -236,5 +238,5 @@ def is_staged(eqn: JaxprEqn) -> bool:
     return eqn.primitive is interleaved_p and eqn.params["schedule"] is not None
 
 
-def _stacked(*results: list[Any]) -> list[Any]:
-    return [jnp.stack(xs) for xs in zip(*results, strict=True)]
+def _stacked(result: list[Any]) -> list[Any]:
+    return [jnp.stack([x]) for x in result]

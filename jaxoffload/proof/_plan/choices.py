@@ -135,7 +135,7 @@ class _Rest(NamedTuple):
 
 
 def _counts(step: Step, stack: Stack, moving: Any, layers: Any, save: bool) -> Counts:
-    """Count the layers of a stack as `layer_ranges` divides them."""
+    """Count the layers of a stack as `segments_of` divides them."""
     most = stack.may_offload(step.resident) // stack.chunks
     count = np.minimum(layers // stack.chunks, most)
     offload = (moving > 0) & (count > 0)

@@ -83,13 +83,13 @@ def _run_tick(
     entering = [*fresh, *map(jnp.zeros_like, along[len(fresh) :])]
     along = [jnp.where(chunk == 0, new, old) for new, old in zip(entering, along, strict=True)]
     loops, (segment,) = chunks.loops, chunks.loops.segments
-    taken, carry, ys_of_all = split_list(along, [len(chunks.along), loops.carry])
-    operands = consts | {i: rows(x) for i, x in xs.items()} | chunks.operands_along(chunks.along, taken, stage)
-    of_layers = [operands[i] for i in sorted(operands) if i >= loops.consts]
+    fixed = consts | {i: rows(x) for i, x in xs.items()}
+    taken, operands, ys_of_all = chunks.operands(fixed, along, stage)
+    of_consts, carry, of_layers = split_list(operands, [loops.consts, loops.carry])
 
     def layer(carry: list[Any], number: Any) -> tuple[list[Any], list[Any]]:
         row = [take_row(x, chunk // schedule.stages * chunks.layers + number) for x in of_layers]
-        outs = evaluate(segment.layer.forward, [*(operands[i] for i in range(loops.consts)), *carry, *row])
+        outs = evaluate(segment.layer.forward, [*of_consts, *carry, *row])
         carry, ys, _ = split_list(outs, [loops.carry, len(ys_of_all)])
         return carry, ys
 

@@ -27,12 +27,12 @@ from jax.sharding import PartitionSpec
 from ..._jax import add_jaxvals, on_device
 from ..layers.passes import empty_ys
 from ..layers.rows import filled
-from .chunk import Chunks, Operands, Slot
+from .chunk import Chunks, Held, Operands, Slot
 from .collectives import refuse_traced
 from .loss import StagedLoss
 from .repeated import repeated
 from .schedule import TICK, Schedule, Tick
-from .tick import Given, Held, run_tick
+from .tick import Given, run_tick
 
 
 class _State(NamedTuple):
@@ -185,15 +185,14 @@ def _step(pipeline: Pipeline, chunks: Chunks, tick: Tick, state: _State, later: 
     fresh = [] if tick.enters is None else loss.before(values(tick.enters))
     turned = [] if tick.turns is None else state.turned
     given = Given(*pipeline.fixed, fresh, turned)
-    written, before = tick.slot, tick.before.slot
-    free = Slot(held.slots[written].residuals, held.slots[before].pieces)
-    others = _with(held.slots, written, before, Slot([], []))
+    slots = list(held.slots)
+    free, slots[tick.slot] = slots[tick.slot], Slot([], [])
     run = functools.partial(run_tick, tick, chunks, pipeline.axis)
     everywhere, on_stages, dealt = PartitionSpec(), PartitionSpec(pipeline.axis), PartitionSpec(None, pipeline.axis)
     of_given, of_held = _specs(Given, everywhere, dealt), _specs(Held, on_stages, dealt)
     of_stage = mapped(pipeline, run, (of_given, of_held, on_stages), (of_held, everywhere))
-    new, outside = of_stage(given, held._replace(slots=others), free)
-    slots = _with(held.slots, written, before, *new.slots) if new.slots else held.slots
+    new, outside = of_stage(given, held._replace(slots=slots), free)
+    (slots[tick.slot],) = new.slots or [free]
     state = state._replace(held=new._replace(slots=slots))
     if tick.leaves is not None:
         number = tick.leaves + later
@@ -210,14 +209,6 @@ def _step(pipeline: Pipeline, chunks: Chunks, tick: Tick, state: _State, later: 
 def _specs(of: Any, spec: PartitionSpec, xs: PartitionSpec) -> Any:
     """The partition of each field of a tuple: `spec`, except for its `xs`."""
     return of(*(xs if field == "xs" else spec for field in of._fields))
-
-
-def _with(slots: Sequence[Slot], written: int, before: int, new: Slot) -> list[Slot]:
-    """The slots, with other residuals in one and other pieces in another."""
-    slots = list(slots)
-    slots[written] = slots[written]._replace(residuals=new.residuals)
-    slots[before] = slots[before]._replace(pieces=new.pieces)
-    return slots
 
 
 def _added(sums: dict[int, Any], cotangents: dict[int, Any]) -> dict[int, Any]:

@@ -238,14 +238,22 @@ class Tick:
 
     @property
     def slot(self) -> int:
-        """The slot that all stages write to."""
+        """The slot that all stages write to: residuals, and the pieces of the last rows of the tick before."""
         return self.number % self.schedule.slots
 
     @property
     def read_slots(self) -> list[int]:
-        """The slot of what each stage runs backward; any, if it runs nothing."""
+        """The slot with the residuals of what each stage runs backward; any, if it runs nothing."""
         lags = [self.schedule.lag(run.chunk if run else 0) for run in self.backward]
         return [(self.number - lag) % self.schedule.slots for lag in lags]
+
+    @property
+    def read_pieces(self) -> list[int]:
+        """The slot with the pieces of the last rows that each stage begins the next tick with.
+
+        The tick after that of their forward pass has written them.
+        """
+        return [(slot + 1) % self.schedule.slots for slot in self.next.read_slots]
 
     @property
     def next(self) -> "Tick":

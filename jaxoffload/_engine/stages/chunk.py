@@ -19,6 +19,7 @@ from ..layers.scan_primitive import OnStage, body_of, loops_of_layers
 from ..layers.segments import SegmentResiduals, joined
 from ..layers.transport import to_host
 from .last_rows import beyond_a_row, empty_pieces, fetching, safely_filled, travels, writing
+from .schedule import Schedule
 
 Operands = dict[int, Any]  # of a scan, by their numbers
 
@@ -111,15 +112,15 @@ class Chunks:
     Attributes:
       loops, backward: the forward and the backward pass of the layers of a chunk. The latter is known when the loss
         behind the layers has been traced.
-      stages, virtual_stages: how many stages, and how many chunks on each.
+      schedule: of the stages. `axis`: of the mesh, over which they are.
       along: which operands a microbatch takes along, because they differ between microbatches.
       apart: which others have cotangents that a microbatch takes back, because the loss computes these operands from
         parameters: each microbatch's cotangents are transposed by themselves.
     """
 
     loops: Loops
-    stages: int
-    virtual_stages: int
+    schedule: Schedule
+    axis: str
     along: tuple[int, ...]
     apart: frozenset[int] = frozenset()
     backward: Loops | None = None
@@ -127,14 +128,26 @@ class Chunks:
     @property
     def layers(self) -> int:
         """How many a chunk has."""
-        return self.loops.segments[-1].stop
+        return self.loops.length
+
+    @property
+    def carry(self) -> range:
+        """The numbers of the operands that are the carry."""
+        return range(self.loops.consts, self.loops.consts + self.loops.carry)
+
+    @property
+    def ys(self) -> list[Any]:
+        """Abstract values of the ys of all layers."""
+        of_layer = self.loops.segments[0].jaxpr.out_avals[self.loops.carry : self.loops.results]
+        layers = self.layers * self.schedule.chunks
+        return [jax.ShapeDtypeStruct((layers, *aval.shape), aval.dtype) for aval in of_layer]
 
     @property
     def perturbed(self) -> tuple[list[int], list[int]]:
         """The numbers of the constants and of the xs whose cotangents are wanted."""
-        perturbed, first = self.loops.segments[0].layer.perturbed, self.loops.consts + self.loops.carry
+        perturbed = self.loops.segments[0].layer.perturbed
         those = lambda numbers: [i for i in numbers if perturbed[i]]
-        return those(range(self.loops.consts)), those(range(first, len(perturbed)))
+        return those(range(self.carry.start)), those(range(self.carry.stop, len(perturbed)))
 
     @property
     def summed(self) -> tuple[list[int], list[int]]:
@@ -177,19 +190,23 @@ class Chunks:
 
     def loops_of(self, loops: Loops, chunk: Any) -> Loops:
         """Return a pass over the layers of a chunk, among those of its stage."""
-        first = chunk // self.stages * self.layers
-        return replace(loops, first=first, length=self.virtual_stages * self.layers)
+        first = chunk // self.schedule.stages * self.layers
+        return replace(loops, first=first, length=self.schedule.virtual_stages * self.layers)
+
+    def dealt(self, stack: Any) -> Any:
+        """Return a stack of layers as (virtual stages, layers, ...): each stage has a part of each row."""
+        layers, *shape = stack.shape
+        return stack.reshape(self.schedule.virtual_stages, layers // self.schedule.virtual_stages, *shape)
 
     def rows_of(self, stack: Any, stage: Any) -> Any:
         """Return the rows of a stage's layers, of a stack for all layers."""
-        shape = stack.shape[1:]
-        dealt = stack.reshape(self.virtual_stages, self.stages, self.layers, *shape)
-        rows = lax.dynamic_index_in_dim(dealt, stage, 1, keepdims=False)
-        return rows.reshape(self.virtual_stages * self.layers, *shape)
+        virtual_stages, stages = self.schedule.virtual_stages, self.schedule.stages
+        dealt = stack.reshape(virtual_stages, stages, self.layers, *stack.shape[1:])
+        return joined_chunks(lax.dynamic_index_in_dim(dealt, stage, 1, keepdims=False))
 
     def with_rows(self, stack: Any, rows: Any, chunk: Any) -> Any:
         """Return a stack for all layers with the rows of a chunk out of those of its stage."""
-        first = chunk // self.stages * self.layers
+        first = chunk // self.schedule.stages * self.layers
         of_chunk = lax.dynamic_slice_in_dim(rows, first, self.layers)
         return lax.dynamic_update_slice_in_dim(stack, of_chunk, chunk * self.layers, 0)
 
@@ -207,12 +224,18 @@ class Chunks:
         return Slot(residuals, pieces), rows
 
 
+def joined_chunks(stack: Any) -> Any:
+    """Return a stack of a stage's chunks as one of its layers."""
+    chunks, layers, *shape = stack.shape
+    return stack.reshape(chunks * layers, *shape)
+
+
 def forward_pass(chunks: Chunks, chunk: Any, fixed: Operands, held: Held, free: Slot) -> Pass:
     """Run the forward pass of a microbatch through a chunk: what the stage then holds of it, and nothing else.
 
     `free`: the slot to overwrite.
     """
-    loops, stage = chunks.loops_of(chunks.loops, chunk), chunk % chunks.stages
+    loops, stage = chunks.loops_of(chunks.loops, chunk), chunk % chunks.schedule.stages
     taken, operands, ys_of_all = chunks.operands(fixed, held.along, stage)
     steps = passes.forward_pass(loops, operands, [(kept.host, kept.device) for kept in free.residuals])
     (outs, residuals), last, pieces = yield from writing(steps, loops.segments[0], held.last, free.pieces)
@@ -230,7 +253,7 @@ def backward_pass(chunks: Chunks, chunk: Any, fixed: Operands, held: Held, slot:
       slot: its residuals, and the pieces that the next tick begins with.
       counts: a boolean, whether the cotangents of xs are added to `held.xs`.
     """
-    loops, stage = chunks.loops_of(chunks.of_backward, chunk), chunk % chunks.stages
+    loops, stage = chunks.loops_of(chunks.of_backward, chunk), chunk % chunks.schedule.stages
     reads, with_cotangents = chunks.back
     taken, of_taken, cotangents = split_list(held.back, [len(reads), len(with_cotangents)])
     carry, ys_of_all = split_list(cotangents, [loops.carry])

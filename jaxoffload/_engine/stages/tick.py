@@ -1,16 +1,17 @@
 """One tick on one stage: a backward and a forward pass, each through a chunk, and the exchange with the neighbours."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ..layers.passes import run
 from ..layers.rows import opaque_zero
-from .chunk import NOTHING, Chunks, Held, Operands, Slot, backward_pass, forward_pass
+from .chunk import NOTHING, Chunks, Held, Operands, Slot, backward_pass, forward_pass, joined_chunks
 from .collectives import BRANCHES
 from .schedule import Schedule, Tick
 
@@ -28,6 +29,11 @@ class Given(NamedTuple):
     xs: Operands
     fresh: list[Any]
     turned: list[Any]
+
+    @property
+    def fixed(self) -> Operands:
+        """The operands that are the same for all microbatches, as a stage needs them."""
+        return self.consts | {i: joined_chunks(x) for i, x in self.xs.items()}
 
 
 class Outside(NamedTuple):
@@ -52,35 +58,39 @@ class _Now(NamedTuple):
     turns: Any
 
 
-def run_tick(tick: Tick, chunks: Chunks, axis: str, given: Given, held: Held, free: Slot) -> tuple[Held, Outside]:
-    """Run a tick inside a `shard_map` over the mesh axis `axis`: what the stage then holds, and what leaves it.
+def run_tick(tick: Tick, chunks: Chunks, given: Given, held: Held, free: Slot) -> tuple[Held, Outside]:
+    """Run a tick inside a `shard_map` over the stages: what the stage then holds, and what leaves it.
 
     `held` is without what is in `free`, the slot to write. It comes back as the only one, if anything is written.
     """
-    stage = lax.axis_index(axis)
+    stage = lax.axis_index(chunks.axis)
     held, free = held.map(lambda x: x[0]), free.map(lambda x: x[0])
     held, turns = _with_arrivals(tick, stage, given, held)
-    fixed = given.consts | {i: rows(x) for i, x in given.xs.items()}
+    fixed = given.fixed
     chunk_now = lambda runs: jnp.array([run.chunk if run else 0 for run in runs], jnp.int32)[stage]
     counts = jnp.array([run is not None for run in tick.backward])[stage]
     now = _Now(chunk_now(tick.forward), chunk_now(tick.backward), counts, turns)
     branches = [functools.partial(_run_stage, tick, chunks, number) for number in range(tick.schedule.stages)]
-    without_slots = held._replace(xs=list(map(rows, held.xs)), slots=[])
+    without_slots = held._replace(xs=list(map(joined_chunks, held.xs)), slots=[])
     with jax.named_scope(BRANCHES):
         done = lax.switch(stage, branches, held.slots, (without_slots, free, fixed, now))
-    return _exchanged(tick, chunks, axis, held, done, counts)
+    return _exchanged(tick, chunks, held, done, counts)
 
 
 def _with_arrivals(tick: Tick, stage: Any, given: Given, held: Held) -> tuple[Held, Any]:
     """Return what a stage holds with the microbatches that enter and turn, and whether one turns here."""
     turns = opaque_zero() != 0
     if tick.enters is not None:
-        entering = [*given.fresh, *map(jnp.zeros_like, held.along[len(given.fresh) :])]
-        held = held._replace(along=_where(stage == 0, entering, held.along))
+        held = held._replace(along=with_entering(stage == 0, given.fresh, held.along))
     if tick.turns is not None:
         turns = stage == tick.schedule.stages - 1
         held = held._replace(back=_where(turns, given.turned, held.back))
     return held, turns
+
+
+def with_entering(enters: Any, fresh: list[Any], along: list[Any]) -> list[Any]:
+    """Return what a microbatch takes along on a stage: what it enters with, if it does, and zeros for the ys."""
+    return _where(enters, [*fresh, *map(jnp.zeros_like, along[len(fresh) :])], along)
 
 
 def _where(this: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
@@ -113,11 +123,9 @@ def _run_stage(
     return run(*passes)
 
 
-def _exchanged(
-    tick: Tick, chunks: Chunks, axis: str, held: Held, done: list[Held], counts: Any
-) -> tuple[Held, Outside]:
+def _exchanged(tick: Tick, chunks: Chunks, held: Held, done: list[Held], counts: Any) -> tuple[Held, Outside]:
     """Return what a stage holds once its neighbours have sent, and what leaves the stages. `done`: by `_run_stage`."""
-    schedule, (runs_forward, runs_backward) = tick.schedule, tick.passes
+    schedule, axis, (runs_forward, runs_backward) = tick.schedule, chunks.axis, tick.passes
     held, outside = held._replace(slots=[]), Outside([], [])
     if runs_forward:
         computed = done[-1]
@@ -141,10 +149,14 @@ def _exchanged(
     return held.map(lambda x: x[None]), outside
 
 
-def rows(x: Any) -> Any:
-    """A stack of a stage's chunks as one of its layers."""
-    chunks, layers, *shape = x.shape
-    return x.reshape(chunks * layers, *shape)
+def mapped(axis: str, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Return `f`, run by each stage."""
+    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False)
+
+
+def specs(axis: str) -> tuple[Any, Any, Any]:
+    """Return how arrays are on the stages: all of each everywhere, a row on each, a part of each row on each."""
+    return PartitionSpec(), PartitionSpec(axis), PartitionSpec(None, axis)
 
 
 def from_stage(number: int, values: Sequence[Any], axis: str) -> list[Any]:

@@ -210,7 +210,7 @@ def backward_pass(
     """Run a scan backward: its `Cotangents`, from those of the carry and the ys.
 
     `reads`: the operands that are residuals. `saved`: of each segment. `sums`: by their numbers among the xs, stacks to
-    which the cotangents are added. `of_consts`: the same for constants. `counts`: as for `backward_layer`.
+    which the cotangents are added. `of_consts`: as `sums`, for constants. `counts`: as for `backward_layer`.
     """
     carry, ys = split_list(cotangents, [loops.carry])
     sums, of_consts, cts = sums or {}, of_consts or {}, empty_cotangents(loops, carry)
@@ -233,7 +233,7 @@ def empty_ys(loops: Loops) -> list[Any]:
 
 
 class ForwardState(NamedTuple):
-    """The carried state of a segment's forward loop. `beside`: arrays of one who has a layer do more."""
+    """The carried state of a segment's forward loop. `beside`: the arrays of a caller whose layers do more."""
 
     carry: list[Any]
     ys: list[Any]
@@ -298,7 +298,7 @@ def empty_cotangents(loops: Loops, carry: list[Any]) -> Cotangents:
 
 
 class BackwardState(NamedTuple):
-    """The carried state of a segment's backward loop: `fetched` is what the next layer reads; `beside` as forward."""
+    """The carried state of a segment's backward loop: `fetched` is what the next layer reads; `beside` as above."""
 
     cotangents: Cotangents
     fetched: list[Any]

@@ -114,15 +114,15 @@ class Chunks:
         behind the layers has been traced.
       schedule: of the stages. `axis`: of the mesh, over which they are.
       along: which operands a microbatch takes along, because they differ between microbatches.
-      apart: which others have cotangents that a microbatch takes back, because the loss computes these operands from
-        parameters: each microbatch's cotangents are transposed by themselves.
+      apart: those, and others that the loss computes from parameters: a microbatch takes the cotangents of these back,
+        if there are any, and they are transposed for it alone.
     """
 
     loops: Loops
     schedule: Schedule
     axis: str
     along: tuple[int, ...]
-    apart: frozenset[int] = frozenset()
+    apart: frozenset[int]
     backward: Loops | None = None
 
     @property
@@ -153,16 +153,13 @@ class Chunks:
     def summed(self) -> tuple[list[int], list[int]]:
         """Those of them whose cotangents stages sum over microbatches."""
         consts, xs = self.perturbed
-        return [i for i in consts if not self._returns(i)], [i for i in xs if not self._returns(i)]
+        return [i for i in consts if i not in self.apart], [i for i in xs if i not in self.apart]
 
     @property
     def back(self) -> tuple[list[int], list[int]]:
         """The numbers of the operands that a microbatch takes back, and of those whose cotangents it takes back."""
         consts, xs = self.perturbed
-        return [i for i, _ in self.loops.reads if i in self.along], [i for i in (*consts, *xs) if self._returns(i)]
-
-    def _returns(self, number: int) -> bool:
-        return number in self.along or number in self.apart
+        return [i for i, _ in self.loops.reads if i in self.along], [i for i in (*consts, *xs) if i in self.apart]
 
     def no_cotangents(self) -> list[Any]:
         """Return zeros, as the cotangents of the constants that stages sum."""

@@ -4,7 +4,7 @@ A tick is a forward pass through a chunk of the layers, in the order in which `s
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,8 @@ from .loss import StagedLoss
 from .schedule import TICK
 from .tick import Given, from_stage, mapped, sent, specs, with_entering
 
-
-class _State(NamedTuple):
-    """Between two ticks: the results of all microbatches, and what the next one takes along to each stage."""
-
-    results: list[Any]
-    along: list[Any]
+# Between two ticks: the results of all microbatches, and what the next one takes along to each stage.
+_State = tuple[list[Any], list[Any]]
 
 
 def run(loss: StagedLoss) -> list[Any]:
@@ -33,15 +29,15 @@ def run(loss: StagedLoss) -> list[Any]:
     refuse_traced(chunks.axis, (segment.jaxpr for segment in chunks.loops.segments), branches=False)
     zeros = lambda avals, lead: [jnp.zeros((lead, *aval.shape), aval.dtype) for aval in avals]
     results = zeros(loss.divided.behind.out_avals, schedule.microbatches)
-    state = _State(results, zeros([*loss.along, *chunks.ys], schedule.stages))
+    along = zeros([*loss.along, *chunks.ys], schedule.stages)
     step = jax.named_scope(TICK)(functools.partial(_step, loss))
-    state, _ = lax.scan(step, state, jnp.arange(schedule.forward_stop))
-    return state.results
+    (results, _), _ = lax.scan(step, (results, along), jnp.arange(schedule.forward_stop))
+    return results
 
 
 def _step(loss: StagedLoss, state: _State, tick: Any) -> tuple[_State, None]:
     """Run a tick."""
-    chunks, schedule = loss.chunks, loss.chunks.schedule
+    (results, along), chunks, schedule = state, loss.chunks, loss.chunks.schedule
     first, last = (schedule.forward_of_many(stage, tick) for stage in (0, schedule.stages - 1))
     number = lambda run: jnp.clip(run.microbatch, 0, schedule.microbatches - 1)
     nothing = [jnp.zeros(aval.shape, aval.dtype) for aval in loss.along]
@@ -49,14 +45,14 @@ def _step(loss: StagedLoss, state: _State, tick: Any) -> tuple[_State, None]:
     everywhere, on_stages, dealt = specs(chunks.axis)
     in_specs = everywhere, Given(everywhere, dealt, everywhere, everywhere), on_stages
     tick_of_stage = mapped(chunks.axis, functools.partial(_run_tick, chunks), in_specs, (on_stages, everywhere))
-    along, left = tick_of_stage(tick, Given(*loss.fixed, fresh, []), state.along)
+    along, left = tick_of_stage(tick, Given(*loss.fixed, fresh, []), along)
 
     def with_results() -> list[Any]:
-        made = zip(state.results, loss.results(number(last), left), strict=True)
+        made = zip(results, loss.results(number(last), left), strict=True)
         return [_with_row(*both, last.microbatch, schedule.microbatches) for both in made]
 
     leaves = last.chunk == schedule.chunks - 1
-    return _State(lax.cond(leaves, with_results, lambda: state.results), along), None
+    return (lax.cond(leaves, with_results, lambda: results), along), None
 
 
 def _with_row(rows: Any, row: Any, number: Any, microbatches: int) -> Any:

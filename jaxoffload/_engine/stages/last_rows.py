@@ -124,8 +124,8 @@ def _in_place_of(old: list[Any], new: list[Any], segment: Segment) -> list[Any]:
 def fetching(steps: Pass, segments: Sequence[Segment], last: list[Any], into: list[Any], stacks: list[Any]) -> Pass:
     """Let a backward pass begin its first segment, which is the last to run, with these last rows.
 
-    Iteration i there also fetches piece i of other rows from row i of their stacks. Return what the pass returns, and
-    these rows, in place of those that they are fetched into.
+    Iteration i there also fetches piece i of each row of the next tick from row i of its stack. Return what the pass
+    returns, and the rows that are fetched, in place of `into`; none if last rows do not travel.
     """
     for _ in segments[1:]:
         yield next(steps)

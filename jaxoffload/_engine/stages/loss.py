@@ -64,6 +64,11 @@ class Divided:
     consts: int
     fixed: int
 
+    @property
+    def length(self) -> int:
+        """How many layers the scan has."""
+        return self.scan.params["call_jaxpr"].eqns[0].params["length"]
+
     @functools.cached_property
     def before(self) -> Jaxpr:
         """The inputs -> the operands of the scan."""
@@ -100,12 +105,12 @@ class Divided:
 
     @functools.cached_property
     def moved(self) -> dict[int, Moved]:
-        """The operands of the scan that are parameters, moved.
+        """The perturbed operands of the scan that are parameters, moved.
 
-        Without those that casts on the way back would round more than the last cast does.
+        Without those whose cotangents casts on the way back would round more than the last one does.
         """
-        found = ((number, self._moved(value)) for number, value in enumerate(self.before.outvars))
-        return {number: moved for number, moved in found if moved}
+        perturbed = itertools.compress(enumerate(self.before.outvars), self.perturbed)
+        return {number: moved for number, value in perturbed if (moved := self._moved(value))}
 
     def _moved(self, value: Any) -> Moved | None:
         param, eqns = _moved(self.before, value)
@@ -142,25 +147,16 @@ def _moved(jaxpr: Jaxpr, value: Any) -> tuple[Any, list[JaxprEqn]]:
     return value, eqns
 
 
-def divided_at(call: Call, number: int) -> Divided:
-    """Divide a loss at the scan with this number among `scans_of(call)`."""
-    jaxpr = _written_out(call)
-    scans = [eqn for eqn in jaxpr.eqns if eqn.primitive is scan_p]
-    return Divided(jaxpr, scans[number], len(call.consts), call.fixed)
-
-
-def scans_of(call: Call) -> list[JaxprEqn]:
-    """Return the scans of a loss with layers, outside of other control flow."""
-    return [eqn for eqn in _written_out(call).eqns if eqn.primitive is scan_p]
-
-
-def _written_out(call: Call) -> Jaxpr:
+def divisions(call: Call) -> list[Divided]:
+    """Divide a loss at each of its scans with layers, outside of other control flow."""
     varies = [number >= call.fixed for number in range(len(call.jaxpr.invars))]
     has_scan = lambda eqn, _: any(
         site.eqn.primitive is scan_p and all(e.primitive is jit_p for e in site.enclosing)
         for site in walk(eqn.params["jaxpr"])
     )
-    return written_out(call.jaxpr, varies, has_scan)
+    jaxpr = written_out(call.jaxpr, varies, has_scan)
+    scans = (eqn for eqn in jaxpr.eqns if eqn.primitive is scan_p)
+    return [Divided(jaxpr, scan, len(call.consts), call.fixed) for scan in scans]
 
 
 @dataclass(frozen=True, eq=False)

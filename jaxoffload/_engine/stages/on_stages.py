@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import JaxprEqn
-
 from ..._policy import Policy
 from ..._text import readable
 from ..decide.mutable_refs import passes_refs
@@ -18,7 +16,7 @@ from . import evaluate, pipeline
 from .chunk import Chunks, chunk_loops
 from .collectives import refuse_compiled
 from .last_rows import beyond_a_row, travels
-from .loss import StagedLoss, divided_at, scans_of
+from .loss import StagedLoss, divisions
 from .schedule import Schedule
 
 
@@ -68,11 +66,12 @@ def _staged(call: Call, stages: Stages, keep_nothing: bool = False) -> StagedLos
             f"accumulate: stages={stages.axis!r}: the loss has a jax.new_ref outside of other control flow; return "
             "what it would hold, with has_aux=True, or accumulate without stages"
         )
-    schedule, scans = Schedule(stages.size, stages.virtual, call.microbatches), scans_of(call)
-    each = (divided_at(call, number) for number in _to_deal(schedule, scans))
-    divided = next((divided for divided in each if any(divided.perturbed)), None)
+    schedule, each = Schedule(stages.size, stages.virtual, call.microbatches), divisions(call)
+    longest_first = sorted(each, key=lambda divided: -divided.length)
+    to_deal = (divided for divided in longest_first if divided.length and divided.length % schedule.chunks == 0)
+    divided = next((divided for divided in to_deal if any(divided.perturbed)), None)
     if divided is None:
-        raise ValueError(_nothing_to_deal(schedule, scans))
+        raise ValueError(_nothing_to_deal(schedule, [divided.length for divided in each if divided.length]))
     params = divided.scan.params
     if params["call_jaxpr"].eqns[0].params["reverse"]:
         raise NotImplementedError("accumulate: stages: a scan with reverse=True cannot be dealt; reverse its xs")
@@ -88,24 +87,12 @@ def _staged(call: Call, stages: Stages, keep_nothing: bool = False) -> StagedLos
     carry = range(loops.consts, loops.consts + loops.carry)
     others = [i for i in range(len(divided.perturbed)) if i not in carry]
     along = tuple(i for i in others if divided.varies[i])
-    computed = (i for i in others if divided.perturbed[i] and not divided.varies[i] and i not in divided.moved)
-    chunks = Chunks(loops, schedule, stages.axis, along, frozenset(computed))
+    apart = frozenset(i for i in others if divided.varies[i] or i not in divided.moved)
+    chunks = Chunks(loops, schedule, stages.axis, along, apart)
     return StagedLoss(divided, chunks, call.operands[: call.fixed], call.microbatch)
 
 
-def _to_deal(schedule: Schedule, scans: Sequence[JaxprEqn]) -> list[int]:
-    """Return the numbers of the scans whose layers the chunks divide, the longest first."""
-    lengths = list(map(_length, scans))
-    dealt = [n for n, length in enumerate(lengths) if length and length % schedule.chunks == 0]
-    return sorted(dealt, key=lambda n: -lengths[n])
-
-
-def _length(scan: JaxprEqn) -> int:
-    return scan.params["call_jaxpr"].eqns[0].params["length"]
-
-
-def _nothing_to_deal(schedule: Schedule, scans: Sequence[JaxprEqn]) -> str:
-    lengths = [length for scan in scans if (length := _length(scan))]
+def _nothing_to_deal(schedule: Schedule, lengths: Sequence[int]) -> str:
     has = f"scans of {', '.join(map(str, lengths))} layers" if lengths else "no scan of jaxoffload's"
     chunks = f"{schedule.stages} stages * {schedule.virtual_stages} virtual stages"
     return (

@@ -145,10 +145,8 @@ class Schedule:
 
         All stages take a tick together. It lasts as long as its forward or its backward passes, or as both.
         """
-        passes = lambda of: sum(any(of(stage, tick) for stage in range(self.stages)) for tick in range(self.ticks))
-        forward, backward = passes(self.forward), passes(self.backward)
-        assert forward == backward
-        return 1 - self.microbatches * self.virtual_stages / forward
+        forward = sum(any(self.forward(stage, tick) for stage in range(self.stages)) for tick in range(self.ticks))
+        return 1 - self.microbatches * self.virtual_stages / forward  # there are as many ticks with a backward pass
 
     def __str__(self) -> str:
         """Draw stages against ticks; with several chunks per stage a letter tells the first from the second."""
@@ -226,7 +224,7 @@ class Tick:
     @property
     def turns(self) -> int | None:
         """The microbatch that begins its backward pass: the one that left in the tick before."""
-        return self._microbatch(self.backward[-1], self.schedule.chunks - 1)
+        return self.before.leaves
 
     @property
     def returns(self) -> int | None:

@@ -188,7 +188,7 @@ def forward_pass(loops: Loops, operands: Sequence[Any], stacks: Sequence[list[An
             state = state._replace(saved=state.saved._replace(host=host, device=device))
         loop = LayerLoop(loops, segment, True, forward_layer(loops, segment, consts, xs), state)
         yield loop
-        carry, ys, residuals = loop.state
+        carry, ys, residuals, _ = loop.state
         if segment.on_host == segment.layers:
             # Not into row 0: outside the loop XLA:GPU would write it with a kernel.
             residuals = residuals._replace(last=list(map(to_host, residuals.last)))
@@ -202,20 +202,24 @@ def backward_pass(
     saved: Sequence[SegmentResiduals[Any]],
     cotangents: Sequence[Any],
     sums: Mapping[int, Any] | None = None,
+    *,
+    of_consts: Mapping[int, Any] | None = None,
+    counts: Any = None,
 ) -> Pass:
     """Run a scan backward: its `Cotangents`, from those of the carry and the ys.
 
     `reads`: the operands that are residuals. `saved`: of each segment. `sums`: by their numbers among the xs, stacks to
-    which the cotangents are added.
+    which the cotangents are added. `of_consts`: as `sums`, for constants. `counts`: as for `backward_layer`.
     """
     carry, ys = split_list(cotangents, [loops.carry])
-    sums, cts = sums or {}, empty_cotangents(loops, carry)
-    cts = cts._replace(xs=[sums.get(number, x) for number, x in enumerate(cts.xs)])
+    sums, of_consts, cts = sums or {}, of_consts or {}, empty_cotangents(loops, carry)
+    put = lambda sums, zeros: [sums.get(number, x) for number, x in enumerate(zeros)]
+    cts = cts._replace(consts=put(of_consts, cts.consts), xs=put(sums, cts.xs))
     adds = [number in sums for number in range(len(cts.xs))]
     for segment, residuals in reversed(list(zip(loops.segments, saved, strict=True))):
         # Without the barrier XLA removes a copy to the host and back that has no loop between the two.
         state = BackwardState(cts, list(map(to_device, lax.optimization_barrier(residuals.last))))
-        layer = backward_layer(loops, segment, [*reads], residuals, ys, adds)
+        layer = backward_layer(loops, segment, [*reads], residuals, ys, adds, counts=counts)
         loop = LayerLoop(loops, segment, False, layer, state)
         yield loop
         cts = loop.state.cotangents
@@ -228,11 +232,12 @@ def empty_ys(loops: Loops) -> list[Any]:
 
 
 class ForwardState(NamedTuple):
-    """The carried state of a segment's forward loop."""
+    """The carried state of a segment's forward loop. `beside`: the arrays of a caller whose layers do more."""
 
     carry: list[Any]
     ys: list[Any]
     saved: SegmentResiduals[Any]
+    beside: Sequence[Any] = ()
 
 
 def begin_forward(segment: Segment, carry: list[Any], ys: list[Any]) -> ForwardState:
@@ -292,10 +297,11 @@ def empty_cotangents(loops: Loops, carry: list[Any]) -> Cotangents:
 
 
 class BackwardState(NamedTuple):
-    """The carried state of a segment's backward loop: `fetched` is what the next layer reads."""
+    """The carried state of a segment's backward loop: `fetched` is what the next layer reads; `beside` as above."""
 
     cotangents: Cotangents
     fetched: list[Any]
+    beside: Sequence[Any] = ()
 
 
 def backward_layer(
@@ -317,7 +323,7 @@ def backward_layer(
     compute, zero, i_last = jaxpr_as_fun(segment.jaxpr), opaque_zero(), segment.layers - 1
 
     def layer(iteration: Any, state: BackwardState, inlined: bool) -> BackwardState:
-        (consts, carry, xs), fetched = state
+        (consts, carry, xs), fetched, _ = state
         fetched_next = []
         for stack, x, copy in zip(saved.host, fetched, segment.copies, strict=True):
             with copy:

@@ -10,36 +10,16 @@ from jax import lax
 from ..._policy import Policy
 from ..decide.plan import Override
 from ..host.limit import admitted
+from ..layers import passes
 from ..layers.layer import linearize, perturbed_carry
-from ..layers.passes import (
-    BackwardState,
-    Cotangents,
-    ForwardState,
-    LayerLoop,
-    Loops,
-    Pass,
-    backward_layer,
-    begin_forward,
-    empty_cotangents,
-    empty_ys,
-    forward_layer,
-)
+from ..layers.passes import Loops, Pass
 from ..layers.placement import split_list
 from ..layers.rows import filled
 from ..layers.scan_primitive import OnStage, body_of, loops_of_layers
-from ..layers.segments import Segment, SegmentResiduals, joined
+from ..layers.segments import SegmentResiduals, joined
 from ..layers.transport import to_host
-from .last_rows import (
-    Fetching,
-    Writing,
-    beyond_a_row,
-    empty_pieces,
-    fetching,
-    in_place_of,
-    joined_rows,
-    safely_filled,
-    writing,
-)
+from .last_rows import beyond_a_row, empty_pieces, fetching, safely_filled, travels, writing
+from .schedule import Schedule
 
 Operands = dict[int, Any]  # of a scan, by their numbers
 
@@ -81,11 +61,11 @@ def chunk_loops(
 
 
 class Slot(NamedTuple):
-    """A microbatch between its passes through a chunk.
+    """The arrays that a tick writes to, in a ring of them.
 
     Attributes:
       residuals: of each segment, without the rows of its last layer if those travel to the host.
-      pieces: a stack for each of these.
+      pieces: a stack for each of these rows, of the tick before.
     """
 
     residuals: list[SegmentResiduals[Any]]
@@ -97,9 +77,32 @@ class Slot(NamedTuple):
         return self._replace(residuals=list(map(of, self.residuals)))
 
 
-def travels(segment: Segment) -> bool:
-    """Return if the residuals of its last layer go to the host too."""
-    return bool(segment.copies) and segment.on_host == segment.layers
+class Held(NamedTuple):
+    """The state of a stage between two ticks.
+
+    Attributes:
+      xs, consts: the sums of the cotangents of xs, (virtual stages, layers of a chunk, ...), and of constants.
+      along: what the microbatch that comes next takes along: operands, the carry, and the ys of all layers.
+      back: what the one that comes next takes back: operands, cotangents of operands, of the carry, of the ys.
+      last: rows of last layers that the tick before left. `ahead`: those that the next backward pass begins with.
+      slots: the ring.
+    """
+
+    xs: list[Any]
+    consts: list[Any]
+    along: list[Any]
+    back: list[Any]
+    last: list[Any]
+    ahead: list[Any]
+    slots: list[Slot]
+
+    def map(self, f: Callable[[Any], Any]) -> "Held":
+        """Apply `f` to all but per-layer stacks."""
+        consts, along, back, last, ahead = (list(map(f, xs)) for xs in self[1:-1])
+        return Held(self.xs, consts, along, back, last, ahead, [slot.map(f) for slot in self.slots])
+
+
+NOTHING = Held([], [], [], [], [], [], [])
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,51 +112,67 @@ class Chunks:
     Attributes:
       loops, backward: the forward and the backward pass of the layers of a chunk. The latter is known when the loss
         behind the layers has been traced.
-      stages, virtual_stages: how many stages, and how many chunks on each.
+      schedule: of the stages. `axis`: of the mesh, over which they are.
       along: which operands a microbatch takes along, because they differ between microbatches.
-      apart: which others have cotangents that a microbatch takes back, because the loss computes these operands from
-        parameters: each microbatch's cotangents are transposed by themselves.
+      apart: those, and others that the loss computes from parameters: a microbatch takes the cotangents of these back,
+        if there are any, and they are transposed for it alone.
     """
 
     loops: Loops
-    stages: int
-    virtual_stages: int
+    schedule: Schedule
+    axis: str
     along: tuple[int, ...]
-    apart: frozenset[int] = frozenset()
+    apart: frozenset[int]
     backward: Loops | None = None
 
     @property
     def layers(self) -> int:
         """How many a chunk has."""
-        return self.loops.segments[-1].stop
+        return self.loops.length
+
+    @property
+    def carry(self) -> range:
+        """The numbers of the operands that are the carry."""
+        return range(self.loops.consts, self.loops.consts + self.loops.carry)
+
+    @property
+    def ys(self) -> list[Any]:
+        """Abstract values of the ys of all layers."""
+        of_layer = self.loops.segments[0].jaxpr.out_avals[self.loops.carry : self.loops.results]
+        layers = self.layers * self.schedule.chunks
+        return [jax.ShapeDtypeStruct((layers, *aval.shape), aval.dtype) for aval in of_layer]
 
     @property
     def perturbed(self) -> tuple[list[int], list[int]]:
         """The numbers of the constants and of the xs whose cotangents are wanted."""
-        perturbed, first = self.loops.segments[0].layer.perturbed, self.loops.consts + self.loops.carry
+        perturbed = self.loops.segments[0].layer.perturbed
         those = lambda numbers: [i for i in numbers if perturbed[i]]
-        return those(range(self.loops.consts)), those(range(first, len(perturbed)))
+        return those(range(self.carry.start)), those(range(self.carry.stop, len(perturbed)))
 
     @property
     def summed(self) -> tuple[list[int], list[int]]:
         """Those of them whose cotangents stages sum over microbatches."""
         consts, xs = self.perturbed
-        return [i for i in consts if not self._returns(i)], [i for i in xs if not self._returns(i)]
+        return [i for i in consts if i not in self.apart], [i for i in xs if i not in self.apart]
 
     @property
     def back(self) -> tuple[list[int], list[int]]:
         """The numbers of the operands that a microbatch takes back, and of those whose cotangents it takes back."""
         consts, xs = self.perturbed
-        return [i for i, _ in self.loops.reads if i in self.along], [i for i in (*consts, *xs) if self._returns(i)]
-
-    def _returns(self, number: int) -> bool:
-        return number in self.along or number in self.apart
+        return [i for i, _ in self.loops.reads if i in self.along], [i for i in (*consts, *xs) if i in self.apart]
 
     def no_cotangents(self) -> list[Any]:
         """Return zeros, as the cotangents of the constants that stages sum."""
         loops = self.of_backward
         avals = dict(zip(self.perturbed[0], loops.segments[0].jaxpr.out_avals[: loops.consts], strict=True))
         return [filled(avals[i], 0) for i in self.summed[0]]
+
+    def operands(self, fixed: Operands, along: Sequence[Any], stage: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return the operands that a microbatch takes along, all of a forward pass, and the ys of all layers."""
+        taken, carry, ys = split_list(along, [len(self.along), self.loops.carry])
+        operands = fixed | self.operands_along(self.along, taken, stage)
+        consts, xs = split_list([operands[i] for i in sorted(operands)], [self.loops.consts])
+        return taken, [*consts, *carry, *xs], ys
 
     def operands_along(self, numbers: Sequence[int], values: Sequence[Any], stage: Any) -> Operands:
         """Return the operands that a microbatch has with it, as the stage needs them: its rows of xs."""
@@ -168,19 +187,23 @@ class Chunks:
 
     def loops_of(self, loops: Loops, chunk: Any) -> Loops:
         """Return a pass over the layers of a chunk, among those of its stage."""
-        first = chunk // self.stages * self.layers
-        return replace(loops, first=first, length=self.virtual_stages * self.layers)
+        first = chunk // self.schedule.stages * self.layers
+        return replace(loops, first=first, length=self.schedule.virtual_stages * self.layers)
+
+    def dealt(self, stack: Any) -> Any:
+        """Return a stack of layers as (virtual stages, layers, ...): each stage has a part of each row."""
+        layers, *shape = stack.shape
+        return stack.reshape(self.schedule.virtual_stages, layers // self.schedule.virtual_stages, *shape)
 
     def rows_of(self, stack: Any, stage: Any) -> Any:
         """Return the rows of a stage's layers, of a stack for all layers."""
-        shape = stack.shape[1:]
-        dealt = stack.reshape(self.virtual_stages, self.stages, self.layers, *shape)
-        rows = lax.dynamic_index_in_dim(dealt, stage, 1, keepdims=False)
-        return rows.reshape(self.virtual_stages * self.layers, *shape)
+        virtual_stages, stages = self.schedule.virtual_stages, self.schedule.stages
+        dealt = stack.reshape(virtual_stages, stages, self.layers, *stack.shape[1:])
+        return joined_chunks(lax.dynamic_index_in_dim(dealt, stage, 1, keepdims=False))
 
     def with_rows(self, stack: Any, rows: Any, chunk: Any) -> Any:
         """Return a stack for all layers with the rows of a chunk out of those of its stage."""
-        first = chunk // self.stages * self.layers
+        first = chunk // self.schedule.stages * self.layers
         of_chunk = lax.dynamic_slice_in_dim(rows, first, self.layers)
         return lax.dynamic_update_slice_in_dim(stack, of_chunk, chunk * self.layers, 0)
 
@@ -188,130 +211,68 @@ class Chunks:
         """Return a slot, and rows of last layers that travel."""
         residuals, pieces, rows = [], [], []
         for segment in self.loops.segments:
-            make = lambda segment=segment: begin_forward(segment, [], []).saved
+            make = lambda segment=segment: passes.begin_forward(segment, [], []).saved
             jaxpr, tree = jax.make_jaxpr(make, return_shape=True)()
             made = jax.tree.unflatten(jax.tree.structure(tree), map(safely_filled, jaxpr.out_avals))
             host, last, device, once = made
             if travels(segment):
-                pieces += empty_pieces(segment, last)
-                rows += last
-                last = []
+                pieces, rows, last = empty_pieces(segment, last), last, []
             residuals.append(SegmentResiduals(list(map(to_host, host)), last, device, once))
         return Slot(residuals, pieces), rows
 
 
-class Computed(NamedTuple):
-    """The results of a forward pass through a chunk.
+def joined_chunks(stack: Any) -> Any:
+    """Return a stack of a stage's chunks as one of its layers."""
+    chunks, layers, *shape = stack.shape
+    return stack.reshape(chunks * layers, *shape)
 
-    Attributes:
-      along: what the microbatch takes along.
-      residuals: for its slot. `last`: the rows of last layers that travel to it.
-      pieces: for the slot of the tick before: of the rows that the pass was given.
+
+def forward_pass(chunks: Chunks, chunk: Any, fixed: Operands, held: Held, free: Slot) -> Pass:
+    """Run the forward pass of a microbatch through a chunk: what the stage then holds of it, and nothing else.
+
+    `free`: the slot to overwrite.
     """
+    loops, stage = chunks.loops_of(chunks.loops, chunk), chunk % chunks.schedule.stages
+    taken, operands, ys_of_all = chunks.operands(fixed, held.along, stage)
+    steps = passes.forward_pass(loops, operands, [(kept.host, kept.device) for kept in free.residuals])
+    (outs, residuals), last, pieces = yield from writing(steps, loops.segments[0], held.last, free.pieces)
+    carry, ys = split_list(outs, [loops.carry])
+    ys = [chunks.with_rows(x, y, chunk) for x, y in zip(ys_of_all, ys, strict=True)]
+    return NOTHING._replace(along=[*taken, *carry, *ys], last=last, slots=[Slot(residuals, pieces)])
 
-    along: list[Any]
-    residuals: list[SegmentResiduals[Any]]
-    last: list[Any]
-    pieces: list[Any]
 
+def backward_pass(chunks: Chunks, chunk: Any, fixed: Operands, held: Held, slot: Slot, counts: Any) -> Pass:
+    """Run the backward pass of a microbatch through a chunk: what the stage then holds of it, and nothing else.
 
-def forward_pass(
-    chunks: Chunks, chunk: Any, fixed: Operands, along: Sequence[Any], slot: Slot, last: list[Any]
-) -> Pass:
-    """Run the forward pass of a microbatch through a chunk: a `Computed`.
+    It begins with the rows `held.last`, and those that the next tick begins with take the place of `held.ahead`.
 
-    `along`: what it has with it: operands, the carry, and the ys of all layers. `slot`: the residuals that it may
-    overwrite, and the pieces of the tick before, whose rows are `last`.
+    Args:
+      slot: its residuals, and the pieces that the next tick begins with.
+      counts: a boolean, whether the cotangents of xs are added to `held.xs`.
     """
-    loops, stage = chunks.loops_of(chunks.loops, chunk), chunk % chunks.stages
-    taken, carry, ys_of_all = split_list(along, [len(chunks.along), loops.carry])
-    operands = fixed | chunks.operands_along(chunks.along, taken, stage)
-    consts = [operands[i] for i in range(loops.consts)]
-    xs = [operands[i] for i in sorted(operands) if i >= loops.consts]
-    ys, computed = empty_ys(loops), Computed([], [], [], [])
-    rows, pieces = iter(last), iter(slot.pieces)
-    for segment, free in zip(loops.segments, slot.residuals, strict=True):
-        empty = begin_forward(segment, [], []).saved
-        before = [next(rows) for _ in segment.copies] if travels(segment) else []
-        run: Any = forward_layer(loops, segment, consts, xs)
-        state: Any = ForwardState(carry, ys, SegmentResiduals(free.host, empty.last, free.device, empty.once))
-        if travels(segment):
-            run, state = writing(run, state, before, [next(pieces) for _ in before], segment)
-        loop = LayerLoop(loops, segment, True, run, state)
-        yield loop
-        carry, ys, saved = loop.state[:3]
-        if isinstance(loop.state, Writing):
-            computed.last.extend(in_place_of(before, saved.last, segment))
-            computed.pieces.extend(loop.state.pieces)
-            saved = saved._replace(last=[])
-        computed.residuals.append(saved)
-    pairs = zip(ys_of_all, ys, strict=True)
-    return computed._replace(along=[*taken, *carry, *(chunks.with_rows(x, y, chunk) for x, y in pairs)])
-
-
-class Derived(NamedTuple):
-    """The results of a backward pass through a chunk.
-
-    Attributes:
-      back: what the microbatch takes back.
-      consts: the cotangents of constants that it does not take back; `xs`: the sums of those of xs.
-      ahead: the rows of last layers that the next tick begins with.
-    """
-
-    back: list[Any]
-    consts: list[Any]
-    xs: list[Any]
-    ahead: list[Any]
-
-
-class Returning(NamedTuple):
-    """The operands of a backward pass through a chunk.
-
-    Attributes:
-      back: what the microbatch has with it: operands, cotangents of operands, of the carry, of the ys of all layers.
-      slot: its residuals, and the pieces that the next tick begins with. `last`: the rows of its last layers.
-      ahead: rows that may be overwritten with those that the next tick begins with.
-      sums: for the xs; the cotangents are added to them if the boolean `counts` says so.
-    """
-
-    back: Sequence[Any]
-    slot: Slot
-    last: list[Any]
-    ahead: list[Any]
-    sums: list[Any]
-    counts: Any
-
-
-def backward_pass(chunks: Chunks, chunk: Any, fixed: Operands, given: Returning) -> Pass:
-    """Run the backward pass of a microbatch through a chunk: a `Derived`."""
-    loops, stage = chunks.loops_of(chunks.of_backward, chunk), chunk % chunks.stages
-    back, slot, last, ahead, sums, counts = given
+    loops, stage = chunks.loops_of(chunks.of_backward, chunk), chunk % chunks.schedule.stages
     reads, with_cotangents = chunks.back
-    taken, of_taken, carry, ys_of_all = split_list(back, [len(reads), len(with_cotangents), loops.carry])
+    taken, of_taken, cotangents = split_list(held.back, [len(reads), len(with_cotangents)])
+    carry, ys_of_all = split_list(cotangents, [loops.carry])
     operands = fixed | chunks.operands_along(reads, taken, stage)
-    ys = [chunks.rows_of(ct, stage) for ct in ys_of_all]
+    cotangents = [*carry, *(chunks.rows_of(ct, stage) for ct in ys_of_all)]
     consts, xs = chunks.perturbed
-    totals = dict(zip(consts, empty_cotangents(loops, carry).consts, strict=True))
-    totals |= zip(chunks.summed[1], sums, strict=True)
-    totals |= chunks.operands_along(with_cotangents, of_taken, stage)
-    cts = Cotangents([totals[i] for i in consts], carry, [totals[i] for i in xs])
-    rows = list(zip(last, ahead, slot.pieces, strict=True))
-    fetched: list[Any] = []
-    for segment, kept in reversed(list(zip(loops.segments, slot.residuals, strict=True))):
-        of_segment = [rows.pop() for _ in segment.copies][::-1] if travels(segment) else []
-        state: Any = BackwardState(cts, [row for row, _, _ in of_segment] or kept.last)
-        reads_of_layers = [operands[i] for i, _ in loops.reads]
-        run: Any = backward_layer(loops, segment, reads_of_layers, kept, ys, [True] * len(xs), counts=counts)
-        if of_segment:
-            _, into, pieces = zip(*of_segment, strict=True)
-            run, state = fetching(run, state, [*into], [*pieces], segment)
-        loop = LayerLoop(loops, segment, False, run, state)
-        yield loop
-        cts = loop.state.cotangents
-        if isinstance(loop.state, Fetching):
-            fetched = joined_rows(loop.state.ahead, [row for row, _, _ in of_segment]) + fetched
+    sums = dict(zip(chunks.summed[1], held.xs, strict=True)) | chunks.operands_along(with_cotangents, of_taken, stage)
+    numbered = lambda those: {n: sums[i] for n, i in enumerate(those) if i in sums}
+    first, saved = loops.segments[0], [kept._replace(last=[]) for kept in slot.residuals]
+    steps = passes.backward_pass(
+        loops,
+        [operands[i] for i, _ in loops.reads],
+        saved,
+        cotangents,
+        numbered(xs),
+        of_consts=numbered(consts),
+        counts=counts,
+    )
+    last = held.last if travels(first) else slot.residuals[0].last
+    cts, ahead = yield from fetching(steps, loops.segments, last, held.ahead, slot.pieces)
     made = dict(zip((*consts, *xs), (*cts.consts, *cts.xs), strict=True))
     with_rows = lambda i, before: made[i] if i in consts else chunks.with_rows(before, made[i], chunk)
-    of_back = list(map(with_rows, with_cotangents, of_taken))
+    back = [*taken, *map(with_rows, with_cotangents, of_taken), *cts.carry, *ys_of_all]
     of_consts, of_xs = ([made[i] for i in those] for those in chunks.summed)
-    return Derived([*taken, *of_back, *cts.carry, *ys_of_all], of_consts, of_xs, fetched)
+    return NOTHING._replace(back=back, consts=of_consts, xs=of_xs, ahead=ahead)

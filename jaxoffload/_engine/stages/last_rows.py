@@ -6,7 +6,7 @@ loop writes or reads travel, which is what XLA can do by DMA inside a branch.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..layers.layer import Layer
-from ..layers.passes import BackwardState, Cotangents, ForwardState
+from ..layers.passes import BackwardState, ForwardState, Pass
 from ..layers.rows import filled, opaque_zero, put_row, take_row
-from ..layers.segments import Segment, SegmentResiduals
+from ..layers.segments import Segment
 from ..layers.transport import to_device, to_host
 
 
@@ -73,33 +73,37 @@ def _piece(row: Any, cut: Cut, number: Any) -> Any:
     return lax.dynamic_index_in_dim(row.reshape(cut.split(row.shape)), number, cut.axis + 1, keepdims=False)
 
 
-class Writing(NamedTuple):
-    """A `ForwardState`, and stacks of pieces."""
-
-    carry: list[Any]
-    ys: list[Any]
-    saved: SegmentResiduals[Any]
-    pieces: list[Any]
+def travels(segment: Segment) -> bool:
+    """Return if the residuals of its last layer go to the host too. Only the first segment of a chunk can be so."""
+    return 0 < segment.on_host == segment.layers
 
 
-def writing(
-    run: Callable[..., ForwardState], state: ForwardState, rows: list[Any], stacks: list[Any], segment: Segment
-) -> tuple[Callable[..., Writing], Writing]:
-    """Let layer i of a forward pass also write piece i of each of these rows to row i of its stack."""
-    cuts = [cut(row.shape, segment.layers) for row in rows]
-    zero = opaque_zero()
+def writing(steps: Pass, segment: Segment, rows: list[Any], stacks: list[Any]) -> Pass:
+    """Let layer i of a forward pass also write piece i of each of these rows to row i of its stack.
 
-    def layer(i: Any, state: Writing, inlined: bool) -> Writing:
+    Return what the pass returns, the last rows that its first segment leaves in place of these, and the stacks.
+    """
+    if not travels(segment):
+        return (yield from steps), [], []
+    loop = next(steps)
+    run, zero, cuts = loop.layer, opaque_zero(), [cut(row.shape, segment.layers) for row in rows]
+
+    def layer(i: Any, state: ForwardState, inlined: bool) -> ForwardState:
         stacks = []
-        for stack, row, c, copy in zip(state.pieces, rows, cuts, segment.copies, strict=True):
+        for stack, row, c, copy in zip(state.beside, rows, cuts, segment.copies, strict=True):
             with copy:
                 stacks.append(put_row(stack, to_host(_piece(row, c, (i + zero) % c.pieces)), i))
-        return Writing(*run(i, ForwardState(state.carry, state.ys, state.saved), inlined), stacks)
+        return run(i, state, inlined)._replace(beside=stacks)
 
-    return layer, Writing(*state, stacks)
+    loop.layer, loop.state = layer, loop.state._replace(beside=stacks)
+    yield loop
+    state: ForwardState = loop.state
+    left = _in_place_of(rows, state.saved.last, segment)
+    loop.state = state._replace(saved=state.saved._replace(last=[]), beside=())
+    return (yield from steps), left, state.beside
 
 
-def in_place_of(old: list[Any], new: list[Any], segment: Segment) -> list[Any]:
+def _in_place_of(old: list[Any], new: list[Any], segment: Segment) -> list[Any]:
     """The new rows, copied to where the old ones were.
 
     XLA plans branches as if they ran one after another. A result of the first is held while the second runs, unless it
@@ -114,35 +118,34 @@ def in_place_of(old: list[Any], new: list[Any], segment: Segment) -> list[Any]:
             part = lax.slice_in_dim(x, begin, end, axis=c.axis + 1)
             row = lax.dynamic_update_slice_in_dim(row, part, begin + zero, c.axis + 1, allow_negative_indices=False)
         rows.append(row)
-    return joined_rows(rows, old)
+    return _joined(rows, old)
 
 
-class Fetching(NamedTuple):
-    """A `BackwardState`, and the rows that are fetched, each cut."""
+def fetching(steps: Pass, segments: Sequence[Segment], last: list[Any], into: list[Any], stacks: list[Any]) -> Pass:
+    """Let a backward pass begin its first segment, which is the last to run, with these last rows.
 
-    cotangents: Cotangents
-    fetched: list[Any]
-    ahead: list[Any]
+    Iteration i there also fetches piece i of each row of the next tick from row i of its stack. Return what the pass
+    returns, and the rows that are fetched, in place of `into`; none if last rows do not travel.
+    """
+    for _ in segments[1:]:
+        yield next(steps)
+    loop = next(steps)
+    run, zero, cuts = loop.layer, opaque_zero(), [cut(row.shape, segments[0].layers) for row in into]
 
-
-def fetching(
-    run: Callable[..., BackwardState], state: BackwardState, rows: list[Any], stacks: list[Any], segment: Segment
-) -> tuple[Callable[..., Fetching], Fetching]:
-    """Let iteration i of a backward pass also fetch piece i of a row from row i of its stack, into these rows."""
-    cuts = [cut(row.shape, segment.layers) for row in rows]
-    zero = opaque_zero()
-
-    def layer(i: Any, state: Fetching, inlined: bool) -> Fetching:
+    def layer(i: Any, state: BackwardState, inlined: bool) -> BackwardState:
         ahead = []
-        for row, stack, c, copy in zip(state.ahead, stacks, cuts, segment.copies, strict=True):
+        for row, stack, c, copy in zip(state.beside, stacks, cuts, segments[0].copies, strict=False):
             with copy:
                 piece = to_device(take_row(stack, i))
             ahead.append(lax.dynamic_update_index_in_dim(row, piece, (i + zero) % c.pieces, c.axis + 1))
-        return Fetching(*run(i, BackwardState(state.cotangents, state.fetched), inlined), ahead)
+        return run(i, state, inlined)._replace(beside=ahead)
 
-    return layer, Fetching(*state, [row.reshape(c.split(row.shape)) for row, c in zip(rows, cuts, strict=True)])
+    in_pieces = [row.reshape(c.split(row.shape)) for row, c in zip(into, cuts, strict=True)]
+    loop.layer, loop.state = layer, loop.state._replace(fetched=last, beside=in_pieces)
+    yield loop
+    return (yield from steps), _joined(loop.state.beside, into)
 
 
-def joined_rows(ahead: list[Any], rows: list[Any]) -> list[Any]:
+def _joined(in_pieces: Sequence[Any], rows: list[Any]) -> list[Any]:
     """Rows like these, from rows that are cut."""
-    return [cut_row.reshape(row.shape) for cut_row, row in zip(ahead, rows, strict=True)]
+    return [x.reshape(row.shape) for x, row in zip(in_pieces, rows, strict=True)]

@@ -5,8 +5,9 @@ also a second time: nothing of them is kept while a microbatch passes the stages
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,10 +20,11 @@ from ..._jax import MOVES, RESHAPES, dce_jaxpr, evaluate, jvp_jaxpr, zero_of
 from ..jaxprs.inline import variables, with_unknown_names, written_out, zero_results
 from ..jaxprs.walk import walk
 from ..layers.passes import Loops
+from ..layers.placement import split_list
 from ..layers.rows import filled
 from ..layers.scan_primitive import backward_loops, scan_p
 from ..microbatches.call import Call
-from .chunk import Chunks
+from .chunk import Chunks, Operands
 
 
 class Moved(NamedTuple):
@@ -62,6 +64,11 @@ class Divided:
     consts: int
     fixed: int
 
+    @property
+    def length(self) -> int:
+        """How many layers the scan has."""
+        return self.scan.params["call_jaxpr"].eqns[0].params["length"]
+
     @functools.cached_property
     def before(self) -> Jaxpr:
         """The inputs -> the operands of the scan."""
@@ -96,19 +103,24 @@ class Divided:
         _, perturbed = jvp_jaxpr(self.before, is_param, False)
         return list(perturbed)
 
-    def moved(self, operand: int) -> Moved | None:
-        """Return how an operand of the scan is a parameter, moved.
+    @functools.cached_property
+    def moved(self) -> dict[int, Moved]:
+        """The perturbed operands of the scan that are parameters, moved.
 
-        None if it is not, or if casts on the way back would round each cotangent more than the last one does.
+        Without those whose cotangents casts on the way back would round more than the last one does.
         """
-        value = self.before.outvars[operand]
+        perturbed = itertools.compress(enumerate(self.before.outvars), self.perturbed)
+        return {number: moved for number, value in perturbed if (moved := self._moved(value))}
+
+    def _moved(self, value: Any) -> Moved | None:
         param, eqns = _moved(self.before, value)
         if param not in self.before.invars[self.consts : self.fixed]:
             return None
         avals: list[Any] = [eqn.outvars[0].aval for eqn in eqns]
         casts = {aval.dtype for aval in avals} - {param.aval.dtype}
-        wanted: Any = value.aval
-        exact = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and jnp.promote_types(dtype, wanted.dtype) == dtype
+        exact = lambda dtype: (
+            jnp.issubdtype(dtype, jnp.floating) and jnp.promote_types(dtype, value.aval.dtype) == dtype
+        )
         number = self.before.invars.index(param) - self.consts
         return Moved(number, param.aval.dtype, eqns) if all(map(exact, casts)) else None
 
@@ -135,180 +147,173 @@ def _moved(jaxpr: Jaxpr, value: Any) -> tuple[Any, list[JaxprEqn]]:
     return value, eqns
 
 
-def divided_at(call: Call, number: int) -> Divided:
-    """Divide a loss at the scan with this number among `scans_of(call)`."""
-    jaxpr = _written_out(call)
-    scans = [eqn for eqn in jaxpr.eqns if eqn.primitive is scan_p]
-    return Divided(jaxpr, scans[number], len(call.consts), call.fixed)
-
-
-def scans_of(call: Call) -> list[JaxprEqn]:
-    """Return the scans of a loss with layers, outside of other control flow."""
-    return [eqn for eqn in _written_out(call).eqns if eqn.primitive is scan_p]
-
-
-def _written_out(call: Call) -> Jaxpr:
+def divisions(call: Call) -> list[Divided]:
+    """Divide a loss at each of its scans with layers, outside of other control flow."""
     varies = [number >= call.fixed for number in range(len(call.jaxpr.invars))]
     has_scan = lambda eqn, _: any(
         site.eqn.primitive is scan_p and all(e.primitive is jit_p for e in site.enclosing)
         for site in walk(eqn.params["jaxpr"])
     )
-    return written_out(call.jaxpr, varies, has_scan)
-
-
-class Behind(NamedTuple):
-    """A microbatch that has passed all layers.
-
-    Attributes:
-      results: of the loss.
-      back: what it takes back to the last layer.
-      params: the cotangents of parameters, by their numbers; those that are not zero.
-    """
-
-    results: list[Any]
-    back: list[Any]
-    params: dict[int, Any]
+    jaxpr = written_out(call.jaxpr, varies, has_scan)
+    scans = (eqn for eqn in jaxpr.eqns if eqn.primitive is scan_p)
+    return [Divided(jaxpr, scan, len(call.consts), call.fixed) for scan in scans]
 
 
 @dataclass(frozen=True, eq=False)
 class StagedLoss:
-    """A divided loss, on the values of its constants and parameters (`given`), with its layers in chunks."""
+    """A divided loss, with its layers in chunks.
+
+    Attributes:
+      given: the values of its constants and parameters.
+      microbatch: the number of a microbatch -> its values.
+    """
 
     divided: Divided
     chunks: Chunks
     given: Sequence[Any]
-
-    @property
-    def scan(self) -> JaxprEqn:
-        return self.divided.scan
+    microbatch: Callable[[Any], list[Any]]
 
     @property
     def params(self) -> Sequence[Any]:
         return self.given[self.divided.consts :]
 
-    @property
-    def carry(self) -> range:
-        """The numbers of the operands that are the carry."""
-        return range(self.chunks.loops.consts, self.chunks.loops.consts + self.chunks.loops.carry)
-
-    @property
-    def fixed(self) -> dict[int, Any]:
-        """The operands of the scan that are the same for all microbatches, by their numbers."""
-        those = [i for i, varies in enumerate(self.divided.varies) if not varies and i not in self.carry]
-        live, used = dce_jaxpr(self.divided.before, [i in those for i in range(len(self.divided.varies))])
+    @functools.cached_property
+    def fixed(self) -> tuple[Operands, Operands]:
+        """The operands of the scan that are the same for all microbatches: constants, and xs with a chunk per row."""
+        varies, carry = self.divided.varies, self.chunks.carry
+        those = [i for i, differs in enumerate(varies) if not differs and i not in carry]
+        live, used = dce_jaxpr(self.divided.before, [i in those for i in range(len(varies))])
         values = [x for x, is_used in zip(self.given, used, strict=False) if is_used]
-        return dict(zip(those, evaluate(live, values), strict=True))
-
-    def operands(self, microbatch: Sequence[Any]) -> list[Any]:
-        """Return those of the scan."""
-        return evaluate(self.divided.before, [*self.given, *microbatch])
-
-    def before(self, microbatch: Sequence[Any]) -> list[Any]:
-        """Return what a microbatch takes along to the first layer: operands that differ, and the carry."""
-        operands = self.operands(microbatch)
-        return [operands[i] for i in (*self.chunks.along, *self.carry)]
-
-    def results(self, microbatch: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-        """Return those of the loss. `outs`: the carry and the ys."""
-        return evaluate(self.divided.behind, [*self.given, *microbatch, *outs])
-
-    def behind(self, microbatch: Sequence[Any], outs: Sequence[Any]) -> Behind:
-        """Run what is behind the layers, forward and backward. `outs`: the carry and the ys."""
-        operands = self.operands(microbatch)
-        results, of_params, of_outs = self._behind(microbatch, outs)
-        params, wanted = self._reached
-        reads, with_cotangents = self.chunks.back
-        of_operands = (jax.typeof(operands[i]).to_ct_aval() for i in with_cotangents)
-        zeros = [filled(aval, zero_of(aval.dtype)) for aval in of_operands]
-        present = [ct for ct, w in zip(of_outs, wanted, strict=True) if w]
-        back = [*(operands[i] for i in reads), *zeros, *present]
-        return Behind(results, back, {n: of_params[n] for n in params})
-
-    def _behind(self, microbatch: Sequence[Any], outs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return the results of the loss, and the cotangents of the parameters and of the perturbed results."""
-        out_perturbed = self.chunks.loops.segments[0].layer.out_perturbed
-
-        def value_of(params: Sequence[Any], perturbed: Sequence[Any]) -> tuple[Any, list[Any]]:
-            these = iter(perturbed)
-            whole = [next(these) if p else x for x, p in zip(outs, out_perturbed, strict=True)]
-            consts = self.given[: self.divided.consts]
-            value, *others = evaluate(self.divided.behind, [*consts, *params, *microbatch, *whole])
-            return value, others
-
-        perturbed = [x for x, p in zip(outs, out_perturbed, strict=True) if p]
-        value, vjp, others = jax.vjp(value_of, [*self.params], perturbed, has_aux=True)
-        return [value, *others], *vjp(filled(jax.typeof(value).to_ct_aval(), 1))
-
-    @functools.cached_property
-    def _reached(self) -> tuple[list[int], list[bool]]:
-        """The parameters that what is behind the layers reads, and which perturbed results have cotangents."""
-        jaxpr = jax.make_jaxpr(lambda microbatch, outs: self._behind(microbatch, outs)[1:])(*self._behind_avals)
-        zero = zero_results(jaxpr)
-        count = len(self.params)
-        carry = sum(self.chunks.loops.segments[0].layer.out_perturbed[: self.chunks.loops.carry])
-        wanted = [n < carry or not z for n, z in enumerate(zero[count:])]
-        return [n for n, z in enumerate(zero[:count]) if not z], wanted
+        fixed = dict(zip(those, evaluate(live, values), strict=True))
+        xs = {i: self.chunks.dealt(x) for i, x in fixed.items() if i >= carry.stop}
+        return {i: x for i, x in fixed.items() if i < carry.start}, xs
 
     @property
-    def _behind_avals(self) -> tuple[list[Any], list[Any]]:
-        avals = self.divided.behind.in_avals
-        first = self.divided.fixed
-        microbatch = len(self.divided.jaxpr.invars)
-        return avals[first:microbatch], avals[microbatch:]
-
-    @property
-    def beside(self) -> tuple[Jaxpr, ...]:
-        """The jaxprs that a tick may run besides layers: before them, behind them, and at their begin again."""
-        microbatch, outs = self._behind_avals
-        return (
-            self.divided.before,
-            jax.make_jaxpr(self._behind)(microbatch, outs),
-            jax.make_jaxpr(self._at_begin)(microbatch, self._back_avals),
-        )
-
-    @functools.cached_property
-    def loops(self) -> Loops:
-        """The backward pass of a chunk, which takes what a microbatch takes back."""
-        return backward_loops(self.chunks.loops, self._reached[1])
-
-    def at_begin(self, microbatch: Sequence[Any], back: Sequence[Any]) -> dict[int, Any]:
-        """Return the cotangents of parameters, by their numbers, from those that a microbatch has brought back from its
-        first layer; those that are not zero.
-
-        `back`: of operands, of the carry, and of the ys.
-        """
-        of_params = self._at_begin(microbatch, back)
-        return {number: of_params[number] for number in self._reached_at_begin}
-
-    def _at_begin(self, microbatch: Sequence[Any], back: Sequence[Any]) -> list[Any]:
-        cts = [(i, ct) for i, ct in zip(self._returned, back, strict=False) if self.divided.perturbed[i]]
-
-        def operands_of(params: Sequence[Any]) -> list[Any]:
-            consts = self.given[: self.divided.consts]
-            operands = evaluate(self.divided.before, [*consts, *params, *microbatch])
-            return [operands[i] for i, _ in cts]
-
-        _, vjp = jax.vjp(operands_of, [*self.params])
-        (of_params,) = vjp([ct for _, ct in cts])
-        return of_params
+    def _along(self) -> list[int]:
+        """The numbers of the operands that a microbatch takes along to the first layer: some that differ, the carry."""
+        return [*self.chunks.along, *self.chunks.carry]
 
     @property
     def _returned(self) -> list[int]:
         """The numbers of the operands whose cotangents a microbatch brings back."""
         perturbed = self.chunks.loops.segments[0].layer.perturbed
-        return [*self.chunks.back[1], *(i for i in self.carry if perturbed[i])]
+        return [*self.chunks.back[1], *(i for i in self.chunks.carry if perturbed[i])]
 
     @property
-    def _back_avals(self) -> list[Any]:
-        return [self.divided.before.out_avals[i].to_ct_aval() for i in self._returned]
+    def along(self) -> list[Any]:
+        """Abstract values of what a microbatch takes along to the first layer."""
+        return [self.divided.before.out_avals[i] for i in self._along]
+
+    @property
+    def back(self) -> list[Any]:
+        """Abstract values of what a microbatch takes back to the last layer."""
+        operands, (reads, with_cotangents) = self.divided.before.out_avals, self.chunks.back
+        of_outs = self._behind.out_avals[len(self.divided.jaxpr.outvars) + len(self.params) :]
+        cotangents = (operands[i].to_ct_aval() for i in with_cotangents)
+        return [*(operands[i] for i in reads), *cotangents, *itertools.compress(of_outs, self._reached[1])]
+
+    def before(self, number: Any) -> list[Any]:
+        """Return what a microbatch takes along to the first layer."""
+        operands = evaluate(self.divided.before, self._inputs(number))
+        return [operands[i] for i in self._along]
+
+    def results(self, number: Any, outs: Sequence[Any]) -> list[Any]:
+        """Return those of the loss for a microbatch. `outs`: the carry and the ys."""
+        return evaluate(self.divided.behind, [*self._inputs(number), *outs])
+
+    def behind(self, number: Any, outs: Sequence[Any]) -> tuple[list[Any], list[Any], dict[int, Any]]:
+        """Run what is behind the layers for a microbatch, forward and backward.
+
+        Return the results of the loss, what the microbatch takes back to the last layer, and the cotangents of those
+        parameters, by their numbers, that have some. `outs`: the carry and the ys.
+        """
+        inputs, (reads, with_cotangents) = self._inputs(number), self.chunks.back
+        operands = evaluate(self.divided.before, inputs)
+        made = evaluate(self._behind, [*inputs, *outs])
+        results, of_params, of_outs = split_list(made, [len(self.divided.jaxpr.outvars), len(self.params)])
+        of_operands = (jax.typeof(operands[i]).to_ct_aval() for i in with_cotangents)
+        zeros = [filled(aval, zero_of(aval.dtype)) for aval in of_operands]
+        back = [*(operands[i] for i in reads), *zeros, *itertools.compress(of_outs, self._reached[1])]
+        return results, back, {n: of_params[n] for n in self._reached[0]}
+
+    def at_begin(self, number: Any, back: Sequence[Any]) -> dict[int, Any]:
+        """Return the cotangents of parameters, by their numbers, from those that a microbatch has brought back from its
+        first layer; those that are not zero.
+
+        `back`: of operands, of the carry, and of the ys.
+        """
+        of_params = evaluate(self._at_begin, [*self._inputs(number), *back[: len(self._returned)]])
+        return {n: of_params[n] for n in self._reached_at_begin}
+
+    def _inputs(self, number: Any) -> list[Any]:
+        return [*self.given, *self.microbatch(number)]
+
+    @functools.cached_property
+    def _behind(self) -> Jaxpr:
+        """The inputs, the results of the scan -> those of the loss, the cotangents of the parameters and of the
+        perturbed results."""
+        out_perturbed = self.chunks.loops.segments[0].layer.out_perturbed
+
+        def run(consts: Any, params: Any, microbatch: Any, outs: Any) -> Any:
+            def value_of(params: Any, perturbed: Any) -> tuple[Any, list[Any]]:
+                these = iter(perturbed)
+                whole = [next(these) if p else x for x, p in zip(outs, out_perturbed, strict=True)]
+                value, *others = evaluate(self.divided.behind, [*consts, *params, *microbatch, *whole])
+                return value, others
+
+            perturbed = list(itertools.compress(outs, out_perturbed))
+            value, vjp, others = jax.vjp(value_of, params, perturbed, has_aux=True)
+            return [value, *others], *vjp(filled(jax.typeof(value).to_ct_aval(), 1))
+
+        return self._traced(run, self.divided.behind.in_avals[len(self.divided.jaxpr.invars) :])
+
+    @functools.cached_property
+    def _at_begin(self) -> Jaxpr:
+        """The inputs, the cotangents that a microbatch has brought back -> those of the parameters."""
+        before, perturbed = self.divided.before, self.divided.perturbed
+
+        def run(consts: Any, params: Any, microbatch: Any, back: Any) -> Any:
+            cts = [(i, ct) for i, ct in zip(self._returned, back, strict=True) if perturbed[i]]
+
+            def operands_of(params: Any) -> list[Any]:
+                operands = evaluate(before, [*consts, *params, *microbatch])
+                return [operands[i] for i, _ in cts]
+
+            _, vjp = jax.vjp(operands_of, params)
+            return vjp([ct for _, ct in cts])
+
+        return self._traced(run, [before.out_avals[i].to_ct_aval() for i in self._returned])
+
+    def _traced(self, run: Callable[..., Any], more: list[Any]) -> Jaxpr:
+        """Trace a function of the constants, the parameters, a microbatch, and more."""
+        consts = list(self.given[: self.divided.consts])
+        return jax.make_jaxpr(run)(consts, list(self.params), self.divided.before.in_avals[self.divided.fixed :], more)
+
+    @property
+    def beside(self) -> tuple[Jaxpr, ...]:
+        """The jaxprs that a tick may run besides layers: before them, behind them, and at their begin again."""
+        return self.divided.before, self._behind, self._at_begin
+
+    @functools.cached_property
+    def _reached(self) -> tuple[list[int], list[bool]]:
+        """The parameters that what is behind the layers reads, and which perturbed results have cotangents."""
+        first, loops = len(self.divided.jaxpr.outvars), self.chunks.loops
+        zero = zero_results(self._behind)[first:]
+        carry = sum(loops.segments[0].layer.out_perturbed[: loops.carry])
+        wanted = [n < carry or not z for n, z in enumerate(zero[len(self.params) :])]
+        return [n for n, z in enumerate(zero[: len(self.params)]) if not z], wanted
 
     @functools.cached_property
     def _reached_at_begin(self) -> list[int]:
-        jaxpr = jax.make_jaxpr(self._at_begin)(self._behind_avals[0], self._back_avals)
-        return [number for number, zero in enumerate(zero_results(jaxpr)) if not zero]
+        """The parameters that the operands of the scan are computed from."""
+        return [n for n, zero in enumerate(zero_results(self._at_begin)) if not zero]
 
-    def moved(self, operand: int) -> Moved:
-        """Return how an operand whose cotangents stages sum is a parameter."""
-        found = self.divided.moved(operand)
-        assert found is not None
-        return found
+    @property
+    def reached(self) -> list[int]:
+        """The numbers of the parameters that have cotangents outside of the layers."""
+        return sorted({*self._reached[0], *self._reached_at_begin})
+
+    @property
+    def backward(self) -> Loops:
+        """The backward pass of a chunk, which takes what a microbatch takes back."""
+        return backward_loops(self.chunks.loops, self._reached[1])

@@ -1,9 +1,8 @@
 """Sum gradients over microbatches whose layers run on pipeline stages, or evaluate the loss there."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from jax.extend.core import JaxprEqn
 
 from ..._policy import Policy
 from ..._text import readable
@@ -16,8 +15,8 @@ from ..microbatches.call import Call, Sums, microbatch_of
 from . import evaluate, pipeline
 from .chunk import Chunks, chunk_loops
 from .collectives import refuse_compiled
-from .last_rows import beyond_a_row
-from .loss import Divided, StagedLoss, divided_at, scans_of
+from .last_rows import beyond_a_row, travels
+from .loss import StagedLoss, divisions
 from .schedule import Schedule
 
 
@@ -31,18 +30,16 @@ class Stages(NamedTuple):
 
 def sums_on_stages(call: Call, stages: Stages) -> Sums:
     """Return the sums of losses and gradients, and the other results."""
-    schedule = Schedule(stages.size, stages.virtual, call.microbatches)
-    divided, chunks = _dealt(call, stages, schedule)
-    staged = StagedLoss(divided, chunks, call.operands[: call.fixed])
-    need = _need(staged, schedule)
+    staged = _staged(call, stages)
+    schedule, loops = staged.chunks.schedule, (staged.chunks.loops,)
+    need = _need(staged)
     _refuse_what_does_not_fit(need, schedule)
 
     def run(*operands: Any) -> tuple[list[Any], list[Any]]:
-        loss = StagedLoss(divided, chunks, operands[: call.fixed])
-        microbatch = lambda number: microbatch_of(operands[call.fixed :], number)
-        return pipeline.run(loss, microbatch, schedule, stages.axis)
+        given, batch = operands[: call.fixed], operands[call.fixed :]
+        microbatch = lambda number: microbatch_of(batch, number)
+        return pipeline.run(dataclasses.replace(staged, given=given, microbatch=microbatch))
 
-    loops = (chunks.loops,)
     of_one = interleaved.Loss(call.jaxpr, call.differentiated)
     what = interleaved.Interleaved(
         of_one, loops, loops, loops, call.microbatches, schedule, None, stages.axis, need, refuse_compiled
@@ -52,14 +49,11 @@ def sums_on_stages(call: Call, stages: Stages) -> Sums:
 
 def values_on_stages(call: Call, stages: Stages) -> tuple[Any, Any]:
     """Return all losses, and the other results."""
-    schedule = Schedule(stages.size, stages.virtual, call.microbatches)
-    divided, chunks = _dealt(call, stages, schedule, keep_nothing=True)
-    loss = StagedLoss(divided, chunks, call.operands[: call.fixed])
-    losses, *others = evaluate.run(loss, call.microbatch, schedule, stages.axis)
+    losses, *others = evaluate.run(_staged(call, stages, keep_nothing=True))
     return losses, call.with_others(others)
 
 
-def _dealt(call: Call, stages: Stages, schedule: Schedule, keep_nothing: bool = False) -> tuple[Divided, Chunks]:
+def _staged(call: Call, stages: Stages, keep_nothing: bool = False) -> StagedLoss:
     """Divide the loss at the longest scan whose layers can be dealt and that the gradient reaches.
 
     `keep_nothing`: nothing is offloaded.
@@ -72,11 +66,12 @@ def _dealt(call: Call, stages: Stages, schedule: Schedule, keep_nothing: bool = 
             f"accumulate: stages={stages.axis!r}: the loss has a jax.new_ref outside of other control flow; return "
             "what it would hold, with has_aux=True, or accumulate without stages"
         )
-    scans = scans_of(call)
-    each = (divided_at(call, number) for number in _to_deal(schedule, scans))
-    divided = next((divided for divided in each if any(divided.perturbed)), None)
+    schedule, each = Schedule(stages.size, stages.virtual, call.microbatches), divisions(call)
+    longest_first = sorted(each, key=lambda divided: -divided.length)
+    to_deal = (divided for divided in longest_first if divided.length and divided.length % schedule.chunks == 0)
+    divided = next((divided for divided in to_deal if any(divided.perturbed)), None)
     if divided is None:
-        raise ValueError(_nothing_to_deal(schedule, scans))
+        raise ValueError(_nothing_to_deal(schedule, [divided.length for divided in each if divided.length]))
     params = divided.scan.params
     if params["call_jaxpr"].eqns[0].params["reverse"]:
         raise NotImplementedError("accumulate: stages: a scan with reverse=True cannot be dealt; reverse its xs")
@@ -92,23 +87,12 @@ def _dealt(call: Call, stages: Stages, schedule: Schedule, keep_nothing: bool = 
     carry = range(loops.consts, loops.consts + loops.carry)
     others = [i for i in range(len(divided.perturbed)) if i not in carry]
     along = tuple(i for i in others if divided.varies[i])
-    computed = (i for i in others if divided.perturbed[i] and not divided.varies[i] and not divided.moved(i))
-    return divided, Chunks(loops, schedule.stages, schedule.virtual_stages, along, frozenset(computed))
+    apart = frozenset(i for i in others if divided.varies[i] or i not in divided.moved)
+    chunks = Chunks(loops, schedule, stages.axis, along, apart)
+    return StagedLoss(divided, chunks, call.operands[: call.fixed], call.microbatch)
 
 
-def _to_deal(schedule: Schedule, scans: Sequence[JaxprEqn]) -> list[int]:
-    """Return the numbers of the scans whose layers the chunks divide, the longest first."""
-    lengths = list(map(_length, scans))
-    dealt = [n for n, length in enumerate(lengths) if length and length % schedule.chunks == 0]
-    return sorted(dealt, key=lambda n: -lengths[n])
-
-
-def _length(scan: JaxprEqn) -> int:
-    return scan.params["call_jaxpr"].eqns[0].params["length"]
-
-
-def _nothing_to_deal(schedule: Schedule, scans: Sequence[JaxprEqn]) -> str:
-    lengths = [length for scan in scans if (length := _length(scan))]
+def _nothing_to_deal(schedule: Schedule, lengths: Sequence[int]) -> str:
     has = f"scans of {', '.join(map(str, lengths))} layers" if lengths else "no scan of jaxoffload's"
     chunks = f"{schedule.stages} stages * {schedule.virtual_stages} virtual stages"
     return (
@@ -125,10 +109,11 @@ def _refuse_effects(call: Call, stages: Stages) -> None:
         )
 
 
-def _need(loss: StagedLoss, schedule: Schedule) -> Need:
-    need = interleaved.need_of_microbatches([loss.chunks.loops], loss.beside, schedule.slots)
-    travels = (s for s in loss.chunks.loops.segments if s.on_host == s.layers > 0)
-    return need.plus(Need(other=sum(beyond_a_row(s.layer, s.layers) for s in travels)), schedule.slots)
+def _need(loss: StagedLoss) -> Need:
+    loops, slots = loss.chunks.loops, loss.chunks.schedule.slots
+    need = interleaved.need_of_microbatches([loops], loss.beside, slots)
+    pieces = sum(beyond_a_row(s.layer, s.layers) for s in filter(travels, loops.segments))
+    return need.plus(Need(other=pieces), slots)
 
 
 def _refuse_what_does_not_fit(need: Need, schedule: Schedule) -> None:

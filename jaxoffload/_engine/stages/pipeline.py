@@ -15,24 +15,22 @@ to run computes the other one too. Of that one only the last rows that it copies
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from ..._jax import add_jaxvals, on_device
-from ..layers.passes import empty_ys
 from ..layers.rows import filled
-from .chunk import Chunks, Operands, Slot
+from .chunk import Chunks, Held, Slot
 from .collectives import refuse_traced
 from .loss import StagedLoss
 from .repeated import repeated
-from .schedule import TICK, Schedule, Tick
-from .tick import Given, Held, run_tick
+from .schedule import TICK, Tick
+from .tick import Given, mapped, run_tick, specs
 
 
 class _State(NamedTuple):
@@ -51,19 +49,12 @@ class _State(NamedTuple):
     held: Held
 
 
-def run(
-    loss: StagedLoss, arguments: Callable[[Any], list[Any]], schedule: Schedule, axis: str
-) -> tuple[list[Any], list[Any]]:
-    """The results of the loss for all microbatches, stacked, and the sums of the gradients.
-
-    `arguments`: the number of a microbatch -> its values. `axis`: of the mesh.
-    """
-    pipeline = Pipeline(loss, schedule, axis, arguments)
-    shapes = _shapes(pipeline)
-    chunks = replace(loss.chunks, backward=loss.loops)
+def run(loss: StagedLoss) -> tuple[list[Any], list[Any]]:
+    """Return the results of the loss for all microbatches, stacked, and the sums of the gradients."""
+    chunks, schedule = replace(loss.chunks, backward=loss.backward), loss.chunks.schedule
     passes = chunks.loops, chunks.of_backward
-    refuse_traced(axis, (segment.jaxpr for loops in passes for segment in loops.segments))
-    step = jax.named_scope(TICK)(functools.partial(_step, pipeline, chunks))
+    refuse_traced(chunks.axis, (segment.jaxpr for loops in passes for segment in loops.segments))
+    step = jax.named_scope(TICK)(functools.partial(_step, loss, chunks))
     steady, period = schedule.steady, schedule.slots
     rounds = len(steady) // period
 
@@ -75,149 +66,70 @@ def run(
     def one_round(number: Any, state: _State) -> _State:
         return some_ticks(steady[:period], state, number * 2 * schedule.stages)
 
-    state = some_ticks(range(steady.start), _begin(pipeline, shapes))
+    state = some_ticks(range(steady.start), _begin(loss))
     begin = steady.start
     if rounds > 1:
         state, begin = repeated(rounds, one_round, state), begin + rounds * period
     state = some_ticks(range(begin, schedule.ticks), state)
-    return state.results, _gradients(pipeline, state)
+    return state.results, _gradients(loss, state)
 
 
-@dataclass(frozen=True, eq=False)
-class Pipeline:
-    """The loss, the schedule and the microbatches, the same in all ticks."""
-
-    loss: StagedLoss
-    schedule: Schedule
-    axis: str
-    arguments: Callable[[Any], list[Any]]
-
-    @functools.cached_property
-    def fixed(self) -> tuple[Operands, Operands]:
-        """The operands of the scan that are the same for all microbatches: constants, and xs with a chunk per row."""
-        fixed, carry = self.loss.fixed, self.loss.carry
-        xs = {i: self.dealt(x) for i, x in fixed.items() if i >= carry.stop}
-        return {i: x for i, x in fixed.items() if i < carry.start}, xs
-
-    def dealt(self, stack: Any) -> Any:
-        """A stack of layers, (virtual stages, layers, ...): each stage has a part of each row."""
-        layers, *shape = stack.shape
-        return stack.reshape(self.schedule.virtual_stages, layers // self.schedule.virtual_stages, *shape)
-
-
-class _Shapes(NamedTuple):
-    """Abstract values: what a microbatch takes along and back, the results of the loss; and the numbers of the
-    parameters that have cotangents outside of the layers."""
-
-    along: list[Any]
-    back: list[Any]
-    results: list[Any]
-    params: list[int]
-
-
-def _shapes(pipeline: Pipeline) -> _Shapes:
-    loss, arguments = pipeline.loss, pipeline.arguments(0)
-    of_all = ys_of_all(pipeline)
-    before = jax.make_jaxpr(lambda: loss.before(arguments))().out_avals
-    found: list[int] = []
-
-    def behind(*outs: Any) -> Any:
-        made = loss.behind(arguments, outs)
-        returned = made.back[len(loss.chunks.back[0]) :]
-        found.extend([*made.params, *loss.at_begin(arguments, returned)])
-        return made.results, made.back
-
-    jaxpr, (results, _) = jax.make_jaxpr(behind, return_shape=True)(*before[len(loss.chunks.along) :], *of_all)
-    results, back = jaxpr.out_avals[: len(results)], jaxpr.out_avals[len(results) :]
-    return _Shapes([*before, *of_all], back, results, sorted(set(found)))
-
-
-def ys_of_all(pipeline: Pipeline) -> list[Any]:
-    """Abstract: the ys of all layers."""
-    chunks = pipeline.loss.chunks
-    ys = jax.make_jaxpr(lambda: [y[:1] for y in empty_ys(chunks.loops)])().out_avals
-    layers = chunks.layers * pipeline.schedule.chunks
-    return [jax.ShapeDtypeStruct((layers, *y.shape[1:]), y.dtype) for y in ys]
-
-
-def _begin(pipeline: Pipeline, shapes: _Shapes) -> _State:
+def _begin(loss: StagedLoss) -> _State:
     """The state in which nothing has run."""
-    loss, schedule = pipeline.loss, pipeline.schedule
-    consts, xs = loss.chunks.summed
+    chunks, schedule = loss.chunks, loss.chunks.schedule
+    consts, xs = chunks.summed
     zeros = lambda avals, *lead: [jnp.zeros((*lead, *aval.shape), aval.dtype) for aval in avals]
 
     def held() -> Held:
-        slots, (last, ahead, *_) = zip(*(loss.chunks.empty_slot() for _ in range(schedule.slots)), strict=True)
-        rest = zeros(shapes.along), zeros(shapes.back), last, ahead, list(slots)
-        return Held([], _zero_sums(pipeline, consts), *rest).map(lambda x: x[None])
+        slots, (last, ahead, *_) = zip(*(chunks.empty_slot() for _ in range(schedule.slots)), strict=True)
+        along, back = zeros([*loss.along, *chunks.ys]), zeros(loss.back)
+        return Held([], _zero_sums(loss, consts), along, back, last, ahead, list(slots)).map(lambda x: x[None])
 
-    of_stages = mapped(pipeline, held, (), PartitionSpec(pipeline.axis))()
-    sums_of_xs = list(map(pipeline.dealt, _zero_sums(pipeline, xs)))
-    sums = {number: filled(jax.typeof(loss.params[number]), 0) for number in shapes.params}
-    results = zeros(shapes.results, schedule.microbatches)
+    _, on_stages, _ = specs(chunks.axis)
+    of_stages = mapped(chunks.axis, held, (), on_stages)()
+    sums_of_xs = list(map(chunks.dealt, _zero_sums(loss, xs)))
+    sums = {number: filled(jax.typeof(loss.params[number]), 0) for number in loss.reached}
+    results = zeros(loss.divided.behind.out_avals, schedule.microbatches)
     return _State(results, sums, [], of_stages._replace(xs=sums_of_xs))
 
 
-def _zero_sums(pipeline: Pipeline, operands: Sequence[int]) -> list[Any]:
+def _zero_sums(loss: StagedLoss, operands: Sequence[int]) -> list[Any]:
     """Return zeros for the sums of their cotangents, in the dtype of the parameter that each is moved from.
 
     Each is full of a zero of its own. XLA would merge equal ones, and a branch that adds to them in place would hold
     and copy one more.
     """
     zeros = lax.optimization_barrier([jnp.int32(0) for _ in operands])
-    avals, loss = pipeline.loss.divided.before.out_avals, pipeline.loss
-    pairs = zip(operands, zeros, strict=True)
-    return [filled(avals[i], zero).astype(loss.moved(i).dtype) for i, zero in pairs]
+    avals, moved = loss.divided.before.out_avals, loss.divided.moved
+    return [filled(avals[i], zero).astype(moved[i].dtype) for i, zero in zip(operands, zeros, strict=True)]
 
 
-def mapped(pipeline: Pipeline, f: Callable[..., Any], specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`f`, run by each stage."""
-    return jax.shard_map(f, in_specs=specs, out_specs=out_specs, axis_names={pipeline.axis}, check_vma=False)
-
-
-def _step(pipeline: Pipeline, chunks: Chunks, tick: Tick, state: _State, later: Any) -> _State:
+def _step(loss: StagedLoss, chunks: Chunks, tick: Tick, state: _State, later: Any) -> _State:
     """Run a tick, and what of the loss stands before and behind the layers of the microbatches that enter or leave.
 
     `later`: to add to the microbatches' numbers.
     """
-    loss, held = pipeline.loss, state.held
-    values = lambda microbatch: pipeline.arguments(microbatch + later)
-    fresh = [] if tick.enters is None else loss.before(values(tick.enters))
-    turned = [] if tick.turns is None else state.turned
-    given = Given(*pipeline.fixed, fresh, turned)
-    written, before = tick.slot, tick.before.slot
-    free = Slot(held.slots[written].residuals, held.slots[before].pieces)
-    others = _with(held.slots, written, before, Slot([], []))
-    run = functools.partial(run_tick, tick, chunks, pipeline.axis)
-    everywhere, on_stages, dealt = PartitionSpec(), PartitionSpec(pipeline.axis), PartitionSpec(None, pipeline.axis)
-    of_given, of_held = _specs(Given, everywhere, dealt), _specs(Held, on_stages, dealt)
-    of_stage = mapped(pipeline, run, (of_given, of_held, on_stages), (of_held, everywhere))
-    new, outside = of_stage(given, held._replace(slots=others), free)
-    slots = _with(held.slots, written, before, *new.slots) if new.slots else held.slots
-    state = state._replace(held=new._replace(slots=slots))
+    fresh = [] if tick.enters is None else loss.before(tick.enters + later)
+    given = Given(*loss.fixed, fresh, [] if tick.turns is None else state.turned)
+    slots = list(state.held.slots)
+    free, slots[tick.slot] = slots[tick.slot], Slot([], [])
+    everywhere, on_stages, dealt = specs(chunks.axis)
+    of_given, of_held = Given(everywhere, dealt, everywhere, everywhere), Held(dealt, *[on_stages] * 6)
+    in_specs, run = (of_given, of_held, on_stages), functools.partial(run_tick, tick, chunks)
+    of_stage = mapped(chunks.axis, run, in_specs, (of_held, everywhere))
+    held, outside = of_stage(given, state.held._replace(slots=slots), free)
+    (slots[tick.slot],) = held.slots or [free]
+    state = state._replace(held=held._replace(slots=slots))
     if tick.leaves is not None:
         number = tick.leaves + later
-        behind = loss.behind(values(tick.leaves), outside.left)
+        made, turned, of_params = loss.behind(number, outside.left)
         put = lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, number, 0)
-        results = list(map(put, state.results, behind.results))
-        state = state._replace(results=results, sums=_added(state.sums, behind.params), turned=behind.back)
+        results = list(map(put, state.results, made))
+        state = state._replace(results=results, sums=_added(state.sums, of_params), turned=turned)
     if tick.returns is not None:
-        made = loss.at_begin(values(tick.returns), outside.returned)
-        state = state._replace(sums=_added(state.sums, made))
+        of_params = loss.at_begin(tick.returns + later, outside.returned)
+        state = state._replace(sums=_added(state.sums, of_params))
     return lax.optimization_barrier(state)
-
-
-def _specs(of: Any, spec: PartitionSpec, xs: PartitionSpec) -> Any:
-    """The partition of each field of a tuple: `spec`, except for its `xs`."""
-    return of(*(xs if field == "xs" else spec for field in of._fields))
-
-
-def _with(slots: Sequence[Slot], written: int, before: int, new: Slot) -> list[Slot]:
-    """The slots, with other residuals in one and other pieces in another."""
-    slots = list(slots)
-    slots[written] = slots[written]._replace(residuals=new.residuals)
-    slots[before] = slots[before]._replace(pieces=new.pieces)
-    return slots
 
 
 def _added(sums: dict[int, Any], cotangents: dict[int, Any]) -> dict[int, Any]:
@@ -225,15 +137,15 @@ def _added(sums: dict[int, Any], cotangents: dict[int, Any]) -> dict[int, Any]:
     return sums | {number: add_jaxvals(sums[number], on_device(ct)) for number, ct in cotangents.items()}
 
 
-def _gradients(pipeline: Pipeline, state: _State) -> list[Any]:
+def _gradients(loss: StagedLoss, state: _State) -> list[Any]:
     """Return the sums, for each parameter."""
-    loss, sums = pipeline.loss, dict(state.sums)
+    divided, sums = loss.divided, dict(state.sums)
     consts, xs = loss.chunks.summed
     of_consts = zip(consts, (jnp.sum(x, 0) for x in state.held.consts), strict=True)
-    shape = lambda i: loss.divided.before.out_avals[i].shape
+    shape = lambda i: divided.before.out_avals[i].shape
     of_xs = ((i, x.reshape(shape(i))) for i, x in zip(xs, state.held.xs, strict=True))
     for operand, total in (*of_consts, *of_xs):
-        moved = loss.moved(operand)
+        moved = divided.moved[operand]
         total = moved.back(total)
         sums[moved.param] = sums[moved.param] + total if moved.param in sums else total
     avals = map(jax.typeof, loss.params)

@@ -145,10 +145,8 @@ class Schedule:
 
         All stages take a tick together. It lasts as long as its forward or its backward passes, or as both.
         """
-        passes = lambda of: sum(any(of(stage, tick) for stage in range(self.stages)) for tick in range(self.ticks))
-        forward, backward = passes(self.forward), passes(self.backward)
-        assert forward == backward
-        return 1 - self.microbatches * self.virtual_stages / forward
+        forward = sum(any(self.forward(stage, tick) for stage in range(self.stages)) for tick in range(self.ticks))
+        return 1 - self.microbatches * self.virtual_stages / forward  # there are as many ticks with a backward pass
 
     def __str__(self) -> str:
         """Draw stages against ticks; with several chunks per stage a letter tells the first from the second."""
@@ -226,7 +224,7 @@ class Tick:
     @property
     def turns(self) -> int | None:
         """The microbatch that begins its backward pass: the one that left in the tick before."""
-        return self._microbatch(self.backward[-1], self.schedule.chunks - 1)
+        return self.before.leaves
 
     @property
     def returns(self) -> int | None:
@@ -238,14 +236,22 @@ class Tick:
 
     @property
     def slot(self) -> int:
-        """The slot that all stages write to."""
+        """The slot that all stages write to: residuals, and the pieces of the last rows of the tick before."""
         return self.number % self.schedule.slots
 
     @property
     def read_slots(self) -> list[int]:
-        """The slot of what each stage runs backward; any, if it runs nothing."""
+        """The slot with the residuals of what each stage runs backward; any, if it runs nothing."""
         lags = [self.schedule.lag(run.chunk if run else 0) for run in self.backward]
         return [(self.number - lag) % self.schedule.slots for lag in lags]
+
+    @property
+    def read_pieces(self) -> list[int]:
+        """The slot with the pieces of the last rows that each stage begins the next tick with.
+
+        The tick after that of their forward pass has written them.
+        """
+        return [(slot + 1) % self.schedule.slots for slot in self.next.read_slots]
 
     @property
     def next(self) -> "Tick":

@@ -7,36 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ..layers.passes import run
 from ..layers.rows import opaque_zero
-from .chunk import Chunks, Computed, Derived, Operands, Returning, Slot, backward_pass, forward_pass
+from .chunk import NOTHING, Chunks, Held, Operands, Slot, backward_pass, forward_pass, joined_chunks
 from .collectives import BRANCHES
 from .schedule import Schedule, Tick
-
-
-class Held(NamedTuple):
-    """The state of a stage between two ticks.
-
-    Attributes:
-      xs, consts: the sums of the cotangents of xs, (virtual stages, layers of a chunk, ...), and of constants.
-      along, back: what the microbatch that comes next takes along, or back.
-      last: rows of last layers that the tick before left. `ahead`: those that the next backward pass begins with.
-      slots: the ring.
-    """
-
-    xs: list[Any]
-    consts: list[Any]
-    along: list[Any]
-    back: list[Any]
-    last: list[Any]
-    ahead: list[Any]
-    slots: list[Slot]
-
-    def map(self, f: Callable[[Any], Any]) -> "Held":
-        """Apply `f` to all but per-layer stacks."""
-        consts, along, back, last, ahead = (list(map(f, xs)) for xs in self[1:-1])
-        return Held(self.xs, consts, along, back, last, ahead, [slot.map(f) for slot in self.slots])
 
 
 class Given(NamedTuple):
@@ -52,6 +29,11 @@ class Given(NamedTuple):
     xs: Operands
     fresh: list[Any]
     turned: list[Any]
+
+    @property
+    def fixed(self) -> Operands:
+        """The operands that are the same for all microbatches, as a stage needs them."""
+        return self.consts | {i: joined_chunks(x) for i, x in self.xs.items()}
 
 
 class Outside(NamedTuple):
@@ -76,37 +58,39 @@ class _Now(NamedTuple):
     turns: Any
 
 
-def run_tick(tick: Tick, chunks: Chunks, axis: str, given: Given, held: Held, free: Slot) -> tuple[Held, Outside]:
-    """Run a tick inside a `shard_map` over the mesh axis `axis`: what the stage then holds, and what leaves it.
+def run_tick(tick: Tick, chunks: Chunks, given: Given, held: Held, free: Slot) -> tuple[Held, Outside]:
+    """Run a tick inside a `shard_map` over the stages: what the stage then holds, and what leaves it.
 
-    `held` is without the buffers in `free`, which are written: the residuals of a slot, and the pieces for the one
-    before. They come back as the only slot, if anything is written.
+    `held` is without what is in `free`, the slot to write. It comes back as the only one, if anything is written.
     """
-    stage = lax.axis_index(axis)
+    stage = lax.axis_index(chunks.axis)
     held, free = held.map(lambda x: x[0]), free.map(lambda x: x[0])
     held, turns = _with_arrivals(tick, stage, given, held)
-    fixed = given.consts | {i: rows(x) for i, x in given.xs.items()}
+    fixed = given.fixed
     chunk_now = lambda runs: jnp.array([run.chunk if run else 0 for run in runs], jnp.int32)[stage]
     counts = jnp.array([run is not None for run in tick.backward])[stage]
     now = _Now(chunk_now(tick.forward), chunk_now(tick.backward), counts, turns)
-    each = zip(tick.idle, tick.read_slots, tick.next.read_slots, strict=True)
-    branches = [functools.partial(_run_stage, tick, chunks, of) for of in each]
-    without_slots = held._replace(xs=list(map(rows, held.xs)), slots=[])
+    branches = [functools.partial(_run_stage, tick, chunks, number) for number in range(tick.schedule.stages)]
+    without_slots = held._replace(xs=list(map(joined_chunks, held.xs)), slots=[])
     with jax.named_scope(BRANCHES):
         done = lax.switch(stage, branches, held.slots, (without_slots, free, fixed, now))
-    return _exchanged(tick, chunks, axis, held, done, counts)
+    return _exchanged(tick, chunks, held, done, counts)
 
 
 def _with_arrivals(tick: Tick, stage: Any, given: Given, held: Held) -> tuple[Held, Any]:
     """Return what a stage holds with the microbatches that enter and turn, and whether one turns here."""
     turns = opaque_zero() != 0
     if tick.enters is not None:
-        entering = [*given.fresh, *map(jnp.zeros_like, held.along[len(given.fresh) :])]
-        held = held._replace(along=_where(stage == 0, entering, held.along))
+        held = held._replace(along=with_entering(stage == 0, given.fresh, held.along))
     if tick.turns is not None:
         turns = stage == tick.schedule.stages - 1
         held = held._replace(back=_where(turns, given.turned, held.back))
     return held, turns
+
+
+def with_entering(enters: Any, fresh: list[Any], along: list[Any]) -> list[Any]:
+    """Return what a microbatch takes along on a stage: what it enters with, if it does, and zeros for the ys."""
+    return _where(enters, [*fresh, *map(jnp.zeros_like, along[len(fresh) :])], along)
 
 
 def _where(this: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
@@ -114,52 +98,44 @@ def _where(this: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
 
 
 def _run_stage(
-    tick: Tick,
-    chunks: Chunks,
-    of: tuple[bool, int, int],
-    slots: list[Slot],
-    operands: tuple[Held, Slot, Operands, _Now],
-) -> list[Any]:
-    """Run the passes of a stage: a `Derived`, a `Computed`, or both.
+    tick: Tick, chunks: Chunks, stage: int, slots: list[Slot], operands: tuple[Held, Slot, Operands, _Now]
+) -> list[Held]:
+    """Run the passes of a stage, a backward one, a forward one, or both: what each leaves.
 
-    One that is idle leaves what it holds as it is. One that needs only one pass runs both: XLA copies slots where some
-    branches have one and some two.
-
-    Args:
-      of: whether the stage is idle, the slot that it reads, and that of the next tick.
+    A stage that is idle leaves what it holds as it is. One that needs only one pass runs both: XLA copies slots where
+    some branches have one and some two.
     """
-    (idle, read, next_read), (held, free, fixed, now) = of, operands
-    runs_forward, runs_backward = tick.passes
-    if idle:
-        derived = Derived(held.back, chunks.no_cotangents(), held.xs, held.ahead)
-        computed = Computed(held.along, free.residuals, held.last, free.pieces)
+    (held, free, fixed, now), (runs_forward, runs_backward) = operands, tick.passes
+    if tick.idle[stage]:
+        derived = NOTHING._replace(back=held.back, consts=chunks.no_cotangents(), xs=held.xs, ahead=held.ahead)
+        computed = NOTHING._replace(along=held.along, last=held.last, slots=[free])
         return [derived] * runs_backward + [computed] * runs_forward
     passes = []
     if runs_backward:
-        kept = Slot(slots[read].residuals, slots[next_read].pieces)
+        kept = Slot(slots[tick.read_slots[stage]].residuals, slots[tick.read_pieces[stage]].pieces)
         # What turns has rows of last layers that have not been on the host. That others choose too, and the barrier,
         # let XLA overwrite `ahead` in place.
         begin, ahead = lax.optimization_barrier((_where(now.turns, held.last, held.ahead), held.ahead))
-        returning = Returning(held.back, kept, begin, ahead, held.xs, now.counts)
-        passes.append(backward_pass(chunks, now.backward, fixed, returning))
+        returning = held._replace(last=begin, ahead=ahead)
+        passes.append(backward_pass(chunks, now.backward, fixed, returning, kept, now.counts))
     if runs_forward:
-        passes.append(forward_pass(chunks, now.forward, fixed, held.along, free, held.last))
+        passes.append(forward_pass(chunks, now.forward, fixed, held, free))
     return run(*passes)
 
 
-def _exchanged(tick: Tick, chunks: Chunks, axis: str, held: Held, done: list[Any], counts: Any) -> tuple[Held, Outside]:
+def _exchanged(tick: Tick, chunks: Chunks, held: Held, done: list[Held], counts: Any) -> tuple[Held, Outside]:
     """Return what a stage holds once its neighbours have sent, and what leaves the stages. `done`: by `_run_stage`."""
-    schedule, (runs_forward, runs_backward) = tick.schedule, tick.passes
-    written, outside = [], Outside([], [])
+    schedule, axis, (runs_forward, runs_backward) = tick.schedule, chunks.axis, tick.passes
+    held, outside = held._replace(slots=[]), Outside([], [])
     if runs_forward:
-        computed: Computed = done[-1]
+        computed = done[-1]
         if tick.leaves is not None:
             left = from_stage(schedule.stages - 1, computed.along[len(chunks.along) :], axis)
             outside = outside._replace(left=left)
-        held = held._replace(along=sent(schedule, computed.along, 1, axis), last=computed.last)
-        written = [Slot(computed.residuals, computed.pieces)]
+        along = sent(schedule, computed.along, 1, axis)
+        held = held._replace(along=along, last=computed.last, slots=computed.slots)
     if runs_backward:
-        derived: Derived = done[0]
+        derived = done[0]
         if tick.returns is not None:
             reads, _ = chunks.back
             outside = outside._replace(returned=from_stage(0, derived.back[len(reads) :], axis))
@@ -170,13 +146,17 @@ def _exchanged(tick: Tick, chunks: Chunks, axis: str, held: Held, done: list[Any
             back=sent(schedule, derived.back, -1, axis),
             ahead=derived.ahead,
         )
-    return held._replace(slots=written).map(lambda x: x[None]), outside
+    return held.map(lambda x: x[None]), outside
 
 
-def rows(x: Any) -> Any:
-    """A stack of a stage's chunks as one of its layers."""
-    chunks, layers, *shape = x.shape
-    return x.reshape(chunks * layers, *shape)
+def mapped(axis: str, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Return `f`, run by each stage."""
+    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False)
+
+
+def specs(axis: str) -> tuple[Any, Any, Any]:
+    """Return how arrays are on the stages: all of each everywhere, a row on each, a part of each row on each."""
+    return PartitionSpec(), PartitionSpec(axis), PartitionSpec(None, axis)
 
 
 def from_stage(number: int, values: Sequence[Any], axis: str) -> list[Any]:

@@ -234,7 +234,7 @@ def forward_pass(chunks: Chunks, chunk: Any, fixed: Operands, held: Held, free: 
     """
     loops, stage = chunks.loops_of(chunks.loops, chunk), chunk % chunks.schedule.stages
     taken, operands, ys_of_all = chunks.operands(fixed, held.along, stage)
-    steps = passes.forward_pass(loops, operands, [(kept.host, kept.device) for kept in free.residuals])
+    steps = passes.forward_pass(loops, operands, [[*kept.host, *kept.device] for kept in free.residuals])
     (outs, residuals), last, pieces = yield from writing(steps, loops.segments[0], held.last, free.pieces)
     carry, ys = split_list(outs, [loops.carry])
     ys = [chunks.with_rows(x, y, chunk) for x, y in zip(ys_of_all, ys, strict=True)]

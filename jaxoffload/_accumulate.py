@@ -15,10 +15,10 @@ from jax.sharding import AxisType
 
 from ._engine.layers.rows import filled
 from ._engine.microbatches.by_layers import sums_by_layers
-from ._engine.microbatches.call import Call, Sums, call_of, microbatch_of, total
+from ._engine.microbatches.call import Call, Sums, microbatch_of, total
 from ._engine.stages.on_stages import Stages, sums_on_stages, values_on_stages
 from ._errors import deprecated
-from ._jax import as_array, in_memory_of, on_device, without_remat3
+from ._jax import as_array, convert_constvars_jaxpr, in_memory_of, on_device, without_remat3
 from ._lost_changes import warns_of_lost_changes
 from ._same_draws import warn_of_same_draws
 from ._text import nearest
@@ -238,7 +238,8 @@ def _call(
         return out if how.has_aux else (out, None)
 
     of_aux = jax.tree.structure(shape[1] if how.has_aux else None)
-    return call_of(pair, shared, flat, batch, jaxpr, of_aux), on_stages
+    whole = convert_constvars_jaxpr(jaxpr) if jaxpr.consts else jaxpr
+    return Call(pair, flat, batch, microbatches, whole, [*jaxpr.consts, *shared], of_aux), on_stages
 
 
 def _batches(how: _How, others: dict[int, Any], kwargs: dict[str, Any], count: int) -> list[bool]:

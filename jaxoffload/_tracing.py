@@ -60,8 +60,6 @@ class Tracing:
       stage_axis: the mesh axis over which the layers are divided; None outside such a loss, and in its scans. Written
         by `accumulate`; read by `scan`.
       trial: the policy that is tried. Written by `Trial.traced`; read by `scan`'s primitive and `accumulate`.
-      in_outline: only what interleaves is of interest, so nothing that runs is traced. Written by `staying`; read
-        by the primitive of `accumulate`.
       remarks: gathers remarks. Written by `residuals`; read by `offload`.
       whole_program: the host pool is judged once the whole program is traced. Written by `check`, `residuals` and
         `plan`; read by `admitted`.
@@ -75,7 +73,6 @@ class Tracing:
     in_scan: bool = False
     stage_axis: str | None = None
     trial: Trial | None = None
-    in_outline: bool = False
     remarks: Remarks | None = None
     whole_program: bool = False
 

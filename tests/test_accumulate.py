@@ -32,7 +32,6 @@ from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.microbatches import gradient, interleaved
 from jaxoffload._jax import nbytes, on_host
-from jaxoffload._tracing import under
 
 LAYERS, DIM = 3, 8
 WORDS = 11
@@ -564,34 +563,6 @@ def test_which_residuals_stay(sizes, room, budget, stay):
     assert staying(by_rows(sizes), room, budget) == by_rows(stay).keys()
     assert not staying(by_rows(sizes), room, 0)
     assert staying(by_rows(sizes[:1]), room, 10) == by_rows(sizes[:1] if room < sizes[0] else []).keys()
-
-
-def assert_outlined(f, *args):
-    """What interleaves is the same in outline, and nothing that runs is traced."""
-    found = []
-    for outline in (False, True):
-        with under(in_outline=outline):
-            jaxpr = jax.make_jaxpr(f)(*args)
-        (eqn,) = (site.eqn for site in walk(jaxpr) if site.eqn.primitive is interleaved.interleaved_p)
-        found.append((jaxpr.out_avals, [str(eqn.params[name]) for name in interleaved.Interleaved._fields]))
-        assert any(site.eqn.primitive is dot_general_p for site in walk(eqn.params["call_jaxpr"])) != outline
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_in_outline_accumulate_returns_the_same_types(name):
-    loss_of, batch, has_aux = LOSSES[name]
-    assert_outlined(accumulate(functools.partial(loss_of, ours), has_aux=has_aux), PARAMS, *batch(3))
-
-
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-def test_in_outline_on_a_mesh(kind):
-    mesh, specs = jax.make_mesh((4,), ("data",), (kind,)), (PartitionSpec(), PartitionSpec(None, "data"))
-    f = accumulate(functools.partial(two_stacks, ours))
-    local = jax.shard_map(lambda *args: f(*args)[1], mesh=mesh, in_specs=specs, out_specs=specs[0])
-    with jax.set_mesh(mesh):
-        for whole in (f, local):
-            assert_outlined(whole, PARAMS, jax.device_put(normal(5, (3, 4, DIM)), jax.NamedSharding(mesh, specs[1])))
 
 
 def test_one_microbatch_and_a_policy_that_moves_nothing_run_one_by_one(monkeypatch):

@@ -14,7 +14,6 @@ from jaxoffload import accumulate, chain, residuals, scan, tag, verify
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.microbatches import by_layers, gradient, interleaved
 from jaxoffload._engine.microbatches import ends as ends_of
-from jaxoffload._engine.microbatches.ends import Ends
 from jaxoffload._jax import HOST
 from jaxoffload._text import readable
 from jaxoffload.proof._program.target import rows_read_beyond, target_of
@@ -155,7 +154,7 @@ ROW = BATCH * DIM * 4  # bytes of one layer's x
 )
 def test_the_bytes_of_one_microbatch_on_the_device_and_of_two_on_the_host(fields, moved, rows, count, monkeypatch):
     """By hand: rows of x that move; all rows of two stacks, and the last layer's if that stands alone."""
-    monkeypatch.setattr(by_layers, "ends", lambda scans, *_: Ends(scans, scans))  # nothing stays on the device
+    monkeypatch.setattr(by_layers, "ends", lambda scans, *_: (scans, scans))  # nothing stays on the device
     rules = policy({"x": "offload", "fc1": "recompute", "act": "save"}, **fields)
     step = step_under(rules)
     verdict, said = conservation(target_of(step, (WEIGHTS, MICROBATCHES[:count])))
@@ -176,7 +175,7 @@ def test_the_bytes_on_the_host_where_the_first_microbatch_copies_nothing(
     moved, saved, bytes_that_stay, plan, count, stacks, monkeypatch
 ):
     room = ends_of.ends
-    of_first = lambda scans, *_: Ends(room(scans, 2, bytes_that_stay).first, scans)
+    of_first = lambda scans, *_: (room(scans, 2, bytes_that_stay)[0], scans)
     monkeypatch.setattr(by_layers, "ends", of_first)
     step = step_under(
         policy({"x": "recompute", "fc1": "recompute", "act": "recompute"} | {moved: "offload", saved: "save"})

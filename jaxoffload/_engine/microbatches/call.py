@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
 
-from ..._jax import convert_constvars_jaxpr
 from ..layers.placement import split_list
 
 # The losses summed, the gradients summed, and the other results stacked.
@@ -74,19 +73,3 @@ def total(losses: Any) -> Any:
     """Add losses in their order."""
     summed, _ = lax.scan(lambda total, value: (total + value, None), jnp.zeros_like(losses[0]), losses)
     return summed
-
-
-def call_of(
-    loss: Callable[[list[Any], list[Any]], tuple[Any, Any]],
-    shared: list[Any],
-    params: list[Any],
-    batch: list[Any],
-    traced: Jaxpr,
-    others: Any,
-) -> Call:
-    """Return a call whose loss has this jaxpr: values that are the same in all microbatches (`shared`), parameters, a
-    microbatch -> the loss, other results.
-    """
-    consts = [*traced.consts, *shared]
-    jaxpr = convert_constvars_jaxpr(traced) if traced.consts else traced
-    return Call(loss, params, batch, len(batch[0]), jaxpr, consts, others)

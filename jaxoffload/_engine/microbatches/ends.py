@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr
@@ -27,20 +26,16 @@ from .gradient import Scan
 Scans = tuple[Scan, ...]
 
 
-class Ends(NamedTuple):
-    """The scans of the first and of the last microbatch. An end that copies everything is what the others use."""
+def ends(scans: Scans, microbatches: int, gradients: int) -> tuple[Scans, Scans]:
+    """Return the scans of the first and of the last microbatch; `scans` itself for one that copies everything.
 
-    first: Scans
-    last: Scans
-
-
-def ends(scans: Scans, microbatches: int, gradients: int) -> Ends:
-    """Return the scans of the first and of the last microbatch; `gradients`: bytes of a set of them, on all devices."""
+    `gradients`: bytes of a set of them, on all devices.
+    """
     spare, devices = spare_of(scans, microbatches, gradients)
     first, left = _fitted(scans, "forward", devices, spare)
     # Of more than two microbatches the first is gone when the last begins.
     last, _ = _fitted(scans, "backward", devices, left if microbatches == 2 else spare)
-    return Ends(first, last)
+    return first, last
 
 
 def spare_of(scans: Scans, microbatches: int, gradients: int) -> Spare:

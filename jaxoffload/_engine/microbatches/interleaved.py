@@ -28,14 +28,12 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..._jax import IN_TURN, INTERLEAVED, Call, Compilation, Results, convert_constvars_jaxpr, define, when_compiled
-from ..._tracing import tracing
 from ..cost.lone_pass import Spare
 from ..host.need import Need, need_of, returned_on_host
 from ..host.slow_copies import lower_and_note
 from ..layers.loops import DifferentiatedTwice
 from ..layers.passes import Loops
 from ..layers.passes import run as run_passes
-from ..layers.rows import filled
 from .gradient import BetweenPasses, Gradient, Stacks, backward, completed, forward, program_of, stacks_of
 
 
@@ -176,19 +174,8 @@ def need_of_microbatches(scans: Sequence[Loops], beside: Sequence[Jaxpr], sets: 
 def bind(f: Callable[..., Any], what: Interleaved, *operands: Any) -> list[Any]:
     """Evaluate a function that calls `run`, `run_in_turn` or, on stages, `pipeline.run`, as one equation that says what
     is in it."""
-    if tracing().in_outline:
-        f = functools.partial(_outline, what)
     scope = jax.named_scope(f"jaxoffload.accumulate({what.microbatches})")  # for profiles
     return interleaved_p.bind(*operands, call_jaxpr=jax.make_jaxpr(scope(f))(*operands), **what._asdict())
-
-
-def _outline(what: Interleaved, *operands: Any) -> tuple[list[Any], list[Any]]:
-    """Zeros in place of what `run` returns."""
-    loss = what.loss
-    params = [x for x, is_param in zip(operands, loss.differentiated, strict=True) if is_param]
-    return [filled(x, 0, (what.microbatches,)) for x in loss.jaxpr.out_avals], [
-        filled(jax.typeof(x), 0) for x in params
-    ]
 
 
 def bind_in_turn(f: Callable[..., Any], what: Interleaved, *args: Any) -> Any:

@@ -33,7 +33,6 @@ def sums_on_stages(call: Call, stages: Stages) -> Sums:
     staged = _staged(call, stages)
     schedule, loops = staged.chunks.schedule, (staged.chunks.loops,)
     need = _need(staged)
-    _refuse_what_does_not_fit(need, schedule)
 
     def run(*operands: Any) -> tuple[list[Any], list[Any]]:
         given, batch = operands[: call.fixed], operands[call.fixed :]
@@ -110,16 +109,17 @@ def _refuse_effects(call: Call, stages: Stages) -> None:
 
 
 def _need(loss: StagedLoss) -> Need:
+    """Return what stages need of the host's memory, with what stands beside their layers.
+
+    Raises:
+      HostPoolFull: the pool does not hold that.
+    """
     loops, slots = loss.chunks.loops, loss.chunks.schedule.slots
     need = interleaved.need_of_microbatches([loops], loss.beside, slots)
     pieces = sum(beyond_a_row(s.layer, s.layers) for s in filter(travels, loops.segments))
-    return need.plus(Need(other=pieces), slots)
-
-
-def _refuse_what_does_not_fit(need: Need, schedule: Schedule) -> None:
-    """Raise if the pool cannot hold what a stage offloads, with what stands beside its layers."""
-    pool = host_pool_bytes()
+    need, pool = need.plus(Need(other=pieces), slots), host_pool_bytes()
     if pool is not None and need.bytes() > pool:
-        what = f"{schedule.slots} microbatches per stage, and what stands beside their layers"
+        what = f"{slots} microbatches per stage, and what stands beside their layers"
         text = f"{what}, offload {readable(need.bytes())} per device; the pinned host pool holds {readable(pool)}"
         raise HostPoolFull("accumulate", text, need.bytes(), pool, None, auto_axes())
+    return need

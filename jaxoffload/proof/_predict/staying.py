@@ -10,7 +10,6 @@ from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.passes import Loops
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import without_remat3
-from ..._tracing import under
 
 
 @without_remat3
@@ -18,7 +17,7 @@ def staying(f: Callable[..., Any], *args: Any) -> int:
     """Return how many bytes of residuals marked offload stay on each device at once. Nothing runs.
 
     `accumulate` keeps them there in the first and in the last microbatch, so that the others fit behind the pass that
-    runs alone. What its passes compute is not traced.
+    runs alone.
 
     Args:
       f: a training step.
@@ -38,8 +37,7 @@ def staying(f: Callable[..., Any], *args: Any) -> int:
       >>> staying(accumulate(loss), shape(8, 1024, 1024), shape(4, 256, 1024)) // (8 * 256 * 1024 * 2)
       1
     """
-    with under(in_outline=True):
-        sites = walk(jax.make_jaxpr(f)(*args))
+    sites = walk(jax.make_jaxpr(f)(*args))
     return max((_bytes(site.eqn) for site in sites if site.eqn.primitive is interleaved_p), default=0)
 
 

@@ -154,7 +154,9 @@ def evaluate(
     def value(*args: Any, **kwargs: Any) -> Any:
         params = [args[n] for n in _positions(how, len(args))]
         call, on_stages = _call(loss, how, args, kwargs, params)
-        values, aux = values_on_stages(call, on_stages) if on_stages else _values(call)
+        one = lambda number: call.loss(call.params, call.microbatch(number))
+        in_turn = lambda: lax.map(one, jnp.arange(call.microbatches))
+        values, aux = values_on_stages(call, on_stages) if on_stages else in_turn()
         value = how.reduced(total(values), call.microbatches)
         return (value, aux) if has_aux else value
 
@@ -309,7 +311,7 @@ def _microbatches(caller: str, batches: dict[str, Any]) -> int:
         if not getattr(leaf, "shape", ()):
             raise TypeError(
                 f"{caller}: {name} has no leading axis of microbatches, which every argument needs that is "
-                f"not in argnums; {_SPLIT if _is_key(leaf) else _SHARE}"
+                f"not in argnums; {_SPLIT if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key) else _SHARE}"
             )
     if not batches:
         raise TypeError(f"{caller}: no argument is a batch; at least one must be, split in microbatches")
@@ -325,10 +327,6 @@ def _microbatches(caller: str, batches: dict[str, Any]) -> int:
 
 _SHARE = "give in_axes None for what is the same in all microbatches: frozen weights, a step number"
 _SPLIT = "split the key, one per microbatch: jax.random.split(key, microbatches)"
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _is_raw_key(leaf: Any) -> bool:
@@ -377,8 +375,3 @@ def _one_by_one(call: Call) -> Sums:
     value, *grads = [filled(aval, 0) for aval in jax.make_jaxpr(of_first)().out_avals]
     (value, grads), aux = lax.scan(add, (value, grads), jnp.arange(call.microbatches))
     return value, grads, aux
-
-
-def _values(call: Call) -> tuple[Any, Any]:
-    """Return all losses and the other results, one microbatch after another."""
-    return lax.map(lambda number: call.loss(call.params, call.microbatch(number)), jnp.arange(call.microbatches))

@@ -154,11 +154,6 @@ def is_attention(name: str) -> bool:
     return re.fullmatch(ATTENTION, name) is not None
 
 
-def is_cudnn_attention(name: str) -> bool:
-    """Return if a primitive of this name is JAX's call of cuDNN's attention."""
-    return re.fullmatch(CUDNN_ATTENTION, name) is not None
-
-
 def is_causal(params: dict[str, Any]) -> bool:
     """Return if an attention kernel with these parameters skips what a causal mask hides."""
     mask = params.get("mask_type", getattr(params.get("config"), "attn_mask_type", None))  # JAX's, TransformerEngine's

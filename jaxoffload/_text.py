@@ -9,15 +9,11 @@ import numpy as np
 GIB = 2**30
 
 
-def closest(value: object, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name most like `value`, ignoring case; None if none is like it."""
-    lower = {other.lower(): other for other in allowed}
-    return next((lower[name] for name in difflib.get_close_matches(str(value).lower(), lower, 1, cutoff=0.5)), None)
-
-
 def nearest(value: object, allowed: Iterable[str]) -> str:
-    """Return the end of an error message that names the closest allowed name; empty if there is none."""
-    return f"; the nearest is {name!r}" if (name := closest(value, allowed)) else ""
+    """Return the end of an error message that names the allowed name most like `value`; empty if none is like it."""
+    lower = {name.lower(): name for name in allowed}
+    found = difflib.get_close_matches(str(value).lower(), lower, 1, cutoff=0.5)
+    return f"; the nearest is {lower[found[0]]!r}" if found else ""
 
 
 def short(value: object) -> str:

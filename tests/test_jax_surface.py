@@ -102,7 +102,7 @@ def test_each_regular_expression_matches_its_names_and_no_other():
     for key, regex in regexes.items():
         assert {name for name in every if re.fullmatch(regex, name)} == BY_REGEX[key], key
     assert {name for name in every if _jax.is_attention(name)} == BY_REGEX["ATTENTION"]
-    assert {name for name in every if _jax.is_cudnn_attention(name)} == BY_REGEX["CUDNN_ATTENTION"]
+    assert {name for name in every if re.fullmatch(_jax.CUDNN_ATTENTION, name)} == BY_REGEX["CUDNN_ATTENTION"]
 
 
 def test_the_internal_function_and_setting_and_the_primitives_of_kernels_exist():

@@ -28,7 +28,7 @@ from ..jaxprs.source import Source
 from .layer import prevent_cse_barrier
 from .placement import split_list
 from .rows import add_to_row, empty_stack, filled, opaque_zero, put_row, take_row
-from .segments import Segment, SegmentResiduals, reads_of
+from .segments import Segment, SegmentResiduals
 from .transport import to_device, to_host
 
 
@@ -61,10 +61,6 @@ class Loops:
     def row(self, layer: Any) -> Any:
         """The row of xs and ys that belongs to `layer`."""
         return self.length - 1 - layer if self.reverse else self.first + layer
-
-    def with_segments(self, segments: Sequence[Segment]) -> "Loops":
-        """A forward pass over the same layers, divided or differentiated in another way."""
-        return dataclasses.replace(self, segments=tuple(segments), reads=reads_of(segments, self.consts))
 
     @property
     def offloads(self) -> bool:

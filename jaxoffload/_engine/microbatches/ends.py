@@ -21,6 +21,7 @@ from ..jaxprs.flat import mesh_of
 from ..jaxprs.walk import walk
 from ..layers.layer import Layer
 from ..layers.passes import Loops
+from ..layers.segments import reads_of
 from .gradient import Scan
 
 Scans = tuple[Scan, ...]
@@ -76,7 +77,10 @@ def _fitted_loops(loops: Loops, direction: Direction, devices: int, budget: int)
             budget -= segment.layers * (_on_device(layer) - _on_device(segment.layer))
             on_host = segment.on_host if layer.layout.moved else 0
             segments[number] = segment._replace(jaxpr=layer.forward, layer=layer, on_host=on_host)
-    return (loops if tuple(segments) == loops.segments else loops.with_segments(segments)), budget
+    if tuple(segments) == loops.segments:
+        return loops, budget
+    reads = reads_of(segments, loops.consts)
+    return dataclasses.replace(loops, segments=tuple(segments), reads=reads), budget
 
 
 def _on_device(layer: Layer) -> int:

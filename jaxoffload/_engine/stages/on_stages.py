@@ -79,7 +79,11 @@ def _staged(call: Call, stages: Stages, keep_nothing: bool = False) -> StagedLos
             "accumulate: stages: a scan inside vmap or checkify, or one that offload replaced, cannot be dealt; call "
             "jaxoffload.scan"
         )
-    _refuse_effects(call, stages)
+    if effects := call.jaxpr.effects:
+        raise NotImplementedError(
+            f"accumulate: stages={stages.axis!r}: the loss has effects ({', '.join(map(str, effects))}), and stages "
+            "run its layers for microbatches that do not exist, too; remove them, or accumulate without stages"
+        )
     policy, strict = (Policy(), False) if keep_nothing else (params["policy"], params["strict"])
     with on_a_stage(stages.axis):
         loops = chunk_loops(params["on_stage"], divided.perturbed, policy, strict, schedule.chunks, schedule.slots)
@@ -98,14 +102,6 @@ def _nothing_to_deal(schedule: Schedule, lengths: Sequence[int]) -> str:
         f"accumulate: the loss has {has}, outside of other control flow; the gradient must reach one whose layers are "
         f"divisible by {chunks}"
     )
-
-
-def _refuse_effects(call: Call, stages: Stages) -> None:
-    if effects := call.jaxpr.effects:
-        raise NotImplementedError(
-            f"accumulate: stages={stages.axis!r}: the loss has effects ({', '.join(map(str, effects))}), and stages "
-            "run its layers for microbatches that do not exist, too; remove them, or accumulate without stages"
-        )
 
 
 def _need(loss: StagedLoss) -> Need:

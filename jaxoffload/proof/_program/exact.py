@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from jax.extend.core import Jaxpr
 from ..._compiler_options import is_for_gpu
 from ..._engine.host.slow_copies import untold
 from ..._engine.jaxprs.walk import walk
-from ..._jax import CUDNN_CONFIG, cudnn_lowering, is_cudnn_attention
+from ..._jax import CUDNN_ATTENTION, CUDNN_CONFIG, cudnn_lowering
 
 _MAY_BE_ATOMIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # TransformerEngine's variable
 
@@ -120,6 +121,6 @@ def deterministic_attention() -> Iterator[None]:
 
 def not_exact(jaxpr: Jaxpr) -> str:
     """Return why one program may give other bits each time it runs, whatever the options; empty if it may not."""
-    if cudnn_lowering()[1] or not any(is_cudnn_attention(site.eqn.primitive.name) for site in walk(jaxpr)):
+    if cudnn_lowering()[1] or not any(re.fullmatch(CUDNN_ATTENTION, site.eqn.primitive.name) for site in walk(jaxpr)):
         return ""
     return "this JAX offers no way to ask cuDNN's attention to be deterministic: docs/upstream.md#cudnn-deterministic"

@@ -1,5 +1,4 @@
-"""accumulate(): `jax.value_and_grad` over microbatches, the forward pass of one beside the backward pass of another;
-evaluate(): the loss alone."""
+"""accumulate(): `jax.value_and_grad` over microbatches that run beside each other; evaluate(): the loss alone."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Errors: what the user can mend, as data; warnings at the user's line, and the code that none must point to."""
+"""Errors that the user can mend, as data, and warnings that point to the user's line."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The ambient record of a trace: what it is for, and what is around the code.
+"""The ambient record of a trace: the scope of names, whether it is the reference or a trial, what is around the code.
 
 It is part of the key of JAX's trace caches: a jitted function is traced again under another record. So a trace of the
 reference, or under a policy on trial, is never taken for one of the program.

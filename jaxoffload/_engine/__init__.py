@@ -1,1 +1,1 @@
-"""Behind scan, chain and checkpoint: from a traced function and a policy to loops that copy while they compute."""
+"""Behind scan, chain, checkpoint and accumulate: from a traced function and a policy to loops that copy meanwhile."""

@@ -1,4 +1,4 @@
-"""The pinned host pool: how much it holds, and how many layers of one `scan`, `chain` or `checkpoint` fit in it."""
+"""The capacity of the pinned host pool, and how many layers of one `scan`, `chain` or `checkpoint` fit in it."""
 
 import math
 import os

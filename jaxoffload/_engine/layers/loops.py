@@ -1,4 +1,4 @@
-"""The two equations of a differentiated scan: its forward loops, which keep residuals, and its backward loops."""
+"""The two primitives of a differentiated scan: one runs its forward pass and keeps residuals, one its backward pass."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The passes of a scan over layers: each copies the residuals of one layer while it computes the next.
+"""Run the layers of a scan, forward or backward: copy the residuals of one while the next one computes.
 
     forward   i:   compute layer i                 write the residuals of layer i-1 to row i on the host
     backward  i:   compute layer i's cotangents    fetch the residuals of layer i-1 from row i

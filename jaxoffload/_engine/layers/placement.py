@@ -1,4 +1,4 @@
-"""Places of the residuals of a layer between its passes: on the host, on the device, kept once, or read again."""
+"""Decide where each residual of a layer lives between the passes: on the host, the device, kept once, or an operand."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Copies of residuals between device and host: the only ones, besides those that `jax.checkpoint` makes."""
+"""Copy between device and host: all copies of residuals are made here, except those of `jax.checkpoint`."""
 
 from typing import Any
 

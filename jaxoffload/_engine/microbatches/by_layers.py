@@ -1,6 +1,6 @@
-"""Sum gradients over microbatches layer by layer: two microbatches beside each other if something is offloaded.
+"""Enter `accumulate`: run two microbatches beside each other if something is offloaded, else one after another.
 
-If nothing is, they run one after another. Gradients of layers are added where they are made.
+Gradients of layers are added where they are made.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Gradients over microbatches: the forward pass of one beside the backward pass of the one before it, layer by layer.
+"""Run microbatches: the forward pass of one beside the backward pass of the one before it, layer by layer.
 
     microbatch 0   | F F F F F F | B B B B B B |             |
     microbatch 1   |             | F F F F F F | B B B B B B |

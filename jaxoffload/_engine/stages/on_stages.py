@@ -1,4 +1,4 @@
-"""Sum gradients over microbatches whose layers run on pipeline stages, or evaluate the loss there."""
+"""Enter pipeline stages: deal the layers of a loss in chunks, then sum its gradients there, or evaluate it."""
 
 import dataclasses
 from collections.abc import Sequence

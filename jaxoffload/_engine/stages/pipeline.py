@@ -1,4 +1,4 @@
-"""Gradients over microbatches on pipeline stages: each device runs a part of the layers, as `schedule.py` draws it.
+"""Run the ticks of a step on pipeline stages: each device has a part of the layers, as `schedule.py` draws it.
 
     tick t on a stage:   compute the cotangents of one microbatch      fetch its residuals
                          compute the layers of another                 write the residuals of that one

@@ -308,9 +308,10 @@ def _microbatches(caller: str, batches: dict[str, Any]) -> int:
     """Return the length of the leading axis that all batches have."""
     for name, leaf in batches.items():
         if not getattr(leaf, "shape", ()):
+            is_key = jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key)
             raise TypeError(
                 f"{caller}: {name} has no leading axis of microbatches, which every argument needs that is "
-                f"not in argnums; {_SPLIT if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key) else _SHARE}"
+                f"not in argnums; {_SPLIT if is_key else _SHARE}"
             )
     if not batches:
         raise TypeError(f"{caller}: no argument is a batch; at least one must be, split in microbatches")

@@ -12,6 +12,7 @@ carry that does (lax.scan makes a constant of it, and what depends on constants 
 inside a block, what depends on constants alone. The sign of a zero is not compared.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxoffload import PolicyError, accumulate, checkpoint, residuals, scan, tag
+from jaxoffload._engine.jaxprs.walk import walk
+from jaxoffload._engine.layers.loops import backward_p
 
 pytestmark = pytest.mark.slow
 
@@ -731,6 +734,12 @@ def check_bytes(program):
     assert (table.device_bytes, table.host_bytes) == (device, host)
 
 
+def reaches_layers(program):
+    """Return if the gradient has a backward pass of layers: some results are keys, and some inputs are read nowhere."""
+    jaxpr = jax.make_jaxpr(values_and_gradients(program, through_ours))(arrays(program))
+    return any(site.eqn.primitive is backward_p for site in walk(jaxpr))
+
+
 EXAMPLES = int(os.environ.get("EXAMPLES", 200))  # programs; `make test-long` sets it
 PARTS, A_BATCH = 4, 6  # on average
 
@@ -762,9 +771,10 @@ def test_random_scans(part):
             assert_same_bits(got, want)
         for program in [program for program in sound if program.length][:accumulating]:
             note(f"accumulated: {program}")
-            (got,), (want,) = (
-                run_all([program], through, accumulated) for through in (through_ours, through_reference)
-            )
+            unreached = contextlib.nullcontext() if reaches_layers(program) else pytest.warns(match="gradient reaches")
+            with unreached:
+                (got,) = run_all([program], through_ours, accumulated)
+            (want,) = run_all([program], through_reference, accumulated)
             assert_same_bits(got, want)
 
     check()

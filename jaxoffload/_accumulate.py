@@ -228,8 +228,8 @@ def _call(
 
     on_stages = _stages(how)
     with under(stage_axis=on_stages.axis if on_stages else None):
-        warning = warns_of_lost_changes(loss, "accumulate", args, kwargs)
-        jaxpr, shape = _traced(functools.partial(run, warning), shared, flat, batch, microbatches)
+        warning = warns_of_lost_changes(loss, how.caller, args, kwargs)
+        jaxpr, shape = _traced(how.caller, functools.partial(run, warning), shared, flat, batch)
     # JAX's own errors, about parameters and results that cannot be differentiated.
     zeros = lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
     jax.eval_shape(jax.value_and_grad(zeros, has_aux=how.has_aux), flat if how.caller == "accumulate" else 0.0)
@@ -265,7 +265,7 @@ def _batches(how: _How, others: dict[int, Any], kwargs: dict[str, Any], count: i
 
 
 def _traced(
-    loss: Callable[..., Any], shared: list[Any], params: list[Any], batch: list[Any], microbatches: int
+    caller: str, loss: Callable[..., Any], shared: list[Any], params: list[Any], batch: list[Any]
 ) -> tuple[Jaxpr, Any]:
     """Trace a loss, and return its results in shapes; warn of random numbers that are the same in all microbatches."""
     one = jax.make_jaxpr(lambda: microbatch_of(batch, 0))().out_avals
@@ -273,9 +273,10 @@ def _traced(
         jaxpr, shape = jax.make_jaxpr(loss, return_shape=True)(shared, params, one)
     except TypeError as error:
         if any(map(_is_raw_key, batch)):  # whose two or four numbers are as many as the microbatches
-            error.add_note(f"jaxoffload: accumulate: a batch may be a PRNG key; {_SPLIT}")
+            error.add_note(f"jaxoffload: {caller}: a batch may be a PRNG key; {_SPLIT}")
         raise
-    warn_of_same_draws(jaxpr, [n >= len(shared) + len(params) for n in range(len(jaxpr.invars))], microbatches)
+    differ = [n >= len(shared) + len(params) for n in range(len(jaxpr.invars))]
+    warn_of_same_draws(caller, jaxpr, differ, len(batch[0]))
     return jaxpr, shape
 
 

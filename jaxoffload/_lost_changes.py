@@ -16,10 +16,12 @@ from ._errors import warn
 from ._jax import dce_jaxpr
 
 Function = Callable[..., Any]
+_OF_MICROBATCHES = "microbatches", "With has_aux=True, return nnx.state(module, nnx.Not(nnx.Param)) too"
 _KEEP = {  # what the changes are in, and how they come back
     "scan": ("layers", "Use jaxoffload.nnx.scan, or return nnx.state(layer) too"),
     "chain": ("layers", "With has_aux=True, return nnx.state(layer) too"),
-    "accumulate": ("microbatches", "With has_aux=True, return nnx.state(module, nnx.Not(nnx.Param)) too"),
+    "accumulate": _OF_MICROBATCHES,
+    "evaluate": _OF_MICROBATCHES,
 }
 
 

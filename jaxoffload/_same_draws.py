@@ -17,13 +17,13 @@ from ._errors import warn
 from ._jax import DRAWS
 
 
-def warn_of_same_draws(jaxpr: Jaxpr, differ: Sequence[bool], microbatches: int) -> None:
+def warn_of_same_draws(caller: str, jaxpr: Jaxpr, differ: Sequence[bool], microbatches: int) -> None:
     """Warn if what is drawn in a traced loss depends on none of the operands that `differ` between microbatches."""
     same: list[JaxprEqn] = []
     _follow(jaxpr, differ, same)
     if same and microbatches > 1:
         warn(
-            "accumulate: the loss draws the same random numbers in all microbatches, such as the masks of "
+            f"{caller}: the loss draws the same random numbers in all microbatches, such as the masks of "
             "a dropout: their key does not come with a microbatch. Split a key, one per microbatch, and give "
             f"jax.random.split(key, {microbatches}) as an argument of the loss"
         )

@@ -421,6 +421,7 @@ KEY, KEYS = jax.random.key(0), jax.random.split(jax.random.key(0), 3)
 
 
 @pytest.mark.claim("masks-differ")
+@pytest.mark.parametrize("of", [accumulate, evaluate])
 @pytest.mark.parametrize("made", [drawing, carried])
 @pytest.mark.parametrize(
     "key_of, given, warns",
@@ -433,12 +434,12 @@ KEY, KEYS = jax.random.key(0), jax.random.split(jax.random.key(0), 3)
     ],
     ids=["closed over", "closed over, raw", "folded", "given", "given, raw"],
 )
-def test_the_same_random_numbers_in_all_microbatches_are_told(made, key_of, given, warns):
+def test_the_same_random_numbers_in_all_microbatches_are_told(of, made, key_of, given, warns):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        jax.make_jaxpr(accumulate(made(key_of)))(PARAMS["w"], X, *given)
-        jax.make_jaxpr(accumulate(made(key_of)))(PARAMS["w"], X[:1], *(x[:1] for x in given))  # one microbatch
-    words = "accumulate: the loss draws the same random numbers in all microbatches"
+        jax.make_jaxpr(of(made(key_of)))(PARAMS["w"], X, *given)
+        jax.make_jaxpr(of(made(key_of)))(PARAMS["w"], X[:1], *(x[:1] for x in given))  # one microbatch
+    words = f"{of.__name__}: the loss draws the same random numbers in all microbatches"
     assert [words in str(warning.message) for warning in told] == [True] * warns
     assert all(warning.filename == __file__ for warning in told)
 

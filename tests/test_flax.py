@@ -435,6 +435,8 @@ def test_accumulate_tells_of_lost_changes():
     stack = stack_of(Normed)
     with pytest.warns(UserWarning, match=words):
         jax.make_jaxpr(accumulate(stack_loss))(stack, MICROBATCHES)
+    with pytest.warns(UserWarning, match=words.replace("accumulate", "evaluate")):
+        jax.make_jaxpr(evaluate(stack_loss))(stack, MICROBATCHES)
     kept = lambda stack, x: (stack_loss(stack, x), nnx.state(stack, nnx.BatchStat))
     _, changed = jax.eval_shape(accumulate(kept, has_aux=True), stack, MICROBATCHES)[0]
     assert {x.shape for x in jax.tree.leaves(changed)} == {(3, 3, 8)}

@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import jit_p
 
 from ..._jax import MOVES, RESHAPES, dce_jaxpr, evaluate, jvp_jaxpr, zero_of
-from ..jaxprs.inline import variables, with_unknown_names, written_out, zero_results
+from ..jaxprs.inline import depending, with_unknown_names, written_out, zero_results
 from ..jaxprs.walk import walk
 from ..layers.passes import Loops
 from ..layers.placement import split_list
@@ -90,10 +90,7 @@ class Divided:
     @functools.cached_property
     def varies(self) -> list[bool]:
         """Which operands of the scan differ between microbatches."""
-        varying = set(self.before.invars[self.fixed :])
-        for eqn in self.before.eqns:
-            if not varying.isdisjoint(variables(eqn.invars)):
-                varying.update(eqn.outvars)
+        varying = depending(self.before, self.before.invars[self.fixed :], lambda _: False)
         return [isinstance(v, Var) and v in varying for v in self.before.outvars]
 
     @functools.cached_property

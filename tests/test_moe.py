@@ -204,13 +204,21 @@ def saved_by(rules):
     return tuple(leaf for name, decision in rules.items() if decision != "recompute" for leaf in NAMES[name])
 
 
+def assignments():
+    """Nine, in which each decision on a name meets each on another; all 81 in `make test-long`."""
+    every = list(itertools.product(("save", "offload", "recompute"), repeat=4))
+    meets = lambda a, b, c, d: (a + b) % 3 == c and (a + 2 * b) % 3 == d
+    numbers = itertools.product(range(3), repeat=4)
+    chosen = every if "EXAMPLES" in os.environ else [e for e, n in zip(every, numbers, strict=True) if meets(*n)]
+    return [dict(zip(NAMES, decisions, strict=True)) for decisions in chosen]
+
+
 @pytest.mark.slow
 @pytest.mark.claim("experts-decided-apart")
 @pytest.mark.parametrize("first", ["save", "offload", "recompute"])
-def test_gradients_of_all_81_assignments_equal_the_reference(first):
+def test_gradients_of_assignments_equal_the_reference(first):
     """The reference saves the same names and the routing. The outputs are the carry and each layer's balance."""
-    rest = itertools.product(("save", "offload", "recompute"), repeat=3)
-    every = [dict(zip(NAMES, (first, *decisions), strict=True)) for decisions in rest]
+    every = [rules for rules in assignments() if rules["moe/fc1_input"] == first]
     subsets = sorted({saved_by(rules) for rules in every})
     plain = lambda names: lambda x, w: lax.scan(in_a_loop(layer, *names, *ROUTING), x, w)
     grads = run_each([gradient(f, (0, 1)) for f in [*map(through, every), *map(plain, subsets)]], *inputs())
@@ -222,12 +230,7 @@ def test_gradients_of_all_81_assignments_equal_the_reference(first):
 @pytest.mark.slow
 @pytest.mark.claim("accumulated-bit-for-bit")
 def test_accumulated_gradients_of_assignments_equal_a_plain_loops():
-    """Of nine in which each decision meets each; of all 81 in `make test-long`."""
-    every = list(itertools.product(("save", "offload", "recompute"), repeat=4))
-    meets = lambda a, b, c, d: (a + b) % 3 == c and (a + 2 * b) % 3 == d
-    numbers = itertools.product(range(3), repeat=4)
-    chosen = every if "EXAMPLES" in os.environ else [e for e, n in zip(every, numbers, strict=True) if meets(*n)]
-    rules = [dict(zip(NAMES, decisions, strict=True)) for decisions in chosen]
+    rules = assignments()
     subsets = sorted({saved_by(each) for each in rules})
     plain = lambda names: lambda x, w: lax.scan(in_a_loop(layer, *names, *ROUTING), x, w)
     fs = [accumulated(through(each)) for each in rules] + [accumulated(plain(names), False) for names in subsets]

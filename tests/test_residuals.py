@@ -314,6 +314,21 @@ def test_a_value_that_no_layer_varies_is_kept_once():
     assert (row.layers, row.bytes) == (1, 8 * 4)
 
 
+@pytest.mark.parametrize("inside", [jax.jit, jax.checkpoint, lambda f: checkpoint(f, policy=policy({}))])
+def test_a_value_that_no_layer_varies_is_kept_once_though_a_nested_call_reads_it(inside):
+    """The call takes it beside what varies, and returns it as a residual of its own."""
+
+    x, ws, scale = normal(0, (8, 8)), normal(1, (N, 8, 8)), jnp.ones((1, 8))
+
+    def layer(x, w):
+        y = jnp.sin(scale)
+        return inside(jnp.multiply)(w, y) + x, tag(y, "scale")
+
+    table = residuals(lambda x, ws: scan(layer, x, ws, policy=policy({"scale": "offload"}))[0], x, ws)
+    (row,) = [r for r in table if r.names == ("scale",)]
+    assert (row.layers, row.bytes, table.host_bytes) == (1, 8 * 4, 0)
+
+
 def test_a_checkpoint_around_a_scan_keeps_what_a_later_layer_needs():
     """The second part of the carry has no gradient; the first one reads it a layer later."""
 

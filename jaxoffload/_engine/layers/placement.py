@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from ..jaxprs.flat import Straight
 from ..jaxprs.inline import depending
-from ..jaxprs.source import Source, source_of
+from ..jaxprs.source import Source, follow, is_its_operand, source_of
 
 # What happens to a residual between the passes. An "operand" (a constant, or a slice of xs) is read again; one that is
 # the same in every layer is kept "once"; any other goes to the "host" or stays on the "device".
@@ -94,7 +94,7 @@ def kept_of(known: Jaxpr, consts: int, carry: int, residuals: Sequence[Any]) -> 
         if var in operands and operands[var] not in range(consts, consts + carry):
             return Kept("operand", operands[var], Source(None, "an operand"))
         source = Source(None, "the carry of a scan") if var in operands else source_of(known, var)
-        if var not in differs:
+        if follow(known, var, is_its_operand) not in differs:  # a nested call may return what it is given
             return Kept("once", None, source._replace(where="the same in every layer", kind="once"))
         return Kept("host" if source.name and source.name.decision == "offload" else "device", None, source)
 

@@ -168,7 +168,6 @@ MORE_IN_FLIGHT = pytest.mark.xfail(
     [
         pytest.param(1, 1, 11, id="a loop over ticks"),
         pytest.param(2, 2, 12, id="virtual stages"),
-        pytest.param(2, 2, 9, id="virtual stages, no loop"),
         pytest.param(1, 1, 9, id="no loop", marks=MORE_IN_FLIGHT),
     ],
 )

@@ -22,6 +22,8 @@ endif
 # The lower bound of jax.
 oldest = $(shell sed -n 's/^ *"jax>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 contract = $(addprefix tests/test_,contract.py rules.py scan.py rounding.py)
+gradients = $(contract) $(addprefix tests/test_,accumulate.py chain.py checkpoint.py flax.py moe.py offload.py stages.py \
+	verify.py)
 CONFIG ?= configs/tiny.yaml
 # What `make train` installs: train,cuda13 has JAX for NVIDIA GPUs, which PyPI's jax alone is not.
 EXTRAS ?= train
@@ -43,11 +45,11 @@ train: $(base)
 test: lint
 	$(PYTHON) -m pytest $(workers) -m "not slow" $(ARGS)
 
-# The same with what an x86 CPU without AVX-512 has. XLA generates code for it; oneDNN, which multiplies matrices, asks the
-# CPU itself, and has a variable of its own.
+# Of these, those that compare gradients, with what an x86 CPU without AVX-512 has, which adds in another order. XLA
+# generates code for it; oneDNN, which multiplies matrices, asks the CPU itself, and has a variable of its own.
 test-avx2: $(tools)
 	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=AVX2" ONEDNN_MAX_CPU_ISA=AVX2 \
-		$(PYTHON) -m pytest $(workers) -m "not slow" $(ARGS)
+		$(PYTHON) -m pytest $(workers) -m "not slow" $(gradients) $(ARGS)
 
 test-all: lint $(cuda) $(if $(ARGS),,test-oldest)
 	$(with_cuda) $(PYTHON) -m pytest $(workers) $(ARGS)

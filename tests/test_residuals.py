@@ -314,10 +314,13 @@ def test_a_value_that_no_layer_varies_is_kept_once():
     assert (row.layers, row.bytes) == (1, 8 * 4)
 
 
-@pytest.mark.parametrize("inside", [jax.jit, jax.checkpoint, lambda f: checkpoint(f, policy=policy({}))])
+@pytest.mark.parametrize(
+    "inside",
+    [jax.jit, jax.checkpoint, lambda f: checkpoint(f, policy=policy({}))],
+    ids=["jit", "jax.checkpoint", "checkpoint"],
+)
 def test_a_value_that_no_layer_varies_is_kept_once_though_a_nested_call_reads_it(inside):
     """The call takes it beside what varies, and returns it as a residual of its own."""
-
     x, ws, scale = normal(0, (8, 8)), normal(1, (N, 8, 8)), jnp.ones((1, 8))
 
     def layer(x, w):

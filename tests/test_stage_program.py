@@ -155,6 +155,7 @@ def gated(x, w):
     return x + tag(jax.nn.silu(gate) * up, "act") @ w["out"], None
 
 
+OPEN, ALL_MOVED = Policy(), Policy({"*": "offload"})
 MORE_IN_FLIGHT = pytest.mark.xfail(
     jax.__version_info__ < (0, 12),
     reason="jaxlib 0.11.2 has more rows in flight: with all moved, 150 of 1180 MB that are not predicted",
@@ -164,14 +165,16 @@ MORE_IN_FLIGHT = pytest.mark.xfail(
 
 @pytest.mark.claim("plan-memory")
 @pytest.mark.parametrize(
-    "virtual_stages, data, microbatches",
+    "virtual_stages, data, microbatches, points",
     [
-        pytest.param(1, 1, 11, id="a loop over ticks"),
-        pytest.param(2, 2, 12, id="virtual stages"),
-        pytest.param(1, 1, 9, id="no loop", marks=MORE_IN_FLIGHT),
+        pytest.param(1, 1, 11, [(OPEN, 0), (ALL_MOVED, -1)], id="a loop over ticks"),
+        pytest.param(2, 2, 12, [(OPEN, -1), (ALL_MOVED, 0)], id="virtual stages"),
+        pytest.param(2, 2, 9, [(OPEN, 0)], id="virtual stages, no loop"),
+        pytest.param(1, 1, 9, [(OPEN, -1), (ALL_MOVED, 0)], id="no loop", marks=MORE_IN_FLIGHT),
     ],
 )
-def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data, microbatches):
+def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data, microbatches, points):
+    """Of the choices with least and with most memory, where all is open and where all is moved."""
     monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
     mesh = Mesh(np.array(described(2 * data)).reshape(2, data), ("stage", "data"))
 
@@ -190,7 +193,7 @@ def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_st
     of = lambda *sizes: shape([None, "stage"], virtual_stages, 2 * 6, *sizes)  # 6 layers in each chunk
     weights = {"gate": of(1024, 4096), "up": of(1024, 4096), "out": of(4096, 1024)}
     args = weights, shape([None, "data"], microbatches, ROWS, 1024)
-    for fixed, end in ((Policy(), -1), (Policy({"*": "offload"}), 0)):  # all saved, all moved
+    for fixed, end in points:
         make = functools.partial(plan, step, *args, machine=ROOT / "machines/h200.json", fixed=fixed)
         point = make(budget="100GiB").curve[end]
         found, planned = make(budget=point.bytes), _compiled.compiled_bytes(step, args, point.policy)

@@ -3,12 +3,16 @@ GPUs."""
 
 import contextlib
 import gc
+import hashlib
 import importlib
 import os
+import platform
 import shutil
 import signal
 import sys
 import tempfile
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -33,10 +37,23 @@ def pytest_configure(config):
 
 
 def compile_once(config):
-    """Keep what is compiled until these tests end: most runs of the training program compile the same step."""
-    folder = tempfile.mkdtemp(prefix="jaxoffload-tests-")  # for each pytest-xdist process: JAX does not lock it
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    """Keep what is compiled until these tests end, or in the folder COMPILED for later runs: many compile the same step."""
+    if kept := os.environ.get("COMPILED"):
+        flags = [os.environ.get(name) for name in ("XLA_FLAGS", "ONEDNN_MAX_CPU_ISA")]
+        key = hashlib.sha256(repr((version("jaxlib"), flags, instruction_set())).encode()).hexdigest()[:16]
+        folder = os.path.join(os.path.abspath(kept), key, os.environ.get("PYTEST_XDIST_WORKER", "alone"))
+    else:
+        folder = tempfile.mkdtemp(prefix="jaxoffload-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # One folder for each pytest-xdist process: JAX does not lock it.
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+
+
+def instruction_set():
+    """Return what the CPU can do, on Linux; elsewhere its name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def pytest_collection_modifyitems(items):

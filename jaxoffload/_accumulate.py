@@ -105,7 +105,7 @@ def accumulate(
         if on_stages:
             value, grads, aux = sums_on_stages(call, on_stages)
         else:
-            value, grads, aux = sums_by_layers(call, _one_by_one) or _one_by_one(call)
+            value, grads, aux = sums_by_layers(call) or _one_by_one(call)
         value, grads = how.reduced((value, grads), call.microbatches)
         grads = [in_memory_of(jax.typeof(param), grad) for param, grad in zip(call.params, grads, strict=True)]
         of_grads = params[how.argnums % len(args)] if isinstance(how.argnums, int) else tuple(params.values())

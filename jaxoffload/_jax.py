@@ -97,7 +97,7 @@ def zero_of(dtype: Any) -> Any:
 
 SHARD_MAP, BARRIER, _RETYPED = "shard_map", "optimization_barrier", "jaxoffload_retyped"
 FORWARD, BACKWARD = "jaxoffload_forward", "jaxoffload_backward"  # the loops of `scan`
-INTERLEAVED, IN_TURN = "jaxoffload_interleaved", "jaxoffload_in_turn"  # `accumulate`, and in a plan
+INTERLEAVED = "jaxoffload_interleaved"  # `accumulate`
 REPEATED = "jaxoffload_repeated"  # a loop over ticks
 
 # What has a nested jaxpr. Its results are the equation's own results:
@@ -106,7 +106,7 @@ CALLS = {"jit", "remat2", "eval_jaxpr", "jaxoffload_checkpoint"}
 VJP_RULES = {"custom_vjp_call", "call_hi_primitive"}
 CUSTOM_RULES = VJP_RULES | {"custom_jvp_call"}
 # Calls that XLA does not know as such: the nested jaxpr is a part of the program around it.
-OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", SHARD_MAP, IN_TURN, REPEATED}
+OPENED = CALLS | {"custom_jvp_call", "custom_vjp_call", SHARD_MAP, REPEATED}
 
 # What passes values on. The results are the operands:
 IDENTITIES = {"name", "sharding_constraint", "pvary", BARRIER, _RETYPED}

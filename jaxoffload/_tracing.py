@@ -29,12 +29,10 @@ class Trial:
 
     Attributes:
       policy: a `Policy`, in place of those that a function gives its scans. A pattern may match nothing.
-      says_what_interleaves: whether `accumulate` says what would interleave if something were offloaded.
       scans: those that were traced under it, which live as long: a `Layer` keeps none.
     """
 
     policy: Any  # `_policy` imports this module
-    says_what_interleaves: bool = False
     scans: list[Jaxpr] = dataclasses.field(default_factory=list)
 
     def traced[F: Callable[..., Any]](self, f: F) -> F:
@@ -59,7 +57,7 @@ class Tracing:
       in_scan: the body of a `scan` is traced. Written by `in_our_scan`; read by `chain`.
       stage_axis: the mesh axis over which the layers are divided; None outside such a loss, and in its scans. Written
         by `accumulate`; read by `scan`.
-      trial: the policy that is tried. Written by `Trial.traced`; read by `scan`'s primitive and `accumulate`.
+      trial: the policy that is tried. Written by `Trial.traced`; read by `scan`'s primitive.
       remarks: gathers remarks. Written by `residuals`; read by `offload`.
       whole_program: the host pool is judged once the whole program is traced. Written by `check`, `residuals` and
         `plan`; read by `admitted`.

@@ -2,22 +2,11 @@
 
 from ._check import Check as Check
 from ._check import Verification as Verification
-from ._plan.errors import CannotPlan as CannotPlan
-from ._plan.errors import NothingFits as NothingFits
-from ._plan.plan import plan as plan
-from ._plan.result import Memory as Memory
-from ._plan.result import Plan as Plan
-from ._plan.result import Point as Point
 from ._predict.fit import Fit as Fit
-from ._predict.fit import Fits as Fits
-from ._predict.fit import fits as fits
 from ._predict.machine import Machine as Machine
 from ._predict.machine import known_machine as known_machine
 from ._predict.machine import machine as machine
 from ._predict.measure import Bus as Bus
-from ._predict.room import Room as Room
-from ._predict.room import room as room
-from ._predict.staying import staying as staying
 from ._program.exact import exact_options as exact_options
 from ._program.memory import memory_plan as memory_plan
 from ._program.scheduling import scheduling_options as scheduling_options
@@ -35,3 +24,6 @@ from ._verify.peaks import Peaks as Peaks
 from ._verify.peaks import peaks_of as peaks_of
 from ._verify.verify import checks as checks
 from ._verify.verify import verify as verify
+from ._predict.predict import Memory as Memory
+from ._predict.predict import Prediction as Prediction
+from ._predict.predict import predict as predict

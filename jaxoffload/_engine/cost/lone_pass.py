@@ -26,14 +26,6 @@ Direction = Literal["forward", "backward"]
 Rows = frozenset[int]  # those of a residual in its layer's plan
 
 
-class Spare(NamedTuple):
-    """The bytes per device that may stay in the first or in the last microbatch, and over how many devices values are
-    spread."""
-
-    bytes: int
-    devices: int
-
-
 class Lone(NamedTuple):
     """A layer one of whose passes runs alone.
 

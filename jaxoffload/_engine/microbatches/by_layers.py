@@ -4,7 +4,6 @@ Gradients of layers are added where they are made.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,15 +20,12 @@ from ..layers.rows import filled
 from ..layers.scan_primitive import with_fewer_layers
 from . import interleaved
 from .call import Call, Sums, microbatch_of
-from .ends import ends, spare_of
+from .ends import ends
 from .gradient import Gradient, gradient_of
 
 
-def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | None:
-    """Return the sums; None where there are no layers, or one microbatch.
-
-    `one_by_one`: runs one microbatch after another, for `plan`.
-    """
+def sums_by_layers(call: Call) -> Sums | None:
+    """Return the sums; None where there are no layers, or one microbatch."""
     if call.microbatches == 1 or tracing().reference or jax.config.jax_disable_jit:
         return None
     gradient = gradient_of(call.jaxpr, len(call.consts), len(call.params))
@@ -47,10 +43,6 @@ def sums_by_layers(call: Call, one_by_one: Callable[[Call], Sums]) -> Sums | Non
     loops = lambda scans: tuple(scan.loops for scan in scans)
     loss = interleaved.Loss(call.jaxpr, call.differentiated)
     what = interleaved.Interleaved(loss, loops(scans), loops(scans), loops(scans), call.microbatches)
-    if not offloads and (trial := tracing().trial) and trial.says_what_interleaves:
-        in_turn = lambda params, batch: one_by_one(call._replace(params=params, batch=batch))
-        what = what._replace(spare=spare_of(scans, call.microbatches, size))
-        return interleaved.bind_in_turn(in_turn, what, call.params, call.batch)
     first = last = gradient
     if offloads:
         refuse_ordered_effects("accumulate", call.jaxpr)

@@ -12,11 +12,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 import jax
-from jax.extend.core import Jaxpr
 
 from ..._jax import COLLECTIVES
-from ..cost.cost import Cost
-from ..cost.lone_pass import Direction, Lone, Rows, Spare, bytes_in, cost_of, decide
+from ..cost.lone_pass import Direction, Lone, Rows, bytes_in, cost_of, decide
 from ..jaxprs.flat import mesh_of
 from ..jaxprs.walk import walk
 from ..layers.layer import Layer
@@ -32,17 +30,12 @@ def ends(scans: Scans, microbatches: int, gradients: int) -> tuple[Scans, Scans]
 
     `gradients`: bytes of a set of them, on all devices.
     """
-    spare, devices = spare_of(scans, microbatches, gradients)
+    devices = _devices(scans)
+    spare = int(min(0.7, 2 / microbatches) * gradients) // devices
     first, left = _fitted(scans, "forward", devices, spare)
     # Of more than two microbatches the first is gone when the last begins.
     last, _ = _fitted(scans, "backward", devices, left if microbatches == 2 else spare)
     return first, last
-
-
-def spare_of(scans: Scans, microbatches: int, gradients: int) -> Spare:
-    """Return what may stay; `gradients` as for `ends`."""
-    devices = _devices(scans)
-    return Spare(int(min(0.7, 2 / microbatches) * gradients) // devices, devices)
 
 
 def _devices(scans: Scans) -> int:
@@ -147,11 +140,7 @@ def _only_moves_less(other: Layer, layer: Layer, rows: Rows) -> bool:
 
 
 def _untimed(layer: Layer) -> Counter[str]:
+    """Count what has no known time in the backward pass."""
     backward = layer.backward()
-    return untimed(backward, cost_of(backward, 1))
-
-
-def untimed(backward: Jaxpr, known: Cost) -> Counter[str]:
-    """Count what has no known time in a backward pass of a known cost."""
     names = (site.eqn.primitive.name for site in walk(backward))
-    return known.unknown + Counter(name for name in names if name in COLLECTIVES)
+    return cost_of(backward, 1).unknown + Counter(name for name in names if name in COLLECTIVES)

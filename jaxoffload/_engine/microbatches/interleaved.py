@@ -27,8 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..._jax import IN_TURN, INTERLEAVED, Call, Compilation, Results, convert_constvars_jaxpr, define, when_compiled
-from ..cost.lone_pass import Spare
+from ..._jax import INTERLEAVED, Call, Compilation, Results, define, when_compiled
 from ..host.need import Need, need_of, returned_on_host
 from ..host.slow_copies import lower_and_note
 from ..layers.loops import DifferentiatedTwice
@@ -137,7 +136,6 @@ class Interleaved(NamedTuple):
       loops: the loops of each scan; `first` and `last`: those of the first and of the last microbatch.
       microbatches: how many.
       schedule: a `Schedule` of pipeline stages, if there are any; the loops are then those of the layers of one chunk.
-      spare: where nothing is offloaded, what could stay on the device in the first and in the last if something were.
       stage_axis: of the mesh, over which the stages are.
       need: of the host's memory.
       judges: is shown the compiled program, and may raise.
@@ -149,7 +147,6 @@ class Interleaved(NamedTuple):
     last: tuple[Loops, ...]
     microbatches: int
     schedule: Any = None
-    spare: Spare | None = None
     stage_axis: str | None = None
     need: Need = Need()
     judges: Callable[[Compilation], None] | None = None
@@ -178,15 +175,6 @@ def bind(f: Callable[..., Any], what: Interleaved, *operands: Any) -> list[Any]:
     return interleaved_p.bind(*operands, call_jaxpr=jax.make_jaxpr(scope(f))(*operands), **what._asdict())
 
 
-def bind_in_turn(f: Callable[..., Any], what: Interleaved, *args: Any) -> Any:
-    """Evaluate a function that runs one microbatch after another, as one equation that says what would interleave if
-    something were offloaded."""
-    jaxpr, like = jax.make_jaxpr(f, return_shape=True)(*args)
-    operands = [*jaxpr.consts, *jax.tree.leaves(args)]
-    outs = in_turn_p.bind(*operands, call_jaxpr=convert_constvars_jaxpr(jaxpr), what=what)
-    return jax.tree.unflatten(jax.tree.structure(like), outs)
-
-
 def _refuse(*_: Any, **__: Any) -> Any:
     raise DifferentiatedTwice(
         "jaxoffload.accumulate cannot be differentiated: it returns gradients; differentiate loss"
@@ -210,12 +198,12 @@ def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
     return _noting(ctx, *operands, **params)
 
 
-interleaved_p, in_turn_p = Call(INTERLEAVED), Call(IN_TURN)  # the second is for `plan` alone
-for primitive in (interleaved_p, in_turn_p):
-    define(primitive, jvp=_refuse, batch=functools.partial(_batch, primitive))
+interleaved_p = Call(INTERLEAVED)
 define(
     interleaved_p,
     eager=lambda *args, **params: jax.jit(functools.partial(interleaved_p.bind, **params))(*args),
+    jvp=_refuse,
+    batch=functools.partial(_batch, interleaved_p),
     lower=_lower,
 )
 

@@ -41,7 +41,7 @@ def sums_on_stages(call: Call, stages: Stages) -> Sums:
 
     of_one = interleaved.Loss(call.jaxpr, call.differentiated)
     what = interleaved.Interleaved(
-        of_one, loops, loops, loops, call.microbatches, schedule, None, stages.axis, need, refuse_compiled
+        of_one, loops, loops, loops, call.microbatches, schedule, stages.axis, need, refuse_compiled
     )
     return call.sums_of(interleaved.bind(run, what, *call.operands))
 

@@ -1,10 +1,9 @@
-"""fits(): whether each residual's copies fit behind the layer that computes beside them, from FLOPs and bytes."""
+"""Whether each residual's copies fit behind the layers that compute beside them, from FLOPs and bytes."""
 
 import dataclasses
 import itertools
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +14,9 @@ from ..._engine.jaxprs.walk import nested, walk
 from ..._engine.layers.loops import backward_p, forward_p, is_ours, loops_of
 from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import interleaved_p
-from ..._jax import nbytes, without_remat3
+from ..._jax import nbytes
 from ..._text import readable
 from .._program.host_transfers import for_host
-from .._program.results import trace_of
 from .._residuals.divided import Divided, Rows, parts_of_stored, rows_of
 from .machine import Machine
 from .measure import Bus
@@ -109,94 +107,18 @@ class Fit:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
-class Fits:
-    """The `Fit` of each loop of a function that offloads; print it.
+def fits_in(jaxpr: Jaxpr, args: Any, devices: int, machine: Machine) -> tuple[Fit, ...]:
+    """Return the `Fit` of each loop of a traced function that offloads.
 
-    Example:
-      >>> from jaxoffload.proof import Bus, Fits, Machine
-      >>> bus = Bus(d2h=50.0, h2d=50.0, together=40.0)
-      >>> rates = {"gemm_tflops": 700.0, "attention_tflops": (500.0, 400.0), "hbm_gb_s": 4000.0}
-      >>> h200 = Machine("H200", 1, "0.12", bus, bus, **rates)
-      >>> Fits(h200, devices=1, loops=()).exposed_ms is None  # no loop offloads
-      True
-    """
-
-    machine: Machine
-    devices: int
-    loops: tuple[Fit, ...]
-
-    @property
-    def exposed_ms(self) -> float | None:
-        """Milliseconds of copies per step that are exposed; None where no loop offloads."""
-        return round(sum(loop.exposed_ms(loop.together) for loop in self.loops), 3) if self.loops else None
-
-    def to_json(self) -> str:
-        loops = [
-            {
-                **{field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)},
-                "unknown": sorted(loop.unknown),
-                "copies": [c._asdict() | {"fits": loop.fits(c)} for c in (*loop.copies, loop.together)],
-            }
-            for loop in self.loops
-        ]
-        more = {"devices": self.devices, "exposed_ms": self.exposed_ms}
-        return json.dumps({"machine": json.loads(self.machine.to_json()), **more, "loops": loops})
-
-    def __str__(self) -> str:
-        if not self.loops:
-            return "no prediction: no scan offloads; chain and checkpoint are not covered"
-        caveat = self.machine.caveat(self.devices)
-        lines = [f"copies on {self.devices} {self.machine.device}, predicted from FLOPs and bytes{caveat}"]
-        lines += map(str, self.loops)
-        lines.append(f"{self.exposed_ms:.2f} ms of copies per step are exposed")
-        return "\n".join(lines)
-
-
-@without_remat3
-def fits(f: Callable[..., Any], *args: Any, machine: Machine) -> Fits:
-    """Predict whether the copies of `f`'s residuals fit behind its layers on a machine. Nothing runs.
-
-    The prediction covers each `scan` under a policy that offloads, in `accumulate` too, where copies have two passes to
-    hide behind and go both ways at once; `chain` and `checkpoint` have no loop. What is copied is divided over devices
-    as in the table of `residuals`, which counts what is replicated as whole. What is computed is taken to be spread
-    evenly over the arguments' devices, except where a `shard_map` divides it itself.
+    What is copied is divided over devices as in the table of `residuals`, which counts what is replicated as whole.
 
     Args:
-      f: a loss, which is differentiated, or a step; as for `verify`.
-      args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-      machine: what `machine()` measured, here or elsewhere.
-
-    Returns:
-      A `Fits`, with a `Fit` per loop: times in ms, sizes in bytes per device.
-
-    Raises:
-      TypeError: `machine` is not a Machine.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from jaxoffload import Policy, scan, tag
-      >>> from jaxoffload.proof import Bus, Machine, fits
-      >>> bus = Bus(d2h=50.0, h2d=50.0, together=40.0)
-      >>> rates = {"gemm_tflops": 700.0, "attention_tflops": (500.0, 400.0), "hbm_gb_s": 4000.0}
-      >>> h200 = Machine("H200", 1, "0.12", bus, bus, **rates)
-      >>> policy = Policy({"fc1": "offload"}, min_offload_bytes=0)
-      >>> layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
-      >>> loss = lambda x, w: jnp.sum(scan(layer, x, w, policy=policy)[0])
-      >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-      >>> prediction = fits(loss, shape(8192, 4096), shape(8, 4096, 4096), machine=h200)
-      >>> prediction.loops[0].copies[0].bytes
-      67108864
+      args: of the function. `devices`: over how many its values are spread.
     """
-    if not isinstance(machine, Machine):
-        raise TypeError(f"fits: machine must be a Machine, as machine() and Machine.from_json return, got {machine!r}")
-    jaxpr, _ = trace_of(f, args)
     arguments = [leaf for leaf in jax.tree.leaves(args) if getattr(leaf, "sharding", None) is not None]
-    devices = max((leaf.sharding.num_devices for leaf in arguments), default=1)
     rows = rows_of(arguments, axis=1) | rows_of(arguments)  # a microbatch is a row of an argument
     passes = list(_passes(jaxpr, 1, devices, {}, Divided(jaxpr, rows).rows))
-    loops = [*_in_turn(passes, machine, devices), *_interleaved(passes, machine, devices)]
-    return Fits(machine, devices, tuple(loops))
+    return (*_in_turn(passes, machine, devices), *_interleaved(passes, machine, devices))
 
 
 class _Pass(NamedTuple):

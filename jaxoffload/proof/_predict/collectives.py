@@ -7,7 +7,7 @@ longer by a share of their time.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,67 +20,35 @@ from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.layer import Body
 from ..._jax import nbytes
 from .._rates import Link
-from .costs import Costs, Kept
-from .stacks import Found
+from .scans import Scan
 
 
 class Weight(NamedTuple):
-    """Weights of one layer: bytes on each device once they are gathered over `parts` devices, over how many others
-    their gradient is summed, and the shape of a layer's row.
-
-    `relaid`: bytes per device of the second copy that XLA makes: it lays out the whole stack anew if the axis that it
-    gathers is not the first one in memory (jaxlib 0.11.2, 0.12.0).
-    """
+    """Weights of one layer: bytes on each device once they are gathered over `parts` devices, and over how many others
+    their gradient is summed."""
 
     bytes: float
     parts: int
     others: int
     has_gradient: bool
-    row: tuple[int, ...]
-    relaid: float
 
 
-Seconds = tuple[float, float]  # of a layer's forward and of its backward pass
-
-
-def with_collectives(costs: Callable[[Kept], Costs], seconds: Sequence[Seconds]) -> Callable[[Kept], Costs]:
-    """Return what layers cost that keep certain names, with the collectives of each stack."""
-
-    def those(kept: Kept) -> Costs:
-        both = zip(costs(kept), seconds, strict=True)
-        return tuple(c._replace(forward=c.forward + f, backward=c.backward + b) for c, (f, b) in both)
-
-    return those
-
-
-def of_layer(found: Found, args: Any, devices: int, link: Link | None) -> Seconds:
-    """Return the seconds of these collectives; 0 where the link was not measured, and inside of a `shard_map`, which
-    has its own."""
-    if link is None or found.devices * found.stack.stages < devices:
-        return 0.0, 0.0
-    forward = backward = 0.0
-    for weight in weights_of(found, args):
-        gather = link.seconds("all_gather", weight.bytes, weight.parts)
-        forward, backward = forward + gather, backward + gather
+def collective_seconds(scan: Scan, args: Any, devices: int, link: Link | None) -> float:
+    """Return the seconds of these collectives in a layer, in both passes; 0 where the link was not measured, and inside
+    of a `shard_map`, which has its own."""
+    if link is None or scan.devices * scan.stack.stages < devices:
+        return 0.0
+    seconds = 0.0
+    for weight in weights_of(scan, args):
+        seconds += 2 * link.seconds("all_gather", weight.bytes, weight.parts)
         if weight.has_gradient:
             own = weight.bytes / weight.parts
-            backward += link.seconds("reduce_scatter", weight.bytes, weight.parts)
-            backward += sum(link.seconds(what, own, weight.others) for what in ("reduce_scatter", "all_gather"))
-    return forward * link.beside, backward * link.beside
+            seconds += link.seconds("reduce_scatter", weight.bytes, weight.parts)
+            seconds += sum(link.seconds(what, own, weight.others) for what in ("reduce_scatter", "all_gather"))
+    return seconds * link.beside
 
 
-def relaid_bytes(found: Sequence[Found], args: Any, devices: int) -> int:
-    """Return the bytes per device of the second copies of weights that XLA makes for a step; none inside of a
-    `shard_map`, whose weights are whole or parts."""
-    copies: dict[tuple[int, ...], float] = {}  # by shape: two scans may read one stack
-    for each in found:
-        if each.devices * each.stack.stages == devices:
-            layers = each.stack.layers * each.stack.chunks // each.stack.stages
-            copies |= {(layers, *w.row): layers * w.relaid for w in weights_of(each, args) if w.relaid}
-    return round(sum(copies.values()))
-
-
-def weights_of(found: Found, args: Any) -> Iterator[Weight]:
+def weights_of(scan: Scan, args: Any) -> Iterator[Weight]:
     """Yield those weights, of the rows of xs that are divided or repeated over the axes of the batch. What divides the
     layers, such as pipeline stages, does not count.
 
@@ -90,12 +58,13 @@ def weights_of(found: Found, args: Any) -> Iterator[Weight]:
     leaves = [(jnp.shape(leaf), getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)]
     leaves.sort(key=lambda leaf: division(leaf[1]), reverse=True)
     shardings = {shape: sharding for shape, sharding in leaves if isinstance(sharding, NamedSharding)}
-    body, batch = found.body, _batch_axes(found.body, args)
-    program = straight(body.jaxpr)
+    layer = scan.loops.segments[0].layer
+    body = Body(layer.forward, layer.consts, layer.carry)
+    batch, program = _batch_axes(body, args), straight(body.jaxpr)
     cast = {op.operands[0]: op.results[0] for op in program.ops if op.eqn.primitive is convert_element_type_p}
-    *_, rows = body.split([*zip(program.inputs, found.perturbed, strict=True)])
+    *_, rows = body.split([*zip(program.inputs, layer.perturbed, strict=True)])
     for row, is_perturbed in rows if batch else ():
-        for layers in found.stack.shapes:
+        for layers in scan.stack.shapes:
             if whole := shardings.get((*layers, *row.aval.shape)):
                 sharding = NamedSharding(whole.mesh, PartitionSpec(*whole.spec[len(layers) :]))
                 yield _weight(row, cast.get(row, row), sharding, batch, is_perturbed)
@@ -111,14 +80,11 @@ def _weight(row: Buffer, read: Buffer, sharding: NamedSharding, batch: Mapping[s
     over_batch = math.prod(batch[axis] for axis in _axes(sharding.spec) if axis in batch)
     taken = read.constraint or row.constraint
     parts = max(1, divided // taken.parts) if taken else over_batch
-    along = [any(axis in batch for axis in _axes([entry])) for entry in sharding.spec]
     return Weight(
         bytes=nbytes(read.aval) * parts / divided,
         parts=parts,
         others=math.prod(batch.values()) // over_batch,
         has_gradient=perturbed,
-        row=row.aval.shape,
-        relaid=nbytes(row.aval) / divided if not taken and parts > 1 and any(along[1:]) else 0.0,
     )
 
 

@@ -1,0 +1,232 @@
+"""Estimate the device memory that a traced step takes, from its jaxpr alone: what lives at once, in its order.
+
+A value lives from the op that computes it to the last that reads it. A loop's iteration needs the most that lives at
+once, and what is carried is written in place. As in `cost`, all between kernels is fused: what a kernel computes or
+reads, what is reduced and what is returned is stored; what lies between is computed where it is read, and its operands
+live until then.
+
+XLA orders ops otherwise, merges some, keeps others twice, and leaves gaps between them. So this is an estimate, and only
+the compiler knows: over the policies in benchmarks/results/ it is between 20 % low and 13 % high of what XLA plans.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+from jax.extend.core.primitives import cond_p, device_put_p, scan_p, while_p
+
+from ..._engine.jaxprs.flat import Buffer, Division, Op, Straight, division, straight
+from ..._engine.jaxprs.walk import nested, operands_of, walk
+from ..._engine.layers.loops import backward_p, forward_p, loops_of
+from ..._engine.microbatches.interleaved import interleaved_p
+from ..._jax import IN_PLACE, REDUCTIONS, SAME, SHARD_MAP, UNFUSED, is_attention, nbytes, on_host
+
+ERROR = 0.2  # of an estimate
+
+_OPENED = (forward_p, backward_p, interleaved_p)
+
+Divisions = dict[tuple[int, ...], Division]
+
+
+def divisions(args: Any) -> Divisions:
+    """Return how values of the arguments' shapes are divided; of several arguments of a shape, the least counts."""
+    shapes = [(jnp.shape(leaf), division(getattr(leaf, "sharding", None))) for leaf in jax.tree.leaves(args)]
+    return {shape: parts for shape, parts in sorted(shapes, key=lambda each: each[1], reverse=True) if shape}
+
+
+def argument_bytes(args: Any) -> int:
+    """Return the bytes per device of arguments."""
+    share = lambda leaf: -(-nbytes(jax.typeof(leaf)) // division(getattr(leaf, "sharding", None)).parts)
+    return sum(map(share, jax.tree.leaves(args)))
+
+
+def step_bytes(jaxpr: Jaxpr, like: Divisions, donated: bool) -> int:
+    """Return the most bytes per device that a step has at once, besides its arguments.
+
+    Args:
+      like: how values of a shape are divided, where the trace does not say it.
+      donated: whether a result takes the place of an argument of its shape and dtype.
+    """
+    program = straight(jaxpr, _OPENED)
+    free = Counter((x.aval.shape, x.aval.dtype) for x in program.inputs if x.aval.shape) if donated else Counter()
+    in_place = set()
+    for out in program.outputs:
+        if out and free[key := (out.aval.shape, getattr(out.aval, "dtype", None))] > 0:
+            free[key] -= 1
+            in_place.add(out)
+    return _Walk(like | _in_shard_maps(jaxpr, like), in_place).peak(program, ())
+
+
+def layer_bytes(forward: Jaxpr, backward: Jaxpr, carry: range, residuals: int, like: Divisions) -> int:
+    """Return the most bytes per device that a layer of a scan has at once, in either pass.
+
+    Args:
+      carry: which operands of the forward pass are its state. The backward pass begins with `residuals` of them.
+    """
+    most = 0
+    for jaxpr, state in ((forward, carry), (backward, range(residuals, len(backward.invars)))):
+        program = straight(jaxpr, _OPENED)
+        most = max(most, _Walk(like).peak(program, [program.inputs[n] for n in state]))
+    return most
+
+
+def kept_bytes(jaxpr: Jaxpr) -> int:
+    """Return the bytes per device of the residuals that layers keep there, most at once."""
+    kept = 0
+    for site in walk(jaxpr):
+        if site.eqn.primitive in (forward_p, interleaved_p):
+            segments = [segment for loops in loops_of(site.eqn) for segment in loops.segments]
+            sizes = [(s.layers, s.layout.sizes(straight(s.layer.forward))) for s in segments]
+            schedule = site.eqn.params.get("schedule")
+            sets = schedule.slots if schedule else 1 + (site.eqn.primitive is interleaved_p and _offloads(site.eqn))
+            kept += sets * sum(layers * sum(of.device) + sum(of.once) for layers, of in sizes)
+    return kept
+
+
+def _offloads(eqn: Any) -> bool:
+    return any(loops.offloads for loops in loops_of(eqn))
+
+
+def _in_shard_maps(jaxpr: Jaxpr, like: Divisions) -> Divisions:
+    """Return how values are divided in the `shard_map`s of a step that leave mesh axes to the compiler: as arguments
+    that they take are, in the axes that are left."""
+    found: Divisions = {}
+    for site in walk(jaxpr):
+        if site.eqn.primitive.name == SHARD_MAP:
+            for taken, inside in zip(site.eqn.invars, site.eqn.params["jaxpr"].invars, strict=True):
+                shape = getattr(taken.aval, "shape", ())
+                if shape in like and (parts := nbytes(taken.aval) // max(1, nbytes(inside.aval))) > 1:
+                    found[inside.aval.shape] = Division(max(1, like[shape].parts // parts))
+    return found
+
+
+class _Lives(NamedTuple):
+    """When the values of a program live.
+
+    Attributes:
+      same: a view -> the value that it is a view of.
+      stores: for each op the results that are in memory from then on.
+      reads: for each op the stored values that it reads; none if it stores nothing itself.
+      last: a stored value -> the op that reads it last.
+    """
+
+    same: dict[Buffer, Buffer]
+    stores: list[list[Buffer]]
+    reads: list[set[Buffer]]
+    last: dict[Buffer, int]
+
+
+class _Walk:
+    """`in_place`: results that are written over arguments."""
+
+    def __init__(self, like: Divisions, in_place: Collection[Buffer] = ()):
+        self.like, self.in_place = like, in_place
+
+    def size(self, program: Straight, buffer: Buffer) -> int:
+        if on_host(buffer.aval) or not hasattr(buffer.aval, "dtype") or buffer in self.in_place:
+            return 0
+        return program.share(buffer, self.like.get(buffer.aval.shape))
+
+    def peak(self, program: Straight, state: Collection[Buffer]) -> int:
+        """Return the most bytes at once of what a program computes and of its `state`, the inputs that it frees."""
+        lives = _lives(program)
+        alive = {a: self.size(program, a) for a in state}
+        most = sum(alive.values())
+        for number, op in enumerate(program.ops):
+            results = {r: self.size(program, r) for r in lives.stores[number]}
+            ends = {a for a in lives.reads[number] if lives.last[a] == number and a in alive}
+            if results:
+                most = max(most, sum(alive.values()) + self.of_op(op, results, {a: alive[a] for a in ends}, lives.same))
+            alive |= {r: size for r, size in results.items() if r in lives.last}
+            for a in ends:
+                del alive[a]
+        return most
+
+    def of_op(self, op: Op, results: dict[Buffer, int], ends: dict[Buffer, int], same: dict[Buffer, Buffer]) -> int:
+        """Return the bytes of an op besides all that lives before it. `ends`: what nothing reads after it."""
+        name = op.eqn.primitive.name
+        if op.eqn.primitive in (scan_p, while_p):
+            first, carry = _carry_of(op)
+            handed_over = {same.get(x, x) for x in op.operands[first : first + carry] if x}
+            rows = sum(size for r, size in results.items() if r in op.results[carry:])
+            return self.iteration(op, first, carry) + rows - sum(s for a, s in ends.items() if a in handed_over)
+        if op.eqn.primitive is cond_p:  # a branch writes over what it is given
+            inside = max(self.peak(straight(branch, _OPENED), ()) for branch in nested(op.eqn))
+            return max(inside, inside + sum(results.values()) - sum(ends.values()))
+        in_place = (name in IN_PLACE or name not in UNFUSED) and results.keys() <= set(op.results)
+        overwritten = [size for size in ends.values() if size in results.values() and in_place]
+        return sum(results.values()) - max(overwritten, default=0)
+
+    def iteration(self, op: Op, first: int, carry: int) -> int:
+        """Return the most that an iteration of a loop has, with its carry."""
+        params = op.eqn.params
+        body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _OPENED)
+        state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
+        _divide_alike(state, body.outputs)
+        return self.peak(body, state)
+
+
+def _lives(program: Straight) -> _Lives:
+    same: dict[Buffer, Buffer] = {}
+    values = lambda buffers: [same.get(a, a) for a in buffers if a]
+    stored, constant = set(program.inputs), set[Buffer]()
+    for op in program.ops:
+        operands, kind = values(op.operands), _kind(op)
+        if kind == "view" and operands:
+            same[op.results[0]] = operands[0]
+        elif kind == "fused":
+            constant.update(op.results if constant.issuperset(operands) else ())
+        else:
+            stored.update(op.results, operands if kind == "kernel" else ())
+        if op.eqn.primitive is device_put_p:  # a constant is made where it goes
+            stored.difference_update(constant.intersection(operands))
+    stored.update(values(program.outputs), values(program.fenced))
+
+    behind: dict[Buffer, set[Buffer]] = {}  # what a value that is not stored is computed from
+
+    def roots(buffers: Iterable[Buffer]) -> set[Buffer]:
+        each = ({buffer} if buffer in stored else behind.get(buffer, set()) for buffer in buffers)
+        return set[Buffer]().union(*each)
+
+    reads: list[set[Buffer]] = []
+    stores = [[r for r in op.results if r in stored] for op in program.ops]
+    for op, of_op in zip(program.ops, stores, strict=True):
+        read = roots(values(op.operands))
+        behind |= dict.fromkeys([r for r in op.results if r not in stored], read)
+        reads.append(read if of_op else set())
+    last: dict[Buffer, int] = {}
+    for number, read in enumerate(reads):
+        last |= dict.fromkeys(read, number)
+    last |= dict.fromkeys(roots(values(program.outputs)), len(program.ops))
+    return _Lives(same, stores, reads, last)
+
+
+def _kind(op: Op) -> str:
+    name = op.eqn.primitive.name
+    if name in SAME:
+        return "view"
+    if name in UNFUSED or is_attention(name):
+        return "kernel"
+    return "reduction" if name in REDUCTIONS else "fused"
+
+
+def _divide_alike(given: Collection[Buffer], left: Collection[Buffer | None]) -> None:
+    """Divide what an iteration is given like what it leaves for the next one, where the trace says so of only one."""
+    for start, end in zip(given, left, strict=False):
+        if end and end.aval.shape != start.aval.shape:  # it leaves a `shard_map`, within which its shape is local
+            start.constraint = start.constraint or Division(nbytes(start.aval) // max(1, nbytes(end.aval)))
+        elif end:
+            end.constraint = end.constraint or start.constraint
+
+
+def _carry_of(op: Op) -> tuple[int, int]:
+    """Return where among a loop's operands its carry begins, and how long it is."""
+    params = op.eqn.params
+    if op.eqn.primitive is while_p:
+        first = params["cond_nconsts"] + params["body_nconsts"]
+        return first, len(op.operands) - first
+    carried = [operand is None for operand in operands_of(op.eqn, params["jaxpr"])]
+    return carried.index(True) if any(carried) else 0, sum(carried)

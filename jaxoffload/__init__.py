@@ -27,7 +27,9 @@ from ._scan import scan as scan
 # isort: split
 # See what is kept, and verify it.
 from ._check import check as check
+from .proof import Plan as Plan
 from .proof import machine as machine
+from .proof import plan as plan
 from .proof import profile as profile
 from .proof import verify as verify
 from .proof._residuals.residuals import residuals as residuals

@@ -1,12 +1,18 @@
-"""Evidence about a program: verify() checks its claims, fits() and room() predict, profile() and page() report."""
+"""Evidence about a program: verify() checks its claims, predict() and plan() look ahead, profile() and page() show."""
 
 from ._check import Check as Check
 from ._check import Verification as Verification
+from ._plan.errors import CannotPlan as CannotPlan
+from ._plan.plan import plan as plan
+from ._plan.result import Plan as Plan
 from ._predict.fit import Fit as Fit
 from ._predict.machine import Machine as Machine
 from ._predict.machine import known_machine as known_machine
 from ._predict.machine import machine as machine
 from ._predict.measure import Bus as Bus
+from ._predict.predict import Memory as Memory
+from ._predict.predict import Prediction as Prediction
+from ._predict.predict import predict as predict
 from ._program.exact import exact_options as exact_options
 from ._program.memory import memory_plan as memory_plan
 from ._program.scheduling import scheduling_options as scheduling_options
@@ -24,6 +30,3 @@ from ._verify.peaks import Peaks as Peaks
 from ._verify.peaks import peaks_of as peaks_of
 from ._verify.verify import checks as checks
 from ._verify.verify import verify as verify
-from ._predict.predict import Memory as Memory
-from ._predict.predict import Prediction as Prediction
-from ._predict.predict import predict as predict

@@ -2,22 +2,19 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..._engine.cost.cost import Rates, cost
-from ..._engine.cost.lone_pass import cost_of
 from ..._engine.decide.plan import Row
 from ..._engine.jaxprs.flat import straight
 from ..._engine.layers.layer import Layer
 from ..._engine.layers.placement import Stored
-from ..._engine.microbatches.ends import untimed
-from ..._engine.stages.last_rows import more_than_a_row
 from ..._policy import Decision, Policy
 from .._predict.joint import Joint, Passes, joint
-from .._predict.room import Divisions, layer_room
+from .._predict.memory import Divisions, layer_bytes
 from .._predict.shard_maps import axes_of, within
-from .costs import Alone, Kept, LayerCost, Unit
+from .costs import Costs, Kept, LayerCost, Unit
 from .stacks import UNTAGGED, Found, Names, linear, without_decisions
 
 
@@ -47,8 +44,6 @@ class Oracle:
 
     Attributes:
       policy: names to decisions -> the policy that says so.
-      excess: what the walk over a whole step finds of a layer's working set, and the one over the layer alone does not.
-      sized: whether working sets are found, too.
     """
 
     scans: Sequence[Divided]
@@ -56,11 +51,8 @@ class Oracle:
     policy: Callable[[dict[Unit, Decision]], Policy]
     rates: Rates
     like: Divisions
-    one_kernel: Collection[str]
-    excess: int = 0
-    sized: bool = True
 
-    def __call__(self, kept: Kept) -> tuple[LayerCost, ...]:
+    def __call__(self, kept: Kept) -> Costs:
         return tuple(self.cost(scan.found, self.passes(scan, kept)) for scan in self.scans)
 
     def passes(self, scan: Divided, kept: Kept) -> Passes:
@@ -88,26 +80,18 @@ class Oracle:
         """Return what a layer costs that runs this."""
         passes, axes = (layer.forward, layer.backward), axes_of(found.shard_maps)
         known, again = (cost(of, self.rates, found.devices, axes) for of in passes)
-        forward, residuals, movable = straight(layer.forward), dict[frozenset[int], int](), dict[Unit, int]()
-        sizes = layer.layout.sizes(forward)
+        sizes, movable = layer.layout.sizes(straight(layer.forward)), dict[Unit, int]()
         for rows, size in zip(layer.layout.moved, sizes.host, strict=True):
             unit = self._unit(layer.plan.rows[min(rows)])
             movable[unit] = movable.get(unit, 0) + size
-            residuals[rows] = residuals.get(rows, 0) + size
         written, read = self._copied(layer, sizes, again.taken)
-        working = staying = 0
-        if self.sized:
-            working, staying = layer_room(layer, forward, again.taken, self.like, self.one_kernel)
         return LayerCost(
             forward=known.seconds + self.rates.moving(2 * written),
             backward=again.seconds + self.rates.moving(2 * read),
             device=sum(sizes.device),
             once=sum(sizes.once),
             movable=movable,
-            working=working + self.excess,
-            staying=staying + self.excess,
-            alone=self._alone(layer, residuals, found.spare.devices) if found.spare else None,
-            beyond=self._beyond(layer, sizes, found.stack.layers) if found.stack.schedule else {},
+            working=layer_bytes(layer, self.like),
         )
 
     def _copied(self, layer: Passes, sizes: Stored[int], taken: Sequence[bool]) -> tuple[int, int]:
@@ -118,31 +102,5 @@ class Oracle:
         rows = [*sizes.device, *sizes.host]
         return sum(rows), sum(itertools.compress(rows, [*on_device, *on_host]))
 
-    def _beyond(self, layer: Passes, sizes: Stored[int], layers: int) -> dict[Unit, tuple[int, ...]]:
-        """Return, by how many layers of a chunk offload, what the pieces of the last one's row take beyond a row."""
-        sums: dict[Unit, tuple[int, ...]] = {}
-        units = (self._unit(layer.plan.rows[min(rows)]) for rows in layer.layout.moved)
-        avals = layer.layout.split(layer.forward.out_avals).host
-        for unit, aval, size in zip(units, avals, sizes.host, strict=True):
-            each = (0, *(more_than_a_row(aval.shape, size, count) for count in range(1, layers + 1)))
-            sums[unit] = tuple(map(sum, zip(each, sums[unit], strict=True))) if unit in sums else each
-        return sums
-
     def _unit(self, row: Row) -> Unit:
         return self.names.of[row.names[0]] if row.names else UNTAGGED
-
-    def _alone(self, layer: Passes, residuals: Mapping[frozenset[int], int], devices: int) -> Alone:
-        """Return what `accumulate` decides by; `residuals`: the rows of those for the host, and their bytes."""
-        backward = cost_of(layer.backward, devices)
-        rows = [row for row in layer.plan.rows if row.names and row.kind != "argument"]
-        saved = {self._unit(row) for row in rows if row.decision == "save"}  # such as a small result of a kernel
-        units = [self._unit(layer.plan.rows[min(rows)]) for rows in residuals]
-        again = set(units) & self.names.recomputable - saved
-        of_units = zip(units, residuals.values(), strict=True)
-        return Alone(
-            forward=cost_of(layer.forward, devices).seconds,
-            backward=backward.seconds,
-            residuals=tuple((unit, size) for unit, size in of_units if size),
-            recomputable=frozenset() if layer.forward.effects else frozenset(again),
-            untimed=untimed(layer.backward, backward),
-        )

@@ -35,14 +35,14 @@ def policy_of(decisions: Mapping[Unit, Decision], others: Collection[Unit], fixe
 
 def policy_for(choice: Choice, step: Step, table: Table, fixed: Policy) -> Policy:
     """Return the policy of a choice; it names what layers keep."""
-    named = needed(table[choice.kept]) | needed(table[choice.rest])
-    named |= choice.kept - step.movable  # saved, because `fixed` says so or they are too small to move
+    # Others are saved, because `fixed` says so or they are too small to move.
+    named = needed(table[choice.kept]) | (choice.kept - step.movable)
     decisions = {unit: decision_on(unit, choice) for unit in sorted(named & choice.kept)}
     if not choice.moved:
         return policy_of(decisions, step.recomputable, fixed, offload_layers="all", other_layers="save")
     most = max(stack.may_offload(step.resident) for stack in step.stacks)
     layers = "all" if choice.layers >= most else choice.layers
-    return policy_of(decisions, step.recomputable, fixed, offload_layers=layers, other_layers=choice.others)
+    return policy_of(decisions, step.recomputable, fixed, offload_layers=layers, other_layers="save")
 
 
 def decision_on(unit: Unit, choice: Choice) -> Decision:

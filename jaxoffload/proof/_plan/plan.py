@@ -1,28 +1,31 @@
 """plan(): the policy whose predicted step is the fastest of those that fit in the device's memory."""
 
+import functools
+import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from ..._engine.host.limit import host_pool_bytes
 from ..._jax import without_remat3
 from ..._policy import Policy, check_switches, size_in_bytes
 from ..._text import GIB, readable, short
 from .._predict.machine import Machine, known_machine
-from .._predict.room import names_of_scopes
-from .choices import Choice, Outcome, alone, fastest
-from .compiled import compiled_bytes, refined, refuse_without_gpus
-from .costs import Step, Table
+from .._predict.predict import Prediction, predict
+from .choices import Choice
+from .chosen import WORTH, chosen, compiled_bytes, where_not_on_gpus
 from .errors import CannotPlan, NothingFits
 from .patterns import policy_for
 from .priced import priced
-from .result import Memory, Plan, Point
+from .result import Plan, differences
 from .search import pool, searched
 
-RESERVE = 0.05  # of the device's memory: predictions from shapes alone are wrong by as much
+RESERVE = 0.05  # of the device's memory
 
 
 @without_remat3
@@ -33,16 +36,14 @@ def plan(
     host_budget: int | str | None = None,
     machine: Machine | str | os.PathLike[str] | None = None,
     fixed: Policy | None = None,
-    one_kernel: Collection[str] = (),
-    compile: bool = False,
+    compile: bool | None = None,
 ) -> Plan:
     """Choose the policy of a function's `scan`s: of those that fit in `budget`, the one whose step is the fastest.
 
     Nothing runs, and no GPU is needed. `plan` traces `f` under policies of its own; those that `f` gives its scans do
     not count. For each name it decides whether to save, offload or recompute it, and how many layers offload. What
-    recomputing a name costs is what then runs again in the layer. Copies have the layers beside them to hide behind,
-    two passes of them with `accumulate`, on pipeline stages too. docs/plan.md says what the prediction knows and what
-    not.
+    recomputing a name costs is what then runs again in the layer. The time is that of `predict`, for the few choices
+    whose estimates are the best. The memory is what XLA plans, if it can be asked, and else a guess.
 
     Args:
       f: a loss, which is differentiated, or a training step. Its state is taken to be donated; a loss's arguments not.
@@ -54,10 +55,11 @@ def plan(
         what was measured here.
       fixed: decisions that stay, by its patterns. Its other fields count too, except for `default`, `offload_layers`
         and `other_layers`, which are chosen.
-      one_kernel: names of scopes, as for `room`.
-      compile: also compile `f` under the choice, for the GPUs of its arguments, and correct the budget by the memory
-        that XLA plans, until what is chosen fits by that. If nothing does, what moves nothing is compiled, too. A
-        jitted step keeps what it donates.
+      compile: compile `f` under some choices, for the GPUs of its arguments, until what is chosen fits by the memory
+        that XLA plans. A jitted step keeps what it donates. None: if the arguments are on GPUs, here or described ones
+        (`jax.experimental.topologies`).
+
+    All processes of a job must call `plan`; budgets and machine are those of the first.
 
     Returns:
       A `Plan`. Its `policy` goes to the scans of `f`; with several scans pass them `strict=False`.
@@ -65,10 +67,9 @@ def plan(
     Raises:
       NothingFits: it says how many bytes the smallest choice needs, and for what.
       CannotPlan: `budget` or `host_budget` is not a size, no machine is known, or `f` has no `scan` to plan.
-      TypeError: `fixed` is not a Policy, `machine` neither a Machine nor a path, `one_kernel` not a collection of
-        names, or `compile` not a bool.
-      NotImplementedError: a scan is inside another one's layer, or beside one on pipeline stages; or `compile`, and the
-        arguments are on no GPUs, neither here nor described ones.
+      TypeError: `fixed` is not a Policy, `machine` neither a Machine nor a path, or `compile` not a bool.
+      NotImplementedError: a scan is inside another one's layer, or beside one on pipeline stages; or `compile=True`,
+        and the arguments are on no GPUs, or XLA says nothing of memory.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -80,60 +81,58 @@ def plan(
       >>> layer = lambda x, w: (x + jnp.tanh(tag(tag(x, "layer_input") @ w, "fc1")) @ w.T, None)
       >>> loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=Policy(), strict=False)[0])
       >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-      >>> chosen = plan(loss, shape(16, 4096, 16384), shape(8192, 4096), budget="8GiB", machine=h200)
-      >>> chosen.memory.total <= 8 * 2**30
+      >>> planned = plan(loss, shape(16, 4096, 16384), shape(8192, 4096), budget="8GiB", machine=h200)
+      >>> planned.memory.total <= 8 * 2**30
       True
     """
-    check_switches("plan", compile=compile)
-    fixed, one_kernel = _checked_policy(fixed), names_of_scopes("plan", one_kernel)
-    rates = _machine(machine)
-    limit, on_host = _budget(budget), _host_budget(host_budget)
-    if compile:
-        refuse_without_gpus(args)
-    traced = _traced(f, args, fixed, rates, one_kernel, on_host)
-    curve = traced.curve
-    choice, taken = fastest(curve, limit), dict[Choice, int]()
-    if compile:
-        policy = lambda choice: policy_for(choice, traced.step, traced.table, fixed)
-        measured = lambda choice: compiled_bytes(f, args, policy(choice))
-        choice, taken = refined(curve, limit, measured)
-        if not taken:
-            raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")
-        if choice is None:  # what moves nothing may take less by XLA's plan, even if it was predicted to take more
-            curve = traced.unmoved
-            choice, of_unmoved = refined([c for c in curve if c not in taken], limit, measured)
-            taken |= of_unmoved
-    if choice is None:
-        least = min(taken, key=taken.__getitem__, default=curve[0])
-        raise _nothing_fits(traced, least, limit, taken.get(least))
-    return _result(traced, curve, choice, limit, on_host, taken.get(choice))
-
-
-class Traced(NamedTuple):
-    """The costs of a function's scans, whatever the budget of device memory; `unmoved`: choices that move nothing."""
-
-    step: Step
-    table: Table
-    curve: list[Choice]
-    unmoved: list[Choice]
-    fixed: Policy
-    machine: Machine
-    devices: int
-    untagged: tuple[str, ...]
-
-
-def _traced(
-    f: Callable[..., Any],
-    args: tuple[Any, ...],
-    fixed: Policy,
-    machine: Machine,
-    one_kernel: Collection[str],
-    host_budget: int,
-) -> Traced:
-    step, names, costs, times, devices, untagged = priced(f, args, fixed, machine, one_kernel)
+    if compile is not None:
+        check_switches("plan", compile=compile)
+    fixed = _checked_policy(fixed)
+    rates, limit, on_host = _of_first_process(_machine(machine), _budget(budget), _host_budget(host_budget))
+    where = where_not_on_gpus(args)
+    if compile and where:
+        raise NotImplementedError(
+            f"plan: compile=True needs arguments on GPUs, here or described (jax.experimental.topologies); they are on "
+            f"{where}"
+        )
+    step, names, costs, untagged = priced(f, args, fixed, rates)
     table = pool(names.least, names.free, costs, step.stacks)
-    table, curve, unmoved = searched(step, table, names.free, costs, times, host_budget)
-    return Traced(step, table, curve, unmoved, fixed, machine, devices, untagged())
+    table, curve, unmoved = searched(step, table, names.free, costs, on_host)
+    policy = lambda choice: policy_for(choice, step, table, fixed)
+    predicted = functools.cache(lambda choice: predict(f, *args, machine=rates, policy=policy(choice)))
+    guess = lambda choice: predicted(choice).memory.total
+    xla = functools.cache(lambda choice: compiled_bytes(f, args, policy(choice)))
+    asks = where is None if compile is None else compile
+    size_of = lambda choice: (xla(choice) if asks else None) or guess(choice)
+    choice, sizes = chosen(curve, limit, on_host, predicted, size_of)
+    if choice is None:  # what moves nothing may take less, even if more was estimated
+        choice, more = chosen([c for c in unmoved if c not in sizes], limit, on_host, predicted, size_of)
+        sizes |= more
+    if compile and not any(map(xla, sizes)):
+        raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")
+    if choice is None:
+        least = min(sizes, key=sizes.__getitem__)
+        raise _nothing_fits(predicted(least), limit, sizes[least], asks)
+    return Plan(
+        policy=policy(choice),
+        prediction=predicted(choice),
+        compiled=xla(choice) if asks else None,
+        budget=limit,
+        host_budget=on_host,
+        limits=_limits(choice, [*curve, *unmoved], policy),
+        untagged=untagged,
+    )
+
+
+def _limits(choice: Choice, curve: Sequence[Choice], policy: Callable[[Choice], Policy]) -> str:
+    """Return what a little more memory would bring."""
+    faster = [c for c in curve if c.device > choice.device and c.ns < choice.ns]
+    more = [c for c in faster if c.ns <= (1 - WORTH) * choice.ns]
+    if not more:
+        return f"more memory would save less than {WORTH:.1%}" if faster else "nothing: all fits"
+    near = min(more, key=lambda c: c.device)
+    changes = differences(policy(choice), policy(near)) or "offload other layers"
+    return f"some {readable(near.device - choice.device)} more would {changes}: {near.ns / choice.ns - 1:+.1%}"
 
 
 def _checked_policy(fixed: Any) -> Policy:
@@ -193,59 +192,22 @@ def _host_budget(budget: Any) -> int:
     return min(pool_size, memory // max(gpus, jax.local_device_count()))
 
 
-def _nothing_fits(traced: Traced, least: Choice, limit: int, compiled: int | None) -> NothingFits:
-    """Return the error that nothing fits; `compiled` is what XLA plans for this choice."""
-    memory = _memory(traced.step, alone(traced.step, traced.table, least))
-    parts = sorted(memory._asdict().items(), key=lambda part: -part[1])[:3]
-    largest = ", ".join(f"{readable(size)} {_PARTS[name]}" for name, size in parts)
-    need = least.device if compiled is None else compiled
-    how = "" if compiled is None else ", by XLA's plan"
-    why = (
-        f"budget {readable(limit)} per device: the smallest choice needs {readable(need)}{how}; predicted are {largest}"
-    )
-    return NothingFits(f"plan: {why}", need)
+def _of_first_process(machine: Machine, limit: int, on_host: int) -> tuple[Machine, int, int]:
+    """Return these as the first process of the job has them, so that all choose alike."""
+    if jax.process_count() == 1:
+        return machine, limit, on_host
+    text = np.frombuffer(json.dumps([machine.to_json(), limit, on_host]).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
+    sent = multihost_utils.broadcast_one_to_all(np.resize(text, size))
+    rates, limit, on_host = json.loads(bytes(np.asarray(sent)).decode())
+    return Machine.from_json(rates), limit, on_host
 
 
-_PARTS = {
-    "arguments": "of arguments",
-    "other": "of gradients and what else is there",
-    "residuals": "of residuals",
-    "working": "of a working set",
-}
-
-
-def _memory(step: Step, out: Outcome) -> Memory:
-    return Memory(step.arguments, out.other, out.residuals, out.working)
-
-
-def _result(
-    traced: Traced, curve: Sequence[Choice], choice: Choice, limit: int, on_host: int, compiled: int | None
-) -> Plan:
-    step, out = traced.step, alone(traced.step, traced.table, choice)
-    policy = lambda of: policy_for(of, step, traced.table, traced.fixed)
-    seconds = choice.ns / 1e9
-    ways = (step.bus.d2h, step.bus.h2d)
-    return Plan(
-        policy=policy(choice),
-        step_ms=choice.ns / 1e6,
-        memory=_memory(step, out),
-        budget=limit,
-        host=choice.host,
-        host_budget=on_host,
-        bus=(*(out.copied / rate / 1e9 / seconds if seconds else 0.0 for rate in ways),),  # type: ignore[arg-type]
-        curve=tuple(Point(c.device, c.ns / 1e6, policy(c)) for c in _faster(curve)),
-        untagged=traced.untagged,
-        compiled=compiled,
-        machine=traced.machine.device,
-        devices=traced.devices,
-        caveat=traced.machine.caveat(traced.devices) if choice.host else "",
-    )
-
-
-def _faster(curve: Sequence[Choice]) -> list[Choice]:
-    """Return those that are faster than all smaller ones."""
-    faster: list[Choice] = []
-    for choice in curve:
-        if not faster or choice.ns < faster[-1].ns:
-            faster.append(choice)
-    return faster
+def _nothing_fits(least: Prediction, limit: int, need: int, by_xla: bool) -> NothingFits:
+    """Return the error that nothing fits; the smallest choice needs so many bytes."""
+    parts = {"arguments": "of arguments", "residuals": "of residuals", "other": "of gradients and what else is there"}
+    sizes = sorted(least.memory._asdict().items(), key=lambda part: -part[1])
+    largest = ", ".join(f"{readable(size)} {parts[name]}" for name, size in sizes)
+    how = ", by XLA's plan" if by_xla else ""
+    why = f"the smallest choice needs {readable(need)}{how}; estimated are {largest}"
+    return NothingFits(f"plan: budget {readable(limit)} per device: {why}", need)

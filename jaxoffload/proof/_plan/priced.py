@@ -1,21 +1,23 @@
 """The cost of a step outside of its layers, and of its layers for each set of kept names."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
+from jax.extend.core import Jaxpr
 
-from ..._engine.cost.cost import cost
-from ..._engine.jaxprs.flat import division
+from ..._engine.jaxprs.walk import walk
+from ..._engine.microbatches.ends import may_stay
+from ..._engine.microbatches.interleaved import interleaved_p, is_staged
 from ..._jax import nbytes
 from ..._policy import Policy
 from ..._tracing import Trial, under
 from .._predict.machine import Machine
-from .._predict.room import divisions, step_room
+from .._predict.memory import argument_bytes, divisions, step_bytes
+from .._predict.predict import computing_seconds, spread
 from .._program.results import trace_of
 from . import stacks
-from .collectives import of_layer, relaid_bytes, with_collectives
 from .costs import Costs, Kept, Step
 from .errors import CannotPlan
 from .oracle import Oracle, divided
@@ -27,54 +29,38 @@ class Priced(NamedTuple):
     """The result of `priced`.
 
     Attributes:
-      costs, times: of a layer of each stack that keeps certain names; `times` are without working sets.
+      costs: of a layer of each stack that keeps certain names.
       untagged: lines for the matmuls that run again even if all names are kept.
     """
 
     step: Step
     names: stacks.Names
     costs: Callable[[Kept], Costs]
-    times: Callable[[Kept], Costs]
-    devices: int
-    untagged: Callable[[], tuple[str, ...]]
+    untagged: tuple[str, ...]
 
 
-def priced(
-    f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine: Machine, one_kernel: Collection[str]
-) -> Priced:
+def priced(f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine: Machine) -> Priced:
     """Return what a step, or a loss and its gradient, costs. It is traced, and each layer is differentiated once."""
     dots = "recompute" if fixed.dots == "offload" else fixed.dots
-    nothing = dataclasses.replace(fixed, residuals={}, offload_modules=(), default="recompute", dots=dots)
-    trial = Trial(nothing, says_what_interleaves=True)
+    trial = Trial(dataclasses.replace(fixed, residuals={}, offload_modules=(), default="recompute", dots=dots))
     with under(whole_program=True):
         plain, is_loss = trial.traced(trace_of)(f, args)
-    devices, like = stacks.spread(args), divisions(args)
+    devices, like = spread(args), divisions(args)
     found = stacks.stacks_of(plain, devices)
     if not found:
         raise CannotPlan("the function differentiates no jaxoffload.scan; there is nothing to choose")
     names = stacks.names_of(found, fixed)
     policy = lambda decisions: policy_of(decisions, names.recomputable, fixed)
     layers = [divided(each, fixed) for each in found]
-    oracle = Oracle(layers, names, policy, machine, like, one_kernel)
-    held = stacks.held_by_stages(found, like)
-    sums = stacks.accumulated(plain, like)
-    kept = stacks.kept_stacks(plain)
-    room, most = step_room(
-        plain, like, one_kernel, stacks=kept, written_over=not is_loss, held=held, in_place=sums.gradients
-    )
-    of_least = max(cost.working for cost in oracle(names.least))
-    # The walk over a step finds nothing of a layer that runs on a stage.
-    oracle = dataclasses.replace(oracle, excess=room.layer - of_least if room.layer else 0)
-    of_layers = stacks.layers_seconds(plain, machine, devices)
-    # The trial's microbatches write their gradients, and read them again to add them up.
-    added = machine.moving(2 * sums.added)
-    relaid = relaid_bytes(found, args, devices)
+    oracle = Oracle(layers, names, policy, machine, like)
+    of_least = list(zip((each.stack for each in found), oracle(frozenset()), strict=True))
+    in_layers = sum(stack.runs * stack.layers * cost.seconds for stack, cost in of_least)
+    kept = sum(stack.sets * (stack.layers * cost.kept + cost.once) for stack, cost in of_least)
+    working = max(cost.working for _, cost in of_least)
     step = Step(
-        seconds=max(0.0, cost(plain, machine, devices).seconds - of_layers - added),
-        arguments=sum(_share(leaf) for leaf in jax.tree.leaves(args)),
-        other=max(0, most.layers - room.layer) + relaid,
-        elsewhere=most.elsewhere + relaid,
-        may_stay=sums.may_stay,
+        seconds=max(0.0, computing_seconds(plain, args, machine) - in_layers),
+        other=argument_bytes(args) + max(0, step_bytes(plain, like, not is_loss) - kept - working),
+        spare=_spare(plain, devices),
         resident=fixed.resident_layers,
         stacks=tuple(each.stack for each in found),
         bus=machine.bus(devices),
@@ -82,13 +68,17 @@ def priced(
         moved=names.moved,
         recomputable=names.recomputable,
     )
-    on_link = [of_layer(each, args, devices, machine.link) for each in found]
-    costs, times = (with_collectives(o, on_link) for o in (oracle, dataclasses.replace(oracle, sized=False)))
-    everything = lambda: [oracle.passes(layer, names.least | names.free) for layer in layers]
-    untagged = lambda: tuple(line for layer in everything() for line in runs_again(layer))
-    return Priced(step, names, costs, times, devices, untagged)
+    everything = [oracle.passes(layer, names.least | names.free) for layer in layers]
+    untagged = tuple(line for layer in everything for line in runs_again(layer))
+    return Priced(step, names, oracle, untagged)
 
 
-def _share(leaf: Any) -> int:
-    """Return the bytes per device of an argument."""
-    return -(-nbytes(jax.typeof(leaf)) // division(getattr(leaf, "sharding", None)).parts)
+def _spare(plain: Jaxpr, devices: int) -> int:
+    """Return the bytes per device that `accumulate` may keep there where a pass runs alone."""
+    spare = 0
+    for site in walk(plain):
+        if site.eqn.primitive is interleaved_p and not is_staged(site.eqn):
+            loss = site.eqn.params["loss"]
+            gradients = sum(map(nbytes, itertools.compress(loss.jaxpr.in_avals, loss.differentiated)))
+            spare += may_stay(site.eqn.params["microbatches"], gradients) // devices
+    return spare

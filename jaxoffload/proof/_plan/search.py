@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from .._predict.scans import Stack
 from .choices import Choice, Curves
-from .costs import Costs, Kept, Stack, Step, Table, Unit
-from .ends import wanted
+from .costs import Costs, Kept, Step, Table, Unit
 
 Stacks = tuple[Stack, ...]
 
@@ -52,38 +52,21 @@ _WITHOUT_LIMIT = 2**62  # bytes of host memory
 
 
 def searched(
-    step: Step,
-    table: Table,
-    free: Kept,
-    evaluate: Callable[[Kept], Costs],
-    times: Callable[[Kept], Costs],
-    host_budget: int,
+    step: Step, table: Table, free: Kept, evaluate: Callable[[Kept], Costs], host_budget: int
 ) -> tuple[dict[Kept, Costs], list[Choice], list[Choice]]:
     """Return a table with sets that differ by one unit from those of undominated choices, its undominated choices, and
     the undominated ones that move nothing.
 
     Twice, the most promising half of what may still be looked at is. It is chosen with no host memory and with any
-    amount, so that budgets do not change the table. For Llama 3 8B's layer no choice of all sets is better. Then those
-    sets are looked at, too, that say what recomputing costs where a pass runs alone; no choice keeps them, so `times`
-    evaluates them, without working sets.
+    amount, so that budgets do not change the table. For Llama 3 8B's layer no choice of all sets is better.
     """
     wider, curves = dict(table), Curves(step, (0, _WITHOUT_LIMIT, host_budget))
-    sets = list(table)  # that choices may keep
-
-    def of_ends(choices: Iterable[Choice]) -> list[Kept]:
-        near = [kept for c in choices if c.layers for kept in wanted(step, wider, c.kept, c.moved)]
-        return [kept for kept in dict.fromkeys(near) if kept not in wider]
-
     for rounds in (2, 1):
-        without, with_any, _ = curves.of(wider, sets)
-        best = {kept for choice in [*without, *with_any] for kept in (choice.kept, choice.rest)}
-        among = {kept: wider[kept] for kept in sets}
-        more = _promising(among, best, free, step.stacks)[: max(0, _MOST_SETS - len(sets)) // rounds]
+        without, with_any, _ = curves.of(wider)
+        best = {choice.kept for choice in [*without, *with_any]}
+        more = _promising(wider, best, free, step.stacks)[: max(0, _MOST_SETS - len(wider)) // rounds]
         wider |= {kept: evaluate(kept) for kept in more}
-        sets += more
-    while missing := of_ends(curves.of(wider, sets)[1]):
-        wider |= {kept: times(kept) for kept in missing}
-    without, _, curve = curves.of(wider, sets)
+    without, _, curve = curves.of(wider)
     return wider, curve, without
 
 

@@ -5,8 +5,8 @@ once, and what is carried is written in place. As in `cost`, all between kernels
 reads, what is reduced and what is returned is stored; what lies between is computed where it is read, and its operands
 live until then.
 
-XLA orders ops otherwise, merges some, keeps others twice, and leaves gaps between them. So this is an estimate, and only
-the compiler knows: over the policies in benchmarks/results/ it is between 20 % low and 13 % high of what XLA plans.
+XLA orders ops otherwise, merges some, keeps others twice, and leaves gaps between them. So this is an estimate, and
+only the compiler knows: over the policies in benchmarks/results/ it is ERROR off at most.
 """
 
 from collections import Counter
@@ -23,6 +23,7 @@ from ..._engine.jaxprs.walk import nested, operands_of, walk
 from ..._engine.layers.loops import backward_p, forward_p, loops_of
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import IN_PLACE, REDUCTIONS, SAME, SHARD_MAP, UNFUSED, is_attention, nbytes, on_host
+from .joint import Passes
 
 ERROR = 0.2  # of an estimate
 
@@ -60,17 +61,13 @@ def step_bytes(jaxpr: Jaxpr, like: Divisions, donated: bool) -> int:
     return _Walk(like | _in_shard_maps(jaxpr, like), in_place).peak(program, ())
 
 
-def layer_bytes(forward: Jaxpr, backward: Jaxpr, carry: range, residuals: int, like: Divisions) -> int:
-    """Return the most bytes per device that a layer of a scan has at once, in either pass.
-
-    Args:
-      carry: which operands of the forward pass are its state. The backward pass begins with `residuals` of them.
-    """
-    most = 0
-    for jaxpr, state in ((forward, carry), (backward, range(residuals, len(backward.invars)))):
-        program = straight(jaxpr, _OPENED)
-        most = max(most, _Walk(like).peak(program, [program.inputs[n] for n in state]))
-    return most
+def layer_bytes(layer: Passes, like: Divisions) -> int:
+    """Return the most bytes per device that a layer of a scan has at once, in either pass, with a row of what it
+    keeps."""
+    forward, backward, operands = straight(layer.forward), straight(layer.backward), len(layer.layout.kept)
+    rows = [x for x, k in zip(backward.inputs, layer.layout.kept, strict=False) if k.place in ("host", "device")]
+    begin = forward.inputs[layer.consts : layer.consts + layer.carry]
+    return max(_Walk(like).peak(forward, begin), _Walk(like).peak(backward, [*rows, *backward.inputs[operands:]]))
 
 
 def kept_bytes(jaxpr: Jaxpr) -> int:

@@ -153,7 +153,7 @@ def predict(f: Callable[..., Any], *args: Any, machine: Machine, policy: Policy 
       (512, 64)
     """
     if not isinstance(machine, Machine):
-        raise TypeError(f"predict: machine must be a Machine, as machine() and Machine.from_json return, got {machine!r}")
+        raise TypeError(f"predict: machine must be a Machine, as machine() returns, got {short(machine)}")
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"predict: policy must be a jaxoffload.Policy or None, got {short(policy)}")
     with under(whole_program=True):

@@ -86,7 +86,8 @@ class Straight(NamedTuple):
     Attributes:
       rows: the least division that constraints give a first axis, by the axis' length.
       named: the values that have a name, by it.
-      fenced: those that go through an optimization barrier: nothing is fused across it.
+      stored: those that are in memory in any case: that go through an optimization barrier, across which nothing is
+        fused, or that are updated in place.
     """
 
     ops: list[Op]
@@ -94,7 +95,7 @@ class Straight(NamedTuple):
     outputs: list[Buffer | None]
     rows: dict[int, int]
     named: dict[str, Buffer]
-    fenced: set[Buffer]
+    stored: set[Buffer]
 
     def share(self, buffer: Buffer, assumed: Division | None = None) -> int:
         """Return the bytes of a value per device; `assumed` is its division if nothing else is known."""
@@ -134,7 +135,7 @@ def straight(jaxpr: Jaxpr, opened_too: Collection[Primitive] = ()) -> Straight:
         if buffer.constraint and buffer.aval.shape:
             length, parts = buffer.aval.shape[0], buffer.constraint.rows
             rows[length] = min(rows.get(length, parts), parts)
-    return Straight(opening.ops, inputs, outputs, rows, opening.named, opening.fenced)
+    return Straight(opening.ops, inputs, outputs, rows, opening.named, opening.stored)
 
 
 class _Opening:
@@ -145,7 +146,7 @@ class _Opening:
         self.buffers: list[Buffer] = []
         self.ops: list[Op] = []
         self.named: dict[str, Buffer] = {}
-        self.fenced: set[Buffer] = set()
+        self.stored: set[Buffer] = set()
         self.depth = 0
 
     def new(self, var: Any) -> Buffer:
@@ -182,8 +183,8 @@ class _Opening:
             return inside
         if eqn.primitive is name_p and operands[0]:
             self.named[eqn.params["name"]] = operands[0]
-        if name == BARRIER:
-            self.fenced.update(filter(None, operands))
+        if name == BARRIER or eqn.primitive is dynamic_update_slice_p:
+            self.stored.update(filter(None, operands if name == BARRIER else operands[:1]))
         passes_on = name in IDENTITIES or eqn.primitive is dynamic_update_slice_p or keeps_all_bits(eqn)
         if passes_on and operands and operands[0]:
             return operands[: len(eqn.outvars)]

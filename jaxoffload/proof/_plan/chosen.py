@@ -1,5 +1,6 @@
 """Choose from a curve: the fastest by `predict` of those that fit, by XLA's memory where XLA can be asked."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +15,9 @@ from .._program.memory import memory_plan
 from .._program.results import run_of
 from .choices import Choice
 
-_NEAR = 0.03  # estimates of choices are right to this share of a step
-_MOST_TRACED = 12  # of those that are so near to the fastest
-_MOST_SIZED = 8
-WORTH = 0.002  # of a step: gains below it are worth no copy, and no line
+_ERROR = 0.01  # to this share of a step, estimates of choices are all alike too high or too low
+_MOST_FITTING, _MOST_TRACED, _MOST_SIZED = 8, 16, 8
+_MOVES = 0.01  # of a step: for less nothing is moved where moving nothing fits
 
 
 def chosen(
@@ -29,11 +29,10 @@ def chosen(
 ) -> tuple[Choice | None, dict[Choice, int]]:
     """Return the fastest choice found that fits in `limit` bytes per device, or None; and the size of each looked at.
 
-    What a choice takes more or less than estimated corrects the budget for the next one, until the choice is one whose
+    What a choice takes more or less than predicted corrects the budget for the next one, until the choice is one whose
     size is known.
 
     Args:
-      curve: by bytes, the fewest first.
       predicted, size_of: are asked of few choices.
     """
     left, sizes, more = list(curve), dict[Choice, int](), 0
@@ -43,23 +42,33 @@ def chosen(
         if choice in sizes:
             break
         sizes[choice] = size_of(choice)
-        more = sizes[choice] - choice.device
+        more = sizes[choice] - predicted(choice).memory.total
         if sizes[choice] > limit:
-            left = [c for c in left if c.device < choice.device]
+            left.remove(choice)
     return min(fits(), key=lambda choice: predicted(choice).step_ms, default=None), sizes
 
 
-def _fastest(curve: Sequence[Choice], limit: int, host_limit: int, predicted: Callable[[Choice], Prediction]) -> Choice:
-    """Return the fastest of the choices that are estimated to fit, or else the smallest one."""
-    fitting = [choice for choice in curve if choice.device <= limit]
+def _fastest(
+    curve: Sequence[Choice], limit: int, host_limit: int, predicted: Callable[[Choice], Prediction]
+) -> Choice:
+    """Return the fastest of the choices that are predicted to fit, or else the smallest one."""
+    smallest = min(curve, key=lambda choice: choice.device)
+    each, low, best = {smallest: predicted(smallest)}, math.inf, math.inf
+    more, fitting = each[smallest].memory.total - smallest.device, list[Choice]()
+    for choice in sorted(curve, key=lambda choice: (choice.ns, choice.host)):
+        found_all = len(fitting) == _MOST_FITTING or len(each) > _MOST_TRACED
+        if found_all or (1 - _ERROR) * low * choice.ns > best:
+            break
+        if choice.device + more <= limit:
+            each[choice] = of = predicted(choice)
+            low, more = min(low, of.step_ms / choice.ns), min(more, of.memory.total - choice.device)
+            if of.memory.total <= limit and of.host <= host_limit:
+                fitting.append(choice)
+                best = min(best, of.step_ms)
     if not fitting:
-        return curve[0]
-    most = (1 + _NEAR) * min(choice.ns for choice in fitting)
-    near = sorted((choice for choice in fitting if choice.ns <= most), key=lambda choice: choice.ns)[:_MOST_TRACED]
-    each = {choice: predicted(choice) for choice in dict.fromkeys([*near, fitting[0]])}
-    each = {choice: of for choice, of in each.items() if of.host <= host_limit} or each
-    best = (1 + WORTH) * min(of.step_ms for of in each.values())
-    return min((choice for choice, of in each.items() if of.step_ms <= best), key=lambda choice: each[choice].host)
+        return min(each, key=lambda choice: each[choice].memory.total)
+    unmoved = [choice for choice in fitting if not each[choice].host and each[choice].step_ms <= (1 + _MOVES) * best]
+    return min(unmoved or fitting, key=lambda choice: each[choice].step_ms)
 
 
 def compiled_bytes(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy) -> int | None:

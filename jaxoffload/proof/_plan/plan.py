@@ -18,7 +18,7 @@ from ..._text import GIB, readable, short
 from .._predict.machine import Machine, known_machine
 from .._predict.predict import Prediction, predict
 from .choices import Choice
-from .chosen import WORTH, chosen, compiled_bytes, where_not_on_gpus
+from .chosen import chosen, compiled_bytes, where_not_on_gpus
 from .errors import CannotPlan, NothingFits
 from .patterns import policy_for
 from .priced import priced
@@ -26,6 +26,7 @@ from .result import Plan, differences
 from .search import pool, searched
 
 RESERVE = 0.05  # of the device's memory
+_WORTH = 0.002  # of a step: a gain below it is worth no line
 
 
 @without_remat3
@@ -127,9 +128,9 @@ def plan(
 def _limits(choice: Choice, curve: Sequence[Choice], policy: Callable[[Choice], Policy]) -> str:
     """Return what a little more memory would bring."""
     faster = [c for c in curve if c.device > choice.device and c.ns < choice.ns]
-    more = [c for c in faster if c.ns <= (1 - WORTH) * choice.ns]
+    more = [c for c in faster if c.ns <= (1 - _WORTH) * choice.ns]
     if not more:
-        return f"more memory would save less than {WORTH:.1%}" if faster else "nothing: all fits"
+        return f"more memory would save less than {_WORTH:.1%}" if faster else "nothing: all fits"
     near = min(more, key=lambda c: c.device)
     changes = differences(policy(choice), policy(near)) or "offload other layers"
     return f"some {readable(near.device - choice.device)} more would {changes}: {near.ns / choice.ns - 1:+.1%}"

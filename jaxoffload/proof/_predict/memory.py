@@ -180,7 +180,7 @@ def _lives(program: Straight) -> _Lives:
             stored.update(op.results, operands if kind == "kernel" else ())
         if op.eqn.primitive is device_put_p:  # a constant is made where it goes
             stored.difference_update(constant.intersection(operands))
-    stored.update(values(program.outputs), values(program.fenced))
+    stored.update(values(program.outputs), values(program.stored))
 
     behind: dict[Buffer, set[Buffer]] = {}  # what a value that is not stored is computed from
 

@@ -26,12 +26,9 @@ from ._rates import Gemms as Gemms
 from ._rates import Link as Link
 from ._report.page import about as about
 from ._report.page import page as page
-from ._report.png import pictures as pictures
 from ._report.profile import Move as Move
 from ._report.profile import Profile as Profile
 from ._report.profile import profile as profile
 from ._report.profile import read_profile as read_profile
-from ._verify.peaks import Peaks as Peaks
-from ._verify.peaks import peaks_of as peaks_of
 from ._verify.verify import checks as checks
 from ._verify.verify import verify as verify

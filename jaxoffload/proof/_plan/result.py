@@ -150,27 +150,6 @@ class Plan:
         ]
         return "\n".join(lines)
 
-    def png(self) -> bytes:
-        """Draw the curve, time against memory, as a PNG.
-
-        Raises:
-          ImportError: matplotlib cannot be imported.
-        """
-        import io
-
-        from matplotlib.figure import Figure  # not pyplot, which looks for a display
-
-        figure = Figure(figsize=(7.2, 4), facecolor="white")
-        axes = figure.add_subplot()
-        gib = lambda size: size / 2**30
-        axes.step([gib(p.bytes) for p in self.curve], [p.ms for p in self.curve], where="post", color="#3465a4")
-        axes.plot(gib(self.memory.total), self.step_ms, "o", color="#c00")
-        axes.axvline(gib(self.budget), color="#888", linestyle="--")
-        axes.set(xlabel="GiB per device", ylabel="ms per step, predicted", ylim=(0, None))
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png", dpi=120)
-        return drawn.getvalue()
-
 
 _WORTH = 0.002  # gains below this share of a step are not worth a line
 

@@ -13,7 +13,7 @@ from ..._text import readable
 from .._check import FAILS, HOLDS, Check
 from .._program.trace import Span
 from .._residuals.table import OFFLOADED, RECOMPUTED, SAVED, Residuals
-from .profile import Move, Profile, stream_numbers
+from .profile import Move, Profile
 
 WIDTH, LEFT, RIGHT, ROW = 1000, 310, 890, 24  # of a picture: the canvas, the ends of its bars, and a row's height
 PLACES = {SAVED: "on the device", OFFLOADED: "on the host", RECOMPUTED: "recomputed"}
@@ -191,10 +191,7 @@ def _copies(profile: Profile) -> str:
     what = f"layers {', '.join(map(str, middle))}" + ("" if microbatch is None else f" of microbatch {microbatch}")
     timeline = _timeline(what, [m for m in moves if m.layer in middle], profile) if middle else ""
     columns = ("residual", "way", "copies", "bytes", "ms", "exposed ms", "streams")
-    rows = [
-        (*t[:3], readable(t.bytes), f"{t.ms:.2f}", f"{t.exposed_ms:.2f}", stream_numbers(t.streams))
-        for t in profile.totals
-    ]
+    rows = [(*t[:3], readable(t.bytes), f"{t.ms:.2f}", f"{t.exposed_ms:.2f}", t.stream_numbers) for t in profile.totals]
     totals = _table("Copies by residual", columns, rows, (2, 3, 4, 5))
     return f"<h2>Copies</h2><p>{_text(summary)}</p>{timeline}{totals}"
 

@@ -21,17 +21,16 @@ WAYS = {"d2h": "to the host", "h2d": "back"}
 # Kernels have the colour of what is on the device, copies that of what is on the host.
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --rule: #c8ced6; --bad: #c0262d; --good: #1a7f37;
-  --saved: #0b6bcb; --offloaded: #d9822b; --recomputed: #8a94a0; }
+  --saved: #0b6bcb; --offloaded: #d9822b; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --paper: #14171b; --rule: #3a424c; --saved: #5aa9ff;
-  --offloaded: #f0a860; --recomputed: #7d8893; --bad: #ff7b7b; --good: #56d364; } }
+  --offloaded: #f0a860; --bad: #ff7b7b; --good: #56d364; } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
   max-width: 72rem; padding: 0 1rem; }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem; } caption { text-align: left; font-weight: 600; }
 th, td { border-bottom: 1px solid var(--rule); padding: .25rem .75rem .25rem 0; text-align: left; vertical-align: top; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; } svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 13px; }
-.saved { fill: var(--saved); } .offloaded { fill: var(--offloaded); } .recomputed { fill: var(--recomputed); }
-.exposed { fill: var(--bad); }
+.saved { fill: var(--saved); } .offloaded { fill: var(--offloaded); } .exposed { fill: var(--bad); }
 .holds { color: var(--good); font-weight: 600; } .fails { color: var(--bad); font-weight: 600; }
 """
 
@@ -43,7 +42,7 @@ def page(
     checks: Sequence[tuple[str, Check]] = (),
     profile: Profile | None = None,
 ) -> str:
-    """Return one self-contained HTML page, with a table beside each picture and the same data as JSON.
+    """Return one self-contained HTML page, with a table beside the picture and the same data as JSON.
 
     Args:
       title: its heading.
@@ -115,31 +114,6 @@ def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]], num
     )
 
 
-def _svg(label: str, height: float, keys: Mapping[str, str], shapes: Iterable[str]) -> str:
-    """Write a picture with a line above that says what each colour means; `label` says the picture in words."""
-    legend, x = [], LEFT
-    for kind, meaning in keys.items():
-        legend += [_bar(x, 6, 12, 12, kind, meaning), _words(x + 18, 16, meaning)]
-        x += 50 + 8 * len(meaning)
-    drawn = f"<title>{_text(label)}</title>{''.join([*legend, *shapes])}"
-    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{_text(label)}">{drawn}</svg>'
-
-
-def _bar(x: float, y: float, width: float, height: float, kind: str, title: str) -> str:
-    at = f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 1):.2f}" height="{height}"'
-    return f'<rect {at} class="{kind}"><title>{_text(title)}</title></rect>'
-
-
-def _words(x: float, y: float, text: str, anchor: str = "start") -> str:
-    """`y` is the baseline; `anchor`: "start", "middle" or "end"."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_text(text)}</text>'
-
-
-def _name(y: float, name: str) -> str:
-    """Write the label of a row."""
-    return _words(LEFT - 10, y + 14, name if len(name) < 36 else f"{name[:34]}...", "end")
-
-
 def _verdicts(checks: Sequence[tuple[str, Check]]) -> str:
     classes = {HOLDS: "holds", FAILS: "fails"}
     rows = ((what, c.claim, (c.verdict, classes.get(c.verdict, "")), c.detail) for what, c in checks)
@@ -154,26 +128,14 @@ def _bytes_by_place(table: Residuals) -> dict[str, dict[str, int]]:
 
 
 def _places(table: Residuals) -> str:
-    """Draw a bar per residual, as long as its bytes in each place."""
     sizes = _bytes_by_place(table)
-    shapes = []
-    scale = (RIGHT - LEFT) / (max((sum(of.values()) for of in sizes.values()), default=0) or 1)
-    for number, (name, of) in enumerate(sizes.items()):
-        x, y = float(LEFT), 26.0 + ROW * number
-        for state, size in of.items():
-            if size:
-                shapes.append(_bar(x, y, scale * size, 18, state, f"{name}: {readable(size)} {PLACES[state]}"))
-                x += scale * size
-        shapes += [_name(y, name), _words(x + 6, y + 14, readable(sum(of.values())))]
     rows = [(name, *map(readable, of.values())) for name, of in sizes.items()]
     total = lambda sizes: [readable(sum(of[state] for of in sizes.values())) for state in PLACES]
     rows.append(("all", *total(sizes)))
     if table.mesh:
         axes = ", ".join(f"{axis} {size}" for axis, size in table.mesh)
         rows.append((f"on each of {table.devices} devices ({axes})", *total(_bytes_by_place(table.per_device))))
-    picture = _svg("Bytes of each residual by place", 34 + ROW * len(sizes), PLACES, shapes)
-    head = ("residual", *PLACES.values())
-    return f"<h2>What is where</h2>{picture}{_table('Bytes by place', head, rows, (1, 2, 3))}"
+    return "<h2>What is where</h2>" + _table("Bytes by place", ("residual", *PLACES.values()), rows, (1, 2, 3))
 
 
 def _copies(profile: Profile) -> str:
@@ -217,7 +179,7 @@ def _lane(y: float, way: str, moves: Sequence[Move], kernels: Sequence[Span]) ->
     x = lambda ms: LEFT + (ms - begin) * (RIGHT - LEFT) / max(end - begin, 1e-6)
     bar = lambda span, y, height, *what: _bar(x(span[0]), y, x(span[1]) - x(span[0]), height, *what)
     for number, name in enumerate([*rows, "kernels"]):
-        yield _name(y + ROW * number, f"{way}: {name or '(not attributed)'}")
+        yield _words(LEFT - 10, y + ROW * number + 14, f"{way}: {name or '(not attributed)'}"[-36:], "end")
     for m in moves:
         top, span, copy = y + ROW * rows.index(m.residual), (m.at_ms, m.at_ms + m.ms), f"{m.residual}, layer {m.layer}"
         title = f"{copy}: {m.ms} ms, {m.gb_per_s} GB/s, {m.exposed_ms} ms exposed"
@@ -234,3 +196,23 @@ def _lane(y: float, way: str, moves: Sequence[Move], kernels: Sequence[Span]) ->
 
 def _within(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
     return [(max(a, begin), min(b, end)) for a, b in spans if a < end and b > begin]
+
+
+def _svg(label: str, height: float, keys: Mapping[str, str], shapes: Iterable[str]) -> str:
+    """Write a picture with a line above that says what each colour means; `label` says the picture in words."""
+    legend, x = [], LEFT
+    for kind, meaning in keys.items():
+        legend += [_bar(x, 6, 12, 12, kind, meaning), _words(x + 18, 16, meaning)]
+        x += 50 + 8 * len(meaning)
+    drawn = f"<title>{_text(label)}</title>{''.join([*legend, *shapes])}"
+    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{_text(label)}">{drawn}</svg>'
+
+
+def _bar(x: float, y: float, width: float, height: float, kind: str, title: str) -> str:
+    at = f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 1):.2f}" height="{height}"'
+    return f'<rect {at} class="{kind}"><title>{_text(title)}</title></rect>'
+
+
+def _words(x: float, y: float, text: str, anchor: str = "start") -> str:
+    """`y` is the baseline; `anchor`: "start", "middle" or "end"."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_text(text)}</text>'

@@ -62,11 +62,10 @@ def _compare(program: Any, reference_program: Any, args: tuple[Any, ...]) -> tup
 def _by_rounding(ours: Any, reference: Any, reference_program: Any, args: tuple[Any, ...]) -> Found:
     """Check that results which differ do so by rounding alone, in all processes."""
     if in_any_process(not has_room_for(reference_program, copies=2)):
-        distance = furthest(ours, reference)
-        is_far = in_any_process(not distance <= CHAOTIC)
+        apart = furthest(ours, reference)
+        verdict = FAILS if in_any_process(not apart <= CHAOTIC) else NOT_CHECKED
         missing = need(reference_program, copies=2)
-        apart = f"they are {distance:.2g} of a norm apart; to measure rounding, {missing}"
-        return FAILS if is_far else NOT_CHECKED, apart
+        return verdict, f"they are {apart:.2g} of a norm apart; to measure rounding, {missing}"
     share, error = rounding(ours, reference, reference_program, args)
     moved = f"{error:.1g} of their norm"
     if in_any_process(not share <= LIMIT):

@@ -29,28 +29,23 @@ def verify(
 ) -> Verification:
     """Check what is claimed of `f`, a loss or a training step, and of its residuals.
 
-    1. `gradients`: every result equals the reference's bit for bit. The reference is plain `lax.scan` and
-       `jax.checkpoint`, keeping the same values on the device. Both are compiled under `repeatable_options`, and under
-       `exact_options` if they differ. Results that still differ, as where XLA divides a sum among devices in one
-       program alone, are judged by the reference's own rounding error: it runs again with arguments moved by one unit
-       in the last place, and results further apart than 4 times what that changes fail. The check says which it found.
+    1. `gradients`: every result equals the reference's, which is plain `lax.scan` and `jax.checkpoint`, keeping the
+       same values on the device: bit for bit, or within 4 times the reference's own rounding error. Both are compiled
+       under `repeatable_options`, and under `exact_options` if they differ.
     2. `conservation`: every byte that leaves the device appears on the host: exactly, in the jaxpr; on a GPU also in
-       XLA's memory plan, within one layer and a stated tolerance. Of a step this is known only where it calls
-       `accumulate`, once: of the two microbatches that are there at a time, or of those in flight on pipeline stages.
-       Not checked where a checkpoint keeps what a scan in it keeps: the reference recomputes that scan's carry.
-    3. `moves`: only values marked offload, or values that were on the host before, are moved there. Where policies
-       other than jaxoffload's decide: only named values that are neither arguments nor weights.
-    4. `producers`: saved and offloaded values are not recomputed. Not checked where other checkpoints than
-       jaxoffload's, or nested ones of jaxoffload's, keep or recompute a value.
+       XLA's memory plan, within one layer and 1.5 %. Of a step: of what `accumulate` has there at a time.
+    3. `moves`: only values marked offload, or values that were on the host before, are moved there.
+    4. `producers`: saved and offloaded values are not recomputed.
     5. `copies`: no kernel and no host computation touches host memory; all copies are asynchronous, in range and on no
        stream that computes. Group sizes that TransformerEngine has the host read, waiting for the copies, are listed.
-    6. `placement`: the compiled program runs the same collectives as the reference, plus at most one extra row read per
-       host stack, and no device stores a larger shard of any residual. On pipeline stages: no more exchanges than were
+    6. `placement`: the program runs the same collectives as the reference, plus at most one extra row read per host
+       stack, and no device stores a larger shard of any residual. On pipeline stages: no more exchanges than were
        traced, and nothing that stages hold moves between them.
     7. `repeats`: equal arguments give equal results, and memory does not grow: on the devices, and on Linux in the
        process, by 64 MiB or more. Results that differ from run to run must be equal under `repeatable_options`.
 
-    2 and 4 to 7 are about the program that `compiler_options()` gives, which users run.
+    What is compiled in 2 and 4 to 7 is what `compiler_options()` gives, which users run. docs/verify-and-report.md says
+    what is not checked, and why.
 
     Args:
       f: a loss or a step. A function that returns a floating-point scalar is a loss, which is differentiated with

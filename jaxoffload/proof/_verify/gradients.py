@@ -3,7 +3,7 @@
 The reference is plain `lax.scan` and `jax.checkpoint`, keeping the same values on the device.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,15 +23,13 @@ def gradients(target: Target) -> Found:
         return NOT_CHECKED, why
     if not has_room_for(target.reference_program):
         return NOT_CHECKED, f"{need(target.reference_program)}; give it fewer layers, or a smaller batch"
-    reference_program = target.reference_program
-    ours, reference, differ = _compare(target.program, reference_program, target.arrays)
-    if in_any_process(bool(differ)):  # perhaps in what XLA fused or contracted in one of them
-        program, reference_program = target.exact_programs()
-        ours, reference, differ = _compare(program, reference_program, target.arrays)
-    count = len(jax.tree.leaves(ours))
+    results = _compare(target.program, target.reference_program, target.arrays)
+    if in_any_process(bool(results.differ)):  # perhaps in what XLA fused or contracted in one of them
+        results = _compare(*target.exact_programs(), target.arrays)
+    ours, differ, count = results.ours, results.differ, len(jax.tree.leaves(results.ours))
     equal = f"{count} results are the reference's, bit for bit"
     if in_any_process(bool(differ)):
-        verdict, how = _by_rounding(ours, reference, reference_program, target.arrays)
+        verdict, how = _by_rounding(results, target.arrays)
         how = "; ".join(filter(None, (how, not_exact(target.jaxpr))))
         if verdict != HOLDS:
             return verdict, f"{len(differ)} of {count} results differ: {'; '.join(differ[:3])}; {how}"
@@ -53,19 +51,27 @@ def _no_other_program(target: Target) -> str:
     return f"{len(transfers)} {REFERENCE_MOVES_TOO}" if transfers else ""
 
 
-def _compare(program: Any, reference_program: Any, args: tuple[Any, ...]) -> tuple[Any, Any, list[str]]:
-    """Return the results of both programs as numpy arrays, and how they differ."""
+class Results(NamedTuple):
+    """The results of both programs as numpy arrays, how they differ, and the reference's program."""
+
+    ours: Any
+    reference: Any
+    differ: list[str]
+    reference_program: Any
+
+
+def _compare(program: Any, reference_program: Any, args: tuple[Any, ...]) -> Results:
     ours, reference = numbers(program(*args)), numbers(reference_program(*args))
-    return ours, reference, list(differences(ours, reference))
+    return Results(ours, reference, list(differences(ours, reference)), reference_program)
 
 
-def _by_rounding(ours: Any, reference: Any, reference_program: Any, args: tuple[Any, ...]) -> Found:
+def _by_rounding(results: Results, args: tuple[Any, ...]) -> Found:
     """Check that results which differ do so by rounding alone, in all processes."""
+    ours, reference, _, reference_program = results
     if in_any_process(not has_room_for(reference_program, copies=2)):
         apart = furthest(ours, reference)
-        verdict = FAILS if in_any_process(not apart <= CHAOTIC) else NOT_CHECKED
-        missing = need(reference_program, copies=2)
-        return verdict, f"they are {apart:.2g} of a norm apart; to measure rounding, {missing}"
+        said = f"they are {apart:.2g} of a norm apart; to measure rounding, {need(reference_program, copies=2)}"
+        return FAILS if in_any_process(not apart <= CHAOTIC) else NOT_CHECKED, said
     share, error = rounding(ours, reference, reference_program, args)
     moved = f"{error:.1g} of their norm"
     if in_any_process(not share <= LIMIT):

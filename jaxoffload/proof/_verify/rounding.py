@@ -8,7 +8,7 @@ arguments (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,15 @@ LIMIT = 4.0  # right programs were seen up to 2.7 apart, and those with 0.1 % of
 CHAOTIC = 0.05  # a reference that moves by this share of its norm has chosen otherwise, as a router does
 
 
-def rounding(ours: Any, reference: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> tuple[float, float]:
-    """Return how far results, trees of numpy arrays as `numbers` returns them, are apart; `run(*args)` computes the
-    reference's.
+class Rounding(NamedTuple):
+    """How far the results of two programs are apart: the greatest of all rows and results."""
 
-    First their distance in units of the reference's own rounding error, the greatest of all rows; then that rounding
-    error as a share of the results' norm, the greatest of all results.
-    """
+    share: float  # in units of the reference's own rounding error
+    error: float  # that rounding error, as a share of the results' norm
+
+
+def rounding(ours: Any, reference: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Rounding:
+    """Compare results, trees of numpy arrays as `numbers` returns them; `run(*args)` computes the reference's."""
     moved = [jax.tree.leaves(numbers(run(*_moved(args, number)))) for number in range(RUNS)]
     share = error = 0.0
     for i, (a, b) in enumerate(zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True)):
@@ -39,7 +41,7 @@ def rounding(ours: Any, reference: Any, run: Callable[..., Any], args: tuple[Any
         errors = np.maximum(errors, jnp.finfo(b.dtype).eps * norms)  # the result itself is rounded
         share = max(share, _greatest(_norms(a, b), errors))
         error = max(error, _greatest(np.linalg.norm(errors, keepdims=True), np.linalg.norm(norms, keepdims=True)))
-    return share, error
+    return Rounding(share, error)
 
 
 def furthest(ours: Any, reference: Any) -> float:

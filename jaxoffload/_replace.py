@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var, new_jaxpr_eqn
@@ -19,14 +18,12 @@ from ._engine.decide.mutable_refs import takes_refs
 from ._engine.decide.plan import all_names
 from ._engine.jaxprs.values import named_values, write_names
 from ._engine.jaxprs.walk import bodies, map_bodies, walk, with_eqns
-from ._engine.layers.scan_primitive import body_of_scan, our_equation, with_our_scan
+from ._engine.layers.scan_primitive import body_of_scan, our_equation
 from ._errors import Problem
-from ._jax import CUSTOM_RULES, evaluate
+from ._jax import CUSTOM_RULES
 from ._names import KEEP
 from ._policy import Policy, PolicyError
-from ._scan import first_layers
 from ._text import nearest
-from ._tracing import tracing
 
 CARRY = "layer_input"  # the name of a carry that the layers do not name
 INPUT = "checkpoint_input"  # and of what one of several checkpoints in a layer reads of another
@@ -83,8 +80,6 @@ def our_scan(eqn: JaxprEqn, policy: Policy, strict: bool, replaced: Replaced) ->
     replaced.under.append((policy, all_names(layer)))
     eqn = eqn.replace(params=eqn.params | {"jaxpr": with_ours(layer, replaced)})
     with eqn.ctx.manager:
-        if (most := tracing().most_layers) is not None and eqn.params["length"] > most:
-            return _first_layers(eqn, policy, most)
         return our_equation(eqn, policy, strict)
 
 
@@ -198,24 +193,3 @@ def _opened(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
 
     outvars = write_out(jaxpr.replace(constvars=[], consts=[]), list(jaxpr.invars))
     return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names())
-
-
-def _first_layers(eqn: JaxprEqn, policy: Policy, most: int) -> JaxprEqn:
-    """Return a scan of ours over the first `most` layers, as `scan` runs them where `verify` asks for fewer."""
-    body, length, reverse = body_of_scan(eqn), eqn.params["length"], eqn.params["reverse"]
-
-    def run(*operands: Any) -> list[Any]:
-        consts, init, xs = body.split(operands)
-
-        def short(init: list[Any], xs: list[Any], most: int) -> tuple[list[Any], list[Any]]:
-            outs = lax.scan_p.bind(*consts, *init, *xs, **eqn.params | {"length": most, "unroll": 1})
-            return outs[: body.carry], outs[body.carry :]
-
-        carry, ys = first_layers(short, init, xs, length, most, reverse)
-        return [*carry, *ys]
-
-    def ours(*operands: Any) -> list[Any]:
-        return evaluate(with_our_scan(jax.make_jaxpr(run)(*operands), policy, strict=False), operands)
-
-    (call,) = jax.make_jaxpr(jax.jit(ours))(*(v.aval for v in eqn.invars)).eqns
-    return call.replace(invars=eqn.invars, outvars=eqn.outvars)

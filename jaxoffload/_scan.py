@@ -4,12 +4,10 @@
 (`_engine/layers/scan_primitive.py`), which does the same until it is differentiated.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from ._engine.decide.mutable_refs import by_jax, takes_refs
@@ -73,12 +71,6 @@ def scan(
       (3, 8, 8)
     """
     check_arguments("scan", policy, strict)
-    if (most := tracing().most_layers) is not None:
-        layers = length if length is not None else jax.tree.leaves(xs)[0].shape[0]
-        if layers > most:
-            short = functools.partial(scan, f, reverse=reverse, unroll=unroll, policy=policy, strict=strict)
-            return first_layers(short, init, xs, layers, most, reverse)
-
     f = warns_of_lost_changes(f, "scan", init, xs)
 
     @in_our_scan
@@ -97,18 +89,6 @@ def scan(
     operands = [*jax.tree.leaves(init), *map(as_array, jax.tree.leaves(xs))]
     outs = evaluate(with_our_scan(jaxpr, policy, strict, on_stage), operands)
     return jax.tree.unflatten(jax.tree.structure(shape), outs)
-
-
-def first_layers(short: Callable[..., Any], init: Any, xs: Any, length: int, most: int, reverse: bool) -> Any:
-    """Run only the first `most` layers; the ys of the others are zeros. For `verify`, which says so."""
-    rows = slice(length - most, None) if reverse else slice(most)
-    carry, ys = short(init, jax.tree.map(lambda x: x[rows], xs), most)
-
-    def whole(y: Any) -> Any:
-        zeros = jnp.zeros_like(y, shape=(length - most, *y.shape[1:]))
-        return jnp.concatenate([zeros, y] if reverse else [y, zeros])
-
-    return carry, jax.tree.map(whole, ys)
 
 
 def _is_array(x: Any) -> bool:

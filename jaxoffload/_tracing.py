@@ -6,7 +6,6 @@ reference, or under a policy on trial, is never taken for one of the program.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,8 +48,6 @@ class Tracing:
         their names must not depend on the scope that is open; read by `tag` and `grouped_matmul`.
       reference: the reference is traced. Written by `as_reference`; read by the rules of our primitives, by `cached`,
         by `Policy` where JAX asks it, and by `accumulate`.
-      most_layers: how many layers a `scan` runs at most; None for all. Written by `with_layers`; read by `scan` and
-        `offload`.
       around: the `Policy` around a function that is differentiated, and `around_layers`: it is that of layers (`scan`,
         `chain`). Written where a layer is linearized, and by `checkpoint` outside of layers: what one keeps in a layer,
         the layer keeps. Read by the rules of `scan` and `checkpoint`, and by `cached`.
@@ -65,7 +62,6 @@ class Tracing:
 
     scope: str = ""
     reference: bool = False
-    most_layers: int | None = None
     around: Any = None
     around_layers: bool = False
     in_scan: bool = False
@@ -98,19 +94,3 @@ def as_reference[F: Callable[..., Any]](f: F) -> F:
     the outer plan decides on the inner one's names too, as JAX's own checkpoints do.
     """
     return under(reference=True)(f)
-
-
-def with_layers(f: Callable[..., Any], layers: int) -> Callable[..., Any]:
-    """Return `f` with every `scan` truncated to its first `layers` layers, for a reference that does not fit on the
-    device; nested limits take the minimum.
-
-    The `ys` of the layers that are skipped are zeros.
-    """
-
-    @functools.wraps(f)
-    def shorter(*args: Any, **kwargs: Any) -> Any:
-        most = tracing().most_layers
-        with under(most_layers=layers if most is None else min(layers, most)):
-            return f(*args, **kwargs)
-
-    return shorter

@@ -283,13 +283,6 @@ def test_each_microbatch_may_read_a_padding_row_of_each_stack():
     assert (of_a_loss, of_a_step) == (2, 4 * 2)
 
 
-def test_a_reference_that_does_not_fit_runs_fewer_layers_of_each_microbatch():
-    target = target_of(step_under(), (WEIGHTS, MICROBATCHES)).with_layers(2)
-    assert len(target.host_transfers) == 1
-    got, want = (program(*target.arrays) for program in (target.program, target.reference_program))
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), got, want))
-
-
 def test_a_step_has_no_table_and_says_whose_it_is():
     with pytest.raises(NotImplementedError, match=r"residuals: .* give the loss that it differentiates"):
         residuals(lambda w, x: accumulate(loss_under(RULES))(w, x), WEIGHTS, MICROBATCHES)

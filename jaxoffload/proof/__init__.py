@@ -1,8 +1,11 @@
 """Evidence about a program: verify() checks its claims, predict() and plan() look ahead, profile() and page() show."""
 
+import typing as _typing
+
 from ._check import Check as Check
 from ._check import Verification as Verification
 from ._plan.errors import CannotPlan as CannotPlan
+from ._plan.errors import NothingFits as NothingFits
 from ._plan.plan import plan as plan
 from ._plan.result import Plan as Plan
 from ._predict.fit import Fit as Fit
@@ -21,12 +24,19 @@ from ._rates import Gemms as Gemms
 from ._rates import Link as Link
 from ._report.page import about as about
 from ._report.page import page as page
-from ._report.png import pictures as pictures
 from ._report.profile import Move as Move
 from ._report.profile import Profile as Profile
 from ._report.profile import profile as profile
 from ._report.profile import read_profile as read_profile
-from ._verify.peaks import Peaks as Peaks
-from ._verify.peaks import peaks_of as peaks_of
 from ._verify.verify import checks as checks
 from ._verify.verify import verify as verify
+
+# Names of release 0.1.0, for one release more.
+if not _typing.TYPE_CHECKING:
+    from .._errors import deprecated as _deprecated
+
+    def __getattr__(name):
+        if name in ("fits", "Fits"):
+            _deprecated(f"jaxoffload.proof.{name}", "jaxoffload.proof.predict(f, *args, machine=machine)")
+            return predict if name == "fits" else Prediction
+        raise AttributeError(f"module 'jaxoffload.proof' has no attribute {name!r}")

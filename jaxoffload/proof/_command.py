@@ -2,13 +2,11 @@
 
 import argparse
 import contextlib
-import errno
 import importlib
 import inspect
 import io
 import itertools
 import json
-import os
 import sys
 import threading
 import time
@@ -26,7 +24,6 @@ from .._text import nearest
 from ._program.results import run_of
 from ._residuals.residuals import residuals
 from ._residuals.table import Residuals
-from ._verify.peaks import measured
 
 USAGE = """\
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml
@@ -73,11 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for a terminal that cannot show "·"
     try:
-        for name in ("html", "out"):  # before anything runs
-            if path := getattr(options, name):
-                can_write(f"--{name}", path)
-        if options.png:
-            can_draw(options.png)
+        for path in filter(None, (options.html, options.out)):
+            with written(path):  # before anything runs
+                path.open("a").close()
         with progress(options.command):
             return options.run(options)
     except Exception as why:
@@ -91,44 +86,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m jaxoffload",
-        description=USAGE,
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m jaxoffload", description=USAGE, epilog=EXIT_CODES, formatter_class=raw
     )
     commands = parser.add_subparsers(
         required=True, dest="command", metavar="report | plan | verify | profile | machine"
     )
     for command in (report, plan, verify, profile, machine):
-        of_command = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__)
-        of_command.set_defaults(run=command, html=None, png=None, out=None)
-        of_command.add_argument("--json", action="store_true", help="print one JSON object instead")
+        one = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__)
+        one.set_defaults(run=command, html=None, out=None)
+        one.add_argument("--json", action="store_true", help="print one JSON object instead")
         if command is not machine:
-            of_command.add_argument("function", metavar="MODULE:FUNCTION")
-            of_command.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT")
-            of_command.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained page")
-            of_command.add_argument("--png", type=Path, metavar="FOLDER", help="also write its pictures")
+            one.add_argument("function", metavar="MODULE:FUNCTION")
+            one.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT")
+        if command in (report, verify, profile):
+            one.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained page")
         if command is verify:
             text = "fail where TransformerEngine has the host read group sizes, which is only listed otherwise"
-            of_command.add_argument("--strict", action="store_true", help=text)
-            text = "the loss returns a pair: the scalar and other results"
-            of_command.add_argument("--has-aux", action="store_true", help=text)
-            # For the fresh processes that it starts.
-            of_command.add_argument("--peak", choices=("ours", "reference"), help=argparse.SUPPRESS)
-            of_command.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+            one.add_argument("--strict", action="store_true", help=text)
+            one.add_argument("--has-aux", action="store_true", help="the loss returns (scalar, other results)")
         if command is plan:
-            sizes = {"budget": "bytes per device, such as 70GiB; by default what JAX may use of this GPU, less 5 %%"}
-            sizes["host-budget"] = "bytes of pinned host memory per device; by default what the pinned pool holds"
-            for name, text in sizes.items():
-                of_command.add_argument(f"--{name}", metavar="BYTES", help=text)
-            of_command.add_argument("--compile", action="store_true", help="compile, and correct by XLA's own plan")
+            text = "bytes per device, such as 70GiB; by default what JAX may use of this GPU, less 5 %%"
+            one.add_argument("--budget", metavar="BYTES", help=text)
+            text = "bytes of pinned host memory per device; by default what the pinned pool holds"
+            one.add_argument("--host-budget", metavar="BYTES", help=text)
+            one.add_argument("--compile", action=argparse.BooleanOptionalAction, help="whether XLA is asked for memory")
         if command in (report, plan):
             text = "what `machine --out` wrote; by default what was measured here, if anything"
-            of_command.add_argument("--machine", type=Path, metavar="FILE", help=text)
+            one.add_argument("--machine", type=Path, metavar="FILE", help=text)
         if command is machine:
-            of_command.add_argument("--again", action="store_true", help="measure, whatever was measured before")
-            of_command.add_argument("--out", type=Path, metavar="FILE", help="also write it for --machine, as JSON")
+            one.add_argument("--again", action="store_true", help="measure, whatever was measured before")
+            one.add_argument("--out", type=Path, metavar="FILE", help="also write it for --machine, as JSON")
     options, rest = parser.parse_known_args(arguments)  # an ARGUMENT may stand behind an option
     if wrong := [text for text in rest if text.startswith("-") or options.command == "machine"]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
@@ -156,6 +145,15 @@ def progress(what: str) -> Iterator[None]:
         teller.join()
 
 
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Raise CannotRun where a file cannot be written."""
+    try:
+        yield
+    except OSError as why:
+        raise CannotRun(f"{path}: {why.strerror}; must be a file that can be written") from why
+
+
 def made_by(where: str, arguments: Sequence[str]) -> Made:
     """Call MODULE:FUNCTION.
 
@@ -171,79 +169,30 @@ def made_by(where: str, arguments: Sequence[str]) -> Made:
         if not f"{module_name}.".startswith(f"{why.name}."):  # something that it imports is missing
             raise
         raise CannotRun(f"{where}: {why}; the module must be importable from this folder") from why
-    if (make := getattr(module, name, None)) is None:
+    if not callable(make := getattr(module, name, None)):
         defined = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
         raise CannotRun(f"{where}: {module_name} has no function {name!r}{nearest(name, defined)}")
-    if not callable(make):
-        raise CannotRun(f"{where} is not a function: {make!r:.60}")
-    try:
-        inspect.signature(make).bind(*arguments)
-    except (TypeError, ValueError) as why:
-        raise CannotRun(f"{where} cannot be called with {len(arguments)} argument(s): {why}") from why
+    check_arguments(where, make, arguments)
     made = make(*arguments)
     is_right = isinstance(made, tuple) and len(made) in (2, 4)
     if not is_right or not all(callable(f) and isinstance(args, tuple) for f, args in itertools.batched(made, 2)):
         raise CannotRun(f"{where} must return (f, args) or (step, args, loss, loss_args), where the args are tuples")
     for f, args in itertools.batched(made, 2):
-        check_arguments(where, f, args)
+        check_arguments(f"{where} returns {getattr(f, '__name__', repr(f))}, which", f, args)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+                at = f"args{jax.tree_util.keystr(path)}"
+                raise CannotRun(f"{where} returns {at} = {leaf!r:.60}; allowed are arrays and jax.ShapeDtypeStructs")
     return Made(*made[:2], *made[-2:])
 
 
-def check_arguments(where: str, f: Any, args: tuple[Any, ...]) -> None:
-    """Check that a function takes these arguments.
-
-    Raises:
-      CannotRun: it does not, or a leaf is not an array.
-    """
-    name = getattr(f, "__name__", repr(f))
+def check_arguments(what: str, f: Any, args: Sequence[Any]) -> None:
+    """Raise CannotRun if a function does not take these arguments."""
     with contextlib.suppress(ValueError):  # it has no signature
         try:
             inspect.signature(f).bind(*args)
         except TypeError as why:
-            raise CannotRun(f"{where} returns {name} with {len(args)} argument(s): {why}") from why
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        try:
-            jax.typeof(leaf)
-        except TypeError as why:
-            if not isinstance(leaf, jax.ShapeDtypeStruct):
-                at = f"args{jax.tree_util.keystr(path)}"
-                raise CannotRun(
-                    f"{where} returns {name} with {at} = {leaf!r:.60}; allowed are arrays and jax.ShapeDtypeStructs"
-                ) from why
-
-
-def can_write(option: str, file: Path) -> None:
-    """Check that a file can be written, and leave everything as it is.
-
-    Raises:
-      CannotRun: it cannot.
-    """
-    if not file.parent.is_dir():
-        raise CannotRun(f"{option} {file}: there is no folder {file.parent}")
-    was_there = file.exists()
-    try:
-        file.open("a").close()
-        if not was_there:
-            file.unlink()
-    except OSError as why:
-        raise CannotRun(f"{option} {file}: {why.strerror}; must be a file that can be written") from why
-
-
-def can_draw(folder: Path) -> None:
-    """Make the folder for pictures.
-
-    Raises:
-      CannotRun: it cannot be made, or matplotlib is missing.
-    """
-    try:
-        folder.mkdir(exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-        importlib.import_module("matplotlib.figure")
-    except OSError as why:
-        raise CannotRun(f"--png {folder}: {why.strerror}; must be a folder, or a new one in one that exists") from why
-    except ImportError as why:
-        raise CannotRun(f"--png {folder}: matplotlib cannot be imported ({why}): pip install matplotlib") from why
+            raise CannotRun(f"{what} cannot be called with {len(args)} argument(s): {why}") from why
 
 
 def table_of(made: Made) -> Residuals | None:
@@ -263,12 +212,13 @@ def report(options: argparse.Namespace) -> int:
             "microbatch if there are several"
         )
     known = read_machine(options.machine) if options.machine else proof.known_machine()
-    fits = proof.fits(made.f, *made.args, machine=known) if known else None
+    step = proof.predict(made.f, *made.args, machine=known) if known else None
     if options.json:
-        print(json.dumps(json.loads(table.to_json()) | ({"fits": json.loads(fits.to_json())} if fits else {})))
+        print(json.dumps(json.loads(table.to_json()) | ({"step": json.loads(step.to_json())} if step else {})))
     else:
-        print(table, *([fits] if fits else []), sep="\n")
-    return paged(options, made, 0)
+        print(table, *([step] if step else []), sep="\n")
+    write_page(options, made)
+    return 0
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -278,11 +228,6 @@ def plan(options: argparse.Namespace) -> int:
     sizes = {"budget": options.budget, "host_budget": options.host_budget}
     found = proof.plan(made.f, *made.args, machine=known, compile=options.compile, **sizes)
     print(found.to_json() if options.json else found)
-    if options.png:
-        (options.png / "plan.png").write_bytes(found.png())
-        print(f"{options.png}: plan.png", file=sys.stderr)
-    if options.html:
-        write_page(options, plan=found)
     return 0
 
 
@@ -295,31 +240,22 @@ def read_machine(path: Path) -> proof.Machine:
 
 def verify(options: argparse.Namespace) -> int:
     """Run the function here and check what is claimed of it."""
-    if options.peak:
-        made = made_by(options.function, options.arguments)
-        print(json.dumps(measured(made.loss, made.loss_args, options.peak, options.layers, options.has_aux)))
-        return 0
-    # Before this process touches a GPU.
-    aux = ["--has-aux"] * options.has_aux
-    peaks = proof.peaks_of(["jaxoffload", "verify", options.function, *options.arguments, *aux])
     made = made_by(options.function, options.arguments)
     is_loss = made.f is not made.loss or run_of(made.loss, made.loss_args, options.has_aux)[1]
-    functions = {"loss" if is_loss else "step": (made.loss, made.loss_args)}
+    functions = {"loss" if is_loss else "step": (made.loss, made.loss_args, options.has_aux)}
     if made.f is not made.loss:
-        functions["step"] = (made.f, made.args)
-    checks: dict[str, list[proof.Check]] = {what: [] for what in functions}
-    for what, (f, args) in functions.items():
-        has_aux = options.has_aux and f is made.loss
-        for check in proof.checks(f, *args, has_aux=has_aux, strict=options.strict, peaks=peaks):
-            checks[what].append(check)
+        functions["step"] = (made.f, made.args, False)
+    checks: list[tuple[str, proof.Check]] = []
+    for what, (f, args, has_aux) in functions.items():
+        for check in proof.checks(f, *args, has_aux=has_aux, strict=options.strict):
+            checks.append((what, check))
             print(f"{what}: {check}", file=sys.stderr if options.json else sys.stdout, flush=True)
-    verifications = {what: proof.Verification(tuple(each)) for what, each in checks.items()}
+    found = {what: proof.Verification(tuple(check for of, check in checks if of == what)) for what in functions}
     if options.json:
-        print(json.dumps({what: json.loads(each.to_json()) for what, each in verifications.items()}))
-    shown: dict[str, Any] = {"checks": [(what, check) for what, each in checks.items() for check in each]}
-    if (options.html or options.png) and jax.default_backend() == "gpu":
-        shown["profile"] = proof.profile(made.f, *made.args)
-    return paged(options, made, int(not all(each.ok for each in verifications.values())), **shown)
+        print(json.dumps({what: json.loads(each.to_json()) for what, each in found.items()}))
+    runs = options.html and jax.default_backend() == "gpu"
+    write_page(options, made, checks=checks, profile=proof.profile(made.f, *made.args) if runs else None)
+    return int(not all(each.ok for each in found.values()))
 
 
 def profile(options: argparse.Namespace) -> int:
@@ -327,7 +263,8 @@ def profile(options: argparse.Namespace) -> int:
     made = made_by(options.function, options.arguments)
     profiled = proof.profile(made.f, *made.args)
     print(profiled.to_json() if options.json else profiled)
-    return paged(options, made, 0, profile=profiled)
+    write_page(options, made, profile=profiled)
+    return 0
 
 
 def machine(options: argparse.Namespace) -> int:
@@ -339,23 +276,10 @@ def machine(options: argparse.Namespace) -> int:
     return 0
 
 
-def paged(options: argparse.Namespace, made: Made, code: int, **shown: Any) -> int:
-    """Write the page and the pictures that were asked for, and return the exit code."""
-    if options.html or options.png:
-        shown = {"table": table_of(made)} | shown
+def write_page(options: argparse.Namespace, made: Made, **shown: Any) -> None:
+    """Write the page, if it was asked for."""
     if options.html:
-        write_page(options, **shown)
-    if options.png:
-        drawn = proof.pictures(shown["table"], shown.get("profile"))
-        for name, png in drawn.items():
-            (options.png / name).write_bytes(png)
-        print(f"{options.png}: {', '.join(drawn) or 'nothing to draw'}", file=sys.stderr)
-    return code
-
-
-def write_page(options: argparse.Namespace, **shown: Any) -> None:
-    title = " ".join((options.function, *options.arguments))
-    try:
-        options.html.write_text(proof.page(title, proof.about(), **shown), encoding="utf-8")
-    except OSError as why:
-        raise CannotRun(f"--html {options.html}: {why.strerror}") from why
+        title = " ".join((options.function, *options.arguments))
+        text = proof.page(title, proof.about(), table_of(made), **shown)
+        with written(options.html):
+            options.html.write_text(text, encoding="utf-8")

@@ -48,9 +48,7 @@ def chosen(
     return min(fits(), key=lambda choice: predicted(choice).step_ms, default=None), sizes
 
 
-def _fastest(
-    curve: Sequence[Choice], limit: int, host_limit: int, predicted: Callable[[Choice], Prediction]
-) -> Choice:
+def _fastest(curve: Sequence[Choice], limit: int, host_limit: int, predicted: Callable[[Choice], Prediction]) -> Choice:
     """Return the fastest of the choices that are predicted to fit, or else the smallest one."""
     smallest = min(curve, key=lambda choice: choice.device)
     each, low, best = {smallest: predicted(smallest)}, math.inf, math.inf

@@ -75,10 +75,6 @@ def _first(pattern: str, text: str) -> str:
     return match[1] if match else ""
 
 
-def _called(text: str) -> tuple[str, ...]:
-    return tuple(name for names in _CALLS.findall(text) for name in _NAME.findall(names))
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
     """A compiled program; `name` is the one that a profile gives it."""
@@ -157,7 +153,8 @@ def parse(text: str) -> Module:
         elif match := _INSTRUCTION.match(line):
             name, shape, opcode, rest = match.groups()
             operands = tuple(_NAME.findall(rest.partition(")")[0]))
-            instructions.append(Instruction(computation, name, shape, opcode, operands, _called(line), line))
+            calls = tuple(_NAME.findall(" ".join(_CALLS.findall(line))))
+            instructions.append(Instruction(computation, name, shape, opcode, operands, calls, line))
     return Module(text.removeprefix("HloModule ").partition(",")[0], tuple(instructions))
 
 
@@ -201,7 +198,7 @@ def collective_kernels(modules: Iterable[Any]) -> set[str]:
         starts = (line for lines in bodies.values() for line in lines if line.opcode.name == "kAsyncStart")
         for wrapped in (start.async_wrapped_root() for start in starts):
             text = wrapped.to_string()
-            if _is_collective(text) or collects.intersection(_called(text)):
+            if _is_collective(text) or collects.intersection(_NAME.findall(" ".join(_CALLS.findall(text)))):
                 names.add(wrapped.name)
     return names
 
@@ -244,25 +241,15 @@ def kernels_on_host_memory(module: Module) -> list[Instruction]:
 def out_of_range(module: Module) -> Iterator[Instruction]:
     """Yield DMA copies of a stack's row whose offset, which XLA:GPU does not clamp, is wrong in some iteration."""
     for start in (line for line in module if line.opcode == "fusion-start"):
-        for copy in row_copies(start, module):
-            if not {*copy.offsets} <= {*range(0, copy.nbytes * copy.rows, copy.nbytes)}:
-                yield copy.instruction
+        for copy in _row_copies(start, module):
+            size, rows = _row_bytes((copy if "update" in copy.opcode else module.operands(copy)[0]).shape)
+            if not {*row_offsets(copy, module.trip_counts.get(start.computation, 1))} <= {*range(0, size * rows, size)}:
+                yield copy
 
 
-class RowCopy(NamedTuple):
-    """A DMA copy of one of a stack's `rows`, which begin at these byte offsets in the iterations of its loop."""
-
-    instruction: Instruction
-    nbytes: int
-    rows: int
-    offsets: list[int]
-
-
-def row_copies(start: Instruction, module: Module) -> Iterator[RowCopy]:
-    """Yield the copies that an instruction starts."""
-    for copy in (line for line in module.called(start) if line.opcode.startswith("dynamic-")):
-        stack = copy if copy.opcode == "dynamic-update-slice" else module.operands(copy)[0]
-        yield RowCopy(copy, *_row_bytes(stack.shape), row_offsets(copy, module.trip_counts.get(start.computation, 1)))
+def _row_copies(start: Instruction, module: Module) -> Iterator[Instruction]:
+    """Return the copies of a stack's row that an instruction starts."""
+    return (line for line in module.called(start) if line.opcode.startswith("dynamic-"))
 
 
 def row_offsets(copy: Instruction, iterations: int) -> list[int]:
@@ -335,21 +322,18 @@ def host_copies(module: Module) -> dict[str, Copy]:
     copies = {}
     for line in (line for line in module if line.starts_host_copy):
         size, count = _row_bytes(line.shape)
-        is_row = line.opcode == "fusion-start"
-        # A profile names a row's copy after the instruction in the computation that it calls, which is named after it.
-        name = line.calls[0].replace("_computation", "") if is_row and line.calls else line.name
-        # The first of a copy's shapes is what it makes.
-        to_host = "update" in name if is_row else "S(5)" in line.shape.partition("}")[0]
-        rows = (offset // size for copy in row_copies(line, module) for offset in copy.offsets) if is_row else ()
         named = _naming(line, module)
-        copies[name] = Copy(
-            residual=named.scope if named else "",
-            nbytes=size if is_row else size * count,
-            loop=line.computation,
-            rows=tuple(rows),
-            to_host=to_host,
-            microbatches=(named or line).microbatches,
-        )
+        of_all = named.scope if named else "", (named or line).microbatches
+        if line.opcode != "fusion-start":
+            # The first of a copy's shapes is what it makes.
+            to_host = "S(5)" in line.shape.partition("}")[0]
+            copies[line.name] = Copy(of_all[0], size * count, line.computation, (), to_host, of_all[1])
+            continue
+        # A profile names a row's copy after the instruction in the computation that it calls, which is named after it.
+        name = line.calls[0].replace("_computation", "") if line.calls else line.name
+        iterations = module.trip_counts.get(line.computation, 1)
+        rows = [offset // size for copy in _row_copies(line, module) for offset in row_offsets(copy, iterations)]
+        copies[name] = Copy(of_all[0], size, line.computation, tuple(rows), "update" in name, of_all[1])
     return copies
 
 
@@ -357,33 +341,28 @@ def _naming(copy: Instruction, module: Module) -> Instruction | None:
     """Return the instruction whose scope says which residual a copy copies.
 
     `scan` and `chain` trace each in a scope of its own, which is in the metadata of the copy, of its end (since
-    jaxlib 0.12), or of what it waits for: its operand, or what that is an element of.
+    jaxlib 0.12), or of what it waits for: its operand, or what that is an element of. What a copy put on the host is
+    what that copy names. A copy behind a loop, the last layer's, is of an element of the loop's results, of which the
+    loop's body copies the rows of the layers before. Where a loop over microbatches carries it, an iteration copied it
+    to the host.
     """
-    source = next(iter(module.sources(copy)), None)
+    sources = module.sources(copy)[:1]
     ends = (line for line in module.computations[copy.computation] if line.opcode == "copy-done")
-    waits_for = [*module.operands(copy)[:1], *filter(None, [source])]
+    waits_for = [*module.operands(copy)[:1], *sources]
     for line in (copy, *(end for end in ends if module.sources(end) == [copy]), *waits_for):
         if line.scope:
             return line
-    before = next(iter(module.sources(source)), None) if source else None
-    if source and before and source.opcode == "copy-done":
+    source = next(iter(sources), copy)
+    before = next(iter(module.sources(source)), copy)
+    if source.opcode == "copy-done" and before is not copy:
         return _naming(before, module)
-    return _naming_in_loop(source, before, module) if source and before and source.element else None
-
-
-def _naming_in_loop(source: Instruction, before: Instruction, module: Module) -> Instruction | None:
-    """Return the instruction that names a copy of an element of what a loop carries.
-
-    A copy behind a loop, the last layer's, is of an element of the loop's results, of which the loop's body copies
-    the rows of the layers before. Where a loop over microbatches carries it, an iteration copied it to the host.
-    """
-    inside = module.called(before) if before.opcode == "while" else ()
-    for row in (line for line in inside if line.opcode == "fusion-start" and line.on_host):
-        if source.element in [taken.element for taken in module.sources(row)]:
+    element = source.element
+    for row in module.called(before) if element and before.opcode == "while" else ():
+        if row.opcode == "fusion-start" and row.on_host and element in [x.element for x in module.sources(row)]:
             return _naming(row, module)
-    bodies = {"while": before.calls, "parameter": (source.computation,)}.get(before.opcode, ())
+    bodies = {"while": before.calls, "parameter": (source.computation,)}.get(before.opcode, ()) if element else ()
     for root in (line for body in bodies for line in module.computations.get(body, ()) if line.is_root):
-        carried = module.operands(root)[int(source.element) :][:1]
+        carried = module.operands(root)[int(element) :][:1]
         for start in (module.sources(end)[0] for end in carried if end.opcode == "copy-done"):
             return _naming(start, module)
     return None

@@ -52,12 +52,10 @@ def _all_of(step: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 def _is_of_a_loss(out: Any, args: tuple[Any, ...]) -> bool:
-    """Return if a function that returns `out` is a loss."""
-    return _is_scalar(out) and not _takes_an_optimizer(args)
-
-
-def _is_scalar(out: Any) -> bool:
-    return isinstance(out, jax.ShapeDtypeStruct) and not out.shape and jnp.issubdtype(out.dtype, jnp.floating)
+    """Return if a function that returns `out` is a loss. One that takes an `nnx.Optimizer` can only be a step."""
+    is_scalar = isinstance(out, jax.ShapeDtypeStruct) and not out.shape and jnp.issubdtype(out.dtype, jnp.floating)
+    nnx = sys.modules.get("flax.nnx")
+    return is_scalar and not (nnx and any(isinstance(node, nnx.Optimizer) for node in _nodes(nnx, args)))
 
 
 def _differentiated(f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
@@ -78,12 +76,6 @@ def _differentiated(f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         return {**results, "gradient": jax.tree.unflatten(tree, [gradient.get(i) for i in range(len(leaves))])}
 
     return run
-
-
-def _takes_an_optimizer(args: Any) -> bool:
-    """Return if a function can only be a step, because one of its arguments is an `nnx.Optimizer`."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and any(isinstance(node, nnx.Optimizer) for node in _nodes(nnx, args))
 
 
 def _nodes(nnx: Any, args: Any) -> list[Any]:

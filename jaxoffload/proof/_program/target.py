@@ -17,7 +17,7 @@ from ..._engine.layers.layer import plan_of
 from ..._engine.layers.loops import backward_p, loops_of
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._policy import Policy
-from ..._tracing import as_reference, with_layers
+from ..._tracing import as_reference
 from .._residuals.plans import Plans
 from .._residuals.residuals import where_twice
 from .exact import compiled, exact_options, repeatable_options
@@ -37,8 +37,6 @@ class Target:
       policies: those of JAX's own checkpoints in it.
       has_reference: whether a jaxoffload policy applies in `run`, so that its reference is another program.
       repeats: how often it runs to see whether equal arguments give equal results.
-      peaks: what `peaks_of` measured, why it could not, or None if it was not called.
-      max_layers: how many layers of each scan run, the first ones; None for all.
       strict: whether grouped GEMMs with group sizes on the host fail.
     """
 
@@ -50,21 +48,8 @@ class Target:
     policies: tuple[Any, ...]
     host_transfers: tuple[HostTransfer, ...]
     has_reference: bool
-    repeats: int
-    peaks: Any = None
-    max_layers: int | None = None
+    repeats: int = 3
     strict: bool = False
-
-    def with_layers(self, max_layers: int) -> "Target":
-        """Return the target with every scan truncated to its first layers.
-
-        It reuses the arrays, since a second set may not fit.
-        """
-        run, loss = with_layers(self.run, max_layers), self.loss and with_layers(self.loss, max_layers)
-        fewer = tuple(host_transfers(jax.make_jaxpr(run)(*self.args)))
-        return dataclasses.replace(
-            self, run=run, args=self.arrays, loss=loss, host_transfers=fewer, max_layers=max_layers
-        )
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
@@ -97,6 +82,11 @@ class Target:
         return compiled(self.run, self.arrays, compiler_options())
 
     @functools.cached_property
+    def fast_reference(self) -> Any:
+        """The reference of `run`, compiled likewise."""
+        return compiled(as_reference(self.run), self.arrays, compiler_options())
+
+    @functools.cached_property
     def module(self) -> Module:
         """The instructions that XLA compiled for `fast_program`."""
         return parse(self.fast_program.as_text())
@@ -109,7 +99,7 @@ class Target:
 
 
 def target_of(
-    f: Callable[..., Any], args: tuple[Any, ...], policy: Policy | None = None, has_aux: bool = False, repeats: int = 3
+    f: Callable[..., Any], args: tuple[Any, ...], policy: Policy | None = None, has_aux: bool = False
 ) -> Target:
     """Trace a function as `verify` takes it.
 
@@ -144,7 +134,6 @@ def target_of(
         policies=policies,
         host_transfers=tuple(host_transfers(jaxpr)),
         has_reference=has_reference,
-        repeats=repeats,
     )
 
 
@@ -171,11 +160,6 @@ def rows_read_beyond(jaxpr: Jaxpr) -> int:
     sites = [site for site in walk(jaxpr) if site.eqn.primitive in (backward_p, interleaved_p)]
     stacks = lambda eqn: sum(len(segment.copies) for loops in loops_of(eqn) for segment in loops.segments)
     return sum(site.runs * site.eqn.params.get("microbatches", 1) * stacks(site.eqn) for site in sites)
-
-
-def most_layers_of(jaxpr: Jaxpr) -> int:
-    """Return the number of layers of our longest loop."""
-    return max((loops.length for site in walk(jaxpr) for loops in loops_of(site.eqn)), default=0)
 
 
 def _array(x: Any, number: int) -> Any:

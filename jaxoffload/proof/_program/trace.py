@@ -53,18 +53,15 @@ def read(folder: Path) -> dict[str, list[Event]]:
 
 
 def events_of(profile: Any) -> dict[str, list[Event]]:
-    gpus = {}
-    for plane in profile.planes:
-        lines = [line for line in plane.lines if line.name.startswith("Stream")]
-        if "GPU" in plane.name and lines:
-            gpus[plane.name] = [_event(line.name, e) for line in lines for e in line.events]
-    return gpus
-
-
-def _event(stream: str, e: Any) -> Event:
-    stats = dict(e.stats)
-    op, module = (str(stats.get(key, "")) for key in ("hlo_op", "hlo_module"))
-    return Event(stream, e.name, op, e.start_ns, e.end_ns, module)
+    """Return for each GPU the events of its streams."""
+    events = defaultdict(list)
+    for plane in (plane for plane in profile.planes if "GPU" in plane.name):
+        for line in (line for line in plane.lines if line.name.startswith("Stream")):
+            for e in line.events:
+                stats = dict(e.stats)
+                op, module = (str(stats.get(key, "")) for key in ("hlo_op", "hlo_module"))
+                events[plane.name].append(Event(line.name, e.name, op, e.start_ns, e.end_ns, module))
+    return events
 
 
 def first_gpu(gpus: dict[str, list[Event]]) -> list[Event]:
@@ -102,14 +99,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 def overlap(a: list[Span], b: list[Span]) -> float:
     """Return how long both of two unions last."""
-    total, i = 0.0, 0
-    for start, end in a:
-        while i and b[i - 1][1] > start:
-            i -= 1
-        while i < len(b) and b[i][0] < end:
-            total += max(0.0, min(end, b[i][1]) - max(start, b[i][0]))
-            i += 1
-    return total
+    return length(a) + length(b) - length(merged([*a, *b]))
 
 
 def length(spans: list[Span]) -> float:

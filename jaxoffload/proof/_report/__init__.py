@@ -1,1 +1,1 @@
-"""profile(), page() and pictures(): what a step's copies did, as tables, a page and images."""
+"""profile() and page(): what a step's copies did, as tables and as a page."""

@@ -4,33 +4,33 @@ import html
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from ..._text import readable
 from .._check import FAILS, HOLDS, Check
-from .._plan.result import Plan
-from .._residuals.table import Residuals
-from . import pictures
-from .pictures import COLORS, PLACES, WAYS, WIDTH, Picture
-from .profile import Profile, stream_numbers
+from .._program.trace import Span
+from .._residuals.table import OFFLOADED, RECOMPUTED, SAVED, Residuals
+from .profile import Move, Profile
 
-_LIGHT = f":root {{ color-scheme: light dark; {' '.join(f'--{kind}: {color};' for kind, color in COLORS.items())} }}"
+WIDTH, LEFT, RIGHT, ROW = 1000, 310, 890, 24  # of a picture: the canvas, the ends of its bars, and a row's height
+PLACES = {SAVED: "on the device", OFFLOADED: "on the host", RECOMPUTED: "recomputed"}
+WAYS = {"d2h": "to the host", "h2d": "back"}
+# Kernels have the colour of what is on the device, copies that of what is on the host.
 _STYLE = """
-:root { --ink: #1b1f24; --paper: #fff; --rule: #c8ced6; --bad: #c0262d; --good: #1a7f37; }
+:root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --rule: #c8ced6; --bad: #c0262d; --good: #1a7f37;
+  --saved: #0b6bcb; --offloaded: #d9822b; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --paper: #14171b; --rule: #3a424c; --saved: #5aa9ff;
-  --offloaded: #f0a860; --recomputed: #7d8893; --exposed: #ff7b7b; --bad: #ff7b7b; --good: #56d364; } }
+  --offloaded: #f0a860; --bad: #ff7b7b; --good: #56d364; } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
   max-width: 72rem; padding: 0 1rem; }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem; } caption { text-align: left; font-weight: 600; }
 th, td { border-bottom: 1px solid var(--rule); padding: .25rem .75rem .25rem 0; text-align: left; vertical-align: top; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; } svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 13px; }
-.saved { fill: var(--saved); } .offloaded { fill: var(--offloaded); } .recomputed { fill: var(--recomputed); }
-.exposed { fill: var(--exposed); } .line { fill: none; stroke-width: 2.5; }
-.with { stroke: var(--offloaded); } .without { stroke: var(--saved); stroke-dasharray: 6 4; }
+.saved { fill: var(--saved); } .offloaded { fill: var(--offloaded); } .exposed { fill: var(--bad); }
 .holds { color: var(--good); font-weight: 600; } .fails { color: var(--bad); font-weight: 600; }
 """
 
@@ -41,9 +41,8 @@ def page(
     table: Residuals | None = None,
     checks: Sequence[tuple[str, Check]] = (),
     profile: Profile | None = None,
-    plan: Plan | None = None,
 ) -> str:
-    """Return one self-contained HTML page, with a table beside each picture and the same data as JSON.
+    """Return one self-contained HTML page, with a table beside the picture and the same data as JSON.
 
     Args:
       title: its heading.
@@ -51,7 +50,6 @@ def page(
       table: what `residuals` returned.
       checks: pairs of what was verified, such as "loss", and a `Check`.
       profile: what `profile` or `read_profile` returned.
-      plan: what `plan` returned.
 
     Example:
       >>> import jax.numpy as jnp
@@ -61,23 +59,20 @@ def page(
       >>> "What is where" in text
       True
     """
-    parts = [_facts(about)]
+    parts = [_table("Where and with what", ("", ""), about.items())]
+    data: dict[str, Any] = {"about": dict(about), "checks": [[what, vars(check)] for what, check in checks]}
     if checks:
         parts.append(_verdicts(checks))
     if table is not None:
-        parts += [_places(table), _memory(table)]
+        parts.append(_places(table))
+        data["residuals"] = json.loads(table.to_json())
     if profile is not None:
-        parts.append(_timeline(profile))
-    if plan is not None:
-        parts.append(_planned(plan))
-    data = {"about": dict(about), "checks": [[what, vars(check)] for what, check in checks]}
-    data |= {"residuals": json.loads(table.to_json())} if table is not None else {}
-    data |= {"profile": json.loads(profile.to_json())} if profile is not None else {}
-    data |= {"plan": json.loads(plan.to_json())} if plan is not None else {}
+        parts.append(_copies(profile))
+        data["profile"] = json.loads(profile.to_json())
     embedded = json.dumps(data).replace("<", "\\u003c")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_LIGHT}{_STYLE}</style></head>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>'
         f"<body><main><h1>{_text(title)}</h1>{''.join(parts)}</main>"
         f'<script type="application/json" id="data">{embedded}</script></body></html>\n'
     )
@@ -119,96 +114,105 @@ def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]], num
     )
 
 
-def _svg(picture: Picture) -> str:
-    shapes = [
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height}" class="{kind}">'
-        f"<title>{_text(title)}</title></rect>"
-        for x, y, width, height, kind, title in picture.bars
-    ]
-    for line in picture.lines:
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in line.points)
-        shapes.append(f'<polyline class="line {line.kind}" points="{points}"/>')
-    for x, y, words, anchor in picture.words:
-        shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_text(words)}</text>')
-    label, size = _text(picture.label), f'viewBox="0 0 {WIDTH} {picture.height:g}"'
-    return f'<svg {size} role="img" aria-label="{label}"><title>{label}</title>{"".join(shapes)}</svg>'
-
-
-def _facts(about: Mapping[str, str]) -> str:
-    return _table("Where and with what", ("", ""), about.items())
-
-
 def _verdicts(checks: Sequence[tuple[str, Check]]) -> str:
     classes = {HOLDS: "holds", FAILS: "fails"}
     rows = ((what, c.claim, (c.verdict, classes.get(c.verdict, "")), c.detail) for what, c in checks)
     return "<h2>What holds</h2>" + _table("Claims and verdicts", ("of", "claim", "verdict", "because"), rows)
 
 
+def _bytes_by_place(table: Residuals) -> dict[str, dict[str, int]]:
+    sizes: dict[str, dict[str, int]] = {}
+    for row in (row for row in table if row.state in PLACES):
+        sizes.setdefault(", ".join(row.names) or "(untagged)", dict.fromkeys(PLACES, 0))[row.state] += row.bytes
+    return sizes
+
+
 def _places(table: Residuals) -> str:
-    sizes = pictures.bytes_by_place(table)
+    sizes = _bytes_by_place(table)
     rows = [(name, *map(readable, of.values())) for name, of in sizes.items()]
     total = lambda sizes: [readable(sum(of[state] for of in sizes.values())) for state in PLACES]
     rows.append(("all", *total(sizes)))
     if table.mesh:
         axes = ", ".join(f"{axis} {size}" for axis, size in table.mesh)
-        each = pictures.bytes_by_place(table.per_device)
-        rows.append((f"on each of {table.devices} devices ({axes})", *total(each)))
-    return (
-        "<h2>What is where</h2>"
-        + _svg(pictures.draw_places(sizes))
-        + _table("Bytes by place", ("residual", *PLACES.values()), rows, (1, 2, 3))
-    )
+        rows.append((f"on each of {table.devices} devices ({axes})", *total(_bytes_by_place(table.per_device))))
+    return "<h2>What is where</h2>" + _table("Bytes by place", ("residual", *PLACES.values()), rows, (1, 2, 3))
 
 
-def _memory(table: Residuals) -> str:
-    if (memory := pictures.memory(table)) is None:
-        return ""
-    return (
-        "<h2>Memory over the step</h2><p>Tagged residuals on the device, as the table predicts them: solid with "
-        "offload, dashed without.</p>"
-        + _svg(pictures.draw_memory(memory))
-        + _table("At most", ("", "bytes"), memory.most.items(), (1,))
-    )
-
-
-def _timeline(profile: Profile) -> str:
-    """Draw two layers in the middle, to the host and back; and the totals of all copies."""
+def _copies(profile: Profile) -> str:
+    """Draw two layers in the middle, of the microbatch in the middle if there are several; list the totals of all."""
     fastest, slowest = profile.spread_ms
     summary = (
         f"{profile.step_ms} ms per step ({fastest} to {slowest}); kernels ran for {profile.compute_ms} ms, collectives "
         f"among them for {profile.collective_ms} ms; no kernel ran beside {profile.exposed_ms} ms of the copies"
     )
-    parts = [f"<h2>Copies</h2><p>{_text(summary)}</p>"]
-    if timeline := pictures.timeline(profile):
-        shown = [
-            (m.residual, m.layer, WAYS[m.direction], m.at_ms, m.ms, m.exposed_ms)
-            for lane in timeline.lanes
-            for m, _ in lane.copies
-        ]
-        head = ("residual", "layer", "way", "began at ms", "ms", "exposed ms")
-        parts += [
-            _svg(pictures.draw_timeline(timeline)),
-            _table(f"Copies of {timeline.what}", head, shown, (1, 3, 4, 5)),
-        ]
+    microbatches = list(profile.exposed_by_microbatch)
+    microbatch = microbatches[len(microbatches) // 2] if microbatches else None
+    moves = [m for m in profile.moves if m.microbatch == microbatch and m.layer is not None]
+    layers = sorted({m.layer for m in moves if m.layer is not None})
+    middle = layers[max(0, len(layers) // 2 - 1) :][:2]
+    what = f"layers {', '.join(map(str, middle))}" + ("" if microbatch is None else f" of microbatch {microbatch}")
+    timeline = _timeline(what, [m for m in moves if m.layer in middle], profile) if middle else ""
     columns = ("residual", "way", "copies", "bytes", "ms", "exposed ms", "streams")
-    rows = [
-        (*t[:3], readable(t.bytes), f"{t.ms:.2f}", f"{t.exposed_ms:.2f}", stream_numbers(t.streams))
-        for t in profile.totals
-    ]
-    return "".join(parts) + _table("Copies by residual", columns, rows, (2, 3, 4, 5))
+    rows = [(*t[:3], readable(t.bytes), f"{t.ms:.2f}", f"{t.exposed_ms:.2f}", t.stream_numbers) for t in profile.totals]
+    totals = _table("Copies by residual", columns, rows, (2, 3, 4, 5))
+    return f"<h2>Copies</h2><p>{_text(summary)}</p>{timeline}{totals}"
 
 
-def _planned(plan: Plan) -> str:
-    """Return the plan, its policy for a config, and the choices between which a budget decides."""
-    memory = [(name, readable(size)) for name, size in plan.parts.items()]
-    what = lambda policy: "the plan" if policy == plan.policy else plan.differs(policy)
-    rows = [(readable(p.bytes), f"{p.ms:.1f}", what(p.policy)) for p in plan.curve]
-    head = ("bytes per device", "ms per step", "what it does that the plan does not")
-    return (
-        f"<h2>Plan</h2><p>{_text(plan.summary)}</p>"
-        + _svg(pictures.draw_curve(plan))
-        + _table("Memory", ("", "bytes"), memory, (1,))
-        + f"<pre>{_text(plan.to_yaml())}</pre><p>{_text(f'Limit: {plan.limits}')}</p>"
-        + "".join(f"<p>{_text(f'Untagged: {line}')}</p>" for line in plan.untagged)
-        + _table("Choices that no other one beats", head, rows, (0, 1))
-    )
+def _timeline(what: str, moves: Sequence[Move], profile: Profile) -> str:
+    """Draw a row per residual and way, marked where no kernel ran, above the kernels of the same time."""
+    shapes: list[str] = []
+    y, shown = 30.0, []
+    for direction, way in WAYS.items():
+        if lane := [m for m in moves if m.direction == direction]:
+            shapes += _lane(y, way, lane, profile.kernels)
+            shown += [(m.residual, m.layer, way, m.at_ms, m.ms, m.exposed_ms) for m in lane]
+            y += ROW * (len({m.residual for m in lane}) + 2) + 14
+    keys = {OFFLOADED: "copy, and its layer", "exposed": "exposed: no kernel ran", SAVED: "kernels"}
+    head = ("residual", "layer", "way", "began at ms", "ms", "exposed ms")
+    picture = _svg(f"Copies and kernels of {what}", y, keys, shapes)
+    return picture + _table(f"Copies of {what}", head, shown, (1, 3, 4, 5))
+
+
+def _lane(y: float, way: str, moves: Sequence[Move], kernels: Sequence[Span]) -> Iterator[str]:
+    rows = list(dict.fromkeys(m.residual for m in moves))
+    begin, end = min(m.at_ms for m in moves), max(m.at_ms + m.ms for m in moves)
+    x = lambda ms: LEFT + (ms - begin) * (RIGHT - LEFT) / max(end - begin, 1e-6)
+    bar = lambda span, y, height, *what: _bar(x(span[0]), y, x(span[1]) - x(span[0]), height, *what)
+    for number, name in enumerate([*rows, "kernels"]):
+        yield _words(LEFT - 10, y + ROW * number + 14, f"{way}: {name or '(not attributed)'}"[-36:], "end")
+    for m in moves:
+        top, span, copy = y + ROW * rows.index(m.residual), (m.at_ms, m.at_ms + m.ms), f"{m.residual}, layer {m.layer}"
+        title = f"{copy}: {m.ms} ms, {m.gb_per_s} GB/s, {m.exposed_ms} ms exposed"
+        yield bar(span, top, 18, "exposed", f"{copy}: no kernel")
+        yield bar(span, top, 14, OFFLOADED, title)
+        yield from (bar(beside, top, 18, OFFLOADED, title) for beside in _within(kernels, *span))
+        if x(span[1]) - x(span[0]) > 10 + 8 * len(str(m.layer)):
+            yield _words((x(span[0]) + x(span[1])) / 2, top + 13, str(m.layer), "middle")
+    yield from (bar(span, y + ROW * len(rows), 18, SAVED, "kernels") for span in _within(kernels, begin, end))
+    below = y + ROW * (len(rows) + 1) + 10
+    yield _words(LEFT, below, f"{begin:.1f} ms")
+    yield _words(RIGHT, below, f"{end:.1f} ms", "end")
+
+
+def _within(spans: Iterable[Span], begin: float, end: float) -> list[Span]:
+    return [(max(a, begin), min(b, end)) for a, b in spans if a < end and b > begin]
+
+
+def _svg(label: str, height: float, keys: Mapping[str, str], shapes: Iterable[str]) -> str:
+    """Write a picture with a line above that says what each colour means; `label` says the picture in words."""
+    legend, x = [], LEFT
+    for kind, meaning in keys.items():
+        legend += [_bar(x, 6, 12, 12, kind, meaning), _words(x + 18, 16, meaning)]
+        x += 50 + 8 * len(meaning)
+    drawn = f"<title>{_text(label)}</title>{''.join([*legend, *shapes])}"
+    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{_text(label)}">{drawn}</svg>'
+
+
+def _bar(x: float, y: float, width: float, height: float, kind: str, title: str) -> str:
+    at = f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 1):.2f}" height="{height}"'
+    return f'<rect {at} class="{kind}"><title>{_text(title)}</title></rect>'
+
+
+def _words(x: float, y: float, text: str, anchor: str = "start") -> str:
+    """`y` is the baseline; `anchor`: "start", "middle" or "end"."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_text(text)}</text>'

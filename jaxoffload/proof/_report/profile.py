@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from .._program.target import target_of
 from .._program.trace import DIRECTIONS, Event, Span, first_gpu, length, merged, ms_of, overlap, read, traced
 
 WAY = {"d2h": 1, "h2d": -1}  # layers come back in reverse
+GAP = 10_000  # ns: shorter gaps between kernels are left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,21 @@ class Total(NamedTuple):
     ms: float
     exposed_ms: float
     streams: tuple[str, ...]
+
+    @classmethod
+    def of(cls, residual: str, direction: str, moves: Sequence[Move]) -> "Total":
+        ms, exposed = (round(sum(each), 3) for each in ((m.ms for m in moves), (m.exposed_ms for m in moves)))
+        streams = tuple(sorted({m.stream for m in moves}))
+        return cls(residual, direction, len(moves), sum(m.bytes for m in moves), ms, exposed, streams)
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes / self.ms / 1e6 if self.ms else 0.0
+
+    @property
+    def stream_numbers(self) -> str:
+        """The numbers of `Stream #14(MemcpyH2D,Compute)` and others."""
+        return ", ".join(stream.removeprefix("Stream ").partition("(")[0] for stream in self.streams)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,18 +135,7 @@ class Profile:
             groups[move.residual or "(not attributed)", move.direction].append(move)
         for direction in DIRECTIONS:
             groups["all", direction] = [move for move in self.moves if move.direction == direction]
-        total = lambda moves, what: round(sum(getattr(move, what) for move in moves), 3)
-        return [
-            Total(
-                *key,
-                len(moves),
-                total(moves, "bytes"),
-                total(moves, "ms"),
-                total(moves, "exposed_ms"),
-                tuple(sorted({move.stream for move in moves})),
-            )
-            for key, moves in groups.items()
-        ]
+        return [Total.of(*key, moves) for key, moves in groups.items()]
 
     def to_json(self) -> str:
         more = {"exposed_ms": self.exposed_ms, "unattributed_ms": self.unattributed_ms}
@@ -140,21 +145,16 @@ class Profile:
         head = f"{'residual':28} {'':4} {'copies':>6} {'bytes':>10} {'ms':>9} {'GB/s':>6} {'exposed ms':>10}  streams"
         lines = [f"{self.device}: {self.step_ms} ms per step ({self.spread_ms[0]} to {self.spread_ms[1]})", head]
         for t in self.totals:
-            rate = t.bytes / t.ms / 1e6 if t.ms else 0.0
-            numbers = f"{t.copies:6} {readable(t.bytes):>10} {t.ms:9.2f} {rate:6.1f} {t.exposed_ms:10.2f}"
-            lines.append(f"{t.residual:28} {t.direction:4} {numbers}  {stream_numbers(t.streams)}")
-        if exposed := self.exposed_by_microbatch:
-            ends = {min(exposed), max(exposed)}
-            of_ends = ", ".join(f"of microbatch {number} {exposed[number]:.2f}" for number in sorted(ends))
-            others = [ms for number, ms in exposed.items() if number not in ends]
-            lines.append(f"exposed ms {of_ends}" + (f", of each between at most {max(others):.2f}" if others else ""))
+            numbers = f"{t.copies:6} {readable(t.bytes):>10} {t.ms:9.2f} {t.gb_per_s:6.1f} {t.exposed_ms:10.2f}"
+            lines.append(f"{t.residual:28} {t.direction:4} {numbers}  {t.stream_numbers}")
+        if exposed := list(self.exposed_by_microbatch.items()):
+            of_ends = ", ".join(
+                f"of microbatch {number} {ms:.2f}" for number, ms in dict((exposed[0], exposed[-1])).items()
+            )
+            between = [ms for _, ms in exposed[1:-1]]
+            lines.append(f"exposed ms {of_ends}" + (f", of each between at most {max(between):.2f}" if between else ""))
         lines.append(f"kernels {self.compute_ms} ms, of these collectives {self.collective_ms} ms")
         return "\n".join(lines)
-
-
-def stream_numbers(streams: Sequence[str]) -> str:
-    """Return the numbers of `Stream #14(MemcpyH2D,Compute)` and others."""
-    return ", ".join(stream.removeprefix("Stream ").partition("(")[0] for stream in streams)
 
 
 @without_remat3
@@ -177,10 +177,8 @@ def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
       >>> import jax.numpy as jnp
       >>> from jaxoffload import Policy, profile, scan, tag
       >>> layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
-      >>> policy = Policy({"fc1": "offload"})
-      >>> loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=policy)[0])
-      >>> w, x = jnp.ones((4, 1024, 1024)), jnp.ones((1024, 1024))
-      >>> print(profile(loss, w, x))  # doctest: +SKIP
+      >>> loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=Policy({"fc1": "offload"}))[0])
+      >>> print(profile(loss, jnp.ones((4, 1024, 1024)), jnp.ones((1024, 1024))))  # doctest: +SKIP
     """
     if steps < 1:
         raise ValueError(f"profile: steps must be at least 1, got {steps}")
@@ -214,17 +212,11 @@ def read_profile(folder: Path, program: jax.stages.Compiled, steps: int = 1) -> 
 
     Example:
       >>> from pathlib import Path
-      >>> import jax, jax.numpy as jnp
-      >>> from jaxoffload import Policy, compiler_options, scan, tag
       >>> from jaxoffload.proof import read_profile
-      >>> layer = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
-      >>> policy = Policy({"fc1": "offload"})
-      >>> loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=policy)[0])
-      >>> w, x = jnp.ones((4, 1024, 1024)), jnp.ones((1024, 1024))
-      >>> step = jax.jit(jax.grad(loss), compiler_options=compiler_options()).lower(w, x).compile()
+      >>> compiled = jax.jit(step, compiler_options=compiler_options()).lower(*args).compile()  # doctest: +SKIP
       >>> with jax.profiler.trace("trace"):  # doctest: +SKIP
-      ...     jax.block_until_ready(step(w, x))
-      >>> print(read_profile(Path("trace"), step))  # doctest: +SKIP
+      ...     jax.block_until_ready(compiled(*args))
+      >>> print(read_profile(Path("trace"), compiled))  # doctest: +SKIP
     """
     if steps < 1:
         raise ValueError(f"read_profile: steps must be at least 1, got {steps}")
@@ -252,13 +244,8 @@ def profile_of(events: Sequence[Event], copies: dict[str, Copy], steps: int, dev
         compute_ms=ms_of(length(compute)),
         collective_ms=ms_of(length(collective)),
         moves=tuple(_moves(last, copies, compute)),
-        kernels=tuple((since(a), since(b)) for a, b in _without_gaps(compute, 10_000)),
+        kernels=tuple((since(a), since(b - GAP)) for a, b in merged((a, b + GAP) for a, b in compute)),
     )
-
-
-def _without_gaps(spans: Sequence[Span], gap: float) -> list[Span]:
-    """Merge spans, which are in order, that are less than `gap` ns apart."""
-    return [(a, b - gap) for a, b in merged((a, b + gap) for a, b in spans)]
 
 
 def _steps(events: Sequence[Event], steps: int) -> list[Sequence[Event]]:
@@ -266,7 +253,7 @@ def _steps(events: Sequence[Event], steps: int) -> list[Sequence[Event]]:
     count, rest = divmod(len(events), steps)
     if rest:
         raise ValueError(f"profile: the trace has {len(events)} events, which are not {steps} equal steps")
-    return [events[i * count : (i + 1) * count] for i in range(steps)]
+    return list(itertools.batched(events, count))
 
 
 def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: list[Span]) -> Iterator[Move]:
@@ -288,27 +275,28 @@ def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: list[Span]
         )
 
 
+_Taken = tuple[Event, int | None]  # a copy of a row of a stack, or of a whole array
+
+
 def _places(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, tuple[int, int | None]]:
     """Return the layer and the microbatch of each copy, except of padding rows."""
     groups: dict[tuple[str, str, int], list[_Taken]] = defaultdict(list)
-    executed = Counter[str]()
+    rows = {op: itertools.cycle(copy.rows or [None]) for op, copy in copies.items()}
     for e in (e for e in events if e.direction and e.op in copies):
-        copy = copies[e.op]
-        row = copy.rows[executed[e.op] % len(copy.rows)] if copy.rows else None
-        executed[e.op] += 1
+        row = next(rows[e.op])
         if row is None or row > 0:
-            groups[copy.residual, str(e.direction), copy.microbatches].append(_Taken(e, row))
-    starts = lambda way: [t.event.start for (_, w, n), taken in groups.items() if w == way and n > 1 for t in taken]
+            groups[copies[e.op].residual, str(e.direction), copies[e.op].microbatches].append((e, row))
+    starts = lambda way: [e.start for (_, w, n), taken in groups.items() if w == way and n > 1 for e, _ in taken]
     first_back, last_put = min(starts("h2d"), default=math.inf), max(starts("d2h"), default=0)
     places: dict[Event, tuple[int, int | None]] = {}
     for (residual, direction, microbatches), taken in groups.items():
         runs = list(_runs(taken, direction))
         put, back = (groups.get((residual, way, microbatches), []) for way in ("d2h", "h2d"))
-        in_first = not put or put[0].event.start < first_back
-        in_last = not back or back[-1].event.start > last_put
+        in_first = not put or put[0][0].start < first_back
+        in_last = not back or back[-1][0].start > last_put
         numbers = _microbatches(len(runs), microbatches, in_first, in_last)
         for number, run in zip(numbers, runs, strict=True):
-            places |= {t.event: (layer, number) for t, layer in zip(run, _layers(run, direction), strict=True)}
+            places |= {e: (layer, number) for (e, _), layer in zip(run, _layers(run, direction), strict=True)}
     return places
 
 
@@ -325,31 +313,23 @@ def _microbatches(runs: int, microbatches: int, in_first: bool, in_last: bool) -
     return [None] * runs
 
 
-class _Taken(NamedTuple):
-    """A copy of a row of a stack, or of a whole array."""
-
-    event: Event
-    row: int | None
-
-
-def _runs(taken: Sequence[_Taken], direction: str) -> Iterator[list[_Taken]]:
+def _runs(taken: Sequence[_Taken], direction: str) -> Iterator[Sequence[_Taken]]:
     """Split one residual's copies one way by the scan or chain that makes them, each time it runs.
 
     The rows of a scan's stack are in order to the host, and in reverse back. Its last layer's copy may stand alone,
     behind them to the host and before them back. A chain has no stack, and each of its copies a name of its own.
     """
-    has_rows, names = any(t.row is not None for t in taken), list(dict.fromkeys(t.event.op for t in taken))
-    row = lambda t: math.inf if t.row is None else t.row
-    place = lambda t: WAY[direction] * row(t) if has_rows else names.index(t.event.op)
-    begins = (place(b) <= place(a) for a, b in itertools.pairwise(taken))
-    numbers = itertools.accumulate(begins, initial=0)
-    for _, run in itertools.groupby(zip(numbers, taken, strict=True), key=lambda pair: pair[0]):
-        yield [t for _, t in run]
+    if any(row is not None for _, row in taken):
+        places = [WAY[direction] * (math.inf if row is None else row) for _, row in taken]
+    else:
+        names = list(dict.fromkeys(e.op for e, _ in taken))
+        places = [names.index(e.op) for e, _ in taken]
+    begins = [i for i in range(len(taken)) if i == 0 or places[i] <= places[i - 1]]
+    return (taken[a:b] for a, b in itertools.pairwise([*begins, len(taken)]))
 
 
 def _layers(run: Sequence[_Taken], direction: str) -> list[int]:
     """Return the layer of each row; row 0 of a stack is padding."""
-    if any(t.row for t in run):
-        last = max(t.row or 0 for t in run)
-        return [last if t.row is None else t.row - 1 for t in run]
+    if last := max((row or 0 for _, row in run), default=0):
+        return [last if row is None else row - 1 for _, row in run]
     return list(range(len(run)))[:: WAY[direction]]

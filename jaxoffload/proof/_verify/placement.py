@@ -34,7 +34,7 @@ def placement(target: Target) -> Found:
 
 def _by_collectives(target: Target) -> tuple[list[str], str]:
     """Return what is wrong with the collectives, and what was compared."""
-    ours, reference = (collectives(parse(program.as_text())) for program in (target.program, target.reference_program))
+    ours, reference = collectives(target.module), collectives(parse(target.fast_reference.as_text()))
     more, padding = ours - reference, rows_read_beyond(target.jaxpr)
     if more.total() > padding or more.keys() - reference.keys():
         listed = ", ".join(f"{count} {kind} of {shape}" for (kind, shape), count in more.items())

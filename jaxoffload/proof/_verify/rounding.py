@@ -22,15 +22,10 @@ CHAOTIC = 0.05  # a reference that moves by this share of its norm has chosen ot
 
 
 class Rounding(NamedTuple):
-    """How far the results of two programs are apart.
+    """How far the results of two programs are apart: the greatest of all rows and results."""
 
-    Attributes:
-      share: their distance in units of the reference's own rounding error; the greatest of all rows.
-      error: that rounding error as a share of the results' norm; the greatest of all results.
-    """
-
-    share: float
-    error: float
+    share: float  # in units of the reference's own rounding error
+    error: float  # that rounding error, as a share of the results' norm
 
 
 def rounding(ours: Any, reference: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Rounding:

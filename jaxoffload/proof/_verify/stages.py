@@ -15,7 +15,7 @@ from ..._engine.stages.schedule import Schedule, Tick
 from ..._jax import nbytes
 from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
-from .._program.hlo import collectives, parse
+from .._program.hlo import collectives
 from .._program.host_transfers import bytes_put, for_host
 from .._program.memory import memory_plan
 from .._program.results import without_dead_code
@@ -86,7 +86,7 @@ MOVED = re.compile(r"/jaxoffload\.tick/(\([^()]*\b)?(shard_map|optimization_barr
 
 def exchanges(target: Target) -> Found:
     """Check that XLA runs no more exchanges of stages than were traced, and moves nothing else between them."""
-    module = parse(target.program.as_text())
+    module = target.module
     moved = collectives(module, lambda line: bool(MOVED.search(line.op_name)))
     sent = collectives(module, lambda line: bool(EXCHANGE.search(line.op_name))).total()
     asked = sum(site.runs * len(site.eqn.outvars) for site in walk(target.jaxpr) if site.eqn.primitive is ppermute_p)

@@ -12,7 +12,6 @@ from .conservation import conservation
 from .copies import copies
 from .gradients import gradients
 from .moves import moves, producers
-from .peaks import Peaks
 from .placement import placement
 from .repeats import repeats
 
@@ -30,29 +29,23 @@ def verify(
 ) -> Verification:
     """Check what is claimed of `f`, a loss or a training step, and of its residuals.
 
-    1. `gradients`: every result equals the reference's bit for bit. The reference is plain `lax.scan` and
-       `jax.checkpoint`, keeping the same values on the device. Both are compiled under `repeatable_options`, and under
-       `exact_options` if they differ. Results that still differ, as where XLA divides a sum among devices in one
-       program alone, are judged by the reference's own rounding error: it runs again with arguments moved by one unit
-       in the last place, and results further apart than 4 times what that changes fail. The check says which it found.
-       If the reference does not fit on the device, both run the first layers of each scan, as many as fit in 90 %.
+    1. `gradients`: every result equals the reference's, which is plain `lax.scan` and `jax.checkpoint`, keeping the
+       same values on the device: bit for bit, or within 4 times the reference's own rounding error. Both are compiled
+       under `repeatable_options`, and under `exact_options` if they differ.
     2. `conservation`: every byte that leaves the device appears on the host: exactly, in the jaxpr; on a GPU also in
-       XLA's memory plan and (from the command line) in measured peaks, within one layer and a stated tolerance. Of a
-       step this is known only where it calls `accumulate`, once: of the two microbatches that are there at a time, or
-       of those in flight on pipeline stages. Not checked where a checkpoint keeps what a scan in it keeps: the
-       reference recomputes that scan's carry.
-    3. `moves`: only values marked offload, or values that were on the host before, are moved there. Where policies
-       other than jaxoffload's decide: only named values that are neither arguments nor weights.
-    4. `producers`: saved and offloaded values are not recomputed. Not checked where other checkpoints than
-       jaxoffload's, or nested ones of jaxoffload's, keep or recompute a value.
+       XLA's memory plan, within one layer and 1.5 %. Of a step: of what `accumulate` has there at a time.
+    3. `moves`: only values marked offload, or values that were on the host before, are moved there.
+    4. `producers`: saved and offloaded values are not recomputed.
     5. `copies`: no kernel and no host computation touches host memory; all copies are asynchronous, in range and on no
-       stream that computes (in the program that `compiler_options()` gives, on a GPU). Group sizes that
-       TransformerEngine has the host read, waiting for the copies, are listed.
-    6. `placement`: the compiled program runs the same collectives as the reference, plus at most one extra row read per
-       host stack, and no device stores a larger shard of any residual. On pipeline stages: no more exchanges than were
+       stream that computes. Group sizes that TransformerEngine has the host read, waiting for the copies, are listed.
+    6. `placement`: the program runs the same collectives as the reference, plus at most one extra row read per host
+       stack, and no device stores a larger shard of any residual. On pipeline stages: no more exchanges than were
        traced, and nothing that stages hold moves between them.
     7. `repeats`: equal arguments give equal results, and memory does not grow: on the devices, and on Linux in the
-       process, by 64 MiB or more.
+       process, by 64 MiB or more. Results that differ from run to run must be equal under `repeatable_options`.
+
+    What is compiled in 2 and 4 to 7 is what `compiler_options()` gives, which users run. docs/verify-and-report.md says
+    what is not checked, and why.
 
     Args:
       f: a loss or a step. A function that returns a floating-point scalar is a loss, which is differentiated with
@@ -97,9 +90,8 @@ def checks(
     has_aux: bool = False,
     repeats: int = 3,
     strict: bool = False,
-    peaks: Peaks | str | None = None,
 ) -> Iterator[Check]:
-    """Yield the checks of `verify`, each when it is done. `peaks`: what `peaks_of` returned, for `conservation`.
+    """Yield the checks of `verify`, each when it is done.
 
     Example:
       >>> import jax.numpy as jnp
@@ -112,6 +104,5 @@ def checks(
     check_switches("verify", has_aux=has_aux, strict=strict)
     if repeats < 3:
         raise ValueError(f"verify: repeats must be at least 3, got {repeats}")
-    target = target_of(f, args, policy, has_aux, repeats)
-    target = dataclasses.replace(target, peaks=peaks, strict=strict)
+    target = dataclasses.replace(target_of(f, args, policy, has_aux), repeats=repeats, strict=strict)
     yield from (Check(check.__name__, *check(target)) for check in CHECKS)

@@ -10,17 +10,18 @@ only the compiler knows: over the policies in benchmarks/results/ it is ERROR of
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import cond_p, device_put_p, scan_p, while_p
 
 from ..._engine.jaxprs.flat import Buffer, Division, Op, Straight, division, straight
 from ..._engine.jaxprs.walk import nested, operands_of, walk
 from ..._engine.layers.loops import backward_p, forward_p, loops_of
+from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import IN_PLACE, REDUCTIONS, SAME, SHARD_MAP, UNFUSED, is_attention, nbytes, on_host
 from .joint import Passes
@@ -58,7 +59,7 @@ def step_bytes(jaxpr: Jaxpr, like: Divisions, donated: bool) -> int:
         if out and free[key := (out.aval.shape, getattr(out.aval, "dtype", None))] > 0:
             free[key] -= 1
             in_place.add(out)
-    return _Walk(like | _in_shard_maps(jaxpr, like), in_place).peak(program, ())
+    return _Walk(_of_stacks(jaxpr) | like | _in_shard_maps(jaxpr, like), in_place).peak(program, ())
 
 
 def layer_bytes(layer: Passes, like: Divisions) -> int:
@@ -73,18 +74,31 @@ def layer_bytes(layer: Passes, like: Divisions) -> int:
 def kept_bytes(jaxpr: Jaxpr) -> int:
     """Return the bytes per device of the residuals that layers keep there, most at once."""
     kept = 0
-    for site in walk(jaxpr):
-        if site.eqn.primitive in (forward_p, interleaved_p):
-            segments = [segment for loops in loops_of(site.eqn) for segment in loops.segments]
-            sizes = [(s.layers, s.layout.sizes(straight(s.layer.forward))) for s in segments]
-            schedule = site.eqn.params.get("schedule")
-            sets = schedule.slots if schedule else 1 + (site.eqn.primitive is interleaved_p and _offloads(site.eqn))
-            kept += sets * sum(layers * sum(of.device) + sum(of.once) for layers, of in sizes)
+    for eqn, segments in _segments_in(jaxpr):
+        sizes = [(s.layers, s.layout.sizes(straight(s.layer.forward))) for s in segments]
+        schedule, beside = eqn.params.get("schedule"), eqn.primitive is interleaved_p
+        sets = schedule.slots if schedule else 1 + (beside and any(s.on_host for s in segments))
+        kept += sets * sum(layers * sum(of.device) + sum(of.once) for layers, of in sizes)
     return kept
 
 
-def _offloads(eqn: Any) -> bool:
-    return any(loops.offloads for loops in loops_of(eqn))
+def _segments_in(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, list[Segment]]]:
+    """Yield the equations that keep residuals of layers, with the segments of their scans."""
+    for site in walk(jaxpr):
+        if site.eqn.primitive in (forward_p, interleaved_p):
+            yield site.eqn, [segment for loops in loops_of(site.eqn) for segment in loops.segments]
+
+
+def _of_stacks(jaxpr: Jaxpr) -> Divisions:
+    """Return how the stacks of residuals are divided: as their rows are, behind the axis of layers."""
+    found: Divisions = {}
+    for _, segments in _segments_in(jaxpr):
+        for segment in segments:
+            program = straight(segment.layer.forward)
+            for row in segment.layout.split(program.outputs).device:
+                if row:
+                    found[(segment.layers, *row.aval.shape)] = Division(program.parts(row))
+    return found
 
 
 def _in_shard_maps(jaxpr: Jaxpr, like: Divisions) -> Divisions:

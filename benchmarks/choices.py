@@ -4,12 +4,11 @@ are one grouped GEMM.
     python -m benchmarks.choices [--out benchmarks/results/choices.json] [--rows 32768 --d_model 4096 --d_expert 14336]
 
 Each alternative runs the forward and backward pass of one layer's experts in bf16, and saves all residuals unless its
-name says otherwise. All run in one process, interleaved.
+name says otherwise.
 """
 
 import argparse
 import functools
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,50 +17,35 @@ import jax
 import jax.numpy as jnp
 
 import jaxoffload
-from benchmarks import grouped
-from benchmarks.steps import planned_gib
+from benchmarks import bench, grouped
 from jaxoffload import Policy, checkpoint, tag
 from jaxoffload.grouped import grouped_matmul
 from models.mlp import activate
 
+SIZES = {"rows": 32768, "d_model": 4096, "d_expert": 14336, "experts": 8, "backend": "mosaic"}
 MERGED = "gate and up in one product"  # its halves are copied, because a leaf is contiguous
 CHOICES = ("weights on act", "weights on fc2, kept", "weights on fc2, recomputed", MERGED)  # the layer has the first
 
 
-def main() -> None:
-    options = parse()
-    if options.backend == "te":  # TransformerEngine must be imported before JAX's first computation
-        importlib.import_module("transformer_engine.jax")
-    runs, memory = {}, {}
-    for choice in CHOICES:
-        runs[choice], memory[choice] = prepared(choice, options)
-    flops = 18 * options.rows * options.d_model * options.d_expert
-    times = grouped.interleaved(runs, options.rounds)
-    lines = [{"choice": choice} | grouped.timing(times[choice], flops) | memory[choice] for choice in CHOICES]
-    shape = {name: getattr(options, name) for name in ("rows", "d_model", "d_expert", "experts", "backend")}
-    grouped.write("choices", options, shape, lines)
-
-
 def parse() -> argparse.Namespace:
-    parser = grouped.arguments(__doc__, "choices", rows=32768, rounds=15)
-    parser.add_argument("--d_model", type=int, default=4096)
-    parser.add_argument("--d_expert", type=int, default=14336)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--backend", default="mosaic", choices=("te", "mosaic", "ragged"))
-    return parser.parse_args()
+    return bench.parser(__doc__, "choices", rounds=15, **SIZES).parse_args()
 
 
-def prepared(choice: str, options: argparse.Namespace) -> tuple[Callable[[], Any], dict[str, float]]:
-    """Return a function that runs one choice, compiled, and the GiB that it needs."""
-    layer = experts(choice, options.backend)
-    args = jax.jit(functools.partial(operands, options, choice))()
-    compiled = jax.jit(forward_and_backward(layer)).lower(*args).compile()
+def groups(options: argparse.Namespace) -> list[bench.Group]:
+    steps = {(choice, ""): step_of(choice, options) for choice in CHOICES}
+    return [bench.Group((), steps, 18 * options.rows * options.d_model * options.d_expert)]
+
+
+def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+    return bench.ratios(modes, [(choice, CHOICES[0]) for choice in CHOICES[1:]])
+
+
+def step_of(choice: str, options: argparse.Namespace) -> bench.Step:
+    """Return one choice, compiled, with the GiB that it keeps for the backward pass."""
+    layer, initial = experts(choice, options.backend), jax.jit(functools.partial(operands, options, choice))
     loss = lambda *args: jnp.sum(layer(*args).astype(jnp.float32))
-    saved_bytes = jaxoffload.residuals(loss, *args[:-1]).device_bytes
-    memory = {"kept_gib": round(saved_bytes / 2**30, 4)}
-    if planned := planned_gib(compiled):
-        memory["temp_gib"] = planned["temp_gib"]
-    return lambda: jax.block_until_ready(compiled(*args)), memory
+    kept = jaxoffload.residuals(loss, *jax.eval_shape(initial)[:-1]).device_bytes
+    return grouped.step_of(layer, initial, kept_gib=round(kept / bench.GIB, 4))
 
 
 def operands(options: argparse.Namespace, choice: str) -> tuple[Any, ...]:
@@ -96,13 +80,7 @@ def experts(choice: str, backend: str) -> Callable[..., Any]:
     return checkpoint(run, policy=Policy({"fc1_input": "save", "fc1": "save", "act": "save", "fc2": fc2}))
 
 
-def forward_and_backward(f: Callable[..., Any]) -> Callable[..., Any]:
-    def run(x: Any, weight: Any, w: Any, sizes: Any, dy: Any) -> Any:
-        y, vjp = jax.vjp(lambda x, weight, w: f(x, weight, w, sizes), x, weight, w)
-        return y, vjp(dy)
-
-    return run
-
-
 if __name__ == "__main__":
-    main()
+    options = parse()
+    bench.prepare(options.backend)
+    bench.main("choices", options, groups, ratios, shape={name: getattr(options, name) for name in SIZES})

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import peers
+from benchmarks import bench
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "results").glob("*.[jt]*"))}
 
@@ -36,8 +36,8 @@ def measure(path: Path, command: str, gpus: int) -> int:
     with path.open("w") if path.suffix == ".txt" else contextlib.nullcontext() as out:
         if out:
             name = subprocess.check_output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], text=True)
-            versions = ", ".join(map(" ".join, peers.versions().items()))
-            out.write(f"device: {gpus} {name.splitlines()[0]} (gpu)\nversions: {versions}\ncommit: {peers.head()}\n")
+            versions = ", ".join(map(" ".join, bench.versions().items()))
+            out.write(f"device: {gpus} {name.splitlines()[0]} (gpu)\nversions: {versions}\ncommit: {bench.head()}\n")
             print(f"command: {command}\n", file=out, flush=True)
         words = [sys.executable, *shlex.split(command)[1:]]
         process = subprocess.Popen(words, stdout=out, start_new_session=True)

@@ -1,16 +1,13 @@
 """Gradients over microbatches: interleaved, and one after another by plain JAX and by ours.
 
     python -m benchmarks.accumulate [--microbatches 2 4 8] [--out benchmarks/results/accumulate.json]
-    python -m benchmarks.accumulate --layers 48 --microbatches 8 --modes remat interleaved \\
-        --out benchmarks/results/accumulate-48.json
-    python -m benchmarks.accumulate --case moe --layers 4 --microbatches 4 8 \\
-        --out benchmarks/results/accumulate-moe.json
+    python -m benchmarks.accumulate --case moe --layers 4 --out benchmarks/results/accumulate-moe.json
     python -m benchmarks.accumulate --fsdp 2 --out benchmarks/results/accumulate-fsdp.json
     python -m benchmarks.accumulate --case moe --expert 2 --batch 4 --layers 4 --capacity 1.25 --times \\
         --modes one_by_one interleaved --out benchmarks/results/accumulate-experts.json
 
-The gradient is summed over microbatches of `--batch` sequences each. `ms` is the time of one microbatch. With `--times` XLA compiles twice, and then knows how
-long kernels take.
+The gradient is summed over microbatches of `--batch` sequences each; `ms` is the time of one. With `--times` XLA
+compiles twice, and then knows how long kernels take.
 """
 
 import argparse

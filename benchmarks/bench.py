@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import math
 import os
-import random
 import shlex
 import statistics
 import subprocess
@@ -47,12 +46,10 @@ class Step(NamedTuple):
 
     Attributes:
       run: None if it cannot run; then `facts["cannot"]` says why.
-      initial: makes the state. Steps with the same `initial` share a state.
       facts: what is known of it. Its times are added.
     """
 
     run: Callable[..., Any] | None
-    initial: Callable[[], Any]
     facts: dict[str, Any]
 
 
@@ -60,12 +57,14 @@ class Group(NamedTuple):
     """Steps that are timed in turn; their results are at `path` in the result file.
 
     Attributes:
+      initial: makes their state.
       flops: the model's, of a step, per device.
       microbatches: of a step; `ms` is the time of one.
     """
 
     path: tuple[str, ...]
     steps: dict[Key, Step]
+    initial: Callable[[], Any]
     flops: float | None = None
     microbatches: int = 1
 
@@ -87,7 +86,7 @@ def main(
             of = of.setdefault(key, {})
 
         def then(group: Group = group, of: dict[str, Any] = of) -> None:
-            modes = by_mode(group.steps)
+            modes = of.get("modes", {}) | by_mode(group.steps)
             of.update(modes=modes, ratios=ratios(modes, options))
             write(options, result)
 
@@ -144,25 +143,25 @@ def lowered(step: Callable[..., Any], args: tuple[Any, ...], options: dict[str, 
     return jax.jit(step, donate_argnums=0, compiler_options=options, **placed).lower(*args)
 
 
-def compiled(traced: jax.stages.Lowered, initial: Callable[[], Any], **facts: Any) -> Step:
+def compiled(traced: jax.stages.Lowered, **facts: Any) -> Step:
     """Compile a step. It cannot run if XLA fails, does not say what memory it planned, or planned too much."""
     begin = time.perf_counter()
     try:
         program = traced.compile()
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        return Step(None, initial, facts | {"cannot": str(error)[:300]})
+        return Step(None, facts | {"cannot": str(error)[:300]})
     facts["compile_s"] = round(time.perf_counter() - begin, 2)
     if (planned := planned_gib(program)) is None:
-        return Step(None, initial, facts | {"cannot": NO_PLAN})
-    if planned["all_gib"] > (most := device_gib("bytes_limit", math.inf)):
-        return Step(None, initial, facts | planned | {"cannot": f"the device has {most:.1f} GiB"})
-    return Step(program, initial, facts | planned)
+        return Step(None, facts | {"cannot": NO_PLAN})
+    if planned["all_gib"] > (most := device_gib()):
+        return Step(None, facts | planned | {"cannot": f"the device has {most:.1f} GiB"})
+    return Step(program, facts | planned)
 
 
-def compile_all(traced: Mapping[Key, tuple[jax.stages.Lowered, Callable[[], Any]]]) -> dict[Key, Step]:
+def compile_all(traced: Mapping[Key, jax.stages.Lowered]) -> dict[Key, Step]:
     """Return the compiled steps. Threads compile them: one after another they take minutes."""
     with ThreadPoolExecutor(max_workers=8) as threads:
-        return dict(zip(traced, threads.map(lambda args: compiled(*args), traced.values()), strict=True))
+        return dict(zip(traced, threads.map(compiled, traced.values()), strict=True))
 
 
 def planned_gib(program: jax.stages.Compiled) -> dict[str, float] | None:
@@ -179,72 +178,46 @@ def planned_gib(program: jax.stages.Compiled) -> dict[str, float] | None:
     return {name: round(size / GIB, 4) for name, size in sizes.items()}
 
 
-def device_gib(what: str, unknown: float = 0) -> float:
-    """Return what a device says of its memory: "bytes_limit", or "peak_bytes_in_use" so far."""
-    return round((jax.devices()[0].memory_stats() or {}).get(what, unknown * GIB) / GIB, 4)
+def device_gib() -> float:
+    """Return the memory of a device that JAX may use."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf) / GIB
 
 
 # ---------------------------------------------------------------------------------------------------------------- time
 
 
-class Runner:
-    """Runs steps on a state, which it makes anew for a step with another `initial`, and after a failure."""
+def measure(group: Group, options: argparse.Namespace, then: Callable[[], None] = lambda: None) -> None:
+    """Time steps in turn, so that they share the state of the machine, and add the times to the facts of each.
 
-    def __init__(self) -> None:
-        self.initial: Callable[[], Any] | None = None
-        self.state: Any = None
+    In its turn a step runs once, which is not timed, and then `options.steps` times. The first round has all steps. It
+    fills the pinned pool, raises the clocks, and shows the `contenders`. These run in `options.rounds` more rounds,
+    whose times replace those of the first. `then` is called whenever facts were added.
+    """
+    steps, spent = group.steps, dict[Key, list[float]]()
+    state = jax.block_until_ready(group.initial())
 
-    def prepare(self, step: Step) -> None:
-        if self.initial is not step.initial:
-            self.state = self.initial = None  # the next one needs its memory
-            self.state = jax.block_until_ready(step.initial())
-            self.initial = step.initial
-
-    def __call__(self, step: Step) -> float:
-        """Run a step, and return how many milliseconds it took."""
-        assert step.run is not None
-        self.prepare(step)
-        self.initial, begin = None, time.perf_counter()
-        self.state = jax.block_until_ready(step.run(*self.state))
-        self.initial = step.initial
+    def run(key: Key) -> float:
+        nonlocal state
+        given, state = state, None  # it is updated in place
+        begin = time.perf_counter()
+        state = jax.block_until_ready(steps[key].run(*given))
         return 1e3 * (time.perf_counter() - begin)
 
-
-def measure(group: Group, options: argparse.Namespace, then: Callable[[], None] = lambda: None) -> None:
-    """Time steps in turn, and add to the facts of each its times, and the peak of allocated memory where it is known.
-
-    In its turn a step runs once, which is not timed, and then `options.steps` times. The first round has all steps, and
-    begins with the smallest: the allocator does not reset its peak. It fills the pinned pool, raises the clocks, and
-    shows the `contenders`. These run in `options.rounds` more rounds, whose times replace those of the first.
-    """
-    run, spent, steps, dice = Runner(), dict[Key, list[float]](), group.steps, random.Random(0)
-    states = list(dict.fromkeys(step.initial for step in steps.values()))
-    by_state = lambda key: states.index(steps[key].initial)
-    able = [key for key, step in steps.items() if step.run]
-    turns = sorted(able, key=lambda key: (by_state(key), steps[key].facts["all_gib"]))
     for number in range(1 + options.rounds):
-        if number:  # in random order: the clock of a GPU drifts by more than some steps differ
-            near = contenders(steps)
-            turns = sorted(dice.sample(near, len(near)), key=by_state)
-        for key in turns:
-            step = steps[key]
+        for key in contenders(steps) if number else [key for key, step in steps.items() if step.run]:
             try:
-                run.prepare(step)
-                before = device_gib("peak_bytes_in_use")
-                run(step)
-                if (peak := device_gib("peak_bytes_in_use")) > before:
-                    step.facts["peak_gib"] = peak
-                times = [run(step) for _ in range(options.steps)]
+                times = [run(key) for _ in range(1 + options.steps)][1:]
             except jax.errors.JaxRuntimeError as error:  # NCCL's, say
-                step.facts["cannot"] = str(error)[:300]
+                steps[key].facts["cannot"] = str(error)[:300]
+                state = jax.block_until_ready(group.initial())
                 continue
             spent[key] = (spent[key] if number > 1 else []) + times
-            step.facts.update(timing(spent[key], group))
-            say(f"{key}: {step.facts}")
+            steps[key].facts.update(timing(spent[key], group))
+            say(f"{key}: {steps[key].facts}")
             then()
     for mode in options.profile if jax.default_backend() == "gpu" else []:
         if (best := fastest(steps, mode)) is not None:
-            steps[mode, best].facts["profile"] = profile(run, steps[mode, best])
+            steps[mode, best].facts["profile"] = profile(lambda key=(mode, best): run(key), steps[mode, best])
             then()
 
 
@@ -259,13 +232,13 @@ def timing(times: list[float], group: Group) -> dict[str, Any]:
     return found
 
 
-def profile(run: Runner, step: Step) -> dict[str, float]:
+def profile(run: Callable[[], Any], step: Step) -> dict[str, float]:
     """Trace a step, and return how many milliseconds it and its copies took, and the copies beside which no kernel ran;
     of several GPUs on the first."""
-    run(step)
+    run()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            run(step)
+            run()
         found = read_profile(Path(folder), step.run)
     copies = {f"{total.direction}_ms": total.ms for total in found.totals if total.residual == "all"}
     return {"step_ms": found.step_ms, **copies, "exposed_ms": found.exposed_ms, "collectives_ms": found.collective_ms}
@@ -274,10 +247,10 @@ def profile(run: Runner, step: Step) -> dict[str, float]:
 def eligible(steps: Mapping[Key, Step]) -> dict[Key, float]:
     """Return the step times of those that ran, except variants of `ours_best` and `one_by_one` that take more memory
     than the least that `remat` does: these modes show what is won without more memory."""
-    gib = {key: step.facts.get("temp_gib", math.inf) for key, step in steps.items()}
-    least = min((gib[key] for key in gib if key[0] == "remat"), default=math.inf)
-    fits = lambda key: key[0] not in ("ours_best", "one_by_one") or gib[key] <= least
-    return {key: step.facts["step_ms"] for key, step in steps.items() if "step_ms" in step.facts and fits(key)}
+    ran = {key: step.facts for key, step in steps.items() if "step_ms" in step.facts}
+    least = min((of["temp_gib"] for (mode, _), of in ran.items() if mode == "remat"), default=math.inf)
+    fits = lambda mode, of: mode not in ("ours_best", "one_by_one") or of["temp_gib"] <= least
+    return {key: of["step_ms"] for key, of in ran.items() if fits(key[0], of)}
 
 
 def fastest(steps: Mapping[Key, Step], mode: str) -> str | None:

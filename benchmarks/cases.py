@@ -73,14 +73,7 @@ def ours(residuals: dict[str, str], options: dict[str, Any] = OVERLAP, **fields:
 
 
 def best(offloaded: str, saved: str = "", copy_ms: float | None = None, **fields: Any) -> Variant:
-    """Return a candidate for `Case.best`.
-
-    Args:
-      offloaded: names to offload, separated by spaces; `layer_input` comes on top.
-      saved: names to save.
-      copy_ms: as in `compiler_options`.
-      fields: further fields of the policy.
-    """
+    """Return a candidate for `Case.best`: names to offload besides `layer_input`, and to save, separated by spaces."""
     residuals = dict.fromkeys(["layer_input", *offloaded.split()], "offload") | dict.fromkeys(saved.split(), "save")
     return ours(residuals, compiler_options("gpu", copy_ms=copy_ms), **fields)
 
@@ -108,9 +101,6 @@ def model_flops(case: Case, options: argparse.Namespace) -> float:
     return of_all / options.fsdp / options.expert
 
 
-# ----------------------------------------------------------------------------------------------------------- arguments
-
-
 def start(case: Case, options: argparse.Namespace) -> Callable[[], tuple[Any, Any]]:
     """Return the function that makes the stacked float32 weights and the bf16 activations (batch, seq, d_model)."""
     shape = model_of(case, options)
@@ -131,15 +121,13 @@ def mesh_of(options: argparse.Namespace) -> Any:
     return make_mesh(sizes, jax.devices()[:count]) if count > 1 else None
 
 
-def state_of(case: Case, options: argparse.Namespace, microbatches: int = 1) -> tuple[Any, Any]:
-    """Return the abstract arguments of a step, with shardings, and the function that makes them.
-
-    Several microbatches have a leading axis.
-    """
-    mesh, make = mesh_of(options), start(case, options)
+def state_of(case: Case, options: argparse.Namespace, microbatches: int = 1) -> tuple[Any, Callable[[], Any]]:
+    """Return the abstract arguments of a step, with shardings, and the function that makes them. Several microbatches
+    have a leading axis."""
+    mesh = mesh_of(options)
 
     def initial() -> tuple[Any, Any]:
-        weights, x = make()
+        weights, x = start(case, options)()
         return weights, x if microbatches == 1 else in_microbatches(x, microbatches)
 
     weights, x = jax.eval_shape(initial)
@@ -158,9 +146,6 @@ def in_microbatches(x: jax.Array, count: int) -> jax.Array:
 def placed(avals: Any, where: Any) -> Any:
     """Return abstract arrays with shardings."""
     return jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of), avals, where)
-
-
-# --------------------------------------------------------------------------------------------------------------- steps
 
 
 def layer_of(case: Case, options: argparse.Namespace) -> Callable[[Any, Any], tuple[Any, None]]:
@@ -270,9 +255,9 @@ def group_of(
         step, xla = step_of(case, options, variant, microbatches, mode in loops), variant.options
         if getattr(options, "times", False) and xla == OVERLAP:
             xla = scheduling_options(lowered(step, args, xla).compile())
-        traced[mode, name] = lowered(step, args, xla), initial
+        traced[mode, name] = lowered(step, args, xla)
     steps = compile_all(traced)
     for key, step in steps.items():
         on_host = jaxoffload.residuals(loss_of(case, options, variants[key]), *one).host_bytes
         step.facts["host_gib"] = round(on_host / options.fsdp / options.expert / GIB, 4)
-    return Group(path, steps, microbatches * model_flops(case, options), microbatches)
+    return Group(path, steps, initial, microbatches * model_flops(case, options), microbatches)

@@ -37,7 +37,6 @@ class Framework(NamedTuple):
     start: Callable[[], tuple[Any, Any]]  # the stacked weights, and the input
     scanned: Callable[[Any], Loss]  # the loss with the framework's scan under a policy of jax.checkpoint
     layer: Callable[[Any, Any], tuple[Any, None]]  # for jaxoffload.scan
-    stack: Callable[[Any], Any]  # the weights that jaxoffload.scan divides among the layers
 
 
 MODES = {
@@ -54,9 +53,6 @@ MODES = {
 def parse() -> argparse.Namespace:
     more = {"modes": [*MODES], "variants": [], "frameworks": [*FRAMEWORKS]}
     return bench.parser(__doc__, "frameworks", **cases.SIZES, **more).parse_args()
-
-
-# --------------------------------------------------------------------------------------------------------- frameworks
 
 
 class DecoderLayer(linen.Module):
@@ -100,14 +96,14 @@ def in_linen(options: argparse.Namespace) -> Framework:
 
     def start() -> tuple[Any, Any]:
         x = jax.random.normal(jax.random.key(1), (options.batch, options.seq, options.d_model), jnp.bfloat16)
-        return stack(None).init(jax.random.key(0), x[:1, :8], rotations(8, shape.d_head, shape.rope_theta)), x
+        made = stack(None).init(jax.random.key(0), x[:1, :8], rotations(8, shape.d_head, shape.rope_theta))
+        return made["params"], x
 
     return Framework(
         offloaded=("decoder_layer_input", "mlpwi_0"),
         start=start,
-        scanned=lambda policy: lambda weights, x: mean_square(stack(policy).apply(weights, x, rotation)[0]),
+        scanned=lambda policy: lambda weights, x: mean_square(stack(policy).apply({"params": weights}, x, rotation)[0]),
         layer=lambda x, weights: one.apply({"params": weights}, x, rotation),
-        stack=lambda weights: weights["params"],
     )
 
 
@@ -129,7 +125,6 @@ def in_nnx(options: argparse.Namespace) -> Framework:
         start=cases.start(dense.CASE, options),
         scanned=scanned,
         layer=lambda x, weights: (nnx.merge(graph, weights)(x, rotation), None),
-        stack=lambda weights: weights,
     )
 
 
@@ -145,7 +140,7 @@ def loss_of(framework: Framework, how: str) -> Loss:
         return jaxoffload.offload(framework.scanned(Policy(offloaded)))
 
     def loss(weights: Any, x: Any) -> Any:
-        return mean_square(jaxoffload.scan(framework.layer, x, framework.stack(weights), policy=Policy(offloaded))[0])
+        return mean_square(jaxoffload.scan(framework.layer, x, weights, policy=Policy(offloaded))[0])
 
     return loss
 
@@ -153,18 +148,14 @@ def loss_of(framework: Framework, how: str) -> Loss:
 def groups(options: argparse.Namespace) -> Iterator[bench.Group]:
     """Yield the steps of each framework, with the seconds to trace and to compile each."""
     for name in options.frameworks:
-        framework, wanted = FRAMEWORKS[name](options), bench.chosen(MODES, options)
-        shapes, initial = jax.eval_shape(framework.start), jax.jit(framework.start)
-        gradient = lambda variant, framework=framework: jax.grad(loss_of(framework, variant.peer))
-        lowered = lambda v, shapes=shapes, of=gradient: bench.lowered(update(of(v)), shapes, v.options)
-        # First by threads, so that XLA knows which kernels are fastest.
-        steps = bench.compile_all({key: (lowered(variant), initial) for key, variant in wanted.items()})
-        for key, variant in wanted.items():
+        framework, wanted, steps = FRAMEWORKS[name](options), bench.chosen(MODES, options), {}
+        shapes = jax.eval_shape(framework.start)
+        for key, variant in [*wanted.items(), *wanted.items()]:  # first so that XLA knows which kernels are fastest
             jax.clear_caches()
             begin = time.perf_counter()
-            traced = lowered(variant)
-            steps[key] = bench.compiled(traced, initial, trace_s=round(time.perf_counter() - begin, 3))
-        yield bench.Group(("frameworks", name), steps)
+            traced = bench.lowered(update(jax.grad(loss_of(framework, variant.peer))), shapes, variant.options)
+            steps[key] = bench.compiled(traced, trace_s=round(time.perf_counter() - begin, 3))
+        yield bench.Group(("frameworks", name), steps, jax.jit(framework.start))
 
 
 def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:

@@ -33,8 +33,9 @@ def parse() -> argparse.Namespace:
 def groups(options: argparse.Namespace) -> Iterator[bench.Group]:
     for division, sizes in divisions(options.rows, options.groups).items():
         initial = jax.jit(functools.partial(operands, options, sizes))
-        steps = {(kind, ""): step_of(matmul_of(kind), initial) for kind in KINDS}
-        yield bench.Group(("groups", division), steps, 6 * options.rows * options.d_in * options.d_out)
+        steps = {(kind, ""): step_of(kind, jax.eval_shape(initial)) for kind in KINDS}
+        flops = 6 * options.rows * options.d_in * options.d_out
+        yield bench.Group(("groups", division), steps, initial, flops)
 
 
 def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
@@ -50,12 +51,9 @@ def divisions(rows: int, groups: int) -> dict[str, np.ndarray]:
     skewed = np.zeros(groups)
     skewed[0], skewed[2:] = 0.5, 0.5 / (groups - 2)
     shares = {"even": np.ones(groups) / groups, "falling": falling / falling.sum(), "skewed": skewed}
-    return {name: _whole(share, rows) for name, share in shares.items()}
-
-
-def _whole(shares: np.ndarray, rows: int) -> np.ndarray:
-    sizes = np.floor(shares * rows).astype(np.int32)
-    sizes[0] += rows - sizes.sum()
+    sizes = {name: np.floor(share * rows).astype(np.int32) for name, share in shares.items()}
+    for each in sizes.values():
+        each[0] += rows - each.sum()
     return sizes
 
 
@@ -84,12 +82,11 @@ def matmul_of(kind: str) -> Callable[..., Any]:
     return lambda x, w, sizes: grouped_matmul(x, w, sizes, backend=backend, full=bool(full))
 
 
-def step_of(matmul: Callable[..., Any], initial: Callable[[], Any], **facts: Any) -> bench.Step:
-    """Return the compiled forward and backward pass of (*arguments, group_sizes) -> y."""
+def step_of(kind: str, avals: tuple[Any, ...]) -> bench.Step:
+    """Return the compiled forward and backward pass."""
 
-    def both(*operands: Any) -> Any:
-        *args, sizes, dy = operands
-        y, vjp = jax.vjp(lambda *args: matmul(*args, sizes), *args)
+    def both(x: Any, w: Any, sizes: Any, dy: Any) -> Any:
+        y, vjp = jax.vjp(lambda x, w: matmul_of(kind)(x, w, sizes), x, w)
         return y, vjp(dy)
 
     def run(*operands: Any) -> Any:
@@ -97,9 +94,9 @@ def step_of(matmul: Callable[..., Any], initial: Callable[[], Any], **facts: Any
         return operands
 
     try:
-        step = bench.compiled(jax.jit(both).lower(*jax.eval_shape(initial)), initial, **facts)
+        step = bench.compiled(jax.jit(both).lower(*avals))
     except Exception as error:  # each backend raises its own
-        return bench.Step(None, initial, facts | {"cannot": f"{type(error).__name__}: {error}".partition("\n")[0]})
+        return bench.Step(None, {"cannot": f"{type(error).__name__}: {error}".partition("\n")[0]})
     return step._replace(run=step.run and run)
 
 

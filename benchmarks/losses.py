@@ -4,9 +4,6 @@ r"""Whether training with offload has the same losses, bit for bit, as training 
     python -m benchmarks.losses [--config configs/llama-1b.yaml] [--steps 200] [section.key=value ...]
     python -m benchmarks.losses --interleaved --out benchmarks/results/losses-interleaved.json \
         train.batch_size=4 train.grad_accumulation=4
-    python -m benchmarks.losses --config configs/tiny-moe.yaml --out benchmarks/results/losses-moe.json \
-        --variants model.grouped=ragged model.grouped=mosaic "model.grouped=te model.quantize=fp8" -- \
-        model.dtype=bfloat16 model.d_model=256 model.heads=4 model.d_expert=256 train.batch_size=8 train.seq_len=256
 
 It runs `models.train` twice under XLA's deterministic options, the second time with every `offload` in the config's
 `remat:` replaced by `save`, or with `train.interleave=false`, and compares the losses of all steps. The exit status is

@@ -4,13 +4,14 @@
     python -m benchmarks.plans measure [--predicted FILE] [--shapes NAME ...] [--add] [--out FILE]
 
 The first needs no GPU. It writes down what is predicted for the hand-made policies of the other benchmarks and for
-`DRAWN` random ones; its file is committed before the second runs. The second has three budgets for each shape: 2 % more
-than recomputing everything takes by XLA's plan, what the largest that fits takes, and the middle. It plans for each, and
-measures these plans and all other policies. A policy fits in a budget by XLA's plan. With `--add` the file keeps the
-shapes that it has, those of an earlier run.
+random ones; its file is committed before the second runs. The second has three budgets for each shape: 2 % more than
+recomputing everything takes by XLA's plan, what the largest step takes, and the middle. It plans for each, and measures
+these plans and all other policies. A policy fits in a budget by XLA's plan. With `--add` the file keeps the shapes that
+it has, those of an earlier run.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import random
@@ -28,8 +29,6 @@ from benchmarks.bench import GIB, Variant
 from benchmarks.cases import OVERLAP, Case, ours
 from jaxoffload import Policy
 from jaxoffload.proof import Machine
-
-DRAWN = 20
 
 
 class Shape(NamedTuple):
@@ -66,34 +65,31 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    sizes = [SHAPES[name].sizes for name in options.shapes]
-    bench.prepare(*(of.get("attention", "") for of in sizes if options.what == "measure"))
+    sizes, predicts = [SHAPES[name].sizes for name in options.shapes], options.what == "predict"
     devices = max(of.get("fsdp", 1) for of in sizes)
-    if options.what == "predict":
+    if predicts:
         jax.config.update("jax_num_cpu_devices", devices)
-        before = {"machine": json.loads(Path(options.machine).read_text())}
-        result = bench.provenance("plans", options, devices) | before | {"shapes": {}}
+        before = {"machine": json.loads(Path(options.machine).read_text()), "shapes": {}}
     else:
+        bench.prepare(*(of.get("attention", "") for of in sizes))
         before = json.loads(Path(options.predicted).read_text())
-        result = bench.provenance("plans", options, devices) | {"predicted": options.predicted, "shapes": {}}
-    result = added(json.loads(options.out.read_text()), result) if options.add else result
     machine = Machine.from_json(json.dumps(before["machine"]))
+    result = bench.provenance("plans", options, devices) | {"machine": before["machine"], "shapes": {}}
+    result = added(json.loads(options.out.read_text()), result) if options.add else result
     for name in options.shapes:
-        if options.what == "predict":
-            result["shapes"][name] = {"policies": predictions(SHAPES[name], machine)}
-        else:
-            found = before["shapes"].get(name, {}).get("policies", {})
-            result["shapes"][name] = measured(SHAPES[name], found, machine, options)
+        shape, found = SHAPES[name], before["shapes"].get(name, {}).get("policies", {})
+        of = {"policies": predictions(shape, machine)} if predicts else measured(shape, found, machine, options)
+        result["shapes"][name] = of
         bench.write(options, result)  # so that a later failure loses nothing
 
 
 def added(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return the result of this run, to which that of an earlier one is added."""
-    kind = lambda result: result["device"].partition(" ")[2]  # without how many
-    if (kind(old), old["versions"], old["predicted"]) != (kind(new), new["versions"], new["predicted"]):
-        sys.exit("--add: device, versions or predictions are not those of the file")
-    run = lambda result: {key: result[key] for key in ("command", "commit")}
-    return new | {"runs": [*old.get("runs", [run(old)]), run(new)], "shapes": old["shapes"]}
+    kind = lambda result: (result["device"].partition(" ")[2], result["versions"], result["machine"])
+    if kind(old) != kind(new):
+        sys.exit("--add: the device, the versions or the machine are not those of the file")
+    runs = [*old.get("runs", []), {"command": new["command"], "commit": new["commit"]}]
+    return new | {"runs": runs, "shapes": old["shapes"]}
 
 
 def options_of(shape: Shape, sizes: dict[str, Any]) -> argparse.Namespace:
@@ -123,7 +119,7 @@ def variant_of(policy: Policy) -> Variant:
 def policies_of(case: Case) -> dict[str, Variant]:
     """Return the policies that run beside plans."""
     every = {"recompute": ours({})} | case.best | {"save": ours(dict.fromkeys(case.all_names, "save"))}
-    return every | {key: variant_of(policy) for key, policy in drawn(case, DRAWN).items()}
+    return every | {key: variant_of(policy) for key, policy in drawn(case, 20).items()}
 
 
 def drawn(case: Case, count: int) -> dict[str, Policy]:
@@ -170,23 +166,22 @@ def measured(shape: Shape, found: dict[str, Any], machine: Machine, options: arg
     """Return step time and memory of the plans and of all other policies of a shape."""
     sizes = options_of(shape, {})
     group = lambda variants: cases.group_of(shape.case, sizes, variants, microbatches=shape.microbatches)
-    steps = group({("", key): variant for key, variant in policies_of(shape.case).items()}).steps
-    lines = {key: step.facts.update(found.get(key, {})) or step.facts for (_, key), step in steps.items()}
-    most = max(step.facts["all_gib"] for step in steps.values() if step.run)
-    budgets, plans = budgets_of(lines["recompute"]["all_gib"], most), {}
+    made = group({("", name): variant for name, variant in policies_of(shape.case).items()})
+    lines = {name: step.facts for (_, name), step in made.steps.items()}
+    for name, facts in lines.items():
+        facts.update(found.get(name, {}))
+    budgets = budgets_of(lines["recompute"]["all_gib"], max(of.get("all_gib", 0) for of in lines.values()))
+    plans = {}
     for which, gib in budgets.items():
-        try:
+        with contextlib.suppress(jaxoffload.NothingFits):
             plans[which] = planned(step_of(shape, sizes, ours({})), arguments(shape, sizes), gib, machine)
-        except jaxoffload.NothingFits as error:
-            lines[f"plan {which}"] = {"cannot": str(error)}
-    made = group({("plan", which): variant_of(Policy(**of["policy"])) for which, of in plans.items()})
-    for (_, which), step in made.steps.items():
-        lines[f"plan {which}"] = step.facts | plans[which]
-    bench.measure(made._replace(steps=steps | made.steps), options)
-    return {
-        "budgets": {which: judged(gib, lines[f"plan {which}"], lines) for which, gib in budgets.items()},
-        "policies": lines,
-    }
+    steps = group({("plan", which): variant_of(Policy(**of["policy"])) for which, of in plans.items()}).steps
+    for (_, which), step in steps.items():
+        step.facts.update(plans[which])
+        lines[f"plan {which}"] = step.facts
+    bench.measure(made._replace(steps=made.steps | steps), options)
+    judgments = {which: judged(gib, lines.get(f"plan {which}", {}), lines) for which, gib in budgets.items()}
+    return {"budgets": judgments, "policies": lines}
 
 
 def budgets_of(least: float, most: float) -> dict[str, float]:
@@ -196,17 +191,11 @@ def budgets_of(least: float, most: float) -> dict[str, float]:
 
 
 def judged(budget: float, plan: dict[str, Any], lines: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan for a budget in GiB beside the fastest of all policies that fit in it, and its prediction."""
-    fitting = {key: of for key, of in lines.items() if "step_ms" in of and of["all_gib"] <= budget}
-    best = min(fitting, key=lambda key: fitting[key]["step_ms"], default=None)
+    """Return the plan for a budget in GiB beside the fastest of all policies that fit in it."""
+    ms = {name: of["step_ms"] for name, of in lines.items() if "step_ms" in of and of["all_gib"] <= budget}
+    best = min(ms, key=ms.__getitem__, default=None)
     result = {"budget_gib": budget, "best": best, "runs": "step_ms" in plan}
-    if best and result["runs"]:
-        result |= {
-            "plan / best": round(plan["step_ms"] / fitting[best]["step_ms"], 4),
-            "predicted / measured ms": round(plan["predicted_ms"] / plan["step_ms"], 4),
-            "predicted / planned by XLA": round(plan["predicted_gib"] / plan["all_gib"], 4),
-        }
-    return result
+    return result | ({"plan / best": round(plan["step_ms"] / ms[best], 4)} if best and result["runs"] else {})
 
 
 if __name__ == "__main__":

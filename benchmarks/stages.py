@@ -3,9 +3,6 @@ all forward passes before all backward passes by plain JAX, and FSDP.
 
     python -m benchmarks.stages [--microbatches 4 8 16] [--virtual_stages 1 2] [--out benchmarks/results/stages.json]
     python -m benchmarks.stages --case moe --layers 4 --microbatches 8 --out benchmarks/results/stages-moe.json
-    python -m benchmarks.stages --case moe --expert 2 --d_model 2048 --heads 32 --kv_heads 4 --qk_norm --experts 128 \
-        --experts_per_token 8 --d_expert 768 --capacity 1.5 --layers 16 --batch 4 --microbatches 8 --virtual_stages 2 \
-        --out benchmarks/results/stages-experts.json  # Qwen3-30B-A3B's layers; each stage is two GPUs
     python -m benchmarks.stages ... --alone --out benchmarks/results/stages-alone.json  # each residual by itself
 
 Steps and times are those of `benchmarks.accumulate`. `all_forward` is a pipeline as MaxText has it: a `lax.scan` over
@@ -15,8 +12,8 @@ chunk of layers per stage.
 
 import argparse
 import functools
+import itertools
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,8 +93,6 @@ def parse() -> argparse.Namespace:
     # Of `offload_only` microbatches there is only `offload`.
     more |= {"case": "dense", "microbatches": [4, 8, 16], "offload_only": [0], "virtual_stages": [1, 2]}
     options = bench.parser(__doc__, "stages", **cases.SIZES | {"layers": 24, "seq": 4096}, **more).parse_args()
-    if options.fsdp > 1:
-        sys.exit("--fsdp: GPUs are stages; FSDP on two of them is the mode fsdp")
     if options.expert > 1 or options.alone:  # the others have neither
         options.modes = [mode for mode in options.modes if mode in OURS]
     return options
@@ -106,32 +101,30 @@ def parse() -> argparse.Namespace:
 def groups(options: argparse.Namespace) -> Iterator[bench.Group]:
     case = CASES[options.case]
     variants = bench.chosen(alone(case) if options.alone else variants_of(case), options)
-    for virtual in options.virtual_stages:
-        others = virtual == options.virtual_stages[0]  # they have no virtual stages
-        for count in options.microbatches:
-            modes = ("offload",) if count in options.offload_only else MODES if others else OURS
-            schedule = Schedule(STAGES, virtual, count)
-            path = ("virtual_stages", str(virtual), "microbatches", str(count))
-            yield group_of(case, options, schedule, {key: of for key, of in variants.items() if key[0] in modes}, path)
+    for virtual, count in itertools.product(options.virtual_stages, options.microbatches):
+        path = ("virtual_stages", str(virtual), "microbatches", str(count))
+        for modes in (OURS, ("all_forward",), ("fsdp",)):  # each has another state
+            few = count in options.offload_only or (modes != OURS and virtual != options.virtual_stages[0])
+            some = {key: v for key, v in variants.items() if key[0] in modes and (key[0] == "offload" or not few)}
+            if some:
+                yield group_of(case, options, Schedule(STAGES, virtual, count), some, path)
 
 
 def group_of(
     case: Case, options: argparse.Namespace, schedule: Schedule, variants: dict[bench.Key, Variant], path: Any
 ) -> bench.Group:
     """Return the steps of one schedule, with what each variant of `offload` is predicted to free."""
-    traced, initials = {}, dict[str, Any]()
-    for (mode, name), variant in variants.items():
-        step, args, initial = step_of(case, options, mode, variant, schedule)
-        where = jax.tree.map(lambda x: x.sharding, args)
-        state = initials.setdefault("ours" if mode in OURS else mode, jax.jit(initial, out_shardings=where))
-        traced[mode, name] = bench.lowered(step, args, variant.options), state
+    made = {key: step_of(case, options, key[0], variant, schedule) for key, variant in variants.items()}
+    traced = {key: bench.lowered(step, args, variants[key].options) for key, (step, args, _) in made.items()}
     steps = bench.compile_all(traced)
     for (mode, name), step in steps.items():
         if mode == "offload":
             freed = freed_gib(case, options, schedule, variants[mode, name])
             step.facts |= {"freed_gib": freed, "from": all_saved(case, variants[mode, name])}
-    flops = schedule.microbatches * cases.model_flops(case, options) / STAGES
-    return bench.Group(path, steps, flops, schedule.microbatches)
+    _, args, initial = next(iter(made.values()))
+    placed = jax.jit(initial, out_shardings=jax.tree.map(lambda x: x.sharding, args))
+    count = schedule.microbatches
+    return bench.Group(path, steps, placed, count * cases.model_flops(case, options) / STAGES, count)
 
 
 def step_of(
@@ -182,9 +175,6 @@ def all_forward(case: Case, options: argparse.Namespace, variant: Variant, param
     return mapped(params["layers"], batch)
 
 
-# ------------------------------------------------------------------------------------------------------------- results
-
-
 def freed_gib(case: Case, options: argparse.Namespace, schedule: Schedule, variant: Variant) -> float:
     """Return what offloading is predicted to free on each device: in each slot a chunk's residuals, in whose place the
     device holds those in flight.
@@ -211,8 +201,7 @@ def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, floa
 
 def by_name(mode: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of each variant of a mode."""
-    best = {mode["options"]: mode} if "options" in mode else {}
-    return best | mode.get("other_options", {})
+    return ({mode["options"]: mode} if "options" in mode else {}) | mode.get("other_options", {})
 
 
 WHAT = {

@@ -96,9 +96,6 @@ def main(
     return result
 
 
-# ------------------------------------------------------------------------------------------------------------- options
-
-
 def parser(description: str | None, program: str, **more: Any) -> argparse.ArgumentParser:
     """Return a parser of the options that all benchmarks have, and of `more`.
 
@@ -133,9 +130,6 @@ def prepare(*backends: str) -> None:
         importlib.import_module("transformer_engine.jax")
 
 
-# ------------------------------------------------------------------------------------------------------------- compile
-
-
 def lowered(step: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> jax.stages.Lowered:
     """Trace a step for abstract arguments; it updates the first one in place."""
     where = jax.tree.map(lambda x: x.sharding, args)
@@ -153,7 +147,8 @@ def compiled(traced: jax.stages.Lowered, **facts: Any) -> Step:
     facts["compile_s"] = round(time.perf_counter() - begin, 2)
     if (planned := planned_gib(program)) is None:
         return Step(None, facts | {"cannot": NO_PLAN})
-    if planned["all_gib"] > (most := device_gib()):
+    most = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf) / GIB
+    if planned["all_gib"] > most:
         return Step(None, facts | planned | {"cannot": f"the device has {most:.1f} GiB"})
     return Step(program, facts | planned)
 
@@ -176,14 +171,6 @@ def planned_gib(program: jax.stages.Compiled) -> dict[str, float] | None:
         "host_temp_gib": memory.host_temp_size_in_bytes,
     }
     return {name: round(size / GIB, 4) for name, size in sizes.items()}
-
-
-def device_gib() -> float:
-    """Return the memory of a device that JAX may use."""
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf) / GIB
-
-
-# ---------------------------------------------------------------------------------------------------------------- time
 
 
 def measure(group: Group, options: argparse.Namespace, then: Callable[[], None] = lambda: None) -> None:
@@ -264,9 +251,6 @@ def contenders(steps: Mapping[Key, Step]) -> list[Key]:
     ms = eligible(steps)
     no_larger = lambda a, b: a[0] == b[0] and steps[a].facts["all_gib"] <= steps[b].facts["all_gib"]
     return [key for key in ms if ms[key] < 1.03 * min(ms[other] for other in ms if no_larger(other, key))]
-
-
-# ------------------------------------------------------------------------------------------------------------- results
 
 
 def by_mode(steps: Mapping[Key, Step]) -> dict[str, dict[str, Any]]:

@@ -41,10 +41,7 @@ class Framework(NamedTuple):
 
 MODES = {
     "jax": {"defaults": Variant("jax", {}, {})},
-    "jax, tuned": {
-        "overlap": Variant("jax", {}, OVERLAP),
-        "overlap and pipelined": Variant("jax", {}, PIPELINED),
-    },
+    "jax, tuned": {"overlap": Variant("jax", {}, OVERLAP), "pipelined": Variant("jax", {}, PIPELINED)},
     "offload": {"overlap": Variant("offload", {}, OVERLAP)},
     "scan": {"overlap": Variant("scan", {}, OVERLAP)},
 }

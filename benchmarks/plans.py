@@ -128,11 +128,9 @@ def drawn(case: Case, count: int) -> dict[str, Policy]:
     for seed in range(count):
         dice = random.Random(seed)
         residuals = {name: dice.choice(["save", "offload", "recompute"]) for name in case.all_names}
-        how = {
-            "offload_layers": dice.choice(["all", 0.25, 0.5, 0.75]),
-            "other_layers": dice.choice(["save", "recompute"]),
-        }
-        made[f"drawn {seed}"] = Policy(residuals, **how)
+        layers = dice.choice(["all", 0.25, 0.5, 0.75])
+        others = dice.choice(["save", "recompute"])
+        made[f"drawn {seed}"] = Policy(residuals, offload_layers=layers, other_layers=others)
     return made
 
 

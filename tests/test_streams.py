@@ -14,7 +14,6 @@ import pytest
 from jaxlib._hlo import hlo_module_from_text
 
 import jaxoffload
-from benchmarks.streams import summary
 from jaxoffload.proof import page, read_profile
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.hlo import Copy, host_copies, parse
@@ -82,26 +81,10 @@ def test_grouped_gemms_ran_nine_times_per_layer():
 def test_what_nothing_hides():
     ((gpu, events),) = events_of(profile(STEP)).items()
     assert gpu == "/device:GPU:0" and len(events) == 7
-    found = summary(events)
-    assert found["step_ms"] == 33
-    assert (found["d2h_ms"], found["d2h_exposed_ms"]) == (15, 5)  # put.1 from 20 to 25
-    assert (found["h2d_ms"], found["h2d_exposed_ms"]) == (5, 3)  # get.1 from 30 on
-    assert found["waits"][0] == {"ms": 6, "before": "layer.2", "copy": "MemcpyD2D take.2"}
-
-
-def test_what_hides_a_collective():
-    """Kernels do; copies and other collectives do not."""
-    streams = {
-        "Stream #1(Compute)": [(KERNEL, "a", 0, 10), ("ncclDevKernel_SendRecv", "all-to-all-start.1", 10, 14)],
-        "Stream #2(Compute)": [
-            ("ncclDevKernel_AllGather", "all-gather-start", 6, 12),
-            ("one_shot", "all-reduce", 20, 21),
-        ],
-        "Stream #3(MemcpyD2H)": [(D2H, "one", 9, 15)],
-    }
-    (events,) = events_of(profile(streams)).values()
-    found = summary(events)
-    assert (found["collectives_ms"], found["collectives_exposed_ms"]) == (9, 5)
+    found = profile_of(events, {}, 1, "a GPU")
+    total = {t.direction: (t.ms, t.exposed_ms) for t in found.totals if t.residual == "all"}
+    assert found.step_ms == 33
+    assert total == {"d2h": (15, 5), "h2d": (5, 3)}  # put.1 from 20 to 25, get.1 from 30 on
 
 
 def test_what_two_copies_share_is_exposed_once():

@@ -93,9 +93,9 @@ def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, floa
     because at the peak one layer reads its row while the next row arrives."""
     found = bench.ratios(modes, RATIOS, "ours_best", "remat", ("saved_all", "ours_saved_all"))
     moved, saved = (modes.get(mode, {}) for mode in ("ours", "ours_saved"))
-    for key in moved.keys() & saved.keys() & {"temp_gib", "peak_gib"}:
+    if moved.get("host_gib") and "temp_gib" in moved.keys() & saved.keys():
         predicted = moved["host_gib"] * (1 - 2 / options.layers)
-        found[f"freed/predicted by {key}"] = round((saved[key] - moved[key]) / predicted, 4)
+        found["freed/predicted by temp_gib"] = round((saved["temp_gib"] - moved["temp_gib"]) / predicted, 4)
     return found
 
 

@@ -186,7 +186,7 @@ def freed_gib(case: Case, options: argparse.Namespace, schedule: Schedule, varia
     rows = jaxoffload.residuals(loss, *avals).per_device
     layer = sum(row.bytes_per_layer for row in rows if row.state == "offloaded" and row.kind == "value")
     of_chunk = options.layers // schedule.chunks
-    return round((schedule.slots * of_chunk - schedule.layers_in_flight(of_chunk)) * layer / GIB, 4)
+    return (schedule.slots * of_chunk - schedule.layers_in_flight(of_chunk)) * layer / GIB
 
 
 def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:

@@ -1,113 +1,263 @@
-"""What a benchmark compares: cases (the layers) and modes (which residuals are kept where, under which XLA options)."""
+"""The layers that benchmarks run, the example model's, and the ways to run them: with ours, or with plain JAX.
+
+A step is the gradient of a stack of layers, in bf16 on float32 weights, and an SGD update in place.
+"""
 
 import argparse
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import checkpoint_policies
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import jaxoffload
+from benchmarks.bench import GIB, Group, Key, Variant, compile_all, lowered
 from jaxoffload import compiler_options
+from jaxoffload.proof import scheduling_options
+from models import config
+from models.attention import rotations
 from models.config import Model
-
-# "ours": jaxoffload.scan. "jax": lax.scan(jax.checkpoint(f)). "jax in scan": the same with prevent_cse=False, as JAX
-# recommends inside a scan. "no remat": lax.scan(f).
-Peer = Literal["ours", "jax", "jax in scan", "no remat"]
-Options = dict[str, Any]
-
-
-class Variant(NamedTuple):
-    """One way to run a mode: the peer, the decision per residual, and XLA's options."""
-
-    peer: Peer
-    residuals: dict[str, str]
-    options: Options
-    fields: tuple[tuple[str, Any], ...] = ()  # further fields of the policy of "ours"
-
+from models.sharding import RULES, make_mesh, on_mesh, param_shardings
+from models.transformer import ExpertLayer, Layer, flops_per_token, stacked
 
 OVERLAP = compiler_options("gpu")
 PIPELINED = {**OVERLAP, "xla_gpu_enable_pipelined_host_offloading": True}
 
 
-def best(offloaded: str, saved: str = "", copy_ms: float | None = None, **fields: int) -> Variant:
-    """Return a candidate for `ours_best`.
-
-    Args:
-      offloaded: names to offload, separated by spaces; `layer_input` comes on top.
-      saved: names to save.
-      copy_ms: as in `compiler_options`.
-      fields: further fields of the policy.
-    """
-    residuals = dict.fromkeys(["layer_input", *offloaded.split()], "offload") | dict.fromkeys(saved.split(), "save")
-    return Variant("ours", residuals, compiler_options("gpu", copy_ms=copy_ms), tuple(fields.items()))
+# Options of all benchmarks of layers. By default layers are those of Llama 3's 8B, and experts those of Mixtral.
+SIZES: dict[str, Any] = {
+    "layers": 16,
+    "batch": 2,
+    "seq": 8192,
+    "d_model": 4096,
+    "heads": 0,  # of queries; 0: d_model / head_dim
+    "kv_heads": 8,
+    "head_dim": 128,
+    "qk_norm": False,
+    "attention": "cudnn",
+    "experts": 8,
+    "experts_per_token": 2,
+    "d_expert": 14336,
+    "grouped": "mosaic",
+    "capacity": 0.0,  # rows per expert device, as a multiple of an even share; 0: all
+    "exchange": "padded",
+    "fsdp": 1,  # GPUs that split batch and weights
+    "expert": 1,  # GPUs that split batch and experts
+}
 
 
 class Case(NamedTuple):
     """The layers on which a benchmark compares the peers."""
 
     program: str  # the module in this package
-    description: str
     names: tuple[str, ...]  # residuals that modes save or offload; the others are recomputed
     all_names: tuple[str, ...]  # with all of these saved, no named value is recomputed
     always: tuple[str, ...]  # residuals that every peer saves: routing must not be recomputed
-    best: dict[str, Variant]  # candidates for `ours_best`
-    model: Callable[[argparse.Namespace], Model]
-    costs: Callable[[argparse.Namespace], dict[str, tuple[int, int]]]  # name -> FLOPs and bytes per layer
-    shape: Callable[[argparse.Namespace], dict[str, Any]]  # recorded in the result file
-    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None  # adds the case's own
+    fc1: tuple[str, str]  # gate and up
+    best: dict[str, Variant]  # what may be the fastest without more memory than recomputing everything
+    fields: dict[str, Any]  # of the model
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """What autodiff wants of a layer, except what an elementwise function of it gives again."""
+        return ("layer_input", "attn/q", "attn/k", "attn/v", "attn/context", "mlp_input", *self.fc1)
 
 
-def _each(residuals: dict[str, str], **variants: tuple[Peer, Options]) -> dict[str, Variant]:
-    return {name.replace("_", " "): Variant(peer, residuals, xla) for name, (peer, xla) in variants.items()}
+def ours(residuals: dict[str, str], options: dict[str, Any] = OVERLAP, **fields: Any) -> Variant:
+    """Return `jaxoffload.scan` under a policy."""
+    return Variant("ours", residuals, options, tuple(fields.items()))
 
 
-def _jax(residuals: dict[str, str], **options: Options) -> dict[str, Variant]:
-    """JAX's variants: each set of XLA options, with `prevent_cse` at its default and as JAX recommends in a scan."""
-    peers: dict[str, Peer] = {"": "jax", "_no_barriers": "jax in scan"}
-    return _each(residuals, **{name + end: (peer, xla) for name, xla in options.items() for end, peer in peers.items()})
+def best(offloaded: str, saved: str = "", copy_ms: float | None = None, **fields: Any) -> Variant:
+    """Return a candidate for `Case.best`: names to offload besides `layer_input`, and to save, separated by spaces."""
+    residuals = dict.fromkeys(["layer_input", *offloaded.split()], "offload") | dict.fromkeys(saved.split(), "save")
+    return ours(residuals, compiler_options("gpu", copy_ms=copy_ms), **fields)
 
 
-def modes_of(case: Case) -> dict[str, dict[str, Variant]]:
-    """Return mode -> name -> variant.
-
-    The fastest variant of a mode counts. For `ours_best` it is the fastest that needs no more memory than `remat`.
-    """
-    save, offload = dict.fromkeys(case.names, "save"), dict.fromkeys(case.names, "offload")
-    save_all = dict.fromkeys(case.all_names, "save")
-    return {
-        "remat": _jax({}, defaults={}, overlap=OVERLAP),
-        "saved": _jax(save, defaults={}, overlap=OVERLAP),
-        "saved_all": {
-            "no checkpoint": Variant("no remat", {}, {}),
-            "all names": Variant("jax in scan", save_all, {}),
-            "all names, overlap": Variant("jax in scan", save_all, OVERLAP),
-        },
-        "jax_offload": _each(offload, defaults=("jax", {})),
-        "jax_offload_tuned": _jax(offload, overlap=OVERLAP, overlap_and_pipelined=PIPELINED),
-        "ours": _each(offload, overlap=("ours", OVERLAP)),
-        "ours_saved": _each(save, overlap=("ours", OVERLAP)),
-        "ours_saved_context": _each(save | {"attn/context": "save"}, overlap=("ours", OVERLAP)),
-        "ours_saved_all": _each(save_all, defaults=("ours", {}), overlap=("ours", OVERLAP)),
-        "ours_best": case.best,
-    }
-
-
-MODES = ("remat", "saved", "saved_all", "jax_offload", "jax_offload_tuned")
-MODES += ("ours", "ours_saved", "ours_saved_context", "ours_saved_all", "ours_best")
-
-
-def attention_costs(shape: Model, tokens: int) -> dict[str, tuple[int, int]]:
-    """Return FLOPs and bytes per layer of the bf16 residuals before the MLP; attention's FLOPs are timed instead."""
-    D, KV = shape.d_model, shape.kv_heads * shape.d_head
-    matmul = lambda d_in, d_out: (2 * tokens * d_in * d_out, 2 * tokens * d_out)
-    return {
-        "layer_input": (0, 2 * tokens * D),
-        "attn/q": matmul(D, shape.heads * shape.d_head),
-        "attn/k": matmul(D, KV),
-        "attn/v": matmul(D, KV),
-        "attn/context": (0, tokens * shape.heads * (2 * shape.d_head + 4)),  # with float32 softmax statistics
-        "mlp_input": matmul(shape.heads * shape.d_head, D),
-    }
-
-
-def layers_of(options: argparse.Namespace) -> dict[str, Any]:
+def shape_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what every result file records about its layers."""
-    keys = ("layers", "batch", "seq", "d_model", "kv_heads", "attention", "fsdp", "expert")
-    return {**{key: getattr(options, key) for key in keys}, "dtype": "bfloat16 on float32"}
+    more = {"case": options.case} if "case" in options else {}
+    return more | {key: getattr(options, key) for key in SIZES} | {"dtype": "bfloat16 on float32"}
+
+
+def model_of(case: Case, options: argparse.Namespace) -> Model:
+    keys = ("layers", "d_model", "kv_heads", "head_dim", "qk_norm", "attention")
+    keys += ("experts", "experts_per_token", "d_expert", "grouped", "capacity", "exchange")
+    fields = {key: getattr(options, key) or None for key in keys} | {"d_ff": options.d_model * 7 // 2}
+    heads = options.heads or options.d_model // options.head_dim
+    return Model(**fields | {"qk_norm": options.qk_norm, "heads": heads} | case.fields)
+
+
+def model_flops(case: Case, options: argparse.Namespace) -> float:
+    """Return the FLOPs of a step, forward and backward, on each device; causal attention counts, recomputation does
+    not."""
+    shape = model_of(case, options)
+    unembedding = 6 * shape.vocab_size * shape.d_model  # which this step does not have
+    of_all = options.batch * options.seq * (flops_per_token(shape, options.seq) - unembedding)
+    return of_all / options.fsdp / options.expert
+
+
+def start(case: Case, options: argparse.Namespace) -> Callable[[], tuple[Any, Any]]:
+    """Return the function that makes the stacked float32 weights and the bf16 activations (batch, seq, d_model)."""
+    shape = model_of(case, options)
+    kind = ExpertLayer if shape.experts else Layer
+
+    def make() -> tuple[Any, Any]:
+        weights = nnx.state(stacked(shape.layers, lambda rngs: kind(shape, rngs), nnx.Rngs(params=0)))
+        x = jax.random.normal(jax.random.key(1), (options.batch, options.seq, options.d_model), jnp.bfloat16)
+        return weights, x
+
+    return make
+
+
+def mesh_of(options: argparse.Namespace) -> Any:
+    """Return a mesh as the training program makes it; None for one device."""
+    count = options.fsdp * options.expert
+    sizes = config.Mesh(fsdp=options.fsdp, expert=options.expert)
+    return make_mesh(sizes, jax.devices()[:count]) if count > 1 else None
+
+
+def state_of(case: Case, options: argparse.Namespace, microbatches: int = 1) -> tuple[Any, Callable[[], Any]]:
+    """Return the abstract arguments of a step, with shardings, and the function that makes them. Several microbatches
+    have a leading axis."""
+    mesh = mesh_of(options)
+
+    def initial() -> tuple[Any, Any]:
+        weights, x = start(case, options)()
+        return weights, x if microbatches == 1 else in_microbatches(x, microbatches)
+
+    weights, x = jax.eval_shape(initial)
+    if mesh is None:
+        where = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), (weights, x))
+    else:
+        leading = [None] * (microbatches > 1)
+        where = param_shardings(weights, mesh), NamedSharding(mesh, PartitionSpec(*leading, *RULES.spec("batch")))
+    return placed((weights, x), where), jax.jit(initial, out_shardings=where)
+
+
+def in_microbatches(x: jax.Array, count: int) -> jax.Array:
+    return jnp.stack([jnp.roll(x, n) for n in range(count)])
+
+
+def placed(avals: Any, where: Any) -> Any:
+    """Return abstract arrays with shardings."""
+    return jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of), avals, where)
+
+
+def layer_of(case: Case, options: argparse.Namespace) -> Callable[[Any, Any], tuple[Any, None]]:
+    """Return one of the layers, (x, weights) -> (x, None)."""
+    shape = model_of(case, options)
+    kind = ExpertLayer if shape.experts else Layer
+    graph = nnx.graphdef(nnx.eval_shape(lambda: kind(shape, nnx.Rngs(params=0))))
+    rotation = rotations(options.seq, shape.d_head, shape.rope_theta)
+
+    def layer(x: Any, weights: Any) -> tuple[Any, None]:
+        out = nnx.merge(graph, weights)(x, rotation)
+        return (out[0] if shape.experts else out), None
+
+    return layer
+
+
+def scan_of(case: Case, variant: Variant) -> Callable[..., Any]:
+    """Return the variant's (layer, x, weights) -> (y, ys).
+
+    "ours": jaxoffload.scan. "jax": lax.scan(jax.checkpoint(f)). "jax in scan": the same with prevent_cse=False, as JAX
+    recommends inside a scan. "no remat": lax.scan(f).
+    """
+    peer, residuals, _, fields = variant
+    if peer == "ours":
+        return functools.partial(jaxoffload.scan, policy=jaxoffload.Policy(residuals, **dict(fields)))
+    if peer == "no remat":
+        return jax.lax.scan
+    policy = jax_policy(residuals | dict.fromkeys(case.always, "save"))
+    remat = functools.partial(jax.checkpoint, policy=policy, prevent_cse=peer == "jax")
+    return lambda layer, x, weights: jax.lax.scan(remat(layer), x, weights)
+
+
+def jax_policy(residuals: dict[str, str]) -> Any:
+    """Return JAX's own policy for these decisions; it uses nothing of jaxoffload."""
+    return checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[name for name, decision in residuals.items() if decision == "save"],
+        names_which_can_be_offloaded=[name for name, decision in residuals.items() if decision == "offload"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def loss_of(case: Case, options: argparse.Namespace, variant: Variant) -> Callable[[Any, Any], Any]:
+    """Return (weights, x) -> the loss of a stack of layers, on a mesh if there are several devices."""
+    scan = scan_of(case, variant)
+
+    def loss(weights: Any, x: Any) -> Any:
+        y, _ = scan(layer_of(case, options), x, weights)
+        return mean_square(y)
+
+    mesh = mesh_of(options)
+    return loss if mesh is None else on_mesh(mesh, loss)
+
+
+def mean_square(y: Any) -> Any:
+    return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+
+def update(gradients: Callable[[Any, Any], Any], microbatches: int = 1) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Return a step, (weights, x) -> (weights, x), that descends along these gradients."""
+
+    def step(weights: Any, x: Any) -> tuple[Any, Any]:
+        return jax.tree.map(lambda w, g: w - 1e-4 / microbatches * g, weights, gradients(weights, x)), x
+
+    return step
+
+
+def accumulated(loss: Callable[[Any, Any], Any], **how: Any) -> Callable[[Any, Any], Any]:
+    """Return the gradient of the sum of a loss over microbatches, by `jaxoffload.accumulate`."""
+    return lambda weights, batch: jaxoffload.accumulate(loss, reduction="sum", **how)(weights, batch)[1]
+
+
+def in_a_loop(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return the gradient of the sum of a loss over microbatches, by plain JAX."""
+
+    def gradients(weights: Any, batch: Any) -> Any:
+        add = lambda sums, x: (jax.tree.map(jnp.add, sums, jax.grad(loss)(weights, x)), None)
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), batch)[0]
+
+    return gradients
+
+
+def step_of(
+    case: Case, options: argparse.Namespace, variant: Variant, microbatches: int = 1, loop: bool = False
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Return a step, (weights, x) -> (weights, x).
+
+    Over several microbatches, gradients are accumulated by `jaxoffload.accumulate`, or in a loop by plain JAX.
+    """
+    gradients = jax.grad if microbatches == 1 else in_a_loop if loop else accumulated
+    return update(gradients(loss_of(case, options, variant)), microbatches)
+
+
+def group_of(
+    case: Case,
+    options: argparse.Namespace,
+    variants: dict[Key, Variant],
+    path: tuple[str, ...] = (),
+    microbatches: int = 1,
+    loops: Sequence[str] = (),
+) -> Group:
+    """Return compiled steps, with the GiB per device that each keeps on the host for a microbatch, by its jaxpr. The
+    modes `loops` accumulate gradients in a loop by plain JAX."""
+    (args, initial), one = state_of(case, options, microbatches), state_of(case, options)[0]
+    traced = {}
+    for (mode, name), variant in variants.items():
+        step, xla = step_of(case, options, variant, microbatches, mode in loops), variant.options
+        if getattr(options, "times", False) and xla == OVERLAP:
+            xla = scheduling_options(lowered(step, args, xla).compile())
+        traced[mode, name] = lowered(step, args, xla)
+    steps = compile_all(traced)
+    for key, step in steps.items():
+        on_host = jaxoffload.residuals(loss_of(case, options, variants[key]), *one).host_bytes
+        step.facts["host_gib"] = round(on_host / options.fsdp / options.expert / GIB, 4)
+    return Group(path, steps, initial, microbatches * model_flops(case, options), microbatches)

@@ -1,51 +1,29 @@
 """Llama-3-8B-shaped layers: saving, recomputing and offloading the same residuals, with plain JAX and with ours.
 
-    python -m benchmarks.dense [--out benchmarks/results/dense.json] [--layers 16 --batch 2 --seq 8192] [--commit ID]
-    python -m benchmarks.dense --d_model 8192 --layers 10 --batch 1 --out benchmarks/results/dense-70b.json
-    python -m benchmarks.dense --fsdp 2 --modes remat saved jax_offload ours --out benchmarks/results/dense-fsdp.json
-
-`benchmarks.peers` says what a step and a mode are, and what is written.
+python -m benchmarks.dense [--out benchmarks/results/dense.json] [--layers 16 --batch 2 --seq 8192] [--commit ID]
+python -m benchmarks.dense --d_model 8192 --layers 10 --batch 1 --out benchmarks/results/dense-70b.json
+python -m benchmarks.dense --fsdp 2 --modes remat saved jax_offload ours --out benchmarks/results/dense-fsdp.json
 """
 
 import argparse
 from typing import Any
 
-from benchmarks.cases import Case, attention_costs, best, layers_of
-from benchmarks.peers import main, markdown, percent
-from models.config import Model
+from benchmarks import bench
+from benchmarks.bench import Variant, cells, markdown
+from benchmarks.cases import OVERLAP, PIPELINED, SIZES, Case, best, group_of, ours, shape_of
 
 GATE, UP, CONTEXT, KV = "mlp/fc1.gate ", "mlp/fc1.up ", "attn/context ", "attn/k attn/v "
 
 
-def model(options: argparse.Namespace) -> Model:
-    """Return the shape of Llama 3's layer: 8B's by default, 70B's with `--d_model 8192`."""
-    D = options.d_model
-    return Model(
-        layers=options.layers,
-        d_model=D,
-        heads=D // options.head_dim,
-        kv_heads=options.kv_heads,
-        d_ff=D * 7 // 2,
-        rope_theta=500000.0,
-        attention=options.attention,
-    )
-
-
-def costs(options: argparse.Namespace) -> dict[str, tuple[int, int]]:
-    shape, tokens = model(options), options.batch * options.seq
-    half = (2 * tokens * shape.d_model * shape.d_ff, 2 * tokens * shape.d_ff)
-    return attention_costs(shape, tokens) | {"mlp/fc1.gate": half, "mlp/fc1.up": half}
-
-
 CASE = Case(
     program="dense",
-    description=__doc__,
     names=("layer_input", "mlp/fc1.gate"),
     all_names=(
         *("layer_input", "attn/norm", "attn/q", "attn/k", "attn/v", "attn/context", "attn/out"),
         *("mlp_input", "mlp/norm", "mlp/fc1.gate", "mlp/fc1.up", "mlp/act"),
     ),
     always=(),
+    fc1=("mlp/fc1.gate", "mlp/fc1.up"),
     best={
         "gate moved": best(GATE),
         "gate moved, k and v kept": best(GATE, KV),
@@ -60,12 +38,66 @@ CASE = Case(
         "gate, up, context and mlp_input moved, k and v kept": best(GATE + UP + CONTEXT + "mlp_input", KV),
         "gate, up, context, mlp_input and q moved, k and v kept": best(GATE + UP + CONTEXT + "mlp_input attn/q", KV),
     },
-    model=model,
-    costs=costs,
-    shape=lambda options: {**layers_of(options), "d_ff": model(options).d_ff},
+    fields={"experts": 0, "rope_theta": 500000.0},
 )
 
-# ----------------------------------------------------------------------------------------------- the table in the docs
+
+def modes_of(case: Case) -> dict[str, dict[str, Variant]]:
+    """Return mode -> name -> variant. Of JAX's own there is each set of XLA's options, with barriers and without."""
+    save, offload = dict.fromkeys(case.names, "save"), dict.fromkeys(case.names, "offload")
+    save_all = dict.fromkeys(case.all_names, "save")
+
+    def jax(residuals: dict[str, str], **options: dict[str, Any]) -> dict[str, Variant]:
+        of = {name.replace("_", " "): xla for name, xla in options.items()}
+        peers = {"": "jax", " no barriers": "jax in scan"}
+        return {name + end: Variant(peer, residuals, xla) for name, xla in of.items() for end, peer in peers.items()}
+
+    return {
+        "remat": jax({}, defaults={}, overlap=OVERLAP),
+        "saved": jax(save, defaults={}, overlap=OVERLAP),
+        "saved_all": {
+            "no checkpoint": Variant("no remat", {}, {}),
+            "all names": Variant("jax in scan", save_all, {}),
+            "all names, overlap": Variant("jax in scan", save_all, OVERLAP),
+        },
+        "jax_offload": {"defaults": Variant("jax", offload, {})},
+        "jax_offload_tuned": jax(offload, overlap=OVERLAP, overlap_and_pipelined=PIPELINED),
+        "ours": {"overlap": ours(offload)},
+        "ours_saved": {"overlap": ours(save)},
+        "ours_saved_context": {"overlap": ours(save | {"attn/context": "save"})},
+        "ours_saved_all": {"defaults": ours(save_all, {}), "overlap": ours(save_all)},
+        "ours_best": case.best,
+    }
+
+
+def parse(case: Case = CASE, description: str | None = __doc__, **sizes: int) -> argparse.Namespace:
+    more = {"modes": [*modes_of(case)], "variants": [], "profile": ["ours", "ours_best"]}
+    return bench.parser(description, case.program, **SIZES | sizes, **more).parse_args()
+
+
+def main(case: Case, options: argparse.Namespace) -> None:
+    bench.prepare(options.attention, options.grouped)
+    groups = lambda options: [group_of(case, options, bench.chosen(modes_of(case), options))]
+    print(table(bench.main(case.program, options, groups, ratios, shape=shape_of(options), residuals=case.names)))
+
+
+RATIOS = (
+    *(("ours", "saved"), ("remat", "ours"), ("remat", "ours_best"), ("ours_best", "remat"), ("remat", "saved")),
+    *(("jax_offload", other) for other in ("ours", "saved", "remat")),
+    *(("jax_offload_tuned", other) for other in ("ours", "saved", "remat")),
+)
+
+
+def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+    """Return `bench.ratios`, and the device memory that offload frees by what is predicted: the stacks less two rows,
+    because at the peak one layer reads its row while the next row arrives."""
+    found = bench.ratios(modes, RATIOS, "ours_best", "remat", ("saved_all", "ours_saved_all"))
+    moved, saved = (modes.get(mode, {}) for mode in ("ours", "ours_saved"))
+    if moved.get("host_gib") and "temp_gib" in moved.keys() & saved.keys():
+        predicted = moved["host_gib"] * (1 - 2 / options.layers)
+        found["freed/predicted by temp_gib"] = round((saved["temp_gib"] - moved["temp_gib"]) / predicted, 4)
+    return found
+
 
 WHAT = {
     "ours_saved_all": "**jaxoffload**, nothing recomputed",
@@ -81,14 +113,10 @@ WHAT = {
 
 def table(result: dict[str, Any]) -> str:
     """Return the results as a Markdown table."""
-    modes = result["modes"]
-    rows = [("", "step", "temporary device memory", "model FLOP utilisation")]
-    for mode, what in WHAT.items():
-        if m := modes.get(mode):
-            rows.append((what, f"{m['step_ms']:.0f} ms", f"{m['temp_gib']:.1f} GiB", percent(m["mfu"])))
-    return markdown(*rows)
+    ran = {mode: of for mode, of in result["modes"].items() if "step_ms" in of}
+    head = ("", "step", "temporary device memory", "model FLOP utilisation")
+    return markdown(head, *([what, *cells(ran[mode])] for mode, what in WHAT.items() if mode in ran))
 
 
 if __name__ == "__main__":
-    if (result := main(CASE)) is not None:
-        print(table(result))
+    main(CASE, parse())

@@ -4,9 +4,6 @@ r"""Whether training with offload has the same losses, bit for bit, as training 
     python -m benchmarks.losses [--config configs/llama-1b.yaml] [--steps 200] [section.key=value ...]
     python -m benchmarks.losses --interleaved --out benchmarks/results/losses-interleaved.json \
         train.batch_size=4 train.grad_accumulation=4
-    python -m benchmarks.losses --config configs/tiny-moe.yaml --out benchmarks/results/losses-moe.json \
-        --variants model.grouped=ragged model.grouped=mosaic "model.grouped=te model.quantize=fp8" -- \
-        model.dtype=bfloat16 model.d_model=256 model.heads=4 model.d_expert=256 train.batch_size=8 train.seq_len=256
 
 It runs `models.train` twice under XLA's deterministic options, the second time with every `offload` in the config's
 `remat:` replaced by `save`, or with `train.interleave=false`, and compares the losses of all steps. The exit status is
@@ -22,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peers
+from benchmarks import bench
 from jaxoffload import Policy
 from models.loading import load
 
@@ -35,25 +32,23 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0 --x
 
 def main() -> None:
     options = parse()
-    base = load(options.config, options.overrides)
-    if not overrides_to_save(base.remat):
-        sys.exit(f"benchmarks.losses: {options.config} offloads nothing")
-    lines = []
+    result = bench.provenance("losses", options) | {"steps": options.steps, "lines": []}
     for variant in options.variants:
         runs = {how: train(options, overrides) for how, overrides in compared(options, variant.split()).items()}
         losses = {how: [row["loss"] for row in rows] for how, rows in runs.items()}
-        peaks = {how: round((rows[-1]["device_peak_bytes"] or 0) / 2**30, 2) for how, rows in runs.items()}
-        line = {
-            "overrides": variant,
-            "losses that differ": sum(a != b for a, b in zip(*losses.values(), strict=True)),
-            "losses": [round(loss, 4) for loss in [*losses.values()][1]],
-            "device_peak_gib": peaks,
-        }
-        lines.append(line)
-        result = {**peers.provenance("losses", options.commit), "steps": options.steps, "lines": lines}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        differ = sum(a != b for a, b in zip(*losses.values(), strict=True))
+        rounded = [round(loss, 4) for loss in [*losses.values()][1]]
+        result["lines"].append({"overrides": variant, "losses that differ": differ, "losses": rounded})
+        bench.write(options, result)
     print(json.dumps(result, indent=1))
-    sys.exit(1 if any(line["losses that differ"] for line in lines) else 0)
+    sys.exit(1 if any(line["losses that differ"] for line in result["lines"]) else 0)
+
+
+def parse() -> argparse.Namespace:
+    more = {"config": "configs/llama-1b.yaml", "interleaved": False, "variants": [""]}
+    parser = bench.parser(__doc__, "losses", steps=200, **more)
+    parser.add_argument("overrides", nargs="*", help="of the config, as for models.train")
+    return parser.parse_args()
 
 
 def compared(options: argparse.Namespace, chosen: list[str]) -> dict[str, list[str]]:
@@ -61,7 +56,8 @@ def compared(options: argparse.Namespace, chosen: list[str]) -> dict[str, list[s
     if options.interleaved:
         one_by_one = [*chosen, "train.interleave=false"]
         return {"interleaved": [*chosen, "train.interleave=true"], "one after another": one_by_one}
-    saved = overrides_to_save(load(options.config, [*options.overrides, *chosen]).remat)
+    if not (saved := overrides_to_save(load(options.config, [*options.overrides, *chosen]).remat)):
+        sys.exit(f"benchmarks.losses: {options.config} offloads nothing")
     return {"offload": chosen, "save": [*chosen, *saved]}
 
 
@@ -76,23 +72,6 @@ def overrides_to_save(policy: Policy) -> list[str]:
         return []
     patterns = [f"remat.residuals[{pattern}]={saved(decision)}" for pattern, decision in policy.rules]
     return ["remat.offload_modules=[]", *patterns, *fields]
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", help="overrides of the config, as for models.train")
-    parser.add_argument("--config", default="configs/llama-1b.yaml")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--interleaved", action="store_true", help="compare with one microbatch after another")
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        default=[""],
-        help="further overrides, separated by spaces; one pair of runs per variant",
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/losses.json"))
-    parser.add_argument("--commit", default=peers.head(), help="the commit to record")
-    return parser.parse_args()
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> list[dict[str, Any]]:

@@ -2,23 +2,22 @@
 
     python -m benchmarks.remeasure [--list] [--only dense verify-moe] [--part 1/4] [--gpus 2]
 
-A text file holds a header and what its command prints. The exit status is 1 if a command fails.
+A text file holds a header and what its command prints. The exit status is 1 if a command fails. Results whose program
+is gone are left: it is in the commit that they name.
 """
 
 import argparse
-import contextlib
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import peers
+from benchmarks import bench
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "results").glob("*.[jt]*"))}
+GONE = ("choices", "choices-te", "fits")
 
 
 def recorded(path: Path) -> tuple[str, int]:
@@ -32,32 +31,25 @@ def recorded(path: Path) -> tuple[str, int]:
 
 
 def measure(path: Path, command: str, gpus: int) -> int:
-    """Run a command, and return its exit status. No process that it started outlives it and occupies the GPU."""
-    with path.open("w") if path.suffix == ".txt" else contextlib.nullcontext() as out:
-        if out:
-            name = subprocess.check_output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], text=True)
-            versions = ", ".join(map(" ".join, peers.versions().items()))
-            out.write(f"device: {gpus} {name.splitlines()[0]} (gpu)\nversions: {versions}\ncommit: {peers.head()}\n")
-            print(f"command: {command}\n", file=out, flush=True)
-        words = [sys.executable, *shlex.split(command)[1:]]
-        process = subprocess.Popen(words, stdout=out, start_new_session=True)
-        try:
-            return process.wait()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    """Run a command, and return its exit status."""
+    done = subprocess.run([sys.executable, *shlex.split(command)[1:]], stdout=subprocess.PIPE, text=True)
+    if path.suffix == ".txt":
+        name = subprocess.check_output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], text=True)
+        versions = ", ".join(map(" ".join, bench.versions().items()))
+        head = f"device: {gpus} {name.splitlines()[0]} (gpu)\nversions: {versions}\ncommit: {bench.head()}\n"
+        path.write_text(f"{head}command: {command}\n\n{done.stdout}")
+    return done.returncode
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the commands and run none")
-    parser.add_argument("--only", nargs="+", choices=FILES, default=list(FILES), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=FILES, default=[*FILES.keys() - GONE], metavar="NAME")
     parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th command, from the K-th on")
     parser.add_argument("--gpus", type=int, default=1, help="only commands that ran on this many GPUs")
     options = parser.parse_args(arguments)
     first, step = map(int, options.part.split("/"))
-    commands = {name: recorded(FILES[name]) for name in options.only}
+    commands = {name: recorded(FILES[name]) for name in sorted(options.only)}
     failed = False
     for name in [name for name in commands if commands[name][1] == options.gpus][first - 1 :: step]:
         print(f"{name}: {commands[name][0]}", flush=True)
@@ -67,5 +59,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that measure() ends what it started
     sys.exit(main())

@@ -4,6 +4,7 @@ It needs an NVIDIA GPU. Each file holds the events of the GPU's streams, the pro
 what `profile_of` made of them.
 """
 
+import argparse
 import gzip
 import json
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.peers import provenance
+from benchmarks.bench import provenance
 from jaxoffload import proof
 from jaxoffload.proof._program.hlo import host_copies, parse
 from jaxoffload.proof._program.target import target_of
@@ -40,7 +41,8 @@ def record(name: str, folder: Path) -> proof.Profile:
     events = next(iter(traced(lambda: [jax.block_until_ready(program(*arrays)) for _ in range(TAKEN)]).values()))
     text = "\n".join(line[:4000] for line in program.as_text().splitlines())  # without the kernels' code
     found = profile_of(events, host_copies(parse(text)), TAKEN, jax.devices()[0].device_kind)
-    kept = {**provenance("", sys.argv[2]), "command": " ".join(["python", *sys.argv]), "of": STEPS[name]}
+    known = provenance("", argparse.Namespace(commit=sys.argv[2]))
+    kept = {**known, "command": " ".join(["python", *sys.argv]), "of": STEPS[name]}
     kept |= {"steps": TAKEN, "profile": json.loads(found.to_json()), "events": events, "program": text}
     with gzip.open(folder / f"{name}.json.gz", "wt") as file:
         json.dump(kept, file)

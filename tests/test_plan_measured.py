@@ -221,7 +221,7 @@ def test_steps_on_four_gpus_take_the_time_and_the_memory_that_is_predicted(monke
     shape = plans.Shape(plans.dense.CASE, {key: sizes[key] for key in ("layers", "batch", "fsdp")}, 8)
     options = plans.options_of(shape, {})
     step, args = plans.step_of(shape, options, plans.variant_of(Policy())), plans.arguments(shape, options)
-    moved = accumulate.variants_of(shape.case, "dense")["interleaved"]["all moved"].residuals
+    moved = accumulate.variants_of(shape.case)["interleaved"]["all moved"].residuals
     measured = result("accumulate-fsdp-4")["microbatches"]["8"]["modes"]["interleaved"]
     compared = [(measured, least(step, args, moved))]
     measured = result("stages-experts")
@@ -230,7 +230,7 @@ def test_steps_on_four_gpus_take_the_time_and_the_memory_that_is_predicted(monke
     options.grouped = "ragged"  # as `plans.options_of` has it without a GPU
     for mode, of in measured["virtual_stages"]["2"]["microbatches"]["8"]["modes"].items():
         for name, facts in {of["options"]: of, **of["other_options"]}.items():
-            variant = stages.variants_of(case, "moe")[mode][name]
+            variant = stages.variants_of(case)[mode][name]
             step, args, _ = stages.step_of(case, options, mode, variant, Schedule(2, 2, 8))
             compared.append((facts, least(step, args, variant.residuals)))
     less, *on_stages = [1 - facts["ms"] / (point.ms / 8) for facts, point in compared]

@@ -17,7 +17,7 @@ from pages import result
 from test_plan import ACT, BOTH, FC1, LEAST, MOST, NONE, outcome_of, step_of
 
 from benchmarks import stages
-from benchmarks.accumulate import CASES
+from benchmarks.moe import CASES
 from jaxoffload import Policy, Schedule, accumulate, plan, scan, tag
 from jaxoffload._engine.cost.cost import cost
 from jaxoffload._engine.host.need import need_of
@@ -280,7 +280,7 @@ def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(monkey
     measured = result("stages")
     _, _, *command = shlex.split(measured["command"])
     monkeypatch.setattr(sys, "argv", command)
-    options, variants = stages.parse(), stages.variants_of(CASES["dense"], "dense")
+    options, variants = stages.parse(), stages.variants_of(CASES["dense"])
     machine, compared = ROOT / "machines/h100.json", 0
     ran = [
         (int(virtual), int(count), found)

@@ -153,22 +153,27 @@ def planned(step: Callable[..., Any], args: Any, gib: float, machine: Machine) -
     return facts_of(plan.prediction) | {"seconds": seconds, "policy": dataclasses.asdict(plan.policy)}
 
 
-def near(name: str, files: list[str]) -> set[str]:
+def near(name: str, files: list[str], known: dict[str, Variant]) -> dict[str, Variant]:
     """Return the policies that took at most 2 % longer than the fastest in their memory, in any of these results."""
-    found: set[str] = set()
-    for read in (json.loads(Path(file).read_text())["shapes"] for file in files):
-        ran = {key: of for key, of in read.get(name, {"policies": {}})["policies"].items() if "step_ms" in of}
-        gib = lambda of: of.get("all_gib", of.get("device_gib"))
-        fastest = lambda most: min(of["step_ms"] for of in ran.values() if gib(of) <= most)
-        found |= {key for key, of in ran.items() if of["step_ms"] <= 1.02 * fastest(gib(of))}
+    found = {key: known[key] for key in ("recompute", "save")}
+    for file in files:
+        every = json.loads(Path(file).read_text())["shapes"].get(name, {"policies": {}})["policies"]
+        ran = {
+            key: of | {"gib": of.get("all_gib", of.get("device_gib"))} for key, of in every.items() if "step_ms" in of
+        }
+        fastest = lambda most: min(of["step_ms"] for of in ran.values() if of["gib"] <= most)
+        fast = {key: of for key, of in ran.items() if of["step_ms"] <= 1.02 * fastest(of["gib"])}
+        found |= {key: known[key] for key in fast if key in known}
+        plans = {f"{Path(file).stem}, {key}": of["policy"] for key, of in fast.items() if "policy" in of}
+        found |= {key: variant_of(Policy(**policy)) for key, policy in plans.items()}
     return found
 
 
 def measured(name: str, found: dict[str, Any], machine: Machine, options: argparse.Namespace) -> dict[str, Any]:
     """Return step time and memory of the plans and of other policies of a shape."""
     shape, sizes = SHAPES[name], options_of(SHAPES[name], {})
-    kept = {"recompute", "save", *near(name, options.near)}
-    variants = {key: v for key, v in policies_of(shape.case).items() if key in kept or not options.near}
+    variants = policies_of(shape.case)
+    variants = near(name, options.near, variants) if options.near else variants
     group = lambda variants: cases.group_of(shape.case, sizes, variants, microbatches=shape.microbatches)
     made = group({("", key): variant for key, variant in variants.items()})
     lines = {key: step.facts for (_, key), step in made.steps.items()}

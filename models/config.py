@@ -23,6 +23,10 @@ Weight = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 
 
+class ConfigError(ValueError):
+    """A config that cannot run; the message names the key, its value and what is allowed."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A Llama-style decoder; with experts, a mixture of them in place of the MLP."""
@@ -82,11 +86,10 @@ class Mesh:
 @dataclass(frozen=True)
 class Data:
     path: str | tuple[str, ...] = "stdlib"  # Python's standard library, or globs of .txt, .jsonl, .parquet files
-    tokenizer: str | None = None  # a tokenizer.json; None: a byte-level BPE trained on the text, cached
+    tokenizer: str | None = None  # a tokenizer.json; None: tokens are bytes, and 256 the end of a document
     text_field: str = "text"  # the field of .jsonl and .parquet that holds the text
     valid_fraction: Annotated[float, Range(1e-4, 0.5)] = 0.05  # fraction of the documents held out
     document_mask: bool = False  # attention stays in a document, which begins with the end of the one before
-    cache_dir: str = "~/.cache/jaxoffload"  # tokenizers and token files
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Failures of the machine, a full disk or no memory left: one line, and an exit status of their own."""
 
-import contextlib
 import os
 import re
 import sys
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from models import checkpoints, signals
+from models import signals
 from models.files import FULL, Unwritable
 from models.reading import ConfigError, one_line
 
@@ -70,10 +69,8 @@ def exit_code(what: str, run: Callable[[], None]) -> int:
 
 
 def _recovery(out: Path | None) -> str:
-    steps = []
-    with contextlib.suppress(ConfigError):  # perhaps the folder cannot be read either
-        steps = checkpoints.steps(out) if out else []
-    return f"the same command continues from step {steps[0]}" if steps else "nothing is saved yet"
+    steps = sorted(int(path.name) for path in out.glob("checkpoints/[0-9]*") if path.name.isdigit()) if out else []
+    return f"the same command continues from step {steps[-1]}" if steps else "nothing is saved yet"
 
 
 def _unwritable(error: BaseException, out: Path | None) -> tuple[int, str] | None:

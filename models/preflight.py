@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxoffload import Problem
 from jaxoffload.grouped import GroupedMatmulError, grouped_matmul, te
-from models import checkpoints, metrics, tensorboard
+from models import metrics, tensorboard
 from models.config import Config, Model
 from models.moe import grouped_gemms
 from models.needs import check_patterns
@@ -46,7 +46,7 @@ def checked_run(config: Config, problems: list[Problem]) -> Iterator[Mesh]:
     with contextlib.ExitStack() as stack:
         if not has_problem(problems, "distributed"):
             with collecting(problems):  # first: no process can join after JAX's backend has started
-                join(config.distributed, Path(config.train.out), checkpoints.steps)
+                join(config.distributed, Path(config.train.out), lambda out: [])
         stack.enter_context(announce_exit())
         if _may_use_te(config.model):
             with contextlib.suppress(*_NO_TE):  # before JAX's first computation loads another cuDNN
@@ -87,11 +87,7 @@ def _checked_folder(config: Config, problems: list[Problem]) -> int | None:
     if has_problem(problems, "train.out"):
         return None
     with collecting(problems):
-        saved = checkpoints.latest(Path(config.train.out), config.train.on_bad_checkpoint)
-        differences = checkpoints.differences(config, saved) if saved else []
-        problems += [problem for problem in differences if not has_problem(problems, problem.key)]
         metrics.read(Path(config.train.out) / "metrics.jsonl")
-        return saved.step if saved else None
     return None
 
 

@@ -164,7 +164,7 @@ def disagreements(config: Config, problems: Sequence[Problem], last: int | None)
         line = f"distributed: process {int(np.flatnonzero(counts)[0])} cannot run; its own output says why"
         return [Problem("distributed", line)]
     # Each process has its own place and cache.
-    values = {k: v for k, v in flat(config).items() if not k.startswith("distributed.") and k != "data.cache_dir"}
+    values = {k: v for k, v in flat(config).items() if not k.startswith("distributed.")}
     why = "differs between the processes; must be the same"
     differ = [problem(key, f"{values[key]!r} here", why) for key in differing_keys(values)]
     if not differ and differing_keys({"step": last}):

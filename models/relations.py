@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jaxoffload import Problem
-from models.config import NOT_A_PATH, Config, Data, Model, is_path
+from models.config import NOT_A_PATH, Config, Model, is_path
 from models.text import short
 
 
@@ -231,22 +231,17 @@ def _kernels(config: Config) -> Iterator[Relation]:
 
 
 def _paths(config: Config) -> Iterator[Relation]:
-    for key in ("data.path", "data.tokenizer", "data.cache_dir", "train.out"):
+    for key in ("data.path", "data.tokenizer", "train.out"):
         value = _get(config, key)
         paths = [value] if isinstance(value, str) else value or ()
         yield Relation((key,), all(map(is_path, paths)), f"{key} = {short(value)}: {NOT_A_PATH}")
-    for key in ("data.cache_dir", "train.out"):
+    for key in ("train.out",):
         folder = _get(config, key)
         yield Relation(
             (key,),
             not os.path.expanduser(folder).startswith("~"),
             f"{key} = {short(folder)}: must be a folder; no such home",
         )
-    yield Relation(
-        ("data.cache_dir",),
-        config.data.cache_dir != "",
-        f"data.cache_dir = '': must be a folder; it is {Data.cache_dir} by default, and . is the working directory",
-    )
 
 
 def _processes(config: Config) -> Iterator[Relation]:

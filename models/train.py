@@ -8,12 +8,11 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import argparse
 import dataclasses
 import io
-import itertools
 import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 import jaxoffload
-from jaxoffload import Problem, proof
+import models.config
+from jaxoffload import proof
 from models import checkpoints, data, metrics, progress, signals, tensorboard
 from models.config import Config
 from models.failures import machine_failure
@@ -31,9 +31,9 @@ from models.loading import parse
 from models.needs import fit_to_host_pool
 from models.planning import plan_of_run, planned
 from models.preflight import check_names, checked_run
-from models.processes import differing_keys, global_max, hard_exit, say
+from models.processes import global_max, hard_exit, say
 from models.profiling import Step, profiled
-from models.reading import ConfigError, config_error, problem
+from models.reading import ConfigError, config_error
 from models.report import compiled_memory, report, summary
 from models.report_json import report_json
 from models.sharding import abstract_mesh, make_mesh, process_block, regroup
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ConfigError(problems)
             print(report_json(config) if options.json else report(config))
             return 0
-    except ConfigError as error:
+    except (ConfigError, models.config.ConfigError) as error:
         print(f"{options.config} cannot run:\n{error}", file=sys.stderr)
         return 2
     except (Diverged, VerificationFailed) as error:
@@ -127,28 +127,22 @@ def train(config: Config, mesh: Mesh) -> int:
       ConfigError: the run cannot start, or continue.
       Diverged, VerificationFailed: the run must not continue.
     """
-    out, on_bad = Path(config.train.out), config.train.on_bad_checkpoint
-    saved = checkpoints.latest(out, on_bad)
-    if saved and saved.step >= config.train.steps:
-        steps = f"at step {saved.step} of {config.train.steps}"
-        say(f"{out} is finished, {steps}; train.steps={2 * saved.step} would continue it")
-        return 0
-    while True:
-        try:
-            return train_from(checkpoints.latest_verified(out, on_bad), config, mesh)
-        except checkpoints.Damaged as bad:  # with hashes that match, or from a version without them
-            if not checkpoints.can_skip(out, on_bad, bad):
-                raise
-            checkpoints.set_aside(out, bad)
+    with checkpoints.open_manager(config.train.out) as manager:
+        start = manager.latest_step() or 0
+        if start >= config.train.steps:
+            steps = f"at step {start} of {config.train.steps}"
+            say(f"{config.train.out} is finished, {steps}; train.steps={2 * start} would continue it")
+            return 0
+        return train_from(manager, config, mesh)
 
 
-def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> int:
-    """As `train`, from `saved`; None: from the beginning."""
-    out, steps, start = Path(config.train.out), config.train.steps, saved.step if saved else 0
-    config = fit_to_host_pool(plan_of_run(config, mesh, saved is not None), mesh)
+def train_from(manager: ocp.CheckpointManager, config: Config, mesh: Mesh) -> int:
+    """As `train`, from the last checkpoint."""
+    out, start = Path(config.train.out), manager.latest_step() or 0
+    config = fit_to_host_pool(plan_of_run(config, mesh, manager.latest_step() is not None), mesh)
     made = program(config, mesh)
     say(summary(config, made))
-    source = open_source(config, made, saved.data if saved and start else None)
+    source = open_source(config, made)
     made = program(config, mesh, source.end)
     compiled = compile_step(made)
     say(compiled_memory(compiled))
@@ -158,21 +152,12 @@ def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> i
     if config.train.verify and not start:
         verify_claims(made, mesh)
     with (
-        checkpoints.open_manager(out) as manager,
         profiled(config, made, compiled, start) as step,
         tensorboard.events(config, start) as events,
     ):
-        if saved and start:
-            state, position = checkpoints.restore(manager, out, start, made.saved)
-            source.batches.set_state(position)
+        state = checkpoints.resume(manager, config, made, source)
+        if start:
             say(f"continuing {out} from its checkpoint at step {start}")
-            if (before := saved.config["train.steps"]) != steps:
-                say(f"train.steps = {steps}, and {before} before: the learning rate now falls until step {steps}")
-        else:
-            state = jax.jit(made.init, out_shardings=shardings_of(made.saved))()
-        if saved and not start:  # models/convert.py wrote it
-            state = state._replace(params=checkpoints.restore_params(out, start, made.saved.params))
-            say(f"beginning with the weights in {out}/checkpoints/0")
         state = regroup(state, made.state)
         journal = metrics.Journal(out / "metrics.jsonl", config, source.unigram, events)
         journal.begin(start)
@@ -217,63 +202,15 @@ def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tup
     return made.step, (made.state, made.tokens), made.loss, (made.state.params, made.microbatch)
 
 
-class Source(NamedTuple):
-    """The data: of each batch, the rows of this process."""
-
-    batches: Any  # grain's iterator: endless, with get_state and set_state
-    validation: Callable[[], Iterable[np.ndarray]]  # the same held-out batches each time
-    unigram: float  # cross-entropy, on the held-out tokens, of a model that sees no context
-    fingerprint: dict[str, str]  # hashes of the files that it is made from
-    end: int  # the token behind each document
-
-
-def open_source(config: Config, made: Program, fingerprint: dict[str, str] | None) -> Source:
-    """Open the data of a config, and print its size. `fingerprint`: that of a checkpoint, which must be the same.
+def open_source(config: Config, made: Program) -> data.Source:
+    """Open the data of a config, and print its baselines.
 
     Raises:
-      ConfigError: the data cannot be used, or differs from the checkpoint's or between processes.
+      ConfigError: the data cannot be used.
     """
-    train, fraction = config.train, config.data.valid_fraction
-    index, count = process_block(made.tokens.sharding, made.tokens.shape)
-    rows = {
-        "batch_size": train.batch_size,
-        "seq_len": train.seq_len,
-        "process_index": index,
-        "process_count": count,
-    }
-    try:
-        corpus = data.load(
-            path=config.data.path,
-            tokenizer=config.data.tokenizer,
-            text_field=config.data.text_field,
-            vocab_size=config.model.vocab_size,
-            valid_fraction=fraction,
-            cache_dir=config.data.cache_dir,
-            fingerprint=fingerprint,
-        )
-        batches = data.batches(corpus.train, seed=train.seed, **rows)
-        held_out, microbatch = data.windows(corpus.valid, train.seq_len), made.microbatch.shape[0]
-        if held_out < microbatch:
-            why = f"holds out {held_out} windows of train.seq_len = {train.seq_len}"
-            must = f"must hold out a microbatch, train.batch_size / train.grad_accumulation = {microbatch}"
-            raise config_error("data.valid_fraction", fraction, f"{why}; {must}: raise it, or add documents")
-        # A batch as in training, or as many of its microbatches as there are.
-        rows["batch_size"] = min(train.batch_size, held_out // microbatch * microbatch)
-        validation = data.fixed_batches(corpus.valid, **rows)
-    except ImportError as error:  # pyarrow
-        raise ConfigError([Problem("data.path", str(error))]) from error
-    settings = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
-    if differ := differing_keys(corpus.fingerprint):
-        why = "has other bytes in another process; must be the same files"
-        raise ConfigError([problem(key, f"{settings.get(key)!r} here", why) for key in differ])
-    unigram = data.unigram_entropy(corpus.train, corpus.valid, vocab_size=corpus.vocab_size)
-    say(
-        f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; baselines: "
-        f"ln(vocab) {math.log(config.model.vocab_size):.3f}, unigram {unigram:.3f}"
-    )
-    return Source(
-        batches, lambda: itertools.islice(validation, train.eval_batches), unigram, corpus.fingerprint, corpus.end
-    )
+    source = data.open_data(config, *process_block(made.tokens.sharding, made.tokens.shape))
+    say(f"baselines: ln(vocab) {math.log(config.model.vocab_size):.3f}, unigram {source.unigram:.3f}")
+    return source
 
 
 def compile_step(made: Program) -> jax.stages.Compiled:
@@ -303,7 +240,7 @@ class Run(NamedTuple):
     made: Program
     mesh: Mesh
     step: Step
-    source: Source
+    source: data.Source
     manager: ocp.CheckpointManager
     journal: metrics.Journal
 
@@ -328,15 +265,14 @@ def loop(run: Run, state: State, start: int) -> int:
             log = due(step, train.log_every) or step == 1
             save = due(step, train.checkpoint_every) or bool(stop)
             if log:
-                checkpoints.raise_failed(run.manager)
+                run.manager.check_for_errors()
             if log or save:
                 check_finite(run, step_record(run, step, result, mark), log)
             if evaluated := due(step, train.eval_every):
                 validate(run, evaluate, state, step)
             if save:
-                position = run.source.batches.get_state()
                 state = regroup(state, run.made.saved)
-                checkpoints.save(run.manager, step, state, position, run.config, run.source.fingerprint)
+                checkpoints.save(run.manager, step, state, run.config, run.source)
                 state = regroup(state, run.made.state)
                 run.journal.draw()
             if stop and step < train.steps:
@@ -354,7 +290,7 @@ def loop(run: Run, state: State, start: int) -> int:
 
 def validate(run: Run, evaluate: Callable[[Any, jax.Array], jax.Array], state: State, step: int) -> None:
     """Write the mean loss over the held-out batches to the journal."""
-    losses = [evaluate(state.params, global_batch(rows, run.made.tokens.sharding)) for rows in run.source.validation()]
+    losses = [evaluate(state.params, global_batch(rows, run.made.tokens.sharding)) for rows in run.source.held_out]
     run.journal.write({"step": step, "valid_loss": sum(map(float, losses)) / len(losses)})
 
 

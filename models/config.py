@@ -157,7 +157,7 @@ class Distributed:
 @dataclass(frozen=True)
 class Config:
     model: Model = field(default_factory=Model)
-    remat: Policy = field(default_factory=Remat)
+    remat: Remat = field(default_factory=Remat)
     mesh: Mesh = field(default_factory=Mesh)
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)

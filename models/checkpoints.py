@@ -25,27 +25,16 @@ from models.step import Program, State, shardings_of
 
 FORMAT = 2  # 0.1 wrote none
 
-# With other values of these, orbax could not restore the state, or the position would mean other batches. Of data.path
-# and data.tokenizer, the fingerprint tells whether their contents are the same.
-_FIXED = ("model.", "data.", "train.batch_size", "train.seq_len", "train.seed")
-_FREE = {
-    "model.attention",
-    "model.dtype",
-    "model.grouped",
-    "model.quantize",
-    "model.exchange",
-    "model.capacity",
-    "model.aux_loss",
-    "model.z_loss",
-    "data.path",
-    "data.tokenizer",
-}
+# With another of these, the state would not fit the model, or the position would mean other batches.
+_FIXED = ("data.text_field", "data.valid_fraction", "train.batch_size", "train.seq_len", "train.seed")
+# All others in `model` are fixed, too.
+_FREE = ("attention", "dtype", "grouped", "quantize", "exchange", "capacity", "aux_loss", "z_loss")
 
 
 @contextlib.contextmanager
 def open_manager(out: str | Path) -> Iterator[ocp.CheckpointManager]:
     """Open orbax's manager of the checkpoints in `train.out`, which keeps the last two."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True, cleanup_tmp_directories=True)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
     with ocp.CheckpointManager((Path(out) / "checkpoints").absolute(), options=options) as manager:
         yield manager
 
@@ -56,41 +45,39 @@ def save(manager: ocp.CheckpointManager, step: int, state: State, config: Config
     `source` is None at step 0, where there are parameters only.
     """
     tree: dict[str, Any] = {"params": state.params}
+    about = {"format": FORMAT, "step": step, "config": flat(config), "data": source and source.fingerprint}
     if source is not None:
         sharding = batch_sharding(state.step.sharding.mesh)
         position = jax.make_array_from_process_local_data(sharding, source.batches.get_state())
         tree |= {"step": state.step, "optimizer": state.optimizer, "position": position}
-    about = {"format": FORMAT, "step": step, "config": flat(config), "sums": sums(tree)}
-    about["data"] = source and source.fingerprint
-    items = ocp.args.Composite(
-        state=ocp.args.PyTreeSave(tree), origin=ocp.args.JsonSave(about | {"crc32": _crc32(about)})
-    )
-    manager.save(step, args=items)
+    about["sums"] = sums(tree)
+    about["crc32"] = _crc32(about)
+    manager.save(step, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree), origin=ocp.args.JsonSave(about)))
 
 
 def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source: Source) -> State:
-    """Return the state to continue with, as `made.saved`, and move `source` to where it stood.
+    """Return the state of the last checkpoint, as `made.saved`, and move `source` to where it stood.
 
-    It is that of the last checkpoint. Without one it is initialised; with one of step 0, which models/convert.py wrote,
-    its parameters are those.
+    Without a checkpoint, and but for the parameters with one of step 0, which models/convert.py wrote, the state is
+    initialised.
 
     Raises:
       ConfigError: the last checkpoint is damaged, or has another model or other data.
     """
     step = manager.latest_step()
-    if step:
-        refuse_changes(manager, step, config, source)
-        batches = batch_sharding(made.saved.step.sharding.mesh)
-        position = jax.ShapeDtypeStruct((config.train.batch_size, 2), jnp.int32, sharding=batches)
-        tree = restore(manager, step, made.saved._asdict() | {"position": position})
-        rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in tree.pop("position").addressable_shards}
-        source.batches.set_state(np.concatenate([rows[first] for first in sorted(rows)]))
-        return State(**tree)
-    state = jax.jit(made.init, out_shardings=shardings_of(made.saved))()
-    if step is None:
+    if not step:
+        state = jax.jit(made.init, out_shardings=shardings_of(made.saved))()
+        if step == 0:
+            refuse_changes(manager, step, config)
+            state = state._replace(**restore(manager, step, {"params": made.saved.params}))
         return state
-    refuse_changes(manager, step, config)
-    return state._replace(**restore(manager, step, {"params": made.saved.params}))
+    refuse_changes(manager, step, config, source)
+    batches = batch_sharding(made.saved.step.sharding.mesh)
+    position = jax.ShapeDtypeStruct((config.train.batch_size, 2), jnp.int32, sharding=batches)
+    tree = restore(manager, step, made.saved._asdict() | {"position": position})
+    rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in tree.pop("position").addressable_shards}
+    source.batches.set_state(np.concatenate([rows[first] for first in sorted(rows)]))
+    return State(**tree)
 
 
 def restore(manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -99,60 +86,55 @@ def restore(manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any]) -
     Raises:
       ConfigError: the checkpoint is damaged.
     """
-    written = origin(manager, step)["sums"]
+    written = _read_origin(manager, step)["sums"]
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=how, partial_restore=True)
     try:
         tree = manager.restore(step, args=ocp.args.Composite(state=args)).state
     except Exception as error:  # orbax and tensorstore raise many classes
-        raise _damaged(manager, step, f"cannot be read ({error})") from error
+        raise _unusable(manager, step, f"cannot be read ({error})") from error
     if changed := [path for path, found in sums(tree).items() if found != written.get(path)]:
-        raise _damaged(manager, step, f"is damaged: {changed[0]} is not what was written")
+        raise _unusable(manager, step, f"is damaged: {changed[0]} is not what was written")
     return tree
 
 
-def origin(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
-    """Return what a checkpoint says of itself: its step, config, data and sums.
-
-    Raises:
-      ConfigError: it is damaged, or of another format.
-    """
-    try:
-        about = dict(manager.restore(step, args=ocp.args.Composite(origin=ocp.args.JsonRestore())).origin)
-    except Exception as error:
-        raise _damaged(manager, step, f"cannot be read ({error})") from error
-    if "crc32" not in about and "format" not in about:
-        raise _damaged(manager, step, "was written by version 0.1, which alone can continue it")
-    if about.pop("crc32", None) != _crc32(about) or about["step"] != step:
-        raise _damaged(manager, step, "is damaged: its origin is not what was written")
-    if about["format"] != FORMAT:
-        raise _damaged(manager, step, f"has the format {about['format']}; this version reads {FORMAT}")
-    return about
-
-
-def saved_config(out: str | Path) -> dict[str, Any] | None:
-    """Return the config of the last checkpoint in `train.out`, as `flat`; None if there is none."""
-    with open_manager(out) as manager:
-        step = manager.latest_step()
-        return None if step is None else origin(manager, step)["config"]
-
-
 def refuse_changes(manager: ocp.CheckpointManager, step: int, config: Config, source: Source | None = None) -> None:
-    """Raise ConfigError if a checkpoint is of another model, or, unless `source` is None, of other data."""
-    about = origin(manager, step)
-    before, fixed = flat(Config()) | about["config"], _FIXED if source else ("model.",)
-    wrong = [
-        f"{key} = {value!r}: it was {before[key]!r}"
-        for key, value in flat(config).items()
-        if key.startswith(fixed) and key not in _FREE and value != before[key]
-    ]
+    """Raise ConfigError if a checkpoint is of another model or, unless `source` is None, of other data."""
+    about = _read_origin(manager, step)
+    before = flat(Config()) | about["config"]
+    wrong = []
+    for key, value in flat(config).items():
+        section, _, name = key.partition(".")
+        if (section == "model" and name not in _FREE or key in _FIXED and source) and value != before[key]:
+            wrong.append(f"{key} = {value!r}: it was {before[key]!r}")
     if source and source.fingerprint != about["data"]:
         wrong.append("data.path or data.tokenizer: the files were others")
     if wrong:
-        written = (
-            f"when the checkpoint {manager.directory / str(step)} was written; set it back, or give another train.out"
-        )
-        raise ConfigError("\n".join((*wrong, written)))
+        last = f"in the checkpoint {manager.directory / str(step)}; set it back, or give another train.out"
+        raise ConfigError(*wrong, last)
+
+
+def _read_origin(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
+    """Return what a checkpoint says of itself. Raise ConfigError if it is damaged, or another version wrote it."""
+    try:
+        about = dict(manager.restore(step, args=ocp.args.Composite(origin=ocp.args.JsonRestore())).origin)
+    except Exception as error:
+        raise _unusable(manager, step, f"cannot be read ({error})") from error
+    if about.get("format") != FORMAT:
+        raise _unusable(manager, step, "was written by another version, which can continue it")
+    if about.pop("crc32", None) != _crc32(about) or about["step"] != step:
+        raise _unusable(manager, step, "is damaged: its origin is not what was written")
+    return about
+
+
+def _unusable(manager: ocp.CheckpointManager, step: int, why: str) -> ConfigError:
+    before = max((other for other in manager.all_steps() if other < step), default=None)
+    then = "to start again" if before is None else f"to continue from step {before}"
+    return ConfigError(f"train.out: the checkpoint {manager.directory / str(step)} {why}; delete it {then}")
+
+
+def _crc32(about: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
 def sums(tree: Any) -> dict[str, int]:
@@ -170,17 +152,7 @@ def _sums(arrays: list[jax.Array]) -> jax.Array:
     def sum_of(array: jax.Array) -> jax.Array:
         words = jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}").astype(jnp.uint32)
         places = [jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) for axis in range(words.ndim)]
-        weight = sum((place << 1) * jnp.uint32(3**axis) for axis, place in enumerate(places))
-        return jnp.sum(words * (weight + jnp.uint32(1)), dtype=jnp.uint32)
+        place = sum((place * jnp.uint32(3**axis) for axis, place in enumerate(places)), start=jnp.uint32(0))
+        return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
 
     return jnp.stack([sum_of(array) for array in arrays])
-
-
-def _crc32(about: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
-
-
-def _damaged(manager: ocp.CheckpointManager, step: int, why: str) -> ConfigError:
-    before = max((other for other in manager.all_steps() if other < step), default=None)
-    then = "to start again" if before is None else f"to continue from step {before}"
-    return ConfigError(f"train.out: the checkpoint {manager.directory / str(step)} {why}; delete it {then}")

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxoffload import Problem
 from models.config import Model
-from models.mlp import first_leaves
+from models.moe import first_leaves
 from models.reading import ConfigError, advice, problem, typed_values
 from models.text import short
 

@@ -1,16 +1,14 @@
 """What a config needs, from abstract values: the residual table, and the bytes of state and residuals."""
 
 import contextlib
-import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.extend.core import jaxpr_as_fun
 
 import jaxoffload
 from jaxoffload import HostPoolFull, Plan, PolicyError, Problem, Residual, Residuals, Schedule, UserError, proof
@@ -19,8 +17,8 @@ from jaxoffload.proof import Room
 from models.config import Config
 from models.planning import planned
 from models.reading import ConfigError, config_error
-from models.sharding import AnyMesh, abstract_mesh, on_mesh
-from models.step import Program, Step, derivative_of, may_interleave, one_by_one, program, traceable
+from models.sharding import AnyMesh, abstract_mesh
+from models.step import Program, may_interleave, program, traceable
 from models.text import readable
 
 
@@ -51,7 +49,6 @@ class Weighed(NamedTuple):
 
     table: Residuals
     memory: Memory
-    step: Step  # traced without the model, except on stages
 
 
 def traced_program(config: Config) -> tuple[Config, Program, Plan | None]:
@@ -70,32 +67,14 @@ def weighed(config: Config, made: Program) -> Weighed:
       ConfigError: as `summary`.
     """
     with _policy_errors(config):
-        alone = traced_once(without_stages(config, made))
+        alone = without_stages(config, made)
         table = judged_residuals(config, alone)
-    # On stages a step traces the layers as a stage runs them.
-    step = made.step if config.mesh.stage > 1 else alone.step_of(alone.training, derivative_of(config))
-    lone_pass = proof.staying(step, made.state, made.tokens) if interleaves(config, table) else 0
-    return Weighed(table, memory(config, made, table, lone_pass, working_set(config, alone, table)), step)
-
-
-def traced_once(made: Program) -> Program:
-    """Return the program, whose `loss` and `training` evaluate one trace of the model, that of their first call."""
-
-    @functools.cache  # not traced here: jaxoffload, which calls it first, sets what kind of jax.checkpoint it is
-    def trace() -> tuple[Callable[..., Any], Any]:
-        jaxpr, out = jax.make_jaxpr(made.training, return_shape=True)(made.state.params, made.microbatch)
-        return jaxpr_as_fun(jaxpr), jax.tree.structure(out)
-
-    @functools.partial(on_mesh, made.tokens.sharding.mesh)
-    def training(*args: Any) -> Any:
-        evaluate, result = trace()
-        return result.unflatten(evaluate(*jax.tree.leaves(args)))
-
-    return made._replace(training=training, loss=lambda *args: training(*args)[0])
+    lone_pass = proof.staying(made.step, made.state, made.tokens) if interleaves(config, table) else 0
+    return Weighed(table, memory(config, made, table, lone_pass, working_set(config, alone, table)))
 
 
 def judged_residuals(config: Config, alone: Program) -> Residuals:
-    """Return the table of one microbatch. `alone`: the program without stages, traced once.
+    """Return the table of one microbatch. `alone`: the program without stages.
 
     Raises:
       ConfigError: `train.interleave` is true, and nothing is offloaded.
@@ -121,7 +100,7 @@ def interleaves(config: Config, table: Residuals) -> bool:
 def known_fits(made: Program, found: Weighed) -> proof.Fits | None:
     """Return whether the copies fit behind their layers; None on GPUs that `proof.machine` has not measured."""
     known = proof.known_machine()
-    return proof.fits(found.step, made.state, made.tokens, machine=known) if known else None
+    return proof.fits(made.step, made.state, made.tokens, machine=known) if known else None
 
 
 def fit_to_host_pool(config: Config, mesh: AnyMesh) -> Config:
@@ -139,7 +118,7 @@ def fit_to_host_pool(config: Config, mesh: AnyMesh) -> Config:
     made = program(strict, mesh)
     with _policy_errors(config):
         try:
-            judged_residuals(strict, traced_once(without_stages(strict, made)))
+            judged_residuals(strict, without_stages(strict, made))
         except HostPoolFull as full:
             if full.layers is None:
                 raise
@@ -271,8 +250,11 @@ def working_set(config: Config, alone: Program, table: Residuals) -> Room:
     those of a chunk's last layer are on their way too.
     """
     in_turn = interleaves(config, table)
-    step = alone.step_of(alone.training, one_by_one if in_turn else derivative_of(config))
-    room = proof.room(step, alone.state, alone.tokens)
+    if in_turn:
+        one_by_one = replace(config, train=replace(config.train, interleave=False, virtual_stages=1))
+        sizes = replace(config.mesh, stage=1)
+        alone = program(replace(one_by_one, mesh=sizes), abstract_mesh(sizes))
+    room = proof.room(alone.step, alone.state, alone.tokens)
     if not in_turn:
         return room
     rows = [replace(row, bytes=row.bytes_per_layer) for row in table if row.state == "offloaded" and row.layers]

@@ -53,7 +53,7 @@ def summary(config: Config, made: Program, found: Weighed | None = None) -> str:
     Raises:
       ConfigError: the policy does not fit the traced step or this machine.
     """
-    table, needed, _ = found or weighed(config, made)
+    table, needed = found or weighed(config, made)
     about = [model_line(config, made), *backend_lines(config), *microbatch_lines(config, made, table)]
     stages = stage_lines(config, made, table) if config.mesh.stage > 1 else []
     return "\n".join([*about, str(table), *stages, *memory_lines(config, made, table, needed)])

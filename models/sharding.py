@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -156,22 +155,6 @@ def param_shardings(params: nnx.State, mesh: AnyMesh) -> nnx.State:
         return param.replace(NamedSharding(mesh, RULES.spec(*stacked, *param.axes)))
 
     return jax.tree_util.tree_map_with_path(sharding, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
-
-
-def optimizer_shardings(
-    optimizer: optax.GradientTransformation,
-    state: Any,
-    shardings: nnx.State,
-    mesh: AnyMesh,
-) -> Any:
-    """Return a NamedSharding for each leaf of an optimizer state: that of its parameter, or replicated."""
-    return optax.tree.map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        state,
-        shardings,
-        transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
-    )
 
 
 def regroup[T](tree: T, like: T) -> T:

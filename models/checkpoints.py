@@ -105,7 +105,8 @@ def refuse_changes(manager: ocp.CheckpointManager, step: int, config: Config, so
     wrong = []
     for key, value in flat(config).items():
         section, _, name = key.partition(".")
-        if (section == "model" and name not in _FREE or key in _FIXED and source) and value != before[key]:
+        is_fixed = name not in _FREE if section == "model" else source is not None and key in _FIXED
+        if is_fixed and value != before[key]:
             wrong.append(f"{key} = {value!r}: it was {before[key]!r}")
     if source and source.fingerprint != about["data"]:
         wrong.append("data.path or data.tokenizer: the files were others")

@@ -355,7 +355,7 @@ def to_theirs(part: np.ndarray, inputs: int) -> np.ndarray:
 
 
 def write_weights(folder: Path, params: nnx.State, tensors: Mapping[str, Tensors], dtype: str) -> None:
-    """Write the tensors of all parameters. Those of one parameter are in one file, so that memory has one copy of it."""
+    """Write the tensors of all parameters, those of one parameter in one file: memory has a copy of one at a time."""
     leaves, files = jax.tree_util.tree_leaves_with_path(params), {}
     for number, (keys, leaf) in enumerate(leaves, start=1):
         file, (names, inputs) = f"model-{number:05}-of-{len(leaves):05}.safetensors", tensors[path_of(keys)]

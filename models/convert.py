@@ -213,7 +213,10 @@ def read_model(theirs: Mapping[str, Any]) -> dict[str, Any]:
         if family.block:
             values |= {"router": "softmax", "shared_experts": 0, "route_scale": 1.0, "balance_rate": 0.0}
             values |= {"experts_per_token": theirs["num_experts_per_tok"], "d_expert": theirs[family.d_expert]}
-            values |= {"dense_layers": len(dense), "renormalize": kind == "mixtral" or theirs["norm_topk_prob"]}
+            values |= {
+                "dense_layers": len(dense),
+                "renormalize": kind == "mixtral" or theirs.get("norm_topk_prob", False),
+            }
         if not family.block or dense:
             values["d_ff"] = theirs["intermediate_size"]
     except KeyError as error:
@@ -260,8 +263,9 @@ def write_model(model: Model) -> dict[str, Any]:
         theirs["rope_scaling"] = {"rope_type": "llama3", **dict(zip(_LLAMA3, model.rope_scaling, strict=True))}
     if family.block:
         theirs |= {family.experts: model.experts, "num_experts_per_tok": model.experts_per_token}
-        theirs |= {family.d_expert: model.d_expert, "norm_topk_prob": model.renormalize}
-        theirs |= {"mlp_only_layers": [*range(model.dense_layers)], "router_aux_loss_coef": model.aux_loss}
+        theirs |= {family.d_expert: model.d_expert, "router_aux_loss_coef": model.aux_loss}
+    if kind == "qwen3_moe":
+        theirs |= {"mlp_only_layers": [*range(model.dense_layers)], "norm_topk_prob": model.renormalize}
     return theirs
 
 

@@ -34,7 +34,7 @@ def report(config: Config) -> str:
 
 
 def summary(config: Config, made: Program) -> str:
-    """Return the residual table of a microbatch, and the bytes on each device of the state and of all residuals at once.
+    """Return the residual table of a microbatch, and the bytes on each device of the state and of all residuals.
 
     Raises:
       UserError: the policy does not fit the model or this machine.
@@ -42,6 +42,7 @@ def summary(config: Config, made: Program) -> str:
     train, stages = config.train, config.mesh.stage
     schedule = Schedule(stages, train.virtual_stages, train.grad_accumulation)
     alone = of_one_stage(config)
+    jaxoffload.check(alone.loss, alone.state.params, alone.microbatch, policy=config.remat)
     table = jaxoffload.residuals(alone.loss, alone.state.params, alone.microbatch)
     interleaved = stages > 1 or (may_interleave(train) and table.host_bytes > 0)
     if train.interleave is True and not interleaved:
@@ -72,7 +73,9 @@ def summary(config: Config, made: Program) -> str:
         "residuals on the device": at_once("saved"),
         "residuals on the host": at_once("offloaded"),
     }
-    return "\n".join([*lines, str(table), *(f"{name:24} {in_gib(size)} per device" for name, size in sizes.items())])
+    return "\n".join(
+        [*lines, str(table), *(f"{name:24} {in_mib(size):>14} per device" for name, size in sizes.items())]
+    )
 
 
 def of_one_stage(config: Config) -> Program:
@@ -88,8 +91,8 @@ def device_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def in_gib(size: float) -> str:
-    return f"{size / 2**30:.3f} GiB"
+def in_mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | None]:

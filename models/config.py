@@ -328,9 +328,10 @@ def _shapes(config: Config) -> Iterator[str]:
         yield f"model.rope_scaling = {scaling}: the second, low_freq_factor, must be below the third"
     dense = ["model.d_ff"] if model.dense_layers or not model.experts else []
     yield from _divides(config, "mesh.tensor", "model.heads", "model.kv_heads", *dense, "model.vocab_size")
-    if (parts := mesh.stage * mesh.tensor) > 1 and model.vocab_size % parts:
+    parts = mesh.stage * mesh.tensor
+    if mesh.stage > 1 and model.vocab_size % parts:
         yield f"mesh.stage * mesh.tensor = {parts}: must divide model.vocab_size = {model.vocab_size}"
-    if (parts := mesh.fsdp * mesh.expert) > 1 and model.d_model % parts:
+    if model.d_model % (parts := mesh.fsdp * mesh.expert):
         yield f"mesh.fsdp * mesh.expert = {parts}: must divide model.d_model = {model.d_model}"
 
 

@@ -176,8 +176,8 @@ def compile_step(made: Program) -> jax.stages.Compiled:
     compiled = step.lower(made.state, made.tokens).compile()
     if plan := proof.memory_plan(compiled):
         outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
-        device = budget.in_gib(plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes)
-        host = budget.in_gib(plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes)
+        device = budget.in_mib(plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes)
+        host = budget.in_mib(plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes)
         say(f"the compiled step needs {device} on each device, and {host} of host memory")
     return compiled
 

@@ -22,7 +22,7 @@ from benchmarks import grouped
 from benchmarks.steps import planned_gib
 from jaxoffload import Policy, checkpoint, tag
 from jaxoffload.grouped import grouped_matmul
-from models.mlp import activate
+from models.moe import activate
 
 MERGED = "gate and up in one product"  # its halves are copied, because a leaf is contiguous
 CHOICES = ("weights on act", "weights on fc2, kept", "weights on fc2, recomputed", MERGED)  # the layer has the first

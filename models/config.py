@@ -101,7 +101,7 @@ class Mesh:
 @dataclass(frozen=True)
 class Data:
     path: str | tuple[str, ...] = "stdlib"  # Python's standard library, or globs of .txt, .jsonl, .parquet files
-    tokenizer: str | None = None  # a tokenizer.json; None: each byte is a token
+    tokenizer: str | None = None  # a tokenizer.json; None: tokens are bytes, and 256 the end of a document
     text_field: str = "text"  # the field of .jsonl and .parquet that holds the text
     valid_fraction: float = 0.05  # fraction of the documents held out
     document_mask: bool = False  # attention stays in a document, which begins with the end of the one before

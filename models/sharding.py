@@ -10,13 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxoffload import Problem
 from models import config
-from models.reading import ConfigError, config_error
+from models.config import ConfigError
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "tensor")
 _AUTO = (AxisType.Auto,) * len(MESH_AXES)
@@ -82,12 +80,11 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
         axes = " * ".join(f"mesh.{axis}" for axis in MESH_AXES)
         here = f"{len(devices)}, the number of devices here ({devices[0].device_kind})"
         line = f"{axes} = {product}: must be {here}; for instance mesh.fsdp={len(devices)}, the others 1"
-        raise ConfigError([Problem("mesh", line)])
+        raise ConfigError(line)
     local = len(devices) // len({device.process_index for device in devices})
     if sizes.tensor % local and local % sizes.tensor:
-        raise config_error(
-            "mesh.tensor", sizes.tensor, f"must divide, or be a multiple of, a process's {local} devices"
-        )
+        must = f"must divide, or be a multiple of, a process's {local} devices"
+        raise ConfigError(f"mesh.tensor = {sizes.tensor}: {must}")
     return jax.sharding.Mesh(np.asarray(devices).reshape(shape), MESH_AXES, _AUTO)
 
 
@@ -156,22 +153,6 @@ def param_shardings(params: nnx.State, mesh: AnyMesh) -> nnx.State:
         return param.replace(NamedSharding(mesh, RULES.spec(*stacked, *param.axes)))
 
     return jax.tree_util.tree_map_with_path(sharding, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
-
-
-def optimizer_shardings(
-    optimizer: optax.GradientTransformation,
-    state: Any,
-    shardings: nnx.State,
-    mesh: AnyMesh,
-) -> Any:
-    """Return a NamedSharding for each leaf of an optimizer state: that of its parameter, or replicated."""
-    return optax.tree.map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        state,
-        shardings,
-        transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
-    )
 
 
 def regroup[T](tree: T, like: T) -> T:

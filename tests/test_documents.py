@@ -19,7 +19,7 @@ from models.loading import load
 from models.reading import ConfigError
 from models.sharding import abstract_mesh, make_mesh
 from models.step import program, shardings_of
-from models.transformer import Transformer, next_token_loss
+from models.transformer import Transformer, training_loss
 
 END = 7
 TINY = Model(vocab_size=300, layers=2, d_model=32, heads=4, kv_heads=2, d_ff=48, dtype="float32")
@@ -58,7 +58,7 @@ def test_a_packed_document_has_the_loss_and_gradients_that_it_has_alone(model, l
 
     def loss(params, tokens, end):
         size = tokens.shape[1] - 1
-        return size * next_token_loss(nnx.merge(graph, params), tokens, policy, size, end)
+        return size * training_loss(nnx.merge(graph, params), tokens, policy, size, end)[0]
 
     derivative = jax.jit(jax.value_and_grad(loss), static_argnums=2)
     alone = [derivative(params, document[None], None) for row in rows for document in row]
@@ -155,7 +155,7 @@ def test_training_masks_at_the_ends_that_the_tokenizer_has(tmp_path, monkeypatch
         borders = [0, *(at for at in np.flatnonzero(row[:-1] == corpus.end) if at), 64]
         for begin, behind in itertools.pairwise(borders):
             piece = jnp.asarray(row[begin : behind + 1][None])
-            total += (behind - begin) * next_token_loss(nnx.merge(graph, params), piece, Policy(), behind - begin)
+            total += (behind - begin) * training_loss(nnx.merge(graph, params), piece, Policy(), behind - begin)[0]
     np.testing.assert_allclose(losses["true"], total / held_out[:, 1:].size, rtol=1e-5)
 
 
@@ -178,7 +178,7 @@ def test_cudnn_masks_as_xla_does():
 
     def gradients(attention: str, end: int | None = END):
         graph, params = nnx.split(Transformer(replace(model, attention=attention), nnx.Rngs(params=jax.random.key(0))))
-        loss = lambda params: next_token_loss(nnx.merge(graph, params), jnp.asarray(tokens), Policy(), 64, end)
+        loss = lambda params: training_loss(nnx.merge(graph, params), jnp.asarray(tokens), Policy(), 64, end)[0]
         return jax.jit(jax.value_and_grad(loss))(moved(params))
 
     want, got, crossing = gradients("xla"), gradients("cudnn"), gradients("cudnn", None)

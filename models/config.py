@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 import math
+import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -302,19 +303,14 @@ def _allowed(key: str, value: object) -> str | None:
 
 def _broken(config: Config) -> Iterator[str]:
     """Yield a line for each condition between keys that does not hold; it names every key that it reads."""
-    for relations in (_shapes, _experts, _batches, _stages, _kernels, _processes):
+    for relations in (_shapes, _experts, _batches, _stages, _kernels):
         yield from relations(config)
 
 
 def _divides(config: Config, key: str, *others: str) -> Iterator[str]:
-    values = {name: _get(config, name) for name in (key, *others)}
-    if bad := [f"{other} = {values[other]}" for other in others if values[other] % values[key]]:
-        yield f"{key} = {values[key]}: must divide {' and '.join(bad)}"
-
-
-def _get(config: Config, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
+    value = lambda name: operator.attrgetter(name)(config)
+    if bad := [f"{other} = {value(other)}" for other in others if value(other) % value(key)]:
+        yield f"{key} = {value(key)}: must divide {' and '.join(bad)}"
 
 
 def _shapes(config: Config) -> Iterator[str]:
@@ -324,8 +320,6 @@ def _shapes(config: Config) -> Iterator[str]:
         yield from _divides(config, "model.heads", "model.d_model")
     elif model.head_dim % 2:
         yield f"model.head_dim = {model.head_dim}: must be even, because RoPE rotates pairs"
-    if (scaling := model.rope_scaling) and scaling[1] >= scaling[2]:
-        yield f"model.rope_scaling = {scaling}: the second, low_freq_factor, must be below the third"
     dense = ["model.d_ff"] if model.dense_layers or not model.experts else []
     yield from _divides(config, "mesh.tensor", "model.heads", "model.kv_heads", *dense, "model.vocab_size")
     parts = mesh.stage * mesh.tensor
@@ -397,24 +391,9 @@ def _stages(config: Config) -> Iterator[str]:
 
 
 def _kernels(config: Config) -> Iterator[str]:
-    model, masked = config.model, config.data.document_mask
-    if model.attention == "xla":
-        return
-    if model.dtype == "float32":
-        yield f"model.attention = {model.attention!r}: must be xla where model.dtype = 'float32'; cuDNN takes bfloat16"
-    if model.d_head % 8:
-        key = "model.d_model / model.heads" if model.head_dim is None else "model.head_dim"
-        yield f"{key} = {model.d_head}: must be a multiple of 8 where model.attention = {model.attention!r}"
-    if masked and model.attention == "te":
+    attention = config.model.attention
+    if attention != "xla" and config.model.dtype == "float32":
+        yield f"model.attention = {attention!r}: must be xla where model.dtype = 'float32'; cuDNN takes bfloat16"
+    if attention == "te" and config.data.document_mask:
         why = "its kernels need a limit on the documents in a sequence"
         yield f"data.document_mask = True: must be false where model.attention = 'te'; {why}"
-    if masked and model.attention == "cudnn" and config.train.seq_len % 2:
-        where = "data.document_mask = True and model.attention = 'cudnn'"
-        yield f"train.seq_len = {config.train.seq_len}: must be even where {where}"
-
-
-def _processes(config: Config) -> Iterator[str]:
-    given = dataclasses.astuple(config.distributed)
-    if given.count(None) not in (0, 3):
-        keys = "distributed.coordinator, distributed.num_processes, distributed.process_id"
-        yield f"{keys} = {given}: must all be given, or none"

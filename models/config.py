@@ -201,9 +201,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     sections = {}
     for name, value in tree.items():
         if name not in _SECTIONS:
-            problems.append(f"{name} = {_short(value)}: no such section{_nearest(name, _SECTIONS)}")
+            problems.append(f"{name} = {value!r}: no such section{_nearest(name, _SECTIONS)}")
         elif not isinstance(value, dict | None):
-            problems.append(f"{name} = {_short(value)}: must be a mapping of keys to values")
+            problems.append(f"{name} = {value!r}: must be a mapping of keys to values")
         else:
             sections[name] = (_remat if name == "remat" else _section)(name, value or {}, problems)
     config = Config(**sections)
@@ -247,7 +247,7 @@ def _section(name: str, tree: dict[str, Any], problems: list[str]) -> Any:
         except OmegaConfBaseException as error:
             allowed = str(error).splitlines()[0]
         if allowed:
-            problems.append(f"{name}.{key} = {_short(value)}: {allowed}")
+            problems.append(f"{name}.{key} = {value!r}: {allowed}")
             values.pop(key, None)
     return _SECTIONS[name](**values)
 
@@ -255,7 +255,7 @@ def _section(name: str, tree: dict[str, Any], problems: list[str]) -> Any:
 def _remat(name: str, tree: dict[str, Any], problems: list[str]) -> Remat:
     names = [each.name for each in dataclasses.fields(Remat)]
     for key in tree.keys() - names:
-        problems.append(f"{name}.{key} = {_short(tree.pop(key))}: no such key{_nearest(key, names)}")
+        problems.append(f"{name}.{key} = {tree.pop(key)!r}: no such key{_nearest(key, names)}")
     try:
         return Remat(**tree)
     except PolicyError as error:
@@ -270,11 +270,6 @@ def _one_line(error: Exception) -> str:
 def _nearest(name: object, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), names := list(names), 1)
     return f"; the nearest is {near[0]}" if near else f"; there are {', '.join(names)}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # ---- ranges, and what must hold between keys ----
@@ -318,8 +313,8 @@ def _shapes(config: Config) -> Iterator[str]:
     yield from _divides(config, "model.kv_heads", "model.heads")
     if model.head_dim is None:
         yield from _divides(config, "model.heads", "model.d_model")
-    elif model.head_dim % 2:
-        yield f"model.head_dim = {model.head_dim}: must be even, because RoPE rotates pairs"
+    if model.d_head % 2:
+        yield f"model.d_model / model.heads or model.head_dim = {model.d_head}: must be even, because RoPE rotates pairs"
     dense = ["model.d_ff"] if model.dense_layers or not model.experts else []
     yield from _divides(config, "mesh.tensor", "model.heads", "model.kv_heads", *dense, "model.vocab_size")
     parts = mesh.stage * mesh.tensor
@@ -348,8 +343,6 @@ def _experts(config: Config) -> Iterator[str]:
     for name in ("capacity", "exchange"):
         if (value := getattr(model, name)) != getattr(Model, name) and mesh.expert == 1:
             yield f"model.{name} = {value!r}: must not be given where mesh.expert = 1; no rows are sent"
-    if (model.grouped, model.quantize) == ("mosaic", "fp8"):
-        yield "model.grouped = 'mosaic': has no FP8; must be auto, te or ragged where model.quantize = 'fp8'"
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -377,15 +370,14 @@ def _stages(config: Config) -> Iterator[str]:
         if train.virtual_stages > 1:
             yield f"train.virtual_stages = {train.virtual_stages}: must be 1 where mesh.stage = 1"
         return
-    of_layers = f"model.layers - model.dense_layers = {layers}"
+    product = f"mesh.stage * train.virtual_stages = {chunks}"
     if layers % chunks:
-        yield f"mesh.stage * train.virtual_stages = {chunks}: must divide {of_layers}"
+        yield f"{product}: must divide model.layers - model.dense_layers = {layers}"
     remat = dataclasses.replace(config.remat, resident_layers=0)
     offloads = "offload" in {remat.default, remat.dots, *dict(remat.rules).values()}
     if offloads and layers % chunks == 0 and remat.offloaded_layers(layers) // chunks == 1:
-        half = f"at most half of the layers that offload, of {layers}"
         why = "a stage copies the residuals of one layer while it computes another"
-        yield f"mesh.stage * train.virtual_stages = {chunks}: must be {half}; {why}"
+        yield f"{product}: must be at most half of the layers that offload, of {layers}; {why}"
     if train.interleave is False:
         yield f"train.interleave = False: must be auto where mesh.stage = {mesh.stage}; stages interleave"
 

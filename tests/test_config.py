@@ -49,7 +49,10 @@ BAD_VALUES = {
     "train.batch_size=100000000": ("train.batch_size * train.seq_len * ", "must be below 2**31"),
     "model.kv_heads=3": ("model.kv_heads = 3: ", "must divide model.heads = 4"),
     "model.heads=6": ("model.heads = 6: ", "must divide model.d_model = 64"),
-    "model.head_dim=5": ("model.head_dim = 5: ", "must be even, because RoPE rotates pairs"),
+    "model.head_dim=5": (
+        "model.d_model / model.heads or model.head_dim = 5: ",
+        "must be even, because RoPE rotates pairs",
+    ),
     "mesh.tensor=3": ("mesh.tensor = 3: ", "must divide model.heads = 4 and model.kv_heads = 2 and model.d_ff = 128 "),
     "mesh.fsdp=3; train.batch_size=6": ("mesh.fsdp * mesh.expert = 3: ", "must divide model.d_model = 64"),
     "mesh.expert=2": ("mesh.expert = 2: ", "must be 1 where model.experts = 0; the layers are dense"),

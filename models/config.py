@@ -314,7 +314,7 @@ def _shapes(config: Config) -> Iterator[str]:
     if model.head_dim is None:
         yield from _divides(config, "model.heads", "model.d_model")
     if model.d_head % 2:
-        yield f"model.d_model / model.heads or model.head_dim = {model.d_head}: must be even, because RoPE rotates pairs"
+        yield f"model.d_model / model.heads or model.head_dim = {model.d_head}: must be even; RoPE rotates pairs"
     dense = ["model.d_ff"] if model.dense_layers or not model.experts else []
     yield from _divides(config, "mesh.tensor", "model.heads", "model.kv_heads", *dense, "model.vocab_size")
     parts = mesh.stage * mesh.tensor

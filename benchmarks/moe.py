@@ -18,7 +18,7 @@ from benchmarks.peers import main
 from jaxoffload.grouped import chosen_backend
 from models.config import Mesh, Model
 from models.moe import Exchange, Routing
-from models.sharding import inside_shard_map
+from models.report import inside_shard_map
 
 GATE, UP, INPUT, CONTEXT, KV = "moe/fc1.gate ", "moe/fc1.up ", "moe/fc1_input ", "attn/context ", "attn/k attn/v "
 

@@ -14,11 +14,11 @@ from jaxoffload import Problem
 from jaxoffload.grouped import GroupedMatmulError, grouped_matmul, te
 from models import checkpoints, metrics, tensorboard
 from models.config import Config, Model
-from models.moe import grouped_gemms
 from models.needs import check_patterns
 from models.processes import announce_exit, disagreements, join, locked
 from models.reading import ConfigError, collecting, config_error, has_problem, problem
-from models.sharding import inside_shard_map, make_mesh
+from models.report import grouped_gemms, inside_shard_map
+from models.sharding import make_mesh
 
 # What the import of TransformerEngine raises, by what it misses.
 _NO_TE = (ImportError, OSError, RuntimeError, AttributeError)

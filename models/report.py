@@ -1,11 +1,15 @@
 """The report of a config: the residual table, what runs beside what, and the bytes that training needs."""
 
+import contextlib
+from typing import Any
+
 import jax
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxoffload import Residuals, proof
 from jaxoffload.grouped import chosen_backend
 from models.config import Config, Mesh
-from models.moe import grouped_gemms
+from models.moe import ALIGN, aligned_rows, capacity_rows
 from models.needs import (
     Memory,
     Weighed,
@@ -18,7 +22,7 @@ from models.needs import (
     traced_program,
     weighed,
 )
-from models.sharding import inside_shard_map
+from models.sharding import MESH_AXES
 from models.step import Program
 from models.text import readable
 from models.transformer import flops_per_token
@@ -156,4 +160,25 @@ def compiled_memory(compiled: jax.stages.Compiled) -> str:
     return (
         f"the compiled step needs {readable(device)} on each device (arguments {readable(arguments)}, new outputs "
         f"{readable(outputs)}, temporaries {readable(plan.temp_size_in_bytes)}) and {readable(host)} of host memory"
+    )
+
+
+def grouped_gemms(config: Config) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+    """Return abstract x (R, K) and w (L, K, N) of fc1 and of fc2, per device and microbatch."""
+    model, mesh, train = config.model, config.mesh, config.train
+    share = train.batch_size // train.grad_accumulation // (mesh.data * mesh.fsdp * mesh.expert)
+    rows = share * train.seq_len * model.experts_per_token
+    if mesh.expert > 1:
+        rows = mesh.expert * capacity_rows(rows, mesh.expert, model.capacity)
+    L, D, F = model.experts // mesh.expert, model.d_model, model.d_expert // mesh.tensor
+    rows = aligned_rows(rows, L, ALIGN[model.quantize])
+    abstract = lambda *shape: jax.ShapeDtypeStruct(shape, model.dtype)
+    return [(abstract(rows, K), abstract(L, K, N)) for K, N in ((D, F), (F, D))]
+
+
+def inside_shard_map(sizes: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which code is traced as for one device of the mesh, as in the `shard_map` of a layer."""
+    manual = (AxisType.Manual,) * len(MESH_AXES)
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh(tuple(getattr(sizes, axis) for axis in MESH_AXES), MESH_AXES, axis_types=manual)
     )

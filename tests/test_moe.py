@@ -274,12 +274,17 @@ def test_grouped_gemms_run_nine_times_and_once_more_for_each_that_is_recomputed(
 
 
 def test_the_routers_logits_are_float32s_whatever_the_streams_dtype():
-    config = dataclasses.replace(SMALL, dtype="bfloat16")
-    rng = np.random.default_rng(0)
-    x, router = stream(config, dtype=jnp.bfloat16)[0], rng.standard_normal((config.d_model, 4), np.float32)
-    got = moe._router_logits(x, jnp.asarray(router))
-    assert got.dtype == jnp.float32
-    assert_close(got, np.asarray(x, np.float64) @ router)
+    """The highest precision, too: GPUs would round float32 to 10 bits."""
+    jaxpr = gradient_jaxpr(through({}), *jax.eval_shape(inputs), argnums=(0, 1))
+    found = [
+        eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general" and SMALL.experts in sum_shapes(eqn)
+    ]
+    assert found and {eqn.outvars[0].aval.dtype for eqn in found} == {jnp.dtype("float32")}
+    assert {eqn.params["precision"] for eqn in found} == {(lax.Precision.HIGHEST,) * 2}
+
+
+def sum_shapes(eqn):
+    return sum((v.aval.shape for v in [*eqn.invars, *eqn.outvars]), ())
 
 
 FP8 = dataclasses.replace(SMALL, quantize="fp8")

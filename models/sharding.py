@@ -12,9 +12,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxoffload import Problem
 from models import config
-from models.reading import ConfigError, config_error
+from models.config import ConfigError
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "tensor")
 _AUTO = (AxisType.Auto,) * len(MESH_AXES)
@@ -80,12 +79,11 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
         axes = " * ".join(f"mesh.{axis}" for axis in MESH_AXES)
         here = f"{len(devices)}, the number of devices here ({devices[0].device_kind})"
         line = f"{axes} = {product}: must be {here}; for instance mesh.fsdp={len(devices)}, the others 1"
-        raise ConfigError([Problem("mesh", line)])
+        raise ConfigError(line)
     local = len(devices) // len({device.process_index for device in devices})
     if sizes.tensor % local and local % sizes.tensor:
-        raise config_error(
-            "mesh.tensor", sizes.tensor, f"must divide, or be a multiple of, a process's {local} devices"
-        )
+        must = f"must divide, or be a multiple of, a process's {local} devices"
+        raise ConfigError(f"mesh.tensor = {sizes.tensor}: {must}")
     return jax.sharding.Mesh(np.asarray(devices).reshape(shape), MESH_AXES, _AUTO)
 
 

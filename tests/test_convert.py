@@ -15,8 +15,7 @@ from flax import nnx
 from jaxoffload import Policy
 from models import checkpoints, convert, metrics, train
 from models.attention import rotations
-from models.config import Config
-from models.loading import load
+from models.config import Config, load
 from models.step import State, program
 from models.transformer import Transformer, logits
 

@@ -14,9 +14,7 @@ from flax import nnx
 import jaxoffload
 from jaxoffload import Policy
 from models import data, metrics, train
-from models.config import Config, Data, Mesh, Model, Train
-from models.loading import load
-from models.reading import ConfigError
+from models.config import Config, ConfigError, Data, Mesh, Model, Train, load
 from models.sharding import abstract_mesh, make_mesh
 from models.step import program, shardings_of
 from models.transformer import Transformer, training_loss

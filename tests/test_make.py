@@ -14,7 +14,7 @@ from pages import ROOT, TEXT
 
 from jaxoffload import _refusals
 from models import checkpoints, metrics
-from models.loading import load
+from models.config import load
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

@@ -15,6 +15,9 @@ import yaml
 from common import ROOT, SHORT, auto_mesh
 from drawn_layers import draw
 from jax.ad_checkpoint import checkpoint_name
+from models.planning import plan_of_run
+from models.planning import planned as planned_config
+from models.report import report
 
 from jaxoffload import Policy, accumulate, checkpoint, plan, residuals, scan, tag, verify
 from jaxoffload.proof import Bus, Machine, NothingFits, fits
@@ -27,11 +30,7 @@ from jaxoffload.proof._plan.costs import Alone, LayerCost, Stack, Step
 from jaxoffload.proof._plan.ends import wanted
 from jaxoffload.proof._plan.patterns import pattern_of, policy_of
 from jaxoffload.proof._plan.search import pool, searched
-from models.loading import load
-from models.planning import plan_of_run
-from models.planning import planned as planned_config
-from models.reading import ConfigError
-from models.report import report
+from models.config import ConfigError, load
 from models.sharding import abstract_mesh, make_mesh
 from models.train import main as train
 

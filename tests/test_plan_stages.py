@@ -13,6 +13,8 @@ from common import ROOT, auto_mesh
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from models.planning import planned as planned_config
+from models.report_json import report_json
 from pages import result
 from test_plan import ACT, BOTH, FC1, LEAST, MOST, NONE, outcome_of, step_of
 
@@ -32,9 +34,7 @@ from jaxoffload.proof._plan.costs import Stack
 from jaxoffload.proof._plan.patterns import policy_for
 from jaxoffload.proof._plan.plan import _traced
 from jaxoffload.proof._plan.stacks import stacks_of
-from models.loading import load
-from models.planning import planned as planned_config
-from models.report_json import report_json
+from models.config import load
 from models.sharding import abstract_mesh
 from models.train import step_for
 

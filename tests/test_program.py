@@ -23,6 +23,7 @@ from flax import nnx
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from models.report import summary
 
 from jaxoffload import (
     Policy,
@@ -53,9 +54,7 @@ from jaxoffload.proof._report.profile import profile_of
 from jaxoffload.proof._verify import conservation as _conservation
 from models import config
 from models.attention import rotations
-from models.config import Model
-from models.loading import load
-from models.report import summary
+from models.config import Model, load
 from models.sharding import RULES, make_mesh, on_mesh, param_shardings
 from models.step import program, shardings_of
 from models.transformer import ExpertLayer, Layer, stacked

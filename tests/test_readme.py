@@ -14,6 +14,7 @@ import pytest
 import yaml
 from common import PATIENCE, count, kept, start
 from jax.ad_checkpoint import checkpoint_name
+from models.preflight import check_names
 from pages import PAGES, README, ROOT
 from test_rules import kernels, softmax
 
@@ -21,8 +22,7 @@ import jaxoffload
 from jaxoffload import Policy, residuals
 from jaxoffload._policy import size_in_bytes
 from jaxoffload.proof import _command as commands
-from models.loading import load, parse
-from models.preflight import check_names
+from models.config import load
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 

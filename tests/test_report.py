@@ -6,18 +6,17 @@ import json
 import jax
 import pytest
 from common import ROOT
+from models.needs import fit_to_host_pool, residuals_at_once
+from models.report import backend_lines, report, summary
+from models.text import readable
 
 import jaxoffload
 from jaxoffload import proof
 from jaxoffload.grouped import _backend, te
 from jaxoffload.proof import Bus, Machine
-from models.loading import load
-from models.needs import fit_to_host_pool, residuals_at_once
-from models.reading import ConfigError
-from models.report import backend_lines, report, summary
+from models.config import ConfigError, load
 from models.sharding import abstract_mesh
 from models.step import program, traceable
-from models.text import readable
 from models.train import main
 
 CONFIGS = ROOT / "configs"

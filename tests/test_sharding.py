@@ -22,8 +22,7 @@ from small_models import DENSE, TOKENS, on, start
 
 import jaxoffload
 from jaxoffload import Policy
-from models.config import Mesh
-from models.reading import ConfigError
+from models.config import ConfigError, Mesh
 from models.sharding import VALUES, make_mesh, process_block
 from models.step import adamw, shardings_of
 from models.transformer import MLP

@@ -11,8 +11,7 @@ import pytest
 from common import ROOT
 from described_gpu import OPTIONS, described, nothing_cached  # noqa: F401
 
-from models.config import Config
-from models.loading import load
+from models.config import Config, load
 from models.sharding import abstract_mesh, make_mesh
 from models.step import program, shardings_of, traceable
 

@@ -14,6 +14,7 @@ from common import assert_close, assert_same_bits, fast_compiles, normal, policy
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
+from models.report import report
 from test_accumulate import RULES, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
 from jaxoffload import HostPoolFull, Policy, accumulate, compiler_options, evaluate, scan, tag, verify
@@ -31,10 +32,7 @@ from jaxoffload.proof._verify.conservation import conservation
 from jaxoffload.proof._verify.gradients import gradients
 from jaxoffload.proof._verify.placement import placement
 from jaxoffload.proof._verify.stages import put_on_host
-from models.config import Mesh
-from models.loading import load
-from models.reading import ConfigError
-from models.report import report
+from models.config import ConfigError, Mesh, load
 from models.sharding import exchanges, make_mesh, regroup
 from models.step import program, shardings_of
 from models.train import compile_step

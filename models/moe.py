@@ -300,7 +300,7 @@ def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
 def make_exchange(
     sizes_E: jax.Array, rows: int, room: int, align: int = 1, ragged: bool = False
 ) -> tuple[Exchange, jax.Array]:
-    """Return the exchange of R `rows` sorted by expert, and how many are dropped. Tagged `routing` in the caller's scope.
+    """Return the exchange of R `rows` sorted by expert, tagged `routing` in the caller's scope, and the number dropped.
 
     Expert e has sizes_E[e] rows. At most C, `room`, go to one device; of more, each of its experts keeps the same
     share. Where they arrive, those of an expert are padded to a multiple of `align`. `ragged`: only rows are sent, not

@@ -497,8 +497,7 @@ def test_gradients_with_experts_on_devices_of_their_own_are_those_of_one(sizes, 
     assert max(off.values()) < bound, off
 
 
-@pytest.mark.parametrize("quantize", [None, "fp8"])
-@pytest.mark.parametrize("sizes", [Mesh(expert=4), Mesh(fsdp=2, expert=2)], ids=str)
+@pytest.mark.parametrize("sizes, quantize", [(Mesh(expert=4), None), (Mesh(fsdp=2, expert=2), "fp8")], ids=str)
 def test_experts_on_devices_of_their_own_route_once_and_multiply_nine_times(sizes, quantize):
     moved = {"moe/fc1_input": "offload", "moe/fc1": "offload", "moe/act": "save", "moe/router_logits": "recompute"}
     experts = {"layers": 2, "dense_layers": 0, "shared_experts": 0, "balance_rate": 0.0, "quantize": quantize}
@@ -541,19 +540,6 @@ def test_kernels_on_two_gpus_of_one_process_compute_what_they_do_on_one(grouped)
             return
     off = apart(gradients_on(Mesh(expert=2), **shape), gradients_on(Mesh(), **shape))
     assert max(off.values()) < 0.05, off
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("how", ["padded", "ragged"])
-def test_two_gpus_with_experts_of_their_own_train_as_one(how):
-    if jax.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with jax.default_matmul_precision("highest"):
-        want, params = stepped(on(EXPERTS, Mesh()))
-        got, mine = stepped(on(EXPERTS, Mesh(expert=2), exchange=how))
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose([*a.values()], [*b.values()], rtol=1e-3)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3), mine, params)
 
 
 # Shapes that all backends support, in FP8 too: rows, widths and groups in multiples of 64.

@@ -386,9 +386,12 @@ def _stages(config: Config) -> Iterator[str]:
     of_layers = f"model.layers - model.dense_layers = {layers}"
     if layers % chunks:
         yield f"mesh.stage * train.virtual_stages = {chunks}: must divide {of_layers}"
-    elif dataclasses.replace(config.remat, resident_layers=0).offloaded_layers(layers) // chunks == 1:
+    remat = dataclasses.replace(config.remat, resident_layers=0)
+    offloads = "offload" in {remat.default, remat.dots, *dict(remat.rules).values()}
+    if offloads and layers % chunks == 0 and remat.offloaded_layers(layers) // chunks == 1:
+        half = f"at most half of the layers that offload, of {layers}"
         why = "a stage copies the residuals of one layer while it computes another"
-        yield f"mesh.stage * train.virtual_stages = {chunks}: must be at most half of {of_layers}; {why}"
+        yield f"mesh.stage * train.virtual_stages = {chunks}: must be {half}; {why}"
     if train.interleave is False:
         yield f"train.interleave = False: must be auto where mesh.stage = {mesh.stage}; stages interleave"
 

@@ -8,9 +8,9 @@ import pytest
 import test_contract
 from common import ROOT, accumulated, assert_same_bits, gradient, in_a_loop, kept, normal, policy, run, run_each
 from jax import lax
-from models.report import report
 
 from jaxoffload import accumulate, chain, check, checkpoint, offload, plan, residuals, scan, tag, verify
+from models.budget import report
 from models.config import load
 
 RULES = policy({"fc1": "offload"}, resident_layers=0)

@@ -8,7 +8,6 @@ r"""Mixture-of-experts layers: saving, recomputing and offloading the same resid
 """
 
 import argparse
-import contextlib
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from benchmarks.peers import main
 from jaxoffload.grouped import chosen_backend
 from models.config import Mesh, Model
 from models.moe import Exchange, Routing
-from models.sharding import inside_shard_map
+from models.sharding import abstract_mesh
 
 GATE, UP, INPUT, CONTEXT, KV = "moe/fc1.gate ", "moe/fc1.up ", "moe/fc1_input ", "attn/context ", "attn/k attn/v "
 
@@ -74,8 +73,11 @@ def shape(options: argparse.Namespace) -> dict[str, Any]:
 def _auto_backend(options: argparse.Namespace) -> str:
     rows, D, F = options.batch * options.seq * options.experts_per_token, options.d_model, options.d_expert
     x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, D), (options.experts, D, F)))
-    mesh = Mesh(fsdp=options.fsdp, expert=options.expert)
-    with inside_shard_map(mesh) if options.fsdp * options.expert > 1 else contextlib.nullcontext():
+    if options.fsdp * options.expert == 1:
+        return chosen_backend(x, w)
+    mesh = abstract_mesh(Mesh(fsdp=options.fsdp, expert=options.expert))
+    manual = mesh.update(axis_types=(jax.sharding.AxisType.Manual,) * len(mesh.axis_names))  # as in a layer's shard_map
+    with jax.sharding.use_abstract_mesh(manual):
         return chosen_backend(x, w)
 
 

@@ -34,7 +34,7 @@ def report(config: Config) -> str:
 
 
 def summary(config: Config, made: Program) -> str:
-    """Return the residual table of a microbatch, and the bytes on each device of the state and of all residuals at once.
+    """Return the residual table of a microbatch, and the bytes on each device of the state and of all residuals.
 
     Raises:
       UserError: the policy does not fit the model or this machine.
@@ -42,17 +42,18 @@ def summary(config: Config, made: Program) -> str:
     train, stages = config.train, config.mesh.stage
     schedule = Schedule(stages, train.virtual_stages, train.grad_accumulation)
     alone = of_one_stage(config)
+    jaxoffload.check(made.step, made.state, made.tokens, policy=config.remat)
     table = jaxoffload.residuals(alone.loss, alone.state.params, alone.microbatch)
     interleaved = stages > 1 or (may_interleave(train) and table.host_bytes > 0)
     if train.interleave is True and not interleaved:
         raise ConfigError("train.interleave = True: must be auto or false where remat offloads nothing")
 
     def at_once(state: str) -> float:
-        """A slot of a stage has a chunk of the layers and a row of padding; interleaved, two microbatches wait."""
-        of_a_chunk = lambda row: row.bytes_per_device / (schedule.chunks if row.layers else 1)
+        """Of layers, those of two interleaved microbatches, or of a stage's slots: a chunk of the layers in each."""
         times = schedule.slots if stages > 1 else 2 if interleaved else 1
-        rows = [row for row in table if row.state == state and (row.names or row.layers > 1 or stages == 1)]
-        return times * sum(map(of_a_chunk, rows))
+        rows = [row for row in table if row.state == state]
+        share = lambda row: times / schedule.chunks if row.layers > 1 else times if row.names else 1
+        return sum(row.bytes_per_device * share(row) for row in rows)
 
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(made.state.params))
     lines = [f"{count:,} parameters, {flops_per_token(config.model, train.seq_len) / 1e9:.3g} GFLOP per token"]
@@ -72,7 +73,9 @@ def summary(config: Config, made: Program) -> str:
         "residuals on the device": at_once("saved"),
         "residuals on the host": at_once("offloaded"),
     }
-    return "\n".join([*lines, str(table), *(f"{name:24} {in_gib(size)} per device" for name, size in sizes.items())])
+    return "\n".join(
+        [*lines, str(table), *(f"{name:24} {in_mib(size):>14} per device" for name, size in sizes.items())]
+    )
 
 
 def of_one_stage(config: Config) -> Program:
@@ -88,8 +91,8 @@ def device_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def in_gib(size: float) -> str:
-    return f"{size / 2**30:.3f} GiB"
+def in_mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | None]:

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 
 from jaxoffload import scope, tag
 from jaxoffload.grouped import grouped_matmul, te
-from models.config import Config, Model
+from models.config import Model
 from models.sharding import RULES, on_each_device
 
 ALIGN = {None: 1, "fp8": te.FP8_MULTIPLE}  # `model.quantize` -> each expert's rows are padded to a multiple of this
@@ -76,7 +76,9 @@ def _experts_on_device(
     B, S, D = x_BxSxD.shape
     x_TxD = x_BxSxD.reshape(B * S, D)
     with scope("moe"):
-        logits_TxE = tag(_router_logits(x_TxD, weights["router"]), "router_logits")
+        # GPUs would round float32 to TF32's 10 bits.
+        logits_TxE = jnp.matmul(x_TxD.astype(jnp.float32), weights["router"], precision=lax.Precision.HIGHEST)
+        logits_TxE = tag(logits_TxE, "router_logits")
         scores_TxE = router_scores(logits_TxE, config.router)
         parts, align = sizes.get("expert", 1), ALIGN[config.quantize]
         # Aligned on the device that runs the grouped GEMMs: this one, or the one that the rows are sent to.
@@ -95,11 +97,6 @@ def _experts_on_device(
             out_TxD = lax.psum(out_TxD, "tensor")
         balance = balance_of(logits_TxE, scores_TxE, routing, dropped, tuple(a for a in RULES.batch if a in sizes))
     return out_TxD.reshape(B, S, D), balance
-
-
-def _router_logits(x_TxD: jax.Array, router_DxE: jax.Array) -> jax.Array:
-    # GPUs would round float32 to TF32's 10 bits.
-    return jnp.matmul(x_TxD.astype(jnp.float32), router_DxE, precision=lax.Precision.HIGHEST)
 
 
 def _apply_experts(
@@ -143,24 +140,11 @@ def first_leaves(activation: str) -> tuple[str, ...]:
 
 
 def activate(fc1: Mapping[str, jax.Array], activation: str) -> jax.Array:
-    """Return (..., F), the input of the second matmul: SwiGLU, GeGLU (Shazeer, 2020), squared ReLU (So et al., 2021)."""
+    """Return (..., F), the input of fc2: SwiGLU and GeGLU (Shazeer, 2020), or squared ReLU (So et al., 2021)."""
     if activation == "relu2":
         return jnp.square(jax.nn.relu(fc1["up"]))
     function = jax.nn.silu if activation == "swiglu" else jax.nn.gelu
     return function(fc1["gate"]) * fc1["up"]
-
-
-def grouped_gemms(config: Config) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-    """Return abstract x (R, K) and w (L, K, N) of fc1 and of fc2, per device and microbatch."""
-    model, mesh, train = config.model, config.mesh, config.train
-    share = train.batch_size // train.grad_accumulation // (mesh.data * mesh.fsdp * mesh.expert)
-    rows = share * train.seq_len * model.experts_per_token
-    if mesh.expert > 1:
-        rows = mesh.expert * capacity_rows(rows, mesh.expert, model.capacity)
-    L, D, F = model.experts // mesh.expert, model.d_model, model.d_expert // mesh.tensor
-    rows = aligned_rows(rows, L, ALIGN[model.quantize])
-    abstract = lambda *shape: jax.ShapeDtypeStruct(shape, model.dtype)
-    return [(abstract(rows, K), abstract(L, K, N)) for K, N in ((D, F), (F, D))]
 
 
 # ---- routing: which token goes to which expert ----
@@ -255,7 +239,7 @@ def lookup(starts_B: jax.Array, sources_B: jax.Array, lengths_B: jax.Array, size
 @jax.custom_vjp
 def dispatch(x_TxD: jax.Array, routing: Routing) -> jax.Array:
     """Return (R, D): the token of each row; zeros for padding."""
-    token_R = routing.order_R // _k(routing)
+    token_R = routing.order_R // routing.ids_Txk.shape[1]
     if len(token_R) == routing.ids_Txk.size:
         return x_TxD[token_R]
     return x_TxD.at[token_R].get(mode="fill", fill_value=0)
@@ -264,7 +248,7 @@ def dispatch(x_TxD: jax.Array, routing: Routing) -> jax.Array:
 @jax.custom_vjp
 def combine(rows_RxD: jax.Array, routing: Routing) -> jax.Array:
     """Return (T, D): the sum of each token's rows, computed in float32, in the dtype of the rows."""
-    rows_TxkxD = rows_RxD[routing.place_Tk].reshape(-1, _k(routing), rows_RxD.shape[1])
+    rows_TxkxD = rows_RxD[routing.place_Tk].reshape(*routing.ids_Txk.shape, -1)
     return jnp.sum(rows_TxkxD.astype(jnp.float32), axis=1).astype(rows_RxD.dtype)
 
 
@@ -272,10 +256,6 @@ def combine(rows_RxD: jax.Array, routing: Routing) -> jax.Array:
 def moved(x_NxD: jax.Array, there_M: jax.Array, back_N: jax.Array) -> jax.Array:
     """Return (M, D): rows `there_M` of x; zeros where that is N. `back_N`: where each row went; M if nowhere."""
     return x_NxD.at[there_M].get(mode="fill", fill_value=0)
-
-
-def _k(routing: Routing) -> int:
-    return routing.ids_Txk.shape[1]
 
 
 dispatch.defvjp(lambda x, routing: (dispatch(x, routing), routing), lambda routing, dy: (combine(dy, routing), None))
@@ -320,16 +300,11 @@ def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
 def make_exchange(
     sizes_E: jax.Array, rows: int, room: int, align: int = 1, ragged: bool = False
 ) -> tuple[Exchange, jax.Array]:
-    """Return the exchange of rows sorted by expert, and the number of rows dropped; tagged `routing` by the caller's scope.
+    """Return the exchange of R `rows` sorted by expert, tagged `routing` in the caller's scope, and the number dropped.
 
-    Where a device would get more than C rows from another, each of its experts keeps the same share of its rows.
-
-    Args:
-      sizes_E: the rows of each expert.
-      rows: R, of this device.
-      room: C, the most rows that one device sends to another.
-      align: the rows of each expert are padded to a multiple of this where they arrive.
-      ragged: send only rows, on GPUs, not whole buffers.
+    Expert e has sizes_E[e] rows. At most C, `room`, go to one device; of more, each of its experts keeps the same
+    share. Where they arrive, those of an expert are padded to a multiple of `align`. `ragged`: only rows are sent, not
+    whole buffers.
     """
     parts = lax.axis_size("expert")
     sizes_PxL, first_PxL = (x_E.reshape(parts, -1) for x_E in (sizes_E, starts(sizes_E)))
@@ -420,5 +395,5 @@ def _all_to_all(buffer_PCxD: jax.Array) -> jax.Array:
 
 
 def _ragged_all_to_all(x: jax.Array, size: int, *moves_P: jax.Array) -> jax.Array:
-    """Send only rows. `moves_P`: for each device, the first row to it, their number, their place; the number received."""
+    """`moves_P`: for each device, the first row sent to it, their number, their place there; the number received."""
     return lax.ragged_all_to_all(x, jnp.zeros((size, x.shape[1]), x.dtype), *moves_P, axis_name="expert")

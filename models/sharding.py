@@ -1,6 +1,5 @@
 """Where arrays live: the device mesh, and one set of rules from logical axes to mesh axes."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -91,12 +90,6 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
 def abstract_mesh(sizes: config.Mesh) -> AbstractMesh:
     """Return the mesh without devices, to trace a program for another machine."""
     return AbstractMesh(_shape(sizes), MESH_AXES, _AUTO)
-
-
-def inside_shard_map(sizes: config.Mesh) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which code is traced as for one device of the mesh, as in the `shard_map` of a layer."""
-    manual = (AxisType.Manual,) * len(MESH_AXES)
-    return jax.sharding.use_abstract_mesh(AbstractMesh(_shape(sizes), MESH_AXES, axis_types=manual))
 
 
 def _shape(sizes: config.Mesh) -> tuple[int, ...]:

@@ -238,8 +238,7 @@ def traceable(config: Config) -> Config:
     """
     if jax.default_backend() == "gpu":
         return config
-    elsewhere = {"attention": {"te": "cudnn"}, "grouped": {"te": "ragged", "mosaic": "ragged"}}
-    model: dict[str, Any] = {
-        key: to[value] for key, to in elsewhere.items() if (value := getattr(config.model, key)) in to
-    }
-    return replace(config, model=replace(config.model, **model)) if model else config
+    model = config.model
+    attention = "cudnn" if model.attention == "te" else model.attention
+    grouped = "ragged" if model.grouped in ("te", "mosaic") else model.grouped
+    return replace(config, model=replace(model, attention=attention, grouped=grouped))

@@ -29,8 +29,7 @@ from benchmarks import (
     sweep,
 )
 from jaxoffload import Policy
-from models.config import Model
-from models.loading import load
+from models.config import Model, load
 from models.moe import _apply_experts
 
 # 10 tokens. A residual has 20 bytes per column, and each takes 512 FLOPs per byte to recompute.

@@ -18,7 +18,7 @@ from jaxoffload.proof._plan import stacks
 from jaxoffload.proof._plan.collectives import Weight, of_layer, relaid_bytes, weights_of
 from jaxoffload.proof._plan.oracle import Oracle, divided
 from jaxoffload.proof._predict.room import divisions
-from models.loading import load
+from models.config import load
 from models.sharding import abstract_mesh
 from models.step import program
 

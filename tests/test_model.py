@@ -15,8 +15,7 @@ from flax import nnx
 import jaxoffload
 from jaxoffload import Policy
 from models.attention import rope, rotations
-from models.config import Config, Mesh, Model, Train
-from models.loading import load
+from models.config import Config, Mesh, Model, Train, load
 from models.sharding import abstract_mesh
 from models.step import program, traceable
 from models.transformer import Transformer, flops_per_token, matmul_params, training_loss

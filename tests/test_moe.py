@@ -274,12 +274,17 @@ def test_grouped_gemms_run_nine_times_and_once_more_for_each_that_is_recomputed(
 
 
 def test_the_routers_logits_are_float32s_whatever_the_streams_dtype():
-    config = dataclasses.replace(SMALL, dtype="bfloat16")
-    rng = np.random.default_rng(0)
-    x, router = stream(config, dtype=jnp.bfloat16)[0], rng.standard_normal((config.d_model, 4), np.float32)
-    got = moe._router_logits(x, jnp.asarray(router))
-    assert got.dtype == jnp.float32
-    assert_close(got, np.asarray(x, np.float64) @ router)
+    """The highest precision, too: GPUs would round float32 to 10 bits."""
+    jaxpr = gradient_jaxpr(through({}), *jax.eval_shape(inputs), argnums=(0, 1))
+    found = [
+        eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general" and SMALL.experts in sum_shapes(eqn)
+    ]
+    assert found and {eqn.outvars[0].aval.dtype for eqn in found} == {jnp.dtype("float32")}
+    assert {eqn.params["precision"] for eqn in found} == {(lax.Precision.HIGHEST,) * 2}
+
+
+def sum_shapes(eqn):
+    return sum((v.aval.shape for v in [*eqn.invars, *eqn.outvars]), ())
 
 
 FP8 = dataclasses.replace(SMALL, quantize="fp8")
@@ -492,8 +497,7 @@ def test_gradients_with_experts_on_devices_of_their_own_are_those_of_one(sizes, 
     assert max(off.values()) < bound, off
 
 
-@pytest.mark.parametrize("quantize", [None, "fp8"])
-@pytest.mark.parametrize("sizes", [Mesh(expert=4), Mesh(fsdp=2, expert=2)], ids=str)
+@pytest.mark.parametrize("sizes, quantize", [(Mesh(expert=4), None), (Mesh(fsdp=2, expert=2), "fp8")], ids=str)
 def test_experts_on_devices_of_their_own_route_once_and_multiply_nine_times(sizes, quantize):
     moved = {"moe/fc1_input": "offload", "moe/fc1": "offload", "moe/act": "save", "moe/router_logits": "recompute"}
     experts = {"layers": 2, "dense_layers": 0, "shared_experts": 0, "balance_rate": 0.0, "quantize": quantize}
@@ -536,19 +540,6 @@ def test_kernels_on_two_gpus_of_one_process_compute_what_they_do_on_one(grouped)
             return
     off = apart(gradients_on(Mesh(expert=2), **shape), gradients_on(Mesh(), **shape))
     assert max(off.values()) < 0.05, off
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("how", ["padded", "ragged"])
-def test_two_gpus_with_experts_of_their_own_train_as_one(how):
-    if jax.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    with jax.default_matmul_precision("highest"):
-        want, params = stepped(on(EXPERTS, Mesh()))
-        got, mine = stepped(on(EXPERTS, Mesh(expert=2), exchange=how))
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose([*a.values()], [*b.values()], rtol=1e-3)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3), mine, params)
 
 
 # Shapes that all backends support, in FP8 too: rows, widths and groups in multiples of 64.

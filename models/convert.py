@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def model_section(folder: Path) -> str:
     """Return the section `model`, in YAML, for the model in a folder."""
-    values = read_model(read_json(folder / "config.json"))
+    values = read_model(json.loads((folder / "config.json").read_text()))
     return "\n  ".join(["model:", *(f"{key}: {json.dumps(value)}" for key, value in values.items())])
 
 
@@ -127,7 +127,7 @@ def import_weights(folder: Path, config: Config) -> None:
     Raises:
       ConfigError: the model of the config is another one, a tensor is missing, or `train.out` has a checkpoint.
     """
-    theirs, out = read_json(folder / "config.json"), Path(config.train.out)
+    theirs, out = json.loads((folder / "config.json").read_text()), Path(config.train.out)
     check_model(theirs, config)
     config, abstract = on_one_device(config)
     tensors, files = tensors_of(abstract, config.model, theirs["model_type"]), {}
@@ -154,7 +154,7 @@ def export_weights(config: Config, folder: Path, dtype: str) -> None:
       ConfigError: there is no checkpoint or one of another model, no family has such models, or the folder has files.
     """
     out = Path(config.train.out)
-    theirs = read_json(out / _IMPORTED) if (out / _IMPORTED).exists() else write_model(config.model)
+    theirs = json.loads((out / _IMPORTED).read_text()) if (out / _IMPORTED).exists() else write_model(config.model)
     check_model(theirs, config)
     theirs["max_position_embeddings"] = max(config.train.seq_len, theirs.get("max_position_embeddings") or 0)
     theirs["dtype" if "dtype" in theirs else "torch_dtype"] = dtype
@@ -345,13 +345,6 @@ def write_weights(folder: Path, params: nnx.State, tensors: Mapping[str, Tensors
         files |= dict.fromkeys(names.values(), file)
     index = {"metadata": {}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
 
 
 if __name__ == "__main__":

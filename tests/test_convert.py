@@ -76,7 +76,7 @@ def test_there_and_back_every_bit_is_the_same(model, tmp_path):
     # The section that is printed is that of the model.
     section = tmp_path / "section.yaml"
     section.write_text(f"{convert.model_section(tmp_path / 'theirs')}\n{TRAIN}\n")
-    convert.check_model(convert.read_json(tmp_path / "theirs/config.json"), load(section))
+    convert.check_model(json.loads((tmp_path / "theirs/config.json").read_text()), load(section))
 
 
 @pytest.mark.claim("converts")

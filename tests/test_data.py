@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from common import ROOT
 
 from models import data
-from models.config import Config, ConfigError, Data, Model, Train
+from models.config import Config, ConfigError, Data, Model, Train, load
 
 WORDS = ["def", "return", "naïve", "漢字", "🎉", "\r\n", "\t", "  ", "x=1", "\x00", "<|endoftext|>"]
 TEXTS = [" ".join(random.Random(number).choices(WORDS, k=60)) + f" {number}" for number in range(80)]
@@ -99,6 +100,15 @@ def test_stdlib_is_the_library_without_tests_and_packages():
     names = [str(file) for file in data.files_of("stdlib")]
     assert len(names) > 300 and any(name.endswith("/argparse.py") for name in names)
     assert not [name for name in names if "/site-packages/" in name or "/test/" in name]
+
+
+@pytest.mark.claim("configs")
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_data_of_each_config_fills_its_batches(path):
+    config = load(path)
+    source = data.open_data(config)
+    assert next(source.batches).shape == (config.train.batch_size, config.train.seq_len + 1)
+    assert {batch.shape for batch in source.held_out} == {(config.train.batch_size, config.train.seq_len + 1)}
 
 
 @pytest.mark.parametrize(

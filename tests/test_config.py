@@ -51,7 +51,7 @@ BAD_VALUES = {
     "model.heads=6": ("model.heads = 6: ", "must divide model.d_model = 64"),
     "model.head_dim=5": (
         "model.d_model / model.heads or model.head_dim = 5: ",
-        "must be even, because RoPE rotates pairs",
+        "must be even; RoPE rotates pairs",
     ),
     "mesh.tensor=3": ("mesh.tensor = 3: ", "must divide model.heads = 4 and model.kv_heads = 2 and model.d_ff = 128 "),
     "mesh.fsdp=3; train.batch_size=6": ("mesh.fsdp * mesh.expert = 3: ", "must divide model.d_model = 64"),

@@ -298,7 +298,7 @@ def _allowed(key: str, value: object) -> str | None:
 
 def _broken(config: Config) -> Iterator[str]:
     """Yield a line for each condition between keys that does not hold; it names every key that it reads."""
-    for relations in (_shapes, _experts, _batches, _stages, _kernels):
+    for relations in (_shapes, _experts, _batches, _stages):
         yield from relations(config)
 
 
@@ -313,6 +313,8 @@ def _shapes(config: Config) -> Iterator[str]:
     yield from _divides(config, "model.kv_heads", "model.heads")
     if model.head_dim is None:
         yield from _divides(config, "model.heads", "model.d_model")
+    if model.attention == "te" and config.data.document_mask:
+        yield "data.document_mask = True: must be false where model.attention = 'te', whose kernels limit documents"
     if model.d_head % 2:
         yield f"model.d_model / model.heads or model.head_dim = {model.d_head}: must be even; RoPE rotates pairs"
     dense = ["model.d_ff"] if model.dense_layers or not model.experts else []
@@ -351,8 +353,8 @@ def _batches(config: Config) -> Iterator[str]:
         yield from _divides(config, "train.loss_chunk", "train.seq_len")
     parts = train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert
     if train.batch_size % parts:
-        product = "train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert"
-        yield f"train.batch_size = {train.batch_size}: must be a multiple of {product} = {parts}"
+        factors = "train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert"
+        yield f"train.batch_size = {train.batch_size}: must be a multiple of {factors} = {parts}"
     rows = train.batch_size * train.seq_len * (model.experts_per_token if model.experts else 1) // parts
     if rows >= 2**31:  # XLA counts in int32
         product = "train.batch_size * train.seq_len * model.experts_per_token / train.grad_accumulation"
@@ -366,26 +368,10 @@ def _batches(config: Config) -> Iterator[str]:
 def _stages(config: Config) -> Iterator[str]:
     mesh, train, model = config.mesh, config.train, config.model
     layers, chunks = model.layers - model.dense_layers, mesh.stage * train.virtual_stages
-    if mesh.stage == 1:
-        if train.virtual_stages > 1:
-            yield f"train.virtual_stages = {train.virtual_stages}: must be 1 where mesh.stage = 1"
-        return
-    product = f"mesh.stage * train.virtual_stages = {chunks}"
-    if layers % chunks:
+    if mesh.stage == 1 and chunks > 1:
+        yield f"train.virtual_stages = {chunks}: must be 1 where mesh.stage = 1"
+    elif layers % chunks:
+        product = f"mesh.stage * train.virtual_stages = {chunks}"
         yield f"{product}: must divide model.layers - model.dense_layers = {layers}"
-    remat = dataclasses.replace(config.remat, resident_layers=0)
-    offloads = "offload" in {remat.default, remat.dots, *dict(remat.rules).values()}
-    if offloads and layers % chunks == 0 and remat.offloaded_layers(layers) // chunks == 1:
-        why = "a stage copies the residuals of one layer while it computes another"
-        yield f"{product}: must be at most half of the layers that offload, of {layers}; {why}"
-    if train.interleave is False:
+    if train.interleave is False and mesh.stage > 1:
         yield f"train.interleave = False: must be auto where mesh.stage = {mesh.stage}; stages interleave"
-
-
-def _kernels(config: Config) -> Iterator[str]:
-    attention = config.model.attention
-    if attention != "xla" and config.model.dtype == "float32":
-        yield f"model.attention = {attention!r}: must be xla where model.dtype = 'float32'; cuDNN takes bfloat16"
-    if attention == "te" and config.data.document_mask:
-        why = "its kernels need a limit on the documents in a sequence"
-        yield f"data.document_mask = True: must be false where model.attention = 'te'; {why}"

@@ -3,7 +3,6 @@
 import json
 import math
 import resource
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,11 @@ def mfu(flops_per_second: float, device_kind: str) -> float | None:
     return None if peak is None else flops_per_second / peak
 
 
-def peak_bytes(device: jax.Device) -> dict[str, int | None]:
+def peak_memory(device: jax.Device) -> dict[str, float | None]:
     """Return the peaks of a device's memory, if the backend measures it, and of this process's, with pinned memory."""
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"device_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"), "host_peak_bytes": host}
+    on_device = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+    return {"device_peak_gib": on_device and on_device / 2**30, "host_peak_gib": on_host}
 
 
 def say(text: str) -> None:
@@ -104,8 +104,8 @@ def progress_line(record: Record, steps: int) -> str:
         "expert_load": "load {:.2f}",
         "dropped": "dropped {:.1%}",
         "mfu": "MFU {:.1%}",
+        "device_peak_gib": "device {:.2f} GiB",
+        "host_peak_gib": "host {:.2f} GiB",
     }
-    parts = [f"step {record['step']}/{steps}"]
-    parts += [text.format(record[key]) for key, text in formats.items() if record.get(key) is not None]
-    memory = {"device": record.get("device_peak_bytes"), "host": record.get("host_peak_bytes")}
-    return "  ".join([*parts, *(f"{where} {size / 2**30:.2f} GiB" for where, size in memory.items() if size)])
+    shown = [text.format(record[key]) for key, text in formats.items() if record.get(key) is not None]
+    return "  ".join([f"step {record['step']}/{steps}", *shown])

@@ -46,10 +46,6 @@ keys, with their meanings and defaults.
 exit codes: 0 finished; 2 the config cannot run; 143 stopped by SIGTERM, with a checkpoint; 1 any other error"""
 
 
-class RunFailed(Exception):
-    """The run must not continue."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (None: the command line), and return the exit code."""
     parser = argparse.ArgumentParser(
@@ -70,9 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"{options.config} cannot run:\n{error}", file=sys.stderr)
         return 2
-    except RunFailed as error:
-        print(error, file=sys.stderr)
-        return 1
 
 
 def join(distributed: Distributed) -> None:
@@ -114,7 +107,6 @@ def train(config: Config) -> int:
 
     Raises:
       UserError: the run cannot start, or continue.
-      RunFailed: it must not continue.
     """
     out, steps, mesh = Path(config.train.out), config.train.steps, make_mesh(config.mesh)
     if config.model.attention != "xla" and jax.default_backend() != "gpu":
@@ -184,16 +176,12 @@ def compile_step(made: Program) -> jax.stages.Compiled:
 
 
 def verify(made: Program) -> None:
-    """Check what is claimed of the loss and the step, on random arguments, and print it.
-
-    Raises:
-      RunFailed: a check fails.
-    """
+    """Check what is claimed of the loss and the step, on random arguments, and print it; exit if a check fails."""
     for f, args in ((made.loss, (made.state.params, made.microbatch)), (made.step, (made.state, made.tokens))):
         found = jaxoffload.verify(f, *args)
         say(str(found))
         if not found.ok:
-            raise RunFailed("train.verify = True: nothing is trained, because a check fails")
+            sys.exit("train.verify = True: nothing is trained, because a check fails")
 
 
 def loop(
@@ -204,11 +192,7 @@ def loop(
     manager: ocp.CheckpointManager,
     state: State,
 ) -> int:
-    """Train from a state to the last step, or to SIGTERM, with a checkpoint there; return the exit code.
-
-    Raises:
-      RunFailed: the loss or its gradient is not finite; raised before that state is saved.
-    """
+    """Train from a state to the last step, or to SIGTERM, with a checkpoint there; return the exit code."""
     train, start = config.train, int(state.step)
     to_devices = functools.partial(jax.make_array_from_process_local_data, made.tokens.sharding)
     evaluate = jax.jit(made.evaluate, compiler_options=jaxoffload.compiler_options())
@@ -233,9 +217,7 @@ def loop(
                 record = step_record(config, made, step, result, mark)
                 log.write(record)
                 if not math.isfinite(record["loss"] + record["grad_norm"]):
-                    raise RunFailed(
-                        f"stopped: step {step} is not finite, and not saved; try a smaller train.learning_rate"
-                    )
+                    sys.exit(f"stopped: step {step} is not finite, and not saved; try a smaller train.learning_rate")
             if evaluated:
                 validate(step)
             if save:
@@ -285,7 +267,7 @@ def step_record(
         "learning_rate": float(learning_rate(train)(step - 1)),
         "tokens_per_second": rate,
         "mfu": metrics.mfu(flops, mesh.devices.flat[0].device_kind),
-        **metrics.peak_bytes(mesh.local_devices[0]),
+        **metrics.peak_memory(mesh.local_devices[0]),
     }
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     for variant in options.variants:
         runs = {how: train(options, overrides) for how, overrides in compared(options, variant.split()).items()}
         losses = {how: [row["loss"] for row in rows] for how, rows in runs.items()}
-        peaks = {how: round((rows[-1]["device_peak_bytes"] or 0) / 2**30, 2) for how, rows in runs.items()}
+        peaks = {how: round(rows[-1]["device_peak_gib"] or 0, 2) for how, rows in runs.items()}
         line = {
             "overrides": variant,
             "losses that differ": sum(a != b for a, b in zip(*losses.values(), strict=True)),

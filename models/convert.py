@@ -1,8 +1,15 @@
-"""Weights of others: python -m models.convert import FOLDER CONFIG, and back: export CONFIG FOLDER.
+"""Converts weights between Hugging Face's Llama, Mistral, Mixtral, Qwen3 and Qwen3-MoE, and checkpoints.
 
-Hugging Face's matrices are (outputs, inputs), ours (inputs, outputs) with an axis each for heads and head_dim. They
-have a tensor per layer and expert, ours are stacked. Both rotate the pairs (i, i + H/2) of a head.
+  python -m models.convert model FOLDER                   prints the config's model section for FOLDER/config.json
+  python -m models.convert import FOLDER CONFIG [section.key=value ...]
+  python -m models.convert export CONFIG FOLDER [section.key=value ...]
+
+import writes a checkpoint of step 0 to train.out, from which models.train then begins. export writes the last
+checkpoint in train.out, as float32 or, with --dtype bfloat16, in half the bytes. It needs the extra `convert`.
 """
+
+# Hugging Face's matrices are (outputs, inputs), ours (inputs, outputs) with an axis each for heads and head_dim. They
+# have a tensor per layer and expert, ours are stacked. Both rotate the pairs (i, i + H/2) of a head.
 
 import os
 
@@ -10,12 +17,11 @@ if __name__ == "__main__":  # before JAX is imported: weights stay in the host's
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import argparse
-import contextlib
 import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,67 +37,63 @@ from models.config import Config, ConfigError, Mesh, Model, load
 from models.sharding import make_mesh
 from models.step import State, program
 
-USAGE = """\
-Converts weights between the safetensors of Hugging Face's Llama, Mistral, Mixtral, Qwen3 and Qwen3-MoE, and checkpoints
-of models.train. It needs the extra `convert`.
-
-  python -m models.convert model FOLDER                   prints the config's model section for FOLDER/config.json
-  python -m models.convert import FOLDER CONFIG [section.key=value ...]
-  python -m models.convert export CONFIG FOLDER [section.key=value ...]
-
-import writes a checkpoint of step 0 to train.out, from which models.train then begins. export writes the last
-checkpoint in train.out, as float32 or, with --dtype bfloat16, in half the bytes."""
-
-
-class Family(NamedTuple):
-    """What tells one family of models from Llama."""
-
-    architecture: str
-    qk_norm: bool = False
-    block: str = ""  # the name of a layer's experts; empty: dense
-    leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
-    experts: str = "num_experts"  # the keys of config.json
-    d_expert: str = "moe_intermediate_size"
-
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM"),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm=True, block="mlp"),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        block="block_sparse_moe",
-        leaves=("w1", "w3", "w2"),
-        experts="num_local_experts",
-        d_expert="intermediate_size",
-    ),
-}
-
-# config.json -> the section `model`
-_KEYS = {
+_ALL = {  # the keys of config.json, and ours
     "vocab_size": "vocab_size",
     "num_hidden_layers": "layers",
     "hidden_size": "d_model",
     "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
     "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied_embeddings",
 }
+_DENSE = _ALL | {"intermediate_size": "d_ff"}
+_EXPERTS = _ALL | {"num_experts_per_tok": "experts_per_token"}
+_ROUTER = {"router": "softmax", "shared_experts": 0, "route_scale": 1.0, "balance_rate": 0.0}
+
+
+class Family(NamedTuple):
+    """A family of models: what its config.json says, what is the same in all its models, and how it names experts."""
+
+    architecture: str
+    keys: dict[str, str]
+    fixed: dict[str, Any]
+    block: str = ""
+    leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", _DENSE, {"experts": 0, "qk_norm": False}),
+    "mistral": Family("MistralForCausalLM", _DENSE, {"experts": 0, "qk_norm": False}),
+    "qwen3": Family("Qwen3ForCausalLM", _DENSE, {"experts": 0, "qk_norm": True}),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _EXPERTS | {"num_local_experts": "experts", "intermediate_size": "d_expert"},
+        _ROUTER | {"qk_norm": False, "renormalize": True, "dense_layers": 0},
+        "block_sparse_moe",
+        ("w1", "w3", "w2"),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _EXPERTS
+        | _DENSE
+        | {"num_experts": "experts", "moe_intermediate_size": "d_expert", "norm_topk_prob": "renormalize"},
+        _ROUTER | {"qk_norm": True},
+        "mlp",
+    ),
+}
+# A copy of an import's config.json, whose context and special tokens an export states.
+_IMPORTED = Path("checkpoints/imported.json")
 _ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_ONLY = {  # what the model cannot represent otherwise
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "quantization_config": (None,),
-    "hidden_act": (*_ACTIVATIONS, None),
-    "partial_rotary_factor": (1, None),
-    "decoder_sparse_step": (1, None),
-}
+# What the model cannot represent otherwise, and what holds where a config.json, of an older transformers, says nothing.
+_ONLY = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "decoder_sparse_step": 1}
+_DEFAULTS = {"tie_word_embeddings": False, "norm_topk_prob": False, "hidden_act": "silu", "rope_theta": 10000.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (None: the command line). Return 0, or 2 if it cannot be converted."""
     parser = argparse.ArgumentParser(
-        prog="python -m models.convert", description=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m models.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=["model", "import", "export"])
     parser.add_argument("arguments", nargs="+", help="as above")
@@ -128,16 +130,20 @@ def import_weights(folder: Path, config: Config) -> None:
     theirs, out = read_json(folder / "config.json"), Path(config.train.out)
     check_model(theirs, config)
     config, abstract = on_one_device(config)
-    tensors = tensors_of(abstract, config.model, theirs["model_type"])
-    with opened(folder) as (names, read), checkpoints.open_manager(out) as manager:
+    tensors, files = tensors_of(abstract, config.model, theirs["model_type"]), {}
+    for path in sorted(folder.glob("*.safetensors")):
+        file = safetensors.safe_open(path, framework="numpy")
+        files |= dict.fromkeys(file.keys(), file)
+    with checkpoints.open_manager(out) as manager:
         if manager.latest_step() is not None:
             raise ConfigError(f"train.out = {str(out)!r}: has a checkpoint; give another folder, or delete it")
-        check_names(tensors, names)
-        leaf = lambda path, like: jax.device_put(stack(tensors[path_of(path)], like.shape, read), like.sharding)
+        check_names(tensors, set(files))
+        read = lambda name: files[name].get_tensor(name)
+        leaf = lambda path, like: jax.device_put(stack(*tensors[path_of(path)], like.shape, read), like.sharding)
         params = jax.tree_util.tree_map_with_path(leaf, abstract)
         checkpoints.save(manager, 0, State(jnp.int32(0), params, ()), config, None)
         manager.wait_until_finished()
-        shutil.copy(folder / "config.json", imported(out))
+        shutil.copy(folder / "config.json", out / _IMPORTED)
     print(f"{folder} is now {out}/checkpoints/0; models.train begins with it")
 
 
@@ -148,7 +154,7 @@ def export_weights(config: Config, folder: Path, dtype: str) -> None:
       ConfigError: there is no checkpoint or one of another model, no family has such models, or the folder has files.
     """
     out = Path(config.train.out)
-    theirs = read_json(imported(out)) if imported(out).exists() else write_model(config.model)
+    theirs = read_json(out / _IMPORTED) if (out / _IMPORTED).exists() else write_model(config.model)
     check_model(theirs, config)
     theirs["max_position_embeddings"] = max(config.train.seq_len, theirs.get("max_position_embeddings") or 0)
     theirs["dtype" if "dtype" in theirs else "torch_dtype"] = dtype
@@ -162,15 +168,10 @@ def export_weights(config: Config, folder: Path, dtype: str) -> None:
         params = checkpoints.restore(manager, step, {"params": abstract})["params"]
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(folder, params, tensors_of(abstract, config.model, theirs["model_type"]), dtype)
-    write_json(folder / "config.json", theirs)
+    (folder / "config.json").write_text(json.dumps(theirs, indent=2))
     if config.data.tokenizer:
         shutil.copy(os.path.expanduser(config.data.tokenizer), folder / "tokenizer.json")
     print(f"{out}/checkpoints/{step} is now {folder}")
-
-
-def imported(out: Path) -> Path:
-    """Return the copy of an import's config.json, whose context and special tokens an export states."""
-    return out / "checkpoints" / "imported.json"
 
 
 def on_one_device(config: Config) -> tuple[Config, nnx.State]:
@@ -190,43 +191,40 @@ def read_model(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """
     if (kind := theirs.get("model_type")) not in FAMILIES:
         raise ConfigError(f"model_type = {kind!r}: must be one of {', '.join(FAMILIES)}")
-    family, dense = FAMILIES[kind], theirs.get("mlp_only_layers") or []
+    theirs = _DEFAULTS | {"num_key_value_heads": theirs.get("num_attention_heads")} | theirs
     # transformers 5 writes RoPE's settings into a mapping of their own.
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    stretched = rope.get("rope_type", rope.get("type", "default"))
-    wrong = {key: theirs[key] for key, allowed in _ONLY.items() if theirs.get(key) not in allowed}
-    wrong |= {} if stretched in ("default", "llama3") else {"rope_type": stretched}
-    wrong |= {} if dense == [*range(len(dense))] else {"mlp_only_layers": dense}
-    if wrong:
-        raise ConfigError(*(f"{key} = {value!r}: the model cannot represent it" for key, value in wrong.items()))
+    stretched, dense = rope.get("rope_type", rope.get("type", "default")), theirs.get("mlp_only_layers") or []
+    possible = {key: theirs.get(key, only) == only for key, only in _ONLY.items()} | {
+        "hidden_act": theirs["hidden_act"] in _ACTIVATIONS,
+        "rope_scaling": stretched in ("default", "llama3"),
+        "mlp_only_layers": dense == [*range(len(dense))],
+        "quantization_config": not theirs.get("quantization_config"),
+    }
+    if wrong := [key for key, holds in possible.items() if not holds]:
+        raise ConfigError(*(f"{key} = {theirs.get(key)!r}: the model cannot represent it" for key in wrong))
+    family = FAMILIES[kind]
     try:
-        values = {ours: theirs[key] for key, ours in _KEYS.items()} | {
-            "kv_heads": theirs.get("num_key_value_heads", theirs["num_attention_heads"]),
-            "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"],
-            "qk_norm": family.qk_norm,
-            "activation": _ACTIVATIONS[theirs.get("hidden_act") or "silu"],
-            "tied_embeddings": theirs.get("tie_word_embeddings", False),
-            "rope_theta": rope.get("rope_theta") or theirs.get("rope_theta") or 10000.0,
-            "rope_scaling": [rope[key] for key in _LLAMA3] if stretched == "llama3" else None,
-            "experts": theirs[family.experts] if family.block else 0,
-        }
-        if family.block:
-            values |= {"router": "softmax", "shared_experts": 0, "route_scale": 1.0, "balance_rate": 0.0}
-            values |= {"experts_per_token": theirs["num_experts_per_tok"], "d_expert": theirs[family.d_expert]}
-            values |= {"dense_layers": len(dense), "renormalize": kind == "mixtral" or theirs["norm_topk_prob"]}
-        if not family.block or dense:
-            values["d_ff"] = theirs["intermediate_size"]
+        values = {ours: theirs[key] for key, ours in family.keys.items()} | family.fixed
+        scaling = [rope[key] for key in _LLAMA3] if stretched == "llama3" else None
     except KeyError as error:
         raise ConfigError(f"{error.args[0]}: is missing; {kind} has it") from error
-    return values
+    if kind == "qwen3_moe":
+        values["dense_layers"] = len(dense)
+        if not dense:
+            del values["d_ff"]
+    return values | {
+        "head_dim": theirs.get("head_dim") or values["d_model"] // values["heads"],
+        "activation": _ACTIVATIONS[theirs["hidden_act"]],
+        "rope_theta": rope.get("rope_theta", theirs["rope_theta"]),
+        "rope_scaling": scaling,
+    }
 
 
 def check_model(theirs: Mapping[str, Any], config: Config) -> None:
     """Raise ConfigError unless the config's model is the one in `theirs`, a config.json."""
-    ours = vars(config.model) | {
-        "head_dim": config.model.d_head,
-        "rope_scaling": config.model.rope_scaling and [*config.model.rope_scaling],
-    }
+    model, scaling = config.model, config.model.rope_scaling
+    ours = vars(model) | {"head_dim": model.d_head, "rope_scaling": scaling and [*scaling]}
     wrong = [
         f"model.{key} = {ours[key]!r}: must be {must!r} in {theirs['model_type']}'s config.json"
         for key, must in read_model(theirs).items()
@@ -242,41 +240,29 @@ def check_model(theirs: Mapping[str, Any], config: Config) -> None:
 def write_model(model: Model) -> dict[str, Any]:
     """Return the config.json of a model, as far as its family can represent it; `check_model` tells."""
     kind = ("qwen3_moe" if model.qk_norm else "mixtral") if model.experts else ("qwen3" if model.qk_norm else "llama")
-    family = FAMILIES[kind]
-    theirs = {
-        "architectures": [family.architecture],
+    scaling = dict(zip(_LLAMA3, model.rope_scaling, strict=True)) if model.rope_scaling else None
+    return {
+        "architectures": [FAMILIES[kind].architecture],
         "model_type": kind,
-        **{key: getattr(model, ours) for key, ours in _KEYS.items()},
-        "num_key_value_heads": model.kv_heads,
+        **{key: getattr(model, ours) for key, ours in FAMILIES[kind].keys.items()},
         "head_dim": model.d_head,
         "hidden_act": next((key for key, ours in _ACTIVATIONS.items() if ours == model.activation), model.activation),
-        "tie_word_embeddings": model.tied_embeddings,
         "rope_theta": model.rope_theta,
-        "rope_scaling": None,
-        "intermediate_size": model.d_ff,
+        "rope_scaling": scaling and {"rope_type": "llama3", **scaling},
         "sliding_window": None,
+        **({"mlp_only_layers": [*range(model.dense_layers)]} if kind == "qwen3_moe" else {}),
     }
-    if model.rope_scaling:
-        theirs["rope_scaling"] = {"rope_type": "llama3", **dict(zip(_LLAMA3, model.rope_scaling, strict=True))}
-    if family.block:
-        theirs |= {family.experts: model.experts, "num_experts_per_tok": model.experts_per_token}
-        theirs |= {family.d_expert: model.d_expert, "norm_topk_prob": model.renormalize}
-        theirs |= {"mlp_only_layers": [*range(model.dense_layers)], "router_aux_loss_coef": model.aux_loss}
-    return theirs
 
 
 # ---- tensors ----
 
 
-class Tensors(NamedTuple):
-    """The tensors of theirs that are stacked in a parameter of ours."""
-
-    names: dict[tuple[int, ...], str]  # by the index of the part of the parameter
-    inputs: int  # how many axes of a part are a matmul's inputs; 0: it is not transposed
-
+# The tensors that are stacked in a parameter, by the index of the part that each is. And how many axes of a part are a
+# matmul's inputs; 0: it is not transposed.
+Tensors = tuple[dict[tuple[int, ...], str], int]
 
 _ONCE = {"embedding_VxD": "model.embed_tokens", "norm/scale_D": "model.norm", "unembedding_VxD": "lm_head"}
-_IN_LAYER = {  # the name in each layer, and Tensors.inputs
+_IN_LAYER = {
     "attention/norm/scale_D": ("input_layernorm", 0),
     "attention/q_DxNxH": ("self_attn.q_proj", 1),
     "attention/k_DxKxH": ("self_attn.k_proj", 1),
@@ -298,17 +284,17 @@ _IN_LAYER = {  # the name in each layer, and Tensors.inputs
 
 def tensors_of(params: nnx.State, model: Model, kind: str) -> dict[str, Tensors]:
     """Return the tensors of each parameter of a model, by its path."""
-    found = {}
+    found: dict[str, Tensors] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
         group, _, rest = (path := path_of(keys)).partition("/")
         if path in _ONCE:
-            found[path] = Tensors({(): f"{_ONCE[path]}.weight"}, 0)
+            found[path] = {(): f"{_ONCE[path]}.weight"}, 0
             continue
         name, inputs = _IN_LAYER[rest]
         first = model.dense_layers if model.experts and group == "layers" else 0
         full = lambda at, name=name, first=first: name.format(expert=at[-1], **FAMILIES[kind]._asdict())
         parts = np.ndindex(leaf.shape[: 2 if "{expert}" in name else 1])
-        found[path] = Tensors({at: f"model.layers.{first + at[0]}.{full(at)}.weight" for at in parts}, inputs)
+        found[path] = {at: f"model.layers.{first + at[0]}.{full(at)}.weight" for at in parts}, inputs
     return found
 
 
@@ -317,20 +303,9 @@ def path_of(keys: tuple[Any, ...]) -> str:
     return "/".join(str(key.key) for key in keys if isinstance(key, jax.tree_util.DictKey))
 
 
-@contextlib.contextmanager
-def opened(folder: Path) -> Iterator[tuple[set[str], Callable[[str], np.ndarray]]]:
-    """Yield the names of all tensors in a folder's safetensors, and a function that reads one."""
-    with contextlib.ExitStack() as stack:
-        handles = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            handle = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
-            handles |= dict.fromkeys(handle.keys(), handle)
-        yield set(handles), lambda name: handles[name].get_tensor(name)
-
-
 def check_names(tensors: Mapping[str, Tensors], names: set[str]) -> None:
     """Raise ConfigError unless the files hold all tensors of the model, and nothing else."""
-    wanted = {name for each in tensors.values() for name in each.names.values()}
+    wanted = {name for parts, _ in tensors.values() for name in parts.values()}
     # A tied unembedding is a copy of the embedding, and the buffer of old files follows from config.json.
     others = {name for name in names - wanted if name != "lm_head.weight" and not name.endswith("inv_freq")}
     for found, why in ((wanted - names, "are missing"), (others, "have no place in the model")):
@@ -338,14 +313,16 @@ def check_names(tensors: Mapping[str, Tensors], names: set[str]) -> None:
             raise ConfigError(f"{len(found)} tensors {why}, such as {min(found)}")
 
 
-def stack(tensors: Tensors, shape: tuple[int, ...], read: Callable[[str], np.ndarray]) -> np.ndarray:
+def stack(
+    names: Mapping[tuple[int, ...], str], inputs: int, shape: tuple[int, ...], read: Callable[[str], np.ndarray]
+) -> np.ndarray:
     """Return a parameter of this shape, float32, from the tensors that `read` returns."""
     out = np.empty(shape, np.float32)
-    for at, name in tensors.names.items():
-        tensor, must = read(name), to_theirs(out[at], tensors.inputs).shape
+    for at, name in names.items():
+        tensor, must = read(name), to_theirs(out[at], inputs).shape
         if tensor.shape != must:
             raise ConfigError(f"{name}: is {tensor.shape}; must be {must}")
-        out[at] = tensor.T.reshape(out[at].shape) if tensors.inputs else tensor
+        out[at] = tensor.T.reshape(out[at].shape) if inputs else tensor
     return out
 
 
@@ -363,7 +340,8 @@ def write_weights(folder: Path, params: nnx.State, tensors: Mapping[str, Tensors
         laid = {name: np.ascontiguousarray(part, dtype) for name, part in parts.items()}
         safetensors.numpy.save_file(laid, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(names.values(), file)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -371,10 +349,6 @@ def read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from error
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,15 +37,13 @@ def mfu(flops_per_second: float, device_kind: str) -> float | None:
     return None if peak is None else flops_per_second / peak
 
 
-def device_peak_bytes(device: jax.Device) -> int | None:
-    """Return the peak of a device's memory in use, in bytes; None if the backend does not measure it."""
-    return (device.memory_stats() or {}).get("peak_bytes_in_use")
-
-
-def host_peak_bytes() -> int:
-    """Return the peak of this process's resident memory, in bytes, pinned memory included."""
+def peak_bytes(device: jax.Device) -> dict[str, int | None]:
+    """Return the peaks of a device's memory, if the backend measures it, and of this process's, with pinned memory."""
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {
+        "device_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+    }
 
 
 def say(text: str) -> None:

@@ -183,19 +183,16 @@ def compile_step(made: Program) -> jax.stages.Compiled:
 
 
 def verify(made: Program) -> None:
-    """Check what is claimed of the loss and the step, on random arguments, and print each check.
+    """Check what is claimed of the loss and the step, on random arguments, and print it.
 
     Raises:
       RunFailed: a check fails.
     """
-    loss = "loss", proof.checks(made.loss, made.state.params, made.microbatch)
-    failed = []
-    for what, checks in (loss, ("step", proof.checks(made.step, made.state, made.tokens))):
-        for check in checks:
-            say(f"{what}: {check}")
-            failed += [f"{what}: {check}"] if check.verdict == "fails" else []
-    if failed:
-        raise RunFailed("\n".join(("train.verify = True: nothing is trained, because a check fails", *failed)))
+    for f, args in ((made.loss, (made.state.params, made.microbatch)), (made.step, (made.state, made.tokens))):
+        found = jaxoffload.verify(f, *args)
+        say(str(found))
+        if not found.ok:
+            raise RunFailed("train.verify = True: nothing is trained, because a check fails")
 
 
 def loop(
@@ -232,7 +229,7 @@ def loop(
             if logged := save or step == 1 or due(step, train.log_every):
                 record = step_record(config, made, step, result, mark)
                 log.write(record)
-                check_finite(record, manager)
+                check_finite(record, manager.latest_step())
             if evaluated:
                 validate(step)
             if save:
@@ -289,20 +286,17 @@ def step_record(
         "learning_rate": float(learning_rate(train)(step - 1)),
         "tokens_per_second": rate,
         "mfu": metrics.mfu(flops, mesh.devices.flat[0].device_kind),
-        "device_peak_bytes": metrics.device_peak_bytes(mesh.local_devices[0]),
-        "host_peak_bytes": metrics.host_peak_bytes(),
+        **metrics.peak_bytes(mesh.local_devices[0]),
     }
 
 
-def check_finite(record: metrics.Record, manager: ocp.CheckpointManager) -> None:
-    """Raise RunFailed if the loss or its gradient is not finite."""
+def check_finite(record: metrics.Record, saved: int | None) -> None:
+    """Raise RunFailed if the loss or its gradient is not finite. `saved`: the step of the last checkpoint."""
     if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
-        saved = manager.latest_step()
-        again = "nothing is saved" if saved is None else f"the same command would continue from step {saved}"
         raise RunFailed(
             f"stopped: at step {record['step']} the loss is {record['loss']} and the norm of its gradient "
-            f"{record['grad_norm']}; {again}. A smaller train.learning_rate, a smaller train.clip_norm or more "
-            "train.warmup_steps can help"
+            f"{record['grad_norm']}; the last checkpoint is of step {saved}. A smaller train.learning_rate, a smaller "
+            "train.clip_norm or more train.warmup_steps can help"
         )
 
 

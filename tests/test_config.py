@@ -49,8 +49,10 @@ BAD_VALUES = {
     "train.batch_size=100000000": ("train.batch_size * train.seq_len * ", "must be below 2**31"),
     "model.kv_heads=3": ("model.kv_heads = 3: ", "must divide model.heads = 4"),
     "model.heads=6": ("model.heads = 6: ", "must divide model.d_model = 64"),
-    "model.head_dim=5": ("model.head_dim = 5: ", "must be even, because RoPE rotates pairs"),
-    "model.rope_scaling=[8.0, 4.0, 1.0, 64]": ("model.rope_scaling = ", "must be below the third"),
+    "model.head_dim=5": (
+        "model.d_model / model.heads or model.head_dim = 5: ",
+        "must be even, because RoPE rotates pairs",
+    ),
     "mesh.tensor=3": ("mesh.tensor = 3: ", "must divide model.heads = 4 and model.kv_heads = 2 and model.d_ff = 128 "),
     "mesh.fsdp=3; train.batch_size=6": ("mesh.fsdp * mesh.expert = 3: ", "must divide model.d_model = 64"),
     "mesh.expert=2": ("mesh.expert = 2: ", "must be 1 where model.experts = 0; the layers are dense"),
@@ -68,7 +70,6 @@ BAD_VALUES = {
     "train.virtual_stages=2": ("train.virtual_stages = 2: ", "must be 1 where mesh.stage = 1"),
     "model.attention=cudnn; model.dtype=float32": ("model.attention = 'cudnn': ", "cuDNN takes bfloat16"),
     "model.attention=te; data.document_mask=true": ("data.document_mask = True: ", "documents in a sequence"),
-    "distributed.num_processes=2": ("distributed.coordinator, ", "must all be given, or none"),
     # the policy
     "remat.residuals[fc1]=ofload": ("remat.residuals['fc1']: ", "the nearest is 'offload'"),
     "remat.offload_modules=[moe_acts]": ("remat.offload_modules: ", "the nearest is 'moe_act'"),

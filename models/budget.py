@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 import jaxoffload
-from jaxoffload import Policy, Schedule, proof
+from jaxoffload import Schedule, proof
 from models.config import Config, ConfigError
 from models.sharding import AnyMesh, abstract_mesh
 from models.step import Program, may_interleave, program, traceable
@@ -108,8 +108,4 @@ def planned(config: Config, mesh: AnyMesh) -> tuple[Config, jaxoffload.Plan | No
     budget, host_budget = (None if size == "auto" else size for size in (remat.budget, remat.host_budget))
     how: dict[str, Any] = {"budget": budget, "host_budget": host_budget, "machine": remat.machine}
     plan = jaxoffload.plan(made.step, made.state, made.tokens, fixed=remat.fixed, **how)
-    return with_policy(config, plan.policy), plan
-
-
-def with_policy(config: Config, policy: Policy) -> Config:
-    return replace(config, remat=replace(config.remat, **asdict(policy)))
+    return replace(config, remat=replace(remat, **asdict(plan.policy))), plan

@@ -228,11 +228,13 @@ def _override(tree: dict[str, Any], text: str, problems: list[str]) -> None:
         problems.append(f"{section}.{key} = {source}: {_one_line(error)}")
         return
     target = tree.get(section) or {}
-    entries = target.get(key) or {} if isinstance(target, dict) else None
-    if entries is None or (entry and not isinstance(entries, dict)):
-        problems.append(f"{text}: {section if entries is None else key} is not a mapping")
-        return
+    if not isinstance(target, dict):
+        return  # the section itself is reported
     if entry:  # after all others: the last of several matching patterns wins
+        entries = target.get(key) or {}
+        if not isinstance(entries, dict):
+            problems.append(f"{text}: {section}.{key} is not a mapping")
+            return
         value = {**{name: each for name, each in entries.items() if name != entry}, entry: value}
     tree[section] = {**target, key: value}
 
@@ -282,7 +284,7 @@ _MAY_BE_ZERO = {
     *("train.weight_decay", "train.seed", "distributed.process_id"),
 }
 _AT_MOST = {"train.final_learning_rate_fraction": 1.0, "data.valid_fraction": 0.5, "train.seed": 2**32 - 1}
-_BELOW = {"train.beta1": 1.0, "train.beta2": 1.0}
+_AT_MOST |= {"train.beta1": 0.9999, "train.beta2": 0.9999}
 
 
 def _allowed(key: str, value: object) -> str | None:
@@ -291,9 +293,7 @@ def _allowed(key: str, value: object) -> str | None:
         return None
     if not 0 <= value < math.inf or (value == 0 and key not in _MAY_BE_ZERO):
         return "must be at least 0" if key in _MAY_BE_ZERO else "must be above 0"
-    if value > _AT_MOST.get(key, math.inf):
-        return f"must be at most {_AT_MOST[key]}"
-    return f"must be below {_BELOW[key]}" if value >= _BELOW.get(key, math.inf) else None
+    return f"must be at most {_AT_MOST[key]}" if value > _AT_MOST.get(key, math.inf) else None
 
 
 def _broken(config: Config) -> Iterator[str]:

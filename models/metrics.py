@@ -39,11 +39,8 @@ def mfu(flops_per_second: float, device_kind: str) -> float | None:
 
 def peak_bytes(device: jax.Device) -> dict[str, int | None]:
     """Return the peaks of a device's memory, if the backend measures it, and of this process's, with pinned memory."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {
-        "device_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
-        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-    }
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"device_peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"), "host_peak_bytes": host}
 
 
 def say(text: str) -> None:

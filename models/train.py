@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,8 @@ def planned_once(config: Config, mesh: Mesh) -> Config:
         return config
     if file.exists() and (before := json.loads(file.read_text()))["asked"] == asked:
         say(f"remat.budget = {config.remat.budget!r}: the plan of {file} stays; remove it to plan anew")
-        return budget.with_policy(config, Policy(**before["policy"]))
+        policy = asdict(Policy(**before["policy"]))
+        return replace(config, remat=replace(config.remat, **policy))
     chosen, plan = budget.planned(config, mesh)
     policy = asdict(plan.policy)
     check_same(policy, "the plan; give remat.budget a size, and remat.machine a file that all can read: it")
@@ -218,7 +219,9 @@ def loop(
         losses = [float(evaluate(state.params, to_devices(rows))) for rows in source.held_out]
         log.write({"step": step, "valid_loss": sum(losses) / len(losses)})
 
-    with preemption(manager) as preempted, progress_bar(start, train.steps) as steps:
+    hidden = True if jax.process_index() else None  # None: unless stderr is a terminal
+    steps = tqdm(range(start + 1, train.steps + 1), initial=start, total=train.steps, disable=hidden, leave=False)
+    with preemption(manager) as preempted, steps:
         if start == 0:
             validate(0)
         mark = start, time.monotonic()
@@ -229,7 +232,10 @@ def loop(
             if logged := save or step == 1 or due(step, train.log_every):
                 record = step_record(config, made, step, result, mark)
                 log.write(record)
-                check_finite(record, manager.latest_step())
+                if not math.isfinite(record["loss"] + record["grad_norm"]):
+                    raise RunFailed(
+                        f"stopped: step {step} is not finite, and not saved; try a smaller train.learning_rate"
+                    )
             if evaluated:
                 validate(step)
             if save:
@@ -265,13 +271,6 @@ def preemption(manager: ocp.CheckpointManager) -> Iterator[Callable[[int], bool]
         signal.signal(signal.SIGTERM, before)
 
 
-def progress_bar(start: int, steps: int) -> tqdm:
-    """Return the steps that are left, with a bar if this is process 0 and stderr a terminal."""
-    hidden = True if jax.process_index() else None
-    left = range(start + 1, steps + 1)
-    return tqdm(left, initial=start, total=steps, unit="step", disable=hidden, dynamic_ncols=True, leave=False)
-
-
 def step_record(
     config: Config, made: Program, step: int, result: dict[str, jax.Array], mark: tuple[int, float]
 ) -> metrics.Record:
@@ -288,16 +287,6 @@ def step_record(
         "mfu": metrics.mfu(flops, mesh.devices.flat[0].device_kind),
         **metrics.peak_bytes(mesh.local_devices[0]),
     }
-
-
-def check_finite(record: metrics.Record, saved: int | None) -> None:
-    """Raise RunFailed if the loss or its gradient is not finite. `saved`: the step of the last checkpoint."""
-    if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
-        raise RunFailed(
-            f"stopped: at step {record['step']} the loss is {record['loss']} and the norm of its gradient "
-            f"{record['grad_norm']}; the last checkpoint is of step {saved}. A smaller train.learning_rate, a smaller "
-            "train.clip_norm or more train.warmup_steps can help"
-        )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ BAD_VALUES = {
     "mesh.fsdp=-1": ("mesh.fsdp = -1: ", "must be above 0"),
     "train.learning_rate=.inf": ("train.learning_rate = inf: ", "must be above 0"),
     "train.clip_norm=.nan": ("train.clip_norm = nan: ", "must be above 0"),
-    "train.beta2=1": ("train.beta2 = 1: ", "must be below 1.0"),
+    "train.beta2=1": ("train.beta2 = 1: ", "must be at most 0.9999"),
     "train.weight_decay=-0.1": ("train.weight_decay = -0.1: ", "must be at least 0"),
     "data.valid_fraction=0.9": ("data.valid_fraction = 0.9: ", "must be at most 0.5"),
     # one key against another
@@ -78,7 +78,7 @@ BAD_VALUES = {
     "steps=10": ("steps=10: ", "section.key[entry]=value for an entry of a mapping"),
     "remat.residuals.fc1=save": ("remat.residuals.fc1=save: ", "section.key[entry]=value for an entry of a mapping"),
     "train.steps=[1": ("train.steps = [1: ", ""),
-    "train.steps[0]=1": ("train.steps[0]=1: ", "steps is not a mapping"),
+    "train.steps[0]=1": ("train.steps[0]=1: ", "train.steps is not a mapping"),
 }
 
 # A file, and what its one line says.

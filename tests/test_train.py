@@ -238,7 +238,7 @@ def test_two_processes_have_the_losses_of_one_and_resume_each_other(eight, confi
     both = tmp_path / "both"
     first, second = map(finish, two_processes(config, both, "train.verify=true"))
     assert "step 24/24  loss" in first and "step" not in second
-    assert "step: holds        gradients" in first and "loss: holds        placement" in first and " fails" not in first
+    assert first.count("holds        gradients") == first.count("holds        placement") == 2 and "fails " not in first
     assert losses(both).keys() == losses(eight).keys()
     np.testing.assert_allclose([*losses(both).values()], [*losses(eight).values()], rtol=1e-5)
 
@@ -338,7 +338,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config, tmp_
     said = capsys.readouterr()
     last = metrics.read(tmp_path / "out/metrics.jsonl")[-1]
     assert last["loss"] is None or last["grad_norm"] is None
-    assert f"stopped: at step {last['step']} the loss is" in said.err and "nan" in said.err + said.out
+    assert f"stopped: step {last['step']} is not finite, and not saved" in said.err
     assert "NaN" not in (tmp_path / "out/metrics.jsonl").read_text()
     assert steps(tmp_path / "out")[-1] == last["step"] - 1
 
@@ -350,13 +350,13 @@ def test_a_step_that_is_not_what_is_claimed_is_not_trained(config, tmp_path, cap
     simple = (*simple, "train.verify=true", "train.grad_accumulation=4", "train.batch_size=32")
     assert train.main([str(config), *simple, f"train.out={tmp_path}/out"]) == 0
     said = capsys.readouterr().out
-    assert said.count(": holds ") == 12 and "step: holds        placement:" in said and " fails" not in said
+    assert said.count("holds        placement:") == 2 and "fails " not in said
     real = passes.put_row
     monkeypatch.setattr(passes, "put_row", lambda s, x, i: s if on_host(jax.typeof(s)) else real(s, x, i))
     jax.clear_caches()
     assert train.main([str(config), *simple, f"train.out={tmp_path}/wrong"]) == 1
-    said = capsys.readouterr().err
-    assert "nothing is trained" in said and "loss: fails        gradients: " in said and "step: fails" in said
+    said = capsys.readouterr()
+    assert "nothing is trained" in said.err and "fails        gradients: " in said.out
     assert not (tmp_path / "wrong/metrics.jsonl").exists()
 
 

@@ -58,8 +58,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: State, config: Config
 def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source: Source) -> State:
     """Return the state of the last checkpoint, as `made.saved`, and move `source` to where it stood.
 
-    Without a checkpoint, and but for the parameters with one of step 0, which models/convert.py wrote, the state is
-    initialised.
+    Without a checkpoint the state is initialised; a checkpoint of step 0, from models/convert.py, has parameters only.
 
     Raises:
       ConfigError: the last checkpoint is damaged, or has another model or other data.
@@ -67,10 +66,10 @@ def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source
     step = manager.latest_step()
     if not step:
         state = jax.jit(made.init, out_shardings=shardings_of(made.saved))()
-        if step == 0:
-            refuse_changes(manager, step, config)
-            state = state._replace(**restore(manager, step, {"params": made.saved.params}))
-        return state
+        if step is None:
+            return state
+        refuse_changes(manager, step, config)
+        return state._replace(**restore(manager, step, {"params": made.saved.params}))
     refuse_changes(manager, step, config, source)
     batches = batch_sharding(made.saved.step.sharding.mesh)
     position = jax.ShapeDtypeStruct((config.train.batch_size, 2), jnp.int32, sharding=batches)
@@ -81,11 +80,7 @@ def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source
 
 
 def restore(manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return these parts of a checkpoint, sharded as the ShapeDtypeStructs in `wanted`, whatever mesh wrote them.
-
-    Raises:
-      ConfigError: the checkpoint is damaged.
-    """
+    """Return these parts of a checkpoint, sharded as in `wanted`. Raise ConfigError if they are damaged."""
     written = _read_origin(manager, step)["sums"]
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=how, partial_restore=True)

@@ -191,7 +191,10 @@ def read_model(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """
     if (kind := theirs.get("model_type")) not in FAMILIES:
         raise ConfigError(f"model_type = {kind!r}: must be one of {', '.join(FAMILIES)}")
-    theirs = _DEFAULTS | {"num_key_value_heads": theirs.get("num_attention_heads")} | theirs
+    given = {key: value for key, value in theirs.items() if value is not None}
+    if "num_local_experts" in given:  # what transformers 5 writes for all families
+        given.setdefault("num_experts", given["num_local_experts"])
+    theirs = _DEFAULTS | {"num_key_value_heads": given.get("num_attention_heads")} | given
     # transformers 5 writes RoPE's settings into a mapping of their own.
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     stretched, dense = rope.get("rope_type", rope.get("type", "default")), theirs.get("mlp_only_layers") or []

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import tokenizers
 from jax.experimental import multihost_utils
+from pyarrow import parquet
 
 from models.config import Config, ConfigError
 
@@ -59,7 +60,8 @@ def open_data(config: Config, block: int = 0, blocks: int = 1) -> Source:
     endless = training.shuffle(seed=seed).repeat().filter(len)
     mine = lambda rows: np.split(rows, blocks)[block]
     shares = np.unique(np.stack(held_out), return_counts=True)[1] / np.stack(held_out).size
-    fingerprint = hashlib.blake2b(f"{documents.names}{encoder.digest}".encode(), digest_size=16)
+    names = [file.name for file in documents.files]
+    fingerprint = hashlib.blake2b(repr((names, documents.sizes, encoder.digest)).encode(), digest_size=16)
     if jax.process_count() > 1:
         same = "data.path and data.tokenizer must be the same files in all processes"
         multihost_utils.assert_equal(np.frombuffer(fingerprint.digest(), np.uint8), same)
@@ -98,13 +100,12 @@ class Documents:
 
     def __init__(self, files: list[Path], text_field: str, rows: int):
         self.files, self.text_field = files, text_field
-        sizes = [file.stat().st_size for file in files]
-        self.names = [(file.name, size) for file, size in zip(files, sizes, strict=True)]
+        self.sizes = [file.stat().st_size for file in files]
         # Small where there is little text, so that each row of a batch has blocks of its own.
-        self.block_bytes = min(_LARGEST, max(_SMALLEST, sum(sizes) // (16 * rows)))
+        self.block_bytes = min(_LARGEST, max(_SMALLEST, sum(self.sizes) // (16 * rows)))
         blocks = [
-            open_parquet(file).num_row_groups if file.suffix == ".parquet" else -(-size // self.block_bytes)
-            for file, size in zip(files, sizes, strict=True)
+            parquet.ParquetFile(file).num_row_groups if file.suffix == ".parquet" else -(-size // self.block_bytes)
+            for file, size in zip(files, self.sizes, strict=True)
         ]
         self.ends = np.cumsum(blocks)  # the number of blocks in each file and those before it
 
@@ -125,17 +126,11 @@ class Documents:
 
     def _read(self, file: Path, block: int) -> list[str]:
         if file.suffix == ".parquet":
-            return open_parquet(file).read_row_group(block, [self.text_field])[self.text_field].to_pylist()
+            return parquet.ParquetFile(file).read_row_group(block, [self.text_field])[self.text_field].to_pylist()
         lines = lines_that_begin(file, block * self.block_bytes, (block + 1) * self.block_bytes)
         if file.suffix == ".jsonl":
             return [json.loads(line)[self.text_field] for line in lines if line.strip()]
         return [b"".join(lines).decode(errors="replace")]
-
-
-def open_parquet(file: Path):  # reads the footer alone
-    import pyarrow.parquet  # of the extra `parquet`
-
-    return pyarrow.parquet.ParquetFile(file)
 
 
 def lines_that_begin(file: Path, start: int, stop: int) -> list[bytes]:

@@ -240,6 +240,7 @@ def test_the_seed_decides_the_order(config):
     assert not np.array_equal(batch(1), batch(2))
 
 
+@pytest.mark.claim("reads-in-blocks")
 def test_a_start_reads_no_more_than_it_evaluates(config, monkeypatch, tmp_path):
     for number in range(2000):
         (tmp_path / f"{number}.txt").write_text(f"{number} " * 40)

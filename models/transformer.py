@@ -296,15 +296,12 @@ def matmul_params(config: Model) -> int:
     The unembedding counts, and the lookup of embeddings does not. With experts, the router and the chosen and shared
     experts count.
     """
-    D, N, K, H, F = config.d_model, config.heads, config.kv_heads, config.d_head, config.d_ff
-    matmuls = len(first_leaves(config.activation)) + 1
-    attention = D * N * H + 2 * D * K * H + N * H * D
-    dense, mixed = config.layers, 0
-    if config.experts:
-        dense, mixed = config.dense_layers, config.layers - config.dense_layers
+    D, matmuls = config.d_model, len(first_leaves(config.activation)) + 1
+    attention = 2 * D * config.d_head * (config.heads + config.kv_heads)
+    dense = config.dense_layers if config.experts else config.layers
     chosen = (config.experts_per_token + config.shared_experts) * config.d_expert
-    expert_layer = matmuls * D * chosen + D * config.experts
-    return config.layers * attention + dense * matmuls * D * F + mixed * expert_layer + config.vocab_size * D
+    mixed = (config.layers - dense) * D * (matmuls * chosen + config.experts)
+    return config.layers * attention + dense * matmuls * D * config.d_ff + mixed + config.vocab_size * D
 
 
 def flops_per_token(config: Model, seq_len: int) -> int:

@@ -40,7 +40,7 @@ def open_manager(out: str | Path) -> Iterator[ocp.CheckpointManager]:
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: State, config: Config, source: Source | None) -> None:
-    """Copy the state, as `Program.saved`, out of the device and return; the files are written in the background.
+    """Copy the state out of the device and return; the files are written in the background.
 
     `source` is None at step 0, where there are parameters only.
     """
@@ -56,7 +56,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: State, config: Config
 
 
 def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source: Source) -> State:
-    """Return the state of the last checkpoint, as `made.saved`, and move `source` to where it stood.
+    """Return the state of the last checkpoint, as `made.state`, and move `source` to where it stood.
 
     Without a checkpoint the state is initialised; a checkpoint of step 0, from models/convert.py, has parameters only.
 
@@ -65,15 +65,15 @@ def resume(manager: ocp.CheckpointManager, config: Config, made: Program, source
     """
     step = manager.latest_step()
     if not step:
-        state = jax.jit(made.init, out_shardings=shardings_of(made.saved))()
+        state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
         if step is None:
             return state
         refuse_changes(manager, step, config)
-        return state._replace(**restore(manager, step, {"params": made.saved.params}))
+        return state._replace(**restore(manager, step, {"params": made.state.params}))
     refuse_changes(manager, step, config, source)
-    batches = batch_sharding(made.saved.step.sharding.mesh)
+    batches = batch_sharding(made.state.step.sharding.mesh)
     position = jax.ShapeDtypeStruct((config.train.batch_size, 2), jnp.int32, sharding=batches)
-    tree = restore(manager, step, made.saved._asdict() | {"position": position})
+    tree = restore(manager, step, made.state._asdict() | {"position": position})
     rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in tree.pop("position").addressable_shards}
     source.batches.set_state(np.concatenate([rows[first] for first in sorted(rows)]))
     return State(**tree)
@@ -101,6 +101,7 @@ def refuse_changes(manager: ocp.CheckpointManager, step: int, config: Config, so
     for key, value in flat(config).items():
         section, _, name = key.partition(".")
         is_fixed = name not in _FREE if section == "model" else source is not None and key in _FIXED
+        is_fixed |= key == "train.virtual_stages"  # whose groups of layers are stored
         if is_fixed and value != before[key]:
             wrong.append(f"{key} = {value!r}: it was {before[key]!r}")
     if source and source.fingerprint != about["data"]:

@@ -35,7 +35,7 @@ from flax import nnx
 from models import checkpoints
 from models.config import Config, ConfigError, Mesh, Model, load
 from models.sharding import make_mesh
-from models.step import State, program
+from models.step import State, program, regrouped
 
 _ALL = {  # the keys of config.json, and ours
     "vocab_size": "vocab_size",
@@ -129,7 +129,7 @@ def import_weights(folder: Path, config: Config) -> None:
     """
     theirs, out = json.loads((folder / "config.json").read_text()), Path(config.train.out)
     check_model(theirs, config)
-    config, abstract = on_one_device(config)
+    abstract, stored = on_one_device(config, 1), on_one_device(config, config.train.virtual_stages)
     tensors, files = tensors_of(abstract, config.model, theirs["model_type"]), {}
     for path in sorted(folder.glob("*.safetensors")):
         file = safetensors.safe_open(path, framework="numpy")
@@ -141,7 +141,7 @@ def import_weights(folder: Path, config: Config) -> None:
         read = lambda name: files[name].get_tensor(name)
         leaf = lambda path, like: jax.device_put(stack(*tensors[path_of(path)], like.shape, read), like.sharding)
         params = jax.tree_util.tree_map_with_path(leaf, abstract)
-        checkpoints.save(manager, 0, State(jnp.int32(0), params, ()), config, None)
+        checkpoints.save(manager, 0, State(jnp.int32(0), regrouped(params, stored), ()), config, None)
         manager.wait_until_finished()
         shutil.copy(folder / "config.json", out / _IMPORTED)
     print(f"{folder} is now {out}/checkpoints/0; models.train begins with it")
@@ -160,12 +160,12 @@ def export_weights(config: Config, folder: Path, dtype: str) -> None:
     theirs["dtype" if "dtype" in theirs else "torch_dtype"] = dtype
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: is not empty; give another folder")
-    config, abstract = on_one_device(config)
+    abstract, stored = on_one_device(config, 1), on_one_device(config, config.train.virtual_stages)
     with checkpoints.open_manager(out) as manager:
         if (step := manager.latest_step()) is None:
             raise ConfigError(f"train.out = {str(out)!r}: has no checkpoint")
         checkpoints.refuse_changes(manager, step, config)
-        params = checkpoints.restore(manager, step, {"params": abstract})["params"]
+        params = regrouped(checkpoints.restore(manager, step, {"params": stored})["params"], abstract)
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(folder, params, tensors_of(abstract, config.model, theirs["model_type"]), dtype)
     (folder / "config.json").write_text(json.dumps(theirs, indent=2))
@@ -174,10 +174,10 @@ def export_weights(config: Config, folder: Path, dtype: str) -> None:
     print(f"{out}/checkpoints/{step} is now {folder}")
 
 
-def on_one_device(config: Config) -> tuple[Config, nnx.State]:
-    """Return the config for one CPU device, and its abstract parameters. Checkpoints do not depend on the mesh."""
-    config = replace(config, mesh=Mesh(), train=replace(config.train, virtual_stages=1))
-    return config, program(config, make_mesh(Mesh(), jax.devices("cpu")[:1])).saved.params
+def on_one_device(config: Config, virtual_stages: int) -> nnx.State:
+    """Return the abstract parameters on one CPU device. Checkpoints do not depend on the mesh."""
+    config = replace(config, mesh=Mesh(), train=replace(config.train, virtual_stages=virtual_stages))
+    return program(config, make_mesh(Mesh(), jax.devices("cpu")[:1])).state.params
 
 
 # ---- config.json ----

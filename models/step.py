@@ -31,12 +31,11 @@ class State(NamedTuple):
 class Program(NamedTuple):
     """What a config computes: functions to jit, and their arguments as ShapeDtypeStructs with shardings."""
 
-    init: Callable[[], State]  # its result is as `saved`
+    init: Callable[[], State]
     step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # the new state, and `_metrics`
     loss: Callable[[nnx.State, jax.Array], jax.Array]  # the loss that is differentiated, on one microbatch
     evaluate: Callable[[nnx.State, jax.Array], jax.Array]  # the cross-entropy on one or more microbatches
     state: State
-    saved: State  # the state as checkpoints hold it: layers in their order, which virtual stages regroup
     tokens: jax.ShapeDtypeStruct  # (batch_size, seq_len + 1) int32
     microbatch: jax.ShapeDtypeStruct  # (batch_size / grad_accumulation, seq_len + 1) int32
 
@@ -46,19 +45,17 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
     train, optimizer = config.train, adamw(config.train)
     border = end if config.data.document_mask else None
 
-    def make() -> Transformer:
-        return Transformer(config.model, nnx.Rngs(params=jax.random.key(train.seed)))
+    def make(groups: int = 1) -> Transformer:
+        return Transformer(config.model, nnx.Rngs(params=jax.random.key(train.seed)), groups)
 
     def init() -> State:
-        params = nnx.state(make())
+        params = nnx.state(make(train.virtual_stages))
         return State(jnp.int32(0), params, optimizer.init(params))
 
-    graph, saved = nnx.graphdef(nnx.eval_shape(make)), jax.eval_shape(init)
-    params = dealt(saved.params, train.virtual_stages)
-    state = saved._replace(params=params, optimizer=jax.eval_shape(optimizer.init, params))
+    graph, in_order = nnx.split(nnx.eval_shape(make))
 
     def loss(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, Aux]:
-        model = nnx.merge(graph, regrouped(params, saved.params))
+        model = nnx.merge(graph, regrouped(params, in_order))
         return training_loss(model, tokens_BxS1, config.remat, train.chunk, border)
 
     def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
@@ -83,8 +80,7 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
         on_mesh(mesh, step),
         on_mesh(mesh, lambda params, tokens: loss(params, tokens)[0]),
         on_mesh(mesh, evaluate),
-        with_shardings(state, optimizer, mesh),
-        with_shardings(saved, optimizer, mesh),
+        with_shardings(jax.eval_shape(init), optimizer, mesh),
         tokens(train.batch_size),
         tokens(train.batch_size // train.grad_accumulation),
     )
@@ -194,21 +190,6 @@ def mean[X, T](f: Callable[[X], T], xs_A: X) -> T:
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, first))
     total, _ = jax.lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, f(x)), None), zeros, xs_A)
     return jax.tree.map(lambda x: x / count, total)
-
-
-def dealt(params: nnx.State, virtual_stages: int) -> nnx.State:
-    """Return abstract parameters whose layers are in a group for each virtual stage: (groups, layers, ...).
-
-    The layers of a group are divided over the stages. `params`: abstract, with a leading axis of layers.
-    """
-
-    def grouped(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if path[0].key != "layers" or virtual_stages == 1:
-            return leaf
-        layers, *shape = leaf.shape
-        return jax.ShapeDtypeStruct((virtual_stages, layers // virtual_stages, *shape), leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(grouped, params)
 
 
 def regrouped[T](tree: T, like: T) -> T:

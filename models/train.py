@@ -29,7 +29,7 @@ from jaxoffload import Policy, UserError, proof
 from models import budget, checkpoints, data, metrics
 from models.config import Config, ConfigError, Distributed, Model, flat, load
 from models.metrics import say
-from models.sharding import abstract_mesh, batch_sharding, make_mesh, process_block, regroup
+from models.sharding import abstract_mesh, batch_sharding, make_mesh, process_block
 from models.step import Program, State, learning_rate, program, shardings_of, traceable
 from models.transformer import flops_per_token
 
@@ -127,7 +127,7 @@ def train(config: Config) -> int:
         state = checkpoints.resume(manager, config, made, source)
         if last:
             say(f"continuing {out} from its checkpoint at step {last}")
-        return loop(config, made, compiled, source, manager, regroup(state, made.state))
+        return loop(config, made, compiled, source, manager, state)
 
 
 def planned_once(config: Config, mesh: Mesh) -> Config:
@@ -221,9 +221,7 @@ def loop(
             if evaluated:
                 validate(step)
             if save:
-                state = regroup(state, made.saved)
                 checkpoints.save(manager, step, state, config, source)
-                state = regroup(state, made.state)
             if stop:
                 break
             if logged or evaluated:

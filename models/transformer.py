@@ -176,16 +176,20 @@ class ExpertLayer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """The decoder. `first` (dense layers before those with experts) and `layers` have stacked parameters."""
+    """The decoder. `first` (dense layers before those with experts) and `layers` have stacked parameters.
 
-    def __init__(self, config: Model, rngs: nnx.Rngs):
+    Those of `layers` can be made in groups, (groups, layers / groups, ...), as virtual stages have them.
+    """
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, groups: int = 1):
         V, D = config.vocab_size, config.d_model
         self.config = config
         self.embedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
         if config.experts and config.dense_layers:
-            self.first = stacked(config.dense_layers, lambda rngs: Layer(config, rngs), rngs)
+            self.first = stacked((config.dense_layers,), lambda rngs: Layer(config, rngs), rngs)
         count, kind = (config.layers - config.dense_layers, ExpertLayer) if config.experts else (config.layers, Layer)
-        self.layers = stacked(count, lambda rngs: kind(config, rngs), rngs)
+        shape = (groups, count // groups) if groups > 1 else (count,)
+        self.layers = stacked(shape, lambda rngs: kind(config, rngs), rngs)
         self.norm = RMSNorm(config)
         if not config.tied_embeddings:
             self.unembedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
@@ -219,9 +223,11 @@ class Transformer(nnx.Module):
         return constrain(x_BxSxD, "layer_input"), balance
 
 
-def stacked(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
-    """Return `count` modules with different initial parameters, as one with a leading axis on each parameter."""
-    return nnx.split_rngs(splits=count)(nnx.vmap(make))(rngs)
+def stacked(shape: tuple[int, ...], make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
+    """Return modules with different initial parameters, as one with these leading axes on each parameter."""
+    for _ in shape:
+        make = nnx.vmap(make)
+    return nnx.split_rngs(splits=shape)(make)(rngs)
 
 
 def training_loss(

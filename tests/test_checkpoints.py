@@ -42,8 +42,8 @@ def opened(config: Config):
 def drawn(made, step: int):
     """Return a state with random values, sharded."""
     draw = np.random.default_rng(step).standard_normal
-    values = jax.tree.map(lambda x: draw(x.shape).astype(x.dtype), made.saved)._replace(step=np.int32(step))
-    return jax.device_put(values, shardings_of(made.saved))
+    values = jax.tree.map(lambda x: draw(x.shape).astype(x.dtype), made.state)._replace(step=np.int32(step))
+    return jax.device_put(values, shardings_of(made.state))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_what_was_saved_comes_back_on_any_mesh_with_the_next_batch(written, conf
     state, batch = resumed(written, config)
     made, source = opened(config)
     jax.tree.map(np.testing.assert_array_equal, state, drawn(made, 4))
-    assert shardings_of(state) == shardings_of(made.saved)
+    assert shardings_of(state) == shardings_of(made.state)
     batches = [next(source.batches) for _ in range(5)]
     np.testing.assert_array_equal(batch, batches[4])
     assert not np.array_equal(batch, batches[3])
@@ -98,7 +98,7 @@ config = load(sys.argv[3], ["mesh.fsdp=4"])
 mesh = make_mesh(config.mesh)
 made = program(config, mesh)
 source = data.open_data(config, *process_block(batch_sharding(mesh), (8, 33)))
-state = jax.jit(made.init, out_shardings=shardings_of(made.saved))()
+state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
 with checkpoints.open_manager(config.train.out) as manager:
     for step in range(2):
         next(source.batches)

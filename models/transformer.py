@@ -273,23 +273,13 @@ def cross_entropy(model: Transformer, x_BxSxD: jax.Array, targets_BxS: jax.Array
     return jnp.sum(total_P) / (B * S)
 
 
-def logits(model: Transformer, x_BxSxD: jax.Array) -> jax.Array:
-    """Return the logits of each position's next token, (B, S, V) float32, from the output of the last layer."""
-    table_VxD = unembedding(model).astype(x_BxSxD.dtype)
-    return jnp.einsum("BSD,VD->BSV", model.norm(x_BxSxD), table_VxD).astype(jnp.float32)
-
-
-def unembedding(model: Transformer) -> jax.Array:
-    return (model.embedding_VxD if model.config.tied_embeddings else model.unembedding_VxD)[...]
-
-
 def head(model: Transformer, parts: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Return the last norm's scale and the unembedding, copied for each part of the batch: (parts, ...) float32.
 
     So each part has weights of its own, which are gathered once, here. Their gradients are summed over the chunks part
     by part, and over the parts once, at the end: within the loop over chunks only the tensor axis communicates.
     """
-    table_VxD = unembedding(model)
+    table_VxD = (model.embedding_VxD if model.config.tied_embeddings else model.unembedding_VxD)[...]
     # Rounded before it is gathered, which halves what is sent; then float32, in which the chunks' gradients are summed.
     table_PxVxD = jnp.broadcast_to(table_VxD.astype(dtype)[None], (parts, *table_VxD.shape))
     scale_PxD = jnp.broadcast_to(model.norm.scale_D[None], (parts, *model.norm.scale_D.shape))

@@ -17,7 +17,7 @@ from models import checkpoints, convert, metrics, train
 from models.attention import rotations
 from models.config import Config, load
 from models.step import State
-from models.transformer import Transformer, logits
+from models.transformer import Transformer
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs the extra `convert`")
 needs_transformers = pytest.mark.skipif(
@@ -45,7 +45,8 @@ def written(folder: Path, model: str, *more: str) -> Path:
 
 def with_weights(path: Path, out: Path, step: int = 0) -> nnx.State:
     """Write a checkpoint with random parameters, and return them."""
-    config, abstract = convert.on_one_device(load(path, [f"train.out={out}"]))
+    config = load(path, [f"train.out={out}"])
+    abstract = convert.on_one_device(config, 1)
     draw = np.random.default_rng(0).standard_normal
     params = jax.tree.map(lambda leaf: jax.device_put(draw(leaf.shape, np.float32) / 4, leaf.sharding), abstract)
     with checkpoints.open_manager(out) as manager:
@@ -56,7 +57,7 @@ def with_weights(path: Path, out: Path, step: int = 0) -> nnx.State:
 def weights_of(config: Config) -> nnx.State:
     """Return the parameters of the checkpoint of step 0."""
     with checkpoints.open_manager(config.train.out) as manager:
-        return checkpoints.restore(manager, 0, {"params": convert.on_one_device(config)[1]})["params"]
+        return checkpoints.restore(manager, 0, {"params": convert.on_one_device(config, 1)})["params"]
 
 
 def main(*arguments: object) -> int:
@@ -138,7 +139,8 @@ def our_logits(path: Path, overrides: list[str], tokens: np.ndarray) -> np.ndarr
     config = load(path, overrides)
     graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config.model, nnx.Rngs(0))))
     model = nnx.merge(graph, jax.device_get(weights_of(config)))
-    return np.asarray(logits(model, model(jnp.asarray(tokens), Policy())[0]))
+    table_VxD = model.embedding_VxD if config.model.tied_embeddings else model.unembedding_VxD
+    return np.asarray(model.norm(model(jnp.asarray(tokens), Policy())[0]) @ table_VxD[...].T)
 
 
 THEIRS = {

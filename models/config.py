@@ -114,10 +114,9 @@ class Train:
     batch_size: int = 8  # sequences per step, over all devices and microbatches
     seq_len: int = 256  # tokens per sequence
     grad_accumulation: int = 1  # microbatches per step
-    # Whether the backward pass of one microbatch and the forward pass of the next run together, layer by layer, so that
-    # copies hide behind both (docs/accumulation.md). auto: where there are several and the policy offloads something.
-    # The results are the same.
-    interleave: Literal["auto", True, False] = "auto"
+    # The backward pass of one microbatch and the forward pass of the next run together, layer by layer, so that copies
+    # hide behind both (docs/accumulation.md); false: one microbatch after another. The results are the same.
+    interleave: bool = True
     virtual_stages: int = 1  # chunks of layers that each pipeline stage has, dealt in turn (docs/stages.md)
     # Positions of each sequence whose logits are in memory at once. None: the largest divisor of seq_len up to 256.
     loss_chunk: int | None = None
@@ -359,8 +358,6 @@ def _batches(config: Config) -> Iterator[str]:
     if rows >= 2**31:  # XLA counts in int32
         product = "train.batch_size * train.seq_len * model.experts_per_token / train.grad_accumulation"
         yield f"{product} = {rows} on each device of the batch: must be below 2**31"
-    if train.interleave is True and train.grad_accumulation == 1:
-        yield "train.interleave = True: must be auto or false where train.grad_accumulation = 1"
     if train.warmup >= train.steps:
         yield f"train.warmup_steps = {train.warmup}: must be below train.steps = {train.steps}"
 
@@ -373,5 +370,5 @@ def _stages(config: Config) -> Iterator[str]:
     elif layers % chunks:
         product = f"mesh.stage * train.virtual_stages = {chunks}"
         yield f"{product}: must divide model.layers - model.dense_layers = {layers}"
-    if train.interleave is False and mesh.stage > 1:
-        yield f"train.interleave = False: must be auto where mesh.stage = {mesh.stage}; stages interleave"
+    if not train.interleave and mesh.stage > 1:
+        yield f"train.interleave = False: must be true where mesh.stage = {mesh.stage}; stages interleave"

@@ -110,7 +110,7 @@ def mean_gradients(
 
 def may_interleave(train: Train) -> bool:
     """Return whether the step calls `accumulate`, which interleaves microbatches if the policy offloads anything."""
-    return train.grad_accumulation > 1 and train.interleave is not False
+    return train.grad_accumulation > 1 and train.interleave
 
 
 def stages_of(config: Config) -> dict[str, Any]:

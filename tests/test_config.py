@@ -35,7 +35,6 @@ BAD_VALUES = {
     "train.steps=": ("train.steps = None: ", "for field of type 'int'"),
     "data.path=[a.txt, 3]": ("data.path = ['a.txt', 3]: ", "incompatible with type hint 'Union[str, tuple[str, ...]]'"),
     "model.attention=cudn": ("model.attention = 'cudn': ", "expected one of ['xla', 'cudnn', 'te']"),
-    "train.interleave=1": ("train.interleave = 1: ", "expected one of ['auto', True, False]"),
     "train.out=${data.nothing}": ("train.out = '${data.nothing}': ", "not found"),
     # ranges
     "model.layers=0": ("model.layers = 0: ", "must be above 0"),
@@ -62,7 +61,6 @@ BAD_VALUES = {
     "model.experts=4; model.dense_layers=9": ("model.dense_layers = 9: ", "must be below model.layers = 2"),
     "model.experts=6; mesh.expert=4; train.batch_size=4": ("mesh.expert = 4: ", "must divide model.experts = 6"),
     "mesh.data=3": ("train.batch_size = 8: ", "train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert = 3"),
-    "train.interleave=true": ("train.interleave = True: ", "must be auto or false where train.grad_accumulation = 1"),
     "train.loss_chunk=48": ("train.loss_chunk = 48: ", "must divide train.seq_len = 64"),
     "train.warmup_steps=10": ("train.warmup_steps = 10: ", "must be below train.steps = 10"),
     "mesh.stage=3; model.vocab_size=513": ("mesh.stage * train.virtual_stages = 3: ", "model.dense_layers = 2"),

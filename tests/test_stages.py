@@ -783,7 +783,7 @@ def test_training_on_stages_is_training_on_one_device(config, mesh):
 BAD = {
     "train.virtual_stages=2": "train.virtual_stages = 2: must be 1 where mesh.stage = 1",
     "mesh.stage=3 model.vocab_size=2052": "train.virtual_stages = 3: must divide model.layers - model.dense_layers = 4",
-    "mesh.stage=2 train.interleave=false": "train.interleave = False: must be auto where mesh.stage = 2",
+    "mesh.stage=2 train.interleave=false": "train.interleave = False: must be true where mesh.stage = 2",
     "mesh.stage=2 model.vocab_size=2049": "mesh.stage * mesh.tensor = 2: must divide model.vocab_size = 2049",
 }
 

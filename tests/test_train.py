@@ -318,7 +318,6 @@ def test_processes_join_when_the_launcher_or_the_config_says_so(monkeypatch, env
         (["model.attention=cudnn", "model.dtype=bfloat16"], "model.attention = 'cudnn': needs NVIDIA GPUs"),
         (["model.experts=4", "model.d_expert=64", "model.grouped=te"], "backend 'te' needs TransformerEngine"),
         (["data.path=/nowhere/*.txt"], "data.path = '/nowhere/*.txt': "),
-        (["train.interleave=true", "train.grad_accumulation=2", "remat.residuals={}"], "train.interleave = True: "),
     ],
 )
 def test_what_cannot_run_is_a_message_and_exit_code_2(config, tmp_path, capsys, overrides, said):

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import bench
 from jaxoffload import Policy
-from models.loading import load
+from models.config import load
 
 # Under deterministic operations and `compiler_options()`, a step with cuDNN's attention fails even without offload
 # (jaxlib 0.11.2: IndexError, raw_hash_map<>::at). XLA's attention stores its scores, hence the small batch.

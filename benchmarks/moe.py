@@ -11,8 +11,7 @@ import argparse
 
 from benchmarks import dense
 from benchmarks.cases import Case, best
-from models.exchange import Exchange
-from models.routing import Routing
+from models.moe import Exchange, Routing
 
 GATE, UP, INPUT, CONTEXT, KV = "moe/fc1.gate ", "moe/fc1.up ", "moe/fc1_input ", "attn/context ", "attn/k attn/v "
 

@@ -32,7 +32,7 @@ from jaxoffload import Schedule
 from jaxoffload._megatron import MODULES
 from models import config
 from models.sharding import RULES, make_mesh, on_mesh, param_shardings
-from models.step import dealt, regrouped
+from models.step import regrouped
 
 STAGES = 2
 OURS = ("offload", "saved", "recomputed")  # one schedule
@@ -136,7 +136,8 @@ def step_of(
     mesh = make_mesh(sizes, jax.devices()[: STAGES * options.expert])
     weights, _ = jax.eval_shape(cases.start(case, options))
     in_order = {"layers": weights}
-    stored = dealt(in_order, virtual)
+    grouped = lambda w: (virtual, w.shape[0] // virtual, *w.shape[1:]) if virtual > 1 else w.shape
+    stored = jax.tree.map(lambda w: jax.ShapeDtypeStruct(grouped(w), w.dtype), in_order)
 
     def loss(params: Any, x: Any) -> Any:
         y, _ = scan_of(case, variant)(layer_of(case, options), x, regrouped(params, in_order)["layers"])

@@ -1,19 +1,16 @@
-"""Causal grouped-query attention with rotary positions."""
+"""Causal grouped-query attention with rotary positions: XLA's, cuDNN's or TransformerEngine's."""
 
 import contextlib
 import importlib
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxoffload import scope, tag
-from models import flash
-from models.config import Model
-from models.layers import RMSNorm, rms_norm, weight
-from models.sharding import RULES, VALUES, constrain, on_each_device
+from jaxoffload import tag
+from models.sharding import RULES, VALUES, on_each_device
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin of RoPE's angles
 
@@ -38,66 +35,23 @@ def rope(x_BxSxNxH: jax.Array, rotation: Rotation) -> jax.Array:
     return rotated.astype(x_BxSxNxH.dtype)
 
 
-class Attention(nnx.Module):
-    """Causal grouped-query attention. Residuals: attn/norm, attn/q, attn/k, attn/v, attn/context, attn/out.
-
-    q and k are tagged after RoPE: the backward pass of attention reads them there, and RoPE's reads neither.
-    """
-
-    def __init__(self, config: Model, rngs: nnx.Rngs):
-        D, N, K, H = config.d_model, config.heads, config.kv_heads, config.d_head
-        self.norm = RMSNorm(D, config.norm_eps)
-        self.q_DxNxH = weight(rngs, (D, N, H), ("embed", "heads", "head"), D**-0.5)
-        self.k_DxKxH = weight(rngs, (D, K, H), ("embed", "kv_heads", "head"), D**-0.5)
-        self.v_DxKxH = weight(rngs, (D, K, H), ("embed", "kv_heads", "head"), D**-0.5)
-        self.out_NxHxD = weight(rngs, (N, H, D), ("heads", "head", "embed"), (2 * config.layers * N * H) ** -0.5)
-        if config.qk_norm:
-            self.q_norm_H, self.k_norm_H = (nnx.Param(jnp.ones(H, jnp.float32), axes=("head",)) for _ in "qk")
-        self.config = config
-
-    def __call__(self, x_BxSxD: jax.Array, rotation: Rotation, documents_BxS: jax.Array | None = None) -> jax.Array:
-        """Return (B, S, D). `documents_BxS`: the number of each token's document, which alone it sees; None: all."""
-        matmul = lambda spec, x, weight: jnp.einsum(spec, x, weight.astype(x.dtype))
-        with scope("attn"):
-            norm_BxSxD = tag(self.norm(x_BxSxD), "norm")
-            q_BxSxNxH = constrain(matmul("BSD,DNH->BSNH", norm_BxSxD, self.q_DxNxH), "attn/q")
-            k_BxSxKxH = constrain(matmul("BSD,DKH->BSKH", norm_BxSxD, self.k_DxKxH), "attn/k")
-            if self.config.qk_norm:
-                q_BxSxNxH = rms_norm(q_BxSxNxH, self.q_norm_H[None, None, None], self.config.norm_eps)
-                k_BxSxKxH = rms_norm(k_BxSxKxH, self.k_norm_H[None, None, None], self.config.norm_eps)
-            q_BxSxNxH = constrain(tag(rope(q_BxSxNxH, rotation), "q"), "attn/q")
-            k_BxSxKxH = constrain(tag(rope(k_BxSxKxH, rotation), "k"), "attn/k")
-            v_BxSxKxH = constrain(tag(matmul("BSD,DKH->BSKH", norm_BxSxD, self.v_DxKxH), "v"), "attn/v")
-            if self.config.attention == "te":
-                context_BxSxNxH = transformer_engine(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH)
-            else:
-                qkv = q_BxSxNxH, k_BxSxKxH, v_BxSxKxH
-                context_BxSxNxH = attend(*qkv, documents_BxS, self.config.attention)
-            context_BxSxNxH = constrain(context_BxSxNxH, "attn/context")
-            out_BxSxD = tag(matmul("BSNH,NHD->BSD", context_BxSxNxH, self.out_NxHxD), "out")
-            return constrain(out_BxSxD, "attn/out")
-
-
 def attend(
     q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, documents_BxS: jax.Array | None, kind: str
 ) -> jax.Array:
-    """Causal attention by JAX, (batch, sequence, heads, head_dim), within documents if they are numbered.
+    """Causal attention, (batch, sequence, heads, head_dim), within documents if they are numbered.
 
-    `kind` is "cudnn" or "xla". Without a GPU, "cudnn" has the same kernels and residuals, computed by XLA; but with a
-    mask of documents it is "xla".
+    `kind` is "xla", "cudnn" or "te", which has no documents. The residual is attn/context; of flash attention
+    attn/context.0 is the output and attn/context.1 the softmax statistics.
     """
     args = [q_BxSxNxH, k_BxSxKxH, v_BxSxKxH]
+    if kind == "te":
+        return transformer_engine(*args)
     args += [] if documents_BxS is None else [documents_BxS]
 
     def named(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array | None = None) -> jax.Array:
         mask = None if documents is None else documents[:, None, :, None] == documents[:, None, None, :]
-        with jax.named_scope("attention"):
-            if kind == "cudnn" and jax.default_backend() != "gpu" and documents is None:
-                context = flash.attention(q, k, v)
-            else:
-                here = kind if jax.default_backend() == "gpu" else "xla"
-                context = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=here)
-        return tag(context, "context")
+        with jax.named_scope("attention"), traced_without_cudnn():
+            return tag(jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=kind), "context")
 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and mesh.auto_axes:
@@ -110,6 +64,17 @@ def attend(
 
 def _spec(name: str) -> PartitionSpec:
     return RULES.spec(*VALUES[f"attn/{name}"])
+
+
+def traced_without_cudnn() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which JAX traces cuDNN's attention where there is none, to weigh or compile it for a GPU.
+
+    JAX asks cuDNN for its version as it traces; only newer features depend on the answer.
+    """
+    if jax.default_backend() == "gpu":
+        return contextlib.nullcontext()
+    module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    return mock.patch.object(module, "check_cudnn_version", lambda: 91000)
 
 
 def transformer_engine(q_BxSxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array) -> jax.Array:

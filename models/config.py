@@ -1,61 +1,64 @@
-"""The training program's config: frozen dataclasses with a comment per field."""
+"""The config of a run: dataclasses with a comment per field, read by OmegaConf; all that is wrong is said at once."""
 
+import dataclasses
+import difflib
 import json
+import math
+import operator
+import os
 import re
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
-from jaxoffload import Policy, PolicyError, Problem
-from models.reading import Range
-from models.text import short
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-# JAX, XLA and optax count in int32. So every count and dimension is below 2**31, and so is the product of two fields
-# that form one dimension (heads * head_dim, shared_experts * d_expert). `layers` is smaller: reports visit each one.
-_INT32 = 2**31 - 1
-Count = Annotated[int, Range(1, _INT32)]
-Natural = Annotated[int, Range(0, _INT32)]
-Width = Annotated[int, Range(1, 2**20)]
-Heads = Annotated[int, Range(1, 2**15)]
-Experts = Annotated[int, Range(0, 2**15)]
-Devices = Annotated[int, Range(1, 2**20)]
-Positive = Annotated[float, Range(0, above=True)]
-Weight = Annotated[float, Range(0)]
-Fraction = Annotated[float, Range(0, 1)]
+from jaxoffload import Policy, PolicyError, Problem, UserError
+
+
+class ConfigError(UserError, ValueError):
+    """The config cannot run. Each message is a line with the key, its value and what is allowed."""
+
+    def __init__(self, *messages: str):
+        super().__init__([Problem("config", message) for message in messages])
 
 
 @dataclass(frozen=True)
 class Model:
     """A Llama-style decoder; with experts, a mixture of them in place of the MLP."""
 
-    vocab_size: Annotated[int, Range(257, 2**24)] = 2048  # at least the 256 bytes and the end of a document
-    layers: Annotated[int, Range(1, 10_000)] = 4
-    d_model: Width = 192  # width of the residual stream
-    heads: Heads = 6  # query heads
-    kv_heads: Heads = 2  # key and value heads, each shared by heads / kv_heads query heads
-    head_dim: Annotated[int, Range(2, 2**15)] | None = None  # None: d_model / heads
+    vocab_size: int = 320  # more than the greatest token: 257 or more if the tokens are bytes
+    layers: int = 4
+    d_model: int = 192  # width of the residual stream
+    heads: int = 6  # query heads
+    kv_heads: int = 2  # key and value heads, each shared by heads / kv_heads query heads
+    head_dim: int | None = None  # None: d_model / heads
     qk_norm: bool = False  # RMSNorm of each query and key head, before RoPE
-    d_ff: Width = 512  # width of the MLP's gate, up and activation
+    d_ff: int = 512  # width of the MLP's gate, up and activation
     activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"  # of the MLP and of experts; relu2 has no gate
-    experts: Experts = 0  # per layer; 0: dense
-    experts_per_token: Count = 2
-    d_expert: Width = 512  # width of each expert's gate, up and activation
-    shared_experts: Annotated[int, Range(0, 1024)] = 0  # experts that all tokens go through, d_expert each
-    dense_layers: Natural = 0  # how many of the first layers have an MLP instead of experts
+    experts: int = 0  # per layer; 0: dense
+    experts_per_token: int = 2
+    d_expert: int = 512  # width of each expert's gate, up and activation
+    shared_experts: int = 0  # experts that all tokens go through, d_expert each
+    dense_layers: int = 0  # how many of the first layers have an MLP instead of experts
     router: Literal["softmax", "sigmoid"] = "softmax"  # how logits become scores
     renormalize: bool = True  # the chosen experts' scores are divided by their sum
-    route_scale: Positive = 1.0  # then multiplied by this
-    aux_loss: Weight = 0.0  # weight of the load-balancing loss
-    z_loss: Weight = 0.0  # weight of the mean of logsumexp(router logits)^2
-    balance_rate: Weight = 0.0  # step size of each expert's router bias, which balances without a loss
+    route_scale: float = 1.0  # then multiplied by this
+    aux_loss: float = 0.0  # weight of the load-balancing loss
+    z_loss: float = 0.0  # weight of the mean of logsumexp(router logits)^2
+    balance_rate: float = 0.0  # step size of each expert's router bias, which balances without a loss
     grouped: Literal["auto", "te", "mosaic", "ragged"] = "auto"  # backend of jaxoffload.grouped.grouped_matmul
     quantize: Literal["fp8"] | None = None  # the experts' grouped GEMMs, with a scale per expert
     exchange: Literal["padded", "ragged"] = "padded"  # sent to the experts' devices: buffers, or only rows (GPUs)
-    capacity: Positive | None = None  # most rows sent to one device, in even shares; others are dropped
-    rope_theta: Positive = 10000.0  # base of RoPE's wavelengths
+    capacity: float | None = None  # most rows sent to one device, in even shares; others are dropped
+    rope_theta: float = 10000.0  # base of RoPE's wavelengths
     # Llama 3.1's [factor, low_freq_factor, high_freq_factor, original length]: frequencies that turn less often than
     # low_freq_factor in the original length are divided by factor; those that turn more than high_freq_factor stay.
-    rope_scaling: tuple[Positive, Positive, Positive, Count] | None = None
-    norm_eps: Positive = 1e-5
+    rope_scaling: tuple[float, float, float, int] | None = None
+    norm_eps: float = 1e-5
     tied_embeddings: bool = True  # the unembedding is the embedding, transposed
     # xla runs everywhere and materialises the scores. cudnn and te (TransformerEngine) are flash attention on NVIDIA
     # GPUs: attn/context is then the output and the softmax statistics. If both are kept, the forward pass of attention
@@ -69,61 +72,69 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Remat(Policy):
+    """A jaxoffload.Policy; with a budget, the one that is planned for it (docs/plan.md).
+
+    With a budget the patterns of `residuals` stay; `default`, `offload_layers` and `other_layers` are chosen.
+    """
+
+    budget: int | str | None = None  # per device: bytes, 70GiB, or auto: what JAX may use of a GPU, less 5 %
+    host_budget: int | str | None = None  # of pinned host memory per device; None: what the pool and the machine have
+    machine: str | None = None  # what `python -m jaxoffload machine --out` wrote; None: what was measured here
+
+    @property
+    def fixed(self) -> Policy:
+        """The policy alone."""
+        return Policy(**{each.name: getattr(self, each.name) for each in dataclasses.fields(Policy)})
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The number of devices along each mesh axis; the product is the number of all devices."""
 
-    data: Devices = 1  # batch rows; weights replicated
-    fsdp: Devices = 1  # batch rows; weights and optimizer state sharded
-    tensor: Devices = 1  # heads, d_ff and vocabulary
-    expert: Devices = 1  # batch rows; experts; all other weights as on fsdp
-    stage: Devices = 1  # layers, in pipeline stages; vocabulary (docs/stages.md)
+    data: int = 1  # batch rows; weights replicated
+    fsdp: int = 1  # batch rows; weights and optimizer state sharded
+    tensor: int = 1  # heads, d_ff and vocabulary
+    expert: int = 1  # batch rows; experts; all other weights as on fsdp
+    stage: int = 1  # layers, in pipeline stages; vocabulary (docs/stages.md)
 
 
 @dataclass(frozen=True)
 class Data:
     path: str | tuple[str, ...] = "stdlib"  # Python's standard library, or globs of .txt, .jsonl, .parquet files
-    tokenizer: str | None = None  # a tokenizer.json; None: a byte-level BPE trained on the text, cached
+    tokenizer: str | None = None  # a tokenizer.json; None: tokens are bytes, and 256 the end of a document
     text_field: str = "text"  # the field of .jsonl and .parquet that holds the text
-    valid_fraction: Annotated[float, Range(1e-4, 0.5)] = 0.05  # fraction of the documents held out
+    valid_fraction: float = 0.05  # fraction of the documents held out
     document_mask: bool = False  # attention stays in a document, which begins with the end of the one before
-    cache_dir: str = "~/.cache/jaxoffload"  # tokenizers and token files
 
 
 @dataclass(frozen=True)
 class Train:
-    steps: Count = 300
-    batch_size: Count = 8  # sequences per step, over all devices and microbatches
-    seq_len: Count = 256  # tokens per sequence
-    grad_accumulation: Count = 1  # microbatches per step
-    # Whether the backward pass of one microbatch and the forward pass of the next run together, layer by layer, so that
-    # copies hide behind both (docs/accumulation.md). auto: where there are several and the policy offloads something.
-    # The results are the same.
-    interleave: Literal["auto"] | bool = "auto"
-    virtual_stages: Count = 1  # chunks of layers that each pipeline stage has, dealt in turn (docs/stages.md)
+    steps: int = 300
+    batch_size: int = 8  # sequences per step, over all devices and microbatches
+    seq_len: int = 256  # tokens per sequence
+    grad_accumulation: int = 1  # microbatches per step
+    # The backward pass of one microbatch and the forward pass of the next run together, layer by layer, so that copies
+    # hide behind both (docs/accumulation.md); false: one microbatch after another. The results are the same.
+    interleave: bool = True
+    virtual_stages: int = 1  # chunks of layers that each pipeline stage has, dealt in turn (docs/stages.md)
     # Positions of each sequence whose logits are in memory at once. None: the largest divisor of seq_len up to 256.
-    loss_chunk: Count | None = None
-    learning_rate: Positive = 1e-3  # peak, after warm-up
-    final_learning_rate_fraction: Fraction = 0.1  # where the cosine ends, as a fraction of the peak
-    warmup_steps: Natural | None = None  # linear, from zero. None: 20, or all but the last of fewer steps
-    beta1: Annotated[float, Range(0, 0.9999)] = 0.9
-    beta2: Annotated[float, Range(0, 0.9999)] = 0.95
-    weight_decay: Weight = 0.1  # of matrices; norms are not decayed
-    clip_norm: Positive = 1.0  # greatest global norm of the gradient
-    seed: Annotated[int, Range(0, 2**32 - 1)] = (
-        0  # of the parameters and of the order of the data; a JAX key takes 32 bits
-    )
-    log_every: Count = 10  # steps
-    eval_every: Count = 100  # steps
-    eval_batches: Count = 8  # held-out batches per evaluation, if there are so many
-    checkpoint_every: Count = 100  # steps; a killed run loses at most this many
-    # error: a damaged checkpoint ends the run. previous: it is set aside, and the run continues from the one before.
-    on_bad_checkpoint: Literal["error", "previous"] = "error"
+    loss_chunk: int | None = None
+    learning_rate: float = 1e-3  # peak, after warm-up
+    final_learning_rate_fraction: float = 0.1  # where the cosine ends, as a fraction of the peak
+    warmup_steps: int | None = None  # linear, from zero. None: 20, or all but the last of fewer steps
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1  # of matrices; norms are not decayed
+    clip_norm: float = 1.0  # greatest global norm of the gradient
+    seed: int = 0  # of the parameters and of the order of the data
+    log_every: int = 10  # steps
+    eval_every: int = 100  # steps
+    eval_batches: int = 8  # held-out batches per evaluation, if there are so many
+    checkpoint_every: int = 100  # steps; a killed run loses at most this many
     tensorboard: bool = False  # also write TensorBoard's event files, to the folder tensorboard in `out`
     verify: bool = False  # before the first step, check what is claimed of its residuals; train only if all holds
-    # [20, 23] profiles the three steps after step 20, in a run that takes all three; the numbers are Megatron's
-    # --profile-step-start and --profile-step-end. NVIDIA GPUs only; profile.html and trace/ are written to `out`.
-    profile_steps: tuple[Natural, Natural] | None = None
-    out: str = ""  # folder of checkpoints, metrics.jsonl and loss.png; empty: runs/NAME of the config file
+    out: str = ""  # folder of checkpoints and metrics.jsonl; empty: runs/NAME of the config file
 
     @property
     def chunk(self) -> int:
@@ -136,73 +147,228 @@ class Train:
 
 @dataclass(frozen=True)
 class Distributed:
-    """A run of several processes. Under Slurm and Open MPI the first three are known from the environment."""
+    """A run of several processes. Under Slurm and Open MPI all of it is known from the environment."""
 
     coordinator: str | None = None  # host:port of process 0
-    num_processes: Count | None = None
-    process_id: Natural | None = None
-    # These apply under a launcher, too:
-    timeout: Positive = 300.0  # seconds that a process waits for all others to start
-    silence: Annotated[float, Range(5)] = 45.0  # seconds without a sign of life after which a process is given up
-
-
-@dataclass(frozen=True)
-class Remat(Policy):
-    """A policy; with a budget, the one that is planned for it (docs/plan.md)."""
-
-    # Bytes per device, or a string such as 70GiB; auto: what JAX may use of a GPU, less 5 %. null: nothing is planned.
-    # With a budget the patterns of `residuals` stay; `default`, `offload_layers` and `other_layers` are chosen.
-    budget: int | str | None = None
-    host_budget: int | str = "auto"  # bytes of pinned host memory per device; auto: what the pool and the machine have
-    machine: str | None = None  # what `python -m jaxoffload machine --out` wrote; null: what was measured here
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        problems = []
-        for name in ("budget", "host_budget"):
-            value = getattr(self, name)
-            if value not in ("auto", None) and not is_size(value):
-                why = "is not a size; use auto, a number of bytes, or a string such as '70GiB'"
-                problems.append(Problem(name, f"{name}: {short(value)} {why}"))
-        if self.machine is not None and not (isinstance(self.machine, str) and is_path(self.machine)):
-            problems.append(Problem("machine", f"machine: {short(self.machine)} {NOT_A_PATH}"))
-        if problems:
-            raise PolicyError(problems)
-
-    @property
-    def fixed(self) -> Policy:
-        """The policy alone."""
-        return Policy(**{name: getattr(self, name) for name in asdict(Policy())})
+    num_processes: int | None = None
+    process_id: int | None = None
 
 
 @dataclass(frozen=True)
 class Config:
     model: Model = field(default_factory=Model)
-    remat: Policy = field(default_factory=Remat)
+    remat: Remat = field(default_factory=Remat)
     mesh: Mesh = field(default_factory=Mesh)
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)
     distributed: Distributed = field(default_factory=Distributed)
 
 
+_SECTIONS = {each.name: each.default_factory for each in dataclasses.fields(Config)}
+
+
 def flat(config: Config) -> dict[str, Any]:
     """Return {section.key: value}, in the types of JSON; a model.head_dim of None is replaced by the actual one."""
-    tree = asdict(replace(config, model=replace(config.model, head_dim=config.model.d_head)))
-    sections = json.loads(json.dumps(tree)).items()
+    model = dataclasses.replace(config.model, head_dim=config.model.d_head)
+    sections = json.loads(json.dumps(dataclasses.asdict(dataclasses.replace(config, model=model)))).items()
     return {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
 
 
-def is_size(value: object) -> bool:
-    """Return whether a policy takes this for a number of bytes."""
+# ---- from YAML and overrides ----
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the config in a YAML file, with `section.key=value` overrides whose values are YAML.
+
+    A later override of a key wins; `remat.residuals[PATTERN]=save` adds a pattern after all others, so that it wins.
+
+    Raises:
+      ConfigError: it lists all problems.
+    """
+    path = Path(path).expanduser()
     try:
-        Policy(min_offload_bytes=value)  # type: ignore[arg-type]
-    except PolicyError:
-        return False
-    return True
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{_nearest(str(path), map(str, path.parent.glob('*.yaml')))}") from None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must be a mapping of sections")
+    problems: list[str] = []
+    for text in overrides:
+        _override(tree, text, problems)
+    sections = {}
+    for name, value in tree.items():
+        if name not in _SECTIONS:
+            problems.append(f"{name} = {value!r}: no such section{_nearest(name, _SECTIONS)}")
+        elif not isinstance(value, dict | None):
+            problems.append(f"{name} = {value!r}: must be a mapping of keys to values")
+        else:
+            sections[name] = (_remat if name == "remat" else _section)(name, value or {}, problems)
+    config = Config(**sections)
+    misread = {problem.partition(" = ")[0] for problem in problems}  # such keys have their defaults in `config`
+    related = [problem for problem in _broken(config) if misread.isdisjoint(re.findall(r"\w+\.\w+", problem))]
+    if problems or related:
+        raise ConfigError(*problems, *related)
+    out = os.path.expanduser(config.train.out or f"runs/{path.stem}")
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, out=out))
 
 
-NOT_A_PATH = "must be a path, which has no NUL and no lone surrogates"
+def _override(tree: dict[str, Any], text: str, problems: list[str]) -> None:
+    """Put one section.key=value, or section.key[entry]=value, into the tree."""
+    match = re.fullmatch(r"(\w+)\.(\w+)(?:\[(.+)\])?=(.*)", text, re.DOTALL)
+    if match is None:
+        problems.append(f"{text}: must be section.key=value, or section.key[entry]=value for an entry of a mapping")
+        return
+    section, key, entry, source = match.groups()
+    try:
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={source}"]))["value"]
+    except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        problems.append(f"{section}.{key} = {source}: {_one_line(error)}")
+        return
+    target = tree.get(section) or {}
+    if not isinstance(target, dict):
+        return  # the section itself is reported
+    if entry:  # after all others: the last of several matching patterns wins
+        entries = target.get(key) or {}
+        if not isinstance(entries, dict):
+            problems.append(f"{text}: {section}.{key} is not a mapping")
+            return
+        value = {**{name: each for name, each in entries.items() if name != entry}, entry: value}
+    tree[section] = {**target, key: value}
 
 
-def is_path(text: str) -> bool:
-    return not re.search("[\0\ud800-\udfff]", text)
+def _section(name: str, tree: dict[str, Any], problems: list[str]) -> Any:
+    """Return the dataclass of a section, with the default where a value is wrong."""
+    values = {}
+    for key, value in tree.items():
+        try:
+            values[key] = getattr(OmegaConf.to_object(OmegaConf.merge(_SECTIONS[name], {key: value})), key)
+            allowed = _allowed(f"{name}.{key}", values[key])
+        except OmegaConfBaseException as error:
+            allowed = str(error).splitlines()[0]
+        if allowed:
+            problems.append(f"{name}.{key} = {value!r}: {allowed}")
+            values.pop(key, None)
+    return _SECTIONS[name](**values)
+
+
+def _remat(name: str, tree: dict[str, Any], problems: list[str]) -> Remat:
+    names = [each.name for each in dataclasses.fields(Remat)]
+    for key in tree.keys() - names:
+        problems.append(f"{name}.{key} = {tree.pop(key)!r}: no such key{_nearest(key, names)}")
+    try:
+        return Remat(**tree)
+    except PolicyError as error:
+        problems += [f"{name}.{problem.message}" for problem in error.problems]
+        return Remat()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _nearest(name: object, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), names := list(names), 1)
+    return f"; the nearest is {near[0]}" if near else f"; there are {', '.join(names)}"
+
+
+# ---- ranges, and what must hold between keys ----
+
+
+# These may be zero; every other number is above zero.
+_MAY_BE_ZERO = {
+    *("model.experts", "model.shared_experts", "model.dense_layers", "model.aux_loss", "model.z_loss"),
+    *("model.balance_rate", "train.final_learning_rate_fraction", "train.warmup_steps", "train.beta1", "train.beta2"),
+    *("train.weight_decay", "train.seed", "distributed.process_id"),
+}
+_AT_MOST = {"train.final_learning_rate_fraction": 1.0, "data.valid_fraction": 0.5, "train.seed": 2**32 - 1}
+_AT_MOST |= {"train.beta1": 0.9999, "train.beta2": 0.9999}
+
+
+def _allowed(key: str, value: object) -> str | None:
+    """Return what is allowed if a number is out of range."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if not 0 <= value < math.inf or (value == 0 and key not in _MAY_BE_ZERO):
+        return "must be at least 0" if key in _MAY_BE_ZERO else "must be above 0"
+    return f"must be at most {_AT_MOST[key]}" if value > _AT_MOST.get(key, math.inf) else None
+
+
+def _broken(config: Config) -> Iterator[str]:
+    """Yield a line for each condition between keys that does not hold; it names every key that it reads."""
+    for relations in (_shapes, _experts, _batches, _stages):
+        yield from relations(config)
+
+
+def _divides(config: Config, key: str, *others: str) -> Iterator[str]:
+    value = lambda name: operator.attrgetter(name)(config)
+    if bad := [f"{other} = {value(other)}" for other in others if value(other) % value(key)]:
+        yield f"{key} = {value(key)}: must divide {' and '.join(bad)}"
+
+
+def _shapes(config: Config) -> Iterator[str]:
+    model, mesh = config.model, config.mesh
+    yield from _divides(config, "model.kv_heads", "model.heads")
+    if model.head_dim is None:
+        yield from _divides(config, "model.heads", "model.d_model")
+    if model.attention == "te" and config.data.document_mask:
+        yield "data.document_mask = True: must be false where model.attention = 'te', whose kernels limit documents"
+    if model.d_head % 2:
+        yield f"model.d_model / model.heads or model.head_dim = {model.d_head}: must be even; RoPE rotates pairs"
+    dense = ["model.d_ff"] if model.dense_layers or not model.experts else []
+    yield from _divides(config, "mesh.tensor", "model.heads", "model.kv_heads", *dense, "model.vocab_size")
+    parts = mesh.stage * mesh.tensor
+    if mesh.stage > 1 and model.vocab_size % parts:
+        yield f"mesh.stage * mesh.tensor = {parts}: must divide model.vocab_size = {model.vocab_size}"
+    if model.d_model % (parts := mesh.fsdp * mesh.expert):
+        yield f"mesh.fsdp * mesh.expert = {parts}: must divide model.d_model = {model.d_model}"
+
+
+def _experts(config: Config) -> Iterator[str]:
+    model, mesh = config.model, config.mesh
+    if not model.experts:
+        names = [each.name for each in dataclasses.fields(Model)]
+        for name in names[names.index("experts_per_token") : names.index("rope_theta")]:  # the fields about experts
+            if (value := getattr(model, name)) != getattr(Model, name):
+                yield f"model.{name} = {value!r}: must not be given where model.experts = 0; the layers are dense"
+        if mesh.expert > 1:
+            yield f"mesh.expert = {mesh.expert}: must be 1 where model.experts = 0; the layers are dense"
+        return
+    yield from _divides(config, "mesh.expert", "model.experts")
+    yield from _divides(config, "mesh.tensor", "model.d_expert")
+    if model.experts_per_token > model.experts:
+        yield f"model.experts_per_token = {model.experts_per_token}: must be at most model.experts = {model.experts}"
+    if model.dense_layers >= model.layers:
+        yield f"model.dense_layers = {model.dense_layers}: must be below model.layers = {model.layers}"
+    for name in ("capacity", "exchange"):
+        if (value := getattr(model, name)) != getattr(Model, name) and mesh.expert == 1:
+            yield f"model.{name} = {value!r}: must not be given where mesh.expert = 1; no rows are sent"
+
+
+def _batches(config: Config) -> Iterator[str]:
+    model, mesh, train = config.model, config.mesh, config.train
+    if train.loss_chunk is not None:
+        yield from _divides(config, "train.loss_chunk", "train.seq_len")
+    parts = train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert
+    if train.batch_size % parts:
+        factors = "train.grad_accumulation * mesh.data * mesh.fsdp * mesh.expert"
+        yield f"train.batch_size = {train.batch_size}: must be a multiple of {factors} = {parts}"
+    rows = train.batch_size * train.seq_len * (model.experts_per_token if model.experts else 1) // parts
+    if rows >= 2**31:  # XLA counts in int32
+        product = "train.batch_size * train.seq_len * model.experts_per_token / train.grad_accumulation"
+        yield f"{product} = {rows} on each device of the batch: must be below 2**31"
+    if train.warmup >= train.steps:
+        yield f"train.warmup_steps = {train.warmup}: must be below train.steps = {train.steps}"
+
+
+def _stages(config: Config) -> Iterator[str]:
+    mesh, train, model = config.mesh, config.train, config.model
+    layers, chunks = model.layers - model.dense_layers, mesh.stage * train.virtual_stages
+    if mesh.stage == 1 and chunks > 1:
+        yield f"train.virtual_stages = {chunks}: must be 1 where mesh.stage = 1"
+    elif layers % chunks:
+        product = f"mesh.stage * train.virtual_stages = {chunks}"
+        yield f"{product}: must divide model.layers - model.dense_layers = {layers}"
+    if not train.interleave and mesh.stage > 1:
+        yield f"train.interleave = False: must be true where mesh.stage = {mesh.stage}; stages interleave"

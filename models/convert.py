@@ -1,4 +1,15 @@
-"""Weights of others: python -m models.convert import FOLDER CONFIG, and back: export CONFIG FOLDER."""
+"""Converts weights between Hugging Face's Llama, Mistral, Mixtral, Qwen3 and Qwen3-MoE, and checkpoints.
+
+  python -m models.convert model FOLDER                   prints the config's model section for FOLDER/config.json
+  python -m models.convert import FOLDER CONFIG [section.key=value ...]
+  python -m models.convert export CONFIG FOLDER [section.key=value ...]
+
+import writes a checkpoint of step 0 to train.out, from which models.train then begins. export writes the last
+checkpoint in train.out, as float32 or, with --dtype bfloat16, in half the bytes. It needs the extra `convert`.
+"""
+
+# Hugging Face's matrices are (outputs, inputs), ours (inputs, outputs) with an axis each for heads and head_dim. They
+# have a tensor per layer and expert, ours are stacked. Both rotate the pairs (i, i + H/2) of a head.
 
 import os
 
@@ -6,305 +17,334 @@ if __name__ == "__main__":  # before JAX is imported: weights stay in the host's
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import argparse
-import contextlib
-import importlib
 import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 from flax import nnx
 
-from jaxoffload import Problem
 from models import checkpoints
-from models.config import Config, Mesh, Model
-from models.failures import exit_code
-from models.files import atomic
-from models.huggingface import KEPT, Stacked, family_of, read_model, stack, stacks, window, write_model
-from models.loading import load
-from models.processes import locked
-from models.reading import ConfigError, as_config_error, config_error, one_line, problem
+from models.config import Config, ConfigError, Mesh, Model, load
 from models.sharding import make_mesh
-from models.step import State, program
+from models.step import State, program, regrouped
 
-USAGE = """\
-Converts weights between the safetensors of Hugging Face's Llama, Mistral, Mixtral, Qwen3 and Qwen3-MoE, and checkpoints
-of models.train.
+_ALL = {  # the keys of config.json, and ours
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "layers",
+    "hidden_size": "d_model",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied_embeddings",
+}
+_DENSE = _ALL | {"intermediate_size": "d_ff"}
+_EXPERTS = _ALL | {"num_experts_per_tok": "experts_per_token"}
+_ROUTER = {"router": "softmax", "shared_experts": 0, "route_scale": 1.0, "balance_rate": 0.0}
 
-  python -m models.convert model FOLDER                   prints the config's model section for FOLDER/config.json
-  python -m models.convert import FOLDER CONFIG [section.key=value ...]
-  python -m models.convert export CONFIG FOLDER [section.key=value ...]
 
-import writes a checkpoint of step 0 to train.out, from which models.train then begins. export writes the last
-checkpoint in train.out, as float32 or, with --dtype bfloat16, in half the bytes.
-exit codes: 0 done; 2 it cannot be converted; 3 a file cannot be written; 4 out of memory"""
+class Family(NamedTuple):
+    """A family of models: what its config.json says, what is the same in all its models, and how it names experts."""
 
-EXTRA = "pip install 'jaxoffload[convert]'"
-MAX_FILE = "5GB"  # as transformers writes them
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_BUFFER = "rotary_emb.inv_freq"  # old files have it; it follows from config.json
+    architecture: str
+    keys: dict[str, str]
+    fixed: dict[str, Any]
+    block: str = ""
+    leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", _DENSE, {"experts": 0, "qk_norm": False}),
+    "mistral": Family("MistralForCausalLM", _DENSE, {"experts": 0, "qk_norm": False}),
+    "qwen3": Family("Qwen3ForCausalLM", _DENSE, {"experts": 0, "qk_norm": True}),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _EXPERTS | {"num_local_experts": "experts", "intermediate_size": "d_expert"},
+        _ROUTER | {"qk_norm": False, "renormalize": True, "dense_layers": 0},
+        "block_sparse_moe",
+        ("w1", "w3", "w2"),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _EXPERTS
+        | _DENSE
+        | {"num_experts": "experts", "moe_intermediate_size": "d_expert", "norm_topk_prob": "renormalize"},
+        _ROUTER | {"qk_norm": True},
+        "mlp",
+    ),
+}
+# A copy of an import's config.json, whose context and special tokens an export states.
+_IMPORTED = Path("checkpoints/imported.json")
+_ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# What the model cannot represent otherwise, and what holds where a config.json, of an older transformers, says nothing.
+_ONLY = {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1, "decoder_sparse_step": 1}
+_DEFAULTS = {"tie_word_embeddings": False, "norm_topk_prob": False, "hidden_act": "silu", "rope_theta": 10000.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program with these arguments (None: the command line), and return the exit code."""
+    """Run the program with these arguments (None: the command line). Return 0, or 2 if it cannot be converted."""
     parser = argparse.ArgumentParser(
-        prog="python -m models.convert", description=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m models.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, dest="command", metavar="model | import | export")
-    places = {"model": ["folder"], "import": ["folder", "config"], "export": ["config", "folder"]}
-    for name, arguments_of in places.items():
-        command = commands.add_parser(name)
-        for place in arguments_of:
-            command.add_argument(place)
-        if name != "model":
-            command.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
-        if name == "export":
-            command.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the files")
+    parser.add_argument("command", choices=["model", "import", "export"])
+    parser.add_argument("arguments", nargs="+", help="as above")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of an export's files")
     options = parser.parse_args(arguments)
-    return exit_code("cannot be converted", lambda: run(options))
-
-
-def run(options: argparse.Namespace) -> None:
-    folder = Path(options.folder)
-    if options.command == "model":
-        print(model_section(folder))
-        return
-    config = load(options.config, options.overrides)
-    if options.command == "import":
-        import_weights(folder, config)
-        print(f"{folder} is now {config.train.out}/checkpoints/0; models.train begins with it")
-    else:
-        step = export_weights(config, folder, options.dtype)
-        print(f"{config.train.out}/checkpoints/{step} is now {folder}")
-
-
-# ---- from their files ----
+    try:
+        match options.command, *options.arguments:
+            case "model", folder:
+                print(model_section(Path(folder)))
+            case "import", folder, path, *overrides:
+                import_weights(Path(folder), load(path, overrides))
+            case "export", path, folder, *overrides:
+                export_weights(load(path, overrides), Path(folder), options.dtype)
+            case _:
+                parser.error("the wrong number of arguments")
+    except ConfigError as error:
+        print(f"cannot be converted:\n{error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def model_section(folder: Path) -> str:
-    """Return the `model` section, in YAML, for the model in a folder.
-
-    Raises:
-      ConfigError: config.json cannot be read, or our model cannot represent it.
-    """
-    values, wrong = read_model(read_config(folder))
-    if wrong:
-        raise ConfigError(wrong)
-    lines = [f"  {key}: {json.dumps(value)}" for key, value in values.items() if value is not None]
-    return "\n".join(["model:", *lines])
+    """Return the section `model`, in YAML, for the model in a folder."""
+    values = read_model(json.loads((folder / "config.json").read_text()))
+    return "\n  ".join(["model:", *(f"{key}: {json.dumps(value)}" for key, value in values.items())])
 
 
 def import_weights(folder: Path, config: Config) -> None:
     """Write the weights in a folder as the checkpoint of step 0 in `train.out`.
 
     Raises:
-      ConfigError: the model of the config is another one, a file cannot be read, or `train.out` has a checkpoint.
+      ConfigError: the model of the config is another one, a tensor is missing, or `train.out` has a checkpoint.
     """
-    theirs, out = read_config(folder), Path(config.train.out)
-    check_model(theirs, config, folder)
-    config = on_one_device(config)
-    rows = stacks(config.model, theirs["model_type"])
-    with locked(out):
-        if before := checkpoints.steps(out):
-            why = f"has a checkpoint of step {before[0]}; give another folder, or delete that checkpoint"
-            raise config_error("train.out", f"'{out}'", why)
-        with opened(folder) as (names, read):
-            check_names(rows, names, folder)
-            params = filled(params_of(config), rows, read)
-        state = State(jnp.int32(0), params, ())  # the optimizer begins with zeros
-        with checkpoints.open_manager(out) as manager:
-            write_json(checkpoints.imported(out), {key: theirs[key] for key in KEPT if theirs.get(key) is not None})
-            checkpoints.save(manager, 0, state, {"next_index": 0}, config, {})
-            manager.wait_until_finished()
+    theirs, out = json.loads((folder / "config.json").read_text()), Path(config.train.out)
+    check_model(theirs, config)
+    abstract, stored = on_one_device(config, 1), on_one_device(config, config.train.virtual_stages)
+    tensors, files = tensors_of(abstract, config.model, theirs["model_type"]), {}
+    for path in sorted(folder.glob("*.safetensors")):
+        file = safetensors.safe_open(path, framework="numpy")
+        files |= dict.fromkeys(file.keys(), file)
+    with checkpoints.open_manager(out) as manager:
+        if manager.latest_step() is not None:
+            raise ConfigError(f"train.out = {str(out)!r}: has a checkpoint; give another folder, or delete it")
+        check_names(tensors, set(files))
+        read = lambda name: files[name].get_tensor(name)
+        leaf = lambda path, like: jax.device_put(stack(*tensors[path_of(path)], like.shape, read), like.sharding)
+        params = jax.tree_util.tree_map_with_path(leaf, abstract)
+        checkpoints.save(manager, 0, State(jnp.int32(0), regrouped(params, stored), ()), config, None)
+        manager.wait_until_finished()
+        shutil.copy(folder / "config.json", out / _IMPORTED)
+    print(f"{folder} is now {out}/checkpoints/0; models.train begins with it")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the contents of a folder's config.json."""
-    return read_object(folder / "config.json", "the config.json of a model in Hugging Face's layout")
-
-
-def read_object(path: Path, what: str) -> dict[str, Any]:
-    """Return the object in a JSON file. Errors say `what` the file must be."""
-    with as_config_error(str(path), str(path), what):
-        text = path.read_bytes()
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ConfigError([Problem(str(path), f"{path}: is not JSON ({error})")]) from error
-    if not isinstance(config, dict):
-        raise ConfigError([Problem(str(path), f"{path}: is not an object")])
-    return config
-
-
-def check_model(theirs: dict[str, Any], config: Config, folder: Path) -> None:
-    """Raise ConfigError unless the config's model is the one in `theirs`, a config.json."""
-    values, wrong = read_model(theirs)
-    if wrong:
-        raise ConfigError(wrong)
-    model, seq_len = config.model, config.train.seq_len
-    wanted = Model(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if v is not None})
-    ours = {key: getattr(model, key) for key in values} | {"head_dim": model.d_head}
-    if "dense_layers" not in values:
-        ours["experts"] = model.experts
-    problems = [
-        problem(f"model.{key}", repr(value), f"must be {must!r}, as in {folder / 'config.json'}")
-        for key, value in ours.items()
-        if value != (must := wanted.d_head if key == "head_dim" else getattr(wanted, key))
-    ]
-    if (length := window(theirs)) and seq_len > length:
-        why = f"must be at most {length}: attention slides over as many tokens ({folder / 'config.json'})"
-        problems.append(problem("train.seq_len", seq_len, why))
-    if problems:
-        raise ConfigError(problems)
-    family_of(model)  # for what config.json does not speak of, such as shared experts
-
-
-@contextlib.contextmanager
-def opened(folder: Path) -> Iterator[tuple[set[str], Callable[[str], np.ndarray]]]:
-    """Yield the names of all tensors in a folder's safetensors, and a function that reads one.
+def export_weights(config: Config, folder: Path, dtype: str) -> None:
+    """Write the last checkpoint in `train.out` as safetensors, with config.json and `data.tokenizer`.
 
     Raises:
-      ConfigError: a file is missing or damaged, or safetensors is not installed.
-    """
-    safetensors = needed("safetensors")
-    with contextlib.ExitStack() as stack:
-        handles = {}
-        for file in files_of(folder):
-            with as_config_error(str(file), str(file), "a file that can be read"):
-                file.open("rb").close()  # safetensors' own errors do not name it
-            try:
-                handle = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
-            except safetensors.SafetensorError as error:
-                raise ConfigError([Problem(str(file), f"{file}: is damaged ({one_line(error)})")]) from error
-            handles |= dict.fromkeys(handle.keys(), handle)
-        yield set(handles), lambda name: handles[name].get_tensor(name)
-
-
-def files_of(folder: Path) -> list[Path]:
-    """Return the safetensors of a model, which may be in several files."""
-    index = folder / _INDEX
-    if not index.exists():
-        return [folder / _SINGLE]
-    try:
-        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError([Problem(str(index), f"{index}: has no weight_map ({one_line(error)})")]) from error
-
-
-def needed(name: str) -> Any:
-    """Import a package of the extra `convert`."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError([Problem(name, f"{name.partition('.')[0]} is not installed: {EXTRA}")]) from error
-
-
-def check_names(rows: Sequence[Stacked], names: set[str], folder: Path) -> None:
-    """Raise ConfigError unless the files hold all tensors of the model, and nothing else."""
-    wanted = {name for row in rows for _, name in row.parts()}
-    problems = []
-    if missing := sorted(wanted - names):
-        problems.append(Problem(str(folder), f"{folder}: {len(missing)} tensors are missing, such as {missing[0]}"))
-    others = {name for name in names - wanted if not name.endswith(_BUFFER)}
-    if ("unembedding_VxD",) not in [row.path for row in rows]:
-        others.discard("lm_head.weight")  # a copy of the embedding
-    if others := sorted(others):
-        why = f"{len(others)} tensors have no place in the model, such as {others[0]}"
-        problems.append(Problem(str(folder), f"{folder}: {why}"))
-    if problems:
-        raise ConfigError(problems)
-
-
-def filled(params: nnx.State, rows: Sequence[Stacked], read: Callable[[str], np.ndarray]) -> nnx.State:
-    """Return parameters with the values of their tensors, one at a time."""
-    of_path = {row.path: row for row in rows}
-
-    def value(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        return jax.device_put(stack(of_path[keys(path)], leaf.shape, read), leaf.sharding)
-
-    return jax.tree_util.tree_map_with_path(value, params)
-
-
-def keys(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return the names in a path to a parameter, without Flax's own for its value."""
-    return tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
-
-
-def on_one_device(config: Config) -> Config:
-    """Return the config on a mesh of one CPU device. Checkpoints do not depend on the mesh."""
-    return replace(config, mesh=Mesh(), train=replace(config.train, virtual_stages=1))
-
-
-def params_of(config: Config) -> nnx.State:
-    """Return the abstract parameters of a config, as checkpoints hold them."""
-    return program(config, make_mesh(Mesh(), jax.devices("cpu")[:1])).saved.params
-
-
-# ---- to their files ----
-
-
-def export_weights(config: Config, folder: Path, dtype: str) -> int:
-    """Write the last checkpoint in `train.out` as safetensors with config.json, and return its step.
-
-    `data.tokenizer` is copied beside them, if there is one.
-
-    Raises:
-      ConfigError: there is no checkpoint, it is of another model, no family has such models, or the folder is not
-        empty.
+      ConfigError: there is no checkpoint or one of another model, no family has such models, or the folder has files.
     """
     out = Path(config.train.out)
-    imported = checkpoints.imported(out)
-    kept = read_object(imported, "what models.convert import wrote") if imported.exists() else {}
-    described = write_model(config.model, config.train.seq_len, kept) | {"torch_dtype": dtype}
-    saved = checkpoints.at(out)
-    if unlike := [found for found in checkpoints.differences(config, saved) if found.key.startswith("model.")]:
-        raise ConfigError(unlike)
-    with as_config_error(str(folder), str(folder), "a folder that can be written"):
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError([Problem(str(folder), f"{folder}: is not empty; give another folder")])
-    config = on_one_device(config)
-    params = checkpoints.restore_params(out, saved.step, params_of(config))
-    write_weights(folder, params, stacks(config.model, described["model_type"]), dtype)
-    write_json(folder / "config.json", described)
+    theirs = json.loads((out / _IMPORTED).read_text()) if (out / _IMPORTED).exists() else write_model(config.model)
+    check_model(theirs, config)
+    theirs["max_position_embeddings"] = max(config.train.seq_len, theirs.get("max_position_embeddings") or 0)
+    theirs["dtype" if "dtype" in theirs else "torch_dtype"] = dtype
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder}: is not empty; give another folder")
+    abstract, stored = on_one_device(config, 1), on_one_device(config, config.train.virtual_stages)
+    with checkpoints.open_manager(out) as manager:
+        if (step := manager.latest_step()) is None:
+            raise ConfigError(f"train.out = {str(out)!r}: has no checkpoint")
+        checkpoints.refuse_changes(manager, step, config)
+        params = regrouped(checkpoints.restore(manager, step, {"params": stored})["params"], abstract)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_weights(folder, params, tensors_of(abstract, config.model, theirs["model_type"]), dtype)
+    (folder / "config.json").write_text(json.dumps(theirs, indent=2))
     if config.data.tokenizer:
         shutil.copy(os.path.expanduser(config.data.tokenizer), folder / "tokenizer.json")
-    return saved.step
+    print(f"{out}/checkpoints/{step} is now {folder}")
 
 
-def write_weights(folder: Path, params: nnx.State, rows: Sequence[Stacked], dtype: str) -> None:
-    """Write the tensors of all parameters, in files of at most MAX_FILE."""
-    hub, safetensors = needed("huggingface_hub"), needed("safetensors.numpy")
-    leaves = {keys(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    tensors = {name: (row, leaves[row.path][at]) for row in rows for at, name in row.parts()}  # views
-    width = jnp.dtype(dtype).itemsize
-    plan = hub.split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: tensor[1].size * width,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=MAX_FILE,
-    )
-    for file, names in plan.filename_to_tensors.items():
-        laid = {name: np.ascontiguousarray(tensors[name][0].outer(tensors[name][1]), dtype) for name in names}
-        with atomic(folder / file) as stream:
-            stream.write(safetensors.save(laid, metadata={"format": "pt"}))
-    if plan.is_sharded:
-        size = sum(math.prod(part.shape) * width for _, part in tensors.values())
-        write_json(
-            folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": dict(plan.tensor_to_filename.items())}
-        )
+def on_one_device(config: Config, virtual_stages: int) -> nnx.State:
+    """Return the abstract parameters on one CPU device. Checkpoints do not depend on the mesh."""
+    config = replace(config, mesh=Mesh(), train=replace(config.train, virtual_stages=virtual_stages))
+    return program(config, make_mesh(Mesh(), jax.devices("cpu")[:1])).state.params
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    with atomic(path) as stream:
-        stream.write((json.dumps(content, indent=2) + "\n").encode())
+# ---- config.json ----
+
+
+def read_model(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the section `model` must say for a config.json.
+
+    Raises:
+      ConfigError: the family is unknown, or the model cannot represent a value.
+    """
+    if (kind := theirs.get("model_type")) not in FAMILIES:
+        raise ConfigError(f"model_type = {kind!r}: must be one of {', '.join(FAMILIES)}")
+    given = {key: value for key, value in theirs.items() if value is not None}
+    if "num_local_experts" in given:  # what transformers 5 writes for all families
+        given.setdefault("num_experts", given["num_local_experts"])
+    theirs = _DEFAULTS | {"num_key_value_heads": given.get("num_attention_heads")} | given
+    # transformers 5 writes RoPE's settings into a mapping of their own.
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    stretched, dense = rope.get("rope_type", rope.get("type", "default")), theirs.get("mlp_only_layers") or []
+    possible = {key: theirs.get(key, only) == only for key, only in _ONLY.items()} | {
+        "hidden_act": theirs["hidden_act"] in _ACTIVATIONS,
+        "rope_scaling": stretched in ("default", "llama3"),
+        "mlp_only_layers": dense == [*range(len(dense))],
+        "quantization_config": not theirs.get("quantization_config"),
+    }
+    if wrong := [key for key, holds in possible.items() if not holds]:
+        raise ConfigError(*(f"{key} = {theirs.get(key)!r}: the model cannot represent it" for key in wrong))
+    family = FAMILIES[kind]
+    try:
+        values = {ours: theirs[key] for key, ours in family.keys.items()} | family.fixed
+        scaling = [rope[key] for key in _LLAMA3] if stretched == "llama3" else None
+    except KeyError as error:
+        raise ConfigError(f"{error.args[0]}: is missing; {kind} has it") from error
+    if kind == "qwen3_moe":
+        values["dense_layers"] = len(dense)
+        if not dense:
+            del values["d_ff"]
+    return values | {
+        "head_dim": theirs.get("head_dim") or values["d_model"] // values["heads"],
+        "activation": _ACTIVATIONS[theirs["hidden_act"]],
+        "rope_theta": rope.get("rope_theta", theirs["rope_theta"]),
+        "rope_scaling": scaling,
+    }
+
+
+def check_model(theirs: Mapping[str, Any], config: Config) -> None:
+    """Raise ConfigError unless the config's model is the one in `theirs`, a config.json."""
+    model, scaling = config.model, config.model.rope_scaling
+    ours = vars(model) | {"head_dim": model.d_head, "rope_scaling": scaling and [*scaling]}
+    wrong = [
+        f"model.{key} = {ours[key]!r}: must be {must!r} in {theirs['model_type']}'s config.json"
+        for key, must in read_model(theirs).items()
+        if ours[key] != must
+    ]
+    window = theirs.get("use_sliding_window", True) and theirs.get("sliding_window")
+    if window and config.train.seq_len > window:
+        wrong.append(f"train.seq_len = {config.train.seq_len}: must be at most {window}, over which attention slides")
+    if wrong:
+        raise ConfigError(*wrong)
+
+
+def write_model(model: Model) -> dict[str, Any]:
+    """Return the config.json of a model, as far as its family can represent it; `check_model` tells."""
+    kind = ("qwen3_moe" if model.qk_norm else "mixtral") if model.experts else ("qwen3" if model.qk_norm else "llama")
+    scaling = dict(zip(_LLAMA3, model.rope_scaling, strict=True)) if model.rope_scaling else None
+    return {
+        "architectures": [FAMILIES[kind].architecture],
+        "model_type": kind,
+        **{key: getattr(model, ours) for key, ours in FAMILIES[kind].keys.items()},
+        "head_dim": model.d_head,
+        "hidden_act": next((key for key, ours in _ACTIVATIONS.items() if ours == model.activation), model.activation),
+        "rope_theta": model.rope_theta,
+        "rope_scaling": scaling and {"rope_type": "llama3", **scaling},
+        "sliding_window": None,
+        **({"mlp_only_layers": [*range(model.dense_layers)]} if kind == "qwen3_moe" else {}),
+    }
+
+
+# ---- tensors ----
+
+
+# The tensors that are stacked in a parameter, by the index of the part that each is. And how many axes of a part are a
+# matmul's inputs; 0: it is not transposed.
+Tensors = tuple[dict[tuple[int, ...], str], int]
+
+_ONCE = {"embedding_VxD": "model.embed_tokens", "norm/scale_D": "model.norm", "unembedding_VxD": "lm_head"}
+_IN_LAYER = {
+    "attention/norm/scale_D": ("input_layernorm", 0),
+    "attention/q_DxNxH": ("self_attn.q_proj", 1),
+    "attention/k_DxKxH": ("self_attn.k_proj", 1),
+    "attention/v_DxKxH": ("self_attn.v_proj", 1),
+    "attention/out_NxHxD": ("self_attn.o_proj", 2),
+    "attention/q_norm_H": ("self_attn.q_norm", 0),
+    "attention/k_norm_H": ("self_attn.k_norm", 0),
+    "mlp/norm/scale_D": ("post_attention_layernorm", 0),
+    "mlp/gate_DxF": ("mlp.gate_proj", 1),
+    "mlp/up_DxF": ("mlp.up_proj", 1),
+    "mlp/down_FxD": ("mlp.down_proj", 1),
+    "moe/norm/scale_D": ("post_attention_layernorm", 0),
+    "moe/router_DxE": ("{block}.gate", 1),
+    "moe/gate_ExDxF": ("{block}.experts.{expert}.{leaves[0]}", 1),
+    "moe/up_ExDxF": ("{block}.experts.{expert}.{leaves[1]}", 1),
+    "moe/down_ExFxD": ("{block}.experts.{expert}.{leaves[2]}", 1),
+}
+
+
+def tensors_of(params: nnx.State, model: Model, kind: str) -> dict[str, Tensors]:
+    """Return the tensors of each parameter of a model, by its path."""
+    found: dict[str, Tensors] = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        group, _, rest = (path := path_of(keys)).partition("/")
+        if path in _ONCE:
+            found[path] = {(): f"{_ONCE[path]}.weight"}, 0
+            continue
+        name, inputs = _IN_LAYER[rest]
+        first = model.dense_layers if model.experts and group == "layers" else 0
+        full = lambda at, name=name, first=first: name.format(expert=at[-1], **FAMILIES[kind]._asdict())
+        parts = np.ndindex(leaf.shape[: 2 if "{expert}" in name else 1])
+        found[path] = {at: f"model.layers.{first + at[0]}.{full(at)}.weight" for at in parts}, inputs
+    return found
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+    """Return a path to a parameter, without Flax's own key for its value."""
+    return "/".join(str(key.key) for key in keys if isinstance(key, jax.tree_util.DictKey))
+
+
+def check_names(tensors: Mapping[str, Tensors], names: set[str]) -> None:
+    """Raise ConfigError unless the files hold all tensors of the model, and nothing else."""
+    wanted = {name for parts, _ in tensors.values() for name in parts.values()}
+    # A tied unembedding is a copy of the embedding, and the buffer of old files follows from config.json.
+    others = {name for name in names - wanted if name != "lm_head.weight" and not name.endswith("inv_freq")}
+    for found, why in ((wanted - names, "are missing"), (others, "have no place in the model")):
+        if found:
+            raise ConfigError(f"{len(found)} tensors {why}, such as {min(found)}")
+
+
+def stack(
+    names: Mapping[tuple[int, ...], str], inputs: int, shape: tuple[int, ...], read: Callable[[str], np.ndarray]
+) -> np.ndarray:
+    """Return a parameter of this shape, float32, from the tensors that `read` returns."""
+    out = np.empty(shape, np.float32)
+    for at, name in names.items():
+        tensor, must = read(name), to_theirs(out[at], inputs).shape
+        if tensor.shape != must:
+            raise ConfigError(f"{name}: is {tensor.shape}; must be {must}")
+        out[at] = tensor.T.reshape(out[at].shape) if inputs else tensor
+    return out
+
+
+def to_theirs(part: np.ndarray, inputs: int) -> np.ndarray:
+    """Return a part of a parameter in their layout."""
+    return part.reshape(math.prod(part.shape[:inputs]), -1).T if inputs else part
+
+
+def write_weights(folder: Path, params: nnx.State, tensors: Mapping[str, Tensors], dtype: str) -> None:
+    """Write the tensors of all parameters, those of one parameter in one file: memory has a copy of one at a time."""
+    leaves, files = jax.tree_util.tree_leaves_with_path(params), {}
+    for number, (keys, leaf) in enumerate(leaves, start=1):
+        file, (names, inputs) = f"model-{number:05}-of-{len(leaves):05}.safetensors", tensors[path_of(keys)]
+        parts = {name: to_theirs(np.asarray(leaf[at]), inputs) for at, name in names.items()}
+        laid = {name: np.ascontiguousarray(part, dtype) for name, part in parts.items()}
+        safetensors.numpy.save_file(laid, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(names.values(), file)
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,359 +1,240 @@
-"""The training program's data: a byte-level BPE, cached token files, and resumable batches.
+"""The text that a model trains on: files read in blocks, tokens packed into rows, batches that resume exactly.
 
-`load` turns documents into two memory-mapped token arrays, once; `batches` and `fixed_batches` read windows
-of them through grain.
+Nothing is read as a whole: a start costs the sizes of the files and the held-out batches, however large the corpus.
 """
 
-import contextlib
+import glob
 import hashlib
-import itertools
-import math
+import json
 import os
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sysconfig
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import grain
+import jax
 import numpy as np
 import tokenizers
+from jax.experimental import multihost_utils
+from pyarrow import parquet
 
-from models.config import Data
-from models.documents import files_of, read_documents
-from models.files import atomic, blake2b
-from models.integrity import is_intact
-from models.reading import ConfigError, as_config_error, config_error, problem
+from models.config import Config, ConfigError
 
-END_OF_TEXT = "<|endoftext|>"  # in the tokenizers trained here
-# Its name there and in Qwen's, in Llama 3's, in Llama 2's and Mistral's, in Gemma's, and in DeepSeek's.
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
-
-_FORMAT = 1  # part of every cache key: raise it when the same input is to give other files
-_SAMPLE_CHARS = 64_000_000  # bounds the time to train a tokenizer, whatever the size of the corpus
-_READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # grain's default holds 500 batches
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# The token behind each document: of Qwen, Llama 3, Llama 2 and Mistral, Gemma, DeepSeek.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
+_LARGEST, _SMALLEST = 2**20, 2**12  # bytes of a block
+_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)  # a thread reads and tokenises a row's next block
+_NO_TOKENS = np.empty(0, np.int32)
 
 
-class Dataset(NamedTuple):
-    """The tokens of all documents, with END_OF_TEXT after each; equal documents are in the same split."""
+class Source(NamedTuple):
+    """The data of a config: of each batch, the rows of this process, (rows, seq_len + 1) int32."""
 
-    train: np.ndarray  # (tokens,) uint16 or uint32, memory-mapped
-    valid: np.ndarray  # (tokens,) of the same dtype as train
-    tokenizer: tokenizers.Tokenizer
-    vocab_size: int  # above every id; a small corpus gives fewer tokens than were asked for
-    fingerprint: dict[str, str]  # hashes of the files behind data.path and data.tokenizer
+    batches: "Batches"  # endless
+    held_out: list[np.ndarray]  # the batches of each evaluation
+    unigram: float  # entropy of their tokens' frequencies, in nats: the least loss of a model that sees no context
     end: int  # the token behind each document
+    fingerprint: str  # of the files' names and sizes, and of the tokenizer
 
 
-def load(
-    *,
-    path: str | Sequence[str] = "stdlib",
-    text_field: str = "text",
-    tokenizer: str | None = None,
-    vocab_size: int,
-    valid_fraction: float,
-    cache_dir: str | os.PathLike[str],
-    fingerprint: Mapping[str, str] | None = None,
-) -> Dataset:
-    """Return the tokens of the documents in `path`, computed once and kept in a cache.
-
-    A cached dataset is filed under a hash of all that it depends on, the bytes of the documents included. Its files are
-    compared with their hashes before they are used; a damaged file is rebuilt, and a message says so. Processes that
-    fill a cache at the same time write equal files.
-
-    Args:
-      path: the documents, as for `files_of`.
-      text_field: the field of .jsonl records and the column of .parquet files that has the text.
-      tokenizer: a tokenizer.json with at most `vocab_size` tokens; None: train one with at most that many.
-      vocab_size: the model's; the tokenizer may have fewer tokens.
-      valid_fraction: the fraction of documents to hold out, approximately; a document's hash decides.
-      cache_dir: the folder of all cached datasets.
-      fingerprint: that of an earlier Dataset, which must be the same; checked before anything is computed.
+def open_data(config: Config, block: int = 0, blocks: int = 1) -> Source:
+    """Open the data of a config. Of `blocks` equal blocks of a batch's rows, this process has number `block`.
 
     Raises:
-      ConfigError: with the key, its value and what is allowed.
+      ConfigError: there are no such files, they cannot be read, or they are too few.
     """
-    if not 0 < valid_fraction < 1:
-        raise config_error("data.valid_fraction", valid_fraction, "allowed is a number between 0 and 1")
-    if tokenizer is None and vocab_size < 257:
-        raise config_error("model.vocab_size", vocab_size, f"allowed is 257 (bytes and {END_OF_TEXT}) or more")
-    files = files_of(path)
-    given = [] if tokenizer is None else [Path(os.path.expanduser(tokenizer))]
-    bpe = _open_tokenizer(given[0]) if given else None
-    if bpe is not None and _ids(bpe) > vocab_size:
-        raise config_error("model.vocab_size", vocab_size, f"allowed with {given[0]} is {_ids(bpe)}, its own, or more")
-    found = {"data.path": _digest(files), "data.tokenizer": _digest(given) if given else tokenizers.__version__}
-    _refuse_changes(found, fingerprint, {"data.path": path, "data.tokenizer": tokenizer})
-    settings = repr((found, _FORMAT, tokenizers.__version__, text_field, valid_fraction, vocab_size))
-    folder = Path(cache_dir).expanduser() / hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
-    train, valid = folder / "train.npy", folder / "valid.npy"
-    with as_config_error("data.cache_dir", str(cache_dir), "a folder that can be written"):
-        folder.mkdir(parents=True, exist_ok=True)
-        if bpe is None:
-            bpe = _trained_tokenizer(folder / "tokenizer.json", files, text_field, valid_fraction, vocab_size)
-        if not all([_usable(train), _usable(valid)]):
-            _write_tokens(train, valid, read_documents(files, text_field), bpe, valid_fraction)
-    dataset = Dataset(np.load(train, mmap_mode="r"), np.load(valid, mmap_mode="r"), bpe, _ids(bpe), found, end_of(bpe))
-    if not (len(dataset.train) and len(dataset.valid)):
-        what = "hold out" if len(dataset.train) else "train on"
-        why = f"data.path = {path!r} has no document to {what}; allowed is what leaves some for both"
-        raise config_error("data.valid_fraction", valid_fraction, why)
-    return dataset
-
-
-def tokenizer_of(section: Data, vocab_size: int, fingerprint: Mapping[str, str] | None) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a run, which is trained anew if it was and is not in the cache any more.
-
-    Args:
-      section: the section `data` of its config.
-      vocab_size: the model's.
-      fingerprint: as for `load`; None: nothing was trained on.
-
-    Raises:
-      ConfigError: as `load`.
-    """
-    if section.tokenizer is None:
-        return load(
-            path=section.path,
-            text_field=section.text_field,
-            vocab_size=vocab_size,
-            valid_fraction=section.valid_fraction,
-            cache_dir=section.cache_dir,
-            fingerprint=fingerprint,
-        ).tokenizer
-    path = Path(os.path.expanduser(section.tokenizer))
-    key = "data.tokenizer"
-    bpe, before = _open_tokenizer(path), {key: fingerprint[key]} if fingerprint else None
-    _refuse_changes({key: _digest([path])}, before, {key: section.tokenizer})
-    return bpe
-
-
-# ---- the cache ----
-
-
-def _held_out(text: str, fraction: float) -> bool:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) < fraction * 2**64
-
-
-def _digest(files: Iterable[Path]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        with as_config_error("data.path", str(file), "a file that can be read"), file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "blake2b").digest() + file.suffix.encode())
-    return digest.hexdigest()
-
-
-def _refuse_changes(found: Mapping[str, str], before: Mapping[str, str] | None, config: Mapping[str, object]) -> None:
-    changed = [] if before is None else [key for key in found if found[key] != before.get(key)]
-    if changed:
-        why = "is not what it was when the run's checkpoint was written"
-        why += "; put that back, or set train.out to another folder"
-        raise ConfigError([problem(key, repr(config[key]), why) for key in changed])
-
-
-def _open_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    try:
-        bpe = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises Exception itself
-        raise config_error("data.tokenizer", path, f"{error}; allowed is a tokenizer.json") from error
-    if end_of(bpe) is None:
-        raise config_error("data.tokenizer", path, f"allowed is a tokenizer with one of the tokens {', '.join(_ENDS)}")
-    # A tokenizer.json may ask for both, which would truncate and pad documents.
-    bpe.no_truncation()
-    bpe.no_padding()
-    # A document that contains the text <|endoftext|> does not end there.
-    bpe.encode_special_tokens = True
-    return bpe
-
-
-def end_of(bpe: tokenizers.Tokenizer) -> int | None:
-    """Return the id of the token that ends a document; None if there is none."""
-    return next((id for token in _ENDS if (id := bpe.token_to_id(token)) is not None), None)
-
-
-def _ids(bpe: tokenizers.Tokenizer) -> int:
-    # Not the number of tokens: ids may have gaps, and an embedding needs a row for the greatest id.
-    return max(bpe.get_vocab().values()) + 1
-
-
-def _trained_tokenizer(
-    path: Path, files: list[Path], text_field: str, valid_fraction: float, vocab_size: int
-) -> tokenizers.Tokenizer:
-    """Return the tokenizer in `path`; if the file is missing or damaged, train it first."""
-    if not _usable(path):
-        # Shuffled, or the tokenizer could see only the first of several sources.
-        texts = read_documents(random.Random(0).sample(files, len(files)), text_field)
-        sample = _first(_SAMPLE_CHARS, (text for text in texts if not _held_out(text, valid_fraction)))
-        bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bpe.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[END_OF_TEXT],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        bpe.train_from_iterator(sample, trainer)
-        with _hashed(path) as stream:
-            stream.write(bpe.to_str().encode())
-    return _open_tokenizer(path)
-
-
-def _first(chars: int, texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        yield text[:chars]
-        chars -= len(text)
-        if chars <= 0:
-            return
-
-
-def _write_tokens(
-    train: Path, valid: Path, texts: Iterable[str], bpe: tokenizers.Tokenizer, valid_fraction: float
-) -> None:
-    dtype = np.dtype(np.uint16 if _ids(bpe) <= 2**16 else np.uint32)
-    end = end_of(bpe)
-    with _npy(train, dtype) as to_train, _npy(valid, dtype) as to_valid:
-        for some in itertools.batched(texts, 64):
-            for text, encoded in zip(some, bpe.encode_batch_fast(some, add_special_tokens=False), strict=True):
-                stream = to_valid if _held_out(text, valid_fraction) else to_train
-                stream.write(np.array([*encoded.ids, end], dtype).tobytes())
-
-
-@contextlib.contextmanager
-def _npy(path: Path, dtype: np.dtype) -> Iterator[BinaryIO]:
-    """Open `path` to write a one-dimensional array whose length is known only at the end."""
-    with _hashed(path) as stream:
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (0,)}
-        np.lib.format.write_array_header_1_0(stream, header)
-        start = stream.tell()
-        yield stream
-        length = (stream.tell() - start) // dtype.itemsize
-        stream.seek(0)
-        # numpy pads the header, so that a greater length fits into the same number of bytes.
-        np.lib.format.write_array_header_1_0(stream, header | {"shape": (length,)})
-
-
-@contextlib.contextmanager
-def _hashed(path: Path) -> Iterator[BinaryIO]:
-    """As `atomic`, with the file's hash in a second file, which is written before `path` appears."""
-    with atomic(path) as stream:
-        yield stream
-        stream.flush()
-        with atomic(_hash_of(path)) as beside:
-            beside.write(f"{blake2b(Path(stream.name))}  {path.name}\n".encode())  # as `b2sum -c` reads it
-
-
-def _hash_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.b2sum")
-
-
-def _usable(path: Path) -> bool:
-    """Return whether a file of the cache exists and is whole; print a line if it is not, or if it has no hash."""
-    if not path.exists():
-        return False
-    hash = _hash_of(path)
-    if hash.exists():
-        whole = is_intact(path, hash.read_bytes()[:128].decode(errors="replace"))
-    else:
-        whole = _can_be_opened(path)
-    if not whole:
-        print(f"{path} is damaged: it is not what was written, and is rebuilt", flush=True)
-    elif not hash.exists():
-        print(f"{path} comes from an earlier version, which wrote no hash: it is not verified", flush=True)
-    return whole
-
-
-def _can_be_opened(path: Path) -> bool:
-    """Return whether a file can be opened: all that can be checked of one without a hash."""
-    try:
-        if path.suffix == ".npy":
-            tokens = np.load(path, mmap_mode="r")
-            return tokens.ndim == 1 and tokens.dtype in (np.uint16, np.uint32)
-        tokenizers.Tokenizer.from_file(str(path))
-    except Exception:  # numpy and tokenizers raise many classes
-        return False
-    return True
-
-
-# ---- batches ----
-
-
-def windows(tokens: np.ndarray, seq_len: int) -> int:
-    """Return the number of windows of `seq_len` + 1 tokens in `tokens`; neighbours share a token."""
-    return (len(tokens) - 1) // seq_len
-
-
-def batches(
-    tokens: np.ndarray,
-    *,
-    batch_size: int,
-    seq_len: int,
-    seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> grain.DatasetIterator[np.ndarray]:
-    """Return an endless iterator of int32 arrays, (batch_size / process_count, seq_len + 1).
-
-    Window w is tokens[w * seq_len :][: seq_len + 1], so no token is a target twice per epoch. Each epoch is shuffled
-    anew, by `seed`, and batches run on across epochs. `batch_size` is global: the rows of processes 0, 1, ..., one
-    below the other, are the batch of a single process. `get_state()` is {"next_index": batches consumed}, whatever the
-    number of processes, and `set_state` continues from there.
-
-    Raises:
-      ConfigError: `batch_size` is not a multiple of `process_count`, or exceeds the number of windows.
-    """
+    train, fraction, encoder = config.train, config.data.valid_fraction, open_encoder(config)
+    documents = Documents(files_of(config.data.path), config.data.text_field, train.batch_size)
+    if len(documents) < train.batch_size:  # rows of a batch would read the same
+        few = f"has {len(documents)} blocks of text, fewer than train.batch_size = {train.batch_size}"
+        raise ConfigError(f"data.path = {config.data.path!r}: {few}; add text")
+    source = grain.MapDataset.source(documents)
+    held_out = held_out_batches(config, source.map(lambda texts: encoder.encode(side(texts, fraction, held_out=True))))
+    training = source.map(lambda texts: encoder.encode(side(texts, fraction, held_out=False)))
+    if not any(len(training[index]) for index in range(len(training))):
+        raise ConfigError(f"data.valid_fraction = {fraction}: holds out every document of {config.data.path!r}")
     # grain shuffles epoch e with seed + e: without hashing, neighbouring seeds would share epochs.
-    hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    order = lambda windows: windows.shuffle(seed=hashed).repeat()
-    return iter(_rows(tokens, order, batch_size, seq_len, process_index, process_count))
+    seed = int(np.random.SeedSequence(train.seed).generate_state(1)[0])
+    endless = training.shuffle(seed=seed).repeat().filter(len)
+    mine = lambda rows: np.split(rows, blocks)[block]
+    shares = np.unique(np.stack(held_out), return_counts=True)[1] / np.stack(held_out).size
+    names = [file.name for file in documents.files]
+    fingerprint = hashlib.blake2b(repr((names, documents.sizes, encoder.digest)).encode(), digest_size=16)
+    if jax.process_count() > 1:
+        same = "data.path and data.tokenizer must be the same files in all processes"
+        multihost_utils.assert_equal(np.frombuffer(fingerprint.digest(), np.uint8), same)
+    return Source(
+        Batches([endless[row :: train.batch_size] for row in mine(np.arange(train.batch_size))], train.seq_len + 1),
+        [mine(batch) for batch in held_out],
+        float(-shares @ np.log(shares)),
+        encoder.end,
+        fingerprint.hexdigest(),
+    )
 
 
-def fixed_batches(
-    tokens: np.ndarray, *, batch_size: int, seq_len: int, process_index: int = 0, process_count: int = 1
-) -> grain.IterDataset[np.ndarray]:
-    """Return the full batches of `tokens`, once and in order; each iteration over them yields the same.
+def files_of(path: str | Sequence[str]) -> list[Path]:
+    """Return the files of `data.path`, sorted."""
+    found: set[Path] = set()
+    for pattern in [path] if isinstance(path, str) else path:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        if pattern == "stdlib":
+            files = [file for file in root.rglob("*.py") if _NOT_LIBRARY.isdisjoint(file.relative_to(root).parts)]
+        else:
+            files = [Path(file) for file in glob.glob(os.path.expanduser(pattern), recursive=True)]
+            files = [file for file in files if file.suffix in (".txt", ".jsonl", ".parquet")]
+        if not files:
+            allowed = "allowed are 'stdlib' and globs of .txt, .jsonl and .parquet files"
+            raise ConfigError(f"data.path = {path!r}: {pattern!r} matches no file; {allowed}")
+        found.update(files)
+    return sorted(found)
 
-    Windows, rows and errors are those of `batches`. The last windows are left out if they do not fill a batch.
+
+class Documents:
+    """The documents of files, as a sequence of blocks that are read when they are asked for.
+
+    A document is a line of .jsonl, a row of .parquet, or another file. A block has the lines that begin in so many
+    bytes, or a row group. So a text file longer than a block, as in a corpus of one file, is several documents.
     """
-    return _rows(tokens, lambda windows: windows, batch_size, seq_len, process_index, process_count)
+
+    def __init__(self, files: list[Path], text_field: str, rows: int):
+        self.files, self.text_field = files, text_field
+        self.sizes = [file.stat().st_size for file in files]
+        # Small where there is little text, so that each row of a batch has blocks of its own.
+        self.block_bytes = min(_LARGEST, max(_SMALLEST, sum(self.sizes) // (16 * rows)))
+        blocks = [
+            parquet.ParquetFile(file).num_row_groups if file.suffix == ".parquet" else -(-size // self.block_bytes)
+            for file, size in zip(files, self.sizes, strict=True)
+        ]
+        self.ends = np.cumsum(blocks)  # the number of blocks in each file and those before it
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> list[str]:
+        """Return the documents of a block, without those that are empty."""
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        file, block = self.files[number], index - int(self.ends[number - 1] if number else 0)
+        try:
+            texts = self._read(file, block)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = f"cannot be read as text, or as records with data.text_field = {self.text_field!r} ({error!r})"
+            raise ConfigError(f"data.path: {file} {why}") from error
+        # JSON can have half of a surrogate pair, which no tokenizer takes.
+        return [text.encode(errors="replace").decode() for text in texts if text]
+
+    def _read(self, file: Path, block: int) -> list[str]:
+        if file.suffix == ".parquet":
+            return parquet.ParquetFile(file).read_row_group(block, [self.text_field])[self.text_field].to_pylist()
+        lines = lines_that_begin(file, block * self.block_bytes, (block + 1) * self.block_bytes)
+        if file.suffix == ".jsonl":
+            return [json.loads(line)[self.text_field] for line in lines if line.strip()]
+        return [b"".join(lines).decode(errors="replace")]
 
 
-def _rows(
-    tokens: np.ndarray,
-    order: Callable[[grain.MapDataset], grain.MapDataset],
-    batch_size: int,
-    seq_len: int,
-    process_index: int,
-    process_count: int,
-) -> grain.IterDataset[np.ndarray]:
-    """Order and batch the numbers of the windows, and read this process's windows of each batch."""
-    if batch_size % process_count:
-        raise config_error("train.batch_size", batch_size, f"allowed are multiples of {process_count} processes")
-    count = windows(tokens, seq_len)
-    if count < batch_size:
-        why = f"allowed is at most {count}, the windows of train.seq_len = {seq_len} in {len(tokens)} tokens"
-        raise config_error("train.batch_size", batch_size, why)
-
-    def read(numbers: np.ndarray) -> np.ndarray:
-        mine = np.split(numbers, process_count)[process_index]
-        return np.stack([tokens[w * seq_len :][: seq_len + 1] for w in mine]).astype(np.int32)
-
-    ordered = order(grain.MapDataset.range(count))
-    return ordered.batch(batch_size, drop_remainder=True).map(read).to_iter_dataset(_READ)
+def lines_that_begin(file: Path, start: int, stop: int) -> list[bytes]:
+    """Return the lines of a file whose first byte is in this range."""
+    lines = []
+    with file.open("rb") as stream:
+        if start:
+            stream.seek(start - 1)
+            stream.readline()  # of the block before
+        while stream.tell() < stop and (line := stream.readline()):
+            lines.append(line)
+    return lines
 
 
-# ---- the baseline ----
+def side(texts: list[str], fraction: float, held_out: bool) -> list[str]:
+    """Return the documents that are held out, or the others. Their hashes decide, so equal ones are on one side."""
+    hash = lambda text: int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    return [text for text in texts if (hash(text) < fraction * 2**64) == held_out]
 
 
-def unigram_entropy(train: np.ndarray, valid: np.ndarray, *, vocab_size: int) -> float:
-    """Return the cross-entropy on `valid`, in nats per token, of the token frequencies of `train`.
+class Encoder(NamedTuple):
+    encode: Callable[[list[str]], np.ndarray]  # documents -> their tokens, int32, each followed by `end`
+    end: int
+    digest: str  # of tokenizer.json
 
-    It is the loss of a model that sees no context. The frequencies are smoothed: one is added to each count.
+
+def open_encoder(config: Config) -> Encoder:
+    """Return the tokenizer of a config; without one, tokens are the bytes of UTF-8, and 256 is the end."""
+    path = config.data.tokenizer
+    if path is None:
+        to_bytes = lambda text: np.append(np.frombuffer(text.encode(), np.uint8).astype(np.int32), np.int32(256))
+        return Encoder(lambda texts: np.concatenate([_NO_TOKENS, *map(to_bytes, texts)]), 256, "")
+    try:
+        content = Path(path).expanduser().read_bytes()
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ConfigError(f"data.tokenizer = {path!r}: {error}; allowed is a tokenizer.json") from error
+    end = next((id for token in _ENDS if (id := tokenizer.token_to_id(token)) is not None), None)
+    if end is None:
+        raise ConfigError(f"data.tokenizer = {path!r}: must have one of the tokens {', '.join(_ENDS)}")
+    # Ids may have gaps: an embedding needs a row for the greatest.
+    if (least := max(tokenizer.get_vocab().values()) + 1) > config.model.vocab_size:
+        raise ConfigError(f"model.vocab_size = {config.model.vocab_size}: must be {least} or more with {path}")
+    # A tokenizer.json may ask for both, which would change documents.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # a document in which <|endoftext|> is written does not end there
+
+    def encode(texts: list[str]) -> np.ndarray:
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return np.concatenate([_NO_TOKENS, *(np.array([*encoding.ids, end], np.int32) for encoding in encodings)])
+
+    return Encoder(encode, end, hashlib.blake2b(content, digest_size=16).hexdigest())
+
+
+class Batches:
+    """An endless iterator of (rows, length) int32. A row is the tokens of its blocks, one behind the other.
+
+    The state is (rows, 2) int32: a block, and how many of its tokens are read. It does not depend on which process has
+    the row. grain's ConcatThenSplitIterDataset packs alike, but its state (0.2.18) does not survive JSON.
     """
-    counts, targets = _counts(train, vocab_size), _counts(valid, vocab_size)
-    return float(-targets @ np.log((counts + 1) / (counts.sum() + vocab_size)) / targets.sum())
+
+    def __init__(self, rows: Sequence[grain.MapDataset], length: int):
+        self.blocks, self.length = [iter(row.to_iter_dataset(_AHEAD)) for row in rows], length
+        self.tokens = [_NO_TOKENS for _ in rows]  # of the block that the row is in
+        self.position = np.zeros((len(rows), 2), np.int32)
+
+    def __next__(self) -> np.ndarray:
+        return np.stack([self._read(row) for row in range(len(self.blocks))])
+
+    def _read(self, row: int) -> np.ndarray:
+        parts, missing = [], self.length
+        while missing:
+            if self.position[row, 1] == len(self.tokens[row]):
+                self.position[row] = self.blocks[row].get_state()["next_index"], 0
+                self.tokens[row] = next(self.blocks[row])
+            parts.append(self.tokens[row][self.position[row, 1] :][:missing])
+            self.position[row, 1] += len(parts[-1])
+            missing -= len(parts[-1])
+        return np.concatenate(parts)
+
+    def get_state(self) -> np.ndarray:
+        return self.position.copy()
+
+    def set_state(self, position: np.ndarray) -> None:
+        self.position = position.copy()
+        for row, (block, read) in enumerate(position.tolist()):
+            self.blocks[row].set_state({"next_index": block})
+            self.tokens[row] = next(self.blocks[row]) if read else _NO_TOKENS
 
 
-def _counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    # In pieces, because bincount makes an int64 copy of its argument.
-    pieces = np.array_split(tokens, math.ceil(len(tokens) / 2**24))
-    return np.sum([np.bincount(piece, minlength=vocab_size) for piece in pieces], axis=0)
+def held_out_batches(config: Config, blocks: grain.MapDataset) -> list[np.ndarray]:
+    """Return the batches of an evaluation, with all rows: train.batch_size, or as many whole microbatches as fit."""
+    train, length = config.train, config.train.seq_len + 1
+    parts, missing = [_NO_TOKENS], train.eval_batches * train.batch_size * length
+    for tokens in blocks.shuffle(seed=0).to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)):
+        parts.append(tokens[:missing])
+        missing -= len(parts[-1])
+        if not missing:
+            break
+    tokens, microbatch = np.concatenate(parts), train.batch_size // train.grad_accumulation
+    rows = len(tokens) // length
+    if rows < microbatch:
+        why = f"holds out {rows} rows of train.seq_len = {train.seq_len}, fewer than a microbatch of {microbatch}"
+        raise ConfigError(f"data.valid_fraction = {config.data.valid_fraction}: {why}; raise it, or add text")
+    size = min(train.batch_size, rows // microbatch * microbatch)
+    return list(tokens[: rows // size * size * length].reshape(-1, size, length))

@@ -5,112 +5,97 @@
                                      (to the experts'           (and back; both only
                                       devices)                   with an expert axis)
 
+Where a token goes is decided by integers tagged `moe/routing`, which a policy always saves. If top-k were recomputed in
+the backward pass, rounding could choose other experts than in the forward pass, and saved rows would belong to other
+tokens. So only the indices of top-k are used: scores are gathered by the tagged integers.
+
 The scores multiply `act`, not the outputs: the backward pass then does not need the output of fc2. Gate and up are two
 grouped GEMMs, because each has a decision of its own; the halves of one result would be copied for that
 (benchmarks/choices.py measures both).
 """
 
 import functools
-from typing import Any
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxoffload import scope, tag
 from jaxoffload.grouped import grouped_matmul, te
-from models import exchange, routing
-from models.config import Config, Model
-from models.layers import RMSNorm, weight
-from models.mlp import FeedForward, activate, first_leaves
-from models.routing import Balance
+from models.config import Model
 from models.sharding import RULES, on_each_device
 
 ALIGN = {None: 1, "fp8": te.FP8_MULTIPLE}  # `model.quantize` -> each expert's rows are padded to a multiple of this
 
-
-class MoE(nnx.Module):
-    """A layer of experts; returns its output and its Balance.
-
-    Residuals: moe/norm, moe/router_logits, moe/routing.*, moe/fc1_input, moe/fc1.gate, moe/fc1.up, moe/act, moe/fc2.
-    Shared experts have shared/fc1.gate, shared/fc1.up, shared/act, shared/fc2. With FP8, moe/fc1_input and moe/act are
-    quantised, as in moe/act.data, moe/act.scale_inv, moe/act.columnwise_data, moe/act.columnwise_scale_inv. With an
-    expert axis there is moe/fc1_input.weight too, which is sent with the rows: the factor of each in moe/act.
-    """
-
-    def __init__(self, config: Model, rngs: nnx.Rngs):
-        D, E, F = config.d_model, config.experts, config.d_expert
-        self.config = config
-        self.norm = RMSNorm(D, config.norm_eps)
-        self.router_DxE = weight(rngs, (D, E), ("residual", "router"), D**-0.5)
-        if config.balance_rate:
-            self.bias_E = nnx.Param(jnp.zeros(E, jnp.float32), axes=("router",))
-        for leaf in first_leaves(config.activation):
-            setattr(self, f"{leaf}_ExDxF", weight(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), D**-0.5))
-        self.down_ExFxD = weight(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), (2 * config.layers * F) ** -0.5)
-        if config.shared_experts:
-            self.shared = FeedForward(config, rngs, config.shared_experts * F)
-
-    def __call__(self, x_BxSxD: jax.Array) -> tuple[jax.Array, Balance]:
-        norm_BxSxD, dtype = tag(self.norm(x_BxSxD), "moe/norm"), x_BxSxD.dtype
-        mesh = jax.sharding.get_abstract_mesh()
-        # Rounded before they are gathered, which halves what is sent; the router is float32.
-        weights = {leaf: getattr(self, f"{leaf}_ExDxF").astype(dtype) for leaf in first_leaves(self.config.activation)}
-        weights |= {"down": self.down_ExFxD.astype(dtype), "router": self.router_DxE[...]}
-        weights |= {"bias": self.bias_E[...]} if self.config.balance_rate else {}
-        if mesh.empty:
-            out_BxSxD, balance = experts(self.config, {}, norm_BxSxD, weights)
-        else:
-            stream, wide = RULES.spec("batch", "sequence", "residual"), RULES.spec("experts", None, "mlp")
-            specs = {name: wide if name in ("gate", "up") else PartitionSpec() for name in weights}
-            specs["down"] = RULES.spec("experts", "mlp", None)
-            on_device = functools.partial(experts, self.config, dict(mesh.shape))
-            out_specs = stream, Balance(*(PartitionSpec() for _ in Balance._fields))
-            out_BxSxD, balance = on_each_device(on_device, (stream, specs), out_specs)(norm_BxSxD, weights)
-        if self.config.shared_experts:
-            out_BxSxD += self.shared.feed(norm_BxSxD, "shared")
-        return out_BxSxD, balance
+# ---- the layer ----
 
 
-def experts(
-    config: Model, sizes: dict[str, int], x_BxSxD: jax.Array, weights: dict[str, jax.Array]
-) -> tuple[jax.Array, Balance]:
-    """Compute the routed experts of a layer on one device, which has its tokens and its experts.
+class Balance(NamedTuple):
+    """How evenly a layer's tokens are spread over experts, on all devices; float32."""
+
+    load_E: jax.Array  # the share of rows that each expert gets
+    aux: jax.Array  # () Switch's load-balancing loss: 1 if even (Fedus et al., 2021)
+    z: jax.Array  # () mean of logsumexp(logits)^2 (Zoph et al., 2022)
+    dropped: jax.Array  # () the share of rows dropped, over capacity
+
+
+def experts(config: Model, x_BxSxD: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, Balance]:
+    """Compute the routed experts of a layer, on the mesh in use if there is one.
 
     Args:
       config: the model's.
-      sizes: the size of each mesh axis; empty without a mesh.
-      x_BxSxD: the normalised tokens of this device.
-      weights: router (D, E), and bias (E,) if there is one; gate and up (L, D, F) and down (L, F, D) of the L experts
-        of this device, with a part of F if there is a tensor axis.
+      x_BxSxD: the normalised tokens.
+      weights: router (D, E), and bias (E,) if there is one; gate and up (E, D, F) and down (E, F, D).
 
     Returns:
-      (B, S, D), and the balance over all devices.
+      (B, S, D), and the balance.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return _experts_on_device(config, {}, x_BxSxD, weights)
+    stream, wide = RULES.spec("batch", "sequence", "residual"), RULES.spec("experts", None, "mlp")
+    specs = {name: wide if name in ("gate", "up") else PartitionSpec() for name in weights}
+    specs["down"] = RULES.spec("experts", "mlp", None)
+    on_device = functools.partial(_experts_on_device, config, dict(mesh.shape))
+    out_specs = stream, Balance(*(PartitionSpec() for _ in Balance._fields))
+    return on_each_device(on_device, (stream, specs), out_specs)(x_BxSxD, weights)
+
+
+def _experts_on_device(
+    config: Model, sizes: dict[str, int], x_BxSxD: jax.Array, weights: dict[str, jax.Array]
+) -> tuple[jax.Array, Balance]:
+    """As `experts`, on one device, with its tokens, its L experts, and its part of F if there is a tensor axis.
+
+    `sizes`: of each mesh axis; empty without a mesh.
     """
     B, S, D = x_BxSxD.shape
     x_TxD = x_BxSxD.reshape(B * S, D)
-    batch_axes = tuple(axis for axis in RULES.batch if axis in sizes)
     with scope("moe"):
-        logits_TxE = tag(_router_logits(x_TxD, weights["router"]), "router_logits")
-        scores_TxE = routing.scores(logits_TxE, config.router)
+        # GPUs would round float32 to TF32's 10 bits.
+        logits_TxE = jnp.matmul(x_TxD.astype(jnp.float32), weights["router"], precision=lax.Precision.HIGHEST)
+        logits_TxE = tag(logits_TxE, "router_logits")
+        scores_TxE = router_scores(logits_TxE, config.router)
         parts, align = sizes.get("expert", 1), ALIGN[config.quantize]
         # Aligned on the device that runs the grouped GEMMs: this one, or the one that the rows are sent to.
-        chosen = routing.choose(scores_TxE, weights.get("bias"), config.experts_per_token, align if parts == 1 else 1)
-        weight_Txk = routing.weights(scores_TxE, chosen, config.renormalize, config.route_scale)
+        routing = choose(scores_TxE, weights.get("bias"), config.experts_per_token, align if parts == 1 else 1)
+        weight_Txk = row_weights(scores_TxE, routing, config.renormalize, config.route_scale)
         # A row is one token for one expert.
-        weight_Rx1 = routing.moved(weight_Txk.reshape(-1, 1), chosen.order_R, chosen.place_Tk)
-        rows_RxD, dropped = routing.dispatch(x_TxD, chosen), jnp.int32(0)
+        weight_Rx1 = moved(weight_Txk.reshape(-1, 1), routing.order_R, routing.place_Tk)
+        rows_RxD, dropped = dispatch(x_TxD, routing), jnp.int32(0)
         if parts > 1:
-            rows_RxD, dropped = _apply_remote_experts(config, rows_RxD, weight_Rx1, chosen.sizes_E, weights, parts)
+            rows_RxD, dropped = _apply_remote_experts(config, rows_RxD, weight_Rx1, routing.sizes_E, weights)
         else:
-            sizes_E = routing.aligned(chosen.sizes_E, align)
+            sizes_E = aligned(routing.sizes_E, align)
             rows_RxD = _apply_experts(config, rows_RxD, weight_Rx1, sizes_E, weights, full=align == 1)
-        out_TxD = routing.combine(rows_RxD, chosen)
+        out_TxD = combine(rows_RxD, routing)
         if sizes.get("tensor", 1) > 1:  # each device has a part of F
             out_TxD = lax.psum(out_TxD, "tensor")
-        balance = routing.balance(logits_TxE, scores_TxE, chosen, dropped, batch_axes)
+        balance = balance_of(logits_TxE, scores_TxE, routing, dropped, tuple(a for a in RULES.batch if a in sizes))
     return out_TxD.reshape(B, S, D), balance
 
 
@@ -136,53 +121,279 @@ def _apply_experts(
 
 
 def _apply_remote_experts(
-    config: Model,
-    rows_RxD: jax.Array,
-    weight_Rx1: jax.Array,
-    sizes_E: jax.Array,
-    weights: dict[str, jax.Array],
-    parts: int,
+    config: Model, rows_RxD: jax.Array, weight_Rx1: jax.Array, sizes_E: jax.Array, weights: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """As `_apply_experts`, but on the `parts` devices that have the experts; return the number of dropped rows, too."""
+    """As `_apply_experts`, but on the devices that have the experts; return the number of dropped rows, too."""
     R = len(rows_RxD)
-    room = exchange.capacity_rows(R, parts, config.capacity)
-    route = exchange.Route(R, parts, room, "expert", ALIGN[config.quantize], ragged=config.exchange == "ragged")
-    sent, dropped = exchange.make_exchange(sizes_E, route)
-    there_SxD, weight_Sx1 = (exchange.to_experts(x, sent, parts, "expert") for x in (rows_RxD, weight_Rx1))
+    room = capacity_rows(R, lax.axis_size("expert"), config.capacity)
+    exchange, dropped = make_exchange(sizes_E, R, room, ALIGN[config.quantize], config.exchange == "ragged")
+    there_SxD, weight_Sx1 = (to_experts(x, exchange) for x in (rows_RxD, weight_Rx1))
     # A leaf of fc1_input, so that it is kept if the rows are; otherwise it is sent again in the backward pass.
     weight_Sx1 = tag({"weight": weight_Sx1}, "fc1_input")["weight"]
-    computed_SxD = _apply_experts(config, there_SxD, weight_Sx1, sent.sizes_L, weights, full=False)
-    return exchange.from_experts(computed_SxD, sent, R, parts, "expert"), dropped
+    computed_SxD = _apply_experts(config, there_SxD, weight_Sx1, exchange.sizes_L, weights, full=False)
+    return from_experts(computed_SxD, exchange, R), dropped
 
 
-def grouped_gemms(config: Config) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-    """Return abstract x (R, K) and w (L, K, N) of fc1 and of fc2, per device and microbatch."""
-    model, mesh, train = config.model, config.mesh, config.train
-    share = train.batch_size // train.grad_accumulation // (mesh.data * mesh.fsdp * mesh.expert)
-    rows = share * train.seq_len * model.experts_per_token
-    if mesh.expert > 1:
-        rows = mesh.expert * exchange.capacity_rows(rows, mesh.expert, model.capacity)
-    L, D, F = model.experts // mesh.expert, model.d_model, model.d_expert // mesh.tensor
-    rows = routing.aligned_rows(rows, L, ALIGN[model.quantize])
-    abstract = lambda *shape: jax.ShapeDtypeStruct(shape, model.dtype)
-    return [(abstract(rows, K), abstract(L, K, N)) for K, N in ((D, F), (F, D))]
+def first_leaves(activation: str) -> tuple[str, ...]:
+    """Return the leaves of fc1, of an expert or an MLP; each is the output of a matmul of its own."""
+    return ("up",) if activation == "relu2" else ("gate", "up")
 
 
-def _router_logits(x_TxD: jax.Array, router_DxE: jax.Array) -> jax.Array:
-    # GPUs would round float32 to TF32's 10 bits.
-    return jnp.matmul(x_TxD.astype(jnp.float32), router_DxE, precision=lax.Precision.HIGHEST)
+def activate(fc1: Mapping[str, jax.Array], activation: str) -> jax.Array:
+    """Return (..., F), the input of fc2: SwiGLU and GeGLU (Shazeer, 2020), or squared ReLU (So et al., 2021)."""
+    if activation == "relu2":
+        return jnp.square(jax.nn.relu(fc1["up"]))
+    function = jax.nn.silu if activation == "swiglu" else jax.nn.gelu
+    return function(fc1["gate"]) * fc1["up"]
 
 
-def balanced(params: nnx.State, load_LxE: jax.Array, rate: float) -> nnx.State:
-    """Return the parameters, with each expert's bias one step of `rate` towards an even load.
+# ---- routing: which token goes to which expert ----
 
-    `load_LxE`: each expert's share of the rows of its layer; in the parameters layers may be grouped. Wang et al.,
-    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
+
+class Routing(NamedTuple):
+    """The k experts of each of T tokens, and R rows sorted by expert: T * k, or more with alignment. All int32."""
+
+    ids_Txk: jax.Array  # the experts of each token
+    order_R: jax.Array  # sorted row -> t * k + j; T * k for padding
+    place_Tk: jax.Array  # t * k + j -> sorted row
+    sizes_E: jax.Array  # tokens of each expert
+
+
+def router_scores(logits_TxE: jax.Array, kind: str) -> jax.Array:
+    """Return the experts' scores, from float32 logits. `kind`: as `model.router`."""
+    return jax.nn.softmax(logits_TxE, axis=-1) if kind == "softmax" else jax.nn.sigmoid(logits_TxE)
+
+
+def choose(scores_TxE: jax.Array, bias_E: jax.Array | None, k: int, align: int = 1) -> Routing:
+    """Return the k experts of each token with the greatest scores. `bias_E` is added for the choice only.
+
+    The rows of each expert begin at a multiple of `align`, and are padded to one. The result is tagged `routing` in
+    the scope of the caller.
+    """
+    by = lax.stop_gradient(scores_TxE if bias_E is None else scores_TxE + bias_E[None])
+    ids_Txk = lax.top_k(by, k)[1].astype(jnp.int32)
+    flat_Tk = ids_Txk.reshape(-1)
+    order_R = jnp.argsort(flat_Tk, stable=True).astype(jnp.int32)
+    place_Tk = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(len(flat_Tk), dtype=jnp.int32))
+    sizes_E = jnp.zeros(scores_TxE.shape[1], jnp.int32).at[flat_Tk].add(1)
+    if align > 1:
+        from_E, to_E = starts(sizes_E), starts(aligned(sizes_E, align))
+        size = aligned_rows(len(flat_Tk), len(sizes_E), align)
+        sorted_R = lookup(to_E, from_E, sizes_E, size, len(flat_Tk))
+        order_R = order_R.at[sorted_R].get(mode="fill", fill_value=len(flat_Tk))
+        place_Tk += (to_E - from_E)[flat_Tk]
+    return tag(Routing(ids_Txk, order_R, place_Tk, sizes_E), "routing")
+
+
+def row_weights(scores_TxE: jax.Array, routing: Routing, renormalize: bool, scale: float) -> jax.Array:
+    """Return (T, k): the scores of the chosen experts, divided by their sum if `renormalize`, times `scale`."""
+    chosen_Txk = jnp.take_along_axis(scores_TxE, routing.ids_Txk, axis=1)
+    if renormalize:
+        chosen_Txk /= jnp.sum(chosen_Txk, axis=1, keepdims=True) + 1e-20
+    return scale * chosen_Txk
+
+
+def balance_of(
+    logits_TxE: jax.Array, scores_TxE: jax.Array, routing: Routing, dropped: jax.Array, axes: tuple[str, ...]
+) -> Balance:
+    """Return the balance over the devices along `axes`, which have the same number of tokens each."""
+    mean = lambda x: lax.pmean(x, axes) if axes else x
+    E, rows = logits_TxE.shape[1], routing.ids_Txk.size
+    load_E = mean(routing.sizes_E.astype(jnp.float32) / rows)
+    shares_TxE = scores_TxE / (jnp.sum(scores_TxE, axis=1, keepdims=True) + 1e-20)
+    aux = E * jnp.sum(load_E * mean(jnp.mean(shares_TxE, axis=0)))
+    z = mean(jnp.mean(jnp.square(jax.nn.logsumexp(logits_TxE, axis=1))))
+    return Balance(load_E, aux, z, mean(dropped.astype(jnp.float32) / rows))
+
+
+def aligned(sizes: jax.Array, align: int) -> jax.Array:
+    """Return each size, rounded up to a multiple of `align`."""
+    return -(-sizes // align) * align
+
+
+def aligned_rows(rows: int, groups: int, align: int) -> int:
+    """Return a multiple of `align` that is enough for `rows` in this many groups, each of them aligned."""
+    return -(-(rows + groups * (align - 1)) // align) * align
+
+
+def starts(lengths: jax.Array) -> jax.Array:
+    """Return where each of several consecutive blocks begins."""
+    return jnp.cumsum(lengths) - lengths
+
+
+def lookup(starts_B: jax.Array, sources_B: jax.Array, lengths_B: jax.Array, size: int, missing: int) -> jax.Array:
+    """Return (size,) int32: for each place, the index of the row that belongs there.
+
+    Block b puts lengths_B[b] rows, from sources_B[b] on, at the places from starts_B[b] on. `starts_B` is sorted.
+    Places that no block fills are `missing`.
+    """
+    place_N = jnp.arange(size, dtype=jnp.int32)
+    block_N = jnp.sum(starts_B[None] <= place_N[:, None], axis=1) - 1
+    offset_N = place_N - starts_B[block_N]
+    return jnp.where(offset_N < lengths_B[block_N], sources_B[block_N] + offset_N, missing).astype(jnp.int32)
+
+
+# ---- rows in another order; the transpose of each function is a gather too, never a scatter ----
+
+
+@jax.custom_vjp
+def dispatch(x_TxD: jax.Array, routing: Routing) -> jax.Array:
+    """Return (R, D): the token of each row; zeros for padding."""
+    token_R = routing.order_R // routing.ids_Txk.shape[1]
+    if len(token_R) == routing.ids_Txk.size:
+        return x_TxD[token_R]
+    return x_TxD.at[token_R].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def combine(rows_RxD: jax.Array, routing: Routing) -> jax.Array:
+    """Return (T, D): the sum of each token's rows, computed in float32, in the dtype of the rows."""
+    rows_TxkxD = rows_RxD[routing.place_Tk].reshape(*routing.ids_Txk.shape, -1)
+    return jnp.sum(rows_TxkxD.astype(jnp.float32), axis=1).astype(rows_RxD.dtype)
+
+
+@jax.custom_vjp
+def moved(x_NxD: jax.Array, there_M: jax.Array, back_N: jax.Array) -> jax.Array:
+    """Return (M, D): rows `there_M` of x; zeros where that is N. `back_N`: where each row went; M if nowhere."""
+    return x_NxD.at[there_M].get(mode="fill", fill_value=0)
+
+
+dispatch.defvjp(lambda x, routing: (dispatch(x, routing), routing), lambda routing, dy: (combine(dy, routing), None))
+combine.defvjp(lambda y, routing: (combine(y, routing), routing), lambda routing, dx: (dispatch(dx, routing), None))
+moved.defvjp(
+    lambda x, there, back: (moved(x, there, back), (there, back)),
+    lambda moves, dy: (moved(dy, moves[1], moves[0]), None, None),
+)
+
+
+# ---- exchange: rows go to the devices that hold their experts, and back ----
+
+
+class Exchange(NamedTuple):
+    """Where the rows of one of P devices go, and where those that it receives come from. All int32.
+
+    There are E = P * L experts, L on each device. Buffers have static shapes: each device sends at most C rows to
+    another, all R in the worst case, or fewer with a capacity. A row has four places, one after the other:
+
+    - one of R: sorted by expert, on the device that it comes from;
+    - one of P * C: in the buffer that is sent, C places for each device. A ragged exchange sends from R places;
+    - one of P * C: in the buffer that arrives;
+    - one of S: sorted by the experts of the device that it arrives at. S is P * C, or more where groups are aligned.
     """
 
-    def step(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        if not any(getattr(key, "key", None) == "bias_E" for key in path):
-            return leaf
-        return leaf + rate * jnp.sign(1 / load_LxE.shape[-1] - load_LxE).reshape(leaf.shape)
+    sent_PC: jax.Array | None  # place in the sent buffer -> row; R if empty. None: rows are sent as sorted
+    slot_R: jax.Array | None  # row -> place in the sent buffer; the size of the buffer if dropped
+    # Ragged only, for each device: the first row sent to it, their number; the number received from it, their first.
+    ragged_4xP: jax.Array | None
+    sorted_S: jax.Array  # place by expert -> place in the arrived buffer; P * C if empty
+    arrived_PC: jax.Array  # the inverse; S if empty
+    sizes_L: jax.Array  # rows of each expert here, aligned
 
-    return jax.tree_util.tree_map_with_path(step, params)
+
+def capacity_rows(rows: int, parts: int, capacity: float | None) -> int:
+    """Return C, the most rows that one device sends to another; `capacity` is in multiples of an even share."""
+    if capacity is None or capacity >= parts:
+        return rows
+    return math.ceil(Fraction(str(capacity)) * rows / parts)  # in floats the product is rounded, perhaps to a row more
+
+
+def make_exchange(
+    sizes_E: jax.Array, rows: int, room: int, align: int = 1, ragged: bool = False
+) -> tuple[Exchange, jax.Array]:
+    """Return the exchange of R `rows` sorted by expert, tagged `routing` in the caller's scope, and the number dropped.
+
+    Expert e has sizes_E[e] rows. At most C, `room`, go to one device; of more, each of its experts keeps the same
+    share. Where they arrive, those of an expert are padded to a multiple of `align`. `ragged`: only rows are sent, not
+    whole buffers.
+    """
+    parts = lax.axis_size("expert")
+    sizes_PxL, first_PxL = (x_E.reshape(parts, -1) for x_E in (sizes_E, starts(sizes_E)))
+    kept_PxL = _kept_sizes(sizes_PxL, room)
+    first_P, sent_P = first_PxL[:, 0], _total(kept_PxL, axis=1)
+    arrived_PxL = lax.all_to_all(kept_PxL, "expert", 0, 0)  # from each device, for each expert here
+    sorted_S, arrived_PC, sizes_L = _by_expert(arrived_PxL, room, align)
+    sent_PC = slot_R = ragged_4xP = None
+    if ragged:
+        there_P = lax.all_to_all(first_P, "expert", 0, 0)
+        ragged_4xP = jnp.stack([first_P, sent_P, _total(arrived_PxL, axis=1), there_P])
+    if not ragged or room < rows:
+        begin_P, places = (first_P, rows) if ragged else (_buffers(parts, room), parts * room)
+        place_PxL = begin_P[:, None] + jnp.cumsum(kept_PxL, axis=1) - kept_PxL
+        place_E, first_E, kept_E = (x_PxL.reshape(-1) for x_PxL in (place_PxL, first_PxL, kept_PxL))
+        sent_PC = lookup(place_E, first_E, kept_E, places, rows)
+        slot_R = lookup(first_E, place_E, kept_E, rows, places)
+    exchange = Exchange(sent_PC, slot_R, ragged_4xP, sorted_S, arrived_PC, sizes_L)
+    return tag(exchange, "routing"), _total(sizes_E) - _total(sent_P)
+
+
+# Without a dtype, a sum of int32 would be int64 under jax_enable_x64.
+_total = functools.partial(jnp.sum, dtype=jnp.int32)
+
+
+def _buffers(parts: int, room: int) -> jax.Array:
+    """Return (P,): where each device's part of a buffer begins."""
+    return room * jnp.arange(parts, dtype=jnp.int32)
+
+
+def _by_expert(arrived_PxL: jax.Array, room: int, align: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return `sorted_S`, `arrived_PC` and `sizes_L` of an exchange, from the rows that each device sends each expert.
+
+    The rows of one device for one expert are a block. Blocks arrive in the order of devices, and are computed in the
+    order of experts.
+    """
+    size = len(arrived_PxL) * room
+    begin_PxL = _buffers(len(arrived_PxL), room)[:, None] + jnp.cumsum(arrived_PxL, axis=1) - arrived_PxL
+    sizes_L = aligned(_total(arrived_PxL, axis=0), align)
+    target_PxL = starts(sizes_L)[None] + jnp.cumsum(arrived_PxL, axis=0) - arrived_PxL
+    by_expert = [x_PxL.T.reshape(-1) for x_PxL in (target_PxL, begin_PxL, arrived_PxL)]
+    by_device = [x_PxL.reshape(-1) for x_PxL in (begin_PxL, target_PxL, arrived_PxL)]
+    room_S = aligned_rows(size, len(sizes_L), align)
+    return lookup(*by_expert, room_S, size), lookup(*by_device, size, room_S), sizes_L
+
+
+def _kept_sizes(sizes_PxL: jax.Array, room: int) -> jax.Array:
+    """Return (P, L): how many rows of each expert are sent, at most `room` to each device."""
+    ends_PxL = jnp.cumsum(sizes_PxL, axis=1)
+    total_Px1 = ends_PxL[:, -1:]
+    # GPUs round quotients differently: so the last expert gets what is left, and none more than it has.
+    share_PxL = jnp.floor(ends_PxL * (room / jnp.maximum(total_Px1, 1))).astype(jnp.int32)
+    cut_PxL = jnp.minimum(share_PxL, room).at[:, -1].set(room)
+    kept_PxL = jnp.where(total_Px1 <= room, ends_PxL, cut_PxL)
+    return jnp.minimum(jnp.diff(kept_PxL, axis=1, prepend=0), sizes_PxL)
+
+
+def to_experts(rows_RxD: jax.Array, exchange: Exchange) -> jax.Array:
+    """Return (S, D): the rows of all devices for the experts here, sorted by expert; all other places are zero."""
+    if exchange.sent_PC is not None:
+        rows_RxD = moved(rows_RxD, exchange.sent_PC, exchange.slot_R)
+    if exchange.ragged_4xP is None:
+        buffer = _all_to_all(rows_RxD)
+    else:
+        first_P, sent_P, received_P, _ = exchange.ragged_4xP
+        size = len(exchange.arrived_PC)
+        place_P = jnp.full_like(first_P, size // len(first_P) * lax.axis_index("expert"))
+        buffer = _ragged_all_to_all(rows_RxD, size, first_P, sent_P, place_P, received_P)
+    return moved(buffer, exchange.sorted_S, exchange.arrived_PC)
+
+
+def from_experts(rows_SxD: jax.Array, exchange: Exchange, rows: int) -> jax.Array:
+    """Return (R, D), R being `rows`: each row back on the device that it came from; zeros for dropped rows."""
+    buffer = moved(rows_SxD, exchange.arrived_PC, exchange.sorted_S)
+    if exchange.ragged_4xP is None:
+        back = _all_to_all(buffer)
+    else:
+        _, sent_P, received_P, there_P = exchange.ragged_4xP
+        place_P = _buffers(len(sent_P), len(buffer) // len(sent_P))
+        back = _ragged_all_to_all(buffer, rows, place_P, received_P, there_P, sent_P)
+    return back if exchange.sent_PC is None else moved(back, exchange.slot_R, exchange.sent_PC)
+
+
+def _all_to_all(buffer_PCxD: jax.Array) -> jax.Array:
+    """Send part p of each device's buffer to device p, where it becomes the part with the sender's index."""
+    parts = buffer_PCxD.reshape(lax.axis_size("expert"), -1, buffer_PCxD.shape[1])
+    return lax.all_to_all(parts, "expert", 0, 0).reshape(buffer_PCxD.shape)
+
+
+def _ragged_all_to_all(x: jax.Array, size: int, *moves_P: jax.Array) -> jax.Array:
+    """`moves_P`: for each device, the first row sent to it, their number, their place there; the number received."""
+    return lax.ragged_all_to_all(x, jnp.zeros((size, x.shape[1]), x.dtype), *moves_P, axis_name="expert")

@@ -1,6 +1,5 @@
 """Where arrays live: the device mesh, and one set of rules from logical axes to mesh axes."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -8,15 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxoffload import Problem
 from models import config
-from models.reading import ConfigError, config_error
+from models.config import ConfigError
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "tensor")
 _AUTO = (AxisType.Auto,) * len(MESH_AXES)
@@ -82,24 +78,17 @@ def make_mesh(sizes: config.Mesh, devices: Sequence[jax.Device] | None = None) -
         axes = " * ".join(f"mesh.{axis}" for axis in MESH_AXES)
         here = f"{len(devices)}, the number of devices here ({devices[0].device_kind})"
         line = f"{axes} = {product}: must be {here}; for instance mesh.fsdp={len(devices)}, the others 1"
-        raise ConfigError([Problem("mesh", line)])
+        raise ConfigError(line)
     local = len(devices) // len({device.process_index for device in devices})
     if sizes.tensor % local and local % sizes.tensor:
-        raise config_error(
-            "mesh.tensor", sizes.tensor, f"must divide, or be a multiple of, a process's {local} devices"
-        )
+        must = f"must divide, or be a multiple of, a process's {local} devices"
+        raise ConfigError(f"mesh.tensor = {sizes.tensor}: {must}")
     return jax.sharding.Mesh(np.asarray(devices).reshape(shape), MESH_AXES, _AUTO)
 
 
 def abstract_mesh(sizes: config.Mesh) -> AbstractMesh:
     """Return the mesh without devices, to trace a program for another machine."""
     return AbstractMesh(_shape(sizes), MESH_AXES, _AUTO)
-
-
-def inside_shard_map(sizes: config.Mesh) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which code is traced as for one device of the mesh, as in the `shard_map` of a layer."""
-    manual = (AxisType.Manual,) * len(MESH_AXES)
-    return jax.sharding.use_abstract_mesh(AbstractMesh(_shape(sizes), MESH_AXES, axis_types=manual))
 
 
 def _shape(sizes: config.Mesh) -> tuple[int, ...]:
@@ -156,90 +145,6 @@ def param_shardings(params: nnx.State, mesh: AnyMesh) -> nnx.State:
         return param.replace(NamedSharding(mesh, RULES.spec(*stacked, *param.axes)))
 
     return jax.tree_util.tree_map_with_path(sharding, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
-
-
-def optimizer_shardings(
-    optimizer: optax.GradientTransformation,
-    state: Any,
-    shardings: nnx.State,
-    mesh: AnyMesh,
-) -> Any:
-    """Return a NamedSharding for each leaf of an optimizer state: that of its parameter, or replicated."""
-    return optax.tree.map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        state,
-        shardings,
-        transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
-    )
-
-
-def regroup[T](tree: T, like: T) -> T:
-    """Return arrays whose layers are grouped and sharded as in `like`, in the same order; `tree` is consumed.
-
-    Either is the model's state or a part of it, with layers in groups, (virtual stages, layers, ...), or in order. Each
-    stage sends the chunks that another one will have. The memory of one array is freed before the next one is moved: so
-    the state is never in memory twice. Arrays without stacked layers are returned as they are.
-    """
-
-    def moved(x: jax.Array, y: jax.ShapeDtypeStruct) -> jax.Array:
-        if x.shape == y.shape:
-            return x
-        out = _regrouping(x.sharding, y, groups=max(x.shape, y.shape, key=len)[0])(x)
-        out.block_until_ready()  # the host would run ahead, and allocate the next ones
-        x.delete()
-        return out
-
-    return jax.tree.map(moved, tree, like)
-
-
-@functools.cache
-def _regrouping(sharding: NamedSharding, like: jax.ShapeDtypeStruct, groups: int) -> Callable[[jax.Array], jax.Array]:
-    """Return the jitted function that regroups the layers of an array with this sharding.
-
-    It is no reshape, for which XLA gathers the array: the layers of a stage's groups are not consecutive.
-    """
-    assert isinstance(like.sharding, NamedSharding)
-    mesh, shape = like.sharding.mesh, like.sharding.shard_shape(like.shape)
-    rounds = exchanges(mesh.shape["stage"], groups)
-
-    def on_device(x: jax.Array) -> jax.Array:
-        stage, ungroups = jax.lax.axis_index("stage"), x.ndim > like.ndim
-        chunks = x.reshape(groups, x.shape[1] if ungroups else x.shape[0] // groups, -1)
-
-        def move_one_of_each(layer: jax.Array, out: jax.Array) -> jax.Array:
-            for grouped_to_ordered in rounds:
-                moves = [move if ungroups else move[::-1] for move in grouped_to_ordered]
-                sent = [slot for (_, slot), _ in sorted(moves)]
-                received = [slot for _, (_, slot) in sorted(moves, key=lambda move: move[1])]
-                pairs = [(source, target) for (source, _), (target, _) in moves]
-                row = jax.lax.dynamic_slice(chunks, (jnp.asarray(sent)[stage], layer, 0), (1, 1, chunks.shape[2]))
-                row = jax.lax.ppermute(row, "stage", pairs)
-                out = jax.lax.dynamic_update_slice(out, row, (jnp.asarray(received)[stage], layer, 0))
-            return out
-
-        return jax.lax.fori_loop(0, chunks.shape[1], move_one_of_each, jnp.zeros_like(chunks)).reshape(shape)
-
-    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=sharding.spec, out_specs=like.sharding.spec)
-    return jax.jit(mapped, out_shardings=like.sharding)
-
-
-Place = tuple[int, int]  # a stage, and which of its chunks
-
-
-def exchanges(stages: int, groups: int) -> list[list[tuple[Place, Place]]]:
-    """Return where each chunk of layers is in groups, and where in order, in rounds.
-
-    In a round each stage sends one chunk, and each receives one. Of p stages and v groups, chunk k is that of group
-    k // p on stage k % p; in order it is the k % v th on stage k // v.
-    """
-    # Chunks that lie v apart are on different stages in groups, but for a period; then the next one of v is taken.
-    period = stages // math.gcd(stages, groups)
-    rounds: list[list[tuple[Place, Place]]] = [[] for _ in range(groups)]
-    for chunk in range(stages * groups):
-        ordered = stage, slot = divmod(chunk, groups)
-        rounds[(slot + stage // period) % groups].append(((chunk % stages, chunk // stages), ordered))
-    return rounds
 
 
 def process_block(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, int]:

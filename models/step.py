@@ -13,14 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxoffload
 from models.config import Config, Train
-from models.moe import balanced
-from models.routing import Balance
-from models.sharding import AnyMesh, batch_sharding, on_mesh, optimizer_shardings, param_shardings
-from models.transformer import Transformer, next_token_loss, training_loss
+from models.moe import Balance
+from models.sharding import AnyMesh, batch_sharding, on_mesh, param_shardings
+from models.transformer import Transformer, training_loss
 
 Aux = tuple[jax.Array, Balance | None]  # the cross-entropy, and what the layers with experts return
-Loss = Callable[[nnx.State, jax.Array], tuple[jax.Array, Aux]]  # the loss that is differentiated, on one microbatch
-Derivative = Callable[[Loss, nnx.State, jax.Array], tuple[Aux, nnx.State]]  # the means over microbatches
 
 
 class State(NamedTuple):
@@ -31,20 +28,14 @@ class State(NamedTuple):
     optimizer: optax.OptState
 
 
-Step = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # the new state, and `_metrics`
-
-
 class Program(NamedTuple):
     """What a config computes: functions to jit, and their arguments as ShapeDtypeStructs with shardings."""
 
-    init: Callable[[], State]  # its result is as `saved`
-    step: Step
-    step_of: Callable[[Loss, Derivative], Step]  # the step, from this loss, differentiated so
-    training: Loss  # `loss`, with what else it returns
+    init: Callable[[], State]
+    step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # the new state, and `_metrics`
     loss: Callable[[nnx.State, jax.Array], jax.Array]  # the loss that is differentiated, on one microbatch
     evaluate: Callable[[nnx.State, jax.Array], jax.Array]  # the cross-entropy on one or more microbatches
     state: State
-    saved: State  # the state as checkpoints hold it: layers in their order, which virtual stages regroup
     tokens: jax.ShapeDtypeStruct  # (batch_size, seq_len + 1) int32
     microbatch: jax.ShapeDtypeStruct  # (batch_size / grad_accumulation, seq_len + 1) int32
 
@@ -54,56 +45,77 @@ def program(config: Config, mesh: AnyMesh, end: int = 0) -> Program:
     train, optimizer = config.train, adamw(config.train)
     border = end if config.data.document_mask else None
 
-    def make() -> Transformer:
-        return Transformer(config.model, nnx.Rngs(params=jax.random.key(train.seed)))
+    def make(groups: int = 1) -> Transformer:
+        return Transformer(config.model, nnx.Rngs(params=jax.random.key(train.seed)), groups)
 
     def init() -> State:
-        params = nnx.state(make())
+        params = nnx.state(make(train.virtual_stages))
         return State(jnp.int32(0), params, optimizer.init(params))
 
-    graph, saved = nnx.graphdef(nnx.eval_shape(make)), jax.eval_shape(init)
-    params = dealt(saved.params, train.virtual_stages)
-    state = saved._replace(params=params, optimizer=jax.eval_shape(optimizer.init, params))
-    model = lambda params: nnx.merge(graph, regrouped(params, saved.params))
+    graph, in_order = nnx.split(nnx.eval_shape(make))
 
-    def training(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, Aux]:
-        return training_loss(model(params), tokens_BxS1, config.remat, train.chunk, border)
+    def loss(params: nnx.State, tokens_BxS1: jax.Array) -> tuple[jax.Array, Aux]:
+        model = nnx.merge(graph, regrouped(params, in_order))
+        return training_loss(model, tokens_BxS1, config.remat, train.chunk, border)
 
-    def validation(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
-        return next_token_loss(model(params), tokens_BxS1, config.remat, train.chunk, border)
-
-    def step_of(loss: Loss, derivative: Derivative) -> Step:
-        def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-            tokens_AxMxS1 = microbatches(tokens_BxS1, train.grad_accumulation)
-            (mean_loss, balance), gradients = derivative(loss, state.params, tokens_AxMxS1)
-            updates, moments = optimizer.update(gradients, state.optimizer, state.params)
-            params = optax.apply_updates(state.params, updates)
-            if balance is not None and config.model.balance_rate:
-                params = balanced(params, balance.load_E, config.model.balance_rate)
-            return State(state.step + 1, params, moments), _metrics(mean_loss, gradients, balance)
-
-        return on_mesh(mesh, step)
+    def step(state: State, tokens_BxS1: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        tokens_AxMxS1 = microbatches(tokens_BxS1, train.grad_accumulation)
+        (mean_loss, balance), gradients = mean_gradients(config, loss)(state.params, tokens_AxMxS1)
+        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        if balance is not None and config.model.balance_rate:
+            params = balanced(params, balance.load_E, config.model.balance_rate)
+        return State(state.step + 1, params, moments), _metrics(mean_loss, gradients, balance)
 
     def evaluate(params: nnx.State, tokens_BxS1: jax.Array) -> jax.Array:
-        loss = jaxoffload.evaluate(validation, **stages_of(config))
+        cross_entropy = jaxoffload.evaluate(lambda *args: loss(*args)[1][0], **stages_of(config))
         rows = train.batch_size // train.grad_accumulation
-        return loss(params, microbatches(tokens_BxS1, len(tokens_BxS1) // rows))
+        return cross_entropy(params, microbatches(tokens_BxS1, len(tokens_BxS1) // rows))
 
     def tokens(rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, train.seq_len + 1), jnp.int32, sharding=batch_sharding(mesh))
 
     return Program(
         on_mesh(mesh, init),
-        step_of(training, derivative_of(config)),
-        step_of,
-        on_mesh(mesh, training),
-        on_mesh(mesh, lambda params, tokens: training(params, tokens)[0]),
+        on_mesh(mesh, step),
+        on_mesh(mesh, lambda params, tokens: loss(params, tokens)[0]),
         on_mesh(mesh, evaluate),
-        with_shardings(state, optimizer, mesh),
-        with_shardings(saved, optimizer, mesh),
+        with_shardings(jax.eval_shape(init), optimizer, mesh),
         tokens(train.batch_size),
         tokens(train.batch_size // train.grad_accumulation),
     )
+
+
+def mean_gradients(
+    config: Config, loss: Callable[[nnx.State, jax.Array], tuple[jax.Array, Aux]]
+) -> Callable[[nnx.State, jax.Array], tuple[Aux, nnx.State]]:
+    """Return (params, microbatches) -> the means of `Aux` and of the gradients over microbatches.
+
+    On pipeline stages, interleaved, or one microbatch after another, as the config says; the bits are the same where
+    XLA rounds alike.
+    """
+
+    def interleaved(params: nnx.State, tokens_AxMxS1: jax.Array) -> tuple[Aux, nnx.State]:
+        derivative = jaxoffload.accumulate(loss, has_aux=True, **stages_of(config))
+        (_, aux_A), gradients = derivative(params, tokens_AxMxS1)
+        return mean(lambda aux: aux, aux_A), gradients
+
+    def one_by_one(params: nnx.State, tokens_AxMxS1: jax.Array) -> tuple[Aux, nnx.State]:
+        derivative = functools.partial(jax.value_and_grad(loss, has_aux=True), params)
+        (_, aux), gradients = mean(derivative, tokens_AxMxS1)
+        return aux, gradients
+
+    return interleaved if config.mesh.stage > 1 or may_interleave(config.train) else one_by_one
+
+
+def may_interleave(train: Train) -> bool:
+    """Return whether the step calls `accumulate`, which interleaves microbatches if the policy offloads anything."""
+    return train.grad_accumulation > 1 and train.interleave
+
+
+def stages_of(config: Config) -> dict[str, Any]:
+    """Return what `accumulate` is told of pipeline stages."""
+    return {"stages": "stage", "virtual_stages": config.train.virtual_stages} if config.mesh.stage > 1 else {}
 
 
 def _metrics(loss: jax.Array, gradients: nnx.State, balance: Balance | None) -> dict[str, jax.Array]:
@@ -141,43 +153,23 @@ def learning_rate(train: Train) -> optax.Schedule:
 
     The cosine ends at `train.steps`; the last step is taken at `train.steps` - 1, a little above the final value.
     """
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=train.learning_rate,
-        warmup_steps=train.warmup,
-        decay_steps=train.steps,
-        end_value=train.learning_rate * train.final_learning_rate_fraction,
-    )
+    end = train.learning_rate * train.final_learning_rate_fraction
+    return optax.warmup_cosine_decay_schedule(0.0, train.learning_rate, train.warmup, train.steps, end)
 
 
-def may_interleave(train: Train) -> bool:
-    """Return whether the step calls `accumulate`, which interleaves microbatches if the policy offloads anything."""
-    return train.grad_accumulation > 1 and train.interleave is not False
+def balanced(params: nnx.State, load_LxE: jax.Array, rate: float) -> nnx.State:
+    """Return the parameters, with each expert's bias one step of `rate` towards an even load.
 
+    `load_LxE`: each expert's share of the rows of its layer; in the parameters layers may be grouped. Wang et al.,
+    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
+    """
 
-def derivative_of(config: Config) -> Derivative:
-    """Return how a config computes gradients: on pipeline stages, interleaved, or one microbatch after another."""
-    if config.mesh.stage > 1:
-        return functools.partial(interleaved, **stages_of(config))
-    return interleaved if may_interleave(config.train) else one_by_one
+    def step(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        if not any(getattr(key, "key", None) == "bias_E" for key in path):
+            return leaf
+        return leaf + rate * jnp.sign(1 / load_LxE.shape[-1] - load_LxE).reshape(leaf.shape)
 
-
-def stages_of(config: Config) -> dict[str, Any]:
-    """Return what `accumulate` is told of pipeline stages."""
-    return {"stages": "stage", "virtual_stages": config.train.virtual_stages} if config.mesh.stage > 1 else {}
-
-
-def interleaved(loss: Loss, params: nnx.State, tokens_AxMxS1: jax.Array, **how: Any) -> tuple[Aux, nnx.State]:
-    """Return the means of `aux` and of the gradients over microbatches, whose passes interleave."""
-    (_, aux_A), gradients = jaxoffload.accumulate(loss, has_aux=True, **how)(params, tokens_AxMxS1)
-    return mean(lambda aux: aux, aux_A), gradients
-
-
-def one_by_one(loss: Loss, params: nnx.State, tokens_AxMxS1: jax.Array) -> tuple[Aux, nnx.State]:
-    """Return what `interleaved` does, bit for bit where XLA rounds alike, from one microbatch after another."""
-    derivative = functools.partial(jax.value_and_grad(loss, has_aux=True), params)
-    (_, aux), gradients = mean(derivative, tokens_AxMxS1)
-    return aux, gradients
+    return jax.tree_util.tree_map_with_path(step, params)
 
 
 def microbatches(tokens_BxS1: jax.Array, count: int) -> jax.Array:
@@ -200,37 +192,19 @@ def mean[X, T](f: Callable[[X], T], xs_A: X) -> T:
     return jax.tree.map(lambda x: x / count, total)
 
 
-def dealt(params: nnx.State, virtual_stages: int) -> nnx.State:
-    """Return abstract parameters whose layers are in a group for each virtual stage: (groups, layers, ...).
-
-    The layers of a group are divided over the stages. `params`: abstract, with a leading axis of layers.
-    """
-
-    def grouped(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if path[0].key != "layers" or virtual_stages == 1:
-            return leaf
-        layers, *shape = leaf.shape
-        return jax.ShapeDtypeStruct((virtual_stages, layers // virtual_stages, *shape), leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(grouped, params)
-
-
 def regrouped[T](tree: T, like: T) -> T:
     """Return arrays in the shapes of `like`, which groups layers in another way, in the same order."""
     return jax.tree.map(lambda x, y: x.reshape(y.shape), tree, like)
 
 
 def with_shardings(state: State, optimizer: optax.GradientTransformation, mesh: AnyMesh) -> State:
-    """Return an abstract state with a sharding for each leaf."""
-    params = param_shardings(state.params, mesh)
-    moments = optimizer_shardings(optimizer, state.optimizer, params, mesh)
-    replicated: Any = NamedSharding(mesh, PartitionSpec())
-    shardings = State(replicated, params, moments)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state,
-        shardings,
+    """Return an abstract state with a sharding for each leaf; an optimizer's moments are where their parameters are."""
+    params, replicated = param_shardings(state.params, mesh), NamedSharding(mesh, PartitionSpec())
+    moments = optax.tree.map_params(
+        optimizer, lambda _, where: where, state.optimizer, params, transform_non_params=lambda _: replicated
     )
+    place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    return jax.tree.map(place, state, State(replicated, params, moments))  # type: ignore[arg-type]
 
 
 def shardings_of(abstract: Any) -> Any:
@@ -245,8 +219,7 @@ def traceable(config: Config) -> Config:
     """
     if jax.default_backend() == "gpu":
         return config
-    elsewhere = {"attention": {"te": "cudnn"}, "grouped": {"te": "ragged", "mosaic": "ragged"}}
-    model: dict[str, Any] = {
-        key: to[value] for key, to in elsewhere.items() if (value := getattr(config.model, key)) in to
-    }
-    return replace(config, model=replace(config.model, **model)) if model else config
+    model = config.model
+    attention = "cudnn" if model.attention == "te" else model.attention
+    grouped = "ragged" if model.grouped in ("te", "mosaic") else model.grouped
+    return replace(config, model=replace(model, attention=attention, grouped=grouped))

@@ -1,42 +1,35 @@
 """The training program: python -m models.train configs/NAME.yaml section.key=value ... [--report]"""
 
-if __name__ == "__main__":  # before the imports below, which take seconds
-    from models import signals
-
-    signals.install()
-
 import argparse
-import dataclasses
-import io
-import itertools
+import contextlib
+import functools
+import hashlib
+import importlib
+import json
 import math
+import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from tqdm import tqdm
 
 import jaxoffload
-from jaxoffload import Problem, proof
-from models import checkpoints, data, metrics, progress, signals, tensorboard
-from models.config import Config
-from models.failures import machine_failure
-from models.loading import parse
-from models.needs import fit_to_host_pool
-from models.planning import plan_of_run, planned
-from models.preflight import check_names, checked_run
-from models.processes import differing_keys, global_max, hard_exit, say
-from models.profiling import Step, profiled
-from models.reading import ConfigError, config_error, problem
-from models.report import compiled_memory, report, summary
-from models.report_json import report_json
-from models.sharding import abstract_mesh, make_mesh, process_block, regroup
+from jaxoffload import Policy, UserError, proof
+from models import budget, checkpoints, data, metrics
+from models.config import Config, ConfigError, Distributed, Model, flat, load
+from models.metrics import say
+from models.sharding import abstract_mesh, batch_sharding, make_mesh, process_block
 from models.step import Program, State, learning_rate, program, shardings_of, traceable
 from models.transformer import flops_per_token
 
@@ -48,153 +41,49 @@ Trains a Llama-style decoder under a config that saves, offloads or recomputes e
   python -m models.train configs/llama3-8b.yaml --report
 
 The same command continues from the last checkpoint in train.out. models/config.py has all sections and
-keys, with their meanings and defaults."""
+keys, with their meanings and defaults.
 
-EXIT_CODES = """\
-exit codes: 0 finished; 1 the loss is not finite, or a check of train.verify fails; 2 the config cannot run;
-3 a file cannot be written, because the disk or a quota is full; 4 out of memory, on a device or the host;
-5 another process of the run was lost; 130 and 143 stopped by Ctrl-C and SIGTERM"""
-
-
-class Diverged(Exception):
-    """The loss or its gradient is not finite."""
-
-
-class VerificationFailed(Exception):
-    """A check of train.verify fails."""
+exit codes: 0 finished; 2 the config cannot run; 143 stopped by SIGTERM, with a checkpoint; 1 any other error"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program with these arguments (None: the command line), and return the exit code; see EXIT_CODES."""
-    print_in_any_encoding()
+    """Run the program with these arguments (None: the command line), and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m models.train",
-        description=USAGE,
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m models.train", description=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="a YAML file, such as configs/tiny.yaml")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="replaces the file's value; the value is YAML; section.key[entry]=value adds to a mapping",
-    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces the file's value; YAML")
     parser.add_argument("--report", action="store_true", help="print residuals and bytes, on any machine; run nothing")
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON object, in bytes")
     options = parser.parse_intermixed_args(arguments)
-    if options.json and not options.report:
-        parser.error("--json is a form of --report; give both")
-    config = None
     try:
-        with signals.handled():
-            config, problems = parse(options.config, options.overrides)
-            if not options.report:
-                with checked_run(config, problems) as mesh:
-                    return train(config, mesh)
-            check_names(config, problems)
-            if problems:
-                raise ConfigError(problems)
-            print(report_json(config) if options.json else report(config))
+        config = load(options.config, options.overrides)
+        if options.report:
+            print(budget.report(config))
             return 0
-    except ConfigError as error:
+        join(config.distributed)
+        import_te(config.model)
+        return train(config)
+    except UserError as error:
         print(f"{options.config} cannot run:\n{error}", file=sys.stderr)
         return 2
-    except (Diverged, VerificationFailed) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except signals.Stopped as stopped:
-        return 128 + stopped.number
-    except Exception as error:
-        if (failure := machine_failure(error, Path(config.train.out) if config else None)) is None:
-            raise
-        print(failure.line, file=sys.stderr)
-        return failure.status
 
 
-def print_in_any_encoding() -> None:
-    """Print characters that the terminal's encoding lacks as escapes: with PYTHONIOENCODING=ascii a dot as \\xb7."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+def join(distributed: Distributed) -> None:
+    """Join the other processes, if the config or the launcher (Slurm, Open MPI) says that there are any.
 
-
-def train(config: Config, mesh: Mesh) -> int:
-    """Train, from the last checkpoint if there is one; return the exit code.
-
-    Raises:
-      ConfigError: the run cannot start, or continue.
-      Diverged, VerificationFailed: the run must not continue.
+    From then on JAX ends all processes once one is lost for 100 seconds, and its preemption service takes SIGTERM.
     """
-    out, on_bad = Path(config.train.out), config.train.on_bad_checkpoint
-    saved = checkpoints.latest(out, on_bad)
-    if saved and saved.step >= config.train.steps:
-        steps = f"at step {saved.step} of {config.train.steps}"
-        say(f"{out} is finished, {steps}; train.steps={2 * saved.step} would continue it")
-        return 0
-    while True:
-        try:
-            return train_from(checkpoints.latest_verified(out, on_bad), config, mesh)
-        except checkpoints.Damaged as bad:  # with hashes that match, or from a version without them
-            if not checkpoints.can_skip(out, on_bad, bad):
-                raise
-            checkpoints.set_aside(out, bad)
+    launched = any(int(os.environ.get(name, 1)) > 1 for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    if launched or distributed.coordinator:
+        # After an error a process waits for the others, before it leaves: they may wait for it in a collective.
+        jax.distributed.initialize(*astuple(distributed), shutdown_timeout_seconds=60)
 
 
-def train_from(saved: checkpoints.Saved | None, config: Config, mesh: Mesh) -> int:
-    """As `train`, from `saved`; None: from the beginning."""
-    out, steps, start = Path(config.train.out), config.train.steps, saved.step if saved else 0
-    config = fit_to_host_pool(plan_of_run(config, mesh, saved is not None), mesh)
-    made = program(config, mesh)
-    say(summary(config, made))
-    source = open_source(config, made, saved.data if saved and start else None)
-    made = program(config, mesh, source.end)
-    compiled = compile_step(made)
-    say(compiled_memory(compiled))
-    kind = mesh.devices.flat[0].device_kind
-    if jax.default_backend() == "gpu" and metrics.mfu(0.0, kind) is None:
-        say(f"no MFU is shown: the peak FLOP/s of a {kind} is not known (models/metrics.py)")
-    if config.train.verify and not start:
-        verify_claims(made, mesh)
-    with (
-        checkpoints.open_manager(out) as manager,
-        profiled(config, made, compiled, start) as step,
-        tensorboard.events(config, start) as events,
-    ):
-        if saved and start:
-            state, position = checkpoints.restore(manager, out, start, made.saved)
-            source.batches.set_state(position)
-            say(f"continuing {out} from its checkpoint at step {start}")
-            if (before := saved.config["train.steps"]) != steps:
-                say(f"train.steps = {steps}, and {before} before: the learning rate now falls until step {steps}")
-        else:
-            state = jax.jit(made.init, out_shardings=shardings_of(made.saved))()
-        if saved and not start:  # models/convert.py wrote it
-            state = state._replace(params=checkpoints.restore_params(out, start, made.saved.params))
-            say(f"beginning with the weights in {out}/checkpoints/0")
-        state = regroup(state, made.state)
-        journal = metrics.Journal(out / "metrics.jsonl", config, source.unigram, events)
-        journal.begin(start)
-        return loop(Run(config, made, mesh, step, source, manager, journal), state, start)
-
-
-def verify_claims(made: Program, mesh: Mesh) -> None:
-    """Check the loss and the step, on random arguments, and print each check.
-
-    Raises:
-      VerificationFailed: a check fails, in this process or another.
-    """
-    failed = []
-    for what, f, args in (
-        ("loss", made.loss, (made.state.params, made.microbatch)),
-        ("step", made.step, (made.state, made.tokens)),
-    ):
-        for check in proof.checks(f, *args):
-            say(f"{what}: {check}")
-            failed += [f"{what}: {check}"] if check.verdict == "fails" else []
-    if global_max(mesh, len(failed)):
-        raise VerificationFailed("\n".join(("train.verify = True: nothing is trained, because a check fails", *failed)))
+def import_te(model: Model) -> None:
+    """Import TransformerEngine where the model may use it, before JAX's first computation loads another cuDNN."""
+    if "te" in (model.attention, model.grouped) or (model.experts and model.grouped == "auto"):
+        with contextlib.suppress(ImportError, OSError, RuntimeError, AttributeError):
+            importlib.import_module("transformer_engine.jax")
 
 
 def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]:
@@ -205,83 +94,70 @@ def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tup
     Raises:
       ConfigError: the config cannot run.
     """
-    config, problems = parse(path, overrides)
-    check_names(config, problems)
-    if problems:
-        raise ConfigError(problems)
-    config = traceable(config)
-    enough = math.prod(dataclasses.asdict(config.mesh).values()) == jax.device_count()
+    config = traceable(load(path, overrides))
+    enough = math.prod(astuple(config.mesh)) == jax.device_count()
     mesh = make_mesh(config.mesh) if enough else abstract_mesh(config.mesh)
-    config, _ = planned(config, mesh)
-    made = program(fit_to_host_pool(config, mesh), mesh)
+    config, _ = budget.planned(config, mesh)
+    made = program(config, mesh)
     return made.step, (made.state, made.tokens), made.loss, (made.state.params, made.microbatch)
 
 
-class Source(NamedTuple):
-    """The data: of each batch, the rows of this process."""
-
-    batches: Any  # grain's iterator: endless, with get_state and set_state
-    validation: Callable[[], Iterable[np.ndarray]]  # the same held-out batches each time
-    unigram: float  # cross-entropy, on the held-out tokens, of a model that sees no context
-    fingerprint: dict[str, str]  # hashes of the files that it is made from
-    end: int  # the token behind each document
-
-
-def open_source(config: Config, made: Program, fingerprint: dict[str, str] | None) -> Source:
-    """Open the data of a config, and print its size. `fingerprint`: that of a checkpoint, which must be the same.
+def train(config: Config) -> int:
+    """Train, from the last checkpoint if there is one; return the exit code.
 
     Raises:
-      ConfigError: the data cannot be used, or differs from the checkpoint's or between processes.
+      UserError: the run cannot start, or continue.
     """
-    train, fraction = config.train, config.data.valid_fraction
-    index, count = process_block(made.tokens.sharding, made.tokens.shape)
-    rows = {
-        "batch_size": train.batch_size,
-        "seq_len": train.seq_len,
-        "process_index": index,
-        "process_count": count,
-    }
-    try:
-        corpus = data.load(
-            path=config.data.path,
-            tokenizer=config.data.tokenizer,
-            text_field=config.data.text_field,
-            vocab_size=config.model.vocab_size,
-            valid_fraction=fraction,
-            cache_dir=config.data.cache_dir,
-            fingerprint=fingerprint,
-        )
-        batches = data.batches(corpus.train, seed=train.seed, **rows)
-        held_out, microbatch = data.windows(corpus.valid, train.seq_len), made.microbatch.shape[0]
-        if held_out < microbatch:
-            why = f"holds out {held_out} windows of train.seq_len = {train.seq_len}"
-            must = f"must hold out a microbatch, train.batch_size / train.grad_accumulation = {microbatch}"
-            raise config_error("data.valid_fraction", fraction, f"{why}; {must}: raise it, or add documents")
-        # A batch as in training, or as many of its microbatches as there are.
-        rows["batch_size"] = min(train.batch_size, held_out // microbatch * microbatch)
-        validation = data.fixed_batches(corpus.valid, **rows)
-    except ImportError as error:  # pyarrow
-        raise ConfigError([Problem("data.path", str(error))]) from error
-    settings = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
-    if differ := differing_keys(corpus.fingerprint):
-        why = "has other bytes in another process; must be the same files"
-        raise ConfigError([problem(key, f"{settings.get(key)!r} here", why) for key in differ])
-    unigram = data.unigram_entropy(corpus.train, corpus.valid, vocab_size=corpus.vocab_size)
-    say(
-        f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out; baselines: "
-        f"ln(vocab) {math.log(config.model.vocab_size):.3f}, unigram {unigram:.3f}"
-    )
-    return Source(
-        batches, lambda: itertools.islice(validation, train.eval_batches), unigram, corpus.fingerprint, corpus.end
-    )
+    out, steps, mesh = Path(config.train.out), config.train.steps, make_mesh(config.mesh)
+    if config.model.attention != "xla" and jax.default_backend() != "gpu":
+        raise ConfigError(f"model.attention = {config.model.attention!r}: needs NVIDIA GPUs; must be xla here")
+    check_same({**flat(config), "distributed.process_id": None}, "the config")
+    config = planned_once(config, mesh)
+    source = data.open_data(config, *process_block(batch_sharding(mesh), (config.train.batch_size, 1)))
+    made = program(config, mesh, source.end)
+    say(budget.summary(config, made))
+    with checkpoints.open_manager(out) as manager:
+        last = manager.latest_step() or 0
+        if last >= steps:
+            say(f"{out} is finished, at step {last} of {steps}")
+            return 0
+        compiled = compile_step(made)
+        if config.train.verify and not last:
+            verify(made)
+        state = checkpoints.resume(manager, config, made, source)
+        if last:
+            say(f"continuing {out} from its checkpoint at step {last}")
+        return loop(config, made, compiled, source, manager, state)
+
+
+def planned_once(config: Config, mesh: Mesh) -> Config:
+    """Return the config with the policy planned for `remat.budget`, if any. The plan stays when the run continues."""
+    file, asked = Path(config.train.out) / "plan.json", json.loads(json.dumps(asdict(config.remat)))
+    if config.remat.budget is None:
+        return config
+    if file.exists() and (before := json.loads(file.read_text()))["asked"] == asked:
+        say(f"remat.budget = {config.remat.budget!r}: the plan of {file} stays; remove it to plan anew")
+        policy = asdict(Policy(**before["policy"]))
+        return replace(config, remat=replace(config.remat, **policy))
+    chosen, plan = budget.planned(config, mesh)
+    policy = asdict(plan.policy)
+    check_same(policy, "the plan; give remat.budget a size, and remat.machine a file that all can read: it")
+    say(str(plan))
+    if jax.process_index() == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"asked": asked, "policy": policy}))
+    return chosen
+
+
+def check_same(values: Any, what: str) -> None:
+    """Raise AssertionError unless all processes have the same values."""
+    if jax.process_count() > 1:
+        digest = hashlib.blake2b(json.dumps(values).encode(), digest_size=16).digest()
+        multihost_utils.assert_equal(np.frombuffer(digest, np.uint8), f"{what} differs between the processes")
 
 
 def compile_step(made: Program) -> jax.stages.Compiled:
-    """Compile the training step, which takes over the memory of its state.
-
-    Raises:
-      ConfigError: XLA has the stages of this mesh wait for each other for ever.
-    """
+    """Compile the training step, which takes over the memory of its state, and print what it needs."""
     state = shardings_of(made.state)
     step = jax.jit(
         made.step,
@@ -290,122 +166,108 @@ def compile_step(made: Program) -> jax.stages.Compiled:
         donate_argnums=0,
         compiler_options=jaxoffload.compiler_options(),
     )
-    try:
-        return step.lower(made.state, made.tokens).compile()
-    except NotImplementedError as why:
-        raise config_error("mesh", dict(made.tokens.sharding.mesh.shape), f"cannot run: {why}") from why
+    compiled = step.lower(made.state, made.tokens).compile()
+    if plan := proof.memory_plan(compiled):
+        outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
+        device = budget.in_mib(plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes)
+        host = budget.in_mib(plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes)
+        say(f"the compiled step needs {device} on each device, and {host} of host memory")
+    return compiled
 
 
-class Run(NamedTuple):
-    """What the training loop uses."""
-
-    config: Config
-    made: Program
-    mesh: Mesh
-    step: Step
-    source: Source
-    manager: ocp.CheckpointManager
-    journal: metrics.Journal
+def verify(made: Program) -> None:
+    """Check what is claimed of the loss and the step, on random arguments, and print it; exit if a check fails."""
+    for f, args in ((made.loss, (made.state.params, made.microbatch)), (made.step, (made.state, made.tokens))):
+        found = jaxoffload.verify(f, *args)
+        say(str(found))
+        if not found.ok:
+            sys.exit("train.verify = True: nothing is trained, because a check fails")
 
 
-def loop(run: Run, state: State, start: int) -> int:
-    """Train from step `start` to the end or to a signal, with a checkpoint there; return the exit code.
-
-    Raises:
-      Diverged: the loss or its gradient is not finite; raised before that state is saved.
-    """
-    train = run.config.train
-    evaluate = jax.jit(run.made.evaluate, compiler_options=jaxoffload.compiler_options())
+def loop(
+    config: Config,
+    made: Program,
+    compiled: jax.stages.Compiled,
+    source: data.Source,
+    manager: ocp.CheckpointManager,
+    state: State,
+) -> int:
+    """Train from a state to the last step, or to SIGTERM, with a checkpoint there; return the exit code."""
+    train, start = config.train, int(state.step)
+    to_devices = functools.partial(jax.make_array_from_process_local_data, made.tokens.sharding)
+    evaluate = jax.jit(made.evaluate, compiler_options=jaxoffload.compiler_options())
     due = lambda step, every: step == train.steps or step % every == 0
-    with signals.noted() as received, progress.bar(start, train.steps) as advance:
+    log = metrics.Metrics(config, start)
+
+    def validate(step: int) -> None:
+        losses = [float(evaluate(state.params, to_devices(rows))) for rows in source.held_out]
+        log.write({"step": step, "valid_loss": sum(losses) / len(losses)})
+
+    hidden = True if jax.process_index() else None  # None: unless stderr is a terminal
+    steps = tqdm(range(start + 1, train.steps + 1), initial=start, total=train.steps, disable=hidden, leave=False)
+    with preemption(manager) as preempted, steps:
         if start == 0:
-            validate(run, evaluate, state, 0)
-        stop_in_all, mark = global_max(run.mesh, 0), (start, time.monotonic())
-        for step in range(start + 1, train.steps + 1):
-            state, result = run.step(state, global_batch(next(run.source.batches), run.made.tokens.sharding))
-            # Read one step late: then the host does not wait for the step that it has just started.
-            stop, stop_in_all = int(stop_in_all), global_max(run.mesh, received())
-            log = due(step, train.log_every) or step == 1
-            save = due(step, train.checkpoint_every) or bool(stop)
-            if log:
-                checkpoints.raise_failed(run.manager)
-            if log or save:
-                check_finite(run, step_record(run, step, result, mark), log)
-            if evaluated := due(step, train.eval_every):
-                validate(run, evaluate, state, step)
+            validate(0)
+        mark = start, time.monotonic()
+        for step in steps:
+            state, result = compiled(state, to_devices(next(source.batches)))
+            stop = preempted(step)
+            save, evaluated = stop or due(step, train.checkpoint_every), due(step, train.eval_every)
+            if logged := save or step == 1 or due(step, train.log_every):
+                record = step_record(config, made, step, result, mark)
+                log.write(record)
+                if not math.isfinite(record["loss"] + record["grad_norm"]):
+                    sys.exit(f"stopped: step {step} is not finite, and not saved; try a smaller train.learning_rate")
+            if evaluated:
+                validate(step)
             if save:
-                position = run.source.batches.get_state()
-                state = regroup(state, run.made.saved)
-                checkpoints.save(run.manager, step, state, position, run.config, run.source.fingerprint)
-                state = regroup(state, run.made.state)
-                run.journal.draw()
-            if stop and step < train.steps:
-                run.manager.wait_until_finished()
-                saved = f"step {step} of {train.steps} is saved, and the same command continues"
-                say(f"stopped by {signal.Signals(stop).name}; {saved}")
-                return 128 + stop
-            if log or evaluated or save:
-                mark = (step, time.monotonic())
-            advance()
-    run.manager.wait_until_finished()
-    say(f"finished; the loss curve is {run.journal.path.with_name('loss.png')}")
+                checkpoints.save(manager, step, state, config, source)
+            if stop:
+                break
+            if logged or evaluated:
+                mark = step, time.monotonic()
+    manager.wait_until_finished()
+    if step < train.steps:
+        say(f"stopped by SIGTERM; step {step} of {train.steps} is saved, and the same command continues")
+        return 128 + signal.SIGTERM
+    say(f"finished; the baseline of a model without context is {source.unigram:.3f}")
     return 0
 
 
-def validate(run: Run, evaluate: Callable[[Any, jax.Array], jax.Array], state: State, step: int) -> None:
-    """Write the mean loss over the held-out batches to the journal."""
-    losses = [evaluate(state.params, global_batch(rows, run.made.tokens.sharding)) for rows in run.source.validation()]
-    run.journal.write({"step": step, "valid_loss": sum(map(float, losses)) / len(losses)})
+@contextlib.contextmanager
+def preemption(manager: ocp.CheckpointManager) -> Iterator[Callable[[int], bool]]:
+    """Yield what says after each step whether to save and stop, because of SIGTERM.
 
-
-def check_finite(run: Run, record: metrics.Record, log: bool) -> None:
-    """Write the record to the journal if `log` says so, or if it is not finite.
-
-    Raises:
-      Diverged: the loss or its gradient is not finite.
+    Of several processes any can get it; JAX's preemption service has all of them stop at one step.
     """
-    finite = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
-    if log or not finite:
-        run.journal.write(record)
-    if not finite:
-        raise Diverged(divergence_message(run, record))
+    if jax.process_count() > 1:
+        yield manager.reached_preemption
+        return
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    try:
+        yield lambda step: told.is_set()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def divergence_message(run: Run, record: metrics.Record) -> str:
-    """Return why the run stopped, and what can help."""
-    saved = run.manager.latest_step()
-    again = "nothing is saved" if saved is None else f"the same command would continue from step {saved}"
-    return (
-        f"stopped: at step {record['step']} the loss is {record['loss']} and the norm of its gradient "
-        f"{record['grad_norm']}; {again}. A smaller train.learning_rate, a smaller train.clip_norm or more "
-        "train.warmup_steps can help"
-    )
-
-
-def step_record(run: Run, step: int, result: dict[str, jax.Array], mark: tuple[int, float]) -> metrics.Record:
+def step_record(
+    config: Config, made: Program, step: int, result: dict[str, jax.Array], mark: tuple[int, float]
+) -> metrics.Record:
     """Wait for a step, and return its record. `mark`: an earlier step, and when it ended."""
-    train, device = run.config.train, run.mesh.devices.flat[0]
-    loss, grad_norm = float(result["loss"]), float(result["grad_norm"])
+    train, mesh = config.train, made.tokens.sharding.mesh
+    values = {key: float(value) for key, value in result.items()}
     rate = (step - mark[0]) * train.batch_size * train.seq_len / (time.monotonic() - mark[1])
-    flops = rate * flops_per_token(run.config.model, train.seq_len) / run.mesh.size
+    flops = rate * flops_per_token(config.model, train.seq_len) / mesh.size
     return {
         "step": step,
-        "loss": loss,
-        "grad_norm": grad_norm,
-        **{key: float(result[key]) for key in ("aux_loss", "z_loss", "expert_load", "dropped") if key in result},
+        **values,
         "learning_rate": float(learning_rate(train)(step - 1)),
         "tokens_per_second": rate,
-        "mfu": metrics.mfu(flops, device.device_kind),
-        "device_peak_bytes": metrics.device_peak_bytes(run.mesh.local_devices[0]),
-        "host_peak_bytes": metrics.host_peak_bytes(),
+        "mfu": metrics.mfu(flops, mesh.devices.flat[0].device_kind),
+        **metrics.peak_memory(mesh.local_devices[0]),
     }
 
 
-def global_batch(rows: np.ndarray, sharding: jax.sharding.NamedSharding) -> jax.Array:
-    """Return the global batch, of which `rows` are this process's."""
-    return jax.make_array_from_process_local_data(sharding, rows)
-
-
 if __name__ == "__main__":
-    with hard_exit():
-        sys.exit(main())
+    sys.exit(main())

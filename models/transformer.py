@@ -1,4 +1,4 @@
-"""A Llama-style decoder, dense or with experts: embedding, layers scanned under a policy, and the loss in chunks."""
+"""A Llama-style decoder, dense or with experts: its blocks, layers scanned under a policy, and the loss in chunks."""
 
 from collections.abc import Callable
 
@@ -7,14 +7,143 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxoffload
-from jaxoffload import Policy, tag
-from models.attention import Attention, Rotation, rotations
+from jaxoffload import Policy, scope, tag
+from models.attention import Rotation, attend, rope, rotations
 from models.config import Model
-from models.layers import RMSNorm, rms_norm, weight
-from models.mlp import MLP, first_leaves
-from models.moe import MoE
-from models.routing import Balance
+from models.moe import Balance, activate, experts, first_leaves
 from models.sharding import batch_parts, constrain
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], stddev: float) -> nnx.Param:
+    """Return a normally distributed float32 parameter, with the logical axes that `sharding.Rules` maps."""
+    return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Return x / rms(x) * scale, over the last axis; statistics are float32, the result has the dtype of x.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. `scale` is broadcast from the last axes.
+    """
+    wide = x.astype(jnp.float32)
+    rstd = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * rstd * jnp.expand_dims(scale, range(x.ndim - scale.ndim))).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """`rms_norm` with the scale as its parameter."""
+
+    def __init__(self, config: Model):
+        self.scale_D = nnx.Param(jnp.ones(config.d_model, jnp.float32), axes=("residual",))
+        self.eps = config.norm_eps
+
+    def __call__(self, x_BxSxD: jax.Array) -> jax.Array:
+        return rms_norm(x_BxSxD, self.scale_D[...], self.eps)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention. Residuals: attn/norm, attn/q, attn/k, attn/v, attn/context, attn/out.
+
+    q and k are tagged after RoPE: the backward pass of attention reads them there, and RoPE's reads neither.
+    """
+
+    def __init__(self, config: Model, rngs: nnx.Rngs):
+        D, N, K, H = config.d_model, config.heads, config.kv_heads, config.d_head
+        self.norm = RMSNorm(config)
+        self.q_DxNxH = weight(rngs, (D, N, H), ("embed", "heads", "head"), D**-0.5)
+        self.k_DxKxH = weight(rngs, (D, K, H), ("embed", "kv_heads", "head"), D**-0.5)
+        self.v_DxKxH = weight(rngs, (D, K, H), ("embed", "kv_heads", "head"), D**-0.5)
+        self.out_NxHxD = weight(rngs, (N, H, D), ("heads", "head", "embed"), (2 * config.layers * N * H) ** -0.5)
+        if config.qk_norm:
+            self.q_norm_H, self.k_norm_H = (nnx.Param(jnp.ones(H, jnp.float32), axes=("head",)) for _ in "qk")
+        self.config = config
+
+    def __call__(self, x_BxSxD: jax.Array, rotation: Rotation, documents_BxS: jax.Array | None = None) -> jax.Array:
+        """Return (B, S, D). `documents_BxS`: the number of each token's document, which alone it sees; None: all."""
+        matmul = lambda spec, x, weight: jnp.einsum(spec, x, weight.astype(x.dtype))
+        config = self.config
+        with scope("attn"):
+            norm_BxSxD = tag(self.norm(x_BxSxD), "norm")
+            q_BxSxNxH = constrain(matmul("BSD,DNH->BSNH", norm_BxSxD, self.q_DxNxH), "attn/q")
+            k_BxSxKxH = constrain(matmul("BSD,DKH->BSKH", norm_BxSxD, self.k_DxKxH), "attn/k")
+            if config.qk_norm:
+                q_BxSxNxH = rms_norm(q_BxSxNxH, self.q_norm_H[...], config.norm_eps)
+                k_BxSxKxH = rms_norm(k_BxSxKxH, self.k_norm_H[...], config.norm_eps)
+            q_BxSxNxH = constrain(tag(rope(q_BxSxNxH, rotation), "q"), "attn/q")
+            k_BxSxKxH = constrain(tag(rope(k_BxSxKxH, rotation), "k"), "attn/k")
+            v_BxSxKxH = constrain(tag(matmul("BSD,DKH->BSKH", norm_BxSxD, self.v_DxKxH), "v"), "attn/v")
+            context_BxSxNxH = attend(q_BxSxNxH, k_BxSxKxH, v_BxSxKxH, documents_BxS, config.attention)
+            context_BxSxNxH = constrain(context_BxSxNxH, "attn/context")
+            out_BxSxD = tag(matmul("BSNH,NHD->BSD", context_BxSxNxH, self.out_NxHxD), "out")
+            return constrain(out_BxSxD, "attn/out")
+
+
+class FeedForward(nnx.Module):
+    """Two matmuls with an activation between them. Residuals: SCOPE/fc1.gate, SCOPE/fc1.up, SCOPE/act, SCOPE/fc2."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, d_ff: int):
+        D, F = config.d_model, d_ff
+        self.activation = config.activation
+        for leaf in first_leaves(config.activation):
+            setattr(self, f"{leaf}_DxF", weight(rngs, (D, F), ("embed", "mlp"), D**-0.5))
+        self.down_FxD = weight(rngs, (F, D), ("mlp", "embed"), (2 * config.layers * F) ** -0.5)
+
+    def feed(self, x_BxSxD: jax.Array, name: str) -> jax.Array:
+        """Return (B, S, D). `name` is the scope of the residuals."""
+        dtype = x_BxSxD.dtype
+        with scope(name):
+            # Two arrays, not halves of one: each leaf is contiguous, and has a decision of its own.
+            leaves = first_leaves(self.activation)
+            fc1 = tag({leaf: x_BxSxD @ getattr(self, f"{leaf}_DxF").astype(dtype) for leaf in leaves}, "fc1")
+            fc1 = {leaf: constrain(fc1[leaf], f"{name}/fc1.{leaf}") for leaf in leaves}
+            act_BxSxF = constrain(tag(activate(fc1, self.activation), "act"), f"{name}/act")
+            fc2_BxSxD = tag(act_BxSxF @ self.down_FxD.astype(dtype), "fc2")
+            return constrain(fc2_BxSxD, f"{name}/fc2")
+
+
+class MLP(FeedForward):
+    """The dense MLP of a layer. Residuals: mlp/norm, and those of FeedForward under mlp/."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs):
+        self.norm = RMSNorm(config)
+        super().__init__(config, rngs, config.d_ff)
+
+    def __call__(self, x_BxSxD: jax.Array) -> jax.Array:
+        return self.feed(tag(self.norm(x_BxSxD), "mlp/norm"), "mlp")
+
+
+class MoE(nnx.Module):
+    """The experts of a layer; returns their output and their Balance.
+
+    Residuals: moe/norm, moe/router_logits, moe/routing.*, moe/fc1_input, moe/fc1.gate, moe/fc1.up, moe/act, moe/fc2.
+    Shared experts have shared/fc1.gate, shared/fc1.up, shared/act, shared/fc2. With FP8, moe/fc1_input and moe/act are
+    quantised, as in moe/act.data, moe/act.scale_inv, moe/act.columnwise_data, moe/act.columnwise_scale_inv. With an
+    expert axis there is moe/fc1_input.weight too, which is sent with the rows: the factor of each in moe/act.
+    """
+
+    def __init__(self, config: Model, rngs: nnx.Rngs):
+        D, E, F = config.d_model, config.experts, config.d_expert
+        self.config = config
+        self.norm = RMSNorm(config)
+        self.router_DxE = weight(rngs, (D, E), ("residual", "router"), D**-0.5)
+        if config.balance_rate:
+            self.bias_E = nnx.Param(jnp.zeros(E, jnp.float32), axes=("router",))
+        for leaf in first_leaves(config.activation):
+            setattr(self, f"{leaf}_ExDxF", weight(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), D**-0.5))
+        self.down_ExFxD = weight(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), (2 * config.layers * F) ** -0.5)
+        if config.shared_experts:
+            self.shared = FeedForward(config, rngs, config.shared_experts * F)
+
+    def __call__(self, x_BxSxD: jax.Array) -> tuple[jax.Array, Balance]:
+        config, dtype = self.config, x_BxSxD.dtype
+        norm_BxSxD = tag(self.norm(x_BxSxD), "moe/norm")
+        # Rounded before they are gathered, which halves what is sent; the router is float32.
+        weights = {leaf: getattr(self, f"{leaf}_ExDxF").astype(dtype) for leaf in first_leaves(config.activation)}
+        weights |= {"down": self.down_ExFxD.astype(dtype), "router": self.router_DxE[...]}
+        weights |= {"bias": self.bias_E[...]} if config.balance_rate else {}
+        out_BxSxD, balance = experts(config, norm_BxSxD, weights)
+        if config.shared_experts:
+            out_BxSxD += self.shared.feed(norm_BxSxD, "shared")
+        return out_BxSxD, balance
 
 
 class Layer(nnx.Module):
@@ -47,20 +176,21 @@ class ExpertLayer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """The decoder. `first` (dense layers before those with experts) and `layers` have stacked parameters."""
+    """The decoder. `first` (dense layers before those with experts) and `layers` have stacked parameters.
 
-    def __init__(self, config: Model, rngs: nnx.Rngs):
+    Those of `layers` can be made in groups, (groups, layers / groups, ...), as virtual stages have them.
+    """
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, groups: int = 1):
         V, D = config.vocab_size, config.d_model
         self.config = config
         self.embedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
-        dense = lambda rngs: Layer(config, rngs)
-        if config.experts:
-            if config.dense_layers:
-                self.first = stacked(config.dense_layers, dense, rngs)
-            self.layers = stacked(config.layers - config.dense_layers, lambda rngs: ExpertLayer(config, rngs), rngs)
-        else:
-            self.layers = stacked(config.layers, dense, rngs)
-        self.norm = RMSNorm(D, config.norm_eps)
+        if config.experts and config.dense_layers:
+            self.first = stacked((config.dense_layers,), lambda rngs: Layer(config, rngs), rngs)
+        count, kind = (config.layers - config.dense_layers, ExpertLayer) if config.experts else (config.layers, Layer)
+        shape = (groups, count // groups) if groups > 1 else (count,)
+        self.layers = stacked(shape, lambda rngs: kind(config, rngs), rngs)
+        self.norm = RMSNorm(config)
         if not config.tied_embeddings:
             self.unembedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
 
@@ -74,8 +204,7 @@ class Transformer(nnx.Module):
         of a document need not begin at 0, because RoPE's scores depend on differences of positions only.
         """
         config = self.config
-        x_BxSxD = self.embedding_VxD[tokens_BxS].astype(config.dtype)
-        x_BxSxD = constrain(x_BxSxD, "layer_input")
+        x_BxSxD = constrain(self.embedding_VxD[tokens_BxS].astype(config.dtype), "layer_input")
         rotation = rotations(tokens_BxS.shape[1], config.d_head, config.rope_theta, config.rope_scaling)
         documents_BxS = None if end is None else jnp.cumsum(tokens_BxS == end, axis=1, dtype=jnp.int32)
 
@@ -94,27 +223,21 @@ class Transformer(nnx.Module):
         return constrain(x_BxSxD, "layer_input"), balance
 
 
-def stacked(count: int, make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
-    """Return `count` modules with different initial parameters, as one with a leading axis on each parameter."""
-    return nnx.split_rngs(splits=count)(nnx.vmap(make))(rngs)
-
-
-def next_token_loss(
-    model: Transformer, tokens_BxS1: jax.Array, policy: Policy, chunk: int, end: int | None = None
-) -> jax.Array:
-    """Return the mean cross-entropy, in nats per token, of all tokens but the first, each given those before it.
-
-    `end`: as for `Transformer`; each token is then given those before it in its document.
-    """
-    return cross_entropy(model, model(tokens_BxS1[:, :-1], policy, end)[0], tokens_BxS1[:, 1:], chunk)
+def stacked(shape: tuple[int, ...], make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
+    """Return modules with different initial parameters, as one with these leading axes on each parameter."""
+    for _ in shape:
+        make = nnx.vmap(make)
+    return nnx.split_rngs(splits=shape)(make)(rngs)
 
 
 def training_loss(
     model: Transformer, tokens_BxS1: jax.Array, policy: Policy, chunk: int, end: int | None = None
 ) -> tuple[jax.Array, tuple[jax.Array, Balance | None]]:
-    """Return the loss to minimise, and (`next_token_loss`, the layers' Balance).
+    """Return the loss to minimise, and (the cross-entropy, the layers' Balance).
 
-    With experts, the loss includes the means of the layers' auxiliary losses.
+    The cross-entropy is the mean, in nats per token, of all tokens but the first, each given those before it, in its
+    document if there is an `end`, as for `Transformer`. With experts, the loss to minimise includes the means of the
+    layers' auxiliary losses.
     """
     x_BxSxD, balance = model(tokens_BxS1[:, :-1], policy, end)
     loss = total = cross_entropy(model, x_BxSxD, tokens_BxS1[:, 1:], chunk)
@@ -150,23 +273,13 @@ def cross_entropy(model: Transformer, x_BxSxD: jax.Array, targets_BxS: jax.Array
     return jnp.sum(total_P) / (B * S)
 
 
-def logits(model: Transformer, x_BxSxD: jax.Array) -> jax.Array:
-    """Return the logits of each position's next token, (B, S, V) float32, from the output of the last layer."""
-    table_VxD = unembedding(model).astype(x_BxSxD.dtype)
-    return jnp.einsum("BSD,VD->BSV", model.norm(x_BxSxD), table_VxD).astype(jnp.float32)
-
-
-def unembedding(model: Transformer) -> jax.Array:
-    return (model.embedding_VxD if model.config.tied_embeddings else model.unembedding_VxD)[...]
-
-
 def head(model: Transformer, parts: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Return the last norm's scale and the unembedding, copied for each part of the batch: (parts, ...) float32.
 
     So each part has weights of its own, which are gathered once, here. Their gradients are summed over the chunks part
     by part, and over the parts once, at the end: within the loop over chunks only the tensor axis communicates.
     """
-    table_VxD = unembedding(model)
+    table_VxD = (model.embedding_VxD if model.config.tied_embeddings else model.unembedding_VxD)[...]
     # Rounded before it is gathered, which halves what is sent; then float32, in which the chunks' gradients are summed.
     table_PxVxD = jnp.broadcast_to(table_VxD.astype(dtype)[None], (parts, *table_VxD.shape))
     scale_PxD = jnp.broadcast_to(model.norm.scale_D[None], (parts, *model.norm.scale_D.shape))
@@ -179,15 +292,12 @@ def matmul_params(config: Model) -> int:
     The unembedding counts, and the lookup of embeddings does not. With experts, the router and the chosen and shared
     experts count.
     """
-    D, N, K, H, F = config.d_model, config.heads, config.kv_heads, config.d_head, config.d_ff
-    matmuls = len(first_leaves(config.activation)) + 1
-    attention = D * N * H + 2 * D * K * H + N * H * D
-    dense, mixed = config.layers, 0
-    if config.experts:
-        dense, mixed = config.dense_layers, config.layers - config.dense_layers
+    D, matmuls = config.d_model, len(first_leaves(config.activation)) + 1
+    attention = 2 * D * config.d_head * (config.heads + config.kv_heads)
+    dense = config.dense_layers if config.experts else config.layers
     chosen = (config.experts_per_token + config.shared_experts) * config.d_expert
-    expert_layer = matmuls * D * chosen + D * config.experts
-    return config.layers * attention + dense * matmuls * D * F + mixed * expert_layer + config.vocab_size * D
+    mixed = (config.layers - dense) * D * (matmuls * chosen + config.experts)
+    return config.layers * attention + dense * matmuls * D * config.d_ff + mixed + config.vocab_size * D
 
 
 def flops_per_token(config: Model, seq_len: int) -> int:

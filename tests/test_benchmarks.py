@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import accumulate, bench, cases, dense, grouped, losses, moe, plans, stages, sweep
 from jaxoffload import Policy
-from models.loading import load
+from models.config import load
 
 GATE, ALL = "gate moved, the rest saved", "all moved"
 LAYERS = "--layers 4 --seq 16 --d_model 32 --kv_heads 1 --head_dim 16 --attention xla --steps 1 --rounds 1 "

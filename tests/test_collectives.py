@@ -10,15 +10,15 @@ from common import ONE_RATE, ROOT
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxoffload.proof._plan.collectives import Weight, of_layer, relaid_bytes, weights_of
+from jaxoffload.proof._predict.room import divisions
 
 from jaxoffload import Policy, plan, scan, tag
 from jaxoffload._tracing import Trial
 from jaxoffload.proof import Link
 from jaxoffload.proof._plan import stacks
-from jaxoffload.proof._plan.collectives import Weight, of_layer, relaid_bytes, weights_of
 from jaxoffload.proof._plan.oracle import Oracle, divided
-from jaxoffload.proof._predict.room import divisions
-from models.loading import load
+from models.config import load
 from models.sharding import abstract_mesh
 from models.step import program
 

@@ -61,7 +61,7 @@ def test_the_engines_rooms_import_down():
 
 def test_no_import_of_a_program_runs_back():
     graph = {name: {m for m in imports(name, PROGRAMS) if m in PROGRAMS} for name in PROGRAMS}
-    assert sum(map(len, graph.values())) > 100
+    assert sum(map(len, graph.values())) > 40
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 

@@ -11,6 +11,7 @@ import pytest
 from common import ROOT, auto_mesh
 from drawn_layers import draw
 from jax.sharding import PartitionSpec
+from jaxoffload.proof._predict.room import divisions
 
 from jaxoffload import Policy, checkpoint, scan, tag
 from jaxoffload._engine.cost.cost import cost
@@ -20,7 +21,6 @@ from jaxoffload.proof._plan.oracle import Oracle, divided
 from jaxoffload.proof._plan.patterns import policy_of
 from jaxoffload.proof._plan.stacks import UNTAGGED, names_of, spread, stacks_of
 from jaxoffload.proof._predict.joint import Passes
-from jaxoffload.proof._predict.room import divisions
 from jaxoffload.proof._program.results import trace_of
 from models.train import step_for
 

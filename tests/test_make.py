@@ -13,8 +13,8 @@ from common import finish, inherited_flags, start
 from pages import ROOT, TEXT
 
 from jaxoffload import _refusals
-from models import checkpoints, metrics
-from models.loading import load
+from models import metrics
+from models.config import load
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -34,18 +34,15 @@ def make(*arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.claim("make-train")
 def test_make_train_trains_tiny_on_the_standard_library(tmp_path):
-    """Eight steps of it, in a separate folder, with a tokenizer of its own."""
-    out, cache = tmp_path / "out", tmp_path / "cache"
-    fewer = "train.steps=8 train.warmup_steps=2 train.log_every=1 train.eval_every=8 train.eval_batches=1"
-    said = make("train", f"PYTHON={sys.executable}", f"ARGS={fewer} train.out={out} data.cache_dir={cache}")
+    """Eight steps of it, in a separate folder."""
+    out, fewer = tmp_path / "out", "train.steps=8 train.warmup_steps=2 train.log_every=1 train.eval_every=8"
+    said = make("train", f"PYTHON={sys.executable}", f"ARGS={fewer} train.eval_batches=1 train.out={out}")
     assert f"{sys.executable} -m models.train configs/tiny.yaml {fewer}" in said
     assert re.search(r"^mlp/fc1.gate +float32\[8,256,512\] .* offloaded +fc1$", said, re.MULTILINE)
-    tokens = re.search(r"^([\d,]+) tokens to train on", said, re.MULTILINE)
-    assert int(tokens[1].replace(",", "")) > 10**6 and f"finished; the loss curve is {out}/loss.png" in said
     losses = [record["loss"] for record in metrics.read(out / "metrics.jsonl") if "loss" in record]
-    assert len(losses) == 8 and abs(losses[0] - math.log(2048)) < 0.1 and losses[-1] < losses[0] - 0.5
-    assert checkpoints.latest(out).step == 8 and (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5 and "\nfinished" in said
     tiny = load(ROOT / "configs/tiny.yaml")
+    assert abs(losses[0] - math.log(tiny.model.vocab_size)) < 0.2 and (out / "checkpoints/8").is_dir()
     assert (tiny.data.path, tiny.train.out) == ("stdlib", "runs/tiny")
 
 

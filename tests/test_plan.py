@@ -15,6 +15,8 @@ import yaml
 from common import ROOT, SHORT, auto_mesh
 from drawn_layers import draw
 from jax.ad_checkpoint import checkpoint_name
+from jaxoffload.proof._plan.compiled import refined
+from jaxoffload.proof._plan.ends import wanted
 
 from jaxoffload import Policy, accumulate, checkpoint, plan, residuals, scan, tag, verify
 from jaxoffload.proof import Bus, Machine, NothingFits, fits
@@ -22,18 +24,15 @@ from jaxoffload.proof._command import main
 from jaxoffload.proof._plan import plan as planning
 from jaxoffload.proof._plan import search
 from jaxoffload.proof._plan.choices import Choice, alone, fastest, undominated
-from jaxoffload.proof._plan.compiled import refined
 from jaxoffload.proof._plan.costs import Alone, LayerCost, Stack, Step
-from jaxoffload.proof._plan.ends import wanted
 from jaxoffload.proof._plan.patterns import pattern_of, policy_of
 from jaxoffload.proof._plan.search import pool, searched
-from models.loading import load
-from models.planning import plan_of_run
-from models.planning import planned as planned_config
-from models.reading import ConfigError
-from models.report import report
+from models.budget import planned as planned_config
+from models.budget import report
+from models.config import ConfigError, load
 from models.sharding import abstract_mesh, make_mesh
 from models.train import main as train
+from models.train import planned_once
 
 pytestmark = pytest.mark.claim("plan")
 
@@ -707,25 +706,13 @@ def test_a_config_has_a_budget_instead_of_decisions():
     assert planned_config(without, mesh) == (without, None)
 
 
-@pytest.mark.parametrize(
-    "override, says",
-    [
-        ("remat.budget=much", "remat.budget: 'much' is not a size; use auto"),
-        ("remat.host_budget=-1", "remat.host_budget: -1 is not a size"),
-        ("remat.machine=[]", "remat.machine: "),
-        ("remat.budgt=auto", "the nearest is remat.budget"),
-    ],
-)
-def test_a_wrong_budget_is_a_line_about_the_config(override, says):
-    with pytest.raises(ConfigError, match=says):
-        load(ROOT / "configs/tiny.yaml", [override])
-
-
-def test_what_cannot_be_planned_is_a_line_about_the_config():
-    for budget in ("auto", "1KiB"):
-        config = load(ROOT / "configs/tiny.yaml", [f"remat.budget={budget}"])
-        with pytest.raises(ConfigError, match=rf"remat\.budget = '{budget}': plan: "):
-            planned_config(config, abstract_mesh(config.mesh))
+def test_what_cannot_be_planned_is_a_line(capsys):
+    machine = f"remat.machine={ROOT}/machines/h200.json"
+    for budget, says in (("1KiB", "the smallest choice needs"), ("much", "'much' is not a size")):
+        assert train([str(ROOT / "configs/tiny.yaml"), "--report", f"remat.budget={budget}", machine]) == 2
+        assert says in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="the nearest is budget"):
+        load(ROOT / "configs/tiny.yaml", ["remat.budgt=auto"])
 
 
 @pytest.mark.slow
@@ -736,28 +723,23 @@ def test_a_run_writes_its_plan_and_keeps_it(tmp_path, capsys):
         return load(ROOT / "configs/tiny.yaml", ["remat.budget=1GiB", machine, f"train.out={tmp_path}", *overrides])
 
     mesh = make_mesh(dataclasses.replace(config().mesh, data=jax.device_count()))
-    first = plan_of_run(config(), mesh, continues=False)
+    first = planned_once(config(), mesh)
     assert "ms per step" in capsys.readouterr().out
-    written = json.loads((tmp_path / "plan.json").read_text())
-    assert written["plan"]["budget"] == 2**30
     # What is there stays, whatever would be planned now.
+    written = json.loads((tmp_path / "plan.json").read_text())
     written["policy"]["offload_layers"] = 1
     (tmp_path / "plan.json").write_text(json.dumps(written))
-    again = plan_of_run(config(), mesh, continues=True)
-    assert again.remat == dataclasses.replace(first.remat, offload_layers=1)
+    assert planned_once(config(), mesh).remat == dataclasses.replace(first.remat, offload_layers=1)
     assert "stays" in capsys.readouterr().out
     # Another budget is another plan.
-    other = plan_of_run(config("remat.budget=2GiB"), mesh, continues=True)
-    assert other.remat.budget == "2GiB" and "ms per step" in capsys.readouterr().out
-    (tmp_path / "plan.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"plan\.json.* is not a plan"):
-        plan_of_run(config(), mesh, continues=True)
+    assert planned_once(config("remat.budget=2GiB"), mesh).remat.budget == "2GiB"
+    assert "ms per step" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_run_trains_under_its_plan(tmp_path, capsys):
     run = [str(ROOT / "configs/tiny.yaml"), *SHORT, "remat.budget=1GiB", f"remat.machine={ROOT / 'machines/h200.json'}"]
-    run += [f"train.out={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "model.vocab_size=300"]
+    run += [f"train.out={tmp_path}", "model.vocab_size=300"]
     assert train([*run, "train.steps=2"]) == 0
     said = capsys.readouterr().out
     assert "ms per step" in said and (tmp_path / "plan.json").exists()

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from common import ONE_RATE, ROOT, auto_mesh
 from jax.sharding import PartitionSpec as P
+from jaxoffload.proof._plan.ends import Counts, Moves, again_of, ends
+from jaxoffload.proof._plan.lone_passes import LonePasses
 
 from jaxoffload import Policy, accumulate, proof, scan, tag
 from jaxoffload._engine.cost import lone_pass
@@ -22,8 +24,6 @@ from jaxoffload._tracing import Trial
 from jaxoffload.proof import Bus, fits
 from jaxoffload.proof._plan import lone_passes
 from jaxoffload.proof._plan.choices import alone, units_of
-from jaxoffload.proof._plan.ends import Counts, Moves, again_of, ends
-from jaxoffload.proof._plan.lone_passes import LonePasses
 from jaxoffload.proof._plan.patterns import policy_for
 from jaxoffload.proof._plan.plan import _traced
 from models.train import step_for

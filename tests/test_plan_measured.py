@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 from common import ROOT
+from jaxoffload.proof._plan.ends import wanted
 from pages import TEXT, result
 
 from benchmarks import accumulate, plans, stages
@@ -16,7 +17,6 @@ from benchmarks.cases import OVERLAP
 from jaxoffload import Policy, Schedule, plan
 from jaxoffload.proof import Machine
 from jaxoffload.proof._plan.choices import Choice, alone, units_of
-from jaxoffload.proof._plan.ends import wanted
 from jaxoffload.proof._plan.priced import priced
 
 GIB = 2**30

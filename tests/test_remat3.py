@@ -10,8 +10,8 @@ from common import ROOT, accumulated, assert_same_bits, gradient, in_a_loop, kep
 from jax import lax
 
 from jaxoffload import accumulate, chain, check, checkpoint, offload, plan, residuals, scan, tag, verify
-from models.loading import load
-from models.report import report
+from models.budget import report
+from models.config import load
 
 RULES = policy({"fc1": "offload"}, resident_layers=0)
 X, W = normal(0, (4, 8)), normal(1, (3, 8, 8)) / 3

@@ -18,44 +18,21 @@ from common import assert_close, count, equations, in_a_loop
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from small_models import DENSE, TOKENS, on, start
 
 import jaxoffload
 from jaxoffload import Policy
-from models.config import Config, Mesh, Model, Train
-from models.mlp import MLP
-from models.reading import ConfigError
+from models.config import ConfigError, Mesh
 from models.sharding import VALUES, make_mesh, process_block
-from models.step import Program, adamw, program, shardings_of
+from models.step import adamw, shardings_of
+from models.transformer import MLP
 
 pytestmark = pytest.mark.slow
-
-CONFIG = Config(
-    model=Model(vocab_size=320, layers=3, d_model=32, heads=4, kv_heads=2, d_ff=48, dtype="float32"),
-    remat=Policy(residuals={"fc1": "offload", "attn/*": "save"}, min_offload_bytes=0),
-    train=Train(steps=4, warmup_steps=1, batch_size=16, seq_len=12, loss_chunk=4, learning_rate=1e-2),
-)
-TOKENS = np.asarray(jax.random.randint(jax.random.key(7), (16, 13), 0, 320))
-
-
-def on(sizes: Mesh, remat: Policy = CONFIG.remat, model: dict | None = None, **train) -> Program:
-    config = dataclasses.replace(
-        CONFIG,
-        model=dataclasses.replace(CONFIG.model, **(model or {})),
-        remat=remat,
-        mesh=sizes,
-        train=dataclasses.replace(CONFIG.train, **train),
-    )
-    count = sizes.data * sizes.fsdp * sizes.tensor
-    return program(config, make_mesh(sizes, jax.devices()[:count]))
-
-
-def start(made: Program):
-    return jax.jit(made.init, out_shardings=shardings_of(made.state))()
 
 
 @pytest.mark.usefixtures("compiled_fast")
 def test_parameters_and_moments_are_split_by_the_rules():
-    made = on(Mesh(2, 2, 2))
+    made = on(DENSE, Mesh(2, 2, 2))
     state = start(made)
     FSDP = ("fsdp", "expert")
     specs = {
@@ -83,13 +60,13 @@ def test_parameters_and_moments_are_split_by_the_rules():
 
 
 def test_the_start_does_not_depend_on_the_mesh():
-    one, many = start(on(Mesh())), start(on(Mesh(2, 2, 2)))
+    one, many = start(on(DENSE, Mesh())), start(on(DENSE, Mesh(2, 2, 2)))
     jax.tree.map(np.testing.assert_array_equal, one.params, many.params)
 
 
 @pytest.fixture(scope="module")
 def one_device():
-    made = on(Mesh())
+    made = on(DENSE, Mesh())
     return jax.jit(jax.value_and_grad(made.loss))(start(made).params, TOKENS)
 
 
@@ -97,7 +74,7 @@ def one_device():
 @pytest.mark.parametrize("sizes", [Mesh(2, 2, 2), Mesh(1, 8, 1)], ids=["2x2x2", "1x8x1"])
 @pytest.mark.usefixtures("compiled_fast")
 def test_loss_and_gradients_are_those_of_one_device(one_device, sizes):
-    made = on(sizes)
+    made = on(DENSE, sizes)
     params = start(made).params
     gradient = jax.jit(
         jax.value_and_grad(made.loss), in_shardings=(shardings_of(made.state.params), made.microbatch.sharding)
@@ -191,7 +168,7 @@ def transformer_engine(monkeypatch):
 def test_attention_of_transformer_engine_is_a_devices_own_and_runs_once(one_device, transformer_engine, sizes):
     """Each device has whole heads and sequences. Three values with one name are kept."""
     keep = Policy(residuals={"attn/context": "offload"}, default="save", min_offload_bytes=0)
-    made = on(sizes or Mesh(), remat=keep, model={"attention": "te"})
+    made = on(DENSE, sizes or Mesh(), remat=keep, attention="te")
     arguments = made.state.params, made.microbatch
     rows = {row.names[0]: row.state for row in jaxoffload.residuals(made.loss, *arguments) if row.names}
     assert {k: v for k, v in rows.items() if "context" in k} == {
@@ -201,7 +178,7 @@ def test_attention_of_transformer_engine_is_a_devices_own_and_runs_once(one_devi
     }
     gradient = jax.jit(jax.value_and_grad(made.loss), in_shardings=shardings_of(arguments))
     jaxpr = gradient.trace(*arguments).jaxpr.jaxpr
-    again = on(sizes or Mesh(), remat=Policy({"attn/context": "recompute"}, default="save"), model={"attention": "te"})
+    again = on(DENSE, sizes or Mesh(), remat=Policy({"attn/context": "recompute"}, default="save"), attention="te")
     recomputed = jax.make_jaxpr(jax.grad(again.loss))(*arguments).jaxpr
     assert (count(jaxpr, "erf_inv"), count(recomputed, "erf_inv")) == (1, 2)
     # On two or more devices, XLA:GPU aborts on empty arrays that leave a shard_map.
@@ -214,7 +191,7 @@ def test_attention_of_transformer_engine_is_a_devices_own_and_runs_once(one_devi
 @pytest.mark.claim("per-device")
 @pytest.mark.usefixtures("compiled_fast")
 def test_the_compiled_step_splits_residuals_as_the_table_says():
-    made = on(Mesh(2, 2, 2), remat=Policy(default="save"))
+    made = on(DENSE, Mesh(2, 2, 2), remat=Policy(default="save"))
 
     def kept(params, tokens):
         return jax.tree.leaves(jax.vjp(lambda params: made.loss(params, tokens), params)[1])
@@ -236,7 +213,7 @@ def test_the_compiled_step_splits_residuals_as_the_table_says():
 @pytest.mark.usefixtures("compiled_fast")
 def test_the_loss_communicates_as_often_however_many_chunks_it_has():
     def collectives(chunk: int) -> int:
-        made = on(Mesh(2, 4, 1), model={"layers": 1}, loss_chunk=chunk)
+        made = on(DENSE, Mesh(2, 4, 1), train={"loss_chunk": chunk}, layers=1)
         arguments = (made.state.params, made.microbatch)
         gradient = jax.jit(
             jax.grad(made.loss), in_shardings=shardings_of(arguments), out_shardings=shardings_of(arguments[0])
@@ -246,9 +223,8 @@ def test_the_loss_communicates_as_often_however_many_chunks_it_has():
     assert collectives(chunk=2) == collectives(chunk=12) > 10
 
 
-@pytest.mark.parametrize("sizes", [Mesh(fsdp=8), Mesh(2, 2, 2)])
 @pytest.mark.usefixtures("compiled_fast")
-def test_no_collective_touches_a_residual_on_its_way(sizes, monkeypatch):
+def test_no_collective_touches_a_residual_on_its_way(monkeypatch):
     """The step with offload communicates exactly what it does where lax.scan keeps the residuals."""
 
     def plain(f, x, w, policy, strict):
@@ -256,7 +232,7 @@ def test_no_collective_touches_a_residual_on_its_way(sizes, monkeypatch):
         return jax.lax.scan(in_a_loop(f, *saved), x, w)
 
     def collectives() -> Counter:
-        made = on(sizes)
+        made = on(DENSE, Mesh(2, 2, 2))
         state = shardings_of(made.state)
         step = jax.jit(made.step, in_shardings=(state, made.tokens.sharding), out_shardings=(state, None))
         hlo = step.lower(made.state, made.tokens).compile().as_text()
@@ -288,7 +264,7 @@ def executed_collectives(hlo: str) -> int:
 @pytest.mark.claim("trains-anywhere")
 @pytest.mark.usefixtures("compiled_fast")
 def test_accumulated_steps_on_a_mesh_have_the_gradient_of_one_device(one_device):
-    made = on(Mesh(2, 2, 2), grad_accumulation=4, warmup_steps=0)
+    made = on(DENSE, Mesh(2, 2, 2), train={"grad_accumulation": 4, "warmup_steps": 0})
     state, step, history = start(made), jax.jit(made.step, donate_argnums=0), []
     for _ in range(3):
         state, metrics = step(state, jax.device_put(TOKENS, made.tokens.sharding))
@@ -299,8 +275,8 @@ def test_accumulated_steps_on_a_mesh_have_the_gradient_of_one_device(one_device)
 
 
 def test_matrices_decay_and_norms_do_not():
-    train = dataclasses.replace(CONFIG.train, warmup_steps=0, learning_rate=0.5, weight_decay=0.1)
-    optimizer, params = adamw(train), nnx.state(MLP(CONFIG.model, nnx.Rngs(params=jax.random.key(0))))
+    train = dataclasses.replace(DENSE.train, warmup_steps=0, learning_rate=0.5, weight_decay=0.1)
+    optimizer, params = adamw(train), nnx.state(MLP(DENSE.model, nnx.Rngs(params=jax.random.key(0))))
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     gate, scale = updates["gate_DxF"][...], updates["norm"]["scale_D"][...]
     np.testing.assert_allclose(gate, -0.5 * 0.1 * params["gate_DxF"][...], rtol=1e-6)

@@ -1,29 +1,17 @@
 """The training step: interleaved microbatches leave the parameters and metrics of a plain loop over them."""
 
-import dataclasses
-
 import jax
 import pytest
-import test_moe
-import test_sharding
 from common import assert_same_bits
+from small_models import DENSE, EXPERTS, TOKENS, on, start
 
 from jaxoffload import Policy
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers.loops import loops_of
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload.proof import exact_options
-from models.config import Config, Mesh
-from models.sharding import make_mesh
-from models.step import Program, program, shardings_of
-
-DENSE, EXPERTS = test_sharding.CONFIG, test_moe.CONFIG
-
-
-def on(config: Config, sizes: Mesh, **train) -> Program:
-    config = dataclasses.replace(config, mesh=sizes, train=dataclasses.replace(config.train, **train))
-    devices = sizes.data * sizes.fsdp * sizes.tensor * sizes.expert
-    return program(config, make_mesh(sizes, jax.devices()[:devices]))
+from models.config import Mesh
+from models.step import Program, shardings_of
 
 
 def compiled(made: Program) -> jax.stages.Compiled:
@@ -32,36 +20,29 @@ def compiled(made: Program) -> jax.stages.Compiled:
     return jax.jit(made.step, **shardings, compiler_options=options).lower(made.state, made.tokens).compile()
 
 
-def after_steps(made: Program, step: jax.stages.Compiled, state, tokens, steps: int = 3):
+def after_steps(made: Program, step: jax.stages.Compiled, state, steps: int = 3):
     """Return the state after some steps, and the metrics of each."""
     found = []
     for _ in range(steps):
-        state, metrics = step(state, jax.device_put(tokens, made.tokens.sharding))
+        state, metrics = step(state, jax.device_put(TOKENS, made.tokens.sharding))
         found.append(metrics)
     return jax.device_get(jax.tree.leaves((state, found)))
 
 
-def assert_alike(config, tokens, sizes, microbatches) -> jax.stages.Compiled:
+def assert_alike(config, sizes, microbatches) -> jax.stages.Compiled:
     """Train both ways, compare state and metrics bit by bit, and return the interleaved step."""
-    made = [on(config, sizes, grad_accumulation=microbatches, interleave=way) for way in (True, False)]
-    steps = [compiled(each) for each in made]
-    begin = jax.jit(made[0].init, out_shardings=shardings_of(made[0].state))()
-    assert_same_bits(*(after_steps(*each, begin, tokens) for each in zip(made, steps, strict=True)))
+    ways = [{"grad_accumulation": microbatches, "interleave": way} for way in (True, False)]
+    made = [on(config, sizes, train=way) for way in ways]
+    steps, begin = [compiled(each) for each in made], start(made[0])
+    assert_same_bits(*(after_steps(*each, begin) for each in zip(made, steps, strict=True)))
     return steps[0]
 
 
 @pytest.mark.slow
 @pytest.mark.claim("trained-interleaved")
 @pytest.mark.usefixtures("compiled_fast")
-def test_interleaved_microbatches_train_as_one_after_another():
-    assert_alike(DENSE, test_sharding.TOKENS, Mesh(), 2)
-
-
-@pytest.mark.slow
-@pytest.mark.claim("trained-interleaved")
-@pytest.mark.usefixtures("compiled_fast")
-def test_so_they_do_on_a_mesh_and_each_device_sums_its_share_of_the_gradients():
-    step = assert_alike(DENSE, test_sharding.TOKENS, Mesh(2, 2, 2), 4).as_text()
+def test_interleaved_microbatches_train_as_one_after_another_and_each_device_sums_its_share_of_the_gradients():
+    step = assert_alike(DENSE, Mesh(2, 2, 2), 4).as_text()
     layers, D, F = 3, 32, 48  # of gate, up and down, over fsdp and tensor
     assert f"f32[{layers},{D // 2},{F // 2}]" in step
     assert f"f32[{layers},{D},{F}]" not in step and f"f32[{layers},{F},{D}]" not in step
@@ -72,26 +53,25 @@ def test_so_they_do_on_a_mesh_and_each_device_sums_its_share_of_the_gradients():
 @pytest.mark.parametrize("sizes", [Mesh(), Mesh(fsdp=2, expert=2)], ids=str)
 @pytest.mark.usefixtures("compiled_fast")
 def test_so_they_do_with_experts(sizes):
-    assert_alike(EXPERTS, test_moe.TOKENS, sizes, 4)
+    assert_alike(EXPERTS, sizes, 4)
 
 
 @pytest.mark.parametrize(
     "interleave, microbatches, moved, interleaved",
     [
-        ("auto", 2, "offload", 1),
         (True, 2, "offload", 1),
-        ("auto", 2, "save", 0),
-        ("auto", 1, "offload", 0),
+        (True, 2, "save", 0),
+        (True, 1, "offload", 0),
         (False, 2, "offload", 0),
     ],
 )
 def test_microbatches_interleave_where_there_are_several_and_something_moves(
     interleave, microbatches, moved, interleaved
 ):
-    config = dataclasses.replace(DENSE, remat=Policy({"fc1": moved}, min_offload_bytes=0))
-    made = on(config, Mesh(), grad_accumulation=microbatches, interleave=interleave)
+    policy = Policy({"fc1": moved}, min_offload_bytes=0)
+    made = on(DENSE, Mesh(), policy, train={"grad_accumulation": microbatches, "interleave": interleave})
     jaxpr = jax.make_jaxpr(made.step)(made.state, made.tokens)
     accumulated = [site.eqn for site in walk(jaxpr.jaxpr) if site.eqn.primitive is interleaved_p]
-    assert len(accumulated) == (interleave is not False and microbatches > 1)
+    assert len(accumulated) == (interleave and microbatches > 1)
     segments = [segment for eqn in accumulated for loops in loops_of(eqn) for segment in loops.segments]
     assert any(segment.on_host for segment in segments) == interleaved

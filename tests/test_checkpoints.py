@@ -1,0 +1,234 @@
+"""models/checkpoints.py: what is restored is what was saved, on any mesh; what is not is refused."""
+
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from common import ROOT, finish, inherited_flags, start
+
+from models import checkpoints
+from models.config import Config, ConfigError, Data, Mesh, Model, Train
+from models.data import open_data
+from models.sharding import make_mesh
+from models.step import program, shardings_of
+
+TINY = Model(vocab_size=300, layers=1, d_model=16, heads=2, kv_heads=2, d_ff=16, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Config:
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"{number} " * 100)
+    train = Train(batch_size=8, seq_len=32, eval_batches=1)
+    return Config(model=TINY, data=Data(path=f"{folder}/*.txt", valid_fraction=0.2), train=train)
+
+
+def opened(config: Config):
+    """Return the program and the data of a config."""
+    return program(config, make_mesh(config.mesh, jax.devices()[: config.mesh.fsdp])), open_data(config)
+
+
+def drawn(made, step: int):
+    """Return a state with random values, sharded."""
+    draw = np.random.default_rng(step).standard_normal
+    values = jax.tree.map(lambda x: draw(x.shape).astype(x.dtype), made.state)._replace(step=np.int32(step))
+    return jax.device_put(values, shardings_of(made.state))
+
+
+@pytest.fixture(scope="module")
+def written(config, tmp_path_factory) -> Path:
+    """The folder of a run that saved steps 2 and 4, which read a batch each step."""
+    out = tmp_path_factory.mktemp("written")
+    made, source = opened(config)
+    with checkpoints.open_manager(out) as manager:
+        for step in range(1, 5):
+            next(source.batches)
+            if step % 2 == 0:
+                checkpoints.save(manager, step, drawn(made, step), config, source)
+    return out
+
+
+def resumed(out: Path, config: Config):
+    """Return the state, and the batch after it."""
+    made, source = opened(config)
+    with checkpoints.open_manager(out) as manager:
+        return checkpoints.resume(manager, config, made, source), next(source.batches)
+
+
+def refused(out: Path, config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resumed(out, config)
+    return str(caught.value)
+
+
+@pytest.mark.claim("goes-on")
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_what_was_saved_comes_back_on_any_mesh_with_the_next_batch(written, config, fsdp):
+    config = replace(config, mesh=Mesh(fsdp=fsdp))
+    state, batch = resumed(written, config)
+    made, source = opened(config)
+    jax.tree.map(np.testing.assert_array_equal, state, drawn(made, 4))
+    assert shardings_of(state) == shardings_of(made.state)
+    batches = [next(source.batches) for _ in range(5)]
+    np.testing.assert_array_equal(batch, batches[4])
+    assert not np.array_equal(batch, batches[3])
+
+
+TOGETHER = """
+import sys
+import jax
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from models import checkpoints, data
+from models.config import load
+from models.sharding import batch_sharding, make_mesh, process_block
+from models.step import program, shardings_of
+
+config = load(sys.argv[3], ["mesh.fsdp=4"])
+mesh = make_mesh(config.mesh)
+made = program(config, mesh)
+source = data.open_data(config, *process_block(batch_sharding(mesh), (8, 33)))
+state = jax.jit(made.init, out_shardings=shardings_of(made.state))()
+with checkpoints.open_manager(config.train.out) as manager:
+    for step in range(2):
+        next(source.batches)
+    checkpoints.save(manager, 2, state._replace(step=state.step + 2), config, source)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.claim("goes-on")
+def test_one_process_continues_what_two_saved(config, tmp_path):
+    path, model = tmp_path / "test.yaml", {key: value for key, value in vars(TINY).items() if value is not None}
+    settings = {"model": model, "data": vars(config.data), "train": vars(config.train) | {"out": str(tmp_path)}}
+    path.write_text(json.dumps(settings))
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        coordinator = f"localhost:{probe.getsockname()[1]}"
+    environment = os.environ | {
+        "XLA_FLAGS": inherited_flags(devices=2),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    arguments = [sys.executable, "-c", TOGETHER, coordinator]
+    for process in [start([*arguments, str(index), str(path)], **piped) for index in range(2)]:
+        finish(process)
+    state, batch = resumed(tmp_path, config)
+    made, source = opened(config)
+    want = jax.jit(made.init)()
+    assert int(state.step) == 2
+    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5)  # initialised by another program
+    jax.tree.map(close, state.params, want.params)
+    np.testing.assert_array_equal(batch, [next(source.batches) for _ in range(3)][2])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[random.Random(file.name).randrange(len(content))] ^= 1 << random.Random(0).randrange(8)
+    file.write_bytes(content)
+
+
+@pytest.mark.claim("damage")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's other reads, when one fails
+def test_a_flipped_bit_in_any_file_is_refused_or_changes_nothing(written, config, tmp_path):
+    """Some bits mean nothing, such as those of times."""
+    files = [path.relative_to(written) for path in (written / "checkpoints/4").rglob("*") if path.is_file()]
+    want, found = resumed(written, config), set()
+    for number, file in enumerate(files):
+        out = shutil.copytree(written, tmp_path / str(number))
+        flip(out / file)
+        try:
+            got = resumed(out, config)
+        except ConfigError as error:
+            found.add(file)
+            assert f"{out}/checkpoints/4" in str(error) and "delete it to continue from step 2" in str(error)
+        else:
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+    told = {"origin/metadata", "state/_METADATA", "state/manifest.ocdbt"}
+    assert {f"checkpoints/4/{name}" for name in told} <= set(map(str, found))
+    assert [file for file in found if file.parent.name == "d"]  # values
+
+
+@pytest.mark.claim("damage")
+def test_any_bit_of_an_array_changes_its_checksum_and_so_do_places():
+    mesh = make_mesh(Mesh(fsdp=4), jax.devices()[:4])
+    over = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    value = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+    sums = lambda value: checkpoints.sums({"w": jax.device_put(value, over)})
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    assert checkpoints.sums({"w": jax.device_put(value, whole)}) == sums(value)
+    for bit in range(32):
+        changed = value.copy()
+        changed.view(np.uint32)[5, 1] ^= np.uint32(1 << bit)
+        assert sums(changed) != sums(value)
+    assert sums(value[::-1].copy()) != sums(value) != sums(value[:, ::-1].copy())
+
+
+@pytest.mark.claim("damage")
+def test_who_deletes_a_damaged_checkpoint_continues_from_the_one_before(written, config, tmp_path):
+    out = shutil.copytree(written, tmp_path / "out")
+    for file in (out / "checkpoints/4/state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    assert "delete it to continue from step 2" in refused(out, config)
+    shutil.rmtree(out / "checkpoints/4")
+    assert int(resumed(out, config)[0].step) == 2
+    shutil.move(out / "checkpoints/2", out / "checkpoints/6")
+    assert "delete it to start again" in refused(out, config)
+
+
+@pytest.mark.claim("goes-on")
+def test_what_a_kill_left_is_removed(written, config, tmp_path):
+    out = shutil.copytree(written, tmp_path / "out")
+    partial = shutil.copytree(out / "checkpoints/4", out / "checkpoints/6.orbax-checkpoint-tmp")
+    (partial / "_CHECKPOINT_METADATA").unlink(missing_ok=True)
+    assert int(resumed(out, config)[0].step) == 4
+    assert not partial.exists()
+
+
+@pytest.mark.claim("refuses-to")
+def test_another_model_or_other_data_is_refused_and_the_rest_may_change(written, config, tmp_path):
+    changed = lambda section, **values: replace(config, **{section: replace(getattr(config, section), **values)})
+    assert "model.d_ff = 32: it was 16" in refused(written, changed("model", d_ff=32))
+    assert "train.seed = 1: it was 0" in refused(written, changed("train", seed=1))
+    assert "data.valid_fraction = 0.3: it was 0.2" in refused(written, changed("data", valid_fraction=0.3))
+    folder = shutil.copytree(Path(config.data.path).parent, tmp_path / "elsewhere")
+    moved = changed("data", path=f"{folder}/*.txt")
+    assert int(resumed(written, moved)[0].step) == 4
+    (folder / "7.txt").write_text("more")
+    assert "the files were others" in refused(written, moved)
+    assert int(resumed(written, changed("train", steps=9, learning_rate=1.0, eval_every=3))[0].step) == 4
+
+
+def test_a_checkpoint_of_0_1_is_refused_in_one_sentence(written, config, tmp_path):
+    out = shutil.copytree(written, tmp_path / "out")
+    file = out / "checkpoints/4/origin/metadata"
+    old = {key: value for key, value in json.loads(file.read_text()).items() if key in ("step", "config")}
+    file.write_text(json.dumps(old | {"data": {}}))
+    assert "was written by another version, which can continue it" in refused(out, config)
+
+
+@pytest.mark.claim("full-disk")
+def test_a_save_that_fails_is_an_error_and_the_one_before_stays(written, config, tmp_path, monkeypatch):
+    out = shutil.copytree(written, tmp_path / "out")
+    made, source = opened(config)
+    with pytest.raises(Exception, match="No space left"), checkpoints.open_manager(out) as manager:
+        write = lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        monkeypatch.setattr("orbax.checkpoint._src.path.atomicity.AtomicRenameTemporaryPath.finalize", write)
+        checkpoints.save(manager, 6, drawn(made, 6), config, source)
+        manager.wait_until_finished()
+    monkeypatch.undo()
+    assert int(resumed(out, config)[0].step) == 4
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["2", "4"]
+    assert jnp.isfinite(jax.tree.leaves(resumed(out, config)[0].params)[0]).all()

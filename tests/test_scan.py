@@ -1,7 +1,6 @@
 """scan(): lax.scan's behaviour, with our residuals. Only public behaviour is tested, so any engine must pass."""
 
 import itertools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from common import (
 )
 from jax import lax
 
-from jaxoffload import PolicyError, checkpoint, residuals, scan, scope, tag
+from jaxoffload import checkpoint, residuals, scan, scope, tag
 
 P = jax.P
 N, BATCH, DIM = 5, 4, 8
@@ -58,7 +57,7 @@ def test_any_number_of_layers_forwards_and_in_reverse(n):
     assert kept_bytes(ours[0], X, ws)[1] == (n * ONE if n > 1 else 0)  # one row is padding
 
 
-@pytest.mark.parametrize("unroll", [2, 5, True])
+@pytest.mark.parametrize("unroll", [2, True])
 def test_unroll(unroll):
     ours = lambda x, w: scan(body, x, w, unroll=unroll, policy=policy(RULES, resident_layers=0))
     reference = lambda x, w: lax.scan(plain(body), x, w, unroll=unroll)
@@ -99,28 +98,6 @@ def test_a_scan_that_carries_nothing():
     ours = lambda *xs: scan(step, None, xs, policy=policy({"fc1": "offload"}))
     reference = lambda *xs: lax.scan(plain(step, "fc1"), None, xs)
     assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], WS[:, :BATCH], WS))
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        (lambda x, w: (x, None), X, (WS, WS[:2])),
-        (lambda x, w: (x, None), X, None),
-        (lambda x, w: (x, None), X, [0, 1, 2]),
-        (lambda x, w: (x, None), "ab", WS),
-        (lambda x, w: x, X, WS),
-        (lambda x, w: (x[0], None), X, WS),
-        (lambda x, w: (x.astype(jnp.bfloat16), None), X, WS),
-        (lambda x, w: ((x, x), None), X, WS),
-        (lambda x, w: (x @ w[0], None), X, WS),
-    ],
-)
-def test_errors_are_those_of_lax_scan(args):
-    with pytest.raises((TypeError, ValueError)) as want:
-        lax.scan(*args)
-    with pytest.raises(type(want.value)) as got:
-        scan(*args, policy=OFF)
-    assert str(got.value) == str(want.value)
 
 
 def test_what_passes_through_comes_out_as_from_lax_scan():
@@ -190,15 +167,13 @@ def test_a_value_that_nested_calls_pass_on_is_kept_once_and_where_its_name_says(
         assert_same_bits(*run_each([gradient(f), gradient(reference)], X))
 
 
-def test_the_table_of_no_layers():
-    assert residuals(lambda x: scan(body, x, WS[:0], policy=OFF), X).host_bytes == 0
-
-
 def test_derivatives_that_there_are_not_say_so():
     f = lambda x: jnp.sum(scan(body, x, WS, policy=OFF)[0])
     with pytest.raises(NotImplementedError, match=r"jaxoffload.scan cannot be differentiated twice"):
         jax.eval_shape(jax.hessian(f), X)
-    for forward in (lambda: jax.jvp(f, (X,), (X,)), lambda: jax.jit(jax.jacfwd(f))(X)):
+    with pytest.raises(NotImplementedError, match=r"jaxoffload.scan cannot be differentiated twice"):
+        jax.eval_shape(jax.jacrev(jax.grad(f)), X)
+    for forward in (lambda: jax.linearize(f, X)[1](X), lambda: jax.jit(jax.jacfwd(f))(X)):
         with pytest.raises(TypeError, match=r"jaxoffload.scan has no forward-mode derivative"):
             forward()
 
@@ -427,13 +402,6 @@ def test_without_jit_weights_are_kept_where_they_are(differentiated):
     assert [leaf.unsafe_buffer_pointer() for leaf in stacks] == [WS.unsafe_buffer_pointer()]
 
 
-def test_xs_may_be_numpys():
-    got, want = (
-        jax.grad(lambda x, s=s: s(body, x, np.asarray(WS))[0].sum())(X) for s in (partial(scan, policy=OFF), lax.scan)
-    )
-    assert_close(got, want)
-
-
 def test_without_jit_it_is_a_python_loop():
     with jax.disable_jit():
         got = jax.grad(lambda w: scan(body, X, w, policy=OFF)[0].sum())(WS)
@@ -448,16 +416,7 @@ def test_undifferentiated_it_is_lax_scan():
     assert_same_bits(*run_each([lambda: scan(body, X, WS, policy=OFF), lambda: lax.scan(body, X, WS)]))
 
 
-def test_one_warning_of_idle_dots():
-    step = lambda x, _: (jnp.sin(tag(x * 2.0, "fc1")), None)
-    with pytest.warns(UserWarning, match="dots: save matched nothing") as warned:
-        jax.eval_shape(gradient(lambda x: scan(step, x, length=3, policy=policy({"fc1": "save"}, dots="save"))), X)
-    assert len(warned) == 1
-
-
-def test_an_unmatched_pattern_and_a_foreign_policy_are_refused():
-    with pytest.raises(PolicyError, match=r"residuals\['fc3'\].*nearest is 'fc1'"):
-        jax.eval_shape(gradient(lambda x, w: scan(body, x, w, policy=policy({"fc3": "save"}))), X, WS)
+def test_a_foreign_policy_is_refused():
     with pytest.raises(TypeError, match=r"scan: policy must be a jaxoffload.Policy"):
         scan(body, X, WS, policy="save")
 

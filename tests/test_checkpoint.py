@@ -22,7 +22,6 @@ from common import (
     saving,
 )
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxoffload import PolicyError, checkpoint, residuals, tag
 
@@ -54,15 +53,8 @@ VMAPPED = (("host", "float32", (3, 8, 4)),)
 # name -> (ours, reference, arguments, what goes to the host); functions, because a mesh needs the devices
 TRANSFORMATIONS = {
     "plain": lambda: (OURS, PLAIN, (X, W), (HOST,)),
-    "jit": lambda: (jax.jit(OURS), PLAIN, (X, W), (HOST,)),
     "jit inside": lambda: (checkpoint(jax.jit(layer), policy=OFF), PLAIN, (X, W), (HOST,)),
     "vmap over x": lambda: (jax.vmap(OURS, (0, None)), jax.vmap(PLAIN, (0, None)), (MANY, W), VMAPPED),
-    "vmap inside": lambda: (
-        checkpoint(jax.vmap(layer, (0, None)), policy=OFF),
-        save_fc1(jax.vmap(layer, (0, None))),
-        (MANY, W),
-        VMAPPED,
-    ),
     "nested vmap": lambda: (
         jax.vmap(jax.vmap(OURS, (0, None)), (None, 0)),
         jax.vmap(jax.vmap(PLAIN, (0, None)), (None, 0)),
@@ -75,12 +67,6 @@ TRANSFORMATIONS = {
         shard(PLAIN, False, ALL_AXES),
         (X, W),
         (("host", "float32", (16, 4)),),  # with check_vma=False, JAX assumes that a residual also differs along b
-    ),
-    "shard_map inside": lambda: (
-        checkpoint(shard(layer, True, ALL_AXES), policy=OFF),
-        save_fc1(shard(layer, True, ALL_AXES)),
-        (X, W),
-        (HOST,),
     ),
     "shard_map over one axis": lambda: (
         jax.jit(shard(OURS, True, ONE_AXIS)),
@@ -155,9 +141,10 @@ def test_closed_over_tracers_get_their_gradients():
     def f(x, w):
         return checkpoint(lambda x: layer(x, w), policy=OFF)(x)
 
-    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(save_fc1(layer), (0, 1))], X, W))
     jitted = lambda x, w: jax.jit(lambda x: checkpoint(lambda x: layer(x, w), policy=OFF)(x))(x)
-    assert_same_bits(*run_each([gradient(jitted, (0, 1)), gradient(save_fc1(layer), (0, 1))], X, W))
+    got, in_jit, want = run_each([gradient(g, (0, 1)) for g in (f, jitted, save_fc1(layer))], X, W)
+    assert_same_bits(got, want)
+    assert_same_bits(in_jit, want)
 
 
 def test_integers_booleans_and_keys_go_through():
@@ -181,7 +168,7 @@ def test_weak_types_are_those_of_jax_checkpoint():
 
 
 @pytest.mark.claim("saved-exp")
-@pytest.mark.parametrize("producer", [jnp.exp, jnp.tanh, jax.nn.sigmoid, jnp.sqrt, lax.rsqrt, jnp.cbrt])
+@pytest.mark.parametrize("producer", [jnp.exp, jax.nn.sigmoid, lax.rsqrt])
 def test_a_kept_output_that_its_own_derivative_reads_is_not_recomputed(producer):
     f = lambda x: jnp.sin(tag(producer(jnp.abs(x) + 1.0), "out"))
     primitive = jax.make_jaxpr(producer)(X).eqns[-1].primitive.name
@@ -240,22 +227,6 @@ def test_an_eager_call_and_forward_mode():
     assert_same_bits(*run_each([lambda g=g: jax.jvp(g, (X, W), tangents) for g in (f, plain)]))
 
 
-def test_second_derivatives_of_what_stays_on_the_device():
-    f = checkpoint(lambda x: jnp.exp(tag(jnp.sin(x), "fc1")).sum(), policy=policy({"fc1": "save"}))
-    plain = lambda x: jnp.exp(jnp.sin(x)).sum()
-    assert_close(jax.hessian(f)(X[0]), jax.hessian(plain)(X[0]))
-
-
-def test_reverse_over_reverse_of_what_stays_on_the_device():
-    def f(x):
-        return jnp.exp(tag(jnp.sin(x @ W), "fc1")).sum()
-
-    twice = lambda f: jax.jit(jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()))
-    plain = jax.checkpoint(f, policy=saving("fc1"))
-    ours = checkpoint(f, policy=policy({"fc1": "save"}))
-    assert_same_bits(*run_each([twice(ours), twice(plain)], X))
-
-
 def test_forward_over_reverse_of_what_is_offloaded():
     f = lambda x: jnp.exp(tag(jnp.sin(x), "fc1")).sum()
     along = lambda f: jax.jvp(jax.grad(f), (X,), (W[:1] + jnp.ones_like(X),))
@@ -269,17 +240,6 @@ def test_reverse_over_reverse_of_what_is_offloaded():
     twice = lambda f: lambda x: (jax.jacrev(jax.jacrev(f))(x), jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum())(x))
     for jit in (jax.jit, lambda f: f):
         assert_close(jit(twice(ours))(X), jit(twice(f))(X))
-
-
-def test_refs_inside():
-    def f(x):
-        ref = jax.new_ref(jnp.sin(x))
-        y = tag(jnp.sin(ref[...]), "fc1")
-        ref[...] = y * 2
-        return jnp.sin(ref[...] + y)
-
-    assert kept(checkpoint(f, policy=OFF), X)[HOST] == 1
-    assert_same_bits(*run_each([gradient(checkpoint(f, policy=OFF)), gradient(save_fc1(f))], X))
 
 
 def test_ordered_effects_with_offload_are_refused_in_one_message():
@@ -297,24 +257,6 @@ def test_ordered_effects_with_offload_are_refused_in_one_message():
 def test_prevent_cse_is_one_boolean(prevent_cse):
     with pytest.raises(TypeError, match="checkpoint: prevent_cse must be True or False"):
         checkpoint(layer, policy=OFF, prevent_cse=prevent_cse)
-
-
-def test_frozen_weights_as_in_lora():
-    """The gradients of the small weights are exact, and nothing is kept that only gradients of frozen weights would
-    read."""
-
-    def f(x, frozen, low):
-        h = tag(x @ frozen + tag(x @ low["a"], "low") @ low["b"], "fc1")
-        return tag(jnp.sin(h), "act") @ frozen
-
-    low = {"a": normal(5, (4, 2)), "b": normal(6, (2, 4))}
-    names = {"fc1": "offload", "low": "offload", "act": "offload"}
-    loss = lambda wrap: lambda low: wrap(f)(X, W, low)
-    ours = loss(functools.partial(checkpoint, policy=policy(names)))
-    plain = loss(functools.partial(jax.checkpoint, policy=saving(*names)))
-    assert_same_bits(*run_each([gradient(ours), gradient(plain)], low))
-    # Only the gradient of the frozen weights after it would read act.
-    assert kept(ours, low) == {HOST: 1, ("host", "float32", (8, 2)): 1}
 
 
 def test_by_default_it_keeps_on_the_device_what_jax_checkpoint_keeps():
@@ -337,8 +279,7 @@ def test_an_eager_loop_traces_once_a_function():
     assert len(traced) == 1
 
 
-@pytest.mark.parametrize("dots", ["recompute", "save"])
-def test_functions_without_names_stay_shared_in_the_compiled_module(dots):
+def test_functions_without_names_stay_shared_in_the_compiled_module():
     inner = jax.jit(lambda x: jnp.sin(x * 2))
 
     def f(x, w):
@@ -348,26 +289,7 @@ def test_functions_without_names_stay_shared_in_the_compiled_module(dots):
         return h
 
     functions = lambda g: jax.jit(gradient(g)).lower(X, W).as_text().count("func.func")
-    assert functions(checkpoint(f, policy=policy({"fc1": "save"}, dots=dots))) <= functions(save_fc1(f)) + 1
-
-
-def test_a_custom_vjps_forward_rule_is_named_inside():
-    @jax.custom_vjp
-    def dense(x, w):
-        return jnp.sin(x @ w)
-
-    def forward(x, w):
-        h = checkpoint_name(x @ w, "fc1")
-        return jnp.sin(h), (h, x, w)
-
-    def backward(saved, ct):
-        h, x, w = saved
-        return (ct * jnp.cos(h)) @ w.T, x.T @ (ct * jnp.cos(h))
-
-    dense.defvjp(forward, backward)
-    f = checkpoint(dense, policy=OFF)
-    assert kept(f, X, W) == {HOST: 1}
-    assert count(gradient_jaxpr(f, X, W, argnums=(0, 1)), "dot_general") == 1 + 2
+    assert functions(checkpoint(f, policy=policy({"fc1": "save"}, dots="save"))) <= functions(save_fc1(f)) + 1
 
 
 def test_integers_that_a_custom_rule_makes_are_saved_where_nothing_is_perturbed():
@@ -412,11 +334,6 @@ def test_functions_that_differ_have_rows_of_their_own():
 
     rows = [(r.shape, r.state, r.layers) for r in residuals(f, X, W) if r.names == ("fc1",)]
     assert sorted(rows) == [((4, 4), "offloaded", 1), ((4, 4), "saved", 1), ((8, 4), "offloaded", 1)]
-
-
-def test_the_policy_must_be_ours():
-    with pytest.raises(TypeError, match=r"checkpoint: policy must be a jaxoffload.Policy"):
-        checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
 
 
 def test_an_unmatched_pattern_is_an_error_when_differentiated_and_none_without_strict():

@@ -390,7 +390,7 @@ TWICE = {
 }
 
 
-@pytest.mark.parametrize("number, twice", enumerate(TWICE.values()), ids=TWICE)
+@pytest.mark.parametrize("number, twice", [*enumerate(TWICE.values())], ids=TWICE)
 def test_second_derivatives_are_refused_in_one_message(number, twice):
     quantize, jit = (None, "fp8")[number % 2], (jax.jit, lambda f: f)[number // 2 % 2]
     matmul = jit(lambda x, w: grouped_matmul(x, w, jnp.asarray(SIZES), backend="ragged", quantize=quantize))

@@ -732,6 +732,8 @@ def check_bytes(program):
     assert host == Ledger(program).host_bytes() * rows_on_host(program)
     table = residuals(f, *chosen)
     assert (table.device_bytes, table.host_bytes) == (device, host)
+    every = [row for one in (table, *table.reruns) for row in one]
+    assert not [row for row in every if (row.state, row.decision) == ("saved", "offload")]  # `verify`: a fault
 
 
 def reaches_layers(program):

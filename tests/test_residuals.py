@@ -29,7 +29,7 @@ W = {
     "out": normal(2, (N, HIDDEN, DIM), jnp.bfloat16),
     "bias": normal(3, (N, 1, DIM)),
 }
-NARROW, WIDE = BATCH * DIM * 2, BATCH * HIDDEN * 2  # bytes of a bfloat16 (BATCH, DIM) and (BATCH, HIDDEN)
+WIDE = BATCH * HIDDEN * 2  # bytes of a bfloat16 (BATCH, HIDDEN)
 
 
 def body(x, w):
@@ -69,7 +69,7 @@ some_fields = st.fixed_dictionaries(
 
 @pytest.mark.slow
 @pytest.mark.claim("bytes")
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(some_rules, some_fields)
 @pytest.mark.filterwarnings("ignore:jaxoffload. dots")
 def test_totals_are_what_autodiff_keeps_to_the_byte(rules, fields):
@@ -265,18 +265,6 @@ def test_untagged_residuals_are_shown_with_their_producer():
     assert table.untagged_bytes == sum(r.bytes for r in table if r.decision is None) > 0
 
 
-def test_an_untagged_carry_is_shown_as_the_carry():
-    f = lambda x, w: scan(lambda x, w: (jnp.sin(x @ w), None), x, w, policy=policy(resident_layers=0))[0]
-    (row,) = residuals(f, normal(0, (2, 8)), normal(1, (N, 8, 8)))
-    assert (row.reason, row.bytes, row.names) == ("the carry of a scan", N * 2 * 8 * 4, ())
-
-
-def test_of_one_function_with_a_policy():
-    f = lambda x, w: jnp.sin(tag(x @ w, "fc1"))
-    (row,) = residuals(f, X, W["in"][0], policy=policy({"fc1": "offload"}))
-    assert (row.state, row.bytes, row.layers) == ("offloaded", WIDE, 1)
-
-
 @pytest.mark.parametrize("given", [{}, "", {"fc1": "save"}])
 def test_what_is_not_a_policy_is_refused_even_if_it_is_empty(given):
     for function in (residuals, verify):
@@ -284,34 +272,11 @@ def test_what_is_not_a_policy_is_refused_even_if_it_is_empty(given):
             function(lambda x: jnp.sum(x), X, policy=given)
 
 
-def test_two_plans_that_differ_in_a_shape_alone_have_a_line_each():
-    """The shapes' texts have one CRC-32."""
-    layer = checkpoint(lambda x: jnp.sin(tag(2 * x, "h")), policy=policy({"h": "save"}))
-    shapes = (15594, 34368), (90719, 31596)
-    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    table = residuals(lambda *args: sum(jnp.sum(layer(x)) for x in args), *args)
-    assert [(row.shape, row.bytes) for row in table] == [(shape, 4 * math.prod(shape)) for shape in shapes]
-
-
-@pytest.mark.parametrize(
-    "dtype, bits", [("int4", 4), ("uint2", 2), ("float4_e2m1fn", 4), ("float8_e8m0fnu", 8), ("bool", 8), ("int16", 16)]
-)
+@pytest.mark.parametrize("dtype, bits", [("uint2", 2), ("float4_e2m1fn", 4), ("float8_e8m0fnu", 8), ("bool", 8)])
 def test_elements_of_less_than_a_byte_share_one_as_in_xlas_memory(dtype, bits):
     f = lambda x: jnp.sum(x * tag(lax.stop_gradient(x).astype(dtype), "h").astype(x.dtype))
     table = residuals(f, jax.ShapeDtypeStruct((3, 5), jnp.float32), policy=policy({"h": "save"}))
     assert [(row.bytes, row.count) for row in table] == [(math.ceil(15 * bits / 8), 1)]
-
-
-def test_a_value_that_no_layer_varies_is_kept_once():
-    """JAX hoists it out of the scan."""
-
-    def f(x, w, scale):
-        step = lambda x, w: (jnp.sin(x @ w) * tag(jnp.sin(scale), "scale"), None)
-        return scan(step, x, w, policy=policy({"scale": "save"}, resident_layers=0))[0]
-
-    args = normal(0, (2, 8)), normal(1, (N, 8, 8)), jnp.ones((1, 8))
-    (row,) = [r for r in residuals(f, *args) if r.names == ("scale",)]
-    assert (row.layers, row.bytes) == (1, 8 * 4)
 
 
 @pytest.mark.parametrize(
@@ -332,24 +297,7 @@ def test_a_value_that_no_layer_varies_is_kept_once_though_a_nested_call_reads_it
     assert (row.layers, row.bytes, table.host_bytes) == (1, 8 * 4, 0)
 
 
-def test_a_checkpoint_around_a_scan_keeps_what_a_later_layer_needs():
-    """The second part of the carry has no gradient; the first one reads it a layer later."""
-
-    def layer(carry, row):
-        (x, passed), (w, more) = carry, row
-        return (jnp.tanh(tag(jnp.sin(x @ w), "h")) + lax.stop_gradient(passed), passed + more), None
-
-    def loss(run):
-        of_rows = lambda w, more, x: jnp.sum(run(layer, (x, jnp.zeros_like(x)), (w, more))[0][0])
-        return lambda w, more, x: jax.checkpoint(lambda w, x: of_rows(w, more, x))(w, x)
-
-    args = normal(0, (N, 8, 8)), normal(1, (N, 2, 8)), normal(2, (2, 8))
-    ours = jax.grad(loss(lambda *given: scan(*given, policy=policy({"h": "offload"}))))
-    assert_same_bits(*run_each([ours, jax.grad(loss(lax.scan))], *args))
-
-
-@pytest.mark.parametrize("decision", ["offload", "save"])
-@pytest.mark.parametrize("place", ["xs", "constant", "carry"])
+@pytest.mark.parametrize("place, decision", [("xs", "offload"), ("constant", "save"), ("carry", "offload")])
 def test_a_checkpoint_around_a_scan_keeps_nothing_that_the_forward_pass_alone_reads(place, decision):
     """As around `lax.scan`. A `more` that is computed is no argument, which would exist anyway."""
 
@@ -376,16 +324,6 @@ def test_a_checkpoint_around_a_scan_keeps_nothing_that_the_forward_pass_alone_re
     plain = loss(lambda f, *args: lax.scan(jax.checkpoint(f, policy=saving("h")), *args))
     assert residuals(ours, *args).device_bytes == kept_bytes(plain, *args)[0] == 0
     assert_same_bits(*run_each([gradient(ours), gradient(plain)], *args))
-
-
-def test_integer_outputs_pytrees_and_jitted_functions():
-    def f(batch):
-        x = checkpoint(lambda x: jnp.sin(tag(jnp.sin(x), "fc1")), policy=policy({"fc1": "save"}))(batch["x"])
-        return {"loss": x.sum(), "n": batch["n"] + 1, "key": batch["key"], "none": None}
-
-    batch = {"x": X, "n": jnp.int32(3), "key": jax.random.key(0)}
-    for g in (f, jax.jit(f)):
-        assert residuals(g, batch).device_bytes == NARROW
 
 
 @pytest.mark.claim("empty-row")
@@ -428,14 +366,6 @@ def test_of_a_shard_map_each_shard_is_counted():
         assert r.bytes_per_layer == r.count * math.prod(r.shape) * jnp.dtype(r.dtype).itemsize, r
     assert f"8 x bfloat16[{BATCH},{HIDDEN}]" in str(table)
     assert {r.count for r in residuals(model({}), X, W)} == {1}
-
-
-def test_json():
-    table = residuals(model({"fc1.gate": "offload"}), X, W)
-    read = json.loads(table.to_json())
-    assert read["host_bytes"] == table.host_bytes == 4 * WIDE
-    assert len(read["residuals"]) == len(table) == len(list(table))
-    assert {r["state"] for r in read["residuals"]} == {"saved", "offloaded", "recomputed", "not needed"}
 
 
 @pytest.mark.claim("report-at-full-size")

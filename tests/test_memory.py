@@ -148,7 +148,8 @@ def needs(pool, f, *args):
     ids=repr,
 )
 def test_constraints_say_how_the_compiler_divides(pool, specs, divided):
-    """Under `set_mesh`, or of a mesh that is not set. `X` has 4 rows, a weight 8. Axis `a`, of 4 devices, splits the batch; axis `b`, of 2, splits the features."""
+    """Under `set_mesh`, or of a mesh that is not set. `X` has 4 rows, a weight 8. Axis `a`, of 4 devices, splits the
+    batch; axis `b`, of 2, the features."""
 
     def constrain(x, name):
         if name not in specs:

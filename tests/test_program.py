@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import PATIENCE, ROOT, exact_options, gradient, in_a_loop, needs_te
+from common import PATIENCE, ROOT, gradient, in_a_loop, needs_te
 from flax import nnx
 from jax import lax
 from jax.experimental import topologies
@@ -39,7 +39,6 @@ from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
-from jaxoffload._tracing import as_reference
 from jaxoffload.grouped import grouped_matmul
 from jaxoffload.proof import NothingFits, scheduling_options
 from jaxoffload.proof._plan import compiled as _compiled
@@ -47,10 +46,8 @@ from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import kernels as _kernels
 from jaxoffload.proof._program import scheduling as _scheduling
 from jaxoffload.proof._program.hlo import kernels_on_host_memory
-from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._program.trace import DIRECTIONS, Event
 from jaxoffload.proof._report.profile import profile_of
-from jaxoffload.proof._verify import conservation as _conservation
 from models import config
 from models.attention import rotations
 from models.config import Model
@@ -184,22 +181,11 @@ def test_the_copies_for_the_host_and_nothing_else_are_asynchronous(lines):
     assert all(line.on_host for line in starts)
 
 
-def test_the_copies_are_not_collectives(offloading):
-    assert hlo.collective_kernels(offloading.runtime_executable().hlo_modules()) == set()
-
-
-def test_no_kernel_touches_host_memory_and_nothing_is_copied_within_it(lines):
-    assert list(kernels_on_host_memory(lines)) == []
-
-
 @pytest.mark.parametrize(
     "layers, offloaded, fields",
     [
-        (8, 8, {"resident_layers": 0}),
         (7, 4, {"resident_layers": 3}),
-        (8, 3, {"offload_layers": 3}),
         (8, 3, {"offload_layers": 3, "other_layers": "recompute"}),
-        (4, 1, {"offload_layers": 1, "other_layers": "recompute"}),
         (2, 1, {}),
         (1, 1, {"resident_layers": 0}),
     ],
@@ -411,7 +397,7 @@ def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing
     xs = lambda count: jax.ShapeDtypeStruct((count, rows, d), jnp.bfloat16)
     recomputing = compiled(gpu, one_by_one, w, xs(8)).memory_analysis()
     temporary = {}
-    for count in (2, 7, 8):
+    for count in (2, 8):
         program = compiled(gpu, interleaved, w, xs(count))
         module, memory = module_of(program), program.memory_analysis()
         assert kernels_on_host_memory(module) == [] and list(hlo.out_of_range(module)) == []
@@ -422,7 +408,7 @@ def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing
         temporary[count] = memory.temp_size_in_bytes
     # Of two microbatches, more of the first one's residuals stay on the device.
     assert temporary[2] <= recomputing.temp_size_in_bytes
-    assert max(temporary[7], temporary[8]) <= 0.7 * recomputing.temp_size_in_bytes
+    assert temporary[8] <= 0.7 * recomputing.temp_size_in_bytes
     loops = defaultdict(set)
     for copy in hlo.host_copies(module).values():
         loops[copy.loop].add(copy.to_host)
@@ -483,21 +469,6 @@ def test_a_step_compiled_again_with_its_times_hides_exchanges_between_experts(tw
     assert temporary[1] <= 1.05 * temporary[0]
 
 
-def test_verify_finds_two_microbatches_in_the_plan(gpu, monkeypatch):
-    """The plain loop keeps one microbatch's residuals on the device; ours is to hold no more than it says."""
-    loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=Policy(OFFLOADED))[0].astype(jnp.float32) ** 2)
-    shapes = weights(LAYERS), jax.ShapeDtypeStruct((4, 32 * BATCH, DIM), jnp.bfloat16)
-    target = target_of(lambda w, xs: accumulate(loss)(w, xs)[1], shapes)
-    program = compiled(gpu, target.run, *shapes)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_conservation, "compiled", lambda run, shapes, _: compiled(gpu, run, *shapes))
-    reference = compiled(gpu, as_reference(target.run), *shapes)
-    for ours, verdict, expected in ((program, "holds", "640.00 MiB"), (reference, "fails", "0 B")):
-        vars(target).update(arrays=shapes, fast_program=ours)
-        found, said = _conservation.conservation(target)
-        assert found == verdict and f"and {expected} on the host for 640.00 MiB" in said, said
-
-
 def copies_in_order(module):
     """The copies that a program starts, by the names that a profile gives them, as often as its loops do."""
     names = iter(hlo.host_copies(module))
@@ -514,9 +485,7 @@ def copies_in_order(module):
     return of(next(name for name in module.computations if name.startswith("main")))
 
 
-@pytest.mark.parametrize(
-    "layers, microbatches, fields", [(8, 5, {}), (7, 6, {}), (7, 4, {"resident_layers": 0})], ids=str
-)
+@pytest.mark.parametrize("layers, microbatches, fields", [(7, 6, {}), (8, 5, {"resident_layers": 0})], ids=str)
 def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu, layers, microbatches, fields):
     """However XLA unrolls the loops; nothing runs here, the events are made up."""
     policy = Policy(OFFLOADED, min_offload_bytes=0, **fields)
@@ -543,8 +512,7 @@ def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu,
             assert found == want, (name, direction)
 
 
-@pytest.mark.parametrize("microbatches", [4, 5])
-@pytest.mark.parametrize("layers", [6, 7])
+@pytest.mark.parametrize("layers, microbatches", [(6, 5), (7, 4)])
 def test_the_profile_has_the_copies_of_a_loop_over_layers_in_a_loop_over_microbatches(gpu, layers, microbatches):
     """XLA doubles both loops, and takes an iteration out of one whose number is odd. Some layers are a chain."""
     policy = Policy(OFFLOADED, min_offload_bytes=0)
@@ -565,7 +533,7 @@ def test_the_profile_has_the_copies_of_a_loop_over_layers_in_a_loop_over_microba
     assert [name for name in copies if f'"{name}"'.encode() not in OPTIONS["fdo_profile"]] == []
 
 
-@pytest.mark.parametrize("layers, fields", [(7, {}), (8, {"offload_layers": 3}), (8, {"resident_layers": 0})])
+@pytest.mark.parametrize("layers, fields", [(7, {}), (8, {"offload_layers": 3})])
 def test_interleaved_stacks_stay_in_place_whatever_layers_offload(gpu, layers, fields):
     """No more rows on the host than those of two microbatches, and no kernel copies them: layers may be odd in number,
     or alone in their segment."""
@@ -581,7 +549,7 @@ def test_interleaved_stacks_stay_in_place_whatever_layers_offload(gpu, layers, f
 
 
 @pytest.mark.claim("accumulated-in-place")
-@pytest.mark.parametrize("decision", ["offload", "save", "recompute"])
+@pytest.mark.parametrize("decision", ["offload", "recompute"])
 def test_gradients_are_added_to_their_sums_by_one_kernel(gpu, decision):
     """It would take three times the memory traffic to copy a row of the sum first. There is one set of gradients, and
     in a loop over microbatches two."""
@@ -661,19 +629,6 @@ def test_verify_counts_matmuls_as_often_as_they_run(gpu, monkeypatch, request):
     ]
 
 
-def test_one_matmul_more_is_seen_where_xla_merges_several(gpu):
-    x, w = jnp.zeros((256, 512), jnp.bfloat16), jnp.zeros((3, 512, 256), jnp.bfloat16)
-    f = lambda x, w: (x @ w[0], x @ w[1], x @ w[2])
-    once, merged = (
-        _kernels.traced(jax.make_jaxpr(f)(x, w).jaxpr),
-        _kernels.ran(module_of(compiled(gpu, f, x, w))),
-    )
-    assert merged.counts.total() == 1 < once.counts.total() == 3
-    assert merged.flops == once.flops == 3 * 2 * 256 * 512 * 256 and merged.more_than(once) == []
-    again = merged._replace(flops=4 / 3 * merged.flops)
-    assert again.more_than(once) == ["matmuls take 1.333 of the FLOPs that were traced"]
-
-
 def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
     found = hlo.host_copies(lines)
     assert Counter(copy[:2] for copy in found.values()) == {("layer_input", STREAM): 8, ("fc1", ONE): 8}
@@ -687,12 +642,6 @@ def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
     f = gradient(lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 3, x, w, policy=policy), (0, 1))
     found = hlo.host_copies(module_of(compiled(gpu, f, X, [weights()] * 3)))
     assert Counter(copy[:2] for copy in found.values()) == {("layer_input", STREAM): 4, ("fc1", ONE): 4}
-
-
-def test_verify_finds_copies_out_of_range(offloading, lines):
-    assert list(hlo.out_of_range(lines)) == []
-    below = re.sub(r'"byte_offset":"\d+"', '"byte_offset":"-1024"', offloading.as_text())
-    assert len(list(hlo.out_of_range(hlo.parse(below)))) == 16
 
 
 @pytest.mark.claim("two-layers-share")
@@ -717,12 +666,6 @@ def test_a_further_layer_costs_the_device_what_it_costs_where_its_residuals_are_
     assert (offloaded[1], saved[1], recomputed[1]) == (ONE, 0, 0)
     assert saved[0] - offloaded[0] == pytest.approx(ONE, abs=ONE / 333)
     assert offloaded[0] == pytest.approx(recomputed[0], abs=ONE / 333)
-
-
-def test_under_the_options_for_exact_runs_too(gpu):
-    """In the GPU's contract tests, offload works as in a training step."""
-    program = compiled(gpu, twice(OFFLOADED), X, weights(LAYERS), options=OPTIONS | exact_options("gpu"))
-    assert program.memory_analysis().host_temp_size_in_bytes == 2 * LAYERS * (ONE + STREAM)
 
 
 def test_stacks_are_split_over_devices_as_what_they_hold_is(two_gpus):

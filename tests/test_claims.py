@@ -211,10 +211,9 @@ def test_the_tables_of_step_times():
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda p: p.name)
 def test_a_page_states_no_other_figures(page):
     """A section states those of the files that it names, and the page its bounds."""
+    without = lambda text, parts: functools.reduce(lambda text, part: text.replace(part, ""), parts, text)
     rows = [row for table in TABLES for row in table.splitlines()[2:]]  # README repeats some of them
-    text = CODE.sub(
-        "", COMMENT.sub("", functools.reduce(lambda text, row: text.replace(row, ""), rows, page.read_text()))
-    )
+    text = CODE.sub("", COMMENT.sub("", without(page.read_text(), rows)))
     sections = [" ".join(section.split()) for section in re.split(r"^#+ .*$", text, flags=re.MULTILINE)]
     bounds = BOUNDS.get(page.name, [])
     assert [words for words in bounds if sum(section.count(words) for section in sections) != 1] == []

@@ -20,7 +20,7 @@ from common import (
 )
 from jax import lax
 
-from jaxoffload import PolicyError, chain, check, checkpoint, residuals, scan, tag, verify
+from jaxoffload import chain, checkpoint, residuals, scan, tag, verify
 
 BATCH, DIM, WIDE = 2, 4, 6
 X = normal(0, (BATCH, DIM))
@@ -129,30 +129,6 @@ def test_carries_of_any_structure_whose_shapes_change():
     assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain, (0, 1))], X, ws))
 
 
-def test_closed_over_tracers_and_vmap():
-    scale = jnp.full((1, 1), 0.7)
-
-    def model(x, ws, scale, through):
-        fs = [lambda x, w, f=f: f(x * scale, w) for f in FS]
-        return through(fs, x, ws)
-
-    def loop(fs, x, ws):
-        saved = saving("fc1", "layer_input")
-        for f, w in zip(fs, ws, strict=True):
-            x = jax.checkpoint(f, policy=saved)(x, w)
-        return x
-
-    mine = lambda *a: model(*a, lambda fs, x, ws: chain(fs, x, ws, policy=policy(OFF)))
-    plain = lambda *a: model(*a, loop)
-    assert_same_bits(*run_each([gradient(mine, (0, 1, 2)), gradient(plain, (0, 1, 2))], X, WS, scale))
-    many = normal(9, (3, BATCH, DIM))
-    for wrap in (
-        lambda f: gradient(jax.vmap(f, (0, None, None)), (0, 1)),
-        lambda f: jax.vmap(gradient(f, (0, 1)), (0, None, None)),
-    ):
-        assert_close(*run_each([wrap(mine), wrap(plain)], many, WS, scale))
-
-
 SECOND = {
     "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f)),
     "forward over reverse": jax.hessian,
@@ -175,20 +151,6 @@ def test_groups_of_unlike_layers_in_a_scan_follow_the_scans_policy():
     plain = lambda x, ws: lax.scan(in_a_loop(inner, "fc1", "layer_input"), x, ws)[0]
     assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain, (0, 1))], X, groups))
     assert kept(f, X, groups)[("host", "float32", (3, BATCH, WIDE))] == 1
-
-
-def test_patterns_are_judged_over_all_layers():
-    one_only = lambda x, w: jnp.sin(tag(x @ w, "last"))
-    f = lambda rules: lambda x: chain([narrow, one_only], x, WS[1:4:2], policy=policy(rules))
-    jax.eval_shape(gradient(f({"fc1": "offload", "last": "save"})), X)
-    with pytest.raises(PolicyError, match=r"residuals\['lats'\].*nearest is 'last'"):
-        jax.eval_shape(gradient(f({"lats": "save"})), X)
-    loose = policy({"fc1": "save", "elsewhere": "save"})
-    g = lambda x: chain([narrow], x, WS[1:2], policy=loose, strict=False).sum()
-    jax.eval_shape(gradient(g), X)
-    for of in (g, jax.grad(g)):
-        with pytest.raises(PolicyError, match="elsewhere"):
-            check(of, X, policy=loose)
 
 
 def test_what_it_refuses():

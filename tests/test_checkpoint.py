@@ -17,7 +17,6 @@ from common import (
     kept,
     normal,
     policy,
-    run,
     run_each,
     saving,
 )
@@ -204,21 +203,6 @@ def test_only_what_is_perturbed_is_kept():
     assert only_w == both
 
 
-def test_effects_happen_as_often_as_under_jax_checkpoint():
-    def calls(wrap):
-        seen = []
-
-        def f(x):
-            jax.debug.callback(lambda: seen.append(0))
-            return jnp.sin(tag(jnp.sin(x), "fc1"))
-
-        jax.block_until_ready(jax.jit(jax.grad(lambda x: wrap(f)(x).sum()))(X))
-        jax.effects_barrier()
-        return len(seen)
-
-    assert calls(functools.partial(checkpoint, policy=OFF)) == calls(save_fc1) > 0
-
-
 def test_an_eager_call_and_forward_mode():
     f = checkpoint(layer, policy=OFF)
     np.testing.assert_array_equal(f(X, W), layer(X, W))
@@ -240,17 +224,6 @@ def test_reverse_over_reverse_of_what_is_offloaded():
     twice = lambda f: lambda x: (jax.jacrev(jax.jacrev(f))(x), jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum())(x))
     for jit in (jax.jit, lambda f: f):
         assert_close(jit(twice(ours))(X), jit(twice(f))(X))
-
-
-def test_ordered_effects_with_offload_are_refused_in_one_message():
-    def f(x):
-        jax.debug.print("x", ordered=True)
-        return jnp.sin(tag(jnp.sin(x), "fc1"))
-
-    with pytest.raises(NotImplementedError, match=r"checkpoint: the function has ordered effects .*ordered=False"):
-        jax.make_jaxpr(gradient(checkpoint(f, policy=OFF)))(X)
-    run(gradient(checkpoint(f, policy=policy({"fc1": "save"}))), X)
-    run(checkpoint(f, policy=OFF), X)
 
 
 @pytest.mark.parametrize("prevent_cse", [(True, False), [True], None])

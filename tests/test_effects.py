@@ -154,6 +154,43 @@ def test_names_of_rules_are_known_beside_what_has_no_derivative():
     check(f, X, W, policy=policy({"inside": "offload"}))
 
 
+@EACH
+def test_effects_happen_as_often_as_under_jax_checkpoint(ours):
+    seen = []
+
+    def loud(x, w):
+        jax.debug.callback(lambda v: seen.append(float(v)), x[0, 0])
+        return layer(x, w)
+
+    def heard(f):
+        seen.clear()
+        run(f, X, W)
+        jax.effects_barrier()
+        return sorted(seen)
+
+    assert heard(ours(loud)) == heard(by_jax(loud)) and len(seen) == N
+    assert heard(gradient(ours(loud))) == heard(gradient(by_jax(loud))) and len(seen) == 2 * N
+
+
+def accumulating(body, **how):
+    return lambda x, w: accumulate(lambda w, x: jnp.sum(by_scan(body, **how)(x, w)))(w, jnp.stack([x, x]))[1]
+
+
+@pytest.mark.parametrize("ours", [by_scan, by_chain, by_checkpoint, accumulating])
+def test_ordered_effects_are_refused_where_something_offloads(ours):
+    def loud(x, w):
+        jax.debug.print("{}", x[0, 0], ordered=True)
+        return layer(x, w)
+
+    def lower(decision):
+        f = ours(loud, policy=policy({"u": decision}))
+        jax.jit(f if ours is accumulating else gradient(f, 1)).lower(X, W)
+
+    with pytest.raises(NotImplementedError, match=r"ordered effects .*ordered=False"):
+        lower("offload")
+    lower("save")
+
+
 # ------------------------------------------------------------------------------------------------- references
 
 

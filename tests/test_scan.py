@@ -19,7 +19,6 @@ from common import (
     normal,
     place,
     policy,
-    run,
     run_each,
 )
 from jax import lax
@@ -178,36 +177,6 @@ def test_derivatives_that_there_are_not_say_so():
             forward()
 
 
-def test_effects_happen_as_often_as_under_jax_checkpoint():
-    seen = []
-
-    def loud(x, w):
-        jax.debug.callback(lambda v: seen.append(float(v)), x[0, 0])
-        return body(x, w)
-
-    def heard(f):
-        seen.clear()
-        run(f, X, WS)
-        jax.effects_barrier()
-        return sorted(seen)
-
-    ours = lambda x, w: scan(loud, x, w, policy=OFF)
-    reference = lambda x, w: lax.scan(plain(loud), x, w)
-    assert heard(ours) == heard(reference) and len(seen) == N
-    assert heard(gradient(ours)) == heard(gradient(reference)) and len(seen) == 2 * N
-
-
-def test_ordered_effects_with_offload_are_refused():
-    def loud(x, w):
-        jax.debug.callback(lambda v: None, x[0, 0], ordered=True)
-        return body(x, w)
-
-    f = lambda fc1: gradient(lambda x, w: scan(loud, x, w, policy=policy({"fc1": fc1})))
-    jax.jit(f("save")).lower(X, WS)
-    with pytest.raises(NotImplementedError, match="ordered effects"):
-        jax.jit(f("offload")).lower(X, WS)
-
-
 def test_a_forward_pass_that_an_outer_checkpoint_reruns_moves_nothing():
     jaxpr = gradient_jaxpr(jax.checkpoint(lambda x, w: scan(body, x, w, policy=OFF)[0]), X, WS)
     first, again = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "jaxoffload_forward")
@@ -246,14 +215,6 @@ def test_any_result_of_a_scan_inside_a_checkpoint(wrap):
     results = run_each([*map(both, ours), *map(both, plain)], X, WS)
     for got, want in zip(results[:3], results[3:], strict=True):
         assert_close(got, want)
-
-
-def test_without_jit_around_it():
-    # Not under `exact_options`: with some other draws a rounding grows from layer to layer.
-    x, ws = (jax.random.normal(jax.random.key(i), a.shape) for i, a in enumerate((X, WS)))
-    (want,) = run(gradient(lambda w: lax.scan(plain(body), x, w)), ws * 0.5)
-    got = gradient(lambda w: scan(body, x, w, policy=OFF))(ws * 0.5)
-    assert_close(got, want)
 
 
 def test_vmap_in_any_order_with_grad():
@@ -300,25 +261,6 @@ def test_under_explicit_axes_the_stacks_are_sharded_as_what_they_hold():
     # Where only the arguments say the mesh.
     with jax.numpy_rank_promotion("allow"):
         assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], x, w))
-
-
-def test_the_names_of_a_nested_scan_are_those_of_the_layers_around_it():
-    def layers(scan_of):
-        def inner(x, w):
-            return jnp.sin(tag(x @ w, "inner")), None
-
-        def outer(x, ws):
-            x = jnp.cos(tag(x * 2.0, "outer"))
-            return scan_of(inner, x, ws, {"inner": "offload"})
-
-        return lambda x, ws: scan_of(outer, x, ws, {"outer": "offload", "inner": "offload"})
-
-    ours = layers(lambda f, x, ws, rules: scan(f, x, ws, policy=policy(rules, resident_layers=0)))
-    reference = layers(lambda f, x, ws, rules: lax.scan(plain(f, *rules), x, ws))
-    ws = WS.reshape(N, 1, DIM, DIM).repeat(2, 1)
-    assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], X, ws))
-    # The layers keep what the scan in them names, two values each, for their policy says so.
-    assert kept_bytes(ours, X, ws) == (0, (N + 1) * 3 * ONE)
 
 
 def test_in_control_flow_and_checkpoints():
@@ -400,12 +342,6 @@ def test_without_jit_weights_are_kept_where_they_are(differentiated):
     _, vjp = jax.vjp(of, *(args if differentiated == (0, 1) else (WS,)))
     stacks = [leaf for leaf in jax.tree.leaves(vjp) if leaf.shape == WS.shape]
     assert [leaf.unsafe_buffer_pointer() for leaf in stacks] == [WS.unsafe_buffer_pointer()]
-
-
-def test_without_jit_it_is_a_python_loop():
-    with jax.disable_jit():
-        got = jax.grad(lambda w: scan(body, X, w, policy=OFF)[0].sum())(WS)
-    assert_close(got, jax.grad(lambda w: lax.scan(body, X, w)[0].sum())(WS))
 
 
 def test_undifferentiated_it_is_lax_scan():

@@ -115,21 +115,6 @@ def test_what_two_copies_share_is_exposed_once():
     assert [m.exposed_ms for m in found.moves] == [10, 0, 4] and found.exposed_ms == 14
 
 
-def test_a_stream_that_copies_and_computes_is_named():
-    beside = {
-        "Stream #1(Compute)": [(KERNEL, "a", 0, 5), (D2H, "put", 5, 6), ("fusion", "b", 6, 8), (D2H, "put", 8, 9)],
-        "Stream #2(MemcpyH2D)": [(H2D, "get", 0, 5), (D2D, "c", 7, 8), ("Memset", "e", 8, 9)],
-        "Stream #3(Compute)": [(KERNEL, "d", 0, 500), (D2D, "e", 500, 501)],
-        "Stream #4(MemcpyD2H)": [(D2H, "put", 0, 5), ("slice", "f", 5, 8)],
-    }
-    (events,) = events_of(profile(beside)).values()
-    assert in_the_way(events) == {
-        "Stream #1(Compute)": "2 copies by put beside fusion, gemm",
-        "Stream #4(MemcpyD2H)": "1 copies by put beside slice",
-    }
-    assert in_the_way(events, {"f", "a"}) == {"Stream #1(Compute)": "2 copies by put beside fusion"}
-
-
 WRAPPED = """HloModule m
 %add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
@@ -192,11 +177,12 @@ ENTRY %main (x: f32[8,4], i: s32[]) -> f32[8,4] {
   %reads = f32[8,4]{1,0} fusion(%x), kind=kLoop, calls=%fused
   %copies = f32[8,4]{1,0} copy(%x)
   %computes = f32[8,4]{1,0:S(5)} add(%x, %x)
+  %within = (f32[8,4]{1,0:S(5)}, f32[8,4]{1,0:S(5)}, u32[]) copy-start(%x)
   ROOT %away = f32[8,4]{1,0:S(5)} fusion(%reads), kind=kLoop, calls=%fused
 }
 """
     found = hlo.kernels_on_host_memory(parse(text))
-    assert [line.name for line in found] == ["reads", "copies", "computes", "away"]
+    assert [line.name for line in found] == ["reads", "copies", "computes", "within", "away"]
 
 
 def test_collectives_are_counted_by_their_results_however_they_are_started():
@@ -219,18 +205,6 @@ ENTRY %main (x: f32[4,8]) -> f32[8,8] {
     }
 
 
-def test_a_copy_within_the_host_touches_it():
-    text = """
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %x = f32[4]{0:S(5)} parameter(0)
-  %device = f32[4]{0} parameter(1)
-  %away = (f32[4]{0:S(5)}, f32[4]{0}, u32[]) copy-start(%device)
-  %within = (f32[4]{0:S(5)}, f32[4]{0:S(5)}, u32[]) copy-start(%x)
-}
-"""
-    assert [line.name for line in hlo.kernels_on_host_memory(parse(text))] == ["within"]
-
-
 NONE = '"loop_index":"0","byte_offset":"0","byte_stride":"0"'
 OFFSETS = {
     "jaxlib 0.11": '{{"loop_index":"0","byte_offset":"{0}","byte_stride":"16"}}',
@@ -239,7 +213,7 @@ OFFSETS = {
 }
 
 
-@pytest.mark.parametrize("row", ["f32[4]", "f8e8m0fnu[16]", "pred[16]", "s4[32]", "f4e2m1fn[32]", "u2[64]"])
+@pytest.mark.parametrize("row", ["f32[4]", "pred[16]", "f4e2m1fn[32]"])
 @pytest.mark.parametrize("how", OFFSETS)
 @pytest.mark.parametrize("first, right", [(0, True), (80, True), (-16, False), (96, False), (8, False), (None, False)])
 def test_the_offset_of_each_iteration_is_read_however_xla_says_it(row, how, first, right):

@@ -29,7 +29,6 @@ from benchmarks import (
     stages,
     sweep,
 )
-from benchmarks.ratios import NEEDED
 from jaxoffload.grouped import te
 
 JSON = sorted(path.stem for path in RESULTS.glob("*.json"))
@@ -475,7 +474,7 @@ def test_the_best_needs_no_more_memory_than_recomputing_everything(name):
 def test_memory_falls_as_predicted_and_steps_are_as_fast_as_saving(name):
     """Each bound where its modes were measured: then the file must have the ratio."""
     ratios, ms, _ = of(name)
-    if ms.keys() >= NEEDED:
+    if {"ours_saved_context", "ours_best"} <= ms.keys():
         assert ratios["freed/predicted by temp_gib"] >= 0.99
     if has_peaks(name, "ours", "ours_saved"):
         assert ratios["freed/predicted by peak_gib"] >= 0.99

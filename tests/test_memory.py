@@ -196,30 +196,19 @@ def stacks(x, w):
 def derived(f):
     """Ways in which a step differentiates `f`, which has two stacks, each with the rows of `ONE` bytes that the host
     then holds."""
-    one = jax.grad(f, 1)
-
-    def over(unroll):
-        return lambda x, w: jax.lax.scan(
-            lambda total, x: (total + one(x, w), None), w, jnp.stack([x] * 6), unroll=unroll
-        )[0]
-
-    def twice(x, w):  # XLA allocates the stacks of both gradients before it computes either
-        return one(x, w - one(x, w))
-
-    def either(x, w):
-        return jax.lax.cond(x[0, 0] > 0, one, lambda x, w: w, x, w)
-
-    both = 2 * (N + 1)
+    one, both = jax.grad(f, 1), 2 * (N + 1)
+    over = lambda unroll: (
+        lambda x, w: jax.lax.scan(lambda total, x: (total + one(x, w), None), w, jnp.stack([x] * 6), unroll=unroll)[0]
+    )
     return {
-        "one": (one, both),
         "jitted": (jax.jit(one), both),
         "microbatches": (over(1), both),  # each frees its residuals before the next
         "unrolled": (over(2), 2 * both),
-        "a single microbatch": (lambda x, w: jax.lax.scan(lambda t, x: (t + one(x, w), 0), w, x[None])[0], both),
-        "one after another": (twice, 2 * both),
+        # XLA allocates the stacks of both gradients before it computes either.
+        "one after another": (lambda x, w: one(x, w - one(x, w)), 2 * both),
         "loops one after another": (lambda x, w: over(1)(x, over(1)(x, w)), both),
         "a loop and a gradient": (lambda x, w: over(1)(x, one(x, w)), 2 * both),
-        "either": (either, both),
+        "either": (lambda x, w: jax.lax.cond(x[0, 0] > 0, one, lambda x, w: w, x, w), both),
     }
 
 

@@ -1,8 +1,7 @@
 """What XLA compiles for a GPU: copies are DMA beside the computation, in range, and on separate streams; matmuls run
 once; memory falls by what is offloaded.
 
-Programs are compiled for the machine's GPU or, without one, for an H200 that is only described. That needs JAX's CUDA
-plugin, jax-cuda13-plugin and jax-cuda13-pjrt, which `make test-all` installs. Nothing runs.
+Nothing runs: see described_gpu.py.
 """
 
 import functools
@@ -19,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import PATIENCE, ROOT, gradient, in_a_loop, needs_te
+from described_gpu import OPTIONS, begun_after, compiled, gpu, matmuls, module_of, nothing_cached, two_gpus
 from flax import nnx
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxoffload import (
@@ -37,7 +36,6 @@ from jaxoffload import (
 )
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
-from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload.grouped import grouped_matmul
 from jaxoffload.proof import NothingFits, scheduling_options
@@ -55,82 +53,14 @@ from models.loading import load
 from models.report import summary
 from models.sharding import RULES, make_mesh, on_mesh, param_shardings
 from models.step import program, shardings_of
-from models.transformer import ExpertLayer, Layer, stacked
+from models.transformer import ExpertLayer, stacked
 
+assert nothing_cached and gpu and two_gpus  # fixtures
 pytestmark = [pytest.mark.gpu, pytest.mark.claim("what-xla-compiles")]
 
-# What XLA's compiler asks about a device, as for an H200 (xla/stream_executor/device_description.proto).
-H200 = """
-platform_name: "CUDA" device_description_str: "NVIDIA H200"
-dnn_version_info { major: 9 minor: 19 patch: 0 } runtime_version { major: 13 }
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 minor: 0 }
-}
-"""
-# Triton's matmuls need a device for autotuning.
-OPTIONS = {
-    **compiler_options("gpu"),
-    "xla_gpu_autotune_level": 0,
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_disable_automatic_host_compute_offload": True,  # raise an error rather than compute on the host
-}
 LAYERS, BATCH, DIM, HIDDEN = 8, 512, 256, 1024
 ONE = BATCH * HIDDEN * 2  # bytes of one layer's fc1, bfloat16
 STREAM = BATCH * DIM * 2  # bytes of one layer's input
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_cached():
-    """JAX cannot read from its cache what was compiled for a GPU that is not here."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[name]
-    jax.config.update(name, float("inf"))
-    yield
-    jax.config.update(name, before)
-
-
-@pytest.fixture(scope="module")
-def gpu():
-    """The machine's GPU, or an H200."""
-    if jax.default_backend() == "gpu":
-        return jax.devices()[0]
-    return described(1)[0]
-
-
-@pytest.fixture(scope="module")
-def two_gpus(gpu):
-    """The machine's GPUs, or two H200s."""
-    return jax.devices()[:2] if gpu in jax.devices() and len(jax.devices()) > 1 else described(2)
-
-
-def described(count):
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it queries the driver
-            topology = f"{count}x1x1"
-            return topologies.get_topology_desc("H200", platform="cuda", topology=topology, target_config=H200).devices
-    except Exception as error:
-        assert "NEEDS_CUDA_PLUGIN" not in os.environ, error
-        pytest.skip(f"needs an NVIDIA GPU, or jax-cuda13-plugin and jax-cuda13-pjrt to compile for one: {error}")
-
-
-def compiled(gpu, f, *shapes, options=OPTIONS):
-    everywhere = NamedSharding(Mesh(np.array([gpu]), "x"), PartitionSpec())
-    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
-    return jax.jit(f, compiler_options=options).lower(*args).compile()
-
-
-def module_of(program):
-    return hlo.parse(program.as_text())
-
-
-def matmuls(lines):
-    return [line for line in lines if "__cublas" in line.text]
 
 
 def weights(*layers, dtype=jnp.float32):
@@ -201,18 +131,6 @@ def test_however_the_layers_are_divided(gpu, layers, offloaded, fields):
 
 
 @pytest.mark.claim("nested-policies")
-def test_a_scan_that_a_checkpoint_keeps_is_compiled_as_without_the_checkpoint(gpu):
-    policy = Policy({"fc1": "offload"})
-    alone = lambda x, w: scan(layer, x, w, policy=policy)[0]
-    both = [compiled(gpu, gradient(f, (0, 1)), X, weights(LAYERS)) for f in (alone, checkpoint(alone, policy=policy))]
-    plan, nested = (program.memory_analysis() for program in both)
-    assert abs(nested.temp_size_in_bytes - plan.temp_size_in_bytes) <= 2**10  # XLA aligns buffers to 256 bytes
-    assert nested.host_temp_size_in_bytes == plan.host_temp_size_in_bytes == LAYERS * ONE
-    copies, nested_copies = ([line.opcode for line in module_of(p) if line.opcode.endswith("-start")] for p in both)
-    assert nested_copies == copies
-
-
-@pytest.mark.claim("nested-policies")
 def test_blocks_of_layers_are_copied_as_a_whole_and_not_within_host_memory(gpu):
     policy = Policy({"fc1": "offload"})
     block = lambda x, w: scan(layer, x, w, policy=policy)
@@ -253,16 +171,6 @@ def test_every_copy_is_dma_and_in_range(lines):
     assert copies == 16
 
 
-def begun_after(lines):
-    """Yield, for each loop body, its number of matmuls, and how many of them come before each copy's start."""
-    for body in dict.fromkeys(line.computation for line in lines if line.opcode.endswith("-start")):
-        inside = [line for line in lines if line.computation == body]
-        yield (
-            len(matmuls(inside)),
-            [len(matmuls(inside[:i])) for i, a in enumerate(inside) if a.opcode.endswith("-start")],
-        )
-
-
 def large(gpu, layers, options):
     """Return `begun_after` of a scan whose matmuls take milliseconds."""
     d, hidden = 4096, 16384
@@ -278,9 +186,9 @@ AT_ONCE = [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]  # two layers per iteration; al
 CHILD = """
 import sys
 sys.path[:0] = sys.argv[1:]
-import test_program as program
-defaults = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-print(program.large(program.described(1)[0], 8, defaults))
+from described_gpu import described
+from test_program import large
+print(large(described(1)[0], 8, {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}))
 """
 
 
@@ -495,7 +403,11 @@ def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu,
     (params,) = (
         s.eqn.params for s in walk(jax.make_jaxpr(step)(weights(layers), xs)) if s.eqn.primitive is interleaved_p
     )
-    module = module_of(compiled(gpu, step, weights(layers), xs))
+    program = compiled(gpu, step, weights(layers), xs)
+    module = module_of(program)
+    assert kernels_on_host_memory(module) == [] and list(hlo.out_of_range(module)) == []
+    need = need_of(jax.make_jaxpr(step)(weights(layers), xs)).bytes()
+    assert 0 < program.memory_analysis().host_temp_size_in_bytes <= need
     assert all(f'"{line.name}"'.encode() in OPTIONS["fdo_profile"] for line in module if line.starts_host_copy)
     copies = hlo.host_copies(module)
     kind = lambda op: DIRECTIONS["d2h" if copies[op].to_host else "h2d"]
@@ -531,21 +443,6 @@ def test_the_profile_has_the_copies_of_a_loop_over_layers_in_a_loop_over_microba
     copies = [line.name for line in module_of(compiled(gpu, step, weights(layers), xs)) if line.starts_host_copy]
     assert {name.partition("-start")[0] for name in copies} == {"dynamic-slice", "dynamic-update-slice", "copy"}
     assert [name for name in copies if f'"{name}"'.encode() not in OPTIONS["fdo_profile"]] == []
-
-
-@pytest.mark.parametrize("layers, fields", [(7, {}), (8, {"offload_layers": 3})])
-def test_interleaved_stacks_stay_in_place_whatever_layers_offload(gpu, layers, fields):
-    """No more rows on the host than those of two microbatches, and no kernel copies them: layers may be odd in number,
-    or alone in their segment."""
-    rules = Policy(OFFLOADED, min_offload_bytes=0, **fields)
-    loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=rules)[0].astype(jnp.float32) ** 2)
-    step = lambda w, xs: accumulate(loss)(w, xs)[1]
-    xs = jax.ShapeDtypeStruct((6, *X.shape), X.dtype)
-    program = compiled(gpu, step, weights(layers), xs)
-    module = module_of(program)
-    assert kernels_on_host_memory(module) == [] and list(hlo.out_of_range(module)) == []
-    need = need_of(jax.make_jaxpr(step)(weights(layers), xs)).bytes()
-    assert 0 < program.memory_analysis().host_temp_size_in_bytes <= need
 
 
 @pytest.mark.claim("accumulated-in-place")
@@ -604,29 +501,13 @@ def test_every_matmul_runs_once(gpu, lines):
     assert in_loops(recomputing) == 2 * 2 * (2 + 5)
 
 
-def test_verify_counts_matmuls_as_often_as_they_run(gpu, monkeypatch, request):
-    """As often as traced. Before jaxlib 0.12, XLA reruns a saved matmul if it can compute at which row the result goes
-    into its stack."""
-
-    def counted():
-        f, args = twice(dict.fromkeys(OFFLOADED, "save")), (X, weights(LAYERS))
-        return _kernels.ran(module_of(compiled(gpu, f, *args))), _kernels.traced(jax.make_jaxpr(f)(*args).jaxpr)
-
-    ran, traced = counted()
+def test_verify_counts_matmuls_as_often_as_they_run(gpu):
+    f, args = twice(dict.fromkeys(OFFLOADED, "save")), (X, weights(LAYERS))
+    ran, traced = _kernels.ran(module_of(compiled(gpu, f, *args))), _kernels.traced(jax.make_jaxpr(f)(*args).jaxpr)
     assert ran.counts == traced.counts == {"matmuls": 2 * LAYERS * (2 + 4)}
     assert ran.flops == traced.flops > 0 and ran.more_than(traced) == []
-    monkeypatch.setattr(_loops, "opaque_zero", lambda: jnp.int32(0))
-    request.addfinalizer(jax.clear_caches)  # of loops traced like this
-    jax.clear_caches()
-    ran, traced = counted()
-    if jax.__version_info__ >= (0, 12):
-        assert ran.more_than(traced) == []
-        return
-    said = f"{ran.counts.total()} matmuls run where {traced.counts.total()} were traced"
-    assert ran.counts.total() > traced.counts.total() and ran.more_than(traced) == [
-        said,
-        f"matmuls take {ran.flops / traced.flops:.3f} of the FLOPs that were traced",
-    ]
+    again = ran._replace(flops=4 / 3 * ran.flops)
+    assert again.more_than(traced) == ["matmuls take 1.333 of the FLOPs that were traced"]
 
 
 def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
@@ -728,26 +609,6 @@ def test_grouped_gemms_run_nine_times_per_layer_and_their_outputs_go_to_the_host
     assert sorted(kernels(lines({"moe/act": "save"})).values()) == [2 * 3, 2 * 8]
     assert list(kernels_on_host_memory(moved)) == []
     assert all(line.on_host for line in moved if line.opcode.endswith("-start"))
-
-
-@pytest.mark.parametrize("decision, times", [("save", 2), ("offload", 2), ("recompute", 3)])
-def test_attention_of_transformer_engine_runs_forward_once_where_its_context_is_kept(gpu, decision, times):
-    """Once per layer; two layers per iteration."""
-    needs_te()
-    shape = Model(layers=LAYERS, d_model=DIM, heads=2, kv_heads=2, d_ff=512, attention="te")
-    make = lambda rngs: Layer(shape, rngs)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
-    w = jax.eval_shape(lambda: nnx.state(stacked(LAYERS, make, nnx.Rngs(params=0))))
-    x = jax.ShapeDtypeStruct((1, BATCH, DIM), jnp.bfloat16)
-    layer = lambda x, w: (nnx.merge(graph, w)(x, rotations(BATCH, shape.d_head, 1e4)), None)
-    policy = Policy({"attn/context": decision}, min_offload_bytes=0)
-    f = gradient(lambda x, w: scan(layer, x, w, policy=policy)[0], (0, 1))
-    lines = module_of(compiled(gpu, f, x, w))
-    assert _kernels.ran(lines).counts["attention kernels"] == LAYERS * times
-    kernels = Counter(
-        line.computation for line in lines if "te_fused_attn" in line.text and line.opcode == "custom-call"
-    )
-    assert sorted(kernels.values()) == [2, 2 * (times - 1)]
 
 
 def test_the_hosts_need_of_a_whole_program_is_no_less_than_xla_plans(gpu):

@@ -25,7 +25,6 @@ from common import (
 )
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas
 from softmax_kernel import kernels, softmax
 
 from jaxoffload import Policy, PolicyError, accumulate, chain, check, checkpoint, residuals, scan, scope, tag
@@ -476,23 +475,6 @@ def test_rule_5_the_results_of_one_kernel_have_one_name():
     ours = loop(functools.partial(scan, policy=policy(rules)), f)
     assert runs(ours) == 1
     assert_same_bits(*run_each([gradient(ours), gradient(loop(lax.scan, in_a_loop(f, "scores", "context")))], X, W))
-
-
-def test_rule_5_results_of_one_kernel_with_different_names_may_differ():
-    def kernel(x, *outs):
-        for i, out in enumerate(outs):
-            out[...] = jnp.sin(x[...] + i)
-
-    results = [jax.ShapeDtypeStruct(X.shape, X.dtype)] * 3
-    three = jax.custom_vjp(lambda x: sum(pallas.pallas_call(kernel, out_shape=results, interpret=True)(x)))
-
-    def forward(x):
-        a, b, c = pallas.pallas_call(kernel, out_shape=results, interpret=True)(x)
-        return a + b + c, (tag(a, "a"), tag(b, "b"), c)
-
-    three.defvjp(forward, lambda kept, dy: (dy * (kept[0] + kept[1] * kept[2]),))
-    table = states(under(lambda x, w: three(x @ w), {"a": "offload", "b": "save"}), X, W)
-    assert (table["a.0"][0], table["b"][0], table["a.1"][0]) == ("offloaded", "saved", "offloaded")
 
 
 # ---------------------------------------------------------------------------------------------- 6

@@ -197,15 +197,22 @@ def derived(f):
     """Ways in which a step differentiates `f`, which has two stacks, each with the rows of `ONE` bytes that the host
     then holds."""
     one, both = jax.grad(f, 1), 2 * (N + 1)
-    over = lambda unroll: (
-        lambda x, w: jax.lax.scan(lambda total, x: (total + one(x, w), None), w, jnp.stack([x] * 6), unroll=unroll)[0]
-    )
+
+    def over(unroll, count=6):
+        def step(x, w):
+            add = lambda total, x: (total + one(x, w), None)
+            return jax.lax.scan(add, w, jnp.stack([x] * count), unroll=unroll)[0]
+
+        return step
+
+    single = over(1, count=1)
     return {
         "jitted": (jax.jit(one), both),
         "microbatches": (over(1), both),  # each frees its residuals before the next
         "unrolled": (over(2), 2 * both),
         # XLA allocates the stacks of both gradients before it computes either.
         "one after another": (lambda x, w: one(x, w - one(x, w)), 2 * both),
+        "single ones, which XLA inlines": (lambda x, w: single(x, single(x, w)), 2 * both),
         "loops one after another": (lambda x, w: over(1)(x, over(1)(x, w)), both),
         "a loop and a gradient": (lambda x, w: over(1)(x, one(x, w)), 2 * both),
         "either": (lambda x, w: jax.lax.cond(x[0, 0] > 0, one, lambda x, w: w, x, w), both),

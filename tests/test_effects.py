@@ -134,26 +134,6 @@ def test_a_callback_with_effects_is_refused_as_it_is_in_jax(ours):
     assert said[0] == said[1]
 
 
-@jax.custom_vjp
-def named_in_its_rule(x):
-    return jnp.sin(x)
-
-
-named_in_its_rule.defvjp(lambda x: (jnp.sin(x), tag(jnp.cos(x), "inside")), lambda cos, ct: (ct * cos,))
-
-
-def test_names_of_rules_are_known_beside_what_has_no_derivative():
-    """In the first step of `lax.scan`'s JVP the carry is not perturbed, so neither is the rule's input. A pattern for
-    the rule's name is still not a misspelling."""
-    once = checkpoint(
-        lambda x, w: jnp.where(by_callback(MASK), named_in_its_rule(x), x @ w), policy=policy({"inside": "offload"})
-    )
-    f = lambda x, w: lax.scan(lambda x, w: (once(x, w), None), x, w)[0]
-    jaxpr = gradient_jaxpr(f, X, W, argnums=1)
-    assert {place(v.aval) for e in equations(jaxpr) for v in e.outvars} == {"device", "host"}
-    check(f, X, W, policy=policy({"inside": "offload"}))
-
-
 @EACH
 def test_effects_happen_as_often_as_under_jax_checkpoint(ours):
     seen = []

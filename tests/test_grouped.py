@@ -33,7 +33,7 @@ from common import (
 )
 from jax import lax
 
-from jaxoffload import Policy, chain, checkpoint, residuals, scan, scope, tag
+from jaxoffload import chain, checkpoint, residuals, scan, scope, tag
 from jaxoffload._engine.decide import jax_patches
 from jaxoffload.grouped import GroupedTensor, _backend, chosen_backend, grouped_matmul, te
 from jaxoffload.grouped._interface import column_wise, row_wise
@@ -212,19 +212,6 @@ def test_quantised_groups_have_their_own_scale():
     assert q.data.dtype == E4M3 and (np.asarray(q.data, np.float32)[:10] == 448).all() and not q.data[10:].any()
 
 
-def test_fp8_of_tiny_groups_is_finite_and_as_close():
-    """The largest float8 over 1e-36, or over cotangents of 1e-35, is infinite in float32. The scales for 1e-34 are
-    finite, but their product with the weights' scales underflows."""
-    sizes, of_x, of_dy = CASES["uneven"], np.array([1, 1e-36, 1e-34, 1]), np.array([1e-35, 1, 1, 1])
-    x, w, group_sizes, dy = operands(192, 64, 128, 4, FLOAT, sizes)
-    of_rows = lambda factors: np.repeat(factors, sizes)[:, None]
-    tiny = lambda rows, factors: jnp.asarray(rows * of_rows(factors), FLOAT)
-    got = grouped_vjp(tiny(x, of_x), w, group_sizes, tiny(dy, of_dy), "ragged", "fp8")
-    factors = (of_rows(of_x), of_rows(of_dy), (of_x * of_dy)[:, None, None])
-    got = [np.asarray(a, np.float64) / factor for a, factor in zip(got, factors, strict=True)]
-    assert (errors(got, loop(x, w, sizes, dy)) <= [0.04, 0.07, 0.07]).all()
-
-
 @pytest.mark.parametrize("amax, dtype", [(1e-37, E4M3), (1e-36, jnp.float8_e5m2), (1e-34, E4M3)])
 def test_a_tiny_groups_copies_and_scales_are_its_values(amax, dtype):
     x = normal(0, (14, 8))
@@ -371,16 +358,6 @@ def test_vmap_of_a_kernel_is_one_message(backend, monkeypatch):
         jax.vmap(lambda x: grouped_matmul(x, w, jnp.asarray(SIZES), backend=backend))(x)
 
 
-def test_ragged_under_vmap_of_vmap_and_of_jacobians():
-    x, w = normal(0, (2, 3, 14, 5)), normal(1, (4, 5, 6))
-    f = lambda x, w: grouped_matmul(x, w, jnp.asarray(SIZES), backend="ragged")
-    got = jax.jit(jax.vmap(jax.vmap(lambda x: (f(x, w), gradient(f, (0, 1))(x, w)))))(x)
-    want = [[(f(one, w), gradient(f, (0, 1))(one, w)) for one in row] for row in x]
-    want = jax.tree.map(lambda *rows: jnp.stack(rows), *(jax.tree.map(lambda *a: jnp.stack(a), *row) for row in want))
-    assert_close(got, want)
-    assert jax.vmap(jax.jacrev(f), (0, None))(x[0], w).shape == (3, 14, 6, 14, 5)
-
-
 TWICE = {
     "hessian": lambda f: jax.hessian(f, (0, 1)),
     "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f, (0, 1)), (0, 1)),
@@ -407,15 +384,6 @@ def test_a_kernels_second_derivative_is_the_same_message(backend, monkeypatch):
         f = lambda x, q=quantize: jnp.sum(grouped_matmul(x, w, jnp.full(4, 32), backend=backend, quantize=q) ** 2)
         with pytest.raises(NotImplementedError, match="grouped_matmul cannot be differentiated twice"):
             jax.eval_shape(jax.hessian(f), x)
-
-
-def test_a_second_derivative_of_what_is_beside_it():
-    """The grouped GEMM is a constant there."""
-    x, w, sizes = normal(0, (14, 5)), normal(1, (4, 5, 6)), jnp.asarray(SIZES)
-    loss = lambda scale, x: jnp.sum(jnp.sin(scale * lax.stop_gradient(grouped_matmul(x, w, sizes, backend="ragged"))))
-    along = jax.grad(lambda x: jnp.sum(grouped_matmul(x, w, sizes, backend="ragged")))(x)
-    f = lambda scale: loss(scale, x) + scale**2 * jnp.sum(along)
-    assert np.isfinite(jax.jit(jax.hessian(f))(0.5))
 
 
 @pytest.mark.parametrize(
@@ -559,14 +527,6 @@ def test_mosaic_lowers_for_the_shapes_it_does_not_refuse(monkeypatch, M, K, N, d
 def grouped(columnwise=True):
     q = quantized(normal(0, (14, 3)), jnp.asarray(SIZES), E4M3)
     return q if columnwise else dataclasses.replace(q, columnwise_data=None, columnwise_scale_inv=None, amax=None)
-
-
-def test_a_grouped_tensors_leaves_have_their_fields_names():
-    paths = lambda t: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(t)]
-    every = [f".{f.name}" for f in dataclasses.fields(GroupedTensor)]
-    assert paths(grouped()) == every
-    assert paths(grouped(columnwise=False)) == [".data", ".group_sizes", ".scale_inv"]
-    assert paths(GroupedTensor(jnp.ones((4, 2)), jnp.array([4]))) == [".data", ".group_sizes"]
 
 
 def test_a_grouped_tensor_passes_through_transformations():
@@ -837,13 +797,6 @@ def test_the_host_holds_that_leaf_and_no_other(kind, leaf):
     dtype, shape = LEAVES[leaf]
     lead = {"checkpoint": {(): 1}, "chain": {(): LAYERS}, "scan": {(): 1, (LAYERS,): 1}}[kind]
     assert host == {(dtype, (*k, *shape)): n for k, n in lead.items()}
-
-
-def test_min_offload_bytes_judges_the_composite():
-    size = 2 * 14 * 8 + 4 * 4 * 4  # two copies; three floats and a size per group
-    for least, moved in ((size, 5), (size + 1, 0)):
-        f = checkpoint(layer, policy=Policy({"moe/fc1": "offload"}, min_offload_bytes=least))
-        assert sum(n for (place, *_), n in kept(f, X, layers(WEIGHTS)[0]).items() if place == "host") == moved
 
 
 # --- grouped_matmul in a layer

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from common import assert_same_bits, count, gradient, gradient_jaxpr, kept, normal, policy, run_each, saving
-from flax import linen as nn
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
@@ -111,27 +109,6 @@ def test_of_patterns_given_twice_the_later_one_wins_at_its_own_place():
     assert p.match("a") == ("a", "recompute")
     p = Policy(residuals=(("*", "save"), ("a", "offload"), ("*", "save")))
     assert p.match("a") == ("*", "save")
-
-
-@pytest.mark.parametrize(
-    "module, patterns",
-    [
-        ("attn_norm", ["layer_input"]),
-        ("qkv_linear", ["attn/norm"]),
-        ("core_attn", ["attn/q", "attn/k", "attn/v", "attn/context"]),
-        ("attn_proj", ["attn/context"]),
-        ("mlp_norm", ["mlp_input"]),
-        ("expert_fc1", ["moe/fc1_input"]),
-        ("moe_act", ["moe/fc1"]),
-        ("fused_group_mlp", ["moe/fc1_input", "moe/fc1", "moe/act"]),
-        ("group_mlp", ["moe/fc1_input", "moe/fc1", "moe/act"]),
-        ("router_fc1", ["moe/fc1_input"]),
-        ("router_fc2", ["moe/act"]),
-        ("shared_experts", ["shared/*"]),
-    ],
-)
-def test_megatrons_modules_are_patterns_marked_offload(module, patterns):
-    assert Policy(offload_modules=[module]).rules == tuple((pattern, "offload") for pattern in patterns)
 
 
 def test_each_of_megatrons_modules_is_known():
@@ -289,41 +266,6 @@ def test_callable_for_jax_checkpoint():
         check(jax.checkpoint(mlp, policy=policy({"FC1": "save"})), X, W, policy=policy({"FC1": "save"}))
     with pytest.raises(PolicyError, match=r"residuals\['fc2'\].*nearest is 'fc1'"):
         check(jax.checkpoint(mlp, policy=policy({"fc2": "save"})), X, W, policy=policy({"fc2": "save"}))
-
-
-@pytest.mark.claim("other-ways")
-def test_callable_for_linen_remat():
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = checkpoint_name(nn.Dense(8)(x), "fc1")
-            return nn.Dense(8)(tag(jnp.sin(x), "act"))
-
-    block = nn.remat(Block, policy=policy(RULES))()
-    plain = nn.remat(Block, policy=SAVE_THE_SAME)()
-    params = block.init(jax.random.key(0), X)
-    f = lambda params, x: block.apply(params, x)
-    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain.apply, (0, 1))], params, X))
-    place = lambda held: sorted((p, n) for (p, _, shape), n in held.items() if shape == (4, 8))
-    assert place(kept(f, params, X)) == [("device", 1), ("host", 1)]
-
-
-@pytest.mark.claim("other-ways")
-def test_callable_for_nnx_remat():
-    class Block(nnx.Module):
-        def __init__(self, rngs):
-            self.fc1 = nnx.Linear(8, 8, rngs=rngs)
-            self.fc2 = nnx.Linear(8, 8, rngs=rngs)
-
-        def __call__(self, x):
-            x = checkpoint_name(self.fc1(x), "fc1")
-            return self.fc2(tag(jnp.sin(x), "act"))
-
-    graph, state = nnx.split(Block(nnx.Rngs(0)))
-    under = lambda p: lambda state, x: nnx.remat(Block.__call__, policy=p)(nnx.merge(graph, state), x)
-    f, plain = under(policy(RULES)), under(SAVE_THE_SAME)
-    assert kept(f, state, X)["host", "float32", (4, 8)] == 1
-    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain, (0, 1))], state, X))
 
 
 def test_callable_keeps_dots_tagged_integers_and_opt_outs():

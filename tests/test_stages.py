@@ -145,23 +145,6 @@ def test_weights_that_the_loss_casts(dtype, loss_scale, virtual_stages):
     assert_same_bits(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
-@pytest.mark.usefixtures("compiled_fast")
-def test_weights_in_host_memory():
-    """The loss fetches them before its layers; JAX returns gradients where the weights are."""
-    step = lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None)
-
-    def loss(w, x):
-        fetched = jax.device_put(w, jax.memory.Space.Device)
-        return jnp.sum(ours(step, x, fetched, {"fc1": "offload"})[0] ** 2)
-
-    with on_two_stages():
-        derived = jax.jit(accumulate(loss, stages="stage"))
-        in_memory = lambda kind: NamedSharding(jax.sharding.get_mesh(), PartitionSpec("stage"), memory_kind=kind)
-        there, here = (derived(jax.device_put(PARAMS["w"], in_memory(kind)), X) for kind in ("pinned_host", "device"))
-    assert there[1].sharding.memory_kind == "pinned_host"
-    assert_same_bits(jax.device_get(jax.tree.leaves(there)), jax.device_get(jax.tree.leaves(here)))
-
-
 @pytest.mark.parametrize("run", [accumulate, evaluate])
 def test_negative_zeros_leave_the_stages(run):
     def layer(x, w):

@@ -18,7 +18,7 @@ import jaxoffload
 from jaxoffload.proof import page, read_profile
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.hlo import Copy, host_copies, parse
-from jaxoffload.proof._program.trace import Event, events_of, in_the_way, merged, overlap, read
+from jaxoffload.proof._program.trace import Event, events_of, in_the_way, merged, overlap
 from jaxoffload.proof._report.profile import _steps, profile_of
 from jaxoffload.proof._verify import capacity as _capacity
 from jaxoffload.proof._verify import copies as _copies
@@ -213,41 +213,10 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     assert _copies.wrong_as_it_ran(ran[1:], parse(text), ()) == ["5 of 6 copies ran as copies"]
 
 
-def test_what_a_loop_carries_to_its_next_iteration_belongs_to_what_put_it_there():
-    text = """
-%microbatches (state: (f32[4])) -> (f32[4]) {
-  %state = (f32[4]{0:S(5)}) parameter(0)
-  %before = f32[4]{0:S(5)} get-tuple-element(%state), index=0
-  %home = (f32[4]{0}, f32[4]{0:S(5)}, u32[]) copy-start(%before)
-  %here = f32[4]{0} copy-done(%home)
-  %away = (f32[4]{0:S(5)}, f32[4]{0}, u32[]) copy-start(%here), \
-metadata={op_name="jit(f)/jaxoffload.accumulate(8)/while/body/jaxoffload(fc1)/device_put"}
-  %there = f32[4]{0:S(5)} copy-done(%away)
-  ROOT %next = (f32[4]{0:S(5)}) tuple(%there)
-}
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %first = (f32[4]{0:S(5)}) tuple(%x)
-  %outer = (f32[4]{0:S(5)}) while(%first), body=%microbatches, backend_config={"known_trip_count":{"n":"3"}}
-  %after = f32[4]{0:S(5)} get-tuple-element(%outer), index=0
-  %last = (f32[4]{0}, f32[4]{0:S(5)}, u32[]) copy-start(%after)
-  ROOT %end = f32[4]{0} copy-done(%last)
-}
-"""
-    found = host_copies(parse(text))
-    assert {(name, c.residual, c.microbatches) for name, c in found.items()} == {
-        (name, "fc1", 8) for name in ("home", "away", "last")
-    }
-
-
 def test_unions_and_overlaps():
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
     assert overlap([(0, 4), (5, 9)], [(1, 2), (3, 6), (8, 20)]) == 1 + 1 + 1 + 1
     assert overlap([], [(0, 1)]) == overlap([(0, 1)], []) == 0
-
-
-def test_a_folder_without_a_trace_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"no .*xplane.pb in {tmp_path}"):
-        read(tmp_path)
 
 
 # --- profile(), of a trace and a program made by hand

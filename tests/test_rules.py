@@ -648,6 +648,16 @@ def test_rule_9_only_the_leaves_of_one_tag_are_one_composite():
     assert moved(2 * ONE + 1) == {DEVICE: 3, half("device"): 3}
 
 
+def test_rule_9_a_name_that_begins_like_a_composites_is_another():
+    def f(x, w):
+        tags = [tag({"gate": x @ (w + i), "up": x @ (w - i)}, name) for i, name in ((1, "fc1"), (2, "fc10"))]
+        return sum(jnp.sin(fc["gate"]) * jnp.sin(fc["up"]) for fc in tags)
+
+    moved = lambda least: kept(checkpoint(f, policy=Policy({"fc1*": "offload"}, min_offload_bytes=least)), X, W)
+    assert moved(2 * ONE) == {HOST: 4}
+    assert moved(2 * ONE + 1) == {DEVICE: 4}
+
+
 # ---------------------------------------------------------------------------------------------- 10
 
 

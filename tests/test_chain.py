@@ -20,7 +20,7 @@ from common import (
 )
 from jax import lax
 
-from jaxoffload import chain, residuals, scan, tag, verify
+from jaxoffload import chain, checkpoint, residuals, scan, tag, verify
 
 BATCH, DIM, WIDE = 2, 4, 6
 X = normal(0, (BATCH, DIM))
@@ -165,6 +165,23 @@ def test_what_it_refuses():
     with pytest.raises(TypeError, match=r"jaxoffload\.chain has no forward-mode derivative"):
         jax.linearize(lambda x: ours()(x, WS), X)[1](X)
     assert chain([], X, [], policy=policy()) is X
+
+
+def test_the_names_of_a_chain_that_is_not_differentiated_are_those_of_the_checkpoint_around_it():
+    """This matters most for routing: it is saved, whether or not a derivative passes through the chain."""
+
+    def route(x, w):
+        scores = x @ w
+        return x, tag(jax.lax.top_k(scores, 2)[1], "routing")
+
+    def f(x, w):
+        frozen = jax.lax.stop_gradient(x)
+        ids = chain([lambda c, w: route(c[0], w)], (frozen, jnp.zeros((BATCH, 2), jnp.int32)), [w], policy=policy())[1]
+        return jnp.sin(jnp.take_along_axis(x @ w, ids, 1))
+
+    ours = checkpoint(f, policy=policy())
+    assert count(gradient_jaxpr(ours, X, WS[0]), "top_k") == 1
+    assert_same_bits(*run_each([gradient(ours), gradient(f)], X, WS[0]))
 
 
 # ---- other results of layers ----

@@ -606,7 +606,6 @@ def test_grouped_gemms_run_nine_times_per_layer_and_their_outputs_go_to_the_host
     saved, moved = (lines(dict.fromkeys(names, decision)) for decision in ("save", "offload"))
     for found in (saved, moved):
         assert sorted(kernels(found).values()) == [2 * 3, 2 * 6]
-    assert sorted(kernels(lines({"moe/act": "save"})).values()) == [2 * 3, 2 * 8]
     assert list(kernels_on_host_memory(moved)) == []
     assert all(line.on_host for line in moved if line.opcode.endswith("-start"))
 

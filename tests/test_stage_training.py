@@ -21,7 +21,7 @@ SMALL = (
     *("train.loss_chunk=16", "train.batch_size=32", "train.grad_accumulation=4", "train.warmup_steps=0"),
 )
 DENSE = ("configs/tiny.yaml", *SMALL, "model.layers=8", "model.d_ff=64")
-MOE = ("configs/tiny-moe.yaml", *SMALL, "model.layers=5", "model.d_expert=32")
+MOE = ("configs/tiny-moe.yaml", *SMALL, "model.layers=5", "model.d_expert=32", "train.grad_accumulation=2")
 MESHES = {
     "virtual stages, data, fsdp": (DENSE, "mesh.stage=2 mesh.data=2 mesh.fsdp=2 train.virtual_stages=2"),
     "experts, tensor": (MOE, "mesh.stage=2 mesh.expert=2 mesh.tensor=2"),

@@ -120,6 +120,7 @@ def test_one_that_is_differentiated_fails_as_it_does_in_jax(ours, read):
             gradient_jaxpr(f, X, W)
         said.append((type(error.value), str(error.value)))
     assert said[0] == said[1]
+    check(ours(body), X, W, policy=OFFLOAD["policy"])  # by its forward pass
 
 
 @EACH

@@ -358,6 +358,16 @@ def test_vmap_of_a_kernel_is_one_message(backend, monkeypatch):
         jax.vmap(lambda x: grouped_matmul(x, w, jnp.asarray(SIZES), backend=backend))(x)
 
 
+def test_ragged_under_vmap_of_vmap_and_of_jacobians():
+    x, w = normal(0, (2, 3, 14, 5)), normal(1, (4, 5, 6))
+    f = lambda x, w: grouped_matmul(x, w, jnp.asarray(SIZES), backend="ragged")
+    got = jax.jit(jax.vmap(jax.vmap(lambda x: (f(x, w), gradient(f, (0, 1))(x, w)))))(x)
+    want = [[(f(one, w), gradient(f, (0, 1))(one, w)) for one in row] for row in x]
+    want = jax.tree.map(lambda *rows: jnp.stack(rows), *(jax.tree.map(lambda *a: jnp.stack(a), *row) for row in want))
+    assert_close(got, want)
+    assert jax.vmap(jax.jacrev(f), (0, None))(x[0], w).shape == (3, 14, 6, 14, 5)
+
+
 TWICE = {
     "hessian": lambda f: jax.hessian(f, (0, 1)),
     "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f, (0, 1)), (0, 1)),

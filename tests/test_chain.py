@@ -167,21 +167,24 @@ def test_what_it_refuses():
     assert chain([], X, [], policy=policy()) is X
 
 
-def test_the_names_of_a_chain_that_is_not_differentiated_are_those_of_the_checkpoint_around_it():
-    """This matters most for routing: it is saved, whether or not a derivative passes through the chain."""
+def by_scan(f, carry, w):
+    return scan(lambda carry, w: (f(carry, w), None), carry, w[None], policy=policy())[0]
 
-    def route(x, w):
-        scores = x @ w
-        return x, tag(jax.lax.top_k(scores, 2)[1], "routing")
+
+@pytest.mark.parametrize("layers", [lambda f, carry, w: chain([f], carry, [w], policy=policy()), by_scan])
+def test_the_names_of_layers_that_are_not_differentiated_are_those_of_the_checkpoint_around_them(layers):
+    """This matters most for routing: it is saved, whether or not a derivative passes through the layers."""
+
+    def route(carry, w):
+        return carry[0], tag(lax.top_k(carry[0] @ w, 2)[1], "routing")
 
     def f(x, w):
-        frozen = jax.lax.stop_gradient(x)
-        ids = chain([lambda c, w: route(c[0], w)], (frozen, jnp.zeros((BATCH, 2), jnp.int32)), [w], policy=policy())[1]
+        ids = layers(route, (lax.stop_gradient(x), jnp.zeros((BATCH, 2), jnp.int32)), w)[1]
         return jnp.sin(jnp.take_along_axis(x @ w, ids, 1))
 
     ours = checkpoint(f, policy=policy())
-    assert count(gradient_jaxpr(ours, X, WS[0]), "top_k") == 1
-    assert_same_bits(*run_each([gradient(ours), gradient(f)], X, WS[0]))
+    assert count(gradient_jaxpr(ours, X, WS[1]), "top_k") == 1
+    assert_same_bits(*run_each([gradient(ours), gradient(f)], X, WS[1]))
 
 
 # ---- other results of layers ----

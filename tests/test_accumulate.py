@@ -136,6 +136,7 @@ def test_a_loss_equals_the_loop_over_microbatches(name, microbatches, device):
 
 
 LAYER_RULES = [
+    {"offload_layers": 1},
     {"offload_layers": 2, "other_layers": "recompute", "resident_layers": 0},
     {"resident_layers": 2, "default": "save"},
     {"offload_layers": 2, "dots": "save", "resident_layers": 0},

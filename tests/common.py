@@ -33,7 +33,7 @@ ONE_RATE = Machine(
     attention_tflops=(581.9, 529.2),
     hbm_gb_s=3887.3,
 )
-PATIENCE = 1800  # seconds that a test waits for a process, because the machine may be busy
+PATIENCE = 300  # seconds that a test waits for a process, because the machine may be busy
 # Overrides for short runs. The learning rate of CONSTANT does not depend on the number of steps.
 SHORT = ("mesh.data=8", "model.layers=1", "train.checkpoint_every=2", "train.eval_every=100", "train.warmup_steps=0")
 CONSTANT = (*SHORT, "train.final_learning_rate_fraction=1", "train.learning_rate=1e-3")

@@ -13,7 +13,6 @@ from common import (
     auto_mesh,
     count,
     equations,
-    fast_compiles,
     in_a_loop,
     normal,
     on_cpu_and_gpu,
@@ -25,91 +24,21 @@ from common import (
 from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from microbatches import DIM, RULES, WORDS, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
-from jaxoffload import Policy, PolicyError, accumulate, chain, check, evaluate, offload, proof, scan, tag, verify
+from jaxoffload import Policy, PolicyError, accumulate, chain, check, evaluate, offload, proof, scan, tag
 from jaxoffload._engine.cost.lone_pass import staying
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
-from jaxoffload._engine.microbatches import gradient, interleaved
+from jaxoffload._engine.microbatches import interleaved
 from jaxoffload._jax import nbytes, on_host
 
-LAYERS, DIM = 3, 8
-WORDS = 11
-
-
-def params_of(layers):
-    return {
-        "embedding": normal(0, (WORDS, DIM)),
-        "w": normal(1, (layers, DIM, DIM)) / 3,
-        "bias": normal(2, (layers, DIM)),
-        "mixer": normal(3, (DIM, DIM)) / 3,
-        "out": normal(4, (DIM, WORDS)),
-    }
-
-
+LAYERS = 3
 PARAMS = params_of(LAYERS)
-RULES = {"x": "offload", "fc1": "offload", "act": "recompute"}
 
 
 def tokens(microbatches, rows=2):
     return jnp.asarray(np.random.default_rng(7).integers(0, WORDS, (microbatches, rows, 5), np.int32))
-
-
-def one_by_one(loss, argnums=0, has_aux=False, reduction="mean"):
-    """The loop that a user would write."""
-
-    def run(*args):
-        numbers = (argnums,) if isinstance(argnums, int) else argnums
-        batch = {n: x for n, x in enumerate(args) if n not in numbers}
-
-        def add(sums, microbatch):
-            given = dict(enumerate(args)) | microbatch
-            value, grads = jax.value_and_grad(loss, argnums, has_aux)(*(given[n] for n in range(len(args))))
-            value, aux = value if has_aux else (value, None)
-            return jax.tree.map(jnp.add, sums, (value, grads)), aux
-
-        params = args[argnums] if isinstance(argnums, int) else tuple(args[n] for n in argnums)
-        zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
-        sums, aux = lax.scan(add, zeros, batch)
-        count = len(jax.tree.leaves(batch)[0])
-        value, grads = jax.tree.map(lambda x: x / count, sums) if reduction == "mean" else sums
-        return ((value, aux) if has_aux else value), grads
-
-    return run
-
-
-def layer(x, w):
-    x = tag(x, "x")
-    fc1 = tag(x @ w["w"] + jnp.broadcast_to(w["bias"], x.shape), "fc1")
-    return x + tag(jnp.tanh(fc1), "act"), jnp.sum(fc1**2)
-
-
-def plain(step, init, xs, rules, **how):
-    """The reference of `ours`: nothing of jaxoffload's."""
-    kept = [name for name, decision in rules.items() if decision != "recompute"]
-    return lax.scan(in_a_loop(step, *kept), init, xs, **how)
-
-
-def ours(step, init, xs, rules, strict=True, **how):
-    return scan(step, init, xs, policy=policy(rules), strict=strict, **how)
-
-
-def of_layers(params):
-    return {"w": params["w"], "bias": params["bias"]}
-
-
-def language_model(stack, params, tokens):
-    """Tied embeddings, a matrix that all layers share, ys, other results."""
-
-    def mixed(x, w):
-        y, size = layer(x, w)
-        return y @ params["mixer"], size
-
-    y, sizes = stack(mixed, params["embedding"][tokens], of_layers(params), RULES)
-    logits = y @ params["out"] + y @ params["embedding"].T
-    targets = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
-    loss = jnp.mean(jax.nn.logsumexp(logits, -1) - targets) + 1e-3 * jnp.sum(sizes)
-    return loss, {"sizes": sizes, "rows": tokens[0, 0]}
 
 
 def masked(stack, params, x, mask):
@@ -200,8 +129,7 @@ def assert_equal(loss_of, batch, has_aux=False, params=PARAMS, **how):
 
 @on_cpu_and_gpu
 @pytest.mark.claim("accumulated-bit-for-bit")
-@pytest.mark.parametrize("microbatches", [*(pytest.param(m, marks=pytest.mark.slow) for m in (2, 3)), 5])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name, microbatches", [*zip(LOSSES, (5, 2, 3, 5, 2, 3, 5), strict=True)])
 def test_a_loss_equals_the_loop_over_microbatches(name, microbatches, device):
     loss_of, batch, has_aux = LOSSES[name]
     assert_equal(loss_of, batch(microbatches), has_aux)
@@ -210,7 +138,6 @@ def test_a_loss_equals_the_loop_over_microbatches(name, microbatches, device):
 LAYER_RULES = [
     {"offload_layers": 1},
     {"offload_layers": 2, "other_layers": "recompute", "resident_layers": 0},
-    {"resident_layers": 0},
     {"resident_layers": 2, "default": "save"},
     {"offload_layers": 2, "dots": "save", "resident_layers": 0},
     {"min_offload_bytes": 2 * DIM * 4 + 1, "resident_layers": 0},
@@ -241,10 +168,9 @@ def test_resident_layers_recompute_nothing_beside_layers_that_do():
     assert runs(jaxpr, "dot_general") == 3 * (6 + 2 + 2 * 6)
 
 
-@pytest.mark.parametrize("how", [{"reverse": True}, {"unroll": 2}, {"unroll": LAYERS}], ids=str)
-def test_reversed_and_unrolled(how):
+def test_reversed_and_unrolled():
     def loss_of(stack, params, x):
-        y, sizes = stack(layer, x, of_layers(params), RULES, **how)
+        y, sizes = stack(layer, x, of_layers(params), RULES, reverse=True, unroll=2)
         return jnp.sum(y**2) + jnp.sum(sizes)
 
     assert_equal(loss_of, [normal(5, (4, 2, DIM))])
@@ -283,7 +209,7 @@ def test_keyword_arguments_are_batches():
     assert_same_bits(*run_each([by_name, one_by_one(functools.partial(masked, plain))], PARAMS, *batch(3)))
 
 
-@pytest.mark.parametrize("given, same", [(np.int64(0), 0), (np.array([0]), (0,)), ([np.int8(-2)], (0,))], ids=str)
+@pytest.mark.parametrize("given, same", [(np.int64(0), 0), ([np.int8(-2)], (0,))], ids=str)
 def test_argnums_of_numpy(given, same):
     loss = lambda params, x: jnp.sum(ours(layer, x, params, RULES)[0])
     got, want = (jax.eval_shape(accumulate(loss, argnums), of_layers(PARAMS), X) for argnums in (given, same))
@@ -308,29 +234,10 @@ def test_what_is_the_same_in_all_microbatches_needs_no_closure():
     assert_close(value, ours_of(PARAMS, x, shared, mask=mask)[0])
 
 
-def test_the_function_has_the_name_of_the_loss():
-    def my_loss(w, x):
-        return jnp.sum(w * x)
-
-    assert accumulate(my_loss).__name__ == evaluate(my_loss).__name__ == "my_loss"
-
-
 def test_forward_only_is_evaluate_and_warns():
     with pytest.warns(DeprecationWarning, match=r"write: evaluate\(loss, \.\.\.\)"):
         old = accumulate(jnp.vdot, forward_only=True)
     assert_close(old(X[0], X), evaluate(jnp.vdot)(X[0], X))
-
-
-def test_integers_among_the_parameters_of_an_evaluation():
-    def loss(stack, params, x):
-        step = lambda x, w: (jnp.tanh(tag(x @ (w["w"] * w["scale"]), "fc1")), None)
-        return jnp.sum(stack(step, x, params, {"fc1": "offload"})[0] ** 2)
-
-    params = {"w": PARAMS["w"], "scale": jnp.arange(1, LAYERS + 1, dtype=jnp.int8)}
-    want = lambda params, xs: jnp.mean(jnp.stack([loss(plain, params, x) for x in xs]))
-    got = evaluate(functools.partial(loss, ours))
-    for a, b in zip(*run_each([got, want], params, X), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 @pytest.mark.claim("accumulated-takes")
@@ -417,22 +324,21 @@ def carried(key_of):
     return loss
 
 
-KEY, KEYS = jax.random.key(0), jax.random.split(jax.random.key(0), 3)
+KEY = jax.random.key(0)
 
 
 @pytest.mark.claim("masks-differ")
-@pytest.mark.parametrize("of", [accumulate, evaluate])
-@pytest.mark.parametrize("made", [drawing, carried])
 @pytest.mark.parametrize(
-    "key_of, given, warns",
+    "of, made, key_of, given, warns",
     [
-        (lambda: KEY, (), True),
-        (lambda: jax.random.PRNGKey(0), (), True),
-        (lambda step: jax.random.fold_in(KEY, step), (jnp.arange(3),), False),
-        (lambda key: key, (KEYS,), False),
-        (lambda key: key, (jax.random.split(jax.random.PRNGKey(0), 3),), False),
+        (accumulate, drawing, lambda: KEY, (), True),
+        (evaluate, carried, lambda: KEY, (), True),
+        (accumulate, carried, lambda: jax.random.PRNGKey(0), (), True),
+        (evaluate, drawing, lambda step: jax.random.fold_in(KEY, step), (jnp.arange(3),), False),
+        (accumulate, carried, lambda key: key, (jax.random.split(KEY, 3),), False),
+        (accumulate, drawing, lambda key: key, (jax.random.split(jax.random.PRNGKey(0), 3),), False),
     ],
-    ids=["closed over", "closed over, raw", "folded", "given", "given, raw"],
+    ids=["closed over", "carried", "raw", "folded", "given", "given, raw"],
 )
 def test_the_same_random_numbers_in_all_microbatches_are_told(of, made, key_of, given, warns):
     with warnings.catch_warnings(record=True) as told:
@@ -524,27 +430,6 @@ def test_a_collective_is_not_repeated_where_a_pass_runs_alone():
     )
     assert each_loop("dot_general") == [2, 2 + 4 + 1, 2 + 4, 2 + 4, 4 + 1]
     assert each_loop("psum", on_all(lambda y: lax.psum(y, "data"), check_vma=False)) == [1, 2 + 1, 2]
-
-
-def test_a_mesh_around_the_loss_alone_divides_what_may_stay():
-    """As one around the step does."""
-    d, hidden, rows = 4096, 14336, 16384
-    mesh, rules = auto_mesh(data=2).abstract_mesh, policy({"x": "offload", "fc1": "offload"})
-
-    def layer(x, w):
-        x = tag(lax.with_sharding_constraint(x, PartitionSpec("data")), "x")
-        fc1 = tag(lax.with_sharding_constraint(x @ w[0].astype(x.dtype), PartitionSpec("data")), "fc1")
-        return x + jax.nn.silu(fc1) @ w[1].astype(x.dtype), None
-
-    def on_mesh(f, *args):
-        with jax.sharding.use_abstract_mesh(mesh):
-            return f(*args)
-
-    loss = lambda w, x: jnp.sum(scan(layer, x, w, policy=rules)[0].astype(jnp.float32))
-    w = tuple(jax.ShapeDtypeStruct((4, *a), jnp.float32) for a in ((d, hidden), (hidden, d)))
-    xs = jax.ShapeDtypeStruct((2, 2 * rows, d), jnp.bfloat16)
-    around_the_loss = proof.staying(accumulate(functools.partial(on_mesh, loss)), w, xs)
-    assert around_the_loss == proof.staying(functools.partial(on_mesh, accumulate(loss)), w, xs) > 0
 
 
 @pytest.mark.parametrize(
@@ -649,47 +534,12 @@ def test_on_meshes():
     assert_same_bits(*run_each([local(accumulate, ours), local(one_by_one, plain)], PARAMS["w"], x))
 
 
-def test_stacks_are_used_again_whatever_mesh_the_arguments_are_on(monkeypatch):
-    """A layer's results have the mesh in their types; a new stack has not."""
-    new = []
-
-    def recorded(program, free):
-        stacks = gradient.completed(program, free)
-        used_again = set(map(id, jax.tree.leaves(free)))
-        new.append(sum(id(stack) not in used_again for stack in jax.tree.leaves(stacks)))
-        return stacks
-
-    monkeypatch.setattr(interleaved, "completed", recorded)
-    loss = lambda w, x: jnp.sum(ours(layer, x, w, {"x": "save", "fc1": "offload"})[0])
-    args = {name: PARAMS[name] for name in ("w", "bias")}, normal(5, (6, 4, DIM))
-    on_mesh = jax.device_put(args, jax.NamedSharding(auto_mesh(data=4), PartitionSpec()))
-    for arguments in (args, on_mesh):
-        new.clear()
-        jax.make_jaxpr(accumulate(loss))(*arguments)
-        # Nothing of the first microbatch is on the host. Its stack on the device is that of the third, and so on.
-        assert new == [1, 2, 1, 0, 0]
-
-
-def test_compiled_ahead_of_time_with_donated_arguments():
-    loss = functools.partial(language_model, ours)
-    batch = tokens(4)
-    step = lambda params, batch: jax.tree.map(
-        lambda p, g: p - g, params, accumulate(loss, has_aux=True)(params, batch)[1]
-    )
-    want = jax.jit(step)(PARAMS, batch)
-    compiled = jax.jit(step, donate_argnums=0).lower(PARAMS, batch).compile()
-    got = compiled(jax.tree.map(jnp.copy, PARAMS), batch)
-    assert_same_bits(jax.tree.leaves(jax.tree.map(np.asarray, got)), jax.tree.leaves(jax.tree.map(np.asarray, want)))
-
-
-def test_without_jit():
-    loss = functools.partial(language_model, ours)
-    with fast_compiles():
-        got, want = (f(accumulate(loss, has_aux=True))(PARAMS, tokens(3)) for f in (lambda f: f, jax.jit))
-    assert_close(got, want)
-    with jax.disable_jit(), fast_compiles():
-        got = accumulate(loss, has_aux=True)(PARAMS, tokens(3))
-    assert_close(got, want)
+def test_without_jit_at_all():
+    loss = lambda w, x: jnp.sum(ours(layer, x, w, RULES)[0] ** 2)
+    args = {name: w[:2] for name, w in of_layers(PARAMS).items()}, normal(5, (2, 1, DIM))
+    with jax.disable_jit():
+        got = accumulate(loss)(*args)
+    assert_close(got, jax.jit(accumulate(loss))(*args))
 
 
 def test_two_microbatches_must_fit_into_the_host_pool(monkeypatch):
@@ -703,35 +553,26 @@ def test_two_microbatches_must_fit_into_the_host_pool(monkeypatch):
         return [[segment.on_host for segment in one.segments] for one in loops]
 
     once = lambda params, x, **fields: scan(layer, x, of_layers(params), policy=policy(RULES, **fields))[0]
-    loss = lambda params, x, **fields: jnp.sum(once(params, x, **fields) ** 2)
-    two, saves = LAYERS * 2 * 2 * 64, functools.partial(loss, on_host_full="save")
-    assert stacks_in(two, loss) == stacks_in(two, saves) == [[LAYERS - 1]]
+    saving = functools.partial(once, on_host_full="save")
+    loss_of = lambda *stacks: lambda params, x: jnp.sum(functools.reduce(lambda x, f: f(params, x), stacks, x) ** 2)
+    two = LAYERS * 2 * 2 * 64
+    assert stacks_in(two, loss_of(once)) == stacks_in(two, loss_of(saving)) == [[LAYERS - 1]]
     with pytest.raises(MemoryError, match=r"accumulate: 2 layer\(s\) of 2 microbatches would offload 768 B per device"):
-        stacks_in(two - 1, loss)
+        stacks_in(two - 1, loss_of(once))
     with pytest.warns(UserWarning, match=r"holds 767 B, enough for 1, which offload \(on_host_full: save\)"):
-        assert stacks_in(two - 1, saves) == [[1, 0]]
-    twice = lambda params, x: jnp.sum(once(params, once(params, x)) ** 2)
-    assert stacks_in(2 * two, twice) == [[LAYERS - 1]] * 2
-    with pytest.raises(MemoryError, match=r"two microbatches offload 1.50 KiB per device; .*\(offload_layers: 1\)"):
-        stacks_in(2 * two - 1, twice)
-    saves = lambda params, x: jnp.sum(once(params, once(params, x, on_host_full="save"), on_host_full="save") ** 2)
-    with pytest.warns(UserWarning, match=r"1.50 KiB per device; .* enough for 1 layer\(s\) of each scan") as warned:
-        assert stacks_in(2 * two - 1, saves) == [[1, 0]] * 2
-    assert len(warned) == 1
+        assert stacks_in(two - 1, loss_of(saving)) == [[1, 0]]
+    assert stacks_in(2 * two, loss_of(once, once)) == [[LAYERS - 1]] * 2
+    for both in (once, once), (saving, once):
+        with pytest.raises(MemoryError, match=r"two microbatches offload 1.50 KiB per device; .*\(offload_layers: 1\)"):
+            stacks_in(2 * two - 1, loss_of(*both))
     # One offloads a layer, and goes on to; one offloads nothing, and has no say.
-    some = lambda params, x: once(params, x, on_host_full="save", offload_layers=1)
-    saves = lambda params, x: jnp.sum(some(params, once(params, x, on_host_full="save")) ** 2)
+    some = functools.partial(saving, offload_layers=1)
     with pytest.warns(UserWarning, match="enough for 1 layer"):
-        assert stacks_in(two + two * 2 // LAYERS - 1, saves) == [[1, 0], [1, 0]]
+        assert stacks_in(two + two * 2 // LAYERS - 1, loss_of(saving, some)) == [[1, 0], [1, 0]]
     stays = lambda params, x: scan(layer, x, of_layers(params), policy=policy(dict.fromkeys(RULES, "save")))[0]
-    saves = lambda params, x: jnp.sum(
-        stays(params, once(params, once(params, x, on_host_full="save"), on_host_full="save"))
-    )
-    with pytest.warns(UserWarning, match="enough for 1 layer"):
-        assert stacks_in(2 * two - 1, saves) == [[1, 0], [1, 0], [0]]
-    mixed = lambda params, x: jnp.sum(once(params, once(params, x, on_host_full="save")) ** 2)
-    with pytest.raises(MemoryError, match=r"two microbatches offload 1.50 KiB per device"):
-        stacks_in(2 * two - 1, mixed)
+    with pytest.warns(UserWarning, match=r"1.50 KiB per device; .* enough for 1 layer\(s\) of each scan") as warned:
+        assert stacks_in(2 * two - 1, loss_of(saving, saving, stays)) == [[1, 0], [1, 0], [0]]
+    assert len(warned) == 1
 
 
 def test_it_is_not_differentiated_and_can_be_batched():
@@ -760,45 +601,20 @@ def test_check_judges_a_step_that_accumulates():
     assert need_of(jaxpr).bytes() == 2 * LAYERS * 2 * 2 * DIM * 4
 
 
-@pytest.mark.slow
-def test_verify_compares_a_step_with_the_plain_loop_and_catches_rows_out_of_order(monkeypatch):
-    """The fault: a backward pass reads the rows of its stacks in another order."""
-
-    def reordered(between):
-        mixed = lambda kept: kept._replace(host=[jnp.flip(stack, 0) for stack in kept.host])
-        return between._replace(saved=[list(map(mixed, segments)) for segments in between.saved])
-
-    rules = policy({"fc1": "offload"})
-    loss = lambda w, x: jnp.sum(scan(lambda x, w: (jnp.tanh(tag(x @ w, "fc1")), None), x, w, policy=rules)[0] ** 2)
-    step = lambda w, x: (accumulate(loss)(w, x)[0], w - 0.1 * accumulate(loss)(w, x)[1])
-    args = PARAMS["w"], normal(5, (4, 2, DIM))
-    verdicts = {check.claim: check.verdict for check in verify(step, *args).checks}
-    assert [verdicts[claim] for claim in ("gradients", "moves", "producers", "repeats")] == ["holds"] * 4
-    backward = interleaved.backward
-    monkeypatch.setattr(  # only the pass beside another one is traced with a loop's state
-        interleaved,
-        "backward",
-        lambda made, between, sums: backward(made, reordered(between), sums),
-    )
-    jax.clear_caches()
-    failed = {check.claim for check in verify(step, *args).checks if check.verdict == "fails"}
-    assert failed == {"gradients"}
-
-
 good = functools.partial(masked, ours)
 X = normal(5, (3, 2, DIM))
+misspelt = lambda x, w: ours(lambda x, w: (tag(x * w, "fc1"), None), x, w, {"fcl": "offload"})[0]
+SPLIT = "split the key, one per microbatch: jax.random.split(key, microbatches)"
+SAME = "give in_axes None for what is the same in all microbatches"
+NO_AXIS = "has no leading axis of microbatches, which every argument needs that is not in argnums; "
 ERRORS = [
-    (
-        lambda: accumulate(good, reduction="avg"),
-        ValueError,
-        "accumulate: reduction 'avg' is not allowed; use 'mean' or 'sum'",
-    ),
+    (lambda: accumulate(good, reduction="avg"), ValueError, "reduction 'avg' is not allowed; use 'mean' or 'sum'"),
     (lambda: accumulate(jnp.sum)(X), TypeError, "accumulate: no argument is a batch"),
     (lambda: accumulate(good, in_axes=1), ValueError, "accumulate: in_axes has 1; use 0 for a batch"),
     (
         lambda: evaluate(good, in_axes=(None, 0, 0))(X, X),
         ValueError,
-        "evaluate: in_axes has 3 entries for 2 positional",
+        "in_axes has 3 entries for 2 positional",
     ),
     (
         lambda: accumulate(good, in_axes=(None, {"a": 0}))(X, {"b": X}),
@@ -808,25 +624,14 @@ ERRORS = [
     (lambda: accumulate(good, argnums=1.0), TypeError, "accumulate: argnums 1.0 is not allowed; use a whole number"),
     (lambda: accumulate(good, argnums=()), TypeError, "accumulate: argnums () is not allowed"),
     (lambda: accumulate(jnp.vdot, argnums=(0, -2))(X, X), ValueError, "argnums (0, -2) has one of 2 positional arg"),
-    (
-        lambda: accumulate(jnp.vdot)(X, 1.0),
-        TypeError,
-        "accumulate: args[1] has no leading axis of microbatches, which every argument needs that is not in argnums; "
-        "give in_axes None for what is the same in all microbatches: frozen weights, a step number",
-    ),
-    (lambda: accumulate(good)(X, X, train=True), TypeError, "accumulate: kwargs['train'] has no leading axis"),
+    (lambda: accumulate(jnp.vdot)(X, 1.0), TypeError, f"args[1] {NO_AXIS}{SAME}: frozen weights, a step number"),
     (lambda: accumulate(good)(X, X, act=jnp.tanh), TypeError, "accumulate: kwargs['act'] has no leading axis"),
-    (
-        lambda: accumulate(good)(X, X, jax.random.key(0)),
-        TypeError,
-        "accumulate: args[2] has no leading axis of microbatches, which every argument needs that is not in argnums; "
-        "split the key, one per microbatch: jax.random.split(key, microbatches)",
-    ),
+    (lambda: accumulate(good)(X, X, jax.random.key(0)), TypeError, f"accumulate: args[2] {NO_AXIS}{SPLIT}"),
     (
         lambda: accumulate(good)(X, jax.random.PRNGKey(0), x=X),
         ValueError,
         "accumulate: args[1] has 2 microbatches, and kwargs['x'] has 3; they must be as many; args[1] may be a PRNG "
-        "key: split the key, one per microbatch: jax.random.split(key, microbatches)",
+        f"key: {SPLIT}",
     ),
     (
         lambda: offload(accumulate(lambda w, x: jnp.sum(ours(layer, x, w, RULES)[0])))(of_layers(PARAMS), X),
@@ -836,8 +641,7 @@ ERRORS = [
     (
         lambda: accumulate(lambda w, x, y: 0.0)(X, {"a": X}, X[:2]),
         ValueError,
-        "accumulate: args[1]['a'] has 3 microbatches, and args[2] has 2; they must be as many; give in_axes None "
-        "for what is the same in all microbatches",
+        f"accumulate: args[1]['a'] has 3 microbatches, and args[2] has 2; they must be as many; {SAME}",
     ),
     (lambda: accumulate(jnp.vdot)(X, X[:0]), ValueError, "args[1] has no microbatches"),
     (lambda: accumulate(jnp.vdot, argnums=2)(X, X), ValueError, "argnums has 2, and there are 2 positional arguments"),
@@ -848,13 +652,7 @@ ERRORS = [
         "accumulate: args[0]['n'] is int32, which has no gradient; close over it",
     ),
     (lambda: accumulate(lambda w, x: jnp.sum(w * x), has_aux=True)(X[0], X), TypeError, "two-element tuple"),
-    (
-        lambda: accumulate(
-            lambda w, x: jnp.sum(ours(lambda x, w: (tag(x * w, "fc1"), None), x, w, {"fcl": "offload"})[0])
-        )(jnp.ones((2, 2, DIM)), X),
-        PolicyError,
-        "fcl",
-    ),
+    (lambda: accumulate(lambda w, x: jnp.sum(misspelt(x, w)))(jnp.ones((2, 2, DIM)), X), PolicyError, "fcl"),
 ]
 
 

@@ -11,20 +11,17 @@ from common import (
     assert_same_bits,
     auto_mesh,
     count,
-    equations,
     gradient,
     gradient_jaxpr,
     kept,
     normal,
     policy,
-    run,
     run_each,
     saving,
 )
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-from jaxoffload import PolicyError, checkpoint, residuals, tag
+from jaxoffload import checkpoint, residuals, tag
 
 P = jax.P
 X, W = normal(0, (8, 4)), normal(1, (4, 4)) * 0.5
@@ -54,15 +51,8 @@ VMAPPED = (("host", "float32", (3, 8, 4)),)
 # name -> (ours, reference, arguments, what goes to the host); functions, because a mesh needs the devices
 TRANSFORMATIONS = {
     "plain": lambda: (OURS, PLAIN, (X, W), (HOST,)),
-    "jit": lambda: (jax.jit(OURS), PLAIN, (X, W), (HOST,)),
     "jit inside": lambda: (checkpoint(jax.jit(layer), policy=OFF), PLAIN, (X, W), (HOST,)),
     "vmap over x": lambda: (jax.vmap(OURS, (0, None)), jax.vmap(PLAIN, (0, None)), (MANY, W), VMAPPED),
-    "vmap inside": lambda: (
-        checkpoint(jax.vmap(layer, (0, None)), policy=OFF),
-        save_fc1(jax.vmap(layer, (0, None))),
-        (MANY, W),
-        VMAPPED,
-    ),
     "nested vmap": lambda: (
         jax.vmap(jax.vmap(OURS, (0, None)), (None, 0)),
         jax.vmap(jax.vmap(PLAIN, (0, None)), (None, 0)),
@@ -75,12 +65,6 @@ TRANSFORMATIONS = {
         shard(PLAIN, False, ALL_AXES),
         (X, W),
         (("host", "float32", (16, 4)),),  # with check_vma=False, JAX assumes that a residual also differs along b
-    ),
-    "shard_map inside": lambda: (
-        checkpoint(shard(layer, True, ALL_AXES), policy=OFF),
-        save_fc1(shard(layer, True, ALL_AXES)),
-        (X, W),
-        (HOST,),
     ),
     "shard_map over one axis": lambda: (
         jax.jit(shard(OURS, True, ONE_AXIS)),
@@ -117,18 +101,6 @@ def test_under_every_transformation(name):
     assert [k for k in kept(ours, *args).elements() if k[0] == "host"] == list(on_host)
 
 
-def test_under_a_mesh_with_explicit_axes():
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        x, w = jax.device_put(X, P("a", None)), jax.device_put(W, P(None, "b"))
-        f = lambda x, w: jnp.sin(tag(jnp.sin(x @ w), "fc1"))
-        ours, reference = checkpoint(f, policy=OFF), save_fc1(f)
-        assert_same_bits(*run_each([gradient(ours, (0, 1)), gradient(reference, (0, 1))], x, w))
-        jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(ours, *a)[1]))(x, w)
-        (held,) = [v.aval for v in jaxpr.outvars if v.aval.memory_space == jax.memory.Space.Host]
-        assert held.sharding.spec == P("a", "b")  # on the device that produced it
-
-
 def test_pytrees_keyword_and_static_arguments():
     @functools.partial(checkpoint, policy=OFF, static_argnums=(1, -1))
     def f(inputs, how, scale, last):
@@ -155,9 +127,10 @@ def test_closed_over_tracers_get_their_gradients():
     def f(x, w):
         return checkpoint(lambda x: layer(x, w), policy=OFF)(x)
 
-    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(save_fc1(layer), (0, 1))], X, W))
     jitted = lambda x, w: jax.jit(lambda x: checkpoint(lambda x: layer(x, w), policy=OFF)(x))(x)
-    assert_same_bits(*run_each([gradient(jitted, (0, 1)), gradient(save_fc1(layer), (0, 1))], X, W))
+    got, in_jit, want = run_each([gradient(g, (0, 1)) for g in (f, jitted, save_fc1(layer))], X, W)
+    assert_same_bits(got, want)
+    assert_same_bits(in_jit, want)
 
 
 def test_integers_booleans_and_keys_go_through():
@@ -181,7 +154,7 @@ def test_weak_types_are_those_of_jax_checkpoint():
 
 
 @pytest.mark.claim("saved-exp")
-@pytest.mark.parametrize("producer", [jnp.exp, jnp.tanh, jax.nn.sigmoid, jnp.sqrt, lax.rsqrt, jnp.cbrt])
+@pytest.mark.parametrize("producer", [jnp.exp, jax.nn.sigmoid, lax.rsqrt])
 def test_a_kept_output_that_its_own_derivative_reads_is_not_recomputed(producer):
     f = lambda x: jnp.sin(tag(producer(jnp.abs(x) + 1.0), "out"))
     primitive = jax.make_jaxpr(producer)(X).eqns[-1].primitive.name
@@ -192,68 +165,12 @@ def test_a_kept_output_that_its_own_derivative_reads_is_not_recomputed(producer)
     assert count(gradient_jaxpr(plain, X), primitive) == 2  # this is why the library names a value where it is defined
 
 
-def test_a_kept_silu_is_not_recomputed():
-    f = lambda x, w: jnp.sin(tag(jax.nn.silu(tag(x @ w, "gate")), "silu")) @ w
-    jaxpr = gradient_jaxpr(checkpoint(f, policy=policy({"gate": "save", "silu": "offload"})), X, W, argnums=(0, 1))
-    assert count(jaxpr, "dot_general") == 2 + 4
-    # Once forward, and once where its derivative reads the gate. silu is not recomputed for sin or the GEMM.
-    assert count(jaxpr, "logistic") == 2
-    backward = next(e for e in equations(jaxpr) if e.primitive.name == "remat2")
-    assert not any(
-        e.primitive.name == "name" and e.params["name"].startswith("jaxoffload:offload")
-        for e in equations(backward.params["jaxpr"])
-    )
-
-
-def test_only_what_is_perturbed_is_kept():
-    f = checkpoint(
-        lambda x, w: jnp.sin(tag(x @ w, "fc1")) @ tag(jnp.sin(w), "frozen"), policy=policy({"**": "offload"})
-    )
-    both = kept(f, X, W)
-    only_x = kept(lambda x: f(x, W), X)
-    assert sum(both.values()) == 2 + 0 and both[HOST] == 1 and both["host", "float32", (4, 4)] == 1
-    assert only_x[HOST] == 1 and only_x["host", "float32", (4, 4)] == 1
-    only_w = kept(lambda w: f(X, w), W)
-    assert only_w == both
-
-
-def test_effects_happen_as_often_as_under_jax_checkpoint():
-    def calls(wrap):
-        seen = []
-
-        def f(x):
-            jax.debug.callback(lambda: seen.append(0))
-            return jnp.sin(tag(jnp.sin(x), "fc1"))
-
-        jax.block_until_ready(jax.jit(jax.grad(lambda x: wrap(f)(x).sum()))(X))
-        jax.effects_barrier()
-        return len(seen)
-
-    assert calls(functools.partial(checkpoint, policy=OFF)) == calls(save_fc1) > 0
-
-
 def test_an_eager_call_and_forward_mode():
     f = checkpoint(layer, policy=OFF)
     np.testing.assert_array_equal(f(X, W), layer(X, W))
     tangents = (jnp.ones_like(X), jnp.ones_like(W))
     plain = jax.checkpoint(layer)
     assert_same_bits(*run_each([lambda g=g: jax.jvp(g, (X, W), tangents) for g in (f, plain)]))
-
-
-def test_second_derivatives_of_what_stays_on_the_device():
-    f = checkpoint(lambda x: jnp.exp(tag(jnp.sin(x), "fc1")).sum(), policy=policy({"fc1": "save"}))
-    plain = lambda x: jnp.exp(jnp.sin(x)).sum()
-    assert_close(jax.hessian(f)(X[0]), jax.hessian(plain)(X[0]))
-
-
-def test_reverse_over_reverse_of_what_stays_on_the_device():
-    def f(x):
-        return jnp.exp(tag(jnp.sin(x @ W), "fc1")).sum()
-
-    twice = lambda f: jax.jit(jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()))
-    plain = jax.checkpoint(f, policy=saving("fc1"))
-    ours = checkpoint(f, policy=policy({"fc1": "save"}))
-    assert_same_bits(*run_each([twice(ours), twice(plain)], X))
 
 
 def test_forward_over_reverse_of_what_is_offloaded():
@@ -271,58 +188,10 @@ def test_reverse_over_reverse_of_what_is_offloaded():
         assert_close(jit(twice(ours))(X), jit(twice(f))(X))
 
 
-def test_refs_inside():
-    def f(x):
-        ref = jax.new_ref(jnp.sin(x))
-        y = tag(jnp.sin(ref[...]), "fc1")
-        ref[...] = y * 2
-        return jnp.sin(ref[...] + y)
-
-    assert kept(checkpoint(f, policy=OFF), X)[HOST] == 1
-    assert_same_bits(*run_each([gradient(checkpoint(f, policy=OFF)), gradient(save_fc1(f))], X))
-
-
-def test_ordered_effects_with_offload_are_refused_in_one_message():
-    def f(x):
-        jax.debug.print("x", ordered=True)
-        return jnp.sin(tag(jnp.sin(x), "fc1"))
-
-    with pytest.raises(NotImplementedError, match=r"checkpoint: the function has ordered effects .*ordered=False"):
-        jax.make_jaxpr(gradient(checkpoint(f, policy=OFF)))(X)
-    run(gradient(checkpoint(f, policy=policy({"fc1": "save"}))), X)
-    run(checkpoint(f, policy=OFF), X)
-
-
 @pytest.mark.parametrize("prevent_cse", [(True, False), [True], None])
 def test_prevent_cse_is_one_boolean(prevent_cse):
     with pytest.raises(TypeError, match="checkpoint: prevent_cse must be True or False"):
         checkpoint(layer, policy=OFF, prevent_cse=prevent_cse)
-
-
-def test_frozen_weights_as_in_lora():
-    """The gradients of the small weights are exact, and nothing is kept that only gradients of frozen weights would
-    read."""
-
-    def f(x, frozen, low):
-        h = tag(x @ frozen + tag(x @ low["a"], "low") @ low["b"], "fc1")
-        return tag(jnp.sin(h), "act") @ frozen
-
-    low = {"a": normal(5, (4, 2)), "b": normal(6, (2, 4))}
-    names = {"fc1": "offload", "low": "offload", "act": "offload"}
-    loss = lambda wrap: lambda low: wrap(f)(X, W, low)
-    ours = loss(functools.partial(checkpoint, policy=policy(names)))
-    plain = loss(functools.partial(jax.checkpoint, policy=saving(*names)))
-    assert_same_bits(*run_each([gradient(ours), gradient(plain)], low))
-    # Only the gradient of the frozen weights after it would read act.
-    assert kept(ours, low) == {HOST: 1, ("host", "float32", (8, 2)): 1}
-
-
-def test_by_default_it_keeps_on_the_device_what_jax_checkpoint_keeps():
-    f = lambda x, w: layer(layer(x, w), w)
-    loss = lambda wrap: lambda x, w: jnp.sin(wrap(f)(jnp.sin(x), w))
-    assert kept(loss(functools.partial(checkpoint, policy=policy())), X, W) == kept(loss(jax.checkpoint), X, W)
-    saved = functools.partial(checkpoint, policy=policy({"fc1": "save"}))
-    assert kept(loss(saved), X, W) == kept(loss(save_fc1), X, W)
 
 
 def test_an_eager_loop_traces_once_a_function():
@@ -337,8 +206,7 @@ def test_an_eager_loop_traces_once_a_function():
     assert len(traced) == 1
 
 
-@pytest.mark.parametrize("dots", ["recompute", "save"])
-def test_functions_without_names_stay_shared_in_the_compiled_module(dots):
+def test_functions_without_names_stay_shared_in_the_compiled_module():
     inner = jax.jit(lambda x: jnp.sin(x * 2))
 
     def f(x, w):
@@ -348,44 +216,7 @@ def test_functions_without_names_stay_shared_in_the_compiled_module(dots):
         return h
 
     functions = lambda g: jax.jit(gradient(g)).lower(X, W).as_text().count("func.func")
-    assert functions(checkpoint(f, policy=policy({"fc1": "save"}, dots=dots))) <= functions(save_fc1(f)) + 1
-
-
-def test_a_custom_vjps_forward_rule_is_named_inside():
-    @jax.custom_vjp
-    def dense(x, w):
-        return jnp.sin(x @ w)
-
-    def forward(x, w):
-        h = checkpoint_name(x @ w, "fc1")
-        return jnp.sin(h), (h, x, w)
-
-    def backward(saved, ct):
-        h, x, w = saved
-        return (ct * jnp.cos(h)) @ w.T, x.T @ (ct * jnp.cos(h))
-
-    dense.defvjp(forward, backward)
-    f = checkpoint(dense, policy=OFF)
-    assert kept(f, X, W) == {HOST: 1}
-    assert count(gradient_jaxpr(f, X, W, argnums=(0, 1)), "dot_general") == 1 + 2
-
-
-def test_integers_that_a_custom_rule_makes_are_saved_where_nothing_is_perturbed():
-    """Routing from stopped gradients: if recomputed, it could name other tokens than the saved rows."""
-
-    @jax.custom_vjp
-    def route(scores):
-        return lax.top_k(scores, 2)[1]
-
-    route.defvjp(lambda s: (route(s), None), lambda _, ct: (jnp.zeros_like(X),))
-
-    def f(x, w):
-        ids = tag(route(lax.stop_gradient(x @ w)), "routing")
-        return jnp.take_along_axis(jnp.sin(x), ids, 1)
-
-    g = checkpoint(f, policy=policy({"routing": "recompute"}))
-    assert kept(g, X, W)["device", "int32", (8, 2)] == 1
-    assert count(gradient_jaxpr(g, X, W), "top_k") == 1
+    assert functions(checkpoint(f, policy=policy({"fc1": "save"}, dots="save"))) <= functions(save_fc1(f)) + 1
 
 
 @pytest.mark.parametrize(
@@ -412,16 +243,3 @@ def test_functions_that_differ_have_rows_of_their_own():
 
     rows = [(r.shape, r.state, r.layers) for r in residuals(f, X, W) if r.names == ("fc1",)]
     assert sorted(rows) == [((4, 4), "offloaded", 1), ((4, 4), "saved", 1), ((8, 4), "offloaded", 1)]
-
-
-def test_the_policy_must_be_ours():
-    with pytest.raises(TypeError, match=r"checkpoint: policy must be a jaxoffload.Policy"):
-        checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
-
-
-def test_an_unmatched_pattern_is_an_error_when_differentiated_and_none_without_strict():
-    bad = policy({"fc2": "save"})
-    checkpoint(layer, policy=bad)(X, W)  # a forward pass keeps nothing under any policy
-    with pytest.raises(PolicyError, match=r"residuals\['fc2'\]"):
-        jax.eval_shape(gradient(checkpoint(layer, policy=bad)), X, W)
-    jax.eval_shape(gradient(checkpoint(layer, policy=bad, strict=False)), X, W)

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import re
 import subprocess
 import sys
 import tomllib
@@ -34,7 +33,7 @@ from common import (
 )
 from jax import lax
 
-from jaxoffload import Policy, chain, checkpoint, residuals, scan, scope, tag
+from jaxoffload import chain, checkpoint, residuals, scan, scope, tag
 from jaxoffload._engine.decide import jax_patches
 from jaxoffload.grouped import GroupedTensor, _backend, chosen_backend, grouped_matmul, te
 from jaxoffload.grouped._interface import column_wise, row_wise
@@ -120,13 +119,10 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.claim("grouped-products")
 @PLAIN
-@pytest.mark.parametrize("dtype, bound", [(jnp.float32, 2e-6), (jnp.bfloat16, 4e-3)], ids=["f32", "bf16"])
-@pytest.mark.parametrize("shape", [(192, 64), (20, 12)], ids=str)
+@pytest.mark.parametrize("dtype, bound, shape", [(jnp.float32, 2e-6, (20, 12)), (jnp.bfloat16, 4e-3, (192, 64))])
 def test_grouped_gemms_equal_a_loop_over_groups(backend, dtype, bound, shape):
-    if backend == "mosaic" and (dtype, shape) != (jnp.bfloat16, (192, 64)):
-        pytest.skip("it refuses float32 and 20 columns; tested below")
-    if backend == "te" and (dtype, shape) == (jnp.bfloat16, (20, 12)) and te.sizes_stay(dtype):
-        shape = (24, 40)  # V2 refuses others; another test covers that
+    if backend == "mosaic" and dtype == jnp.float32:
+        pytest.skip("it refuses float32; tested below")
     if jax.default_backend() == "gpu" and dtype == jnp.float32:
         bound = 2e-3  # TF32; else at most sqrt(192) roundings, of as many terms
     for name, sizes in CASES.items():
@@ -153,13 +149,6 @@ def test_full_masks_nothing():
         grouped_matmul(*args[:2], jnp.asarray(CASES["fewer"], jnp.int32), backend="ragged", full=True)
 
 
-def test_without_jit_operands_are_kept_where_they_are():
-    args = normal(0, (14, 5)), normal(1, (4, 5, 6)), jnp.asarray(SIZES)
-    _, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, args[2], backend="ragged"), *args[:2])
-    kept = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(vjp)}
-    assert kept >= {a.unsafe_buffer_pointer() for a in args}
-
-
 def test_ragged_ignores_even_what_is_not_finite_past_all_groups():
     x, w, sizes, dy = operands(14, 5, 6, 4, FLOAT, SIZES - [0, 0, 2, 0])
     past = jnp.arange(14)[:, None] >= sizes.sum()
@@ -171,8 +160,7 @@ def test_ragged_ignores_even_what_is_not_finite_past_all_groups():
 
 @pytest.mark.slow
 @QUANTISED
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-def test_fp8_is_as_close_as_its_docstring_says(backend, dtype):
+def test_fp8_is_as_close_as_its_docstring_says(backend, dtype=jnp.bfloat16):
     for name, sizes in CASES.items():
         if backend == "te" and name == "odd":  # not multiples of 16
             continue
@@ -237,20 +225,6 @@ def test_fp8_of_tiny_groups_is_finite_and_as_close():
     assert (errors(got, loop(x, w, sizes, dy)) <= [0.04, 0.07, 0.07]).all()
 
 
-@pytest.mark.parametrize("dtype", [E4M3, jnp.float8_e5m2])
-@pytest.mark.parametrize("amax", [1e-37, 1e-36, 1e-35, 1e-34])
-def test_a_tiny_groups_copies_and_scales_are_its_values(amax, dtype):
-    x = normal(0, (14, 8))
-    x = np.asarray(x / jnp.max(jnp.abs(x)), np.float64)
-    q = jax.tree.map(np.asarray, quantized(jnp.asarray(x * amax, FLOAT), jnp.array([14], jnp.int32), dtype))
-    assert np.isfinite(q.scale_inv).all() and (q.scale_inv >= np.finfo(np.float32).tiny).all()
-    np.testing.assert_array_equal(q.columnwise_scale_inv, q.scale_inv)
-    for data in (q.data, q.columnwise_data.T):
-        gap = data.astype(np.float64) * np.float64(q.scale_inv[0]) / amax - x
-        flushed = np.finfo(np.float32).tiny / amax  # a CPU flushes values below it to zero
-        assert np.abs(gap).max() <= max(2.0 ** -(jnp.finfo(dtype).nmant + 1), flushed)
-
-
 # --- refusals
 
 
@@ -290,24 +264,14 @@ def test_fp8_needs_something_to_scale():
     assert not grouped_matmul(jnp.ones((128, 64), jnp.bfloat16), **none).any()
 
 
-def test_auto_refuses_operands_that_do_not_fit_together():
-    x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
-    for given, said in (((x, w[0]), "is not (G, K, N)"), ((x[:, 1:], w), "differ in K"), ((x > 0, w), "one dtype")):
-        with pytest.raises(ValueError, match=re.escape(said)):
-            chosen_backend(*given)
-
-
 @pytest.mark.parametrize(
     "backend, M, K, N, dtype, fp8, said",
     [
         ("mosaic", 128, 100, 64, jnp.bfloat16, None, "K = 100 is not a multiple of 64"),
-        ("mosaic", 128, 64, 96, jnp.bfloat16, None, "N = 96 is not a multiple of 64"),
         ("mosaic", 100, 64, 64, jnp.bfloat16, None, "M = 100 is not a multiple of 8"),
         ("mosaic", 32, 64, 64, jnp.bfloat16, None, "M = 32 is less than 64 rows"),
         ("mosaic", 128, 64, 64, FLOAT, None, "float32 operands; allowed are bfloat16 and float16"),
         ("te", 128, 72, 64, FLOAT, "fp8", "K = 72 is not a multiple of 16, which FP8 needs"),
-        ("te", 128, 64, 65, FLOAT, "fp8", "N = 65 is not a multiple of 16, which FP8 needs"),
-        ("te", 100, 64, 64, FLOAT, "fp8", "M = 100 is not a multiple of 16, which FP8 needs"),
         ("te", 128, 64, 64, FLOAT, "fp8", "group_sizes: [3, 0, 7, 4]; FP8 needs multiples of 16"),
     ],
 )
@@ -362,7 +326,7 @@ def installed(monkeypatch, tmp_path):
     return install
 
 
-@pytest.mark.parametrize("version", ["1.13", "2.4.0", "2.9", "2.14.1"])
+@pytest.mark.parametrize("version", ["2.9", "2.14.1"])
 def test_a_transformer_engine_that_is_too_old_is_not_used_and_one_message_says_so(stand_in, installed, version):
     installed(version)
     assert not te.importable()
@@ -373,7 +337,7 @@ def test_a_transformer_engine_that_is_too_old_is_not_used_and_one_message_says_s
     )
 
 
-@pytest.mark.parametrize("version", ["2.15.0", "2.20.0.dev0+d0067d0", "2.20.2", "3.0"])
+@pytest.mark.parametrize("version", ["2.15.0", "2.20.0.dev0+d0067d0"])
 def test_a_newer_transformer_engine_is_taken(stand_in, installed, version):
     installed(version)
     assert te.importable()
@@ -392,16 +356,6 @@ def test_vmap_of_a_kernel_is_one_message(backend, monkeypatch):
     x, w = jnp.ones((2, 128, 64), jnp.bfloat16), jnp.ones((4, 64, 64), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=f"backend '{backend}' cannot be vmapped; backend 'ragged' can"):
         jax.vmap(lambda x: grouped_matmul(x, w, jnp.asarray(SIZES), backend=backend))(x)
-
-
-@pytest.mark.parametrize("quantize", [None, "fp8"])
-def test_vmap_of_ragged_is_a_loop(quantize):
-    x, w, sizes = normal(0, (2, 14, 5)), normal(1, (2, 4, 5, 6)), jnp.stack([SIZES, SIZES[::-1]])
-    f = lambda x, w, sizes: grouped_matmul(x, w, sizes, backend="ragged", quantize=quantize)
-    both = lambda x, w, sizes: (f(x, w, sizes), gradient(lambda x, w: f(x, w, sizes), (0, 1))(x, w))
-    got, one = jax.jit(jax.vmap(both))(x, w, sizes), jax.jit(both)
-    want = jax.tree.map(lambda *rows: jnp.stack(rows), *(one(*row) for row in zip(x, w, sizes, strict=True)))
-    assert_close(got, want)
 
 
 def test_ragged_under_vmap_of_vmap_and_of_jacobians():
@@ -423,10 +377,9 @@ TWICE = {
 }
 
 
-@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
-@pytest.mark.parametrize("quantize", [None, "fp8"])
-@pytest.mark.parametrize("twice", TWICE.values(), ids=TWICE.keys())
-def test_second_derivatives_are_refused_in_one_message(twice, quantize, jit):
+@pytest.mark.parametrize("number, twice", [*enumerate(TWICE.values())], ids=TWICE)
+def test_second_derivatives_are_refused_in_one_message(number, twice):
+    quantize, jit = (None, "fp8")[number % 2], (jax.jit, lambda f: f)[number // 2 % 2]
     matmul = jit(lambda x, w: grouped_matmul(x, w, jnp.asarray(SIZES), backend="ragged", quantize=quantize))
     said = r"^grouped_matmul cannot be differentiated twice.*jax\.lax\.ragged_dot"
     with pytest.raises(NotImplementedError, match=said):
@@ -443,21 +396,14 @@ def test_a_kernels_second_derivative_is_the_same_message(backend, monkeypatch):
             jax.eval_shape(jax.hessian(f), x)
 
 
-def test_a_second_derivative_of_what_is_beside_it():
-    """The grouped GEMM is a constant there."""
-    x, w, sizes = normal(0, (14, 5)), normal(1, (4, 5, 6)), jnp.asarray(SIZES)
-    loss = lambda scale, x: jnp.sum(jnp.sin(scale * lax.stop_gradient(grouped_matmul(x, w, sizes, backend="ragged"))))
-    along = jax.grad(lambda x: jnp.sum(grouped_matmul(x, w, sizes, backend="ragged")))(x)
-    f = lambda scale: loss(scale, x) + scale**2 * jnp.sum(along)
-    assert np.isfinite(jax.jit(jax.hessian(f))(0.5))
-
-
-@pytest.mark.parametrize("batched", [which for which in itertools.product([0, None], repeat=3) if 0 in which])
-def test_any_operands_of_ragged_may_be_batched(batched):
+@pytest.mark.parametrize(
+    "batched, quantize", [((0, None, None), None), ((None, 0, 0), None), ((0, 0, None), "fp8"), ((0, None, 0), None)]
+)
+def test_any_operands_of_ragged_may_be_batched(batched, quantize):
     """So may their gradients: per example, with weights for all."""
     args = normal(0, (14, 5)), normal(1, (4, 5, 6)), jnp.asarray(SIZES)
     stacks = [jnp.stack([a, a[::-1]]) if axis == 0 else a for a, axis in zip(args, batched, strict=True)]
-    f = lambda x, w, sizes: grouped_matmul(x, w, sizes, backend="ragged")
+    f = lambda x, w, sizes: grouped_matmul(x, w, sizes, backend="ragged", quantize=quantize)
     both = lambda x, w, sizes: (f(x, w, sizes), gradient(lambda x, w: f(x, w, sizes), (0, 1))(x, w))
     got = jax.jit(jax.vmap(both, batched))(*stacks)
     for row in range(2):
@@ -480,7 +426,7 @@ class Radeon(Hopper):
     compute_capability = "gfx942"
 
 
-BF16, F32 = jnp.bfloat16, jnp.float32
+BF16 = jnp.bfloat16
 
 
 @pytest.mark.claim("who-multiplies")
@@ -490,12 +436,10 @@ BF16, F32 = jnp.bfloat16, jnp.float32
         (Hopper, 64, BF16, None, "mosaic", "mosaic", "te"),
         (Hopper, 48, BF16, None, "ragged", "te", "te"),
         (Hopper, 44, BF16, None, "ragged", "te", "ragged"),
-        (Hopper, 64, F32, None, "ragged", "te", "te"),
         (Hopper, 64, BF16, "fp8", "ragged", "te", "te"),
         (Hopper, 40, BF16, "fp8", "ragged", "ragged", "ragged"),
         (Blackwell, 64, BF16, None, "ragged", "te", "te"),  # without wgmma
         (Radeon, 64, BF16, None, "ragged", "ragged", "ragged"),
-        (object, 64, BF16, None, "ragged", "ragged", "ragged"),
     ],
 )
 def test_auto_takes_the_best_that_can(request, monkeypatch, device, K, dtype, quantize, without_te, with_v1, with_v2):
@@ -543,50 +487,31 @@ def on_mesh_of():
 
 @pytest.mark.slow
 @pytest.mark.claim("one-gpu-of-a-process")
-@pytest.mark.parametrize("quantize, v2", [(None, False), (None, True), ("fp8", False), ("fp8", True)])
+@pytest.mark.parametrize("quantize, v2", [(None, False), (None, True), ("fp8", True)])
 def test_kernels_that_serve_one_gpu_of_a_process_are_refused_on_several(
     stand_in, monkeypatch, on_mesh_of, quantize, v2
 ):
     monkeypatch.setattr(jax, "devices", lambda *args, real=jax.devices: real(*args) if args else [Hopper()])
     stand_in(v2=v2)
-    serves_several = v2 and quantize is None
     args = {"x": jnp.ones((128, 48), BF16), "w": jnp.ones((4, 48, 64), BF16), "quantize": quantize}
     given = args | {"group_sizes": jnp.array([32, 32, 48, 16], jnp.int32), "backend": "te"}
 
-    def serves_several_or_says_why_not(**changed):
-        if serves_several:
-            grouped_matmul(**given | changed)
-        else:
-            assert raised(ValueError, **given | changed) == (
-                "grouped_matmul: backend 'te' cannot do this: its kernels for these operands support only one GPU per "
-                "process, and this process has 8: start one process per GPU, or use another backend"
-            )
+    def serves(devices):
+        with on_mesh_of(devices):
+            if chosen_backend(**args) == "te":
+                jax.eval_shape(lambda x: grouped_matmul(**given | {"x": x}), args["x"])
+                return True
+            for weights in (args["w"], [args["w"]] * 2):
+                assert raised(ValueError, **given | {"w": weights}) == (
+                    "grouped_matmul: backend 'te' cannot do this: its kernels for these operands support only one GPU "
+                    "per process, and this process has 8: start one process per GPU, or use another backend"
+                )
+            return False
 
-    with on_mesh_of(1):
-        assert chosen_backend(**args) == "te"
-        grouped_matmul(**given)
-    with on_mesh_of(8):
-        assert chosen_backend(**args) == ("te" if serves_several else "ragged")
-        serves_several_or_says_why_not()
-        serves_several_or_says_why_not(w=[args["w"], args["w"]])
-    with on_mesh_of(16):  # there are 8 devices: those of another machine, which this table describes
-        assert chosen_backend(**args) == "te"
-        grouped_matmul(**given)
-    auto = auto_mesh(d=8)
-    spread = jax.device_put(args["x"], jax.NamedSharding(auto, jax.P("d")))
-    jax.eval_shape(lambda x: serves_several_or_says_why_not(x=x), spread)
+    # There are 8 devices. 16 are those of another machine, which this table describes.
+    assert [serves(devices) for devices in (1, 8, 16)] == [True, v2 and quantize is None, True]
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    with on_mesh_of(8):
-        assert chosen_backend(**args) == "te"
-        grouped_matmul(**given)
-
-
-@pytest.mark.parametrize("quantize", [None, "fp8"])
-def test_a_missing_transformer_engine_is_said_before_how_many_gpus_it_serves(monkeypatch, on_mesh_of, quantize):
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    with on_mesh_of(8):
-        sizes = jnp.array([32, 32, 48, 16], jnp.int32)
-        assert "cannot be imported" in raised(ImportError, backend="te", quantize=quantize, group_sizes=sizes)
+    assert serves(8)
 
 
 def test_operands_that_are_sharded_over_explicit_axes_are_refused():
@@ -597,7 +522,7 @@ def test_operands_that_are_sharded_over_explicit_axes_are_refused():
             grouped_matmul(x, jnp.ones((2, 4, 4)), jnp.array([8, 8], jnp.int32))
 
 
-@pytest.mark.parametrize("M, K, N, dtype", [(256, 128, 192, BF16), (64, 64, 64, jnp.float16), (104, 192, 128, BF16)])
+@pytest.mark.parametrize("M, K, N, dtype", [(64, 64, 64, jnp.float16), (104, 192, 128, BF16)])
 def test_mosaic_lowers_for_the_shapes_it_does_not_refuse(monkeypatch, M, K, N, dtype):
     devices = jax.devices
     monkeypatch.setattr(jax, "devices", lambda *args: [Hopper()] if not args else devices(*args))
@@ -612,14 +537,6 @@ def test_mosaic_lowers_for_the_shapes_it_does_not_refuse(monkeypatch, M, K, N, d
 def grouped(columnwise=True):
     q = quantized(normal(0, (14, 3)), jnp.asarray(SIZES), E4M3)
     return q if columnwise else dataclasses.replace(q, columnwise_data=None, columnwise_scale_inv=None, amax=None)
-
-
-def test_a_grouped_tensors_leaves_have_their_fields_names():
-    paths = lambda t: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(t)]
-    every = [f".{f.name}" for f in dataclasses.fields(GroupedTensor)]
-    assert paths(grouped()) == every
-    assert paths(grouped(columnwise=False)) == [".data", ".group_sizes", ".scale_inv"]
-    assert paths(GroupedTensor(jnp.ones((4, 2)), jnp.array([4]))) == [".data", ".group_sizes"]
 
 
 def test_a_grouped_tensor_passes_through_transformations():
@@ -643,14 +560,6 @@ def test_a_grouped_tensor_passes_through_transformations():
     given = jax.tree.map(jnp.copy, t)
     assert_same_bits([np.asarray(x) for x in jax.tree.leaves(jax.jit(double, donate_argnums=0)(given))], want)
     assert all(x.is_deleted() for x in jax.tree.leaves(given))
-
-
-def test_a_grouped_tensor_is_made_whole_of_anything():
-    leaves, structure = jax.tree.flatten(grouped())
-    things = [object() for _ in leaves]
-    whole = jax.tree.unflatten(structure, things)
-    assert isinstance(whole, GroupedTensor) and whole.data is things[0] and whole.amax is things[-1]
-    assert jax.tree.leaves(jax.tree.map(lambda x: None, whole)) == []
 
 
 def test_a_fields_error_names_it_its_value_and_what_is_allowed():
@@ -717,10 +626,8 @@ def test_tensors_of_transformer_engine_that_are_not_a_pair_are_refused(stand_in)
     rows, columns = to_te(q), to_te(q, columnwise=True)
     wrong = {
         "rowwise: GroupedScaledTensor1x without group sizes": (changed(rows, first_dims=None),),
-        "rowwise: Array": (q.data,),
         "rowwise: GroupedScaledTensor1x, which is column-wise": (columns,),
         "columnwise: GroupedScaledTensor1x, which is row-wise": (rows, rows),
-        "columnwise: GroupedScaledTensor1x without group sizes": (rows, changed(columns, first_dims=None)),
         "columnwise: group sizes [7, 0, 3, 4], but rowwise's are [3, 0, 7, 4]": (
             rows,
             changed(columns, first_dims=jnp.array([7, 0, 3, 4], jnp.int32)),
@@ -855,30 +762,7 @@ def assert_all_equal(kind, f, every, args, *saved):
             raise AssertionError(f"{rules}: {differs}") from None
 
 
-@pytest.mark.slow
-@pytest.mark.claim("grouped-tensor")
-@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
-@pytest.mark.parametrize("half", range(2))
-def test_every_subset_of_leaves_offloaded_equals_all_saved(kind, half):
-    subsets = itertools.product(("offload", "save"), repeat=5)
-    every = [{f"fc1.{leaf}": how for leaf, how in zip(LEAVES, chosen, strict=True)} for chosen in subsets]
-    assert_all_equal(kind, layer, every[half::2], (X, WEIGHTS), *NAMES)
-
-
 DECISIONS = ("save", "offload", "recompute")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
-def test_leaves_recomputed_beside_those_offloaded_and_saved(kind):
-    """Eleven of the 243 assignments, in which any two leaves have all nine pairs of decisions."""
-    some = list(itertools.product(DECISIONS, repeat=5))[11::22]
-    assert all(len({(row[i], row[j]) for row in some}) == 9 for i, j in itertools.combinations(range(5), 2))
-    every = [{f"fc1.{leaf}": how for leaf, how in zip(LEAVES, row, strict=True)} for row in some]
-    assert_all_equal(kind, layer, every, (X, WEIGHTS), *NAMES)
-
-
-MIXED = [("save", "recompute"), ("recompute", "offload")]
 
 
 @pytest.mark.slow
@@ -886,12 +770,14 @@ MIXED = [("save", "recompute"), ("recompute", "offload")]
 @on_cpu_and_gpu
 @pytest.mark.parametrize("kind", ["checkpoint", "scan", "chain"])
 def test_any_leaf_offloaded_saved_or_recomputed_comes_back(kind, device):
-    """The whole tensor, and each leaf with another decision than the others."""
-    one = [{"fc1": others, f"fc1.{leaf}": how} for leaf in LEAVES for others, how in MIXED]
-    every = [{}, *({"fc1": how} for how in DECISIONS), *one]
-    if device == "cpu":  # on a GPU each is a separate program
-        every += [{"fc1": "recompute", f"fc1.{leaf}": "save"} for leaf in LEAVES]
+    """Eleven of the 243 assignments, in which any two leaves have all nine pairs of decisions."""
+    some = list(itertools.product(DECISIONS, repeat=5))[11::22]
+    assert all(len({(row[i], row[j]) for row in some}) == 9 for i, j in itertools.combinations(range(5), 2))
+    every = [{f"fc1.{leaf}": how for leaf, how in zip(LEAVES, row, strict=True)} for row in some]
     assert_all_equal(kind, layer, every[:: 3 if (kind, device) == ("chain", "gpu") else 1], (X, WEIGHTS), *NAMES)
+
+
+MIXED = [("save", "recompute"), ("recompute", "offload")]
 
 
 def unquantised(x, w):
@@ -923,13 +809,6 @@ def test_the_host_holds_that_leaf_and_no_other(kind, leaf):
     assert host == {(dtype, (*k, *shape)): n for k, n in lead.items()}
 
 
-def test_min_offload_bytes_judges_the_composite():
-    size = 2 * 14 * 8 + 4 * 4 * 4  # two copies; three floats and a size per group
-    for least, moved in ((size, 5), (size + 1, 0)):
-        f = checkpoint(layer, policy=Policy({"moe/fc1": "offload"}, min_offload_bytes=least))
-        assert sum(n for (place, *_), n in kept(f, X, layers(WEIGHTS)[0]).items() if place == "host") == moved
-
-
 # --- grouped_matmul in a layer
 
 W = normal(1, (LAYERS, 4, 8, 8)) * 0.5
@@ -959,11 +838,6 @@ def test_the_quantised_copies_have_their_names_in_the_scope_of_the_call():
     assert ("device", FP8, (8, 14)) in kept(saved, X, W[0])  # and JAX sees the same names
 
 
-def test_a_grouped_gemm_without_a_name_names_nothing():
-    f = lambda x, w: jnp.sin(grouped_matmul(x, w, SIZES_J, backend="ragged", quantize="fp8"))
-    assert not any(row.names for row in residuals(checkpoint(f, policy=policy()), X, W[0]).rows)
-
-
 def test_a_plain_grouped_gemms_residuals_are_its_arguments():
     f = lambda x, w: grouped_matmul(jnp.sin(x), w, SIZES_J, backend="ragged", name="moe/fc1_input")
     at = lambda how: kept(checkpoint(f, policy=policy({"moe/fc1_input": how})), X, W[0])
@@ -988,13 +862,12 @@ def test_quantised_residuals_saved_offloaded_or_recomputed_give_the_same_bits(ki
     """Where the grouped GEMM is recomputed, the backward pass reads both copies."""
     every = [{"fc1_input": "offload", "fc1": "save"}]
     every += [{"fc1_input": how, "fc1": "recompute"} for how in DECISIONS]
-    if kind == "checkpoint" or device == "cpu":
+    if kind == "checkpoint":
         one = {"fc1": "recompute", "fc1_input": "recompute"}
-        every += [one | {f"fc1_input.{leaf}": "offload"} for leaf in SHAPES]
+        every += [one | {f"fc1_input.{leaf}": "offload"} for leaf in ("scale_inv", "columnwise_data")]
     saved = [*(f"moe/fc1_input.{leaf}" for leaf in SHAPES), "moe/fc1"]
     want = run(gradient(reference(kind, expert, *saved), (0, 1)), X, W)
-    some = every[:: 2 if (kind, device) == ("chain", "gpu") else 1]
-    for rules in some:  # one program each: in a joint program XLA merges their matmuls
+    for rules in every[:: 2 if kind == "chain" else 1]:  # one program each: in a joint program XLA merges their matmuls
         assert_same_bits(run(gradient(through(kind, expert, rules), (0, 1)), X, W), want)
 
 
@@ -1020,8 +893,7 @@ def test_a_grouped_gemm_reads_the_scales_of_the_copy_that_it_multiplies():
     assert (moved("columnwise_scale_inv", "recompute"), moved("scale_inv", "recompute")) == (1, 1)
 
 
-@pytest.mark.parametrize("quantize", [None, "fp8"])
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check, quantize", [(True, None), (False, "fp8")])
 def test_in_shard_map_the_weights_cotangents_are_summed(check, quantize):
     mesh = auto_mesh(data=2)
     spec, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()

@@ -1,75 +1,7 @@
-"""scan() against what JAX's own tests check of lax.scan: each property of theirs, with a policy that offloads.
+"""scan() against what JAX's own tests check of lax.scan, with a policy that offloads: tests/lax_control_flow_test.py of
+jax-ml/jax at cec06d116c05. Left out are other functions (map, associative_scan, while_loop), what this library refuses,
+and what test_scan.py has. A NumPy x that comes out as it went in is a `jax.Array` here, and float32."""
 
-From tests/lax_control_flow_test.py of jax-ml/jax at cec06d116c05, all that concerns scan:
-
-    JAX's test                                           ours
-    testCallableErrors                                   test_errors_are_those_of_lax_scan
-    testForiLoopIssue8152                                test_no_layers, test_no_layers_without_jit
-    testScanImpl                                         test_values, test_values_are_those_of_a_python_loop,
-                                                         test_a_body_sees_one_slice
-    testScanJVP                                          test_forward_mode_is_refused
-    testScanLinearize                                    test_forward_mode_is_refused
-    testScanGrad                                         test_gradients, test_gradients_by_finite_differences,
-                                                         test_second_derivatives_are_refused
-    testScanRnn                                          test_rnn, test_rnn_batched, test_forward_mode_is_refused
-    testIssue711                                         test_gradients_of_special_bodies[gradient inside]
-    testIssue744                                         left out: fails (IndexError instead of ValueError)
-    testScanBodyOutputError                              test_errors_are_those_of_lax_scan
-    testScanMetadataError (fori_loop)                    test_errors_are_those_of_lax_scan[keys]
-    testScanBodyCarryPytreeMismatchErrors                test_errors_are_those_of_lax_scan
-    testScanBodyCarryTypeMismatchErrors                  test_errors_are_those_of_lax_scan
-    testScanLengthError                                  test_errors_are_those_of_lax_scan
-    testScanInvalidUnrollRaises                          test_errors_are_those_of_lax_scan
-    testScanHigherOrderDifferentiation                   test_second_derivatives_are_refused
-    testScanVmap                                         test_vmap_over_any_axes, test_vmap_in_every_variant
-    testScanVmapTuples                                   test_vmap_of_pytrees
-    testScanVmapFixpoint                                 test_vmap_reaches_the_carry_layer_by_layer
-    testIssue757                                         test_gradients_of_special_bodies[derivative as body],
-                                                         test_forward_mode_is_refused
-    testIssue804                                         test_pmap
-    testMap, testMapEmpty                                not applicable: there is no map; as a scan without a carry:
-                                                         test_an_empty_carry
-    testCaching (while_loop)                             test_a_body_is_traced_once
-    testCaching2                                         not applicable: JAX skips it, it has no such cache
-    test_caches_depend_on_axis_env                       test_caches_depend_on_the_axis_size
-    testWhileJVPWithGrowingNonzeroTangents (while_loop)  test_gradients_of_special_bodies[tangents that grow]
-    testWhileGradError[fori_inside_scan]                 test_a_while_loop_inside_has_no_gradient
-    testIssue1316                                        test_gradients_of_special_bodies[typed key, raw key]
-    testIssue1361                                        test_gradients_of_special_bodies[constant carry]
-    testIssue810                                         test_a_closed_over_matrix_is_not_stacked
-    testScanLengthArg                                    test_length_alone
-    test_scan_reverse                                    test_reverse, test_reverse_without_jit,
-                                                         test_gradients_in_reverse
-    test_scan_unroll                                     test_unroll_changes_no_jaxpr, test_unroll_grows_the_program
-    test_scan_xs_none                                    test_length_alone
-    testAssociativeScan*                                 not applicable: another function
-    test_scan_typecheck_param                            not applicable: parameters of lax.scan's own equation; that
-                                                         ours are well formed: test_jaxprs_pass_the_checks
-    test_scan_init_weak_type                             test_a_weakly_typed_carry
-    test_scan_vjp_forwards_extensive_residuals           test_xs_are_residuals_as_they_are, test_numpy_arrays;
-                                                         left out: a NumPy x that comes out as it went in (it is then
-                                                         no jax.Array, and float64)
-    test_scan_vmap_collectives                           test_collectives_under_vmap
-    test_xla_cpu_gpu_loop_cond_bug                       test_gradients_of_special_bodies[cond on the carry]
-    test_scan_hoisting_consts                            test_hoisted_constants
-    test_platform_dependent_with_primitive_with_...      test_platform_dependent_body
-    test_platform_dependent_grad                         test_scan_in_a_platform_dependent_branch
-    test_scan_lowering_doesnt_introduce_singleton        test_lowering_has_no_axis_of_one
-    test_scan_length_concrete_error                      test_errors_are_those_of_lax_scan
-    test_scan_unroll_concrete_error                      test_errors_are_those_of_lax_scan
-    test_scan_readonly_carry_optimization                test_a_carry_that_is_only_read_is_not_batched,
-                                                         test_what_nothing_batched_reaches_is_not_batched
-    test_scan_constification_correctness                 test_carries_that_stay_or_move
-    test_scan_forwarding_correctness                     test_xs_that_come_out_as_they_went_in
-    test_scan_diff_of_print                              test_ordered_effects_in_the_forward_pass
-    test_scan_input_to_output_forwarding                 test_an_x_that_comes_out_goes_past_the_loop
-    test_scan_vjp_forwarding_correctness                 test_residuals_that_are_operands,
-                                                         test_gradients_where_operands_come_out
-    test_scan_fixpoint_instantiate                       test_gradients_of_special_bodies[carry without tangent]
-    all others                                           not applicable: of while_loop, fori_loop, cond, switch
-"""
-
-import functools
 from functools import partial
 
 import jax
@@ -113,14 +45,6 @@ def cell(c, a):
     return jnp.sin(c * b), b
 
 
-def python_loop(f, carry, xs):
-    ys = []
-    for x in xs:
-        carry, y = f(carry, x)
-        ys.append(y)
-    return carry, jnp.stack(ys)
-
-
 def _inside_checkpoint(saved):
     return lambda scan: lambda f, *args, **kwargs: jax.checkpoint(partial(scan, f, **kwargs), policy=saved)(*args)
 
@@ -133,8 +57,6 @@ VARIANTS = {
     "in a checkpoint that saves all": _inside_checkpoint(jax.checkpoint_policies.everything_saveable),
     "in jit": lambda scan: lambda f, *args, **kwargs: jax.jit(partial(scan, f, **kwargs))(*args),
 }
-every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-every_body = pytest.mark.parametrize("f", [cell, jax.jit(cell)], ids=["plain", "jitted"])
 
 
 def assert_same_as_reference(program, *args):
@@ -145,41 +67,21 @@ def assert_same_as_reference(program, *args):
 # ------------------------------------------------------------------------------------------------- values
 
 
-@every_variant
-@every_body
-def test_values(variant, f):
-    assert_same_as_reference(lambda scan: partial(variant(scan), f), C, AS)
-
-
-@every_variant
-def test_values_are_those_of_a_python_loop(variant):
-    assert_close(*run_each([partial(s, cell) for s in (variant(ours), python_loop)], C, AS))
-
-
-def test_a_body_sees_one_slice():
-    def f(c, a):
-        seen.append((c.shape, a.shape))
-        return cell(c, a)
-
-    seen = []
-    jax.eval_shape(gradient(partial(ours, f), (0, 1)), C, AS)
-    assert set(seen) == {((4,), (3,))}
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_values_and_gradients(variant, reverse):
+    f = jax.jit(cell) if reverse else cell
+    through = lambda scan: partial(variant(scan), f, reverse=reverse)
+    assert_same_as_reference(lambda scan: lambda *a: (through(scan)(*a), gradient(through(scan), (0, 1))(*a)), C, AS)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-def test_reverse(variant, reverse):
+def test_values_by_hand_with_and_without_jit(reverse):
     x = np.array([3, 1, 4, 1, 5, 9])
-    (got,) = run(lambda x: variant(ours)(lambda c, x: (c + x, c + x), 0, x, reverse=reverse)[1], x)
-    assert list(got) == list(np.cumsum(x[::-1])[::-1] if reverse else np.cumsum(x))
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_reverse_without_jit(reverse):
-    x = np.array([3, 1, 4, 1, 5, 9])
+    f = lambda x: ours(lambda c, x: (c + x, c + x), 0, x, reverse=reverse)[1]
     with jax.disable_jit():
-        got = ours(lambda c, x: (c + x, c + x), 0, x, reverse=reverse)[1]
-    assert list(got) == list(np.cumsum(x[::-1])[::-1] if reverse else np.cumsum(x))
+        got = f(x)
+    assert list(got) == list(jax.jit(f)(x)) == list(np.cumsum(x[::-1])[::-1] if reverse else np.cumsum(x))
 
 
 @pytest.mark.parametrize("xs", [None, (), {}, {"none": None}], ids=str)
@@ -188,29 +90,7 @@ def test_length_alone(xs):
     assert last == 10 and list(ys[0]) == list(range(10)) and ys[1] == xs
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_no_layers(wrap):
-    f = wrap(lambda c, xs: ours(lambda c, x: (tag(jnp.sin(c + x), "h"), (c, x)), c, xs))
-    last, ys = f(0.5, jnp.zeros(0))
-    assert last == 0.5 and [y.shape for y in ys] == [(0,), (0,)]
-    assert jax.grad(lambda c: f(c, jnp.zeros(0))[0])(0.5) == 1.0
-
-
-def test_no_layers_without_jit():
-    with jax.disable_jit(), pytest.raises(ValueError, match="zero-length scan is not supported in disable_jit"):
-        ours(lambda c, x: (c + x, x), 0.0, np.array([]))
-
-
-@pytest.mark.parametrize("layers", [0, 10])
-def test_an_empty_carry(layers):
-    xs = jnp.arange(float(layers))
-    square = lambda scan: lambda xs: scan(lambda none, x: (none, tag(x**2, "h")), (), xs)
-    assert ours(lambda none, x: (none, x**2), (), xs)[0] == ()
-    assert_close(run(square(ours), xs), [np.asarray(xs) ** 2])
-    assert_same_as_reference(lambda scan: gradient(square(scan)), xs)
-
-
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int16, jnp.int32, jnp.uint8, jnp.uint16, jnp.uint32])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint32])
 def test_a_weakly_typed_carry(dtype):
     f = lambda scan: lambda x: scan(lambda c, x: (tag(c + x, "h"), x + 1), 0, x)
     x = jnp.ones(5, dtype)
@@ -272,84 +152,6 @@ def test_errors_are_those_of_lax_scan(call):
 # ------------------------------------------------------------------------------------------------- derivatives
 
 
-@every_variant
-@every_body
-def test_gradients(variant, f):
-    assert_same_as_reference(lambda scan: gradient(partial(variant(scan), f), (0, 1)), C, AS)
-
-
-@every_variant
-def test_gradients_in_reverse(variant):
-    assert_same_as_reference(lambda scan: gradient(partial(variant(scan), cell, reverse=True), (0, 1)), C, AS)
-
-
-def test_gradients_by_finite_differences():
-    f = jax.jit(lambda *args: total(ours(cell, *args)))
-    direction = normal(3, C.shape), normal(4, AS.shape)
-    moved = lambda step: [x + step * d for x, d in zip((C, AS), direction, strict=True)]
-    want = (f(*moved(0.01)) - f(*moved(-0.01))) / 0.02
-    found = jax.grad(f, (0, 1))(C, AS)
-    got = sum(jnp.vdot(g, d) for g, d in zip(found, direction, strict=True))
-    np.testing.assert_allclose(got, want, rtol=1e-2)  # of the step, squared; rounding is less than a thousandth of it
-
-
-FORWARD = {
-    "jvp": lambda f: jax.jvp(f, (C, AS), (C, AS)),
-    "jvp in jit": lambda f: jax.jit(lambda *args: jax.jvp(f, args, args))(C, AS),
-    "linearize": lambda f: jax.linearize(f, C, AS)[1](C, AS),
-    "jacfwd in jit": lambda f: jax.jit(jax.jacfwd(f))(C, AS),
-}
-
-
-@pytest.mark.parametrize("derivative", FORWARD.values(), ids=FORWARD.keys())
-@every_variant
-def test_forward_mode_is_refused(variant, derivative):
-    with pytest.raises(TypeError, match=r"jaxoffload\.scan has no forward-mode derivative"):
-        derivative(partial(variant(ours), cell))
-
-
-SECOND = {
-    "reverse over reverse": lambda f: jax.jacrev(jax.grad(f)),
-    "forward over reverse": lambda f: jax.hessian(f),
-    "gradient of a gradient's norm": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2)),
-}
-
-
-@pytest.mark.parametrize("derivative", SECOND.values(), ids=SECOND.keys())
-@every_variant
-def test_second_derivatives_are_refused(variant, derivative):
-    with pytest.raises(NotImplementedError, match=r"jaxoffload\.scan cannot be differentiated twice"):
-        jax.eval_shape(derivative(lambda c: total(variant(ours)(cell, c, AS))), C)
-
-
-def _rnn(scan):
-    def rnn(weights, inputs, targets):
-        def step(state, x):
-            stacked = tag(jnp.concatenate([state, x]), "h")
-            return jnp.tanh(weights["next"] @ stacked), jnp.tanh(weights["out"] @ stacked)
-
-        return jnp.sum((scan(step, jnp.zeros(2), inputs)[1] - targets) ** 2)
-
-    return rnn
-
-
-WEIGHTS = {"next": normal(5, (2, 6)), "out": normal(6, (1, 6))}
-INPUTS, TARGETS = normal(7, (3, 3, 4)), normal(8, (3, 3, 1))
-
-
-def test_rnn():
-    """The weights are closed over."""
-    args = WEIGHTS, INPUTS[0], TARGETS[0]
-    assert_same_as_reference(lambda scan: jax.value_and_grad(_rnn(scan), (0, 1, 2)), *args)
-
-
-def test_rnn_batched():
-    many = jax.vmap(_rnn(ours), (None, 0, 0))
-    one = lambda *args: jnp.stack([_rnn(ours)(args[0], x, y) for x, y in zip(*args[1:], strict=True)])
-    both = [lambda *args, f=f: (f(*args), jax.grad(lambda *args: total(f(*args)))(*args)) for f in (many, one)]
-    assert_close(*run_each(both, WEIGHTS, INPUTS, TARGETS))
-
-
 def _gradient_inside(scan, t):
     step = lambda c, x: ((c[0] + 1, c[1] - 0.1 * tag(jax.grad(lambda p: jnp.sum(p * p * t))(c[1]), "h")), x)
     return scan(step, (0, jnp.array([1.0, 2.0, 3.0])), jnp.zeros((75, 0)))[0][1]
@@ -393,22 +195,9 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("program", SPECIAL.values(), ids=SPECIAL.keys())
-def test_gradients_of_special_bodies(program):
-    f = lambda scan: lambda x: (program(scan, x), gradient(partial(program, scan))(x))
-    assert_same_as_reference(f, jnp.float32(0.25))
-
-
-@every_variant
-def test_hoisted_constants(variant):
-    """Of three closed-over matrices, two are constants of the loop, and the third is computed inside it."""
-    a, b = jnp.arange(4.0).reshape(2, 2), jnp.arange(4.0).reshape(2, 2) + 1.0
-
-    def f(scan):
-        step = lambda c, _: ((a @ jnp.sin(c[0]), b @ tag(jnp.sin(c[1]), "h"), jnp.sin(b) @ jnp.sin(c[2])), None)
-        return lambda x: variant(scan)(step, (x * jnp.ones(2),) * 3, None, length=3)[0]
-
-    assert_same_as_reference(lambda scan: gradient(f(scan)), jnp.float32(1.0))
+def test_gradients_of_special_bodies():
+    every = lambda f: lambda x: [(f(program)(x), gradient(f(program))(x)) for program in SPECIAL.values()]
+    assert_same_as_reference(lambda scan: every(lambda program: partial(program, scan)), jnp.float32(0.25))
 
 
 def test_a_while_loop_inside_has_no_gradient():
@@ -419,28 +208,10 @@ def test_a_while_loop_inside_has_no_gradient():
         jax.grad(f)(1.0)
 
 
-def test_ordered_effects_in_the_forward_pass():
-    """They run in the order of the layers. Nothing is offloaded here, because ordered effects and offload are refused
-    together."""
-
-    def heard(scan):
-        def step(c, _):
-            jax.debug.callback(lambda c: seen.append(float(c)), c, ordered=True)
-            return tag(jnp.sin(c), "h") + 1, None
-
-        seen = []
-        run(jax.value_and_grad(lambda x: scan(step, x, length=3)[0]), 1.0)
-        jax.effects_barrier()
-        return seen
-
-    saved = heard(partial(scan, policy=policy({"h": "save"})))
-    assert saved == heard(reference) and saved[:3] == sorted(saved[:3])
-
-
 # ------------------------------------------------------------------------------------------------- vmap
 
 
-AXES = [(c, a) for c in (None, 0, 1) for a in (None, 0, 1, 2) if (c, a) != (None, None)]
+AXES = [(None, 1), (0, None), (0, 2), (1, 0)]
 
 
 def _with_axis(x, axis, seed):
@@ -449,37 +220,16 @@ def _with_axis(x, axis, seed):
     return normal(seed, (*x.shape[:axis], 7, *x.shape[axis:]))
 
 
-@pytest.mark.parametrize("axes", AXES, ids=str)
-def test_vmap_over_any_axes(axes):
-    args = _with_axis(C, axes[0], 9), _with_axis(AS, axes[1], 10)
-    assert_same_as_reference(lambda scan: jax.vmap(partial(scan, cell), axes), *args)
+def test_vmap_over_any_axes():
+    args = [(_with_axis(C, c, 9), _with_axis(AS, a, 10)) for c, a in AXES]
+    of = lambda scan: [jax.vmap(partial(scan, cell), axes) for axes in AXES]
+    assert_same_as_reference(lambda scan: lambda args: [f(*a) for f, a in zip(of(scan), args, strict=True)], args)
 
 
-@every_variant
-def test_vmap_in_every_variant(variant):
-    c, a = _with_axis(C, 1, 9), _with_axis(AS, 2, 10)
-    f = lambda scan: jax.vmap(gradient(partial(variant(scan), cell), (0, 1)), (1, 2))
-    assert_close(*run_each([f(ours), f(reference)], c, a))
-
-
-def test_vmap_of_pytrees():
-    def f(c, a):
-        b = tag(jnp.sum(jnp.cos(a[0])) * jnp.sum(c[1] * a[1]), "h")
-        return (c[0] * jnp.sin(jnp.sum(a[0] * a[1])), c[1] * jnp.cos(b)), b
-
-    c, a = (normal(11, (2, 4)), normal(12, (2,))), (normal(13, (3, 2)), normal(14, (3, 4, 2)))
-    each = lambda c, a: jax.tree.map(
-        lambda *ys: jnp.stack(ys),
-        *[ours(f, (c[0][i], c[1][i]), (a[0][:, i], a[1][:, :, i])) for i in range(2)],
-    )
-    assert_close(*run_each([jax.vmap(partial(ours, f), (0, (1, 2))), each], c, a))
-
-
-@every_variant
-def test_vmap_reaches_the_carry_layer_by_layer(variant):
+def test_vmap_reaches_the_carry_layer_by_layer():
     """The carry shifts by one place per layer, and only its last component starts batched."""
     step = lambda c, _: ((*c[1:], 0.0), None)
-    shifted = jax.vmap(lambda last: variant(ours)(step, (0.0, 1.0, 2.0, last), jnp.zeros(2))[0])
+    shifted = jax.vmap(lambda last: ours(step, (0.0, 1.0, 2.0, last), jnp.zeros(2))[0])
     got = run(shifted, jnp.array([3.0, 4.0, 5.0]))
     assert [list(x) for x in got] == [[2.0] * 3, [3.0, 4.0, 5.0], [0.0] * 3, [0.0] * 3]
 
@@ -511,16 +261,14 @@ def test_collectives_under_vmap():
     assert_close(*run_each([gradient(f(s), (0, 1)) for s in (ours, reference)], c, xs))
 
 
-@pytest.mark.parametrize("differentiated", [False, True])
-def test_pmap(differentiated):
+def test_pmap():
     def f(scan):
         step = lambda c, x: (c + jnp.sin(tag(lax.psum(x, "i") * c, "h")), c)
-        return lambda x: scan(step, 0.5, x)
+        g = lambda x: scan(step, 0.5, x)
+        return jax.pmap(lambda x: (g(x), gradient(g)(x)), axis_name="i")
 
-    g = [gradient(f(s)) if differentiated else f(s) for s in (ours, reference)]
     xs = normal(15, (jax.device_count(), 4))
-    got, want = ([np.asarray(x) for x in jax.tree.leaves(jax.pmap(f, axis_name="i")(xs))] for f in g)
-    assert_same_bits(got, want)
+    assert_same_bits(*([np.asarray(x) for x in jax.tree.leaves(f(scan)(xs))] for scan in (ours, reference)))
 
 
 # ------------------------------------------------------------------------------------------------- programs
@@ -554,11 +302,6 @@ def test_jaxprs_pass_the_checks():
 
 
 UNROLLS = [1, 2, True]
-
-
-def test_unroll_changes_no_jaxpr():
-    sizes = {len(str(jax.make_jaxpr(partial(ours, cell, unroll=u))(C, AS))) for u in (1, 2, 3)}
-    assert len(sizes) == 1
 
 
 @pytest.mark.parametrize("differentiated", [False, True])
@@ -610,19 +353,6 @@ def test_platform_dependent_body():
     assert_same_as_reference(f, jnp.float32(0.5), AS[:, 0])
 
 
-def test_scan_in_a_platform_dependent_branch():
-    def through(x):
-        return ours(lambda c, x: (c + tag(x * x, "h"), None), np.float32(0.0), x)[0]
-
-    def f(branches):
-        return lambda x: jnp.sin(lax.platform_dependent(x, **branches))
-
-    dot = lambda x: jnp.dot(x, x)
-    x = jnp.arange(8.0)
-    for branches in ({"cpu": dot, "default": through}, {"cpu": through, "default": dot}):
-        assert_close(run(jax.grad(f(branches)), x), [jax.grad(lambda x: jnp.sin(dot(x)))(x)])
-
-
 # ------------------------------------------------------------------------------------------------- forwarding
 
 
@@ -651,56 +381,15 @@ def _drawn(seed):
     return step, inits, xs
 
 
-SEEDS = range(6)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_carries_that_stay_or_move(seed):
+@pytest.mark.parametrize("seed", range(4))
+def test_what_stays_moves_or_comes_out_as_it_went_in(seed):
+    """Gradients are not compared bit for bit: an operand that bypasses the loop adds its cotangent in another order."""
     step, inits, xs = _drawn(seed)
-    loop = lambda c, xs: functools.reduce(lambda c, i: step(c, [x[i] for x in xs])[0], range(3), c)
-    assert_close(*run_each([lambda *args: ours(step, *args)[0], loop], inits, xs))
-    assert_same_as_reference(lambda scan: partial(scan, step), inits, xs)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_xs_that_come_out_as_they_went_in(seed):
-    step, inits, xs = _drawn(seed)
+    f = lambda scan: gradient(partial(scan, step), (0, 1))
+    *results, got, want = run_each([*(partial(s, step) for s in (ours, reference)), f(ours), f(lax.scan)], inits, xs)
+    assert_same_bits(*results)
+    assert_close(got, want)
     jaxpr = jax.make_jaxpr(lambda c, xs: ours(step, c, xs)[1])(inits, xs)
     past = [x in jaxpr.invars for x in jaxpr.outvars]
     want = jax.make_jaxpr(lambda c, xs: lax.scan(step, c, xs)[1])(inits, xs)
     assert past == [x in want.invars for x in want.outvars]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_gradients_where_operands_come_out(seed):
-    """Not bit for bit: an operand that bypasses the loop adds its cotangent in another order."""
-    step, inits, xs = _drawn(seed)
-    f = lambda scan: gradient(partial(scan, step), (0, 1))
-    assert_close(*run_each([f(ours), f(lax.scan)], inits, xs))
-
-
-@pytest.mark.parametrize("rule_consts", [0, 2])
-@pytest.mark.parametrize("const, carry, x", [(0, 0, 0), (2, 0, 0), (0, 2, 0), (0, 0, 2), (1, 2, 1)])
-def test_residuals_that_are_operands(rule_consts, const, carry, x):
-    """This many residuals of each kind, and constants that only a rule's derivative introduces."""
-
-    @jax.custom_jvp
-    def triple(x):
-        return 3.0 * x
-
-    @triple.defjvp
-    def _(primals, tangents):
-        factor = sum((jnp.array(np.full(3, 0.5)) for _ in range(rule_consts)), 1.0)
-        return triple(*primals), jnp.prod(factor) * tangents[0]
-
-    consts = [*normal(20, (const + 1, 3))]
-
-    def step(c, xs):
-        product = functools.reduce(jnp.multiply, [*consts[:const], consts[-1]])
-        new = [jnp.sin(k * product) * k if i < carry else tag(jnp.sin(k), "h") * consts[0] for i, k in enumerate(c)]
-        ys = [x * x if i < x_squared else jnp.cos(x) * jnp.sum(product) for i, x in enumerate(xs)]
-        return [triple(new[0]), *new[:0:-1]], [*ys, 0]
-
-    x_squared = x
-    inits, xs = [*normal(21, (carry + 2, 3))], [*normal(22, (x + 2, 3))]
-    assert_same_as_reference(lambda scan: gradient(partial(scan, step), (0, 1)), inits, xs)

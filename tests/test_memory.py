@@ -44,11 +44,6 @@ def pool(monkeypatch):
     return lambda n: monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(n / 2**30))
 
 
-def test_a_pool_that_holds_the_need_changes_nothing(pool):
-    pool((N + 1) * ONE)
-    assert kept_bytes(stack(), X, WS)[1] == (N + 1) * ONE  # with a padding row
-
-
 @pytest.mark.claim("host-pool")
 def test_a_pool_that_is_too_small_is_an_error_before_anything_is_compiled(pool):
     pool((N + 1) * ONE - 8)
@@ -83,16 +78,6 @@ def test_on_host_full_save_keeps_a_checkpoint_on_the_device(pool):
         assert kept_bytes(f, X, WS[0]) == (ONE, 0)
 
 
-def test_what_the_backward_pass_does_not_need_takes_no_room(pool):
-    pool((N + 1) * ONE)
-
-    def step(x, w):
-        return x + tag(jnp.sin(tag(x @ w, "fc1")) @ w, "fc2"), None
-
-    f = lambda x, w: scan(step, x, w, policy=policy({"fc1": "offload", "fc2": "offload"}, resident_layers=0))[0]
-    assert kept_bytes(f, X, WS)[1] == (N + 1) * ONE
-
-
 def one(x, w):
     return checkpoint(lambda x, w: body(x, w)[0], policy=policy({"fc1": "offload"}))(x, w)
 
@@ -100,14 +85,6 @@ def one(x, w):
 CALLS = pytest.mark.parametrize(
     "f, w, need", [(stack(), WS, (N + 1) * ONE), (one, WS[0], ONE)], ids=["scan", "checkpoint"]
 )
-
-
-@CALLS
-def test_a_forward_pass_keeps_nothing_and_needs_no_room(pool, f, w, need):
-    pool(need - 8)
-    jax.make_jaxpr(f)(X, w)
-    with pytest.raises(MemoryError):
-        jax.make_jaxpr(gradient(f))(X, w)
 
 
 @CALLS
@@ -161,20 +138,18 @@ def needs(pool, f, *args):
     [
         ({"fc1": ("a",)}, 4),
         ({"fc1": (("a", "b"),)}, 8),
-        ({"fc1": ("a", "b")}, 8),
         ({"fc1": (None, "b")}, 2),
         ({"fc1": ()}, 1),  # whole on each device
         ({"fc1": ("a", "b"), "again": (None, "b")}, 2),  # the smaller one, whichever of the two is stored
         ({"out": ("a", "b")}, 4),  # fc1 has no constraint, but another value with as many rows has one
-        ({"out": ("a", "b"), "w": (None, "b")}, 4),
         ({"out": ("a",), "sum": ()}, 1),
         ({"w": ("b",)}, 1),  # a weight's, whose first axis is not the batch
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("as_specs", [True, False], ids=["under set_mesh", "of a mesh that is not set"])
-def test_constraints_say_how_the_compiler_divides(pool, specs, divided, as_specs):
-    """`X` has 4 rows, a weight 8. Axis `a`, of 4 devices, splits the batch; axis `b`, of 2, splits the features."""
+def test_constraints_say_how_the_compiler_divides(pool, specs, divided):
+    """Under `set_mesh`, or of a mesh that is not set. `X` has 4 rows, a weight 8. Axis `a`, of 4 devices, splits the
+    batch; axis `b`, of 2, the features."""
 
     def constrain(x, name):
         if name not in specs:
@@ -192,6 +167,7 @@ def test_constraints_say_how_the_compiler_divides(pool, specs, divided, as_specs
     def function(x, w):
         return checkpoint(lambda x, w: layer(x, w)[0], policy=policy({"fc1": "offload"}))(x, w)
 
+    as_specs = divided % 4 == 0
     with jax.set_mesh(four_by_two()) if as_specs else contextlib.nullcontext():
         assert needs(pool, stack, X, WS) == (N + 1) * ONE // divided
         assert needs(pool, function, X, WS[0]) == ONE // divided
@@ -207,12 +183,6 @@ def test_explicit_axes_say_how_they_divide_in_the_values_type(pool):
         assert "with_sharding_constraint" not in str(error.value)
 
 
-def test_without_a_mesh_nothing_is_divided_and_the_error_says_how_to_say_what_divides(pool):
-    pool(N * ONE - 8)
-    with pytest.raises(MemoryError, match=r"say so in the layer with jax.lax.with_sharding_constraint"):
-        jax.make_jaxpr(gradient(stack()))(X, WS)
-
-
 LENIENT = policy({"fc1": "offload"}, resident_layers=0)
 
 
@@ -226,30 +196,26 @@ def stacks(x, w):
 def derived(f):
     """Ways in which a step differentiates `f`, which has two stacks, each with the rows of `ONE` bytes that the host
     then holds."""
-    one = jax.grad(f, 1)
+    one, both = jax.grad(f, 1), 2 * (N + 1)
 
-    def over(unroll):
-        return lambda x, w: jax.lax.scan(
-            lambda total, x: (total + one(x, w), None), w, jnp.stack([x] * 6), unroll=unroll
-        )[0]
+    def over(unroll, count=6):
+        def step(x, w):
+            add = lambda total, x: (total + one(x, w), None)
+            return jax.lax.scan(add, w, jnp.stack([x] * count), unroll=unroll)[0]
 
-    def twice(x, w):  # XLA allocates the stacks of both gradients before it computes either
-        return one(x, w - one(x, w))
+        return step
 
-    def either(x, w):
-        return jax.lax.cond(x[0, 0] > 0, one, lambda x, w: w, x, w)
-
-    both = 2 * (N + 1)
+    single = over(1, count=1)
     return {
-        "one": (one, both),
         "jitted": (jax.jit(one), both),
         "microbatches": (over(1), both),  # each frees its residuals before the next
         "unrolled": (over(2), 2 * both),
-        "a single microbatch": (lambda x, w: jax.lax.scan(lambda t, x: (t + one(x, w), 0), w, x[None])[0], both),
-        "one after another": (twice, 2 * both),
+        # XLA allocates the stacks of both gradients before it computes either.
+        "one after another": (lambda x, w: one(x, w - one(x, w)), 2 * both),
+        "single ones, which XLA inlines": (lambda x, w: single(x, single(x, w)), 2 * both),
         "loops one after another": (lambda x, w: over(1)(x, over(1)(x, w)), both),
         "a loop and a gradient": (lambda x, w: over(1)(x, one(x, w)), 2 * both),
-        "either": (either, both),
+        "either": (lambda x, w: jax.lax.cond(x[0, 0] > 0, one, lambda x, w: w, x, w), both),
     }
 
 
@@ -319,8 +285,9 @@ def test_scans_chains_and_checkpoints_count_together_and_what_vmap_makes_of_them
 
 
 @pytest.mark.claim("host-pool")
-@pytest.mark.parametrize("scans", [True, False], ids=["interleaved", "in turn"])
-@pytest.mark.parametrize("kind", ["checkpoint", "chain", "jax.checkpoint"])
+@pytest.mark.parametrize(
+    "kind, scans", [("checkpoint", True), ("chain", True), ("jax.checkpoint", True), ("chain", False)]
+)
 def test_what_accumulate_runs_beside_its_scans_counts(pool, kind, scans):
     """Before a scan it is on the host for two microbatches, if they interleave; behind all scans for one."""
     f = lambda x, w: body(x, w)[0]
@@ -443,18 +410,6 @@ def test_compiler_options_are_accepted_and_the_plan_frees_what_it_moves():
     assert (N - 3) * size <= freed <= N * size + 2**16  # buffers are aligned
 
 
-@pytest.mark.claim("wrong-gradients", "versions")
-def test_a_gpu_with_a_jaxlib_that_returns_wrong_gradients_is_refused(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    for version, refused in (("0.10.2", True), ("0.11.1", True), ("0.11.2", False), ("0.12.0.1", False)):
-        monkeypatch.setattr(jaxlib, "__version__", version)
-        if refused:
-            with pytest.raises(NotImplementedError, match=rf"jaxlib {version} .*install jaxlib >= 0.11.2"):
-                _fresh()
-        else:
-            _fresh()
-
-
 @pytest.mark.claim("wrong-gradients")
 def test_the_gate_is_asked_though_plans_are_remembered(monkeypatch):
     f = checkpoint(lambda x, w: jnp.sin(tag(x @ w, "fc1")), policy=policy({"fc1": "offload"}))
@@ -463,26 +418,3 @@ def test_the_gate_is_asked_though_plans_are_remembered(monkeypatch):
     monkeypatch.setattr(jaxlib, "__version__", "0.11.1")
     with pytest.raises(NotImplementedError, match=r"install jaxlib >= 0.11.2"):
         jax.make_jaxpr(gradient(f))(X, WS[0])
-
-
-def _fresh():
-    """Trace a new body, because JAX caches what was traced before."""
-    rules = policy({"fc1": "offload"}, resident_layers=0)
-    f = lambda x, w: scan(lambda x, w: (jnp.sin(tag(x @ w, "fc1")), None), x, w, policy=rules)[0]
-    return jax.make_jaxpr(gradient(f))(X, WS)
-
-
-def test_jaxs_own_checkpoint_with_a_policy_is_refused_too(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jaxlib, "__version__", "0.11.1")
-    f = lambda x, w: jnp.sin(tag(x @ w, "fc1"))
-    with pytest.raises(NotImplementedError, match=r"install jaxlib >= 0.11.2"):
-        jax.make_jaxpr(gradient(jax.checkpoint(f, policy=policy({"fc1": "offload"}))))(X, WS[0])
-    jax.make_jaxpr(gradient(jax.checkpoint(f, policy=policy({"fc1": "save"}))))(X, WS[0])
-
-
-def test_saving_needs_no_gate(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jaxlib, "__version__", "0.10.2")
-    f = lambda x, w: scan(lambda x, w: (jnp.sin(tag(x @ w, "fc1")), None), x, w, policy=policy({"fc1": "save"}))[0]
-    assert kept_bytes(f, X, WS) == (2 * N * ONE, 0)  # fc1 and the carry

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from common import assert_same_bits, count, gradient, gradient_jaxpr, kept, normal, policy, run_each, saving
-from flax import linen as nn
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
@@ -17,61 +15,37 @@ from jaxoffload import Policy, PolicyError, check, checkpoint, residuals, scan, 
 from jaxoffload._megatron import MODULES
 from jaxoffload._policy import matches
 
+ANY_DECISION, A_LIST, A_SIZE = "save or offload or recompute", "such as ['moe_act']", "512KiB"
+# Fields, the key and the value in the message, what is allowed, and the nearest value.
 BAD_FIELDS = [
-    (
-        {"residuals": {"fc1": "ofload"}},
-        "residuals['fc1']: 'ofload' is not allowed",
-        "save or offload or recompute",
-        "offload",
-    ),
-    ({"residuals": {"fc1": True}}, "residuals['fc1']: True", "save or offload or recompute", None),
-    (
-        {"residuals": {"mlp": {"up": "save"}}},
-        "residuals['mlp']: {'up': 'save'} is not a decision",
-        "'mlp/up' for",
-        None,
-    ),
+    ({"residuals": {"fc1": "ofload"}}, "residuals['fc1']: 'ofload' is not allowed", ANY_DECISION, "offload"),
+    ({"residuals": {"fc1": True}}, "residuals['fc1']: True", ANY_DECISION, None),
+    ({"residuals": {"fc1": "Save"}}, "residuals['fc1']: 'Save'", ANY_DECISION, "save"),
+    ({"residuals": {"mlp": {"up": "save"}}}, "residuals['mlp']: {'up': 'save'} is not a deci", "'mlp/up' for", None),
     ({"residuals": ["fc1"]}, "residuals: ['fc1'] is not a mapping", "save, offload, recompute", None),
-    ({"residuals": ["ab"]}, "residuals: ['ab'] is not a mapping", "save, offload, recompute", None),
     ({"residuals": "ab"}, "residuals: 'ab' is not a mapping", "save, offload, recompute", None),
-    ({"residuals": 3}, "residuals: 3 is not a mapping", "save, offload, recompute", None),
+    ({"residuals": {("fc1", "save")}}, "residuals: {('fc1', 'save')} is not a mapping of patterns", "save", None),
     ({"residuals": [(["a"], "save")]}, "residuals[['a']]", "non-empty string", None),
     ({"residuals": {"": "save"}}, "residuals['']", "non-empty string", None),
-    ({"residuals": {3: "save"}}, "residuals[3]", "non-empty string", None),
     ({"residuals": {"!fc1": "save"}}, "residuals['!fc1']", "no '!'", None),
     ({"residuals": {"a//b": "save"}}, "residuals['a//b']", "a component is empty", None),
     ({"residuals": {"fc 1": "save"}}, "residuals['fc 1']", "cannot have ' '; '?' stands for any", None),
     ({"residuals": {"moe**/x": "save"}}, "residuals['moe**/x']", "whole components", None),
-    ({"offload_modules": "moe_act"}, "offload_modules: 'moe_act' is not a list", "such as ['moe_act']", None),
-    ({"offload_modules": None}, "offload_modules: None is not a list", "such as ['moe_act']", None),
-    ({"offload_modules": {"moe_act": "save"}}, "offload_modules: {'moe_act': 'save'} is not a list", "names", None),
+    ({"offload_modules": "moe_act"}, "offload_modules: 'moe_act' is not a list", A_LIST, None),
+    ({"offload_modules": {"moe_act"}}, "offload_modules: {'moe_act'} is not a list", A_LIST, None),
     ({"offload_modules": ["moe_atc"]}, "offload_modules: 'moe_atc'", " or ".join(MODULES), "moe_act"),
-    ({"offload_modules": ["xyz", "moe_act"]}, "offload_modules: 'xyz'", " or ".join(MODULES), None),
-    (
-        {"offload_modules": [["moe_act"]]},
-        "offload_modules: ['moe_act'] is not allowed",
-        " or ".join(MODULES),
-        "moe_act",
-    ),
+    ({"offload_modules": [["moe_act"]]}, "offload_modules: ['moe_act'] is not", " or ".join(MODULES), "moe_act"),
     ({"offload_modules": ["moe_act"] * 3}, "offload_modules: 'moe_act' is given more than once", "once", None),
-    ({"default": "rekompute"}, "default: 'rekompute'", "save or offload or recompute", "recompute"),
-    ({"dots": None}, "dots: None", "save or offload or recompute", None),
-    ({"min_offload_bytes": "1 Mib"}, "min_offload_bytes: '1 Mib'", "512KiB", "1MiB"),
-    ({"min_offload_bytes": "some"}, "min_offload_bytes: 'some'", "512KiB", None),
+    ({"default": "rekompute"}, "default: 'rekompute'", ANY_DECISION, "recompute"),
+    ({"dots": None}, "dots: None", ANY_DECISION, None),
+    ({"min_offload_bytes": "1 Mib"}, "min_offload_bytes: '1 Mib'", A_SIZE, "1MiB"),
+    ({"min_offload_bytes": "9" * 400 + "KiB"}, "min_offload_bytes: '999", A_SIZE, None),
     ({"min_offload_bytes": -1}, "min_offload_bytes: -1", "bytes >= 0", None),
     ({"min_offload_bytes": 1.5}, "min_offload_bytes: 1.5", "bytes >= 0", None),
     ({"resident_layers": -1}, "resident_layers: -1", "whole number >= 0", None),
     ({"resident_layers": True}, "resident_layers: True", "whole number >= 0", None),
-    ({"default": "OFFLOAD"}, "default: 'OFFLOAD'", "save or offload or recompute", "offload"),
-    ({"residuals": {"fc1": "Save"}}, "residuals['fc1']: 'Save'", "save or offload or recompute", "save"),
-    ({"offload_modules": ["MOE_ACT"]}, "offload_modules: 'MOE_ACT'", " or ".join(MODULES), "moe_act"),
-    ({"min_offload_bytes": "1 mib"}, "min_offload_bytes: '1 mib'", "512KiB", "1MiB"),
-    ({"min_offload_bytes": "512kb"}, "min_offload_bytes: '512kb'", "512KiB", "512KB"),
-    ({"min_offload_bytes": "9" * 400 + "KiB"}, "min_offload_bytes: '999", "512KiB", None),
     ({"offload_layers": "ALL"}, "offload_layers: 'ALL'", "fraction from 0.0 to 1.0", "all"),
-    ({"offload_layers": "al"}, "offload_layers: 'al'", "fraction from 0.0 to 1.0", "all"),
     ({"offload_layers": 1.5}, "offload_layers: 1.5", "fraction from 0.0 to 1.0", None),
-    ({"offload_layers": -2}, "offload_layers: -2", "whole number >= 0", None),
     ({"other_layers": "offload"}, "other_layers: 'offload'", "save or recompute", None),
     ({"on_host_full": "eror"}, "on_host_full: 'eror'", "error or save", "error"),
 ]
@@ -103,35 +77,13 @@ def test_an_iterator_is_read_once():
     once = Policy(residuals=zip(*zip(*PAIRS, strict=True), strict=True), offload_modules=iter(["moe_act"]))
     assert once == Policy(residuals=PAIRS, offload_modules=["moe_act"]) and once.residuals == PAIRS
     assert Policy(residuals=(pair for pair in PAIRS)).rules == PAIRS
-    for fields, said in (
-        ({"residuals": zip(["fc1"], ["ofload"], strict=True)}, "nearest is 'offload'"),
-        ({"residuals": (name for name in ["fc1"])}, r"residuals: \('fc1',\) is not a mapping"),
-        ({"offload_modules": (module for module in ["moe_atc"])}, "nearest is 'moe_act'"),
-    ):
-        with pytest.raises(PolicyError, match=said):
-            Policy(**fields)
-
-
-def test_a_set_has_no_last_pattern():
-    with pytest.raises(PolicyError, match=r"residuals: \{\('fc1', 'save'\)\} is not a mapping of patterns"):
-        Policy(residuals={("fc1", "save")})
-    with pytest.raises(PolicyError, match=r"offload_modules: .* is not a list of module names"):
-        Policy(offload_modules={"moe_act"})
+    with pytest.raises(PolicyError, match=r"residuals: \('fc1',\) is not a mapping"):
+        Policy(residuals=(name for name in ["fc1"]))
 
 
 def test_a_long_value_is_not_shown_whole():
     long = "x" * 10_000
-    for fields in (
-        {"residuals": long},
-        {"residuals": {"fc1": long}},
-        {"residuals": {f"a {long}": "save"}},
-        {"residuals": {long: {"a": "save"}}},
-        {"offload_modules": [long]},
-        {"default": long},
-        {"min_offload_bytes": long},
-        {"offload_layers": long},
-        {"resident_layers": long},
-    ):
+    for fields in ({"residuals": {f"a {long}": "save"}}, {"default": long}, {"offload_layers": long}):
         with pytest.raises(PolicyError) as error:
             Policy(**fields)
         assert len(str(error.value)) < 600 and "xxx..." in str(error.value)
@@ -159,27 +111,6 @@ def test_of_patterns_given_twice_the_later_one_wins_at_its_own_place():
     assert p.match("a") == ("*", "save")
 
 
-@pytest.mark.parametrize(
-    "module, patterns",
-    [
-        ("attn_norm", ["layer_input"]),
-        ("qkv_linear", ["attn/norm"]),
-        ("core_attn", ["attn/q", "attn/k", "attn/v", "attn/context"]),
-        ("attn_proj", ["attn/context"]),
-        ("mlp_norm", ["mlp_input"]),
-        ("expert_fc1", ["moe/fc1_input"]),
-        ("moe_act", ["moe/fc1"]),
-        ("fused_group_mlp", ["moe/fc1_input", "moe/fc1", "moe/act"]),
-        ("group_mlp", ["moe/fc1_input", "moe/fc1", "moe/act"]),
-        ("router_fc1", ["moe/fc1_input"]),
-        ("router_fc2", ["moe/act"]),
-        ("shared_experts", ["shared/*"]),
-    ],
-)
-def test_megatrons_modules_are_patterns_marked_offload(module, patterns):
-    assert Policy(offload_modules=[module]).rules == tuple((pattern, "offload") for pattern in patterns)
-
-
 def test_each_of_megatrons_modules_is_known():
     p = Policy(offload_modules=tuple(MODULES))
     assert len(MODULES) == 12 and len(p.rules) == len({pattern for pattern, _ in p.rules}) == 11
@@ -197,16 +128,6 @@ def test_residuals_win_over_offload_modules(pattern):
         assert p.match("layer_input") == ("layer_input", "offload")
 
 
-def test_policies_of_other_modules_are_others():
-    a, b = Policy(offload_modules=["moe_act"]), Policy(offload_modules=("moe_act",))
-    assert a == b and hash(a) == hash(b) and a.offload_modules == ("moe_act",)
-    assert len({a, b, Policy(), Policy(residuals={"moe/fc1": "offload"})}) == 3
-    other = dataclasses.replace(a, offload_modules=["expert_fc1"])
-    assert other != a and (a.rules, other.rules) == ((("moe/fc1", "offload"),), (("moe/fc1_input", "offload"),))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        a.offload_modules = ()
-
-
 def test_one_layer_and_all_layers_are_different_policies():
     one, every = Policy(offload_layers=1), Policy(offload_layers=1.0)
     assert one != every and every == Policy(offload_layers="all") and Policy(offload_layers=0.0).offload_layers == 0
@@ -218,11 +139,8 @@ def test_one_layer_and_all_layers_are_different_policies():
     [
         (0, 0),
         (4096, 4096),
-        ("17", 17),
-        ("17B", 17),
         (" 17 B ", 17),
         ("4KiB", 4096),
-        ("1MiB", 2**20),
         ("0.5GiB", 2**29),
         ("2MB", 2 * 10**6),
         ("2.01KB", 2010),
@@ -242,7 +160,6 @@ def test_sizes_are_bytes_or_strings(size, expected):
         ("fc1", "fc1/other", False),
         ("fc1", "moe/fc1.gate", True),
         ("fc1.gate", "moe/fc1.gate", True),
-        ("fc1.gate", "moe/fc1.up", False),
         ("fc1.gate", "fc1", False),
         ("gate", "moe/fc1.gate", True),
         ("ate", "moe/fc1.gate", False),
@@ -252,20 +169,9 @@ def test_sizes_are_bytes_or_strings(size, expected):
         ("scan(layers)__carry", "scan(layers)__carry", True),
         ("a?b,c:d", "a b,c:d", True),
         ("x[[]0]", "x[0]", True),
-        ("fc1.*", "fc1.up", True),
-        ("*.scale_inv", "moe/act.scale_inv", True),
-        ("moe/*", "moe/fc1", True),
-        ("moe/*", "moe/shared/fc1", False),
         ("moe/*", "decoder/moe/fc1", False),
-        ("moe/**", "moe/shared/fc1", True),
-        ("**/fc1", "fc1", True),
-        ("**/fc1", "a/b/fc1.up", True),
-        ("**", "a/b", True),
-        ("*", "a/b", True),
         ("FC1", "fc1", False),
         ("fc[12]", "mlp/fc2", True),
-        ("a/**/z", "a/z", True),
-        ("a/**/z", "a/b/c/z", True),
         ("layer.0/fc1", "layer.0/fc1.gate", True),
     ],
 )
@@ -308,7 +214,7 @@ some_patterns = st.builds(
 decisions = st.sampled_from(["save", "offload", "recompute"])
 
 
-@settings(max_examples=1000, derandomize=True, deadline=None)
+@settings(max_examples=500, derandomize=True, deadline=None)
 @given(some_patterns, some_names)
 def test_patterns_as_a_slow_reading_has_them(pattern, name):
     assert matches(pattern, name) == slow_reading(pattern, name)
@@ -362,41 +268,6 @@ def test_callable_for_jax_checkpoint():
         check(jax.checkpoint(mlp, policy=policy({"fc2": "save"})), X, W, policy=policy({"fc2": "save"}))
 
 
-@pytest.mark.claim("other-ways")
-def test_callable_for_linen_remat():
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = checkpoint_name(nn.Dense(8)(x), "fc1")
-            return nn.Dense(8)(tag(jnp.sin(x), "act"))
-
-    block = nn.remat(Block, policy=policy(RULES))()
-    plain = nn.remat(Block, policy=SAVE_THE_SAME)()
-    params = block.init(jax.random.key(0), X)
-    f = lambda params, x: block.apply(params, x)
-    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain.apply, (0, 1))], params, X))
-    place = lambda held: sorted((p, n) for (p, _, shape), n in held.items() if shape == (4, 8))
-    assert place(kept(f, params, X)) == [("device", 1), ("host", 1)]
-
-
-@pytest.mark.claim("other-ways")
-def test_callable_for_nnx_remat():
-    class Block(nnx.Module):
-        def __init__(self, rngs):
-            self.fc1 = nnx.Linear(8, 8, rngs=rngs)
-            self.fc2 = nnx.Linear(8, 8, rngs=rngs)
-
-        def __call__(self, x):
-            x = checkpoint_name(self.fc1(x), "fc1")
-            return self.fc2(tag(jnp.sin(x), "act"))
-
-    graph, state = nnx.split(Block(nnx.Rngs(0)))
-    under = lambda p: lambda state, x: nnx.remat(Block.__call__, policy=p)(nnx.merge(graph, state), x)
-    f, plain = under(policy(RULES)), under(SAVE_THE_SAME)
-    assert kept(f, state, X)["host", "float32", (4, 8)] == 1
-    assert_same_bits(*run_each([gradient(f, (0, 1)), gradient(plain, (0, 1))], state, X))
-
-
 def test_callable_keeps_dots_tagged_integers_and_opt_outs():
     def f(x, w):
         h = tag(x @ w, "fc1", keep=True)
@@ -416,18 +287,6 @@ def test_callable_around_a_plan_of_ours():
     for name in ("fc1", "first"):
         outer = jax.checkpoint(inner, policy=policy({name: "offload"}))
         assert {place for place, _, shape in kept(outer, X, W) if shape == (4, 8)} == {"host"}
-
-
-def test_callable_with_megatrons_modules():
-    f = lambda x, w: mlp(tag(x * 2, "layer_input"), w)
-    by_name, by_module = policy({"layer_input": "offload"}), policy(offload_modules=["attn_norm"])
-    want = kept(jax.checkpoint(f, policy=by_name), X, W)
-    assert kept(jax.checkpoint(f, policy=by_module), X, W) == want == {("host", "float32", (4, 8)): 1}
-
-
-def test_callable_saves_what_is_small():
-    f = jax.checkpoint(mlp, policy=Policy(residuals=RULES))
-    assert kept(f, X, W) == {("device", "float32", (4, 8)): 2}
 
 
 @pytest.mark.parametrize("least, where", [(4 * 8 * 4, "host"), (4 * 8 * 4 + 1, "device")])

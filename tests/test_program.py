@@ -1,8 +1,7 @@
 """What XLA compiles for a GPU: copies are DMA beside the computation, in range, and on separate streams; matmuls run
 once; memory falls by what is offloaded.
 
-Programs are compiled for the machine's GPU or, without one, for an H200 that is only described. That needs JAX's CUDA
-plugin, jax-cuda13-plugin and jax-cuda13-pjrt, which `make test-all` installs. Nothing runs.
+Nothing runs: see described_gpu.py.
 """
 
 import functools
@@ -18,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import PATIENCE, ROOT, exact_options, gradient, in_a_loop, needs_te
+from common import PATIENCE, ROOT, gradient, in_a_loop, needs_te
+from described_gpu import OPTIONS, begun_after, compiled, gpu, matmuls, module_of, nothing_cached, two_gpus
 from flax import nnx
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxoffload import (
@@ -37,9 +36,7 @@ from jaxoffload import (
 )
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
-from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
-from jaxoffload._tracing import as_reference
 from jaxoffload.grouped import grouped_matmul
 from jaxoffload.proof import NothingFits, scheduling_options
 from jaxoffload.proof._plan import compiled as _compiled
@@ -47,90 +44,20 @@ from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import kernels as _kernels
 from jaxoffload.proof._program import scheduling as _scheduling
 from jaxoffload.proof._program.hlo import kernels_on_host_memory
-from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._program.trace import DIRECTIONS, Event
 from jaxoffload.proof._report.profile import profile_of
-from jaxoffload.proof._verify import conservation as _conservation
 from models import config
 from models.attention import rotations
 from models.config import Model
 from models.sharding import RULES, make_mesh, on_mesh, param_shardings
-from models.transformer import ExpertLayer, Layer, stacked
+from models.transformer import ExpertLayer, stacked
 
+assert nothing_cached and gpu and two_gpus  # fixtures
 pytestmark = [pytest.mark.gpu, pytest.mark.claim("what-xla-compiles")]
 
-# What XLA's compiler asks about a device, as for an H200 (xla/stream_executor/device_description.proto).
-H200 = """
-platform_name: "CUDA" device_description_str: "NVIDIA H200"
-dnn_version_info { major: 9 minor: 19 patch: 0 } runtime_version { major: 13 }
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 minor: 0 }
-}
-"""
-# Triton's matmuls need a device for autotuning.
-OPTIONS = {
-    **compiler_options("gpu"),
-    "xla_gpu_autotune_level": 0,
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_disable_automatic_host_compute_offload": True,  # raise an error rather than compute on the host
-}
 LAYERS, BATCH, DIM, HIDDEN = 8, 512, 256, 1024
 ONE = BATCH * HIDDEN * 2  # bytes of one layer's fc1, bfloat16
 STREAM = BATCH * DIM * 2  # bytes of one layer's input
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_cached():
-    """JAX cannot read from its cache what was compiled for a GPU that is not here."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[name]
-    jax.config.update(name, float("inf"))
-    yield
-    jax.config.update(name, before)
-
-
-@pytest.fixture(scope="module")
-def gpu():
-    """The machine's GPU, or an H200."""
-    if jax.default_backend() == "gpu":
-        return jax.devices()[0]
-    return described(1)[0]
-
-
-@pytest.fixture(scope="module")
-def two_gpus(gpu):
-    """The machine's GPUs, or two H200s."""
-    return jax.devices()[:2] if gpu in jax.devices() and len(jax.devices()) > 1 else described(2)
-
-
-def described(count):
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it queries the driver
-            topology = f"{count}x1x1"
-            return topologies.get_topology_desc("H200", platform="cuda", topology=topology, target_config=H200).devices
-    except Exception as error:
-        assert "NEEDS_CUDA_PLUGIN" not in os.environ, error
-        pytest.skip(f"needs an NVIDIA GPU, or jax-cuda13-plugin and jax-cuda13-pjrt to compile for one: {error}")
-
-
-def compiled(gpu, f, *shapes, options=OPTIONS):
-    everywhere = NamedSharding(Mesh(np.array([gpu]), "x"), PartitionSpec())
-    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
-    return jax.jit(f, compiler_options=options).lower(*args).compile()
-
-
-def module_of(program):
-    return hlo.parse(program.as_text())
-
-
-def matmuls(lines):
-    return [line for line in lines if "__cublas" in line.text]
 
 
 def weights(*layers, dtype=jnp.float32):
@@ -181,22 +108,11 @@ def test_the_copies_for_the_host_and_nothing_else_are_asynchronous(lines):
     assert all(line.on_host for line in starts)
 
 
-def test_the_copies_are_not_collectives(offloading):
-    assert hlo.collective_kernels(offloading.runtime_executable().hlo_modules()) == set()
-
-
-def test_no_kernel_touches_host_memory_and_nothing_is_copied_within_it(lines):
-    assert list(kernels_on_host_memory(lines)) == []
-
-
 @pytest.mark.parametrize(
     "layers, offloaded, fields",
     [
-        (8, 8, {"resident_layers": 0}),
         (7, 4, {"resident_layers": 3}),
-        (8, 3, {"offload_layers": 3}),
         (8, 3, {"offload_layers": 3, "other_layers": "recompute"}),
-        (4, 1, {"offload_layers": 1, "other_layers": "recompute"}),
         (2, 1, {}),
         (1, 1, {"resident_layers": 0}),
     ],
@@ -209,18 +125,6 @@ def test_however_the_layers_are_divided(gpu, layers, offloaded, fields):
     assert not any('"byte_offset":"-' in line.text for line in lines)
     on_host = program.memory_analysis().host_temp_size_in_bytes
     assert 2 * offloaded * (ONE + STREAM) <= on_host <= 2 * (offloaded + 1) * (ONE + STREAM)
-
-
-@pytest.mark.claim("nested-policies")
-def test_a_scan_that_a_checkpoint_keeps_is_compiled_as_without_the_checkpoint(gpu):
-    policy = Policy({"fc1": "offload"})
-    alone = lambda x, w: scan(layer, x, w, policy=policy)[0]
-    both = [compiled(gpu, gradient(f, (0, 1)), X, weights(LAYERS)) for f in (alone, checkpoint(alone, policy=policy))]
-    plan, nested = (program.memory_analysis() for program in both)
-    assert abs(nested.temp_size_in_bytes - plan.temp_size_in_bytes) <= 2**10  # XLA aligns buffers to 256 bytes
-    assert nested.host_temp_size_in_bytes == plan.host_temp_size_in_bytes == LAYERS * ONE
-    copies, nested_copies = ([line.opcode for line in module_of(p) if line.opcode.endswith("-start")] for p in both)
-    assert nested_copies == copies
 
 
 @pytest.mark.claim("nested-policies")
@@ -264,16 +168,6 @@ def test_every_copy_is_dma_and_in_range(lines):
     assert copies == 16
 
 
-def begun_after(lines):
-    """Yield, for each loop body, its number of matmuls, and how many of them come before each copy's start."""
-    for body in dict.fromkeys(line.computation for line in lines if line.opcode.endswith("-start")):
-        inside = [line for line in lines if line.computation == body]
-        yield (
-            len(matmuls(inside)),
-            [len(matmuls(inside[:i])) for i, a in enumerate(inside) if a.opcode.endswith("-start")],
-        )
-
-
 def large(gpu, layers, options):
     """Return `begun_after` of a scan whose matmuls take milliseconds."""
     d, hidden = 4096, 16384
@@ -289,9 +183,9 @@ AT_ONCE = [(4, [0, 0, 2, 2]), (8, [0, 0, 4, 4])]  # two layers per iteration; al
 CHILD = """
 import sys
 sys.path[:0] = sys.argv[1:]
-import test_program as program
-defaults = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-print(program.large(program.described(1)[0], 8, defaults))
+from described_gpu import described
+from test_program import large
+print(large(described(1)[0], 8, {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}))
 """
 
 
@@ -408,7 +302,7 @@ def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing
     xs = lambda count: jax.ShapeDtypeStruct((count, rows, d), jnp.bfloat16)
     recomputing = compiled(gpu, one_by_one, w, xs(8)).memory_analysis()
     temporary = {}
-    for count in (2, 7, 8):
+    for count in (2, 8):
         program = compiled(gpu, interleaved, w, xs(count))
         module, memory = module_of(program), program.memory_analysis()
         assert kernels_on_host_memory(module) == [] and list(hlo.out_of_range(module)) == []
@@ -419,7 +313,7 @@ def test_interleaved_microbatches_copy_both_ways_in_less_memory_than_recomputing
         temporary[count] = memory.temp_size_in_bytes
     # Of two microbatches, more of the first one's residuals stay on the device.
     assert temporary[2] <= recomputing.temp_size_in_bytes
-    assert max(temporary[7], temporary[8]) <= 0.7 * recomputing.temp_size_in_bytes
+    assert temporary[8] <= 0.7 * recomputing.temp_size_in_bytes
     loops = defaultdict(set)
     for copy in hlo.host_copies(module).values():
         loops[copy.loop].add(copy.to_host)
@@ -480,21 +374,6 @@ def test_a_step_compiled_again_with_its_times_hides_exchanges_between_experts(tw
     assert temporary[1] <= 1.05 * temporary[0]
 
 
-def test_verify_finds_two_microbatches_in_the_plan(gpu, monkeypatch):
-    """The plain loop keeps one microbatch's residuals on the device; ours is to hold no more than it says."""
-    loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=Policy(OFFLOADED))[0].astype(jnp.float32) ** 2)
-    shapes = weights(LAYERS), jax.ShapeDtypeStruct((4, 32 * BATCH, DIM), jnp.bfloat16)
-    target = target_of(lambda w, xs: accumulate(loss)(w, xs)[1], shapes)
-    program = compiled(gpu, target.run, *shapes)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_conservation, "compiled", lambda run, shapes, _: compiled(gpu, run, *shapes))
-    reference = compiled(gpu, as_reference(target.run), *shapes)
-    for ours, verdict, expected in ((program, "holds", "640.00 MiB"), (reference, "fails", "0 B")):
-        vars(target).update(arrays=shapes, fast_program=ours)
-        found, said = _conservation.conservation(target)
-        assert found == verdict and f"and {expected} on the host for 640.00 MiB" in said, said
-
-
 def copies_in_order(module):
     """The copies that a program starts, by the names that a profile gives them, as often as its loops do."""
     names = iter(hlo.host_copies(module))
@@ -511,9 +390,7 @@ def copies_in_order(module):
     return of(next(name for name in module.computations if name.startswith("main")))
 
 
-@pytest.mark.parametrize(
-    "layers, microbatches, fields", [(8, 5, {}), (7, 6, {}), (7, 4, {"resident_layers": 0})], ids=str
-)
+@pytest.mark.parametrize("layers, microbatches, fields", [(7, 6, {}), (8, 5, {"resident_layers": 0})], ids=str)
 def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu, layers, microbatches, fields):
     """However XLA unrolls the loops; nothing runs here, the events are made up."""
     policy = Policy(OFFLOADED, min_offload_bytes=0, **fields)
@@ -523,7 +400,11 @@ def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu,
     (params,) = (
         s.eqn.params for s in walk(jax.make_jaxpr(step)(weights(layers), xs)) if s.eqn.primitive is interleaved_p
     )
-    module = module_of(compiled(gpu, step, weights(layers), xs))
+    program = compiled(gpu, step, weights(layers), xs)
+    module = module_of(program)
+    assert kernels_on_host_memory(module) == [] and list(hlo.out_of_range(module)) == []
+    need = need_of(jax.make_jaxpr(step)(weights(layers), xs)).bytes()
+    assert 0 < program.memory_analysis().host_temp_size_in_bytes <= need
     assert all(f'"{line.name}"'.encode() in OPTIONS["fdo_profile"] for line in module if line.starts_host_copy)
     copies = hlo.host_copies(module)
     kind = lambda op: DIRECTIONS["d2h" if copies[op].to_host else "h2d"]
@@ -540,8 +421,7 @@ def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu,
             assert found == want, (name, direction)
 
 
-@pytest.mark.parametrize("microbatches", [4, 5])
-@pytest.mark.parametrize("layers", [6, 7])
+@pytest.mark.parametrize("layers, microbatches", [(6, 5), (7, 4)])
 def test_the_profile_has_the_copies_of_a_loop_over_layers_in_a_loop_over_microbatches(gpu, layers, microbatches):
     """XLA doubles both loops, and takes an iteration out of one whose number is odd. Some layers are a chain."""
     policy = Policy(OFFLOADED, min_offload_bytes=0)
@@ -562,23 +442,8 @@ def test_the_profile_has_the_copies_of_a_loop_over_layers_in_a_loop_over_microba
     assert [name for name in copies if f'"{name}"'.encode() not in OPTIONS["fdo_profile"]] == []
 
 
-@pytest.mark.parametrize("layers, fields", [(7, {}), (8, {"offload_layers": 3}), (8, {"resident_layers": 0})])
-def test_interleaved_stacks_stay_in_place_whatever_layers_offload(gpu, layers, fields):
-    """No more rows on the host than those of two microbatches, and no kernel copies them: layers may be odd in number,
-    or alone in their segment."""
-    rules = Policy(OFFLOADED, min_offload_bytes=0, **fields)
-    loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=rules)[0].astype(jnp.float32) ** 2)
-    step = lambda w, xs: accumulate(loss)(w, xs)[1]
-    xs = jax.ShapeDtypeStruct((6, *X.shape), X.dtype)
-    program = compiled(gpu, step, weights(layers), xs)
-    module = module_of(program)
-    assert kernels_on_host_memory(module) == [] and list(hlo.out_of_range(module)) == []
-    need = need_of(jax.make_jaxpr(step)(weights(layers), xs)).bytes()
-    assert 0 < program.memory_analysis().host_temp_size_in_bytes <= need
-
-
 @pytest.mark.claim("accumulated-in-place")
-@pytest.mark.parametrize("decision", ["offload", "save", "recompute"])
+@pytest.mark.parametrize("decision", ["offload", "recompute"])
 def test_gradients_are_added_to_their_sums_by_one_kernel(gpu, decision):
     """It would take three times the memory traffic to copy a row of the sum first. There is one set of gradients, and
     in a loop over microbatches two."""
@@ -633,42 +498,13 @@ def test_every_matmul_runs_once(gpu, lines):
     assert in_loops(recomputing) == 2 * 2 * (2 + 5)
 
 
-def test_verify_counts_matmuls_as_often_as_they_run(gpu, monkeypatch, request):
-    """As often as traced. Before jaxlib 0.12, XLA reruns a saved matmul if it can compute at which row the result goes
-    into its stack."""
-
-    def counted():
-        f, args = twice(dict.fromkeys(OFFLOADED, "save")), (X, weights(LAYERS))
-        return _kernels.ran(module_of(compiled(gpu, f, *args))), _kernels.traced(jax.make_jaxpr(f)(*args).jaxpr)
-
-    ran, traced = counted()
+def test_verify_counts_matmuls_as_often_as_they_run(gpu):
+    f, args = twice(dict.fromkeys(OFFLOADED, "save")), (X, weights(LAYERS))
+    ran, traced = _kernels.ran(module_of(compiled(gpu, f, *args))), _kernels.traced(jax.make_jaxpr(f)(*args).jaxpr)
     assert ran.counts == traced.counts == {"matmuls": 2 * LAYERS * (2 + 4)}
     assert ran.flops == traced.flops > 0 and ran.more_than(traced) == []
-    monkeypatch.setattr(_loops, "opaque_zero", lambda: jnp.int32(0))
-    request.addfinalizer(jax.clear_caches)  # of loops traced like this
-    jax.clear_caches()
-    ran, traced = counted()
-    if jax.__version_info__ >= (0, 12):
-        assert ran.more_than(traced) == []
-        return
-    said = f"{ran.counts.total()} matmuls run where {traced.counts.total()} were traced"
-    assert ran.counts.total() > traced.counts.total() and ran.more_than(traced) == [
-        said,
-        f"matmuls take {ran.flops / traced.flops:.3f} of the FLOPs that were traced",
-    ]
-
-
-def test_one_matmul_more_is_seen_where_xla_merges_several(gpu):
-    x, w = jnp.zeros((256, 512), jnp.bfloat16), jnp.zeros((3, 512, 256), jnp.bfloat16)
-    f = lambda x, w: (x @ w[0], x @ w[1], x @ w[2])
-    once, merged = (
-        _kernels.traced(jax.make_jaxpr(f)(x, w).jaxpr),
-        _kernels.ran(module_of(compiled(gpu, f, x, w))),
-    )
-    assert merged.counts.total() == 1 < once.counts.total() == 3
-    assert merged.flops == once.flops == 3 * 2 * 256 * 512 * 256 and merged.more_than(once) == []
-    again = merged._replace(flops=4 / 3 * merged.flops)
-    assert again.more_than(once) == ["matmuls take 1.333 of the FLOPs that were traced"]
+    again = ran._replace(flops=4 / 3 * ran.flops)
+    assert again.more_than(traced) == ["matmuls take 1.333 of the FLOPs that were traced"]
 
 
 def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
@@ -684,12 +520,6 @@ def test_a_profile_knows_of_each_copy_which_residual_it_is(gpu, lines):
     f = gradient(lambda x, w: chain([lambda x, w: layer(x, w)[0]] * 3, x, w, policy=policy), (0, 1))
     found = hlo.host_copies(module_of(compiled(gpu, f, X, [weights()] * 3)))
     assert Counter(copy[:2] for copy in found.values()) == {("layer_input", STREAM): 4, ("fc1", ONE): 4}
-
-
-def test_verify_finds_copies_out_of_range(offloading, lines):
-    assert list(hlo.out_of_range(lines)) == []
-    below = re.sub(r'"byte_offset":"\d+"', '"byte_offset":"-1024"', offloading.as_text())
-    assert len(list(hlo.out_of_range(hlo.parse(below)))) == 16
 
 
 @pytest.mark.claim("two-layers-share")
@@ -714,12 +544,6 @@ def test_a_further_layer_costs_the_device_what_it_costs_where_its_residuals_are_
     assert (offloaded[1], saved[1], recomputed[1]) == (ONE, 0, 0)
     assert saved[0] - offloaded[0] == pytest.approx(ONE, abs=ONE / 333)
     assert offloaded[0] == pytest.approx(recomputed[0], abs=ONE / 333)
-
-
-def test_under_the_options_for_exact_runs_too(gpu):
-    """In the GPU's contract tests, offload works as in a training step."""
-    program = compiled(gpu, twice(OFFLOADED), X, weights(LAYERS), options=OPTIONS | exact_options("gpu"))
-    assert program.memory_analysis().host_temp_size_in_bytes == 2 * LAYERS * (ONE + STREAM)
 
 
 def test_stacks_are_split_over_devices_as_what_they_hold_is(two_gpus):
@@ -779,29 +603,8 @@ def test_grouped_gemms_run_nine_times_per_layer_and_their_outputs_go_to_the_host
     saved, moved = (lines(dict.fromkeys(names, decision)) for decision in ("save", "offload"))
     for found in (saved, moved):
         assert sorted(kernels(found).values()) == [2 * 3, 2 * 6]
-    assert sorted(kernels(lines({"moe/act": "save"})).values()) == [2 * 3, 2 * 8]
     assert list(kernels_on_host_memory(moved)) == []
     assert all(line.on_host for line in moved if line.opcode.endswith("-start"))
-
-
-@pytest.mark.parametrize("decision, times", [("save", 2), ("offload", 2), ("recompute", 3)])
-def test_attention_of_transformer_engine_runs_forward_once_where_its_context_is_kept(gpu, decision, times):
-    """Once per layer; two layers per iteration."""
-    needs_te()
-    shape = Model(layers=LAYERS, d_model=DIM, heads=2, kv_heads=2, d_ff=512, attention="te")
-    make = lambda rngs: Layer(shape, rngs)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
-    w = jax.eval_shape(lambda: nnx.state(stacked(LAYERS, make, nnx.Rngs(params=0))))
-    x = jax.ShapeDtypeStruct((1, BATCH, DIM), jnp.bfloat16)
-    layer = lambda x, w: (nnx.merge(graph, w)(x, rotations(BATCH, shape.d_head, 1e4)), None)
-    policy = Policy({"attn/context": decision}, min_offload_bytes=0)
-    f = gradient(lambda x, w: scan(layer, x, w, policy=policy)[0], (0, 1))
-    lines = module_of(compiled(gpu, f, x, w))
-    assert _kernels.ran(lines).counts["attention kernels"] == LAYERS * times
-    kernels = Counter(
-        line.computation for line in lines if "te_fused_attn" in line.text and line.opcode == "custom-call"
-    )
-    assert sorted(kernels.values()) == [2, 2 * (times - 1)]
 
 
 def test_the_hosts_need_of_a_whole_program_is_no_less_than_xla_plans(gpu):

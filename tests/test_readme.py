@@ -15,7 +15,7 @@ import yaml
 from common import PATIENCE, count, kept, start
 from jax.ad_checkpoint import checkpoint_name
 from pages import PAGES, README, ROOT
-from test_rules import kernels, softmax
+from softmax_kernel import kernels, softmax
 
 import jaxoffload
 from jaxoffload import Policy, residuals

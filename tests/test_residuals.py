@@ -1,7 +1,6 @@
 """residuals(): the table equals what autodiff keeps, to the byte; check() is tested with the rules (rule 5)."""
 
 import contextlib
-import dataclasses
 import gc
 import json
 import math
@@ -10,7 +9,7 @@ import tracemalloc
 import jax
 import jax.numpy as jnp
 import pytest
-from common import assert_same_bits, auto_mesh, gradient, kept_bytes, normal, policy, run_each, saving
+from common import assert_same_bits, gradient, kept_bytes, normal, policy, run_each, saving
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -105,14 +104,6 @@ def test_loops_that_are_not_ours_are_counted_as_they_are():
     ]
 
 
-def test_what_others_keep_is_said_to_have_no_names_here():
-    f = jax.checkpoint(lambda x: jnp.sum(tag(jnp.sin(x @ x), "act") ** 2), policy=saving("act"))
-    table = residuals(f, jnp.ones((4, 4)))
-    assert "what it keeps is shown without its names" in str(table).splitlines()[-1]
-    rules = Policy({"act": "save"}, min_offload_bytes=0)
-    assert "without its names" not in str(residuals(checkpoint(f, policy=rules), jnp.ones((4, 4))))
-
-
 def _tower(x, w):
     x = tag(x, "layer_input")
     h = jnp.sin(tag(x @ w, "fc1"))
@@ -200,18 +191,6 @@ def _in_shard_map(mesh, x, w):
 RULES = policy({"fc1": "offload"}, resident_layers=0)
 
 
-def test_the_table_has_the_order_of_the_layers():
-    step = lambda name: lambda x, w: (jnp.sin(tag(x @ w, name)), None)
-
-    def f(x, w):
-        for name in ("first", "second", "third"):
-            x, _ = scan(step(name), x, w, policy=policy({"*": "offload"}))
-        return x
-
-    names = [r.names for r in residuals(f, normal(0, (8, 8)), normal(1, (N, 8, 8))) if r.names]
-    assert list(dict.fromkeys(names)) == [("first",), ("second",), ("third",)]
-
-
 @pytest.mark.claim("per-device")
 @pytest.mark.parametrize("program", [_in_auto_axes, _in_explicit_axes, _by_jaxs_checkpoint, _in_shard_map])
 def test_bytes_per_device_are_what_each_device_holds(program):
@@ -230,12 +209,6 @@ def test_bytes_per_device_are_what_each_device_holds(program):
     assert f"on each of 4 devices (data 2, model 2): device {readable(device.device_bytes)}" in str(table)
     read = json.loads(table.to_json())
     assert read["mesh"] == {"data": 2, "model": 2} and read["per_device"]["host_bytes"] == device.host_bytes
-
-
-def test_on_one_device_nothing_is_said_of_others():
-    table = residuals(model({"fc1": "offload"}), X, W)
-    assert table.mesh == () and table.devices == 1 and "device" not in str(table).splitlines()[0]
-    assert table.per_device.rows == tuple(dataclasses.replace(r, count=1) for r in table)
 
 
 @pytest.mark.claim("what-is-where")
@@ -342,30 +315,6 @@ def test_the_total_says_that_what_runs_again_without_a_name_is_not_in_it():
     f = checkpoint(lambda x, w: jnp.sin(tag(x, "h") @ w), policy=policy({"h": "save"}))
     table = residuals(f, normal(0, (2, 8)), normal(1, (8, 8)))
     assert "recomputed 0 B of named values" in str(table)
-
-
-def test_of_a_shard_map_each_shard_is_counted():
-    mesh = auto_mesh(x=8)
-    P = jax.sharding.PartitionSpec
-
-    def loss(x, w):
-        def own(x, w):
-            x, _ = scan(body, x, w, policy=policy({"fc1.gate": "offload"}))
-            return lax.scan(lambda x, _: (jnp.sin(x), None), x, None, length=N)[0]  # what it keeps is untagged
-
-        y = jax.shard_map(own, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)(x, w)
-        return jnp.sum(y.astype(jnp.float32))
-
-    table = residuals(loss, normal(0, (8 * BATCH, DIM), jnp.bfloat16), W)
-    kept = [r for r in table if r.bytes]
-    assert {r.count for r in kept if r.names} == {8}
-    assert {r.shape for r in kept if r.names and "fc1" in r.names[0]} == {(BATCH, HIDDEN)}
-    (angles,) = (r for r in kept if not r.names and r.layers == N)
-    assert (angles.count, angles.shape) == (8, (BATCH, DIM))
-    for r in kept:
-        assert r.bytes_per_layer == r.count * math.prod(r.shape) * jnp.dtype(r.dtype).itemsize, r
-    assert f"8 x bfloat16[{BATCH},{HIDDEN}]" in str(table)
-    assert {r.count for r in residuals(model({}), X, W)} == {1}
 
 
 @pytest.mark.claim("report-at-full-size")

@@ -21,7 +21,7 @@ from jaxoffload.proof._verify.rounding import LIMIT, furthest, rounding
 pytestmark = pytest.mark.slow
 
 # Layers; `make test-long` draws 300. Several are compiled together, because compilation takes nearly all of the time.
-DRAWN = min(300, int(os.environ.get("EXAMPLES", 12)))
+DRAWN = min(300, int(os.environ.get("EXAMPLES", 6)))
 TOGETHER = 6
 BATCHES = [range(first, min(first + TOGETHER, DRAWN)) for first in range(0, DRAWN, TOGETHER)]
 

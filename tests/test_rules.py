@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import warnings
 
 import jax
@@ -24,7 +25,7 @@ from common import (
 )
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas
+from softmax_kernel import kernels, softmax
 
 from jaxoffload import Policy, PolicyError, accumulate, chain, check, checkpoint, residuals, scan, scope, tag
 
@@ -163,27 +164,6 @@ def test_rule_2_different_decisions_are_an_error_that_shows_both():
     assert "'a' is save by residuals['a']" in said and "'b' is offload by residuals['b']" in said
 
 
-def test_rule_2_a_module_and_a_pattern_that_differ_over_one_value_are_shown_both():
-    f = lambda x, w: jnp.sin(tag(tag(x @ w, "mlp_input"), "b"))
-    said = fails(under(f, {"b": "save"}, offload_modules=["mlp_norm"]), X, W)
-    assert "'mlp_input' is offload by offload_modules['mlp_norm'] -> 'mlp_input'" in said
-    assert "'b' is save by residuals['b']" in said
-
-
-def test_rule_2_branches_of_a_cond_hold_their_own_values():
-    def f(x, w):
-        a = lambda: jnp.exp(tag(jnp.sin(x @ w), "p"))
-        b = lambda: jnp.exp(tag(jnp.cos(x @ w), "q"))
-        return lax.cond(x[0, 0] > 0, a, b)
-
-    g = under(f, {"p": "save", "q": "offload"})
-    assert kept(g, X, W) == {HOST: 1, DEVICE: 1}
-    for x in (X, -X):
-        assert_same_bits(*run_each([gradient(g, (0, 1)), gradient(f, (0, 1))], x, W))
-    both_names = lambda x, w: tag(f(x, w), "r")
-    assert kept(under(both_names, {"p": "save", "q": "offload", "r": "save"}), X, W)[HOST] == 1
-
-
 def test_rule_2_names_that_share_a_result_of_a_cond_are_not_both_saved_and_offloaded():
     def f(x, w):
         return jnp.sin(lax.cond(x[0, 0] > 0, lambda: tag(jnp.sin(x @ w), "p"), lambda: tag(jnp.cos(x @ w), "q")))
@@ -192,10 +172,11 @@ def test_rule_2_names_that_share_a_result_of_a_cond_are_not_both_saved_and_offlo
     assert "'p' is save by 'p'" in said and "'q' is offload by 'q'" in said
     assert "share one result of a cond" in said
     behind = lambda x, w: tag(f(x, w), "r")
-    for rules in ({"p": "offload", "q": "recompute"}, {"p": "save", "q": "save"}, {"p": "offload", "q": "offload"}):
-        g = under(behind, {**rules, "r": "save"})
-        for x in (X, -X):
-            assert_same_bits(*run_each([gradient(g, (0, 1)), gradient(f, (0, 1))], x, W))
+    g = [under(behind, {"p": "offload", "q": how, "r": "save"}) for how in ("recompute", "offload")]
+    for x in (X, -X):
+        *found, want = run_each([gradient(f, (0, 1)) for f in (*g, f)], x, W)
+        for got in found:
+            assert_same_bits(got, want)
     skip = lambda x, w: lax.cond(x[0, 0] > 0, lambda: tag(jnp.sin(x @ w), "p"), lambda: tag(x, "layer_input"))
     assert kept(under(lambda x, w: jnp.sin(skip(x, w)), {"p": "offload", "layer_input": "save"}), X, W)[HOST] == 1
 
@@ -252,16 +233,6 @@ def test_rule_3_tagged_integers_booleans_and_keys_stay_saved():
         assert states(g, X, W)["routing"] == ("saved", "integers are always saved")
 
 
-def test_rule_3_a_key_that_the_backward_pass_reads_is_saved_not_recomputed():
-    def f(x, w):
-        key = tag(jax.random.fold_in(jax.random.key(0), 7), "key")
-        return x @ w * jax.random.normal(key, (4, 8))
-
-    g = under(f, {"key": "recompute"})
-    assert count(gradient_jaxpr(g, X, W), "random_fold_in") == 1
-    assert states(g, X, W)["key"][0] == "saved"
-
-
 def test_rule_3_patterns_beat_the_default_and_untagged_values_follow_jax():
     f = lambda x, w: jnp.sin(jnp.sin(tag(jnp.sin(tag(x @ w, "a")), "b")))
     assert kept(under(f, {"a": "recompute"}, default="offload"), X, W) == {HOST: 1}
@@ -303,14 +274,6 @@ def test_rule_4_not_inside_custom_vjp_forward_rules():
     assert kept(f, X, W) == {DEVICE: 1}
 
 
-def test_rule_4_one_warning_and_a_note_where_dots_matched_nothing():
-    f = under(lambda x, w: jnp.sin(tag(x @ w, "fc1")), {"fc1": "save"}, dots="save")
-    with pytest.warns(UserWarning, match="dots: save matched nothing") as seen:
-        table = residuals(f, X, W)
-    assert len(seen) == 1
-    assert any("dots: save matched nothing" in note for note in table.notes)
-
-
 def test_rule_4_dots_inside_jit_and_scans_are_kept():
     inner = jax.jit(lambda x, w: jnp.sin(x @ w))
     f = lambda x, w: jnp.sin(lax.scan(lambda x, _: (inner(x, w), None), inner(x, w), length=2)[0] @ w)
@@ -322,6 +285,8 @@ def test_rule_4_the_warning_points_to_the_user_and_comes_once_in_a_scan():
     with pytest.warns(UserWarning, match="dots: save matched nothing") as seen:
         jax.make_jaxpr(jax.grad(lambda x, w: lax.scan(lambda x, w: (f(x, w), None), x, w)[0].sum()))(X, WS)
     assert [w.filename for w in seen] == [__file__]
+    with pytest.warns(UserWarning, match="dots: save matched nothing"):
+        assert any("dots: save matched nothing" in note for note in residuals(f, X, W).notes)
 
 
 # ---------------------------------------------------------------------------------------------- 5
@@ -381,8 +346,10 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("step", ["loss", "value_and_grad", "accumulate", "stages"])
+@pytest.mark.parametrize(
+    "step, head",
+    [("loss", "jax.checkpoint"), ("value_and_grad", "chain"), *itertools.product(("accumulate", "stages"), HEADS)],
+)
 def test_rule_5_check_sees_what_is_beside_a_scan_and_in_its_layers_in_each_kind_of_step(step, head):
     p, inner = policy({"h": "save", "head": "save"}), policy({"inside": "save"})
 
@@ -460,16 +427,6 @@ def test_rule_5_is_judged_on_the_whole_function_not_on_what_one_gradient_perturb
     jax.make_jaxpr(jax.grad(lambda b: one(X, b).sum()))(X)  # the rule is not used here
 
 
-def test_rule_5_an_input_without_a_derivative_is_not_an_obstacle():
-    def f(x, low):
-        return jnp.sin(tag(jnp.sin(x), "fc1")) * lax.rng_uniform(low, 1.0, x.shape)
-
-    with pytest.raises(NotImplementedError, match="rng_uniform"):
-        jax.grad(lambda low: f(X, low).sum())(0.5)
-    assert kept(lambda x: under(f, {"fc1": "offload"})(x, 0.5), X)[HOST] == 1
-    assert "residuals['fc2']" in fails(lambda x: under(f, {"fc2": "offload"})(x, 0.5), X)
-
-
 def test_rule_5_a_name_that_a_custom_rule_replaces_is_seen_and_noted():
     f = under(lambda x, w: jnp.sin(dense(x, w)), {"only_in_the_body": "offload", "act": "save"})
     table = residuals(f, X, W)
@@ -486,48 +443,6 @@ def test_rule_5_a_foreign_name_of_several_values_is_numbered():
     found = states(under(f, {"context": "save", "context.1": "offload"}), X, W)
     assert found["context.0"][0] == "saved" and found["context.1"][0] == "offloaded"
     assert states(under(f, {"context": "offload"}), X, W)["context.0"][0] == "offloaded"
-
-
-@jax.custom_vjp
-def softmax(x):
-    """A kernel with two results, of which callers see one."""
-    return softmax_kernel(x)[0]
-
-
-def softmax_kernel(x):
-    def kernel(x, out, total):
-        exp = jnp.exp(x[...])
-        total[...] = jnp.sum(exp, axis=1, keepdims=True)
-        out[...] = exp / total[...]
-
-    results = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in (x.shape, (len(x), 1))]
-    return pallas.pallas_call(kernel, out_shape=results, interpret=True)(x)
-
-
-def softmax_forward(x):
-    out, total = softmax_kernel(x)
-    return out, (x, out, total)
-
-
-def softmax_backward(residuals, dy):
-    x, out, total = residuals
-    return (dy * out - jnp.exp(x) / total * jnp.sum(dy * out, axis=1, keepdims=True),)
-
-
-softmax.defvjp(softmax_forward, softmax_backward)
-
-
-def kernels(jaxpr):
-    """Return how many kernels run: those with a result that is read. jax 0.11 leaves the others to XLA."""
-    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | set(map(id, jaxpr.outvars))
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            total += any(id(v) in read for v in eqn.outvars)
-            continue
-        inner = jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
-        total += sum(kernels(getattr(x, "jaxpr", x)) for x in inner if hasattr(x, "eqns"))
-    return total
 
 
 @pytest.mark.claim("saved-attention")
@@ -550,46 +465,6 @@ def test_rule_5_the_results_of_one_kernel_have_one_name():
     assert_same_bits(*run_each([gradient(ours), gradient(loop(lax.scan, in_a_loop(f, "scores", "context")))], X, W))
 
 
-def test_rule_5_a_result_of_a_kernel_may_have_a_name_of_its_own():
-    def forward(x):
-        out, (x, _, total) = softmax_forward(x)
-        return out, (x, out, tag(total, "total"))
-
-    own = jax.custom_vjp(lambda x: softmax(x))
-    own.defvjp(forward, softmax_backward)
-    table = states(under(lambda x, w: tag(own(x @ w), "context"), {"context": "offload", "total": "save"}), X, W)
-    assert table["context"] == ("offloaded", "context") and table["total"] == ("saved", "total")
-
-
-def test_rule_5_a_result_without_a_name_has_that_of_the_first_with_one():
-    def forward(x):
-        out, (x, _, total) = softmax_forward(x)
-        return out, (x, tag(out, "out"), total)
-
-    own = jax.custom_vjp(lambda x: softmax(x))
-    own.defvjp(forward, softmax_backward)
-    for rules in ({"scores": "save", "out": "offload"}, {"scores": "offload", "out": "save"}):
-        table = states(under(lambda x, w: own(tag(x @ w, "scores")), rules), X, W)
-        assert table["out.0"] == table["out.1"] == ({"save": "saved", "offload": "offloaded"}[rules["out"]], "out")
-
-
-def test_rule_5_results_of_one_kernel_with_different_names_may_differ():
-    def kernel(x, *outs):
-        for i, out in enumerate(outs):
-            out[...] = jnp.sin(x[...] + i)
-
-    results = [jax.ShapeDtypeStruct(X.shape, X.dtype)] * 3
-    three = jax.custom_vjp(lambda x: sum(pallas.pallas_call(kernel, out_shape=results, interpret=True)(x)))
-
-    def forward(x):
-        a, b, c = pallas.pallas_call(kernel, out_shape=results, interpret=True)(x)
-        return a + b + c, (tag(a, "a"), tag(b, "b"), c)
-
-    three.defvjp(forward, lambda kept, dy: (dy * (kept[0] + kept[1] * kept[2]),))
-    table = states(under(lambda x, w: three(x @ w), {"a": "offload", "b": "save"}), X, W)
-    assert (table["a.0"][0], table["b"][0], table["a.1"][0]) == ("offloaded", "saved", "offloaded")
-
-
 # ---------------------------------------------------------------------------------------------- 6
 
 
@@ -605,7 +480,6 @@ WS = normal(2, (6, 8, 8)) * 0.5
     "fields, offloaded, saved",
     [
         ({}, 5, 1),
-        ({"resident_layers": 0}, 6, 0),
         ({"resident_layers": 2}, 4, 2),
         ({"offload_layers": 3}, 3, 3),
         ({"offload_layers": 0.5}, 3, 3),
@@ -614,33 +488,17 @@ WS = normal(2, (6, 8, 8)) * 0.5
         ({"offload_layers": 3, "other_layers": "recompute", "resident_layers": 2}, 3, 2),
         ({"offload_layers": 0}, 0, 6),
         ({"offload_layers": 9}, 5, 1),
-        ({"resident_layers": 6}, 0, 6),
         ({"resident_layers": 7}, 0, 6),
     ],
 )
-@pytest.mark.parametrize("reverse", [False, True])
-def test_rule_6_layers(fields, offloaded, saved, reverse):
-    f = lambda x, w: scan(body, x, w, reverse=reverse, policy=policy({"fc1": "offload"}, **fields))
+def test_rule_6_layers(fields, offloaded, saved):
+    f = lambda x, w: scan(body, x, w, reverse=offloaded % 2 == 1, policy=policy({"fc1": "offload"}, **fields))
     layers = {"offloaded": 0, "saved": 0, "recomputed": 0}
     for r in residuals(f, X, WS):
         if r.names == ("fc1",):
             layers[r.state] += r.layers
     assert layers == {"offloaded": offloaded, "saved": saved, "recomputed": 6 - offloaded - saved}
     assert kept_bytes(f, X, WS)[1] == (offloaded + (offloaded > 0)) * ONE  # and a padding row
-
-
-def test_rule_6_the_report_says_resident():
-    f = lambda x, w: scan(body, x, w, policy=policy({"fc1": "offload"}, resident_layers=6))
-    assert states(f, X, WS)["fc1"] == ("saved", "resident")
-
-
-def test_rule_6_a_layers_value_is_the_same_wherever_the_stack_is_split():
-    reference = lambda x, w: lax.scan(in_a_loop(body), x, w)
-    fields = [{"resident_layers": 2}, {"offload_layers": 2, "other_layers": "recompute"}]
-    fs = [lambda x, w, k=k: scan(body, x, w, policy=policy({"fc1": "offload"}, **k)) for k in fields]
-    want, *grads = run_each([gradient(f, (0, 1)) for f in (reference, *fs)], X, WS)
-    for got in grads:
-        assert_same_bits(got, want)
 
 
 def test_rule_6_checkpoint_has_no_layers_and_the_report_says_so():
@@ -683,11 +541,9 @@ def nested_rows(x, w):
 
 
 @pytest.mark.parametrize("inside", [sharded, over_rows, nested_rows, jax.checkpoint(sharded)])
-@pytest.mark.parametrize(
-    "decision, place", [("recompute", "device"), ("save", "device"), ("offload", "host"), (None, "device")]
-)
+@pytest.mark.parametrize("decision, place", [("recompute", "device"), ("offload", "host")])
 def test_rules_7_and_8_hold_inside_shard_map_and_inner_scans(inside, decision, place):
-    rules = {"x": decision, "w": decision} if decision else {}
+    rules = {"x": decision, "w": decision}
     f = lambda x, w: scan(lambda x, w: (inside(x, w), None), x, w, policy=policy(rules, resident_layers=0))
     by_itself = {HOST: 1} if place == "host" else {}  # the last layer's
     assert kept(f, X, WS) == {(place, "float32", (6, 4, 8)): 1, **by_itself}  # the carry, once
@@ -798,12 +654,6 @@ def test_rule_9_a_name_that_begins_like_a_composites_is_another():
         return sum(jnp.sin(fc["gate"]) * jnp.sin(fc["up"]) for fc in tags)
 
     moved = lambda least: kept(checkpoint(f, policy=Policy({"fc1*": "offload"}, min_offload_bytes=least)), X, W)
-    assert moved(2 * ONE) == {HOST: 4}
-    assert moved(2 * ONE + 1) == {DEVICE: 4}
-
-
-def test_rule_9_composites_of_two_scopes_are_judged_apart():
-    moved = lambda least: kept(checkpoint(two_scopes, policy=Policy({"fc1": "offload"}, min_offload_bytes=least)), X, W)
     assert moved(2 * ONE) == {HOST: 4}
     assert moved(2 * ONE + 1) == {DEVICE: 4}
 

@@ -4,24 +4,13 @@ import pytest
 
 from jaxoffload._engine.stages.schedule import Run, Schedule, Tick
 
-EACH = [Schedule(p, v, m) for p in (1, 2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 3, 4, 5, 8, 12)]
+EACH = [Schedule(p, v, m) for p in (1, 2, 3, 4) for v in (1, 2, 3) for m in (1, 3, 4, 5, 12)]
 
 TWO_STAGES = """
 stage 0  forward   0 1 2 3 . . .
          backward  . . . 0 1 2 3
 stage 1  forward   . 0 1 2 3 . .
          backward  . . 0 1 2 3 .
-"""
-
-FOUR_STAGES = """
-stage 0  forward   0 1 2 3 4 5 . . . . . . .
-         backward  . . . . . . . 0 1 2 3 4 5
-stage 1  forward   . 0 1 2 3 4 5 . . . . . .
-         backward  . . . . . . 0 1 2 3 4 5 .
-stage 2  forward   . . 0 1 2 3 4 5 . . . . .
-         backward  . . . . . 0 1 2 3 4 5 . .
-stage 3  forward   . . . 0 1 2 3 4 5 . . . .
-         backward  . . . . 0 1 2 3 4 5 . . .
 """
 
 TWO_VIRTUAL_STAGES = """
@@ -31,25 +20,12 @@ stage 1  forward    . 0a 1a 0b 1b 2a 3a 2b 3b  .  .  .  .
          backward   .  .  .  . 0b 1b 0a 1a 2b 3b 2a 3a  .
 """
 
-FOUR_STAGES_WITH_TWO_EACH = """
-stage 0  forward   0a 1a 2a 3a 0b 1b 2b 3b  .  .  .  .  .  .  .  .  .  .  .
-         backward   .  .  .  .  .  .  .  .  .  .  . 0b 1b 2b 3b 0a 1a 2a 3a
-stage 1  forward    . 0a 1a 2a 3a 0b 1b 2b 3b  .  .  .  .  .  .  .  .  .  .
-         backward   .  .  .  .  .  .  .  .  .  . 0b 1b 2b 3b 0a 1a 2a 3a  .
-stage 2  forward    .  . 0a 1a 2a 3a 0b 1b 2b 3b  .  .  .  .  .  .  .  .  .
-         backward   .  .  .  .  .  .  .  .  . 0b 1b 2b 3b 0a 1a 2a 3a  .  .
-stage 3  forward    .  .  . 0a 1a 2a 3a 0b 1b 2b 3b  .  .  .  .  .  .  .  .
-         backward   .  .  .  .  .  .  .  . 0b 1b 2b 3b 0a 1a 2a 3a  .  .  .
-"""
-
 
 @pytest.mark.parametrize(
     "schedule, drawing",
     [
         (Schedule(2, 1, 4), TWO_STAGES),
-        (Schedule(4, 1, 6), FOUR_STAGES),
         (Schedule(2, 2, 4), TWO_VIRTUAL_STAGES),
-        (Schedule(4, 2, 4), FOUR_STAGES_WITH_TWO_EACH),
     ],
 )
 def test_the_drawing(schedule, drawing):

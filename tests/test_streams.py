@@ -12,18 +12,17 @@ from unittest.mock import Mock
 import jax
 import pytest
 from jaxlib._hlo import hlo_module_from_text
+from traces import D2D, D2H, H2D, KERNEL, PROGRAM, profile, profiled, steps_at, write_trace
 
 import jaxoffload
 from jaxoffload.proof import page, read_profile
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.hlo import Copy, host_copies, parse
-from jaxoffload.proof._program.trace import Event, events_of, in_the_way, merged, overlap, read
+from jaxoffload.proof._program.trace import Event, events_of, in_the_way, merged, overlap
 from jaxoffload.proof._report.profile import _steps, profile_of
 from jaxoffload.proof._verify import capacity as _capacity
 from jaxoffload.proof._verify import copies as _copies
 from jaxoffload.proof._verify import repeats as _repeats
-
-KERNEL, D2H, H2D, D2D = "gemm", "MemcpyD2H", "MemcpyH2D", "MemcpyD2D"
 
 # Stream -> (name, op, start, end) in ms.
 STEP = {
@@ -35,37 +34,6 @@ STEP = {
     "Stream #70(MemcpyD2H)": [(D2H, "put.0", 8, 16), (D2H, "put.1", 18, 25), (D2D, "take.2", 25, 26)],
     "Stream #71(MemcpyH2D)": [(H2D, "get.1", 28, 33)],
 }
-
-
-def text_of(streams, module="jit_f"):
-    """Return a trace as text. An event belongs to `module`, unless it names its own."""
-    names = sorted({name for events in streams.values() for name, *_ in events})
-    stat = lambda number, value: f'stats {{ metadata_id: {number} str_value: "{value}" }}'
-    lines = []
-    for stream, events in streams.items():
-        each = "".join(
-            f"events {{ metadata_id: {names.index(name) + 1} offset_ps: {start * 10**9} "
-            f"duration_ps: {(end - start) * 10**9} {stat(1, op)} {stat(2, *own or [module])} }} "
-            for name, op, start, end, *own in events
-        )
-        lines.append(f'lines {{ name: "{stream}" timestamp_ns: 5000 {each} }}')
-    metadata = "".join(
-        f'event_metadata {{ key: {k} value {{ id: {k} name: "{name}" }} }} ' for k, name in enumerate(names, 1)
-    )
-    for number, name in enumerate(("hlo_op", "hlo_module"), 1):
-        metadata += f'stat_metadata {{ key: {number} value {{ id: {number} name: "{name}" }} }} '
-    host = 'planes { name: "/host:CPU" lines { name: "python" } }'
-    return f'planes {{ name: "/device:GPU:0" {" ".join(lines)} {metadata} }} {host}'
-
-
-def profile(streams):
-    return jax.profiler.ProfileData.from_text_proto(text_of(streams))
-
-
-def write_trace(folder, streams, module):
-    made = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text_of(streams, module))
-    folder.mkdir(exist_ok=True)
-    (folder / "host.xplane.pb").write_bytes(made)
 
 
 def test_grouped_gemms_ran_nine_times_per_layer():
@@ -245,100 +213,13 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     assert _copies.wrong_as_it_ran(ran[1:], parse(text), ()) == ["5 of 6 copies ran as copies"]
 
 
-def test_what_a_loop_carries_to_its_next_iteration_belongs_to_what_put_it_there():
-    text = """
-%microbatches (state: (f32[4])) -> (f32[4]) {
-  %state = (f32[4]{0:S(5)}) parameter(0)
-  %before = f32[4]{0:S(5)} get-tuple-element(%state), index=0
-  %home = (f32[4]{0}, f32[4]{0:S(5)}, u32[]) copy-start(%before)
-  %here = f32[4]{0} copy-done(%home)
-  %away = (f32[4]{0:S(5)}, f32[4]{0}, u32[]) copy-start(%here), \
-metadata={op_name="jit(f)/jaxoffload.accumulate(8)/while/body/jaxoffload(fc1)/device_put"}
-  %there = f32[4]{0:S(5)} copy-done(%away)
-  ROOT %next = (f32[4]{0:S(5)}) tuple(%there)
-}
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %first = (f32[4]{0:S(5)}) tuple(%x)
-  %outer = (f32[4]{0:S(5)}) while(%first), body=%microbatches, backend_config={"known_trip_count":{"n":"3"}}
-  %after = f32[4]{0:S(5)} get-tuple-element(%outer), index=0
-  %last = (f32[4]{0}, f32[4]{0:S(5)}, u32[]) copy-start(%after)
-  ROOT %end = f32[4]{0} copy-done(%last)
-}
-"""
-    found = host_copies(parse(text))
-    assert {(name, c.residual, c.microbatches) for name, c in found.items()} == {
-        (name, "fc1", 8) for name in ("home", "away", "last")
-    }
-
-
 def test_unions_and_overlaps():
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
     assert overlap([(0, 4), (5, 9)], [(1, 2), (3, 6), (8, 20)]) == 1 + 1 + 1 + 1
     assert overlap([], [(0, 1)]) == overlap([(0, 1)], []) == 0
 
 
-def test_a_folder_without_a_trace_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"no .*xplane.pb in {tmp_path}"):
-        read(tmp_path)
-
-
 # --- profile(), of a trace and a program made by hand
-
-AT = '{"dynamic_slice_config":{"linear":{"byte_offset":"%d","byte_stride":"%d"}}}'
-PROGRAM = f"""
-%wrapped_dynamic-update-slice_computation (s: bf16[3,10], x: bf16[1,10], i: s32[]) -> bf16[3,10] {{
-  ROOT %put = bf16[3,10]{{1,0:S(5)}} dynamic-update-slice(%s, %x, %i), backend_config={AT % (0, 20)}
-}}
-%wrapped_dynamic-slice_computation.1 (s: bf16[3,10], i: s32[]) -> bf16[1,10] {{
-  %s = bf16[3,10]{{1,0:S(5)}} parameter(0)
-  ROOT %get = bf16[1,10]{{1,0}} dynamic-slice(%s, %i), backend_config={AT % (40, -20)}
-}}
-"""
-PROGRAM += """
-%forward (p: bf16[]) -> bf16[] {
-  %dynamic-update-slice-start.1 = ((bf16[3,10]{1,0:S(5)}, bf16[1,10]{1,0}), bf16[3,10]{1,0:S(5)}, u32[]) \
-fusion-start(%a), calls=%wrapped_dynamic-update-slice_computation, \
-metadata={op_name="jit(f)/while/body/jaxoffload(mlp/fc1)/dynamic_update_slice"}
-}
-%backward (p: bf16[]) -> bf16[] {
-  %dynamic-slice-start.1 = ((bf16[3,10]{1,0:S(5)}, s32[]), bf16[1,10]{1,0}, u32[]) \
-fusion-start(%a), calls=%wrapped_dynamic-slice_computation.1, \
-metadata={op_name="jit(f)/while/body/jaxoffload(mlp/fc1)/dynamic_slice"}
-}
-ENTRY %main (p: bf16[]) -> bf16[] {
-  %barrier.1 = bf16[4,5]{1,0} get-tuple-element(%b), metadata={op_name="jit(f)/jaxoffload(act)/optimization_barrier"}
-  %copy-start.2 = (bf16[4,5]{1,0:S(5)}, bf16[4,5]{1,0}, u32[]) copy-start(%barrier.1)
-  %copy-start.4 = (f32[], f32[]{:S(5)}, u32[]) copy-start(%unknown)
-  %copy-start.3 = (bf16[4,5]{1,0}, bf16[4,5]{1,0:S(5)}, u32[]) copy-start(%unknown)
-  %while.1 = bf16[] while(%x), body=%forward, backend_config={"known_trip_count":{"n":"3"}}
-  %while.2 = bf16[] while(%x), body=%backward, backend_config={"known_trip_count":{"n":"3"}}
-}
-"""
-
-
-def one_step(begin):
-    """Three layers, forward and backward, of 10 ms each; beside each runs a copy of 5 ms, except one of 14."""
-    there, back = "wrapped_dynamic-update-slice", "wrapped_dynamic-slice.1"
-    at = lambda events: [(name, op, begin + start, begin + end) for name, op, start, end in events]
-    return {
-        "Stream #1(Compute)": at([(KERNEL, "a", 0, 30), ("ncclAllReduce", "b", 34, 40), (KERNEL, "c", 40, 70)]),
-        "Stream #2(MemcpyD2H)": at([(D2H, there, 0, 5), (D2H, there, 10, 15), (D2H, there, 20, 34)]),
-        "Stream #3(MemcpyD2H)": at([(D2H, "copy-start.2", 26, 28)]),
-        "Stream #4(MemcpyH2D)": at(
-            [(H2D, back, 40, 45), (H2D, back, 50, 55), (H2D, back, 60, 65), (H2D, "copy-start.3", 69, 71)]
-        ),
-    }
-
-
-def steps_at(*begins):
-    steps = list(map(one_step, begins))
-    return {stream: [e for step in steps for e in step[stream]] for stream in steps[0]}
-
-
-def profiled(*begins):
-    ((_, events),) = events_of(profile(steps_at(*begins))).items()
-    copies = host_copies(parse(PROGRAM))
-    return profile_of(events, copies, len(begins), "a GPU")
 
 
 @pytest.mark.claim("profile")

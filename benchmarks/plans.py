@@ -147,7 +147,7 @@ def predictions(shape: Shape, machine: Machine) -> dict[str, dict[str, float]]:
 
 def predicted(step: Callable[..., Any], args: Any, policy: Policy, machine: Machine) -> dict[str, float]:
     """Return the time and the memory that are predicted for a step under a policy."""
-    most = {"budget": "1PiB", "host_budget": "1PiB"}
+    most = {"budget": "100TiB", "host_budget": "100TiB"}
     least, *_ = jaxoffload.plan(step, *args, **most, machine=machine, fixed=policy).curve  # all layers offload
     return {"predicted_ms": round(least.ms, 2), "predicted_gib": round(least.bytes / GIB, 4)}
 

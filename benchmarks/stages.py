@@ -120,7 +120,7 @@ def group_of(
     for (mode, name), step in steps.items():
         if mode == "offload":
             freed = freed_gib(case, options, schedule, variants[mode, name])
-            step.facts |= {"freed_gib": freed, "from": all_saved(case, variants[mode, name])}
+            step.facts.update({"freed_gib": freed, "from": all_saved(case, variants[mode, name])})
     _, args, initial = next(iter(made.values()))
     placed = jax.jit(initial, out_shardings=jax.tree.map(lambda x: x.sharding, args))
     count = schedule.microbatches

@@ -16,7 +16,10 @@ from jaxoffload import Policy
 from models.loading import load
 
 GATE, ALL = "gate moved, the rest saved", "all moved"
-LAYERS = "--layers 4 --seq 512 --d_model 64 --kv_heads 1 --head_dim 32 --attention xla --steps 1 --rounds 1 "
+# What moves has 1 MiB per layer, the least that does.
+LAYERS = (
+    "--layers 4 --batch 8 --seq 256 --d_model 256 --kv_heads 1 --head_dim 128 --attention xla --steps 1 --rounds 1 "
+)
 EXPERTS = "--experts 4 --d_expert 16 --grouped ragged "
 RUNS = {
     "dense": f"--modes remat ours ours_saved --variants overlap {LAYERS}",
@@ -86,10 +89,10 @@ PATHS = {name: [()] for name in RUNS} | {
 def test_a_sweep_says_what_moved(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "ORDER", ("layer_input",))
     path = tmp_path / "sweep.json"
-    monkeypatch.setattr(sys, "argv", ["sweep", *shlex.split(LAYERS), "--seqs", "512", "--out", str(path)])
+    monkeypatch.setattr(sys, "argv", ["sweep", *shlex.split(LAYERS), "--seqs", "256", "--out", str(path)])
     with jax.numpy_rank_promotion("allow"):
         bench.main("sweep", sweep.parse(), sweep.groups, lambda *_: {})
-    modes = json.loads(path.read_text())["seq"]["512"]["modes"]
+    modes = json.loads(path.read_text())["seq"]["256"]["modes"]
     found = [(of["how"], of["moved"], of["host_gib"] > 0) for of in modes.values()]
     moved = [(how, ["layer_input"], True) for how in ("jaxoffload", "JAX", *[sweep.SHARE] * 3)]
     assert found == [(sweep.RECOMPUTED, [], False), *moved]
@@ -99,7 +102,7 @@ def test_a_sweep_says_what_moved(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_plans_run_beside_other_policies(run, tmp_path, monkeypatch):
     """And what was predicted before is written beside what was measured."""
-    sizes = {"layers": 4, "seq": 512, "d_model": 64, "kv_heads": 1, "head_dim": 32, "attention": "xla"}
+    sizes = {"layers": 4, "batch": 8, "seq": 256, "d_model": 256, "kv_heads": 1, "attention": "xla"}
     monkeypatch.setattr(plans, "SHAPES", {"tiny": plans.Shape(dense.CASE, sizes, 2)})
     some = {name: plans.policies_of(dense.CASE)[name] for name in ("recompute", "gate moved", "drawn 0")}
     monkeypatch.setattr(plans, "policies_of", lambda case: some)
@@ -279,13 +282,13 @@ def test_what_offload_frees_by_hand():
 
 
 def test_what_stages_free_is_predicted_by_their_slots():
-    """8 layers in 2 chunks. Of each, 2 x 512 x 64 values of 2 bytes move, and gates 3.5 times as wide."""
+    """8 layers in 2 chunks. Of each, 8 x 256 x 256 values of 2 bytes move, and gates 3.5 times as wide."""
     options = argparse.Namespace(
-        **cases.SIZES | {"layers": 8, "seq": 512, "d_model": 64, "head_dim": 32, "kv_heads": 1, "attention": "xla"}
+        **cases.SIZES | {"layers": 8, "batch": 8, "seq": 256, "d_model": 256, "kv_heads": 1, "attention": "xla"}
     )
     schedule = stages.Schedule(2, 1, 4)
     variant = cases.ours({"layer_input": "offload", "mlp/fc1.gate": "offload"})
-    layer = 2 * 512 * 64 * 2 * (1 + 3.5)
+    layer = 8 * 256 * 256 * 2 * (1 + 3.5)
     layers = schedule.slots * 4 - schedule.layers_in_flight(4)
     assert layers > 0
     assert stages.freed_gib(dense.CASE, options, schedule, variant) == pytest.approx(layers * layer / bench.GIB)
@@ -306,13 +309,13 @@ def test_all_rows_are_divided_among_the_groups():
 
 
 def test_a_plan_is_judged_by_the_fastest_policy_that_fits():
-    plan = {"all_gib": 9.0, "step_ms": 110.0}
+    plan = {"device_gib": 9.0, "step_ms": 110.0}
     lines = {
         "plan least": plan,
-        "hand-made": {"all_gib": 10.0, "step_ms": 100.0},
-        "save": {"all_gib": 30.0, "step_ms": 80.0},
+        "hand-made": {"device_gib": 10.0, "step_ms": 100.0},
+        "save": {"device_gib": 30.0, "step_ms": 80.0},
     }
-    lines["too large"] = {"all_gib": 200.0}
+    lines["too large"] = {"device_gib": 200.0}
     expected = {"budget_gib": 10.0, "best": "hand-made", "runs": True, "plan / best": 1.1}
     assert plans.judged(10.0, plan, lines) == expected
     assert plans.judged(30.0, {}, lines) == {"budget_gib": 30.0, "best": "save", "runs": False}
@@ -327,13 +330,13 @@ def test_a_run_of_plans_continues_an_earlier_one_of_the_same_kind():
         "machine": {},
         "commit": "c",
         "command": "a",
-        "runs": [],
         "shapes": {"1b": 1},
     }
     later = run | {"command": "b", "device": "2 GPU", "shapes": {}}
     found = plans.added(run, later)
     assert found["shapes"] == {"1b": 1} and found["device"] == "2 GPU"
-    assert found["runs"] == [{"command": "b", "commit": "c"}]
+    assert found["runs"] == [{"command": "a", "commit": "c"}, {"command": "b", "commit": "c"}]
+    assert len(plans.added(found, later)["runs"]) == 3
     for other in ({"device": "1 TPU"}, {"versions": {"jax": "2"}}, {"machine": {"gpus": 1}}):
         with pytest.raises(SystemExit, match="--add: "):
             plans.added(run, later | other)

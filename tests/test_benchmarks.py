@@ -16,10 +16,8 @@ from jaxoffload import Policy
 from models.loading import load
 
 GATE, ALL = "gate moved, the rest saved", "all moved"
-# What moves has 1 MiB per layer, the least that does.
-LAYERS = (
-    "--layers 4 --batch 8 --seq 256 --d_model 256 --kv_heads 1 --head_dim 128 --attention xla --steps 1 --rounds 1 "
-)
+LAYERS = "--layers 4 --seq 512 --d_model 64 --kv_heads 1 --head_dim 32 --attention xla --steps 1 --rounds 1 "
+WIDE = "--batch 8 --seqs 256 --d_model 256 --head_dim 128 "  # 1 MiB per layer is the least that moves
 EXPERTS = "--experts 4 --d_expert 16 --grouped ragged "
 RUNS = {
     "dense": f"--modes remat ours ours_saved --variants overlap {LAYERS}",
@@ -89,7 +87,7 @@ PATHS = {name: [()] for name in RUNS} | {
 def test_a_sweep_says_what_moved(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "ORDER", ("layer_input",))
     path = tmp_path / "sweep.json"
-    monkeypatch.setattr(sys, "argv", ["sweep", *shlex.split(LAYERS), "--seqs", "256", "--out", str(path)])
+    monkeypatch.setattr(sys, "argv", ["sweep", *shlex.split(LAYERS + WIDE), "--out", str(path)])
     with jax.numpy_rank_promotion("allow"):
         bench.main("sweep", sweep.parse(), sweep.groups, lambda *_: {})
     modes = json.loads(path.read_text())["seq"]["256"]["modes"]
@@ -102,7 +100,7 @@ def test_a_sweep_says_what_moved(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_plans_run_beside_other_policies(run, tmp_path, monkeypatch):
     """And what was predicted before is written beside what was measured."""
-    sizes = {"layers": 4, "batch": 8, "seq": 256, "d_model": 256, "kv_heads": 1, "attention": "xla"}
+    sizes = {"layers": 4, "seq": 512, "d_model": 64, "kv_heads": 1, "head_dim": 32, "attention": "xla"}
     monkeypatch.setattr(plans, "SHAPES", {"tiny": plans.Shape(dense.CASE, sizes, 2)})
     some = {name: plans.policies_of(dense.CASE)[name] for name in ("recompute", "gate moved", "drawn 0")}
     monkeypatch.setattr(plans, "policies_of", lambda case: some)

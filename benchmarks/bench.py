@@ -27,7 +27,6 @@ from models import metrics
 
 GIB = 2**30
 RESULTS = Path("benchmarks/results")
-NO_PLAN = "XLA does not say what memory it planned"
 FORMERLY = {"variants": ["--best"], "profile": ["--fresh"]}  # in commands of result files
 Key = tuple[str, str]  # a mode, and the name of one of its variants
 
@@ -146,7 +145,7 @@ def compiled(traced: jax.stages.Lowered, **facts: Any) -> Step:
         return Step(None, facts | {"cannot": str(error)[:300]})
     facts["compile_s"] = round(time.perf_counter() - begin, 2)
     if (planned := planned_gib(program)) is None:
-        return Step(None, facts | {"cannot": NO_PLAN})
+        return Step(None, facts | {"cannot": "XLA does not say what memory it planned"})
     most = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf) / GIB
     if planned["all_gib"] > most:
         return Step(None, facts | planned | {"cannot": f"the device has {most:.1f} GiB"})

@@ -27,15 +27,15 @@ from models.attention import rope, rotations
 from models.config import Model
 from models.transformer import Layer
 
-Loss = Callable[[Any, Any], Any]
-
 
 class Framework(NamedTuple):
     """A stack of layers, as a framework's users write it."""
 
     offloaded: tuple[str, ...]
     start: Callable[[], tuple[Any, Any]]  # the stacked weights, and the input
-    scanned: Callable[[Any], Loss]  # the loss with the framework's scan under a policy of jax.checkpoint
+    scanned: Callable[
+        [Any], Callable[[Any, Any], Any]
+    ]  # the loss with the framework's scan under a policy of jax.checkpoint
     layer: Callable[[Any, Any], tuple[Any, None]]  # for jaxoffload.scan
 
 
@@ -109,7 +109,7 @@ def in_nnx(options: argparse.Namespace) -> Framework:
     rotation = rotations(options.seq, shape.d_head, shape.rope_theta)
     graph = nnx.graphdef(nnx.eval_shape(lambda: Layer(shape, nnx.Rngs(params=0))))
 
-    def scanned(policy: Any) -> Loss:
+    def scanned(policy: Any) -> Callable[[Any, Any], Any]:
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         @nnx.remat(policy=policy, prevent_cse=False)
         def run(layer: Layer, x: jax.Array) -> jax.Array:
@@ -128,7 +128,7 @@ def in_nnx(options: argparse.Namespace) -> Framework:
 FRAMEWORKS = {"linen": in_linen, "nnx": in_nnx}
 
 
-def loss_of(framework: Framework, how: str) -> Loss:
+def loss_of(framework: Framework, how: str) -> Callable[[Any, Any], Any]:
     """Return (weights, x) -> loss."""
     offloaded = dict.fromkeys(framework.offloaded, "offload")
     if how == "jax":

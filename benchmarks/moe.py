@@ -3,8 +3,6 @@ r"""Mixture-of-experts layers: saving, recomputing and offloading the same resid
     python -m benchmarks.moe [--out benchmarks/results/moe.json]              # Mixtral's shapes: 8 experts, 2 per token
     python -m benchmarks.moe --experts 64 --experts_per_token 8 --d_model 2048 --d_expert 768 --layers 12 \
         --out benchmarks/results/moe-small-experts.json                       # Qwen3's, with 64 of its 128 experts
-    python -m benchmarks.moe --expert 2 --batch 4 --layers 4 --capacity 1.25 --modes remat saved ours ours_saved \
-        --rounds 6 --out benchmarks/results/moe-expert-parallel.json          # Mixtral's, on two GPUs
 """
 
 import argparse

@@ -120,7 +120,7 @@ def group_of(
     for (mode, name), step in steps.items():
         if mode == "offload":
             freed = freed_gib(case, options, schedule, variants[mode, name])
-            step.facts |= {"freed_gib": freed, "from": all_saved(case, variants[mode, name])}
+            step.facts.update({"freed_gib": freed, "from": all_saved(case, variants[mode, name])})
     _, args, initial = next(iter(made.values()))
     placed = jax.jit(initial, out_shardings=jax.tree.map(lambda x: x.sharding, args))
     count = schedule.microbatches
@@ -195,7 +195,7 @@ def ratios(modes: dict[str, Any], options: argparse.Namespace) -> dict[str, floa
     found = bench.ratios(modes, [("offload", mode) for mode in MODES[1:]], "offload", "recomputed", ["saved"])
     moved, saved = (by_name(modes.get(mode, {})) for mode in ("offload", "saved"))
     for name, of in moved.items():
-        if "temp_gib" in of and "temp_gib" in (base := saved.get(of["from"], {})):
+        if of.get("freed_gib") and "temp_gib" in of.keys() & (base := saved.get(of["from"], {})).keys():
             found[f"freed/predicted, {name}"] = round((base["temp_gib"] - of["temp_gib"]) / of["freed_gib"], 4)
     return found
 

@@ -11,7 +11,7 @@ tokens. So only the indices of top-k are used: scores are gathered by the tagged
 
 The scores multiply `act`, not the outputs: the backward pass then does not need the output of fc2. Gate and up are two
 grouped GEMMs, because each has a decision of its own; the halves of one result would be copied for that
-(benchmarks/choices.py measures both).
+(benchmarks/results/choices.json).
 """
 
 import functools

@@ -16,15 +16,15 @@ from jaxoffload import Policy
 from models.config import load
 
 GATE, ALL = "gate moved, the rest saved", "all moved"
-LAYERS = "--layers 4 --seq 16 --d_model 32 --kv_heads 1 --head_dim 16 --attention xla --steps 1 --rounds 1 "
+LAYERS = "--layers 4 --seq 512 --d_model 64 --kv_heads 1 --head_dim 32 --attention xla --steps 1 --rounds 1 "
+WIDE = "--batch 8 --seqs 256 --d_model 256 --head_dim 128 "  # 1 MiB per layer is the least that moves
 EXPERTS = "--experts 4 --d_expert 16 --grouped ragged "
 RUNS = {
-    "dense": f"--modes remat saved ours ours_saved ours_best --variants 'gate moved' overlap {LAYERS}",
-    "moe": f"--modes remat ours ours_best --best 'gate moved' --fresh ours --expert 2 {EXPERTS} {LAYERS}",
+    "dense": f"--modes remat ours ours_saved --variants overlap {LAYERS}",
+    "moe": f"--modes remat ours_best --best overlap 'gate moved' --fresh ours_best --expert 2 {EXPERTS} {LAYERS}",
     "accumulate": f"--microbatches 2 --modes remat interleaved --variants defaults '{GATE}' --fsdp 2 {LAYERS}",
-    "stages": f"--microbatches 2 4 --virtual_stages 1 2 --offload_only 4 --variants '{ALL}' overlap {LAYERS}",
-    "frameworks": f"--modes jax offload scan {LAYERS}",
-    "sweep": f"--seqs 16 {LAYERS}",
+    "stages": f"--microbatches 2 --modes offload saved all_forward fsdp --variants '{ALL}' overlap {LAYERS}",
+    "frameworks": f"--modes offload scan {LAYERS}",
     "grouped": "--rows 64 --d_in 16 --d_out 32 --groups 4 --steps 1 --rounds 1",
 }
 
@@ -70,26 +70,39 @@ def test_a_benchmark_runs_and_writes_one_format(name, run, capsys):
             assert of["ms"] > 0 and of["spread_ms"][0] <= of["step_ms"] <= of["spread_ms"][1]
             assert of.keys() >= {"options", "compile_s", "temp_gib", "all_gib", "host_temp_gib", "other_options"}
             assert of.get("mfu", None) is None  # no peak of a CPU is known
-    printed = capsys.readouterr().out
-    assert name in ("sweep", "grouped") or printed.count("| not known |") + (name in ("frameworks", "stages")) > 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if " ms" in line and line.startswith("| ")]
+    assert len(rows) == ROWS[name]
 
 
-AT = ("virtual_stages", "1", "microbatches", "2"), ("virtual_stages", "1", "microbatches", "4")
+ROWS = {"dense": 2, "moe": 2, "accumulate": 2, "stages": 4, "frameworks": 4, "grouped": 0}  # of the printed table
 PATHS = {name: [()] for name in RUNS} | {
     "accumulate": [("microbatches", "2")],
-    "stages": [*AT, *((*path[:1], "2", *path[2:]) for path in AT)],
+    "stages": [("virtual_stages", virtual, "microbatches", "2") for virtual in "12"],
     "frameworks": [("frameworks", "linen"), ("frameworks", "nnx")],
-    "sweep": [("seq", "16")],
     "grouped": [("groups", division) for division in ("even", "falling", "skewed")],
 }
 
 
 @pytest.mark.slow
+def test_a_sweep_says_what_moved(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "ORDER", ("layer_input",))
+    path = tmp_path / "sweep.json"
+    monkeypatch.setattr(sys, "argv", ["sweep", *shlex.split(LAYERS + WIDE), "--out", str(path)])
+    with jax.numpy_rank_promotion("allow"):
+        bench.main("sweep", sweep.parse(), sweep.groups, lambda *_: {})
+    modes = json.loads(path.read_text())["seq"]["256"]["modes"]
+    found = [(of["how"], of["moved"], of["host_gib"] > 0) for of in modes.values()]
+    moved = [(how, ["layer_input"], True) for how in ("jaxoffload", "JAX", *[sweep.SHARE] * 3)]
+    assert found == [(sweep.RECOMPUTED, [], False), *moved]
+    assert all(of["step_ms"] > 0 for of in modes.values()) and sweep.free_gib(modes) is None
+
+
+@pytest.mark.slow
 def test_plans_run_beside_other_policies(run, tmp_path, monkeypatch):
     """And what was predicted before is written beside what was measured."""
-    sizes = {"layers": 4, "seq": 16, "d_model": 32, "kv_heads": 1, "head_dim": 16, "attention": "xla"}
+    sizes = {"layers": 4, "seq": 512, "d_model": 64, "kv_heads": 1, "head_dim": 32, "attention": "xla"}
     monkeypatch.setattr(plans, "SHAPES", {"tiny": plans.Shape(dense.CASE, sizes, 2)})
-    some = {name: plans.policies_of(dense.CASE)[name] for name in ("recompute", "gate moved", "save", "drawn 0")}
+    some = {name: plans.policies_of(dense.CASE)[name] for name in ("recompute", "gate moved", "drawn 0")}
     monkeypatch.setattr(plans, "policies_of", lambda case: some)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1")
     before, after = tmp_path / "before.json", tmp_path / "after.json"
@@ -101,7 +114,7 @@ def test_plans_run_beside_other_policies(run, tmp_path, monkeypatch):
             plans.main()
     found = json.loads(after.read_text())["shapes"]["tiny"]
     lines, predicted = found["policies"], json.loads(before.read_text())["shapes"]["tiny"]["policies"]
-    assert predicted.keys() == {"recompute", "gate moved", "save"}  # of some layers nothing is predicted
+    assert predicted.keys() == {"recompute", "gate moved"}  # of some layers nothing is predicted
     assert all(lines[name].items() >= of.items() and of["predicted_ms"] > 0 for name, of in predicted.items())
     assert found["budgets"].keys() == {"least", "middle", "all"}
     for which, of in found["budgets"].items():
@@ -267,13 +280,13 @@ def test_what_offload_frees_by_hand():
 
 
 def test_what_stages_free_is_predicted_by_their_slots():
-    """8 layers in 2 chunks. Of each, 2 x 16 x 32 values of 2 bytes move, and gates 3.5 times as wide."""
+    """8 layers in 2 chunks. Of each, 8 x 256 x 256 values of 2 bytes move, and gates 3.5 times as wide."""
     options = argparse.Namespace(
-        **cases.SIZES | {"layers": 8, "seq": 16, "d_model": 32, "head_dim": 16, "kv_heads": 1, "attention": "xla"}
+        **cases.SIZES | {"layers": 8, "batch": 8, "seq": 256, "d_model": 256, "kv_heads": 1, "attention": "xla"}
     )
     schedule = stages.Schedule(2, 1, 4)
     variant = cases.ours({"layer_input": "offload", "mlp/fc1.gate": "offload"})
-    layer = 2 * 16 * 32 * 2 * (1 + 3.5)
+    layer = 8 * 256 * 256 * 2 * (1 + 3.5)
     layers = schedule.slots * 4 - schedule.layers_in_flight(4)
     assert layers > 0
     assert stages.freed_gib(dense.CASE, options, schedule, variant) == pytest.approx(layers * layer / bench.GIB)
@@ -294,13 +307,13 @@ def test_all_rows_are_divided_among_the_groups():
 
 
 def test_a_plan_is_judged_by_the_fastest_policy_that_fits():
-    plan = {"all_gib": 9.0, "step_ms": 110.0}
+    plan = {"device_gib": 9.0, "step_ms": 110.0}
     lines = {
         "plan least": plan,
-        "hand-made": {"all_gib": 10.0, "step_ms": 100.0},
-        "save": {"all_gib": 30.0, "step_ms": 80.0},
+        "hand-made": {"device_gib": 10.0, "step_ms": 100.0},
+        "save": {"device_gib": 30.0, "step_ms": 80.0},
     }
-    lines["too large"] = {"all_gib": 200.0}
+    lines["too large"] = {"device_gib": 200.0}
     expected = {"budget_gib": 10.0, "best": "hand-made", "runs": True, "plan / best": 1.1}
     assert plans.judged(10.0, plan, lines) == expected
     assert plans.judged(30.0, {}, lines) == {"budget_gib": 30.0, "best": "save", "runs": False}
@@ -315,13 +328,13 @@ def test_a_run_of_plans_continues_an_earlier_one_of_the_same_kind():
         "machine": {},
         "commit": "c",
         "command": "a",
-        "runs": [],
         "shapes": {"1b": 1},
     }
     later = run | {"command": "b", "device": "2 GPU", "shapes": {}}
     found = plans.added(run, later)
     assert found["shapes"] == {"1b": 1} and found["device"] == "2 GPU"
-    assert found["runs"] == [{"command": "b", "commit": "c"}]
+    assert found["runs"] == [{"command": "a", "commit": "c"}, {"command": "b", "commit": "c"}]
+    assert len(plans.added(found, later)["runs"]) == 3
     for other in ({"device": "1 TPU"}, {"versions": {"jax": "2"}}, {"machine": {"gpus": 1}}):
         with pytest.raises(SystemExit, match="--add: "):
             plans.added(run, later | other)

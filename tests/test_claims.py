@@ -317,10 +317,11 @@ def test_interleaved_layers_cost_the_same_in_deeper_stacks():
 
 def on_stages(virtual, count, name="stages"):
     """Return the ratios of two stages, and (mode, options) -> what was measured of them."""
-    found = result(name)["virtual_stages"][virtual]["microbatches"][count]
-    ran = {(mode, of["options"]): of for mode, of in found["modes"].items()}
-    others = {(mode, name): each for mode, of in found["modes"].items() for name, each in of["other_options"].items()}
-    return found["ratios"], others | ran
+    of_virtual = result(name)["virtual_stages"]
+    found = of_virtual[virtual]["microbatches"][count]
+    modes = next(iter(of_virtual.values()))["microbatches"][count]["modes"] | found["modes"]  # some ran once for all
+    measured = {(mode, name): facts for mode, of in modes.items() for name, facts in stages.by_name(of).items()}
+    return found["ratios"], measured
 
 
 def idle(name, virtual):
@@ -429,7 +430,7 @@ def test_experts_on_stages_of_two_gpus_move_gates_at_the_speed_of_saving():
 
 @pytest.mark.claim("stages-alone")
 def test_what_each_module_costs_on_stages_of_two_gpus():
-    _, measured = on_stages("2", "8", "stages-alone")
+    ratios, measured = on_stages("2", "8", "stages-alone")
     text = sections_naming("stages-alone")
     saved = {name: measured["saved", f"{name} saved"]["ms"] for name in ("all", "all and attn/norm")}
     of_saved = lambda module, saved: measured["offload", f"{module} alone moved"]["ms"] / saved
@@ -437,7 +438,7 @@ def test_what_each_module_costs_on_stages_of_two_gpus():
     assert f"input costs {of_saved('attn_norm', saved['all']):.3f} times" in text
     for module, digits in (("core_attn", 3), ("moe_act", 3), ("expert_fc1", 2)):
         assert f"`{module}` {of_saved(module, saved['all']):.{digits}f}" in text
-    freed = [of["freed/predicted"] for of in measured["offload", "qkv_linear alone moved"]["freed"].values()]
+    freed = [ratio for name, ratio in ratios.items() if name.startswith("freed/predicted")]
     assert len(freed) == 5 and f"free {min(freed):.2f} to {max(freed):.2f} of" in text
 
 

@@ -204,7 +204,7 @@ class Batches:
     def _read(self, row: int) -> np.ndarray:
         parts, missing = [], self.length
         while missing:
-            if self.position[row, 1] == len(self.tokens[row]):
+            if self.position[row, 1] >= len(self.tokens[row]):
                 self.position[row] = self.blocks[row].get_state()["next_index"], 0
                 self.tokens[row] = next(self.blocks[row])
             parts.append(self.tokens[row][self.position[row, 1] :][:missing])

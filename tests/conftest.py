@@ -37,7 +37,7 @@ def pytest_configure(config):
 
 
 def compile_once(config):
-    """Keep what is compiled until these tests end, or in the folder COMPILED for later runs: many compile the same step."""
+    """Keep what is compiled until these tests end, or in the folder COMPILED for later runs."""
     if kept := os.environ.get("COMPILED"):
         flags = [os.environ.get(name) for name in ("XLA_FLAGS", "ONEDNN_MAX_CPU_ISA")]
         key = hashlib.sha256(repr((version("jaxlib"), flags, instruction_set())).encode()).hexdigest()[:16]

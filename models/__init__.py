@@ -2,7 +2,7 @@
 
 import importlib.util
 
-_EXTRA = ("flax", "grain", "omegaconf", "optax", "orbax", "tokenizers", "tqdm")  # what `train` installs
+_EXTRA = ("flax", "grain", "omegaconf", "optax", "orbax", "pyarrow", "tokenizers", "tqdm")  # what `train` installs
 
 if _missing := [name for name in _EXTRA if importlib.util.find_spec(name) is None]:
     raise ModuleNotFoundError(

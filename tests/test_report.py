@@ -27,7 +27,7 @@ def per_device(text: str) -> dict[str, float]:
 def test_the_report_of_8b_tells_bytes_and_allocates_nothing():
     before = len(jax.live_arrays())
     text = report(load(CONFIGS / "llama3-8b.yaml"))
-    assert len(jax.live_arrays()) == before and "8,030,261,248 parameters" in text
+    assert len(jax.live_arrays()) <= before and "8,030,261,248 parameters" in text
     assert "mlp/fc2" in text and "attn/context.1" in text and "8 microbatches interleaved; the table is of one" in text
     # An eighth on each device, except the norms' 266,240, which are on each; two moments.
     parameters = 4 * ((8030261248 - 266240) / 8 + 266240) / 2**20
@@ -52,15 +52,16 @@ def test_the_report_needs_no_gpu_for_kernels_of_gpus():
     ],
 )
 def test_the_report_says_how_microbatches_run_and_what_exists_at_once(overrides, way, stacks):
-    text = report(load(CONFIGS / "tiny.yaml", overrides))
-    lines = text.splitlines()
-    said = [line for line in lines if "microbatches" in line]
+    config = load(CONFIGS / "tiny.yaml", overrides)
+    text = report(config)
+    said = [line for line in text.splitlines() if "microbatches" in line]
     assert said == ([f"4 microbatches {way}; the table is of one"] if way else [])
-    (total,) = (line.split() for line in lines if line.startswith("device "))  # device A MiB (untagged B MiB) ...
-    device, untagged, host = float(total[1]), float(total[4]), float(total[8])
-    assert per_device(text)["residuals on the host"] == stacks * host
-    expected = untagged + stacks * (device - untagged)
-    assert per_device(text)["residuals on the device"] == pytest.approx(expected, abs=0.1)
+    made = program(config, abstract_mesh(config.mesh))
+    table = jaxoffload.residuals(made.loss, made.state.params, made.microbatch)
+    named, untagged = (sum(row.bytes for row in table if row.state == "saved" and bool(row.names) == n) for n in (1, 0))
+    assert per_device(text)["residuals on the host"] * 2**20 == stacks * table.host_bytes
+    found = per_device(text)["residuals on the device"]
+    assert found == pytest.approx((untagged + stacks * named) / 2**20, abs=0.1)
 
 
 @pytest.mark.claim("stages")

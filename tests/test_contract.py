@@ -109,10 +109,10 @@ def at(place, shapes):
 @pytest.mark.parametrize(
     "kind, dtype, every",
     [
-        ("scan", jnp.float32, EVERY),
+        pytest.param("scan", jnp.float32, EVERY, marks=pytest.mark.slow),
         ("scan", jnp.bfloat16, NINE),
         ("checkpoint", jnp.float32, NINE),
-        ("checkpoint", jnp.bfloat16, EVERY),
+        ("checkpoint", jnp.bfloat16, NINE),
         ("offload", jnp.bfloat16, NINE),
     ],
 )

@@ -493,11 +493,13 @@ WS = normal(2, (6, 8, 8)) * 0.5
 )
 def test_rule_6_layers(fields, offloaded, saved):
     f = lambda x, w: scan(body, x, w, reverse=offloaded % 2 == 1, policy=policy({"fc1": "offload"}, **fields))
-    layers = {"offloaded": 0, "saved": 0, "recomputed": 0}
+    layers, others = {"offloaded": 0, "saved": 0, "recomputed": 0}, 0
     for r in residuals(f, X, WS):
         if r.names == ("fc1",):
             layers[r.state] += r.layers
+            others += r.layers * (r.reason == "other_layers")
     assert layers == {"offloaded": offloaded, "saved": saved, "recomputed": 6 - offloaded - saved}
+    assert others == 6 - offloaded - min(fields.get("resident_layers", 1), 6)
     assert kept_bytes(f, X, WS)[1] == (offloaded + (offloaded > 0)) * ONE  # and a padding row
 
 

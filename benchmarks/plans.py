@@ -40,7 +40,6 @@ from benchmarks.accumulate import device_gib, placed
 from benchmarks.cases import OVERLAP, Case, Variant
 from benchmarks.steps import initial, loss_of, shardings, start
 from jaxoffload import Policy
-from jaxoffload.proof._plan.compiled import refined
 
 GIB = 2**30
 
@@ -265,10 +264,9 @@ class Curve:
         return None if gib is None else round(gib * GIB)
 
     def chosen(self, budget: float) -> Point | None:
-        """Return what `plan(compile=True)` chooses of these for so many GiB."""
-        of = lambda points: refined(points, round(budget * GIB), self.size)
-        choice, taken = of(self.first)
-        return choice or of([point for point in self.unmoved if point not in taken])[0]
+        """Return the fastest of these that takes at most so many GiB by XLA's plan."""
+        fits = lambda point: (size := self.size(point)) is not None and size <= budget * GIB
+        return next(filter(fits, sorted(self.points)), None)
 
 
 def lowered(shape: Shape, options: argparse.Namespace, variant: Variant) -> jax.stages.Lowered:

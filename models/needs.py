@@ -15,35 +15,22 @@ from jax.extend.core import jaxpr_as_fun
 import jaxoffload
 from jaxoffload import HostPoolFull, Plan, PolicyError, Problem, Residual, Residuals, Schedule, UserError, proof
 from jaxoffload.grouped import GroupedMatmulError
-from jaxoffload.proof import Room
 from models.config import Config
 from models.planning import planned
 from models.reading import ConfigError, config_error
 from models.sharding import AnyMesh, abstract_mesh, on_mesh
-from models.step import Program, Step, derivative_of, may_interleave, one_by_one, program, traceable
+from models.step import Program, Step, derivative_of, may_interleave, program, traceable
 from models.text import readable
 
 
 class Memory(NamedTuple):
-    """The bytes of each kind: (in total, per device).
-
-    Of the working sets, which do not exist at the same time, the greater one counts. On H200s XLA's plans were from 9 %
-    below to 24 % above the expected bytes: only the compiler knows what it keeps twice, and which gaps it leaves.
-    """
+    """The bytes of each kind: (in total, per device)."""
 
     parameters: tuple[int, int]
     gradients: tuple[int, int]
     optimizer: tuple[int, int]
     on_device: tuple[int, int]  # residuals
     on_host: tuple[int, int]
-    lone_pass: int  # per device: what the passes that run alone do not offload
-    working: Room  # per device
-
-    @property
-    def expected(self) -> int:
-        """The bytes expected on each device."""
-        kinds = self.parameters, self.gradients, self.optimizer, self.on_device
-        return sum(each for _, each in kinds) + self.lone_pass + max(self.working)
 
 
 class Weighed(NamedTuple):
@@ -74,8 +61,7 @@ def weighed(config: Config, made: Program) -> Weighed:
         table = judged_residuals(config, alone)
     # On stages a step traces the layers as a stage runs them.
     step = made.step if config.mesh.stage > 1 else alone.step_of(alone.training, derivative_of(config))
-    lone_pass = proof.staying(step, made.state, made.tokens) if interleaves(config, table) else 0
-    return Weighed(table, memory(config, made, table, lone_pass, working_set(config, alone, table)), step)
+    return Weighed(table, memory(config, made, table), step)
 
 
 def traced_once(made: Program) -> Program:
@@ -118,10 +104,10 @@ def interleaves(config: Config, table: Residuals) -> bool:
     return config.mesh.stage > 1 or (may_interleave(config.train) and table.host_bytes > 0)
 
 
-def known_fits(made: Program, found: Weighed) -> proof.Fits | None:
-    """Return whether the copies fit behind their layers; None on GPUs that `proof.machine` has not measured."""
+def prediction(made: Program, found: Weighed) -> proof.Prediction | None:
+    """Return what is predicted of a step; None on GPUs that `proof.machine` has not measured."""
     known = proof.known_machine()
-    return proof.fits(found.step, made.state, made.tokens, machine=known) if known else None
+    return proof.predict(found.step, made.state, made.tokens, machine=known) if known else None
 
 
 def fit_to_host_pool(config: Config, mesh: AnyMesh) -> Config:
@@ -264,24 +250,7 @@ def of_a_chunk(config: Config, table: Residuals, state: str, padding: int = 0) -
     return [replace(row, state=state, bytes=row.bytes_per_layer * count) for row, count in kept]
 
 
-def working_set(config: Config, alone: Program, table: Residuals) -> Room:
-    """Estimate what a layer needs, and a chunk of logits with its gradient and the unembedding's.
-
-    Interleaved microbatches compute a layer of each in turn, while the residuals of another go to the host. On stages
-    those of a chunk's last layer are on their way too.
-    """
-    in_turn = interleaves(config, table)
-    step = alone.step_of(alone.training, one_by_one if in_turn else derivative_of(config))
-    room = proof.room(step, alone.state, alone.tokens)
-    if not in_turn:
-        return room
-    rows = [replace(row, bytes=row.bytes_per_layer) for row in table if row.state == "offloaded" and row.layers]
-    layer = sum(row.bytes_per_device for row in rows)
-    last = Schedule.layers_in_flight(layers_of_a_chunk(config)) - 2 if config.mesh.stage > 1 else 0
-    return room._replace(layer=room.layer + layer + int(last * layer))
-
-
-def memory(config: Config, made: Program, table: Residuals, lone_pass: int, working: Room) -> Memory:
+def memory(config: Config, made: Program, table: Residuals) -> Memory:
     """Return the bytes that a step needs."""
     residuals = residuals_at_once(config, table)
     state = made.state.params, gradients_at_once(config, made, table), made.state.optimizer
@@ -291,7 +260,7 @@ def memory(config: Config, made: Program, table: Residuals, lone_pass: int, work
         return config.mesh.stage * sum(row.bytes for row in rows), sum(row.bytes_per_device for row in rows)
 
     sizes = [(_bytes(tree), _device_bytes(tree)) for tree in state]
-    return Memory(*sizes, kept("saved"), kept("offloaded"), lone_pass, working)
+    return Memory(*sizes, kept("saved"), kept("offloaded"))
 
 
 def residuals_at_once(config: Config, table: Residuals) -> list[Residual]:

@@ -10,9 +10,9 @@ from models.needs import (
     Memory,
     Weighed,
     interleaves,
-    known_fits,
     layers_of_a_chunk,
     parameter_count,
+    prediction,
     schedule_of,
     stages,
     traced_program,
@@ -27,7 +27,7 @@ from models.transformer import flops_per_token
 def report(config: Config) -> str:
     """Return the table and the bytes that training needs, on the mesh of the config, on any machine.
 
-    On GPUs that `proof.machine` has measured, also whether the copies fit behind their layers.
+    On GPUs that `proof.machine` has measured, also what is predicted of a step.
 
     Raises:
       ConfigError: as `summary`.
@@ -35,8 +35,8 @@ def report(config: Config) -> str:
     traced, made, plan = traced_program(config)
     found = weighed(traced, made)
     lines = "\n".join([*([str(plan)] if plan else []), summary(traced, made, found)])
-    if fits := known_fits(made, found):
-        lines += f"\n{fits}"
+    if predicted := prediction(made, found):
+        lines += f"\n{predicted}"
     if traced.model.attention != config.model.attention:
         lines += (
             f"\n(model.attention = {config.model.attention!r} was traced as cudnn: no CUDA here. Its residuals are "
@@ -119,7 +119,6 @@ def stage_lines(config: Config, made: Program, table: Residuals) -> list[str]:
 
 def memory_lines(config: Config, made: Program, table: Residuals, found: Memory) -> list[str]:
     """Return lines of the bytes of each kind, in total and per device."""
-    working, devices = found.working, made.tokens.sharding.mesh.size
     how_many = ", of two microbatches" if interleaves(config, table) else ""
     if config.mesh.stage > 1:
         how_many = f", in {schedule_of(config).slots} slots"
@@ -130,18 +129,11 @@ def memory_lines(config: Config, made: Program, table: Residuals, found: Memory)
         "residuals on the device": (*found.on_device, how_many),
         "residuals on the host": (*found.on_host, how_many),
     }
-    alone = readable(found.lone_pass)
-    for_a_lone_pass = f"{'kept for a lone pass':24} {'':>12}  {alone:>12} per device, not offloaded there"
-    where = "the device" if devices == 1 else f"each of {devices} devices"
     return [
         *(
             f"{name:24} {readable(total):>12}  {readable(each):>12} per device{of}"
             for name, (total, each, of) in rows.items()
         ),
-        *([for_a_lone_pass] if found.lone_pass else []),
-        f"{'working set of a layer':24} {'':>12}  {readable(working.layer):>12} per device, estimated",
-        f"{'or of a chunk of logits':24} {'':>12}  {readable(working.loop):>12} per device, estimated",
-        f"expected on {where}: {readable(found.expected)}, and {readable(found.on_host[1])} of host memory",
     ]
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from models.config import Config
 from models.needs import (
     interleaves,
-    known_fits,
     parameter_count,
+    prediction,
     schedule_of,
     stages,
     traced_program,
@@ -27,7 +27,7 @@ def report_json(config: Config) -> str:
     """
     traced, made, plan = traced_program(config)
     table, found, _ = weights = weighed(traced, made)
-    mesh, working = made.tokens.sharding.mesh, found.working
+    mesh = made.tokens.sharding.mesh
     total_and_each = lambda sizes: dict(zip(("total", "per_device"), sizes, strict=True))
     content: dict[str, Any] = {
         "parameters": parameter_count(made),
@@ -46,10 +46,6 @@ def report_json(config: Config) -> str:
             "optimizer": total_and_each(found.optimizer),
             "residuals_on_the_device": total_and_each(found.on_device),
             "residuals_on_the_host": total_and_each(found.on_host),
-            "kept_for_a_lone_pass": {"per_device": found.lone_pass},
-            "working_set_of_a_layer": {"per_device": working.layer},
-            "working_set_of_a_chunk_of_logits": {"per_device": working.loop},
-            "expected": {"per_device": found.expected, "host_per_device": found.on_host[1]},
         },
     }
     if config.mesh.stage > 1:
@@ -62,6 +58,6 @@ def report_json(config: Config) -> str:
         }
     if plan:
         content["plan"] = json.loads(plan.to_json())
-    if fits := known_fits(made, weights):
-        content["fits"] = json.loads(fits.to_json())
+    if predicted := prediction(made, weights):
+        content["step"] = json.loads(predicted.to_json())
     return json.dumps(content)

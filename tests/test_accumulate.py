@@ -10,6 +10,7 @@ import pytest
 from common import (
     assert_close,
     assert_same_bits,
+    bytes_staying,
     auto_mesh,
     count,
     equations,
@@ -498,7 +499,7 @@ def test_what_would_not_fit_behind_a_pass_that_runs_alone_stays_on_the_device_or
     # A set of gradients has 672 MiB per layer, of which with two microbatches 470 may stay: a wide residual. With eight
     # 168 may, a narrow one in the first and in the last, and with 64 none: then a wide one is recomputed in the first.
     xs = lambda count: jax.ShapeDtypeStruct((count, rows, d), jnp.bfloat16)
-    assert [proof.staying(accumulate(loss), w, xs(m)) >> 20 for m in (2, 8, 64)] == [layers * wide, layers * narrow, 0]
+    assert [bytes_staying(accumulate(loss), w, xs(m)) >> 20 for m in (2, 8, 64)] == [layers * wide, layers * narrow, 0]
     middle, drain = (every, every, 9), (0, every, 6)
     assert loops(2) == [(wide + narrow, 0, 3), (every, wide + narrow, 9), drain]
     assert loops(8) == [(wide, 0, 3), (every, wide, 9 + 1), middle, (2 * wide, every, 9), (0, 2 * wide, 6)]
@@ -543,8 +544,8 @@ def test_a_mesh_around_the_loss_alone_divides_what_may_stay():
     loss = lambda w, x: jnp.sum(scan(layer, x, w, policy=rules)[0].astype(jnp.float32))
     w = tuple(jax.ShapeDtypeStruct((4, *a), jnp.float32) for a in ((d, hidden), (hidden, d)))
     xs = jax.ShapeDtypeStruct((2, 2 * rows, d), jnp.bfloat16)
-    around_the_loss = proof.staying(accumulate(functools.partial(on_mesh, loss)), w, xs)
-    assert around_the_loss == proof.staying(functools.partial(on_mesh, accumulate(loss)), w, xs) > 0
+    around_the_loss = bytes_staying(accumulate(functools.partial(on_mesh, loss)), w, xs)
+    assert around_the_loss == bytes_staying(functools.partial(on_mesh, accumulate(loss)), w, xs) > 0
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from jax.extend.core.primitives import cond_p, device_put_p, scan_p, while_p
 from ..._engine.jaxprs.flat import Buffer, Division, Op, Straight, division, straight
 from ..._engine.jaxprs.walk import nested, operands_of, walk
 from ..._engine.layers.loops import backward_p, forward_p, loops_of
+from ..._engine.layers.segments import Segment
 from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import IN_PLACE, REDUCTIONS, SAME, SHARD_MAP, UNFUSED, is_attention, nbytes, on_host
 from .joint import Passes
@@ -76,11 +77,16 @@ def kept_bytes(jaxpr: Jaxpr) -> int:
     for site in walk(jaxpr):
         if site.eqn.primitive in (forward_p, interleaved_p):
             segments = [segment for loops in loops_of(site.eqn) for segment in loops.segments]
-            sizes = [(s.layers, s.layout.sizes(straight(s.layer.forward))) for s in segments]
             schedule = site.eqn.params.get("schedule")
             sets = schedule.slots if schedule else 1 + (site.eqn.primitive is interleaved_p and _offloads(site.eqn))
-            kept += sets * sum(layers * sum(of.device) + sum(of.once) for layers, of in sizes)
+            kept += sets * sum(map(_stay, segments))
     return kept
+
+
+def _stay(segment: Segment) -> int:
+    """Return the bytes per device that the layers of a segment keep there; the last may be resident."""
+    sizes = segment.layout.sizes(straight(segment.layer.forward))
+    return segment.layers * sum(sizes.device) + (segment.layers - segment.on_host) * sum(sizes.host) + sum(sizes.once)
 
 
 def _offloads(eqn: Any) -> bool:
@@ -163,7 +169,7 @@ class _Walk:
         body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _OPENED)
         state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
         _divide_alike(state, body.outputs)
-        return self.peak(body, state)
+        return self.peak(body, [x for x, r in zip(state, op.results, strict=False) if r not in self.in_place])
 
 
 def _lives(program: Straight) -> _Lives:

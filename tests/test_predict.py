@@ -364,7 +364,10 @@ def test_weights_with_as_many_rows_as_the_batch_do_not_say_how_it_is_divided():
 
 
 @pytest.mark.claim("plan-collectives")
-@pytest.mark.parametrize("name, axes, parts", [("tiny", [], {1, 2}), ("tiny-moe", ["mesh.expert=2"], {1, 2, 4})])
+@pytest.mark.parametrize(
+    "name, axes, parts",
+    [("tiny", [], {1, 2}), pytest.param("tiny-moe", ["mesh.expert=2"], {1, 2, 4}, marks=pytest.mark.slow)],
+)
 def test_the_reference_models_are_read(name, axes, parts):
     """Matrices are gathered over fsdp, except that experts stay where the expert axis puts them."""
     step, args, *_ = step_for(str(ROOT / f"configs/{name}.yaml"), "mesh.fsdp=2", *axes)

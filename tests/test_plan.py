@@ -85,7 +85,7 @@ def step_of(*stacks, movable=BOTH, **fields):
 
 def outcome_of(step, costs, moved, layers):
     """Seconds, bytes on the device besides those of the step, and on the host."""
-    units = np.array([[unit in moved for unit in units_of(costs)]])
+    units = np.array([[unit in moved for unit in units_of(costs)]], bool)
     ns, device, host = (x.item() for x in outcome(step, costs, units, np.array([layers])))
     return ns / 1e9, device - step.other, host
 
@@ -205,7 +205,7 @@ def test_the_fastest_that_fits_is_chosen(seed):
     for limit in sorted({c.device for c in curve} | {dice.randint(1500, 20_000) for _ in range(10)}):
         choice, sizes = chosen(curve, limit, 10**9, predicted, lambda choice: choice.device)
         if limit < curve[0].device:
-            assert choice is None and sizes == {curve[0]: curve[0].device}
+            assert choice is None and sizes == {c: c.device for c in curve}
             continue
         unmoved = [c for c in curve if not c.moved and c.device <= limit and c.ns <= 1.01 * fastest(curve, limit).ns]
         assert choice.ns == min(unmoved or [fastest(curve, limit)], key=lambda c: c.ns).ns

@@ -136,6 +136,9 @@ class _Walk:
     def peak(self, program: Straight, state: Collection[Buffer]) -> int:
         """Return the most bytes at once of what a program computes and of its `state`, the inputs that it frees."""
         lives = _lives(program)
+        for op in program.ops:
+            if op.eqn.primitive in (scan_p, while_p):
+                self.body_of(op)
         alive = {a: self.size(program, a) for a in state}
         most = sum(alive.values())
         for number, op in enumerate(program.ops):
@@ -155,7 +158,7 @@ class _Walk:
             first, carry = _carry_of(op)
             handed_over = {same.get(x, x) for x in op.operands[first : first + carry] if x}
             rows = sum(size for r, size in results.items() if r in op.results[carry:])
-            return self.iteration(op, first, carry) + rows - sum(s for a, s in ends.items() if a in handed_over)
+            return self.iteration(op) + rows - sum(s for a, s in ends.items() if a in handed_over)
         if op.eqn.primitive is cond_p:  # a branch writes over what it is given
             inside = max(self.peak(straight(branch, _OPENED), ()) for branch in nested(op.eqn))
             return max(inside, inside + sum(results.values()) - sum(ends.values()))
@@ -163,13 +166,25 @@ class _Walk:
         overwritten = [size for size in ends.values() if size in results.values() and in_place]
         return sum(results.values()) - max(overwritten, default=0)
 
-    def iteration(self, op: Op, first: int, carry: int) -> int:
+    def iteration(self, op: Op) -> int:
         """Return the most that an iteration of a loop has, with its carry."""
-        params = op.eqn.params
-        body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _OPENED)
-        state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
+        body, state = self.body_of(op)
         _divide_alike(state, body.outputs)
         return self.peak(body, [x for x, r in zip(state, op.results, strict=False) if r not in self.in_place])
+
+    def body_of(self, op: Op) -> tuple[Straight, list[Buffer]]:
+        """Return the body of a loop, and what of its inputs is carried. A stack that is filled in it, of which nothing
+        says how it is divided, is divided as rows in there are, and so it is outside."""
+        params, (first, carry) = op.eqn.params, _carry_of(op)
+        body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _OPENED)
+        state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
+        for buffers in zip(state, op.results, op.operands[first : first + carry], strict=False):
+            _, *rows = buffers[0].aval.shape or (0,)
+            parts = body.rows.get(rows[0], 1) if rows and buffers[0].aval.shape not in self.like else 1
+            if buffers[0] in body.stored and parts > 1:
+                for stack in filter(None, buffers):
+                    stack.constraint = stack.constraint or Division(parts)
+        return body, state
 
 
 def _lives(program: Straight) -> _Lives:

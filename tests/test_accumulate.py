@@ -10,8 +10,8 @@ import pytest
 from common import (
     assert_close,
     assert_same_bits,
-    bytes_staying,
     auto_mesh,
+    bytes_staying,
     count,
     equations,
     fast_compiles,
@@ -27,7 +27,7 @@ from jax import lax
 from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxoffload import Policy, PolicyError, accumulate, chain, check, evaluate, offload, proof, scan, tag, verify
+from jaxoffload import Policy, PolicyError, accumulate, chain, check, evaluate, offload, scan, tag, verify
 from jaxoffload._engine.cost.lone_pass import staying
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk

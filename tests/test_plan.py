@@ -66,6 +66,13 @@ def planned(*args, f=loss, machine=TOY, fixed=ALL, **budgets):
     return plan(f, *(args or ARGS), machine=machine, fixed=fixed, **{"budget": EVERYTHING, **budgets})
 
 
+def least(*args, **how):
+    """The plan for as little memory as there can be."""
+    with pytest.raises(NothingFits) as caught:
+        planned(*args, budget=1, **how)
+    return planned(*args, budget=caught.value.least, **how)
+
+
 def moves(policy):
     return "offload" in dict(policy.residuals).values()
 
@@ -295,7 +302,7 @@ def test_microbatches_have_two_sets_of_stacks():
     xs = of(4, *ARGS[1].shape)
     fixed = dataclasses.replace(ALL, residuals={"fc1": "offload"})
     f = lambda w, xs: accumulate(loss)(w, xs)
-    found = planned(ARGS[0], xs, f=f, fixed=fixed)
+    found = least(ARGS[0], xs, f=f, fixed=fixed)
     assert found.host == 2 * LAYERS * WIDE and found.policy.offload_layers == "all"
     assert planned(ARGS[0], xs, f=f).host == 0
 
@@ -328,7 +335,7 @@ def test_what_has_no_backward_pass_keeps_nothing():
 def test_the_claims_hold_for_what_is_planned():
     w, x = jax.tree.map(lambda a: 0.1 * jnp.ones((3, *a.shape[1:]) if a.ndim > 2 else a.shape, a.dtype), ARGS)
     fixed = dataclasses.replace(ALL, residuals={"fc1": "offload"})
-    found = planned(w, x, fixed=fixed)
+    found = least(w, x, fixed=fixed)
     assert found.host > 0
     verification = verify(functools.partial(loss, policy=found.policy), w, x)
     assert verification.ok, verification
@@ -349,9 +356,8 @@ def test_names_are_patterns_that_reproduce_the_plan():
 
     f = lambda w, x, policy=ALL: jnp.sum(scan(layer, x, w, policy=policy, strict=False)[0])
     args = of(LAYERS, D, H), of(B, D)
-    with pytest.raises(NothingFits) as least:
-        planned(*args, f=f, budget=1)
-    for budget in (least.value.least, least.value.least + LAYERS * WIDE, EVERYTHING):
+    smallest = least(*args, f=f).budget
+    for budget in (smallest, smallest + LAYERS * WIDE, EVERYTHING):
         found = planned(*args, f=f, budget=budget)
         table = residuals(functools.partial(f, policy=found.policy), *args)
         rows = [row for row in table if row.names or row.reason == "the carry of a scan"]
@@ -364,7 +370,7 @@ def test_names_are_patterns_that_reproduce_the_plan():
 
 def test_fixed_decisions_stay():
     fixed = dataclasses.replace(ALL, residuals={"fc1": "recompute", "act": "offload"}, resident_layers=2)
-    found = planned(fixed=fixed)
+    found = least(fixed=fixed)
     table = residuals(functools.partial(loss, policy=found.policy), *ARGS)
     assert "fc1" not in {row.names[0] for row in table if row.names and row.state != "recomputed" and row.layers}
     assert dict(found.policy.residuals)["act"] == "offload" and found.host > 0
@@ -372,9 +378,7 @@ def test_fixed_decisions_stay():
     saved = planned(fixed=dataclasses.replace(ALL, residuals={"fc1": "save"}), budget=700 * KIB + LAYERS * WIDE // 2)
     assert dict(saved.policy.residuals)["fc1"] == "save"
     # Small values are not offered to the host.
-    with pytest.raises(NothingFits) as caught:
-        planned(fixed=Policy(), budget=1)  # 1 MiB
-    assert not moves(planned(fixed=Policy(), budget=caught.value.least).policy)
+    assert not moves(least(fixed=Policy()).policy)  # 1 MiB
 
 
 def test_a_matmul_that_nobody_named_is_pointed_to():
@@ -406,7 +410,7 @@ def test_a_plan_says_if_more_gpus_copy_than_were_measured(gpus, says):
     weights, x = ARGS
     rows = jax.sharding.NamedSharding(auto_mesh(data=4), jax.sharding.PartitionSpec("data"))
     fixed = dataclasses.replace(ALL, residuals={"fc1": "offload"})
-    found = planned(weights, x.update(sharding=rows), machine=dataclasses.replace(TOY, gpus=gpus), fixed=fixed)
+    found = least(weights, x.update(sharding=rows), machine=dataclasses.replace(TOY, gpus=gpus), fixed=fixed)
     said = f" (the bus was measured with {gpus} GPU(s) copying at once)"
     assert found.host and found.prediction.summary.endswith(f"H200, predicted{said if says else ''}")
 

@@ -18,6 +18,8 @@ from jax import lax
 from jax.extend.core import Var
 
 from jaxoffload import Policy, accumulate
+from jaxoffload._engine.jaxprs.walk import walk
+from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload.grouped import te
 from jaxoffload.proof import Bus, Machine, exact_options
 
@@ -184,6 +186,16 @@ def runs(jaxpr, primitive):
     inside = lambda eqn: (x for x in jax.tree.leaves(tuple(eqn.params.values())) if hasattr(x, "eqns"))
     each = lambda eqn: (eqn.primitive.name == primitive) + sum(runs(x, primitive) for x in inside(eqn))
     return sum(eqn.params.get("length", 1) * each(eqn) for eqn in jaxpr.eqns)
+
+
+def bytes_staying(f, *args):
+    """Return how many bytes per device of residuals marked offload `accumulate` keeps there at once in the first and in
+    the last microbatch."""
+    on_device = lambda loops: sum(s.layers * sum(s.layer.sizes.device) for each in loops for s in each.segments)
+    (eqn,) = (site.eqn for site in walk(jax.make_jaxpr(f)(*args)) if site.eqn.primitive is interleaved_p)
+    between, *ends = (on_device(eqn.params[of]) for of in ("loops", "first", "last"))
+    more = [here - between for here in ends]
+    return sum(more) if eqn.params["microbatches"] == 2 else max(more)
 
 
 def policy(residuals=(), **fields):

@@ -11,6 +11,7 @@ from common import (
     assert_close,
     assert_same_bits,
     auto_mesh,
+    bytes_staying,
     count,
     equations,
     in_a_loop,
@@ -26,7 +27,7 @@ from jax.extend.core.primitives import device_put_p, dot_general_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from microbatches import DIM, RULES, WORDS, language_model, layer, of_layers, one_by_one, ours, params_of, plain
 
-from jaxoffload import Policy, PolicyError, accumulate, chain, check, evaluate, offload, proof, scan, tag
+from jaxoffload import Policy, PolicyError, accumulate, chain, check, evaluate, offload, scan, tag
 from jaxoffload._engine.cost.lone_pass import staying
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
@@ -404,7 +405,7 @@ def test_what_would_not_fit_behind_a_pass_that_runs_alone_stays_on_the_device_or
     # A set of gradients has 672 MiB per layer, of which with two microbatches 470 may stay: a wide residual. With eight
     # 168 may, a narrow one in the first and in the last, and with 64 none: then a wide one is recomputed in the first.
     xs = lambda count: jax.ShapeDtypeStruct((count, rows, d), jnp.bfloat16)
-    assert [proof.staying(accumulate(loss), w, xs(m)) >> 20 for m in (2, 8, 64)] == [layers * wide, layers * narrow, 0]
+    assert [bytes_staying(accumulate(loss), w, xs(m)) >> 20 for m in (2, 8, 64)] == [layers * wide, layers * narrow, 0]
     middle, drain = (every, every, 9), (0, every, 6)
     assert loops(2) == [(wide + narrow, 0, 3), (every, wide + narrow, 9), drain]
     assert loops(8) == [(wide, 0, 3), (every, wide, 9 + 1), middle, (2 * wide, every, 9), (0, 2 * wide, 6)]

@@ -53,7 +53,8 @@ def outcome(step: Step, costs: Costs, moved: Any, layers: Any) -> Outcome:
       layers: how many layers offload, (counts,).
     """
     units, each = units_of(costs), list(zip(step.stacks, costs, strict=True))
-    moving = [moved @ np.array([[cost.movable.get(unit, 0)] for unit in units], np.int64) for cost in costs]
+    sizes = [np.array([cost.movable.get(unit, 0) for unit in units], np.int64) for cost in costs]
+    moving = [(moved @ of_units)[:, None] for of_units in sizes]
     counts = [_offloading(step, stack, size, layers) for stack, size in zip(step.stacks, moving, strict=True)]
     beside = np.any([(n > 0) & (s.microbatches > 1) for s, n in zip(step.stacks, counts, strict=True)], axis=0)
     seconds, (residuals, host, working) = np.full(beside.shape, step.seconds), np.zeros((3, *beside.shape), np.int64)

@@ -130,7 +130,7 @@ def _limits(choice: Choice, curve: Sequence[Choice], policy: Callable[[Choice], 
     faster = [c for c in curve if c.device > choice.device and c.ns < choice.ns]
     more = [c for c in faster if c.ns <= (1 - _WORTH) * choice.ns]
     if not more:
-        return f"more memory would save less than {_WORTH:.1%}" if faster else "nothing: all fits"
+        return f"more memory would save less than {_WORTH:.1%}" if faster else "nothing; more memory would save no time"
     near = min(more, key=lambda c: c.device)
     changes = differences(policy(choice), policy(near)) or "offload other layers"
     return f"some {readable(near.device - choice.device)} more would {changes}: {near.ns / choice.ns - 1:+.1%}"

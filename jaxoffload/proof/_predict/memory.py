@@ -75,11 +75,16 @@ def kept_bytes(jaxpr: Jaxpr) -> int:
     """Return the bytes per device of the residuals that layers keep there, most at once."""
     kept = 0
     for eqn, segments in _segments_in(jaxpr):
-        sizes = [(s.layers, s.layout.sizes(straight(s.layer.forward))) for s in segments]
         schedule, beside = eqn.params.get("schedule"), eqn.primitive is interleaved_p
         sets = schedule.slots if schedule else 1 + (beside and any(s.on_host for s in segments))
-        kept += sets * sum(layers * sum(of.device) + sum(of.once) for layers, of in sizes)
+        kept += sets * sum(map(_stay, segments))
     return kept
+
+
+def _stay(segment: Segment) -> int:
+    """Return the bytes per device that the layers of a segment keep there; the last may be resident."""
+    sizes = segment.layout.sizes(straight(segment.layer.forward))
+    return segment.layers * sum(sizes.device) + (segment.layers - segment.on_host) * sum(sizes.host) + sum(sizes.once)
 
 
 def _segments_in(jaxpr: Jaxpr) -> Iterator[tuple[JaxprEqn, list[Segment]]]:
@@ -177,7 +182,7 @@ class _Walk:
         body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _OPENED)
         state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
         _divide_alike(state, body.outputs)
-        return self.peak(body, state)
+        return self.peak(body, [x for x, r in zip(state, op.results, strict=False) if r not in self.in_place])
 
 
 def _lives(program: Straight) -> _Lives:

@@ -1,4 +1,4 @@
-"""machine() and its predictions: costs by hand, whether copies fit, and how a measurement is stored."""
+"""machine(): what it measures, by which jaxprs get their seconds, and how a measurement is stored."""
 
 import dataclasses
 import json
@@ -10,20 +10,18 @@ import numpy as np
 import pytest
 from common import ROOT
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxoffload import Policy, accumulate, chain, machine, proof, residuals, scan, tag
+from jaxoffload import machine, proof, tag
 from jaxoffload._engine.cost.cost import attention_flops, cost
-from jaxoffload._engine.microbatches import by_layers
-from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine, fits, known_machine
+from jaxoffload.proof import AttentionRate, Bus, Gemms, Link, Machine, known_machine
 from jaxoffload.proof._command import main
 from jaxoffload.proof._predict import machine as _machine
 from jaxoffload.proof._predict import measure
-from jaxoffload.proof._predict.fit import LayerCopy
 from jaxoffload.proof._predict.measure import Attended, Sizes
 
-pytestmark = pytest.mark.claim("fits")
+pytestmark = pytest.mark.claim("by-shape")
 
 # Round numbers: a bfloat16 matmul of 10**9 FLOPs takes 1 ms; 10**6 bytes take 1 ms in memory, and 10 ms on the bus.
 MACHINE = Machine(
@@ -141,7 +139,6 @@ def rate(f, *shapes, devices=1):
     return flops / devices / cost(jaxpr, BY_SHAPE, devices).seconds / 1e12
 
 
-@pytest.mark.claim("by-shape")
 def test_matmuls_take_the_rate_of_their_shape():
     about = lambda rate: pytest.approx(rate, rel=1e-3)
     large, wider = (4096, 4096), lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32)
@@ -158,7 +155,6 @@ def test_matmuls_take_the_rate_of_their_shape():
         assert 2 * 2048 * 4096 * columns / found / 1e12 == about(tflops)
 
 
-@pytest.mark.claim("by-shape")
 def test_attention_takes_the_rate_of_its_width_and_length():
     attending = BY_SHAPE.attending
     assert attending(128, 2048) == attending(256, 10**6) == (0.5, 0.25)
@@ -167,14 +163,12 @@ def test_attention_takes_the_rate_of_its_width_and_length():
     assert MACHINE.attending(64, 2048) == MACHINE.attention_tflops
 
 
-@pytest.mark.claim("by-shape")
 def test_fused_work_has_a_rate_of_its_own():
     fused = dataclasses.replace(MACHINE, fused_gb_s=0.5)
     both = jax.make_jaxpr(lambda x: jnp.sin(x @ x))(jnp.ones((100, 100), jnp.bfloat16))
     assert 1e3 * cost(both, fused).seconds == moved(3 * 10_000, 2 * 2 * 10_000)
 
 
-@pytest.mark.claim("by-shape")
 def test_collectives_take_their_time_on_the_link():
     # Each device receives three quarters.
     link = BY_SHAPE.link
@@ -209,169 +203,6 @@ def test_collectives_take_their_time_on_the_link():
     assert seconds(lambda x: lax.psum(x, "d"), 1000, rates=MACHINE) == pytest.approx(1e-3 * moved(2000).expected)
 
 
-RULES = Policy({"a": "offload", "b": "offload"}, min_offload_bytes=0)
-
-
-def body(x, w):
-    a = tag(jnp.sin(x @ w), "a")
-    return tag(jnp.cos(a), "b") @ w.T, None
-
-
-def loss(x, w):
-    return jnp.sum(scan(body, x, w, policy=RULES)[0])
-
-
-ARGS = jax.ShapeDtypeStruct((100, 20), jnp.float32), jax.ShapeDtypeStruct((5, 20, 30), jnp.float32)
-
-
-def test_whether_copies_fit_by_hand():
-    (loop,) = fits(loss, *ARGS, machine=MACHINE).loops
-    size = 100 * 30 * 4
-    assert [(c.residual, c.bytes) for c in loop.copies] == [("a", size), ("b", size)]
-    assert loop.copies[0].d2h_ms == pytest.approx(size / 1e5) and loop.copies[0].h2d_ms == pytest.approx(size / 5e4)
-    # Forward: x and w, the matmul's result; that is read and a written; b written; b, w and the result.
-    reads = [2000 + 600 + 3000, 3000 + 3000 + 3000, 3000 + 600 + 2000]
-    assert loop.forward_ms == moved(*reads, size=4)
-    assert (loop.layers, loop.moved) == (5, 4) and loop.backward_ms > loop.forward_ms
-    both = loop.together
-    assert both.bytes == 2 * size and both.d2h_ms == 2 * loop.copies[0].d2h_ms
-    longer = both.d2h_ms - loop.forward_ms + both.h2d_ms - loop.backward_ms
-    assert loop.exposed_ms(both) == pytest.approx(5 * longer) and not loop.fits(both)
-    assert fits(loss, *ARGS, machine=MACHINE).exposed_ms == pytest.approx(5 * longer, abs=1e-3)
-    # A single residual: at most 1 % of the layer's computing time may be exposed.
-    computing = loop.forward_ms + loop.backward_ms
-    for longer, fit in ((0.009, True), (0.011, False)):
-        assert loop.fits(LayerCopy("a", 1, loop.forward_ms + longer * computing, 0)) == fit
-
-
-def test_on_a_faster_bus_they_fit():
-    fast = dataclasses.replace(MACHINE, one=Bus(100, 100, 50))
-    found = fits(loss, *ARGS, machine=fast)
-    assert found.exposed_ms == 0 and found.loops[0].fits(found.loops[0].together)
-    assert "does not fit" not in str(found) and str(found).count("  fits") == 3
-    assert "does not fit" in str(fits(loss, *ARGS, machine=MACHINE))
-
-
-def on(mesh, *specs):
-    return [a.update(sharding=NamedSharding(mesh, spec)) for a, spec in zip(ARGS, specs, strict=True)]
-
-
-@pytest.mark.parametrize("constrained", [False, True])
-def test_what_an_axis_replicates_is_copied_whole_as_the_table_says(constrained):
-    """The argument's rows are divided over d alone; a constraint divides the value over both axes."""
-    mesh = AbstractMesh((2, 5), ("d", "e"), axis_types=(AxisType.Auto,) * 2)
-    divided = lambda a: lax.with_sharding_constraint(a, NamedSharding(mesh, P("d", "e"))) if constrained else a
-    layer = lambda x, w: (jnp.cos(divided(tag(jnp.sin(x @ w), "a"))) @ w.T, None)
-    loss = lambda x, w: jnp.sum(scan(layer, x, w, policy=Policy({"a": "offload"}, min_offload_bytes=0))[0])
-    args = on(mesh, P("d"), P())
-    (copy,) = fits(loss, *args, machine=MACHINE).loops[0].copies
-    (row,) = (row for row in residuals(loss, *args) if row.state == "offloaded" and row.kind == "value")
-    assert copy.bytes == row.bytes_per_device / row.layers == 100 * 30 * 4 / (10 if constrained else 2)
-
-
-def test_devices_share_what_moves_and_the_bus():
-    spread = on(auto(2), P("d"), P())
-    (one,), (two,) = (fits(loss, *args, machine=MACHINE).loops for args in (ARGS, spread))
-    assert two.copies[0].bytes * 2 == one.copies[0].bytes
-    assert two.copies[0].d2h_ms == pytest.approx(2 * one.copies[0].d2h_ms)  # half of it, at a quarter of the rate
-    assert two.forward_ms == pytest.approx(one.forward_ms / 2)
-
-
-def test_a_step_and_what_does_not_move():
-    traces = []
-
-    def step(x, w):
-        traces.append(x)
-        return jax.tree.map(jnp.add, w, jax.grad(loss, argnums=1)(x, w))
-
-    assert fits(step, *ARGS, machine=MACHINE).loops == fits(loss, *ARGS, machine=MACHINE).loops
-    assert len(traces) == 1
-    kept = lambda x, w: jnp.sum(scan(body, x, w, policy=Policy({"a": "save"}))[0])
-    assert fits(kept, *ARGS, machine=MACHINE).loops == ()
-    two = [ARGS[1].update(shape=ARGS[1].shape[1:])] * 2
-    of_chain = lambda x, ws: jnp.sum(chain([lambda x, w: body(x, w)[0]] * 2, x, ws, policy=RULES))
-    found = fits(of_chain, ARGS[0], two, machine=MACHINE)
-    assert found.loops == () and found.exposed_ms is None and "no prediction" in str(found)
-
-
-MICROBATCHES = jax.ShapeDtypeStruct((8, *ARGS[0].shape), ARGS[0].dtype)
-STEP_ARGS = ARGS[1], MICROBATCHES
-
-
-def accumulated(w, x):
-    return accumulate(lambda w, x: loss(x, w))(w, x)
-
-
-@pytest.fixture
-def ends_copy_all(monkeypatch):
-    monkeypatch.setattr(by_layers, "ends", lambda scans, *_: (scans, scans))
-
-
-@pytest.mark.claim("accumulated-fits")
-def test_what_the_first_and_the_last_microbatch_recompute_is_not_copied():
-    """Beside them copies go one way, at the rate of that. Where a pass runs alone there are none."""
-    found = fits(accumulated, *STEP_ARGS, machine=MACHINE)
-    ways = [(loop.runs, *{(c.d2h_ms, c.h2d_ms) for c in loop.copies}) for loop in found.loops]
-    size, bus = 100 * 30 * 4 / 1e6, MACHINE.bus(1)
-    both = (size / bus.together,) * 2
-    expected = [(1, (size / bus.d2h, 0)), (5, both), (1, (0, size / bus.h2d))]
-    assert [runs for runs, _ in ways] == [runs for runs, _ in expected]
-    np.testing.assert_allclose([ms for _, ms in ways], [ms for _, ms in expected])
-
-
-@pytest.mark.claim("accumulated-fits")
-def test_accumulate_has_both_passes_to_hide_the_copies_of_both_behind(ends_copy_all):
-    """By hand: 7 times both passes, and once each alone, as without it."""
-    (alone,) = fits(loss, *ARGS, machine=MACHINE).loops
-    found = fits(accumulated, *STEP_ARGS, machine=MACHINE)
-    beside, first_and_last = found.loops
-    assert first_and_last == dataclasses.replace(alone, microbatches=8)
-    both = beside.together
-    assert (beside.runs, beside.layers, beside.moved, beside.beside) == (7, 5, 4, True)
-    assert both.d2h_ms == both.h2d_ms == pytest.approx(2 * 100 * 30 * 4 / 4e4)  # each way at the rate of both
-    window = alone.forward_ms + alone.backward_ms
-    assert beside.exposed_ms(both) == pytest.approx(7 * 5 * (both.d2h_ms - window)) and not beside.fits(both)
-    assert found.exposed_ms == pytest.approx(beside.exposed_ms(both) + alone.exposed_ms(alone.together), abs=1e-3)
-    for longer, fit in ((0.009, True), (0.011, False)):
-        assert beside.fits(LayerCopy("a", 1, window * (1 + longer), window)) == fit
-        assert beside.fits(LayerCopy("a", 1, 0, window * (1 + longer))) == fit
-    said = str(found).splitlines()
-    assert said[1].startswith("interleaved over 8 microbatches: 7 times 5 layers, of which 4 offload, each")
-    assert said[5].startswith("first forward and last backward pass, alone: 5 layers,")
-    read = json.loads(found.to_json())["loops"]
-    assert [(loop["microbatches"], loop["beside"]) for loop in read] == [(8, True), (8, False)]
-
-
-@pytest.mark.parametrize("microbatches, ticks", [(8, [(7, True), (2, False)]), (1, [(2, False)])])
-def test_on_stages_a_tick_runs_a_chunk_each_way_and_some_run_one_pass_alone(microbatches, ticks):
-    """Two chunks of four layers: two ticks begin, and two end, without the other pass."""
-    rules = Policy({"a": "offload"}, min_offload_bytes=0)
-    of = lambda w, x: jnp.sum(scan(body, x, w, policy=rules)[0])
-    shape = lambda a, *lead: jax.ShapeDtypeStruct((*lead, *a.shape[1:]), a.dtype)
-    mesh = jax.make_mesh((2,), ("stage",), (AxisType.Auto,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
-        step = accumulate(of, stages="stage")
-        found = fits(step, shape(ARGS[1], 8), shape(MICROBATCHES, microbatches), machine=MACHINE)
-    assert [(loop.runs, loop.beside) for loop in found.loops] == ticks
-    assert {(loop.layers, loop.moved) for loop in found.loops} == {(4, 4)}
-
-
-def test_accumulated_layers_that_differ_have_each_other_to_hide_behind(ends_copy_all):
-    """On two devices. The first two layers offload, and one loop runs three; the last two offload nothing."""
-    rules = dataclasses.replace(RULES, residuals={"a": "offload"}, offload_layers=2, resident_layers=0)
-    of = lambda w, x: jnp.sum(scan(body, x, w, policy=rules)[0])
-    rows = NamedSharding(auto(2), P(None, "d"))  # of each microbatch
-    found = fits(lambda w, x: accumulate(of)(w, x), ARGS[1], MICROBATCHES.update(sharding=rows), machine=MACHINE)
-    *beside, alone = found.loops
-    assert [(loop.layers, loop.moved) for loop in (*beside, alone)] == [(2, 1), (1, 1), (2, 1), (3, 2)]
-    size, bus = 100 * 30 * 4 / 2, MACHINE.bus(2)
-    copies = [(c.d2h_ms, c.h2d_ms) for loop in (*beside, alone) for c in loop.copies]
-    rates = [(bus.d2h, 0), (bus.together, bus.together), (0, bus.h2d), (bus.d2h, bus.h2d)]
-    assert copies == [pytest.approx([size / rate / 1e6 if rate else 0 for rate in each]) for each in rates]
-    shown = [line.count(" ms") for line in str(found).splitlines() if line.startswith("  a")]
-    assert shown == [1, 2, 1, 2]
-
-
 def test_what_is_written_in_place_is_not_read_whole():
     cache, row = (1000, 100), (1, 100)
     into = lambda f: lambda c, *args: lax.dynamic_update_slice(c, f(*args), (3, 0))
@@ -379,53 +210,6 @@ def test_what_is_written_in_place_is_not_read_whole():
         assert ms(into(f), cache, row) == moved(200)
     assert ms(into(jnp.dot), cache, row, (100, 100)) == moved(100 + 10_000 + 100, 200)  # a kernel writes elsewhere
     assert ms(lambda c, x: c.at[jnp.array([3])].add(x), cache, row) < moved(1000).expected
-
-
-def test_a_scan_inside_of_shard_map_has_a_devices_own_sizes():
-    x, w = ARGS
-    x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(auto(2), P("d")))
-    mapped = jax.shard_map(
-        lambda x, w: scan(body, x, w, policy=RULES)[0], mesh=auto(2), in_specs=(P("d"), P()), out_specs=P("d")
-    )
-    (loop,) = fits(lambda x, w: jnp.sum(mapped(x, w)), x, w, machine=MACHINE).loops
-    assert loop.copies[0].bytes == 50 * 30 * 4
-    # Arguments that do not say their devices.
-    (loop,) = fits(lambda x, w: jnp.sum(mapped(x, w)), *ARGS, machine=MACHINE).loops
-    assert loop.copies[0].bytes == 50 * 30 * 4
-
-
-@pytest.mark.claim("by-shape")
-def test_collectives_in_a_scan_inside_of_shard_map_take_those_of_their_axis():
-    mesh, size = AbstractMesh((2, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2), 100 * 20 * 4
-
-    def forward_ms(between):
-        layer = lambda x, w: body(between(x), w)
-        run = lambda x, w: scan(layer, x, w, policy=RULES)[0]
-        mapped = jax.shard_map(run, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
-        (loop,) = fits(lambda x, w: jnp.sum(mapped(x, w)), *ARGS, machine=BY_SHAPE).loops
-        return loop.forward_ms
-
-    summed = sum(BY_SHAPE.link.seconds(what, size, 2) for what in ("reduce_scatter", "all_gather"))
-    assert forward_ms(lambda x: lax.psum(x, "d")) - forward_ms(lambda x: x) == pytest.approx(1e3 * summed, rel=1e-3)
-
-
-def test_a_loop_inside_of_another_runs_as_often():
-    inner = lambda x, w: scan(body, x, w, policy=RULES)  # runs again: the outer policy keeps nothing of it
-    outer = lambda x, w: jnp.sum(scan(lambda x, w: (inner(x, w)[0], None), x, w, policy=Policy(), strict=False)[0])
-    x, w = ARGS
-    found = {}
-    for n in (1, 3):
-        ws = jax.ShapeDtypeStruct((n, *w.shape), w.dtype)
-        found[n] = fits(outer, x, ws, machine=MACHINE)
-    assert [loop.runs for loop in found[3].loops] == [3 * loop.runs for loop in found[1].loops] and found[3].loops
-    assert found[3].exposed_ms == pytest.approx(3 * found[1].exposed_ms, rel=1e-3)
-
-
-def test_a_machine_of_fewer_gpus_says_so():
-    spread = jax.ShapeDtypeStruct(ARGS[0].shape, ARGS[0].dtype, sharding=NamedSharding(auto(4), P("d")))
-    assert "(the bus was measured with 2 GPU(s) copying at once)" in str(fits(loss, spread, ARGS[1], machine=MACHINE))
-    of_a_host = dataclasses.replace(MACHINE, gpus=8)
-    assert MACHINE.caveat(3) and not MACHINE.caveat(2) and not of_a_host.caveat(64) and MACHINE.caveat(64)
 
 
 def test_some_gpus_of_a_host_copy_at_rates_between_those_of_one_and_of_all():
@@ -437,9 +221,6 @@ def test_some_gpus_of_a_host_copy_at_rates_between_those_of_one_and_of_all():
 
 
 def test_what_is_not_a_machine_is_refused():
-    for wrong in ("machines/h200.json", None):
-        with pytest.raises(TypeError, match="fits: machine must be a Machine"):
-            fits(jnp.sum, jnp.ones(8), machine=wrong)
     with pytest.raises(TypeError, match=r"machine: again must be True or False, got 'machines/h200\.json'"):
         machine("machines/h200.json")
 
@@ -470,7 +251,6 @@ def test_a_machine_comes_back_whole():
     assert "each of all GPUs" in str(MACHINE) and "each of" not in str(dataclasses.replace(MACHINE, gpus=1))
 
 
-@pytest.mark.claim("by-shape")
 def test_a_file_of_earlier_versions_has_one_number_for_all_shapes():
     text = (
         '{"device": "NVIDIA H200", "gpus": 1, "jaxlib": "0.11.2", "one": {"d2h": 53.5, "h2d": 53.5, "together": 41.0}, '
@@ -482,7 +262,6 @@ def test_a_file_of_earlier_versions_has_one_number_for_all_shapes():
     assert Machine.from_json((ROOT / "machines/h200.json").read_text()).device == "NVIDIA H200"
 
 
-@pytest.mark.claim("by-shape")
 def test_everything_is_measured_on_any_devices():
     """With tiny sizes: the numbers mean nothing."""
     sizes = Sizes(2**16, 64, 64, 32, 16, 8, (2, 16, 8, 8), (4, 16, 8, 8), (Attended(1, 16, 4, 8),), (2**8,), 0.0)
@@ -497,7 +276,6 @@ def test_everything_is_measured_on_any_devices():
     )
 
 
-@pytest.mark.claim("by-shape")
 @pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize("what", ["all_gather", "reduce_scatter", "all_to_all"])
 def test_the_compiler_leaves_each_collective_that_is_measured(what):
@@ -524,47 +302,14 @@ def test_it_is_measured_once(monkeypatch, tmp_path):
     assert known_machine() is None and machine() == MACHINE and len(measured) == 4
 
 
-def test_the_command_line(monkeypatch, tmp_path, capsys):
-    file = tmp_path / "machine.json"
-    file.write_text(MACHINE.to_json())
-    asked = ["report", "test_fits:made", "--machine", str(file)]
-    assert main(asked) == 0
-    assert capsys.readouterr().out.endswith(f"{fits(loss, *ARGS, machine=MACHINE)}\n")
-    assert main([*asked, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fits"]["loops"][0]["copies"][0]["fits"] is False
-    file.write_text("{}")
-    assert main(asked) == 2 and f"--machine {file}: this is not what" in capsys.readouterr().err
-    assert main([*asked[:3], "no.json"]) == 2 and "No such file" in capsys.readouterr().err
+def test_the_command_line_measures_and_writes(monkeypatch, tmp_path, capsys):
+    file, no_folder = tmp_path / "machine.json", tmp_path / "no" / "machine.json"
     assert main(["machine"]) == 2 and "machine: needs an NVIDIA GPU" in capsys.readouterr().err
     monkeypatch.setattr(proof, "machine", lambda again: MACHINE)
     assert main(["machine", "--out", str(file)]) == 0 and Machine.from_json(file.read_text()) == MACHINE
     assert capsys.readouterr().out == f"{MACHINE}\n"
-    wrong = tmp_path / "no" / "machine.json"
-    assert (
-        main(["machine", "--out", str(wrong)]) == 2 and f"--out {wrong}: there is no folder" in capsys.readouterr().err
-    )
-
-
-def made():
-    return loss, ARGS
-
-
-def test_the_command_line_predicts_for_the_step(tmp_path, capsys):
-    file = tmp_path / "machine.json"
-    file.write_text(MACHINE.to_json())
-    assert main(["report", "test_fits:made_step", "--machine", str(file)]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("residual") and shown.endswith(f"{fits(accumulated, *STEP_ARGS, machine=MACHINE)}\n")
-    assert main(["report", "test_fits:made_alone"]) == 2
-    assert "return its loss too, and the loss's arguments, of one microbatch" in capsys.readouterr().err
-
-
-def made_step():
-    return accumulated, STEP_ARGS, loss, ARGS
-
-
-def made_alone():
-    return accumulated, STEP_ARGS
+    assert main(["machine", "--out", str(no_folder)]) == 2
+    assert f"{no_folder}: No such file or directory; must be a file" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -186,9 +186,9 @@ class Transformer(nnx.Module):
         self.config = config
         self.embedding_VxD = weight(rngs, (V, D), ("vocab", "embed"), 0.02)
         if config.experts and config.dense_layers:
-            self.first = stacked((config.dense_layers,), lambda rngs: Layer(config, rngs), rngs)
+            self.first = stacked(config.dense_layers, lambda rngs: Layer(config, rngs), rngs)
         count, kind = (config.layers - config.dense_layers, ExpertLayer) if config.experts else (config.layers, Layer)
-        shape = (groups, count // groups) if groups > 1 else (count,)
+        shape = (groups, count // groups) if groups > 1 else count
         self.layers = stacked(shape, lambda rngs: kind(config, rngs), rngs)
         self.norm = RMSNorm(config)
         if not config.tied_embeddings:
@@ -223,9 +223,9 @@ class Transformer(nnx.Module):
         return constrain(x_BxSxD, "layer_input"), balance
 
 
-def stacked(shape: tuple[int, ...], make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
+def stacked(shape: int | tuple[int, ...], make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
     """Return modules with different initial parameters, as one with these leading axes on each parameter."""
-    for _ in shape:
+    for _ in (shape,) if isinstance(shape, int) else shape:
         make = nnx.vmap(make)
     return nnx.split_rngs(splits=shape)(make)(rngs)
 

@@ -107,7 +107,7 @@ def start(case: Case, options: argparse.Namespace) -> Callable[[], tuple[Any, An
     kind = ExpertLayer if shape.experts else Layer
 
     def make() -> tuple[Any, Any]:
-        weights = nnx.state(stacked((shape.layers,), lambda rngs: kind(shape, rngs), nnx.Rngs(params=0)))
+        weights = nnx.state(stacked(shape.layers, lambda rngs: kind(shape, rngs), nnx.Rngs(params=0)))
         x = jax.random.normal(jax.random.key(1), (options.batch, options.seq, options.d_model), jnp.bfloat16)
         return weights, x
 

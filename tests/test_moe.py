@@ -191,7 +191,7 @@ def layer(x, weights, config=SMALL):
 
 
 def inputs(dtype=jnp.bfloat16, config=SMALL):
-    weights = nnx.state(stacked((config.layers,), lambda rngs: ExpertLayer(config, rngs), nnx.Rngs(params=0)))
+    weights = nnx.state(stacked(config.layers, lambda rngs: ExpertLayer(config, rngs), nnx.Rngs(params=0)))
     return stream(dtype=dtype), weights
 
 
@@ -560,7 +560,7 @@ def test_the_contract_with_each_backend(backend, quantize):
         pytest.skip("has no FP8")
     config = dataclasses.replace(LARGER, grouped=backend, quantize=quantize)
     graph = nnx.graphdef(nnx.eval_shape(lambda: ExpertLayer(config, nnx.Rngs(params=0))))
-    w = nnx.state(stacked((config.layers,), lambda rngs: ExpertLayer(config, rngs), nnx.Rngs(params=0)))
+    w = nnx.state(stacked(config.layers, lambda rngs: ExpertLayer(config, rngs), nnx.Rngs(params=0)))
     x = jax.random.normal(jax.random.key(9), (2, 128, config.d_model), jnp.bfloat16)
     run_layer = lambda x, w: nnx.merge(graph, w)(x, rotations(128, config.d_head, 1e4))
     of_experts = [f"moe/{name}.{copy}" for name in ("fc1_input", "act") for copy in COPIES]

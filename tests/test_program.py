@@ -359,7 +359,7 @@ def test_a_step_compiled_again_with_its_times_hides_exchanges_between_experts(tw
     def loss(w, x):
         return jnp.mean(jnp.square(scan(layer, x, w, policy=policy)[0].astype(jnp.float32)))
 
-    w = jax.eval_shape(lambda: nnx.state(stacked((shape.layers,), make, nnx.Rngs(params=0))))
+    w = jax.eval_shape(lambda: nnx.state(stacked(shape.layers, make, nnx.Rngs(params=0))))
     x = jax.ShapeDtypeStruct((2, 4, 8192, 4096), jnp.bfloat16)
     where = param_shardings(w, mesh), NamedSharding(mesh, PartitionSpec(None, *RULES.spec("batch")))
 
@@ -585,7 +585,7 @@ def test_grouped_gemms_run_nine_times_per_layer_and_their_outputs_go_to_the_host
     )
     make = lambda rngs: ExpertLayer(shape, rngs)
     graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
-    w = jax.eval_shape(lambda: nnx.state(stacked((LAYERS,), make, nnx.Rngs(params=0))))
+    w = jax.eval_shape(lambda: nnx.state(stacked(LAYERS, make, nnx.Rngs(params=0))))
     x = jax.ShapeDtypeStruct((1, BATCH, DIM), jnp.bfloat16)
     layer = lambda x, w: nnx.merge(graph, w)(x, rotations(BATCH, shape.d_head, 1e4))
 

@@ -29,7 +29,7 @@ def report(config: Config) -> str:
     lines = [*([str(plan)] if plan else []), summary(traced, made)]
     file = config.remat.machine
     if machine := proof.Machine.from_json(Path(file).read_text()) if file else proof.known_machine():
-        lines.append(str(proof.fits(made.step, made.state, made.tokens, machine=machine)))
+        lines.append(str(proof.predict(made.step, made.state, made.tokens, machine=machine)))
     return "\n".join(lines)
 
 

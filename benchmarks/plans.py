@@ -28,7 +28,7 @@ from benchmarks import bench, cases, dense, moe
 from benchmarks.bench import GIB, Variant
 from benchmarks.cases import OVERLAP, Case, ours
 from jaxoffload import Policy
-from jaxoffload.proof import Machine, NothingFits, Prediction, predict
+from jaxoffload.proof import Machine, Prediction, predict
 
 
 class Shape(NamedTuple):
@@ -128,9 +128,8 @@ def drawn(case: Case, count: int) -> dict[str, Policy]:
     for seed in range(count):
         dice = random.Random(seed)
         residuals = {name: dice.choice(["save", "offload", "recompute"]) for name in case.all_names}
-        layers = dice.choice(["all", 0.25, 0.5, 0.75])
-        others = dice.choice(["save", "recompute"])
-        made[f"drawn {seed}"] = Policy(residuals, offload_layers=layers, other_layers=others)
+        how = {"offload_layers": dice.choice(["all", 0.25, 0.5, 0.75])}
+        made[f"drawn {seed}"] = Policy(residuals, **how, other_layers=dice.choice(["save", "recompute"]))
     return made
 
 
@@ -145,13 +144,10 @@ def facts_of(found: Prediction) -> dict[str, float]:
     return {"predicted_ms": round(found.step_ms, 2), "predicted_gib": round(found.memory.total / GIB, 4)}
 
 
-def planned(step: Callable[..., Any], args: Any, gib: float, machine: Machine) -> dict[str, Any] | None:
-    """Return the plan for a budget, and what is predicted for it; None if nothing fits."""
+def planned(step: Callable[..., Any], args: Any, gib: float, machine: Machine) -> dict[str, Any]:
+    """Return the plan for a budget, and what is predicted for it."""
     begin = time.perf_counter()
-    try:
-        plan = jaxoffload.plan(step, *args, budget=round(gib * GIB), machine=machine)
-    except NothingFits:
-        return None
+    plan = jaxoffload.plan(jax.jit(step, donate_argnums=0), *args, budget=round(gib * GIB), machine=machine)
     seconds = round(time.perf_counter() - begin, 1)
     return facts_of(plan.prediction) | {"seconds": seconds, "policy": dataclasses.asdict(plan.policy)}
 
@@ -161,14 +157,13 @@ def near(name: str, files: list[str], known: dict[str, Variant]) -> dict[str, Va
     found = {key: known[key] for key in ("recompute", "save")}
     for file in files:
         every = json.loads(Path(file).read_text())["shapes"].get(name, {"policies": {}})["policies"]
-        ran = {
-            key: of | {"gib": of.get("all_gib", of.get("device_gib"))} for key, of in every.items() if "step_ms" in of
-        }
-        fastest = lambda most: min(of["step_ms"] for of in ran.values() if of["gib"] <= most)
-        fast = {key: of for key, of in ran.items() if of["step_ms"] <= 1.01 * fastest(of["gib"])}
-        found |= {key: known[key] for key in fast if key in known}
-        plans = {f"{Path(file).stem}, {key}": of["policy"] for key, of in fast.items() if "policy" in of}
-        found |= {key: variant_of(Policy(**policy)) for key, policy in plans.items()}
+        gib = lambda of: of.get("all_gib", of.get("device_gib"))
+        ran = {key: of for key, of in every.items() if "step_ms" in of}
+        fastest = lambda most: min(of["step_ms"] for of in ran.values() if gib(of) <= most)
+        for key, of in ran.items():
+            if of["step_ms"] <= 1.01 * fastest(gib(of)):
+                policy = variant_of(Policy(**of["policy"])) if "policy" in of else known[key]
+                found[f"{Path(file).stem}, {key}" if "policy" in of else key] = policy
     return found
 
 
@@ -185,8 +180,7 @@ def measured(name: str, found: dict[str, Any], machine: Machine, options: argpar
     budgets = budgets_of(lines["recompute"]["all_gib"], max(of.get("all_gib", 0) for of in lines.values()))
     of = lambda gib: planned(step_of(shape, sizes, ours({})), arguments(shape, sizes), gib, machine)
     with ThreadPoolExecutor() as threads:
-        found = dict(zip(budgets, threads.map(of, budgets.values()), strict=True))
-    plans = {which: plan for which, plan in found.items() if plan}
+        plans = dict(zip(budgets, threads.map(of, budgets.values()), strict=True))
     steps = group({("plan", which): variant_of(Policy(**of["policy"])) for which, of in plans.items()}).steps
     for (_, which), step in steps.items():
         step.facts.update(plans[which])

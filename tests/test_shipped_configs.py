@@ -68,7 +68,7 @@ def test_each_step_fits_in_the_gpus_that_its_config_names(name, monkeypatch):
     plan = lowered(config, monkeypatch).compile().memory_analysis()
     gpu = "H200" if "H200" in CONFIGS[name].read_text().partition("\n")[0] else "H100"
     assert plan.argument_size_in_bytes + plan.temp_size_in_bytes < MAY_USE * GIB[gpu] * 2**30
-    offloads = "offload" in (config.remat.default, *dict(config.remat.residuals).values())
+    offloads = "offload" in (config.remat.default, *dict(config.remat.rules).values())
     assert offloads == (plan.host_temp_size_in_bytes > 0)
 
 

@@ -17,7 +17,7 @@ from common import ROOT, SHORT, auto_mesh
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import multihost_utils
 
-from jaxoffload import Policy, accumulate, checkpoint, plan, residuals, scan, tag, verify
+from jaxoffload import Policy, Schedule, accumulate, checkpoint, plan, residuals, scan, tag, verify
 from jaxoffload.proof import Bus, Machine, Memory, NothingFits, predict
 from jaxoffload.proof._command import main
 from jaxoffload.proof._plan import plan as planning
@@ -120,6 +120,32 @@ def test_what_interleaved_microbatches_cost_by_hand():
     # Of each layer 250 bytes may stay where a pass runs alone, so that nothing there waits.
     roomy = dataclasses.replace(step, spare=4 * 250)
     assert outcome_of(roomy, (MOST,), [FC1], 3)[0] == 82 + 4 * 2 * 6
+
+
+@pytest.mark.claim("plan-stages")
+def test_what_stages_cost_by_hand():
+    """Two stages with two chunks of four layers: a tick has 4 layers."""
+    schedule = Schedule(2, 2, 4)
+    assert (schedule.forward_stop, schedule.ticks, schedule.chunks, schedule.slots) == (9, 13, 4, 8)
+    step = step_of(Stack(4, 9, schedule=schedule), resident=3)
+    assert outcome_of(step, (MOST,), [], 0) == (10 + 9 * 24, 8 * (4 * 410 + 3) + 70, 0)
+    # fc1 of all 16 layers, although a policy says that 3 are resident.
+    lone, beside = (3 - 2) + (6 - 4), 12 - 6
+    seconds, device, host = outcome_of(step, (MOST,), [FC1], 16)
+    assert seconds == 226 + 4 * (4 * lone + 5 * beside)
+    assert (device, host) == (8 * (4 * 110 + 3) + 370, 8 * 5 * 300)
+    # Of half of them: three iterations copy.
+    seconds, device, host = outcome_of(step, (MOST,), [FC1], 8)
+    assert seconds == 226 + 3 * (4 * lone + 5 * beside)
+    assert (device, host) == (8 * (4 * 410 - 2 * 300 + 3) + 370, 8 * 3 * 300)
+
+
+@pytest.mark.claim("plan-stages")
+@pytest.mark.parametrize("layers, counts", [(1, {0}), (2, {0, 8}), (5, {0, 8, 12, 16, 20})])
+def test_no_chunk_offloads_a_single_layer(layers, counts):
+    step = step_of(Stack(layers, 9, schedule=Schedule(2, 2, 3)))
+    curve = undominated(step, {frozenset(MOST.movable): (MOST,)}, 2**40)
+    assert {choice.layers for choice in curve} <= counts and (layers == 1 or len(curve) > 2)
 
 
 # ---- the search and the choice, on drawn costs ----
@@ -303,7 +329,7 @@ def test_microbatches_have_two_sets_of_stacks():
     fixed = dataclasses.replace(ALL, residuals={"fc1": "offload"})
     f = lambda w, xs: accumulate(loss)(w, xs)
     found = least(ARGS[0], xs, f=f, fixed=fixed)
-    assert found.host == 2 * LAYERS * WIDE and found.policy.offload_layers == "all"
+    assert found.host == 2 * LAYERS * (STREAM + WIDE) and found.policy.offload_layers == "all"
     assert planned(ARGS[0], xs, f=f).host == 0
 
 

@@ -247,6 +247,17 @@ def test_the_fastest_that_fits_is_chosen(seed):
     assert not choice.moved
 
 
+@pytest.mark.claim("plan-promises")
+@pytest.mark.parametrize("seed", range(20))
+def test_no_budget_is_left_unused_where_all_but_the_smallest_take_less_than_estimated(seed):
+    curve, _, _, dice = drawn_curve(seed)
+    less, limit = dice.randint(100, 1000), dice.randint(curve[0].device, curve[-1].device)
+    predicted = functools.cache(lambda choice: guessed(choice, 0 if choice is curve[0] else -less))
+    choice, _ = chosen(curve, limit, 10**9, predicted, lambda choice: predicted(choice).memory.total)
+    if any(c.device <= limit for c in curve[1:]):
+        assert choice.ns <= 1.01 * fastest(curve, limit + less).ns
+
+
 @pytest.mark.claim("plan-compiled")
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_chosen_fits_by_xlas_plan(seed):

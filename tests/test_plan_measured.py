@@ -1,4 +1,4 @@
-"""What predict() says of policies that were measured on H200s and on an H100, and plans that were written down first."""
+"""What predict() says of policies that were measured on H200s and an H100, and plans that were written down first."""
 
 import json
 import shlex

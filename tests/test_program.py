@@ -5,7 +5,6 @@ Programs are compiled for the machine's GPU or, without one, for an H200 that is
 plugin, jax-cuda13-plugin and jax-cuda13-pjrt, which `make test-all` installs. Nothing runs.
 """
 
-import functools
 import itertools
 import os
 import re
@@ -30,7 +29,6 @@ from jaxoffload import (
     chain,
     checkpoint,
     compiler_options,
-    plan,
     scan,
     tag,
     write_xla_flags,
@@ -41,8 +39,7 @@ from jaxoffload._engine.layers import passes as _loops
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload._tracing import as_reference
 from jaxoffload.grouped import grouped_matmul
-from jaxoffload.proof import NothingFits, scheduling_options
-from jaxoffload.proof._plan import compiled as _compiled
+from jaxoffload.proof import scheduling_options
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import kernels as _kernels
 from jaxoffload.proof._program import scheduling as _scheduling
@@ -859,121 +856,3 @@ def test_the_report_of_llama_1b_expects_what_xla_plans(gpu):
     plan = step.lower(made.state, made.tokens).compile().memory_analysis()
     planned = plan.argument_size_in_bytes + plan.temp_size_in_bytes
     assert abs(float(said.split()[4]) * 2**30 / planned - 1) < 0.1, said
-
-
-def planned_steps(gpu):
-    """Yield losses and steps of four kinds, with their arguments on the GPU."""
-    here = NamedSharding(Mesh(np.array([gpu]), "x"), PartitionSpec())
-    of = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype, sharding=here)
-    layers, tokens, d, wide, vocabulary = 12, 4096, 1024, 4096, 32768
-
-    def block(x, w):
-        x = tag(x, "layer_input")
-        gate, up = tag(x @ w["gate"], "gate"), tag(x @ w["up"], "up")
-        return x + tag(jax.nn.silu(gate) * up, "act") @ w["out"], None
-
-    hidden = lambda w, x: scan(block, x, w, policy=Policy(), strict=False)[0]
-    loss = lambda w, x: jnp.mean(hidden(w, x).astype(jnp.float32) ** 2)
-    weights = {"gate": of(layers, d, wide), "up": of(layers, d, wide), "out": of(layers, wide, d)}
-    yield loss, (weights, of(tokens, d))
-
-    def in_microbatches(w, xs):
-        return jax.tree.map(lambda w, g: w - g, w, accumulate(loss)(w, xs)[1])
-
-    yield in_microbatches, (weights, of(4, tokens, d))
-
-    def adam(state, x):
-        w, m, v = state
-        grads = jax.grad(lambda w: loss(jax.tree.map(lambda a: a.astype(jnp.bfloat16), w), x))(w)
-        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, grads)
-        v = jax.tree.map(lambda v, g: 0.9 * v + 0.1 * g * g, v, grads)
-        return jax.tree.map(lambda w, m, v: w - m / jnp.sqrt(v + 1e-8), w, m, v), m, v
-
-    wide_weights = jax.tree.map(lambda a: of(*a.shape, dtype=jnp.float32), weights)
-    yield adam, ((wide_weights,) * 3, of(tokens, d))
-
-    def with_logits(both, x):
-        w, table = both
-
-        @jax.checkpoint
-        def chunk(total, x):
-            return total + jnp.mean(jax.nn.logsumexp((x @ table).astype(jnp.float32), axis=-1)), None
-
-        return lax.scan(chunk, jnp.float32(0), hidden(w, x).reshape(8, -1, d))[0]
-
-    yield with_logits, ((weights, of(d, vocabulary)), of(tokens, d))
-
-
-def curves(gpu):
-    """Yield steps with the function that plans them, and the curve of their choices."""
-    for f, args in planned_steps(gpu):
-        make = functools.partial(plan, f, *args, machine=ROOT / "machines/h200.json")
-        yield f, args, make, make(budget="100GiB").curve
-
-
-@pytest.mark.slow
-@pytest.mark.claim("plan-memory")
-def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch):
-    monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
-    for f, args, make, curve in curves(gpu):
-        for point in (curve[0], curve[len(curve) // 2], curve[-1]):
-            predicted, planned = make(budget=point.bytes).memory.total, _compiled.compiled_bytes(f, args, point.policy)
-            if planned is None:  # docs/upstream.md#memory-analysis
-                assert jax.__version_info__ < (0, 12) and dict(point.policy.residuals) == {"layer_input": "offload"}
-            else:
-                assert planned == pytest.approx(predicted, rel=1 / 8)
-
-
-@pytest.mark.slow
-@pytest.mark.claim("plan-compiled")
-def test_a_compiled_plan_fits_by_xlas_own_plan(gpu, monkeypatch):
-    monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
-    for f, args, make, curve in curves(gpu):
-        budget = (curve[0].bytes + curve[-1].bytes) // 2
-        found = make(budget=budget, compile=True)
-        assert found.compiled == _compiled.compiled_bytes(f, args, found.policy) <= budget
-        with pytest.raises(NothingFits, match="by XLA's plan"):
-            make(budget=curve[0].bytes // 2, compile=True)
-
-
-@pytest.mark.claim("plan-memory")
-def test_weights_that_are_gathered_along_their_last_axis_take_a_second_copy(two_gpus, monkeypatch):
-    """XLA lays out the whole stack anew, so that a gathered row is contiguous."""
-    monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
-    mesh = Mesh(np.array(two_gpus), "fsdp")
-    tokens, d, wide = 4096, 1024, 4096
-    of = lambda shape, dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
-
-    def block(x, w):
-        x = lax.with_sharding_constraint(tag(x, "layer_input"), rows)
-        up = tag(x @ w["up"].astype(x.dtype), "up")
-        return x + tag(jax.nn.silu(up), "act") @ w["out"].astype(x.dtype), None
-
-    def step(w, x):
-        loss = lambda w: jnp.mean(scan(block, x, w, policy=Policy(), strict=False)[0].astype(jnp.float32) ** 2)
-        return jax.tree.map(lambda w, g: w - g, w, jax.grad(loss)(w))
-
-    def sizes(layers, *out):
-        """Bytes per device: what `plan` predicts, and what XLA plans."""
-        spec = {"up": PartitionSpec(None, "fsdp"), "out": PartitionSpec(None, *out)}
-        weight = lambda name, *row: of((layers, *row), jnp.float32, NamedSharding(mesh, spec[name]))
-        args = {"up": weight("up", d, wide), "out": weight("out", wide, d)}, of((tokens, d), jnp.bfloat16, rows)
-        least = plan(step, *args, budget="100GiB", machine=ROOT / "machines/h200.json").curve[0]
-        return least.bytes, _compiled.compiled_bytes(step, args, least.policy)
-
-    def copies(layers):
-        """By how much a second copy makes a step larger, as predicted and as planned."""
-        (predicted, planned), (predicted_more, planned_more) = sizes(layers, "fsdp"), sizes(layers, None, "fsdp")
-        assert planned_more == pytest.approx(predicted_more, rel=1 / 8)
-        if planned != pytest.approx(predicted, rel=1 / 8):
-            assert jax.__version_info__ < (0, 12) and layers == 12
-        return predicted_more - predicted, planned_more - planned
-
-    (predicted, planned), (predicted_deep, planned_deep) = copies(12), copies(20)
-    row = 4 * wide * d // 2
-    assert predicted == 12 * row and predicted_deep == 20 * row
-    # Without the copy jaxlib 0.11.2 takes two rows more.
-    rows = 12 if jax.__version_info__ >= (0, 12) else 10
-    assert planned == pytest.approx(rows * row, rel=0.001)
-    assert planned_deep - planned == pytest.approx(8 * row, rel=0.001)

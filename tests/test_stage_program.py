@@ -4,22 +4,19 @@ exchanges of the schedule and no others; device memory that neither stages nor m
 Nothing runs: see test_program.py.
 """
 
-import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import ROOT
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_program import OPTIONS, begun_after, described, gpu, module_of, nothing_cached
 
-from jaxoffload import Policy, accumulate, plan, scan, tag
+from jaxoffload import Policy, accumulate, scan, tag
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.stages.schedule import Schedule
-from jaxoffload.proof._plan import compiled as _compiled
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._verify.stages import EXCHANGE, MOVED
 
@@ -153,51 +150,6 @@ def gated(x, w):
     x = tag(lax.with_sharding_constraint(x, PartitionSpec("data")), "x")
     gate, up = tag(x @ w["gate"], "gate"), tag(x @ w["up"], "up")
     return x + tag(jax.nn.silu(gate) * up, "act") @ w["out"], None
-
-
-OPEN, ALL_MOVED = Policy(), Policy({"*": "offload"})
-MORE_IN_FLIGHT = pytest.mark.xfail(
-    jax.__version_info__ < (0, 12),
-    reason="jaxlib 0.11.2 has more rows in flight: with all moved, 150 of 1180 MB that are not predicted",
-    strict=True,
-)
-
-
-@pytest.mark.claim("plan-memory")
-@pytest.mark.parametrize(
-    "virtual_stages, data, microbatches, points",
-    [
-        pytest.param(1, 1, 11, [(OPEN, 0), (ALL_MOVED, -1)], id="a loop over ticks"),
-        pytest.param(2, 2, 12, [(OPEN, -1), (ALL_MOVED, 0)], id="virtual stages"),
-        pytest.param(2, 2, 9, [(OPEN, 0)], id="virtual stages, no loop"),
-        pytest.param(1, 1, 9, [(OPEN, -1), (ALL_MOVED, 0)], id="no loop", marks=MORE_IN_FLIGHT),
-    ],
-)
-def test_a_plan_takes_the_memory_that_was_predicted(gpu, monkeypatch, virtual_stages, data, microbatches, points):
-    """Of the choices with least and with most memory, where all is open and where all is moved."""
-    monkeypatch.setattr(_compiled, "compiler_options", lambda _: OPTIONS)
-    mesh = Mesh(np.array(described(2 * data)).reshape(2, data), ("stage", "data"))
-
-    def of_microbatch(w, x):
-        rows = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), w)
-        return jnp.mean(scan(gated, x, rows, policy=Policy(), strict=False)[0].astype(jnp.float32) ** 2)
-
-    def step(w, xs):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            _, grads = accumulate(of_microbatch, stages="stage", virtual_stages=virtual_stages)(w, xs)
-        return jax.tree.map(jnp.subtract, w, grads)
-
-    def shape(spec, *sizes):
-        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
-
-    of = lambda *sizes: shape([None, "stage"], virtual_stages, 2 * 6, *sizes)  # 6 layers in each chunk
-    weights = {"gate": of(1024, 4096), "up": of(1024, 4096), "out": of(4096, 1024)}
-    args = weights, shape([None, "data"], microbatches, ROWS, 1024)
-    for fixed, end in points:
-        make = functools.partial(plan, step, *args, machine=ROOT / "machines/h200.json", fixed=fixed)
-        point = make(budget="100GiB").curve[end]
-        found, planned = make(budget=point.bytes), _compiled.compiled_bytes(step, args, point.policy)
-        assert planned == pytest.approx(found.memory.total, rel=1 / 8)
 
 
 def rolling(x, w):

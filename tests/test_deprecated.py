@@ -67,5 +67,5 @@ def test_fits_is_predict():
 def test_other_names_do_not_exist():
     with pytest.raises(AttributeError, match="module 'jaxoffload' has no attribute 'grouped_matmull'"):
         jaxoffload.grouped_matmull  # noqa: B018
-    with pytest.raises(AttributeError, match="module 'jaxoffload.proof' has no attribute 'room'"):
+    with pytest.raises(AttributeError, match=r"module 'jaxoffload\.proof' has no attribute 'room'"):
         proof.room  # noqa: B018

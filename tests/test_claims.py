@@ -147,19 +147,14 @@ NOT_MEASURED = {
     "3 %",  # this and the next three: the bounds of `test_steps_on_two_gpus_take_the_time_and_the_memory_...`
     "13 %",
     "4 %",
-    "8 %",  # this and the rest: bounds of tests of what `plan` predicts, in test_plan_measured.py
+    "8 %",  # this and the rest: bounds of tests of what `predict` says, in test_plan_measured.py
     "7 %",
-    "1.3 %",
     "12 %",
-    "21 %",
-    "11 %",
-    "4.1 %",
-    "2.7 %",
-    "6 %",
-    "3.1 %",
+    "14 %",
+    "15 %",
+    "17 %",
     "22 %",
-    "2.2 %",
-    "41 %",
+    "27 %",
 }
 
 

@@ -70,27 +70,19 @@ def test_plans_take_the_time_and_the_memory_that_is_predicted():
         assert len(times) == 3 and errors(times)[-1] < 0.08 and errors(memory)[-1] < ERROR
 
 
-# How many policies, how many of them take within 8 % of the time, half of them within, and the bounds of the memory.
-MEASURED = {
-    ("plans", "h200", "plan"): (0, 0, 0.0, 0.0, 0.0),
-    ("plans", "h200", "hand"): (0, 0, 0.0, 0.0, 0.0),
-    ("plans", "h200", "drawn"): (0, 0, 0.0, 0.0, 0.0),
-    ("plans-h100", "h100", "plan"): (0, 0, 0.0, 0.0, 0.0),
-    ("plans-h100", "h100", "hand"): (0, 0, 0.0, 0.0, 0.0),
-    ("plans-h100", "h100", "drawn"): (0, 0, 0.0, 0.0, 0.0),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.claim("plan-measured")
-@pytest.mark.parametrize("file, machine", [("plans", "h200"), ("plans-h100", "h100")])
-def test_policies_take_the_time_and_the_memory_that_is_predicted(file, machine):
-    for kind, (times, memory) in compared(file, machine).items():
-        count, close, half, least, most = MEASURED[file, machine, kind]
+def test_policies_take_the_time_and_the_memory_that_is_predicted():
+    """By kind of policy: how many of them take within 8 % of the time, and the bounds of time and memory."""
+    both = compared("plans", "h200"), compared("plans-h100", "h100")
+    bounds = {"plan": (1.0, 0.03, 0.07, 0.86, 1.14), "hand": (0.94, 0.04, 0.17, 0.83, 1.15)}
+    bounds["drawn"] = 0.9, 0.04, 0.22, 0.73, 1.15
+    for kind, (close, half, longest, least, most) in bounds.items():
+        times, memory = ([*first, *second] for first, second in zip(*(of[kind] for of in both), strict=True))
         of_time = errors(times)
-        got = len(times), sum(e < 0.08 for e in of_time), statistics.median(of_time), min(memory), max(memory)
-        print(kind, got, of_time[-1], statistics.median(errors(memory)))
-        assert got[:2] == (count, close) and got[2] < half and least < got[3] and got[4] < most, kind
+        assert sum(e < 0.08 for e in of_time) >= close * len(times) and len(times) > 40, kind
+        assert statistics.median(of_time) < half and of_time[-1] < longest, (kind, of_time[-1])
+        assert least < min(memory) and max(memory) < most, (kind, min(memory), max(memory))
 
 
 def errors_of(file):
@@ -175,7 +167,6 @@ def test_steps_on_two_gpus_take_the_time_and_the_memory_that_is_predicted(monkey
                         step, args, _ = stages.step_of(case, options, mode, variant, schedule)
                         ms, gib = predicted(step, args, Policy(variant.residuals), machine)
                         found[virtual, count, name] = ms / int(count) / facts["ms"], gib / facts["all_gib"]
-    print(found)
     assert len(found) == 28
     for (*_, name), (time, memory) in found.items():
         assert (0.88 < time < 1) if name == "all moved" else (0.97 < time < 1.03), (name, time)
@@ -203,5 +194,4 @@ def test_steps_on_four_gpus_take_the_time_and_the_memory_that_is_predicted(monke
             step, args, _ = stages.step_of(case, options, mode, variant, Schedule(2, 2, 8))
             compared.append((facts, predicted(step, args, Policy(variant.residuals), machine)))
     found = [(ms / 8 / facts["ms"], gib / facts["all_gib"]) for facts, (ms, gib) in compared]
-    print(found)
     assert len(found) == 5 and all(1 < time < 1.1 and abs(memory - 1) < ERROR for time, memory in found)

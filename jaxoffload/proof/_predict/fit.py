@@ -1,4 +1,4 @@
-"""Whether each residual's copies fit behind the layers that compute beside them, from FLOPs and bytes."""
+"""Compare the copies of each residual with the layers that compute beside them, from FLOPs and bytes."""
 
 import dataclasses
 import itertools

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxoffload
-from jaxoffload import Policy, PolicyError, checkpoint, grouped, tag
+from jaxoffload import Policy, PolicyError, checkpoint, grouped, proof, tag
 
 POLICY = Policy({"fc1": "save"})
 layer = checkpoint(lambda x: jnp.sin(tag(2 * x, "fc1")), policy=POLICY)
@@ -57,6 +57,15 @@ def test_xla_flags_writes():
     assert found is jaxoffload.write_xla_flags and said.endswith("write: jaxoffload.write_xla_flags(profile)")
 
 
+def test_fits_is_predict():
+    found, said = told(lambda: proof.fits)
+    assert found is proof.predict and said.endswith("write: jaxoffload.proof.predict(f, *args, machine=machine)")
+    with pytest.warns(DeprecationWarning, match="write: jaxoffload.proof.predict"):
+        assert proof.Fits is proof.Prediction
+
+
 def test_other_names_do_not_exist():
     with pytest.raises(AttributeError, match="module 'jaxoffload' has no attribute 'grouped_matmull'"):
         jaxoffload.grouped_matmull  # noqa: B018
+    with pytest.raises(AttributeError, match=r"module 'jaxoffload\.proof' has no attribute 'room'"):
+        proof.room  # noqa: B018

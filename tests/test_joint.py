@@ -11,7 +11,6 @@ import pytest
 from common import ROOT, auto_mesh
 from drawn_layers import draw
 from jax.sharding import PartitionSpec
-from jaxoffload.proof._predict.room import divisions
 
 from jaxoffload import Policy, checkpoint, scan, tag
 from jaxoffload._engine.cost.cost import cost
@@ -19,8 +18,10 @@ from jaxoffload._tracing import Trial
 from jaxoffload.proof import Machine
 from jaxoffload.proof._plan.oracle import Oracle, divided
 from jaxoffload.proof._plan.patterns import policy_of
-from jaxoffload.proof._plan.stacks import UNTAGGED, names_of, spread, stacks_of
+from jaxoffload.proof._plan.stacks import UNTAGGED, names_of, stacks_of
 from jaxoffload.proof._predict.joint import Passes
+from jaxoffload.proof._predict.memory import divisions
+from jaxoffload.proof._predict.predict import spread
 from jaxoffload.proof._program.results import trace_of
 from models.train import step_for
 
@@ -32,12 +33,11 @@ ANY_SIZE = Policy(min_offload_bytes=0)
 
 
 def oracle_of(f, args, fixed):
-    trial = Trial(dataclasses.replace(fixed, default="recompute", residuals={}), says_what_interleaves=True)
-    jaxpr, _ = trial.traced(trace_of)(f, args)
-    found = stacks_of(jaxpr, spread(args))
+    trial = Trial(dataclasses.replace(fixed, default="recompute", residuals={}))
+    found = stacks_of(trial.traced(trace_of)(f, args)[0], spread(args))
     names = names_of(found, fixed)
     policy = lambda decisions: policy_of(decisions, names.recomputable, fixed)
-    return trial, Oracle([divided(each, fixed) for each in found], names, policy, RATES, divisions(args), ())
+    return trial, Oracle([divided(each, fixed) for each in found], names, policy, RATES, divisions(args))
 
 
 def drawn_sets(names, count, seed=0):
@@ -46,12 +46,6 @@ def drawn_sets(names, count, seed=0):
     shares = [0.0, 1.0, *(dice.choice([0.2, 0.5, 0.8]) for _ in range(count - 2))]
     free = sorted(names.free)
     return [names.least | {unit for unit in free if dice.random() < share} for share in shares]
-
-
-def without_seconds(cost):
-    """What else there is of a layer; its residuals may be in another order."""
-    alone = cost.alone and cost.alone._replace(forward=0, backward=0, residuals=sorted(cost.alone.residuals))
-    return cost._replace(forward=0, backward=0, alone=alone)
 
 
 def assert_exact(f, args, fixed=ANY_SIZE, sets=6, from_one=True):
@@ -63,10 +57,9 @@ def assert_exact(f, args, fixed=ANY_SIZE, sets=6, from_one=True):
         for kept in drawn_sets(oracle.names, sets):
             ours = oracle.cost(scan_.found, oracle.passes(scan_, kept))
             alone = oracle.cost(scan_.found, Passes.of(oracle.linearized(scan_.found, kept)))
-            assert without_seconds(ours) == without_seconds(alone), kept
-            pairs = [(ours, alone), *([(ours.alone, alone.alone)] if alone.alone else [])]
-            for mine, its in pairs:
-                assert (mine.forward, mine.backward) == pytest.approx((its.forward, its.backward), rel=1e-9), kept
+            zero = {"forward": 0, "backward": 0}
+            assert ours._replace(**zero) == alone._replace(**zero), kept
+            assert (ours.forward, ours.backward) == pytest.approx((alone.forward, alone.backward), rel=1e-9), kept
             assert set(ours.movable) <= kept | {UNTAGGED}
 
 
@@ -91,22 +84,14 @@ def test_what_is_kept_is_copied_into_a_stack_and_for_kernels_out_of_it():
     assert 1e9 * (found.backward - without[1]) == pytest.approx(2 * (carry + a))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        "tiny",
-        pytest.param("tiny-moe", marks=pytest.mark.slow),
-        pytest.param("llama3-8b", marks=pytest.mark.slow),
-        pytest.param("mixtral-8x7b", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("config", ["tiny", pytest.param("mixtral-8x7b", marks=pytest.mark.slow)])
 def test_the_models_layers(config):
     step, args, *_ = step_for(str(ROOT / f"configs/{config}.yaml"))
     assert_exact(step, args, sets=12)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @jax.numpy_rank_promotion("allow")
 def test_drawn_layers(seed):
     drawn = draw(seed)
@@ -144,15 +129,6 @@ def with_branches(x, w):
     return jnp.cos(tag(act, "act")) @ w["out"], None
 
 
-def with_a_loop(x, w):
-    def inner(y, z):
-        y = tag(jnp.tanh(y * z), "inner")
-        return y, tag(jnp.sin(y), "ys")
-
-    y, ys = jax.lax.scan(inner, tag(x, "start"), jnp.stack([x, 2 * x]))
-    return tag(jnp.tanh((y + jnp.sum(ys, 0)) @ w["in"]), "act") @ w["out"], None
-
-
 RISING, FALLING = np.arange(B * H, dtype=np.float32).reshape(B, H), np.arange(H, dtype=np.float32)[::-1]
 
 
@@ -171,14 +147,7 @@ def with_a_rule(x, w):
     return tag(act(tag(x @ w["in"], "fc1")), "act") @ w["out"], None
 
 
-def with_integers(x, w):
-    order = tag(jnp.argsort(x[:, 0]), "order")
-    top, where = jax.lax.top_k(tag(x @ w["in"], "fc1"), 4)
-    picked = tag(top, "top") * tag(where, "where")
-    return x[order] + jnp.sum(tag(jnp.sin(picked), "act"), -1, keepdims=True) @ jnp.ones((1, D)), None
-
-
-@pytest.mark.parametrize("layer", [plain, with_leaves, with_branches, with_a_loop, with_a_rule, with_integers])
+@pytest.mark.parametrize("layer", [plain, with_leaves, with_branches, with_a_rule])
 def test_small_layers(layer):
     assert_exact(*of_layers(layer))
 

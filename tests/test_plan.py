@@ -17,7 +17,7 @@ from common import ROOT, SHORT, auto_mesh
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import multihost_utils
 
-from jaxoffload import Policy, accumulate, checkpoint, plan, residuals, scan, tag, verify
+from jaxoffload import Policy, Schedule, accumulate, checkpoint, plan, residuals, scan, tag, verify
 from jaxoffload.proof import Bus, Machine, Memory, NothingFits, predict
 from jaxoffload.proof._command import main
 from jaxoffload.proof._plan import plan as planning
@@ -122,6 +122,32 @@ def test_what_interleaved_microbatches_cost_by_hand():
     assert outcome_of(roomy, (MOST,), [FC1], 3)[0] == 82 + 4 * 2 * 6
 
 
+@pytest.mark.claim("plan-stages")
+def test_what_stages_cost_by_hand():
+    """Two stages with two chunks of four layers: a tick has 4 layers."""
+    schedule = Schedule(2, 2, 4)
+    assert (schedule.forward_stop, schedule.ticks, schedule.chunks, schedule.slots) == (9, 13, 4, 8)
+    step = step_of(Stack(4, 9, schedule=schedule), resident=3)
+    assert outcome_of(step, (MOST,), [], 0) == (10 + 9 * 24, 8 * (4 * 410 + 3) + 70, 0)
+    # fc1 of all 16 layers, although a policy says that 3 are resident.
+    lone, beside = (3 - 2) + (6 - 4), 12 - 6
+    seconds, device, host = outcome_of(step, (MOST,), [FC1], 16)
+    assert seconds == 226 + 4 * (4 * lone + 5 * beside)
+    assert (device, host) == (8 * (4 * 110 + 3) + 370, 8 * 5 * 300)
+    # Of half of them: three iterations copy.
+    seconds, device, host = outcome_of(step, (MOST,), [FC1], 8)
+    assert seconds == 226 + 3 * (4 * lone + 5 * beside)
+    assert (device, host) == (8 * (4 * 410 - 2 * 300 + 3) + 370, 8 * 3 * 300)
+
+
+@pytest.mark.claim("plan-stages")
+@pytest.mark.parametrize("layers, counts", [(1, {0}), (2, {0, 8}), (5, {0, 8, 12, 16, 20})])
+def test_no_chunk_offloads_a_single_layer(layers, counts):
+    step = step_of(Stack(layers, 9, schedule=Schedule(2, 2, 3)))
+    curve = undominated(step, {frozenset(MOST.movable): (MOST,)}, 2**40)
+    assert {choice.layers for choice in curve} <= counts and (layers == 1 or len(curve) > 2)
+
+
 # ---- the search and the choice, on drawn costs ----
 
 
@@ -221,6 +247,17 @@ def test_the_fastest_that_fits_is_chosen(seed):
     assert not choice.moved
 
 
+@pytest.mark.claim("plan-promises")
+@pytest.mark.parametrize("seed", range(20))
+def test_no_budget_is_left_unused_where_all_but_the_smallest_take_less_than_estimated(seed):
+    curve, _, _, dice = drawn_curve(seed)
+    less, limit = dice.randint(100, 1000), dice.randint(curve[0].device, curve[-1].device)
+    predicted = functools.cache(lambda choice: guessed(choice, 0 if choice is curve[0] else -less))
+    choice, _ = chosen(curve, limit, 10**9, predicted, lambda choice: predicted(choice).memory.total)
+    if any(c.device <= limit for c in curve[1:]):
+        assert choice.ns <= 1.01 * fastest(curve, limit + less).ns
+
+
 @pytest.mark.claim("plan-compiled")
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_chosen_fits_by_xlas_plan(seed):
@@ -303,7 +340,7 @@ def test_microbatches_have_two_sets_of_stacks():
     fixed = dataclasses.replace(ALL, residuals={"fc1": "offload"})
     f = lambda w, xs: accumulate(loss)(w, xs)
     found = least(ARGS[0], xs, f=f, fixed=fixed)
-    assert found.host == 2 * LAYERS * WIDE and found.policy.offload_layers == "all"
+    assert found.host == 2 * LAYERS * (STREAM + WIDE) and found.policy.offload_layers == "all"
     assert planned(ARGS[0], xs, f=f).host == 0
 
 

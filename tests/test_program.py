@@ -4,7 +4,6 @@ once; memory falls by what is offloaded.
 Nothing runs: see described_gpu.py.
 """
 
-import functools
 import itertools
 import os
 import re
@@ -29,7 +28,6 @@ from jaxoffload import (
     chain,
     checkpoint,
     compiler_options,
-    plan,
     scan,
     tag,
     write_xla_flags,
@@ -38,9 +36,7 @@ from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
 from jaxoffload.grouped import grouped_matmul
-from jaxoffload.proof import Machine, NothingFits, predict, scheduling_options
-from jaxoffload.proof._plan import chosen as _chosen
-from jaxoffload.proof._predict.memory import ERROR
+from jaxoffload.proof import scheduling_options
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import kernels as _kernels
 from jaxoffload.proof._program import scheduling as _scheduling
@@ -55,7 +51,6 @@ from models.transformer import ExpertLayer, stacked
 
 assert nothing_cached and gpu and two_gpus  # fixtures
 pytestmark = [pytest.mark.gpu, pytest.mark.claim("what-xla-compiles")]
-H200_RATES = Machine.from_json((ROOT / "machines/h200.json").read_text())
 
 LAYERS, BATCH, DIM, HIDDEN = 8, 512, 256, 1024
 ONE = BATCH * HIDDEN * 2  # bytes of one layer's fc1, bfloat16
@@ -642,73 +637,3 @@ def test_the_hosts_need_of_a_whole_program_is_no_less_than_xla_plans(gpu):
         planned = compiled(gpu, g, *shapes).memory_analysis().host_temp_size_in_bytes
         assert planned <= need * STREAM, which
     assert planned > 0
-
-
-def planned_steps(gpu):
-    """Yield losses and steps of four kinds, with their arguments on the GPU."""
-    here = NamedSharding(Mesh(np.array([gpu]), "x"), PartitionSpec())
-    of = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype, sharding=here)
-    layers, tokens, d, wide, vocabulary = 12, 4096, 1024, 4096, 32768
-
-    def block(x, w):
-        x = tag(x, "layer_input")
-        gate, up = tag(x @ w["gate"], "gate"), tag(x @ w["up"], "up")
-        return x + tag(jax.nn.silu(gate) * up, "act") @ w["out"], None
-
-    hidden = lambda w, x: scan(block, x, w, policy=Policy(), strict=False)[0]
-    loss = lambda w, x: jnp.mean(hidden(w, x).astype(jnp.float32) ** 2)
-    weights = {"gate": of(layers, d, wide), "up": of(layers, d, wide), "out": of(layers, wide, d)}
-    yield loss, (weights, of(tokens, d))
-
-    def in_microbatches(w, xs):
-        return jax.tree.map(lambda w, g: w - g, w, accumulate(loss)(w, xs)[1])
-
-    yield in_microbatches, (weights, of(4, tokens, d))
-
-    def adam(state, x):
-        w, m, v = state
-        grads = jax.grad(lambda w: loss(jax.tree.map(lambda a: a.astype(jnp.bfloat16), w), x))(w)
-        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, grads)
-        v = jax.tree.map(lambda v, g: 0.9 * v + 0.1 * g * g, v, grads)
-        return jax.tree.map(lambda w, m, v: w - m / jnp.sqrt(v + 1e-8), w, m, v), m, v
-
-    wide_weights = jax.tree.map(lambda a: of(*a.shape, dtype=jnp.float32), weights)
-    yield adam, ((wide_weights,) * 3, of(tokens, d))
-
-    def with_logits(both, x):
-        w, table = both
-
-        @jax.checkpoint
-        def chunk(total, x):
-            return total + jnp.mean(jax.nn.logsumexp((x @ table).astype(jnp.float32), axis=-1)), None
-
-        return lax.scan(chunk, jnp.float32(0), hidden(w, x).reshape(8, -1, d))[0]
-
-    yield with_logits, ((weights, of(d, vocabulary)), of(tokens, d))
-
-
-@pytest.mark.slow
-@pytest.mark.claim("plan-memory")
-def test_memory_is_what_xla_plans_but_for_the_stated_error(gpu, monkeypatch):
-    monkeypatch.setattr(_chosen, "compiler_options", lambda _: OPTIONS)
-    for f, args in planned_steps(gpu):
-        for decision in ("recompute", "save", "offload"):
-            policy = Policy({"*": decision}, min_offload_bytes=0)
-            found = predict(f, *args, machine=H200_RATES, policy=policy).memory.total
-            planned = _chosen.compiled_bytes(f, args, policy)
-            assert planned is None or planned == pytest.approx(found, rel=ERROR)  # docs/upstream.md#memory-analysis
-
-
-@pytest.mark.slow
-@pytest.mark.claim("plan-compiled")
-def test_a_plan_for_described_gpus_fits_by_xlas_own_plan(gpu, monkeypatch):
-    monkeypatch.setattr(_chosen, "compiler_options", lambda _: OPTIONS)
-    for f, args in planned_steps(gpu):
-        make = functools.partial(plan, f, *args, machine=H200_RATES)
-        most = make(budget="100GiB", compile=False).memory
-        budget = (most.arguments + most.total) * 5 // 8
-        found = make(budget=budget)
-        assert found.compiled == _chosen.compiled_bytes(f, args, found.policy) <= budget
-        assert str(found).splitlines()[0].endswith("memory is as XLA plans it")
-        with pytest.raises(NothingFits, match="by XLA's plan"):
-            make(budget=most.arguments)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from common import ROOT
 from described_gpu import OPTIONS, begun_after, described, gpu, module_of, nothing_cached
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,15 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxoffload import Policy, accumulate, scan, tag
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.stages.schedule import Schedule
-from jaxoffload.proof import Machine, predict
-from jaxoffload.proof._plan import chosen as _chosen
-from jaxoffload.proof._predict.memory import ERROR
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._verify.stages import EXCHANGE, MOVED
 
 assert nothing_cached and gpu  # fixtures
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.claim("stages")]
-H200_RATES = Machine.from_json((ROOT / "machines/h200.json").read_text())
 
 LAYERS, ROWS, DIM = 4, 4096, 2048  # of a chunk; of x
 ROW = ROWS * DIM * 2  # bytes, bfloat16
@@ -156,42 +151,6 @@ def gated(x, w):
     x = tag(lax.with_sharding_constraint(x, PartitionSpec("data")), "x")
     gate, up = tag(x @ w["gate"], "gate"), tag(x @ w["up"], "up")
     return x + tag(jax.nn.silu(gate) * up, "act") @ w["out"], None
-
-
-@pytest.mark.claim("plan-memory")
-@pytest.mark.parametrize(
-    "virtual_stages, data, microbatches, decisions",
-    [
-        pytest.param(1, 1, 11, ["recompute", "offload"], id="a loop over ticks"),
-        pytest.param(2, 2, 12, ["save"], id="virtual stages"),
-        pytest.param(1, 1, 9, ["offload"], id="no loop"),
-    ],
-)
-def test_memory_is_what_xla_plans_but_for_the_stated_error(
-    gpu, monkeypatch, virtual_stages, data, microbatches, decisions
-):
-    monkeypatch.setattr(_chosen, "compiler_options", lambda _: OPTIONS)
-    mesh = Mesh(np.array(described(2 * data)).reshape(2, data), ("stage", "data"))
-
-    def of_microbatch(w, x):
-        rows = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), w)
-        return jnp.mean(scan(gated, x, rows, policy=Policy(), strict=False)[0].astype(jnp.float32) ** 2)
-
-    def step(w, xs):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            _, grads = accumulate(of_microbatch, stages="stage", virtual_stages=virtual_stages)(w, xs)
-        return jax.tree.map(jnp.subtract, w, grads)
-
-    def shape(spec, *sizes):
-        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
-
-    of = lambda *sizes: shape([None, "stage"], virtual_stages, 2 * 6, *sizes)  # 6 layers in each chunk
-    weights = {"gate": of(1024, 4096), "up": of(1024, 4096), "out": of(4096, 1024)}
-    args = weights, shape([None, "data"], microbatches, ROWS, 1024)
-    for decision in decisions:
-        policy = Policy({"*": decision}, min_offload_bytes=0)
-        found = predict(step, *args, machine=H200_RATES, policy=policy).memory.total
-        assert _chosen.compiled_bytes(step, args, policy) == pytest.approx(found, rel=ERROR)
 
 
 def rolling(x, w):

@@ -63,10 +63,10 @@ def outcome(step: Step, costs: Costs, moved: Any, layers: Any) -> Outcome:
         sets, copying = np.where(interleaves, 2, stack.sets), n + ((n > 0) & (n < stack.layers))
         exposed = _in_turn(step.bus, stack, cost, size)
         if stack.schedule:
-            exposed = _beside(step.bus, stack, cost, size, stack.schedule.forward_stop, stack.chunks)
+            exposed = _beside(step.bus, stack, cost, size)
         elif stack.microbatches > 1:
             stays = np.minimum(size, step.spare // np.maximum(1, copying))
-            both = _beside(step.bus, stack, cost, size, stack.microbatches, 1, stays)
+            both = _beside(step.bus, stack, cost, size, stays)
             exposed = np.where(interleaves, both, exposed)
         seconds += stack.runs * stack.layers * cost.seconds + copying * exposed
         residuals += sets * (stack.layers * cost.kept - n * size + cost.once)
@@ -86,9 +86,10 @@ def _in_turn(bus: Bus, stack: Stack, cost: LayerCost, moving: Any) -> Any:
     return stack.runs * (_longer(moving, bus.d2h, cost.forward) + _longer(moving, bus.h2d, cost.backward))
 
 
-def _beside(bus: Bus, stack: Stack, cost: LayerCost, moving: Any, passes: int, alone: int, stays: Any = 0) -> Any:
-    """Return those seconds where so many passes each way run beside each other, but so many alone, which do not copy
-    what `stays`."""
+def _beside(bus: Bus, stack: Stack, cost: LayerCost, moving: Any, stays: Any = 0) -> Any:
+    """Return those seconds where one microbatch's passes run beside another's, except in the first and the last ones,
+    which do not copy what `stays`; on pipeline stages, in the first and the last ticks."""
+    passes, alone = (stack.schedule.forward_stop, stack.chunks) if stack.schedule else (stack.microbatches, 1)
     pair = np.maximum(0.0, moving / bus.together / 1e9 - cost.seconds)
     lone = _longer(moving - stays, bus.d2h, cost.forward) + _longer(moving - stays, bus.h2d, cost.backward)
     return stack.runs // passes * ((passes - alone) * pair + alone * lone)

@@ -51,18 +51,19 @@ def chosen(
 def _fastest(curve: Sequence[Choice], limit: int, host_limit: int, predicted: Callable[[Choice], Prediction]) -> Choice:
     """Return the fastest of the choices that are predicted to fit, or else the smallest one."""
     smallest = min(curve, key=lambda choice: choice.device)
-    each, low, best = {smallest: predicted(smallest)}, math.inf, math.inf
-    more, fitting = each[smallest].memory.total - smallest.device, list[Choice]()
-    for choice in sorted(curve, key=lambda choice: (choice.ns, choice.host)):
-        found_all = len(fitting) == _MOST_FITTING or len(each) > _MOST_TRACED
-        if found_all or (1 - _ERROR) * low * choice.ns > best:
-            break
-        if choice.device + more <= limit:
-            each[choice] = of = predicted(choice)
-            low, more = min(low, of.step_ms / choice.ns), min(more, of.memory.total - choice.device)
-            if of.memory.total <= limit and of.host <= host_limit:
-                fitting.append(choice)
-                best = min(best, of.step_ms)
+    each, fitting = {smallest: predicted(smallest)}, list[Choice]()
+    more, before = each[smallest].memory.total - smallest.device, math.inf
+    while more < before:  # the fastest are skipped until it is known how much less they take than was estimated
+        before, low, best, fitting = more, math.inf, math.inf, []
+        for choice in sorted(curve, key=lambda choice: (choice.ns, choice.host)):
+            if len(fitting) == _MOST_FITTING or (1 - _ERROR) * low * choice.ns > best:
+                break
+            if choice.device + more <= limit and (choice in each or len(each) <= _MOST_TRACED):
+                each[choice] = of = predicted(choice)
+                low, more = min(low, of.step_ms / choice.ns), min(more, of.memory.total - choice.device)
+                if of.memory.total <= limit and of.host <= host_limit:
+                    fitting.append(choice)
+                    best = min(best, of.step_ms)
     if not fitting:
         return min(each, key=lambda choice: each[choice].memory.total)
     unmoved = [choice for choice in fitting if not each[choice].host and each[choice].step_ms <= (1 + _MOVES) * best]

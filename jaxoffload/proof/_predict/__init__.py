@@ -1,1 +1,1 @@
-"""fits() and room(): what copies will cost and what the device must hold, from FLOPs, bytes and a machine's rates."""
+"""predict(): how long a step takes, and what device and host must hold, from FLOPs, bytes and a machine's rates."""

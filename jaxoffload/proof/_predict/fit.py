@@ -1,4 +1,4 @@
-"""Whether each residual's copies fit behind the layers that compute beside them, from FLOPs and bytes."""
+"""Compare the copies of each residual with the layers that compute beside them, from FLOPs and bytes."""
 
 import dataclasses
 import itertools
@@ -116,7 +116,8 @@ def fits_in(jaxpr: Jaxpr, args: Any, devices: int, machine: Machine) -> tuple[Fi
       args: of the function. `devices`: over how many its values are spread.
     """
     arguments = [leaf for leaf in jax.tree.leaves(args) if getattr(leaf, "sharding", None) is not None]
-    rows = rows_of(arguments, axis=1) | rows_of(arguments)  # a microbatch is a row of an argument
+    rows, of_microbatches = rows_of(arguments), rows_of(arguments, axis=1)  # a microbatch is a row of an argument
+    rows = {length: max(rows.get(length, 1), of_microbatches.get(length, 1)) for length in rows | of_microbatches}
     passes = list(_passes(jaxpr, 1, devices, {}, Divided(jaxpr, rows).rows))
     return (*_in_turn(passes, machine, devices), *_interleaved(passes, machine, devices))
 

@@ -59,7 +59,9 @@ def step_bytes(jaxpr: Jaxpr, like: Divisions, donated: bool) -> int:
         if out and free[key := (out.aval.shape, getattr(out.aval, "dtype", None))] > 0:
             free[key] -= 1
             in_place.add(out)
-    return _Walk(_of_stacks(jaxpr) | like | _in_shard_maps(jaxpr, like), in_place).peak(program, ())
+    like = _of_stacks(jaxpr) | like | _in_shard_maps(jaxpr, like)
+    of_all_stages = {(shape[0] * shape[1], *shape[2:]): parts for shape, parts in like.items() if len(shape) > 2}
+    return _Walk(of_all_stages | like, in_place).peak(program, ())  # layers of virtual stages, as the loss has them
 
 
 def layer_bytes(layer: Passes, like: Divisions) -> int:

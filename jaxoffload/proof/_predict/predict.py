@@ -47,7 +47,7 @@ class Memory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What `predict` says of a function; print it.
+    """The time and the memory that `predict` says a function takes; print it.
 
     Attributes:
       machine, devices: of which kind, and how many.
@@ -83,7 +83,7 @@ class Prediction:
 
     @property
     def caveat(self) -> str:
-        """What a summary says in brackets if something moves and fewer GPUs were measured than copy at once."""
+        """A remark in brackets, if something moves and fewer GPUs were measured than copy at once."""
         return self.machine.caveat(self.devices) if self.host else ""
 
     @property

@@ -147,6 +147,7 @@ BOUNDS = {
         "within 8 %, half within 4 %, all within 17 % | 17 % less to 15 % more",
         "within 8 %, half within 4 %, all within 22 % | 27 % less to 15 % more",
         "Step times are within 3 % of the prediction",
+        "One takes 0.1 % more than its budget",
         "at most 1 % slower than the fastest",
         "step times are within 4 %; where everything is moved",
         "up to 28 % longer than predicted",
@@ -223,14 +224,15 @@ def test_a_page_states_no_other_figures(page):
 
 @pytest.mark.claim("plan-on-machine")
 def test_plans_made_on_the_machine():
-    every = result("plans-on-machine")["shapes"].values()
-    plans = [
-        (shape["budgets"][which], shape["policies"][f"plan {which}"]) for shape in every for which in shape["budgets"]
-    ]
+    plans = []
+    for shape in result("plans-on-machine")["shapes"].values():
+        plans += [(budget, shape["policies"][f"plan {which}"]) for which, budget in shape["budgets"].items()]
     assert len(plans) == 9 and all(14 <= plan["seconds"] <= 35 for _, plan in plans)
-    ran = [(budget["plan / best"], plan["predicted_ms"] / plan["step_ms"]) for budget, plan in plans if budget["runs"]]
-    assert len(ran) == 8 and sum(ratio > 1 for ratio, _ in ran) == 1
-    assert all(abs(time - 1) < 0.03 for _, time in ran)
+    ran = [(budget, plan) for budget, plan in plans if budget["runs"]]
+    assert len(ran) == 8 and sum(budget["plan / best"] > 1 for budget, _ in ran) == 1
+    assert all(abs(plan["predicted_ms"] / plan["step_ms"] - 1) < 0.03 for _, plan in ran)
+    used = sorted(plan["all_gib"] / budget["budget_gib"] for budget, plan in ran)
+    assert used[-2] <= 1 < used[-1] < 1.0014
 
 
 def test_which_transformer_engine_was_measured():

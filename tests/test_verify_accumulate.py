@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from common import normal, policy
+from faults import a_host_write_is_skipped, rows_in_wrong_order
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
-from test_verify import a_host_write_is_skipped, rows_in_wrong_order
 
 from jaxoffload import accumulate, chain, residuals, scan, tag, verify
 from jaxoffload._engine.jaxprs.walk import walk
@@ -16,7 +16,7 @@ from jaxoffload._engine.microbatches import by_layers, gradient, interleaved
 from jaxoffload._engine.microbatches import ends as ends_of
 from jaxoffload._jax import HOST
 from jaxoffload._text import readable
-from jaxoffload.proof._program.target import rows_read_beyond, target_of
+from jaxoffload.proof._program.target import padding_read, target_of
 from jaxoffload.proof._verify.conservation import conservation
 from jaxoffload.proof._verify.moves import producers
 
@@ -278,9 +278,9 @@ def test_a_step_on_a_mesh_runs_the_references_collectives(kind):
 
 def test_each_microbatch_may_read_a_padding_row_of_each_stack():
     rules = policy({"x": "offload", "fc1": "offload"})
-    of_a_loss = rows_read_beyond(jax.make_jaxpr(jax.grad(loss_under(rules)))(WEIGHTS, MICROBATCHES[0]))
-    of_a_step = rows_read_beyond(jax.make_jaxpr(step_under(rules))(WEIGHTS, MICROBATCHES))
-    assert (of_a_loss, of_a_step) == (2, 4 * 2)
+    of_a_loss = padding_read(jax.make_jaxpr(jax.grad(loss_under(rules)))(WEIGHTS, MICROBATCHES[0]))
+    of_a_step = padding_read(jax.make_jaxpr(step_under(rules))(WEIGHTS, MICROBATCHES))
+    assert (of_a_loss, of_a_step) == (2 * ROW, 4 * 2 * ROW)
 
 
 def test_a_step_has_no_table_and_says_whose_it_is():

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import Var
 
+from ..._compiler_options import compiler_options
 from ..._engine.host.slow_copies import untold
 from ..._engine.jaxprs.source import source_of
 from ..._jax import DEVICE, nbytes, on_host
@@ -80,7 +81,7 @@ def _shard_bytes(loss: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, i
         return [to_device(residuals[i]) for i in named]
 
     with untold():
-        shardings = jax.jit(kept).lower(*args).compile().output_shardings
+        shardings = jax.jit(kept, compiler_options=compiler_options()).lower(*args).compile().output_shardings
     sizes: dict[str, int] = {}
     for source, sharding, x in zip(named.values(), shardings, jax.eval_shape(kept, *args), strict=True):
         assert source.name

@@ -23,7 +23,7 @@ from .._residuals.plans import Plans
 from .._residuals.residuals import where_twice
 from .exact import compiled, exact_options, repeatable_options
 from .hlo import Module, parse
-from .host_transfers import HostTransfer, for_host, host_transfers
+from .host_transfers import HostTransfer, host_transfers
 from .results import run_of
 
 
@@ -159,7 +159,8 @@ def has_loops(jaxpr: Jaxpr) -> bool:
 def padding_read(jaxpr: Jaxpr) -> int:
     """Return the bytes of the padding rows that our backward loops read from host stacks: one per stack and pass."""
     sites = [site for site in walk(jaxpr) if site.eqn.primitive in (backward_p, interleaved_p)]
-    rows = lambda eqn: [aval for loops in loops_of(eqn) for s in loops.segments for _, aval in for_host(s)]
+    segments = lambda eqn: (segment for loops in loops_of(eqn) for segment in loops.segments if segment.copies)
+    rows = lambda eqn: (aval for s in segments(eqn) for aval in s.layout.split(s.layer.forward.out_avals).host)
     return sum(s.runs * s.eqn.params.get("microbatches", 1) * sum(map(nbytes, rows(s.eqn))) for s in sites)
 
 

@@ -50,7 +50,7 @@ from jaxoffload.proof._program.hlo import kernels_on_host_memory
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._program.trace import DIRECTIONS, Event
 from jaxoffload.proof._report.profile import profile_of
-from jaxoffload.proof._verify import conservation as _conservation
+from jaxoffload.proof._verify.conservation import conservation
 from models import config
 from models.attention import rotations
 from models.config import Model
@@ -488,13 +488,11 @@ def test_verify_finds_two_microbatches_in_the_plan(gpu, monkeypatch):
     loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=Policy(OFFLOADED))[0].astype(jnp.float32) ** 2)
     shapes = weights(LAYERS), jax.ShapeDtypeStruct((4, 32 * BATCH, DIM), jnp.bfloat16)
     target = target_of(lambda w, xs: accumulate(loss)(w, xs)[1], shapes)
-    program = compiled(gpu, target.run, *shapes)
+    program, reference = (compiled(gpu, run, *shapes) for run in (target.run, as_reference(target.run)))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_conservation, "compiled", lambda run, shapes, _: compiled(gpu, run, *shapes))
-    reference = compiled(gpu, as_reference(target.run), *shapes)
     for ours, verdict, expected in ((program, "holds", "640.00 MiB"), (reference, "fails", "0 B")):
-        vars(target).update(arrays=shapes, fast_program=ours)
-        found, said = _conservation.conservation(target)
+        vars(target).update(fast_program=ours, fast_reference=reference)
+        found, said = conservation(target)
         assert found == verdict and f"and {expected} on the host for 640.00 MiB" in said, said
 
 

@@ -74,7 +74,8 @@ def main() -> None:
         bench.prepare(*(of.get("attention", "") for of in sizes))
         before = json.loads(Path(options.predicted).read_text())
     machine = Machine.from_json(json.dumps(before["machine"]))
-    result = bench.provenance("plans", options, devices) | {"machine": before["machine"], "shapes": {}}
+    result = bench.provenance("plans", options, devices)
+    result |= {"predicted": options.predicted, "machine": before["machine"], "shapes": {}}
     result = added(json.loads(options.out.read_text()), result) if options.add else result
     for name in options.shapes:
         shape, found = SHAPES[name], before["shapes"].get(name, {}).get("policies", {})
@@ -85,11 +86,11 @@ def main() -> None:
 
 def added(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return the result of this run, to which that of an earlier one is added."""
-    kind = lambda result: (result["device"].partition(" ")[2], result["versions"], result["machine"])
+    kind = lambda of: (of["device"].partition(" ")[2], of["versions"], of["machine"])
     if kind(old) != kind(new):
         sys.exit("--add: the device, the versions or the machine are not those of the file")
-    runs = [*old.get("runs", []), {"command": new["command"], "commit": new["commit"]}]
-    return new | {"runs": runs, "shapes": old["shapes"]}
+    run = lambda of: {"command": of["command"], "commit": of["commit"]}
+    return new | {"runs": [*old.get("runs", [run(old)]), run(new)], "shapes": old["shapes"]}
 
 
 def options_of(shape: Shape, sizes: dict[str, Any]) -> argparse.Namespace:
@@ -157,11 +158,10 @@ def near(name: str, files: list[str], known: dict[str, Variant]) -> dict[str, Va
     found = {key: known[key] for key in ("recompute", "save")}
     for file in files:
         every = json.loads(Path(file).read_text())["shapes"].get(name, {"policies": {}})["policies"]
-        gib = lambda of: of.get("all_gib", of.get("device_gib"))
         ran = {key: of for key, of in every.items() if "step_ms" in of}
-        fastest = lambda most: min(of["step_ms"] for of in ran.values() if gib(of) <= most)
+        fastest = lambda most: min(of["step_ms"] for of in ran.values() if of["device_gib"] <= most)
         for key, of in ran.items():
-            if of["step_ms"] <= 1.01 * fastest(gib(of)):
+            if of["step_ms"] <= 1.01 * fastest(of["device_gib"]):
                 policy = variant_of(Policy(**of["policy"])) if "policy" in of else known[key]
                 found[f"{Path(file).stem}, {key}" if "policy" in of else key] = policy
     return found
@@ -186,6 +186,8 @@ def measured(name: str, found: dict[str, Any], machine: Machine, options: argpar
         step.facts.update(plans[which])
         lines[f"plan {which}"] = step.facts
     bench.measure(made._replace(steps=made.steps | steps), options)
+    for facts in lines.values():
+        facts["device_gib"] = facts.pop("all_gib", None)
     judgments = {which: judged(gib, lines.get(f"plan {which}", {}), lines) for which, gib in budgets.items()}
     return {"budgets": judgments, "policies": lines}
 
@@ -198,7 +200,7 @@ def budgets_of(least: float, most: float) -> dict[str, float]:
 
 def judged(budget: float, plan: dict[str, Any], lines: dict[str, Any]) -> dict[str, Any]:
     """Return the plan for a budget in GiB beside the fastest of all policies that fit in it."""
-    ms = {name: of["step_ms"] for name, of in lines.items() if "step_ms" in of and of["all_gib"] <= budget}
+    ms = {name: of["step_ms"] for name, of in lines.items() if "step_ms" in of and of["device_gib"] <= budget}
     best = min(ms, key=ms.__getitem__, default=None)
     result = {"budget_gib": budget, "best": best, "runs": "step_ms" in plan}
     return result | ({"plan / best": round(plan["step_ms"] / ms[best], 4)} if best and result["runs"] else {})

@@ -92,13 +92,14 @@ def step_for(path: str, *overrides: str) -> tuple[Any, tuple[Any, ...], Any, tup
     For `python -m jaxoffload`, on the mesh of the config, whatever this machine has.
 
     Raises:
-      ConfigError: the config cannot run.
+      UserError: the config cannot run.
     """
     config = traceable(load(path, overrides))
     enough = math.prod(astuple(config.mesh)) == jax.device_count()
     mesh = make_mesh(config.mesh) if enough else abstract_mesh(config.mesh)
     config, _ = budget.planned(config, mesh)
     made = program(config, mesh)
+    jaxoffload.check(made.step, made.state, made.tokens, policy=config.remat)
     return made.step, (made.state, made.tokens), made.loss, (made.state.params, made.microbatch)
 
 

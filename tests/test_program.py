@@ -35,14 +35,17 @@ from jaxoffload import (
 from jaxoffload._engine.host.need import need_of
 from jaxoffload._engine.jaxprs.walk import walk
 from jaxoffload._engine.microbatches.interleaved import interleaved_p
+from jaxoffload._tracing import as_reference
 from jaxoffload.grouped import grouped_matmul
 from jaxoffload.proof import scheduling_options
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program import kernels as _kernels
 from jaxoffload.proof._program import scheduling as _scheduling
 from jaxoffload.proof._program.hlo import kernels_on_host_memory
+from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._program.trace import DIRECTIONS, Event
 from jaxoffload.proof._report.profile import profile_of
+from jaxoffload.proof._verify.conservation import conservation
 from models import config
 from models.attention import rotations
 from models.config import Model
@@ -369,6 +372,19 @@ def test_a_step_compiled_again_with_its_times_hides_exchanges_between_experts(tw
     assert hlo.collectives(after) == hlo.collectives(before) and _kernels.ran(after) == _kernels.ran(before)
     temporary = [p.memory_analysis().temp_size_in_bytes for p in (first, again)]
     assert temporary[1] <= 1.05 * temporary[0]
+
+
+def test_verify_finds_two_microbatches_in_the_plan(gpu, monkeypatch):
+    """The plain loop keeps one microbatch's residuals on the device; ours is to hold no more than it says."""
+    loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=Policy(OFFLOADED))[0].astype(jnp.float32) ** 2)
+    shapes = weights(LAYERS), jax.ShapeDtypeStruct((4, 32 * BATCH, DIM), jnp.bfloat16)
+    target = target_of(lambda w, xs: accumulate(loss)(w, xs)[1], shapes)
+    program, reference = (compiled(gpu, run, *shapes) for run in (target.run, as_reference(target.run)))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for ours, verdict, expected in ((program, "holds", "640.00 MiB"), (reference, "fails", "0 B")):
+        vars(target).update(fast_program=ours, fast_reference=reference)
+        found, said = conservation(target)
+        assert found == verdict and f"and {expected} on the host for 640.00 MiB" in said, said
 
 
 def copies_in_order(module):

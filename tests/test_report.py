@@ -91,7 +91,7 @@ def test_a_tensor_axis_splits_heads_and_d_ff_but_not_the_residual_stream():
 
 def test_the_report_predicts_the_step_of_a_machine_that_was_measured():
     text = report(load(CONFIGS / "llama-1b.yaml", [f"remat.machine={ROOT}/machines/h200.json"]))
-    assert "copies on 1 NVIDIA H200, predicted" in text
+    assert " ms per step on 1 NVIDIA H200, predicted" in text
 
 
 @pytest.mark.claim("host-pool")

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from common import ROOT, auto_mesh, needs_te, normal
+from faults import a_host_write_is_skipped, rows_in_wrong_order
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
@@ -53,8 +54,12 @@ from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify import bits as _bits
 from jaxoffload.proof._verify import capacity as _capacity
 from jaxoffload.proof._verify import conservation as _conservation
-from jaxoffload.proof._verify import moves as _moves
 from jaxoffload.proof._verify import repeats as _repeats
+from jaxoffload.proof._verify.conservation import conservation
+from jaxoffload.proof._verify.gradients import gradients
+from jaxoffload.proof._verify.moves import moves, producers
+from jaxoffload.proof._verify.placement import placement
+from jaxoffload.proof._verify.repeats import repeats
 from models.attention import transformer_engine
 from models.train import step_for
 
@@ -77,8 +82,18 @@ def weights(*lead):
     return {k: 0.1 * normal(0, (*lead, *s)) for k, s in shapes.items()}
 
 
+def scanned(f, rules=RULES, **how):
+    """A loss of layers in a scan of ours."""
+    return lambda x, w: jnp.sum(scan(lambda x, w: (f(x, w), None), x, w, policy=rules, **how)[0] ** 2)
+
+
+def by_jax(f, policy):
+    """A loss of layers under JAX's own checkpoint."""
+    return lambda x, w: jnp.sum(lax.scan(jax.checkpoint(lambda x, w: (f(x, w), None), policy=policy), x, w)[0] ** 2)
+
+
 def of_scan(x, w):
-    return jnp.sum(scan(lambda x, w: (layer(x, w), None), x, w, policy=RULES)[0] ** 2)
+    return scanned(layer)(x, w)
 
 
 def of_chain(x, w):
@@ -90,44 +105,47 @@ def of_checkpoint(x, w):
     return jnp.sum(checkpoint(layer, policy=RULES)(x, jax.tree.map(lambda a: a[0], w)) ** 2)
 
 
-def of_jax(x, w):
-    """Without this library: names and policies are JAX's."""
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["fc1"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    y, _ = lax.scan(jax.checkpoint(lambda x, w: (layer(x, w), None), policy=policy), x, w)
-    return jnp.sum(y**2)
-
-
-X = normal(1, (BATCH, DIM))
+X, W = normal(1, (BATCH, DIM)), weights(LAYERS)
 ON_CPU = {"copies": "not checked", "placement": "not checked"}
 ALL = ("gradients", "conservation", "moves", "producers", "copies", "placement", "repeats")
 
 
-def verdicts(f, *args, **how):
-    return {check.claim: check.verdict for check in verify(f, *args, **how)}
+def verdicts(found):
+    return {check.claim: check.verdict for check in found}
+
+
+def one(claim, f, *args, **how):
+    """Return what one check says: its verdict, and the detail."""
+    return claim(target_of(f, args or (X, W), **how))
+
+
+def both(f, *args):
+    """Check the gradients, and that bytes are conserved; return the details."""
+    found = [one(claim, f, *args) for claim in (gradients, conservation)]
+    assert [verdict for verdict, _ in found] == ["holds", "holds"], found
+    return [said for _, said in found]
 
 
 @pytest.mark.claim("verify")
 @pytest.mark.parametrize("f", [of_scan, of_chain, of_checkpoint], ids=lambda f: f.__name__)
 def test_what_is_right_holds(f):
-    found = verify(f, X, weights(LAYERS))
+    found = verify(f, X, W)
     assert found.ok, found
-    assert {c.claim: c.verdict for c in found} == dict.fromkeys(ALL, "holds") | ON_CPU, found
+    assert verdicts(found) == dict.fromkeys(ALL, "holds") | ON_CPU, found
+    assert str(found).splitlines()[0].startswith("holds        gradients: ") and '"ok": true' in found.to_json()
+    with pytest.raises(KeyError, match="'grad' is none of gradients, conservation"):
+        found["grad"]
 
 
 @pytest.mark.claim("verify")
 def test_a_step_is_taken_as_it_is():
-    def step(x, w):
+    def step(x, w, rate, nothing):
         gradients = jax.grad(of_scan, argnums=1)(x, w)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, w, gradients), {"norm": jnp.sum(x)}
+        return jax.tree.map(lambda w, g: w - rate * g, w, gradients), {"norm": jnp.sum(x)}
 
-    found = verify(jax.jit(step, donate_argnums=1), X, weights(LAYERS))
+    found = verify(jax.jit(step, donate_argnums=1), np.asarray(X), W, 0.1, None)
     want = dict.fromkeys(ALL, "holds") | ON_CPU | {"conservation": "not checked"}
-    assert {c.claim: c.verdict for c in found} == want, found
+    assert verdicts(found) == want, found
     assert "verify its loss" in found["conservation"].detail
 
 
@@ -135,33 +153,149 @@ def test_abstract_arguments_are_filled_and_other_results_compared():
     def with_aux(x, w, tokens):
         return of_scan(x, w) + jnp.sum(tokens), {"tokens": tokens}
 
-    args = jax.eval_shape(lambda: (X, weights(LAYERS), jnp.zeros(3, jnp.int32)))
-    found = verify(with_aux, *args, has_aux=True)
-    assert found.ok and "5 results" in found["gradients"].detail, found
+    args = jax.eval_shape(lambda: (X, W, jnp.zeros(3, jnp.int32)))
+    assert one(gradients, with_aux, *args, has_aux=True) == ("holds", "5 results are the reference's, bit for bit")
+    for claim in (gradients, conservation):  # it only runs forward, and is not differentiated
+        verdict, said = one(claim, with_aux, *args)
+        assert verdict == "not checked" and "a loss returns one floating-point scalar; has_aux=True" in said
 
 
-@pytest.mark.claim("verify")
-def test_a_function_that_is_not_ours_has_no_reference():
-    found = verify(of_jax, X, weights(LAYERS))
-    assert {c.claim for c in found if c.verdict == "holds"} == {"moves", "repeats"}, found
-    assert "no reference; is it jaxoffload's scan, chain or checkpoint that it calls?" in found["gradients"].detail
-    moving = lambda x, w: {"y": of_jax(x, jax.tree.map(lambda a: jax.device_put(jax.device_put(a, HOST), DEVICE), w))}
-    found = verify(moving, X, weights(LAYERS))
-    assert found["moves"].verdict == "fails" and "an argument float32<host>[4,16,32]" in found["moves"].detail, found
+def test_bad_arguments_are_messages():
+    with pytest.raises(ValueError, match="repeats must be at least 3, got 1"):
+        verify(of_scan, X, W, repeats=1)
+    for switch in ("strict", "has_aux"):
+        with pytest.raises(TypeError, match=f"^verify: {switch} must be True or False, got 'no'"):
+            verify(of_scan, X, W, **{switch: "no"})
+    with pytest.raises(ValueError, match="has_aux: the function must return"):
+        verify(of_scan, X, W, has_aux=True)
+    step, args, *_ = step_for(str(ROOT / "configs/tiny.yaml"), "mesh.fsdp=4")
+    with pytest.raises(NotImplementedError, match=r"a mesh of 4 devices \(.*'fsdp': 4.*\) that are not here \(8 are\)"):
+        verify(step, *args)
+    like_a_loss = lambda x, w: jnp.sum(jax.grad(of_scan)(x, w))
+    with pytest.raises(NotImplementedError, match=r"verify: .*one floating-point scalar.* return the"):
+        verify(like_a_loss, X, W)
+    with pytest.raises(NotImplementedError, match=r"residuals: .*differentiates what is in it.* give"):
+        residuals(like_a_loss, X, W)
+
+
+# --- what is right
 
 
 def test_a_policy_given_to_verify_is_checkpoints():
     loss = lambda x, w: jnp.sum(layer(x, w) ** 2)
-    assert verdicts(loss, X, weights(), policy=RULES)["gradients"] == "holds"
-    assert verdicts(loss, X, weights())["gradients"] == "not checked"
+    assert one(gradients, loss, X, weights(), policy=RULES)[0] == "holds"
+    verdict, said = one(gradients, loss, X, weights())
+    assert verdict == "not checked"
+    assert said.endswith("has no reference; is it jaxoffload's scan, chain or checkpoint that it calls?")
 
 
 def test_a_policy_of_jaxs_own_checkpoint_has_a_reference():
-    policy = Policy({"fc1": "offload", "routing": "save"}, min_offload_bytes=0)
-    body = jax.checkpoint(lambda x, w: (layer(x, w), None), policy=policy)
-    found = verify(lambda x, w: jnp.sum(lax.scan(body, x, w)[0] ** 2), X, weights(LAYERS))
-    want = dict.fromkeys(ALL, "holds") | ON_CPU | {"producers": "not checked"}
-    assert {c.claim: c.verdict for c in found} == want, found
+    loss = by_jax(layer, Policy({"fc1": "offload", "routing": "save"}, min_offload_bytes=0))
+    both(loss)
+    assert (one(moves, loss)[0], one(producers, loss)[0]) == ("holds", "not checked")
+
+
+def tower(names, **fields):
+    """A loss of layers of these names, one after another."""
+
+    def named(x, w):
+        for name in names:
+            x = jnp.sin(tag(x @ (w["in"] @ w["out"]), name))
+        return x
+
+    return scanned(named, Policy(names, min_offload_bytes=0, **fields))
+
+
+def of_dropout(x, w):
+    def dropped(x, w):
+        key = tag(jax.random.fold_in(jax.random.key(0), jnp.argmax(x)), "key")
+        return layer(x, w) * jax.random.bernoulli(key, 0.9, x.shape)
+
+    return scanned(dropped)(x, w)
+
+
+OTHERS = dataclasses.replace(RULES, offload_layers=1, other_layers="recompute", resident_layers=2)
+RIGHT = {
+    "words of the table as names": tower({"other_layers": "recompute", "argument": "offload"}, resident_layers=0),
+    "layers that do not offload": scanned(layer, OTHERS),
+    "a loop for each of two layers": tower({"a": "offload"}, offload_layers=0.25),  # which XLA unrolls
+    "a key": of_dropout,
+    "reverse": scanned(layer, reverse=True, unroll=2),
+}
+
+
+@pytest.mark.parametrize("f", RIGHT.values(), ids=RIGHT)
+def test_what_else_is_right_holds(f):
+    both(f)
+    assert one(moves, f)[0] == one(producers, f)[0] == "holds"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unroll", [3, True])
+def test_unrolled_loops_equal_their_references(unroll):
+    assert one(gradients, scanned(layer, unroll=unroll))[0] == "holds"
+
+
+def test_one_layer_equals_its_reference():
+    assert one(gradients, of_scan, X, weights(1))[0] == "holds"
+
+
+def test_an_argument_that_is_offloaded_stays_with_the_caller():
+    policy = Policy({"layer_input": "offload", "fc1": "offload"}, min_offload_bytes=0)
+    both(lambda x, w: jnp.sum(checkpoint(layer, policy=policy)(x, w) ** 2), X, weights())
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_what_an_outer_policy_keeps_of_a_scan_is_judged(blocks):
+    run = lambda x, w: scan(lambda x, w: (layer(x, w), None), x, w, policy=RULES)[0]
+    f = scanned(run) if blocks else lambda x, w: jnp.sum(checkpoint(run, policy=RULES)(x, w) ** 2)
+    args = X, (jax.tree.map(lambda a: jnp.stack([a, a]), W) if blocks else W)
+    assert one(moves, f, *args)[0] == one(producers, f, *args)[0] == one(gradients, f, *args)[0] == "holds"
+    verdict, said = one(conservation, f, *args)
+    assert verdict == ("holds" if blocks else "not checked")
+    # Of a block the reference recomputes the inputs, of a scan in a checkpoint it does not.
+    assert ("keeps the carry of a scan in it" in said) != blocks
+
+
+# --- what is not checked
+
+
+def test_nested_plans_are_not_judged_by_bytes():
+    inner = lambda x, w: scan(lambda x, w: (layer(x, w), None), jnp.cos(tag(x, "outer")), w, policy=RULES)[0]
+    f = scanned(inner, Policy({"outer": "save"}, min_offload_bytes=0), strict=False)
+    args = X, jax.tree.map(lambda a: jnp.stack([a, a]), W)
+    verdict, said = one(conservation, f, *args)
+    assert verdict == "not checked" and "plans are nested" in said and one(gradients, f, *args)[0] == "holds"
+
+
+@pytest.mark.parametrize("by, said", [(jnp.nan, "is not finite"), (0.0, "all gradients are zero")])
+def test_results_that_say_nothing_are_not_checked(by, said):
+    verdict, detail = one(gradients, lambda x, w: of_scan(x, w) * by)
+    assert verdict == "not checked" and said in detail
+
+
+def test_results_that_do_not_depend_on_the_layers_are_not_evidence():
+    nothing = lambda x, w: {"g": jax.grad(of_scan)(0 * x, jax.tree.map(jnp.zeros_like, w)), "w": w, "step": 0}
+    verdict, said = one(gradients, nothing)
+    assert verdict == "not checked" and "they are zero, or are arguments" in said
+    partly = lambda x, w, b: of_scan(0 * x, jax.tree.map(jnp.zeros_like, w)) + jnp.sum(b**2)
+    verdict, said = one(gradients, partly, X, W, jnp.ones(3))
+    assert verdict == "holds" and said.endswith(
+        "; of them zero: the gradient of args[0], args[1]['in'], args[1]['out']"
+    )
+
+
+def test_a_reference_that_does_not_fit_is_not_checked(monkeypatch):
+    monkeypatch.setattr(_capacity, "device_bytes", lambda: 10)
+    verdict, said = one(gradients, of_scan)
+    assert verdict == "not checked" and "of a device's 10 B; give it fewer layers" in said
+    assert one(repeats, of_scan)[0] == "not checked"
+
+
+def test_what_was_differentiated_before_has_no_reference():
+    jaxpr = jax.make_jaxpr(jax.grad(of_scan, argnums=1))(X, W)
+    verdict, said = one(gradients, lambda x, w: jaxpr_as_fun(jaxpr)(x, *jax.tree.leaves(w)))
+    assert verdict == "not checked" and "was differentiated before" in said
 
 
 def test_results_are_compared_by_their_bits():
@@ -169,122 +303,35 @@ def test_results_are_compared_by_their_bits():
     differ = lambda a, b: list(_bits.differences(a, b))
     assert not differ(of(np.nan, 0.0), of(np.nan, 0.0)) and not differ(of(), of())
     assert differ(of(0.0, 1.0, 2.0), of(-0.0, 1.0, 2.5)) == ["['r']: 2 of 3 values, by up to 0.5"]
-    assert differ(of(1 + 2j, 3.0, dtype=np.complex128), of(1 + 2j, 4.0, dtype=np.complex128))[0].startswith(
-        "['r']: 1 of"
-    )
+    (said,) = differ(of(1 + 2j, 3.0, dtype=np.complex128), of(1 + 2j, 4.0, dtype=np.complex128))
+    assert said.startswith("['r']: 1 of")
     for dtype in (np.bool_, np.int8, jnp.bfloat16, jnp.float8_e4m3fn, np.float64):
         assert differ(of(1, 0, dtype=dtype), of(1, 1, dtype=dtype)) == ["['r']: 1 of 2 values, by up to 1"]
 
 
-@pytest.mark.claim("verify")
-def test_what_it_says():
-    found = verify(of_scan, X, weights(LAYERS))
-    assert str(found).splitlines()[0] == "holds        gradients: 4 results are the reference's, bit for bit"
-    assert '"ok": true' in found.to_json()
-    with pytest.raises(ValueError, match="repeats must be at least 3, got 1"):
-        verify(of_scan, X, weights(LAYERS), repeats=1)
-    for switch in ("strict", "has_aux"):
-        with pytest.raises(TypeError, match=f"^verify: {switch} must be True or False, got 'no'"):
-            verify(of_scan, X, weights(LAYERS), **{switch: "no"})
-
-
-def body(x, w):
-    return layer(x, w), None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [{"unroll": 3}, {"unroll": True}, {"reverse": True, "unroll": 2}], ids=str)
-def test_unrolled_loops_equal_their_references(how):
-    found = verify(lambda x, w: jnp.sum(scan(body, x, w, policy=RULES, **how)[0] ** 2), X, weights(LAYERS))
-    assert found.ok and found["gradients"].verdict == "holds", found
-
-
-def test_one_layer_equals_its_reference():
-    assert verdicts(of_scan, X, weights(1))["gradients"] == "holds"
-
-
-def test_names_that_are_words_of_the_table_do_not_mislead():
-    words = {"other_layers": "recompute", "argument": "offload"}
-
-    def named(x, w):
-        for name in words:
-            x = jnp.sin(tag(x @ (w["in"] @ w["out"]), name))
-        return x, None
-
-    rules = Policy(words, min_offload_bytes=0, resident_layers=0)
-    found = verify(lambda x, w: jnp.sum(scan(named, x, w, policy=rules)[0]), X, weights(LAYERS))
-    assert found.ok and found["conservation"].verdict == "holds", found
-
-
-def test_layers_that_do_not_offload():
-    rules = dataclasses.replace(RULES, offload_layers=1, other_layers="recompute", resident_layers=2)
-    found = verify(lambda x, w: jnp.sum(scan(body, x, w, policy=rules)[0] ** 2), X, weights(5))
-    assert found.ok and found["conservation"].verdict == "holds", found
-
-
-def test_nested_plans_are_not_judged_by_bytes():
-    inner = lambda x, w: (scan(body, jnp.cos(tag(x, "outer")), w, policy=RULES)[0], None)
-    outer = Policy({"outer": "save"}, min_offload_bytes=0)
-    w = jax.tree.map(lambda a: jnp.stack([a, a]), weights(LAYERS))
-    f = lambda x, w: jnp.sum(scan(inner, x, w, policy=outer, strict=False)[0] ** 2)
-    found = verify(f, X, w)
-    assert found.ok and "plans are nested" in found["conservation"].detail, found
-    assert found["gradients"].verdict == "holds"
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-def test_what_an_outer_policy_keeps_of_a_scan_is_judged(blocks):
-    run = lambda x, w: scan(body, x, w, policy=RULES)[0]
-    w = jax.tree.map(lambda a: jnp.stack([a, a]), weights(LAYERS)) if blocks else weights(LAYERS)
-    f = (lambda x, w: scan(lambda x, w: (run(x, w), None), x, w, policy=RULES)[0]) if blocks else None
-    f = f or checkpoint(run, policy=RULES)
-    found = verify(lambda x, w: jnp.sum(f(x, w) ** 2), X, w)
-    assert found.ok and found["gradients"].verdict == found["moves"].verdict == found["producers"].verdict == "holds"
-    if not blocks:  # whose inputs the reference recomputes, but not a scan in a checkpoint
-        assert "keeps the carry of a scan in it" in found["conservation"].detail
-    assert found["conservation"].verdict == ("holds" if blocks else "not checked")
-
-
-def test_an_argument_that_is_offloaded_stays_with_the_caller():
-    policy = Policy({"layer_input": "offload", "fc1": "offload"}, min_offload_bytes=0)
-    found = verify(lambda x, w: jnp.sum(checkpoint(layer, policy=policy)(x, w) ** 2), X, weights())
-    assert found.ok and found["conservation"].verdict == "holds", found
-
-
-@pytest.mark.parametrize("by, said", [(jnp.nan, "is not finite"), (0.0, "all gradients are zero")])
-def test_results_that_say_nothing_are_not_checked(by, said):
-    found = verify(lambda x, w: of_scan(x, w) * by, X, weights(LAYERS))
-    assert found["gradients"].verdict == "not checked" and said in found["gradients"].detail, found
-
-
 def test_many_results_are_not_growth():
     """malloc keeps blocks that are as small as each result."""
-    f = lambda x: [jnp.sin(x + i) for i in range(200)]
-    found = verify(f, jnp.ones(2**18), repeats=4)["repeats"]
-    assert found.verdict == "holds", found
+    target = target_of(lambda x: [jnp.sin(x + i) for i in range(200)], (jnp.ones(2**18),))
+    assert repeats(dataclasses.replace(target, repeats=4))[0] == "holds"
 
 
 def test_a_pool_that_grows_once_is_not_a_leak(monkeypatch):
     resident = iter([0, 0, 2**30, 2**30])
     monkeypatch.setattr(_repeats, "_bytes_of_the_process", lambda: next(resident))
-    assert verify(jnp.sin, X)["repeats"].verdict == "holds" and next(resident, None) is None
+    assert one(repeats, jnp.sin, X)[0] == "holds" and next(resident, None) is None
 
 
-def test_a_reference_that_does_not_fit_is_not_checked(monkeypatch):
-    monkeypatch.setattr(_capacity, "device_bytes", lambda: 10)
-    found = verify(of_scan, X, weights(LAYERS))
-    assert found["gradients"].verdict == found["repeats"].verdict == "not checked"
-    assert "of a device's 10 B; give it fewer layers" in found["gradients"].detail
-
-
-@pytest.mark.parametrize("layers", [2, 4])
-def test_layers_that_have_a_loop_each_equal_the_reference(layers):
-    """XLA unrolls these loops."""
-    policy = Policy({"a": "offload"}, min_offload_bytes=0, offload_layers=0.25)
-    body = lambda x, w: (jnp.cos(tag(jnp.sin(x @ w), "a")), None)
-    ws = normal(1, (layers, 8, 8))
-    f = lambda x, w: jnp.sum(scan(body, x, w, policy=policy)[0])
-    assert verify(f, jnp.ones((4, 8)), ws)["gradients"].verdict == "holds"
+@pytest.mark.parametrize("again, verdict", [(True, "holds"), (False, "fails")])
+def test_runs_that_differ_as_users_compile_them_must_be_equal_where_that_is_asked_for(again, verdict):
+    """As of a kernel that adds in the order in which its threads come."""
+    runs = iter(range(9))
+    target = target_of(lambda x: {"y": x}, (X,))
+    changing = lambda x: {"y": np.float32(next(runs))}
+    object.__setattr__(target, "fast_program", lambda x: jax.tree.map(jnp.asarray, changing(x)))
+    object.__setattr__(target, "program", (lambda x: {"y": x}) if again else target.fast_program)
+    found, said = repeats(target)
+    assert found == verdict and "run 2 differs from the first" in said
+    assert ("3 runs are equal if compiled to be deterministic, not as compiled for speed" in said) == again
 
 
 @pytest.mark.parametrize(
@@ -292,7 +339,7 @@ def test_layers_that_have_a_loop_each_equal_the_reference(layers):
     [(90, 100, 1, "holds"), (80, 100, 1, "fails"), (90, 90, 1, "fails"), (90, 200, 1, "fails"), (45, 100, 2, "holds")],
 )
 def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
-    """Of 100 MiB on the host, one row of ten is empty."""
+    """Of 100 MiB on the host, one row of ten is empty. Of two devices, each may have the whole or a half."""
     plan = lambda **sizes: SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**sizes))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_conservation, "VISIBLE", 0)
@@ -301,30 +348,11 @@ def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
     target = SimpleNamespace(fast_program=ours, fast_reference=of_reference, devices=set(range(devices)))
     row = Residual(("fc1",), (), "int8", 10 * 2**20, 10, 100 * 2**20, "offloaded", "offload", "fc1")
     found, said = _conservation._by_xlas_plan(target, Residuals((row,)), [row], 100 * 2**20)
-    assert found == verdict and f"planned {freed}.00 MiB less" in said
+    assert found == verdict and f"planned {freed}.00 MiB less, predicted 90.00 MiB" in said
     assert ("or 45.00 MiB if all is divided" in said) == (devices == 2)
 
 
-def test_what_was_differentiated_before_has_no_reference():
-    policy = Policy({"fc1": "save"}, min_offload_bytes=0)
-    loss = lambda x, w: jnp.sum(scan(body, x, w, policy=policy)[0] ** 2)
-    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=1))(X, weights(LAYERS))
-    found = verify(lambda x, w: jaxpr_as_fun(jaxpr)(x, *jax.tree.leaves(w)), X, weights(LAYERS))
-    assert "was differentiated before" in found["gradients"].detail, found
-
-
-def test_what_moves_inside_of_custom_rules_and_by_jit_is_seen():
-    @jax.custom_vjp
-    def there_and_back(x):
-        return jax.device_put(jax.device_put(x, HOST), DEVICE) * 1
-
-    there_and_back.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
-    step = lambda x, w: {"y": there_and_back(x), "g": jax.grad(of_scan)(x, w)}
-    assert verdicts(step, X, weights(LAYERS))["moves"] == "fails"
-    pinned = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    step = lambda x, w: {"x": jax.jit(lambda x: x, out_shardings=pinned)(x), "g": jax.grad(of_scan)(x, w)}
-    found = verify(step, X, weights(LAYERS))["moves"]
-    assert found.verdict == "fails" and "result 0 of a jit" in found.detail
+# --- what goes to the host
 
 
 def there_and_back(x):
@@ -334,50 +362,50 @@ def there_and_back(x):
     return moved(x)
 
 
-def by_jax(*offloaded):
+def offloads(*names):
+    """JAX's own policy, which offloads these names."""
+    where = {"offload_src": "device", "offload_dst": "pinned_host"}
     return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=list(offloaded),
-        offload_src="device",
-        offload_dst="pinned_host",
+        names_which_can_be_saved=[], names_which_can_be_offloaded=list(names), **where
     )
-
-
-def in_a_scan(f, policy):
-    """A loss of layers under JAX's own checkpoint."""
-    return lambda x, w: jnp.sum(lax.scan(jax.checkpoint(lambda x, w: (f(x, w), None), policy=policy), x, w)[0] ** 2)
 
 
 def named_weight(x, w):
     return layer(x, w | {"in": checkpoint_name(w["in"], "w_in")})
 
 
-UNTOLD = "an input float32<host>[16,32], which has no name"
-CALLERS = "an argument float32<host>[4,16,32], which is named 'w_in' and stays with the caller"
+PINNED = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+UNTOLD, OF_X = (f"an input float32<host>[{shape}], which has no name" for shape in ("16,32", "8,16"))
+CALLERS = "an argument float32<host>[16,32], which is named 'w_in' and stays with the caller"
+ARGUMENT = "an argument float32<host>[4,16,32]"
+MISPLACED = {
+    "in our layer": (scanned(lambda x, w: layer(x, w | {"in": there_and_back(w["in"])})), UNTOLD),
+    "named, by JAX": (by_jax(named_weight, offloads("w_in")), CALLERS),
+    "named, under our policy": (by_jax(named_weight, Policy({"w_in": "offload"}, min_offload_bytes=0)), CALLERS),
+    "beside ours": (lambda x, w: of_scan(x, w) + there_and_back(jnp.sin(x))[0, 0], OF_X),
+    "in a custom rule": (lambda x, w: {"y": there_and_back(x), "g": jax.grad(of_scan)(x, w)}, "[8,16]"),
+    "by jit": (
+        lambda x, w: {"x": jax.jit(lambda x: x, out_shardings=PINNED)(x), "g": jax.grad(of_scan)(x, w)},
+        "result 0 of a jit",
+    ),
+    "without us": (
+        lambda x, w: {"y": by_jax(layer, offloads("fc1"))(x, jax.tree.map(there_and_back, w))},
+        "an input float32<host>[4,16,32]",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "f, said",
-    [
-        # inside a layer of ours
-        (
-            lambda x, w: jnp.sum(
-                scan(lambda x, w: (layer(x, w | {"in": there_and_back(w["in"])}), None), x, w, policy=RULES)[0] ** 2
-            ),
-            UNTOLD,
-        ),
-        (in_a_scan(named_weight, by_jax("w_in")), CALLERS.replace("[4,", "[")),
-        (in_a_scan(named_weight, Policy({"w_in": "offload"}, min_offload_bytes=0)), CALLERS.replace("[4,", "[")),
-        (
-            lambda x, w: of_scan(x, w) + there_and_back(jnp.sin(x))[0, 0],
-            "an input float32<host>[8,16], which has no name",
-        ),
-    ],
-    ids=["in our layer", "named, by JAX", "named, by JAX with our policy", "beside ours"],
-)
+@pytest.mark.parametrize("f, said", MISPLACED.values(), ids=MISPLACED)
 def test_what_must_not_go_to_the_host_fails(f, said):
-    found = verify(f, X, weights(LAYERS))["moves"]
-    assert found.verdict == "fails" and said in found.detail, found
+    verdict, detail = one(moves, f)
+    assert verdict == "fails" and said in detail, detail
+
+
+@pytest.mark.claim("verify")
+def test_a_function_that_is_not_ours_has_no_reference():
+    """Names and policies are JAX's."""
+    found = verify(by_jax(layer, offloads("fc1")), X, W)
+    assert {c.claim for c in found if c.verdict == "holds"} == {"moves", "repeats"}, found
 
 
 @jax.jit
@@ -387,64 +415,40 @@ def off(x):
 
 def test_what_may_go_to_the_host_holds():
     """A name also counts inside jit; an optimizer's state that lives on the host returns there."""
-    named = lambda x, w: {"y": off(checkpoint_name(jnp.sin(x), "y")), "g": jax.grad(of_scan)(x, w)}
-    assert verdicts(named, X, weights(LAYERS))["moves"] == "holds"
+    assert (
+        one(moves, lambda x, w: {"y": off(checkpoint_name(jnp.sin(x), "y")), "g": jax.grad(of_scan)(x, w)})[0]
+        == "holds"
+    )
 
     def step(x, w, moment):
         moment = jax.tree.map(lambda m, g: jax.device_put(m, DEVICE) + g, moment, jax.grad(of_scan, 1)(x, w))
         return {"moment": jax.tree.map(lambda m: jax.device_put(m, HOST), moment)}
 
-    found = verify(step, X, weights(LAYERS), jax.device_put(weights(LAYERS), HOST))
-    assert found["moves"].verdict == "holds" and found.ok, found
-    assert "3 values that go to the host 1 are marked offload" in found["moves"].detail
+    args = X, W, jax.device_put(W, HOST)
+    verdict, said = one(moves, step, *args)
+    assert verdict == "holds" and "3 values that go to the host 1 are marked offload" in said
     weights_too = lambda x, w, moment: step(x, w, moment) | {"w": jax.device_put(w, HOST)}  # with the moments' shapes
-    found = verify(weights_too, X, weights(LAYERS), jax.device_put(weights(LAYERS), HOST))["moves"]
-    assert found.verdict == "fails" and "an argument float32<host>[4,16,32], which has no name" in found.detail
+    verdict, said = one(moves, weights_too, *args)
+    assert verdict == "fails" and f"{ARGUMENT}, which has no name" in said
 
 
 def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
     """Planted: the policy says offload for what is to be saved, except to the reference."""
-    rules = Policy({"fc1": "save"}, min_offload_bytes=0)
-    monkeypatch.setattr(
-        Policy, "decision", lambda self, name: "save" if tracing().reference or name != "fc1" else "offload"
-    )
-    mine = in_a_scan(layer, rules)
-    jax.make_jaxpr(jax.grad(mine))(X, weights(LAYERS))
-    target = target_of(mine, (X, weights(LAYERS)))
-    monkeypatch.undo()
-    assert _moves.moves(target) == ("fails", "these values go to the host and must not: fc1, which is marked save")
+    mine = by_jax(layer, Policy({"fc1": "save"}, min_offload_bytes=0))
+    with monkeypatch.context() as planted:
+        decision = lambda self, name: "save" if tracing().reference or name != "fc1" else "offload"
+        planted.setattr(Policy, "decision", decision)
+        jax.make_jaxpr(jax.grad(mine))(X, W)
+        target = target_of(mine, (X, W))
+    assert moves(target) == ("fails", "these values go to the host and must not: fc1, which is marked save")
 
 
 def test_what_others_move_beside_ours_is_not_judged_by_bytes():
-    beside = lambda x, w, v: of_scan(x, w) + in_a_scan(layer, by_jax("fc1"))(x, v)
-    found = verify(beside, X, weights(LAYERS), weights(2))
-    assert found.ok and found["conservation"].verdict == found["gradients"].verdict == "not checked", found
-    assert "1 value(s) also go to the host in the reference" in found["conservation"].detail
-
-
-def in_a_checkpoint(f):
-    return checkpoint(f, policy=Policy(min_offload_bytes=0), strict=False)
-
-
-def in_a_scan_of_ours(f):
-    step = lambda w: lambda x, v: (x + f(x, w) * v, None)
-    return lambda x, w: jnp.sum(scan(step(w), x, jnp.ones(2), policy=Policy(min_offload_bytes=0), strict=False)[0])
-
-
-@pytest.mark.parametrize(
-    "around, f",
-    [
-        (jax.checkpoint, of_scan),
-        (jax.checkpoint, of_chain),
-        (in_a_checkpoint, of_scan),
-        (in_a_checkpoint, of_chain),
-        (in_a_scan_of_ours, of_scan),  # a chain is part of the scan's layer
-    ],
-)
-def test_what_a_checkpoint_around_it_reruns_is_not_said_to_run_once(around, f):
-    target = target_of(around(f), (X, weights(LAYERS)))
-    verdict, said = _moves.producers(target)
-    assert verdict == "not checked" and "what other checkpoints keep, or run again, is not known" in said
+    beside = lambda x, w, v: of_scan(x, w) + by_jax(layer, offloads("fc1"))(x, v)
+    args = X, W, weights(2)
+    verdict, said = one(conservation, beside, *args)
+    assert verdict == one(gradients, beside, *args)[0] == "not checked"
+    assert "1 value(s) also go to the host in the reference" in said
 
 
 BRANCHES = Policy({"u": "offload", "v": "save"}, min_offload_bytes=0)
@@ -456,95 +460,82 @@ def branches(x, w):
     return x + lax.cond(x.sum() > 0, one, other) @ w["out"]
 
 
-def scan_of_branches(x, w):
-    return jnp.sum(scan(lambda x, w: (branches(x, w), None), x, w, policy=BRANCHES)[0] ** 2)
-
-
 def chain_of_branches(x, w):
     each = [jax.tree.map(lambda a, i=i: a[i], w) for i in range(LAYERS)]
     return jnp.sum(chain([branches] * LAYERS, x, each, policy=BRANCHES) ** 2)
 
 
-@pytest.mark.parametrize("loss", [scan_of_branches, chain_of_branches])
+def checkpoint_of_branches(x, w):
+    return jnp.sum(checkpoint(branches, policy=BRANCHES)(x, jax.tree.map(lambda a: a[0], w)) ** 2)
+
+
+@pytest.mark.parametrize("loss", [lambda *args: scanned(branches, BRANCHES)(*args), chain_of_branches])
 def test_a_branchs_value_that_takes_the_place_of_a_saved_one_is_a_fault(loss, monkeypatch):
     """As if partial evaluation gave both one slot: offload then becomes save."""
     monkeypatch.setattr(_layer, "separate_slots", lambda jaxpr, plan: jaxpr)
-    planted = lambda x, w: loss(x, w)
-    found = verify(planted, X, weights(LAYERS))
+    found = verify(lambda x, w: loss(x, w), X, W)
     assert [c.claim for c in found if c.verdict == "fails"] == ["moves"], found
     assert "these values stay on the device: u, which is marked offload (u; in the place of v)" in found["moves"].detail
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        scan_of_branches,
-        chain_of_branches,
-        lambda x, w: jnp.sum(checkpoint(branches, policy=BRANCHES)(x, jax.tree.map(lambda a: a[0], w)) ** 2),
-    ],
-    ids=["scan", "chain", "checkpoint"],
-)
+@pytest.mark.parametrize("loss", [scanned(branches, BRANCHES), chain_of_branches, checkpoint_of_branches])
 def test_branches_that_move_and_keep_values_of_one_type_fail_nothing(loss):
-    found = verify(loss, X, weights(LAYERS))
-    assert found.ok and found["gradients"].verdict == found["moves"].verdict == "holds", found
-    assert "branches of a cond share a residual in the reference" in found["conservation"].detail
+    assert one(gradients, loss)[0] == one(moves, loss)[0] == "holds"
+    verdict, said = one(conservation, loss)
+    assert verdict == "not checked" and "branches of a cond share a residual in the reference" in said
 
 
-def test_a_first_run_that_jax_calls_differentiated_is_not_a_second_one():
+# --- what runs twice
+
+
+def in_a_checkpoint(f):
+    return checkpoint(f, policy=Policy(min_offload_bytes=0), strict=False)
+
+
+def in_a_scan_of_ours(f):
+    step = lambda w: lambda x, v: (x + f(x, w) * v, None)
+    return lambda x, w: jnp.sum(scan(step(w), x, jnp.ones(2), policy=Policy(min_offload_bytes=0), strict=False)[0])
+
+
+def first_run(x, w):
+    """JAX calls it differentiated."""
     once = checkpoint(layer, policy=RULES)
-    loss = jax.checkpoint(lambda x, w: jnp.sum(lax.scan(lambda x, w: (once(x, w), None), x, w)[0] ** 2))
-    verdict, said = _moves.producers(target_of(loss, (X, weights(LAYERS))))
+    return jnp.sum(lax.scan(lambda x, w: (once(x, w), None), x, w)[0])
+
+
+def beside_others(x, w):
+    """JAX recomputes a saved exponential, because the derivative reads the value and not its name."""
+    block = lambda x, w: (checkpoint_name(jnp.exp(x @ w["in"] @ w["out"]), "e"), None)
+    named = jax.checkpoint_policies.save_only_these_names("e")
+    return of_scan(x, w) + jnp.sum(lax.scan(jax.checkpoint(block, policy=named), x, w)[0])
+
+
+RERUN = [jax.checkpoint(of_scan), jax.checkpoint(of_chain), in_a_checkpoint(of_scan), in_a_checkpoint(of_chain)]
+RERUN += [in_a_scan_of_ours(of_scan), jax.checkpoint(first_run), beside_others]
+
+
+@pytest.mark.parametrize("f", RERUN)
+def test_what_a_checkpoint_around_or_beside_it_reruns_is_not_said_to_run_once(f):
+    verdict, said = one(producers, f)
     assert verdict == "not checked" and "what other checkpoints keep, or run again, is not known" in said
 
 
 def test_a_kernel_rerun_for_one_of_its_results_is_rerun_for_all():
     def routed(x, w):
         gates, experts = lax.top_k(x @ w["in"], 2)
-        return x + (tag(gates, "gates") * tag(experts, "routing")) @ w["out"][:2], None
+        return x + (tag(gates, "gates") * tag(experts, "routing")) @ w["out"][:2]
 
-    def loss(gates):
-        rules = Policy({"gates": gates, "routing": "save"}, min_offload_bytes=0)
-        return lambda x, w: jnp.sum(scan(routed, x, w, policy=rules)[0] ** 2)
-
-    assert verdicts(loss("save"), X, weights(LAYERS))["producers"] == "holds"
-    found = verify(loss("recompute"), X, weights(LAYERS))["producers"]
-    assert found.verdict == "fails"
-    assert found.detail == "recomputed: routing (save) with gates (recompute), of one kernel"
+    loss = lambda gates: scanned(routed, Policy({"gates": gates, "routing": "save"}, min_offload_bytes=0))
+    assert one(producers, loss("save"))[0] == "holds"
+    said = "recomputed: routing (save) with gates (recompute), of one kernel"
+    assert one(producers, loss("recompute")) == ("fails", said)
 
 
-def test_a_tagged_key_holds():
-    def dropped(x, w):
-        key = tag(jax.random.fold_in(jax.random.key(0), jnp.argmax(x)), "key")
-        return layer(x, w) * jax.random.bernoulli(key, 0.9, x.shape), None
-
-    found = verify(lambda x, w: jnp.sum(scan(dropped, x, w, policy=RULES)[0] ** 2), X, weights(LAYERS))
-    assert found.ok and found["producers"].verdict == "holds", found
+# --- on several devices
 
 
-def test_results_that_do_not_depend_on_the_layers_are_not_evidence():
-    nothing = lambda x, w: {"g": jax.grad(of_scan)(0 * x, jax.tree.map(jnp.zeros_like, w)), "w": w, "step": 0}
-    found = verify(nothing, X, weights(LAYERS))["gradients"]
-    assert found.verdict == "not checked" and "they are zero, or are arguments" in found.detail
-    partly = lambda x, w, b: of_scan(0 * x, jax.tree.map(jnp.zeros_like, w)) + jnp.sum(b**2)
-    found = verify(partly, X, weights(LAYERS), jnp.ones(3))["gradients"]
-    assert found.verdict == "holds"
-    assert found.detail.endswith("; of them zero: the gradient of args[0], args[1]['in'], args[1]['out']")
-
-
-def test_arguments_may_be_numpys_and_pythons():
-    def step(x, w, rate, flag, nothing):
-        return {"w": jax.tree.map(lambda w, g: w - rate * flag * g, w, jax.grad(of_scan, 1)(x, w))}
-
-    found = verify(step, np.asarray(X), weights(LAYERS), 0.1, True, None)
-    assert found.ok and found["gradients"].verdict == "holds", found
-
-
-def test_a_step_that_looks_like_a_loss_is_one_message():
-    step = lambda x, w: jnp.sum(jax.grad(of_scan)(x, w))
-    with pytest.raises(NotImplementedError, match=r"verify: .*one floating-point scalar.* return the"):
-        verify(step, X, weights(LAYERS))
-    with pytest.raises(NotImplementedError, match=r"residuals: .*differentiates what is in it.* give"):
-        residuals(step, X, weights(LAYERS))
+def on(mesh, x, *spec):
+    return jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
 
 
 @pytest.mark.slow
@@ -552,59 +543,40 @@ def test_a_step_that_looks_like_a_loss_is_one_message():
 def test_weights_that_are_sharded_and_gathered_are_not_a_fault(spec):
     """A stack on the host has one row more than there are layers; that row too is read and given to the devices."""
     mesh = auto_mesh(d=8)
-    on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
-    w = jax.tree.map(lambda a: on(a, *spec), weights(LAYERS))
-    found = verify(of_scan, on(X, "d"), w)
-    assert found["placement"].verdict == "holds" and found.ok, found
-    assert found["gradients"].verdict == "holds"  # within rounding, if this XLA splits its sums differently
-    assert "stacks on the host read 1 extra row(s)" in found["placement"].detail
+    target = target_of(of_scan, (on(mesh, X, "d"), jax.tree.map(lambda a: on(mesh, a, *spec), W)))
+    verdict, said = placement(target)
+    assert verdict == "holds" and "stacks on the host have rows that are empty, and read" in said
+    assert gradients(target)[0] == "holds"  # within rounding, if this XLA splits its sums differently
 
 
 def test_a_chain_on_a_mesh_has_its_references_collectives():
     """XLA combines different collectives in the two programs."""
     mesh = auto_mesh(d=4, t=2)
-    on = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, jax.P(*spec)))
-    w = {"in": on(weights(LAYERS)["in"], None, None, "t"), "out": on(weights(LAYERS)["out"], None, "t")}
-    found = verify(of_chain, on(X, "d"), w)
-    assert found.ok and found["placement"].verdict == "holds", found
+    w = {"in": on(mesh, W["in"], None, None, "t"), "out": on(mesh, W["out"], None, "t")}
+    assert one(placement, of_chain, on(mesh, X, "d"), w)[0] == "holds"
 
 
 def test_more_collectives_than_the_reference_has_fail(monkeypatch):
     """Planted: what comes back from the host goes to all devices, and is sharded again."""
-    mesh = auto_mesh(d=8)
-    x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
-    real = Layout.merge
-    on = lambda a, *spec: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P(*spec)))
-    planted = lambda *args: [on(on(a), "d") if a.ndim == 2 and len(a) == BATCH else a for a in real(*args)]
+    mesh, real = auto_mesh(d=8), Layout.merge
+    moved = lambda a, *spec: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P(*spec)))
+    planted = lambda *args: [moved(moved(a), "d") if a.ndim == 2 and len(a) == BATCH else a for a in real(*args)]
     monkeypatch.setattr(Layout, "merge", planted)
-    found = verify(of_scan, x, weights(LAYERS))
+    found = verify(of_scan, on(mesh, X, "d"), W)
     assert [c.claim for c in found if c.verdict == "fails"] == ["placement"], found
-    assert found["placement"].detail.startswith("more collectives than the reference has: ")
+    assert found["placement"].detail.startswith("collectives give devices more than the reference's do: ")
 
 
 def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
     """Planted: what is written to a stack is gathered first."""
-    mesh = auto_mesh(d=8)
-    x = jax.device_put(X, NamedSharding(mesh, jax.P("d")))
-    held = verify(of_scan, x, weights(LAYERS))["placement"]
-    assert held.verdict == "holds" and "no device keeps a larger shard of any of" in held.detail
-    real = _loops.put_row
+    mesh, real = auto_mesh(d=8), _loops.put_row
+    verdict, said = one(placement, of_scan, on(mesh, X, "d"), W)
+    assert verdict == "holds" and "no device keeps a larger shard of any of" in said
     whole = lambda a: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P()))
     monkeypatch.setattr(_loops, "put_row", lambda s, a, i: real(s, a if on_host(jax.typeof(a)) else whole(a), i))
-    found = verify(of_scan, x, weights(LAYERS))["placement"]
-    assert found.verdict == "fails"
+    verdict, said = one(placement, of_scan, on(mesh, X, "d"), W)
     sizes = [readable(BATCH * HIDDEN * 4 // share) for share in (1, 8)]
-    assert "each device keeps {} of a layer's act, the reference's {}".format(*sizes) in found.detail
-
-
-def test_bad_arguments_are_messages():
-    with pytest.raises(ValueError, match="has_aux: the function must return"):
-        verify(of_scan, X, weights(LAYERS), has_aux=True)
-    with pytest.raises(KeyError, match="'grad' is none of gradients, conservation"):
-        verify(of_scan, X, weights(LAYERS))["grad"]
-    step, args, *_ = step_for(str(ROOT / "configs/tiny.yaml"), "mesh.fsdp=4")
-    with pytest.raises(NotImplementedError, match=r"a mesh of 4 devices \(.*'fsdp': 4.*\) that are not here \(8 are\)"):
-        verify(step, *args)
+    assert verdict == "fails" and "each device keeps {} of a layer's act, the reference's {}".format(*sizes) in said
 
 
 # --- planted faults, each through a seam of the engine
@@ -631,17 +603,6 @@ def kept_on_the_device_as_well(monkeypatch):
 
 def stored_twice(monkeypatch):
     extra(monkeypatch, lambda kept: jax.device_put(lax.optimization_barrier(a_host_stack(kept)), HOST))
-
-
-def rows_in_wrong_order(monkeypatch):
-    real = _loops.take_row
-    reversed_rows = lambda stack, i: real(stack, stack.shape[0] - i if on_host(jax.typeof(stack)) else i)
-    monkeypatch.setattr(_loops, "take_row", reversed_rows)
-
-
-def a_host_write_is_skipped(monkeypatch):
-    real = _loops.put_row
-    monkeypatch.setattr(_loops, "put_row", lambda s, x, i: s if on_host(jax.typeof(s)) else real(s, x, i))
 
 
 def routing_is_recomputed(monkeypatch):
@@ -717,7 +678,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault, claims", FAULTS.items(), ids=lambda x: getattr(x, "__name__", x))
 def test_a_planted_fault_fails_its_check_and_no_other(fault, claims, monkeypatch):
     fault(monkeypatch)
-    found = verify(of_scan, X, weights(LAYERS))
+    found = verify(of_scan, X, W)
     assert not found.ok and ", ".join(c.claim for c in found if c.verdict == "fails") == claims, found
 
 
@@ -743,12 +704,17 @@ ATTENDING = (
 )
 
 
-def test_each_of_equal_attentions_is_asked_to_be_deterministic(monkeypatch):
-    # XLA's own option affects only the first of them, and the program then lacks the others' graph.
+@pytest.fixture
+def fused(monkeypatch):
+    """JAX's lowering of cuDNN's attention, which takes this machine for a GPU."""
     fused = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 90000)
     monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
+    return fused
 
+
+def test_each_of_equal_attentions_is_asked_to_be_deterministic(fused, monkeypatch):
+    # XLA's own option affects only the first of them, and the program then lacks the others' graph.
     def asked():
         lowered = jax.jit(jax.grad(attending)).trace(*ATTENDING).lower(lowering_platforms=("cuda",)).as_text()
         derivatives = [line for line in lowered.splitlines() if "fmhaSoftmaxBackward" in line]
@@ -760,13 +726,18 @@ def test_each_of_equal_attentions_is_asked_to_be_deterministic(monkeypatch):
     with _exact.deterministic_attention():
         assert asked() == {True} and os.environ[variable] == "0"
     assert asked() == {False} and os.environ[variable] == "1"
+    # What is compiled to be compared is lowered so.
+    entered = []
+    monkeypatch.setattr(_exact, "deterministic_attention", lambda: entered.append(1) or contextlib.nullcontext())
+    _exact.compiled(jnp.sin, (X,), {})
+    assert entered == []
+    with pytest.raises(Exception, match="xla_gpu_no_such"):  # entered before XLA is queried
+        _exact.compiled(jnp.sin, (X,), {"xla_gpu_deterministic_ops": True, "xla_gpu_no_such": 1})
+    assert entered == [1]
 
 
-def test_a_jax_that_cannot_be_asked_is_left_as_it_is_and_named(monkeypatch):
+def test_a_jax_that_cannot_be_asked_is_left_as_it_is_and_named(fused, monkeypatch):
     called = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-    fused = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
-    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 90000)
-    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
     heads = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16)
     for causal in (True, False):
         masked = jax.make_jaxpr(functools.partial(called, is_causal=causal))(heads, heads, heads)
@@ -784,36 +755,24 @@ def test_a_jax_that_cannot_be_asked_is_left_as_it_is_and_named(monkeypatch):
     assert _exact.not_exact(jax.make_jaxpr(jnp.sin)(1.0)) == ""
     # Results that then differ from run to run are not evidence.
     runs = iter(range(9))
-    target = target_of(lambda x: {"y": x}, (X,))
-    attending = dataclasses.replace(target, jaxpr=attends)
+    target = dataclasses.replace(target_of(lambda x: {"y": x}, (X,)), jaxpr=attends)
     for program in ("program", "fast_program"):
-        object.__setattr__(attending, program, lambda x: jnp.float32(next(runs)))
+        object.__setattr__(target, program, lambda x: jnp.float32(next(runs)))
     monkeypatch.setattr(_repeats, "has_room_for", lambda program: True)
-    verdict, detail = _repeats.repeats(attending)
+    verdict, detail = repeats(target)
     assert verdict == "not checked" and "run 2 differs" in detail and "cudnn-deterministic" in detail
-
-
-def test_programs_to_compare_are_lowered_so(monkeypatch):
-    entered = []
-    monkeypatch.setattr(_exact, "deterministic_attention", lambda: entered.append(1) or contextlib.nullcontext())
-    arguments = X, weights(LAYERS)
-    _exact.compiled(of_scan, arguments, {})
-    assert entered == []
-    with pytest.raises(Exception, match="xla_gpu_no_such"):  # entered before XLA is queried
-        _exact.compiled(of_scan, arguments, {"xla_gpu_deterministic_ops": True, "xla_gpu_no_such": 1})
-    assert entered == [1]
 
 
 # --- on a GPU
 
 WIDE = {"in": (512, 2048), "out": (2048, 512)}
-W = {k: jax.ShapeDtypeStruct((8, *shape), jnp.bfloat16) for k, shape in WIDE.items()}
+STACKS = {k: jax.ShapeDtypeStruct((8, *shape), jnp.bfloat16) for k, shape in WIDE.items()}
 ROWS = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_what_xla_made_of_it_is_checked_too():
-    found = verify(of_scan, ROWS, W)
+    found = verify(of_scan, ROWS, STACKS)
     assert (
         found.ok
         and "planned" in found["conservation"].detail
@@ -825,7 +784,7 @@ def test_on_a_gpu_what_xla_made_of_it_is_checked_too():
 @pytest.mark.gpu
 def test_copies_on_the_computes_stream_fail(monkeypatch):
     monkeypatch.delitem(_compiler_options._GPU_OPTIONS, "xla_gpu_enable_command_buffer")  # so that all are on
-    print(found := verify(of_scan, ROWS, W))
+    print(found := verify(of_scan, ROWS, STACKS))
     assert [c.claim for c in found if c.verdict == "fails"] == ["copies"], found
 
 
@@ -844,7 +803,7 @@ def test_attention_of_transformer_engine_is_verified():
 
 @pytest.mark.gpu
 def test_a_profile_has_each_layers_copies():
-    found = profile(of_scan, ROWS, W)
+    found = profile(of_scan, ROWS, STACKS)
     assert found.unattributed_ms == 0 and found.moves, found
     for direction in ("d2h", "h2d"):
         moves = [m for m in found.moves if m.direction == direction]
@@ -857,7 +816,7 @@ def test_a_profile_has_each_layers_copies():
 
 def made(*arguments):
     """What a user's MODULE:FUNCTION returns."""
-    x, w = jax.eval_shape(lambda: (X, weights(LAYERS)))
+    x, w = jax.eval_shape(lambda: (X, W))
     step = lambda x, w: jax.tree.map(lambda w, g: w - g, w, jax.grad(of_scan, argnums=1)(x, w))
     return {"loss": (of_scan, (x, w)), "step": (step, (x, w)), "both": (step, (x, w), of_scan, (x, w)), "odd": of_scan}[
         "".join(arguments)
@@ -904,7 +863,7 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         ),
         (["verify", "test_verify:made", "odd"], "must return (f, args) or (step, args, loss, loss_args)"),
         (["report", "test_verify:made", "step"], "this is a step, whose residuals are internal to it; return its loss"),
-        (["report", "models.train:step_for", "configs/tiny.yaml", "train.step=1"], "the nearest is train.steps"),
+        (["report", "models.train:step_for", "configs/tiny.yaml", "train.step=1"], "Did you mean: 'steps'?"),
         (
             ["report", "models.train:step_for", "configs/tiny.yaml", "remat.residuals[mlp/fcl]=offload"],
             "remat.residuals['mlp/fcl']: matches no tagged value",
@@ -915,7 +874,6 @@ def test_the_command_line_verifies(capsys, monkeypatch):
             "mine:few returns <lambda>, which cannot be called with 1 argument(s): missing a required argument: 'y'",
         ),
         (["report", "mine:text"], "mine:text returns args[0] = 'hello'; allowed are arrays and"),
-        (["report", "builtins:type"], "builtins:type cannot be called with 0 argument(s)"),
         (["report", "test_verify:made", "loss", "--machine", "{mine}/slow.json"], "writes: one: 0.0 is not a rate"),
         (["report", "test_verify:made", "loss", "--html", "/dev/full"], "/dev/full: No space left on device"),
         (["report", "mine:nothing"], "must return (f, args) or (step, args, loss, loss_args)"),
@@ -997,34 +955,3 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(ROOT)
     return tmp_path
-
-
-def test_what_is_not_differentiated_is_not_checked():
-    """A function of ours that returns more than a scalar, or none, only runs forward."""
-    with_aux = lambda x, w: (of_scan(x, w), {"n": jnp.ones(())})
-    found = {check.claim: check for check in verify(with_aux, X, weights(LAYERS))}
-    assert found["gradients"].verdict == found["conservation"].verdict == "not checked"
-    assert "a loss returns one floating-point scalar; has_aux=True" in found["gradients"].detail
-    assert verdicts(with_aux, X, weights(LAYERS), has_aux=True)["gradients"] == "holds"
-
-
-def test_what_other_policies_keep_is_not_known():
-    """JAX recomputes a saved exponential, because the derivative reads the value and not its name."""
-    named = jax.checkpoint_policies.save_only_these_names("e")
-    block = lambda x, w: (checkpoint_name(jnp.exp(x @ w), "e"), None)
-    mixed = lambda x, w, v: of_scan(x, w) + jnp.sum(jax.lax.scan(jax.checkpoint(block, policy=named), x, v)[0])
-    v = 0.01 * jnp.ones((2, X.shape[1], X.shape[1]))
-    found = {check.claim: check for check in verify(mixed, X, weights(LAYERS), v)}
-    assert (
-        found["producers"].verdict == "not checked"
-        and "what other checkpoints keep, or run again" in found["producers"].detail
-    )
-    assert found["gradients"].verdict == "holds"
-
-
-def test_our_own_step_on_a_mesh_that_is_not_here(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    step, args, loss, loss_args = step_for("configs/tiny.yaml", "mesh.fsdp=4")
-    state, metrics = jax.eval_shape(step, *args)
-    assert metrics["loss"].shape == jax.eval_shape(loss, *loss_args).shape == ()
-    assert jax.tree.map(lambda x: x.shape, state.params) == jax.tree.map(lambda x: x.shape, args[0].params)

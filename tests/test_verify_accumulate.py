@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from common import normal, policy
+from faults import a_host_write_is_skipped, rows_in_wrong_order
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
-from test_verify import a_host_write_is_skipped, rows_in_wrong_order
 
 from jaxoffload import accumulate, chain, residuals, scan, tag, verify
 from jaxoffload._engine.jaxprs.walk import walk
@@ -16,7 +16,7 @@ from jaxoffload._engine.microbatches import by_layers, gradient, interleaved
 from jaxoffload._engine.microbatches import ends as ends_of
 from jaxoffload._jax import HOST
 from jaxoffload._text import readable
-from jaxoffload.proof._program.target import rows_read_beyond, target_of
+from jaxoffload.proof._program.target import padding_read, target_of
 from jaxoffload.proof._verify.conservation import conservation
 from jaxoffload.proof._verify.moves import producers
 
@@ -106,22 +106,19 @@ def a_third_set_of_stacks(monkeypatch):
     monkeypatch.setattr(interleaved, "forward", forth)
 
 
+LAYERS_DIFFER = "1 of 3 results differ: ['result']['w']['layers']: 512 of 768 values"
+HEAD_DIFFERS = "['result']['w']['head']: 64 of 64 values"
 FAULTS = {
-    "rows of the next microbatch": (rows_of_the_next_microbatch, "gradients"),
-    "rows in the wrong order": (rows_in_wrong_order, "gradients"),
-    "a host write is skipped": (a_host_write_is_skipped, "gradients"),
-    "a gradient is dropped": (the_last_gradient_counts(0), "gradients"),
-    "a gradient is added twice": (the_last_gradient_counts(2), "gradients"),
-    "a third set of stacks": (a_third_set_of_stacks, "conservation"),
-}
-
-SAID = {
-    "rows of the next microbatch": "1 of 3 results differ: ['result']['w']['layers']: 512 of 768 values",
-    "rows in the wrong order": "1 of 3 results differ: ['result']['w']['layers']: 512 of 768 values",
-    "a host write is skipped": "1 of 3 results differ: ['result']['w']['layers']: 512 of 768 values",
-    "a gradient is dropped": "['result']['w']['head']: 64 of 64 values",
-    "a gradient is added twice": "['result']['w']['head']: 64 of 64 values",
-    "a third set of stacks": "beside two sets of stacks and their rows the step puts 12.00 KiB there",
+    "rows of the next microbatch": (rows_of_the_next_microbatch, "gradients", LAYERS_DIFFER),
+    "rows in the wrong order": (rows_in_wrong_order, "gradients", LAYERS_DIFFER),
+    "a host write is skipped": (a_host_write_is_skipped, "gradients", LAYERS_DIFFER),
+    "a gradient is dropped": (the_last_gradient_counts(0), "gradients", HEAD_DIFFERS),
+    "a gradient is added twice": (the_last_gradient_counts(2), "gradients", HEAD_DIFFERS),
+    "a third set of stacks": (
+        a_third_set_of_stacks,
+        "conservation",
+        "beside two sets of stacks and their rows the step puts 12.00 KiB there",
+    ),
 }
 
 
@@ -129,12 +126,12 @@ SAID = {
 @pytest.mark.claim("planted-faults")
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_a_planted_fault_fails_its_claim_and_no_other(fault, monkeypatch):
-    plant, claim = FAULTS.get(fault, (lambda _: None, None))
+    plant, claim, said = FAULTS.get(fault, (lambda _: None, None, ""))
     plant(monkeypatch)
     found = verify(step_under(), WEIGHTS, MICROBATCHES)
     want = dict.fromkeys(CLAIMS, "holds") | {"copies": "not checked", "placement": "not checked"}
     assert verdicts(found) == want | ({claim: "fails"} if claim else {}), found
-    assert not claim or SAID[fault] in found[claim].detail
+    assert not claim or said in found[claim].detail
 
 
 ROW = BATCH * DIM * 4  # bytes of one layer's x
@@ -278,9 +275,9 @@ def test_a_step_on_a_mesh_runs_the_references_collectives(kind):
 
 def test_each_microbatch_may_read_a_padding_row_of_each_stack():
     rules = policy({"x": "offload", "fc1": "offload"})
-    of_a_loss = rows_read_beyond(jax.make_jaxpr(jax.grad(loss_under(rules)))(WEIGHTS, MICROBATCHES[0]))
-    of_a_step = rows_read_beyond(jax.make_jaxpr(step_under(rules))(WEIGHTS, MICROBATCHES))
-    assert (of_a_loss, of_a_step) == (2, 4 * 2)
+    of_a_loss = padding_read(jax.make_jaxpr(jax.grad(loss_under(rules)))(WEIGHTS, MICROBATCHES[0]))
+    of_a_step = padding_read(jax.make_jaxpr(step_under(rules))(WEIGHTS, MICROBATCHES))
+    assert (of_a_loss, of_a_step) == (2 * ROW, 4 * 2 * ROW)
 
 
 def test_a_step_has_no_table_and_says_whose_it_is():

@@ -21,6 +21,17 @@ class Plan:
       budget, host_budget: the bytes per device, and of pinned host memory per device, that are allowed.
       limits: what a little more memory would bring, or that no more is needed.
       untagged: matmuls whose outputs nothing names, so that they run again even if all names are saved.
+
+    Example:
+      >>> from jaxoffload import Policy
+      >>> from jaxoffload.proof import Bus, Machine, Memory, Plan, Prediction
+      >>> bus = Bus(d2h=50.0, h2d=50.0, together=40.0)
+      >>> rates = {"gemm_tflops": 700.0, "attention_tflops": (500.0, 400.0), "hbm_gb_s": 4000.0}
+      >>> h200 = Machine("H200", 1, "0.12", bus, bus, **rates)
+      >>> found = Prediction(h200, 1, computing_ms=12.5, loops=(), memory=Memory(4, 2, 1), host=0)
+      >>> plan = Plan(Policy({"fc1": "save"}), found, None, budget=8, host_budget=0, limits="nothing: all fits")
+      >>> print(plan.to_yaml().splitlines()[2].strip())
+      fc1: save
     """
 
     policy: Policy

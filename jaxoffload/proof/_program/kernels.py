@@ -3,10 +3,9 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 from jax.extend.core.primitives import dot_general_p, while_p
 
 from ..._engine.cost.cost import matmul_flops
@@ -52,34 +51,23 @@ def traced(jaxpr: Jaxpr) -> Kernels | None:
             if any(eqn.primitive is while_p for eqn in site.enclosing):
                 return None
             counts[kind] += site.runs
-            flops += site.runs * flops_of(site.eqn) if kind == MATMUL else 0.0
+            if kind == MATMUL:  # some kernels of grouped GEMMs multiply every row by every group's matrix
+                flops += site.runs * (matmul_flops(site.eqn) if site.eqn.primitive is dot_general_p else math.nan)
     return Kernels(+counts, None if math.isnan(flops) else flops)
 
 
 def ran(module: Module) -> Kernels:
     """Count the kernels that a compiled program runs per device, those within fusions included."""
     counts, flops = Counter[str](), 0.0
-    for line, kind in _kernels(module):
-        counts[kind] += module.runs[line.computation]
-        flops += module.runs[line.computation] * flops_of_instruction(line, module) if kind == MATMUL else 0.0
-    return Kernels(counts, None if math.isnan(flops) else flops)
-
-
-def _kernels(module: Module) -> Iterator[tuple[Instruction, str]]:
     for line in module:
         if kind := _kind(line.target if line.opcode == "custom-call" else line.opcode, of_equations=False):
-            yield line, kind
+            counts[kind] += module.runs[line.computation]
+            flops += module.runs[line.computation] * flops_of_instruction(line, module) if kind == MATMUL else 0.0
+    return Kernels(counts, None if math.isnan(flops) else flops)
 
 
 def _kind(name: str, of_equations: bool) -> str | None:
     return next((kind for kind, names in KINDS.items() if re.fullmatch(names[not of_equations], name)), None)
-
-
-def flops_of(eqn: JaxprEqn) -> float:
-    """Return the FLOPs of a matmul; NaN for a grouped GEMM: some kernels multiply every row by every group's matrix."""
-    if eqn.primitive is not dot_general_p:
-        return math.nan
-    return matmul_flops(eqn)
 
 
 def flops_of_instruction(line: Instruction, module: Module) -> float:

@@ -16,6 +16,7 @@ from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.layer import plan_of
 from ..._engine.layers.loops import backward_p, loops_of
 from ..._engine.microbatches.interleaved import interleaved_p
+from ..._jax import nbytes
 from ..._policy import Policy
 from ..._tracing import as_reference
 from .._residuals.plans import Plans
@@ -155,11 +156,12 @@ def has_loops(jaxpr: Jaxpr) -> bool:
     return any(loops_of(site.eqn) for site in walk(jaxpr))
 
 
-def rows_read_beyond(jaxpr: Jaxpr) -> int:
-    """Return how many padding rows our backward loops read from host stacks: one per stack and pass."""
+def padding_read(jaxpr: Jaxpr) -> int:
+    """Return the bytes of the padding rows that our backward loops read from host stacks: one per stack and pass."""
     sites = [site for site in walk(jaxpr) if site.eqn.primitive in (backward_p, interleaved_p)]
-    stacks = lambda eqn: sum(len(segment.copies) for loops in loops_of(eqn) for segment in loops.segments)
-    return sum(site.runs * site.eqn.params.get("microbatches", 1) * stacks(site.eqn) for site in sites)
+    segments = lambda eqn: (segment for loops in loops_of(eqn) for segment in loops.segments if segment.copies)
+    rows = lambda eqn: (aval for s in segments(eqn) for aval in s.layout.split(s.layer.forward.out_avals).host)
+    return sum(s.runs * s.eqn.params.get("microbatches", 1) * sum(map(nbytes, rows(s.eqn))) for s in sites)
 
 
 def _array(x: Any, number: int) -> Any:

@@ -212,11 +212,13 @@ def read_profile(folder: Path, program: jax.stages.Compiled, steps: int = 1) -> 
 
     Example:
       >>> from pathlib import Path
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxoffload import compiler_options
       >>> from jaxoffload.proof import read_profile
-      >>> compiled = jax.jit(step, compiler_options=compiler_options()).lower(*args).compile()  # doctest: +SKIP
+      >>> step = jax.jit(jnp.sin, compiler_options=compiler_options()).lower(jnp.ones(8)).compile()  # or yours
       >>> with jax.profiler.trace("trace"):  # doctest: +SKIP
-      ...     jax.block_until_ready(compiled(*args))
-      >>> print(read_profile(Path("trace"), compiled))  # doctest: +SKIP
+      ...     jax.block_until_ready(step(jnp.ones(8)))
+      >>> print(read_profile(Path("trace"), step))  # doctest: +SKIP
     """
     if steps < 1:
         raise ValueError(f"read_profile: steps must be at least 1, got {steps}")

@@ -128,12 +128,12 @@ def _by_xlas_plan(target: Target, ours: Residuals, moved: list[Residual], on_the
     """
     if jax.default_backend() != "gpu":
         return HOLDS, "memory plan not compared: this backend has no separate host memory"
-    freed = {row: row.bytes - row.bytes_per_layer * (sets if sets > 1 else row.layers > 1) for row in moved}
-    freed |= {row: -row.bytes for row in ours if sets > 1 and row.state == SAVED}
+    freed = [(row.bytes - row.bytes_per_layer * (sets if sets > 1 else row.layers > 1), row.parts) for row in moved]
+    freed += [(-row.bytes, row.parts) for row in ours if sets > 1 and row.state == SAVED]
     devices = max(1, len(target.devices))
-    predicted = max(0, sum(size // row.parts for row, size in freed.items()))
+    predicted = max(0, sum(size // parts for size, parts in freed))
     # The table takes for whole what nothing divides in the trace, and XLA may divide it nevertheless.
-    least = min(predicted, max(0, sum(freed.values())) // devices)
+    least = min(predicted, max(0, sum(size for size, _ in freed)) // devices)
     if least < VISIBLE:
         return HOLDS, f"memory plan not compared: {readable(least)} would not show in it"
     ours_plan, reference_plan = map(memory_plan, (target.fast_program, target.fast_reference))

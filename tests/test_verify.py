@@ -866,7 +866,7 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         (["report", "models.train:step_for", "configs/tiny.yaml", "train.step=1"], "Did you mean: 'steps'?"),
         (
             ["report", "models.train:step_for", "configs/tiny.yaml", "remat.residuals[mlp/fcl]=offload"],
-            "remat.residuals['mlp/fcl']: matches no tagged value",
+            "residuals['mlp/fcl']: matches no tagged value",
         ),
         (["report", "mine:number"], "mine has no function 'number'"),
         (

@@ -95,7 +95,7 @@ def test_it_requires_jax_and_numpy(metadata):
     assert sorted(re.match(r"[\w.-]+", r)[0] for r in needed) == ["jax", "numpy"]
     assert all(">=" in r for r in needed)
     assert metadata["License-Expression"] == "Apache-2.0"
-    extras = {"cuda12", "cuda13", "te", "te-cuda13", "train", "parquet", "test", "docs"}
+    extras = {"cuda12", "cuda13", "te", "te-cuda13", "train", "test", "docs"}
     extras |= {"convert", "tensorboard", "recipes"}
     assert set(metadata.get_all("Provides-Extra")) == extras
 

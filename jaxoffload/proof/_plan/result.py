@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Bytes per device: XLA's plan, or else what is estimated."""
+        """How many bytes each device needs, by XLA's plan or else by the estimate."""
         return self.memory.total if self.compiled is None else self.compiled
 
     @property

@@ -86,7 +86,7 @@ MOST = LayerCost(forward=2.0, backward=4.0, device=10, once=3, movable={FC1: 300
 
 
 def step_of(*stacks, movable=BOTH, **fields):
-    base = {"seconds": 10.0, "other": 1500, "spare": 0, "resident": 1, "bus": BUS}
+    base = {"seconds": 10.0, "other": 1500, "resident": 1, "bus": BUS}
     return Step(**base | {"stacks": stacks, "movable": movable} | fields)
 
 
@@ -117,9 +117,6 @@ def test_what_interleaved_microbatches_cost_by_hand():
     # Beside each other twice: 300 bytes take 12 s, and two passes 6. Alone: 3 s beside 2, and 6 beside 4.
     found = outcome_of(step, (MOST,), [FC1], 3)
     assert found == (82 + 4 * (2 * 6 + 1 + 2), 2 * (3 * 110 + 410 + 3) + 370, 2 * 4 * 300)
-    # Of each layer 250 bytes may stay where a pass runs alone, so that nothing there waits.
-    roomy = dataclasses.replace(step, spare=4 * 250)
-    assert outcome_of(roomy, (MOST,), [FC1], 3)[0] == 82 + 4 * 2 * 6
 
 
 @pytest.mark.claim("plan-stages")
@@ -177,7 +174,7 @@ def drawn_search(seed):
         movable = {u: size[u] for u in kept}
         return (LayerCost(3.0, 5.0 + again, 20, 1, movable, 40 + sum(movable.values())),) * len(stacks)
 
-    step = step_of(*stacks, movable=frozenset(units), spare=dice.randint(0, 500), resident=dice.randint(0, 2))
+    step = step_of(*stacks, movable=frozenset(units), resident=dice.randint(0, 2))
     return step, least, frozenset(units) - least, evaluate, dice
 
 
@@ -212,10 +209,10 @@ def test_the_search_finds_more_than_the_first_sets_have_and_does_not_depend_on_b
         step, least, free, evaluate, dice = drawn_search(seed)
         table = pool(least, free, evaluate, step.stacks)
         found = [searched(step, table, free, evaluate, budget) for budget in (0, dice.randint(0, 4000), 10**9)]
-        for budget, (wider, curve, unmoved) in zip((0, None, 10**9), found, strict=True):
-            assert wider == found[0][0] and unmoved == found[0][2] and wider.items() >= table.items()
+        for budget, (wider, curve) in zip((0, None, 10**9), found, strict=True):
+            assert wider == found[0][0] and set(found[0][1]) <= {*curve} and wider.items() >= table.items()
             if budget is not None:
-                assert curve == undominated(step, wider, budget)
+                assert curve[: len(best := undominated(step, wider, budget))] == best
         first = undominated(step, table, 0)
         better += any(fastest(first, choice.device).ns > choice.ns for choice in found[0][1])
     assert better > 2
@@ -238,7 +235,7 @@ def test_the_fastest_that_fits_is_chosen(seed):
     for limit in sorted({c.device for c in curve} | {dice.randint(1500, 20_000) for _ in range(10)}):
         choice, sizes = chosen(curve, limit, 10**9, predicted, lambda choice: choice.device)
         if limit < curve[0].device:
-            assert choice is None and sizes == {c: c.device for c in curve}
+            assert choice is None and all(size > limit for size in sizes.values())
             continue
         unmoved = [c for c in curve if not c.moved and c.device <= limit and c.ns <= 1.01 * fastest(curve, limit).ns]
         assert choice.ns == min(unmoved or [fastest(curve, limit)], key=lambda c: c.ns).ns

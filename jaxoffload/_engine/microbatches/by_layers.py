@@ -80,6 +80,8 @@ def _that_fits(gradient: Gradient) -> Gradient:
       HostPoolFull: the pool cannot hold what two microbatches offload, and a policy says `on_host_full: error`.
     """
     offloading = [scan for scan in gradient.scans if scan.loops.offloads]
+    if tracing().trial is not None:  # `plan` has a budget of its own
+        return gradient
     if (pool := host_pool_bytes()) is None or not offloading or (need := _need(gradient).bytes()) <= pool:
         return gradient
     stacks = Need(tuple(stack for scan in offloading for stack in scan.loops.stacks))

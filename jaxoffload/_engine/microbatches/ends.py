@@ -31,16 +31,11 @@ def ends(scans: Scans, microbatches: int, gradients: int) -> tuple[Scans, Scans]
     `gradients`: bytes of a set of them, on all devices.
     """
     devices = _devices(scans)
-    spare = may_stay(microbatches, gradients) // devices
+    spare = int(min(0.7, 2 / microbatches) * gradients) // devices
     first, left = _fitted(scans, "forward", devices, spare)
     # Of more than two microbatches the first is gone when the last begins.
     last, _ = _fitted(scans, "backward", devices, left if microbatches == 2 else spare)
     return first, last
-
-
-def may_stay(microbatches: int, gradients: int) -> int:
-    """Return the bytes that may stay, on all devices; `gradients` as for `ends`."""
-    return int(min(0.7, 2 / microbatches) * gradients)
 
 
 def _devices(scans: Scans) -> int:

@@ -181,10 +181,10 @@ def _refuse(*_: Any, **__: Any) -> Any:
     )
 
 
-def _batch(primitive: Call, axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Results:
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Results:
     """One after another: the stacks on the host cannot get an axis before that of their rows."""
     batched = {i: jnp.moveaxis(x, d, 0) for i, (x, d) in enumerate(zip(args, dims, strict=True)) if d is not None}
-    one = lambda these: primitive.bind(*(these.get(i, x) for i, x in enumerate(args)), **params)
+    one = lambda these: interleaved_p.bind(*(these.get(i, x) for i, x in enumerate(args)), **params)
     outs = lax.map(one, batched)
     return outs, [0] * len(outs)
 
@@ -203,7 +203,7 @@ define(
     interleaved_p,
     eager=lambda *args, **params: jax.jit(functools.partial(interleaved_p.bind, **params))(*args),
     jvp=_refuse,
-    batch=functools.partial(_batch, interleaved_p),
+    batch=_batch,
     lower=_lower,
 )
 

@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
 
 def outcome(step: Step, costs: Costs, moved: Any, layers: Any) -> Outcome:
-    """Return what candidates come to that keep the same names.
+    """Return the time and the bytes of candidates that keep the same names.
 
     Args:
       costs: of the layers that keep them.
@@ -65,14 +65,12 @@ def outcome(step: Step, costs: Costs, moved: Any, layers: Any) -> Outcome:
         if stack.schedule:
             exposed = _beside(step.bus, stack, cost, size)
         elif stack.microbatches > 1:
-            stays = np.minimum(size, step.spare // np.maximum(1, copying))
-            both = _beside(step.bus, stack, cost, size, stays)
-            exposed = np.where(interleaves, both, exposed)
+            exposed = np.where(interleaves, _beside(step.bus, stack, cost, size), exposed)
         seconds += stack.runs * stack.layers * cost.seconds + copying * exposed
         residuals += sets * (stack.layers * cost.kept - n * size + cost.once)
         working = np.maximum(working, cost.working + (n > 0) * size)
         host += sets * (n + (n > 0)) * size  # and a padding row
-    return Outcome(np.rint(1e9 * seconds).astype(np.int64), step.other + residuals + working, host)
+    return Outcome(np.maximum(1, np.rint(1e9 * seconds)).astype(np.int64), step.other + residuals + working, host)
 
 
 def _offloading(step: Step, stack: Stack, moving: Any, layers: Any) -> Any:
@@ -86,12 +84,12 @@ def _in_turn(bus: Bus, stack: Stack, cost: LayerCost, moving: Any) -> Any:
     return stack.runs * (_longer(moving, bus.d2h, cost.forward) + _longer(moving, bus.h2d, cost.backward))
 
 
-def _beside(bus: Bus, stack: Stack, cost: LayerCost, moving: Any, stays: Any = 0) -> Any:
-    """Return those seconds where one microbatch's passes run beside another's, except in the first and the last ones,
-    which do not copy what `stays`; on pipeline stages, in the first and the last ticks."""
+def _beside(bus: Bus, stack: Stack, cost: LayerCost, moving: Any) -> Any:
+    """Return those seconds where one microbatch's passes run beside another's, except for the first and the last pass;
+    on pipeline stages, for the first and the last ticks."""
     passes, alone = (stack.schedule.forward_stop, stack.chunks) if stack.schedule else (stack.microbatches, 1)
     pair = np.maximum(0.0, moving / bus.together / 1e9 - cost.seconds)
-    lone = _longer(moving - stays, bus.d2h, cost.forward) + _longer(moving - stays, bus.h2d, cost.backward)
+    lone = _longer(moving, bus.d2h, cost.forward) + _longer(moving, bus.h2d, cost.backward)
     return stack.runs // passes * ((passes - alone) * pair + alone * lone)
 
 

@@ -2,20 +2,21 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from ..._compiler_options import compiler_options
 from ..._policy import Policy
-from ..._tracing import Trial
+from ..._tracing import Trial, under
 from .._predict.predict import Prediction
 from .._program.memory import memory_plan
 from .._program.results import run_of
 from .choices import Choice
 
-_ERROR = 0.01  # to this share of a step, estimates of choices are all alike too high or too low
+_ERROR = 0.01  # of a step: what estimates of choices that are nearly as fast may be apart, beside what `predict` says
+_BEYOND = 1.1  # of the budget: choices that are estimated to need so much may fit
 _MOST_FITTING, _MOST_TRACED, _MOST_SIZED = 8, 16, 8
 _MOVES = 0.01  # of a step: for less nothing is moved where moving nothing fits
 
@@ -29,45 +30,59 @@ def chosen(
 ) -> tuple[Choice | None, dict[Choice, int]]:
     """Return the fastest choice found that fits in `limit` bytes per device, or None; and the size of each looked at.
 
-    What a choice takes more or less than predicted corrects the budget for the next one, until the choice is one whose
-    size is known.
-
-    Args:
-      predicted, size_of: are asked of few choices.
+    What a choice takes more or less than predicted corrects the budget for those that move something, too, or nothing,
+    until the choice is one whose size is known.
     """
-    left, sizes, more = list(curve), dict[Choice, int](), 0
-    fits = lambda: [choice for choice, size in sizes.items() if size <= limit]
+    left, sizes, more = list(curve), dict[Choice, int](), {True: 0, False: 0}
+    fits = lambda: [c for c, size in sizes.items() if size <= limit and predicted(c).host <= host_limit]
     while left and not (fits() and len(sizes) >= _MOST_SIZED):
-        choice = _fastest(left, limit - more, host_limit, predicted)
+        choice = _fastest(left, limit, more, host_limit, predicted)
         if choice in sizes:
             break
         sizes[choice] = size_of(choice)
-        more = sizes[choice] - predicted(choice).memory.total
-        if sizes[choice] > limit:
+        more[bool(predicted(choice).host)] = sizes[choice] - predicted(choice).memory.total
+        if choice not in fits():
             left.remove(choice)
-    return min(fits(), key=lambda choice: predicted(choice).step_ms, default=None), sizes
+            if len(sizes) >= _MOST_SIZED:  # only smaller ones may still fit
+                left = [c for c in left if c.device < min(of.device for of in sizes)]
+    return _best({choice: predicted(choice) for choice in fits()}), sizes
 
 
-def _fastest(curve: Sequence[Choice], limit: int, host_limit: int, predicted: Callable[[Choice], Prediction]) -> Choice:
-    """Return the fastest of the choices that are predicted to fit, or else the smallest one."""
+def _fastest(
+    curve: Sequence[Choice],
+    limit: int,
+    more: Mapping[bool, int],
+    host_limit: int,
+    predicted: Callable[[Choice], Prediction],
+) -> Choice:
+    """Return the fastest of the choices that are predicted to fit, or else the smallest one.
+
+    `more`: bytes that those which move something, or nothing, take beside what is predicted.
+    """
     smallest = min(curve, key=lambda choice: choice.device)
-    each, fitting = {smallest: predicted(smallest)}, list[Choice]()
-    more, before = each[smallest].memory.total - smallest.device, math.inf
-    while more < before:  # the fastest are skipped until it is known how much less they take than was estimated
-        before, low, best, fitting = more, math.inf, math.inf, []
+    size = lambda of: of.memory.total + more[bool(of.host)]
+    traced, fitting = {smallest: predicted(smallest)}, dict[Choice, Prediction]()
+    less, before = 0, 1
+    while less < before:  # the fastest are skipped until it is known how much less they take than was estimated
+        before, low, best = less, math.inf, math.inf
         for choice in sorted(curve, key=lambda choice: (choice.ns, choice.host)):
             if len(fitting) == _MOST_FITTING or (1 - _ERROR) * low * choice.ns > best:
                 break
-            if choice.device + more <= limit and (choice in each or len(each) <= _MOST_TRACED):
-                each[choice] = of = predicted(choice)
-                low, more = min(low, of.step_ms / choice.ns), min(more, of.memory.total - choice.device)
-                if of.memory.total <= limit and of.host <= host_limit:
-                    fitting.append(choice)
+            nearly = choice.device <= max(_BEYOND * limit, limit - less)
+            if choice in traced or (nearly and len(traced) <= _MOST_TRACED):
+                traced[choice] = of = predicted(choice)
+                low, less = min(low, of.step_ms / choice.ns), min(less, size(of) - choice.device)
+                if size(of) <= limit and of.host <= host_limit:
+                    fitting[choice] = of
                     best = min(best, of.step_ms)
-    if not fitting:
-        return min(each, key=lambda choice: each[choice].memory.total)
-    unmoved = [choice for choice in fitting if not each[choice].host and each[choice].step_ms <= (1 + _MOVES) * best]
-    return min(unmoved or fitting, key=lambda choice: each[choice].step_ms)
+    return _best(fitting) or min(traced, key=lambda choice: (traced[choice].host > host_limit, size(traced[choice])))
+
+
+def _best(fitting: Mapping[Choice, Prediction]) -> Choice | None:
+    """Return the fastest of these, or of those that move nothing if that is nearly as fast; None if there are none."""
+    best = min((of.step_ms for of in fitting.values()), default=0.0)
+    unmoved = [choice for choice, of in fitting.items() if not of.host and of.step_ms <= (1 + _MOVES) * best]
+    return min(unmoved or fitting, key=lambda choice: fitting[choice].step_ms, default=None)
 
 
 def compiled_bytes(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy) -> int | None:
@@ -80,7 +95,7 @@ def compiled_bytes(f: Callable[..., Any], args: tuple[Any, ...], policy: Policy)
     run, is_loss = run_of(Trial(policy).traced(f), args)
     if is_loss or lower is None:
         lower = jax.jit(run, donate_argnums=() if is_loss else range(len(args))).lower
-    with warnings.catch_warnings():
+    with under(whole_program=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         program = Trial(policy).traced(lower)(*args).compile(compiler_options("gpu"))
     found = memory_plan(program)

@@ -45,7 +45,6 @@ class Step:
     Attributes:
       seconds: outside of the layers.
       other: bytes per device of all but residuals and a layer's working set.
-      spare: bytes per device that `accumulate` may keep on the device where a pass runs alone.
       resident: how many of the last layers never offload.
       movable: units that may go to the host; `moved`: those that do in any case.
       recomputable: units that a layer can do without.
@@ -54,7 +53,6 @@ class Step:
 
     seconds: float
     other: int
-    spare: int
     resident: int
     stacks: tuple[Stack, ...]
     bus: Bus

@@ -98,7 +98,7 @@ def plan(
         )
     step, names, costs, untagged = priced(f, args, fixed, rates)
     table = pool(names.least, names.free, costs, step.stacks)
-    table, curve, unmoved = searched(step, table, names.free, costs, on_host)
+    table, curve = searched(step, table, names.free, costs, on_host)
     policy = lambda choice: policy_for(choice, step, table, fixed)
     predicted = functools.cache(lambda choice: predict(f, *args, machine=rates, policy=policy(choice)))
     guess = lambda choice: predicted(choice).memory.total
@@ -106,34 +106,40 @@ def plan(
     asks = where is None if compile is None else compile
     size_of = lambda choice: (xla(choice) if asks else None) or guess(choice)
     choice, sizes = chosen(curve, limit, on_host, predicted, size_of)
-    if choice is None:  # what moves nothing may take less, even if more was estimated
-        choice, more = chosen([c for c in unmoved if c not in sizes], limit, on_host, predicted, size_of)
-        sizes |= more
     if compile and not any(map(xla, sizes)):
         raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")
     if choice is None:
         least = min(sizes, key=sizes.__getitem__)
-        raise _nothing_fits(predicted(least), limit, sizes[least], asks)
+        raise _nothing_fits(predicted(least), limit, on_host, sizes[least], asks)
     return Plan(
         policy=policy(choice),
         prediction=predicted(choice),
         compiled=xla(choice) if asks else None,
         budget=limit,
         host_budget=on_host,
-        limits=_limits(choice, [*curve, *unmoved], policy),
+        limits=_limits(choice, curve, predicted, policy),
         untagged=untagged,
     )
 
 
-def _limits(choice: Choice, curve: Sequence[Choice], policy: Callable[[Choice], Policy]) -> str:
+def _limits(
+    choice: Choice,
+    curve: Sequence[Choice],
+    predicted: Callable[[Choice], Prediction],
+    policy: Callable[[Choice], Policy],
+) -> str:
     """Return what a little more memory would bring."""
-    faster = [c for c in curve if c.device > choice.device and c.ns < choice.ns]
-    more = [c for c in faster if c.ns <= (1 - _WORTH) * choice.ns]
-    if not more:
-        return f"more memory would save less than {_WORTH:.1%}" if faster else "nothing; more memory would save no time"
-    near = min(more, key=lambda c: c.device)
-    changes = differences(policy(choice), policy(near)) or "offload other layers"
-    return f"some {readable(near.device - choice.device)} more would {changes}: {near.ns / choice.ns - 1:+.1%}"
+    larger = [c for c in curve if c.device > choice.device and c.ns <= choice.ns]
+    faster = [c for c in larger if c.ns <= (1 - _WORTH) * choice.ns]
+    if not larger:
+        return "nothing: all fits" if not predicted(choice).host else "nothing; more memory would save no time"
+    next_one = min(faster, key=lambda c: c.device) if faster else max(larger, key=lambda c: c.device)
+    now, then = predicted(choice), predicted(next_one)
+    if then.step_ms > (1 - _WORTH) * now.step_ms:
+        return f"more memory would save less than {_WORTH:.1%}"
+    changes = differences(policy(choice), policy(next_one)) or "offload other layers"
+    size = readable(max(0, then.memory.total - now.memory.total))
+    return f"some {size} more would {changes}: {then.step_ms / now.step_ms - 1:+.1%}"
 
 
 def _checked_policy(fixed: Any) -> Policy:
@@ -173,7 +179,7 @@ def _budget(budget: Any) -> int:
     stats = [device.memory_stats() for device in jax.local_devices()] if jax.default_backend() == "gpu" else []
     limits = [stat["bytes_limit"] for stat in stats if stat and "bytes_limit" in stat]
     if not limits:
-        raise CannotPlan("budget: no GPU here says how much memory it has; give bytes, or a string as '70GiB'")
+        raise CannotPlan("budget: no GPU here says how much memory it has; give bytes, or a string such as '70GiB'")
     return int((1 - RESERVE) * min(limits))
 
 
@@ -204,11 +210,15 @@ def _of_first_process(machine: Machine, limit: int, on_host: int) -> tuple[Machi
     return Machine.from_json(rates), limit, on_host
 
 
-def _nothing_fits(least: Prediction, limit: int, need: int, by_xla: bool) -> NothingFits:
+def _nothing_fits(least: Prediction, limit: int, on_host: int, need: int, by_xla: bool) -> NothingFits:
     """Return the error that nothing fits; the smallest choice needs so many bytes."""
     parts = {"arguments": "of arguments", "residuals": "of residuals", "other": "of gradients and what else is there"}
     sizes = sorted(least.memory._asdict().items(), key=lambda part: -part[1])
     largest = ", ".join(f"{readable(size)} {parts[name]}" for name, size in sizes)
     how = ", by XLA's plan" if by_xla else ""
     why = f"the smallest choice needs {readable(need)}{how}; estimated are {largest}"
-    return NothingFits(f"plan: budget {readable(limit)} per device: {why}", need)
+    budgets = f"budget {readable(limit)} per device"
+    if least.host > on_host:
+        budgets += f" and host_budget {readable(on_host)}"
+        why += f", and {readable(least.host)} of pinned host memory"
+    return NothingFits(f"plan: {budgets}: {why}", need)

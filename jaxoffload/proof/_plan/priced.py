@@ -1,16 +1,9 @@
 """The cost of a step outside of its layers, and of its layers for each set of kept names."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jax.extend.core import Jaxpr
-
-from ..._engine.jaxprs.walk import walk
-from ..._engine.microbatches.ends import may_stay
-from ..._engine.microbatches.interleaved import interleaved_p, is_staged
-from ..._jax import nbytes
 from ..._policy import Policy
 from ..._tracing import Trial, under
 from .._predict.machine import Machine
@@ -48,7 +41,10 @@ def priced(f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine:
     devices, like = spread(args), divisions(args)
     found = stacks.stacks_of(plain, devices)
     if not found:
-        raise CannotPlan("the function differentiates no jaxoffload.scan; there is nothing to choose")
+        raise CannotPlan(
+            "the function differentiates no jaxoffload.scan, so there is nothing to choose; a loss must return a "
+            "scalar alone, or else pass the step that differentiates it"
+        )
     names = stacks.names_of(found, fixed)
     policy = lambda decisions: policy_of(decisions, names.recomputable, fixed)
     layers = [divided(each, fixed) for each in found]
@@ -56,11 +52,10 @@ def priced(f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine:
     of_least = list(zip((each.stack for each in found), oracle(frozenset()), strict=True))
     in_layers = sum(stack.runs * stack.layers * cost.seconds for stack, cost in of_least)
     kept = sum(stack.sets * (stack.layers * cost.kept + cost.once) for stack, cost in of_least)
-    working = max(cost.working for _, cost in of_least)
+    of_layers = kept + max(cost.working for _, cost in of_least)
     step = Step(
         seconds=max(0.0, computing_seconds(plain, args, machine) - in_layers),
-        other=argument_bytes(args) + max(0, step_bytes(plain, like, not is_loss) - kept - working),
-        spare=_spare(plain, devices),
+        other=argument_bytes(args) + max(0, step_bytes(plain, like, not is_loss) - of_layers),
         resident=fixed.resident_layers,
         stacks=tuple(each.stack for each in found),
         bus=machine.bus(devices),
@@ -71,14 +66,3 @@ def priced(f: Callable[..., Any], args: tuple[Any, ...], fixed: Policy, machine:
     everything = [oracle.passes(layer, names.least | names.free) for layer in layers]
     untagged = tuple(line for layer in everything for line in runs_again(layer))
     return Priced(step, names, oracle, untagged)
-
-
-def _spare(plain: Jaxpr, devices: int) -> int:
-    """Return the bytes per device that `accumulate` may keep there where a pass runs alone."""
-    spare = 0
-    for site in walk(plain):
-        if site.eqn.primitive is interleaved_p and not is_staged(site.eqn):
-            loss = site.eqn.params["loss"]
-            gradients = sum(map(nbytes, itertools.compress(loss.jaxpr.in_avals, loss.differentiated)))
-            spare += may_stay(site.eqn.params["microbatches"], gradients) // devices
-    return spare

@@ -99,7 +99,7 @@ def _as_dict(policy: Policy) -> dict[str, object]:
 
 
 def differences(policy: Policy, other: Policy) -> str:
-    """Return what the other policy does else: "save attn/q", "offload 20 layers"; "" if only how many layers save."""
+    """Return what the other policy does differently: "save attn/q", or "offload 20 layers"."""
     here, there = dict(policy.residuals), dict(other.residuals)
     changed = [
         (there.get(name, other.default), name)

@@ -3,7 +3,7 @@ that are near the best choices."""
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,10 @@ from .._predict.scans import Stack
 from .choices import Choice, Curves
 from .costs import Costs, Kept, Step, Table, Unit
 
-Stacks = tuple[Stack, ...]
 
-
-def pool(least: Kept, free: Iterable[Unit], evaluate: Callable[[Kept], Costs], stacks: Stacks) -> dict[Kept, Costs]:
+def pool(
+    least: Kept, free: Iterable[Unit], evaluate: Callable[[Kept], Costs], stacks: Sequence[Stack]
+) -> dict[Kept, Costs]:
     """Return what layers cost for some sets of names.
 
     From `least` upwards, the unit that saves most time for each byte is added, until all are in. From all downwards,
@@ -53,9 +53,9 @@ _WITHOUT_LIMIT = 2**62  # bytes of host memory
 
 def searched(
     step: Step, table: Table, free: Kept, evaluate: Callable[[Kept], Costs], host_budget: int
-) -> tuple[dict[Kept, Costs], list[Choice], list[Choice]]:
-    """Return a table with sets that differ by one unit from those of undominated choices, its undominated choices, and
-    the undominated ones that move nothing.
+) -> tuple[dict[Kept, Costs], list[Choice]]:
+    """Return a table with sets that differ by one unit from those of undominated choices, and its undominated choices;
+    those that move nothing, too, if others are estimated to be faster.
 
     Twice, the most promising half of what may still be looked at is. It is chosen with no host memory and with any
     amount, so that budgets do not change the table. For Llama 3 8B's layer no choice of all sets is better.
@@ -67,10 +67,10 @@ def searched(
         more = _promising(wider, best, free, step.stacks)[: max(0, _MOST_SETS - len(wider)) // rounds]
         wider |= {kept: evaluate(kept) for kept in more}
     without, _, curve = curves.of(wider)
-    return wider, curve, without
+    return wider, list(dict.fromkeys([*curve, *without]))
 
 
-def _promising(table: Table, best: Collection[Kept], free: Kept, stacks: Stacks) -> list[Kept]:
+def _promising(table: Table, best: Collection[Kept], free: Kept, stacks: Sequence[Stack]) -> list[Kept]:
     """Return the sets that differ by one unit from the best ones, and are not in the table, the most promising first.
 
     What a unit adds is estimated by what it adds elsewhere in the table, on average. The fewer seconds the sum is above
@@ -97,7 +97,7 @@ def _hull(points: Iterable[Any]) -> Any:
     return np.array(hull).T
 
 
-def _totals(costs: Costs, stacks: Stacks) -> Any:
+def _totals(costs: Costs, stacks: Sequence[Stack]) -> Any:
     """Return the seconds and the bytes of all layers in a step."""
     both = list(zip(stacks, costs, strict=True))
     seconds = sum(s.runs * s.layers * c.seconds for s, c in both)

@@ -70,8 +70,8 @@ class Fit:
     @property
     def together(self) -> LayerCopy:
         """The sum of the copies."""
-        _, *columns = zip(*self.copies, strict=True)
-        return LayerCopy("all together", *map(sum, columns))
+        total = lambda name: sum(getattr(copy, name) for copy in self.copies)
+        return LayerCopy("all together", total("bytes"), total("d2h_ms"), total("h2d_ms"))
 
     @property
     def computing_ms(self) -> float:

@@ -6,11 +6,12 @@ reads, what is reduced and what is returned is stored; what lies between is comp
 live until then.
 
 XLA orders ops otherwise, merges some, keeps others twice, and leaves gaps between them. So this is an estimate, and
-only the compiler knows: over the policies in benchmarks/results/ it is ERROR off at most.
+only the compiler knows: over the policies in benchmarks/results/ it is off by at most ERROR.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +75,7 @@ def layer_bytes(layer: Passes, like: Divisions) -> int:
 
 
 def kept_bytes(jaxpr: Jaxpr) -> int:
-    """Return the bytes per device of the residuals that layers keep there, most at once."""
+    """Return the bytes per device of the residuals that layers keep there, in all gradients of a step together."""
     kept = 0
     for eqn, segments in _segments_in(jaxpr):
         schedule, beside = eqn.params.get("schedule"), eqn.primitive is interleaved_p
@@ -171,12 +172,17 @@ class _Walk:
             handed_over = {same.get(x, x) for x in op.operands[first : first + carry] if x}
             rows = sum(size for r, size in results.items() if r in op.results[carry:])
             return self.iteration(op, first, carry) + rows - sum(s for a, s in ends.items() if a in handed_over)
-        if op.eqn.primitive is cond_p:  # a branch writes over what it is given
-            inside = max(self.peak(straight(branch, _OPENED), ()) for branch in nested(op.eqn))
-            return max(inside, inside + sum(results.values()) - sum(ends.values()))
+        if op.eqn.primitive is cond_p:
+            given = [same.get(x, x) in ends if x else False for x in op.operands[1:]]  # a branch frees it
+            return max(self.branch(body, given) for body in nested(op.eqn)) - sum(ends.values())
         in_place = (name in IN_PLACE or name not in UNFUSED) and results.keys() <= set(op.results)
         overwritten = [size for size in ends.values() if size in results.values() and in_place]
         return sum(results.values()) - max(overwritten, default=0)
+
+    def branch(self, body: Jaxpr, given: Sequence[bool]) -> int:
+        """Return the most that a branch has, with its results and the operands that it is `given`."""
+        program = straight(body, _OPENED)
+        return self.peak(program, list(itertools.compress(program.inputs, given)))
 
     def iteration(self, op: Op, first: int, carry: int) -> int:
         """Return the most that an iteration of a loop has, with its carry."""

@@ -126,7 +126,8 @@ def predict(f: Callable[..., Any], *args: Any, machine: Machine, policy: Policy 
     off; `memory_plan` has XLA's own figure.
 
     Args:
-      f: a loss, which is differentiated, or a training step. Its state is taken to be donated; a loss's arguments not.
+      f: a loss, which returns a scalar alone and is differentiated, or a training step. Its state is taken to be
+        donated; a loss's arguments not.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`s, with shardings if there are several devices.
       machine: what `machine()` measured, here or elsewhere.
       policy: of all `scan`s, in place of their own.
@@ -135,7 +136,7 @@ def predict(f: Callable[..., Any], *args: Any, machine: Machine, policy: Policy 
       A `Prediction`: milliseconds, and bytes per device.
 
     Raises:
-      TypeError: `machine` is not a Machine, or `policy` no Policy.
+      TypeError: `f` is not a function, `machine` not a Machine, or `policy` not a Policy.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -152,24 +153,27 @@ def predict(f: Callable[..., Any], *args: Any, machine: Machine, policy: Policy 
       >>> prediction.host // 2**20, prediction.loops[0].copies[0].bytes // 2**20  # 7 or 8 layers and a padding row
       (512, 64)
     """
+    if not callable(f):
+        raise TypeError(f"predict: f must be a function, got {short(f)}")
     if not isinstance(machine, Machine):
         raise TypeError(f"predict: machine must be a Machine, as machine() returns, got {short(machine)}")
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"predict: policy must be a jaxoffload.Policy or None, got {short(policy)}")
     with under(whole_program=True):
-        jaxpr, is_loss = (Trial(policy).traced(trace_of) if policy else trace_of)(f, args)
+        jaxpr, is_loss = (trace_of if policy is None else Trial(policy).traced(trace_of))(f, args)
     return predicted(jaxpr, args, machine, donated=not is_loss)
 
 
 def predicted(jaxpr: Jaxpr, args: tuple[Any, ...], machine: Machine, donated: bool) -> Prediction:
     """Return the prediction for a traced step; `donated`: a result may take the place of an argument."""
-    devices, arguments, kept = spread(args), argument_bytes(args), kept_bytes(jaxpr)
+    devices, arguments, most = spread(args), argument_bytes(args), step_bytes(jaxpr, divisions(args), donated)
+    kept = min(most, kept_bytes(jaxpr))  # gradients may be computed one after another
     return Prediction(
         machine=machine,
         devices=devices,
         computing_ms=1e3 * computing_seconds(jaxpr, args, machine),
         loops=fits_in(jaxpr, args, devices, machine),
-        memory=Memory(arguments, kept, max(0, step_bytes(jaxpr, divisions(args), donated) - kept)),
+        memory=Memory(arguments, kept, most - kept),
         host=need_of(jaxpr).bytes(),
     )
 

@@ -69,7 +69,7 @@ class Scan(NamedTuple):
 
 
 def scans_in(jaxpr: Jaxpr, devices: int) -> Iterator[Scan]:
-    """Yield the scans that a traced step differentiates, but for those in layers of others.
+    """Yield the scans that a traced step differentiates, except those in layers of others.
 
     `devices`: over how many the step's values are spread.
     """
@@ -93,11 +93,6 @@ def scans_in(jaxpr: Jaxpr, devices: int) -> Iterator[Scan]:
 def is_differentiated(eqn: JaxprEqn) -> bool:
     """Return if an equation is the forward pass of a scan that has a backward pass elsewhere."""
     return eqn.primitive is forward_p and not eqn.params["loops"].segments[0].layer.only_forward
-
-
-def inside_of(site: Site) -> JaxprEqn | None:
-    """Return the equation of `accumulate` around a site, if it is in one."""
-    return next((eqn for eqn in site.enclosing if eqn.primitive is interleaved_p), None)
 
 
 def _over_stages(eqn: JaxprEqn) -> JaxprEqn:

@@ -109,7 +109,8 @@ def on_mesh[**P, R](mesh: AnyMesh, f: Callable[P, R]) -> Callable[P, R]:
 def constrain(x: jax.Array, value: str) -> jax.Array:
     """Return one of the model's VALUES, sharded over the mesh of `on_mesh`; without a mesh, x itself.
 
-    Call `tag` first, right after the value is computed: then the tag is on the output of the matmul.
+    Call `tag` first, right after the value is computed: then the tag is on the output of the matmul. A value that is
+    not in VALUES is divided as XLA finds best.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return x

@@ -120,6 +120,7 @@ def train(config: Config) -> int:
     with checkpoints.open_manager(out) as manager:
         last = manager.latest_step() or 0
         if last >= steps:
+            checkpoints.refuse_changes(manager, last, config, source)
             say(f"{out} is finished, at step {last} of {steps}")
             return 0
         compiled = compile_step(made)

@@ -13,7 +13,8 @@ from ..._engine.cost.cost import cost
 from ..._engine.jaxprs.walk import nested, walk
 from ..._engine.layers.loops import backward_p, forward_p, is_ours, loops_of
 from ..._engine.layers.segments import Segment
-from ..._engine.microbatches.interleaved import interleaved_p
+from ..._engine.microbatches.interleaved import interleaved_p, is_staged
+from ..._engine.stages.last_rows import travels
 from ..._jax import nbytes
 from ..._text import readable
 from .._program.host_transfers import for_host
@@ -225,8 +226,9 @@ def _beside(forwards: Sequence[Segment], backwards: Sequence[Segment]) -> Iterat
 
 
 def _copies(segment: Segment, run: _Pass, bus: Bus) -> list[LayerCopy]:
-    """Return what each iteration over the layers of a segment copies."""
-    ms = lambda size, rate: size / rate / 1e6
+    """Return what each iteration over the layers of a segment copies; on stages, a piece of the last row, too."""
+    rows = 1 + 1 / segment.layers if is_staged(run.eqn) and travels(segment) else 1
+    ms = lambda size, rate: rows * size / rate / 1e6
     parts = parts_of_stored(segment, run.rows).host
     sizes = [-(-nbytes(aval) // parts) for (_, aval), parts in zip(for_host(segment), parts, strict=True)]
     named = zip(segment.layer.moved_names, sizes, strict=False)  # no size where none is copied

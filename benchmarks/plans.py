@@ -3,11 +3,10 @@
     python -m benchmarks.plans predict --machine machines/h200.json [--out benchmarks/predicted/plans.json]
     python -m benchmarks.plans measure [--predicted FILE] [--shapes NAME ...] [--near FILE ...] [--add] [--out FILE]
 
-The first needs no GPU. It writes down what is predicted for the hand-made policies of the other benchmarks and for
-random ones; its file is committed before the second runs. The second has three budgets for each shape: 2 % more than
-recomputing everything takes by XLA's plan, what the largest step takes, and the middle. It plans for each, and measures
-these plans and all other policies; with `--near` those that were fast in earlier results. A policy fits in a budget by
-XLA's plan. With `--add` the file keeps the shapes that it has, those of an earlier run.
+The first needs no GPU; its file is committed before the second runs. That plans for three budgets for each shape: 2 %
+more than recomputing everything takes by XLA's plan, what the largest step takes, and the middle. It measures these
+plans beside hand-made and random policies, or those that are fast in the results `--near`. With `--add` the file keeps
+the shapes that it has.
 """
 
 import argparse
@@ -78,8 +77,8 @@ def main() -> None:
     result |= {"predicted": options.predicted, "machine": before["machine"], "shapes": {}}
     result = added(json.loads(options.out.read_text()), result) if options.add else result
     for name in options.shapes:
-        shape, found = SHAPES[name], before["shapes"].get(name, {}).get("policies", {})
-        of = {"policies": predictions(shape, machine)} if predicts else measured(name, found, machine, options)
+        found = before["shapes"].get(name, {}).get("policies", {})
+        of = {"policies": predictions(SHAPES[name], machine)} if predicts else measured(name, found, machine, options)
         result["shapes"][name] = of
         bench.write(options, result)  # so that a later failure loses nothing
 

@@ -125,8 +125,11 @@ def test_steps_with_fsdp_take_the_memory_that_is_predicted(two_gpus, spec):
 def test_steps_on_stages_take_the_memory_that_is_predicted(gpu, virtual_stages, data, microbatches):
     mesh = Mesh(np.array(described(2 * data)).reshape(2, data), ("stage", "data"))
 
+    def layer(x, w):
+        return block(lax.with_sharding_constraint(x, PartitionSpec("data")), w)
+
     def of_microbatch(w, x):
-        return loss(jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), w), x)
+        return loss(jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), w), x, layer)
 
     def step(w, xs):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -143,6 +143,7 @@ class _Walk:
 
     def __init__(self, like: Divisions, in_place: Collection[Buffer] = ()):
         self.like, self.in_place = like, in_place
+        self.bodies: dict[int, tuple[Straight, list[Buffer]]] = {}
 
     def size(self, program: Straight, buffer: Buffer) -> int:
         if on_host(buffer.aval) or not hasattr(buffer.aval, "dtype") or buffer in self.in_place:
@@ -152,6 +153,9 @@ class _Walk:
     def peak(self, program: Straight, state: Collection[Buffer]) -> int:
         """Return the most bytes at once of what a program computes and of its `state`, the inputs that it frees."""
         lives = _lives(program)
+        for op in program.ops:
+            if op.eqn.primitive in (scan_p, while_p):
+                self.open(op)
         alive = {a: self.size(program, a) for a in state}
         most = sum(alive.values())
         for number, op in enumerate(program.ops):
@@ -171,7 +175,7 @@ class _Walk:
             first, carry = _carry_of(op)
             handed_over = {same.get(x, x) for x in op.operands[first : first + carry] if x}
             rows = sum(size for r, size in results.items() if r in op.results[carry:])
-            return self.iteration(op, first, carry) + rows - sum(s for a, s in ends.items() if a in handed_over)
+            return self.iteration(op) + rows - sum(s for a, s in ends.items() if a in handed_over)
         if op.eqn.primitive is cond_p:
             given = [same.get(x, x) in ends if x else False for x in op.operands[1:]]  # a branch frees it
             return max(self.branch(body, given) for body in nested(op.eqn)) - sum(ends.values())
@@ -184,12 +188,24 @@ class _Walk:
         program = straight(body, _OPENED)
         return self.peak(program, list(itertools.compress(program.inputs, given)))
 
-    def iteration(self, op: Op, first: int, carry: int) -> int:
-        """Return the most that an iteration of a loop has, with its carry."""
-        params = op.eqn.params
+    def open(self, op: Op) -> None:
+        """Open the body of a loop. What is carried is divided alike before and after it, and in each iteration, where
+        the trace says it of one."""
+        (first, carry), params = _carry_of(op), op.eqn.params
         body = straight(params["body_jaxpr"] if "body_jaxpr" in params else params["jaxpr"], _OPENED)
         state = body.inputs[len(body.inputs) - len(op.operands) + first :][:carry]
-        _divide_alike(state, body.outputs)
+        for start, end, result in zip(state, body.outputs, op.results, strict=False):
+            if end and end.aval.shape != start.aval.shape:  # it leaves a `shard_map`, within which its shape is local
+                shards = nbytes(start.aval) // max(1, nbytes(end.aval))
+                start.constraint = Division(shards * body.parts(end, self.like.get(end.aval.shape)))
+            elif end:
+                end.constraint = end.constraint or start.constraint
+            result.constraint = start.constraint or result.constraint
+        self.bodies[id(op.eqn)] = body, state
+
+    def iteration(self, op: Op) -> int:
+        """Return the most that an iteration of a loop has, with its carry."""
+        body, state = self.bodies[id(op.eqn)]
         return self.peak(body, [x for x, r in zip(state, op.results, strict=False) if r not in self.in_place])
 
 
@@ -235,15 +251,6 @@ def _kind(op: Op) -> str:
     if name in UNFUSED or is_attention(name):
         return "kernel"
     return "reduction" if name in REDUCTIONS else "fused"
-
-
-def _divide_alike(given: Collection[Buffer], left: Collection[Buffer | None]) -> None:
-    """Divide what an iteration is given like what it leaves for the next one, where the trace says so of only one."""
-    for start, end in zip(given, left, strict=False):
-        if end and end.aval.shape != start.aval.shape:  # it leaves a `shard_map`, within which its shape is local
-            start.constraint = start.constraint or Division(nbytes(start.aval) // max(1, nbytes(end.aval)))
-        elif end:
-            end.constraint = end.constraint or start.constraint
 
 
 def _carry_of(op: Op) -> tuple[int, int]:

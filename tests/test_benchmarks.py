@@ -21,7 +21,7 @@ WIDE = "--batch 8 --seqs 256 --d_model 256 --head_dim 128 "  # 1 MiB per layer i
 EXPERTS = "--experts 4 --d_expert 16 --grouped ragged "
 RUNS = {
     "dense": f"--modes remat ours ours_saved --variants overlap {LAYERS}",
-    "moe": f"--modes remat ours_best --best overlap 'gate moved' --fresh ours_best --expert 2 {EXPERTS} {LAYERS}",
+    "moe": f"--modes remat ours --best overlap --fresh ours --expert 2 {EXPERTS} {LAYERS}",
     "accumulate": f"--microbatches 2 --modes remat interleaved --variants defaults '{GATE}' --fsdp 2 {LAYERS}",
     "stages": f"--microbatches 2 --modes offload saved all_forward fsdp --variants '{ALL}' overlap {LAYERS}",
     "frameworks": f"--modes offload scan {LAYERS}",

@@ -24,7 +24,7 @@ class Remarks:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trial:
-    """A policy that `plan` tries. No two instances are equal, so that JAX traces again what it has traced before.
+    """A policy that `plan` or `predict` tries. No two instances are equal, so that JAX traces again what it has traced.
 
     Attributes:
       policy: a `Policy`, in place of those that a function gives its scans. A pattern may match nothing.
@@ -54,10 +54,11 @@ class Tracing:
       in_scan: the body of a `scan` is traced. Written by `in_our_scan`; read by `chain`.
       stage_axis: the mesh axis over which the layers are divided; None outside such a loss, and in its scans. Written
         by `accumulate`; read by `scan`.
-      trial: the policy that is tried. Written by `Trial.traced`; read by `scan`'s primitive.
+      trial: the policy that is tried. Written by `Trial.traced`; read by `scan`'s primitive, and by
+        `accumulate`, which then asks for no room in the host pool.
       remarks: gathers remarks. Written by `residuals`; read by `offload`.
-      whole_program: the host pool is judged once the whole program is traced. Written by `check`, `residuals` and
-        `plan`; read by `admitted`.
+      whole_program: the host pool is judged once the whole program is traced. Written by `check`, `residuals`,
+        `predict` and `plan`; read by `admitted`.
     """
 
     scope: str = ""

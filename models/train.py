@@ -158,17 +158,17 @@ def check_same(values: Any, what: str) -> None:
         multihost_utils.assert_equal(np.frombuffer(digest, np.uint8), f"{what} differs between the processes")
 
 
-def compile_step(made: Program) -> jax.stages.Compiled:
-    """Compile the training step, which takes over the memory of its state, and print what it needs."""
+def lowered_step(made: Program, options: dict[str, Any]) -> jax.stages.Lowered:
+    """Lower the training step, which takes over the memory of its state."""
     state = shardings_of(made.state)
-    step = jax.jit(
-        made.step,
-        in_shardings=(state, made.tokens.sharding),
-        out_shardings=(state, None),
-        donate_argnums=0,
-        compiler_options=jaxoffload.compiler_options(),
-    )
-    compiled = step.lower(made.state, made.tokens).compile()
+    where = {"in_shardings": (state, made.tokens.sharding), "out_shardings": (state, None)}
+    step = jax.jit(made.step, **where, donate_argnums=0, compiler_options=options)
+    return step.lower(made.state, made.tokens)
+
+
+def compile_step(made: Program) -> jax.stages.Compiled:
+    """Compile the training step, and print what it needs."""
+    compiled = lowered_step(made, jaxoffload.compiler_options()).compile()
     if plan := proof.memory_plan(compiled):
         outputs = plan.output_size_in_bytes - plan.alias_size_in_bytes
         device = budget.in_mib(plan.argument_size_in_bytes + outputs + plan.temp_size_in_bytes)

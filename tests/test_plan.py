@@ -21,7 +21,7 @@ from jaxoffload import Policy, Schedule, accumulate, checkpoint, plan, residuals
 from jaxoffload.proof import Bus, Machine, Memory, NothingFits, predict
 from jaxoffload.proof._command import main
 from jaxoffload.proof._plan import plan as planning
-from jaxoffload.proof._plan.choices import outcome, undominated, units_of
+from jaxoffload.proof._plan.choices import Curves, outcome, units_of
 from jaxoffload.proof._plan.chosen import chosen
 from jaxoffload.proof._plan.costs import LayerCost, Step
 from jaxoffload.proof._plan.patterns import pattern_of, policy_of
@@ -88,6 +88,11 @@ MOST = LayerCost(forward=2.0, backward=4.0, device=10, once=3, movable={FC1: 300
 def step_of(*stacks, movable=BOTH, **fields):
     base = {"seconds": 10.0, "other": 1500, "resident": 1, "bus": BUS}
     return Step(**base | {"stacks": stacks, "movable": movable} | fields)
+
+
+def undominated(step, table, host_budget):
+    (curve,) = Curves(step, (host_budget,)).of(table)
+    return curve
 
 
 def outcome_of(step, costs, moved, layers):

@@ -13,7 +13,8 @@ from described_gpu import OPTIONS, described, nothing_cached  # noqa: F401
 
 from models.config import Config, load
 from models.sharding import abstract_mesh, make_mesh
-from models.step import program, shardings_of, traceable
+from models.step import program, traceable
+from models.train import lowered_step
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
 LARGE = ("deepseek-moe-16b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-30b-a3b-pp2")
@@ -42,16 +43,7 @@ def lowered(config: Config, monkeypatch) -> jax.stages.Lowered:
     gpus, devices = described(math.prod(dataclasses.astuple(config.mesh))), jax.devices
     monkeypatch.setattr(jax, "devices", lambda *which: devices(*which) if which else gpus)  # a kernel counts its cores
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "200")
-    made = program(config, make_mesh(config.mesh, gpus))
-    state = shardings_of(made.state)
-    step = jax.jit(
-        made.step,
-        in_shardings=(state, made.tokens.sharding),
-        out_shardings=(state, None),
-        donate_argnums=0,
-        compiler_options=OPTIONS,
-    )
-    return step.lower(made.state, made.tokens)
+    return lowered_step(program(config, make_mesh(config.mesh, gpus)), OPTIONS)
 
 
 def for_gpus(name: str, *overrides: str) -> Config:

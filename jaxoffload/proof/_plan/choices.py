@@ -106,15 +106,11 @@ _MOST_UNITS = 12  # of so many, all sets are tried
 _MOST_COUNTS = 33
 
 
-def undominated(step: Step, table: Table, host_budget: int) -> list[Choice]:
-    """Return the choices for each budget of device memory, by bytes: each is faster than those before it, or as fast
-    with fewer bytes on the host."""
-    (curve,) = Curves(step, (host_budget,)).of(table)
-    return curve
-
-
 class Curves:
-    """The results of `undominated` for some host budgets, as a table grows: only new rows are computed."""
+    """The undominated choices for some budgets of host memory, as a table grows: only new rows are computed.
+
+    They are ordered by bytes per device: each is faster than those before it, or as fast with fewer bytes on the host.
+    """
 
     def __init__(self, step: Step, host_budgets: Sequence[int]):
         self.step, self.host_budgets, self.counts = step, host_budgets, _layer_counts(step)

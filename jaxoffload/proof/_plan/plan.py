@@ -110,7 +110,7 @@ def plan(
         raise NotImplementedError("plan: compile=True: this backend says nothing of the memory that it plans")
     if choice is None:
         least = min(sizes, key=sizes.__getitem__)
-        raise _nothing_fits(predicted(least), limit, on_host, sizes[least], asks)
+        raise _nothing_fits(predicted(least), limit, on_host, sizes[least], by_xla=asks and xla(least) is not None)
     return Plan(
         policy=policy(choice),
         prediction=predicted(choice),

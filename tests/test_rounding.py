@@ -16,7 +16,7 @@ from jaxoffload.proof._program.exact import compiled, exact_options
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify import gradients as _gradients
 from jaxoffload.proof._verify.bits import differences, numbers
-from jaxoffload.proof._verify.rounding import LIMIT, furthest, rounding
+from jaxoffload.proof._verify.rounding import LIMIT, Rounding, furthest, rounding
 
 pytestmark = pytest.mark.slow
 
@@ -180,7 +180,7 @@ def test_where_equal_arithmetic_cannot_be_had_results_are_judged_by_rounding(by,
 
 def test_a_reference_that_rounding_alone_changes_much_is_not_evidence(monkeypatch):
     """Such as a router whose choice depends on rounding."""
-    monkeypatch.setattr(_gradients, "rounding", lambda *_: _gradients.Rounding(share=1.0, error=0.2))
+    monkeypatch.setattr(_gradients, "rounding", lambda *_: Rounding(share=1.0, error=0.2))
     one = {"value": np.ones(1)}
     compared = lambda program, reference, _: _gradients.Results(one, one, ["differs"], reference)
     monkeypatch.setattr(_gradients, "_compare", compared)

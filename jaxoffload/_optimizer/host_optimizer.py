@@ -6,9 +6,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 
 from .._engine.host.limit import auto_axes
-from .._jax import on_device, on_host
+from .._jax import HOST, define, on_device, on_host
 from .._policy import Policy, check_switches
 from .masters import join, split
 from .placement import Placements, owners, placed
@@ -52,7 +53,7 @@ def host_optimizer(
 
         tx = jaxoffload.host_optimizer(optax.adamw(1e-4))
         state = tx.init(params)
-        params, state = tx.apply(gradients, state, params)  # instead of tx.update and optax.apply_updates
+        params, state = tx.apply(gradients, params, state)  # instead of tx.update and optax.apply_updates
 
     One loop goes over blocks of rows, of a stack of layers over layers: it fetches the state of the next block, updates
     this one on the device, and writes its state back, at once. There is never a whole state on the device, and never a
@@ -87,7 +88,7 @@ def host_optimizer(
       >>> one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
       >>> tx = host_optimizer(optax.adamw(1e-3), policy=Policy(default="offload", min_offload_bytes=0), shardings=one)
       >>> step = jax.jit(tx.apply, donate_argnums=(1, 2))
-      >>> params, state = step({"layers": jnp.ones((4, 8, 8))}, tx.init(params), params)
+      >>> params, state = step({"layers": jnp.ones((4, 8, 8))}, params, tx.init(params))
       >>> print(tx.placements(params))
       parameter  state     place  blocks  reason
       layers     2.00 KiB  host   4       default
@@ -125,7 +126,7 @@ class HostOptimizer:
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
         return make(params) if traced else jax.jit(make)(params)
 
-    def apply(self, gradients: Any, state: HostState, params: Any) -> tuple[Any, HostState]:
+    def apply(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return the parameters after a step, and the state. Call it in jit, and donate `state` and `params`.
 
         Args:
@@ -136,35 +137,32 @@ class HostOptimizer:
         Raises:
           TypeError: gradients or state are of other parameters, or state that belongs on the host is not there.
         """
-        leaves, tree = jax.tree.flatten((gradients, state, params))
-        step = self._applied(gradients, state, params)
-        _check_places(step, leaves)
-        on = [x if it.on_host else on_device(x) for x, it in zip(leaves, step.inputs, strict=True)]
+        leaves, tree = jax.tree.flatten((gradients, params, state))
+        step = self._applied(gradients, params, state)
+        on = [there(x) if it.on_host else on_device(x) for x, it in zip(leaves, step.inputs, strict=True)]
         return jax.tree.unflatten(jax.tree.structure((params, state)), step.run(on))
 
     def placements(self, params: Any) -> Placements:
         """Return where the state of parameters lives, which may be given as shapes and dtypes."""
         state = jax.eval_shape(self.first_state, params)
-        blocks = self._applied(params, state, params).blocks
+        blocks = self._applied(params, params, state).blocks
         found = placed(self.policy, params, state, self._shardings(params))
         return Placements(p._replace(blocks=blocks[n].count if n in blocks else 1) for n, p in enumerate(found))
 
-    def _applied(self, gradients: Any, state: HostState, params: Any) -> Step:
+    def _applied(self, gradients: Any, params: Any, state: HostState) -> Step:
         """Return how `apply` runs."""
         shardings = self._shardings(params)
         placements = placed(self.policy, params, state, shardings)
         of_state, count = owners(state, params), len(placements)
         of_params: list[int | None] = [*range(count)]
         inputs = [Input(n, _is_on_host(n, placements)) for n in of_state]
-        inputs = [*map(Input, of_params), *inputs, *map(Input, of_params)]
-        into_state = range(count, count + len(of_state))
-        outputs = [Output(n, False, count + len(of_state) + n) for n in range(count)]
-        outputs += [Output(n, _is_on_host(n, placements), into) for n, into in zip(of_state, into_state, strict=True)]
-        leaves, tree = jax.tree.flatten((gradients, state, params))
+        inputs = [*map(Input, of_params), *map(Input, of_params), *inputs]
+        outputs = [Output(x.leaf, x.on_host, count + n) for n, x in enumerate(inputs[count:])]
+        leaves, tree = jax.tree.flatten((gradients, params, state))
         updated = lambda *leaves: jax.tree.leaves(self.updated(*jax.tree.unflatten(tree, leaves)))
         return _step(updated, leaves, inputs, outputs, placements, shardings)
 
-    def updated(self, gradients: Any, state: HostState, params: Any) -> tuple[Any, HostState]:
+    def updated(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return what `apply` does, from arrays that are all on the device: what it is to be equal to."""
         from optax import apply_updates  # an extra
 
@@ -219,6 +217,21 @@ def _sharding(x: Any) -> Any:
             "host_optimizer(tx, shardings=jax.tree.map(lambda x: x.sharding, params))"
         )
     return None
+
+
+# An array that is in host memory though its type does not say so: as jit's in_shardings, out_shardings of what made it,
+# `jax.make_array_from_callback` and `jax.ShapeDtypeStruct` have it.
+_there_p = define(
+    Primitive("jaxoffload_there"),
+    eager=lambda x: jax.device_put(x, HOST),
+    results=lambda aval: aval.update(memory_space=HOST),
+    lower=lambda _, x: [x],
+)
+
+
+def there(x: Any) -> Any:
+    """Return an array that is in host memory, with a type that says so."""
+    return x if on_host(jax.typeof(x)) else _there_p.bind(x)
 
 
 def _is_on_host(leaf: int | None, placements: Placements) -> bool:

@@ -86,8 +86,8 @@ def _of_one_kernel(eqn: JaxprEqn, axes: Axes, size: Size) -> tuple[Axes, int, di
     name, params, shapes = eqn.primitive.name, eqn.params, [v.aval.shape for v in eqn.invars]
     of, at = next((n, a) for n, a in enumerate(axes) if a is not None)
     if name in ELEMENTWISE | IDENTITIES:
-        alike = all(a in (None, at) for a in axes) and all(s in ((), shapes[of]) for s in shapes)
-        return ([at if s else None for s in shapes], at, {}) if alike else None
+        alike = all(a in (None, at) for a in axes) and all(len(s) in (0, len(shapes[of])) for s in shapes)
+        return ([at if s and s[at] == size.whole else None for s in shapes], at, {}) if alike else None
     if name == "dot_general":
         return _matmul(params["dimension_numbers"], axes, list(map(len, shapes)))
     if name == "broadcast_in_dim":

@@ -98,13 +98,13 @@ def stream(leaves: Sequence[Stream]) -> tuple[Arrays, Arrays]:
         i_device = i + zero
         for n, leaf in enumerate(leaves):
             new, replaced = leaf.compute(i_device, fetched[n])
-            for k, block in enumerate(map(to_host, new)):
+            for k, block in enumerate(new):
                 # Each array is read before it is written, so XLA need not copy it. An order of all reads before all
                 # writes would have the two directions of the bus wait for each other.
                 stack = stacks[n][k]
                 if leaf.reads:
                     coming[n][k], stack, block = lax.optimization_barrier((coming[n][k], stack, block))
-                stacks[n][k] = leaf.blocks.put(stack, block, i)
+                stacks[n][k] = leaf.blocks.put(stack, to_host(block), i)
             arrays[n] = [leaf.blocks.put(x, block, i_device) for x, block in zip(arrays[n], replaced, strict=True)]
         return stacks, arrays, coming
 

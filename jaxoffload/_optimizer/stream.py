@@ -92,9 +92,9 @@ def stream(leaves: Sequence[Stream]) -> tuple[Arrays, Arrays]:
         of_leaf = lambda leaf, stacks: [to_device(leaf.blocks.take(x, i)) for x in stacks] if leaf.reads else []
         return list(map(of_leaf, leaves, stacks))
 
-    def iteration(i: Any, state: tuple[Arrays, Arrays, Arrays]) -> tuple[Arrays, Arrays, Arrays]:
+    def iteration(i: Any, state: tuple[Arrays, Arrays, Arrays], is_last: bool = False) -> tuple[Arrays, Arrays, Arrays]:
         stacks, arrays, fetched = state
-        coming = fetch(stacks, i + 1)  # in the last iteration the last block once more; nobody reads that
+        coming = fetched if is_last else fetch(stacks, i + 1)
         i_device = i + zero
         for n, leaf in enumerate(leaves):
             new, replaced = leaf.compute(i_device, fetched[n])
@@ -102,12 +102,13 @@ def stream(leaves: Sequence[Stream]) -> tuple[Arrays, Arrays]:
                 # Each array is read before it is written, so XLA need not copy it. An order of all reads before all
                 # writes would have the two directions of the bus wait for each other.
                 stack = stacks[n][k]
-                if leaf.reads:
+                if leaf.reads and not is_last:
                     coming[n][k], stack, block = lax.optimization_barrier((coming[n][k], stack, block))
                 stacks[n][k] = leaf.blocks.put(stack, to_host(block), i)
             arrays[n] = [leaf.blocks.put(x, block, i_device) for x, block in zip(arrays[n], replaced, strict=True)]
         return stacks, arrays, coming
 
     stacks, arrays = [list(leaf.on_host) for leaf in leaves], [list(leaf.on_device) for leaf in leaves]
-    stacks, arrays, _ = lax.fori_loop(0, leaves[0].blocks.count, iteration, (stacks, arrays, fetch(stacks, 0)))
-    return stacks, arrays
+    last = leaves[0].blocks.count - 1
+    state = lax.fori_loop(0, last, iteration, (stacks, arrays, fetch(stacks, 0)))
+    return iteration(last, state, is_last=True)[:2]  # XLA:GPU would not clamp the row that it would fetch

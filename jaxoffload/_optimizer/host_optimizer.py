@@ -13,10 +13,8 @@ from .._jax import HOST, define, on_device, on_host
 from .._policy import Policy, check_switches
 from .masters import join, split
 from .placement import Placements, owners, placed
-from .rows import Size
-from .step import Output, Step
 from .stream import Blocks
-from .update import Input, MixesRows, divided
+from .update import Input, MixesRows, Output, Update, divided
 
 STACK = 3  # the state of an array of so many axes, one of layers or experts, never comes to the device whole
 
@@ -120,8 +118,8 @@ class HostOptimizer:
             state, of = jax.eval_shape(self.first_state, params), jax.tree.structure
             outputs = [Output(n, _is_on_host(n, placements), None) for n in owners(state, params)]
             first = lambda *leaves: jax.tree.leaves(self.first_state(jax.tree.unflatten(tree, leaves)))
-            step = _step(first, leaves, [Input(n) for n in range(len(leaves))], outputs, placements, shardings)
-            return jax.tree.unflatten(of(state), step.run(leaves))
+            update = _update(first, leaves, [Input(n) for n in range(len(leaves))], outputs, placements, shardings)
+            return jax.tree.unflatten(of(state), update.run(leaves))
 
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
         return make(params) if traced else jax.jit(make)(params)
@@ -138,9 +136,9 @@ class HostOptimizer:
           TypeError: gradients or state are of other parameters, or state that belongs on the host is not there.
         """
         leaves, tree = jax.tree.flatten((gradients, params, state))
-        step = self._applied(gradients, params, state)
-        on = [there(x) if it.on_host else on_device(x) for x, it in zip(leaves, step.inputs, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure((params, state)), step.run(on))
+        update = self._applied(gradients, params, state)
+        on = [there(x) if it.on_host else on_device(x) for x, it in zip(leaves, update.inputs, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(on))
 
     def placements(self, params: Any) -> Placements:
         """Return where the state of parameters lives, which may be given as shapes and dtypes."""
@@ -149,7 +147,7 @@ class HostOptimizer:
         found = placed(self.policy, params, state, self._shardings(params))
         return Placements(p._replace(blocks=blocks[n].count if n in blocks else 1) for n, p in enumerate(found))
 
-    def _applied(self, gradients: Any, params: Any, state: HostState) -> Step:
+    def _applied(self, gradients: Any, params: Any, state: HostState) -> Update:
         """Return how `apply` runs."""
         shardings = self._shardings(params)
         placements = placed(self.policy, params, state, shardings)
@@ -160,7 +158,7 @@ class HostOptimizer:
         outputs = [Output(x.leaf, x.on_host, count + n) for n, x in enumerate(inputs[count:])]
         leaves, tree = jax.tree.flatten((gradients, params, state))
         updated = lambda *leaves: jax.tree.leaves(self.updated(*jax.tree.unflatten(tree, leaves)))
-        return _step(updated, leaves, inputs, outputs, placements, shardings)
+        return _update(updated, leaves, inputs, outputs, placements, shardings)
 
     def updated(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return what `apply` does, from arrays that are all on the device: what it is to be equal to."""
@@ -242,14 +240,14 @@ def _cast(tree: Any, like: Any) -> Any:
     return jax.tree.map(lambda x, like: x.astype(like.dtype), tree, like)
 
 
-def _step(
+def _update(
     f: Callable[..., Any],
     leaves: Sequence[Any],
     inputs: Sequence[Input],
     outputs: Sequence[Output],
     placements: Placements,
     shardings: Sequence[Any],
-) -> Step:
+) -> Update:
     """Return how `f` runs, which takes these leaves and returns leaves.
 
     Raises:
@@ -257,19 +255,16 @@ def _step(
     """
     avals = jax.make_jaxpr(lambda *xs: list(map(on_device, xs)))(*leaves).out_avals
     jaxpr = jax.make_jaxpr(f)(*avals)
-    ndim = {x.leaf: len(aval.shape) for x, aval in zip(inputs, avals, strict=True)}
-    rows = {x.leaf: aval.shape[0] for x, aval in zip(inputs, avals, strict=True) if x.leaf is not None and aval.shape}
     streams = {n for n, p in enumerate(placements) if p.place == "host" and p.blocks > 1}
     while True:
-        sizes = {n: Size(rows[n], rows[n] // placements[n].blocks) for n in sorted(streams)}
         try:
-            update = divided(jaxpr, inputs, [out.leaf for out in outputs], sizes)
-            break
+            blocks = {n: Blocks(placements[n].blocks, shardings[n]) for n in sorted(streams)}
+            return divided(jaxpr, inputs, outputs, blocks)
         except MixesRows as mixes:
             name = placements[mixes.leaf].name
             if mixes.other is not None:
                 other = f"reads the state of another, such as {placements[mixes.other].name}"
-            elif mixes.leaf in streams and ndim[mixes.leaf] < STACK:
+            elif mixes.leaf in streams and len(avals[mixes.leaf].shape) < STACK:
                 streams.remove(mixes.leaf)
                 continue
             else:
@@ -278,14 +273,3 @@ def _step(
                 f"host_optimizer: the update of {name}, whose state is on the host, {other} ({mixes.how}); keep that on "
                 f"the device, Policy({{{name!r}: 'save'}}, default='offload'), or use a transformation that does not"
             ) from None
-    return Step(update, inputs, outputs, {n: Blocks(placements[n].blocks, shardings[n]) for n in sizes})
-
-
-def _check_places(step: Step, leaves: Sequence[Any]) -> None:
-    for x, it in zip(leaves, step.inputs, strict=True):
-        if it.on_host and not on_host(jax.typeof(x)):
-            raise TypeError(
-                "host_optimizer: apply: state that belongs on the host is on the device, as far as its type says. "
-                "jax.jit's in_shardings, and out_shardings of what makes it, take the host from the type; leave those "
-                "of the state None, or put it there: jax.device_put(x, jax.memory.Space.Host)"
-            )

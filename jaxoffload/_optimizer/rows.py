@@ -161,8 +161,8 @@ def _scan(eqn: JaxprEqn, axes: Axes, size: Size) -> Rule:
 
 
 class Part(NamedTuple):
-    """A jaxpr on rows: the axes of its results; and its function, of `Take`, the inputs, and the axes along which rows of
-    results are wanted where a result is whole."""
+    """A jaxpr on rows: the axes of its results; and its function, of `Take`, the inputs, and the axes along which rows
+    of the results are wanted, also of those that are whole."""
 
     axes: Axes
     run: Callable[..., list[Any]]
@@ -175,59 +175,34 @@ def through(jaxpr: Jaxpr, axes: Axes, size: Size) -> Part:
       Mixed: it cannot be done.
     """
     known = dict(zip(jaxpr.invars, axes, strict=True))
-    rules = {}
-    for number, eqn in enumerate(jaxpr.eqns):
-        taken = [axis_of(v, known) for v in eqn.invars]
-        if any(a is not None for a in taken):
-            rules[number] = rule_of(eqn, taken, size)
-            known |= zip(eqn.outvars, rules[number].results, strict=True)
-    results = [axis_of(v, known) for v in jaxpr.outvars]
+    axis_of = lambda atom: known.get(atom) if isinstance(atom, Var) else None
+    rules: list[Rule | None] = []
+    for eqn in jaxpr.eqns:
+        taken = list(map(axis_of, eqn.invars))
+        rules.append(rule_of(eqn, taken, size) if any(a is not None for a in taken) else None)
+        if rule := rules[-1]:
+            known |= zip(eqn.outvars, rule.results, strict=True)
+    results = list(map(axis_of, jaxpr.outvars))
+    repeats = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is broadcast_in_dim_p}
 
     def run(take: Take, operands: Sequence[Any], wanted: Axes = results) -> list[Any]:
         values = dict(zip([*jaxpr.invars, *jaxpr.constvars], [*operands, *jaxpr.consts], strict=True))
-        rows = Rows(jaxpr, known, size, values, take)
-        for number, eqn in enumerate(jaxpr.eqns):
-            if number in rules:
-                rows.evaluate(eqn, rules[number])
+
+        def rows(atom: Any, axis: int | None) -> Any:
+            if axis is None or axis_of(atom) is not None:
+                return read([atom], values)[0]
+            eqn = repeats.get(atom) if isinstance(atom, Var) else None
+            if eqn and axis not in eqn.params["broadcast_dimensions"]:  # so the whole value need not exist
+                params = eqn.params | {"shape": size.replaced(eqn.params["shape"], axis)}
+                return broadcast_in_dim_p.bind(*read(eqn.invars, values), **params)
+            return take(read([atom], values)[0], axis)
+
+        for eqn, rule in zip(jaxpr.eqns, rules, strict=True):
+            if rule:
+                outs = rule.run(take, list(map(rows, eqn.invars, rule.operands)))
+                values |= zip(eqn.outvars, outs, strict=True)
             else:
                 evaluate_equations(jaxpr, [eqn], values)
-        return list(map(rows.of, jaxpr.outvars, wanted))
+        return list(map(rows, jaxpr.outvars, wanted))
 
     return Part(results, run)
-
-
-def axis_of(atom: Any, known: dict[Var, int | None]) -> int | None:
-    """Return the axis along which a value is rows."""
-    return known.get(atom) if isinstance(atom, Var) else None
-
-
-class Rows(NamedTuple):
-    """The values of a jaxpr's variables, some of them rows along the axes in `known`."""
-
-    jaxpr: Jaxpr
-    known: dict[Var, int | None]
-    size: Size
-    values: dict[Var, Any]
-    take: Take
-
-    def evaluate(self, eqn: JaxprEqn, rule: Rule) -> None:
-        """Add the results of an equation on rows."""
-        outs = rule.run(self.take, list(map(self.of, eqn.invars, rule.operands)))
-        self.values.update(zip(eqn.outvars, outs, strict=True))
-
-    def of(self, atom: Any, axis: int | None) -> Any:
-        """Return a value, of which rows along `axis` are wanted, if any."""
-        if axis is None or axis_of(atom, self.known) is not None:
-            return read([atom], self.values)[0]
-        if eqn := broadcast_along(atom, axis, self.jaxpr):  # the whole value need not exist
-            shape = self.size.replaced(eqn.params["shape"], axis)
-            return lax.broadcast_in_dim(read(eqn.invars, self.values)[0], shape, eqn.params["broadcast_dimensions"])
-        return self.take(read([atom], self.values)[0], axis)
-
-
-def broadcast_along(atom: Any, axis: int, jaxpr: Jaxpr) -> JaxprEqn | None:
-    """Return the equation that broadcasts a value along `axis`, so that all its rows are the same."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is broadcast_in_dim_p and eqn.outvars[0] is atom:
-            return None if axis in eqn.params["broadcast_dimensions"] else eqn
-    return None

@@ -1,34 +1,48 @@
-"""Divide an optimizer's update into what runs once, for whole arrays, and what runs block by block.
+"""Run an update of arrays some of which are on the host: divide what runs once from what runs block by block.
 
-The update of all leaves is traced once. What depends on gradients and on other arrays on the device alone may mix rows,
-as the global norm does: it is computed first. What depends on a leaf's state on the host must treat the rows of the
-leaf's first axis by themselves (`rows.py`), or the whole leaf comes to the device.
+The update of all leaves is traced once. What is computed from arrays on the device alone may mix rows and leaves, as the
+global norm of the gradients does: it runs first, on whole arrays. What is computed from a leaf's state on the host must
+treat the rows of the leaf's first axis by themselves (`rows.py`): it streams (`stream.py`).
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
-from jax.extend.core.primitives import cond_p
+from jax.extend.core.primitives import broadcast_in_dim_p, cond_p
 
-from .._engine.jaxprs.inline import evaluate_equations, variables, with_needed_equations, written_out
-from .._jax import dce_jaxpr, where_written
-from .rows import Mixed, Rows, Rule, Size, Take, broadcast_along, rule_of
+from .._engine.jaxprs.inline import (
+    evaluate_equations,
+    read,
+    variables,
+    with_needed_equations,
+    with_unknown_names,
+    written_out,
+)
+from .._engine.layers.rows import filled
+from .._engine.layers.transport import to_device, to_host
+from .._jax import dce_jaxpr, nbytes, where_written
+from .rows import Mixed, Part, Size, rule_of, through
+from .stream import Blocks, Stream, stream
+
+LOOP_BYTES = 256 * 2**20  # on the host, of the blocks of an iteration; more only if one leaf has more
 
 
 class Input(NamedTuple):
-    """An input of an update: the leaf that it belongs to, if it has rows; whether it is on the host."""
+    """An input of an update: the leaf that it has rows of, if any, and whether it is on the host."""
 
-    leaf: int | None = None
+    leaf: int | None
     on_host: bool = False
 
 
-class Kind(NamedTuple):
-    """What a value belongs to: a leaf, of which it has rows along `axis`; `on_host`: it depends on state there."""
+class Output(NamedTuple):
+    """A result of an update: as an input, with the number of the input that it replaces, if it replaces one."""
 
-    leaf: int
-    axis: int | None
+    leaf: int | None
     on_host: bool
+    into: int | None
 
 
 class MixesRows(Exception):
@@ -37,129 +51,178 @@ class MixesRows(Exception):
     def __init__(self, leaf: int, eqn: JaxprEqn | None, other: int | None = None):
         super().__init__(leaf)
         self.leaf, self.other = leaf, other
-        self.how = f"{eqn.primitive.name} at {where_written(eqn)}" if eqn else "a result"
+        self.how = " at ".join(filter(None, (eqn.primitive.name, where_written(eqn)))) if eqn else "a result"
+
+
+class _Kind(NamedTuple):
+    """What a value belongs to: a leaf, of which it has rows along `axis`; `on_host`: it depends on state there."""
+
+    leaf: int
+    axis: int | None
+    on_host: bool
 
 
 class Update(NamedTuple):
-    """A traced update, and how its equations are evaluated.
-
-    Attributes:
-      kinds: of each variable that has rows, or depends on state on the host.
-      rules: for the number of an equation, how to evaluate it on rows.
-      sizes: for each leaf that streams, its rows and those of a block.
-    """
+    """An update, divided: its jaxpr, its inputs and results, the blocks of each leaf that streams, and what it found."""
 
     jaxpr: Jaxpr
-    kinds: dict[Var, Kind]
-    rules: dict[int, Rule]
-    sizes: dict[int, Size]
+    inputs: Sequence[Input]
+    outputs: Sequence[Output]
+    blocks: dict[int, Blocks]
+    kinds: dict[Var, _Kind]
 
-    def whole(self, atoms: Sequence[Any], values: dict[Var, Any]) -> None:
-        """Add to `values` these atoms, computed from those that are there, on whole arrays."""
-        eqns = needed(self.jaxpr, atoms, values)
-        evaluate_equations(self.jaxpr, [self.jaxpr.eqns[n] for n in eqns], values)
+    def run(self, operands: Sequence[Any]) -> list[Any]:
+        """Return the results, from operands in the memory that `inputs` says."""
+        invars, atoms, consts = self.jaxpr.invars, self.jaxpr.outvars, self.jaxpr.constvars
+        values = dict(zip(consts, self.jaxpr.consts, strict=True))
+        values |= {v: x for v, x, it in zip(invars, operands, self.inputs, strict=True) if not it.on_host}
+        on_host = list(dict.fromkeys(x.leaf for x in self.inputs if x.on_host and x.leaf not in self.blocks))
+        parts = {leaf: self._part(leaf) for leaf in self.blocks}
 
-    def of_blocks(self, leaf: int, results: Sequence[Any]) -> "OfBlocks":
-        """Return how blocks of results of `leaf` are computed."""
-        known = {v: kind.axis for v, kind in self.kinds.items() if kind.leaf == leaf}
-        eqns = [
-            n
-            for n in needed(self.jaxpr, results, ())
-            if n in self.rules and not known.keys().isdisjoint(self.jaxpr.eqns[n].outvars)
+        at_once = [n for n, out in enumerate(self.outputs) if out.leaf not in [*self.blocks, *on_host]]
+        results = self._whole(at_once, values, [v for _, taken in parts.values() for v in taken if v not in self.kinds])
+        for leaves in self._loops():
+            streams = [self._stream(leaf, *parts[leaf], values, operands) for leaf in leaves]
+            for leaf, stacks, arrays in zip(leaves, *stream(streams), strict=True):
+                to, there = iter(stacks), iter(arrays)
+                results |= {n: next(to if self.outputs[n].on_host else there) for n in self._of(leaf)}
+        before: dict[int, Any] = {}
+        for leaf in on_host:  # one after another, so that the device holds one of them
+            numbers = [n for n, x in enumerate(self.inputs) if x.leaf == leaf and x.on_host]
+            fetched, _ = lax.optimization_barrier(([operands[n] for n in numbers], before))
+            there = values | dict(zip([invars[n] for n in numbers], map(to_device, fetched), strict=True))
+            results |= self._whole(self._of(leaf), there)
+            before = {n: there[atoms[n]] for n in self._of(leaf) if isinstance(atoms[n], Var)}
+        return [results[n] for n in range(len(self.outputs))]
+
+    def _of(self, leaf: int | None) -> list[int]:
+        """Return the numbers of a leaf's results."""
+        return [n for n, out in enumerate(self.outputs) if out.leaf == leaf]
+
+    def _whole(self, numbers: Sequence[int], values: dict[Var, Any], also: Iterable[Var] = ()) -> dict[int, Any]:
+        """Return results by their numbers, computed on whole arrays; add what they need, and `also`, to `values`."""
+        atoms = [self.jaxpr.outvars[n] for n in numbers]
+        evaluate_equations(self.jaxpr, needed(self.jaxpr, [*atoms, *also], values), values)
+        on_host = (self.outputs[n].on_host for n in numbers)
+        found = zip(read(atoms, values), on_host, strict=True)
+        return dict(zip(numbers, (to_host(x) if moves else x for x, moves in found), strict=True))
+
+    def _part(self, leaf: int) -> tuple[Part, list[Var]]:
+        """Return how blocks of the results of a leaf are computed, and from blocks or whole values of what."""
+        results = [self.jaxpr.outvars[n] for n in self._of(leaf)]
+        is_of = lambda v: v in self.kinds and self.kinds[v].leaf == leaf
+        eqns = [eqn for eqn in needed(self.jaxpr, results, ()) if any(map(is_of, eqn.outvars))]
+        made = {v for eqn in eqns for v in eqn.outvars}
+        taken = [
+            v for v in dict.fromkeys(variables([*results, *(v for eqn in eqns for v in eqn.invars)])) if v not in made
         ]
-        taken = [pair for n in eqns for pair in zip(self.jaxpr.eqns[n].invars, self.rules[n].operands, strict=True)]
-        taken += [(atom, 0) for atom in results]
-        whole = []
-        for atom, axis in taken:
-            if isinstance(atom, Var) and atom not in known:
-                eqn = None if axis is None else broadcast_along(atom, axis, self.jaxpr)
-                whole += variables(eqn.invars) if eqn else [atom]
-        inputs = [v for v in self.jaxpr.invars if v in known and v in set(variables([a for a, _ in taken]))]
-        return OfBlocks(self, known, eqns, inputs, list(dict.fromkeys(whole)), list(results), self.sizes[leaf])
+        repeated = [eqn for eqn in self.jaxpr.eqns if eqn.primitive is broadcast_in_dim_p and eqn.outvars[0] in taken]
+        taken = [v for v in taken if v not in {eqn.outvars[0] for eqn in repeated}]
+        taken += [v for v in variables([v for eqn in repeated for v in eqn.invars]) if v not in taken]
+        part = self.jaxpr.replace(
+            constvars=[], consts=[], invars=taken, outvars=results, eqns=[*repeated, *eqns],
+            debug_info=with_unknown_names(self.jaxpr),
+        )  # fmt: skip
+        axes = [self.kinds[v].axis if is_of(v) else None for v in taken]
+        return through(part, axes, self._size(leaf)), taken
+
+    def _size(self, leaf: int) -> Size:
+        rows = next(v.aval.shape[0] for v, x in zip(self.jaxpr.invars, self.inputs, strict=True) if x.leaf == leaf)
+        return Size(rows, rows // self.blocks[leaf].count)
+
+    def _loops(self) -> list[list[int]]:
+        """Return the leaves that stream, those of each loop."""
+        loops: list[list[int]] = []
+        count = lambda leaf: self.blocks[leaf].count
+        for _, leaves in itertools.groupby(sorted(self.blocks, key=count), count):
+            size = LOOP_BYTES
+            for leaf in leaves:
+                of_leaf = (nbytes(self.jaxpr.outvars[n].aval) for n in self._of(leaf) if self.outputs[n].on_host)
+                size += (each := sum(of_leaf) // count(leaf))
+                if size > LOOP_BYTES:
+                    loops.append([])
+                    size = each
+                loops[-1].append(leaf)
+        return loops
+
+    def _stream(
+        self, leaf: int, part: Part, taken: list[Var], values: dict[Var, Any], operands: Sequence[Any]
+    ) -> Stream:
+        blocks, outputs = self.blocks[leaf], [self.outputs[n] for n in self._of(leaf)]
+        number = {v: n for n, v in enumerate(self.jaxpr.invars)}
+        on_host = [out.into for out in outputs if out.on_host and out.into is not None]
+
+        def compute(i: Any, fetched: list[Any]) -> tuple[list[Any], list[Any]]:
+            there = dict(zip(on_host, fetched, strict=True))
+            block = lambda n: there[n] if n in there else blocks.take(operands[n], i)
+            rows = [block(number[v]) if v in self.kinds else values[v] for v in taken]
+            new = part.run(lambda x, axis: blocks.take(x, i, axis), rows, [0] * len(outputs))
+            pairs = list(zip(new, outputs, strict=True))
+            return [x for x, out in pairs if out.on_host], [x for x, out in pairs if not out.on_host]
+
+        empty = lambda n: to_host(blocks.sharded(filled(self.jaxpr.outvars[n].aval)))
+        stacks = [operands[n] for n in on_host] or [empty(n) for n in self._of(leaf) if self.outputs[n].on_host]
+        arrays = [operands[out.into] for out in outputs if not out.on_host and out.into is not None]
+        return Stream(blocks, bool(on_host), stacks, arrays, compute)
 
 
-class OfBlocks(NamedTuple):
-    """How blocks of the results of a leaf are computed: by these equations, from blocks of these inputs, and from whole
-    values."""
-
-    update: Update
-    known: dict[Var, int | None]
-    eqns: list[int]
-    inputs: list[Var]
-    whole: list[Var]
-    results: list[Any]
-    size: Size
-
-    def run(self, values: dict[Var, Any], take: Take) -> list[Any]:
-        """Return the blocks of the results. `values`: blocks of the inputs, and the whole values."""
-        rows = Rows(self.update.jaxpr, self.known, self.size, values, take)
-        for number in self.eqns:
-            rows.evaluate(self.update.jaxpr.eqns[number], self.update.rules[number])
-        return [rows.of(atom, 0) for atom in self.results]
-
-
-def needed(jaxpr: Jaxpr, atoms: Iterable[Any], values: Iterable[Var]) -> list[int]:
-    """Return the numbers of the equations that these atoms need, besides `values`, in order."""
-    have, found = set(values), list[int]()
+def needed(jaxpr: Jaxpr, atoms: Iterable[Any], values: Iterable[Var]) -> list[JaxprEqn]:
+    """Return the equations that compute these atoms from `values` and the inputs, in order."""
+    have, found = set(values), list[JaxprEqn]()
     wanted = set(variables(list(atoms))) - have
-    for number, eqn in reversed(list(enumerate(jaxpr.eqns))):
+    for eqn in reversed(jaxpr.eqns):
         if not wanted.isdisjoint(eqn.outvars):
-            found.append(number)
+            found.append(eqn)
             wanted |= set(variables(eqn.invars)) - have
     return found[::-1]
 
 
-def divided(jaxpr: Jaxpr, inputs: Sequence[Input], owners: Sequence[int | None], sizes: dict[int, Size]) -> Update:
-    """Divide the update of a jaxpr.
+def divided(jaxpr: Jaxpr, inputs: Sequence[Input], outputs: Sequence[Output], blocks: dict[int, Blocks]) -> Update:
+    """Return an update, divided.
 
     Args:
-      inputs: of the jaxpr.
-      owners: for each result the leaf that it is of; None for what is on the device and of no leaf.
-      sizes: for each leaf whose state streams, its rows, and those of a block.
+      inputs, outputs: what those of the jaxpr are.
+      blocks: of each leaf that is to stream.
 
     Raises:
-      MixesRows: it cannot be divided.
+      MixesRows: the state of a leaf does not stream, or depends on that of another.
     """
-    jaxpr = with_single_conds(written_out(jaxpr, [True] * len(inputs), lambda *_: True))
-    streams = lambda x: x.leaf in sizes
+    jaxpr = _with_single_conds(written_out(jaxpr, [True] * len(inputs), lambda *_: True))
     kinds = {
-        v: Kind(x.leaf, 0 if streams(x) else None, x.on_host)
+        v: _Kind(x.leaf, 0 if x.leaf in blocks else None, x.on_host)
         for v, x in zip(jaxpr.invars, inputs, strict=True)
-        if x.leaf is not None and (streams(x) or x.on_host)
+        if x.leaf is not None and (x.leaf in blocks or x.on_host)
     }
-    rules: dict[int, Rule] = {}
-    for number, eqn in enumerate(jaxpr.eqns):
+    update = Update(jaxpr, inputs, outputs, blocks, kinds)
+    for eqn in jaxpr.eqns:
         taken = [kinds.get(v) if isinstance(v, Var) else None for v in eqn.invars]
         on_host = list(dict.fromkeys(kind.leaf for kind in taken if kind and kind.on_host))
         if len(on_host) > 1:
             raise MixesRows(on_host[0], eqn, on_host[1])
         of = on_host or list(dict.fromkeys(kind.leaf for kind in taken if kind))
         if len(of) != 1:
-            continue  # whole values, on the device
+            continue  # computed from whole arrays on the device
         axes = [kind.axis if kind and kind.leaf == of[0] else None for kind in taken]
-        if all(axis is None for axis in axes):
-            kinds |= {v: Kind(of[0], None, True) for v in eqn.outvars}
-            continue
-        try:
-            rule = rule_of(eqn, axes, sizes[of[0]])
-        except Mixed as mixed:
-            if on_host:
-                raise MixesRows(of[0], mixed.eqn) from None
-            continue
-        rules[number] = rule
-        kinds |= {v: Kind(of[0], axis, bool(on_host)) for v, axis in zip(eqn.outvars, rule.results, strict=True)}
-    for atom, owner in zip(jaxpr.outvars, owners, strict=True):
+        results: Sequence[int | None] = [None] * len(eqn.outvars)
+        if any(axis is not None for axis in axes):
+            try:
+                results = rule_of(eqn, axes, update._size(of[0])).results
+            except Mixed as mixed:
+                if on_host:
+                    raise MixesRows(of[0], mixed.eqn) from None
+                continue
+        kinds |= {v: _Kind(of[0], axis, bool(on_host)) for v, axis in zip(eqn.outvars, results, strict=True)}
+    for atom, out in zip(jaxpr.outvars, outputs, strict=True):
         kind = kinds.get(atom) if isinstance(atom, Var) else None
-        if kind and kind.on_host and kind.leaf != owner:
-            raise MixesRows(kind.leaf, None, owner)
-        if kind and owner in sizes and kind.axis != 0 and kind.on_host:
+        if kind and kind.on_host and kind.leaf != out.leaf:
+            raise MixesRows(kind.leaf, None, out.leaf)
+        if kind and kind.on_host and kind.leaf in blocks and kind.axis != 0:
             raise MixesRows(kind.leaf, None)
-    return Update(jaxpr, kinds, rules, sizes)
+    return update
 
 
-def with_single_conds(jaxpr: Jaxpr) -> Jaxpr:
-    """Return a jaxpr in which each `cond` has one result, and the operands that this needs: that of one leaf's state is
-    apart from that of the others'."""
+def _with_single_conds(jaxpr: Jaxpr) -> Jaxpr:
+    """Return a jaxpr in which each `cond` has one result, and the operands that this needs: those of one leaf."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if eqn.primitive is not cond_p or len(eqn.outvars) == 1 or eqn.effects:
@@ -170,8 +233,7 @@ def with_single_conds(jaxpr: Jaxpr) -> Jaxpr:
             used = [dce_jaxpr(branch, only)[1] for branch in eqn.params["branches"]]
             operands = [any(each) for each in zip(*used, strict=True)]
             branches = tuple(dce_jaxpr(branch, only, operands)[0] for branch in eqn.params["branches"])
-            taken = [v for v, it in zip(eqn.invars[1:], operands, strict=True) if it]
-            eqns.append(
-                eqn.replace(invars=[eqn.invars[0], *taken], outvars=[out], params={**eqn.params, "branches": branches})
-            )
+            taken = itertools.compress(eqn.invars[1:], operands)
+            params = {**eqn.params, "branches": branches}
+            eqns.append(eqn.replace(invars=[eqn.invars[0], *taken], outvars=[out], params=params))
     return with_needed_equations(jaxpr.replace(eqns=eqns))

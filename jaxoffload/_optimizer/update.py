@@ -14,6 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import broadcast_in_dim_p, cond_p
 
 from .._engine.jaxprs.inline import (
+    depending,
     evaluate_equations,
     read,
     variables,
@@ -111,16 +112,19 @@ class Update(NamedTuple):
         """Return how blocks of the results of a leaf are computed, and from blocks or whole values of what."""
         results = [self.jaxpr.outvars[n] for n in self._of(leaf)]
         is_of = lambda v: v in self.kinds and self.kinds[v].leaf == leaf
-        eqns = [eqn for eqn in needed(self.jaxpr, results, ()) if any(map(is_of, eqn.outvars))]
+        varying = depending(self.jaxpr, self.jaxpr.invars, lambda _: False)
+
+        def is_inside(eqn: JaxprEqn) -> bool:
+            """Return if blocks compute this: scalar constants too, which XLA folds into what reads them."""
+            constant = varying.isdisjoint(eqn.outvars) and not any(v.aval.shape for v in eqn.outvars)
+            return constant or eqn.primitive is broadcast_in_dim_p or any(map(is_of, eqn.outvars))
+
+        eqns = list(filter(is_inside, needed(self.jaxpr, results, ())))
         made = {v for eqn in eqns for v in eqn.outvars}
-        taken = [
-            v for v in dict.fromkeys(variables([*results, *(v for eqn in eqns for v in eqn.invars)])) if v not in made
-        ]
-        repeated = [eqn for eqn in self.jaxpr.eqns if eqn.primitive is broadcast_in_dim_p and eqn.outvars[0] in taken]
-        taken = [v for v in taken if v not in {eqn.outvars[0] for eqn in repeated}]
-        taken += [v for v in variables([v for eqn in repeated for v in eqn.invars]) if v not in taken]
+        read_there = variables([v for eqn in eqns for v in eqn.invars] + results)
+        taken = [v for v in dict.fromkeys(read_there) if v not in made]
         part = self.jaxpr.replace(
-            constvars=[], consts=[], invars=taken, outvars=results, eqns=[*repeated, *eqns],
+            constvars=[], consts=[], invars=taken, outvars=results, eqns=eqns,
             debug_info=with_unknown_names(self.jaxpr),
         )  # fmt: skip
         axes = [self.kinds[v].axis if is_of(v) else None for v in taken]

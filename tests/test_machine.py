@@ -308,7 +308,8 @@ def test_the_command_line_measures_and_writes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(proof, "machine", lambda again: MACHINE)
     assert main(["machine", "--out", str(file)]) == 0 and Machine.from_json(file.read_text()) == MACHINE
     assert capsys.readouterr().out == f"{MACHINE}\n"
-    assert main(["machine", "--out", str(no_folder)]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["machine", "--out", str(no_folder)])
     assert f"{no_folder}: No such file or directory; must be a file" in capsys.readouterr().err
 
 

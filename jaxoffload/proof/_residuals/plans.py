@@ -1,19 +1,17 @@
 """The plans of a gradient: which of them decide, which only run again, and what other checkpoints stand around them."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core.primitives import name_p, remat_p
 
 from ..._engine.decide.plan import Plan
-from ..._engine.jaxprs.source import is_a_view
-from ..._engine.jaxprs.walk import Site, bodies, operands_of, walk
+from ..._engine.jaxprs.walk import Site, walk
 from ..._engine.layers.layer import plan_of
 from ..._engine.layers.loops import backward_p, bodies_of_gradient, forward_p, is_ours, loops_of
 from ..._jax import INTERLEAVED, nbytes
-from ..._policy import Policy
 
 
 class Plans:
@@ -22,13 +20,12 @@ class Plans:
     Attributes:
       plans: in the order of the layers.
       rows: their rows, by the name that the plan wrote.
-      recomputed: for each such name, in how many layers the backward pass recomputes its value, and bytes in all.
+      recomputed: for each such name, what the backward pass recomputes of it.
       kept: a checkpoint keeps what a scan in it keeps.
       overlap: a plan is nested in another, or in another's loop.
       rerun: a foreign checkpoint reruns a plan.
       others: a foreign checkpoint keeps or reruns something.
       policies: those under which foreign checkpoints keep something.
-      inside: any checkpoint reruns a plan.
     """
 
     def __init__(self, jaxpr: Jaxpr, reruns_too: bool = True):
@@ -48,11 +45,10 @@ class Plans:
         self.recomputed = _recomputed(met)
         self.kept = any(m.is_kept for m in met)
         self.overlap = bool(nested) or any(loops and plan not in loops for plan, _, loops in plans)
-        self.rerun = reruns_too and any(m.plans and m.foreign for m in met)
+        self.rerun = any(m.plans and m.foreign for m in every)
         keeps = (m for m in met if _is_foreign(m.site.eqn) and m.site.eqn.params["policy"] is not None)
         self.policies = {m.site.eqn.params["policy"] for m in keeps if m.owner is None and not m.loops}
         self.others = self.rerun or bool(self.policies)
-        self.inside = self.overlap or (not reruns_too and any(m.plans and m.first_foreign for m in every))
 
 
 class _Met(NamedTuple):
@@ -107,31 +103,20 @@ def _is_foreign(eqn: JaxprEqn) -> bool:
     return eqn.primitive is remat_p and eqn.params["differentiated"] and plan_of(eqn.params["policy"]) is None
 
 
-def _recomputed(met: Iterable[_Met]) -> dict[str, tuple[int, int]]:
-    recomputed: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+class Recomputed(NamedTuple):
+    """In how many layers the backward pass recomputes a value, bytes in all, and over how many devices a `shard_map`
+    divides these."""
+
+    layers: int = 0
+    bytes: int = 0
+    devices: int = 1
+
+
+def _recomputed(met: Iterable[_Met]) -> dict[str, Recomputed]:
+    recomputed: dict[str, Recomputed] = defaultdict(Recomputed)
     for site, _, owner, *_ in met:
         if owner and site.eqn.primitive is name_p and (name := site.eqn.params["name"]) in owner.plan_names:
-            layers, size = recomputed[name]
+            layers, size, _ = recomputed[name]
             each = site.devices * nbytes(site.eqn.outvars[0].aval)
-            recomputed[name] = layers + site.runs, size + site.runs * each
+            recomputed[name] = Recomputed(layers + site.runs, size + site.runs * each, site.devices)
     return recomputed
-
-
-def policies_that_kept(backward: Jaxpr) -> dict[Var, Policy]:
-    """Return the values that a backward pass hands to checkpoints of JAX's, each with its policy."""
-    kept: dict[Var, Policy] = {}
-    for eqn in reversed(backward.eqns):
-        if _is_foreign(eqn) and isinstance(policy := eqn.params["policy"], Policy):
-            kept |= {v: policy for v in eqn.invars if isinstance(v, Var)}
-        elif is_a_view(eqn):
-            views = zip(eqn.invars, eqn.outvars, strict=False)
-            kept |= {v: kept[out] for v, out in views if isinstance(v, Var) and out in kept}
-        else:
-            for body in bodies(eqn):
-                kept |= _outside(eqn, body, policies_that_kept(body))
-    return kept
-
-
-def _outside(eqn: JaxprEqn, body: Jaxpr, inside: Mapping[Var, Policy]) -> Iterator[tuple[Var, Policy]]:
-    pairs = zip(operands_of(eqn, body), body.invars, strict=True)
-    return ((outer, inside[inner]) for outer, inner in pairs if isinstance(outer, Var) and inner in inside)

@@ -38,8 +38,7 @@ def moves(target: Target) -> Found:
 
 def _stays(target: Target) -> Iterator[str]:
     """Yield what is saved though it is marked offload, and the table gives no other reason; a step has no table."""
-    table = residuals(target.loss, *target.args) if target.loss and target.plans.plans else None
-    for row in (row for rows in (table, *table.reruns) for row in rows) if table else ():
+    for row in residuals(target.loss, *target.args) if target.loss and target.plans.plans else ():
         if row.state == SAVED and row.decision == "offload":
             yield f"{', '.join(row.names)}, which is marked offload ({row.reason})"
 

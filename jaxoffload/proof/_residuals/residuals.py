@@ -24,7 +24,7 @@ from ..._engine.layers.loops import DifferentiatedTwice
 from ..._jax import nbytes, on_host, without_remat3
 from ..._policy import Policy, check_arguments
 from ..._tracing import Remarks, under
-from .divided import Divided, rows_of
+from .divided import divided, rows_of
 from .plans import Plans, Recomputed
 from .table import EMPTY, NOT_NEEDED, OFFLOADED, RECOMPUTED, SAVED, Residual, Residuals, State
 
@@ -81,7 +81,7 @@ def where_twice(caller: str, message: str) -> Iterator[None]:
 def _table(jaxpr: Jaxpr, passed: Sequence[Any], rows: Mapping[int, int]) -> Residuals:
     """Return the table of what a forward pass keeps.
 
-    `jaxpr` has both passes, and computes the variables `passed` from one to the other. `rows`: as for `Divided`.
+    `jaxpr` has both passes, and computes the variables `passed` from one to the other. `rows`: as for `divided`.
     """
     plans = Plans(_backward_pass(jaxpr), reruns_too=False)
     kept: dict[str, list[_Stored]] = defaultdict(list)
@@ -89,19 +89,20 @@ def _table(jaxpr: Jaxpr, passed: Sequence[Any], rows: Mapping[int, int]) -> Resi
     arguments = {*jaxpr.invars, *jaxpr.constvars}
     results = [*dict.fromkeys(v for v in passed if isinstance(v, Var) and v not in arguments)]
     whole = jaxpr.replace(outvars=results, debug_info=jaxpr.debug_info.with_unknown_names())
-    divided = Divided(whole, rows)
-    for number, var in enumerate(results):
+    of_results, of_named, _ = divided(whole, rows)
+    for var, parts in zip(results, of_results, strict=True):
         source = source_of(jaxpr, var)
         if not source.layers + source.empty:
             continue  # of a scan over no layers
-        value = _Stored(var.aval, source, divided.of_result(number))
+        value = _Stored(var.aval, source, parts)
         names = [name for name in source.names if name in plans.rows]
         for name in names:
             kept[name].append(value._replace(counted=plans.rows[names[0]] if name != names[0] else None))
         if not names:
             others.append(_without_plan(value))
-    parts = dict(reversed(list(divided.named())))  # the first that has a name counts
-    tagged = (_tagged(row, kept[name], plans.recomputed[name], parts.get(name, 1)) for name, row in plans.rows.items())
+    tagged = (
+        _tagged(row, kept[name], plans.recomputed[name], of_named.get(name, 1)) for name, row in plans.rows.items()
+    )
     notes = [note for plan in plans.plans for note in plan.notes]
     notes += [_BY_JAX] * any(isinstance(policy, Policy) for policy in plans.policies)
     notes += [_RUNS_AGAIN] * (plans.overlap or plans.rerun)

@@ -852,10 +852,6 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         (["profile", "test_verify:made", "step"], "profile: needs an NVIDIA GPU; JAX's default backend is cpu"),
         (["report", ".usr:f"], "'.usr:f' is not MODULE:FUNCTION"),
         (
-            ["report", "models.train:step_for"],
-            "cannot be called with 0 argument(s)",
-        ),
-        (
             ["verify", "models.train:step_for", "configs/tiny.yaml", "mesh.fsdp=4"],
             "'tensor': 1}) that are not here (8 are); give it a mesh of these",
         ),

@@ -2,21 +2,23 @@
 
 import html
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .._program.trace import Span
 from .profile import Move, Profile
 
-WIDTH, LEFT, RIGHT = 1000, 310, 890  # of a picture: the canvas, and the ends of its bars
-ROW, HEIGHT = 24, 16  # of rows, and of bars
 WAYS = {"d2h": "to the host", "h2d": "back"}
-KEYS = {"copy": "copy, and its layer", "exposed": "exposed: no kernel ran", "kernel": "kernels"}
 _STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
-pre { overflow-x: auto; } svg { width: 100%; height: auto; } svg text { fill: currentColor; font-size: 13px; }
-.kernel { fill: #2f81d6; } .copy { fill: #d9822b; } .exposed { fill: #d1343c; }
+:root { color-scheme: light dark; } pre { overflow-x: auto; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; }
+.row { display: flex; margin: .3rem 0; } .row b { width: 18rem; font-weight: normal; overflow-wrap: anywhere; }
+.bars { position: relative; flex: 1; } .bars span { position: absolute; height: 100%; text-align: center; }
+.kernel { background: #2f81d6; } .copy { background: #d9822b; } .exposed { background: #d1343c; }
+"""
+_LEGEND = """
+<p><span class="copy">a copy, and its layer</span> <span class="exposed">exposed: no kernel ran</span>
+<span class="kernel">kernels</span></p>
 """
 
 
@@ -37,8 +39,7 @@ def page(title: str, profile: Profile) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>'
-        f'<body><main><h1>{_text(title)}</h1><pre tabindex="0">{_text(profile)}</pre>{_picture(profile)}</main>'
-        "</body></html>\n"
+        f'<body><h1>{_text(title)}</h1><pre tabindex="0">{_text(profile)}</pre>{_picture(profile)}</body></html>\n'
     )
 
 
@@ -53,48 +54,30 @@ def _picture(profile: Profile) -> str:
     runs: dict[Any, list[Move]] = defaultdict(list)
     for move in (m for m in profile.moves if m.layer in middle):
         runs[move.direction, move.residual, move.layer].append(move)
-    if not runs:
-        return ""
-    x, y = float(LEFT), 30.0
-    shapes: list[str] = []
-    for kind, meaning in KEYS.items():
-        shapes += [_bar(x, 6, 12, kind, meaning), _words(x + 18, 16, meaning)]
-        x += 50 + 8 * len(meaning)
-    for direction, way in WAYS.items():
-        if lane := [moves[len(moves) // 2] for key, moves in runs.items() if key[0] == direction]:
-            shapes += _lane(y, way, lane, profile.kernels)
-            y += ROW * (len({m.residual for m in lane}) + 2) + 14
+    lanes = {way: [of[len(of) // 2] for key, of in runs.items() if key[0] == way] for way in WAYS}
     label = f"Copies of layers {', '.join(map(str, middle))}, and the kernels beside them"
-    svg = f'<svg viewBox="0 0 {WIDTH} {y:g}" role="img" aria-label="{label}">{"".join(shapes)}</svg>'
-    return f"<h2>{label}</h2>{svg}"
+    drawn = "".join(_lane(WAYS[way], moves, profile.kernels) for way, moves in lanes.items() if moves)
+    return f'<h2>{label}</h2>{_LEGEND}<div role="img" aria-label="{label}">{drawn}</div>' if drawn else ""
 
 
-def _lane(y: float, way: str, moves: Sequence[Move], kernels: Sequence[Span]) -> Iterator[str]:
+def _lane(way: str, moves: Sequence[Move], kernels: Sequence[Span]) -> str:
     """Draw a row for each residual, marked where no kernel ran, above the kernels of the same time."""
-    rows = list(dict.fromkeys(m.residual for m in moves))
     begin, end = min(m.at_ms for m in moves), max(m.at_ms + m.ms for m in moves)
-    x = lambda ms: LEFT + (ms - begin) * (RIGHT - LEFT) / max(end - begin, 1e-6)
-    bar = lambda a, b, row, *what: _bar(x(a), y + ROW * row, x(b) - x(a), *what)
+    percent = lambda ms: 100 * ms / max(end - begin, 1e-6)
     within = lambda begin, end: [(max(a, begin), min(b, end)) for a, b in kernels if a < end and b > begin]
-    for number, name in enumerate([*rows, "kernels"]):
-        yield _words(LEFT - 10, y + ROW * number + 14, f"{way}: {name or '(not attributed)'}"[-36:], "end")
+
+    def bar(span: Span, kind: str, title: str, label: object = "") -> str:
+        style = f"left: {percent(span[0] - begin):.2f}%; width: {percent(span[1] - span[0]):.2f}%"
+        return f'<span class="{kind}" style="{style}" title="{_text(title)}">{label}</span>'
+
+    rows: dict[str, list[str]] = defaultdict(list)
     for m in moves:
-        row, until = rows.index(m.residual), m.at_ms + m.ms
-        title = f"{m.residual}, layer {m.layer}: {m.ms} ms, {m.gb_per_s} GB/s, {m.exposed_ms} ms exposed"
-        yield bar(m.at_ms, until, row, "exposed", title)
-        yield from (bar(*beside, row, "copy", title) for beside in within(m.at_ms, until))
-        yield _words(x((m.at_ms + until) / 2), y + ROW * row + 13, str(m.layer), "middle")
-    yield from (bar(*span, len(rows), "kernel", "kernels") for span in within(begin, end))
-    below = y + ROW * (len(rows) + 1) + 10
-    yield _words(LEFT, below, f"{begin:.1f} ms")
-    yield _words(RIGHT, below, f"{end:.1f} ms", "end")
-
-
-def _bar(x: float, y: float, width: float, kind: str, title: str) -> str:
-    at = f'x="{x:.2f}" y="{y:.2f}" width="{max(width, 1):.2f}" height="{HEIGHT}"'
-    return f'<rect {at} class="{kind}"><title>{_text(title)}</title></rect>'
-
-
-def _words(x: float, y: float, text: str, anchor: str = "start") -> str:
-    """`y` is the baseline; `anchor`: "start", "middle" or "end"."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_text(text)}</text>'
+        row, span = m.residual or "(not attributed)", (m.at_ms, m.at_ms + m.ms)
+        title = f"{row}, layer {m.layer}: {m.ms} ms, {m.gb_per_s} GB/s, {m.exposed_ms} ms exposed"
+        hidden = [bar(beside, "copy", title) for beside in within(*span)]
+        rows[row] += [bar(span, "exposed", title), *hidden, bar(span, "label", title, m.layer)]
+    rows["kernels"] = [bar(beside, "kernel", "kernels") for beside in within(begin, end)]
+    drawn = (
+        f'<div class="row"><b>{_text(row)}</b><div class="bars">{"".join(of)}</div></div>' for row, of in rows.items()
+    )
+    return f"<h3>{way}, {begin:.1f} to {end:.1f} ms</h3>{''.join(drawn)}"

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 import statistics
 import tempfile
 from collections import defaultdict
@@ -19,7 +18,6 @@ from .._program.hlo import Copy, host_copies, parse
 from .._program.target import target_of
 from .._program.trace import DIRECTIONS, Event, Span, first_gpu, length, merged, ms_of, overlap, read
 
-WAY = {"d2h": 1, "h2d": -1}  # layers come back in reverse
 GAP = 10_000  # ns: shorter gaps between kernels are left out
 
 
@@ -241,38 +239,23 @@ def _moves(events: Sequence[Event], copies: dict[str, Copy], compute: list[Span]
         )
 
 
-_Taken = tuple[Event, int | None]  # a copy of a row of a stack, or of a whole array
-
-
 def _layers(events: Sequence[Event], copies: dict[str, Copy]) -> dict[Event, int]:
-    """Return the layer of each copy, except of padding rows."""
-    groups: dict[tuple[str, str], list[_Taken]] = defaultdict(list)
+    """Return the layer of each copy, except of padding rows.
+
+    The rows of a scan's stack are in order to the host, and in reverse back; its last layer's copy may stand alone
+    behind them. A chain has no stack, and each of its copies a name of its own.
+    """
+    groups: dict[tuple[str, str], list[tuple[Event, int | None]]] = defaultdict(list)
     rows = {op: itertools.cycle(copy.rows or [None]) for op, copy in copies.items()}
     for e in (e for e in events if e.direction and e.op in copies):
-        row = next(rows[e.op])
-        if row is None or row > 0:
-            groups[copies[e.op].residual, str(e.direction)].append((e, row))
-    runs = ((run, way) for (_, way), taken in groups.items() for run in _runs(taken, way))
-    return {e: layer for run, way in runs for (e, _), layer in zip(run, _layers_of_run(run, way), strict=True)}
-
-
-def _runs(taken: Sequence[_Taken], direction: str) -> Iterator[Sequence[_Taken]]:
-    """Split one residual's copies one way by the scan or chain that makes them, each time it runs.
-
-    The rows of a scan's stack are in order to the host, and in reverse back. Its last layer's copy may stand alone,
-    behind them to the host and before them back. A chain has no stack, and each of its copies a name of its own.
-    """
-    if any(row is not None for _, row in taken):
-        places = [WAY[direction] * (math.inf if row is None else row) for _, row in taken]
-    else:
-        names = list(dict.fromkeys(e.op for e, _ in taken))
-        places = [names.index(e.op) for e, _ in taken]
-    begins = [i for i in range(len(taken)) if i == 0 or places[i] <= places[i - 1]]
-    return (taken[a:b] for a, b in itertools.pairwise([*begins, len(taken)]))
-
-
-def _layers_of_run(run: Sequence[_Taken], direction: str) -> list[int]:
-    """Return the layer of each row; row 0 of a stack is padding."""
-    if last := max((row or 0 for _, row in run), default=0):
-        return [last if row is None else row - 1 for _, row in run]
-    return list(range(len(run)))[:: WAY[direction]]
+        groups[copies[e.op].residual, str(e.direction)].append((e, next(rows[e.op])))
+    layers: dict[Event, int] = {}
+    for (_, direction), taken in groups.items():
+        forth = taken if direction == "d2h" else taken[::-1]
+        has_stack, names, before = any(row for _, row in forth), list(dict.fromkeys(e.op for e, _ in forth)), 0
+        for e, row in forth:
+            if row is None:
+                layers[e] = before if has_stack else names.index(e.op)
+            elif row:  # row 0 is padding
+                layers[e], before = row - 1, row
+    return layers

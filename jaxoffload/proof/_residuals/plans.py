@@ -31,11 +31,11 @@ class Plans:
     def __init__(self, jaxpr: Jaxpr, reruns_too: bool = True):
         """`reruns_too`: with the plans that the backward pass runs again for checkpoints other than theirs."""
         sites = list(walk(jaxpr, bodies_of_gradient))
-        run_again = (site.eqn for site in sites if site.eqn.primitive is forward_p and _checkpoints(site))
+        run_again = (site.eqn for site in sites if site.eqn.primitive is forward_p and _checkpoints(site.enclosing))
         again = {plan for eqn in run_again for plan in plans_of(eqn)}
         every = [_met(site, again) for site in sites]
-        met = [m for m in every if reruns_too or not m.first_foreign]
-        plans = [(plan, m.owner, m.loops) for m in met for plan in m.plans]
+        met = [m for m in every if reruns_too or m.checkpoints[:1] != [None]]
+        plans = [(plan, m.owner, m.loops) for m in met for plan in plans_of(m.site.eqn)]
         # A nested plan decides when the backward pass runs it again, not what that finds.
         nested = {plan for plan, owner, _ in plans if owner and plan != owner}
         outermost = dict.fromkeys(plan for plan, owner, _ in plans if owner in (None, plan))
@@ -45,43 +45,41 @@ class Plans:
         self.recomputed = _recomputed(met)
         self.kept = any(m.is_kept for m in met)
         self.overlap = bool(nested) or any(loops and plan not in loops for plan, _, loops in plans)
-        self.rerun = any(m.plans and m.foreign for m in every)
+        self.rerun = any(None in m.checkpoints and plans_of(m.site.eqn) for m in every)
         keeps = (m for m in met if _is_foreign(m.site.eqn) and m.site.eqn.params["policy"] is not None)
         self.policies = {m.site.eqn.params["policy"] for m in keeps if m.owner is None and not m.loops}
         self.others = self.rerun or bool(self.policies)
 
 
 class _Met(NamedTuple):
-    """An equation of a gradient: the plans that it runs, and what is around it.
+    """An equation of a gradient, and what is around it.
 
     Around the backward loop of a scan that a checkpoint keeps, that checkpoint does not count.
     """
 
     site: Site
-    plans: list[Plan]
-    owner: Plan | None  # of the outermost checkpoint that has a plan
+    checkpoints: list[Plan | None]  # outermost first
     loops: list[Plan]  # of the innermost loop of ours
-    foreign: bool  # whether some checkpoint has no plan
-    first_foreign: bool  # whether the outermost checkpoint has none
     is_kept: bool  # whether it belongs to a scan that a checkpoint around it keeps
+
+    @property
+    def owner(self) -> Plan | None:
+        """The plan of the outermost checkpoint that has one."""
+        return next(filter(None, self.checkpoints), None)
 
 
 def _met(site: Site, again: Collection[Plan]) -> _Met:
     """`again`: the plans of scans that run again inside a checkpoint."""
     at = [*site.enclosing, site.eqn]
     kept = (n for n, e in enumerate(at) if e.primitive is backward_p and not any(p in again for p in plans_of(e)))
-    first = next(kept, 0)
-    is_kept = bool(_checkpoints(site._replace(enclosing=site.enclosing[:first])))
-    site = site._replace(enclosing=site.enclosing[first:])
-    checkpoints = _checkpoints(site)
-    loops = [e for e in site.enclosing if is_ours(e)]
-    owner, around = next(filter(None, checkpoints), None), plans_of(loops[-1]) if loops else []
-    return _Met(site, plans_of(site.eqn), owner, around, None in checkpoints, checkpoints[:1] == [None], is_kept)
+    outside, inside = site.enclosing[: (first := next(kept, 0))], site.enclosing[first:]
+    loops = [plans_of(e) for e in inside if is_ours(e)]
+    return _Met(site, _checkpoints(inside), loops[-1] if loops else [], bool(_checkpoints(outside)))
 
 
-def _checkpoints(site: Site) -> list[Plan | None]:
+def _checkpoints(enclosing: Iterable[JaxprEqn]) -> list[Plan | None]:
     """Return the plans of the checkpoints around an equation that the backward pass runs; None for one without."""
-    return [_checkpoint_plan(e) for e in site.enclosing if _is_foreign(e) or _checkpoint_plan(e)]
+    return [_checkpoint_plan(e) for e in enclosing if _is_foreign(e) or _checkpoint_plan(e)]
 
 
 def plans_of(eqn: JaxprEqn) -> list[Plan]:
@@ -114,7 +112,8 @@ class Recomputed(NamedTuple):
 
 def _recomputed(met: Iterable[_Met]) -> dict[str, Recomputed]:
     recomputed: dict[str, Recomputed] = defaultdict(Recomputed)
-    for site, _, owner, *_ in met:
+    for m in met:
+        site, owner = m.site, m.owner
         if owner and site.eqn.primitive is name_p and (name := site.eqn.params["name"]) in owner.plan_names:
             layers, size, _ = recomputed[name]
             each = site.devices * nbytes(site.eqn.outvars[0].aval)

@@ -87,9 +87,6 @@ class Residuals:
     def __iter__(self) -> Iterator[Residual]:
         return iter(self.rows)
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     @property
     def device_bytes(self) -> int:
         """Bytes on the device, untagged residuals included."""
@@ -109,11 +106,6 @@ class Residuals:
     def untagged_bytes(self) -> int:
         """Bytes on the device that no policy names; part of `device_bytes`."""
         return sum(r.bytes for r in self.rows if r.decision is None and r.state == SAVED)
-
-    @property
-    def devices(self) -> int:
-        """How many devices the mesh has."""
-        return math.prod(size for _, size in self.mesh)
 
     @property
     def per_device(self) -> "Residuals":
@@ -158,7 +150,8 @@ class Residuals:
         text.append(self._totals())
         if self.mesh:
             axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh)
-            text.append(f"on each of {self.devices} devices ({axes}): {self.per_device._totals()}")
+            devices = math.prod(size for _, size in self.mesh)
+            text.append(f"on each of {devices} devices ({axes}): {self.per_device._totals()}")
         return "\n".join([*text, *self.notes])
 
     def _totals(self) -> str:

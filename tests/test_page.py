@@ -71,9 +71,6 @@ def test_of_layers_that_run_several_times_it_draws_the_run_in_the_middle():
 @pytest.mark.claim("html")
 def test_the_command_line_writes_it(tmp_path, capsys, monkeypatch):
     path, asked = tmp_path / "page.html", ["profile", "test_verify:made", "loss", "--html"]
-    with pytest.raises(SystemExit, match="2"):
-        main([*asked, f"{tmp_path}/none/page.html"])
-    assert f"{tmp_path}/none/page.html: No such file or directory; must be a file that" in capsys.readouterr().err
     monkeypatch.setattr(proof, "profile", lambda *args: profiled(0, 100))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert main([*asked, str(path)]) == 0

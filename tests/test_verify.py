@@ -877,7 +877,6 @@ def test_what_cannot_be_done_is_a_message(asked, said, capsys, mine):
     [
         (["verify", "mine:nothing", "--jsn", "2"], "unrecognized arguments: --jsn"),
         (["report", "mine:nothing", "--machine", "{mine}/slow.json"], "writes: one: 0.0 is not a rate"),
-        (["profile", "mine:nothing", "--html", "configs"], "configs: Is a directory; must be a file"),
     ],
 )
 def test_options_are_refused_before_anything_runs(asked, said, capsys, mine):

@@ -9,16 +9,15 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import proof
-from .._errors import Problem, UserError
+from .._errors import UserError
 from .._text import nearest
 from ._program.results import run_of
 from ._residuals.residuals import residuals
 
 USAGE = """\
-  python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml
   python -m jaxoffload verify models.train:step_for configs/tiny.yaml train.batch_size=2
   python -m jaxoffload machine --out h200.json
   python -m jaxoffload report models.train:step_for configs/llama3-8b.yaml --machine h200.json
@@ -29,29 +28,20 @@ elsewhere, report also predicts the step, and says whether each residual's copie
 
 MODULE:FUNCTION is called with the ARGUMENTs, which are strings. It returns (f, args), a loss or a training step and a
 tuple of its arguments, arrays or jax.ShapeDtypeStructs; or (step, args, loss, loss_args), where the step differentiates
-the loss."""
+the loss.
 
-EXIT_CODES = "exit codes: 0 all that was checked holds; 1 a claim fails; 2 it cannot run, or the function raised"
+exit codes: 0 all that was checked holds; 1 a claim fails; 2 it cannot run, or the function raised"""
 
 
-class CannotRun(UserError):
+Made = tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]  # f, args, loss, loss_args
+
+
+class CannotRun(Exception):
     """The command cannot run; the message says what is allowed."""
-
-    def __init__(self, why: str):
-        super().__init__([Problem("jaxoffload", why)])
-
-
-class Made(NamedTuple):
-    """The functions and arguments that MODULE:FUNCTION returned; `loss` is `f` where it returned only one function."""
-
-    f: Any
-    args: tuple[Any, ...]
-    loss: Any
-    loss_args: tuple[Any, ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code; see EXIT_CODES."""
+    """Run a command and return the exit code."""
     options = parse(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -59,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except Exception as why:
-        if isinstance(why, (UserError, MemoryError, NotImplementedError)) and why.args:
+        if isinstance(why, (CannotRun, UserError, MemoryError, NotImplementedError)) and why.args:
             print(f"python -m jaxoffload: {why}", file=sys.stderr)
         else:  # the function's own fault
             traceback.print_exc()
@@ -68,9 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxoffload", description=USAGE, epilog=EXIT_CODES, formatter_class=raw
-    )
+    parser = argparse.ArgumentParser(prog="python -m jaxoffload", description=USAGE, formatter_class=raw)
     commands = parser.add_subparsers(
         required=True, dest="command", metavar="report | plan | verify | profile | machine"
     )
@@ -94,10 +82,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             text = "what `machine --out` wrote; by default what was measured here, if anything"
             one.add_argument("--machine", type=_machine, metavar="FILE", help=text)
         if command is profile:
-            one.add_argument("--html", type=_writable, metavar="FILE", help="also write a page with a picture")
+            one.add_argument("--html", type=Path, metavar="FILE", help="also write a page with a picture")
         if command is machine:
             one.add_argument("--again", action="store_true", help="measure, whatever was measured before")
-            one.add_argument("--out", type=_writable, metavar="FILE", help="also write it for --machine, as JSON")
+            one.add_argument("--out", type=Path, metavar="FILE", help="also write it for --machine, as JSON")
     options, rest = parser.parse_known_args(arguments)  # an ARGUMENT may stand behind an option
     if wrong := [text for text in rest if text.startswith("-") or options.command == "machine"]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
@@ -112,18 +100,8 @@ def _machine(path: str) -> proof.Machine:
         raise argparse.ArgumentTypeError(f"{path}: {why}") from why
 
 
-def _writable(text: str) -> Path:
-    """Return the path of a file that can be written, as it must be before anything runs."""
-    path = Path(text)
-    try:
-        path.open("a").close()
-    except OSError as why:
-        raise argparse.ArgumentTypeError(f"{path}: {why.strerror}; must be a file that can be written") from why
-    return path
-
-
 def made_by(options: argparse.Namespace) -> Made:
-    """Call MODULE:FUNCTION.
+    """Call MODULE:FUNCTION; the loss that it returns is `f` where it returns only one function.
 
     Raises:
       CannotRun: there is no such function, or it returns something else.
@@ -145,15 +123,15 @@ def made_by(options: argparse.Namespace) -> Made:
     is_right = isinstance(made, tuple) and len(made) in (2, 4)
     if not is_right or not all(callable(f) and isinstance(args, tuple) for f, args in itertools.batched(made, 2)):
         raise CannotRun(f"{where} must return (f, args) or (step, args, loss, loss_args), where the args are tuples")
-    return Made(*made[:2], *made[-2:])
+    return (*made[:2], *made[-2:])
 
 
 def report(options: argparse.Namespace) -> int:
     """Print where the backward pass finds each residual, and why, without allocating anything."""
-    made = made_by(options)
-    table = residuals(made.loss, *made.loss_args)
+    f, args, loss, loss_args = made_by(options)
+    table = residuals(loss, *loss_args)
     known = options.machine or proof.known_machine()
-    step = proof.predict(made.f, *made.args, machine=known) if known else None
+    step = proof.predict(f, *args, machine=known) if known else None
     if options.json:
         print(json.dumps(json.loads(table.to_json()) | ({"step": json.loads(step.to_json())} if step else {})))
     else:
@@ -163,20 +141,19 @@ def report(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Choose the policy whose predicted step is the fastest of those that fit, without allocating anything."""
-    made = made_by(options)
+    f, args, *_ = made_by(options)
     sizes = {"budget": options.budget, "host_budget": options.host_budget}
-    found = proof.plan(made.f, *made.args, machine=options.machine, compile=options.compile, **sizes)
+    found = proof.plan(f, *args, machine=options.machine, compile=options.compile, **sizes)
     print(found.to_json() if options.json else found)
     return 0
 
 
 def verify(options: argparse.Namespace) -> int:
     """Run the function here and check what is claimed of it."""
-    made = made_by(options)
-    is_loss = made.f is not made.loss or run_of(made.loss, made.loss_args, False)[1]
-    functions = {"loss" if is_loss else "step": (made.loss, made.loss_args)}
-    if made.f is not made.loss:
-        functions["step"] = made.f, made.args
+    step, step_args, loss, loss_args = made_by(options)
+    is_loss = step is not loss or run_of(loss, loss_args, False)[1]
+    functions = {"loss" if is_loss else "step": (loss, loss_args)}
+    functions |= {"step": (step, step_args)} if step is not loss else {}
     found = {}
     for what, (f, args) in functions.items():
         checks = []
@@ -191,8 +168,8 @@ def verify(options: argparse.Namespace) -> int:
 
 def profile(options: argparse.Namespace) -> int:
     """Run the step on a GPU and print how long each residual's copies take, and how much of that is exposed."""
-    made = made_by(options)
-    profiled = proof.profile(made.f, *made.args)
+    f, args, *_ = made_by(options)
+    profiled = proof.profile(f, *args)
     print(profiled.to_json() if options.json else profiled)
     if options.html:
         text = proof.page(" ".join((options.function, *options.arguments)), profiled)

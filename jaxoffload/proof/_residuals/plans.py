@@ -24,7 +24,6 @@ class Plans:
       kept: a checkpoint keeps what a scan in it keeps.
       overlap: a plan is nested in another, or in another's loop.
       rerun: a foreign checkpoint reruns a plan.
-      others: a foreign checkpoint keeps or reruns something.
       policies: those under which foreign checkpoints keep something.
     """
 
@@ -48,7 +47,6 @@ class Plans:
         self.rerun = any(None in m.checkpoints and plans_of(m.site.eqn) for m in every)
         keeps = (m for m in met if _is_foreign(m.site.eqn) and m.site.eqn.params["policy"] is not None)
         self.policies = {m.site.eqn.params["policy"] for m in keeps if m.owner is None and not m.loops}
-        self.others = self.rerun or bool(self.policies)
 
 
 class _Met(NamedTuple):

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, Var
@@ -84,46 +84,32 @@ def _table(jaxpr: Jaxpr, passed: Sequence[Any], rows: Mapping[int, int]) -> Resi
     `jaxpr` has both passes, and computes the variables `passed` from one to the other. `rows`: as for `divided`.
     """
     plans = Plans(_backward_pass(jaxpr), reruns_too=False)
-    kept: dict[str, list[_Stored]] = defaultdict(list)
+    lines: dict[str, list[Residual]] = {name: [] for name in plans.rows}
     others = []
     arguments = {*jaxpr.invars, *jaxpr.constvars}
     results = [*dict.fromkeys(v for v in passed if isinstance(v, Var) and v not in arguments)]
     whole = jaxpr.replace(outvars=results, debug_info=jaxpr.debug_info.with_unknown_names())
     of_results, of_named, _ = divided(whole, rows)
     for var, parts in zip(results, of_results, strict=True):
+        aval: Any = var.aval
         source = source_of(jaxpr, var)
-        if not source.layers + source.empty:
+        if not (stacked := source.layers + source.empty):
             continue  # of a scan over no layers
-        value = _Stored(var.aval, source, parts)
-        names = [name for name in source.names if name in plans.rows]
-        for name in names:
-            kept[name].append(value._replace(counted=plans.rows[names[0]] if name != names[0] else None))
+        state: State = OFFLOADED if on_host(aval) else SAVED
+        sizes = nbytes(aval) // stacked, source.layers, nbytes(aval)
+        shape, dtype = tuple(aval.shape)[source.axes :], str(aval.dtype)
+        line = Residual(source.tags, shape, dtype, *sizes, state, None, source.where, parts=parts)
+        names = [name for name in source.names if name in lines]
         if not names:
-            others.append(_without_plan(value))
-    tagged = (
-        _tagged(row, kept[name], plans.recomputed[name], of_named.get(name, 1)) for name, row in plans.rows.items()
-    )
+            others.append(line)
+        for name in names:
+            lines[name] += _kept(line, source, plans.rows[name], plans.rows[names[0]])
+    for name, row in plans.rows.items():
+        lines[name] += _not_kept(row, plans.recomputed[name], of_named.get(name, 1), bool(lines[name]))
     notes = [note for plan in plans.plans for note in plan.notes]
     notes += [_BY_JAX] * any(isinstance(policy, Policy) for policy in plans.policies)
     notes += [_RUNS_AGAIN] * (plans.overlap or plans.rerun)
-    return Residuals((*_merged(itertools.chain(*tagged)), *others), tuple(dict.fromkeys(notes)))
-
-
-class _Stored(NamedTuple):
-    """A value that is kept; `counted` is the value of another branch of a `cond` that shares its bytes."""
-
-    aval: Any
-    source: Source
-    parts: int  # into how many it is divided
-    counted: Row | None = None
-
-    @property
-    def state(self) -> State:
-        return OFFLOADED if on_host(self.aval) else SAVED
-
-    @property
-    def per_layer(self) -> int:
-        return nbytes(self.aval) // (self.source.layers + self.source.empty)
+    return Residuals((*_merged(itertools.chain(*lines.values())), *others), tuple(dict.fromkeys(notes)))
 
 
 _IS_A_STEP = (
@@ -138,8 +124,6 @@ _RUNS_AGAIN = (
     "a checkpoint stands around a scan, chain or checkpoint; what is kept only while the backward pass runs that again "
     "is not shown: ask for the residuals of the function inside"
 )
-
-
 _MATMUL = ("(matmul)",)
 
 
@@ -157,31 +141,36 @@ def _backward_pass(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def _tagged(row: Row, kept: list[_Stored], again: Recomputed, parts: int) -> Iterator[Residual]:
-    """Yield a line for each state that a plan's value is found in; `parts`: into how many it is divided in a shard."""
-    planned = Residual(
-        row.names or _MATMUL, row.shape, row.dtype, row.nbytes, 0, 0, NOT_NEEDED, row.decision, row.reason, row.kind
-    )
-    for value in kept:
-        each, source = value.per_layer, value.source
-        line = dataclasses.replace(planned, bytes_per_layer=each, state=value.state, parts=value.parts)
-        if not source.by_plan:
-            line = dataclasses.replace(line, decision="save", reason=source.where, kind="value")
-        if source.kind == "overridden":
-            line = dataclasses.replace(line, kind="overridden")
-        if value.counted:
-            reason = f"{line.reason}; in the place of {', '.join(value.counted.names or _MATMUL)}"
-            yield dataclasses.replace(line, reason=reason, kind="shared")
-            continue
-        if source.layers:
-            yield dataclasses.replace(line, layers=source.layers, bytes=each * source.layers)
-        if source.empty:
-            yield dataclasses.replace(line, bytes=each * source.empty, reason=EMPTY, kind="padding")
+def _kept(line: Residual, source: Source, row: Row, first: Row) -> Iterator[Residual]:
+    """Yield the lines of a plan's value that is kept as `line` says. `first`: the value whose bytes these are, which
+    values of other branches of a `cond` share."""
+    line = dataclasses.replace(line, names=row.names or _MATMUL, shape=row.shape, dtype=row.dtype, decision="save")
+    if source.by_plan:
+        line = dataclasses.replace(line, decision=row.decision, reason=row.reason, kind=row.kind)
+    elif source.kind == "overridden":
+        line = dataclasses.replace(line, kind="overridden")
+    if row is not first:
+        reason = f"{line.reason}; in the place of {', '.join(first.names or _MATMUL)}"
+        yield dataclasses.replace(line, layers=0, bytes=0, reason=reason, kind="shared")
+        return
+    if source.layers:
+        yield dataclasses.replace(line, bytes=source.layers * line.bytes_per_layer)
+    if source.empty:
+        empty = source.empty * line.bytes_per_layer
+        yield dataclasses.replace(line, layers=0, bytes=empty, reason=EMPTY, kind="padding")
+
+
+def _not_kept(row: Row, again: Recomputed, parts: int, is_kept: bool) -> Iterator[Residual]:
+    """Yield the line of a plan's value in the layers that recompute it, or, if no layer keeps it, that do not need it.
+
+    `parts`: into how many it is divided in a shard.
+    """
+    shown, planned = (row.names or _MATMUL, row.shape, row.dtype), (row.decision, row.reason, row.kind)
     if again.layers:
-        line = dataclasses.replace(planned, bytes_per_layer=again.bytes // again.layers, parts=parts * again.devices)
-        yield dataclasses.replace(line, layers=again.layers, bytes=again.bytes, state=RECOMPUTED)
-    elif not kept:
-        yield dataclasses.replace(planned, state=SAVED if row.kind == "argument" else NOT_NEEDED)
+        sizes = again.bytes // again.layers, again.layers, again.bytes
+        yield Residual(*shown, *sizes, RECOMPUTED, *planned, parts=parts * again.devices)
+    elif not is_kept:
+        yield Residual(*shown, row.nbytes, 0, 0, SAVED if row.kind == "argument" else NOT_NEEDED, *planned)
 
 
 def _merged(lines: Iterable[Residual]) -> list[Residual]:
@@ -194,10 +183,3 @@ def _merged(lines: Iterable[Residual]) -> list[Residual]:
     # What the backward pass does not need in one segment of a scan it may need in another.
     needed = lambda group: [r for r in group if r.state != NOT_NEEDED] or group[:1]
     return [r for group in by_names.values() for r in needed(list(group.values()))]
-
-
-def _without_plan(value: _Stored) -> Residual:
-    """Return the line of a value that no plan of ours knows."""
-    aval, source, layers = value.aval, value.source, value.source.layers
-    shown = tuple(aval.shape)[source.axes :], str(aval.dtype), value.per_layer, layers, nbytes(aval), value.state
-    return Residual(source.tags, *shown, None, source.where, parts=value.parts)

@@ -82,7 +82,7 @@ def producers(target: Target) -> Found:
     detail = f"recomputed: {'; '.join(again)}" if again else "by the jaxpr none is recomputed"
     if again and not target.plans.rerun:  # else JAX says of some first runs, too, that they are differentiated
         return FAILS, detail
-    if target.plans.others or target.plans.overlap:
+    if target.plans.rerun or target.plans.policies or target.plans.overlap:
         detail += "" if again else " for jaxoffload"
         return NOT_CHECKED, f"{detail}; but what other checkpoints keep, or run again, is not known"
     verdict, compiled = _by_kernels(target)

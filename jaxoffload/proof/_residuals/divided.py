@@ -1,6 +1,6 @@
 """How a program's values are divided over devices, through its loops, as far as a trace tells.
 
-As in `device_bytes`, for the values that a forward pass keeps, and for all that have a plan's name.
+As `Straight.parts` says of one straight piece of a program.
 """
 
 from collections.abc import Iterable, Mapping

@@ -145,6 +145,7 @@ def _kept(line: Residual, source: Source, row: Row, first: Row) -> Iterator[Resi
     """Yield the lines of a plan's value that is kept as `line` says. `first`: the value whose bytes these are, which
     values of other branches of a `cond` share."""
     line = dataclasses.replace(line, names=row.names or _MATMUL, shape=row.shape, dtype=row.dtype, decision="save")
+    line = dataclasses.replace(line, count=_count(line.bytes_per_layer, row))
     if source.by_plan:
         line = dataclasses.replace(line, decision=row.decision, reason=row.reason, kind=row.kind)
     elif source.kind == "overridden":
@@ -165,12 +166,19 @@ def _not_kept(row: Row, again: Recomputed, parts: int, is_kept: bool) -> Iterato
 
     `parts`: into how many it is divided in a shard.
     """
-    shown, planned = (row.names or _MATMUL, row.shape, row.dtype), (row.decision, row.reason, row.kind)
+    shown, planned = (row.names or _MATMUL, row.shape, row.dtype), (row.decision, row.reason)
     if again.layers:
-        sizes = again.bytes // again.layers, again.layers, again.bytes
-        yield Residual(*shown, *sizes, RECOMPUTED, *planned, parts=parts * again.devices)
+        each = again.bytes // again.layers
+        line = Residual(*shown, each, again.layers, again.bytes, RECOMPUTED, *planned, _count(each, row), row.kind)
+        yield dataclasses.replace(line, parts=parts * again.devices)
     elif not is_kept:
-        yield Residual(*shown, row.nbytes, 0, 0, SAVED if row.kind == "argument" else NOT_NEEDED, *planned)
+        state: State = SAVED if row.kind == "argument" else NOT_NEEDED
+        yield Residual(*shown, row.nbytes, 0, 0, state, *planned, kind=row.kind)
+
+
+def _count(each: int, row: Row) -> int:
+    """Return how many values make up so many bytes; 1 for empty ones."""
+    return each // row.nbytes if each > row.nbytes > 0 else 1
 
 
 def _merged(lines: Iterable[Residual]) -> list[Residual]:

@@ -32,6 +32,7 @@ class Residual:
         it: 0 bytes).
       decision: what the policy asked for; None where no `scan`, `chain` or `checkpoint` decides.
       reason: the pattern or rule that decided.
+      count: how many values of that shape a layer has: one per shard of a `shard_map`; 1 if none is needed.
       parts: over how many devices the bytes are divided, as far as a trace tells; other devices hold copies.
       kind: "value"; "padding" (a row of a host stack that stays empty); "shared" (in the place of a value from another
         branch of a `cond`, whose line has the bytes); "argument" (an argument, which exists anyway); "overridden" (the
@@ -52,6 +53,7 @@ class Residual:
     state: State
     decision: Decision | None
     reason: str
+    count: int = 1
     kind: Kind = "value"
     parts: int = 1
 
@@ -118,7 +120,7 @@ class Residuals:
 
         def own(r: Residual) -> Residual:
             layer = -(-r.bytes_per_layer // r.parts)
-            return dataclasses.replace(r, bytes_per_layer=layer, bytes=r.bytes_per_device, parts=1)
+            return dataclasses.replace(r, bytes_per_layer=layer, bytes=r.bytes_per_device, count=1, parts=1)
 
         return dataclasses.replace(self, rows=tuple(map(own, self.rows)), mesh=())
 
@@ -163,6 +165,6 @@ class Residuals:
 
 def _cells(r: Residual) -> tuple[str, ...]:
     name = ", ".join(r.names) or "(untagged)"
-    shape = f"{r.dtype}[{','.join(map(str, r.shape))}]"
+    shape = f"{r.count} x " * (r.count > 1) + f"{r.dtype}[{','.join(map(str, r.shape))}]"
     sizes = readable(r.bytes_per_layer), str(r.layers), readable(r.bytes), readable(r.bytes_per_device)
     return name, shape, *sizes, r.state, r.reason

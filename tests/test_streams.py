@@ -1,5 +1,6 @@
 """Traces, and what profile() makes of them, against a trace made by hand."""
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -19,6 +20,7 @@ from jaxoffload.proof import read_profile
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.hlo import Copy, host_copies, parse
 from jaxoffload.proof._program.trace import Event, events_of, in_the_way, merged, overlap
+from jaxoffload.proof._report import profile as _profile
 from jaxoffload.proof._report.profile import _steps, profile_of
 from jaxoffload.proof._verify import capacity as _capacity
 from jaxoffload.proof._verify import copies as _copies
@@ -315,6 +317,19 @@ def test_of_a_trace_that_holds_other_programs_the_profile_is_of_one(tmp_path):
         read_profile(tmp_path, Compiled(), steps=2)
     with pytest.raises(ValueError, match=r"^read_profile: steps must be at least 1, got 0"):
         read_profile(tmp_path, Compiled(), steps=0)
+
+
+@pytest.mark.claim("profile")
+def test_a_profile_is_that_of_the_trace_of_its_steps(monkeypatch):
+    """Here the trace is made by hand; the first run is not in it."""
+    program = Mock(as_text=Compiled().as_text)
+    monkeypatch.setattr(_profile, "target_of", lambda f, args: SimpleNamespace(fast_program=program, arrays=args))
+    trace = lambda folder: contextlib.nullcontext(write_trace(Path(folder), steps_at(0, 100), "jit_step"))
+    monkeypatch.setattr(jax.profiler, "trace", trace)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    found = jaxoffload.profile(lambda x: x, 1.0, steps=2)
+    assert found == dataclasses.replace(profiled(0, 100), device="cpu")
+    assert program.call_count == 3 and program.call_args.args == (1.0,)
 
 
 def test_a_profile_needs_a_gpu():

@@ -45,14 +45,12 @@ from jaxoffload._engine.layers import scan_primitive
 from jaxoffload._engine.layers.placement import Layout
 from jaxoffload._jax import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
-from jaxoffload._text import readable
-from jaxoffload._tracing import tracing
 from jaxoffload.proof import verify
 from jaxoffload.proof._command import main, progress
 from jaxoffload.proof._program import exact as _exact
+from jaxoffload.proof._program import memory as _memory
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify import bits as _bits
-from jaxoffload.proof._verify import capacity as _capacity
 from jaxoffload.proof._verify import conservation as _conservation
 from jaxoffload.proof._verify import repeats as _repeats
 from jaxoffload.proof._verify.conservation import conservation
@@ -114,9 +112,9 @@ def verdicts(found):
     return {check.claim: check.verdict for check in found}
 
 
-def one(claim, f, *args, **how):
+def one(claim, f, *args):
     """Return what one check says: its verdict, and the detail."""
-    return claim(target_of(f, args or (X, W), **how))
+    return claim(target_of(f, args or (X, W)))
 
 
 def both(f, *args):
@@ -149,25 +147,19 @@ def test_a_step_is_taken_as_it_is():
     assert "verify its loss" in found["conservation"].detail
 
 
-def test_abstract_arguments_are_filled_and_other_results_compared():
-    def with_aux(x, w, tokens):
-        return of_scan(x, w) + jnp.sum(tokens), {"tokens": tokens}
-
+def test_abstract_arguments_are_filled():
+    with_tokens = lambda x, w, tokens: of_scan(x, w) + jnp.sum(tokens)
     args = jax.eval_shape(lambda: (X, W, jnp.zeros(3, jnp.int32)))
-    assert one(gradients, with_aux, *args, has_aux=True) == ("holds", "5 results are the reference's, bit for bit")
-    for claim in (gradients, conservation):  # it only runs forward, and is not differentiated
-        verdict, said = one(claim, with_aux, *args)
-        assert verdict == "not checked" and "a loss returns one floating-point scalar; has_aux=True" in said
+    assert one(gradients, with_tokens, *args) == ("holds", "4 results are the reference's, bit for bit")
+
+
+def test_a_function_that_is_not_differentiated_is_not_checked():
+    for claim in (gradients, conservation):  # it only runs forward
+        verdict, said = one(claim, lambda x, w: (of_scan(x, w), x))
+        assert verdict == "not checked" and "a loss returns one floating-point scalar" in said
 
 
 def test_bad_arguments_are_messages():
-    with pytest.raises(ValueError, match="repeats must be at least 3, got 1"):
-        verify(of_scan, X, W, repeats=1)
-    for switch in ("strict", "has_aux"):
-        with pytest.raises(TypeError, match=f"^verify: {switch} must be True or False, got 'no'"):
-            verify(of_scan, X, W, **{switch: "no"})
-    with pytest.raises(ValueError, match="has_aux: the function must return"):
-        verify(of_scan, X, W, has_aux=True)
     step, args, *_ = step_for(str(ROOT / "configs/tiny.yaml"), "mesh.fsdp=4")
     with pytest.raises(NotImplementedError, match=r"a mesh of 4 devices \(.*'fsdp': 4.*\) that are not here \(8 are\)"):
         verify(step, *args)
@@ -181,10 +173,8 @@ def test_bad_arguments_are_messages():
 # --- what is right
 
 
-def test_a_policy_given_to_verify_is_checkpoints():
-    loss = lambda x, w: jnp.sum(layer(x, w) ** 2)
-    assert one(gradients, loss, X, weights(), policy=RULES)[0] == "holds"
-    verdict, said = one(gradients, loss, X, weights())
+def test_layers_without_a_policy_have_no_reference():
+    verdict, said = one(gradients, lambda x, w: jnp.sum(layer(x, w) ** 2), X, weights())
     assert verdict == "not checked"
     assert said.endswith("has no reference; is it jaxoffload's scan, chain or checkpoint that it calls?")
 
@@ -286,7 +276,7 @@ def test_results_that_do_not_depend_on_the_layers_are_not_evidence():
 
 
 def test_a_reference_that_does_not_fit_is_not_checked(monkeypatch):
-    monkeypatch.setattr(_capacity, "device_bytes", lambda: 10)
+    monkeypatch.setattr(_memory, "device_bytes", lambda: 10)
     verdict, said = one(gradients, of_scan)
     assert verdict == "not checked" and "of a device's 10 B; give it fewer layers" in said
     assert one(repeats, of_scan)[0] == "not checked"
@@ -311,8 +301,7 @@ def test_results_are_compared_by_their_bits():
 
 def test_many_results_are_not_growth():
     """malloc keeps blocks that are as small as each result."""
-    target = target_of(lambda x: [jnp.sin(x + i) for i in range(200)], (jnp.ones(2**18),))
-    assert repeats(dataclasses.replace(target, repeats=4))[0] == "holds"
+    assert one(repeats, lambda x: [jnp.sin(x + i) for i in range(200)], jnp.ones(2**18))[0] == "holds"
 
 
 def test_a_pool_that_grows_once_is_not_a_leak(monkeypatch):
@@ -331,7 +320,7 @@ def test_runs_that_differ_as_users_compile_them_must_be_equal_where_that_is_aske
     object.__setattr__(target, "program", (lambda x: {"y": x}) if again else target.fast_program)
     found, said = repeats(target)
     assert found == verdict and "run 2 differs from the first" in said
-    assert ("3 runs are equal if compiled to be deterministic, not as compiled for speed" in said) == again
+    assert ("4 runs are equal if compiled to be deterministic, not as compiled for speed" in said) == again
 
 
 @pytest.mark.parametrize(
@@ -339,7 +328,7 @@ def test_runs_that_differ_as_users_compile_them_must_be_equal_where_that_is_aske
     [(90, 100, 1, "holds"), (80, 100, 1, "fails"), (90, 90, 1, "fails"), (90, 200, 1, "fails"), (45, 100, 2, "holds")],
 )
 def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
-    """Of 100 MiB on the host, one row of ten is empty. Of two devices, each may have the whole or a half."""
+    """Of 100 MiB, a row of ten is in flight. Of two devices, each may have the whole or a half."""
     plan = lambda **sizes: SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**sizes))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_conservation, "VISIBLE", 0)
@@ -347,7 +336,7 @@ def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
     of_reference = plan(temp_size_in_bytes=2**30)
     target = SimpleNamespace(fast_program=ours, fast_reference=of_reference, devices=set(range(devices)))
     row = Residual(("fc1",), (), "int8", 10 * 2**20, 10, 100 * 2**20, "offloaded", "offload", "fc1")
-    found, said = _conservation._by_xlas_plan(target, Residuals((row,)), [row], 100 * 2**20)
+    found, said = _conservation._by_xlas_plan(target, Residuals((row,)), [row])
     assert found == verdict and f"planned {freed}.00 MiB less, predicted 90.00 MiB" in said
     assert ("or 45.00 MiB if all is divided" in said) == (devices == 2)
 
@@ -426,21 +415,10 @@ def test_what_may_go_to_the_host_holds():
 
     args = X, W, jax.device_put(W, HOST)
     verdict, said = one(moves, step, *args)
-    assert verdict == "holds" and "3 values that go to the host 1 are marked offload" in said
+    assert verdict == "holds" and "3 value(s) that go to the host 1 are marked offload" in said
     weights_too = lambda x, w, moment: step(x, w, moment) | {"w": jax.device_put(w, HOST)}  # with the moments' shapes
     verdict, said = one(moves, weights_too, *args)
     assert verdict == "fails" and f"{ARGUMENT}, which has no name" in said
-
-
-def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
-    """Planted: the policy says offload for what is to be saved, except to the reference."""
-    mine = by_jax(layer, Policy({"fc1": "save"}, min_offload_bytes=0))
-    with monkeypatch.context() as planted:
-        decision = lambda self, name: "save" if tracing().reference or name != "fc1" else "offload"
-        planted.setattr(Policy, "decision", decision)
-        jax.make_jaxpr(jax.grad(mine))(X, W)
-        target = target_of(mine, (X, W))
-    assert moves(target) == ("fails", "these values go to the host and must not: fc1, which is marked save")
 
 
 def test_what_others_move_beside_ours_is_not_judged_by_bytes():
@@ -570,13 +548,11 @@ def test_more_collectives_than_the_reference_has_fail(monkeypatch):
 def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
     """Planted: what is written to a stack is gathered first."""
     mesh, real = auto_mesh(d=8), _loops.put_row
-    verdict, said = one(placement, of_scan, on(mesh, X, "d"), W)
-    assert verdict == "holds" and "no device keeps a larger shard of any of" in said
+    assert one(placement, of_scan, on(mesh, X, "d"), W)[0] == "holds"
     whole = lambda a: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P()))
     monkeypatch.setattr(_loops, "put_row", lambda s, a, i: real(s, a if on_host(jax.typeof(a)) else whole(a), i))
     verdict, said = one(placement, of_scan, on(mesh, X, "d"), W)
-    sizes = [readable(BATCH * HIDDEN * 4 // share) for share in (1, 8)]
-    assert verdict == "fails" and "each device keeps {} of a layer's act, the reference's {}".format(*sizes) in said
+    assert verdict == "fails" and "more than the reference's do: all-gather" in said
 
 
 # --- planted faults, each through a seam of the engine
@@ -736,31 +712,19 @@ def test_each_of_equal_attentions_is_asked_to_be_deterministic(fused, monkeypatc
     assert entered == [1]
 
 
-def test_a_jax_that_cannot_be_asked_is_left_as_it_is_and_named(fused, monkeypatch):
+def test_a_jax_that_cannot_be_asked_is_left_as_it_is(fused, monkeypatch):
     called = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     heads = jax.ShapeDtypeStruct((2, 512, 8, 64), jnp.bfloat16)
     for causal in (True, False):
         masked = jax.make_jaxpr(functools.partial(called, is_causal=causal))(heads, heads, heads)
         (kernel,) = [s.eqn for s in walk(masked) if re.fullmatch(_jax.CUDNN_ATTENTION, s.eqn.primitive.name)]
         assert _jax.is_attention(kernel.primitive.name) and _jax.is_causal(kernel.params) is causal
-    attends = jax.make_jaxpr(jax.jit(called))(heads, heads, heads)
-    assert _exact.not_exact(attends) == ""
     monkeypatch.delattr(fused, _jax.CUDNN_CONFIG)
     before = dict(vars(fused)), dict(os.environ)
     with pytest.raises(ZeroDivisionError), _exact.deterministic_attention():
         assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and vars(fused) == before[0]
         1 / 0  # noqa: B018
     assert (dict(vars(fused)), dict(os.environ)) == before
-    assert "docs/upstream.md#cudnn-deterministic" in _exact.not_exact(attends)
-    assert _exact.not_exact(jax.make_jaxpr(jnp.sin)(1.0)) == ""
-    # Results that then differ from run to run are not evidence.
-    runs = iter(range(9))
-    target = dataclasses.replace(target_of(lambda x: {"y": x}, (X,)), jaxpr=attends)
-    for program in ("program", "fast_program"):
-        object.__setattr__(target, program, lambda x: jnp.float32(next(runs)))
-    monkeypatch.setattr(_repeats, "has_room_for", lambda program: True)
-    verdict, detail = repeats(target)
-    assert verdict == "not checked" and "run 2 differs" in detail and "cudnn-deterministic" in detail
 
 
 # --- on a GPU
@@ -833,7 +797,7 @@ def test_the_command_line_reports(capsys):
 @pytest.mark.slow
 @pytest.mark.claim("exit-status")
 def test_the_command_line_verifies(capsys, monkeypatch):
-    assert main(["verify", "test_verify:made", "both", "--json", "--strict"]) == 0
+    assert main(["verify", "test_verify:made", "both", "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
     checked = [line for line in said.err.splitlines() if line.startswith(("loss: ", "step: "))]  # without the progress
@@ -886,12 +850,11 @@ def test_what_cannot_be_done_is_a_message(asked, said, capsys, mine):
     assert said in err and "Traceback" not in err
 
 
-def test_options_may_stand_anywhere_and_a_loss_may_have_other_results(capsys, mine):
-    assert main(["verify", "mine:pair", "--json", "2", "--has-aux"]) == 0
-    found = json.loads(capsys.readouterr().out)["loss"]
-    assert found["checks"][0]["verdict"] == "holds" and "5 results" in found["checks"][0]["detail"]
+def test_options_may_stand_anywhere(capsys):
+    assert main(["report", "test_verify:made", "--json", "loss"]) == 0
+    assert json.loads(capsys.readouterr().out)["host_bytes"] > 0
     with pytest.raises(SystemExit):
-        main(["verify", "mine:pair", "--jsn", "2"])
+        main(["report", "test_verify:made", "--jsn", "loss"])
     assert "unrecognized arguments: --jsn" in capsys.readouterr().err
 
 
@@ -945,8 +908,6 @@ def mine(tmp_path, monkeypatch):
         "def raises():\n  raise NotImplementedError\n\ndef divides():\n  1 / 0\n\ndef nothing():\n  return None, ()\n"
         "number = 1\n\ndef few():\n  return (lambda x, y: x), (1.0,)\n\n"
         "def text():\n  return (lambda x: x), ('hello',)\n"
-        "def ours(x, w):\n  import test_verify\n  return test_verify.of_scan(x, w), {'n': x[0, 0]}\n"
-        "def pair(_):\n  import test_verify\n  return ours, (test_verify.X, test_verify.weights(4))\n"
     )
     rates = {"d2h": 1.0, "h2d": 1.0, "together": 0.0}
     both = {"one": rates, "all": rates, "attention_tflops": [1, 1], "gemm_tflops": 1, "hbm_gb_s": 1}

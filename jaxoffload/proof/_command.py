@@ -102,10 +102,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             one.add_argument("arguments", nargs="*", default=[], metavar="ARGUMENT")
         if command in (report, verify, profile):
             one.add_argument("--html", type=Path, metavar="FILE", help="also write a self-contained page")
-        if command is verify:
-            text = "fail where TransformerEngine has the host read group sizes, which is only listed otherwise"
-            one.add_argument("--strict", action="store_true", help=text)
-            one.add_argument("--has-aux", action="store_true", help="the loss returns (scalar, other results)")
         if command is plan:
             text = "bytes per device, such as 70GiB; by default what JAX may use of this GPU, less 5 %%"
             one.add_argument("--budget", metavar="BYTES", help=text)
@@ -241,13 +237,13 @@ def read_machine(path: Path) -> proof.Machine:
 def verify(options: argparse.Namespace) -> int:
     """Run the function here and check what is claimed of it."""
     made = made_by(options.function, options.arguments)
-    is_loss = made.f is not made.loss or run_of(made.loss, made.loss_args, options.has_aux)[1]
-    functions = {"loss" if is_loss else "step": (made.loss, made.loss_args, options.has_aux)}
+    is_loss = made.f is not made.loss or run_of(made.loss, made.loss_args)[1]
+    functions = {"loss" if is_loss else "step": (made.loss, made.loss_args)}
     if made.f is not made.loss:
-        functions["step"] = (made.f, made.args, False)
+        functions["step"] = (made.f, made.args)
     checks: list[tuple[str, proof.Check]] = []
-    for what, (f, args, has_aux) in functions.items():
-        for check in proof.checks(f, *args, has_aux=has_aux, strict=options.strict):
+    for what, (f, args) in functions.items():
+        for check in proof.checks(f, *args):
             checks.append((what, check))
             print(f"{what}: {check}", file=sys.stderr if options.json else sys.stdout, flush=True)
     found = {what: proof.Verification(tuple(check for of, check in checks if of == what)) for what in functions}

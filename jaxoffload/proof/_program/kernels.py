@@ -11,7 +11,7 @@ from jax.extend.core.primitives import dot_general_p, while_p
 from ..._engine.cost.cost import matmul_flops
 from ..._engine.jaxprs.walk import nested, walk
 from ..._jax import ATTENTION, MATMULS, MOSAIC_KERNELS, TE_GROUPED_GEMM
-from .hlo import Instruction, Module, dtype_and_sizes
+from .hlo import Instruction, Module, arrays_of
 
 MATMUL, ATTENTION_KERNELS = "matmuls", "attention kernels"
 # Kind -> the names of its equations, and of its instructions or, of custom calls, their targets.
@@ -25,26 +25,26 @@ _PADDING = 1.02  # of a matmul's sides, to multiples that its kernel needs
 
 
 class Kernels(NamedTuple):
-    """How often kernels of each kind run, and the FLOPs of the matmuls; None where they cannot be told."""
+    """How often kernels of each kind run, and the FLOPs of the matmuls; NaN where they cannot be told."""
 
     counts: Counter[str]
-    flops: float | None
+    flops: float
 
     def more_than(self, traced: "Kernels") -> list[str]:
         """Return where these exceed the kernels that were traced. XLA merges matmuls: FLOPs tell what counts do not."""
         more = [
-            f"{self.counts[kind]} {kind} run where {traced.counts[kind]} were traced"
-            for kind in KINDS
-            if self.counts[kind] > traced.counts[kind]
+            f"{count} {kind} run where {traced.counts[kind]} were traced"
+            for kind, count in self.counts.items()
+            if count > traced.counts[kind]
         ]
-        if self.flops and traced.flops and self.flops > _PADDING * traced.flops:
+        if traced.flops and self.flops > _PADDING * traced.flops:
             more.append(f"{MATMUL} take {self.flops / traced.flops:.3f} of the FLOPs that were traced")
         return more
 
 
 def traced(jaxpr: Jaxpr) -> Kernels | None:
     """Count the kernels of all branches; None if a `while`, whose iterations are not known, has any."""
-    kind_of = lambda eqn: _kind(eqn.primitive.name, of_equations=True)
+    kind_of = lambda eqn: _kind(eqn.primitive.name, 0)
     counts, flops = Counter[str](), 0.0
     for site in walk(jaxpr, lambda eqn: () if kind_of(eqn) else nested(eqn)):
         if kind := kind_of(site.eqn):
@@ -53,21 +53,25 @@ def traced(jaxpr: Jaxpr) -> Kernels | None:
             counts[kind] += site.runs
             if kind == MATMUL:  # some kernels of grouped GEMMs multiply every row by every group's matrix
                 flops += site.runs * (matmul_flops(site.eqn) if site.eqn.primitive is dot_general_p else math.nan)
-    return Kernels(+counts, None if math.isnan(flops) else flops)
+    return Kernels(+counts, flops)
 
 
 def ran(module: Module) -> Kernels:
     """Count the kernels that a compiled program runs per device, those within fusions included."""
     counts, flops = Counter[str](), 0.0
     for line in module:
-        if kind := _kind(line.target if line.opcode == "custom-call" else line.opcode, of_equations=False):
+        if kind := kind_of_kernel(line):
             counts[kind] += module.runs[line.computation]
             flops += module.runs[line.computation] * flops_of_instruction(line, module) if kind == MATMUL else 0.0
-    return Kernels(counts, None if math.isnan(flops) else flops)
+    return Kernels(counts, flops)
 
 
-def _kind(name: str, of_equations: bool) -> str | None:
-    return next((kind for kind, names in KINDS.items() if re.fullmatch(names[not of_equations], name)), None)
+def kind_of_kernel(line: Instruction) -> str | None:
+    return _kind(line.target if line.opcode == "custom-call" else line.opcode, 1)
+
+
+def _kind(name: str, of: int) -> str | None:
+    return next((kind for kind, names in KINDS.items() if re.fullmatch(names[of], name)), None)
 
 
 def flops_of_instruction(line: Instruction, module: Module) -> float:
@@ -76,5 +80,5 @@ def flops_of_instruction(line: Instruction, module: Module) -> float:
     operands = module.operands(line)
     if line.opcode == "ragged-dot" or not contracted or not operands:
         return math.nan
-    (_, given), (_, made) = dtype_and_sizes(operands[0].shape), dtype_and_sizes(line.shape)
+    given, made = (arrays_of(each.shape)[0].sizes for each in (operands[0], line))
     return 2.0 * math.prod(made) * math.prod(given[int(d)] for d in re.findall(r"\d+", contracted[1]))

@@ -16,7 +16,7 @@ from ..._jax import without_remat3
 from ..._text import readable
 from .._program.hlo import Copy, host_copies, parse
 from .._program.target import target_of
-from .._program.trace import DIRECTIONS, Event, Span, first_gpu, length, merged, ms_of, overlap, read, traced
+from .._program.trace import DIRECTIONS, Event, Span, length, merged, ms_of, overlap, read, traced
 
 WAY = {"d2h": 1, "h2d": -1}  # layers come back in reverse
 GAP = 10_000  # ns: shorter gaps between kernels are left out
@@ -192,7 +192,7 @@ def profile(f: Callable[..., Any], *args: Any, steps: int = 3) -> Profile:
         for _ in range(steps):
             jax.block_until_ready(program(*target.arrays))
 
-    return profile_of(first_gpu(traced(run)), host_copies(target.module), steps, jax.devices()[0].device_kind)
+    return profile_of(traced(run), host_copies(target.module), steps, jax.devices()[0].device_kind)
 
 
 def read_profile(folder: Path, program: jax.stages.Compiled, steps: int = 1) -> Profile:
@@ -223,7 +223,7 @@ def read_profile(folder: Path, program: jax.stages.Compiled, steps: int = 1) -> 
     if steps < 1:
         raise ValueError(f"read_profile: steps must be at least 1, got {steps}")
     module = parse(str(program.as_text()))
-    events = [e for e in first_gpu(read(folder)) if e.module == module.name]
+    events = [e for e in read(folder) if e.module == module.name]
     if not events:
         raise ValueError(f"read_profile: in the trace in {folder} {module.name} did not run on a GPU")
     return profile_of(events, host_copies(module), steps, jax.devices()[0].device_kind)

@@ -3,7 +3,6 @@
 Exactly, in the jaxpr; on a GPU also in XLA's memory plan, within one layer and a stated tolerance.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,11 @@ from jax.extend.core import JaxprEqn
 
 from ..._engine.jaxprs.walk import walk
 from ..._engine.microbatches.interleaved import interleaved_p, is_staged
-from ..._jax import SHARD_MAP, evaluate, nbytes
+from ..._jax import SHARD_MAP, evaluate
 from ..._text import readable
 from ..._tracing import as_reference
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
-from .._program.host_transfers import bytes_put, for_host, host_transfers
+from .._program.host_transfers import bytes_put, host_transfers
 from .._program.memory import memory_plan
 from .._program.results import without_dead_code
 from .._program.target import Target
@@ -42,18 +41,19 @@ def conservation(target: Target) -> Found:
     # What is recomputed because the host has no room is not on the device either.
     again = [r for r in ours if (r.state, r.decision, r.kind) == (RECOMPUTED, "recompute", "overridden")]
     freed = reference.device_bytes - ours.device_bytes
-    held = sum(row.bytes for row in [*_moved(ours, reference), *again])
+    moved = _moved(ours, reference)
+    held = sum(row.bytes for row in [*moved, *again])
     detail = "of one microbatch " * (eqn is not None)
     detail += f"by the jaxpr {readable(freed)} less than the reference's on the device, {readable(held)} on the host"
     if freed != held:
         why = _cannot_be_told(target, reference)
         return (NOT_CHECKED, f"{detail}; but {why}") if why else (FAILS, f"{detail}: {freed - held:+,} bytes")
-    if eqn is None:
-        verdict, more = _by_xlas_plan(target, ours, _moved(ours, reference), ours.host_bytes)
-    elif is_staged(eqn):
+    if eqn is not None and is_staged(eqn):
         verdict, more = bytes_of_stages(target, eqn)
+    elif eqn is not None:
+        verdict, more = _of_two_microbatches(target, eqn, ours, moved)
     else:
-        verdict, more = _of_two_microbatches(target, eqn, ours, _moved(ours, reference))
+        verdict, more = _by_xlas_plan(target, ours, moved)
     return verdict, f"{detail}; {more}"
 
 
@@ -96,35 +96,21 @@ def _cannot_be_told(target: Target, reference: Residuals) -> str:
 
 
 def _of_two_microbatches(target: Target, eqn: JaxprEqn, ours: Residuals, moved: list[Residual]) -> Found:
-    """Check the interleaved microbatches of a step, of which two are on the host at a time."""
-    of_one = at_once = put = 0
-    segments = [[s for loops in eqn.params[which] for s in loops.segments] for which in ("loops", "first", "last")]
-    for segment, first, last in zip(*segments, strict=True):
-        for residual, (_, aval) in zip(segment.layout.moved, for_host(segment), strict=True):
-            # In the first and in the last microbatch it may stay on the device, or be recomputed.
-            ends = [residual in end.layout.moved for end in (first, last)]
-            there = [ends[0], *[True] * (eqn.params["microbatches"] - 2), ends[1]]
-            stack = segment.layers * nbytes(aval)
-            last_row = nbytes(aval) * (segment.on_host == segment.layers)  # which is on its own
-            # A forward pass writes to the stack of the microbatch before the one before it, if there is one.
-            made = sum(is_there and not (m > 1 and there[m - 2]) for m, is_there in enumerate(there))
-            of_one += stack + last_row
-            # The last layer's row is read before the next one is written.
-            at_once += stack * max(map(sum, itertools.pairwise(there))) + last_row
-            put += stack * made + (stack + last_row) * sum(there)
-    if of_one != ours.host_bytes:
-        return NOT_CHECKED, "of two it is not known: the loss offloads beside its scans too"
-    if (more := bytes_put(without_dead_code(eqn.params["call_jaxpr"])) - put) > 0:
+    """Check the interleaved microbatches of a step, of which two are on the host at a time: they have two sets of
+    stacks, and each writes its rows once. In the first and in the last one residuals may stay on the device."""
+    microbatches = eqn.params["microbatches"]
+    most = (2 + microbatches) * ours.host_bytes
+    if (more := bytes_put(without_dead_code(eqn.params["call_jaxpr"])) - most) > 0:
         return FAILS, f"beside two sets of stacks and their rows the step puts {readable(more)} there"
-    verdict, planned = _by_xlas_plan(target, ours, moved, at_once, sets=2)
-    return verdict, f"of two {readable(at_once)} on the host, padding rows included; {planned}"
+    verdict, planned = _by_xlas_plan(target, ours, moved, sets=2, fewest=int(microbatches > 2))
+    return verdict, f"of two at most {readable(2 * ours.host_bytes)} on the host, padding rows included; {planned}"
 
 
-def _by_xlas_plan(target: Target, ours: Residuals, moved: list[Residual], on_the_host: int, sets: int = 1) -> Found:
+def _by_xlas_plan(target: Target, ours: Residuals, moved: list[Residual], sets: int = 1, fewest: int = 1) -> Found:
     """Compare XLA's memory plans.
 
-    `on_the_host`: bytes of all devices, padding rows included. `sets`: how many microbatches are there at a time; of
-    what stays on the device there are as many, and a layer of each is in flight.
+    `sets`: of how many microbatches residuals are on the host at a time, at least of the `fewest`. Of what stays on the
+    device there are as many, and a layer of each is in flight.
     """
     if jax.default_backend() != "gpu":
         return HOLDS, "memory plan not compared: this backend has no separate host memory"
@@ -140,9 +126,10 @@ def _by_xlas_plan(target: Target, ours: Residuals, moved: list[Residual], on_the
     if ours_plan is None or reference_plan is None:
         return HOLDS, "memory plan not compared: XLA does not say what it planned"
     less, held = reference_plan.temp_size_in_bytes - ours_plan.temp_size_in_bytes, ours_plan.host_temp_size_in_bytes
-    host = f"{readable(on_the_host // devices)}" + f" to {readable(on_the_host)}" * (devices > 1)
+    some, all_of_it = fewest * ours.host_bytes // devices, sets * ours.host_bytes
+    host = f"{readable(some)}" + f" to {readable(all_of_it)}" * (some < all_of_it)
     is_less = less > (1 - TOLERANCE) * least
-    is_there = (1 - TOLERANCE) * (on_the_host // devices) < held < (1 + TOLERANCE) * on_the_host
+    is_there = (1 - TOLERANCE) * some < held < (1 + TOLERANCE) * all_of_it
     return HOLDS if is_less and is_there else FAILS, (
         f"XLA planned {readable(less)} less, predicted {readable(predicted)}"
         + f", or {readable(least)} if all is divided" * (least < predicted)

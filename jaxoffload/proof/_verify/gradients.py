@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..._engine.jaxprs.walk import walk
+from ..._engine.layers.loops import loops_of
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
-from .._program.exact import not_exact
 from .._program.host_transfers import host_transfers
-from .._program.target import Target, has_loops
+from .._program.memory import too_large
+from .._program.target import Target
 from .bits import differences, no_evidence, numbers
-from .capacity import has_room_for, need
 from .rounding import CHAOTIC, LIMIT, furthest, rounding
 from .shared import REFERENCE_MOVES_TOO, first, in_any_process, no_reference
 
@@ -21,8 +22,8 @@ def gradients(target: Target) -> Found:
     """Compare all results with the reference's."""
     if why := _no_other_program(target):
         return NOT_CHECKED, why
-    if not has_room_for(target.reference_program):
-        return NOT_CHECKED, f"{need(target.reference_program)}; give it fewer layers, or a smaller batch"
+    if why := too_large(target.reference_program):
+        return NOT_CHECKED, f"the reference {why}; give it fewer layers, or a smaller batch"
     results = _compare(target.program, target.reference_program, target.arrays)
     if in_any_process(bool(results.differ)):  # perhaps in what XLA fused or contracted in one of them
         results = _compare(*target.exact_programs(), target.arrays)
@@ -30,7 +31,6 @@ def gradients(target: Target) -> Found:
     equal = f"{count} results are the reference's, bit for bit"
     if in_any_process(bool(differ)):
         verdict, how = _by_rounding(results, target.arrays)
-        how = "; ".join(filter(None, (how, not_exact(target.jaxpr))))
         if verdict != HOLDS:
             return verdict, f"{len(differ)} of {count} results differ: {'; '.join(differ[:3])}; {how}"
         equal = f"{count} results are the reference's, {len(differ)} of them not bit for bit: {how}"
@@ -45,7 +45,7 @@ def _no_other_program(target: Target) -> str:
     """Return why there is no other program to compare with; empty if there is one."""
     if not target.has_reference:
         return no_reference(target)
-    if has_loops(target.reference_jaxpr):
+    if any(loops_of(site.eqn) for site in walk(target.reference_jaxpr)):
         return "it was differentiated before verify saw it, so no reference can be built"
     transfers = list(host_transfers(target.reference_jaxpr))
     return f"{len(transfers)} {REFERENCE_MOVES_TOO}" if transfers else ""
@@ -68,9 +68,9 @@ def _compare(program: Any, reference_program: Any, args: tuple[Any, ...]) -> Res
 def _by_rounding(results: Results, args: tuple[Any, ...]) -> Found:
     """Check that results which differ do so by rounding alone, in all processes."""
     ours, reference, _, reference_program = results
-    if in_any_process(not has_room_for(reference_program, copies=2)):
+    if in_any_process(bool(why := too_large(reference_program, copies=2))):
         apart = furthest(ours, reference)
-        said = f"they are {apart:.2g} of a norm apart; to measure rounding, {need(reference_program, copies=2)}"
+        said = f"they are {apart:.2g} of a norm apart; to measure rounding, the reference {why}"
         return FAILS if in_any_process(not apart <= CHAOTIC) else NOT_CHECKED, said
     share, error = rounding(ours, reference, reference_program, args)
     moved = f"{error:.1g} of their norm"

@@ -1,39 +1,39 @@
 """The claims `moves` and `producers`: what goes to the host was marked so, and what is kept is not recomputed."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..._engine.decide.plan import Row
 from ..._jax import on_host
-from ..._names import read_names
-from ..._policy import Policy
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import kernels
-from .._program.host_transfers import HostTransfer
+from .._program.host_transfers import HostTransfer, host_transfers
 from .._program.target import Target
+from .._residuals.plans import Plans
 from .._residuals.residuals import residuals
 from .._residuals.table import SAVED
 
 
 def moves(target: Target) -> Found:
     """Find values that go to the host and must not, and values that must and do not."""
-    wrong = [f"{what}, {why}" for transfer in target.host_transfers for what, why in _forbidden(transfer, target)]
-    if wrong:
-        return FAILS, f"these values go to the host and must not: {'; '.join(dict.fromkeys(wrong))}"
+    transfers = list(host_transfers(target.jaxpr))
+    on_host_before = {_type(v.aval) for v in target.jaxpr.invars if on_host(v.aval)}
+    if wrong := dict.fromkeys(filter(None, (_forbidden(each, target.plans, on_host_before) for each in transfers))):
+        return FAILS, f"these values go to the host and must not: {'; '.join(wrong)}"
     if stays := dict.fromkeys(_stays(target)):
         return FAILS, f"these values stay on the device: {'; '.join(stays)}"
-    if not (count := len(target.host_transfers)):
+    if not transfers:
         return HOLDS, "nothing goes to the host"
-    marked = sum(transfer.source.name is not None for transfer in target.host_transfers)
-    if marked == count:
-        values = f"{count} values that go to the host are" if count > 1 else "value that goes to the host is"
-        return HOLDS, f"the {values} marked offload"
-    others = "have no plan's name, are results of equations, or were on the host before"
-    if not marked:
-        return HOLDS, f"the {count} value(s) that go to the host {others}"
-    return HOLDS, f"of the {count} values that go to the host {marked} are marked offload; {count - marked} {others}"
+    others = sum(transfer.source.name is None for transfer in transfers)
+    detail = f"of {len(transfers)} value(s) that go to the host {len(transfers) - others} are marked offload"
+    return HOLDS, detail + f"; {others} {_OTHERS}" * (others > 0)
+
+
+_OTHERS = "have no plan's name, are results of equations, or were on the host before"
 
 
 def _stays(target: Target) -> Iterator[str]:
@@ -44,35 +44,26 @@ def _stays(target: Target) -> Iterator[str]:
             yield f"{', '.join(row.names)}, which is marked offload ({row.reason})"
 
 
-def _forbidden(transfer: HostTransfer, target: Target) -> Iterator[tuple[str, str]]:
-    """Yield what a transfer is, and why it must not go to the host; nothing where it may."""
+def _forbidden(transfer: HostTransfer, plans: Plans, on_host_before: Collection[Any]) -> str:
+    """Return what goes to the host and why it must not; empty where it may."""
     source, what = transfer.source, f"{transfer.source.where} {transfer.aval.str_short()}"
     if source.name is not None:
-        if source.name.decision != "offload":
-            row = target.plans.rows.get(source.name)
-            names = ", ".join(row.names) if row else source.name
-            yield names or "a matmul", f"which is marked {source.name.decision}"
-    elif source.kind == "argument":  # a weight may have the shape of a moment on the host
-        yield what, f"which is named {transfer.name!r} and stays with the caller" if transfer.name else _UNNAMED
-    elif _may_update_host_argument(transfer, target):
-        pass
-    elif transfer.name is None:
-        if target.plans.plans or source.kind in ("input", "constant"):
-            yield what, _UNNAMED
-    elif target.policies and all(isinstance(policy, Policy) for policy in target.policies):
-        name = read_names(transfer.name)[0]
-        decided = {"save" if name.keep else policy.decision(name.text) for policy in target.policies}
-        if "offload" not in decided:
-            yield name.text, f"which is marked {' or '.join(sorted(decided))}"
+        row = plans.rows.get(source.name)
+        names = ", ".join(row.names) if row else source.name
+        return (
+            ""
+            if source.name.decision == "offload"
+            else f"{names or 'a matmul'}, which is marked {source.name.decision}"
+        )
+    if source.kind == "argument" and transfer.name:  # a weight may have the shape of a moment on the host
+        return f"{what}, which is named {transfer.name!r} and stays with the caller"
+    is_update = source.kind != "argument" and _type(transfer.aval) in on_host_before  # as an optimizer's state
+    may_be_untagged = not plans.plans and source.kind not in ("argument", "input", "constant")
+    return "" if transfer.name or is_update or may_be_untagged else f"{what}, which has no name"
 
 
-_UNNAMED = "which has no name"
-
-
-def _may_update_host_argument(transfer: HostTransfer, target: Target) -> bool:
-    """Return if a transfer may be the new value of an argument on the host, as an optimizer's state may be."""
-    like = lambda aval: (aval.shape, aval.dtype)
-    return like(transfer.aval) in {like(v.aval) for v in target.jaxpr.invars if on_host(v.aval)}
+def _type(aval: Any) -> tuple[Any, ...]:
+    return aval.shape, aval.dtype
 
 
 def producers(target: Target) -> Found:
@@ -117,7 +108,7 @@ def _by_kernels(target: Target) -> Found:
     if expected is None:
         return HOLDS, "; kernels not counted: the trip count of a loop is unknown"
     if len(target.devices) > 1:  # each of them does what is not divided
-        expected = expected._replace(flops=None)
+        expected = expected._replace(flops=math.nan)
     ran = kernels.ran(target.module)
     if more := ran.more_than(expected):
         return FAILS, f", but by the compiled program {'; '.join(more)}"

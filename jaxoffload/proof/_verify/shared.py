@@ -13,9 +13,10 @@ VISIBLE = 64 * 2**20  # bytes; memory differs by some MiB for other reasons
 
 
 def no_reference(target: Target) -> str:
+    """Return why a function has no reference."""
     detail = "nothing in the function is differentiated by jaxoffload, so it has no reference"
     if target.loss is None:
-        return f"{detail} (a loss returns one floating-point scalar; has_aux=True: that and other results)"
+        return f"{detail} (a loss returns one floating-point scalar)"
     return f"{detail}; is it jaxoffload's scan, chain or checkpoint that it calls?"
 
 

@@ -26,8 +26,6 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxoffload import (
     Policy,
-    Residual,
-    Residuals,
     _compiler_options,
     _jax,
     chain,
@@ -335,8 +333,7 @@ def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
     ours = plan(temp_size_in_bytes=2**30 - freed * 2**20, host_temp_size_in_bytes=there * 2**20)
     of_reference = plan(temp_size_in_bytes=2**30)
     target = SimpleNamespace(fast_program=ours, fast_reference=of_reference, devices=set(range(devices)))
-    row = Residual(("fc1",), (), "int8", 10 * 2**20, 10, 100 * 2**20, "offloaded", "offload", "fc1")
-    found, said = _conservation._by_xlas_plan(target, Residuals((row,)), [row])
+    found, said = _conservation._by_xlas_plan(target, (100 * 2**20, 100 * 2**20), [(90 * 2**20, 1)])
     assert found == verdict and f"planned {freed}.00 MiB less, predicted 90.00 MiB" in said
     assert ("or 45.00 MiB if all is divided" in said) == (devices == 2)
 

@@ -338,23 +338,20 @@ def _naming(copy: Instruction, module: Module) -> Instruction | None:
     loop's body copies the rows of the layers before. Where a loop over microbatches carries it, an iteration copied it
     to the host.
     """
-    sources = module.sources(copy)[:1]
-    ends = (line for line in module.computations[copy.computation] if line.opcode == "copy-done")
-    waits_for = [*module.operands(copy)[:1], *sources]
-    for line in (copy, *(end for end in ends if module.sources(end) == [copy]), *waits_for):
+    in_its_place = module.computations[copy.computation]
+    ends = (line for line in in_its_place if line.opcode == "copy-done" and module.sources(line) == [copy])
+    source = next(iter(module.sources(copy)), copy)
+    for line in (copy, *ends, *module.operands(copy)[:1], source):
         if line.scope:
             return line
-    source = next(iter(sources), copy)
-    before = next(iter(module.sources(source)), copy)
+    before, element = next(iter(module.sources(source)), copy), source.element
     if source.opcode == "copy-done" and before is not copy:
         return _naming(before, module)
-    element = source.element
-    for row in module.called(before) if element and before.opcode == "while" else ():
-        if row.opcode == "fusion-start" and row.on_host and element in [x.element for x in module.sources(row)]:
-            return _naming(row, module)
-    bodies = {"while": before.calls, "parameter": (source.computation,)}.get(before.opcode, ()) if element else ()
-    for root in (line for body in bodies for line in module.computations.get(body, ()) if line.is_root):
-        carried = module.operands(root)[int(element) :][:1]
-        for start in (module.sources(end)[0] for end in carried if end.opcode == "copy-done"):
-            return _naming(start, module)
-    return None
+    starts = []
+    if element and before.opcode in ("while", "parameter"):
+        inside = list(module.called(before)) if before.opcode == "while" else in_its_place
+        rows = (line for line in inside if line.opcode == "fusion-start" and line.on_host)
+        starts += [row for row in rows if element in [x.element for x in module.sources(row)]]
+        carried = (module.operands(line)[int(element)] for line in inside if line.is_root and line.opcode == "tuple")
+        starts += [module.sources(end)[0] for end in carried if end.opcode == "copy-done"]
+    return _naming(starts[0], module) if starts else None

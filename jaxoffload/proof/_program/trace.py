@@ -4,8 +4,7 @@ A copy is hidden while a kernel, of whatever stream, runs beside it. Copies with
 """
 
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,23 +61,6 @@ def events_of(profile: Any) -> list[Event]:
             op, module = (str(stats.get(key, "")) for key in ("hlo_op", "hlo_module"))
             events.append(Event(line.name, e.name, op, e.start_ns, e.end_ns, module))
     return events
-
-
-def in_the_way(events: list[Event], ignored: Collection[str] = ()) -> dict[str, str]:
-    """Map streams that both compute and copy to or from the host to how many copies, by which instructions, beside
-    which kernels; except what the ignored instructions do."""
-    kernels, copies = defaultdict(list), defaultdict(list)
-    for e in (e for e in events if e.op not in ignored):
-        if e.direction:
-            copies[e.stream].append(e.op)
-        elif not e.name.startswith(("Memcpy", "Memset")):
-            kernels[e.stream].append(e.name)
-    first = lambda names: ", ".join(sorted(set(names))[:3])
-    return {
-        stream: f"{len(by)} copies by {first(by)} beside {first(kernels[stream])}"
-        for stream, by in copies.items()
-        if stream in kernels
-    }
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:

@@ -53,7 +53,8 @@ def conservation(target: Target) -> Found:
     elif eqn is not None:
         verdict, more = _of_two_microbatches(target, eqn, ours, moved)
     else:
-        verdict, more = _by_xlas_plan(target, ours, moved)
+        off_device = [(row.bytes - row.bytes_per_layer * (row.layers > 1), row.parts) for row in moved]  # one in flight
+        verdict, more = _by_xlas_plan(target, (ours.host_bytes, ours.host_bytes), off_device)
     return verdict, f"{detail}; {more}"
 
 
@@ -98,38 +99,39 @@ def _cannot_be_told(target: Target, reference: Residuals) -> str:
 def _of_two_microbatches(target: Target, eqn: JaxprEqn, ours: Residuals, moved: list[Residual]) -> Found:
     """Check the interleaved microbatches of a step, of which two are on the host at a time: they have two sets of
     stacks, and each writes its rows once. In the first and in the last one residuals may stay on the device."""
-    microbatches = eqn.params["microbatches"]
-    most = (2 + microbatches) * ours.host_bytes
-    if (more := bytes_put(without_dead_code(eqn.params["call_jaxpr"])) - most) > 0:
+    one, microbatches = ours.host_bytes, eqn.params["microbatches"]
+    if (more := bytes_put(without_dead_code(eqn.params["call_jaxpr"])) - (2 + microbatches) * one) > 0:
         return FAILS, f"beside two sets of stacks and their rows the step puts {readable(more)} there"
-    verdict, planned = _by_xlas_plan(target, ours, moved, sets=2, fewest=int(microbatches > 2))
-    return verdict, f"of two at most {readable(2 * ours.host_bytes)} on the host, padding rows included; {planned}"
+    # A layer of each is in flight; on the device, too, there are two.
+    freed = [(row.bytes - 2 * row.bytes_per_layer, row.parts) for row in moved]
+    freed += [(-row.bytes, row.parts) for row in ours if row.state == SAVED]
+    verdict, planned = _by_xlas_plan(target, (one if microbatches > 2 else 0, 2 * one), freed)
+    return verdict, f"of two at most {readable(2 * one)} on the host, padding rows included; {planned}"
 
 
-def _by_xlas_plan(target: Target, ours: Residuals, moved: list[Residual], sets: int = 1, fewest: int = 1) -> Found:
+def _by_xlas_plan(target: Target, on_host: tuple[int, int], freed: list[tuple[int, int]]) -> Found:
     """Compare XLA's memory plans.
 
-    `sets`: of how many microbatches residuals are on the host at a time, at least of the `fewest`. Of what stays on the
-    device there are as many, and a layer of each is in flight.
+    Args:
+      on_host: the fewest and the most bytes there, of all devices, padding rows included.
+      freed: bytes that are not on the device, each with the parts that a mesh divides them into.
     """
     if jax.default_backend() != "gpu":
         return HOLDS, "memory plan not compared: this backend has no separate host memory"
-    freed = [(row.bytes - row.bytes_per_layer * (sets if sets > 1 else row.layers > 1), row.parts) for row in moved]
-    freed += [(-row.bytes, row.parts) for row in ours if sets > 1 and row.state == SAVED]
     devices = max(1, len(target.devices))
     predicted = max(0, sum(size // parts for size, parts in freed))
     # The table takes for whole what nothing divides in the trace, and XLA may divide it nevertheless.
     least = min(predicted, max(0, sum(size for size, _ in freed)) // devices)
     if least < VISIBLE:
         return HOLDS, f"memory plan not compared: {readable(least)} would not show in it"
-    ours_plan, reference_plan = map(memory_plan, (target.fast_program, target.fast_reference))
-    if ours_plan is None or reference_plan is None:
+    ours, reference = map(memory_plan, (target.fast_program, target.fast_reference))
+    if ours is None or reference is None:
         return HOLDS, "memory plan not compared: XLA does not say what it planned"
-    less, held = reference_plan.temp_size_in_bytes - ours_plan.temp_size_in_bytes, ours_plan.host_temp_size_in_bytes
-    some, all_of_it = fewest * ours.host_bytes // devices, sets * ours.host_bytes
-    host = f"{readable(some)}" + f" to {readable(all_of_it)}" * (some < all_of_it)
+    less, held = reference.temp_size_in_bytes - ours.temp_size_in_bytes, ours.host_temp_size_in_bytes
+    some, most = on_host[0] // devices, on_host[1]
+    host = readable(most) if some == most else f"{readable(some)} to {readable(most)}"
     is_less = less > (1 - TOLERANCE) * least
-    is_there = (1 - TOLERANCE) * some < held < (1 + TOLERANCE) * all_of_it
+    is_there = (1 - TOLERANCE) * some <= held <= (1 + TOLERANCE) * most
     return HOLDS if is_less and is_there else FAILS, (
         f"XLA planned {readable(less)} less, predicted {readable(predicted)}"
         + f", or {readable(least)} if all is divided" * (least < predicted)

@@ -1,6 +1,7 @@
 """The claim `copies`: copies are asynchronous DMA, in range, on streams that do not compute; all else leaves host
 memory alone."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import hlo
 from .._program.memory import too_large
 from .._program.target import Target
-from .._program.trace import Event, in_the_way, traced
+from .._program.trace import Event, traced
 from .shared import first
 
 
@@ -53,10 +54,20 @@ def wrong_as_it_ran(events: list[Event], module: hlo.Module, modules: Iterable[A
     """Return what is wrong with the copies in a trace of one run, on one device."""
     decided_on_host = {line.name for line in module if line.opcode in ("while", "conditional")}  # their conditions are
     ignored, waiting = hlo.collective_kernels(module, modules) | decided_on_host, hlo.with_sizes_on_the_host(module)
-    events = [e for e in events if not (e.direction and e.op in waiting)]
-    shared = in_the_way(events, ignored).items()
-    wrong = [f"copies run on a stream that computes, {stream}: {what}" for stream, what in shared]
-    ran = sum(e.direction is not None and e.op not in ignored for e in events)
+    events = [e for e in events if e.op not in ignored and not (e.direction and e.op in waiting)]
+    copies, kernels = defaultdict[str, list[str]](list), defaultdict[str, set[str]](set)
+    for e in events:
+        if e.direction:
+            copies[e.stream].append(e.op)
+        elif not e.name.startswith(("Memcpy", "Memset")):
+            kernels[e.stream].add(e.name)
+    wrong = [
+        f"copies run on a stream that computes, {stream}: {len(ops)} copies by {first(sorted(set(ops)))} beside "
+        f"{first(sorted(kernels[stream]))}"
+        for stream, ops in copies.items()
+        if stream in kernels
+    ]
+    ran = sum(map(len, copies.values()))
     has_branches = any(line.opcode == "conditional" for line in module)  # of which one is taken
     fewest = 1 if has_branches else sum(module.runs[copy.loop] for copy in hlo.host_copies(module).values())
     return wrong if ran >= fewest else [*wrong, f"{ran} of {fewest} copies ran as copies"]

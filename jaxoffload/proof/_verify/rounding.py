@@ -69,24 +69,16 @@ def _norms(a: np.ndarray, b: np.ndarray | None = None) -> np.ndarray:
 def _moved(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
     """Return the arguments, with each floating-point array on a device moved by one unit in the last place."""
     leaves, tree = jax.tree.flatten(args)
-    chosen = [i for i, leaf in enumerate(leaves) if _can_move(leaf)]
-    arrays = [leaves[i] for i in chosen]
-    shardings = [a.sharding if isinstance(a, jax.Array) else None for a in arrays]
-    moved = jax.jit(_one_ulp, out_shardings=shardings)(arrays, jax.random.key(number))
-    for i, array in zip(chosen, moved, strict=True):
-        leaves[i] = array
+    for n, x in enumerate(leaves):
+        sharding = x.sharding if isinstance(x, jax.Array) else None
+        is_on_host = sharding is not None and sharding.memory_kind == "pinned_host"
+        if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact) and not is_on_host:
+            key = jax.random.fold_in(jax.random.key(number), n)
+            leaves[n] = jax.jit(_by_one_ulp, out_shardings=sharding)(x, key)
     return jax.tree.unflatten(tree, leaves)
 
 
-def _can_move(leaf: Any) -> bool:
-    on_device = not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind != "pinned_host"
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact) and on_device
-
-
-def _one_ulp(arrays: list[Any], key: jax.Array) -> list[jax.Array]:
-    def moved(x: Any, number: int) -> jax.Array:
-        x, eps = jnp.asarray(x), jnp.finfo(x.dtype).eps
-        up = jax.random.bernoulli(jax.random.fold_in(key, number), 0.5, x.shape)
-        return x * jnp.where(up, 1 + eps, 1 - eps).astype(x.dtype)
-
-    return [moved(x, number) for number, x in enumerate(arrays)]
+def _by_one_ulp(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Return an array whose elements are moved up or down, at random."""
+    eps, up = jnp.finfo(x.dtype).eps, jax.random.bernoulli(key, 0.5, x.shape)
+    return x * jnp.where(up, 1 + eps, 1 - eps).astype(x.dtype)

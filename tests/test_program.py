@@ -234,7 +234,11 @@ def test_two_copies_of_a_row_behind_its_layers_are_beside_the_next_loop(gpu, lay
     f = gradient(lambda x, w: scan(layer, x, w, policy=policy)[0], (0, 1))
     w = dict.fromkeys(names, jax.ShapeDtypeStruct((LAYERS, 1024, 1024), jnp.bfloat16))
     program = module_of(compiled(gpu, f, jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), w))
-    (entry,) = (lines for lines in program.computations.values() if any(line.opcode == "while" for line in lines))
+    (entry,) = (
+        list(lines.values())
+        for lines in program.computations.values()
+        if any(line.opcode == "while" for line in lines.values())
+    )
     under_way, beside = set(), []
     for line in entry:
         if line.opcode == "copy-start":
@@ -325,7 +329,7 @@ def exposed(module):
     total = 0.0
     for computation, lines in module.computations.items():
         left = {}  # of the exchanges that are under way
-        for line in lines:
+        for line in lines.values():
             seconds = _scheduling.seconds_of(line, module) or 0.0
             large = line.opcode.startswith("all-to-all") and hlo.nbytes(line.shape) > 2**20
             if line.opcode == "all-to-all-start" and large:
@@ -393,7 +397,7 @@ def copies_in_order(module):
     name_of = {(line.computation, line.name): next(names) for line in module if line.starts_host_copy}
 
     def of(computation):
-        for line in module.computations[computation]:
+        for line in module.computations[computation].values():
             if name := name_of.get((computation, line.name)):
                 yield name
             for body in line.calls if line.opcode == "while" else ():

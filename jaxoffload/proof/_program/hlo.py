@@ -78,20 +78,13 @@ def _first(pattern: str, text: str) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """A compiled program; `name` is the one that a profile gives it."""
+    """A compiled program: its instructions by computation and name. `name` is the one that a profile gives it."""
 
     name: str
-    instructions: tuple[Instruction, ...]
+    computations: dict[str, dict[str, Instruction]]
 
     def __iter__(self) -> Iterator[Instruction]:
-        return iter(self.instructions)
-
-    @functools.cached_property
-    def computations(self) -> dict[str, list[Instruction]]:
-        computations = defaultdict(list)
-        for line in self:
-            computations[line.computation].append(line)
-        return dict(computations)
+        return (line for lines in self.computations.values() for line in lines.values())
 
     @functools.cached_property
     def trip_counts(self) -> dict[str, int]:
@@ -120,9 +113,8 @@ class Module:
         return {computation: count(computation) for computation in self.computations}
 
     def operands(self, line: Instruction) -> list[Instruction]:
-        return [
-            self._named[line.computation, name] for name in line.operands if (line.computation, name) in self._named
-        ]
+        inside = self.computations[line.computation]
+        return [inside[name] for name in line.operands if name in inside]
 
     def sources(self, line: Instruction) -> list[Instruction]:
         """Return the operands of an instruction, looked for behind bitcasts and tuples."""
@@ -138,16 +130,12 @@ class Module:
 
     def called(self, line: Instruction) -> Iterator[Instruction]:
         """Return the instructions of the computations that it runs."""
-        return (inner for name in line.calls for inner in self.computations.get(name, []))
-
-    @functools.cached_property
-    def _named(self) -> dict[tuple[str, str], Instruction]:
-        return {(line.computation, line.name): line for line in self}
+        return (inner for name in line.calls for inner in self.computations.get(name, {}).values())
 
 
 def parse(text: str) -> Module:
     """Read a compiled program's `as_text()`."""
-    computation, instructions = "", []
+    computations, computation = defaultdict[str, dict[str, Instruction]](dict), ""
     for line in text.splitlines():
         if begins := _COMPUTATION.match(line):
             computation = begins[1]
@@ -155,8 +143,8 @@ def parse(text: str) -> Module:
             name, shape, opcode, rest = match.groups()
             operands = tuple(_NAME.findall(rest.partition(")")[0]))
             calls = tuple(_NAME.findall(" ".join(_CALLS.findall(line))))
-            instructions.append(Instruction(computation, name, shape, opcode, operands, calls, line))
-    return Module(text.removeprefix("HloModule ").partition(",")[0], tuple(instructions))
+            computations[computation][name] = Instruction(computation, name, shape, opcode, operands, calls, line)
+    return Module(text.removeprefix("HloModule ").partition(",")[0], dict(computations))
 
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all", "reduce-scatter")
@@ -338,7 +326,7 @@ def _naming(copy: Instruction, module: Module) -> Instruction | None:
     loop's body copies the rows of the layers before. Where a loop over microbatches carries it, an iteration copied it
     to the host.
     """
-    in_its_place = module.computations[copy.computation]
+    in_its_place = module.computations[copy.computation].values()
     ends = (line for line in in_its_place if line.opcode == "copy-done" and module.sources(line) == [copy])
     source = next(iter(module.sources(copy)), copy)
     for line in (copy, *ends, *module.operands(copy)[:1], source):
@@ -349,7 +337,7 @@ def _naming(copy: Instruction, module: Module) -> Instruction | None:
         return _naming(before, module)
     starts = []
     if element and before.opcode in ("while", "parameter"):
-        inside = list(module.called(before)) if before.opcode == "while" else in_its_place
+        inside = list(module.called(before)) if before.opcode == "while" else list(in_its_place)
         rows = (line for line in inside if line.opcode == "fusion-start" and line.on_host)
         starts += [row for row in rows if element in [x.element for x in module.sources(row)]]
         carried = (module.operands(line)[int(element)] for line in inside if line.is_root and line.opcode == "tuple")

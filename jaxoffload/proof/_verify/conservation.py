@@ -22,10 +22,8 @@ from .._program.results import without_dead_code
 from .._program.target import Target
 from .._residuals.residuals import residuals
 from .._residuals.table import OFFLOADED, RECOMPUTED, SAVED, Residual, Residuals
-from .shared import REFERENCE_MOVES_TOO, VISIBLE, no_reference
+from .shared import REFERENCE_MOVES_TOO, TOLERANCE, VISIBLE, no_reference
 from .stages import bytes_of_stages
-
-TOLERANCE = 0.015  # of what XLA planned
 
 
 def conservation(target: Target) -> Found:

@@ -47,19 +47,18 @@ def _stays(target: Target) -> Iterator[str]:
 def _forbidden(transfer: HostTransfer, plans: Plans, on_host_before: Collection[Any]) -> str:
     """Return what goes to the host and why it must not; empty where it may."""
     source, what = transfer.source, f"{transfer.source.where} {transfer.aval.str_short()}"
+    if source.name is not None and source.name.decision == "offload":
+        return ""
     if source.name is not None:
         row = plans.rows.get(source.name)
         names = ", ".join(row.names) if row else source.name
-        return (
-            ""
-            if source.name.decision == "offload"
-            else f"{names or 'a matmul'}, which is marked {source.name.decision}"
-        )
-    if source.kind == "argument" and transfer.name:  # a weight may have the shape of a moment on the host
-        return f"{what}, which is named {transfer.name!r} and stays with the caller"
-    is_update = source.kind != "argument" and _type(transfer.aval) in on_host_before  # as an optimizer's state
-    may_be_untagged = not plans.plans and source.kind not in ("argument", "input", "constant")
-    return "" if transfer.name or is_update or may_be_untagged else f"{what}, which has no name"
+        return f"{names or 'a matmul'}, which is marked {source.name.decision}"
+    if source.kind == "argument":  # a weight may have the shape of a moment on the host
+        stays = f"which is named {transfer.name!r} and stays with the caller" if transfer.name else "which has no name"
+        return f"{what}, {stays}"
+    is_update = _type(transfer.aval) in on_host_before  # as an optimizer's state
+    may_lack_a_name = not plans.plans and source.kind not in ("input", "constant")
+    return "" if transfer.name or is_update or may_lack_a_name else f"{what}, which has no name"
 
 
 def _type(aval: Any) -> tuple[Any, ...]:

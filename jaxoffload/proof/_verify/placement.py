@@ -6,14 +6,14 @@ from jax.extend.core import Jaxpr
 
 from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.loops import backward_p, loops_of
-from ..._engine.microbatches.interleaved import interleaved_p
+from ..._engine.microbatches.interleaved import interleaved_p, is_staged
 from ..._jax import nbytes
 from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import hlo
 from .._program.target import Target
 from .shared import no_reference
-from .stages import exchanges, runs_on_stages
+from .stages import exchanges
 
 
 def placement(target: Target) -> Found:
@@ -25,7 +25,7 @@ def placement(target: Target) -> Found:
         return NOT_CHECKED, "all arguments are on one device"
     if not target.has_reference:
         return NOT_CHECKED, no_reference(target)
-    if runs_on_stages(target):
+    if any(is_staged(site.eqn) for site in walk(target.jaxpr)):
         return exchanges(target)
     ours, reference = _bytes_by_kind(target.module), _bytes_by_kind(hlo.parse(target.fast_reference.as_text()))
     more, padding = ours - reference, padding_read(target.jaxpr)

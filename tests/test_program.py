@@ -388,7 +388,7 @@ def test_verify_finds_two_microbatches_in_the_plan(gpu, monkeypatch):
     for ours, verdict, expected in ((program, "holds", "640.00 MiB"), (reference, "fails", "0 B")):
         vars(target).update(fast_program=ours, fast_reference=reference)
         found, said = conservation(target)
-        assert found == verdict and f"and {expected} on the host for 320.00 MiB to 640.00 MiB" in said, said
+        assert found == verdict and f"planned {expected} on the host for 320.00 MiB to 640.00 MiB" in said, said
 
 
 def copies_in_order(module):

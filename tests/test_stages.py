@@ -23,10 +23,9 @@ from jaxoffload._jax import HOST
 from jaxoffload.proof import exact_options
 from jaxoffload.proof._program import hlo
 from jaxoffload.proof._program.target import target_of
-from jaxoffload.proof._verify.conservation import conservation
+from jaxoffload.proof._verify.conservation import conservation, put_by_stages
 from jaxoffload.proof._verify.gradients import gradients
 from jaxoffload.proof._verify.placement import placement
-from jaxoffload.proof._verify.stages import put_on_host
 
 LAYERS = 8
 PARAMS = params_of(LAYERS)
@@ -617,7 +616,7 @@ def test_stages_put_on_the_host_what_goes_to_the_slots(stages, groups, microbatc
     step, args, on_mesh = staged(groups, microbatches, stages)
     with on_mesh:
         (eqn,) = (site.eqn for site in walk(jax.make_jaxpr(step)(*args).jaxpr) if is_staged(site.eqn))
-    put, wanted = put_on_host(eqn)
+    put, wanted = put_by_stages(eqn)
     assert put == wanted > 0
 
 

@@ -332,9 +332,9 @@ def test_conservation_by_xlas_plan(freed, there, devices, verdict, monkeypatch):
     monkeypatch.setattr(_conservation, "VISIBLE", 0)
     ours = plan(temp_size_in_bytes=2**30 - freed * 2**20, host_temp_size_in_bytes=there * 2**20)
     of_reference = plan(temp_size_in_bytes=2**30)
-    target = SimpleNamespace(fast_program=ours, fast_reference=of_reference, devices=set(range(devices)))
-    found, said = _conservation._by_xlas_plan(target, (100 * 2**20, 100 * 2**20), [(90 * 2**20, 1)])
-    assert found == verdict and f"planned {freed}.00 MiB less, predicted 90.00 MiB" in said
+    target = SimpleNamespace(fast_program=ours, fast_reference=of_reference, device_count=devices)
+    found, said = _conservation._by_xlas_plan(target, 100 * 2**20 // devices, 100 * 2**20, [(90 * 2**20, 1)])
+    assert found == verdict and f"and {freed}.00 MiB less on the device, predicted 90.00 MiB" in said
     assert ("or 45.00 MiB if all is divided" in said) == (devices == 2)
 
 

@@ -81,10 +81,10 @@ class Target:
         return parse(self.fast_program.as_text())
 
     @functools.cached_property
-    def devices(self) -> set[Any]:
-        """The devices of the arguments' shardings; empty where they have none."""
+    def device_count(self) -> int:
+        """How many devices the arguments' shardings are on; 1 where they have none."""
         shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(self.args)]
-        return {device for sharding in shardings if sharding is not None for device in sharding.device_set}
+        return len({device for sharding in filter(None, shardings) for device in sharding.device_set}) or 1
 
 
 def target_of(f: Callable[..., Any], args: tuple[Any, ...]) -> Target:

@@ -106,7 +106,7 @@ def _by_kernels(target: Target) -> Found:
     expected = kernels.traced(target.jaxpr)
     if expected is None:
         return HOLDS, "; kernels not counted: the trip count of a loop is unknown"
-    if len(target.devices) > 1:  # each of them does what is not divided
+    if target.device_count > 1:  # each of them does what is not divided
         expected = expected._replace(flops=math.nan)
     ran = kernels.ran(target.module)
     if more := ran.more_than(expected):

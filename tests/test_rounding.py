@@ -15,8 +15,7 @@ from jaxoffload._tracing import as_reference
 from jaxoffload.proof._program.exact import compiled, exact_options
 from jaxoffload.proof._program.target import target_of
 from jaxoffload.proof._verify import gradients as _gradients
-from jaxoffload.proof._verify.bits import differences, numbers
-from jaxoffload.proof._verify.rounding import LIMIT, Rounding, furthest, rounding
+from jaxoffload.proof._verify.differences import LIMIT, Rounding, differences, furthest, numbers, rounding
 
 pytestmark = pytest.mark.slow
 

@@ -43,15 +43,16 @@ from jaxoffload._engine.layers import scan_primitive
 from jaxoffload._engine.layers.placement import Layout
 from jaxoffload._jax import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
+from jaxoffload._text import readable
 from jaxoffload.proof import verify
 from jaxoffload.proof._command import main, progress
 from jaxoffload.proof._program import exact as _exact
 from jaxoffload.proof._program import memory as _memory
 from jaxoffload.proof._program.target import target_of
-from jaxoffload.proof._verify import bits as _bits
 from jaxoffload.proof._verify import conservation as _conservation
 from jaxoffload.proof._verify import repeats as _repeats
 from jaxoffload.proof._verify.conservation import conservation
+from jaxoffload.proof._verify.differences import differences
 from jaxoffload.proof._verify.gradients import gradients
 from jaxoffload.proof._verify.moves import moves, producers
 from jaxoffload.proof._verify.placement import placement
@@ -288,7 +289,7 @@ def test_what_was_differentiated_before_has_no_reference():
 
 def test_results_are_compared_by_their_bits():
     of = lambda *values, dtype=np.float32: {"r": np.array(values, dtype)}
-    differ = lambda a, b: list(_bits.differences(a, b))
+    differ = lambda a, b: list(differences(a, b))
     assert not differ(of(np.nan, 0.0), of(np.nan, 0.0)) and not differ(of(), of())
     assert differ(of(0.0, 1.0, 2.0), of(-0.0, 1.0, 2.5)) == ["['r']: 2 of 3 values, by up to 0.5"]
     (said,) = differ(of(1 + 2j, 3.0, dtype=np.complex128), of(1 + 2j, 4.0, dtype=np.complex128))
@@ -545,11 +546,13 @@ def test_more_collectives_than_the_reference_has_fail(monkeypatch):
 def test_residuals_that_are_whole_on_each_device_fail(monkeypatch):
     """Planted: what is written to a stack is gathered first."""
     mesh, real = auto_mesh(d=8), _loops.put_row
-    assert one(placement, of_scan, on(mesh, X, "d"), W)[0] == "holds"
+    verdict, said = one(placement, of_scan, on(mesh, X, "d"), W)
+    assert verdict == "holds" and "no device keeps a larger shard of any of" in said
     whole = lambda a: lax.with_sharding_constraint(a, NamedSharding(mesh, jax.P()))
     monkeypatch.setattr(_loops, "put_row", lambda s, a, i: real(s, a if on_host(jax.typeof(a)) else whole(a), i))
     verdict, said = one(placement, of_scan, on(mesh, X, "d"), W)
-    assert verdict == "fails" and "more than the reference's do: all-gather" in said
+    sizes = [readable(BATCH * HIDDEN * 4 // share) for share in (1, 8)]
+    assert verdict == "fails" and "each device keeps {} of a layer's act, the reference's {}".format(*sizes) in said
 
 
 # --- planted faults, each through a seam of the engine

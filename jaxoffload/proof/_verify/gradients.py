@@ -13,8 +13,7 @@ from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program.host_transfers import host_transfers
 from .._program.memory import too_large
 from .._program.target import Target
-from .bits import differences, no_evidence, numbers
-from .rounding import CHAOTIC, LIMIT, furthest, rounding
+from .differences import CHAOTIC, LIMIT, differences, furthest, no_evidence, numbers, rounding
 from .shared import REFERENCE_MOVES_TOO, first, in_any_process, no_reference
 
 

@@ -14,7 +14,7 @@ from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program.memory import too_large
 from .._program.target import Target
-from .bits import differences, numbers
+from .differences import differences, numbers
 from .shared import VISIBLE, in_any_process
 
 RUNS = 4  # the first may still allocate, and a pool grows now and then; a leak grows each time

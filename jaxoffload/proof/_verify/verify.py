@@ -29,8 +29,9 @@ def verify(f: Callable[..., Any], *args: Any) -> Verification:
     4. `producers`: saved and offloaded values are not recomputed.
     5. `copies`: no kernel and no host computation touches host memory; all copies are asynchronous, in range and on no
        stream that computes. Group sizes that TransformerEngine has the host read, waiting for the copies, are listed.
-    6. `placement`: no kind of collective gives devices more bytes than in the reference, except one row per host stack.
-       On pipeline stages: no more exchanges than were traced, and nothing that stages hold moves between them.
+    6. `placement`: no kind of collective gives devices more bytes than in the reference, except one row per host stack,
+       and no device stores a larger shard of any residual. On pipeline stages: no more exchanges than were traced, and
+       nothing that stages hold moves between them.
     7. `repeats`: equal arguments give equal results, and memory does not grow: on the devices, and on Linux in the
        process, by 64 MiB or more. Results that differ from run to run must be equal under `repeatable_options`.
 

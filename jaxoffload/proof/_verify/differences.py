@@ -1,4 +1,4 @@
-"""Tell a wrong result from a rounded one: how far results are apart, in units of the reference's own rounding error.
+"""How the results of two programs differ: bit for bit, and in units of the reference's own rounding error.
 
 That error is measured. The reference runs again with each floating-point argument moved by one unit in the last place,
 up or down at random, and its results move with it: a program that adds and multiplies in another order may differ by
@@ -7,18 +7,51 @@ arguments (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .bits import numbers
-
 RUNS = 3  # of the reference, with arguments moved
 LIMIT = 4.0  # right programs were seen up to 2.7 apart, and those with 0.1 % off one residual 700 and more
 CHAOTIC = 0.05  # a reference that moves by this share of its norm has chosen otherwise, as a router does
+
+
+def numbers(tree: Any) -> Any:
+    """Return the leaves as numpy arrays; of an array that other processes hold too, this one's shards."""
+
+    def of_leaf(x: Any) -> np.ndarray:
+        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        return np.asarray(x) if x.is_fully_addressable else np.stack([np.asarray(s.data) for s in x.addressable_shards])
+
+    return jax.tree.map(of_leaf, tree)
+
+
+def differences(ours: Any, reference: Any) -> Iterator[str]:
+    """Compare the bits: NaN equals itself, and 0.0 does not equal -0.0."""
+    bits = lambda x: np.ascontiguousarray(x).reshape(-1).view(f"u{min(x.dtype.itemsize, 8)}")
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(reference), strict=True):
+        if (differ := bits(a) != bits(b)).any():
+            differ = differ.reshape(a.size, -1).any(1)
+            wide = lambda x: x.reshape(-1).astype(np.complex128)
+            by = np.max(np.abs(wide(a) - wide(b))[differ])
+            yield f"{jax.tree_util.keystr(path)}: {differ.sum()} of {a.size} values, by up to {by:.3g}"
+
+
+def no_evidence(results: Any, args: Any) -> str | None:
+    """Return why results that are equal prove nothing; None if they do."""
+    for path, x in jax.tree_util.tree_leaves_with_path(results):
+        if jnp.issubdtype(x.dtype, jnp.inexact) and not np.isfinite(x).all():
+            return f"{jax.tree_util.keystr(path)} is not finite"
+    if "gradient" in results:
+        gradient = jax.tree.leaves(results["gradient"])
+        return "all gradients are zero" if gradient and not any(g.any() for g in gradient) else None
+    given = jax.tree.leaves(numbers(jax.tree.map(jnp.asarray, args)))
+    is_given = lambda x: any(x.shape == a.shape and x.dtype == a.dtype and not any(differences(x, a)) for a in given)
+    computed = [x for x in jax.tree.leaves(results) if x.any() and not is_given(x)]
+    return None if computed else "they are zero, or are arguments"
 
 
 class Rounding(NamedTuple):

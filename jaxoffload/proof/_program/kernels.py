@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections import Counter
-from typing import NamedTuple
+from collections import defaultdict
 
 from jax.extend.core import Jaxpr
 from jax.extend.core.primitives import dot_general_p, while_p
@@ -21,49 +20,43 @@ KINDS = {
     "grouped GEMMs": (TE_GROUPED_GEMM, r"te_grouped_gemm\w*"),
     "Mosaic kernels": (MOSAIC_KERNELS, r"mosaic_gpu\w*"),  # jax's grouped GEMMs, and others
 }
+FLOPS = "FLOPs of matmuls"  # XLA merges matmuls: FLOPs tell what counts do not
 _PADDING = 1.02  # of a matmul's sides, to multiples that its kernel needs
 
 
-class Kernels(NamedTuple):
-    """How often kernels of each kind run, and the FLOPs of the matmuls; NaN where they cannot be told."""
-
-    counts: Counter[str]
-    flops: float
-
-    def more_than(self, traced: "Kernels") -> list[str]:
-        """Return where these exceed the kernels that were traced. XLA merges matmuls: FLOPs tell what counts do not."""
-        more = [
-            f"{count} {kind} run where {traced.counts[kind]} were traced"
-            for kind, count in self.counts.items()
-            if count > traced.counts[kind]
-        ]
-        if traced.flops and self.flops > _PADDING * traced.flops:
-            more.append(f"{MATMUL} take {self.flops / traced.flops:.3f} of the FLOPs that were traced")
-        return more
-
-
-def traced(jaxpr: Jaxpr) -> Kernels | None:
-    """Count the kernels of all branches; None if a `while`, whose iterations are not known, has any."""
+def traced(jaxpr: Jaxpr) -> dict[str, float] | None:
+    """Count the kernels of all branches, and `FLOPS`, NaN where they cannot be told; None if a `while`, whose
+    iterations are not known, has any."""
     kind_of = lambda eqn: _kind(eqn.primitive.name, 0)
-    counts, flops = Counter[str](), 0.0
+    counts = defaultdict[str, float](float)
     for site in walk(jaxpr, lambda eqn: () if kind_of(eqn) else nested(eqn)):
         if kind := kind_of(site.eqn):
             if any(eqn.primitive is while_p for eqn in site.enclosing):
                 return None
             counts[kind] += site.runs
             if kind == MATMUL:  # some kernels of grouped GEMMs multiply every row by every group's matrix
-                flops += site.runs * (matmul_flops(site.eqn) if site.eqn.primitive is dot_general_p else math.nan)
-    return Kernels(+counts, flops)
+                each = matmul_flops(site.eqn) if site.eqn.primitive is dot_general_p else math.nan
+                counts[FLOPS] += site.runs * each
+    return counts
 
 
-def ran(module: Module) -> Kernels:
-    """Count the kernels that a compiled program runs per device, those within fusions included."""
-    counts, flops = Counter[str](), 0.0
+def ran(module: Module) -> dict[str, float]:
+    """Count the kernels that a compiled program runs per device, those within fusions included, and `FLOPS`."""
+    counts = defaultdict[str, float](float)
     for line in module:
         if kind := kind_of_kernel(line):
-            counts[kind] += module.runs[line.computation]
-            flops += module.runs[line.computation] * flops_of_instruction(line, module) if kind == MATMUL else 0.0
-    return Kernels(counts, flops)
+            runs = module.runs[line.computation]
+            counts[kind] += runs
+            if kind == MATMUL:
+                counts[FLOPS] += runs * flops_of_instruction(line, module)
+    return counts
+
+
+def more_than_traced(ran: dict[str, float], traced: dict[str, float]) -> list[str]:
+    """Return which kernels run more often, or take more FLOPs, than were traced."""
+    padded = lambda kind: traced.get(kind, 0) * (_PADDING if kind == FLOPS else 1)
+    more = (kind for kind, count in ran.items() if count > padded(kind))
+    return [f"{ran[kind]:.9g} {kind} run where {traced.get(kind, 0):.9g} were traced" for kind in more]
 
 
 def kind_of_kernel(line: Instruction) -> str | None:

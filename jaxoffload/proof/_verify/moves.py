@@ -107,9 +107,9 @@ def _by_kernels(target: Target) -> Found:
     if expected is None:
         return HOLDS, "; kernels not counted: the trip count of a loop is unknown"
     if target.device_count > 1:  # each of them does what is not divided
-        expected = expected._replace(flops=math.nan)
+        expected |= {kernels.FLOPS: math.nan}
     ran = kernels.ran(target.module)
-    if more := ran.more_than(expected):
+    if more := kernels.more_than_traced(ran, expected):
         return FAILS, f", but by the compiled program {'; '.join(more)}"
-    counts = ", ".join(f"{ran.counts[kind]} {kind}" for kind in expected.counts)
+    counts = ", ".join(f"{ran.get(kind, 0):.0f} {kind}" for kind in expected if kind != kernels.FLOPS)
     return HOLDS, f"; by the compiled program {counts or 'none'}, no more than were traced"

@@ -21,22 +21,15 @@ def verify(f: Callable[..., Any], *args: Any) -> Verification:
     """Check what is claimed of `f`, a loss or a training step, and of its residuals.
 
     1. `gradients`: every result equals the reference's, which is plain `lax.scan` and `jax.checkpoint`, keeping the
-       same values on the device: bit for bit, or within 4 times the reference's own rounding error. Both are compiled
-       under `repeatable_options`, and under `exact_options` if they differ.
-    2. `conservation`: every byte that leaves the device appears on the host: exactly, in the jaxpr; on a GPU also in
-       XLA's memory plan, within one layer and 1.5 %. Of a step: of what `accumulate` has there at a time.
+       same values on the device: bit for bit, or within 4 times the reference's own rounding error.
+    2. `conservation`: every byte that leaves the device appears on the host.
     3. `moves`: only values marked offload, or values that were on the host before, are moved there.
     4. `producers`: saved and offloaded values are not recomputed.
-    5. `copies`: no kernel and no host computation touches host memory; all copies are asynchronous, in range and on no
-       stream that computes. Group sizes that TransformerEngine has the host read, waiting for the copies, are listed.
-    6. `placement`: no kind of collective gives devices more bytes than in the reference, except one row per host stack,
-       and no device stores a larger shard of any residual. On pipeline stages: no more exchanges than were traced, and
-       nothing that stages hold moves between them.
-    7. `repeats`: equal arguments give equal results, and memory does not grow: on the devices, and on Linux in the
-       process, by 64 MiB or more. Results that differ from run to run must be equal under `repeatable_options`.
+    5. `copies`: all are asynchronous, in range and on no stream that computes; nothing else touches host memory.
+    6. `placement`: collectives give devices no more than in the reference, and no device stores a larger shard.
+    7. `repeats`: equal arguments give equal results, and memory does not grow, on the devices and in the process.
 
-    What is compiled in 2 and 4 to 7 is what `compiler_options()` gives, which users run. docs/verify-and-report.md says
-    what is not checked, and why.
+    docs/verify-and-report.md says how each is checked, and what is not, and why.
 
     Args:
       f: a loss or a step. A function that returns a floating-point scalar is a loss, which is differentiated with

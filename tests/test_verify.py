@@ -44,6 +44,7 @@ from jaxoffload._engine.layers.placement import Layout
 from jaxoffload._jax import DEVICE, HOST, on_host
 from jaxoffload._policy import VERDICT
 from jaxoffload._text import readable
+from jaxoffload._tracing import tracing
 from jaxoffload.proof import verify
 from jaxoffload.proof._command import main, progress
 from jaxoffload.proof._program import exact as _exact
@@ -417,6 +418,17 @@ def test_what_may_go_to_the_host_holds():
     weights_too = lambda x, w, moment: step(x, w, moment) | {"w": jax.device_put(w, HOST)}  # with the moments' shapes
     verdict, said = one(moves, weights_too, *args)
     assert verdict == "fails" and f"{ARGUMENT}, which has no name" in said
+
+
+def test_a_policy_of_ours_is_asked_what_jaxs_checkpoint_moves(monkeypatch):
+    """Planted: the policy says offload for what is to be saved, except to the reference."""
+    mine = by_jax(layer, Policy({"fc1": "save"}, min_offload_bytes=0))
+    with monkeypatch.context() as planted:
+        decision = lambda self, name: "save" if tracing().reference or name != "fc1" else "offload"
+        planted.setattr(Policy, "decision", decision)
+        jax.make_jaxpr(jax.grad(mine))(X, W)
+        target = target_of(mine, (X, W))
+    assert moves(target) == ("fails", "these values go to the host and must not: fc1, which is marked save")
 
 
 def test_what_others_move_beside_ours_is_not_judged_by_bytes():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Var
-from jax.extend.core.primitives import device_put_p, name_p
+from jax.extend.core.primitives import device_put_p
 
 from ..._engine.jaxprs.source import Source, follow, is_a_view, source_of
 from ..._engine.jaxprs.walk import nested, operands_of, walk
@@ -17,36 +17,28 @@ from ..._jax import nbytes, on_host
 
 
 class HostTransfer(NamedTuple):
-    """A value that is put into host memory.
-
-    `name`: what something other than a plan named it, as where JAX's own policies decide; None where nothing did.
-    """
+    """A value that is put into host memory."""
 
     source: Source
     aval: Any
-    name: str | None = None
-
-
-_Origin = tuple[Source, str | None]  # as of a `HostTransfer`
-_INPUT: _Origin = (Source(None, "an input", "input"), None)  # of something that is not looked into
 
 
 def host_transfers(jaxpr: Jaxpr) -> Iterator[HostTransfer]:
     """Find what is put into host memory, wherever in a function's jaxpr."""
-    return _transfers(jaxpr, lambda number: (Source(None, "an argument", "argument"), None))
+    return _transfers(jaxpr, lambda number: Source(None, "an argument", "argument"))
 
 
-def _transfers(jaxpr: Jaxpr, origin_of_input: Callable[[int], _Origin]) -> Iterator[HostTransfer]:
-    names = {eqn.outvars[0]: eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive is name_p}
+def _transfers(jaxpr: Jaxpr, source_of_input: Callable[[int], Source | None]) -> Iterator[HostTransfer]:
+    """`source_of_input`: the number of an input -> its source outside; None where that is not known."""
 
-    def origin(var: Any) -> _Origin:
-        first = follow(jaxpr, var, is_a_view)
+    def source(var: Any) -> Source:
+        inside, first = source_of(jaxpr, var), follow(jaxpr, var, is_a_view)
         is_input = isinstance(first, Var) and first in jaxpr.invars
-        source, name = origin_of_input(jaxpr.invars.index(first)) if is_input else (source_of(jaxpr, var), None)
-        return source, names.get(var, name) if isinstance(var, Var) else name
+        outside = source_of_input(jaxpr.invars.index(first)) if is_input else None
+        return outside._replace(tags=(*inside.tags, *outside.tags)) if outside else inside
 
-    def origin_inside(outer: Sequence[Any], number: int) -> _Origin:
-        return _INPUT if outer[number] is None else origin(outer[number])
+    def source_outside(outer: Sequence[Any], number: int) -> Source | None:
+        return None if outer[number] is None else source(outer[number])
 
     for eqn in jaxpr.eqns:
         segments = [segment for loops in loops_of(eqn) for segment in loops.segments]
@@ -55,16 +47,15 @@ def _transfers(jaxpr: Jaxpr, origin_of_input: Callable[[int], _Origin]) -> Itera
             continue
         for result, sharding in enumerate(eqn.params.get("out_shardings", ())):
             if getattr(sharding, "memory_kind", None) == "pinned_host":
-                source = Source(None, f"result {result} of a {eqn.primitive.name}")
-                yield HostTransfer(source, eqn.outvars[result].aval)
+                made_there = Source(None, f"result {result} of a {eqn.primitive.name}")
+                yield HostTransfer(made_there, eqn.outvars[result].aval)
         for result, made in enumerate(eqn.outvars):
             if on_host(made.aval) and eqn.primitive is forward_p:
                 yield HostTransfer(eqn.params["loops"].source_of(result), made.aval)
             elif on_host(made.aval) and eqn.primitive is device_put_p and not on_host(eqn.invars[result].aval):
-                source, name = origin(eqn.invars[result])
-                yield HostTransfer(source, made.aval, name)
+                yield HostTransfer(source(eqn.invars[result]), made.aval)
         for body in [segment.jaxpr for segment in segments] or nested(eqn):
-            yield from _transfers(body, functools.partial(origin_inside, operands_of(eqn, body)))
+            yield from _transfers(body, functools.partial(source_outside, operands_of(eqn, body)))
 
 
 def for_host(segment: Segment) -> list[tuple[Kept, Any]]:

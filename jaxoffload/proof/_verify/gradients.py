@@ -10,11 +10,10 @@ import jax
 from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.loops import loops_of
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
-from .._program.host_transfers import host_transfers
 from .._program.memory import too_large
 from .._program.target import Target
 from .differences import CHAOTIC, LIMIT, differences, furthest, no_evidence, numbers, rounding
-from .shared import REFERENCE_MOVES_TOO, first, in_any_process, no_reference
+from .shared import first, in_any_process, moved_by_others, no_reference
 
 
 def gradients(target: Target) -> Found:
@@ -48,8 +47,7 @@ def _no_other_program(target: Target) -> str:
         return no_reference(target)
     if any(loops_of(site.eqn) for site in walk(target.reference_jaxpr)):
         return "it was differentiated before verify saw it, so no reference can be built"
-    transfers = list(host_transfers(target.reference_jaxpr))
-    return f"{len(transfers)} {REFERENCE_MOVES_TOO}" if transfers else ""
+    return moved_by_others(target)
 
 
 def compare(program: Any, reference_program: Any, args: tuple[Any, ...]) -> tuple[Any, Any, list[str]]:

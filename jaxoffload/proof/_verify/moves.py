@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ..._engine.decide.plan import Row
 from ..._jax import on_host
+from ..._policy import Policy
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import kernels
 from .._program.host_transfers import HostTransfer, host_transfers
@@ -54,11 +55,17 @@ def _forbidden(transfer: HostTransfer, plans: Plans, on_host_before: Collection[
         names = ", ".join(row.names) if row else source.name
         return f"{names or 'a matmul'}, which is marked {source.name.decision}"
     if source.kind == "argument":  # a weight may have the shape of a moment on the host
-        stays = f"which is named {transfer.name!r} and stays with the caller" if transfer.name else "which has no name"
+        stays = f"which is named {source.tags[0]!r} and stays with the caller" if source.tags else "which has no name"
         return f"{what}, {stays}"
-    is_update = _type(transfer.aval) in on_host_before  # as an optimizer's state
-    may_lack_a_name = not plans.plans and source.kind not in ("input", "constant")
-    return "" if transfer.name or is_update or may_lack_a_name else f"{what}, which has no name"
+    if _type(transfer.aval) in on_host_before:  # the update of an argument, as of an optimizer's state
+        return ""
+    if not source.tags:
+        must_have_a_name = plans.plans or source.kind in ("input", "constant")
+        return f"{what}, which has no name" if must_have_a_name else ""
+    if not all(isinstance(policy, Policy) for policy in plans.policies):
+        return ""
+    decided = {policy.decision(tag) for policy in plans.policies for tag in source.tags} or {"offload"}
+    return "" if "offload" in decided else f"{source.tags[0]}, which is marked {' or '.join(sorted(decided))}"
 
 
 def _type(aval: Any) -> tuple[Any, ...]:

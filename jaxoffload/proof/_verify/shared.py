@@ -6,9 +6,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from .._program.host_transfers import host_transfers
 from .._program.target import Target
 
-REFERENCE_MOVES_TOO = "value(s) also go to the host in the reference, so jaxoffload is not what moves them"
 VISIBLE = 64 * 2**20  # bytes; memory differs by some MiB for other reasons
 
 
@@ -18,6 +18,13 @@ def no_reference(target: Target) -> str:
     if target.loss is None:
         return f"{detail} (a loss returns one floating-point scalar)"
     return f"{detail}; is it jaxoffload's scan, chain or checkpoint that it calls?"
+
+
+def moved_by_others(target: Target) -> str:
+    """Return what goes to the host in the reference too; empty if nothing does."""
+    count = len(list(host_transfers(target.reference_jaxpr)))
+    others = "value(s) also go to the host in the reference, so jaxoffload is not what moves them"
+    return f"{count} {others}" if count else ""
 
 
 def first(items: Sequence[str], between: str = ", ") -> str:

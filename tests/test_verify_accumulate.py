@@ -118,7 +118,7 @@ FAULTS = {
     "a third set of stacks": (
         a_third_set_of_stacks,
         "conservation",
-        "beside two sets of stacks and their rows the step puts 12.00 KiB there",
+        "beside its stacks and their rows the step puts 12.00 KiB on the host",
     ),
 }
 

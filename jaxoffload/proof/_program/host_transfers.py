@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend.core import Jaxpr, Var
 from jax.extend.core.primitives import device_put_p
@@ -16,19 +16,12 @@ from ..._engine.microbatches.interleaved import interleaved_p
 from ..._jax import nbytes, on_host
 
 
-class HostTransfer(NamedTuple):
-    """A value that is put into host memory."""
-
-    source: Source
-    aval: Any
-
-
-def host_transfers(jaxpr: Jaxpr) -> Iterator[HostTransfer]:
-    """Find what is put into host memory, wherever in a function's jaxpr."""
+def host_transfers(jaxpr: Jaxpr) -> Iterator[tuple[Source, Any]]:
+    """Yield the source and the type of each value that is put into host memory, wherever in a function's jaxpr."""
     return _transfers(jaxpr, lambda number: Source(None, "an argument", "argument"))
 
 
-def _transfers(jaxpr: Jaxpr, source_of_input: Callable[[int], Source | None]) -> Iterator[HostTransfer]:
+def _transfers(jaxpr: Jaxpr, source_of_input: Callable[[int], Source | None]) -> Iterator[tuple[Source, Any]]:
     """`source_of_input`: the number of an input -> its source outside; None where that is not known."""
 
     def source(var: Any) -> Source:
@@ -43,17 +36,16 @@ def _transfers(jaxpr: Jaxpr, source_of_input: Callable[[int], Source | None]) ->
     for eqn in jaxpr.eqns:
         segments = [segment for loops in loops_of(eqn) for segment in loops.segments]
         if eqn.primitive is interleaved_p:  # values between its scans have no names to be judged by
-            yield from (HostTransfer(kept.source, aval) for segment in segments for kept, aval in for_host(segment))
+            yield from ((kept.source, aval) for segment in segments for kept, aval in for_host(segment))
             continue
         for result, sharding in enumerate(eqn.params.get("out_shardings", ())):
             if getattr(sharding, "memory_kind", None) == "pinned_host":
-                made_there = Source(None, f"result {result} of a {eqn.primitive.name}")
-                yield HostTransfer(made_there, eqn.outvars[result].aval)
+                yield Source(None, f"result {result} of a {eqn.primitive.name}"), eqn.outvars[result].aval
         for result, made in enumerate(eqn.outvars):
             if on_host(made.aval) and eqn.primitive is forward_p:
-                yield HostTransfer(eqn.params["loops"].source_of(result), made.aval)
+                yield eqn.params["loops"].source_of(result), made.aval
             elif on_host(made.aval) and eqn.primitive is device_put_p and not on_host(eqn.invars[result].aval):
-                yield HostTransfer(source(eqn.invars[result]), made.aval)
+                yield source(eqn.invars[result]), made.aval
         for body in [segment.jaxpr for segment in segments] or nested(eqn):
             yield from _transfers(body, functools.partial(source_outside, operands_of(eqn, body)))
 

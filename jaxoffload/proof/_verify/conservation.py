@@ -50,10 +50,8 @@ def conservation(target: Target) -> Found:
     if freed != held:
         why = _cannot_be_told(target, reference)
         return (NOT_CHECKED, f"{detail}; but {why}") if why else (FAILS, f"{detail}: {freed - held:+,} bytes")
-    if eqn is not None and is_staged(eqn):
-        verdict, more = _of_stages(target, eqn)
-    elif eqn is not None:
-        verdict, more = _of_two_microbatches(target, eqn, ours, moved)
+    if eqn is not None:
+        verdict, more = _of_step(target, eqn, ours, moved)
     else:
         off_device = [(row.bytes - row.bytes_per_layer * (row.layers > 1), row.parts) for row in moved]  # one in flight
         verdict, more = _by_xlas_plan(target, ours.host_bytes // target.device_count, ours.host_bytes, off_device)
@@ -97,12 +95,23 @@ def _cannot_be_told(target: Target, reference: Residuals) -> str:
     return moved_by_others(target)
 
 
-def _of_two_microbatches(target: Target, eqn: JaxprEqn, ours: Residuals, moved: list[Residual]) -> Found:
-    """Check the interleaved microbatches of a step, of which two are on the host at a time: they have two sets of
-    stacks, and each writes its rows once. In the first and in the last one residuals may stay on the device."""
+def _of_step(target: Target, eqn: JaxprEqn, ours: Residuals, moved: list[Residual]) -> Found:
+    """Check what the microbatches of a step put on the host, and how much is there at a time.
+
+    If two interleave, they have two sets of stacks, and each writes its rows once. In the first and in the last one
+    residuals may stay on the device.
+    """
     one, microbatches = ours.host_bytes, eqn.params["microbatches"]
-    if (more := bytes_put(without_dead_code(eqn.params["call_jaxpr"])) - (2 + microbatches) * one) > 0:
-        return FAILS, f"beside two sets of stacks and their rows the step puts {readable(more)} there"
+    most = put_into_slots(eqn) if is_staged(eqn) else (2 + microbatches) * one
+    if (more := bytes_put(without_dead_code(eqn.params["call_jaxpr"])) - most) > 0:
+        return FAILS, f"beside its stacks and their rows the step puts {readable(more)} on the host"
+    if is_staged(eqn):
+        need, slots = need_of(target.jaxpr).bytes(), eqn.params["schedule"].slots
+        verdict, planned = _by_xlas_plan(target, need, need, [])
+        return (
+            verdict,
+            f"each stage has {slots} slots of {readable(_slot_bytes(eqn))}, padding rows included; {planned}",
+        )
     # A layer of each is in flight; on the device, too, there are two.
     freed = [(row.bytes - 2 * row.bytes_per_layer, row.parts) for row in moved]
     freed += [(-row.bytes, row.parts) for row in ours if row.state == SAVED]
@@ -111,18 +120,8 @@ def _of_two_microbatches(target: Target, eqn: JaxprEqn, ours: Residuals, moved: 
     return verdict, f"of two at most {readable(2 * one)} on the host, padding rows included; {planned}"
 
 
-def _of_stages(target: Target, eqn: JaxprEqn) -> Found:
-    """Check that stages put on the host what their microbatches in flight keep there, and nothing more."""
-    put, wanted = put_by_stages(eqn)
-    if put > wanted:
-        return FAILS, f"beside what goes to the slots the stages put {readable(put - wanted)} there"
-    need, slots = need_of(target.jaxpr).bytes(), eqn.params["schedule"].slots
-    verdict, planned = _by_xlas_plan(target, need, need, [])
-    return verdict, f"each stage has {slots} slots of {readable(_slot_bytes(eqn))}, padding rows included; {planned}"
-
-
-def put_by_stages(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the bytes that the trace of a step on stages puts on the host, and those that go to slots.
+def put_into_slots(eqn: JaxprEqn) -> int:
+    """Return the bytes that a step on stages puts into its slots on the host.
 
     Each slot is made once. Each stage has a branch, which writes to a slot in each tick with a forward pass, unless it
     is idle.
@@ -130,7 +129,7 @@ def put_by_stages(eqn: JaxprEqn) -> tuple[int, int]:
     schedule: Schedule = eqn.params["schedule"]
     ticks = [Tick(schedule, number) for number in range(schedule.ticks)]
     written = sum(tick.idle.count(False) for tick in ticks if tick.passes[0])
-    return bytes_put(without_dead_code(eqn.params["call_jaxpr"])), _slot_bytes(eqn) * (schedule.slots + written)
+    return _slot_bytes(eqn) * (schedule.slots + written)
 
 
 def _slot_bytes(eqn: JaxprEqn) -> int:

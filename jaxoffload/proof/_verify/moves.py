@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from ..._engine.decide.plan import Row
+from ..._engine.jaxprs.source import Source
 from ..._jax import on_host
 from ..._policy import Policy
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import kernels
-from .._program.host_transfers import HostTransfer, host_transfers
+from .._program.host_transfers import host_transfers
 from .._program.target import Target
 from .._residuals.plans import Plans
 from .._residuals.residuals import residuals
@@ -23,13 +24,13 @@ def moves(target: Target) -> Found:
     """Find values that go to the host and must not, and values that must and do not."""
     transfers = list(host_transfers(target.jaxpr))
     on_host_before = {_type(v.aval) for v in target.jaxpr.invars if on_host(v.aval)}
-    if wrong := dict.fromkeys(filter(None, (_forbidden(each, target.plans, on_host_before) for each in transfers))):
+    if wrong := dict.fromkeys(filter(None, (_forbidden(*each, target.plans, on_host_before) for each in transfers))):
         return FAILS, f"these values go to the host and must not: {'; '.join(wrong)}"
     if stays := dict.fromkeys(_stays(target)):
         return FAILS, f"these values stay on the device: {'; '.join(stays)}"
     if not transfers:
         return HOLDS, "nothing goes to the host"
-    others = sum(transfer.source.name is None for transfer in transfers)
+    others = sum(source.name is None for source, _ in transfers)
     detail = f"of {len(transfers)} value(s) that go to the host {len(transfers) - others} are marked offload"
     return HOLDS, detail + f"; {others} {_OTHERS}" * (others > 0)
 
@@ -45,9 +46,9 @@ def _stays(target: Target) -> Iterator[str]:
             yield f"{', '.join(row.names)}, which is marked offload ({row.reason})"
 
 
-def _forbidden(transfer: HostTransfer, plans: Plans, on_host_before: Collection[Any]) -> str:
+def _forbidden(source: Source, aval: Any, plans: Plans, on_host_before: Collection[Any]) -> str:
     """Return what goes to the host and why it must not; empty where it may."""
-    source, what = transfer.source, f"{transfer.source.where} {transfer.aval.str_short()}"
+    what = f"{source.where} {aval.str_short()}"
     if source.name is not None and source.name.decision == "offload":
         return ""
     if source.name is not None:
@@ -57,7 +58,7 @@ def _forbidden(transfer: HostTransfer, plans: Plans, on_host_before: Collection[
     if source.kind == "argument":  # a weight may have the shape of a moment on the host
         stays = f"which is named {source.tags[0]!r} and stays with the caller" if source.tags else "which has no name"
         return f"{what}, {stays}"
-    if _type(transfer.aval) in on_host_before:  # the update of an argument, as of an optimizer's state
+    if _type(aval) in on_host_before:  # the update of an argument, as of an optimizer's state
         return ""
     if not source.tags:
         must_have_a_name = plans.plans or source.kind in ("input", "constant")

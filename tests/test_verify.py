@@ -156,7 +156,10 @@ def test_abstract_arguments_are_filled():
 def test_a_function_that_is_not_differentiated_is_not_checked():
     for claim in (gradients, conservation):  # it only runs forward
         verdict, said = one(claim, lambda x, w: (of_scan(x, w), x))
-        assert verdict == "not checked" and "a loss returns one floating-point scalar" in said
+        assert (
+            verdict == "not checked"
+            and "a loss, which is differentiated here, returns one floating-point scalar" in said
+        )
 
 
 def test_bad_arguments_are_messages():

@@ -36,9 +36,14 @@ class Target:
     plans: Plans
 
     @property
-    def has_reference(self) -> bool:
-        """True if a policy of jaxoffload applies in `run`, so that its reference is another program."""
-        return bool(self.plans.plans) or any(isinstance(policy, Policy) for policy in self.plans.policies)
+    def no_reference(self) -> str:
+        """Why no policy of jaxoffload applies in `run`, so that no other program is its reference; empty if one is."""
+        if self.plans.plans or any(isinstance(policy, Policy) for policy in self.plans.policies):
+            return ""
+        is_loss = "is it jaxoffload's scan, chain or checkpoint that it calls?"
+        is_step = "a loss, which is differentiated here, returns one floating-point scalar"
+        why = "nothing in the function is differentiated by jaxoffload, so it has no reference"
+        return f"{why}; {is_step if self.loss is None else is_loss}"
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:

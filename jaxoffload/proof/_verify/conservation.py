@@ -25,15 +25,15 @@ from .._program.results import without_dead_code
 from .._program.target import Target
 from .._residuals.residuals import residuals
 from .._residuals.table import OFFLOADED, RECOMPUTED, SAVED, Residual, Residuals
-from .shared import VISIBLE, moved_by_others, no_reference
+from .shared import VISIBLE, moved_by_others
 
 TOLERANCE = 0.015  # of what XLA planned
 
 
 def conservation(target: Target) -> Found:
     """Compare bytes on the device and on the host with the reference's."""
-    if not target.has_reference:
-        return NOT_CHECKED, no_reference(target)
+    if target.no_reference:
+        return NOT_CHECKED, target.no_reference
     eqn, loss, args = None, target.loss, target.args
     if loss is None:
         if (eqn := _interleaved(target)) is None:

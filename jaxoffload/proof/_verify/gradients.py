@@ -13,7 +13,7 @@ from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program.memory import too_large
 from .._program.target import Target
 from .differences import CHAOTIC, LIMIT, differences, furthest, no_evidence, numbers, rounding
-from .shared import first, in_any_process, moved_by_others, no_reference
+from .shared import first, in_any_process, moved_by_others
 
 
 def gradients(target: Target) -> Found:
@@ -43,8 +43,8 @@ def gradients(target: Target) -> Found:
 
 def _no_other_program(target: Target) -> str:
     """Return why there is no other program to compare with; empty if there is one."""
-    if not target.has_reference:
-        return no_reference(target)
+    if target.no_reference:
+        return target.no_reference
     if any(loops_of(site.eqn) for site in walk(target.reference_jaxpr)):
         return "it was differentiated before verify saw it, so no reference can be built"
     return moved_by_others(target)

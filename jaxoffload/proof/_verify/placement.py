@@ -21,15 +21,15 @@ from ..._tracing import as_reference
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import hlo
 from .._program.target import Target
-from .shared import first, no_reference
+from .shared import first
 
 
 def placement(target: Target) -> Found:
     """Compare collectives and shards with the reference's."""
     if target.device_count < 2:
         return NOT_CHECKED, "all arguments are on one device"
-    if not target.has_reference:
-        return NOT_CHECKED, no_reference(target)
+    if target.no_reference:
+        return NOT_CHECKED, target.no_reference
     if any(is_staged(site.eqn) for site in walk(target.jaxpr)):
         return _exchanges(target)
     more, compared = _by_collectives(target)

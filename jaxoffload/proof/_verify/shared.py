@@ -12,14 +12,6 @@ from .._program.target import Target
 VISIBLE = 64 * 2**20  # bytes; memory differs by some MiB for other reasons
 
 
-def no_reference(target: Target) -> str:
-    """Return why a function has no reference."""
-    detail = "nothing in the function is differentiated by jaxoffload, so it has no reference"
-    if target.loss is None:
-        return f"{detail} (a loss returns one floating-point scalar)"
-    return f"{detail}; is it jaxoffload's scan, chain or checkpoint that it calls?"
-
-
 def moved_by_others(target: Target) -> str:
     """Return what goes to the host in the reference too; empty if nothing does."""
     count = len(list(host_transfers(target.reference_jaxpr)))

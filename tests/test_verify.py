@@ -156,10 +156,7 @@ def test_abstract_arguments_are_filled():
 def test_a_function_that_is_not_differentiated_is_not_checked():
     for claim in (gradients, conservation):  # it only runs forward
         verdict, said = one(claim, lambda x, w: (of_scan(x, w), x))
-        assert (
-            verdict == "not checked"
-            and "a loss, which is differentiated here, returns one floating-point scalar" in said
-        )
+        assert verdict == "not checked" and "give a loss, which returns one floating-point scalar" in said
 
 
 def test_bad_arguments_are_messages():
@@ -179,7 +176,7 @@ def test_bad_arguments_are_messages():
 def test_layers_without_a_policy_have_no_reference():
     verdict, said = one(gradients, lambda x, w: jnp.sum(layer(x, w) ** 2), X, weights())
     assert verdict == "not checked"
-    assert said.endswith("has no reference; is it jaxoffload's scan, chain or checkpoint that it calls?")
+    assert "has no reference; give a loss" in said
 
 
 def test_a_policy_of_jaxs_own_checkpoint_has_a_reference():

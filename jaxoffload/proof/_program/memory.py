@@ -6,6 +6,8 @@ import jax
 
 from ..._text import readable
 
+VISIBLE = 64 * 2**20  # bytes; memory differs by some MiB for other reasons
+
 
 def memory_plan(program: Any) -> Any:
     """Return what a compiled program's `memory_analysis()` does: its bytes per device. None where the backend has none,

@@ -16,6 +16,7 @@ from .._residuals.plans import Plans
 from .._residuals.residuals import where_twice
 from .exact import compiled, exact_options, repeatable_options
 from .hlo import Module, parse
+from .host_transfers import host_transfers
 from .results import run_of
 
 
@@ -38,12 +39,15 @@ class Target:
     @property
     def no_reference(self) -> str:
         """Why no policy of jaxoffload applies in `run`, so that no other program is its reference; empty if one is."""
-        if self.plans.plans or any(isinstance(policy, Policy) for policy in self.plans.policies):
-            return ""
-        is_loss = "is it jaxoffload's scan, chain or checkpoint that it calls?"
-        is_step = "a loss, which is differentiated here, returns one floating-point scalar"
-        why = "nothing in the function is differentiated by jaxoffload, so it has no reference"
-        return f"{why}; {is_step if self.loss is None else is_loss}"
+        has_policy = any(isinstance(policy, Policy) for policy in self.plans.policies)
+        return "" if self.plans.plans or has_policy else _NO_REFERENCE
+
+    @property
+    def moved_by_others(self) -> str:
+        """What goes to the host in the reference too; empty if nothing does."""
+        count = len(list(host_transfers(self.reference_jaxpr)))
+        others = "value(s) also go to the host in the reference, so jaxoffload is not what moves them"
+        return f"{count} {others}" if count else ""
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, ...]:
@@ -112,6 +116,10 @@ def target_of(f: Callable[..., Any], args: tuple[Any, ...]) -> Target:
     return Target(run, args, f if is_loss else None, jaxpr, Plans(jaxpr))
 
 
+_NO_REFERENCE = (
+    "nothing in the function is differentiated by jaxoffload, so it has no reference; give a loss, which returns one "
+    "floating-point scalar, or a step, which call jaxoffload's scan, chain or checkpoint"
+)
 _LIKE_A_LOSS = (
     "the function returns one floating-point scalar, as a loss does, but differentiates what is in it; give its loss, "
     "or return the new state too, as a training step does"

@@ -20,12 +20,11 @@ from ..._text import readable
 from ..._tracing import as_reference
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program.host_transfers import bytes_put, for_host
-from .._program.memory import memory_plan
+from .._program.memory import VISIBLE, memory_plan
 from .._program.results import without_dead_code
 from .._program.target import Target
 from .._residuals.residuals import residuals
 from .._residuals.table import OFFLOADED, RECOMPUTED, SAVED, Residual, Residuals
-from .shared import VISIBLE, moved_by_others
 
 TOLERANCE = 0.015  # of what XLA planned
 
@@ -92,7 +91,7 @@ def _cannot_be_told(target: Target, reference: Residuals) -> str:
         return "plans are nested, and in the reference the outer one keeps more"
     if target.plans.kept:
         return "a checkpoint keeps the carry of a scan in it, which the reference recomputes"
-    return moved_by_others(target)
+    return target.moved_by_others
 
 
 def _of_step(target: Target, eqn: JaxprEqn, ours: Residuals, moved: list[Residual]) -> Found:

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
+from ..._text import first
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import hlo
 from .._program.memory import too_large
 from .._program.target import Target
 from .._program.trace import Event, traced
-from .shared import first
 
 
 def copies(target: Target) -> Found:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 RUNS = 3  # of the reference, with arguments moved
 LIMIT = 4.0  # right programs were seen up to 2.7 apart, and those with 0.1 % off one residual 700 and more
@@ -52,6 +53,11 @@ def no_evidence(results: Any, args: Any) -> str | None:
     is_given = lambda x: any(x.shape == a.shape and x.dtype == a.dtype and not any(differences(x, a)) for a in given)
     computed = [x for x in jax.tree.leaves(results) if x.any() and not is_given(x)]
     return None if computed else "they are zero, or are arguments"
+
+
+def in_any_process(true: bool) -> bool:
+    """Return if `true` is so in any process, so that all take the same branch."""
+    return bool(np.any(multihost_utils.process_allgather(np.array(true)))) if jax.process_count() > 1 else true
 
 
 class Rounding(NamedTuple):

@@ -9,11 +9,11 @@ import jax
 
 from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.loops import loops_of
+from ..._text import first
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program.memory import too_large
 from .._program.target import Target
-from .differences import CHAOTIC, LIMIT, differences, furthest, no_evidence, numbers, rounding
-from .shared import first, in_any_process, moved_by_others
+from .differences import CHAOTIC, LIMIT, differences, furthest, in_any_process, no_evidence, numbers, rounding
 
 
 def gradients(target: Target) -> Found:
@@ -47,7 +47,7 @@ def _no_other_program(target: Target) -> str:
         return target.no_reference
     if any(loops_of(site.eqn) for site in walk(target.reference_jaxpr)):
         return "it was differentiated before verify saw it, so no reference can be built"
-    return moved_by_others(target)
+    return target.moved_by_others
 
 
 def compare(program: Any, reference_program: Any, args: tuple[Any, ...]) -> tuple[Any, Any, list[str]]:

@@ -16,12 +16,11 @@ from ..._engine.jaxprs.walk import walk
 from ..._engine.layers.loops import backward_p, loops_of
 from ..._engine.microbatches.interleaved import interleaved_p, is_staged
 from ..._jax import DEVICE, nbytes, on_host
-from ..._text import readable
+from ..._text import first, readable
 from ..._tracing import as_reference
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
 from .._program import hlo
 from .._program.target import Target
-from .shared import first
 
 
 def placement(target: Target) -> Found:

@@ -12,10 +12,9 @@ import jax
 
 from ..._text import readable
 from .._check import FAILS, HOLDS, NOT_CHECKED, Found
-from .._program.memory import too_large
+from .._program.memory import VISIBLE, too_large
 from .._program.target import Target
-from .differences import differences, numbers
-from .shared import VISIBLE, in_any_process
+from .differences import differences, in_any_process, numbers
 
 RUNS = 4  # the first may still allocate, and a pool grows now and then; a leak grows each time
 

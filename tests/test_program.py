@@ -408,7 +408,7 @@ def copies_in_order(module):
 
 
 @pytest.mark.parametrize("layers, microbatches, fields", [(7, 6, {}), (8, 5, {"resident_layers": 0})], ids=str)
-def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu, layers, microbatches, fields):
+def test_each_copy_of_interleaved_microbatches_has_its_layer(gpu, layers, microbatches, fields):
     """However XLA unrolls the loops; nothing runs here, the events are made up."""
     policy = Policy(OFFLOADED, min_offload_bytes=0, **fields)
     loss = lambda w, x: jnp.mean(scan(layer, x, w, policy=policy)[0].astype(jnp.float32) ** 2)
@@ -431,11 +431,10 @@ def test_each_copy_of_interleaved_microbatches_has_its_microbatch_and_layer(gpu,
     moves = [m for m in profile_of(events, copies, 1, "a GPU").moves if m.layer is not None]
     for name in OFFLOADED:
         numbers = range(stays(name, "first"), microbatches - stays(name, "last"))
-        there = [(m, n) for m in numbers for n in range(layers - (not fields))]
-        back = sorted(there, key=lambda place: (place[0], -place[1]))
-        for direction, want in (("d2h", there), ("h2d", back)):
-            found = [(m.microbatch, m.layer) for m in moves if (m.residual, m.direction) == (name, direction)]
-            assert found == want, (name, direction)
+        there = list(range(layers - (not fields)))
+        for direction, want in (("d2h", there), ("h2d", there[::-1])):
+            found = [m.layer for m in moves if (m.residual, m.direction) == (name, direction)]
+            assert found == want * len(numbers), (name, direction)
 
 
 @pytest.mark.parametrize("layers, microbatches", [(6, 5), (7, 4)])

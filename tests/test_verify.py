@@ -9,8 +9,6 @@ import os
 import re
 import runpy
 import sys
-import threading
-import time
 from types import SimpleNamespace
 
 import jax
@@ -46,7 +44,7 @@ from jaxoffload._policy import VERDICT
 from jaxoffload._text import readable
 from jaxoffload._tracing import tracing
 from jaxoffload.proof import verify
-from jaxoffload.proof._command import main, progress
+from jaxoffload.proof._command import main
 from jaxoffload.proof._program import exact as _exact
 from jaxoffload.proof._program import memory as _memory
 from jaxoffload.proof._program.target import target_of
@@ -780,7 +778,7 @@ def test_attention_of_transformer_engine_is_verified():
 @pytest.mark.gpu
 def test_a_profile_has_each_layers_copies():
     found = profile(of_scan, ROWS, STACKS)
-    assert found.unattributed_ms == 0 and found.moves, found
+    assert found.moves, found
     for direction in ("d2h", "h2d"):
         moves = [m for m in found.moves if m.direction == direction]
         assert sorted(m.layer for m in moves if m.layer is not None) == list(range(7)), found
@@ -812,7 +810,7 @@ def test_the_command_line_verifies(capsys, monkeypatch):
     assert main(["verify", "test_verify:made", "both", "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
-    checked = [line for line in said.err.splitlines() if line.startswith(("loss: ", "step: "))]  # without the progress
+    checked = said.err.splitlines()
     assert found["loss"]["ok"] and found["step"]["ok"] and len(checked) == 2 * len(ALL)
     rows_in_wrong_order(monkeypatch)
     jax.clear_caches()
@@ -830,30 +828,18 @@ def test_the_command_line_verifies(capsys, monkeypatch):
         (["profile", "test_verify:made", "step"], "profile: needs an NVIDIA GPU; JAX's default backend is cpu"),
         (["report", ".usr:f"], "'.usr:f' is not MODULE:FUNCTION"),
         (
-            ["report", "models.train:step_for"],
-            "cannot be called with 0 argument(s)",
-        ),
-        (
             ["verify", "models.train:step_for", "configs/tiny.yaml", "mesh.fsdp=4"],
             "'tensor': 1}) that are not here (8 are); give it a mesh of these",
         ),
         (["verify", "test_verify:made", "odd"], "must return (f, args) or (step, args, loss, loss_args)"),
-        (["report", "test_verify:made", "step"], "this is a step, whose residuals are internal to it; return its loss"),
+        (["report", "test_verify:made", "step"], "give the loss that it differentiates, with the arguments of one"),
         (["report", "models.train:step_for", "configs/tiny.yaml", "train.step=1"], "Did you mean: 'steps'?"),
         (
             ["report", "models.train:step_for", "configs/tiny.yaml", "remat.residuals[mlp/fcl]=offload"],
             "residuals['mlp/fcl']: matches no tagged value",
         ),
         (["report", "mine:number"], "mine has no function 'number'"),
-        (
-            ["report", "mine:few"],
-            "mine:few returns <lambda>, which cannot be called with 1 argument(s): missing a required argument: 'y'",
-        ),
-        (["report", "mine:text"], "mine:text returns args[0] = 'hello'; allowed are arrays and"),
-        (["report", "test_verify:made", "loss", "--machine", "{mine}/slow.json"], "writes: one: 0.0 is not a rate"),
-        (["report", "test_verify:made", "loss", "--html", "/dev/full"], "/dev/full: No space left on device"),
         (["report", "mine:nothing"], "must return (f, args) or (step, args, loss, loss_args)"),
-        (["report", "test_verify:made", "loss", "--html", "configs"], "configs: Is a directory; must be a file"),
     ],
 )
 def test_what_cannot_be_done_is_a_message(asked, said, capsys, mine):
@@ -862,28 +848,22 @@ def test_what_cannot_be_done_is_a_message(asked, said, capsys, mine):
     assert said in err and "Traceback" not in err
 
 
-def test_options_may_stand_anywhere(capsys):
-    assert main(["report", "test_verify:made", "--json", "loss"]) == 0
-    assert json.loads(capsys.readouterr().out)["host_bytes"] > 0
-    with pytest.raises(SystemExit):
-        main(["report", "test_verify:made", "--jsn", "loss"])
-    assert "unrecognized arguments: --jsn" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        (["verify", "mine:nothing", "--jsn", "2"], "unrecognized arguments: --jsn"),
+        (["report", "mine:nothing", "--machine", "{mine}/slow.json"], "writes: one: 0.0 is not a rate"),
+    ],
+)
+def test_options_are_refused_before_anything_runs(asked, said, capsys, mine):
+    with pytest.raises(SystemExit, match="2"):
+        main([text.format(mine=mine) for text in asked])
+    assert said in capsys.readouterr().err
 
 
-def test_what_takes_longer_than_two_seconds_says_so(capsys, monkeypatch):
-    real, waited = threading.Event.wait, []
-
-    def at_once(self, seconds=None):
-        if seconds is None:
-            return real(self)
-        waited.append(seconds)
-        return real(self, 0.01)
-
-    monkeypatch.setattr(threading.Event, "wait", at_once)
-    with progress("verify"):
-        while len(waited) < 2:
-            time.sleep(0.01)
-    assert waited[:2] == [2, 30] and re.match(r"verify: \d+ s\n", capsys.readouterr().err)
+def test_options_may_stand_anywhere(capsys, mine):
+    assert main(["verify", "mine:few", "--json", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"]["checks"][0]["verdict"] == "holds"
 
 
 @pytest.mark.parametrize(
@@ -918,8 +898,8 @@ def mine(tmp_path, monkeypatch):
     """A user's modules."""
     (tmp_path / "mine.py").write_text(
         "def raises():\n  raise NotImplementedError\n\ndef divides():\n  1 / 0\n\ndef nothing():\n  return None, ()\n"
-        "number = 1\n\ndef few():\n  return (lambda x, y: x), (1.0,)\n\n"
-        "def text():\n  return (lambda x: x), ('hello',)\n"
+        "number = 1\n\n"
+        "def few(_):\n  import test_verify\n  return test_verify.of_scan, (test_verify.X, test_verify.weights(4))\n"
     )
     rates = {"d2h": 1.0, "h2d": 1.0, "together": 0.0}
     both = {"one": rates, "all": rates, "attention_tflops": [1, 1], "gemm_tflops": 1, "hbm_gb_s": 1}

@@ -40,8 +40,7 @@ _OTHERS = "have no plan's name, are results of equations, or were on the host be
 
 def _stays(target: Target) -> Iterator[str]:
     """Yield what is saved though it is marked offload, and the table gives no other reason; a step has no table."""
-    table = residuals(target.loss, *target.args) if target.loss and target.plans.plans else None
-    for row in (row for rows in (table, *table.reruns) for row in rows) if table else ():
+    for row in residuals(target.loss, *target.args) if target.loss and target.plans.plans else ():
         if row.state == SAVED and row.decision == "offload":
             yield f"{', '.join(row.names)}, which is marked offload ({row.reason})"
 
@@ -81,7 +80,7 @@ def producers(target: Target) -> Found:
     detail = f"recomputed: {'; '.join(again)}" if again else "by the jaxpr none is recomputed"
     if again and not target.plans.rerun:  # else JAX says of some first runs, too, that they are differentiated
         return FAILS, detail
-    if target.plans.others or target.plans.overlap:
+    if target.plans.rerun or target.plans.policies or target.plans.overlap:
         detail += "" if again else " for jaxoffload"
         return NOT_CHECKED, f"{detail}; but what other checkpoints keep, or run again, is not known"
     verdict, compiled = _by_kernels(target)

@@ -62,11 +62,6 @@ class Instruction(NamedTuple):
         return _first(r"jaxoffload\((\(matmul\)|[^()]*)\)", self.text)
 
     @property
-    def microbatches(self) -> int:
-        """How many `accumulate` interleaves, if it is a part of that; else 1."""
-        return int(_first(r"jaxoffload\.accumulate\((\d+)\)", self.text) or 1)
-
-    @property
     def starts_host_copy(self) -> bool:
         return self.opcode.endswith("-start") and self.on_host
 
@@ -290,7 +285,6 @@ class Copy(NamedTuple):
       rows: those of a stack that it copies, one in each iteration of its loop, as far as the program says which; empty
         if it copies a whole array.
       to_host: or from there.
-      microbatches: how many `accumulate` interleaves there; 1 outside of it.
     """
 
     residual: str
@@ -298,7 +292,6 @@ class Copy(NamedTuple):
     loop: str
     rows: tuple[int, ...]
     to_host: bool
-    microbatches: int = 1
 
 
 def host_copies(module: Module) -> dict[str, Copy]:
@@ -312,13 +305,12 @@ def host_copies(module: Module) -> dict[str, Copy]:
             name, size = line.calls[0].replace("_computation", ""), array.row_bytes
             to_host = "update" in name
             rows = tuple(offset // size for _, offsets in _row_copies(line, module) for offset in offsets)
-        named = _naming(line, module) or line
-        copies[name] = Copy(named.scope, size, line.computation, rows, to_host, named.microbatches)
+        copies[name] = Copy(_residual_of(line, module), size, line.computation, rows, to_host)
     return copies
 
 
-def _naming(copy: Instruction, module: Module) -> Instruction | None:
-    """Return the instruction whose scope says which residual a copy copies.
+def _residual_of(copy: Instruction, module: Module) -> str:
+    """Return the names of the residual that a copy copies; empty where nothing says.
 
     `scan` and `chain` trace each in a scope of its own, which is in the metadata of the copy, of its end (since
     jaxlib 0.12), or of what it waits for: its operand, or what that is an element of. What a copy put on the host is
@@ -329,12 +321,11 @@ def _naming(copy: Instruction, module: Module) -> Instruction | None:
     in_its_place = module.computations[copy.computation].values()
     ends = (line for line in in_its_place if line.opcode == "copy-done" and module.sources(line) == [copy])
     source = next(iter(module.sources(copy)), copy)
-    for line in (copy, *ends, *module.operands(copy)[:1], source):
-        if line.scope:
-            return line
+    if scope := next((x.scope for x in (copy, *ends, *module.operands(copy)[:1], source) if x.scope), ""):
+        return scope
     before, element = next(iter(module.sources(source)), copy), source.element
     if source.opcode == "copy-done" and before is not copy:
-        return _naming(before, module)
+        return _residual_of(before, module)
     starts = []
     if element and before.opcode in ("while", "parameter"):
         inside = list(module.called(before)) if before.opcode == "while" else list(in_its_place)
@@ -342,4 +333,4 @@ def _naming(copy: Instruction, module: Module) -> Instruction | None:
         starts += [row for row in rows if element in [x.element for x in module.sources(row)]]
         carried = (module.operands(line)[int(element)] for line in inside if line.is_root and line.opcode == "tuple")
         starts += [module.sources(end)[0] for end in carried if end.opcode == "copy-done"]
-    return _naming(starts[0], module) if starts else None
+    return _residual_of(starts[0], module) if starts else ""

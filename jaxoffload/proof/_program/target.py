@@ -38,13 +38,13 @@ class Target:
 
     @property
     def no_reference(self) -> str:
-        """Why no policy of jaxoffload applies in `run`, so that no other program is its reference; empty if one is."""
+        """The message that no policy of jaxoffload applies in `run`, its reference being `run`; empty if one does."""
         has_policy = any(isinstance(policy, Policy) for policy in self.plans.policies)
         return "" if self.plans.plans or has_policy else _NO_REFERENCE
 
     @property
     def moved_by_others(self) -> str:
-        """What goes to the host in the reference too; empty if nothing does."""
+        """The message that the reference moves values to the host too; empty if it does not."""
         count = len(list(host_transfers(self.reference_jaxpr)))
         others = "value(s) also go to the host in the reference, so jaxoffload is not what moves them"
         return f"{count} {others}" if count else ""

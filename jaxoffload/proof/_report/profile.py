@@ -16,7 +16,7 @@ from ..._jax import without_remat3
 from ..._text import readable
 from .._program.hlo import Copy, host_copies, parse
 from .._program.target import target_of
-from .._program.trace import DIRECTIONS, Event, Span, first_gpu, length, merged, ms_of, overlap, read
+from .._program.trace import DIRECTIONS, Event, Span, length, merged, ms_of, overlap, read
 
 GAP = 10_000  # ns: shorter gaps between kernels are left out
 
@@ -189,7 +189,7 @@ def read_profile(folder: Path, program: jax.stages.Compiled, steps: int = 1) -> 
     if steps < 1:
         raise ValueError(f"read_profile: steps must be at least 1, got {steps}")
     module = parse(str(program.as_text()))
-    events = [e for e in first_gpu(read(folder)) if e.module == module.name]
+    events = [e for e in read(folder) if e.module == module.name]
     if not events:
         raise ValueError(f"read_profile: in the trace in {folder} {module.name} did not run on a GPU")
     return profile_of(events, host_copies(module), steps, jax.devices()[0].device_kind)

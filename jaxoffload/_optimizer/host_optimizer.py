@@ -7,10 +7,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
+from jax.tree_util import tree_leaves_with_path
 
-from .._engine.host.limit import auto_axes
+from .._engine.host.limit import HostPoolFull, auto_axes, host_pool_bytes
+from .._engine.jaxprs.flat import division
 from .._jax import HOST, define, on_device, on_host
-from .._policy import Policy, check_switches
+from .._policy import Policy, check_arguments, check_switches
+from .._text import readable, short
 from .masters import join, split
 from .placement import Placements, owners, placed
 from .stream import Blocks
@@ -39,10 +42,13 @@ class HostState(NamedTuple):
     remainders: Any
 
 
+_OFFLOAD = Policy(default="offload")
+
+
 def host_optimizer(
     tx: Transformation,
     *,
-    policy: Policy = Policy(default="offload"),
+    policy: Policy = _OFFLOAD,
     shardings: Any = None,
     masters: bool = False,
     state_dtype: Any = None,
@@ -53,38 +59,38 @@ def host_optimizer(
         state = tx.init(params)
         params, state = tx.apply(gradients, params, state)  # instead of tx.update and optax.apply_updates
 
-    One loop goes over blocks of rows, of a stack of layers over layers: it fetches the state of the next block, updates
-    this one on the device, and writes its state back, at once. There is never a whole state on the device, and never a
-    set of updates. The bits are those of `tx` on the device.
+    A loop goes over blocks of rows, of a stack of layers over the layers: it fetches the state of the next block while
+    it updates this one on the device and writes its state back. The device never holds a whole state, nor a set of
+    updates. The bits are those of `tx` on the device, as far as XLA compiles the same arithmetic alike.
 
     Args:
-      tx: an Optax transformation. Where state is on the host it must update each row of an array's first axis from the
-        same row of the gradient, the state and the parameter. Adam, AdamW, Lion, Adafactor, momentum, schedules and masks
-        do, and Muon on stacks of layers. What needs gradients and the device's arrays alone may mix rows and arrays:
-        `optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(...))` clips by the norm of all gradients.
-      policy: which state is offloaded or saved on the device. Patterns match parameters' names, such as "layers/mlp/w";
-        `default` holds for others. State of less than `min_offload_bytes` (of a parameter, on all devices) is saved.
-      shardings: of the parameters, a pytree prefix; needed where a mesh with Auto axes divides them, because a trace
-        does not show it.
-      masters: keep a float32 master of each bfloat16 parameter, which is then its master rounded, ties to the larger.
-        The state has the 16 bits that the parameter lacks. `tx` sees masters, and gradients in float32.
-      state_dtype: of the floating arrays of the state that are like parameters, as they are stored. `tx` sees them in
-        the dtype in which its `init` makes them, which is the default.
+      tx: an Optax transformation, which must compute each row of an array's first axis from the same row of the
+        gradient, of the state and of the parameter, as Adam, Lion, momentum and Muon on stacks of layers do. What reads
+        no state on the host may mix rows and arrays: `optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(...))`.
+      policy: "offload" or "save" for the state of a parameter, by its name, such as "layers/mlp/w"; `default` for that
+        of others. Less than `min_offload_bytes` of one parameter, on all devices, is saved.
+      shardings: of the parameters, a pytree prefix. A mesh with Auto axes divides them, and a trace does not show how.
+      masters: keep a float32 master of each bfloat16 parameter. The parameter is its master rounded, ties to the larger
+        integer, and the state has the 16 bits that it lacks. `tx` sees masters, and gradients in float32.
+      state_dtype: in which the state stores floating arrays that are like parameters. `tx` sees them in the dtype in
+        which its `init` makes them; None stores them so.
 
     Raises:
       TypeError: an argument is of another type.
 
-    Raises (when `init`, `apply` or `placements` is called):
+    Raises (when `init`, `apply` or `placements` is called, before anything is compiled):
       PolicyError: a pattern matches no parameter, or says recompute.
-      NotImplementedError: `tx` mixes layers of a stack whose state is on the host.
-      ValueError: a mesh may divide the parameters, and `shardings` is None.
+      NotImplementedError: `tx` mixes the layers of a stack, or arrays, whose state is on the host.
+      ValueError: the compiler may divide the parameters, and `shardings` is None.
+      HostPoolFull: (`init`) the pinned host pool cannot hold the state.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> from jaxoffload import Policy, host_optimizer
       >>> params = {"layers": jnp.ones((4, 8, 8))}
       >>> one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-      >>> tx = host_optimizer(optax.adamw(1e-3), policy=Policy(default="offload", min_offload_bytes=0), shardings=one)
+      >>> policy = Policy(default="offload", min_offload_bytes=0)
+      >>> tx = host_optimizer(optax.adamw(1e-3), policy=policy, shardings=one)
       >>> step = jax.jit(tx.apply, donate_argnums=(1, 2))
       >>> params, state = step({"layers": jnp.ones((4, 8, 8))}, params, tx.init(params))
       >>> print(tx.placements(params))
@@ -92,11 +98,13 @@ def host_optimizer(
       layers     2.00 KiB  host   4       default
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise TypeError(f"host_optimizer: tx must be an optax.GradientTransformation, got {tx!r}")
-    if not isinstance(policy, Policy):
-        raise TypeError(f"host_optimizer: policy must be a jaxoffload.Policy, got {policy!r}")
+        raise TypeError(f"host_optimizer: tx must be an optax.GradientTransformation, got {short(tx)}")
+    check_arguments("host_optimizer", policy)
     check_switches("host_optimizer", masters=masters)
-    return HostOptimizer(tx, policy, shardings, masters, state_dtype)
+    dtype = None if state_dtype is None else jnp.dtype(state_dtype)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"host_optimizer: state_dtype must be a floating dtype, such as bfloat16, got {dtype}")
+    return HostOptimizer(tx, policy, shardings, masters, dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,55 +118,55 @@ class HostOptimizer:
     state_dtype: Any
 
     def init(self, params: Any) -> HostState:
-        """Return the state of parameters, each array where `placements` says, and sharded as its parameter."""
-        shardings, placements = self._shardings(params), self.placements(params)
+        """Return the state of parameters, each array where `placements` says, sharded as its parameter."""
+        leaves, shardings = jax.tree.leaves(params), self._shardings(params)
+        state = jax.eval_shape(self.first_state, params)
+        placements = self.placements(params)
+        _refuse_too_much(placements, shardings)
 
         def make(params: Any) -> HostState:
-            leaves, tree = jax.tree.flatten(params)
-            state, of = jax.eval_shape(self.first_state, params), jax.tree.structure
+            inputs = list(map(Input, range(len(leaves))))
             outputs = [Output(n, _is_on_host(n, placements), None) for n in owners(state, params)]
-            first = lambda *leaves: jax.tree.leaves(self.first_state(jax.tree.unflatten(tree, leaves)))
-            update = _update(first, leaves, [Input(n) for n in range(len(leaves))], outputs, placements, shardings)
-            return jax.tree.unflatten(of(state), update.run(leaves))
+            update = _divided(self.first_state, (params,), inputs, outputs, placements, shardings)
+            return jax.tree.unflatten(jax.tree.structure(state), update.run(jax.tree.leaves(params)))
 
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
-        return make(params) if traced else jax.jit(make)(params)
+        return make(params) if any(isinstance(x, jax.core.Tracer) for x in leaves) else jax.jit(make)(params)
 
     def apply(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
-        """Return the parameters after a step, and the state. Call it in jit, and donate `state` and `params`.
+        """Return the parameters after a step, and the new state. Call it in jit, and donate `params` and `state`.
+
+        jit pairs what is donated with results of the same shape and dtype in order, whatever memory they are in. So
+        let your step take parameters and state in the order in which it returns them, or give it `out_shardings`.
 
         Args:
           gradients: as `params`, in any floating dtype.
-          state: what `init` or `apply` returned.
           params: on the device.
+          state: what `init` or `apply` returned.
 
         Raises:
-          TypeError: gradients or state are of other parameters, or state that belongs on the host is not there.
+          TypeError: gradients or state are not those of `params`.
         """
-        leaves, tree = jax.tree.flatten((gradients, params, state))
+        _check_trees(gradients, params, state, jax.eval_shape(self.first_state, params))
         update = self._applied(gradients, params, state)
-        on = [there(x) if it.on_host else on_device(x) for x, it in zip(leaves, update.inputs, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(on))
+        given = zip(jax.tree.leaves((gradients, params, state)), update.inputs, strict=True)
+        operands = [_there(x) if it.on_host else on_device(x) for x, it in given]
+        return jax.tree.unflatten(jax.tree.structure((params, state)), update.run(operands))
 
     def placements(self, params: Any) -> Placements:
-        """Return where the state of parameters lives, which may be given as shapes and dtypes."""
+        """Return where the state of parameters, or of their shapes and dtypes, lives; printed, it is a table."""
         state = jax.eval_shape(self.first_state, params)
         blocks = self._applied(params, params, state).blocks
         found = placed(self.policy, params, state, self._shardings(params))
         return Placements(p._replace(blocks=blocks[n].count if n in blocks else 1) for n, p in enumerate(found))
 
     def _applied(self, gradients: Any, params: Any, state: HostState) -> Update:
-        """Return how `apply` runs."""
         shardings = self._shardings(params)
         placements = placed(self.policy, params, state, shardings)
-        of_state, count = owners(state, params), len(placements)
-        of_params: list[int | None] = [*range(count)]
-        inputs = [Input(n, _is_on_host(n, placements)) for n in of_state]
-        inputs = [*map(Input, of_params), *map(Input, of_params), *inputs]
-        outputs = [Output(x.leaf, x.on_host, count + n) for n, x in enumerate(inputs[count:])]
-        leaves, tree = jax.tree.flatten((gradients, params, state))
-        updated = lambda *leaves: jax.tree.leaves(self.updated(*jax.tree.unflatten(tree, leaves)))
-        return _update(updated, leaves, inputs, outputs, placements, shardings)
+        of_params, of_state = range(len(placements)), owners(state, params)
+        inputs = [*map(Input, of_params), *map(Input, of_params)]
+        inputs += [Input(n, _is_on_host(n, placements)) for n in of_state]
+        outputs = [Output(x.leaf, x.on_host, n) for n, x in enumerate(inputs)][len(of_params) :]
+        return _divided(self.updated, (gradients, params, state), inputs, outputs, placements, shardings)
 
     def updated(self, gradients: Any, params: Any, state: HostState) -> tuple[Any, HostState]:
         """Return what `apply` does, from arrays that are all on the device: what it is to be equal to."""
@@ -227,7 +235,7 @@ _there_p = define(
 )
 
 
-def there(x: Any) -> Any:
+def _there(x: Any) -> Any:
     """Return an array that is in host memory, with a type that says so."""
     return x if on_host(jax.typeof(x)) else _there_p.bind(x)
 
@@ -240,21 +248,39 @@ def _cast(tree: Any, like: Any) -> Any:
     return jax.tree.map(lambda x, like: x.astype(like.dtype), tree, like)
 
 
-def _update(
+def _check_trees(gradients: Any, params: Any, state: Any, first: Any) -> None:
+    for name, given, like in (("gradients", gradients, params), ("state", state, first)):
+        shapes = lambda tree: [(jax.tree_util.keystr(path), x.shape) for path, x in tree_leaves_with_path(tree)]
+        if shapes(given) != shapes(like):
+            differ = [f"{a[0]} {a[1]}" for a in shapes(given) if a not in shapes(like)] or ["fewer arrays"]
+            of = "params" if name == "gradients" else "what init returns for params"
+            raise TypeError(f"host_optimizer: apply(gradients, params, state): {name} must be as {of}, got {differ[0]}")
+
+
+def _refuse_too_much(placements: Placements, shardings: Sequence[Any]) -> None:
+    pairs = zip(placements, shardings, strict=True)
+    need = sum(-(-p.bytes // division(sharding).parts) for p, sharding in pairs if p.place == "host")
+    if (pool := host_pool_bytes()) is not None and need > pool:
+        what = f"the state needs {readable(need)} per device, and the pinned host pool holds {readable(pool)}"
+        raise HostPoolFull("host_optimizer", what, need, pool, None, False)
+
+
+def _divided(
     f: Callable[..., Any],
-    leaves: Sequence[Any],
+    args: tuple[Any, ...],
     inputs: Sequence[Input],
     outputs: Sequence[Output],
     placements: Placements,
     shardings: Sequence[Any],
 ) -> Update:
-    """Return how `f` runs, which takes these leaves and returns leaves.
+    """Return `f` of these arguments, divided.
 
     Raises:
       NotImplementedError: it mixes what must be apart.
     """
+    leaves, tree = jax.tree.flatten(args)
     avals = jax.make_jaxpr(lambda *xs: list(map(on_device, xs)))(*leaves).out_avals
-    jaxpr = jax.make_jaxpr(f)(*avals)
+    jaxpr = jax.make_jaxpr(lambda *xs: jax.tree.leaves(f(*jax.tree.unflatten(tree, xs))))(*avals)
     streams = {n for n, p in enumerate(placements) if p.place == "host" and p.blocks > 1}
     while True:
         try:
@@ -263,13 +289,13 @@ def _update(
         except MixesRows as mixes:
             name = placements[mixes.leaf].name
             if mixes.other is not None:
-                other = f"reads the state of another, such as {placements[mixes.other].name}"
+                why = f"reads the state of another, such as {placements[mixes.other].name}"
             elif mixes.leaf in streams and len(avals[mixes.leaf].shape) < STACK:
                 streams.remove(mixes.leaf)
                 continue
             else:
-                other = "mixes the rows of its first axis, those of layers"
+                why = "mixes the rows of its first axis, which are layers"
             raise NotImplementedError(
-                f"host_optimizer: the update of {name}, whose state is on the host, {other} ({mixes.how}); keep that on "
-                f"the device, Policy({{{name!r}: 'save'}}, default='offload'), or use a transformation that does not"
+                f"host_optimizer: the state of {name} is on the host, and its update {why} ({mixes.how}); keep it on "
+                f"the device, Policy({{{name!r}: 'save'}}, default='offload'), or use another transformation"
             ) from None

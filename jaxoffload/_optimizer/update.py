@@ -1,8 +1,8 @@
 """Run an update of arrays some of which are on the host: divide what runs once from what runs block by block.
 
-The update of all leaves is traced once. What is computed from arrays on the device alone may mix rows and leaves, as the
-global norm of the gradients does: it runs first, on whole arrays. What is computed from a leaf's state on the host must
-treat the rows of the leaf's first axis by themselves (`rows.py`): it streams (`stream.py`).
+The update of all leaves is traced once. What is computed from arrays on the device alone may mix rows and leaves, as
+the global norm of the gradients does: it runs first, on whole arrays. What is computed from a leaf's state on the host
+must treat the rows of the leaf's first axis by themselves (`rows.py`): it streams (`stream.py`).
 """
 
 import itertools
@@ -64,7 +64,7 @@ class _Kind(NamedTuple):
 
 
 class Update(NamedTuple):
-    """An update, divided: its jaxpr, its inputs and results, the blocks of each leaf that streams, and what it found."""
+    """A jaxpr, what its inputs and results are, the blocks of each leaf that streams, and what values belong to."""
 
     jaxpr: Jaxpr
     inputs: Sequence[Input]
@@ -219,7 +219,7 @@ def divided(jaxpr: Jaxpr, inputs: Sequence[Input], outputs: Sequence[Output], bl
     for atom, out in zip(jaxpr.outvars, outputs, strict=True):
         kind = kinds.get(atom) if isinstance(atom, Var) else None
         if kind and kind.on_host and kind.leaf != out.leaf:
-            raise MixesRows(kind.leaf, None, out.leaf)
+            raise MixesRows(kind.leaf, None) if out.leaf is None else MixesRows(out.leaf, None, kind.leaf)
         if kind and kind.on_host and kind.leaf in blocks and kind.axis != 0:
             raise MixesRows(kind.leaf, None)
     return update

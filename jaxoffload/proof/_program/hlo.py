@@ -328,8 +328,9 @@ def _residual_of(copy: Instruction, module: Module) -> str:
         return _residual_of(before, module)
     starts = []
     if element and before.opcode in ("while", "parameter"):
-        inside = list(module.called(before)) if before.opcode == "while" else list(in_its_place)
-        rows = (line for line in inside if line.opcode == "fusion-start" and line.on_host)
+        called = list(module.called(before)) if before.opcode == "while" else []
+        inside = called or list(in_its_place)
+        rows = (line for line in called if line.opcode == "fusion-start" and line.on_host)
         starts += [row for row in rows if element in [x.element for x in module.sources(row)]]
         carried = (module.operands(line)[int(element)] for line in inside if line.is_root and line.opcode == "tuple")
         starts += [module.sources(end)[0] for end in carried if end.opcode == "copy-done"]

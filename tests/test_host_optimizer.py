@@ -334,7 +334,7 @@ def test_more_than_the_pool_holds_is_refused_before_it_is_made(monkeypatch):
 
 
 def test_state_whose_type_forgot_the_host_is_taken_for_what_it_is():
-    """As that of a checkpoint's arrays, or of what jit makes for `out_shardings`; ahead of time there are only shapes."""
+    """As a checkpoint's arrays do, and what jit makes for `out_shardings`. Ahead of time there are only shapes."""
     params, tx = params_in(), host_optimizer(optax.adamw(1e-3), policy=ALL, shardings=ONE)
     state, step = tx.init(params), jax.jit(tx.apply, compiler_options=exact_options())
     read = lambda x: jax.make_array_from_callback(x.shape, x.sharding, lambda index: np.asarray(x)[index])

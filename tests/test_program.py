@@ -663,8 +663,8 @@ def test_the_hosts_need_of_a_whole_program_is_no_less_than_xla_plans(gpu):
 
 
 def test_an_optimizers_state_comes_and_goes_at_once(gpu):
-    """In each loop, blocks come and go by DMA, in range. Nothing is copied from the host to the host, or computed there;
-    the first block that comes, and the last that goes, each outside of a loop, are read and written by kernels."""
+    """In each loop, blocks come and go by DMA, in range. Nothing is copied from the host to the host, or computed
+    there; kernels read the first block that comes, and write the last that goes, which are outside of the loops."""
     one = SingleDeviceSharding(jax.devices("cpu")[0])
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     tx = host_optimizer(tx, shardings=one, masters=True)

@@ -157,7 +157,7 @@ class HostOptimizer:
         state = jax.eval_shape(self.first_state, params)
         blocks = self._applied(params, params, state).blocks
         found = placed(self.policy, params, state, self._shardings(params))
-        return Placements(p._replace(blocks=blocks[n].count if n in blocks else 1) for n, p in enumerate(found))
+        return Placements(p._replace(blocks=blocks[n].number if n in blocks else 1) for n, p in enumerate(found))
 
     def _applied(self, gradients: Any, params: Any, state: HostState) -> Update:
         shardings = self._shardings(params)

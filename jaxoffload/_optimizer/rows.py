@@ -83,7 +83,9 @@ def rule_of(eqn: JaxprEqn, axes: Axes, size: Size) -> Rule:
 
 def _of_one_kernel(eqn: JaxprEqn, axes: Axes, size: Size) -> tuple[Axes, int, dict[str, Any]] | None:
     """Return the axes of operands, that of results, and parameters for fewer rows; None if rows are mixed."""
-    name, params, shapes = eqn.primitive.name, eqn.params, [v.aval.shape for v in eqn.invars]
+    name, params = eqn.primitive.name, eqn.params
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    shapes = [aval.shape for aval in avals]
     of, at = next((n, a) for n, a in enumerate(axes) if a is not None)
     if name in ELEMENTWISE | IDENTITIES:
         alike = all(a in (None, at) for a in axes) and all(len(s) in (0, len(shapes[of])) for s in shapes)

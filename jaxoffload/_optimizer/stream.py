@@ -25,14 +25,14 @@ class Blocks(NamedTuple):
     side in the array, which does not matter to what treats each row by itself.
     """
 
-    count: int
+    number: int
     sharding: Any = None
 
     def take(self, x: Any, i: Any, axis: int = 0) -> Any:
         """Return block i of an array, whose rows are along `axis`."""
 
         def take(x: Any, i: Any) -> Any:
-            rows = x.shape[axis] // self.count
+            rows = x.shape[axis] // self.number
             return lax.dynamic_slice_in_dim(x, i * rows, rows, axis, allow_negative_indices=False)
 
         return self._in_shards(take, axis)(x, i)
@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
         """Return an array with its block i replaced."""
 
         def put(x: Any, block: Any, i: Any) -> Any:
-            at = i * (x.shape[0] // self.count)
+            at = i * (x.shape[0] // self.number)
             return lax.dynamic_update_slice_in_dim(x, block, at, 0, allow_negative_indices=False)
 
         return self._in_shards(put)(x, block, i)
@@ -109,6 +109,6 @@ def stream(leaves: Sequence[Stream]) -> tuple[Arrays, Arrays]:
         return stacks, arrays, coming
 
     stacks, arrays = [list(leaf.on_host) for leaf in leaves], [list(leaf.on_device) for leaf in leaves]
-    last = leaves[0].blocks.count - 1
+    last = leaves[0].blocks.number - 1
     state = lax.fori_loop(0, last, iteration, (stacks, arrays, fetch(stacks, 0)))
     return iteration(last, state, is_last=True)[:2]  # XLA:GPU would not clamp the row that it would fetch

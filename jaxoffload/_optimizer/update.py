@@ -74,26 +74,27 @@ class Update(NamedTuple):
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """Return the results, from operands in the memory that `inputs` says."""
-        invars, atoms, consts = self.jaxpr.invars, self.jaxpr.outvars, self.jaxpr.constvars
-        values = dict(zip(consts, self.jaxpr.consts, strict=True))
+        invars, jaxpr = self.jaxpr.invars, self.jaxpr
+        values = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
         values |= {v: x for v, x, it in zip(invars, operands, self.inputs, strict=True) if not it.on_host}
-        on_host = list(dict.fromkeys(x.leaf for x in self.inputs if x.on_host and x.leaf not in self.blocks))
         parts = {leaf: self._part(leaf) for leaf in self.blocks}
+        come_whole = list(dict.fromkeys(x.leaf for x in self.inputs if x.on_host and x.leaf not in self.blocks))
 
-        at_once = [n for n, out in enumerate(self.outputs) if out.leaf not in [*self.blocks, *on_host]]
-        results = self._whole(at_once, values, [v for _, taken in parts.values() for v in taken if v not in self.kinds])
+        on_device = [n for n, out in enumerate(self.outputs) if out.leaf not in [*self.blocks, *come_whole]]
+        of_blocks = [v for _, taken in parts.values() for v in taken if v not in self.kinds]
+        results = self._whole(on_device, values, of_blocks)
         for leaves in self._loops():
             streams = [self._stream(leaf, *parts[leaf], values, operands) for leaf in leaves]
             for leaf, stacks, arrays in zip(leaves, *stream(streams), strict=True):
-                to, there = iter(stacks), iter(arrays)
-                results |= {n: next(to if self.outputs[n].on_host else there) for n in self._of(leaf)}
-        before: dict[int, Any] = {}
-        for leaf in on_host:  # one after another, so that the device holds one of them
-            numbers = [n for n, x in enumerate(self.inputs) if x.leaf == leaf and x.on_host]
+                new, replaced = iter(stacks), iter(arrays)
+                results |= {n: next(new if self.outputs[n].on_host else replaced) for n in self._of(leaf)}
+        before: list[Any] = []
+        for each in come_whole:  # one after another, so that the device holds the state of one of them
+            numbers = [n for n, x in enumerate(self.inputs) if x.leaf == each and x.on_host]
             fetched, _ = lax.optimization_barrier(([operands[n] for n in numbers], before))
-            there = values | dict(zip([invars[n] for n in numbers], map(to_device, fetched), strict=True))
-            results |= self._whole(self._of(leaf), there)
-            before = {n: there[atoms[n]] for n in self._of(leaf) if isinstance(atoms[n], Var)}
+            of_leaf = values | dict(zip([invars[n] for n in numbers], map(to_device, fetched), strict=True))
+            results |= self._whole(self._of(each), of_leaf)
+            before = read([jaxpr.outvars[n] for n in self._of(each)], of_leaf)
         return [results[n] for n in range(len(self.outputs))]
 
     def _of(self, leaf: int | None) -> list[int]:
@@ -116,7 +117,7 @@ class Update(NamedTuple):
 
         def is_inside(eqn: JaxprEqn) -> bool:
             """Return if blocks compute this: scalar constants too, which XLA folds into what reads them."""
-            constant = varying.isdisjoint(eqn.outvars) and not any(v.aval.shape for v in eqn.outvars)
+            constant = varying.isdisjoint(eqn.outvars) and not any(getattr(v.aval, "shape", ()) for v in eqn.outvars)
             return constant or eqn.primitive is broadcast_in_dim_p or any(map(is_of, eqn.outvars))
 
         eqns = list(filter(is_inside, needed(self.jaxpr, results, ())))
@@ -131,13 +132,13 @@ class Update(NamedTuple):
         return through(part, axes, self._size(leaf)), taken
 
     def _size(self, leaf: int) -> Size:
-        rows = next(v.aval.shape[0] for v, x in zip(self.jaxpr.invars, self.inputs, strict=True) if x.leaf == leaf)
-        return Size(rows, rows // self.blocks[leaf].count)
+        aval: Any = next(v.aval for v, x in zip(self.jaxpr.invars, self.inputs, strict=True) if x.leaf == leaf)
+        return Size(aval.shape[0], aval.shape[0] // self.blocks[leaf].number)
 
     def _loops(self) -> list[list[int]]:
         """Return the leaves that stream, those of each loop."""
         loops: list[list[int]] = []
-        count = lambda leaf: self.blocks[leaf].count
+        count = lambda leaf: self.blocks[leaf].number
         for _, leaves in itertools.groupby(sorted(self.blocks, key=count), count):
             size = LOOP_BYTES
             for leaf in leaves:
